@@ -29,9 +29,9 @@ from fused_rl.trainers.base.text import InputError, name_of, unknown
 FILES = (".jsonl", ".json", ".csv", ".parquet")  # a dataset that ends so is a file, any other a name
 
 
-def is_saved(name: str, *marks: str) -> bool:
+def is_saved(name: str) -> bool:
     """Return True if `datasets` wrote this folder by `save_to_disk`: one table, or several splits."""
-    return any((Path(name) / mark).is_file() for mark in marks or ("state.json", "dataset_dict.json"))
+    return any((Path(name) / mark).is_file() for mark in ("state.json", "dataset_dict.json"))
 
 
 # Numbers with a range, in the words that --help and errors say; NaN is in none of them.
@@ -259,29 +259,11 @@ class ModelConfig(Options):
             raise InputError(f"{what}: leave it out, or choose --loss_from linear")
 
 
-def on_hub(name: str | None) -> bool:
-    """Return True unless a dataset is a file, or a folder that holds one table."""
-    return name is not None and Path(name).suffix not in FILES and not is_saved(name, "state.json")
-
-
-def of_hub(dataset: str, *options: str) -> list[Needs]:
-    """Return the needs of a Hub dataset's options."""
-    unmet = "has no meaning for a file, which has no configurations or splits; leave it out"
-    unmet = unmet if dataset == "dataset" else without(f"an {dataset} of the Hub")
-    return [Needs(option, lambda config: on_hub(getattr(config, dataset)), unmet) for option in options]
-
-
 NO_TEMPLATE = "needs the chat template, which raw_prompt=true leaves out: drop one of them"
 TEMPLATE_NEEDS = tuple(
     Needs(option, lambda config: not config.raw_prompt, NO_TEMPLATE)
     for option in ("system_prompt", "chat_template_kwargs")
 )
-NO_EVALUATION = "has no meaning with eval_size=0, which evaluates nothing; leave it out, or give --eval_size"
-
-
-def evaluates(config: Any) -> bool:
-    """Return True if a run evaluates."""
-    return config.eval_size > 0
 
 
 class DataConfig(Options):
@@ -310,12 +292,7 @@ class DataConfig(Options):
     max_prompt_length: PositiveInt = 512
     """Longer prompts (in tokens) are dropped, counted and reported."""
 
-    needs: ClassVar = (
-        *of_hub("dataset", "dataset_config", "dataset_split"),
-        *TEMPLATE_NEEDS,
-        Needs("eval_dataset", evaluates, NO_EVALUATION),
-        *of_hub("eval_dataset", "eval_dataset_config", "eval_split"),
-    )
+    needs: ClassVar = TEMPLATE_NEEDS
 
 
 class OptimConfig(Options):
@@ -357,7 +334,6 @@ class EngineConfig(Options):
         Needs(
             "offload", lambda config: config.zero_stage >= 2, "needs zero_stage 2 or 3, which split what is offloaded"
         ),
-        Needs("stage3_param_persistence_threshold", lambda config: config.zero_stage == 3, without("--zero_stage 3")),
     )
 
 
@@ -388,13 +364,6 @@ class OutputConfig(Options):
     """Make that repository a private one; one that is public already is refused."""
 
     needs: ClassVar = (
-        Needs(
-            "keep_checkpoints",
-            lambda config: config.save_every > 0,
-            "has no meaning with save_every=0, which keeps no checkpoint but the last; leave it out, or give "
-            "--save_every",
-        ),
-        Needs("accept_changes", lambda config: config.resume or config.resume_from, without("--resume")),
         Needs("hub_model_id", lambda config: config.push_to_hub, "says where to push the model; add --push_to_hub"),
         Needs("hub_private_repo", lambda config: config.push_to_hub, "says where to push the model; add --push_to_hub"),
     )
@@ -451,8 +420,6 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
     """Steps between evaluations; there is always one before and one after."""
     dry_run: bool = False
     """Print the resolved configuration and the batch arithmetic, check that model and rows exist, then stop."""
-
-    needs: ClassVar = (Needs("eval_every", evaluates, NO_EVALUATION),)
 
 
 # What is done with a run, not what the run is.

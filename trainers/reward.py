@@ -29,16 +29,7 @@ from fused_rl.trainers.models.reward_model import (
     load_reward_model,
     save_reward_model,
 )
-from fused_rl.trainers.options import (
-    MAIN,
-    Needs,
-    NonNegative,
-    NonNegativeInt,
-    PositiveInt,
-    RunConfig,
-    Smoothing,
-    without,
-)
+from fused_rl.trainers.options import MAIN, Needs, NonNegative, NonNegativeInt, PositiveInt, RunConfig, Smoothing
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.loop import Run
 from fused_rl.trainers.scorers.reward_model import RewardScorer
@@ -88,9 +79,6 @@ class RewardConfig(RunConfig):
         Needs("head_dtype", lambda config: False, NO_LOGITS),
         Needs("load_in_4bit", lambda config: False, MERGED),
         Needs("save_merged", lambda config: False, MERGED),
-        Needs("lora_alpha", lambda config: config.lora_rank > 0, without("--lora_rank")),
-        Needs("lora_targets", lambda config: config.lora_rank > 0, without("--lora_rank")),
-        Needs("reference_dataset", lambda config: config.normalize_pairs > 0, without("--normalize_pairs")),
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from fused_rl.trainers import sft
 from fused_rl.trainers.data.encode import Encoder
 from fused_rl.trainers.data.rows import Rows, load_rows
-from fused_rl.trainers.options import InputError, on_hub
+from fused_rl.trainers.options import InputError
 from fused_rl.trainers.scorers.builtin import answer_of
 from tests.trainers import tiny
 from tests.trainers.runs import sft_config
@@ -49,7 +49,6 @@ def test_a_file_or_folder_holds_the_rows_that_were_written(name, tmp_path):
     read = load_rows(str(tmp_path / name))
     assert read.rows == ROWS, "no number is guessed, and no word is a null"
     assert read.where(1).endswith("line 2" if name == "lines.jsonl" else "row 2")
-    assert on_hub(str(tmp_path / name)) == (name == "splits"), "a split is chosen where there are several"
 
 
 def test_columns_of_a_csv_that_became_numbers_are_printed(tmp_path, capsys):

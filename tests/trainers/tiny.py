@@ -105,15 +105,8 @@ def first_is_odd(response: str, row: dict) -> float:
 
 
 def settled(options: dict) -> dict:
-    """The options of a small run, less those that others of them leave without a meaning."""
-    options = dict(options)
-    if options.get("zero_stage") == 3:
-        options.setdefault("stage3_param_persistence_threshold", 0)  # else nothing of a model this small is partitioned
-    if not options.get("eval_size", 1):
-        options = {name: value for name, value in options.items() if name not in ("eval_every", "eval_samples")}
-    if not options.get("save_every", 1):
-        options.pop("keep_checkpoints", None)
-    return options
+    """The options of a small run, of whose model ZeRO 3 partitions every weight."""
+    return {"stage3_param_persistence_threshold": 0} | options
 
 
 def read_metrics(folder) -> list[dict]:

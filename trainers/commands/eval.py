@@ -34,7 +34,6 @@ from fused_rl.trainers.options import (
     PositiveInt,
     Seed,
     check_revision,
-    of_hub,
     without,
 )
 from fused_rl.trainers.policy.evaluate import share_of_rank, solved_metrics, solved_sums
@@ -102,10 +101,8 @@ class EvalConfig(ScorerConfig, SamplingConfig):
     """Replace responses.jsonl and summary.json in output_dir."""
 
     needs: ClassVar = (
-        *of_hub("dataset", "dataset_config", "dataset_split"),
         *TEMPLATE_NEEDS,
         *(Needs(name, lambda config: config.verifiers is not None, without("--verifiers")) for name in SCORING[1:]),
-        Needs("overwrite", lambda config: config.output_dir is not None, without("--output_dir")),
     )
 
     def check(self) -> None:

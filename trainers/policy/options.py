@@ -9,7 +9,6 @@ from fused_rl.presets import PolicyLossOptions, PresetName, resolve_options
 from fused_rl.trainers import options as config
 from fused_rl.trainers.base.text import load_function
 from fused_rl.trainers.options import (
-    NO_EVALUATION,
     InputError,
     Needs,
     NonNegativeInt,
@@ -18,7 +17,6 @@ from fused_rl.trainers.options import (
     PositiveInt,
     RunConfig,
     derived,
-    evaluates,
     without,
 )
 from fused_rl.trainers.rollouts.options import SamplerConfig
@@ -76,8 +74,6 @@ class PolicyConfig(RolloutConfig, LossConfig, RunConfig):
     the step's own."""
 
     needs: ClassVar = (
-        Needs("eval_samples", evaluates, NO_EVALUATION),
-        Needs("show_samples", evaluates, NO_EVALUATION),
         Needs(
             "lag",
             lambda config: config.zero_stage < 3 or config.server is not None,
