@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from fused_rl.trainers.rollouts.solved import outcome_sums, outcomes, pass_at_k, usual_ks
+from fused_rl.trainers.rollouts.solved import outcome_sums, outcomes, pass_at, pass_at_k
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 7])
@@ -31,7 +31,8 @@ def test_pass_at_k_of_many_responses_neither_overflows_nor_cancels():
 
 
 def test_the_ks_are_powers_of_two_and_all():
-    assert [usual_ks(n) for n in (1, 2, 3, 4, 6)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 6]]
+    for n, ks in ((1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 4]), (6, [1, 2, 4, 6])):
+        assert list(pass_at(torch.ones(1, n, dtype=torch.bool))) == [f"pass_at_{k}" for k in ks]
 
 
 def test_lengths_and_truncation_add_up_over_parts():

@@ -10,7 +10,6 @@ the main thread: a run with a thread, and one without, are the same bit for bit.
 """
 
 import copy
-import dataclasses
 import hashlib
 from array import array
 from collections.abc import Callable
@@ -110,7 +109,11 @@ class Ahead(Sampler):
         """Return this rank's rollouts of the steps to come, for a checkpoint."""
         state = {}
         for step, pending in self.pending.items():
-            responses = [_as_plain(response) for response in pending.responses.result()]
+            responses = []
+            for response in pending.responses.result():  # as `torch.load` takes them for data
+                kept = response.support
+                kept = {"ids": kept.ids, "offsets": kept.offsets} if isinstance(kept, TokenSupport) else kept
+                responses.append(vars(response) | {"support": kept})
             state[step] = {"version": pending.version, "prompts": pending.prompts, "responses": responses}
         return state
 
@@ -118,7 +121,11 @@ class Ahead(Sampler):
         """Take up a checkpoint's rollouts."""
         for step, of_step in state.items():
             self.pending[step] = Pending(of_step["version"], of_step["prompts"])
-            self.pending[step].responses.set_result([_from_plain(plain) for plain in of_step["responses"]])
+            responses = [Response(**fields) for fields in of_step["responses"]]
+            for response in responses:
+                if isinstance(response.support, dict):
+                    response.support = TokenSupport(**response.support)
+            self.pending[step].responses.set_result(responses)
 
 
 def digest(prompts: list[list[int]]) -> str:
@@ -127,20 +134,6 @@ def digest(prompts: list[list[int]]) -> str:
     for ids in prompts:
         total.update(array("q", [len(ids), *ids]))
     return total.hexdigest()
-
-
-def _as_plain(response: Response) -> dict[str, object]:
-    """Return the fields of a response as `torch.load` takes them for data."""
-    plain = {field.name: getattr(response, field.name) for field in dataclasses.fields(Response)}
-    if isinstance(response.support, TokenSupport):
-        plain["support"] = {"ids": response.support.ids, "offsets": response.support.offsets}
-    return plain
-
-
-def _from_plain(plain: dict[str, object]) -> Response:
-    if isinstance(plain["support"], dict):
-        plain = plain | {"support": TokenSupport(**plain["support"])}
-    return Response(**plain)
 
 
 class CopySampler(TransformersSampler):

@@ -94,8 +94,15 @@ def roll_out(
     scored = time.monotonic()
     batch = batch_of(samples, tokenizer.pad_token_id, device)
     seconds = {"time/rollout": sampled - began, "time/score": scored - sampled}
-    solved = _solved(scorers, scores, len(samples))
-    return Rollout(samples, batch, scores, rewards, solved, seconds, incidents)
+    # Solved: a judge applies, and each that applies says right.
+    solved = torch.zeros(len(samples), dtype=torch.bool)
+    wrong = solved.clone()
+    for scorer in scorers:
+        if scorer.solved_at is not None:
+            passed = scores[scorer.name] >= scorer.solved_at
+            solved |= passed
+            wrong |= ~passed & ~scores[scorer.name].isnan()
+    return Rollout(samples, batch, scores, rewards, solved & ~wrong, seconds, incidents)
 
 
 def check_responses(
@@ -192,17 +199,6 @@ def _report_broken(scorers: Sequence[Scorer], count: int) -> dict[str, float]:
         if broken and ranks.rank() == 0:
             tell(f"{scorer.name}: {len(broken)} of {sum(counts)} answers broke a limit and score 0; first: {broken[0]}")
     return metrics
-
-
-def _solved(scorers: Sequence[Scorer], scores: dict[str, torch.Tensor], count: int) -> torch.Tensor:
-    """Return (B,) bool: True where a judge applies, and each that applies says right."""
-    judges = [scorer for scorer in scorers if scorer.solved_at is not None]
-    if not judges:
-        return torch.zeros(count, dtype=torch.bool)
-    applies = [~scores[judge.name].isnan() for judge in judges]
-    passed = [scores[judge.name] >= judge.solved_at for judge in judges]
-    wrong = torch.stack(applies) & ~torch.stack(passed)
-    return ~wrong.any(0) & torch.stack(applies).any(0)
 
 
 def rollout_metrics(rollout: Rollout, columns: dict[str, torch.Tensor], step: int) -> dict[str, float]:

@@ -75,15 +75,12 @@ def truncated(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Return scores (B, V) at the temperature, -inf where a filter takes an id away; by transformers, in its order."""
     from transformers.generation import logits_process as of_transformers
 
-    filters = []
-    if sampling.top_k > 0:
-        filters.append(of_transformers.TopKLogitsWarper(sampling.top_k))
+    if sampling.top_k > 0:  # none of them reads the tokens so far
+        scores = of_transformers.TopKLogitsWarper(sampling.top_k)(None, scores)
     if sampling.top_p < 1:
-        filters.append(of_transformers.TopPLogitsWarper(sampling.top_p))
+        scores = of_transformers.TopPLogitsWarper(sampling.top_p)(None, scores)
     if sampling.min_p > 0:
-        filters.append(of_transformers.MinPLogitsWarper(sampling.min_p))
-    for warper in filters:
-        scores = warper(None, scores)  # none of them reads the tokens so far
+        scores = of_transformers.MinPLogitsWarper(sampling.min_p)(None, scores)
     return scores
 
 

@@ -27,15 +27,12 @@ def pass_at_k(right: torch.Tensor, k: int) -> torch.Tensor:
     return torch.tensor(of_count, dtype=torch.float64)[right.sum(1).cpu()]
 
 
-def usual_ks(n: int) -> list[int]:
-    """Return 1, 2, 4, … below n, and n itself: the k for which pass@k is reported."""
-    powers = [2**i for i in range(n.bit_length())]
-    return [k for k in powers if k < n] + [n]
-
-
 def pass_at(right: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return `pass_at_<k>`, each (P,), of (P, n) right responses, for the usual k."""
-    return {f"pass_at_{k}": pass_at_k(right, k) for k in usual_ks(right.shape[1])}
+    """Return `pass_at_<k>`, each (P,), of (P, n) right responses, for the k 1, 2, 4, … below n, and for n."""
+    n = right.shape[1]
+    powers = [2**i for i in range(n.bit_length())]
+    ks = [k for k in powers if k < n] + [n]
+    return {f"pass_at_{k}": pass_at_k(right, k) for k in ks}
 
 
 def outcome_sums(solved: torch.Tensor, lengths: torch.Tensor, stopped: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -1,7 +1,4 @@
-"""HTTP calls to inference servers, and what all kinds of them (kinds.py) have in common.
-
-Token ids go in and token ids come out. Nothing of a server's own package is imported.
-"""
+"""HTTP calls to inference servers, and what all kinds of them (kinds.py) have in common; ids go in and come out."""
 
 import asyncio
 import ssl
@@ -102,11 +99,9 @@ class Server:
     def __init__(self, http: Http, url: str, card: dict):
         self.http = http
         self.url = url
+        self.name = f"server {url} ({self.kind})"
         self.model = str(card["id"])
         self.room = int(card["max_model_len"]) - self.margin
-
-    def __str__(self) -> str:
-        return f"server {self.url} ({self.kind})"
 
     async def sample(self, prompt_ids: list[int], sampling: Sampling, seed: int | None) -> Response:
         """Return the response to one request; a request for several would give them related or equal seeds."""
@@ -118,16 +113,16 @@ class Server:
             support = None if sets is None else TokenSupport.from_lists(sets)
         except Exception as error:
             problem = f"an answer of an unknown form ({in_a_line(error)})"
-            raise InputError(f"{self}: {problem}: {shortened(answer)}") from error
+            raise InputError(f"{self.name}: {problem}: {shortened(answer)}") from error
         # The id decides: a stop token in the last place may be called "stop" or "length".
         stopped = bool(ids) and ids[-1] in sampling.stop_ids
         if not stopped and len(ids) != sampling.max_new_tokens:
             raise InputError(
-                f"{self}: a response ended by {finish!r} after {len(ids)} of {sampling.max_new_tokens} tokens, at no "
-                f"stop token; it was aborted, or has no room; {self.flags}"
+                f"{self.name}: a response ended by {finish!r} after {len(ids)} of {sampling.max_new_tokens} tokens, at "
+                f"no stop token; it was aborted, or has no room; {self.flags}"
             )
         if sampling.truncates and support is None:
-            raise InputError(f"{self}: no kept sets, which top_p, top_k and min_p need; {self.flags}")
+            raise InputError(f"{self.name}: no kept sets, which top_p, top_k and min_p need; {self.flags}")
         return Response(ids, "stop" if stopped else "length", logprobs, support)
 
     async def push(self, folder: Path) -> None:
@@ -139,6 +134,6 @@ class Server:
                     raise InputError(f"POST {self.url}{path}: {shortened(answer)}")
         except InputError as error:
             remedy = f"it must see {folder}, and serve this run alone; {self.flags}"
-            raise InputError(f"{error}; {self} did not load the weights: {remedy}") from error
+            raise InputError(f"{error}; {self.name} did not load the weights: {remedy}") from error
         finally:
             await self.http.call("POST", self.url + self.resume, {}, tries=1)

@@ -69,11 +69,11 @@ class Probe:
             values = torch.cat(differences)
             sizes = values.abs()
             raise InputError(
-                f"{server}: log-probabilities after step {step} are not the policy's (mean {values.mean():+.2g}, "
+                f"{server.name}: log-probabilities after step {step} are not the policy's (mean {values.mean():+.2g}, "
                 f"mean of sizes {sizes.mean():.2g}, largest {sizes.max():.2g} nats; allowed: {ALLOWED[self.exact]}); "
                 f"{cause}; see docs/rollouts.md"
             )
         # In 16 bits, a response may change with the batch around it.
         repeated = [responses[k].ids == responses[k + 2].ids for k in range(2)]
         if not (all(repeated) if self.exact else any(repeated)):
-            raise InputError(f"{server}: one seed gave two different responses; {server.flags}")
+            raise InputError(f"{server.name}: one seed gave two different responses; {server.flags}")

@@ -1,8 +1,4 @@
-"""A sampler behind inference servers, all of which have the policy's weights.
-
-Weights go through a folder on a disk that trainer and servers share: `published/step-7` in the run's folder. The folder
-before it stays until all servers have loaded the new one.
-"""
+"""A sampler behind inference servers; weights go through `published/step-7` in the run's folder, on a shared disk."""
 
 import math
 import shutil
@@ -55,7 +51,7 @@ class ServerSampler(Sampler):
         for server in self.servers:
             if server.room < longest:
                 raise InputError(
-                    f"{server} has room for {server.room} tokens, but max_prompt_length and max_new_tokens are "
+                    f"{server.name} has room for {server.room} tokens, but max_prompt_length and max_new_tokens are "
                     f"{longest} together; give it a length of {longest + server.margin}; {server.flags}"
                 )
         # Cache entries of the weights before the first update: the probe after it must not find them.
@@ -81,7 +77,7 @@ class ServerSampler(Sampler):
 
         def push() -> None:
             self.http.run(server.push(folder) for server in self.servers)
-            for other in self.folder.glob("step-*"):
+            for other in self.folder.glob("step-*"):  # the one before stays until all servers have the new one
                 if other != folder:
                     shutil.rmtree(other)
             found.extend(self.probe.sample(server, step) for server in self.servers)
