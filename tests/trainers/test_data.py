@@ -1,12 +1,10 @@
 import pytest
 
-from fused_rl.trainers import grpo, ppo, reward, sft
-from fused_rl.trainers.data import encode, preferences
-from fused_rl.trainers.data.encode import Encoder, load_tokenizer
+from fused_rl.trainers.data import encode
+from fused_rl.trainers.data.encode import Encoder
 from fused_rl.trainers.data.order import RowOrder
-from fused_rl.trainers.data.rows import Rows, load_rows, load_train_eval
+from fused_rl.trainers.data.rows import Rows, load_train_eval
 from fused_rl.trainers.options import DataConfig, InputError
-from fused_rl.trainers.policy import setup
 from tests.trainers import tiny
 
 
@@ -134,34 +132,12 @@ THINKING = tiny.CHAT_TEMPLATE.replace(
 )
 
 
-@pytest.fixture
-def thinking(tmp_path):
-    """A model folder whose chat template marks the assistant's turn where it is told not to think, and its rows."""
-    folder = tiny.model_folder(tmp_path / "model")
-    (tmp_path / "model" / "chat_template.jinja").write_text(THINKING)
-    rows = [{"prompt": f"q{i}", "completion": "y", "chosen": "y", "rejected": "n"} for i in range(4)]
-    return folder, tiny.jsonl(tmp_path / "rows.jsonl", rows)
-
-
-def encoded_by_every_trainer(folder, rows, **options):
-    """The prompt of the first row, as sft, reward and the policy trainers read it."""
-    tokenizer = load_tokenizer(folder)
-    options = {"model": folder, "dataset": rows, "output_dir": "o", "eval_size": 1} | options
-    config = sft.SFTConfig(**options)
-    yield sft.encoded(config, load_rows(rows), Encoder.of(config, tokenizer))[0].prompt
-    pairs = preferences.PairEncoder(reward.RewardConfig(**options), tokenizer).pairs(load_rows(rows))
-    yield pairs[0].chosen[0]
-    yield pairs[0].rejected[0]
-    for config_class in (grpo.GRPOConfig, ppo.PPOConfig):
-        yield setup.load_prompts(config_class(**options), tokenizer, [])[0][0].ids
-
-
-def test_the_chat_template_is_told_in_every_trainer_what_the_run_tells_it(thinking):
-    tokenizer = load_tokenizer(thinking[0])
-    for told, expected in ((None, "<assistant>"), ({"enable_thinking": False}, "<assistant>!")):
-        found = list(encoded_by_every_trainer(*thinking, chat_template_kwargs=told))
-        texts = [tokenizer.decode(prompt) for prompt in found]
-        assert texts == [f"<bos><user>q0<end>\n{expected}"] * 5
+def test_the_chat_template_gets_the_arguments_of_the_run():
+    tokenizer = with_template(THINKING)
+    for given, expected in ((None, "<assistant>"), ({"enable_thinking": False}, "<assistant>!")):
+        config = DataConfig(chat_template_kwargs=given)
+        prompt = Encoder.of(config, tokenizer).prompt(Rows([{"prompt": "q"}], "x"), 0, None)
+        assert tokenizer.decode(prompt) == f"<bos><user>q<end>\n{expected}"
 
 
 TOOL_TEMPLATE = (

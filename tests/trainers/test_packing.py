@@ -55,14 +55,28 @@ def batch(seed: int = 1):
     return make_batch(prompts, responses, 0, "cpu")
 
 
-def scores_and_gradients(lm, loss_from: str, packed, given):
-    """Log-probabilities and entropies (B, T - 1), and the gradient of a random combination of them by every weight."""
-    weights = torch.randn(2, *given.response_mask.shape, generator=torch.Generator().manual_seed(2))
-    lm.zero_grad()
+def with_gradients(made, values) -> tuple:
+    """Values, and the gradient of a random combination of them by every weight."""
+    weights = torch.randn(values.shape, generator=torch.Generator().manual_seed(2))
+    made.zero_grad()
+    (values * weights).sum().backward()
+    named = {name: weight.grad.clone() for name, weight in made.named_parameters() if weight.grad is not None}
+    return values.detach(), named
+
+
+def scores_and_gradients(lm, loss_from: str, packed, given) -> tuple:
+    """Log-probabilities and entropies (B, T - 1), with gradients."""
     rows = LanguageModel(lm, loss_from)(given.input_ids, given.response_mask, 0.7, packed=packed)
-    (rows.logprobs * weights[0] + rows.entropy * weights[1]).sum().backward()
-    values = torch.stack([rows.logprobs, rows.entropy]).detach()
-    return values, {name: weight.grad.clone() for name, weight in lm.named_parameters()}
+    return with_gradients(lm, torch.stack([rows.logprobs, rows.entropy]))
+
+
+def assert_same(found: tuple, expected: tuple, atol: float) -> None:
+    """Values and gradients agree, the gradients relative to their largest element."""
+    torch.testing.assert_close(found[0], expected[0], atol=atol, rtol=0)
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(found[1][name], gradient, atol=atol * scale, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize(
@@ -77,14 +91,9 @@ def scores_and_gradients(lm, loss_from: str, packed, given):
 )
 def test_shared_prompts_give_the_scores_and_gradients_of_own_prompts(kind, loss_from, options):
     lm, given = model(kind, **options), batch()
-    values, gradients = scores_and_gradients(lm, loss_from, None, given)
+    expected = scores_and_gradients(lm, loss_from, None, given)
     for in_row in (2, 3, 4):
-        packed = packing.pack(given, in_row)
-        found, found_gradients = scores_and_gradients(lm, loss_from, packed, given)
-        torch.testing.assert_close(found, values, atol=2e-5, rtol=0)
-        for name, gradient in gradients.items():
-            scale = gradient.abs().max().item()
-            torch.testing.assert_close(found_gradients[name], gradient, atol=2e-5 * scale, rtol=0, msg=name)
+        assert_same(scores_and_gradients(lm, loss_from, packing.pack(given, in_row), given), expected, 2e-5)
 
 
 def test_a_row_holds_a_prompt_once_and_no_last_token():
@@ -99,33 +108,6 @@ def test_a_row_holds_a_prompt_once_and_no_last_token():
     assert packed.position_ids[0, :8].tolist() == [0, 1, 2, 3, 3, 4, 5, 6]
     seen = packed.attention_mask[0, 0]
     assert seen[5].nonzero()[:, 0].tolist() == [0, 1, 2, 4, 5]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("kind", "options"), [("Llama", {}), ("Qwen2", {"attn_implementation": "eager"})])
-def test_one_mask_is_kept_for_all_layers_and_has_the_bits_of_a_bool_one(kind, options, dtype):
-    lm, packed = model(kind, **options).to(dtype), packing.pack(batch(), 4)
-    inputs = packing.inputs_of(lm, packed)
-    length = packed.input_ids.shape[1]
-    found, kept = [], set()
-
-    def keep(tensor):
-        if tensor.shape[-2:] == (length, length) and tensor.shape[-3] == 1:
-            kept.add(tensor.untyped_storage().data_ptr())
-        return tensor
-
-    for mask in (packed.attention_mask, inputs["attention_mask"]):
-        if mask.dtype == torch.bool and options:  # eager adds the mask to the scores
-            mask = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
-        kept.clear()
-        lm.zero_grad()
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            logits = lm(**inputs | {"attention_mask": mask}, use_cache=False).logits
-        logits.float().square().sum().backward()
-        found.append([logits.detach(), *(weight.grad for weight in lm.parameters())])
-    assert all(map(torch.equal, *found))
-    assert kept == (set() if options else {inputs["attention_mask"].untyped_storage().data_ptr()})
-    assert inputs["attention_mask"].stride(2) % 8 == 0  # what attention on an accelerator needs not to copy it
 
 
 @pytest.mark.parametrize(
@@ -189,13 +171,8 @@ def reward_model(kind: str, **options) -> RewardModel:
 
 
 def pair_scores_and_gradients(made: RewardModel, packed):
-    """Scores (N,) and the gradient of a random combination of them by every weight."""
-    weights = torch.randn(len(SEQUENCES), generator=torch.Generator().manual_seed(2))
-    made.zero_grad()
-    scores = made(*collate(SEQUENCES, "cpu")) if packed is None else made(packed=packed)
-    (scores * weights).sum().backward()
-    gradients = {name: weight.grad.clone() for name, weight in made.named_parameters() if weight.grad is not None}
-    return scores.detach(), gradients
+    """Scores (N,), with gradients."""
+    return with_gradients(made, made(*collate(SEQUENCES, "cpu")) if packed is None else made(packed=packed))
 
 
 @pytest.mark.parametrize(
@@ -207,13 +184,7 @@ def test_pairs_in_a_row_give_the_scores_and_gradients_of_rows_of_their_own(kind,
     assert packing.why_not(made.classifier, longest=16) is None
     packed = packing.pack_pairs(SEQUENCES, TOKENS_ALONE, "cpu")
     assert packed.input_ids.shape == (6, 9) and packed.states.shape == (10,)  # nothing shared: a row of each side's own
-    scores, gradients = pair_scores_and_gradients(made, None)
-    found, found_gradients = pair_scores_and_gradients(made, packed)
-    torch.testing.assert_close(found, scores, atol=1e-5 * scores.abs().max().item(), rtol=0)
-    assert found_gradients.keys() == gradients.keys()
-    for name, gradient in gradients.items():
-        scale = gradient.abs().max().item()
-        torch.testing.assert_close(found_gradients[name], gradient, atol=1e-5 * scale, rtol=0, msg=name)
+    assert_same(pair_scores_and_gradients(made, packed), pair_scores_and_gradients(made, None), 1e-5)
 
 
 def test_pairs_keep_rows_of_their_own_where_that_is_as_cheap():
@@ -254,15 +225,11 @@ def test_the_longest_sequences_come_first_and_each_into_the_fullest_row_that_tak
 )
 def test_whole_sequences_in_a_row_give_the_scores_and_gradients_of_rows_of_their_own(kind, loss_from, options):
     lm, given = model(kind, **options), batch()
-    values, gradients = scores_and_gradients(lm, loss_from, None, given)
+    expected = scores_and_gradients(lm, loss_from, None, given)
     for rows in ([[4, 0, 8], [1, 2, 3, 5], [11, 6, 7], [9, 10]], [list(range(12))]):
         packed = packing.pack_whole(given, rows)
         assert packed.input_ids.shape[0] == len(rows) and len(packed.states) == given.response_mask.sum()
-        found, found_gradients = scores_and_gradients(lm, loss_from, packed, given)
-        torch.testing.assert_close(found, values, atol=2e-5, rtol=0)
-        for name, gradient in gradients.items():
-            scale = gradient.abs().max().item()
-            torch.testing.assert_close(found_gradients[name], gradient, atol=2e-5 * scale, rtol=0, msg=name)
+        assert_same(scores_and_gradients(lm, loss_from, packed, given), expected, 2e-5)
 
 
 def test_a_sequence_in_a_row_sees_itself_alone():

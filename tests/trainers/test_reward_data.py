@@ -8,75 +8,30 @@ from fused_rl.trainers.data import encode, preferences
 from fused_rl.trainers.data.rows import Rows, load_rows
 from tests.trainers.reward_runs import make_config, make_model
 
-# Each form of the Hub: (row, what the model must read as prompt and chosen response, with a chat template or without)
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
-
-
-OTHER = {"role": "assistant", "content": "no"}
-
-
 TURNS = [USER, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
-
-
-FORMS = {
-    "text, prompt as text": ({"prompt": "hi", "chosen": "yo", "rejected": "no"}, "hi", "yo<eos>", False),
-    "text, prompt as text, chat": (
-        {"prompt": "hi", "chosen": "yo", "rejected": "no"},
-        "<user>hi<eos>\n<assistant>",
-        "yo<eos>",
-        True,
-    ),
-    "text, prompt as messages": (
-        {"prompt": TURNS, "chosen": "yo", "rejected": "no"},
-        "<user>hi<eos>\n<assistant>a<eos>\n<user>b<eos>\n<assistant>",
-        "yo<eos>",
-        True,
-    ),
-    "text without prompt": (
-        {"chosen": "human: hi assistant: yo", "rejected": "human: hi assistant: no"},
-        "",
-        "human: hi assistant: yo<eos>",
-        False,
-    ),
-    "text without prompt, chat": ({"chosen": "hi yo", "rejected": "hi no"}, "", "hi yo<eos>", True),
-    "text that spells out its EOS": ({"chosen": "hi yo<eos>", "rejected": "hi no<eos>"}, "", "hi yo<eos>", False),
-    "messages, prompt as text": (
-        {"prompt": "hi", "chosen": [ASSISTANT], "rejected": [OTHER]},
-        "<user>hi<eos>\n<assistant>",
-        "yo<eos>",
-        True,
-    ),
-    "messages, prompt as text, no chat": (
-        {"prompt": "hi", "chosen": [ASSISTANT], "rejected": [OTHER]},
-        "hi",
-        "yo<eos>",
-        False,
-    ),
-    "messages, prompt as messages": (
-        {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [OTHER]},
-        "<user>hi<eos>\n<assistant>",
-        "yo<eos>",
-        True,
-    ),
-    "messages without prompt": (
-        {"chosen": [*TURNS, ASSISTANT], "rejected": [*TURNS, OTHER]},
-        "<user>hi<eos>\n<assistant>a<eos>\n<user>b<eos>\n<assistant>",
-        "yo<eos>",
-        True,
-    ),
-    "messages that repeat the prompt": (
-        {"prompt": "hi", "chosen": [USER, ASSISTANT], "rejected": [USER, OTHER]},
-        "<user>hi<eos>\n<assistant>",
-        "yo<eos>",
-        True,
-    ),
-}
+ONE, SEVERAL = "<user>hi<eos>\n<assistant>", "<user>hi<eos>\n<assistant>a<eos>\n<user>b<eos>\n<assistant>"
+# Each form of the Hub: a row without its rejected side, what the model must read, and if there is a chat template.
+FORMS = [
+    ({"prompt": "hi", "chosen": "yo"}, ("hi", "yo<eos>"), False),
+    ({"prompt": "hi", "chosen": "yo"}, (ONE, "yo<eos>"), True),
+    ({"prompt": TURNS, "chosen": "yo"}, (SEVERAL, "yo<eos>"), True),
+    ({"chosen": "human: hi assistant: yo"}, ("", "human: hi assistant: yo<eos>"), False),
+    ({"chosen": "hi yo<eos>"}, ("", "hi yo<eos>"), True),
+    ({"prompt": "hi", "chosen": [ASSISTANT]}, (ONE, "yo<eos>"), True),
+    ({"prompt": "hi", "chosen": [ASSISTANT]}, ("hi", "yo<eos>"), False),
+    ({"prompt": [USER], "chosen": [ASSISTANT]}, (ONE, "yo<eos>"), True),
+    ({"prompt": [USER], "chosen": [*TURNS[1:], ASSISTANT]}, (SEVERAL, "yo<eos>"), True),
+    ({"chosen": [*TURNS, ASSISTANT]}, (SEVERAL, "yo<eos>"), True),
+    ({"prompt": "hi", "chosen": [USER, ASSISTANT]}, (ONE, "yo<eos>"), True),
+]
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.parametrize("form", FORMS)
 def test_the_hubs_forms_are_read_to_the_token(form, suffix, tmp_path):
-    row, prompt, response, chat = FORMS[form]
+    row, (prompt, response), chat = form
+    row["rejected"] = json.loads(json.dumps(row["chosen"]).replace("yo", "no"))
     path = tmp_path / f"data.{suffix}"
     if suffix == "jsonl":
         path.write_text(json.dumps(row) + "\n\n" + json.dumps({**row, "margin": 2}) + "\n")

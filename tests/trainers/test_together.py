@@ -77,23 +77,10 @@ def reorder_rows(folder: Path) -> None:
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[::-1]))
 
 
-def other_weights(folder: Path) -> None:
-    path = folder / "model" / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
-
-
-def other_template(folder: Path) -> None:
-    path = folder / "model" / "chat_template.jinja"
-    path.write_bytes(path.read_bytes() + b"{# another #}")
-
-
 # (what spoils the files of rank 1, its other options, what both ranks say)
 APART = [
     (None, {"lr": 0.5}, "lr is 0.001 on rank 0 and 0.5 on rank 1"),
-    (None, {"batch_size": 4}, "batch_size is 2 on rank 0 and 4 on rank 1"),
     (reorder_rows, {}, "rows is .* on rank 0 and .* on rank 1"),
-    (other_weights, {}, "model is .* on rank 0 and .* on rank 1"),
-    (other_template, {}, "chat_template is .* on rank 0 and .* on rank 1"),
 ]
 
 
