@@ -187,7 +187,7 @@ def first_of(error: pydantic.ValidationError, config_class: type[Options], given
     first = error.errors()[0]
     name = str(first["loc"][0])
     if first["type"] == "extra_forbidden" or first["type"] == "no_such_attribute":
-        return InputError(unknown(name, names_of(config_class), config_class.command))
+        return InputError(unknown(name, names_of(config_class)))
     if first["type"] == "missing":
         return InputError(f"{name} is missing; give --{name}, or {name}: … in the file of --config")
     raised = first.get("ctx", {}).get("error")

@@ -1,7 +1,4 @@
-"""The processes of a run: how many there are, their sums, and what one of them does alone.
-
-torchrun and deepspeed end the other processes when one of them fails.
-"""
+"""The processes of a run, their sums, and what one does alone; the launcher ends the others when one fails."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence

@@ -96,20 +96,13 @@ NAMES: dict[str, str] = {
     "vllm_server_base_url": "--server",
 }
 
-# The same option in another command.
-SAME = {"answer_column": "completion_column", "completion_column": "answer_column", "epochs": "num_train_epochs"}
 
-
-def unknown(name: str, known: Collection[str], command: str | None = None) -> str:
+def unknown(name: str, known: Collection[str]) -> str:
     """Return the message for an option that is not among those known, with the one that is meant if that is clear."""
     meant = name.replace("-", "_")
     nearest = difflib.get_close_matches(meant, [*known, *NAMES], n=1)
     remedy = f"did you mean --{nearest[0]}?" if nearest else "--help lists the options"
-    if (command, meant) == ("eval", "eval_size"):
-        remedy = "all rows of --dataset are evaluated: give a file of fewer"
-    elif SAME.get(meant) in known:
-        remedy = f"did you mean --{SAME[meant]}?"
-    elif meant in NAMES:
+    if meant in NAMES:
         remedy = f"its name here is {NAMES[meant]}"
     elif nearest and nearest[0] in NAMES:
         remedy = f"did you mean {nearest[0]}, as in TRL? its name here is {NAMES[nearest[0]]}"

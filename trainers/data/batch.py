@@ -1,7 +1,4 @@
-"""Sequences as one padded batch, in which every row knows where it came from.
-
-Lengths stay on the CPU, and with them what follows from them: to make a part of a batch, the host waits for no device.
-"""
+"""Sequences as one padded batch; lengths stay on the CPU, so that making a part of it waits for no device."""
 
 import itertools
 from collections.abc import Sequence
@@ -53,8 +50,7 @@ class Batch:
     response_lengths: torch.Tensor
     """(B,) int64 on the CPU: tokens of the response that are predicted, whether they count or not."""
     support: TokenSupport | None = None
-    """The set that each token that counts was sampled from, in the order of the mask; None for the whole vocabulary.
-    It is on the CPU; that of `rows` is on the device."""
+    """The set that each token that counts was sampled from, on the CPU; None for the whole vocabulary."""
     counts: torch.Tensor | None = None
     """`response_mask` on the CPU where some token of a response does not count; None where all do."""
 
@@ -116,10 +112,7 @@ def make_batch(
     width: int = 0,
     trained: Sequence[list[bool] | None] = (),
 ) -> Batch:
-    """Return prompts and responses as one `Batch`; lengths alone say what a response is, never token ids.
-
-    `trained` says for each response which of its tokens count; None, like an empty list, means all.
-    """
+    """Return prompts and responses as one `Batch`; `trained` says which tokens of a response count, None means all."""
     whole = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
     input_ids = pad(whole, pad_id, width=max(width, 2))
     lengths = torch.tensor(list(map(len, prompts)))

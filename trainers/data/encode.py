@@ -1,8 +1,4 @@
-"""Rows as token ids, through the chat template where the tokenizer has one.
-
-Text is tokenised once, when it is loaded; from there on only token ids travel. Template arguments, tools and tool calls
-are refused if the template does not read them.
-"""
+"""Rows as token ids, through the chat template where the tokenizer has one; what it does not read is refused."""
 
 import re
 from pathlib import Path
@@ -44,11 +40,7 @@ def stop_ids(tokenizer, generation_config) -> list[int]:
 
 
 class Encoder:
-    """Prompts and completions to token ids, through the chat template where the tokenizer has one.
-
-    Raises:
-        InputError: a row cannot be encoded; the message names its file and line.
-    """
+    """Encodes prompts and completions; raises an InputError with the file and line of a row that it cannot encode."""
 
     def __init__(
         self,
@@ -92,11 +84,10 @@ class Encoder:
         completion_column: str,
         turns: str = "last",
     ) -> list[Encoded]:
-        """Return the token ids of row i's prompt and of its completion, with EOS at its end, for each that is trained.
+        """Return the token ids of each prompt and completion that row i trains, with EOS at the end.
 
-        If the last message is the assistant's, it is the completion; with turns="all" every assistant turn after the
-        first message is one, each with what came before it. Otherwise the completion is a column: text, or a list of
-        one message. A row of `text` alone is trained after its first token, as it stands.
+        The completion is a column, or the last message if that is the assistant's; with turns="all" each of its turns
+        after the first message. A row of `text` alone is trained after its first token, as it stands.
         """
         # Text alone.
         row = rows.rows[i]

@@ -1,8 +1,4 @@
-"""The order in which rows are trained on, and how many steps a number of passes over them comes to.
-
-An order of rows runs on from one pass into the next, so that every step is whole: the steps are as many as it takes for
-every row to have been trained on `num_train_epochs` times.
-"""
+"""The order in which rows are trained on, across passes, and how many steps `num_train_epochs` passes come to."""
 
 import math
 from fractions import Fraction
@@ -10,8 +6,7 @@ from typing import TypeVar
 
 import torch
 
-from fused_rl.trainers.base.ranks import rank
-from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.base.screen import log
 from fused_rl.trainers.options import InputError, StepsConfig
 
 
@@ -71,7 +66,6 @@ def in_steps(config: Config, rows: int) -> Config:
         return config
     passes = Fraction(str(config.num_train_epochs))  # 0.1 of 30 rows is 3 rows, and no bit more
     resolved = config.changed(steps=math.ceil(passes * rows / per_step))
-    if rank() == 0:
-        what = f"num_train_epochs={config.num_train_epochs:g} of {rows} rows, {config.batch_option}={per_step}"
-        tell(f"{what}: {resolved.steps} steps")
+    what = f"num_train_epochs={config.num_train_epochs:g} of {rows} rows, {config.batch_option}={per_step}"
+    log(f"{what}: {resolved.steps} steps")
     return resolved

@@ -1,7 +1,4 @@
-"""Rows as dictionaries: from .jsonl and .json files, and through `datasets` from all else.
-
-Each row knows where it came from. An error names the file, and the line or row that cannot be read.
-"""
+"""Rows as dictionaries that know where they came from: .jsonl and .json files, and what `datasets` reads."""
 
 import contextlib
 import dataclasses

@@ -19,11 +19,7 @@ def reading_options(
     *,
     adapters: bool,
 ) -> dict[str, object]:
-    """Return the arguments of `from_pretrained` for 4 bits, none if the weights stay as they are.
-
-    Raises:
-        InputError: nothing is trained above the weights, or they cannot be split or saved.
-    """
+    """Return the arguments of `from_pretrained` for 4 bits, none if the weights stay as they are."""
     if not options.load_in_4bit:
         return {}
     if not adapters:
@@ -46,11 +42,7 @@ def reading_options(
 
 
 def keep_trainable(lm: nn.Module) -> None:
-    """Keep the layout of 4-bit weights on a CPU, and make checkpoints restore them.
-
-    With AVX512-BF16 bitsandbytes lays them out anew at the first forward pass in evaluation mode, for a kernel without
-    a gradient: what is trained afterwards would get none through them, without an error.
-    """
+    """Keep the layout of 4-bit weights, for a CPU's other one has no gradient, and make checkpoints restore them."""
     import bitsandbytes
 
     for module in lm.modules():

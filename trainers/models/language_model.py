@@ -18,10 +18,7 @@ from fused_rl.trainers.options import EngineConfig, InputError, ModelConfig
 
 
 class Scored(NamedTuple):
-    """The scores of tokens: (B, T - 1) fp32 in nats, 0 where masked; None if not requested.
-
-    Logits and hidden states are of the N = mask.sum() tokens that count, in the order of the mask.
-    """
+    """The scores of tokens, (B, T - 1) fp32 in nats, 0 where masked; logits and hidden states of the N that count."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -34,11 +31,7 @@ class Scored(NamedTuple):
 
 
 class LanguageModel(nn.Module):
-    """A causal LM whose forward scores its own input; the root module given to DeepSpeed.
-
-    The head's weight is read inside this forward, so that ZeRO 3 gathers it there and again in the backward pass.
-    Outside of it (`head`, for the hidden states of two models) `engine.whole` does.
-    """
+    """A causal LM whose forward scores its own input, inside of which ZeRO 3 gathers the head's weight."""
 
     def __init__(
         self,
@@ -204,11 +197,7 @@ def check_fits(
     more: int,
     remedy: str,
 ) -> None:
-    """Refuse token ids that have no embedding, and sequences longer than the model has positions.
-
-    `rows` are the token ids of all that a run reads, and where they are from; `more` tokens may follow each, and the
-    options in `remedy` make them fewer.
-    """
+    """Refuse token ids without an embedding, and rows that with `more` tokens are longer than the model's positions."""
     embedded = lm.get_input_embeddings().num_embeddings
     limit = getattr(lm.config.get_text_config(), "max_position_embeddings", None) or float("inf")
     special = [tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.vocab_size - 1]
@@ -264,10 +253,7 @@ def load_lm(
     *,
     trainable: bool = True,
 ) -> LanguageModel:
-    """Return a causal LM without dropout; frozen, and without its adapters, unless trainable.
-
-    `options` says how it is read and trained, `held` in which dtype.
-    """
+    """Return a causal LM without dropout; frozen, and without its adapters, unless trainable."""
     # Its weights: where `name` holds adapters, those that they belong to.
     adapters = lora.find(name, revision)
     with_adapters = trainable and (adapters is not None or options.lora_rank > 0)
@@ -309,9 +295,9 @@ def load_to_sample(
 
 
 def save(trained, tokenizer, folder: Path, write: Callable[[Path, dict | None], None]) -> None:
-    """Have rank 0 write the model in an engine, and its tokenizer, complete or not at all. Call on all ranks.
+    """Have rank 0 write a model and its tokenizer, complete or not at all. Call on all ranks.
 
-    `write` takes a folder and, where ZeRO 3 has partitioned the model's own state, the whole one.
+    `write` takes a folder and, under ZeRO 3, the whole state.
     """
     state = trained._zero3_consolidated_16bit_state_dict() if trained.zero_optimization_stage() == 3 else None
     if ranks.rank() == 0:
@@ -367,9 +353,6 @@ class SavedReference:
     last_step = None  # nothing optimises it
 
     def __init__(self, model):
-        if model is None:
-            what = "ref_sync_every needs a reference of its own, but model holds adapters"
-            raise InputError(f"{what}; merge them first, or drop --ref_sync_every")
         self.model = _without_engine(model)
 
     @torch.no_grad()

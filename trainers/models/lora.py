@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from fused_rl.trainers.base.text import in_a_line
 from fused_rl.trainers.options import InputError, ModelConfig
 
 if TYPE_CHECKING:
@@ -55,10 +54,7 @@ def continued(lm: nn.Module, name: str, revision: str | None) -> nn.Module:
     """Return `lm` with the adapters that were saved, trainable."""
     import peft
 
-    try:
-        return peft.PeftModel.from_pretrained(lm, name, revision=revision, is_trainable=True)
-    except Exception as error:  # shapes of another model, missing or damaged safetensors
-        raise InputError(f"the adapters in {name!r} do not fit their model: {in_a_line(error)}") from error
+    return peft.PeftModel.from_pretrained(lm, name, revision=revision, is_trainable=True)
 
 
 def adapted(lm: nn.Module, options: ModelConfig) -> nn.Module:

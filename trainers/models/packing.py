@@ -1,10 +1,8 @@
 """Several sequences in one row of a model's input, so that what they begin with is computed once, and pads are few.
 
-A row is a prompt and, one after the other, responses to it (`pack`, `pack_pairs`), or whole sequences one after the
-other (`pack_whole`). A token of a response sees the prompt and what stands before it in its own response, at the
-positions that it has in a row of its own: the same hidden states, from fewer tokens. The attention mask that says so is
-(L, L) per row, and attention is computed over all of it, so that a long row can cost more than it saves: `Costs` weighs
-the one against the other.
+A row is a prompt with responses to it (`pack`, `pack_pairs`), or whole sequences (`pack_whole`). A token sees its
+prompt and response, at the positions of a row of its own: the same hidden states, from fewer tokens. Attention is
+computed over all of a row's (L, L) mask, so a long row can cost more than it saves: `Costs` weighs that.
 """
 
 from dataclasses import dataclass
@@ -34,8 +32,7 @@ class Packed(NamedTuple):
     attention_mask: torch.Tensor
     """(g, 1, L, L) bool, True where a token (third) sees another (fourth)."""
     states: torch.Tensor
-    """(N,) int64 in [0, g * L): the tokens that are read: those that predict each response token, in the order of the
-    batch's mask, or the last one of each sequence."""
+    """(N,) int64 in [0, g * L): the tokens that are read, which predict those that count, or end each sequence."""
 
     def states_of(self, lm: nn.Module, module: nn.Module, output: str) -> torch.Tensor:
         """(N, ·): what `module` of a transformers model puts out at `states`."""
@@ -162,10 +159,7 @@ def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> Packed | Non
 
 
 def arrange(lengths: list[int], costs: Costs) -> list[list[int]]:
-    """Return the indices of sequences of these lengths, row by row, in the cheapest of a few ways.
-
-    Each sequence in a row of its own is one way; the others `fill` rows of one length.
-    """
+    """Return the indices of sequences of these lengths, row by row: one in each, or the cheapest `fill`."""
     ways = [[[i] for i in range(len(lengths))]]
     ways += [fill(lengths, int(max(lengths) * longer)) for longer in LONGER]
     return min(ways, key=lambda rows: price(lengths, rows, costs))
@@ -201,10 +195,9 @@ def pack_whole(batch: Batch, rows: list[list[int]]) -> Packed:
 
 
 def inputs_of(lm: nn.Module, packed: Packed) -> dict[str, torch.Tensor]:
-    """Return `packed` as the keyword arguments of a transformers model.
+    """Return `packed` as the arguments of a transformers model, with an additive mask, which no layer converts.
 
-    The mask has the model's dtype and is added to the scores: every layer would convert and keep a bool one. Its rows
-    begin at multiples of 8 elements, else an accelerator's attention would copy it.
+    Its rows begin at multiples of 8 elements, as an accelerator's attention needs.
     """
     seen = packed.attention_mask
     rows, _, length, _ = seen.shape
@@ -251,15 +244,10 @@ def agreed_costs(
     option: str,
     otherwise: str,
 ) -> Costs | None:
-    """Return the costs by which sequences are put in rows; if each has its own, log why and return None.
-
-    `wanted` is the value of the option (None: if the model can); `otherwise` is what happens if it cannot.
-    """
-    if wanted is False:
-        return None
-    reason = why_not(lm, longest)
+    """Return the costs by which sequences are put in rows; None if `wanted` is false, or None and the model cannot."""
+    reason = None if wanted is False else why_not(lm, longest)
     if reason is None:
-        return costs_of(lm)
+        return None if wanted is False else costs_of(lm)
     if wanted:
         raise InputError(f"{option}: {reason}; drop --{option}")
     log(f"{otherwise}: {reason}")

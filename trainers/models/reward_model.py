@@ -1,9 +1,7 @@
 """A scalar reward model: a causal language model's backbone and one linear head, read at the last attended token.
 
-Attended tokens are moved to the front of their row before the forward pass. In a causal model nothing that follows a
-token reaches it, so padding on any side, or with a token that the text also uses, cannot change a score.
-
-Left out: encoders, bidirectional models, heads of more than one layer or label.
+Attended tokens are moved to the front of their row: in a causal model no padding can then change a score. Left out:
+encoders, bidirectional models, heads of more than one layer or label.
 """
 
 import math
@@ -22,11 +20,7 @@ from fused_rl.trainers.options import EngineConfig, InputError, ModelConfig
 
 
 class RewardModel(nn.Module):
-    """One score per sequence, normalised by constants that are saved with the model.
-
-    The stock `...ForSequenceClassification` inside holds the weights and the config, so what is saved opens with
-    `AutoModelForSequenceClassification`; its own `forward` is not used.
-    """
+    """One score per sequence, normalised by constants in the config of the stock classifier inside."""
 
     def __init__(self, classifier: nn.Module):
         super().__init__()
@@ -168,10 +162,7 @@ class RewardModel(nn.Module):
         self.classifier.config.score_std = std
 
     def save_pretrained(self, folder: Path | str, state_dict: dict | None = None) -> None:
-        """Write config and weights so that `AutoModelForSequenceClassification` opens them; adapters are merged.
-
-        The state is this module's own, or where that is partitioned the one given.
-        """
+        """Write what `AutoModelForSequenceClassification` opens; `state_dict` is that of a partitioned model."""
         state = self.state_dict() if state_dict is None else state_dict
         state = {key.removeprefix("classifier."): value for key, value in state.items()}
         self.classifier.save_pretrained(folder, state_dict=lora.merged(state, self.classifier))

@@ -58,7 +58,7 @@ def parse(config_class: type[Config], argv: list[str]) -> Config:
 def _value(config_class: type[Options], name: str, text: str | None) -> Any:
     """Return the value of a word for an option: YAML, but an option that may be text takes text that is no list."""
     if name not in config_class.model_fields:
-        raise InputError(unknown(name, names_of(config_class), config_class.command))
+        raise InputError(unknown(name, names_of(config_class)))
     kind = kinds_of(config_class)[name]
     if text is None:  # a flag needs no value
         if kind is bool:
@@ -88,7 +88,7 @@ def read_file(path: Path, config_class: type[Options]) -> dict[str, Any]:
         raise InputError(f"{path}: expected lines of `option: value`")
     known = names_of(config_class)
     for name in values.keys() - known:
-        raise InputError(f"{path}: {unknown(str(name), known, config_class.command)}")
+        raise InputError(f"{path}: {unknown(str(name), known)}")
     return values
 
 

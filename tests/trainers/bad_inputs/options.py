@@ -26,9 +26,6 @@ def yaml(commands: str, text: str | bytes, message: str) -> list[Case]:
 
 
 OPTIONS = [
-    *words("sft", "--answer_column reply", "unknown option --answer_column; did you mean --completion_column[?]"),
-    *words("sft", "--epochs 3", "unknown option --epochs; did you mean --num_train_epochs[?]"),
-    *words("eval", "--eval_size 10", "unknown option --eval_size; all rows of --dataset are evaluated"),
     *option(TRAINERS, "lr", "nan inf -1 many", FINITE),
     *option("sft", "adam_beta2", "1 1.5 -0.1 nan", "a number from 0 to below 1"),
     *option("sft", "warmup_steps", "-1 1.5", COUNT),
