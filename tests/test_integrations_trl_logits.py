@@ -107,7 +107,7 @@ def test_a_temperature_that_is_not_positive_is_refused_as_trl_does(function):
         getattr(integration, function)(torch.zeros(2, 9), torch.zeros(2, dtype=torch.long), temperature=0.0)
 
 
-# Where TRL's lose their digits: bench/repro/integrations_trl.py.
+# Where TRL's lose their digits: bench/repro/integrations/trl.py.
 
 
 @pytest.fixture(scope="module")
