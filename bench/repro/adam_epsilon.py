@@ -40,8 +40,8 @@ SETTING = {
 
 def log_ratios(folder: Path, seed: int, tf_adam: bool, clip: float) -> tuple[torch.Tensor, float]:
     """(tokens,) fp64: log-ratio of every response token after the first update; and the gradient's rms per weight."""
-    policy, critic, steps = ppo_step.load(folder, seed, tf_adam=tf_adam, max_grad_norm=clip, **SETTING)
-    rollout = policy.roll_out(next(steps), policy.sampling, 1)
+    policy, critic, prompts = ppo_step.load(folder, seed, tf_adam=tf_adam, max_grad_norm=clip, **SETTING)
+    rollout = policy.roll_out(prompts, policy.sampling, 1)
     parts = list(torch.arange(len(rollout.samples)).split(policy.config.micro_batch_size))
     experience = ppo.judge(policy, critic, rollout, parts, policy.config.kl_coef)
     policy.model.train()

@@ -59,7 +59,7 @@ def trained(config: grpo.GRPOConfig, start: Path, seed: int) -> tuple[list[dict]
 
 
 def load(folder: Path, seed: int, **options):
-    """(policy, critic, an endless iterator over a step's prompts) against reasoning-gym's own scorer."""
+    """Return (policy, critic, the prompts of the first step), scored by reasoning-gym."""
     paths = {
         "model": folder / "sft/model",
         "critic": folder / "sft/model",
@@ -78,5 +78,5 @@ def load(folder: Path, seed: int, **options):
     updates = config.steps * config.minibatches * config.epochs
     critic = load_critic(config, tokenizer, device, updates)
     order = RowOrder(len(prompts), config.prompts_per_step, config.seed)
-    steps = ([prompts[i] for i in indices] for indices in order)
-    return setup.load_policy(config, tokenizer, scorers, device, updates), critic, steps
+    first = [prompts[i] for i in next(order)]
+    return setup.load_policy(config, tokenizer, scorers, device, updates), critic, first
