@@ -60,9 +60,7 @@ def grpo_config(folder, rows, output, **options):
 
 
 def ppo_config(folder, rows, output, **options):
-    chosen = {"verifiers": runs.VERIFIER, "critic": folder, "prompts_per_step": 8, "zero_stage": 0, "save_every": 0}
-    options = tiny.settled(SHARED | chosen | options)
-    return ppo.PPOConfig(model=folder, dataset=rows, output_dir=str(output), **options)
+    return runs.ppo_config((folder, rows), output, critic=folder, **SHARED | options)
 
 
 def recorded(trainer, config):

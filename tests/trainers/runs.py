@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_rl.trainers import cli, grpo, sft
+from fused_rl.trainers import cli, grpo, ppo, sft
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.options import InputError, RunConfig
 from fused_rl.trainers.run import store
@@ -33,6 +33,13 @@ def grpo_config(files, output_dir, **options) -> grpo.GRPOConfig:
     defaults = {"verifiers": VERIFIER, "eval_size": 4, "steps": 3, "prompts_per_step": 4, "group_size": 4, "lr": 1e-3}
     defaults |= {"max_new_tokens": 6, "save_every": 0, "zero_stage": 0, "eval_samples": 2, "micro_batch_size": 8}
     return grpo.GRPOConfig(model=model, dataset=dataset, output_dir=str(output_dir), **tiny.settled(defaults | options))
+
+
+def ppo_config(files, output_dir, **options) -> ppo.PPOConfig:
+    model, dataset = files
+    defaults = {"verifiers": VERIFIER, "eval_size": 4, "steps": 3, "prompts_per_step": 8, "lr": 1e-3}
+    defaults |= {"max_new_tokens": 6, "save_every": 0, "zero_stage": 0, "eval_samples": 2, "micro_batch_size": 4}
+    return ppo.PPOConfig(model=model, dataset=dataset, output_dir=str(output_dir), **tiny.settled(defaults | options))
 
 
 def run_config(files, output_dir, **options) -> sft.SFTConfig:

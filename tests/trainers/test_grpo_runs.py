@@ -53,15 +53,6 @@ def test_a_reference_that_follows_is_a_mixture_of_itself_and_the_policy(folder, 
 
 
 @pytest.mark.slow
-def test_groups_without_a_signal_are_drawn_again(folder, rows, tmp_path):
-    metrics = trained(folder, rows, tmp_path, **REFILLED)
-    assert {m["groups/trained"] for m in metrics} <= {1, 2, 3, 4} and max(m["groups/drawn"] for m in metrics) > 4
-    drawn = torch.tensor([m["groups/drawn"] for m in metrics]).cumsum(0) * 2
-    assert [m["episode"] for m in metrics] == drawn.tolist()
-    assert any(m["overlong_penalty"] > 0 for m in metrics)
-
-
-@pytest.mark.slow
 def test_a_copy_of_the_policy_is_at_no_distance_from_it(folder, rows, tmp_path):
     options = {"minibatches": 1, "eval_size": 0, "lr": 1e-2, "save_every": 0, "steps": 3}
     metrics = trained(folder, rows, tmp_path / "copied", ref_sync_every=2, **options)

@@ -142,18 +142,6 @@ def test_all_ranks_micro_batches_and_zero_stages_change_nothing(files, tmp_path,
     check_splits(files, tmp_path, world, list(itertools.product(range(4), micro_batches, files[2:])))
 
 
-def sampled_over_two_ranks(rank, world, files, folder):
-    ppo.train(config_of(files, folder, zero_stage=3, stop_token="e", max_new_tokens=16, steps=2))
-
-
-@pytest.mark.slow
-def test_two_ranks_whose_responses_end_at_different_lengths_finish_under_zero_3(files, tmp_path, capfd):
-    runs.on_ranks(sampled_over_two_ranks, 2, files, str(tmp_path))
-    metrics = tiny.read_metrics(tmp_path)[-1]
-    assert metrics["completions/min_length"] < metrics["completions/max_length"]
-    assert "val/first_ratio is" not in capfd.readouterr().out
-
-
 # What a run leaves, and what its options do.
 
 

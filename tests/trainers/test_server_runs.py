@@ -16,22 +16,8 @@ from fused_rl.trainers.servers.inference import Http
 from tests.marks import SLOW
 from tests.trainers import fake_server, runs, tiny
 
-
-def grpo_config(files, output_dir, *fakes, **options):
-    options = {"save_every": 1, "server": [fake.url for fake in fakes], "max_prompt_length": 64} | options
-    return runs.grpo_config(files, output_dir, **options)
-
-
-def ppo_config(files, output_dir, *fakes, **options):
-    model, dataset = files
-    defaults = {"verifiers": runs.VERIFIER, "eval_size": 4, "steps": 3, "prompts_per_step": 8, "max_new_tokens": 6}
-    defaults |= {"save_every": 1, "zero_stage": 0, "eval_samples": 2, "micro_batch_size": 4, "lr": 1e-3}
-    defaults |= {"max_prompt_length": 64}
-    given = {"model": model, "dataset": dataset, "output_dir": str(output_dir), "server": [f.url for f in fakes]}
-    return ppo.PPOConfig(**given, **tiny.settled(defaults | options))
-
-
-TRAINERS = {"grpo": (grpo.train, grpo_config), "ppo": (ppo.train, ppo_config)}
+TRAINERS = {"grpo": (grpo.train, runs.grpo_config), "ppo": (ppo.train, runs.ppo_config)}
+SMALL = {"save_every": 1, "max_prompt_length": 64}
 
 
 @pytest.mark.slow
@@ -40,7 +26,7 @@ def test_a_run_learns_from_what_its_server_sampled(files, tmp_path, monkeypatch,
     monkeypatch.setenv("SERVER_KEY", "sk-secret")
     with fake_server.serving("vllm", files[0], key="sk-secret") as fake:
         options = {"steps": 2, "lora_rank": lora_rank, "server_api_key_env": "SERVER_KEY"}
-        grpo.train(grpo_config(files, tmp_path / "run", fake, **options))
+        grpo.train(runs.grpo_config(files, tmp_path / "run", server=[fake.url], **SMALL, **options))
     store.release()
     steps = [row for row in tiny.read_metrics(tmp_path / "run") if "rollout/logprob_diff_max" in row]
     assert [row["rollout/weight_version"] for row in steps] == [0, 1]
@@ -60,16 +46,16 @@ RESUMED = [pytest.param(*case, marks=SLOW) for case in (("grpo", "vllm"), ("grpo
 @pytest.mark.parametrize(("trainer", "kind"), RESUMED)
 def test_a_resumed_run_is_the_uninterrupted_one(files, tmp_path, trainer, kind):
     train, config_of = TRAINERS[trainer]
-    config_of = functools.partial(config_of, files, eval_size=0)
+    config_of = functools.partial(config_of, files, eval_size=0, **SMALL)
     with fake_server.serving(kind, files[0]) as fake:
-        train(config_of(tmp_path / "whole", fake))
+        train(config_of(tmp_path / "whole", server=[fake.url]))
         store.release()
         shutil.copytree(tmp_path / "whole", tmp_path / "stopped")
         for name in ("model", "critic"):
             shutil.rmtree(tmp_path / "stopped" / name, ignore_errors=True)
     torch.manual_seed(77)
     with fake_server.serving(kind, files[0]) as fresh:  # on another port, with the weights that it began with
-        train(config_of(tmp_path / "stopped", fresh, resume_from="step-2"))
+        train(config_of(tmp_path / "stopped", server=[fresh.url], resume_from="step-2"))
     store.release()
     runs.assert_equal_runs(tmp_path / "whole", tmp_path / "stopped")
 
@@ -86,7 +72,7 @@ def test_responses_that_a_step_measures_otherwise_end_the_run(files, tmp_path):
 
         fake.draw = later
         with pytest.raises(InputError, match="log-probabilities of this step's responses are .* nats off the policy's"):
-            grpo.train(grpo_config(files, tmp_path / "run", fake, eval_size=0))
+            grpo.train(runs.grpo_config(files, tmp_path / "run", server=[fake.url], eval_size=0, **SMALL))
     store.release()
     for value, exact in ((9e-4, True), (0.04, False)):
         check_bound({"rollout/logprob_diff_abs": value}, exact)
@@ -97,8 +83,19 @@ def test_responses_that_a_step_measures_otherwise_end_the_run(files, tmp_path):
 
 def test_a_dry_run_calls_no_server(files, tmp_path, capsys):
     model, dataset = files
-    words = ["--model", model, "--dataset", dataset, "--verifiers", runs.VERIFIER, "--dry_run"]
-    grpo.main([*words, "--output_dir", str(tmp_path / "run"), "--server", "http://127.0.0.1:9", "http://127.0.0.1:10"])
+    words = [
+        "--model",
+        model,
+        "--dataset",
+        dataset,
+        "--verifiers",
+        runs.VERIFIER,
+        "--dry_run",
+        "--eval_size",
+        "4",
+        "--prompts_per_step=8",
+    ]
+    grpo.main([*words, "--output_dir", str(tmp_path / "run"), "--server", "http://127.0.0.1:9,http://127.0.0.1:10"])
     assert "# servers, not asked yet: http://127.0.0.1:9 http://127.0.0.1:10" in capsys.readouterr().out
 
 
