@@ -54,19 +54,15 @@ def texts(count: int = 5) -> list[list[int]]:
 def padded(rows: list[list[int]], padding: str, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows with up to 8 pads each, placed as told; (input_ids, attention_mask)."""
     width = max(map(len, rows)) + 8
-    ids, mask = [], []
-    for row in rows:
-        fill, half = width - len(row), len(row) // 2
-        left, middle = {"right": (0, 0), "left": (fill, 0), "middle": (0, fill), "middle + right": (0, fill // 2)}[
-            padding
-        ]
-        parts = (
-            [(pad_id, 0)] * left + [(t, 1) for t in row[:half]] + [(pad_id, 0)] * middle + [(t, 1) for t in row[half:]]
-        )
-        parts += [(pad_id, 0)] * (width - len(parts))
-        ids.append([t for t, _ in parts])
-        mask.append([m for _, m in parts])
-    return torch.tensor(ids), torch.tensor(mask)
+    ids = torch.full((len(rows), width), pad_id)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        fill, place = width - len(row), torch.arange(len(row))
+        left = fill if padding == "left" else 0
+        middle = {"middle": fill, "middle + right": fill // 2}.get(padding, 0)
+        place += left + middle * (place >= len(row) // 2)
+        ids[i, place], mask[i, place] = torch.tensor(row), 1
+    return ids, mask
 
 
 def stock_score(model: RewardModel, row: list[int]) -> torch.Tensor:

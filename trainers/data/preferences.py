@@ -73,11 +73,11 @@ class PairEncoder:
                 if len(response) > limit:
                     self.truncated += 1
                     sides[side] = prompt, [*response[: limit - 1], eos]
-        margin = rows.rows[i].get(self.config.margin_column)
-        if margin is not None and not (isinstance(margin, (int, float)) and math.isfinite(margin)):
-            column = self.config.margin_column
+        column = self.config.margin_column
+        margin = rows.rows[i].get(column) or 0
+        if not isinstance(margin, (int, float)) or not math.isfinite(margin):
             raise InputError(f"{rows.where(i)}: column {column!r} must be a number, got {margin!r:.80}")
-        return Pair(*sides, margin=float(margin or 0), where=rows.where(i))
+        return Pair(*sides, margin=float(margin), where=rows.where(i))
 
     def _unusable(self, pair: Pair) -> str | None:
         for ids, response in (pair.chosen, pair.rejected):

@@ -149,8 +149,7 @@ class RewardModel(nn.Module):
     def normalize(self, scores: torch.Tensor) -> None:
         """Set the constants so that these scores (N,), which this model gave, would have mean 0 and std 1."""
         scores = scores.double()
-        mean = scores.mean().item()
-        std = scores.std().item()
+        mean, std = scores.mean().item(), scores.std().item()
         if not 0 < std < math.inf:
             raise InputError(f"{len(scores)} reference scores with standard deviation {std} cannot be normalised")
         # Plain numbers in the config, not buffers: an engine would round those to bf16.

@@ -82,10 +82,8 @@ OPTIONS = [
     *words("sft", "--attn_implementation fast", "attn_implementation=fast cannot be used for model='model'"),
     *words("sft", "--revision v2", "revision=v2 is of a model on the Hub, and model=model is a folder"),
     *words(TRAINERS, "--num_train_epochs 2", "num_train_epochs=2.0 and steps=[0-9]+ are both given; give one"),
-    *words(
-        "sft", "--lora_rank 2 --lora_targets q_prj", "lora_targets: .* no linear layer 'q_prj'.*there are down_proj"
-    ),
-    *words("sft", "--lora_alpha 16", "lora_alpha says how adapters are made or saved, but there are none"),
+    *words("sft", "--lora_rank 2 --lora_targets q_prj", "lora_targets: .* no linear layer 'q_prj'.*choose from"),
+    *words("sft", "--lora_alpha 16", "lora_alpha=16.0 says how adapters are made or saved, but there are none"),
     *words("sft", "--load_in_4bit", "load_in_4bit: weights of 4 bits are not trained, only adapters"),
     *words("reward", "--load_in_4bit", "load_in_4bit=True has no meaning: a reward model is saved whole"),
     *words("sft", "--hub_model_id a/b", "says where to push the model; add --push_to_hub"),
@@ -112,7 +110,7 @@ OPTIONS = [
     *words("grpo", "--server_timeout 5", "server_timeout=5.0 means nothing without --server"),
     *words("grpo", "--server http://a:1 --server_api_key_env NO_SUCH", "server_api_key_env=NO_SUCH: .* holds no key"),
     *of("sft", "an output_dir without a name", "output_dir='' is empty", "--output_dir", ""),
-    *of("sft", "a word of the template", "does not read 'role'", "--chat_template_kwargs", '{"role": 1}'),
+    *of("sft", "a word of the template", "does not read 'thinks'", "--chat_template_kwargs", '{"thinks": 1}'),
     *yaml(ALL, "learning_rate: 1\n", "c.yaml: unknown option --learning_rate; "),
     *yaml(ALL, "seed: [1\n", "c.yaml: not YAML"),
     *yaml("sft", "- lr\n- 1\n", "c.yaml"),
