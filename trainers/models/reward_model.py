@@ -79,9 +79,10 @@ class RewardModel(nn.Module):
 
     @torch.no_grad()
     def reset_head(self) -> None:
-        """Draw the head from N(0, 1 / sqrt(h + 1)) (arXiv:2009.01325, appendix B)."""
+        """Draw the head from N(0, 1 / sqrt(h + 1)) (arXiv:2009.01325, appendix B), partitioned by ZeRO 3 or not."""
         head = self.classifier.score
-        head.weight.normal_(std=1 / math.sqrt(head.in_features + 1))
+        with engine.whole(head.weight, written=True):
+            head.weight.normal_(std=1 / math.sqrt(head.in_features + 1))
 
     def forward(
         self,
