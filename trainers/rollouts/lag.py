@@ -71,7 +71,9 @@ class Ahead(Sampler):
         """
         missing = []
         for number in range(step, min(step + self.lag, last) + 1):
-            prompts = [prompt.ids for prompt in prompts_of(number - step) for _ in range(copies)]
+            prompts = []
+            for prompt in prompts_of(number - step):
+                prompts += [prompt.ids] * copies
             # What a checkpoint holds is sampled again if the rows have changed since.
             if number not in self.pending or self.pending[number].prompts != prompts:
                 self.pending[number] = Pending(self.published, prompts)
