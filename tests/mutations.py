@@ -300,8 +300,8 @@ MUTATIONS = {
     ),
     "a checkpoint forgets the generators": Mutation(
         "trainers/run/store.py",
-        '    torch.set_rng_state(generators["torch"])',
-        '    _ = generators["torch"]',
+        'torch.set_rng_state(generators["torch"])',
+        '_ = generators["torch"]',
         "tests/trainers/test_runs.py -k 'resumed_run_equals and not ranks'",
     ),
     "packed responses see each other": Mutation(

@@ -1,15 +1,11 @@
 """What stands in curves.png."""
 
-import json
 from itertools import chain
 
-import pytest
 from matplotlib.figure import Figure
 
-from fused_rl.trainers import grpo
 from fused_rl.trainers.run.logger import COLUMNS, PANELS, columns_of, draw_curves
 from tests.trainers import figures, tiny
-from tests.trainers.runs import grpo_config
 
 HISTORY = [
     {"step": 0, "eval/accuracy_greedy": 0.1, "eval/score": None},
@@ -39,23 +35,3 @@ def test_columns_and_panels_are_of_metrics():
     every = set().union(*map(tiny.usual, ("sft", "reward", "grpo", "ppo")))
     every |= {"frac_groups_all_solved", "frac_groups_none_solved"}  # not of every run
     assert set(chain(*PANELS.values(), *COLUMNS.values())) <= every
-
-
-@pytest.mark.slow
-def test_samples_are_of_the_same_held_out_rows_and_of_training(files, tmp_path, capsys):
-    grpo.train(grpo_config(files, tmp_path / "run", eval_every=2, steps=3, show_samples=3))
-    rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
-    of = {(row["step"], row["of"]): [] for row in rows}
-    for row in rows:
-        of[row["step"], row["of"]].append(row["prompt"])
-    assert {key: len(prompts) for key, prompts in of.items()} == {
-        (0, "held-out, greedy"): 3,
-        (2, "held-out, greedy"): 2,
-        (2, "training"): 1,
-        (3, "held-out, greedy"): 2,
-        (3, "training"): 1,
-    }
-    held_out = of[0, "held-out, greedy"]
-    assert of[2, "held-out, greedy"] == of[3, "held-out, greedy"] == held_out[:2]
-    assert of[2, "training"][0] not in held_out
-    assert "samples at step 2" in capsys.readouterr().out

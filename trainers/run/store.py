@@ -46,8 +46,7 @@ MAY_CHANGE = frozenset(
     (
         # The optimizer's options, and the schedule at the update where the run is.
         *("steps", "num_train_epochs", "lr", "lr_schedule", "warmup_steps", "weight_decay"),
-        *("adam_beta2", "adam_eps", "max_grad_norm"),
-        *("critic_lr", "critic_warmup_steps"),
+        *("adam_beta2", "adam_eps", "max_grad_norm", "critic_lr", "critic_warmup_steps"),
         # Speed and memory: the same sums rounded in another order, the same distribution sampled in another order.
         *("micro_batch_size", "rollout_batch_size", "attn_implementation", "gradient_checkpointing", "loss_from"),
         *("server", "server_api_key_env", "server_timeout", "server_concurrency"),
@@ -59,8 +58,6 @@ MAY_CHANGE = frozenset(
         *("wandb_project", "push_to_hub", "hub_model_id", "hub_private_repo"),
     )
 )
-
-
 NOTHING: Mapping = MappingProxyType({})
 _lock: filelock.FileLock | None = None  # of this process, which runs one training at a time
 
@@ -185,7 +182,9 @@ class RunFolder:
                 for name, trained in engines.items():
                     trained.save_checkpoint(str(place), tag=name, save_latest=False)
                 kept = {name: part.state_dict() for name, part in own.items()}
-                torch.save({"generators": _generators(), "own": kept}, place / f"rank-{rank()}.pt")
+                cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+                generators = {"python": random.getstate(), "torch": torch.get_rng_state(), "cuda": cuda}
+                torch.save({"generators": generators, "own": kept}, place / f"rank-{rank()}.pt")
                 if rank() == 0:
                     saved = {"step": step, "engines": sorted(engines), "options": self._options(), **state}
                     (place / "state.json").write_text(json.dumps(saved))
@@ -279,7 +278,11 @@ class RunFolder:
         for name, trained in engines.items():
             engine.load_engine(trained, chosen, name)
         kept = torch.load(chosen / f"rank-{rank()}.pt", weights_only=True)
-        _restore(kept["generators"])
+        generators = kept["generators"]
+        random.setstate(generators["python"])
+        torch.set_rng_state(generators["torch"])
+        if generators["cuda"] is not None:
+            torch.cuda.set_rng_state(generators["cuda"])
         for name, state_of_rank in kept["own"].items():
             own[name].load_state_dict(state_of_rank)
         return state
@@ -297,17 +300,3 @@ def _damage(checkpoint: Path) -> str | None:
     except (OSError, ValueError, TypeError) as error:
         problems.append(f"manifest.json or a file that it names cannot be read: {error}")
     return min(sum(ranks.gather(problems), []), default=None)
-
-
-def _generators() -> dict:
-    version, words, gauss = random.getstate()
-    on_device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return {"python": [version, list(words), gauss], "torch": torch.get_rng_state(), "cuda": on_device}
-
-
-def _restore(generators: dict) -> None:
-    version, words, gauss = generators["python"]
-    random.setstate((version, tuple(words), gauss))
-    torch.set_rng_state(generators["torch"])
-    if generators["cuda"] is not None:
-        torch.cuda.set_rng_state(generators["cuda"])

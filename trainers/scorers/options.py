@@ -68,8 +68,15 @@ def read(options: ScorerConfig) -> list[Spelled]:
     given = options.verifiers or []
     meant = [_kind_of(one) for one in given]
     kinds = [kind for kind, _ in meant]
+    for option in ("verifier_weights", "solved_at"):
+        numbers = getattr(options, option)
+        if numbers is not None and len(numbers) != len(given):
+            what = f"has {len(numbers)} numbers for {len(given)} verifiers"
+            raise InputError(f"{option}={numbers} {what}; give one for each")
+    weights = options.verifier_weights or [1.0] * len(given)
+    thresholds = options.solved_at or [None] * len(given)
     found = []
-    for number, (one, (kind, detail)) in enumerate(zip(given, meant, strict=True)):
+    for one, (kind, detail), weight, solved_at in zip(given, meant, weights, thresholds, strict=True):
         text = one if isinstance(one, str) else name_of(one)
         name = text
         if kind == FUNCTION and isinstance(detail, str):
@@ -78,20 +85,8 @@ def read(options: ScorerConfig) -> list[Spelled]:
             name = kind
         if name in [other.name for other in found]:
             raise InputError(f"verifiers names {text!r} twice; for a weight: verifier_weights")
-        weight = _for_each(options, "verifier_weights", 1.0)[number]
-        found.append(Spelled(text, kind, detail, name, weight, _for_each(options, "solved_at", None)[number]))
+        found.append(Spelled(text, kind, detail, name, weight, solved_at))
     return found
-
-
-def _for_each(options: ScorerConfig, option: str, default: float | None) -> list[float | None]:
-    """Return the option's number for each verifier."""
-    count = len(options.verifiers or [])
-    numbers = getattr(options, option)
-    if numbers is None:
-        return [default] * count
-    if len(numbers) != count:
-        raise InputError(f"{option}={numbers} has {len(numbers)} numbers for {count} verifiers; give one for each")
-    return numbers
 
 
 def with_scorers(config: Config, scorers: Sequence[Callable | str] | None) -> Config:

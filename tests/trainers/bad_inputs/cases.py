@@ -15,8 +15,6 @@ class Case(NamedTuple):
     message: str
     options: tuple[str, ...] = ()
     spoil: Callable[[Path], None] | None = None
-    begins: bool = False
-    """The run has begun when it is refused: the folder is its own, and what was there has gone."""
 
 
 def of(commands: str, title: str, message: str, *options: str, **fields) -> list[Case]:
