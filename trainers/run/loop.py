@@ -198,8 +198,8 @@ class Run:
         """Draw the curves, save the trained model with `save(folder)`, push it if requested; return its folder."""
         model = self.store.path / "model"
         try:
-            self.logger.close()
             with storing("model", self.store.path), phase("saved the model"):
+                self.logger.close()
                 save(model)
             if not self.config.save_every:  # there was one only until the model was safe
                 self.store.remove_checkpoints()
