@@ -40,10 +40,6 @@ from fused_rl.token_support import TokenSupport, check_support, check_support_va
 
 __all__ = ["LinearTokenLoss", "linear_token_logprobs", "linear_token_loss"]
 
-# On a CPU the time hardly depends on it (1024 x 512 x 32000, bf16: 1.14 to 1.22 times the three GEMMs for 24 to 512);
-# a GPU wants blocks of about a thousand rows, which for 128k to 150k tokens of vocabulary take 600 MB of fp32 logits.
-WORKSPACE_MB = 512
-
 
 class _LinearTokenLogprobs(torch.autograd.Function):
     @staticmethod
@@ -97,13 +93,14 @@ def _gradients_at_once(needs, hidden, weight, bias, targets, options, token_loss
     entropy, m, rest, dentropy = (torch.zeros(n, device=hidden.device) for _ in range(4))  # no views: handed out
     logprobs, dlogprobs = (torch.zeros(targets.shape, device=hidden.device) for _ in range(2))
     for rows in tiles.blocks(n, step):
-        # the tile's statistics, its loss, and in its place the gradient of its logits
+        # the tile's statistics, its loss, and the gradient of its logits
         inv_t = tiles.at(inv_temperature, rows)
         logits = formed.tile(hidden[rows])
         lp, h, _, m_r, rest_r = row_fwd(logits, targets[rows], None, inv_t, softcap)
         value, dlp, dh = _token_gradients(token_loss, lp, h, [p[rows] for p in per_token])
-        row_bwd((dlp, dh, None), logits, targets[rows], None, (h, m_r, rest_r), inv_t, softcap, out=logits)
-        gradients.add(logits, hidden[rows], weight, rows, slice(0, vocab))
+        dlogits = formed.gradient(logits)
+        row_bwd((dlp, dh, None), logits, targets[rows], None, (h, m_r, rest_r), inv_t, softcap, out=dlogits)
+        gradients.add(dlogits, hidden[rows], weight, rows, slice(0, vocab))
         # to the parameters, and what a second backward pass would need
         loss += value
         logprobs[rows], entropy[rows] = lp, h
@@ -199,7 +196,8 @@ def _check_options(hidden, temperature, mask, softcap, workspace_mb, logits_dtyp
         check_mask(mask, "the targets", rows, hidden.device)
     check_temperature(temperature, tuple(rows), hidden.device)
     check_softcap(softcap)
-    check_range("workspace_mb", workspace_mb, "a finite number above 0", "; it is in MiB")
+    if workspace_mb is not None:
+        check_range("workspace_mb", workspace_mb, "a finite number above 0", "; it is in MiB")
     check_logits_dtype(logits_dtype, hidden.dtype)
 
 
@@ -252,7 +250,7 @@ def rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, w
     inv_temperature = 1.0 / temperature if row_temperature is None else 1.0 / rows.select(row_temperature)
     hidden = rows.select(hidden)
     targets = rows.select(targets).long()
-    budget = tiles.budget(workspace_mb, hidden, rows.kept is not None, logits_dtype)
+    budget = tiles.budget(workspace_mb, hidden, len(weight), rows.kept is not None, logits_dtype)
     return rows._replace(arguments=(hidden, weight, bias, targets, inv_temperature, softcap, budget))
 
 
@@ -276,7 +274,7 @@ def linear_token_logprobs(
     mask: Tensor | None = None,
     softcap: float | None = None,
     shift: bool = False,
-    workspace_mb: float = WORKSPACE_MB,
+    workspace_mb: float | None = None,
     logits_dtype: torch.dtype | None = None,
     support: TokenSupport | None = None,
 ) -> TokenLogprobs:
@@ -299,7 +297,9 @@ def linear_token_logprobs(
         shift: hidden (B, T, H) at t scores targets (B, T) at t + 1, or (B, T, K). Outputs, mask and per-row temperature
             are (B, T - 1); for `support` it has the rows of all T targets.
         workspace_mb: MiB that may exist beside inputs, outputs and gradients: tiles of logits, copies of the rows that
-            count, fp32 sums of low-precision gradients. It changes results within rounding only. Where it holds less,
+            count, fp32 sums of low-precision gradients. It changes results within rounding only. None is 512 on a CPU.
+            On a GPU it is an eighth of the free memory, rounded down to a power of two, or what one pass of
+            `linear_token_loss` needs if that is more (and at most half of the free memory). Where a number holds less,
             one row of logits is used forward, and backward a quarter of it for logits beside sums of
             4 min(N, V) H bytes.
         logits_dtype: of the logits of 16-bit operands: torch.float32, as the sums of their products are, or the
@@ -355,7 +355,7 @@ def linear_token_loss(
     mask: Tensor | None = None,
     softcap: float | None = None,
     shift: bool = False,
-    workspace_mb: float = WORKSPACE_MB,
+    workspace_mb: float | None = None,
     logits_dtype: torch.dtype | None = None,
 ) -> LinearTokenLoss:
     """Sum of a loss of single tokens over the mask, its gradients formed in the forward pass: 6 H FLOP per logit.

@@ -20,7 +20,7 @@ from fused_rl.checks import (
 )
 from fused_rl.kernels.states import JensenShannonSums, KLState
 from fused_rl.kl import DIRECTIONS, Direction
-from fused_rl.linear import WORKSPACE_MB, gather, rows_that_count, scatter
+from fused_rl.linear import gather, rows_that_count, scatter
 
 __all__ = ["linear_token_kl"]
 
@@ -110,7 +110,7 @@ def linear_token_kl(
     mask: Tensor | None = None,
     softcap: float | None = None,
     shift: bool = False,
-    workspace_mb: float = WORKSPACE_MB,
+    workspace_mb: float | None = None,
     logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Exact divergence per token between a policy and a reference in nats, from the hidden states and head of each.

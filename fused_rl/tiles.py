@@ -29,6 +29,7 @@ _CAST = 512
 # So many products are summed, then about the root of H / _SHORT of these sums, then those: 10 % slower than one sum of
 # all H, and a third of its rounding (H = 896 and 4096).
 _SHORT = 64
+CPU_WORKSPACE_MB = 512  # by default; 24 take as long (1024 x 512 x 32000, bf16: 1.14 to 1.22 times three GEMMs)
 _SAMPLE = 64  # rows of a head that tell what all have in common
 _MOST = 64.0  # of a weight
 
@@ -53,13 +54,33 @@ def default_logits_dtype(operands: torch.dtype, device: torch.device) -> torch.d
     return torch.float32 if device.type == "cuda" else operands
 
 
-def budget(workspace_mb, hidden, copied, logits_dtype=None):
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes that PyTorch could allocate on a GPU: free ones, and those that its allocator keeps unused."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def default_workspace(free: int, width: int, vocab: int, operands: torch.dtype, dtype: torch.dtype) -> int:
+    """Return the bytes of the workspace on a GPU with `free` bytes: an eighth, rounded down to a power of two.
+
+    It is at least what a pass over hidden states needs for all three products, if that is no more than half.
+    """
+    eighth = 1 << max(0, (free // 8).bit_length() - 1)  # so that a little more or less memory changes no tile
+    rows = _ONE_PASS_ROWS * vocab * Budget(0, dtype).per_logit(operands)
+    needed = rows + sum_bytes(vocab, width, operands.itemsize)
+    return max(eighth, needed) if needed <= free // 2 else eighth
+
+
+def budget(workspace_mb, hidden, vocab, copied, logits_dtype=None):
     """`Budget` without what the row functions take, casts, nor the rows that a mask had copied out."""
     dtype = logits_dtype or default_logits_dtype(hidden.dtype, hidden.device)
     taken = 2 * hidden.numel() * hidden.element_size() if copied else 0  # and their gradient on its way back
     if hidden.device.type == "cpu":
         taken += CPU_ROWS_BYTES + (0 if dtype == hidden.dtype else 4 * _CAST * (_CAST + 2 * hidden.shape[1]))
-    return Budget(int(workspace_mb * 2**20), dtype).less(taken)
+    if workspace_mb is None and hidden.device.type == "cuda":
+        free = free_bytes(hidden.device)
+        return Budget(default_workspace(free, hidden.shape[-1], vocab, hidden.dtype, dtype), dtype)
+    return Budget(int((workspace_mb or CPU_WORKSPACE_MB) * 2**20), dtype).less(taken)
 
 
 def blocks(total: int, size: int):
@@ -121,6 +142,7 @@ class Logits:
         self.center = 0.0
         self.top = 0.0
         self.buffer = in_huge_pages(weight.new_empty(size, dtype=budget.dtype))
+        self.rounded = None  # memory for gradients of another dtype than the logits
         self.centered = budget.dtype != weight.dtype and weight.device.type != "cuda" and softcap is None
         if self.centered:
             self.center = _center(weight)
@@ -140,6 +162,14 @@ class Logits:
             return torch.mm(hidden, weight.t(), out=out)
         return torch.addmm(bias, hidden, weight.t(), out=out)
 
+    def gradient(self, tile):
+        """Memory for the gradient of a tile (n, v) in the operands' dtype: the tile itself where it has that dtype."""
+        if tile.dtype == self.weight.dtype:
+            return tile
+        if self.rounded is None:
+            self.rounded = self.weight.new_empty(self.buffer.shape)
+        return self.rounded[: tile.numel()].view(tile.shape)
+
     def with_common(self, statistics, hidden, inv_temperature):
         """`RowStatistics` of a tile with the lse of its whole logits; m stays what the gradient subtracts."""
         if not self.centered:
@@ -157,7 +187,10 @@ def add_mm(total, a, b, first, unrounded=False):
         total.addmm_(a, b, beta=0 if first else 1)
         return
     if total.device.type == "cuda" and torch.version.hip is None:  # no other device adds 16-bit products to fp32
-        torch.addmm(total, a, b, beta=0 if first else 1, out_dtype=torch.float32, out=total)
+        if first:
+            torch.mm(a, b, out_dtype=torch.float32, out=total)
+        else:
+            torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
         return
     if unrounded:
         if first:
@@ -193,7 +226,7 @@ class Gradients:
         self.bias = new(bias, dtype=torch.float32) if needs[2] else None
 
     def add(self, dlogits, hidden, weight, rows, columns):  # (n, v), (n, H), (v, H) of one tile
-        factor = dlogits.to(hidden.dtype)  # of logits in fp32, such a gradient
+        factor = dlogits.to(hidden.dtype)
         if self.hidden is not None:
             add_mm(self.hidden[rows], factor, weight, columns.start == 0, self.unrounded)
         if self.weight is not None:
@@ -302,7 +335,7 @@ def recomputed(
     gradients = Gradients(needs, hidden, weight, bias, tile, dtypes)
     formed = Logits(weight, bias, tile[0] * tile[1], budget, softcap)
     upstream = tuple(None if d is None else d.contiguous() for d in upstream)
-    # each tile: its logits again, in their place their gradient, and from that the parameters'
+    # each tile: its logits again, their gradient, and from that the parameters'
     for rows in blocks(n, max(1, tile[0])):
         given = [at(d, rows) for d in upstream]
         state = [s[rows] for s in statistics]
@@ -310,7 +343,8 @@ def recomputed(
         options = at(inv_temperature, rows), softcap
         for columns in blocks(vocab, tile[1]):
             logits = formed.tile(hidden[rows], columns)
-            where = {"out": logits, "support": sets, "x": x, "first": columns.start}
+            dlogits = formed.gradient(logits)
+            where = {"out": dlogits, "support": sets, "x": x, "first": columns.start}
             row_bwd(given, logits, targets[rows], None, state, *options, **where)
-            gradients.add(logits, hidden[rows], weight[columns], rows, columns)
+            gradients.add(dlogits, hidden[rows], weight[columns], rows, columns)
     return gradients

@@ -76,7 +76,7 @@ def gae_kernel(
 
 
 def _split(x):
-    high = float(torch.tensor(x, dtype=torch.float32))
+    high = float(torch.tensor(x, dtype=torch.float32, device="cpu"))
     return high, x - high
 
 

@@ -346,7 +346,7 @@ def kl_fwd(x, y, mask, inv_t, softcap=None):
     """(B, T, V) twice, (N,) bool | None, float | (N,) fp32 -> KL(P || Q) (N,) fp32, state (9, N) fp32."""
     n, vocab = x.shape[0] * x.shape[1], x.shape[2]
     kl = torch.empty(n, device=x.device, dtype=torch.float32)
-    state = torch.empty(len(KLState._fields), n, device=x.device, dtype=torch.float32)
+    state = torch.zeros(len(KLState._fields), n, device=x.device, dtype=torch.float32)  # as it stays in masked rows
     if n == 0:
         return kl, state
     vec = 16 // x.element_size()

@@ -225,8 +225,8 @@ def test_none_is_fp32_where_products_return_it(monkeypatch):
     assert tiles.default_logits_dtype(FP32, torch.device("cuda")) == FP32
     assert tiles.default_logits_dtype(BF16, torch.device("cpu")) == BF16
     hidden = SimpleNamespace(device=torch.device("cuda"), dtype=BF16)
-    assert tiles.budget(1, hidden, copied=False) == (2**20, FP32)
-    assert tiles.budget(1, hidden, copied=False, logits_dtype=BF16) == (2**20, BF16)
+    assert tiles.budget(1, hidden, 5, copied=False) == (2**20, FP32)
+    assert tiles.budget(1, hidden, 5, copied=False, logits_dtype=BF16) == (2**20, BF16)
     weight = torch.zeros(5, 3, dtype=BF16)
     out = torch.zeros(2, 5)
     calls = []
@@ -256,3 +256,16 @@ def test_tiles_are_counted_in_fp32():
     assert n * columns * 6 + tiles.sum_bytes(1024, 64, 2) <= wide.bytes
     rows = (wide.bytes - tiles.sum_bytes(8192, 64, 2)) // (8192 * 6)
     assert tiles.one_pass_rows(hidden.repeat(4, 1), 8192, (True, True), wide) == rows
+
+
+@pytest.mark.parametrize("vocab", [32000, 128256, 151936, 262144])
+@pytest.mark.parametrize("width", [896, 2048, 4096])
+@pytest.mark.parametrize("gib", [22, 40, 79, 139])
+def test_default_workspace_of_a_gpu_takes_one_pass(vocab, width, gib):
+    """A tile has 512 rows or more beside the fp32 sum of the head's gradient, in at most half of the free memory."""
+    free = gib << 30
+    size = tiles.default_workspace(free, width, vocab, BF16, FP32)
+    hidden = SimpleNamespace(shape=(8192, width), element_size=lambda: 2, dtype=BF16)
+    assert tiles.one_pass_rows(hidden, vocab, (True, True), tiles.Budget(size, FP32)) >= 512
+    assert free // 16 < size <= free // 2
+    assert tiles.default_workspace(1 << 30, width, vocab, BF16, FP32) <= 1 << 29

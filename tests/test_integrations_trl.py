@@ -33,8 +33,8 @@ import trl.trainer.utils as trl_utils  # noqa: E402
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction  # noqa: E402
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction  # noqa: E402
 
+from fused_rl import tiles  # noqa: E402
 from fused_rl.integrations import trl as integration  # noqa: E402
-from fused_rl.integrations import trl_divergence, trl_head  # noqa: E402
 
 # temperature, soft cap, scale of the logits; with a bias, with banned tokens
 HEADS = {
@@ -63,7 +63,7 @@ def head_on_both(name, dtype, n):
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("workspace", [512, 0.1])  # in 0.1 MiB, several tiles
 def test_head_in_fp32(name, workspace, monkeypatch):
-    monkeypatch.setattr(trl_head, "WORKSPACE_MB", workspace)
+    monkeypatch.setattr(tiles, "CPU_WORKSPACE_MB", workspace)
     for one in head_on_both(name, FP32, 150):
         assert_close(*one, slack=2)  # the order of sums
         if name != "banned" or one[0] in (
@@ -133,8 +133,7 @@ MIXED = {
 @pytest.mark.parametrize("name", MIXED)
 def test_dtypes_that_differ(name, monkeypatch):
     """Products in the dtype that TRL chooses; gradients in each tensor's own, not rounded to that of the products."""
-    monkeypatch.setattr(trl_head, "WORKSPACE_MB", 0.1)  # several tiles
-    monkeypatch.setattr(trl_divergence, "WORKSPACE_MB", 0.1)
+    monkeypatch.setattr(tiles, "CPU_WORKSPACE_MB", 0.1)  # several tiles
     hidden_dtype, head_dtype, autocast = MIXED[name]
     hidden, weight, bias = make_head(BF16, n=1500)  # the values fit both
     weight /= 16  # the rounding of large logits would hide that of the gradients
@@ -259,7 +258,7 @@ SCALES = [(1.0, None, 1.0, None), (0.5, 5.0, 2.0, None), (1.0, None, 0.25, 3.0)]
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("scales", SCALES)
 def test_divergence(beta, dtype, scales, monkeypatch):
-    monkeypatch.setattr(trl_divergence, "WORKSPACE_MB", 0.3)  # several tiles
+    monkeypatch.setattr(tiles, "CPU_WORKSPACE_MB", 0.3)  # several tiles
     for one in divergence_on_both(beta, dtype, scales, 150):
         assert_close(*one, slack=2 if dtype == FP32 else 1.02)
         if dtype == FP32:

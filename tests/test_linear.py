@@ -34,7 +34,7 @@ def test_tiles():
     def plan(case, dtype):
         (n, width, vocab), workspace_mb = case
         hidden = torch.empty(n, width, dtype=dtype)
-        budget = tiles.budget(workspace_mb, hidden, copied=False)
+        budget = tiles.budget(workspace_mb, hidden, vocab, copied=False)
         return tiles.forward_rows(hidden, vocab, budget), tiles.backward_tile(hidden, vocab, (True,) * 3, budget)
 
     assert plan(ONE_TILE, FP32) == plan(ONE_TILE, BF16) == (22, (22, 131))
@@ -141,7 +141,7 @@ def test_one_pass_in_several_tiles_of_bf16():
     """The fp32 sum of the weight's gradient, which `_ONE_PASS_ROWS` keeps small cases from."""
     shape, workspace_mb = (1300, 16, 37), 0.12
     leaves, targets, _ = make(shape, BF16)
-    budget = tiles.budget(workspace_mb, leaves[0], copied=False)
+    budget = tiles.budget(workspace_mb, leaves[0], len(leaves[1]), copied=False)
     assert tiles.one_pass_rows(leaves[0], 37, (True,) * 3, budget) == 802
     compare(loss_and_gradients, leaves, targets, workspace_mb=workspace_mb)
 
@@ -152,7 +152,7 @@ def test_sum_over_many_tiles():
     leaves, targets, _ = make((1024, 8, 16), BF16, bias=False)
     leaves[0] = (1 + leaves[0].detach().abs() / 8).requires_grad_()
     workspace_mb = 2**-9
-    budget = tiles.budget(workspace_mb, leaves[0], copied=False)
+    budget = tiles.budget(workspace_mb, leaves[0], len(leaves[1]), copied=False)
     assert tiles.backward_tile(leaves[0], 16, (True, True), budget) == (8, 16)
     lse = fused_rl.linear_token_logprobs(*leaves, targets, workspace_mb=workspace_mb).lse
     dweight = torch.autograd.grad(lse.sum(), leaves[1])[0]

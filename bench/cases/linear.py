@@ -16,7 +16,6 @@ import torch
 import fused_rl
 from bench import options, peers, plain, results
 from bench.cases.case import Case, Spec, own
-from fused_rl.linear import WORKSPACE_MB
 
 FLOOR = "three GEMMs"
 OURS = ("fused_rl one pass", "fused_rl recompute")
@@ -95,7 +94,7 @@ class LinearCase(Case):
 
     def facts(self, peer):
         shape, dtype, *_ = self.spec
-        return {"op": self.op, "shape": list(shape), "dtype": dtype, "workspace_mb": WORKSPACE_MB}
+        return {"op": self.op, "shape": list(shape), "dtype": dtype}
 
     def title(self, rows, copy_bytes_per_s):
         n, width, vocab = self.spec.shape
@@ -104,7 +103,7 @@ class LinearCase(Case):
         for row in rows:
             if row["implementation"] == FLOOR and "ms" in row:
                 work += f", {flop / row['ms']['both'] / 1e6:.0f} GFLOP/s by the GEMMs"
-        return f"{super().title(rows, copy_bytes_per_s)}; {work}; workspace {WORKSPACE_MB} MB"
+        return f"{super().title(rows, copy_bytes_per_s)}; {work}"
 
     def returned_bytes(self):
         return self.hidden.nbytes + self.weight.nbytes

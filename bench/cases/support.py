@@ -15,7 +15,6 @@ from bench.cases.case import Spec, own
 from bench.cases.linear import LinearCase
 from bench.cases.logprobs import LogprobsCase
 from fused_rl import TokenSupport, reference
-from fused_rl.linear import WORKSPACE_MB
 
 MASKED = "masked full logits"
 HEAD = "fused_rl whole head"
@@ -143,10 +142,9 @@ class KeptHead(LinearCase):
         return out.logprobs, out.entropy
 
     def ours(self):
-        note = f"no sets; workspace {WORKSPACE_MB} MB"
         return [
             own("fused_rl", lambda _: self.call(self.support)),
-            own(HEAD, lambda _: self.call(None), note=note),
+            own(HEAD, lambda _: self.call(None), note="no sets"),
         ]
 
     def adapted(self, peer):

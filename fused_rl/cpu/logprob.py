@@ -41,11 +41,12 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
 
 
 def logprob_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, rest, inv_temperature, softcap, out=None):
-    """Gradient of the logits, (N, V) in their dtype; upstream gradients (N,) fp32 or None; `out` may be the logits."""
+    """Gradient of the logits, (N, V); upstream gradients (N,) fp32 or None; `out` may be the logits, or of any dtype."""
     n = logits.shape[0]
     out = in_huge_pages(torch.empty_like(logits)) if out is None else out
     if softcap is None and native.takes(logits, out):
-        x = logits, logits.stride(0), out, out.stride(0), native.DTYPES[logits.dtype], *logits.shape
+        dtypes = native.DTYPES[logits.dtype], native.DTYPES[out.dtype]
+        x = logits, logits.stride(0), out, out.stride(0), *dtypes, *logits.shape
         per_row = _per_row(targets, mask, entropy, m, rest)
         upstream = _per_row(*(None if d is None else d.float() for d in (dlogprobs, dentropy, dlse)))
         native.call("logprob_bwd", logits.numel(), *upstream, *x, *per_row, *_either(inv_temperature))

@@ -67,7 +67,7 @@ _TEMPERATURE = [_POINTER, _DOUBLE]  # one per row, or a number
 _ARGUMENTS = {
     "logprob_fwd": [_POINTER, _SIZE, _INT, _SIZE, _SIZE, *[_POINTER] * 2, *_TEMPERATURE, *[_POINTER] * 5],
     "logprob_bwd": [
-        *[_POINTER] * 3, _POINTER, _SIZE, _POINTER, _SIZE, _INT, _SIZE, _SIZE, *[_POINTER] * 5, *_TEMPERATURE
+        *[_POINTER] * 3, _POINTER, _SIZE, _POINTER, _SIZE, _INT, _INT, _SIZE, _SIZE, *[_POINTER] * 5, *_TEMPERATURE
     ],
     "squares": [_POINTER, _INT, _SIZE, _POINTER],
 }  # fmt: skip

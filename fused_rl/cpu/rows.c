@@ -161,8 +161,8 @@ static State statistics(const void *x, int64_t offset, int64_t vocab, int dtype,
     return row;
 }
 
-static void gradient(const void *x, int64_t x_offset, void *out, int64_t offset, int64_t vocab, int dtype, float m,
-                     float inv_t, float scale, float mean, float a, float b) {
+static void gradient(const void *x, int64_t x_offset, void *out, int64_t offset, int64_t vocab, int dtype,
+                     int out_dtype, float m, float inv_t, float scale, float mean, float a, float b) {
     float block[BLOCK] __attribute__((aligned(64)));
     for (int64_t i = 0; i < vocab; i += BLOCK) {
         int n = loaded_block(block, x, x_offset + i, vocab - i, dtype);
@@ -170,7 +170,7 @@ static void gradient(const void *x, int64_t x_offset, void *out, int64_t offset,
             vec s = at_least((*(vec *)(block + j) - m) * inv_t, LOWEST);
             *(vec *)(block + j) = exponential(s) * scale * (a - b * (s - mean));
         }
-        store(out, offset + i, block, n, dtype);
+        store(out, offset + i, block, n, out_dtype);
     }
 }
 
@@ -198,10 +198,10 @@ void logprob_fwd(const void *x, int64_t stride, int dtype, int64_t n, int64_t vo
 }
 
 void logprob_bwd(const float *dlogprobs, const float *dentropy, const float *dlse, const void *x, int64_t stride,
-                 void *out, int64_t out_stride, int dtype, int64_t n, int64_t vocab, const int64_t *targets,
-                 const uint8_t *mask, const float *entropy, const float *m, const float *rest,
+                 void *out, int64_t out_stride, int dtype, int out_dtype, int64_t n, int64_t vocab,
+                 const int64_t *targets, const uint8_t *mask, const float *entropy, const float *m, const float *rest,
                  const float *inv_temperatures, double inv_temperature, int threads) {
-    const int size = dtype == FP32 ? 4 : 2;
+    const int size = out_dtype == FP32 ? 4 : 2;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t i = 0; i < n; i++) {
         if ((mask && !mask[i]) || m[i] == -INFINITY) {
@@ -218,10 +218,10 @@ void logprob_bwd(const float *dlogprobs, const float *dentropy, const float *dls
         double logp = s - log1p_rest, dp = dl - dh * (s - mean);
         float at_target = (dlp * -expm1(logp) + exp(logp) * dp) * inv_t;
 
-        gradient(x, i * stride, out, i * out_stride, vocab, dtype, m[i], inv_t, 1 / (1 + (double)rest[i]), mean,
+        gradient(x, i * stride, out, i * out_stride, vocab, dtype, out_dtype, m[i], inv_t, 1 / (1 + (double)rest[i]), mean,
                  (dl - dlp) * inv_t, dh * inv_t);
         float block[LANES] = {at_target};
-        store(out, i * out_stride + targets[i], block, 1, dtype);
+        store(out, i * out_stride + targets[i], block, 1, out_dtype);
     }
 }
 

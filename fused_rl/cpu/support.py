@@ -103,7 +103,8 @@ def whole_bwd(dlogprobs, dentropy, dlse, logits, targets, whole, entropy, m, res
     for part in rows.split(max(1, CHUNK // vocab)):
         dlp, dh, dl, chosen, h, top, others = (None if r is None else r[part] for r in per_row)
         inv_t = inv_temperature[part] if isinstance(inv_temperature, Tensor) else inv_temperature
-        out[part] = logprob.logprob_bwd(dlp, dh, dl, logits[part], chosen, None, h, top, others, inv_t, softcap)
+        found = logprob.logprob_bwd(dlp, dh, dl, logits[part], chosen, None, h, top, others, inv_t, softcap)
+        out[part] = found.to(out.dtype)
     return out.index_fill_(0, (~whole).nonzero()[:, 0], 0)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from fused_rl.integrations.patching import Applied, Patch
-from fused_rl.linear import WORKSPACE_MB, linear_token_loss
+from fused_rl.linear import linear_token_loss
 from fused_rl.logprobs import token_logprobs
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def causal_lm_loss(
     return -logprobs.sum() / _count(mask, num_items_in_batch)
 
 
-def patch(model: nn.Module, *, workspace_mb: float = WORKSPACE_MB, logits_dtype: torch.dtype | None = None) -> Applied:
+def patch(model: nn.Module, *, workspace_mb: float | None = None, logits_dtype: torch.dtype | None = None) -> Applied:
     """Let `model(input_ids, labels=...)` make its loss from hidden states and LM head; the logits never exist.
 
     Evaluation, gradient checkpointing, autocast, LoRA, gradient accumulation and several processes work as before, and
@@ -83,7 +83,7 @@ def patch(model: nn.Module, *, workspace_mb: float = WORKSPACE_MB, logits_dtype:
     Args:
         model: a causal LM of transformers, or a peft model around one; before Trainer or accelerate wrap it, before or
             after peft does. Its class, config and weights stay as they are. A model patched twice is patched once.
-        workspace_mb: MiB for tiles of logits, as in `fused_rl.linear_token_loss`.
+        workspace_mb: MiB for tiles of logits; None as in `fused_rl.linear_token_loss`.
         logits_dtype: of the logits that the loss is made of, as there; `outputs.logits` are the head's own.
 
     Returns:
@@ -134,7 +134,7 @@ _ATTRIBUTE = "fused_rl_forward"  # by which a patched model is known, also when 
 class _FusedForward:
     """A model's forward with the LM head and the loss function replaced while it runs; pickles with the model."""
 
-    def __init__(self, model: "PreTrainedModel", workspace_mb: float, logits_dtype: torch.dtype | None):
+    def __init__(self, model: "PreTrainedModel", workspace_mb: float | None, logits_dtype: torch.dtype | None):
         self.model = model
         self.workspace_mb = workspace_mb
         self.logits_dtype = logits_dtype

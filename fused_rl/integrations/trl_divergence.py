@@ -12,7 +12,6 @@ from torch import Tensor
 from fused_rl import tiles
 from fused_rl.backend import backend_of
 from fused_rl.kernels.states import JensenShannonSums
-from fused_rl.linear import WORKSPACE_MB
 
 # TRL's beta -> `fused_rl.kl.DIRECTIONS`: KL(teacher || student), KL(student || teacher), and their even mixture's
 DIRECTIONS = {0.0: "forward", 1.0: "reverse", 0.5: "jensen-shannon"}
@@ -70,7 +69,7 @@ class _Tiles:
         self.teacher = cast(pair.teacher, *teacher)
         self.pair = pair
         hidden, weight = student[:2]
-        budget = tiles.budget(WORKSPACE_MB, hidden, False, torch.float32)
+        budget = tiles.budget(None, hidden, len(weight), False, torch.float32)
         self.rows = tiles.forward_rows(hidden, len(weight), budget, copies=_TILES)
         self.buffers = hidden.new_empty(2, self.rows * len(weight), dtype=torch.float32)
 

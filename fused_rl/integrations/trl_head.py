@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fused_rl import tiles
 from fused_rl.backend import backend_of
-from fused_rl.linear import WORKSPACE_MB
 
 _MEAN_ROWS = 4096  # of the weight, or elements of 1024 rows of logits, that are fp32 at once
 _MEAN_ELEMENTS = 1 << 22
@@ -85,7 +84,7 @@ class HeadLogprobs(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, targets, head, gathered):
         ctx.set_materialize_grads(False)
         inputs = cast(head.dtype, hidden, weight, bias)
-        budget = tiles.budget(WORKSPACE_MB, inputs[0], False, head.logits_dtype)
+        budget = tiles.budget(None, inputs[0], len(inputs[1]), False, head.logits_dtype)
         with torch.autocast(hidden.device.type, enabled=False):  # the mean of the logits is one product in fp32
             found, extra = scored(*inputs, targets, head, budget)
         ctx.options = head, gathered, budget
