@@ -47,7 +47,7 @@ from fused_rl.kernels.kl_lanes import (
     within,
 )
 from fused_rl.kernels.lanes import cap
-from fused_rl.kernels.launch import launch_options, slots, whole_rows
+from fused_rl.kernels.launch import SHORT, launch_options, slots, whole_rows
 from fused_rl.kernels.online import log1p, valid
 from fused_rl.kernels.pair import (
     AT_C,
@@ -78,7 +78,7 @@ NONE = tl.constexpr(-1e10)  # log(p / q) where P has no mass: far from BANNED, b
 MOST = tl.constexpr(1e19)  # of a logit; above, d could not be told from that of a banned column
 TOO_FAR = tl.constexpr(1e7)  # nats: the rounding of c has the size of what it is taken from
 
-# Of a thread, as `launch.REGISTERS`: Blackwell's compiler alone needs no more than four programs leave
+# Of a thread, as `launch.REGISTERS`: on sm_100 alone the kernel needs no more than four programs leave
 REGISTERS = (168, 128)
 CAPPED_REGISTERS = (232, 232)  # two tanh more of each column
 K = 4  # windows of 16 bytes that a thread reads at once of each row
@@ -351,14 +351,15 @@ def kl_fwd(x, y, mask, inv_t, softcap=None):
         return kl, state
     vec = 16 // x.element_size()
     layout = launch_options(x, REGISTERS if softcap is None else CAPPED_REGISTERS)
-    segments = triton.cdiv(vocab, SEGMENT * K * vec * THREADS)
+    tiles = SEGMENT if vocab > SHORT else SEGMENT // 2
+    segments = triton.cdiv(vocab, tiles * K * vec * THREADS)
     whole = whole_rows(n, segments, slots(x.device, layout))
     lanes = torch.empty(n - whole, segments, NUMBERS.value, THREADS, device=x.device, dtype=torch.float32)
     x, y, inv_t, numbers = launch_arguments(x, y, inv_t, softcap)
     rows = (x, y, mask, inv_t, kl, state)
     del layout["LANES"], layout["VEC"]
     layout["THREADS"] = THREADS
-    shape = {"K": K, "VEC": vec, "SEGMENT": SEGMENT}
+    shape = {"K": K, "VEC": vec, "SEGMENT": tiles}
     with torch.cuda.device_of(x):
         if whole:
             kl_fwd_kernel[(whole,)](*rows, None, 0, *numbers, **shape, **layout)

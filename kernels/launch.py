@@ -9,10 +9,11 @@ import triton.language as tl
 
 THREADS = 128  # per program
 K = 8  # windows of a tile: one rescaling per K elements of a lane
-SEGMENT = 3  # tiles
+SEGMENT = 3  # tiles; one in a short row
+SHORT = 32768  # columns: a row of no more is cut finer, so that a few hundred of them fill a device
 WAVES = 8  # of programs: from there on the last one, however empty, is a small part of the time
 SATURATING = 0.5  # the share of the programs that fit whose loads in flight suffice, a model
-REGISTERS = (128, None)  # of a thread of the row kernels: before Blackwell, and from there on
+REGISTERS = (128, None)  # of a thread of the row kernels; the second on sm_100, the Blackwell of data centres
 
 # Ways to stream the forward pass that counts do not tell apart from the default far enough: all return the same bits.
 # REGISTERS in its place; AHEAD: a tile is loaded before the one before it is computed, STAGES: into shared memory
@@ -54,11 +55,11 @@ def launch_options(x, registers=None):
     shape = {"LANES": THREADS * vec, "VEC": vec, "num_stages": 1}  # more stages would go through shared memory
     if torch.version.hip:
         return shape | {"num_warps": THREADS // 64}
-    # left alone, ptxas takes what it finds; 128 registers are four programs on a multiprocessor. On Blackwell, whose
-    # paired arithmetic needs registers in pairs, it spills under most limits, and without one takes 142: three programs
+    # left alone, ptxas takes what it finds; 128 registers are four programs on a multiprocessor. On sm_100, whose paired
+    # arithmetic needs registers in pairs, it spills under most limits, and without one takes 142: three programs
     if registers is None:
         registers = _chosen.get("REGISTERS", REGISTERS)
-    most = registers[capability(x.device) >= (10, 0)]
+    most = registers[(10, 0) <= capability(x.device) < (12, 0)]
     return shape | {"num_warps": THREADS // 32} | ({"maxnreg": most} if most else {})
 
 

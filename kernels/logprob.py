@@ -26,6 +26,7 @@ from fused_rl.kernels.lanes import (
 )
 from fused_rl.kernels.launch import (
     SEGMENT,
+    SHORT,
     K,
     aligned,
     launch_options,
@@ -298,7 +299,8 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
     softcap = None if softcap is None else float(softcap)
     inv_t_ptr, *scales = temperature_scales(inv_temperature)
     targets, mask = targets.contiguous(), None if mask is None else mask.contiguous()
-    segments = triton.cdiv(vocab, SEGMENT * K * launch["LANES"])
+    tiles = SEGMENT if vocab > SHORT else 1
+    segments = triton.cdiv(vocab, tiles * K * launch["LANES"])
     whole = whole_rows(n, segments, slots(logits.device, launch))
     lanes = torch.empty(n - whole, segments, 3, launch["LANES"] // launch["VEC"], device=logits.device)
     x, shift = aligned(logits)
@@ -306,7 +308,7 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
     scalars = (shift, vocab, logits.stride(0), *scales, softcap)
     with torch.cuda.device_of(logits):
         grid = (whole + (n - whole) * segments,)
-        logprob_fwd_kernel[grid](*rows, *scalars, K=K, SEGMENT=SEGMENT, **streaming(), **launch)
+        logprob_fwd_kernel[grid](*rows, *scalars, K=K, SEGMENT=tiles, **streaming(), **launch)
         if whole < n:
             logprob_merge_kernel[(n - whole,)](*rows, *scalars, **launch)
     return outputs

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from fused_rl.kernels.lanes import cap, load_lanes, row_scale, uncap
-from fused_rl.kernels.launch import SEGMENT, K, aligned, launch_options, parts_of_row, slots, temperature_scales
+from fused_rl.kernels.launch import SEGMENT, SHORT, K, aligned, launch_options, parts_of_row, slots, temperature_scales
 from fused_rl.kernels.online import FAR, LN2, NAN, log1p
 
 REGISTERS = (128, 128)  # of a thread, as `launch.REGISTERS`: above what it takes, so that its loads stay together
@@ -153,7 +153,7 @@ def logprob_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, re
     x, x_shift = aligned(logits)
     dx, dx_shift = aligned(out)
     strides = (logits.stride(0), out.stride(0))
-    most = triton.cdiv(vocab, SEGMENT * K * launch["LANES"])
+    most = triton.cdiv(vocab, (SEGMENT if vocab > SHORT else 1) * K * launch["LANES"])
     grid = (n, parts_of_row(n, most, slots(logits.device, launch)))
     with torch.cuda.device_of(logits):
         logprob_bwd_kernel[grid](

@@ -25,6 +25,7 @@ def small_programs(monkeypatch):
     monkeypatch.setattr(launch, "THREADS", 32)
     for module in (launch, logprob):
         monkeypatch.setattr(module, "SEGMENT", 2)
+    monkeypatch.setattr(logprob, "SHORT", 0)
 
 
 def watched():
