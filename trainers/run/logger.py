@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from fused_rl.trainers.base.engine import torch_dtype
 from fused_rl.trainers.base.files import as_json, unfinished, write_atomically
 from fused_rl.trainers.base.ranks import rank
 from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.base.text import shown
 from fused_rl.trainers.options import InputError, OutputConfig, RunConfig
 from fused_rl.trainers.run.rules import Watch
 
@@ -64,9 +66,10 @@ class Logger:
             import wandb
 
             self.wandb = wandb.init(project=config.wandb_project, dir=config.output_dir, config=config.plain())
+        self.bar = _progress_bar(config.steps, start) if sys.stdout.isatty() else None
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write one line of metrics.jsonl and a point of each curve; print a line at least every ten seconds."""
+        """Write one line of metrics.jsonl and a point of each curve; move the bar, or print a line now and then."""
         if not self.active:
             return
         entry = {"step": step, **{key: float(value) for key, value in metrics.items()}}
@@ -80,22 +83,29 @@ class Logger:
             tell(f"warning: {finding}")
         self.last.update(metrics)
         columns = columns_of(self.last)
-        if columns and (step == self.steps or time.monotonic() - self.shown > 10):
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], completed=step, columns=columns)
+        elif columns and (step == self.steps or time.monotonic() - self.shown > 10):
             self.shown = time.monotonic()
             tell(f"step {step}/{self.steps}  {columns}")
 
     def samples(self, step: int, rows: Sequence[dict[str, object]]) -> None:
-        """Print a few responses, and keep them in samples.jsonl and TensorBoard."""
+        """Print a table of a few responses, and keep them in samples.jsonl and TensorBoard."""
         if not self.active or not rows:
             return
+        import rich
+        from rich.table import Table
+        from rich.text import Text
+
         _append(self.folder / "samples.jsonl", [{"step": step, **row} for row in rows])
         for number, row in enumerate(rows):
             text = "\n\n".join(f"{name}:\n\n{indent(str(value), '    ')}" for name, value in row.items())
             self.board.add_text(f"samples/{number}", text, step)
-        tell(f"samples at step {step}")
+        table = Table(*rows[0], title=f"samples at step {step}", title_justify="left")
         for row in rows:
             values = [f"{value:.4g}" if isinstance(value, float) else str(value)[-200:] for value in row.values()]
-            tell(*(f"  {name}: {value}" for name, value in zip(row, values, strict=True)), "")
+            table.add_row(*(Text(shown(value, keep="\n\t")) for value in values))
+        rich.print(table) if self.bar is None else self.bar.console.print(table)
 
     def draw(self) -> None:
         """Draw curves.png of the metrics so far."""
@@ -106,10 +116,27 @@ class Logger:
         """Flush everything and draw curves.png."""
         if not self.active:
             return
+        if self.bar is not None:
+            self.bar.stop()
         self.board.close()
         if self.wandb is not None:
             self.wandb.finish()
         self.draw()
+
+
+def _progress_bar(steps: int, start: int):
+    """Return a started bar that fits 80 columns: the count and the time left are whole, the metrics may be cut."""
+    from rich import progress
+    from rich.table import Column
+
+    left = progress.TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True))
+    count = progress.MofNCompleteColumn(table_column=Column(no_wrap=True))
+    metrics = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+    columns = progress.TextColumn("{task.fields[columns]}", table_column=metrics)
+    bar = progress.Progress(count, left, progress.BarColumn(bar_width=8), columns, expand=True)
+    bar.add_task("train", total=steps, completed=start, columns="")
+    bar.start()
+    return bar
 
 
 def _append(path: Path, entries: list[dict]) -> None:
