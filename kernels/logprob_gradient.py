@@ -140,7 +140,7 @@ def logprob_bwd_kernel(
 
 
 def logprob_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, rest, inv_temperature, softcap, out=None):
-    """Gradient of the logits, (N, V); upstream gradients (N,) fp32 or None; `out` may be the logits, or of any dtype."""
+    """Gradient of the logits (N, V); upstream gradients are (N,) fp32 or None, `out` the logits or of any dtype."""
     n, vocab = logits.shape
     out = torch.empty_like(logits) if out is None else out
     if n == 0:

@@ -1,4 +1,4 @@
-"""What the compilers make of every kernel, for NVIDIA sm_80, sm_90, sm_100 and AMD gfx942, gfx950, without a device.
+"""What the compilers make of every kernel, for NVIDIA sm_80, 90, 100, 120 and AMD gfx942, gfx950, without a device.
 
     python -m bench.compiled.codegen                       # the table below, from the launches that our functions make
     python -m bench.compiled.codegen --only logprob

@@ -41,7 +41,7 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
 
 
 def logprob_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, rest, inv_temperature, softcap, out=None):
-    """Gradient of the logits, (N, V); upstream gradients (N,) fp32 or None; `out` may be the logits, or of any dtype."""
+    """Gradient of the logits (N, V); upstream gradients are (N,) fp32 or None, `out` the logits or of any dtype."""
     n = logits.shape[0]
     out = in_huge_pages(torch.empty_like(logits)) if out is None else out
     if softcap is None and native.takes(logits, out):
