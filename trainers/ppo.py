@@ -104,7 +104,10 @@ def judge(policy: Policy, critic, rollout: Rollout, parts: list[torch.Tensor], k
     # Scores and the KL become the rewards of tokens (https://arxiv.org/abs/1909.08593, eq. 2), and these advantages
     # and returns (https://arxiv.org/abs/1506.02438, eq. 16).
     mask = batch.response_mask
-    scores = torch.where(rollout.stopped, rollout.rewards, rollout.rewards - config.missing_eos_penalty)
+    cut = rollout.rewards
+    if config.missing_eos_score is not None:
+        cut = torch.full_like(cut, config.missing_eos_score)
+    scores = torch.where(rollout.stopped, rollout.rewards, cut - config.missing_eos_penalty)
     kl = config.kl_of_tokens(measured.old_logprobs, measured.ref_logprobs, mask)
     rewards = token_rewards(scores, kl, mask, kl_coef if config.kl_in == "reward" else 0.0)
     if config.mask_truncated:

@@ -244,7 +244,9 @@ def test_empty_responses_have_no_token_to_train_and_their_scores_are_counted(fil
 @pytest.mark.slow
 def test_responses_that_all_were_cut_and_left_out_train_nothing(files):
     responses = [Response([90, 91, 92], "length"), Response([93, 94, 95], "length")]
-    metrics = step_with(files, responses, mask_truncated=True)
+    scores = {"missing_eos_score": -1.0, "missing_eos_penalty": 0.25}
+    metrics = step_with(files, responses, mask_truncated=True, **scores)
+    assert metrics["objective/scores"] == -1.25
     assert metrics["optim/grad_norm"] == metrics["optim/critic_grad_norm"] == 0
 
 

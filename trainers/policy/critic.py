@@ -18,6 +18,7 @@ from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data.batch import Batch
 from fused_rl.trainers.models.reward_model import Critic, check_reads_policy, load_reward_model, save_reward_model
 from fused_rl.trainers.options import (
+    Finite,
     Needs,
     NonNegative,
     NonNegativeInt,
@@ -128,6 +129,8 @@ class CreditConfig(RolloutConfig, KLConfig):
     """Adapt kl_coef so that the KL per response comes to this many nats (arXiv:1909.08593, section 2.2)."""
     kl_horizon: Positive = 10_000.0
     """Responses over which kl_coef can change e^0.2-fold at most."""
+    missing_eos_score: Finite | None = None
+    """The score of a response that was cut; None keeps its own."""
     missing_eos_penalty: NonNegative = 0.0
     """Subtracted from the score of a response that was cut."""
 
