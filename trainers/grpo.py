@@ -24,6 +24,7 @@ import torch
 
 import fused_rl
 from fused_rl.trainers.base import ranks
+from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options import InputError
 from fused_rl.trainers.policy.evaluate import evaluate
 from fused_rl.trainers.policy.groups import (
@@ -97,15 +98,7 @@ def update(
     updates: list[list[torch.Tensor]],
     step: int,
 ) -> dict[str, float]:
-    """All minibatches of all epochs on one rollout; returns metrics averaged over them and summed over ranks.
-
-    Args:
-        groups: B responses of this rank.
-        measured: of them, before this.
-        advantages: (B,) of each response.
-        updates: as `plan` makes them.
-        step: which step of the run it is, for errors.
-    """
+    """Train on all minibatches of all epochs of a rollout; return metrics averaged over them and summed over ranks."""
     # Several minibatches and epochs on one rollout: https://arxiv.org/abs/2402.03300, algorithm 1.
     policy.model.train()
     history = []
@@ -138,10 +131,7 @@ def accumulate(
     *,
     on_policy: bool,
 ) -> dict[str, float]:
-    """Forward and backward of one minibatch, `parts` of it at a time; returns the loss's metrics over all ranks.
-
-    On-policy, the old log-probabilities are those of this very forward pass, and are written to `measured`.
-    """
+    """Run forward and backward on one minibatch, `parts` of it at a time; return the loss's metrics over all ranks."""
     config = policy.config
     batch = groups.rollout.batch
     rollout_logprobs = groups.rollout.rollout_logprobs
@@ -238,10 +228,7 @@ def train(
     scorers: Sequence[Callable | str] | None = None,
     sampler: Make | None = None,
 ) -> str:
-    """Run the whole training; returns the folder of the trained model.
-
-    Rows, scorers and a sampler may be given in place of the options `dataset`, `eval_dataset`, `verifiers`, `sampler`.
-    """
+    """Run the whole training, on what is given or on what the config names; return the trained model's folder."""
     # Tokenizer, scorers, rows, models.
     config = with_scorers(config, scorers)
     prepared = setup(config, arithmetic, load_for_policy, (dataset, eval_dataset), sampler)
@@ -252,7 +239,7 @@ def train(
     # Where the run begins, or goes on.
     engines = {"policy": policy.model}  # what checkpoints hold
     if config.ref_sync_every:
-        engines["reference"] = policy.saved_reference()
+        engines["reference"] = language_model.SavedReference(policy.reference)
     run.start(engines, own=policy.own)
     policy.publish(run.step)
     if run.begins and held_out.prompts:
@@ -272,7 +259,7 @@ def train(
             metrics |= found
         run.log(metrics, samples)
         if config.ref_sync_every and step % config.ref_sync_every == 0:
-            policy.sync_reference(config.ref_mixup_alpha)
+            language_model.sync(policy.reference, policy.model, config.ref_mixup_alpha)
     return run.finish(lambda folder: policy.save(folder, merged=config.save_merged))
 
 

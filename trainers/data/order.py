@@ -29,7 +29,10 @@ class RowOrder:
         batch = []
         while len(batch) < count:
             epoch, offset = divmod(self.position, self.size)
-            taken = self._permutation_of(epoch)[offset : offset + count - len(batch)].tolist()
+            if epoch != self.epoch:  # a permutation of a million rows takes 80 ms
+                generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+                self.epoch, self.permutation = epoch, torch.randperm(self.size, generator=generator)
+            taken = self.permutation[offset : offset + count - len(batch)].tolist()
             self.position += len(taken)
             batch += taken
         return batch
@@ -42,22 +45,12 @@ class RowOrder:
         self.position = position
         return ahead
 
-    def _permutation_of(self, epoch: int) -> torch.Tensor:
-        if epoch != self.epoch:  # a permutation of a million rows takes 80 ms
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            self.epoch, self.permutation = epoch, torch.randperm(self.size, generator=generator)
-        return self.permutation
-
 
 Config = TypeVar("Config", bound=StepsConfig)
 
 
 def in_steps(config: Config, rows: int) -> Config:
-    """Return the config with the steps that its passes over `rows` rows come to; itself if it names steps.
-
-    Raises:
-        InputError: a step of more rows than there are, some of which it would take twice.
-    """
+    """Return the config with the steps that its passes over `rows` rows come to; refuse a step of more than these."""
     per_step = getattr(config, config.batch_option)
     if per_step > rows:
         what = f"{config.batch_option}={per_step}, but there are {rows} rows to train on"

@@ -124,13 +124,6 @@ def keeps_groups(config: GroupConfig, world: int) -> bool:
     return config.share_prompts is not False and config.prompts_per_step // world % config.minibatches == 0
 
 
-def groups_per_rank(config: GroupConfig, groups: int, world: int) -> int:
-    """The fewest groups per rank that hold `groups` over all ranks, and that divide into the minibatches."""
-    whole = config.minibatches if keeps_groups(config, world) else 1
-    multiple = math.lcm(whole, config.minibatches // math.gcd(config.minibatches, config.group_size))
-    return multiple * max(1, math.ceil(groups / (world * multiple)))
-
-
 def group_metrics(config: GroupConfig, rollout: Rollout, step: int) -> dict[str, float]:
     """Return the metrics of all responses of a step over all ranks; `rollout.rewards` are those after the penalty."""
     size = config.group_size
@@ -171,14 +164,7 @@ def collect(
     more: Callable[[int], list[Prompt]] | None,
     step: int,
 ) -> Groups:
-    """Sample and score the groups of a step, and again for those without a signal.
-
-    Args:
-        policy: the policy.
-        prompts: of this rank.
-        more: this rank's share of the next so many prompts, for dynamic sampling; rounded up to equal shares.
-        step: which step of the run it is.
-    """
+    """Sample and score a step's groups; draw `more` prompts of this rank in place of groups without a signal."""
     config = policy.config
     wanted = config.prompts_per_step
     refills = config.max_refills if config.zero_variance == "refill" else 0
@@ -222,11 +208,7 @@ def _joined(policy: Policy, rollouts: list[Rollout]) -> Rollout:
 
 
 def _share(config: GroupConfig, rollout: Rollout) -> tuple[list[Rollout], torch.Tensor]:
-    """Return this rank's groups among those with a signal of all ranks, and which of their responses count.
-
-    All ranks get equally many groups, because they must run the model equally often: what is missing are groups that
-    do not count.
-    """
+    """Return this rank's groups among those with a signal, equally many on all ranks, and which responses count."""
     size = config.group_size
     equal = equal_rewards(rollout.rewards, size).tolist()
     mine = []
@@ -239,7 +221,11 @@ def _share(config: GroupConfig, rollout: Rollout) -> tuple[list[Rollout], torch.
     # Those with a signal first, and of them no more than a step has.
     kept = [group for group in every if group[0]][: config.prompts_per_step]
     others = [group for group in every if not group[0]]
-    count = groups_per_rank(config, len(kept), ranks.world_size()) * ranks.world_size()
-    share = (kept + others)[:count][ranks.rank() :: ranks.world_size()]
+    # The fewest groups that hold them, as many for each rank, and that divide into the minibatches.
+    world = ranks.world_size()
+    whole = config.minibatches if keeps_groups(config, world) else 1
+    multiple = world * math.lcm(whole, config.minibatches // math.gcd(config.minibatches, config.group_size))
+    count = multiple * max(1, math.ceil(len(kept) / multiple))
+    share = (kept + others)[:count][ranks.rank() :: world]
     counts = torch.tensor([has_signal for has_signal, _ in share]).repeat_interleave(size)
     return [group for _, group in share], counts

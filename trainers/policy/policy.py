@@ -1,9 +1,5 @@
-"""The policy that PPO and GRPO train: its pass with the loss, its reference, its sampler, and what is measured of it.
+"""The policy of PPO and GRPO: its pass with the loss, its reference, its sampler, and what is measured of it."""
 
-The algorithms themselves (`update`, `train_step`) are in their own files, and nothing of them is here.
-"""
-
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -94,15 +90,11 @@ class Policy:
         language_model.save_lm(self.model, self.tokenizer, folder, merged=merged)
 
     def mismatch(self, rollout: Rollout, old_logprobs: torch.Tensor) -> dict[str, float]:
-        """Return how far the sampler's log-probabilities are from the policy's own (B, T - 1), in metrics.
-
-        Raises:
-            InputError: a server's are too far; with `lag` they may be, and the probe alone verifies a server.
-        """
+        """Return how far the sampler's log-probabilities are from the policy's; refuse a server's that are too far."""
         metrics = mismatch(rollout, old_logprobs, self.loss_options(self.config.kl_coef))
         if metrics:
             metrics["rollout/weight_version"] = float(self.published)
-        if self.config.server is not None and not self.config.lag:
+        if self.config.server is not None and not self.config.lag:  # with `lag` the probe alone verifies a server
             check_bound(metrics, exact=self.model.module.base.dtype == torch.float32)
         return metrics
 
@@ -111,14 +103,6 @@ class Policy:
         if kl_coef not in self.resolved:
             self.resolved = {kl_coef: loss_options(self.config, **self.config.kl_in_loss(kl_coef))}
         return self.resolved[kl_coef]
-
-    def saved_reference(self) -> language_model.SavedReference:
-        """Return the reference as checkpoints hold it, if it moves."""
-        return language_model.SavedReference(self.reference)
-
-    def sync_reference(self, alpha: float) -> None:
-        """Move the reference to the policy, by a fraction or wholly."""
-        language_model.sync(self.reference, self.model, alpha)
 
     def begin_step(self, step: int, prompts_of: Callable[[int], list[Prompt]]) -> None:
         """Begin a step; with `lag`, sample later rollouts meanwhile, of the prompts so many steps after it."""
@@ -197,13 +181,7 @@ class Policy:
 
 
 def in_this_update(options: PolicyLossOptions, entropy: torch.Tensor, mask: torch.Tensor) -> PolicyLossOptions:
-    """Return the options with `top_entropy` as a threshold, which all micro-batches of an update on all ranks share.
-
-    Args:
-        options: of the loss.
-        entropy: (b, T - 1) nats, as measured before the update.
-        mask: (b, T - 1) bool: the tokens of the update.
-    """
+    """Return the options with `top_entropy` as a threshold on `entropy` (b, T - 1), the same for the whole update."""
     if options.top_entropy is None:
         return options
     own = torch.where(mask, entropy, -1).cpu()  # from the device at once
@@ -216,10 +194,7 @@ def in_this_update(options: PolicyLossOptions, entropy: torch.Tensor, mask: torc
 
 
 def plan(config: LossConfig, count: int, micro_batch_size: int, together: int = 1) -> list[list[torch.Tensor]]:
-    """For each update of a step the micro-batches of its minibatch, as indices into this rank's `count` responses.
-
-    Neighbours stay `together`, so many of them. The indices are on the CPU, as a batch's lengths are.
-    """
+    """Return each update's micro-batches as CPU indices into `count` responses; so many neighbours stay `together`."""
     responses = torch.arange(count).view(-1, together)
     updates = []
     for _ in range(config.epochs):
@@ -259,14 +234,7 @@ def rows_of(values: torch.Tensor | None, index: torch.Tensor, width: int) -> tor
 def measure(
     policy: Policy, batch: Batch, parts: list[torch.Tensor], *, exact_kl: bool = True, skipped: int = 0
 ) -> Measured:
-    """Score `batch` with the policy and the reference.
-
-    Args:
-        batch: B sequences.
-        parts: indices of the micro-batches of the first pass.
-        exact_kl: also from the logits of both.
-        skipped: so many of the first parts the policy is run on for the exact KL alone.
-    """
+    """Score `batch` with policy and reference; the policy skips the first `skipped` parts, unless the KL is exact."""
     policy.model.module.eval()  # as what was sampled: not every sampler has left it so
     shape = batch.response_mask.shape
     device = policy.device
@@ -276,14 +244,17 @@ def measure(
         inputs = policy.inputs(part)
         width = part.response_mask.shape[1]
         index = on_device(index, device)
-        # The policy, and the reference on the same inputs.
+        # The policy, and on the same inputs the reference: the frozen one, or the policy with its adapters off.
         if exact_kl or number >= skipped:
             rows = policy.model(**inputs, want_logits=exact_kl)
             old_logprobs[index, :width] = rows.logprobs
             entropy[index, :width] = rows.entropy
         if policy.has_reference:
-            with _as_reference(policy) as model:
-                ref_rows = model(**inputs, want_logits=exact_kl)
+            if policy.reference is not None:
+                ref_rows = policy.reference(**inputs, want_logits=exact_kl)
+            else:
+                with policy.model.module.lm.disable_adapter():
+                    ref_rows = policy.model(**inputs, want_logits=exact_kl)
             ref_logprobs[index, :width] = ref_rows.logprobs
         # The exact KL, from the logits of both.
         if exact_kl:
@@ -292,13 +263,3 @@ def measure(
             divergence = fused_rl.token_kl(rows.logits, ref_rows.logits, temperature=policy.config.temperature)
             kl[index, :width] = kl.new_zeros(part.response_mask.shape).masked_scatter(part.response_mask, divergence)
     return Measured(old_logprobs, entropy, ref_logprobs if policy.has_reference else None, kl if exact_kl else None)
-
-
-@contextlib.contextmanager
-def _as_reference(policy: Policy):
-    """The reference model: the frozen one, or the policy with its adapters off."""
-    if policy.reference is not None:
-        yield policy.reference
-        return
-    with policy.model.module.lm.disable_adapter():
-        yield policy.model
