@@ -148,10 +148,7 @@ def initialize(model: nn.Module, optim_config: OptimConfig, config: EngineConfig
 
 
 def load_engine(engine, folder: Path, name: str) -> None:
-    """Restore weights, optimizer state and the schedule's position, saved as `folder / name`.
-
-    DeepSpeed would also put the saved learning rate, betas and weight decay back: those stay as they are here.
-    """
+    """Restore weights, optimizer state and the schedule's position; the optimizer's options stay as they are here."""
     if engine.last_step is None:  # weights alone
         engine.load_checkpoint(str(folder), tag=name)
         return
@@ -181,10 +178,7 @@ def initialize_frozen(model: nn.Module, config: EngineConfig):
 
 @contextlib.contextmanager
 def whole(parameter: nn.Parameter, *, written: bool = False):
-    """Make a parameter whole on every rank inside the block, also under ZeRO 3. Call on all ranks.
-
-    `written` says that every rank changes it inside, in the same way.
-    """
+    """Make a parameter whole on every rank inside the block, to change it there if `written`. Call on all ranks."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if written else None):

@@ -10,13 +10,7 @@ from fused_rl.trainers.base.text import shown
 
 
 def tell(*lines: str, to_errors: bool = False, as_is: bool = False) -> None:
-    """Print lines at once, with control characters other than line ends escaped.
-
-    Args:
-        lines: to print.
-        to_errors: print on stderr.
-        as_is: escape nothing, for text that a program reads.
-    """
+    """Print lines at once; control characters are escaped, unless a program reads the text `as_is`."""
     text = "\n".join(lines if as_is else (shown(line, keep="\n") for line in lines))
     print(text, file=sys.stderr if to_errors else sys.stdout, flush=True)
 

@@ -295,10 +295,7 @@ def load_to_sample(
 
 
 def save(trained, tokenizer, folder: Path, write: Callable[[Path, dict | None], None]) -> None:
-    """Have rank 0 write a model and its tokenizer, complete or not at all. Call on all ranks.
-
-    `write` takes a folder and, under ZeRO 3, the whole state.
-    """
+    """Have rank 0 `write` a model, and its tokenizer, complete or not at all. Call on all ranks."""
     state = trained._zero3_consolidated_16bit_state_dict() if trained.zero_optimization_stage() == 3 else None
     if ranks.rank() == 0:
         with whole_folder(folder) as unfinished:

@@ -131,10 +131,7 @@ def pack(batch: Batch, in_row: int) -> Packed:
 
 
 def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> Packed | None:
-    """Return each pair of neighbours in a row, with its common beginning once; the last token of each is read.
-
-    None if a row for each sequence costs no more.
-    """
+    """Return each pair of neighbours in a row, with its common beginning once; None if a row for each costs no more."""
     # What two have in common is their prompt, whoever wrote it. Where that is nothing, each keeps a row of its own.
     pairs = list(zip(sequences[::2], sequences[1::2], strict=True))
     in_common = [len(commonprefix(pair)) for pair in pairs]
@@ -195,10 +192,7 @@ def pack_whole(batch: Batch, rows: list[list[int]]) -> Packed:
 
 
 def inputs_of(lm: nn.Module, packed: Packed) -> dict[str, torch.Tensor]:
-    """Return `packed` as the arguments of a transformers model, with an additive mask, which no layer converts.
-
-    Its rows begin at multiples of 8 elements, as an accelerator's attention needs.
-    """
+    """Return `packed` as a transformers model's arguments; the mask is additive, in rows aligned to 8 elements."""
     seen = packed.attention_mask
     rows, _, length, _ = seen.shape
     shape = (rows, 1, length, -(-length // 8) * 8)

@@ -111,10 +111,7 @@ class RewardModel(nn.Module):
         return self.scores_of(last)
 
     def scores_of(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the scores (...) fp32 of hidden states (..., H).
-
-        Row by row, not as a matrix product, whose order of summation depends on the batch.
-        """
+        """Return the scores (...) fp32 of hidden states (..., H), row by row, so that no score depends on the batch."""
         raw = (states.float() * self.classifier.score.weight.float()).sum(-1)
         return (raw - self.score_mean) / self.score_std
 
@@ -177,15 +174,7 @@ class Critic(RewardModel):
         self.classifier.score.weight.zero_()
 
     def forward(self, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return the expected return before each token.
-
-        Args:
-            input_ids: (B, T) int64, padded on the right.
-            mask: (B, T - 1) bool, True where token t + 1 is of the response.
-
-        Returns:
-            (B, T - 1) fp32, differentiable; 0 where masked, which is also the value after a response has ended.
-        """
+        """Return the expected return (B, T - 1) fp32 before each token of `input_ids` (B, T); 0 where masked."""
         hidden = self.classifier.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
         return torch.where(mask, self.scores_of(hidden), 0)
 

@@ -125,10 +125,7 @@ def _decode(
     reports: bool = False,
     generator: torch.Generator | None = None,
 ) -> Sampled:
-    """Return one response per prompt; rows that have ended are computed to the next look, after `every` steps.
-
-    Between looks the host does not wait for the device.
-    """
+    """Return one response per prompt; after `every` steps the host waits for the device and looks which ended."""
     # On the device until the end: token ids by step and response, and which responses are broken.
     rows = _Rows(lm, prompts, sampling, pad_id)
     device = lm.device
@@ -231,10 +228,7 @@ class _Rows:
 
 
 def _look(ended: torch.Tensor, record: Record | None, synced_gpus: bool) -> tuple[list[int], bool]:
-    """Return the rows that go on, and whether any does, here or (where ranks must keep in step) on any rank.
-
-    For this the host waits for the device; what is recorded comes along.
-    """
+    """Wait for the device; return the rows that go on, and whether any does, on any rank if ranks must keep in step."""
     over = ended.all()[None]
     if synced_gpus:
         over = over.int()

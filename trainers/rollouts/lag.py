@@ -58,15 +58,10 @@ class Ahead(Sampler):
         copies: int,
         sampling_of: Callable[[int], Sampling],
     ) -> int:
-        """Begin step `step`, whose rollout is the next one taken, and the rollouts of later steps in a thread.
-
-        Returns the step whose weights that rollout has.
+        """Begin a step, and rollouts up to step `last` in a thread; return the step whose weights this one has.
 
         Args:
-            step: of the run.
-            last: step of the run, beyond which nothing is sampled.
             prompts_of: this rank's prompts of the step that comes so many after this one.
-            copies: responses to each prompt.
             sampling_of: how so many responses are sampled, with seeds of their own.
         """
         missing = []
@@ -139,10 +134,7 @@ def digest(prompts: list[list[int]]) -> str:
 
 
 class CopySampler(TransformersSampler):
-    """Samples from a copy of the policy, which is trained meanwhile, and reports the copy's log-probabilities.
-
-    Weights that are not trained are shared: with adapters, these alone are copied.
-    """
+    """Samples from a copy of the policy, which is trained meanwhile; weights that are not trained are shared."""
 
     tells_logprobs = True
 
@@ -176,10 +168,7 @@ class CopySampler(TransformersSampler):
         return super().sample(prompts, sampling)
 
     def generator(self, prompts: list[list[int]], sampling: Sampling) -> torch.Generator | None:
-        """Return a generator of its own, if there are seeds: a thread must not use the process's.
-
-        It depends on the prompts: each turn of a conversation has other numbers, though its seeds are the same.
-        """
+        """Return a generator of the seeds and prompts, as a thread must not use the process's; None without seeds."""
         if sampling.seeds is None:
             return None
         seed = int(digest([list(sampling.seeds), *prompts])[:15], 16)

@@ -23,11 +23,7 @@ def agrees(differences: torch.Tensor, exact: bool) -> bool:
 
 
 def check_bound(metrics: dict[str, float], exact: bool) -> None:
-    """Refuse a step whose responses, on average over all tokens, do not have the policy's log-probabilities.
-
-    Raises:
-        InputError: the server sampled from other weights, or otherwise than it was asked to.
-    """
+    """Refuse a step whose responses, on average over all tokens, do not have the policy's log-probabilities."""
     apart = metrics.get("rollout/logprob_diff_abs", 0.0)
     bound = EXACT if exact else ON_AVERAGE
     if not apart <= bound:
@@ -40,15 +36,7 @@ def check_bound(metrics: dict[str, float], exact: bool) -> None:
 
 @torch.no_grad()
 def mismatch(rollout: Rollout, old_logprobs: torch.Tensor, options: PolicyLossOptions) -> dict[str, float]:
-    """Return the metrics `rollout/*`, over all ranks and the tokens that the policy sampled.
-
-    There are none if the sampler does not report its log-probabilities.
-
-    Args:
-        rollout: B responses of this rank.
-        old_logprobs: (B, T - 1) nats, of the policy before the update, at the temperature and over the kept sets.
-        options: of the loss, for what `rollout_correction` cuts.
-    """
+    """Return `rollout/*` over all ranks, against the policy's (B, T - 1) nats; {} if the sampler reports none."""
     reported = rollout.rollout_logprobs
     mask = rollout.batch.response_mask
     if reported is None:

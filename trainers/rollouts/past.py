@@ -36,7 +36,7 @@ class _InPlace:
         self.dtype = layer.dtype
         self.device = layer.device
         self.is_initialized = True
-        self.is_compileable = maskable
+        self.is_compileable = maskable  # masks are made without a look at what they hide, which would wait
         self.spare = spare
         self.to_come = most - layer.get_seq_length()
         self.first = 0
@@ -110,14 +110,7 @@ class Window(_InPlace, DynamicSlidingWindowLayer):
 
 
 def in_place(cache: Cache, row: torch.Tensor, most: int, *, maskable: bool) -> None:
-    """Let a cache of prompts go on as that of responses, written in place.
-
-    Args:
-        cache: with the keys and values of prompts; its layers are replaced.
-        row: (b,) int64 on its device: the prompt of each response.
-        most: tokens of the longest response with its prompt.
-        maskable: masks are made without a look at whether they hide anything, for which the host would wait.
-    """
+    """Let a cache of prompts go on as that of responses (b,) to the prompts at `row`, of `most` tokens in all."""
     spare = Spare()
     for number, layer in enumerate(cache.layers):
         if layer.is_initialized:  # one without keys of its own reads another layer's

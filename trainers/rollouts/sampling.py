@@ -50,10 +50,7 @@ class Sampling:
 
 
 class Seeds:
-    """Seeds of one rank's responses, of a generator that nothing else in a run draws from; part of a checkpoint.
-
-    With a seed for each response, a resumed run samples what the uninterrupted one would have.
-    """
+    """Seeds of one rank's responses, from a generator of their own: a resumed run samples the same responses."""
 
     def __init__(self, seed: int = 0):
         self.generator = torch.Generator().manual_seed(seed)
@@ -126,10 +123,7 @@ class Record:
 
 
 def joined(supports: Sequence[TokenSupport | list[list[int]] | None], lengths: Sequence[int]) -> TokenSupport | None:
-    """Return the sets of all tokens of responses of these lengths, on the CPU, one after the other.
-
-    That of a response may be None, for the whole vocabulary; the result is None where all are.
-    """
+    """Return the sets of all tokens of responses, in order, on the CPU; None if each is the whole vocabulary."""
     if all(support is None for support in supports):
         return None
     parts = []

@@ -62,10 +62,7 @@ def why_unknown(scorers: Sequence[Scorer], count: int) -> str:
 
 
 def outcomes(sums: dict[str, float], known: bool = True) -> dict[str, float]:
-    """Return mean lengths, and the fraction that was cut; no length of solved or of unsolved ones if there are none.
-
-    If it is not `known` which responses are solved, all are unsolved, and that length is left out, too.
-    """
+    """Return mean lengths and the truncated fraction; without the solved or unsolved ones' if it is not `known`."""
     unsolved = sums["responses"] - sums["solved"]
     tokens_unsolved = sums["tokens"] - sums["tokens_solved"]
     found = {
@@ -80,12 +77,7 @@ def outcomes(sums: dict[str, float], known: bool = True) -> dict[str, float]:
 
 
 def win_rate(scores: torch.Tensor, solved: torch.Tensor, group_size: int) -> dict[str, float]:
-    """Return how often a right response scores above a wrong one to the same prompt; {} if there are no such pairs.
-
-    Args:
-        scores: (B,), what PPO pays; those of one prompt are adjacent.
-        solved: (B,) bool, by the scorers that tell right from wrong.
-    """
+    """Return how often a solved response scores above an unsolved one to the same prompt; {} without such pairs."""
     lead = scores.view(-1, group_size, 1) - scores.view(-1, 1, group_size)
     differ = solved.view(-1, group_size, 1) & ~solved.view(-1, 1, group_size)
     lead = lead[differ]
