@@ -235,10 +235,7 @@ def train(
     scorers: Sequence[Callable | str] | None = None,
     sampler: Make | None = None,
 ) -> str:
-    """Run the whole training; returns the folder of the trained model.
-
-    Rows, scorers and a sampler may be given in place of the options `dataset`, `eval_dataset`, `verifiers`, `sampler`.
-    """
+    """Run the whole training, on what is given or on what the config names; return the trained model's folder."""
     # Tokenizer, scorers, rows, models.
     config = with_scorers(planned(config), scorers)
     prepared = setup(config, arithmetic, load_for_policy, (dataset, eval_dataset), sampler, config.critic)

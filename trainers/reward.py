@@ -102,10 +102,7 @@ def _pairs_at_once(micro_batch_size: int) -> int:
 def train_step(
     model, pairs: list[Pair], config: RewardConfig, step: int, costs: Costs | None = None
 ) -> dict[str, float]:
-    """One optimizer step on `pairs`, the whole step's; this rank takes its share of them.
-
-    `costs` are those of the model, by which the sides of a pair share a row; None for a row each.
-    """
+    """Do one optimizer step on all its `pairs`; by `costs`, if given, the sides of a pair may share a row."""
     share = range(ranks.rank(), len(pairs), ranks.world_size())
     share = sorted(share, key=lambda i: pairs[i].tokens())  # similar lengths together: little padding
     scores = torch.zeros(len(pairs), 2, dtype=torch.float64)

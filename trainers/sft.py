@@ -114,10 +114,7 @@ class MicroBatch(NamedTuple):
 def micro_batches(
     examples: list[Example], config: EngineConfig, pad_id: int, device, costs: Costs | None = None
 ) -> list[MicroBatch]:
-    """The rank's rows as micro-batches: of similar lengths, so that little is padded, or packed.
-
-    By the model's costs the cheaper of the two is chosen; None is for padding, with any token id.
-    """
+    """Return the rank's rows as micro-batches: padded at similar lengths, or packed if that `costs` less."""
     # Padded: a micro-batch holds what is of similar length.
     examples = sorted(examples, key=Example.tokens)
     count = math.ceil(len(examples) / config.micro_batch_size)

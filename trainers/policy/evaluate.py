@@ -65,14 +65,7 @@ def evaluate(policy: Policy, held_out: HeldOut) -> tuple[dict[str, float], list[
 
 
 def solved_sums(scorers: Sequence[Scorer], greedy: Rollout, sampled: Rollout, count: int) -> dict[str, torch.Tensor]:
-    """Return sums over this rank's first `count` problems, of which `solved_metrics` takes the means.
-
-    Args:
-        scorers: of the rollouts.
-        greedy: one response per problem.
-        sampled: k responses per problem, those to one problem adjacent.
-        count: problems that count.
-    """
+    """Return sums over the first `count` problems, with one greedy response and k adjacent sampled ones to each."""
     k = len(sampled.samples) // len(greedy.samples)
     right = sampled.solved.view(-1, k)[:count]
     first = slice(count * k)

@@ -163,14 +163,7 @@ def load_policy(
 
 
 def build_sampler(config: PolicyConfig, model, tokenizer, own: Make | None = None) -> Sampler:
-    """Return the run's sampler: the policy in this process, servers, or the user's `own`. All ranks call it together.
-
-    A sampler of the user's own is a function of the one that is made without it, and of the tokenizer:
-
-        class Conversation(Sampler):  # --sampler my_module:Conversation
-            def sample(self, prompts, sampling):
-                return self.built.sample(…)
-    """
+    """Return the run's sampler: the policy in this process, servers, or the user's `own`. Call on all ranks."""
     if config.sampler is not None and own is not None:
         raise InputError(f"sampler={config.sampler} and a sampler given to train() are two; give one of them")
     # The policy in this process, or servers.

@@ -54,10 +54,7 @@ def around(prog: str, lost: str = "nothing was written") -> Iterator[None]:
 
 
 def describe(config: RunConfig, arithmetic: Arithmetic) -> str:
-    """Return the resolved config and, as comments, the batch arithmetic: YAML that `--config` reads back.
-
-    The folder, the tokenizer and the rows are checked; rows that are too long still count.
-    """
+    """Return the resolved config as YAML that `--config` reads back, with the batch arithmetic as comments."""
     with contextlib.redirect_stdout(sys.stderr):  # what reading says is no YAML
         RunFolder(config).check()
         load_tokenizer(config.model, config.revision)

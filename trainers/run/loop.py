@@ -110,15 +110,12 @@ class Run:
         return self.config
 
     def start(self, engines: Mapping, state: Callable[[], dict] = dict, own: Mapping = NOTHING) -> dict:
-        """Restore the checkpoint if the run is resumed, and open its logs.
+        """Restore the checkpoint if the run is resumed, and open its logs; return its state, {} for a new run.
 
         Args:
             engines: DeepSpeed engines by name, which checkpoints hold.
             state: returns what else the trainer needs to continue, as JSON.
             own: objects with `state_dict` and `load_state_dict` that each rank keeps for itself, by name.
-
-        Returns:
-            The state that was saved; {} for a new run.
         """
         self.engines, self.state, self.own = engines, state, own
         restored = {}

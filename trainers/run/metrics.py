@@ -50,11 +50,7 @@ class Sums:
         self.parts.append((torch.stack(values), where))
 
     def over_ranks(self) -> dict[str, float]:
-        """Return the sums, the same on every rank.
-
-        Raises:
-            InputError: one of them is NaN or infinite on any rank; nothing may be trained on it.
-        """
+        """Return the sums, the same on every rank; refuse a sum that is NaN or infinite on any of them."""
         columns = torch.stack([values for values, _ in self.parts]).cpu()  # waits for the device once
         total = global_sum(sum(columns))
         if not total.isfinite().all():

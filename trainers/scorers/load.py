@@ -32,10 +32,7 @@ def check_scorers(options: ScorerConfig) -> str:
 def load_chosen(
     config: Config, rows: Sequence[Rows], reader: Reader, recorded: Mapping[str, object]
 ) -> tuple[Config, list[Scorer]]:
-    """Return the config with its scorers, and these, loaded.
-
-    If the config names none, they are those that the resumed run `recorded`, or those that the rows name.
-    """
+    """Return the config with its scorers, loaded; without any, those that were `recorded` or that the rows name."""
     if config.verifiers is None:
         verifiers = recorded.get("verifiers") or named_by(rows)
         config = config.changed(verifiers=verifiers)

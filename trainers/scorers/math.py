@@ -113,11 +113,7 @@ def judge(response: str, answer: str) -> bool:
 
 
 class MathVerifier(Named):
-    """1.0 where math-verify finds the response's final answer equal to the ground truth, else 0.0.
-
-    An answer that takes more than `timeout` seconds of CPU, or too much memory, scores 0 and is reported: some
-    expressions keep sympy busy for hours.
-    """
+    """1.0 where math-verify finds the final answer equal to the ground truth within `timeout` CPU seconds, else 0.0."""
 
     def __init__(self, answer_column: str | None = None, timeout: float = MATH_TIMEOUT, **named):
         super().__init__(**{"name": "math", "solved_at": 1.0} | named)
