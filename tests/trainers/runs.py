@@ -108,11 +108,6 @@ def trainers() -> list[type[RunConfig]]:
     return found
 
 
-def scores_of(*verifiers: str) -> set[str]:
-    """The metrics of each of them."""
-    return {f"rewards/{name}/{what}" for name in verifiers for what in ("mean", "std", "none")}
-
-
 def on_ranks(function, world: int, *args, timeout: int = 500) -> list:
     """`run_distributed` of a function that trains, its figures left out; one rank is this process."""
     if world == 1:

@@ -357,6 +357,3 @@ def test_through_a_server_too(trainer, kind, k, files, tmp_path, monkeypatch):
     metrics = tiny.read_metrics(tmp_path / "thread")
     assert [m["rollout/weight_version"] for m in metrics] == [max(0, m["step"] - 1 - k) for m in metrics]
     assert metrics[0]["rollout/logprob_diff_max"] < 1e-4 < metrics[-1]["rollout/logprob_diff_max"]
-
-
-# At any moment, in processes of their own.

@@ -14,7 +14,7 @@ from fused_rl.trainers.policy.critic import explained_variance
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.run.metrics import POLICY, PPO, keyed
 from tests.distributed import run_distributed
-from tests.trainers import tiny
+from tests.trainers import steps, tiny
 
 EOS, GROUP, LENGTH = 3, 4, 6
 KL_COEF, ENTROPY_COEF, CLIP_LOW, CLIP_HIGH = 0.3, 0.05, 0.2, 0.3
@@ -42,29 +42,19 @@ def case(rank: int) -> dict:
     return {"prompts": prompts, "responses": responses, "scores": scores, "before": before}
 
 
-class Sampler(tiny.Sampler):
+class Sampler(steps.Sampler):
     """The responses of the case."""
 
-    def __init__(self, responses):
-        self.responses, self.published = responses, []
-
-    def sample(self, prompts, sampling):
-        return self.responses
+    published = None
 
     def publish(self, step, save):
-        self.published.append(step)
+        self.published = step
 
 
-class Scorer:
+class Scorer(steps.Scorer):
     """The scores of the case, twice as many as they count."""
 
-    name, weight, solved_at = "points", 0.5, 1.0
-
-    def __init__(self, scores):
-        self.scores = scores
-
-    def __call__(self, samples):
-        return self.scores
+    solved_at = 1.0
 
 
 def config_of(folder: str) -> grpo.GRPOConfig:
@@ -109,7 +99,7 @@ def step_of_a_rank(rank, world, folder):
     grpo.measure = measure
     grpo.accumulate = lambda *args, on_policy: accumulate(*args, on_policy=False)
     metrics = grpo.train_step(made, given["prompts"], 3)
-    assert made.sampler.published == [3]
+    assert made.sampler.published == 3
     return metrics
 
 

@@ -146,19 +146,12 @@ def test_all_ranks_micro_batches_and_zero_stages_change_nothing(files, tmp_path,
 
 
 @pytest.mark.slow
-def test_the_metrics_of_a_run_have_exactly_these_names_and_its_critic_starts_another(files, tmp_path, capsys):
+def test_the_critic_of_a_run_starts_another(files, tmp_path, capsys):
     with figures.drawn():
         ppo.train(config_of(files, tmp_path / "a", eval_every=2))
     assert (tmp_path / "a" / "curves.png").stat().st_size > 0
-    metrics = tiny.read_metrics(tmp_path / "a")
-    evaluation = {key for key in tiny.usual("ppo") if key.startswith("eval/")}
-    evaluation |= {"eval/pass_at_1", "eval/pass_at_2"}
-    for entry in metrics:
-        entry.setdefault("eval/mean_length_solved", None)  # not there where nothing is solved
-    scorers = runs.scores_of("reward_model", VERIFIER)
-    training = {"step", *tiny.usual("ppo")} - evaluation - {"val/win_rate"} | scorers | {"eval/mean_length_solved"}
-    assert set(metrics[0]) == {"step"} | evaluation and set(metrics[1]) == training
-    assert set(metrics[2]) == set(metrics[3]) == training | evaluation
+    evaluated = ["eval/accuracy_greedy" in m for m in tiny.read_metrics(tmp_path / "a")]
+    assert evaluated == [True, False, True, True]
     assert "warning" not in capsys.readouterr().out  # the first ratio is 1
     ppo.train(config_of(files, tmp_path / "b", critic=str(tmp_path / "a" / "critic"), steps=1))
     first, again = (Critic.from_pretrained(tmp_path / "a" / "critic"), Critic.from_pretrained(files[2]))
@@ -188,15 +181,6 @@ def test_updates_stop_together_once_the_policy_has_moved_and_the_schedule_goes_o
     # The second update of the second step: of 12 planned ones the eighth, though only the fourth that was made.
     assert early[1]["lr"] == pytest.approx(1e-3 * (12 - 7) / 12)
     assert early[1]["optim/critic_lr"] == pytest.approx(1e-3 * (12 - 7) / 12)
-
-
-@pytest.mark.slow
-def test_the_critics_optimizer_is_its_own(files, tmp_path):
-    options = {"critic_lr": 0.5e-3, "lr_schedule": "linear", "eval_size": 0}
-    ppo.train(config_of(files, tmp_path, steps=2, minibatches=1, epochs=1, **options))
-    metrics = tiny.read_metrics(tmp_path)
-    assert [m["optim/critic_lr"] for m in metrics] == pytest.approx([0.5e-3, 0.25e-3])
-    assert [m["lr"] for m in metrics] == pytest.approx([1e-3, 0.5e-3])
 
 
 # What can go wrong.
@@ -266,20 +250,9 @@ def other_tokenizer(folder, model):
     return str(folder)
 
 
-def small_classifier(folder, model, labels, vocabulary):
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(model)
-    config.vocab_size, config.num_labels = vocabulary, labels
-    transformers.Qwen2ForSequenceClassification(config).save_pretrained(folder)
-    transformers.AutoTokenizer.from_pretrained(model).save_pretrained(folder)
-    return str(folder)
-
-
 def test_models_that_read_the_policys_tokens_otherwise_are_refused(files, tmp_path):
     model, _, reward = files
     other = other_tokenizer(tmp_path / "other", reward)
-    pair = small_classifier(tmp_path / "pair", model, 2, 263)
     (tmp_path / "bare").mkdir()
     for name in ("config.json", "model.safetensors"):
         shutil.copy(Path(reward) / name, tmp_path / "bare" / name)
@@ -289,10 +262,8 @@ def test_models_that_read_the_policys_tokens_otherwise_are_refused(files, tmp_pa
             f"reward model '{other}' has another tokenizer.*'{model}'.*zebra.*train",
         ),
         ({"critic": other}, f"critic '{other}' has another tokenizer than the policy '{model}'"),
-        ({"verifiers": f"reward_model:{pair}", **ONE}, f"'{pair}' has num_labels=2"),
         ({"critic": str(tmp_path / "bare")}, "comes without a tokenizer"),
         ({"verifiers": f"reward_model:{model}", **ONE}, "without a head for scores; train it first"),
-        ({"verifiers": [f"reward_model:{reward}"] * 2}, "verifiers names .reward_model:.* twice"),
         ({"verifiers": f"2*reward_model:{reward}", **ONE}, "expected math, reasoning_gym"),
         ({"stop_token": "ab"}, "stop_token='ab' is 2 tokens"),
     ):

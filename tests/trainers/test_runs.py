@@ -1,4 +1,4 @@
-"""Whole runs of sft and grpo on models of a few thousand weights: split, stopped, resumed, saved, and seen."""
+"""Whole runs of sft and grpo on models of a few thousand weights: split over ranks, saved, and seen."""
 
 import itertools
 
@@ -8,16 +8,13 @@ import torch
 from fused_rl.trainers import grpo, sft
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.data.batch import Batch, make_batch
 from fused_rl.trainers.data.rows import load_train_eval
-from fused_rl.trainers.models import language_model, packing
-from fused_rl.trainers.policy import evaluate, policy, setup
-from fused_rl.trainers.rollouts import roll_out
-from fused_rl.trainers.run import store
+from fused_rl.trainers.models import language_model
+from fused_rl.trainers.policy import evaluate, setup
 from fused_rl.trainers.scorers.load import load_scorers
 from tests.distributed import run_distributed
 from tests.trainers import figures, runs, tiny
-from tests.trainers.runs import VERIFIER, assert_same_metrics, assert_same_weights, grpo_config, sft_config
+from tests.trainers.runs import assert_same_metrics, assert_same_weights, grpo_config, sft_config
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +53,6 @@ def test_ranks_micro_batches_and_zero_stages_change_nothing(files, tmp_path, wor
         # The norm shows the gradient's scale, which Adam's step hides; then lr = 1e-3 four times.
         assert_same_metrics(tmp_path / "reference", made, rtol=2e-5)
         assert_same_weights(tmp_path / "reference", made, atol=2e-5)
-
-
-@pytest.mark.slow
-def test_grpo_does_not_depend_on_its_micro_batches_nor_on_the_path_of_its_loss(files, tmp_path):
-    for name, options in {"a": {}, "b": {"micro_batch_size": 3}, "c": {"loss_from": "logits"}}.items():
-        grpo.train(grpo_config(files, tmp_path / name, steps=2, kl_coef=0.1, **options))
-    assert_same_metrics(tmp_path / "a", tmp_path / "b", rtol=1e-4)
-    assert_same_metrics(tmp_path / "a", tmp_path / "c", rtol=1e-4)
 
 
 def draws(rank, world):
@@ -107,65 +96,22 @@ def test_no_held_out_row_is_dropped_to_make_the_ranks_even(files, tmp_path):
     assert (shares[0].prompts, shares[0].count) == (prompts, 3)
 
 
-# Stopped and resumed: bit for bit.
-
-
-@pytest.mark.slow
-def test_a_run_that_is_told_to_stop_leaves_complete_files_and_resumes(files, tmp_path):
-    stopped, options = tmp_path / "stopped", {"steps": 5, "eval_size": 0}
-    runs.stopped_after(grpo, grpo_config(files, stopped, **options), 3)
-    assert tiny.read_metrics(stopped)[-1]["step"] == 3
-    assert store.steps_in(stopped / "checkpoints") == [3]
-    assert (
-        not list(stopped.rglob(".unfinished*"))
-        and not (stopped / "model").exists()
-        and (stopped / "curves.png").exists()
-    )
-    grpo.train(grpo_config(files, tmp_path / "whole", **options))
-    grpo.train(grpo_config(files, stopped, resume=True, **options))
-    assert_same_weights(tmp_path / "whole", stopped)
-    assert tiny.untimed(tiny.read_metrics(tmp_path / "whole")) == tiny.untimed(tiny.read_metrics(stopped))
-
-
 # What a run leaves and shows.
 
 
 @pytest.mark.slow
-def test_the_same_seed_is_the_same_run_and_metrics_have_exactly_these_names(files, grpo_run, tmp_path, capsys):
+def test_the_same_seed_is_the_same_run_and_leaves_its_files(files, grpo_run, tmp_path, capsys):
     for name, options in {"again": {}, "other": {"seed": 2}}.items():
         grpo.train(grpo_config(files, tmp_path / name, eval_every=2, **options))
     a, b, c = (tiny.untimed(tiny.read_metrics(of)) for of in (grpo_run, tmp_path / "again", tmp_path / "other"))
     assert a == b and a != c
     assert_same_weights(grpo_run, tmp_path / "again")
-    metrics = tiny.read_metrics(grpo_run)
-    assert [m["step"] for m in metrics] == [0, 1, 2, 3]
-    evaluation = {k for k in tiny.usual("grpo") if k.startswith("eval/")} | {"eval/pass_at_1", "eval/pass_at_2"}
-    verifier = runs.scores_of(VERIFIER)
-    training = {k for k in ("step", *tiny.usual("grpo")) if not k.startswith("eval/")} | verifier
-    for entry in metrics:
-        entry.setdefault("eval/mean_length_solved", None)  # not there where nothing is solved
-    training.add("eval/mean_length_solved")
-    assert set(metrics[0]) == {"step"} | evaluation
-    assert set(metrics[1]) == training
-    assert set(metrics[2]) == set(metrics[3]) == training | evaluation
+    evaluated = ["eval/accuracy_greedy" in m for m in tiny.read_metrics(grpo_run)]
+    assert evaluated == [True, False, True, True]
     assert "warning" not in capsys.readouterr().out  # the first ratio is 1
     for name in ("curves.png", "samples.jsonl", "model/model.safetensors", "model/chat_template.jinja"):
         assert (grpo_run / name).stat().st_size > 0
     assert list((grpo_run / "tensorboard").iterdir())
-
-
-@pytest.mark.slow
-def test_shared_prompts_train_as_prompts_of_their_own_do(files, tmp_path, monkeypatch):
-    packed = []
-    monkeypatch.setattr(policy, "pack", lambda part, in_row: packed.append(in_row) or packing.pack(part, in_row))
-    # One step: the order of minibatches is drawn otherwise, and with it the responses of the next step.
-    options = {"steps": 1, "minibatches": 1, "kl_coef": 0.1, "lr": 1e-3, "epochs": 4}
-    grpo.train(grpo_config(files, tmp_path / "own", share_prompts=False, **options))
-    assert not packed
-    grpo.train(grpo_config(files, tmp_path / "shared", share_prompts=True, **options))
-    assert set(packed) <= {2, 3, 4} and len(packed) > 4
-    assert_same_metrics(tmp_path / "own", tmp_path / "shared", rtol=1e-3)
-    assert_same_weights(tmp_path / "own", tmp_path / "shared", atol=1e-4)
 
 
 @pytest.mark.slow
@@ -181,39 +127,6 @@ def test_without_a_kl_no_reference_is_loaded_and_none_is_told(files, tmp_path, m
     assert ["objective/kl_exact" in metrics for metrics in second] == [False, False, True, False]
     # What is not measured changes nothing of what is trained.
     assert_same_weights(tmp_path / "none", tmp_path / "second")
-
-
-@pytest.mark.slow
-def test_a_loss_formed_in_the_forward_pass_is_the_loss(files, tmp_path, monkeypatch):
-    options = {"preset": "dapo", "kl_coef": 0.1, "entropy_coef": 0.01, "epochs": 2, "steps": 2}
-    grpo.train(grpo_config(files, tmp_path / "one", **options))
-    monkeypatch.setattr(policy, "wide_option", lambda options: "any")
-    grpo.train(grpo_config(files, tmp_path / "two", **options))
-    assert_same_metrics(tmp_path / "one", tmp_path / "two", rtol=1e-3)
-    assert_same_weights(tmp_path / "one", tmp_path / "two", atol=1e-4)
-
-
-@pytest.mark.slow
-def test_a_hundred_more_pad_columns_change_no_metric(files, tmp_path, monkeypatch):
-    options = {"steps": 1, "lr": 1e-6, "kl_coef": 0.1}
-    grpo.train(grpo_config(files, tmp_path / "narrow", **options))
-    sft.train(sft_config(files, tmp_path / "narrow-sft", steps=1))
-
-    def wider(prompts, responses, pad_id, device, *, where, trained=()):
-        width = 100 + max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
-        return make_batch(prompts, responses, pad_id, device, where=where, width=min(width, 128), trained=trained)
-
-    def untrimmed(batch, index):
-        lengths = batch.prompt_lengths[index], batch.response_lengths[index]
-        return Batch(batch.input_ids[index], batch.response_mask[index], batch.where, batch.prompts[index], *lengths)
-
-    monkeypatch.setattr(roll_out, "make_batch", wider)
-    monkeypatch.setattr(sft, "make_batch", wider)
-    monkeypatch.setattr(Batch, "rows", untrimmed)  # else the pads would never reach the model
-    grpo.train(grpo_config(files, tmp_path / "wide", **options))
-    sft.train(sft_config(files, tmp_path / "wide-sft", steps=1))
-    assert_same_metrics(tmp_path / "narrow", tmp_path / "wide", rtol=1e-6)
-    assert_same_metrics(tmp_path / "narrow-sft", tmp_path / "wide-sft", rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -272,25 +185,6 @@ def test_a_saved_model_reloads_to_the_same_scores_with_all_its_files(files, tmp_
     pairs = sft.encoded(sft_config(files, ""), held_out, encode.Encoder(tokenizer))
     loss = sft.evaluate(lm, sft.micro_batches(pairs, sft_config(files, ""), 0, "cpu"))["eval/loss"]
     assert tiny.read_metrics(tmp_path / "run")[-1]["eval/loss"] == pytest.approx(loss, rel=1e-6)
-
-
-@pytest.mark.slow
-def test_packed_demonstrations_train_as_padded_ones_whose_pad_is_eos(files, tmp_path, monkeypatch):
-    rows = [{"question": f"{i}?", "answer": "y" * (1 + 9 * (i % 5))} for i in range(20)]
-    ragged = (files[0], tiny.jsonl(tmp_path / "ragged.jsonl", rows))
-    rows_of_parts, pack_whole = [], packing.pack_whole
-    monkeypatch.setattr(
-        packing, "costs_of", lambda lm: packing.Costs(token=1.0, pair=0.0)
-    )  # this model is all attention
-    monkeypatch.setattr(sft, "pack_whole", lambda *given: rows_of_parts.append(len(given[1])) or pack_whole(*given))
-    packed = sft_config(ragged, tmp_path / "packed", packing=True, micro_batch_size=4, save_every=2)
-    sft.train(packed)
-    # Two micro-batches of each of four steps, and the held-out rows.
-    assert len(rows_of_parts) == 4 * 2 + 1 and max(rows_of_parts) < 4
-    sft.train(sft_config(ragged, tmp_path / "padded", packing=False, micro_batch_size=4))
-    assert len(rows_of_parts) == 9
-    assert_same_metrics(tmp_path / "padded", tmp_path / "packed", rtol=2e-6)
-    assert_same_weights(tmp_path / "padded", tmp_path / "packed", atol=2e-6)
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ JUDGES = """
 def even(response, row): return len(response) % 2
 def trl(completions, answers, **columns): return [1.0]
 def loss_sum(log_ratio, advantages, logprobs, sequences, options): return (-log_ratio * advantages).sum()
-def many(responses, rows): return [1.0] * len(responses)
 def other_text(text, row): return 1.0
 class Called: pass
 """
@@ -23,12 +22,10 @@ VERIFIERS = [
     *verifiers("judges:trl", "rows.jsonl, line 1: verifier 'judges:trl' takes the column 'answers'; the row has"),
     *verifiers("regex:(a", r"'regex': the pattern '\(a' does not compile"),
     *verifiers("regex:(a)", "column 'a' is missing", "--answer_column", "a"),
-    *verifiers("exact_match", "column 'a' is missing", "--answer_column", "a"),
     *verifiers("length", "expected math, .*length:<tokens>"),
     *verifiers("length:0", "expected a whole number of tokens above 0"),
     *verifiers("exact_macth", "verifier 'exact_macth': expected .*exact_match"),
     *verifiers("judges:other_text", r"must take .*\(response, row\).* it takes \(text, row\)$"),
-    *verifiers("judges:many", r"must take .*\(response, row\).* it takes \(responses, rows\)$"),
     *verifiers("math", "expected --option value, got 'judges:even'", "judges:even"),
     *verifiers("math", "column 'anwser' is missing; the row has .* with --answer_column$", "--answer_column", "anwser"),
     *verifiers("judges:Called", r"'judges:Called' must take \(response, row\)"),
@@ -39,7 +36,6 @@ VERIFIERS = [
     *verifiers("[math", "expected text, or a list of texts"),
     *verifiers("[judges:even, judges:even]", "names 'judges:even' twice"),
     *verifiers("judges:even", "verifier_weights=.*: expected a list of finite numbers", "--verifier_weights", "[nan]"),
-    *verifiers("judges:even", "verifier_weights=.*: expected a list of finite numbers", "--verifier_weights", "[x]"),
     *verifiers("judges:even", "verifier_weights=.*: expected a list of finite numbers", "--verifier_weights", "2"),
     *verifiers("judges:even", "solved_at=.*: expected a list of finite numbers, or of null", "--solved_at", "[inf]"),
     *verifiers("judges:even", "has 2 numbers for 1 verifiers", "--verifier_weights", "[1, 2]"),
