@@ -1,7 +1,4 @@
-"""What the public functions check of their arguments: tensors, masks, targets, temperatures; one wording each.
-
-Every check raises a ValueError that says what it got and what to do about it.
-"""
+"""Checks of the public functions' arguments: each raises a ValueError that says what came and what to do about it."""
 
 import functools
 import math
@@ -110,10 +107,7 @@ def check_flag(name: str, x: object) -> None:
 
 
 def check_count(name: str, count: object, mask: Tensor) -> None:
-    """What a sum over `mask` is divided by: of the whole step, so that it may be of any size, 0 where nothing counts.
-
-    The values of a tensor are looked at where that costs nothing.
-    """
+    """Check the whole step's denominator of a sum over `mask`: any finite number above 0, or 0 if nothing counts."""
     if count is None:
         return
     value, remedy = count, "; pass None for that of this batch"
@@ -303,11 +297,7 @@ def no_second_derivative(name: str) -> Callable[..., None]:
 
 
 def once_differentiable(name: str) -> Callable:
-    """For `backward` of an autograd function: its gradient says what it lacks where that is asked for.
-
-    torch's decorator of this name leaves a second derivative out in silence: its refusal is on no path to the inputs,
-    which stand among what was saved.
-    """
+    """Decorate `backward`: a second derivative raises, where torch's decorator of this name may leave it out."""
     refusing = type("Once", (torch.autograd.Function,), {"backward": staticmethod(no_second_derivative(name))})
     refusing.forward = staticmethod(lambda ctx, gradient, *inputs: gradient.view_as(gradient))
 

@@ -228,10 +228,7 @@ def _places(mask):
 
 
 def rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb, logits_dtype, like=None):
-    """Checks the arguments and drops what is masked, before any GEMM sees it.
-
-    `like` are the rows of another call with the same mask, whose places are known.
-    """
+    """Check the arguments and drop masked rows before any GEMM; `like`: rows of another call with the same mask."""
     if not torch.is_grad_enabled():
         hidden, weight = hidden.detach(), weight.detach()
         bias = None if bias is None else bias.detach()

@@ -1,7 +1,4 @@
-"""Rows of logits of any shape and strides as a backend takes them: matrices (N, V), and numbers (N,) per row.
-
-`row_fwd` and `row_bwd` are its row functions, whatever a row has: a target or several, a support, some of the columns.
-"""
+"""Rows of logits of any shape and strides as a backend takes them: matrices (N, V), and numbers (N,) per row."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -20,10 +17,7 @@ def unit_stride(logits: Tensor) -> Tensor:
 
 
 def slabs(*matrices: Tensor) -> Iterator[tuple]:
-    """(at, *matrices (N, V)): the rows of each of these (..., V), and which they are.
-
-    All of them, at = (), where they merge without a copy; else a part at a time, as of `logits[:, :-1]` a sequence.
-    """
+    """Yield (at, *matrices (N, V)): all rows, at = (), if they merge without a copy, else a part at a time."""
     matrices = [unit_stride(x) for x in matrices]
     if matrices[0].dim() == 2:  # no view, which would take as long as a small kernel
         yield (), *matrices

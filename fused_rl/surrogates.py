@@ -1,7 +1,4 @@
-"""The ratio levels and surrogates of `policy_loss`, and what weights a surrogate.
-
-docs/losses.md shows a surrogate of your own in five lines.
-"""
+"""The ratio levels and surrogates of `policy_loss`; docs/losses.md shows a surrogate of your own in five lines."""
 
 import inspect
 import math
@@ -236,10 +233,7 @@ def applied(surrogate: Callable, log_ratio, advantages, logprobs, sequences, opt
 
 
 def rollout_weights(old, rollout, sequences, options):
-    """Truncated or masked ratio of the policy as the trainer and as the inference engine see it.
-
-    The two differ in kernels and precision, so that a rollout is off-policy even at the first step.
-    """
+    """Return the truncated or masked ratio of the trainer's policy to the inference engine's."""
     if rollout is None or options.rollout_correction is None:
         return 1
     level, _, how = options.rollout_correction.partition("-")

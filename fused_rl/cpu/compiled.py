@@ -22,10 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def in_huge_pages(fresh: torch.Tensor) -> torch.Tensor:
-    """The tensor, large memory of it in huge pages where Linux gives them when asked.
-
-    The first touch of 4 KiB pages takes 20 to 30 % of the time of a gradient kernel that writes to fresh memory.
-    """
+    """Return the tensor, in huge pages if it is large: first touches of small ones take 20 to 30 % of a gradient."""
     size = fresh.numel() * fresh.element_size()
     if fresh.device.type == "cpu" and sys.platform == "linux" and size >= _HUGE:
         page = os.sysconf("SC_PAGE_SIZE")

@@ -97,10 +97,7 @@ def _either(inv_temperature):
 
 
 def _chunked_statistics(x, rows, inv_t, softcap):
-    """(N, blocks, width), (R,), (R,) -> maximum, ties, others' sum of exp(s), sum of exp(s) s: (4, R, blocks) fp32.
-
-    Every pass writes to memory that is warm already.
-    """
+    """(N, blocks, width), (R,), (R,) -> maximum, ties, others' sum of exp(s), sum of exp(s) s: (4, R, blocks) fp32."""
     step = max(1, compiled.CHUNK // x.shape[1:].numel())
     every = rows.numel() == x.shape[0]
     found = torch.empty(4, rows.numel(), x.shape[1])

@@ -46,10 +46,7 @@ def takes(*matrices: torch.Tensor) -> bool:
 
 
 def call(name: str, elements: int, *arguments: torch.Tensor | float | None) -> None:
-    """The function of rows.c: a tensor goes as its address, None as a null pointer.
-
-    The number of threads comes last. What is per row must be contiguous.
-    """
+    """Call a function of rows.c: tensors, contiguous per row, go as addresses, None as null, the threads last."""
     threads = torch.get_num_threads() if elements >= _SERIAL else 1
     given = [x if x is None or x.__class__ in (int, float) else x.data_ptr() for x in arguments]
     _function(name)(*given, threads)

@@ -268,11 +268,7 @@ def kept_head(dx, rows, ids, ends, hidden, vocab, dweight, dbias, wants):
 
 
 def zeros_for_rows(n: int, width: int, dtype: torch.dtype, touched: int) -> Tensor:
-    """Zeros (n, width) of which `touched` rows will be written: where these are few, the others never get memory.
-
-    Writing zeros to a (V, H) gradient takes longer than all else that a backward pass over kept sets does. Fresh pages
-    of an anonymous mapping read as zeros, and cost nothing until they are written.
-    """
+    """Return zeros (n, width); if only a few rows will be `touched`, the others are unwritten pages without memory."""
     size = n * width * dtype.itemsize
     page = mmap.PAGESIZE
     pages = touched * (width * dtype.itemsize / page + 2)
