@@ -1,7 +1,4 @@
-"""What the row functions leave per row for the gradient, by name, on every device: the kernels and their CPU twins.
-
-Here, without Triton, because the CPU path needs these names where Triton does not exist.
-"""
+"""What the row functions leave per row for the gradient, by name; the CPU path imports it where there is no Triton."""
 
 from typing import NamedTuple
 
