@@ -78,8 +78,7 @@ NONE = tl.constexpr(-1e10)  # log(p / q) where P has no mass: far from BANNED, b
 MOST = tl.constexpr(1e19)  # of a logit; above, d could not be told from that of a banned column
 TOO_FAR = tl.constexpr(1e7)  # nats: the rounding of c has the size of what it is taken from
 
-# Of a thread, as `launch.REGISTERS`: on sm_100 alone the kernel needs no more than four programs leave
-REGISTERS = (168, 128)
+REGISTERS = (168, 128)  # of a thread, as `launch.REGISTERS`: sm_100 needs no more than four programs leave
 CAPPED_REGISTERS = (232, 232)  # two tanh more of each column
 K = 4  # windows of 16 bytes that a thread reads at once of each row
 SEGMENT = 8  # tiles of K windows per thread; V alone says which columns meet in a lane, and in which order
@@ -346,7 +345,8 @@ def kl_fwd(x, y, mask, inv_t, softcap=None):
     """(B, T, V) twice, (N,) bool | None, float | (N,) fp32 -> KL(P || Q) (N,) fp32, state (9, N) fp32."""
     n, vocab = x.shape[0] * x.shape[1], x.shape[2]
     kl = torch.empty(n, device=x.device, dtype=torch.float32)
-    state = torch.zeros(len(KLState._fields), n, device=x.device, dtype=torch.float32)  # as it stays in masked rows
+    new = torch.empty if mask is None else torch.zeros  # masked rows stay zero
+    state = new(len(KLState._fields), n, device=x.device, dtype=torch.float32)
     if n == 0:
         return kl, state
     vec = 16 // x.element_size()

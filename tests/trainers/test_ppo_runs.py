@@ -207,7 +207,7 @@ def assert_finite(metrics):
 @pytest.mark.slow
 def test_a_run_whose_responses_are_all_left_out_blames_no_critic(files, tmp_path, capsys):
     ppo.train(config_of(files, tmp_path, max_new_tokens=1, mask_truncated=True, steps=2, stop_token=None, eval_size=0))
-    assert "critic" not in capsys.readouterr().out
+    assert not [line for line in capsys.readouterr().out.splitlines() if "warning" in line and "critic" in line]
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line, parse_constant=pytest.fail)["val/var_explained"] for line in lines] == [None, None]
 
