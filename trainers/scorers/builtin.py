@@ -5,6 +5,7 @@ r"""Scorers by name that compare a response with the row's answer, or look at it
 Each is a `Scorer` (rollouts/types.py). docs/verifiers.md has their definitions.
 """
 
+import functools
 import importlib.util
 import numbers
 import sys
@@ -153,6 +154,7 @@ class ReasoningGymVerifier(Named):
         self.dataset = dataset
         self.answer_column = answer_column
         self.gym = import_reasoning_gym()
+        self.judge_of = functools.cache(self.gym.get_score_answer_fn)  # each call makes a whole dataset
         if dataset:
             self._judge_of({})
 
@@ -171,7 +173,7 @@ class ReasoningGymVerifier(Named):
             raise InputError("metadata has no source_dataset; name it with reasoning_gym:<dataset>")
         if dataset not in self.gym.factory.DATASETS:
             raise InputError(f"verifier {self.name!r}: reasoning_gym has no dataset {dataset!r:.80}")
-        return self.gym.get_score_answer_fn(dataset)
+        return self.judge_of(dataset)
 
     def score(self, response: str, row: dict) -> float:
         """Return 0 to 1, as the dataset's generator judges a response's text."""
