@@ -28,7 +28,7 @@ PPO_PARTS = "tests/trainers/test_ppo.py"
 DEFINITIONS = "tests/trainers/test_metrics.py"
 REWARD_MODEL = "tests/trainers/test_reward_model.py"
 TURNS = "tests/trainers/test_turns.py -k seeds_of_its_own"
-SAMPLERS = "tests/trainers/test_samplers.py -m 'not slow'"
+SAMPLERS = "tests/trainers/test_samplers.py"
 ON_DEVICE = "-p tests.device.process tests/device/"
 LAG = "tests/trainers/test_lag.py -m 'not slow'"
 SFT_SPLITS = "tests/trainers/test_runs.py::test_ranks_micro_batches_and_zero_stages_change_nothing"
@@ -302,7 +302,7 @@ MUTATIONS = {
         "trainers/run/store.py",
         'torch.set_rng_state(generators["torch"])',
         '_ = generators["torch"]',
-        "tests/trainers/test_runs.py -k 'resumed_run_equals and not ranks'",
+        "tests/trainers/test_resume.py -k grpo-zero0",
     ),
     "packed responses see each other": Mutation(
         "trainers/models/packing.py",
@@ -360,7 +360,10 @@ MUTATIONS = {
         "trainers/rollouts/lag.py", "for pending in self.pending.values():\n", "for pending in ():\n", LAG
     ),
     "a checkpoint forgets what was drawn ahead": Mutation(
-        "trainers/policy/setup.py", '({"rollouts": sampler} if config.lag else {})', "{}", f"{LAG} -k resumed"
+        "trainers/policy/setup.py",
+        '({"rollouts": sampler} if config.lag else {})',
+        "{}",
+        "tests/trainers/test_resume.py -k grpo-lag1",
     ),
     "the copy that is sampled stays as it was": Mutation(
         "trainers/rollouts/lag.py", "copied.copy_(own)", "copied.copy_(copied)", f"{LAG} -k follows"
@@ -385,12 +388,6 @@ MUTATIONS = {
         "layer.sliding_window - 1",
         "layer.sliding_window - 2",
         "tests/trainers/test_sampling.py -k bits",
-    ),
-    "each layer keeps a mask of its own": Mutation(
-        "trainers/models/packing.py",
-        "added = added[..., :length].masked_fill_(seen, 0)",
-        "added = seen",
-        "tests/trainers/test_packing.py -k one_mask",
     ),
     "min_p is never applied": Mutation(
         "trainers/rollouts/sampling.py",
