@@ -294,8 +294,8 @@ def linear_token_logprobs(
         shift: hidden (B, T, H) at t scores targets (B, T) at t + 1, or (B, T, K). Outputs, mask and per-row temperature
             are (B, T - 1); for `support` it has the rows of all T targets.
         workspace_mb: MiB that may exist beside inputs, outputs and gradients: tiles of logits, copies of the rows that
-            count, fp32 sums of low-precision gradients. It changes results within rounding only. None is 512 on a CPU.
-            On a GPU it is an eighth of the free memory, rounded down to a power of two, or what one pass of
+            count, fp32 sums of low-precision gradients. It changes results within rounding only. None means 512 on a
+            CPU. On a GPU it means an eighth of the free memory, rounded down to a power of two, or what one pass of
             `linear_token_loss` needs if that is more (and at most half of the free memory). Where a number holds less,
             one row of logits is used forward, and backward a quarter of it for logits beside sums of
             4 min(N, V) H bytes.

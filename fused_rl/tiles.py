@@ -61,9 +61,9 @@ def free_bytes(device: torch.device) -> int:
 
 
 def default_workspace(free: int, width: int, vocab: int, operands: torch.dtype, dtype: torch.dtype) -> int:
-    """Return the bytes of the workspace on a GPU with `free` bytes: an eighth, rounded down to a power of two.
+    """Return the default workspace on a GPU with `free` bytes, in bytes: an eighth, rounded down to a power of two.
 
-    It is at least what a pass over hidden states needs for all three products, if that is no more than half.
+    If one pass of `linear_token_loss` needs more, and at most half of the free memory, it gets what it needs.
     """
     eighth = 1 << max(0, (free // 8).bit_length() - 1)  # so that a little more or less memory changes no tile
     rows = _ONE_PASS_ROWS * vocab * Budget(0, dtype).per_logit(operands)

@@ -55,7 +55,8 @@ def launch_options(x, registers=None):
     shape = {"LANES": THREADS * vec, "VEC": vec, "num_stages": 1}  # more stages would go through shared memory
     if torch.version.hip:
         return shape | {"num_warps": THREADS // 64}
-    # 128 registers are four programs on a multiprocessor; sm_100, whose arithmetic is in pairs, spills under many
+    # 128 registers are four programs on a multiprocessor. On sm_100, whose paired arithmetic needs registers in pairs,
+    # ptxas spills under most limits; without a limit it takes 142, which are three programs.
     if registers is None:
         registers = _chosen.get("REGISTERS", REGISTERS)
     most = registers[(10, 0) <= capability(x.device) < (12, 0)]

@@ -218,8 +218,8 @@ void logprob_bwd(const float *dlogprobs, const float *dentropy, const float *dls
         double logp = s - log1p_rest, dp = dl - dh * (s - mean);
         float at_target = (dlp * -expm1(logp) + exp(logp) * dp) * inv_t;
 
-        gradient(x, i * stride, out, i * out_stride, vocab, dtype, out_dtype, m[i], inv_t, 1 / (1 + (double)rest[i]), mean,
-                 (dl - dlp) * inv_t, dh * inv_t);
+        gradient(x, i * stride, out, i * out_stride, vocab, dtype, out_dtype, m[i], inv_t, 1 / (1 + (double)rest[i]),
+                 mean, (dl - dlp) * inv_t, dh * inv_t);
         float block[LANES] = {at_target};
         store(out, i * out_stride + targets[i], block, 1, out_dtype);
     }
