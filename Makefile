@@ -78,7 +78,7 @@ test-versions: $(RELEASES:%=test-versions-%)  ## kernels, losses and each traine
 .venv-%/installed-release: pyproject.toml
 	$(PYTHON) -m venv .venv-$*
 	DS_BUILD_OPS=0 .venv-$*/bin/python -m pip --disable-pip-version-check install -q $(OF_$*) -e '.[train]' \
-	  pytest pytest-xdist
+	  pytest pytest-xdist pytest-benchmark
 	@touch $@
 
 $(RELEASES:%=test-versions-%): test-versions-%: .venv-%/installed-release
