@@ -1,7 +1,7 @@
 """Our ops under pytest-benchmark, which compares runs before and after a change.
 
-    pytest tests/bench/test_speed.py --benchmark-autosave          then, after a change:
-    pytest tests/bench/test_speed.py --benchmark-compare --benchmark-compare-fail=median:10%
+pytest tests/bench/test_speed.py --benchmark-autosave          then, after a change:
+pytest tests/bench/test_speed.py --benchmark-compare --benchmark-compare-fail=median:10%
 """
 
 import pytest

@@ -187,7 +187,7 @@ def test_what_the_rows_hold_says_what_judges_and_how_long_a_response_may_be(fold
 
 
 REFUSED = {
-    "--dataset bare.jsonl": r"bare.jsonl, line 1: --verifiers is missing; it names",
+    "--dataset bare.jsonl": r"bare.jsonl, line 1: --verifiers is missing; give one of",
     "--verifier_weights [1]": "verifier_weights=.1.0. has no meaning without --verifiers",
     "--solved_at [1]": "solved_at=.1.0. has no meaning without --verifiers",
     "--verifiers format --max_prompt_length 2": "rows.jsonl: all 5 rows are longer than max_prompt_length",

@@ -48,7 +48,7 @@ def verifier():
 
 def test_mathematics_is_compared_by_value(verifier):
     assert verifier(samples([c[0] for c in CASES], [{"answer": c[1]} for c in CASES])) == [c[2] for c in CASES]
-    assert verifier.take_broken() == []
+    assert verifier.broken == []
 
 
 def test_an_answer_that_math_verify_cannot_read_is_refused(verifier):
@@ -125,6 +125,6 @@ def test_math_verify_that_is_missing_is_reported_at_once(monkeypatch):
 
 
 def test_without_verifiers_the_error_lists_them():
-    with pytest.raises(InputError, match="^d.jsonl, line 1: --verifiers is missing; .*: math, .* or module:function$"):
+    with pytest.raises(InputError, match="^d.jsonl, line 1: --verifiers is missing; give one of math, .*, or module:function$"):
         load.named_by([Rows([], "e.jsonl"), Rows([{"answer": "42"}], "d.jsonl")])
     assert load.named_by([Rows([{"metadata": {"source_dataset": "chain_sum"}}], "d.jsonl")]) == ["reasoning_gym"]

@@ -12,7 +12,6 @@ from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out
 from fused_rl.trainers.rollouts.solved import win_rate
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.scorers.load import load_scorers
-from fused_rl.trainers.scorers.reward_model import Reader
 from tests.trainers import steps, tiny
 
 ODD = "tests.trainers.tiny:odd_characters"
@@ -108,7 +107,8 @@ def batch_of(*responses):
 
 def scorers_of(config):
     tokenizer = encode.load_tokenizer(config.model)
-    return load_scorers(config, Reader(config, config, tokenizer, torch.device("cpu"), 64))
+    reading = {"tokenizer": tokenizer, "device": torch.device("cpu"), "batch_size": 64}
+    return load_scorers(config, policy=config, held=config, **reading)
 
 
 def test_a_critic_expects_nothing_at_first_and_is_a_reward_model_otherwise(folders, tmp_path):

@@ -16,7 +16,6 @@ from fused_rl.trainers.policy import setup
 from fused_rl.trainers.policy.critic import Critic, load_critic
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.scorers.load import load_scorers
-from fused_rl.trainers.scorers.reward_model import Reader
 from tests.trainers import figures, runs, steps, tiny
 from tests.trainers.runs import VERIFIER
 
@@ -191,8 +190,8 @@ def step_with(files, responses, scorers=None, **options):
     engine.setup(1)
     config = config_of(files, "", prompts_per_step=len(responses), **({"minibatches": 1, "epochs": 1} | options))
     tokenizer, device = encode.load_tokenizer(files[0]), torch.device("cpu")
-    reader = Reader(config, config, tokenizer, device, config.rollout_batch_size)
-    scorers = load_scorers(config, reader)
+    reading = {"tokenizer": tokenizer, "device": device, "batch_size": config.rollout_batch_size}
+    scorers = load_scorers(config, policy=config, held=config, **reading)
     made = setup.load_policy(config, tokenizer, scorers, device, updates=1)
     made.sampler = steps.Sampler(responses)
     prompts = [Prompt([1, 70 + i], {}, f"row {i}") for i in range(len(responses))]

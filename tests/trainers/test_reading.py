@@ -10,7 +10,6 @@ from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.options import InputError
 from fused_rl.trainers.scorers import load
-from fused_rl.trainers.scorers.reward_model import Reader
 from tests.trainers import tiny
 
 CPU = torch.device("cpu")
@@ -77,7 +76,8 @@ def test_the_attention_is_that_of_every_model_that_is_read(attention, hub, tmp_p
         assert model.config._attn_implementation == attention
     folder = tiny.reward_folder(tmp_path / "reward", str(snapshot(hub, "main")))
     config = config_of(ppo.PPOConfig, verifiers=f"reward_model:{folder}", attn_implementation=attention)
-    (scorer,) = load.load_scorers(config, Reader(config, config, encode.load_tokenizer(NAME), CPU, 4))
+    reading = {"tokenizer": encode.load_tokenizer(NAME), "device": CPU, "batch_size": 4}
+    (scorer,) = load.load_scorers(config, policy=config, held=config, **reading)
     assert scorer.scorer.model.classifier.config._attn_implementation == attention
 
 

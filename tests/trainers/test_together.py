@@ -45,9 +45,6 @@ class Fixed:
     def __call__(self, samples):
         return [1.0] * len(samples)
 
-    def take_broken(self):
-        return self.broken
-
 
 def sums_of_ranks(rank, world):
     engine.setup(1)

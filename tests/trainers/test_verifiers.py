@@ -75,12 +75,12 @@ def test_the_ground_truths_column():
     assert answer_of({"answer": "6 * 7\n#### 42"}, None) == "42"
     assert answer_of({"target": "7"}, "target") == "7"
     for row, column, message in (
-        ({"x": 1}, None, "^column 'ground_truth' is missing; the row has .'x'.; name it with --answer_column"),
+        ({"x": 1}, None, "^column 'ground_truth' is missing or null; the row has .'x'.; name another"),
         ({"x": 1}, "y", "^column 'y' is missing"),
-        ({"answer": [1]}, None, "^column 'answer' is .1. .list.; expected the answer as text or a number"),
+        ({"answer": [1]}, None, "^column 'answer' is .1. .list.; expected text or a number"),
         ({"answer": float("nan")}, None, "^column 'answer' is nan"),
         ({"answer": "6*7\n####"}, None, "^column 'answer' has no answer"),
-        ({"answer": None}, "answer", "^column 'answer' is null; mend or remove the row"),
+        ({"answer": None}, "answer", "^column 'answer' is missing or null"),
     ):
         with pytest.raises(InputError, match=message):
             answer_of(row, column)

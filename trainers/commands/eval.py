@@ -46,7 +46,6 @@ from fused_rl.trainers.run import command
 from fused_rl.trainers.run.parse import parse
 from fused_rl.trainers.scorers.load import load_chosen
 from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
-from fused_rl.trainers.scorers.reward_model import Reader
 
 MAX_NEW_TOKENS = 512
 SCORING = ("verifiers", "verifier_weights", "solved_at")  # of a run all or none
@@ -148,7 +147,8 @@ def evaluate(
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         rows = chosen_rows("dataset", dataset, config.dataset, config.dataset_config, config.dataset_split)
         rows.rows = rows.rows[: config.max_rows]
-        config, scorers = load_chosen(config, [rows], Reader(config, held, tokenizer, device, config.batch_size), {})
+        reading = {"tokenizer": tokenizer, "device": device, "batch_size": config.batch_size}
+        config, scorers = load_chosen(config, [rows], {}, policy=config, held=held, **reading)
         chosen = {"column": config.prompt_column, "max_length": config.max_prompt_length}
         problems = prompts_of(rows, encode.Encoder.of(config, tokenizer), scorers, **chosen)
     ranks.check_equal({"rows": hash_of_rows(problems)})

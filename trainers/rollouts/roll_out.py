@@ -28,7 +28,6 @@ from fused_rl.trainers.rollouts.types import (
     Sample,
     Sampler,
     Scorer,
-    Watched,
     shortened,
     support_of,
 )
@@ -191,9 +190,10 @@ def _report_broken(scorers: Sequence[Scorer], count: int) -> dict[str, float]:
     """Return the metrics of limits that were broken on any rank since the last call; rank 0 prints a line of them."""
     metrics = {}
     for scorer in scorers:
-        if not isinstance(scorer, Watched):
+        if not hasattr(scorer, "broken"):
             continue
-        of_ranks, counts = zip(*ranks.gather((scorer.take_broken(), count)), strict=True)
+        of_ranks, counts = zip(*ranks.gather((scorer.broken, count)), strict=True)
+        scorer.broken = []
         broken = [*chain.from_iterable(of_ranks)]
         metrics[f"verifier/{scorer.name}/timeouts"] = float(len(broken))
         if broken and ranks.rank() == 0:

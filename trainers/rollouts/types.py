@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, compress
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
@@ -102,7 +102,10 @@ class Sampler:
 
 
 class Scorer(Protocol):
-    """Scores samples, and knows what its own scores mean."""
+    """Scores samples, and knows what its own scores mean.
+
+    One that works under limits lists in `broken` (list[str]) each sample that broke one, and how; a rollout empties it.
+    """
 
     name: str
     weight: float
@@ -115,14 +118,6 @@ class Scorer(Protocol):
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         """Return one score per sample; None where the scorer does not apply to it."""
-
-
-@runtime_checkable
-class Watched(Protocol):
-    """A scorer that works under limits, and reports when they strike."""
-
-    def take_broken(self) -> list[str]:
-        """Return, in words, each sample that broke a limit since the last call, and how."""
 
 
 @dataclass

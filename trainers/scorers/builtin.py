@@ -29,14 +29,11 @@ def answer_of(row: dict, column: str | None) -> str:
     columns = ANSWER_COLUMNS if column is None else (column,)
     name = next((name for name in columns if row.get(name) is not None), None)
     if name is None:
-        present = [name for name in columns if name in row]
-        if present:
-            raise InputError(f"column {present[0]!r} is null; mend or remove the row, or use --answer_column")
-        raise InputError(f"column {columns[0]!r} is missing; the row has {sorted(row)}; name it with --answer_column")
+        what = f"column {columns[0]!r} is missing or null"
+        raise InputError(f"{what}; the row has {sorted(row)}; name another with --answer_column, or mend the row")
     value = row[name]
     if isinstance(value, bool) or not isinstance(value, (str, numbers.Number)) or value != value:
-        came = f"{shortened(value)} ({type(value).__name__})"
-        raise InputError(f"column {name!r} is {came}; expected the answer as text or a number")
+        raise InputError(f"column {name!r} is {shortened(value)} ({type(value).__name__}); expected text or a number")
     answer = str(value).rsplit("####", 1)[-1].strip()
     if name == "solution":
         answer = ([answer] + BOXED.findall(answer))[-1].strip()
@@ -45,43 +42,43 @@ def answer_of(row: dict, column: str | None) -> str:
     return answer
 
 
-def normalized(text: str, *, ignore_case: bool = False) -> str:
+def normalized(text: str) -> str:
     """Return the text as answers are compared: in Unicode's form NFC, and white space as one space."""
-    text = " ".join(unicodedata.normalize("NFC", text).split())
-    return text.casefold() if ignore_case else text
+    return " ".join(unicodedata.normalize("NFC", text).split())
 
 
 class Named:
-    """The base of scorers: a name, a weight, and the score from which on a sample counts as solved."""
+    """The base of scorers: what `Scorer` names, and the column of the row's answer (None: `ANSWER_COLUMNS`)."""
 
-    def __init__(self, name: str, weight: float = 1.0, solved_at: float | None = None):
+    compares = False
+    """With the row's answer; then a score of 1 is solved."""
+
+    def __init__(self, name: str, weight=1.0, solved_at: float | None = None, answer_column: str | None = None):
         self.name = name
         self.weight = weight
-        self.solved_at = solved_at
+        self.solved_at = 1.0 if solved_at is None and self.compares else solved_at
+        self.answer_column = answer_column
 
     def check(self, row: dict) -> None:
-        """Accept any row."""
+        """Check that the row has an answer, if this scorer compares with one."""
+        if self.compares:
+            answer_of(row, self.answer_column)
 
 
 class ExactMatch(Named):
-    """1.0 where the whole response equals the row's answer, both normalised (`normalized`), else 0.0."""
+    """1.0 where the whole response equals the row's answer, both `normalized`, else 0.0."""
 
-    def __init__(self, answer_column: str | None = None, *, ignore_case: bool = False, **named):
-        super().__init__(**{"name": "exact_match", "solved_at": 1.0} | named)
-        self.answer_column = answer_column
+    compares = True
+
+    def __init__(self, *, ignore_case: bool = False, **judged):
+        super().__init__(**judged)
         self.ignore_case = ignore_case
 
-    def check(self, row: dict) -> None:
-        """Check that the row has an answer."""
-        answer_of(row, self.answer_column)
-
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
-        scores = []
-        for sample in samples:
-            answer = answer_of(sample.row, self.answer_column)
-            pair = [normalized(text, ignore_case=self.ignore_case) for text in (sample.text, answer)]
-            scores.append(float(pair[0] == pair[1]))
-        return scores
+        pairs = [(normalized(s.text), normalized(answer_of(s.row, self.answer_column))) for s in samples]
+        if self.ignore_case:
+            pairs = [(text.casefold(), answer.casefold()) for text, answer in pairs]
+        return [float(text == answer) for text, answer in pairs]
 
 
 class Pattern(Named):
@@ -90,33 +87,24 @@ class Pattern(Named):
     Args:
         pattern: of the package `regex`, which reads Python's `re` and more. A pattern with a group is compared with the
             row's answer: the group named `answer`, or the first one, in the last place where the pattern matches.
-        answer_column: of the ground truth; None takes ground_truth or answer.
-        **named: name, weight and solved_at, as `Scorer` has them.
+        **judged: as `Named` takes them.
     """
 
-    def __init__(self, pattern: str, answer_column: str | None = None, **named):
-        super().__init__(**{"name": "regex"} | named)
-        self.answer_column = answer_column
+    def __init__(self, pattern: str, **judged):
         try:
             self.pattern = regex.compile(pattern)
         except regex.error as error:
-            raise InputError(f"verifier {self.name!r}: the pattern {pattern!r} does not compile: {error}") from error
-        self.group = None
-        if self.pattern.groups:
-            self.group = self.pattern.groupindex.get("answer", 1)
-            self.solved_at = 1.0 if self.solved_at is None else self.solved_at
-
-    def check(self, row: dict) -> None:
-        """Check that the row has an answer, if there is a group to compare with it."""
-        if self.group is not None:
-            answer_of(row, self.answer_column)
+            raise InputError(f"verifier 'regex': the pattern {pattern!r} does not compile: {error}") from error
+        self.compares = self.pattern.groups > 0
+        self.group = self.pattern.groupindex.get("answer", 1)
+        super().__init__(**judged)
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         return [float(self._matches(sample)) for sample in samples]
 
     def _matches(self, sample: Sample) -> bool:
         places = list(self.pattern.finditer(sample.text))
-        if self.group is None or not places:
+        if not self.compares or not places:
             return bool(places)
         last = places[-1][self.group]
         return last is not None and normalized(last) == normalized(answer_of(sample.row, self.answer_column))
@@ -125,8 +113,8 @@ class Pattern(Named):
 class Length(Named):
     """The cost of a response of n tokens, its stop token included: -min(1, |n - target| / target)."""
 
-    def __init__(self, target: int, **named):
-        super().__init__(**{"name": "length"} | named)
+    def __init__(self, target: int, **judged):
+        super().__init__(**judged)
         self.target = target
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
@@ -148,19 +136,17 @@ def import_reasoning_gym():
 class ReasoningGymVerifier(Named):
     """The `score_answer` of the reasoning-gym dataset that made the row, in the run's process."""
 
-    def __init__(self, dataset: str = "", answer_column: str | None = None, **judged):
-        name = f"reasoning_gym:{dataset}" if dataset else "reasoning_gym"
-        super().__init__(**{"name": name, "solved_at": 1.0} | judged)
+    compares = True
+
+    def __init__(self, dataset: str = "", name: str = "reasoning_gym", **judged):
+        super().__init__(name, **judged)
         self.dataset = dataset
-        self.answer_column = answer_column
         self.gym = import_reasoning_gym()
         self.judge_of = functools.cache(self.gym.get_score_answer_fn)  # each call makes a whole dataset
-        if dataset:
-            self._judge_of({})
 
     def check(self, row: dict) -> None:
         """Check that the row has an answer, and names a dataset."""
-        answer_of(row, self.answer_column)
+        super().check(row)
         self._judge_of(row)
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
@@ -177,8 +163,7 @@ class ReasoningGymVerifier(Named):
 
     def score(self, response: str, row: dict) -> float:
         """Return 0 to 1, as the dataset's generator judges a response's text."""
-        entry = row | {"answer": answer_of(row, self.answer_column)}
-        entry["metadata"] = row.get("metadata") or {}
+        entry = row | {"answer": answer_of(row, self.answer_column), "metadata": row.get("metadata") or {}}
         judge = self._judge_of(row)
         try:
             return float(judge(response.strip(), entry))

@@ -30,8 +30,7 @@ class FunctionScorer(Named):
         self.takes_many = any(p.name == "completions" for p in parameters)
         self.takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
         self.takes = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-        required = [p.name for p in parameters if p.default is p.empty]
-        self.needs = [name for name in required if name in self.takes]
+        self.needs = [p.name for p in parameters if p.default is p.empty and p.name in self.takes]
         call = function if inspect.isroutine(function) else type(function).__call__
         self.is_async = inspect.iscoroutinefunction(call)
         if self.is_async:

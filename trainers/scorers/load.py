@@ -1,7 +1,6 @@
 """Scorers by name, loaded: those of builtin.py and math.py, reward models, and functions of users."""
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
 
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import tell
@@ -12,10 +11,8 @@ from fused_rl.trainers.rollouts.types import Scorer
 from fused_rl.trainers.scorers import builtin
 from fused_rl.trainers.scorers.functions import FunctionScorer
 from fused_rl.trainers.scorers.math import MathVerifier
-from fused_rl.trainers.scorers.options import FORMS, ScorerConfig, Spelled, read
-from fused_rl.trainers.scorers.reward_model import Reader, load_reward_model
-
-Config = TypeVar("Config", bound=ScorerConfig)
+from fused_rl.trainers.scorers.options import FORMS, Config, ScorerConfig, Spelled, read
+from fused_rl.trainers.scorers.reward_model import load_reward_model
 
 
 def check_scorers(options: ScorerConfig) -> str:
@@ -30,7 +27,7 @@ def check_scorers(options: ScorerConfig) -> str:
 
 
 def load_chosen(
-    config: Config, rows: Sequence[Rows], reader: Reader, recorded: Mapping[str, object]
+    config: Config, rows: Sequence[Rows], recorded: Mapping[str, object], **reading
 ) -> tuple[Config, list[Scorer]]:
     """Return the config with its scorers, loaded; without any, those that were `recorded` or that the rows name."""
     if config.verifiers is None:
@@ -38,13 +35,13 @@ def load_chosen(
         config = config.changed(verifiers=verifiers)
         if ranks.rank() == 0:
             tell(f"verifiers: {verifiers}, as the rows or the resumed run name them")
-    return config, load_scorers(config, reader)
+    return config, load_scorers(config, **reading)
 
 
 def load_for_policy(config: Config, rows, tokenizer, device, recorded) -> tuple[Config, list[Scorer]]:
     """Return what `load_chosen` does, for a policy that is trained with this config."""
-    reader = Reader(config, config, tokenizer, device, config.rollout_batch_size)
-    return load_chosen(config, rows, reader, recorded)
+    reading = {"tokenizer": tokenizer, "device": device, "batch_size": config.rollout_batch_size}
+    return load_chosen(config, rows, recorded, policy=config, held=config, **reading)
 
 
 def named_by(rows: Sequence[Rows]) -> list[str]:
@@ -52,18 +49,17 @@ def named_by(rows: Sequence[Rows]) -> list[str]:
     part = next(part for part in rows if len(part))
     if (part.rows[0].get("metadata") or {}).get("source_dataset"):
         return ["reasoning_gym"]
-    problem = "--verifiers is missing; it names what scores a response"
-    raise InputError(f"{part.where(0)}: {problem}: {', '.join(FORMS)} or module:function")
+    raise InputError(f"{part.where(0)}: --verifiers is missing; give one of {', '.join(FORMS)}, or module:function")
 
 
-def load_scorers(options: ScorerConfig, reader: Reader | None = None) -> list[Scorer]:
-    """Return the scorers that the options name; all ranks call it together. Reward models need a `reader`.
+def load_scorers(options: ScorerConfig, **reading) -> list[Scorer]:
+    """Return the scorers that the options name; all ranks call it together. `reading` is what reward models take.
 
     Scorers that compare with an answer say which samples are solved; if there are none, functions and patterns do, from
     a score of 1 on.
     """
     spelled = read(options)
-    scorers = [load_reward_model(part, reader) for part in spelled if part.kind == "reward_model"]
+    scorers = [load_reward_model(part, **reading) for part in spelled if part.kind == "reward_model"]
     verifiers = [_load(part, options.answer_column) for part in spelled if part.kind != "reward_model"]
     if all(scorer.solved_at is None for scorer in verifiers):
         for scorer in verifiers:
@@ -73,23 +69,21 @@ def load_scorers(options: ScorerConfig, reader: Reader | None = None) -> list[Sc
 
 
 def _load(part: Spelled, answer_column: str | None) -> Scorer:
-    named = {"name": part.name, "weight": part.weight}
-    if part.solved_at is not None:
-        named["solved_at"] = part.solved_at
+    judged = {"name": part.name, "weight": part.weight, "solved_at": part.solved_at, "answer_column": answer_column}
     match part.kind:
         case "math":
-            return MathVerifier(answer_column, **named)
+            return MathVerifier(**judged)
         case "reasoning_gym":
-            return builtin.ReasoningGymVerifier(part.detail, answer_column, **named)
+            return builtin.ReasoningGymVerifier(part.detail, **judged)
         case "exact_match":
-            return builtin.ExactMatch(answer_column, ignore_case=part.detail == "ignore_case", **named)
+            return builtin.ExactMatch(ignore_case=part.detail == "ignore_case", **judged)
         case "regex":
-            return builtin.Pattern(part.detail, answer_column, **named)
+            return builtin.Pattern(part.detail, **judged)
         case "format":
-            return builtin.Pattern(builtin.THINK_THEN_ANSWER, **named)
+            return builtin.Pattern(builtin.THINK_THEN_ANSWER, **judged)
         case "length":
             if not part.detail.isdecimal() or int(part.detail) == 0:
                 raise InputError(f"verifier {part.text!r}: expected a whole number of tokens above 0 after the colon")
-            return builtin.Length(int(part.detail), **named)
+            return builtin.Length(int(part.detail), **judged)
     function = part.detail if callable(part.detail) else load_function("verifier", part.detail)
-    return FunctionScorer(function=function, **named)
+    return FunctionScorer(function=function, **judged)

@@ -49,12 +49,10 @@ class Pool:
         verdicts = []
         for future in [self.pool.schedule(_judge_in_time, args, timeout=WALL) for args in limited]:
             error = future.exception()
-            if error is None:
-                verdicts.append((future.result(), None))
-            elif getattr(error, "exitcode", None) == -signal.SIGPROF:
-                verdicts.append((0.0, f"took more than {self.cpu_seconds:g} s of CPU"))
-            else:
-                verdicts.append((0.0, f"could not be judged: {type(error).__name__}: {error}"))
+            broke = None if error is None else f"could not be judged: {type(error).__name__}: {error}"
+            if getattr(error, "exitcode", None) == -signal.SIGPROF:
+                broke = f"took more than {self.cpu_seconds:g} s of CPU"
+            verdicts.append((0.0 if error else future.result(), broke))
         return verdicts
 
 
@@ -115,9 +113,10 @@ def judge(response: str, answer: str) -> bool:
 class MathVerifier(Named):
     """1.0 where math-verify finds the final answer equal to the ground truth within `timeout` CPU seconds, else 0.0."""
 
-    def __init__(self, answer_column: str | None = None, timeout: float = MATH_TIMEOUT, **named):
-        super().__init__(**{"name": "math", "solved_at": 1.0} | named)
-        self.answer_column = answer_column
+    compares = True
+
+    def __init__(self, name: str = "math", timeout: float = MATH_TIMEOUT, **judged):
+        super().__init__(name, **judged)
         self.broken: list[str] = []
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each call that nobody keeps the time
         try:
@@ -142,15 +141,6 @@ class MathVerifier(Named):
         cases = [(sample.text, answer_of(sample.row, self.answer_column)) for sample in samples]
         distinct = list(dict.fromkeys(cases))  # a group often agrees
         verdicts = dict(zip(distinct, self.pool.judge(distinct), strict=True))
-        scores = []
-        for sample, case in zip(samples, cases, strict=True):
-            score, broke = verdicts[case]
-            scores.append(score)
-            if broke is not None:
-                self.broken.append(f"{sample.where} {broke}")
-        return scores
-
-    def take_broken(self) -> list[str]:
-        """Return, in words, which samples broke a limit since the last call."""
-        broken, self.broken = self.broken, []
-        return broken
+        reasons = [verdicts[case][1] for case in cases]
+        self.broken += [f"{sample.where} {why}" for sample, why in zip(samples, reasons, strict=True) if why]
+        return [verdicts[case][0] for case in cases]

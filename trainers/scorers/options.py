@@ -1,10 +1,8 @@
 """The options `--verifiers`, `--verifier_weights` and `--solved_at`, read but not yet loaded: three lists side by side.
 
-    verifiers: [math, my_module:f, 'regex:answer: (\\d+)', reward_model:runs/rm/model]
-    verifier_weights: [1, 0.2, 0.1, 0.5]
-    solved_at: [null, 0.5, null, null]
-
-What follows a prefix is taken whole, whatever stands in it.
+verifiers: [math, my_module:f, 'regex:answer: (\\d+)', reward_model:runs/rm/model]
+verifier_weights: [1, 0.2, 0.1, 0.5]
+solved_at: [null, 0.5, null, null]
 """
 
 import re

@@ -1,7 +1,7 @@
 """A reward model as a scorer: it reads the token ids of prompt and response, as the reward trainer computes scores."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,8 +38,7 @@ class RewardScorer:
         batches = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
         scores = torch.zeros(len(sequences))
         for indices in batches:
-            batch = collate([sequences[i] for i in indices], device)
-            scores[indices] = self.model(*batch).cpu()
+            scores[indices] = self.model(*collate([sequences[i] for i in indices], device)).cpu()
         if self.in_step:  # ZeRO 3 gathers weights in every forward, so all ranks need the same number of them
             most = int(ranks.global_max(torch.tensor(float(len(batches)))))
             for _ in range(most - len(batches)):
@@ -55,33 +54,24 @@ class RewardModelScorer(Named):
         self.scorer = scorer
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
-        prompts = [sample.prompt_ids for sample in samples]
         # NaN and Inf included: the rollout refuses them, and knows the dataset's rows.
-        return self.scorer.unchecked(prompts, [sample.response.ids for sample in samples]).tolist()
+        return self.scorer.unchecked([s.prompt_ids for s in samples], [s.response.ids for s in samples]).tolist()
 
 
-class Reader(NamedTuple):
-    """What a reward model needs to read the responses of a policy."""
+def load_reward_model(
+    part: Spelled, policy: ModelConfig, held: EngineConfig, tokenizer: Any, device: torch.device, batch_size: int
+) -> RewardModelScorer:
+    """Return the reward model that is named, which reads the responses of a policy, `batch_size` together.
 
-    policy: ModelConfig
-    held: EngineConfig
-    """How models are held; under ZeRO 3 each reward model has an engine of its own."""
-    tokenizer: Any
-    """The policy's."""
-    device: torch.device
-    batch_size: int
-    """Responses scored together."""
-
-
-def load_reward_model(part: Spelled, reader: Reader) -> RewardModelScorer:
-    """Return the reward model that is named; refuse one with another tokenizer than the policy's."""
-    policy = reader.policy
-    options = {"dtype": engine.torch_dtype(reader.held), "attn_implementation": policy.attn_implementation}
+    `tokenizer` is the policy's: one with another is refused. `held` says how models are held: under ZeRO 3 each reward
+    model has an engine of its own.
+    """
+    options = {"dtype": engine.torch_dtype(held), "attn_implementation": policy.attn_implementation}
     model = RewardModel.from_pretrained(part.detail, **options)
     if not has_score_head(model.classifier.config):
-        problem = "a language model without a head for scores; train it first with fused-rl reward"
-        raise InputError(f"{part.text}: {problem}")
-    check_reads_policy("reward model", part.detail, reader.tokenizer, policy.model)
-    frozen = engine.initialize_frozen(model.to(reader.device).requires_grad_(False).eval(), reader.held)
-    scorer = RewardScorer(frozen, reader.batch_size)
-    return RewardModelScorer(part.name, scorer, weight=part.weight, solved_at=part.solved_at)
+        raise InputError(
+            f"{part.text}: a language model without a head for scores; train it first with fused-rl reward"
+        )
+    check_reads_policy("reward model", part.detail, tokenizer, policy.model)
+    frozen = engine.initialize_frozen(model.to(device).requires_grad_(False).eval(), held)
+    return RewardModelScorer(part.name, RewardScorer(frozen, batch_size), weight=part.weight, solved_at=part.solved_at)

@@ -27,7 +27,7 @@ VERIFIERS = [
     *verifiers("exact_macth", "verifier 'exact_macth': expected .*exact_match"),
     *verifiers("judges:other_text", r"must take .*\(response, row\).* it takes \(text, row\)$"),
     *verifiers("math", "expected --option value, got 'judges:even'", "judges:even"),
-    *verifiers("math", "column 'anwser' is missing; the row has .* with --answer_column$", "--answer_column", "anwser"),
+    *verifiers("math", "column 'anwser' is missing or null; .* with --answer_column", "--answer_column", "anwser"),
     *verifiers("judges:Called", r"'judges:Called' must take \(response, row\)"),
     *verifiers("judges", "verifier 'judges': expected math, reasoning_gym"),
     *verifiers("judges:", "verifier 'judges:': expected"),
@@ -45,6 +45,6 @@ VERIFIERS = [
     *verifiers("reward_model:./rm", "'./rm' is neither a local folder with a model nor on the Hub"),
     *verifiers("reward_model:nobody/a2.5-v1.0", "nobody/a2.5-v1.0"),
     *cell("grpo", "answer", "Paris", "the answer 'Paris' has the word .*exact_match", options=("--verifiers", "math")),
-    *of("eval", "no verifiers", "line 1: --verifiers is missing; it names", "--verifiers", "null"),
-    *cell("grpo", "answer", None, "'answer' is null; mend or remove the row", options=("--verifiers", "math")),
+    *of("eval", "no verifiers", "line 1: --verifiers is missing; give one of", "--verifiers", "null"),
+    *cell("grpo", "answer", None, "is missing or null", options=("--verifiers", "math")),
 ]
