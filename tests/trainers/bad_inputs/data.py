@@ -76,7 +76,7 @@ DATA = [
     *line("sft", "[1]", "expected a JSON object, got list"),
     # Columns.
     *words("sft", "--prompt_column q", "line 1: column 'q' is missing; .*--prompt_column"),
-    *words("grpo", "--answer_column a --verifiers math", "line 1: column 'a' is missing; .*--answer_column"),
+    *words("grpo", "--answer_column a --verifiers math", "line 1: column 'a' is missing or null; .*--answer_column"),
     *words("reward", "--dataset rows.jsonl", "rows.jsonl, line 1: column 'chosen' is missing; .*--chosen_column"),
     *words("reward", "--reference_dataset rows.jsonl", "rows.jsonl, line 1: column 'chosen' is missing"),
     *cell("reward", "chosen", 3, f"column 'chosen' {TWO_SIDES}"),
