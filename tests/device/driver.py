@@ -193,13 +193,8 @@ class Driver:
 def session(on_launch: Callable[[Launch], None] = Launch.run, device: str = "cuda") -> Iterator[Session]:
     """Launches within go to a driver without a device, which has compiled nothing yet.
 
-    Args:
-        on_launch: called with each `Launch` after its checks; by default its PTX is executed.
-        device: where every pointer must lead.
-
-    Raises:
-        LaunchError: from a launch that a GPU would refuse or misread.
-        Fault: from one whose PTX does what it must not.
+    `on_launch` is called with each `Launch` after its checks; by default its PTX is executed. A launch that a GPU
+    would refuse or misread raises LaunchError, one whose PTX does what it must not Fault.
     """
     seen = Session(device, on_launch)
     ours = Driver(seen)

@@ -85,7 +85,7 @@ def patch(cuda) -> None:
     cuda.get_device_properties = lambda device=None: PROPERTIES
     cuda.get_device_capability = lambda device=None: (PROPERTIES.major, PROPERTIES.minor)
     cuda.mem_get_info = lambda device=None: (1 << 30, 1 << 30)
-    cuda.memory_reserved = cuda.memory_allocated = lambda device=None: 0
+    cuda.memory_reserved = cuda.memory_allocated = cuda.max_memory_allocated = lambda device=None: 0
     # one generator, that of the CPU, draws for both
     cuda.manual_seed = cuda.manual_seed_all = lambda seed: None
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()

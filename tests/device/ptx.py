@@ -71,18 +71,10 @@ class Program:
                 self.code.append(_instruction(statement))
 
     def run(self, grid, arguments, blocks, shared, chosen=None):
-        """Execute the CTAs of a grid one after the other.
+        """Execute the CTAs of a grid, or those `chosen` as triples, one after the other.
 
-        Args:
-            grid: three sizes.
-            arguments: addresses and numbers; those that are missing at the end are 0.
-            blocks: the `Block`s that may be touched.
-            shared: bytes of shared memory.
-            chosen: the CTAs to run, as triples; None for all.
-
-        Raises:
-            Fault: where a GPU would stop, or go wrong in silence.
-            Unknown: an instruction that is not implemented here.
+        `arguments` that are missing at the end are 0; only `blocks` may be touched. Raises Fault where a GPU would
+        stop or go wrong in silence, and Unknown for an instruction that is not implemented here.
         """
         missing = len(self.parameters) - len(arguments)
         values = [*arguments, *[0] * missing]

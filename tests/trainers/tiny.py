@@ -126,7 +126,7 @@ def documented(trainer: str) -> set[str]:
     for section in page.split("\n## ")[1:]:
         trainers = re.search(r"^In runs of (.*)\.$", section, re.MULTILINE)[1]
         keys |= set(re.findall(r"^- \*\*`(.+?)`\*\*", section, re.MULTILINE)) if f"`{trainer}`" in trainers else set()
-    return keys
+    return keys - {"perf/peak_memory_gb"}  # of GPUs
 
 
 def usual(trainer: str) -> set[str]:

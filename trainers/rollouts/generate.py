@@ -16,6 +16,7 @@ from torch import nn
 
 from fused_rl import TokenSupport
 from fused_rl.trainers.data.batch import on_device, pad
+from fused_rl.trainers.rollouts.options import ROLLOUT_BATCH_SIZE
 from fused_rl.trainers.rollouts.sampling import NoDistribution, Record, Sampling, truncated
 from fused_rl.trainers.rollouts.types import Response, Sampler
 
@@ -41,7 +42,7 @@ class TransformersSampler(Sampler):
     Args:
         lm: a transformers causal LM; where it is trained, the one inside of the engine.
         pad_id: fills batches; may equal a stop token.
-        batch_size: prompts generated together, of similar length.
+        batch_size: responses generated together, of similar length; None is what `responses_together` returns.
         synced_gpus: ranks keep in step though their responses end at different lengths (needed under ZeRO 3).
         look_every: tokens between two looks at which responses have ended; None is 1 on a CPU, and 16 where the host
             would wait for the device.
@@ -51,7 +52,9 @@ class TransformersSampler(Sampler):
     tells_logprobs = False  # the trainer would compute the same
     is_checked = False
 
-    def __init__(self, lm, *, pad_id: int, batch_size: int, synced_gpus: bool = False, look_every: int | None = None):
+    def __init__(
+        self, lm, *, pad_id: int, batch_size: int | None, synced_gpus: bool = False, look_every: int | None = None
+    ):
         self.lm = lm
         self.pad_id = pad_id
         self.batch_size = batch_size
@@ -71,17 +74,20 @@ class TransformersSampler(Sampler):
         runs.sort(key=lambda run: len(prompts[run[0]]))
         by_length = list(chain.from_iterable(runs))
 
+        longest = max(map(len, prompts), default=0)
+        batch_size = self.batch_size or responses_together(self.lm, longest + sampling.max_new_tokens)
+
         # Kept sets are noted between two looks: fewer tokens, where they would fill a device's memory.
         every = self.look_every
         if sampling.truncates:
-            noted = self.batch_size * self.lm.config.get_text_config().vocab_size
+            noted = batch_size * self.lm.config.get_text_config().vocab_size
             every = max(1, min(every, NOTED // noted))
         self.lm.eval()
         options = {"every": every, "reports": self.tells_logprobs, "generator": self.generator(prompts, sampling)}
         decode = functools.partial(_decode, **options) if keeps_keys_and_values(self.lm) else _transformers_generate
         responses = {}
-        for start in range(0, len(by_length), self.batch_size):
-            indices = by_length[start : start + self.batch_size]
+        for start in range(0, len(by_length), batch_size):
+            indices = by_length[start : start + batch_size]
             batch = [prompts[i] for i in indices]
             found = decode(self.lm, batch, sampling, self.pad_id, self.synced_gpus)
             if found.broken.any():
@@ -101,6 +107,28 @@ class TransformersSampler(Sampler):
     def publish(self, step: int, save: Callable[[Path], None]) -> None:
         """Note the step, for errors: the weights are the policy's."""
         self.step = step
+
+
+def responses_together(lm, tokens: int) -> int:
+    """Return how many responses are sampled together by default, at so many `tokens` each with the prompt.
+
+    On a GPU they take at most a quarter of what its memory holds beside a training of the model: 16 bytes of each
+    trained weight for gradient and optimizer, and a copy of the model as reference. Free memory is not asked, so a
+    resumed run samples the same. At least 64; a power of two.
+    """
+    if lm.device.type == "cpu" or not keeps_keys_and_values(lm):
+        return ROLLOUT_BATCH_SIZE
+    config = lm.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    past = 2 * config.num_hidden_layers * heads * width * lm.dtype.itemsize * tokens
+    drawing = 16 * config.vocab_size  # logits, scores, probabilities and random numbers in fp32
+    trained = sum(
+        (2 * weight.element_size() + 16 * weight.requires_grad) * getattr(weight, "ds_numel", weight.numel())
+        for weight in lm.parameters()
+    )
+    left = torch.cuda.get_device_properties(lm.device).total_memory - trained
+    return max(ROLLOUT_BATCH_SIZE, 1 << max(1, left // 4 // (past + drawing)).bit_length() - 1)
 
 
 def keeps_keys_and_values(lm) -> bool:

@@ -19,6 +19,8 @@ from fused_rl.trainers.options import (
 )
 from fused_rl.trainers.rollouts.sampling import Sampling
 
+ROLLOUT_BATCH_SIZE = 64
+
 
 class SamplingConfig(Options):
     """The distribution that each token of a response is sampled from."""
@@ -42,8 +44,8 @@ class SamplingConfig(Options):
 class SamplerConfig(SamplingConfig):
     """The sampler of responses."""
 
-    rollout_batch_size: PositiveInt = 64
-    """Responses generated together."""
+    rollout_batch_size: PositiveInt | None = None
+    """Responses generated together. By default 64 on a CPU, and on a GPU as many as its memory surely holds."""
     server: str | list[str] | None = None
     """Inference servers that sample in place of this process: one URL or several."""
     server_api_key_env: str | None = None

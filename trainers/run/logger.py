@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import indent
 
+import torch
+
 from fused_rl.trainers.base.engine import torch_dtype
 from fused_rl.trainers.base.files import as_json, unfinished, write_atomically
 from fused_rl.trainers.base.ranks import rank
@@ -72,6 +74,8 @@ class Logger:
         """Write one line of metrics.jsonl and a point of each curve; move the bar, or print a line now and then."""
         if not self.active:
             return
+        if torch.cuda.is_initialized():
+            metrics = metrics | {"perf/peak_memory_gb": torch.cuda.max_memory_allocated() / 2**30}
         entry = {"step": step, **{key: float(value) for key, value in metrics.items()}}
         self.history.append(entry)
         _append(self.folder / "metrics.jsonl", [entry])

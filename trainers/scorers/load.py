@@ -7,6 +7,7 @@ from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.base.text import load_function
 from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.options import InputError
+from fused_rl.trainers.rollouts.options import ROLLOUT_BATCH_SIZE
 from fused_rl.trainers.rollouts.types import Scorer
 from fused_rl.trainers.scorers import builtin
 from fused_rl.trainers.scorers.functions import FunctionScorer
@@ -40,7 +41,7 @@ def load_chosen(
 
 def load_for_policy(config: Config, rows, tokenizer, device, recorded) -> tuple[Config, list[Scorer]]:
     """Return what `load_chosen` does, for a policy that is trained with this config."""
-    reading = {"tokenizer": tokenizer, "device": device, "batch_size": config.rollout_batch_size}
+    reading = {"tokenizer": tokenizer, "device": device, "batch_size": config.rollout_batch_size or ROLLOUT_BATCH_SIZE}
     return load_chosen(config, rows, recorded, policy=config, held=config, **reading)
 
 
