@@ -190,7 +190,7 @@ def step_with(files, responses, scorers=None, **options):
     engine.setup(1)
     config = config_of(files, "", prompts_per_step=len(responses), **({"minibatches": 1, "epochs": 1} | options))
     tokenizer, device = encode.load_tokenizer(files[0]), torch.device("cpu")
-    reading = {"tokenizer": tokenizer, "device": device, "batch_size": config.rollout_batch_size}
+    reading = {"tokenizer": tokenizer, "device": device, "batch_size": 8}
     scorers = load_scorers(config, policy=config, held=config, **reading)
     made = setup.load_policy(config, tokenizer, scorers, device, updates=1)
     made.sampler = steps.Sampler(responses)
