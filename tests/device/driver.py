@@ -193,8 +193,7 @@ class Driver:
 def session(on_launch: Callable[[Launch], None] = Launch.run, device: str = "cuda") -> Iterator[Session]:
     """Launches within go to a driver without a device, which has compiled nothing yet.
 
-    `on_launch` is called with each `Launch` after its checks; by default its PTX is executed. A launch that a GPU
-    would refuse or misread raises LaunchError, one whose PTX does what it must not Fault.
+    Each `Launch` that passes its checks (else LaunchError) goes to `on_launch`, or its PTX is executed (else Fault).
     """
     seen = Session(device, on_launch)
     ours = Driver(seen)

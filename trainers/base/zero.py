@@ -74,7 +74,7 @@ class Step:
         if not zero.overflow:
             self.excess = torch.ones(())
             if zero.clip_grad:
-                self.excess = ((norm + 1e-6) / zero.clip_grad).clamp(min=1.0)
+                self.excess = (norm + 1e-6) / zero.clip_grad
             zero.optimizer.step()
             zero._lazy_init_hp_params_optimizer_state()
         self.gradients.clear()
