@@ -281,10 +281,10 @@ def run_blocks(page, **namespace):
     return namespace
 
 
-def test_the_loss_of_the_readme_runs(monkeypatch):
+def test_the_loss_of_the_readme_prints_what_the_readme_says(monkeypatch, capsys):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    found = run_blocks("README.md")
-    assert found["loss"].isfinite() and found["logits"].grad[:, -1].eq(0).all()
+    run_blocks("README.md")
+    assert f"```text\n{capsys.readouterr().out}```" in (Path(__file__).parent.parent / "README.md").read_text()
 
 
 def test_the_kept_sets_of_the_documentation_run(monkeypatch):

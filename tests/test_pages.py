@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fused_rl
-from fused_rl.trainers import grpo, sft
+from fused_rl.trainers import cli, grpo, ppo, reward, sft
 from fused_rl.trainers.commands import eval
 from fused_rl.trainers.run.logger import read_metrics
 from fused_rl.trainers.run.parse import parse
@@ -44,25 +44,22 @@ def test_the_site_has_every_page_and_the_api_every_public_name():
     assert named == set(fused_rl.__all__)
 
 
-def commands(source):
-    """The command lines of a block of bash."""
-    lines = source.replace("\\\n", " ").splitlines()
-    return [shlex.split(line) for line in lines if line.startswith("fused-rl")]
+def commands(page):
+    """The complete command lines in a page's blocks of bash."""
+    sources = "".join(re.findall(r"^```bash\n(.*?)^```", page, re.DOTALL | re.MULTILINE)).replace("\\\n", " ")
+    lines = [shlex.split(line, comments=True) for line in sources.splitlines() if line.startswith("fused-rl")]
+    return [words for words in lines if "…" not in words]
 
 
-COMMANDS = [words for kind, source in BLOCKS if kind == "bash" for words in commands(source)]
-
-
-CONFIGS = {"sft": sft.SFTConfig, "eval": eval.EvalConfig}
-CONFIGS |= {"grpo": grpo.GRPOConfig}
+COMMANDS = [words for path in PAGES for words in commands(path.read_text())]
+CONFIGS = [sft.SFTConfig, reward.RewardConfig, ppo.PPOConfig, grpo.GRPOConfig, eval.EvalConfig]
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: "-".join(words[1:4:2]))
-def test_the_tutorial_names_commands_and_options_that_there_are(words):
-    if words[1] in CONFIGS:
-        parse(CONFIGS[words[1]], words[2:])
-    else:
-        assert words[1] == "doctor"
+def test_a_page_names_commands_and_options_that_exist(words):
+    config = {each.command: each for each in CONFIGS}.get(words[1])
+    assert words[1] in cli.COMMANDS
+    assert config is None or parse(config, words[2:])
 
 
 @pytest.mark.slow
