@@ -8,7 +8,7 @@ import pytest
 
 from fused_rl.trainers import grpo
 from fused_rl.trainers.commands import doctor
-from fused_rl.trainers.run.rules import RULES, Watch
+from fused_rl.trainers.run.rules import RULES, Watch, few_signals
 from tests.trainers import runs
 
 FP32 = {"dtype": "float32", "eval_size": 256}
@@ -77,6 +77,11 @@ def test_every_condition_is_tried_and_the_page_names_it():
     assert {rule for _, _, rules in CASES for rule in rules} == set(RULES) and len(RULES) <= 12
     page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
     assert [line.split(" | ")[0][2:] for line in page.splitlines() if line.startswith("| ")][1:] == list(RULES)
+
+
+def test_a_start_that_teaches_little_is_said_with_its_figures():
+    assert "3.0% of the sampled answers are correct: at most 22% of groups of 8" in few_signals(0.03, 8)
+    assert few_signals(0.99, 8) and few_signals(0.04, 8) is few_signals(0.03, 16) is None
 
 
 def made(folder, entries, config="# fused-rl grpo --config <this file>\nsteps: 100\neval_size: 256\n"):

@@ -44,6 +44,7 @@ from fused_rl.trainers.rollouts.solved import judged
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.parse import parse
+from fused_rl.trainers.run.rules import few_signals
 from fused_rl.trainers.scorers.load import load_chosen
 from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
 
@@ -190,6 +191,9 @@ def evaluate(
         figures["accuracy_greedy_error"] = _standard_error(right[:, 0])
         figures["accuracy_sampled_error"] = _standard_error(right[:, 1:].mean(1))
     _say("\n".join(f"{name:<24}{value:.4g}" for name, value in figures.items()))
+    few = few_signals(figures.get("accuracy_sampled", 0.5), 8)
+    if few is not None:
+        _say(few)
     if out is not None and ranks.rank() == 0:
         options = config.plain() | {"max_new_tokens": length}
         write_rows(out / "responses.jsonl", responses)

@@ -16,7 +16,7 @@ from fused_rl.trainers.base.ranks import rank
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.base.text import shown
 from fused_rl.trainers.options import InputError, OutputConfig, RunConfig
-from fused_rl.trainers.run.rules import Watch
+from fused_rl.trainers.run.rules import Watch, few_signals
 
 # Header on the screen -> the keys that it may stand for; the first one that a run has is shown.
 COLUMNS = {
@@ -54,6 +54,7 @@ class Logger:
 
         self.folder = Path(config.output_dir)
         self.steps = config.steps
+        self.group_size = max(config.plain().get("group_size", 1), 8)
         self.last = {}
         self.shown = 0.0
         self.history = _cut(self.folder / "metrics.jsonl", start)
@@ -83,6 +84,9 @@ class Logger:
             self.board.add_scalar(key, value, step)
         if self.wandb is not None:
             self.wandb.log(metrics, step=step)
+        few = few_signals(entry.get("eval/accuracy_sampled", 0.5), self.group_size) if step == 0 else None
+        if few is not None:
+            tell(f"warning: {few}")
         for finding in self.watch.see(entry):
             tell(f"warning: {finding}")
         self.last.update(metrics)

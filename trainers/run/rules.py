@@ -1,4 +1,4 @@
-"""Twelve conditions that say that a run goes wrong, each of which a reader can check in metrics.jsonl by eye.
+"""Twelve signs that a run goes wrong, each of which a reader can check in metrics.jsonl.
 
 The conditions read logged metrics alone, so a resumed run repeats no finding and misses none. No number here was fitted
 to runs: a run without findings may still learn nothing, which held-out accuracy shows.
@@ -52,6 +52,13 @@ class Watch:
 def number(value: object) -> float:
     """A metric as a float; NaN for null and for what a damaged file may hold."""
     return float(str(value)) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+
+
+def few_signals(accuracy: float, size: int) -> str | None:
+    """Return a line if at most a quarter of the groups of `size` can have right and wrong answers before training."""
+    share = 1 - accuracy**size - (1 - accuracy) ** size  # concave: questions of unequal difficulty have fewer
+    seen = f"{accuracy:.1%} of the sampled answers are correct: at most {share:.0%} of groups of {size} teach anything"
+    return f"{seen}; train SFT longer, pick easier rows, or use a scorer that grades" if share < 0.25 else None
 
 
 # The conditions: (watch) -> what is seen, in words, or None.
