@@ -99,17 +99,7 @@ def sdist(sources, folder):
 
 
 def pip_install(python, *arguments):
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python,
-        "install",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-    ]
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-build-isolation"]
     done = subprocess.run([*pip, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
