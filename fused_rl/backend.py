@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton too reads it only when it is imported
+
 
 class Backend(NamedTuple):
     """The modules that serve a device; those of one name have the same functions."""
@@ -20,8 +22,10 @@ class Backend(NamedTuple):
 
 
 def backend_of(device: torch.device) -> Backend:
-    """CUDA and ROCm tensors take the kernels, CPU tensors the CPU path, or with TRITON_INTERPRET=1 the kernels too."""
-    return _backend(device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1" and device.type == "cpu")
+    """CUDA and ROCm tensors take the kernels, CPU tensors the CPU path, or the kernels if TRITON_INTERPRET=1."""
+    if _INTERPRETED and device.type == "cpu":
+        return _backend(os.environ.get("TRITON_INTERPRET") == "1")
+    return _backend(device.type == "cuda")
 
 
 @functools.cache

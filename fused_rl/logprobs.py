@@ -39,7 +39,7 @@ from fused_rl.checks import (
 from fused_rl.cpu.compiled import in_huge_pages
 from fused_rl.kernels.states import RowStatistics, RowSupport
 from fused_rl.outputs import TokenLogprobs
-from fused_rl.rows import inverse, next_targets, of_slab, row_bwd, row_fwd, slabs, without_last
+from fused_rl.rows import inverse, next_targets, of_slab, row_bwd, row_fwd, slabs, unit_stride, without_last
 from fused_rl.token_support import TokenSupport, check_support, check_support_values
 
 __all__ = ["TokenLogprobs", "token_logprobs"]
@@ -124,7 +124,7 @@ def token_logprobs(
     if not (inplace or _unwatched(logits)):
         outputs = torch.ops.fused_rl.token_logprobs.default(*inputs)
     elif logits.requires_grad and torch.is_grad_enabled():
-        outputs = _Unregistered.apply(inplace, *inputs)
+        outputs = _Unregistered.apply(logits, inplace, inputs)
     else:
         outputs = _statistics(*inputs)
     logprobs, entropy, lse, *_ = outputs
@@ -239,14 +239,14 @@ def _statistics(*inputs):
     x = None if ids is None else torch.zeros(ids.shape, dtype=torch.float32, device=logits.device)
     outputs = None
 
-    # a slab of rows at a time; as a rule it is all of them
+    # all rows at once where they are a matrix, else a slab at a time; as a rule it is all of them
+    if ids is None and logits.dim() == 2:
+        return *row_fwd(unit_stride(logits), targets, mask, inverse(temperature, row_temperature), softcap), None
     for at, rows in slabs(logits):
         given = of_slab(at, rows, logits.dim() - 1, targets, mask, row_temperature, begin, end)
         chosen, counts, temperatures, *ranges = given
         sets = None if ids is None else RowSupport(ids, *ranges)
         found = row_fwd(rows, chosen, counts, inverse(temperature, temperatures), softcap, sets, x)
-        if at == () and logits.dim() == 2:
-            return *found, x
         if at == ():  # no views, which could not be modified in place
             return *(o.resize_(logits.shape[:-1] + o.shape[1:]) for o in found), x
         outputs = outputs or _empty_statistics(*inputs)[:-1]
@@ -287,7 +287,7 @@ def _token_logprobs_backward_fake(dlogprobs, dentropy, dlse, logits, *_):
 
 
 def _empty_gradient(logits):
-    return in_huge_pages(torch.empty(logits.shape, dtype=logits.dtype, device=logits.device))
+    return in_huge_pages(torch.empty_like(logits, memory_format=torch.contiguous_format))
 
 
 def _gradient_into(dlogits, *arguments):
@@ -296,6 +296,9 @@ def _gradient_into(dlogits, *arguments):
     logits = given.pop(3)
     if logits.numel() == 0:
         return dlogits
+    if ids is None and logits.dim() == 2:
+        state, inv_t = given[5:], inverse(temperature, row_temperature)
+        return row_bwd(given[:3], unit_stride(logits), *given[3:5], state, inv_t, softcap, dlogits)
     for at, rows, out in slabs(logits, dlogits):
         parts = of_slab(at, rows, logits.dim() - 1, *given, row_temperature, begin, end)
         *upstream, targets, mask, entropy, m, rest, temperatures, begins, ends = parts
@@ -338,7 +341,7 @@ class _Unregistered(torch.autograd.Function):
     """The same outside the operators: without their dispatch, or in place, which they may not be."""
 
     @staticmethod
-    def forward(ctx, inplace, *inputs):
+    def forward(ctx, logits, inplace, inputs):
         ctx.inplace, output = inplace, _statistics(*inputs)
         _setup_context(ctx, inputs, output)
         return output[:3]
@@ -346,14 +349,14 @@ class _Unregistered(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *upstream):
         if all(d is None for d in upstream):
-            return (None,) * 10
+            return None, None, None
         if torch.is_grad_enabled():  # create_graph=True: else a second derivative would go missing
             if ctx.inplace:
                 raise RuntimeError("inplace=True leaves no logits to differentiate again; leave out create_graph")
-            return None, *_registered_gradient(ctx, *upstream)
+            return _registered_gradient(ctx, *upstream)[0], None, None
         logits, *saved = _saved(ctx)
         dlogits = logits.detach() if ctx.inplace else _empty_gradient(logits)
         _gradient_into(dlogits, *upstream, logits, *saved)
         if ctx.inplace:
             torch.autograd.graph.increment_version(logits)  # a kernel's store is invisible to the version counter
-        return None, dlogits, *(None,) * 8
+        return dlogits, None, None

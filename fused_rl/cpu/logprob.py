@@ -48,7 +48,7 @@ def logprob_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, re
         dtypes = native.DTYPES[logits.dtype], native.DTYPES[out.dtype]
         x = logits, logits.stride(0), out, out.stride(0), *dtypes, *logits.shape
         per_row = _per_row(targets, mask, entropy, m, rest)
-        upstream = _per_row(*(None if d is None else d.float() for d in (dlogprobs, dentropy, dlse)))
+        upstream = _per_row(dlogprobs, dentropy, dlse)
         native.call("logprob_bwd", logits.numel(), *upstream, *x, *per_row, *_either(inv_temperature))
         return out
     live = m != -torch.inf if mask is None else mask & (m != -torch.inf)

@@ -54,7 +54,7 @@ def targets_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, re
     g[~live] = 0
 
     # the row first, which may take the logits' place, then the targets: equal ids write equal values
-    out = logprob_bwd(None, dentropy, dlse - total, logits, ids[:, 0], *statistics, out=out)
+    out = logprob_bwd(None, dentropy, (dlse - total).float(), logits, ids[:, 0], *statistics, out=out)
     out[torch.arange(n)[:, None], ids] = g.to(out.dtype)  # scatter_ would copy the row first
     return out
 
