@@ -28,7 +28,7 @@ def test_a_panel_has_the_keys_that_the_run_has(monkeypatch, tmp_path):
         "eval/accuracy_greedy": [[0, 0.1], [2, 0.5]],
         "policy/entropy_avg": [[2, 1.0]],
     }
-    assert columns_of(HISTORY[0] | HISTORY[2]) == "reward 0.4  held-out 0.5  entropy 1"
+    assert columns_of(HISTORY[0] | HISTORY[2]) == "reward 0.4  held-out 0.5"
 
 
 def test_columns_and_panels_are_of_metrics():

@@ -107,7 +107,7 @@ def test_where_nobody_says_what_is_solved_there_is_no_figure_of_it(judge, why, f
     rows, summary = read(tmp_path / "out")
     assert {row["solved"] for row in rows} == {None} and "mean_length" in summary
     assert not [name for name in summary if re.search("acc|pass|solved", name)]
-    assert f"\nsolved: {why}" in capsys.readouterr().out
+    assert f"solved: {why}" in capsys.readouterr().out
 
 
 def test_responses_are_those_of_the_model_and_equal_seeds_are_equal(folder, tmp_path):

@@ -1,6 +1,7 @@
 """Whole runs of sft and grpo on models of a few thousand weights: split over ranks, saved, and seen."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -108,7 +109,10 @@ def test_the_same_seed_is_the_same_run_and_leaves_its_files(files, grpo_run, tmp
     assert_same_weights(grpo_run, tmp_path / "again")
     evaluated = ["eval/accuracy_greedy" in m for m in tiny.read_metrics(grpo_run)]
     assert evaluated == [True, False, True, True]
-    assert "warning" not in capsys.readouterr().out  # the first ratio is 1
+    said = capsys.readouterr().out
+    assert "warning" not in said  # the first ratio is 1
+    ending = r"held-out: eval/accuracy_greedy [\d.]+ ± [\d.]+ at step 0, .* at step 3; KL .*\nmodel: .*\nnext: fused-rl doc"
+    assert len(re.findall(ending, said)) == 2
     for name in ("curves.png", "samples.jsonl", "model/model.safetensors", "model/chat_template.jinja"):
         assert (grpo_run / name).stat().st_size > 0
     assert list((grpo_run / "tensorboard").iterdir())

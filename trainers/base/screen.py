@@ -22,7 +22,9 @@ def phase(what: str) -> Iterator[dict[str, float]]:
     found = {}
     yield found
     values = "".join(f"; {key.removeprefix('eval/')} {value:.4g}" for key, value in found.items())
-    log(f"{what} ({time.monotonic() - began:.1f} s){values}")
+    seconds = time.monotonic() - began
+    if values or seconds >= 0.1:
+        log(f"{what} ({seconds:.1f} s){values}")
 
 
 def log(*lines: str) -> None:

@@ -44,12 +44,7 @@ def of_run(folder: Path) -> bool:
     steps = history[-1]["step"] if history else 0
     tell(f"{folder}: {command[1]}, {steps} of {config.get('steps') or '?'} steps")
     tell(f"  examined: {len(history)} lines of metrics.jsonl, for {len(RULES)} conditions (docs/doctor.md)")
-    if len(watch.held_out) > 1:
-        first, key, start = watch.held_out[0]
-        last, _, now = watch.held_out[-1]
-        tell(f"  held-out: {key} {start:.3g} at step {first}, {now:.3g} at step {last}")
-    else:
-        tell("  held-out: no two evaluations of accuracy, so nothing here shows whether the run learned")
+    tell(f"  {watch.learned()}")
     if not (folder / "model").exists():
         tell("  unfinished: there is no model/ yet; a run that was stopped continues with --resume")
     for finding in watch.found.values():

@@ -22,7 +22,7 @@ import yaml
 
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import as_json, hash_of_rows, write_atomically, write_rows
-from fused_rl.trainers.base.screen import phase, tell
+from fused_rl.trainers.base.screen import log, phase, tell
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.rows import Given, chosen_rows
 from fused_rl.trainers.models import language_model
@@ -119,13 +119,8 @@ def as_its_run(config: EvalConfig) -> EvalConfig:
     names = [name for name in PROMPTING if getattr(config, name) is None]
     names += SCORING if config.verifiers is None else ()
     taken = {name: run[name] for name in names if run.get(name) is not None}
-    _say(f"as in {described}: {', '.join(f'{name} {value}' for name, value in taken.items())}")
+    log(f"as in {described}: {', '.join(f'{name} {value}' for name, value in taken.items())}")
     return config.changed(**taken)
-
-
-def _say(line: str) -> None:
-    if ranks.rank() == 0:
-        tell(line)
 
 
 def evaluate(
@@ -181,7 +176,7 @@ def evaluate(
                 incidents[key] = incidents.get(key, 0.0) + count
         if time.monotonic() - printed > 10:
             printed = time.monotonic()
-            _say(f"{min(part.stop, len(share.prompts))} of {len(share.prompts)} problems of this process")
+            log(f"{min(part.stop, len(share.prompts))} of {len(share.prompts)} problems of this process")
     responses = sorted(sum(ranks.gather(responses), []), key=lambda row: row["problem"])
 
     # The figures of all ranks.
@@ -190,10 +185,10 @@ def evaluate(
         right = torch.tensor([bool(row["solved"]) for row in responses]).view(len(problems), -1).double()
         figures["accuracy_greedy_error"] = _standard_error(right[:, 0])
         figures["accuracy_sampled_error"] = _standard_error(right[:, 1:].mean(1))
-    _say("\n".join(f"{name:<24}{value:.4g}" for name, value in figures.items()))
+    log("\n".join(f"{name:<24}{value:.4g}" for name, value in figures.items()))
     few = few_signals(figures.get("accuracy_sampled", 0.5), 8)
     if few is not None:
-        _say(few)
+        log(few)
     if out is not None and ranks.rank() == 0:
         options = config.plain() | {"max_new_tokens": length}
         write_rows(out / "responses.jsonl", responses)
@@ -214,7 +209,7 @@ def _response_length(config: EvalConfig, lm, tokenizer, problems: list[Prompt]) 
         positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None) or math.inf
         longest = max(len(problem.ids) for problem in problems)
         length = max(1, min(MAX_NEW_TOKENS, positions - longest))
-        _say(f"max_new_tokens: {length}")
+        log(f"max_new_tokens: {length}")
     rows = ((problem.ids, problem.where) for problem in problems)
     language_model.check_fits(lm, tokenizer, rows, length, "max_new_tokens or max_prompt_length")
     return length

@@ -23,9 +23,8 @@ COLUMNS = {
     "loss": ("train/loss", "train/rm/loss"),
     "reward": ("reward", "objective/scores"),
     "held-out": ("eval/accuracy_greedy", "eval/score", "eval/rm/accuracy", "eval/accuracy"),
-    "KL": ("objective/kl_exact",),
-    "entropy": ("policy/entropy_avg", "train/entropy"),
     "tokens/s": ("perf/tokens_per_second",),
+    "KL": ("objective/kl_exact",),
 }
 # Title in curves.png -> the keys that are drawn over the steps; a panel without any of them is left out.
 PANELS = {
@@ -86,7 +85,7 @@ class Logger:
             self.wandb.log(metrics, step=step)
         few = few_signals(entry.get("eval/accuracy_sampled", 0.5), self.group_size) if step == 0 else None
         if few is not None:
-            tell(f"warning: {few}")
+            tell(f"step 0: {few}")
         for finding in self.watch.see(entry):
             tell(f"warning: {finding}")
         self.last.update(metrics)
@@ -183,7 +182,7 @@ def columns_of(metrics: Mapping[str, float]) -> str:
     for header, keys in COLUMNS.items():
         found = [metrics[key] for key in keys if key in metrics]
         if found:
-            parts.append(f"{header} {found[0]:.4g}")
+            parts.append(f"{header} {found[0]:.0f}" if abs(found[0]) >= 1000 else f"{header} {found[0]:.3g}")
     return "  ".join(parts)
 
 

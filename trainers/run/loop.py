@@ -27,7 +27,7 @@ import torch
 
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import as_json, hash_of, hash_of_model, hash_of_rows, storing, write_atomically
-from fused_rl.trainers.base.screen import phase, tell
+from fused_rl.trainers.base.screen import log, phase, tell
 from fused_rl.trainers.data.order import RowOrder, in_steps
 from fused_rl.trainers.options import InputError, RunConfig
 from fused_rl.trainers.run import hub
@@ -105,6 +105,7 @@ class Run:
         changed = self.store.check_inputs(self.inputs) if config.resume else []
         if changed and ranks.rank() == 0:
             tell(f"resume: continues with other inputs: {', '.join(changed)}")
+        self.problems = len(held_out)
         self.config = self.store.config = in_steps(config, len(rows))
         self.order = RowOrder(len(rows), getattr(config, config.batch_option), config.seed)
         return self.config
@@ -181,8 +182,7 @@ class Run:
         if stop:
             self.logger.close()
             release()
-            if ranks.rank() == 0:
-                tell(f"stopped after step {self.step}; continue with --resume")
+            log(f"stopped after step {self.step}; continue with --resume")
             ranks.barrier()  # else two processes can abort at exit
             raise Stopped
 
@@ -206,7 +206,10 @@ class Run:
         if ranks.rank() == 0:
             checkpoints = self.store.checkpoints
             kept = f", checkpoints: {checkpoints}" if checkpoints.exists() else ""
-            tell(f"model: {model}, curves: {self.store.path / 'curves.png'}{kept}")
+            watch, folder = self.logger.watch, self.store.path
+            tell(watch.learned(self.problems), f"model: {model}, curves: {folder / 'curves.png'}{kept}")
+            findings = ", ".join(watch.found) or "no findings"
+            tell(f"next: fused-rl doctor {folder} ({findings}), or tensorboard --logdir {folder}")
         if self.config.push_to_hub:
             message = f"fused-rl {self.config.command}, step {self.step}"
             ranks.on_first_rank(lambda: hub.push(self.config, model, message))

@@ -44,6 +44,19 @@ class Watch:
         values = self.values.get(key, [])[-count:]
         return mean(values) if len(values) == count else math.nan
 
+    def learned(self, problems: int = 0) -> str:
+        """Return a line of held-out accuracy at the start and now, ± the standard error over `problems`, and the KL."""
+        if len(self.held_out) < 2:
+            return "held-out: no two evaluations of accuracy, so nothing here shows whether the run learned"
+        (first, key, start), (last, _, now) = self.held_out[0], self.held_out[-1]
+        figures = []
+        for accuracy in (start, now):
+            known = problems and key != "eval/accuracy"  # which is over tokens
+            error = f" ± {math.sqrt(accuracy * (1 - accuracy) / problems):.2g}" if known else ""
+            figures.append(f"{accuracy:.3g}{error}")
+        kl = [f"; KL {value:.3g} nats per response" for value in self.values.get("eval/kl_exact", [])[-1:]]
+        return f"held-out: {key} {figures[0]} at step {first}, {figures[1]} at step {last}{''.join(kl)}"
+
     def in_fp32(self) -> bool:
         """Return True if a second forward pass repeats the first one to fp32 rounding."""
         return self.config.get("dtype") == "float32" or self.config.get("zero_stage") == 0
