@@ -111,7 +111,7 @@ def test_the_same_seed_is_the_same_run_and_leaves_its_files(files, grpo_run, tmp
     assert evaluated == [True, False, True, True]
     said = capsys.readouterr().out
     assert "warning" not in said  # the first ratio is 1
-    ending = r"held-out: eval/accuracy_greedy [\d.]+ ± [\d.]+ at step 0, .* at step 3; KL .*\nmodel: .*\nnext: fused-rl doc"
+    ending = r"held-out: eval/accuracy_greedy [\d.]+ ± [\d.]+ at step 0, .* at step 3; KL .*\nmodel: .*\nnext: fused-rl"
     assert len(re.findall(ending, said)) == 2
     for name in ("curves.png", "samples.jsonl", "model/model.safetensors", "model/chat_template.jinja"):
         assert (grpo_run / name).stat().st_size > 0
