@@ -105,15 +105,7 @@ def pip_install(python, *arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "way",
-    [
-        "wheel",
-        "sdist",
-        pytest.param("lenient", id="editable"),
-        pytest.param("strict", id="editable-strict"),
-    ],
-)
+@pytest.mark.parametrize("way", ["wheel", "sdist", "lenient", "strict"])  # the last two are editable modes
 def test_installed_package_works_from_another_folder(way, sources, environment, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

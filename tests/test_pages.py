@@ -12,14 +12,13 @@ import pytest
 import fused_rl
 from fused_rl.trainers import cli, grpo, ppo, reward, sft
 from fused_rl.trainers.commands import eval
-from fused_rl.trainers.run.logger import read_metrics
 from fused_rl.trainers.run.parse import parse
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 TUTORIAL = (DOCS / "tutorial.md").read_text()
-BLOCKS = re.findall(r"^```(bash|python)\n(.*?)^```", TUTORIAL, re.DOTALL | re.MULTILINE)
+BLOCKS = re.findall(r"^```(bash|python|text)\n(.*?)^```", TUTORIAL, re.DOTALL | re.MULTILINE)
 
 
 def name_of(path):
@@ -62,24 +61,30 @@ def test_a_page_names_commands_and_options_that_exist(words):
     assert config is None or parse(config, words[2:])
 
 
+def prints(output, line):
+    """True if the output has the line, with numbers that are at most 0.1 from the line's."""
+    words, numbers = re.split(r"[\d.]+", line), re.findall(r"[\d.]+", line)
+    found = re.search(r"([\d.]+)".join(map(re.escape, words)), output)
+    pairs = zip(numbers, found.groups() if found else (), strict=found is not None)
+    return found is not None and all(abs(float(a) - float(b)) <= 0.1 for a, b in pairs)
+
+
 @pytest.mark.slow
-def test_the_tutorial_runs_as_written_and_its_model_learns(tmp_path):
-    """Every block, in order, in an empty folder: bash as it stands, Python as a file of its own."""
+def test_the_tutorial_prints_what_it_says(tmp_path):
+    """Every block, in order, in an empty folder: bash as it stands, Python as a file, whose first line may name it."""
     paths = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     alone = {"PATH": paths, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     alone |= {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
-    said = []
-    for i, (kind, source) in enumerate(BLOCKS):
-        path = tmp_path / f"{i}.{'py' if kind == 'python' else 'sh'}"
+    output = ""
+    for kind, source in BLOCKS:
+        if kind == "text":
+            assert [line for line in source.splitlines() if not prints(output, line)] == [], output
+            continue
+        name = re.match(r"# (\w+\.py)\n", source)
+        path = tmp_path / (name[1] if name else f"block.{kind}")
         path.write_text(source)
         command = [sys.executable] if kind == "python" else ["bash", "-eu"]
-        ran = subprocess.run(
-            [*command, path.name], cwd=tmp_path, env=os.environ | alone, capture_output=True, text=True, timeout=3000
-        )
-        assert ran.returncode == 0, source + ran.stdout + ran.stderr
-        said.append(ran.stdout)
-    history = read_metrics(tmp_path / "grpo" / "metrics.jsonl")
-    accuracies = [line["eval/accuracy_greedy"] for line in history if "eval/accuracy_greedy" in line]
-    print(*said, sep="\n")
-    assert accuracies[-1] > accuracies[0] + 0.2
-    assert float(re.search(r"solved: ([\d.]+)%", said[-1])[1]) > 100 * accuracies[0] + 20
+        command += [path.name]
+        ran = subprocess.run(command, cwd=tmp_path, env=os.environ | alone, capture_output=True, text=True)
+        output = ran.stdout
+        assert ran.returncode == 0, source + output + ran.stderr
