@@ -9,8 +9,8 @@ responses, and the starting model's mean log-probability of TRL's first response
 `needed` is a lower bound for a phase of GRPO. After a step, the model alone is run on that step's micro-batches, in the
 same layout. `rollout` needs the passes that sample these responses token by token. `measure` needs the forward passes
 of policy and reference, without the exact KL. `update` needs a forward and a backward pass through `LanguageModel`:
-with the fused head that the trainer uses, and -log p as the loss. No trainer, engine or optimizer runs in it, and the
-fastest of all steps is taken, so phase / needed is at least 1.
+with the fused head that the trainer uses, and -log p as the loss. No trainer, engine or optimizer runs in it. A phase
+is divided by what the same step needs, as steps differ in their responses; the table has the medians.
 """
 
 import contextlib
@@ -463,8 +463,11 @@ def figures(found: list[Run], theirs: list[Run]) -> dict:
     row = {"ms": ms, "samples_ms": samples, "steps_over_trl": over}
     if found[0].needed:
         bare = list(itertools.chain.from_iterable(run.needed[1:] for run in found))
-        row["needed_ms"] = {part: 1e3 * min(step[part] for step in bare) for part in bare[0]}
-        row["over_needed"] = {part: ms[part] / least for part, least in row["needed_ms"].items()}
+        row["needed_ms"], row["over_needed"] = {}, {}
+        for part in bare[0]:
+            row["needed_ms"][part] = 1e3 * statistics.median(step[part] for step in bare)
+            pairs = zip(counted, bare, strict=True)
+            row["over_needed"][part] = statistics.median(step[part] / least[part] for step, least in pairs)
     return row
 
 
