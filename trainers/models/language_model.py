@@ -91,8 +91,7 @@ class LanguageModel(nn.Module):
             want_logits, want_hidden: request `logits` and `hidden`.
         """
         places = mask.flatten().nonzero()[:, 0] if places is None else places
-        targets = input_ids[:, 1:].flatten()[places]
-        hidden = logits = loss = None
+        targets, hidden, loss = input_ids[:, 1:].flatten()[places], None, None
         if self.loss_from == "logits":
             logits = self._states(self.base, "logits", input_ids, places, packed)  # soft-capped, where the model is so
             rows = fused_rl.token_logprobs(logits, targets, temperature=temperature, support=support)
@@ -101,17 +100,19 @@ class LanguageModel(nn.Module):
             hidden = self._states(self.base.base_model, "last_hidden_state", input_ids, places, packed)
             head = self.head
             operands = hidden, head.weight, targets
-            options = {"temperature": temperature, "bias": head.bias}
-            options |= {"softcap": self.softcap, "logits_dtype": self.head_dtype}
-            if token_loss is None or support is not None:  # over kept sets there is nothing to save by a fused loss
+            capped = {"temperature": temperature, "softcap": self.softcap}
+            options = capped | {"bias": head.bias, "logits_dtype": self.head_dtype}
+            logits = head(hidden) if want_logits else None
+            if want_logits and support is None:  # the product with the head is formed once
+                rows = fused_rl.token_logprobs(logits, targets, **capped)
+            elif token_loss is None or support is not None:  # over kept sets there is nothing to save by a fused loss
                 rows = fused_rl.linear_token_logprobs(*operands, support=support, **options)
             else:
                 of_places = [tensor.flatten()[places] for tensor in per_token]
                 rows = fused_rl.linear_token_loss(*operands, token_loss, *of_places, **options)
                 loss = rows.loss
-            if want_logits:
-                logits = head(hidden)
-                logits = logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+            if want_logits and self.softcap is not None:
+                logits = self.softcap * torch.tanh(logits / self.softcap)
 
         logprobs = at_places(rows.logprobs, mask, places)
         entropy = at_places(rows.entropy, mask, places)
