@@ -225,7 +225,7 @@ def train(
     *,
     dataset: Given = None,
     eval_dataset: Given = None,
-    scorers: Sequence[Callable | str] | None = None,
+    scorers: Sequence[Callable[..., object] | str] | None = None,
     sampler: Make | None = None,
 ) -> str:
     """Run the whole training, on what is given or on what the config names; return the trained model's folder."""

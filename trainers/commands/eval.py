@@ -124,7 +124,7 @@ def as_its_run(config: EvalConfig) -> EvalConfig:
 
 
 def evaluate(
-    config: EvalConfig, *, dataset: Given = None, scorers: Sequence[Callable | str] | None = None
+    config: EvalConfig, *, dataset: Given = None, scorers: Sequence[Callable[..., object] | str] | None = None
 ) -> dict[str, float]:
     """Run the whole evaluation, of rows and scorers that are given or that the config names; return the figures."""
     config = with_scorers(config, scorers)

@@ -87,7 +87,7 @@ def read(options: ScorerConfig) -> list[Spelled]:
     return found
 
 
-def with_scorers(config: Config, scorers: Sequence[Callable | str] | None) -> Config:
+def with_scorers(config: Config, scorers: Sequence[Callable[..., object] | str] | None) -> Config:
     """Return the config with the scorers that Python gave: names as in `verifiers`, and functions."""
     if scorers is None:
         return config
