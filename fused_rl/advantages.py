@@ -10,6 +10,7 @@ from fused_rl.backend import backend_of
 from fused_rl.checks import (
     check_choice,
     check_device,
+    check_finite,
     check_flag,
     check_floating,
     check_mask,
@@ -17,7 +18,6 @@ from fused_rl.checks import (
     check_range,
     check_shape,
     described,
-    values_are_checked,
 )
 from fused_rl.masked import global_moments, whiten
 
@@ -132,15 +132,7 @@ def _check_rewards(rewards, group_size):
         raise ValueError(f"group_size must be a whole number, responses per prompt, got {described(group_size)}")
     if group_size < 1 or rewards.numel() % group_size:
         raise ValueError(f"{rewards.numel()} rewards do not divide into groups of group_size={group_size}")
-    if torch.compiler.is_compiling() or not values_are_checked(rewards.device):
-        return
-    bad = ~rewards.isfinite()
-    if bad.any():
-        at = int(bad.nonzero()[0])
-        raise ValueError(
-            f"rewards[{at}] is {rewards[at].item()}, {int(bad.sum())} of {len(bad)} are not finite: nothing compares "
-            "with these; score the response, or leave its group out"
-        )
+    check_finite("rewards", rewards, "score the response, or leave its group out")
 
 
 def _check_scales(**scales):

@@ -10,6 +10,7 @@ from fused_rl.checks import (
     check_choice,
     check_count,
     check_device,
+    check_finite,
     check_floating,
     check_mask,
     check_shape,
@@ -145,7 +146,9 @@ class TokenBatch:
     def advantages(self, tensor: Tensor) -> Tensor:
         """(B, T), or one value per sequence -> as `constant`."""
         check_floating("advantages", tensor)
-        return self.constant("advantages", self._spread("advantages", tensor))
+        spread = self.constant("advantages", self._spread("advantages", tensor))
+        check_finite("advantages", spread, "mask the token, or mend its reward")
+        return spread
 
     def shares(self, loss_agg: str) -> Tensor:
         """(B, T): every aggregation is a weighted sum over tokens, divided by `denominator`; these are the weights."""

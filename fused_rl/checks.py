@@ -239,6 +239,16 @@ def split_temperature(
     return 1.0, temperature.to(device, torch.float32).expand(rows)
 
 
+def check_finite(name: str, x: Tensor, remedy: str) -> None:
+    """Refuse NaN and infinity, where reading values costs nothing."""
+    if torch.compiler.is_compiling() or not values_are_checked(x.device):
+        return
+    bad = ~x.isfinite()
+    if bad.any():
+        i = bad.nonzero()[0].tolist()
+        raise ValueError(f"{name}{i} is {x[tuple(i)].item()}, {int(bad.sum())} of {x.numel()} are not finite; {remedy}")
+
+
 def values_are_checked(device: torch.device) -> bool:
     """Where reading a tensor's values costs nothing, or was asked for."""
     return device.type == "cpu" or os.environ.get("FUSED_RL_CHECKED") == "1"

@@ -139,9 +139,9 @@ def policy_loss(
         - with `ref_logprobs`, sums over a sequence's tokens / num_sequences: `kl` by `kl_estimator`; `kl1` to `kl4`.
 
     Raises:
-        ValueError: shapes, dtypes, devices or options that do not fit; an option that nothing reads, as `clip_high`
-            beside a surrogate that clips nothing, or `kl_estimator` without `ref_logprobs`; a surrogate of yours that
-            takes other arguments, or does not return the loss of each token in their shape and dtype.
+        ValueError: shapes, dtypes, devices or options that do not fit; an option that nothing reads, such as
+            `clip_high` beside a surrogate that clips nothing; a surrogate of yours that takes other arguments, or does
+            not return (B, T) losses in their dtype; on CPU, or with FUSED_RL_CHECKED=1, advantages that are not finite.
     """
     check_tensors(logprobs=logprobs, advantages=advantages, mask=mask)
     chosen = resolve_options(preset, changes, options)

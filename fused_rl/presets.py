@@ -144,24 +144,6 @@ class Preset(NamedTuple):
     equation: str
 
 
-_GSPO = {
-    "ratio_level": "sequence",
-    "clip_low": 3e-4,
-    "clip_high": 4e-4,
-    "loss_agg": "seq-mean-token-mean",
-}
-_LUSPO = {
-    "ratio_level": "sequence",
-    "clip_low": 2e-3,
-    "clip_high": 2.5e-3,
-    "loss_agg": "seq-mean-token-sum",
-}
-_GMPO = {
-    "surrogate": "geo-mean",
-    "clip_low": 0.4,
-    "clip_high": 0.4,
-    "loss_agg": "seq-mean-token-mean",
-}
 _MIN = "-min(r A, clip(r) A)"
 
 PresetName = Literal[
@@ -211,7 +193,7 @@ PRESETS: dict[PresetName, Preset] = {
         equation=f"1/N sum_it {_MIN}",
     ),
     "gspo": Preset(
-        options=_GSPO,
+        options={"ratio_level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "loss_agg": "seq-mean-token-mean"},
         advantage="group-std",
         paper="arXiv:2507.18071, eq. 5",
         equation="1/B sum_i -min(s_i A, clip(s_i) A)",
@@ -229,7 +211,7 @@ PRESETS: dict[PresetName, Preset] = {
         equation="1/B sum_i 1/n_i sum_t -4/tau sigmoid(tau (r - 1)) A",
     ),
     "luspo": Preset(
-        options=_LUSPO,
+        options={"ratio_level": "sequence", "clip_low": 2e-3, "clip_high": 2.5e-3, "loss_agg": "seq-mean-token-sum"},
         advantage="group-std",
         paper="arXiv:2602.05261",
         equation="1/B sum_i -n_i min(s_i A, clip(s_i) A)",
@@ -253,12 +235,15 @@ PRESETS: dict[PresetName, Preset] = {
         equation=f"1/N sum_it {_MIN}",
     ),
     "gmpo": Preset(
-        options=_GMPO,
+        options={"surrogate": "geo-mean", "clip_low": 0.4, "clip_high": 0.4, "loss_agg": "seq-mean-token-mean"},
         advantage="group-std",
         paper="arXiv:2507.20673",
         equation="1/B sum_i -A exp(1/n_i sum_t sgn(A) min(sgn(A) log r, sgn(A) clip(log r)))",
     ),
 }
+
+
+TRL_NAMES = {"beta": "kl_coef", "epsilon": "clip_low and clip_high", "epsilon_high": "clip_high", "loss_type": "preset"}
 
 
 def resolve_options(
@@ -276,6 +261,8 @@ def resolve_options(
         check_choice("preset", preset, PRESETS)
         base = PRESETS[preset].options
     for name in [*base, *changes]:
+        if name in TRL_NAMES:
+            raise ValueError(f"{name} is TRL's name; use {TRL_NAMES[name]}")
         check_choice("option", name, PolicyLossOptions.__dataclass_fields__)
     if options is not None:
         return dataclasses.replace(options, **changes) if changes else options

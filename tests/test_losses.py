@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fused_rl
-from fused_rl import reference
+from fused_rl import presets, reference
 from fused_rl.aggregation import LOSS_AGGS
 from fused_rl.surrogates import RATIO_LEVELS, SURROGATES
 from tests.marks import diagonal
@@ -271,6 +271,17 @@ def test_k1_as_a_loss_warns_and_says_what_to_use():
     x, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
     with pytest.warns(UserWarning, match="expected gradient is zero.*rk3"):
         fused_rl.policy_loss(x, x, torch.ones(1), mask, ref_logprobs=x, kl_coef=0.1, kl_estimator="k1")
+
+
+def test_names_of_trl_and_advantages_that_are_no_numbers_are_refused():
+    x, mask = torch.zeros(2, 2), torch.tensor([[True, True], [True, False]])
+    for name, ours in presets.TRL_NAMES.items():
+        with pytest.raises(ValueError, match=f"^{name} is TRL's name; use {ours}$"):
+            fused_rl.policy_loss(x, x, torch.ones(2), mask, **{name: 0.1})
+    nan = torch.tensor([[1.0, 2.0], [3.0, torch.nan]])
+    assert fused_rl.policy_loss(x, x, nan, mask)[0].isfinite()  # where nothing counts it may stand
+    with pytest.raises(ValueError, match=r"^advantages\[1, 0\] is nan, 1 of 4 are not finite; mask"):
+        fused_rl.policy_loss(x, x, nan[:, 1], mask)
 
 
 def run_blocks(page, **namespace):
