@@ -30,50 +30,48 @@ ROLLOUT_BOUNDS = ("rollout_low", "rollout_high")
 
 @dataclasses.dataclass(frozen=True)
 class PolicyLossOptions(SapoOptions, VespoOptions):
-    """Everything `policy_loss` lets you choose, with its defaults (PPO's); `PRESETS` are changes to these.
+    """The options of `policy_loss`; the defaults are PPO's, and `PRESETS` are changes to these.
 
     A surrogate's own options stand beside it (`surrogates.py`).
     """
 
     ratio_level: RatioLevel = "token"
-    """Whose probability ratio a token gets: its own, its sequence's geometric mean ("sequence"), or its sequence's
-    product ("sequence-sum")."""
+    """Ratio of a token: its own (token), its sequence's geometric mean (sequence) or product (sequence-sum)."""
     surrogate: str | Callable = "clip"
-    """clip, cispo, sapo, vespo, geo-mean, policy-gradient, or a function of yours (docs/losses.md), on the command line
-    module:function."""
+    """clip, cispo, sapo, vespo, geo-mean, policy-gradient, or your own function, on the command line module:function
+    (docs/losses.md)."""
     loss_agg: LossAgg = "token-mean"
-    """How the losses of tokens become one number; the norm is `max_length`, which is a run's max_new_tokens."""
+    """How the losses of tokens become one number; the norm is `max_length`, in a run max_new_tokens."""
     clip_low: NonNegative = 0.2
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; 1 is no lower bound. geo-mean clips the log-ratio."""
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; 1 means no lower bound. geo-mean clips the log-ratio."""
     clip_high: MayBeInf = 0.2
-    """See clip_low; inf is no upper bound."""
+    """See clip_low; inf means no upper bound."""
     delta: Positive | None = None
-    """Bound on the ratio where the advantage is negative, above 1 + clip_high: dual clip (arXiv:1912.09729)."""
+    """Bound on the ratio for negative advantages, above 1 + clip_high: dual clip (arXiv:1912.09729)."""
     kl_coef: NonNegative = 0.0
     """Weight of the KL to the reference."""
     kl_estimator: KLEstimator = "rk3"
-    """Of that KL: k1 in the loss does not hold the policy (its expected gradient is zero), and k3 in the reward grows
-    exponentially with a token's log-ratio."""
+    """Estimator of that KL. In the loss, the expected gradient of k1 is zero; in the reward, k3 grows exponentially."""
     entropy_coef: Finite = 0.0
     """Weight of the entropy bonus in the loss."""
     rollout_correction: RolloutCorrection | None = "token-truncate"
-    """How exp(old_logprobs - rollout_logprobs) weights the surrogate where the sampler tells its log-probabilities: of
+    """Weight of the surrogate, exp(old_logprobs - rollout_logprobs), if the sampler reports its log-probabilities: of
     each token or of the sequence, truncated to the bounds or 0 outside them."""
     rollout_low: NonNegative = 0.0
     """Lower bound of that weight."""
     rollout_high: MayBeInf = 2.0
     """Upper bound of that weight."""
     off_policy_threshold: NonNegative | None = None
-    """Drop the surrogate of sequences with negative advantage that the policy has left by more than this, in nats per
-    token (mean of rollout or old logprobs - logprobs; DeepSeek-V3.2, arXiv:2512.02556, eq. 9)."""
+    """Drop the surrogate of sequences with negative advantage if the policy has moved by more nats per token: the mean
+    of rollout or old logprobs - logprobs (DeepSeek-V3.2, arXiv:2512.02556, eq. 9)."""
     top_entropy: Fraction | None = None
-    """Keep the surrogate of this fraction of the tokens only, those of highest entropy (arXiv:2506.01939): of one call
-    of `policy_loss`, and in the trainers of an optimizer step over all ranks."""
+    """Keep the surrogate of this fraction of the tokens, those of highest entropy (arXiv:2506.01939): in one call of
+    `policy_loss`, in the trainers in an optimizer step over all ranks."""
     entropy_threshold: NonNegative | None = None
     """Keep the surrogate of tokens with at least this entropy, in nats."""
     skip_impossible: bool = False
-    """Leave out tokens that a policy gives no probability (-inf): of loss, KL term, metrics and the denominators that
-    are counted here; those given stay. Otherwise such a token makes the loss NaN or inf, as -inf - -inf does."""
+    """Leave out tokens with probability 0 (-inf), which otherwise make the loss NaN or inf. They leave the loss, KL,
+    metrics and the denominators that are counted here; denominators that you give stay."""
 
     def __post_init__(self):
         check_choice("ratio_level", self.ratio_level, RATIO_LEVELS)
@@ -139,7 +137,7 @@ class Preset(NamedTuple):
 
     options: dict[str, Any]
     advantage: Advantage
-    """A name of `fused_rl.ADVANTAGES`."""
+    """How rewards become advantages (docs/losses.md); None is the preset's."""
     paper: str
     equation: str
 

@@ -139,9 +139,9 @@ class SapoOptions:
     """The options that only SAPO reads."""
 
     sapo_temperature_pos: Positive = 1.0
-    """Of SAPO's gate where the advantage is positive (arXiv:2511.20347)."""
+    """Temperature of SAPO's gate for positive advantages (arXiv:2511.20347)."""
     sapo_temperature_neg: Positive = 1.05
-    """Of SAPO's gate elsewhere."""
+    """Temperature of SAPO's gate for other advantages."""
 
 
 @declares("ratio_level", *SapoOptions.__dataclass_fields__)
@@ -156,13 +156,13 @@ class VespoOptions:
     """The options that only VESPO reads."""
 
     vespo_k_pos: NonNegative = 2.0
-    """VESPO's power of the ratio where the advantage is 0 or more (arXiv:2602.10693)."""
+    """VESPO's power of the ratio for advantages of at least 0 (arXiv:2602.10693)."""
     vespo_lambda_pos: NonNegative = 3.0
-    """VESPO's rate there."""
+    """VESPO's rate for advantages of at least 0."""
     vespo_k_neg: NonNegative = 3.0
-    """VESPO's power of the ratio where the advantage is negative."""
+    """VESPO's power of the ratio for negative advantages."""
     vespo_lambda_neg: NonNegative = 2.0
-    """VESPO's rate there."""
+    """VESPO's rate for negative advantages."""
 
 
 @declares("ratio_level", *VespoOptions.__dataclass_fields__)

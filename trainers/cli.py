@@ -17,13 +17,13 @@ COMMANDS = {
     "demo-reward": "fused_rl.recipes.demo_reward",
     "demo-ppo": "fused_rl.recipes.demo_ppo",
 }
-TOLD = {
+SUMMARIES = {
     "sft": "supervised fine-tuning on prompts and completions",
     "reward": "a reward model from chosen and rejected responses",
-    "ppo": "reinforcement with a critic, from any scorers",
-    "grpo": "reinforcement by comparing responses to one prompt",
-    "eval": "how many problems a model solves: greedy, pass@k",
-    "doctor": "what is wrong with a run, or with this machine",
+    "ppo": "PPO: RL with a critic, from any scorers",
+    "grpo": "GRPO: RL by comparing the responses to one prompt",
+    "eval": "how many problems a model solves: greedy and pass@k",
+    "doctor": "problems of a run, or of this machine",
     "demo": "a small model learns sums by grpo, on two CPU cores",
     "demo-reward": "a reward model for these sums",
     "demo-ppo": "ppo against that reward model",
@@ -51,12 +51,12 @@ def main() -> None:
     elif command in ("-h", "--help"):
         print("usage: fused-rl COMMAND [--config FILE] [--key value ...]\n")
         for name in COMMANDS:
-            print(f"  {name:<12} {TOLD[name]}")
-        print("\nfused-rl COMMAND --help lists the keys of a command; fused-rl --version tells the version.")
+            print(f"  {name:<12} {SUMMARIES[name]}")
+        print("\nfused-rl COMMAND --help lists the keys of a command; fused-rl --version prints the version.")
     elif command not in COMMANDS:
         sys.exit(f"fused-rl: error: unknown command {command!r}; there are {', '.join(COMMANDS)}")
     else:
-        looks_at_machine = sys.argv[1:] == ["doctor"]  # which tells what it lacks
+        looks_at_machine = sys.argv[1:] == ["doctor"]  # which lists what is missing
         packages, extras = ([], []) if looks_at_machine else lacking(command)
         if packages:
             install = f"pip install 'fused-rl[{','.join(extras)}]'"

@@ -225,22 +225,23 @@ def check_revision(model: str, revision: str | None) -> None:
 
 
 class ModelConfig(Options):
-    """Which model, and which of its weights are trained."""
+    """The model, and which of its weights are trained."""
 
     model: str
     """A causal language model, or adapters to one: a Hub name or a local folder."""
     revision: str | None = None
-    """Branch, tag or commit of `model` on the Hub: of its weights, its tokenizer and what else is read of it."""
+    """Branch, tag or commit of `model` on the Hub, for its weights, tokenizer and config."""
     attn_implementation: str | None = None
-    """Attention of every model, as transformers names it: eager, sdpa, flash_attention_2, …; None is its own choice."""
+    """Attention of every model, by its name in transformers: eager, sdpa, flash_attention_2, …; None is the model's
+    own."""
     lora_rank: NonNegativeInt = 0
     """Train low-rank adapters (peft) instead of the weights; 0 for none, or for those that `model` holds."""
     lora_alpha: Positive = 32.0
     """Scale of the adapters: alpha / rank."""
     lora_targets: str = "all-linear"
-    """The linear layers that get adapters: q_proj,v_proj by name, or all-linear."""
+    """Linear layers with adapters: names such as q_proj,v_proj, or all-linear."""
     save_merged: bool = False
-    """Save whole weights with the adapters merged in, instead of the adapters alone; reward models always are."""
+    """Save whole weights with the adapters merged in, not the adapters alone. Reward models are always merged."""
     load_in_4bit: bool = False
     """Keep the weights under the adapters in 4 bits, NF4 (needs `pip install fused-rl[bnb]`)."""
     gradient_checkpointing: bool = False
@@ -267,24 +268,24 @@ TEMPLATE_NEEDS = tuple(
 
 
 class DataConfig(Options):
-    """Which rows, and how they become prompts."""
+    """The rows, and how they become prompts."""
 
     dataset: str | None = None
-    """A local file (.jsonl, .json, .csv, .parquet) or folder (of save_to_disk too), or the name of a Hub dataset."""
+    """A local file (.jsonl, .json, .csv, .parquet), a folder (also of save_to_disk), or the name of a Hub dataset."""
     dataset_config: str | None = None
-    """The Hub dataset's configuration; None takes its only one, or the one named default or main."""
+    """Configuration of the Hub dataset; None takes its only one, or the one named default or main."""
     dataset_split: str = "train"
     """The Hub dataset's split to train on."""
     eval_dataset: str | None = None
     """File or Hub name of the held-out rows; None holds out the last `eval_size` rows of `dataset`."""
     eval_dataset_config: str | None = None
-    """The configuration of `eval_dataset`; None takes dataset_config where both name the same dataset."""
+    """Configuration of `eval_dataset`; None takes dataset_config if both name the same dataset."""
     eval_split: str = "test"
     """The split of `eval_dataset`, if that is a Hub name."""
     eval_size: NonNegativeInt = 64
-    """How many held-out rows to evaluate on; 0 for no evaluation."""
+    """Number of held-out rows to evaluate on; 0 for no evaluation."""
     raw_prompt: bool = False
-    """Give text prompts to the model as they are, even where its tokenizer has a chat template."""
+    """Give text prompts to the model unchanged, even if its tokenizer has a chat template."""
     system_prompt: str | None = None
     """System message before a text prompt; needs a chat template."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -296,7 +297,7 @@ class DataConfig(Options):
 
 
 class OptimConfig(Options):
-    """How weights are optimised."""
+    """The optimizer."""
 
     lr: NonNegative = 1e-6
     """Peak learning rate of AdamW."""
@@ -317,10 +318,10 @@ class OptimConfig(Options):
 
 
 class EngineConfig(Options):
-    """How DeepSpeed holds and splits a model."""
+    """Memory, precision and the division over processes."""
 
     micro_batch_size: PositiveInt = 8
-    """Sequences per forward and backward; changes speed and memory, never the result."""
+    """Sequences per forward and backward pass; changes speed and memory, not the result."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     """DeepSpeed ZeRO: what is partitioned over the ranks (1 optimizer state, 2 gradients, 3 weights)."""
     offload: bool = False
@@ -338,7 +339,7 @@ class EngineConfig(Options):
 
 
 class OutputConfig(Options):
-    """What a run leaves behind and where, and whether it goes on with what is there."""
+    """What a run writes, and whether it resumes."""
 
     output_dir: str
     """Folder for metrics.jsonl, TensorBoard, curves.png, checkpoints/ and the trained model/."""
@@ -378,15 +379,15 @@ UNKNOWN = "known when the rows are read (num_train_epochs)"
 
 
 class StepsConfig(Options):
-    """How long a run is."""
+    """The length of a run."""
 
     batch_option: ClassVar[str]
     """The option that says how many rows a step takes."""
 
     steps: PositiveInt | None = None
-    """Optimizer updates of sft and reward, rollouts of grpo and ppo; None is 100, or what num_train_epochs comes to."""
+    """Optimizer updates of sft and reward, rollouts of grpo and ppo; None is 100, or follows from num_train_epochs."""
     num_train_epochs: Positive | None = None
-    """Instead of steps: passes over the rows to train on, such as 1.5."""
+    """Passes over the training rows, such as 1.5; replaces steps."""
 
     @property
     def splits_rows(self) -> bool:
@@ -412,7 +413,7 @@ MAIN = ("model", "dataset", "output_dir", "eval_dataset", "steps", "num_train_ep
 
 
 class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig, ModelConfig):
-    """What every trainer needs to know: the model, how it is optimised, and what the run leaves behind."""
+    """The options of every trainer."""
 
     seed: Seed = 1
     """Random seed of weights, data order and sampling; on a CPU the same seed gives the same run, bit for bit."""

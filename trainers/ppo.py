@@ -55,13 +55,13 @@ class PPOConfig(ScorerConfig, CreditConfig, CriticConfig, PolicyConfig):
     preset: fused_rl.presets.PresetName = "ppo"
     """A row of fused_rl.PRESETS whose advantages come from a critic: it chooses ratio, clipping and aggregation."""
     advantage: str = "gae"
-    """Generalised advantage estimation, the only one here; group advantages are GRPO's."""
+    """Generalised advantage estimation, the only choice here; GRPO has the group advantages."""
     kl_coef: NonNegative = 0.05
     """Weight of the KL to the starting model; with kl_target the first value of it."""
     target_kl: Positive | None = None
-    """Stop the updates on a rollout after one whose approximate KL to the sampling policy was above this, in nats."""
+    """Stop the updates on a rollout after one with an approximate KL to the sampling policy above this, in nats."""
     stop_token: str | None = None
-    """A further token that ends a response, beside EOS; given as text."""
+    """Token that ends a response, beside EOS; given as text."""
 
     needs: ClassVar = (
         Needs(

@@ -49,17 +49,17 @@ class RewardConfig(RunConfig):
     main: ClassVar = (*MAIN, "batch_size", "max_response_length")
 
     prompt_column: str = "prompt"
-    """Text or messages that both responses answer; rows without it hold whole conversations."""
+    """Text or messages that both responses answer; rows without this column hold whole conversations."""
     chosen_column: str = "chosen"
     """The better response, or the conversation that ends with it: text or messages."""
     rejected_column: str = "rejected"
-    """The worse one."""
+    """The worse response, as chosen_column."""
     margin_column: str = "margin"
-    """How far the chosen score should lead, at least; rows without it: 0."""
+    """Least lead of the chosen score; rows without this column have 0."""
     max_response_length: PositiveInt = 512
-    """Of each response, in tokens, EOS included."""
+    """Maximum length of each response in tokens, EOS included."""
     too_long: Literal["drop", "truncate"] = "drop"
-    """A pair with a longer response is dropped, or the response is cut and still ends in EOS."""
+    """Drop a pair with a longer response, or truncate the response so that it still ends in EOS."""
     batch_size: PositiveInt = 32
     """Pairs per optimizer step, over all ranks."""
     label_smoothing: Smoothing = 0.0
@@ -70,7 +70,7 @@ class RewardConfig(RunConfig):
     """Compute what both sides of a pair begin with once, where that is cheaper. None does where the model's attention
     allows it."""
     normalize_pairs: NonNegativeInt = 128
-    """The scores of this many reference pairs get mean 0 and std 1, before training and again after; 0 for neither."""
+    """Number of reference pairs that give scores mean 0 and deviation 1, before and after training; 0 for none."""
     reference_dataset: str | None = None
     """File or Hub name of the reference pairs; None takes the first training pairs."""
 

@@ -35,19 +35,18 @@ class SFTConfig(RunConfig):
     main: ClassVar = (*MAIN, "batch_size", "max_length", "completion_column")
 
     prompt_column: str | None = None
-    """Text or messages; None takes prompt, messages or question, whichever is there."""
+    """Text or messages; None takes prompt, messages or question, whichever exists."""
     completion_column: str = "completion"
-    """Text of the completion, or a list of one message; none where the messages end with the assistant's."""
+    """Text of the completion, or a list of one message; not needed if messages end with the assistant's."""
     assistant_turns: Literal["last", "all"] = "last"
-    """Of a conversation that ends with the assistant: train what it says last, or each of its turns, a demonstration
-    with all that came before it."""
+    """Train the last turn of the assistant in a conversation, or each of its turns with all that came before it."""
     max_length: PositiveInt = 1024
     """Longer rows (prompt and completion, in tokens) are dropped, counted and reported."""
     batch_size: PositiveInt = 32
     """Rows per optimizer step, over all ranks."""
     packing: bool | None = None
-    """Put several demonstrations into one row of the model's input, none of which sees another, where that is cheaper
-    than padding. None does where the model's attention allows it."""
+    """Put several demonstrations into one row of the model's input, where that is cheaper than padding; none sees
+    another. None packs if the model's attention allows it."""
 
     @property
     def splits_rows(self) -> bool:

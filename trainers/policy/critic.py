@@ -42,17 +42,17 @@ LARGEST_ERROR = 0.2  # of the controller of kl_coef, as a fraction of its target
 
 
 class CriticConfig(OptimConfig):
-    """Where the critic starts and how it is optimised."""
+    """The start and the optimizer of the critic."""
 
     critic: str | None = None
-    """Folder or Hub name of what it starts from: a causal language model (with a head of zeros), a reward model or a
-    saved critic (with their heads); None is the policy's starting model."""
+    """Where the critic starts: a causal language model (with a head of zeros), a reward model or a saved critic (with
+    their heads); None is the policy's starting model."""
     critic_lr: NonNegative | None = None
     """Peak learning rate of the critic; None is the policy's."""
     critic_warmup_steps: NonNegativeInt | None = None
     """Optimizer updates of the critic with a rising learning rate; None is the policy's."""
     value_clip: NonNegative | None = 0.2
-    """A value gains nothing by moving further than this from what it was before the update; None is no bound."""
+    """Largest distance of a value from its value before the update that the loss still rewards; None is no bound."""
     critic_only: NonNegativeInt = 0
     """Train the critic alone, on this many rollouts of the unchanged policy, and save it; 0 trains both."""
 
@@ -115,24 +115,23 @@ class CreditConfig(RolloutConfig, KLConfig):
     gamma: Unit = 1.0
     """Discount per token."""
     gae_lambda: Unit = 0.95
-    """Of the policy's advantages: 1 is the whole return less the value, 0 the next value alone."""
+    """Lambda of the policy's advantages: 1 is the whole return minus the value, 0 the next value alone."""
     value_gae_lambda: Unit | None = None
-    """Of the returns that the critic is fitted to; None is gae_lambda."""
+    """Lambda of the critic's targets; None is gae_lambda."""
     whiten_advantages: bool = True
-    """Advantages of a rollout get mean 0 and variance 1, over all ranks, after the returns are taken."""
+    """Give the advantages of a rollout mean 0 and variance 1, over all ranks, after the returns are computed."""
     whiten_rewards: bool = False
-    """Rewards of a rollout get variance 1 and keep their mean, before everything else."""
+    """Give the rewards of a rollout variance 1, and keep their mean, before everything else."""
     kl_in: Literal["reward", "loss"] = "reward"
-    """reward: each token pays for its KL, by k1; loss: the loss has it, by the estimator rk3. It is measured in any
-    case."""
+    """reward: subtracted from each token's reward, by k1; loss: in the loss, by rk3. It is measured in any case."""
     kl_target: Positive | None = None
-    """Adapt kl_coef so that the KL per response comes to this many nats (arXiv:1909.08593, section 2.2)."""
+    """Adapt kl_coef so that the KL per response becomes this many nats (arXiv:1909.08593, section 2.2)."""
     kl_horizon: Positive = 10_000.0
-    """Responses over which kl_coef can change e^0.2-fold at most."""
+    """Number of responses over which kl_coef changes by a factor of at most e^0.2."""
     missing_eos_score: Finite | None = None
-    """The score of a response that was cut; None keeps its own."""
+    """Score of a truncated response; None keeps its own."""
     missing_eos_penalty: NonNegative = 0.0
-    """Subtracted from the score of a response that was cut."""
+    """Penalty on the score of a truncated response."""
 
     needs: ClassVar = (
         Needs(

@@ -38,18 +38,16 @@ class GroupConfig(RolloutConfig, LossConfig):
     group_size: PositiveInt = 8
     """Responses per prompt."""
     advantage: ResponseAdvantage | None = None
-    """Reward less the group's mean, divided by its standard deviation or not; less the mean of the others in the
-    group; whitened over the whole batch; or less the group's mean, divided by the batch's standard deviation. None is
-    the preset's."""
+    """How rewards become advantages (docs/losses.md); None is the preset's."""
     zero_variance: Literal["keep", "drop", "refill"] = "keep"
-    """Groups whose rewards are all equal teach nothing. keep counts them in the loss's denominators; drop leaves them
-    out; refill also draws new prompts in their place (dynamic sampling, DAPO)."""
+    """Groups with equal rewards have no signal. keep counts them in the loss's denominators; drop leaves them out;
+    refill also samples new prompts in their place (dynamic sampling, DAPO)."""
     max_refills: PositiveInt = 3
-    """With refill: at most so many further rollouts in a step, each of as many prompts as groups are missing."""
+    """Maximum number of further rollouts in a step with refill, each of as many prompts as groups are missing."""
     overlong_buffer: NonNegativeInt = 0
-    """Over the last so many of max_new_tokens the reward falls linearly (DAPO, eq. 13); 0 is no such penalty."""
+    """Length, at the end of max_new_tokens, over which the reward falls linearly (DAPO, eq. 13); 0 for no penalty."""
     overlong_factor: Positive = 1.0
-    """What a response of max_new_tokens loses."""
+    """Penalty of a response of max_new_tokens."""
     share_prompts: bool | None = None
     """Compute a prompt once for several of its responses, where that is cheaper; minibatches are then of whole groups,
     otherwise of responses drawn at random. None shares where the model's attention and minibatches allow it."""

@@ -42,13 +42,13 @@ class RolloutConfig(SamplerConfig):
 
     batch_option: ClassVar[str] = "prompts_per_step"
     prompt_column: str | None = None
-    """Text or messages; None takes prompt, messages or question, whichever is there."""
+    """Text or messages; None takes prompt, messages or question, whichever exists."""
     prompts_per_step: PositiveInt = 32
     """Prompts per rollout, over all ranks."""
     group_size: PositiveInt = 1
     """Responses per prompt; each has its own advantages."""
     max_new_tokens: PositiveInt = 256
-    """Longer responses are cut; they are scored as they are."""
+    """Maximum response length in tokens. Longer responses are truncated and scored as they are."""
 
 
 class LossConfig(_OfTheLoss):
@@ -57,7 +57,7 @@ class LossConfig(_OfTheLoss):
     preset: PresetName = "grpo"
     """A row of fused_rl.PRESETS: it chooses ratio, surrogate, clipping, aggregation and advantages."""
     mask_truncated: bool = False
-    """Leave responses that were cut out of the loss."""
+    """Leave truncated responses out of the loss."""
     minibatches: PositiveInt = 2
     """Optimizer updates per pass over a rollout."""
     epochs: PositiveInt = 1
@@ -68,10 +68,9 @@ class PolicyConfig(RolloutConfig, LossConfig, RunConfig):
     """Rollouts, their evaluation, and the policy loss."""
 
     eval_samples: PositiveInt = 4
-    """Sampled responses per held-out problem: the k of pass@k."""
+    """Sampled responses per held-out problem: k of pass@k."""
     show_samples: PositiveInt = 4
-    """Responses shown at each evaluation, chosen at random: half of held-out rows, the same ones each time, and half of
-    the step's own."""
+    """Responses shown at each evaluation: half from the same held-out rows each time, half from the step's rollout."""
 
     needs: ClassVar = (
         Needs(
@@ -97,11 +96,11 @@ def loss_options(config: LossConfig, **changes) -> PolicyLossOptions:
 
 
 class KLConfig(LossConfig):
-    """Where the KL to the reference is paid for."""
+    """How the KL to the reference counts."""
 
     kl_in: Literal["loss", "reward"] = "loss"
-    """loss: token by token, by the estimator rk3 where none is given; reward: less reward for it before the advantages
-    are taken, by k1. It is measured in any case."""
+    """loss: per token in the loss, by rk3 unless kl_estimator is given; reward: subtracted from the reward before the
+    advantages are computed, by k1. It is measured in any case."""
 
     needs: ClassVar = (Needs("kl_in", lambda config: config.kl_coef > 0, NOTHING_PAID),)
 
@@ -121,15 +120,15 @@ class KLConfig(LossConfig):
 
 
 class ReferenceConfig(KLConfig):
-    """Which model the reference is, and when it is read."""
+    """The reference, and when the KL to it is measured."""
 
     kl_every: NonNegativeInt = 1
-    """Measure the exact KL to the reference every so many steps, by one more pass of both models; 0 is never, and then
-    the reference is loaded only where kl_coef needs it."""
+    """Steps between measurements of the exact KL to the reference, each one more pass of both models. 0 is never, and
+    loads no reference unless kl_coef needs it."""
     ref_sync_every: NonNegativeInt = 0
-    """Every so many steps the reference, at first the starting model, moves to the policy; 0 is never."""
+    """Steps between updates of the reference, at first the starting model, from the policy; 0 is never."""
     ref_mixup_alpha: PositiveFraction = 1.0
-    """How far: reference = alpha * policy + (1 - alpha) * reference. 1 is a copy."""
+    """Mixture of such an update: reference = alpha * policy + (1 - alpha) * reference. 1 is a copy."""
 
     needs: ClassVar = (
         Needs(

@@ -26,14 +26,14 @@ class SamplingConfig(Options):
     """The distribution that each token of a response is sampled from."""
 
     temperature: Temperature = 1.0
-    """Of the distribution drawn from, and of every log-probability in a loss."""
+    """Sampling temperature, also of every log-probability in the loss."""
     top_p: PositiveFraction = 1.0
-    """Draw from as few of the likeliest tokens as have this much of the probability together; 1 draws from all. Where
-    this, top_k or min_p leaves tokens out, every log-probability, entropy and KL is over what was left."""
+    """Sample from the fewest likeliest tokens with this much probability together; 1 is all. If this, top_k or min_p
+    leaves tokens out, every log-probability, entropy and KL is over the rest."""
     top_k: NonNegativeInt = 0
-    """Draw from so many of the likeliest tokens; 0 draws from all."""
+    """Sample from this many of the likeliest tokens; 0 is all."""
     min_p: Unit = 0.0
-    """Draw from tokens with at least this fraction of the likeliest one's probability; 0 draws from all."""
+    """Sample from tokens with at least this fraction of the likeliest one's probability; 0 is all."""
 
     def sampling(self, max_new_tokens: int, stop_ids: tuple[int, ...]) -> Sampling:
         """Return the options as a sampler takes them."""
@@ -45,21 +45,21 @@ class SamplerConfig(SamplingConfig):
     """The sampler of responses."""
 
     rollout_batch_size: PositiveInt | None = None
-    """Responses generated together. By default 64 on a CPU, and on a GPU as many as its memory surely holds."""
+    """Responses generated together. The default is 64 on a CPU, and on a GPU as many as fit into its memory."""
     server: str | list[str] | None = None
-    """Inference servers that sample in place of this process: one URL or several."""
+    """URL or URLs of inference servers that sample instead of this process."""
     server_api_key_env: str | None = None
-    """The environment variable that holds the servers' API key. The key itself is never printed or saved."""
+    """Environment variable with the servers' API key, which is never printed or saved."""
     server_timeout: Positive = 600.0
     """Seconds for one call to a server, and for a server that is still loading."""
     server_concurrency: PositiveInt = 256
     """Requests to the servers at the same time, by each process."""
     sampler: str | None = None
-    """A function of yours, my_module:function, of the sampler that the other options make and of the tokenizer: the
-    sampler that it returns draws in place of the first, of a conversation for example (docs/rollouts.md)."""
+    """Your own sampler, my_module:name, called with the sampler of the other options and the tokenizer; it may hold a
+    conversation, for example (docs/rollouts.md)."""
     lag: NonNegativeInt = 0
-    """Draw the responses of a step with the weights of so many steps earlier, while those in between are trained on;
-    what that changes is corrected by rollout_correction (docs/rollouts.md)."""
+    """Sample the responses of a step with the weights of this many steps earlier, during the steps in between;
+    rollout_correction corrects for the difference (docs/rollouts.md)."""
 
     needs: ClassVar = tuple(
         Needs(option, lambda config: config.server is not None, "means nothing without --server")

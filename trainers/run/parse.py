@@ -122,4 +122,4 @@ def _described(config_class: type[Options], name: str, *, in_short: bool) -> lis
     if in_short:
         text = text.partition(". ")[0].removesuffix(".") + "."
     text = f"--{name}  {text} ({in_words(kinds_of(config_class)[name])}; {default})"
-    return textwrap.wrap(text, 110, initial_indent="  ", subsequent_indent="      ")
+    return textwrap.wrap(text, 110, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)

@@ -23,18 +23,19 @@ Config = TypeVar("Config", bound="ScorerConfig")
 
 
 class ScorerConfig(Options):
-    """Who judges a response, and what that is worth."""
+    """The scorers of responses, and their weights."""
 
     verifiers: str | list[str] | None = None
     """One or a list: math, reasoning_gym, reasoning_gym:<dataset>, exact_match, exact_match:ignore_case,
     regex:<pattern>, format, length:<tokens>, module:function, reward_model:<folder> (docs/verifiers.md). The reward is
     the weighted sum of their scores. Required, unless the rows name their reasoning_gym dataset."""
     verifier_weights: list[Finite] | None = None
-    """Of each verifier's score in the reward; 0 logs a score and leaves it out. None is 1 for each."""
+    """Weight of each verifier's score in the reward; 0 only logs the score. None is 1 for each."""
     solved_at: list[Finite | None] | None = None
-    """Of each verifier the score from which on a response counts as solved; null, and None, is its own."""
+    """Score from which a response counts as solved, for each verifier; null is the verifier's own."""
     answer_column: str | None = None
-    """Ground truth for the verifiers; None takes ground_truth or answer. Of `... #### 42` the part after the marks."""
+    """Answers for the verifiers; None takes ground_truth, answer or solution. Of `... #### 42` the part after the
+    marks."""
 
     @pydantic.field_validator("verifiers")
     @classmethod
