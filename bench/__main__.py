@@ -5,7 +5,7 @@
     python -m bench kernels --device cpu     one group, in this process: kernels, linear, support, topk, kl, ...
     python -m bench report                   bench/results -> docs/benchmarks.md with plots
     python -m bench quality                  our trainers and TRL's: held-out accuracy over training time
-    python -m bench gpu --out folder         what a GPU is asked first, within 10 minutes
+    python -m bench gpu --out folder         the first checks on a GPU, within 10 minutes
 
 Each group of a whole run is a process of its own: counting needs Triton's interpreter, cross-compilation must not have
 it, and what one group breaks or exhausts does not end the others.
@@ -30,8 +30,8 @@ COMMANDS |= {name: name for name in ("quality", "report", "gpu")}
 
 def run_group(group: str, given: list[str]) -> str:
     """Runs a group as a process; returns "ok" or how it failed."""
-    told = ["python", "-m", "bench", "--group", group, *given]
-    environment = os.environ | {"BENCH_COMMAND": shlex.join(told)}
+    command = ["python", "-m", "bench", "--group", group, *given]
+    environment = os.environ | {"BENCH_COMMAND": shlex.join(command)}
     environment.pop("TRITON_INTERPRET", None)  # each group chooses
     words = [sys.executable, "-m", "bench", group, *given]
     done = subprocess.run(words, cwd=ROOT, env=environment)

@@ -1,4 +1,4 @@
-"""What a GPU is asked when one is met, in one command of at most 10 minutes.
+"""The first checks on a GPU, in one command of at most 10 minutes.
 
     python -m bench gpu --out folder
 
@@ -26,7 +26,7 @@ from bench import machine
 class Step(NamedTuple):
     name: str
     limit: int  # seconds after which it is stopped; 565 in all, of 10 minutes
-    budget: int | None = None  # seconds that a group of the suite is asked to keep to
+    budget: int | None = None  # time limit of a group of the suite, in seconds
 
 
 STEPS = [
@@ -137,7 +137,7 @@ def group(step: Step, out: Path) -> str:
 
 
 def run(words: list[str], limit: int, log: TextIO, see) -> str:
-    """Runs Python with these words; each line it prints is written, and handed to `see`. "ok", or what went wrong."""
+    """Runs Python with these words; each line it prints is written, and passed to `see`. "ok", or what went wrong."""
     command = ["timeout", "-k", "5", str(limit), sys.executable, "-u", *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
     with subprocess.Popen(command, cwd=machine.ROOT, **pipes) as process:

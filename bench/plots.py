@@ -3,7 +3,7 @@
 from bench import machine
 
 DOCS = machine.ROOT / "docs"
-# Okabe and Ito's colours, told apart with any colour vision; a marker each for print. Ours is the blue disc.
+# Okabe and Ito's colours, distinct with any colour vision; a marker each for print. Ours is the blue disc.
 LOOKS = [
     ("#0072B2", "o"),
     ("#E69F00", "s"),

@@ -76,8 +76,8 @@ def missing(rows: list[dict]) -> list[dict]:
 def remarks(row: dict) -> str:
     """How it went, where that is not well, why it was timed but once, and what the implementation does not do."""
     word = {WRONG: "WRONG", FAILED_CHECK: "FAILED"}.get(row["status"])
-    told = f"{word}: {row['reason']}" if word else ""
-    return "; ".join(filter(None, [told, row.get("few"), row.get("note")]))
+    words = f"{word}: {row['reason']}" if word else ""
+    return "; ".join(filter(None, [words, row.get("few"), row.get("note")]))
 
 
 def repeats(row: dict) -> int | None:

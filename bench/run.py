@@ -92,8 +92,8 @@ def attempt(case: Case, peer: peers.Peer) -> tuple[dict, Once | None]:
         once = run_once(case, peer)
         errors = case.errors(peer, once.outputs, once.gradient)
     except Exception as reason:  # noqa: BLE001 - each fails in its own way; ours makes the group fail
-        status, told = results.failure(reason)
-        return results.not_run(peer.name, status, told, case.op, case.label()), None
+        status, message = results.failure(reason)
+        return results.not_run(peer.name, status, message, case.op, case.label()), None
     moved, text = case.bytes()
     row = case.facts(peer)
     row |= {"implementation": peer.name, "version": peer.version, "note": peer.note}
@@ -233,6 +233,6 @@ def command(group: str, words: list[str] | None = None) -> int:
             case = kind(spec, args.device)
             found = run_case(case, args.peers, copy, ends - time.perf_counter())
             show(case, found, copy)
-            rows += [row for row in found if row not in rows]  # what cannot run at any case is told once
+            rows += [row for row in found if row not in rows]  # what cannot run at any case is listed once
             results.save(args, rows, copy_bytes_per_s=copy)
     return results.failed(rows)

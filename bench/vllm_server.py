@@ -1,6 +1,6 @@
 """A real vLLM on this CPU, in an environment and in processes of its own: started from .venv-vllm, stopped whole.
 
-`make .venv-vllm/installed` makes the environment. Nothing of vLLM is imported here, and it is asked by HTTP alone. A
+`make .venv-vllm/installed` makes the environment. Nothing of vLLM is imported here; all calls are HTTP. A
 start takes 32 CPU seconds over three processes, 1 to 3 minutes where others use the machine too, and 3 GiB.
 """
 

@@ -250,7 +250,7 @@ def check_finite(name: str, x: Tensor, remedy: str) -> None:
 
 
 def values_are_checked(device: torch.device) -> bool:
-    """Where reading a tensor's values costs nothing, or was asked for."""
+    """Return True where reading a tensor's values costs nothing, or is switched on."""
     return device.type == "cpu" or os.environ.get("FUSED_RL_CHECKED") == "1"
 
 

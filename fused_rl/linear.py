@@ -90,7 +90,7 @@ def _gradients_at_once(needs, hidden, weight, bias, targets, options, token_loss
     gradients = tiles.Gradients(needs, hidden, weight, bias, (step, vocab))
     formed = tiles.Logits(weight, bias, step * vocab, budget, softcap)
     loss = torch.zeros((), device=hidden.device)
-    entropy, m, rest, dentropy = (torch.zeros(n, device=hidden.device) for _ in range(4))  # no views: handed out
+    entropy, m, rest, dentropy = (torch.zeros(n, device=hidden.device) for _ in range(4))  # no views: returned
     logprobs, dlogprobs = (torch.zeros(targets.shape, device=hidden.device) for _ in range(2))
     for rows in tiles.blocks(n, step):
         # the tile's statistics, its loss, and the gradient of its logits
@@ -146,7 +146,7 @@ class _LinearTokenLoss(torch.autograd.Function):
     def backward(ctx, dloss, *_):
         rest_of_inputs = (None,) * (len(ctx.needs_input_grad) - 3)
         gradients, ctx.gradients = ctx.gradients, None
-        if gradients is not None:  # scaled in place and handed over: no second copy of a (V, H) tensor
+        if gradients is not None:  # scaled in place and returned: no second copy of a (V, H) tensor
             # on a CPU a pass over (V, H) costs a tenth of the GEMMs; a GPU would have to wait to know the number
             as_they_are = dloss.device.type == "cpu" and dloss == 1
             scaled = gradients if as_they_are else (None if d is None else d.mul_(dloss) for d in gradients)

@@ -142,7 +142,7 @@ def check_row_arguments(
     shift: bool = False,
     dtypes: tuple[torch.dtype, ...] = LOGITS_DTYPES,
 ) -> tuple[float, Tensor | None]:
-    """What can be told of `token_logprobs`'s arguments without reading a tensor; `split_temperature` of theirs."""
+    """Check `token_logprobs`'s arguments without reading a tensor; `split_temperature` of theirs."""
     # shapes, and what `shift` wants of them
     check_logits("logits", logits, dtypes)
     rows = rows_shape(logits, shift)
@@ -189,7 +189,7 @@ def _in_fp64(logits, targets, temperature, row_temperature, mask, softcap, shift
 
 
 def _check_values(logits, targets, mask, row_temperature, support):
-    """What reading the tensors tells, where that costs nothing."""
+    """Check the tensors' values, where that costs nothing."""
     if not values_are_checked(logits.device):
         return
     check_target_values(targets, mask, logits.shape[-1], several=targets.dim() == logits.dim())

@@ -229,7 +229,7 @@ def applied(surrogate: Callable, log_ratio, advantages, logprobs, sequences, opt
     return losses
 
 
-# What weights the surrogate of each token, and nothing else of the loss: (B, T), or 1 where it is not asked for.
+# What weights the surrogate of each token, and nothing else of the loss: (B, T), or 1 if switched off.
 
 
 def rollout_weights(old, rollout, sequences, options):

@@ -206,7 +206,7 @@ def add_mm(total, a, b, first, unrounded=False):
 
 
 class Gradients:
-    """Gradients of hidden, weight, bias (None where not asked for), summed over tiles of the gradient of the logits.
+    """Gradients of hidden, weight, bias (None where not needed), summed over tiles of the gradient of the logits.
 
     They come in the dtype of `hidden`, or in `dtypes`, one for each: those of parameters that were cast for the GEMMs.
     Then no product is rounded before it is summed.
@@ -297,7 +297,7 @@ def statistics(hidden, weight, bias, targets, inv_temperature, softcap, budget, 
     `visit(rows, tile)` sees every tile, whole rows of it, without what `Logits` leaves out.
     """
     n, vocab = hidden.shape[0], weight.shape[0]
-    per_row = [torch.zeros(n, device=hidden.device) for _ in RowStatistics._fields[1:]]  # no views: they are handed out
+    per_row = [torch.zeros(n, device=hidden.device) for _ in RowStatistics._fields[1:]]  # no views: they are returned
     outputs = [torch.zeros(targets.shape, device=hidden.device), *per_row]
     step = forward_rows(hidden, vocab, budget)
     logits = Logits(weight, bias, step * vocab, budget, softcap)

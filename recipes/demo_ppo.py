@@ -39,7 +39,7 @@ def run(folder: Path, seed: int) -> list[dict]:
     problems = demo.problems(seed, demo.NUM_TRAIN + demo.NUM_EVAL)
     pairs = demo_reward.make_pairs(problems, seed)
     pairs["train"] += miscounts(problems[: demo.NUM_TRAIN])
-    # Four layers: with the policy's two, sums that are one off are told apart too rarely to teach it.
+    # Four layers: with the policy's two, it distinguishes sums that are one off too rarely.
     texts = [entry["question"] + entry["answer"] for entry in problems]
     untrained = demo.build_model(folder / "judge", texts, seed, layers=4)
     paths = {"model": untrained, "output_dir": folder / "reward"}
@@ -96,7 +96,7 @@ def draw(histories: dict[str, list[dict]], path: Path) -> None:
     figure = Figure(figsize=(13, 3.6), layout="constrained")
     proxy, length, wins = figure.subplots(1, 3)
 
-    # Three panels, a colour per seed: what is paid beside what is true, lengths, and how often a pair is told apart.
+    # Three panels, a colour per seed: the score beside the truth, lengths, and how often a pair is ranked right.
     for name, history in histories.items():
         steps = [metrics for metrics in history if PROXY in metrics]
         kl = [metrics["objective/kl_exact"] for metrics in steps]

@@ -34,8 +34,8 @@ class Guessing(Sampler):
         games = [None] * len(prompts)
         going = list(range(len(prompts)))
         for turn in range(TURNS):
-            asked = [prompts[i] + (games[i].ids if turn else []) for i in going]
-            guesses = self.built.sample(asked, of_turn(sampling, turn, going, max_new_tokens=1))
+            contexts = [prompts[i] + (games[i].ids if turn else []) for i in going]
+            guesses = self.built.sample(contexts, of_turn(sampling, turn, going, max_new_tokens=1))
             over = set()
             for i, guess in zip(going, guesses, strict=True):
                 said = answer(self.tokenizer.decode(guess.ids), digits[i])

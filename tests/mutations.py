@@ -374,7 +374,7 @@ MUTATIONS = {
         '"generator": None}',
         f"{LAG} -k 'drawn_from or bit_for_bit'",
     ),
-    "log-probabilities are told of the first token alone": Mutation(
+    "log-probabilities are reported of the first token alone": Mutation(
         "trainers/rollouts/generate.py", "logprobs[step].scatter_(", "logprobs[0].scatter_(", f"{LAG} -k drawn_from"
     ),
     "sets are recorded after the stop": Mutation(
@@ -402,7 +402,7 @@ MUTATIONS = {
         'await self.http.call("POST", self.url + path, body)',
         "tests/trainers/test_servers.py -k not_repeated",
     ),
-    "what is refused is asked again": Mutation(
+    "a refused request is sent again": Mutation(
         "trainers/servers/inference.py",
         "refused = 0 < status < 500",
         "refused = 0 < status < 400",
@@ -426,7 +426,7 @@ MUTATIONS = {
         '"ignore_eos": False,',
         "tests/trainers/test_servers.py -k option",
     ),
-    "SGLang is asked so that it never stops": Mutation(
+    "SGLang gets a request that never stops": Mutation(
         "trainers/servers/kinds.py",
         '"ignore_eos": not sampling.stop_ids,',
         '"ignore_eos": True,',
@@ -616,7 +616,7 @@ MUTATIONS = {
         "part.batch.input_ids[:, :-1][mask]",
         "tests/trainers/test_runs.py -k sft_learns",
     ),
-    # Scorers and what is told.
+    # Scorers and what is printed.
     "a scorer that does not apply gives 1": Mutation(
         "trainers/rollouts/roll_out.py",
         "scores[scorer.name].nan_to_num()",
@@ -635,13 +635,13 @@ MUTATIONS = {
     "a gradient below its limit is scaled up": Mutation(
         "trainers/base/zero.py", "self.excess > 1", "self.excess > 0", "tests/trainers/test_zero.py -k bits"
     ),
-    "a finding is told at every step": Mutation(
+    "a finding is printed at every step": Mutation(
         "trainers/run/rules.py",
         "None if rule in self.found else condition(self)",
         "condition(self)",
         "tests/trainers/test_doctor.py",
     ),
-    "a resumed run forgets what it has told": Mutation(
+    "a resumed run forgets what it has printed": Mutation(
         "trainers/run/logger.py",
         "            self.watch.see(entry)\n        self.board",
         "            pass\n        self.board",

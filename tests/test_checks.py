@@ -1,4 +1,4 @@
-"""What is passed in place of a tensor is told in one short line, with the tensor that it holds: by every public op."""
+"""Every public op names in one short line what was passed in place of a tensor."""
 
 import inspect
 import typing
@@ -58,7 +58,7 @@ FUNCTIONS = {name for name in fused_rl.__all__ if inspect.isfunction(getattr(fus
 def tensors_of(name):
     """Parameter -> whether it may be None, of those that take a tensor."""
     hints = typing.get_type_hints(getattr(fused_rl, name))
-    apart = {"return", "token_loss", "per_token"}  # a function, and what is told by its place: below
+    apart = {"return", "token_loss", "per_token"}  # a function, and what is named by its place: below
     kinds = {parameter: {hint, *typing.get_args(hint)} for parameter, hint in hints.items() if parameter not in apart}
     return {p: type(None) in kind for p, kind in kinds.items() if torch.Tensor in kind}
 
@@ -80,13 +80,13 @@ def test_what_is_no_tensor_is_one_short_line(name, parameter, optional):
     for came, given in CAME.items():
         if given is None and optional:
             continue
-        assert_told(lambda given=given: getattr(fused_rl, name)(**{**TAKES[name], parameter: given}), parameter, came)
+        assert_named(lambda given=given: getattr(fused_rl, name)(**{**TAKES[name], parameter: given}), parameter, came)
 
 
 SHARDED = {"weight", "bias", "ref_weight", "ref_bias"}  # gathered
 
 
-def told_of_dtensors(rank, world):
+def named_dtensors(rank, world):
     """(function, parameter, what was said) of each place that took a DTensor as if it were none."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -107,9 +107,9 @@ def told_of_dtensors(rank, world):
 
 
 @pytest.mark.slow
-def test_a_dtensor_is_told_and_never_read():
+def test_a_dtensor_is_named_and_never_read():
     """Such as a tensor-parallel layer's: it has no memory of its own, and reading it ended the process."""
-    assert run_distributed(told_of_dtensors, 1) == [[]]
+    assert run_distributed(named_dtensors, 1) == [[]]
 
 
 @pytest.mark.parametrize("came", CAME)
@@ -117,10 +117,10 @@ def test_what_is_given_per_token(came):
     def loss(logprobs, entropy, x):
         return -logprobs
 
-    assert_told(lambda: fused_rl.linear_token_loss(*OF_HEAD.values(), loss, CAME[came]), "per_token[0]", came)
+    assert_named(lambda: fused_rl.linear_token_loss(*OF_HEAD.values(), loss, CAME[came]), "per_token[0]", came)
 
 
-def assert_told(call, parameter, came):
+def assert_named(call, parameter, came):
     with pytest.raises(ValueError, match="must be") as refused:
         call()
     said = str(refused.value)
@@ -129,7 +129,7 @@ def assert_told(call, parameter, came):
     assert "\n" not in said and len(said) < 240
 
 
-# An argument of the wrong kind, of every function that takes it, and how it is told.
+# An argument of the wrong kind, of every function that takes it, and its message.
 
 NAN, INF = float("nan"), float("inf")
 COUNTS = {
@@ -151,9 +151,9 @@ NO_COUNTS = {
 
 
 def refused(name, said, **given):
-    with pytest.raises(ValueError, match=rf"^{said}") as told:
+    with pytest.raises(ValueError, match=rf"^{said}") as error:
         getattr(fused_rl, name)(**{**TAKES[name], **given})
-    assert "\n" not in str(told.value) and len(str(told.value)) < 240
+    assert "\n" not in str(error.value) and len(str(error.value)) < 240
 
 
 @pytest.mark.parametrize(("count", "name"), [(count, name) for count, names in COUNTS.items() for name in names])
@@ -232,7 +232,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("place", "given"), WRONG.items(), ids=map(" ".join, WRONG))
-def test_what_is_wrong_is_told_of_its_argument(place, given):
+def test_an_error_names_its_argument(place, given):
     name, argument, said = place
     refused(name, f"{argument}.*{said}", **{argument: given})
 
@@ -360,9 +360,9 @@ REFUSED = [
         )
     ),
     *(
-        (name, {"logits_dtype": asked}, "logits_dtype must be None, torch.float32 or the dtype of hidden and weight")
+        (name, {"logits_dtype": dtype}, "logits_dtype must be None, torch.float32 or the dtype of hidden and weight")
         for name in ("linear_token_logprobs", "linear_token_loss", "linear_token_kl")
-        for asked in (BF16, torch.float64, torch.int32, "float32")
+        for dtype in (BF16, torch.float64, torch.int32, "float32")
     ),
     (
         "linear_token_loss",
@@ -447,7 +447,7 @@ NO_SETS = {
 
 
 @pytest.mark.parametrize("said", NO_SETS)
-def test_what_is_no_set_is_told_and_never_made_one(said):
+def test_what_is_no_set_is_refused_and_never_made_one(said):
     with pytest.raises(ValueError, match=said):
         NO_SETS[said]()
 

@@ -80,7 +80,7 @@ def test_head_in_bf16(name):
 
 
 @pytest.mark.parametrize("outputs", [("log_probs",), ("log_probs", "entropy"), ("is_top1",), ("mean_logits",), ALL[2:]])
-def test_outputs_that_are_not_asked_for_are_none(outputs):
+def test_outputs_that_are_not_needed_are_none(outputs):
     head, options = make_head(FP32), (1.0, None, 1.0)
     targets = make_targets(head, options)
     ours = run_head(integration.ChunkedLogProbFunction.apply, leaves_of(head, FP32), targets, options, outputs)

@@ -11,7 +11,7 @@ from tests.pairs import DIRECTIONS, both_gradients, exact, pair
 pytestmark = pytest.mark.usefixtures("seeded")
 
 
-def test_only_what_is_asked_for(backend):
+def test_only_what_is_needed(backend):
     """No gradient for a reference that does not require one: the kernel does not write it."""
     x, y = pair(3, 700, device=backend)
     x.requires_grad_()

@@ -41,7 +41,7 @@ class LinearCase(Case):
     op = "linear"
     known = peers.LINEAR
     baselines = (FLOOR, OURS[0])
-    backward_repeats = False  # a gradient that was formed in the forward pass is handed out once
+    backward_repeats = False  # a gradient that was formed in the forward pass is returned once
     columns = {
         "forward ms": "forward",
         "both ms": "both",

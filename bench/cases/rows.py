@@ -154,7 +154,7 @@ class RowsCase(Case):
     def limits(self, peer):
         nats = WRONG_NATS
         of_gradient = WRONG_GRADIENT
-        if peer.role == "ours":  # tighter than any peer is asked to be
+        if peer.role == "ours":  # tighter than for any peer
             # fp32 results of sums over V terms; a gradient in the logits' dtype is half an ulp off its largest element
             nats = 5e-5
             of_gradient = 5e-5 if self.spec.dtype == "fp32" else 2**-8

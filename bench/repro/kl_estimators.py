@@ -86,9 +86,9 @@ def train_all(folder: Path, commit: str, short: bool) -> list[dict]:
             history, spent = ppo_step.trained(config_of(setting, seed, folder), folder / f"seed{seed}", seed)
             row = row_of(setting, seed, history) | {"cpu_seconds": spent, "commit": commit}
             rows.append(row)
-            told = f"updates per rollout {setting.minibatches}, {setting.label}, kl_coef {setting.kl_coef:g}"
+            label = f"updates per rollout {setting.minibatches}, {setting.label}, kl_coef {setting.kl_coef:g}"
             result = f"exact KL {held(row):.3g} nats, held-out {row['accuracy_greedy'][-1]:.0%}"
-            print(f"seed {seed}, {told}: {result}, {spent:.0f} CPU seconds", flush=True)
+            print(f"seed {seed}, {label}: {result}, {spent:.0f} CPU seconds", flush=True)
     return rows
 
 

@@ -77,8 +77,8 @@ def main() -> None:
             config = config_of(lag, given.steps, seed, given.folder)
             history, spent = ppo_step.trained(config, given.folder / f"seed{seed}", seed)
             rows.append(row_of(lag, seed, history))
-            told = f"{rows[-1]['before']:.1%} -> {rows[-1]['after']:.1%}, {spent} CPU seconds"
-            print(f"seed {seed}, lag {lag}: {told}", flush=True)
+            change = f"{rows[-1]['before']:.1%} -> {rows[-1]['after']:.1%}, {spent} CPU seconds"
+            print(f"seed {seed}, lag {lag}: {change}", flush=True)
     print(f"\ncommit {commit}, {given.steps} steps, one thread; seeds {', '.join(map(str, SEEDS))}\n")
     print(table(rows))
 

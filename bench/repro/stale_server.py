@@ -62,7 +62,7 @@ FIELDS = {
 }
 
 
-class Told(NamedTuple):
+class Answer(NamedTuple):
     """A response, and what the server says of it."""
 
     prompt: list[int]
@@ -83,7 +83,7 @@ class Scene(NamedTuple):
     prompts: list[list[int]]
 
 
-# What is pushed, and what a server is asked.
+# What is pushed, and the requests to a server.
 
 
 def prepare(folder: Path) -> tuple[Path, Path]:
@@ -146,17 +146,17 @@ def push(url: str, folder: Path, *, reset: bool = True) -> None:
     call(url, "/resume")
 
 
-def ask(url: str, prompts: list[list[int]], *, without: tuple[str, ...] = (), **fields) -> list[Told]:
+def ask(url: str, prompts: list[list[int]], *, without: tuple[str, ...] = (), **fields) -> list[Answer]:
     """`n` responses to each prompt; `without` are fields that the request leaves out."""
-    told = []
+    answers = []
     for number, prompt in enumerate(prompts):
         body = FIELDS | {"prompt": prompt, "seed": 1000 * number} | fields
         for name in without:
             del body[name]
         for choice in call(url, "/v1/completions", body)["choices"]:
             logprobs = choice["logprobs"]["token_logprobs"]
-            told.append(Told(prompt, choice["token_ids"], logprobs, choice["finish_reason"]))
-    return told
+            answers.append(Answer(prompt, choice["token_ids"], logprobs, choice["finish_reason"]))
+    return answers
 
 
 @torch.no_grad()
@@ -167,16 +167,16 @@ def right(lm, prompt: list[int], ids: list[int], temperature: float) -> torch.Te
     return logp.gather(-1, torch.tensor(ids)[:, None])[:, 0]
 
 
-def errors(lm, told: list[Told], temperature: float) -> torch.Tensor:
+def errors(lm, answers: list[Answer], temperature: float) -> torch.Tensor:
     """(tokens,) fp64 nats: what the server tells of each token less what the model gives it."""
     found = []
-    for response in told:
+    for response in answers:
         exact = right(lm, response.prompt, response.ids, temperature)
         found.append(torch.tensor(response.logprobs, dtype=torch.float64) - exact)
     return torch.cat(found)
 
 
-# Traps that log-probabilities show: what is done in place of a push of the new weights, and how it is then asked.
+# Traps that log-probabilities show: what is done in place of a push of the new weights, and the request after it.
 
 
 def pushed(scene: Scene) -> None:
@@ -197,13 +197,13 @@ def partly(scene: Scene) -> None:
 
 
 class Trap(NamedTuple):
-    """How the new weights come, on a server with which flags, and what it is asked then."""
+    """How the new weights come, on a server with which flags, and the request then."""
 
     name: str
     act: Callable[[Scene], None] = pushed
     temperature: float = 1.0
     flags: str = "right"
-    asked: dict = {}
+    request: dict = {}
     prevented: str = ""
     """What the trainer does that it cannot happen; empty where the probe finds it."""
 
@@ -220,7 +220,7 @@ TRAPS = (
     Trap("no reset of the prefix cache", cache_kept),
     Trap("weights never read", nothing),
     Trap("one tensor of 21 missing in the folder", partly),
-    Trap("`temprature`: the folder's own defaults", asked=DEFAULTS, prevented="every field is sent"),
+    Trap("`temprature`: the folder's own defaults", request=DEFAULTS, prevented="every field is sent"),
     Trap("raw log-probabilities, T = 0.7", temperature=0.7, flags="raw"),
     Trap("raw log-probabilities, T = 0.5", temperature=0.5, flags="raw"),
     Trap("bf16 server, fp32 trainer", flags="bfloat16"),
@@ -235,8 +235,8 @@ def sprung(trap: Trap, scene: Scene) -> dict:
     probe = Probe(None, ids, True, Sampling(trap.temperature, TOKENS, ()))
     probe.sample(server, 0)
     trap.act(scene)
-    told = ask(scene.url, scene.prompts, **{"temperature": trap.temperature} | trap.asked)
-    found = errors(scene.lm, told, trap.temperature)
+    answers = ask(scene.url, scene.prompts, **{"temperature": trap.temperature} | trap.request)
+    found = errors(scene.lm, answers, trap.temperature)
     try:
         responses = probe.sample(server, 1)
         own = []
@@ -265,55 +265,55 @@ OPEN = {"max_tokens": 64, "temperature": 2.0}  # the most that vLLM takes: few r
 
 
 def one_seed(scene: Scene) -> str:
-    told = ask(scene.url, scene.prompts[:1] * COPIES, n=1, seed=1, **OPEN)
-    return f"{_different(told)} of {COPIES} responses differ: all advantages are 0"
+    answers = ask(scene.url, scene.prompts[:1] * COPIES, n=1, seed=1, **OPEN)
+    return f"{_different(answers)} of {COPIES} responses differ: all advantages are 0"
 
 
 def near_seeds(scene: Scene) -> str:
     """Two requests for eight responses each."""
     found = []
     for apart in (1, COPIES):
-        told = []
+        answers = []
         for seed in (1, 1 + apart):
-            told += ask(scene.url, scene.prompts[:1], seed=seed, **OPEN)
-        found.append(_different(told))
+            answers += ask(scene.url, scene.prompts[:1], seed=seed, **OPEN)
+        found.append(_different(answers))
     near, far = found
     return f"{near} of {2 * COPIES} responses differ, {far} with seeds {COPIES} apart: sample k draws with seed + k"
 
 
 def cut(scene: Scene) -> str:
-    (told,) = ask(scene.url, scene.prompts[:1], n=1, max_tokens=POSITIONS)
-    return f"{len(told.ids)} of {POSITIONS} tokens, finish_reason {told.finish!r}"
+    (answer,) = ask(scene.url, scene.prompts[:1], n=1, max_tokens=POSITIONS)
+    return f"{len(answer.ids)} of {POSITIONS} tokens, finish_reason {answer.finish!r}"
 
 
 def own_eos(scene: Scene) -> str:
     """Where the run's stop tokens are not the EOS of the model's config; here there are none."""
-    told = ask(scene.url, scene.prompts, ignore_eos=False)
-    ended = sum(response.finish == "stop" for response in told)
-    return f"{ended} of {len(told)} responses end before {TOKENS} tokens, at an EOS that is no stop token of the run"
+    answers = ask(scene.url, scene.prompts, ignore_eos=False)
+    ended = sum(response.finish == "stop" for response in answers)
+    return f"{ended} of {len(answers)} responses end before {TOKENS} tokens, at an EOS that is no stop token of the run"
 
 
 def aborted(scene: Scene) -> str:
     """Somebody else pauses the server, in the mode that is the default."""
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(ask, scene.url, scene.prompts[:1], max_tokens=200)
+        future = pool.submit(ask, scene.url, scene.prompts[:1], max_tokens=200)
         time.sleep(0.3)
         call(scene.url, "/pause")
         call(scene.url, "/resume")
-        told = asked.result()
-    ended = sum(response.finish == "abort" for response in told)
-    shortest = min(len(response.ids) for response in told)
-    return f"{ended} of {len(told)} responses have finish_reason 'abort', the shortest {shortest} of 200 tokens"
+        answers = future.result()
+    ended = sum(response.finish == "abort" for response in answers)
+    shortest = min(len(response.ids) for response in answers)
+    return f"{ended} of {len(answers)} responses have finish_reason 'abort', the shortest {shortest} of 200 tokens"
 
 
-def _different(told: list[Told]) -> int:
-    return len({tuple(response.ids) for response in told})
+def _different(answers: list[Answer]) -> int:
+    return len({tuple(response.ids) for response in answers})
 
 
 IN_TOKENS = {
     "one seed for a group": (one_seed, "a seed for each response; four seeds must not draw clones"),
     "seeds one apart, n = 8": (near_seeds, "a request for each response, seeds drawn at random"),
-    "longer than max_model_len": (cut, "refused before it is asked; 'length' has max_new_tokens ids"),
+    "longer than max_model_len": (cut, "refused before it is sent; 'length' has max_new_tokens ids"),
     "no ignore_eos": (own_eos, "ignore_eos is sent; 'stop' ends with a stop token of the run"),
     "a pause in mid-request": (aborted, "only 'stop' and 'length' count"),
 }

@@ -22,7 +22,7 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
     """(N, V), (N,) int64, (N,) bool | None, float | (N,) fp32 -> statistics, (N,) fp32 each."""
     n = logits.shape[0]
     if softcap is None and native.takes(logits):
-        found = [torch.empty(n) for _ in RowStatistics._fields]  # no views: they are handed out
+        found = [torch.empty(n) for _ in RowStatistics._fields]  # no views: they are returned
         x = logits, logits.stride(0), native.DTYPES[logits.dtype], *logits.shape
         native.call("logprob_fwd", logits.numel(), *x, *_per_row(targets, mask), *_either(inv_temperature), *found)
         return RowStatistics(*found)

@@ -18,7 +18,7 @@ class Patch:
     Args:
         host: the distribution, as pip knows it, and the package that is imported.
         versions: the versions that the integration was tested with, e.g. `">=1.16,<1.17"`.
-        replacements: `{"package.module.attribute": replacement}`, asked for at each `apply`; it may import the host.
+        replacements: `{"package.module.attribute": replacement}`, resolved at each `apply`; it may import the host.
     """
 
     def __init__(self, host: str, versions: str, replacements: Callable[[], Mapping[str, object]]):
@@ -93,7 +93,7 @@ class Patch:
         for name, module in list(sys.modules.items()):
             if module is None or name.partition(".")[0] != package:
                 continue
-            # `vars`, not `getattr`: a lazy module would import what it is asked for.
+            # `vars`, not `getattr`: a lazy module would import the attribute.
             found = [attribute for attribute, value in vars(module).items() if value is old]
             for attribute in found:
                 setattr(module, attribute, new)

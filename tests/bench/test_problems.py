@@ -51,7 +51,7 @@ def test_what_make_repro_runs():
         assert any(f"bench.repro.{name}" in command for command in commands_of(shown.page)), name
 
 
-def test_a_reproduction_that_fails_is_told_and_is_the_status(monkeypatch, tmp_path, capsys):
+def test_a_reproduction_that_fails_is_printed_and_is_the_status(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(repro, "FOLDER", tmp_path)
     monkeypatch.setattr(repro, "command_of", lambda name, shown: ["-c", {"good": "", "bad": "1 / 0"}[name]])
     monkeypatch.setattr(repro, "REPROS", {name: repro.Repro("page") for name in ("good", "bad")})

@@ -32,7 +32,7 @@ def test_it_reports_the_log_probabilities_that_it_samples_from(server, lm, tempe
     finishes = set()
     for number, prompt in enumerate(PROMPTS):
         seeds = range(8 * number, 8 * number + 8)
-        found = served.asked(server, prompt, sampling, *seeds)
+        found = served.sampled(server, prompt, sampling, *seeds)
         for response in found:
             expected = served.logprobs(lm, prompt, response.ids, temperature)
             torch.testing.assert_close(torch.tensor(response.logprobs).double(), expected, atol=CLOSE, rtol=0)
@@ -40,7 +40,7 @@ def test_it_reports_the_log_probabilities_that_it_samples_from(server, lm, tempe
             assert not any(stops[:-1]) and stops[-1] == (response.finish == "stop")
             finishes.add(response.finish)
         assert len({tuple(response.ids) for response in found}) == 8  # and not clones
-        assert served.asked(server, prompt, sampling, *seeds) == found
+        assert served.sampled(server, prompt, sampling, *seeds) == found
     assert finishes == {"stop", "length"}
 
 
@@ -57,7 +57,7 @@ def test_greedy_answers_after_each_of_many_pushes(server, lm, folders, tmp_path)
         tokenizer.save_pretrained(tmp_path / str(push))
         server.http.run([server.push(tmp_path / str(push))])
         for prompt in PROMPTS:
-            (response,) = served.asked(server, prompt, GREEDY, None)
+            (response,) = served.sampled(server, prompt, GREEDY, None)
             assert response.ids == models.greedy(changed, prompt, 8), push
             expected = served.logprobs(changed, prompt, response.ids)
             torch.testing.assert_close(torch.tensor(response.logprobs).double(), expected, atol=CLOSE, rtol=0)

@@ -36,8 +36,8 @@ class Replay(tiny.Sampler):
         self.drawn = iter(drawn)
 
     def sample(self, prompts, sampling):
-        asked, found = next(self.drawn)
-        assert prompts == asked
+        expected, found = next(self.drawn)
+        assert prompts == expected
         return [dataclasses.replace(response, logprobs=None) for response in found]
 
 
@@ -46,12 +46,12 @@ def gradients(monkeypatch):
     """Of every update, by name; where each update begins."""
     found, take_step = [], policy.Policy.optimizer_step
 
-    def told(self, step):
+    def stepped(self, step):
         named = self.model.module.named_parameters()
         found.append({name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None})
         return take_step(self, step)
 
-    monkeypatch.setattr(policy.Policy, "optimizer_step", told)
+    monkeypatch.setattr(policy.Policy, "optimizer_step", stepped)
     return found
 
 

@@ -1,7 +1,7 @@
 """An inference server in a thread that answers as vLLM or SGLang does, with a real model of a few thousand weights.
 
     with fake_server.serving("vllm", folder) as fake:
-        …  fake.url, fake.asked, fake.script, fake.flaws
+        …  fake.url, fake.calls, fake.script, fake.flaws
 
 It samples with seeds, reports log-probabilities of what it samples from and kept sets, keeps prompts until a reset, and
 loads weights from a folder. `script` makes single calls fail, `flaws` are wrong with all of them.
@@ -33,7 +33,7 @@ class Fake:
     """One server.
 
     Attributes:
-        asked: (path, body) of every request, in their order.
+        calls: (path, body) of each, in their order.
         script: (path, what) of requests to come: the first of its path is taken once. `what` is an HTTP status, a
             function of the right answer, bytes to send in its place, or "hang", "close".
         flaws: raw, stale, unseeded, deaf, warm, unfinished, no sets.
@@ -45,7 +45,7 @@ class Fake:
         self.lm = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.eos = self.lm.config.eos_token_id
         self.paused, self.connections = False, 0
-        self.asked: list[tuple[str, dict | None]] = []
+        self.calls: list[tuple[str, dict | None]] = []
         self.script: list[tuple[str, object]] = []
         self.flaws: set[str] = set()
         self.kept: dict[tuple[int, ...], object] = {}
@@ -54,12 +54,12 @@ class Fake:
 
     def bodies(self, path: str) -> list[dict]:
         """Return the bodies of the requests to a path."""
-        return [body for asked, body in self.asked if asked == path]
+        return [body for called, body in self.calls if called == path]
 
     def answer(self, path: str, body: dict | None, key: str | None) -> object:
         """Return what to answer; raises Refusal."""
         with torch.no_grad(), self.lock:
-            self.asked.append((path, body))
+            self.calls.append((path, body))
             if self.key is not None and key != f"Bearer {self.key}":
                 raise Refusal(401, f"Incorrect API key: {key}")
             if path not in self.answers:
@@ -102,7 +102,7 @@ class Fake:
         most = min(most, self.max_model_len - len(ids) - (2 if self.kind == "sglang" else 0))
         if "unfinished" in self.flaws:
             most = min(most, 2)
-        past, feed, drawn, told, sets, finish = *self._past(ids), [], [], [], "length"
+        past, feed, drawn, reported, sets, finish = *self._past(ids), [], [], [], "length"
         for _ in range(most):
             output = self.lm(input_ids=torch.tensor([feed]), past_key_values=past, use_cache=True)
             past, logits = output.past_key_values, output.logits[:, -1].float()
@@ -113,12 +113,12 @@ class Fake:
             of_model = logits.log_softmax(-1) if "raw" in self.flaws else logprobs
             feed = [token]
             drawn.append(token)
-            told.append(float(of_model[0, token]))
+            reported.append(float(of_model[0, token]))
             sets.append(scores[0].isfinite().nonzero()[:, 0].tolist())
             if token in stops:
                 finish = "stop"
                 break
-        return {"ids": drawn, "logprobs": told, "finish": finish, "sets": sets}
+        return {"ids": drawn, "logprobs": reported, "finish": finish, "sets": sets}
 
     def _past(self, ids: list[int]) -> tuple[object, list[int]]:
         """Return what is kept of a prompt, and what of it is still to be read."""
@@ -255,7 +255,7 @@ class Handler(BaseHTTPRequestHandler):
         wrong = fake.scripted(self.path)
         try:
             if isinstance(wrong, int):
-                fake.asked.append((self.path, body))
+                fake.calls.append((self.path, body))
                 raise Refusal(wrong, "as the script says")
             found = fake.answer(self.path, body, self.headers.get("Authorization"))
             found = wrong(found) if callable(wrong) else found

@@ -66,9 +66,9 @@ def start(
     # A process of each rank, of which one gets the signal.
     processes = []
     for rank in range(ranks):
-        told = {**launched, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+        launch = {**launched, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
         its_own = moment if rank == moment.rank else UNDISTURBED
-        arguments = (command, argv, folder, its_own, told, judge)
+        arguments = (command, argv, folder, its_own, launch, judge)
         # A daemon may not have children, which judge.
         processes.append(PROCESSES.Process(target=_run, args=arguments, daemon=judge is None))
         processes[-1].start()
@@ -95,7 +95,7 @@ def run(*args, **options) -> list[int]:
     return [process.exitcode for process in processes]
 
 
-def _run(command: str, argv: list[str], folder: Path, moment: Moment, told: dict[str, str], judge: Path | None) -> None:
+def _run(command: str, argv: list[str], folder: Path, moment: Moment, env: dict[str, str], judge: Path | None) -> None:
     """In the new process."""
     os.setsid()  # a terminal's Ctrl-C goes to a whole group
     os.chdir(folder)
@@ -105,7 +105,7 @@ def _run(command: str, argv: list[str], folder: Path, moment: Moment, told: dict
     os.dup2(log, 2)
     for name in ("RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME"):  # of a run that was there when the server started
         os.environ.pop(name, None)
-    os.environ.update(told, TRITON_INTERPRET="0", OMP_NUM_THREADS="1")
+    os.environ.update(env, TRITON_INTERPRET="0", OMP_NUM_THREADS="1")
     figures.leave_out()
     if judge is not None:
         from fused_rl.trainers.scorers import math
@@ -117,7 +117,7 @@ def _run(command: str, argv: list[str], folder: Path, moment: Moment, told: dict
     try:
         importlib.import_module(cli.COMMANDS[command]).main(argv)
     finally:
-        Path(f"operations-{told.get('RANK', 0)}").write_text(str(count()))
+        Path(f"operations-{env.get('RANK', 0)}").write_text(str(count()))
 
 
 def _watch(moment: Moment):

@@ -136,14 +136,14 @@ def stopped_after(trainer, config, step: int) -> str:
     """The trainer's command, which gets a SIGTERM in a step, says that it stops after it, and does; what it printed."""
     made, train_step, out = [], trainer.train_step, io.StringIO()
 
-    def told(*args):
+    def recorded(*args):
         made.append(args)
         if len(made) == step:
             os.kill(os.getpid(), signal.SIGTERM)
         return train_step(*args)
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
-        patch.setattr(trainer, "train_step", told)
+        patch.setattr(trainer, "train_step", recorded)
         with pytest.raises(SystemExit) as stopped:
             trainer.main(killed.words_of(config))
     assert stopped.value.code == 130 and "continue with --resume" in out.getvalue()

@@ -21,7 +21,7 @@ def connected(fake, *, timeout: float = 20.0, **options) -> Server:
     return connect(http, fake.url)
 
 
-def asked(server: Server, prompt: list[int], sampling: Sampling, *seeds: int | None):
+def sampled(server: Server, prompt: list[int], sampling: Sampling, *seeds: int | None):
     """Return a response for each seed."""
     return server.http.run(server.sample(prompt, sampling, seed) for seed in seeds)
 

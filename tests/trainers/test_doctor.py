@@ -93,7 +93,7 @@ def made(folder, entries, config="# fused-rl grpo --config <this file>\nsteps: 1
     return folder
 
 
-def asked(capsys, *words):
+def run_doctor(capsys, *words):
     """(exit status, stdout, stderr) of the command."""
     capsys.readouterr()
     status = 0
@@ -110,7 +110,7 @@ def test_a_run_that_learned_nothing_is_not_called_healthy(tmp_path, capsys):
     for step in range(1, 101):
         entry = {"step": step, EQUAL: 0.9, "frac_groups_all_solved": 0.01, "lr": 1e-4, "optim/grad_norm": 0.3}
         history.append(entry | ({EVAL: 0.111} if step == 100 else {}))
-    status, said, _ = asked(capsys, made(tmp_path / "run", history))
+    status, said, _ = run_doctor(capsys, made(tmp_path / "run", history))
     lines = [line.strip() for line in said.splitlines()]
     assert status == 1 and "healthy" not in said
     assert lines[0] == f"{tmp_path / 'run'}: grpo, 100 of 100 steps"
@@ -123,10 +123,10 @@ def test_a_run_that_learned_nothing_is_not_called_healthy(tmp_path, capsys):
 
 def test_a_run_without_findings_is_described_and_not_praised(tmp_path, capsys):
     good = made(tmp_path / "good", [{"step": 0, EVAL: 0.2}, {"step": 5, EVAL: 0.6, "x": {"nested": 1}}])
-    status, said, _ = asked(capsys, good)
+    status, said, _ = run_doctor(capsys, good)
     assert status == 0 and "0.2 at step 0, 0.6 at step 5" in said and "no condition holds" in said
     (good / "model").rmdir()
-    status, said, _ = asked(capsys, good, made(tmp_path / "other", [{"step": 1, "lr": 10**400}]))
+    status, said, _ = run_doctor(capsys, good, made(tmp_path / "other", [{"step": 1, "lr": 10**400}]))
     assert status == 1 and "unfinished: there is no model/ yet" in said and "no two evaluations" in said
 
 
@@ -139,10 +139,10 @@ def test_what_is_no_run_is_one_line_and_status_2(tmp_path, capsys):
         (made(tmp_path / "bare", entry, None), "is no config of a run of sft, reward, grpo, ppo"),
         (made(tmp_path / "unknown", entry, "# fused-rl distill\nsteps: 3\n"), "is no config of a run of"),
     ):
-        status, said, error = asked(capsys, folder)
+        status, said, error = run_doctor(capsys, folder)
         assert status == 2 and said == "" and message in error, folder
         assert error.startswith(f"fused-rl doctor: error: {folder}")
-    assert asked(capsys, "--no_such_option")[0] == 2
+    assert run_doctor(capsys, "--no_such_option")[0] == 2
 
 
 def nothing(response, row):
@@ -162,4 +162,4 @@ def test_a_run_warns_as_it_trains_once_and_so_does_a_resumed_one(files, tmp_path
     grpo.train(reinforced(files, tmp_path / "run", 24, resume=True))
     said.append(capsys.readouterr().out)
     assert [text.count("val/stop_rate is 0") for text in said] == [1, 0]
-    assert "finding: step 10: val/stop_rate" in asked(capsys, tmp_path / "run")[1]
+    assert "finding: step 10: val/stop_rate" in run_doctor(capsys, tmp_path / "run")[1]

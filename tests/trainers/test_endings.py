@@ -36,11 +36,11 @@ def test_a_run_that_dies_between_its_last_step_and_its_model_finishes_when_resum
 def test_a_signal_while_the_model_is_saved_does_not_keep_it_from_being_saved(files, whole, tmp_path, monkeypatch):
     save_lm, before = language_model.save_lm, signal.getsignal(signal.SIGTERM)
 
-    def told_to_stop(*args, **options):
+    def stopping(*args, **options):
         os.kill(os.getpid(), signal.SIGTERM)
         save_lm(*args, **options)
 
-    monkeypatch.setattr(language_model, "save_lm", told_to_stop)
+    monkeypatch.setattr(language_model, "save_lm", stopping)
     sft.train(run_config(files, tmp_path / "run", save_every=0))
     assert_equal_runs(whole, tmp_path / "run")
     assert signal.getsignal(signal.SIGTERM) == before

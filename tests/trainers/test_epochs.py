@@ -67,8 +67,8 @@ def test_a_run_in_passes_is_the_run_in_steps_and_resumes_as_such(files, tmp_path
     # More passes go on; fewer than are done are refused, whether steps or passes say so.
     capsys.readouterr()
     sft.train(run_config(files, tmp_path / "passes", num_train_epochs=2, resume=True))
-    told = capsys.readouterr().out
-    assert "resume: num_train_epochs 1.2 -> 2.0\n" in told and "of 16 rows, batch_size=8: 4 steps\n" in told
+    output = capsys.readouterr().out
+    assert "resume: num_train_epochs 1.2 -> 2.0\n" in output and "of 16 rows, batch_size=8: 4 steps\n" in output
     assert [entry["step"] for entry in tiny.read_metrics(tmp_path / "passes")] == [0, 1, 2, 3, 4]
     for fewer, message in (({"num_train_epochs": 0.5}, "steps=1 .num_train_epochs=0.5."), ({"steps": 2}, "steps=2")):
         with pytest.raises(InputError, match=f"{message}, but .*step-4 has done 4 already"):

@@ -77,22 +77,22 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 def answer(command: str, argv: list[str], capfd) -> tuple[object, str, str]:
     """(exit status, what an error said, what else was printed) of a command in this process."""
     capfd.readouterr()
-    status, told = 0, ""
+    status, message = 0, ""
     try:
         importlib.import_module(cli.COMMANDS[command]).main(argv)
     except SystemExit as stopped:
-        status, told = (1, stopped.code) if isinstance(stopped.code, str) else (stopped.code, "")
+        status, message = (1, stopped.code) if isinstance(stopped.code, str) else (stopped.code, "")
     out, err = capfd.readouterr()
-    return status, "\n".join(part for part in (err.strip(), told) if part), out
+    return status, "\n".join(part for part in (err.strip(), message) if part), out
 
 
 def assert_one_line(case: Case, argv: list[str], capfd) -> None:
     """The command ends with a status and one line, which says what is expected."""
-    status, told, out = answer(case.command, argv, capfd)
-    assert status not in (0, None), f"exit status {status}: {told or out}"
-    assert re.search(case.message, told), told
-    assert "\n" not in told and len(told) < 1000, told
-    assert told.startswith(f"fused-rl {case.command}: error: "), told
+    status, message, out = answer(case.command, argv, capfd)
+    assert status not in (0, None), f"exit status {status}: {message or out}"
+    assert re.search(case.message, message), message
+    assert "\n" not in message and len(message) < 1000, message
+    assert message.startswith(f"fused-rl {case.command}: error: "), message
     assert "Traceback" not in out and "usage:" not in out, out
 
 

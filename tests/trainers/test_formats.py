@@ -81,7 +81,7 @@ CONVERSATION = [
 ]
 
 
-def test_every_turn_of_the_assistant_is_trained_once_where_that_is_asked_for():
+def test_every_turn_of_the_assistant_is_trained_once_with_all_turns():
     tokenizer = tiny.tokenizer()
     encoder, rows = Encoder(tokenizer), Rows([{"messages": CONVERSATION}], "d.jsonl")
     first, last = said(tokenizer, encoder.pairs(rows, 0, None, "completion", "all"))

@@ -109,40 +109,40 @@ def prompts_of(*numbers: int) -> list[Prompt]:
 
 
 def drawn_by(config, numbers, rank=0, world=1):
-    """What `draw` makes of the first prompts_per_step of the numbers, the rest waiting; and how many it asked for."""
+    """What `draw` makes of the first prompts_per_step of the numbers, the rest waiting; and its refills."""
     tokenizer, sampling = encode.load_tokenizer(config.model), policy.Sampling(TEMPERATURE, LENGTH, (EOS,))
     scorers, device = [Judge()], torch.device("cpu")
     text = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=200))  # all that a rollout asks a model
     module = Plain(SimpleNamespace(base=SimpleNamespace(config=text)))
     made = policy.Policy(config, module, None, Echo(), sampling, scorers, tokenizer, device)
-    waiting, asked = list(numbers[config.prompts_per_step :]), []
+    waiting, refills = list(numbers[config.prompts_per_step :]), []
 
     def more(count):
-        asked.append(count)
+        refills.append(count)
         taken = [waiting.pop(0) for _ in range(math.ceil(count / world) * world)]
         return prompts_of(*taken[rank::world])
 
     drawn = groups.collect(made, prompts_of(*numbers[: config.prompts_per_step][rank::world]), more, 1)
     of_groups = [sample.prompt_ids[-1] for sample in drawn.rollout.samples[:: config.group_size]]
-    return drawn, of_groups, asked
+    return drawn, of_groups, refills
 
 
 def test_groups_of_equal_rewards_are_kept_dropped_or_refilled(folder, capsys):
     numbers = [11, 12, 14, 13, 16, 15, 18, 17, 19, 21]
     options = {"prompts_per_step": 4, "minibatches": 2}
-    drawn, of_groups, asked = drawn_by(config_of(folder, **options), numbers)
-    assert of_groups == [11, 12, 14, 13] and drawn.counts.all() and not asked
+    drawn, of_groups, refills = drawn_by(config_of(folder, **options), numbers)
+    assert of_groups == [11, 12, 14, 13] and drawn.counts.all() and not refills
     shared = {"groups/trained": 4, "frac_reward_zero_std": 0.5, "frac_groups_all_solved": 0.25}
     assert {key: drawn.metrics[key] for key in shared} == shared and drawn.metrics["frac_groups_none_solved"] == 0.25
 
-    drawn, of_groups, asked = drawn_by(config_of(folder, zero_variance="drop", **options), numbers)
-    assert of_groups == [11, 13] and drawn.counts.all() and not asked
+    drawn, of_groups, refills = drawn_by(config_of(folder, zero_variance="drop", **options), numbers)
+    assert of_groups == [11, 13] and drawn.counts.all() and not refills
     assert (drawn.metrics["groups/drawn"], drawn.metrics["groups/trained"]) == (4, 2)
     assert drawn.metrics["frac_reward_zero_std"] == 0.5
 
     # Two are missing; of 16 and 15 one is there; of 18 none; of 17 one.
-    drawn, of_groups, asked = drawn_by(config_of(folder, zero_variance="refill", **options), numbers)
-    assert asked == [2, 1, 1] and of_groups == [11, 13, 15, 17] and drawn.counts.all()
+    drawn, of_groups, refills = drawn_by(config_of(folder, zero_variance="refill", **options), numbers)
+    assert refills == [2, 1, 1] and of_groups == [11, 13, 15, 17] and drawn.counts.all()
     assert (drawn.metrics["groups/drawn"], drawn.metrics["groups/trained"]) == (8, 4)
     assert drawn.metrics["episode"] == 8 * GROUP and "rollouts" not in capsys.readouterr().out
 
@@ -150,8 +150,8 @@ def test_groups_of_equal_rewards_are_kept_dropped_or_refilled(folder, capsys):
 def test_refilling_is_bounded_says_so_and_goes_on_with_what_there_is(folder, capsys):
     numbers = [11, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 13]
     config = config_of(folder, zero_variance="refill", max_refills=2, prompts_per_step=4, minibatches=2)
-    drawn, of_groups, asked = drawn_by(config, numbers)
-    assert asked == [3, 3] and drawn.metrics["groups/drawn"] == 10 and drawn.metrics["groups/trained"] == 1
+    drawn, of_groups, refills = drawn_by(config, numbers)
+    assert refills == [3, 3] and drawn.metrics["groups/drawn"] == 10 and drawn.metrics["groups/trained"] == 1
     assert of_groups == [11, 12]  # minibatches are of whole groups here, so a second one fills up
     assert drawn.counts.tolist() == [True] * GROUP + [False] * GROUP
     line = (
@@ -161,20 +161,20 @@ def test_refilling_is_bounded_says_so_and_goes_on_with_what_there_is(folder, cap
 
 
 def draw_here(rank, world, folder):
-    drawn, of_groups, asked = drawn_by(
+    drawn, of_groups, refills = drawn_by(
         config_of(folder, zero_variance="refill", prompts_per_step=4, max_refills=1),
         [11, 12, 13, 14, 16, 15, 20],
         rank,
         world,
     )
-    return of_groups, drawn.counts.tolist(), asked, tiny.untimed([drawn.metrics])[0]
+    return of_groups, drawn.counts.tolist(), refills, tiny.untimed([drawn.metrics])[0]
 
 
 @pytest.mark.slow
 def test_ranks_agree_on_refills_and_share_what_they_find(folder):
     """Rank 0 has both groups with a signal; one of two that are drawn then is rank 1's: 3 of 4, and a fourth fills."""
-    (first, first_counts, asked, metrics), (second, second_counts, *again) = run_distributed(draw_here, 2, folder)
-    assert asked == [2] and again == [asked, metrics]
+    (first, first_counts, refills, metrics), (second, second_counts, *again) = run_distributed(draw_here, 2, folder)
+    assert refills == [2] and again == [refills, metrics]
     assert (first, second) == ([11, 15], [13, 16])
     assert first_counts == [True] * 2 * GROUP and second_counts == [True] * GROUP + [False] * GROUP
     assert (metrics["groups/drawn"], metrics["groups/trained"]) == (6, 3)

@@ -82,7 +82,7 @@ def test_the_reward_that_is_trained_on_is_less_by_the_kl_and_logged(folder, rows
 
 
 @pytest.mark.slow
-def test_a_forward_pass_that_does_not_repeat_itself_is_told(folder, rows, tmp_path, monkeypatch, capsys):
+def test_a_forward_pass_that_does_not_repeat_itself_is_reported(folder, rows, tmp_path, monkeypatch, capsys):
     """Where the exact KL has taken the policy's log-probabilities, the first minibatch's are compared with them."""
     options = {"minibatches": 1, "save_every": 0, "steps": 1}
     trained(folder, rows, tmp_path / "same", **options)

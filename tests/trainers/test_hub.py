@@ -16,17 +16,17 @@ from tests.trainers import tiny
 
 
 class FakeApi:
-    """The used part of `HfApi`; class attributes decide what happens, and `asked` keeps what is asked for."""
+    """The used part of `HfApi`; class attributes decide what happens, and `calls` keeps the calls."""
 
     there = {}  # name -> private
     no_repository = no_upload = None
-    asked: list
+    calls: list
 
     def create_repo(self, name, *, private, exist_ok):
         if self.no_repository is not None:
             raise self.no_repository
         repository = name if "/" in name else f"me/{name}"
-        self.asked.append(("create", repository, private, exist_ok))
+        self.calls.append(("create", repository, private, exist_ok))
         return types.SimpleNamespace(repo_id=repository)
 
     def model_info(self, repo_id):
@@ -36,13 +36,13 @@ class FakeApi:
         if self.no_upload is not None:
             raise self.no_upload
         names = sorted(path.name for path in Path(folder_path).iterdir())
-        self.asked.append(("upload", repo_id, names, commit_message))
+        self.calls.append(("upload", repo_id, names, commit_message))
 
 
 @pytest.fixture
 def api(monkeypatch):
     """The fake in place of the Hub."""
-    fake = type("Api", (FakeApi,), {"asked": []})
+    fake = type("Api", (FakeApi,), {"calls": []})
     monkeypatch.setattr(huggingface_hub, "HfApi", fake)
     return fake
 
@@ -70,11 +70,11 @@ def refused(files, output_dir, message: str, **options) -> None:
 )
 def test_the_model_is_pushed_when_it_is_saved(options, repository, private, files, api, tmp_path, capsys):
     sft.train(config_of(files, tmp_path / "run", push_to_hub=True, **options))
-    *created, (_, to, names, message) = api.asked
+    *created, (_, to, names, message) = api.calls
     assert created == [("create", repository, private, True)] * 2 and to == repository
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(names) and message == "fused-rl sft, step 1"
-    told = capsys.readouterr().out
-    assert told.index("model: ") < told.index(f"pushed the model to {repository}")
+    output = capsys.readouterr().out
+    assert output.index("model: ") < output.index(f"pushed the model to {repository}")
 
 
 @pytest.mark.parametrize(

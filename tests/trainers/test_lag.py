@@ -45,17 +45,17 @@ class Late(threading.Thread):
 # The schedule.
 
 
-class Told:
+class Recorder:
     """A sampler whose responses are a prompt's id, a seed and the step of the weights."""
 
     tells_logprobs = records_support = True
     is_checked = False
 
     def __init__(self):
-        self.version, self.asked, self.fails_at = None, [], None
+        self.version, self.prompts_seen, self.fails_at = None, [], None
 
     def sample(self, prompts, sampling):
-        self.asked.append(prompts[0][0])
+        self.prompts_seen.append(prompts[0][0])
         if self.fails_at == prompts[0][0]:
             raise InputError(f"no more of {prompts[0][0]}")
         seeds = sampling.seeds or [0] * len(prompts)
@@ -86,7 +86,7 @@ class Counted:
 
 
 def walked(ahead, seeds, steps, last=7):
-    """Of each step the version and the seeds of its rollout; between steps something else is asked for."""
+    """Of each step the version and the seeds of its rollout; between steps another caller samples."""
     found = {}
     for step in steps:
         version = ahead.begin(step, last, prompts_of(step), 2, seeds)
@@ -104,12 +104,12 @@ def walked(ahead, seeds, steps, last=7):
 @pytest.mark.parametrize("kind", [threading.Thread, InTurn, Late])
 def test_a_rollout_is_of_the_weights_of_its_schedule(k, kind, monkeypatch):
     monkeypatch.setattr(lag, "Thread", kind)
-    drawn_from = Told()
-    ahead = Ahead(drawn_from, k)
+    sampler = Recorder()
+    ahead = Ahead(sampler, k)
     ahead.publish(0, nothing)
     found = walked(ahead, Counted(), range(1, 8))
     assert found == {step: (max(0, step - 1 - k), 2 * step - 2, 2 * step - 1) for step in range(1, 8)}
-    rollouts = [step for step in drawn_from.asked if step < 100]
+    rollouts = [step for step in sampler.prompts_seen if step < 100]
     assert rollouts == list(range(1, 8))  # each once, in order, and none beyond the end
     assert not ahead.pending
 
@@ -117,14 +117,14 @@ def test_a_rollout_is_of_the_weights_of_its_schedule(k, kind, monkeypatch):
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("at", [1, 4, 6])
 def test_what_is_pending_goes_into_a_checkpoint_and_comes_back(k, at, tmp_path):
-    first = Ahead(Told(), k)
+    first = Ahead(Recorder(), k)
     first.publish(0, nothing)
     seeds = Counted()
     expected = walked(first, seeds, range(1, at + 1))
     torch.save(first.state_dict(), tmp_path / "state.pt")
     assert sorted(first.pending) == list(range(at + 1, min(at + k, 7) + 1))
 
-    second = Ahead(Told(), k)
+    second = Ahead(Recorder(), k)
     second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     second.publish(at, nothing)
     again = Counted()
@@ -134,10 +134,10 @@ def test_what_is_pending_goes_into_a_checkpoint_and_comes_back(k, at, tmp_path):
 
 
 def test_rollouts_of_prompts_that_changed_are_sampled_again():
-    first = Ahead(Told(), 2)
+    first = Ahead(Recorder(), 2)
     first.publish(0, nothing)
     walked(first, Counted(), range(1, 4))
-    second = Ahead(Told(), 2)
+    second = Ahead(Recorder(), 2)
     second.load_state_dict(first.state_dict())
     second.publish(3, nothing)
     assert second.begin(4, 7, prompts_of(14), 2, Counted()) == 3
@@ -147,18 +147,18 @@ def test_rollouts_of_prompts_that_changed_are_sampled_again():
 @pytest.mark.parametrize("kind", [threading.Thread, InTurn])
 def test_what_the_sampler_raises_is_raised_where_its_rollout_is_waited_for(kind, monkeypatch):
     monkeypatch.setattr(lag, "Thread", kind)
-    drawn_from = Told()
-    drawn_from.fails_at = 3
-    ahead = Ahead(drawn_from, 1)
+    sampler = Recorder()
+    sampler.fails_at = 3
+    ahead = Ahead(sampler, 1)
     ahead.publish(0, nothing)
     walked(ahead, Counted(), [1])
     ahead.begin(2, 7, prompts_of(2), 2, Counted())  # and with it the rollout of step 3
     assert len(ahead.sample([[2], [2]], Sampling(1.0, 2, ()))) == 2
     with pytest.raises(InputError, match="no more of 3"):
         ahead.publish(2, nothing)
-    assert drawn_from.version == 1  # what is in doubt gets no new weights
-    drawn_from.fails_at = 1
-    ahead = Ahead(drawn_from, 1)
+    assert sampler.version == 1  # what is in doubt gets no new weights
+    sampler.fails_at = 1
+    ahead = Ahead(sampler, 1)
     ahead.publish(0, nothing)
     ahead.begin(1, 7, prompts_of(1), 2, Counted())
     with pytest.raises(InputError, match="no more of 1"):
@@ -319,7 +319,7 @@ def test_what_a_resumed_run_cannot_go_on_with_is_one_line(made, files, tmp_path)
         store.release()  # as the command does when it ends
 
 
-class Silent(Told, tiny.Sampler):
+class Silent(Recorder, tiny.Sampler):
     tells_logprobs = False
 
     def __init__(self, built, tokenizer):

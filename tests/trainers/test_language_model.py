@@ -1,4 +1,4 @@
-"""What a language model's forward returns for what it is asked, and two models whose hidden states meet."""
+"""What a language model's forward returns for its options, and two models whose hidden states meet."""
 
 from contextlib import ExitStack
 
@@ -43,19 +43,19 @@ def batch():
     return make_batch([[1, 70, 71, 72], [1, 80]], [[90, 91, 3], [92, 93, 94, 95, 96]], 0, "cpu")
 
 
-@pytest.mark.parametrize("asked", [(), ("logits",), ("hidden",), ("loss",), ("logits", "hidden", "loss")])
-def test_what_nobody_asked_for_is_none_and_the_rest_is_as_ever(folders, asked):
+@pytest.mark.parametrize("wanted", [(), ("logits",), ("hidden",), ("loss",), ("logits", "hidden", "loss")])
+def test_what_is_not_wanted_is_none_and_the_rest_is_unchanged(folders, wanted):
     lm, given = load(folders, folders[0]), batch()
     inputs = (given.input_ids, given.response_mask, 0.7)
     options = {}
-    for name in asked:
+    for name in wanted:
         options |= ASKED[name]
     found, plain = lm(*inputs, **options), lm(*inputs)
     assert isinstance(found, language_model.Scored)
-    assert {name for name, value in found._asdict().items() if value is not None} == {"logprobs", "entropy", *asked}
+    assert {name for name, value in found._asdict().items() if value is not None} == {"logprobs", "entropy", *wanted}
     assert torch.equal(found.logprobs, plain.logprobs) and torch.equal(found.entropy, plain.entropy)
-    assert found.logprobs.requires_grad == ("loss" not in asked)
-    if "loss" in asked:
+    assert found.logprobs.requires_grad == ("loss" not in wanted)
+    if "loss" in wanted:
         torch.testing.assert_close(found.loss, -plain.logprobs.sum())
 
 
@@ -90,7 +90,7 @@ def test_hidden_states_of_two_models_meet_in_the_exact_kl(folders):
 
 
 def ask_under_zero_3(rank, world, folders):
-    """Through two engines: all that is asked for at once, the gradient of a loss, and the KL of the heads."""
+    """Through two engines: all results at once, the gradient of a loss, and the KL of the heads."""
     config = config_of(folders, zero_stage=3, stage3_param_persistence_threshold=0)
     engine.setup(rank)
     lm, ref_lm = load(folders, folders[0], zero_stage=3), load(folders, folders[1], zero_stage=3)
@@ -98,9 +98,9 @@ def ask_under_zero_3(rank, world, folders):
     assert lm.head.weight.shape == (0,) and ref_lm.head.weight.shape == (0,)
     given = batch()
     inputs = (given.input_ids, given.response_mask, 0.7)
-    asked = {"want_logits": True, "want_hidden": True}
+    wanted = {"want_logits": True, "want_hidden": True}
     with torch.no_grad():
-        rows, ref_rows = policy(*inputs, **asked), reference(*inputs, **asked)
+        rows, ref_rows = policy(*inputs, **wanted), reference(*inputs, **wanted)
         kl = kl_of_heads(lm, rows, ref_lm, ref_rows)
     scored = policy(*inputs, **ASKED["loss"])
     policy.backward(scored.loss)

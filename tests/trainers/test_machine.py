@@ -20,9 +20,9 @@ def test_what_is_missing_has_its_hint(monkeypatch, capsys):
     monkeypatch.setattr(machine.importlib.metadata, "distributions", lambda: found)
     monkeypatch.setattr(machine.shutil, "which", lambda name: None)
     assert machine.look() == 0
-    told = capsys.readouterr().out
-    assert "  missing: deepspeed; pip install 'fused-rl[train]'\n" in told and "apt install g++" in told
-    assert f"fused_rl {fused_rl.__version__}, " in told and ": right: within " in told
+    output = capsys.readouterr().out
+    assert "  missing: deepspeed; pip install 'fused-rl[train]'\n" in output and "apt install g++" in output
+    assert f"fused_rl {fused_rl.__version__}, " in output and ": right: within " in output
 
 
 @pytest.mark.parametrize("error", [1e-4, float("nan")])

@@ -269,7 +269,7 @@ def test_a_step_of_sft_is_the_same_packed_and_padded(micro_batch_size, monkeypat
 
 
 @pytest.mark.parametrize("wanted", [None, True, False])
-def test_a_model_that_cannot_is_told_in_a_line_and_refused_where_it_must(wanted, capsys):
+def test_a_model_that_cannot_share_is_reported_or_refused(wanted, capsys):
     lm, words = model("Mistral", sliding_window=6), {"option": "packing", "otherwise": "padded"}
     if wanted:
         with pytest.raises(InputError, match="packing: sliding_window=6 is shorter .*; drop --packing"):

@@ -84,10 +84,10 @@ def test_truncation_keeps_eos_or_drops_the_pair_and_says_so(tmp_path, capsys):
         return [tokenizer.decode(p.chosen[1]) for p in encoder.pairs(Rows(rows, "x"))]
 
     assert responses("drop") == ["bcde<eos>"]
-    told = capsys.readouterr().out
-    assert "x: dropped 4 of 5 pairs: 2 with a response longer than max_response_length" in told
-    assert "1 with a prompt longer than max_prompt_length, 1 whose two sides are the same tokens" in told
+    output = capsys.readouterr().out
+    assert "x: dropped 4 of 5 pairs: 2 with a response longer than max_response_length" in output
+    assert "1 with a prompt longer than max_prompt_length, 1 whose two sides are the same tokens" in output
     assert responses("truncate") == ["bcde<eos>", "bcde<eos>"]
-    told = capsys.readouterr().out
-    assert "dropped 3 of 5 pairs: 2 whose two sides are the same tokens, 1 with a prompt" in told
-    assert "cut 3 of 10 responses to max_response_length" in told
+    output = capsys.readouterr().out
+    assert "dropped 3 of 5 pairs: 2 whose two sides are the same tokens, 1 with a prompt" in output
+    assert "cut 3 of 10 responses to max_response_length" in output

@@ -119,7 +119,7 @@ def test_the_same_seed_is_the_same_run_and_leaves_its_files(files, grpo_run, tmp
 
 
 @pytest.mark.slow
-def test_without_a_kl_no_reference_is_loaded_and_none_is_told(files, tmp_path, monkeypatch):
+def test_without_a_kl_no_reference_is_loaded_and_none_is_logged(files, tmp_path, monkeypatch):
     loaded, load_lm = [], language_model.load_lm
     monkeypatch.setattr(language_model, "load_lm", lambda *a, **k: loaded.append(k) or load_lm(*a, **k))
     grpo.train(grpo_config(files, tmp_path / "none", kl_every=0))
@@ -166,8 +166,8 @@ def held_out_by_definition(config: sft.SFTConfig) -> tuple[float, float]:
 def test_held_out_rows_that_are_left_out_are_counted_once(files, tmp_path, capsys):
     held_out = tiny.jsonl(tmp_path / "held_out.jsonl", tiny.sums(4))
     sft.train(sft_config(files, tmp_path / "run", eval_dataset=held_out, eval_size=3, steps=1))
-    told = capsys.readouterr().out
-    assert told.count(f"{held_out}: evaluated on 3 of 4 held-out rows (--eval_size)\n") == 1
+    output = capsys.readouterr().out
+    assert output.count(f"{held_out}: evaluated on 3 of 4 held-out rows (--eval_size)\n") == 1
 
 
 def test_a_saved_model_reloads_to_the_same_scores_with_all_its_files(files, tmp_path):

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 # How far the sampler is from the policy.
 
 
-def told_off_by(difference: torch.Tensor) -> tuple[Rollout, torch.Tensor]:
+def reported_off_by(difference: torch.Tensor) -> tuple[Rollout, torch.Tensor]:
     """A rollout of 3, 1 and 2 ids of the policy, whose sampler is off by (6,) nats; the second id is another's."""
     samples = []
     for length in (3, 1, 2):
@@ -34,8 +34,8 @@ def told_off_by(difference: torch.Tensor) -> tuple[Rollout, torch.Tensor]:
     batch = batch_of(samples, 0, CPU)
     mask = batch.response_mask
     old = torch.where(mask, -3 * torch.rand(mask.shape, generator=torch.Generator().manual_seed(0)), 0)
-    for sample, told in zip(samples, (old[mask] + difference).split((3, 1, 2)), strict=True):
-        first, *others = told.tolist()
+    for sample, reported in zip(samples, (old[mask] + difference).split((3, 1, 2)), strict=True):
+        first, *others = reported.tolist()
         sample.response.logprobs = [first, 1e9, *others]
     return Rollout(samples, batch, {}, torch.zeros(3), torch.zeros(3), {}), old
 
@@ -44,11 +44,11 @@ def told_off_by(difference: torch.Tensor) -> tuple[Rollout, torch.Tensor]:
     ("correction", "cut"),
     [("token-truncate", 2 / 6), ("token-mask", 2 / 6), ("sequence-mask", 3 / 6), (None, None)],
 )
-def test_the_sampler_s_distance_is_told_before_any_correction(correction, cut):
+def test_the_sampler_s_distance_is_logged_before_any_correction(correction, cut):
     difference = torch.tensor(
         [-0.5, 0.25, -1.5, 0.1, -1.0, 0.75]
     )  # policy less sampler: 0.5, -0.25, 1.5 | -0.1 | 1, -0.75
-    rollout, old = told_off_by(difference)
+    rollout, old = reported_off_by(difference)
     options = dataclasses.replace(
         resolve_options("grpo", {}), rollout_correction=correction, rollout_low=0.0, rollout_high=2.0
     )
@@ -116,8 +116,8 @@ OWN = """
 from fused_rl.trainers.rollouts.types import Sampler
 class Half(Sampler):
     def sample(self, prompts, sampling):
-        asked, prompts[0][:] = [list(prompt) for prompt in prompts], []  # the prompts are copies
-        return self.built.sample(asked, sampling)
+        copies, prompts[0][:] = [list(prompt) for prompt in prompts], []  # the prompts are copies
+        return self.built.sample(copies, sampling)
 def number(built, tokenizer):
     return 7
 class Late(Half):

@@ -45,8 +45,8 @@ def test_control_characters_are_shown(capsys, files, tmp_path):
 
 
 def test_json_is_strict():
-    told = as_json({"a": float("nan"), "b": [float("-inf"), 1.5, (float("inf"),)], "c": {"d": None}, "e": Path("x")})
-    assert json.loads(told, parse_constant=pytest.fail) == {
+    text = as_json({"a": float("nan"), "b": [float("-inf"), 1.5, (float("inf"),)], "c": {"d": None}, "e": Path("x")})
+    assert json.loads(text, parse_constant=pytest.fail) == {
         "a": None,
         "b": [None, 1.5, [None]],
         "c": {"d": None},

@@ -37,8 +37,8 @@ SENT = {
 
 @pytest.mark.parametrize("sampling", [SAMPLING, TRUNCATED], ids=["all", "truncated"])
 def test_every_option_of_sampling_is_sent(fake, server, sampling):
-    (response,) = served.asked(server, PROMPT, sampling, 42)
-    assert fake.asked[-1] == SENT[fake.kind, sampling]
+    (response,) = served.sampled(server, PROMPT, sampling, 42)
+    assert fake.calls[-1] == SENT[fake.kind, sampling]
     if sampling.truncates:
         sets = response.support.ids.split(response.support.offsets.diff().tolist())
         assert all(token in kept and 0 < len(kept) <= 20 for token, kept in zip(response.ids, sets, strict=True))
@@ -46,32 +46,32 @@ def test_every_option_of_sampling_is_sent(fake, server, sampling):
 
 def test_responses_and_log_probabilities_are_the_models(fake, server):
     for sampling, seeds in ((SAMPLING, [5, 6, 7]), (GREEDY, [None] * 3)):
-        responses = served.asked(server, PROMPT, sampling, *seeds)
+        responses = served.sampled(server, PROMPT, sampling, *seeds)
         for response in responses:
             expected = served.logprobs(fake.lm, PROMPT, response.ids, sampling.temperature or 1.0)
             torch.testing.assert_close(torch.tensor(response.logprobs).double(), expected, atol=1e-5, rtol=0)
-        assert served.asked(server, PROMPT, sampling, seeds[1]) == responses[1:2]
+        assert served.sampled(server, PROMPT, sampling, seeds[1]) == responses[1:2]
         assert len({tuple(response.ids) for response in responses}) == (3 if sampling.temperature else 1)
 
 
 def test_stop_tokens_alone_end_a_response(fake, server):
-    (free,) = served.asked(server, PROMPT, GREEDY, None)
+    (free,) = served.sampled(server, PROMPT, GREEDY, None)
     fake.eos = free.ids[0]  # the model's own end of sequence
-    assert served.asked(server, PROMPT, GREEDY, None) == [free]
+    assert served.sampled(server, PROMPT, GREEDY, None) == [free]
     for longest in (8, 1):  # in the last place too
-        (stopped,) = served.asked(server, PROMPT, Sampling(0.0, longest, (free.ids[0],)), None)
+        (stopped,) = served.sampled(server, PROMPT, Sampling(0.0, longest, (free.ids[0],)), None)
         assert (stopped.ids, stopped.finish) == (free.ids[:1], "stop")
 
 
 def test_the_longest_response_fits(fake, server):
     assert server.room == (126 if fake.kind == "sglang" else 128)
-    (response,) = served.asked(server, [5] * (server.room - 5), GREEDY, None)
+    (response,) = served.sampled(server, [5] * (server.room - 5), GREEDY, None)
     assert (len(response.ids), response.finish) == (5, "length")
 
 
 def test_calls_share_connections(fake, server):
     for _ in range(3):
-        served.asked(server, PROMPT, SAMPLING, *range(8))
+        served.sampled(server, PROMPT, SAMPLING, *range(8))
     assert fake.connections <= 10
 
 
@@ -104,12 +104,12 @@ FAULTS = {
 @pytest.mark.parametrize("case", FAULTS)
 def test_faults_of_one_answer(fake, server, case):
     wrong, message, times = FAULTS[case]
-    (expected,) = served.asked(server, PROMPT, SAMPLING, 0)
+    (expected,) = served.sampled(server, PROMPT, SAMPLING, 0)
     fake.script = [(SAMPLE[fake.kind], wrong)] * (times - 1)  # repeated as often
-    assert served.asked(server, PROMPT, SAMPLING, 0) == [expected] and fake.script == []
+    assert served.sampled(server, PROMPT, SAMPLING, 0) == [expected] and fake.script == []
     fake.script = [(SAMPLE[fake.kind], wrong)] * (times + 1)  # and no more often
     with pytest.raises(InputError, match=message) as refused:
-        served.asked(server, PROMPT, SAMPLING, 0)
+        served.sampled(server, PROMPT, SAMPLING, 0)
     assert len(fake.script) == 1 and fake.url in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -117,22 +117,22 @@ def test_a_silent_server_ends_in_an_error(fake):
     server = served.connected(fake, timeout=0.5)
     fake.script = [(SAMPLE[fake.kind], "hang")] * 2
     with pytest.raises(InputError, match=r"no answer: ReadTimeout.*is the server up.*--server_timeout 0.5\)"):
-        served.asked(server, PROMPT, SAMPLING, 0)
+        served.sampled(server, PROMPT, SAMPLING, 0)
 
 
 def test_a_failure_cancels_the_other_calls(fake, server):
     fake.script = [(SAMPLE[fake.kind], "hang"), (SAMPLE[fake.kind], 400)]
     with pytest.raises(InputError, match="HTTP 400"):
-        served.asked(server, PROMPT, SAMPLING, 0, 1)  # without waiting 20 s for the first one
+        served.sampled(server, PROMPT, SAMPLING, 0, 1)  # without waiting 20 s for the first one
 
 
 def test_a_paused_server_is_waited_for(fake, server):
-    (expected,) = served.asked(server, PROMPT, SAMPLING, 0)
+    (expected,) = served.sampled(server, PROMPT, SAMPLING, 0)
     fake.script = [(SAMPLE[fake.kind], 503)] * 9
-    assert served.asked(server, PROMPT, SAMPLING, 0) == [expected]
+    assert served.sampled(server, PROMPT, SAMPLING, 0) == [expected]
     fake.paused, server.http.timeout = True, 0.5
     with pytest.raises(InputError, match="HTTP 503: .*paused"):
-        served.asked(server, PROMPT, SAMPLING, 0)
+        served.sampled(server, PROMPT, SAMPLING, 0)
 
 
 # Who is there.
@@ -158,7 +158,7 @@ def test_what_is_no_inference_server_is_refused(fake, wrong, message):
 
 def test_a_key_is_sent_and_never_shown(folder):
     with fake_server.serving("vllm", folder, key="sk-right") as fake:
-        assert served.asked(served.connected(fake, key="sk-right"), PROMPT, SAMPLING, 0)
+        assert served.sampled(served.connected(fake, key="sk-right"), PROMPT, SAMPLING, 0)
         with pytest.raises(InputError, match=r"HTTP 401.*Bearer \*\*\*") as refused:
             served.connected(fake, key="sk-wrong")
         assert "sk-wrong" not in str(refused.value)
@@ -190,9 +190,9 @@ UPDATED = {
 
 
 def test_an_update_gives_a_server_the_weights(fake, server, folders):
-    before = len(fake.asked)
+    before = len(fake.calls)
     server.http.run([server.push(Path(folders[1]))])
-    assert str(fake.asked[before:]).replace(folders[1], "FOLDER") == str(UPDATED[fake.kind])
+    assert str(fake.calls[before:]).replace(folders[1], "FOLDER") == str(UPDATED[fake.kind])
     assert not fake.paused and torch.equal(fake.lm.lm_head.weight, tiny.weights(Path(folders[1]))["lm_head.weight"])
 
 
@@ -295,7 +295,7 @@ def test_prompts_go_to_the_servers_in_turn_and_a_rollout_repeats(pair, folder, t
     sampler = served.sampler_of([fake.url for fake in pair], policy, tmp_path)
     sampler.publish(4, policy.save)
     for fake in pair:
-        fake.asked.clear()
+        fake.calls.clear()
     sampling = Sampling(0.9, 5, (3,), seeds=tuple(range(100, 108)))
     first = sampler.sample(PROMPTS, sampling)
     assert sorted(body["prompt"] for body in pair[0].bodies("/v1/completions")) == sorted(PROMPTS[:2] + PROMPTS[4:6])

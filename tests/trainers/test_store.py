@@ -158,8 +158,8 @@ def test_a_run_on_a_full_disk_stops_with_one_line_and_continues_when_there_is_ro
 
 
 def on_two_ranks(rank, world, files, folder) -> list[str]:
-    """What each rank is told of a checkpoint whose files are damaged in turn, and of a folder that cannot be used."""
-    folder, told = Path(folder), []
+    """Each rank's messages about a checkpoint whose files are damaged in turn, and an unusable folder."""
+    folder, messages = Path(folder), []
     output = save(files, folder, 4)
     for name in ("policy/weights-1.pt", "rank-0.pt", "rank-1.pt", None):
         path = folder / "checkpoints" / "step-4" / (name or "state.json")
@@ -172,15 +172,15 @@ def on_two_ranks(rank, world, files, folder) -> list[str]:
         try:
             output.open()
         except InputError as error:
-            told.append(str(error))
+            messages.append(str(error))
         ranks.barrier()
         if rank == 0:
             path.write_bytes(good)
-    return told
+    return messages
 
 
 @pytest.mark.slow
-def test_all_ranks_write_one_manifest_and_are_told_the_same(files, tmp_path):
+def test_all_ranks_write_one_manifest_and_report_the_same(files, tmp_path):
     first, second = run_distributed(on_two_ranks, 2, files, str(tmp_path))
     assert first == second
     for name, line in zip(("policy/weights-1.pt", "rank-0.pt", "rank-1.pt"), first, strict=True):
@@ -194,8 +194,8 @@ def test_what_may_change_on_resume_is_an_option_of_some_trainer_and_documented()
     options = set().union(*map(names_of, trainers())) - set(ACTIONS)
     assert {config_class.command for config_class in trainers()} >= {"sft", "reward", "grpo", "ppo"}
     assert options > store.MAY_CHANGE
-    told = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
-    assert [name for name in sorted(store.MAY_CHANGE) if f"`{name}`" not in told] == []
+    messages = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    assert [name for name in sorted(store.MAY_CHANGE) if f"`{name}`" not in messages] == []
 
 
 def test_the_config_of_a_run_is_complete_and_reads_back(files, whole):
@@ -310,7 +310,7 @@ def test_damage_in_any_file_of_a_checkpoint_is_named_with_the_other_ones(files, 
     refused(config, "step-4 is damaged")
 
 
-def test_a_damaged_line_of_the_metrics_is_told_and_no_other_is_lost(files, run, capsys):
+def test_a_damaged_line_of_the_metrics_is_reported_and_no_other_is_lost(files, run, capsys):
     path = run / "metrics.jsonl"
     good = path.read_bytes().splitlines(keepends=True)
     bad = [b'{"step": 1, "lr": \xff}\n', b"\0\0\0\n", b"\n"]
@@ -318,7 +318,7 @@ def test_a_damaged_line_of_the_metrics_is_told_and_no_other_is_lost(files, run, 
         b"".join(a + b for a, b in zip(good[:3], bad, strict=True)) + b"".join(good[3:]) + b'{"step": 99, "lo'
     )
     assert read_metrics(path) == [json.loads(line) for line in good]
-    told = capsys.readouterr().out.splitlines()
-    assert told == [f"{path}, line {number} is damaged and left out" for number in (2, 4, len(good) + 4)]
+    messages = capsys.readouterr().out.splitlines()
+    assert messages == [f"{path}, line {number} is damaged and left out" for number in (2, 4, len(good) + 4)]
     sft.train(run_config(files, run, resume_from="step-3"))
     assert [entry["step"] for entry in tiny.read_metrics(run)] == [0, 1, 2, 3, 4]

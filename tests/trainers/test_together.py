@@ -83,7 +83,7 @@ APART = [
 
 def apart(rank, world, folder) -> list[str]:
     """What a rank says in each of the cases."""
-    told = []
+    messages = []
     for number, (spoil, options, _) in enumerate(APART):
         here = Path(shutil.copytree(f"{folder}/files", f"{folder}/{rank}-{number}"))
         os.chdir(here)
@@ -92,18 +92,18 @@ def apart(rank, world, folder) -> list[str]:
         common = {"model": "model", "dataset": "rows.jsonl", "completion_column": "answer", "eval_size": 0}
         common |= {"batch_size": 2, "lr": 1e-3, "zero_stage": 0, "output_dir": f"{folder}/run{number}"}
         config = sft.SFTConfig(**(common | (options if rank == 1 else {})))
-        told.append(outcome(lambda config=config: sft.train(config)))
+        messages.append(outcome(lambda config=config: sft.train(config)))
         store.release()
         assert not list(Path(config.output_dir).glob("[!.]*"))
-    return told
+    return messages
 
 
 def test_ranks_with_other_options_or_inputs_all_say_which(tmp_path):
     tiny.model_folder(tmp_path / "files" / "model")
     tiny.jsonl(tmp_path / "files" / "rows.jsonl", tiny.sums(8))
     for of_rank in run_distributed(apart, 2, str(tmp_path)):
-        for told, (spoil, options, expected) in zip(of_rank, APART, strict=True):
-            assert re.match(f"InputError: .*{expected}", told), (spoil, options, told)
+        for message, (spoil, options, expected) in zip(of_rank, APART, strict=True):
+            assert re.match(f"InputError: .*{expected}", message), (spoil, options, message)
 
 
 def test_the_number_of_processes_is_the_launchers(monkeypatch):

@@ -123,7 +123,7 @@ def test_parts_of_a_batch_have_the_sets_of_their_tokens():
     kept = [[[5, 9], [6]], [], [[7, 1, 2], [], [8]], [[9]]]
     ids = [[5, 6], [], [7, 3, 8], [9]]
     samples = [types.Sample({}, [1, 2, 4][: i + 1], Response(ids[i], "length", support=kept[i]), "") for i in range(3)]
-    samples.append(types.Sample({}, [1], Response([9], "length"), ""))  # this one told nothing
+    samples.append(types.Sample({}, [1], Response([9], "length"), ""))  # without log-probabilities
     batch = batch_of(samples, 0, torch.device("cpu"))
     assert lists_of(batch.support) == [[5, 9], [6], [1, 2, 7], [], [8], []]
     part = batch.rows(torch.tensor([3, 2, 1, 0]))
@@ -213,8 +213,8 @@ def test_replayed_log_probabilities_are_the_samplers_and_the_first_ratios_are_1(
     torch.manual_seed(0)
     rolled = made.roll_out(GROUPS, made.sampling, 4)
     parts, mask = list(torch.arange(16).split(4)), rolled.batch.response_mask
-    measured, told = policy.measure(made, rolled.batch, parts), torch.cat(made.sampler.logprobs)
-    torch.testing.assert_close(measured.old_logprobs[mask], told, atol=1e-5, rtol=0)
+    measured, reported = policy.measure(made, rolled.batch, parts), torch.cat(made.sampler.logprobs)
+    torch.testing.assert_close(measured.old_logprobs[mask], reported, atol=1e-5, rtol=0)
 
     # The first minibatch by itself and the second as it was measured; nothing was trained in between.
     for index, on_policy in ((parts[:2], True), (parts[2:], False)):
@@ -223,7 +223,7 @@ def test_replayed_log_probabilities_are_the_samplers_and_the_first_ratios_are_1(
 
     # Over the whole vocabulary they are off by the logarithm of the mass that was kept, token by token.
     whole = policy.measure(made, replace(rolled.batch, support=None), parts).old_logprobs[mask]
-    off, kept = whole - told, rolled.batch.support
+    off, kept = whole - reported, rolled.batch.support
     log_mass = []
     for sample in rolled.samples:
         ids, start = sample.prompt_ids + sample.response.ids, len(sample.prompt_ids)

@@ -239,7 +239,7 @@ def test_what_another_says_may_hold_stop_tokens_and_nothing_that_is_checked():
 # Turns put together.
 
 
-def test_turns_are_put_together_with_all_that_was_told_of_them():
+def test_turns_are_joined_with_their_records():
     first = Response([5, 6], "stop", [-0.1, -0.2], TokenSupport.from_lists([[5], [6, 7]]))
     second = Response([8], "length", [-0.3], TokenSupport.from_lists([[8, 9]]))
     whole = after_turn(after_turn(None, first, [70, 71]), second)

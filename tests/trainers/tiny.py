@@ -193,8 +193,8 @@ class Telling(Sampler):
     def sample(self, prompts, sampling):
         responses = self.built.sample(prompts, sampling)
         for prompt, response in zip(prompts, responses, strict=True):
-            response.logprobs = self.told(prompt, response.ids, sampling)
+            response.logprobs = self.reported(prompt, response.ids, sampling)
         return responses
 
-    def told(self, prompt, ids, sampling) -> list[float]:
+    def reported(self, prompt, ids, sampling) -> list[float]:
         return [-5.0] * len(ids)

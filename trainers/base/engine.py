@@ -37,7 +37,7 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category=FutureWarning)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # what it warns of is refused here, or meant
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of every retry; the error comes anyway
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry; the error comes anyway
 
 
 def setup(seed: int, *, trains: bool = True) -> torch.device:
