@@ -43,7 +43,7 @@ LOSS_AGGS: dict[LossAgg, Aggregation] = {
 
 
 class Sequences:
-    """Which tokens of (B, T) form a sequence: a row, or in packed rows those that share an id >= 0; and sums over each.
+    """The sequences of (B, T) tokens, and sums over each: rows, or in packed rows the tokens that share an id >= 0.
 
     S is B for rows, B * T (an upper bound that costs no synchronisation) for packed rows.
     """

@@ -1,4 +1,4 @@
-"""Which of `fused_rl.kernels` and `fused_rl.cpu` serves a device: decided here and nowhere else."""
+"""The choice between `fused_rl.kernels` and `fused_rl.cpu` for a device."""
 
 import functools
 import os

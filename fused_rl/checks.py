@@ -44,7 +44,7 @@ _TEMPERATURE_RANGE = (
 
 
 def described(x: object) -> str:
-    """What came, in a few words: of a model's output, a module or a tuple of ours also the tensor that it holds."""
+    """Describe a value in a few words, with the tensor inside a model's output, a module or one of our tuples."""
     if isinstance(x, Tensor):
         kind = "DTensor " if is_dtensor(x) else ""
         layout = "" if x.layout == torch.strided else f" {x.layout}"
@@ -196,7 +196,7 @@ def check_softcap(softcap: float | None) -> None:
 
 
 def rows_shape(x: Tensor, shift: bool) -> tuple[int, ...]:
-    """Of x (..., V) or (..., H): (...), and for `shift` (B, T - 1), as the last position predicts no token."""
+    """Return the shape (...) of x (..., V) or (..., H); (B, T - 1) for `shift`: the last position predicts no token."""
     check_flag("shift", shift)
     if not shift:
         return tuple(x.shape[:-1])
@@ -230,7 +230,7 @@ def check_temperature(temperature: float | Tensor, rows: tuple[int, ...], device
 def split_temperature(
     temperature: float | Tensor, rows: tuple[int, ...], device: torch.device
 ) -> tuple[float, Tensor | None]:
-    """What the operators take, checked: a number and None, or 1 and one per row, (...) fp32."""
+    """Return a checked temperature for the operators: a number and None, or 1 and one per row, (...) fp32."""
     check_temperature(temperature, rows, device)
     if not isinstance(temperature, Tensor):
         if not torch.compiler.is_compiling():
@@ -290,7 +290,7 @@ def check_temperature_values(row_temperature: Tensor | None, mask: Tensor | None
 
 
 def check_process_group(group: object) -> None:
-    """What `new_group` returns to a rank outside of it is a number, with which a reduction would reduce nothing."""
+    """Refuse what `new_group` returns outside the group, a number, with which a reduction would reduce nothing."""
     if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
         raise ValueError(
             "process_group must be a torch.distributed.ProcessGroup that this rank is in, or None, got "

@@ -121,7 +121,7 @@ def check_logits_pair(
 
 
 def as_rows(x, y, mask, temperature, row_temperature):
-    """What a backend takes: x and y as (B, T, V), mask as (N,), 1 / temperature as a number or (N,) fp32."""
+    """Return a backend's arguments: x and y as (B, T, V), mask as (N,), 1 / temperature as a number or (N,) fp32."""
     mask = None if mask is None else mask.reshape(-1).contiguous()
     return _three_dimensions(x), _three_dimensions(y), mask, inverse(temperature, row_temperature)
 

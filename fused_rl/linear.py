@@ -112,7 +112,7 @@ def _gradients_at_once(needs, hidden, weight, bias, targets, options, token_loss
 
 
 def _gradients_in_two(needs, hidden, weight, bias, targets, options, token_loss, per_token):
-    """As `_gradients_at_once`, with the logits formed a second time: no sum of the weight's gradient over rows."""
+    """`_gradients_at_once` with the logits formed a second time: no sum of the weight's gradient over rows."""
     logprobs, entropy, _, m, rest = tiles.statistics(hidden, weight, bias, targets, *options)
     loss, dlogprobs, dentropy = _token_gradients(token_loss, logprobs, entropy, per_token)
     upstream = (dlogprobs, dentropy, None)

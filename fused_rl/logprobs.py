@@ -199,7 +199,7 @@ def _check_values(logits, targets, mask, row_temperature, support):
 
 
 def _unwatched(logits):
-    """Where nobody looks at operators, and their dispatch is half the time of a small input."""
+    """Return True if nothing observes operators, whose dispatch is half the time of a small input."""
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return False
     return logits.is_cpu and type(logits) in (Tensor, torch.nn.Parameter)
@@ -230,7 +230,7 @@ def _empty_statistics(logits, targets, mask, temperature, row_temperature, softc
 
 
 def _statistics(*inputs):
-    """What the operator returns, of its arguments: tensors of their own; of no support no x."""
+    """Return the operator's results for its arguments, as new tensors; without support no x."""
     logits, targets, mask, temperature, row_temperature, softcap, *support = inputs
     ids, begin, end = support
     _check_values(logits, targets, mask, row_temperature, None if ids is None else RowSupport(*support))

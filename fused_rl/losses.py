@@ -183,7 +183,7 @@ def policy_loss(
 
 
 def _check_needs(chosen, ref_logprobs, entropy, rollout_logprobs):
-    """What an option reads is there, and an option that nothing reads is not."""
+    """Check that the inputs of each option are given, and that every given option is read."""
     if chosen.kl_coef and ref_logprobs is None:
         raise ValueError(f"kl_coef={chosen.kl_coef} needs ref_logprobs")
     needs_entropy = chosen.entropy_coef or chosen.top_entropy is not None or chosen.entropy_threshold is not None

@@ -1,4 +1,4 @@
-"""What optimizers lack: Adam's epsilon where TensorFlow puts it, and the norm of a gradient in one read."""
+"""Additions to optimizers: Adam's epsilon as in TensorFlow, and the norm of a gradient in one read."""
 
 import math
 import weakref
@@ -87,7 +87,7 @@ def _next_step(optimizer, group) -> int:
 
 
 def _distinct(steps) -> set[int]:
-    """What numbers and scalar tensors say; those of a device come from it at once, not one wait for each."""
+    """Return the values of numbers and scalar tensors; those of a device in one transfer."""
     there = [step for step in steps if isinstance(step, torch.Tensor) and step.device.type != "cpu"]
     here = {int(step) for step in steps if not isinstance(step, torch.Tensor) or step.device.type == "cpu"}
     return here | {int(step) for step in torch.stack(there).tolist()} if there else here

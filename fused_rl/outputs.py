@@ -1,4 +1,4 @@
-"""What the ops return, by name."""
+"""The results of the ops, as named tuples."""
 
 from typing import NamedTuple
 

@@ -95,7 +95,7 @@ class PolicyLossOptions(SapoOptions, VespoOptions):
             raise ValueError("give top_entropy or entropy_threshold, not both")
 
     def _check_read(self):
-        """What nothing reads: an option that only other surrogates read, or bounds of a correction that is off."""
+        """Refuse an option that only other surrogates read, and bounds of a correction that is off."""
         for name, value in vars(self).items():
             if _is_unread(name, self.surrogate) and value != getattr(PolicyLossOptions, name):
                 raise ValueError(
@@ -117,7 +117,7 @@ for _surrogate, _function in SURROGATES.items():
 
 
 def _is_unread(name: str, surrogate: object) -> bool:
-    """Whether it is an option of other surrogates; one of yours may read any."""
+    """Return True if only other surrogates read the option; one of yours may read any."""
     return surrogate in [*SURROGATES] and name in _READERS and surrogate not in _READERS[name]
 
 

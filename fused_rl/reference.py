@@ -39,7 +39,7 @@ def _allowed(support, shape):
 def token_logprobs(
     logits, targets, *, temperature=1.0, mask=None, softcap=None, shift=False, inplace=False, support=None
 ):
-    """As `fused_rl.token_logprobs`, in the dtype of `logits`, by its definition; `inplace` has no effect."""
+    """`fused_rl.token_logprobs` in the dtype of `logits`, by its definition; `inplace` has no effect."""
     allowed = None if support is None else _allowed(support, logits.shape)
     if shift:
         allowed = None if allowed is None else allowed[:, 1:]
@@ -96,7 +96,7 @@ def linear_token_logprobs(
     logits_dtype=None,
     support=None,
 ):
-    """As `fused_rl.linear_token_logprobs`, in the inputs' dtype on every device; `workspace_mb` has no effect."""
+    """`fused_rl.linear_token_logprobs` in the inputs' dtype on every device; `workspace_mb` has no effect."""
     kept = _kept(hidden, mask, shift)
     logits = _head(torch.where(kept[..., None], hidden, 0), weight, bias, logits_dtype)
     options = {"temperature": temperature, "mask": mask, "softcap": softcap, "shift": shift, "support": support}
@@ -104,7 +104,7 @@ def linear_token_logprobs(
 
 
 def linear_token_loss(hidden, weight, targets, token_loss, *per_token, mask=None, **options):
-    """As `fused_rl.linear_token_loss`; `options` as in `linear_token_logprobs`."""
+    """`fused_rl.linear_token_loss` by its definition; `options` as in `linear_token_logprobs`."""
     logprobs, entropy, _ = linear_token_logprobs(hidden, weight, targets, mask=mask, **options)
     kept = torch.ones_like(entropy, dtype=torch.bool) if mask is None else mask
     loss = token_loss(logprobs[kept], entropy[kept], *(values[kept] for values in per_token)).sum()
@@ -112,7 +112,7 @@ def linear_token_loss(hidden, weight, targets, token_loss, *per_token, mask=None
 
 
 def kl_estimate(logprobs, ref_logprobs, kl_estimator="rk3", *, old_logprobs=None):
-    """As `fused_rl.kl_estimate`, by the definitions, tangents included: it cancels near 0 where they do."""
+    """`fused_rl.kl_estimate` by the definitions, tangents included: it cancels near 0 where they do."""
     old_logprobs = logprobs if old_logprobs is None else old_logprobs
     d = logprobs - ref_logprobs
     r = _exp(logprobs - old_logprobs).detach()
@@ -212,7 +212,7 @@ def _kl(logp, logq):  # sum p (log p - log q); columns without p add nothing
 
 
 def token_kl(logits, ref_logits, *, direction="reverse", temperature=1.0, mask=None, softcap=None, shift=False):
-    """As `fused_rl.token_kl`, in the dtype of `logits`, for rows that are not -inf throughout."""
+    """`fused_rl.token_kl` in the dtype of `logits`, for rows that are not -inf throughout."""
     if shift:
         logits, ref_logits = logits[:, :-1], ref_logits[:, :-1]
     mask = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device) if mask is None else mask
@@ -223,7 +223,7 @@ def token_kl(logits, ref_logits, *, direction="reverse", temperature=1.0, mask=N
 
 
 def topk_kl(logprobs, ref_logprobs, *, direction="reverse", mask=None):
-    """As `fused_rl.topk_kl`, for K tokens that are not all: the K outcomes, and the tail as one more."""
+    """`fused_rl.topk_kl` for K tokens that are not all: the K outcomes, and the tail as one more."""
     mask = torch.ones(logprobs.shape[:-1], dtype=torch.bool, device=logprobs.device) if mask is None else mask
     given = (torch.where(mask[..., None], x, -torch.inf) for x in (logprobs, ref_logprobs))
     logp, logq = (torch.cat([x, torch.log1p(-x.exp().sum(-1, keepdim=True))], -1) for x in given)
@@ -256,7 +256,7 @@ def linear_token_kl(
     logits_dtype=None,
     **options,
 ):
-    """As `fused_rl.linear_token_kl`; `options` as in `token_kl`."""
+    """`fused_rl.linear_token_kl` by its definition; `options` as in `token_kl`."""
     kept = _kept(hidden, mask, shift)
     hidden, ref_hidden = (torch.where(kept[..., None], h, 0) for h in (hidden, ref_hidden))
     heads = (hidden, weight, bias), (ref_hidden, ref_weight, ref_bias)
@@ -265,7 +265,7 @@ def linear_token_kl(
 
 
 def gae(rewards, values, mask, *, gamma, gae_lambda):
-    """As `fused_rl.gae`: the loop from the last token to the first, in the inputs' dtype."""
+    """`fused_rl.gae` by its definition: the loop from the last token to the first, in the inputs' dtype."""
     advantages = torch.zeros_like(rewards)
     returns = torch.zeros_like(rewards)
     for b in range(rewards.shape[0]):

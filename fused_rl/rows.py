@@ -37,7 +37,7 @@ def slabs(*matrices: Tensor) -> Iterator[tuple]:
 
 
 def _merges(x):
-    """Whether all dimensions but the last are one without a copy."""
+    """Return True if all dimensions but the last can be viewed as one, without a copy."""
     if x.dim() < 3:
         return True
     pairs = zip(x.shape[:-1], x.stride()[:-1], strict=True)
@@ -46,7 +46,7 @@ def _merges(x):
 
 
 def of_slab(at: tuple, slab: Tensor, leading: int, *values: Tensor | None) -> list[Tensor | None]:
-    """What its rows (n, V) have of each (...) or (..., K), of this many leading dimensions: (n,) or (n, K)."""
+    """Flatten values (...) or (..., K), with this many leading dimensions, to one per row: (n,) or (n, K)."""
     if at == () and leading == 1:
         return list(values)
     n = len(slab)

@@ -41,7 +41,7 @@ class Budget(NamedTuple):
     dtype: torch.dtype
 
     def less(self, taken: int) -> "Budget":
-        """What is left beside `taken` bytes: half of it in any case."""
+        """Return the bytes left beside `taken`, and at least half of all."""
         return self._replace(bytes=max(self.bytes - taken, self.bytes // 2))
 
     def per_logit(self, operands: torch.dtype, copies: int = 1) -> int:

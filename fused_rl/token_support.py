@@ -237,7 +237,7 @@ def _row_of_ids(row, ids):
 
 
 def _of_valid(ids, offsets):
-    """What valid sets were arranged to; checking them again would take longer than all else."""
+    """The arrangement of valid sets, kept because a second check would take longer than all else."""
     made = object.__new__(TokenSupport)
     object.__setattr__(made, "ids", ids)
     object.__setattr__(made, "offsets", offsets)

@@ -105,7 +105,7 @@ def _check_pair(logprobs, ref_logprobs):
 
 @torch.no_grad()
 def _sums(x):
-    """Of log-probabilities (..., K): the sum of probabilities, and how far rounding may take it above 1; fp64."""
+    """Return the probability mass of log-probabilities (..., K), and how far rounding may take it above 1; fp64."""
     wide = x.double()
     p = wide.exp()
     spread = torch.where(p > 0, p * (1 + wide.abs()), 0).sum(-1)
@@ -141,18 +141,18 @@ def _check_values(name, x):
 
 
 class _Tail(NamedTuple):
-    """What is left of 1, (...) fp64 each."""
+    """Return the mass left of 1, (...) fp64 each."""
 
     mass: Tensor
     """1 - sum_k p_k; of rounding it may be negative."""
     unknown: Tensor
-    """Whether the mass is no more than rounding."""
+    """Return True where the mass is no more than rounding."""
     floor: Tensor
     """How large it may be then."""
 
 
 def _tail(x, p, eps):
-    """Of log-probabilities (..., K), right to 4 eps of themselves, and probabilities."""
+    """Return log-probabilities (..., K), accurate to 4 eps of themselves, and probabilities."""
     if x.shape[-1] == 0:
         one = torch.ones(x.shape[:-1], dtype=torch.float64, device=x.device)
         return _Tail(one, one < 0, one)
@@ -202,7 +202,7 @@ def _kl(p, q, d, tail, ref_tail):
 
 
 def _jensen_shannon(p, q, d, tail, ref_tail):
-    """As `_kl`, of the mean of both KLs from the mean of the two distributions."""
+    """Return the mean of both KLs from the mean of the two distributions, as `_kl` does."""
     a = tail.mass.clamp(min=0)
     b = ref_tail.mass.clamp(min=0)
     nothing = tail.unknown & ref_tail.unknown

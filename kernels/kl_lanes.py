@@ -105,7 +105,7 @@ def step(m, w, c, a, f, far, xs, ys, inside, offset, k, EXACT: tl.constexpr, K: 
 
 @triton.jit
 def held(m, w, a, f, far, k):
-    """Whether `step` was right in all lanes."""
+    """Return True if `step` was right in all lanes."""
     right = (far < FARTHEST) & (tl.abs(m * k) < LARGEST) & (w > 0)
     right = right & (w - w == 0) & (a - a == 0) & (f - f == 0)
     return tl.min(right.to(tl.int32), 0) == 1
@@ -209,13 +209,13 @@ def scale(w, m, c, n, offset, inv_t):
 
 @triton.jit
 def within(c):
-    """Whether F is known about c, else a lane is apart. NaN is not."""
+    """Return True if F is known about c, else a lane is apart; False for NaN."""
     return tl.abs(c) <= KNOWN
 
 
 @triton.jit
 def _moved(own, w, unit, h, left, some):
-    """What a part with weight w adds to f by moving by h: w scale (exp(h) - 1 - h), whose first term is `own`.
+    """Return what a part with weight w adds to f by moving by h: w scale (exp(h) - 1 - h), whose first term is `own`.
 
     `left`: its mean beyond its c, a first moment that counts where h is large.
     """

@@ -1,4 +1,4 @@
-"""What a program reads of a row of logits: windows of LANES elements, single columns, the row's temperature.
+"""Reads of a row of logits: windows of LANES elements, single columns, the row's temperature.
 
 Windows are aligned to 16 bytes wherever the row begins. A row that begins `head` elements into its first window has
 its lanes rotated by `head`, and the lanes below `head`, which wrap around, take their elements one window later.
@@ -18,7 +18,7 @@ def load_lanes(ptr, stop, LANES: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def load_raw(ptr, stop, LANES: tl.constexpr, VEC: tl.constexpr):
-    """What `as_fp32` makes lanes of: as many registers as there are 4 bytes, where all of it is held in advance."""
+    """Return the registers that `as_fp32` makes lanes of: one for every 4 bytes, if all is held in advance."""
     if ptr.dtype.element_ty == tl.bfloat16:
         at = tl.arange(0, LANES // 2)
         mask = None if stop is None else 2 * (at // (VEC // 2) * (VEC // 2)) < stop
@@ -63,7 +63,7 @@ def load_columns(x_ptr, column, vocab, softcap):
 
 @triton.jit
 def locate(x_ptr, shift, row, x_stride, VEC: tl.constexpr):
-    """Where a row begins, the 16-byte boundary before it, and the elements between the two."""
+    """Return a row's begin, the 16-byte boundary before it, and the number of elements between the two."""
     offset = shift + row * x_stride
     return x_ptr + offset, x_ptr + offset // VEC * VEC, (offset % VEC).to(tl.int32)
 

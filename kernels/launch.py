@@ -119,7 +119,7 @@ def parts_of_row(rows: int, most: int, resident: int) -> int:
 
 @triton.jit
 def share_of(whole, segments):
-    """Of the program: its row, first segment and the one after its last, and whether the row is its alone."""
+    """Return the program's row, first segment and end, and True if it has the whole row."""
     program = tl.program_id(0)
     beyond = tl.maximum(program - whole, 0)
     alone = program < whole

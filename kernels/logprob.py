@@ -123,7 +123,7 @@ def segment_state(
 
 @triton.jit
 def wide_row(x_ptr, vocab, scale, scale_low, softcap, LANES: tl.constexpr):
-    """As `reduce_lanes`, from two more reads of the row: right for all logits, at the price of those reads."""
+    """`reduce_lanes` from two more reads of the row, which makes it right for all logits."""
     lane = tl.arange(0, LANES)
     lane_m = tl.full((LANES,), float("-inf"), tl.float32)
     for begin in tl.range(0, vocab, LANES, num_stages=1):

@@ -50,7 +50,7 @@ def target_gradient(x, m, rest, entropy, dlogprob, dentropy, dlse, inv_t, softca
 
 @triton.jit
 def owns(target, lead, tiles, first, last, part, parts, TILE: tl.constexpr, LANES: tl.constexpr):
-    """Whether this program writes the target's column: in its whole tiles, or in its share of the columns around."""
+    """Return True if this program writes the target's column: in its whole tiles, or its share of the others."""
     column = target - lead
     if (column < 0) | (column >= tiles * TILE):
         around = tl.where(column < 0, target, target - tiles * TILE)

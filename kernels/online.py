@@ -166,7 +166,7 @@ def valid(inv_t):
 
 @triton.jit
 def in_range(m, rest, t, scale):
-    """Whether the lanes of a row held what they had to: its maximum, and sums that are finite."""
+    """Return True if the lanes of a row are valid: its maximum, and sums that are finite."""
     held = (m > NEG) & (tl.abs(m * scale) < 1073741824.0)  # 2^30: lanes of smaller maxima have room up to 2^31
     return held & (rest - rest == 0) & (t - t == 0)
 

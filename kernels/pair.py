@@ -1,4 +1,4 @@
-"""What the kernels of KL and of Jensen-Shannon share: two rows of logits x and y, read together, as p and q.
+"""The base of the kernels of KL and Jensen-Shannon: two rows of logits x and y, read together, as p and q.
 
 `fused_rl.kernels.kl` has the formulas. `state` is what its forward leaves per row, a tensor (9, N) fp32; `KLState`
 names its rows on the host, `AT_M` to `AT_K` in a kernel.
@@ -115,7 +115,7 @@ def p_q_delta(x, y, m, w_all, offset, c, n, s, k, inv_t, EXACT: tl.constexpr):
 
 @triton.jit
 def load_state(state_ptr, row, N, alive):
-    """Of `KLState` what the gradients take; zeros where not alive."""
+    """Load the part of `KLState` that the gradients read; zeros where not alive."""
     state_ptr += row
     m = tl.load(state_ptr + AT_M * N, mask=alive, other=0.0)
     w_all = tl.load(state_ptr + AT_W_ALL * N, mask=alive, other=0.0)

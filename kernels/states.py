@@ -1,4 +1,4 @@
-"""What the row functions leave per row for the gradient, by name; the CPU path imports it where there is no Triton."""
+"""The per-row results that the gradients read, by name; the CPU path imports this without Triton."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ LOG_2 = 0.69314712  # the largest fp32 number that is not above log 2
 
 
 class RowStatistics(NamedTuple):
-    """Of `logprob_fwd`, (N,) fp32 each, nats; with x the capped logits and s = (x - max x) / temperature."""
+    """Results of `logprob_fwd`, (N,) fp32 each, nats; with x the capped logits and s = (x - max x) / temperature."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -20,7 +20,7 @@ class RowStatistics(NamedTuple):
 
 
 class KLState(NamedTuple):
-    """Of `kl_fwd`, the rows of a tensor (9, N) fp32; `fused_rl.kernels.kl` has the formulas. T is the temperature.
+    """Results of `kl_fwd`, the rows of a tensor (9, N) fp32; `fused_rl.kernels.kl` has the formulas. T is the temperature.
 
     P are the probabilities of x, Q those of y, d = x - y, and u = d / T - mean with mean = offset / T + c.
     """
@@ -32,9 +32,9 @@ class KLState(NamedTuple):
     w_all: Tensor
     """The same over all columns."""
     offset: Tensor
-    """What is taken off d before it is scaled, so that c is small and keeps its bits."""
+    """Subtracted from d before it is scaled, so that c is small and keeps its bits."""
     c: Tensor
-    """What the mean of d / T under P is beyond offset / T."""
+    """The mean of d / T under P, minus offset / T."""
     n: Tensor
     """max y."""
     f: Tensor
@@ -46,7 +46,7 @@ class KLState(NamedTuple):
 
 
 class JensenShannonSums(NamedTuple):
-    """Of `js_fwd`, the rows of a tensor (3, N) fp32, with a = log(p / mean(p, q)) and b = log(q / mean(p, q))."""
+    """Results of `js_fwd`, rows of a tensor (3, N) fp32, with a = log(p / mean(p, q)) and b = log(q / mean(p, q))."""
 
     divergence: Tensor
     p_a: Tensor

@@ -60,7 +60,7 @@ def targets_fwd_kernel(
 
 @triton.jit
 def load_targets(x_row, id_ptr, order_ptr, dlogprob_ptr, first, k, inside, vocab):
-    """Of these targets of a row in order of their ids: id, upstream gradient and logit, 0 where there is none."""
+    """Load a row's targets in order of their ids: id, upstream gradient and logit, 0 where there is none."""
     target = tl.load(id_ptr + first + k, mask=inside, other=-1)
     order = tl.load(order_ptr + first + k, mask=inside, other=0)
     d = tl.load(dlogprob_ptr + first + order, mask=inside, other=0.0).to(tl.float64)
@@ -71,7 +71,7 @@ def load_targets(x_row, id_ptr, order_ptr, dlogprob_ptr, first, k, inside, vocab
 
 @triton.jit
 def first_of_its_id(id_ptr, first, k, target, known):
-    """Whether a target is the first of its equals, which stores for all of them."""
+    """Return True if a target is the first of its equals, which stores for all of them."""
     before = tl.load(id_ptr + first + k - 1, mask=known & (k > 0), other=-1)
     return known & (before != target)
 
@@ -173,7 +173,7 @@ def _contiguous(*tensors):
 
 
 def targets_fwd(logits, targets, mask, inv_temperature, softcap):
-    """As `logprob_fwd` for targets (N, K): the statistics' logprobs are (N, K)."""
+    """`logprob_fwd` for targets (N, K): the statistics' logprobs are (N, K)."""
     n, count = targets.shape
     statistics = logprob_fwd(logits, targets.new_zeros(n), mask, inv_temperature, softcap)
     logprobs = torch.empty(n, count, dtype=torch.float32, device=logits.device)
@@ -191,7 +191,7 @@ def targets_fwd(logits, targets, mask, inv_temperature, softcap):
 
 
 def targets_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, rest, inv_temperature, softcap, out=None):
-    """As `logprob_bwd` for dlogprobs and targets (N, K); ids outside the vocabulary get no gradient of their own."""
+    """`logprob_bwd` for dlogprobs and targets (N, K); ids outside the vocabulary get no gradient of their own."""
     n, count = targets.shape
     out = torch.empty_like(logits) if out is None else out
     rows = (logits, targets.new_zeros(n), mask, entropy, m, rest, inv_temperature, softcap)

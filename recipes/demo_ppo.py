@@ -90,7 +90,7 @@ def row_of(history: list[dict]) -> list[str]:
 
 
 def draw(histories: dict[str, list[dict]], path: Path) -> None:
-    """What the score is worth, each point at the KL to the reference where it was measured, over the steps of PPO."""
+    """Draw the score against accuracy over the steps of PPO, each point at its KL to the reference."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 3.6), layout="constrained")

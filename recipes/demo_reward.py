@@ -87,7 +87,7 @@ def prepare(folder: Path, seed: int) -> None:
 
 
 def accuracy_by_kind(config: reward.RewardConfig) -> dict[str, float]:
-    """Of the saved model on the held-out pairs, read and scored as PPO would: how often the right answer wins."""
+    """Return how often the right answer wins on held-out pairs, scored by the saved model as in PPO."""
     rows = load_rows(config.eval_dataset)
     pairs = preferences.PairEncoder(config, encode.load_tokenizer(config.model)).pairs(rows)
     scorer = RewardScorer(RewardModel.from_pretrained(f"{config.output_dir}/model"), 256)

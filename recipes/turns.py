@@ -1,8 +1,8 @@
 """`python -m fused_rl.recipes.turns`: GRPO of a model that learns to guess a digit in three turns.
 
 After each guess the environment, which is this file, says whether the digit is smaller (<), larger (>) or the one (=).
-What it says is in the response, where the next guess reads it, and is not trained. A model of random weights hits one
-time in six; who asks for the middle hits seven times in ten.
+Its answer is in the response, where the next guess reads it, and is not trained. A model of random weights finds the
+digit in one game of six; guessing the middle finds it in seven of ten.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class Guessing(Sampler):
 
 
 def answer(guess: str, digit: int) -> str:
-    """What the environment says to a guess."""
+    """Return the environment's answer to a guess."""
     if guess not in set("0123456789"):
         return "?"
     return "=" if int(guess) == digit else "<" if digit < int(guess) else ">"

@@ -72,7 +72,7 @@ def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
 
 
 def measure_first(policy: Policy, groups: Groups, updates: list[list[torch.Tensor]], step: int) -> Measured:
-    """What ratios and KL are taken against, before the first update.
+    """The baselines of ratios and KL, measured before the first update.
 
     The first minibatch is trained on by the policy that it would be measured with, so its old log-probabilities are its
     own and need no pass. Rewards that pay for the KL, and a threshold of `top_entropy`, need the pass first.
@@ -135,7 +135,7 @@ def accumulate(
     config = policy.config
     batch = groups.rollout.batch
     rollout_logprobs = groups.rollout.rollout_logprobs
-    own = on_policy and rollout_logprobs is None  # a sampler that tells its own may be another policy
+    own = on_policy and rollout_logprobs is None  # a sampler with its own may be another policy
 
     # What counts: responses that were cut may be left out (https://arxiv.org/abs/2503.14476, section 3.4).
     trained = groups.trained(config.mask_truncated)

@@ -218,7 +218,7 @@ def train_step(policy: Policy, critic, prompts: list[Prompt], step: int, kl_coef
 
 
 def stop_ids_of(config: PPOConfig, tokenizer, stop_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """What ends a response: EOS, and the token that the option names."""
+    """Return the ids that end a response: EOS, and the token that the option names."""
     if config.stop_token is None:
         return stop_ids
     ids = tokenizer(config.stop_token, add_special_tokens=False).input_ids

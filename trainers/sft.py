@@ -105,7 +105,7 @@ class MicroBatch(NamedTuple):
     """The same in fewer tokens; None where each has a row of its own."""
 
     def inputs(self) -> dict[str, object]:
-        """What the model takes to score them."""
+        """Return the model's inputs to score them."""
         scored = {"input_ids": self.batch.input_ids, "mask": self.batch.response_mask}
         return scored | {"packed": self.packed, "places": self.batch.places()}
 

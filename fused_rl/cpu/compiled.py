@@ -1,4 +1,4 @@
-"""What every function of the CPU path shares: blocks and chunks, when compiling pays, and memory in huge pages."""
+"""The base of the CPU path: blocks and chunks, when compiling pays, and memory in huge pages."""
 
 import ctypes
 import functools
@@ -40,7 +40,7 @@ def compile_pays(rows: int, vocab: int) -> bool:
 
 @functools.cache
 def compiler_found() -> bool:
-    """Whether Inductor can compile here: on Linux, with a C++ compiler and Python's headers, and not switched off."""
+    """Return True if Inductor can compile: on Linux, with a C++ compiler and Python's headers, and not switched off."""
     compiler = os.environ.get("CXX", "g++")
     obstacles = {
         "this is not Linux": sys.platform != "linux",

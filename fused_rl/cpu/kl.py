@@ -77,7 +77,7 @@ def kl_bwd(g, x, y, mask, inv_t, divergence, state, sums, wants_dx, wants_dy, so
 
 
 def _near_sums(x, x_at, y, y_at, t):
-    """As `_block_sums`, and whether they hold: no column is banned, and p and q are within FARTHEST of each other."""
+    """Return `_block_sums`, and True where they hold: no banned column, and p and q within FARTHEST of each other."""
     dtype = x.dtype
     x, y = (z[at].float() for z, at in ((x, x_at), (y, y_at)))
     m = x.amax(-1, True)

@@ -90,7 +90,7 @@ def _per_row(*tensors):
 
 
 def _either(inv_temperature):
-    """As rows.c takes it: one per row or null, and a number."""
+    """Return the temperature as rows.c takes it: one per row or null, and a number."""
     if isinstance(inv_temperature, torch.Tensor):
         return inv_temperature.contiguous(), 1.0
     return None, float(inv_temperature)
@@ -141,7 +141,7 @@ def _capped(x, softcap, out):
 
 
 def _statistics(logits, rows, inv_t, softcap):
-    """Of these rows, per block: maximum, ties with it, the others' sum, the entropy's sum; (R, blocks) fp32 each."""
+    """Return per row and block: maximum, ties with it, the others' sum, the entropy's sum; (R, blocks) fp32 each."""
     vocab = logits.shape[1]
     tail = vocab % BLOCK
     parts = []

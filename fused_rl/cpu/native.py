@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 def takes(*matrices: torch.Tensor) -> bool:
-    """Whether rows.c serves these: columns side by side, on a machine with a compiler that compiles it."""
+    """Return True if rows.c serves these: adjacent columns, on a machine whose compiler compiles it."""
     for x in matrices:
         if x.stride(1) != 1 and x.shape[1] != 1:
             return False
@@ -99,7 +99,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _folder() -> Path:
-    """Where compiled files stay; a temporary folder where the user's cannot be written."""
+    """Return the folder of compiled files: the user's cache, or a temporary one if that is not writable."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "fused_rl"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -110,7 +110,7 @@ def _folder() -> Path:
 
 
 def _fingerprint(compiler: str) -> str:
-    """Of all that the compiled file depends on: a home folder is shared among machines, and compilers are updated."""
+    """Hash all that the compiled file depends on: machines share home folders, and compilers are updated."""
     binary = Path(shutil.which(compiler)).resolve()
     parts = [_SOURCE.read_text(), " ".join(_FLAGS), platform.machine(), str(binary), str(binary.stat().st_mtime_ns)]
     for line in Path("/proc/cpuinfo").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""What KL and Jensen-Shannon share on the CPU: rows of two logits, taken a block or a chunk at a time, as p and q.
+"""The base of KL and Jensen-Shannon on the CPU: rows of two logits as p and q, a block or a chunk at a time.
 
 Large inputs go through Inductor, small ones and machines without a C++ compiler through eager PyTorch, a few rows at a
 time, with the same functions. Logits come as a matrix and the rows of it that count, ((M, V), (R,)), with (R,) numbers
@@ -58,7 +58,7 @@ def over_blocks(function, x, y, *per_row, recompute=False, careful=None):
 
 
 def _sums(function, x, y, per_row, compile_pays, options, careful):
-    """Of blocks ((M, blocks, width), (R,)) twice. One index for rows and blocks: Inductor then fuses all into one."""
+    """Gather blocks ((M, blocks, width), (R,)) twice. One index for rows and blocks lets Inductor fuse all."""
     (x, x_at), (y, y_at) = x, y
     count, rows = x.shape[1], x_at.numel()
     if compile_pays:
@@ -167,7 +167,7 @@ def difference(x, y, offset, dtype):
 
 
 def distributions(state: KLState, t):
-    """What `p_q_delta` takes of each row; about the maxima where KL is large, as `about_the_maxima` of the kernels."""
+    """Return the arguments of `p_q_delta` per row; for a large KL about the maxima, as the kernels' `about_the_maxima`."""
     far = state.k > _FAR
     apart = state.m - state.n
     c_far = (state.m.double() - state.n.double() - apart).float() * t

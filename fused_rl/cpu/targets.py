@@ -14,7 +14,7 @@ _CHUNK = 1 << 14  # targets whose fp64 gradients are formed in the cache
 
 
 def targets_fwd(logits, targets, mask, inv_temperature, softcap):
-    """As `logprob_fwd` for targets (N, K): the statistics' logprobs are (N, K)."""
+    """`logprob_fwd` for targets (N, K): the statistics' logprobs are (N, K)."""
     statistics = logprob_fwd(logits, targets.new_zeros(len(targets)), mask, inv_temperature, softcap)
     # of masked rows and other ranks' columns there is nothing to find
     ids = targets.clamp(0, logits.shape[1] - 1)
@@ -30,7 +30,7 @@ def targets_fwd(logits, targets, mask, inv_temperature, softcap):
 
 
 def targets_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, rest, inv_temperature, softcap, out=None):
-    """As `logprob_bwd` for dlogprobs and targets (N, K); ids outside the vocabulary get no gradient of their own."""
+    """`logprob_bwd` for dlogprobs and targets (N, K); ids outside the vocabulary get no gradient of their own."""
     n, vocab = logits.shape
     statistics = (mask, entropy, m, rest, inv_temperature, softcap)
     if dlogprobs is None or targets.numel() == 0:

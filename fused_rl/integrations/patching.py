@@ -9,7 +9,7 @@ from packaging.specifiers import SpecifierSet
 
 
 class Patch:
-    """What an integration replaces in its host: `apply()` replaces, `remove()` puts back, and a `with` does both.
+    """The replacements of an integration in its host: `apply()` replaces, `remove()` puts back, and a `with` does both.
 
     A host's modules import each other's functions by name, so that one function stands in many places. Every module of
     the host that holds the original, under whatever name, gets the replacement; a module that is imported later copies
@@ -31,7 +31,7 @@ class Patch:
 
     @property
     def applied(self) -> bool:
-        """Whether the host is patched now."""
+        """True if the host is patched now."""
         return bool(self._pairs)
 
     def check_version(self) -> None:

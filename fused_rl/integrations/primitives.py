@@ -1,4 +1,4 @@
-"""What several hosts replace: log-probabilities and entropies of logits, and KL estimates under a cap."""
+"""Functions that several hosts replace: log-probabilities and entropies of logits, and KL estimates under a cap."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ CAPPED_AT_10 = {
 
 
 def is_served(*tensors: Tensor) -> bool:
-    """Whether our kernels take them: dense tensors, no DTensor or other subclass, on a CPU or a CUDA or ROCm GPU."""
+    """Return True if our kernels take them: dense tensors, no subclass such as DTensor, on a CPU, CUDA or ROCm GPU."""
     for x in tensors:
         plain = type(x) in (Tensor, torch.nn.Parameter) and not x.is_nested
         if not plain or x.device.type not in ("cpu", "cuda"):

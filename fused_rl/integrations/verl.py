@@ -70,7 +70,7 @@ def _takes_logprobs(logits, labels):
 
 
 def _flash_attn_is_used():
-    """As verl decides it: the only one of its paths that heeds `inplace_backward`."""
+    """Return verl's own decision; only this path of verl heeds `inplace_backward`."""
     from verl.utils import torch_functional
 
     disabled = os.environ.get("VERL_DISABLE_FLASH_ATTN_CE", "0") == "1"

@@ -63,21 +63,21 @@ class EvalConfig(ScorerConfig, SamplingConfig):
     revision: str | None = None
     """Branch, tag or commit of a Hub model."""
     attn_implementation: str | None = None
-    """As transformers names them: eager, sdpa, flash_attention_2, …; None is the model's own choice."""
+    """Attention, by its name in transformers: eager, sdpa, flash_attention_2, …; None is the model's own."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of weights and activations; auto is bfloat16 on a GPU, float32 on a CPU."""
+    """Dtype of weights and activations; auto is bfloat16 on a GPU, float32 on a CPU."""
     dataset: str | None = None
-    """A local file (.jsonl, .json, .csv, .parquet) or folder (of save_to_disk too), or the name of a Hub dataset."""
+    """A local file (.jsonl, .json, .csv, .parquet), a folder (also of save_to_disk), or the name of a Hub dataset."""
     dataset_config: str | None = None
     """The Hub dataset's configuration; None takes its only one, or the one named default or main."""
     dataset_split: str = "test"
     """The Hub dataset's split."""
     max_rows: PositiveInt | None = None
-    """Evaluate on so many of the rows, from the first on; None is all."""
+    """Number of rows to evaluate on, from the first on; None is all."""
     prompt_column: str | None = None
-    """Text or messages; None is the run's where `model` is of a run, else prompt, messages or question."""
+    """Text or messages; None is the run's if `model` is from a run, else prompt, messages or question."""
     raw_prompt: bool | None = None
-    """Give text prompts to the model as they are, even where it has a chat template; None is the run's, else false."""
+    """Give text prompts to the model unchanged, even if it has a chat template; None is the run's, else false."""
     system_prompt: str | None = None
     """System message before a text prompt; None is the run's, else none."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -90,7 +90,7 @@ class EvalConfig(ScorerConfig, SamplingConfig):
     samples: PositiveInt = 4
     """Sampled responses per problem, beside the greedy one."""
     max_new_tokens: PositiveInt | None = None
-    """Longer responses are truncated; None is the run's, else as many as the model has positions for, at most 512."""
+    """Maximum response length in tokens; None is the run's, else as many as fit into the model, at most 512."""
     batch_size: PositiveInt = 64
     """Responses generated together; changes speed and memory, and which responses are sampled."""
     seed: Seed = 1

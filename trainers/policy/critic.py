@@ -85,7 +85,7 @@ class OwnCritic:
         return {"optim/critic_lr": found["lr"], "optim/critic_grad_norm": found["optim/grad_norm"]}
 
     def skip(self, updates: int) -> None:
-        """As `Policy.skip`."""
+        """Skip this many updates, as `Policy.skip` does."""
         for _ in range(updates):
             self.engine.lr_scheduler.step()
 
@@ -165,14 +165,14 @@ class Experience:
     returns: torch.Tensor
 
     def rows(self, index: torch.Tensor, width: int) -> "Experience":
-        """Of the responses at `index`, in the first `width` columns; the rollout and its scores stay whole."""
+        """Return the responses at `index`, in the first `width` columns; the rollout and its scores stay whole."""
         names = ("mask", "kl", "values", "advantages", "returns")
         of_tokens = {name: rows_of(getattr(self, name), index, width) for name in names}
         return replace(self, measured=self.measured.rows(index, width), **of_tokens)
 
 
 def token_rewards(scores: torch.Tensor, kl: torch.Tensor, mask: torch.Tensor, kl_coef: float) -> torch.Tensor:
-    """(B, T - 1): each token pays for its KL, and the last one gets the score (B,); an empty response gets nothing."""
+    """(B, T - 1): minus each token's KL, and the score (B,) at the last one; an empty response gets nothing."""
     later = mask.flip(1).cumsum(1).flip(1)  # tokens of the response from here on
     scores = scores[:, None].to(kl.device, non_blocking=True)
     return -kl_coef * kl + torch.where(mask & (later == 1), scores, 0)

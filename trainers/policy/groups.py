@@ -1,4 +1,4 @@
-"""What the responses to one prompt are worth beside each other: rewards, advantages, and which groups GRPO trains on.
+"""Groups of responses to one prompt: their rewards and advantages, and which groups GRPO trains on.
 
 Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): a group whose rewards are all equal has no advantage, so a step
 of many such groups is a small one; new prompts are drawn in their place, up to a bound. The algorithm is in grpo.py.
@@ -118,7 +118,7 @@ def advantages_of(config: GroupConfig, rewards: torch.Tensor, counts: torch.Tens
 
 
 def keeps_groups(config: GroupConfig, world: int) -> bool:
-    """Whether every minibatch is of whole groups, as it is where prompts may be shared."""
+    """Return True if every minibatch is of whole groups, as it must be to share prompts."""
     return config.share_prompts is not False and config.prompts_per_step // world % config.minibatches == 0
 
 
@@ -142,14 +142,14 @@ def group_metrics(config: GroupConfig, rollout: Rollout, step: int) -> dict[str,
 
 @dataclass
 class Groups:
-    """What this rank trains on in a step."""
+    """This rank's groups of a step."""
 
     rollout: Rollout
     """Its rewards are those after the overlong penalty."""
     counts: torch.Tensor
     """(B,) bool: whether the response counts; where it does not, its group only makes the ranks even."""
     metrics: dict[str, float]
-    """Of all responses drawn, over all ranks."""
+    """Metrics of all sampled responses, over all ranks."""
 
     def trained(self, mask_truncated: bool) -> torch.Tensor:
         """(B,) bool: whether the tokens of a response are in the loss."""

@@ -38,7 +38,7 @@ MAIN = (*config.MAIN, "verifiers", "prompts_per_step", "max_new_tokens", "temper
 
 
 class RolloutConfig(SamplerConfig):
-    """Which prompts are rolled out, and how long their responses may be."""
+    """The prompts of a rollout, and the length of their responses."""
 
     batch_option: ClassVar[str] = "prompts_per_step"
     prompt_column: str | None = None
@@ -106,15 +106,15 @@ class KLConfig(LossConfig):
 
     @property
     def estimator(self) -> str:
-        """What was chosen, or what is right for where the KL is paid."""
+        """Return the chosen estimator, or the right one for `kl_in`."""
         return self.kl_estimator or ("k1" if self.kl_in == "reward" else fused_rl.PolicyLossOptions.kl_estimator)
 
     def kl_in_loss(self, kl_coef: float) -> dict[str, object]:
-        """The options of the loss, in which what the rewards have paid for is not paid for again."""
+        """Return the options of the loss; a KL in the reward is not in the loss again."""
         return {"kl_estimator": self.estimator, "kl_coef": kl_coef if self.kl_in == "loss" else 0.0}
 
     def kl_of_tokens(self, old: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return (B, T - 1) nats, 0 where masked: what a reward pays for, of log-probabilities before the update."""
+        """Return (B, T - 1) nats, 0 where masked: the KL in the reward, from log-probabilities before the update."""
         found = fused_rl.kl_estimate(old, reference, self.estimator, old_logprobs=old)
         return torch.where(mask, found, 0)
 
@@ -154,5 +154,5 @@ class ReferenceConfig(KLConfig):
 
 
 def needs_reference(config: ReferenceConfig) -> bool:
-    """Whether anything is measured against a reference."""
+    """Return True if a reference is needed."""
     return config.kl_coef > 0 or config.kl_every > 0

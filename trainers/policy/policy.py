@@ -23,12 +23,12 @@ from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sampler, Scorer
 
 
 class Passed(NamedTuple):
-    """What one forward pass of a micro-batch of b sequences gave."""
+    """The results of one forward pass of a micro-batch of b sequences."""
 
     loss: torch.Tensor
     """A scalar, differentiable."""
     metrics: dict[str, torch.Tensor]
-    """Of `fused_rl.policy_loss`; and `drift`, the mean of ratio - 1 to the old log-probabilities that were given."""
+    """Metrics of `fused_rl.policy_loss`; and `drift`, the mean of ratio - 1 to the old log-probabilities that were given."""
     logprobs: torch.Tensor
     """(b, T - 1) nats, detached."""
 
@@ -49,24 +49,24 @@ class Policy:
     tokenizer: object
     device: torch.device
     has_reference: bool = True
-    """Whether anything is measured against the starting model."""
+    """True if a reference is needed."""
     costs: Costs | None = None
-    """Of the model, by which prompts are shared; None where every response has a prompt of its own."""
+    """Sizes of the model, by which prompts are shared; None if every response has its own prompt."""
     frozen: bool = False
-    """Whether it stays as it is, while its critic learns."""
+    """True while only the critic is trained."""
     seeds: Seeds = field(default_factory=Seeds)
-    """Of the responses that are trained on."""
+    """Seeds of the responses that are trained on."""
     own: dict[str, object] = field(default_factory=dict)
-    """What each rank keeps in checkpoints for itself."""
+    """Objects that each rank keeps in checkpoints for itself."""
     published: int | None = None
     """The step whose weights the next responses are of; None before they were published."""
     shown: list[Shown] = field(default_factory=list)
-    """Of this rank's last rollout that is trained on; empty before there was one."""
+    """Responses of this rank's last rollout to show; empty before there was one."""
     resolved: dict[float, PolicyLossOptions] = field(default_factory=dict)
     """The options of the loss, by the weight of the KL that they were last resolved for."""
 
     def inputs(self, part: Batch) -> dict[str, object]:
-        """What the model and the reference take to score `part`."""
+        """Return the inputs with which model and reference score `part`."""
         scored = {"input_ids": part.input_ids, "mask": part.response_mask, "temperature": self.config.temperature}
         return scored | {"packed": self._packed(part), "places": part.places(), "support": part.support}
 
@@ -159,7 +159,7 @@ class Policy:
                 scored = self.model(**self.inputs(part))
                 loss, metrics = fused_rl.policy_loss(scored.logprobs, *tokens, entropy=scored.entropy, **options)
 
-        # How far the pass is from what was told of it before.
+        # How far the pass is from the log-probabilities reported before.
         logprobs = scored.logprobs.detach()
         run = mask & (old_logprobs != 0) & old_logprobs.isfinite()
         drift = torch.where(run, torch.expm1((logprobs - old_logprobs).double()), 0).sum()
@@ -206,7 +206,7 @@ def plan(config: LossConfig, count: int, micro_batch_size: int, together: int = 
 
 @dataclass
 class Measured:
-    """Of a rollout, before it is trained on; each (B, T - 1) fp32 in nats, 0 where masked.
+    """Measurements of a rollout before training; each (B, T - 1) fp32 in nats, 0 where masked.
 
     Where tokens were drawn from kept sets, everything is of the distributions over these.
     """
@@ -216,12 +216,12 @@ class Measured:
     entropy: torch.Tensor
     """0 also where the policy was not run."""
     ref_logprobs: torch.Tensor | None
-    """None where no reference is read."""
+    """None if no reference is needed."""
     kl: torch.Tensor | None
-    """Exact, from both models' logits, over what the token was drawn from; None where it was not asked for."""
+    """Exact, from both models' logits, over the set that the token was sampled from; None if not requested."""
 
     def rows(self, index: torch.Tensor, width: int) -> "Measured":
-        """Of the sequences at `index`, in the first `width` columns, as `Batch.rows` has them."""
+        """Return the sequences at `index`, in the first `width` columns, as `Batch.rows` does."""
         return Measured(*(rows_of(values, index, width) for values in vars(self).values()))
 
 

@@ -33,7 +33,7 @@ class Sampled(NamedTuple):
     broken: torch.Tensor
     """(B,) bool: logits that are NaN or infinite."""
     logprobs: list[list[float]] | None = None
-    """Of each token, in nats; None where they are not requested."""
+    """Log-probability of each token, in nats; None if not requested."""
 
 
 class TransformersSampler(Sampler):
@@ -113,7 +113,7 @@ def responses_together(lm, tokens: int) -> int:
     """Return how many responses are sampled together by default, at so many `tokens` each with the prompt.
 
     On a GPU they take at most a quarter of what its memory holds beside a training of the model: 16 bytes of each
-    trained weight for gradient and optimizer, and a copy of the model as reference. Free memory is not asked, so a
+    trained weight for gradient and optimizer, and a copy of the model as reference. Free memory is not read, so a
     resumed run samples the same. At least 64; a power of two.
     """
     if lm.device.type == "cpu" or not keeps_keys_and_values(lm):

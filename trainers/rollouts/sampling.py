@@ -35,9 +35,9 @@ class Sampling:
     stop_ids: tuple[int, ...]
     """A response ends with (and includes) the first of these."""
     top_p: float = 1.0
-    """Of the likeliest ids as few as have this much of the probability together; 1 is all."""
+    """The fewest of the likeliest ids with this much probability together; 1 is all."""
     top_k: int = 0
-    """So many of the likeliest ids; 0 is all."""
+    """This many of the likeliest ids; 0 is all."""
     min_p: float = 0.0
     """The ids with at least this fraction of the likeliest one's probability; 0 is all."""
     seeds: tuple[int, ...] | None = None

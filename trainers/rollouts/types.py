@@ -30,14 +30,14 @@ class Prompt:
 
 @dataclass
 class Response:
-    """What a sampler returns for one prompt."""
+    """A sampler's response to one prompt."""
 
     ids: list[int]
     """Token ids alone, the stop token included, at most `max_new_tokens`; may be empty."""
     finish: Literal["stop", "length"]
     """Ended by a stop token, or cut at `max_new_tokens`."""
     logprobs: list[float | None] | None = None
-    """Of each id, in nats, of the distribution that it was sampled from; None if the sampler does not report them."""
+    """Log-probability of each id, in nats, under the distribution that it was sampled from; None if not reported."""
     support: TokenSupport | list[list[int]] | None = None
     """The ids that each token was sampled from, itself among them; those of a token may be empty, for the whole
     vocabulary, and None is that for all tokens. Lists are taken too, but long responses by the thousand are slow so."""
@@ -61,9 +61,9 @@ class Sample:
     text: str
     """The response without its stop token."""
     where: str = "a row"
-    """Of its prompt."""
+    """Where its prompt comes from."""
     column: str | None = None
-    """As of its prompt."""
+    """The answer column, as its prompt's."""
 
 
 class Sampler:
@@ -109,7 +109,7 @@ class Scorer(Protocol):
 
     name: str
     weight: float
-    """Of its score in the reward."""
+    """Weight of its score in the reward."""
     solved_at: float | None
     """A sample counts as solved from this score on; None: this scorer does not tell right from wrong."""
 

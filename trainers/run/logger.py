@@ -1,4 +1,4 @@
-"""What a run writes as it goes: metrics.jsonl, samples.jsonl, TensorBoard, Weights & Biases, curves.png, the screen."""
+"""The output of a run: metrics.jsonl, samples.jsonl, TensorBoard, Weights & Biases, curves.png, the screen."""
 
 import importlib.util
 import json
