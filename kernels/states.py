@@ -20,7 +20,7 @@ class RowStatistics(NamedTuple):
 
 
 class KLState(NamedTuple):
-    """Results of `kl_fwd`, the rows of a tensor (9, N) fp32; `fused_rl.kernels.kl` has the formulas. T is the temperature.
+    """Results of `kl_fwd`, rows of a tensor (9, N) fp32; `fused_rl.kernels.kl` has the formulas. T is the temperature.
 
     P are the probabilities of x, Q those of y, d = x - y, and u = d / T - mean with mean = offset / T + c.
     """

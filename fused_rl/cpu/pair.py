@@ -167,7 +167,7 @@ def difference(x, y, offset, dtype):
 
 
 def distributions(state: KLState, t):
-    """Return the arguments of `p_q_delta` per row; for a large KL about the maxima, as the kernels' `about_the_maxima`."""
+    """Return the arguments of `p_q_delta` per row; for a large KL about the maxima (`about_the_maxima`)."""
     far = state.k > _FAR
     apart = state.m - state.n
     c_far = (state.m.double() - state.n.double() - apart).float() * t

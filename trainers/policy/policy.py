@@ -28,7 +28,7 @@ class Passed(NamedTuple):
     loss: torch.Tensor
     """A scalar, differentiable."""
     metrics: dict[str, torch.Tensor]
-    """Metrics of `fused_rl.policy_loss`; and `drift`, the mean of ratio - 1 to the old log-probabilities that were given."""
+    """Metrics of `fused_rl.policy_loss`; and `drift`, the mean of ratio - 1 to the given old log-probabilities."""
     logprobs: torch.Tensor
     """(b, T - 1) nats, detached."""
 
