@@ -56,7 +56,7 @@ test-slow: $(VENV)/installed  ## the others: every option, whole runs, compiled 
 
 # Not in CI: it says what the tests see, not whether the code is right.
 .PHONY: test-mutations
-test-mutations: $(VENV)/installed  ## change the code by one slip at a time (tests/mutations.py): the tests must see each
+test-mutations: $(VENV)/installed  ## break the code by one slip at a time (tests/mutations.py): a test must fail for each
 	$(BIN)/python -m pytest -q -n 2 -m mutations tests/test_mutations.py
 
 # The oldest releases that pyproject.toml allows, and the newest there are, each in an environment of its own. torch on
@@ -87,19 +87,19 @@ $(RELEASES:%=test-versions-%): test-versions-%: .venv-%/installed-release
 
 # The moments of its kills follow from a seed, which it prints: FUSED_RL_FAULT_SEED=123 make test-faults repeats them.
 .PHONY: test-faults
-test-faults: $(VENV)/installed  ## bad inputs and kills: what the trainers make of some 500 faults
+test-faults: $(VENV)/installed  ## bad inputs and kills: the trainers' answers to some 500 faults
 	FUSED_RL_FAULT_SEED=$${FUSED_RL_FAULT_SEED:-$$(date +%s)} $(BIN)/python -m pytest -q --show-capture=no tests/trainers/test_faults.py
 
 # Tensors that say `cuda:0` and hold CPU values: what mixes devices, and how often the host waits for the device.
 .PHONY: test-device
-test-device: $(VENV)/installed  ## every op and a step of every trainer on a device that is not there, PTX executed: 2 minutes
+test-device: $(VENV)/installed  ## every op and a step of every trainer on a fake GPU, PTX executed on the CPU: 2 minutes
 	$(BIN)/python -m pytest -q -p tests.device.process tests/device
 
 # A host pins other versions than ours, so each has an environment of its own; where its file of constraints changes,
 # it is made again. --confcutdir leaves out tests/conftest.py, which sets up the Triton interpreter.
 HOSTS := verl openrlhf
 .PHONY: test-integrations
-test-integrations: $(HOSTS:%=$(VENV)-%/installed)  ## verl and OpenRLHF, installed and patched against unpatched: 5 minutes once installed
+test-integrations: $(HOSTS:%=$(VENV)-%/installed)  ## verl and OpenRLHF, patched against unpatched: 5 minutes once installed
 	@status=0; for host in $(HOSTS); do \
 	  $(VENV)-$$host/bin/python -m pytest --confcutdir=tests/hosts tests/hosts/test_$$host*.py || status=1; \
 	done; exit $$status
@@ -135,7 +135,7 @@ $(VENV)-vllm/installed: tests/server/requirements.txt
 # An environment of its own: no test needs it. mkdocstrings reads sources, and takes a folder for a package only where
 # there is an __init__.py: so it reads a copy, in which there are some.
 .PHONY: docs
-docs: $(VENV)-docs/installed  ## docs/ as a site in build/site: every link and anchor is looked for
+docs: $(VENV)-docs/installed  ## build docs/ as a site in build/site, and check every link and anchor
 	rm -rf build/sources && mkdir -p build/sources && cp -rL fused_rl build/sources/
 	find build/sources -type d -exec touch {}/__init__.py \;
 	$(VENV)-docs/bin/mkdocs build --clean
@@ -146,12 +146,12 @@ $(VENV)-docs/installed: docs/requirements.txt
 	@touch $@
 
 .PHONY: bench
-bench: $(VENV)/installed-bench  ## the benchmark suite on all cores, beside the peers that install here: 16 minutes
+bench: $(VENV)/installed-bench  ## the benchmark suite on all cores, with the peers that install here: 16 minutes
 	$(ALL_CORES) $(BIN)/python -m bench
 	$(BIN)/python -m bench report
 
 .PHONY: repro
-repro: $(VENV)/installed  ## the field problems of docs/problems, each shown on this machine: 5 minutes of a CPU
+repro: $(VENV)/installed  ## show each problem of docs/problems on this machine: 5 CPU minutes
 	$(BIN)/python -m bench.repro
 
 .PHONY: repro-kl
@@ -160,7 +160,7 @@ repro-kl: $(VENV)/installed  ## GRPO with each KL estimator in the loss: table a
 
 # A GPU machine brings its own torch, and often no network: nothing is installed.
 .PHONY: gpu
-gpu:  ## what a GPU is asked first, in 10 minutes: every kernel test compiled, groups of the benchmark
+gpu:  ## the first checks on a GPU, in 10 minutes: every kernel test compiled, parts of the benchmark
 	@for python in $(PYTHON) $(BIN)/python; do \
 	  if $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
 	    exec $$python -m bench gpu; fi; done; \
