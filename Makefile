@@ -134,6 +134,14 @@ $(VENV)-vllm/installed: tests/server/requirements.txt
 
 # An environment of its own: no test needs it. mkdocstrings reads sources, and takes a folder for a package only where
 # there is an __init__.py: so it reads a copy, in which there are some.
+# The Python of README and tutorial, block by block, and tests/typed.py.
+.PHONY: types
+types: $(VENV)/installed  ## pyright in strict mode on the Python of README and tutorial, and on tests/typed.py
+	$(PIP) install -q -c constraints.txt pyright
+	mkdir -p build/typed && rm -f build/typed/*.py
+	awk '/^```python$$/ {n++; on = 1; next} /^```$$/ {on = 0} on {print > ("build/typed/block" n ".py")}' README.md docs/tutorial.md
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
 .PHONY: docs
 docs: $(VENV)-docs/installed  ## build docs/ as a site in build/site, and check every link and anchor
 	rm -rf build/sources && mkdir -p build/sources && cp -rL fused_rl build/sources/

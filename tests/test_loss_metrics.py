@@ -7,10 +7,7 @@ import fused_rl
 
 F64 = torch.float64
 B, T = 6, 9
-HALVES = (
-    slice(0, 2),
-    slice(2, B),
-)  # of different sizes: a mean of the halves' means would be wrong
+HALVES = (slice(0, 2), slice(2, B))  # of different sizes: a mean of the halves' means would be wrong
 
 
 @pytest.fixture

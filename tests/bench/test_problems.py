@@ -9,8 +9,9 @@ import shlex
 
 import pytest
 
-from bench import machine
+from bench import machine, results
 from bench.repro import __main__ as repro
+from bench.repro import kl_estimators
 from fused_rl.trainers import cli
 
 FOLDER = machine.ROOT / "docs" / "problems"
@@ -49,6 +50,12 @@ def test_what_make_repro_runs():
     assert {*repro.REPROS, *repro.LEFT_OUT} == scripts - helpers
     for name, shown in repro.REPROS.items():
         assert any(f"bench.repro.{name}" in command for command in commands_of(shown.page)), name
+
+
+def test_the_losses_page_has_the_table_of_the_kl_estimators():
+    rows = results.load(kl_estimators.RESULTS)["rows"]
+    kl_estimators.check(rows)
+    assert kl_estimators.table(rows) in (machine.ROOT / "docs" / "losses.md").read_text()
 
 
 def test_a_reproduction_that_fails_is_printed_and_is_the_status(monkeypatch, tmp_path, capsys):

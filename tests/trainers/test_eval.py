@@ -96,10 +96,7 @@ def test_the_figures_are_those_by_hand(folder, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("judge", "why"),
-    [
-        ("length:9", "no scorer here says what is solved; --sol"),
-        (SILENT, f"{SILENT} returned None for all 15 resp"),
-    ],
+    [("length:9", "no scorer here says what is solved; --sol"), (SILENT, f"{SILENT} returned None for all 15 resp")],
 )
 def test_where_nobody_says_what_is_solved_there_is_no_figure_of_it(judge, why, folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "TransformersSampler", Scripted)
