@@ -102,8 +102,9 @@ class LanguageModel(nn.Module):
             operands = hidden, head.weight, targets
             capped = {"temperature": temperature, "softcap": self.softcap}
             options = capped | {"bias": head.bias, "logits_dtype": self.head_dtype}
-            logits = head(hidden) if want_logits else None
+            logits = None
             if want_logits and support is None:  # the product with the head is formed once
+                logits = head(hidden)
                 rows = fused_rl.token_logprobs(logits, targets, **capped)
             elif token_loss is None or support is not None:  # over kept sets there is nothing to save by a fused loss
                 rows = fused_rl.linear_token_logprobs(*operands, support=support, **options)
@@ -111,8 +112,9 @@ class LanguageModel(nn.Module):
                 of_places = [tensor.flatten()[places] for tensor in per_token]
                 rows = fused_rl.linear_token_loss(*operands, token_loss, *of_places, **options)
                 loss = rows.loss
-            if want_logits and self.softcap is not None:
-                logits = self.softcap * torch.tanh(logits / self.softcap)
+            if want_logits:  # last: ZeRO 3 partitions the weight again after the head's own forward
+                logits = head(hidden) if logits is None else logits
+                logits = logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
         logprobs = at_places(rows.logprobs, mask, places)
         entropy = at_places(rows.entropy, mask, places)
