@@ -1,7 +1,9 @@
 // What torch asks of a CUDA build before it lets tensors say `cuda:0` and runs their backward pass: a guard that counts
-// one device, and hooks that say it is there. Nothing is behind them. Loaded before torch (process.py).
+// two devices, and hooks that say they are there. Nothing is behind them. Loaded before torch (process.py).
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <utility>
 
 namespace {
 
@@ -10,20 +12,20 @@ using c10::DeviceIndex;
 using c10::DeviceType;
 using c10::Stream;
 
-const Device kDevice(DeviceType::CUDA, 0);
+thread_local Device current(DeviceType::CUDA, 0);
 
 struct Guard final : public c10::impl::DeviceGuardImplInterface {
   static constexpr DeviceType static_type = DeviceType::CUDA;
   DeviceType type() const override { return DeviceType::CUDA; }
-  Device exchangeDevice(Device) const override { return kDevice; }
-  Device getDevice() const override { return kDevice; }
-  void setDevice(Device) const override {}
-  void uncheckedSetDevice(Device) const noexcept override {}
-  Stream getStream(Device) const override { return Stream(Stream::DEFAULT, kDevice); }
-  Stream getDefaultStream(Device) const override { return Stream(Stream::DEFAULT, kDevice); }
-  Stream getNewStream(Device, int) const override { return Stream(Stream::DEFAULT, kDevice); }
+  Device exchangeDevice(Device device) const override { return std::exchange(current, device); }
+  Device getDevice() const override { return current; }
+  void setDevice(Device device) const override { current = device; }
+  void uncheckedSetDevice(Device device) const noexcept override { current = device; }
+  Stream getStream(Device device) const override { return Stream(Stream::DEFAULT, device); }
+  Stream getDefaultStream(Device device) const override { return Stream(Stream::DEFAULT, device); }
+  Stream getNewStream(Device device, int) const override { return Stream(Stream::DEFAULT, device); }
   Stream exchangeStream(Stream stream) const override { return stream; }
-  DeviceIndex deviceCount() const noexcept override { return 1; }
+  DeviceIndex deviceCount() const noexcept override { return 2; }
   void record(void**, const Stream&, const DeviceIndex, const c10::EventFlag) const override {}
   void block(void*, const Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
@@ -39,12 +41,15 @@ struct CUDAHooks : public at::CUDAHooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  DeviceIndex deviceCount() const override { return 1; }
-  DeviceIndex current_device() const override { return 0; }
-  DeviceIndex getCurrentDevice() const override { return 0; }
+  DeviceIndex deviceCount() const override { return 2; }
+  DeviceIndex current_device() const override { return current.index(); }
+  DeviceIndex getCurrentDevice() const override { return current.index(); }
 };
 
 }  // namespace
+
+extern "C" int current_device() { return current.index(); }
+extern "C" void set_device(int index) { current = Device(DeviceType::CUDA, static_cast<DeviceIndex>(index)); }
 
 namespace c10::impl {
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)

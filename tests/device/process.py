@@ -1,4 +1,4 @@
-"""A pytest plugin that makes its process believe in one CUDA device: `pytest -p tests.device.process tests/device`.
+"""A pytest plugin that makes its process believe in CUDA devices: `pytest -p tests.device.process tests/device`.
 
 torch asks for its CUDA guard and hooks once in a process and keeps the answer, and Triton chooses its interpreter when
 it is imported: neither can be undone, so tests/device has a process of its own (tests/test_device.py starts it).
@@ -59,27 +59,28 @@ def begin() -> None:
     """Loads guard and hooks, imports torch, and patches what asks torch.cuda."""
     for library in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(torch_folder() / "lib" / library), mode=ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(str(build()))
+    guard = ctypes.CDLL(str(build()))
     os.environ["TRITON_INTERPRET"] = "0"  # the CPU runs that are compared with take the CPU path
     os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed would look for CUDA's libraries
     import torch
 
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is a copy from the host
     torch.set_num_threads(1)
-    patch(torch.cuda)
+    patch(torch.cuda, guard)
 
 
-def patch(cuda) -> None:
+def patch(cuda, guard) -> None:
     import torch
+    import torch.distributed as dist
 
     from tests.device import tensors
 
     cuda._lazy_init = lambda: None
     cuda.is_available = lambda: True
     cuda.is_initialized = lambda: True
-    cuda.device_count = lambda: 1
-    cuda.current_device = lambda: 0
-    cuda.set_device = lambda device: None
+    cuda.device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cuda.current_device = lambda: guard.current_device()  # of the calling thread
+    cuda.set_device = lambda device: guard.set_device(torch.device(device).index)
     cuda._exchange_device = cuda._maybe_exchange_device = lambda device: min(device, 0)  # of torch.cuda.device_of
     cuda.is_bf16_supported = lambda including_emulation=True: True
     cuda.get_device_properties = lambda device=None: PROPERTIES
@@ -91,6 +92,15 @@ def patch(cuda) -> None:
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     cuda.set_rng_state = lambda state, device=None: None
     cuda.synchronize = lambda device=None: tensors.wait("synchronize")
+    init = dist.init_process_group
+    dist.init_process_group = lambda backend, **options: init(_over_gloo(backend, cuda.current_device()), **options)
+
+
+def _over_gloo(backend: str, device: int) -> str:
+    """The backend with gloo in place of NCCL, which two ranks cannot join with one device."""
+    if "nccl" in backend and device != int(os.environ.get("LOCAL_RANK", "0")):
+        raise RuntimeError(f"Duplicate GPU detected: local rank {os.environ['LOCAL_RANK']} joins with cuda:{device}")
+    return "cuda:gloo" if backend == "nccl" else backend.replace("nccl", "gloo")
 
 
 def pytest_configure(config) -> None:

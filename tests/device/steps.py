@@ -5,14 +5,14 @@ process): `Engine` stands in for it, with the optimizer, clipping and schedule t
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from fused_rl.trainers import grpo, ppo, reward, sft
-from fused_rl.trainers.base import optim
+from fused_rl.trainers.base import optim, ranks
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.preferences import Pair
 from fused_rl.trainers.models import packing
@@ -60,6 +60,10 @@ class Engine:
         loss.backward()
 
     def step(self):
+        if ranks.world_size() > 1:
+            for parameter in self.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= ranks.world_size()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.lr_scheduler.step()
@@ -105,6 +109,11 @@ def placed(module, device):
     return tensors.put_module(module) if device.type == "cuda" else module
 
 
+def of_rank(items: Sequence) -> Sequence:
+    """This rank's share of what all ranks have."""
+    return items[ranks.rank() :: ranks.world_size()]
+
+
 def prompts_of(tokenizer) -> list[Prompt]:
     texts = [f"what is {i} + {i * 7}" for i in range(4)]
     return [Prompt(tokenizer(text)["input_ids"], {}, f"row {i}") for i, text in enumerate(texts)]
@@ -140,14 +149,17 @@ def policy_of(config, device, responses, *, share=None) -> policies.Policy:
     sampling = sampling_of(config, tokenizer, lm)
     costs = packing.agreed_costs(lm.base, 64, share, option="share_prompts", otherwise="not shared")
     model = Engine(placed(lm, device), config)
-    made = (config, model, placed(reference, device), Sampler(responses), sampling, [Judge()], tokenizer, device)
+    size = config.group_size
+    groups = of_rank([responses[i : i + size] for i in range(0, len(responses), size)])
+    sampler = Sampler(sum(groups, []))
+    made = (config, model, placed(reference, device), sampler, sampling, [Judge()], tokenizer, device)
     return policies.Policy(*made, True, costs)
 
 
 def grpo_step(folder, device, responses, **options) -> Step:
     config = config_of(grpo.GRPOConfig, folder, **options)
     policy = policy_of(config, device, responses, share=options.get("share_prompts"))
-    prompts = prompts_of(policy.tokenizer)
+    prompts = of_rank(prompts_of(policy.tokenizer))
     return lambda: Found(grpo.train_step(policy, prompts, 1), (policy.model.module,))
 
 
@@ -156,7 +168,7 @@ def ppo_step(folder, device, responses, critic=None, **options) -> Step:
     policy = policy_of(config, device, responses, share=False)
     module = placed(load_reward_model(critic, None, config, config, CPU, kind=Critic), device)
     judge, modules = critics.OwnCritic(Engine(module, config)), (policy.model.module, module)
-    prompts = prompts_of(policy.tokenizer)
+    prompts = of_rank(prompts_of(policy.tokenizer))
     return lambda: Found(ppo.train_step(policy, judge, prompts, 1, 0.1), modules)
 
 
@@ -167,7 +179,7 @@ def sft_step(folder, device, responses, packed=True, **options) -> Step:
     costs = packing.costs_of(lm.base) if packed else None
     prompts = [prompt.ids for prompt in prompts_of(tokenizer) for _ in range(4)]
     answers = [response.ids for response in responses]
-    examples = [sft.Example(*pair, "a row") for pair in zip(prompts, answers, strict=True)]
+    examples = [sft.Example(*pair, "a row") for pair in of_rank([*zip(prompts, answers, strict=True)])]
     model = Engine(placed(lm, device), config)
 
     def step():

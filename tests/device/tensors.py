@@ -1,4 +1,4 @@
-"""Tensors that say they are on cuda:0 and hold CPU values; mixing devices raises, host synchronisations are counted.
+"""Tensors that say they are on a GPU and hold CPU values; mixing devices raises, host synchronisations are counted.
 
     with tensors.present(), tensors.counted() as waits:
         logits = tensors.put(torch.randn(4, 9)).requires_grad_()
@@ -10,6 +10,7 @@ Every operator arrives in `_run`, which asks what CUDA would have made of it, th
 
 import collections
 import contextlib
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,20 +78,20 @@ def place() -> str:
 
 
 class OnDevice(torch.Tensor):
-    """A tensor of cuda:0; `inner` holds its values on the CPU, with the same strides."""
+    """A tensor of a device, the current one if none is given; `inner` holds its values, with the same strides."""
 
     @staticmethod
-    def __new__(cls, inner):
+    def __new__(cls, inner, device=None):
         return torch.Tensor._make_wrapper_subclass(
             cls,
             inner.size(),
             strides=inner.stride(),
             storage_offset=inner.storage_offset(),
             dtype=inner.dtype,
-            device=DEVICE,
+            device=device or current(),
         )
 
-    def __init__(self, inner):
+    def __init__(self, inner, device=None):
         self.inner = inner
 
     def __repr__(self):
@@ -107,7 +108,7 @@ class OnDevice(torch.Tensor):
         return self.inner.data_ptr()
 
     def resize_(self, *shape):  # the shape that torch knows of is fixed
-        return OnDevice(self.inner.resize_(*shape))
+        return OnDevice(self.inner.resize_(*shape), self.device)
 
     def __tensor_flatten__(self):
         return ["inner"], None
@@ -129,6 +130,10 @@ class _Present(TorchDispatchMode):
         if _is_device(kwargs.get("device")) or any(isinstance(x, OnDevice) for x in tree_leaves((args, kwargs))):
             return _run(func, args, kwargs)
         return func(*args, **kwargs)
+
+
+def current() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def present() -> contextlib.AbstractContextManager:
@@ -164,8 +169,8 @@ def _inner(x):
     return x.inner if isinstance(x, OnDevice) else x
 
 
-def wrapped(x):
-    return OnDevice(x) if isinstance(x, torch.Tensor) and not isinstance(x, OnDevice) else x
+def wrapped(x, device=None):
+    return OnDevice(x, device) if isinstance(x, torch.Tensor) and not isinstance(x, OnDevice) else x
 
 
 def _is_device(device) -> bool:
@@ -204,11 +209,14 @@ def _run(func, args, kwargs):
     plain = [x for x in tensors if not isinstance(x, OnDevice)]
     if func.namespace == "fused_rl":
         return _registered(name, args, kwargs, plain)
+    if func.namespace == "c10d":
+        return _over_ranks(func, args, kwargs, ours)
     _waits.launches[name] += 1
     if name in ("_pin_memory", "is_pinned"):
         return False if name == "is_pinned" else args[0]
     if ours:
         _check(name, args, kwargs, plain)
+        _check_indices(name, ours)
     if name in COPIES:
         _count_copy(name, args, kwargs)
 
@@ -216,7 +224,8 @@ def _run(func, args, kwargs):
 
     if name in READS or name == "_to_copy" and not _stays(args, kwargs):
         return out
-    out = tree_map(wrapped, out)
+    device = _device_of(ours, kwargs)
+    out = tree_map(lambda x: wrapped(x, device), out)
     if ours and name != "_to_copy":
         return return_and_correct_aliasing(func, args, kwargs, out)
     return out
@@ -228,6 +237,29 @@ def _registered(name, args, kwargs, plain):
         mixes(name, plain)
     with _Present(), torch._C._AutoDispatchBelowAutograd():
         return OPDEFS[f"fused_rl::{name}"]._init_fn(*args, **kwargs)
+
+
+def _over_ranks(func, args, kwargs, ours):
+    """A collective over gloo, of tensors that NCCL would take: those of the device that this rank joined with."""
+    for x in ours:
+        if x.device.index != int(os.environ["LOCAL_RANK"]):
+            raise RuntimeError(f"{place()}: {func.name()} of {x.device} by local rank {os.environ['LOCAL_RANK']}")
+    *_, work = func(*values(args), **values(kwargs))
+    return args[0], work
+
+
+def _device_of(ours, kwargs) -> torch.device:
+    """Where an operator's result is: where it is asked for, else where its operands are."""
+    given = kwargs.get("device")
+    if given is None:
+        return ours[0].device if ours else current()
+    return current() if torch.device(given).index is None else torch.device(given)
+
+
+def _check_indices(name, ours):
+    """Refuse operands of two GPUs; a copy may be between them."""
+    if name not in COPIES and len({x.device for x in ours}) > 1:
+        raise RuntimeError(f"{place()}: {name}: found tensors on {' and '.join(sorted({str(x.device) for x in ours}))}")
 
 
 def _check(name, args, kwargs, plain):

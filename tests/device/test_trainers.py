@@ -1,5 +1,8 @@
 """A step of every trainer on the device: the numbers of the CPU, and how often the host waits."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -43,10 +46,17 @@ def drawn(folders, make, options):
     return steps.responses_of(steps.config_of(steps.grpo.GRPOConfig, folders[0], **truncation))
 
 
+def named(options, folders):
+    """The options, with the folder of the critic."""
+    return options | ({"critic": folders[1]} if "critic" in options else {})
+
+
+def timeless(metrics):
+    return {key: value for key, value in metrics.items() if not key.startswith(("time/", "perf/"))}
+
+
 def found_on(device, folders, make, options, responses):
-    options = dict(options)
-    if options.get("critic") == "reward":
-        options["critic"] = folders[1]
+    options = named(options, folders)
     torch.manual_seed(0)
     step = make(folders[0], device, responses, **options)
     torch.manual_seed(1)
@@ -72,12 +82,36 @@ def test_a_step_is_that_of_the_cpu(device, folders, name):
         found, waits = found_on(device, folders, make, options, responses)
     show(name, waits)
     assert waits.reads.total() == reads and not waits.uploads
-    for key, value in cpu.metrics.items():
-        if not key.startswith(("time/", "perf/")):
-            assert found.metrics[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+    assert timeless(found.metrics) == pytest.approx(timeless(cpu.metrics), rel=1e-4, abs=1e-6, nan_ok=True)
     for ours, theirs in zip(found.modules, cpu.modules, strict=True):
         for (key, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(a.inner, b.detach(), rtol=1e-4, atol=1e-6, msg=key)
+
+
+ONE_BATCH = {"minibatches": 1}
+OF_RANKS = {
+    "sft": (steps.sft_step, {}),
+    "reward": (steps.reward_step, {}),
+    "ppo": (steps.ppo_step, ONE_BATCH | {"critic": "reward"}),
+    "grpo": (steps.grpo_step, ONE_BATCH),
+    "grpo, over all ranks": (steps.grpo_step, ONE_BATCH | {"preset": "reinforce++", "top_entropy": 0.2}),
+}
+
+
+@pytest.mark.slow
+def test_a_step_on_two_devices_is_that_of_one_process(folders, tmp_path):
+    responses = steps.responses_of(steps.config_of(steps.grpo.GRPOConfig, folders[0]))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    asked = {name: (make, named(options, folders)) for name, (make, options) in OF_RANKS.items()}
+    torch.save({"steps": asked, "model": folders[0], "responses": responses}, tmp_path / "asked.pt")
+    done = subprocess.run([*launch, "-m", "tests.device.two_ranks", tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-8000:]
+    found = torch.load(tmp_path / "found.pt")
+    for name, (metrics, weights) in found.items():
+        cpu, _ = found_on(CPU, folders, *OF_RANKS[name], responses)
+        assert timeless(metrics) == pytest.approx(timeless(cpu.metrics), rel=1e-4, abs=1e-6, nan_ok=True), name
+        expected = [weight.detach() for module in cpu.modules for weight in module.parameters()]
+        torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-6, msg=name)
 
 
 # Of at most 32 tokens: transformers looks at the mask of the padded prompts, twice; then the sampler looks every 16.

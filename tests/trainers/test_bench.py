@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -77,11 +76,3 @@ def test_a_peer_that_does_something_else_is_marked(theirs, reason):
     ours = trainers.Run("sft", SimpleNamespace(dtype="float32"), losses=[1.0, 2.0])
     row = trainers.compared(ours, trainers.Run("sft", ours.config, losses=theirs))
     assert (row["status"], row.get("reason")) == (results.WRONG if reason else results.OK, reason)
-
-
-def test_time_is_added_up_by_name(monkeypatch):
-    ticks = iter([1.0, 3.0, 10.0, 14.0])
-    monkeypatch.setattr(trainers, "seconds", lambda: next(ticks))
-    taken = Counter()
-    double = trainers.timed(taken, "update", lambda x: 2 * x)
-    assert (double(2), double(3), dict(taken)) == (4, 6, {"update": 6.0})

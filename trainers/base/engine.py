@@ -48,7 +48,8 @@ def setup(seed: int, *, trains: bool = True) -> torch.device:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if not dist.is_initialized() and (trains or "RANK" in os.environ):
-        _join("gloo" if device.type == "cpu" else "nccl", with_deepspeed=trains)
+        # Objects and tensors of the CPU go over gloo, so only tensors of this rank's GPU go over NCCL.
+        _join("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", with_deepspeed=trains)
     import transformers
 
     transformers.set_seed(seed + rank() * 100_003)

@@ -89,7 +89,6 @@ def global_max(value: torch.Tensor) -> float:
 def _reduced(values: torch.Tensor, op) -> torch.Tensor:
     values = values.detach().double().clone()
     if world_size() > 1:
-        values = values.cuda() if dist.get_backend() == "nccl" else values
         dist.all_reduce(values, op=op)
     return values.cpu()
 
