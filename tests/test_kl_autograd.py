@@ -30,11 +30,14 @@ def test_reference_gradients(direction):
 
 
 @pytest.mark.parametrize("js", [False, True])
-def test_operator_registrations(js, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    x, y = pair(3, 40)
-    arguments = (x.requires_grad_(), y.requires_grad_(), None, 0.7, None, js)
-    torch.library.opcheck(torch.ops.fused_rl.token_kl.default, arguments)
+@pytest.mark.parametrize("masked", [False, True])
+def test_operators_pass_opcheck(backend, js, masked):
+    (x, y), ops = pair(3, 40, device=backend), torch.ops.fused_rl
+    options = (torch.tensor([True, False, True], device=backend) if masked else None, 0.7, None, js)
+    saved = ops.token_kl(x, y, *options)
+    given = (saved[0].sin(), x, y, options[0], *saved, *options[1:], True, True)
+    torch.library.opcheck(ops.token_kl_backward.default, given)
+    torch.library.opcheck(ops.token_kl.default, (x.requires_grad_(), y.requires_grad_(), *options))
 
 
 def test_compiles_once_for_all_lengths_and_temperatures(monkeypatch):
