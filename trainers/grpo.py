@@ -81,13 +81,9 @@ def measure_first(policy: Policy, groups: Groups, updates: list[list[torch.Tenso
     rollout = groups.rollout
     first_pass = sum(updates[: config.minibatches], [])
     exact_kl = config.kl_every > 0 and step % config.kl_every == 0
-    needed_before = _kl_in_reward(config) or config.top_entropy is not None
+    needed_before = config.kl_in == "reward" or config.top_entropy is not None
     own = rollout.rollout_logprobs is None and not needed_before
     return measure(policy, rollout.batch, first_pass, exact_kl=exact_kl, skipped=len(updates[0]) if own else 0)
-
-
-def _kl_in_reward(config: ReferenceConfig) -> bool:
-    return config.kl_in == "reward" and config.kl_coef > 0
 
 
 def update(
@@ -194,7 +190,7 @@ def train_step(
     # Rewards, less the KL if they pay for it, as in https://arxiv.org/abs/2402.14740; and advantages.
     rewards = groups.rollout.rewards.to(policy.device, non_blocking=True)
     charged = None
-    if _kl_in_reward(config):
+    if config.kl_in == "reward":  # with a coefficient, as the config has checked
         mask = groups.rollout.batch.response_mask
         of_tokens = config.kl_of_tokens(measured.old_logprobs, measured.ref_logprobs, mask)
         charged = fused_rl.masked_sum(of_tokens, mask, 1)

@@ -118,8 +118,8 @@ def test_turns_in_between_leave_every_denominator_to_the_policys_own_ids(folder,
     for i, response in enumerate(responses):
         prompt = PROMPTS[i // 4].ids
         logits = lm(input_ids=torch.tensor([prompt + response.ids])).logits[0] / TEMPERATURE
-        at = [len(prompt) - 1 + j for j in response.drawn(range(len(response.ids)))]
-        logp = logits[at].log_softmax(-1).gather(1, torch.tensor(response.drawn(response.ids)).view(-1, 1).long())[:, 0]
+        at = [len(prompt) - 1 + j for j in response.sampled(range(len(response.ids)))]
+        logp = logits[at].log_softmax(-1).gather(1, torch.tensor(response.sampled(response.ids)).long()[:, None])[:, 0]
         compact[0, i, : len(at)] = logp
         compact[1, i, : len(at)] = measured.old_logprobs[i, at].double()
         compact[2, i, : len(at)] = measured.ref_logprobs[i, at].double()
@@ -172,7 +172,7 @@ def test_advantages_pass_over_turns_in_between_and_the_last_own_id_is_paid(folde
     _, experience = ppo_step(folders, PROMPTS, responses, monkeypatch)
     mask, batch = experience.mask, experience.rollout.batch
     assert torch.equal(mask, batch.response_mask)
-    assert mask.sum(1).tolist() == [len(response.drawn(response.ids)) for response in responses]
+    assert mask.sum(1).tolist() == [len(response.sampled(response.ids)) for response in responses]
     for values in (experience.values, experience.advantages, experience.returns, experience.kl):
         assert (values[~mask] == 0).all()
     rewards = critic.token_rewards(experience.scores, experience.kl, mask, 0.0)
@@ -186,7 +186,7 @@ def test_advantages_pass_over_turns_in_between_and_the_last_own_id_is_paid(folde
         whole = torch.ones(1, len(own), dtype=torch.bool)
         _, returns = reference.gae(column[1], column[0], whole, gamma=0.97, gae_lambda=1.0)
         torch.testing.assert_close(experience.returns[i, own][None].double(), returns, atol=1e-5, rtol=1e-5)
-    assert responses[3].drawn(responses[3].ids) == [] and not mask[3].any()
+    assert responses[3].sampled(responses[3].ids) == [] and not mask[3].any()
 
 
 # What is told of them.

@@ -83,28 +83,26 @@ class Step:
 
     def _update(self, optimizer, *_) -> None:
         """Do AdamW over the spans; `optimizer.step` itself sees no gradient and does nothing."""
-        for group, *tensors in zip(optimizer.param_groups, self.weights, self.trained, self.gradients, strict=True):
-            self._update_group(optimizer, group, *tensors)
+        each = zip(optimizer.param_groups, self.weights, self.trained, self.gradients, strict=True)
+        for group, weight, trained, gradients in each:
+            state = optimizer.state[weight]
+            if not state:
+                moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+                state.update(step=torch.zeros((), dtype=torch.float32), **moments)
+            state["step"] += 1
+            names = ("lr", "weight_decay", "eps", "amsgrad", "maximize")
+            options = {name: group[name] for name in names}
+            options["beta1"], options["beta2"] = group["betas"]
 
-    def _update_group(self, optimizer, group: dict, weight, trained, gradients: list[torch.Tensor]) -> None:
-        state = optimizer.state[weight]
-        if not state:
-            moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
-            state.update(step=torch.zeros((), dtype=torch.float32), **moments)
-        state["step"] += 1
-        names = ("lr", "weight_decay", "eps", "amsgrad", "maximize")
-        options = {name: group[name] for name in names}
-        options["beta1"], options["beta2"] = group["betas"]
-
-        # A span's gradient, weights and moments are touched once.
-        tensors = weight.detach(), state["exp_avg"], state["exp_avg_sq"], trained
-        spans = zip(*(x.split(SPAN) for x in tensors), strict=True)
-        for gradient, (master, first, second, rounded) in zip(self._spans(gradients), spans, strict=True):
-            if self.excess > 1:
-                gradient.mul_(1.0 / self.excess)
-            torch._fused_adamw_([master], [gradient], [first], [second], [], [state["step"]], **options)
-            if rounded.dtype != master.dtype:
-                rounded.copy_(master)
+            # A span's gradient, weights and moments are touched once.
+            tensors = weight.detach(), state["exp_avg"], state["exp_avg_sq"], trained
+            spans = zip(*(x.split(SPAN) for x in tensors), strict=True)
+            for gradient, (master, first, second, rounded) in zip(self._spans(gradients), spans, strict=True):
+                if self.excess > 1:
+                    gradient.mul_(1.0 / self.excess)
+                torch._fused_adamw_([master], [gradient], [first], [second], [], [state["step"]], **options)
+                if rounded.dtype != master.dtype:
+                    rounded.copy_(master)
 
     def _spans(self, gradients: list[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Yield the gradient in fp32, copied into the buffer a span at a time."""

@@ -211,14 +211,13 @@ def without_nulls(message: dict) -> dict:
 
 def are_messages(cell) -> bool:
     """Return True for a list of messages with a role and a text; an assistant's may call tools in place of a text."""
-    return isinstance(cell, list) and bool(cell) and all(map(_is_message, cell))
-
-
-def _is_message(value) -> bool:
-    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-        return False
-    calls = value["role"] == "assistant" and value.get("tool_calls")
-    return isinstance(value.get("content"), str) or (calls and value.get("content") is None)
+    for message in cell if isinstance(cell, list) else ():
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return False
+        calls_alone = message["role"] == "assistant" and message.get("tool_calls") and message.get("content") is None
+        if not calls_alone and not isinstance(message.get("content"), str):
+            return False
+    return isinstance(cell, list) and bool(cell)
 
 
 SPELLED = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:.*\]\s*""", re.DOTALL)

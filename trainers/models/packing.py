@@ -36,7 +36,13 @@ class Packed(NamedTuple):
 
     def states_of(self, lm: nn.Module, module: nn.Module, output: str) -> torch.Tensor:
         """(N, ·): what `module` of a transformers model puts out at `states`."""
-        found = module(**inputs_of(lm, self), use_cache=False)[output]
+        # The mask as the model adds it, in rows aligned to 8 elements.
+        rows, _, length, _ = self.attention_mask.shape
+        aligned = -(-length // 8) * 8
+        added = torch.full((rows, 1, length, aligned), -torch.inf, dtype=lm.dtype, device=self.attention_mask.device)
+        added = added[..., :length].masked_fill_(self.attention_mask, 0)
+        given = {"input_ids": self.input_ids, "position_ids": self.position_ids, "attention_mask": added}
+        found = module(**given, use_cache=False)[output]
         return found.flatten(0, 1)[self.states]
 
 
@@ -189,16 +195,6 @@ def pack_whole(batch: Batch, rows: list[list[int]]) -> Packed:
         index = torch.tensor(indices)
         row[index], start[index] = number, lengths[index].cumsum(0) - lengths[index]
     return _packed(batch, row, start, torch.zeros_like(lengths))
-
-
-def inputs_of(lm: nn.Module, packed: Packed) -> dict[str, torch.Tensor]:
-    """Return `packed` as a transformers model's arguments; the mask is additive, in rows aligned to 8 elements."""
-    seen = packed.attention_mask
-    rows, _, length, _ = seen.shape
-    shape = (rows, 1, length, -(-length // 8) * 8)
-    added = torch.full(shape, -torch.inf, dtype=lm.dtype, device=seen.device)
-    added = added[..., :length].masked_fill_(seen, 0)
-    return {"input_ids": packed.input_ids, "position_ids": packed.position_ids, "attention_mask": added}
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import torch
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import phase, tell
 from fused_rl.trainers.policy.policy import Policy, measure
-from fused_rl.trainers.rollouts.roll_out import as_rows, drawn_from
+from fused_rl.trainers.rollouts.roll_out import as_rows, sample_of
 from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
 from fused_rl.trainers.rollouts.solved import judged, outcome_sums, outcomes, pass_at, why_unknown
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Scorer
@@ -60,7 +60,7 @@ def evaluate(policy: Policy, held_out: HeldOut) -> tuple[dict[str, float], list[
 
     # To look at: always the same held-out problems, and some of what the last step trained on.
     most = config.show_samples - len(policy.shown)
-    shown = as_rows("held-out, greedy", drawn_from(greedy, most, config.seed, count), policy.tokenizer)
+    shown = as_rows("held-out, greedy", sample_of(greedy, most, config.seed, count), policy.tokenizer)
     return metrics, shown + as_rows("training", policy.shown, policy.tokenizer)
 
 

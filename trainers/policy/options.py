@@ -109,10 +109,6 @@ class KLConfig(LossConfig):
         """Return the chosen estimator, or the right one for `kl_in`."""
         return self.kl_estimator or ("k1" if self.kl_in == "reward" else fused_rl.PolicyLossOptions.kl_estimator)
 
-    def kl_in_loss(self, kl_coef: float) -> dict[str, object]:
-        """Return the options of the loss; a KL in the reward is not in the loss again."""
-        return {"kl_estimator": self.estimator, "kl_coef": kl_coef if self.kl_in == "loss" else 0.0}
-
     def kl_of_tokens(self, old: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return (B, T - 1) nats, 0 where masked: the KL in the reward, from log-probabilities before the update."""
         found = fused_rl.kl_estimate(old, reference, self.estimator, old_logprobs=old)

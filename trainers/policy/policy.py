@@ -17,7 +17,7 @@ from fused_rl.trainers.models.language_model import keep_only
 from fused_rl.trainers.models.packing import Costs, Packed, pack, responses_per_row
 from fused_rl.trainers.policy.options import LossConfig, PolicyConfig, loss_options
 from fused_rl.trainers.rollouts.mismatch import check_bound, mismatch
-from fused_rl.trainers.rollouts.roll_out import Shown, drawn_from, roll_out
+from fused_rl.trainers.rollouts.roll_out import Shown, roll_out, sample_of
 from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sampler, Scorer
 
@@ -101,7 +101,9 @@ class Policy:
     def loss_options(self, kl_coef: float) -> PolicyLossOptions:
         """Return the options of the loss with this weight of the KL, which are resolved once per weight."""
         if kl_coef not in self.resolved:
-            self.resolved = {kl_coef: loss_options(self.config, **self.config.kl_in_loss(kl_coef))}
+            in_loss = kl_coef if self.config.kl_in == "loss" else 0.0  # what the rewards pay for is not paid for again
+            options = loss_options(self.config, kl_estimator=self.config.estimator, kl_coef=in_loss)
+            self.resolved = {kl_coef: options}
         return self.resolved[kl_coef]
 
     def begin_step(self, step: int, prompts_of: Callable[[int], list[Prompt]]) -> None:
@@ -118,7 +120,7 @@ class Policy:
         known = {"copies": copies, "vocab": vocab}
         rollout = roll_out(self.sampler, self.scorers, prompts, sampling, self.tokenizer, self.device, **known)
         if sampling.temperature and seeds is None:
-            self.shown = drawn_from(rollout, self.config.show_samples // 2, f"{self.config.seed} {self.published}")
+            self.shown = sample_of(rollout, self.config.show_samples // 2, f"{self.config.seed} {self.published}")
         return rollout
 
     def loss(

@@ -136,10 +136,11 @@ def _problem_of(response: Response, sampling: Sampling, vocab: float, tells_logp
     reports = response.logprobs is not None
     if reports != tells_logprobs:
         return f"{'' if reports else 'no '}logprobs, but the sampler declares tells_logprobs = {tells_logprobs}"
-    bad = [value for value in response.drawn(response.logprobs or []) if not _is_logprob(value)]
+    reported = response.sampled(response.logprobs or [])
+    bad = [value for value in reported if value is None or not -math.inf < value <= ROUNDING]
     if bad:
         return f"a logprob is {bad[0]}; it must be finite, and at most 0"
-    if sampling.truncates and response.support is None and response.drawn(ids):
+    if sampling.truncates and response.support is None and response.sampled(ids):
         return "no kept sets, though the sampling truncates"
     stops = [i for i, token in enumerate(ids) if token in sampling.stop_ids]
     expected = [len(ids) - 1] if response.finish == "stop" else []
@@ -148,10 +149,6 @@ def _problem_of(response: Response, sampling: Sampling, vocab: float, tells_logp
             f"finish={response.finish!r} and stop tokens at {stops} of {len(ids)}; only the last one may be, with stop"
         )
     return None
-
-
-def _is_logprob(value: float | None) -> bool:
-    return value is not None and -math.inf < value <= ROUNDING
 
 
 def check_scores(name: str, scores: Iterable[float | None], samples: Sequence[Sample]) -> torch.Tensor:
@@ -242,7 +239,7 @@ class Shown(NamedTuple):
     reward: float
 
 
-def drawn_from(rollout: Rollout, count: int, seed: object, among: int | None = None) -> list[Shown]:
+def sample_of(rollout: Rollout, count: int, seed: object, among: int | None = None) -> list[Shown]:
     """Return `count` of a rollout's first `among` samples (None is all), chosen by a generator of their own."""
     among = len(rollout.samples) if among is None else among
     places = random.Random(str(seed)).sample(range(among), min(count, among))

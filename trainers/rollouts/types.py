@@ -46,7 +46,7 @@ class Response:
     answer, are context: they get no gradient and count in no mean, and their logprobs and kept sets, which are there,
     are not read. A stop token of the policy ends its turn; `finish` says how the last turn ended."""
 
-    def drawn(self, of_ids: Sequence[Value]) -> list[Value]:
+    def sampled(self, of_ids: Sequence[Value]) -> list[Value]:
         """Return the values of the ids that the policy sampled, of values of all ids."""
         return list(of_ids) if self.trained is None else list(compress(of_ids, self.trained))
 
@@ -152,7 +152,7 @@ class Rollout:
         """(B, T - 1) fp32: the sampler's own log-probabilities, 0 where masked; None if it does not report them."""
         if any(sample.response.logprobs is None for sample in self.samples):
             return None
-        reported = [sample.response.drawn(sample.response.logprobs) for sample in self.samples]
+        reported = [sample.response.sampled(sample.response.logprobs) for sample in self.samples]
         mask = self.batch.response_mask
         logprobs = torch.zeros(mask.shape, device=mask.device)
         values = list(chain.from_iterable(reported))
@@ -177,25 +177,25 @@ def of_turn(sampling: Sampling, turn: int, responses: Sequence[int], max_new_tok
     return replace(sampling, max_new_tokens=max_new_tokens, seeds=seeds)
 
 
-def after_turn(before: Response | None, drawn: Response, said: Sequence[int] = ()) -> Response:
+def after_turn(before: Response | None, turn: Response, said: Sequence[int] = ()) -> Response:
     """Return a response that is longer by a turn of the policy's and by what somebody else said to it.
 
     Args:
         before: the turns until then; None where this is the first.
-        drawn: the turn, as the sampler that the options make returns it.
+        turn: as the sampler that the options make returns it.
         said: token ids that the policy did not sample.
     """
     before = before or Response([], "length", logprobs=[], trained=[])
-    lengths = [len(before.ids), len(drawn.ids), len(said)]
+    lengths = [len(before.ids), len(turn.ids), len(said)]
     logprobs = None  # the ids of others have log-probabilities that nobody reads
-    if drawn.logprobs is not None:
-        logprobs = before.logprobs + drawn.logprobs + [0.0] * len(said)
+    if turn.logprobs is not None:
+        logprobs = before.logprobs + turn.logprobs + [0.0] * len(said)
     return Response(
-        before.ids + drawn.ids + list(said),
-        drawn.finish,
+        before.ids + turn.ids + list(said),
+        turn.finish,
         logprobs=logprobs,
-        support=joined([before.support, drawn.support, None], lengths),
-        trained=before.trained + [True] * len(drawn.ids) + [False] * len(said),
+        support=joined([before.support, turn.support, None], lengths),
+        trained=before.trained + [True] * len(turn.ids) + [False] * len(said),
     )
 
 

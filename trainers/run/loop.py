@@ -123,7 +123,7 @@ class Run:
         if self.config.resume:
             restored = self.store.load(engines, own)
             self.step, self.order.position = restored["step"], restored["position"]
-        self.store.claim(self.step)
+        ranks.on_first_rank(lambda: self.store.claim(self.step))
         self.logger = Logger(self.config, self.step)
         return restored
 

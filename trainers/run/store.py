@@ -18,7 +18,7 @@ import operator
 import random
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -131,33 +131,29 @@ class RunFolder:
         _lock = lock
 
     def claim(self, step: int) -> None:
-        """Make the folder that of this run, which has read all its inputs and begins after `step`."""
-        ranks.on_first_rank(lambda: self._claim(step))
-
-    def _claim(self, step: int) -> None:
+        """Make the folder that of this run, which has read all its inputs and begins after `step`. On one rank."""
         old = self._contents()
         if self.config.resume:
             later = [self.checkpoints / f"step-{s}" for s in reversed(steps_in(self.checkpoints)) if s > step]
             old = [*later, *(path for path in old if path.name in SAVED_AT_THE_END)]
             for leftover in self.checkpoints.glob(f"{UNFINISHED}*"):  # of a run that was killed
                 shutil.rmtree(leftover)
-        self._move_aside(old)
-        precision = self._options()["precision"]
-        header = f"# fused-rl {self.config.command} --config <this file>\n# precision: {precision}\n"
-        write_atomically(self.path / "config.yaml", header + to_yaml(self.config))
 
-    def _move_aside(self, paths: Iterable[Path]) -> None:
-        """Move what is in the folder to the first of runs/a.1, runs/a.2, … that does not exist."""
+        # To the first of runs/a.1, runs/a.2, … that does not exist.
         folder = self.path.resolve()
         number = 1
         while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
             number += 1
-        for path in paths:
+        for path in old:
             target = aside / path.relative_to(self.path)
             target.parent.mkdir(parents=True, exist_ok=True)
             path.rename(target)
         if aside.exists():
             tell(f"moved what was in {self.path} before to {aside}")
+
+        precision = self._options()["precision"]
+        header = f"# fused-rl {self.config.command} --config <this file>\n# precision: {precision}\n"
+        write_atomically(self.path / "config.yaml", header + to_yaml(self.config))
 
     # Writing checkpoints.
 

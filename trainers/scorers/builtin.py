@@ -100,14 +100,16 @@ class Pattern(Named):
         super().__init__(**judged)
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
-        return [float(self._matches(sample)) for sample in samples]
-
-    def _matches(self, sample: Sample) -> bool:
-        places = list(self.pattern.finditer(sample.text))
-        if not self.compares or not places:
-            return bool(places)
-        last = places[-1][self.group]
-        return last is not None and normalized(last) == normalized(answer_of(sample.row, self.answer_column))
+        scores = []
+        for sample in samples:
+            places = list(self.pattern.finditer(sample.text))
+            right = bool(places)
+            if self.compares and places:
+                last = places[-1][self.group]
+                answer = answer_of(sample.row, self.answer_column)
+                right = last is not None and normalized(last) == normalized(answer)
+            scores.append(float(right))
+        return scores
 
 
 class Length(Named):
@@ -118,7 +120,7 @@ class Length(Named):
         self.target = target
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
-        lengths = [len(sample.response.drawn(sample.response.ids)) for sample in samples]
+        lengths = [len(sample.response.sampled(sample.response.ids)) for sample in samples]
         return [0.0 - min(1.0, abs(length - self.target) / self.target) for length in lengths]
 
 

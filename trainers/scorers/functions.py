@@ -80,17 +80,13 @@ class FunctionScorer(Named):
         given = {column: [sample.row.get(column) for sample in samples] for column in columns}
         given |= {"prompts": [], "completions": []}
         for sample in samples:
-            prompt = _prompt_of(sample)
+            # The row's prompt without a last turn of the assistant, which the policy was not given.
+            names = PROMPT_COLUMNS if sample.column is None else (sample.column,)
+            prompt = next((sample.row[name] for name in names if sample.row.get(name) is not None), None)
+            if isinstance(prompt, list) and prompt and prompt[-1].get("role") == "assistant":
+                prompt = prompt[:-1]
             turn = [{"role": "assistant", "content": sample.text}]
             given["prompts"].append(prompt)
             given["completions"].append(turn if isinstance(prompt, list) else sample.text)
         given["completion_ids"] = [list(sample.response.ids) for sample in samples]
         return {name: given[name] for name in given if self.takes_all or name in self.takes}
-
-
-def _prompt_of(sample: Sample):
-    """Return the row's prompt without a last turn of the assistant, which the policy was not given."""
-    columns = PROMPT_COLUMNS if sample.column is None else (sample.column,)
-    prompt = next((sample.row[column] for column in columns if sample.row.get(column) is not None), None)
-    answered = isinstance(prompt, list) and prompt and prompt[-1].get("role") == "assistant"
-    return prompt[:-1] if answered else prompt
