@@ -164,7 +164,7 @@ def policy_loss(
     level = RATIO_LEVELS[chosen.ratio_level](log_ratio, batch.sequences)
     if chosen.ratio_level == "sequence" and per_token:
         level = by_token(level, log_ratio)
-    surrogate = applied(surrogate_of(chosen), level, advantages, logprobs, batch.sequences, chosen)
+    surrogate, own_metrics = applied(surrogate_of(chosen), level, advantages, logprobs, batch.sequences, chosen)
     behaviour = old if rollout is None else rollout
     weights = rollout_weights(old, rollout, batch.sequences, chosen)
     weights = weights * off_policy_gate(logprobs, behaviour, advantages, batch.sequences, chosen)
@@ -177,6 +177,7 @@ def policy_loss(
     with torch.no_grad():
         metrics = {"loss": loss.detach(), "policy_loss": batch.aggregate(surrogate, chosen.loss_agg)}
         metrics |= _ratio_metrics(level, log_ratio, advantages, entropy, batch, chosen)
+        metrics |= batch.sums({f"surrogate/{name}": own for name, own in own_metrics.items()}, "token-mean")
         if ref is not None:
             metrics |= _kl_metrics(logprobs, ref, old, batch, chosen.kl_estimator)
     return loss, metrics
@@ -300,7 +301,8 @@ def policy_token_loss(
             kept = logprobs.detach() != -torch.inf
             logprobs, given["shares"] = torch.where(kept, logprobs, 0), torch.where(kept, given["shares"], 0)
         old = given.get("old", logprobs.detach())
-        surrogate = applied(surrogate_of(chosen), logprobs - old, given["advantages"], logprobs, NoSequences(), chosen)
+        arguments = logprobs - old, given["advantages"], logprobs, NoSequences(), chosen
+        surrogate, _ = applied(surrogate_of(chosen), *arguments)
         surrogate = surrogate * given.get("weights", 1) * entropy_gate(entropy, None, chosen)
         losses = surrogate + _regularisers(logprobs, old, given.get("ref"), entropy, chosen)
         return given["shares"] * losses

@@ -201,8 +201,8 @@ SURROGATES: dict[str, Callable] = {
 }
 
 
-def applied(surrogate: Callable, log_ratio, advantages, logprobs, sequences, options) -> Tensor:
-    """The loss of each token; of a surrogate of the user's nothing is known, so what it is and returns is looked at.
+def applied(surrogate: Callable, log_ratio, advantages, logprobs, sequences, options) -> tuple[Tensor, dict]:
+    """The loss of each token, and metrics of each token by name, which a user's surrogate may return beside it.
 
     Raises:
         ValueError: it does not take five arguments, or does not return a loss of each token.
@@ -211,22 +211,21 @@ def applied(surrogate: Callable, log_ratio, advantages, logprobs, sequences, opt
     name = getattr(surrogate, "__name__", repr(surrogate))
     wanted = tuple(logprobs.shape)
     try:
-        if inspect.isclass(surrogate):
-            raise TypeError("it is a class; pass a function")
         inspect.signature(surrogate).bind(*arguments)
     except TypeError as error:
         raise ValueError(
             f"the surrogate {name} is called with (log_ratio, advantages, logprobs, sequences, options), tensors "
             f"{wanted}, but does not take these: {error}"
         ) from None
-    losses = surrogate(*arguments)
+    found = surrogate(*arguments)
+    losses, metrics = found if isinstance(found, tuple) else (found, {})
     if not isinstance(losses, Tensor) or tuple(losses.shape) != wanted or losses.dtype != logprobs.dtype:
         raise ValueError(
             f"the surrogate {name} must return the loss of each token, {logprobs.dtype} {wanted} as its arguments; got "
             f"{described(losses) if isinstance(losses, Tensor) else type(losses).__name__}. Leave sums and means to "
             "loss_agg"
         )
-    return losses
+    return losses, metrics
 
 
 # What weights the surrogate of each token, and nothing else of the loss: (B, T), or 1 if switched off.

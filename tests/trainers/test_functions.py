@@ -7,6 +7,7 @@ import numpy
 import pytest
 import torch
 
+import fused_rl
 from fused_rl.surrogates import needs_sequences
 from fused_rl.trainers import grpo
 from fused_rl.trainers.base.text import load_function
@@ -215,6 +216,18 @@ def plain(log_ratio, advantages, logprobs, sequences, options):
 @needs_sequences
 def of_sequences(log_ratio, advantages, logprobs, sequences, options):
     return -sequences.expand(sequences.mean(log_ratio)) * advantages
+
+
+def weighted(log_ratio, advantages, logprobs, sequences, options, weight=1.0):
+    return -weight * log_ratio.exp() * advantages, {"ratio": log_ratio.exp()}
+
+
+def test_a_surrogate_takes_options_and_reports_metrics():
+    given = {"surrogate": f"{HERE}:weighted", "surrogate_options": {"weight": 3.0}}
+    chosen = options.loss_options(grpo.GRPOConfig(model="m", dataset="d", output_dir="o", **given))
+    ones = torch.ones(2, 3)
+    loss, metrics = fused_rl.policy_loss(ones, ones, ones, ones.bool(), options=chosen)
+    assert (loss, metrics["surrogate/ratio"]) == (-3, 1)
 
 
 @pytest.mark.parametrize("surrogate", [plain, of_sequences, f"{HERE}:plain"])

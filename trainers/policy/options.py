@@ -1,6 +1,7 @@
 """The options that PPO and GRPO share: rollouts, the loss, and the KL to a reference."""
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+import functools
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
@@ -54,6 +55,8 @@ class RolloutConfig(SamplerConfig):
 class LossConfig(_OfTheLoss):
     """The loss of a policy, and how often a rollout is trained on. An option that is None is the preset's."""
 
+    surrogate_options: dict[str, Any] | None = None
+    """Further arguments of your own surrogate, as YAML or JSON: {delta: 0.1}."""
     preset: PresetName = "grpo"
     """A row of fused_rl.PRESETS: it chooses ratio, surrogate, clipping, aggregation and advantages."""
     mask_truncated: bool = False
@@ -88,7 +91,9 @@ def loss_options(config: LossConfig, **changes) -> PolicyLossOptions:
     given = {name: value for name, value in given.items() if value is not None}
     given.setdefault("kl_estimator", PolicyLossOptions.kl_estimator)
     if ":" in str(given.get("surrogate")):
-        given["surrogate"] = load_function("surrogate", str(given["surrogate"]))
+        function = load_function("surrogate", str(given["surrogate"]))
+        partial = functools.partial(function, **(config.surrogate_options or {}))
+        given["surrogate"] = functools.update_wrapper(partial, function)
     try:
         return resolve_options(config.preset, given | changes)
     except ValueError as error:
