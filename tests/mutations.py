@@ -273,6 +273,18 @@ MUTATIONS = {
         'return {"lr": engine.get_lr()[0], "optim/grad_norm": norm}',
         "tests/trainers/test_store.py -k 'new_options or longer_run'",
     ),
+    "a gradient that is not finite is trained on": Mutation(
+        "trainers/base/engine.py",
+        "    if not math.isfinite(norm):",
+        "    if math.isinf(norm) and norm < 0:",
+        "tests/trainers/test_not_finite.py",
+    ),
+    "ranks draw the same responses": Mutation(
+        "trainers/base/engine.py",
+        "set_seed(seed + rank() * 100_003)",
+        "set_seed(seed)",
+        "tests/trainers/test_runs.py -k every_rank_draws",
+    ),
     "a checkpoint forgets the generators": Mutation(
         "trainers/run/store.py",
         'torch.set_rng_state(generators["torch"])',
@@ -330,6 +342,15 @@ MUTATIONS = {
     ),
     "new weights do not wait for the rollout of the old ones": Mutation(
         "trainers/rollouts/lag.py", "for pending in self.pending.values():\n", "for pending in ():\n", LAG
+    ),
+    "a checkpoint forgets what was drawn ahead": Mutation(
+        "trainers/policy/setup.py",
+        '({"rollouts": sampler} if config.lag else {})',
+        "{}",
+        "tests/trainers/test_resume.py -k grpo-lag1",
+    ),
+    "the copy that is sampled stays as it was": Mutation(
+        "trainers/rollouts/lag.py", "copied.copy_(own)", "copied.copy_(copied)", f"{LAG} -k follows"
     ),
     "a thread draws from the process's generator": Mutation(
         "trainers/rollouts/generate.py",
@@ -396,10 +417,28 @@ MUTATIONS = {
         "tokens = (batch.response_lengths * trained)",
         "tests/trainers/test_turns.py -k in_between",
     ),
+    "a log-probability that is NaN passes": Mutation(
+        "trainers/rollouts/roll_out.py",
+        "return value is not None and -math.inf < value <= ROUNDING",
+        "return value is not None and not value > ROUNDING",
+        "tests/trainers/test_rollout.py -k breaks_its_promises",
+    ),
     "the sampler's distance has the other sign": Mutation(
         "trainers/rollouts/mismatch.py",
         "torch.where(mask, reported - old_logprobs, 0)",
         "torch.where(mask, old_logprobs - reported, 0)",
+        SAMPLERS,
+    ),
+    "an evaluation draws from the run's seeds": Mutation(
+        "trainers/policy/evaluate.py",
+        "policy.sampling, k, Seeds(config.seed + ranks.rank()))",
+        "policy.sampling, k)",
+        SAMPLERS,
+    ),
+    "seeds are not in the checkpoint": Mutation(
+        "trainers/run/store.py",
+        "own[name].load_state_dict(state_of_rank)",
+        "_ = own[name], state_of_rank",
         SAMPLERS,
     ),
     # GRPO.

@@ -209,10 +209,6 @@ def test_a_name_that_is_no_function_is_a_line(name, message):
 # Surrogates.
 
 
-def plain(log_ratio, advantages, logprobs, sequences, options):
-    return -log_ratio.exp() * advantages
-
-
 @needs_sequences
 def of_sequences(log_ratio, advantages, logprobs, sequences, options):
     return -sequences.expand(sequences.mean(log_ratio)) * advantages
@@ -230,7 +226,7 @@ def test_a_surrogate_takes_options_and_reports_metrics():
     assert (loss, metrics["surrogate/ratio"]) == (-3, 1)
 
 
-@pytest.mark.parametrize("surrogate", [plain, of_sequences, f"{HERE}:plain"])
+@pytest.mark.parametrize("surrogate", [weighted, of_sequences, f"{HERE}:weighted"])
 def test_a_surrogate_is_an_object_or_a_name(surrogate):
     config = grpo.GRPOConfig(model="m", dataset="d", output_dir="o", surrogate=surrogate)
     assert callable(options.loss_options(config).surrogate)
