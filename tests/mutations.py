@@ -419,8 +419,8 @@ MUTATIONS = {
     ),
     "a log-probability that is NaN passes": Mutation(
         "trainers/rollouts/roll_out.py",
-        "return value is not None and -math.inf < value <= ROUNDING",
-        "return value is not None and not value > ROUNDING",
+        "value is None or not -math.inf < value <= ROUNDING",
+        "value is None or value > ROUNDING",
         "tests/trainers/test_rollout.py -k breaks_its_promises",
     ),
     "the sampler's distance has the other sign": Mutation(

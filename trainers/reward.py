@@ -200,20 +200,10 @@ def train(config: RewardConfig, dataset: Given = None, eval_dataset: Given = Non
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         encoder = PairEncoder(config, tokenizer)
         pairs, held_out = (encoder.pairs(rows) for rows in load_train_eval(config, dataset, eval_dataset))
-        elsewhere = config.reference_dataset
-        reference = pairs if elsewhere is None else encoder.pairs(load_rows(elsewhere))
+        reference = pairs if config.reference_dataset is None else encoder.pairs(load_rows(config.reference_dataset))
         reference = reference[: config.normalize_pairs]
     config = run.check_inputs(config, tokenizer, {}, rows=pairs, held_out=held_out, reference_rows=reference)
-    with phase("loaded the model"):
-        model = load_reward_model(config.model, config.revision, config, config, run.device)
-        rows = sides_of([*pairs, *held_out, *reference])
-        check_fits(model.classifier, tokenizer, rows, 0, "max_prompt_length or max_response_length")
-        longest = config.max_prompt_length + config.max_response_length
-        otherwise = "prompts are computed once per response"
-        costs = agreed_costs(
-            model.classifier, longest, config.share_prompts, option="share_prompts", otherwise=otherwise
-        )
-        model = engine.initialize(model, config, config, config.steps)
+    model, costs = _load(config, run.device, tokenizer, [*pairs, *held_out, *reference])
 
     # The run: `constants` normalise the scores, before training and again after it.
     constants = {}
@@ -247,6 +237,17 @@ def train(config: RewardConfig, dataset: Given = None, eval_dataset: Given = Non
     if held_out:
         run.write("evaluation.json", found | {"normalization": constants})
     return run.finish(lambda model_folder: save_reward_model(model, tokenizer, model_folder))
+
+
+def _load(config: RewardConfig, device: torch.device, tokenizer, pairs: list[Pair]) -> tuple:
+    """Return the engine with the model, and what shared prompts cost in it or None."""
+    with phase("loaded the model"):
+        model = load_reward_model(config.model, config.revision, config, config, device)
+        check_fits(model.classifier, tokenizer, sides_of(pairs), 0, "max_prompt_length or max_response_length")
+        longest = config.max_prompt_length + config.max_response_length
+        options = {"option": "share_prompts", "otherwise": "prompts are computed once per response"}
+        costs = agreed_costs(model.classifier, longest, config.share_prompts, **options)
+        return engine.initialize(model, config, config, config.steps), costs
 
 
 def main(argv: list[str] | None = None) -> None:

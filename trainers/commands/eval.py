@@ -153,38 +153,14 @@ def evaluate(
         lm = language_model.load_to_sample(config.model, device=device, dtype=engine.torch_dtype(held), **options)
     length = _response_length(config, lm, tokenizer, problems)
     sampling = config.sampling(length, tuple(encode.stop_ids(tokenizer, lm.saved_generation_config)))
-    likeliest = dataclasses.replace(sampling, temperature=0.0)
     sampler = TransformersSampler(lm, pad_id=tokenizer.pad_token_id, batch_size=config.batch_size)
 
-    # Problems of like length are sampled together, and every rank gets some of each length.
-    order = sorted(range(len(problems)), key=lambda i: len(problems[i].ids))
-    share = share_of_rank([problems[i] for i in order])
-    own = order[ranks.rank() :: ranks.world_size()]
-    responses, sums, incidents, printed = [], {}, {}, time.monotonic()
-    for start in range(0, len(share.prompts), config.batch_size):
-        part = slice(start, start + config.batch_size)
-        greedy, sampled = (
-            roll_out(sampler, scorers, share.prompts[part], drawn, tokenizer, device, copies=copies)
-            for drawn, copies in ((likeliest, 1), (sampling, config.samples))
-        )
-        for name, value in solved_sums(scorers, greedy, sampled, len(own[part])).items():
-            sums[name] = sums.get(name, 0.0) + value.double()
-        for rollout, kind, copies in ((greedy, "greedy", 1), (sampled, "sampled", config.samples)):
-            known = judged(scorers, rollout).tolist()
-            responses += _rows_of(rollout, kind, own[part], copies, known, tokenizer)
-            for key, count in rollout.incidents.items():
-                incidents[key] = incidents.get(key, 0.0) + count
-        if time.monotonic() - printed > 10:
-            printed = time.monotonic()
-            log(f"{min(part.stop, len(share.prompts))} of {len(share.prompts)} problems of this process")
-    responses = sorted(sum(ranks.gather(responses), []), key=lambda row: row["problem"])
+    responses, sums, incidents = _sample(config, problems, sampler, scorers, sampling, tokenizer)
 
     # The figures of all ranks.
     figures = {"problems": len(problems)} | solved_metrics(scorers, ranks.global_sums(sums)) | incidents
     if "accuracy_greedy" in figures:
-        right = torch.tensor([bool(row["solved"]) for row in responses]).view(len(problems), -1).double()
-        figures["accuracy_greedy_error"] = _standard_error(right[:, 0])
-        figures["accuracy_sampled_error"] = _standard_error(right[:, 1:].mean(1))
+        figures |= _standard_errors(responses, len(problems))
     log("\n".join(f"{name:<24}{value:.4g}" for name, value in figures.items()))
     few = few_signals(figures.get("accuracy_sampled", 0.5), 8)
     if few is not None:
@@ -197,9 +173,43 @@ def evaluate(
     return figures
 
 
-def _standard_error(values: torch.Tensor) -> float:
-    """Return the standard error of the mean of values (P,), one per problem; 0 for a single problem."""
-    return (values.std() / len(values) ** 0.5).item() if len(values) > 1 else 0.0
+def _sample(config, problems, sampler, scorers, sampling, tokenizer) -> tuple[list, dict, dict]:
+    """Return the responses of all ranks, and this rank's sums and incidents.
+
+    Problems of like length are sampled together, and every rank gets some of each length.
+    """
+    likeliest = dataclasses.replace(sampling, temperature=0.0)
+    order = sorted(range(len(problems)), key=lambda i: len(problems[i].ids))
+    share = share_of_rank([problems[i] for i in order])
+    own = order[ranks.rank() :: ranks.world_size()]
+    responses, sums, incidents, printed = [], {}, {}, time.monotonic()
+    for start in range(0, len(share.prompts), config.batch_size):
+        part = slice(start, start + config.batch_size)
+        greedy, sampled = (
+            roll_out(sampler, scorers, share.prompts[part], by, tokenizer, sampler.lm.device, copies=copies)
+            for by, copies in ((likeliest, 1), (sampling, config.samples))
+        )
+        for name, value in solved_sums(scorers, greedy, sampled, len(own[part])).items():
+            sums[name] = sums.get(name, 0.0) + value.double()
+        for rollout, kind, copies in ((greedy, "greedy", 1), (sampled, "sampled", config.samples)):
+            known = judged(scorers, rollout).tolist()
+            responses += _rows_of(rollout, kind, own[part], copies, known, tokenizer)
+            for key, count in rollout.incidents.items():
+                incidents[key] = incidents.get(key, 0.0) + count
+        if time.monotonic() - printed > 10:
+            printed = time.monotonic()
+            log(f"{min(part.stop, len(share.prompts))} of {len(share.prompts)} problems of this process")
+    return sorted(sum(ranks.gather(responses), []), key=lambda row: row["problem"]), sums, incidents
+
+
+def _standard_errors(responses: list[dict], problems: int) -> dict[str, float]:
+    """Return the standard errors of both accuracies, over the problems; 0 for a single problem."""
+    right = torch.tensor([bool(row["solved"]) for row in responses]).view(problems, -1).double()
+    errors = {}
+    for name, values in (("greedy", right[:, 0]), ("sampled", right[:, 1:].mean(1))):
+        error = (values.std() / problems**0.5).item() if problems > 1 else 0.0
+        errors[f"accuracy_{name}_error"] = error
+    return errors
 
 
 def _response_length(config: EvalConfig, lm, tokenizer, problems: list[Prompt]) -> int:

@@ -93,15 +93,19 @@ def roll_out(
     scored = time.monotonic()
     batch = batch_of(samples, tokenizer.pad_token_id, device)
     seconds = {"time/rollout": sampled - began, "time/score": scored - sampled}
-    # Solved: a judge applies, and each that applies says right.
-    solved = torch.zeros(len(samples), dtype=torch.bool)
+    return Rollout(samples, batch, scores, rewards, _solved(scorers, scores, len(samples)), seconds, incidents)
+
+
+def _solved(scorers: Sequence[Scorer], scores: dict[str, torch.Tensor], count: int) -> torch.Tensor:
+    """Return (B,) bool: a judge applies, and each that applies says right."""
+    solved = torch.zeros(count, dtype=torch.bool)
     wrong = solved.clone()
     for scorer in scorers:
         if scorer.solved_at is not None:
             passed = scores[scorer.name] >= scorer.solved_at
             solved |= passed
             wrong |= ~passed & ~scores[scorer.name].isnan()
-    return Rollout(samples, batch, scores, rewards, solved & ~wrong, seconds, incidents)
+    return solved & ~wrong
 
 
 def check_responses(
