@@ -107,10 +107,11 @@ def test_a_group_fails_where_ours_does(failing, status, tmp_path, monkeypatch):
 
     monkeypatch.setattr(run, "run_case", run_case)
     monkeypatch.setattr(machine, "copy_bandwidth", lambda device: 1e9)
-    monkeypatch.setattr(run, "warm_up", lambda kinds, args: None)
+    monkeypatch.setattr(run, "warm_up", lambda kinds, device, wanted: None)
     words = ["--device", "cpu", "--shapes", "6x500,4x300", "--dtype", "bf16", "--out", str(tmp_path)]
     assert run.command("kernels", words) == status
     rows = json.loads((tmp_path / "kernels-cpu.json").read_text())["rows"]
+    assert run.passes("cuda", "all") == ["none", "all"] and run.passes("cpu", "all") == ["all"]
     of_peer = [row["op"] for row in rows if row["implementation"] == "a peer"]
     assert of_peer == ["token_logprobs"], "what cannot run at any case is told once"
 
