@@ -168,10 +168,10 @@ repro-kl: $(VENV)/installed  ## GRPO with each KL estimator in the loss: table a
 
 # A GPU machine brings its own torch, and often no network: nothing is installed.
 .PHONY: gpu
-gpu:  ## the first checks on a GPU, in 10 minutes: every kernel test compiled, parts of the benchmark
+gpu:  ## the first checks on a GPU, in 10 minutes (MINUTES=30, 45): every kernel test compiled, parts of the benchmark
 	@for python in $(PYTHON) $(BIN)/python; do \
 	  if $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
-	    exec $$python -m bench gpu; fi; done; \
+	    exec $$python -m bench gpu --minutes $(or $(MINUTES),10); fi; done; \
 	echo "no GPU: no torch of $(PYTHON) or $(BIN)/python sees one"; exit 1
 
 .PHONY: lint

@@ -1,6 +1,6 @@
-"""The first checks on a GPU, in one command of at most 10 minutes.
+"""The first checks on a GPU, in one command of at most 10, 30 or 45 minutes.
 
-    python -m bench gpu --out folder
+    python -m bench gpu --out folder --minutes 10
 
 It needs torch, triton, numpy, transformers and pytest alone. First every test of the kernels runs on the device, graphs
 and torch.compile among them; then groups of the suite. Each step has a limit of its own, and what breaks or runs out of
@@ -49,12 +49,18 @@ def parse(words: list[str]) -> tuple[Path, list[Step]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=os.environ.get("OUT", "bench/results"), help="folder for all results")
     parser.add_argument("--steps", default=",".join(names), help="comma-separated, of the default")
+    parser.add_argument("--minutes", type=int, choices=(10, 30, 45), default=10, help="in all")
     args = parser.parse_args(words)
     wanted = args.steps.split(",")
     unknown = [name for name in wanted if name not in names]
     if unknown:
         parser.error(f"--steps {unknown[0]}: expected some of {', '.join(names)}")
-    return Path(args.out), [step for step in STEPS if step.name in wanted]
+    steps = []
+    for step in STEPS:
+        limit, budget = (seconds and seconds * args.minutes // 10 for seconds in (step.limit, step.budget))
+        if step.name in wanted:
+            steps.append(Step(step.name, limit, budget))
+    return Path(args.out), steps
 
 
 def command(name: str, words: list[str]) -> int:
