@@ -155,7 +155,7 @@ def evaluate(
     sampling = config.sampling(length, tuple(encode.stop_ids(tokenizer, lm.saved_generation_config)))
     sampler = TransformersSampler(lm, pad_id=tokenizer.pad_token_id, batch_size=config.batch_size)
 
-    responses, sums, incidents = _sample(config, problems, sampler, scorers, sampling, tokenizer)
+    responses, sums, incidents = _sample(config, problems, sampler, scorers, sampling, tokenizer, device)
 
     # The figures of all ranks.
     figures = {"problems": len(problems)} | solved_metrics(scorers, ranks.global_sums(sums)) | incidents
@@ -173,7 +173,7 @@ def evaluate(
     return figures
 
 
-def _sample(config, problems, sampler, scorers, sampling, tokenizer) -> tuple[list, dict, dict]:
+def _sample(config, problems, sampler, scorers, sampling, tokenizer, device) -> tuple[list, dict, dict]:
     """Return the responses of all ranks, and this rank's sums and incidents.
 
     Problems of like length are sampled together, and every rank gets some of each length.
@@ -186,7 +186,7 @@ def _sample(config, problems, sampler, scorers, sampling, tokenizer) -> tuple[li
     for start in range(0, len(share.prompts), config.batch_size):
         part = slice(start, start + config.batch_size)
         greedy, sampled = (
-            roll_out(sampler, scorers, share.prompts[part], by, tokenizer, sampler.lm.device, copies=copies)
+            roll_out(sampler, scorers, share.prompts[part], by, tokenizer, device, copies=copies)
             for by, copies in ((likeliest, 1), (sampling, config.samples))
         )
         for name, value in solved_sums(scorers, greedy, sampled, len(own[part])).items():
