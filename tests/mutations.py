@@ -354,8 +354,8 @@ MUTATIONS = {
     ),
     "a thread draws from the process's generator": Mutation(
         "trainers/rollouts/generate.py",
-        '"generator": self.generator(prompts, sampling)}',
-        '"generator": None}',
+        "generator = self.generator(prompts, sampling)",
+        "generator = None",
         f"{LAG} -k 'drawn_from or bit_for_bit'",
     ),
     "log-probabilities are reported of the first token alone": Mutation(

@@ -117,6 +117,23 @@ def _per_response(values: torch.Tensor, counts: torch.Tensor) -> float:
     return (total / count.clamp(min=1)).item()
 
 
+def what_counts(policy: Policy, groups: Groups, measured: Measured, index: torch.Tensor):
+    """Return the mask (B, T - 1) of what is trained on, the responses at `index` per one that is trained on, and the
+    options of the loss, with its denominators over all ranks.
+    """
+    # Responses that were cut may be left out: https://arxiv.org/abs/2503.14476, section 3.4.
+    config = policy.config
+    batch = groups.rollout.batch
+    trained = groups.trained(config.mask_truncated)
+    mask = batch.response_mask & trained.to(policy.device, non_blocking=True)[:, None]
+    tokens = (batch.token_counts * trained)[index].sum()
+    rows = index.to(policy.device, non_blocking=True)
+    num_tokens, num_sequences, num_trained = ranks.counted(tokens, groups.counts[index].sum(), trained[index].sum())
+    chosen = in_this_update(policy.loss_options(config.kl_coef), measured.entropy[rows], mask[rows])
+    options = {"options": chosen, "num_tokens": num_tokens, "num_sequences": num_sequences}
+    return mask, num_sequences / num_trained, options | {"max_length": config.max_new_tokens}
+
+
 def accumulate(
     policy: Policy,
     groups: Groups,
@@ -128,21 +145,10 @@ def accumulate(
     on_policy: bool,
 ) -> dict[str, float]:
     """Run forward and backward on one minibatch, `parts` of it at a time; return the loss's metrics over all ranks."""
-    config = policy.config
     batch = groups.rollout.batch
     rollout_logprobs = groups.rollout.rollout_logprobs
     own = on_policy and rollout_logprobs is None  # a sampler with its own may be another policy
-
-    # What counts: responses that were cut may be left out (https://arxiv.org/abs/2503.14476, section 3.4).
-    trained = groups.trained(config.mask_truncated)
-    index = torch.cat(parts)
-    mask = batch.response_mask & trained.to(policy.device, non_blocking=True)[:, None]
-    tokens = (batch.token_counts * trained)[index].sum()
-    rows = index.to(policy.device, non_blocking=True)
-    num_tokens, num_sequences, num_trained = ranks.counted(tokens, groups.counts[index].sum(), trained[index].sum())
-    chosen = in_this_update(policy.loss_options(config.kl_coef), measured.entropy[rows], mask[rows])
-    options = {"options": chosen, "num_tokens": num_tokens, "num_sequences": num_sequences}
-    options |= {"max_length": config.max_new_tokens}
+    mask, per_trained, options = what_counts(policy, groups, measured, torch.cat(parts))
 
     # Rows, loss, backward, sums; the loss is https://arxiv.org/abs/2402.03300, eq. 3, or the preset's.
     sums = Sums(step)
@@ -168,7 +174,7 @@ def accumulate(
 
     # Of the responses trained on: one that is left out is no response with a KL of 0.
     found = sums.over_ranks()
-    return found | {name: found[name] * (num_sequences / num_trained) for name in KLS if name in found}
+    return found | {name: found[name] * per_trained for name in KLS if name in found}
 
 
 def train_step(

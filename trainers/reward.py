@@ -160,13 +160,13 @@ def score_pairs(model, pairs: list[Pair], micro_batch_size: int) -> torch.Tensor
     return scores
 
 
-def evaluate(model, pairs: list[Pair], config: RewardConfig) -> tuple[torch.Tensor, dict[str, float]]:
-    """Scores (N, 2) of the held-out pairs and their metrics `eval/rm/*`."""
+def evaluate(model, tokenizer, pairs: list[Pair], config: RewardConfig) -> tuple[dict[str, float], list[dict]]:
+    """Return the metrics `eval/rm/*` of the held-out pairs and a few of these with their scores."""
     with phase("evaluated on held-out pairs") as found:
         scores = score_pairs(model, pairs, config.micro_batch_size)
         metrics = pair_metrics(scores, pairs, config, "eval/rm/")
         found["accuracy"] = metrics["eval/rm/accuracy"]
-    return scores, metrics
+    return metrics, sample_table(tokenizer, pairs, scores)
 
 
 def sample_table(tokenizer, pairs: list[Pair], scores: torch.Tensor, count: int = 4) -> list[dict[str, object]]:
@@ -216,7 +216,7 @@ def train(config: RewardConfig, dataset: Given = None, eval_dataset: Given = Non
 
     found = {}
     if run.begins and held_out:
-        run.log(evaluate(model, held_out, config)[1])
+        run.log(evaluate(model, tokenizer, held_out, config)[0])
     for step, indices in run:
         began = time.monotonic()
         batch = [pairs[i] for i in indices]
@@ -225,14 +225,13 @@ def train(config: RewardConfig, dataset: Given = None, eval_dataset: Given = Non
         metrics["perf/tokens_per_second"] = sum(map(Pair.tokens, batch)) / metrics["time/train"]
         samples = []
         if run.evaluates and held_out:
-            scores, found = evaluate(model, held_out, config)
+            found, samples = evaluate(model, tokenizer, held_out, config)
             metrics |= found
-            samples = sample_table(tokenizer, held_out, scores)
         run.log(metrics, samples)
 
     # The evaluation of the last step is in the scale of the training loss.
     if held_out and not found:  # resumed when nothing was left to do
-        found = evaluate(model, held_out, config)[1]
+        found, _ = evaluate(model, tokenizer, held_out, config)
     constants["after"] = normalize(model, reference, config.micro_batch_size)
     if held_out:
         run.write("evaluation.json", found | {"normalization": constants})

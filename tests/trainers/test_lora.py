@@ -10,7 +10,7 @@ from fused_rl.trainers import grpo, ppo, sft
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.models.reward_model import RewardModel
-from fused_rl.trainers.options import InputError
+from fused_rl.trainers.options import InputError, ModelConfig
 from tests.trainers import runs, tiny
 
 IDS = torch.tensor([[7, 8, 9, 10, 11, 12]])
@@ -67,7 +67,7 @@ def test_the_layers_that_are_named_get_adapters_and_no_others(targets, layers, f
     config = sft_config(files, tmp_path, lora_targets=targets)
     assert adapted_layers(tiny.load_lm(config)) == layers
     shown = {"lora_rank": 2, "lora_targets": targets}
-    assert adapted_layers(RewardModel.from_pretrained(files[0], **shown)) == layers
+    assert adapted_layers(RewardModel.from_pretrained(files[0], adapters=ModelConfig(model="m", **shown))) == layers
     engine.setup(1)
     config = ppo.PPOConfig(model=files[0], dataset="d", output_dir="o", zero_stage=0, **shown)
     critic = ppo.load_critic(config, encode.load_tokenizer(files[0]), torch.device("cpu"), 1)
@@ -80,7 +80,8 @@ def test_a_layer_that_there_is_not_is_named_with_those_that_there_are(targets, f
     with pytest.raises(InputError, match=f"lora_targets: Qwen2ForCausalLM has no linear layer '.*{known}"):
         tiny.load_lm(sft_config(files, tmp_path, lora_targets=targets))
     with pytest.raises(InputError, match=f"lora_targets: Qwen2ForSequenceClassification has no .*{known}"):
-        RewardModel.from_pretrained(files[0], lora_rank=2, lora_targets=targets.replace("lm_head", "score"))
+        adapters = ModelConfig(model="m", lora_rank=2, lora_targets=targets.replace("lm_head", "score"))
+        RewardModel.from_pretrained(files[0], adapters=adapters)
 
 
 # What is saved.

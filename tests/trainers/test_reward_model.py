@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from fused_rl.trainers.models.reward_model import RewardModel, check_finite
+from fused_rl.trainers.options import ModelConfig
 from fused_rl.trainers.scorers.reward_model import RewardScorer
 
 VOCAB, EOS, PAD = 61, 2, 1
@@ -114,7 +115,7 @@ def test_what_is_saved_opens_as_a_stock_classifier(name, lora_rank, tmp_path):
     torch.manual_seed(6)
     base = AutoModelForCausalLM.from_config(CONFIGS[name])
     base.save_pretrained(tmp_path / "base")
-    model = RewardModel.from_pretrained(tmp_path / "base", lora_rank=lora_rank)
+    model = RewardModel.from_pretrained(tmp_path / "base", adapters=ModelConfig(model="m", lora_rank=lora_rank))
     trained = [key for key, p in model.named_parameters() if p.requires_grad]
     if lora_rank:
         assert "classifier.score.weight" in trained and all("lora_" in k or "score" in k for k in trained)

@@ -132,10 +132,9 @@ def evaluate(
     ranks.check_equal(config.plain())
     config = as_its_run(config)
     out = None if config.output_dir is None else Path(config.output_dir)
-    if out is not None and not config.overwrite:
-        for name in ("responses.jsonl", "summary.json"):
-            if os.path.lexists(out / name):
-                raise InputError(f"output_dir={out} already holds {name}; replace it with --overwrite")
+    existing = [name for name in ("responses.jsonl", "summary.json") if out is not None and os.path.lexists(out / name)]
+    if existing and not config.overwrite:
+        raise InputError(f"output_dir={out} already holds {existing[0]}; replace it with --overwrite")
 
     # Tokenizer, scorers, rows, model.
     held = EngineConfig(dtype=config.dtype)
@@ -154,7 +153,6 @@ def evaluate(
     length = _response_length(config, lm, tokenizer, problems)
     sampling = config.sampling(length, tuple(encode.stop_ids(tokenizer, lm.saved_generation_config)))
     sampler = TransformersSampler(lm, pad_id=tokenizer.pad_token_id, batch_size=config.batch_size)
-
     responses, sums, incidents = _sample(config, problems, sampler, scorers, sampling, tokenizer, device)
 
     # The figures of all ranks.
@@ -162,13 +160,12 @@ def evaluate(
     if "accuracy_greedy" in figures:
         figures |= _standard_errors(responses, len(problems))
     log("\n".join(f"{name:<24}{value:.4g}" for name, value in figures.items()))
-    few = few_signals(figures.get("accuracy_sampled", 0.5), 8)
-    if few is not None:
+    if (few := few_signals(figures.get("accuracy_sampled", 0.5), 8)) is not None:
         log(few)
     if out is not None and ranks.rank() == 0:
-        options = config.plain() | {"max_new_tokens": length}
         write_rows(out / "responses.jsonl", responses)
-        write_atomically(out / "summary.json", as_json(figures | {"options": options}, indent=2) + "\n")
+        summary = figures | {"options": config.plain() | {"max_new_tokens": length}}
+        write_atomically(out / "summary.json", as_json(summary, indent=2) + "\n")
         tell(f"responses: {out / 'responses.jsonl'}, figures: {out / 'summary.json'}")
     return figures
 

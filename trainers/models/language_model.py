@@ -98,30 +98,38 @@ class LanguageModel(nn.Module):
         else:
             # Hidden states that predict a token that counts, and only they, meet the head.
             hidden = self._states(self.base.base_model, "last_hidden_state", input_ids, places, packed)
-            head = self.head
-            operands = hidden, head.weight, targets
-            capped = {"temperature": temperature, "softcap": self.softcap}
-            options = capped | {"bias": head.bias, "logits_dtype": self.head_dtype}
-            logits = None
-            if want_logits and support is None:  # the product with the head is formed once
-                logits = head(hidden)
-                rows = fused_rl.token_logprobs(logits, targets, **capped)
-            elif token_loss is None or support is not None:  # over kept sets there is nothing to save by a fused loss
-                rows = fused_rl.linear_token_logprobs(*operands, support=support, **options)
-            else:
-                of_places = [tensor.flatten()[places] for tensor in per_token]
-                rows = fused_rl.linear_token_loss(*operands, token_loss, *of_places, **options)
-                loss = rows.loss
-            if want_logits:  # last: ZeRO 3 partitions the weight again after the head's own forward
-                logits = head(hidden) if logits is None else logits
-                logits = logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+            saves = token_loss is not None and support is None and not want_logits
+            fused = (token_loss, *(tensor.flatten()[places] for tensor in per_token)) if saves else None
+            rows, logits = self._through_head(hidden, targets, temperature, support, fused, want_logits)
+            loss = rows.loss if fused else None
 
-        logprobs = at_places(rows.logprobs, mask, places)
-        entropy = at_places(rows.entropy, mask, places)
+        logprobs, entropy = (at_places(values, mask, places) for values in (rows.logprobs, rows.entropy))
         if token_loss is not None and loss is None:
             loss = fused_rl.masked_sum(token_loss(logprobs, entropy, *per_token), mask)
             logprobs, entropy = logprobs.detach(), entropy.detach()
         return Scored(logprobs, entropy, loss, logits if want_logits else None, hidden if want_hidden else None)
+
+    def _through_head(self, hidden, targets, temperature, support, fused, want_logits: bool):
+        """Return the rows of hidden states (N, H), with the loss of `fused` if that is one, and their logits if wanted.
+
+        `fused` is a token loss and its (N,) tensors.
+        """
+        head = self.head
+        operands = hidden, head.weight, targets
+        capped = {"temperature": temperature, "softcap": self.softcap}
+        options = capped | {"bias": head.bias, "logits_dtype": self.head_dtype}
+        logits = None
+        if want_logits and support is None:  # the product with the head is formed once
+            logits = head(hidden)
+            rows = fused_rl.token_logprobs(logits, targets, **capped)
+        elif fused is None:
+            rows = fused_rl.linear_token_logprobs(*operands, support=support, **options)
+        else:
+            rows = fused_rl.linear_token_loss(*operands, *fused, **options)
+        if want_logits:  # last: ZeRO 3 partitions the weight again after the head's own forward
+            logits = head(hidden) if logits is None else logits
+            logits = logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        return rows, logits
 
     def _states(self, module, output: str, input_ids, places, packed):
         """Return the module's output (N, ·) at the positions that predict the tokens that count."""

@@ -61,30 +61,22 @@ def adapted(lm: nn.Module, options: ModelConfig) -> nn.Module:
     """Return `lm` with new adapters, which change nothing at first."""
     import peft
 
-    chosen = {"rank": options.lora_rank, "alpha": options.lora_alpha, "targets": options.lora_targets}
-    return peft.get_peft_model(lm, _new(lm, lm.get_output_embeddings(), "CAUSAL_LM", **chosen))
+    return peft.get_peft_model(lm, _new(lm, lm.get_output_embeddings(), "CAUSAL_LM", options))
 
 
-def adapt_in_place(classifier: nn.Module, **chosen) -> None:
-    """Give a sequence classifier new adapters (rank, alpha, targets); its head is trained whole."""
+def adapt_in_place(classifier: nn.Module, options: ModelConfig) -> None:
+    """Give a sequence classifier new adapters; its head is trained whole."""
     import peft
 
-    peft.inject_adapter_in_model(_new(classifier, classifier.score, "SEQ_CLS", **chosen), classifier)
+    peft.inject_adapter_in_model(_new(classifier, classifier.score, "SEQ_CLS", options), classifier)
     classifier.score.requires_grad_(True)  # injecting froze all but the adapters
 
 
-def _new(
-    model: nn.Module,
-    head: nn.Module,
-    task: str,
-    *,
-    rank: int,
-    alpha: float,
-    targets: str,
-):
+def _new(model: nn.Module, head: nn.Module, task: str, options: ModelConfig):
     import peft
     from transformers.pytorch_utils import Conv1D
 
+    targets = options.lora_targets
     if targets != ALL_LINEAR:
         targets = [part.strip() for part in targets.split(",")]
         # peft would skip a name that no layer has if another one is found.
@@ -95,7 +87,7 @@ def _new(
                 known = ", ".join(sorted({name.rpartition(".")[2] for name in inside}))
                 what = f"{type(model).__name__} has no linear layer {target!r} that can be adapted"
                 raise InputError(f"lora_targets: {what}; choose from {known} or {ALL_LINEAR}")
-    return peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type=task)
+    return peft.LoraConfig(r=options.lora_rank, lora_alpha=options.lora_alpha, target_modules=targets, task_type=task)
 
 
 def merged(state: dict, model: nn.Module) -> dict:

@@ -33,9 +33,7 @@ class RewardModel(nn.Module):
         name: str | Path,
         *,
         dtype=torch.float32,
-        lora_rank: int = 0,
-        lora_alpha: float = 32.0,
-        lora_targets: str = lora.ALL_LINEAR,
+        adapters: ModelConfig | None = None,
         **options,
     ):
         """Return a reward model from a causal LM (with a new head) or from a saved reward model.
@@ -43,7 +41,7 @@ class RewardModel(nn.Module):
         Args:
             name: a Hub name or a local folder.
             dtype: of weights and activations; scores are fp32 in any case.
-            lora_rank, lora_alpha, lora_targets: train low-rank adapters, as `ModelConfig` says, and the head.
+            adapters: its `lora_rank`, `lora_alpha` and `lora_targets`; beside low-rank adapters the head is trained.
             **options: revision and attn_implementation, as transformers takes them.
 
         Raises:
@@ -61,8 +59,7 @@ class RewardModel(nn.Module):
         with readable(name, options.get("attn_implementation")):
             config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
             trained = has_score_head(config)
-            if not trained:
-                config.num_labels = 1
+            config.num_labels = config.num_labels if trained else 1
             classifier, report = AutoModelForSequenceClassification.from_pretrained(name, config=config, **reading)
         if config.num_labels != 1:
             raise InputError(f"{name!r} has num_labels={config.num_labels}; a reward is one number: give a causal LM")
@@ -73,8 +70,8 @@ class RewardModel(nn.Module):
         model = cls(classifier)
         if lacking:
             model.reset_head()
-        if lora_rank:
-            lora.adapt_in_place(classifier, rank=lora_rank, alpha=lora_alpha, targets=lora_targets)
+        if adapters is not None and adapters.lora_rank:
+            lora.adapt_in_place(classifier, adapters)
         return model
 
     @torch.no_grad()
@@ -195,9 +192,8 @@ def load_reward_model(
     kind: type[RewardModel] = RewardModel,
 ) -> RewardModel:
     """Return a reward model, or a critic, on its device."""
-    names = ("lora_rank", "lora_alpha", "lora_targets", "attn_implementation")
-    reading = {name: getattr(options, name) for name in names}
-    model = kind.from_pretrained(name, revision=revision, dtype=engine.torch_dtype(held), **reading).to(device)
+    reading = {"revision": revision, "attn_implementation": options.attn_implementation}
+    model = kind.from_pretrained(name, dtype=engine.torch_dtype(held), adapters=options, **reading).to(device)
     if options.gradient_checkpointing:
         model.classifier.gradient_checkpointing_enable({"use_reentrant": False})
     return model

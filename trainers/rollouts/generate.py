@@ -3,7 +3,6 @@
 Where a model keeps its past in another form than keys and values, transformers' `generate` is used instead.
 """
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from itertools import chain, groupby
@@ -83,13 +82,13 @@ class TransformersSampler(Sampler):
             noted = batch_size * self.lm.config.get_text_config().vocab_size
             every = max(1, min(every, NOTED // noted))
         self.lm.eval()
-        options = {"every": every, "reports": self.tells_logprobs, "generator": self.generator(prompts, sampling)}
-        decode = functools.partial(_decode, **options) if keeps_keys_and_values(self.lm) else _transformers_generate
+        generator = self.generator(prompts, sampling)
+        decode = self._decode if keeps_keys_and_values(self.lm) else self._generate
         responses = {}
         for start in range(0, len(by_length), batch_size):
             indices = by_length[start : start + batch_size]
             batch = [prompts[i] for i in indices]
-            found = decode(self.lm, batch, sampling, self.pad_id, self.synced_gpus)
+            found = decode(batch, sampling, every, generator)
             if found.broken.any():
                 numbers = found.broken.nonzero()[:, 0].tolist()
                 raise NoDistribution([indices[number] for number in numbers], self.step)
@@ -99,6 +98,81 @@ class TransformersSampler(Sampler):
                 finish = "stop" if ids and ids[-1] in sampling.stop_ids else "length"
                 responses[i] = Response(ids, finish, logprobs, support)
         return [responses[i] for i in range(len(prompts))]
+
+    def _decode(
+        self, prompts: list[list[int]], sampling: Sampling, every: int, generator: torch.Generator | None
+    ) -> Sampled:
+        """Return one response per prompt; after `every` steps the host waits for the device and looks which ended."""
+        # On the device until the end: token ids by step and response, and which responses are broken.
+        rows = _Rows(self.lm, prompts, sampling, self.pad_id)
+        device = self.lm.device
+        count = len(prompts)
+        ids = torch.zeros(sampling.max_new_tokens, count, dtype=torch.int64, device=device)
+        logprobs = torch.zeros(ids.shape, device=device) if self.tells_logprobs else None
+        broken = torch.zeros(count, dtype=torch.bool, device=device)
+        ended = broken.clone()  # by row, of which there is one for each response at first
+        stop_ids = on_device(torch.tensor(sampling.stop_ids), device)
+        record = Record(count) if sampling.truncates else None
+
+        # Token by token. Tokens of a row after its stop token count for nothing.
+        for step in range(sampling.max_new_tokens):
+            scores = _scores(rows.logits, sampling)
+            token, bad = _draw(scores, sampling, generator)
+            ids[step].scatter_(0, rows.number, token)
+            if logprobs is not None:  # greedy ones are of the softmax at temperature 1
+                of_all = scores.float().log_softmax(-1)
+                chosen = of_all.gather(1, token[:, None])[:, 0]
+                logprobs[step].scatter_(0, rows.number, chosen)
+            broken[rows.number] |= bad & ~ended
+            if record is not None:
+                record.note(scores, ended, rows.numbers)
+            ended = ended | (token[:, None] == stop_ids).any(1)
+            if step + 1 == sampling.max_new_tokens:
+                break
+            if (step + 1) % every == 0:
+                going, anywhere = _look(ended, record, self.synced_gpus)
+                if not anywhere:
+                    break
+                if _pays(len(going), len(ended), every):
+                    index = rows.keep(going or [0])  # another rank is still going: one row keeps step with it
+                    token = token[index]
+                    ended = ended[index]
+            rows.feed(token)
+        return _fetched(ids, broken, logprobs, record, sampling)
+
+    def _generate(self, prompts: list[list[int]], sampling: Sampling, _every, _generator) -> Sampled:
+        """Return what `_decode` would, for any model that transformers can generate with."""
+        from transformers import GenerationConfig, LogitsProcessorList
+
+        chosen = {
+            "do_sample": True,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+        }
+        chosen["min_p"] = sampling.min_p or None
+        watch = _Watch()
+        options = GenerationConfig(
+            max_new_tokens=sampling.max_new_tokens,
+            eos_token_id=list(sampling.stop_ids),
+            pad_token_id=self.pad_id,
+            use_cache=True,
+            output_scores=sampling.truncates,
+            return_dict_in_generate=True,
+            **(chosen if sampling.temperature else {}),
+        )
+        input_ids, mask = _left_padded(prompts, self.pad_id, self.lm.device)
+        given = {"input_ids": input_ids, "attention_mask": mask, "logits_processor": LogitsProcessorList([watch])}
+        output = self.lm.generate(**given, generation_config=options, synced_gpus=self.synced_gpus)
+        tokens = output.sequences[:, input_ids.shape[1] :].cpu()
+        responses = until_stop(tokens, sampling.stop_ids)
+        if not sampling.truncates or watch.broken.any():
+            return Sampled(responses, None, watch.broken)
+        lengths = torch.tensor([len(response) for response in responses])
+        support = TokenSupport.from_scores(output.scores).to("cpu")  # a row for padding, too
+        own = torch.arange(tokens.shape[1]) < lengths[:, None]
+        supports = support.select(own.flatten()).split(lengths.tolist())
+        return Sampled(responses, supports, watch.broken)
 
     def generator(self, prompts: list[list[int]], sampling: Sampling) -> torch.Generator | None:
         """Return the generator of tokens; None is the process's own."""
@@ -142,58 +216,11 @@ def keeps_keys_and_values(lm) -> bool:
     return layers <= {DynamicLayer, DynamicSlidingWindowLayer}
 
 
-def _decode(
-    lm,
-    prompts: list[list[int]],
-    sampling: Sampling,
-    pad_id: int,
-    synced_gpus: bool,
-    *,
-    every: int,
-    reports: bool = False,
-    generator: torch.Generator | None = None,
-) -> Sampled:
-    """Return one response per prompt; after `every` steps the host waits for the device and looks which ended."""
-    # On the device until the end: token ids by step and response, and which responses are broken.
-    rows = _Rows(lm, prompts, sampling, pad_id)
-    device = lm.device
-    count = len(prompts)
-    ids = torch.zeros(sampling.max_new_tokens, count, dtype=torch.int64, device=device)
-    logprobs = torch.zeros(ids.shape, device=device) if reports else None
-    broken = torch.zeros(count, dtype=torch.bool, device=device)
-    ended = broken.clone()  # by row, of which there is one for each response at first
-    stop_ids = on_device(torch.tensor(sampling.stop_ids), device)
-    record = Record(count) if sampling.truncates else None
-
-    # Token by token. Tokens of a row after its stop token count for nothing.
-    for step in range(sampling.max_new_tokens):
-        scores = _scores(rows.logits, sampling)
-        token, bad = _draw(scores, sampling, generator)
-        ids[step].scatter_(0, rows.number, token)
-        if logprobs is not None:  # greedy ones are of the softmax at temperature 1
-            of_all = scores.float().log_softmax(-1)
-            chosen = of_all.gather(1, token[:, None])[:, 0]
-            logprobs[step].scatter_(0, rows.number, chosen)
-        broken[rows.number] |= bad & ~ended
-        if record is not None:
-            record.note(scores, ended, rows.numbers)
-        ended = ended | (token[:, None] == stop_ids).any(1)
-        if step + 1 == sampling.max_new_tokens:
-            break
-        if (step + 1) % every == 0:
-            going, anywhere = _look(ended, record, synced_gpus)
-            if not anywhere:
-                break
-            if _pays(len(going), len(ended), every):
-                index = rows.keep(going or [0])  # another rank is still going: one row keeps step with it
-                token = token[index]
-                ended = ended[index]
-        rows.feed(token)
-
-    # Each response up to its stop token; all of it comes from the device at once.
-    found = torch.cat([broken, ids.flatten()])
+def _fetched(ids, broken, logprobs, record: Record | None, sampling: Sampling) -> Sampled:
+    """Return what was sampled, token ids and log-probabilities (T, B), each response up to its stop token."""
+    found = torch.cat([broken, ids.flatten()])  # from the device at once
     found = found.cpu() if record is None else record.fetch(found)
-    broken, ids = found[:count].bool(), found[count:].view(ids.shape)
+    broken, ids = found[: len(broken)].bool(), found[len(broken) :].view(ids.shape)
     responses = until_stop(ids.t(), sampling.stop_ids)
     lengths = [len(response) for response in responses]
     if logprobs is not None:
@@ -307,36 +334,6 @@ def token_at(probabilities: torch.Tensor, quantile: torch.Tensor) -> torch.Tenso
     total = cumulative[:, -1]
     below = torch.minimum(quantile * total, total.nextafter(torch.zeros_like(total)))  # the product may be rounded up
     return torch.searchsorted(cumulative, below[:, None], right=True)[:, 0]
-
-
-def _transformers_generate(lm, prompts, sampling: Sampling, pad_id: int, synced_gpus: bool) -> Sampled:
-    """Return what `_decode` would, for any model that transformers can generate with."""
-    from transformers import GenerationConfig, LogitsProcessorList
-
-    chosen = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-    chosen["min_p"] = sampling.min_p or None
-    watch = _Watch()
-    options = GenerationConfig(
-        max_new_tokens=sampling.max_new_tokens,
-        eos_token_id=list(sampling.stop_ids),
-        pad_token_id=pad_id,
-        use_cache=True,
-        output_scores=sampling.truncates,
-        return_dict_in_generate=True,
-        **(chosen if sampling.temperature else {}),
-    )
-    input_ids, mask = _left_padded(prompts, pad_id, lm.device)
-    given = {"input_ids": input_ids, "attention_mask": mask, "logits_processor": LogitsProcessorList([watch])}
-    output = lm.generate(**given, generation_config=options, synced_gpus=synced_gpus)
-    tokens = output.sequences[:, input_ids.shape[1] :].cpu()
-    responses = until_stop(tokens, sampling.stop_ids)
-    if not sampling.truncates or watch.broken.any():
-        return Sampled(responses, None, watch.broken)
-    lengths = torch.tensor([len(response) for response in responses])
-    support = TokenSupport.from_scores(output.scores).to("cpu")  # a row for padding, too
-    own = torch.arange(tokens.shape[1]) < lengths[:, None]
-    supports = support.select(own.flatten()).split(lengths.tolist())
-    return Sampled(responses, supports, watch.broken)
 
 
 class _Watch:
