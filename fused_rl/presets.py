@@ -19,7 +19,7 @@ from fused_rl.checks import (
     described,
 )
 from fused_rl.estimators import KL_ESTIMATORS, KLEstimator
-from fused_rl.surrogates import RATIO_LEVELS, SURROGATES, RatioLevel, SapoOptions, VespoOptions
+from fused_rl.surrogates import RATIO_LEVELS, SURROGATES, RatioLevel, SurrogateOptions
 
 __all__ = ["PRESETS", "PolicyLossOptions", "Preset", "PresetName", "resolve_options"]
 
@@ -29,11 +29,8 @@ ROLLOUT_BOUNDS = ("rollout_low", "rollout_high")
 
 
 @dataclasses.dataclass(frozen=True)
-class PolicyLossOptions(SapoOptions, VespoOptions):
-    """The options of `policy_loss`; the defaults are PPO's, and `PRESETS` are changes to these.
-
-    A surrogate's own options stand beside it (`surrogates.py`).
-    """
+class PolicyLossOptions(SurrogateOptions):
+    """The options of `policy_loss`; the defaults are PPO's, and `PRESETS` are changes to these."""
 
     ratio_level: RatioLevel = "token"
     """Ratio of a token: its own (token), its sequence's geometric mean (sequence) or product (sequence-sum)."""

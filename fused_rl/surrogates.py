@@ -15,8 +15,7 @@ from fused_rl.estimators import tangent_exp
 __all__ = [
     "RATIO_LEVELS",
     "SURROGATES",
-    "SapoOptions",
-    "VespoOptions",
+    "SurrogateOptions",
     "declares",
     "NoSequences",
     "RatioLevel",
@@ -92,6 +91,24 @@ def declares(*reads: str, clipped: Callable | None = None):
     return declared
 
 
+@dataclass(frozen=True)
+class SurrogateOptions:
+    """The options that only some surrogates read, which `declares` names."""
+
+    sapo_temperature_pos: Positive = 1.0
+    """Temperature of SAPO's gate for positive advantages (arXiv:2511.20347)."""
+    sapo_temperature_neg: Positive = 1.05
+    """Temperature of SAPO's gate for other advantages."""
+    vespo_k_pos: NonNegative = 2.0
+    """VESPO's power of the ratio for advantages of at least 0 (arXiv:2602.10693)."""
+    vespo_lambda_pos: NonNegative = 3.0
+    """VESPO's rate for advantages of at least 0."""
+    vespo_k_neg: NonNegative = 3.0
+    """VESPO's power of the ratio for negative advantages."""
+    vespo_lambda_neg: NonNegative = 2.0
+    """VESPO's rate for negative advantages."""
+
+
 _RATIO_AND_BOUNDS = ("ratio_level", "clip_low", "clip_high")
 
 
@@ -134,38 +151,14 @@ def _cispo(log_ratio, advantages, logprobs, sequences, options):
     return -weight * advantages * logprobs
 
 
-@dataclass(frozen=True)
-class SapoOptions:
-    """The options that only SAPO reads."""
-
-    sapo_temperature_pos: Positive = 1.0
-    """Temperature of SAPO's gate for positive advantages (arXiv:2511.20347)."""
-    sapo_temperature_neg: Positive = 1.05
-    """Temperature of SAPO's gate for other advantages."""
-
-
-@declares("ratio_level", *SapoOptions.__dataclass_fields__)
+@declares("ratio_level", "sapo_temperature_pos", "sapo_temperature_neg")
 def _sapo(log_ratio, advantages, logprobs, sequences, options):
     """A sigmoid gate in place of the clip, steeper where the advantage is not positive (arXiv:2511.20347)."""
     temperature = _by_sign(advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg, advantages)
     return -4 / temperature * torch.sigmoid(temperature * (tangent_exp(log_ratio) - 1)) * advantages
 
 
-@dataclass(frozen=True)
-class VespoOptions:
-    """The options that only VESPO reads."""
-
-    vespo_k_pos: NonNegative = 2.0
-    """VESPO's power of the ratio for advantages of at least 0 (arXiv:2602.10693)."""
-    vespo_lambda_pos: NonNegative = 3.0
-    """VESPO's rate for advantages of at least 0."""
-    vespo_k_neg: NonNegative = 3.0
-    """VESPO's power of the ratio for negative advantages."""
-    vespo_lambda_neg: NonNegative = 2.0
-    """VESPO's rate for negative advantages."""
-
-
-@declares("ratio_level", *VespoOptions.__dataclass_fields__)
+@declares("ratio_level", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
 def _vespo(log_ratio, advantages, logprobs, sequences, options):
     """REINFORCE weighted by phi(W) = W^k exp(lambda (1 - W)), detached, W the ratio (arXiv:2602.10693)."""
     up = advantages >= 0

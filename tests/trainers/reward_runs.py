@@ -86,5 +86,4 @@ def weights(config) -> dict[str, torch.Tensor]:
 
 
 def comparable(config) -> list[dict]:
-    lines = (Path(config.output_dir) / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith(("time", "perf"))} for line in lines]
+    return tiny.untimed(tiny.read_metrics(config.output_dir))

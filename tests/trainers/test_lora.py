@@ -66,10 +66,9 @@ ALL = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 def test_the_layers_that_are_named_get_adapters_and_no_others(targets, layers, files, tmp_path):
     config = sft_config(files, tmp_path, lora_targets=targets)
     assert adapted_layers(tiny.load_lm(config)) == layers
-    shown = {"lora_rank": 2, "lora_targets": targets}
-    assert adapted_layers(RewardModel.from_pretrained(files[0], adapters=ModelConfig(model="m", **shown))) == layers
+    assert adapted_layers(RewardModel.from_pretrained(files[0], adapters=config)) == layers
     engine.setup(1)
-    config = ppo.PPOConfig(model=files[0], dataset="d", output_dir="o", zero_stage=0, **shown)
+    config = ppo.PPOConfig(model=files[0], dataset="d", output_dir="o", zero_stage=0, lora_rank=2, lora_targets=targets)
     critic = ppo.load_critic(config, encode.load_tokenizer(files[0]), torch.device("cpu"), 1)
     assert adapted_layers(critic.engine.module) == layers
 
