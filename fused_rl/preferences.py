@@ -1,4 +1,4 @@
-"""The loss of reward models, on pairs of scores."""
+"""The loss of pairs of scores: of reward models, and of policies that learn from preferences directly."""
 
 import torch
 from torch import Tensor
@@ -8,21 +8,30 @@ from fused_rl.checks import check_count, check_device, check_floating, check_ran
 
 __all__ = ["preference_loss"]
 
+LOSSES = {  # of the lead of the chosen score
+    "sigmoid": lambda lead: -torch.nn.functional.logsigmoid(lead),
+    "hinge": lambda lead: torch.relu(1 - lead),
+    "squared": torch.square,
+}
+
 
 def preference_loss(
     chosen_scores: Tensor,
     rejected_scores: Tensor,
     *,
+    loss_type: str = "sigmoid",
     margin: float | Tensor | None = None,
     label_smoothing: float = 0.0,
     centering: float = 0.0,
     num_sequences: int | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Bradley-Terry loss of pairs of scores: -log sigmoid(chosen - rejected - margin), averaged over pairs.
+    """Loss of pairs of scores, of the lead d = chosen - rejected - margin, averaged over pairs.
 
     Args:
         chosen_scores: (B,) floating point.
         rejected_scores: (B,).
+        loss_type: "sigmoid", -log sigmoid(d), of Bradley and Terry; "hinge", max(0, 1 - d) (arXiv:2305.10425, eq. 6);
+            "squared", d^2 (IPO, arXiv:2310.12036, eq. 17, whose margin is 1 / (2 tau)).
         margin: (B,) or a number by which the chosen one should lead (Llama 2, arXiv:2307.09288, eq. 2); a constant.
         label_smoothing: the probability that a label is wrong: (1 - e) l(d) + e l(-d).
         centering: weight of mean((chosen + rejected)^2), which keeps scores around 0 (arXiv:2312.09244).
@@ -35,7 +44,7 @@ def preference_loss(
         two. `min_reward` and `max_reward` are those of this batch and reduce by min and max.
 
     Raises:
-        ValueError: scores that are not (B,), label_smoothing outside [0, 0.5).
+        ValueError: scores that are not (B,), an unknown loss_type, label_smoothing outside [0, 0.5).
     """
     check_tensors(chosen_scores=chosen_scores, rejected_scores=rejected_scores)
     check_floating("chosen_scores", chosen_scores, "(B,)")
@@ -49,6 +58,8 @@ def preference_loss(
         margin = margin.detach()
     elif margin is not None:
         check_range("margin", margin, "a finite number", ", a tensor (B,) or None")
+    if loss_type not in LOSSES:
+        raise ValueError(f"loss_type must be one of {', '.join(LOSSES)}, got {loss_type!r}")
     check_count("num_sequences", num_sequences, torch.ones_like(chosen_scores, dtype=torch.bool))
     check_range("label_smoothing", label_smoothing, "a number from 0 to below 0.5")
     check_range("centering", centering, "a finite number, 0 or more")
@@ -60,9 +71,8 @@ def preference_loss(
         lead = lead - margin
 
     # conservative labels as in cDPO, https://ericmitchell.ai/cdpo.pdf
-    right = torch.nn.functional.logsigmoid(lead)
-    wrong = torch.nn.functional.logsigmoid(-lead)
-    losses = -(1 - label_smoothing) * right - label_smoothing * wrong
+    losses = (1 - label_smoothing) * LOSSES[loss_type](lead)
+    losses = losses + label_smoothing * LOSSES[loss_type](-lead)
     losses = losses + centering * (chosen + rejected).square()
     num_sequences = divisor(chosen.numel() if num_sequences is None else num_sequences)
     loss = losses.sum() / num_sequences

@@ -9,6 +9,7 @@ import fused_rl
 COMMANDS = {
     "sft": "fused_rl.trainers.sft",
     "reward": "fused_rl.trainers.reward",
+    "dpo": "fused_rl.trainers.dpo",
     "ppo": "fused_rl.trainers.ppo",
     "grpo": "fused_rl.trainers.grpo",
     "eval": "fused_rl.trainers.commands.eval",
@@ -20,6 +21,7 @@ COMMANDS = {
 SUMMARIES = {
     "sft": "supervised fine-tuning on prompts and completions",
     "reward": "a reward model from chosen and rejected responses",
+    "dpo": "a policy from chosen and rejected responses",
     "ppo": "PPO: RL with a critic, from any scorers",
     "grpo": "GRPO: RL by comparing the responses to one prompt",
     "eval": "how many problems a model solves: greedy and pass@k",

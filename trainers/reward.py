@@ -9,16 +9,15 @@ that ends in EOS. Left out: rankings of more than two, process rewards, ensemble
 
 import math
 import time
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 
 import fused_rl
 from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.base.ranks import divide_over
 from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.data.preferences import Pair, PairEncoder, sides_of
+from fused_rl.trainers.data.preferences import Pair, PairEncoder, PairsConfig, arithmetic, micro_batches, sides_of
 from fused_rl.trainers.data.rows import Given, load_rows, load_train_eval
 from fused_rl.trainers.models.language_model import check_fits
 from fused_rl.trainers.models.packing import Costs, agreed_costs, pack_pairs
@@ -29,7 +28,7 @@ from fused_rl.trainers.models.reward_model import (
     load_reward_model,
     save_reward_model,
 )
-from fused_rl.trainers.options import MAIN, Needs, NonNegative, NonNegativeInt, PositiveInt, RunConfig, Smoothing
+from fused_rl.trainers.options import Needs, NonNegative, NonNegativeInt
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.loop import Run
 from fused_rl.trainers.scorers.reward_model import RewardScorer
@@ -41,29 +40,11 @@ MERGED = "has no meaning: a reward model is saved whole, with its adapters merge
 NO_LOGITS = "has no meaning for a reward model, which never forms logits; leave it out"
 
 
-class RewardConfig(RunConfig):
+class RewardConfig(PairsConfig):
     """A scalar reward model from pairs of a chosen and a rejected response."""
 
     command: ClassVar = "reward"
-    batch_option: ClassVar = "batch_size"
-    main: ClassVar = (*MAIN, "batch_size", "max_response_length")
 
-    prompt_column: str = "prompt"
-    """Text or messages that both responses answer; rows without this column hold whole conversations."""
-    chosen_column: str = "chosen"
-    """The better response, or the conversation that ends with it: text or messages."""
-    rejected_column: str = "rejected"
-    """The worse response, as chosen_column."""
-    margin_column: str = "margin"
-    """Least lead of the chosen score; rows without this column have 0."""
-    max_response_length: PositiveInt = 512
-    """Maximum length of each response in tokens, EOS included."""
-    too_long: Literal["drop", "truncate"] = "drop"
-    """Drop a pair with a longer response, or truncate the response so that it still ends in EOS."""
-    batch_size: PositiveInt = 32
-    """Pairs per optimizer step, over all ranks."""
-    label_smoothing: Smoothing = 0.0
-    """Probability that a label is wrong."""
     centering: NonNegative = 0.0
     """Weight of (chosen + rejected)^2, which keeps scores around 0."""
     share_prompts: bool | None = None
@@ -82,37 +63,17 @@ class RewardConfig(RunConfig):
     )
 
 
-def arithmetic(config: RewardConfig, world: int) -> dict[str, object]:
-    """How the batch divides; raises on what does not."""
-    local = divide_over("batch_size", config.batch_size, world)
-    size = _pairs_at_once(config.micro_batch_size)
-    return {
-        "processes": world,
-        "pairs per step": f"{config.batch_size} = {world} processes x {local}",
-        "micro-batches per process and step": f"{math.ceil(local / size)} of {size} pairs = {2 * size} sequences",
-        "pairs in the run": config.in_run(config.batch_size),
-        "optimizer steps": config.in_run(1),
-    }
-
-
-def _pairs_at_once(micro_batch_size: int) -> int:
-    return max(1, micro_batch_size // 2)  # chosen and rejected go through one forward pass
-
-
 def train_step(
     model, pairs: list[Pair], config: RewardConfig, step: int, costs: Costs | None = None
 ) -> dict[str, float]:
     """Do one optimizer step on all its `pairs`; by `costs`, if given, the sides of a pair may share a row."""
-    share = range(ranks.rank(), len(pairs), ranks.world_size())
-    share = sorted(share, key=lambda i: pairs[i].tokens())  # similar lengths together: little padding
+    parts = micro_batches(pairs, config.micro_batch_size)
     scores = torch.zeros(len(pairs), 2, dtype=torch.float64)
     found_of_share = []
     device = next(model.parameters()).device
-    size = _pairs_at_once(config.micro_batch_size)
     model.train()
-    for start in range(0, len(share), size):
+    for indices in parts:
         # Both sides through the model at once.
-        indices = share[start : start + size]
         sides = [ids for ids, _ in sides_of([pairs[i] for i in indices])]
         packed = None if costs is None else pack_pairs(sides, costs, device)
         found = model(*collate(sides, device)) if packed is None else model(packed=packed)
@@ -125,7 +86,7 @@ def train_step(
         found_of_share.append(torch.stack([chosen, rejected], 1).detach())
 
     # From the device at once, and before the step: the weights are still good.
-    scores[share] = torch.cat(found_of_share).double().cpu()
+    scores[sum(parts, [])] = torch.cat(found_of_share).double().cpu()
     scores = ranks.global_sum(scores)
     if not scores.isfinite().all():
         score_pairs(model, pairs, config.micro_batch_size)  # one by one, to name the one that is not finite

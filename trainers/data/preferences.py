@@ -11,12 +11,55 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
+from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import log
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.encode import Encoded
 from fused_rl.trainers.data.rows import Rows
-from fused_rl.trainers.options import InputError
+from fused_rl.trainers.options import MAIN, InputError, PositiveInt, RunConfig, Smoothing
+
+
+class PairsConfig(RunConfig):
+    """The options of every trainer on pairs of a chosen and a rejected response."""
+
+    batch_option: ClassVar = "batch_size"
+    main: ClassVar = (*MAIN, "batch_size", "max_response_length")
+
+    prompt_column: str = "prompt"
+    """Text or messages that both responses answer; rows without this column hold whole conversations."""
+    chosen_column: str = "chosen"
+    """The better response, or the conversation that ends with it: text or messages."""
+    rejected_column: str = "rejected"
+    """The worse response, as chosen_column."""
+    margin_column: str = "margin"
+    """Least lead of the chosen score; rows without this column have 0."""
+    max_response_length: PositiveInt = 512
+    """Maximum length of each response in tokens, EOS included."""
+    too_long: Literal["drop", "truncate"] = "drop"
+    """Drop a pair with a longer response, or truncate the response so that it still ends in EOS."""
+    batch_size: PositiveInt = 32
+    """Pairs per optimizer step, over all ranks."""
+    label_smoothing: Smoothing = 0.0
+    """Probability that a label is wrong."""
+
+
+def arithmetic(config: PairsConfig, world: int) -> dict[str, object]:
+    """How the batch divides; raises on what does not."""
+    local = ranks.divide_over("batch_size", config.batch_size, world)
+    size = _pairs_at_once(config.micro_batch_size)
+    return {
+        "processes": world,
+        "pairs per step": f"{config.batch_size} = {world} processes x {local}",
+        "micro-batches per process and step": f"{math.ceil(local / size)} of {size} pairs = {2 * size} sequences",
+        "pairs in the run": config.in_run(config.batch_size),
+        "optimizer steps": config.in_run(1),
+    }
+
+
+def _pairs_at_once(micro_batch_size: int) -> int:
+    return max(1, micro_batch_size // 2)  # chosen and rejected go through one forward pass
 
 
 @dataclass
@@ -33,6 +76,10 @@ class Pair:
     def tokens(self) -> int:
         """Return the number of tokens of both sequences."""
         return sum(map(len, (*self.chosen, *self.rejected)))
+
+    def predicted(self) -> list[int]:
+        """Return the number of response tokens, chosen and rejected, that something predicts."""
+        return [len(response) - (not prompt) for prompt, response in (self.chosen, self.rejected)]
 
 
 class PairEncoder:
@@ -111,3 +158,14 @@ def sides_of(pairs: list[Pair]) -> Iterator[tuple[list[int], str]]:
     for pair in pairs:
         for prompt, response in (pair.chosen, pair.rejected):
             yield prompt + response, pair.where
+
+
+def micro_batches(pairs: list[Pair], micro_batch_size: int) -> list[list[int]]:
+    """Return the indices of this rank's pairs, as many lists on every rank; similar lengths are together.
+
+    Where the ranks do not divide the pairs, some take the first pair once more.
+    """
+    every = [*range(len(pairs)), *[0] * (-len(pairs) % ranks.world_size())]
+    share = sorted(every[ranks.rank() :: ranks.world_size()], key=lambda i: pairs[i].tokens())
+    size = _pairs_at_once(micro_batch_size)
+    return [share[start : start + size] for start in range(0, len(share), size)]
