@@ -1,0 +1,153 @@
+"""The DPO trainer: TRL's updates, and runs that do not depend on how they were split or interrupted."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from fused_rl.trainers import dpo
+from fused_rl.trainers.options import InputError
+from tests.trainers import figures, tiny
+from tests.trainers.reward_runs import make_model, write_pairs
+from tests.trainers.runs import forget_after, on_ranks
+
+LOSSES = {
+    "sigmoid": {},
+    "hinge": {"loss": "hinge"},
+    "ipo": {"loss": "ipo", "beta": 0.5},
+    "nll": {"nll_coef": 0.5},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dpo")
+    make_model(folder / "model")
+    write_pairs(folder / "pairs.jsonl")
+    return folder
+
+
+def config_of(folder: Path, name: str = "run", **options) -> dpo.DPOConfig:
+    settings = {"model": str(folder / "model"), "dataset": str(folder / "pairs.jsonl"), "output_dir": str(folder / name)}
+    settings |= {"eval_size": 5, "steps": 4, "batch_size": 8, "lr": 1e-3, "zero_stage": 0, "dtype": "float32"}
+    settings |= {"eval_every": 2, "save_every": 2, "label_smoothing": 0.05, "nll_coef": 0.1}
+    return dpo.DPOConfig(**tiny.settled(settings | options))
+
+
+def trained(folder: Path, name: str, **options) -> tuple[list[dict], dict[str, torch.Tensor]]:
+    config = config_of(folder, name, **options)
+    with figures.drawn():
+        dpo.train(config)
+    return tiny.untimed(tiny.read_metrics(config.output_dir)), tiny.weights(folder / name / "model")
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "0")
+        return trained(folder, "whole")
+
+
+def test_metrics_have_exactly_these_names_and_the_policy_learns(run):
+    metrics, _ = run
+    names = {"step", *tiny.usual("dpo")} - {name for name in tiny.usual("dpo") if name.startswith(("time/", "perf/"))}
+    evaluation = {name for name in names if name.startswith("eval/")}
+    assert set(metrics[0]) == {"step"} | evaluation
+    assert set(metrics[1]) == names - evaluation and set(metrics[2]) == names
+    assert all(math.isfinite(value) for row in metrics for value in row.values())
+    first, last = metrics[0], metrics[-1]
+    assert first["eval/rm/chosen_rewards"] == first["eval/rm/rejected_rewards"] == 0  # the reference is the policy
+    assert last["eval/rm/loss"] < first["eval/rm/loss"] and last["eval/rm/reward_margin"] > 0
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(folder, run, tmp_path):
+    forget_after(folder / "whole", tmp_path / "run", 2)
+    config = config_of(folder, resume=True)
+    config.output_dir = str(tmp_path / "run")
+    dpo.train(config)
+    weights = tiny.weights(tmp_path / "run" / "model")
+    assert tiny.untimed(tiny.read_metrics(tmp_path / "run")) == run[0]
+    assert all(torch.equal(weights[name], run[1][name]) for name in weights)
+
+
+def test_simpo_scores_by_the_mean_per_token_and_needs_no_reference(folder, monkeypatch):
+    measured, measure = [], dpo.measure
+    monkeypatch.setattr(dpo, "measure", lambda *given: measured.append((given, measure(*given))) or measured[-1][1])
+    options = {"loss": "simpo", "beta": 2.0, "margin": 0.5, "label_smoothing": 0.0, "nll_coef": 0.0}
+    metrics, _ = trained(folder, "simpo", steps=1, eval_size=0, **options)
+    ((_, pairs, *_), logprobs), *others = measured
+    lengths = torch.tensor([[len(pair.chosen[1]), len(pair.rejected[1])] for pair in pairs])
+    lead = (2 * logprobs / lengths).double() @ torch.tensor([1.0, -1.0]).double()
+    lead -= torch.tensor([0.5 + pair.margin for pair in pairs])
+    assert metrics[0]["train/rm/loss"] == pytest.approx(-torch.nn.functional.logsigmoid(lead).mean().item(), rel=1e-6)
+    assert not others and lengths.unique().numel() > 2
+
+
+def test_a_log_probability_that_is_not_finite_names_its_row(folder, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    lm = AutoModelForCausalLM.from_pretrained(folder / "model")
+    with torch.no_grad():
+        lm.get_output_embeddings().weight[3] = math.nan
+    make_model(tmp_path / "model")
+    lm.save_pretrained(tmp_path / "model")
+    write_pairs(tmp_path / "pairs.jsonl")
+    with pytest.raises(InputError, match=r"rows .*pairs.jsonl, line \d+: \[nan"):
+        dpo.train(config_of(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOSSES)
+def test_three_updates_are_trls(folder, tmp_path, name):
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()][:8]
+    rows = [{key: row[key] for key in ("prompt", "chosen", "rejected")} for row in rows]  # TRL knows no margin
+    tiny.jsonl(tmp_path / "pairs.jsonl", rows)
+    options = {"beta": 0.1} | LOSSES[name]
+    loss_type = ["sigmoid", "sft"] if name == "nll" else [options.get("loss", "sigmoid")]
+    arguments = trl.DPOConfig(
+        output_dir=str(tmp_path / "trl"), max_steps=3, per_device_train_batch_size=8, learning_rate=1e-3,
+        lr_scheduler_type="constant", beta=options["beta"], loss_type=loss_type, logging_steps=1, report_to=[],
+        loss_weights=[1.0, 0.5] if name == "nll" else None, use_cpu=True, save_strategy="no", bf16=False,
+    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    lm = AutoModelForCausalLM.from_pretrained(folder / "model")
+    theirs = trl.DPOTrainer(lm, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    theirs.train()
+    losses = [row["loss"] for row in theirs.state.log_history if "loss" in row]
+
+    options |= {"dataset": str(tmp_path / "pairs.jsonl"), "eval_size": 0, "steps": 3, "lr_schedule": "constant"}
+    metrics, weights = trained(folder, f"as-trl-{name}", **{"label_smoothing": 0.0, "nll_coef": 0.0} | options)
+    assert [row["train/rm/loss"] for row in metrics] == pytest.approx(losses, rel=1e-4)
+    start = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+    for key, value in lm.state_dict().items():
+        moved = (value - start[key]).norm()
+        assert (weights[key] - value).norm() <= 1e-3 * moved, key
+
+
+def train_splits(rank, world, folder, splits):
+    found = {}
+    for split in splits:
+        options = dict(zip(("zero_stage", "micro_batch_size"), split, strict=True))
+        config = config_of(folder, f"split-{world}-{split}", eval_every=9, save_every=0, **options)
+        dpo.train(config)
+        metrics = tiny.untimed(tiny.read_metrics(config.output_dir))
+        found[split] = {k: v.numpy() for k, v in tiny.weights(Path(config.output_dir) / "model").items()}, metrics
+    return found
+
+
+@pytest.mark.slow
+def test_processes_micro_batches_and_zero_stages_agree(folder):
+    one = on_ranks(train_splits, 1, folder, [(0, 8), (2, 1)])[0]
+    two = on_ranks(train_splits, 2, folder, [(3, 4), (2, 8)])[0]  # 5 held-out pairs, which 2 ranks do not divide
+    weights, metrics = one[0, 8]
+    for split, (other_weights, other_metrics) in [*one.items(), *two.items()]:
+        for key in weights:
+            assert abs(weights[key] - other_weights[key]).max() < 1e-6, (split, key)
+        for a, b in zip(metrics[2:], other_metrics[2:], strict=True):  # before, accuracy is that of rounded zeros
+            assert a == pytest.approx(b, abs=1e-5), split
