@@ -206,8 +206,29 @@ MUTATIONS = {
     "a margin is added to the lead": Mutation(
         "fused_rl/preferences.py", "lead = lead - margin", "lead = lead + margin", LOSSES
     ),
+    "ipo does not divide by the length": Mutation(
+        "trainers/dpo.py",
+        'config.loss in ("ipo", "simpo")',
+        'config.loss in ("simpo",)',
+        "tests/trainers/test_dpo.py -k trls",
+    ),
+    "a pair is held to the reference of another": Mutation(
+        "trainers/dpo.py",
+        "reference[index], [pairs[i]",
+        "reference[index].flip(0), [pairs[i]",
+        "tests/trainers/test_dpo.py -k 'agree or trls'",
+    ),
+    "a resumed run is held to the policy of its checkpoint": Mutation(
+        "trainers/dpo.py",
+        "taken = run.order.first(config.steps)",
+        "taken = run.order.first(0)",
+        "tests/trainers/test_dpo.py -k 'stopped or trls'",
+    ),
     "smoothed labels are exchanged": Mutation(
-        "fused_rl/preferences.py", "-(1 - label_smoothing) * right", "-(1 - label_smoothing) * wrong", LOSSES
+        "fused_rl/preferences.py",
+        "(1 - label_smoothing) * LOSSES[loss_type](lead)",
+        "(1 - label_smoothing) * LOSSES[loss_type](-lead)",
+        LOSSES,
     ),
     "approx_kl is the log-ratio": Mutation(
         "fused_rl/losses.py", '"approx_kl": log_ratio.square() / 2', '"approx_kl": log_ratio', METRICS

@@ -220,6 +220,7 @@ WRONG = {
     ("preference_loss", "margin", r"must have the shape of chosen_scores, \(4,\), got \(3,\)"): torch.zeros(3),
     ("preference_loss", "margin", "must be a finite number"): NAN,
     ("preference_loss", "label_smoothing", "must be a number from 0 to below 0.5"): 0.5,
+    ("preference_loss", "loss_type", "must be one of sigmoid, hinge, squared, got 'dpo'"): "dpo",
     ("preference_loss", "centering", "must be a finite number, 0 or more, got -1.0"): -1.0,
     ("preference_loss", "rejected_scores", "must be on the device of chosen_scores"): SCORES.to("meta"),
     ("kl_estimate", "ref_logprobs", "must be floating point"): ROWS.long(),

@@ -30,7 +30,11 @@ def folder(tmp_path_factory):
 
 
 def config_of(folder: Path, name: str = "run", **options) -> dpo.DPOConfig:
-    settings = {"model": str(folder / "model"), "dataset": str(folder / "pairs.jsonl"), "output_dir": str(folder / name)}
+    settings = {
+        "model": str(folder / "model"),
+        "dataset": str(folder / "pairs.jsonl"),
+        "output_dir": str(folder / name),
+    }
     settings |= {"eval_size": 5, "steps": 4, "batch_size": 8, "lr": 1e-3, "zero_stage": 0, "dtype": "float32"}
     settings |= {"eval_every": 2, "save_every": 2, "label_smoothing": 0.05, "nll_coef": 0.1}
     return dpo.DPOConfig(**tiny.settled(settings | options))

@@ -30,6 +30,7 @@ GOOD = {
         *shlex.split("--minibatches 1 --max_new_tokens 4"),
     ],
     "reward": [*TRAIN, *shlex.split("--dataset pairs.jsonl --batch_size 2 --normalize_pairs 2")],
+    "dpo": [*TRAIN, *shlex.split("--dataset pairs.jsonl --batch_size 2")],
     "ppo": [
         *TRAIN,
         *shlex.split("--dataset rows.jsonl --verifiers judges:even --eval_size 0 --prompts_per_step 4 --minibatches 2"),
@@ -125,6 +126,7 @@ RUNS = {
     "sft": [*GOOD["sft"], *LONG],
     "grpo": [*GOOD["grpo"], *LONG, "--minibatches", "2", "--eval_samples", "1"],
     "reward": [*GOOD["reward"], *LONG, "--zero_stage", "2"],
+    "dpo": [*GOOD["dpo"], *LONG],
     "ppo": [*GOOD["ppo"], *LONG],
 }
 AIMED = {
@@ -135,6 +137,7 @@ AIMED = {
         Moment(1, "run/.unfinished-model", 0.01),
     ],
     "reward": [Moment(2, "unfinished-step-3"), Moment(1, "evaluation.json"), Moment(1, "curves.png")],
+    "dpo": [Moment(2, "unfinished-step-2"), Moment(1, "unfinished-model", 0.01)],
     "ppo": [Moment(1, "unfinished-critic"), Moment(1, "unfinished-model")],
 }
 WHOLE = ("--zero_stage", "3", "--stage3_param_persistence_threshold", "0")

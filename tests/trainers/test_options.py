@@ -8,7 +8,7 @@ import pytest
 
 from fused_rl.presets import PolicyLossOptions, resolve_options
 from fused_rl.surrogates import SURROGATES
-from fused_rl.trainers import grpo, ppo, reward, sft
+from fused_rl.trainers import dpo, grpo, ppo, reward, sft
 from fused_rl.trainers.commands import eval
 from fused_rl.trainers.options import InputError, in_words, kinds_of, to_yaml
 from fused_rl.trainers.policy import options
@@ -18,7 +18,13 @@ from tests.trainers.bad_inputs import CASES
 from tests.trainers.test_faults import GOOD
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-TRAINERS = {"sft": sft.SFTConfig, "reward": reward.RewardConfig, "grpo": grpo.GRPOConfig, "ppo": ppo.PPOConfig}
+TRAINERS = {
+    "sft": sft.SFTConfig,
+    "reward": reward.RewardConfig,
+    "dpo": dpo.DPOConfig,
+    "grpo": grpo.GRPOConfig,
+    "ppo": ppo.PPOConfig,
+}
 COMMANDS = TRAINERS | {"eval": eval.EvalConfig}
 NEEDED = ["--model", "m", "--dataset", "d.jsonl", "--output_dir", "o"]
 
