@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fused_rl
-from fused_rl.trainers import cli, grpo, ppo, reward, sft
+from fused_rl.trainers import cli, dpo, grpo, ppo, reward, sft
 from fused_rl.trainers.commands import eval
 from fused_rl.trainers.run.parse import parse
 
@@ -47,7 +47,7 @@ def commands(page):
 
 
 COMMANDS = [words for path in PAGES for words in commands(path.read_text())]
-CONFIGS = [sft.SFTConfig, reward.RewardConfig, ppo.PPOConfig, grpo.GRPOConfig, eval.EvalConfig]
+CONFIGS = [sft.SFTConfig, reward.RewardConfig, dpo.DPOConfig, ppo.PPOConfig, grpo.GRPOConfig, eval.EvalConfig]
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: "-".join(words[1:4:2]))

@@ -19,7 +19,7 @@ import torch
 
 import fused_rl
 from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.base.screen import phase
+from fused_rl.trainers.base.screen import bar, phase
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.data.preferences import Pair, PairEncoder, PairsConfig, arithmetic, micro_batches, sides_of
@@ -54,7 +54,7 @@ def measure(model, pairs: list[Pair], config: DPOConfig, reference: torch.Tensor
     parts = micro_batches(pairs, config.micro_batch_size)
     found_of_parts = []
     model.train(reference is not None)
-    for index in parts:
+    for index in bar(parts, "pairs") if reference is None else parts:
         # Both sides of a pair through the model at once; nothing predicts the first token of a whole conversation.
         sides = [side for i in index for side in (pairs[i].chosen, pairs[i].rejected)]
         prompts = [prompt or response[:1] for prompt, response in sides]

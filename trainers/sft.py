@@ -15,7 +15,7 @@ import torch
 
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.ranks import divide_over
-from fused_rl.trainers.base.screen import phase
+from fused_rl.trainers.base.screen import bar, phase
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
 from fused_rl.trainers.data.rows import Given, Rows, load_train_eval, log_dropped
@@ -83,7 +83,7 @@ def encoded(config: SFTConfig, rows: Rows, encoder: encode.Encoder) -> list[Exam
     """Every row that is short enough."""
     kept = []
     fit = 0
-    for i in range(len(rows)):
+    for i in bar(range(len(rows)), "reading rows"):
         pairs = encoder.pairs(rows, i, config.prompt_column, config.completion_column, config.assistant_turns)
         examples = [Example(*pair, rows.where(i)) for pair in pairs]
         empty = rows.rows[i].get(config.completion_column) == ""  # a template may write more than EOS all the same

@@ -81,7 +81,7 @@ def test_the_figures_are_those_by_hand(folder, tmp_path, monkeypatch, capsys):
     assert written["verifiers"] == ["exact_match"] and written["max_new_tokens"] == 9
 
     # Every response, problems in the order of the rows.
-    assert [(row["problem"], row["drawn"]) for row in rows[:6]] == [
+    assert [(row["problem"], row["decoding"]) for row in rows[:6]] == [
         *((0, kind) for kind in ("greedy", *["sampled"] * 4)),
         (1, "greedy"),
     ]
@@ -112,7 +112,7 @@ def test_responses_are_those_of_the_model_and_equal_seeds_are_equal(folder, tmp_
         command.main(options(folder, samples=2, max_new_tokens=4, output_dir=tmp_path / name, **more))
     a, b, c = (read(tmp_path / name)[0] for name in "abc")
     assert a == b and a != c
-    a, c = ([row for row in rows if row["drawn"] == "greedy"] for rows in (a, c))
+    a, c = ([row for row in rows if row["decoding"] == "greedy"] for rows in (a, c))
     assert a == c
     tokenizer = encode.load_tokenizer(str(folder / "model"))
     lm = language_model.load_to_sample(str(folder / "model"), device="cpu", dtype=torch.float32)
@@ -143,7 +143,7 @@ def test_adapters_are_evaluated_with_the_model_that_they_belong_to(folder, tmp_p
         encode.load_tokenizer(str(folder / "model")).save_pretrained(model / name)
         more = {"model": model / name, "samples": 1, "max_new_tokens": 4, "output_dir": tmp_path / "said" / name}
         command.main(options(folder, **more))
-        said[name] = [row["response"] for row in read(tmp_path / "said" / name)[0] if row["drawn"] == "greedy"]
+        said[name] = [row["response"] for row in read(tmp_path / "said" / name)[0] if row["decoding"] == "greedy"]
     assert said["adapters"] == said["whole"] != said["model"]
 
 
@@ -221,6 +221,6 @@ def test_several_processes_draw_the_same_greedy_responses_in_the_same_order(fold
         returned = run_distributed(evaluate_on, world, argv, timeout=200)
         assert returned == returned[:1] * world
     (one, of_one), (three, of_three) = (read(tmp_path / str(world)) for world in (1, 3))
-    greedy = [[row for row in rows if row["drawn"] == "greedy"] for rows in (one, three)]
+    greedy = [[row for row in rows if row["decoding"] == "greedy"] for rows in (one, three)]
     assert greedy[0] == greedy[1] and of_one["accuracy_greedy"] == of_three["accuracy_greedy"]
-    assert [(row["drawn"], row["row"]) for row in one] == [(row["drawn"], row["row"]) for row in three]
+    assert [(row["decoding"], row["row"]) for row in one] == [(row["decoding"], row["row"]) for row in three]

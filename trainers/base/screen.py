@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from fused_rl.trainers.base.ranks import rank
@@ -31,3 +31,11 @@ def log(*lines: str) -> None:
     """Print lines on rank 0."""
     if rank() == 0:
         tell(*lines)
+
+
+def bar(parts: Sequence, what: str) -> Iterable:
+    """Iterate over parts of a work; from its third second on rank 0 shows a bar, which goes when the work is done."""
+    from tqdm import tqdm
+
+    slow = {} if sys.stderr.isatty() else {"mininterval": 10}  # in a file each state of it is a line
+    return tqdm(parts, what, delay=2, leave=False, disable=rank() > 0 or len(parts) == 1, **slow)

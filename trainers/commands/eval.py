@@ -228,7 +228,7 @@ def _rows_of(rollout: Rollout, kind: str, problems: list[int], copies: int, know
     for i, sample in enumerate(rollout.samples[: len(problems) * copies]):
         scores = {name: values[i].item() for name, values in rollout.scores.items()}
         row = {
-            "drawn": kind,
+            "decoding": kind,
             "problem": problems[i // copies],
             "row": sample.where,
             "prompt": tokenizer.decode(sample.prompt_ids),

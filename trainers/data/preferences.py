@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.screen import log
+from fused_rl.trainers.base.screen import bar, log
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.encode import Encoded
 from fused_rl.trainers.data.rows import Rows
@@ -95,7 +95,7 @@ class PairEncoder:
         kept = []
         dropped = {}
         self.truncated = 0
-        for i in range(len(rows)):
+        for i in bar(range(len(rows)), "reading pairs"):
             pair = self._pair(rows, i)
             reason = self._unusable(pair)
             if reason is None:

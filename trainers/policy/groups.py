@@ -136,7 +136,7 @@ def group_metrics(config: GroupConfig, rollout: Rollout, step: int) -> dict[str,
     columns = {"reward": rewards, "overlong_penalty": overlong_penalty(config, rollout.batch.response_lengths)}
     columns |= {name: values.repeat_interleave(size) for name, values in of_groups.items()}
     metrics = rollout_metrics(rollout, columns, step)
-    metrics["groups/drawn"] = float(len(rewards) * ranks.world_size())
+    metrics["groups/sampled"] = float(len(rewards) * ranks.world_size())
     return metrics | {"objective/scores": metrics["reward"] + metrics["overlong_penalty"]}
 
 

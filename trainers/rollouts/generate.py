@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fused_rl import TokenSupport
+from fused_rl.trainers.base.screen import bar
 from fused_rl.trainers.data.batch import on_device, pad
 from fused_rl.trainers.rollouts.options import ROLLOUT_BATCH_SIZE
 from fused_rl.trainers.rollouts.sampling import NoDistribution, Record, Sampling, truncated
@@ -85,7 +86,7 @@ class TransformersSampler(Sampler):
         generator = self.generator(prompts, sampling)
         decode = self._decode if keeps_keys_and_values(self.lm) else self._generate
         responses = {}
-        for start in range(0, len(by_length), batch_size):
+        for start in bar(range(0, len(by_length), batch_size), "sampling"):
             indices = by_length[start : start + batch_size]
             batch = [prompts[i] for i in indices]
             found = decode(batch, sampling, every, generator)

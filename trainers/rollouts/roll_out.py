@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.base.screen import bar, tell
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
 from fused_rl.trainers.data.rows import Rows, log_dropped
@@ -40,7 +40,7 @@ def prompts_of(
 ) -> list[Prompt]:
     """Return a prompt for every row that is short enough; `column` as the option prompt_column."""
     kept = []
-    for i, row in enumerate(rows.rows):
+    for i, row in enumerate(bar(rows.rows, "reading prompts")):
         for scorer in scorers:
             with rows.at(i):
                 scorer.check(row)  # a row that it cannot score must not stop the run hours later
