@@ -137,13 +137,13 @@ def test_groups_of_equal_rewards_are_kept_dropped_or_refilled(folder, capsys):
 
     drawn, of_groups, refills = drawn_by(config_of(folder, zero_variance="drop", **options), numbers)
     assert of_groups == [11, 13] and drawn.counts.all() and not refills
-    assert (drawn.metrics["groups/drawn"], drawn.metrics["groups/trained"]) == (4, 2)
+    assert (drawn.metrics["groups/sampled"], drawn.metrics["groups/trained"]) == (4, 2)
     assert drawn.metrics["frac_reward_zero_std"] == 0.5
 
     # Two are missing; of 16 and 15 one is there; of 18 none; of 17 one.
     drawn, of_groups, refills = drawn_by(config_of(folder, zero_variance="refill", **options), numbers)
     assert refills == [2, 1, 1] and of_groups == [11, 13, 15, 17] and drawn.counts.all()
-    assert (drawn.metrics["groups/drawn"], drawn.metrics["groups/trained"]) == (8, 4)
+    assert (drawn.metrics["groups/sampled"], drawn.metrics["groups/trained"]) == (8, 4)
     assert drawn.metrics["episode"] == 8 * GROUP and "rollouts" not in capsys.readouterr().out
 
 
@@ -151,7 +151,7 @@ def test_refilling_is_bounded_says_so_and_goes_on_with_what_there_is(folder, cap
     numbers = [11, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 13]
     config = config_of(folder, zero_variance="refill", max_refills=2, prompts_per_step=4, minibatches=2)
     drawn, of_groups, refills = drawn_by(config, numbers)
-    assert refills == [3, 3] and drawn.metrics["groups/drawn"] == 10 and drawn.metrics["groups/trained"] == 1
+    assert refills == [3, 3] and drawn.metrics["groups/sampled"] == 10 and drawn.metrics["groups/trained"] == 1
     assert of_groups == [11, 12]  # minibatches are of whole groups here, so a second one fills up
     assert drawn.counts.tolist() == [True] * GROUP + [False] * GROUP
     line = (
@@ -177,4 +177,4 @@ def test_ranks_agree_on_refills_and_share_what_they_find(folder):
     assert refills == [2] and again == [refills, metrics]
     assert (first, second) == ([11, 15], [13, 16])
     assert first_counts == [True] * 2 * GROUP and second_counts == [True] * GROUP + [False] * GROUP
-    assert (metrics["groups/drawn"], metrics["groups/trained"]) == (6, 3)
+    assert (metrics["groups/sampled"], metrics["groups/trained"]) == (6, 3)

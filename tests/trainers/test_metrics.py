@@ -182,7 +182,7 @@ def definitions(folder: str) -> dict[str, float]:
         "frac_reward_zero_std": equal.double().mean(),
         "frac_groups_all_solved": solved.all(1).double().mean(),
         "frac_groups_none_solved": (~solved.any(1)).double().mean(),
-        "groups/drawn": 4,
+        "groups/sampled": 4,
         "groups/trained": 4,
         "overlong_penalty": penalties.mean(),
         "completions/mean_length": lengths.mean(),
