@@ -208,8 +208,8 @@ MUTATIONS = {
     ),
     "ipo does not divide by the length": Mutation(
         "trainers/dpo.py",
-        'config.loss in ("ipo", "simpo")',
-        'config.loss in ("simpo",)',
+        'config.loss_type in ("ipo", "simpo")',
+        'config.loss_type in ("simpo",)',
         "tests/trainers/test_dpo.py -k trls",
     ),
     "a pair is held to the reference of another": Mutation(

@@ -37,9 +37,9 @@ class DPOConfig(PairsConfig):
     """Direct preference optimisation of a causal language model on pairs of responses."""
 
     command: ClassVar = "dpo"
-    main: ClassVar = (*PairsConfig.main, "loss", "beta")
+    main: ClassVar = (*PairsConfig.main, "loss_type", "beta")
 
-    loss: Literal["sigmoid", "hinge", "ipo", "simpo"] = "sigmoid"
+    loss_type: Literal["sigmoid", "hinge", "ipo", "simpo"] = "sigmoid"
     """Loss of a pair; ipo and simpo score a response by its mean per token, simpo without a reference."""
     beta: Positive = 0.1
     """Scale of the scores; the larger, the closer to the reference."""
@@ -82,13 +82,13 @@ def pair_loss(
     logprobs: torch.Tensor, reference: torch.Tensor, pairs: list[Pair], step: list[Pair], config: DPOConfig
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss of pairs from their (b, 2), as a share of that of all pairs of the step, and its metrics."""
-    scores = logprobs if config.loss == "simpo" else logprobs - reference.to(logprobs.device)
-    if config.loss in ("ipo", "simpo"):
+    scores = logprobs if config.loss_type == "simpo" else logprobs - reference.to(logprobs.device)
+    if config.loss_type in ("ipo", "simpo"):
         scores = scores / torch.tensor([pair.predicted() for pair in pairs]).to(logprobs.device)
-    scores = scores if config.loss == "ipo" else config.beta * scores
-    least = config.margin + (0.5 / config.beta if config.loss == "ipo" else 0.0)
+    scores = scores if config.loss_type == "ipo" else config.beta * scores
+    least = config.margin + (0.5 / config.beta if config.loss_type == "ipo" else 0.0)
     margin = torch.tensor([pair.margin + least for pair in pairs]).to(logprobs.device)
-    options = {"loss_type": LOSS_TYPES[config.loss], "label_smoothing": config.label_smoothing, "margin": margin}
+    options = {"loss_type": LOSS_TYPES[config.loss_type], "label_smoothing": config.label_smoothing, "margin": margin}
     loss, metrics = fused_rl.preference_loss(*scores.unbind(1), num_sequences=len(step), **options)
     nll = -logprobs[:, 0].sum() / sum(pair.predicted()[0] for pair in step)
     loss = loss + config.nll_coef * nll
@@ -128,7 +128,7 @@ def train(config: DPOConfig, dataset: Given = None, eval_dataset: Given = None) 
     # The reference is the model as it is now, before a checkpoint is restored: of the pairs that the run will take.
     every = [*pairs, *held_out]
     reference = torch.zeros(len(every), 2)
-    if config.loss != "simpo":
+    if config.loss_type != "simpo":
         taken = run.order.first(config.steps) + [*range(len(pairs), len(every))]
         with phase("measured the reference"):
             reference[taken] = measure(model, [every[i] for i in taken], config)

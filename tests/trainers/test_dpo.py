@@ -15,8 +15,8 @@ from tests.trainers.runs import forget_after, on_ranks
 
 LOSSES = {
     "sigmoid": {},
-    "hinge": {"loss": "hinge"},
-    "ipo": {"loss": "ipo", "beta": 0.5},
+    "hinge": {"loss_type": "hinge"},
+    "ipo": {"loss_type": "ipo", "beta": 0.5},
     "nll": {"nll_coef": 0.5},
 }
 
@@ -79,7 +79,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(folder, run, tmp_path):
 def test_simpo_scores_by_the_mean_per_token_and_needs_no_reference(folder, monkeypatch):
     measured, measure = [], dpo.measure
     monkeypatch.setattr(dpo, "measure", lambda *given: measured.append((given, measure(*given))) or measured[-1][1])
-    options = {"loss": "simpo", "beta": 2.0, "margin": 0.5, "label_smoothing": 0.0, "nll_coef": 0.0}
+    options = {"loss_type": "simpo", "beta": 2.0, "margin": 0.5, "label_smoothing": 0.0, "nll_coef": 0.0}
     metrics, _ = trained(folder, "simpo", steps=1, eval_size=0, **options)
     ((_, pairs, *_), logprobs), *others = measured
     lengths = torch.tensor([[len(pair.chosen[1]), len(pair.rejected[1])] for pair in pairs])
@@ -113,7 +113,7 @@ def test_three_updates_are_trls(folder, tmp_path, name):
     rows = [{key: row[key] for key in ("prompt", "chosen", "rejected")} for row in rows]  # TRL knows no margin
     tiny.jsonl(tmp_path / "pairs.jsonl", rows)
     options = {"beta": 0.1} | LOSSES[name]
-    loss_type = ["sigmoid", "sft"] if name == "nll" else [options.get("loss", "sigmoid")]
+    loss_type = ["sigmoid", "sft"] if name == "nll" else [options.get("loss_type", "sigmoid")]
     arguments = trl.DPOConfig(
         output_dir=str(tmp_path / "trl"), max_steps=3, per_device_train_batch_size=8, learning_rate=1e-3,
         lr_scheduler_type="constant", beta=options["beta"], loss_type=loss_type, logging_steps=1, report_to=[],

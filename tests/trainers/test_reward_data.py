@@ -15,6 +15,7 @@ ONE, SEVERAL = "<user>hi<eos>\n<assistant>", "<user>hi<eos>\n<assistant>a<eos>\n
 FORMS = [
     ({"prompt": "hi", "chosen": "yo"}, ("hi", "yo<eos>"), False),
     ({"prompt": "hi", "chosen": "yo"}, (ONE, "yo<eos>"), True),
+    ({"question": "hi", "chosen": "yo"}, (ONE, "yo<eos>"), True),
     ({"prompt": TURNS, "chosen": "yo"}, (SEVERAL, "yo<eos>"), True),
     ({"chosen": "human: hi assistant: yo"}, ("", "human: hi assistant: yo<eos>"), False),
     ({"chosen": "hi yo<eos>"}, ("", "hi yo<eos>"), True),

@@ -39,6 +39,13 @@ def stop_ids(tokenizer, generation_config) -> list[int]:
     return sorted({tokenizer.eos_token_id, *eos})
 
 
+def prompt_column_of(row: dict) -> str:
+    """Return the column that holds a row's prompt where none is named."""
+    known = [name for name in PROMPT_COLUMNS if name in row]
+    filled = [name for name in known if row[name] is not None]
+    return (filled or known or PROMPT_COLUMNS)[0]
+
+
 class Encoder:
     """Encodes prompts and completions; raises an InputError with the file and line of a row that it cannot encode."""
 
@@ -156,11 +163,7 @@ class Encoder:
         return [without_nulls(message) for message in cell]
 
     def _messages(self, rows: Rows, i: int, column: str | None) -> list[dict]:
-        row = rows.rows[i]
-        if column is None:
-            known = [name for name in PROMPT_COLUMNS if name in row]
-            filled = [name for name in known if row[name] is not None]
-            column = (filled or known or PROMPT_COLUMNS)[0]
+        column = column or prompt_column_of(rows.rows[i])
         cell = rows.get(i, column, "prompt_column")
         with rows.at(i):
             return self.conversation(cell, column)

@@ -27,8 +27,9 @@ class PairsConfig(RunConfig):
     batch_option: ClassVar = "batch_size"
     main: ClassVar = (*MAIN, "batch_size", "max_response_length")
 
-    prompt_column: str = "prompt"
-    """Text or messages that both responses answer; rows without this column hold whole conversations."""
+    prompt_column: str | None = None
+    """Text or messages that both responses answer; None takes prompt, messages or question, whichever exists, and rows
+    without any of them hold whole conversations."""
     chosen_column: str = "chosen"
     """The better response, or the conversation that ends with it: text or messages."""
     rejected_column: str = "rejected"
@@ -136,9 +137,10 @@ class PairEncoder:
 
     def _side(self, rows: Rows, i: int, option: str) -> Encoded:
         row = rows.rows[i]
-        column, prompt_column = getattr(self.config, option), self.config.prompt_column
+        column = getattr(self.config, option)
+        prompt_column = self.config.prompt_column or encode.prompt_column_of(row)
         side = rows.get(i, column, option)
-        if isinstance(side, str) and prompt_column not in row:
+        if isinstance(side, str) and self.config.prompt_column is None and prompt_column not in row:
             ids = self.tokenizer(side).input_ids  # with the tokenizer's own beginning, and EOS once
             eos = self.tokenizer.eos_token_id
             return [], ids if ids[-1:] == [eos] else [*ids, eos]

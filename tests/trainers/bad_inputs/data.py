@@ -75,6 +75,7 @@ DATA = [
     *line("sft", b'{"question": "\xff"}', "not JSON in UTF-8"),
     *line("sft", "[1]", "expected a JSON object, got list"),
     # Columns.
+    *words("reward", "--prompt_column q", "line 1: column 'q' is missing; .*--prompt_column"),
     *words("sft", "--prompt_column q", "line 1: column 'q' is missing; .*--prompt_column"),
     *words("grpo", "--answer_column a --verifiers math", "line 1: column 'a' is missing or null; .*--answer_column"),
     *words("reward", "--dataset rows.jsonl", "rows.jsonl, line 1: column 'chosen' is missing; .*--chosen_column"),
