@@ -18,10 +18,11 @@ For anyone who wants to know what fused_rl saves, and what it does not. `python 
 `make bench` repeats the measurements.
 
 Absolute times belong to the machine above each table, so compare implementations within a row: they took turns in one
-run. Times are medians. Where a cell says "10.1 ×", the implementation took 10.1 times as long as ours: the median over
-the turns, each beside ours of the same turn. † marks an answer that is wrong: a log-probability or KL off by more than
-0.001 nats, or a gradient by more than 1 % of its largest element. An empty cell was not measured: the implementation
-needs a GPU, is not installed, or had no time left. No figure is from a GPU yet.
+run. A cell holds the time, a median, then the extra memory with the gradient, as a multiple of the logits or in MB.
+Where it says "10.1 ×", the implementation took 10.1 times as long as ours: the median over the turns, each beside ours
+of the same turn. † marks an answer that is wrong: a log-probability or KL off by more than 0.001 nats, or a gradient by
+more than 1 % of its largest element. An empty cell was not measured: the implementation needs a GPU, is not installed,
+or had no time left. No figure is from a GPU yet.
 """
 TIMED = {
     "kernels": "Forward and backward of log-probability and entropy, and of GAE.",
@@ -30,7 +31,6 @@ TIMED = {
     "states. Memory below 0: rows of the returned gradient that nobody touched take none.",
     "linear": "From hidden states to loss and gradients (rows × hidden × vocabulary). Memory is in MB.",
 }
-CELLS = "Cells: time, then extra memory, gradient included, as a multiple of the logits where nothing else is said."
 TRAFFIC = (
     "Bytes that each operation loads and stores, counted in Triton's interpreter and by ATen operators, as multiples "
     "of the logits' size. The counts are the same on every machine. A loss on whole `(B, T, V)` logits leaves out the "
@@ -100,7 +100,7 @@ def timed(result) -> str:
         for row in found:
             cells[label(row)] = cell(row)
         lines.append([case, *(cells[name] for name in names)])
-    return f"{TIMED[result['group']]} {CELLS}\n\n{table(['case', *names], lines)}"
+    return f"{TIMED[result['group']]}\n\n{table(['case', *names], lines)}"
 
 
 def cell(row) -> str:
