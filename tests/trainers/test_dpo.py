@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -114,15 +116,17 @@ def test_three_updates_are_trls(folder, tmp_path, name):
     tiny.jsonl(tmp_path / "pairs.jsonl", rows)
     options = {"beta": 0.1} | LOSSES[name]
     loss_type = ["sigmoid", "sft"] if name == "nll" else [options.get("loss_type", "sigmoid")]
-    arguments = trl.DPOConfig(
-        output_dir=str(tmp_path / "trl"), max_steps=3, per_device_train_batch_size=8, learning_rate=1e-3,
-        lr_scheduler_type="constant", beta=options["beta"], loss_type=loss_type, logging_steps=1, report_to=[],
-        loss_weights=[1.0, 0.5] if name == "nll" else None, use_cpu=True, save_strategy="no", bf16=False,
-    )  # fmt: skip
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     lm = AutoModelForCausalLM.from_pretrained(folder / "model")
-    theirs = trl.DPOTrainer(lm, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
-    theirs.train()
+    with mock.patch.dict(os.environ):  # accelerate leaves a launcher's variables there
+        arguments = trl.DPOConfig(
+            output_dir=str(tmp_path / "trl"), max_steps=3, per_device_train_batch_size=8, learning_rate=1e-3,
+            lr_scheduler_type="constant", beta=options["beta"], loss_type=loss_type, logging_steps=1, report_to=[],
+            loss_weights=[1.0, 0.5] if name == "nll" else None, use_cpu=True, save_strategy="no", bf16=False,
+        )  # fmt: skip
+        given = {"train_dataset": Dataset.from_list(rows)}
+        given["processing_class"] = AutoTokenizer.from_pretrained(folder / "model")
+        theirs = trl.DPOTrainer(lm, args=arguments, **given)
+        theirs.train()
     losses = [row["loss"] for row in theirs.state.log_history if "loss" in row]
 
     options |= {"dataset": str(tmp_path / "pairs.jsonl"), "eval_size": 0, "steps": 3, "lr_schedule": "constant"}
