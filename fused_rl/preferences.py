@@ -39,7 +39,7 @@ def preference_loss(
 
     Returns:
         The loss, a scalar in at least fp32, differentiable in both; and a dict of detached scalars. Sums over pairs /
-        num_sequences, which over micro-batches and ranks add up: `loss`; `accuracy`, of chosen > rejected;
+        num_sequences, which over micro-batches and ranks add up: `loss`; `accuracy`, of chosen > rejected, a tie half;
         `reward_margin`, of chosen - rejected; `chosen_rewards`, `rejected_rewards`; `mean_reward`, the mean of these
         two. `min_reward` and `max_reward` are those of this batch and reduce by min and max.
 
@@ -81,7 +81,7 @@ def preference_loss(
 
 def _preference_metrics(loss, chosen, rejected, num_sequences):
     per_pair = {
-        "accuracy": (chosen > rejected).to(loss.dtype),
+        "accuracy": torch.heaviside(chosen - rejected, chosen.new_tensor(0.5)),
         "reward_margin": chosen - rejected,
         "chosen_rewards": chosen,
         "rejected_rewards": rejected,

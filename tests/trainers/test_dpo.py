@@ -65,6 +65,7 @@ def test_metrics_have_exactly_these_names_and_the_policy_learns(run):
     assert all(math.isfinite(value) for row in metrics for value in row.values())
     first, last = metrics[0], metrics[-1]
     assert first["eval/rm/chosen_rewards"] == first["eval/rm/rejected_rewards"] == 0  # the reference is the policy
+    assert first["eval/rm/accuracy"] == 0.5
     assert last["eval/rm/loss"] < first["eval/rm/loss"] and last["eval/rm/reward_margin"] > 0
 
 
