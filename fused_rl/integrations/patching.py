@@ -90,7 +90,7 @@ class Patch:
     def _exchange(self, old: object, new: object) -> None:
         """In every imported module of the host, each attribute that is `old` becomes `new`."""
         package = self.host.replace("-", "_")
-        for name, module in list(sys.modules.items()):
+        for name, module in sys.modules.copy().items():  # a thread may import meanwhile
             if module is None or name.partition(".")[0] != package:
                 continue
             # `vars`, not `getattr`: a lazy module would import the attribute.
