@@ -81,7 +81,7 @@ def preference_loss(
 
 def _preference_metrics(loss, chosen, rejected, num_sequences):
     per_pair = {
-        "accuracy": torch.heaviside(chosen - rejected, chosen.new_tensor(0.5)),
+        "accuracy": torch.heaviside(chosen - rejected, chosen.new_full((), 0.5)),
         "reward_margin": chosen - rejected,
         "chosen_rewards": chosen,
         "rejected_rewards": rejected,
