@@ -1,7 +1,6 @@
 """What a server answers with HTTP 200 and gets wrong: each trap on a real vLLM, the size of its error, what finds it.
 
-    python bench/repro/stale_server.py            prints the table
-    python bench/repro/stale_server.py --draw     the table from the results that are there
+    python bench/repro/stale_server.py
 
 The demo's model, warm-started and after 60 steps of GRPO: the old weights and the new. A server has the old, then comes
 what should be a push of the new; what the server tells of the tokens that it draws from then on is compared with the
@@ -9,15 +8,12 @@ log-probabilities that the new weights give them. The prompts are problems with 
 a trap is the trainer's own check at that moment. Needs .venv-vllm (`make test-server`), no GPU.
 """
 
-import argparse
 import itertools
 import json
 import shutil
 import sys
-import time
 import urllib.request
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -261,25 +257,6 @@ def sprung(trap: Trap, scene: Scene) -> dict:
 
 # Traps that show in the tokens.
 
-OPEN = {"max_tokens": 64, "temperature": 2.0}  # the most that vLLM takes: few responses are equal by chance
-
-
-def one_seed(scene: Scene) -> str:
-    answers = ask(scene.url, scene.prompts[:1] * COPIES, n=1, seed=1, **OPEN)
-    return f"{_different(answers)} of {COPIES} responses differ: all advantages are 0"
-
-
-def near_seeds(scene: Scene) -> str:
-    """Two requests for eight responses each."""
-    found = []
-    for apart in (1, COPIES):
-        answers = []
-        for seed in (1, 1 + apart):
-            answers += ask(scene.url, scene.prompts[:1], seed=seed, **OPEN)
-        found.append(_different(answers))
-    near, far = found
-    return f"{near} of {2 * COPIES} responses differ, {far} with seeds {COPIES} apart: sample k draws with seed + k"
-
 
 def cut(scene: Scene) -> str:
     (answer,) = ask(scene.url, scene.prompts[:1], n=1, max_tokens=POSITIONS)
@@ -293,29 +270,9 @@ def own_eos(scene: Scene) -> str:
     return f"{ended} of {len(answers)} responses end before {TOKENS} tokens, at an EOS that is no stop token of the run"
 
 
-def aborted(scene: Scene) -> str:
-    """Somebody else pauses the server, in the mode that is the default."""
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(ask, scene.url, scene.prompts[:1], max_tokens=200)
-        time.sleep(0.3)
-        call(scene.url, "/pause")
-        call(scene.url, "/resume")
-        answers = future.result()
-    ended = sum(response.finish == "abort" for response in answers)
-    shortest = min(len(response.ids) for response in answers)
-    return f"{ended} of {len(answers)} responses have finish_reason 'abort', the shortest {shortest} of 200 tokens"
-
-
-def _different(answers: list[Answer]) -> int:
-    return len({tuple(response.ids) for response in answers})
-
-
 IN_TOKENS = {
-    "one seed for a group": (one_seed, "a seed for each response; four seeds must not draw clones"),
-    "seeds one apart, n = 8": (near_seeds, "a request for each response, seeds drawn at random"),
     "longer than max_model_len": (cut, "refused before it is sent; 'length' has max_new_tokens ids"),
     "no ignore_eos": (own_eos, "ignore_eos is sent; 'stop' ends with a stop token of the run"),
-    "a pause in mid-request": (aborted, "only 'stop' and 'length' count"),
 }
 
 
@@ -365,17 +322,11 @@ def check(rows: list[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--draw", action="store_true", help="start no server, take the results that are there")
-    arguments = parser.parse_args()
-    if not arguments.draw:
-        torch.set_num_threads(1)
-        engine.quiet()
-        environment = machine.environment("cpu")  # before: the commit may change while it lasts
-        rows = spring_all(machine.ROOT / "runs" / "stale_server")
-        result = {"group": "stale_server", "environment": environment, "rows": rows}
-        write_atomically(RESULTS, results.dumps(result))
-    rows = results.load(RESULTS)["rows"]
+    torch.set_num_threads(1)
+    engine.quiet()
+    environment = machine.environment("cpu")  # before: the commit may change while it lasts
+    rows = spring_all(machine.ROOT / "runs" / "stale_server")
+    write_atomically(RESULTS, results.dumps({"group": "stale_server", "environment": environment, "rows": rows}))
     print(f"\n{table(rows)}")
     check(rows)
     print("each trap is found, and nothing else")
