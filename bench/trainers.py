@@ -28,6 +28,7 @@ from unittest import mock
 
 import torch
 
+import fused_rl.integrations.trl
 from bench import machine, options, peers, results
 from bench.repro import ppo_step
 from fused_rl.recipes import demo, demo_reward, tiny_model
@@ -429,9 +430,7 @@ def run_task(op: str, task: str, make: Callable, steps: int, seeds: list[int], w
             config = make(folder, seed).changed(steps=steps, warmup_steps=0)
             kinds = {OURS: {"kl_every": 1}, LEAN: {"kl_every": 0}} if op == "grpo" else {OURS: {}}
             for implementation, changed in kinds.items():
-                for before in itertools.chain.from_iterable(runs.values()):
-                    before.policy = None
-                gc.collect()  # an engine holds gigabytes
+                release(runs)
                 place = str(folder / implementation)
                 ours = run_ours(op, config.changed(output_dir=place, **changed), needs=op == "grpo")
                 runs.setdefault(implementation, []).append(ours)
@@ -444,6 +443,8 @@ def run_task(op: str, task: str, make: Callable, steps: int, seeds: list[int], w
                 continue
             runs.setdefault(peer, []).append(theirs)
             checks.append(compared(ours, theirs))
+            with fused_rl.integrations.trl.patch():
+                runs.setdefault(f"{peer}, patched", []).append(run_trl(ours, folder / "patched"))
     rows = []
     for name, found in runs.items():
         row = {"op": op, "task": task, "implementation": name, "status": results.OK}
@@ -451,6 +452,13 @@ def run_task(op: str, task: str, make: Callable, steps: int, seeds: list[int], w
             row |= max(checks, key=lambda check: check["status"] == results.WRONG)
         rows.append(row | figures(found, runs.get(peer, [])))
     return rows + missing
+
+
+def release(runs: dict[str, list[Run]]) -> None:
+    """Let go of the engines of runs that are over: each holds gigabytes."""
+    for run in itertools.chain.from_iterable(runs.values()):
+        run.policy = None
+    gc.collect()
 
 
 def figures(found: list[Run], theirs: list[Run]) -> dict:

@@ -61,11 +61,12 @@ def free_bytes(device: torch.device) -> int:
 
 
 def default_workspace(free: int, width: int, vocab: int, operands: torch.dtype, dtype: torch.dtype) -> int:
-    """Return the default workspace on a GPU with `free` bytes, in bytes: an eighth, rounded down to a power of two.
+    """Return the default workspace on a GPU with `free` bytes: an eighth, rounded down to three binary digits.
 
     If one pass of `linear_token_loss` needs more, and at most half of the free memory, it gets what it needs.
     """
-    eighth = 1 << max(0, (free // 8).bit_length() - 1)  # so that a little more or less memory changes no tile
+    eighth = free // 8
+    eighth -= eighth % (1 << max(0, eighth.bit_length() - 3))  # so that a little more or less memory changes no tile
     rows = _ONE_PASS_ROWS * vocab * Budget(0, dtype).per_logit(operands)
     needed = rows + sum_bytes(vocab, width, operands.itemsize)
     return max(eighth, needed) if needed <= free // 2 else eighth

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench import __main__ as suite
-from bench import gpu, machine, results, run, timing
+from bench import gpu, machine, passes, results, run, timing
 from tests.bench.cases import one_case
 
 
@@ -16,6 +16,14 @@ def test_steps_fit_into_their_minutes():
     groups = [step for step in gpu.STEPS if step.budget]
     assert {step.name for step in groups} <= {*suite.COMMANDS} & {*run.CASES}
     assert all(step.budget + 10 <= step.limit for step in groups)
+
+
+@pytest.mark.parametrize(("shape", "most"), zip(passes.SHAPES[:3], (1.40, 1.20, 1.10), strict=True))
+def test_the_default_head_takes_one_pass_of_few_bytes(shape, most):
+    """On paper, with the tiles that the default workspace of an H100 chooses: times over those of three GEMMs."""
+    found = passes.ours(shape, passes.CARDS["H100, 60 GiB free"], torch.float32)
+    assert found["FLOP / logit"] == "6 H"
+    assert found["/ three GEMMs"] < most + 0.005
 
 
 def test_without_a_gpu_one_line_says_so(monkeypatch, capsys, tmp_path):

@@ -1,7 +1,6 @@
 """Somebody else's trainer, patched beside unpatched: the tables of docs/integrations.md.
 
     python -m bench.repro.integrations trl                 lost digits, then what the functions cost
-    python -m bench.repro.integrations trl-step            a step of TRL's GRPO and SFT trainers
     python -m bench.repro.integrations transformers        a step of a causal LM
     make test-integrations                                 makes the environments of
     OMP_NUM_THREADS=1 .venv-verl/bin/python -m bench.repro.integrations verl
@@ -33,7 +32,6 @@ class Case(NamedTuple):
 
 CASES = {
     "trl": Case(trl.costs, trl.hard_cases),
-    "trl-step": Case(trl.step_costs),
     "transformers": Case(transformers.costs, transformers.errors),
     "verl": Case(hosts.verl_costs, hosts.verl_errors),
     "openrlhf": Case(hosts.openrlhf_costs, hosts.openrlhf_errors),

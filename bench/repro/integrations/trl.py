@@ -1,17 +1,16 @@
-"""TRL's primitives, and a step of its GRPO and SFT trainers: lost digits, memory, time.
+"""TRL's primitives: lost digits, memory, time.
 
 The logits of the hard cases are exact: a head of width 1, hidden states of 1.
 """
 
 import functools
-import tempfile
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 
 from bench import plain
-from bench.repro.integrations.turns import both, cost
+from bench.repro.integrations.turns import cost
 from fused_rl import reference
 
 VOCABULARY = 32000
@@ -22,8 +21,6 @@ BASES = tuple(range(100, 230, 4))  # of the other tokens' logits; softmax does n
 TEMPERATURE = 0.9
 FIRST = torch.zeros(1, dtype=torch.long)  # a target, where none matters
 SHAPE = (512, 1024, 32000)  # tokens, width, vocabulary: of a CPU's patience
-ROWS, TOKENS, PROMPT = 2, 256, 32  # of a trainer's step
-WIDTH, LAYERS = 256, 2
 
 
 class Side(NamedTuple):
@@ -136,7 +133,7 @@ def hard_cases() -> Iterator[dict]:
         yield row(f"fp32 heads {distance:g} apart, KL", exact, lambda side, at=distance: head_kl(side, at))
 
 
-# What the functions and a step cost.
+# What the functions cost.
 
 
 def costs(rounds: int) -> Iterator[dict]:
@@ -174,101 +171,3 @@ def costs(rounds: int) -> Iterator[dict]:
 
             ways = {of: functools.partial(run, side) for of, side in sides().items()}
             yield cost(f"{name}, {str(dtype).removeprefix('torch.')}", ways, rounds)
-
-
-def step_costs(rounds: int) -> Iterator[dict]:
-    """A step of each trainer; generation is no part of it: responses are random ids."""
-    # TRL's default runs a model of fp32 weights in bf16 autocast.
-    for kind, make in (("GRPO", grpo_trainer), ("SFT", sft_trainer)):
-        for precision, bf16 in (("fp32", False), ("bf16 autocast", True)):
-            with tempfile.TemporaryDirectory() as folder:
-                yield step_cost(f"{kind}, {precision}", make(folder, bf16), rounds)
-
-
-def step_cost(what: str, trainer, rounds: int) -> dict:
-    """Of its first step, again and again, before it goes on with that."""
-    from fused_rl.integrations import trl as integration
-
-    step, rows = trainer.training_step, []
-
-    def measured(model, *args, **kwargs):
-        def run():
-            step(model, *args, **kwargs)
-            model.zero_grad()  # afterwards, so that memory counts the gradients
-
-        rows.append(cost(what, both("TRL", integration, run), rounds))
-        return step(model, *args, **kwargs)
-
-    trainer.training_step = measured
-    trainer.train()
-    return rows[0]
-
-
-def model_and_tokenizer() -> dict:
-    """A Qwen2 of random weights with a head of its own, and what the trainers ask for; no text is looked at."""
-    import tokenizers
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=4 * WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=WIDTH // 64,
-        num_key_value_heads=WIDTH // 64,
-        tie_word_embeddings=False,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-
-    # Four words, whatever the model's vocabulary.
-    words = {"<pad>": 0, "<bos>": 1, "<eos>": 2, "a": 3}
-    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a"))
-    core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, **special)
-    return {"model": transformers.Qwen2ForCausalLM(config), "processing_class": tokenizer}
-
-
-def options(folder: str, bf16: bool) -> dict:
-    """Of both trainers' configs: one step."""
-    return {
-        "output_dir": folder,
-        "bf16": bf16,
-        "use_cpu": True,
-        "max_steps": 1,
-        "per_device_train_batch_size": ROWS,
-        "optim": "sgd",
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-
-
-def sft_trainer(folder: str, bf16: bool):
-    import datasets
-    import trl
-
-    ids = torch.randint(10, VOCABULARY, (8 * ROWS, TOKENS)).tolist()
-    data = datasets.Dataset.from_dict({"input_ids": ids, "labels": ids})
-    config = trl.SFTConfig(**options(folder, bf16), max_length=TOKENS)
-    return trl.SFTTrainer(args=config, train_dataset=data, **model_and_tokenizer())
-
-
-def grpo_trainer(folder: str, bf16: bool):
-    import datasets
-    import trl
-
-    def reward(completion_ids, **_):
-        return [ids[0] % 7 for ids in completion_ids]
-
-    def respond(prompt_ids, *_, **__):
-        shape = (len(prompt_ids), TOKENS - PROMPT)
-        return torch.randint(10, VOCABULARY, shape).tolist(), None
-
-    data = datasets.Dataset.from_dict({"prompt": ["a " * PROMPT] * 8})
-    config = trl.GRPOConfig(**options(folder, bf16), num_generations=ROWS, max_completion_length=TOKENS - PROMPT)
-    trainer = trl.GRPOTrainer(args=config, train_dataset=data, reward_funcs=reward, **model_and_tokenizer())
-    trainer._generate_single_turn = respond
-    return trainer
