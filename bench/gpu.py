@@ -4,8 +4,8 @@
 
 It needs torch, triton, numpy, transformers and pytest alone. First every test of the kernels runs on the device, graphs
 and torch.compile among them; then groups of the suite. Each step has a limit of its own, and what breaks or runs out of
-time ends nothing else. What is known is written at once: gpu-facts.jsonl (the machine, then a line per failed test, per
-file of tests and per step), tests.txt, groups.txt, and a JSON file per group.
+time ends nothing else. Written at once: gpu-facts.jsonl (the machine, then a line per failed test, per file of tests
+and per step), tests.txt, groups.txt, and a JSON file per group. Without .git the variable COMMIT names the commit.
 """
 
 import argparse

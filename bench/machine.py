@@ -74,6 +74,22 @@ def copy_bandwidth(device: str) -> float:
     return 2 * size / (1e-3 * timing.median(samples))
 
 
+def read_bandwidth() -> float:
+    """Bytes per second that a GPU reads for a sum: the roof of a forward pass."""
+    source = torch.zeros(1 << 28, dtype=torch.float32, device="cuda")
+    return source.nbytes / (
+        1e-3 * timing.median(timing.phases_gpu(timing.Run(torch.sum, None, [source], False))["forward"])
+    )
+
+
+def clocks() -> dict:
+    """The GPU's clock in MHz, its power in W and its temperature in °C, now; empty where nvidia-smi says nothing."""
+    names = ("clocks.sm", "power.draw", "temperature.gpu")
+    index = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    line = _output("nvidia-smi", "-i", index, f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits")
+    return dict(zip(names, line.split(", "), strict=False)) if line else {}
+
+
 def version(package: str) -> str | None:
     """The installed version, or None."""
     try:
@@ -118,7 +134,7 @@ def environment(device: str) -> dict:
     versions = {package: version(package) for package in PACKAGES}
     described = {
         "command": os.environ.get("BENCH_COMMAND", command_line()),
-        "commit": _output("git", "rev-parse", "--short=12", "HEAD") or None,
+        "commit": _output("git", "rev-parse", "--short=12", "HEAD") or os.environ.get("COMMIT"),
         "modified": bool(changes),
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "device": f"CPU: {processor}, {os.cpu_count()} cores",

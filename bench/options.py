@@ -29,7 +29,7 @@ def checked(made: argparse.ArgumentParser, args: argparse.Namespace) -> argparse
         made.error(f"--device {args.device}: torch sees no such device here")
     if args.budget is not None and not args.budget > 0:
         made.error("--budget: expected seconds above 0")
-    names = list(peers.LOGPROBS | peers.TOPK | peers.KL | peers.GAE | peers.LINEAR | peers.EXACT)
+    names = list(peers.LOGPROBS | peers.TOPK | peers.KL | peers.LINEAR | peers.EXACT)
     expected = f"expected all, none or some of {', '.join(names)}"
     _expect_known(made, "--peers", args.peers.split(","), ["all", "none", *names], expected)
     if args.shapes:

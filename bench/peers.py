@@ -4,7 +4,6 @@ A peer is called as we call our own op, so that an answer can be checked against
 
     log-probabilities   call(logits (..., V), targets (...), mask (...) | None) -> (logprobs, entropy or None)
     KL                  call(logits (..., V), ref_logits (..., V), mask (...) | None) -> KL per row, or its sum
-    gae                 call(rewards (B, T), values, mask, gamma, gae_lambda) -> (advantages, returns)
     K tokens per row    call(logits (..., V), targets (..., K)) -> logprobs (..., K)
     the output head     call(hidden (N, H), weight (V, H), targets (N,), advantages (N / SEQUENCE,)) -> loss
     an exact head       call(hidden (N, H), weight (V, H), targets (N,)) -> (logprobs, entropy), by fp32 logits
@@ -26,7 +25,6 @@ SEQUENCE = 128  # tokens that share an advantage at the output head, and the sma
 LOGPROBS = {}
 TOPK = {}
 KL = {}
-GAE = {}
 LINEAR = {}
 EXACT = {}
 
@@ -227,16 +225,6 @@ def plain_topk(device):
     return call
 
 
-@listed(TOPK, "gather + logsumexp compiled", note="no entropy", needs=needs_inductor, compiles=True)
-def compiled_topk(device):
-    def call(logits, targets):
-        # The K logits less the log-sum-exp: no (..., V) result where a compiler fuses the cast into the reduction.
-        lse = torch.logsumexp(logits.float(), -1, keepdim=True)
-        return logits.gather(-1, targets).float() - lse
-
-    return torch.compile(call, dynamic=True)
-
-
 # ------------------------------------------------------------------ KL of two logits tensors
 
 
@@ -269,30 +257,6 @@ def liger_kl(device):
         return function.apply(logp, ref, None, 1.0, -100) * logp.shape[0]
 
     return call
-
-
-# ------------------------------------------------------------------ generalised advantage estimation
-
-
-def loop_gae(rewards, values, mask, gamma, gae_lambda):
-    """The loop over T that PPO trainers run on the device; (B, T) -> advantages, returns."""
-    last = torch.zeros_like(rewards[:, 0])
-    following = torch.zeros_like(last)
-    columns = []
-    for t in reversed(range(rewards.shape[1])):
-        keep = mask[:, t]
-        delta = rewards[:, t] + gamma * following - values[:, t]
-        now = delta + gamma * gae_lambda * last
-        last = torch.where(keep, now, last)
-        following = torch.where(keep, values[:, t], following)
-        columns.append(torch.where(keep, now, 0))
-    advantages = torch.stack(columns[::-1], 1)
-    return advantages, torch.where(mask, advantages + values, 0)
-
-
-@listed(GAE, "loop over T")
-def gae_by_loop(device):
-    return loop_gae
 
 
 # ------------------------------------------------------------------ a policy-gradient step through the output head

@@ -25,7 +25,7 @@ more than 1 % of its largest element. An empty cell was not measured: the implem
 or had no time left. No figure is from a GPU yet.
 """
 TIMED = {
-    "kernels": "Forward and backward of log-probability and entropy, and of GAE.",
+    "kernels": "Forward and backward of log-probability and entropy.",
     "kl": "Forward and backward of `token_kl`, the KL of two logits tensors.",
     "support": "Log-probability and entropy over kept sets of ids, from logits and, with memory in MB, from hidden "
     "states. Memory below 0: rows of the returned gradient that nobody touched take none.",
@@ -116,10 +116,9 @@ def cell(row) -> str:
 
 
 def kernels(result) -> str:
-    shown = {case: rows for case, rows in cases_of(result).items() if not case.startswith("gae")}
     roof = (result["copy_bytes_per_s"] / 1e9, "a plain copy")
     axis = "useful GB/s, forward + backward (right is faster)"
-    plots.roofline(shown, lambda row: row["gb_per_s"]["both"], roof, axis, "benchmarks-cpu.png")
+    plots.roofline(cases_of(result), lambda row: row["gb_per_s"]["both"], roof, axis, "benchmarks-cpu.png")
     picture = "![GB/s of each implementation against the bandwidth of a copy](benchmarks-cpu.png)"
     return f"{picture}\n\n{timed(result)}"
 
@@ -207,7 +206,7 @@ def draw_quality(kinds: dict[str, dict[str, list[dict]]]) -> None:
 SECTIONS = {
     "quality": ("Time to the same accuracy", quality),
     "trainers": ("A training step", trainers),
-    "kernels": ("Log-probability, entropy and GAE", kernels),
+    "kernels": ("Log-probability and entropy", kernels),
     "linear": ("Heads", timed),
     "kl": ("KL", timed),
     "support": ("Kept sets", timed),

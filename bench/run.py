@@ -22,7 +22,6 @@ import torch
 
 from bench import machine, options, peers, results, timing
 from bench.cases.case import Case
-from bench.cases.gae import GAECase
 from bench.cases.kl import KLCase
 from bench.cases.linear import ExactHead, LinearCase
 from bench.cases.logprobs import LogprobsCase, TopkCase
@@ -30,13 +29,14 @@ from bench.cases.support import KeptHead, KeptLogits
 from bench.groups import GROUPS
 
 CASES = {
-    "kernels": (LogprobsCase, GAECase),
+    "kernels": (LogprobsCase,),
     "linear": (ExactHead, LinearCase),
     "support": (KeptLogits, KeptHead),
     "topk": (TopkCase,),
     "kl": (KLCase,),
 }
 IMPORTS = 5  # seconds until a group begins
+SHORT = 0.1  # ms of a forward pass, below which the host may be what is timed
 OF_A_CASE = 5.0  # seconds that each case has, however late it is
 
 
@@ -133,7 +133,7 @@ def run_case(case: Case, wanted: str, copy_bytes_per_s: float, seconds: float) -
 
     # Then in turns; on a GPU, whose clock needs no turns, one after the other.
     left = seconds - (time.perf_counter() - started)
-    on_cpu = case.device == "cpu"
+    on_cpu, facts = case.device == "cpu", {}
     if on_cpu:
         turns = {name: timing.phases_cpu(run) for name, run in runs.items()}
         samples = timing.interleaved(turns, left, first, kept)
@@ -143,9 +143,13 @@ def run_case(case: Case, wanted: str, copy_bytes_per_s: float, seconds: float) -
         for name, run in runs.items():
             with contextlib.suppress(torch.OutOfMemoryError):  # its row says how right it is, without a time
                 samples[name] = timing.alone(run, ms)
+            facts[name] = {"clocks": machine.clocks()}
+            if timing.median(samples.get(name, {"forward": [1.0]})["forward"]) < SHORT:
+                facts[name]["graph_ms"] = timing.in_a_graph(run)
     for row in rows:
         if row["implementation"] in samples:
             row["extra_bytes"] = memory[row["implementation"]]
+            row |= facts.get(row["implementation"], {})
     describe(rows, samples, copy_bytes_per_s, case.baselines, side_by_side=on_cpu)
     return rows
 
@@ -222,6 +226,9 @@ def command(group: str, words: list[str] | None = None) -> int:
     args = options.arguments(__doc__, group, words)
     seconds = args.budget or GROUPS[group].seconds
     copy = machine.copy_bandwidth(args.device)
+    roofs = {"copy_bytes_per_s": copy}
+    if args.device != "cpu":
+        roofs["read_bytes_per_s"] = machine.read_bandwidth()
     print(f"{machine.heading(args.device)}: copy {copy / 1e9:.1f} GB/s (bytes read + bytes written)", flush=True)
 
     # Case by case, each with its part of what is left; the time begins when ours is compiled.
@@ -242,5 +249,5 @@ def command(group: str, words: list[str] | None = None) -> int:
                 for row in found:  # the last pass counts; what cannot run at any case is listed once
                     label = case.label() if row.get("where", True) else ""
                     rows[case.op, label, row["implementation"]] = row
-                results.save(args, list(rows.values()), copy_bytes_per_s=copy)
+                results.save(args, list(rows.values()), **roofs)
     return results.failed(list(rows.values()))

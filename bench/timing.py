@@ -158,6 +158,16 @@ def phases_gpu(run: Run, ms: int = 100) -> dict:
     return samples
 
 
+def in_a_graph(run: Run) -> float | None:
+    """The ms of a forward pass within a CUDA graph, without the host's part; None where it cannot be captured."""
+    from triton.testing import do_bench_cudagraph
+
+    try:
+        return do_bench_cudagraph(lambda: run.forward(run.inputs[0]), return_mode="median")
+    except RuntimeError:
+        return None
+
+
 def cpu_seconds(ways: dict[str, Callable], rounds: int) -> dict[str, float]:
     """Median CPU seconds of functions that take turns; a first round, which compiles and loads, does not count."""
     samples = {name: [] for name in ways}

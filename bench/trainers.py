@@ -2,9 +2,9 @@
 
     python -m bench --group trainers --device cpu
 
-Seed by seed ours trains first, then TRL's in the same process, from the same weights on the rows that ours took. The
-losses of the first two steps are compared, so a row says if the two did not do the same. In GRPO each samples its own
-responses, and the starting model's mean log-probability of TRL's first responses is compared.
+Seed by seed ours trains first, then TRL's in the same process, from the same weights on the rows that ours took; then
+TRL's with our functions patched in. The losses of the first two steps are compared, so a row says if the two did not do
+the same. In GRPO the starting model's mean log-probability of TRL's first responses is compared.
 
 `needed` is a lower bound for a phase of GRPO. After a step, the model alone is run on that step's micro-batches, in the
 same layout. `rollout` needs the passes that sample these responses token by token. `measure` needs the forward passes
@@ -21,7 +21,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -31,7 +31,7 @@ import torch
 import fused_rl.integrations.trl
 from bench import machine, options, peers, results
 from bench.repro import ppo_step
-from fused_rl.recipes import demo, demo_reward, tiny_model
+from fused_rl.recipes import demo, demo_reward
 from fused_rl.trainers import grpo, reward, sft
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.files import write_rows
@@ -45,7 +45,14 @@ from fused_rl.trainers.run.parse import parse
 
 OURS, LEAN = "fused_rl", "fused_rl --kl_every 0"
 WORK = machine.ROOT / "runs" / "bench-trainers"
-seconds = time.thread_time
+
+
+def seconds() -> float:
+    """CPU seconds of this thread; on a GPU, whose work it awaits, those of the wall."""
+    if not torch.cuda.is_available():
+        return time.thread_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def timed(taken: Counter, name: str, function: Callable) -> Callable:
@@ -223,7 +230,7 @@ def trl_options(op: str, config) -> dict[str, object]:
         "seed": config.seed,
         "bf16": low,
         "model_init_kwargs": {"dtype": "bfloat16"} if low else None,
-        "use_cpu": True,
+        "use_cpu": not torch.cuda.is_available(),
         "accelerator_config": {"use_configured_state": True},  # of `prepare`
         "train_sampling_strategy": "sequential",
         "save_strategy": "no",
@@ -236,10 +243,13 @@ def trl_options(op: str, config) -> dict[str, object]:
     if op != "grpo":
         own = {"max_steps": config.steps, "per_device_train_batch_size": config.batch_size, "max_length": None}
         return common | own
+    of_update = config.prompts_per_step * config.group_size // config.minibatches
+    parts = max(1, of_update // config.micro_batch_size)
     return common | {
         "max_steps": config.steps * config.minibatches,
-        "per_device_train_batch_size": config.prompts_per_step * config.group_size // config.minibatches,
-        "steps_per_generation": config.minibatches,
+        "per_device_train_batch_size": of_update // parts,
+        "gradient_accumulation_steps": parts,
+        "steps_per_generation": config.minibatches * parts,
         "num_iterations": config.epochs,
         "num_generations": config.group_size,
         "max_completion_length": config.max_new_tokens,
@@ -373,16 +383,11 @@ def demo_rewards(folder: Path, seed: int):
 
 def large_grpo(folder: Path, seed: int, vocabulary=151_936, hidden_size=896, dtype="bfloat16"):
     """Return GRPO of two random layers, Qwen2.5-0.5B's width and vocabulary, on prompts of random words."""
-    import tokenizers
-    import transformers
-
+    heads = {"num_attention_heads": hidden_size // 32, "intermediate_size": 3 * hidden_size, "num_hidden_layers": 2}
+    sizes = {"vocab_size": vocabulary, "hidden_size": hidden_size, "max_position_embeddings": 64, **heads}
     model = WORK / f"large-{vocabulary}"
     if not (model / "tokenizer.json").exists():
-        words = {"<pad>": 0, "<eos>": 1} | {f"w{i}": i for i in range(2, vocabulary)}
-        core = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
-        core.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
-        tiny_model.save_llama(model, tokenizer, 1, layers=2, hidden_size=hidden_size, positions=64)
+        save_model(model, sizes, words=vocabulary)
     ids = torch.randint(2, vocabulary, (64, 48), generator=torch.Generator().manual_seed(seed)).tolist()
     write_rows(folder / "rows.jsonl", [{"question": " ".join(f"w{i}" for i in row)} for row in ids])
     return grpo.GRPOConfig(
@@ -404,6 +409,21 @@ def large_grpo(folder: Path, seed: int, vocabulary=151_936, hidden_size=896, dty
     )
 
 
+def save_model(folder: Path, sizes: dict, words: int) -> None:
+    """Write a Llama of these sizes with random weights, and a tokenizer of the words w2, w3, …"""
+    import tokenizers
+    import transformers
+
+    known = {"<pad>": 0, "<eos>": 1} | {f"w{i}": i for i in range(2, words)}
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, unk_token="<pad>"))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    transformers.set_seed(1)
+    special = {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **special)).save_pretrained(folder)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
+    fast.save_pretrained(folder)
+
+
 def odd_words(response: str, row: dict) -> float:
     """Return the share of words that end in an odd digit, which differs between random responses."""
     words = response.split()
@@ -422,15 +442,14 @@ TASKS = {
 
 def run_task(op: str, task: str, make: Callable, steps: int, seeds: list[int], wanted: str = "all") -> list[dict]:
     """Run every trainer on every seed; returns a row for each, with what did not run."""
-    runs, missing, checks = {}, [], []
-    peer = f"TRL {TRAINERS[op]}"
+    runs, missing, checks, peer = {}, [], [], f"TRL {TRAINERS[op]}"
     for seed in seeds:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             config = make(folder, seed).changed(steps=steps, warmup_steps=0)
             kinds = {OURS: {"kl_every": 1}, LEAN: {"kl_every": 0}} if op == "grpo" else {OURS: {}}
             for implementation, changed in kinds.items():
-                release(runs)
+                release(itertools.chain.from_iterable(runs.values()))
                 place = str(folder / implementation)
                 ours = run_ours(op, config.changed(output_dir=place, **changed), needs=op == "grpo")
                 runs.setdefault(implementation, []).append(ours)
@@ -454,9 +473,9 @@ def run_task(op: str, task: str, make: Callable, steps: int, seeds: list[int], w
     return rows + missing
 
 
-def release(runs: dict[str, list[Run]]) -> None:
+def release(runs: Iterable[Run]) -> None:
     """Let go of the engines of runs that are over: each holds gigabytes."""
-    for run in itertools.chain.from_iterable(runs.values()):
+    for run in runs:
         run.policy = None
     gc.collect()
 
@@ -487,7 +506,7 @@ def median_step(run: Run) -> float:
 def prepare() -> None:
     """Let TRL know of no other process: it would wrap its model for several where a process group exists."""
     with contextlib.suppress(peers.Unavailable):  # its row says so
-        peers.import_peer("accelerate").PartialState(cpu=True)
+        peers.import_peer("accelerate").PartialState(cpu=not torch.cuda.is_available())
     engine.quiet()
     torch.set_num_threads(1)
 
@@ -498,7 +517,11 @@ def command(group: str, words: list[str] | None = None) -> int:
     made.add_argument("--steps", type=int, help="of each run, the first uncounted (default: 3 to 8)")
     made.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     args = options.checked(made, made.parse_args(words))
-    args.group, args.device, rows = group, "cpu", []
+    args.group, rows = group, []
+    if args.device != "cpu":
+        from bench import gpu_trainers  # which imports this file
+
+        return gpu_trainers.command(args)
     prepare()
     print(machine.heading("cpu"), flush=True)
     for (op, task), (make, steps) in TASKS.items():

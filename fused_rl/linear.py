@@ -295,9 +295,9 @@ def linear_token_logprobs(
             are (B, T - 1); for `support` it has the rows of all T targets.
         workspace_mb: MiB that may exist beside inputs, outputs and gradients: tiles of logits, copies of the rows that
             count, fp32 sums of low-precision gradients. It changes results within rounding only. None means 512 on a
-            CPU. On a GPU it means an eighth of the free memory, rounded down to three binary digits, or what one pass of
-            `linear_token_loss` needs if that is more (and at most half of the free memory). Where a number holds less,
-            one row of logits is used forward, and backward a quarter of it for logits beside sums of
+            CPU. On a GPU it means an eighth of the free memory, rounded down to three binary digits, or what one pass
+            of `linear_token_loss` needs if that is more (and at most half of the free memory). Where a number holds
+            less, one row of logits is used forward, and backward a quarter of it for logits beside sums of
             4 min(N, V) H bytes.
         logits_dtype: of the logits of 16-bit operands: torch.float32, as the sums of their products are, or the
             operands', to which each logit is rounded: 7e-3 to 4e-2 of a log-probability. None is float32 on CUDA and

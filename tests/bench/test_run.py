@@ -8,7 +8,6 @@ import torch
 from bench import machine, peers, results, run, timing
 from bench.cases import linear
 from bench.cases.case import Spec
-from bench.cases.gae import GAECase
 from bench.cases.kl import KLCase
 from bench.cases.linear import ExactHead, LinearCase
 from bench.cases.logprobs import LogprobsCase, TopkCase
@@ -24,7 +23,6 @@ from tests.bench.cases import checked, contend, one_case
         (LogprobsCase(Spec((6, 500), "bf16", 0.5), "cpu"), {"logprob", "entropy", "gradient"}),
         (LogprobsCase(Spec((2, 4, 500), "bf16", layout="shift"), "cpu"), {"logprob", "entropy", "gradient"}),
         (KLCase(Spec((6, 500), "fp32", 0.5), "cpu"), {"kl", "gradient"}),
-        (GAECase(Spec((3, 50)), "cpu"), {"advantages"}),
         (TopkCase(Spec((6, 500), "bf16", layout="K=8"), "cpu"), {"logprob", "gradient"}),
         (LinearCase(Spec((256, 16, 300), "fp32"), "cpu"), {"loss", "dhidden", "dweight"}),
         (ExactHead(Spec((256, 16, 300), "bf16"), "cpu"), {"logprob", "entropy", "dhidden", "dweight"}),
