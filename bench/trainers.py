@@ -15,6 +15,7 @@ is divided by what the same step needs, as steps differ in their responses; the 
 
 import contextlib
 import gc
+import importlib
 import io
 import itertools
 import statistics
@@ -519,9 +520,7 @@ def command(group: str, words: list[str] | None = None) -> int:
     args = options.checked(made, made.parse_args(words))
     args.group, rows = group, []
     if args.device != "cpu":
-        from bench import gpu_trainers  # which imports this file
-
-        return gpu_trainers.command(args)
+        return importlib.import_module("bench.gpu_trainers").command(args)  # which imports this file
     prepare()
     print(machine.heading("cpu"), flush=True)
     for (op, task), (make, steps) in TASKS.items():
