@@ -31,11 +31,11 @@ class Step(NamedTuple):
 
 STEPS = [
     Step("tests", 250),
-    Step("kernels", 120, 100),
-    Step("linear", 75, 60),
-    Step("kl", 45, 30),
-    Step("support", 45, 30),
-    Step("topk", 30, 18),
+    Step("kernels", 95, 65),
+    Step("linear", 60, 40),
+    Step("kl", 35, 20),
+    Step("support", 75, 30),
+    Step("topk", 50, 20),
 ]
 FACTS_FILE = "gpu-facts.jsonl"
 AT_ONCE = max(1, min(8, (os.cpu_count() or 1) // 2))  # files of tests: to compile takes a core each
