@@ -8,7 +8,7 @@ from fused_rl import TokenLogprobs, reference
 from tests.device import driver, process, tensors
 from tests.device.on_device import on_device
 from tests.device.tensors import OnDevice, put, values
-from tests.hostile import OPS, Case, Row
+from tests.hostile import OPS, VIEWS, Case, Row
 from tests.logits import assert_gradient_close, assert_outputs_close, exact, random_rows, run, upstream_of
 from tests.pairs import pair
 from tests.test_hostile import WHOLE, check
@@ -107,6 +107,46 @@ def test_rows_far_apart(kernels):
         (ours,) = torch.autograd.grad([getattr(found, name) for name in given], leaf, [*given.values()])
         assert_outputs_close(TokenLogprobs(*values([*found])), outputs)
         assert_gradient_close(values(ours), gradient, naive)
+
+
+def far_view(x):
+    """The same rows (n, V) in storage of their own, more than 2^31 elements apart."""
+    storage = torch.UntypedStorage(x.element_size() * ((len(x) - 1) * FAR + x.shape[1]))
+    return torch.empty(0, dtype=x.dtype).set_(storage, 0, x.shape, (FAR, 1)).copy_(x)
+
+
+# Rows that several programs share, and merge; in place the gradient is as far apart.
+FAR_ROWS = [(name, "reverse") for name in [*ON_LOGITS, "token_kl"]] + [("token_kl", "jensen-shannon")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "direction"), FAR_ROWS)
+def test_far_rows_of_every_op(kernels, monkeypatch, name, direction):
+    monkeypatch.setitem(VIEWS, "far apart", far_view)
+    vocab = 16501 if name == "token_kl" else 9001
+    check(of_device(OPS[name]), PLAIN._replace(vocab=vocab, view="far apart", direction=direction))
+    assert direction != "reverse" or any(launch.name.endswith("merge_kernel") for launch in kernels.launches)
+
+
+@pytest.mark.slow
+def test_far_rows_of_a_head_and_its_kept_sets(kernels):
+    """The kernels between hidden states, head and kept logits: the bits of rows that lie side by side."""
+    from fused_rl.kernels import support
+    from fused_rl.kernels.states import RowSupport
+
+    hidden, weight, gradient = (torch.randn(3, 40).bfloat16() for _ in range(3))
+    kept = RowSupport(*map(put, (torch.tensor([0, 2, 1, 2, 0]), torch.tensor([0, 2, 4]), torch.tensor([2, 4, 5]))))
+    order = [*map(put, (torch.tensor([0, 2, 1, 0, 1]), torch.tensor([0, 1, 2]), torch.tensor([2, 3, 5])))]
+    found = []
+    for view in (torch.clone, far_view):
+        h, w, sums = OnDevice(view(hidden)), OnDevice(view(weight)), put(gradient.clone())
+        x = torch.zeros(5, device="cuda")
+        support.kept_dot(x, h, w, None, kept)
+        dhidden = support.kept_hidden(x, w, kept)
+        support.kept_head(x, *order, h, 3, sums, None, (True, False))
+        found.append([values(y).clone() for y in (x, dhidden, sums)])
+    for near, far in zip(*found, strict=True):
+        assert torch.equal(near, far) and near.any()
 
 
 @pytest.mark.slow
