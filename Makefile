@@ -97,9 +97,9 @@ test-device: $(VENV)/installed  ## every op and a step of every trainer on a fak
 
 # A host pins other versions than ours, so each has an environment of its own; where its file of constraints changes,
 # it is made again. --confcutdir leaves out tests/conftest.py, which sets up the Triton interpreter.
-HOSTS := verl openrlhf
+HOSTS := verl openrlhf kernels
 .PHONY: test-integrations
-test-integrations: $(HOSTS:%=$(VENV)-%/installed)  ## verl and OpenRLHF, patched against unpatched: 5 minutes once installed
+test-integrations: $(HOSTS:%=$(VENV)-%/installed)  ## verl and OpenRLHF, patched against unpatched; Hugging Face's kernels: 5 minutes once installed
 	@status=0; for host in $(HOSTS); do \
 	  $(VENV)-$$host/bin/python -m pytest --confcutdir=tests/hosts tests/hosts/test_$$host*.py || status=1; \
 	done; exit $$status
@@ -109,6 +109,10 @@ $(VENV)-%/bin/python:
 
 $(VENV)-verl/installed: tests/hosts/constraints-verl.txt pyproject.toml setup.py | $(VENV)-verl/bin/python
 	$| -m pip install -q -c $< verl==0.9.0 pytest -e .
+	@touch $@
+
+$(VENV)-kernels/installed: tests/hosts/constraints-kernels.txt pyproject.toml setup.py | $(VENV)-kernels/bin/python
+	$| -m pip install -q -c $< kernels pytest -e .
 	@touch $@
 
 # OpenRLHF requires flash-attn (built against CUDA), and packages that none of the tested modules imports; what those
@@ -131,6 +135,10 @@ $(VENV)-vllm/installed: tests/server/requirements.txt
 	$(SERVER_PYTHON) -m venv $(VENV)-vllm
 	$(VENV)-vllm/bin/python -m pip --disable-pip-version-check install -q --no-deps -r $<
 	@touch $@
+
+.PHONY: hub
+hub: $(VENV)/installed  ## the library as a repository of Hugging Face's kernels, in build/hub
+	$(BIN)/python -m fused_rl.integrations.hub build/hub
 
 # An environment of its own: no test needs it. mkdocstrings reads sources, and takes a folder for a package only where
 # there is an __init__.py: so it reads a copy, in which there are some.
