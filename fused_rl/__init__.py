@@ -2,6 +2,7 @@
 
 from fused_rl.advantages import ADVANTAGES, gae, group_advantages, response_advantages
 from fused_rl.estimators import kl_estimate
+from fused_rl.judging import judge
 from fused_rl.kl import token_kl
 from fused_rl.linear import linear_token_logprobs, linear_token_loss
 from fused_rl.linear_kl import linear_token_kl
@@ -30,6 +31,7 @@ __all__ = [
     "gae",
     "group_advantages",
     "importance_ratio",
+    "judge",
     "kl_estimate",
     "linear_token_kl",
     "linear_token_logprobs",

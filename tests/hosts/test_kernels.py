@@ -3,10 +3,10 @@
 import sys
 
 import torch
-from kernels import LocalLayerRepository, Mode, get_local_kernel, kernelize, use_kernel_forward_from_hub
-from kernels import use_kernel_mapping as mapping
 
 from fused_rl.integrations import hub
+from kernels import LocalLayerRepository, Mode, get_local_kernel, kernelize, use_kernel_forward_from_hub
+from kernels import use_kernel_mapping as mapping
 
 
 @use_kernel_forward_from_hub("ForCausalLMLoss")

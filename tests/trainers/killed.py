@@ -108,11 +108,11 @@ def _run(command: str, argv: list[str], folder: Path, moment: Moment, env: dict[
     os.environ.update(env, TRITON_INTERPRET="0", OMP_NUM_THREADS="1")
     figures.leave_out()
     if judge is not None:
-        from fused_rl.trainers.scorers import math
+        from fused_rl import judging
 
         sys.path.append(str(judge.parent))
-        pool, stand_in = math.Pool, importlib.import_module(judge.stem).judge
-        math.Pool = lambda _, timeout: pool(stand_in, timeout)
+        pool, stand_in = judging.Pool, importlib.import_module(judge.stem).judge
+        judging.Pool = lambda _, timeout: pool(stand_in, timeout)
     count = _watch(moment)
     try:
         importlib.import_module(cli.COMMANDS[command]).main(argv)

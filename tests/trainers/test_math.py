@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+import fused_rl
+from fused_rl import judging
+from fused_rl.judging import Pool
 from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts.roll_out import rollout_metrics
 from fused_rl.trainers.scorers import load, math
-from fused_rl.trainers.scorers.math import Pool
 from tests.trainers.test_verifiers import load_scorers, rolled_out, samples
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +51,16 @@ def verifier():
 def test_mathematics_is_compared_by_value(verifier):
     assert verifier(samples([c[0] for c in CASES], [{"answer": c[1]} for c in CASES])) == [c[2] for c in CASES]
     assert verifier.broken == []
+
+
+def test_anyones_reward_function_judges_the_same():
+    endless = "\\boxed{(10^{10})!}"
+    assert fused_rl.judge([*(c[0] for c in CASES), endless], [*(c[1] for c in CASES), "7"]) == [
+        *(c[2] for c in CASES),
+        0,
+    ]
+    with pytest.raises(ValueError, match="zip"):
+        fused_rl.judge(["1"], [])
 
 
 def test_an_answer_that_math_verify_cannot_read_is_refused(verifier):
@@ -106,7 +118,7 @@ def test_a_limit_costs_its_own_case(capfd):
 def test_no_process_outlives_a_run_that_was_killed():
     code = """
         import os, signal
-        from fused_rl.trainers.scorers.math import Pool
+        from fused_rl.judging import Pool
         pool = Pool(os.getpid, 5.0)
         print(int(pool.judge([()])[0][0]), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -119,7 +131,8 @@ def test_no_process_outlives_a_run_that_was_killed():
 
 
 def test_math_verify_that_is_missing_is_reported_at_once(monkeypatch):
-    monkeypatch.setattr(math, "judge", lambda *case: __import__("no_such_module"))
+    monkeypatch.setattr(judging, "agrees", lambda *case: __import__("no_such_module"))
+    judging.pool.cache_clear()
     with pytest.raises(InputError, match="No module named 'no_such_module'; pip install 'math-verify"):
         load_scorers("math")
 
