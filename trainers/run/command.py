@@ -4,7 +4,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
-from fused_rl.trainers.base import ranks
+from fused_rl.trainers.base import memory, ranks
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.base.text import shown
 from fused_rl.trainers.data.encode import load_tokenizer
@@ -60,5 +60,7 @@ def describe(config: RunConfig, arithmetic: Arithmetic) -> str:
         load_tokenizer(config.model, config.revision)
         rows, _ = load_train_eval(config)
         counted = config if config.splits_rows else in_steps(config, len(rows))
+        needed = memory.described(counted, ranks.processes())
     lines = [f"# {key}: {value}" for key, value in arithmetic(counted, ranks.processes()).items()]
+    lines += [] if needed is None else [f"# memory per process: {needed}"]
     return "\n".join([to_yaml(config), "# batch arithmetic", *lines])
