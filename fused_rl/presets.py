@@ -19,13 +19,17 @@ from fused_rl.checks import (
     described,
 )
 from fused_rl.estimators import KL_ESTIMATORS, KLEstimator
-from fused_rl.surrogates import RATIO_LEVELS, SURROGATES, RatioLevel, SurrogateOptions
+from fused_rl.surrogates import RATIO_LEVELS, ROLLOUT_GATES, SURROGATES, RatioLevel, RolloutGate, SurrogateOptions
 
 __all__ = ["PRESETS", "PolicyLossOptions", "Preset", "PresetName", "resolve_options"]
 
 RolloutCorrection = Literal["token-truncate", "token-mask", "sequence-truncate", "sequence-mask"]
 ROLLOUT_CORRECTIONS = get_args(RolloutCorrection)
-ROLLOUT_BOUNDS = ("rollout_low", "rollout_high")
+# Option -> those that have no meaning where it is None.
+BOUNDS = {
+    "rollout_correction": ("rollout_low", "rollout_high"),
+    "rollout_gate": ("rollout_gate_low", "rollout_gate_high"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +39,12 @@ class PolicyLossOptions(SurrogateOptions):
     ratio_level: RatioLevel = "token"
     """Ratio of a token: its own (token), its sequence's geometric mean (sequence) or product (sequence-sum)."""
     surrogate: str | Callable = "clip"
-    """clip, cispo, sapo, vespo, geo-mean, policy-gradient, or your own function, on the command line module:function
-    (docs/losses.md)."""
+    """A row of SURROGATES, or your own function, on the command line module:function (docs/losses.md)."""
     loss_agg: LossAgg = "token-mean"
     """How the losses of tokens become one number; the norm is `max_length`, in a run max_new_tokens."""
     clip_low: NonNegative = 0.2
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; 1 means no lower bound. geo-mean clips the log-ratio."""
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; 1 means no lower bound. geo-mean clips the log-ratio,
+    dppo-tv bounds the change of a token's probability, dppo-kl the token's KL in nats."""
     clip_high: MayBeInf = 0.2
     """See clip_low; inf means no upper bound."""
     delta: Positive | None = None
@@ -58,6 +62,13 @@ class PolicyLossOptions(SurrogateOptions):
     """Lower bound of that weight."""
     rollout_high: MayBeInf = 2.0
     """Upper bound of that weight."""
+    rollout_gate: RolloutGate | None = None
+    """Drop the surrogate of sequences where the sampler's policy differs too much per token, if the sampler reports
+    its log-probabilities: by the geometric mean of the ratio, or the mean k1 (absolute), k3 or total variation."""
+    rollout_gate_low: NonNegative = 0.0
+    """Lower bound of that mean."""
+    rollout_gate_high: NonNegative | None = None
+    """Upper bound of that mean, which a gate needs: in nats for k1 and k3, in probability for tv."""
     off_policy_threshold: NonNegative | None = None
     """Drop the surrogate of sequences with negative advantage if the policy has moved by more nats per token: the mean
     of rollout or old logprobs - logprobs (DeepSeek-V3.2, arXiv:2512.02556, eq. 9)."""
@@ -78,6 +89,10 @@ class PolicyLossOptions(SurrogateOptions):
             check_choice("surrogate", self.surrogate, SURROGATES)
         if self.rollout_correction is not None:
             check_choice("rollout_correction", self.rollout_correction, ROLLOUT_CORRECTIONS)
+        if self.rollout_gate is not None:
+            check_choice("rollout_gate", self.rollout_gate, ROLLOUT_GATES)
+            if self.rollout_gate_high is None:
+                raise ValueError(f"rollout_gate={self.rollout_gate} needs its upper bound, rollout_gate_high")
         check_flag("skip_impossible", self.skip_impossible)
         for name, words in _RANGES.items():
             value = getattr(self, name)
@@ -99,12 +114,13 @@ class PolicyLossOptions(SurrogateOptions):
                     f"{name}={value} has no meaning with surrogate={self.surrogate}, which does not read it; leave it "
                     f"out, or choose surrogate {' or '.join(_READERS[name])}"
                 )
-        for name in ROLLOUT_BOUNDS:
-            if self.rollout_correction is None and getattr(self, name) != getattr(PolicyLossOptions, name):
-                raise ValueError(
-                    f"{name}={getattr(self, name)} has no meaning with rollout_correction=None; leave it out, or "
-                    "choose a correction"
-                )
+        for switch, names in BOUNDS.items():
+            for name in names:
+                if getattr(self, switch) is None and getattr(self, name) != getattr(PolicyLossOptions, name):
+                    raise ValueError(
+                        f"{name}={getattr(self, name)} has no meaning with {switch}=None; leave it out, or choose a "
+                        f"{switch}"
+                    )
 
 
 _READERS: dict[str, list[str]] = {}
@@ -155,6 +171,7 @@ PresetName = Literal[
     "rloo",
     "reinforce++",
     "gmpo",
+    "scalerl",
 ]
 PRESETS: dict[PresetName, Preset] = {
     "ppo": Preset(
@@ -234,6 +251,12 @@ PRESETS: dict[PresetName, Preset] = {
         advantage="group-std",
         paper="arXiv:2507.20673",
         equation="1/B sum_i -A exp(1/n_i sum_t sgn(A) min(sgn(A) log r, sgn(A) clip(log r)))",
+    ),
+    "scalerl": Preset(
+        options={"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0, "loss_agg": "prompt-mean"},
+        advantage="group-mean-batch-std",
+        paper="arXiv:2510.13786",
+        equation="1/B sum_i 1/m_i sum_t -sg(clip(r)) A log p, m_i the mean length of the prompt's responses",
     ),
 }
 

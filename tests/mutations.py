@@ -19,6 +19,7 @@ class Mutation(NamedTuple):
 
 ADVANTAGES = "tests/test_advantages.py"
 LOSSES = "tests/test_losses.py tests/test_losses_trl.py tests/test_aggregation.py"
+SURROGATES = "tests/test_surrogates.py"
 METRICS = "tests/test_loss_metrics.py"
 KL = "tests/test_kl.py -k 'value_and_gradients or far or banned'"
 LOGPROBS = "tests/test_logprobs.py -k 'values_and_every_gradient or banned or masked or shift'"
@@ -191,6 +192,45 @@ MUTATIONS = {
     "a long sequence is far however near its tokens are": Mutation(
         "fused_rl/surrogates.py", "gap = sequences.mean(behaviour", "gap = sequences.sum(behaviour", LOSSES
     ),
+    "dppo's region is open on the side of the advantage": Mutation(
+        "fused_rl/surrogates.py",
+        "torch.where(advantages > 0, moved > opt",
+        "torch.where(advantages < 0, moved > opt",
+        SURROGATES,
+    ),
+    "dppo-kl forgets all other tokens": Mutation(
+        "fused_rl/surrogates.py", "old.exp() * (old - new) + tail", "old.exp() * (old - new)", SURROGATES
+    ),
+    "aspo weighs as clip does": Mutation(
+        "fused_rl/surrogates.py", "torch.where(advantages < 0, log_ratio, -log_ratio)", "log_ratio", SURROGATES
+    ),
+    "topr's weight has no bound": Mutation(
+        "fused_rl/surrogates.py",
+        "tangent_exp(log_ratio.detach()).clamp(max=1)",
+        "tangent_exp(log_ratio.detach())",
+        SURROGATES,
+    ),
+    "a covariance counts padding": Mutation(
+        "fused_rl/surrogates.py", "logprobs.detach()[mask].mean()", "logprobs.detach().mean()", SURROGATES
+    ),
+    "a gate counts tokens": Mutation(
+        "fused_rl/surrogates.py", "(old, rollout, sequences.mean)", "(old, rollout, sequences.sum)", SURROGATES
+    ),
+    "prompt-mean is over the sequence": Mutation(
+        "fused_rl/aggregation.py",
+        "/ divisor(self.group_lengths)",
+        "/ self.sequences.lengths.clamp(min=1)[:, None]",
+        LOSSES,
+    ),
+    "opo's baseline is the mean": Mutation(
+        "fused_rl/advantages.py", "weights = lengths / lengths.sum(1", "weights = 1 / lengths.sum(1", ADVANTAGES
+    ),
+    "gdpo weighs before it compares": Mutation(
+        "fused_rl/advantages.py",
+        "(weights[:, None] * torch.stack(found)).sum(0)",
+        "torch.stack(found).sum(0)",
+        ADVANTAGES,
+    ),
     "lengths of sequences count padding": Mutation(
         "fused_rl/aggregation.py",
         "self.lengths = mask.long().sum(1)",
@@ -265,8 +305,8 @@ MUTATIONS = {
     ),
     "equal rewards have an advantage": Mutation(
         "fused_rl/advantages.py",
-        "return torch.where(equal, 0, centred)",
-        "return torch.where(equal, centred, centred)",
+        "return torch.where(equal, 0, found)",
+        "return torch.where(equal, found, found)",
         ADVANTAGES,
     ),
     "epsilon is enlarged for the step before": Mutation(
