@@ -31,6 +31,7 @@ ResponseAdvantage = Literal[
 ]
 Advantage = ResponseAdvantage | Literal["gae"]
 Baseline = Literal["mean", "leave-one-out"]
+_ALONE = "group_size=1 has no other response to compare with; use group_size >= 2"
 ADVANTAGES = (*get_args(ResponseAdvantage), "gae")
 
 
@@ -68,25 +69,21 @@ def group_advantages(
     for name, given in (("eps", eps != 1e-4), ("std_floor", std_floor != 0)):
         if given and not normalize:
             raise ValueError(f"{name} has no meaning with normalize=False, which divides by nothing; leave it out")
-    if normalize or baseline == "leave-one-out":
-        _check_others(group_size)
+    if group_size == 1 and (normalize or baseline == "leave-one-out"):
+        raise ValueError(_ALONE)
 
     groups = _groups_of(rewards, group_size)
     centred = groups - groups.mean(1, keepdim=True)
     if baseline == "leave-one-out":  # r less the mean of the others is that less the mean of all, times G / (G - 1)
         centred = centred * (group_size / (group_size - 1))
     if normalize and len(groups):  # of nothing torch warns that it has no deviation
-        centred = centred / _deviation(groups, std_floor, eps)
+        centred = centred / (groups.std(1, keepdim=True).clamp(min=std_floor) + eps)
     return _zero_where_equal(groups, centred)
 
 
 def _groups_of(rewards, group_size):
     groups = rewards.detach().view(-1, group_size)
     return groups if groups.dtype == torch.float64 else groups.float()
-
-
-def _deviation(groups, std_floor, eps):
-    return groups.std(1, keepdim=True).clamp(min=std_floor) + eps
 
 
 def _zero_where_equal(groups, found):
@@ -170,12 +167,14 @@ def response_advantages(
     if advantage == "batch-std":
         return _batch_advantages(rewards, std_floor, process_group)
     if advantage in _OF_GROUPS:
-        _check_others(group_size)
+        if group_size == 1:
+            raise ValueError(_ALONE)
         if advantage == "opo":
             check_shape("lengths", lengths, "rewards", rewards.shape)
         groups = _groups_of(rewards, group_size)
         lengths = None if lengths is None else lengths.view(-1, group_size)
-        return _zero_where_equal(groups, _OF_GROUPS[advantage](groups, lengths, _deviation(groups, std_floor, 1e-4)))
+        scale = groups.std(dim=1, keepdim=True).clamp(min=std_floor) + 1e-4
+        return _zero_where_equal(groups, _OF_GROUPS[advantage](groups, lengths, scale))
     baseline, normalize = "leave-one-out" if advantage == "leave-one-out" else "mean", advantage == "group-std"
     floor = {"std_floor": std_floor} if normalize else {}
     found = group_advantages(rewards, group_size, baseline=baseline, normalize=normalize, **floor)
@@ -191,11 +190,6 @@ def _gdpo(rewards, weights, group_size, std_floor, process_group):
     check_shape("weights", weights, "the first dimension of rewards", rewards.shape[:1])
     found = [group_advantages(of_one, group_size, std_floor=std_floor) for of_one in rewards]
     return _batch_advantages((weights[:, None] * torch.stack(found)).sum(0), 0.0, process_group)
-
-
-def _check_others(group_size):
-    if group_size == 1:
-        raise ValueError("group_size=1 has no other response to compare with; use group_size >= 2")
 
 
 def _check_rewards(rewards, group_size):

@@ -115,9 +115,8 @@ class TokenBatch:
         self.num_tokens = self.mask.sum() if num_tokens is None else num_tokens
         self.num_sequences = self.sequences.count if num_sequences is None else num_sequences
         self.max_length = mask.shape[1] if max_length is None else max_length
-        self.group_lengths = None
-        if group_lengths is not None:
-            self.group_lengths = self.constant("group_lengths", self._spread("group_lengths", group_lengths))
+        spread = None if group_lengths is None else self._spread("group_lengths", group_lengths)
+        self.group_lengths = self.constant("group_lengths", spread)
 
     def _spread(self, name, tensor):  # (B, T), or (B,), (S,) per sequence -> (B, T)
         check_tensor(name, tensor)

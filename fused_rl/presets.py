@@ -117,10 +117,8 @@ class PolicyLossOptions(SurrogateOptions):
         for switch, names in BOUNDS.items():
             for name in names:
                 if getattr(self, switch) is None and getattr(self, name) != getattr(PolicyLossOptions, name):
-                    raise ValueError(
-                        f"{name}={getattr(self, name)} has no meaning with {switch}=None; leave it out, or choose a "
-                        f"{switch}"
-                    )
+                    given = f"{name}={getattr(self, name)}"
+                    raise ValueError(f"{given} has no meaning with {switch}=None; leave it out, or choose a {switch}")
 
 
 _READERS: dict[str, list[str]] = {}
@@ -158,105 +156,67 @@ class Preset(NamedTuple):
 _MIN = "-min(r A, clip(r) A)"
 
 PresetName = Literal[
-    "ppo",
-    "grpo",
-    "bnpo",
-    "dr_grpo",
-    "dapo",
-    "gspo",
-    "cispo",
-    "sapo",
-    "luspo",
-    "vespo",
-    "rloo",
-    "reinforce++",
-    "gmpo",
-    "scalerl",
+    Literal["ppo", "grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo"],
+    Literal["sapo", "luspo", "vespo", "rloo", "reinforce++", "gmpo", "scalerl"],
 ]
 PRESETS: dict[PresetName, Preset] = {
-    "ppo": Preset(
-        options={},
-        advantage="gae",
-        paper="arXiv:1707.06347, eq. 7",
-        equation=f"1/N sum_it {_MIN}",
-    ),
+    "ppo": Preset({}, "gae", "arXiv:1707.06347, eq. 7", f"1/N sum_it {_MIN}"),
     "grpo": Preset(
-        options={"loss_agg": "seq-mean-token-mean"},
-        advantage="group-std",
-        paper="arXiv:2402.03300, eq. 3",
-        equation=f"1/B sum_i 1/n_i sum_t {_MIN}",
+        {"loss_agg": "seq-mean-token-mean"}, "group-std", "arXiv:2402.03300, eq. 3", f"1/B sum_i 1/n_i sum_t {_MIN}"
     ),
-    "bnpo": Preset(
-        options={},
-        advantage="group-std",
-        paper="TRL's name",
-        equation=f"1/N sum_it {_MIN}, N of the local batch in TRL",
-    ),
+    "bnpo": Preset({}, "group-std", "TRL's name", f"1/N sum_it {_MIN}, N of the local batch in TRL"),
     "dr_grpo": Preset(
-        options={"loss_agg": "seq-mean-token-sum-norm"},
-        advantage="group-mean",
-        paper="arXiv:2503.20783",
-        equation=f"1/(B L) sum_it {_MIN}",
+        {"loss_agg": "seq-mean-token-sum-norm"}, "group-mean", "arXiv:2503.20783", f"1/(B L) sum_it {_MIN}"
     ),
-    "dapo": Preset(
-        options={"clip_high": 0.28},
-        advantage="group-std",
-        paper="arXiv:2503.14476, eq. 8",
-        equation=f"1/N sum_it {_MIN}",
-    ),
+    "dapo": Preset({"clip_high": 0.28}, "group-std", "arXiv:2503.14476, eq. 8", f"1/N sum_it {_MIN}"),
     "gspo": Preset(
-        options={"ratio_level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "loss_agg": "seq-mean-token-mean"},
-        advantage="group-std",
-        paper="arXiv:2507.18071, eq. 5",
-        equation="1/B sum_i -min(s_i A, clip(s_i) A)",
+        {"ratio_level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "loss_agg": "seq-mean-token-mean"},
+        "group-std",
+        "arXiv:2507.18071, eq. 5",
+        "1/B sum_i -min(s_i A, clip(s_i) A)",
     ),
     "cispo": Preset(
-        options={"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0},
-        advantage="group-std",
-        paper="arXiv:2506.13585, eq. 4",
-        equation="1/N sum_it -sg(clip(r)) A log p",
+        {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+        "group-std",
+        "arXiv:2506.13585, eq. 4",
+        "1/N sum_it -sg(clip(r)) A log p",
     ),
     "sapo": Preset(
-        options={"surrogate": "sapo", "loss_agg": "seq-mean-token-mean"},
-        advantage="group-std",
-        paper="arXiv:2511.20347",
-        equation="1/B sum_i 1/n_i sum_t -4/tau sigmoid(tau (r - 1)) A",
+        {"surrogate": "sapo", "loss_agg": "seq-mean-token-mean"},
+        "group-std",
+        "arXiv:2511.20347",
+        "1/B sum_i 1/n_i sum_t -4/tau sigmoid(tau (r - 1)) A",
     ),
     "luspo": Preset(
-        options={"ratio_level": "sequence", "clip_low": 2e-3, "clip_high": 2.5e-3, "loss_agg": "seq-mean-token-sum"},
-        advantage="group-std",
-        paper="arXiv:2602.05261",
-        equation="1/B sum_i -n_i min(s_i A, clip(s_i) A)",
+        {"ratio_level": "sequence", "clip_low": 2e-3, "clip_high": 2.5e-3, "loss_agg": "seq-mean-token-sum"},
+        "group-std",
+        "arXiv:2602.05261",
+        "1/B sum_i -n_i min(s_i A, clip(s_i) A)",
     ),
     "vespo": Preset(
-        options={"surrogate": "vespo", "ratio_level": "sequence-sum"},
-        advantage="group-std",
-        paper="arXiv:2602.10693",
-        equation="1/N sum_it -sg(W_i^k exp(lambda (1 - W_i))) A log p",
+        {"surrogate": "vespo", "ratio_level": "sequence-sum"},
+        "group-std",
+        "arXiv:2602.10693",
+        "1/N sum_it -sg(W_i^k exp(lambda (1 - W_i))) A log p",
     ),
     "rloo": Preset(
-        options={"surrogate": "policy-gradient", "loss_agg": "seq-mean-token-sum"},
-        advantage="leave-one-out",
-        paper="arXiv:2402.14740",
-        equation="1/B sum_i -A sum_t log p",
+        {"surrogate": "policy-gradient", "loss_agg": "seq-mean-token-sum"},
+        "leave-one-out",
+        "arXiv:2402.14740",
+        "1/B sum_i -A sum_t log p",
     ),
-    "reinforce++": Preset(
-        options={},
-        advantage="batch-std",
-        paper="arXiv:2501.03262",
-        equation=f"1/N sum_it {_MIN}",
-    ),
+    "reinforce++": Preset({}, "batch-std", "arXiv:2501.03262", f"1/N sum_it {_MIN}"),
     "gmpo": Preset(
-        options={"surrogate": "geo-mean", "clip_low": 0.4, "clip_high": 0.4, "loss_agg": "seq-mean-token-mean"},
-        advantage="group-std",
-        paper="arXiv:2507.20673",
-        equation="1/B sum_i -A exp(1/n_i sum_t sgn(A) min(sgn(A) log r, sgn(A) clip(log r)))",
+        {"surrogate": "geo-mean", "clip_low": 0.4, "clip_high": 0.4, "loss_agg": "seq-mean-token-mean"},
+        "group-std",
+        "arXiv:2507.20673",
+        "1/B sum_i -A exp(1/n_i sum_t sgn(A) min(sgn(A) log r, sgn(A) clip(log r)))",
     ),
     "scalerl": Preset(
-        options={"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0, "loss_agg": "prompt-mean"},
-        advantage="group-mean-batch-std",
-        paper="arXiv:2510.13786",
-        equation="1/B sum_i 1/m_i sum_t -sg(clip(r)) A log p, m_i the mean length of the prompt's responses",
+        {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0, "loss_agg": "prompt-mean"},
+        "group-mean-batch-std",
+        "arXiv:2510.13786",
+        "1/B sum_i 1/m_i sum_t -sg(clip(r)) A log p, m_i the mean length of the prompt's responses",
     ),
 }
 

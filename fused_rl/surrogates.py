@@ -130,7 +130,8 @@ class SurrogateOptions:
     """Largest covariance of the tokens that Clip-Cov chooses from."""
 
 
-_RATIO_AND_BOUNDS = ("ratio_level", "clip_low", "clip_high")
+_BOUNDS = ("clip_low", "clip_high")
+_RATIO_AND_BOUNDS = ("ratio_level", *_BOUNDS)
 
 
 def _beyond_the_minimum(log_ratio, advantages, logprobs, options):
@@ -171,8 +172,7 @@ def _beyond_in_divergence(log_ratio, advantages, logprobs, options):
     return torch.where(advantages > 0, above, (divergence > options.clip_low) & (new < old))
 
 
-def _log1mexp(x):
-    """log(1 - exp(x)) for x <= 0, with digits at both ends."""
+def _log1mexp(x):  # log(1 - exp(x)), with digits at both ends
     return torch.where(x > -0.693, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))
 
 
@@ -219,7 +219,7 @@ def _vespo(log_ratio, advantages, logprobs, sequences, options):
 
 
 @needs_sequences
-@declares("clip_low", "clip_high", clipped=_beyond_in_nats)
+@declares(*_BOUNDS, clipped=_beyond_in_nats)
 def _geo_mean(log_ratio, advantages, logprobs, sequences, options):
     """GMPO: clip each token's log-ratio as PPO clips the ratio, then the geometric mean (arXiv:2507.20673)."""
     sign = torch.sign(advantages)
@@ -228,27 +228,27 @@ def _geo_mean(log_ratio, advantages, logprobs, sequences, options):
     return -tangent_exp(sequences.expand(sequences.mean(pessimistic))) * advantages
 
 
-@declares(*_RATIO_AND_BOUNDS, clipped=_beyond_the_minimum)
-def _cispo_masked(log_ratio, advantages, logprobs, sequences, options):
-    """CISPO without the tokens that PPO's clip leaves no gradient (arXiv:2506.13585, eq. 7)."""
-    beyond = _beyond_the_minimum(log_ratio, advantages, logprobs, options)
-    return torch.where(beyond, 0, _cispo(log_ratio, advantages, logprobs, sequences, options))
+def _reinforce(*reads, weight, beyond):
+    """REINFORCE weighted by a function of (log_ratio, advantages, options), detached; 0 for tokens out of bounds."""
 
-
-def _capped(beyond, log_ratio, advantages, logprobs, cap):
-    """REINFORCE weighted by the ratio up to a cap; no gradient beyond the trust region."""
-    bounded = tangent_exp(log_ratio.detach()).clamp(max=cap)
-    return torch.where(beyond, 0, -bounded * advantages * logprobs)
-
-
-def _dppo(beyond):
-    @declares("clip_low", "clip_high", "dppo_cap", clipped=beyond)
+    @declares(*reads, clipped=beyond)
     def surrogate(log_ratio, advantages, logprobs, sequences, options):
-        """DPPO (arXiv:2602.04879), whose old policy is the sampler's."""
-        outside = beyond(log_ratio, advantages, logprobs, options)
-        return _capped(outside, log_ratio, advantages, logprobs, options.dppo_cap)
+        weights = weight(log_ratio.detach(), advantages, options)
+        return torch.where(beyond(log_ratio, advantages, logprobs, options), 0, -weights * advantages * logprobs)
 
     return surrogate
+
+
+def _clamped(log_ratio, advantages, options):
+    return tangent_exp(log_ratio).clamp(1 - options.clip_low, 1 + options.clip_high)
+
+
+def _capped(log_ratio, advantages, options):
+    return tangent_exp(log_ratio).clamp(max=options.dppo_cap)
+
+
+def _inverted(log_ratio, advantages, options):
+    return tangent_exp(torch.where(advantages < 0, log_ratio, -log_ratio)).clamp(max=options.aspo_cap)
 
 
 @declares("ipo_threshold", "ipo_tau", clipped=_beyond_the_threshold)
@@ -271,14 +271,6 @@ def _topr(log_ratio, advantages, logprobs, sequences, options):
     return -weight * advantages * logprobs
 
 
-@declares("clip_low", "clip_high", "aspo_cap", clipped=_beyond_the_minimum)
-def _aspo(log_ratio, advantages, logprobs, sequences, options):
-    """ASPO (arXiv:2510.06062): PPO's clip, then REINFORCE; the weight of a positive advantage is 1 / ratio."""
-    beyond = _beyond_the_minimum(log_ratio, advantages, logprobs, options)
-    flipped = torch.where(advantages < 0, log_ratio, -log_ratio)
-    return _capped(beyond, flipped, advantages, logprobs, options.aspo_cap)
-
-
 def _covariance(advantages, logprobs, mask):
     """(B, T): each token's part of the covariance of advantage and log-probability over `mask`; -inf elsewhere."""
     parts = (advantages - advantages[mask].mean()) * (logprobs.detach() - logprobs.detach()[mask].mean())
@@ -295,23 +287,19 @@ def _chosen(order, mask, options):
 @declares("cov_fraction", "kl_cov_coef", needs_batch=True)
 def _kl_cov(log_ratio, advantages, logprobs, sequences, options):
     """KL-Cov (arXiv:2505.22617): no clip; the tokens of highest covariance pay for their log-ratio."""
-    covariance = _covariance(advantages, logprobs, sequences.mask)
-    highest = _chosen(covariance.flatten().argsort(descending=True), sequences.mask, options)
+    order = _covariance(advantages, logprobs, sequences.mask).flatten().argsort(descending=True)
+    highest = _chosen(order, sequences.mask, options)
     return -advantages * tangent_exp(log_ratio) + torch.where(highest, options.kl_cov_coef * log_ratio.abs(), 0)
 
 
 @needs_sequences
-@declares(
-    *("clip_low", "clip_high", "cov_fraction", "clip_cov_low", "clip_cov_high"),
-    clipped=_beyond_the_minimum,
-    needs_batch=True,
-)
+@declares(*_BOUNDS, "cov_fraction", "clip_cov_low", "clip_cov_high", clipped=_beyond_the_minimum, needs_batch=True)
 def _clip_cov(log_ratio, advantages, logprobs, sequences, options):
     """Clip-Cov (arXiv:2505.22617): PPO's clip, and no gradient for random tokens of high covariance."""
     covariance = _covariance(advantages, logprobs, sequences.mask)
     within = (covariance > options.clip_cov_low) & (covariance < options.clip_cov_high)
-    candidates = within & ~_beyond_the_minimum(log_ratio, advantages, logprobs, options)
-    places = candidates.flatten().nonzero()[:, 0]
+    clipped = _beyond_the_minimum(log_ratio, advantages, logprobs, options)
+    places = (within & ~clipped).flatten().nonzero()[:, 0]
     order = torch.randperm(len(places)).to(places.device)  # of the CPU's generator, whose state a checkpoint has
     dropped = _chosen(places[order], sequences.mask, options)
     return torch.where(dropped, 0, _clip(log_ratio, advantages, logprobs, sequences, options))
@@ -330,15 +318,16 @@ SURROGATES: dict[str, Callable] = {
     "vespo": _vespo,
     "geo-mean": _geo_mean,
     "policy-gradient": _policy_gradient,
-    "cispo-masked": _cispo_masked,
-    "dppo-tv": _dppo(_beyond_in_probability),
-    "dppo-kl": _dppo(_beyond_in_divergence),
     "ipo": _ipo,
     "dro": _dro,
     "topr": _topr,
-    "aspo": _aspo,
     "kl-cov": _kl_cov,
     "clip-cov": _clip_cov,
+    # arXiv:2506.13585, eq. 7; twice arXiv:2602.04879, whose old policy is the sampler's; arXiv:2510.06062
+    "cispo-masked": _reinforce(*_RATIO_AND_BOUNDS, weight=_clamped, beyond=_beyond_the_minimum),
+    "dppo-tv": _reinforce(*_BOUNDS, "dppo_cap", weight=_capped, beyond=_beyond_in_probability),
+    "dppo-kl": _reinforce(*_BOUNDS, "dppo_cap", weight=_capped, beyond=_beyond_in_divergence),
+    "aspo": _reinforce(*_BOUNDS, "aspo_cap", weight=_inverted, beyond=_beyond_the_minimum),
 }
 
 
@@ -383,19 +372,15 @@ ROLLOUT_GATES: dict[RolloutGate, Callable] = {
 
 
 def rollout_weights(old, rollout, sequences, options):
-    """Return the ratio of the trainer's policy to the inference engine's, truncated or masked, times the gate."""
+    """Return the ratio of the trainer's policy to the inference engine's, truncated or masked; 0 outside the gate."""
     if rollout is None:
         return 1
-    return _correction(old, rollout, sequences, options) * _rollout_gate(old, rollout, sequences, options)
-
-
-def _rollout_gate(old, rollout, sequences, options):
-    """1 for sequences whose mean over tokens lies within the bounds, 0 for others."""
+    weights = _correction(old, rollout, sequences, options)
     if options.rollout_gate is None:
-        return 1
+        return weights
     found = ROLLOUT_GATES[options.rollout_gate](old, rollout, sequences.mean)
     within = (found >= options.rollout_gate_low) & (found <= options.rollout_gate_high)
-    return sequences.expand(within.to(old.dtype))
+    return weights * sequences.expand(within.to(old.dtype))
 
 
 def _correction(old, rollout, sequences, options):

@@ -198,38 +198,8 @@ MUTATIONS = {
         "torch.where(advantages < 0, moved > opt",
         SURROGATES,
     ),
-    "dppo-kl forgets all other tokens": Mutation(
-        "fused_rl/surrogates.py", "old.exp() * (old - new) + tail", "old.exp() * (old - new)", SURROGATES
-    ),
-    "aspo weighs as clip does": Mutation(
-        "fused_rl/surrogates.py", "torch.where(advantages < 0, log_ratio, -log_ratio)", "log_ratio", SURROGATES
-    ),
-    "topr's weight has no bound": Mutation(
-        "fused_rl/surrogates.py",
-        "tangent_exp(log_ratio.detach()).clamp(max=1)",
-        "tangent_exp(log_ratio.detach())",
-        SURROGATES,
-    ),
-    "a covariance counts padding": Mutation(
-        "fused_rl/surrogates.py", "logprobs.detach()[mask].mean()", "logprobs.detach().mean()", SURROGATES
-    ),
     "a gate counts tokens": Mutation(
         "fused_rl/surrogates.py", "(old, rollout, sequences.mean)", "(old, rollout, sequences.sum)", SURROGATES
-    ),
-    "prompt-mean is over the sequence": Mutation(
-        "fused_rl/aggregation.py",
-        "/ divisor(self.group_lengths)",
-        "/ self.sequences.lengths.clamp(min=1)[:, None]",
-        LOSSES,
-    ),
-    "opo's baseline is the mean": Mutation(
-        "fused_rl/advantages.py", "weights = lengths / lengths.sum(1", "weights = 1 / lengths.sum(1", ADVANTAGES
-    ),
-    "gdpo weighs before it compares": Mutation(
-        "fused_rl/advantages.py",
-        "(weights[:, None] * torch.stack(found)).sum(0)",
-        "torch.stack(found).sum(0)",
-        ADVANTAGES,
     ),
     "lengths of sequences count padding": Mutation(
         "fused_rl/aggregation.py",

@@ -67,11 +67,8 @@ def test_gdpo_compares_each_reward_alone():
         response_advantages(rewards, "gdpo", group_size=8, weights=torch.ones(3))
 
 
-def test_the_mean_of_maxrl_must_be_positive():
+def test_maxrl_needs_a_positive_mean_opo_lengths_and_groups_more_than_one_response():
     assert (response_advantages(-REWARDS, "maxrl", group_size=8) == 0).all()
-
-
-def test_opo_needs_lengths_and_groups_more_than_one_response():
     with pytest.raises(ValueError, match="^lengths must be a tensor"):
         response_advantages(REWARDS, "opo", group_size=8)
     for advantage in ("maxrl", "pass-at-k"):

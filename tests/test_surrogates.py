@@ -151,8 +151,8 @@ def _over_tokens(formula):
 
 
 def _covariances(a, lp):
-    means = statistics.mean(a), statistics.mean(lp)
-    return [(x - means[0]) * (y - means[1]) for x, y in zip(a, lp, strict=True)]
+    a_mean, lp_mean = statistics.mean(a), statistics.mean(lp)
+    return [(x - a_mean) * (y - lp_mean) for x, y in zip(a, lp, strict=True)]
 
 
 def _kl_cov(a, lp, lq, o):
@@ -175,21 +175,17 @@ def _clip_cov(a, lp, lq, o):
     return found
 
 
-# Surrogate -> its formula, options that leave some tokens on each side of every bound, and whether it reports clipping.
+# Surrogate -> its formula, and options that leave some tokens on each side of every bound.
 TRANSCRIBED = {
-    "dppo-tv": (_over_tokens(_dppo_tv), {"clip_low": 0.06, "clip_high": 0.1, "dppo_cap": 1.2}, True),
-    "dppo-kl": (_over_tokens(_dppo_kl), {"clip_low": 0.01, "clip_high": 0.02, "dppo_cap": 1.2}, True),
-    "ipo": (_over_tokens(_ipo), {"ipo_threshold": 0.07, "ipo_tau": 0.3}, True),
-    "dro": (_over_tokens(_dro), {"dro_beta": 0.7}, False),
-    "topr": (_over_tokens(_topr), {}, False),
-    "cispo-masked": (_over_tokens(_cispo_masked), {"clip_low": 0.1, "clip_high": 0.2}, True),
-    "aspo": (_over_tokens(_aspo), {"clip_low": 0.2, "clip_high": 0.3, "aspo_cap": 1.25}, True),
-    "kl-cov": (_kl_cov, {"cov_fraction": 0.3, "kl_cov_coef": 0.5}, False),
-    "clip-cov": (
-        _clip_cov,
-        {"cov_fraction": 1.0, "clip_cov_low": 0.1, "clip_cov_high": 0.8, "clip_low": 0.3, "clip_high": 0.3},
-        True,
-    ),
+    "dppo-tv": (_over_tokens(_dppo_tv), {"clip_low": 0.06, "clip_high": 0.1, "dppo_cap": 1.2}),
+    "dppo-kl": (_over_tokens(_dppo_kl), {"clip_low": 0.01, "clip_high": 0.02, "dppo_cap": 1.2}),
+    "ipo": (_over_tokens(_ipo), {"ipo_threshold": 0.07, "ipo_tau": 0.3}),
+    "dro": (_over_tokens(_dro), {"dro_beta": 0.7}),
+    "topr": (_over_tokens(_topr), {}),
+    "cispo-masked": (_over_tokens(_cispo_masked), {"clip_low": 0.1, "clip_high": 0.2}),
+    "aspo": (_over_tokens(_aspo), {"clip_low": 0.2, "clip_high": 0.3, "aspo_cap": 1.25}),
+    "kl-cov": (_kl_cov, {"cov_fraction": 0.3, "kl_cov_coef": 0.5}),
+    "clip-cov": (_clip_cov, {"cov_fraction": 1.0, "clip_cov_low": 0.1, "clip_cov_high": 0.8}),
 }
 
 
@@ -202,7 +198,7 @@ def test_every_surrogate_has_a_definition_in_the_tests():
 @pytest.mark.parametrize("surrogate", TRANSCRIBED)
 def test_a_surrogate_is_its_paper(surrogate, kind):
     """Value and gradient in fp64, under masks, packed, and formed token by token; the clipped share has no gradient."""
-    formula, options, clips = TRANSCRIBED[surrogate]
+    formula, options = TRANSCRIBED[surrogate]
     mask, ids, advantages, spread, drift = batch(kind)
     counts = mask & (ids >= 0)
     logprobs = (-3 * torch.rand(B, T, dtype=F64) - 1e-3).requires_grad_()
@@ -210,24 +206,20 @@ def test_a_surrogate_is_its_paper(surrogate, kind):
     chosen = fused_rl.PolicyLossOptions(surrogate=surrogate, **options)
     tokens = formula(spread[counts].tolist(), logprobs[counts].tolist(), old[counts].tolist(), chosen)
     values, slopes = torch.tensor(tokens, dtype=F64).unbind(1)
-    assert len({*slopes.tolist()}) > 4
-
     given = {"surrogate": surrogate, "sequence_ids": ids if kind == "packed" else None, **options}
     loss, metrics = fused_rl.policy_loss(logprobs, old, advantages, mask, **given)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     want = torch.zeros(B, T, dtype=F64).masked_scatter(counts, slopes / len(slopes))
     torch.testing.assert_close(loss, values.mean(), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(gradient, want, rtol=1e-10, atol=1e-12)
-    assert ("clipfrac" in metrics) == clips
-    if clips:
+    if surrogate not in ("dro", "topr", "kl-cov"):
         still = slopes - (2 * 0.3 * (logprobs - old)[counts] if surrogate == "ipo" else 0)
         share = (still.abs() < 1e-12).double().mean()
         assert 0 < metrics["clipfrac"] <= share < 1
         assert surrogate == "clip-cov" or metrics["clipfrac"] == pytest.approx(share.item())
 
-    if getattr(surrogates.SURROGATES[surrogate], "needs_sequences", False):
-        with pytest.raises(ValueError, match="needs more than one token"):
-            fused_rl.policy_token_loss(old, advantages, mask, **given)
+    if "cov" in surrogate:
+        pytest.raises(ValueError, fused_rl.policy_token_loss, old, advantages, mask, **given)
         return
     token_loss, per_token = fused_rl.policy_token_loss(old, advantages, mask, **given)
     by_token = token_loss(logprobs[counts], logprobs[counts], *(x[counts] for x in per_token)).sum()
@@ -258,43 +250,36 @@ def test_clip_cov_drops_as_many_tokens_at_random_as_its_fraction_says():
     assert {len(places) for places in dropped} == {3} and len(dropped) > 4  # int(0.13 * 24)
 
 
-def test_a_geometric_mean_of_the_ratio_of_a_sequence_is_refused():
-    with pytest.raises(ValueError, match="ratio_level=sequence has no meaning with surrogate=geo-mean"):
-        fused_rl.PolicyLossOptions(surrogate="geo-mean", ratio_level="sequence")
-
-
-# Gates by the mean per token of a sequence, from the log-probabilities of trainer and sampler.
+# Gates: from log-probabilities of the trainer and the sampler, token by token.
 GATES = {
-    "geometric": lambda d: math.exp(-statistics.mean(d)),
-    "k1": lambda d: abs(statistics.mean(d)),
-    "k3": lambda d: statistics.mean(math.exp(-x) - 1 + x for x in d),
+    "geometric": lambda p, q: math.exp(statistics.mean(x - y for x, y in zip(p, q, strict=True))),
+    "k1": lambda p, q: abs(statistics.mean(x - y for x, y in zip(p, q, strict=True))),
+    "k3": lambda p, q: statistics.mean(math.exp(x - y) - 1 - (x - y) for x, y in zip(p, q, strict=True)),
+    "tv": lambda p, q: statistics.mean(abs(math.exp(x) - math.exp(y)) for x, y in zip(p, q, strict=True)),
 }
 
 
+@pytest.mark.parametrize(("correction", "beside"), [("token-truncate", 1e-5), (None, -1e-5)])  # kept just so, or not
 @pytest.mark.parametrize("gate", surrogates.ROLLOUT_GATES)
-def test_a_gate_drops_sequences_by_their_mean_and_not_by_their_length(gate):
+def test_a_gate_drops_sequences_by_their_mean_and_not_by_their_length(gate, correction, beside):
     mask, _, advantages, spread, drift = batch("partial")
-    logprobs = (-3 * torch.rand(B, T, dtype=F64) - 1).requires_grad_()
-    old = logprobs.detach() + drift[0]
+    logprobs = -3 * torch.rand(B, T, dtype=F64) - 1
+    old = logprobs + drift[0]
     rollout = old + drift[1] * torch.tensor([0.1, 1.0, 2.0, 0.5])[:, None]
-    found = []
-    for at in range(B):
-        ours, theirs = old[at][mask[at]], rollout[at][mask[at]]
-        total_variation = statistics.mean((ours.exp() - theirs.exp()).abs().tolist())
-        found.append(total_variation if gate == "tv" else GATES[gate]((theirs - ours).tolist()))
-    low, high = (sorted(found)[1] - 1e-9 if gate == "geometric" else 0.0), sorted(found)[2] + 1e-9
+    found = [GATES[gate](old[i][mask[i]].tolist(), rollout[i][mask[i]].tolist()) for i in range(B)]
+    low, high = (sorted(found)[1] - 1e-5 if gate == "geometric" else 0.0), sorted(found)[2] + beside
     kept = torch.tensor([low <= value <= high for value in found])
     assert 0 < kept.sum() < B
+
     bounds = {"rollout_gate": gate, "rollout_gate_low": low, "rollout_gate_high": high}
-    for correction, weights in (("token-truncate", (old - rollout).exp().clamp(max=2.0)), (None, 1)):
-        given = {"rollout_logprobs": rollout, "rollout_correction": correction, "clip_low": 1.0, "clip_high": math.inf}
-        loss, _ = fused_rl.policy_loss(logprobs, old, advantages, mask, **given, **bounds)
-        want = -(logprobs - old).exp() * spread * weights
-        want = torch.where(mask & kept[:, None], want, 0).sum() / mask.sum()
-        torch.testing.assert_close(loss, want)
-        token_loss, per_token = fused_rl.policy_token_loss(old, advantages, mask, **given, **bounds)
-        by_token = token_loss(logprobs[mask], None, *(x[mask] for x in per_token)).sum()
-        torch.testing.assert_close(by_token, want, rtol=1e-5, atol=1e-6)
+    given = {"rollout_logprobs": rollout, "rollout_correction": correction, "clip_low": 1.0, "clip_high": math.inf}
+    weights = 1 if correction is None else (old - rollout).exp().clamp(max=2.0)
+    want = torch.where(mask & kept[:, None], -(logprobs - old).exp() * spread * weights, 0).sum() / mask.sum()
+    loss, _ = fused_rl.policy_loss(logprobs, old, advantages, mask, **given, **bounds)
+    torch.testing.assert_close(loss, want)
+    token_loss, per_token = fused_rl.policy_token_loss(old, advantages, mask, **given, **bounds)
+    by_token = token_loss(logprobs[mask], None, *(x[mask] for x in per_token)).sum()
+    torch.testing.assert_close(by_token, want, rtol=1e-5, atol=1e-6)
 
 
 def test_a_gate_needs_its_bound_and_a_bound_its_gate():

@@ -82,11 +82,10 @@ def test_a_step_of_every_preset_is_its_paper(folder, exact, preset):
 @pytest.mark.parametrize("surrogate", ["dppo-tv", "dppo-kl", "ipo", "dro", "topr", "aspo", "cispo-masked"])
 def test_a_step_of_every_other_surrogate_is_its_loss(folder, exact, surrogate):
     """Formed token by token, in three micro-batches; tests/test_surrogates.py has the formulas."""
-    sums, lm, advantages = accumulated(folder, exact, preset="dapo", surrogate=surrogate, loss_agg="token-sum")
+    given = {"preset": "dapo", "surrogate": surrogate, "loss_agg": "token-sum"}
+    sums, lm, advantages = accumulated(folder, exact, **given)
     logprobs, old, _, there, _ = exact_terms(exact)
-    loss, _ = fused_rl.policy_loss(
-        logprobs, old, advantages.double(), there, preset="dapo", surrogate=surrogate, loss_agg="token-sum"
-    )
+    loss, _ = fused_rl.policy_loss(logprobs, old, advantages.double(), there, **given)
     assert_step_is(exact, sums["loss"], lm, loss)
 
 
