@@ -39,7 +39,8 @@ class PolicyLossOptions(SurrogateOptions):
     ratio_level: RatioLevel = "token"
     """Ratio of a token: its own (token), its sequence's geometric mean (sequence) or product (sequence-sum)."""
     surrogate: str | Callable = "clip"
-    """A row of SURROGATES, or your own function, on the command line module:function (docs/losses.md)."""
+    """clip, cispo, sapo, vespo, geo-mean, policy-gradient, ipo, dro, topr, kl-cov, clip-cov, cispo-masked, dppo-tv,
+    dppo-kl, aspo, or your own function, on the command line module:function (docs/losses.md)."""
     loss_agg: LossAgg = "token-mean"
     """How the losses of tokens become one number; the norm is `max_length`, in a run max_new_tokens."""
     clip_low: NonNegative = 0.2
