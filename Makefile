@@ -108,7 +108,7 @@ $(VENV)-%/bin/python:
 	$(PYTHON) -m venv $(VENV)-$*
 
 $(VENV)-verl/installed: tests/hosts/constraints-verl.txt pyproject.toml setup.py | $(VENV)-verl/bin/python
-	$| -m pip install -q -c $< verl==0.9.0 pytest -e .
+	$| -m pip install -q -c $< verl==0.9.1 orjson pytest -e .
 	@touch $@
 
 $(VENV)-kernels/installed: tests/hosts/constraints-kernels.txt pyproject.toml setup.py | $(VENV)-kernels/bin/python

@@ -1,5 +1,6 @@
 """Advantages: group-relative for GRPO, generalised advantage estimation for PPO."""
 
+from collections.abc import Callable
 from numbers import Integral
 from typing import Literal, get_args
 
@@ -17,6 +18,7 @@ from fused_rl.checks import (
     check_process_group,
     check_range,
     check_shape,
+    check_tensor,
     described,
 )
 from fused_rl.masked import global_moments, whiten
@@ -24,9 +26,12 @@ from fused_rl.masked import global_moments, whiten
 __all__ = ["ADVANTAGES", "gae", "group_advantages", "response_advantages"]
 
 # What a preset's `advantage` may be. All but "gae", which is per token, are functions of a response's reward.
-ResponseAdvantage = Literal["group-std", "group-mean", "leave-one-out", "batch-std", "group-mean-batch-std"]
+ResponseAdvantage = Literal[
+    "group-std", "group-mean", "leave-one-out", "batch-std", "group-mean-batch-std", "gdpo", "maxrl", "opo", "pass-at-k"
+]
 Advantage = ResponseAdvantage | Literal["gae"]
 Baseline = Literal["mean", "leave-one-out"]
+_ALONE = "group_size=1 has no other response to compare with; use group_size >= 2"
 ADVANTAGES = (*get_args(ResponseAdvantage), "gae")
 
 
@@ -65,18 +70,50 @@ def group_advantages(
         if given and not normalize:
             raise ValueError(f"{name} has no meaning with normalize=False, which divides by nothing; leave it out")
     if group_size == 1 and (normalize or baseline == "leave-one-out"):
-        raise ValueError("group_size=1 has no other response to compare with; use group_size >= 2")
+        raise ValueError(_ALONE)
 
-    groups = rewards.detach().view(-1, group_size)
-    groups = groups if groups.dtype == torch.float64 else groups.float()
+    groups = _groups_of(rewards, group_size)
     centred = groups - groups.mean(1, keepdim=True)
     if baseline == "leave-one-out":  # r less the mean of the others is that less the mean of all, times G / (G - 1)
         centred = centred * (group_size / (group_size - 1))
     if normalize and len(groups):  # of nothing torch warns that it has no deviation
         centred = centred / (groups.std(1, keepdim=True).clamp(min=std_floor) + eps)
+    return _zero_where_equal(groups, centred)
+
+
+def _groups_of(rewards, group_size):
+    groups = rewards.detach().view(-1, group_size)
+    return groups if groups.dtype == torch.float64 else groups.float()
+
+
+def _zero_where_equal(groups, found):
     # Equality, not a small deviation: the rounded mean of equal rewards can differ from them in the last bit.
     equal = (groups == groups[:, :1]).all(1, keepdim=True)
-    return torch.where(equal, 0, centred).view(-1)
+    return torch.where(equal, 0, found).view(-1)
+
+
+# Advantages of groups: rewards (P, G), lengths (P, G), scale (P, 1) -> (P, G).
+
+
+def _maxrl(rewards, lengths, scale):
+    """MaxRL (arXiv:2602.02710): over the group's mean in place of its deviation; 0 where the mean is not positive."""
+    mean = rewards.mean(1, keepdim=True)
+    return torch.where(mean > 0, (rewards - mean) / mean, 0)
+
+
+def _opo(rewards, lengths, scale):
+    """OPO (arXiv:2505.23585): the baseline is the mean weighted by length."""
+    weights = lengths / lengths.sum(1, keepdim=True).clamp(min=1)
+    return rewards - (weights * rewards).sum(1, keepdim=True)
+
+
+def _pass_at_k(rewards, lengths, scale):
+    """Pass@k (arXiv:2503.19595): the best response alone, by what it is above the second, over the deviation."""
+    highest, places = rewards.topk(2, dim=1)
+    return torch.zeros_like(rewards).scatter(1, places[:, :1], (highest[:, :1] - highest[:, 1:]) / scale)
+
+
+_OF_GROUPS: dict[str, Callable] = {"maxrl": _maxrl, "opo": _opo, "pass-at-k": _pass_at_k}
 
 
 def response_advantages(
@@ -86,19 +123,26 @@ def response_advantages(
     group_size: int,
     std_floor: float = 0.0,
     process_group: torch.distributed.ProcessGroup | None = None,
+    lengths: Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Advantage of each response by the name that a preset gives it: `PRESETS[preset].advantage`.
 
     Args:
-        rewards: (B,) floating point; the responses to one prompt are adjacent.
+        rewards: (B,) floating point; the responses to one prompt are adjacent. For "gdpo" (K, B), K rewards of each.
         advantage: "group-std", reward less the group's mean over its standard deviation (GRPO); "group-mean", without
             the division (Dr. GRPO); "leave-one-out", reward less the mean of the group's others (RLOO); "batch-std",
             rewards of all prompts whitened together (REINFORCE++, arXiv:2501.03262), as `whiten` does;
             "group-mean-batch-std", reward less the group's mean, over the standard deviation of all prompts' rewards
-            (arXiv:2508.08221).
+            (arXiv:2508.08221); "gdpo", each reward as "group-std", then their weighted sum as "batch-std" (GDPO,
+            arXiv:2601.05242); "maxrl", reward less the group's mean over that mean (arXiv:2602.02710);
+            "opo", reward less the group's mean weighted by length (arXiv:2505.23585); "pass-at-k", of the best response
+            alone, its reward less the second best, over the group's deviation (arXiv:2503.19595).
         group_size: G, responses per prompt; B is a multiple of it for all, though "batch-std" compares no groups.
         std_floor: a standard deviation below this counts as this; refused where none is divided by.
-        process_group: the ranks whose rewards the two of the batch take together, all of which call; None: this rank's.
+        process_group: the ranks whose rewards those of the batch take together, all of which call; None: this rank's.
+        lengths: (B,) tokens of each response, which "opo" alone reads and needs.
+        weights: (K,) of the rewards, which "gdpo" alone reads and needs.
 
     Returns:
         (B,) in at least fp32, not differentiable. Exactly 0 where all rewards that are compared are equal.
@@ -107,16 +151,30 @@ def response_advantages(
         ValueError: "gae" and names that are not in `ADVANTAGES`; rewards that do not fit; as `group_advantages`.
     """
     check_choice("advantage", advantage, ADVANTAGES)
+    for name, given in (("lengths", lengths), ("weights", weights)):
+        if given is not None:
+            check_tensor(name, given, " or None")
+    if advantage == "gdpo":
+        return _gdpo(rewards, weights, group_size, std_floor, process_group)
     _check_rewards(rewards, group_size)
     _check_scales(std_floor=std_floor)
     check_process_group(process_group)
-    if std_floor and advantage in ("group-mean", "leave-one-out"):
+    if std_floor and advantage in ("group-mean", "leave-one-out", "maxrl", "opo"):
         raise ValueError(f"std_floor has no meaning with advantage={advantage}, which divides by nothing; leave it out")
     # whatever else it is, it is a function of rewards alone
     if advantage == "gae":
         raise ValueError('advantage="gae" is per token: use fused_rl.gae with a critic\'s values')
     if advantage == "batch-std":
         return _batch_advantages(rewards, std_floor, process_group)
+    if advantage in _OF_GROUPS:
+        if group_size == 1:
+            raise ValueError(_ALONE)
+        if advantage == "opo":
+            check_shape("lengths", lengths, "rewards", rewards.shape)
+        groups = _groups_of(rewards, group_size)
+        lengths = None if lengths is None else lengths.view(-1, group_size)
+        scale = groups.std(dim=1, keepdim=True).clamp(min=std_floor) + 1e-4
+        return _zero_where_equal(groups, _OF_GROUPS[advantage](groups, lengths, scale))
     baseline, normalize = "leave-one-out" if advantage == "leave-one-out" else "mean", advantage == "group-std"
     floor = {"std_floor": std_floor} if normalize else {}
     found = group_advantages(rewards, group_size, baseline=baseline, normalize=normalize, **floor)
@@ -124,6 +182,14 @@ def response_advantages(
         _, variance = global_moments(rewards.detach(), _all_of(rewards), process_group)
         found = found / (variance.sqrt().clamp(min=std_floor) + 1e-4).to(found.dtype)
     return found
+
+
+def _gdpo(rewards, weights, group_size, std_floor, process_group):
+    """(K, B), (K,) -> (B,)."""
+    check_floating("rewards", rewards, "(K, B)")
+    check_shape("weights", weights, "the first dimension of rewards", rewards.shape[:1])
+    found = [group_advantages(of_one, group_size, std_floor=std_floor) for of_one in rewards]
+    return _batch_advantages((weights[:, None] * torch.stack(found)).sum(0), 0.0, process_group)
 
 
 def _check_rewards(rewards, group_size):

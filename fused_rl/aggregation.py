@@ -25,20 +25,25 @@ __all__ = ["LOSS_AGGS", "LossAgg", "TokenBatch", "Sequences", "aggregate", "divi
 
 
 class Aggregation(NamedTuple):
-    """The sum over the tokens that count, each divided by its sequence's length or not, over one denominator."""
+    """The sum over the tokens that count, each divided by the length of something or not, over one denominator."""
 
-    means_of_sequences: bool
-    count: str
-    """The denominator: `num_tokens` or `num_sequences`."""
+    over: Literal["sequence", "prompt"] | None
+    """Each token is divided by its sequence's length, or by the mean length of the responses to its prompt."""
+    count: Literal["num_tokens", "num_sequences"] | None
+    """The denominator; None is 1."""
     times_max_length: bool = False
 
 
-LossAgg = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+LossAgg = Literal[
+    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean", "token-sum"
+]
 LOSS_AGGS: dict[LossAgg, Aggregation] = {
-    "token-mean": Aggregation(means_of_sequences=False, count="num_tokens"),
-    "seq-mean-token-mean": Aggregation(means_of_sequences=True, count="num_sequences"),
-    "seq-mean-token-sum": Aggregation(means_of_sequences=False, count="num_sequences"),
-    "seq-mean-token-sum-norm": Aggregation(means_of_sequences=False, count="num_sequences", times_max_length=True),
+    "token-mean": Aggregation(over=None, count="num_tokens"),
+    "seq-mean-token-mean": Aggregation(over="sequence", count="num_sequences"),
+    "seq-mean-token-sum": Aggregation(over=None, count="num_sequences"),
+    "seq-mean-token-sum-norm": Aggregation(over=None, count="num_sequences", times_max_length=True),
+    "prompt-mean": Aggregation(over="prompt", count="num_sequences"),  # ScaleRL (arXiv:2510.13786, section 3.2)
+    "token-sum": Aggregation(over=None, count=None),
 }
 
 
@@ -90,6 +95,7 @@ class TokenBatch:
         num_tokens: int | Tensor | None = None,
         num_sequences: int | Tensor | None = None,
         max_length: int | None = None,
+        group_lengths: Tensor | None = None,
     ):
         check_tensor("the first argument of a loss", like)
         if like.dim() != 2 or like.dtype not in FLOATING:
@@ -109,6 +115,8 @@ class TokenBatch:
         self.num_tokens = self.mask.sum() if num_tokens is None else num_tokens
         self.num_sequences = self.sequences.count if num_sequences is None else num_sequences
         self.max_length = mask.shape[1] if max_length is None else max_length
+        spread = None if group_lengths is None else self._spread("group_lengths", group_lengths)
+        self.group_lengths = self.constant("group_lengths", spread)
 
     def _spread(self, name, tensor):  # (B, T), or (B,), (S,) per sequence -> (B, T)
         check_tensor(name, tensor)
@@ -153,18 +161,23 @@ class TokenBatch:
     def shares(self, loss_agg: str) -> Tensor:
         """(B, T): every aggregation is a weighted sum over tokens, divided by `denominator`; these are the weights."""
         share = torch.ones(self.sequences.lengths.shape, dtype=self.dtype, device=self.mask.device)
-        if LOSS_AGGS[loss_agg].means_of_sequences:
+        over = LOSS_AGGS[loss_agg].over
+        if over == "prompt":
+            if self.group_lengths is None:
+                raise ValueError(f"loss_agg={loss_agg} needs group_lengths, (B,): mean lengths of a prompt's responses")
+            return self.sequences.expand(share) / divisor(self.group_lengths)
+        if over == "sequence":
             share = share / self.sequences.lengths.clamp(min=1)
         return self.sequences.expand(share)
 
     def denominator(self, loss_agg: str) -> int | Tensor:
         rule = LOSS_AGGS[loss_agg]
-        count = getattr(self, rule.count)
+        count = 1 if rule.count is None else getattr(self, rule.count)
         return divisor(count * self.max_length if rule.times_max_length else count)
 
     def aggregate(self, losses: Tensor, loss_agg: str) -> Tensor:
         """(B, T) -> (): reduced once."""
-        if LOSS_AGGS[loss_agg].means_of_sequences:  # elsewhere every share is 1
+        if LOSS_AGGS[loss_agg].over is not None:  # elsewhere every share is 1
             losses = losses * self.shares(loss_agg)
         return sum_where(self.mask, losses) / self.denominator(loss_agg)
 
@@ -213,6 +226,7 @@ def aggregate(
     num_sequences: int | Tensor | None = None,
     max_length: int | None = None,
     sequence_ids: Tensor | None = None,
+    group_lengths: Tensor | None = None,
 ) -> Tensor:
     """Reduce per-token losses to a scalar, once; denominators as in `policy_loss`.
 
@@ -220,7 +234,8 @@ def aggregate(
         losses: (B, T) floating point.
         mask: (B, T) bool.
         loss_agg: token-mean, sum / num_tokens; seq-mean-token-mean, the sum over sequences of their means /
-            num_sequences; seq-mean-token-sum, sum / num_sequences; seq-mean-token-sum-norm, the same / max_length.
+            num_sequences; seq-mean-token-sum, sum / num_sequences; seq-mean-token-sum-norm, the same / max_length;
+            prompt-mean, the sum of each token over its `group_lengths` / num_sequences; token-sum, the sum alone.
 
     Returns:
         A scalar, differentiable; 0, still attached to the graph, where nothing counts.
@@ -230,5 +245,5 @@ def aggregate(
     """
     check_choice("loss_agg", loss_agg, LOSS_AGGS)
     # the batch checks shapes, and knows the denominators that are not given
-    batch = TokenBatch(losses, mask, None, sequence_ids, num_tokens, num_sequences, max_length)
+    batch = TokenBatch(losses, mask, None, sequence_ids, num_tokens, num_sequences, max_length, group_lengths)
     return batch.aggregate(batch.tokens("losses", losses), loss_agg)

@@ -8,6 +8,7 @@ options and the known algorithms in fused_rl/presets.py.
 
 import warnings
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from fused_rl.aggregation import LossAgg, TokenBatch, aggregate, possible
 from fused_rl.checks import check_choice, check_range, check_tensors
 from fused_rl.estimators import estimate, tangent_exp, tangent_expm1
 from fused_rl.presets import (
-    ROLLOUT_BOUNDS,
+    BOUNDS,
     PolicyLossOptions,
     Preset,
     PresetName,
@@ -93,6 +94,7 @@ def policy_loss(
     rollout_logprobs: Tensor | None = None,
     truncated: Tensor | None = None,
     sequence_ids: Tensor | None = None,
+    group_lengths: Tensor | None = None,
     **changes: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Policy loss: ratio level x surrogate x aggregation, with a KL term, an entropy bonus and off-policy corrections.
@@ -121,7 +123,8 @@ def policy_loss(
         rollout_logprobs: (B, T) as the inference engine reported them, for `rollout_correction`.
         truncated: (B,) bool, True for responses cut at the length limit: none of their tokens counts.
         sequence_ids: (B, T) int64 in [0, B * T) for packed rows: tokens of one id are one sequence, whatever the row,
-            negative: none; `advantages` and `truncated` are then (S,), indexed by id, or (B, T).
+            negative: none; `advantages`, `truncated` and `group_lengths` are then (S,), indexed by id, or (B, T).
+        group_lengths: (B,) for prompt-mean: the mean number of tokens that count over the responses to the same prompt.
         **changes: fields of `PolicyLossOptions`, which override preset or options.
 
     Returns:
@@ -131,8 +134,8 @@ def policy_loss(
 
         - `loss`, the whole; `policy_loss`, the surrogate alone, by the loss's aggregation;
         - `approx_kl`, token mean of (logprobs - old_logprobs)^2 / 2, nats;
-        - `clipfrac`, of what the surrogate clips, and only where it clips: for "clip" ratios beyond the bound on the
-          side of the advantage, and beyond `delta`; for "cispo" weights; for "geo-mean" log-ratios, before their mean;
+        - `clipfrac`, of what the surrogate's bounds change, where it has some: for "clip" ratios beyond the bound on
+          the side of the advantage, and beyond `delta`; for "cispo" weights; for "geo-mean" log-ratios;
         - `ratio_minus_1`, `ratio_minus_1_square`, fp64: token means of r - 1 and (r - 1)^2, r at the ratio level, from
           which the ratio's mean and variance follow: E[(r - 1)^2] - E[r - 1]^2;
         - `entropy`, token mean, where it is given;
@@ -150,7 +153,7 @@ def policy_loss(
     # all of it (B, T) in one dtype, 0 where nothing counts; only logprobs and entropy carry gradients
     if chosen.skip_impossible:
         mask = possible(mask, logprobs, old_logprobs, ref_logprobs, rollout_logprobs)
-    batch = TokenBatch(logprobs, mask, truncated, sequence_ids, num_tokens, num_sequences, max_length)
+    batch = TokenBatch(logprobs, mask, truncated, sequence_ids, num_tokens, num_sequences, max_length, group_lengths)
     logprobs = batch.tokens("logprobs", logprobs)
     entropy = batch.tokens("entropy", entropy)
     old = batch.constant("old_logprobs", logprobs if old_logprobs is None else old_logprobs)
@@ -176,7 +179,7 @@ def policy_loss(
     loss = batch.aggregate(losses, chosen.loss_agg)
     with torch.no_grad():
         metrics = {"loss": loss.detach(), "policy_loss": batch.aggregate(surrogate, chosen.loss_agg)}
-        metrics |= _ratio_metrics(level, log_ratio, advantages, entropy, batch, chosen)
+        metrics |= _ratio_metrics(level, log_ratio, advantages, logprobs, entropy, batch, chosen)
         metrics |= batch.sums({f"surrogate/{name}": own for name, own in own_metrics.items()}, "token-mean")
         if ref is not None:
             metrics |= _kl_metrics(logprobs, ref, old, batch, chosen.kl_estimator)
@@ -191,7 +194,7 @@ def _check_needs(chosen, ref_logprobs, entropy, rollout_logprobs):
     if needs_entropy and entropy is None:
         raise ValueError("entropy_coef, top_entropy and entropy_threshold need entropy, (B, T)")
     given = {"ref_logprobs": ref_logprobs, "rollout_logprobs": rollout_logprobs}
-    readers = {"ref_logprobs": ("kl_estimator",), "rollout_logprobs": ("rollout_correction", *ROLLOUT_BOUNDS)}
+    readers = {"ref_logprobs": ("kl_estimator",), "rollout_logprobs": (*BOUNDS, *chain(*BOUNDS.values()))}
     for needed, names in readers.items():
         for name in names:
             value = getattr(chosen, name)
@@ -211,7 +214,7 @@ def _regularisers(logprobs, old, ref, entropy, chosen):
     return losses
 
 
-def _ratio_metrics(level, log_ratio, advantages, entropy, batch, chosen):
+def _ratio_metrics(level, log_ratio, advantages, logprobs, entropy, batch, chosen):
     # fp64, and less 1: a variance of 1e-8 around a mean of 1 would drown in E[r^2] - E[r]^2
     ratio_minus_1 = tangent_expm1(level.double())
     metrics = {
@@ -221,7 +224,7 @@ def _ratio_metrics(level, log_ratio, advantages, entropy, batch, chosen):
     }
     clipped = getattr(surrogate_of(chosen), "clipped", None)
     if clipped is not None:
-        metrics["clipfrac"] = clipped(level, advantages, chosen).to(level.dtype)
+        metrics["clipfrac"] = clipped(level, advantages, logprobs, chosen).to(level.dtype)
     if entropy is not None:
         metrics["entropy"] = entropy
     return batch.sums(metrics, "token-mean")
@@ -251,6 +254,7 @@ def policy_token_loss(
     num_tokens: int | Tensor | None = None,
     num_sequences: int | Tensor | None = None,
     max_length: int | None = None,
+    group_lengths: Tensor | None = None,
     **changes: Any,
 ) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
     """`policy_loss` for `linear_token_loss`: a function of single tokens, and what it needs per token.
@@ -266,7 +270,7 @@ def policy_token_loss(
 
     Raises:
         ValueError: also where a token's loss depends on the rest of its sequence or batch: a ratio level other than
-            token, a surrogate that `needs_sequences` (geo-mean), off_policy_threshold, top_entropy. Use
+            token, a surrogate that `needs_sequences`, off_policy_threshold, top_entropy. Use
             `linear_token_logprobs` and `policy_loss` there.
     """
     check_tensors(advantages=advantages, mask=mask)
@@ -276,7 +280,7 @@ def policy_token_loss(
     if chosen.skip_impossible:
         mask = possible(mask, old_logprobs, ref_logprobs, rollout_logprobs)
     like = torch.empty(mask.shape, device=mask.device)
-    batch = TokenBatch(like, mask, truncated, sequence_ids, num_tokens, num_sequences, max_length)
+    batch = TokenBatch(like, mask, truncated, sequence_ids, num_tokens, num_sequences, max_length, group_lengths)
     old = batch.constant("old_logprobs", old_logprobs)
     ref = batch.constant("ref_logprobs", ref_logprobs)
     rollout = batch.constant("rollout_logprobs", rollout_logprobs)
@@ -320,6 +324,7 @@ def entropy_bonus(
     num_sequences: int | Tensor | None = None,
     max_length: int | None = None,
     sequence_ids: Tensor | None = None,
+    group_lengths: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-entropy_coef times the aggregated entropy: add it to a loss. Arguments as `aggregate`.
 
@@ -334,7 +339,7 @@ def entropy_bonus(
     check_tensors(entropy=entropy)
     check_range("entropy_coef", entropy_coef, "a finite number")
     counts = {"num_tokens": num_tokens, "sequence_ids": sequence_ids}
-    denominators = {"num_sequences": num_sequences, "max_length": max_length}
+    denominators = {"num_sequences": num_sequences, "max_length": max_length, "group_lengths": group_lengths}
     loss = -entropy_coef * aggregate(entropy, mask, loss_agg, **counts, **denominators)
     return loss, {"entropy": aggregate(entropy.detach(), mask, "token-mean", **counts)}
 

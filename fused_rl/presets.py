@@ -19,13 +19,17 @@ from fused_rl.checks import (
     described,
 )
 from fused_rl.estimators import KL_ESTIMATORS, KLEstimator
-from fused_rl.surrogates import RATIO_LEVELS, SURROGATES, RatioLevel, SurrogateOptions
+from fused_rl.surrogates import RATIO_LEVELS, ROLLOUT_GATES, SURROGATES, RatioLevel, RolloutGate, SurrogateOptions
 
 __all__ = ["PRESETS", "PolicyLossOptions", "Preset", "PresetName", "resolve_options"]
 
 RolloutCorrection = Literal["token-truncate", "token-mask", "sequence-truncate", "sequence-mask"]
 ROLLOUT_CORRECTIONS = get_args(RolloutCorrection)
-ROLLOUT_BOUNDS = ("rollout_low", "rollout_high")
+# Option -> those that have no meaning where it is None.
+BOUNDS = {
+    "rollout_correction": ("rollout_low", "rollout_high"),
+    "rollout_gate": ("rollout_gate_low", "rollout_gate_high"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +39,13 @@ class PolicyLossOptions(SurrogateOptions):
     ratio_level: RatioLevel = "token"
     """Ratio of a token: its own (token), its sequence's geometric mean (sequence) or product (sequence-sum)."""
     surrogate: str | Callable = "clip"
-    """clip, cispo, sapo, vespo, geo-mean, policy-gradient, or your own function, on the command line module:function
-    (docs/losses.md)."""
+    """clip, cispo, sapo, vespo, geo-mean, policy-gradient, ipo, dro, topr, kl-cov, clip-cov, cispo-masked, dppo-tv,
+    dppo-kl, aspo, or your own function, on the command line module:function (docs/losses.md)."""
     loss_agg: LossAgg = "token-mean"
     """How the losses of tokens become one number; the norm is `max_length`, in a run max_new_tokens."""
     clip_low: NonNegative = 0.2
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; 1 means no lower bound. geo-mean clips the log-ratio."""
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; 1 means no lower bound. geo-mean clips the log-ratio,
+    dppo-tv bounds the change of a token's probability, dppo-kl the token's KL in nats."""
     clip_high: MayBeInf = 0.2
     """See clip_low; inf means no upper bound."""
     delta: Positive | None = None
@@ -58,6 +63,13 @@ class PolicyLossOptions(SurrogateOptions):
     """Lower bound of that weight."""
     rollout_high: MayBeInf = 2.0
     """Upper bound of that weight."""
+    rollout_gate: RolloutGate | None = None
+    """Drop the surrogate of sequences where the sampler's policy differs too much per token, if the sampler reports
+    its log-probabilities: by the geometric mean of the ratio, or the mean k1 (absolute), k3 or total variation."""
+    rollout_gate_low: NonNegative = 0.0
+    """Lower bound of that mean."""
+    rollout_gate_high: NonNegative | None = None
+    """Upper bound of that mean, which a gate needs: in nats for k1 and k3, in probability for tv."""
     off_policy_threshold: NonNegative | None = None
     """Drop the surrogate of sequences with negative advantage if the policy has moved by more nats per token: the mean
     of rollout or old logprobs - logprobs (DeepSeek-V3.2, arXiv:2512.02556, eq. 9)."""
@@ -78,6 +90,10 @@ class PolicyLossOptions(SurrogateOptions):
             check_choice("surrogate", self.surrogate, SURROGATES)
         if self.rollout_correction is not None:
             check_choice("rollout_correction", self.rollout_correction, ROLLOUT_CORRECTIONS)
+        if self.rollout_gate is not None:
+            check_choice("rollout_gate", self.rollout_gate, ROLLOUT_GATES)
+            if self.rollout_gate_high is None:
+                raise ValueError(f"rollout_gate={self.rollout_gate} needs its upper bound, rollout_gate_high")
         check_flag("skip_impossible", self.skip_impossible)
         for name, words in _RANGES.items():
             value = getattr(self, name)
@@ -99,12 +115,11 @@ class PolicyLossOptions(SurrogateOptions):
                     f"{name}={value} has no meaning with surrogate={self.surrogate}, which does not read it; leave it "
                     f"out, or choose surrogate {' or '.join(_READERS[name])}"
                 )
-        for name in ROLLOUT_BOUNDS:
-            if self.rollout_correction is None and getattr(self, name) != getattr(PolicyLossOptions, name):
-                raise ValueError(
-                    f"{name}={getattr(self, name)} has no meaning with rollout_correction=None; leave it out, or "
-                    "choose a correction"
-                )
+        for switch, names in BOUNDS.items():
+            for name in names:
+                if getattr(self, switch) is None and getattr(self, name) != getattr(PolicyLossOptions, name):
+                    given = f"{name}={getattr(self, name)}"
+                    raise ValueError(f"{given} has no meaning with {switch}=None; leave it out, or choose a {switch}")
 
 
 _READERS: dict[str, list[str]] = {}
@@ -142,98 +157,67 @@ class Preset(NamedTuple):
 _MIN = "-min(r A, clip(r) A)"
 
 PresetName = Literal[
-    "ppo",
-    "grpo",
-    "bnpo",
-    "dr_grpo",
-    "dapo",
-    "gspo",
-    "cispo",
-    "sapo",
-    "luspo",
-    "vespo",
-    "rloo",
-    "reinforce++",
-    "gmpo",
+    Literal["ppo", "grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo"],
+    Literal["sapo", "luspo", "vespo", "rloo", "reinforce++", "gmpo", "scalerl"],
 ]
 PRESETS: dict[PresetName, Preset] = {
-    "ppo": Preset(
-        options={},
-        advantage="gae",
-        paper="arXiv:1707.06347, eq. 7",
-        equation=f"1/N sum_it {_MIN}",
-    ),
+    "ppo": Preset({}, "gae", "arXiv:1707.06347, eq. 7", f"1/N sum_it {_MIN}"),
     "grpo": Preset(
-        options={"loss_agg": "seq-mean-token-mean"},
-        advantage="group-std",
-        paper="arXiv:2402.03300, eq. 3",
-        equation=f"1/B sum_i 1/n_i sum_t {_MIN}",
+        {"loss_agg": "seq-mean-token-mean"}, "group-std", "arXiv:2402.03300, eq. 3", f"1/B sum_i 1/n_i sum_t {_MIN}"
     ),
-    "bnpo": Preset(
-        options={},
-        advantage="group-std",
-        paper="TRL's name",
-        equation=f"1/N sum_it {_MIN}, N of the local batch in TRL",
-    ),
+    "bnpo": Preset({}, "group-std", "TRL's name", f"1/N sum_it {_MIN}, N of the local batch in TRL"),
     "dr_grpo": Preset(
-        options={"loss_agg": "seq-mean-token-sum-norm"},
-        advantage="group-mean",
-        paper="arXiv:2503.20783",
-        equation=f"1/(B L) sum_it {_MIN}",
+        {"loss_agg": "seq-mean-token-sum-norm"}, "group-mean", "arXiv:2503.20783", f"1/(B L) sum_it {_MIN}"
     ),
-    "dapo": Preset(
-        options={"clip_high": 0.28},
-        advantage="group-std",
-        paper="arXiv:2503.14476, eq. 8",
-        equation=f"1/N sum_it {_MIN}",
-    ),
+    "dapo": Preset({"clip_high": 0.28}, "group-std", "arXiv:2503.14476, eq. 8", f"1/N sum_it {_MIN}"),
     "gspo": Preset(
-        options={"ratio_level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "loss_agg": "seq-mean-token-mean"},
-        advantage="group-std",
-        paper="arXiv:2507.18071, eq. 5",
-        equation="1/B sum_i -min(s_i A, clip(s_i) A)",
+        {"ratio_level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "loss_agg": "seq-mean-token-mean"},
+        "group-std",
+        "arXiv:2507.18071, eq. 5",
+        "1/B sum_i -min(s_i A, clip(s_i) A)",
     ),
     "cispo": Preset(
-        options={"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0},
-        advantage="group-std",
-        paper="arXiv:2506.13585, eq. 4",
-        equation="1/N sum_it -sg(clip(r)) A log p",
+        {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+        "group-std",
+        "arXiv:2506.13585, eq. 4",
+        "1/N sum_it -sg(clip(r)) A log p",
     ),
     "sapo": Preset(
-        options={"surrogate": "sapo", "loss_agg": "seq-mean-token-mean"},
-        advantage="group-std",
-        paper="arXiv:2511.20347",
-        equation="1/B sum_i 1/n_i sum_t -4/tau sigmoid(tau (r - 1)) A",
+        {"surrogate": "sapo", "loss_agg": "seq-mean-token-mean"},
+        "group-std",
+        "arXiv:2511.20347",
+        "1/B sum_i 1/n_i sum_t -4/tau sigmoid(tau (r - 1)) A",
     ),
     "luspo": Preset(
-        options={"ratio_level": "sequence", "clip_low": 2e-3, "clip_high": 2.5e-3, "loss_agg": "seq-mean-token-sum"},
-        advantage="group-std",
-        paper="arXiv:2602.05261",
-        equation="1/B sum_i -n_i min(s_i A, clip(s_i) A)",
+        {"ratio_level": "sequence", "clip_low": 2e-3, "clip_high": 2.5e-3, "loss_agg": "seq-mean-token-sum"},
+        "group-std",
+        "arXiv:2602.05261",
+        "1/B sum_i -n_i min(s_i A, clip(s_i) A)",
     ),
     "vespo": Preset(
-        options={"surrogate": "vespo", "ratio_level": "sequence-sum"},
-        advantage="group-std",
-        paper="arXiv:2602.10693",
-        equation="1/N sum_it -sg(W_i^k exp(lambda (1 - W_i))) A log p",
+        {"surrogate": "vespo", "ratio_level": "sequence-sum"},
+        "group-std",
+        "arXiv:2602.10693",
+        "1/N sum_it -sg(W_i^k exp(lambda (1 - W_i))) A log p",
     ),
     "rloo": Preset(
-        options={"surrogate": "policy-gradient", "loss_agg": "seq-mean-token-sum"},
-        advantage="leave-one-out",
-        paper="arXiv:2402.14740",
-        equation="1/B sum_i -A sum_t log p",
+        {"surrogate": "policy-gradient", "loss_agg": "seq-mean-token-sum"},
+        "leave-one-out",
+        "arXiv:2402.14740",
+        "1/B sum_i -A sum_t log p",
     ),
-    "reinforce++": Preset(
-        options={},
-        advantage="batch-std",
-        paper="arXiv:2501.03262",
-        equation=f"1/N sum_it {_MIN}",
-    ),
+    "reinforce++": Preset({}, "batch-std", "arXiv:2501.03262", f"1/N sum_it {_MIN}"),
     "gmpo": Preset(
-        options={"surrogate": "geo-mean", "clip_low": 0.4, "clip_high": 0.4, "loss_agg": "seq-mean-token-mean"},
-        advantage="group-std",
-        paper="arXiv:2507.20673",
-        equation="1/B sum_i -A exp(1/n_i sum_t sgn(A) min(sgn(A) log r, sgn(A) clip(log r)))",
+        {"surrogate": "geo-mean", "clip_low": 0.4, "clip_high": 0.4, "loss_agg": "seq-mean-token-mean"},
+        "group-std",
+        "arXiv:2507.20673",
+        "1/B sum_i -A exp(1/n_i sum_t sgn(A) min(sgn(A) log r, sgn(A) clip(log r)))",
+    ),
+    "scalerl": Preset(
+        {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0, "loss_agg": "prompt-mean"},
+        "group-mean-batch-std",
+        "arXiv:2510.13786",
+        "1/B sum_i 1/m_i sum_t -sg(clip(r)) A log p, m_i the mean length of the prompt's responses",
     ),
 }
 

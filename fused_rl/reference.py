@@ -176,6 +176,7 @@ def policy_loss(
     num_tokens=None,
     num_sequences=None,
     max_length=None,
+    group_lengths=None,
     ref_logprobs=None,
     kl_coef=0.0,
     kl_estimator="rk3",
@@ -196,7 +197,8 @@ def policy_loss(
             losses = losses + kl_coef * kl_estimate(
                 lp[at], ref_logprobs[at], kl_estimator, old_logprobs=old_logprobs[at]
             )
-        total = total + (losses.mean() if loss_agg == "seq-mean-token-mean" else losses.sum())
+        over = {"seq-mean-token-mean": n, "prompt-mean": None if group_lengths is None else group_lengths[i]}
+        total = total + losses.sum() / over.get(loss_agg, 1)
         count += n
 
     # divided once
@@ -204,7 +206,7 @@ def policy_loss(
     length = mask.shape[1] if max_length is None else max_length
     norm = length if loss_agg == "seq-mean-token-sum-norm" else 1
     denominator = (count if num_tokens is None else num_tokens) if loss_agg == "token-mean" else num_sequences * norm
-    return total / denominator
+    return total / (1 if loss_agg == "token-sum" else denominator)
 
 
 def _kl(logp, logq):  # sum p (log p - log q); columns without p add nothing

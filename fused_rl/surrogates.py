@@ -9,12 +9,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fused_rl.checks import NonNegative, Positive, described
-from fused_rl.estimators import tangent_exp
+from fused_rl.checks import Finite, Fraction, MayBeInf, NonNegative, Positive, described
+from fused_rl.estimators import k3, tangent_exp
 
 __all__ = [
     "RATIO_LEVELS",
+    "ROLLOUT_GATES",
     "SURROGATES",
+    "RolloutGate",
     "SurrogateOptions",
     "declares",
     "NoSequences",
@@ -77,15 +79,16 @@ class NoSequences:
         )
 
 
-def declares(*reads: str, clipped: Callable | None = None):
+def declares(*reads: str, clipped: Callable | None = None, needs_batch: bool = False):
     """Decorator for a surrogate of the library: the options that it reads, and the tokens that its bounds change.
 
     Options that only other surrogates read have no meaning beside it. `clipped` is a function of (log_ratio,
-    advantages, options) to (B, T) bool, for the metric `clipfrac`. A surrogate of yours may read any option.
+    advantages, logprobs, options) to (B, T) bool, for the metric `clipfrac`. A surrogate that `needs_batch` compares
+    the tokens of a whole update, which must therefore be one call. A surrogate of yours may read any option.
     """
 
     def declared(surrogate):
-        surrogate.reads, surrogate.clipped = reads, clipped
+        surrogate.reads, surrogate.clipped, surrogate.needs_batch = reads, clipped, needs_batch
         return surrogate
 
     return declared
@@ -107,12 +110,31 @@ class SurrogateOptions:
     """VESPO's power of the ratio for negative advantages."""
     vespo_lambda_neg: NonNegative = 2.0
     """VESPO's rate for negative advantages."""
+    dppo_cap: MayBeInf = 20.0
+    """Upper bound of the ratio as the weight of a token in DPPO (arXiv:2602.04879)."""
+    ipo_threshold: NonNegative = 0.1
+    """Largest change of a token's probability before IPO drops the token."""
+    ipo_tau: NonNegative = 1e-3
+    """Weight of IPO's squared log-ratio."""
+    dro_beta: NonNegative = 0.1
+    """Twice the weight of DRO's squared log-ratio (arXiv:2501.12599)."""
+    aspo_cap: Positive = 3.0
+    """Upper bound of ASPO's weights, which leaves every token its gradient (arXiv:2510.06062)."""
+    cov_fraction: Fraction = 2e-4
+    """Fraction of an update's tokens that KL-Cov and Clip-Cov choose, at least one token (arXiv:2505.22617)."""
+    kl_cov_coef: NonNegative = 1.0
+    """Weight of KL-Cov's penalty |log-ratio|, which the tokens of highest covariance pay."""
+    clip_cov_low: Finite = 1.0
+    """Least covariance of the tokens that Clip-Cov chooses from."""
+    clip_cov_high: MayBeInf = 5.0
+    """Largest covariance of the tokens that Clip-Cov chooses from."""
 
 
-_RATIO_AND_BOUNDS = ("ratio_level", "clip_low", "clip_high")
+_BOUNDS = ("clip_low", "clip_high")
+_RATIO_AND_BOUNDS = ("ratio_level", *_BOUNDS)
 
 
-def _beyond_the_minimum(log_ratio, advantages, options):
+def _beyond_the_minimum(log_ratio, advantages, logprobs, options):
     ratio = tangent_exp(log_ratio)
     below = ratio < 1 - options.clip_low
     if options.delta is not None:
@@ -120,14 +142,42 @@ def _beyond_the_minimum(log_ratio, advantages, options):
     return torch.where(advantages > 0, ratio > 1 + options.clip_high, (advantages < 0) & below)
 
 
-def _beyond_the_bounds(log_ratio, advantages, options):
+def _beyond_the_bounds(log_ratio, advantages, logprobs, options):
     ratio = tangent_exp(log_ratio)
     return (ratio < 1 - options.clip_low) | (ratio > 1 + options.clip_high)
 
 
-def _beyond_in_nats(log_ratio, advantages, options):
+def _beyond_in_nats(log_ratio, advantages, logprobs, options):
     above, below = log_ratio > options.clip_high, log_ratio < -options.clip_low
     return torch.where(advantages > 0, above, (advantages < 0) & below)
+
+
+def _moved(log_ratio, logprobs):  # the probability of each token, from the old policy's
+    return (logprobs.exp() - (logprobs - log_ratio).exp()).detach()
+
+
+def _beyond_in_probability(log_ratio, advantages, logprobs, options):
+    """DPPO-Binary-TV's region: bounds on the change of a token's probability."""
+    moved = _moved(log_ratio, logprobs)
+    return torch.where(advantages > 0, moved > options.clip_high, moved < -options.clip_low)
+
+
+def _beyond_in_divergence(log_ratio, advantages, logprobs, options):
+    """DPPO-Binary-KL's region: bounds, in nats, on the KL of "this token or another"."""
+    new, old = logprobs.detach(), (logprobs - log_ratio).detach()
+    rest = -torch.expm1(old)  # the probability of all other tokens; where it is 0, 0 log 0 is 0
+    tail = torch.where(rest > 0, rest * (_log1mexp(old) - _log1mexp(new)), 0)
+    divergence = old.exp() * (old - new) + tail
+    above = (divergence > options.clip_high) & (new > old)
+    return torch.where(advantages > 0, above, (divergence > options.clip_low) & (new < old))
+
+
+def _log1mexp(x):  # log(1 - exp(x)), with digits at both ends
+    return torch.where(x > -0.693, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))
+
+
+def _beyond_the_threshold(log_ratio, advantages, logprobs, options):
+    return _moved(log_ratio, logprobs).abs() > options.ipo_threshold
 
 
 def _by_sign(positive, value, other, like):
@@ -169,13 +219,90 @@ def _vespo(log_ratio, advantages, logprobs, sequences, options):
 
 
 @needs_sequences
-@declares(*_RATIO_AND_BOUNDS, clipped=_beyond_in_nats)
+@declares(*_BOUNDS, clipped=_beyond_in_nats)
 def _geo_mean(log_ratio, advantages, logprobs, sequences, options):
     """GMPO: clip each token's log-ratio as PPO clips the ratio, then the geometric mean (arXiv:2507.20673)."""
     sign = torch.sign(advantages)
     clipped = log_ratio.clamp(-options.clip_low, options.clip_high)
     pessimistic = sign * torch.minimum(sign * log_ratio, sign * clipped)
     return -tangent_exp(sequences.expand(sequences.mean(pessimistic))) * advantages
+
+
+def _reinforce(*reads, weight, beyond):
+    """REINFORCE weighted by a function of (log_ratio, advantages, options), detached; 0 for tokens out of bounds."""
+
+    @declares(*reads, clipped=beyond)
+    def surrogate(log_ratio, advantages, logprobs, sequences, options):
+        weights = weight(log_ratio.detach(), advantages, options)
+        return torch.where(beyond(log_ratio, advantages, logprobs, options), 0, -weights * advantages * logprobs)
+
+    return surrogate
+
+
+def _clamped(log_ratio, advantages, options):
+    return tangent_exp(log_ratio).clamp(1 - options.clip_low, 1 + options.clip_high)
+
+
+def _capped(log_ratio, advantages, options):
+    return tangent_exp(log_ratio).clamp(max=options.dppo_cap)
+
+
+def _inverted(log_ratio, advantages, options):
+    return tangent_exp(torch.where(advantages < 0, log_ratio, -log_ratio)).clamp(max=options.aspo_cap)
+
+
+@declares("ipo_threshold", "ipo_tau", clipped=_beyond_the_threshold)
+def _ipo(log_ratio, advantages, logprobs, sequences, options):
+    """prime-rl's default loss, IPO: DPPO's mask on either side, and a squared log-ratio (arXiv:2602.02276) on all."""
+    beyond = _beyond_the_threshold(log_ratio, advantages, logprobs, options)
+    return torch.where(beyond, 0, -advantages * tangent_exp(log_ratio)) + options.ipo_tau * log_ratio.square()
+
+
+@declares("dro_beta")
+def _dro(log_ratio, advantages, logprobs, sequences, options):
+    """DRO, Kimi k1.5's loss (arXiv:2501.12599, eq. 3): REINFORCE, and a squared log-ratio."""
+    return -advantages * logprobs + options.dro_beta / 2 * log_ratio.square()
+
+
+@declares("ratio_level")
+def _topr(log_ratio, advantages, logprobs, sequences, options):
+    """TOPR (arXiv:2503.14286, eq. 8, with sequence-sum): REINFORCE; negative advantages have the ratio up to 1."""
+    weight = torch.where(advantages > 0, 1, tangent_exp(log_ratio.detach()).clamp(max=1))
+    return -weight * advantages * logprobs
+
+
+def _covariance(advantages, logprobs, mask):
+    """(B, T): each token's part of the covariance of advantage and log-probability over `mask`; -inf elsewhere."""
+    parts = (advantages - advantages[mask].mean()) * (logprobs.detach() - logprobs.detach()[mask].mean())
+    return torch.where(mask, parts, -torch.inf)
+
+
+def _chosen(order, mask, options):
+    """(B, T) bool: the first tokens of an order, so many as the fraction says; one at least."""
+    count = max(1, int(options.cov_fraction * int(mask.sum())))
+    return torch.zeros_like(mask).flatten().index_fill(0, order[:count], True).view_as(mask)
+
+
+@needs_sequences
+@declares("cov_fraction", "kl_cov_coef", needs_batch=True)
+def _kl_cov(log_ratio, advantages, logprobs, sequences, options):
+    """KL-Cov (arXiv:2505.22617): no clip; the tokens of highest covariance pay for their log-ratio."""
+    order = _covariance(advantages, logprobs, sequences.mask).flatten().argsort(descending=True)
+    highest = _chosen(order, sequences.mask, options)
+    return -advantages * tangent_exp(log_ratio) + torch.where(highest, options.kl_cov_coef * log_ratio.abs(), 0)
+
+
+@needs_sequences
+@declares(*_BOUNDS, "cov_fraction", "clip_cov_low", "clip_cov_high", clipped=_beyond_the_minimum, needs_batch=True)
+def _clip_cov(log_ratio, advantages, logprobs, sequences, options):
+    """Clip-Cov (arXiv:2505.22617): PPO's clip, and no gradient for random tokens of high covariance."""
+    covariance = _covariance(advantages, logprobs, sequences.mask)
+    within = (covariance > options.clip_cov_low) & (covariance < options.clip_cov_high)
+    clipped = _beyond_the_minimum(log_ratio, advantages, logprobs, options)
+    places = (within & ~clipped).flatten().nonzero()[:, 0]
+    order = torch.randperm(len(places)).to(places.device)  # of the CPU's generator, whose state a checkpoint has
+    dropped = _chosen(places[order], sequences.mask, options)
+    return torch.where(dropped, 0, _clip(log_ratio, advantages, logprobs, sequences, options))
 
 
 @declares()
@@ -191,6 +318,16 @@ SURROGATES: dict[str, Callable] = {
     "vespo": _vespo,
     "geo-mean": _geo_mean,
     "policy-gradient": _policy_gradient,
+    "ipo": _ipo,
+    "dro": _dro,
+    "topr": _topr,
+    "kl-cov": _kl_cov,
+    "clip-cov": _clip_cov,
+    # arXiv:2506.13585, eq. 7; twice arXiv:2602.04879, whose old policy is the sampler's; arXiv:2510.06062
+    "cispo-masked": _reinforce(*_RATIO_AND_BOUNDS, weight=_clamped, beyond=_beyond_the_minimum),
+    "dppo-tv": _reinforce(*_BOUNDS, "dppo_cap", weight=_capped, beyond=_beyond_in_probability),
+    "dppo-kl": _reinforce(*_BOUNDS, "dppo_cap", weight=_capped, beyond=_beyond_in_divergence),
+    "aspo": _reinforce(*_BOUNDS, "aspo_cap", weight=_inverted, beyond=_beyond_the_minimum),
 }
 
 
@@ -224,9 +361,30 @@ def applied(surrogate: Callable, log_ratio, advantages, logprobs, sequences, opt
 # What weights the surrogate of each token, and nothing else of the loss: (B, T), or 1 if switched off.
 
 
+RolloutGate = Literal["geometric", "k1", "k3", "tv"]
+# Gate: (old, rollout, mean over each sequence) -> (S,), per token, so that a sequence's length does not count.
+ROLLOUT_GATES: dict[RolloutGate, Callable] = {
+    "geometric": lambda old, rollout, mean: tangent_exp(mean(old - rollout)),
+    "k1": lambda old, rollout, mean: mean(rollout - old).abs(),
+    "k3": lambda old, rollout, mean: mean(k3(rollout - old)),
+    "tv": lambda old, rollout, mean: mean((rollout.exp() - old.exp()).abs()),
+}
+
+
 def rollout_weights(old, rollout, sequences, options):
-    """Return the truncated or masked ratio of the trainer's policy to the inference engine's."""
-    if rollout is None or options.rollout_correction is None:
+    """Return the ratio of the trainer's policy to the inference engine's, truncated or masked; 0 outside the gate."""
+    if rollout is None:
+        return 1
+    weights = _correction(old, rollout, sequences, options)
+    if options.rollout_gate is None:
+        return weights
+    found = ROLLOUT_GATES[options.rollout_gate](old, rollout, sequences.mean)
+    within = (found >= options.rollout_gate_low) & (found <= options.rollout_gate_high)
+    return weights * sequences.expand(within.to(old.dtype))
+
+
+def _correction(old, rollout, sequences, options):
+    if options.rollout_correction is None:
         return 1
     level, _, how = options.rollout_correction.partition("-")
     log_ratio = old - rollout

@@ -119,7 +119,8 @@ _TOKENS = {"num_tokens": 11, "num_sequences": 5, "max_length": 9}
 
 
 def _options(preset, b):
-    return {"ref_logprobs": b.ref, "kl_coef": 0.1, **_TOKENS}, resolve_options(preset, {})
+    given = {"ref_logprobs": b.ref, "kl_coef": 0.1, "group_lengths": torch.full((len(b.mask),), 2.0), **_TOKENS}
+    return given, resolve_options(preset, {})
 
 
 def _policy(preset):

@@ -19,6 +19,7 @@ class Mutation(NamedTuple):
 
 ADVANTAGES = "tests/test_advantages.py"
 LOSSES = "tests/test_losses.py tests/test_losses_trl.py tests/test_aggregation.py"
+SURROGATES = "tests/test_surrogates.py"
 METRICS = "tests/test_loss_metrics.py"
 KL = "tests/test_kl.py -k 'value_and_gradients or far or banned'"
 LOGPROBS = "tests/test_logprobs.py -k 'values_and_every_gradient or banned or masked or shift'"
@@ -191,6 +192,15 @@ MUTATIONS = {
     "a long sequence is far however near its tokens are": Mutation(
         "fused_rl/surrogates.py", "gap = sequences.mean(behaviour", "gap = sequences.sum(behaviour", LOSSES
     ),
+    "dppo's region is open on the side of the advantage": Mutation(
+        "fused_rl/surrogates.py",
+        "torch.where(advantages > 0, moved > opt",
+        "torch.where(advantages < 0, moved > opt",
+        SURROGATES,
+    ),
+    "a gate counts tokens": Mutation(
+        "fused_rl/surrogates.py", "(old, rollout, sequences.mean)", "(old, rollout, sequences.sum)", SURROGATES
+    ),
     "lengths of sequences count padding": Mutation(
         "fused_rl/aggregation.py",
         "self.lengths = mask.long().sum(1)",
@@ -265,8 +275,8 @@ MUTATIONS = {
     ),
     "equal rewards have an advantage": Mutation(
         "fused_rl/advantages.py",
-        "return torch.where(equal, 0, centred)",
-        "return torch.where(equal, centred, centred)",
+        "return torch.where(equal, 0, found)",
+        "return torch.where(equal, found, found)",
         ADVANTAGES,
     ),
     "epsilon is enlarged for the step before": Mutation(

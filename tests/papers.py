@@ -6,6 +6,7 @@ import torch
 
 F64 = torch.float64
 B, T, V, H = 4, 6, 11, 5
+GROUP_LENGTHS = torch.tensor([2.5, 2.5, 4.0, 4.0])  # (B,), of two prompts, as prompt-mean needs them
 MASKS = ("none", "partial", "one-sequence-masked", "packed")
 # Written from the papers, not read from PRESETS: surrogate, ratio level, aggregation, clip_low, clip_high.
 PAPERS = {
@@ -22,6 +23,7 @@ PAPERS = {
     "rloo": ("policy-gradient", "token", "seq-mean-token-sum", 0.2, 0.2),
     "reinforce++": ("clip", "token", "token-mean", 0.2, 0.2),
     "gmpo": ("geo-mean", "token", "seq-mean-token-mean", 0.4, 0.4),
+    "scalerl": ("cispo", "token", "prompt-mean", 1.0, 4.0),
 }
 
 

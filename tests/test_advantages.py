@@ -42,20 +42,49 @@ def test_each_name_is_its_definition():
         "batch-std": (whole - whole.mean()) / whole.std(),
         "group-mean-batch-std": (groups - groups.mean(1, keepdim=True)) / (whole.std() + 1e-4),
     }
-    assert {*want, "gae"} == set(fused_rl.ADVANTAGES)
+    lengths = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3])
+    weights = lengths.view(2, 8) / lengths.view(2, 8).sum(1, keepdim=True)
+    want["maxrl"] = (groups - groups.mean(1, keepdim=True)) / groups.mean(1, keepdim=True)
+    want["opo"] = groups - (weights.double() * groups).sum(1, keepdim=True)
+    want["pass-at-k"] = torch.zeros_like(groups)  # the first group's best two are equal
+    want["pass-at-k"][1, 0] = 2 / (groups[1].std() + 1e-4)
+    assert {*want, "gdpo", "gae"} == set(fused_rl.ADVANTAGES)
     for advantage, values in want.items():
-        got = response_advantages(REWARDS, advantage, group_size=8)
+        got = response_advantages(REWARDS, advantage, group_size=8, lengths=lengths)
         assert got.dtype == torch.float32
         assert got.shape == (16,)
         torch.testing.assert_close(got.double(), values.view(-1), rtol=1e-6, atol=1e-6, msg=advantage)
 
 
-@pytest.mark.parametrize("advantage", fused_rl.ADVANTAGES[:5])
+def test_gdpo_compares_each_reward_alone():
+    """One reward of 0.3 on average and one of hundreds: each is divided by its own deviation before it is weighed."""
+    rewards = torch.stack([REWARDS / 3, 100 * REWARDS.flip(0)])
+    by_reward = torch.stack([response_advantages(each, "group-std", group_size=8) for each in rewards])
+    summed = by_reward[0] + 0.5 * by_reward[1]
+    got = response_advantages(rewards, "gdpo", group_size=8, weights=torch.tensor([1.0, 0.5]))
+    torch.testing.assert_close(got, (summed - summed.mean()) / summed.std())
+    with pytest.raises(ValueError, match=r"^weights must have the shape of the first dimension of rewards, \(2,\)"):
+        response_advantages(rewards, "gdpo", group_size=8, weights=torch.ones(3))
+
+
+def test_maxrl_needs_a_positive_mean_opo_lengths_and_groups_more_than_one_response():
+    assert (response_advantages(-REWARDS, "maxrl", group_size=8) == 0).all()
+    with pytest.raises(ValueError, match="^lengths must be a tensor"):
+        response_advantages(REWARDS, "opo", group_size=8)
+    for advantage in ("maxrl", "pass-at-k"):
+        with pytest.raises(ValueError, match="^group_size=1 has no other response"):
+            response_advantages(REWARDS, advantage, group_size=1)
+
+
+@pytest.mark.parametrize("advantage", fused_rl.ADVANTAGES[:-1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equal_rewards_have_advantages_of_exactly_0(advantage, dtype):
     """0.1 has no exact mean: a rounded one differs from it in the last bit, which a deviation of 0 would blow up."""
     rewards = torch.full((6,), 0.1, dtype=dtype)
-    assert (response_advantages(rewards, advantage, group_size=6) == 0).all()
+    if advantage == "gdpo":
+        assert (response_advantages(rewards[None], advantage, group_size=6, weights=rewards[:1]) == 0).all()
+        return
+    assert (response_advantages(rewards, advantage, group_size=6, lengths=torch.arange(6)) == 0).all()
     lone = torch.tensor([2.0])
     assert advantage != "batch-std" or response_advantages(lone, advantage, group_size=1) == 0
 
@@ -68,7 +97,7 @@ def test_a_standard_deviation_below_the_floor_counts_as_the_floor():
         torch.testing.assert_close(got[:2], torch.tensor([1.75, -0.25]), rtol=3e-4, atol=0)
         below = response_advantages(rewards, advantage, group_size=8, std_floor=0.3)
         assert torch.equal(below, response_advantages(rewards, advantage, group_size=8))
-    for advantage in ("group-mean", "leave-one-out"):
+    for advantage in ("group-mean", "leave-one-out", "maxrl", "opo"):
         with pytest.raises(ValueError, match="std_floor has no meaning with advantage="):
             response_advantages(rewards, advantage, group_size=8, std_floor=0.5)
 

@@ -7,7 +7,7 @@ import torch
 
 import fused_rl
 from fused_rl.aggregation import LOSS_AGGS, aggregate
-from tests.papers import F64, PAPERS, B, T, batch
+from tests.papers import F64, GROUP_LENGTHS, PAPERS, B, T, batch
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -33,13 +33,16 @@ def test_micro_batches_add_up(loss_agg, parts, dtype, tolerance):
         old = leaf.detach() + drift[0]
         options = {"preset": preset, "loss_agg": loss_agg, "kl_coef": 0.1}
         options["entropy_coef"] = 0.01
-        whole, metrics = fused_rl.policy_loss(leaf, old, advantages, mask, **tensors, **options)
+        whole, metrics = fused_rl.policy_loss(
+            leaf, old, advantages, mask, **tensors, **options, group_lengths=GROUP_LENGTHS
+        )
         options |= {"num_tokens": mask.sum(), "num_sequences": B, "max_length": T}
         total, summed = 0, dict.fromkeys(metrics, 0)
         for rows in micro_batches(parts, generator):
             length = max(1, int((mask[rows].any(0) * torch.arange(1, T + 1)).max()))
             at = (rows, slice(0, length))
             extra = {name: tensor[at] for name, tensor in tensors.items()}
+            extra["group_lengths"] = GROUP_LENGTHS[rows]
             loss, part = fused_rl.policy_loss(leaf[at], old[at], advantages[rows], mask[at], **extra, **options)
             total = total + loss
             summed = {name: summed[name] + part[name] for name in part}
@@ -52,14 +55,17 @@ def test_micro_batches_add_up(loss_agg, parts, dtype, tolerance):
 def test_aggregations_of_a_worked_example():
     losses = torch.tensor([[1.0, 1, 7, 7], [3, 3, 3, 3]])
     mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]]).bool()
-    for loss_agg, value in zip(LOSS_AGGS, (14 / 6, 2.0, 7.0, 0.875), strict=True):
-        torch.testing.assert_close(aggregate(losses, mask, loss_agg, max_length=8).item(), value)
+    options = {"max_length": 8, "group_lengths": torch.tensor([3.0, 3.0])}  # one prompt
+    for loss_agg, value in zip(LOSS_AGGS, (14 / 6, 2.0, 7.0, 0.875, 14 / 6, 14.0), strict=True):
+        torch.testing.assert_close(aggregate(losses, mask, loss_agg, **options).item(), value)
+    two = aggregate(losses, mask, "prompt-mean", group_lengths=torch.tensor([2.0, 4.0]))
+    torch.testing.assert_close(two, aggregate(losses, mask, "seq-mean-token-mean"))  # groups of one
     per_sequence = {
         "num_tokens": 12,
         "num_sequences": 4,
-        "max_length": 8,
+        **options,
     }  # twice as many in the whole step
-    for loss_agg, value in zip(LOSS_AGGS, (14 / 12, 1.0, 3.5, 0.4375), strict=True):
+    for loss_agg, value in zip(LOSS_AGGS, (14 / 12, 1.0, 3.5, 0.4375, 14 / 12, 14.0), strict=True):
         torch.testing.assert_close(aggregate(losses, mask, loss_agg, **per_sequence).item(), value)
 
 
@@ -77,6 +83,7 @@ def test_padding_changes_no_loss_and_no_metric():
         "entropy_coef": 0.01,
         "top_entropy": 0.5,
         "max_length": T,
+        "group_lengths": GROUP_LENGTHS,
     }
 
     def pad(tensor, fill):
@@ -98,7 +105,8 @@ def test_packing_changes_no_loss_and_no_metric():
     packed_advantages = advantages[torch.tensor([1, 3, 0, 2])]
     for preset, loss_agg in itertools.product(PAPERS, LOSS_AGGS):
         options = {"preset": preset, "loss_agg": loss_agg, "max_length": 7}
-        want = fused_rl.policy_loss(logprobs, old, advantages, mask, **options)
+        want = fused_rl.policy_loss(logprobs, old, advantages, mask, **options, group_lengths=GROUP_LENGTHS)
+        options["group_lengths"] = GROUP_LENGTHS[torch.tensor([1, 3, 0, 2])]
         rows = [t.reshape(1, B * T) for t in (logprobs, old, mask)]
         got = fused_rl.policy_loss(*rows[:2], packed_advantages, rows[2], sequence_ids=ids.reshape(1, -1), **options)
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-15)
@@ -109,6 +117,7 @@ def test_truncated_responses_count_as_masked():
     logprobs = torch.randn(B, T, dtype=F64) - 3
     cut = torch.tensor([False, True, False, False])
     for preset in PAPERS:
-        want = fused_rl.policy_loss(logprobs, logprobs + drift[0], advantages, mask & ~cut[:, None], preset=preset)
-        got = fused_rl.policy_loss(logprobs, logprobs + drift[0], advantages, mask, preset=preset, truncated=cut)
+        options = {"preset": preset, "group_lengths": GROUP_LENGTHS}
+        want = fused_rl.policy_loss(logprobs, logprobs + drift[0], advantages, mask & ~cut[:, None], **options)
+        got = fused_rl.policy_loss(logprobs, logprobs + drift[0], advantages, mask, truncated=cut, **options)
         torch.testing.assert_close(got, want, rtol=0, atol=0)

@@ -105,7 +105,8 @@ def test_clipfrac_is_what_the_surrogate_clips(batch, preset):
     chosen = fused_rl.PolicyLossOptions(**fused_rl.PRESETS[preset].options)
     low, high = (0.01, 0.02) if chosen.ratio_level == "sequence" else (0.1, 0.2)
     options = {"clip_low": low, "clip_high": high} if chosen.surrogate in ("clip", "cispo", "geo-mean") else {}
-    _, metrics = fused_rl.policy_loss(logprobs, old, advantages, mask, preset=preset, **options)
+    lengths = torch.ones(B)
+    _, metrics = fused_rl.policy_loss(logprobs, old, advantages, mask, preset=preset, **options, group_lengths=lengths)
     if not options:
         assert "clipfrac" not in metrics
         return

@@ -14,7 +14,7 @@ from fused_rl import presets, reference
 from fused_rl.aggregation import LOSS_AGGS
 from fused_rl.surrogates import RATIO_LEVELS, SURROGATES
 from tests.marks import diagonal
-from tests.papers import F64, MASKS, PAPERS, B, T, batch, head
+from tests.papers import F64, GROUP_LENGTHS, MASKS, PAPERS, B, T, batch, head
 
 KLS = (None, "k2", "k3", "rk3")
 
@@ -44,6 +44,7 @@ def cell(kind, kl):
     mask, ids, advantages, _, drift = batch(kind)
     old, ref = (graphs(kind)[0][0].detach() + drift).unbind()
     options = {"num_tokens": 50, "num_sequences": 9, "max_length": 16}
+    options["group_lengths"] = GROUP_LENGTHS.repeat_interleave(len(advantages) // B)
     options |= {"sequence_ids": ids} if kind == "packed" else {}
     if kl is not None:
         options |= {"kl_coef": 0.3, "kl_estimator": kl, "ref_logprobs": ref}
@@ -147,10 +148,12 @@ def test_presets_are_the_papers(preset):
         loss_agg=loss_agg,
         clip_low=clip_low,
         clip_high=clip_high,
+        group_lengths=GROUP_LENGTHS,
     )
-    loss, _ = fused_rl.policy_loss(logprobs, old, advantages, mask, preset=preset)
+    given = {"group_lengths": GROUP_LENGTHS}
+    loss, _ = fused_rl.policy_loss(logprobs, old, advantages, mask, preset=preset, **given)
     torch.testing.assert_close(loss, want, rtol=1e-12, atol=1e-13)
-    same, _ = fused_rl.policy_loss(logprobs, old, advantages, mask, **fused_rl.PRESETS[preset].options)
+    same, _ = fused_rl.policy_loss(logprobs, old, advantages, mask, **fused_rl.PRESETS[preset].options, **given)
     assert same == loss
     assert set(PAPERS) == set(fused_rl.PRESETS)
 
@@ -162,6 +165,7 @@ def test_far_from_the_old_policy_nothing_overflows(preset):
     old = torch.tensor([[-1.0, -100, -2.5], [-100, -2, -90]])
     mask = torch.ones(2, 3, dtype=torch.bool)
     options = {"ref_logprobs": old, "kl_coef": 0.1, "rollout_logprobs": -old, "preset": preset}
+    options["group_lengths"] = GROUP_LENGTHS[:2]
     for advantages in (torch.tensor([1.0, -1]), torch.tensor([-1.0, 1])):
         loss, metrics = fused_rl.policy_loss(logprobs, old, advantages, mask, **options)
         (grad,) = torch.autograd.grad(loss, logprobs)
@@ -178,7 +182,8 @@ def test_an_empty_batch_keeps_the_graph():
     logprobs = torch.zeros(2, 3, requires_grad=True)
     mask = torch.zeros(2, 3, dtype=torch.bool)
     for preset in PAPERS:
-        loss, metrics = fused_rl.policy_loss(logprobs, None, torch.ones(2), mask, preset=preset)
+        given = {"preset": preset, "group_lengths": torch.zeros(2)}
+        loss, metrics = fused_rl.policy_loss(logprobs, None, torch.ones(2), mask, **given)
         assert loss == 0
         assert all(m == 0 for m in metrics.values())
         assert (torch.autograd.grad(loss, logprobs)[0] == 0).all()

@@ -94,6 +94,8 @@ OTHERS = {  # of each option of surrogates a value that is not its default
     **{"ratio_level": "sequence", "clip_low": 0.1, "clip_high": 0.3, "delta": 3.0},
     **{f"sapo_temperature_{sign}": 2.0 for sign in ("pos", "neg")},
     **{f"vespo_{what}_{sign}": 1.0 for what in ("k", "lambda") for sign in ("pos", "neg")},
+    **{"dppo_cap": 2.0, "ipo_threshold": 0.01, "ipo_tau": 0.2, "dro_beta": 1.0, "aspo_cap": 1.5},
+    **{"cov_fraction": 0.5, "kl_cov_coef": 0.5, "clip_cov_low": -9.0, "clip_cov_high": 0.5},
 }
 
 
@@ -105,12 +107,14 @@ def test_each_of_them_has_another_value():
 def test_an_option_that_the_surrogate_does_not_read_is_refused(surrogate, name):
     """However it is given; what is the default asks for nothing, and what a surrogate reads changes its loss."""
     usual, other = ({name: value} for value in (getattr(PolicyLossOptions, name), OTHERS[name]))
-    drift = torch.tensor([[2.0, -0.1], [-2.0, 0.1]])  # of each sequence one within the bounds, and one beyond
+    generator = torch.Generator().manual_seed(0)
+    rows = -3 * torch.rand(2, 40, generator=generator) - 1e-3
+    old = (rows + 0.8 * torch.randn(2, 40, generator=generator)).clamp(max=-1e-3)  # within every bound, and beyond
+    far = {"old_logprobs": old, "mask": rows < 0, "surrogate": surrogate}
 
     def loss_of(option):
-        far = GIVEN | {"old_logprobs": ROWS - drift}
-        given = [far | {"advantages": sign * GIVEN["advantages"]} for sign in (1, -1)]
-        return torch.stack([fused_rl.policy_loss(ROWS, **g, surrogate=surrogate, **option)[0] for g in given])
+        given = [{"advantages": sign * GIVEN["advantages"], **option} for sign in (1, -1)]
+        return torch.stack([fused_rl.policy_loss(rows, **far, **each)[0] for each in given])
 
     default = loss_of(usual)
     if name in SURROGATES[surrogate].reads:

@@ -18,7 +18,7 @@ docs/trainers/grpo.md says what each option does. Left out: tools.
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -36,7 +36,7 @@ from fused_rl.trainers.policy.groups import (
     keeps_groups,
 )
 from fused_rl.trainers.policy.options import MAIN, PolicyConfig, ReferenceConfig, loss_options, needs_reference
-from fused_rl.trainers.policy.policy import Measured, Policy, in_this_update, measure, plan, rows_of
+from fused_rl.trainers.policy.policy import Measured, Policy, group_lengths, in_this_update, measure, plan, rows_of
 from fused_rl.trainers.policy.setup import Given, Make, divided, setup
 from fused_rl.trainers.rollouts.types import Prompt
 from fused_rl.trainers.run import command
@@ -52,6 +52,9 @@ class GRPOConfig(ScorerConfig, GroupConfig, ReferenceConfig, PolicyConfig):
 
     command: ClassVar = "grpo"
     main: ClassVar = (*MAIN, "group_size", "preset", "kl_coef")
+    old_logprobs: Literal["sampler"] | None = None
+    """Take ratios to the log-probabilities that the sampler reported, as dppo-tv, dppo-kl and ipo expect, without
+    rollout_correction; None takes those of the policy before the update."""
 
 
 def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
@@ -148,7 +151,10 @@ def accumulate(
     batch = groups.rollout.batch
     rollout_logprobs = groups.rollout.rollout_logprobs
     own = on_policy and rollout_logprobs is None  # a sampler with its own may be another policy
+    if policy.config.old_logprobs == "sampler":
+        rollout_logprobs = None  # they are the old ones, so that nothing is left to correct
     mask, per_trained, options = what_counts(policy, groups, measured, torch.cat(parts))
+    lengths = group_lengths(mask.sum(1), policy.config.group_size)
 
     # Rows, loss, backward, sums; the loss is https://arxiv.org/abs/2402.03300, eq. 3, or the preset's.
     sums = Sums(step)
@@ -165,6 +171,7 @@ def accumulate(
             on_policy=own,
             ref_logprobs=before.ref_logprobs,
             rollout_logprobs=rows_of(rollout_logprobs, index, width),
+            group_lengths=lengths[index],
             **options,
         )
         policy.backward(passed.loss)
@@ -201,7 +208,9 @@ def train_step(
         of_tokens = config.kl_of_tokens(measured.old_logprobs, measured.ref_logprobs, mask)
         charged = fused_rl.masked_sum(of_tokens, mask, 1)
         rewards = rewards - config.kl_coef * charged
-    advantages = advantages_of(config, rewards, groups.counts)
+    advantages = advantages_of(config, rewards, groups.counts, groups.rollout, policy.scorers)
+    if config.old_logprobs == "sampler":  # DPPO, arXiv:2602.04879: the trust region is the sampler's
+        measured.old_logprobs = groups.rollout.rollout_logprobs
 
     # Train; the sampler gets the new weights.
     metrics = update(policy, groups, measured, advantages, updates, step)

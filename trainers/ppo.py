@@ -38,7 +38,7 @@ from fused_rl.trainers.policy.critic import (
 )
 from fused_rl.trainers.policy.evaluate import evaluate
 from fused_rl.trainers.policy.options import MAIN, PolicyConfig, loss_options
-from fused_rl.trainers.policy.policy import Policy, in_this_update, measure, plan, rows_of
+from fused_rl.trainers.policy.policy import Policy, group_lengths, in_this_update, measure, plan, rows_of
 from fused_rl.trainers.policy.setup import Given, Make, divided, setup
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
@@ -157,6 +157,7 @@ def accumulate(
     chosen = in_this_update(chosen, experience.measured.entropy[index], experience.mask[index])
     options = {"options": chosen, "num_tokens": num_tokens, "num_sequences": num_sequences}
     options |= {"max_length": config.max_new_tokens}
+    lengths = group_lengths(experience.mask.sum(1), config.group_size)
 
     # Rows, loss, backward, sums: https://arxiv.org/abs/1707.06347, eq. 7 and 9.
     sums = Sums(step)
@@ -172,6 +173,7 @@ def accumulate(
             before.mask,
             ref_logprobs=before.measured.ref_logprobs,
             rollout_logprobs=rows_of(rollout_logprobs, index, width),
+            group_lengths=lengths[index],
             **options,
         )
         values = critic.values(part)

@@ -10,6 +10,7 @@ Patch before an engine is built: it compiles the entropy that it finds then.
 Not replaced: Megatron's vocabulary-parallel functions (`verl.utils.megatron`), and everything on an NPU.
 """
 
+import importlib
 import os
 
 import torch
@@ -19,13 +20,16 @@ from torch import Tensor
 from fused_rl.checks import LOGITS_DTYPES
 from fused_rl.integrations.patching import Applied, Patch
 from fused_rl.integrations.primitives import capped_kl, is_served, label_logprobs, row_entropy
+from fused_rl.integrations.registries import register as register_in
 from fused_rl.linear import linear_token_logprobs
 
-__all__ = ["patch", "unpatch"]
+__all__ = ["patch", "register", "unpatch"]
 
 _FUNCTIONAL = "verl.utils.torch_functional"
 _KL = "verl.trainer.ppo.core_algos.kl_penalty_forward"
-_FUSED_LINEAR = "verl.utils.experimental.torch_functional.FusedLinearForPPOFunction"
+_EXPERIMENTAL = "verl.utils.experimental.torch_functional"
+_FUSED_LINEAR = f"{_EXPERIMENTAL}.FusedLinearForPPOFunction"
+_LIGER = "_LIGER_FUSED_LINEAR_SCALED_CROSS_ENTROPY"
 _LINEAR = "verl.utils.kernel.linear_cross_entropy.linear_cross_entropy"
 
 
@@ -47,8 +51,14 @@ def unpatch() -> None:
     _PATCH.remove()
 
 
+def register() -> None:
+    """Add our losses and advantages to verl's, by the names that `fused_rl.integrations.registries` gives them."""
+    register_in("verl")
+
+
 def _replacements():
-    return {
+    installed = vars(importlib.import_module(_EXPERIMENTAL)).get(_LIGER) is not None  # verl 0.9.1, with liger-kernel
+    return ({f"{_EXPERIMENTAL}.{_LIGER}": LigerFusedLinear} if installed else {}) | {
         f"{_FUNCTIONAL}.logprobs_from_logits": logprobs_from_logits,
         f"{_FUNCTIONAL}.logprobs_from_logits_flash_attn": logprobs_from_logits_flash_attn,
         f"{_FUNCTIONAL}.logprobs_from_logits_naive": logprobs_from_logits_naive,
@@ -175,6 +185,16 @@ class FusedLinearForPPOFunction:
             host = _PATCH.original(_FUSED_LINEAR)
             return host.apply(hidden_states, vocab_weights, input_ids, temperature, chunk_size)
         return _scored(hidden_states, vocab_weights, input_ids, temperature)
+
+
+class LigerFusedLinear:
+    """In place of Liger's autograd function, which `FusedLinearForPPO` calls by `apply` with impl_backend="liger"."""
+
+    @staticmethod
+    def apply(hidden_states: Tensor, weight: Tensor, input_ids: Tensor, temperature: float, *options) -> tuple:
+        """Negative log-probabilities and entropies (N,), of hidden states (N, H) under a head (V, H)."""
+        logprobs, entropy = FusedLinearForPPOFunction.apply(hidden_states, weight, input_ids, temperature)
+        return -logprobs, entropy
 
 
 def linear_cross_entropy(

@@ -133,7 +133,9 @@ for advantage in fused_rl.ADVANTAGES:
 
         @case("response_advantages", advantage)
         def _response_advantages(put, advantage=advantage):
-            return [fused_rl.response_advantages(put(normal(8)), advantage, group_size=4)], []
+            rewards = put(normal(2, 8) if advantage == "gdpo" else normal(8))
+            given = {"lengths": put(normal(8).abs()), "weights": put(normal(2).abs())}
+            return [fused_rl.response_advantages(rewards, advantage, group_size=4, **given)], []
 
 
 # the count of steps before the second one, once for a group of parameters

@@ -1,11 +1,17 @@
-"""verl 0.9 patched against unpatched: each replaced function, and the patch itself."""
+"""verl 0.9 patched against unpatched: each replaced function, the patch itself, and our losses in its registries."""
 
 import functools
+import inspect
+import re
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import verl.models.transformers.dense_common
+import verl.models.transformers.monkey_patch
 import verl.trainer.distillation.losses  # noqa: F401  as the line above: it takes functions by name
+import verl.utils.experimental.torch_functional as fused_module
 import verl.utils.kernel.linear_cross_entropy as linear_module
 import verl.utils.torch_functional as verl_F
 from verl.trainer.ppo import core_algos
@@ -212,6 +218,63 @@ def test_what_the_fused_head_cannot_take_is_verls(dtype, temperature):
     theirs, ours = both(call)
     assert torch.equal(ours[0], theirs[0])
     assert torch.equal(ours[1], theirs[1])
+
+
+def test_liger_s_head_is_replaced_where_it_is_installed(monkeypatch):
+    """verl calls Liger's function by `apply`; a stand-in takes its place, as liger-kernel needs a GPU."""
+
+    class Liger:
+        apply = staticmethod(lambda *arguments: pytest.fail("Liger's function was called"))
+
+    hidden, weight, labels = head(torch.float32, (4, 6))
+    want = FusedLinearForPPO().forward(hidden, weight, labels, 0.7)
+    monkeypatch.setattr(fused_module, "_LIGER_FUSED_LINEAR_SCALED_CROSS_ENTROPY", Liger)
+    with integration.patch():
+        found = FusedLinearForPPO(impl_backend="liger").forward(hidden, weight, labels, 0.7)
+    assert fused_module._LIGER_FUSED_LINEAR_SCALED_CROSS_ENTROPY is Liger
+    for mine, other in zip(found, want, strict=True):
+        assert_close(mine, other)
+
+
+def test_verl_has_no_backend_of_a_fused_head_that_is_not_replaced():
+    """A new one would be used unpatched, and nobody would notice."""
+    chosen = inspect.getsource(verl.models.transformers.monkey_patch.patch_forward_with_backends)
+    (known,) = re.findall(r"fused_kernels_backend not in \[(.*)\]", chosen)
+    assert {*re.findall(r"\w+", known)} == {"triton", "torch", "liger"}
+    with pytest.raises(ValueError, match="Choose 'torch' or 'liger'"):
+        FusedLinearForPPO(impl_backend="another")
+
+
+def test_our_losses_and_advantages_in_verl_s_registries():
+    """Where verl has the same, it says the same: grpo, which is vanilla over means of sequences, and two estimators."""
+    integration.register()
+    generator = torch.Generator().manual_seed(0)
+    old = -3 * torch.rand(8, 6, generator=generator)
+    logprobs = old + 0.3 * torch.randn(8, 6, generator=generator)
+    mask = torch.arange(6) < torch.tensor([6, 3, 1, 5, 2, 6, 4, 3])[:, None]
+    advantages = torch.randn(8, 1, generator=generator).expand(8, 6)
+    config = SimpleNamespace(clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.2, get=lambda name, default: default)
+    config.global_batch_info = {
+        "dp_size": 2,
+        "batch_num_tokens": 50,
+        "global_batch_size": 12,
+        "loss_scale_factor": None,
+    }
+    given = {"advantages": advantages, "response_mask": mask, "loss_agg_mode": "seq-mean-token-mean", "config": config}
+
+    def graded(name):
+        function = core_algos.get_policy_loss_fn(name)
+        return value_and_gradient(lambda x: function(old, x, **given)[0], logprobs, torch.ones(()))
+
+    for mine, other in zip(graded("fused_grpo"), graded("vanilla"), strict=True):
+        assert_close(mine, other, 1e-5)
+
+    rewards = torch.rand(8, generator=generator)
+    last = torch.zeros(8, 6).scatter(1, mask.sum(1, keepdim=True) - 1, rewards[:, None])
+    groups = {"token_level_rewards": last, "response_mask": mask, "index": np.array([*"abababab"], dtype=object)}
+    for mine, theirs in (("fused_group-std", "grpo"), ("fused_opo", "opo"), ("fused_leave-one-out", "rloo")):
+        got, want = (core_algos.get_adv_estimator_fn(name)(**groups)[0] for name in (mine, theirs))
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean", "Sum"])

@@ -46,10 +46,22 @@ def test_advantages_are_the_published_numbers(options, right, wrong):
 
 def test_groups_that_do_not_count_reach_no_advantage():
     rewards, counts = torch.cat([REWARDS, torch.full((8,), 9.0)]), torch.arange(16) < 8
+    scores = {"a": REWARDS.flip(0), "b": torch.where(REWARDS == 1, torch.nan, 2.0)}  # b applies to some alone
+    short = SimpleNamespace(scores=scores, lengths=torch.arange(8))
+    other = {name: torch.cat([each, REWARDS]) for name, each in scores.items()}
+    long = SimpleNamespace(scores=other, lengths=torch.arange(16))
+    scorers = [SimpleNamespace(name="a", weight=0.5), SimpleNamespace(name="b", weight=2.0)]
     for advantage in groups.ADVANTAGES:
-        found = groups.advantages_of(config_of(group_size=8, advantage=advantage), rewards, counts)
-        alone = groups.advantages_of(config_of(group_size=8, advantage=advantage), REWARDS, counts[:8])
+        config = config_of(group_size=8, advantage=advantage)
+        found = groups.advantages_of(config, rewards, counts, long, scorers)
+        alone = groups.advantages_of(config, REWARDS, counts[:8], short, scorers)
         assert torch.equal(found[:8], alone) and (found[8:] == 0).all(), advantage
+    configs = (config_of(group_size=8, advantage=advantage) for advantage in ("gdpo", "opo"))
+    gdpo, opo = (groups.advantages_of(each, REWARDS, counts[:8], short, scorers) for each in configs)
+    normal = [(x - x.mean()) / (x.std() + 1e-4) for x in (scores["a"], scores["b"].nan_to_num())]
+    summed = 0.5 * normal[0] + 2 * normal[1]
+    torch.testing.assert_close(gdpo, (summed - summed.mean()) / summed.std())
+    torch.testing.assert_close(opo, REWARDS - (torch.arange(8) * REWARDS).sum() / 28)
 
 
 def test_the_overlong_penalty_is_dapos():

@@ -1,11 +1,15 @@
 """The loss of a GRPO step and its gradients, against fp64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+import fused_rl
 from fused_rl import reference as exact_ops
 from fused_rl.trainers import grpo
 from fused_rl.trainers.base import ranks
+from fused_rl.trainers.options import InputError
 from fused_rl.trainers.policy import groups, policy
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from tests.papers import PAPERS
@@ -70,8 +74,54 @@ def test_a_step_of_every_preset_is_its_paper(folder, exact, preset):
         kl_coef=0.1,
         kl_estimator="k3",
         max_length=LENGTH,
+        group_lengths=there.double().sum(1).view(2, GROUP).mean(1).repeat_interleave(GROUP),
     )
     assert_step_is(exact, sums["loss"], lm, loss)
+
+
+@pytest.mark.parametrize("surrogate", ["dppo-tv", "dppo-kl", "ipo", "dro", "topr", "aspo", "cispo-masked"])
+def test_a_step_of_every_other_surrogate_is_its_loss(folder, exact, surrogate):
+    """Formed token by token, in three micro-batches; tests/test_surrogates.py has the formulas."""
+    given = {"preset": "dapo", "surrogate": surrogate, "loss_agg": "token-sum"}
+    sums, lm, advantages = accumulated(folder, exact, **given)
+    logprobs, old, _, there, _ = exact_terms(exact)
+    loss, _ = fused_rl.policy_loss(logprobs, old, advantages.double(), there, **given)
+    assert_step_is(exact, sums["loss"], lm, loss)
+
+
+@pytest.mark.parametrize("options", [{"micro_batch_size": 3}, {"micro_batch_size": 8, "minibatches": 2}])
+def test_covariances_are_of_a_whole_update(folder, options):
+    """Of 8 responses: three micro-batches are refused, and so are two processes; one of each is not."""
+    config = config_of(folder, surrogate="kl-cov", verifiers=["math"], **options)
+    if options["micro_batch_size"] == 8:
+        assert grpo.arithmetic(config, 1)["optimizer updates per step"] == 2
+    with pytest.raises(
+        InputError, match="surrogate=kl-cov compares all tokens of an update, (8|4) responses: give one"
+    ):
+        grpo.arithmetic(config, 2 if options["micro_batch_size"] == 8 else 1)
+
+
+def test_ratios_to_the_samplers_log_probabilities(folder, exact, monkeypatch):
+    """What the sampler reported is old in the loss, and there is no correction beside it."""
+    config = config_of(folder, old_logprobs="sampler", preset="dapo", surrogate="dppo-tv", clip_low=1e-3, kl_every=0)
+    sampled = [row["logprobs"].detach() + row["drift"][1] for row in exact["rows"]]
+    pairs = zip(exact["responses"], sampled, strict=True)
+    reported = [replace(response, logprobs=values.tolist()) for response, values in pairs]
+    lm = tiny.load_lm(config)
+    made = fake_policy(config, Plain(lm), reported, exact["scores"])
+    made.has_reference, made.sampler.tells_logprobs, made.published = False, True, 0
+    made.model.train = lambda: None
+    monkeypatch.setattr(policy.Policy, "optimizer_step", lambda self, step: {"lr": 0.0})
+    metrics = grpo.train_step(made, exact["prompts"], 1)
+    logprobs, _, _, there, _ = exact_terms(exact)
+    old = torch.nn.utils.rnn.pad_sequence(sampled, batch_first=True)
+    advantages = groups.advantages_of(config, 0.5 * torch.tensor(exact["scores"]), torch.ones(8, dtype=torch.bool))
+    given = {"preset": "dapo", "surrogate": "dppo-tv", "clip_low": 1e-3}
+    loss, wanted = fused_rl.policy_loss(logprobs, old, advantages.double(), there, **given)
+    assert 0 < wanted["clipfrac"] < 1
+    assert metrics["policy/clipfrac_avg"] == pytest.approx(wanted["clipfrac"].item())
+    assert_step_is(exact, metrics["loss/total_avg"], lm, loss)
+    assert metrics["rollout/logprob_diff_abs"] > 0.05
 
 
 def test_clip_higher_truncated_responses_masked_and_the_entropy_bonus(folder, exact):

@@ -81,6 +81,8 @@ def test_every_option_of_the_policy_loss_is_an_option_of_the_run():
         "top_entropy": 0.5,
         "skip_impossible": True,
         "delta": 5.0,
+        "rollout_gate": "k3",
+        "cov_fraction": 0.5,
     }
     of_surrogates = {name for function in SURROGATES.values() for name in function.reads}
     for name in PolicyLossOptions.__dataclass_fields__.keys() - {"surrogate", "entropy_threshold"}:

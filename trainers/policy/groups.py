@@ -5,7 +5,7 @@ of many such groups is a small one; new prompts are drawn in their place, up to 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
@@ -26,7 +26,7 @@ from fused_rl.trainers.options import (
 from fused_rl.trainers.policy.options import LossConfig, RolloutConfig
 from fused_rl.trainers.policy.policy import Policy
 from fused_rl.trainers.rollouts.roll_out import batch_of, rollout_metrics
-from fused_rl.trainers.rollouts.types import Prompt, Rollout
+from fused_rl.trainers.rollouts.types import Prompt, Rollout, Scorer
 
 ADVANTAGES = get_args(ResponseAdvantage)
 SUMMED = ("scores", "seconds", "incidents")  # of several rollouts
@@ -55,9 +55,14 @@ class GroupConfig(RolloutConfig, LossConfig):
     needs: ClassVar = (
         Needs(
             "zero_variance",
-            lambda config: advantage_of(config) != "batch-std",
-            "has no meaning with advantage=batch-std, which compares with the whole batch, so that groups of equal "
-            "rewards teach too; leave it out, or choose --advantage group-mean-batch-std",
+            lambda config: advantage_of(config) not in ("batch-std", "gdpo"),
+            "has no meaning with advantage=batch-std or gdpo, where groups of equal rewards teach too; leave it out, "
+            "or choose --advantage group-mean-batch-std",
+        ),
+        Needs(
+            "advantage",
+            lambda config: config.advantage != "gdpo" or (not config.overlong_buffer and config.kl_in == "loss"),
+            "is of the scorers' rewards alone: give no overlong_buffer, and --kl_in loss",
         ),
         Needs(
             "max_refills",
@@ -105,15 +110,27 @@ def equal_rewards(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
     return (groups == groups[:, :1]).all(1)
 
 
-def advantages_of(config: GroupConfig, rewards: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """(B,) of `rewards` (B,) over all ranks; 0 where `counts` (B,), of whole groups and on the CPU, is False."""
+def advantages_of(
+    config: GroupConfig,
+    rewards: torch.Tensor,
+    counts: torch.Tensor,
+    rollout: Rollout | None = None,
+    scorers: Sequence[Scorer] = (),
+) -> torch.Tensor:
+    """(B,) of `rewards` (B,) over all ranks; 0 where `counts` (B,), of whole groups and on the CPU, is False.
+
+    `rollout` has the lengths for opo and, of the `scorers`, the scores for gdpo; one that does not apply scores 0.
+    """
     at = counts.nonzero()[:, 0].to(rewards.device, non_blocking=True)
-    found = fused_rl.response_advantages(
-        rewards[at],
-        advantage_of(config),
-        group_size=config.group_size,
-        process_group=ranks.all_ranks(),
-    )
+    advantage = advantage_of(config)
+    options = {"group_size": config.group_size, "process_group": ranks.all_ranks()}
+    compared = rewards
+    if advantage == "opo":
+        options["lengths"] = rollout.lengths.to(rewards.device)[at]
+    elif advantage == "gdpo":
+        compared = torch.stack([rollout.scores[scorer.name].nan_to_num() for scorer in scorers]).to(rewards.device)
+        options["weights"] = rewards.new_tensor([scorer.weight for scorer in scorers])
+    found = fused_rl.response_advantages(compared[..., at], advantage, **options)
     return torch.zeros_like(rewards, dtype=found.dtype).index_copy(0, at, found)
 
 

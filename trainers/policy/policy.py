@@ -195,6 +195,11 @@ def in_this_update(options: PolicyLossOptions, entropy: torch.Tensor, mask: torc
     return replace(options, top_entropy=None, entropy_threshold=threshold)
 
 
+def group_lengths(lengths: torch.Tensor, group_size: int) -> torch.Tensor:
+    """(B,) -> (B,) fp32: the mean length of the responses to each one's prompt in the whole rollout."""
+    return lengths.float().view(-1, group_size).mean(1).repeat_interleave(group_size)
+
+
 def plan(config: LossConfig, count: int, micro_batch_size: int, together: int = 1) -> list[list[torch.Tensor]]:
     """Return each update's micro-batches as CPU indices into `count` responses; so many neighbours stay `together`."""
     responses = torch.arange(count).view(-1, together)

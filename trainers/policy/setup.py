@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from fused_rl.surrogates import SURROGATES
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.ranks import divide_over
 from fused_rl.trainers.base.screen import phase
@@ -31,7 +32,7 @@ from fused_rl.trainers.servers.inference import Http
 from fused_rl.trainers.servers.probe import TEXT, Probe
 from fused_rl.trainers.servers.sampler import ServerSampler
 
-CORRECTIONS = ("rollout_correction", "rollout_low", "rollout_high")
+CORRECTIONS = ("rollout_correction", "rollout_low", "rollout_high", "rollout_gate", "old_logprobs")
 Make = Callable[[Sampler, object], Sampler]
 """(the sampler that the options make, the tokenizer) -> the sampler of the run."""
 
@@ -45,6 +46,11 @@ def divided(config: PolicyConfig, world: int) -> dict[str, object]:
     minibatch = local // config.minibatches
     updates = config.minibatches * config.epochs
     parts = math.ceil(minibatch / config.micro_batch_size)
+    if parts * world > 1 and getattr(SURROGATES.get(config.surrogate), "needs_batch", False):
+        raise InputError(
+            f"surrogate={config.surrogate} compares all tokens of an update, {minibatch * world} responses: give one "
+            f"process and --micro_batch_size {minibatch * world}, or another surrogate"
+        )
     return {
         "responses per step": f"{local * world} = {config.prompts_per_step} prompts x {config.group_size}",
         "responses per process and step": local,
@@ -188,7 +194,7 @@ def build_sampler(config: PolicyConfig, model, tokenizer, own: Make | None = Non
             f"sets ({type(built).__name__}): every log-probability would be off by -ln(kept mass); drop the option, or "
             "have the sampler record the sets"
         )
-    given = [name for name in CORRECTIONS if getattr(config, name) is not None]
+    given = [name for name in CORRECTIONS if getattr(config, name, None) is not None]
     if given and not built.tells_logprobs:
         raise InputError(
             f"{', '.join(given)} corrects for a sampler that differs from the policy, but here the policy itself is "

@@ -94,7 +94,7 @@ def equal_rewards(watch: Watch) -> str | None:
     advantage = watch.config.get("advantage") or (preset and preset.advantage)
     equal, solved = (watch.mean(f"frac_{what}", 2 * WINDOW) for what in ("reward_zero_std", "groups_all_solved"))
     seen = f"{equal:.0%} of the groups of the last 20 steps have equal rewards ({solved:.0%} are solved throughout)"
-    return seen if equal >= 0.75 and advantage != "batch-std" else None
+    return seen if equal >= 0.75 and advantage not in ("batch-std", "gdpo") else None
 
 
 def accuracy_lost(watch: Watch) -> str | None:
@@ -128,7 +128,7 @@ def entropy_collapsed(watch: Watch) -> str | None:
 
 def first_ratio(watch: Watch) -> str | None:
     """In fp32 a pass repeats itself to 1e-6, in bfloat16 to some hundredths."""
-    off = number(watch.now.get("val/first_ratio", 1)) - 1
+    off = 0 if watch.config.get("old_logprobs") == "sampler" else number(watch.now.get("val/first_ratio", 1)) - 1
     return f"val/first_ratio is 1{off:+.1e}, not 1" if abs(off) > (1e-6 if watch.in_fp32() else 5e-2) else None
 
 

@@ -37,7 +37,7 @@ OPTIONS = [
     *option("grpo", "temperature", "0 -1 nan inf 1e-7 1e7", TEMPERATURE),
     *option("grpo", "top_p", "0 1.5 -0.1 nan", "a number above 0, at most 1"),
     *option("grpo", "clip_high", "-0.1 nan", "a number, 0 or more, or inf"),
-    *option("grpo", "advantage", "gae", "one of group-std, .*batch-std"),
+    *option("grpo", "advantage", "gae", "one of group-std, .*pass-at-k"),
     *option("reward", "label_smoothing", "0.5 0.7 -0.1 nan", "a number from 0 to below 0.5"),
     *words("grpo ppo", "--kl-coef 1", "unknown option --kl-coef; did you mean --kl_coef"),
     *words("sft", "--lr", "lr: expected a finite number, 0 or more|--lr.*expected one argument"),
