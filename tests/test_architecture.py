@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 # Folder -> the most physical lines of Python in it.
-LINES = {"trainers": 9_900, "tests": 27_800, "bench": 7_500}
+LINES = {"trainers": 9_890, "tests": 26_700, "bench": 7_500}
 # Folder -> the folders whose modules its files may import.
 FOLDERS = {
     "kernels": {"kernels"},

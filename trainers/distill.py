@@ -78,7 +78,6 @@ def arithmetic(config: DistillConfig, world: int) -> dict[str, object]:
         "rows per step": f"{config.prompts_per_step} = {world} processes x {local}",
         "sampled responses": f"{config.group_size} to each of {config.on_policy:.0%} of the rows",
         "scores, which are only shown": check_scorers(config) if config.verifiers else "none",
-        "optimizer steps": config.in_run(1),
     }
 
 
@@ -129,8 +128,6 @@ def train_step(policy: Policy, teacher: Teacher, prompts: list[Prompt], given: l
         rollout = policy.roll_out(prompts, policy.sampling, policy.config.group_size)
         metrics, samples = rollout_metrics(rollout, {}, step), rollout.samples + given
     sampled = time.monotonic()
-
-    # Correct every token, update, and give the sampler the new weights.
     metrics |= accumulate(policy, teacher, samples, step) | policy.optimizer_step(step)
     policy.publish(step)
     ended = time.monotonic()
