@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from fused_rl.recipes import demo
 from fused_rl.trainers import distill
 from fused_rl.trainers.options import InputError
 from fused_rl.trainers.policy.policy import Policy
+from fused_rl.trainers.run.parse import parse
 from tests.trainers import tiny
 from tests.trainers.runs import assert_equal_runs, forget_after, on_ranks
 
@@ -196,6 +198,13 @@ def test_a_stopped_run_goes_on_bit_for_bit(folder, tmp_path, options):
     forget_after(tmp_path / "whole", tmp_path / "run", 2)
     trained(folder, tmp_path / "run", resume=True, **options)
     assert_equal_runs(tmp_path / "whole", tmp_path / "run")
+
+
+def test_the_recipe_takes_the_models_of_the_demo():
+    config = parse(distill.DistillConfig, ["--config", str(demo.RECIPES / "demo_distill.yaml")])
+    assert distill.arithmetic(config, 2)["rows per step"] == "128 = 2 processes x 64"
+    assert (config.model, config.teacher) == ("runs/demo/sft/model", "runs/demo/grpo/model")
+    assert demo.grpo_config(Path("runs/demo"), 1).output_dir == "runs/demo/grpo"
 
 
 def train_splits(rank, world, folder, output, direction, splits):

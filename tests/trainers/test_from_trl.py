@@ -18,7 +18,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "from_trl.md").read_text(encoding="
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("beta", "its name here is --kl_coef"),
+        ("beta", "its name here is --kl_coef; in distill --direction and --jsd_beta"),
         ("save-steps", "its name here is --save_every"),
         ("epsilon", "its name here is --clip_low and --clip_high"),
         ("num_generation", "did you mean num_generations, as in TRL? its name here is --group_size"),

@@ -37,11 +37,10 @@ def load_teacher(config, policy: Policy) -> Teacher:
     lm = language_model.load_to_sample(config.teacher, device=policy.device, **reading).requires_grad_(False)
     teacher = language_model.LanguageModel(lm, "linear")
 
-    # One of the heads may be padded to more rows; and ZeRO 3 is about to partition the teacher's.
+    # One of the heads may be padded to more rows. ZeRO 3 partitions the parameters, and these tensors stay whole.
     vocab = policy.model.module.base.config.get_text_config().vocab_size
-    head = _first(vocab, teacher.head.weight.detach(), teacher.head.bias)
-    if config.zero_stage == 3:
-        head = tuple(None if part is None else part.clone() for part in head)
+    bias = None if teacher.head.bias is None else teacher.head.bias.detach()
+    head = _first(vocab, teacher.head.weight.detach(), bias)
     return Teacher(engine.initialize_frozen(teacher, config), head)
 
 
