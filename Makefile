@@ -46,6 +46,10 @@ demo-reward: $(VENV)/installed  ## train a reward model on preference pairs, on 
 demo-ppo: $(VENV)/installed  ## warm start, reward model, then PPO against it, on 2 CPU cores: about 7 minutes
 	$(BIN)/python -m fused_rl.recipes.demo_ppo
 
+.PHONY: demo-distill
+demo-distill: $(VENV)/installed  ## the demo's model teaches its own warm start, after `make demo` where that is missing: under 3 minutes
+	$(BIN)/python -m fused_rl.recipes.demo_distill
+
 .PHONY: test
 test: $(VENV)/installed  ## the cheapest test of every guarantee: 3 minutes on 2 cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not mutations and not server"

@@ -234,6 +234,30 @@ MUTATIONS = {
         "taken = run.order.first(0)",
         "tests/trainers/test_dpo.py -k 'stopped or trls'",
     ),
+    "a student is corrected at its own temperature": Mutation(
+        "trainers/policy/teacher.py",
+        "config.distill_temperature",
+        "config.temperature",
+        "tests/trainers/test_distill.py -k fp64",
+    ),
+    "a micro-batch is divided by its own tokens": Mutation(
+        "trainers/distill.py",
+        "divergence.sum() / num_tokens",
+        "divergence.mean()",
+        "tests/trainers/test_distill.py -k fp64",
+    ),
+    "responses that make ranks even count": Mutation(
+        "trainers/distill.py",
+        "samples[:count] + fill",
+        "samples",
+        "tests/trainers/test_distill.py -k agree",
+    ),
+    "the teacher and the student are exchanged in the mixture": Mutation(
+        "fused_rl/linear_jsd.py",
+        "p + math.log1p(-beta), q + math.log(beta)",
+        "q + math.log1p(-beta), p + math.log(beta)",
+        "tests/test_linear_kl.py -k mixture",
+    ),
     "smoothed labels are exchanged": Mutation(
         "fused_rl/preferences.py",
         "(1 - label_smoothing) * LOSSES[loss_type](lead)",

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import fused_rl
+from fused_rl.linear_jsd import ROWS, linear_token_jsd
 from tests.heads import (
     CUTS,
     FP32,
@@ -59,3 +60,25 @@ def test_kl_retained_frozen_and_empty():
     assert torch.equal(trained, kl)
     assert all(x.grad is None for x in live.values())
     assert not fused_rl.linear_token_kl(*(x.detach() for x in leaves[:2]), **live).requires_grad
+
+
+@pytest.mark.parametrize("beta", [0.5, 0.1])
+def test_any_mixture_of_jensen_shannon(beta):
+    """Against plain softmax in fp64, with biases, a softcap and random upstream gradients; two blocks of rows."""
+    leaves, _, _ = make((ROWS + 3, 37, 16), FP32)
+    ref = reference_head((ROWS + 3, 37, 16), FP32)
+    upstream = torch.rand(ROWS + 3)
+    options = {"temperature": 0.7, "softcap": 5.0}
+    found = linear_token_jsd(*leaves[:2], **ref, bias=leaves[2], beta=beta, **options)
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    heads = (wide, [ref[name].double() for name in ("ref_hidden", "ref_weight", "ref_bias")])
+    p, q = (torch.softmax(5 * torch.tanh((h @ w.T + b) / 5) / 0.7, -1) for h, w, b in heads)
+    m = beta * q + (1 - beta) * p
+    wanted = (beta * q * (q / m).log() + (1 - beta) * p * (p / m).log()).sum(-1)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
+    gradients = torch.autograd.grad(found, leaves, upstream)
+    for ours, theirs in zip(gradients, torch.autograd.grad(wanted, wide, upstream.double()), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5 * theirs.abs().max().item())
+    if beta == 0.5:
+        plain = fused_rl.linear_token_kl(*leaves[:2], **ref, bias=leaves[2], direction="jensen-shannon", **options)
+        torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-6)

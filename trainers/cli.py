@@ -10,6 +10,7 @@ COMMANDS = {
     "sft": "fused_rl.trainers.sft",
     "reward": "fused_rl.trainers.reward",
     "dpo": "fused_rl.trainers.dpo",
+    "distill": "fused_rl.trainers.distill",
     "ppo": "fused_rl.trainers.ppo",
     "grpo": "fused_rl.trainers.grpo",
     "eval": "fused_rl.trainers.commands.eval",
@@ -17,11 +18,13 @@ COMMANDS = {
     "demo": "fused_rl.recipes.demo",
     "demo-reward": "fused_rl.recipes.demo_reward",
     "demo-ppo": "fused_rl.recipes.demo_ppo",
+    "demo-distill": "fused_rl.recipes.demo_distill",
 }
 SUMMARIES = {
     "sft": "supervised fine-tuning on prompts and completions",
     "reward": "a reward model from chosen and rejected responses",
     "dpo": "a policy from chosen and rejected responses",
+    "distill": "a student from a teacher that corrects its responses",
     "ppo": "PPO: RL with a critic, from any scorers",
     "grpo": "GRPO: RL by comparing the responses to one prompt",
     "eval": "how many problems a model solves: greedy and pass@k",
@@ -29,10 +32,12 @@ SUMMARIES = {
     "demo": "a small model learns sums by grpo, on two CPU cores",
     "demo-reward": "a reward model for these sums",
     "demo-ppo": "ppo against that reward model",
+    "demo-distill": "the demo's model teaches its own warm start",
 }
 # Extra -> what it brings that a command imports, and the commands that import it.
 TRAIN = ("pydantic", "deepspeed", "transformers", "datasets", "peft", "rich", "tensorboard", "matplotlib")
-EXTRAS = {"train": (TRAIN, tuple(COMMANDS)), "demo": (("reasoning_gym",), ("demo", "demo-reward", "demo-ppo"))}
+DEMOS = tuple(name for name in COMMANDS if name.startswith("demo"))
+EXTRAS = {"train": (TRAIN, tuple(COMMANDS)), "demo": (("reasoning_gym",), DEMOS)}
 
 
 def lacking(command: str) -> tuple[list[str], list[str]]:

@@ -40,6 +40,7 @@ Positive = Annotated[float, "a finite number above 0"]
 NonNegative = Annotated[float, "a finite number, 0 or more"]
 Unit = Annotated[float, "a number from 0 to 1"]
 PositiveFraction = Annotated[float, "a number above 0, at most 1"]
+Fraction = Annotated[float, "a number above 0, below 1"]
 Decay = Annotated[float, "a number from 0 to below 1"]
 Smoothing = Annotated[float, "a number from 0 to below 0.5"]
 Temperature = Annotated[float, "a number from 1e-06 to 1e+06"]
@@ -49,6 +50,7 @@ Seed = Annotated[int, "a whole number from 0 to 2^31 - 1"]
 
 RANGES = checks.RANGES | {
     "a number from 0 to below 1": lambda x: 0 <= x < 1,
+    "a number above 0, below 1": lambda x: 0 < x < 1,
     "a number from 1e-06 to 1e+06": lambda x: checks.LEAST_TEMPERATURE <= x <= checks.MOST_TEMPERATURE,
     "a whole number above 0": lambda x: x > 0,
     "a whole number, 0 or more": lambda x: x >= 0,
@@ -385,7 +387,7 @@ class StepsConfig(Options):
     """The option that says how many rows a step takes."""
 
     steps: PositiveInt | None = None
-    """Optimizer updates of sft and reward, rollouts of grpo and ppo; None is 100, or follows from num_train_epochs."""
+    """Optimizer updates; of grpo and ppo rollouts; None is 100, or follows from num_train_epochs."""
     num_train_epochs: Positive | None = None
     """Passes over the training rows, such as 1.5; replaces steps."""
 

@@ -240,7 +240,8 @@ def train(
     """Run the whole training, on what is given or on what the config names; return the trained model's folder."""
     # Tokenizer, scorers, rows, models.
     config = with_scorers(planned(config), scorers)
-    prepared = setup(config, arithmetic, load_for_policy, (dataset, eval_dataset), sampler, config.critic)
+    critics = {} if config.critic is None else {"critic": config.critic}
+    prepared = setup(config, arithmetic, load_for_policy, (dataset, eval_dataset), sampler, critics)
     config, run, held_out = prepared.config, prepared.run, prepared.held_out
     critic = load_critic(config, prepared.tokenizer, run.device, prepared.updates)
     policy = prepared.load_policy(frozen=config.critic_only > 0)

@@ -32,6 +32,6 @@ def test_a_panel_has_the_keys_that_the_run_has(monkeypatch, tmp_path):
 
 
 def test_columns_and_panels_are_of_metrics():
-    every = set().union(*map(tiny.usual, ("sft", "reward", "grpo", "ppo")))
+    every = set().union(*map(tiny.usual, ("sft", "reward", "distill", "grpo", "ppo")))
     every |= {"frac_groups_all_solved", "frac_groups_none_solved"}  # not of every run
     assert set(chain(*PANELS.values(), *COLUMNS.values())) <= every

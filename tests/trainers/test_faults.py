@@ -31,6 +31,10 @@ GOOD = {
     ],
     "reward": [*TRAIN, *shlex.split("--dataset pairs.jsonl --batch_size 2 --normalize_pairs 2")],
     "dpo": [*TRAIN, *shlex.split("--dataset pairs.jsonl --batch_size 2")],
+    "distill": [
+        *TRAIN,
+        *shlex.split("--dataset rows.jsonl --teacher model --eval_size 0 --prompts_per_step 4 --max_new_tokens 4"),
+    ],
     "ppo": [
         *TRAIN,
         *shlex.split("--dataset rows.jsonl --verifiers judges:even --eval_size 0 --prompts_per_step 4 --minibatches 2"),
@@ -127,6 +131,7 @@ RUNS = {
     "grpo": [*GOOD["grpo"], *LONG, "--minibatches", "2", "--eval_samples", "1"],
     "reward": [*GOOD["reward"], *LONG, "--zero_stage", "2"],
     "dpo": [*GOOD["dpo"], *LONG],
+    "distill": [*GOOD["distill"], *LONG],
     "ppo": [*GOOD["ppo"], *LONG],
 }
 AIMED = {
@@ -138,6 +143,7 @@ AIMED = {
     ],
     "reward": [Moment(2, "unfinished-step-3"), Moment(1, "evaluation.json"), Moment(1, "curves.png")],
     "dpo": [Moment(2, "unfinished-step-2"), Moment(1, "unfinished-model", 0.01)],
+    "distill": [Moment(2, "unfinished-step-3"), Moment(1, "curves.png")],
     "ppo": [Moment(1, "unfinished-critic"), Moment(1, "unfinished-model")],
 }
 WHOLE = ("--zero_stage", "3", "--stage3_param_persistence_threshold", "0")

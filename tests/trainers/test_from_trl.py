@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from fused_rl.trainers import grpo, ppo, reward, sft
+from fused_rl.trainers import distill, grpo, ppo, reward, sft
 from fused_rl.trainers.base.text import NAMES, unknown
 from fused_rl.trainers.options import names_of
 from tests.trainers import tiny
 
-CONFIGS = (sft.SFTConfig, reward.RewardConfig, grpo.GRPOConfig, ppo.PPOConfig)
+CONFIGS = (sft.SFTConfig, reward.RewardConfig, distill.DistillConfig, grpo.GRPOConfig, ppo.PPOConfig)
 KNOWN = set().union(*map(names_of, CONFIGS))
 PAGE = (Path(__file__).parents[2] / "docs" / "from_trl.md").read_text(encoding="utf-8")
 
@@ -18,7 +18,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "from_trl.md").read_text(encoding="
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("beta", "its name here is --kl_coef"),
+        ("beta", "its name here is --kl_coef; in distill --direction and --jsd_beta"),
         ("save-steps", "its name here is --save_every"),
         ("epsilon", "its name here is --clip_low and --clip_high"),
         ("num_generation", "did you mean num_generations, as in TRL? its name here is --group_size"),

@@ -1,7 +1,5 @@
 """What a language model's forward returns for its options, and two models whose hidden states meet."""
 
-from contextlib import ExitStack
-
 import pytest
 import torch
 
@@ -17,7 +15,6 @@ from tests.trainers import tiny
 CPU = torch.device("cpu")
 ASKED = {
     "logits": {"want_logits": True},
-    "hidden": {"want_hidden": True},
     "loss": {"token_loss": lambda logp, _: -logp},
 }
 
@@ -43,7 +40,7 @@ def batch():
     return make_batch([[1, 70, 71, 72], [1, 80]], [[90, 91, 3], [92, 93, 94, 95, 96]], 0, "cpu")
 
 
-@pytest.mark.parametrize("wanted", [(), ("logits",), ("hidden",), ("loss",), ("logits", "hidden", "loss")])
+@pytest.mark.parametrize("wanted", [(), ("logits",), ("loss",), ("logits", "loss")])
 def test_what_is_not_wanted_is_none_and_the_rest_is_unchanged(folders, wanted):
     lm, given = load(folders, folders[0]), batch()
     inputs = (given.input_ids, given.response_mask, 0.7)
@@ -68,25 +65,25 @@ def test_a_model_that_is_not_the_runs_own_is_loaded_by_its_name_and_frozen(folde
         load(folders, f"{tmp_path}/nothing")
 
 
-def kl_of_heads(lm, rows, ref_lm, ref_rows):
-    """Under ZeRO 3 the heads are whole inside alone."""
-    biases = {"bias": lm.head.bias, "ref_bias": ref_lm.head.bias}
-    with ExitStack() as stack:
-        for head in (lm.head, ref_lm.head):
-            stack.enter_context(engine.whole(head.weight))
-        return fused_rl.linear_token_kl(
-            rows.hidden, lm.head.weight, ref_rows.hidden, ref_lm.head.weight, temperature=0.7, **biases
-        )
+def kl_of_heads(policy, reference, ref_weight):
+    """The hidden states of the reference meet the policy's in its forward pass, where its head is whole."""
+    given = batch()
+    inputs = (given.input_ids, given.response_mask)
+    ref_hidden = reference(*inputs, through=lambda hidden, _: hidden)
+
+    def meet(hidden, lm):
+        return fused_rl.linear_token_kl(hidden, lm.head.weight, ref_hidden, ref_weight, temperature=0.7)
+
+    return policy(*inputs, through=meet)
 
 
 @torch.no_grad()
 def test_hidden_states_of_two_models_meet_in_the_exact_kl(folders):
     policy, teacher, given = load(folders, folders[0]), load(folders, folders[1]), batch()
-    both = {"want_hidden": True, "want_logits": True}
-    rows, ref_rows = (lm(given.input_ids, given.response_mask, 0.7, **both) for lm in (policy, teacher))
+    rows, ref_rows = (lm(given.input_ids, given.response_mask, want_logits=True) for lm in (policy, teacher))
     expected = fused_rl.token_kl(rows.logits, ref_rows.logits, temperature=0.7)
     assert expected.min() > 0.1
-    torch.testing.assert_close(kl_of_heads(policy, rows, teacher, ref_rows), expected)
+    torch.testing.assert_close(kl_of_heads(policy, teacher, teacher.head.weight), expected)
 
 
 def ask_under_zero_3(rank, world, folders):
@@ -94,14 +91,14 @@ def ask_under_zero_3(rank, world, folders):
     config = config_of(folders, zero_stage=3, stage3_param_persistence_threshold=0)
     engine.setup(rank)
     lm, ref_lm = load(folders, folders[0], zero_stage=3), load(folders, folders[1], zero_stage=3)
+    ref_weight = ref_lm.head.weight.clone()
     policy, reference = engine.initialize(lm, config, config, 1), engine.initialize_frozen(ref_lm, config)
     assert lm.head.weight.shape == (0,) and ref_lm.head.weight.shape == (0,)
     given = batch()
     inputs = (given.input_ids, given.response_mask, 0.7)
-    wanted = {"want_logits": True, "want_hidden": True}
     with torch.no_grad():
-        rows, ref_rows = policy(*inputs, **wanted), reference(*inputs, **wanted)
-        kl = kl_of_heads(lm, rows, ref_lm, ref_rows)
+        rows = policy(*inputs, want_logits=True)
+        kl = kl_of_heads(policy, reference, ref_weight)
     scored = policy(*inputs, **ASKED["loss"])
     policy.backward(scored.loss)
     norm = engine.optimizer_step(policy, 1)["optim/grad_norm"]

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from fused_rl.trainers import dpo, grpo, ppo, reward, sft
+from fused_rl.trainers import distill, dpo, grpo, ppo, reward, sft
 from fused_rl.trainers.run.logger import Logger
 from tests.trainers import tiny
 from tests.trainers.runs import grpo_config, sft_config
@@ -32,14 +32,18 @@ def test_every_key_that_a_run_logs_stands_in_the_table_and_every_row_is_logged(f
     of_pairs = tiny.jsonl(tmp_path / "pairs.jsonl", pairs)
     scorers = {"verifiers": ["math", "tests.trainers.tiny:first_is_odd"], "rollout_correction": "token-truncate"}
     scorers["solved_at"] = [0.0, 1.0]  # so that some responses of random weights are right
-    folders = {name: str(tmp_path / name) for name in ("sft", "reward", "dpo", "grpo", "ppo")}
+    folders = {name: str(tmp_path / name) for name in ("sft", "reward", "dpo", "distill", "grpo", "ppo")}
 
     # A run of each, with what makes a metric appear.
     sft.train(sft_config(files, folders["sft"], **few))
     reward.train(reward.RewardConfig(model=model, dataset=of_pairs, output_dir=folders["reward"], batch_size=8, **few))
     dpo.train(dpo.DPOConfig(model=model, dataset=of_pairs, output_dir=folders["dpo"], batch_size=8, **few))
     grpo.train(grpo_config(files, folders["grpo"], **few, **scorers), sampler=tiny.Telling)
-    config = {"prompts_per_step": 4, "group_size": 4, "minibatches": 1, "max_new_tokens": 6, "eval_samples": 2}
+    config = {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 6, "eval_samples": 2}
+    judged = {"verifiers": scorers["verifiers"], "solved_at": scorers["solved_at"]}
+    given = {"model": model, "teacher": model, "dataset": rows, "output_dir": folders["distill"]}
+    distill.train(distill.DistillConfig(**given, **config, **few, **judged))
+    config["minibatches"] = 1
     config |= {"model": model, "dataset": rows, "critic": tiny.reward_folder(tmp_path / "critic", model)}
     ppo.train(ppo.PPOConfig(output_dir=folders["ppo"], **config, **few, **scorers), sampler=tiny.Telling)
 

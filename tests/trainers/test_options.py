@@ -8,7 +8,7 @@ import pytest
 
 from fused_rl.presets import PolicyLossOptions, resolve_options
 from fused_rl.surrogates import SURROGATES
-from fused_rl.trainers import dpo, grpo, ppo, reward, sft
+from fused_rl.trainers import distill, dpo, grpo, ppo, reward, sft
 from fused_rl.trainers.commands import eval
 from fused_rl.trainers.options import InputError, in_words, kinds_of, to_yaml
 from fused_rl.trainers.policy import options
@@ -22,6 +22,7 @@ TRAINERS = {
     "sft": sft.SFTConfig,
     "reward": reward.RewardConfig,
     "dpo": dpo.DPOConfig,
+    "distill": distill.DistillConfig,
     "grpo": grpo.GRPOConfig,
     "ppo": ppo.PPOConfig,
 }

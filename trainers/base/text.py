@@ -79,8 +79,9 @@ NAMES: dict[str, str] = {
     "max_seq_length": "--max_length",
     "assistant_only_loss": "--assistant_turns all",
     "center_rewards_coefficient": "--centering",
-    # GRPO and PPO.
-    "beta": "--kl_coef",
+    # GRPO, PPO and distillation.
+    "beta": "--kl_coef; in distill --direction and --jsd_beta",
+    "teacher_model_name_or_path": "--teacher",
     "num_generations": "--group_size",
     "num_iterations": "--epochs",
     "steps_per_generation": "--minibatches",

@@ -18,7 +18,7 @@ from fused_rl.trainers.options import EngineConfig, InputError, ModelConfig
 
 
 class Scored(NamedTuple):
-    """The scores of tokens, (B, T - 1) fp32 in nats, 0 where masked; logits and hidden states of the N that count."""
+    """The scores of tokens, (B, T - 1) fp32 in nats, 0 where masked; logits of the N that count."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -26,8 +26,6 @@ class Scored(NamedTuple):
     """() the sum of `token_loss`; beside it the two above have no gradient."""
     logits: torch.Tensor | None = None
     """(N, V) of the whole vocabulary, at temperature 1."""
-    hidden: torch.Tensor | None = None
-    """(N, H) that the head meets: with those of another model the arguments of `fused_rl.linear_token_kl`."""
 
 
 class LanguageModel(nn.Module):
@@ -75,7 +73,7 @@ class LanguageModel(nn.Module):
         token_loss=None,
         per_token=(),
         want_logits=False,
-        want_hidden=False,
+        through=None,
     ) -> Scored:
         """Score each token by those before it: row t of (B, T - 1) is token t + 1.
 
@@ -88,16 +86,20 @@ class LanguageModel(nn.Module):
             support: the set that each of the mask.sum() tokens was sampled from; the softmax is over these sets.
             token_loss: a loss of single tokens, as `fused_rl.linear_token_loss` takes it; requests `loss`.
             per_token: (B, T - 1) tensors that `token_loss` takes.
-            want_logits, want_hidden: request `logits` and `hidden`.
+            want_logits: request `logits`.
+            through: a function of the (N, H) hidden states that predict the tokens that count, and of this model, with
+                the head whole under ZeRO 3 too; its result is returned in place of scores (not with loss_from=logits).
         """
         places = mask.flatten().nonzero()[:, 0] if places is None else places
-        targets, hidden, loss = input_ids[:, 1:].flatten()[places], None, None
+        targets, loss = input_ids[:, 1:].flatten()[places], None
         if self.loss_from == "logits":
             logits = self._states(self.base, "logits", input_ids, places, packed)  # soft-capped, where the model is so
             rows = fused_rl.token_logprobs(logits, targets, temperature=temperature, support=support)
         else:
             # Hidden states that predict a token that counts, and only they, meet the head.
             hidden = self._states(self.base.base_model, "last_hidden_state", input_ids, places, packed)
+            if through is not None:
+                return through(hidden, self)
             saves = token_loss is not None and support is None and not want_logits
             fused = (token_loss, *(tensor.flatten()[places] for tensor in per_token)) if saves else None
             rows, logits = self._through_head(hidden, targets, temperature, support, fused, want_logits)
@@ -107,7 +109,7 @@ class LanguageModel(nn.Module):
         if token_loss is not None and loss is None:
             loss = fused_rl.masked_sum(token_loss(logprobs, entropy, *per_token), mask)
             logprobs, entropy = logprobs.detach(), entropy.detach()
-        return Scored(logprobs, entropy, loss, logits if want_logits else None, hidden if want_hidden else None)
+        return Scored(logprobs, entropy, loss, logits if want_logits else None)
 
     def _through_head(self, hidden, targets, temperature, support, fused, want_logits: bool):
         """Return the rows of hidden states (N, H), with the loss of `fused` if that is one, and their logits if wanted.

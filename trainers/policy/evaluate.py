@@ -1,6 +1,6 @@
 """Held-out evaluation: of a policy during a run, and what it shares with `fused-rl eval`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from fused_rl.trainers.policy.policy import Policy, measure
 from fused_rl.trainers.rollouts.roll_out import as_rows, sample_of
 from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
 from fused_rl.trainers.rollouts.solved import judged, outcome_sums, outcomes, pass_at, why_unknown
-from fused_rl.trainers.rollouts.types import Prompt, Rollout, Scorer
+from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sample, Scorer
 
 
 @dataclass
@@ -32,8 +32,12 @@ def share_of_rank(prompts: list[Prompt]) -> HeldOut:
 
 
 @torch.no_grad()
-def evaluate(policy: Policy, held_out: HeldOut) -> tuple[dict[str, float], list[dict]]:
-    """Greedy and sampled accuracy on held-out problems, and a few responses; leaves the random state as it was."""
+def evaluate(
+    policy: Policy, held_out: HeldOut, further: Callable[[list[Sample], int], dict[str, float]] | None = None
+) -> tuple[dict[str, float], list[dict]]:
+    """Greedy and sampled accuracy on held-out problems, a few responses, and what `further` returns of those sampled
+    here, of which the first so many count; leaves the random state as it was.
+    """
     config = policy.config
     k = config.eval_samples
     count = held_out.count
@@ -56,6 +60,7 @@ def evaluate(policy: Policy, held_out: HeldOut) -> tuple[dict[str, float], list[
     if measured.kl is not None:
         found["kl_exact"] = totals["kl_exact"] / totals["problems"]
     found |= {key: struck + sampled.incidents[key] for key, struck in greedy.incidents.items()}
+    found |= {} if further is None else further(sampled.samples, count * k)
     metrics = {f"eval/{name}": value for name, value in found.items()}
 
     # To look at: always the same held-out problems, and some of what the last step trained on.
@@ -84,9 +89,9 @@ def solved_sums(scorers: Sequence[Scorer], greedy: Rollout, sampled: Rollout, co
 def solved_metrics(scorers: Sequence[Scorer], totals: dict[str, float]) -> dict[str, float]:
     """Return accuracy, pass@k, score and lengths from sums over all ranks; no accuracy if no response was judged."""
     known = totals["judged"] > 0
-    names = ["score"]
+    names = ["score"] if scorers else []
     if known:
         names += [name for name in totals if name.startswith(("accuracy_", "pass_at_"))]
-    elif ranks.rank() == 0:
+    elif scorers and ranks.rank() == 0:
         tell(why_unknown(scorers, round(totals["problems"] + totals["responses"])))
     return {name: totals[name] / totals["problems"] for name in names} | outcomes(totals, known)

@@ -1,4 +1,4 @@
-"""The options that PPO and GRPO share: rollouts, the loss, and the KL to a reference."""
+"""The options that PPO and GRPO share: rollouts, which distillation has too, the loss, and the KL to a reference."""
 
 import functools
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -67,8 +67,8 @@ class LossConfig(_OfTheLoss):
     """Passes over a rollout."""
 
 
-class PolicyConfig(RolloutConfig, LossConfig, RunConfig):
-    """Rollouts, their evaluation, and the policy loss."""
+class SamplingRunConfig(RolloutConfig, RunConfig):
+    """Rollouts, and their evaluation."""
 
     eval_samples: PositiveInt = 4
     """Sampled responses per held-out problem: k of pass@k."""
@@ -83,6 +83,10 @@ class PolicyConfig(RolloutConfig, LossConfig, RunConfig):
             "--server, or --zero_stage 2",
         ),
     )
+
+
+class PolicyConfig(SamplingRunConfig, LossConfig):
+    """Rollouts, their evaluation, and the policy loss."""
 
 
 def loss_options(config: LossConfig, **changes) -> PolicyLossOptions:

@@ -1,8 +1,8 @@
-"""The setup of PPO and GRPO, which is the same: a step's batch, the rows and scorers, the policy and its sampler."""
+"""The setup of every trainer that samples: a step's batch, the rows and scorers, the policy and its sampler."""
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from fused_rl.trainers.models.language_model import check_fits
 from fused_rl.trainers.models.packing import agreed_costs
 from fused_rl.trainers.options import InputError
 from fused_rl.trainers.policy.evaluate import HeldOut, share_of_rank
-from fused_rl.trainers.policy.options import PolicyConfig
+from fused_rl.trainers.policy.options import PolicyConfig, SamplingRunConfig
 from fused_rl.trainers.policy.policy import Policy
 from fused_rl.trainers.rollouts.generate import TransformersSampler
 from fused_rl.trainers.rollouts.lag import Ahead, CopySampler
@@ -28,6 +28,7 @@ from fused_rl.trainers.rollouts.roll_out import prompts_of
 from fused_rl.trainers.rollouts.sampling import Seeds
 from fused_rl.trainers.rollouts.types import Prompt, Sampler, Scorer
 from fused_rl.trainers.run.loop import Run
+from fused_rl.trainers.run.store import NOTHING
 from fused_rl.trainers.servers.inference import Http
 from fused_rl.trainers.servers.probe import TEXT, Probe
 from fused_rl.trainers.servers.sampler import ServerSampler
@@ -67,7 +68,7 @@ class Setup:
     """A run with everything but its models."""
 
     run: Run
-    config: PolicyConfig
+    config: SamplingRunConfig
     """With the steps that its passes over the prompts come to, and the scorers that were chosen."""
     tokenizer: object
     scorers: Sequence[Scorer]
@@ -96,12 +97,12 @@ class Setup:
 
 
 def setup(
-    config: PolicyConfig,
+    config: SamplingRunConfig,
     arithmetic: Callable,
     load_scorers: Callable,
     rows: tuple[Given, Given] = (None, None),
     sampler: Make | None = None,
-    critic: str | None = None,
+    models: Mapping[str, str] = NOTHING,  # beside those of the config, by option
 ) -> Setup:
     """Begin a run, read all but its models, and compare it with the other processes and the run that is resumed."""
     run = Run(config, arithmetic)
@@ -112,13 +113,12 @@ def setup(
         prompts, held_out = load_prompts(config, tokenizer, scorers, read)
         if config.sampler is not None:  # a name that is none is refused before a model is read
             load_function("sampler", config.sampler)
-    models = config.reward_models() | ({} if critic is None else {"critic": critic})
-    config = run.check_inputs(config, tokenizer, models, rows=prompts, held_out=held_out)
+    config = run.check_inputs(config, tokenizer, config.reward_models() | models, rows=prompts, held_out=held_out)
     return Setup(run, config, tokenizer, scorers, prompts, share_of_rank(held_out), sampler)
 
 
 def load_prompts(
-    config: PolicyConfig, tokenizer, scorers: Sequence[Scorer], rows: tuple[Rows, Rows] | None = None
+    config: SamplingRunConfig, tokenizer, scorers: Sequence[Scorer], rows: tuple[Rows, Rows] | None = None
 ) -> tuple[list[Prompt], list[Prompt]]:
     """Return the prompts to train on and the held-out ones; every scorer checks each row."""
     encoder = encode.Encoder.of(config, tokenizer)
@@ -128,7 +128,7 @@ def load_prompts(
 
 
 def load_policy(
-    config: PolicyConfig,
+    config: SamplingRunConfig,
     tokenizer,
     scorers: Sequence[Scorer],
     device,
@@ -168,7 +168,7 @@ def load_policy(
     return Policy(*made, frozen=frozen, seeds=seeds, own=own)
 
 
-def build_sampler(config: PolicyConfig, model, tokenizer, own: Make | None = None) -> Sampler:
+def build_sampler(config: SamplingRunConfig, model, tokenizer, own: Make | None = None) -> Sampler:
     """Return the run's sampler: the policy in this process, servers, or the user's `own`. Call on all ranks."""
     if config.sampler is not None and own is not None:
         raise InputError(f"sampler={config.sampler} and a sampler given to train() are two; give one of them")
@@ -208,7 +208,7 @@ def build_sampler(config: PolicyConfig, model, tokenizer, own: Make | None = Non
     return Ahead(built, config.lag) if config.lag else built
 
 
-def _served(config: PolicyConfig, model, tokenizer) -> Sampler:
+def _served(config: SamplingRunConfig, model, tokenizer) -> Sampler:
     """Return a sampler of inference servers."""
     key = None
     if config.server_api_key_env is not None:

@@ -20,7 +20,7 @@ from fused_rl.trainers.run.rules import Watch, few_signals
 
 # Header on the screen -> the keys that it may stand for; the first one that a run has is shown.
 COLUMNS = {
-    "loss": ("train/loss", "train/rm/loss"),
+    "loss": ("train/loss", "train/rm/loss", "distill/kl"),
     "reward": ("reward", "objective/scores"),
     "held-out": ("eval/accuracy_greedy", "eval/score", "eval/rm/accuracy", "eval/accuracy"),
     "tokens/s": ("perf/tokens_per_second",),
@@ -28,7 +28,7 @@ COLUMNS = {
 }
 # Title in curves.png -> the keys that are drawn over the steps; a panel without any of them is left out.
 PANELS = {
-    "loss": ("train/loss", "eval/loss", "train/rm/loss", "eval/rm/loss"),
+    "loss": ("train/loss", "eval/loss", "train/rm/loss", "eval/rm/loss", "distill/kl", "eval/distill/kl"),
     "reward (mean of a step)": ("reward", "objective/scores", "objective/rlhf_reward"),
     "held-out accuracy": ("eval/accuracy_greedy", "eval/accuracy_sampled", "eval/pass_at_k", "eval/accuracy"),
     "accuracy on pairs": ("train/rm/accuracy", "eval/rm/accuracy"),
@@ -54,8 +54,7 @@ class Logger:
         self.folder = Path(config.output_dir)
         self.steps = config.steps
         self.group_size = max(config.plain().get("group_size", 1), 8)
-        self.last = {}
-        self.shown = 0.0
+        self.last, self.shown = {}, 0.0
         self.history = _cut(self.folder / "metrics.jsonl", start)
         _cut(self.folder / "samples.jsonl", start)
         dtype = str(torch_dtype(config)).removeprefix("torch.")  # of `auto` on this machine
@@ -83,7 +82,8 @@ class Logger:
             self.board.add_scalar(key, value, step)
         if self.wandb is not None:
             self.wandb.log(metrics, step=step)
-        few = few_signals(entry.get("eval/accuracy_sampled", 0.5), self.group_size) if step == 0 else None
+        from_rewards = step == 0 and "preset" in self.watch.config
+        few = few_signals(entry.get("eval/accuracy_sampled", 0.5), self.group_size) if from_rewards else None
         if few is not None:
             tell(f"step 0: {few}")
         for finding in self.watch.see(entry):

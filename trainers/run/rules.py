@@ -14,7 +14,7 @@ from fused_rl.presets import PRESETS
 WINDOW = 10  # steps that a mean is taken over, where single steps say little
 HELD_OUT = ("eval/accuracy_greedy", "eval/rm/accuracy", "eval/accuracy")
 GRADIENTS = ("optim/grad_norm", "optim/critic_grad_norm")
-LOSSES = ("train/loss", "train/rm/loss", "loss/total_avg", "loss/value_avg")
+LOSSES = ("train/loss", "train/rm/loss", "loss/total_avg", "loss/value_avg", "distill/kl")
 
 
 class Watch:

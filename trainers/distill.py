@@ -1,0 +1,185 @@
+"""On-policy distillation: the student samples responses, and a teacher corrects every token of them.
+
+    fused-rl distill --model runs/sft/model --teacher runs/grpo/model --dataset rows.jsonl --output_dir runs/distill
+
+The loss of a token is a divergence between p, the student's distribution of it, and q, the teacher's, over the whole
+vocabulary, averaged over the tokens of a step; policy/teacher.py computes it from the hidden states of both:
+
+    reverse          arXiv:2306.08543, eq. 1   KL(p || q)
+    forward          arXiv:1503.02531          KL(q || p)
+    jensen-shannon   arXiv:2306.13649, eq. 1   b KL(q || m) + (1 - b) KL(p || m), m = b q + (1 - b) p, b = jsd_beta
+
+No gradient flows through the sampling. Left out: a teacher with another vocabulary, behind a server, or one of several.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import torch
+
+from fused_rl.kl import Direction
+from fused_rl.trainers.base import ranks
+from fused_rl.trainers.base.screen import phase
+from fused_rl.trainers.data import encode
+from fused_rl.trainers.data.rows import Given, Rows
+from fused_rl.trainers.options import MAIN, Fraction, Needs, Temperature, Unit, without
+from fused_rl.trainers.policy.evaluate import evaluate
+from fused_rl.trainers.policy.options import SamplingRunConfig
+from fused_rl.trainers.policy.policy import Policy
+from fused_rl.trainers.policy.setup import Make, Setup, setup
+from fused_rl.trainers.policy.teacher import Teacher, corrected, load_teacher
+from fused_rl.trainers.rollouts.roll_out import batch_of, rollout_metrics
+from fused_rl.trainers.rollouts.types import Prompt, Response, Sample
+from fused_rl.trainers.run import command
+from fused_rl.trainers.run.metrics import Sums
+from fused_rl.trainers.scorers.load import check_scorers, load_for_policy
+from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
+
+
+class DistillConfig(ScorerConfig, SamplingRunConfig):
+    """On-policy distillation of a teacher into a student that has the same vocabulary."""
+
+    command: ClassVar = "distill"
+    main: ClassVar = (*MAIN, "teacher", "on_policy", "direction", "prompts_per_step", "max_new_tokens")
+    minibatches: ClassVar = 1
+    epochs: ClassVar = 1
+
+    teacher: str
+    """A causal language model with the student's tokens, or adapters to one: a Hub name or a local folder."""
+    direction: Direction = "reverse"
+    """Divergence of a token: reverse KL(student || teacher), forward KL(teacher || student), or jensen-shannon."""
+    jsd_beta: Fraction = 0.5
+    """Weight of the teacher in the mixture that jensen-shannon compares both with."""
+    distill_temperature: Temperature = 1.0
+    """Temperature of both distributions in the divergence."""
+    on_policy: Unit = 1.0
+    """Share of rows trained on sampled responses; the others are trained on the completion that they have."""
+    completion_column: str = "completion"
+    """Text of that completion, or a list of one message; truncated at max_new_tokens."""
+    verifiers: str | list[str] | None = None
+    """Scorers of the responses, as of grpo (docs/verifiers.md): they show accuracy, and nothing is trained on them."""
+
+    needs: ClassVar = (
+        Needs("jsd_beta", lambda config: config.direction == "jensen-shannon", without("--direction jensen-shannon")),
+        Needs("completion_column", lambda config: config.on_policy < 1, without("--on_policy below 1")),
+        Needs("lag", lambda config: config.on_policy == 1, "samples all rows of a later step; drop it, or --on_policy"),
+        Needs("loss_from", lambda config: config.loss_from == "linear", "has no meaning here: leave it out"),
+    )
+
+
+def arithmetic(config: DistillConfig, world: int) -> dict[str, object]:
+    """How the batch divides; raises on what does not."""
+    local = ranks.divide_over("prompts_per_step", config.prompts_per_step, world)
+    return {
+        "processes": world,
+        "rows per step": f"{config.prompts_per_step} = {world} processes x {local}",
+        "sampled responses": f"{config.group_size} to each of {config.on_policy:.0%} of the rows",
+        "scores, which are only shown": check_scorers(config) if config.verifiers else "none",
+    }
+
+
+def given_samples(prepared: Setup) -> list[Sample]:
+    """Return the completions of the rows as responses to their prompts."""
+    config, prompts = prepared.config, prepared.prompts
+    source, _, _ = prompts[0].where.rpartition(", ")
+    rows = Rows([prompt.row for prompt in prompts], source, [int(prompt.where.split()[-1]) for prompt in prompts])
+    encoder = encode.Encoder.of(config, prepared.tokenizer)
+    samples = []
+    for i, prompt in enumerate(prompts):
+        ((_, ids),) = encoder.pairs(rows, i, config.prompt_column, config.completion_column)
+        samples.append(Sample(prompt.row, prompt.ids, Response(ids[: config.max_new_tokens], "stop"), "", prompt.where))
+    return samples
+
+
+def accumulate(policy: Policy, teacher: Teacher, samples: list[Sample], step: int) -> dict[str, float]:
+    """Run forward, and where gradients are enabled backward, on this rank's samples; return metrics over all ranks."""
+    batch = dataclasses.replace(batch_of(samples, policy.tokenizer.pad_token_id, policy.device), support=None)
+    (num_tokens,) = ranks.counted(batch.token_counts.sum())
+    policy.model.train(torch.is_grad_enabled())
+    sums = Sums(step)
+    by_length = (batch.prompt_lengths + batch.response_lengths).argsort(stable=True)  # fewer pads
+    for index in by_length.split(policy.config.micro_batch_size):
+        part = batch.rows(index)
+        divergence, agrees = corrected(policy, teacher, part)
+        loss = divergence.sum() / num_tokens
+        if torch.is_grad_enabled():
+            policy.backward(loss)
+        sums.add({"kl": loss, "agrees": agrees.sum(), "compared": torch.ones_like(agrees).sum()}, part.where)
+    found = sums.over_ranks()
+    agreement = found["agrees"] / max(found["compared"], 1)
+    return {"distill/kl": found["kl"], "distill/top1_agreement": agreement, "distill/num_tokens": num_tokens}
+
+
+@torch.no_grad()
+def compare(policy: Policy, teacher: Teacher, samples: list[Sample], count: int) -> dict[str, float]:
+    """Return `distill/*` of the first `count` responses of this rank; the others only make the ranks even."""
+    fill = [dataclasses.replace(sample, response=Response([], "length")) for sample in samples[count:]]
+    return accumulate(policy, teacher, samples[:count] + fill, policy.published)
+
+
+def train_step(policy: Policy, teacher: Teacher, prompts: list[Prompt], given: list[Sample], step: int) -> dict:
+    """Sample responses to the prompts, and do one update on these and on the `given` ones; return its metrics."""
+    began = time.monotonic()
+    metrics, samples = {}, given
+    if prompts:
+        rollout = policy.roll_out(prompts, policy.sampling, policy.config.group_size)
+        metrics, samples = rollout_metrics(rollout, {}, step), rollout.samples + given
+    sampled = time.monotonic()
+    metrics |= accumulate(policy, teacher, samples, step) | policy.optimizer_step(step)
+    policy.publish(step)
+    ended = time.monotonic()
+    metrics["perf/tokens_per_second"] = metrics["distill/num_tokens"] / (ended - began)
+    return metrics | {"time/train": ended - sampled}
+
+
+def train(
+    config: DistillConfig,
+    *,
+    dataset: Given = None,
+    eval_dataset: Given = None,
+    scorers: Sequence[Callable[..., object] | str] | None = None,
+    sampler: Make | None = None,
+) -> str:
+    """Run the whole training, on what is given or on what the config names; return the trained model's folder."""
+    # Tokenizer, scorers, rows, models.
+    config = with_scorers(config, scorers)
+    load = load_for_policy if config.verifiers else lambda config, *_: (config, [])
+    models = {"teacher": config.teacher}
+    prepared = setup(config, arithmetic, load, (dataset, eval_dataset), sampler, models)
+    config, run, held_out = prepared.config, prepared.run, prepared.held_out
+    given = given_samples(prepared) if config.on_policy < 1 else []
+    policy = prepared.load_policy(needs_reference=False)
+    with phase("loaded the teacher"):
+        teacher = load_teacher(config, policy)
+    judge = functools.partial(evaluate, policy, held_out, functools.partial(compare, policy, teacher))
+
+    # Where the run begins, or goes on.
+    run.start({"policy": policy.model}, own=policy.own)
+    policy.publish(run.step)
+    if run.begins and held_out.prompts:
+        run.log(*judge())
+
+    # Step by step; where the share is no whole number of rows, its remainder comes later.
+    share = config.on_policy * config.prompts_per_step / ranks.world_size()
+    for step, indices in run:
+        policy.begin_step(step, lambda later: prepared.prompts_of_rank(run.order.after(later)))
+        mine = indices[ranks.rank() :: ranks.world_size()]
+        due = round(share * step) - round(share * (step - 1))
+        prompts = [prepared.prompts[i] for i in mine[:due]]
+        metrics = train_step(policy, teacher, prompts, [given[i] for i in mine[due:]], step)
+        metrics["episode"] = round(share * step) * ranks.world_size() * config.group_size
+        found, samples = judge() if run.evaluates and held_out.prompts else ({}, [])
+        run.log(metrics | found, samples)
+    return run.finish(lambda folder: policy.save(folder, merged=config.save_merged))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """`fused-rl distill`."""
+    command.run(DistillConfig, arithmetic, train, argv)
+
+
+if __name__ == "__main__":
+    main()
