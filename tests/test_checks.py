@@ -52,7 +52,10 @@ TAKES = {
     **{f"masked_{what}": {"values": ROWS, "mask": MASK} for what in ("mean", "sum", "var")},
     "whiten": {"values": ROWS, "mask": MASK},
 }
-FUNCTIONS = {name for name in fused_rl.__all__ if inspect.isfunction(getattr(fused_rl, name))} - {"tf_adam_epsilon"}
+FUNCTIONS = {name for name in fused_rl.__all__ if inspect.isfunction(getattr(fused_rl, name))} - {
+    "tf_adam_epsilon",
+    "judge",
+}
 
 
 def tensors_of(name):

@@ -68,7 +68,7 @@ def test_the_reward_that_is_trained_on_is_less_by_the_kl_and_logged(folder, rows
     kept_in(drawn, monkeypatch, grpo, "collect")
     kept_in(charged, monkeypatch, KLConfig, "kl_of_tokens")
     advantages_of = groups.advantages_of
-    monkeypatch.setattr(grpo, "advantages_of", lambda c, r, k: trained_on.append(r) or advantages_of(c, r, k))
+    monkeypatch.setattr(grpo, "advantages_of", lambda c, r, *more: trained_on.append(r) or advantages_of(c, r, *more))
     options = {"minibatches": 2, "save_every": 0, "lr": 1e-2, "kl_coef": 0.5, "steps": 2}
     _, second = trained(folder, rows, tmp_path, kl_in="reward", **options)
     charged = [of_tokens.sum(1) for of_tokens in charged]

@@ -9,10 +9,8 @@ class Sizes(NamedTuple):
     """A causal language model, counted without its weights."""
 
     weights: int
-    adapters: int
-    """Weights that a rank of 1 adds to the linear layers."""
-    saved: int
-    """Elements of a token that a layer saves for its backward pass, but for norms in 16 bits."""
+    adapters: int  # weights that a rank of 1 adds to the linear layers
+    saved: int  # elements of a token that a layer saves for its backward pass, but for norms in 16 bits
     layers: int
     hidden: int
 
@@ -25,7 +23,7 @@ def sizes_of(model: str, revision: str | None) -> Sizes:
     with torch.device("meta"):
         lm = transformers.AutoModelForCausalLM.from_config(config)
     text = config.get_text_config()
-    hidden, layers = text.hidden_size, text.num_hidden_layers
+    hidden = text.hidden_size
     head = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
     pasts = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * head
     inner = getattr(text, "intermediate_size", None) or 4 * hidden
@@ -33,28 +31,26 @@ def sizes_of(model: str, revision: str | None) -> Sizes:
     saved = 4 * inner + 6 * hidden + 2 * (text.num_attention_heads * head + pasts)
     linear = [m for m in lm.modules() if isinstance(m, torch.nn.Linear) and m is not lm.get_output_embeddings()]
     adapters = sum(m.in_features + m.out_features for m in linear)
-    weights = sum(p.numel() for p in lm.parameters())
-    return Sizes(weights, adapters, saved, layers, hidden)
+    return Sizes(sum(p.numel() for p in lm.parameters()), adapters, saved, text.num_hidden_layers, hidden)
 
 
-def tokens_of(config, micro_batch_size: int) -> float:
+def tokens_of(config) -> int:
     """Return the most tokens of a micro-batch; the responses of a group share their prompt."""
     if hasattr(config, "max_length"):
-        return micro_batch_size * config.max_length
+        return config.micro_batch_size * config.max_length
     response = getattr(config, "max_new_tokens", getattr(config, "max_response_length", 0))
     copies = getattr(config, "group_size", 1) if getattr(config, "share_prompts", False) is not False else 1
-    return micro_batch_size * response + -(-micro_batch_size // copies) * config.max_prompt_length
+    return config.micro_batch_size * response + -(-config.micro_batch_size // copies) * config.max_prompt_length
 
 
-def parts(config, sizes: Sizes, world: int, micro_batch_size: int) -> dict[str, float]:
+def parts(config, sizes: Sizes, world: int) -> dict[str, float]:
     """Return bytes per process, by what they hold, of steps whose sequences are as long as they may be."""
     low = config.dtype == "bfloat16" or (config.dtype == "auto" and torch.cuda.is_available() and config.zero_stage > 0)
-    element = 2 if low else 4
-    trained = sizes.adapters * config.lora_rank or sizes.weights
+    element, trained = (2 if low else 4), sizes.adapters * config.lora_rank or sizes.weights
     models = 1 + (config.command == "ppo")  # with its critic
     masters = 4 if low or (config.zero_stage and torch.cuda.is_available()) else 0
-    frozen = getattr(config, "kl_coef", 0) > 0 or getattr(config, "kl_every", 0) > 0
-    frozen = frozen and not config.lora_rank
+    frozen = not config.lora_rank and max(getattr(config, "kl_coef", 0), getattr(config, "kl_every", 0)) > 0
+    split = [world if config.zero_stage >= stage else 1 for stage in range(4)]
 
     # What all layers save, and the gradients of one in passing; with checkpoints one layer again, and all inputs.
     of_layer = element * sizes.saved + (4 * sizes.hidden if low else 0)
@@ -62,16 +58,12 @@ def parts(config, sizes: Sizes, world: int, micro_batch_size: int) -> dict[str, 
     if config.gradient_checkpointing:
         of_token = 5 * of_layer + sizes.layers * element * sizes.hidden
     return {
-        "weights": models * element * (sizes.weights + trained * (trained != sizes.weights)) / _split(config, 3, world),
-        "gradients": models * element * trained / _split(config, 2, world),
-        "optimizer": models * (8 + masters) * trained / _split(config, 1, world),
-        "reference": frozen * element * sizes.weights / _split(config, 3, world),
-        "activations": tokens_of(config, micro_batch_size) * of_token,
+        "weights": models * element * (sizes.weights + trained * (trained != sizes.weights)) / split[3],
+        "gradients": models * element * trained / split[2],
+        "optimizer": models * (8 + masters) * trained / split[1],
+        "reference": frozen * element * sizes.weights / split[3],
+        "activations": tokens_of(config) * of_token,
     }
-
-
-def _split(config, stage: int, world: int) -> int:
-    return world if config.zero_stage >= stage else 1
 
 
 def described(config, world: int) -> str | None:
@@ -80,6 +72,6 @@ def described(config, world: int) -> str | None:
         sizes = sizes_of(config.model, config.revision)
     except (OSError, ValueError, AttributeError):  # of adapters, or a model of another kind
         return None
-    found = parts(config, sizes, world, config.micro_batch_size)
-    listed = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in found.items() if size)
-    return f"{sum(found.values()) / 2**30:.2f} GiB on paper at the longest sequences: {listed}; and tiles of logits"
+    found = {name: size / 2**30 for name, size in parts(config, sizes, world).items() if size}
+    listed = ", ".join(f"{name} {size:.2f}" for name, size in found.items())
+    return f"{sum(found.values()):.2f} GiB on paper at the longest sequences: {listed}; and tiles of logits"
