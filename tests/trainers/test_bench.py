@@ -20,6 +20,9 @@ def test_trl_trains_on_the_same_rows_with_the_same_losses():
     done = subprocess.run(words, cwd=machine.ROOT, env=environment, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()[-2000:]
     rows = json.loads(done.stdout.decode().splitlines()[-1])
+    patched = [row["implementation"] for row in rows if row["implementation"].endswith(", patched")]
+    assert patched == [f"TRL {name}, patched" for name in ("SFTTrainer", "RewardTrainer", "GRPOTrainer")]
+    rows = [row for row in rows if row["implementation"] not in patched]
     names = [trainers.OURS, "TRL SFTTrainer", trainers.OURS, "TRL RewardTrainer"]
     assert [row["implementation"] for row in rows] == [*names, trainers.OURS, trainers.LEAN, "TRL GRPOTrainer"]
     for row in rows:
