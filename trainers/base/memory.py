@@ -29,7 +29,7 @@ def sizes_of(model: str, revision: str | None) -> Sizes:
     inner = getattr(text, "intermediate_size", None) or 4 * hidden
     # Queries, keys, values, attention, the norms' inputs, and the MLP's four products.
     saved = 4 * inner + 6 * hidden + 2 * (text.num_attention_heads * head + pasts)
-    linear = [m for m in lm.modules() if isinstance(m, torch.nn.Linear) and m is not lm.get_output_embeddings()]
+    linear = (m for m in lm.modules() if isinstance(m, torch.nn.Linear) and m is not lm.get_output_embeddings())
     adapters = sum(m.in_features + m.out_features for m in linear)
     return Sizes(sum(p.numel() for p in lm.parameters()), adapters, saved, text.num_hidden_layers, hidden)
 
@@ -54,9 +54,8 @@ def parts(config, sizes: Sizes, world: int) -> dict[str, float]:
 
     # What all layers save, and the gradients of one in passing; with checkpoints one layer again, and all inputs.
     of_layer = element * sizes.saved + (4 * sizes.hidden if low else 0)
-    of_token = (sizes.layers + 2) * of_layer
-    if config.gradient_checkpointing:
-        of_token = 5 * of_layer + sizes.layers * element * sizes.hidden
+    checkpoints = 5 * of_layer + sizes.layers * element * sizes.hidden
+    of_token = checkpoints if config.gradient_checkpointing else (sizes.layers + 2) * of_layer
     return {
         "weights": models * element * (sizes.weights + trained * (trained != sizes.weights)) / split[3],
         "gradients": models * element * trained / split[2],
@@ -72,6 +71,7 @@ def described(config, world: int) -> str | None:
         sizes = sizes_of(config.model, config.revision)
     except (OSError, ValueError, AttributeError):  # of adapters, or a model of another kind
         return None
-    found = {name: size / 2**30 for name, size in parts(config, sizes, world).items() if size}
-    listed = ", ".join(f"{name} {size:.2f}" for name, size in found.items())
-    return f"{sum(found.values()):.2f} GiB on paper at the longest sequences: {listed}; and tiles of logits"
+    found = {name: size / 2**30 for name, size in parts(config, sizes, world).items()}
+    listed = ", ".join(f"{name} {size:.2f}" for name, size in found.items() if size)
+    more = "tiles of logits and the teacher" if hasattr(config, "teacher") else "tiles of logits"
+    return f"{sum(found.values()):.2f} GiB on paper at the longest sequences: {listed}; without {more}"
