@@ -119,7 +119,8 @@ _TOKENS = {"num_tokens": 11, "num_sequences": 5, "max_length": 9}
 
 
 def _options(preset, b):
-    given = {"ref_logprobs": b.ref, "kl_coef": 0.1, "group_lengths": torch.full((len(b.mask),), 2.0), **_TOKENS}
+    lengths = b.mask.new_full((len(b.mask),), 2.0, dtype=torch.float32)
+    given = {"ref_logprobs": b.ref, "kl_coef": 0.1, "group_lengths": lengths, **_TOKENS}
     return given, resolve_options(preset, {})
 
 
