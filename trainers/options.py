@@ -24,6 +24,7 @@ from pydantic import ConfigDict
 from typing_extensions import Self
 
 from fused_rl import checks
+from fused_rl.trainers.base import memory
 from fused_rl.trainers.base.text import InputError, name_of, unknown
 
 FILES = (".jsonl", ".json", ".csv", ".parquet")  # a dataset that ends so is a file, any other a name
@@ -322,8 +323,8 @@ class OptimConfig(Options):
 class EngineConfig(Options):
     """Memory, precision and the division over processes."""
 
-    micro_batch_size: PositiveInt = 8
-    """Sequences per forward and backward pass; changes speed and memory, not the result."""
+    micro_batch_size: PositiveInt | None = None
+    """Sequences per forward and backward pass, which changes no result: 8 on a CPU, on a GPU what its memory holds."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     """DeepSpeed ZeRO: what is partitioned over the ranks (1 optimizer state, 2 gradients, 3 weights)."""
     offload: bool = False
@@ -423,6 +424,10 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
     """Steps between evaluations; there is always one before and one after."""
     dry_run: bool = False
     """Print the resolved configuration and the batch arithmetic, check that model and rows exist, then stop."""
+
+    def check(self) -> None:
+        super().check()
+        self.micro_batch_size = self.micro_batch_size or memory.fitting(self)
 
 
 # What is done with a run, not what the run is.

@@ -8,7 +8,7 @@ from fused_rl.trainers import grpo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.models import language_model
-from fused_rl.trainers.options import InputError
+from fused_rl.trainers.options import EngineConfig, InputError
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 
@@ -122,7 +122,9 @@ def test_partitioned_models_return_the_same(folders):
 
 
 def test_a_gpu_that_only_emulates_bf16_takes_fp32(monkeypatch):
+    config = EngineConfig(dtype="auto")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
-    assert engine.fastest_dtype(torch.device("cuda")) == torch.float32
+    assert engine.torch_dtype(config) == torch.float32
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
-    assert engine.fastest_dtype(torch.device("cuda")) == torch.bfloat16
+    assert engine.torch_dtype(config) == torch.bfloat16

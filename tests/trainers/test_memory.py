@@ -1,10 +1,13 @@
 """What a layer saves for its backward pass, as `--dry_run` counts it, beside what autograd keeps."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
 
 from fused_rl.trainers.base import memory
+from fused_rl.trainers.grpo import GRPOConfig
 
 SHAPE = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 4}
 
@@ -36,3 +39,18 @@ def test_a_layer_saves_what_is_counted(kv_heads, tmp_path):
     sizes = memory.sizes_of(str(tmp_path), None)
     assert sizes.weights == sum(p.numel() for p in lm.parameters())
     assert sizes.saved == pytest.approx(kept(3, kv_heads) - kept(2, kv_heads), rel=0.05)
+
+
+@pytest.mark.parametrize(("gib", "chosen"), [(4, 1), (24, 16), (80, 64), (1000, 256)])
+def test_a_gpu_gets_the_micro_batch_that_it_holds(gib, chosen, tmp_path, monkeypatch):
+    shape = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**shape, vocab_size=151936, num_hidden_layers=24, tie_word_embeddings=True)
+    config.save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gib << 30))
+    options = {"model": str(tmp_path), "dataset": "rows.jsonl", "output_dir": "run", "verifiers": "exact"}
+    config = GRPOConfig(**options, dtype="bfloat16")
+    assert config.micro_batch_size == chosen
+    assert GRPOConfig(**options, micro_batch_size=3).micro_batch_size == 3
+    needed = memory.parts(config, memory.sizes_of(config.model, None), 1)
+    assert chosen == 1 or sum(needed.values()) < 0.75 * (gib << 30)

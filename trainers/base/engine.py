@@ -82,18 +82,12 @@ def _leave() -> None:
         time.sleep(0.2)  # gloo's threads must drop their last work before the interpreter goes
 
 
-def fastest_dtype(device: torch.device) -> torch.dtype:
-    """Return bf16 on a GPU that computes in it (from sm_80 on), else fp32: an older one would emulate bf16."""
-    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
-        return torch.bfloat16
-    return torch.float32
-
-
 def torch_dtype(config: EngineConfig) -> torch.dtype:
     """Return the dtype of weights and activations that `config.dtype` stands for on this machine."""
     if config.dtype == "auto":
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return fastest_dtype(device) if config.zero_stage else torch.float32
+        # bf16 on a GPU that computes in it (from sm_80 on): an older one would emulate it.
+        computes = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if computes and config.zero_stage else torch.float32
     if config.dtype == "bfloat16" and config.zero_stage == 0:
         raise InputError("dtype=bfloat16 needs fp32 master weights, which zero_stage=0 does not keep; use zero_stage 1")
     return getattr(torch, config.dtype)
@@ -112,7 +106,7 @@ def _deepspeed_config(config: EngineConfig, *, max_grad_norm: float) -> dict:
     if zero.own_step(config):
         partition["contiguous_gradients"] = False  # no hooks that copy gradients: autograd adds them up
     return {
-        "train_micro_batch_size_per_gpu": config.micro_batch_size,
+        "train_micro_batch_size_per_gpu": 1,  # for a data loader, which we do not use
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,  # any number of backwards, then one step
         "gradient_clipping": max_grad_norm,  # its default is 1.0

@@ -1,8 +1,11 @@
-"""The memory of a run on one device, on paper: what `--dry_run` prints."""
+"""The memory of a run on one device, on paper: what `--dry_run` prints, and how large a micro-batch is."""
 
+import os
 from typing import NamedTuple
 
 import torch
+
+from fused_rl.trainers.base import ranks
 
 
 class Sizes(NamedTuple):
@@ -15,20 +18,23 @@ class Sizes(NamedTuple):
     hidden: int
 
 
-def sizes_of(model: str, revision: str | None) -> Sizes:
-    """Return the sizes of a local folder or Hub name; OSError where it has no config.json."""
+def sizes_of(model: str, revision: str | None) -> Sizes | None:
+    """Return the sizes of a local folder or Hub name; None where its config cannot be read."""
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(model, revision=revision)
-    with torch.device("meta"):
-        lm = transformers.AutoModelForCausalLM.from_config(config)
-    text = config.get_text_config()
-    hidden = text.hidden_size
-    head = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
-    pasts = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * head
-    inner = getattr(text, "intermediate_size", None) or 4 * hidden
-    # Queries, keys, values, attention, the norms' inputs, and the MLP's four products.
-    saved = 4 * inner + 6 * hidden + 2 * (text.num_attention_heads * head + pasts)
+    try:
+        config = transformers.AutoConfig.from_pretrained(model, revision=revision)
+        with torch.device("meta"):
+            lm = transformers.AutoModelForCausalLM.from_config(config)
+        text = config.get_text_config()
+        hidden = text.hidden_size
+        head = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
+        pasts = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * head
+        inner = getattr(text, "intermediate_size", None) or 4 * hidden
+        # Queries, keys, values, attention, the norms' inputs, and the MLP's four products.
+        saved = 4 * inner + 6 * hidden + 2 * (text.num_attention_heads * head + pasts)
+    except (OSError, ValueError, AttributeError):  # of adapters, or a model of another kind
+        return None
     linear = (m for m in lm.modules() if isinstance(m, torch.nn.Linear) and m is not lm.get_output_embeddings())
     adapters = sum(m.in_features + m.out_features for m in linear)
     return Sizes(sum(p.numel() for p in lm.parameters()), adapters, saved, text.num_hidden_layers, hidden)
@@ -65,11 +71,23 @@ def parts(config, sizes: Sizes, world: int) -> dict[str, float]:
     }
 
 
+def fitting(config) -> int:
+    """Return the sequences of a micro-batch: 8 on a CPU, on a GPU the power of two up to 256 that fills 3/4 of it,
+    whatever is free at the moment, so that a resumed run adds in the same order.
+    """
+    sizes = sizes_of(config.model, config.revision) if torch.cuda.is_available() else None
+    if sizes is None:
+        return 8
+    held = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0"))).total_memory
+    counts = (1 << i for i in range(8, 0, -1))
+    needed = {n: sum(parts(config.changed(micro_batch_size=n), sizes, ranks.processes()).values()) for n in counts}
+    return next((n for n, size in needed.items() if size <= 0.75 * held), 1)
+
+
 def described(config, world: int) -> str | None:
     """Return the line of `--dry_run`; None where the model's config cannot be read."""
-    try:
-        sizes = sizes_of(config.model, config.revision)
-    except (OSError, ValueError, AttributeError):  # of adapters, or a model of another kind
+    sizes = sizes_of(config.model, config.revision)
+    if sizes is None:
         return None
     found = {name: size / 2**30 for name, size in parts(config, sizes, world).items()}
     listed = ", ".join(f"{name} {size:.2f}" for name, size in found.items() if size)

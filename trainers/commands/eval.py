@@ -158,7 +158,10 @@ def evaluate(
     # The figures of all ranks.
     figures = {"problems": len(problems)} | solved_metrics(scorers, ranks.global_sums(sums)) | incidents
     if "accuracy_greedy" in figures:
-        figures |= _standard_errors(responses, len(problems))
+        right = torch.tensor([bool(row["solved"]) for row in responses]).view(len(problems), -1).double()
+        for name, values in (("greedy", right[:, 0]), ("sampled", right[:, 1:].mean(1))):
+            error = (values.std() / len(problems) ** 0.5).item() if len(problems) > 1 else 0.0
+            figures[f"accuracy_{name}_error"] = error
     log("\n".join(f"{name:<24}{value:.4g}" for name, value in figures.items()))
     if (few := few_signals(figures.get("accuracy_sampled", 0.5), 8)) is not None:
         log(few)
@@ -197,16 +200,6 @@ def _sample(config, problems, sampler, scorers, sampling, tokenizer, device) -> 
             printed = time.monotonic()
             log(f"{min(part.stop, len(share.prompts))} of {len(share.prompts)} problems of this process")
     return sorted(sum(ranks.gather(responses), []), key=lambda row: row["problem"]), sums, incidents
-
-
-def _standard_errors(responses: list[dict], problems: int) -> dict[str, float]:
-    """Return the standard errors of both accuracies, over the problems; 0 for a single problem."""
-    right = torch.tensor([bool(row["solved"]) for row in responses]).view(problems, -1).double()
-    errors = {}
-    for name, values in (("greedy", right[:, 0]), ("sampled", right[:, 1:].mean(1))):
-        error = (values.std() / problems**0.5).item() if problems > 1 else 0.0
-        errors[f"accuracy_{name}_error"] = error
-    return errors
 
 
 def _response_length(config: EvalConfig, lm, tokenizer, problems: list[Prompt]) -> int:

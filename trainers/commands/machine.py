@@ -51,7 +51,3 @@ def look() -> int:
     right = error <= 2 * allowed
     print(f"token_logprobs on {device}: {'right' if right else 'WRONG, please report it'}: within {error:.1e} of fp64")
     return int(not right)
-
-
-if __name__ == "__main__":
-    raise SystemExit(look())

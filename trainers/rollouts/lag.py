@@ -125,14 +125,6 @@ class Ahead(Sampler):
             self.pending[step].responses.set_result(responses)
 
 
-def digest(prompts: list[list[int]]) -> str:
-    """Return a hash of token ids, the same in every process."""
-    total = hashlib.blake2b(digest_size=16)
-    for ids in prompts:
-        total.update(array("q", [len(ids), *ids]))
-    return total.hexdigest()
-
-
 class CopySampler(TransformersSampler):
     """Samples from a copy of the policy, which is trained meanwhile; weights that are not trained are shared."""
 
@@ -171,5 +163,7 @@ class CopySampler(TransformersSampler):
         """Return a generator of the seeds and prompts, as a thread must not use the process's; None without seeds."""
         if sampling.seeds is None:
             return None
-        seed = int(digest([list(sampling.seeds), *prompts])[:15], 16)
-        return torch.Generator(self.lm.device).manual_seed(seed)
+        total = hashlib.blake2b(digest_size=16)
+        for ids in (sampling.seeds, *prompts):
+            total.update(array("q", [len(ids), *ids]))
+        return torch.Generator(self.lm.device).manual_seed(int(total.hexdigest()[:15], 16))
