@@ -40,9 +40,8 @@ def all_ranks():
 
 
 def barrier() -> None:
-    """Wait for all ranks."""
-    if world_size() > 1:
-        dist.barrier()
+    """Wait for all ranks, by a sum on the CPU: on GPUs gloo's, whatever device is current."""
+    global_sum(torch.zeros(()))
 
 
 def gather(part: Part) -> list[Part]:
