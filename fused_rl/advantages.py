@@ -23,8 +23,6 @@ from fused_rl.checks import (
 )
 from fused_rl.masked import global_moments, whiten
 
-__all__ = ["ADVANTAGES", "gae", "group_advantages", "response_advantages"]
-
 # What a preset's `advantage` may be. All but "gae", which is per token, are functions of a response's reward.
 ResponseAdvantage = Literal[
     "group-std", "group-mean", "leave-one-out", "batch-std", "group-mean-batch-std", "gdpo", "maxrl", "opo", "pass-at-k"

@@ -21,8 +21,6 @@ from fused_rl.checks import (
 from fused_rl.masked import at_least_fp32, sum_where
 from fused_rl.shards import is_dtensor
 
-__all__ = ["LOSS_AGGS", "LossAgg", "TokenBatch", "Sequences", "aggregate", "divisor", "possible"]
-
 
 class Aggregation(NamedTuple):
     """The sum over the tokens that count, each divided by the length of something or not, over one denominator."""

@@ -26,8 +26,6 @@ from fused_rl.checks import (
 from fused_rl.kernels.states import JensenShannonSums, KLState
 from fused_rl.rows import inverse, unit_stride, without_last
 
-__all__ = ["DIRECTIONS", "Direction", "as_rows", "check_logits_pair", "token_kl"]
-
 Direction = Literal["reverse", "forward", "jensen-shannon"]
 DIRECTIONS = get_args(Direction)
 

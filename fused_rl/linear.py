@@ -38,8 +38,6 @@ from fused_rl.rows import row_bwd, row_fwd
 from fused_rl.shards import gather, scatter
 from fused_rl.token_support import TokenSupport, check_support, check_support_values
 
-__all__ = ["LinearTokenLoss", "linear_token_logprobs", "linear_token_loss"]
-
 
 class _LinearTokenLogprobs(torch.autograd.Function):
     @staticmethod

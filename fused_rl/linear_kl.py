@@ -22,8 +22,6 @@ from fused_rl.kernels.states import JensenShannonSums, KLState
 from fused_rl.kl import DIRECTIONS, Direction
 from fused_rl.linear import gather, rows_that_count, scatter
 
-__all__ = ["linear_token_kl"]
-
 _TILES = 3  # of one size at once: the logits of both heads and the gradient of one
 
 

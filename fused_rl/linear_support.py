@@ -13,8 +13,6 @@ from fused_rl.checks import once_differentiable
 from fused_rl.kernels.states import RowStatistics, RowSupport
 from fused_rl.shards import gather, scatter
 
-__all__ = ["linear_support_logprobs"]
-
 # A row of the GEMM costs as much as gathering this part of the head's rows: on a CPU 1/28 in fp32 and 1/98 in bf16
 # (64 x 1024 x 151936); for a GPU 700 TFLOP/s against 4 TB/s give 1/175. Below FEW no GEMM is worth its launch.
 _FP32_CPU_SHARE, _SHARE = 32, 128

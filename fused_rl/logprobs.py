@@ -42,8 +42,6 @@ from fused_rl.outputs import TokenLogprobs
 from fused_rl.rows import inverse, next_targets, of_slab, row_bwd, row_fwd, slabs, unit_stride, without_last
 from fused_rl.token_support import TokenSupport, check_support, check_support_values
 
-__all__ = ["TokenLogprobs", "token_logprobs"]
-
 
 def token_logprobs(
     logits: Tensor,

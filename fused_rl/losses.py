@@ -37,14 +37,6 @@ from fused_rl.surrogates import (
     rollout_weights,
 )
 
-__all__ = [
-    "entropy_bonus",
-    "importance_ratio",
-    "policy_loss",
-    "policy_token_loss",
-    "value_loss",
-]
-
 
 def importance_ratio(
     logprobs: Tensor,

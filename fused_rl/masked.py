@@ -5,8 +5,6 @@ from torch import Tensor
 
 from fused_rl.checks import check_flag, check_floating, check_mask, check_process_group, check_range
 
-__all__ = ["at_least_fp32", "global_moments", "masked_mean", "masked_sum", "masked_var", "sum_where", "whiten"]
-
 
 def at_least_fp32(values: Tensor, mask: Tensor) -> Tensor:
     """The values in the dtype of a reduction, checked against their mask."""

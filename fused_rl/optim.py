@@ -8,8 +8,6 @@ import torch
 from fused_rl.checks import described
 from fused_rl.cpu import native
 
-__all__ = ["sum_of_squares", "tf_adam_epsilon"]
-
 _CHANGED = weakref.WeakSet()
 _PART = 1 << 18  # elements in fp64 at a time
 

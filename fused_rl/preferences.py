@@ -6,8 +6,6 @@ from torch import Tensor
 from fused_rl.aggregation import divisor
 from fused_rl.checks import check_count, check_device, check_floating, check_range, check_shape, check_tensors
 
-__all__ = ["preference_loss"]
-
 LOSSES = {  # of the lead of the chosen score
     "sigmoid": lambda lead: -torch.nn.functional.logsigmoid(lead),
     "hinge": lambda lead: torch.relu(1 - lead),

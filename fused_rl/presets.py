@@ -21,8 +21,6 @@ from fused_rl.checks import (
 from fused_rl.estimators import KL_ESTIMATORS, KLEstimator
 from fused_rl.surrogates import RATIO_LEVELS, ROLLOUT_GATES, SURROGATES, RatioLevel, RolloutGate, SurrogateOptions
 
-__all__ = ["PRESETS", "PolicyLossOptions", "Preset", "PresetName", "resolve_options"]
-
 RolloutCorrection = Literal["token-truncate", "token-mask", "sequence-truncate", "sequence-mask"]
 ROLLOUT_CORRECTIONS = get_args(RolloutCorrection)
 # Option -> those that have no meaning where it is None.

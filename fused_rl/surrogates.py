@@ -12,24 +12,6 @@ from torch import Tensor
 from fused_rl.checks import Finite, Fraction, MayBeInf, NonNegative, Positive, described
 from fused_rl.estimators import k3, tangent_exp
 
-__all__ = [
-    "RATIO_LEVELS",
-    "ROLLOUT_GATES",
-    "SURROGATES",
-    "RolloutGate",
-    "SurrogateOptions",
-    "declares",
-    "NoSequences",
-    "RatioLevel",
-    "applied",
-    "by_token",
-    "entropy_gate",
-    "needs_sequences",
-    "off_policy_gate",
-    "rollout_weights",
-]
-
-
 # Ratio level: (B, T) log-ratios of tokens -> (B, T); all but the token level give a sequence's tokens one value.
 
 

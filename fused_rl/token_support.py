@@ -14,8 +14,6 @@ from torch import Tensor
 from fused_rl.checks import INTEGERS, check_plain, described, values_are_checked
 from fused_rl.kernels.states import RowSupport
 
-__all__ = ["TokenSupport"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenSupport:

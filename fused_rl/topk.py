@@ -28,8 +28,6 @@ from fused_rl.checks import (
 from fused_rl.estimators import k3
 from fused_rl.kl import DIRECTIONS, Direction
 
-__all__ = ["topk_kl"]
-
 # Of a log-probability, from the logits that others subtract: half an ulp of a log-sum-exp up to 32.
 _ULPS = 16
 

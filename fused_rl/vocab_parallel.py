@@ -28,8 +28,6 @@ from fused_rl.outputs import TokenLogprobs
 from fused_rl.rows import inverse, next_targets, row_bwd, row_fwd, unit_stride, without_last
 from fused_rl.token_support import TokenSupport, check_support, check_support_values
 
-__all__ = ["vocab_parallel_token_kl", "vocab_parallel_token_logprobs"]
-
 _NEAR = 20.0  # nats by which fp64 moves sums of terms >= 0, and takes them off each other
 
 
