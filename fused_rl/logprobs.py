@@ -21,18 +21,16 @@ from fused_rl import reference
 from fused_rl.checks import (
     FLOATING,
     LOGITS_DTYPES,
-    SHIFTED_MASK,
     check_device,
     check_flag,
     check_logits,
-    check_mask,
+    check_rows,
     check_softcap,
     check_target_values,
     check_targets,
     check_temperature_values,
     check_transforms,
     no_second_derivative,
-    rows_shape,
     split_temperature,
     values_are_checked,
 )
@@ -141,15 +139,9 @@ def check_row_arguments(
     dtypes: tuple[torch.dtype, ...] = LOGITS_DTYPES,
 ) -> tuple[float, Tensor | None]:
     """Check `token_logprobs`'s arguments without reading a tensor; `split_temperature` of theirs."""
-    # shapes, and what `shift` wants of them
     check_logits("logits", logits, dtypes)
-    rows = rows_shape(logits, shift)
-    hint = "; shift=True takes the targets of all T positions and drops the first itself" if shift else ""
-    check_targets(targets, "logits", logits, hint)
-    if mask is not None:
-        check_mask(mask, "the outputs", rows, logits.device, SHIFTED_MASK if shift else "")
-
-    # options, devices
+    rows = check_rows(logits, mask, shift)
+    check_targets(targets, "logits", logits, shift)
     check_softcap(softcap)
     check_device("targets", targets, logits.device, "logits")
     check_transforms("token_logprobs", logits)
