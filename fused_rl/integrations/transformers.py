@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from fused_rl.integrations.patching import Applied, Patch
+from fused_rl.integrations.primitives import IGNORED
 from fused_rl.linear import linear_token_loss
 from fused_rl.logprobs import token_logprobs
 
@@ -32,12 +33,11 @@ if TYPE_CHECKING:
 __all__ = ["causal_lm_loss", "patch", "unpatch"]
 
 _INSTEAD = "or use Trainer(compute_loss_func=causal_lm_loss) instead of patch(model)"
-_IGNORED = -100  # transformers' label of a token that does not count
 _HOST = Patch("transformers", ">=5.17,<6", dict)  # nothing of the package is replaced: for its check of versions
 
 
 def causal_lm_loss(
-    outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None, *, ignore_index: int = _IGNORED
+    outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None, *, ignore_index: int = IGNORED
 ) -> Tensor:
     """The mean negative log-likelihood in nats of the labels, from logits: `Trainer(compute_loss_func=causal_lm_loss)`.
 
@@ -275,7 +275,7 @@ class UnformedLogits(Tensor):
             self.hidden,
             head,
             targets,
-            _weighted,
+            lambda logprobs, _, shares: -logprobs * shares,
             (torch.ones_like(share) if late else share).expand(targets.shape),
             bias=bias,
             temperature=temperature,
@@ -296,10 +296,6 @@ _METADATA = {
 }
 
 
-def _weighted(logprobs, _, shares):
-    return -logprobs * shares
-
-
 def _loss_function(
     losses,
     workspace_mb,
@@ -308,7 +304,7 @@ def _loss_function(
     labels,
     vocab_size,
     num_items_in_batch=None,
-    ignore_index=_IGNORED,
+    ignore_index=IGNORED,
     shift_labels=None,
     **_,
 ):
