@@ -63,7 +63,8 @@ def group_advantages(
     _check_rewards(rewards, group_size)
     check_choice("baseline", baseline, get_args(Baseline))
     check_flag("normalize", normalize)
-    _check_scales(eps=eps, std_floor=std_floor)
+    check_range("eps", eps, "a finite number, 0 or more")
+    check_range("std_floor", std_floor, "a finite number, 0 or more")
     for name, given in (("eps", eps != 1e-4), ("std_floor", std_floor != 0)):
         if given and not normalize:
             raise ValueError(f"{name} has no meaning with normalize=False, which divides by nothing; leave it out")
@@ -155,7 +156,7 @@ def response_advantages(
     if advantage == "gdpo":
         return _gdpo(rewards, weights, group_size, std_floor, process_group)
     _check_rewards(rewards, group_size)
-    _check_scales(std_floor=std_floor)
+    check_range("std_floor", std_floor, "a finite number, 0 or more")
     check_process_group(process_group)
     if std_floor and advantage in ("group-mean", "leave-one-out", "maxrl", "opo"):
         raise ValueError(f"std_floor has no meaning with advantage={advantage}, which divides by nothing; leave it out")
@@ -199,11 +200,6 @@ def _check_rewards(rewards, group_size):
     check_finite("rewards", rewards, "score the response, or leave its group out")
 
 
-def _check_scales(**scales):
-    for name, scale in scales.items():
-        check_range(name, scale, "a finite number, 0 or more")
-
-
 def _all_of(rewards):
     return torch.ones_like(rewards, dtype=torch.bool)
 
@@ -245,7 +241,6 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, gae_lamb
     Raises:
         ValueError: a shape, dtype or device that does not fit; gamma or gae_lambda outside [0, 1].
     """
-    # one shape, one device
     check_floating("rewards", rewards, "(B, T)")
     check_floating("values", values, "(B, T)")
     check_shape("values", values, "rewards", rewards.shape)
@@ -253,8 +248,6 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, gae_lamb
     check_device("values", values, rewards.device, "rewards")
     check_range("gamma", gamma, "a number from 0 to 1")
     check_range("gae_lambda", gae_lambda, "a number from 0 to 1")
-
-    # the recurrence, from each row's end; no gradient passes through it
     return _gae(rewards.detach(), values.detach(), mask, float(gamma), float(gae_lambda))
 
 

@@ -63,8 +63,6 @@ def _shortened(text):
 
 def check_tensor(name: str, x: object, or_else: str = "") -> None:
     """`or_else`: what else it may have been, such as " or None"; the caller lets that pass."""
-    if type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided:  # a DTensor is of another type
-        return
     if not isinstance(x, Tensor) or x.layout != torch.strided:
         dense = "dense " if isinstance(x, Tensor) else ""
         raise ValueError(f"{name} must be a {dense}tensor{or_else}, got {described(x)}")
@@ -115,10 +113,6 @@ def check_count(name: str, count: object, mask: Tensor) -> None:
     if isinstance(count, Tensor):
         if count.dim() or count.dtype.is_complex or count.dtype == torch.bool:
             raise ValueError(f"{name} must be a number or a tensor of one, (), got {described(count)}{remedy}")
-        if count.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} requires a gradient, and a denominator has none; pass {name}.detach()")
-        if count.device != mask.device and count.device.type != "cpu":
-            raise ValueError(f"{name} is on {count.device}, the mask is on {mask.device}; move it there")
         if torch.compiler.is_compiling() or not values_are_checked(count.device):
             return
         value = count.item()

@@ -135,8 +135,8 @@ def policy_loss(
 
     Raises:
         ValueError: shapes, dtypes, devices or options that do not fit; an option that nothing reads, such as
-            `clip_high` beside a surrogate that clips nothing; a surrogate of yours that takes other arguments, or does
-            not return (B, T) losses in their dtype; on CPU, or with FUSED_RL_CHECKED=1, advantages that are not finite.
+            `clip_high` beside a surrogate that clips nothing; a surrogate of yours that does not return
+            (B, T) losses in their dtype; on CPU, or with FUSED_RL_CHECKED=1, advantages that are not finite.
     """
     check_tensors(logprobs=logprobs, advantages=advantages, mask=mask)
     chosen = resolve_options(preset, changes, options)
@@ -382,17 +382,10 @@ def value_loss(
         clipped = (near_old - returns).square()
     loss = batch.aggregate(torch.maximum(unclipped, clipped) / 2, "token-mean")
     clipfrac = batch.aggregate((clipped > unclipped).to(batch.dtype), "token-mean")
+    # first and second moments in fp64: the variance of returns far from 0 is a small difference of large numbers
+    returns = returns.double()
+    error = returns - values.detach().double()
+    moments = {"return": returns, "return_square": returns.square()}
+    moments |= {"value_error": error, "value_error_square": error.square()}
     metrics = {"value_loss": loss.detach(), "value_clipfrac": clipfrac}
-    return loss, metrics | _value_moments(values.detach().double(), returns.double(), batch)
-
-
-def _value_moments(values, returns, batch):
-    """First and second moments in fp64: the variance of returns far from 0 is a small difference of large numbers."""
-    error = returns - values
-    moments = {
-        "return": returns,
-        "return_square": returns.square(),
-        "value_error": error,
-        "value_error_square": error.square(),
-    }
-    return batch.sums(moments, "token-mean")
+    return loss, metrics | batch.sums(moments, "token-mean")

@@ -28,8 +28,6 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
         ValueError: mask not bool or not of the shape of `values`.
     """
     values = at_least_fp32(values, mask)
-    if dim is not None and (type(dim) is not int or not -values.dim() <= dim < values.dim()):
-        raise ValueError(f"dim must be None or one dimension of values {tuple(values.shape)}, got {dim!r}")
     return sum_where(mask, values, dim)
 
 

@@ -34,8 +34,8 @@ def tf_adam_epsilon(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         The same optimizer, changed.
 
     Raises:
-        ValueError: no optimizer; Adamax or RAdam, whose epsilon is elsewhere; a group without eps and betas, or without
-            bias correction; a second call; at a step, parameters of one group that have taken different numbers of
+        ValueError: no optimizer; Adamax or RAdam, whose epsilon is elsewhere; a group without bias correction; a
+            second call; at a step, parameters of one group that have taken different numbers of
             steps, which one epsilon cannot serve.
 
     Source: https://github.com/vwxyzjn/minimal-adam-difference; arXiv:1412.6980, section 2, its last remark.
@@ -46,8 +46,6 @@ def tf_adam_epsilon(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if isinstance(optimizer, (torch.optim.Adamax, torch.optim.RAdam)):
         raise ValueError(f"{type(optimizer).__name__} divides by no sqrt(v / (1 - beta2^t)) + eps; use Adam or AdamW")
     for group in optimizer.param_groups:
-        if "eps" not in group or "betas" not in group:
-            raise ValueError(f"{type(optimizer).__name__} is no Adam: a parameter group has {sorted(group)}")
         if not group.get("bias_correction", True):
             raise ValueError(f"{type(optimizer).__name__} has bias_correction=False, so there is nothing to correct")
     if optimizer in _CHANGED:
