@@ -29,7 +29,7 @@ from fused_rl.checks import (
     once_differentiable,
     values_are_checked,
 )
-from fused_rl.linear_support import linear_support_logprobs
+from fused_rl.linear_support import LinearSupport
 from fused_rl.outputs import LinearTokenLoss, TokenLogprobs
 from fused_rl.rows import row_bwd, row_fwd
 from fused_rl.shards import gather, scatter
@@ -321,7 +321,8 @@ def linear_token_logprobs(
     if values_are_checked(targets.device):
         check_support_values(sets, targets, mask, weight.shape[0])
     sets = sets._replace(begin=rows.select(sets.begin), end=rows.select(sets.end))
-    return TokenLogprobs(*map(rows.restore, linear_support_logprobs(sets, *rows.arguments)))
+    inputs, options = rows.arguments[:4], rows.arguments[4:]
+    return TokenLogprobs(*map(rows.restore, LinearSupport.apply(*inputs, *sets, *options)))
 
 
 def linear_token_loss(

@@ -20,12 +20,9 @@ _FEW = 64
 _MARKED = 1 << 20  # elements of the hidden states that are int64 at a time
 
 
-def linear_support_logprobs(support: RowSupport, hidden, weight, bias, targets, inv_temperature, softcap, budget):
+class LinearSupport(torch.autograd.Function):
     """(logprobs, entropy, lse), (n,) fp32 each, of rows as `fused_rl.linear.rows_that_count` gives them."""
-    return _LinearSupport.apply(hidden, weight, bias, targets, *support, inv_temperature, softcap, budget)
 
-
-class _LinearSupport(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, ids, begin, end, inv_temperature, softcap, budget):
         head = tuple(gather(weight, bias))

@@ -437,18 +437,13 @@ NO_SETS = {
     "row 0 of lists .*, got list .True, False.": lambda: make_sets([[True, False]]),
     "row 0 of lists must be .*, got int 1": lambda: make_sets([1, 2, 3]),
     "row 0 of lists must be a list of ids": lambda: make_sets([[[1, 2], [3, 4]]]),
-    "lists must be a list of ids, or None, for each row, got str '12'": lambda: make_sets("12"),
     "row 0 of scores has no": lambda: from_scores(torch.full((2, 4), -torch.inf)),
     "row 0 at step 1 has nan": lambda: from_scores([LOGITS[0], LOGITS[0] / 0]),
-    "scores must be a tensor .B, V. for each step, got NoneType": lambda: from_scores(None),
     "scores must be finite.* row 0 has nan at id 1": lambda: from_scores(torch.tensor([[0.0, NAN]])),
     "row 0 at step 0 has inf at id 0": lambda: from_scores([torch.tensor([[INF, 0.0]])] * 2),
     "scores must be a floating-point tensor": lambda: from_scores(torch.zeros(2, 0)),
-    "support must be a TokenSupport": lambda: fused_rl.TokenSupport.cat([[1]]),
-    "sizes must be whole numbers, got int 1": lambda: make_sets([[1]]).split(1),
     "add up to the 3 rows, got a sum of 4": lambda: make_sets([[1]] * 3).split([2, 2]),
     "bool with 1 True places": lambda: make_sets([[1]]).spread(HALF),
-    r"\(1,\), got \(2,\)": lambda: make_sets([[1]]).select(HALF),
 }
 
 

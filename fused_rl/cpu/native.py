@@ -8,7 +8,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -80,9 +79,7 @@ def _function(name: str) -> Callable:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """The compiled file; None elsewhere than on Linux, and, with a warning, where the compiler refuses."""
-    if sys.platform != "linux":
-        return None
+    """The compiled file; None, with a warning, where the compiler refuses."""
     compiler = os.environ.get("CXX", "g++")
     path = _folder() / f"rows-{_fingerprint(compiler)}.so"
     if path.is_file():
