@@ -160,7 +160,6 @@ def response_advantages(
     check_process_group(process_group)
     if std_floor and advantage in ("group-mean", "leave-one-out", "maxrl", "opo"):
         raise ValueError(f"std_floor has no meaning with advantage={advantage}, which divides by nothing; leave it out")
-    # whatever else it is, it is a function of rewards alone
     if advantage == "gae":
         raise ValueError('advantage="gae" is per token: use fused_rl.gae with a critic\'s values')
     if advantage == "batch-std":
@@ -178,7 +177,8 @@ def response_advantages(
     floor = {"std_floor": std_floor} if normalize else {}
     found = group_advantages(rewards, group_size, baseline=baseline, normalize=normalize, **floor)
     if advantage == "group-mean-batch-std":
-        _, variance = global_moments(rewards.detach(), _all_of(rewards), process_group)
+        everyone = torch.ones_like(rewards, dtype=torch.bool)
+        _, variance = global_moments(rewards.detach(), everyone, process_group)
         found = found / (variance.sqrt().clamp(min=std_floor) + 1e-4).to(found.dtype)
     return found
 
@@ -200,13 +200,10 @@ def _check_rewards(rewards, group_size):
     check_finite("rewards", rewards, "score the response, or leave its group out")
 
 
-def _all_of(rewards):
-    return torch.ones_like(rewards, dtype=torch.bool)
-
-
 def _batch_advantages(rewards, std_floor, process_group):
     rewards = rewards.detach()
-    whitened = whiten(rewards, _all_of(rewards), std_floor=std_floor, process_group=process_group)
+    everyone = torch.ones_like(rewards, dtype=torch.bool)
+    whitened = whiten(rewards, everyone, std_floor=std_floor, process_group=process_group)
     # Equality, as in a group; a rank without rewards takes part with -inf.
     nothing = rewards.new_full((1,), -torch.inf)
     most = torch.cat([rewards, nothing])

@@ -64,8 +64,7 @@ def _shortened(text):
 def check_tensor(name: str, x: object, or_else: str = "") -> None:
     """`or_else`: what else it may have been, such as " or None"; the caller lets that pass."""
     if not isinstance(x, Tensor) or x.layout != torch.strided:
-        dense = "dense " if isinstance(x, Tensor) else ""
-        raise ValueError(f"{name} must be a {dense}tensor{or_else}, got {described(x)}")
+        raise ValueError(f"{name} must be a dense tensor{or_else}, got {described(x)}")
     check_plain(name, x)
 
 

@@ -26,6 +26,7 @@ from fused_rl.checks import (
     check_tensor,
     check_tensors,
     check_transforms,
+    described,
     once_differentiable,
     values_are_checked,
 )
@@ -65,10 +66,8 @@ def _token_gradients(token_loss, logprobs, entropy, per_token):
         entropy = entropy.detach().requires_grad_()
         values = token_loss(logprobs, entropy, *per_token)
         if not isinstance(values, Tensor) or values.shape != entropy.shape:
-            got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-            raise ValueError(
-                f"token_loss must return one value per token, {tuple(entropy.shape)}, unreduced; got {got}"
-            )
+            wanted = f"one value per token, {tuple(entropy.shape)}, unreduced"
+            raise ValueError(f"token_loss must return {wanted}; got {described(values)}")
         total = values.float().sum()
         used = total.requires_grad  # a constant loss has no gradient
         grads = torch.autograd.grad(total, (logprobs, entropy), allow_unused=True) if used else (None, None)

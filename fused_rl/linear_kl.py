@@ -139,7 +139,6 @@ def linear_token_kl(
     ref_hidden, ref_weight = ref_hidden.detach(), ref_weight.detach()
     ref_bias = None if ref_bias is None else ref_bias.detach()
 
-    # the rows that count, of both
     targets = torch.zeros(hidden.shape[:-1], dtype=torch.long, device=hidden.device)  # none is looked at
     options = temperature, mask, softcap, shift, workspace_mb, logits_dtype
     rows = rows_that_count(hidden, weight, targets, bias, *options)

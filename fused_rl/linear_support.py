@@ -66,7 +66,9 @@ class LinearSupport(torch.autograd.Function):
             given = _some(short, *upstream), some, *head, chosen, _some(short, *statistics)
             entries = sets, ctx.gathered, x, dweight, dbias
             of_short, dweight, dbias = _gathered_gradients(needs, *given, inv_t, softcap, *entries)
-            dhidden = of_short if dhidden is None else _joined(hidden, (short, of_short), (tiled, dhidden))
+            if dhidden is not None:
+                of_short = torch.empty_like(hidden).index_copy_(0, short, of_short).index_copy_(0, tiled, dhidden)
+            dhidden = of_short
         return dhidden, scatter(dweight, weight), scatter(dbias, bias), *(None,) * 7
 
 
@@ -95,13 +97,6 @@ def _of(rows, hidden, targets, support, inv_temperature):
     """Hidden states, targets, sets and temperatures of some rows."""
     hidden, targets, inv_t = _some(rows, hidden, targets, inv_temperature)
     return hidden, targets, support if rows is None else support.at(rows), inv_t
-
-
-def _joined(like, *parts):
-    joined = torch.empty_like(like)
-    for rows, values in parts:
-        joined.index_copy_(0, rows, values)
-    return joined
 
 
 def _gathered(hidden, weight, bias, targets, inv_t, softcap, budget, support, x):

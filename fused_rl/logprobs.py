@@ -97,7 +97,6 @@ def token_logprobs(
             temperature are NaN, and FUSED_RL_CHECKED=1 in the environment turns on the same checks, at the price of a
             synchronisation per call.
     """
-    # what does not fit is refused
     check_flag("inplace", inplace)
     options = temperature, mask, softcap, shift
     temperature, row_temperature = check_row_arguments(logits, targets, *options, FLOATING)
@@ -115,7 +114,6 @@ def token_logprobs(
         mask, row_temperature = without_last(logits, mask, row_temperature)
         targets = next_targets(targets)
 
-    # the operator, or past it
     inputs = logits, targets.long(), mask, temperature, row_temperature, softcap, *row_support
     if not (inplace or _unwatched(logits)):
         outputs = torch.ops.fused_rl.token_logprobs.default(*inputs)

@@ -22,9 +22,9 @@ from fused_rl.presets import (
     PolicyLossOptions,
     Preset,
     PresetName,
-    check_token_level,
     resolve_options,
     surrogate_of,
+    wide_option,
 )
 from fused_rl.surrogates import (
     RATIO_LEVELS,
@@ -65,7 +65,6 @@ def importance_ratio(
     check_choice("ratio_level", ratio_level, RATIO_LEVELS)
     check_tensors(logprobs=logprobs, old_logprobs=old_logprobs)
     batch = TokenBatch(logprobs, mask, sequence_ids=sequence_ids)
-    # of each token, then of what the level takes together
     log_ratio = batch.tokens("logprobs", logprobs) - batch.constant("old_logprobs", old_logprobs)
     return tangent_exp(RATIO_LEVELS[ratio_level](log_ratio, batch.sequences))
 
@@ -154,7 +153,6 @@ def policy_loss(
     ref = batch.constant("ref_logprobs", ref_logprobs)
     rollout = batch.constant("rollout_logprobs", rollout_logprobs)
 
-    # the surrogate of each token, weighted
     log_ratio = logprobs - old
     level = RATIO_LEVELS[chosen.ratio_level](log_ratio, batch.sequences)
     if chosen.ratio_level == "sequence" and per_token:
@@ -166,7 +164,6 @@ def policy_loss(
     weights = weights * entropy_gate(entropy, batch.mask, chosen)
     surrogate = surrogate * weights
 
-    # reduced once
     losses = surrogate + _regularisers(logprobs, old, ref, entropy, chosen)
     loss = batch.aggregate(losses, chosen.loss_agg)
     with torch.no_grad():
@@ -267,7 +264,12 @@ def policy_token_loss(
     """
     check_tensors(advantages=advantages, mask=mask)
     chosen = resolve_options(preset, changes, options)
-    check_token_level(chosen)
+    wide = wide_option(chosen)
+    if wide is not None:
+        raise ValueError(
+            f"{wide}={getattr(chosen, wide)!r} needs more than one token at a time: use linear_token_logprobs and "
+            "policy_loss (for top_entropy, entropy_threshold)"
+        )
     _check_needs(chosen, ref_logprobs, True, rollout_logprobs)
     if chosen.skip_impossible:
         mask = possible(mask, old_logprobs, ref_logprobs, rollout_logprobs)

@@ -90,7 +90,6 @@ def whiten(
     values = at_least_fp32(values, mask)
     kept = torch.where(mask, values, 0)
 
-    # moments over all ranks, then each element by them
     mean, variance = global_moments(kept, mask, process_group)
     scale = torch.rsqrt(variance.clamp(min=std_floor**2) + eps).to(values.dtype)
     mean = mean.to(values.dtype)

@@ -40,7 +40,6 @@ def tf_adam_epsilon(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
     Source: https://github.com/vwxyzjn/minimal-adam-difference; arXiv:1412.6980, section 2, its last remark.
     """
-    # an Adam with bias correction, once
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizer must be a torch.optim.Optimizer, got {described(optimizer)}")
     if isinstance(optimizer, (torch.optim.Adamax, torch.optim.RAdam)):
@@ -52,7 +51,6 @@ def tf_adam_epsilon(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         raise ValueError("tf_adam_epsilon was applied to this optimizer before")
     _CHANGED.add(optimizer)
 
-    # eps is larger while a step runs, and its own again afterwards
     own: list[float] = []
 
     def enlarge(changed, *_):

@@ -249,7 +249,6 @@ def _check_form(ids, offsets):
 
 
 def _check_values(ids, offsets):
-    # ranges that span the ids
     lengths = offsets.diff()
     if bool((lengths < 0).any()):
         row = int((lengths < 0).nonzero()[0])

@@ -122,14 +122,11 @@ def _check_values(name, x):
 
 
 class _Tail(NamedTuple):
-    """Return the mass left of 1, (...) fp64 each."""
+    """What K probabilities leave of 1, (...) each."""
 
-    mass: Tensor
-    """1 - sum_k p_k; of rounding it may be negative."""
-    unknown: Tensor
-    """Return True where the mass is no more than rounding."""
-    floor: Tensor
-    """How large it may be then."""
+    mass: Tensor  # fp64, 1 - sum_k p_k; of rounding it may be negative
+    unknown: Tensor  # bool, True where the mass is no more than rounding
+    floor: Tensor  # fp64, how large it may be then
 
 
 def _tail(x, p, eps):

@@ -115,7 +115,6 @@ def vocab_parallel_token_kl(
     Raises:
         ValueError: as `token_kl`.
     """
-    # checked as `token_kl`'s
     check_choice("direction", direction, DIRECTIONS)
     check_process_group(process_group)
     rows = check_logits_pair(local_logits, local_ref_logits, mask, softcap, shift)

@@ -373,7 +373,7 @@ REFUSED = [
     (
         "linear_token_loss",
         {"token_loss": lambda lp, h: lp.mean()},
-        r"one value per token, \(\d+,\), unreduced; got \(\)",
+        r"one value per token, \(\d+,\), unreduced; got torch.float32 \(\)",
     ),
     # losses
     ("policy_loss", {"preset": "grop"}, "preset must be one of ppo, grpo.*got 'grop'"),

@@ -78,8 +78,6 @@ def _sum(values, offsets):
 
 def whole_fwd(logits, targets, whole, inv_temperature, softcap):
     """`logprob_fwd` of the rows `whole` (N,) bool; 0 in all others."""
-    if not whole.any():
-        return RowStatistics(*(torch.zeros(len(targets)) for _ in RowStatistics._fields))
     return logprob.logprob_fwd(logits, torch.where(whole, targets, 0), whole, inv_temperature, softcap)
 
 

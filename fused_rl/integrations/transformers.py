@@ -64,7 +64,6 @@ def causal_lm_loss(
             "the model returned an aux_loss, which it weighs itself where it gets the labels, and compute_loss_func "
             "takes them away: use patch(model) instead of compute_loss_func, or output_router_logits=False"
         )
-    # the loss, over one denominator
     logits = outputs["logits"] if by_name else outputs[0]
     labels = labels.to(logits.device)
     mask = labels[:, 1:] != ignore_index

@@ -33,7 +33,6 @@ from fused_rl.logprobs import token_logprobs
 
 __all__ = ["patch", "unpatch"]
 
-VERSIONS = ">=1.16,<1.17"
 _UTILS = "trl.trainer.utils"
 _LOGPROB = "trl.kernels.chunked_logprob.ChunkedLogProbFunction"
 _DIVERGENCE = "trl.kernels.chunked_divergence.ChunkedDivergenceFunction"
@@ -69,7 +68,7 @@ def _replacements() -> dict[str, object]:
     return of_heads | {f"{_UTILS}.{ours.__name__}": ours for ours in of_logits}
 
 
-_PATCH = Patch("trl", VERSIONS, _replacements)
+_PATCH = Patch("trl", ">=1.16,<1.17", _replacements)
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
