@@ -23,8 +23,6 @@ from fused_rl.checks import (
 )
 from fused_rl.masked import global_moments, whiten
 
-__all__ = ["ADVANTAGES", "gae", "group_advantages", "response_advantages"]
-
 # What a preset's `advantage` may be. All but "gae", which is per token, are functions of a response's reward.
 ResponseAdvantage = Literal[
     "group-std", "group-mean", "leave-one-out", "batch-std", "group-mean-batch-std", "gdpo", "maxrl", "opo", "pass-at-k"
@@ -65,7 +63,8 @@ def group_advantages(
     _check_rewards(rewards, group_size)
     check_choice("baseline", baseline, get_args(Baseline))
     check_flag("normalize", normalize)
-    _check_scales(eps=eps, std_floor=std_floor)
+    check_range("eps", eps, "a finite number, 0 or more")
+    check_range("std_floor", std_floor, "a finite number, 0 or more")
     for name, given in (("eps", eps != 1e-4), ("std_floor", std_floor != 0)):
         if given and not normalize:
             raise ValueError(f"{name} has no meaning with normalize=False, which divides by nothing; leave it out")
@@ -157,11 +156,10 @@ def response_advantages(
     if advantage == "gdpo":
         return _gdpo(rewards, weights, group_size, std_floor, process_group)
     _check_rewards(rewards, group_size)
-    _check_scales(std_floor=std_floor)
+    check_range("std_floor", std_floor, "a finite number, 0 or more")
     check_process_group(process_group)
     if std_floor and advantage in ("group-mean", "leave-one-out", "maxrl", "opo"):
         raise ValueError(f"std_floor has no meaning with advantage={advantage}, which divides by nothing; leave it out")
-    # whatever else it is, it is a function of rewards alone
     if advantage == "gae":
         raise ValueError('advantage="gae" is per token: use fused_rl.gae with a critic\'s values')
     if advantage == "batch-std":
@@ -179,7 +177,8 @@ def response_advantages(
     floor = {"std_floor": std_floor} if normalize else {}
     found = group_advantages(rewards, group_size, baseline=baseline, normalize=normalize, **floor)
     if advantage == "group-mean-batch-std":
-        _, variance = global_moments(rewards.detach(), _all_of(rewards), process_group)
+        everyone = torch.ones_like(rewards, dtype=torch.bool)
+        _, variance = global_moments(rewards.detach(), everyone, process_group)
         found = found / (variance.sqrt().clamp(min=std_floor) + 1e-4).to(found.dtype)
     return found
 
@@ -201,18 +200,10 @@ def _check_rewards(rewards, group_size):
     check_finite("rewards", rewards, "score the response, or leave its group out")
 
 
-def _check_scales(**scales):
-    for name, scale in scales.items():
-        check_range(name, scale, "a finite number, 0 or more")
-
-
-def _all_of(rewards):
-    return torch.ones_like(rewards, dtype=torch.bool)
-
-
 def _batch_advantages(rewards, std_floor, process_group):
     rewards = rewards.detach()
-    whitened = whiten(rewards, _all_of(rewards), std_floor=std_floor, process_group=process_group)
+    everyone = torch.ones_like(rewards, dtype=torch.bool)
+    whitened = whiten(rewards, everyone, std_floor=std_floor, process_group=process_group)
     # Equality, as in a group; a rank without rewards takes part with -inf.
     nothing = rewards.new_full((1,), -torch.inf)
     most = torch.cat([rewards, nothing])
@@ -247,7 +238,6 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, gae_lamb
     Raises:
         ValueError: a shape, dtype or device that does not fit; gamma or gae_lambda outside [0, 1].
     """
-    # one shape, one device
     check_floating("rewards", rewards, "(B, T)")
     check_floating("values", values, "(B, T)")
     check_shape("values", values, "rewards", rewards.shape)
@@ -255,8 +245,6 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, gae_lamb
     check_device("values", values, rewards.device, "rewards")
     check_range("gamma", gamma, "a number from 0 to 1")
     check_range("gae_lambda", gae_lambda, "a number from 0 to 1")
-
-    # the recurrence, from each row's end; no gradient passes through it
     return _gae(rewards.detach(), values.detach(), mask, float(gamma), float(gae_lambda))
 
 

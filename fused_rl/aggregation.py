@@ -21,8 +21,6 @@ from fused_rl.checks import (
 from fused_rl.masked import at_least_fp32, sum_where
 from fused_rl.shards import is_dtensor
 
-__all__ = ["LOSS_AGGS", "LossAgg", "TokenBatch", "Sequences", "aggregate", "divisor", "possible"]
-
 
 class Aggregation(NamedTuple):
     """The sum over the tokens that count, each divided by the length of something or not, over one denominator."""
@@ -137,19 +135,15 @@ class TokenBatch:
         """(B, T) -> (B, T) in the working dtype, 0 where nothing counts; None stays."""
         if tensor is None:
             return None
-        mask = self.mask
-        if type(tensor) is not Tensor or tensor.dtype not in FLOATING or tensor.shape != mask.shape:
-            check_floating(name, tensor)
-            check_shape(name, tensor, "the mask", mask.shape)
-        check_device(name, tensor, mask.device, "the mask")
+        check_floating(name, tensor)
+        check_shape(name, tensor, "the mask", self.mask.shape)
+        check_device(name, tensor, self.mask.device, "the mask")
         return torch.where(self.mask, tensor.to(self.dtype), 0)
 
     def constant(self, name: str, tensor: Tensor | None) -> Tensor | None:
         """The same, without gradient."""
-        if tensor is None:
-            return None
-        check_tensor(name, tensor)
-        return self.tokens(name, tensor.detach())
+        found = self.tokens(name, tensor)
+        return None if found is None else found.detach()
 
     def advantages(self, tensor: Tensor) -> Tensor:
         """(B, T), or one value per sequence -> as `constant`."""
@@ -244,6 +238,5 @@ def aggregate(
         ValueError: shapes or options that do not fit.
     """
     check_choice("loss_agg", loss_agg, LOSS_AGGS)
-    # the batch checks shapes, and knows the denominators that are not given
     batch = TokenBatch(losses, mask, None, sequence_ids, num_tokens, num_sequences, max_length, group_lengths)
     return batch.aggregate(batch.tokens("losses", losses), loss_agg)

@@ -19,7 +19,8 @@ FLOATING = (*LOGITS_DTYPES, torch.float64)
 # Within these logits / temperature and its gradient stay far from the ends of fp32.
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e6
 MASKED = "Give positions to ignore False in mask"
-SHIFTED_MASK = "; shift=True takes mask[:, 1:] of a mask over all T tokens"
+_SHIFTED_MASK = "; shift=True takes mask[:, 1:] of a mask over all T tokens"
+_SHIFTED_TARGETS = "; shift=True takes the targets of all T positions and drops the first itself"
 
 # What a number may be, in the words that say so: NaN is in none of these.
 RANGES = {
@@ -62,11 +63,8 @@ def _shortened(text):
 
 def check_tensor(name: str, x: object, or_else: str = "") -> None:
     """`or_else`: what else it may have been, such as " or None"; the caller lets that pass."""
-    if type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided:  # a DTensor is of another type
-        return
     if not isinstance(x, Tensor) or x.layout != torch.strided:
-        dense = "dense " if isinstance(x, Tensor) else ""
-        raise ValueError(f"{name} must be a {dense}tensor{or_else}, got {described(x)}")
+        raise ValueError(f"{name} must be a dense tensor{or_else}, got {described(x)}")
     check_plain(name, x)
 
 
@@ -114,10 +112,6 @@ def check_count(name: str, count: object, mask: Tensor) -> None:
     if isinstance(count, Tensor):
         if count.dim() or count.dtype.is_complex or count.dtype == torch.bool:
             raise ValueError(f"{name} must be a number or a tensor of one, (), got {described(count)}{remedy}")
-        if count.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} requires a gradient, and a denominator has none; pass {name}.detach()")
-        if count.device != mask.device and count.device.type != "cpu":
-            raise ValueError(f"{name} is on {count.device}, the mask is on {mask.device}; move it there")
         if torch.compiler.is_compiling() or not values_are_checked(count.device):
             return
         value = count.item()
@@ -176,7 +170,7 @@ def check_device(name: str, x: Tensor, device: torch.device, of: str) -> None:
         raise ValueError(f"{name} must be on the device of {of}, {device}, got {x.device}; move it there")
 
 
-def check_targets(targets: Tensor, name: str, x: Tensor, hint: str = "") -> None:
+def check_targets(targets: Tensor, name: str, x: Tensor, shift: bool) -> None:
     """One target per row of x (..., V), called `name`, or K: then the targets have as many dimensions."""
     if not isinstance(targets, Tensor) or targets.dtype not in INTEGERS:
         raise ValueError(f"targets must be an integer tensor (int64 or int32), got {described(targets)}")
@@ -185,6 +179,7 @@ def check_targets(targets: Tensor, name: str, x: Tensor, hint: str = "") -> None
     if (targets.shape[:-1] if several else targets.shape) == x.shape[:-1]:
         return
     of, shape = f"the rows of {name} {tuple(x.shape)}", tuple(x.shape[:-1])
+    hint = _SHIFTED_TARGETS if shift else ""
     if not several:
         check_shape("targets", targets, of, shape, hint)
     raise ValueError(f"targets (..., K) must begin with the shape of {of}, {shape}, got {tuple(targets.shape)}{hint}")
@@ -195,14 +190,15 @@ def check_softcap(softcap: float | None) -> None:
         check_range("softcap", softcap, "a finite number above 0", "; pass None for no capping")
 
 
-def rows_shape(x: Tensor, shift: bool) -> tuple[int, ...]:
+def check_rows(x: Tensor, mask: Tensor | None, shift: bool) -> tuple[int, ...]:
     """Return the shape (...) of x (..., V) or (..., H); (B, T - 1) for `shift`: the last position predicts no token."""
     check_flag("shift", shift)
-    if not shift:
-        return tuple(x.shape[:-1])
-    if x.dim() != 3:
+    if shift and x.dim() != 3:
         raise ValueError(f"shift=True takes (B, T, V) or (B, T, H), got {tuple(x.shape)}; add the batch dimension")
-    return x.shape[0], max(x.shape[1] - 1, 0)
+    rows = (x.shape[0], max(x.shape[1] - 1, 0)) if shift else tuple(x.shape[:-1])
+    if mask is not None:
+        check_mask(mask, "the outputs", rows, x.device, _SHIFTED_MASK if shift else "")
+    return rows
 
 
 def check_temperature(temperature: float | Tensor, rows: tuple[int, ...], device: torch.device) -> None:

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from fused_rl.checks import check_choice, check_device, check_floating, check_shape
 
-__all__ = ["KL_ESTIMATORS", "KLEstimator", "estimate", "k3", "kl_estimate", "tangent_exp", "tangent_expm1"]
-
 KLEstimator = Literal["k1", "k2", "k3", "k4", "rk3", "k1+", "k3+"]
 KL_ESTIMATORS = get_args(KLEstimator)
 _LINEAR_BEYOND = 20.0  # nats; beyond it an exponential continues as its tangent: value and slope stay finite

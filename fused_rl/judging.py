@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 from multiprocessing import util
 from pathlib import Path
 
-__all__ = ["judge"]
-
 CASES = 50  # judged by one process, which then makes way for a fresh one
 MEMORY, WALL = 1 << 30, 300.0  # bytes beyond what a process begins with; seconds, of a case that sleeps
 CPU_SECONDS = 1.0  # for one answer: they take 0.01 to 0.3, or never end

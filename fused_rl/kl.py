@@ -12,21 +12,19 @@ from torch import Tensor
 
 from fused_rl.backend import backend_of
 from fused_rl.checks import (
-    SHIFTED_MASK,
     check_choice,
+    check_device,
     check_logits,
-    check_mask,
+    check_rows,
+    check_shape,
     check_softcap,
     check_temperature_values,
     check_transforms,
     no_second_derivative,
-    rows_shape,
     split_temperature,
 )
 from fused_rl.kernels.states import JensenShannonSums, KLState
 from fused_rl.rows import inverse, unit_stride, without_last
-
-__all__ = ["DIRECTIONS", "Direction", "as_rows", "check_logits_pair", "token_kl"]
 
 Direction = Literal["reverse", "forward", "jensen-shannon"]
 DIRECTIONS = get_args(Direction)
@@ -102,19 +100,11 @@ def check_logits_pair(
     """The shape of the rows, (...) or for `shift` (B, T - 1)."""
     check_logits("logits", logits)
     check_logits("ref_logits", ref_logits)
-    if logits.shape != ref_logits.shape:
-        raise ValueError(
-            f"logits and ref_logits must be (..., V) of one shape, got {tuple(logits.shape)} and "
-            f"{tuple(ref_logits.shape)}"
-        )
-    if logits.dtype != ref_logits.dtype or logits.device != ref_logits.device:
-        raise ValueError(
-            f"logits and ref_logits must share dtype and device, got {logits.dtype} on {logits.device} and "
-            f"{ref_logits.dtype} on {ref_logits.device}; convert one of them"
-        )
-    rows = rows_shape(logits, shift)
-    if mask is not None:
-        check_mask(mask, "the rows", rows, logits.device, SHIFTED_MASK if shift else "")
+    check_shape("ref_logits", ref_logits, "logits", logits.shape)
+    check_device("ref_logits", ref_logits, logits.device, "logits")
+    if logits.dtype != ref_logits.dtype:
+        raise ValueError(f"ref_logits must be {logits.dtype} as the logits, got {ref_logits.dtype}; convert it")
+    rows = check_rows(logits, mask, shift)
     check_softcap(softcap)
     check_transforms("token_kl", logits, ref_logits)
     return rows
@@ -128,12 +118,7 @@ def as_rows(x, y, mask, temperature, row_temperature):
 
 def _three_dimensions(x):
     x = unit_stride(x)
-    if x.dim() == 3:
-        return x
-    if x.dim() == 2:
-        return x[None]
-    length = x.shape[-2] if x.dim() > 1 else 1
-    return x.reshape(-1, length, x.shape[-1])
+    return x[(None,) * (3 - x.dim())].flatten(0, -3)
 
 
 @torch.library.custom_op("fused_rl::token_kl", mutates_args=())

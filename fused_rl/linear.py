@@ -14,12 +14,10 @@ from torch import Tensor
 from fused_rl import tiles
 from fused_rl.checks import (
     LOGITS_DTYPES,
-    SHIFTED_MASK,
-    check_flag,
     check_head_tensors,
     check_logits_dtype,
-    check_mask,
     check_range,
+    check_rows,
     check_softcap,
     check_target_values,
     check_targets,
@@ -28,17 +26,15 @@ from fused_rl.checks import (
     check_tensor,
     check_tensors,
     check_transforms,
+    described,
     once_differentiable,
-    rows_shape,
     values_are_checked,
 )
-from fused_rl.linear_support import linear_support_logprobs
+from fused_rl.linear_support import LinearSupport
 from fused_rl.outputs import LinearTokenLoss, TokenLogprobs
 from fused_rl.rows import row_bwd, row_fwd
 from fused_rl.shards import gather, scatter
 from fused_rl.token_support import TokenSupport, check_support, check_support_values
-
-__all__ = ["LinearTokenLoss", "linear_token_logprobs", "linear_token_loss"]
 
 
 class _LinearTokenLogprobs(torch.autograd.Function):
@@ -70,10 +66,8 @@ def _token_gradients(token_loss, logprobs, entropy, per_token):
         entropy = entropy.detach().requires_grad_()
         values = token_loss(logprobs, entropy, *per_token)
         if not isinstance(values, Tensor) or values.shape != entropy.shape:
-            got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-            raise ValueError(
-                f"token_loss must return one value per token, {tuple(entropy.shape)}, unreduced; got {got}"
-            )
+            wanted = f"one value per token, {tuple(entropy.shape)}, unreduced"
+            raise ValueError(f"token_loss must return {wanted}; got {described(values)}")
         total = values.float().sum()
         used = total.requires_grad  # a constant loss has no gradient
         grads = torch.autograd.grad(total, (logprobs, entropy), allow_unused=True) if used else (None, None)
@@ -168,13 +162,15 @@ def _autocast(hidden, weight, bias):
     return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def _check_head(hidden, weight, targets, bias):
+def _check_head(hidden, weight, targets, bias, mask, shift):
+    """Return the shape of the rows."""
     if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"hidden must be (..., H) and weight (V, H), as in torch.nn.Linear; got {tuple(hidden.shape)} and "
             f"{tuple(weight.shape)}"
         )
-    check_targets(targets, "hidden", hidden)
+    rows = check_rows(hidden, mask, shift)
+    check_targets(targets, "hidden", hidden, shift)
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be (V,) = ({weight.shape[0]},), got {tuple(bias.shape)}")
     given = [t for t in (hidden, weight, bias) if t is not None]
@@ -188,17 +184,7 @@ def _check_head(hidden, weight, targets, bias):
     devices = {t.device for t in (*given, targets)}
     if len(devices) > 1:
         raise ValueError(f"hidden, weight, targets and bias must be on one device, got {sorted(map(str, devices))}")
-
-
-def _check_options(hidden, temperature, mask, softcap, workspace_mb, logits_dtype):
-    rows = hidden.shape[:-1]
-    if mask is not None:
-        check_mask(mask, "the targets", rows, hidden.device)
-    check_temperature(temperature, tuple(rows), hidden.device)
-    check_softcap(softcap)
-    if workspace_mb is not None:
-        check_range("workspace_mb", workspace_mb, "a finite number above 0", "; it is in MiB")
-    check_logits_dtype(logits_dtype, hidden.dtype)
+    return rows
 
 
 class _Rows(NamedTuple):
@@ -227,17 +213,24 @@ def _places(mask):
     return None if len(kept) == mask.numel() else kept
 
 
-def rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb, logits_dtype, like=None):
+def rows_that_count(
+    hidden, weight, targets, bias, temperature, mask, softcap, shift, workspace_mb, logits_dtype, like=None
+):
     """Check the arguments and drop masked rows before any GEMM; `like`: rows of another call with the same mask."""
     if not torch.is_grad_enabled():
         hidden, weight = hidden.detach(), weight.detach()
         bias = None if bias is None else bias.detach()
     hidden, weight, bias = _autocast(hidden, weight, bias)
-    _check_head(hidden, weight, targets, bias)
-    _check_options(hidden, temperature, mask, softcap, workspace_mb, logits_dtype)
+    shape = _check_head(hidden, weight, targets, bias, mask, shift)
+    check_temperature(temperature, shape, hidden.device)
+    check_softcap(softcap)
+    if workspace_mb is not None:
+        check_range("workspace_mb", workspace_mb, "a finite number above 0", "; it is in MiB")
+    check_logits_dtype(logits_dtype, hidden.dtype)
+    if shift:  # position t with the target of t + 1
+        hidden, targets = hidden[:, :-1], targets[:, 1:]
 
-    # which rows, and what of them
-    rows = _Rows((), _places(mask) if like is None else like.kept, hidden.shape[:-1])
+    rows = _Rows((), _places(mask) if like is None else like.kept, torch.Size(shape))
     row_temperature = None
     if isinstance(temperature, Tensor):
         row_temperature = temperature.detach().to(hidden.device, torch.float32).expand(rows.shape)
@@ -249,16 +242,6 @@ def rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, w
     targets = rows.select(targets).long()
     budget = tiles.budget(workspace_mb, hidden, len(weight), rows.kept is not None, logits_dtype)
     return rows._replace(arguments=(hidden, weight, bias, targets, inv_temperature, softcap, budget))
-
-
-def _shifted(hidden, targets, mask, sets=None):
-    """Position t with the target of t + 1, and its kept set."""
-    rows = rows_shape(hidden, shift=True)
-    hint = "; shift=True takes the targets of all T positions and drops the first itself"
-    check_targets(targets, "hidden", hidden, hint)
-    if mask is not None:
-        check_mask(mask, "the outputs", rows, hidden.device, SHIFTED_MASK)
-    return hidden[:, :-1], targets[:, 1:], None if sets is None else sets.at((slice(None), slice(1, None)))
 
 
 def linear_token_logprobs(
@@ -323,22 +306,22 @@ def linear_token_logprobs(
     check_tensors(hidden=hidden, targets=targets)
     check_head_tensors(weight=weight, bias=bias)
     check_transforms("linear_token_logprobs", hidden, weight, bias)
-    sets = None
     if support is not None:
         check_support(support, several=targets.dim() == hidden.dim())
-        sets = support.of_rows(targets.shape, targets.device)
-    check_flag("shift", shift)
-    if shift:
-        hidden, targets, sets = _shifted(hidden, targets, mask, sets)
-    rows = rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb, logits_dtype)
-    if sets is None:
+    options = temperature, mask, softcap, shift, workspace_mb, logits_dtype
+    rows = rows_that_count(hidden, weight, targets, bias, *options)
+    if support is None:
         return TokenLogprobs(*map(rows.restore, _LinearTokenLogprobs.apply(*rows.arguments)))
 
     # the sets of the rows that count
+    sets = support.of_rows(targets.shape, targets.device)
+    if shift:
+        sets, targets = sets.at((slice(None), slice(1, None))), targets[:, 1:]
     if values_are_checked(targets.device):
         check_support_values(sets, targets, mask, weight.shape[0])
     sets = sets._replace(begin=rows.select(sets.begin), end=rows.select(sets.end))
-    return TokenLogprobs(*map(rows.restore, linear_support_logprobs(sets, *rows.arguments)))
+    inputs, options = rows.arguments[:4], rows.arguments[4:]
+    return TokenLogprobs(*map(rows.restore, LinearSupport.apply(*inputs, *sets, *options)))
 
 
 def linear_token_loss(
@@ -391,10 +374,8 @@ def linear_token_loss(
     check_tensors(hidden=hidden, targets=targets)
     check_head_tensors(weight=weight, bias=bias)
     check_transforms("linear_token_loss", hidden, weight, bias)
-    check_flag("shift", shift)
-    if shift:
-        hidden, targets, _ = _shifted(hidden, targets, mask)
-    rows = rows_that_count(hidden, weight, targets, bias, temperature, mask, softcap, workspace_mb, logits_dtype)
+    options = temperature, mask, softcap, shift, workspace_mb, logits_dtype
+    rows = rows_that_count(hidden, weight, targets, bias, *options)
     # the gradient is formed here, in the forward pass: nothing given per token could get one
     for i, values in enumerate(per_token):
         check_tensor(f"per_token[{i}]", values)

@@ -9,20 +9,15 @@ from torch import Tensor
 from fused_rl import tiles
 from fused_rl.backend import backend_of
 from fused_rl.checks import (
-    SHIFTED_MASK,
     check_choice,
     check_head_tensors,
-    check_mask,
     check_tensors,
     check_transforms,
     once_differentiable,
-    rows_shape,
 )
 from fused_rl.kernels.states import JensenShannonSums, KLState
 from fused_rl.kl import DIRECTIONS, Direction
 from fused_rl.linear import gather, rows_that_count, scatter
-
-__all__ = ["linear_token_kl"]
 
 _TILES = 3  # of one size at once: the logits of both heads and the gradient of one
 
@@ -141,17 +136,11 @@ def linear_token_kl(
             f"both must have the same tokens and vocabulary, got hidden {tuple(hidden.shape)} and "
             f"{tuple(ref_hidden.shape)}, weight {tuple(weight.shape)} and {tuple(ref_weight.shape)}"
         )
-    rows = rows_shape(hidden, shift)
-    if shift:
-        if mask is not None:
-            check_mask(mask, "the outputs", rows, hidden.device, SHIFTED_MASK)
-        hidden, ref_hidden = hidden[:, :-1], ref_hidden[:, :-1]
     ref_hidden, ref_weight = ref_hidden.detach(), ref_weight.detach()
     ref_bias = None if ref_bias is None else ref_bias.detach()
 
-    # the rows that count, of both
     targets = torch.zeros(hidden.shape[:-1], dtype=torch.long, device=hidden.device)  # none is looked at
-    options = temperature, mask, softcap, workspace_mb, logits_dtype
+    options = temperature, mask, softcap, shift, workspace_mb, logits_dtype
     rows = rows_that_count(hidden, weight, targets, bias, *options)
     ref_rows = rows_that_count(ref_hidden, ref_weight, targets, ref_bias, *options, like=rows)
     hidden, weight, bias, _, inv_temperature, softcap, budget = rows.arguments

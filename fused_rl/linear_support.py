@@ -13,8 +13,6 @@ from fused_rl.checks import once_differentiable
 from fused_rl.kernels.states import RowStatistics, RowSupport
 from fused_rl.shards import gather, scatter
 
-__all__ = ["linear_support_logprobs"]
-
 # A row of the GEMM costs as much as gathering this part of the head's rows: on a CPU 1/28 in fp32 and 1/98 in bf16
 # (64 x 1024 x 151936); for a GPU 700 TFLOP/s against 4 TB/s give 1/175. Below FEW no GEMM is worth its launch.
 _FP32_CPU_SHARE, _SHARE = 32, 128
@@ -22,12 +20,9 @@ _FEW = 64
 _MARKED = 1 << 20  # elements of the hidden states that are int64 at a time
 
 
-def linear_support_logprobs(support: RowSupport, hidden, weight, bias, targets, inv_temperature, softcap, budget):
+class LinearSupport(torch.autograd.Function):
     """(logprobs, entropy, lse), (n,) fp32 each, of rows as `fused_rl.linear.rows_that_count` gives them."""
-    return _LinearSupport.apply(hidden, weight, bias, targets, *support, inv_temperature, softcap, budget)
 
-
-class _LinearSupport(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, ids, begin, end, inv_temperature, softcap, budget):
         head = tuple(gather(weight, bias))
@@ -71,7 +66,9 @@ class _LinearSupport(torch.autograd.Function):
             given = _some(short, *upstream), some, *head, chosen, _some(short, *statistics)
             entries = sets, ctx.gathered, x, dweight, dbias
             of_short, dweight, dbias = _gathered_gradients(needs, *given, inv_t, softcap, *entries)
-            dhidden = of_short if dhidden is None else _joined(hidden, (short, of_short), (tiled, dhidden))
+            if dhidden is not None:
+                of_short = torch.empty_like(hidden).index_copy_(0, short, of_short).index_copy_(0, tiled, dhidden)
+            dhidden = of_short
         return dhidden, scatter(dweight, weight), scatter(dbias, bias), *(None,) * 7
 
 
@@ -100,13 +97,6 @@ def _of(rows, hidden, targets, support, inv_temperature):
     """Hidden states, targets, sets and temperatures of some rows."""
     hidden, targets, inv_t = _some(rows, hidden, targets, inv_temperature)
     return hidden, targets, support if rows is None else support.at(rows), inv_t
-
-
-def _joined(like, *parts):
-    joined = torch.empty_like(like)
-    for rows, values in parts:
-        joined.index_copy_(0, rows, values)
-    return joined
 
 
 def _gathered(hidden, weight, bias, targets, inv_t, softcap, budget, support, x):

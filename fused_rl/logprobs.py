@@ -21,18 +21,16 @@ from fused_rl import reference
 from fused_rl.checks import (
     FLOATING,
     LOGITS_DTYPES,
-    SHIFTED_MASK,
     check_device,
     check_flag,
     check_logits,
-    check_mask,
+    check_rows,
     check_softcap,
     check_target_values,
     check_targets,
     check_temperature_values,
     check_transforms,
     no_second_derivative,
-    rows_shape,
     split_temperature,
     values_are_checked,
 )
@@ -41,8 +39,6 @@ from fused_rl.kernels.states import RowStatistics, RowSupport
 from fused_rl.outputs import TokenLogprobs
 from fused_rl.rows import inverse, next_targets, of_slab, row_bwd, row_fwd, slabs, unit_stride, without_last
 from fused_rl.token_support import TokenSupport, check_support, check_support_values
-
-__all__ = ["TokenLogprobs", "token_logprobs"]
 
 
 def token_logprobs(
@@ -101,7 +97,6 @@ def token_logprobs(
             temperature are NaN, and FUSED_RL_CHECKED=1 in the environment turns on the same checks, at the price of a
             synchronisation per call.
     """
-    # what does not fit is refused
     check_flag("inplace", inplace)
     options = temperature, mask, softcap, shift
     temperature, row_temperature = check_row_arguments(logits, targets, *options, FLOATING)
@@ -119,7 +114,6 @@ def token_logprobs(
         mask, row_temperature = without_last(logits, mask, row_temperature)
         targets = next_targets(targets)
 
-    # the operator, or past it
     inputs = logits, targets.long(), mask, temperature, row_temperature, softcap, *row_support
     if not (inplace or _unwatched(logits)):
         outputs = torch.ops.fused_rl.token_logprobs.default(*inputs)
@@ -143,15 +137,9 @@ def check_row_arguments(
     dtypes: tuple[torch.dtype, ...] = LOGITS_DTYPES,
 ) -> tuple[float, Tensor | None]:
     """Check `token_logprobs`'s arguments without reading a tensor; `split_temperature` of theirs."""
-    # shapes, and what `shift` wants of them
     check_logits("logits", logits, dtypes)
-    rows = rows_shape(logits, shift)
-    hint = "; shift=True takes the targets of all T positions and drops the first itself" if shift else ""
-    check_targets(targets, "logits", logits, hint)
-    if mask is not None:
-        check_mask(mask, "the outputs", rows, logits.device, SHIFTED_MASK if shift else "")
-
-    # options, devices
+    rows = check_rows(logits, mask, shift)
+    check_targets(targets, "logits", logits, shift)
     check_softcap(softcap)
     check_device("targets", targets, logits.device, "logits")
     check_transforms("token_logprobs", logits)

@@ -22,9 +22,9 @@ from fused_rl.presets import (
     PolicyLossOptions,
     Preset,
     PresetName,
-    check_token_level,
     resolve_options,
     surrogate_of,
+    wide_option,
 )
 from fused_rl.surrogates import (
     RATIO_LEVELS,
@@ -36,14 +36,6 @@ from fused_rl.surrogates import (
     off_policy_gate,
     rollout_weights,
 )
-
-__all__ = [
-    "entropy_bonus",
-    "importance_ratio",
-    "policy_loss",
-    "policy_token_loss",
-    "value_loss",
-]
 
 
 def importance_ratio(
@@ -73,7 +65,6 @@ def importance_ratio(
     check_choice("ratio_level", ratio_level, RATIO_LEVELS)
     check_tensors(logprobs=logprobs, old_logprobs=old_logprobs)
     batch = TokenBatch(logprobs, mask, sequence_ids=sequence_ids)
-    # of each token, then of what the level takes together
     log_ratio = batch.tokens("logprobs", logprobs) - batch.constant("old_logprobs", old_logprobs)
     return tangent_exp(RATIO_LEVELS[ratio_level](log_ratio, batch.sequences))
 
@@ -143,8 +134,8 @@ def policy_loss(
 
     Raises:
         ValueError: shapes, dtypes, devices or options that do not fit; an option that nothing reads, such as
-            `clip_high` beside a surrogate that clips nothing; a surrogate of yours that takes other arguments, or does
-            not return (B, T) losses in their dtype; on CPU, or with FUSED_RL_CHECKED=1, advantages that are not finite.
+            `clip_high` beside a surrogate that clips nothing; a surrogate of yours that does not return
+            (B, T) losses in their dtype; on CPU, or with FUSED_RL_CHECKED=1, advantages that are not finite.
     """
     check_tensors(logprobs=logprobs, advantages=advantages, mask=mask)
     chosen = resolve_options(preset, changes, options)
@@ -162,7 +153,6 @@ def policy_loss(
     ref = batch.constant("ref_logprobs", ref_logprobs)
     rollout = batch.constant("rollout_logprobs", rollout_logprobs)
 
-    # the surrogate of each token, weighted
     log_ratio = logprobs - old
     level = RATIO_LEVELS[chosen.ratio_level](log_ratio, batch.sequences)
     if chosen.ratio_level == "sequence" and per_token:
@@ -174,7 +164,6 @@ def policy_loss(
     weights = weights * entropy_gate(entropy, batch.mask, chosen)
     surrogate = surrogate * weights
 
-    # reduced once
     losses = surrogate + _regularisers(logprobs, old, ref, entropy, chosen)
     loss = batch.aggregate(losses, chosen.loss_agg)
     with torch.no_grad():
@@ -275,7 +264,12 @@ def policy_token_loss(
     """
     check_tensors(advantages=advantages, mask=mask)
     chosen = resolve_options(preset, changes, options)
-    check_token_level(chosen)
+    wide = wide_option(chosen)
+    if wide is not None:
+        raise ValueError(
+            f"{wide}={getattr(chosen, wide)!r} needs more than one token at a time: use linear_token_logprobs and "
+            "policy_loss (for top_entropy, entropy_threshold)"
+        )
     _check_needs(chosen, ref_logprobs, True, rollout_logprobs)
     if chosen.skip_impossible:
         mask = possible(mask, old_logprobs, ref_logprobs, rollout_logprobs)
@@ -390,17 +384,10 @@ def value_loss(
         clipped = (near_old - returns).square()
     loss = batch.aggregate(torch.maximum(unclipped, clipped) / 2, "token-mean")
     clipfrac = batch.aggregate((clipped > unclipped).to(batch.dtype), "token-mean")
+    # first and second moments in fp64: the variance of returns far from 0 is a small difference of large numbers
+    returns = returns.double()
+    error = returns - values.detach().double()
+    moments = {"return": returns, "return_square": returns.square()}
+    moments |= {"value_error": error, "value_error_square": error.square()}
     metrics = {"value_loss": loss.detach(), "value_clipfrac": clipfrac}
-    return loss, metrics | _value_moments(values.detach().double(), returns.double(), batch)
-
-
-def _value_moments(values, returns, batch):
-    """First and second moments in fp64: the variance of returns far from 0 is a small difference of large numbers."""
-    error = returns - values
-    moments = {
-        "return": returns,
-        "return_square": returns.square(),
-        "value_error": error,
-        "value_error_square": error.square(),
-    }
-    return batch.sums(moments, "token-mean")
+    return loss, metrics | batch.sums(moments, "token-mean")

@@ -5,8 +5,6 @@ from torch import Tensor
 
 from fused_rl.checks import check_flag, check_floating, check_mask, check_process_group, check_range
 
-__all__ = ["at_least_fp32", "global_moments", "masked_mean", "masked_sum", "masked_var", "sum_where", "whiten"]
-
 
 def at_least_fp32(values: Tensor, mask: Tensor) -> Tensor:
     """The values in the dtype of a reduction, checked against their mask."""
@@ -30,8 +28,6 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
         ValueError: mask not bool or not of the shape of `values`.
     """
     values = at_least_fp32(values, mask)
-    if dim is not None and (type(dim) is not int or not -values.dim() <= dim < values.dim()):
-        raise ValueError(f"dim must be None or one dimension of values {tuple(values.shape)}, got {dim!r}")
     return sum_where(mask, values, dim)
 
 
@@ -94,7 +90,6 @@ def whiten(
     values = at_least_fp32(values, mask)
     kept = torch.where(mask, values, 0)
 
-    # moments over all ranks, then each element by them
     mean, variance = global_moments(kept, mask, process_group)
     scale = torch.rsqrt(variance.clamp(min=std_floor**2) + eps).to(values.dtype)
     mean = mean.to(values.dtype)

@@ -8,8 +8,6 @@ import torch
 from fused_rl.checks import described
 from fused_rl.cpu import native
 
-__all__ = ["sum_of_squares", "tf_adam_epsilon"]
-
 _CHANGED = weakref.WeakSet()
 _PART = 1 << 18  # elements in fp64 at a time
 
@@ -36,27 +34,23 @@ def tf_adam_epsilon(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         The same optimizer, changed.
 
     Raises:
-        ValueError: no optimizer; Adamax or RAdam, whose epsilon is elsewhere; a group without eps and betas, or without
-            bias correction; a second call; at a step, parameters of one group that have taken different numbers of
+        ValueError: no optimizer; Adamax or RAdam, whose epsilon is elsewhere; a group without bias correction; a
+            second call; at a step, parameters of one group that have taken different numbers of
             steps, which one epsilon cannot serve.
 
     Source: https://github.com/vwxyzjn/minimal-adam-difference; arXiv:1412.6980, section 2, its last remark.
     """
-    # an Adam with bias correction, once
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizer must be a torch.optim.Optimizer, got {described(optimizer)}")
     if isinstance(optimizer, (torch.optim.Adamax, torch.optim.RAdam)):
         raise ValueError(f"{type(optimizer).__name__} divides by no sqrt(v / (1 - beta2^t)) + eps; use Adam or AdamW")
     for group in optimizer.param_groups:
-        if "eps" not in group or "betas" not in group:
-            raise ValueError(f"{type(optimizer).__name__} is no Adam: a parameter group has {sorted(group)}")
         if not group.get("bias_correction", True):
             raise ValueError(f"{type(optimizer).__name__} has bias_correction=False, so there is nothing to correct")
     if optimizer in _CHANGED:
         raise ValueError("tf_adam_epsilon was applied to this optimizer before")
     _CHANGED.add(optimizer)
 
-    # eps is larger while a step runs, and its own again afterwards
     own: list[float] = []
 
     def enlarge(changed, *_):

@@ -4,8 +4,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["LinearTokenLoss", "TokenLogprobs"]
-
 
 class TokenLogprobs(NamedTuple):
     """Outputs of `token_logprobs`, in nats, 0 where masked: logprobs as the targets, (...) or (..., K), the others per

@@ -4,9 +4,7 @@ import torch
 from torch import Tensor
 
 from fused_rl.aggregation import divisor
-from fused_rl.checks import check_count, check_device, check_floating, check_range, check_shape, check_tensors
-
-__all__ = ["preference_loss"]
+from fused_rl.checks import check_choice, check_count, check_device, check_floating, check_range, check_shape
 
 LOSSES = {  # of the lead of the chosen score
     "sigmoid": lambda lead: -torch.nn.functional.logsigmoid(lead),
@@ -46,7 +44,6 @@ def preference_loss(
     Raises:
         ValueError: scores that are not (B,), an unknown loss_type, label_smoothing outside [0, 0.5).
     """
-    check_tensors(chosen_scores=chosen_scores, rejected_scores=rejected_scores)
     check_floating("chosen_scores", chosen_scores, "(B,)")
     check_floating("rejected_scores", rejected_scores, "(B,)")
     check_shape("rejected_scores", rejected_scores, "chosen_scores", chosen_scores.shape)
@@ -58,8 +55,7 @@ def preference_loss(
         margin = margin.detach()
     elif margin is not None:
         check_range("margin", margin, "a finite number", ", a tensor (B,) or None")
-    if loss_type not in LOSSES:
-        raise ValueError(f"loss_type must be one of {', '.join(LOSSES)}, got {loss_type!r}")
+    check_choice("loss_type", loss_type, LOSSES)
     check_count("num_sequences", num_sequences, torch.ones_like(chosen_scores, dtype=torch.bool))
     check_range("label_smoothing", label_smoothing, "a number from 0 to below 0.5")
     check_range("centering", centering, "a finite number, 0 or more")

@@ -21,10 +21,7 @@ from fused_rl.checks import (
 from fused_rl.estimators import KL_ESTIMATORS, KLEstimator
 from fused_rl.surrogates import RATIO_LEVELS, ROLLOUT_GATES, SURROGATES, RatioLevel, RolloutGate, SurrogateOptions
 
-__all__ = ["PRESETS", "PolicyLossOptions", "Preset", "PresetName", "resolve_options"]
-
 RolloutCorrection = Literal["token-truncate", "token-mask", "sequence-truncate", "sequence-mask"]
-ROLLOUT_CORRECTIONS = get_args(RolloutCorrection)
 # Option -> those that have no meaning where it is None.
 BOUNDS = {
     "rollout_correction": ("rollout_low", "rollout_high"),
@@ -89,7 +86,7 @@ class PolicyLossOptions(SurrogateOptions):
         if not callable(self.surrogate):
             check_choice("surrogate", self.surrogate, SURROGATES)
         if self.rollout_correction is not None:
-            check_choice("rollout_correction", self.rollout_correction, ROLLOUT_CORRECTIONS)
+            check_choice("rollout_correction", self.rollout_correction, get_args(RolloutCorrection))
         if self.rollout_gate is not None:
             check_choice("rollout_gate", self.rollout_gate, ROLLOUT_GATES)
             if self.rollout_gate_high is None:
@@ -263,13 +260,3 @@ def wide_option(chosen: PolicyLossOptions) -> str | None:
         "top_entropy": chosen.top_entropy is not None,
     }
     return next((name for name, needs_more in wide.items() if needs_more), None)
-
-
-def check_token_level(chosen: PolicyLossOptions) -> None:
-    """A loss formed token by token cannot see the rest of a sequence, or of the batch."""
-    name = wide_option(chosen)
-    if name is not None:
-        raise ValueError(
-            f"{name}={getattr(chosen, name)!r} needs more than one token at a time: use linear_token_logprobs and "
-            "policy_loss (for top_entropy, entropy_threshold)"
-        )

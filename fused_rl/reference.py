@@ -9,18 +9,6 @@ import torch
 
 from fused_rl.outputs import LinearTokenLoss, TokenLogprobs
 
-__all__ = [
-    "gae",
-    "kl_estimate",
-    "linear_token_kl",
-    "linear_token_logprobs",
-    "linear_token_loss",
-    "policy_loss",
-    "token_kl",
-    "token_logprobs",
-    "topk_kl",
-]
-
 
 def _per_column(temperature):
     """A number, or one per row as it divides (..., V)."""
@@ -201,7 +189,6 @@ def policy_loss(
         total = total + losses.sum() / over.get(loss_agg, 1)
         count += n
 
-    # divided once
     num_sequences = len(sequences) if num_sequences is None else num_sequences
     length = mask.shape[1] if max_length is None else max_length
     norm = length if loss_agg == "seq-mean-token-sum-norm" else 1

@@ -1,6 +1,5 @@
 """The ratio levels and surrogates of `policy_loss`; docs/losses.md shows a surrogate of your own in five lines."""
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,24 +10,6 @@ from torch import Tensor
 
 from fused_rl.checks import Finite, Fraction, MayBeInf, NonNegative, Positive, described
 from fused_rl.estimators import k3, tangent_exp
-
-__all__ = [
-    "RATIO_LEVELS",
-    "ROLLOUT_GATES",
-    "SURROGATES",
-    "RolloutGate",
-    "SurrogateOptions",
-    "declares",
-    "NoSequences",
-    "RatioLevel",
-    "applied",
-    "by_token",
-    "entropy_gate",
-    "needs_sequences",
-    "off_policy_gate",
-    "rollout_weights",
-]
-
 
 # Ratio level: (B, T) log-ratios of tokens -> (B, T); all but the token level give a sequence's tokens one value.
 
@@ -335,25 +316,14 @@ def applied(surrogate: Callable, log_ratio, advantages, logprobs, sequences, opt
     """The loss of each token, and metrics of each token by name, which a user's surrogate may return beside it.
 
     Raises:
-        ValueError: it does not take five arguments, or does not return a loss of each token.
+        ValueError: it does not return a loss of each token.
     """
-    arguments = log_ratio, advantages, logprobs, sequences, options
-    name = getattr(surrogate, "__name__", repr(surrogate))
-    wanted = tuple(logprobs.shape)
-    try:
-        inspect.signature(surrogate).bind(*arguments)
-    except TypeError as error:
-        raise ValueError(
-            f"the surrogate {name} is called with (log_ratio, advantages, logprobs, sequences, options), tensors "
-            f"{wanted}, but does not take these: {error}"
-        ) from None
-    found = surrogate(*arguments)
+    found = surrogate(log_ratio, advantages, logprobs, sequences, options)
     losses, metrics = found if isinstance(found, tuple) else (found, {})
-    if not isinstance(losses, Tensor) or tuple(losses.shape) != wanted or losses.dtype != logprobs.dtype:
+    if not isinstance(losses, Tensor) or losses.shape != logprobs.shape or losses.dtype != logprobs.dtype:
         raise ValueError(
-            f"the surrogate {name} must return the loss of each token, {logprobs.dtype} {wanted} as its arguments; got "
-            f"{described(losses) if isinstance(losses, Tensor) else type(losses).__name__}. Leave sums and means to "
-            "loss_agg"
+            f"the surrogate {getattr(surrogate, '__name__', surrogate)} must return the loss of each token, "
+            f"{described(logprobs)} as its arguments; got {described(losses)}. Leave sums and means to loss_agg"
         )
     return losses, metrics
 

@@ -54,12 +54,6 @@ def default_logits_dtype(operands: torch.dtype, device: torch.device) -> torch.d
     return torch.float32 if device.type == "cuda" else operands
 
 
-def free_bytes(device: torch.device) -> int:
-    """Return the bytes that PyTorch could allocate on a GPU: free ones, and those that its allocator keeps unused."""
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
-
-
 def default_workspace(free: int, width: int, vocab: int, operands: torch.dtype, dtype: torch.dtype) -> int:
     """Return the default workspace on a GPU with `free` bytes: an eighth, rounded down to three binary digits.
 
@@ -79,7 +73,8 @@ def budget(workspace_mb, hidden, vocab, copied, logits_dtype=None):
     if hidden.device.type == "cpu":
         taken += CPU_ROWS_BYTES + (0 if dtype == hidden.dtype else 4 * _CAST * (_CAST + 2 * hidden.shape[1]))
     if workspace_mb is None and hidden.device.type == "cuda":
-        free = free_bytes(hidden.device)
+        unused = torch.cuda.memory_reserved(hidden.device) - torch.cuda.memory_allocated(hidden.device)
+        free = torch.cuda.mem_get_info(hidden.device)[0] + unused
         return Budget(default_workspace(free, hidden.shape[-1], vocab, hidden.dtype, dtype), dtype)
     return Budget(int((workspace_mb or CPU_WORKSPACE_MB) * 2**20), dtype).less(taken)
 

@@ -4,7 +4,6 @@ Sets are recorded where sampling happens, not computed again from probabilities:
 """
 
 import dataclasses
-import operator
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
@@ -13,8 +12,6 @@ from torch import Tensor
 
 from fused_rl.checks import INTEGERS, check_plain, described, values_are_checked
 from fused_rl.kernels.states import RowSupport
-
-__all__ = ["TokenSupport"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,10 +45,7 @@ class TokenSupport:
         Raises:
             ValueError: as TokenSupport.
         """
-        rows = [
-            _row_of_ids(i, row)
-            for i, row in enumerate(_several("lists", lists, "a list of ids, or None, for each row"))
-        ]
+        rows = [_row_of_ids(i, row) for i, row in enumerate(lists)]
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         ids = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
         return cls(ids, _offsets(lengths))
@@ -70,7 +64,7 @@ class TokenSupport:
         Raises:
             ValueError: a shape or dtype that does not fit; a row without any finite entry.
         """
-        steps = [scores] if isinstance(scores, Tensor) else _several("scores", scores, "a tensor (B, V) for each step")
+        steps = [scores] if isinstance(scores, Tensor) else list(scores)
         if isinstance(scores, Tensor) and scores.dim() and scores.shape[-1]:
             steps = [scores.reshape(-1, scores.shape[-1])]
         _check_scores(steps)
@@ -97,10 +91,6 @@ class TokenSupport:
 
     def select(self, rows: Tensor) -> "TokenSupport":
         """The sets of some rows: (n,) indices, or a bool mask (N,)."""
-        if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.dtype not in (*INTEGERS, torch.bool):
-            raise ValueError(f"rows must be indices (n,) or a bool mask (N,), got {described(rows)}")
-        if rows.dtype == torch.bool and len(rows) != len(self):
-            raise ValueError(f"a bool mask of rows must be (N,) = ({len(self)},), got {tuple(rows.shape)}")
         rows = rows.to(self.ids.device)
         begin = self.offsets[:-1][rows]
         end = self.offsets[1:][rows]
@@ -111,9 +101,7 @@ class TokenSupport:
     @classmethod
     def cat(cls, parts: Iterable["TokenSupport"]) -> "TokenSupport":
         """The rows of several on one device, in turn."""
-        parts = _several("parts", parts, "TokenSupports")
-        for part in parts:
-            check_support(part)
+        parts = list(parts)
         if not parts:
             return cls.from_lists([])
         lengths = torch.cat([part.offsets.diff() for part in parts])
@@ -125,7 +113,6 @@ class TokenSupport:
         Raises:
             ValueError: sizes that do not add up to the number of rows.
         """
-        sizes = [operator.index(size) for size in _several("sizes", sizes, "whole numbers")]
         bounds = list(accumulate(sizes, initial=0))
         if bounds[-1] != len(self) or min(sizes, default=0) < 0:
             raise ValueError(f"sizes must be 0 or more and add up to the {len(self)} rows, got a sum of {bounds[-1]}")
@@ -222,16 +209,10 @@ def check_support_values(support: RowSupport, targets: Tensor, mask: Tensor | No
         )
 
 
-def _several(name, given, of):
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise ValueError(f"{name} must be {of}, got {described(given)}")
-    return list(given)
-
-
 def _row_of_ids(row, ids):
     """(K,) int64; what is not a row of whole numbers would be made one in silence."""
-    given = torch.as_tensor([] if ids is None else ids) if not isinstance(ids, str) else None
-    if given is None or given.dim() != 1 or len(given) and given.dtype not in INTEGERS:
+    given = torch.as_tensor([] if ids is None else ids)
+    if given.dim() != 1 or len(given) and given.dtype not in INTEGERS:
         raise ValueError(f"row {row} of lists must be a list of ids, whole numbers, or None, got {described(ids)}")
     return given.long()
 
@@ -268,7 +249,6 @@ def _check_form(ids, offsets):
 
 
 def _check_values(ids, offsets):
-    # ranges that span the ids
     lengths = offsets.diff()
     if bool((lengths < 0).any()):
         row = int((lengths < 0).nonzero()[0])

@@ -20,15 +20,13 @@ from fused_rl.checks import (
     check_device,
     check_floating,
     check_mask,
-    check_tensors,
+    check_shape,
     check_transforms,
     once_differentiable,
     values_are_checked,
 )
 from fused_rl.estimators import k3
 from fused_rl.kl import DIRECTIONS, Direction
-
-__all__ = ["topk_kl"]
 
 # Of a log-probability, from the logits that others subtract: half an ulp of a log-sum-exp up to 32.
 _ULPS = 16
@@ -70,7 +68,11 @@ def topk_kl(
             rounding. On a GPU, and under torch.compile, such a row is NaN.
     """
     check_choice("direction", direction, DIRECTIONS)
-    _check_pair(logprobs, ref_logprobs)
+    check_floating("logprobs", logprobs)
+    check_floating("ref_logprobs", ref_logprobs)
+    check_shape("ref_logprobs", ref_logprobs, "logprobs", logprobs.shape, "; pass those of the same K tokens")
+    check_device("ref_logprobs", ref_logprobs, logprobs.device, "logprobs")
+    check_transforms("topk_kl", logprobs, ref_logprobs)
     if mask is None:
         mask = torch.ones(logprobs.shape[:-1], dtype=torch.bool, device=logprobs.device)
     check_mask(mask, "the rows", logprobs.shape[:-1], logprobs.device)
@@ -88,19 +90,6 @@ def topk_kl(
     sides = [torch.where(legal[..., None], side, -torch.inf) for side in sides]
     value = _TopkKL.apply(*sides, direction, rounding, *(side[..., :0].clone() for side in sides))
     return torch.where(legal, value, torch.where(mask, torch.nan, 0.0))
-
-
-def _check_pair(logprobs, ref_logprobs):
-    check_tensors(logprobs=logprobs, ref_logprobs=ref_logprobs)
-    if logprobs.shape != ref_logprobs.shape or logprobs.dim() < 1:
-        raise ValueError(
-            f"logprobs and ref_logprobs must be (..., K) of one shape, got {tuple(logprobs.shape)} and "
-            f"{tuple(ref_logprobs.shape)}; pass the log-probabilities of the same K tokens"
-        )
-    check_floating("logprobs", logprobs)
-    check_floating("ref_logprobs", ref_logprobs)
-    check_device("ref_logprobs", ref_logprobs, logprobs.device, "logprobs")
-    check_transforms("topk_kl", logprobs, ref_logprobs)
 
 
 @torch.no_grad()
@@ -123,32 +112,21 @@ def _check_values(name, x):
     if not bad.any():
         return
     at = tuple(bad.nonzero()[0].tolist())
-    row, where = x[at], f"{name}[{', '.join(map(str, at))}]"
-    total, slack = _sums(row)
-    nan, positive = row.isnan(), row > slack
-    if nan.any():
-        what = f"{where} holds NaN at k = {int(nan.nonzero()[0])}; expected log-probabilities"
-    elif positive.any():
-        k = int(positive.nonzero()[0])
-        what = f"{where} holds {row[k].item():g} at k = {k}; expected log-probabilities, at most 0: no logits"
-    else:
-        what = (
-            f"the {len(row)} probabilities of {where} sum to {total.item():.9g}, {total.item() - 1:.3g} above 1 where "
-            f"rounding explains {slack.item():.2g}; expected {len(row)} different tokens, normalised over the whole "
-            "vocabulary"
-        )
-    raise ValueError(f"{what}. {int(bad.sum())} of {bad.numel()} rows are so. {MASKED}")
+    total, slack = (number.item() for number in _sums(x[at]))
+    raise ValueError(
+        f"{name}[{', '.join(map(str, at))}] has the maximum {x[at].max().item():g}, and the sum of its probabilities "
+        f"is {total:.9g}, {total - 1:.3g} above 1 where rounding explains {slack:.2g}; expected log-probabilities (no "
+        f"logits) of {x.shape[-1]} different tokens, normalised over the whole vocabulary. {int(bad.sum())} of "
+        f"{bad.numel()} rows are so. {MASKED}"
+    )
 
 
 class _Tail(NamedTuple):
-    """Return the mass left of 1, (...) fp64 each."""
+    """What K probabilities leave of 1, (...) each."""
 
-    mass: Tensor
-    """1 - sum_k p_k; of rounding it may be negative."""
-    unknown: Tensor
-    """Return True where the mass is no more than rounding."""
-    floor: Tensor
-    """How large it may be then."""
+    mass: Tensor  # fp64, 1 - sum_k p_k; of rounding it may be negative
+    unknown: Tensor  # bool, True where the mass is no more than rounding
+    floor: Tensor  # fp64, how large it may be then
 
 
 def _tail(x, p, eps):

@@ -14,8 +14,8 @@ from fused_rl.backend import backend_of
 from fused_rl.checks import (
     check_choice,
     check_process_group,
+    check_range,
     check_temperature_values,
-    described,
     once_differentiable,
     split_temperature,
     values_are_checked,
@@ -27,8 +27,6 @@ from fused_rl.logprobs import check_row_arguments
 from fused_rl.outputs import TokenLogprobs
 from fused_rl.rows import inverse, next_targets, row_bwd, row_fwd, unit_stride, without_last
 from fused_rl.token_support import TokenSupport, check_support, check_support_values
-
-__all__ = ["vocab_parallel_token_kl", "vocab_parallel_token_logprobs"]
 
 _NEAR = 20.0  # nats by which fp64 moves sums of terms >= 0, and takes them off each other
 
@@ -64,8 +62,7 @@ def vocab_parallel_token_logprobs(
     Raises:
         ValueError: as `token_logprobs`; a target or a kept id that is on no rank, or on several, is NaN on a GPU.
     """
-    if not isinstance(vocab_start, int) or isinstance(vocab_start, bool) or vocab_start < 0:
-        raise ValueError(f"vocab_start must be this rank's first column, 0 or more, got {described(vocab_start)}")
+    check_range("vocab_start", vocab_start, "a finite number, 0 or more", ": this rank's first column")
     check_process_group(process_group)
     options = temperature, mask, softcap, shift
     temperature, row_temperature = check_row_arguments(local_logits, targets, *options)
@@ -118,7 +115,6 @@ def vocab_parallel_token_kl(
     Raises:
         ValueError: as `token_kl`.
     """
-    # checked as `token_kl`'s
     check_choice("direction", direction, DIRECTIONS)
     check_process_group(process_group)
     rows = check_logits_pair(local_logits, local_ref_logits, mask, softcap, shift)

@@ -15,7 +15,7 @@ from fused_rl.cpu import compiled, native
 from fused_rl.cpu.compiled import BLOCK, in_huge_pages
 from fused_rl.kernels.states import RowStatistics
 
-_FLAT = -200.0  # exp is 0 from here on; finite, so that 0 * s is 0 for banned tokens
+FLAT = -200.0  # exp is 0 from here on; finite, so that 0 * s is 0 for banned tokens
 
 
 def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
@@ -31,7 +31,7 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
     with torch.no_grad():
         m, rest, t = _merge(*_statistics(logits.detach(), rows, inv_t.float(), softcap), inv_t)
     chosen = logits[rows, targets[rows]]
-    x = _capped(chosen, softcap, out=torch.empty(rows.numel())).double()
+    x = capped(chosen, softcap).double()
     s = ((x - _finite(m)) * inv_t).clamp_(max=0)  # a capped logit computed alone may lie an ulp above the maximum
     log1p = rest.log1p()
     found = s - log1p, log1p - t / (1 + rest), m * inv_t + log1p, m, rest
@@ -65,8 +65,8 @@ def logprob_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, re
     # The column of the target, apart: 1 - p there is exact also when p is next to 1.
     at = live.nonzero()[:, 0]
     column = targets[at]
-    x = _capped(logits[at, column], softcap, out=torch.empty(at.numel())).double()
-    s = ((x - m[at]) * inv_t[at]).clamp_(_FLAT, 0)
+    x = capped(logits[at, column], softcap).double()
+    s = ((x - m[at]) * inv_t[at]).clamp_(FLAT, 0)
     logp = s - log1p[at]
     dp = dlse[at] - dh[at] * (s - mean[at])
     d = dlp[at] * -logp.expm1() + logp.exp() * dp
@@ -105,9 +105,9 @@ def _chunked_statistics(x, rows, inv_t, softcap):
     for c in (slice(i, i + step) for i in range(0, rows.numel(), step)):
         m, ties, others, t = found[:, c]
         s, p, top = work[:, : m.shape[0]]
-        _capped(x[c] if every else x[rows[c]], softcap, out=s)
+        capped(x[c] if every else x[rows[c]], softcap, out=s)
         torch.amax(s, -1, out=m)
-        s.sub_(_finite(m)[..., None]).mul_(inv_t[c, None, None]).clamp_(min=_FLAT)
+        s.sub_(_finite(m)[..., None]).mul_(inv_t[c, None, None]).clamp_(min=FLAT)
         torch.floor(torch.exp(s, out=p), out=top)  # 1 for every tie with the maximum, 0 elsewhere
         torch.sum(top, -1, out=ties)
         torch.sum(p.sub_(top), -1, out=others)
@@ -121,9 +121,9 @@ def _chunked_gradient(x, out, live, m, inv_t, scale, mean, a, b, softcap):
     work = torch.empty(2, min(step, x.shape[0]), x.shape[1])
     for c in (slice(i, i + step) for i in range(0, x.shape[0], step)):
         s, p = work[:, : m[c].shape[0]]
-        _capped(x[c], softcap, out=s)
+        capped(x[c], softcap, out=s)
         slope = None if softcap is None else 1 - (s / softcap).square()
-        s.sub_(m[c, None]).mul_(inv_t[c, None]).clamp_(min=_FLAT)
+        s.sub_(m[c, None]).mul_(inv_t[c, None]).clamp_(min=FLAT)
         torch.exp(s, out=p).mul_(scale[c, None])
         s.sub_(mean[c, None]).mul_(-b[c, None]).add_(a[c, None])
         p.mul_(s)
@@ -133,7 +133,9 @@ def _chunked_gradient(x, out, live, m, inv_t, scale, mean, a, b, softcap):
     out.index_fill_(0, (~live).nonzero()[:, 0], 0)
 
 
-def _capped(x, softcap, out):
+def capped(x, softcap, out=None):
+    """fp32 logits after the soft cap, in memory of their own."""
+    out = torch.empty(x.shape) if out is None else out
     out.copy_(x)
     if softcap is not None:
         out.div_(softcap).tanh_().mul_(softcap)
@@ -156,7 +158,7 @@ def _statistics(logits, rows, inv_t, softcap):
 def _merge(m, ties, others, t, inv_t):
     """Partial states, inverse temperatures (R,) fp64 -> maximum, sum of exp(s) without one maximum, t; (R,) fp64."""
     top = m.amax(1, keepdim=True)
-    d = ((m.double() - _finite(top)) * inv_t[:, None]).clamp(min=1e3 * _FLAT)
+    d = ((m.double() - _finite(top)) * inv_t[:, None]).clamp(min=1e3 * FLAT)
     alpha = d.exp()
     mass = ties + others.double()
     rest = torch.where(m == top, others, alpha * mass).sum(1)

@@ -8,7 +8,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -39,10 +38,8 @@ _log = logging.getLogger(__name__)
 
 def takes(*matrices: torch.Tensor) -> bool:
     """Return True if rows.c serves these: adjacent columns, on a machine whose compiler compiles it."""
-    for x in matrices:
-        if x.stride(1) != 1 and x.shape[1] != 1:
-            return False
-    return compiler_found() and _library() is not None
+    adjacent = all(x.stride(1) == 1 or x.shape[1] == 1 for x in matrices)
+    return adjacent and compiler_found() and _library() is not None
 
 
 def call(name: str, elements: int, *arguments: torch.Tensor | float | None) -> None:
@@ -80,9 +77,7 @@ def _function(name: str) -> Callable:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """The compiled file; None elsewhere than on Linux, and, with a warning, where the compiler refuses."""
-    if sys.platform != "linux":
-        return None
+    """The compiled file; None, with a warning, where the compiler refuses."""
     compiler = os.environ.get("CXX", "g++")
     path = _folder() / f"rows-{_fingerprint(compiler)}.so"
     if path.is_file():

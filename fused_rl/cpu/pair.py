@@ -30,9 +30,7 @@ def matrix(x, rows):
     """Without a copy also for slices such as logits[:, :-1], whose rows are some of those of a larger matrix."""
     batch, length, vocab = x.shape
     step, stride = x.stride()[:2]
-    if batch < 2 or length == 0 or step == length * stride:
-        return x.reshape(batch * length, vocab), rows
-    if stride == 0 or step % stride:
+    if batch < 2 or length == 0 or step == length * stride or stride == 0 or step % stride:
         return x.reshape(batch * length, vocab), rows
     apart = step // stride
     whole = x.as_strided(((batch - 1) * apart + length, vocab), (stride, x.stride(2)))
@@ -50,7 +48,7 @@ def over_blocks(function, x, y, *per_row, recompute=False, careful=None):
     if vocab >= BLOCK:
         blocks = [(z[:, : vocab - tail].unflatten(1, (-1, BLOCK)), at) for z, at in (x, y)]
         options = _RECOMPUTE if recompute else {}
-        parts.append(_sums(function, *blocks, per_row, _compile_pays(x), options, careful))
+        parts.append(_sums(function, *blocks, per_row, compiled.compile_pays(x[1].numel(), vocab), options, careful))
     if tail:
         last = [(z[:, None, vocab - tail :], at) for z, at in (x, y)]
         parts.append(_sums(function, *last, per_row, False, {}, careful))
@@ -96,10 +94,6 @@ def _chunks(total, size):
     return (slice(i, i + size) for i in range(0, total, size))
 
 
-def _compile_pays(x):
-    return compiled.compile_pays(x[1].numel(), x[0].shape[1])
-
-
 def capped(x, y, softcap):
     """(part, x, y): all rows as they are; under a softcap a few rows at a time, capped, in fp32."""
     if softcap is None:
@@ -128,7 +122,7 @@ def write_rows(function, out, rows, x, y, per_row):
     """`function` writes these rows of `out`, (N, V), from x and y."""
     (x, x_at), (y, y_at) = x, y
     per_row = [z[:, None] for z in per_row]
-    if _compile_pays((x, x_at)):
+    if compiled.compile_pays(x_at.numel(), x.shape[1]):
         compiled.by_inductor(function)(out, rows, x, x_at, y, y_at, *per_row)
         return
     for chunk in _chunks(rows.numel(), max(1, compiled.CHUNK // out.shape[1])):

@@ -62,10 +62,6 @@ def _known(entries, first, vocab):
     return torch.where(known, columns, 0), None if known.all() else known
 
 
-def _capped(x, softcap):
-    return x if softcap is None else x.div(softcap).tanh_().mul_(softcap)
-
-
 def _inverse(inv_temperature, rows):
     """1 / temperature of these rows, fp64: a number, or (R,)."""
     return inv_temperature[rows].double() if isinstance(inv_temperature, Tensor) else inv_temperature
@@ -82,8 +78,6 @@ def _sum(values, offsets):
 
 def whole_fwd(logits, targets, whole, inv_temperature, softcap):
     """`logprob_fwd` of the rows `whole` (N,) bool; 0 in all others."""
-    if not whole.any():
-        return RowStatistics(*(torch.zeros(len(targets)) for _ in RowStatistics._fields))
     return logprob.logprob_fwd(logits, torch.where(whole, targets, 0), whole, inv_temperature, softcap)
 
 
@@ -126,7 +120,7 @@ def kept_fwd(x, support: RowSupport, targets, mask, inv_temperature, softcap, lo
                 x[entries.at] = raw
             else:
                 raw, known = x[entries.at], None
-            value = _capped(raw, softcap)
+            value = logprob.capped(raw, softcap)
             value = value if known is None else torch.where(known, value, -torch.inf)
             found = _statistics(value, entries, targets, _inverse(inv_temperature, entries.rows))
             for whole, part in zip(into, found, strict=True):
@@ -195,7 +189,7 @@ def _gradients(raw, entries, targets, grads, state, inv_t, softcap):
     (dlp, dh, dlse), (entropy, m, rest) = grads, state
     live, log1p = m != -torch.inf, rest.log1p()
     mean = log1p - entropy  # of s, so that log p + H = s - mean
-    value = _capped(raw, softcap).double()
+    value = logprob.capped(raw, softcap).double()
 
     # p (a - dh (s - mean)) for every id, then the target's with 1 - p right also where p is next to 1
     about = torch.where(live, m, 0.0)

@@ -7,9 +7,8 @@ outside the columns at hand stands for column 0 with an upstream gradient of 0, 
 import torch
 
 from fused_rl.cpu import compiled
-from fused_rl.cpu.logprob import logprob_bwd, logprob_fwd
+from fused_rl.cpu.logprob import FLAT, capped, logprob_bwd, logprob_fwd
 
-_FLAT = -200.0  # exp is 0 from here on; finite, so that 0 * s is 0 for banned tokens
 _CHUNK = 1 << 14  # targets whose fp64 gradients are formed in the cache
 
 
@@ -21,7 +20,7 @@ def targets_fwd(logits, targets, mask, inv_temperature, softcap):
     m = statistics.m.double()[:, None]
     rest = statistics.rest.double()[:, None]
     inv_t = torch.as_tensor(inv_temperature, dtype=torch.float64).expand(len(m))[:, None]
-    x = _capped(logits.gather(1, ids), softcap)
+    x = capped(logits.gather(1, ids), softcap).double()
     s = (x.sub_(torch.where(m == -torch.inf, 0.0, m)) * inv_t).clamp_(max=0)
     logprobs = s.sub_(rest.log1p()).float()
     if mask is not None:
@@ -49,7 +48,7 @@ def targets_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, re
     g = torch.empty(ids.shape, dtype=logits.dtype)
     step = max(1, _CHUNK // targets.shape[1])
     for c in (slice(i, i + step) for i in range(0, n, step)):
-        x = _capped(logits[c].gather(1, ids[c]), softcap)
+        x = capped(logits[c].gather(1, ids[c]), softcap).double()
         g[c] = _gradient(x, own[c], d[c], *(values[c] for values in per_row), softcap)
     g[~live] = 0
 
@@ -67,19 +66,12 @@ def _gradient(x, own, d, total, dentropy, dlse, entropy, m, rest, inv_t, softcap
     below = torch.where(x < top, d, 0.0).sum(1, keepdim=True, dtype=torch.float64)
     others = torch.where(x < top, total - own, below)
     log1p = rest.log1p()
-    s = ((x - m) * inv_t).clamp_(_FLAT, 0)
+    s = ((x - m) * inv_t).clamp_(FLAT, 0)
     logp = s - log1p
     dp = dlse - others - dentropy * (s - (log1p - entropy))
     g = own * -logp.expm1() + logp.exp_() * dp
     slope = inv_t if softcap is None else inv_t * (1 - (x / softcap).square())
     return g.mul_(slope)
-
-
-def _capped(x, softcap):
-    """In fp64 what the row functions see: a cap is taken in fp32."""
-    if softcap is None:
-        return x.double()
-    return x.float().div_(softcap).tanh_().mul_(softcap).double()
 
 
 def _summed_by_id(ids, d, vocab):

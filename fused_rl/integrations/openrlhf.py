@@ -34,11 +34,7 @@ def unpatch() -> None:
 
 
 def _replacements():
-    return {
-        f"{_UTILS}.log_probs_from_logits": log_probs_from_logits,
-        f"{_UTILS}.compute_entropy": compute_entropy,
-        f"{_UTILS}.compute_approx_kl": compute_approx_kl,
-    }
+    return {f"{_UTILS}.{ours.__name__}": ours for ours in (log_probs_from_logits, compute_entropy, compute_approx_kl)}
 
 
 _PATCH = Patch("openrlhf", ">=0.11,<0.12", _replacements)
@@ -93,11 +89,8 @@ def compute_approx_kl(
         return value
     # straight-through: the estimate's value, the gradient of the importance-weighted k2
     k2 = (log_probs - log_probs_base).square() / 2
-    weight = 1.0 if log_probs_old is None else _importance_weight(log_probs, log_probs_old)
-    return with_gradient_of(value, weight * k2)
+    if log_probs_old is not None:
+        from openrlhf.models.utils import KL_IS_WEIGHT_CLIP
 
-
-def _importance_weight(log_probs, log_probs_old):
-    from openrlhf.models.utils import KL_IS_WEIGHT_CLIP
-
-    return (log_probs - log_probs_old.float()).exp().clamp(max=KL_IS_WEIGHT_CLIP).detach()
+        k2 = (log_probs - log_probs_old.float()).exp().clamp(max=KL_IS_WEIGHT_CLIP).detach() * k2
+    return with_gradient_of(value, k2)

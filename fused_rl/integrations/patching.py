@@ -26,8 +26,7 @@ class Patch:
         self.versions = SpecifierSet(versions)
         self._replacements = replacements
         self.options: dict[str, object] = {}  # of `apply`, for the replacements to read while they are in force
-        self._pairs: list[tuple[object, object]] = []  # (original, ours) of what is replaced now
-        self._originals: dict[str, object] = {}  # of the same, by the names in `replacements`
+        self._pairs: dict[str, tuple[object, object]] = {}  # name -> (original, ours) of what is replaced now
 
     @property
     def applied(self) -> bool:
@@ -58,26 +57,22 @@ class Patch:
                 raise ValueError(f"{self.host} is patched with {self.options}, and now with {options}; unpatch() first")
             return Applied(self, owner=False)
         self.check_version()
-        replacements = self._replacements()
-        originals = {name: self._read(name) for name in replacements}
-        pairs = [(originals[name], ours) for name, ours in replacements.items()]
-        for original, ours in pairs:
+        pairs = {name: (self._read(name), ours) for name, ours in self._replacements().items()}
+        for original, ours in pairs.values():
             self._exchange(original, ours)
         self._pairs = pairs
-        self._originals = originals
         self.options = options
         return Applied(self, owner=True)
 
     def original(self, name: str) -> object:
         """The host's own object of that name in `replacements`, patched or not: what a replacement does not serve."""
-        return self._originals[name] if self.applied else self._read(name)
+        return self._pairs[name][0] if self.applied else self._read(name)
 
     def remove(self) -> None:
         """Put back every attribute that was replaced; nothing if the host is not patched."""
-        for original, ours in self._pairs:
+        for original, ours in self._pairs.values():
             self._exchange(ours, original)
-        self._pairs = []
-        self._originals = {}
+        self._pairs = {}
         self.options = {}
 
     def _read(self, name):

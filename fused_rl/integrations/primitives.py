@@ -6,7 +6,7 @@ from torch import Tensor
 from fused_rl.estimators import kl_estimate
 from fused_rl.logprobs import token_logprobs
 
-IGNORED = -100  # the label to skip, of torch's cross-entropy and of flash-attn's
+IGNORED = -100  # the label to skip, of torch's cross-entropy, of transformers and of flash-attn
 
 # Where an estimate reaches 10 nats, as (lowest, highest) d = logprobs - ref_logprobs.
 # For k3 both ends solve expm1(-d) + d = 10.

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from fused_rl.integrations.patching import Applied, Patch
+from fused_rl.integrations.primitives import IGNORED
 from fused_rl.linear import linear_token_loss
 from fused_rl.logprobs import token_logprobs
 
@@ -32,12 +33,11 @@ if TYPE_CHECKING:
 __all__ = ["causal_lm_loss", "patch", "unpatch"]
 
 _INSTEAD = "or use Trainer(compute_loss_func=causal_lm_loss) instead of patch(model)"
-_IGNORED = -100  # transformers' label of a token that does not count
 _HOST = Patch("transformers", ">=5.17,<6", dict)  # nothing of the package is replaced: for its check of versions
 
 
 def causal_lm_loss(
-    outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None, *, ignore_index: int = _IGNORED
+    outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None, *, ignore_index: int = IGNORED
 ) -> Tensor:
     """The mean negative log-likelihood in nats of the labels, from logits: `Trainer(compute_loss_func=causal_lm_loss)`.
 
@@ -64,7 +64,6 @@ def causal_lm_loss(
             "the model returned an aux_loss, which it weighs itself where it gets the labels, and compute_loss_func "
             "takes them away: use patch(model) instead of compute_loss_func, or output_router_logits=False"
         )
-    # the loss, over one denominator
     logits = outputs["logits"] if by_name else outputs[0]
     labels = labels.to(logits.device)
     mask = labels[:, 1:] != ignore_index
@@ -275,7 +274,7 @@ class UnformedLogits(Tensor):
             self.hidden,
             head,
             targets,
-            _weighted,
+            lambda logprobs, _, shares: -logprobs * shares,
             (torch.ones_like(share) if late else share).expand(targets.shape),
             bias=bias,
             temperature=temperature,
@@ -296,10 +295,6 @@ _METADATA = {
 }
 
 
-def _weighted(logprobs, _, shares):
-    return -logprobs * shares
-
-
 def _loss_function(
     losses,
     workspace_mb,
@@ -308,7 +303,7 @@ def _loss_function(
     labels,
     vocab_size,
     num_items_in_batch=None,
-    ignore_index=_IGNORED,
+    ignore_index=IGNORED,
     shift_labels=None,
     **_,
 ):

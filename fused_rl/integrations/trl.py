@@ -26,13 +26,13 @@ from fused_rl.checks import (
     values_are_checked,
 )
 from fused_rl.integrations.patching import Applied, Patch
+from fused_rl.integrations.primitives import row_entropy
 from fused_rl.integrations.trl_divergence import DIRECTIONS, HeadDivergence, Pair, Scale
 from fused_rl.integrations.trl_head import Head, HeadLogprobs
 from fused_rl.logprobs import token_logprobs
 
 __all__ = ["patch", "unpatch"]
 
-VERSIONS = ">=1.16,<1.17"
 _UTILS = "trl.trainer.utils"
 _LOGPROB = "trl.kernels.chunked_logprob.ChunkedLogProbFunction"
 _DIVERGENCE = "trl.kernels.chunked_divergence.ChunkedDivergenceFunction"
@@ -63,16 +63,12 @@ def unpatch() -> None:
 
 
 def _replacements() -> dict[str, object]:
-    return {
-        _LOGPROB: ChunkedLogProbFunction,
-        _DIVERGENCE: ChunkedDivergenceFunction,
-        f"{_UTILS}.selective_log_softmax": selective_log_softmax,
-        f"{_UTILS}.entropy_from_logits": entropy_from_logits,
-        f"{_UTILS}.selective_log_softmax_and_entropy": selective_log_softmax_and_entropy,
-    }
+    of_logits = selective_log_softmax, entropy_from_logits, selective_log_softmax_and_entropy
+    of_heads = {_LOGPROB: ChunkedLogProbFunction, _DIVERGENCE: ChunkedDivergenceFunction}
+    return of_heads | {f"{_UTILS}.{ours.__name__}": ours for ours in of_logits}
 
 
-_PATCH = Patch("trl", VERSIONS, _replacements)
+_PATCH = Patch("trl", ">=1.16,<1.17", _replacements)
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
@@ -165,10 +161,8 @@ class ChunkedDivergenceFunction:
             Scale(student_logit_scale, student_final_logit_softcapping, _compute_dtype(student_hidden)),
             Scale(teacher_logit_scale, teacher_final_logit_softcapping, _compute_dtype(teacher_hidden)),
         )
-        student, teacher = (
-            (student_hidden, student_weight, student_bias),
-            (teacher_hidden, teacher_weight, teacher_bias),
-        )
+        student = student_hidden, student_weight, student_bias
+        teacher = teacher_hidden, teacher_weight, teacher_bias
         return HeadDivergence.apply(*student, *teacher, pair, maybe_gather_lm_head_ctx)
 
 
@@ -200,8 +194,7 @@ def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Tensor:
     """TRL's: entropy in nats of each row of logits (..., V), fp32, of fp64 logits fp64; `chunk_size` has no effect."""
     if not _serves_logits(logits, None, 1.0):
         return _PATCH.original(f"{_UTILS}.entropy_from_logits")(logits, chunk_size)
-    targets = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
-    return token_logprobs(logits, targets).entropy
+    return row_entropy(logits)
 
 
 def selective_log_softmax_and_entropy(

@@ -58,17 +58,11 @@ def register() -> None:
 
 def _replacements():
     installed = vars(importlib.import_module(_EXPERIMENTAL)).get(_LIGER) is not None  # verl 0.9.1, with liger-kernel
-    return ({f"{_EXPERIMENTAL}.{_LIGER}": LigerFusedLinear} if installed else {}) | {
-        f"{_FUNCTIONAL}.logprobs_from_logits": logprobs_from_logits,
-        f"{_FUNCTIONAL}.logprobs_from_logits_flash_attn": logprobs_from_logits_flash_attn,
-        f"{_FUNCTIONAL}.logprobs_from_logits_naive": logprobs_from_logits_naive,
-        f"{_FUNCTIONAL}.logprobs_from_logits_v2": logprobs_from_logits_v2,
-        f"{_FUNCTIONAL}.entropy_from_logits": entropy_from_logits,
-        f"{_FUNCTIONAL}.entropy_from_logits_with_chunking": entropy_from_logits_with_chunking,
-        _KL: kl_penalty_forward,
-        _FUSED_LINEAR: FusedLinearForPPOFunction,
-        _LINEAR: linear_cross_entropy,
-    }
+    scores = logprobs_from_logits, logprobs_from_logits_flash_attn, logprobs_from_logits_naive, logprobs_from_logits_v2
+    entropies = entropy_from_logits, entropy_from_logits_with_chunking
+    elsewhere = {_KL: kl_penalty_forward, _FUSED_LINEAR: FusedLinearForPPOFunction, _LINEAR: linear_cross_entropy}
+    liger = {f"{_EXPERIMENTAL}.{_LIGER}": LigerFusedLinear} if installed else {}
+    return liger | {f"{_FUNCTIONAL}.{ours.__name__}": ours for ours in (*scores, *entropies)} | elsewhere
 
 
 _PATCH = Patch("verl", ">=0.9,<0.10", _replacements)
@@ -216,9 +210,7 @@ def linear_cross_entropy(
     is_known = isinstance(temperature, float) and reduce is not None
     if split or not is_known or not _takes_head(hidden, weight, labels):
         return _PATCH.original(_LINEAR)(hidden, weight, labels, temperature, reduction, dist_process_group)
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    row_labels = labels.reshape(-1)
-    logprobs, entropy = _scored(rows, weight, row_labels, temperature)
+    logprobs, entropy = _scored(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), temperature)
     return reduce(logprobs), entropy
 
 
