@@ -26,7 +26,6 @@ from fused_rl.trainers.options import (
     Positive,
     RunConfig,
     Unit,
-    names_of,
     without,
 )
 from fused_rl.trainers.policy.options import KLConfig, RolloutConfig
@@ -98,7 +97,7 @@ def load_critic(config: RunConfig, tokenizer, device: torch.device, updates: int
     """The critic, for `updates` optimizer steps; refuses one that reads tokens otherwise."""
     name = config.critic or config.model
     revision = config.revision if config.critic is None else None
-    optim = {option: getattr(config, option) for option in names_of(OptimConfig)}
+    optim = {option: getattr(config, option) for option in OptimConfig.model_fields}
     for option in APART:
         own = getattr(config, f"critic_{option}")
         optim[option] = optim[option] if own is None else own
