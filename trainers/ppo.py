@@ -23,7 +23,9 @@ from typing import ClassVar
 import torch
 
 import fused_rl
-from fused_rl.trainers.base.ranks import counted
+from fused_rl.trainers.base import engine
+from fused_rl.trainers.base.ranks import counted, world_size
+from fused_rl.trainers.models.reward_model import save_reward_model
 from fused_rl.trainers.options import InputError, Needs, NonNegative, Positive
 from fused_rl.trainers.policy.critic import (
     CreditConfig,
@@ -99,7 +101,7 @@ def judge(policy: Policy, critic, rollout: Rollout, parts: list[torch.Tensor], k
     for index in parts:
         part = batch.rows(index)
         index = index.to(policy.device, non_blocking=True)
-        values[index, : part.response_mask.shape[1]] = critic.values(part)
+        values[index, : part.response_mask.shape[1]] = critic(part.input_ids, part.response_mask)
 
     # Scores and the KL become the rewards of tokens (https://arxiv.org/abs/1909.08593, eq. 2), and these advantages
     # and returns (https://arxiv.org/abs/1506.02438, eq. 16).
@@ -130,12 +132,15 @@ def update(
     history = []
     for parts in updates:
         sums = accumulate(policy, critic, experience, parts, kl_coef, step)
-        history.append(keyed(PPO, sums) | policy.optimizer_step(step) | critic.optimizer_step(step))
+        of_critic = engine.optimizer_step(critic, step)
+        history.append(keyed(PPO, sums) | policy.optimizer_step(step))
+        history[-1] |= {"optim/critic_lr": of_critic["lr"], "optim/critic_grad_norm": of_critic["optim/grad_norm"]}
         # Early stopping as in https://github.com/openai/spinningup, ppo.py: from sums over all ranks, so all stop here.
         if policy.config.target_kl is not None and history[-1]["policy/approxkl_avg"] > policy.config.target_kl:
             break
-    for trained in (policy, critic):  # their schedules count planned updates
-        trained.skip(len(updates) - len(history))
+    for _ in updates[len(history) :]:  # schedules count planned updates, and still end at zero
+        policy.model.lr_scheduler.step()
+        critic.lr_scheduler.step()
 
     # The step's metrics: means over its updates.
     means = {key: sum(metrics[key] for metrics in history) / len(history) for key in history[0]}
@@ -176,10 +181,10 @@ def accumulate(
             group_lengths=lengths[index],
             **options,
         )
-        values = critic.values(part)
+        values = critic(part.input_ids, part.response_mask)
         clipping = {"value_clip": config.value_clip, "num_tokens": num_tokens}
         fitted, value_metrics = fused_rl.value_loss(values, before.values, before.returns, before.mask, **clipping)
-        critic.backward(fitted)
+        critic.backward(fitted * world_size())  # the engine averages over ranks
         policy.backward(passed.loss)
         sums.add(passed.metrics | value_metrics, part.where)
     return sums.over_ranks()
@@ -250,7 +255,7 @@ def train(
 
     # Where the run begins, or goes on.
     kl_coef = config.kl_coef
-    engines = {"policy": policy.model, "critic": critic.engine}  # what checkpoints hold
+    engines = {"policy": policy.model, "critic": critic}  # what checkpoints hold
     kl_coef = run.start(engines, lambda: {"kl_coef": kl_coef}, policy.own).get("kl_coef", kl_coef)
     policy.publish(run.step)
     if run.begins and held_out.prompts:
@@ -271,7 +276,7 @@ def train(
 
     def save(model_folder):
         policy.save(model_folder, merged=config.save_merged)
-        critic.save(model_folder.with_name("critic"))
+        save_reward_model(critic, prepared.tokenizer, model_folder.with_name("critic"))
 
     return run.finish(save)
 

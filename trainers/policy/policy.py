@@ -17,7 +17,7 @@ from fused_rl.trainers.models.language_model import keep_only
 from fused_rl.trainers.models.packing import Costs, Packed, pack, responses_per_row
 from fused_rl.trainers.policy.options import LossConfig, PolicyConfig, loss_options
 from fused_rl.trainers.rollouts.mismatch import check_bound, mismatch
-from fused_rl.trainers.rollouts.roll_out import Shown, roll_out, sample_of
+from fused_rl.trainers.rollouts.roll_out import roll_out, shown_of
 from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sampler, Scorer
 
@@ -60,8 +60,8 @@ class Policy:
     """Objects that each rank keeps in checkpoints for itself."""
     published: int | None = None
     """The step whose weights the next responses are of; None before they were published."""
-    shown: list[Shown] = field(default_factory=list)
-    """Responses of this rank's last rollout to show; empty before there was one."""
+    shown: list[dict] = field(default_factory=list)
+    """Lines of samples.jsonl, of this rank's last rollout; empty before there was one."""
     resolved: dict[float, PolicyLossOptions] = field(default_factory=dict)
     """The options of the loss, by the weight of the KL that they were last resolved for."""
 
@@ -120,7 +120,8 @@ class Policy:
         known = {"copies": copies, "vocab": vocab}
         rollout = roll_out(self.sampler, self.scorers, prompts, sampling, self.tokenizer, self.device, **known)
         if sampling.temperature and seeds is None:
-            self.shown = sample_of(rollout, self.config.show_samples // 2, f"{self.config.seed} {self.published}")
+            count, seed = self.config.show_samples // 2, f"{self.config.seed} {self.published}"
+            self.shown = shown_of("training", rollout, range(len(rollout.samples)), count, seed, self.tokenizer)
         return rollout
 
     def loss(
@@ -175,11 +176,6 @@ class Policy:
     def optimizer_step(self, step: int) -> dict[str, float]:
         """One update; the learning rate and the norm of the gradient."""
         return {"lr": 0.0, "optim/grad_norm": 0.0} if self.frozen else engine.optimizer_step(self.model, step)
-
-    def skip(self, updates: int) -> None:
-        """The schedule counts planned updates: it still ends at zero where some of them are not made."""
-        for _ in range(0 if self.frozen else updates):
-            self.model.lr_scheduler.step()
 
 
 def in_this_update(options: PolicyLossOptions, entropy: torch.Tensor, mask: torch.Tensor) -> PolicyLossOptions:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 
@@ -236,24 +235,14 @@ def scorer_metrics(scores: dict[str, torch.Tensor]) -> dict[str, float]:
     return metrics
 
 
-class Shown(NamedTuple):
-    """A response, and its reward."""
+def shown_of(of: str, rollout: Rollout, places: Sequence[int], count: int, seed: object, tokenizer) -> list[dict]:
+    """Return lines of samples.jsonl: `count` of the samples at `places`, chosen by a generator of their own.
 
-    sample: Sample
-    reward: float
-
-
-def sample_of(rollout: Rollout, count: int, seed: object, among: int | None = None) -> list[Shown]:
-    """Return `count` of a rollout's first `among` samples (None is all), chosen by a generator of their own."""
-    among = len(rollout.samples) if among is None else among
-    places = random.Random(str(seed)).sample(range(among), min(count, among))
-    return [Shown(rollout.samples[i], rollout.rewards[i].item()) for i in places]
-
-
-def as_rows(of: str, shown: list[Shown], tokenizer) -> list[dict[str, object]]:
-    """Return lines of samples.jsonl: where they are `of`, and their text, special tokens included."""
+    They say what they are `of`; their text has its special tokens.
+    """
     rows = []
-    for sample, reward in shown:
+    for i in random.Random(str(seed)).sample(places, min(count, len(places))):
+        sample = rollout.samples[i]
         texts = {"prompt": tokenizer.decode(sample.prompt_ids), "response": tokenizer.decode(sample.response.ids)}
-        rows.append({"of": of, **texts, "reward": reward})
+        rows.append({"of": of, **texts, "reward": rollout.rewards[i].item()})
     return rows
