@@ -573,8 +573,8 @@ MUTATIONS = {
     ),
     "a saved score is multiplied by its deviation": Mutation(
         "trainers/models/reward_model.py",
-        "return (raw - self.score_mean) / self.score_std\n\n    def _last",
-        "return (raw - self.score_mean) * self.score_std\n\n    def _last",
+        "return (raw - self.score_mean) / self.score_std",
+        "return (raw - self.score_mean) * self.score_std",
         REWARD_MODEL,
     ),
     "SFT's gradient is divided by the ranks": Mutation(

@@ -30,11 +30,6 @@ from fused_rl.trainers.base.text import InputError, name_of, unknown
 FILES = (".jsonl", ".json", ".csv", ".parquet")  # a dataset that ends so is a file, any other a name
 
 
-def is_saved(name: str) -> bool:
-    """Return True if `datasets` wrote this folder by `save_to_disk`: one table, or several splits."""
-    return any((Path(name) / mark).is_file() for mark in ("state.json", "dataset_dict.json"))
-
-
 # Numbers with a range, in the words that --help and errors say; NaN is in none of them.
 Finite = Annotated[float, "a finite number"]
 Positive = Annotated[float, "a finite number above 0"]

@@ -14,7 +14,7 @@ from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.data.batch import Batch, on_device
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.language_model import keep_only
-from fused_rl.trainers.models.packing import Costs, Packed, pack, responses_per_row
+from fused_rl.trainers.models.packing import Costs, pack, responses_per_row
 from fused_rl.trainers.policy.options import LossConfig, PolicyConfig, loss_options
 from fused_rl.trainers.rollouts.mismatch import check_bound, mismatch
 from fused_rl.trainers.rollouts.roll_out import roll_out, shown_of
@@ -67,18 +67,16 @@ class Policy:
 
     def inputs(self, part: Batch) -> dict[str, object]:
         """Return the inputs with which model and reference score `part`."""
+        packed = None
+        if self.costs is not None and part.token_counts.any():
+            # With shared prompts, where that is cheaper.
+            copies = int(part.prompts.bincount().max())
+            prompt = part.prompt_lengths.max().item()
+            response = part.response_lengths.double().mean().item()
+            in_row = responses_per_row(self.costs, prompt, response, copies)
+            packed = pack(part, in_row) if in_row > 1 else None
         scored = {"input_ids": part.input_ids, "mask": part.response_mask, "temperature": self.config.temperature}
-        return scored | {"packed": self._packed(part), "places": part.places(), "support": part.support}
-
-    def _packed(self, part: Batch) -> Packed | None:
-        """The part with shared prompts, where that is cheaper."""
-        if self.costs is None or not part.token_counts.any():
-            return None
-        copies = int(part.prompts.bincount().max())
-        prompt = part.prompt_lengths.max().item()
-        response = part.response_lengths.double().mean().item()
-        in_row = responses_per_row(self.costs, prompt, response, copies)
-        return pack(part, in_row) if in_row > 1 else None
+        return scored | {"packed": packed, "places": part.places(), "support": part.support}
 
     def publish(self, step: int) -> None:
         """From now on the weights after `step`, which are those of now, are sampled; for all ranks at once."""

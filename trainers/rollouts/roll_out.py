@@ -215,24 +215,19 @@ def rollout_metrics(rollout: Rollout, columns: dict[str, torch.Tensor], step: in
         "val/num_eos_tokens": metrics["val/stop_rate"] * count,
         "episode": step * count,
     }
-    return metrics | scorer_metrics(rollout.scores) | rollout.incidents | rollout.seconds
-
-
-def scorer_metrics(scores: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Return each scorer's mean and deviation over the samples that it applies to, and the share of the others."""
-    metrics = {}
-    for name, values in scores.items():
+    # Each scorer's mean and deviation over the samples that it applies to, and the share of the others.
+    for name, values in rollout.scores.items():
         applies = values[~values.isnan()].double()
         moments = [torch.ones_like(applies).sum(), applies.sum()]
         moments.append(applies.square().sum())
         moments.append(values.isnan().double().sum())
-        count, total, square, none = ranks.global_sum(torch.stack(moments)).tolist()
-        mean = total / max(count, 1)
-        mean_square = square / max(count, 1)
+        applied, total, square, none = ranks.global_sum(torch.stack(moments)).tolist()
+        mean = total / max(applied, 1)
+        mean_square = square / max(applied, 1)
         metrics[f"rewards/{name}/mean"] = mean
         metrics[f"rewards/{name}/std"] = math.sqrt(max(mean_square - mean**2, 0))
-        metrics[f"rewards/{name}/none"] = none / max(count + none, 1)
-    return metrics
+        metrics[f"rewards/{name}/none"] = none / max(applied + none, 1)
+    return metrics | rollout.incidents | rollout.seconds
 
 
 def shown_of(of: str, rollout: Rollout, places: Sequence[int], count: int, seed: object, tokenizer) -> list[dict]:
