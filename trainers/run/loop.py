@@ -16,6 +16,7 @@ The `for` stays in the trainer, and so does the algorithm.
 """
 
 import contextlib
+import importlib.util
 import os
 import signal
 import time
@@ -31,7 +32,7 @@ from fused_rl.trainers.base.screen import log, phase, tell
 from fused_rl.trainers.data.order import RowOrder, in_steps
 from fused_rl.trainers.options import InputError, RunConfig
 from fused_rl.trainers.run import hub
-from fused_rl.trainers.run.logger import Logger, require_wandb
+from fused_rl.trainers.run.logger import Logger
 from fused_rl.trainers.run.store import NOTHING, RunFolder, release
 
 Arithmetic = Callable[[RunConfig, int], dict[str, object]]
@@ -63,7 +64,8 @@ class Run:
         arithmetic(config, ranks.processes())
         self.device = engine.setup(config.seed)
         ranks.check_equal({"command": config.command, **config.plain()})
-        require_wandb(config)
+        if config.wandb_project is not None and importlib.util.find_spec("wandb") is None:
+            raise InputError("wandb_project is set, but wandb is not installed: pip install wandb")
         if config.push_to_hub:
             ranks.on_first_rank(lambda: hub.make_repository(config))
         self.store = RunFolder(config)

@@ -228,12 +228,24 @@ class RunFolder:
 
     def _check_resume(self) -> None:
         """Refuse a checkpoint that is damaged, or of a run with other options; for all ranks at once."""
-        problem = _damage(self.chosen)
+        # Each rank reads its share of the files.
+        problems = []
+        try:
+            sums = json.loads((self.chosen / "manifest.json").read_bytes())
+            for name in sorted(sums)[rank() :: world_size()]:
+                found = list(fingerprint(self.chosen / name))
+                if found != sums[name]:
+                    problems.append(f"{name}: size and checksum should be {sums[name]}, and are {found}")
+        except (OSError, ValueError, TypeError) as error:
+            problems.append(f"manifest.json or a file that it names cannot be read: {error}")
+        problem = min(sum(ranks.gather(problems), []), default=None)
         if problem is not None:
             names = [f"step-{step}" for step in steps_in(self.checkpoints)]
             others = " or ".join(name for name in names if name != self.chosen.name)
             remedy = f"continue with --resume_from {others}" if others else "start again with --overwrite"
             raise InputError(f"resume: {self.chosen} is damaged, {problem}; {remedy}")
+
+        # The options.
         before = self.state()["options"]
         now = self._options()
         changed = {}
@@ -282,17 +294,3 @@ class RunFolder:
         for name, state_of_rank in kept["own"].items():
             own[name].load_state_dict(state_of_rank)
         return state
-
-
-def _damage(checkpoint: Path) -> str | None:
-    """Return what is wrong with a file of a checkpoint, or None; for all ranks at once."""
-    problems = []
-    try:
-        sums = json.loads((checkpoint / "manifest.json").read_bytes())
-        for name in sorted(sums)[rank() :: world_size()]:
-            found = list(fingerprint(checkpoint / name))
-            if found != sums[name]:
-                problems.append(f"{name}: size and checksum should be {sums[name]}, and are {found}")
-    except (OSError, ValueError, TypeError) as error:
-        problems.append(f"manifest.json or a file that it names cannot be read: {error}")
-    return min(sum(ranks.gather(problems), []), default=None)
