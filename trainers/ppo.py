@@ -35,7 +35,6 @@ from fused_rl.trainers.policy.critic import (
     advantages_and_returns,
     experience_metrics,
     load_critic,
-    planned,
     token_rewards,
 )
 from fused_rl.trainers.policy.evaluate import evaluate
@@ -74,6 +73,10 @@ class PPOConfig(ScorerConfig, CreditConfig, CriticConfig, PolicyConfig):
         ),
     )
 
+    def planned(self) -> "PPOConfig":
+        """Return the config with the steps of `critic_only`, where they are given."""
+        return self.changed(steps=self.critic_only, num_train_epochs=None) if self.critic_only else self
+
 
 def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
     """How the batch divides; raises on what does not."""
@@ -84,7 +87,7 @@ def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
             f"preset={config.preset} takes its advantages from {advantage} and advantage={config.advantage}, but ppo "
             "has a critic and takes gae alone: use --preset ppo --advantage gae, or fused-rl grpo"
         )
-    batch = divided(planned(config), world)
+    batch = divided(config.planned(), world)
     updates = "optimizer updates per step"
     batch[updates] = f"{batch[updates]} (at most, with target_kl)"
     return {"processes": world, "reward": check_scorers(config)} | batch
@@ -244,7 +247,7 @@ def train(
 ) -> str:
     """Run the whole training, on what is given or on what the config names; return the trained model's folder."""
     # Tokenizer, scorers, rows, models.
-    config = with_scorers(planned(config), scorers)
+    config = with_scorers(config.planned(), scorers)
     critics = {} if config.critic is None else {"critic": config.critic}
     prepared = setup(config, arithmetic, load_for_policy, (dataset, eval_dataset), sampler, critics)
     config, run, held_out = prepared.config, prepared.run, prepared.held_out

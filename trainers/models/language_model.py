@@ -319,8 +319,7 @@ def save_lm(trained, tokenizer, folder: Path, *, merged: bool = False) -> None:
         lm = model.lm
         base = model.base
         if state is not None:
-            # Without what a trainer has added to the language model, such as a value head.
-            state = {name.removeprefix("lm."): state[name] for name in state if name.startswith("lm.")}
+            state = {name.removeprefix("lm."): value for name, value in state.items()}
         if merged and model.lora:
             whole = lm.state_dict() if state is None else state
             whole = {name.removeprefix("base_model.model."): value for name, value in whole.items()}

@@ -7,7 +7,7 @@ distributions over values, a value head on the backbone of the policy.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -33,7 +33,6 @@ from fused_rl.trainers.rollouts.solved import win_rate
 from fused_rl.trainers.rollouts.types import Rollout
 from fused_rl.trainers.run.metrics import Sums
 
-Config = TypeVar("Config", bound=RunConfig)
 APART = ("lr", "warmup_steps")  # options that the critic has of its own
 LARGEST_ERROR = 0.2  # of the controller of kl_coef, as a fraction of its target
 
@@ -52,13 +51,6 @@ class CriticConfig(OptimConfig):
     """Largest distance of a value from its value before the update that the loss still rewards; None is no bound."""
     critic_only: NonNegativeInt = 0
     """Train the critic alone, on this many rollouts of the unchanged policy, and save it; 0 trains both."""
-
-
-def planned(config: Config) -> Config:
-    """A run's config with the steps of `critic_only`, where they are given."""
-    if not isinstance(config, CriticConfig) or not config.critic_only:  # what is none is refused when the run begins
-        return config
-    return config.changed(steps=config.critic_only, num_train_epochs=None)
 
 
 def load_critic(config: RunConfig, tokenizer, device: torch.device, updates: int):

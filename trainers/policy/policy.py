@@ -62,8 +62,6 @@ class Policy:
     """The step whose weights the next responses are of; None before they were published."""
     shown: list[dict] = field(default_factory=list)
     """Lines of samples.jsonl, of this rank's last rollout; empty before there was one."""
-    resolved: dict[float, PolicyLossOptions] = field(default_factory=dict)
-    """The options of the loss, by the weight of the KL that they were last resolved for."""
 
     def inputs(self, part: Batch) -> dict[str, object]:
         """Return the inputs with which model and reference score `part`."""
@@ -97,12 +95,9 @@ class Policy:
         return metrics
 
     def loss_options(self, kl_coef: float) -> PolicyLossOptions:
-        """Return the options of the loss with this weight of the KL, which are resolved once per weight."""
-        if kl_coef not in self.resolved:
-            in_loss = kl_coef if self.config.kl_in == "loss" else 0.0  # what the rewards pay for is not paid for again
-            options = loss_options(self.config, kl_estimator=self.config.estimator, kl_coef=in_loss)
-            self.resolved = {kl_coef: options}
-        return self.resolved[kl_coef]
+        """Return the options of the loss with this weight of the KL."""
+        in_loss = kl_coef if self.config.kl_in == "loss" else 0.0  # what the rewards pay for is not paid for again
+        return loss_options(self.config, kl_estimator=self.config.estimator, kl_coef=in_loss)
 
     def begin_step(self, step: int, prompts_of: Callable[[int], list[Prompt]]) -> None:
         """Begin a step; with `lag`, sample later rollouts meanwhile, of the prompts so many steps after it."""
