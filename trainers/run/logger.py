@@ -11,7 +11,6 @@ import torch
 
 from fused_rl.trainers.base.engine import torch_dtype
 from fused_rl.trainers.base.files import as_json, unfinished, write_atomically
-from fused_rl.trainers.base.ranks import rank
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.base.text import shown
 from fused_rl.trainers.options import RunConfig
@@ -42,12 +41,9 @@ IN_A_ROW = 4  # panels
 
 
 class Logger:
-    """Writes a run's metrics from step `start` on."""
+    """Writes a run's metrics from step `start` on. On one rank."""
 
     def __init__(self, config: RunConfig, start: int):
-        self.active = rank() == 0
-        if not self.active:
-            return
         from torch.utils.tensorboard import SummaryWriter
 
         self.folder = Path(config.output_dir)
@@ -82,8 +78,6 @@ class Logger:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write one line of metrics.jsonl and a point of each curve; move the bar, or print a line now and then."""
-        if not self.active:
-            return
         if torch.cuda.is_initialized():
             metrics = metrics | {"perf/peak_memory_gb": torch.cuda.max_memory_allocated() / 2**30}
         entry = {"step": step, **{key: float(value) for key, value in metrics.items()}}
@@ -109,7 +103,7 @@ class Logger:
 
     def samples(self, step: int, rows: Sequence[dict[str, object]]) -> None:
         """Print a table of a few responses, and keep them in samples.jsonl and TensorBoard."""
-        if not self.active or not rows:
+        if not rows:
             return
         import rich
         from rich.table import Table
@@ -127,13 +121,10 @@ class Logger:
 
     def draw(self) -> None:
         """Draw curves.png of the metrics so far."""
-        if self.active:
-            draw_curves(self.history, self.folder / "curves.png")
+        draw_curves(self.history, self.folder / "curves.png")
 
     def close(self) -> None:
         """Flush everything and draw curves.png."""
-        if not self.active:
-            return
         if self.bar is not None:
             self.bar.stop()
         self.board.close()

@@ -126,7 +126,7 @@ class Run:
             restored = self.store.load(engines, own)
             self.step, self.order.position = restored["step"], restored["position"]
         ranks.on_first_rank(lambda: self.store.claim(self.step))
-        self.logger = Logger(self.config, self.step)
+        self.logger = Logger(self.config, self.step) if ranks.rank() == 0 else None
         return restored
 
     @property
@@ -166,6 +166,8 @@ class Run:
 
     def log(self, metrics: dict[str, float], samples: Sequence[dict] = ()) -> None:
         """Write one line of metrics and show a few responses; an evaluation also draws the curves."""
+        if self.logger is None:
+            return
         timed = {} if self.begins else {"time/save": self.save_seconds}
         self.logger.log(self.step, metrics | timed)
         self.logger.samples(self.step, samples)
@@ -182,7 +184,8 @@ class Run:
             self.store.save(self.engines, self.step, state, self.own)
             self.save_seconds = time.monotonic() - began
         if stop:
-            self.logger.close()
+            if self.logger is not None:
+                self.logger.close()
             release()
             log(f"stopped after step {self.step}; continue with --resume")
             ranks.barrier()  # else two processes can abort at exit
@@ -198,7 +201,8 @@ class Run:
         model = self.store.path / "model"
         try:
             with storing("model", self.store.path), phase("saved the model"):
-                self.logger.close()
+                if self.logger is not None:
+                    self.logger.close()
                 save(model)
             if not self.config.save_every:  # there was one only until the model was safe
                 self.store.remove_checkpoints()
