@@ -535,10 +535,7 @@ MUTATIONS = {
         PPO_STEP,
     ),
     "the critic's gradient is divided by the ranks": Mutation(
-        "trainers/policy/critic.py",
-        "self.engine.backward(value_loss * ranks.world_size())",
-        "self.engine.backward(value_loss)",
-        PPO_STEP,
+        "trainers/ppo.py", "critic.backward(fitted * world_size())", "critic.backward(fitted)", PPO_STEP
     ),
     "the score is added at the first token": Mutation(
         "trainers/policy/critic.py", "later = mask.flip(1).cumsum(1).flip(1)", "later = mask.cumsum(1)", PPO_PARTS
@@ -576,8 +573,8 @@ MUTATIONS = {
     ),
     "a saved score is multiplied by its deviation": Mutation(
         "trainers/models/reward_model.py",
-        "return (raw - self.score_mean) / self.score_std\n\n    def _last",
-        "return (raw - self.score_mean) * self.score_std\n\n    def _last",
+        "return (raw - self.score_mean) / self.score_std",
+        "return (raw - self.score_mean) * self.score_std",
         REWARD_MODEL,
     ),
     "SFT's gradient is divided by the ranks": Mutation(

@@ -6,33 +6,19 @@ import sys
 
 import fused_rl
 
-COMMANDS = {
-    "sft": "fused_rl.trainers.sft",
-    "reward": "fused_rl.trainers.reward",
-    "dpo": "fused_rl.trainers.dpo",
-    "distill": "fused_rl.trainers.distill",
-    "ppo": "fused_rl.trainers.ppo",
-    "grpo": "fused_rl.trainers.grpo",
-    "eval": "fused_rl.trainers.commands.eval",
-    "doctor": "fused_rl.trainers.commands.doctor",
-    "demo": "fused_rl.recipes.demo",
-    "demo-reward": "fused_rl.recipes.demo_reward",
-    "demo-ppo": "fused_rl.recipes.demo_ppo",
-    "demo-distill": "fused_rl.recipes.demo_distill",
-}
-SUMMARIES = {
-    "sft": "supervised fine-tuning on prompts and completions",
-    "reward": "a reward model from chosen and rejected responses",
-    "dpo": "a policy from chosen and rejected responses",
-    "distill": "a student from a teacher that corrects its responses",
-    "ppo": "PPO: RL with a critic, from any scorers",
-    "grpo": "GRPO: RL by comparing the responses to one prompt",
-    "eval": "how many problems a model solves: greedy and pass@k",
-    "doctor": "problems of a run, or of this machine",
-    "demo": "a small model learns sums by grpo, on two CPU cores",
-    "demo-reward": "a reward model for these sums",
-    "demo-ppo": "ppo against that reward model",
-    "demo-distill": "the demo's model teaches its own warm start",
+COMMANDS = {  # name -> module, summary
+    "sft": ("fused_rl.trainers.sft", "supervised fine-tuning on prompts and completions"),
+    "reward": ("fused_rl.trainers.reward", "a reward model from chosen and rejected responses"),
+    "dpo": ("fused_rl.trainers.dpo", "a policy from chosen and rejected responses"),
+    "distill": ("fused_rl.trainers.distill", "a student from a teacher that corrects its responses"),
+    "ppo": ("fused_rl.trainers.ppo", "PPO: RL with a critic, from any scorers"),
+    "grpo": ("fused_rl.trainers.grpo", "GRPO: RL by comparing the responses to one prompt"),
+    "eval": ("fused_rl.trainers.commands.eval", "how many problems a model solves: greedy and pass@k"),
+    "doctor": ("fused_rl.trainers.commands.doctor", "problems of a run, or of this machine"),
+    "demo": ("fused_rl.recipes.demo", "a small model learns sums by grpo, on two CPU cores"),
+    "demo-reward": ("fused_rl.recipes.demo_reward", "a reward model for these sums"),
+    "demo-ppo": ("fused_rl.recipes.demo_ppo", "ppo against that reward model"),
+    "demo-distill": ("fused_rl.recipes.demo_distill", "the demo's model teaches its own warm start"),
 }
 # Extra -> what it brings that a command imports, and the commands that import it.
 TRAIN = ("pydantic", "deepspeed", "transformers", "datasets", "peft", "rich", "tensorboard", "matplotlib")
@@ -57,8 +43,8 @@ def main() -> None:
         print(f"fused-rl {fused_rl.__version__}")
     elif command in ("-h", "--help"):
         print("usage: fused-rl COMMAND [--config FILE] [--key value ...]\n")
-        for name in COMMANDS:
-            print(f"  {name:<12} {SUMMARIES[name]}")
+        for name, (_, summary) in COMMANDS.items():
+            print(f"  {name:<12} {summary}")
         print("\nfused-rl COMMAND --help lists the keys of a command; fused-rl --version prints the version.")
     elif command not in COMMANDS:
         sys.exit(f"fused-rl: error: unknown command {command!r}; there are {', '.join(COMMANDS)}")
@@ -68,4 +54,5 @@ def main() -> None:
         if packages:
             install = f"pip install 'fused-rl[{','.join(extras)}]'"
             sys.exit(f"fused-rl {command}: error: not installed: {', '.join(packages)}; {install}")
-        importlib.import_module(COMMANDS[command]).main(sys.argv[2:])
+        module, _ = COMMANDS[command]
+        importlib.import_module(module).main(sys.argv[2:])

@@ -127,7 +127,7 @@ def what_counts(policy: Policy, groups: Groups, measured: Measured, index: torch
     # Responses that were cut may be left out: https://arxiv.org/abs/2503.14476, section 3.4.
     config = policy.config
     batch = groups.rollout.batch
-    trained = groups.trained(config.mask_truncated)
+    trained = groups.counts & groups.rollout.stopped if config.mask_truncated else groups.counts
     mask = batch.response_mask & trained.to(policy.device, non_blocking=True)[:, None]
     tokens = (batch.token_counts * trained)[index].sum()
     rows = index.to(policy.device, non_blocking=True)

@@ -30,11 +30,6 @@ from fused_rl.trainers.base.text import InputError, name_of, unknown
 FILES = (".jsonl", ".json", ".csv", ".parquet")  # a dataset that ends so is a file, any other a name
 
 
-def is_saved(name: str) -> bool:
-    """Return True if `datasets` wrote this folder by `save_to_disk`: one table, or several splits."""
-    return any((Path(name) / mark).is_file() for mark in ("state.json", "dataset_dict.json"))
-
-
 # Numbers with a range, in the words that --help and errors say; NaN is in none of them.
 Finite = Annotated[float, "a finite number"]
 Positive = Annotated[float, "a finite number above 0"]
@@ -151,11 +146,6 @@ def kinds_of(config_class: type[Options]) -> dict[str, Any]:
     return {name: hints[name] for name in config_class.model_fields}
 
 
-def names_of(config_class: type[Options]) -> list[str]:
-    """Return the names of a config's options."""
-    return [*config_class.model_fields]
-
-
 def _plain(value: Any) -> Any:
     return name_of(value) if callable(value) else value
 
@@ -190,7 +180,7 @@ def first_of(error: pydantic.ValidationError, config_class: type[Options], given
     first = error.errors()[0]
     name = str(first["loc"][0])
     if first["type"] == "extra_forbidden" or first["type"] == "no_such_attribute":
-        return InputError(unknown(name, names_of(config_class)))
+        return InputError(unknown(name, config_class.model_fields))
     if first["type"] == "missing":
         return InputError(f"{name} is missing; give --{name}, or {name}: … in the file of --config")
     raised = first.get("ctx", {}).get("error")
@@ -199,8 +189,9 @@ def first_of(error: pydantic.ValidationError, config_class: type[Options], given
     return InputError(f"{name}={given[name]!r}: expected {in_words(kinds_of(config_class)[name])}")
 
 
-def fields_of(source: type) -> dict[str, tuple[Any, str]]:
-    """Return (type, docstring) of each field of a dataclass, in order."""
+def derived(source: type, **defaults: Any) -> type[Options]:
+    """Return the group of options that a dataclass declares; without a default an option is None."""
+    # The docstring of each field.
     docs = {}
     kinds = typing.get_type_hints(source, include_extras=True)
     for group in reversed(source.__mro__[:-1]):
@@ -208,16 +199,10 @@ def fields_of(source: type) -> dict[str, tuple[Any, str]]:
         for field, under in itertools.pairwise(tree.body):
             if isinstance(field, ast.AnnAssign) and isinstance(under, ast.Expr):
                 docs[field.target.id] = inspect.cleandoc(under.value.value)
-    names = [field.name for field in dataclasses.fields(source)]
-    return {name: (kinds[name], docs[name]) for name in names}
-
-
-def derived(source: type, **defaults: Any) -> type[Options]:
-    """Return the group of options that a dataclass declares; without a default an option is None."""
     made = {}
-    for name, (kind, doc) in fields_of(source).items():
-        described = pydantic.Field(default=defaults.get(name), description=doc)
-        made[name] = (kind if name in defaults else kind | None, described)
+    for name in [field.name for field in dataclasses.fields(source)]:
+        described = pydantic.Field(default=defaults.get(name), description=docs[name])
+        made[name] = (kinds[name] if name in defaults else kinds[name] | None, described)
     return pydantic.create_model(f"Of{source.__name__}", __base__=Options, __doc__=source.__doc__, **made)
 
 

@@ -23,7 +23,9 @@ from typing import ClassVar
 import torch
 
 import fused_rl
-from fused_rl.trainers.base.ranks import counted
+from fused_rl.trainers.base import engine
+from fused_rl.trainers.base.ranks import counted, world_size
+from fused_rl.trainers.models.reward_model import save_reward_model
 from fused_rl.trainers.options import InputError, Needs, NonNegative, Positive
 from fused_rl.trainers.policy.critic import (
     CreditConfig,
@@ -33,7 +35,6 @@ from fused_rl.trainers.policy.critic import (
     advantages_and_returns,
     experience_metrics,
     load_critic,
-    planned,
     token_rewards,
 )
 from fused_rl.trainers.policy.evaluate import evaluate
@@ -72,6 +73,10 @@ class PPOConfig(ScorerConfig, CreditConfig, CriticConfig, PolicyConfig):
         ),
     )
 
+    def planned(self) -> "PPOConfig":
+        """Return the config with the steps of `critic_only`, where they are given."""
+        return self.changed(steps=self.critic_only, num_train_epochs=None) if self.critic_only else self
+
 
 def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
     """How the batch divides; raises on what does not."""
@@ -82,7 +87,7 @@ def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
             f"preset={config.preset} takes its advantages from {advantage} and advantage={config.advantage}, but ppo "
             "has a critic and takes gae alone: use --preset ppo --advantage gae, or fused-rl grpo"
         )
-    batch = divided(planned(config), world)
+    batch = divided(config.planned(), world)
     updates = "optimizer updates per step"
     batch[updates] = f"{batch[updates]} (at most, with target_kl)"
     return {"processes": world, "reward": check_scorers(config)} | batch
@@ -99,7 +104,7 @@ def judge(policy: Policy, critic, rollout: Rollout, parts: list[torch.Tensor], k
     for index in parts:
         part = batch.rows(index)
         index = index.to(policy.device, non_blocking=True)
-        values[index, : part.response_mask.shape[1]] = critic.values(part)
+        values[index, : part.response_mask.shape[1]] = critic(part.input_ids, part.response_mask)
 
     # Scores and the KL become the rewards of tokens (https://arxiv.org/abs/1909.08593, eq. 2), and these advantages
     # and returns (https://arxiv.org/abs/1506.02438, eq. 16).
@@ -130,12 +135,15 @@ def update(
     history = []
     for parts in updates:
         sums = accumulate(policy, critic, experience, parts, kl_coef, step)
-        history.append(keyed(PPO, sums) | policy.optimizer_step(step) | critic.optimizer_step(step))
+        of_critic = engine.optimizer_step(critic, step)
+        history.append(keyed(PPO, sums) | policy.optimizer_step(step))
+        history[-1] |= {"optim/critic_lr": of_critic["lr"], "optim/critic_grad_norm": of_critic["optim/grad_norm"]}
         # Early stopping as in https://github.com/openai/spinningup, ppo.py: from sums over all ranks, so all stop here.
         if policy.config.target_kl is not None and history[-1]["policy/approxkl_avg"] > policy.config.target_kl:
             break
-    for trained in (policy, critic):  # their schedules count planned updates
-        trained.skip(len(updates) - len(history))
+    for _ in updates[len(history) :]:  # schedules count planned updates, and still end at zero
+        policy.model.lr_scheduler.step()
+        critic.lr_scheduler.step()
 
     # The step's metrics: means over its updates.
     means = {key: sum(metrics[key] for metrics in history) / len(history) for key in history[0]}
@@ -176,10 +184,10 @@ def accumulate(
             group_lengths=lengths[index],
             **options,
         )
-        values = critic.values(part)
+        values = critic(part.input_ids, part.response_mask)
         clipping = {"value_clip": config.value_clip, "num_tokens": num_tokens}
         fitted, value_metrics = fused_rl.value_loss(values, before.values, before.returns, before.mask, **clipping)
-        critic.backward(fitted)
+        critic.backward(fitted * world_size())  # the engine averages over ranks
         policy.backward(passed.loss)
         sums.add(passed.metrics | value_metrics, part.where)
     return sums.over_ranks()
@@ -239,7 +247,7 @@ def train(
 ) -> str:
     """Run the whole training, on what is given or on what the config names; return the trained model's folder."""
     # Tokenizer, scorers, rows, models.
-    config = with_scorers(planned(config), scorers)
+    config = with_scorers(config.planned(), scorers)
     critics = {} if config.critic is None else {"critic": config.critic}
     prepared = setup(config, arithmetic, load_for_policy, (dataset, eval_dataset), sampler, critics)
     config, run, held_out = prepared.config, prepared.run, prepared.held_out
@@ -250,7 +258,7 @@ def train(
 
     # Where the run begins, or goes on.
     kl_coef = config.kl_coef
-    engines = {"policy": policy.model, "critic": critic.engine}  # what checkpoints hold
+    engines = {"policy": policy.model, "critic": critic}  # what checkpoints hold
     kl_coef = run.start(engines, lambda: {"kl_coef": kl_coef}, policy.own).get("kl_coef", kl_coef)
     policy.publish(run.step)
     if run.begins and held_out.prompts:
@@ -271,7 +279,7 @@ def train(
 
     def save(model_folder):
         policy.save(model_folder, merged=config.save_merged)
-        critic.save(model_folder.with_name("critic"))
+        save_reward_model(critic, prepared.tokenizer, model_folder.with_name("critic"))
 
     return run.finish(save)
 

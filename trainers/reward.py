@@ -127,22 +127,20 @@ def evaluate(model, tokenizer, pairs: list[Pair], config: RewardConfig) -> tuple
         scores = score_pairs(model, pairs, config.micro_batch_size)
         metrics = pair_metrics(scores, pairs, config, "eval/rm/")
         found["accuracy"] = metrics["eval/rm/accuracy"]
-    return metrics, sample_table(tokenizer, pairs, scores)
 
-
-def sample_table(tokenizer, pairs: list[Pair], scores: torch.Tensor, count: int = 4) -> list[dict[str, object]]:
-    """A few held-out pairs as text, from all over the set, with their scores."""
-    stride = math.ceil(len(pairs) / count)
-    return [
-        {
+    # A few of them as text, from all over the set, with their scores.
+    samples = []
+    stride = math.ceil(len(pairs) / 4)
+    for pair, (chosen, rejected) in zip(pairs[::stride], scores[::stride].tolist(), strict=True):
+        row = {
             "prompt": tokenizer.decode(pair.chosen[0]),
             "chosen": tokenizer.decode(pair.chosen[1]),
             "score": round(chosen, 3),
             "rejected": tokenizer.decode(pair.rejected[1]),
             "its score": round(rejected, 3),
         }
-        for pair, (chosen, rejected) in zip(pairs[::stride], scores[::stride].tolist(), strict=True)
-    ]
+        samples.append(row)
+    return metrics, samples
 
 
 def normalize(model, pairs: list[Pair], micro_batch_size: int) -> list[float]:

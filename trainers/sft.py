@@ -3,8 +3,7 @@
     fused-rl sft --config recipes/demo_sft.yaml
     torchrun --nproc-per-node 2 -m fused_rl.trainers.sft --model ... --dataset ... --output_dir ...
 
-Rows of unequal length are packed where that is cheaper, each seeing itself alone. Left out: loss on prompts, several
-turns of one conversation.
+Rows of unequal length are packed where that is cheaper, each seeing itself alone. Left out: loss on prompts.
 """
 
 import math

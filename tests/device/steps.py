@@ -18,7 +18,6 @@ from fused_rl.trainers.data.preferences import Pair
 from fused_rl.trainers.models import packing
 from fused_rl.trainers.models.language_model import load_lm
 from fused_rl.trainers.models.reward_model import Critic, load_reward_model
-from fused_rl.trainers.policy import critic as critics
 from fused_rl.trainers.policy import policy as policies
 from fused_rl.trainers.rollouts.generate import TransformersSampler
 from fused_rl.trainers.rollouts.sampling import Sampling
@@ -167,7 +166,7 @@ def ppo_step(folder, device, responses, critic=None, **options) -> Step:
     config = config_of(ppo.PPOConfig, folder, critic=critic, **options)
     policy = policy_of(config, device, responses, share=False)
     module = placed(load_reward_model(critic, None, config, config, CPU, kind=Critic), device)
-    judge, modules = critics.OwnCritic(Engine(module, config)), (policy.model.module, module)
+    judge, modules = Engine(module, config), (policy.model.module, module)
     prompts = of_rank(prompts_of(policy.tokenizer))
     return lambda: Found(ppo.train_step(policy, judge, prompts, 1, 0.1), modules)
 

@@ -22,7 +22,7 @@ OPERATIONS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.trun
 OF_COMMANDS = ["datasets", "matplotlib.figure", "torch.utils.tensorboard", "sympy", "peft", "pydantic"]
 OF_COMMANDS += ["transformers.models.qwen2.modeling_qwen2", "transformers.models.auto.modeling_auto"]
 OF_COMMANDS += ["torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor"]
-PROCESSES.set_forkserver_preload([*PRELOADED, *OF_COMMANDS, *cli.COMMANDS.values()])
+PROCESSES.set_forkserver_preload([*PRELOADED, *OF_COMMANDS, *(module for module, _ in cli.COMMANDS.values())])
 ROOT = Path(__file__).parents[2]
 NEVER = -1
 
@@ -115,7 +115,8 @@ def _run(command: str, argv: list[str], folder: Path, moment: Moment, env: dict[
         judging.Pool = lambda _, timeout: pool(stand_in, timeout)
     count = _watch(moment)
     try:
-        importlib.import_module(cli.COMMANDS[command]).main(argv)
+        module, _ = cli.COMMANDS[command]
+        importlib.import_module(module).main(argv)
     finally:
         Path(f"operations-{env.get('RANK', 0)}").write_text(str(count()))
 

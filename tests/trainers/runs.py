@@ -98,7 +98,7 @@ def names(folder: Path) -> list[str]:
 
 def trainers() -> list[type[RunConfig]]:
     """The config of every command that trains."""
-    for module in cli.COMMANDS.values():
+    for module, _ in cli.COMMANDS.values():
         importlib.import_module(module)
     found, classes = [], RunConfig.__subclasses__()
     while classes:

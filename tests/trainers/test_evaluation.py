@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fused_rl.trainers.policy import evaluate
-from fused_rl.trainers.rollouts.roll_out import Shown, roll_out, sample_of
+from fused_rl.trainers.rollouts.roll_out import roll_out, shown_of
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sample
 from tests.trainers import tiny
@@ -52,7 +52,7 @@ def test_every_metric_is_its_definition(monkeypatch, capsys):
         return SimpleNamespace(kl=each, entropy=3 * each)
 
     monkeypatch.setattr(evaluate, "measure", measure)
-    trained = [Shown(Sample({}, [1, 60], Response([71, EOS], "stop"), ""), 0.25)]
+    trained = [{"of": "training", "prompt": "a", "response": "b", "reward": 0.25}]
     policy = SimpleNamespace(config=config, sampling=Sampling(1.0, 4, (EOS,)), roll_out=sampled, shown=trained)
     policy.tokenizer, policy.has_reference, policy.scorers = tokenizer, True, [judge]
     # The third problem is another rank's.
@@ -77,8 +77,8 @@ def test_every_metric_is_its_definition(monkeypatch, capsys):
         }
     )
     assert [row["of"] for row in shown] == ["held-out, greedy", "training"]
-    assert shown[0]["reward"] in (0.5, 0.125) and shown[1]["reward"] == 0.25
-    assert shown[1]["prompt"] == tokenizer.decode([1, 60]) and shown[1]["response"] == tokenizer.decode([71, EOS])
+    assert shown[0]["reward"] in (0.5, 0.125) and shown[1] == trained[0]
+    assert shown[0]["prompt"] in [tokenizer.decode([1, 60 + i]) for i in range(2)]
     capsys.readouterr()
 
     # Nobody says what is solved: no figure of it, and a line.
@@ -91,14 +91,21 @@ def test_every_metric_is_its_definition(monkeypatch, capsys):
 
 
 def test_what_is_shown_is_drawn_at_random_and_the_same_for_a_seed():
-    rollout = SimpleNamespace(samples=list(range(50)), rewards=torch.arange(50) / 10)
+    samples = [Sample({}, [i], Response([i, EOS], "stop"), "") for i in range(50)]
+    rollout = SimpleNamespace(samples=samples, rewards=torch.arange(50) / 10)
+    tokenizer = SimpleNamespace(decode=lambda ids: ids)
+
+    def shown(count, seed, among=50):
+        return shown_of("training", rollout, range(among), count, seed, tokenizer)
+
     torch.manual_seed(1)
     before = torch.get_rng_state(), random.getstate()
-    picked = [sample_of(rollout, 8, seed) for seed in range(20)]
+    picked = [shown(8, seed) for seed in range(20)]
     assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
-    assert sample_of(rollout, 3, 7) == picked[7][:3]  # fewer are the first of more
-    assert all(len({shown.sample for shown in few}) == 8 for few in picked)
-    assert all(shown.reward == pytest.approx(shown.sample / 10) for shown in sum(picked, []))
-    assert len({shown.sample for shown in sum(picked, [])}) > 40
-    among = sum((sample_of(rollout, 8, seed, among=5) for seed in range(20)), [])
-    assert {shown.sample for shown in among} == set(range(5)) and len(among) == 100
+    assert shown(3, 7) == picked[7][:3]  # fewer are the first of more
+    assert all(len({row["prompt"][0] for row in few}) == 8 for few in picked)
+    assert all(row["response"] == [*row["prompt"], EOS] for row in sum(picked, []))
+    assert all(row["reward"] == pytest.approx(row["prompt"][0] / 10) for row in sum(picked, []))
+    assert len({row["prompt"][0] for row in sum(picked, [])}) > 40
+    among = sum((shown(8, seed, among=5) for seed in range(20)), [])
+    assert {row["prompt"][0] for row in among} == set(range(5)) and len(among) == 100

@@ -84,7 +84,8 @@ def answer(command: str, argv: list[str], capfd) -> tuple[object, str, str]:
     capfd.readouterr()
     status, message = 0, ""
     try:
-        importlib.import_module(cli.COMMANDS[command]).main(argv)
+        module, _ = cli.COMMANDS[command]
+        importlib.import_module(module).main(argv)
     except SystemExit as stopped:
         status, message = (1, stopped.code) if isinstance(stopped.code, str) else (stopped.code, "")
     out, err = capfd.readouterr()

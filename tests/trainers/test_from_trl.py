@@ -7,11 +7,10 @@ import pytest
 
 from fused_rl.trainers import distill, grpo, ppo, reward, sft
 from fused_rl.trainers.base.text import NAMES, unknown
-from fused_rl.trainers.options import names_of
 from tests.trainers import tiny
 
 CONFIGS = (sft.SFTConfig, reward.RewardConfig, distill.DistillConfig, grpo.GRPOConfig, ppo.PPOConfig)
-KNOWN = set().union(*map(names_of, CONFIGS))
+KNOWN = set().union(*(config.model_fields for config in CONFIGS))
 PAGE = (Path(__file__).parents[2] / "docs" / "from_trl.md").read_text(encoding="utf-8")
 
 
@@ -27,7 +26,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "from_trl.md").read_text(encoding="
     ],
 )
 def test_a_name_of_trl_is_answered(name, said):
-    assert unknown(name, names_of(grpo.GRPOConfig)) == f"unknown option --{name}; {said}"
+    assert unknown(name, grpo.GRPOConfig.model_fields) == f"unknown option --{name}; {said}"
 
 
 def test_the_table_and_the_page_name_options_that_exist():

@@ -70,7 +70,7 @@ def test_the_layers_that_are_named_get_adapters_and_no_others(targets, layers, f
     engine.setup(1)
     config = ppo.PPOConfig(model=files[0], dataset="d", output_dir="o", zero_stage=0, lora_rank=2, lora_targets=targets)
     critic = ppo.load_critic(config, encode.load_tokenizer(files[0]), torch.device("cpu"), 1)
-    assert adapted_layers(critic.engine.module) == layers
+    assert adapted_layers(critic.module) == layers
 
 
 @pytest.mark.parametrize("targets", ["q_proj,q_prj", "lm_head", "embed_tokens", "mlp", "", "q_proj,"])

@@ -10,7 +10,7 @@ from fused_rl.trainers import ppo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.policy import policy, setup
-from fused_rl.trainers.policy.critic import Critic, OwnCritic, load_critic
+from fused_rl.trainers.policy.critic import Critic, load_critic
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from tests.distributed import run_distributed
 from tests.trainers import tiny
@@ -235,7 +235,7 @@ def test_a_step_is_the_published_algorithm_in_loss_and_gradients(folders, kl_in,
     given, config = with_sets(case(0)) if sets else case(0), config_of(folders, kl_in=kl_in, **OPTIONS)
     lm, critic = tiny.load_lm(config), Critic.from_pretrained(folders[1])
     made = plain_policy(folders, config, lm, given)
-    stale = OwnCritic(Stale(Plain(critic)))
+    stale = Stale(Plain(critic))
     experience, parts = experience_and_parts(config, made, stale, given, monkeypatch)
     sums = ppo.accumulate(made, stale, experience, parts, config.kl_coef, 1)
 
@@ -260,7 +260,7 @@ def step_of_a_rank(rank, world, folders, options):
     tokenizer = encode.load_tokenizer(folders[0])
     made = setup.load_policy(config, tokenizer, [Scorer(given["scores"])], torch.device("cpu"), updates=4)
     made.sampler, ppo.measure = Sampler(given["responses"]), made_up(given)
-    critic = OwnCritic(Stale(load_critic(config, tokenizer, torch.device("cpu"), 4).engine))
+    critic = Stale(load_critic(config, tokenizer, torch.device("cpu"), 4))
     return ppo.train_step(made, critic, given["prompts"], 3, config.kl_coef)
 
 

@@ -57,7 +57,7 @@ def readers(**options):
     yield tiny.load_lm(sft_config).base
     yield tiny.load_lm(sft_config, trainable=False).base
     yield tiny.load_reward_model(config_of(reward.RewardConfig, **options)).classifier
-    yield ppo.load_critic(config_of(ppo.PPOConfig, **options), tokenizer, CPU, 1).engine.module.classifier
+    yield ppo.load_critic(config_of(ppo.PPOConfig, **options), tokenizer, CPU, 1).module.classifier
 
 
 @pytest.mark.parametrize("revision", ["main", "v2"])

@@ -25,9 +25,6 @@ def test_pass_at_k_of_many_responses_neither_overflows_nor_cancels():
     assert pass_at_k(right, 1000).item() == 0.5
     right[0, :1001] = True
     assert pass_at_k(right, 1000).item() == 1.0  # fewer wrong ones than k
-    for k in (0, 2001):
-        with pytest.raises(ValueError, match=f"between 1 and the 2000 responses to a problem, got {k}"):
-            pass_at_k(right, k)
 
 
 def test_the_ks_are_powers_of_two_and_all():

@@ -14,7 +14,7 @@ import yaml
 from fused_rl.trainers import grpo, sft
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.files import unfinished
-from fused_rl.trainers.options import ACTIONS, InputError, names_of
+from fused_rl.trainers.options import ACTIONS, InputError
 from fused_rl.trainers.run import store
 from fused_rl.trainers.run.logger import read_metrics
 from fused_rl.trainers.run.parse import parse
@@ -191,7 +191,7 @@ def test_all_ranks_write_one_manifest_and_report_the_same(files, tmp_path):
 
 
 def test_what_may_change_on_resume_is_an_option_of_some_trainer_and_documented():
-    options = set().union(*map(names_of, trainers())) - set(ACTIONS)
+    options = set().union(*(config.model_fields for config in trainers())) - set(ACTIONS)
     assert {config_class.command for config_class in trainers()} >= {"sft", "reward", "grpo", "ppo"}
     assert options > store.MAY_CHANGE
     messages = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
@@ -200,7 +200,7 @@ def test_what_may_change_on_resume_is_an_option_of_some_trainer_and_documented()
 
 def test_the_config_of_a_run_is_complete_and_reads_back(files, whole):
     path = whole / "config.yaml"
-    assert yaml.safe_load(path.read_text()).keys() == set(names_of(sft.SFTConfig)) - set(ACTIONS)
+    assert yaml.safe_load(path.read_text()).keys() == set(sft.SFTConfig.model_fields) - set(ACTIONS)
     assert parse(sft.SFTConfig, ["--config", str(path)]) == run_config(files, whole)
 
 

@@ -12,7 +12,7 @@ from fused_rl.trainers import grpo, ppo
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.models import packing
 from fused_rl.trainers.policy import critic, groups, policy
-from fused_rl.trainers.policy.critic import Critic, OwnCritic
+from fused_rl.trainers.policy.critic import Critic
 from fused_rl.trainers.rollouts.roll_out import batch_of, check_responses
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sample, after_turn, of_turn
@@ -152,7 +152,7 @@ def ppo_step(folders, prompts, responses, monkeypatch):
     made = policy_of(config, lm, responses, packed=False)
     rollout = made.roll_out(prompts, made.sampling, 4)
     monkeypatch.setattr(ppo, "measure", lambda *_: made_up(rollout))
-    parts, judge = list(torch.arange(8).split(3)), OwnCritic(Plain(critic))
+    parts, judge = list(torch.arange(8).split(3)), Plain(critic)
     experience = ppo.judge(made, judge, rollout, parts, 0.1)
     sums = ppo.accumulate(made, judge, experience, parts, 0.1, 1)
     weights = [*lm.named_parameters(), *((f"critic.{name}", weight) for name, weight in critic.named_parameters())]

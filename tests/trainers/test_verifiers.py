@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from fused_rl.trainers.options import InputError
-from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out, scorer_metrics
+from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out, rollout_metrics
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sample
 from fused_rl.trainers.scorers.builtin import answer_of
 from fused_rl.trainers.scorers.load import load_scorers as load
@@ -64,7 +64,7 @@ def test_rewards_are_weighted_sums_and_solved_is_what_the_judges_say():
     assert rollout.solved.tolist() == [True, False, True, False]  # nobody judged the last one
     assert rollout.lengths.tolist() == [1, 1, 1, 0] and not rollout.stopped.any()
     assert rollout.batch.response_mask.sum(1).tolist() == [1, 1, 1, 0]
-    metrics = scorer_metrics(rollout.scores)
+    metrics = rollout_metrics(rollout, {}, 1)
     assert metrics["rewards/judge/mean"] == pytest.approx(2 / 3) and metrics["rewards/bonus/mean"] == pytest.approx(
         1 / 3
     )

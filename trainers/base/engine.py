@@ -49,31 +49,27 @@ def setup(seed: int, *, trains: bool = True) -> torch.device:
         torch.cuda.set_device(device)
     if not dist.is_initialized() and (trains or "RANK" in os.environ):
         # Objects and tensors of the CPU go over gloo, so only tensors of this rank's GPU go over NCCL.
-        _join("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", with_deepspeed=trains)
+        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        if trains:
+            os.environ.setdefault("LOCAL_RANK", "0")
+            import deepspeed
+            import deepspeed.ops
+
+            deepspeed.utils.logger.setLevel("WARNING")
+            deepspeed.ops.__compatible_ops__ = {}  # else init_distributed compiles deepspeed_shm_comm, which is unused
+        if "RANK" not in os.environ:  # no launcher: a group of one, without an open port
+            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(variable, "lo")
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+        elif trains:
+            deepspeed.init_distributed(backend, timeout=TIMEOUT, verbose=False)
+        else:
+            dist.init_process_group(backend, timeout=TIMEOUT)
+        atexit.register(_leave)
     import transformers
 
     transformers.set_seed(seed + rank() * 100_003)
     return device
-
-
-def _join(backend: str, *, with_deepspeed: bool) -> None:
-    """Join the launcher's process group, or make one without an open port; it stays until the process ends."""
-    if with_deepspeed:
-        os.environ.setdefault("LOCAL_RANK", "0")
-        import deepspeed
-        import deepspeed.ops
-
-        deepspeed.utils.logger.setLevel("WARNING")
-        deepspeed.ops.__compatible_ops__ = {}  # else init_distributed compiles deepspeed_shm_comm, which is not used
-    if "RANK" not in os.environ:
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(variable, "lo")
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
-    elif with_deepspeed:
-        deepspeed.init_distributed(backend, timeout=TIMEOUT, verbose=False)
-    else:
-        dist.init_process_group(backend, timeout=TIMEOUT)
-    atexit.register(_leave)
 
 
 def _leave() -> None:
@@ -147,8 +143,14 @@ def load_engine(engine, folder: Path, name: str) -> None:
     if engine.last_step is None:  # weights alone
         engine.load_checkpoint(str(folder), tag=name)
         return
-    with optim.options_stay(engine.last_step.optimizer, engine.lr_scheduler):
-        engine.load_checkpoint(str(folder), tag=name)
+    optimizer, schedule = engine.last_step.optimizer, engine.lr_scheduler
+    peaks = schedule.base_lrs
+    options = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
+    engine.load_checkpoint(str(folder), tag=name)
+    schedule.base_lrs = peaks
+    factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
+    for group, given, peak, factor in zip(optimizer.param_groups, options, peaks, factors, strict=True):
+        group.update(given, lr=peak * factor)
 
 
 def optimizer_step(engine, step: int) -> dict[str, float]:

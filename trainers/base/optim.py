@@ -1,8 +1,6 @@
 """AdamW, its schedule and clipping, as an `OptimConfig` describes them."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -30,18 +28,6 @@ def schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, updates: int
 
     name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
     return get_scheduler(name, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=updates)
-
-
-@contextmanager
-def options_stay(optimizer: torch.optim.Optimizer, schedule) -> Iterator[None]:
-    """Keep the options of an optimizer and its schedule in a block that loads their state."""
-    peaks = schedule.base_lrs
-    options = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
-    yield
-    schedule.base_lrs = peaks
-    factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
-    for group, given, peak, factor in zip(optimizer.param_groups, options, peaks, factors, strict=True):
-        group.update(given, lr=peak * factor)
 
 
 class LastStep:

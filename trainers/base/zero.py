@@ -4,7 +4,6 @@ DeepSpeed's own step copies a gradient up to six times, and takes 13 to 19 times
 norm is one read of the gradient, and the rest is done span by span, in the cache.
 """
 
-import functools
 import warnings
 from collections.abc import Iterator
 
@@ -21,15 +20,12 @@ SPAN = 1 << 18  # elements that stay in the cache; of whole vectors, which decid
 def own_step(config: EngineConfig) -> bool:
     """Return True if the step of an engine is the one here; DeepSpeed is then told ZeRO 1."""
     on_cpu = not torch.cuda.is_available() and not config.offload
-    return on_cpu and world_size() == 1 and config.zero_stage in (1, 2) and _compared()
-
-
-@functools.cache
-def _compared() -> bool:
+    if not on_cpu or world_size() > 1 or config.zero_stage not in (1, 2):
+        return False
     import deepspeed
 
     if not (known := deepspeed.__version__.split("+")[0] in COMPARED):
-        warnings.warn(f"DeepSpeed {deepspeed.__version__}: its own optimizer step, ten times as slow", stacklevel=2)
+        warnings.warn(f"DeepSpeed {deepspeed.__version__}: its own optimizer step, ten times as slow", stacklevel=1)
     return known
 
 

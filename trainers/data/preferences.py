@@ -93,11 +93,19 @@ class PairEncoder:
 
     def pairs(self, rows: Rows) -> list[Pair]:
         """Return all rows that fit; print how many were dropped or cut, and why."""
-        kept = []
-        dropped = {}
-        self.truncated = 0
+        kept, dropped, truncated = [], {}, 0
+        limit, column = self.config.max_response_length, self.config.margin_column
         for i in bar(range(len(rows)), "reading pairs"):
-            pair = self._pair(rows, i)
+            sides = [self._side(rows, i, option) for option in ("chosen_column", "rejected_column")]
+            if self.config.too_long == "truncate":
+                for side, (prompt, response) in enumerate(sides):
+                    if len(response) > limit:
+                        truncated += 1
+                        sides[side] = prompt, [*response[: limit - 1], self.tokenizer.eos_token_id]
+            margin = rows.rows[i].get(column) or 0
+            if not isinstance(margin, (int, float)) or not math.isfinite(margin):
+                raise InputError(f"{rows.where(i)}: column {column!r} must be a number, got {margin!r:.80}")
+            pair = Pair(*sides, margin=float(margin), where=rows.where(i))
             reason = self._unusable(pair)
             if reason is None:
                 kept.append(pair)
@@ -108,24 +116,9 @@ class PairEncoder:
             raise InputError(f"{rows.source}: no pair is left of {len(rows)}: {reasons}")
         if dropped:
             log(f"{rows.source}: dropped {sum(dropped.values())} of {len(rows)} pairs: {reasons}")
-        if self.truncated:
-            log(f"{rows.source}: cut {self.truncated} of {2 * len(rows)} responses to max_response_length")
+        if truncated:
+            log(f"{rows.source}: cut {truncated} of {2 * len(rows)} responses to max_response_length")
         return kept
-
-    def _pair(self, rows: Rows, i: int) -> Pair:
-        sides = [self._side(rows, i, option) for option in ("chosen_column", "rejected_column")]
-        if self.config.too_long == "truncate":
-            limit = self.config.max_response_length
-            eos = self.tokenizer.eos_token_id
-            for side, (prompt, response) in enumerate(sides):
-                if len(response) > limit:
-                    self.truncated += 1
-                    sides[side] = prompt, [*response[: limit - 1], eos]
-        column = self.config.margin_column
-        margin = rows.rows[i].get(column) or 0
-        if not isinstance(margin, (int, float)) or not math.isfinite(margin):
-            raise InputError(f"{rows.where(i)}: column {column!r} must be a number, got {margin!r:.80}")
-        return Pair(*sides, margin=float(margin), where=rows.where(i))
 
     def _unusable(self, pair: Pair) -> str | None:
         for ids, response in (pair.chosen, pair.rejected):

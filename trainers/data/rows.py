@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fused_rl.trainers.base.screen import log
 from fused_rl.trainers.base.text import in_a_line
-from fused_rl.trainers.options import FILES, DataConfig, InputError, is_saved
+from fused_rl.trainers.options import FILES, DataConfig, InputError
 
 if TYPE_CHECKING:
     import datasets
@@ -71,19 +71,6 @@ def _parse(content: bytes, where: str):
         raise InputError(f"{where}: not JSON in UTF-8: {error}") from error
 
 
-def read_json(path: Path) -> tuple[list, Sequence[int] | None]:
-    """Return the rows of a .jsonl or .json file, and their lines if the file is not a single list."""
-    content = path.read_bytes()
-    if path.suffix == ".json" and content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-        return _parse(content, str(path)), None
-    rows, numbers = [], []
-    for number, line in enumerate(content.splitlines(), 1):
-        if line.strip():
-            rows.append(_parse(line, f"{path}, line {number}"))
-            numbers.append(number)
-    return rows, numbers
-
-
 def read_dataset(name: str, config_name: str | None, split: str) -> list[dict]:
     """Return the rows that `datasets` reads from a .csv or .parquet file, a folder or the Hub."""
     import datasets
@@ -96,7 +83,7 @@ def read_dataset(name: str, config_name: str | None, split: str) -> list[dict]:
             if kind == ".csv":  # NA is a word, and the first column is one of the header's
                 options = {"keep_default_na": False, "na_values": [""], "index_col": False}
             loaded = datasets.load_dataset(kind[1:], data_files=name, split="train", **options)
-        elif is_saved(name):
+        elif any((Path(name) / mark).is_file() for mark in ("state.json", "dataset_dict.json")):  # of save_to_disk
             loaded = datasets.load_from_disk(name)
             loaded = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         else:
@@ -128,10 +115,17 @@ def load_rows(name: str, config_name: str | None = None, split: str = "train") -
     path = Path(name)
     if path.is_file() != (path.suffix in FILES):
         raise InputError(f"dataset file {name} does not exist, or is none of {', '.join(FILES)}")
-    if path.suffix in (".jsonl", ".json"):
-        rows, numbers = read_json(path)
-        return _checked(Rows(rows, name, numbers))
-    return _checked(Rows(read_dataset(name, config_name, split), name))
+    if path.suffix not in (".jsonl", ".json"):
+        return _checked(Rows(read_dataset(name, config_name, split), name))
+    content = path.read_bytes()
+    if path.suffix == ".json" and content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        return _checked(Rows(_parse(content, str(path)), name))
+    rows, numbers = [], []
+    for number, line in enumerate(content.splitlines(), 1):
+        if line.strip():
+            rows.append(_parse(line, f"{path}, line {number}"))
+            numbers.append(number)
+    return _checked(Rows(rows, name, numbers))
 
 
 def chosen_rows(option: str, given: Given, named: str | None, config_name: str | None, split: str) -> Rows:

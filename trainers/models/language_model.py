@@ -46,7 +46,16 @@ class LanguageModel(nn.Module):
         self.head_dtype = head_dtype
         self.softcap = getattr(self.base.config.get_text_config(), "final_logit_softcapping", None)
         if loss_from == "linear":
-            _check_plain_head(self.base)
+            # The linear path multiplies by the head's weight, and does nothing more.
+            text, wrong = self.base.config.get_text_config(), None
+            if self.base.base_model is self.base:
+                wrong = "no backbone apart from its head"
+            elif any(getattr(text, name, None) not in (None, 1, 1.0) for name in ("logit_scale", "logits_scaling")):
+                wrong = "config.logit_scale or logits_scaling, which the linear loss leaves out"
+            elif type(self.head) not in (nn.Linear, WideHead):
+                wrong = f"an LM head of type {type(self.head).__name__}"
+            if wrong is not None:
+                raise InputError(f"{type(self.base).__name__} has {wrong}; use --loss_from logits")
             of_logits = head_dtype or tiles.default_logits_dtype(self.head.weight.dtype, self.head.weight.device)
             if of_logits != self.head.weight.dtype:  # sampling and measuring use the distribution that is trained
                 self.base.set_output_embeddings(WideHead(self.head))
@@ -105,7 +114,9 @@ class LanguageModel(nn.Module):
             rows, logits = self._through_head(hidden, targets, temperature, support, fused, want_logits)
             loss = rows.loss if fused else None
 
-        logprobs, entropy = (at_places(values, mask, places) for values in (rows.logprobs, rows.entropy))
+        nothing = rows.logprobs.new_zeros(mask.numel())
+        logprobs = nothing.index_copy(0, places, rows.logprobs).view(mask.shape)
+        entropy = nothing.index_copy(0, places, rows.entropy).view(mask.shape)
         if token_loss is not None and loss is None:
             loss = fused_rl.masked_sum(token_loss(logprobs, entropy, *per_token), mask)
             logprobs, entropy = logprobs.detach(), entropy.detach()
@@ -159,11 +170,6 @@ class WideHead(nn.Linear):
         return logits.view(*hidden.shape[:-1], self.out_features)
 
 
-def at_places(values, mask, places):
-    """Return (B, T - 1) with values (N,) at `places` and 0 elsewhere; differentiable."""
-    return values.new_zeros(mask.numel()).index_copy(0, places, values).view(mask.shape)
-
-
 def keep_only(logits: torch.Tensor, support: fused_rl.TokenSupport | None) -> None:
     """Set logits (N, V) outside of the kept sets to -inf, in place: a softmax is then one over the sets."""
     if support is None:
@@ -173,20 +179,6 @@ def keep_only(logits: torch.Tensor, support: fused_rl.TokenSupport | None) -> No
     kept = logits[row, support.ids]
     logits[lengths > 0] = -torch.inf
     logits[row, support.ids] = kept
-
-
-def _check_plain_head(lm) -> None:
-    """Check that the head is a plain linear layer: the linear path multiplies by its weight and nothing more."""
-    text = lm.config.get_text_config()
-    if lm.base_model is lm:
-        what = "no backbone apart from its head"
-    elif any(getattr(text, name, None) not in (None, 1, 1.0) for name in ("logit_scale", "logits_scaling")):
-        what = "config.logit_scale or logits_scaling, which the linear loss leaves out"
-    elif type(lm.get_output_embeddings()) not in (nn.Linear, WideHead):
-        what = f"an LM head of type {type(lm.get_output_embeddings()).__name__}"
-    else:
-        return
-    raise InputError(f"{type(lm).__name__} has {what}; use --loss_from logits")
 
 
 @contextlib.contextmanager
@@ -236,10 +228,14 @@ def switch_off_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def _read_lm(name: str, revision: str | None, device: torch.device, **options) -> nn.Module:
-    """Return a causal LM on its device, without its own sampling defaults; refuse weights that are missing."""
+def _read_lm(name: str, revision: str | None, adapters, device: torch.device, **options) -> nn.Module:
+    """Return a causal LM on its device, without its own sampling defaults: of `adapters`, where `name` holds such, the
+    weights that they belong to. Refuse weights that are missing.
+    """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
+    if adapters is not None:
+        name, revision = adapters.base_model_name_or_path, adapters.revision
     reading = {"output_loading_info": True, "trust_remote_code": False, **options}
     with readable(name, options["attn_implementation"]):
         lm, report = AutoModelForCausalLM.from_pretrained(name, revision=revision, **reading)
@@ -267,15 +263,14 @@ def load_lm(
     trainable: bool = True,
 ) -> LanguageModel:
     """Return a causal LM without dropout; frozen, and without its adapters, unless trainable."""
-    # Its weights: where `name` holds adapters, those that they belong to.
+    # Its weights.
     adapters = lora.find(name, revision)
     with_adapters = trainable and (adapters is not None or options.lora_rank > 0)
     reading = {"dtype": engine.torch_dtype(held), "attn_implementation": options.attn_implementation}
     if trainable:
         lora.check_options(options, adapters)
         reading |= four_bit.reading_options(options, held, reading["dtype"], device, adapters=with_adapters)
-    base = (name, revision) if adapters is None else lora.below(adapters)
-    lm = _read_lm(*base, device, **reading)
+    lm = _read_lm(name, revision, adapters, device, **reading)
 
     # What of it is trained.
     if not trainable:
@@ -301,8 +296,7 @@ def load_to_sample(
 ) -> nn.Module:
     """Return a transformers causal LM to sample from, adapters merged in, without sampling defaults."""
     adapters = lora.find(name, revision)
-    base = (name, revision) if adapters is None else lora.below(adapters)
-    lm = _read_lm(*base, device, dtype=dtype, attn_implementation=attn_implementation)
+    lm = _read_lm(name, revision, adapters, device, dtype=dtype, attn_implementation=attn_implementation)
     lm = lm if adapters is None else lora.continued(lm, name, revision).merge_and_unload()
     return lm.to(device).eval()
 
@@ -325,8 +319,7 @@ def save_lm(trained, tokenizer, folder: Path, *, merged: bool = False) -> None:
         lm = model.lm
         base = model.base
         if state is not None:
-            # Without what a trainer has added to the language model, such as a value head.
-            state = {name.removeprefix("lm."): state[name] for name in state if name.startswith("lm.")}
+            state = {name.removeprefix("lm."): value for name, value in state.items()}
         if merged and model.lora:
             whole = lm.state_dict() if state is None else state
             whole = {name.removeprefix("base_model.model."): value for name, value in whole.items()}

@@ -30,11 +30,6 @@ def find(name: str, revision: str | None = None) -> "LoraConfig | None":
     return config
 
 
-def below(adapters: "LoraConfig") -> tuple[str, str | None]:
-    """Return the folder or Hub name of the weights that adapters belong to, and its revision."""
-    return adapters.base_model_name_or_path, adapters.revision
-
-
 def check_options(options: ModelConfig, adapters: "LoraConfig | None") -> None:
     """Refuse options of adapters that would have no effect, or that contradict the adapters that are read."""
     if adapters is None and options.lora_rank:

@@ -101,19 +101,8 @@ class RewardModel(nn.Module):
         Raises:
             ValueError: shapes that differ, or a row without a token.
         """
-        if packed is None:
-            last = self._last_states(input_ids, attention_mask)
-        else:
-            last = packed.states_of(self.classifier, self.classifier.base_model, "last_hidden_state")
-        return self.scores_of(last)
-
-    def scores_of(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the scores (...) fp32 of hidden states (..., H), row by row, so that no score depends on the batch."""
-        raw = (states.float() * self.classifier.score.weight.float()).sum(-1)
-        return (raw - self.score_mean) / self.score_std
-
-    def _last_states(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Return the state (B, H) of the last attended token of each row."""
+        if packed is not None:
+            return self.scores_of(packed.states_of(self.classifier, self.classifier.base_model, "last_hidden_state"))
         if attention_mask.shape != input_ids.shape:
             shapes = f"{tuple(input_ids.shape)} and {tuple(attention_mask.shape)}"
             raise ValueError(f"input_ids and attention_mask must both be (B, T), got {shapes}")
@@ -129,7 +118,12 @@ class RewardModel(nn.Module):
         everything = torch.ones_like(tokens)  # says so: without a mask some models warn of pads, or look for them
         backbone = self.classifier.base_model(input_ids=tokens, attention_mask=everything, use_cache=False)
         hidden = backbone.last_hidden_state
-        return hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1]
+        return self.scores_of(hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1])
+
+    def scores_of(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the scores (...) fp32 of hidden states (..., H), row by row, so that no score depends on the batch."""
+        raw = (states.float() * self.classifier.score.weight.float()).sum(-1)
+        return (raw - self.score_mean) / self.score_std
 
     @property
     def score_mean(self) -> float:

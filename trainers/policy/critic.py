@@ -7,16 +7,14 @@ distributions over values, a value head on the backbone of the policy.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal
 
 import torch
 
 import fused_rl
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.screen import phase
-from fused_rl.trainers.data.batch import Batch
-from fused_rl.trainers.models.reward_model import Critic, check_reads_policy, load_reward_model, save_reward_model
+from fused_rl.trainers.models.reward_model import Critic, check_reads_policy, load_reward_model
 from fused_rl.trainers.options import (
     Finite,
     Needs,
@@ -26,7 +24,6 @@ from fused_rl.trainers.options import (
     Positive,
     RunConfig,
     Unit,
-    names_of,
     without,
 )
 from fused_rl.trainers.policy.options import KLConfig, RolloutConfig
@@ -36,7 +33,6 @@ from fused_rl.trainers.rollouts.solved import win_rate
 from fused_rl.trainers.rollouts.types import Rollout
 from fused_rl.trainers.run.metrics import Sums
 
-Config = TypeVar("Config", bound=RunConfig)
 APART = ("lr", "warmup_steps")  # options that the critic has of its own
 LARGEST_ERROR = 0.2  # of the controller of kl_coef, as a fraction of its target
 
@@ -57,48 +53,13 @@ class CriticConfig(OptimConfig):
     """Train the critic alone, on this many rollouts of the unchanged policy, and save it; 0 trains both."""
 
 
-def planned(config: Config) -> Config:
-    """A run's config with the steps of `critic_only`, where they are given."""
-    if not isinstance(config, CriticConfig) or not config.critic_only:  # what is none is refused when the run begins
-        return config
-    return config.changed(steps=config.critic_only, num_train_epochs=None)
-
-
-class OwnCritic:
-    """The critic in an engine, with an optimizer of its own."""
-
-    def __init__(self, trained, tokenizer=None):
-        self.engine = trained
-        self.tokenizer = tokenizer
-
-    def values(self, part: Batch) -> torch.Tensor:
-        """(b, T - 1): what is expected before each token, 0 where masked."""
-        return self.engine(part.input_ids, part.response_mask)
-
-    def backward(self, value_loss: torch.Tensor) -> None:
-        """Gradients of the loss of a micro-batch, over its denominators of all ranks."""
-        self.engine.backward(value_loss * ranks.world_size())  # the engine averages over ranks
-
-    def optimizer_step(self, step: int) -> dict[str, float]:
-        """One update; its metrics."""
-        found = engine.optimizer_step(self.engine, step)
-        return {"optim/critic_lr": found["lr"], "optim/critic_grad_norm": found["optim/grad_norm"]}
-
-    def skip(self, updates: int) -> None:
-        """Skip this many updates, as `Policy.skip` does."""
-        for _ in range(updates):
-            self.engine.lr_scheduler.step()
-
-    def save(self, folder: Path) -> None:
-        """Write critic and tokenizer in the Hub format, complete or not at all."""
-        save_reward_model(self.engine, self.tokenizer, folder)
-
-
-def load_critic(config: RunConfig, tokenizer, device: torch.device, updates: int) -> OwnCritic:
-    """The critic, for `updates` optimizer steps; refuses one that reads tokens otherwise."""
+def load_critic(config: RunConfig, tokenizer, device: torch.device, updates: int):
+    """Return the critic in an engine with an optimizer of its own, for `updates` optimizer steps; refuse one that reads
+    tokens otherwise than the policy.
+    """
     name = config.critic or config.model
     revision = config.revision if config.critic is None else None
-    optim = {option: getattr(config, option) for option in names_of(OptimConfig)}
+    optim = {option: getattr(config, option) for option in OptimConfig.model_fields}
     for option in APART:
         own = getattr(config, f"critic_{option}")
         optim[option] = optim[option] if own is None else own
@@ -106,7 +67,7 @@ def load_critic(config: RunConfig, tokenizer, device: torch.device, updates: int
         critic = load_reward_model(name, revision, config, config, device, kind=Critic)
         if config.critic is not None:
             check_reads_policy("critic", name, tokenizer, config.model)
-        return OwnCritic(engine.initialize(critic, OptimConfig(**optim), config, updates), tokenizer)
+        return engine.initialize(critic, OptimConfig(**optim), config, updates)
 
 
 class CreditConfig(RolloutConfig, KLConfig):

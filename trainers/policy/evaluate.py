@@ -8,7 +8,7 @@ import torch
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import phase, tell
 from fused_rl.trainers.policy.policy import Policy, measure
-from fused_rl.trainers.rollouts.roll_out import as_rows, sample_of
+from fused_rl.trainers.rollouts.roll_out import shown_of
 from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
 from fused_rl.trainers.rollouts.solved import judged, outcome_sums, outcomes, pass_at, why_unknown
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sample, Scorer
@@ -65,8 +65,8 @@ def evaluate(
 
     # To look at: always the same held-out problems, and some of what the last step trained on.
     most = config.show_samples - len(policy.shown)
-    shown = as_rows("held-out, greedy", sample_of(greedy, most, config.seed, count), policy.tokenizer)
-    return metrics, shown + as_rows("training", policy.shown, policy.tokenizer)
+    shown = shown_of("held-out, greedy", greedy, range(count), most, config.seed, policy.tokenizer)
+    return metrics, shown + policy.shown
 
 
 def solved_sums(scorers: Sequence[Scorer], greedy: Rollout, sampled: Rollout, count: int) -> dict[str, torch.Tensor]:

@@ -168,10 +168,6 @@ class Groups:
     metrics: dict[str, float]
     """Metrics of all sampled responses, over all ranks."""
 
-    def trained(self, mask_truncated: bool) -> torch.Tensor:
-        """(B,) bool: whether the tokens of a response are in the loss."""
-        return self.counts & self.rollout.stopped if mask_truncated else self.counts
-
 
 def collect(
     policy: Policy,

@@ -14,10 +14,10 @@ from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.data.batch import Batch, on_device
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.language_model import keep_only
-from fused_rl.trainers.models.packing import Costs, Packed, pack, responses_per_row
+from fused_rl.trainers.models.packing import Costs, pack, responses_per_row
 from fused_rl.trainers.policy.options import LossConfig, PolicyConfig, loss_options
 from fused_rl.trainers.rollouts.mismatch import check_bound, mismatch
-from fused_rl.trainers.rollouts.roll_out import Shown, roll_out, sample_of
+from fused_rl.trainers.rollouts.roll_out import roll_out, shown_of
 from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sampler, Scorer
 
@@ -60,25 +60,21 @@ class Policy:
     """Objects that each rank keeps in checkpoints for itself."""
     published: int | None = None
     """The step whose weights the next responses are of; None before they were published."""
-    shown: list[Shown] = field(default_factory=list)
-    """Responses of this rank's last rollout to show; empty before there was one."""
-    resolved: dict[float, PolicyLossOptions] = field(default_factory=dict)
-    """The options of the loss, by the weight of the KL that they were last resolved for."""
+    shown: list[dict] = field(default_factory=list)
+    """Lines of samples.jsonl, of this rank's last rollout; empty before there was one."""
 
     def inputs(self, part: Batch) -> dict[str, object]:
         """Return the inputs with which model and reference score `part`."""
+        packed = None
+        if self.costs is not None and part.token_counts.any():
+            # With shared prompts, where that is cheaper.
+            copies = int(part.prompts.bincount().max())
+            prompt = part.prompt_lengths.max().item()
+            response = part.response_lengths.double().mean().item()
+            in_row = responses_per_row(self.costs, prompt, response, copies)
+            packed = pack(part, in_row) if in_row > 1 else None
         scored = {"input_ids": part.input_ids, "mask": part.response_mask, "temperature": self.config.temperature}
-        return scored | {"packed": self._packed(part), "places": part.places(), "support": part.support}
-
-    def _packed(self, part: Batch) -> Packed | None:
-        """The part with shared prompts, where that is cheaper."""
-        if self.costs is None or not part.token_counts.any():
-            return None
-        copies = int(part.prompts.bincount().max())
-        prompt = part.prompt_lengths.max().item()
-        response = part.response_lengths.double().mean().item()
-        in_row = responses_per_row(self.costs, prompt, response, copies)
-        return pack(part, in_row) if in_row > 1 else None
+        return scored | {"packed": packed, "places": part.places(), "support": part.support}
 
     def publish(self, step: int) -> None:
         """From now on the weights after `step`, which are those of now, are sampled; for all ranks at once."""
@@ -99,12 +95,9 @@ class Policy:
         return metrics
 
     def loss_options(self, kl_coef: float) -> PolicyLossOptions:
-        """Return the options of the loss with this weight of the KL, which are resolved once per weight."""
-        if kl_coef not in self.resolved:
-            in_loss = kl_coef if self.config.kl_in == "loss" else 0.0  # what the rewards pay for is not paid for again
-            options = loss_options(self.config, kl_estimator=self.config.estimator, kl_coef=in_loss)
-            self.resolved = {kl_coef: options}
-        return self.resolved[kl_coef]
+        """Return the options of the loss with this weight of the KL."""
+        in_loss = kl_coef if self.config.kl_in == "loss" else 0.0  # what the rewards pay for is not paid for again
+        return loss_options(self.config, kl_estimator=self.config.estimator, kl_coef=in_loss)
 
     def begin_step(self, step: int, prompts_of: Callable[[int], list[Prompt]]) -> None:
         """Begin a step; with `lag`, sample later rollouts meanwhile, of the prompts so many steps after it."""
@@ -120,7 +113,8 @@ class Policy:
         known = {"copies": copies, "vocab": vocab}
         rollout = roll_out(self.sampler, self.scorers, prompts, sampling, self.tokenizer, self.device, **known)
         if sampling.temperature and seeds is None:
-            self.shown = sample_of(rollout, self.config.show_samples // 2, f"{self.config.seed} {self.published}")
+            count, seed = self.config.show_samples // 2, f"{self.config.seed} {self.published}"
+            self.shown = shown_of("training", rollout, range(len(rollout.samples)), count, seed, self.tokenizer)
         return rollout
 
     def loss(
@@ -175,11 +169,6 @@ class Policy:
     def optimizer_step(self, step: int) -> dict[str, float]:
         """One update; the learning rate and the norm of the gradient."""
         return {"lr": 0.0, "optim/grad_norm": 0.0} if self.frozen else engine.optimizer_step(self.model, step)
-
-    def skip(self, updates: int) -> None:
-        """The schedule counts planned updates: it still ends at zero where some of them are not made."""
-        for _ in range(0 if self.frozen else updates):
-            self.model.lr_scheduler.step()
 
 
 def in_this_update(options: PolicyLossOptions, entropy: torch.Tensor, mask: torch.Tensor) -> PolicyLossOptions:

@@ -15,7 +15,6 @@ from fused_rl.trainers.options import (
     PositiveInt,
     Temperature,
     Unit,
-    names_of,
 )
 from fused_rl.trainers.rollouts.sampling import Sampling
 
@@ -37,7 +36,7 @@ class SamplingConfig(Options):
 
     def sampling(self, max_new_tokens: int, stop_ids: tuple[int, ...]) -> Sampling:
         """Return the options as a sampler takes them."""
-        chosen = {name: getattr(self, name) for name in names_of(SamplingConfig)}
+        chosen = {name: getattr(self, name) for name in SamplingConfig.model_fields}
         return Sampling(max_new_tokens=max_new_tokens, stop_ids=stop_ids, **chosen)
 
 

@@ -56,13 +56,13 @@ class _InPlace:
             torch.index_select(states, 0, row, out=filled)
         return room
 
-    def _move(self, row: torch.Tensor | None = None) -> None:
-        """Move what can be seen to other room; of some rows, where they are named: what is left is spare."""
+    def batch_select_indices(self, indices: torch.Tensor | None = None) -> None:
+        """Move what can be seen to other room; of some rows alone, where they are named: what is left is spare."""
         self.first, self.end = 0, self.end - self.first
         for i, states in enumerate((self.keys, self.values)):
             left = self.room[i]
-            self.room[i] = self._filled(states, row)
-            if row is not None:
+            self.room[i] = self._filled(states, indices)
+            if indices is not None:
                 self.spare.leave(left)
         self._show()
 
@@ -77,7 +77,7 @@ class _InPlace:
         if self.end + count > self.columns:
             self.columns = self.end - self.first + max(count, min(BLOCK, self.to_come))
             self.spare.clear()  # it would have too few columns from now on
-            self._move()
+            self.batch_select_indices()
         for room, states in zip(self.room, (key_states, value_states), strict=True):
             room.narrow(2, self.end, count).copy_(states)
         self.end += count
@@ -88,10 +88,6 @@ class _InPlace:
             self.first = self.end - self.reach
             self._show()
         return seen
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Continue with these rows alone, in a copy."""
-        self._move(indices)
 
 
 class Whole(_InPlace, DynamicLayer):

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 
@@ -216,44 +215,29 @@ def rollout_metrics(rollout: Rollout, columns: dict[str, torch.Tensor], step: in
         "val/num_eos_tokens": metrics["val/stop_rate"] * count,
         "episode": step * count,
     }
-    return metrics | scorer_metrics(rollout.scores) | rollout.incidents | rollout.seconds
-
-
-def scorer_metrics(scores: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Return each scorer's mean and deviation over the samples that it applies to, and the share of the others."""
-    metrics = {}
-    for name, values in scores.items():
+    # Each scorer's mean and deviation over the samples that it applies to, and the share of the others.
+    for name, values in rollout.scores.items():
         applies = values[~values.isnan()].double()
         moments = [torch.ones_like(applies).sum(), applies.sum()]
         moments.append(applies.square().sum())
         moments.append(values.isnan().double().sum())
-        count, total, square, none = ranks.global_sum(torch.stack(moments)).tolist()
-        mean = total / max(count, 1)
-        mean_square = square / max(count, 1)
+        applied, total, square, none = ranks.global_sum(torch.stack(moments)).tolist()
+        mean = total / max(applied, 1)
+        mean_square = square / max(applied, 1)
         metrics[f"rewards/{name}/mean"] = mean
         metrics[f"rewards/{name}/std"] = math.sqrt(max(mean_square - mean**2, 0))
-        metrics[f"rewards/{name}/none"] = none / max(count + none, 1)
-    return metrics
+        metrics[f"rewards/{name}/none"] = none / max(applied + none, 1)
+    return metrics | rollout.incidents | rollout.seconds
 
 
-class Shown(NamedTuple):
-    """A response, and its reward."""
+def shown_of(of: str, rollout: Rollout, places: Sequence[int], count: int, seed: object, tokenizer) -> list[dict]:
+    """Return lines of samples.jsonl: `count` of the samples at `places`, chosen by a generator of their own.
 
-    sample: Sample
-    reward: float
-
-
-def sample_of(rollout: Rollout, count: int, seed: object, among: int | None = None) -> list[Shown]:
-    """Return `count` of a rollout's first `among` samples (None is all), chosen by a generator of their own."""
-    among = len(rollout.samples) if among is None else among
-    places = random.Random(str(seed)).sample(range(among), min(count, among))
-    return [Shown(rollout.samples[i], rollout.rewards[i].item()) for i in places]
-
-
-def as_rows(of: str, shown: list[Shown], tokenizer) -> list[dict[str, object]]:
-    """Return lines of samples.jsonl: where they are `of`, and their text, special tokens included."""
+    They say what they are `of`; their text has its special tokens.
+    """
     rows = []
-    for sample, reward in shown:
+    for i in random.Random(str(seed)).sample(places, min(count, len(places))):
+        sample = rollout.samples[i]
         texts = {"prompt": tokenizer.decode(sample.prompt_ids), "response": tokenizer.decode(sample.response.ids)}
-        rows.append({"of": of, **texts, "reward": reward})
+        rows.append({"of": of, **texts, "reward": rollout.rewards[i].item()})
     return rows

@@ -20,8 +20,6 @@ def pass_at_k(right: torch.Tensor, k: int) -> torch.Tensor:
         k: 1 to n.
     """
     n = right.shape[1]
-    if not 1 <= k <= n:
-        raise ValueError(f"k must be between 1 and the {n} responses to a problem, got {k}")
     ways = math.comb(n, k)
     of_count = [1 - math.comb(n - c, k) / ways for c in range(n + 1)]  # whole numbers: nothing cancels
     return torch.tensor(of_count, dtype=torch.float64)[right.sum(1).cpu()]

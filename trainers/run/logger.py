@@ -1,6 +1,5 @@
 """The output of a run: metrics.jsonl, samples.jsonl, TensorBoard, Weights & Biases, curves.png, the screen."""
 
-import importlib.util
 import json
 import sys
 import time
@@ -12,10 +11,9 @@ import torch
 
 from fused_rl.trainers.base.engine import torch_dtype
 from fused_rl.trainers.base.files import as_json, unfinished, write_atomically
-from fused_rl.trainers.base.ranks import rank
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.base.text import shown
-from fused_rl.trainers.options import InputError, OutputConfig, RunConfig
+from fused_rl.trainers.options import RunConfig
 from fused_rl.trainers.run.rules import Watch, few_signals
 
 # Header on the screen -> the keys that it may stand for; the first one that a run has is shown.
@@ -43,12 +41,9 @@ IN_A_ROW = 4  # panels
 
 
 class Logger:
-    """Writes a run's metrics from step `start` on."""
+    """Writes a run's metrics from step `start` on. On one rank."""
 
     def __init__(self, config: RunConfig, start: int):
-        self.active = rank() == 0
-        if not self.active:
-            return
         from torch.utils.tensorboard import SummaryWriter
 
         self.folder = Path(config.output_dir)
@@ -67,12 +62,22 @@ class Logger:
             import wandb
 
             self.wandb = wandb.init(project=config.wandb_project, dir=config.output_dir, config=config.plain())
-        self.bar = _progress_bar(config.steps, start) if sys.stdout.isatty() else None
+        self.bar = None
+        if sys.stdout.isatty():
+            # It fits 80 columns: the count and the time left are whole, the metrics may be cut.
+            from rich import progress
+            from rich.table import Column
+
+            left = progress.TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True))
+            count = progress.MofNCompleteColumn(table_column=Column(no_wrap=True))
+            metrics = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+            columns = progress.TextColumn("{task.fields[columns]}", table_column=metrics)
+            self.bar = progress.Progress(count, left, progress.BarColumn(bar_width=8), columns, expand=True)
+            self.bar.add_task("train", total=config.steps, completed=start, columns="")
+            self.bar.start()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write one line of metrics.jsonl and a point of each curve; move the bar, or print a line now and then."""
-        if not self.active:
-            return
         if torch.cuda.is_initialized():
             metrics = metrics | {"perf/peak_memory_gb": torch.cuda.max_memory_allocated() / 2**30}
         entry = {"step": step, **{key: float(value) for key, value in metrics.items()}}
@@ -98,7 +103,7 @@ class Logger:
 
     def samples(self, step: int, rows: Sequence[dict[str, object]]) -> None:
         """Print a table of a few responses, and keep them in samples.jsonl and TensorBoard."""
-        if not self.active or not rows:
+        if not rows:
             return
         import rich
         from rich.table import Table
@@ -116,34 +121,16 @@ class Logger:
 
     def draw(self) -> None:
         """Draw curves.png of the metrics so far."""
-        if self.active:
-            draw_curves(self.history, self.folder / "curves.png")
+        draw_curves(self.history, self.folder / "curves.png")
 
     def close(self) -> None:
         """Flush everything and draw curves.png."""
-        if not self.active:
-            return
         if self.bar is not None:
             self.bar.stop()
         self.board.close()
         if self.wandb is not None:
             self.wandb.finish()
         self.draw()
-
-
-def _progress_bar(steps: int, start: int):
-    """Return a started bar that fits 80 columns: the count and the time left are whole, the metrics may be cut."""
-    from rich import progress
-    from rich.table import Column
-
-    left = progress.TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True))
-    count = progress.MofNCompleteColumn(table_column=Column(no_wrap=True))
-    metrics = Column(no_wrap=True, overflow="ellipsis", ratio=1)
-    columns = progress.TextColumn("{task.fields[columns]}", table_column=metrics)
-    bar = progress.Progress(count, left, progress.BarColumn(bar_width=8), columns, expand=True)
-    bar.add_task("train", total=steps, completed=start, columns="")
-    bar.start()
-    return bar
 
 
 def _append(path: Path, entries: list[dict]) -> None:
@@ -168,12 +155,6 @@ def _cut(path: Path, start: int) -> list[dict]:
     entries = [entry for entry in read_metrics(path) if entry["step"] <= start]
     write_atomically(path, "".join(as_json(entry) + "\n" for entry in entries))
     return entries
-
-
-def require_wandb(config: OutputConfig) -> None:
-    """Refuse to log to Weights & Biases if it is not installed."""
-    if config.wandb_project is not None and importlib.util.find_spec("wandb") is None:
-        raise InputError("wandb_project is set, but wandb is not installed: pip install wandb")
 
 
 def columns_of(metrics: Mapping[str, float]) -> str:

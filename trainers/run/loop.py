@@ -16,6 +16,7 @@ The `for` stays in the trainer, and so does the algorithm.
 """
 
 import contextlib
+import importlib.util
 import os
 import signal
 import time
@@ -31,7 +32,7 @@ from fused_rl.trainers.base.screen import log, phase, tell
 from fused_rl.trainers.data.order import RowOrder, in_steps
 from fused_rl.trainers.options import InputError, RunConfig
 from fused_rl.trainers.run import hub
-from fused_rl.trainers.run.logger import Logger, require_wandb
+from fused_rl.trainers.run.logger import Logger
 from fused_rl.trainers.run.store import NOTHING, RunFolder, release
 
 Arithmetic = Callable[[RunConfig, int], dict[str, object]]
@@ -63,7 +64,8 @@ class Run:
         arithmetic(config, ranks.processes())
         self.device = engine.setup(config.seed)
         ranks.check_equal({"command": config.command, **config.plain()})
-        require_wandb(config)
+        if config.wandb_project is not None and importlib.util.find_spec("wandb") is None:
+            raise InputError("wandb_project is set, but wandb is not installed: pip install wandb")
         if config.push_to_hub:
             ranks.on_first_rank(lambda: hub.make_repository(config))
         self.store = RunFolder(config)
@@ -124,7 +126,7 @@ class Run:
             restored = self.store.load(engines, own)
             self.step, self.order.position = restored["step"], restored["position"]
         ranks.on_first_rank(lambda: self.store.claim(self.step))
-        self.logger = Logger(self.config, self.step)
+        self.logger = Logger(self.config, self.step) if ranks.rank() == 0 else None
         return restored
 
     @property
@@ -164,6 +166,8 @@ class Run:
 
     def log(self, metrics: dict[str, float], samples: Sequence[dict] = ()) -> None:
         """Write one line of metrics and show a few responses; an evaluation also draws the curves."""
+        if self.logger is None:
+            return
         timed = {} if self.begins else {"time/save": self.save_seconds}
         self.logger.log(self.step, metrics | timed)
         self.logger.samples(self.step, samples)
@@ -180,7 +184,8 @@ class Run:
             self.store.save(self.engines, self.step, state, self.own)
             self.save_seconds = time.monotonic() - began
         if stop:
-            self.logger.close()
+            if self.logger is not None:
+                self.logger.close()
             release()
             log(f"stopped after step {self.step}; continue with --resume")
             ranks.barrier()  # else two processes can abort at exit
@@ -196,7 +201,8 @@ class Run:
         model = self.store.path / "model"
         try:
             with storing("model", self.store.path), phase("saved the model"):
-                self.logger.close()
+                if self.logger is not None:
+                    self.logger.close()
                 save(model)
             if not self.config.save_every:  # there was one only until the model was safe
                 self.store.remove_checkpoints()

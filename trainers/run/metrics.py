@@ -54,16 +54,13 @@ class Sums:
         """Return the sums, the same on every rank; refuse a sum that is NaN or infinite on any of them."""
         columns = torch.stack([values for values, _ in self.parts]).cpu()  # waits for the device once
         total = global_sum(sum(columns))
-        if not total.isfinite().all():
-            raise InputError("; ".join(sum(gather(self._not_finite(columns.tolist())), [])))
-        return dict(zip(self.names, total.tolist(), strict=True))
-
-    def _not_finite(self, columns: list[list[float]]) -> list[str]:
-        """Return the first micro-batch of this rank that is not finite, in words."""
-        for number, (values, (_, where)) in enumerate(zip(columns, self.parts, strict=True), 1):
+        if total.isfinite().all():
+            return dict(zip(self.names, total.tolist(), strict=True))
+        found = []
+        for number, (values, (_, where)) in enumerate(zip(columns.tolist(), self.parts, strict=True), 1):
             bad = [name for name, value in zip(self.names, values, strict=True) if not math.isfinite(value)]
             if bad:
                 rows = ", ".join(dict.fromkeys(where))
                 what = f"{', '.join(bad)} {'is' if len(bad) == 1 else 'are'} NaN or infinite"
-                return [f"step {self.step}, micro-batch {number} of rank {rank()}: {what}; its rows: {rows}"]
-        return []
+                found.append(f"step {self.step}, micro-batch {number} of rank {rank()}: {what}; its rows: {rows}")
+        raise InputError("; ".join(sum(gather(found[:1]), [])))  # the first one of each rank

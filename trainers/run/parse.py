@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import yaml
 
 from fused_rl.trainers.base.text import unknown
-from fused_rl.trainers.options import InputError, Options, in_words, kinds_of, names_of
+from fused_rl.trainers.options import InputError, Options, in_words, kinds_of
 
 Config = TypeVar("Config", bound=Options)
 
@@ -58,7 +58,7 @@ def parse(config_class: type[Config], argv: list[str]) -> Config:
 def _value(config_class: type[Options], name: str, text: str | None) -> Any:
     """Return the value of a word for an option: YAML, but an option that may be text takes text that is no list."""
     if name not in config_class.model_fields:
-        raise InputError(unknown(name, names_of(config_class)))
+        raise InputError(unknown(name, config_class.model_fields))
     kind = kinds_of(config_class)[name]
     if text is None:  # a flag needs no value
         if kind is bool:
@@ -86,8 +86,8 @@ def read_file(path: Path, config_class: type[Options]) -> dict[str, Any]:
         raise InputError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise InputError(f"{path}: expected lines of `option: value`")
-    known = names_of(config_class)
-    for name in values.keys() - known:
+    known = config_class.model_fields
+    for name in values.keys() - known.keys():
         raise InputError(f"{path}: {unknown(str(name), known)}")
     return values
 

@@ -107,10 +107,45 @@ class RunFolder:
             )
 
     def open(self) -> None:
-        """Lock the folder for this run, and check the checkpoint to resume from; for all ranks at once."""
+        """Lock the folder for this run; refuse to resume from a checkpoint that is damaged, or of a run with other
+        options. For all ranks at once.
+        """
         ranks.on_first_rank(self._open)
-        if self.config.resume:
-            self._check_resume()
+        if not self.config.resume:
+            return
+
+        # Each rank reads its share of the files.
+        problems = []
+        try:
+            sums = json.loads((self.chosen / "manifest.json").read_bytes())
+            for name in sorted(sums)[rank() :: world_size()]:
+                found = list(fingerprint(self.chosen / name))
+                if found != sums[name]:
+                    problems.append(f"{name}: size and checksum should be {sums[name]}, and are {found}")
+        except (OSError, ValueError, TypeError) as error:
+            problems.append(f"manifest.json or a file that it names cannot be read: {error}")
+        problem = min(sum(ranks.gather(problems), []), default=None)
+        if problem is not None:
+            names = [f"step-{step}" for step in steps_in(self.checkpoints)]
+            others = " or ".join(name for name in names if name != self.chosen.name)
+            remedy = f"continue with --resume_from {others}" if others else "start again with --overwrite"
+            raise InputError(f"resume: {self.chosen} is damaged, {problem}; {remedy}")
+
+        # The options.
+        before = self.state()["options"]
+        now = self._options()
+        changed = {}
+        for name in now.keys() & before.keys() - {*ACTIONS}:
+            if before[name] != now[name] and not (name == "verifiers" and now[name] is None):  # chosen by the rows
+                changed[name] = f"{name} {before[name]} -> {now[name]}"
+        refused = [changed[name] for name in sorted(changed.keys() - MAY_CHANGE)]
+        if refused:
+            raise InputError(
+                f"resume: {self.chosen} was made with other options: {', '.join(refused)}; give the first value of "
+                f"each again (--config {self.path / 'config.yaml'} --resume), or start again with --overwrite"
+            )
+        if rank() == 0:
+            tell(f"resume: from {self.chosen}, which is intact", *(f"resume: {line}" for line in changed.values()))
 
     def _contents(self) -> list[Path]:
         with storing("the run", self.path):
@@ -226,29 +261,6 @@ class RunFolder:
         """Return what is in the checkpoint's state.json."""
         return json.loads((self.chosen / "state.json").read_bytes())
 
-    def _check_resume(self) -> None:
-        """Refuse a checkpoint that is damaged, or of a run with other options; for all ranks at once."""
-        problem = _damage(self.chosen)
-        if problem is not None:
-            names = [f"step-{step}" for step in steps_in(self.checkpoints)]
-            others = " or ".join(name for name in names if name != self.chosen.name)
-            remedy = f"continue with --resume_from {others}" if others else "start again with --overwrite"
-            raise InputError(f"resume: {self.chosen} is damaged, {problem}; {remedy}")
-        before = self.state()["options"]
-        now = self._options()
-        changed = {}
-        for name in now.keys() & before.keys() - {*ACTIONS}:
-            if before[name] != now[name] and not (name == "verifiers" and now[name] is None):  # chosen by the rows
-                changed[name] = f"{name} {before[name]} -> {now[name]}"
-        refused = [changed[name] for name in sorted(changed.keys() - MAY_CHANGE)]
-        if refused:
-            raise InputError(
-                f"resume: {self.chosen} was made with other options: {', '.join(refused)}; give the first value of "
-                f"each again (--config {self.path / 'config.yaml'} --resume), or start again with --overwrite"
-            )
-        if rank() == 0:
-            tell(f"resume: from {self.chosen}, which is intact", *(f"resume: {line}" for line in changed.values()))
-
     def check_inputs(self, inputs: Mapping[str, str]) -> list[str]:
         """Return the inputs that are not those of the checkpoint; refuse them unless the run accepts such changes."""
         recorded = self.state()["inputs"]
@@ -282,17 +294,3 @@ class RunFolder:
         for name, state_of_rank in kept["own"].items():
             own[name].load_state_dict(state_of_rank)
         return state
-
-
-def _damage(checkpoint: Path) -> str | None:
-    """Return what is wrong with a file of a checkpoint, or None; for all ranks at once."""
-    problems = []
-    try:
-        sums = json.loads((checkpoint / "manifest.json").read_bytes())
-        for name in sorted(sums)[rank() :: world_size()]:
-            found = list(fingerprint(checkpoint / name))
-            if found != sums[name]:
-                problems.append(f"{name}: size and checksum should be {sums[name]}, and are {found}")
-    except (OSError, ValueError, TypeError) as error:
-        problems.append(f"manifest.json or a file that it names cannot be read: {error}")
-    return min(sum(ranks.gather(problems), []), default=None)
