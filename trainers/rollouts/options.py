@@ -62,9 +62,14 @@ class SamplerConfig(SamplingConfig):
     rollout_correction corrects for the difference (docs/rollouts.md)."""
 
     needs: ClassVar = tuple(
-        Needs(option, lambda config: config.server is not None, "means nothing without --server")
+        Needs(option, lambda config: config.calls_servers, "means nothing without --server")
         for option in ("server_api_key_env", "server_timeout", "server_concurrency")
     )
+
+    @property
+    def calls_servers(self) -> bool:
+        """Return True if something behind a server is called."""
+        return self.server is not None
 
     @pydantic.field_validator("server")
     @classmethod
