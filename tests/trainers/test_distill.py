@@ -28,7 +28,8 @@ def folder(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("distill")
     tiny.model_folder(folder / "model")
-    tiny.jsonl(folder / "rows.jsonl", tiny.sums(21))
+    rows = [row | {"teacher": "other" if i % 3 else "itself"} for i, row in enumerate(tiny.sums(21))]
+    tiny.jsonl(folder / "rows.jsonl", rows)
     config = transformers.AutoConfig.from_pretrained(folder / "model")
     config.update({"hidden_size": 24, "vocab_size": config.vocab_size + PADDING, "initializer_range": 0.3})
     with torch.random.fork_rng():
@@ -167,10 +168,8 @@ def test_a_teacher_may_be_adapters(folder, tmp_path):
 
 def test_a_column_of_the_rows_names_the_teacher(folder, tmp_path, monkeypatch):
     """The student as its own teacher adds no divergence, so the other one's rows give all of it."""
-    rows = [row | {"teacher": "itself" if i % 3 else "other"} for i, row in enumerate(tiny.sums(21))]
-    tiny.jsonl(tmp_path / "rows.jsonl", rows)
     teachers = {"itself": str(folder / "model"), "other": str(folder / "teacher")}
-    options = {"dataset": str(tmp_path / "rows.jsonl"), "steps": 1, "eval_size": 0, "max_grad_norm": 0.0}
+    options = {"steps": 1, "eval_size": 0, "max_grad_norm": 0.0}
     samples, gradients = watched(monkeypatch)
     (metrics,) = trained(folder, tmp_path / "run", teacher=teachers, **options)
     (of_step,) = samples
@@ -290,11 +289,14 @@ def train_splits(rank, world, folder, output, direction, splits):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "direction", [{}, {"direction": "jensen-shannon", "jsd_beta": 0.2}], ids=["reverse", "jensen-shannon-0.2"]
+    "options",
+    [{}, {"direction": "jensen-shannon", "jsd_beta": 0.2}, {"teacher": {"itself": "model", "other": "teacher"}}],
+    ids=["reverse", "jensen-shannon-0.2", "several"],
 )
-def test_processes_micro_batches_and_zero_stages_agree(folder, tmp_path, direction):
-    one = on_ranks(train_splits, 1, folder, tmp_path, direction, [(0, 8), (2, 1)])[0]
-    two = on_ranks(train_splits, 2, folder, tmp_path, direction, [(3, 4), (2, 8)])[0]
+def test_processes_micro_batches_and_zero_stages_agree(folder, tmp_path, options, monkeypatch):
+    monkeypatch.chdir(folder)
+    one = on_ranks(train_splits, 1, folder, tmp_path, options, [(0, 8), (2, 1)])[0]
+    two = on_ranks(train_splits, 2, folder, tmp_path, options, [(3, 1), (2, 8)])[0]
     weights, metrics = one[0, 8]
     for split, (other_weights, other_metrics) in [*one.items(), *two.items()]:
         for key in weights:

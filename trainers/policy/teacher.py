@@ -1,6 +1,5 @@
 """The teachers of a distillation: frozen models in the process, or vLLM servers that tell their K likeliest tokens."""
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from fused_rl.trainers.base.text import in_a_line
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, on_device
 from fused_rl.trainers.models import four_bit, language_model
-from fused_rl.trainers.models.packing import Costs, Packed, agreed_costs, arrange, pack_whole, price
+from fused_rl.trainers.models.packing import Costs, agreed_costs, arrange, pack_whole, price
 from fused_rl.trainers.options import InputError
 from fused_rl.trainers.policy.policy import Policy
 from fused_rl.trainers.policy.setup import http_of
@@ -94,8 +93,8 @@ class ServedTeacher(NamedTuple):
 
 def load_teachers(config, policy: Policy) -> dict[str, Teacher | ServedTeacher]:
     """Return the teachers by name, "" for a single one; refuse one of other tokens than the student's."""
-    named = config.teacher if isinstance(config.teacher, Mapping) else {"": config.teacher}
-    return {name: (_served if is_url(model) else _loaded)(config, model, policy) for name, model in named.items()}
+    named = config.teachers.items()
+    return {name: (_served if is_url(model) else _loaded)(config, model, policy) for name, model in named}
 
 
 def is_url(teacher: str) -> bool:
@@ -176,17 +175,14 @@ def corrected(
 
 
 def inputs_of(part: Batch, costs: Costs | None) -> dict[str, object]:
-    """Return the inputs of student and teacher."""
+    """Return the inputs of student and teacher, packed where that is cheaper."""
     inputs = {"input_ids": part.input_ids, "mask": part.response_mask, "places": part.places()}
-    return inputs | {"packed": None if costs is None else _packed(part, costs)}
-
-
-def _packed(part: Batch, costs: Costs) -> Packed | None:
-    """Return the part in fewer tokens; None where each sequence keeps a row of its own."""
+    if costs is None:
+        return inputs
     lengths = (part.prompt_lengths + (part.response_lengths - 1).clamp(min=0)).tolist()
     rows = arrange(lengths, costs)
-    padded = costs.of_causal(*part.input_ids.shape)
-    return pack_whole(part, rows) if price(lengths, rows, costs) < padded else None
+    is_cheaper = price(lengths, rows, costs) < costs.of_causal(*part.input_ids.shape)
+    return inputs | {"packed": pack_whole(part, rows) if is_cheaper else None}
 
 
 def _first(vocab: int, weight, bias):
