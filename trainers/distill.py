@@ -3,13 +3,14 @@
     fused-rl distill --model runs/sft/model --teacher runs/grpo/model --dataset rows.jsonl --output_dir runs/distill
 
 The loss of a token is a divergence between p, the student's distribution of it, and q, the teacher's, over the whole
-vocabulary, averaged over the tokens of a step; policy/teacher.py computes it from the hidden states of both:
+vocabulary, averaged over the tokens of a step; policy/teacher.py computes it from the hidden states of both, or from
+the K likeliest tokens of a teacher behind a server:
 
     reverse          arXiv:2306.08543, eq. 1   KL(p || q)
     forward          arXiv:1503.02531          KL(q || p)
     jensen-shannon   arXiv:2306.13649, eq. 1   b KL(q || m) + (1 - b) KL(p || m), m = b q + (1 - b) p, b = jsd_beta
 
-No gradient flows through the sampling. Left out: a teacher with another vocabulary, behind a server, or one of several.
+No gradient flows through the sampling. Left out: a teacher with another vocabulary.
 """
 
 import dataclasses
@@ -25,12 +26,12 @@ from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.rows import Given, Rows
-from fused_rl.trainers.options import MAIN, Fraction, Needs, Temperature, Unit, without
+from fused_rl.trainers.options import MAIN, Fraction, InputError, Needs, PositiveInt, Temperature, Unit, without
 from fused_rl.trainers.policy.evaluate import evaluate
 from fused_rl.trainers.policy.options import SamplingRunConfig
 from fused_rl.trainers.policy.policy import Policy
 from fused_rl.trainers.policy.setup import Make, Setup, setup
-from fused_rl.trainers.policy.teacher import Teacher, corrected, load_teacher
+from fused_rl.trainers.policy.teacher import corrected, is_url, load_teachers
 from fused_rl.trainers.rollouts.roll_out import batch_of, rollout_metrics
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sample
 from fused_rl.trainers.run import command
@@ -47,14 +48,23 @@ class DistillConfig(ScorerConfig, SamplingRunConfig):
     minibatches: ClassVar = 1
     epochs: ClassVar = 1
 
-    teacher: str
-    """A causal language model with the student's tokens, or adapters to one: a Hub name or a local folder."""
+    teacher: str | dict[str, str]
+    """A causal language model with the student's tokens, or adapters to one: a Hub name, a local folder, or the URL of
+    a vLLM server. Several by name, {math: models/a, code: models/b}, are chosen by a column of the rows."""
+    teacher_column: str = "teacher"
+    """Column with the name of a row's teacher, where there are several."""
+    teacher_in_4bit: bool = False
+    """Keep the weights of teachers in 4 bits (NF4, needs bitsandbytes)."""
+    teacher_top_k: PositiveInt = 20
+    """Tokens whose log-probabilities a teacher behind a server tells; all others are compared as one."""
     direction: Direction = "reverse"
     """Divergence of a token: reverse KL(student || teacher), forward KL(teacher || student), or jensen-shannon."""
     jsd_beta: Fraction = 0.5
     """Weight of the teacher in the mixture that jensen-shannon compares both with."""
     distill_temperature: Temperature = 1.0
     """Temperature of both distributions in the divergence."""
+    packing: bool | None = None
+    """Put several sequences into one row of the models' inputs; None is where that is cheaper."""
     on_policy: Unit = 1.0
     """Share of rows trained on sampled responses; the others are trained on the completion that they have."""
     completion_column: str = "completion"
@@ -63,11 +73,26 @@ class DistillConfig(ScorerConfig, SamplingRunConfig):
     """Scorers of the responses, as of grpo (docs/verifiers.md): they show accuracy, and nothing is trained on them."""
 
     needs: ClassVar = (
+        Needs("teacher_column", lambda config: isinstance(config.teacher, dict), without("several teachers by name")),
+        Needs("teacher_top_k", lambda config: config.served, without("a teacher behind a server")),
+        Needs("distill_temperature", lambda config: not config.served, "must be 1 with a teacher behind a server"),
+        Needs("jsd_beta", lambda config: not config.served, "must be 0.5 with a teacher behind a server"),
+        Needs("teacher_in_4bit", lambda config: config.zero_stage < 3, "cannot be split by ZeRO 3; use --zero_stage 2"),
         Needs("jsd_beta", lambda config: config.direction == "jensen-shannon", without("--direction jensen-shannon")),
         Needs("completion_column", lambda config: config.on_policy < 1, without("--on_policy below 1")),
         Needs("lag", lambda config: config.on_policy == 1, "samples all rows of a later step; drop it, or --on_policy"),
         Needs("loss_from", lambda config: config.loss_from == "linear", "has no meaning here: leave it out"),
     )
+
+    @property
+    def served(self) -> bool:
+        """True if a teacher is behind a server."""
+        return any(map(is_url, self.teachers.values()))
+
+    @property
+    def teachers(self) -> dict[str, str]:
+        """The teachers by name; a single one has none."""
+        return self.teacher if isinstance(self.teacher, dict) else {"": self.teacher}
 
 
 def arithmetic(config: DistillConfig, world: int) -> dict[str, object]:
@@ -94,33 +119,42 @@ def given_samples(prepared: Setup) -> list[Sample]:
     return samples
 
 
-def accumulate(policy: Policy, teacher: Teacher, samples: list[Sample], step: int) -> dict[str, float]:
+def accumulate(policy: Policy, teachers: dict[str, object], samples: list[Sample], step: int) -> dict[str, float]:
     """Run forward, and where gradients are enabled backward, on this rank's samples; return metrics over all ranks."""
     batch = dataclasses.replace(batch_of(samples, policy.tokenizer.pad_token_id, policy.device), support=None)
     (num_tokens,) = ranks.counted(batch.token_counts.sum())
     policy.model.train(torch.is_grad_enabled())
     sums = Sums(step)
+    column, names = policy.config.teacher_column, list(teachers)
+    chosen = torch.tensor([names.index(sample.row[column]) if len(names) > 1 else 0 for sample in samples])
     by_length = (batch.prompt_lengths + batch.response_lengths).argsort(stable=True)  # fewer pads
     for index in by_length.split(policy.config.micro_batch_size):
         part = batch.rows(index)
-        divergence, agrees = corrected(policy, teacher, part)
-        loss = divergence.sum() / num_tokens
+        found = corrected(policy, list(teachers.values()), part, chosen[index])
+        found["kl"] = found["kl"] / num_tokens
         if torch.is_grad_enabled():
-            policy.backward(loss)
-        sums.add({"kl": loss, "agrees": agrees.sum(), "compared": torch.ones_like(agrees).sum()}, part.where)
+            policy.backward(found["kl"])
+        sums.add(found, part.where)
     found = sums.over_ranks()
-    agreement = found["agrees"] / max(found["compared"], 1)
-    return {"distill/kl": found["kl"], "distill/top1_agreement": agreement, "distill/num_tokens": num_tokens}
+    compared = max(found["compared"], 1)
+    return {
+        "distill/kl": found["kl"],
+        "distill/top1_agreement": found["agrees"] / compared,
+        "distill/topk_mass": found["mass"] / compared,
+        "distill/num_tokens": num_tokens,
+    }
 
 
 @torch.no_grad()
-def compare(policy: Policy, teacher: Teacher, samples: list[Sample], count: int) -> dict[str, float]:
+def compare(policy: Policy, teachers: dict[str, object], samples: list[Sample], count: int) -> dict[str, float]:
     """Return `distill/*` of the first `count` responses of this rank; the others only make the ranks even."""
     fill = [dataclasses.replace(sample, response=Response([], "length")) for sample in samples[count:]]
-    return accumulate(policy, teacher, samples[:count] + fill, policy.published)
+    return accumulate(policy, teachers, samples[:count] + fill, policy.published)
 
 
-def train_step(policy: Policy, teacher: Teacher, prompts: list[Prompt], given: list[Sample], step: int) -> dict:
+def train_step(
+    policy: Policy, teachers: dict[str, object], prompts: list[Prompt], given: list[Sample], step: int
+) -> dict[str, float]:
     """Sample responses to the prompts, and do one update on these and on the `given` ones; return its metrics."""
     began = time.monotonic()
     metrics, samples = {}, given
@@ -128,7 +162,7 @@ def train_step(policy: Policy, teacher: Teacher, prompts: list[Prompt], given: l
         rollout = policy.roll_out(prompts, policy.sampling, policy.config.group_size)
         metrics, samples = rollout_metrics(rollout, {}, step), rollout.samples + given
     sampled = time.monotonic()
-    metrics |= accumulate(policy, teacher, samples, step) | policy.optimizer_step(step)
+    metrics |= accumulate(policy, teachers, samples, step) | policy.optimizer_step(step)
     policy.publish(step)
     ended = time.monotonic()
     metrics["perf/tokens_per_second"] = metrics["distill/num_tokens"] / (ended - began)
@@ -147,14 +181,18 @@ def train(
     # Tokenizer, scorers, rows, models.
     config = with_scorers(config, scorers)
     load = load_for_policy if config.verifiers else lambda config, *_: (config, [])
-    models = {"teacher": config.teacher}
+    models = {f"teacher {name}".strip(): model for name, model in config.teachers.items() if not is_url(model)}
     prepared = setup(config, arithmetic, load, (dataset, eval_dataset), sampler, models)
     config, run, held_out = prepared.config, prepared.run, prepared.held_out
     given = given_samples(prepared) if config.on_policy < 1 else []
-    policy = prepared.load_policy(needs_reference=False)
+    for prompt in (*prepared.prompts, *held_out.prompts) if len(config.teachers) > 1 else ():
+        if prompt.row.get(config.teacher_column) not in config.teachers:
+            came = f"column {config.teacher_column!r} is {prompt.row.get(config.teacher_column)!r:.80}"
+            raise InputError(f"{prompt.where}: {came}; expected the name of a teacher: {', '.join(config.teachers)}")
+    policy = prepared.load_policy(needs_reference=False, several=("packing", config.packing))
     with phase("loaded the teacher"):
-        teacher = load_teacher(config, policy)
-    judge = functools.partial(evaluate, policy, held_out, functools.partial(compare, policy, teacher))
+        teachers = load_teachers(config, policy)
+    judge = functools.partial(evaluate, policy, held_out, functools.partial(compare, policy, teachers))
 
     # Where the run begins, or goes on.
     run.start({"policy": policy.model}, own=policy.own)
@@ -169,7 +207,7 @@ def train(
         mine = indices[ranks.rank() :: ranks.world_size()]
         due = round(share * step) - round(share * (step - 1))
         prompts = [prepared.prompts[i] for i in mine[:due]]
-        metrics = train_step(policy, teacher, prompts, [given[i] for i in mine[due:]], step)
+        metrics = train_step(policy, teachers, prompts, [given[i] for i in mine[due:]], step)
         metrics["episode"] = round(share * step) * ranks.world_size() * config.group_size
         found, samples = judge() if run.evaluates and held_out.prompts else ({}, [])
         run.log(metrics | found, samples)

@@ -245,7 +245,7 @@ def train(
     prepared = setup(config, arithmetic, load_for_policy, (dataset, eval_dataset), sampler)
     config, run, held_out = prepared.config, prepared.run, prepared.held_out
     shared = config.share_prompts if keeps_groups(config, ranks.world_size()) else False
-    policy = prepared.load_policy(share_prompts=shared, needs_reference=needs_reference(config))
+    policy = prepared.load_policy(several=("share_prompts", shared), needs_reference=needs_reference(config))
 
     # Where the run begins, or goes on.
     engines = {"policy": policy.model}  # what checkpoints hold

@@ -59,6 +59,7 @@ WORDS = {
     (str, list[str]): "text, or a list of texts",
     (list[Finite],): "a list of finite numbers",
     (list[Finite | None],): "a list of finite numbers, or of null",
+    (str, dict[str, str]): "text, or a mapping from names to texts",
     (dict[str, Any],): "a mapping from names to values, such as {enable_thinking: false}",
 }
 

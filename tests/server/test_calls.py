@@ -1,9 +1,13 @@
 """Calls to a real vLLM: what it samples, loads and reports is what the weights give that were pushed."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.data.encode import load_tokenizer
+from fused_rl.trainers.policy import teacher
 from fused_rl.trainers.rollouts.sampling import Sampling
 from tests.server import models
 from tests.trainers import served
@@ -63,3 +67,20 @@ def test_greedy_answers_after_each_of_many_pushes(server, lm, folders, tmp_path)
             torch.testing.assert_close(torch.tensor(response.logprobs).double(), expected, atol=CLOSE, rtol=0)
         seen.add(tuple(response.ids))
     assert len(seen) > PUSHES / 2  # the weights make a difference
+
+
+def test_a_teacher_tells_its_likeliest_tokens(server, lm, folders):
+    """The run's tokenizer is compared with the server's, and each response token has the 20 likeliest in its place."""
+    config = SimpleNamespace(model=folders[0], teachers={"": server.url}, teacher_top_k=20)
+    config.server_api_key_env, config.server_timeout, config.server_concurrency = None, 60.0, 8
+    policy = SimpleNamespace(tokenizer=load_tokenizer(folders[0]))
+    (served_teacher,) = teacher.load_teachers(config, policy).values()
+    responses = [[7, 8, 9], [4], [30, 31]]
+    ids, logprobs = served_teacher.read({}, make_batch(PROMPTS[1:], responses, 0, "cpu"))
+    assert len(ids) == 6
+    for prompt, response in zip(PROMPTS[1:], responses, strict=True):
+        logits = lm(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).topk(20)
+        torch.testing.assert_close(logprobs[: len(response)].double(), expected.values.double(), atol=CLOSE, rtol=0)
+        assert (ids[: len(response)] == expected.indices).double().mean() > 0.9  # two may be as likely
+        ids, logprobs = ids[len(response) :], logprobs[len(response) :]

@@ -43,6 +43,7 @@ class Fake:
     def __init__(self, kind: str, folder: str, *, max_model_len: int = 128, key=None):
         self.kind, self.max_model_len, self.key = kind, max_model_len, key
         self.lm = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         self.eos = self.lm.config.eos_token_id
         self.paused, self.connections = False, 0
         self.calls: list[tuple[str, dict | None]] = []
@@ -161,7 +162,25 @@ def _choice(drawn: dict, logprobs: dict, **fields) -> dict:
 
 def _completions(fake: Fake, body: dict) -> dict:
     drawn = fake.draw(body["prompt"], body, body.get("max_tokens", 16))
-    return _choice(drawn, {"token_logprobs": drawn["logprobs"]})
+    answer = _choice(drawn, {"token_logprobs": drawn["logprobs"]})
+    if (count := body.get("prompt_logprobs")) is not None:
+        answer["choices"][0]["prompt_logprobs"] = [None, *_likeliest(fake, body["prompt"], count)]
+    return answer
+
+
+def _likeliest(fake: Fake, ids: list[int], count: int) -> Iterator[dict]:
+    """Yield of each token after the first the likeliest in its place, and itself, as vLLM orders and names them."""
+    logprobs = fake.lm(torch.tensor([ids])).logits[0].log_softmax(-1)
+    ranks = logprobs.argsort(-1, descending=True).argsort(-1) + 1
+    for t, token in enumerate(ids[1:]):
+        likeliest = logprobs[t].topk(count).indices.tolist()
+        told = dict.fromkeys([token, *likeliest])
+        yield {str(i): {"logprob": float(logprobs[t, i]), "rank": int(ranks[t, i]), "decoded_token": ""} for i in told}
+
+
+def _tokenize(fake: Fake, body: dict) -> dict:
+    ids = fake.tokenizer.encode(body["prompt"], add_special_tokens=body.get("add_special_tokens", True))
+    return {"count": len(ids), "max_model_len": fake.max_model_len, "tokens": ids}
 
 
 def _tokens_out(fake: Fake, body: dict) -> dict:
@@ -212,6 +231,7 @@ VLLM = {
     "/v1/models": _card,
     "/health": lambda fake, body: None,
     "/v1/completions": _completions,
+    "/tokenize": _tokenize,
     "/inference/v1/generate": _tokens_out,
     "/pause?mode=wait": lambda fake, body: fake.pause(True),
     "/resume": lambda fake, body: fake.pause(False),

@@ -8,10 +8,12 @@ import torch
 
 from fused_rl.recipes import demo
 from fused_rl.trainers import distill
+from fused_rl.trainers.models import packing
 from fused_rl.trainers.options import InputError
+from fused_rl.trainers.policy import teacher
 from fused_rl.trainers.policy.policy import Policy
 from fused_rl.trainers.run.parse import parse
-from tests.trainers import tiny
+from tests.trainers import fake_server, tiny
 from tests.trainers.runs import assert_equal_runs, forget_after, on_ranks
 
 PADDING = 5  # rows of the teacher's head beyond the student's
@@ -26,7 +28,8 @@ def folder(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("distill")
     tiny.model_folder(folder / "model")
-    tiny.jsonl(folder / "rows.jsonl", tiny.sums(21))
+    rows = [row | {"teacher": "other" if i % 3 else "itself"} for i, row in enumerate(tiny.sums(21))]
+    tiny.jsonl(folder / "rows.jsonl", rows)
     config = transformers.AutoConfig.from_pretrained(folder / "model")
     config.update({"hidden_size": 24, "vocab_size": config.vocab_size + PADDING, "initializer_range": 0.3})
     with torch.random.fork_rng():
@@ -163,6 +166,65 @@ def test_a_teacher_may_be_adapters(folder, tmp_path):
     assert other["distill/kl"] > 1e-3
 
 
+def test_a_column_of_the_rows_names_the_teacher(folder, tmp_path, monkeypatch):
+    """The student as its own teacher adds no divergence, so the other one's rows give all of it."""
+    teachers = {"itself": str(folder / "model"), "other": str(folder / "teacher")}
+    options = {"steps": 1, "eval_size": 0, "max_grad_norm": 0.0}
+    samples, gradients = watched(monkeypatch)
+    (metrics,) = trained(folder, tmp_path / "run", teacher=teachers, **options)
+    (of_step,) = samples
+    corrected = [sample for sample in of_step if sample.row["teacher"] == "other"]
+    assert 0 < len(corrected) < len(of_step)
+    loss, _, gradient = expected(folder, corrected, config_of(folder, tmp_path))
+    share = sum(len(sample.response.ids) for sample in corrected) / metrics["distill/num_tokens"]
+    assert metrics["distill/kl"] == pytest.approx(share * loss.item(), rel=1e-5)
+    for name, wanted in gradient.items():
+        assert (gradients[0][name] - share * wanted).norm() <= 1e-4 * wanted.norm(), name
+
+    with pytest.raises(InputError, match=r"rows.jsonl, line \d+: column 'teacher' is 'other'; .*: itself, more"):
+        trained(folder, tmp_path / "no", teacher={"itself": teachers["itself"], "more": teachers["other"]}, **options)
+
+
+def test_packed_sequences_are_the_same_training(folder, tmp_path, monkeypatch):
+    options = {"micro_batch_size": 8, "eval_size": 0, "group_size": 2, "save_every": 0}
+    rows = []
+    monkeypatch.setattr(teacher, "arrange", lambda lengths, _: rows.append(packing.fill(lengths, 99)) or rows[-1])
+    monkeypatch.setattr(teacher, "price", lambda *given: 0)  # where sequences are so short it saves little
+    runs = [trained(folder, tmp_path / str(packs), packing=packs, **options) for packs in (False, True)]
+    for padded, packed in zip(*runs, strict=True):
+        assert packed == pytest.approx(padded, rel=1e-4, abs=1e-6)
+    assert len(rows) == 2 * 2 * 4 and all(len(of_part) < 8 for of_part in rows)
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward", "jensen-shannon"])
+def test_a_teacher_behind_a_server_corrects_its_likeliest_tokens(folder, tmp_path, direction):
+    """With all tokens it is the model in the process; with three the divergence is smaller, and never negative."""
+    options = {"direction": direction, "eval_size": 0, "steps": 2, "save_every": 0}
+    trained(folder, tmp_path / "taught", lr=0.1, **options)
+    taught = str(tmp_path / "taught" / "model")
+    whole = trained(folder, tmp_path / "whole", teacher=taught, **options)
+    with fake_server.serving("vllm", taught, max_model_len=512) as fake:
+        vocab = fake.lm.config.vocab_size
+        served = {"teacher": fake.url} | options
+        every = trained(folder, tmp_path / "every", teacher_top_k=vocab, **served)
+        three = trained(folder, tmp_path / "three", teacher_top_k=3, **served)
+        with pytest.raises(InputError, match=r"start vLLM with --max-logprobs 5 or more, or lower --teacher_top_k"):
+            fake.script += [("/v1/completions", lambda answer: {"choices": [{}]})]
+            trained(folder, tmp_path / "old", teacher_top_k=5, **served)
+    assert every[1]["distill/kl"] > 1e-2
+    for a, b, c in zip(whole, every, three, strict=True):
+        assert b == pytest.approx(a, rel=1e-4, abs=1e-6)
+        assert c["distill/kl"] >= 0 and c["distill/topk_mass"] < 1
+    assert three[1]["distill/kl"] < every[1]["distill/kl"]
+
+
+def test_a_server_with_another_tokenizer_is_refused(folder, tmp_path):
+    with fake_server.serving("vllm", str(folder / "model")) as fake:
+        fake.script += [("/tokenize", lambda answer: answer | {"tokens": [1, 2]})]
+        with pytest.raises(InputError, match="has other tokens than model="):
+            trained(folder, tmp_path, teacher=fake.url)
+
+
 def test_another_vocabulary_is_refused_with_the_tokens_that_differ(folder, tmp_path):
     from transformers import AutoTokenizer
 
@@ -183,6 +245,9 @@ def test_another_vocabulary_is_refused_with_the_tokens_that_differ(folder, tmp_p
         ({"jsd_beta": 1.0}, "jsd_beta=1.0: expected a number above 0, below 1"),
         ({"completion_column": "answer"}, "completion_column=answer has no meaning without --on_policy below 1"),
         ({"lag": 1} | MIXED, "lag=1 samples all rows of a later step; drop it, or --on_policy"),
+        ({"teacher_column": "from"}, "teacher_column=from has no meaning without several teachers by name"),
+        ({"teacher_top_k": 5}, "teacher_top_k=5 has no meaning without a teacher behind a server"),
+        ({"teacher": "http://x:1", "distill_temperature": 2.0}, "distill_temperature=2.0 must be 1 with a teacher"),
         ({"loss_from": "logits"}, "loss_from=logits has no meaning here: leave it out"),
         ({"on_policy": 0.5}, r"rows.jsonl, line \d+: column 'completion' is missing; .*--completion_column"),
     ],
@@ -221,11 +286,14 @@ def train_splits(rank, world, folder, output, direction, splits):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "direction", [{}, {"direction": "jensen-shannon", "jsd_beta": 0.2}], ids=["reverse", "jensen-shannon-0.2"]
+    "options",
+    [{}, {"direction": "jensen-shannon", "jsd_beta": 0.2}, {"teacher": {"itself": "model", "other": "teacher"}}],
+    ids=["reverse", "jensen-shannon-0.2", "several"],
 )
-def test_processes_micro_batches_and_zero_stages_agree(folder, tmp_path, direction):
-    one = on_ranks(train_splits, 1, folder, tmp_path, direction, [(0, 8), (2, 1)])[0]
-    two = on_ranks(train_splits, 2, folder, tmp_path, direction, [(3, 4), (2, 8)])[0]
+def test_processes_micro_batches_and_zero_stages_agree(folder, tmp_path, options, monkeypatch):
+    monkeypatch.chdir(folder)
+    one = on_ranks(train_splits, 1, folder, tmp_path, options, [(0, 8), (2, 1)])[0]
+    two = on_ranks(train_splits, 2, folder, tmp_path, options, [(3, 1), (2, 8)])[0]
     weights, metrics = one[0, 8]
     for split, (other_weights, other_metrics) in [*one.items(), *two.items()]:
         for key in weights:

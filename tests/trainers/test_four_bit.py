@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from fused_rl.trainers import grpo, sft
+from fused_rl.trainers import distill, grpo, sft
 from fused_rl.trainers.models import lora
 from fused_rl.trainers.options import InputError
 from tests.trainers import runs, tiny
@@ -110,3 +110,14 @@ def test_grpo_in_4_bits_starts_on_its_reference(files, tmp_path):
     first, second = tiny.read_metrics(tmp_path)
     assert first["objective/kl_exact"] == pytest.approx(0, abs=1e-6) and second["objective/kl_exact"] > 1e-4
     assert first["val/ratio"] == pytest.approx(1, abs=1e-6)
+
+
+@needs_bitsandbytes
+def test_a_teacher_in_4_bits_differs_by_what_they_round(files, tmp_path):
+    options = {"dataset": files[1], "eval_size": 0, "steps": 1, "prompts_per_step": 4, "save_every": 0}
+    options |= {"model": files[0], "teacher": files[0], "max_new_tokens": 4, "zero_stage": 0, "dtype": "float32"}
+    for bits in (False, True):
+        config = distill.DistillConfig(**options, teacher_in_4bit=bits, output_dir=str(tmp_path / str(bits)))
+        distill.train(config)
+    whole, rounded = (tiny.read_metrics(tmp_path / name)[0]["distill/kl"] for name in ("False", "True"))
+    assert whole < 1e-9 < 1e-6 < rounded < 0.1

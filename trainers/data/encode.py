@@ -49,14 +49,8 @@ def prompt_column_of(row: dict) -> str:
 class Encoder:
     """Encodes prompts and completions; raises an InputError with the file and line of a row that it cannot encode."""
 
-    def __init__(
-        self,
-        tokenizer,
-        *,
-        raw_prompt: bool = False,
-        system_prompt: str | None = None,
-        chat_template_kwargs: dict | None = None,
-    ):
+    def __init__(self, tokenizer, *, raw_prompt=False, system_prompt=None, chat_template_kwargs=None):
+        """Take the options of `DataConfig` by their names."""
         self.tokenizer = tokenizer
         self.system_prompt = system_prompt
         self.template_kwargs = chat_template_kwargs or {}

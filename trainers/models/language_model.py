@@ -293,10 +293,14 @@ def load_to_sample(
     dtype: torch.dtype,
     revision: str | None = None,
     attn_implementation: str | None = None,
+    **quantized,
 ) -> nn.Module:
     """Return a transformers causal LM to sample from, adapters merged in, without sampling defaults."""
     adapters = lora.find(name, revision)
-    lm = _read_lm(name, revision, adapters, device, dtype=dtype, attn_implementation=attn_implementation)
+    if adapters is not None and quantized:
+        raise InputError(f"{name!r} are adapters, which cannot be merged into weights of 4 bits; merge and save them")
+    reading = {"dtype": dtype, "attn_implementation": attn_implementation} | quantized
+    lm = _read_lm(name, revision, adapters, device, **reading)
     lm = lm if adapters is None else lora.continued(lm, name, revision).merge_and_unload()
     return lm.to(device).eval()
 

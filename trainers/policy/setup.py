@@ -134,7 +134,7 @@ def load_policy(
     device,
     updates: int,
     *,
-    share_prompts: bool | None = False,
+    several: tuple[str, bool | None] = ("share_prompts", False),
     needs_reference: bool = True,
     frozen: bool = False,
     own_sampler: Make | None = None,
@@ -142,7 +142,7 @@ def load_policy(
     """Return the policy in an engine for `updates` optimizer steps, with its reference and its sampler.
 
     Args:
-        share_prompts: compute a prompt once for several responses; None if the model can.
+        several: the option that puts several sequences into a row, and its value; None is where the model can.
         needs_reference: True if something is measured against the starting model.
         frozen: True if the policy is not trained.
         own_sampler: makes the sampler in place of the option `sampler`.
@@ -151,8 +151,9 @@ def load_policy(
     lm = language_model.load_lm(config.model, config.revision, config, config, device)
     stop_ids = tuple(encode.stop_ids(tokenizer, lm.base.saved_generation_config))
     longest = config.max_prompt_length + config.max_new_tokens
-    otherwise = "prompts are computed once per response"
-    costs = agreed_costs(lm.base, longest, share_prompts, option="share_prompts", otherwise=otherwise)
+    otherwise = {"share_prompts": "prompts are computed once per response", "packing": "sequences are padded"}
+    option, wanted = several
+    costs = agreed_costs(lm.base, longest, wanted, option=option, otherwise=otherwise[option])
     reference = None
     if needs_reference and not lm.lora:
         starting = language_model.load_lm(config.model, config.revision, config, config, device, trainable=False)
@@ -208,16 +209,20 @@ def build_sampler(config: SamplingRunConfig, model, tokenizer, own: Make | None 
     return Ahead(built, config.lag) if config.lag else built
 
 
-def _served(config: SamplingRunConfig, model, tokenizer) -> Sampler:
-    """Return a sampler of inference servers."""
+def http_of(config: SamplingRunConfig) -> Http:
+    """Return the calls to servers, with the key that the options name."""
     key = None
     if config.server_api_key_env is not None:
         key = os.environ.get(config.server_api_key_env, "").strip()
         if not key:
             raise InputError(f"server_api_key_env={config.server_api_key_env}: that variable holds no key; export it")
+    return Http(config.server_timeout, config.server_concurrency, key)
+
+
+def _served(config: SamplingRunConfig, model, tokenizer) -> Sampler:
+    """Return a sampler of inference servers."""
     exact = model.module.base.dtype == torch.float32
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
     probe = Probe(model, ids, exact, config.sampling(1, ()))
-    http = Http(config.server_timeout, config.server_concurrency, key)
-    folder = Path(config.output_dir) / "published"
-    return ServerSampler(config.server, http, folder, probe, config.max_prompt_length + config.max_new_tokens)
+    made = (config.server, http_of(config), Path(config.output_dir) / "published", probe)
+    return ServerSampler(*made, config.max_prompt_length + config.max_new_tokens)

@@ -61,7 +61,9 @@ class SamplerConfig(SamplingConfig):
     rollout_correction corrects for the difference (docs/rollouts.md)."""
 
     needs: ClassVar = tuple(
-        Needs(option, lambda config: config.server is not None, "means nothing without --server")
+        Needs(
+            option, lambda config: config.server or getattr(config, "served", False), "means nothing without --server"
+        )
         for option in ("server_api_key_env", "server_timeout", "server_concurrency")
     )
 

@@ -67,8 +67,9 @@ def _value(config_class: type[Options], name: str, text: str | None) -> Any:
     choices = typing.get_args(kind) or (kind,)
     if text == "null" and type(None) in choices:
         return None
-    has_list = any(typing.get_origin(choice) is list for choice in choices)
-    if str in choices and not (has_list and text.startswith("[")):
+    brackets = {list: "[", dict: "{"}
+    of_several = tuple(brackets[kind] for kind in map(typing.get_origin, choices) if kind in brackets)
+    if str in choices and not text.startswith(of_several):
         return text
     try:
         return yaml.load(text, _Values)
