@@ -220,6 +220,11 @@ class UnformedLogits(Tensor):
 
     to = float = contiguous = _same
 
+    def detach(self) -> "UnformedLogits":  # as DeepSpeed's hooks do with all that a module returns
+        made = UnformedLogits(self.head, self.hidden)
+        vars(made).update(vars(self))
+        return made
+
     def __repr__(self, **_: object) -> str:
         return f"UnformedLogits(shape={tuple(self.shape)})"
 
@@ -248,10 +253,10 @@ class UnformedLogits(Tensor):
         )
 
     def _formed(self, operation: str) -> Tensor:  # (B, T, V) fp32
-        if self.recorded:
+        if self.recorded or "forward" in vars(self.head):  # a step that is recorded, or a forward that is not over
             self._refuse(operation)
         with torch.no_grad(), torch.autocast(self.hidden.device.type, self.autocast, self.autocast is not None):
-            logits = nn.functional.linear(self.hidden, self.head.weight, self.head.bias).float()
+            logits = self.head(self.hidden).float()  # the module and not its weight, which may be sharded
         if self.inside is not None:
             logits = logits.mul_(self.inside).tanh_()
         return logits.mul_(self.scale)
@@ -291,6 +296,7 @@ _METADATA = {
     Tensor.dtype.__get__,
     Tensor.device.__get__,
     Tensor.requires_grad.__get__,
+    Tensor.grad_fn.__get__,
     Tensor.size,
     Tensor.dim,
 }
@@ -300,6 +306,7 @@ def _weighted(logprobs, _, shares):
     return -logprobs * shares
 
 
+@torch.compiler.disable  # torch.compile would break its graph at every one of our operators
 def _loss_function(
     losses,
     workspace_mb,
@@ -363,7 +370,8 @@ def _linears(model: "PreTrainedModel") -> list[nn.Linear]:
     if peft is not None and isinstance(head, peft.utils.ModulesToSaveWrapper):
         heads = [head.original_module, *head.modules_to_save.values()]
     for linear in heads:
-        if type(linear) is not nn.Linear or "forward" in vars(linear):
+        # by its forward: FSDP2 gives a module of its own group a class of its own
+        if getattr(type(linear), "forward", None) is not nn.Linear.forward or "forward" in vars(linear):
             kind = f"{type(linear).__module__}.{type(linear).__name__}"
             raise ValueError(
                 f"the LM head of {type(model).__name__} is a {kind}, and patch needs an nn.Linear with its own "
