@@ -39,7 +39,7 @@ REPROS = {
     "adam_epsilon": Repro("first-update-too-large", ("--seeds", "1", "--folder", str(RUNS / "seed1"))),
     "truncated_sampling": Repro("ratio-not-one-with-top-p"),
     "head_precision": Repro("logprobs-differ-in-bf16"),
-    "topk_divergence": Repro("negative-top-k-kl"),
+    "distillation": Repro("negative-top-k-kl"),
     "sequence_weights": Repro("long-responses-dropped"),
     "null_run": Repro("clipped-at-learning-rate-0", ("--folder", str(RUNS / "seed1"))),
     "accumulation": Repro("gradient-depends-on-accumulation"),

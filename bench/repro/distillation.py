@@ -1,6 +1,6 @@
 """A divergence from K log-probabilities of a teacher: what each form is worth and where its gradient leads.
 
-    python -m bench.repro.topk_divergence     prints two tables
+    python -m bench.repro.distillation     prints two tables
 
 First the case of verl's issue 7856, by enumeration: teacher (0.6, 0.4), student (0.9, 0.1), K = 1. Then a student of 50
 tokens is trained on each form alone, from the same start, by gradient descent on its logits; the output is the exact
