@@ -40,7 +40,7 @@ REPROS = {
     "truncated_sampling": Repro("ratio-not-one-with-top-p"),
     "head_precision": Repro("logprobs-differ-in-bf16"),
     "distillation": Repro("negative-top-k-kl"),
-    "sequence_weights": Repro("long-responses-dropped"),
+    "sequence_weights": Repro("long-responses-dropped", draws=True),
     "null_run": Repro("clipped-at-learning-rate-0", ("--folder", str(RUNS / "seed1"))),
     "accumulation": Repro("gradient-depends-on-accumulation"),
 }
