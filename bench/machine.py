@@ -15,13 +15,7 @@ import torch
 from bench import timing
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = (
-    "torch",
-    "triton",
-    "numpy",
-    "trl",
-    "liger-kernel",
-)
+PACKAGES = ("torch", "triton", "numpy", "trl", "liger-kernel")
 
 
 def synchronize(device: str):

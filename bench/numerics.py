@@ -70,13 +70,7 @@ def implementations(args):
         found.append(peers.Peer(CPU_PATH, version, ours))
     found.append(peers.Peer("plain torch, logits' dtype", torch_version, in_dtype))
     found.append(peers.Peer("one pass, lse - sum(p x), fp32", torch_version, one_pass))
-    running, missing = peers.find(
-        peers.LOGPROBS,
-        args.device,
-        args.peers,
-        interpreted=cpu,
-        op="token_logprobs",
-    )
+    running, missing = peers.find(peers.LOGPROBS, args.device, args.peers, interpreted=cpu, op="token_logprobs")
     for peer in running:
         name = "plain torch, fp32" if peer.name == "plain torch" else peer.name
         found.append(peer._replace(name=name))

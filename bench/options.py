@@ -37,13 +37,7 @@ def checked(made: argparse.ArgumentParser, args: argparse.Namespace) -> argparse
     return args
 
 
-def _expect_known(
-    made,
-    option: str,
-    given: list[str],
-    known: list[str],
-    expected: str,
-):
+def _expect_known(made, option: str, given: list[str], known: list[str], expected: str):
     unknown = [word for word in given if word not in known]
     if unknown:
         made.error(f"{option} {unknown[0]}: {expected}")

@@ -80,15 +80,7 @@ def needs_inductor(device: str, interpreted: bool):
         raise Unavailable("Inductor needs a C++ compiler (g++)")
 
 
-def listed(
-    table: dict,
-    name: str,
-    package: str = "torch",
-    note: str = "",
-    *,
-    needs=None,
-    **more,
-):
+def listed(table: dict, name: str, package: str = "torch", note: str = "", *, needs=None, **more):
     """Lists a function that makes a peer's call for a device."""
 
     def register(make: Callable) -> Callable:

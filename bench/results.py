@@ -40,13 +40,7 @@ RAN = (OK, WRONG, FAILED_CHECK)  # the rows of tables; the others are listed bel
 BROKEN = (FAILED_CHECK, FAILED, OUT_OF_MEMORY)  # a run in which ours ends so has failed
 
 
-def not_run(
-    implementation: str,
-    status: str,
-    reason: str,
-    op: str | None = None,
-    where: str = "",
-) -> dict:
+def not_run(implementation: str, status: str, reason: str, op: str | None = None, where: str = "") -> dict:
     """The row of an implementation that was not measured; `where`: at which case, empty for all of them."""
     return {"op": op, "implementation": implementation, "where": where, "status": status, "reason": reason}
 

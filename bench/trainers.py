@@ -3,14 +3,12 @@
     python -m bench --group trainers --device cpu
 
 Seed by seed ours trains first, then TRL's in the same process, from the same weights on the rows that ours took; then
-TRL's with our functions patched in. The losses of the first two steps are compared, so a row says if the two did not do
-the same. In GRPO the starting model's mean log-probability of TRL's first responses is compared.
+TRL's with our functions patched in. A row says if the losses of the first two steps differ, or in GRPO, whose first
+loss is 0, the starting model's mean log-probability of TRL's first responses.
 
-`needed` is a lower bound for a phase of GRPO. After a step, the model alone is run on that step's micro-batches, in the
-same layout. `rollout` needs the passes that sample these responses token by token. `measure` needs the forward passes
-of policy and reference, without the exact KL. `update` needs a forward and a backward pass through `LanguageModel`:
-with the fused head that the trainer uses, and -log p as the loss. No trainer, engine or optimizer runs in it. A phase
-is divided by what the same step needs, as steps differ in their responses; the table has the medians.
+`needed` is a lower bound for a phase of GRPO, of the model alone on a step's micro-batches: `rollout` needs the passes
+that sample the step's responses token by token, `measure` the forward passes of policy and reference without the exact
+KL, `update` a forward and a backward pass with the fused head and -log p as the loss. Tables have medians of time/need.
 """
 
 import contextlib
@@ -22,7 +20,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -83,6 +81,7 @@ class Run:
 
 MODULES = {"sft": sft, "reward": reward, "grpo": grpo}
 LOSSES = {"sft": "train/loss", "reward": "train/rm/loss", "grpo": "loss/policy_avg"}
+TRAINERS = {"sft": "SFTTrainer", "reward": "RewardTrainer", "grpo": "GRPOTrainer"}
 
 
 def run_ours(op: str, config, *, needs: bool = False, watch: Callable = lambda run, model: None) -> Run:
@@ -132,8 +131,7 @@ def run_ours(op: str, config, *, needs: bool = False, watch: Callable = lambda r
         (grpo, "measure", timed(taken, "measure", noted_measure)),
         (engine, "optimizer_step", timed(taken, "optimizer", engine.optimizer_step)),
     ]
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.ExitStack() as stack:
         for owner, name, function in patches:
             stack.enter_context(mock.patch.object(owner, name, function))
         module.train(config)
@@ -143,22 +141,18 @@ def run_ours(op: str, config, *, needs: bool = False, watch: Callable = lambda r
 def needed(policy: Policy, last: dict) -> dict[str, float]:
     """CPU seconds that the phases of the last step need at least: see above."""
     lm = policy.model.module.eval()
-    samples = last["rollout"].samples
-    prompts = [sample.prompt_ids for sample in samples]
-    responses = [sample.response.ids for sample in samples]
-    found = {"rollout": decode_passes(lm.base, prompts, responses, policy.tokenizer.pad_token_id)}
+    prompts = [sample.prompt_ids for sample in last["rollout"].samples]
+    responses = [sample.response.ids for sample in last["rollout"].samples]
+    found = Counter()
+    decode_passes(timed(found, "rollout", lm.base), prompts, responses, policy.tokenizer.pad_token_id)
 
     # Forward passes: of the policy where the step ran it, and of the reference.
     inputs = [policy.inputs(last["rollout"].batch.rows(part)) for part in last["parts"]]
-    began = seconds()
     with torch.no_grad():
         for given in inputs[last["skipped"] :]:
-            lm(**given)
+            timed(found, "measure", lm)(**given)
         for given in inputs:
-            policy.reference(**given)
-    found["measure"] = seconds() - began
-
-    # Forward and backward passes.
+            timed(found, "measure", policy.reference)(**given)
     lm.train()
     weights = [weight for weight in lm.parameters() if weight.requires_grad]
     began = seconds()
@@ -170,8 +164,8 @@ def needed(policy: Policy, last: dict) -> dict[str, float]:
 
 
 @torch.no_grad()
-def decode_passes(lm, prompts: list[list[int]], responses: list[list[int]], pad_id: int, check=None) -> float:
-    """CPU seconds of the passes that sample these responses: each distinct prompt once, then token by token.
+def decode_passes(lm, prompts: list[list[int]], responses: list[list[int]], pad_id: int, check=None) -> None:
+    """Run the passes that sample these responses: each distinct prompt once, then token by token.
 
     Equal prompts are neighbours. `check` is called with the (B, V) logits, (B,) token ids, rows and position of a pass.
     """
@@ -182,14 +176,11 @@ def decode_passes(lm, prompts: list[list[int]], responses: list[list[int]], pad_
     copies = torch.repeat_interleave(torch.tensor(copies))
 
     # The prompts, each once; then each response goes on by itself.
-    began = seconds()
     output = lm(input_ids=ids, attention_mask=mask, position_ids=position, use_cache=True, logits_to_keep=1)
-    taken = seconds() - began
     cache = output.past_key_values
     cache.batch_select_indices(copies)
     logits = output.logits[copies, -1]
     mask = mask[copies]
-    length = mask.sum(1)
     lengths = torch.tensor(list(map(len, responses)))
     tokens = pad(responses, pad_id)
     rows = torch.arange(len(responses))
@@ -203,32 +194,20 @@ def decode_passes(lm, prompts: list[list[int]], responses: list[list[int]], pad_
             break
         if len(going) < len(rows):
             cache.batch_select_indices(going)
-            mask, length, rows = mask[going], length[going], rows[going]
+            mask, rows = mask[going], rows[going]
+        fed = {"input_ids": tokens[rows, step - 1][:, None], "position_ids": mask.sum(1, keepdim=True)}
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-        fed = {"input_ids": tokens[rows, step - 1][:, None], "position_ids": length[:, None]}
-        began = seconds()
         output = lm(**fed, attention_mask=mask, past_key_values=cache, use_cache=True)
-        taken += seconds() - began
         logits = output.logits[:, -1]
-        length = length + 1
-    return taken
-
-
-TRAINERS = {"sft": "SFTTrainer", "reward": "RewardTrainer", "grpo": "GRPOTrainer"}
 
 
 def trl_options(op: str, config) -> dict[str, object]:
     """Return our config in TRL's words; where ours is bf16, TRL trains bf16 weights, which is its fastest way."""
     low = config.dtype == "bfloat16"
-    common = {
+    same = ("warmup_steps", "weight_decay", "adam_beta2", "max_grad_norm", "gradient_checkpointing", "seed")
+    common = {name: getattr(config, name) for name in same} | {
         "learning_rate": config.lr,
         "lr_scheduler_type": config.lr_schedule,
-        "warmup_steps": config.warmup_steps,
-        "weight_decay": config.weight_decay,
-        "adam_beta2": config.adam_beta2,
-        "max_grad_norm": config.max_grad_norm,
-        "gradient_checkpointing": config.gradient_checkpointing,
-        "seed": config.seed,
         "bf16": low,
         "model_init_kwargs": {"dtype": "bfloat16"} if low else None,
         "use_cpu": not torch.cuda.is_available(),
@@ -298,19 +277,16 @@ def run_trl(ours: Run, folder: Path, watch: Callable = lambda run, model: None) 
     accelerate.state.AcceleratorState._shared_state = {}  # it would keep the precision of the last trainer
     run = Run(ours.op, ours.config, policy=ours.policy)
     updates = run.config.minibatches if run.op == "grpo" else 1  # steps of TRL's to one of ours
-    began = [0.0]
 
     class Clock(transformers.TrainerCallback):
         def on_train_begin(self, *_, model, **__):
             watch(run, model)
-            began[0] = seconds()
+            self.began = seconds()
 
         def on_step_end(self, _, state, control, *, model, **__):
-            if state.global_step % updates:
-                return
-            run.steps.append({"step": seconds() - began[0]})
-            watch(run, model)
-            began[0] = seconds()
+            if state.global_step % updates == 0:
+                run.steps.append({"step": seconds() - self.began})
+                self.on_train_begin(model=model)
 
     name = TRAINERS[run.op]
     trainer = getattr(trl, name)(
@@ -378,8 +354,8 @@ def demo_rewards(folder: Path, seed: int):
     encode.load_tokenizer(str(folder / "init")).save_pretrained(folder / "headed")
     paths = {"model": folder / "headed", "dataset": folder / "data" / "train.jsonl"}
     paths |= {"eval_dataset": folder / "data" / "eval.jsonl", "output_dir": folder}
-    arguments = demo.arguments("demo_reward.yaml", seed, paths)
-    return parse(reward.RewardConfig, arguments).changed(normalize_pairs=0)  # TRL does not normalise scores
+    config = parse(reward.RewardConfig, demo.arguments("demo_reward.yaml", seed, paths))
+    return config.changed(normalize_pairs=0)  # TRL does not normalise scores
 
 
 def large_grpo(folder: Path, seed: int, vocabulary=151_936, hidden_size=896, dtype="bfloat16"):
@@ -390,20 +366,18 @@ def large_grpo(folder: Path, seed: int, vocabulary=151_936, hidden_size=896, dty
     if not (model / "tokenizer.json").exists():
         save_model(model, sizes, words=vocabulary)
     ids = torch.randint(2, vocabulary, (64, 48), generator=torch.Generator().manual_seed(seed)).tolist()
-    write_rows(folder / "rows.jsonl", [{"question": " ".join(f"w{i}" for i in row)} for row in ids])
+    rows = [{"question": " ".join(f"w{i}" for i in row)} for row in ids]
     return grpo.GRPOConfig(
         model=str(model),
-        dataset=str(folder / "rows.jsonl"),
+        dataset=write_rows(folder / "rows.jsonl", rows),
         output_dir=str(folder),
         verifiers="bench.trainers:odd_words",
         seed=seed,
         prompts_per_step=1,
-        group_size=8,
         minibatches=1,
         micro_batch_size=8,
         max_new_tokens=8,
         kl_coef=0.001,
-        lr=1e-6,
         dtype=dtype,
         zero_stage=1 if dtype == "bfloat16" else 0,
         eval_size=0,
@@ -431,8 +405,7 @@ def odd_words(response: str, row: dict) -> float:
     return sum(word[-1] in "13579" for word in words) / max(1, len(words))
 
 
-# (op, name) -> what makes a config and its files for a seed, and the steps of a seed. The first step is not counted, as
-# it touches memory for the first time.
+# (op, name) -> what makes a config and its files for a seed, and its steps; the first touches memory: it does not count
 TASKS = {
     ("grpo", "demo"): (demo_grpo, 8),
     ("sft", "demo"): (demo_sft, 8),
@@ -450,9 +423,11 @@ def run_task(op: str, task: str, make: Callable, steps: int, seeds: list[int], w
             config = make(folder, seed).changed(steps=steps, warmup_steps=0)
             kinds = {OURS: {"kl_every": 1}, LEAN: {"kl_every": 0}} if op == "grpo" else {OURS: {}}
             for implementation, changed in kinds.items():
-                release(itertools.chain.from_iterable(runs.values()))
-                place = str(folder / implementation)
-                ours = run_ours(op, config.changed(output_dir=place, **changed), needs=op == "grpo")
+                for run in itertools.chain.from_iterable(runs.values()):
+                    run.policy = None  # a run that is over would hold an engine of gigabytes
+                gc.collect()
+                changed["output_dir"] = str(folder / implementation)
+                ours = run_ours(op, config.changed(**changed), needs=op == "grpo")
                 runs.setdefault(implementation, []).append(ours)
             if wanted == "none":
                 continue
@@ -472,13 +447,6 @@ def run_task(op: str, task: str, make: Callable, steps: int, seeds: list[int], w
             row |= max(checks, key=lambda check: check["status"] == results.WRONG)
         rows.append(row | figures(found, runs.get(peer, [])))
     return rows + missing
-
-
-def release(runs: Iterable[Run]) -> None:
-    """Let go of the engines of runs that are over: each holds gigabytes."""
-    for run in runs:
-        run.policy = None
-    gc.collect()
 
 
 def figures(found: list[Run], theirs: list[Run]) -> dict:
@@ -525,8 +493,7 @@ def command(group: str, words: list[str] | None = None) -> int:
     print(machine.heading("cpu"), flush=True)
     for (op, task), (make, steps) in TASKS.items():
         found = run_task(op, task, make, args.steps or steps, args.seeds, args.peers)
-        titles, cells = results.steps(results.measured(found))
-        print(f"\n{op}, {task}: CPU time of a step\n{results.table(titles, cells)}")
+        print(f"\n{op}, {task}: CPU time of a step\n{results.table(*results.steps(results.measured(found)))}")
         results.show_missing(found)
         rows += found
         results.save(args, rows)

@@ -194,7 +194,7 @@ PRESETS: dict[PresetName, Preset] = {
     "vespo": Preset(
         {"surrogate": "vespo", "ratio_level": "sequence-sum"},
         "group-std",
-        "arXiv:2602.10693",
+        "arXiv:2602.10693v3, eq. 20",
         "1/N sum_it -sg(W_i^k exp(lambda (1 - W_i))) A log p",
     ),
     "rloo": Preset(

@@ -191,7 +191,7 @@ def _sapo(log_ratio, advantages, logprobs, sequences, options):
 
 @declares("ratio_level", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
 def _vespo(log_ratio, advantages, logprobs, sequences, options):
-    """REINFORCE weighted by phi(W) = W^k exp(lambda (1 - W)), detached, W the ratio (arXiv:2602.10693)."""
+    """REINFORCE weighted by phi(W) = W^k exp(lambda (1 - W)), detached, W the ratio (arXiv:2602.10693v3, eq. 20)."""
     up = advantages >= 0
     k = _by_sign(up, options.vespo_k_pos, options.vespo_k_neg, advantages)
     rate = _by_sign(up, options.vespo_lambda_pos, options.vespo_lambda_neg, advantages)

@@ -39,8 +39,8 @@ REPROS = {
     "adam_epsilon": Repro("first-update-too-large", ("--seeds", "1", "--folder", str(RUNS / "seed1"))),
     "truncated_sampling": Repro("ratio-not-one-with-top-p"),
     "head_precision": Repro("logprobs-differ-in-bf16"),
-    "topk_divergence": Repro("negative-top-k-kl"),
-    "sequence_weights": Repro("long-responses-dropped"),
+    "distillation": Repro("negative-top-k-kl"),
+    "sequence_weights": Repro("long-responses-dropped", draws=True),
     "null_run": Repro("clipped-at-learning-rate-0", ("--folder", str(RUNS / "seed1"))),
     "accumulation": Repro("gradient-depends-on-accumulation"),
 }

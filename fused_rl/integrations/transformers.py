@@ -68,7 +68,8 @@ def causal_lm_loss(
     labels = labels.to(logits.device)
     mask = labels[:, 1:] != ignore_index
     logprobs = token_logprobs(logits, labels, mask=mask, shift=True).logprobs
-    return -logprobs.sum() / _count(mask, num_items_in_batch)
+    count = mask.sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=mask.device)
+    return -logprobs.sum() / count
 
 
 def patch(model: nn.Module, *, workspace_mb: float | None = None, logits_dtype: torch.dtype | None = None) -> Applied:
@@ -219,6 +220,11 @@ class UnformedLogits(Tensor):
 
     to = float = contiguous = _same
 
+    def detach(self) -> "UnformedLogits":  # as DeepSpeed's hooks do with all that a module returns
+        made = UnformedLogits(self.head, self.hidden)
+        vars(made).update(vars(self))
+        return made
+
     def __repr__(self, **_: object) -> str:
         return f"UnformedLogits(shape={tuple(self.shape)})"
 
@@ -247,10 +253,10 @@ class UnformedLogits(Tensor):
         )
 
     def _formed(self, operation: str) -> Tensor:  # (B, T, V) fp32
-        if self.recorded:
+        if self.recorded or "forward" in vars(self.head):  # a step that is recorded, or a forward that is not over
             self._refuse(operation)
         with torch.no_grad(), torch.autocast(self.hidden.device.type, self.autocast, self.autocast is not None):
-            logits = nn.functional.linear(self.hidden, self.head.weight, self.head.bias).float()
+            logits = self.head(self.hidden).float()  # the module and not its weight, which may be sharded
         if self.inside is not None:
             logits = logits.mul_(self.inside).tanh_()
         return logits.mul_(self.scale)
@@ -290,11 +296,13 @@ _METADATA = {
     Tensor.dtype.__get__,
     Tensor.device.__get__,
     Tensor.requires_grad.__get__,
+    Tensor.grad_fn.__get__,
     Tensor.size,
     Tensor.dim,
 }
 
 
+@torch.compiler.disable  # torch.compile would break its graph at every one of our operators
 def _loss_function(
     losses,
     workspace_mb,
@@ -315,17 +323,11 @@ def _loss_function(
     targets = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
     targets = targets.to(logits.device)
     mask = targets != ignore_index
-    count = torch.as_tensor(_count(mask, num_items_in_batch), device=logits.device)
+    count = torch.as_tensor(mask.sum() if num_items_in_batch is None else num_items_in_batch, device=logits.device)
     options = {"workspace_mb": workspace_mb, "logits_dtype": logits_dtype}
     loss = logits.negative_logprobs(targets, mask, 1 / count, **options)
     losses.append(loss)
     return loss
-
-
-def _count(mask: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor | int:
-    if num_items_in_batch is None:
-        return mask.sum()
-    return num_items_in_batch.to(mask.device) if isinstance(num_items_in_batch, Tensor) else num_items_in_batch
 
 
 def _base(model: nn.Module) -> "PreTrainedModel":
@@ -358,7 +360,8 @@ def _linears(model: "PreTrainedModel") -> list[nn.Linear]:
     if peft is not None and isinstance(head, peft.utils.ModulesToSaveWrapper):
         heads = [head.original_module, *head.modules_to_save.values()]
     for linear in heads:
-        if type(linear) is not nn.Linear or "forward" in vars(linear):
+        # by its forward: FSDP2 gives a module of its own group a class of its own
+        if getattr(type(linear), "forward", None) is not nn.Linear.forward or "forward" in vars(linear):
             kind = f"{type(linear).__module__}.{type(linear).__name__}"
             raise ValueError(
                 f"the LM head of {type(model).__name__} is a {kind}, and patch needs an nn.Linear with its own "

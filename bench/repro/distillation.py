@@ -1,11 +1,13 @@
-"""A divergence from K log-probabilities of a teacher: what each form is worth and where its gradient leads.
+"""A divergence from a teacher: what each form is worth and where its gradient leads.
 
-    python -m bench.repro.topk_divergence     prints two tables
+    python -m bench.repro.distillation     prints three tables
 
-First the case of verl's issue 7856, by enumeration: teacher (0.6, 0.4), student (0.9, 0.1), K = 1. Then a student of 50
-tokens is trained on each form alone, from the same start, by gradient descent on its logits; the output is the exact
-KL to the teacher, which is known here and steers nothing.
+First the case of verl's issue 7856, by enumeration: teacher (0.6, 0.4), student (0.9, 0.1), K = 1. Then estimators that
+see one token of that student. Last, a student of 50 tokens is trained on each form of K tokens alone, from the same
+start, by gradient descent on its logits; the output is the exact KL to the teacher, which steers nothing.
 """
+
+import functools
 
 import torch
 
@@ -55,6 +57,17 @@ FORMS = {
 }
 
 
+def as_advantage(logprobs, teacher):
+    """k1, whose loss is that of the policy gradient: the detached log-ratio times the token's log-probability."""
+    cost = (logprobs - teacher).detach()
+    return cost + cost * (logprobs - logprobs.detach())
+
+
+SAMPLED = {"k1 as an advantage": as_advantage}
+for _name in ("k1", "k2", "k3"):
+    SAMPLED[f"{_name} as a loss"] = functools.partial(fused_rl.kl_estimate, kl_estimator=_name)
+
+
 def slope(form, logits, teacher, k):
     """Value and gradient by the logits."""
     leaf = logits.clone().requires_grad_()
@@ -68,6 +81,24 @@ def enumerated() -> list[dict]:
     for name, form in FORMS.items():
         value, gradient = slope(form, STUDENT.log(), TEACHER.log(), 1)
         lines.append({"form": name, "value": f"{value:+.4f}", "gradient": f"{gradient[0].item():+.4f}"})
+    return lines
+
+
+def sampled() -> list[dict]:
+    """A line per estimator of KL(student, teacher); expectations are over the student's tokens."""
+    logits = STUDENT.log().requires_grad_()
+    logprobs = logits.log_softmax(-1)
+    value = fused_rl.topk_kl(logprobs, TEACHER.log(), direction="reverse")
+    found = {"exact, all tokens": (value, torch.autograd.grad(value, logits, retain_graph=True)[0][0].expand(2))}
+    for name, estimate in SAMPLED.items():
+        values = estimate(logprobs, TEACHER.log())
+        slopes = [torch.autograd.grad(value, logits, retain_graph=True)[0][0] for value in values]
+        found[name] = (STUDENT @ values, torch.stack(slopes))
+    lines = []
+    for name, (value, slopes) in found.items():
+        mean = STUDENT @ slopes
+        noise = (STUDENT @ (slopes - mean).square()).sqrt()
+        lines.append({"form": name, "value": f"{value:+.4f}", "gradient": f"{mean:+.4f}", "deviation": f"{noise:.4f}"})
     return lines
 
 
@@ -89,6 +120,8 @@ def trained() -> dict[str, list[float]]:
 def main() -> None:
     print("teacher (0.6, 0.4), student (0.9, 0.1), K = 1; nats\n")
     print(results.table_of(enumerated()))
+    print("\nfrom one token of the student: mean, mean gradient and its deviation; KL(student, teacher)\n")
+    print(results.table_of(sampled()))
     curves = trained()
     lines = [{"form": name, "before": f"{curve[0]:.4f}", "after": f"{curve[-1]:.4f}"} for name, curve in curves.items()]
     print(f"\nexact KL of {VOCAB} tokens before and after {STEPS} steps on a form, K = {K}; nats\n")
