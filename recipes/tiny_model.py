@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from fused_rl.trainers.data.rows import load_rows
+from fused_rl.trainers.options import InputError
+from fused_rl.trainers.run.command import around
 
 PAD, EOS = "<pad>", "<eos>"
 CHAT = (PAD, EOS, "<system>", "<user>", "<assistant>")
@@ -83,6 +85,7 @@ def texts_of(value: object) -> Iterator[str]:
             yield from texts_of(part)
 
 
+@around("tiny_model")
 def main(argv: list[str] | None = None) -> None:
     """`python -m fused_rl.recipes.tiny_model`."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
@@ -93,7 +96,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max_length", type=int, default=256, help="positions, in tokens")
     parser.add_argument("--seed", type=int, default=1, help="of the weights")
     given = parser.parse_args(argv)
-    given.output_dir.mkdir(parents=True)
+    if given.output_dir.exists():
+        raise InputError(f"{given.output_dir} exists; give --output_dir a new folder")
     tokenizer = learn_tokenizer(texts_of(load_rows(given.dataset).rows), 512, chat=True)
     sizes = {"layers": given.layers, "hidden_size": given.hidden_size, "positions": given.max_length}
     weights = save_llama(given.output_dir, tokenizer, given.seed, **sizes)

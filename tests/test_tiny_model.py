@@ -28,5 +28,5 @@ def test_every_text_can_be_spelled_and_the_template_ends_where_it_must(tmp_path)
     config = transformers.AutoConfig.from_pretrained(tmp_path / "model")
     sizes = (config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.max_position_embeddings)
     assert sizes == (1, 64, 2, 40) and config.vocab_size == len(tokenizer)
-    with pytest.raises(FileExistsError):  # it writes into no folder of others
+    with pytest.raises(SystemExit, match="model exists; give --output_dir a new folder"):
         tiny_model.main(words)

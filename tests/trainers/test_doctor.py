@@ -81,7 +81,7 @@ def test_every_condition_is_tried_and_the_page_names_it():
 
 def test_a_start_that_teaches_little_is_said_with_its_figures():
     assert "3.0% of the sampled answers are correct: at most 22% of groups of 8" in few_signals(0.03, 8)
-    assert few_signals(0.99, 8) and few_signals(0.04, 8) is few_signals(0.03, 16) is None
+    assert "pick harder rows" in few_signals(0.99, 8) and few_signals(0.04, 8) is few_signals(0.03, 16) is None
 
 
 def made(folder, entries, config="# fused-rl grpo --config <this file>\nsteps: 100\neval_size: 256\n"):

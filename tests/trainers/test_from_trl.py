@@ -22,7 +22,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "from_trl.md").read_text(encoding="
         ("epsilon", "its name here is --clip_low and --clip_high"),
         ("num_generation", "did you mean num_generations, as in TRL? its name here is --group_size"),
         ("group_sizes", "did you mean --group_size?"),
-        ("xyzzy", "--help lists the options"),
+        ("xyzzy", "--help all lists the options"),
     ],
 )
 def test_a_name_of_trl_is_answered(name, said):

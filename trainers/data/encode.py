@@ -20,7 +20,8 @@ def load_tokenizer(name: str, revision: str | None = None):
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, KeyError, JSON errors: as many as ways to be broken
-        hint = f" (it is the folder of a run: give {name}/model)" if Path(name, "config.yaml").is_file() else ""
+        hint = "" if Path(name).is_dir() else " (there is no such folder, so it is taken for a name on the Hub)"
+        hint = f" (it is the folder of a run: give {name}/model)" if Path(name, "config.yaml").is_file() else hint
         raise InputError(f"model={name!r}{hint}: its tokenizer cannot be loaded: {in_a_line(error)}") from error
     if len(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)) == 0:
         raise InputError(f"model={name!r} comes without a tokenizer: copy the tokenizer's files into the folder")

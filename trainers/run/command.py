@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from fused_rl.trainers.base import memory, ranks
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.base.text import shown
-from fused_rl.trainers.data.encode import load_tokenizer
+from fused_rl.trainers.data.encode import Encoder, load_tokenizer
 from fused_rl.trainers.data.order import in_steps
 from fused_rl.trainers.data.rows import load_train_eval
 from fused_rl.trainers.options import InputError, RunConfig, to_yaml
@@ -57,8 +57,10 @@ def describe(config: RunConfig, arithmetic: Arithmetic) -> str:
     """Return the resolved config as YAML that `--config` reads back, with the batch arithmetic as comments."""
     with contextlib.redirect_stdout(sys.stderr):  # what reading says is no YAML
         RunFolder(config).check()
-        load_tokenizer(config.model, config.revision)
+        tokenizer = load_tokenizer(config.model, config.revision)
         rows, _ = load_train_eval(config)
+        if hasattr(config, "max_new_tokens"):  # of the trainers that sample; the others name several columns
+            Encoder.of(config, tokenizer).prompt(rows, 0, config.prompt_column)
         counted = config if config.splits_rows else in_steps(config, len(rows))
         needed = memory.described(counted, ranks.processes())
     lines = [f"# {key}: {value}" for key, value in arithmetic(counted, ranks.processes()).items()]

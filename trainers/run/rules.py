@@ -71,7 +71,8 @@ def few_signals(accuracy: float, size: int) -> str | None:
     """Return a line if at most a quarter of the groups of `size` can have right and wrong answers before training."""
     share = 1 - accuracy**size - (1 - accuracy) ** size  # concave: questions of unequal difficulty have fewer
     seen = f"{accuracy:.1%} of the sampled answers are correct: at most {share:.0%} of groups of {size} teach anything"
-    return f"{seen}; train SFT longer, pick easier rows, or use a scorer that grades" if share < 0.25 else None
+    remedy = "pick harder rows" if accuracy > 0.5 else "train SFT longer, pick easier rows, or use a scorer that grades"
+    return f"{seen}; {remedy}" if share < 0.25 else None
 
 
 # The conditions: (watch) -> what is seen, in words, or None.
@@ -148,7 +149,7 @@ def sampler_differs(watch: Watch) -> str | None:
 RULES: dict[str, tuple[Callable[[Watch], str | None], str]] = {
     "first-ratio": (first_ratio, "the model's forward does not repeat itself: look for dropout, or use float32"),
     "gradient": (not_finite, "where not finite, lower lr and read the rows; where 0, look at the rewards"),
-    "equal-rewards": (equal_rewards, "warm start with sft, take easier or harder prompts, or a finer scorer"),
+    "equal-rewards": (equal_rewards, "solved: take harder prompts; else warm start with sft, or a finer scorer"),
     "scores-none": (
         over_ten_steps("rewards/.*/none", lambda share: share == 1),
         "the scorer judges nothing: see that it ends in `return`, and which columns it reads",
