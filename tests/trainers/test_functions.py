@@ -212,10 +212,13 @@ def weighted(log_ratio, advantages, logprobs, sequences, options, weight=1.0):
     return -weight * log_ratio.exp() * advantages, {"ratio": log_ratio.exp()}
 
 
-@pytest.mark.parametrize("surrogate", [weighted, f"{HERE}:weighted"])
-def test_a_surrogate_takes_options_and_reports_metrics(surrogate):
-    given = {"surrogate": surrogate, "surrogate_options": {"weight": 3.0}}
-    chosen = options.loss_options(grpo.GRPOConfig(model="m", dataset="d", output_dir="o", **given))
+def test_a_surrogate_is_an_object_or_a_name_with_options_and_reports_metrics():
+    named = {"surrogate": f"{HERE}:weighted", "surrogate_options": {"weight": 3.0}}
+    chosen, of_object = (
+        options.loss_options(grpo.GRPOConfig(model="m", dataset="d", output_dir="o", **given))
+        for given in (named, {"surrogate": weighted})
+    )
+    assert of_object.surrogate is weighted
     ones = torch.ones(2, 3)
     loss, metrics = fused_rl.policy_loss(ones, ones, ones, ones.bool(), options=chosen)
     assert (loss, metrics["surrogate/ratio"]) == (-3, 1)
