@@ -1,7 +1,5 @@
 """Kept sets from logits: what a TokenSupport is; values, every gradient, bits."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -33,8 +31,6 @@ def test_lists_and_scores_and_selections():
     assert support.select(torch.tensor([False, True, False, True])).offsets.tolist() == [0, 0, 1]
     assert support.to("cpu") is support
     assert support.to("meta").ids.device.type == "meta"
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        support.ids = torch.zeros(3)
     assert len(TokenSupport.from_lists([])) == 0
 
     # what is finite is kept; a row of which nothing was filtered is whole; steps become rows in the targets' order

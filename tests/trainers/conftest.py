@@ -40,6 +40,12 @@ def folder(files):
 
 
 @pytest.fixture(scope="session")
+def folders(folder, tmp_path_factory):
+    """A policy and a reward model, which is also where the critic starts: a head of zeros would hide its backbone."""
+    return folder, tiny.reward_folder(tmp_path_factory.mktemp("reward") / "reward", folder)
+
+
+@pytest.fixture(scope="session")
 def whole(files, tmp_path_factory):
     """A run of sft of four steps, with a checkpoint of each."""
     from fused_rl.trainers import sft

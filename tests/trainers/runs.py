@@ -70,8 +70,8 @@ def assert_equal_runs(a: Path, b: Path):
     assert tiny.untimed(tiny.read_metrics(a)) == tiny.untimed(tiny.read_metrics(b))
 
 
-def assert_same_weights(a, b, atol: float = 0.0):
-    a, b = tiny.weights(Path(a) / "model"), tiny.weights(Path(b) / "model")
+def assert_same_weights(a, b, atol: float = 0.0, folder: str = "model"):
+    a, b = tiny.weights(Path(a) / folder), tiny.weights(Path(b) / folder)
     assert a.keys() == b.keys()
     for name in a:
         torch.testing.assert_close(a[name], b[name], atol=atol, rtol=0, msg=lambda m, name=name: f"{name}: {m}")

@@ -60,15 +60,6 @@ def test_text_becomes_a_chat_with_each_special_token_once():
     assert encoder.prompt(rows, 0, "prompt") == prompt
 
 
-def test_messages_end_where_the_assistant_begins():
-    tokenizer = tiny.tokenizer()
-    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
-    rows = Rows([{"messages": messages}], "x")
-    ((prompt, completion),) = Encoder(tokenizer).pairs(rows, 0, None, "completion")
-    assert text_of(tokenizer, prompt + completion) == "<bos><user>hi<end>\n<assistant>yo<end>"
-    assert Encoder(tokenizer).prompt(rows, 0, None) == prompt
-
-
 @pytest.mark.parametrize("text", ["hi", "<bos>hi"])
 def test_a_raw_prompt_has_one_bos(text):
     tokenizer = tiny.tokenizer(chat=False, adds_bos=True)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import fused_rl
-from fused_rl.surrogates import needs_sequences
 from fused_rl.trainers import grpo
 from fused_rl.trainers.base.text import load_function
 from fused_rl.trainers.options import InputError, to_yaml
@@ -209,24 +208,17 @@ def test_a_name_that_is_no_function_is_a_line(name, message):
 # Surrogates.
 
 
-@needs_sequences
-def of_sequences(log_ratio, advantages, logprobs, sequences, options):
-    return -sequences.expand(sequences.mean(log_ratio)) * advantages
-
-
 def weighted(log_ratio, advantages, logprobs, sequences, options, weight=1.0):
     return -weight * log_ratio.exp() * advantages, {"ratio": log_ratio.exp()}
 
 
-def test_a_surrogate_takes_options_and_reports_metrics():
-    given = {"surrogate": f"{HERE}:weighted", "surrogate_options": {"weight": 3.0}}
-    chosen = options.loss_options(grpo.GRPOConfig(model="m", dataset="d", output_dir="o", **given))
+def test_a_surrogate_is_an_object_or_a_name_with_options_and_reports_metrics():
+    named = {"surrogate": f"{HERE}:weighted", "surrogate_options": {"weight": 3.0}}
+    chosen, of_object = (
+        options.loss_options(grpo.GRPOConfig(model="m", dataset="d", output_dir="o", **given))
+        for given in (named, {"surrogate": weighted})
+    )
+    assert of_object.surrogate is weighted
     ones = torch.ones(2, 3)
     loss, metrics = fused_rl.policy_loss(ones, ones, ones, ones.bool(), options=chosen)
     assert (loss, metrics["surrogate/ratio"]) == (-3, 1)
-
-
-@pytest.mark.parametrize("surrogate", [weighted, of_sequences, f"{HERE}:weighted"])
-def test_a_surrogate_is_an_object_or_a_name(surrogate):
-    config = grpo.GRPOConfig(model="m", dataset="d", output_dir="o", surrogate=surrogate)
-    assert callable(options.loss_options(config).surrogate)

@@ -13,11 +13,6 @@ from tests.trainers import tiny
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.model_folder(tmp_path_factory.mktemp("model"))
-
-
 def load(folder, **options):
     options = {"model": folder, "dataset": "", "output_dir": "", "dtype": "bfloat16", **options}
     return tiny.load_lm(grpo.GRPOConfig(**options), trainable=False)

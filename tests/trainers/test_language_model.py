@@ -121,10 +121,12 @@ def test_partitioned_models_return_the_same(folders):
         assert found[-1] == pytest.approx(norm, rel=1e-4)
 
 
-def test_a_gpu_that_only_emulates_bf16_takes_fp32(monkeypatch):
+def test_a_gpu_that_only_emulates_bf16_takes_fp32_and_zero_0_keeps_no_masters(monkeypatch):
     config = EngineConfig(dtype="auto")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     assert engine.torch_dtype(config) == torch.float32
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
     assert engine.torch_dtype(config) == torch.bfloat16
+    with pytest.raises(InputError, match="dtype=bfloat16 needs fp32 master weights, which zero_stage=0 does not keep"):
+        engine.torch_dtype(EngineConfig(dtype="bfloat16", zero_stage=0))

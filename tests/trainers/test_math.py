@@ -59,8 +59,6 @@ def test_anyones_reward_function_judges_the_same():
         *(c[2] for c in CASES),
         0,
     ]
-    with pytest.raises(ValueError, match="zip"):
-        fused_rl.judge(["1"], [])
 
 
 def test_an_answer_that_math_verify_cannot_read_is_refused(verifier):

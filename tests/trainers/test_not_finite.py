@@ -70,12 +70,6 @@ def test_an_infinite_gradient_changes_no_weight_on_any_stage(world):
             assert message.startswith(f"{stage} {dtype}: step 2: the norm of the gradient is ")
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("files")
-    return tiny.model_folder(folder / "model"), tiny.jsonl(folder / "rows.jsonl", tiny.sums(12))
-
-
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_loss_that_becomes_nan_stops_sft_and_leaves_the_last_checkpoint(files, tmp_path, monkeypatch, stage):
     def spoil(step, model):

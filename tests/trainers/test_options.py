@@ -143,11 +143,12 @@ def test_dry_run_prints_the_resolved_config(files, tmp_path, capsys):
     with pytest.raises(SystemExit, match="error: dataset file .*none.jsonl does not exist"):
         grpo.main([*argv, "none.jsonl", "--dry_run"])
     argv += [tiny.jsonl(tmp_path / "rows.jsonl", tiny.sums(40)), "--eval_dataset", files[1]]
-    argv += ["--output_dir", str(tmp_path / "run")]
+    argv += ["--output_dir", str(tmp_path / "run"), "--server", "http://127.0.0.1:9,http://127.0.0.1:10"]
     grpo.main([*argv, "--dry_run"])
     printed = capsys.readouterr().out
     assert "lr: 0.25" in printed and "verifiers:\n- reasoning_gym\n" in printed
     assert "# responses per step: 256 = 32 prompts x 8" in printed
+    assert "# servers, not asked yet: http://127.0.0.1:9 http://127.0.0.1:10" in printed
     (tmp_path / "printed.yaml").write_text(printed)
     again = parse(grpo.GRPOConfig, ["--config", str(tmp_path / "printed.yaml"), "--overwrite"])
     assert again == parse(grpo.GRPOConfig, argv)
@@ -157,7 +158,8 @@ def test_every_recipe_parses():
     recipes = [path for path in RECIPES.glob("*.yaml") if re.search("sft|grpo|gsm8k|ppo|reward", path.name)]
     for recipe in recipes:
         name = next((name for name in TRAINERS if name in recipe.name), "grpo")
-        parse(TRAINERS[name], ["--config", str(recipe)])
+        config = parse(TRAINERS[name], ["--config", str(recipe)])
+        assert name != "ppo" or ppo.arithmetic(config, 2)
     assert len(recipes) > 4
 
 

@@ -12,19 +12,11 @@ from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out
 from fused_rl.trainers.rollouts.solved import win_rate
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.scorers.load import load_scorers
-from tests.trainers import steps, tiny
+from tests.trainers import steps
 
 ODD = "tests.trainers.tiny:odd_characters"
 
 EOS = 3
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """A policy and a reward model, which is also where the critic starts: a head of zeros would hide its backbone."""
-    folder = tmp_path_factory.mktemp("ppo")
-    model = tiny.model_folder(folder / "model")
-    return model, tiny.reward_folder(folder / "reward", model)
 
 
 def config_of(folders=("m", None), **options) -> ppo.PPOConfig:

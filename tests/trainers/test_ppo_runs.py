@@ -52,20 +52,6 @@ def config_of(files, output_dir, **options) -> ppo.PPOConfig:
     return ppo.PPOConfig(model=model, dataset=dataset, output_dir=str(output_dir), **tiny.settled(settings | options))
 
 
-def assert_same(a, b, *, weights=0.0, metrics=0.0, folders=("model", "critic")):
-    """The weights of policy and critic, and the metrics, of two runs."""
-    for name in folders:
-        first, second = (tiny.weights(Path(run) / name) for run in (a, b))
-        assert first.keys() == second.keys()
-        for key in first:
-            torch.testing.assert_close(first[key], second[key], atol=weights, rtol=0, msg=f"{name} {key}")
-    first, second = (tiny.untimed(tiny.read_metrics(run)) for run in (a, b))
-    assert [m.keys() for m in first] == [m.keys() for m in second]
-    for x, y in zip(first, second, strict=True):
-        for key in x:
-            assert y[key] == pytest.approx(x[key], rel=metrics, abs=metrics), (x["step"], key)
-
-
 # One result, however the batch is split.
 
 
@@ -124,7 +110,9 @@ def check_splits(files, tmp_path, world, cases, **options):
     for stage, micro, critic in cases:
         name = Path(critic).name
         reference, made = tmp_path / f"1-0-4-{name}", tmp_path / f"{world}-{stage}-{micro}-{name}"
-        assert_same(reference, made, weights=1e-6, metrics=1e-5, folders=("model", "critic"))
+        for folder in ("model", "critic"):
+            runs.assert_same_weights(reference, made, 1e-6, folder)
+        runs.assert_same_metrics(reference, made, 1e-5)
     last = tiny.read_metrics(reference)[-1]
     assert last["objective/kl1_avg"] != pytest.approx(0, abs=1e-3) and last["objective/kl_coef"] != 0.05
 

@@ -17,14 +17,6 @@ from tests.trainers import tiny
 from tests.trainers.steps import EOS, LENGTH, TEMPERATURE, Plain, Sampler, Scorer, assert_gradients_close
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """A policy and a reward model, which is also where the critic starts: a head of zeros would hide its backbone."""
-    folder = tmp_path_factory.mktemp("ppo")
-    model = tiny.model_folder(folder / "model")
-    return model, tiny.reward_folder(folder / "reward", model)
-
-
 def config_of(folders=("m", None), **options) -> ppo.PPOConfig:
     settings = {"model": folders[0], "critic": folders[1], "dataset": "", "output_dir": "", "zero_stage": 0}
     return ppo.PPOConfig(**(settings | options))

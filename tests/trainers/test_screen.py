@@ -11,22 +11,11 @@ from fused_rl.trainers.base.files import as_json
 from fused_rl.trainers.options import InputError
 from fused_rl.trainers.run.command import around
 from fused_rl.trainers.run.logger import Logger
-from tests.trainers import tiny
-
-ROOT = Path(__file__).parent.parent.parent
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """A model folder and a gsm8k-like file."""
-    folder = tmp_path_factory.mktemp("files")
-    return tiny.model_folder(folder / "model"), tiny.jsonl(folder / "rows.jsonl", tiny.sums(12))
-
 
 HOSTILE = "\x1b[2J\x1b]52;c;aGk=\x07 \r\x9b1m \u202eabc\u2066 \x00\x08"
 
 
-def test_control_characters_are_shown(capsys, files, tmp_path):
+def test_control_characters_are_shown(capsys, tmp_path):
     screen.tell(HOSTILE, "a\tb", "é ± 漢 🙂\u00a0")
     shown = capsys.readouterr().out
     assert shown == ("\\x1b[2J\\x1b]52;c;aGk=\\x07 \\r\\x9b1m \\u202eabc\\u2066 \\x00\\x08\na\\tb\né ± 漢 🙂\u00a0\n")

@@ -81,24 +81,6 @@ def test_responses_that_a_step_measures_otherwise_end_the_run(files, tmp_path):
             check_bound({"rollout/logprob_diff_abs": value}, exact)
 
 
-def test_a_dry_run_calls_no_server(files, tmp_path, capsys):
-    model, dataset = files
-    words = [
-        "--model",
-        model,
-        "--dataset",
-        dataset,
-        "--verifiers",
-        runs.VERIFIER,
-        "--dry_run",
-        "--eval_size",
-        "4",
-        "--prompts_per_step=8",
-    ]
-    grpo.main([*words, "--output_dir", str(tmp_path / "run"), "--server", "http://127.0.0.1:9,http://127.0.0.1:10"])
-    assert "# servers, not asked yet: http://127.0.0.1:9 http://127.0.0.1:10" in capsys.readouterr().out
-
-
 def trained_on_rank(rank, world, files, folder, url):
     """Return what a rank is told when the run ends with an error."""
     try:

@@ -15,7 +15,7 @@ from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.run import store
 from tests.distributed import run_distributed
-from tests.trainers import tiny
+from tests.trainers import steps, tiny
 
 
 def outcome(action) -> str:
@@ -27,31 +27,13 @@ def outcome(action) -> str:
     return "nothing"
 
 
-class OneToken(tiny.Sampler):
-    """A sampler of single tokens."""
-
-    def sample(self, prompts, sampling):
-        return [Response([5], "length") for _ in prompts]
-
-
-class Fixed:
-    """A scorer with a given score, and samples that broke its limits."""
-
-    name, weight, solved_at = "fixed", 1.0, 1.0
-
-    def __init__(self, broken):
-        self.broken = broken
-
-    def __call__(self, samples):
-        return [1.0] * len(samples)
-
-
 def sums_of_ranks(rank, world):
     engine.setup(1)
-    scorer = Fixed(["d.jsonl, line 9 took too long"] * rank)
+    scorer, sampler = steps.Scorer([1.0] * (rank + 1)), steps.Sampler([Response([5], "length")] * (rank + 1))
+    scorer.broken = ["d.jsonl, line 9 took too long"] * rank
     prompts = [Prompt([7, 8], {}, f"d.jsonl, line {rank}")] * (rank + 1)
     device = torch.device("cpu")
-    rollout = roll_out(OneToken(), [scorer], prompts, Sampling(1.0, 1, (3,)), tiny.tokenizer(), device)
+    rollout = roll_out(sampler, [scorer], prompts, Sampling(1.0, 1, (3,)), tiny.tokenizer(), device)
     metrics = rollout_metrics(rollout, {}, 1)
     struck = {key: value for key, value in metrics.items() if key.startswith("verifier/")}
     counts = ranks.counted(torch.tensor(3 * rank), torch.tensor(0.0))
@@ -65,7 +47,7 @@ def sums_of_ranks(rank, world):
 
 
 def test_sums_and_refusals_are_the_same_on_all_ranks():
-    struck = {"verifier/fixed/timeouts": 1.0}
+    struck = {"verifier/points/timeouts": 1.0}
     assert run_distributed(sums_of_ranks, 2) == [(struck, [3, 1], 1.0, ["InputError: no"])] * 2
 
 

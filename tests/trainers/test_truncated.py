@@ -17,7 +17,7 @@ from fused_rl.trainers.rollouts.types import Prompt, Response
 from tests.marks import grid
 from tests.trainers import tiny
 from tests.trainers.runs import forget_after, on_ranks
-from tests.trainers.steps import Plain
+from tests.trainers.steps import Plain, Scorer
 
 PROMPTS = [[1, 70, 71], [1, 70, 71], [1, 80], [1, 90, 91, 92, 93], [1, 90, 91, 92, 93]]
 TOP_P, TOP_K, MIN_P = {"top_p": 0.8}, {"top_k": 20}, {"min_p": 0.05}
@@ -169,15 +169,6 @@ class Drawing(tiny.Sampler):
         return responses
 
 
-class Points:
-    """Scores that say nothing of the responses."""
-
-    name, weight, solved_at = "points", 1.0, None
-
-    def __call__(self, samples):
-        return [float(i % 3) for i in range(len(samples))]
-
-
 def policy_of(folder, config, sampler=None, **filters) -> policy.Policy:
     """The policy of a `folder`, and a reference of other weights; prompts are shared as the config says."""
     lm, other = tiny.load_lm(config), load(folder, loss_from=config.loss_from)
@@ -185,9 +176,10 @@ def policy_of(folder, config, sampler=None, **filters) -> policy.Policy:
         weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel()))
     costs = policy.Costs(token=1.0, pair=0.0) if config.share_prompts else None
     tokenizer, device = encode.load_tokenizer(folder), torch.device("cpu")
+    scorers = [Scorer([float(i % 3) for i in range(16)])]
     sampler = Drawing(lm.base, filters) if sampler is None else sampler
     return policy.Policy(
-        config, Plain(lm), Plain(other), sampler, sampling_of(**filters), [Points()], tokenizer, device, costs=costs
+        config, Plain(lm), Plain(other), sampler, sampling_of(**filters), scorers, tokenizer, device, costs=costs
     )
 
 
@@ -343,46 +335,40 @@ def test_the_loss_and_its_gradient_are_over_the_sets(folder, way, preset):
 ALL = FILTERS["together"] | {"temperature": TEMPERATURE}
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    return tiny.jsonl(tmp_path_factory.mktemp("rows") / "rows.jsonl", tiny.sums(20))
-
-
-def run(folder, rows, output_dir, **options) -> list[dict]:
+def run(files, output_dir, **options) -> list[dict]:
     """The metrics of a run of grpo."""
-    settings = {"dataset": rows, "output_dir": str(output_dir), "verifiers": "tests.trainers.tiny:odd_characters"}
+    settings = {"dataset": files[1], "output_dir": str(output_dir), "verifiers": "tests.trainers.tiny:odd_characters"}
     settings |= {"eval_size": 4, "eval_samples": 2, "steps": 2, "lr": 1e-3, "kl_coef": 0.1, "save_every": 0, **ALL}
-    grpo.train(config_of(folder, **tiny.settled(settings | options)))
+    grpo.train(config_of(files[0], **tiny.settled(settings | options)))
     return tiny.untimed(tiny.read_metrics(output_dir))
 
 
 @pytest.mark.slow
-def test_a_run_draws_from_the_sets(folder, rows, tmp_path, capsys):
-    first = run(folder, rows, tmp_path / "a")
+def test_a_run_draws_from_the_sets(files, tmp_path, capsys):
+    first = run(files, tmp_path / "a")
     assert "warning" not in capsys.readouterr().out  # the first ratio is 1
     # A choice among 20 at most has at most this entropy, held-out evaluation too; among all 263 it is larger.
-    whole = run(folder, rows, tmp_path / "whole", steps=1, top_p=1.0, top_k=0, min_p=0.0)
+    whole = run(files, tmp_path / "whole", steps=1, top_p=1.0, top_k=0, min_p=0.0)
     bound = torch.tensor(20.0).log().item()
     for key, step in (("eval/entropy", 0), ("policy/entropy_avg", 1)):
         assert first[step][key] < bound < whole[step][key]
     assert first[0]["eval/accuracy_greedy"] == whole[0]["eval/accuracy_greedy"]
 
 
-def on_two_ranks(rank, world, folder, rows, output_dir, stage):
+def on_two_ranks(rank, world, files, output_dir, stage):
     # Groups without a signal are dropped: the others, with their sets, are dealt to the ranks anew.
     options = {"steps": 3, "save_every": 1, "keep_checkpoints": 9, "zero_stage": stage, "zero_variance": "drop"}
-    whole = run(folder, rows, f"{output_dir}/whole", **options)
+    whole = run(files, f"{output_dir}/whole", **options)
     forget_after(f"{output_dir}/whole", f"{output_dir}/stopped", 1)
-    return whole, run(folder, rows, f"{output_dir}/stopped", resume=True, **options)
+    return whole, run(files, f"{output_dir}/stopped", resume=True, **options)
 
 
 @pytest.mark.slow
-def test_two_ranks_with_and_without_partitioned_weights(folder, rows, tmp_path):
+def test_two_ranks_with_and_without_partitioned_weights(files, tmp_path):
     made = {}
     for stage in (0, 3):
         (tmp_path / str(stage)).mkdir()
-        arguments = (folder, rows, str(tmp_path / str(stage)), stage)
-        for whole, stopped in on_ranks(on_two_ranks, 2, *arguments):
+        for whole, stopped in on_ranks(on_two_ranks, 2, files, str(tmp_path / str(stage)), stage):
             assert whole == stopped
             made.setdefault(stage, whole)
     for x, y in zip(made[0], made[3], strict=True):

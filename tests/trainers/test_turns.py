@@ -138,11 +138,6 @@ def test_turns_in_between_leave_every_denominator_to_the_policys_own_ids(folder,
 # PPO.
 
 
-@pytest.fixture(scope="module")
-def folders(folder, tmp_path_factory):
-    return folder, tiny.reward_folder(tmp_path_factory.mktemp("turns") / "reward", folder)
-
-
 def ppo_step(folders, prompts, responses, monkeypatch):
     settings = {"model": folders[0], "critic": folders[1], "dataset": "", "output_dir": "", "zero_stage": 0}
     settings |= {"prompts_per_step": 2, "group_size": 4, "minibatches": 1, "micro_batch_size": 3, "kl_coef": 0.1}

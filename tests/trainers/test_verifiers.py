@@ -7,7 +7,7 @@ from fused_rl.trainers.rollouts.types import Prompt, Response, Sample
 from fused_rl.trainers.scorers.builtin import answer_of
 from fused_rl.trainers.scorers.load import load_scorers as load
 from fused_rl.trainers.scorers.options import ScorerConfig
-from tests.trainers import tiny
+from tests.trainers import steps, tiny
 
 
 def load_scorers(*verifiers, **options):
@@ -20,22 +20,13 @@ def samples(texts, rows, first=1):
     return [Sample(row, [], Response([], "stop"), text, f"d.jsonl, line {i}") for i, (text, row) in made]
 
 
-class Said(tiny.Sampler):
-    """A sampler that responds with what it is told to, in the tokenizer's ids."""
-
-    def __init__(self, tokenizer, texts):
-        self.ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
-
-    def sample(self, prompts, sampling):
-        return [Response(ids, "length") for ids in self.ids]
-
-
 def rolled_out(scorers, texts, rows):
     """A rollout whose responses are `texts`."""
     tokenizer = tiny.tokenizer()
+    ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    sampler = steps.Sampler([Response(each, "length") for each in ids])
     prompts = [Prompt([7, 8], row, f"d.jsonl, line {i}") for i, row in enumerate(rows, 1)]
-    device = torch.device("cpu")
-    return roll_out(Said(tokenizer, texts), scorers, prompts, Sampling(1.0, 1000, (3,)), tokenizer, device)
+    return roll_out(sampler, scorers, prompts, Sampling(1.0, 1000, (3,)), tokenizer, torch.device("cpu"))
 
 
 class Fixed:
@@ -48,18 +39,12 @@ class Fixed:
         return self.scores
 
 
-class OneToken(tiny.Sampler):
-    """A sampler of single tokens, and of an empty response at last."""
-
-    def sample(self, prompts, sampling):
-        return [*(Response([5], "length") for _ in prompts[1:]), Response([], "length")]
-
-
 def test_rewards_are_weighted_sums_and_solved_is_what_the_judges_say():
     tokenizer = tiny.tokenizer()
     scorers = [Fixed("judge", [1.0, 0.0, 1.0, None], solved_at=1.0), Fixed("bonus", [0.0, 0.5, None, 0.5], weight=0.2)]
     prompts = [Prompt([7, 8], {}) for _ in range(4)]
-    rollout = roll_out(OneToken(), scorers, prompts, Sampling(1.0, 1, (3,)), tokenizer, torch.device("cpu"))
+    sampler = steps.Sampler([*[Response([5], "length")] * 3, Response([], "length")])
+    rollout = roll_out(sampler, scorers, prompts, Sampling(1.0, 1, (3,)), tokenizer, torch.device("cpu"))
     assert rollout.rewards.tolist() == pytest.approx([1.0, 0.1, 1.0, 0.1])
     assert rollout.solved.tolist() == [True, False, True, False]  # nobody judged the last one
     assert rollout.lengths.tolist() == [1, 1, 1, 0] and not rollout.stopped.any()

@@ -27,7 +27,6 @@ VERIFIERS = [
     *verifiers("exact_macth", "verifier 'exact_macth': expected .*exact_match"),
     *verifiers("judges:other_text", r"must take .*\(response, row\).* it takes \(text, row\)$"),
     *verifiers("math", "expected --option value, got 'judges:even'", "judges:even"),
-    *verifiers("math", "column 'anwser' is missing or null; .* with --answer_column", "--answer_column", "anwser"),
     *verifiers("judges:Called", r"'judges:Called' must take \(response, row\)"),
     *verifiers("judges", "verifier 'judges': expected math, reasoning_gym"),
     *verifiers("judges:", "verifier 'judges:': expected"),
