@@ -24,7 +24,7 @@ from fused_rl.trainers.base import optim, zero
 from fused_rl.trainers.base.ranks import rank, world_size
 from fused_rl.trainers.options import EngineConfig, InputError, OptimConfig
 
-TIMEOUT = timedelta(minutes=30)  # for all processes to start, and of a collective
+TIMEOUT = timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "30")))  # to start, and of a collective
 
 
 def quiet() -> None:
