@@ -213,12 +213,9 @@ def weighted(log_ratio, advantages, logprobs, sequences, options, weight=1.0):
 
 
 def test_a_surrogate_is_an_object_or_a_name_with_options_and_reports_metrics():
-    named = {"surrogate": f"{HERE}:weighted", "surrogate_options": {"weight": 3.0}}
-    chosen, of_object = (
-        options.loss_options(grpo.GRPOConfig(model="m", dataset="d", output_dir="o", **given))
-        for given in (named, {"surrogate": weighted})
-    )
-    assert of_object.surrogate is weighted
-    ones = torch.ones(2, 3)
-    loss, metrics = fused_rl.policy_loss(ones, ones, ones, ones.bool(), options=chosen)
-    assert (loss, metrics["surrogate/ratio"]) == (-3, 1)
+    heavy, ones = {"surrogate_options": {"weight": 3.0}}, torch.ones(2, 3)
+    named, of_object = {"surrogate": f"{HERE}:weighted"}, {"surrogate": weighted}
+    for given, weight in ((named, 1), (of_object, 1), (named | heavy, 3), (of_object | heavy, 3)):
+        chosen = options.loss_options(grpo.GRPOConfig(model="m", dataset="d", output_dir="o", **given))
+        loss, metrics = fused_rl.policy_loss(ones, ones, ones, ones.bool(), options=chosen)
+        assert (loss, metrics["surrogate/ratio"]) == (-weight, 1)

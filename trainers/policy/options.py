@@ -95,9 +95,10 @@ def loss_options(config: LossConfig, **changes) -> PolicyLossOptions:
     given = {name: value for name, value in given.items() if value is not None}
     given.setdefault("kl_estimator", PolicyLossOptions.kl_estimator)
     if ":" in str(given.get("surrogate")):
-        function = load_function("surrogate", str(given["surrogate"]))
-        partial = functools.partial(function, **(config.surrogate_options or {}))
-        given["surrogate"] = functools.update_wrapper(partial, function)
+        given["surrogate"] = load_function("surrogate", str(given["surrogate"]))
+    if config.surrogate_options:
+        function = given["surrogate"]
+        given["surrogate"] = functools.update_wrapper(functools.partial(function, **config.surrogate_options), function)
     try:
         return resolve_options(config.preset, given | changes)
     except ValueError as error:
