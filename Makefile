@@ -94,6 +94,11 @@ $(RELEASES:%=test-versions-%): test-versions-%: .venv-%/installed-release
 test-faults: $(VENV)/installed  ## bad inputs and kills: the trainers' answers to some 500 faults
 	FUSED_RL_FAULT_SEED=$${FUSED_RL_FAULT_SEED:-$$(date +%s)} $(BIN)/python -m pytest -q --show-capture=no tests/trainers/test_faults.py
 
+# A minute without an answer counts as a broken network, so nothing else may run meanwhile; it needs iproute2 and root.
+.PHONY: test-nodes
+test-nodes: $(VENV)/installed  ## two nodes in network namespaces lose their network, and resume: 3 minutes
+	FUSED_RL_NODES=1 $(BIN)/python -m pytest -q tests/trainers/test_two_nodes.py
+
 # Tensors that say `cuda:0` and hold CPU values: what mixes devices, and how often the host waits for the device.
 .PHONY: test-device
 test-device: $(VENV)/installed  ## every op and a step of every trainer on a fake GPU, PTX executed on the CPU: 2 minutes
