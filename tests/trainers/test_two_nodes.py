@@ -54,9 +54,9 @@ def start(config, logs, **options) -> list[subprocess.Popen]:
             started.append(subprocess.Popen(words + given, env=env, cwd=ROOT, stdout=log, stderr=log))
     return started
 
+
 @pytest.mark.slow
 @pytest.mark.skipif("FUSED_RL_NODES" not in os.environ, reason="its time-outs are of a quiet machine: make test-nodes")
-@pytest.mark.slow
 @pytest.mark.usefixtures("nodes")
 def test_a_run_that_loses_its_network_ends_and_resumes_bit_for_bit(files, tmp_path):
     config = grpo_config(files, tmp_path / "whole", steps=24, save_every=4, zero_stage=2, micro_batch_size=1)
