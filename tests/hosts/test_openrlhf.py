@@ -4,7 +4,8 @@ import functools
 import itertools
 
 import openrlhf.trainer.dpo_trainer
-import openrlhf.trainer.ppo_utils.experience_maker  # noqa: F401  as above: modules that take functions by name
+import openrlhf.trainer.ppo_utils.experience_maker
+import openrlhf.trainer.ray.ppo_actor  # noqa: F401  as above: modules that take functions by name
 import pytest
 import torch
 from openrlhf.models import utils
