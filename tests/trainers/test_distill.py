@@ -290,8 +290,9 @@ def train_splits(rank, world, folder, output, direction, splits):
     [{}, {"direction": "jensen-shannon", "jsd_beta": 0.2}, {"teacher": {"itself": "model", "other": "teacher"}}],
     ids=["reverse", "jensen-shannon-0.2", "several"],
 )
-def test_processes_micro_batches_and_zero_stages_agree(folder, tmp_path, options, monkeypatch):
-    monkeypatch.chdir(folder)
+def test_processes_micro_batches_and_zero_stages_agree(folder, tmp_path, options):
+    if "teacher" in options:
+        options = {"teacher": {name: str(folder / model) for name, model in options["teacher"].items()}}
     one = on_ranks(train_splits, 1, folder, tmp_path, options, [(0, 8), (2, 1)])[0]
     two = on_ranks(train_splits, 2, folder, tmp_path, options, [(3, 1), (2, 8)])[0]
     weights, metrics = one[0, 8]
