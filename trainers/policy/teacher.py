@@ -140,12 +140,10 @@ def _served(config, url: str, policy: Policy) -> ServedTeacher:
     return ServedTeacher(http, url, name, config.teacher_top_k)
 
 
-def corrected(
-    policy: Policy, teachers: list[Teacher | ServedTeacher], part: Batch, chosen: torch.Tensor
-) -> dict[str, torch.Tensor]:
+def corrected(policy: Policy, teachers: list, part: Batch, chosen: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return sums over the tokens of a micro-batch: of the divergence from the teachers, in nats, and of metrics.
 
-    `chosen` (b,) int64 says which of the teachers each sequence has.
+    `chosen` (b,) int64 says which of the `teachers`, as `load_teachers` returns them, each sequence has.
     """
     costs = policy.costs if all(teacher.packs for teacher in teachers) else None
     row, column = part.response_tokens()
@@ -153,25 +151,27 @@ def corrected(
     some = (column + 1 - part.prompt_lengths[row]) % every == 0
 
     # Each teacher reads its own sequences. One that has none here reads another, as ZeRO 3 needs all ranks to read.
+    inputs = inputs_of(part, costs)
     tokens, read = [], []
     for number, teacher in enumerate(teachers):
-        mine = (chosen == number).nonzero()[:, 0]
-        of_teacher = part.rows(mine if len(mine) else torch.tensor([0])) if len(teachers) > 1 else part
-        tokens.append(on_device((chosen[row] == number).nonzero()[:, 0], policy.device))
-        found = teacher.read(inputs_of(of_teacher, costs), of_teacher)
-        read.append([values[: len(tokens[-1])] for values in found])
+        tokens.append((chosen[row] == number).nonzero()[:, 0])
+        own_part, own_inputs = part, inputs
+        if len(teachers) > 1:
+            mine = (chosen == number).nonzero()[:, 0]
+            own_part = part.rows(mine if len(mine) else torch.tensor([0]))
+            own_inputs = inputs_of(own_part, costs)
+        read.append([values[: len(tokens[-1])] for values in teacher.read(own_inputs, own_part)])
 
     def meet(hidden, student):
         """In the student's forward pass, where its head is whole."""
         sums = []
         for teacher, at, values in zip(teachers, tokens, read, strict=True):
-            own = hidden[at] if len(teachers) > 1 else hidden
-            compared = on_device(some[at.cpu()].nonzero()[:, 0], policy.device)
+            own = hidden[on_device(at, policy.device)] if len(teachers) > 1 else hidden
+            compared = on_device(some[at].nonzero()[:, 0], policy.device)
             sums.append(teacher.compare(policy.config, student, own, compared, *values))
         return {name: sum(found[name] for found in sums) for name in sums[0]}
 
-    compared = some.sum().to(policy.device, non_blocking=True)
-    return policy.model(**inputs_of(part, costs), through=meet) | {"compared": compared}
+    return policy.model(**inputs, through=meet) | {"compared": some.sum().to(policy.device, non_blocking=True)}
 
 
 def inputs_of(part: Batch, costs: Costs | None) -> dict[str, object]:
