@@ -320,3 +320,4 @@ def serving(kind: str, folder: str, **options) -> Iterator[Fake]:
         listener.shutdown()
         listener.server_close()
         thread.join()
+        del listener.fake  # an idle handler must not be the last to hold the model: freeing it as Python exits aborts

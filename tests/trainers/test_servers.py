@@ -317,6 +317,15 @@ def test_the_last_folder_stays_until_all_servers_have_the_next(pair, folder, tmp
     assert sorted(path.name for path in (tmp_path / "published").iterdir()) == ["mine", "step-2"]
 
 
+def test_a_cancelled_update_resumes_its_server(pair, folder, tmp_path):
+    policy = served.Policy(folder)
+    sampler = served.sampler_of([fake.url for fake in pair], policy, tmp_path)
+    pair[0].script, pair[1].script = [("/collective_rpc", "hang")], [("/update_weights_from_disk", 500)]
+    with pytest.raises(InputError, match="HTTP 500"):
+        sampler.publish(0, policy.save)
+    assert not pair[0].paused
+
+
 def test_a_server_with_too_little_room_is_refused(pair, folder, tmp_path):
     with pytest.raises(InputError, match="room for 126 tokens, but .* are 127 together; give it a length of 129;"):
         served.sampler_of([fake.url for fake in pair], served.Policy(folder), tmp_path, longest=127)

@@ -42,7 +42,7 @@ class Http:
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
     def run(self, work: Iterable[Coroutine]) -> list:
-        """Return the results of calls, in order; the first failure cancels the others and is raised."""
+        """Return the results of calls, in order; the first failure cancels the others, and is raised when all ended."""
 
         async def together() -> list:
             tasks = [asyncio.ensure_future(one) for one in work]
@@ -51,6 +51,7 @@ class Http:
             finally:
                 for task in tasks:
                     task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)  # a server whose update is cancelled is resumed
 
         return asyncio.run_coroutine_threadsafe(together(), self.loop).result()
 
@@ -73,8 +74,7 @@ class Http:
                 except ValueError:
                     problem = f"the answer is not JSON: {text}"
                 tries -= status != 503
-                refused = 0 < status < 500
-                if refused or tries <= 0 or time.monotonic() >= end:
+                if 0 < status < 500 or tries <= 0 or time.monotonic() >= end:
                     problem = problem if self.key is None else problem.replace(self.key, "***")
                     raise InputError(f"{method} {url}: {problem[:400]}")
                 await asyncio.sleep(self.pause)
