@@ -229,12 +229,12 @@ def sprung(trap: Trap, scene: Scene) -> dict:
     server = connect(Http(), scene.url)
     ids = scene.tokenizer.encode(TEXT, add_special_tokens=False)
     probe = Probe(None, ids, True, Sampling(trap.temperature, TOKENS, ()))
-    probe.sample(server, 0)
+    server.http.run([probe.sample(server, 0)])
     trap.act(scene)
     answers = ask(scene.url, scene.prompts, **{"temperature": trap.temperature} | trap.request)
     found = errors(scene.lm, answers, trap.temperature)
     try:
-        responses = probe.sample(server, 1)
+        (responses,) = server.http.run([probe.sample(server, 1)])
         own = []
         prompts, hot = probe.prompts(server.room)
         for prompt, response in zip(prompts, responses, strict=True):

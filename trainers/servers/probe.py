@@ -4,6 +4,7 @@ The long prompt is the same at every update, so that a prefix cache of earlier w
 what the probe cannot detect.
 """
 
+import asyncio
 import math
 from dataclasses import dataclass, replace
 
@@ -38,13 +39,13 @@ class Probe:
         hot = replace(self.sampling, temperature=HOT, max_new_tokens=tokens, stop_ids=(), seeds=None)
         return [short, long] * 2, hot
 
-    def sample(self, server: Server, step: int) -> list[Response]:
-        """Return a server's responses to the four prompts: two seeds, and the same two again."""
+    async def sample(self, server: Server, step: int) -> list[Response]:
+        """Return a server's responses to the four prompts: two seeds, and then the same two again."""
         (short, long, *_), sampling = self.prompts(server.room)
         responses = []
         for _ in range(2):
             calls = server.sample(short, sampling, 2 * step), server.sample(long, sampling, 2 * step + 1)
-            responses += server.http.run(calls)
+            responses += await asyncio.gather(*calls)
         return responses
 
     @torch.no_grad()

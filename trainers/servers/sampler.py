@@ -55,14 +55,13 @@ class ServerSampler(Sampler):
                     f"{longest} together; give it a length of {longest + server.margin}; {server.flags}"
                 )
         # Cache entries of the weights before the first update: the probe after it must not find them.
-        ranks.on_first_rank(lambda: [probe.sample(server, 0) for server in self.servers])
+        ranks.on_first_rank(lambda: http.run(probe.sample(server, 0) for server in self.servers))
 
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Response]:
         """Return one response per prompt, in their order; its place decides a prompt's server, so a run repeats."""
         servers: list[Server] = []
-        for number, (_, copies) in enumerate(groupby(prompts)):
-            server = self.servers[(ranks.rank() + number) % len(self.servers)]
-            servers += [server for _ in copies]
+        for number, (_, copies) in enumerate(groupby(prompts), ranks.rank()):
+            servers += [self.servers[number % len(self.servers)] for _ in copies]
         calls = zip(servers, prompts, sampling.seeds or [None] * len(prompts), strict=True)
         return self.http.run(server.sample(prompt, sampling, seed) for server, prompt, seed in calls)
 
@@ -80,7 +79,7 @@ class ServerSampler(Sampler):
             for other in self.folder.glob("step-*"):  # the one before stays until all servers have the new one
                 if other != folder:
                     shutil.rmtree(other)
-            found.extend(self.probe.sample(server, step) for server in self.servers)
+            found.extend(self.http.run(self.probe.sample(server, step) for server in self.servers))
 
         # The first rank calls the servers; all ranks score, as each may have a part of the weights.
         ranks.on_first_rank(push)
