@@ -5,8 +5,8 @@
 Runs start from the command line, as a user starts them. On the CPU path where the file was written the results are
 equal. Elsewhere a GEMM rounds otherwise, and they agree within 1e-6; with bfloat16 weights an argmax may flip, and they
 agree within 0.05. Adam's epsilon is large, so that a gradient of rounding size moves no weight by a whole
-learning rate. `elsewhere` has what a case gave on a CPU that rounds further from the first: a Xeon's grpo-zero2 is
-1.2e-6 from an EPYC's.
+learning rate. `elsewhere` has what a case gave on another CPU, if it was written there or rounds further from the
+first: a Xeon's grpo-zero2 is 1.2e-6 from an EPYC's.
 """
 
 import argparse
@@ -36,6 +36,8 @@ PPO |= {"missing_eos_penalty": 0.5, "kl_coef": 0.05}
 SFT = {"completion_column": "answer", "batch_size": 8, "weight_decay": 0.1}
 REWARD = {"batch_size": 8, "centering": 0.01, "label_smoothing": 0.05, "normalize_pairs": 6}
 PARTITIONED = {"zero_stage": 3, "stage3_param_persistence_threshold": 0}
+DISTILL = {"max_new_tokens": 6, "prompts_per_step": 8, "on_policy": 0.5, "completion_column": "answer"}
+DPO = {"batch_size": 8, "label_smoothing": 0.05, "nll_coef": 0.1}
 LORA = {"lora_rank": 4}
 ADAPTIVE = {"kl_target": 0.05, "kl_horizon": 50, "tf_adam": True, "critic_warmup_steps": 2}
 SYNCED = {"ref_sync_every": 2, "ref_mixup_alpha": 0.6, "kl_in": "reward", "advantage": "group-mean-batch-std"}
@@ -70,6 +72,10 @@ CASES = {
     "ppo-zero2": ("ppo", PPO | KEPT | {"zero_stage": 2}, 1),
     "ppo-zero3": ("ppo", PPO | PARTITIONED | {"epochs": 1}, 1),
     "ppo-lora": ("ppo", PPO | LORA | {"zero_stage": 2, "lag": 1}, 1),
+    "distill-zero0": ("distill", DISTILL | {"zero_stage": 0, "packing": True}, 1),
+    "distill-ranks-zero3": ("distill", DISTILL | PARTITIONED | {"direction": "jensen-shannon", "jsd_beta": 0.3}, 2),
+    "dpo-zero0": ("dpo", DPO | {"zero_stage": 0, "micro_batch_size": 3}, 1),
+    "dpo-lora": ("dpo", DPO | LORA | {"zero_stage": 2, "loss_type": "simpo"}, 1),
 }
 
 
@@ -82,6 +88,7 @@ def make_files(folder: Path) -> None:
     """The models and rows that all cases read."""
     model = tiny.model_folder(folder / "model", pad_is_eos=True)
     tiny.reward_folder(folder / "reward", model)
+    tiny.model_folder(folder / "teacher", pad_is_eos=True, seed=1)
     tiny.jsonl(folder / "rows.jsonl", tiny.sums(40))
     (folder / "pairs").mkdir()
     reward_runs.make_model(folder / "pairs" / "model")
@@ -90,13 +97,16 @@ def make_files(folder: Path) -> None:
 
 def words_of(command: str, options: dict, folder: Path, output_dir: Path) -> list[str]:
     """The command line of a case."""
-    model, rows = ("pairs/model", "pairs/pairs.jsonl") if command == "reward" else ("model", "rows.jsonl")
+    pairs = command in ("reward", "dpo")
+    model, rows = ("pairs/model", "pairs/pairs.jsonl") if pairs else ("model", "rows.jsonl")
     given = {"model": folder / model, "dataset": folder / rows, "output_dir": output_dir}
     given |= {"steps": 10, "eval_size": 4, "eval_every": 5, "save_every": 0, "dtype": "float32"}
     given |= {"lr": 0.01 if command in ("sft", "grpo") else 0.001, "adam_eps": 1e-3, "micro_batch_size": 8}
     if command == "ppo":
         given |= {"verifiers": f"[reward_model:{folder / 'reward'}, {SCORER}]", "verifier_weights": "[1, 0]"}
         given |= {"critic": folder / "reward"}
+    if command == "distill":
+        given["teacher"] = folder / "teacher"
     given |= options
     words = []
     for name, value in given.items():
@@ -203,12 +213,15 @@ def main() -> None:
     torch.set_num_threads(1)
     os.environ["TRITON_INTERPRET"] = "0"
     stored = json.loads(STORED.read_text())
+    if options.cases == list(CASES):
+        stored = {"code_path": code_path(), "cases": {}, "elsewhere": {}}
     with tempfile.TemporaryDirectory() as folder:
         make_files(Path(folder))
         for name in options.cases:
-            stored["cases"][name] = of_case(name, Path(folder))
-            print(f"{name}: {stored['cases'][name]['weights']}", flush=True)
-    STORED.write_text(json.dumps(stored | {"code_path": code_path()}, indent=1) + "\n")
+            found = of_case(name, Path(folder))
+            stored["cases" if stored["code_path"] == code_path() else "elsewhere"][name] = found
+            print(f"{name}: {found['weights']}", flush=True)
+    STORED.write_text(json.dumps(stored, indent=1) + "\n")
 
 
 if __name__ == "__main__":
