@@ -1,5 +1,6 @@
 """Checks of the public functions' arguments: each raises a ValueError that says what came and what to do about it."""
 
+import difflib
 import functools
 import math
 import os
@@ -38,10 +39,7 @@ Positive = Annotated[float, "a finite number above 0"]
 NonNegative = Annotated[float, "a finite number, 0 or more"]
 MayBeInf = Annotated[float, "a number, 0 or more, or inf"]
 Fraction = Annotated[float, "a number above 0, at most 1"]
-_TEMPERATURE_RANGE = (
-    f"temperature must be a number from {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g} (0.01 comes close to the greedy "
-    "choice)"
-)
+_TEMPERATURE_RANGE = "temperature must be a number from 1e-06 to 1e+06 (0.01 comes close to the greedy choice)"
 
 
 def described(x: object) -> str:
@@ -121,8 +119,10 @@ def check_count(name: str, count: object, mask: Tensor) -> None:
 
 
 def check_choice(name: str, value: object, valid: Iterable[str]) -> None:
-    if value not in list(valid):  # a list or dictionary, too, is none of them
-        raise ValueError(f"{name} must be one of {', '.join(valid)}; got {_shortened(repr(value))}")
+    if value not in (names := list(valid)):  # a list or dictionary, too, is none of them
+        nearest = difflib.get_close_matches(str(value), names, n=1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        raise ValueError(f"{name} must be one of {', '.join(names)}; got {_shortened(repr(value))}{hint}")
 
 
 def check_floating(name: str, x: Tensor, shape: str = "") -> None:

@@ -381,6 +381,7 @@ REFUSED = [
     ("policy_loss", {"preset": "grpo", "options": fused_rl.PolicyLossOptions()}, "preset or options, not both"),
     ("policy_loss", {"options": {"clip_low": 0.1}}, "options must be PolicyLossOptions or None, got dict"),
     ("policy_loss", {"clip": 0.2}, "option must be one of .*clip_low, clip_high.*got 'clip'"),
+    ("policy_loss", {"clip_hi": 0.3}, "option must be one of .*got 'clip_hi'; did you mean clip_high"),
     ("policy_loss", {"ratio_level": "row"}, "ratio_level must be one of token, sequence, sequence-sum"),
     ("policy_loss", {"loss_agg": "mean"}, "loss_agg must be one of token-mean"),
     ("policy_loss", {"surrogate": "ppo"}, "surrogate must be one of clip"),
