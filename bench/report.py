@@ -13,45 +13,43 @@ from bench.results import RESULTS
 
 HEAD = """# Benchmarks
 
-For anyone who wants to know what fused_rl saves, and what it does not. `python -m bench report` writes this page from
-`bench/results/*.json`, which hold the raw samples. Every answer was checked against fp64 before it was timed.
-`make bench` repeats the measurements.
+`python -m bench report` writes this page from the raw samples in `bench/results/*.json`. `make bench` repeats the
+measurements. Every answer was checked against fp64 before it was timed.
 
-Absolute times belong to the machine above each table, so compare implementations within a row: they took turns in one
-run. A cell holds the time, a median, then the extra memory with the gradient, as a multiple of the logits or in MB.
-Where it says "10.1 ×", the implementation took 10.1 times as long as ours: the median over the turns, each beside ours
-of the same turn. † marks an answer that is wrong: a log-probability or KL off by more than 0.001 nats, or a gradient by
-more than 1 % of its largest element. An empty cell was not measured: the implementation needs a GPU, is not installed,
-or had no time left. No figure is from a GPU yet.
+Compare implementations within a row: they took turns in one run. A cell holds the median time, then the extra memory
+with the gradient, as a multiple of the logits or in MB. "10.1 ×" means 10.1 times as long as ours: the median over the
+turns, each compared with our time in the same turn. † marks a wrong answer: a log-probability or KL off by more than
+0.001 nats, or a gradient off by more than 1 % of its largest element. Empty cells were not measured: the implementation
+needs a GPU, is not installed, or had no time left. No figure is from a GPU yet.
 """
 TIMED = {
     "kernels": "Forward and backward of log-probability and entropy.",
     "kl": "Forward and backward of `token_kl`, the KL of two logits tensors.",
     "support": "Log-probability and entropy over kept sets of ids, from logits and, with memory in MB, from hidden "
-    "states. Memory below 0: rows of the returned gradient that nobody touched take none.",
+    "states. Memory can be below 0: untouched rows of the returned gradient take none.",
     "linear": "From hidden states to loss and gradients (rows × hidden × vocabulary). Memory is in MB.",
 }
 TRAFFIC = (
     "Bytes that each operation loads and stores, counted in Triton's interpreter and by ATen operators, as multiples "
-    "of the logits' size. The counts are the same on every machine. A loss on whole `(B, T, V)` logits leaves out the "
-    "last position, so it reads a little less than one multiple."
+    "of the logits' size. They are the same on every machine. A loss on whole `(B, T, V)` logits leaves out the last "
+    "position, so it reads a little less than one multiple."
 )
 ACCURACY = (
     "Largest errors against fp64 of the same rounded logits over 32000 tokens. Usual logits are normal with deviation "
-    "3; hard ones have one token 10, 20 or 30 above the rest, at offsets 0 and 1000. Log-probability and entropy in "
-    "nats, gradients relative to the largest element of their row. [Numerics](numerics.md) says what is promised."
+    "3; hard ones have one token 10, 20 or 30 above the rest, at offsets 0 and 1000. Log-probability and entropy are "
+    "in nats, gradients relative to the largest element of their row. [Numerics](numerics.md) has the promises."
 )
 TRAINERS = (
-    "CPU seconds of one thread; medians over the steps of three seeds, the first step of each left out. The GRPO rows "
-    "of ours are the recipe with the exact KL of each step, and without it, as TRL measures. `needed` is a lower bound "
-    "for a phase: the model's passes alone on the same micro-batches, with the fused head that the trainer uses "
-    "(`bench/trainers.py` says how). The large head has Qwen2.5-0.5B's width and vocabulary over two layers, in bf16; "
-    "TRL trains bf16 weights there, ours keeps fp32 masters. Fewer steps were timed there, so its times vary more."
+    "CPU time of one thread: medians over the steps of three seeds, without each run's first step. Our GRPO rows are "
+    "the recipe, which measures the exact KL at each step, and the same without it, as in TRL. `needed` is a lower "
+    "bound for a phase: the model's passes alone on the same micro-batches, with the fused head that the trainer uses "
+    "(`bench/trainers.py`). The large head has Qwen2.5-0.5B's width and vocabulary over two layers, in bf16; TRL "
+    "trains bf16 weights there, ours keeps fp32 masters. Fewer steps were timed there, so the times vary more."
 )
 QUALITY = (
-    "Held-out accuracy over the CPU seconds of the training steps, evaluations left out: both trainers begin with the "
-    "same weights and take the same rows with the same hyperparameters on one thread. A line is a median over three "
-    "seeds, a dot is a seed. The table has the CPU seconds to the accuracy that every run reached."
+    "Held-out accuracy over the CPU seconds of the training steps, without evaluations. Both trainers begin with the "
+    "same weights and take the same rows with the same hyperparameters. A line is a median over three seeds, a dot is "
+    "a seed. The table has the CPU seconds to the accuracy that every run reached."
 )
 ALGORITHMS = {"grpo": "GRPO: greedy answers that are right", "reward": "reward model: pairs ordered rightly"}
 
@@ -60,14 +58,15 @@ def table(columns, rows) -> str:
     return results.table(columns, rows, markdown=True)
 
 
-def machine(result) -> str:
-    """Return where, when and how a table was measured."""
+def machine(result, above: str) -> tuple[str, str]:
+    """Return how a table was measured, and where; the sentence leaves out a place that the table above names."""
     facts = result["environment"]
     changed = " with local changes" if facts["modified"] else ""
-    threads = f", {facts['threads']} threads" if facts["device"].startswith("CPU") else ""
-    versions = [f"{name} {version}" for name, version in facts["versions"].items()]
-    where = f"{facts['device']}{threads}; {', '.join(versions)}"
-    return f"`{facts['command']}`, commit {facts['commit'][:7]}{changed}, {facts['date'][:10]}. {where}.\n"
+    plural = "" if facts["threads"] == 1 else "s"
+    threads = f", {facts['threads']} thread{plural}" if facts["device"].startswith("CPU") else ""
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    where = f"commit {facts['commit'][:7]}{changed}, {facts['date'][:10]}. {facts['device']}{threads}; {versions}"
+    return f"`{facts['command']}`, {'commit, machine and versions as above' if where == above else where}.\n", where
 
 
 def label(row) -> str:
@@ -181,8 +180,8 @@ def quality(result) -> str:
             spent = sorted(seconds_to(row, wanted) for row in rows)
             last = statistics.median(row["accuracy"][-1][2] for row in rows)
             span = f"{results.number(spent[0])} to {results.number(spent[-1])}"
-            lines.append([op, name, f"{wanted:.0%}", statistics.median(spent), span, f"{last:.1%}", len(rows)])
-    columns = ["", "implementation", "accuracy", "CPU s to it", "over seeds", "accuracy at the end", "seeds"]
+            lines.append([op, name, f"{wanted:.0%}", statistics.median(spent), span, f"{last:.1%}"])
+    columns = ["", "implementation", "accuracy", "CPU s to it", "over seeds", "accuracy at the end"]
     picture = "![Held-out accuracy over CPU seconds, ours and TRL's](time-to-quality.svg)"
     return f"{QUALITY}\n\n{picture}\n\n{table(columns, lines)}"
 
@@ -218,14 +217,15 @@ SECTIONS = {
 def command(name: str, words: list[str]) -> int:
     """Write the page; 1 if there is nothing to write, or a result cannot be read."""
     argparse.ArgumentParser(description=__doc__).parse_args(words)
-    text, broken = HEAD, False
+    text, where, broken = HEAD, "", False
     for group, (title, section) in SECTIONS.items():
         path = RESULTS / f"{group}-cpu.json"
         if not path.exists():
             continue
         try:
             result = results.load(path)
-            text += f"\n## {title}\n\n{machine(result)}\n{section(result)}"
+            body, (measured, where) = section(result), machine(result, where)
+            text += f"\n## {title}\n\n{measured}\n{body}"
         except (ValueError, KeyError, TypeError) as reason:
             print(f"left out: {path.name}: {type(reason).__name__}: {reason}")
             broken = True

@@ -39,6 +39,12 @@ def test_the_site_has_every_page_and_the_api_every_public_name():
     assert named == set(fused_rl.__all__)
 
 
+def test_the_tests_that_numerics_names_exist():
+    named = set(re.findall(r"`(test_\w+)`", (DOCS / "numerics.md").read_text()))
+    sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert named - set(re.findall(r"^def (test_\w+)", sources, re.MULTILINE)) == set()
+
+
 def commands(page):
     """The complete command lines in a page's blocks of bash."""
     sources = "".join(re.findall(r"^```bash\n(.*?)^```", page, re.DOTALL | re.MULTILINE)).replace("\\\n", " ")
