@@ -151,10 +151,8 @@ def check_logits(name: str, logits: Tensor, dtypes: Collection[torch.dtype] = LO
 def check_logits_dtype(logits_dtype: torch.dtype | None, operands: torch.dtype) -> None:
     """None, fp32, or the dtype of hidden states and head: nothing narrower, and fp32 is as wide as sums are."""
     if logits_dtype not in (None, torch.float32, operands):
-        raise ValueError(
-            f"logits_dtype must be None, torch.float32 or the dtype of hidden and weight, {operands}; got "
-            f"{logits_dtype!r}"
-        )
+        wanted = f"None, torch.float32 or the dtype of hidden and weight, {operands}"
+        raise ValueError(f"logits_dtype must be {wanted}; got {logits_dtype!r}")
 
 
 def check_mask(mask: Tensor, of: str, shape: Collection[int], device: torch.device, hint: str = "") -> None:
@@ -288,10 +286,8 @@ def check_temperature_values(row_temperature: Tensor | None, mask: Tensor | None
 def check_process_group(group: object) -> None:
     """Refuse what `new_group` returns outside the group, a number, with which a reduction would reduce nothing."""
     if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
-        raise ValueError(
-            "process_group must be a torch.distributed.ProcessGroup that this rank is in, or None, got "
-            f"{described(group)}; of a DeviceMesh take get_group()"
-        )
+        wanted = "a torch.distributed.ProcessGroup that this rank is in, or None"
+        raise ValueError(f"process_group must be {wanted}, got {described(group)}; of a DeviceMesh take get_group()")
 
 
 def no_second_derivative(name: str) -> Callable[..., None]:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from multiprocessing import util
 from pathlib import Path
 
+from fused_rl.checks import described
+
 CASES = 50  # judged by one process, which then makes way for a fresh one
 MEMORY, WALL = 1 << 30, 300.0  # bytes beyond what a process begins with; seconds, of a case that sleeps
 CPU_SECONDS = 1.0  # for one answer: they take 0.01 to 0.3, or never end
@@ -35,8 +37,11 @@ def judge(responses: Sequence[str], answers: Sequence[str], *, cpu_seconds: floa
 
     Raises:
         ImportError: math-verify or pebble is not installed: pip install 'math-verify>=0.9' pebble.
-        ValueError: not as many answers as responses.
+        ValueError: not as many answers as responses, or one that is not text.
     """
+    for text in (*responses, *answers):
+        if not isinstance(text, str):
+            raise ValueError(f"responses and answers must be texts, got {described(text)}; a number is str(number)")
     return [score for score, _ in pool(cpu_seconds).judge(list(zip(responses, answers, strict=True)))]
 
 

@@ -4,14 +4,10 @@ Plain PyTorch, some rows of logits at a time, which the backward pass forms agai
 as `linear_token_kl(…, direction="jensen-shannon")`.
 """
 
-import math
-
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
-
-__all__ = ["linear_token_jsd"]
 
 ROWS = 256  # whose logits exist at once
 
@@ -27,6 +23,7 @@ def linear_token_jsd(
     ref_bias: Tensor | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Jensen-Shannon divergence per token between a policy p and a reference q in nats: arXiv:2306.13649, eq. 1.
 
@@ -37,6 +34,7 @@ def linear_token_jsd(
         ref_hidden, ref_weight, ref_bias: (N, H'), (V, H'), (V,) of the reference, which require no gradient.
         beta: above 0 and below 1, the weight of the reference in the mixture.
         temperature, softcap: of both.
+        logits_dtype: torch.float32 to form the logits in fp32; None for the dtype of hidden and weight.
 
     Returns:
         (N,) fp32, differentiable with respect to hidden, weight and bias.
@@ -44,14 +42,23 @@ def linear_token_jsd(
     blocks = []
     for rows, ref_rows in zip(hidden.split(ROWS), ref_hidden.split(ROWS), strict=True):
         sides = (rows, weight, bias), (ref_rows, ref_weight, ref_bias)
-        blocks.append(checkpoint(_of_rows, *sides, beta, temperature, softcap, use_reentrant=False))
+        blocks.append(checkpoint(_of_rows, *sides, beta, temperature, softcap, logits_dtype, use_reentrant=False))
     return torch.cat(blocks)
 
 
-def _of_rows(policy, reference, beta, temperature, softcap):
-    p, q = (linear(*side).float() for side in (policy, reference))
+def _of_rows(policy, reference, beta, temperature, softcap, logits_dtype):
+    sides = [[x if x is None else x.to(logits_dtype or x.dtype) for x in side] for side in (policy, reference)]
+    p, q = (linear(*side).float() for side in sides)
     if softcap is not None:
         p, q = (softcap * torch.tanh(logits / softcap) for logits in (p, q))
     p, q = (torch.log_softmax(logits / temperature, -1) for logits in (p, q))
-    m = torch.logaddexp(p + math.log1p(-beta), q + math.log(beta))
-    return beta * (q.exp() * (q - m)).sum(-1) + (1 - beta) * (p.exp() * (p - m)).sum(-1)
+    with torch.no_grad():
+        d = (p - q).clamp(-80, 80)  # beyond, what is clamped has no weight
+        above_p, above_q = beta * torch.expm1(-d), (1 - beta) * torch.expm1(d)  # m / p - 1, m / q - 1
+        log_p, log_q = -torch.log1p(above_p), -torch.log1p(above_q)  # log(p / m), log(q / m)
+        # Of close columns add m - p and m - q, which together are 0: no term is negative then, and none cancels.
+        close = d.abs() < 1
+        of_p, of_q = log_p + above_p.where(close, 0), log_q + above_q.where(close, 0)
+        value = (1 - beta) * (p.exp() * of_p).sum(-1) + beta * (q.exp() * of_q).sum(-1)
+    slope = (1 - beta) * (p.exp() * log_p).sum(-1)  # m has no part in the gradient
+    return value + (slope - slope.detach())

@@ -254,8 +254,8 @@ MUTATIONS = {
     ),
     "the teacher and the student are exchanged in the mixture": Mutation(
         "fused_rl/linear_jsd.py",
-        "p + math.log1p(-beta), q + math.log(beta)",
-        "q + math.log1p(-beta), p + math.log(beta)",
+        "beta * torch.expm1(-d), (1 - beta) * torch.expm1(d)",
+        "(1 - beta) * torch.expm1(-d), beta * torch.expm1(d)",
         "tests/test_linear_kl.py -k mixture",
     ),
     "smoothed labels are exchanged": Mutation(
@@ -437,8 +437,8 @@ MUTATIONS = {
     # Servers.
     "a refused request is sent again": Mutation(
         "trainers/servers/inference.py",
-        "refused = 0 < status < 500",
-        "refused = 0 < status < 400",
+        "if 0 < status < 500 or",
+        "if 0 < status < 400 or",
         "tests/trainers/test_servers.py -k faults",
     ),
     "SGLang gets a request that never stops": Mutation(

@@ -79,6 +79,13 @@ def test_any_mixture_of_jensen_shannon(beta):
     gradients = torch.autograd.grad(found, leaves, upstream)
     for ours, theirs in zip(gradients, torch.autograd.grad(wanted, wide, upstream.double()), strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5 * theirs.abs().max().item())
+    same = {"ref_hidden": leaves[0].detach(), "ref_weight": leaves[1].detach(), "ref_bias": leaves[2].detach()}
+    none = linear_token_jsd(*leaves[:2], **same, bias=leaves[2], beta=beta, **options)
+    assert none.eq(0).all() and torch.autograd.grad(none.sum(), leaves[1])[0].eq(0).all()
+    low = [leaf.detach().bfloat16() for leaf in leaves[:2]]
+    narrow = linear_token_jsd(*low, low[0].roll(1, 0), low[1], beta=beta, logits_dtype=torch.float32)
+    wide = linear_token_jsd(*(x.float() for x in (*low, low[0].roll(1, 0), low[1])), beta=beta)
+    torch.testing.assert_close(narrow, wide)
     if beta == 0.5:
         plain = fused_rl.linear_token_kl(*leaves[:2], **ref, bias=leaves[2], direction="jensen-shannon", **options)
         torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-6)

@@ -97,6 +97,8 @@ class DistillConfig(ScorerConfig, SamplingRunConfig):
 
 def arithmetic(config: DistillConfig, world: int) -> dict[str, object]:
     """How the batch divides; raises on what does not."""
+    if not config.teachers:
+        raise InputError("teacher={} names no teacher; give a folder, a Hub name, or several by name")
     local = ranks.divide_over("prompts_per_step", config.prompts_per_step, world)
     return {
         "processes": world,
@@ -186,8 +188,11 @@ def train(
     config, run, held_out = prepared.config, prepared.run, prepared.held_out
     given = given_samples(prepared) if config.on_policy < 1 else []
     for prompt in (*prepared.prompts, *held_out.prompts) if len(config.teachers) > 1 else ():
-        if prompt.row.get(config.teacher_column) not in config.teachers:
-            came = f"column {config.teacher_column!r} is {prompt.row.get(config.teacher_column)!r:.80}"
+        if config.teacher_column not in prompt.row:
+            came = f"column {config.teacher_column!r} is missing; the row has {sorted(prompt.row)}"
+            raise InputError(f"{prompt.where}: {came}; name the right column with --teacher_column")
+        if prompt.row[config.teacher_column] not in config.teachers:
+            came = f"column {config.teacher_column!r} is {prompt.row[config.teacher_column]!r:.80}"
             raise InputError(f"{prompt.where}: {came}; expected the name of a teacher: {', '.join(config.teachers)}")
     policy = prepared.load_policy(needs_reference=False, several=("packing", config.packing))
     with phase("loaded the teacher"):

@@ -26,7 +26,7 @@ from fused_rl.trainers.data.preferences import Pair, PairEncoder, PairsConfig, a
 from fused_rl.trainers.data.rows import Given, load_train_eval
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.reward_model import check_finite
-from fused_rl.trainers.options import NonNegative, Positive
+from fused_rl.trainers.options import Needs, NonNegative, Positive
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.loop import Run
 
@@ -47,6 +47,8 @@ class DPOConfig(PairsConfig):
     """Least lead of every chosen score, in addition to margin_column: gamma of simpo."""
     nll_coef: NonNegative = 0.0
     """Weight of the chosen responses' negative log-likelihood per token."""
+
+    needs: ClassVar = (Needs("label_smoothing", lambda config: config.loss_type != "ipo", "has no effect on ipo"),)
 
 
 def measure(model, pairs: list[Pair], config: DPOConfig, reference: torch.Tensor | None = None) -> torch.Tensor:

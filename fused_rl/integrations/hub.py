@@ -19,8 +19,6 @@ from pathlib import Path
 
 import fused_rl
 
-__all__ = ["build"]
-
 BACKENDS = ("cpu", "cuda", "rocm")
 FOLDERS = {"": ".", "cpu": "..", "kernels": ".."}  # folder -> the way up to the package
 

@@ -16,8 +16,6 @@ from torch import Tensor
 from fused_rl.estimators import kl_estimate
 from fused_rl.logprobs import token_logprobs
 
-__all__ = ["estimate_kl", "log_softmax_and_gather"]
-
 
 def log_softmax_and_gather(logits: Tensor, index: Tensor) -> Tensor:
     """Log-probability in nats of the tokens at `index`: `logits.log_softmax(-1)` gathered there, never held in full.

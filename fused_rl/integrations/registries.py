@@ -18,8 +18,6 @@ from fused_rl.advantages import ADVANTAGES, response_advantages
 from fused_rl.losses import policy_loss
 from fused_rl.presets import PRESETS
 
-__all__ = ["register"]
-
 _SKYRL = "skyrl.backends.skyrl_train.utils.ppo_utils"
 _REPORTED = ("approx_kl", "clipfrac", "entropy")
 

@@ -181,6 +181,8 @@ def test_a_column_of_the_rows_names_the_teacher(folder, tmp_path, monkeypatch):
     for name, wanted in gradient.items():
         assert (gradients[0][name] - share * wanted).norm() <= 1e-4 * wanted.norm(), name
 
+    with pytest.raises(InputError, match=r"column 'name' is missing; the row has .*'teacher'.*--teacher_column"):
+        trained(folder, tmp_path / "no", teacher=teachers, teacher_column="name", **options)
     with pytest.raises(InputError, match=r"rows.jsonl, line \d+: column 'teacher' is 'other'; .*: itself, more"):
         trained(folder, tmp_path / "no", teacher={"itself": teachers["itself"], "more": teachers["other"]}, **options)
 
@@ -241,6 +243,8 @@ def test_another_vocabulary_is_refused_with_the_tokens_that_differ(folder, tmp_p
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"teacher": {}}, "teacher={} names no teacher"),
+        ({"teacher": "no/such/teacher"}, "'no/such/teacher' is neither a folder nor found on the Hub"),
         ({"jsd_beta": 0.3}, "jsd_beta=0.3 has no meaning without --direction jensen-shannon"),
         ({"jsd_beta": 1.0}, "jsd_beta=1.0: expected a number above 0, below 1"),
         ({"completion_column": "answer"}, "completion_column=answer has no meaning without --on_policy below 1"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fused_rl.trainers import grpo
+from fused_rl.trainers.cli import COMMANDS
 from fused_rl.trainers.commands import doctor
 from fused_rl.trainers.run.rules import RULES, Watch, few_signals
 from tests.trainers import runs
@@ -130,14 +131,19 @@ def test_a_run_without_findings_is_described_and_not_praised(tmp_path, capsys):
     assert status == 1 and "unfinished: there is no model/ yet" in said and "no two evaluations" in said
 
 
+def test_every_trainer_has_a_doctor():
+    trainers = {name for name, (module, _) in COMMANDS.items() if module == f"fused_rl.trainers.{name}"}
+    assert {*doctor.TRAINERS} == trainers
+
+
 def test_what_is_no_run_is_one_line_and_status_2(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     entry = [{"step": 1, "train/loss": 2.0}]
     for folder, message in (
         (tmp_path / "none", "holds no metrics.jsonl"),
         (tmp_path / "empty", "holds no metrics.jsonl"),
-        (made(tmp_path / "bare", entry, None), "is no config of a run of sft, reward, grpo, ppo"),
-        (made(tmp_path / "unknown", entry, "# fused-rl distill\nsteps: 3\n"), "is no config of a run of"),
+        (made(tmp_path / "bare", entry, None), "is not the config of a run of sft, reward, dpo, distill, grpo, ppo"),
+        (made(tmp_path / "unknown", entry, "# fused-rl other\nsteps: 3\n"), "is not the config of a run of"),
     ):
         status, said, error = run_doctor(capsys, folder)
         assert status == 2 and said == "" and message in error, folder

@@ -18,7 +18,7 @@ from tests.trainers.runs import forget_after, on_ranks
 LOSSES = {
     "sigmoid": {},
     "hinge": {"loss_type": "hinge"},
-    "ipo": {"loss_type": "ipo", "beta": 0.5},
+    "ipo": {"loss_type": "ipo", "beta": 0.5, "label_smoothing": 0.0},
     "nll": {"nll_coef": 0.5},
 }
 
@@ -90,6 +90,17 @@ def test_simpo_scores_by_the_mean_per_token_and_needs_no_reference(folder, monke
     lead -= torch.tensor([0.5 + pair.margin for pair in pairs])
     assert metrics[0]["train/rm/loss"] == pytest.approx(-torch.nn.functional.logsigmoid(lead).mean().item(), rel=1e-6)
     assert not others and lengths.unique().numel() > 2
+
+
+def test_a_response_without_predicted_tokens_is_left_out(folder, tmp_path, capsys):
+    rows = [{"chosen": "ab", "rejected": ""}, *({"chosen": "ab" * i, "rejected": "b"} for i in range(1, 9))]
+    tiny.jsonl(tmp_path / "pairs.jsonl", rows)
+    dataset = str(tmp_path / "pairs.jsonl")
+    options = {"dataset": dataset, "loss_type": "ipo", "label_smoothing": 0.0, "eval_size": 0, "steps": 1}
+    trained(folder, "empty", **options)
+    assert "dropped 1 of 9 pairs: 1 with an empty response" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(InputError, match="label_smoothing=0.05 has no effect on ipo"):
+        config_of(folder, "smoothed", loss_type="ipo")
 
 
 def test_a_log_probability_that_is_not_finite_names_its_row(folder, tmp_path):

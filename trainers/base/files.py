@@ -54,7 +54,10 @@ def hash_of_model(name: str, revision: str | None = None) -> str:
     else:
         from huggingface_hub import snapshot_download
 
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=["*config.json"]))
+        try:
+            folder = Path(snapshot_download(name, revision=revision, allow_patterns=["*config.json"]))
+        except Exception as error:  # of the network, the Hub, or a name that cannot be one
+            raise InputError(f"{name!r} is neither a folder nor found on the Hub: {in_a_line(error)}") from error
         found = folder.name
     adapters = folder / "adapter_config.json"
     if not adapters.is_file():

@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-TRAINERS = ("sft", "reward", "grpo", "ppo")
+TRAINERS = ("sft", "reward", "dpo", "distill", "grpo", "ppo")
 
 
 def of_run(folder: Path) -> bool:
@@ -25,12 +25,12 @@ def of_run(folder: Path) -> bool:
 
     # What the run left: its options, with what dtype auto was, and its metrics.
     if not (folder / "metrics.jsonl").is_file():
-        raise InputError(f"{folder} is no run: it holds no metrics.jsonl; give the output_dir of a run")
+        raise InputError(f"{folder} is not a run: it holds no metrics.jsonl; give the output_dir of a run")
     path = folder / "config.yaml"
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     command = re.match(r"# fused-rl (\S+)", text)
     if command is None or command[1] not in TRAINERS:
-        raise InputError(f"{path} is no config of a run of {', '.join(TRAINERS)}")
+        raise InputError(f"{path} is not the config of a run of {', '.join(TRAINERS)}")
     config = yaml.safe_load(text)
     if precision := re.search(r"^# precision: (\w+)$", text, re.MULTILINE):
         config["dtype"] = precision[1]

@@ -121,6 +121,8 @@ class PairEncoder:
         return kept
 
     def _unusable(self, pair: Pair) -> str | None:
+        if self.config.command == "dpo" and 0 in pair.predicted():  # a reward is read at its end
+            return "with an empty response"
         for ids, response in (pair.chosen, pair.rejected):
             if len(ids) > self.config.max_prompt_length:
                 return "with a prompt longer than max_prompt_length"

@@ -43,11 +43,11 @@ class Teacher(NamedTuple):
         agrees = _likeliest(own[some], weight, bias) == _likeliest(states[some], *self.head)
         operands, biases = (own, weight, states, self.head[0]), {"bias": bias, "ref_bias": self.head[1]}
         options = {"temperature": config.distill_temperature, "softcap": student.softcap} | biases
+        options["logits_dtype"] = student.head_dtype
         if config.direction == "jensen-shannon" and config.jsd_beta != 0.5:
             kl = linear_token_jsd(*operands, beta=config.jsd_beta, **options)
         else:
-            options |= {"direction": config.direction, "logits_dtype": student.head_dtype}
-            kl = fused_rl.linear_token_kl(*operands, **options)
+            kl = fused_rl.linear_token_kl(*operands, direction=config.direction, **options)
         return {"kl": kl.sum(), "agrees": agrees.sum(), "mass": torch.ones_like(agrees).sum()}
 
 

@@ -59,8 +59,14 @@ def describe(config: RunConfig, arithmetic: Arithmetic) -> str:
         RunFolder(config).check()
         tokenizer = load_tokenizer(config.model, config.revision)
         rows, _ = load_train_eval(config)
-        if hasattr(config, "max_new_tokens"):  # of the trainers that sample; the others name several columns
-            Encoder.of(config, tokenizer).prompt(rows, 0, config.prompt_column)
+        encoder = Encoder.of(config, tokenizer)
+        if hasattr(config, "max_new_tokens"):
+            encoder.prompt(rows, 0, config.prompt_column)
+        elif hasattr(config, "completion_column"):
+            encoder.pairs(rows, 0, config.prompt_column, config.completion_column)
+        else:
+            for option in ("chosen_column", "rejected_column"):
+                rows.get(0, getattr(config, option), option)
         counted = config if config.splits_rows else in_steps(config, len(rows))
         needed = memory.described(counted, ranks.processes())
     lines = [f"# {key}: {value}" for key, value in arithmetic(counted, ranks.processes()).items()]

@@ -169,10 +169,11 @@ class Run:
         if self.logger is None:
             return
         timed = {} if self.begins else {"time/save": self.save_seconds}
-        self.logger.log(self.step, metrics | timed)
-        self.logger.samples(self.step, samples)
-        if self.evaluates and not self.begins and not self.last:  # `finish` draws the last ones
-            self.logger.draw()
+        with storing("metrics", self.store.path):
+            self.logger.log(self.step, metrics | timed)
+            self.logger.samples(self.step, samples)
+            if self.evaluates and not self.begins and not self.last:  # `finish` draws the last ones
+                self.logger.draw()
 
     def _save_or_stop(self) -> None:
         """Save a checkpoint on schedule, before stopping, and at the end, when the model is not saved yet."""

@@ -99,12 +99,11 @@ class RunFolder:
                 "--overwrite false takes back what a config file says"
             )
         if config.resume and not steps_in(self.checkpoints):
-            raise InputError(f"resume: there is no checkpoint in {self.checkpoints}; start without --resume")
+            raise InputError(f"resume: there is no checkpoint in {self.checkpoints}; start anew with --overwrite")
         if self._contents() and not (config.resume or config.overwrite):
-            raise InputError(
-                f"output_dir={self.path} is not empty: continue its run with --resume, move its content away with "
-                "--overwrite, or choose another folder"
-            )
+            resume = "continue its run with --resume, " if steps_in(self.checkpoints) else ""
+            remedy = f"{resume}move its content away with --overwrite, or choose another folder"
+            raise InputError(f"output_dir={self.path} is not empty: {remedy}")
 
     def open(self) -> None:
         """Lock the folder for this run; refuse to resume from a checkpoint that is damaged, or of a run with other
