@@ -7,6 +7,7 @@ Scores are read as PPO and GRPO read them (`RewardScorer`): of the token ids of 
 that ends in EOS. Left out: rankings of more than two, process rewards, ensembles.
 """
 
+import functools
 import math
 import time
 from typing import ClassVar
@@ -208,10 +209,7 @@ def _load(config: RewardConfig, device: torch.device, tokenizer, pairs: list[Pai
         return engine.initialize(model, config, config, config.steps), costs
 
 
-def main(argv: list[str] | None = None) -> None:
-    """`fused-rl reward`."""
-    command.run(RewardConfig, arithmetic, train, argv)
-
+main = functools.partial(command.run, RewardConfig, arithmetic, train)
 
 if __name__ == "__main__":
     main()

@@ -6,6 +6,7 @@
 Rows of unequal length are packed where that is cheaper, each seeing itself alone. Left out: loss on prompts.
 """
 
+import functools
 import math
 import time
 from typing import ClassVar, Literal, NamedTuple
@@ -206,10 +207,7 @@ def train(config: SFTConfig, dataset: Given = None, eval_dataset: Given = None) 
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    """`fused-rl sft`."""
-    command.run(SFTConfig, arithmetic, train, argv)
-
+main = functools.partial(command.run, SFTConfig, arithmetic, train)
 
 if __name__ == "__main__":
     main()
