@@ -340,12 +340,11 @@ def token_at(probabilities: torch.Tensor, quantile: torch.Tensor) -> torch.Tenso
 class _Watch:
     """Notes which rows' logits are NaN or infinite, and gives `generate` others, which it can sample from."""
 
-    def __init__(self):
-        self.broken = torch.zeros(())
+    broken: torch.Tensor | bool = False
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         bad = ~scores.amax(-1).isfinite()
-        self.broken = bad | self.broken.bool().to(bad.device)
+        self.broken = bad | self.broken
         return torch.where(bad[:, None], 0, scores)
 
 

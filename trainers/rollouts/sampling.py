@@ -5,7 +5,7 @@ order of the filters differ between implementations, and rounding moves the bord
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -81,14 +81,15 @@ def truncated(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     return scores
 
 
+@dataclass
 class Record:
     """The kept sets of a batch of responses, noted token by token, and fetched from the device now and then."""
 
-    def __init__(self, count: int):
-        self.count = count
-        self.noted: list[torch.Tensor] = []  # (b, V) bool: where a set is not the whole vocabulary, its ids
-        self.fetched: list[TokenSupport] = []
-        self.responses: list[int] = []  # of each row of what was noted
+    count: int
+    noted: list[torch.Tensor] = field(default_factory=list)
+    """(b, V) bool: where a set is not the whole vocabulary, its ids."""
+    fetched: list[TokenSupport] = field(default_factory=list)
+    responses: list[int] = field(default_factory=list)  # of each row of what was noted
 
     def note(self, scores: torch.Tensor, ended: torch.Tensor, responses: list[int]) -> None:
         """Note the scores (b, V) that the next token of each of b responses is sampled from, unless it has `ended`."""
