@@ -68,10 +68,16 @@ class Seeds:
         self.generator.set_state(state["generator"])
 
 
-def truncated(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Return scores (B, V) at the temperature, -inf where a filter takes an id away; by transformers, in its order."""
+def processed_scores(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Return logits (B, V) at the temperature in fp32, -inf where a filter takes an id away; greedy, as they are.
+
+    The filters are those of transformers, in its order.
+    """
     from transformers.generation import logits_process as of_transformers
 
+    if not sampling.temperature:
+        return logits
+    scores = logits.float() / sampling.temperature
     if sampling.top_k > 0:  # none of them reads the tokens so far
         scores = of_transformers.TopKLogitsWarper(sampling.top_k)(None, scores)
     if sampling.top_p < 1:
