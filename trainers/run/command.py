@@ -61,7 +61,9 @@ def describe(config: RunConfig, arithmetic: Arithmetic) -> str:
         rows, _ = load_train_eval(config)
         if hasattr(config, "max_new_tokens"):  # of the trainers that sample; the others name several columns
             Encoder.of(config, tokenizer).prompt(rows, 0, config.prompt_column)
-        counted = config if config.splits_rows else in_steps(config, len(rows))
+        # With all turns a row is as many demonstrations, whose number is known after encoding only.
+        splits_rows = getattr(config, "assistant_turns", "last") == "all"
+        counted = config if splits_rows else in_steps(config, len(rows))
         needed = memory.described(counted, ranks.processes())
     lines = [f"# {key}: {value}" for key, value in arithmetic(counted, ranks.processes()).items()]
     lines += [] if needed is None else [f"# memory per process: {needed}"]
