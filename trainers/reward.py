@@ -16,6 +16,7 @@ import torch
 
 import fused_rl
 from fused_rl.trainers.base import engine, ranks
+from fused_rl.trainers.base.files import as_json, write_atomically
 from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.preferences import Pair, PairEncoder, PairsConfig, arithmetic, micro_batches, sides_of
@@ -193,8 +194,9 @@ def train(config: RewardConfig, dataset: Given = None, eval_dataset: Given = Non
     if held_out and not found:  # resumed when nothing was left to do
         found, _ = evaluate(model, tokenizer, held_out, config)
     constants["after"] = normalize(model, reference, config.micro_batch_size)
-    if held_out:
-        run.write("evaluation.json", found | {"normalization": constants})
+    if held_out and ranks.rank() == 0:
+        evaluation = as_json(found | {"normalization": constants}, indent=2)
+        write_atomically(run.store.path / "evaluation.json", evaluation)
     return run.finish(lambda model_folder: save_reward_model(model, tokenizer, model_folder))
 
 

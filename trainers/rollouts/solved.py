@@ -51,14 +51,6 @@ def judged(scorers: Sequence[Scorer], rollout: Rollout) -> torch.Tensor:
     return torch.stack([nobody, *applies]).any(0)
 
 
-def why_unknown(scorers: Sequence[Scorer], count: int) -> str:
-    """Return a line that says why none of `count` responses was judged."""
-    judges = [scorer.name for scorer in scorers if scorer.solved_at is not None]
-    if not judges:
-        return "solved: no scorer here says what is solved; --solved_at says from which score on"
-    return f"solved: {' and '.join(judges)} returned None for all {count} responses (is a `return` missing?)"
-
-
 def outcomes(sums: dict[str, float], known: bool = True) -> dict[str, float]:
     """Return mean lengths and the truncated fraction; without the solved or unsolved ones' if it is not `known`."""
     unsolved = sums["responses"] - sums["solved"]
