@@ -54,15 +54,6 @@ class Rows:
         except InputError as error:
             raise InputError(f"{self.where(i)}: {error}") from error
 
-    def split(self, last: int) -> tuple["Rows", "Rows"]:
-        """Return all but the last rows, and the last ones."""
-        cut = len(self) - last
-        if cut <= 0:
-            raise InputError(f"eval_size={last} leaves nothing to train on: {self.source} has {len(self)} rows")
-        numbers = range(1, len(self) + 1) if self.numbers is None else self.numbers
-        before = Rows(self.rows[:cut], self.source, numbers[:cut])
-        return before, Rows(self.rows[cut:], self.source, numbers[cut:])
-
 
 def _parse(content: bytes, where: str):
     try:
@@ -148,7 +139,13 @@ def load_train_eval(config: DataConfig, dataset: Given = None, eval_dataset: Giv
     if not config.eval_size:
         return train, Rows([], train.source)
     if config.eval_dataset is None and eval_dataset is None:
-        return train.split(config.eval_size)
+        cut = len(train) - config.eval_size
+        if cut <= 0:
+            what = f"eval_size={config.eval_size} leaves nothing to train on"
+            raise InputError(f"{what}: {train.source} has {len(train)} rows")
+        numbers = range(1, len(train) + 1) if train.numbers is None else train.numbers
+        held_out = Rows(train.rows[cut:], train.source, numbers[cut:])
+        return Rows(train.rows[:cut], train.source, numbers[:cut]), held_out
     configuration = config.eval_dataset_config
     if configuration is None and config.eval_dataset == config.dataset:
         configuration = config.dataset_config

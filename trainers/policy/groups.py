@@ -14,7 +14,7 @@ import torch
 import fused_rl
 from fused_rl.advantages import ResponseAdvantage
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.base.screen import log
 from fused_rl.trainers.options import (
     InputError,
     Needs,
@@ -188,8 +188,8 @@ def collect(
         rewards = rollout.rewards - overlong_penalty(config, rollout.batch.response_lengths)
         rollouts.append(replace(rollout, rewards=rewards))
         found += int(ranks.global_sum((~equal_rewards(rewards, config.group_size)).sum()).item())
-    if refills and found < wanted and ranks.rank() == 0:
-        tell(
+    if refills and found < wanted:
+        log(
             f"step {step}: {found} of {wanted} groups have rewards that differ after {len(rollouts)} rollouts "
             f"(max_refills={refills}); the step is trained on those"
         )

@@ -119,10 +119,6 @@ class Logger:
             table.add_row(*(Text(shown(value, keep="\n\t")) for value in values))
         rich.print(table) if self.bar is None else self.bar.console.print(table)
 
-    def draw(self) -> None:
-        """Draw curves.png of the metrics so far."""
-        draw_curves(self.history, self.folder / "curves.png")
-
     def close(self) -> None:
         """Flush everything and draw curves.png."""
         if self.bar is not None:
@@ -130,7 +126,7 @@ class Logger:
         self.board.close()
         if self.wandb is not None:
             self.wandb.finish()
-        self.draw()
+        draw_curves(self.history, self.folder / "curves.png")
 
 
 def _append(path: Path, entries: list[dict]) -> None:

@@ -32,7 +32,7 @@ from fused_rl.trainers.base.screen import log, phase, tell
 from fused_rl.trainers.data.order import RowOrder, in_steps
 from fused_rl.trainers.options import InputError, RunConfig
 from fused_rl.trainers.run import hub
-from fused_rl.trainers.run.logger import Logger
+from fused_rl.trainers.run.logger import Logger, draw_curves
 from fused_rl.trainers.run.store import NOTHING, RunFolder, release
 
 Arithmetic = Callable[[RunConfig, int], dict[str, object]]
@@ -187,7 +187,7 @@ class Run:
         self.logger.log(self.step, metrics | timed)
         self.logger.samples(self.step, samples)
         if self.evaluates and not self.begins and not self.last:  # `finish` draws the last ones
-            self.logger.draw()
+            draw_curves(self.logger.history, self.logger.folder / "curves.png")
 
     def finish(self, save: Callable[[Path], None]) -> str:
         """Draw the curves, save the trained model with `save(folder)`, push it if requested; return its folder."""

@@ -36,7 +36,7 @@ from fused_rl.trainers.base.files import (
     write_atomically,
 )
 from fused_rl.trainers.base.ranks import barrier, rank, world_size
-from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.base.screen import log, tell
 from fused_rl.trainers.options import ACTIONS, InputError, RunConfig, to_yaml
 
 LOCK = ".fused-rl.lock"
@@ -144,8 +144,7 @@ class RunFolder:
                 f"resume: {self.chosen} was made with other options: {', '.join(refused)}; give the first value of "
                 f"each again (--config {self.path / 'config.yaml'} --resume), or start again with --overwrite"
             )
-        if rank() == 0:
-            tell(f"resume: from {self.chosen}, which is intact", *(f"resume: {line}" for line in changed.values()))
+        log(f"resume: from {self.chosen}, which is intact", *(f"resume: {line}" for line in changed.values()))
 
     def _contents(self) -> list[Path]:
         with storing("the run", self.path):
