@@ -364,9 +364,6 @@ class OutputConfig(Options):
             self.resume = True
 
 
-UNKNOWN = "known when the rows are read (num_train_epochs)"
-
-
 class StepsConfig(Options):
     """The length of a run."""
 
@@ -380,7 +377,7 @@ class StepsConfig(Options):
 
     def in_run(self, per_step: int) -> int | str:
         """Return how many of something a run has if a step has `per_step`; in words before the rows are read."""
-        return UNKNOWN if self.steps is None else self.steps * per_step
+        return "known when the rows are read (num_train_epochs)" if self.steps is None else self.steps * per_step
 
     def check(self) -> None:
         if self.num_train_epochs is None:

@@ -37,13 +37,12 @@ class Rows:
         unit = "line" if self.source.endswith(".jsonl") else "row"
         return f"{self.source}, {unit} {i + 1 if self.numbers is None else self.numbers[i]}"
 
-    def get(self, i: int, column: str, option: str | None = None):
+    def get(self, i: int, column: str, option: str):
         """Return one cell; an error names file, line, column, and the option that names another column."""
         row = self.rows[i]
         if row.get(column) is None:
             what = f"{self.where(i)}: column {column!r} is {'null' if column in row else 'missing'}"
-            remedy = f"; name the right column with --{option}" if option else ""
-            raise InputError(f"{what}; the row has {sorted(row)}{remedy}")
+            raise InputError(f"{what}; the row has {sorted(row)}; name the right column with --{option}")
         return row[column]
 
     @contextlib.contextmanager

@@ -29,7 +29,6 @@ from fused_rl.trainers.rollouts.roll_out import batch_of, rollout_metrics
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Scorer
 
 ADVANTAGES = get_args(ResponseAdvantage)
-SUMMED = ("scores", "seconds", "incidents")  # of several rollouts
 
 
 class GroupConfig(RolloutConfig, LossConfig):
@@ -206,15 +205,15 @@ def collect(
 def _joined(policy: Policy, rollouts: list[Rollout]) -> Rollout:
     """Return several rollouts, or the groups of several, as one."""
     samples = sum((rollout.samples for rollout in rollouts), [])
-    scores, seconds, incidents = ([vars(rollout)[name] for rollout in rollouts] for name in SUMMED)
+    first = rollouts[0]
     return Rollout(
         samples,
         batch_of(samples, policy.tokenizer.pad_token_id, policy.device),
-        {name: torch.cat([part[name] for part in scores]) for name in scores[0]},
+        {name: torch.cat([rollout.scores[name] for rollout in rollouts]) for name in first.scores},
         torch.cat([rollout.rewards for rollout in rollouts]),
         torch.cat([rollout.solved for rollout in rollouts]),
-        {name: sum(part[name] for part in seconds) for name in seconds[0]},
-        {name: sum(part[name] for part in incidents) for name in incidents[0]},
+        {name: sum(rollout.seconds[name] for rollout in rollouts) for name in first.seconds},
+        {name: sum(rollout.incidents[name] for rollout in rollouts) for name in first.incidents},
     )
 
 

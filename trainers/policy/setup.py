@@ -141,11 +141,7 @@ def load_policy(
 ) -> Policy:
     """Return the policy in an engine for `updates` optimizer steps, with its reference and its sampler.
 
-    Args:
-        several: the option that puts several sequences into a row, and its value; None is where the model can.
-        needs_reference: True if something is measured against the starting model.
-        frozen: True if the policy is not trained.
-        own_sampler: makes the sampler in place of the option `sampler`.
+    `several` is the option that puts several sequences into a row, and its value; None is where the model can.
     """
     # The model, its reference, and its engine.
     lm = language_model.load_lm(config.model, config.revision, config, config, device)

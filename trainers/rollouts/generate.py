@@ -150,8 +150,8 @@ class TransformersSampler(Sampler):
             "temperature": sampling.temperature,
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
+            "min_p": sampling.min_p or None,
         }
-        chosen["min_p"] = sampling.min_p or None
         watch = _Watch()
         options = GenerationConfig(
             max_new_tokens=sampling.max_new_tokens,

@@ -10,14 +10,10 @@ from fused_rl.trainers.rollouts.types import Rollout, Scorer
 
 
 def pass_at_k(right: torch.Tensor, k: int) -> torch.Tensor:
-    """Return (P,) fp64: the probability that k of a problem's n responses, without replacement, hold a right one.
+    """Return (P,) fp64: the probability that k of n responses, without replacement, hold a right one of (P, n) bool.
 
     1 - C(n - c, k) / C(n, k) with c right ones: unbiased, where "any of the first k" is only so for k = n
     (arXiv:2107.03374, eq. 1).
-
-    Args:
-        right: (P, n) bool.
-        k: 1 to n.
     """
     n = right.shape[1]
     ways = math.comb(n, k)

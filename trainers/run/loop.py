@@ -87,16 +87,8 @@ class Run:
     ) -> Config:
         """Refuse inputs that differ from those of the other processes, or of the run that is resumed.
 
-        Args:
-            config: with what the rows have decided since the run began.
-            tokenizer: its chat template is compared.
-            models: folders or Hub names that are read beside `config.model`, by option.
-            rows: to train on, as the trainer keeps them.
-            held_out: may differ from those of the run that is resumed.
-            **other_rows: by name.
-
-        Returns:
-            The config, with the steps that `num_train_epochs` comes to.
+        `models` are read beside `config.model`, by option; `held_out` may differ from those of the run that is resumed.
+        Returns the config with the steps that `num_train_epochs` comes to.
         """
         with phase("hashed models and rows"):
             self.inputs = {"model": hash_of_model(config.model, config.revision)}
