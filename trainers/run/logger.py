@@ -10,7 +10,7 @@ from textwrap import indent
 import torch
 
 from fused_rl.trainers.base.engine import torch_dtype
-from fused_rl.trainers.base.files import as_json, unfinished, write_atomically
+from fused_rl.trainers.base.files import as_json, unfinished, write_rows
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.base.text import shown
 from fused_rl.trainers.options import RunConfig
@@ -149,7 +149,7 @@ def read_metrics(path: Path) -> list[dict]:
 def _cut(path: Path, start: int) -> list[dict]:
     """Return the entries up to step `start`, where the run begins; later ones are cut from the file."""
     entries = [entry for entry in read_metrics(path) if entry["step"] <= start]
-    write_atomically(path, "".join(as_json(entry) + "\n" for entry in entries))
+    write_rows(path, entries)
     return entries
 
 
