@@ -294,10 +294,8 @@ def no_second_derivative(name: str) -> Callable[..., None]:
     """The gradient of an op's gradient: an error that says where second derivatives are."""
 
     def refuse(ctx, *_):
-        raise RuntimeError(
-            f"{name} is differentiable once: its gradient has no gradient. For second derivatives use "
-            f"{_definition(name)}"
-        )
+        remedy = f"For second derivatives use {_definition(name)}"
+        raise RuntimeError(f"{name} is differentiable once: its gradient has no gradient. {remedy}")
 
     return refuse
 

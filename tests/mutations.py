@@ -324,7 +324,7 @@ MUTATIONS = {
     ),
     "the learning rate is that of the next update": Mutation(
         "trainers/base/engine.py",
-        'return {"lr": last.lr, "optim/grad_norm": norm}',
+        'return {"lr": lr, "optim/grad_norm": norm}',
         'return {"lr": engine.get_lr()[0], "optim/grad_norm": norm}',
         "tests/trainers/test_store.py -k 'new_options or longer_run'",
     ),

@@ -219,10 +219,7 @@ def train(
     return run.finish(lambda folder: policy.save(folder, merged=config.save_merged))
 
 
-def main(argv: list[str] | None = None) -> None:
-    """`fused-rl distill`."""
-    command.run(DistillConfig, arithmetic, train, argv)
-
+main = functools.partial(command.run, DistillConfig, arithmetic, train)
 
 if __name__ == "__main__":
     main()

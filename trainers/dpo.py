@@ -12,6 +12,7 @@ The reference is the model that the run begins with: its log-probabilities are m
     nll_coef  arXiv:2404.19733, eq. 1    and -log pi(w), averaged over the step's chosen tokens
 """
 
+import functools
 import time
 from typing import ClassVar, Literal
 
@@ -153,10 +154,7 @@ def train(config: DPOConfig, dataset: Given = None, eval_dataset: Given = None) 
     return run.finish(lambda folder: language_model.save_lm(model, tokenizer, folder, merged=config.save_merged))
 
 
-def main(argv: list[str] | None = None) -> None:
-    """`fused-rl dpo`."""
-    command.run(DPOConfig, arithmetic, train, argv)
-
+main = functools.partial(command.run, DPOConfig, arithmetic, train)
 
 if __name__ == "__main__":
     main()

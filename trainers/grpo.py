@@ -15,6 +15,7 @@ Where arXiv:2402.03300 (eq. 3 and 4) is computed, of token t in response i of n_
 docs/trainers/grpo.md says what each option does. Left out: tools.
 """
 
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -274,10 +275,7 @@ def train(
     return run.finish(lambda folder: policy.save(folder, merged=config.save_merged))
 
 
-def main(argv: list[str] | None = None) -> None:
-    """`fused-rl grpo`."""
-    command.run(GRPOConfig, arithmetic, train, argv)
-
+main = functools.partial(command.run, GRPOConfig, arithmetic, train)
 
 if __name__ == "__main__":
     main()

@@ -364,9 +364,6 @@ class OutputConfig(Options):
             self.resume = True
 
 
-UNKNOWN = "known when the rows are read (num_train_epochs)"
-
-
 class StepsConfig(Options):
     """The length of a run."""
 
@@ -378,14 +375,9 @@ class StepsConfig(Options):
     num_train_epochs: Positive | None = None
     """Passes over the training rows, such as 1.5; replaces steps."""
 
-    @property
-    def splits_rows(self) -> bool:
-        """True if a row may be trained on as several, so that their number is known after encoding only."""
-        return False
-
     def in_run(self, per_step: int) -> int | str:
         """Return how many of something a run has if a step has `per_step`; in words before the rows are read."""
-        return UNKNOWN if self.steps is None else self.steps * per_step
+        return "known when the rows are read (num_train_epochs)" if self.steps is None else self.steps * per_step
 
     def check(self) -> None:
         if self.num_train_epochs is None:

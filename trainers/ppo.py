@@ -16,6 +16,7 @@ docs/trainers/ppo.md says what each option does. Left out: tools, a critic on ot
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import ClassVar
@@ -284,10 +285,7 @@ def train(
     return run.finish(save)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """`fused-rl ppo`."""
-    command.run(PPOConfig, arithmetic, train, argv)
-
+main = functools.partial(command.run, PPOConfig, arithmetic, train)
 
 if __name__ == "__main__":
     main()

@@ -7,6 +7,7 @@ Scores are read as PPO and GRPO read them (`RewardScorer`): of the token ids of 
 that ends in EOS. Left out: rankings of more than two, process rewards, ensembles.
 """
 
+import functools
 import math
 import time
 from typing import ClassVar
@@ -15,6 +16,7 @@ import torch
 
 import fused_rl
 from fused_rl.trainers.base import engine, ranks
+from fused_rl.trainers.base.files import as_json, write_atomically
 from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.preferences import Pair, PairEncoder, PairsConfig, arithmetic, micro_batches, sides_of
@@ -192,8 +194,9 @@ def train(config: RewardConfig, dataset: Given = None, eval_dataset: Given = Non
     if held_out and not found:  # resumed when nothing was left to do
         found, _ = evaluate(model, tokenizer, held_out, config)
     constants["after"] = normalize(model, reference, config.micro_batch_size)
-    if held_out:
-        run.write("evaluation.json", found | {"normalization": constants})
+    if held_out and ranks.rank() == 0:
+        evaluation = as_json(found | {"normalization": constants}, indent=2)
+        write_atomically(run.store.path / "evaluation.json", evaluation)
     return run.finish(lambda model_folder: save_reward_model(model, tokenizer, model_folder))
 
 
@@ -208,10 +211,7 @@ def _load(config: RewardConfig, device: torch.device, tokenizer, pairs: list[Pai
         return engine.initialize(model, config, config, config.steps), costs
 
 
-def main(argv: list[str] | None = None) -> None:
-    """`fused-rl reward`."""
-    command.run(RewardConfig, arithmetic, train, argv)
-
+main = functools.partial(command.run, RewardConfig, arithmetic, train)
 
 if __name__ == "__main__":
     main()

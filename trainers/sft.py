@@ -6,6 +6,7 @@
 Rows of unequal length are packed where that is cheaper, each seeing itself alone. Left out: loss on prompts.
 """
 
+import functools
 import math
 import time
 from typing import ClassVar, Literal, NamedTuple
@@ -46,11 +47,6 @@ class SFTConfig(RunConfig):
     packing: bool | None = None
     """Put several demonstrations into one row of the model's input, where that is cheaper than padding; none sees
     another. None packs if the model's attention allows it."""
-
-    @property
-    def splits_rows(self) -> bool:
-        """A conversation is as many demonstrations as it has turns to train."""
-        return self.assistant_turns == "all"
 
 
 def arithmetic(config: SFTConfig, world: int) -> dict[str, object]:
@@ -117,6 +113,7 @@ def micro_batches(
     examples = sorted(examples, key=Example.tokens)
     count = math.ceil(len(examples) / config.micro_batch_size)
     padded = [examples[i * config.micro_batch_size :][: config.micro_batch_size] for i in range(count)]
+    chosen, rows_of = padded, [None] * count
 
     # Packed: long and short ones together fill rows best.
     if costs is not None:
@@ -125,14 +122,14 @@ def micro_batches(
         arranged = [arrange(part, costs) for part in lengths]
         packed = sum(price(part, rows, costs) for part, rows in zip(lengths, arranged, strict=True))
         if packed < sum(costs.of_causal(len(part), part[-1].tokens()) for part in padded):
-            return [_micro_batch(*part, pad_id, device) for part in zip(mixed, arranged, strict=True)]
-    return [_micro_batch(part, None, pad_id, device) for part in padded]
+            chosen, rows_of = mixed, arranged
 
-
-def _micro_batch(examples: list[Example], rows: list[list[int]] | None, pad_id: int, device) -> MicroBatch:
-    prompts, completions, where = zip(*examples, strict=True)
-    batch = make_batch(prompts, completions, pad_id, device, where=where)
-    return MicroBatch(batch, None if rows is None else pack_whole(batch, rows))
+    made = []
+    for part, rows in zip(chosen, rows_of, strict=True):
+        prompts, completions, where = zip(*part, strict=True)
+        batch = make_batch(prompts, completions, pad_id, device, where=where)
+        made.append(MicroBatch(batch, None if rows is None else pack_whole(batch, rows)))
+    return made
 
 
 def train_step(model, parts: list[MicroBatch], step: int) -> dict[str, float]:
@@ -206,10 +203,7 @@ def train(config: SFTConfig, dataset: Given = None, eval_dataset: Given = None) 
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    """`fused-rl sft`."""
-    command.run(SFTConfig, arithmetic, train, argv)
-
+main = functools.partial(command.run, SFTConfig, arithmetic, train)
 
 if __name__ == "__main__":
     main()

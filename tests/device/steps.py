@@ -37,9 +37,7 @@ class Engine:
         parameters = [p for p in module.parameters() if p.requires_grad]
         # one tensor at a time: torch's fused and foreach forms take no tensors of other classes
         self.optimizer = torch.optim.AdamW(parameters, lr=config.lr, foreach=False)
-        self.last_step = optim.LastStep(self.optimizer)
-        self.before_step = None
-        self.last_step.clip(parameters, config.max_grad_norm)
+        self.clipping = optim.Clipping(self.optimizer, parameters, config.max_grad_norm)
         self.lr_scheduler = optim.schedule(self.optimizer, config, 8)
 
     def __call__(self, *inputs, **options):

@@ -20,7 +20,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from fused_rl.trainers.rollouts.sampling import Sampling, truncated
+from fused_rl.trainers.rollouts.sampling import Sampling, processed_scores
 
 BLOCK = 16  # tokens of a prompt from which on it is kept
 
@@ -107,7 +107,7 @@ class Fake:
         for _ in range(most):
             output = self.lm(input_ids=torch.tensor([feed]), past_key_values=past, use_cache=True)
             past, logits = output.past_key_values, output.logits[:, -1].float()
-            scores = truncated(logits / sampling.temperature, sampling)
+            scores = processed_scores(logits, sampling)
             logprobs = scores.log_softmax(-1)
             greedy = temperature == 0
             token = int(logits.argmax() if greedy else torch.multinomial(logprobs.exp(), 1, generator=generator))

@@ -50,9 +50,9 @@ def test_scores_and_logits_are_those_of_an_exact_head(folder, batch):
 def test_what_is_drawn_is_what_is_trained(folder):
     """The distribution that the sampler sees at each step of a response is that of the loss, to fp32's rounding."""
     lm = load(folder, head_dtype="float32")
-    seen, scores = [], generate._scores
+    seen, scores = [], generate.processed_scores
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generate, "_scores", lambda *a: seen.append(scores(*a)) or seen[-1])
+        patch.setattr(generate, "processed_scores", lambda *a: seen.append(scores(*a)) or seen[-1])
         sampling = generate.Sampling(0.8, 6, (3,))
         (response,) = tiny.generate(lm.base, [[1, 70, 71]], sampling, batch_size=1)
     drawn = torch.cat(seen).log_softmax(-1)[range(len(response)), response]

@@ -89,7 +89,7 @@ class Files:
 
 def save(files, folder: Path, step: int, size: int = 10, **options):
     output = store.RunFolder(run_config(files, folder, **options))
-    output.save({"policy": Files(size)}, step, {"position": 0})
+    output.save({"policy": Files(size)}, step, {"position": 0}, {})
     return output
 
 

@@ -47,7 +47,7 @@ def steps(stage, dtype, options) -> tuple[list, list]:
             model.backward(model(x) * engine.world_size())
         norms.append(engine.optimizer_step(model, step)["optim/grad_norm"])
     kept = [weight.detach().clone() for weight in model.module.parameters()]
-    for state in model.last_step.optimizer.state.values():
+    for state in model.optimizer.state.values():
         kept += [state[name].clone() for name in ("step", "exp_avg", "exp_avg_sq")]
     kept += [weight.detach().clone() for weight in model.optimizer.single_partition_of_fp32_groups]
     return norms, kept
@@ -94,7 +94,7 @@ def test_without_zero_a_gradient_is_clipped_as_torch_does(limit, size):
     ours, torchs = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
     ours.grad, torchs.grad = (torch.tensor([size, 0.0, 0.0]) for _ in range(2))
     optimizer = torch.optim.SGD([ours], lr=1.0)
-    optim.LastStep(optimizer).clip([ours], limit)
+    optim.Clipping(optimizer, [ours], limit)
     optimizer.step()
     torch.nn.utils.clip_grad_norm_([torchs], limit or float("inf"))
     assert torch.equal(-ours.detach(), torchs.grad)

@@ -119,9 +119,9 @@ def initialize(model: nn.Module, optim_config: OptimConfig, config: EngineConfig
 
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = optim.adamw(parameters, optim_config)
-    last_step = optim.LastStep(optimizer)
+    clipping = None
     if not config.zero_stage:  # DeepSpeed neither clips nor measures the norm there
-        last_step.clip(parameters, optim_config.max_grad_norm)
+        clipping = optim.Clipping(optimizer, parameters, optim_config.max_grad_norm)
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
@@ -132,7 +132,7 @@ def initialize(model: nn.Module, optim_config: OptimConfig, config: EngineConfig
         c10d._set_pg_timeout(TIMEOUT, group)
     if world_size() == 1 and not config.zero_stage:
         engine.enable_backward_allreduce = False  # which copies every gradient twice, to average one of them
-    engine.last_step = last_step
+    engine.clipping = clipping
     if zero.own_step(config):
         zero.Step(engine)
     return engine
@@ -140,10 +140,11 @@ def initialize(model: nn.Module, optim_config: OptimConfig, config: EngineConfig
 
 def load_engine(engine, folder: Path, name: str) -> None:
     """Restore weights, optimizer state and the schedule's position; the optimizer's options stay as they are here."""
-    if engine.last_step is None:  # weights alone
+    optimizer = engine.optimizer
+    if optimizer is None:  # weights alone
         engine.load_checkpoint(str(folder), tag=name)
         return
-    optimizer, schedule = engine.last_step.optimizer, engine.lr_scheduler
+    schedule = engine.lr_scheduler
     peaks = schedule.base_lrs
     options = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
     engine.load_checkpoint(str(folder), tag=name)
@@ -155,13 +156,13 @@ def load_engine(engine, folder: Path, name: str) -> None:
 
 def optimizer_step(engine, step: int) -> dict[str, float]:
     """Do one optimizer step; return its learning rate and gradient norm. One that is not finite changes no weight."""
+    lr = engine.optimizer.param_groups[0]["lr"]  # before the schedule moves on
     engine.step()
-    last = engine.last_step
-    norm = float(engine.get_global_grad_norm() if last.grad_norm is None else last.grad_norm)
+    norm = float(engine.get_global_grad_norm() if engine.clipping is None else engine.clipping.norm)
     if not math.isfinite(norm):
         what = f"step {step}: the norm of the gradient is {norm}, and no weight was changed"
         raise InputError(f"{what}; lower the learning rate, or look for extreme rewards or rows")
-    return {"lr": last.lr, "optim/grad_norm": norm}
+    return {"lr": lr, "optim/grad_norm": norm}
 
 
 def initialize_frozen(model: nn.Module, config: EngineConfig):

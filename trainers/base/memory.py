@@ -40,15 +40,6 @@ def sizes_of(model: str, revision: str | None) -> Sizes | None:
     return Sizes(sum(p.numel() for p in lm.parameters()), adapters, saved, text.num_hidden_layers, hidden)
 
 
-def tokens_of(config) -> int:
-    """Return the most tokens of a micro-batch; the responses of a group share their prompt."""
-    if hasattr(config, "max_length"):
-        return config.micro_batch_size * config.max_length
-    response = getattr(config, "max_new_tokens", getattr(config, "max_response_length", 0))
-    copies = getattr(config, "group_size", 1) if getattr(config, "share_prompts", False) is not False else 1
-    return config.micro_batch_size * response + -(-config.micro_batch_size // copies) * config.max_prompt_length
-
-
 def parts(config, sizes: Sizes, world: int) -> dict[str, float]:
     """Return bytes per process, by what they hold, of steps whose sequences are as long as they may be."""
     low = config.dtype == "bfloat16" or (config.dtype == "auto" and torch.cuda.is_available() and config.zero_stage > 0)
@@ -57,6 +48,14 @@ def parts(config, sizes: Sizes, world: int) -> dict[str, float]:
     masters = 4 if low or (config.zero_stage and torch.cuda.is_available()) else 0
     frozen = not config.lora_rank and max(getattr(config, "kl_coef", 0), getattr(config, "kl_every", 0)) > 0
     split = [world if config.zero_stage >= stage else 1 for stage in range(4)]
+
+    # The most tokens of a micro-batch; the responses of a group share their prompt.
+    size = config.micro_batch_size
+    response = getattr(config, "max_new_tokens", getattr(config, "max_response_length", 0))
+    copies = getattr(config, "group_size", 1) if getattr(config, "share_prompts", False) is not False else 1
+    tokens = size * response + -(-size // copies) * config.max_prompt_length
+    if hasattr(config, "max_length"):
+        tokens = size * config.max_length
 
     # What all layers save, and the gradients of one in passing; with checkpoints one layer again, and all inputs.
     of_layer = element * sizes.saved + (4 * sizes.hidden if low else 0)
@@ -67,7 +66,7 @@ def parts(config, sizes: Sizes, world: int) -> dict[str, float]:
         "gradients": models * element * trained / split[2],
         "optimizer": models * (8 + masters) * trained / split[1],
         "reference": frozen * element * sizes.weights / split[3],
-        "activations": tokens_of(config) * of_token,
+        "activations": tokens * of_token,
     }
 
 

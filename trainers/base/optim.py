@@ -30,26 +30,21 @@ def schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, updates: int
     return get_scheduler(name, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=updates)
 
 
-class LastStep:
-    """The learning rate and gradient norm of an optimizer's last step, noted before the schedule moves on."""
+class Clipping:
+    """Scales the gradient of every step of an optimizer down to `max_norm`; 0 only measures it."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer):
-        self.lr: float | None = None
-        self.grad_norm: torch.Tensor | None = None
-        """The norm before clipping; None where nothing here has clipped."""
-        self.optimizer = optimizer
-        optimizer.register_step_pre_hook(lambda *_: setattr(self, "lr", optimizer.param_groups[0]["lr"]))
+    norm: torch.Tensor
+    """Of the last step's gradient, before clipping."""
 
-    def clip(self, parameters: list[nn.Parameter], max_norm: float) -> None:
-        """Scale the gradient of every step from now on down to `max_norm`; 0 only measures it."""
-        limit = max_norm or float("inf")
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], max_norm: float):
+        self.parameters = parameters
+        self.limit = max_norm or float("inf")
+        optimizer.register_step_pre_hook(self)
 
-        def before_step(*_):
-            self.grad_norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-            norm = self.grad_norm.item()
-            if not math.isfinite(norm):
-                self.optimizer.zero_grad()  # a step without gradients changes no weight; the caller sees the norm
-            elif norm + 1e-6 > 0.99 * limit:  # torch adds that; below, it would multiply every gradient by 1
-                nn.utils.clip_grads_with_norm_(parameters, limit, self.grad_norm)
-
-        self.optimizer.register_step_pre_hook(before_step)
+    def __call__(self, optimizer: torch.optim.Optimizer, *_) -> None:
+        self.norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        norm = self.norm.item()
+        if not math.isfinite(norm):
+            optimizer.zero_grad()  # a step without gradients changes no weight; the caller sees the norm
+        elif norm + 1e-6 > 0.99 * self.limit:  # torch adds that; below, it would multiply every gradient by 1
+            nn.utils.clip_grads_with_norm_(self.parameters, self.limit, self.norm)

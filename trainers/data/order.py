@@ -1,6 +1,7 @@
 """The order in which rows are trained on, across passes, and how many steps `num_train_epochs` passes come to."""
 
 import math
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeVar
 
@@ -10,16 +11,15 @@ from fused_rl.trainers.base.screen import log
 from fused_rl.trainers.options import InputError, StepsConfig
 
 
+@dataclass
 class RowOrder:
     """Endless batches of row indices: a fresh permutation per epoch, the same on every rank, resumable anywhere."""
 
-    def __init__(self, size: int, batch_size: int, seed: int):
-        self.size = size
-        self.batch_size = batch_size
-        self.seed = seed
-        self.position = 0
-        self.epoch = -1
-        self.permutation = torch.empty(0, dtype=torch.int64)
+    size: int
+    batch_size: int
+    seed: int
+    position: int = 0
+    epoch: int = -1
 
     def __next__(self) -> list[int]:
         return self.take(self.batch_size)

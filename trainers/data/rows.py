@@ -37,13 +37,12 @@ class Rows:
         unit = "line" if self.source.endswith(".jsonl") else "row"
         return f"{self.source}, {unit} {i + 1 if self.numbers is None else self.numbers[i]}"
 
-    def get(self, i: int, column: str, option: str | None = None):
+    def get(self, i: int, column: str, option: str):
         """Return one cell; an error names file, line, column, and the option that names another column."""
         row = self.rows[i]
         if row.get(column) is None:
             what = f"{self.where(i)}: column {column!r} is {'null' if column in row else 'missing'}"
-            remedy = f"; name the right column with --{option}" if option else ""
-            raise InputError(f"{what}; the row has {sorted(row)}{remedy}")
+            raise InputError(f"{what}; the row has {sorted(row)}; name the right column with --{option}")
         return row[column]
 
     @contextlib.contextmanager
@@ -53,15 +52,6 @@ class Rows:
             yield
         except InputError as error:
             raise InputError(f"{self.where(i)}: {error}") from error
-
-    def split(self, last: int) -> tuple["Rows", "Rows"]:
-        """Return all but the last rows, and the last ones."""
-        cut = len(self) - last
-        if cut <= 0:
-            raise InputError(f"eval_size={last} leaves nothing to train on: {self.source} has {len(self)} rows")
-        numbers = range(1, len(self) + 1) if self.numbers is None else self.numbers
-        before = Rows(self.rows[:cut], self.source, numbers[:cut])
-        return before, Rows(self.rows[cut:], self.source, numbers[cut:])
 
 
 def _parse(content: bytes, where: str):
@@ -148,7 +138,13 @@ def load_train_eval(config: DataConfig, dataset: Given = None, eval_dataset: Giv
     if not config.eval_size:
         return train, Rows([], train.source)
     if config.eval_dataset is None and eval_dataset is None:
-        return train.split(config.eval_size)
+        cut = len(train) - config.eval_size
+        if cut <= 0:
+            what = f"eval_size={config.eval_size} leaves nothing to train on"
+            raise InputError(f"{what}: {train.source} has {len(train)} rows")
+        numbers = range(1, len(train) + 1) if train.numbers is None else train.numbers
+        held_out = Rows(train.rows[cut:], train.source, numbers[cut:])
+        return Rows(train.rows[:cut], train.source, numbers[:cut]), held_out
     configuration = config.eval_dataset_config
     if configuration is None and config.eval_dataset == config.dataset:
         configuration = config.dataset_config

@@ -357,7 +357,7 @@ def _without_engine(model) -> LanguageModel:
 class SavedReference:
     """A reference as a part of checkpoints: it saves and loads as an engine does."""
 
-    last_step = None  # nothing optimises it
+    optimizer = None  # nothing optimises it
 
     def __init__(self, model):
         self.model = _without_engine(model)

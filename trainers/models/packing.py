@@ -80,11 +80,8 @@ def costs_of(lm: nn.Module) -> Costs:
 
 def responses_per_row(costs: Costs, prompt: int, response: int, copies: int) -> int:
     """Return how many of `copies` responses to a prompt are cheapest in one row, by their lengths in tokens."""
-
-    def cost(in_row: int) -> float:
-        return costs.of(-(-copies // in_row), prompt + in_row * response)
-
-    return min(range(1, copies + 1), key=cost)
+    counts = range(1, copies + 1)
+    return min(counts, key=lambda in_row: costs.of(-(-copies // in_row), prompt + in_row * response))
 
 
 def _packed(batch: Batch, row: torch.Tensor, start: torch.Tensor, shared: torch.Tensor) -> Packed:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.screen import phase, tell
+from fused_rl.trainers.base.screen import log, phase
 from fused_rl.trainers.policy.policy import Policy, measure
 from fused_rl.trainers.rollouts.roll_out import shown_of
 from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
-from fused_rl.trainers.rollouts.solved import judged, outcome_sums, outcomes, pass_at, why_unknown
+from fused_rl.trainers.rollouts.solved import judged, outcome_sums, outcomes, pass_at
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sample, Scorer
 
 
@@ -89,9 +89,13 @@ def solved_sums(scorers: Sequence[Scorer], greedy: Rollout, sampled: Rollout, co
 def solved_metrics(scorers: Sequence[Scorer], totals: dict[str, float]) -> dict[str, float]:
     """Return accuracy, pass@k, score and lengths from sums over all ranks; no accuracy if no response was judged."""
     known = totals["judged"] > 0
+    judges = [scorer.name for scorer in scorers if scorer.solved_at is not None]
     names = ["score"] if scorers else []
     if known:
         names += [name for name in totals if name.startswith(("accuracy_", "pass_at_"))]
-    elif scorers and ranks.rank() == 0:
-        tell(why_unknown(scorers, round(totals["problems"] + totals["responses"])))
+    elif judges:
+        count = round(totals["problems"] + totals["responses"])
+        log(f"solved: {' and '.join(judges)} returned None for all {count} responses (is a `return` missing?)")
+    elif scorers:
+        log("solved: no scorer here says what is solved; --solved_at says from which score on")
     return {name: totals[name] / totals["problems"] for name in names} | outcomes(totals, known)

@@ -14,7 +14,7 @@ import torch
 import fused_rl
 from fused_rl.advantages import ResponseAdvantage
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.base.screen import log
 from fused_rl.trainers.options import (
     InputError,
     Needs,
@@ -29,7 +29,6 @@ from fused_rl.trainers.rollouts.roll_out import batch_of, rollout_metrics
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Scorer
 
 ADVANTAGES = get_args(ResponseAdvantage)
-SUMMED = ("scores", "seconds", "incidents")  # of several rollouts
 
 
 class GroupConfig(RolloutConfig, LossConfig):
@@ -188,8 +187,8 @@ def collect(
         rewards = rollout.rewards - overlong_penalty(config, rollout.batch.response_lengths)
         rollouts.append(replace(rollout, rewards=rewards))
         found += int(ranks.global_sum((~equal_rewards(rewards, config.group_size)).sum()).item())
-    if refills and found < wanted and ranks.rank() == 0:
-        tell(
+    if refills and found < wanted:
+        log(
             f"step {step}: {found} of {wanted} groups have rewards that differ after {len(rollouts)} rollouts "
             f"(max_refills={refills}); the step is trained on those"
         )
@@ -206,15 +205,15 @@ def collect(
 def _joined(policy: Policy, rollouts: list[Rollout]) -> Rollout:
     """Return several rollouts, or the groups of several, as one."""
     samples = sum((rollout.samples for rollout in rollouts), [])
-    scores, seconds, incidents = ([vars(rollout)[name] for rollout in rollouts] for name in SUMMED)
+    first = rollouts[0]
     return Rollout(
         samples,
         batch_of(samples, policy.tokenizer.pad_token_id, policy.device),
-        {name: torch.cat([part[name] for part in scores]) for name in scores[0]},
+        {name: torch.cat([rollout.scores[name] for rollout in rollouts]) for name in first.scores},
         torch.cat([rollout.rewards for rollout in rollouts]),
         torch.cat([rollout.solved for rollout in rollouts]),
-        {name: sum(part[name] for part in seconds) for name in seconds[0]},
-        {name: sum(part[name] for part in incidents) for name in incidents[0]},
+        {name: sum(rollout.seconds[name] for rollout in rollouts) for name in first.seconds},
+        {name: sum(rollout.incidents[name] for rollout in rollouts) for name in first.incidents},
     )
 
 

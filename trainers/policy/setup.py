@@ -141,11 +141,7 @@ def load_policy(
 ) -> Policy:
     """Return the policy in an engine for `updates` optimizer steps, with its reference and its sampler.
 
-    Args:
-        several: the option that puts several sequences into a row, and its value; None is where the model can.
-        needs_reference: True if something is measured against the starting model.
-        frozen: True if the policy is not trained.
-        own_sampler: makes the sampler in place of the option `sampler`.
+    `several` is the option that puts several sequences into a row, and its value; None is where the model can.
     """
     # The model, its reference, and its engine.
     lm = language_model.load_lm(config.model, config.revision, config, config, device)
@@ -177,7 +173,11 @@ def build_sampler(config: SamplingRunConfig, model, tokenizer, own: Make | None 
     lm = model.module.base
     options = {"pad_id": tokenizer.pad_token_id, "batch_size": config.rollout_batch_size}
     if config.server is not None:
-        built = _served(config, model, tokenizer)
+        ids = tokenizer.encode(TEXT, add_special_tokens=False)
+        probe = Probe(model, ids, lm.dtype == torch.float32, config.sampling(1, ()))
+        folder = Path(config.output_dir) / "published"
+        longest = config.max_prompt_length + config.max_new_tokens
+        built = ServerSampler(config.server, http_of(config), folder, probe, longest)
     elif config.lag:
         built = CopySampler(lm, **options)
     else:
@@ -217,12 +217,3 @@ def http_of(config: SamplingRunConfig) -> Http:
         if not key:
             raise InputError(f"server_api_key_env={config.server_api_key_env}: that variable holds no key; export it")
     return Http(config.server_timeout, config.server_concurrency, key)
-
-
-def _served(config: SamplingRunConfig, model, tokenizer) -> Sampler:
-    """Return a sampler of inference servers."""
-    exact = model.module.base.dtype == torch.float32
-    ids = tokenizer.encode(TEXT, add_special_tokens=False)
-    probe = Probe(model, ids, exact, config.sampling(1, ()))
-    made = (config.server, http_of(config), Path(config.output_dir) / "published", probe)
-    return ServerSampler(*made, config.max_prompt_length + config.max_new_tokens)

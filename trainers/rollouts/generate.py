@@ -17,7 +17,7 @@ from fused_rl import TokenSupport
 from fused_rl.trainers.base.screen import bar
 from fused_rl.trainers.data.batch import on_device, pad
 from fused_rl.trainers.rollouts.options import ROLLOUT_BATCH_SIZE
-from fused_rl.trainers.rollouts.sampling import NoDistribution, Record, Sampling, truncated
+from fused_rl.trainers.rollouts.sampling import NoDistribution, Record, Sampling, processed_scores
 from fused_rl.trainers.rollouts.types import Response, Sampler
 
 LOOK_EVERY = 16  # tokens of each response, on an accelerator
@@ -117,7 +117,7 @@ class TransformersSampler(Sampler):
 
         # Token by token. Tokens of a row after its stop token count for nothing.
         for step in range(sampling.max_new_tokens):
-            scores = _scores(rows.logits, sampling)
+            scores = processed_scores(rows.logits, sampling)
             token, bad = _draw(scores, sampling, generator)
             ids[step].scatter_(0, rows.number, token)
             if logprobs is not None:  # greedy ones are of the softmax at temperature 1
@@ -150,8 +150,8 @@ class TransformersSampler(Sampler):
             "temperature": sampling.temperature,
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
+            "min_p": sampling.min_p or None,
         }
-        chosen["min_p"] = sampling.min_p or None
         watch = _Watch()
         options = GenerationConfig(
             max_new_tokens=sampling.max_new_tokens,
@@ -304,14 +304,6 @@ def _pays(going: int, rows: int, every: int) -> bool:
     return left < rows if every == 1 else (rows - left) * 8 >= rows
 
 
-def _scores(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Return logits (B, V) at the temperature in fp32, -inf where the sampling truncates; greedy, as they are."""
-    if not sampling.temperature:
-        return logits
-    scores = logits.float() / sampling.temperature
-    return truncated(scores, sampling) if sampling.truncates else scores
-
-
 def _draw(
     scores: torch.Tensor, sampling: Sampling, generator: torch.Generator | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -340,12 +332,11 @@ def token_at(probabilities: torch.Tensor, quantile: torch.Tensor) -> torch.Tenso
 class _Watch:
     """Notes which rows' logits are NaN or infinite, and gives `generate` others, which it can sample from."""
 
-    def __init__(self):
-        self.broken = torch.zeros(())
+    broken: torch.Tensor | bool = False
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         bad = ~scores.amax(-1).isfinite()
-        self.broken = bad | self.broken.bool().to(bad.device)
+        self.broken = bad | self.broken
         return torch.where(bad[:, None], 0, scores)
 
 

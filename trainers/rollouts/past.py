@@ -10,28 +10,12 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 BLOCK = 128  # tokens: when the room is full, the past is copied to room for so many more
 
 
-class Spare(dict):
-    """Memory that a layer has left, by its shape, for the next layer: on a CPU fresh memory costs more than a copy."""
-
-    def take(self, count: int, like: torch.Tensor, columns: int) -> torch.Tensor:
-        """Return (count, heads, columns, ·), not initialised, for `like` of (b, heads, tokens, ·)."""
-        heads, _, width = like.shape[1:]
-        left = self.pop((heads, columns, width), None)
-        if left is None or len(left) < count:
-            return like.new_empty(count, heads, columns, width)
-        return left[:count]
-
-    def leave(self, room: torch.Tensor) -> None:
-        """Keep memory that nobody reads any more."""
-        self[tuple(room.shape[1:])] = room
-
-
 class _InPlace:
     """Keys and values of a layer, each (b, heads, tokens, ·): columns of `room`, of which some are free."""
 
     reach = None  # past tokens that the next one sees; None is all
 
-    def hold(self, layer: DynamicLayer, row: torch.Tensor, most: int, maskable: bool, spare: Spare) -> "_InPlace":
+    def hold(self, layer: DynamicLayer, row: torch.Tensor, most: int, maskable: bool, spare: dict) -> "_InPlace":
         """Take the prompts of `layer`, for responses (b,) to the prompts at `row`; `most` tokens come in all."""
         self.dtype = layer.dtype
         self.device = layer.device
@@ -48,7 +32,12 @@ class _InPlace:
 
     def _filled(self, states: torch.Tensor, row: torch.Tensor | None) -> torch.Tensor:
         """Return room whose first columns are those states, of some rows where they are named."""
-        room = self.spare.take(len(states) if row is None else len(row), states, self.columns)
+        count = len(states) if row is None else len(row)
+        shape = (states.shape[1], self.columns, states.shape[3])
+        room = self.spare.pop(shape, None)
+        if room is None or len(room) < count:
+            room = states.new_empty(count, *shape)
+        room = room[:count]
         filled = room[:, :, : self.end]
         if row is None:
             filled.copy_(states)
@@ -63,7 +52,7 @@ class _InPlace:
             left = self.room[i]
             self.room[i] = self._filled(states, indices)
             if indices is not None:
-                self.spare.leave(left)
+                self.spare[tuple(left.shape[1:])] = left
         self._show()
 
     def _show(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,7 +96,7 @@ class Window(_InPlace, DynamicSlidingWindowLayer):
 
 def in_place(cache: Cache, row: torch.Tensor, most: int, *, maskable: bool) -> None:
     """Let a cache of prompts go on as that of responses (b,) to the prompts at `row`, of `most` tokens in all."""
-    spare = Spare()
+    spare = {}  # memory that a layer has left, by its shape: on a CPU fresh memory costs more than a copy
     for number, layer in enumerate(cache.layers):
         if layer.is_initialized:  # one without keys of its own reads another layer's
             made = Window(layer) if layer.is_sliding else Whole()

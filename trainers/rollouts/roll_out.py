@@ -14,7 +14,7 @@ from itertools import chain
 import torch
 
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.screen import bar, tell
+from fused_rl.trainers.base.screen import bar, log
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
 from fused_rl.trainers.data.rows import Rows, log_dropped
@@ -196,8 +196,8 @@ def _report_broken(scorers: Sequence[Scorer], count: int) -> dict[str, float]:
         scorer.broken = []
         broken = [*chain.from_iterable(of_ranks)]
         metrics[f"verifier/{scorer.name}/timeouts"] = float(len(broken))
-        if broken and ranks.rank() == 0:
-            tell(f"{scorer.name}: {len(broken)} of {sum(counts)} answers broke a limit and score 0; first: {broken[0]}")
+        if broken:
+            log(f"{scorer.name}: {len(broken)} of {sum(counts)} answers broke a limit and score 0; first: {broken[0]}")
     return metrics
 
 
@@ -206,8 +206,8 @@ def rollout_metrics(rollout: Rollout, columns: dict[str, torch.Tensor], step: in
     lengths = rollout.lengths.double()
     columns = columns | {"completions/mean_length": lengths, "val/stop_rate": rollout.stopped}
     count = len(lengths) * ranks.world_size()
-    totals = ranks.global_sum(ranks.arrived([column.double().sum() for column in columns.values()]))
-    metrics = dict(zip(columns, (totals / count).tolist(), strict=True))
+    totals = ranks.global_sums({name: column.double().sum() for name, column in columns.items()})
+    metrics = {name: total / count for name, total in totals.items()}
     metrics |= {
         "completions/min_length": -ranks.global_max(-lengths.min()),
         "completions/max_length": ranks.global_max(lengths.max()),

@@ -5,7 +5,7 @@ order of the filters differ between implementations, and rounding moves the bord
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -68,10 +68,16 @@ class Seeds:
         self.generator.set_state(state["generator"])
 
 
-def truncated(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Return scores (B, V) at the temperature, -inf where a filter takes an id away; by transformers, in its order."""
+def processed_scores(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Return logits (B, V) at the temperature in fp32, -inf where a filter takes an id away; greedy, as they are.
+
+    The filters are those of transformers, in its order.
+    """
     from transformers.generation import logits_process as of_transformers
 
+    if not sampling.temperature:
+        return logits
+    scores = logits.float() / sampling.temperature
     if sampling.top_k > 0:  # none of them reads the tokens so far
         scores = of_transformers.TopKLogitsWarper(sampling.top_k)(None, scores)
     if sampling.top_p < 1:
@@ -81,14 +87,15 @@ def truncated(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     return scores
 
 
+@dataclass
 class Record:
     """The kept sets of a batch of responses, noted token by token, and fetched from the device now and then."""
 
-    def __init__(self, count: int):
-        self.count = count
-        self.noted: list[torch.Tensor] = []  # (b, V) bool: where a set is not the whole vocabulary, its ids
-        self.fetched: list[TokenSupport] = []
-        self.responses: list[int] = []  # of each row of what was noted
+    count: int
+    noted: list[torch.Tensor] = field(default_factory=list)
+    """(b, V) bool: where a set is not the whole vocabulary, its ids."""
+    fetched: list[TokenSupport] = field(default_factory=list)
+    responses: list[int] = field(default_factory=list)  # of each row of what was noted
 
     def note(self, scores: torch.Tensor, ended: torch.Tensor, responses: list[int]) -> None:
         """Note the scores (b, V) that the next token of each of b responses is sampled from, unless it has `ended`."""

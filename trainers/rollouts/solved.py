@@ -10,14 +10,10 @@ from fused_rl.trainers.rollouts.types import Rollout, Scorer
 
 
 def pass_at_k(right: torch.Tensor, k: int) -> torch.Tensor:
-    """Return (P,) fp64: the probability that k of a problem's n responses, without replacement, hold a right one.
+    """Return (P,) fp64: the probability that k of n responses, without replacement, hold a right one of (P, n) bool.
 
     1 - C(n - c, k) / C(n, k) with c right ones: unbiased, where "any of the first k" is only so for k = n
     (arXiv:2107.03374, eq. 1).
-
-    Args:
-        right: (P, n) bool.
-        k: 1 to n.
     """
     n = right.shape[1]
     ways = math.comb(n, k)
@@ -49,14 +45,6 @@ def judged(scorers: Sequence[Scorer], rollout: Rollout) -> torch.Tensor:
     applies = [~rollout.scores[scorer.name].isnan() for scorer in scorers if scorer.solved_at is not None]
     nobody = torch.zeros(len(rollout.samples), dtype=torch.bool)
     return torch.stack([nobody, *applies]).any(0)
-
-
-def why_unknown(scorers: Sequence[Scorer], count: int) -> str:
-    """Return a line that says why none of `count` responses was judged."""
-    judges = [scorer.name for scorer in scorers if scorer.solved_at is not None]
-    if not judges:
-        return "solved: no scorer here says what is solved; --solved_at says from which score on"
-    return f"solved: {' and '.join(judges)} returned None for all {count} responses (is a `return` missing?)"
 
 
 def outcomes(sums: dict[str, float], known: bool = True) -> dict[str, float]:

@@ -67,7 +67,9 @@ def describe(config: RunConfig, arithmetic: Arithmetic) -> str:
         else:
             for option in ("chosen_column", "rejected_column"):
                 rows.get(0, getattr(config, option), option)
-        counted = config if config.splits_rows else in_steps(config, len(rows))
+        # With all turns a row is as many demonstrations, whose number is known after encoding only.
+        splits_rows = getattr(config, "assistant_turns", "last") == "all"
+        counted = config if splits_rows else in_steps(config, len(rows))
         needed = memory.described(counted, ranks.processes())
     lines = [f"# {key}: {value}" for key, value in arithmetic(counted, ranks.processes()).items()]
     lines += [] if needed is None else [f"# memory per process: {needed}"]

@@ -10,7 +10,7 @@ from textwrap import indent
 import torch
 
 from fused_rl.trainers.base.engine import torch_dtype
-from fused_rl.trainers.base.files import as_json, unfinished, write_atomically
+from fused_rl.trainers.base.files import as_json, unfinished, write_rows
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.base.text import shown
 from fused_rl.trainers.options import RunConfig
@@ -119,10 +119,6 @@ class Logger:
             table.add_row(*(Text(shown(value, keep="\n\t")) for value in values))
         rich.print(table) if self.bar is None else self.bar.console.print(table)
 
-    def draw(self) -> None:
-        """Draw curves.png of the metrics so far."""
-        draw_curves(self.history, self.folder / "curves.png")
-
     def close(self) -> None:
         """Flush everything and draw curves.png."""
         if self.bar is not None:
@@ -130,7 +126,7 @@ class Logger:
         self.board.close()
         if self.wandb is not None:
             self.wandb.finish()
-        self.draw()
+        draw_curves(self.history, self.folder / "curves.png")
 
 
 def _append(path: Path, entries: list[dict]) -> None:
@@ -153,7 +149,7 @@ def read_metrics(path: Path) -> list[dict]:
 def _cut(path: Path, start: int) -> list[dict]:
     """Return the entries up to step `start`, where the run begins; later ones are cut from the file."""
     entries = [entry for entry in read_metrics(path) if entry["step"] <= start]
-    write_atomically(path, "".join(as_json(entry) + "\n" for entry in entries))
+    write_rows(path, entries)
     return entries
 
 

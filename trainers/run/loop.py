@@ -27,12 +27,12 @@ from typing import TypeVar
 import torch
 
 from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.base.files import as_json, hash_of, hash_of_model, hash_of_rows, storing, write_atomically
+from fused_rl.trainers.base.files import hash_of, hash_of_model, hash_of_rows, storing
 from fused_rl.trainers.base.screen import log, phase, tell
 from fused_rl.trainers.data.order import RowOrder, in_steps
 from fused_rl.trainers.options import InputError, RunConfig
 from fused_rl.trainers.run import hub
-from fused_rl.trainers.run.logger import Logger
+from fused_rl.trainers.run.logger import Logger, draw_curves
 from fused_rl.trainers.run.store import NOTHING, RunFolder, release
 
 Arithmetic = Callable[[RunConfig, int], dict[str, object]]
@@ -87,16 +87,8 @@ class Run:
     ) -> Config:
         """Refuse inputs that differ from those of the other processes, or of the run that is resumed.
 
-        Args:
-            config: with what the rows have decided since the run began.
-            tokenizer: its chat template is compared.
-            models: folders or Hub names that are read beside `config.model`, by option.
-            rows: to train on, as the trainer keeps them.
-            held_out: may differ from those of the run that is resumed.
-            **other_rows: by name.
-
-        Returns:
-            The config, with the steps that `num_train_epochs` comes to.
+        `models` are read beside `config.model`, by option; `held_out` may differ from those of the run that is resumed.
+        Returns the config with the steps that `num_train_epochs` comes to.
         """
         with phase("hashed models and rows"):
             self.inputs = {"model": hash_of_model(config.model, config.revision)}
@@ -105,8 +97,8 @@ class Run:
             self.inputs["chat_template"] = hash_of(tokenizer.chat_template)
         ranks.check_equal(self.inputs | {"held_out": hash_of_rows(held_out)})
         changed = self.store.check_inputs(self.inputs) if config.resume else []
-        if changed and ranks.rank() == 0:
-            tell(f"resume: continues with other inputs: {', '.join(changed)}")
+        if changed:
+            log(f"resume: continues with other inputs: {', '.join(changed)}")
         self.problems = len(held_out)
         self.config = self.store.config = in_steps(config, len(rows))
         self.order = RowOrder(len(rows), getattr(config, config.batch_option), config.seed)
@@ -151,7 +143,22 @@ class Run:
             while not self.last:
                 self.step += 1
                 yield self.step, next(self.order)
-                self._save_or_stop()
+
+                # Save a checkpoint on schedule, before stopping, and at the end, when the model is not saved yet.
+                stop = bool(ranks.global_sum(torch.tensor(float(self.stopping)))) and not self.last
+                every = self.config.save_every
+                if stop or self.last or (every and self.step % every == 0):
+                    began = time.monotonic()
+                    state = {"position": self.order.position, "inputs": self.inputs, **self.state()}
+                    self.store.save(self.engines, self.step, state, self.own)
+                    self.save_seconds = time.monotonic() - began
+                if stop:
+                    if self.logger is not None:
+                        self.logger.close()
+                    release()
+                    log(f"stopped after step {self.step}; continue with --resume")
+                    ranks.barrier()  # else two processes can abort at exit
+                    raise Stopped
         except BaseException:  # after the last step the model is still to be saved
             restore_signals()
             raise
@@ -173,29 +180,7 @@ class Run:
             self.logger.log(self.step, metrics | timed)
             self.logger.samples(self.step, samples)
             if self.evaluates and not self.begins and not self.last:  # `finish` draws the last ones
-                self.logger.draw()
-
-    def _save_or_stop(self) -> None:
-        """Save a checkpoint on schedule, before stopping, and at the end, when the model is not saved yet."""
-        stop = bool(ranks.global_sum(torch.tensor(float(self.stopping)))) and not self.last
-        every = self.config.save_every
-        if stop or self.last or (every and self.step % every == 0):
-            began = time.monotonic()
-            state = {"position": self.order.position, "inputs": self.inputs, **self.state()}
-            self.store.save(self.engines, self.step, state, self.own)
-            self.save_seconds = time.monotonic() - began
-        if stop:
-            if self.logger is not None:
-                self.logger.close()
-            release()
-            log(f"stopped after step {self.step}; continue with --resume")
-            ranks.barrier()  # else two processes can abort at exit
-            raise Stopped
-
-    def write(self, name: str, values: dict) -> None:
-        """Write a JSON file into the run's folder."""
-        if ranks.rank() == 0:
-            write_atomically(self.store.path / name, as_json(values, indent=2))
+                draw_curves(self.logger.history, self.logger.folder / "curves.png")
 
     def finish(self, save: Callable[[Path], None]) -> str:
         """Draw the curves, save the trained model with `save(folder)`, push it if requested; return its folder."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -36,13 +37,13 @@ def keyed(table: Mapping[str, str], sums: Mapping[str, float]) -> dict[str, floa
     return found
 
 
+@dataclass
 class Sums:
     """The metrics of one optimizer step, added up over micro-batches and ranks."""
 
-    def __init__(self, step: int):
-        self.step = step
-        self.parts = []
-        self.names: tuple[str, ...] = ()
+    step: int
+    parts: list[tuple[torch.Tensor, Sequence[str]]] = field(default_factory=list)
+    names: tuple[str, ...] = ()
 
     def add(self, metrics: dict[str, torch.Tensor], where: Sequence[str]) -> None:
         """Add the scalars of one micro-batch, each divided by the whole step's count, and where its rows are from."""

@@ -36,7 +36,7 @@ from fused_rl.trainers.base.files import (
     write_atomically,
 )
 from fused_rl.trainers.base.ranks import barrier, rank, world_size
-from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.base.screen import log, tell
 from fused_rl.trainers.options import ACTIONS, InputError, RunConfig, to_yaml
 
 LOCK = ".fused-rl.lock"
@@ -143,8 +143,7 @@ class RunFolder:
                 f"resume: {self.chosen} was made with other options: {', '.join(refused)}; give the first value of "
                 f"each again (--config {self.path / 'config.yaml'} --resume), or start again with --overwrite"
             )
-        if rank() == 0:
-            tell(f"resume: from {self.chosen}, which is intact", *(f"resume: {line}" for line in changed.values()))
+        log(f"resume: from {self.chosen}, which is intact", *(f"resume: {line}" for line in changed.values()))
 
     def _contents(self) -> list[Path]:
         with storing("the run", self.path):
@@ -191,16 +190,10 @@ class RunFolder:
 
     # Writing checkpoints.
 
-    def save(self, engines: Mapping, step: int, state: dict, own: Mapping = NOTHING) -> None:
+    def save(self, engines: Mapping, step: int, state: dict, own: Mapping) -> None:
         """Write the checkpoint of a step, and delete those that are older than `keep_checkpoints`; for all ranks.
 
-        If the disk is full, nothing of this checkpoint is left, and older ones are intact.
-
-        Args:
-            engines: DeepSpeed engines by name, with their optimizers and schedules.
-            step: of the run.
-            state: of the trainer, the same on every rank, as JSON.
-            own: objects whose `state_dict` each rank keeps for itself, by name.
+        If the disk is full, nothing of this checkpoint is left, and older ones are intact. Arguments as of `Run.start`.
         """
         folder = self.checkpoints / f"step-{step}"
         place = unfinished(folder)
@@ -219,10 +212,9 @@ class RunFolder:
                     saved = {"step": step, "engines": sorted(engines), "options": self._options(), **state}
                     (place / "state.json").write_text(json.dumps(saved))
                 barrier()
-                files = sorted(filter(Path.is_file, place.rglob("*")))[
-                    rank() :: world_size()
-                ]  # each rank reads its share
-                parts = ranks.gather({path.relative_to(place).as_posix(): fingerprint(path) for path in files})
+                files = sorted(filter(Path.is_file, place.rglob("*")))
+                share = files[rank() :: world_size()]
+                parts = ranks.gather({path.relative_to(place).as_posix(): fingerprint(path) for path in share})
                 if rank() == 0:
                     (place / "manifest.json").write_text(json.dumps(functools.reduce(operator.or_, parts), indent=1))
             if rank() == 0:
@@ -271,7 +263,7 @@ class RunFolder:
             )
         return changed
 
-    def load(self, engines: Mapping, own: Mapping = NOTHING) -> dict:
+    def load(self, engines: Mapping, own: Mapping) -> dict:
         """Restore engines, this rank's generators and its own objects; return the saved state of the trainer.
 
         The options of the optimizers (learning rate, betas, weight decay, schedule) stay those of this run.

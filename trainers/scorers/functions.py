@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 
 from fused_rl.trainers.base.screen import tell
-from fused_rl.trainers.data.encode import PROMPT_COLUMNS
+from fused_rl.trainers.data.encode import prompt_column_of
 from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts.types import Sample
 from fused_rl.trainers.scorers.builtin import Named
@@ -81,8 +81,7 @@ class FunctionScorer(Named):
         given |= {"prompts": [], "completions": []}
         for sample in samples:
             # The row's prompt without a last turn of the assistant, which the policy was not given.
-            names = PROMPT_COLUMNS if sample.column is None else (sample.column,)
-            prompt = next((sample.row[name] for name in names if sample.row.get(name) is not None), None)
+            prompt = sample.row.get(sample.column or prompt_column_of(sample.row))
             if isinstance(prompt, list) and prompt and prompt[-1].get("role") == "assistant":
                 prompt = prompt[:-1]
             turn = [{"role": "assistant", "content": sample.text}]

@@ -61,11 +61,7 @@ class RewardModelScorer(Named):
 def load_reward_model(
     part: Spelled, policy: ModelConfig, held: EngineConfig, tokenizer: Any, device: torch.device, batch_size: int
 ) -> RewardModelScorer:
-    """Return the reward model that is named, which reads the responses of a policy, `batch_size` together.
-
-    `tokenizer` is the policy's: one with another is refused. `held` says how models are held: under ZeRO 3 each reward
-    model has an engine of its own.
-    """
+    """Return the reward model that is named, which reads the responses of a policy; refuse one of other tokens."""
     options = {"dtype": engine.torch_dtype(held), "attn_implementation": policy.attn_implementation}
     model = RewardModel.from_pretrained(part.detail, **options)
     if not has_score_head(model.classifier.config):
