@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 # Folder -> the most physical lines of Python in it.
-LINES = {"fused_rl": 8_420, "trainers": 9_900, "tests": 27_800, "bench": 7_500}
+LINES = {"fused_rl": 8_420, "trainers": 9_850, "tests": 27_800, "bench": 7_500}
 # Folder -> the folders whose modules its files may import.
 FOLDERS = {
     "kernels": {"kernels"},
