@@ -43,7 +43,10 @@ def test_steps_are_taken_back_for_passes_and_without_either_there_are_100(tmp_pa
 
 def test_a_dry_run_counts_the_rows_of_a_file(files, tmp_path, capsys):
     command = ["--model", files[0], "--dataset", files[1], "--output_dir", str(tmp_path / "run"), "--eval_size", "4"]
-    sft.main([*command, "--batch_size", "4", "--num_train_epochs", "2.1", "--dry_run"])
+    command += ["--batch_size", "4", "--num_train_epochs", "2.1", "--dry_run"]
+    with pytest.raises(SystemExit, match="column 'completion' is missing; the row has .*--completion_column"):
+        sft.main(command)
+    sft.main([*command, "--completion_column", "answer"])
     printed = capsys.readouterr().out
     assert "# optimizer steps: 9\n" in printed and "\nsteps: null\n" in printed
 
