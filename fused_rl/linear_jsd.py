@@ -1,7 +1,6 @@
 """Jensen-Shannon divergence with any weight of two output heads over the same tokens, from hidden states.
 
-Plain PyTorch, some rows of logits at a time, which the backward pass forms again. The kernels have the weight of 1/2,
-as `linear_token_kl(…, direction="jensen-shannon")`.
+Plain PyTorch, some rows of logits at a time; for a weight of 1/2 `linear_token_kl` has kernels.
 """
 
 import torch
@@ -39,16 +38,17 @@ def linear_token_jsd(
     Returns:
         (N,) fp32, differentiable with respect to hidden, weight and bias.
     """
+    heads = (weight, bias), (ref_weight, ref_bias)
+    heads = [[x if x is None else x.to(logits_dtype or x.dtype) for x in head] for head in heads]
     blocks = []
-    for rows, ref_rows in zip(hidden.split(ROWS), ref_hidden.split(ROWS), strict=True):
-        sides = (rows, weight, bias), (ref_rows, ref_weight, ref_bias)
-        blocks.append(checkpoint(_of_rows, *sides, beta, temperature, softcap, logits_dtype, use_reentrant=False))
+    for both in zip(hidden.split(ROWS), ref_hidden.split(ROWS), strict=True):
+        sides = [(rows.to(logits_dtype or rows.dtype), *head) for rows, head in zip(both, heads, strict=True)]
+        blocks.append(checkpoint(_of_rows, *sides, beta, temperature, softcap, use_reentrant=False))
     return torch.cat(blocks)
 
 
-def _of_rows(policy, reference, beta, temperature, softcap, logits_dtype):
-    sides = [[x if x is None else x.to(logits_dtype or x.dtype) for x in side] for side in (policy, reference)]
-    p, q = (linear(*side).float() for side in sides)
+def _of_rows(policy, reference, beta, temperature, softcap):
+    p, q = (linear(*side).float() for side in (policy, reference))
     if softcap is not None:
         p, q = (softcap * torch.tanh(logits / softcap) for logits in (p, q))
     p, q = (torch.log_softmax(logits / temperature, -1) for logits in (p, q))

@@ -103,6 +103,13 @@ def test_a_response_without_predicted_tokens_is_left_out(folder, tmp_path, capsy
         config_of(folder, "smoothed", loss_type="ipo")
 
 
+def test_a_dry_run_looks_for_both_columns(folder, tmp_path):
+    words = ["--model", folder / "model", "--dataset", folder / "pairs.jsonl", "--output_dir", tmp_path / "run"]
+    for option in ("chosen_column", "rejected_column"):
+        with pytest.raises(SystemExit, match=f"column 'other' is missing; .* --{option}"):
+            dpo.main([*map(str, words), "--eval_size", "4", "--dry_run", f"--{option}", "other"])
+
+
 def test_a_log_probability_that_is_not_finite_names_its_row(folder, tmp_path):
     from transformers import AutoModelForCausalLM
 

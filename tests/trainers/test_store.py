@@ -33,9 +33,7 @@ def test_a_run_refuses_a_folder_with_anything_in_it_and_changes_nothing(files, t
         path.write_text("mine")
         refused(run_config(files, tmp_path / name.replace("/", "-")), "is not empty: move .*--overwrite")
         assert path.read_text() == "mine"
-    refused(
-        run_config(files, tmp_path / "new", resume=True), "no checkpoint in .*new/checkpoints; start anew with --over"
-    )
+    refused(run_config(files, tmp_path / "new", resume=True), "no checkpoint in .*new/checkpoints; give --over")
     refused(run_config(files, tmp_path, overwrite=True, resume=True), "give one of them")
     assert not (tmp_path / "new").exists()
 

@@ -99,7 +99,9 @@ class RunFolder:
                 "--overwrite false takes back what a config file says"
             )
         if config.resume and not steps_in(self.checkpoints):
-            raise InputError(f"resume: there is no checkpoint in {self.checkpoints}; start anew with --overwrite")
+            raise InputError(
+                f"resume: there is no checkpoint in {self.checkpoints}; give --overwrite in place of --resume"
+            )
         if self._contents() and not (config.resume or config.overwrite):
             resume = "continue its run with --resume, " if steps_in(self.checkpoints) else ""
             remedy = f"{resume}move its content away with --overwrite, or choose another folder"
