@@ -58,7 +58,11 @@ def parse():
     if unknown:
         parser.error(f"--group {unknown[0]}: expected one of {', '.join(GROUPS)}")
     if args.shapes and not any(of_group(args.shapes, group) for group in groups):
-        wanted = [f"{group.dimensions} dimensions for {name}" for name, group in GROUPS.items() if group.dimensions]
+        wanted = [
+            f"{group.dimensions} dimensions for {name}"
+            for name, group in GROUPS.items()
+            if group.dimensions
+        ]
         parser.error(f"--shapes {args.shapes}: expected {', '.join(wanted)}")
 
     # The options that were given, as words again.

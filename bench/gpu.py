@@ -39,15 +39,29 @@ STEPS = [
 ]
 FACTS_FILE = "gpu-facts.jsonl"
 AT_ONCE = max(1, min(8, (os.cpu_count() or 1) // 2))  # files of tests: to compile takes a core each
-PYTEST = ["-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "--on-device", "-m", "not mutations"]
+PYTEST = [
+    "-m",
+    "pytest",
+    "-v",
+    "--tb=short",
+    "-p",
+    "no:cacheprovider",
+    "--on-device",
+    "-m",
+    "not mutations",
+]
 OUTCOME = re.compile(r"^(tests/\S+?::.*) (PASSED|FAILED|SKIPPED|ERROR)\b")
 
 
 def parse(words: list[str]) -> tuple[Path, list[Step]]:
     """The folder of the results, and the steps to run."""
     names = [step.name for step in STEPS]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default=os.environ.get("OUT", "bench/results"), help="folder for all results")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", default=os.environ.get("OUT", "bench/results"), help="folder for all results"
+    )
     parser.add_argument("--steps", default=",".join(names), help="comma-separated, of the default")
     parser.add_argument("--minutes", type=int, choices=(10, 30, 45), default=10, help="in all")
     args = parser.parse_args(words)
@@ -57,7 +71,9 @@ def parse(words: list[str]) -> tuple[Path, list[Step]]:
         parser.error(f"--steps {unknown[0]}: expected some of {', '.join(names)}")
     steps = []
     for step in STEPS:
-        limit, budget = (seconds and seconds * args.minutes // 10 for seconds in (step.limit, step.budget))
+        limit, budget = (
+            seconds and seconds * args.minutes // 10 for seconds in (step.limit, step.budget)
+        )
         if step.name in wanted:
             steps.append(Step(step.name, limit, budget))
     return Path(args.out), steps
@@ -128,7 +144,10 @@ def test_file(path: str, end: float, out: Path, log: TextIO) -> str:
 
     started = time.monotonic()
     status = run([*PYTEST, path], left, log, note)
-    tell(out, {"tests": path, **counts, "ended": status, "seconds": round(time.monotonic() - started)})
+    tell(
+        out,
+        {"tests": path, **counts, "ended": status, "seconds": round(time.monotonic() - started)},
+    )
     return status
 
 
@@ -137,7 +156,17 @@ def test_file(path: str, end: float, out: Path, log: TextIO) -> str:
 
 def group(step: Step, out: Path) -> str:
     """A group of the suite, on the device."""
-    words = ["-m", "bench", step.name, "--device", "cuda", "--out", str(out), "--budget", str(step.budget)]
+    words = [
+        "-m",
+        "bench",
+        step.name,
+        "--device",
+        "cuda",
+        "--out",
+        str(out),
+        "--budget",
+        str(step.budget),
+    ]
     with (out / "groups.txt").open("a") as log:
         return run(words, step.limit, log, lambda line: print(line, end="", flush=True))
 
@@ -145,7 +174,12 @@ def group(step: Step, out: Path) -> str:
 def run(words: list[str], limit: int, log: TextIO, see) -> str:
     """Runs Python with these words; each line it prints is written, and passed to `see`. "ok", or what went wrong."""
     command = ["timeout", "-k", "5", str(limit), sys.executable, "-u", *words]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    pipes = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+        "errors": "replace",
+    }
     with subprocess.Popen(command, cwd=machine.ROOT, **pipes) as process:
         for line in process.stdout:
             log.write(line)

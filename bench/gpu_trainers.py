@@ -31,7 +31,14 @@ QWEN = {
 WORDS = 1000  # of the tokenizer
 SECONDS = 240  # of a trainer; its first step of four is not counted: it compiles
 COMMON = ["--steps", "4", "--eval_size", "0", "--save_every", "0", "--dtype", "auto", "--overwrite"]
-SAMPLED = ["--verifiers", "bench.trainers:odd_words", "--prompt_column", "prompt", "--prompts_per_step", "32"]
+SAMPLED = [
+    "--verifiers",
+    "bench.trainers:odd_words",
+    "--prompt_column",
+    "prompt",
+    "--prompts_per_step",
+    "32",
+]
 # op -> its options; a step of grpo and ppo has 256 responses
 TRAINERS = {
     "sft": ["--batch_size", "64"],
@@ -50,9 +57,14 @@ def prepare(folder: Path, sizes: dict, length: int) -> list[str]:
     rng = random.Random(0)
 
     def text() -> str:
-        return " ".join(f"w{rng.randrange(2, WORDS)}" for _ in range(rng.randint(length // 2, length)))
+        return " ".join(
+            f"w{rng.randrange(2, WORDS)}" for _ in range(rng.randint(length // 2, length))
+        )
 
-    rows = [{name: text() for name in ("prompt", "completion", "chosen", "rejected")} for _ in range(512)]
+    rows = [
+        {name: text() for name in ("prompt", "completion", "chosen", "rejected")}
+        for _ in range(512)
+    ]
     write_rows(folder / "rows.jsonl", rows)
     return ["--model", str(folder / "model"), "--dataset", str(folder / "rows.jsonl")]
 
@@ -69,7 +81,9 @@ def measured(op: str, folder: Path) -> dict:
 def train(op: str, words: list[str]) -> list[dict]:
     """Train with ours, then with TRL what ours has trained; return a row for each."""
     module = {"ppo": ppo, **trainers.MODULES}[op]
-    config = parse(getattr(module, f"{op.upper()}Config" if op != "reward" else "RewardConfig"), words)
+    config = parse(
+        getattr(module, f"{op.upper()}Config" if op != "reward" else "RewardConfig"), words
+    )
     if op == "ppo":  # TRL has none
         ppo.train(config)
         return [measured(op, Path(config.output_dir))]
@@ -82,7 +96,15 @@ def train(op: str, words: list[str]) -> list[dict]:
         return [*rows, results.not_run(name, reason.status, str(reason), op)]
     except torch.OutOfMemoryError as reason:
         return [*rows, results.not_run(name, *results.failure(reason), op)]
-    return [*rows, {"op": op, "implementation": name, "status": results.OK, "time/step": trainers.median_step(theirs)}]
+    return [
+        *rows,
+        {
+            "op": op,
+            "implementation": name,
+            "status": results.OK,
+            "time/step": trainers.median_step(theirs),
+        },
+    ]
 
 
 def command(args, sizes: dict = QWEN, length: int = 256) -> int:
@@ -96,11 +118,17 @@ def command(args, sizes: dict = QWEN, length: int = 256) -> int:
         done = subprocess.run(run, cwd=machine.ROOT, capture_output=True, text=True)
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1][:160]
-            rows.append(results.not_run("fused_rl", results.FAILED, f"exit status {done.returncode}: {last}", op))
+            rows.append(
+                results.not_run(
+                    "fused_rl", results.FAILED, f"exit status {done.returncode}: {last}", op
+                )
+            )
         else:
             rows += json.loads(done.stdout.splitlines()[-1])
         results.save(args, rows)
-    lines = [row | {"status": None} for row in results.measured(rows)]  # an empty column is left out
+    lines = [
+        row | {"status": None} for row in results.measured(rows)
+    ]  # an empty column is left out
     columns = list(dict.fromkeys(name for line in lines for name in line))
     print(results.table(columns, [[line.get(name) for name in columns] for line in lines]))
     results.show_missing(rows)

@@ -8,7 +8,9 @@ class Group(NamedTuple):
 
     module: str  # of this folder, with `command(name, words)`
     seconds: int  # of wall time at most, on 2 quiet cores: imports, compilers, checks and first runs are part of it
-    dimensions: int = 0  # of its --shapes, 0 where it takes none: rows x vocabulary, rows x hidden x vocabulary
+    dimensions: int = (
+        0  # of its --shapes, 0 where it takes none: rows x vocabulary, rows x hidden x vocabulary
+    )
 
 
 # Together 16 minutes, which `make help` and docs/benchmarks.md say.

@@ -72,7 +72,8 @@ def read_bandwidth() -> float:
     """Bytes per second that a GPU reads for a sum: the roof of a forward pass."""
     source = torch.zeros(1 << 28, dtype=torch.float32, device="cuda")
     return source.nbytes / (
-        1e-3 * timing.median(timing.phases_gpu(timing.Run(torch.sum, None, [source], False))["forward"])
+        1e-3
+        * timing.median(timing.phases_gpu(timing.Run(torch.sum, None, [source], False))["forward"])
     )
 
 
@@ -80,7 +81,9 @@ def clocks() -> dict:
     """The GPU's clock in MHz, its power in W and its temperature in °C, now; empty where nvidia-smi says nothing."""
     names = ("clocks.sm", "power.draw", "temperature.gpu")
     index = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    line = _output("nvidia-smi", "-i", index, f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits")
+    line = _output(
+        "nvidia-smi", "-i", index, f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits"
+    )
     return dict(zip(names, line.split(", "), strict=False)) if line else {}
 
 
@@ -123,7 +126,14 @@ def environment(device: str) -> dict:
     """Command, commit, device, driver and versions: what a reader needs to repeat a run."""
     processor = _processor()
     changes = _output(
-        "git", "status", "--porcelain", "--untracked-files=no", "--", ":!bench/results", ":!docs", ":!README.md"
+        "git",
+        "status",
+        "--porcelain",
+        "--untracked-files=no",
+        "--",
+        ":!bench/results",
+        ":!docs",
+        ":!README.md",
     )
     versions = {package: version(package) for package in PACKAGES}
     described = {
@@ -140,7 +150,9 @@ def environment(device: str) -> dict:
     }
     if device != "cpu":
         described["device"] = torch.cuda.get_device_name()
-        described["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or None
+        described["driver"] = (
+            _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or None
+        )
         described["cuda"] = torch.version.cuda or torch.version.hip
     return described
 

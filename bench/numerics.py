@@ -70,7 +70,9 @@ def implementations(args):
         found.append(peers.Peer(CPU_PATH, version, ours))
     found.append(peers.Peer("plain torch, logits' dtype", torch_version, in_dtype))
     found.append(peers.Peer("one pass, lse - sum(p x), fp32", torch_version, one_pass))
-    running, missing = peers.find(peers.LOGPROBS, args.device, args.peers, interpreted=cpu, op="token_logprobs")
+    running, missing = peers.find(
+        peers.LOGPROBS, args.device, args.peers, interpreted=cpu, op="token_logprobs"
+    )
     for peer in running:
         name = "plain torch, fp32" if peer.name == "plain torch" else peer.name
         found.append(peer._replace(name=name))
@@ -154,7 +156,12 @@ def table_rows(args) -> list[dict]:
     rows = []
     for dtype, (group, cases), peer in itertools.product(args.dtype, GROUPS.items(), found):
         interpret(args.device, peer.name != CPU_PATH)
-        row = {"dtype": dtype, "logits": group, "implementation": peer.name, "version": peer.version}
+        row = {
+            "dtype": dtype,
+            "logits": group,
+            "implementation": peer.name,
+            "version": peer.version,
+        }
         try:
             worst = measured(peer, options.DTYPES[dtype], cases, args.device)
         except Exception as reason:  # noqa: BLE001 - each fails in its own way; ours makes the group fail

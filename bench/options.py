@@ -11,13 +11,23 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 def parser(description: str) -> argparse.ArgumentParser:
     """The options of a group; it ignores those that mean nothing to it."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda"
+    )
     made.add_argument("--dtype", default="bf16,fp32", help="comma-separated: bf16, fp16, fp32")
-    made.add_argument("--shapes", default=None, help="comma-separated, rows x vocabulary: 1024x32000,256x151936")
+    made.add_argument(
+        "--shapes", default=None, help="comma-separated, rows x vocabulary: 1024x32000,256x151936"
+    )
     made.add_argument("--peers", default="all", help="all, none, or comma-separated names")
-    made.add_argument("--budget", type=float, default=None, help="seconds for a group: more cases, less for each")
-    made.add_argument("--out", default=None, help="folder for the JSON result (default: none is written)")
+    made.add_argument(
+        "--budget", type=float, default=None, help="seconds for a group: more cases, less for each"
+    )
+    made.add_argument(
+        "--out", default=None, help="folder for the JSON result (default: none is written)"
+    )
     return made
 
 

@@ -26,11 +26,22 @@ class Card(NamedTuple):
     free: int
 
 
-CARDS = {"H100, 60 GiB free": Card(650e12, 3.0e12, 60 << 30), "24 GB card, 16 GiB free": Card(150e12, 0.9e12, 16 << 30)}
-SHAPES = [(8192, 896, 151936), (8192, 2048, 151936), (8192, 4096, 128256), (8192, 2304, 262144), (16384, 2048, 32000)]
+CARDS = {
+    "H100, 60 GiB free": Card(650e12, 3.0e12, 60 << 30),
+    "24 GB card, 16 GiB free": Card(150e12, 0.9e12, 16 << 30),
+}
+SHAPES = [
+    (8192, 896, 151936),
+    (8192, 2048, 151936),
+    (8192, 4096, 128256),
+    (8192, 2304, 262144),
+    (16384, 2048, 32000),
+]
 
 
-def counted(shape, rows: int, card: Card, logit: int, between: int, sums: int, products: int = 3) -> dict:
+def counted(
+    shape, rows: int, card: Card, logit: int, between: int, sums: int, products: int = 3
+) -> dict:
     """Return the figures of a head in chunks of `rows`.
 
     Args:
@@ -50,7 +61,9 @@ def counted(shape, rows: int, card: Card, logit: int, between: int, sums: int, p
         of_product = size * n * vocab + 2 * width * (n + chunks * vocab)
         moved += of_product
         seconds += max(flop / card.flops, of_product / card.bytes_per_s)
-    added = 2 * (chunks - 1) * sums * width * vocab  # dweight is read and written again for each chunk but the first
+    added = (
+        2 * (chunks - 1) * sums * width * vocab
+    )  # dweight is read and written again for each chunk but the first
     floor = 3 * max(flop / card.flops, (2 * n * vocab + 2 * width * (n + vocab)) / card.bytes_per_s)
     return {
         "FLOP / logit": f"{2 * products} H",
@@ -96,6 +109,9 @@ def command(name: str, words: list[str]) -> int:
     for card, of_card in CARDS.items():
         lines = []
         for shape in SHAPES:
-            lines += [{"rows x hidden x vocabulary": results.sizes(shape), **row} for row in rows_of(shape, of_card)]
+            lines += [
+                {"rows x hidden x vocabulary": results.sizes(shape), **row}
+                for row in rows_of(shape, of_card)
+            ]
         print(f"\n{card} (a model, nothing is measured)\n{results.table_of(lines)}")
     return 0

@@ -20,7 +20,9 @@ import torch.nn.functional as F
 from bench import plain, results
 from bench.machine import version
 
-SEQUENCE = 128  # tokens that share an advantage at the output head, and the smallest piece Liger can cut
+SEQUENCE = (
+    128  # tokens that share an advantage at the output head, and the smallest piece Liger can cut
+)
 # name -> function (device, interpreted) that makes the peer. So they run; where time is short the last are left out.
 LOGPROBS = {}
 TOPK = {}
@@ -40,7 +42,9 @@ class Peer(NamedTuple):
     compiles: bool = False  # a first call on new shapes may compile
     whole: bool = False  # takes (B, T, V) logits and scores all positions but the last
     unweighted: bool = False  # takes no advantages: all are 1
-    role: str = "peer"  # "ours" is checked before it is timed; "floor" is work that nobody can avoid
+    role: str = (
+        "peer"  # "ours" is checked before it is timed; "floor" is work that nobody can avoid
+    )
     backward: Callable | None = None  # (outputs, x) -> gradient, where it is not autograd's
 
 
@@ -174,7 +178,13 @@ def trl_kernel(device):
 def liger_grpo(device):
     loss = import_peer("liger_kernel.transformers.grpo_loss").triton_grpo_loss
     # On-policy with advantage 1, CISPO's loss is -logprob, so the loss kernel can be checked like the others.
-    fixed = {"temperature": 1.0, "beta": 0.0, "eps_high": 2.0, "inplace": False, "loss_type": "cispo"}
+    fixed = {
+        "temperature": 1.0,
+        "beta": 0.0,
+        "eps_high": 2.0,
+        "inplace": False,
+        "loss_type": "cispo",
+    }
 
     def call(logits, targets, mask=None):
         # It takes (B, L + 1, V) and never scores the last position.
@@ -192,7 +202,9 @@ def liger_grpo(device):
 LIGER = "no entropy; result in the logits' dtype; overwrites the logits"
 
 
-@listed(LOGPROBS, "Liger cross-entropy", "liger-kernel", LIGER, needs=needs_kernels, overwrites=True)
+@listed(
+    LOGPROBS, "Liger cross-entropy", "liger-kernel", LIGER, needs=needs_kernels, overwrites=True
+)
 def liger_cross_entropy(device):
     function = import_peer("liger_kernel.ops").LigerCrossEntropyFunction
 
@@ -238,7 +250,13 @@ def compiled_kl(device):
     return torch.compile(plain_kl, dynamic=True)
 
 
-@listed(KL, "Liger JSD", "liger-kernel", "takes log-probabilities; one number for all rows", needs=needs_kernels)
+@listed(
+    KL,
+    "Liger JSD",
+    "liger-kernel",
+    "takes log-probabilities; one number for all rows",
+    needs=needs_kernels,
+)
 def liger_kl(device):
     function = import_peer("liger_kernel.ops").LigerJSDFunction
 
@@ -282,7 +300,12 @@ def compiled_head(device):
     return torch.compile(plain_head, dynamic=True)
 
 
-@listed(LINEAR, "Liger GRPO", "liger-kernel", "no entropy; not compiled on a CPU, where its default fails")
+@listed(
+    LINEAR,
+    "Liger GRPO",
+    "liger-kernel",
+    "no entropy; not compiled on a CPU, where its default fails",
+)
 def liger_head(device):
     loss_class = import_peer("liger_kernel.chunked_loss").LigerFusedLinearGRPOLoss
     loss = loss_class(beta=0.0, use_ref_model=False, loss_type="bnpo", compiled=device != "cpu")
@@ -305,7 +328,12 @@ def step_of(head: Callable) -> Callable:
     return call
 
 
-@listed(LINEAR, "Liger scaled cross-entropy", "liger-kernel", "its own kernels on Hopper alone, else verl's formulas")
+@listed(
+    LINEAR,
+    "Liger scaled cross-entropy",
+    "liger-kernel",
+    "its own kernels on Hopper alone, else verl's formulas",
+)
 def liger_scaled(device):
     function = import_peer("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
 
@@ -322,7 +350,9 @@ def trl_chunks():
     columns = import_peer("trl.trainer.utils")._CHUNKED_LOGPROB_CHUNK_SIZE
 
     def head(hidden, weight, targets):
-        return function.apply(hidden, weight, None, targets, 1.0, columns, None, 1.0, ("entropy",))[:2]
+        return function.apply(hidden, weight, None, targets, 1.0, columns, None, 1.0, ("entropy",))[
+            :2
+        ]
 
     return head
 
@@ -365,7 +395,12 @@ def compiled_exact(device):
     return torch.compile(plain_exact, dynamic=True)
 
 
-@listed(EXACT, "TRL chunked head", "trl", "casts the head in each call; its trainers keep it so: cast_lm_head_to_fp32")
+@listed(
+    EXACT,
+    "TRL chunked head",
+    "trl",
+    "casts the head in each call; its trainers keep it so: cast_lm_head_to_fp32",
+)
 def trl_exact(device):
     head = trl_chunks()
     return lambda hidden, weight, targets: head(hidden.float(), weight.float(), targets)

@@ -33,7 +33,9 @@ def accuracy(run: trainers.Run, model, held_out) -> float:
     policy = run.policy
     sampler = TransformersSampler(model, pad_id=policy.tokenizer.pad_token_id, batch_size=256)
     greedy = Sampling(0.0, run.config.max_new_tokens, policy.sampling.stop_ids)
-    found = roll_out(sampler, policy.scorers, held_out.prompts, greedy, policy.tokenizer, policy.device)
+    found = roll_out(
+        sampler, policy.scorers, held_out.prompts, greedy, policy.tokenizer, policy.device
+    )
     return found.solved.double().mean().item()
 
 
@@ -76,7 +78,9 @@ def rows_of(op: str, seed: int, steps: int) -> list[dict]:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = made(folder, seed).changed(output_dir=str(folder / "ours"), steps=steps, eval_every=steps)
+        config = made(folder, seed).changed(
+            output_dir=str(folder / "ours"), steps=steps, eval_every=steps
+        )
         if op == "grpo":  # the exact KL, which TRL does not measure
             config = config.changed(kl_every=0)
         with mock.patch.object(module, "evaluate", noted):
@@ -85,16 +89,23 @@ def rows_of(op: str, seed: int, steps: int) -> list[dict]:
         checked = trainers.compared(ours, theirs)
     shared = {"op": op, "seed": seed}
     return [
-        shared | {"implementation": trainers.OURS, "status": results.OK, "accuracy": judges[0].points},
-        shared | {"implementation": f"TRL {trainers.TRAINERS[op]}", "accuracy": judges[1].points} | checked,
+        shared
+        | {"implementation": trainers.OURS, "status": results.OK, "accuracy": judges[0].points},
+        shared
+        | {"implementation": f"TRL {trainers.TRAINERS[op]}", "accuracy": judges[1].points}
+        | checked,
     ]
 
 
 def command(group: str, words: list[str]) -> int:
     """Run every algorithm and seed; the results are written after each."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    made.add_argument("--steps", type=int, help="of each run (default: 300 of GRPO, 600 of the reward model)")
+    made.add_argument(
+        "--steps", type=int, help="of each run (default: 300 of GRPO, 600 of the reward model)"
+    )
     made.add_argument("--out", default="bench/results", help="folder for the JSON result")
     args = made.parse_args(words)
     args.group, args.device = group, "cpu"
@@ -106,7 +117,8 @@ def command(group: str, words: list[str]) -> int:
         for row in rows[-2:]:
             step, seconds, share = row["accuracy"][-1]
             print(
-                f"{op}, seed {seed}, {row['implementation']}: {share:.1%} after {seconds:.0f} CPU seconds", flush=True
+                f"{op}, seed {seed}, {row['implementation']}: {share:.1%} after {seconds:.0f} CPU seconds",
+                flush=True,
             )
         results.save(args, rows)
     return 0

@@ -51,7 +51,10 @@ QUALITY = (
     "same weights and take the same rows with the same hyperparameters. A line is a median over three seeds, a dot is "
     "a seed. The table has the CPU seconds to the accuracy that every run reached."
 )
-ALGORITHMS = {"grpo": "GRPO: greedy answers that are right", "reward": "reward model: pairs ordered rightly"}
+ALGORITHMS = {
+    "grpo": "GRPO: greedy answers that are right",
+    "reward": "reward model: pairs ordered rightly",
+}
 
 
 def table(columns, rows) -> str:
@@ -66,7 +69,10 @@ def machine(result, above: str) -> tuple[str, str]:
     threads = f", {facts['threads']} thread{plural}" if facts["device"].startswith("CPU") else ""
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     where = f"commit {facts['commit'][:7]}{changed}, {facts['date'][:10]}. {facts['device']}{threads}; {versions}"
-    return f"`{facts['command']}`, {'commit, machine and versions as above' if where == above else where}.\n", where
+    return (
+        f"`{facts['command']}`, {'commit, machine and versions as above' if where == above else where}.\n",
+        where,
+    )
 
 
 def label(row) -> str:
@@ -81,7 +87,9 @@ def cases_of(result) -> dict[str, list[dict]]:
     for row in results.measured(result["rows"]):
         if "ms" not in row:
             continue
-        layout = {"shift": "logits[:, :-1]", "rows": "", "(B, T)": ""}.get(row.get("layout", ""), row.get("layout", ""))
+        layout = {"shift": "logits[:, :-1]", "rows": "", "(B, T)": ""}.get(
+            row.get("layout", ""), row.get("layout", "")
+        )
         masked = f"{row['masked']:.0%} masked" if row.get("masked") else ""
         words = [f"{row['op']} {results.sizes(row['shape'], ' × ')} {row['dtype']}", layout, masked]
         found.setdefault(", ".join(filter(None, words)), []).append(row)
@@ -117,7 +125,9 @@ def cell(row) -> str:
 def kernels(result) -> str:
     roof = (result["copy_bytes_per_s"] / 1e9, "a plain copy")
     axis = "useful GB/s, forward + backward (right is faster)"
-    plots.roofline(cases_of(result), lambda row: row["gb_per_s"]["both"], roof, axis, "benchmarks-cpu.png")
+    plots.roofline(
+        cases_of(result), lambda row: row["gb_per_s"]["both"], roof, axis, "benchmarks-cpu.png"
+    )
     picture = "![GB/s of each implementation against the bandwidth of a copy](benchmarks-cpu.png)"
     return f"{picture}\n\n{timed(result)}"
 
@@ -174,7 +184,10 @@ def quality(result) -> str:
     lines = []
     for op, found in kinds.items():
         # The accuracy, a whole percent, that every run reached.
-        best = [max(point[2] for point in row["accuracy"]) for row in itertools.chain.from_iterable(found.values())]
+        best = [
+            max(point[2] for point in row["accuracy"])
+            for row in itertools.chain.from_iterable(found.values())
+        ]
         wanted = math.floor(100 * min(best) + 1e-9) / 100
         for name, rows in found.items():
             spent = sorted(seconds_to(row, wanted) for row in rows)
@@ -190,12 +203,18 @@ def draw_quality(kinds: dict[str, dict[str, list[dict]]]) -> None:
     """Draw a panel per algorithm: a line per implementation, a dot per seed and evaluation."""
     figure, panels = plots.panels(len(kinds), (10, 3.8))
     for axes, (op, found) in zip(panels, kinds.items(), strict=True):
-        for (implementation, rows), (colour, marker) in zip(found.items(), plots.LOOKS, strict=False):
+        for (implementation, rows), (colour, marker) in zip(
+            found.items(), plots.LOOKS, strict=False
+        ):
             for row in rows:
                 _, seconds, accuracies = zip(*row["accuracy"], strict=True)
-                axes.scatter(seconds, accuracies, color=colour, marker=marker, s=8, alpha=0.35, linewidths=0)
+                axes.scatter(
+                    seconds, accuracies, color=colour, marker=marker, s=8, alpha=0.35, linewidths=0
+                )
             points = list(zip(*(row["accuracy"] for row in rows), strict=True))
-            middle = [[statistics.median(point[at] for point in step) for step in points] for at in (1, 2)]
+            middle = [
+                [statistics.median(point[at] for point in step) for step in points] for at in (1, 2)
+            ]
             axes.plot(*middle, color=colour, label=implementation)
         axes.set(title=ALGORITHMS[op], xlabel="CPU seconds of training", ylabel="held-out accuracy")
     plots.save(figure, "time-to-quality.svg")
@@ -230,7 +249,9 @@ def command(name: str, words: list[str]) -> int:
             print(f"left out: {path.name}: {type(reason).__name__}: {reason}")
             broken = True
     if text == HEAD:
-        print(f"no results in {RESULTS}: run python -m bench first; docs/benchmarks.md stays as it is")
+        print(
+            f"no results in {RESULTS}: run python -m bench first; docs/benchmarks.md stays as it is"
+        )
         return 1
     (plots.DOCS / "benchmarks.md").write_text(results.prose(text))
     print("wrote docs/benchmarks.md")

@@ -40,9 +40,17 @@ RAN = (OK, WRONG, FAILED_CHECK)  # the rows of tables; the others are listed bel
 BROKEN = (FAILED_CHECK, FAILED, OUT_OF_MEMORY)  # a run in which ours ends so has failed
 
 
-def not_run(implementation: str, status: str, reason: str, op: str | None = None, where: str = "") -> dict:
+def not_run(
+    implementation: str, status: str, reason: str, op: str | None = None, where: str = ""
+) -> dict:
     """The row of an implementation that was not measured; `where`: at which case, empty for all of them."""
-    return {"op": op, "implementation": implementation, "where": where, "status": status, "reason": reason}
+    return {
+        "op": op,
+        "implementation": implementation,
+        "where": where,
+        "status": status,
+        "reason": reason,
+    }
 
 
 def failure(error: Exception) -> tuple[str, str]:
@@ -107,17 +115,25 @@ def figures(row: dict) -> dict:
     return found
 
 
-def steps(rows: list[dict], label=lambda row: row["implementation"]) -> tuple[list[str], list[list]]:
+def steps(
+    rows: list[dict], label=lambda row: row["implementation"]
+) -> tuple[list[str], list[list]]:
     """Titles and cells of a table of training steps."""
     parts = list(dict.fromkeys(itertools.chain.from_iterable(row["ms"] for row in rows)))
     needed = list(rows[0].get("over_needed", {}))
-    titles = ["implementation", *(f"{part} ms" for part in parts), *(f"{part} / needed" for part in needed)]
+    titles = [
+        "implementation",
+        *(f"{part} ms" for part in parts),
+        *(f"{part} / needed" for part in needed),
+    ]
     lines = []
     for row in rows:
         cells = [label(row), *(row["ms"].get(part) for part in parts)]
         cells += [row.get("over_needed", {}).get(part) for part in needed]
         of_seeds = sorted(row["steps_over_trl"])
-        span = " to ".join(number(ratio) for ratio in (of_seeds[0], of_seeds[-1])) if of_seeds else ""
+        span = (
+            " to ".join(number(ratio) for ratio in (of_seeds[0], of_seeds[-1])) if of_seeds else ""
+        )
         middle = statistics.median(of_seeds) if of_seeds else None
         lines.append([*cells, middle, span, len(row["samples_ms"]["step"]), remarks(row)])
     return [*titles, "steps / TRL steps", "over seeds", "runs", "note"], lines
@@ -137,7 +153,9 @@ def save(args, rows: list[dict], **more) -> Path | None:
         **more,
         "rows": rows,
     }
-    part = path.with_suffix(".part")  # a run that is stopped while it writes leaves the last result whole
+    part = path.with_suffix(
+        ".part"
+    )  # a run that is stopped while it writes leaves the last result whole
     part.write_text(dumps(result))
     part.replace(path)
     return path
@@ -210,7 +228,9 @@ def table(columns: list[str], rows: list[list], markdown: bool = False) -> str:
 
 def wrapped(text: str, indent: str = "") -> str:
     """A paragraph or an item of a list, in lines of at most 120 columns; `indent` is that of its later lines."""
-    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def prose(text: str) -> str:

@@ -101,7 +101,9 @@ def attempt(case: Case, peer: peers.Peer) -> tuple[dict, Once | None]:
     row |= judged(case, peer, errors)
     if row["status"] == results.FAILED_CHECK:
         return row, None
-    return row, once._replace(outputs=None, gradient=None)  # their memory is needed for the next one
+    return row, once._replace(
+        outputs=None, gradient=None
+    )  # their memory is needed for the next one
 
 
 def run_case(case: Case, wanted: str, copy_bytes_per_s: float, seconds: float) -> list[dict]:
@@ -138,11 +140,15 @@ def run_case(case: Case, wanted: str, copy_bytes_per_s: float, seconds: float) -
         turns = {name: timing.phases_cpu(run) for name, run in runs.items()}
         samples = timing.interleaved(turns, left, first, kept)
     else:
-        most = 50.0 if wanted == "none" else 200.0  # ours alone come first, and leave time for the peers
+        most = (
+            50.0 if wanted == "none" else 200.0
+        )  # ours alone come first, and leave time for the peers
         ms = min(most, max(20.0, 1e3 * left / max(1, len(runs)) / 4))
         samples = {}
         for name, run in runs.items():
-            with contextlib.suppress(torch.OutOfMemoryError):  # its row says how right it is, without a time
+            with contextlib.suppress(
+                torch.OutOfMemoryError
+            ):  # its row says how right it is, without a time
                 samples[name] = timing.alone(run, ms)
             facts[name] = {"clocks": machine.clocks()}
             if timing.median(samples.get(name, {"forward": [1.0]})["forward"]) < SHORT:
@@ -173,7 +179,9 @@ def describe(
         row |= {"gb_per_s": {}, "copy_fraction": {}, "time_over": {}}
         turns = results.repeats(row)
         if turns < timing.LEAST:
-            row["few"] = f"{turns} of {timing.LEAST} turns, for time: one takes {timing.whole(ms) / 1e3:.2g} s"
+            row["few"] = (
+                f"{turns} of {timing.LEAST} turns, for time: one takes {timing.whole(ms) / 1e3:.2g} s"
+            )
         for phase in ms:
             if phase in row["bytes"]:
                 rate = row["bytes"][phase] / (1e-3 * ms[phase])
@@ -195,7 +203,9 @@ def show(case: Case, rows: list[dict], copy_bytes_per_s: float):
     sys.stdout.flush()
 
 
-def timed_table(columns: dict[str, str], rows: list[dict], label=lambda row: row["implementation"], **options) -> str:
+def timed_table(
+    columns: dict[str, str], rows: list[dict], label=lambda row: row["implementation"], **options
+) -> str:
     """The table of rows that were timed: {title: name among results.figures}; options as of results.table."""
     lines = []
     for row in rows:
@@ -230,7 +240,10 @@ def command(group: str, words: list[str] | None = None) -> int:
     roofs = {"copy_bytes_per_s": copy}
     if args.device != "cpu":
         roofs["read_bytes_per_s"] = machine.read_bandwidth()
-    print(f"{machine.heading(args.device)}: copy {copy / 1e9:.1f} GB/s (bytes read + bytes written)", flush=True)
+    print(
+        f"{machine.heading(args.device)}: copy {copy / 1e9:.1f} GB/s (bytes read + bytes written)",
+        flush=True,
+    )
 
     # Case by case, each with its part of what is left; the time begins when ours is compiled.
     kinds = {kind: kind.specs(args) for kind in CASES[group]}
@@ -247,7 +260,9 @@ def command(group: str, words: list[str] | None = None) -> int:
                 case = kind(spec, args.device)
                 found = run_case(case, wanted, copy, ends - time.perf_counter())
                 show(case, found, copy)
-                for row in found:  # the last pass counts; what cannot run at any case is listed once
+                for (
+                    row
+                ) in found:  # the last pass counts; what cannot run at any case is listed once
                     label = case.label() if row.get("where", True) else ""
                     rows[case.op, label, row["implementation"]] = row
                 results.save(args, list(rows.values()), **roofs)

@@ -55,9 +55,15 @@ def interleaved(runs: dict, budget_s: float, first: dict, keep=()) -> dict:
     times = {name: max(1, int(BLOCK / max(1e-9, whole(first[name])))) for name in runs}
     costs = {name: times[name] * whole(first[name]) for name in runs}
     turning = sorted(runs, key=lambda name: (name not in keep, costs[name]))
-    while turning and turning[-1] not in keep and LEAST * sum(costs[name] for name in turning) > budget_s:
+    while (
+        turning
+        and turning[-1] not in keep
+        and LEAST * sum(costs[name] for name in turning) > budget_s
+    ):
         turning.pop()
-    fit = int(budget_s / max(1e-9, sum(costs[name] for name in turning)) + 1e-6)  # a whole number stays one
+    fit = int(
+        budget_s / max(1e-9, sum(costs[name] for name in turning)) + 1e-6
+    )  # a whole number stays one
     rounds = min(MOST, max(LEAST, fit)) if turning else 0
 
     # The rounds. The machine may have become slower since.

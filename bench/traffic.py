@@ -22,11 +22,33 @@ import fused_rl
 from bench import options, peers, results
 from bench.compiled import interpreter
 
-SHAPE = (2, 8, 50257)  # B, T, V: an odd vocabulary, so that an aligned window that reads too much would show
+SHAPE = (
+    2,
+    8,
+    50257,
+)  # B, T, V: an odd vocabulary, so that an aligned window that reads too much would show
 
 # Operators that touch no memory, those that only write, and those that read no more than they return.
-EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_"}
-FILLS = {"zero_", "fill_", "zeros_like", "zeros", "new_zeros", "full", "full_like", "ones_like", "new_ones"}
+EMPTY = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "set_",
+    "resize_",
+}
+FILLS = {
+    "zero_",
+    "fill_",
+    "zeros_like",
+    "zeros",
+    "new_zeros",
+    "full",
+    "full_like",
+    "ones_like",
+    "new_ones",
+}
 SPARSE = {"gather", "index", "index_select", "nll_loss_forward"}
 
 
@@ -41,7 +63,9 @@ class AtenTraffic(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         registered = OPDEFS.get(f"{func.namespace}::{name}")
-        if registered is not None:  # our own operator: what it calls counts, a copy of the logits above all
+        if (
+            registered is not None
+        ):  # our own operator: what it calls counts, a copy of the logits above all
             with self:
                 return registered._init_fn(*args, **kwargs)
         outputs = func(*args, **kwargs)
@@ -88,7 +112,9 @@ def counted():
     total = []
     original = GridExecutor.__call__
 
-    def unseen(self, *args, **kwargs):  # the interpreter copies tensors to and fro: its own work, not the kernel's
+    def unseen(
+        self, *args, **kwargs
+    ):  # the interpreter copies tensors to and fro: its own work, not the kernel's
         with _disable_current_modes():
             return original(self, *args, **kwargs)
 
@@ -111,7 +137,9 @@ def count(run, logits) -> dict:
     logits = logits.clone().requires_grad_()
     size = logits.numel() * logits.element_size()
     with counted() as forward:
-        outputs = run(logits.view_as(logits))  # not a leaf, which a gradient in place could not overwrite
+        outputs = run(
+            logits.view_as(logits)
+        )  # not a leaf, which a gradient in place could not overwrite
     outputs = [output for output in outputs if output is not None and output.requires_grad]
     upstream = [torch.rand_like(output) for output in outputs]
     with counted() as backward:
@@ -205,7 +233,9 @@ def of_two(kl, shape):
 def others(wanted="all", shape=SHAPE):
     """[(what, peer, run)] and rows of those that are missing."""
     found = []
-    running, missing = peers.find(peers.LOGPROBS, "cpu", wanted, interpreted=True, op="token_logprobs")
+    running, missing = peers.find(
+        peers.LOGPROBS, "cpu", wanted, interpreted=True, op="token_logprobs"
+    )
     for peer in running:
         if not peer.whole:
             found.append(("token_logprobs", peer, peer.call))
@@ -268,7 +298,9 @@ def command(name: str, words: list[str] | None = None) -> int:
     for row in results.measured(rows):
         counts = row["forward"], row["backward"], row["forward"] + row["backward"]
         lines.append([row["op"], row["implementation"], *counts, results.remarks(row)])
-    print(results.table(["operation", "implementation", "forward", "backward", "both", "note"], lines))
+    print(
+        results.table(["operation", "implementation", "forward", "backward", "both", "note"], lines)
+    )
     results.show_missing(rows, "counted")
     results.save(args, rows, shape=list(shape))
     return results.failed(rows)

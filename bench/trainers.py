@@ -74,7 +74,9 @@ class Run:
     config: object
     rows: list = field(default_factory=list)  # in the order in which they were trained on
     steps: list[dict] = field(default_factory=list)  # CPU seconds of each step's parts
-    needed: list[dict] = field(default_factory=list)  # CPU seconds that the phases of each step need at least
+    needed: list[dict] = field(
+        default_factory=list
+    )  # CPU seconds that the phases of each step need at least
     losses: list[float] = field(default_factory=list)
     policy: object = None  # of GRPO, with its scorers and its reference
 
@@ -84,7 +86,9 @@ LOSSES = {"sft": "train/loss", "reward": "train/rm/loss", "grpo": "loss/policy_a
 TRAINERS = {"sft": "SFTTrainer", "reward": "RewardTrainer", "grpo": "GRPOTrainer"}
 
 
-def run_ours(op: str, config, *, needs: bool = False, watch: Callable = lambda run, model: None) -> Run:
+def run_ours(
+    op: str, config, *, needs: bool = False, watch: Callable = lambda run, model: None
+) -> Run:
     """Train with ours; `needs`: measure what phases need; `watch` is called before the first step and after each."""
     run, module, taken, last = Run(op, config), MODULES[op], Counter(), {}
     train_step, measure, micro_batches = module.train_step, grpo.measure, sft.micro_batches
@@ -144,7 +148,9 @@ def needed(policy: Policy, last: dict) -> dict[str, float]:
     prompts = [sample.prompt_ids for sample in last["rollout"].samples]
     responses = [sample.response.ids for sample in last["rollout"].samples]
     found = Counter()
-    decode_passes(timed(found, "rollout", lm.base), prompts, responses, policy.tokenizer.pad_token_id)
+    decode_passes(
+        timed(found, "rollout", lm.base), prompts, responses, policy.tokenizer.pad_token_id
+    )
 
     # Forward passes: of the policy where the step ran it, and of the reference.
     inputs = [policy.inputs(last["rollout"].batch.rows(part)) for part in last["parts"]]
@@ -164,19 +170,25 @@ def needed(policy: Policy, last: dict) -> dict[str, float]:
 
 
 @torch.no_grad()
-def decode_passes(lm, prompts: list[list[int]], responses: list[list[int]], pad_id: int, check=None) -> None:
+def decode_passes(
+    lm, prompts: list[list[int]], responses: list[list[int]], pad_id: int, check=None
+) -> None:
     """Run the passes that sample these responses: each distinct prompt once, then token by token.
 
     Equal prompts are neighbours. `check` is called with the (B, V) logits, (B,) token ids, rows and position of a pass.
     """
-    distinct, copies = zip(*((prompt, len(list(same))) for prompt, same in itertools.groupby(prompts)), strict=True)
+    distinct, copies = zip(
+        *((prompt, len(list(same))) for prompt, same in itertools.groupby(prompts)), strict=True
+    )
     ids = pad(distinct, pad_id, left=True)
     mask = pad([[1] * len(prompt) for prompt in distinct], 0, left=True)
     position = (mask.cumsum(1) - 1).clamp(min=0)
     copies = torch.repeat_interleave(torch.tensor(copies))
 
     # The prompts, each once; then each response goes on by itself.
-    output = lm(input_ids=ids, attention_mask=mask, position_ids=position, use_cache=True, logits_to_keep=1)
+    output = lm(
+        input_ids=ids, attention_mask=mask, position_ids=position, use_cache=True, logits_to_keep=1
+    )
     cache = output.past_key_values
     cache.batch_select_indices(copies)
     logits = output.logits[copies, -1]
@@ -195,7 +207,10 @@ def decode_passes(lm, prompts: list[list[int]], responses: list[list[int]], pad_
         if len(going) < len(rows):
             cache.batch_select_indices(going)
             mask, rows = mask[going], rows[going]
-        fed = {"input_ids": tokens[rows, step - 1][:, None], "position_ids": mask.sum(1, keepdim=True)}
+        fed = {
+            "input_ids": tokens[rows, step - 1][:, None],
+            "position_ids": mask.sum(1, keepdim=True),
+        }
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
         output = lm(**fed, attention_mask=mask, past_key_values=cache, use_cache=True)
         logits = output.logits[:, -1]
@@ -204,7 +219,14 @@ def decode_passes(lm, prompts: list[list[int]], responses: list[list[int]], pad_
 def trl_options(op: str, config) -> dict[str, object]:
     """Return our config in TRL's words; where ours is bf16, TRL trains bf16 weights, which is its fastest way."""
     low = config.dtype == "bfloat16"
-    same = ("warmup_steps", "weight_decay", "adam_beta2", "max_grad_norm", "gradient_checkpointing", "seed")
+    same = (
+        "warmup_steps",
+        "weight_decay",
+        "adam_beta2",
+        "max_grad_norm",
+        "gradient_checkpointing",
+        "seed",
+    )
     common = {name: getattr(config, name) for name in same} | {
         "learning_rate": config.lr,
         "lr_scheduler_type": config.lr_schedule,
@@ -221,7 +243,11 @@ def trl_options(op: str, config) -> dict[str, object]:
     if op == "reward":
         common["center_rewards_coefficient"] = config.centering or None
     if op != "grpo":
-        own = {"max_steps": config.steps, "per_device_train_batch_size": config.batch_size, "max_length": None}
+        own = {
+            "max_steps": config.steps,
+            "per_device_train_batch_size": config.batch_size,
+            "max_length": None,
+        }
         return common | own
     of_update = config.prompts_per_step * config.group_size // config.minibatches
     parts = max(1, of_update // config.micro_batch_size)
@@ -291,9 +317,13 @@ def run_trl(ours: Run, folder: Path, watch: Callable = lambda run, model: None) 
     name = TRAINERS[run.op]
     trainer = getattr(trl, name)(
         model=run.config.model,
-        args=getattr(trl, name.replace("Trainer", "Config"))(str(folder), **trl_options(run.op, run.config)),
+        args=getattr(trl, name.replace("Trainer", "Config"))(
+            str(folder), **trl_options(run.op, run.config)
+        ),
         train_dataset=datasets.Dataset.from_dict(trl_columns(ours)),
-        processing_class=transformers.AutoTokenizer.from_pretrained(run.config.model, padding_side="left"),
+        processing_class=transformers.AutoTokenizer.from_pretrained(
+            run.config.model, padding_side="left"
+        ),
         callbacks=[Clock()],
         **({"reward_funcs": reward_function(ours)} if run.op == "grpo" else {}),
     )
@@ -320,17 +350,28 @@ def compared(ours: Run, theirs: Run) -> dict:
     if ours.op == "grpo":  # the first loss is 0, whatever the log-probabilities are
         (ids, mask, length), logprobs = theirs.losses[0]
         mask, policy = mask.bool(), ours.policy
-        prompts = [row[on].tolist() for row, on in zip(ids[:, :-length], mask[:, :-length], strict=True)]
-        responses = [row[on].tolist() for row, on in zip(ids[:, -length:], mask[:, -length:], strict=True)]
+        prompts = [
+            row[on].tolist() for row, on in zip(ids[:, :-length], mask[:, :-length], strict=True)
+        ]
+        responses = [
+            row[on].tolist() for row, on in zip(ids[:, -length:], mask[:, -length:], strict=True)
+        ]
         batch = make_batch(prompts, responses, policy.tokenizer.pad_token_id, "cpu")
         mine = policy.reference(**policy.inputs(batch)).logprobs[batch.response_mask]
-        what, pairs = "mean log-probability", [(mine.mean(), logprobs[mask[:, -length:]].float().mean())]
+        what, pairs = (
+            "mean log-probability",
+            [(mine.mean(), logprobs[mask[:, -length:]].float().mean())],
+        )
     else:
         what, pairs = "loss", zip(ours.losses, theirs.losses, strict=False)
     difference = torch.tensor([abs(float(mine - other)) for mine, other in pairs]).max().item()
     if difference <= (2e-2 if ours.config.dtype == "bfloat16" else 1e-4):
         return {"status": results.OK, "difference": difference}
-    return {"status": results.WRONG, "reason": f"{what} off by {difference:.2g}", "difference": difference}
+    return {
+        "status": results.WRONG,
+        "reason": f"{what} off by {difference:.2g}",
+        "difference": difference,
+    }
 
 
 def demo_grpo(folder: Path, seed: int):
@@ -342,7 +383,9 @@ def demo_sft(folder: Path, seed: int):
     """Return the recipe of the demo's warm start."""
     demo.prepare(folder, seed)
     paths = {"model": folder / "init", "dataset": folder / "data" / "demonstrations.jsonl"}
-    return parse(sft.SFTConfig, demo.arguments("demo_sft.yaml", seed, paths | {"output_dir": folder}))
+    return parse(
+        sft.SFTConfig, demo.arguments("demo_sft.yaml", seed, paths | {"output_dir": folder})
+    )
 
 
 def demo_rewards(folder: Path, seed: int):
@@ -360,12 +403,23 @@ def demo_rewards(folder: Path, seed: int):
 
 def large_grpo(folder: Path, seed: int, vocabulary=151_936, hidden_size=896, dtype="bfloat16"):
     """Return GRPO of two random layers, Qwen2.5-0.5B's width and vocabulary, on prompts of random words."""
-    heads = {"num_attention_heads": hidden_size // 32, "intermediate_size": 3 * hidden_size, "num_hidden_layers": 2}
-    sizes = {"vocab_size": vocabulary, "hidden_size": hidden_size, "max_position_embeddings": 64, **heads}
+    heads = {
+        "num_attention_heads": hidden_size // 32,
+        "intermediate_size": 3 * hidden_size,
+        "num_hidden_layers": 2,
+    }
+    sizes = {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden_size,
+        "max_position_embeddings": 64,
+        **heads,
+    }
     model = WORK / f"large-{vocabulary}"
     if not (model / "tokenizer.json").exists():
         save_model(model, sizes, words=vocabulary)
-    ids = torch.randint(2, vocabulary, (64, 48), generator=torch.Generator().manual_seed(seed)).tolist()
+    ids = torch.randint(
+        2, vocabulary, (64, 48), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
     rows = [{"question": " ".join(f"w{i}" for i in row)} for row in ids]
     return grpo.GRPOConfig(
         model=str(model),
@@ -394,8 +448,12 @@ def save_model(folder: Path, sizes: dict, words: int) -> None:
     core.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     transformers.set_seed(1)
     special = {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **special)).save_pretrained(folder)
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **special)).save_pretrained(
+        folder
+    )
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>"
+    )
     fast.save_pretrained(folder)
 
 
@@ -414,7 +472,9 @@ TASKS = {
 }
 
 
-def run_task(op: str, task: str, make: Callable, steps: int, seeds: list[int], wanted: str = "all") -> list[dict]:
+def run_task(
+    op: str, task: str, make: Callable, steps: int, seeds: list[int], wanted: str = "all"
+) -> list[dict]:
     """Run every trainer on every seed; returns a row for each, with what did not run."""
     runs, missing, checks, peer = {}, [], [], f"TRL {TRAINERS[op]}"
     for seed in seeds:
@@ -455,7 +515,9 @@ def figures(found: list[Run], theirs: list[Run]) -> dict:
     samples = {part: [1e3 * step[part] for step in counted] for part in counted[0]}
     samples["step"] = [1e3 * sum(step.values()) for step in counted]
     ms = {part: statistics.median(values) for part, values in samples.items()}
-    over = [median_step(other) / median_step(mine) for mine, other in zip(found, theirs, strict=False)]
+    over = [
+        median_step(other) / median_step(mine) for mine, other in zip(found, theirs, strict=False)
+    ]
     row = {"ms": ms, "samples_ms": samples, "steps_over_trl": over}
     if found[0].needed:
         bare = list(itertools.chain.from_iterable(run.needed[1:] for run in found))
@@ -463,7 +525,9 @@ def figures(found: list[Run], theirs: list[Run]) -> dict:
         for part in bare[0]:
             row["needed_ms"][part] = 1e3 * statistics.median(step[part] for step in bare)
             pairs = zip(counted, bare, strict=True)
-            row["over_needed"][part] = statistics.median(step[part] / least[part] for step, least in pairs)
+            row["over_needed"][part] = statistics.median(
+                step[part] / least[part] for step, least in pairs
+            )
     return row
 
 
@@ -483,17 +547,23 @@ def prepare() -> None:
 def command(group: str, words: list[str] | None = None) -> int:
     """Run the group by its command line; 1 where ours fails."""
     made = options.parser(__doc__)
-    made.add_argument("--steps", type=int, help="of each run, the first uncounted (default: 3 to 8)")
+    made.add_argument(
+        "--steps", type=int, help="of each run, the first uncounted (default: 3 to 8)"
+    )
     made.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     args = options.checked(made, made.parse_args(words))
     args.group, rows = group, []
     if args.device != "cpu":
-        return importlib.import_module("bench.gpu_trainers").command(args)  # which imports this file
+        return importlib.import_module("bench.gpu_trainers").command(
+            args
+        )  # which imports this file
     prepare()
     print(machine.heading("cpu"), flush=True)
     for (op, task), (make, steps) in TASKS.items():
         found = run_task(op, task, make, args.steps or steps, args.seeds, args.peers)
-        print(f"\n{op}, {task}: CPU time of a step\n{results.table(*results.steps(results.measured(found)))}")
+        print(
+            f"\n{op}, {task}: CPU time of a step\n{results.table(*results.steps(results.measured(found)))}"
+        )
         results.show_missing(found)
         rows += found
         results.save(args, rows)

@@ -64,12 +64,22 @@ def serving(model: str | Path, log: Path, *flags: str) -> Iterator[Serving]:
             process of it was still there `STOP` seconds after its SIGTERM, and was killed.
     """
     if not PYTHON.exists():
-        raise RuntimeError(f"no {PYTHON.relative_to(machine.ROOT)}: run `make .venv-vllm/installed` first")
+        raise RuntimeError(
+            f"no {PYTHON.relative_to(machine.ROOT)}: run `make .venv-vllm/installed` first"
+        )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     given = [word for flag in FLAGS.items() for word in flag]
-    command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
+    command = [
+        PYTHON,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        model,
+        "--port",
+        str(port),
+    ]
     command += ["--enforce-eager", *given, *flags]
     with log.open("w") as out:
         process = subprocess.Popen(
@@ -85,7 +95,9 @@ def serving(model: str | Path, log: Path, *flags: str) -> Iterator[Serving]:
 
 def members(group: int) -> list[str]:
     """`pid name` of every process of a process group that still runs."""
-    listed = subprocess.run(["ps", "-e", "-o", "pgid=,pid=,stat=,comm="], capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["ps", "-e", "-o", "pgid=,pid=,stat=,comm="], capture_output=True, text=True, check=True
+    )
     found = []
     for line in listed.stdout.splitlines():
         of_group, pid, state, name = line.split(maxsplit=3)
@@ -100,7 +112,10 @@ def _wait(process: subprocess.Popen, server: Serving) -> None:
     while time.monotonic() < ends:
         if process.poll() is not None:
             raise RuntimeError(f"vLLM ended with status {process.returncode}:\n{tail(server.log)}")
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{server.url}/health", timeout=5):
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(f"{server.url}/health", timeout=5),
+        ):
             return
         time.sleep(1)
     raise RuntimeError(f"vLLM did not answer within {START} seconds:\n{tail(server.log)}")
@@ -119,7 +134,9 @@ def _stop(process: subprocess.Popen) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    raise RuntimeError(f"processes of vLLM outlived its SIGTERM by {STOP} seconds: {', '.join(left)}")
+    raise RuntimeError(
+        f"processes of vLLM outlived its SIGTERM by {STOP} seconds: {', '.join(left)}"
+    )
 
 
 def tail(log: Path, lines: int = 40) -> str:

@@ -7,7 +7,13 @@ from fused_rl.kl import token_kl
 from fused_rl.linear import linear_token_logprobs, linear_token_loss
 from fused_rl.linear_kl import linear_token_kl
 from fused_rl.logprobs import token_logprobs
-from fused_rl.losses import entropy_bonus, importance_ratio, policy_loss, policy_token_loss, value_loss
+from fused_rl.losses import (
+    entropy_bonus,
+    importance_ratio,
+    policy_loss,
+    policy_token_loss,
+    value_loss,
+)
 from fused_rl.masked import masked_mean, masked_sum, masked_var, whiten
 from fused_rl.optim import tf_adam_epsilon
 from fused_rl.outputs import LinearTokenLoss, TokenLogprobs

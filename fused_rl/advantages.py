@@ -25,7 +25,15 @@ from fused_rl.masked import global_moments, whiten
 
 # What a preset's `advantage` may be. All but "gae", which is per token, are functions of a response's reward.
 ResponseAdvantage = Literal[
-    "group-std", "group-mean", "leave-one-out", "batch-std", "group-mean-batch-std", "gdpo", "maxrl", "opo", "pass-at-k"
+    "group-std",
+    "group-mean",
+    "leave-one-out",
+    "batch-std",
+    "group-mean-batch-std",
+    "gdpo",
+    "maxrl",
+    "opo",
+    "pass-at-k",
 ]
 Advantage = ResponseAdvantage | Literal["gae"]
 Baseline = Literal["mean", "leave-one-out"]
@@ -67,13 +75,17 @@ def group_advantages(
     check_range("std_floor", std_floor, "a finite number, 0 or more")
     for name, given in (("eps", eps != 1e-4), ("std_floor", std_floor != 0)):
         if given and not normalize:
-            raise ValueError(f"{name} has no meaning with normalize=False, which divides by nothing; leave it out")
+            raise ValueError(
+                f"{name} has no meaning with normalize=False, which divides by nothing; leave it out"
+            )
     if group_size == 1 and (normalize or baseline == "leave-one-out"):
         raise ValueError(_ALONE)
 
     groups = _groups_of(rewards, group_size)
     centred = groups - groups.mean(1, keepdim=True)
-    if baseline == "leave-one-out":  # r less the mean of the others is that less the mean of all, times G / (G - 1)
+    if (
+        baseline == "leave-one-out"
+    ):  # r less the mean of the others is that less the mean of all, times G / (G - 1)
         centred = centred * (group_size / (group_size - 1))
     if normalize and len(groups):  # of nothing torch warns that it has no deviation
         centred = centred / (groups.std(1, keepdim=True).clamp(min=std_floor) + eps)
@@ -109,7 +121,9 @@ def _opo(rewards, lengths, scale):
 def _pass_at_k(rewards, lengths, scale):
     """Pass@k (arXiv:2503.19595): the best response alone, by what it is above the second, over the deviation."""
     highest, places = rewards.topk(2, dim=1)
-    return torch.zeros_like(rewards).scatter(1, places[:, :1], (highest[:, :1] - highest[:, 1:]) / scale)
+    return torch.zeros_like(rewards).scatter(
+        1, places[:, :1], (highest[:, :1] - highest[:, 1:]) / scale
+    )
 
 
 _OF_GROUPS: dict[str, Callable] = {"maxrl": _maxrl, "opo": _opo, "pass-at-k": _pass_at_k}
@@ -159,7 +173,9 @@ def response_advantages(
     check_range("std_floor", std_floor, "a finite number, 0 or more")
     check_process_group(process_group)
     if std_floor and advantage in ("group-mean", "leave-one-out", "maxrl", "opo"):
-        raise ValueError(f"std_floor has no meaning with advantage={advantage}, which divides by nothing; leave it out")
+        raise ValueError(
+            f"std_floor has no meaning with advantage={advantage}, which divides by nothing; leave it out"
+        )
     if advantage == "gae":
         raise ValueError('advantage="gae" is per token: use fused_rl.gae with a critic\'s values')
     if advantage == "batch-std":
@@ -173,7 +189,10 @@ def response_advantages(
         lengths = None if lengths is None else lengths.view(-1, group_size)
         scale = groups.std(dim=1, keepdim=True).clamp(min=std_floor) + 1e-4
         return _zero_where_equal(groups, _OF_GROUPS[advantage](groups, lengths, scale))
-    baseline, normalize = "leave-one-out" if advantage == "leave-one-out" else "mean", advantage == "group-std"
+    baseline, normalize = (
+        "leave-one-out" if advantage == "leave-one-out" else "mean",
+        advantage == "group-std",
+    )
     floor = {"std_floor": std_floor} if normalize else {}
     found = group_advantages(rewards, group_size, baseline=baseline, normalize=normalize, **floor)
     if advantage == "group-mean-batch-std":
@@ -194,9 +213,13 @@ def _gdpo(rewards, weights, group_size, std_floor, process_group):
 def _check_rewards(rewards, group_size):
     check_floating("rewards", rewards, "(B,)")
     if not isinstance(group_size, Integral) or isinstance(group_size, bool):
-        raise ValueError(f"group_size must be a whole number, responses per prompt, got {described(group_size)}")
+        raise ValueError(
+            f"group_size must be a whole number, responses per prompt, got {described(group_size)}"
+        )
     if group_size < 1 or rewards.numel() % group_size:
-        raise ValueError(f"{rewards.numel()} rewards do not divide into groups of group_size={group_size}")
+        raise ValueError(
+            f"{rewards.numel()} rewards do not divide into groups of group_size={group_size}"
+        )
     check_finite("rewards", rewards, "score the response, or leave its group out")
 
 
@@ -215,7 +238,9 @@ def _batch_advantages(rewards, std_floor, process_group):
     return torch.where(highest == lowest, 0, whitened)
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, gae_lambda: float
+) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv:1506.02438, eq. 16) over the tokens that count.
 
     With the sequence of positions where `mask` is True, and values and advantages of 0 beyond its end,
@@ -253,7 +278,9 @@ def _gae_dtype(rewards, values):
 
 
 @torch.library.custom_op("fused_rl::gae", mutates_args=())
-def _gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
+def _gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda: float
+) -> tuple[Tensor, Tensor]:
     dtype = _gae_dtype(rewards, values)
     rows = (x if x.stride(1) == 1 else x.contiguous() for x in (rewards, values, mask))
     return backend_of(rewards.device).gae.gae(*rows, gamma, gae_lambda, dtype)

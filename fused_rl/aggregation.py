@@ -33,14 +33,21 @@ class Aggregation(NamedTuple):
 
 
 LossAgg = Literal[
-    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean", "token-sum"
+    "token-mean",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "prompt-mean",
+    "token-sum",
 ]
 LOSS_AGGS: dict[LossAgg, Aggregation] = {
     "token-mean": Aggregation(over=None, count="num_tokens"),
     "seq-mean-token-mean": Aggregation(over="sequence", count="num_sequences"),
     "seq-mean-token-sum": Aggregation(over=None, count="num_sequences"),
     "seq-mean-token-sum-norm": Aggregation(over=None, count="num_sequences", times_max_length=True),
-    "prompt-mean": Aggregation(over="prompt", count="num_sequences"),  # ScaleRL (arXiv:2510.13786, section 3.2)
+    "prompt-mean": Aggregation(
+        over="prompt", count="num_sequences"
+    ),  # ScaleRL (arXiv:2510.13786, section 3.2)
     "token-sum": Aggregation(over=None, count=None),
 }
 
@@ -70,7 +77,9 @@ class Sequences:
         if self.ids is None:
             return sum_where(self.mask, values, 1)
         values = torch.where(self.mask, at_least_fp32(values, self.mask), 0)
-        return values.new_zeros(self.mask.numel()).index_add(0, self.ids.flatten(), values.flatten())
+        return values.new_zeros(self.mask.numel()).index_add(
+            0, self.ids.flatten(), values.flatten()
+        )
 
     def mean(self, values: Tensor) -> Tensor:
         """(B, T) -> (S,): the mean over each sequence's tokens that count; 0 where none does."""
@@ -78,7 +87,11 @@ class Sequences:
 
     def expand(self, per_sequence: Tensor) -> Tensor:
         """(S,) -> (B, T): every token's sequence's value."""
-        return per_sequence[:, None].expand(self.mask.shape) if self.ids is None else per_sequence[self.ids]
+        return (
+            per_sequence[:, None].expand(self.mask.shape)
+            if self.ids is None
+            else per_sequence[self.ids]
+        )
 
 
 class TokenBatch:
@@ -97,17 +110,25 @@ class TokenBatch:
     ):
         check_tensor("the first argument of a loss", like)
         if like.dim() != 2 or like.dtype not in FLOATING:
-            raise ValueError(f"losses take (B, T) floating point tensors, got {tuple(like.shape)} {like.dtype}")
+            raise ValueError(
+                f"losses take (B, T) floating point tensors, got {tuple(like.shape)} {like.dtype}"
+            )
         check_mask(mask, "the losses' arguments (B, T)", like.shape, like.device)
         _check_sequence_ids(sequence_ids, mask)
-        for name, count in (("num_tokens", num_tokens), ("num_sequences", num_sequences), ("max_length", max_length)):
+        for name, count in (
+            ("num_tokens", num_tokens),
+            ("num_sequences", num_sequences),
+            ("max_length", max_length),
+        ):
             check_count(name, count, mask)
         self.dtype = torch.promote_types(like.dtype, torch.float32)
         self.sequences = Sequences(mask, sequence_ids)
         if truncated is not None:
             truncated = self._spread("truncated", truncated)
             if truncated.dtype != torch.bool:
-                raise ValueError(f"truncated must be bool, True for what was cut, got {described(truncated)}")
+                raise ValueError(
+                    f"truncated must be bool, True for what was cut, got {described(truncated)}"
+                )
             self.sequences = Sequences(mask & ~truncated, sequence_ids)
         self.mask = self.sequences.mask
         self.num_tokens = self.mask.sum() if num_tokens is None else num_tokens
@@ -122,7 +143,9 @@ class TokenBatch:
         rows, ids = self.sequences.mask.shape, self.sequences.ids
         if tensor.dim() == 1 and (ids is not None or len(tensor) == rows[0]):
             if ids is not None and _is_read(ids) and ids.max() >= len(tensor):
-                raise ValueError(f"{name} has {len(tensor)} sequences, but sequence_ids go to {int(ids.max())}")
+                raise ValueError(
+                    f"{name} has {len(tensor)} sequences, but sequence_ids go to {int(ids.max())}"
+                )
             tensor = self.sequences.expand(tensor)
         if tensor.shape != rows:
             raise ValueError(
@@ -158,7 +181,9 @@ class TokenBatch:
         over = LOSS_AGGS[loss_agg].over
         if over == "prompt":
             if self.group_lengths is None:
-                raise ValueError(f"loss_agg={loss_agg} needs group_lengths, (B,): mean lengths of a prompt's responses")
+                raise ValueError(
+                    f"loss_agg={loss_agg} needs group_lengths, (B,): mean lengths of a prompt's responses"
+                )
             return self.sequences.expand(share) / divisor(self.group_lengths)
         if over == "sequence":
             share = share / self.sequences.lengths.clamp(min=1)
@@ -178,7 +203,9 @@ class TokenBatch:
     def sums(self, metrics: dict[str, Tensor], loss_agg: str) -> dict[str, Tensor]:
         """(B, T) -> () of each: their sums over the denominator."""
         denominator = self.denominator(loss_agg)
-        return {name: sum_where(self.mask, values) / denominator for name, values in metrics.items()}
+        return {
+            name: sum_where(self.mask, values) / denominator for name, values in metrics.items()
+        }
 
 
 def divisor(count: int | float | Tensor) -> int | float | Tensor:
@@ -187,7 +214,11 @@ def divisor(count: int | float | Tensor) -> int | float | Tensor:
 
 
 def _is_read(values):
-    return values.numel() > 0 and values_are_checked(values.device) and not torch.compiler.is_compiling()
+    return (
+        values.numel() > 0
+        and values_are_checked(values.device)
+        and not torch.compiler.is_compiling()
+    )
 
 
 def _check_sequence_ids(ids, mask):
@@ -195,17 +226,23 @@ def _check_sequence_ids(ids, mask):
         return
     check_tensor("sequence_ids", ids, " or None")
     if ids.shape != mask.shape or ids.dtype != torch.int64:
-        raise ValueError(f"sequence_ids must be (B, T) = {tuple(mask.shape)} int64, got {described(ids)}")
+        raise ValueError(
+            f"sequence_ids must be (B, T) = {tuple(mask.shape)} int64, got {described(ids)}"
+        )
     check_device("sequence_ids", ids, mask.device, "the mask")
     if _is_read(ids) and ids.max() >= ids.numel():
-        raise ValueError(f"sequence_ids must lie below B T = {ids.numel()}, got {int(ids.max())}; number them from 0")
+        raise ValueError(
+            f"sequence_ids must lie below B T = {ids.numel()}, got {int(ids.max())}; number them from 0"
+        )
 
 
 def possible(mask, *policies):
     """The mask without the tokens that one of these policies gives no probability; (B, T) each, or None."""
     kind = mask.shape, mask.device, mask.layout
     for x in policies:  # of other kinds the batch says what is wrong
-        known = isinstance(x, Tensor) and not is_dtensor(x) and (x.shape, x.device, x.layout) == kind
+        known = (
+            isinstance(x, Tensor) and not is_dtensor(x) and (x.shape, x.device, x.layout) == kind
+        )
         if known and mask.dtype == torch.bool:
             mask = mask & (x.detach() != -torch.inf)
     return mask
@@ -238,5 +275,7 @@ def aggregate(
         ValueError: shapes or options that do not fit.
     """
     check_choice("loss_agg", loss_agg, LOSS_AGGS)
-    batch = TokenBatch(losses, mask, None, sequence_ids, num_tokens, num_sequences, max_length, group_lengths)
+    batch = TokenBatch(
+        losses, mask, None, sequence_ids, num_tokens, num_sequences, max_length, group_lengths
+    )
     return batch.aggregate(batch.tokens("losses", losses), loss_agg)

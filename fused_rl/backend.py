@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton too reads it only when it is imported
+_INTERPRETED = (
+    os.environ.get("TRITON_INTERPRET") == "1"
+)  # Triton too reads it only when it is imported
 
 
 class Backend(NamedTuple):

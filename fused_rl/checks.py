@@ -39,7 +39,9 @@ Positive = Annotated[float, "a finite number above 0"]
 NonNegative = Annotated[float, "a finite number, 0 or more"]
 MayBeInf = Annotated[float, "a number, 0 or more, or inf"]
 Fraction = Annotated[float, "a number above 0, at most 1"]
-_TEMPERATURE_RANGE = "temperature must be a number from 1e-06 to 1e+06 (0.01 comes close to the greedy choice)"
+_TEMPERATURE_RANGE = (
+    "temperature must be a number from 1e-06 to 1e+06 (0.01 comes close to the greedy choice)"
+)
 
 
 def described(x: object) -> str:
@@ -48,7 +50,11 @@ def described(x: object) -> str:
         kind = "DTensor " if is_dtensor(x) else ""
         layout = "" if x.layout == torch.strided else f" {x.layout}"
         return f"{kind}{x.dtype} {tuple(x.shape)}{layout}"
-    held = [name for name in ("logits", "logprobs", "weight") if isinstance(getattr(x, name, None), Tensor)]
+    held = [
+        name
+        for name in ("logits", "logprobs", "weight")
+        if isinstance(getattr(x, name, None), Tensor)
+    ]
     if held:
         return f"{type(x).__name__}, whose .{held[0]} is a tensor"
     return f"{type(x).__name__} {_shortened(repr(x))}"
@@ -93,7 +99,9 @@ def is_number(x: object) -> bool:
 def check_range(name: str, x: object, words: str, remedy: str = "") -> None:
     """A number of `RANGES`."""
     if not is_number(x) or not RANGES[words](x):
-        raise ValueError(f"{name} must be {words}, got {x if is_number(x) else described(x)}{remedy}")
+        raise ValueError(
+            f"{name} must be {words}, got {x if is_number(x) else described(x)}{remedy}"
+        )
 
 
 def check_flag(name: str, x: object) -> None:
@@ -109,20 +117,31 @@ def check_count(name: str, count: object, mask: Tensor) -> None:
     value, remedy = count, "; pass None for that of this batch"
     if isinstance(count, Tensor):
         if count.dim() or count.dtype.is_complex or count.dtype == torch.bool:
-            raise ValueError(f"{name} must be a number or a tensor of one, (), got {described(count)}{remedy}")
+            raise ValueError(
+                f"{name} must be a number or a tensor of one, (), got {described(count)}{remedy}"
+            )
         if torch.compiler.is_compiling() or not values_are_checked(count.device):
             return
         value = count.item()
     check_range(name, value, "a finite number, 0 or more", remedy)
-    if value == 0 and not torch.compiler.is_compiling() and values_are_checked(mask.device) and mask.any():
-        raise ValueError(f"{name} is 0, but {int(mask.sum())} places of the mask count; pass the whole step's, or None")
+    if (
+        value == 0
+        and not torch.compiler.is_compiling()
+        and values_are_checked(mask.device)
+        and mask.any()
+    ):
+        raise ValueError(
+            f"{name} is 0, but {int(mask.sum())} places of the mask count; pass the whole step's, or None"
+        )
 
 
 def check_choice(name: str, value: object, valid: Iterable[str]) -> None:
     if value not in (names := list(valid)):  # a list or dictionary, too, is none of them
         nearest = difflib.get_close_matches(str(value), names, n=1)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
-        raise ValueError(f"{name} must be one of {', '.join(names)}; got {_shortened(repr(value))}{hint}")
+        raise ValueError(
+            f"{name} must be one of {', '.join(names)}; got {_shortened(repr(value))}{hint}"
+        )
 
 
 def check_floating(name: str, x: Tensor, shape: str = "") -> None:
@@ -131,18 +150,30 @@ def check_floating(name: str, x: Tensor, shape: str = "") -> None:
     fits = not shape or x.dim() == sum(letter.isalpha() for letter in shape)
     if not fits or x.dtype not in FLOATING:
         wanted = f"{shape} floating point".strip()
-        raise ValueError(f"{name} must be {wanted}, got {tuple(x.shape)} {x.dtype}; {name}.float() makes it so")
+        raise ValueError(
+            f"{name} must be {wanted}, got {tuple(x.shape)} {x.dtype}; {name}.float() makes it so"
+        )
 
 
 def check_shape(name: str, x: Tensor, of: str, shape: Collection[int], hint: str = "") -> None:
     check_tensor(name, x)
     if tuple(x.shape) != tuple(shape):
-        raise ValueError(f"{name} must have the shape of {of}, {tuple(shape)}, got {tuple(x.shape)}{hint}")
+        raise ValueError(
+            f"{name} must have the shape of {of}, {tuple(shape)}, got {tuple(x.shape)}{hint}"
+        )
 
 
-def check_logits(name: str, logits: Tensor, dtypes: Collection[torch.dtype] = LOGITS_DTYPES) -> None:
-    if not isinstance(logits, Tensor) or logits.dtype not in dtypes or logits.layout != torch.strided:
-        raise ValueError(f"{name} must be a bf16, fp16 or fp32 tensor, got {described(logits)}; convert it first")
+def check_logits(
+    name: str, logits: Tensor, dtypes: Collection[torch.dtype] = LOGITS_DTYPES
+) -> None:
+    if (
+        not isinstance(logits, Tensor)
+        or logits.dtype not in dtypes
+        or logits.layout != torch.strided
+    ):
+        raise ValueError(
+            f"{name} must be a bf16, fp16 or fp32 tensor, got {described(logits)}; convert it first"
+        )
     check_plain(name, logits)
     if logits.dim() < 1 or logits.shape[-1] == 0:
         raise ValueError(f"{name} must be (..., V) with V >= 1, got {tuple(logits.shape)}")
@@ -155,23 +186,31 @@ def check_logits_dtype(logits_dtype: torch.dtype | None, operands: torch.dtype) 
         raise ValueError(f"logits_dtype must be {wanted}; got {logits_dtype!r}")
 
 
-def check_mask(mask: Tensor, of: str, shape: Collection[int], device: torch.device, hint: str = "") -> None:
+def check_mask(
+    mask: Tensor, of: str, shape: Collection[int], device: torch.device, hint: str = ""
+) -> None:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         remedy = "use mask.bool()" if isinstance(mask, Tensor) else "use torch.as_tensor(mask)"
-        raise ValueError(f"mask must be a bool tensor, True where it counts, got {described(mask)}; {remedy}")
+        raise ValueError(
+            f"mask must be a bool tensor, True where it counts, got {described(mask)}; {remedy}"
+        )
     check_shape("mask", mask, of, shape, hint)
     check_device("mask", mask, device, of)
 
 
 def check_device(name: str, x: Tensor, device: torch.device, of: str) -> None:
     if x.device != device:
-        raise ValueError(f"{name} must be on the device of {of}, {device}, got {x.device}; move it there")
+        raise ValueError(
+            f"{name} must be on the device of {of}, {device}, got {x.device}; move it there"
+        )
 
 
 def check_targets(targets: Tensor, name: str, x: Tensor, shift: bool) -> None:
     """One target per row of x (..., V), called `name`, or K: then the targets have as many dimensions."""
     if not isinstance(targets, Tensor) or targets.dtype not in INTEGERS:
-        raise ValueError(f"targets must be an integer tensor (int64 or int32), got {described(targets)}")
+        raise ValueError(
+            f"targets must be an integer tensor (int64 or int32), got {described(targets)}"
+        )
     check_plain("targets", targets)
     several = targets.dim() == x.dim()
     if (targets.shape[:-1] if several else targets.shape) == x.shape[:-1]:
@@ -180,7 +219,9 @@ def check_targets(targets: Tensor, name: str, x: Tensor, shift: bool) -> None:
     hint = _SHIFTED_TARGETS if shift else ""
     if not several:
         check_shape("targets", targets, of, shape, hint)
-    raise ValueError(f"targets (..., K) must begin with the shape of {of}, {shape}, got {tuple(targets.shape)}{hint}")
+    raise ValueError(
+        f"targets (..., K) must begin with the shape of {of}, {shape}, got {tuple(targets.shape)}{hint}"
+    )
 
 
 def check_softcap(softcap: float | None) -> None:
@@ -192,14 +233,18 @@ def check_rows(x: Tensor, mask: Tensor | None, shift: bool) -> tuple[int, ...]:
     """Return the shape (...) of x (..., V) or (..., H); (B, T - 1) for `shift`: the last position predicts no token."""
     check_flag("shift", shift)
     if shift and x.dim() != 3:
-        raise ValueError(f"shift=True takes (B, T, V) or (B, T, H), got {tuple(x.shape)}; add the batch dimension")
+        raise ValueError(
+            f"shift=True takes (B, T, V) or (B, T, H), got {tuple(x.shape)}; add the batch dimension"
+        )
     rows = (x.shape[0], max(x.shape[1] - 1, 0)) if shift else tuple(x.shape[:-1])
     if mask is not None:
         check_mask(mask, "the outputs", rows, x.device, _SHIFTED_MASK if shift else "")
     return rows
 
 
-def check_temperature(temperature: float | Tensor, rows: tuple[int, ...], device: torch.device) -> None:
+def check_temperature(
+    temperature: float | Tensor, rows: tuple[int, ...], device: torch.device
+) -> None:
     """A number, or a tensor that broadcasts to one per row; `check_temperature_values` looks at its values."""
     if not isinstance(temperature, Tensor):
         # the numbers themselves: torch.compile(dynamic=True) makes a symbol of a module's float, and a variant of it
@@ -229,7 +274,9 @@ def split_temperature(
     if not isinstance(temperature, Tensor):
         if not torch.compiler.is_compiling():
             return float(temperature), None
-        temperature = torch.ones((), dtype=torch.float32, device=device) * temperature  # a number: a variant per value
+        temperature = (
+            torch.ones((), dtype=torch.float32, device=device) * temperature
+        )  # a number: a variant per value
     return 1.0, temperature.to(device, torch.float32).expand(rows)
 
 
@@ -240,7 +287,9 @@ def check_finite(name: str, x: Tensor, remedy: str) -> None:
     bad = ~x.isfinite()
     if bad.any():
         i = bad.nonzero()[0].tolist()
-        raise ValueError(f"{name}{i} is {x[tuple(i)].item()}, {int(bad.sum())} of {x.numel()} are not finite; {remedy}")
+        raise ValueError(
+            f"{name}{i} is {x[tuple(i)].item()}, {int(bad.sum())} of {x.numel()} are not finite; {remedy}"
+        )
 
 
 def values_are_checked(device: torch.device) -> bool:
@@ -248,11 +297,15 @@ def values_are_checked(device: torch.device) -> bool:
     return device.type == "cpu" or os.environ.get("FUSED_RL_CHECKED") == "1"
 
 
-def check_target_values(targets: Tensor, mask: Tensor | None, vocab: int, several: bool = False) -> None:
+def check_target_values(
+    targets: Tensor, mask: Tensor | None, vocab: int, several: bool = False
+) -> None:
     """`several`: the targets are (..., K), the mask (...)."""
     if targets.numel() == 0:
         return
-    if targets.dim() == 1 and targets.numel() <= 64:  # a list takes a quarter of the operators' time
+    if (
+        targets.dim() == 1 and targets.numel() <= 64
+    ):  # a list takes a quarter of the operators' time
         ids = targets.tolist()
         least, most = min(ids), max(ids)
     else:
@@ -274,7 +327,9 @@ def check_target_values(targets: Tensor, mask: Tensor | None, vocab: int, severa
 def check_temperature_values(row_temperature: Tensor | None, mask: Tensor | None) -> None:
     if row_temperature is None:
         return
-    bad = ~((row_temperature >= LEAST_TEMPERATURE) & (row_temperature <= MOST_TEMPERATURE))  # NaN too
+    bad = ~(
+        (row_temperature >= LEAST_TEMPERATURE) & (row_temperature <= MOST_TEMPERATURE)
+    )  # NaN too
     bad = bad if mask is None else bad & mask
     if bad.any():
         at = tuple(bad.nonzero()[0].tolist())
@@ -287,7 +342,9 @@ def check_process_group(group: object) -> None:
     """Refuse what `new_group` returns outside the group, a number, with which a reduction would reduce nothing."""
     if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
         wanted = "a torch.distributed.ProcessGroup that this rank is in, or None"
-        raise ValueError(f"process_group must be {wanted}, got {described(group)}; of a DeviceMesh take get_group()")
+        raise ValueError(
+            f"process_group must be {wanted}, got {described(group)}; of a DeviceMesh take get_group()"
+        )
 
 
 def no_second_derivative(name: str) -> Callable[..., None]:
@@ -302,7 +359,9 @@ def no_second_derivative(name: str) -> Callable[..., None]:
 
 def once_differentiable(name: str) -> Callable:
     """Decorate `backward`: a second derivative raises, where torch's decorator of this name may leave it out."""
-    refusing = type("Once", (torch.autograd.Function,), {"backward": staticmethod(no_second_derivative(name))})
+    refusing = type(
+        "Once", (torch.autograd.Function,), {"backward": staticmethod(no_second_derivative(name))}
+    )
     refusing.forward = staticmethod(lambda ctx, gradient, *inputs: gradient.view_as(gradient))
 
     def decorate(backward):
@@ -312,7 +371,9 @@ def once_differentiable(name: str) -> Callable:
                 gradients = backward(ctx, *upstream)
             if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # no create_graph=True
                 return gradients
-            inputs = [x for x in (*ctx.saved_tensors, *upstream) if x is not None and x.requires_grad]
+            inputs = [
+                x for x in (*ctx.saved_tensors, *upstream) if x is not None and x.requires_grad
+            ]
             return tuple(None if d is None else refusing.apply(d, *inputs) for d in gradients)
 
         return guarded

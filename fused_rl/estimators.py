@@ -10,7 +10,9 @@ from fused_rl.checks import check_choice, check_device, check_floating, check_sh
 
 KLEstimator = Literal["k1", "k2", "k3", "k4", "rk3", "k1+", "k3+"]
 KL_ESTIMATORS = get_args(KLEstimator)
-_LINEAR_BEYOND = 20.0  # nats; beyond it an exponential continues as its tangent: value and slope stay finite
+_LINEAR_BEYOND = (
+    20.0  # nats; beyond it an exponential continues as its tangent: value and slope stay finite
+)
 
 
 def tangent_exp(x: Tensor) -> Tensor:
@@ -34,7 +36,9 @@ def k3(d: Tensor) -> Tensor:
     # where() on the inputs: a branch that is not taken must not turn the gradient into nan
     small = torch.where(near, x, 0)
     middle = torch.where(near | far, 1, x)
-    series = torch.ones_like(x)  # x^2/2 (1 + x/3 (1 + x/4 (...))): the first term left out is below 1e-16 relative
+    series = torch.ones_like(
+        x
+    )  # x^2/2 (1 + x/3 (1 + x/4 (...))): the first term left out is below 1e-16 relative
     for n in range(11, 2, -1):
         series = 1 + small / n * series
     slope = math.expm1(_LINEAR_BEYOND)
@@ -97,7 +101,10 @@ def kl_estimate(
 
 
 def estimate(
-    logprobs: Tensor, ref_logprobs: Tensor, kl_estimator: KLEstimator, old_logprobs: Tensor | None = None
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    kl_estimator: KLEstimator,
+    old_logprobs: Tensor | None = None,
 ) -> Tensor:
     """Return `kl_estimate` of tensors that were checked before."""
     if logprobs.dtype != torch.float64:
@@ -113,5 +120,7 @@ def estimate(
         return k2 + (value - k2).detach()  # the value of one, the gradient of the other
     old_logprobs = logprobs if old_logprobs is None else old_logprobs
     ratio = tangent_exp((logprobs - old_logprobs).detach())
-    slope = k2 if kl_estimator == "rk3" else k2 + d  # d, or 1 + d: what the product rule leaves, in one term
+    slope = (
+        k2 if kl_estimator == "rk3" else k2 + d
+    )  # d, or 1 + d: what the product rule leaves, in one term
     return ratio * (value.detach() + (slope - slope.detach()))

@@ -20,11 +20,16 @@ from pathlib import Path
 from fused_rl.checks import described
 
 CASES = 50  # judged by one process, which then makes way for a fresh one
-MEMORY, WALL = 1 << 30, 300.0  # bytes beyond what a process begins with; seconds, of a case that sleeps
+MEMORY, WALL = (
+    1 << 30,
+    300.0,
+)  # bytes beyond what a process begins with; seconds, of a case that sleeps
 CPU_SECONDS = 1.0  # for one answer: they take 0.01 to 0.3, or never end
 
 
-def judge(responses: Sequence[str], answers: Sequence[str], *, cpu_seconds: float = CPU_SECONDS) -> list[float]:
+def judge(
+    responses: Sequence[str], answers: Sequence[str], *, cpu_seconds: float = CPU_SECONDS
+) -> list[float]:
     """Return 1.0 for each response whose final answer equals the reference answer by math-verify, else 0.0.
 
     Nothing that a response contains can hang the caller: a comparison that takes too much CPU time or memory ends with
@@ -41,17 +46,25 @@ def judge(responses: Sequence[str], answers: Sequence[str], *, cpu_seconds: floa
     """
     for text in (*responses, *answers):
         if not isinstance(text, str):
-            raise ValueError(f"responses and answers must be texts, got {described(text)}; a number is str(number)")
-    return [score for score, _ in pool(cpu_seconds).judge(list(zip(responses, answers, strict=True)))]
+            raise ValueError(
+                f"responses and answers must be texts, got {described(text)}; a number is str(number)"
+            )
+    return [
+        score for score, _ in pool(cpu_seconds).judge(list(zip(responses, answers, strict=True)))
+    ]
 
 
 @functools.cache
 def pool(cpu_seconds: float) -> "Pool":
     """Return the processes that compare answers, started at the first call."""
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each call that nobody keeps the time
+    logging.getLogger("math_verify").setLevel(
+        logging.ERROR
+    )  # it warns at each call that nobody keeps the time
     agrees("1/2", "0.5")  # imports what the processes that are forked need
     made = Pool(agrees, cpu_seconds)
-    made.judge([("1/2", "0.5")])  # starts the processes before engines reserve memory, when a fork is cheap
+    made.judge(
+        [("1/2", "0.5")]
+    )  # starts the processes before engines reserve memory, when a fork is cheap
     return made
 
 
@@ -62,7 +75,11 @@ class Pool:
         self.judge_one = judge
         self.cpu_seconds = cpu_seconds
         share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        options = {"max_workers": min(max(share, 1), 8), "max_tasks": CASES, "initializer": _limit_this_process}
+        options = {
+            "max_workers": min(max(share, 1), 8),
+            "max_tasks": CASES,
+            "initializer": _limit_this_process,
+        }
         import pebble
 
         self.pool = pebble.ProcessPool(context=multiprocessing.get_context("fork"), **options)
@@ -75,7 +92,9 @@ class Pool:
         verdicts = []
         for future in [self.pool.schedule(_judge_in_time, args, timeout=WALL) for args in limited]:
             error = future.exception()
-            broke = None if error is None else f"could not be judged: {type(error).__name__}: {error}"
+            broke = (
+                None if error is None else f"could not be judged: {type(error).__name__}: {error}"
+            )
             if getattr(error, "exitcode", None) == -signal.SIGPROF:
                 broke = f"took more than {self.cpu_seconds:g} s of CPU"
             verdicts.append((0.0 if error else future.result(), broke))
@@ -90,7 +109,10 @@ def _limit_this_process() -> None:
         memory += int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in (signal.SIGTERM, signal.SIGPROF):  # by default they end the process, in C code too
+    for number in (
+        signal.SIGTERM,
+        signal.SIGPROF,
+    ):  # by default they end the process, in C code too
         signal.signal(number, signal.SIG_DFL)
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 1)

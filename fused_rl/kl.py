@@ -90,7 +90,9 @@ def token_kl(
     # forward is reverse with the two exchanged
     first, second = (ref_logits, logits) if direction == "forward" else (logits, ref_logits)
     op = torch.ops.fused_rl.token_kl.default
-    divergence = op(first, second, mask, temperature, row_temperature, direction == "jensen-shannon", softcap)[0]
+    divergence = op(
+        first, second, mask, temperature, row_temperature, direction == "jensen-shannon", softcap
+    )[0]
     return divergence[:, :-1] if shift else divergence
 
 
@@ -103,7 +105,9 @@ def check_logits_pair(
     check_shape("ref_logits", ref_logits, "logits", logits.shape)
     check_device("ref_logits", ref_logits, logits.device, "logits")
     if logits.dtype != ref_logits.dtype:
-        raise ValueError(f"ref_logits must be {logits.dtype} as the logits, got {ref_logits.dtype}; convert it")
+        raise ValueError(
+            f"ref_logits must be {logits.dtype} as the logits, got {ref_logits.dtype}; convert it"
+        )
     rows = check_rows(logits, mask, shift)
     check_softcap(softcap)
     check_transforms("token_kl", logits, ref_logits)
@@ -130,7 +134,9 @@ def _token_kl(
     row_temperature: Tensor | None,  # (...) fp32; replaces temperature
     js: bool,
     softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # divergence of x's distribution from y's (...), state (9, N), sums (3, N), fp32
+) -> tuple[
+    Tensor, Tensor, Tensor
+]:  # divergence of x's distribution from y's (...), state (9, N), sums (3, N), fp32
     rows = as_rows(x, y, mask, temperature, row_temperature)
     backend = backend_of(x.device)
     divergence, state = backend.kl.kl_fwd(*rows, softcap)
@@ -138,7 +144,11 @@ def _token_kl(
     if js:
         sums = backend.jensen_shannon.js_fwd(*rows, state, softcap)
         divergence = JensenShannonSums(*sums).divergence.clone()
-    return divergence.resize_(x.shape[:-1]), state, sums  # no view, which could not be modified in place
+    return (
+        divergence.resize_(x.shape[:-1]),
+        state,
+        sums,
+    )  # no view, which could not be modified in place
 
 
 @_token_kl.register_fake
@@ -170,7 +180,9 @@ def _token_kl_backward(
     divergence = divergence.reshape(-1)
     sums = sums if js else None
     backend = backend_of(x.device)
-    gradients = backend.kl.kl_bwd(g, *arguments, divergence, state, sums, wants_dx, wants_dy, softcap)
+    gradients = backend.kl.kl_bwd(
+        g, *arguments, divergence, state, sums, wants_dx, wants_dy, softcap
+    )
     return tuple(x.new_empty(0) if d is None else d.view(x.shape) for d in gradients)
 
 
@@ -196,9 +208,22 @@ def _token_kl_gradient(ctx, g, *_):
     x, y, mask, row_temperature, divergence, state, sums = ctx.saved_tensors
     wants = ctx.needs_input_grad[:2]
     gradients = torch.ops.fused_rl.token_kl_backward(
-        g, x, y, mask, divergence, state, sums, ctx.temperature, row_temperature, ctx.js, *wants, ctx.softcap
+        g,
+        x,
+        y,
+        mask,
+        divergence,
+        state,
+        sums,
+        ctx.temperature,
+        row_temperature,
+        ctx.js,
+        *wants,
+        ctx.softcap,
     )
-    return *(d if wanted else None for d, wanted in zip(gradients, wants, strict=True)), *(None,) * 5
+    return *(d if wanted else None for d, wanted in zip(gradients, wants, strict=True)), *(
+        None,
+    ) * 5
 
 
 _token_kl.register_autograd(_token_kl_gradient, setup_context=_token_kl_context)

@@ -41,7 +41,9 @@ class _LinearTokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, inv_temperature, softcap, budget):
         ctx.options = inv_temperature, softcap, budget
-        logprobs, entropy, lse, m, rest = tiles.statistics(hidden, *gather(weight, bias), targets, *ctx.options)
+        logprobs, entropy, lse, m, rest = tiles.statistics(
+            hidden, *gather(weight, bias), targets, *ctx.options
+        )
         kept = entropy.clone()  # the caller may modify the output
         ctx.save_for_backward(hidden, weight, bias, targets, kept, m, rest)
         ctx.set_materialize_grads(False)
@@ -54,7 +56,13 @@ class _LinearTokenLogprobs(torch.autograd.Function):
         if all(d is None for d in upstream):
             return (None,) * 7
         dhidden, dweight, dbias = tiles.recomputed(
-            ctx.needs_input_grad, upstream, hidden, *gather(weight, bias), targets, statistics, *ctx.options
+            ctx.needs_input_grad,
+            upstream,
+            hidden,
+            *gather(weight, bias),
+            targets,
+            statistics,
+            *ctx.options,
         ).take()
         return dhidden, scatter(dweight, weight), scatter(dbias, bias), None, None, None, None
 
@@ -70,9 +78,17 @@ def _token_gradients(token_loss, logprobs, entropy, per_token):
             raise ValueError(f"token_loss must return {wanted}; got {described(values)}")
         total = values.float().sum()
         used = total.requires_grad  # a constant loss has no gradient
-        grads = torch.autograd.grad(total, (logprobs, entropy), allow_unused=True) if used else (None, None)
+        grads = (
+            torch.autograd.grad(total, (logprobs, entropy), allow_unused=True)
+            if used
+            else (None, None)
+        )
         dlogprobs, dentropy = (None if d is None else d.contiguous() for d in grads)
-        return total.detach(), torch.zeros_like(logprobs) if dlogprobs is None else dlogprobs, dentropy
+        return (
+            total.detach(),
+            torch.zeros_like(logprobs) if dlogprobs is None else dlogprobs,
+            dentropy,
+        )
 
 
 def _gradients_at_once(needs, hidden, weight, bias, targets, options, token_loss, per_token):
@@ -84,7 +100,9 @@ def _gradients_at_once(needs, hidden, weight, bias, targets, options, token_loss
     gradients = tiles.Gradients(needs, hidden, weight, bias, (step, vocab))
     formed = tiles.Logits(weight, bias, step * vocab, budget, softcap)
     loss = torch.zeros((), device=hidden.device)
-    entropy, m, rest, dentropy = (torch.zeros(n, device=hidden.device) for _ in range(4))  # no views: returned
+    entropy, m, rest, dentropy = (
+        torch.zeros(n, device=hidden.device) for _ in range(4)
+    )  # no views: returned
     logprobs, dlogprobs = (torch.zeros(targets.shape, device=hidden.device) for _ in range(2))
     for rows in tiles.blocks(n, step):
         # the tile's statistics, its loss, and the gradient of its logits
@@ -93,7 +111,16 @@ def _gradients_at_once(needs, hidden, weight, bias, targets, options, token_loss
         lp, h, _, m_r, rest_r = row_fwd(logits, targets[rows], None, inv_t, softcap)
         value, dlp, dh = _token_gradients(token_loss, lp, h, [p[rows] for p in per_token])
         dlogits = formed.gradient(logits)
-        row_bwd((dlp, dh, None), logits, targets[rows], None, (h, m_r, rest_r), inv_t, softcap, out=dlogits)
+        row_bwd(
+            (dlp, dh, None),
+            logits,
+            targets[rows],
+            None,
+            (h, m_r, rest_r),
+            inv_t,
+            softcap,
+            out=dlogits,
+        )
         gradients.add(dlogits, hidden[rows], weight, rows, slice(0, vocab))
         # to the parameters, and what a second backward pass would need
         loss += value
@@ -110,22 +137,32 @@ def _gradients_in_two(needs, hidden, weight, bias, targets, options, token_loss,
     logprobs, entropy, _, m, rest = tiles.statistics(hidden, weight, bias, targets, *options)
     loss, dlogprobs, dentropy = _token_gradients(token_loss, logprobs, entropy, per_token)
     upstream = (dlogprobs, dentropy, None)
-    gradients = tiles.recomputed(needs, upstream, hidden, weight, bias, targets, (entropy, m, rest), *options)
+    gradients = tiles.recomputed(
+        needs, upstream, hidden, weight, bias, targets, (entropy, m, rest), *options
+    )
     dentropy = torch.zeros_like(entropy) if dentropy is None else dentropy
     return loss, gradients, (dlogprobs, dentropy), (logprobs, entropy, m, rest)
 
 
 class _LinearTokenLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, inv_temperature, softcap, budget, token_loss, *per_token):
+    def forward(
+        ctx, hidden, weight, bias, targets, inv_temperature, softcap, budget, token_loss, *per_token
+    ):
         head = tuple(gather(weight, bias))
         needs = ctx.needs_input_grad[:3]
         options = inv_temperature, softcap, budget
         if not any(needs):
             logprobs, entropy, *_ = tiles.statistics(hidden, *head, targets, *options)
             return _token_gradients(token_loss, logprobs, entropy, per_token)[0], logprobs, entropy
-        form = _gradients_at_once if tiles.one_pass_rows(hidden, len(weight), needs, budget) else _gradients_in_two
-        loss, gradients, upstream, statistics = form(needs, hidden, *head, targets, options, token_loss, per_token)
+        form = (
+            _gradients_at_once
+            if tiles.one_pass_rows(hidden, len(weight), needs, budget)
+            else _gradients_in_two
+        )
+        loss, gradients, upstream, statistics = form(
+            needs, hidden, *head, targets, options, token_loss, per_token
+        )
         dhidden, dweight, dbias = gradients.take()
         logprobs, entropy, m, rest = statistics
         ctx.gradients = dhidden, scatter(dweight, weight), scatter(dbias, bias)
@@ -143,13 +180,23 @@ class _LinearTokenLoss(torch.autograd.Function):
         if gradients is not None:  # scaled in place and returned: no second copy of a (V, H) tensor
             # on a CPU a pass over (V, H) costs a tenth of the GEMMs; a GPU would have to wait to know the number
             as_they_are = dloss.device.type == "cpu" and dloss == 1
-            scaled = gradients if as_they_are else (None if d is None else d.mul_(dloss) for d in gradients)
+            scaled = (
+                gradients
+                if as_they_are
+                else (None if d is None else d.mul_(dloss) for d in gradients)
+            )
             return *scaled, *rest_of_inputs
         # a retained graph used again: the gradients formed in the forward pass belong to their first user
         hidden, weight, bias, targets, entropy, m, rest, dlogprobs, dentropy = ctx.saved_tensors
         upstream = (dlogprobs * dloss, dentropy * dloss, None)
         dhidden, dweight, dbias = tiles.recomputed(
-            ctx.needs_input_grad, upstream, hidden, *gather(weight, bias), targets, (entropy, m, rest), *ctx.options
+            ctx.needs_input_grad,
+            upstream,
+            hidden,
+            *gather(weight, bias),
+            targets,
+            (entropy, m, rest),
+            *ctx.options,
         ).take()
         return dhidden, scatter(dweight, weight), scatter(dbias, bias), *rest_of_inputs
 
@@ -183,7 +230,9 @@ def _check_head(hidden, weight, targets, bias, mask, shift):
         )
     devices = {t.device for t in (*given, targets)}
     if len(devices) > 1:
-        raise ValueError(f"hidden, weight, targets and bias must be on one device, got {sorted(map(str, devices))}")
+        raise ValueError(
+            f"hidden, weight, targets and bias must be on one device, got {sorted(map(str, devices))}"
+        )
     return rows
 
 
@@ -214,7 +263,17 @@ def _places(mask):
 
 
 def rows_that_count(
-    hidden, weight, targets, bias, temperature, mask, softcap, shift, workspace_mb, logits_dtype, like=None
+    hidden,
+    weight,
+    targets,
+    bias,
+    temperature,
+    mask,
+    softcap,
+    shift,
+    workspace_mb,
+    logits_dtype,
+    like=None,
 ):
     """Check the arguments and drop masked rows before any GEMM; `like`: rows of another call with the same mask."""
     if not torch.is_grad_enabled():
@@ -237,11 +296,15 @@ def rows_that_count(
     if values_are_checked(hidden.device):
         check_target_values(targets, mask, weight.shape[0], several=targets.dim() == hidden.dim())
         check_temperature_values(row_temperature, mask)
-    inv_temperature = 1.0 / temperature if row_temperature is None else 1.0 / rows.select(row_temperature)
+    inv_temperature = (
+        1.0 / temperature if row_temperature is None else 1.0 / rows.select(row_temperature)
+    )
     hidden = rows.select(hidden)
     targets = rows.select(targets).long()
     budget = tiles.budget(workspace_mb, hidden, len(weight), rows.kept is not None, logits_dtype)
-    return rows._replace(arguments=(hidden, weight, bias, targets, inv_temperature, softcap, budget))
+    return rows._replace(
+        arguments=(hidden, weight, bias, targets, inv_temperature, softcap, budget)
+    )
 
 
 def linear_token_logprobs(
@@ -384,6 +447,8 @@ def linear_token_loss(
                 f"per_token[{i}] must start with the targets' shape {tuple(rows.shape)}, got {tuple(values.shape)}"
             )
         if values.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"per_token[{i}] requires a gradient, which token_loss cannot give; pass it detached")
+            raise ValueError(
+                f"per_token[{i}] requires a gradient, which token_loss cannot give; pass it detached"
+            )
     outputs = _LinearTokenLoss.apply(*rows.arguments, token_loss, *map(rows.select, per_token))
     return LinearTokenLoss(outputs[0], rows.restore(outputs[1]), rows.restore(outputs[2]))

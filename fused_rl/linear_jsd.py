@@ -42,7 +42,10 @@ def linear_token_jsd(
     heads = [[x if x is None else x.to(logits_dtype or x.dtype) for x in head] for head in heads]
     blocks = []
     for both in zip(hidden.split(ROWS), ref_hidden.split(ROWS), strict=True):
-        sides = [(rows.to(logits_dtype or rows.dtype), *head) for rows, head in zip(both, heads, strict=True)]
+        sides = [
+            (rows.to(logits_dtype or rows.dtype), *head)
+            for rows, head in zip(both, heads, strict=True)
+        ]
         blocks.append(checkpoint(_of_rows, *sides, beta, temperature, softcap, use_reentrant=False))
     return torch.cat(blocks)
 
@@ -54,7 +57,8 @@ def _of_rows(policy, reference, beta, temperature, softcap):
     p, q = (torch.log_softmax(logits / temperature, -1) for logits in (p, q))
     with torch.no_grad():
         d = (p - q).clamp(-80, 80)  # beyond, what is clamped has no weight
-        above_p, above_q = beta * torch.expm1(-d), (1 - beta) * torch.expm1(d)  # m / p - 1, m / q - 1
+        above_p = beta * torch.expm1(-d)  # m / p - 1
+        above_q = (1 - beta) * torch.expm1(d)  # m / q - 1
         log_p, log_q = -torch.log1p(above_p), -torch.log1p(above_q)  # log(p / m), log(q / m)
         # Of close columns add m - p and m - q, which together are 0: no term is negative then, and none cancels.
         close = d.abs() < 1

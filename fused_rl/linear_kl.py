@@ -37,13 +37,17 @@ class _LinearTokenKL(torch.autograd.Function):
         n, vocab = hidden.shape[0], weight.shape[0]
         backend = backend_of(hidden.device)
         step = tiles.forward_rows(hidden, vocab, budget, copies=_TILES)
-        of_policy, of_reference = (tiles.Logits(*h, step * vocab, budget, softcap) for h in (head, ref_head))
+        of_policy, of_reference = (
+            tiles.Logits(*h, step * vocab, budget, softcap) for h in (head, ref_head)
+        )
         # what a call without rows returns, and what tiles are appended to
         divergence = [torch.zeros(0, device=hidden.device)]
         state = [torch.zeros(len(KLState._fields), 0, device=hidden.device)]
         sums = [torch.zeros(len(JensenShannonSums._fields), 0, device=hidden.device)]
         for rows in tiles.blocks(n, step):
-            x, y = _pair(of_policy.tile(hidden[rows]), of_reference.tile(ref_hidden[rows]), direction)
+            x, y = _pair(
+                of_policy.tile(hidden[rows]), of_reference.tile(ref_hidden[rows]), direction
+            )
             inv_t = tiles.at(inv_temperature, rows)
             kl_rows, state_rows = backend.kl.kl_fwd(x, y, None, inv_t, softcap)
             if direction == "jensen-shannon":
@@ -62,7 +66,9 @@ class _LinearTokenKL(torch.autograd.Function):
     def backward(ctx, g):
         hidden, weight, bias, ref_hidden, ref_weight, ref_bias, *statistics = ctx.saved_tensors
         heads = *gather(weight, bias), *gather(ref_weight, ref_bias)
-        gradients = _gradients(ctx.needs_input_grad, g.contiguous(), hidden, ref_hidden, heads, statistics, ctx.options)
+        gradients = _gradients(
+            ctx.needs_input_grad, g.contiguous(), hidden, ref_hidden, heads, statistics, ctx.options
+        )
         dhidden, dweight, dbias = gradients.take()
         return dhidden, scatter(dweight, weight), scatter(dbias, bias), *(None,) * 7
 
@@ -82,10 +88,15 @@ def _gradients(needs, g, hidden, ref_hidden, heads, statistics, options):
         divergence, state, sums = (s[..., rows].contiguous() for s in statistics)
         sums = sums if direction == "jensen-shannon" else None
         for columns in tiles.blocks(vocab, tile[1]):
-            pair = of_policy.tile(hidden[rows], columns), of_reference.tile(ref_hidden[rows], columns)
+            pair = (
+                of_policy.tile(hidden[rows], columns),
+                of_reference.tile(ref_hidden[rows], columns),
+            )
             x, y = _pair(*pair, direction)
             inv_t = tiles.at(inv_temperature, rows)
-            both = backend.kl.kl_bwd(g[rows], x, y, None, inv_t, divergence, state, sums, *wants, softcap)
+            both = backend.kl.kl_bwd(
+                g[rows], x, y, None, inv_t, divergence, state, sums, *wants, softcap
+            )
             dlogits = both[wants.index(True)]
             gradients.add(dlogits[0], hidden[rows], weight[columns], rows, columns)
             del both, dlogits  # else it stays while the next tile's is formed
@@ -139,7 +150,9 @@ def linear_token_kl(
     ref_hidden, ref_weight = ref_hidden.detach(), ref_weight.detach()
     ref_bias = None if ref_bias is None else ref_bias.detach()
 
-    targets = torch.zeros(hidden.shape[:-1], dtype=torch.long, device=hidden.device)  # none is looked at
+    targets = torch.zeros(
+        hidden.shape[:-1], dtype=torch.long, device=hidden.device
+    )  # none is looked at
     options = temperature, mask, softcap, shift, workspace_mb, logits_dtype
     rows = rows_that_count(hidden, weight, targets, bias, *options)
     ref_rows = rows_that_count(ref_hidden, ref_weight, targets, ref_bias, *options, like=rows)
@@ -153,7 +166,9 @@ def linear_token_kl(
 
     # what the reference's rows take is off the workspace too
     taken = reference[0].nbytes if rows.kept is not None else 0
-    taken += tiles.CPU_ROWS_BYTES if hidden.device.type == "cpu" else 0  # the divergence takes twice as much there
+    taken += (
+        tiles.CPU_ROWS_BYTES if hidden.device.type == "cpu" else 0
+    )  # the divergence takes twice as much there
     budget = budget.less(taken)
     options = inv_temperature, direction, softcap, budget
     return rows.restore(_LinearTokenKL.apply(hidden, weight, bias, *reference, *options))

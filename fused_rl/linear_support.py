@@ -24,12 +24,16 @@ class LinearSupport(torch.autograd.Function):
     """(logprobs, entropy, lse), (n,) fp32 each, of rows as `fused_rl.linear.rows_that_count` gives them."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, ids, begin, end, inv_temperature, softcap, budget):
+    def forward(
+        ctx, hidden, weight, bias, targets, ids, begin, end, inv_temperature, softcap, budget
+    ):
         head = tuple(gather(weight, bias))
         support = RowSupport(ids, begin, end)
         ctx.options = inv_temperature, softcap, budget
         x = torch.zeros(len(ids), device=hidden.device)
-        outputs = RowStatistics(*(torch.zeros(len(targets), device=hidden.device) for _ in RowStatistics._fields))
+        outputs = RowStatistics(
+            *(torch.zeros(len(targets), device=hidden.device) for _ in RowStatistics._fields)
+        )
         ctx.parts, ctx.gathered = _parts(support, head[0])
         for rows, statistics in zip(ctx.parts, (_gathered, tiles.statistics), strict=True):
             if rows is None or len(rows):
@@ -67,7 +71,11 @@ class LinearSupport(torch.autograd.Function):
             entries = sets, ctx.gathered, x, dweight, dbias
             of_short, dweight, dbias = _gathered_gradients(needs, *given, inv_t, softcap, *entries)
             if dhidden is not None:
-                of_short = torch.empty_like(hidden).index_copy_(0, short, of_short).index_copy_(0, tiled, dhidden)
+                of_short = (
+                    torch.empty_like(hidden)
+                    .index_copy_(0, short, of_short)
+                    .index_copy_(0, tiled, dhidden)
+                )
             dhidden = of_short
         return dhidden, scatter(dweight, weight), scatter(dbias, bias), *(None,) * 7
 
@@ -107,7 +115,20 @@ def _gathered(hidden, weight, bias, targets, inv_t, softcap, budget, support, x)
 
 
 def _gathered_gradients(
-    needs, upstream, hidden, weight, bias, targets, statistics, inv_t, softcap, support, kept, x, dweight, dbias
+    needs,
+    upstream,
+    hidden,
+    weight,
+    bias,
+    targets,
+    statistics,
+    inv_t,
+    softcap,
+    support,
+    kept,
+    x,
+    dweight,
+    dbias,
 ):
     """Gradients of hidden, weight and bias; the latter two added to those given. The sets keep `kept` ids."""
     backend = backend_of(hidden.device).support

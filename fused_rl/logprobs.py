@@ -37,7 +37,16 @@ from fused_rl.checks import (
 from fused_rl.cpu.compiled import in_huge_pages
 from fused_rl.kernels.states import RowStatistics, RowSupport
 from fused_rl.outputs import TokenLogprobs
-from fused_rl.rows import inverse, next_targets, of_slab, row_bwd, row_fwd, slabs, unit_stride, without_last
+from fused_rl.rows import (
+    inverse,
+    next_targets,
+    of_slab,
+    row_bwd,
+    row_fwd,
+    slabs,
+    unit_stride,
+    without_last,
+)
 from fused_rl.token_support import TokenSupport, check_support, check_support_values
 
 
@@ -105,7 +114,9 @@ def token_logprobs(
         check_support(support, several=targets.dim() == logits.dim())
         row_support = support.of_rows(targets.shape, targets.device, shift)
     if logits.dtype == torch.float64:
-        return _in_fp64(logits, targets, temperature, row_temperature, mask, softcap, shift, support)
+        return _in_fp64(
+            logits, targets, temperature, row_temperature, mask, softcap, shift, support
+        )
     if inplace:
         _check_inplace(logits)
 
@@ -148,7 +159,9 @@ def check_row_arguments(
 
 def _check_inplace(logits):
     if torch.compiler.is_compiling():
-        raise ValueError("inplace=True is not supported under torch.compile, which plans memory itself; leave it out")
+        raise ValueError(
+            "inplace=True is not supported under torch.compile, which plans memory itself; leave it out"
+        )
     if not (logits.requires_grad and torch.is_grad_enabled()):
         return
     if logits.is_leaf:
@@ -164,7 +177,9 @@ def _check_inplace(logits):
         )
 
 
-def _in_fp64(logits, targets, temperature, row_temperature, mask, softcap, shift, support) -> TokenLogprobs:
+def _in_fp64(
+    logits, targets, temperature, row_temperature, mask, softcap, shift, support
+) -> TokenLogprobs:
     """The reference, whose arguments are checked as those of the operators."""
     scored = targets[:, 1:] if shift else targets
     row_support = None if support is None else support.of_rows(targets.shape, targets.device)
@@ -206,7 +221,9 @@ def _token_logprobs(
     end: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """fp32: logprobs as the targets; entropy, lse, m, rest (...); x (M,), the logits of the support."""
-    *found, x = _statistics(logits, targets, mask, temperature, row_temperature, softcap, ids, begin, end)
+    *found, x = _statistics(
+        logits, targets, mask, temperature, row_temperature, softcap, ids, begin, end
+    )
     return *found, found[0].new_empty(0) if x is None else x
 
 
@@ -221,7 +238,9 @@ def _statistics(*inputs):
     """Return the operator's results for its arguments, as new tensors; without support no x."""
     logits, targets, mask, temperature, row_temperature, softcap, *support = inputs
     ids, begin, end = support
-    _check_values(logits, targets, mask, row_temperature, None if ids is None else RowSupport(*support))
+    _check_values(
+        logits, targets, mask, row_temperature, None if ids is None else RowSupport(*support)
+    )
     if logits.numel() == 0:
         return _empty_statistics(*inputs)
     x = None if ids is None else torch.zeros(ids.shape, dtype=torch.float32, device=logits.device)
@@ -229,7 +248,9 @@ def _statistics(*inputs):
 
     # all rows at once where they are a matrix, else a slab at a time; as a rule it is all of them
     if ids is None and logits.dim() == 2:
-        return *row_fwd(unit_stride(logits), targets, mask, inverse(temperature, row_temperature), softcap), None
+        return *row_fwd(
+            unit_stride(logits), targets, mask, inverse(temperature, row_temperature), softcap
+        ), None
     for at, rows in slabs(logits):
         given = of_slab(at, rows, logits.dim() - 1, targets, mask, row_temperature, begin, end)
         chosen, counts, temperatures, *ranges = given
@@ -340,11 +361,15 @@ class _Unregistered(torch.autograd.Function):
             return None, None, None
         if torch.is_grad_enabled():  # create_graph=True: else a second derivative would go missing
             if ctx.inplace:
-                raise RuntimeError("inplace=True leaves no logits to differentiate again; leave out create_graph")
+                raise RuntimeError(
+                    "inplace=True leaves no logits to differentiate again; leave out create_graph"
+                )
             return _registered_gradient(ctx, *upstream)[0], None, None
         logits, *saved = _saved(ctx)
         dlogits = logits.detach() if ctx.inplace else _empty_gradient(logits)
         _gradient_into(dlogits, *upstream, logits, *saved)
         if ctx.inplace:
-            torch.autograd.graph.increment_version(logits)  # a kernel's store is invisible to the version counter
+            torch.autograd.graph.increment_version(
+                logits
+            )  # a kernel's store is invisible to the version counter
         return dlogits, None, None

@@ -144,7 +144,16 @@ def policy_loss(
     # all of it (B, T) in one dtype, 0 where nothing counts; only logprobs and entropy carry gradients
     if chosen.skip_impossible:
         mask = possible(mask, logprobs, old_logprobs, ref_logprobs, rollout_logprobs)
-    batch = TokenBatch(logprobs, mask, truncated, sequence_ids, num_tokens, num_sequences, max_length, group_lengths)
+    batch = TokenBatch(
+        logprobs,
+        mask,
+        truncated,
+        sequence_ids,
+        num_tokens,
+        num_sequences,
+        max_length,
+        group_lengths,
+    )
     logprobs = batch.tokens("logprobs", logprobs)
     entropy = batch.tokens("entropy", entropy)
     old = batch.constant("old_logprobs", logprobs if old_logprobs is None else old_logprobs)
@@ -157,7 +166,9 @@ def policy_loss(
     level = RATIO_LEVELS[chosen.ratio_level](log_ratio, batch.sequences)
     if chosen.ratio_level == "sequence" and per_token:
         level = by_token(level, log_ratio)
-    surrogate, own_metrics = applied(surrogate_of(chosen), level, advantages, logprobs, batch.sequences, chosen)
+    surrogate, own_metrics = applied(
+        surrogate_of(chosen), level, advantages, logprobs, batch.sequences, chosen
+    )
     behaviour = old if rollout is None else rollout
     weights = rollout_weights(old, rollout, batch.sequences, chosen)
     weights = weights * off_policy_gate(logprobs, behaviour, advantages, batch.sequences, chosen)
@@ -167,9 +178,14 @@ def policy_loss(
     losses = surrogate + _regularisers(logprobs, old, ref, entropy, chosen)
     loss = batch.aggregate(losses, chosen.loss_agg)
     with torch.no_grad():
-        metrics = {"loss": loss.detach(), "policy_loss": batch.aggregate(surrogate, chosen.loss_agg)}
+        metrics = {
+            "loss": loss.detach(),
+            "policy_loss": batch.aggregate(surrogate, chosen.loss_agg),
+        }
         metrics |= _ratio_metrics(level, log_ratio, advantages, logprobs, entropy, batch, chosen)
-        metrics |= batch.sums({f"surrogate/{name}": own for name, own in own_metrics.items()}, "token-mean")
+        metrics |= batch.sums(
+            {f"surrogate/{name}": own for name, own in own_metrics.items()}, "token-mean"
+        )
         if ref is not None:
             metrics |= _kl_metrics(logprobs, ref, old, batch, chosen.kl_estimator)
     return loss, metrics
@@ -179,19 +195,31 @@ def _check_needs(chosen, ref_logprobs, entropy, rollout_logprobs):
     """Check that the inputs of each option are given, and that every given option is read."""
     if chosen.kl_coef and ref_logprobs is None:
         raise ValueError(f"kl_coef={chosen.kl_coef} needs ref_logprobs")
-    needs_entropy = chosen.entropy_coef or chosen.top_entropy is not None or chosen.entropy_threshold is not None
+    needs_entropy = (
+        chosen.entropy_coef
+        or chosen.top_entropy is not None
+        or chosen.entropy_threshold is not None
+    )
     if needs_entropy and entropy is None:
         raise ValueError("entropy_coef, top_entropy and entropy_threshold need entropy, (B, T)")
     given = {"ref_logprobs": ref_logprobs, "rollout_logprobs": rollout_logprobs}
-    readers = {"ref_logprobs": ("kl_estimator",), "rollout_logprobs": (*BOUNDS, *chain(*BOUNDS.values()))}
+    readers = {
+        "ref_logprobs": ("kl_estimator",),
+        "rollout_logprobs": (*BOUNDS, *chain(*BOUNDS.values())),
+    }
     for needed, names in readers.items():
         for name in names:
             value = getattr(chosen, name)
             if given[needed] is None and value not in (None, getattr(PolicyLossOptions, name)):
-                raise ValueError(f"{name}={value} has no meaning without {needed}; give these, or leave it out")
+                raise ValueError(
+                    f"{name}={value} has no meaning without {needed}; give these, or leave it out"
+                )
     if chosen.kl_coef and chosen.kl_estimator == "k1":
         advice = "Use kl_estimator='rk3', or put k1 in the reward"
-        warnings.warn(f"k1 as a loss does not hold the policy: its expected gradient is zero. {advice}", stacklevel=3)
+        warnings.warn(
+            f"k1 as a loss does not hold the policy: its expected gradient is zero. {advice}",
+            stacklevel=3,
+        )
 
 
 def _regularisers(logprobs, old, ref, entropy, chosen):
@@ -224,7 +252,9 @@ def _kl_metrics(logprobs, ref, old, batch, kl_estimator):
     found = {k: estimate(logprobs, ref, k) for k in ("k1", "k2", "k3")}
     ratio = tangent_exp(logprobs - old)
     found |= {"k4": ratio * found["k1"], "rk3": ratio * found["k3"]}
-    optimised = found[kl_estimator] if kl_estimator in found else estimate(logprobs, ref, kl_estimator)
+    optimised = (
+        found[kl_estimator] if kl_estimator in found else estimate(logprobs, ref, kl_estimator)
+    )
     estimates = {"kl": optimised, **{f"kl{i}": found[f"k{i}"] for i in (1, 2, 3, 4)}}
     return batch.sums(estimates, "seq-mean-token-sum")
 
@@ -274,7 +304,9 @@ def policy_token_loss(
     if chosen.skip_impossible:
         mask = possible(mask, old_logprobs, ref_logprobs, rollout_logprobs)
     like = torch.empty(mask.shape, device=mask.device)
-    batch = TokenBatch(like, mask, truncated, sequence_ids, num_tokens, num_sequences, max_length, group_lengths)
+    batch = TokenBatch(
+        like, mask, truncated, sequence_ids, num_tokens, num_sequences, max_length, group_lengths
+    )
     old = batch.constant("old_logprobs", old_logprobs)
     ref = batch.constant("ref_logprobs", ref_logprobs)
     rollout = batch.constant("rollout_logprobs", rollout_logprobs)
@@ -290,14 +322,19 @@ def policy_token_loss(
         "ref": ref,
     }
     if rollout is not None:
-        needed["weights"] = rollout_weights(old, rollout, batch.sequences, chosen) * torch.ones_like(old)
+        needed["weights"] = rollout_weights(
+            old, rollout, batch.sequences, chosen
+        ) * torch.ones_like(old)
     per_token = {name: tensor for name, tensor in needed.items() if tensor is not None}
 
     def token_loss(logprobs, entropy, *tensors):
         given = dict(zip(per_token, tensors, strict=True))
         if chosen.skip_impossible:
             kept = logprobs.detach() != -torch.inf
-            logprobs, given["shares"] = torch.where(kept, logprobs, 0), torch.where(kept, given["shares"], 0)
+            logprobs, given["shares"] = (
+                torch.where(kept, logprobs, 0),
+                torch.where(kept, given["shares"], 0),
+            )
         old = given.get("old", logprobs.detach())
         arguments = logprobs - old, given["advantages"], logprobs, NoSequences(), chosen
         surrogate, _ = applied(surrogate_of(chosen), *arguments)
@@ -333,7 +370,11 @@ def entropy_bonus(
     check_tensors(entropy=entropy)
     check_range("entropy_coef", entropy_coef, "a finite number")
     counts = {"num_tokens": num_tokens, "sequence_ids": sequence_ids}
-    denominators = {"num_sequences": num_sequences, "max_length": max_length, "group_lengths": group_lengths}
+    denominators = {
+        "num_sequences": num_sequences,
+        "max_length": max_length,
+        "group_lengths": group_lengths,
+    }
     loss = -entropy_coef * aggregate(entropy, mask, loss_agg, **counts, **denominators)
     return loss, {"entropy": aggregate(entropy.detach(), mask, "token-mean", **counts)}
 

@@ -44,7 +44,9 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return total / count.clamp(min=1)
 
 
-def masked_var(values: Tensor, mask: Tensor, dim: int | None = None, *, unbiased: bool = True) -> Tensor:
+def masked_var(
+    values: Tensor, mask: Tensor, dim: int | None = None, *, unbiased: bool = True
+) -> Tensor:
     """Variance of `values` where `mask` is True, in at least fp32; 0 where fewer than two elements count.
 
     Args:

@@ -43,10 +43,14 @@ def tf_adam_epsilon(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizer must be a torch.optim.Optimizer, got {described(optimizer)}")
     if isinstance(optimizer, (torch.optim.Adamax, torch.optim.RAdam)):
-        raise ValueError(f"{type(optimizer).__name__} divides by no sqrt(v / (1 - beta2^t)) + eps; use Adam or AdamW")
+        raise ValueError(
+            f"{type(optimizer).__name__} divides by no sqrt(v / (1 - beta2^t)) + eps; use Adam or AdamW"
+        )
     for group in optimizer.param_groups:
         if not group.get("bias_correction", True):
-            raise ValueError(f"{type(optimizer).__name__} has bias_correction=False, so there is nothing to correct")
+            raise ValueError(
+                f"{type(optimizer).__name__} has bias_correction=False, so there is nothing to correct"
+            )
     if optimizer in _CHANGED:
         raise ValueError("tf_adam_epsilon was applied to this optimizer before")
     _CHANGED.add(optimizer)
@@ -69,7 +73,9 @@ def tf_adam_epsilon(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def _next_step(optimizer, group) -> int:
     """The t of the step that a parameter group is about to take."""
-    trained = [p for p in group["params"] if p.grad is not None] or group["params"]  # none yet, before a closure
+    trained = [p for p in group["params"] if p.grad is not None] or group[
+        "params"
+    ]  # none yet, before a closure
     steps = _distinct([optimizer.state.get(p, {}).get("step", 0) for p in trained])
     # FusedAdam has one t for the group, which it keeps in the state of its last parameter alone.
     if len(steps) > 1 and "step" not in group:
@@ -83,7 +89,11 @@ def _next_step(optimizer, group) -> int:
 def _distinct(steps) -> set[int]:
     """Return the values of numbers and scalar tensors; those of a device in one transfer."""
     there = [step for step in steps if isinstance(step, torch.Tensor) and step.device.type != "cpu"]
-    here = {int(step) for step in steps if not isinstance(step, torch.Tensor) or step.device.type == "cpu"}
+    here = {
+        int(step)
+        for step in steps
+        if not isinstance(step, torch.Tensor) or step.device.type == "cpu"
+    }
     return here | {int(step) for step in torch.stack(there).tolist()} if there else here
 
 

@@ -4,7 +4,14 @@ import torch
 from torch import Tensor
 
 from fused_rl.aggregation import divisor
-from fused_rl.checks import check_choice, check_count, check_device, check_floating, check_range, check_shape
+from fused_rl.checks import (
+    check_choice,
+    check_count,
+    check_device,
+    check_floating,
+    check_range,
+    check_shape,
+)
 
 LOSSES = {  # of the lead of the chosen score
     "sigmoid": lambda lead: -torch.nn.functional.logsigmoid(lead),
@@ -72,7 +79,9 @@ def preference_loss(
     losses = losses + centering * (chosen + rejected).square()
     num_sequences = divisor(chosen.numel() if num_sequences is None else num_sequences)
     loss = losses.sum() / num_sequences
-    return loss, _preference_metrics(loss.detach(), chosen.detach(), rejected.detach(), num_sequences)
+    return loss, _preference_metrics(
+        loss.detach(), chosen.detach(), rejected.detach(), num_sequences
+    )
 
 
 def _preference_metrics(loss, chosen, rejected, num_sequences):

@@ -19,7 +19,14 @@ from fused_rl.checks import (
     described,
 )
 from fused_rl.estimators import KL_ESTIMATORS, KLEstimator
-from fused_rl.surrogates import RATIO_LEVELS, ROLLOUT_GATES, SURROGATES, RatioLevel, RolloutGate, SurrogateOptions
+from fused_rl.surrogates import (
+    RATIO_LEVELS,
+    ROLLOUT_GATES,
+    SURROGATES,
+    RatioLevel,
+    RolloutGate,
+    SurrogateOptions,
+)
 
 RolloutCorrection = Literal["token-truncate", "token-mask", "sequence-truncate", "sequence-mask"]
 # Option -> those that have no meaning where it is None.
@@ -90,7 +97,9 @@ class PolicyLossOptions(SurrogateOptions):
         if self.rollout_gate is not None:
             check_choice("rollout_gate", self.rollout_gate, ROLLOUT_GATES)
             if self.rollout_gate_high is None:
-                raise ValueError(f"rollout_gate={self.rollout_gate} needs its upper bound, rollout_gate_high")
+                raise ValueError(
+                    f"rollout_gate={self.rollout_gate} needs its upper bound, rollout_gate_high"
+                )
         check_flag("skip_impossible", self.skip_impossible)
         for name, words in _RANGES.items():
             value = getattr(self, name)
@@ -98,9 +107,13 @@ class PolicyLossOptions(SurrogateOptions):
                 check_range(name, value, words)
         self._check_read()
         if self.delta is not None and self.delta <= 1 + self.clip_high:
-            raise ValueError(f"delta must lie above 1 + clip_high = {1 + self.clip_high}, got {self.delta}")
+            raise ValueError(
+                f"delta must lie above 1 + clip_high = {1 + self.clip_high}, got {self.delta}"
+            )
         if self.rollout_low > self.rollout_high:
-            raise ValueError(f"rollout_low={self.rollout_low} is above rollout_high={self.rollout_high}; swap them")
+            raise ValueError(
+                f"rollout_low={self.rollout_low} is above rollout_high={self.rollout_high}; swap them"
+            )
         if self.top_entropy is not None and self.entropy_threshold is not None:
             raise ValueError("give top_entropy or entropy_threshold, not both")
 
@@ -114,9 +127,13 @@ class PolicyLossOptions(SurrogateOptions):
                 )
         for switch, names in BOUNDS.items():
             for name in names:
-                if getattr(self, switch) is None and getattr(self, name) != getattr(PolicyLossOptions, name):
+                if getattr(self, switch) is None and getattr(self, name) != getattr(
+                    PolicyLossOptions, name
+                ):
                     given = f"{name}={getattr(self, name)}"
-                    raise ValueError(f"{given} has no meaning with {switch}=None; leave it out, or choose a {switch}")
+                    raise ValueError(
+                        f"{given} has no meaning with {switch}=None; leave it out, or choose a {switch}"
+                    )
 
 
 _READERS: dict[str, list[str]] = {}
@@ -160,15 +177,30 @@ PresetName = Literal[
 PRESETS: dict[PresetName, Preset] = {
     "ppo": Preset({}, "gae", "arXiv:1707.06347, eq. 7", f"1/N sum_it {_MIN}"),
     "grpo": Preset(
-        {"loss_agg": "seq-mean-token-mean"}, "group-std", "arXiv:2402.03300, eq. 3", f"1/B sum_i 1/n_i sum_t {_MIN}"
+        {"loss_agg": "seq-mean-token-mean"},
+        "group-std",
+        "arXiv:2402.03300, eq. 3",
+        f"1/B sum_i 1/n_i sum_t {_MIN}",
     ),
-    "bnpo": Preset({}, "group-std", "TRL's name", f"1/N sum_it {_MIN}, N of the local batch in TRL"),
+    "bnpo": Preset(
+        {}, "group-std", "TRL's name", f"1/N sum_it {_MIN}, N of the local batch in TRL"
+    ),
     "dr_grpo": Preset(
-        {"loss_agg": "seq-mean-token-sum-norm"}, "group-mean", "arXiv:2503.20783", f"1/(B L) sum_it {_MIN}"
+        {"loss_agg": "seq-mean-token-sum-norm"},
+        "group-mean",
+        "arXiv:2503.20783",
+        f"1/(B L) sum_it {_MIN}",
     ),
-    "dapo": Preset({"clip_high": 0.28}, "group-std", "arXiv:2503.14476, eq. 8", f"1/N sum_it {_MIN}"),
+    "dapo": Preset(
+        {"clip_high": 0.28}, "group-std", "arXiv:2503.14476, eq. 8", f"1/N sum_it {_MIN}"
+    ),
     "gspo": Preset(
-        {"ratio_level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "loss_agg": "seq-mean-token-mean"},
+        {
+            "ratio_level": "sequence",
+            "clip_low": 3e-4,
+            "clip_high": 4e-4,
+            "loss_agg": "seq-mean-token-mean",
+        },
         "group-std",
         "arXiv:2507.18071, eq. 5",
         "1/B sum_i -min(s_i A, clip(s_i) A)",
@@ -186,7 +218,12 @@ PRESETS: dict[PresetName, Preset] = {
         "1/B sum_i 1/n_i sum_t -4/tau sigmoid(tau (r - 1)) A",
     ),
     "luspo": Preset(
-        {"ratio_level": "sequence", "clip_low": 2e-3, "clip_high": 2.5e-3, "loss_agg": "seq-mean-token-sum"},
+        {
+            "ratio_level": "sequence",
+            "clip_low": 2e-3,
+            "clip_high": 2.5e-3,
+            "loss_agg": "seq-mean-token-sum",
+        },
         "group-std",
         "arXiv:2602.05261",
         "1/B sum_i -n_i min(s_i A, clip(s_i) A)",
@@ -205,7 +242,12 @@ PRESETS: dict[PresetName, Preset] = {
     ),
     "reinforce++": Preset({}, "batch-std", "arXiv:2501.03262", f"1/N sum_it {_MIN}"),
     "gmpo": Preset(
-        {"surrogate": "geo-mean", "clip_low": 0.4, "clip_high": 0.4, "loss_agg": "seq-mean-token-mean"},
+        {
+            "surrogate": "geo-mean",
+            "clip_low": 0.4,
+            "clip_high": 0.4,
+            "loss_agg": "seq-mean-token-mean",
+        },
         "group-std",
         "arXiv:2507.20673",
         "1/B sum_i -A exp(1/n_i sum_t sgn(A) min(sgn(A) log r, sgn(A) clip(log r)))",
@@ -219,17 +261,28 @@ PRESETS: dict[PresetName, Preset] = {
 }
 
 
-TRL_NAMES = {"beta": "kl_coef", "epsilon": "clip_low and clip_high", "epsilon_high": "clip_high", "loss_type": "preset"}
+TRL_NAMES = {
+    "beta": "kl_coef",
+    "epsilon": "clip_low and clip_high",
+    "epsilon_high": "clip_high",
+    "loss_type": "preset",
+}
 
 
 def resolve_options(
-    preset: PresetName | Preset | None, changes: dict[str, Any], options: PolicyLossOptions | None = None
+    preset: PresetName | Preset | None,
+    changes: dict[str, Any],
+    options: PolicyLossOptions | None = None,
 ) -> PolicyLossOptions:
     """The options of a preset, or those given, overridden by `changes`; what is unknown is a ValueError."""
     if preset is not None and options is not None:
-        raise ValueError("give preset or options, not both; what is to differ from either is an argument by its name")
+        raise ValueError(
+            "give preset or options, not both; what is to differ from either is an argument by its name"
+        )
     if options is not None and not isinstance(options, PolicyLossOptions):
-        raise ValueError(f"options must be PolicyLossOptions or None, got {described(options)}; unpack a dict with **")
+        raise ValueError(
+            f"options must be PolicyLossOptions or None, got {described(options)}; unpack a dict with **"
+        )
     base = {}
     if isinstance(preset, Preset):
         base = preset.options
@@ -243,7 +296,11 @@ def resolve_options(
     if options is not None:
         return dataclasses.replace(options, **changes) if changes else options
     # of a preset whose surrogate is exchanged for another, the bounds that only the former reads
-    base = {name: value for name, value in base.items() if not _is_unread(name, changes.get("surrogate"))}
+    base = {
+        name: value
+        for name, value in base.items()
+        if not _is_unread(name, changes.get("surrogate"))
+    }
     return PolicyLossOptions(**{**base, **changes})
 
 
@@ -255,7 +312,9 @@ def wide_option(chosen: PolicyLossOptions) -> str | None:
     """The first option by which a token's loss depends on the rest of its sequence or batch; None where none does."""
     wide = {
         "ratio_level": chosen.ratio_level != "token",
-        "surrogate": getattr(surrogate_of(chosen), "needs_sequences", False),  # what the decorator has marked
+        "surrogate": getattr(
+            surrogate_of(chosen), "needs_sequences", False
+        ),  # what the decorator has marked
         "off_policy_threshold": chosen.off_policy_threshold is not None,
         "top_entropy": chosen.top_entropy is not None,
     }

@@ -25,7 +25,15 @@ def _allowed(support, shape):
 
 
 def token_logprobs(
-    logits, targets, *, temperature=1.0, mask=None, softcap=None, shift=False, inplace=False, support=None
+    logits,
+    targets,
+    *,
+    temperature=1.0,
+    mask=None,
+    softcap=None,
+    shift=False,
+    inplace=False,
+    support=None,
 ):
     """`fused_rl.token_logprobs` in the dtype of `logits`, by its definition; `inplace` has no effect."""
     allowed = None if support is None else _allowed(support, logits.shape)
@@ -35,7 +43,11 @@ def token_logprobs(
         targets = targets[:, 1:]
     several = targets.dim() == logits.dim()
     targets = targets if several else targets[..., None]
-    mask = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device) if mask is None else mask
+    mask = (
+        torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
+        if mask is None
+        else mask
+    )
     none = logits.detach() == -torch.inf
     none = none if allowed is None else none | ~allowed
     banned = none.all(-1) if softcap is None else torch.zeros_like(mask)  # throughout
@@ -45,7 +57,9 @@ def token_logprobs(
     x = x / _per_column(temperature)
     x = x if allowed is None else x.masked_fill(~allowed & live[..., None], -torch.inf)
     top, at = x.max(-1, keepdim=True)
-    rest = (x - top).exp().scatter(-1, at, 0).sum(-1, keepdim=True)  # next to the maximum's 1 these drown
+    rest = (
+        (x - top).exp().scatter(-1, at, 0).sum(-1, keepdim=True)
+    )  # next to the maximum's 1 these drown
     logp = x - top - rest.log1p()
     # p * log p is 0 at banned tokens: where() on the input, so that 0 * inf reaches neither value nor gradient
     entropy = -(logp.exp() * torch.where(logp == -torch.inf, 0, logp)).sum(-1)
@@ -58,7 +72,9 @@ def token_logprobs(
 
 def _head(hidden, weight, bias, logits_dtype):
     """Logits in the inputs' dtype, or in `logits_dtype` where that is wider, of products in it."""
-    dtype = hidden.dtype if logits_dtype is None else torch.promote_types(hidden.dtype, logits_dtype)
+    dtype = (
+        hidden.dtype if logits_dtype is None else torch.promote_types(hidden.dtype, logits_dtype)
+    )
     hidden, weight, bias = (None if x is None else x.to(dtype) for x in (hidden, weight, bias))
     return torch.nn.functional.linear(hidden, weight, bias)
 
@@ -87,7 +103,13 @@ def linear_token_logprobs(
     """`fused_rl.linear_token_logprobs` in the inputs' dtype on every device; `workspace_mb` has no effect."""
     kept = _kept(hidden, mask, shift)
     logits = _head(torch.where(kept[..., None], hidden, 0), weight, bias, logits_dtype)
-    options = {"temperature": temperature, "mask": mask, "softcap": softcap, "shift": shift, "support": support}
+    options = {
+        "temperature": temperature,
+        "mask": mask,
+        "softcap": softcap,
+        "shift": shift,
+        "support": support,
+    }
     return token_logprobs(logits, targets, **options)
 
 
@@ -114,7 +136,9 @@ def kl_estimate(logprobs, ref_logprobs, kl_estimator="rk3", *, old_logprobs=None
 
 def _exp(x):
     """exp, from 20 nats on its tangent."""
-    return x.clamp(max=20).exp() * (1 + torch.relu(x - 20))  # whose slope at 0 is 0, as clamp's is not
+    return x.clamp(max=20).exp() * (
+        1 + torch.relu(x - 20)
+    )  # whose slope at 0 is 0, as clamp's is not
 
 
 def _surrogate(lp, old, advantages, ratio_level, surrogate, clip_low, clip_high, delta):
@@ -141,7 +165,9 @@ def _surrogate(lp, old, advantages, ratio_level, surrogate, clip_low, clip_high,
         k, rate = torch.where(up, 2.0, 3.0), torch.where(up, 3.0, 2.0)  # exact in any dtype
         return -(r**k * torch.exp(rate * (1 - r))).detach() * a * lp
     if surrogate == "geo-mean":
-        kept = torch.where(up, torch.minimum(log_r, 0 * r + clip_high), torch.maximum(log_r, 0 * r - clip_low))
+        kept = torch.where(
+            up, torch.minimum(log_r, 0 * r + clip_high), torch.maximum(log_r, 0 * r - clip_low)
+        )
         return -a * _exp(kept.mean())
     if surrogate == "policy-gradient":
         return -a * lp
@@ -179,20 +205,34 @@ def policy_loss(
         if n == 0:
             continue
         losses = _surrogate(
-            lp[at], old_logprobs[at], advantages[at], ratio_level, surrogate, clip_low, clip_high, delta
+            lp[at],
+            old_logprobs[at],
+            advantages[at],
+            ratio_level,
+            surrogate,
+            clip_low,
+            clip_high,
+            delta,
         )
         if kl_coef:
             losses = losses + kl_coef * kl_estimate(
                 lp[at], ref_logprobs[at], kl_estimator, old_logprobs=old_logprobs[at]
             )
-        over = {"seq-mean-token-mean": n, "prompt-mean": None if group_lengths is None else group_lengths[i]}
+        over = {
+            "seq-mean-token-mean": n,
+            "prompt-mean": None if group_lengths is None else group_lengths[i],
+        }
         total = total + losses.sum() / over.get(loss_agg, 1)
         count += n
 
     num_sequences = len(sequences) if num_sequences is None else num_sequences
     length = mask.shape[1] if max_length is None else max_length
     norm = length if loss_agg == "seq-mean-token-sum-norm" else 1
-    denominator = (count if num_tokens is None else num_tokens) if loss_agg == "token-mean" else num_sequences * norm
+    denominator = (
+        (count if num_tokens is None else num_tokens)
+        if loss_agg == "token-mean"
+        else num_sequences * norm
+    )
     return total / (1 if loss_agg == "token-sum" else denominator)
 
 
@@ -200,11 +240,24 @@ def _kl(logp, logq):  # sum p (log p - log q); columns without p add nothing
     return (logp.exp() * torch.where(logp.isinf(), 0, logp - logq)).sum(-1)
 
 
-def token_kl(logits, ref_logits, *, direction="reverse", temperature=1.0, mask=None, softcap=None, shift=False):
+def token_kl(
+    logits,
+    ref_logits,
+    *,
+    direction="reverse",
+    temperature=1.0,
+    mask=None,
+    softcap=None,
+    shift=False,
+):
     """`fused_rl.token_kl` in the dtype of `logits`, for rows that are not -inf throughout."""
     if shift:
         logits, ref_logits = logits[:, :-1], ref_logits[:, :-1]
-    mask = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device) if mask is None else mask
+    mask = (
+        torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
+        if mask is None
+        else mask
+    )
     pair = (torch.where(mask[..., None], x, 0) for x in (logits, ref_logits))
     pair = pair if softcap is None else (softcap * torch.tanh(x / softcap) for x in pair)
     logp, logq = (torch.log_softmax(x / _per_column(temperature), -1) for x in pair)
@@ -213,7 +266,11 @@ def token_kl(logits, ref_logits, *, direction="reverse", temperature=1.0, mask=N
 
 def topk_kl(logprobs, ref_logprobs, *, direction="reverse", mask=None):
     """`fused_rl.topk_kl` for K tokens that are not all: the K outcomes, and the tail as one more."""
-    mask = torch.ones(logprobs.shape[:-1], dtype=torch.bool, device=logprobs.device) if mask is None else mask
+    mask = (
+        torch.ones(logprobs.shape[:-1], dtype=torch.bool, device=logprobs.device)
+        if mask is None
+        else mask
+    )
     given = (torch.where(mask[..., None], x, -torch.inf) for x in (logprobs, ref_logprobs))
     logp, logq = (torch.cat([x, torch.log1p(-x.exp().sum(-1, keepdim=True))], -1) for x in given)
     return _divergence(logp, logq, direction).where(mask, 0)
@@ -224,7 +281,9 @@ def _divergence(logp, logq, direction):
         return _kl(logp, logq)
     if direction == "forward":
         return _kl(logq, logp)
-    none = logp.isinf() & logq.isinf()  # columns without p and q: where() on the input, against 0 * inf in the gradient
+    none = (
+        logp.isinf() & logq.isinf()
+    )  # columns without p and q: where() on the input, against 0 * inf in the gradient
     logp_or_0, logq_or_0 = (torch.where(none, 0, z) for z in (logp, logq))
     log_mean = torch.logaddexp(logp_or_0, logq_or_0) - math.log(2)
     p_a, q_b = (z.exp() * torch.where(z.isinf(), 0, z - log_mean) for z in (logp, logq))
@@ -260,7 +319,9 @@ def gae(rewards, values, mask, *, gamma, gae_lambda):
     for b in range(rewards.shape[0]):
         value = advantage = 0.0
         for t in mask[b].nonzero()[:, 0].flip(0).tolist():
-            advantage = rewards[b, t] + gamma * value - values[b, t] + gamma * gae_lambda * advantage
+            advantage = (
+                rewards[b, t] + gamma * value - values[b, t] + gamma * gae_lambda * advantage
+            )
             value = values[b, t]
             advantages[b, t], returns[b, t] = advantage, advantage + value
     return advantages, returns

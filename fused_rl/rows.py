@@ -56,7 +56,9 @@ def of_slab(at: tuple, slab: Tensor, leading: int, *values: Tensor | None) -> li
 
 def inverse(temperature: float, row_temperature: Tensor | None) -> float | Tensor:
     """1 / temperature: a number, or (N,) of one per row (...)."""
-    return 1.0 / temperature if row_temperature is None else row_temperature.reshape(-1).reciprocal()
+    return (
+        1.0 / temperature if row_temperature is None else row_temperature.reshape(-1).reciprocal()
+    )
 
 
 def in_columns(upstream: tuple, targets: Tensor, first: int, count: int) -> tuple[tuple, Tensor]:
@@ -75,16 +77,26 @@ def in_columns(upstream: tuple, targets: Tensor, first: int, count: int) -> tupl
         elsewhere = torch.where(here, 0, dlogprobs).double().sum(1)
         dlse = (-elsewhere if dlse is None else dlse - elsewhere).float()
     else:
-        dlse = torch.where(here, 0, -dlogprobs) if dlse is None else torch.where(here, dlse, dlse - dlogprobs)
+        dlse = (
+            torch.where(here, 0, -dlogprobs)
+            if dlse is None
+            else torch.where(here, dlse, dlse - dlogprobs)
+        )
     return (torch.where(here, dlogprobs, 0), dentropy, dlse), local
 
 
-def without_last(logits: Tensor, mask: Tensor | None, row_temperature: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def without_last(
+    logits: Tensor, mask: Tensor | None, row_temperature: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """For `shift`, mask and temperatures (B, T - 1) as (B, T): the last position is masked, its gradient zeros."""
     batch, length = logits.shape[:2]
     scored = max(length - 1, 0)
-    mask = torch.ones(batch, scored, dtype=torch.bool, device=logits.device) if mask is None else mask
-    row_temperature = None if row_temperature is None else pad(row_temperature, (0, length - scored), value=1.0)
+    mask = (
+        torch.ones(batch, scored, dtype=torch.bool, device=logits.device) if mask is None else mask
+    )
+    row_temperature = (
+        None if row_temperature is None else pad(row_temperature, (0, length - scored), value=1.0)
+    )
     return pad(mask, (0, length - scored), value=False), row_temperature
 
 
@@ -102,7 +114,8 @@ def row_fwd(
     softcap: float | None,
     support: RowSupport | None = None,
     x: Tensor | None = None,  # (M,) fp32, filled with the logits of the support
-    first: int | None = None,  # the logits are the columns from this one on, and other ranks have the others
+    first: int
+    | None = None,  # the logits are the columns from this one on, and other ranks have the others
 ) -> RowStatistics:
     backend = backend_of(logits.device)
     local = targets
@@ -115,7 +128,9 @@ def row_fwd(
         return forward(logits, local, mask, *options)
     # rows that keep the whole vocabulary first; those with a set are written over what is left of them
     found = backend.support.whole_fwd(logits, local, support.whole(mask), *options)
-    return backend.support.kept_fwd(x, support, targets, mask, *options, logits=logits, first=first, into=found)
+    return backend.support.kept_fwd(
+        x, support, targets, mask, *options, logits=logits, first=first, into=found
+    )
 
 
 def row_bwd(
@@ -133,11 +148,19 @@ def row_bwd(
 ) -> Tensor:
     """The gradient of the logits; what is not said here is as in `row_fwd`."""
     backend = backend_of(logits.device)
-    own, local = (upstream, targets) if first is None else in_columns(upstream, targets, first, logits.shape[1])
+    own, local = (
+        (upstream, targets)
+        if first is None
+        else in_columns(upstream, targets, first, logits.shape[1])
+    )
     options = *state, inv_temperature, softcap
     if support is None:
-        backward = backend.logprob.logprob_bwd if targets.dim() == 1 else backend.targets.targets_bwd
+        backward = (
+            backend.logprob.logprob_bwd if targets.dim() == 1 else backend.targets.targets_bwd
+        )
         return backward(*own, logits, local, mask, *options, out=out)
     out = torch.empty_like(logits) if out is None else out
     backend.support.whole_bwd(*own, logits, local, support.whole(mask), *options, out=out)
-    return backend.support.kept_bwd(*upstream, x, support, targets, mask, *options, out=out, first=first)
+    return backend.support.kept_bwd(
+        *upstream, x, support, targets, mask, *options, out=out, first=first
+    )

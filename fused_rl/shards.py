@@ -15,10 +15,14 @@ def scatter(gradient, parameter):
     from torch.distributed.tensor import DTensor, Partial
 
     mesh = parameter.device_mesh
-    partial = DTensor.from_local(gradient.div_(mesh.size()), mesh, [Partial()] * mesh.ndim, run_check=False)
+    partial = DTensor.from_local(
+        gradient.div_(mesh.size()), mesh, [Partial()] * mesh.ndim, run_check=False
+    )
     return partial.redistribute(placements=parameter.placements)
 
 
 def is_dtensor(tensor):
-    module = sys.modules.get("torch.distributed.tensor")  # no DTensor exists before its module is imported
+    module = sys.modules.get(
+        "torch.distributed.tensor"
+    )  # no DTensor exists before its module is imported
     return module is not None and isinstance(tensor, module.DTensor)

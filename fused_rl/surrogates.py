@@ -29,7 +29,11 @@ def _sequence_sum(log_ratio, sequences):
 
 
 RatioLevel = Literal["token", "sequence", "sequence-sum"]
-RATIO_LEVELS: dict[RatioLevel, Callable] = {"token": _token, "sequence": _sequence, "sequence-sum": _sequence_sum}
+RATIO_LEVELS: dict[RatioLevel, Callable] = {
+    "token": _token,
+    "sequence": _sequence,
+    "sequence-sum": _sequence_sum,
+}
 
 
 def by_token(level, log_ratio):
@@ -162,7 +166,9 @@ def _beyond_the_threshold(log_ratio, advantages, logprobs, options):
 
 
 def _by_sign(positive, value, other, like):
-    return torch.full_like(like, other).masked_fill(positive, value)  # where() of two numbers would be fp32
+    return torch.full_like(like, other).masked_fill(
+        positive, value
+    )  # where() of two numbers would be fp32
 
 
 @declares(*_RATIO_AND_BOUNDS, "delta", clipped=_beyond_the_minimum)
@@ -185,7 +191,9 @@ def _cispo(log_ratio, advantages, logprobs, sequences, options):
 @declares("ratio_level", "sapo_temperature_pos", "sapo_temperature_neg")
 def _sapo(log_ratio, advantages, logprobs, sequences, options):
     """A sigmoid gate in place of the clip, steeper where the advantage is not positive (arXiv:2511.20347)."""
-    temperature = _by_sign(advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg, advantages)
+    temperature = _by_sign(
+        advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg, advantages
+    )
     return -4 / temperature * torch.sigmoid(temperature * (tangent_exp(log_ratio) - 1)) * advantages
 
 
@@ -215,7 +223,9 @@ def _reinforce(*reads, weight, beyond):
     @declares(*reads, clipped=beyond)
     def surrogate(log_ratio, advantages, logprobs, sequences, options):
         weights = weight(log_ratio.detach(), advantages, options)
-        return torch.where(beyond(log_ratio, advantages, logprobs, options), 0, -weights * advantages * logprobs)
+        return torch.where(
+            beyond(log_ratio, advantages, logprobs, options), 0, -weights * advantages * logprobs
+        )
 
     return surrogate
 
@@ -229,14 +239,19 @@ def _capped(log_ratio, advantages, options):
 
 
 def _inverted(log_ratio, advantages, options):
-    return tangent_exp(torch.where(advantages < 0, log_ratio, -log_ratio)).clamp(max=options.aspo_cap)
+    return tangent_exp(torch.where(advantages < 0, log_ratio, -log_ratio)).clamp(
+        max=options.aspo_cap
+    )
 
 
 @declares("ipo_threshold", "ipo_tau", clipped=_beyond_the_threshold)
 def _ipo(log_ratio, advantages, logprobs, sequences, options):
     """prime-rl's default loss, IPO: DPPO's mask on either side, and a squared log-ratio (arXiv:2602.02276) on all."""
     beyond = _beyond_the_threshold(log_ratio, advantages, logprobs, options)
-    return torch.where(beyond, 0, -advantages * tangent_exp(log_ratio)) + options.ipo_tau * log_ratio.square()
+    return (
+        torch.where(beyond, 0, -advantages * tangent_exp(log_ratio))
+        + options.ipo_tau * log_ratio.square()
+    )
 
 
 @declares("dro_beta")
@@ -254,7 +269,9 @@ def _topr(log_ratio, advantages, logprobs, sequences, options):
 
 def _covariance(advantages, logprobs, mask):
     """(B, T): each token's part of the covariance of advantage and log-probability over `mask`; -inf elsewhere."""
-    parts = (advantages - advantages[mask].mean()) * (logprobs.detach() - logprobs.detach()[mask].mean())
+    parts = (advantages - advantages[mask].mean()) * (
+        logprobs.detach() - logprobs.detach()[mask].mean()
+    )
     return torch.where(mask, parts, -torch.inf)
 
 
@@ -270,18 +287,29 @@ def _kl_cov(log_ratio, advantages, logprobs, sequences, options):
     """KL-Cov (arXiv:2505.22617): no clip; the tokens of highest covariance pay for their log-ratio."""
     order = _covariance(advantages, logprobs, sequences.mask).flatten().argsort(descending=True)
     highest = _chosen(order, sequences.mask, options)
-    return -advantages * tangent_exp(log_ratio) + torch.where(highest, options.kl_cov_coef * log_ratio.abs(), 0)
+    return -advantages * tangent_exp(log_ratio) + torch.where(
+        highest, options.kl_cov_coef * log_ratio.abs(), 0
+    )
 
 
 @needs_sequences
-@declares(*_BOUNDS, "cov_fraction", "clip_cov_low", "clip_cov_high", clipped=_beyond_the_minimum, needs_batch=True)
+@declares(
+    *_BOUNDS,
+    "cov_fraction",
+    "clip_cov_low",
+    "clip_cov_high",
+    clipped=_beyond_the_minimum,
+    needs_batch=True,
+)
 def _clip_cov(log_ratio, advantages, logprobs, sequences, options):
     """Clip-Cov (arXiv:2505.22617): PPO's clip, and no gradient for random tokens of high covariance."""
     covariance = _covariance(advantages, logprobs, sequences.mask)
     within = (covariance > options.clip_cov_low) & (covariance < options.clip_cov_high)
     clipped = _beyond_the_minimum(log_ratio, advantages, logprobs, options)
     places = (within & ~clipped).flatten().nonzero()[:, 0]
-    order = torch.randperm(len(places)).to(places.device)  # of the CPU's generator, whose state a checkpoint has
+    order = torch.randperm(len(places)).to(
+        places.device
+    )  # of the CPU's generator, whose state a checkpoint has
     dropped = _chosen(places[order], sequences.mask, options)
     return torch.where(dropped, 0, _clip(log_ratio, advantages, logprobs, sequences, options))
 
@@ -312,7 +340,9 @@ SURROGATES: dict[str, Callable] = {
 }
 
 
-def applied(surrogate: Callable, log_ratio, advantages, logprobs, sequences, options) -> tuple[Tensor, dict]:
+def applied(
+    surrogate: Callable, log_ratio, advantages, logprobs, sequences, options
+) -> tuple[Tensor, dict]:
     """The loss of each token, and metrics of each token by name, which a user's surrogate may return beside it.
 
     Raises:
@@ -320,7 +350,11 @@ def applied(surrogate: Callable, log_ratio, advantages, logprobs, sequences, opt
     """
     found = surrogate(log_ratio, advantages, logprobs, sequences, options)
     losses, metrics = found if isinstance(found, tuple) else (found, {})
-    if not isinstance(losses, Tensor) or losses.shape != logprobs.shape or losses.dtype != logprobs.dtype:
+    if (
+        not isinstance(losses, Tensor)
+        or losses.shape != logprobs.shape
+        or losses.dtype != logprobs.dtype
+    ):
         raise ValueError(
             f"the surrogate {getattr(surrogate, '__name__', surrogate)} must return the loss of each token, "
             f"{described(logprobs)} as its arguments; got {described(losses)}. Leave sums and means to loss_agg"

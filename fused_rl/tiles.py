@@ -29,7 +29,9 @@ _CAST = 512
 # So many products are summed, then about the root of H / _SHORT of these sums, then those: 10 % slower than one sum of
 # all H, and a third of its rounding (H = 896 and 4096).
 _SHORT = 64
-CPU_WORKSPACE_MB = 512  # by default; 24 take as long (1024 x 512 x 32000, bf16: 1.14 to 1.22 times three GEMMs)
+CPU_WORKSPACE_MB = (
+    512  # by default; 24 take as long (1024 x 512 x 32000, bf16: 1.14 to 1.22 times three GEMMs)
+)
 _SAMPLE = 64  # rows of a head that tell what all have in common
 _MOST = 64.0  # of a weight
 
@@ -54,13 +56,17 @@ def default_logits_dtype(operands: torch.dtype, device: torch.device) -> torch.d
     return torch.float32 if device.type == "cuda" else operands
 
 
-def default_workspace(free: int, width: int, vocab: int, operands: torch.dtype, dtype: torch.dtype) -> int:
+def default_workspace(
+    free: int, width: int, vocab: int, operands: torch.dtype, dtype: torch.dtype
+) -> int:
     """Return the default workspace on a GPU with `free` bytes: an eighth, rounded down to three binary digits.
 
     If one pass of `linear_token_loss` needs more, and at most half of the free memory, it gets what it needs.
     """
     eighth = free // 8
-    eighth -= eighth % (1 << max(0, eighth.bit_length() - 3))  # so that a little more or less memory changes no tile
+    eighth -= eighth % (
+        1 << max(0, eighth.bit_length() - 3)
+    )  # so that a little more or less memory changes no tile
     rows = _ONE_PASS_ROWS * vocab * Budget(0, dtype).per_logit(operands)
     needed = rows + sum_bytes(vocab, width, operands.itemsize)
     return max(eighth, needed) if needed <= free // 2 else eighth
@@ -69,11 +75,17 @@ def default_workspace(free: int, width: int, vocab: int, operands: torch.dtype, 
 def budget(workspace_mb, hidden, vocab, copied, logits_dtype=None):
     """`Budget` without what the row functions take, casts, nor the rows that a mask had copied out."""
     dtype = logits_dtype or default_logits_dtype(hidden.dtype, hidden.device)
-    taken = 2 * hidden.numel() * hidden.element_size() if copied else 0  # and their gradient on its way back
+    taken = (
+        2 * hidden.numel() * hidden.element_size() if copied else 0
+    )  # and their gradient on its way back
     if hidden.device.type == "cpu":
-        taken += CPU_ROWS_BYTES + (0 if dtype == hidden.dtype else 4 * _CAST * (_CAST + 2 * hidden.shape[1]))
+        taken += CPU_ROWS_BYTES + (
+            0 if dtype == hidden.dtype else 4 * _CAST * (_CAST + 2 * hidden.shape[1])
+        )
     if workspace_mb is None and hidden.device.type == "cuda":
-        unused = torch.cuda.memory_reserved(hidden.device) - torch.cuda.memory_allocated(hidden.device)
+        unused = torch.cuda.memory_reserved(hidden.device) - torch.cuda.memory_allocated(
+            hidden.device
+        )
         free = torch.cuda.mem_get_info(hidden.device)[0] + unused
         return Budget(default_workspace(free, hidden.shape[-1], vocab, hidden.dtype, dtype), dtype)
     return Budget(int((workspace_mb or CPU_WORKSPACE_MB) * 2**20), dtype).less(taken)
@@ -139,10 +151,14 @@ class Logits:
         self.top = 0.0
         self.buffer = in_huge_pages(weight.new_empty(size, dtype=budget.dtype))
         self.rounded = None  # memory for gradients of another dtype than the logits
-        self.centered = budget.dtype != weight.dtype and weight.device.type != "cuda" and softcap is None
+        self.centered = (
+            budget.dtype != weight.dtype and weight.device.type != "cuda" and softcap is None
+        )
         if self.centered:
             self.center = _center(weight)
-            if bias is not None:  # most of it may be a mask of -1e9: what stands at its top is what matters
+            if (
+                bias is not None
+            ):  # most of it may be a mask of -1e9: what stands at its top is what matters
                 self.top = bias.float().max().nan_to_num_(0, 0, 0)
 
     def tile(self, hidden, columns=slice(None)):
@@ -182,7 +198,9 @@ def add_mm(total, a, b, first, unrounded=False):
     if total.dtype == a.dtype:
         total.addmm_(a, b, beta=0 if first else 1)
         return
-    if total.device.type == "cuda" and torch.version.hip is None:  # no other device adds 16-bit products to fp32
+    if (
+        total.device.type == "cuda" and torch.version.hip is None
+    ):  # no other device adds 16-bit products to fp32
         if first:
             torch.mm(a, b, out_dtype=torch.float32, out=total)
         else:
@@ -230,7 +248,9 @@ class Gradients:
         if self.bias is not None:
             if rows.start == 0:
                 self.bias[columns].zero_()
-            for some in blocks(len(dlogits), max(1, _PARTIAL_BYTES // (4 * dlogits.shape[1]))):  # it takes an fp32 copy
+            for some in blocks(
+                len(dlogits), max(1, _PARTIAL_BYTES // (4 * dlogits.shape[1]))
+            ):  # it takes an fp32 copy
                 self.bias[columns].add_(dlogits[some].sum(0, dtype=torch.float32))
 
     def take(self):
@@ -287,13 +307,26 @@ def one_pass_rows(hidden, vocab, needs, budget):
     return rows if rows >= _ONE_PASS_ROWS else 0
 
 
-def statistics(hidden, weight, bias, targets, inv_temperature, softcap, budget, visit=None, support=None, x=None):
+def statistics(
+    hidden,
+    weight,
+    bias,
+    targets,
+    inv_temperature,
+    softcap,
+    budget,
+    visit=None,
+    support=None,
+    x=None,
+):
     """`RowStatistics` of all rows; of targets (N, K) the logprobs are (N, K). `support` and x as in `row_fwd`.
 
     `visit(rows, tile)` sees every tile, whole rows of it, without what `Logits` leaves out.
     """
     n, vocab = hidden.shape[0], weight.shape[0]
-    per_row = [torch.zeros(n, device=hidden.device) for _ in RowStatistics._fields[1:]]  # no views: they are returned
+    per_row = [
+        torch.zeros(n, device=hidden.device) for _ in RowStatistics._fields[1:]
+    ]  # no views: they are returned
     outputs = [torch.zeros(targets.shape, device=hidden.device), *per_row]
     step = forward_rows(hidden, vocab, budget)
     logits = Logits(weight, bias, step * vocab, budget, softcap)

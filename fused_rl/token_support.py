@@ -73,7 +73,9 @@ class TokenSupport:
         if bool((counts == 0).any()):
             at = tuple((counts == 0).nonzero()[0].tolist())
             step = f" at step {at[1]}" if counts.shape[1] > 1 else ""
-            raise ValueError(f"row {at[0]} of scores{step} has no finite entry: nothing is kept there")
+            raise ValueError(
+                f"row {at[0]} of scores{step} has no finite entry: nothing is kept there"
+            )
 
         # step by step as they came, then in the order of the targets
         whole = counts == steps[0].shape[-1]
@@ -96,7 +98,9 @@ class TokenSupport:
         end = self.offsets[1:][rows]
         offsets = _offsets(end - begin)
         shift = torch.repeat_interleave(begin - offsets[:-1], end - begin)
-        return TokenSupport(self.ids[shift + torch.arange(len(shift), device=shift.device)], offsets)
+        return TokenSupport(
+            self.ids[shift + torch.arange(len(shift), device=shift.device)], offsets
+        )
 
     @classmethod
     def cat(cls, parts: Iterable["TokenSupport"]) -> "TokenSupport":
@@ -115,7 +119,9 @@ class TokenSupport:
         """
         bounds = list(accumulate(sizes, initial=0))
         if bounds[-1] != len(self) or min(sizes, default=0) < 0:
-            raise ValueError(f"sizes must be 0 or more and add up to the {len(self)} rows, got a sum of {bounds[-1]}")
+            raise ValueError(
+                f"sizes must be 0 or more and add up to the {len(self)} rows, got a sum of {bounds[-1]}"
+            )
         at = self.offsets[torch.tensor(bounds, device=self.offsets.device)].tolist()
         parts = []
         for (begin, end), (first, last) in zip(pairwise(bounds), pairwise(at), strict=True):
@@ -130,7 +136,9 @@ class TokenSupport:
             ValueError: a mask that is not bool, or with another number of True places than there are rows.
         """
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool or int(mask.sum()) != len(self):
-            raise ValueError(f"mask must be bool with {len(self)} True places, one for each row, got {described(mask)}")
+            raise ValueError(
+                f"mask must be bool with {len(self)} True places, one for each row, got {described(mask)}"
+            )
         lengths = torch.zeros(mask.numel(), dtype=torch.int64, device=mask.device)
         lengths[mask.flatten()] = self.offsets.diff()
         return _of_valid(self.ids, _offsets(lengths))
@@ -138,22 +146,34 @@ class TokenSupport:
     def to(self, device: torch.device | str) -> "TokenSupport":
         """The same sets on a device."""
         device = torch.device(device)
-        return self if self.ids.device == device else TokenSupport(self.ids.to(device), self.offsets.to(device))
+        return (
+            self
+            if self.ids.device == device
+            else TokenSupport(self.ids.to(device), self.offsets.to(device))
+        )
 
-    def of_rows(self, shape: Sequence[int], device: torch.device, shift: bool = False) -> RowSupport:
+    def of_rows(
+        self, shape: Sequence[int], device: torch.device, shift: bool = False
+    ) -> RowSupport:
         """begin and end as targets of this shape (...) see them; with `shift` as the logits (B, T) that score them.
 
         Raises:
             ValueError: another number of rows, another device.
         """
         if len(self) != torch.Size(shape).numel():
-            hint = "; with shift=True it has the rows of all T targets, the first of each sequence too" if shift else ""
+            hint = (
+                "; with shift=True it has the rows of all T targets, the first of each sequence too"
+                if shift
+                else ""
+            )
             raise ValueError(
                 f"support has {len(self)} rows, the targets {tuple(shape)} have {torch.Size(shape).numel()}{hint}; "
                 "rows stand in the order of targets.flatten()"
             )
         if self.ids.device != device:
-            raise ValueError(f"support is on {self.ids.device}, the targets are on {device}; use support.to(...)")
+            raise ValueError(
+                f"support is on {self.ids.device}, the targets are on {device}; use support.to(...)"
+            )
         begin = self.offsets[:-1].view(shape)
         end = self.offsets[1:].view(shape)
         if shift:  # the last position scores nothing
@@ -165,14 +185,18 @@ class TokenSupport:
 def check_support(support: object, several: bool = False) -> None:
     """`several`: the targets are (..., K)."""
     if several:
-        raise ValueError("support takes one target per row; leave it out, or score the K targets in K calls")
+        raise ValueError(
+            "support takes one target per row; leave it out, or score the K targets in K calls"
+        )
     if not isinstance(support, TokenSupport):
         raise ValueError(
             f"support must be a TokenSupport or None, got {described(support)}; see TokenSupport.from_lists"
         )
 
 
-def check_support_values(support: RowSupport, targets: Tensor, mask: Tensor | None, vocab: int | None) -> None:
+def check_support_values(
+    support: RowSupport, targets: Tensor, mask: Tensor | None, vocab: int | None
+) -> None:
     """Ids below `vocab` (None: it is not known) and each target in its set; what the mask drops may hold anything."""
     ids, begin, end = support
     bad = (begin < 0) | (end < begin) | (end > len(ids))
@@ -213,7 +237,9 @@ def _row_of_ids(row, ids):
     """(K,) int64; what is not a row of whole numbers would be made one in silence."""
     given = torch.as_tensor([] if ids is None else ids)
     if given.dim() != 1 or len(given) and given.dtype not in INTEGERS:
-        raise ValueError(f"row {row} of lists must be a list of ids, whole numbers, or None, got {described(ids)}")
+        raise ValueError(
+            f"row {row} of lists must be a list of ids, whole numbers, or None, got {described(ids)}"
+        )
     return given.long()
 
 
@@ -240,7 +266,9 @@ def _check_form(ids, offsets):
         ("offsets", offsets, (torch.int64,), "(N + 1,) int64"),
     ):
         if not isinstance(x, Tensor) or x.dim() != 1 or x.dtype not in dtypes:
-            raise ValueError(f"{name} must be {wanted}, got {described(x)}; TokenSupport.from_lists takes lists")
+            raise ValueError(
+                f"{name} must be {wanted}, got {described(x)}; TokenSupport.from_lists takes lists"
+            )
         check_plain(name, x)
     if len(offsets) == 0:
         raise ValueError("offsets must be (N + 1,), from 0 on, got none; no rows are offsets [0]")
@@ -252,7 +280,9 @@ def _check_values(ids, offsets):
     lengths = offsets.diff()
     if bool((lengths < 0).any()):
         row = int((lengths < 0).nonzero()[0])
-        raise ValueError(f"offsets decrease at row {row}: from {int(offsets[row])} to {int(offsets[row + 1])}")
+        raise ValueError(
+            f"offsets decrease at row {row}: from {int(offsets[row])} to {int(offsets[row + 1])}"
+        )
     if int(offsets[0]) != 0 or int(offsets[-1]) != len(ids):
         raise ValueError(
             f"offsets must run from 0 to the number of ids, {len(ids)}; got {int(offsets[0])} to {int(offsets[-1])}"
@@ -268,7 +298,9 @@ def _check_values(ids, offsets):
     ids = ids.long()
     ascends = ids.diff() > 0
     inner = offsets[1:-1]
-    ascends[inner[(inner > 0) & (inner < len(ids))] - 1] = True  # from the end of a row to the begin of the next
+    ascends[inner[(inner > 0) & (inner < len(ids))] - 1] = (
+        True  # from the end of a row to the begin of the next
+    )
     if ascends.all():
         return
     row = torch.repeat_interleave(lengths)
@@ -276,7 +308,9 @@ def _check_values(ids, offsets):
     double = key.diff() == 0
     if double.any():
         row, twice = divmod(int(key[1:][double][0]), int(ids.max()) + 1)
-        raise ValueError(f"row {row} keeps id {twice} more than once; {int(double.sum())} ids are doubles")
+        raise ValueError(
+            f"row {row} keeps id {twice} more than once; {int(double.sum())} ids are doubles"
+        )
 
 
 def _check_scores(steps):

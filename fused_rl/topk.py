@@ -33,7 +33,11 @@ _ULPS = 16
 
 
 def topk_kl(
-    logprobs: Tensor, ref_logprobs: Tensor, *, direction: Direction = "reverse", mask: Tensor | None = None
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    *,
+    direction: Direction = "reverse",
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Divergence between policy and reference over K tokens and the tail of all others, per row, in nats.
 
@@ -70,13 +74,21 @@ def topk_kl(
     check_choice("direction", direction, DIRECTIONS)
     check_floating("logprobs", logprobs)
     check_floating("ref_logprobs", ref_logprobs)
-    check_shape("ref_logprobs", ref_logprobs, "logprobs", logprobs.shape, "; pass those of the same K tokens")
+    check_shape(
+        "ref_logprobs",
+        ref_logprobs,
+        "logprobs",
+        logprobs.shape,
+        "; pass those of the same K tokens",
+    )
     check_device("ref_logprobs", ref_logprobs, logprobs.device, "logprobs")
     check_transforms("topk_kl", logprobs, ref_logprobs)
     if mask is None:
         mask = torch.ones(logprobs.shape[:-1], dtype=torch.bool, device=logprobs.device)
     check_mask(mask, "the rows", logprobs.shape[:-1], logprobs.device)
-    dtype = torch.promote_types(torch.promote_types(logprobs.dtype, ref_logprobs.dtype), torch.float32)
+    dtype = torch.promote_types(
+        torch.promote_types(logprobs.dtype, ref_logprobs.dtype), torch.float32
+    )
     checked = values_are_checked(logprobs.device) and not torch.compiler.is_compiling()
     sides, rounding, legal = [], [], mask
     for name, given in (("logprobs", logprobs), ("ref_logprobs", ref_logprobs)):
@@ -219,5 +231,8 @@ class _TopkKL(torch.autograd.Function):
     @once_differentiable("topk_kl")
     def backward(ctx, g):
         gradients = [g[..., None] * d for d in ctx.saved_tensors[:2]]
-        wanted = (d if needed else None for d, needed in zip(gradients, ctx.needs_input_grad[:2], strict=True))
+        wanted = (
+            d if needed else None
+            for d, needed in zip(gradients, ctx.needs_input_grad[:2], strict=True)
+        )
         return *wanted, *(None,) * 4

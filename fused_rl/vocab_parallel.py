@@ -62,7 +62,9 @@ def vocab_parallel_token_logprobs(
     Raises:
         ValueError: as `token_logprobs`; a target or a kept id that is on no rank, or on several, is NaN on a GPU.
     """
-    check_range("vocab_start", vocab_start, "a finite number, 0 or more", ": this rank's first column")
+    check_range(
+        "vocab_start", vocab_start, "a finite number, 0 or more", ": this rank's first column"
+    )
     check_process_group(process_group)
     options = temperature, mask, softcap, shift
     temperature, row_temperature = check_row_arguments(local_logits, targets, *options)
@@ -84,7 +86,9 @@ def vocab_parallel_token_logprobs(
             check_support_values(sets, targets, mask, None)
     inv_t = inverse(temperature, row_temperature)
     logits = unit_stride(local_logits).reshape(-1, local_logits.shape[-1])
-    outputs = _VocabParallelLogprobs.apply(logits, targets, mask, inv_t, softcap, vocab_start, process_group, sets)
+    outputs = _VocabParallelLogprobs.apply(
+        logits, targets, mask, inv_t, softcap, vocab_start, process_group, sets
+    )
     outputs = (o.view(rows + o.shape[1:]) for o in outputs)
     return TokenLogprobs(*(o[:, :-1] if shift else o for o in outputs))
 
@@ -125,9 +129,15 @@ def vocab_parallel_token_kl(
         mask, row_temperature = without_last(local_logits, mask, row_temperature)
 
     # forward is reverse with the two exchanged
-    first, second = (local_ref_logits, local_logits) if direction == "forward" else (local_logits, local_ref_logits)
+    first, second = (
+        (local_ref_logits, local_logits)
+        if direction == "forward"
+        else (local_logits, local_ref_logits)
+    )
     x, y, mask, inv_t = as_rows(first, second, mask, temperature, row_temperature)
-    kl = _VocabParallelKL.apply(x, y, mask, inv_t, direction == "jensen-shannon", softcap, process_group)
+    kl = _VocabParallelKL.apply(
+        x, y, mask, inv_t, direction == "jensen-shannon", softcap, process_group
+    )
     kl = kl.view(local_logits.shape[:-1])
     return kl[:, :-1] if shift else kl
 
@@ -193,7 +203,11 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     def forward(ctx, logits, targets, mask, inv_t, softcap, vocab_start, group, support):
         columns = slice(vocab_start, vocab_start + logits.shape[1])
         here = (targets >= columns.start) & (targets < columns.stop)
-        counts = torch.ones(len(targets), dtype=torch.bool, device=logits.device) if mask is None else mask
+        counts = (
+            torch.ones(len(targets), dtype=torch.bool, device=logits.device)
+            if mask is None
+            else mask
+        )
         x, astray = None, False
         if support is not None:
             astray = _check_held(support, columns, counts, group)
@@ -284,7 +298,9 @@ class _VocabParallelKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, y, mask, inv_t, js, softcap, group):
         backend = backend_of(x.device)
-        divergence, state = merge_kl(*backend.kl.kl_fwd(x, y, mask, inv_t, softcap), mask, inv_t, group)
+        divergence, state = merge_kl(
+            *backend.kl.kl_fwd(x, y, mask, inv_t, softcap), mask, inv_t, group
+        )
         sums = None
         if js:
             sums = backend.jensen_shannon.js_fwd(x, y, mask, inv_t, state, softcap)
@@ -301,6 +317,15 @@ class _VocabParallelKL(torch.autograd.Function):
     def backward(ctx, g):
         x, y, mask, divergence, state, sums = ctx.saved_tensors
         gradients = backend_of(x.device).kl.kl_bwd(
-            g.contiguous(), x, y, mask, ctx.inv_t, divergence, state, sums, *ctx.needs_input_grad[:2], ctx.softcap
+            g.contiguous(),
+            x,
+            y,
+            mask,
+            ctx.inv_t,
+            divergence,
+            state,
+            sums,
+            *ctx.needs_input_grad[:2],
+            ctx.softcap,
         )
         return *gradients, *(None,) * 5

@@ -85,7 +85,9 @@ def gae(rewards, values, mask, gamma, gae_lambda, dtype):
     rows, length = rewards.shape
     advantages = torch.empty(rows, length, device=rewards.device, dtype=dtype)
     returns = torch.empty_like(advantages)
-    rho = max(gamma * gae_lambda, 2.0**-100)  # against log2(0); the difference is far below fp64's resolution
+    rho = max(
+        gamma * gae_lambda, 2.0**-100
+    )  # against log2(0); the difference is far below fp64's resolution
     log2_rho = math.log2(rho)
     block = max(8, min(1024, triton.next_power_of_2(length)))
     while block * -log2_rho > 900:
@@ -94,5 +96,7 @@ def gae(rewards, values, mask, gamma, gae_lambda, dtype):
         numbers = (length, rewards.stride(0), values.stride(0), mask.stride(0))
         numbers += (*_split(gamma), *_split(gae_lambda), *_split(log2_rho))
         with torch.cuda.device_of(rewards):
-            gae_kernel[(rows,)](rewards, values, mask, advantages, returns, *numbers, BLOCK=block, num_warps=4)
+            gae_kernel[(rows,)](
+                rewards, values, mask, advantages, returns, *numbers, BLOCK=block, num_warps=4
+            )
     return advantages, returns

@@ -49,7 +49,9 @@ def _larger(distance):
     near = tl.fma(distance, near, -1.24997403e-01)
     near = tl.fma(distance, near, 4.99999961e-01) * distance
     ratio = tl.exp2(distance * -LOG2E)
-    far = tl.fma(ratio, 6.26193626e-02, -1.57825792e-01)  # log1p(ratio) / -ratio, minimax below exp(-1); a log takes 20
+    far = tl.fma(
+        ratio, 6.26193626e-02, -1.57825792e-01
+    )  # log1p(ratio) / -ratio, minimax below exp(-1); a log takes 20
     far = tl.fma(ratio, far, 2.40578864e-01)
     far = tl.fma(ratio, far, -3.32213895e-01)
     far = tl.fma(ratio, far, 4.99937021e-01)
@@ -154,7 +156,9 @@ def js_fwd(x, y, mask, inv_t, state, softcap=None):
     """(B, T, V) twice, (N,) bool | None, float | (N,) fp32, state (9, N) of `kl_fwd` -> sums (3, N) fp32."""
     n, vocab, vec = x.shape[0] * x.shape[1], x.shape[2], 16 // x.element_size()
     segments = triton.cdiv(vocab, SEGMENT * THREADS * vec)
-    parts = torch.empty(segments, len(JensenShannonSums._fields), n, device=x.device, dtype=torch.float32)
+    parts = torch.empty(
+        segments, len(JensenShannonSums._fields), n, device=x.device, dtype=torch.float32
+    )
     x, y, inv_t, numbers = launch_arguments(x, y, inv_t, softcap)
     if n:
         layout = {"THREADS": THREADS, "VEC": vec, "SEGMENT": SEGMENT, "num_warps": warps()}

@@ -78,7 +78,10 @@ NONE = tl.constexpr(-1e10)  # log(p / q) where P has no mass: far from BANNED, b
 MOST = tl.constexpr(1e19)  # of a logit; above, d could not be told from that of a banned column
 TOO_FAR = tl.constexpr(1e7)  # nats: the rounding of c has the size of what it is taken from
 
-REGISTERS = (168, 128)  # of a thread, as `launch.REGISTERS`: sm_100 needs no more than four programs leave
+REGISTERS = (
+    168,
+    128,
+)  # of a thread, as `launch.REGISTERS`: sm_100 needs no more than four programs leave
 CAPPED_REGISTERS = (232, 232)  # two tanh more of each column
 K = 4  # windows of 16 bytes that a thread reads at once of each row
 SEGMENT = 8  # tiles of K windows per thread; V alone says which columns meet in a lane, and in which order
@@ -196,7 +199,9 @@ def _segment(
         right = right & (tl.abs(offset) * inv_t <= KNOWN)
     m, w, w_all, c, left, n, s, f, lone = settled(m, w, c, a, f, offset, k, inv_t)
     if right == 0:
-        m, w, w_all, c, left, n, s, f, lone = careful(x_row, y_row, first * TILE, stop, offset, inv_t, softcap, THREADS)
+        m, w, w_all, c, left, n, s, f, lone = careful(
+            x_row, y_row, first * TILE, stop, offset, inv_t, softcap, THREADS
+        )
     return m, w, w_all, c, left, n, s, f, lone
 
 
@@ -208,7 +213,9 @@ def _store_row(kl_ptr, state_ptr, row, N, lanes, offset, inv_t):
     distance = tl.abs(m - n) * inv_t
     kl = tl.where((w > 0) & (distance > TOO_FAR) & (kl < 0.01 * distance), float("nan"), kl)
     lone = lone > 0  # however little P's mass there
-    nan = (w_all - w_all) + (s - s)  # 0, or NaN where a logit is NaN or inf: the rest of the state may have dropped it
+    nan = (w_all - w_all) + (
+        s - s
+    )  # 0, or NaN where a logit is NaN or inf: the rest of the state may have dropped it
     nan += tl.where(tl.maximum(m, n) > MOST, float("nan"), 0.0)
     tl.store(kl_ptr + row, tl.where(lone, float("inf"), kl) + nan)
     f = tl.where(within(c), f, s * (1 - tl.exp(-kl)))  # F about the mean, which KL is log1p of
@@ -279,7 +286,20 @@ def kl_fwd_kernel(
     if lanes_ptr is not None:
         segment = tl.program_id(1)
         part = _segment(
-            x_row, y_row, x_wide, y_wide, segment, V, wide, offset, inv_t, softcap, THREADS, K, VEC, SEGMENT
+            x_row,
+            y_row,
+            x_wide,
+            y_wide,
+            segment,
+            V,
+            wide,
+            offset,
+            inv_t,
+            softcap,
+            THREADS,
+            K,
+            VEC,
+            SEGMENT,
         )
         nth = tl.program_id(0).to(tl.int64)
         at = (nth * tl.num_programs(1) + segment) * NUMBERS * THREADS + tl.arange(0, THREADS)
@@ -289,7 +309,20 @@ def kl_fwd_kernel(
         m, w, w_all, c, left, n, s, f, lone = _nothing(THREADS)
         for segment in tl.range(0, tl.cdiv(V, SEGMENT * K * VEC * THREADS), num_stages=1):
             part = _segment(
-                x_row, y_row, x_wide, y_wide, segment, V, wide, offset, inv_t, softcap, THREADS, K, VEC, SEGMENT
+                x_row,
+                y_row,
+                x_wide,
+                y_wide,
+                segment,
+                V,
+                wide,
+                offset,
+                inv_t,
+                softcap,
+                THREADS,
+                K,
+                VEC,
+                SEGMENT,
             )
             lanes = (m, w, w_all, c, left, n, s, f, lone)
             m, w, w_all, c, left, n, s, f, lone = merge(lanes, part, offset, inv_t)
@@ -332,7 +365,11 @@ def kl_merge_kernel(
     offset = _offset(x_row, y_row, V, inv_t, softcap)
     m, w, w_all, c, left, n, s, f, lone = _nothing(THREADS)
     for segment in tl.range(0, segments, num_stages=1):
-        at = lanes_ptr + ((row - begin).to(tl.int64) * segments + segment) * NUMBERS * THREADS + tl.arange(0, THREADS)
+        at = (
+            lanes_ptr
+            + ((row - begin).to(tl.int64) * segments + segment) * NUMBERS * THREADS
+            + tl.arange(0, THREADS)
+        )
         part = ()
         for i in tl.static_range(NUMBERS):
             part = part + (tl.load(at + i * THREADS),)
@@ -354,7 +391,9 @@ def kl_fwd(x, y, mask, inv_t, softcap=None):
     tiles = SEGMENT if vocab > SHORT else SEGMENT // 2
     segments = triton.cdiv(vocab, tiles * K * vec * THREADS)
     whole = whole_rows(n, segments, slots(x.device, layout))
-    lanes = torch.empty(n - whole, segments, NUMBERS.value, THREADS, device=x.device, dtype=torch.float32)
+    lanes = torch.empty(
+        n - whole, segments, NUMBERS.value, THREADS, device=x.device, dtype=torch.float32
+    )
     x, y, inv_t, numbers = launch_arguments(x, y, inv_t, softcap)
     rows = (x, y, mask, inv_t, kl, state)
     del layout["LANES"], layout["VEC"]

@@ -30,14 +30,18 @@ RESIDENT = 16  # programs of so few registers that fit on a multiprocessor
 
 
 @triton.jit
-def _gradients(x, y, state, g, a_mean, b_mean, inv_t, softcap, JS: tl.constexpr, EXACT: tl.constexpr):
+def _gradients(
+    x, y, state, g, a_mean, b_mean, inv_t, softcap, JS: tl.constexpr, EXACT: tl.constexpr
+):
     m, w_all, offset, c, n, s, k = state
     p, q, u, delta, expm1 = p_q_delta(x, y, m, w_all, offset, c, n, s, k, inv_t, EXACT)
     if JS:
         a, b = js_logs(delta)
         dx, dy = 0.5 * g * p * (a - a_mean), 0.5 * g * q * (b - b_mean)
     else:
-        near = tl.where(k > 8, 0.0, 1.0)  # where KL is large its digits, and those of delta, are not for p - q
+        near = tl.where(
+            k > 8, 0.0, 1.0
+        )  # where KL is large its digits, and those of delta, are not for p - q
         dx, dy = g * p * u, g * tl.where(tl.abs(delta) < near, p * expm1, q - p)
     if softcap is not None:
         dx, dy = dx * uncap(x, softcap), dy * uncap(y, softcap)
@@ -115,8 +119,12 @@ def kl_bwd_kernel(
     read = tl.where(alive, BLOCK, 0)
     for i in tl.range(part * blocks // parts, (part + 1) * blocks // parts, num_stages=1):
         inside = cols // VEC * VEC < read
-        x = as_logits(tl.load(x_ptr + x_begin + i * BLOCK + cols, mask=inside, other=0.0), None, softcap)
-        y = as_logits(tl.load(y_ptr + y_begin + i * BLOCK + cols, mask=inside, other=0.0), None, softcap)
+        x = as_logits(
+            tl.load(x_ptr + x_begin + i * BLOCK + cols, mask=inside, other=0.0), None, softcap
+        )
+        y = as_logits(
+            tl.load(y_ptr + y_begin + i * BLOCK + cols, mask=inside, other=0.0), None, softcap
+        )
         dx, dy = _gradients(x, y, state, g, a_mean, b_mean, inv_t, softcap, JS, EXACT)
         _store(dx_ptr, dy_ptr, dx, dy, begin + i * BLOCK + cols, None)
     for i in tl.range(part * THREADS, around, parts * THREADS, num_stages=1):
@@ -138,8 +146,12 @@ def kl_bwd(g, x, y, mask, inv_t, divergence, state, sums, wants_dx, wants_dy, so
     x, y, inv_t, numbers = launch_arguments(x, y, inv_t, softcap)
     n, _, vocab, *_ = numbers
     if n:
-        parts = parts_of_row(n, triton.cdiv(vocab, 32 * BLOCK), RESIDENT * multiprocessors(x.device))
+        parts = parts_of_row(
+            n, triton.cdiv(vocab, 32 * BLOCK), RESIDENT * multiprocessors(x.device)
+        )
         arguments = (g, x, y, mask, inv_t, divergence, state, sums, dx, dy, *numbers)
         with torch.cuda.device_of(x):
-            kl_bwd_kernel[(n, parts)](*arguments, BLOCK=BLOCK, THREADS=THREADS, VEC=vec, num_warps=warps())
+            kl_bwd_kernel[(n, parts)](
+                *arguments, BLOCK=BLOCK, THREADS=THREADS, VEC=vec, num_warps=warps()
+            )
     return dx, dy

@@ -13,7 +13,10 @@ SEGMENT = 3  # tiles; one in a short row
 SHORT = 32768  # columns: a row of no more is cut finer, so that a few hundred of them fill a device
 WAVES = 8  # of programs: from there on the last one, however empty, is a small part of the time
 SATURATING = 0.5  # the share of the programs that fit whose loads in flight suffice, a model
-REGISTERS = (128, None)  # of a thread of the row kernels; the second on sm_100, the Blackwell of data centres
+REGISTERS = (
+    128,
+    None,
+)  # of a thread of the row kernels; the second on sm_100, the Blackwell of data centres
 
 # Ways to stream the forward pass that counts do not tell apart from the default far enough: all return the same bits.
 # REGISTERS in its place; AHEAD: a tile is loaded before the one before it is computed, STAGES: into shared memory
@@ -52,7 +55,11 @@ def streaming() -> dict:
 def launch_options(x, registers=None):
     """Compile-time arguments and options of a launch over the rows of x; `registers`: of a thread, as REGISTERS."""
     vec = 16 // x.element_size()
-    shape = {"LANES": THREADS * vec, "VEC": vec, "num_stages": 1}  # more stages would go through shared memory
+    shape = {
+        "LANES": THREADS * vec,
+        "VEC": vec,
+        "num_stages": 1,
+    }  # more stages would go through shared memory
     if torch.version.hip:
         return shape | {"num_warps": THREADS // 64}
     # 128 registers are four programs on a multiprocessor. On sm_100, whose paired arithmetic needs registers in pairs,
@@ -129,4 +136,8 @@ def share_of(whole, segments):
 
 
 def multiprocessors(device):
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 0
+    )

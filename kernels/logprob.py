@@ -37,7 +37,19 @@ from fused_rl.kernels.launch import (
     whole_rows,
 )
 from fused_rl.kernels.logprob_gradient import logprob_bwd
-from fused_rl.kernels.online import FAR, LN2, NAN, exact_sum, fold, in_range, log1p, merge, reduce_lanes, start, step
+from fused_rl.kernels.online import (
+    FAR,
+    LN2,
+    NAN,
+    exact_sum,
+    fold,
+    in_range,
+    log1p,
+    merge,
+    reduce_lanes,
+    start,
+    step,
+)
 from fused_rl.kernels.states import RowStatistics
 
 __all__ = ["logprob_bwd", "logprob_fwd"]
@@ -50,7 +62,9 @@ def load_tile(window_ptr, tile, stop, K: tl.constexpr, LANES: tl.constexpr, VEC:
     """The windows of a tile as they are in memory; from tile `stop` on nothing is read."""
     raw = ()
     for k in tl.static_range(K):
-        raw = raw + (load_raw(window_ptr + (tile * K + k) * LANES, (stop - tile) * LANES, LANES, VEC),)
+        raw = raw + (
+            load_raw(window_ptr + (tile * K + k) * LANES, (stop - tile) * LANES, LANES, VEC),
+        )
     return raw
 
 
@@ -94,7 +108,11 @@ def segment_state(
             for i in tl.range(first, whole, num_stages=STAGES):
                 xs = ()
                 for k in tl.static_range(K):
-                    xs = xs + (cap(load_lanes(window_ptr + (i * K + k) * LANES, None, LANES, VEC), softcap),)
+                    xs = xs + (
+                        cap(
+                            load_lanes(window_ptr + (i * K + k) * LANES, None, LANES, VEC), softcap
+                        ),
+                    )
                 m, rest, t = step(m, rest, t, xs, scale, K)
         if (first <= inside) & (inside < first + SEGMENT):
             carry = load_window(window_ptr, whole * K, 0, vocab, softcap, LANES, VEC)
@@ -117,7 +135,11 @@ def segment_state(
             carry = x
         m, rest, t = step(m, rest, t, xs, scale, TAIL)
     if head > 0:
-        m, rest, t = by_column(m, head, LANES), by_column(rest, head, LANES), by_column(t, head, LANES)
+        m, rest, t = (
+            by_column(m, head, LANES),
+            by_column(rest, head, LANES),
+            by_column(t, head, LANES),
+        )
     return fold(m, rest, t, scale, VEC), carry
 
 
@@ -149,7 +171,19 @@ def wide_row(x_ptr, vocab, scale, scale_low, softcap, LANES: tl.constexpr):
 
 
 @triton.jit
-def store_row(outputs, row, x_ptr, target_ptr, state, vocab, inv_t, scale, scale_low, softcap, LANES: tl.constexpr):
+def store_row(
+    outputs,
+    row,
+    x_ptr,
+    target_ptr,
+    state,
+    vocab,
+    inv_t,
+    scale,
+    scale_low,
+    softcap,
+    LANES: tl.constexpr,
+):
     """Reduce the lanes of the row that begins at `x_ptr` and store logprob, entropy, lse, m and rest."""
     logprob_ptr, entropy_ptr, lse_ptr, m_ptr, rest_ptr = outputs
     lane_m, lane_rest, lane_t = state
@@ -177,7 +211,17 @@ def store_zeros(outputs, row):
 
 
 @triton.jit(
-    do_not_specialize=["whole", "segments", "shift", "vocab", "x_stride", "inv_t", "scale", "scale_low", "softcap"],
+    do_not_specialize=[
+        "whole",
+        "segments",
+        "shift",
+        "vocab",
+        "x_stride",
+        "inv_t",
+        "scale",
+        "scale_low",
+        "softcap",
+    ],
 )
 def logprob_fwd_kernel(
     x_ptr,  # (N, V) bf16, fp16 or fp32
@@ -216,7 +260,9 @@ def logprob_fwd_kernel(
             return
     inv_t, scale, scale_low = row_scale(inv_t_ptr, row, inv_t, scale, scale_low)
     row_ptr, window_ptr, head = locate(x_ptr, shift, row, x_stride, VEC)
-    streamed = tl.maximum(vocab - 2 * VEC, 0)  # columns; a whole load that begins in them ends in the row
+    streamed = tl.maximum(
+        vocab - 2 * VEC, 0
+    )  # columns; a whole load that begins in them ends in the row
     inside = tl.maximum(streamed - LANES, 0) // (K * LANES)
     column = first * SEGMENT * K * LANES + tl.arange(0, LANES) - head
     fresh = (column >= first * SEGMENT * K * LANES) & (column < streamed)
@@ -226,11 +272,28 @@ def logprob_fwd_kernel(
     m, rest, t = start(THREADS)
     for segment in tl.range(first, last, num_stages=1):
         part, carry = segment_state(
-            window_ptr, head, carry, segment, inside, streamed, scale, softcap, K, LANES, VEC, SEGMENT, STAGES, AHEAD
+            window_ptr,
+            head,
+            carry,
+            segment,
+            inside,
+            streamed,
+            scale,
+            softcap,
+            K,
+            LANES,
+            VEC,
+            SEGMENT,
+            STAGES,
+            AHEAD,
         )
         part_m, part_rest, part_t = part
         if alone == 0:
-            at = lanes_ptr + (tl.program_id(0) - whole).to(tl.int64) * (3 * THREADS) + tl.arange(0, THREADS)
+            at = (
+                lanes_ptr
+                + (tl.program_id(0) - whole).to(tl.int64) * (3 * THREADS)
+                + tl.arange(0, THREADS)
+            )
             tl.store(at, part_m)
             tl.store(at + THREADS, part_rest)
             tl.store(at + 2 * THREADS, part_t)
@@ -238,11 +301,23 @@ def logprob_fwd_kernel(
     if alone:
         x = load_columns(row_ptr, streamed + tl.arange(0, THREADS), vocab, softcap)
         state = step(m, rest, t, (x,), scale, 1)
-        store_row(outputs, row, row_ptr, target_ptr, state, vocab, inv_t, scale, scale_low, softcap, LANES)
+        store_row(
+            outputs, row, row_ptr, target_ptr, state, vocab, inv_t, scale, scale_low, softcap, LANES
+        )
 
 
 @triton.jit(
-    do_not_specialize=["whole", "segments", "shift", "vocab", "x_stride", "inv_t", "scale", "scale_low", "softcap"],
+    do_not_specialize=[
+        "whole",
+        "segments",
+        "shift",
+        "vocab",
+        "x_stride",
+        "inv_t",
+        "scale",
+        "scale_low",
+        "softcap",
+    ],
 )
 def logprob_merge_kernel(
     x_ptr,  # (N, V) bf16, fp16 or fp32
@@ -285,14 +360,18 @@ def logprob_merge_kernel(
     streamed = tl.maximum(vocab - 2 * VEC, 0)
     x = load_columns(row_ptr, streamed + tl.arange(0, THREADS), vocab, softcap)
     state = step(m, rest, t, (x,), scale, 1)
-    store_row(outputs, row, row_ptr, target_ptr, state, vocab, inv_t, scale, scale_low, softcap, LANES)
+    store_row(
+        outputs, row, row_ptr, target_ptr, state, vocab, inv_t, scale, scale_low, softcap, LANES
+    )
 
 
 def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
     """(N, V), (N,) int64, (N,) bool | None, float | (N,) fp32 -> statistics, (N,) fp32 each."""
     n, vocab = logits.shape
     new = [torch.empty(n, dtype=torch.float32, device=logits.device) for _ in RowStatistics._fields]
-    outputs = RowStatistics(*new)  # tensors of their own: each begins at 16 bytes, and an operator may return them
+    outputs = RowStatistics(
+        *new
+    )  # tensors of their own: each begins at 16 bytes, and an operator may return them
     if n == 0:
         return outputs
     launch = launch_options(logits)
@@ -302,7 +381,9 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
     tiles = SEGMENT if vocab > SHORT else 1
     segments = triton.cdiv(vocab, tiles * K * launch["LANES"])
     whole = whole_rows(n, segments, slots(logits.device, launch))
-    lanes = torch.empty(n - whole, segments, 3, launch["LANES"] // launch["VEC"], device=logits.device)
+    lanes = torch.empty(
+        n - whole, segments, 3, launch["LANES"] // launch["VEC"], device=logits.device
+    )
     x, shift = aligned(logits)
     rows = (x, targets, mask, inv_t_ptr, *outputs, lanes, whole, segments)
     scalars = (shift, vocab, logits.stride(0), *scales, softcap)

@@ -12,10 +12,22 @@ import triton
 import triton.language as tl
 
 from fused_rl.kernels.lanes import cap, load_lanes, row_scale, uncap
-from fused_rl.kernels.launch import SEGMENT, SHORT, K, aligned, launch_options, parts_of_row, slots, temperature_scales
+from fused_rl.kernels.launch import (
+    SEGMENT,
+    SHORT,
+    K,
+    aligned,
+    launch_options,
+    parts_of_row,
+    slots,
+    temperature_scales,
+)
 from fused_rl.kernels.online import FAR, LN2, NAN, log1p
 
-REGISTERS = (128, 128)  # of a thread, as `launch.REGISTERS`: above what it takes, so that its loads stay together
+REGISTERS = (
+    128,
+    128,
+)  # of a thread, as `launch.REGISTERS`: above what it takes, so that its loads stay together
 
 
 @triton.jit
@@ -59,7 +71,16 @@ def owns(target, lead, tiles, first, last, part, parts, TILE: tl.constexpr, LANE
 
 
 @triton.jit(
-    do_not_specialize=["x_shift", "dx_shift", "vocab", "x_stride", "dx_stride", "inv_t", "scale", "softcap"],
+    do_not_specialize=[
+        "x_shift",
+        "dx_shift",
+        "vocab",
+        "x_stride",
+        "dx_stride",
+        "inv_t",
+        "scale",
+        "softcap",
+    ],
 )
 def logprob_bwd_kernel(
     dlogprob_ptr,  # (N,) fp32 or None, as the next two
@@ -139,7 +160,20 @@ def logprob_bwd_kernel(
         tl.store(dx_row + target, g.to(dx_ptr.dtype.element_ty), mask=owner)
 
 
-def logprob_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, rest, inv_temperature, softcap, out=None):
+def logprob_bwd(
+    dlogprobs,
+    dentropy,
+    dlse,
+    logits,
+    targets,
+    mask,
+    entropy,
+    m,
+    rest,
+    inv_temperature,
+    softcap,
+    out=None,
+):
     """Gradient of the logits (N, V); upstream gradients are (N,) fp32 or None, `out` the logits or of any dtype."""
     n, vocab = logits.shape
     out = torch.empty_like(logits) if out is None else out
@@ -149,7 +183,9 @@ def logprob_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, re
     softcap = None if softcap is None else float(softcap)
     inv_t_ptr, inv_t, scale, _ = temperature_scales(inv_temperature)
     upstream = [None if d is None else d.contiguous() for d in (dlogprobs, dentropy, dlse)]
-    per_row = [None if r is None else r.contiguous() for r in (targets, mask, entropy, m, rest, inv_t_ptr)]
+    per_row = [
+        None if r is None else r.contiguous() for r in (targets, mask, entropy, m, rest, inv_t_ptr)
+    ]
     x, x_shift = aligned(logits)
     dx, dx_shift = aligned(out)
     strides = (logits.stride(0), out.stride(0))
@@ -157,6 +193,17 @@ def logprob_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, re
     grid = (n, parts_of_row(n, most, slots(logits.device, launch)))
     with torch.cuda.device_of(logits):
         logprob_bwd_kernel[grid](
-            *upstream, x, *per_row, dx, x_shift, dx_shift, vocab, *strides, inv_t, scale, softcap, **launch
+            *upstream,
+            x,
+            *per_row,
+            dx,
+            x_shift,
+            dx_shift,
+            vocab,
+            *strides,
+            inv_t,
+            scale,
+            softcap,
+            **launch,
         )
     return out

@@ -21,7 +21,9 @@ is not is read again by `wide_row`, about its true maximum.
 import triton
 import triton.language as tl
 
-NEG = tl.constexpr(-1.0e30)  # finite, also times any scale: no inf - inf. Nothing below it becomes a lane's maximum
+NEG = tl.constexpr(
+    -1.0e30
+)  # finite, also times any scale: no inf - inf. Nothing below it becomes a lane's maximum
 FAR = tl.constexpr(-1.0e4)  # log2 units: 2^FAR is 0, and FAR times any upstream gradient finite
 LN2 = tl.constexpr(0.6931471805599453)
 NAN = tl.constexpr(tl.PropagateNan.ALL)
@@ -30,13 +32,17 @@ NAN = tl.constexpr(tl.PropagateNan.ALL)
 @triton.jit
 def widen(words):
     """(n,) int32, each two bf16 -> (2n,) fp32 in memory order: one instruction per element instead of 1.5."""
-    return tl.interleave((words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True))
+    return tl.interleave(
+        (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
+    )
 
 
 @triton.jit
 def reference(m, scale):
     """ref = fl(m * scale), and what the rounding took, bounded so that 2^delta is finite."""
-    ref = tl.fma(m, scale, 0.0)  # an fma, because ptxas would contract a product into the differences that follow
+    ref = tl.fma(
+        m, scale, 0.0
+    )  # an fma, because ptxas would contract a product into the differences that follow
     return ref, tl.minimum(tl.maximum(tl.fma(m, scale, -ref), -100.0), 100.0)
 
 
@@ -147,7 +153,9 @@ def reduce_lanes(m, rest, t, scale, scale_low):
     top = tl.max(m, 0)
     d = (m - top) * scale
     w = tl.exp2(d)
-    below = m < top  # one of the lanes at the top holds the row's maximum out; what the others hold out are ties
+    below = (
+        m < top
+    )  # one of the lanes at the top holds the row's maximum out; what the others hold out are ties
     rest_top = tl.where(below, w * (rest + 1.0), rest)
     t_top = tl.where(below, w * tl.fma(d, rest + 1.0, t), t)
     ties = tl.sum((m == top).to(tl.int32), 0) - 1
@@ -167,7 +175,9 @@ def valid(inv_t):
 @triton.jit
 def in_range(m, rest, t, scale):
     """Return True if the lanes of a row are valid: its maximum, and sums that are finite."""
-    held = (m > NEG) & (tl.abs(m * scale) < 1073741824.0)  # 2^30: lanes of smaller maxima have room up to 2^31
+    held = (m > NEG) & (
+        tl.abs(m * scale) < 1073741824.0
+    )  # 2^30: lanes of smaller maxima have room up to 2^31
     return held & (rest - rest == 0) & (t - t == 0)
 
 
@@ -194,7 +204,9 @@ def log1p(x):
     f = tl.where(k > 0, f, x)
     s = f / (2.0 + f)
     z = s * s
-    series = z * tl.fma(z, tl.fma(z, tl.fma(z, 0.24279078841, 0.28498786688), 0.40000972152), 0.66666662693)
+    series = z * tl.fma(
+        z, tl.fma(z, tl.fma(z, 0.24279078841, 0.28498786688), 0.40000972152), 0.66666662693
+    )
     half = 0.5 * f * f
     y = f - (half - (s * (half + series) + tl.fma(k, 9.0580006145e-06, lost)))
     y = tl.fma(k, 6.9313812256e-01, y)

@@ -83,7 +83,9 @@ def difference(x, y, offset, EXACT: tl.constexpr):
 
 
 @triton.jit
-def excess(u):  # exp(-u) - 1 + u for |u| <= 1 by a polynomial (Chebyshev fit, 1.2e-7 relative): exp would cancel
+def excess(
+    u,
+):  # exp(-u) - 1 + u for |u| <= 1 by a polynomial (Chebyshev fit, 1.2e-7 relative): exp would cancel
     p = tl.fma(u, 2.5358644e-05, -2.0329202e-04)
     p = tl.fma(u, p, 1.3885394e-03)
     p = tl.fma(u, p, -8.3308844e-03)

@@ -19,7 +19,11 @@ from fused_rl.kernels.online import FAR, LN2, NAN, exact_sum, log1p
 from fused_rl.kernels.states import RowStatistics, RowSupport
 
 LANES = 128  # ids at a time; one warp, as most sets are shorter
-IDS, WIDTH, PARTS = 16, 256, 4  # a tile of the head, rows x hidden; programs that share a long set's products
+IDS, WIDTH, PARTS = (
+    16,
+    256,
+    4,
+)  # a tile of the head, rows x hidden; programs that share a long set's products
 FAR_ID = 2**62  # every id is below
 
 
@@ -41,7 +45,9 @@ def kept_values(x, inside, known, softcap, SHARD: tl.constexpr):
         return tl.where(known, cap(x, softcap), tl.where(inside, float("nan"), float("-inf")))
 
 
-@triton.jit(do_not_specialize=["first", "vocab", "x_stride", "inv_t", "scale", "scale_low", "softcap"])
+@triton.jit(
+    do_not_specialize=["first", "vocab", "x_stride", "inv_t", "scale", "scale_low", "softcap"]
+)
 def kept_fwd_kernel(
     logits_ptr,  # (N, V) bf16, fp16 or fp32, or None: x is given
     x_ptr,  # (M,) fp32
@@ -85,7 +91,9 @@ def kept_fwd_kernel(
         if logits_ptr is None:
             x = tl.load(x_ptr + at + lane, mask=inside, other=0.0)
         else:
-            x = tl.load(logits_ptr + row * x_stride + (ids - first), mask=known, other=0.0).to(tl.float32)
+            x = tl.load(logits_ptr + row * x_stride + (ids - first), mask=known, other=0.0).to(
+                tl.float32
+            )
             tl.store(x_ptr + at + lane, x, mask=inside)
         x = kept_values(x, inside, known, softcap, SHARD)
         lane_m = tl.maximum(lane_m, x)
@@ -97,13 +105,19 @@ def kept_fwd_kernel(
     # about the maximum; +inf and NaN become NaN in the sums
     about = tl.where(m == float("-inf"), 0.0, m)
     off = scale_low / scale
-    ties, rest, t = tl.zeros((LANES,), tl.int32), tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
+    ties, rest, t = (
+        tl.zeros((LANES,), tl.int32),
+        tl.zeros((LANES,), tl.float32),
+        tl.zeros((LANES,), tl.float32),
+    )
     for at in tl.range(begin, end, LANES, num_stages=1):
         _, inside, known = load_ids(ids_ptr, at + lane, end, first, vocab)
         x = tl.load(x_ptr + at + lane, mask=inside, other=0.0)
         x = kept_values(x, inside, known, softcap, SHARD)
         d = tl.maximum((x - about) * scale, FAR, propagate_nan=NAN)
-        low = tl.where(d > FAR, tl.fma(d, off, tl.fma(x - about, scale, -d)), 0.0)  # few terms do not average it out
+        low = tl.where(
+            d > FAR, tl.fma(d, off, tl.fma(x - about, scale, -d)), 0.0
+        )  # few terms do not average it out
         p = tl.exp2(d)
         p = tl.fma(p, low * LN2, p)
         ties += (x == m).to(tl.int32)
@@ -177,7 +191,9 @@ def kept_bwd_kernel(
         own = target_gradient(x, m, rest, entropy, dlogprob, dentropy, dlse, inv_t, softcap)
         g = tl.where(known & alive, tl.where(ids == target, own, g), 0.0)
         if SPREAD:
-            tl.store(dx_ptr + row * dx_stride + (ids - first), g.to(dx_ptr.dtype.element_ty), mask=known)
+            tl.store(
+                dx_ptr + row * dx_stride + (ids - first), g.to(dx_ptr.dtype.element_ty), mask=known
+            )
         else:
             tl.store(dx_ptr + i, g, mask=inside)
 
@@ -187,13 +203,38 @@ def whole_fwd(logits, targets, whole, inv_temperature, softcap):
     return logprob.logprob_fwd(logits, targets, whole, inv_temperature, softcap)
 
 
-def whole_bwd(dlogprobs, dentropy, dlse, logits, targets, whole, entropy, m, rest, inv_temperature, softcap, out):
+def whole_bwd(
+    dlogprobs,
+    dentropy,
+    dlse,
+    logits,
+    targets,
+    whole,
+    entropy,
+    m,
+    rest,
+    inv_temperature,
+    softcap,
+    out,
+):
     """`logprob_bwd` of the rows `whole` (N,) bool; zeros in all others. `out` may be the logits."""
     upstream, state = (dlogprobs, dentropy, dlse), (entropy, m, rest)
-    return logprob.logprob_bwd(*upstream, logits, targets, whole, *state, inv_temperature, softcap, out)
+    return logprob.logprob_bwd(
+        *upstream, logits, targets, whole, *state, inv_temperature, softcap, out
+    )
 
 
-def kept_fwd(x, support: RowSupport, targets, mask, inv_temperature, softcap, logits=None, first=None, into=None):
+def kept_fwd(
+    x,
+    support: RowSupport,
+    targets,
+    mask,
+    inv_temperature,
+    softcap,
+    logits=None,
+    first=None,
+    into=None,
+):
     """Statistics (N,) fp32 over kept sets, into `into` where given; other rows stay as they are there, or 0.
 
     Args:
@@ -212,13 +253,37 @@ def kept_fwd(x, support: RowSupport, targets, mask, inv_temperature, softcap, lo
     shard, first = first is not None, first or 0
     with torch.cuda.device_of(x):
         kept_fwd_kernel[(n,)](
-            logits, x, *rows, *into, first, vocab, stride, *scales, softcap, SHARD=shard, LANES=LANES, num_warps=1
+            logits,
+            x,
+            *rows,
+            *into,
+            first,
+            vocab,
+            stride,
+            *scales,
+            softcap,
+            SHARD=shard,
+            LANES=LANES,
+            num_warps=1,
         )
     return into
 
 
 def kept_bwd(
-    dlogprobs, dentropy, dlse, x, support, targets, mask, entropy, m, rest, inv_temperature, softcap, out, first=None
+    dlogprobs,
+    dentropy,
+    dlse,
+    x,
+    support,
+    targets,
+    mask,
+    entropy,
+    m,
+    rest,
+    inv_temperature,
+    softcap,
+    out,
+    first=None,
 ):
     """Gradients of the kept logits into `out`: (M,) fp32, or (N, V) that is 0 in rows with a set."""
     n, softcap = len(targets), None if softcap is None else float(softcap)
@@ -228,7 +293,9 @@ def kept_bwd(
     stride, vocab = (out.stride(0), out.shape[1]) if spread else (0, FAR_ID)
     inv_t_ptr, inv_t, scale, _ = temperature_scales(inv_temperature)
     grads = [None if d is None else d.contiguous() for d in (dlogprobs, dentropy, dlse)]
-    per_row = [None if r is None else r.contiguous() for r in (targets, mask, entropy, m, rest, inv_t_ptr)]
+    per_row = [
+        None if r is None else r.contiguous() for r in (targets, mask, entropy, m, rest, inv_t_ptr)
+    ]
     ranges = [r.contiguous() for r in support]
     with torch.cuda.device_of(x):
         kept_bwd_kernel[(n,)](
@@ -264,10 +331,14 @@ def kept_dot_kernel(
         total = tl.zeros((IDS, WIDTH), tl.float32)
         for begin_column in tl.range(0, width, WIDTH, num_stages=1):
             inside = begin_column + column < width
-            h = tl.load(hidden_ptr + row * hidden_stride + begin_column + column, mask=inside, other=0.0)
+            h = tl.load(
+                hidden_ptr + row * hidden_stride + begin_column + column, mask=inside, other=0.0
+            )
             w_ptr = weight_ptr + ids[:, None] * weight_stride + (begin_column + column)[None, :]
             w = tl.load(w_ptr, mask=known[:, None] & inside[None, :], other=0.0)
-            total = tl.fma(w.to(tl.float32), tl.broadcast_to(h.to(tl.float32)[None, :], (IDS, WIDTH)), total)
+            total = tl.fma(
+                w.to(tl.float32), tl.broadcast_to(h.to(tl.float32)[None, :], (IDS, WIDTH)), total
+            )
         x = tl.sum(total, 1)
         if bias_ptr is not None:
             x += tl.load(bias_ptr + ids, mask=known, other=0.0).to(tl.float32)
@@ -300,7 +371,9 @@ def kept_hidden_kernel(
         w_ptr = weight_ptr + ids[:, None] * weight_stride + column[None, :]
         w = tl.load(w_ptr, mask=known[:, None] & inside[None, :], other=0.0)
         total += tl.sum(w.to(tl.float32) * dx[:, None], 0)
-    tl.store(dhidden_ptr + row * width + column, total.to(dhidden_ptr.dtype.element_ty), mask=inside)
+    tl.store(
+        dhidden_ptr + row * width + column, total.to(dhidden_ptr.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit(do_not_specialize=["vocab"])
@@ -373,7 +446,15 @@ def kept_hidden(dx, weight, support):
         ranges = [r.contiguous() for r in support]
         with torch.cuda.device_of(weight):
             kept_hidden_kernel[(n, triton.cdiv(weight.shape[1], WIDTH))](
-                dx, weight, *ranges, dhidden, *weight.shape, weight.stride(0), IDS=IDS, WIDTH=WIDTH, num_warps=4
+                dx,
+                weight,
+                *ranges,
+                dhidden,
+                *weight.shape,
+                weight.stride(0),
+                IDS=IDS,
+                WIDTH=WIDTH,
+                num_warps=4,
             )
     return dhidden
 

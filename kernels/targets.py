@@ -119,7 +119,9 @@ def targets_bwd_kernel(
     total, below = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
     for begin in tl.range(0, count, BLOCK, num_stages=1):
         k = begin + tl.arange(0, BLOCK)
-        _id, d, x, _known = load_targets(x_row, id_ptr, order_ptr, dlogprob_ptr, first, k, k < count, vocab)
+        _id, d, x, _known = load_targets(
+            x_row, id_ptr, order_ptr, dlogprob_ptr, first, k, k < count, vocab
+        )
         total += d
         below += tl.where(cap(x, softcap) < top, d, 0.0)
     total, below = tl.sum(total, 0), tl.sum(below, 0)
@@ -127,7 +129,9 @@ def targets_bwd_kernel(
 
     for begin in tl.range(0, count, BLOCK, num_stages=1):
         k = begin + tl.arange(0, BLOCK)
-        target, own, x, known = load_targets(x_row, id_ptr, order_ptr, dlogprob_ptr, first, k, k < count, vocab)
+        target, own, x, known = load_targets(
+            x_row, id_ptr, order_ptr, dlogprob_ptr, first, k, k < count, vocab
+        )
         head = first_of_its_id(id_ptr, first, k, target, known)
         # equal ids follow; the walk ends with the longest run
         same, ahead = head, k + 1
@@ -139,7 +143,9 @@ def targets_bwd_kernel(
             ahead += 1
         others = tl.where(cap(x, softcap) < top, total - own, below)
         dothers = (dlse - others).to(tl.float32)
-        g = target_gradient(x, m, rest, entropy, own.to(tl.float32), dentropy, dothers, inv_t, softcap)
+        g = target_gradient(
+            x, m, rest, entropy, own.to(tl.float32), dentropy, dothers, inv_t, softcap
+        )
         tl.store(dtarget_ptr + first + k, g, mask=head)
 
 
@@ -186,11 +192,26 @@ def targets_fwd(logits, targets, mask, inv_temperature, softcap):
         scalars = (shift, logits.shape[1], count, logits.stride(0), inv_t, softcap)
         grid = (n, triton.cdiv(count, BLOCK))
         with torch.cuda.device_of(logits):
-            targets_fwd_kernel[grid](x, targets, *per_row, logprobs, *scalars, BLOCK=BLOCK, num_warps=1)
+            targets_fwd_kernel[grid](
+                x, targets, *per_row, logprobs, *scalars, BLOCK=BLOCK, num_warps=1
+            )
     return statistics._replace(logprobs=logprobs)
 
 
-def targets_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, rest, inv_temperature, softcap, out=None):
+def targets_bwd(
+    dlogprobs,
+    dentropy,
+    dlse,
+    logits,
+    targets,
+    mask,
+    entropy,
+    m,
+    rest,
+    inv_temperature,
+    softcap,
+    out=None,
+):
     """`logprob_bwd` for dlogprobs and targets (N, K); ids outside the vocabulary get no gradient of their own."""
     n, count = targets.shape
     out = torch.empty_like(logits) if out is None else out
@@ -208,8 +229,12 @@ def targets_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, re
     per_row = (mask, entropy, m, rest, inv_t_ptr)
     options = {"BLOCK": BLOCK, "num_warps": 1}
     with torch.cuda.device_of(logits):
-        targets_bwd_kernel[(n,)](*upstream, x, ids, order, *per_row, dtargets, dtotal, *scalars, **options)
+        targets_bwd_kernel[(n,)](
+            *upstream, x, ids, order, *per_row, dtargets, dtotal, *scalars, **options
+        )
         logprob_bwd(None, dentropy, dtotal, *rows, out=out)
         grid = (n, triton.cdiv(count, BLOCK))
-        targets_store_kernel[grid](dtargets, ids, mask, m, dx, dx_shift, vocab, count, out.stride(0), **options)
+        targets_store_kernel[grid](
+            dtargets, ids, mask, m, dx, dx_shift, vocab, count, out.stride(0), **options
+        )
     return out

@@ -33,11 +33,15 @@ def problems(seed: int, count: int) -> list[dict]:
     gym = import_reasoning_gym()
     options = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
     distinct: dict[str, dict] = {}
-    for entry in gym.create_dataset("chain_sum", size=100 * count, seed=seed * 1_000_003, **options):
+    for entry in gym.create_dataset(
+        "chain_sum", size=100 * count, seed=seed * 1_000_003, **options
+    ):
         distinct.setdefault(entry["question"], entry)
         if len(distinct) == count:
             return list(distinct.values())
-    raise ValueError(f"chain_sum makes only {len(distinct)} distinct problems of this kind, not {count}")
+    raise ValueError(
+        f"chain_sum makes only {len(distinct)} distinct problems of this kind, not {count}"
+    )
 
 
 def careless_answer(entry: dict, rng: random.Random) -> str:
@@ -65,8 +69,12 @@ def prepare(folder: Path, seed: int) -> None:
     write_rows(folder / "data" / "eval.jsonl", held_out)
     write_rows(folder / "data" / "demonstrations.jsonl", demonstrations)
     build_model(folder / "init", [entry["question"] + entry["answer"] for entry in made], seed)
-    right = sum(row["demonstration"] == row["answer"] for row in demonstrations) / len(demonstrations)
-    print(f"{len(train)} problems, {len(held_out)} held out; {right:.0%} of the demonstrations are right")
+    right = sum(row["demonstration"] == row["answer"] for row in demonstrations) / len(
+        demonstrations
+    )
+    print(
+        f"{len(train)} problems, {len(held_out)} held out; {right:.0%} of the demonstrations are right"
+    )
 
 
 def report(folder: Path, seconds: float) -> None:
@@ -76,7 +84,9 @@ def report(folder: Path, seconds: float) -> None:
 
     history = read_metrics(folder / "metrics.jsonl")
     evaluations = [metrics for metrics in history if "eval/accuracy_greedy" in metrics]
-    table = rich.table.Table("", "before GRPO", "after GRPO", "change", title=f"{NUM_EVAL} held-out problems")
+    table = rich.table.Table(
+        "", "before GRPO", "after GRPO", "change", title=f"{NUM_EVAL} held-out problems"
+    )
 
     # What is better when larger, and what it cost.
     shares = {
@@ -97,7 +107,9 @@ def report(folder: Path, seconds: float) -> None:
         after = evaluations[-1][key]
         table.add_row(name, f"{before:.3f} nats", f"{after:.3f} nats", f"{after - before:+.3f}")
     rich.print(table)
-    print(f"{seconds:.0f} seconds. Curves: {folder / 'curves.png'}  metrics: {folder / 'metrics.jsonl'}")
+    print(
+        f"{seconds:.0f} seconds. Curves: {folder / 'curves.png'}  metrics: {folder / 'metrics.jsonl'}"
+    )
     print(f"Model: {folder / 'model'}  TensorBoard: tensorboard --logdir {folder / 'tensorboard'}")
 
 
@@ -105,7 +117,9 @@ def report(folder: Path, seconds: float) -> None:
 def main(argv: list[str] | None = None) -> None:
     """`fused-rl demo`, `make demo`."""
     parser = argparse.ArgumentParser(prog="fused-rl demo", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--seed", type=int, default=1, help="of problems, weights, data order and sampling")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="of problems, weights, data order and sampling"
+    )
     parser.add_argument("--output_dir", type=Path, default=Path("runs/demo"))
     options = parser.parse_args(argv)
     began = time.monotonic()

@@ -41,13 +41,20 @@ def report(teacher: Path, folder: Path) -> None:
     import rich.table
 
     def evaluations(of: Path) -> list[dict]:
-        return [metrics for metrics in read_metrics(of / "metrics.jsonl") if "eval/accuracy_greedy" in metrics]
+        return [
+            metrics
+            for metrics in read_metrics(of / "metrics.jsonl")
+            if "eval/accuracy_greedy" in metrics
+        ]
 
     before, *_, after = evaluations(folder)
     *_, taught = evaluations(teacher / "grpo")
     columns = ("", "student before", "student after", "teacher")
     table = rich.table.Table(*columns, title=f"{demo.NUM_EVAL} held-out problems")
-    for name, key in (("accuracy, greedy", "eval/accuracy_greedy"), ("accuracy, sampled", "eval/accuracy_sampled")):
+    for name, key in (
+        ("accuracy, greedy", "eval/accuracy_greedy"),
+        ("accuracy, sampled", "eval/accuracy_sampled"),
+    ):
         table.add_row(name, *(f"{100 * metrics[key]:.1f} %" for metrics in (before, after, taught)))
     kl = [f"{metrics['eval/distill/kl']:.3f} nats" for metrics in (before, after)]
     table.add_row("KL to the teacher, per token", *kl, "")
@@ -57,9 +64,18 @@ def report(teacher: Path, folder: Path) -> None:
 @around("fused-rl demo-distill", LOST)
 def main(argv: list[str] | None = None) -> None:
     """`make demo-distill`."""
-    parser = argparse.ArgumentParser(prog="fused-rl demo-distill", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--seed", type=int, default=1, help="of data order and sampling, and of a demo that is missing")
-    parser.add_argument("--demo_dir", type=Path, default=Path("runs/demo"), help="folder of `make demo`")
+    parser = argparse.ArgumentParser(
+        prog="fused-rl demo-distill", description=__doc__.split("\n", 1)[0]
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=1,
+        help="of data order and sampling, and of a demo that is missing",
+    )
+    parser.add_argument(
+        "--demo_dir", type=Path, default=Path("runs/demo"), help="folder of `make demo`"
+    )
     parser.add_argument("--output_dir", type=Path, default=Path("runs/demo_distill"))
     options = parser.parse_args(argv)
     began = time.monotonic()
@@ -68,7 +84,9 @@ def main(argv: list[str] | None = None) -> None:
     run(options.demo_dir, options.output_dir, options.seed)
     report(options.demo_dir, options.output_dir)
     seconds = time.monotonic() - began
-    print(f"{seconds:.0f} seconds. Model: {options.output_dir / 'model'}  curves: {options.output_dir / 'curves.png'}")
+    print(
+        f"{seconds:.0f} seconds. Model: {options.output_dir / 'model'}  curves: {options.output_dir / 'curves.png'}"
+    )
 
 
 if __name__ == "__main__":

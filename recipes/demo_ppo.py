@@ -25,7 +25,9 @@ PROXY, TRUTH = "objective/scores", "rewards/reasoning_gym/mean"
 
 def run(folder: Path, seed: int) -> list[dict]:
     """Warm start, reward model and PPO of one seed; returns PPO's metrics."""
-    print("1/3 problems, an untrained model, and a warm start: fused-rl sft --config recipes/demo_sft.yaml")
+    print(
+        "1/3 problems, an untrained model, and a warm start: fused-rl sft --config recipes/demo_sft.yaml"
+    )
     demo.prepare(folder, seed)
     data = folder / "data"
     paths = {
@@ -111,9 +113,15 @@ def draw(histories: dict[str, list[dict]], path: Path) -> None:
         rates = [m["val/win_rate"] for m in paired]
         kl = [m["objective/kl_exact"] for m in paired]
         wins.plot(kl, rates, ".", markersize=3, color=colour, label=name)
-    proxy.set(title="score and true accuracy of sampled answers", xlabel="KL to the reference (nats per response)")
+    proxy.set(
+        title="score and true accuracy of sampled answers",
+        xlabel="KL to the reference (nats per response)",
+    )
     length.set(title="score against length", xlabel="tokens per response", ylabel="score")
-    wins.set(title="right scores above wrong, same prompt", xlabel="KL to the reference (nats per response)")
+    wins.set(
+        title="right scores above wrong, same prompt",
+        xlabel="KL to the reference (nats per response)",
+    )
     for axes in (proxy, length, wins):
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7)
@@ -126,8 +134,12 @@ def main(argv: list[str] | None = None) -> None:
     import rich
     import rich.table
 
-    parser = argparse.ArgumentParser(prog="fused-rl demo-ppo", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="one run per seed, of everything in it")
+    parser = argparse.ArgumentParser(
+        prog="fused-rl demo-ppo", description=__doc__.split("\n", 1)[0]
+    )
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[1], help="one run per seed, of everything in it"
+    )
     parser.add_argument("--output_dir", type=Path, default=Path("runs/demo_ppo"))
     options = parser.parse_args(argv)
     began = time.monotonic()
@@ -138,7 +150,13 @@ def main(argv: list[str] | None = None) -> None:
     for seed in options.seeds:
         place = folder if len(options.seeds) == 1 else folder / f"seed-{seed}"
         histories[f"seed {seed}"] = run(place, seed)
-    columns = ("held out", "score", "accuracy, greedy", "accuracy, sampled", "exact KL, nats per response")
+    columns = (
+        "held out",
+        "score",
+        "accuracy, greedy",
+        "accuracy, sampled",
+        "exact KL, nats per response",
+    )
     table = rich.table.Table(*columns, title="before PPO -> after: what is paid, and what is true")
     for name, history in histories.items():
         table.add_row(name, *row_of(history))
@@ -148,7 +166,9 @@ def main(argv: list[str] | None = None) -> None:
     used = time.process_time()
     ppo_folder = place / "ppo"
     print(f"{seconds:.0f} seconds ({used:.0f} of CPU). Score against truth: {folder / 'panel.png'}")
-    print(f"Model: {ppo_folder / 'model'}  critic: {ppo_folder / 'critic'}  curves: {ppo_folder / 'curves.png'}")
+    print(
+        f"Model: {ppo_folder / 'model'}  critic: {ppo_folder / 'critic'}  curves: {ppo_folder / 'curves.png'}"
+    )
 
 
 if __name__ == "__main__":

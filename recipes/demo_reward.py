@@ -83,7 +83,9 @@ def prepare(folder: Path, seed: int) -> None:
     for split, rows in pairs.items():
         write_rows(folder / "data" / f"{split}.jsonl", rows)
     demo.build_model(folder / "init", [entry["question"] + entry["answer"] for entry in made], seed)
-    print(f"{len(pairs['train'])} pairs about {NUM_TRAIN} problems; {len(pairs['eval'])} about {NUM_EVAL} held out")
+    print(
+        f"{len(pairs['train'])} pairs about {NUM_TRAIN} problems; {len(pairs['eval'])} about {NUM_EVAL} held out"
+    )
 
 
 def accuracy_by_kind(config: reward.RewardConfig) -> dict[str, float]:
@@ -119,8 +121,12 @@ def main(argv: list[str] | None = None) -> None:
     import rich
     import rich.table
 
-    parser = argparse.ArgumentParser(prog="fused-rl demo-reward", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="one run per seed, of everything in it")
+    parser = argparse.ArgumentParser(
+        prog="fused-rl demo-reward", description=__doc__.split("\n", 1)[0]
+    )
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[1], help="one run per seed, of everything in it"
+    )
     parser.add_argument("--output_dir", type=Path, default=Path("runs/demo_reward"))
     arguments = parser.parse_args(argv)
     began = time.monotonic()
@@ -130,7 +136,9 @@ def main(argv: list[str] | None = None) -> None:
     for seed in arguments.seeds:
         folder = arguments.output_dir / f"seed-{seed}" if several else arguments.output_dir
         found[f"seed {seed}"] = run(folder, seed)
-    table = rich.table.Table("held-out accuracy", *found, title="how often the right answer scores higher")
+    table = rich.table.Table(
+        "held-out accuracy", *found, title="how often the right answer scores higher"
+    )
     for kind in next(iter(found.values())):
         table.add_row(kind, *(f"{100 * accuracy[kind]:.1f} %" for accuracy in found.values()))
     rich.print(table)

@@ -44,13 +44,17 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int, *, chat: bool):
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS
+    )
     if chat:
         fast.chat_template = TEMPLATE
     return fast
 
 
-def save_llama(folder: Path, tokenizer, seed: int, *, layers: int, hidden_size: int, positions: int) -> int:
+def save_llama(
+    folder: Path, tokenizer, seed: int, *, layers: int, hidden_size: int, positions: int
+) -> int:
     """Write a Llama with random weights, and its tokenizer, in the Hub's format; returns how many weights it has."""
     import transformers
 
@@ -89,7 +93,9 @@ def texts_of(value: object) -> Iterator[str]:
 def main(argv: list[str] | None = None) -> None:
     """`python -m fused_rl.recipes.tiny_model`."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--dataset", required=True, help="rows whose texts the tokenizer learns from")
+    parser.add_argument(
+        "--dataset", required=True, help="rows whose texts the tokenizer learns from"
+    )
     parser.add_argument("--output_dir", required=True, type=Path, help="new folder of the model")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden_size", type=int, default=128, help="a multiple of 32")
@@ -99,9 +105,15 @@ def main(argv: list[str] | None = None) -> None:
     if given.output_dir.exists():
         raise InputError(f"{given.output_dir} exists; give --output_dir a new folder")
     tokenizer = learn_tokenizer(texts_of(load_rows(given.dataset).rows), 512, chat=True)
-    sizes = {"layers": given.layers, "hidden_size": given.hidden_size, "positions": given.max_length}
+    sizes = {
+        "layers": given.layers,
+        "hidden_size": given.hidden_size,
+        "positions": given.max_length,
+    }
     weights = save_llama(given.output_dir, tokenizer, given.seed, **sizes)
-    print(f"{given.output_dir}: a Llama with {weights:,} random weights and {len(tokenizer)} tokens")
+    print(
+        f"{given.output_dir}: a Llama with {weights:,} random weights and {len(tokenizer)} tokens"
+    )
 
 
 if __name__ == "__main__":

@@ -39,7 +39,9 @@ class Guessing(Sampler):
             over = set()
             for i, guess in zip(going, guesses, strict=True):
                 said = answer(self.tokenizer.decode(guess.ids), digits[i])
-                games[i] = after_turn(games[i], guess, self.tokenizer(said, add_special_tokens=False).input_ids)
+                games[i] = after_turn(
+                    games[i], guess, self.tokenizer(said, add_special_tokens=False).input_ids
+                )
                 over |= {i} if said == "=" else set()
             going = [i for i in going if i not in over]
         return [replace(game, finish="stop") for game in games]
@@ -78,15 +80,23 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)  # of so small a model two threads win little
     prepare(folder, options.seed)
     grpo.train(config_of(folder, options.seed))
-    found = [m for m in read_metrics(folder / "grpo" / "metrics.jsonl") if "eval/accuracy_sampled" in m]
+    found = [
+        m for m in read_metrics(folder / "grpo" / "metrics.jsonl") if "eval/accuracy_sampled" in m
+    ]
     first, last = (f"{100 * found[at]['eval/accuracy_sampled']:.1f} %" for at in (0, -1))
-    print(f"found in three guesses: {first} before, {last} after; {time.monotonic() - began:.0f} seconds")
+    print(
+        f"found in three guesses: {first} before, {last} after; {time.monotonic() - began:.0f} seconds"
+    )
 
 
 def config_of(folder: Path, seed: int) -> grpo.GRPOConfig:
     """The recipe on what `prepare` has left in `folder`."""
     data = folder / "data"
-    paths = {"model": folder / "init", "dataset": data / "train.jsonl", "eval_dataset": data / "eval.jsonl"}
+    paths = {
+        "model": folder / "init",
+        "dataset": data / "train.jsonl",
+        "eval_dataset": data / "eval.jsonl",
+    }
     paths["output_dir"] = folder / "grpo"
     return parse(grpo.GRPOConfig, demo.arguments("turns_grpo.yaml", seed, paths))
 

@@ -20,14 +20,18 @@ torch.set_num_threads(1)  # test tensors are tiny, and the interpreter is one th
 
 def pytest_configure():
     """Remove locks of torch's compiled extensions that a killed process has left: whoever loads one waits for ever."""
-    cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
+    cache = Path(
+        os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions")
+    )
     for lock in cache.glob("**/lock"):
         if time.time() - lock.stat().st_mtime > 120:
             lock.unlink(missing_ok=True)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--on-device", action="store_true", help="leave out tests of the CPU path (`make gpu`)")
+    parser.addoption(
+        "--on-device", action="store_true", help="leave out tests of the CPU path (`make gpu`)"
+    )
 
 
 def pytest_collection_modifyitems(config, items):
@@ -50,14 +54,19 @@ def backend(request, monkeypatch):
     if request.param == "kernel":
         request.getfixturevalue("poisoned")
         return DEVICE
-    monkeypatch.setenv("TRITON_INTERPRET", "0")  # read at each call of a public op; the kernels stay interpreted
+    monkeypatch.setenv(
+        "TRITON_INTERPRET", "0"
+    )  # read at each call of a public op; the kernels stay interpreted
     return "cpu"
 
 
 @pytest.fixture
 def poisoned():
     """Fills what torch.empty returns with NaN, so that an element which no kernel writes is seen."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])

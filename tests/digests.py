@@ -36,12 +36,27 @@ PPO |= {"missing_eos_penalty": 0.5, "kl_coef": 0.05}
 SFT = {"completion_column": "answer", "batch_size": 8, "weight_decay": 0.1}
 REWARD = {"batch_size": 8, "centering": 0.01, "label_smoothing": 0.05, "normalize_pairs": 6}
 PARTITIONED = {"zero_stage": 3, "stage3_param_persistence_threshold": 0}
-DISTILL = {"max_new_tokens": 6, "prompts_per_step": 8, "on_policy": 0.5, "completion_column": "answer"}
+DISTILL = {
+    "max_new_tokens": 6,
+    "prompts_per_step": 8,
+    "on_policy": 0.5,
+    "completion_column": "answer",
+}
 DPO = {"batch_size": 8, "label_smoothing": 0.05, "nll_coef": 0.1}
 LORA = {"lora_rank": 4}
 ADAPTIVE = {"kl_target": 0.05, "kl_horizon": 50, "tf_adam": True, "critic_warmup_steps": 2}
-SYNCED = {"ref_sync_every": 2, "ref_mixup_alpha": 0.6, "kl_in": "reward", "advantage": "group-mean-batch-std"}
-REFILLED = {"preset": "dapo", "zero_variance": "refill", "overlong_buffer": 2, "overlong_factor": 0.25}
+SYNCED = {
+    "ref_sync_every": 2,
+    "ref_mixup_alpha": 0.6,
+    "kl_in": "reward",
+    "advantage": "group-mean-batch-std",
+}
+REFILLED = {
+    "preset": "dapo",
+    "zero_variance": "refill",
+    "overlong_buffer": 2,
+    "overlong_factor": 0.25,
+}
 KEPT = {"top_p": 0.8, "top_k": 20, "temperature": 0.7}
 
 # Name -> (command, options beside those that all have, processes).
@@ -73,7 +88,11 @@ CASES = {
     "ppo-zero3": ("ppo", PPO | PARTITIONED | {"epochs": 1}, 1),
     "ppo-lora": ("ppo", PPO | LORA | {"zero_stage": 2, "lag": 1}, 1),
     "distill-zero0": ("distill", DISTILL | {"zero_stage": 0, "packing": True}, 1),
-    "distill-ranks-zero3": ("distill", DISTILL | PARTITIONED | {"direction": "jensen-shannon", "jsd_beta": 0.3}, 2),
+    "distill-ranks-zero3": (
+        "distill",
+        DISTILL | PARTITIONED | {"direction": "jensen-shannon", "jsd_beta": 0.3},
+        2,
+    ),
     "dpo-zero0": ("dpo", DPO | {"zero_stage": 0, "micro_batch_size": 3}, 1),
     "dpo-lora": ("dpo", DPO | LORA | {"zero_stage": 2, "loss_type": "simpo"}, 1),
 }
@@ -101,9 +120,16 @@ def words_of(command: str, options: dict, folder: Path, output_dir: Path) -> lis
     model, rows = ("pairs/model", "pairs/pairs.jsonl") if pairs else ("model", "rows.jsonl")
     given = {"model": folder / model, "dataset": folder / rows, "output_dir": output_dir}
     given |= {"steps": 10, "eval_size": 4, "eval_every": 5, "save_every": 0, "dtype": "float32"}
-    given |= {"lr": 0.01 if command in ("sft", "grpo") else 0.001, "adam_eps": 1e-3, "micro_batch_size": 8}
+    given |= {
+        "lr": 0.01 if command in ("sft", "grpo") else 0.001,
+        "adam_eps": 1e-3,
+        "micro_batch_size": 8,
+    }
     if command == "ppo":
-        given |= {"verifiers": f"[reward_model:{folder / 'reward'}, {SCORER}]", "verifier_weights": "[1, 0]"}
+        given |= {
+            "verifiers": f"[reward_model:{folder / 'reward'}, {SCORER}]",
+            "verifier_weights": "[1, 0]",
+        }
         given |= {"critic": folder / "reward"}
     if command == "distill":
         given["teacher"] = folder / "teacher"
@@ -181,7 +207,11 @@ def of_case(name: str, folder: Path) -> dict:
 def code_path() -> str:
     """What decides how a GEMM on this CPU rounds."""
     cpu = Path("/proc/cpuinfo")
-    names = [line for line in cpu.read_text().splitlines() if "model name" in line] if cpu.exists() else []
+    names = (
+        [line for line in cpu.read_text().splitlines() if "model name" in line]
+        if cpu.exists()
+        else []
+    )
     model = names[0].split(":")[1].strip() if names else platform.machine()
     return f"{model}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__.split('+')[0]}"
 
@@ -200,15 +230,21 @@ def differences(expected: dict, found: dict, *, exact: bool, tolerance: float) -
         a, b = before.get(key), after.get(key)
         if a is None or b is None:
             yield f"{key}: {a} -> {b}"
-        elif not (a == b or (not exact and math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance))):
+        elif not (
+            a == b or (not exact and math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance))
+        ):
             yield f"{key}: {a!r} -> {b!r}"
 
 
 def main() -> None:
     """Store what the cases give now, after a change that was meant to change numbers."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("cases", nargs="*", default=list(CASES), help="names of cases; all if none is given")
-    parser.add_argument("--write", action="store_true", required=True, help="in place of what is stored")
+    parser.add_argument(
+        "cases", nargs="*", default=list(CASES), help="names of cases; all if none is given"
+    )
+    parser.add_argument(
+        "--write", action="store_true", required=True, help="in place of what is stored"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     os.environ["TRITON_INTERPRET"] = "0"

@@ -18,7 +18,9 @@ from multiprocessing import forkserver
 PRELOADED = ["tests.conftest", "fused_rl", "torch.distributed.fsdp", "deepspeed", "transformers"]
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(PRELOADED)
-atexit.register(forkserver._forkserver._stop)  # waited for: its seconds are ours, and nothing outlives the tests
+atexit.register(
+    forkserver._forkserver._stop
+)  # waited for: its seconds are ours, and nothing outlives the tests
 
 
 def _rank(work, environment, rank, world, folder, results, timeout):
@@ -53,7 +55,9 @@ def _rank(work, environment, rank, world, folder, results, timeout):
     results.join_thread()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0 if status == "returned" else 1)  # an ordinary exit races with gloo's threads and aborts now and then
+    os._exit(
+        0 if status == "returned" else 1
+    )  # an ordinary exit races with gloo's threads and aborts now and then
 
 
 def _collect(processes, results, timeout):
@@ -82,7 +86,9 @@ def ragged_batches(lengths):
     generator = torch.Generator().manual_seed(3)
 
     def batch(n):
-        return torch.randint(131, (2, n + 1), generator=generator), torch.randn(2, n, generator=generator)
+        return torch.randint(131, (2, n + 1), generator=generator), torch.randn(
+            2, n, generator=generator
+        )
 
     ranks = []
     for of_rank in lengths:

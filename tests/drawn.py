@@ -40,13 +40,16 @@ class st:  # noqa: N801 - as hypothesis calls its strategies
 
     @staticmethod
     def lists(strategy, max_size):
-        return Strategy(lambda source: [strategy.draw(source) for _ in range(source.randint(0, max_size))])
+        return Strategy(
+            lambda source: [strategy.draw(source) for _ in range(source.randint(0, max_size))]
+        )
 
     @staticmethod
     def builds(make, *parts, **fields):
         def draw(source):
             return make(
-                *[one.draw(source) for one in parts], **{name: one.draw(source) for name, one in fields.items()}
+                *[one.draw(source) for one in parts],
+                **{name: one.draw(source) for name, one in fields.items()},
             )
 
         return Strategy(draw)

@@ -26,7 +26,10 @@ def make(shape, dtype, device="cpu", bias=True, leading=None, seed=0):
     targets = torch.randint(vocab, (n,), generator=generator)
     mask = torch.rand(n, generator=generator) < 0.7
     mask[0], mask[-1] = True, False
-    leaves = [t.to(device, dtype).requires_grad_() for t in ([hidden, weight, head] if bias else [hidden, weight])]
+    leaves = [
+        t.to(device, dtype).requires_grad_()
+        for t in ([hidden, weight, head] if bias else [hidden, weight])
+    ]
     return leaves, targets.to(device), mask.to(device)
 
 
@@ -35,7 +38,9 @@ def in_dtype(leaves, dtype):
 
 
 def call(function, leaves, targets, *args, **options):
-    return function(leaves[0], leaves[1], targets, *args, bias=leaves[2] if len(leaves) > 2 else None, **options)
+    return function(
+        leaves[0], leaves[1], targets, *args, bias=leaves[2] if len(leaves) > 2 else None, **options
+    )
 
 
 def token_loss(logprobs, entropy, advantages, weights):
@@ -56,26 +61,42 @@ def per_token(targets, seed=1):
 
 def logprobs_and_gradients(module, leaves, targets, upstream, **options):
     outputs = call(module.linear_token_logprobs, leaves, targets, **options)
-    grads = torch.autograd.grad(outputs, leaves, [u.to(o.dtype) for u, o in zip(upstream, outputs, strict=True)])
+    grads = torch.autograd.grad(
+        outputs, leaves, [u.to(o.dtype) for u, o in zip(upstream, outputs, strict=True)]
+    )
     return [*outputs, *grads]
 
 
 def loss_and_gradients(module, leaves, targets, factor=0.37, **options):
     values = [v.to(FP64 if leaves[0].dtype == FP64 else FP32) for v in per_token(targets)]
-    loss, logprobs, entropy = call(module.linear_token_loss, leaves, targets, token_loss, *values, **options)
-    if module is fused_rl:  # the error of a sum is luck: it is checked as the sum of what is checked below
-        kept = torch.ones_like(targets, dtype=torch.bool) if options.get("mask") is None else options["mask"]
-        terms = token_loss(logprobs[kept].double(), entropy[kept].double(), *(v[kept] for v in values))
+    loss, logprobs, entropy = call(
+        module.linear_token_loss, leaves, targets, token_loss, *values, **options
+    )
+    if (
+        module is fused_rl
+    ):  # the error of a sum is luck: it is checked as the sum of what is checked below
+        kept = (
+            torch.ones_like(targets, dtype=torch.bool)
+            if options.get("mask") is None
+            else options["mask"]
+        )
+        terms = token_loss(
+            logprobs[kept].double(), entropy[kept].double(), *(v[kept] for v in values)
+        )
         assert (loss.double() - terms.sum()).abs() <= 1e-6 * terms.abs().sum()
     return [logprobs, entropy, *torch.autograd.grad(loss * factor, leaves)]
 
 
 def assert_as_good(results, exact, same_dtype, atol=0.0):
     """Error against fp64 at most twice that of the reference in the inputs' dtype plus two fp32 ulps of its largest."""
-    for i, (result, truth, reference_result) in enumerate(zip(results, exact, same_dtype, strict=True)):
+    for i, (result, truth, reference_result) in enumerate(
+        zip(results, exact, same_dtype, strict=True)
+    ):
         assert result.isfinite().all()
         error = (result.double() - truth).abs().max()
-        allowed = 2 * (reference_result.double() - truth).abs().max() + atol + 2**-22 * truth.abs().max()
+        allowed = (
+            2 * (reference_result.double() - truth).abs().max() + atol + 2**-22 * truth.abs().max()
+        )
         assert error <= allowed, f"result {i}: error {error:.2e}, allowed {allowed:.2e}"
 
 

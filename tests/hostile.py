@@ -29,7 +29,10 @@ LOOKS = {
     "all equal": lambda x, some: torch.full_like(x, x[0].item()),
     "nearly equal": lambda x, some: 1e-2 * x,
     "two peaks of 30 nats": lambda x, some: x.index_fill(0, some(2), x.max() + 30),
-    **{f"peak of {n} nats": lambda x, some, n=n: x.index_add(0, some(1), torch.tensor([1.0 * n])) for n in (10, 60)},
+    **{
+        f"peak of {n} nats": lambda x, some, n=n: x.index_add(0, some(1), torch.tensor([1.0 * n]))
+        for n in (10, 60)
+    },
     **{f"peak of {n} nats": lambda x, some, n=n: x.index_fill(0, some(1), n) for n in (300, 600)},
     "offset 1e4": lambda x, some: x + 1e4,
     "offset -1e4": lambda x, some: x - 1e4,
@@ -51,7 +54,9 @@ PLACES = {
     "a lane of 32": lambda v, some: _columns(v, some(1).item() % 32, 32),
     "a lane of 512": lambda v, some: _columns(v, some(1).item() % 512, 512),
     "every second": lambda v, some: _columns(v, 1, 2),
-    "a block": lambda v, some: _columns(v, slice(some(1).item() // 512 * 512, some(1).item() // 512 * 512 + 512)),
+    "a block": lambda v, some: _columns(
+        v, slice(some(1).item() // 512 * 512, some(1).item() // 512 * 512 + 512)
+    ),
     "first half": lambda v, some: _columns(v, slice(0, v // 2)),
     "last 60 %": lambda v, some: _columns(v, slice(v * 2 // 5, v)),
     "30 %": lambda v, some: _columns(v, some(v * 3 // 10)),
@@ -59,7 +64,12 @@ PLACES = {
     "all but five": lambda v, some: ~_columns(v, some(5)),
 }
 FILLS = ("-inf", "-1e4", "-1e9", "lowest")
-SIDES = ("policy", "reference", "both", "apart")  # apart: the reference everywhere else, so that nothing is shared
+SIDES = (
+    "policy",
+    "reference",
+    "both",
+    "apart",
+)  # apart: the reference everywhere else, so that nothing is shared
 VIEWS = {
     "contiguous": lambda x: x.clone(),
     "odd stride": lambda x: torch.nn.functional.pad(x, (1, 2))[:, 1:-2],
@@ -101,7 +111,9 @@ class Case(NamedTuple):
 
 def cases():
     choice = st.sampled_from
-    rows = st.builds(Row, choice([*LOOKS]), choice([*OTHERS]), choice([*PLACES]), choice(FILLS), choice(SIDES))
+    rows = st.builds(
+        Row, choice([*LOOKS]), choice([*OTHERS]), choice([*PLACES]), choice(FILLS), choice(SIDES)
+    )
     return st.builds(
         Case,
         rows=st.lists(rows, max_size=4).map(tuple),
@@ -150,7 +162,10 @@ def build(case: Case) -> Batch:
     any_id = torch.randint(case.vocab, (n, case.count + 1), generator=generator)
     mixed = torch.cat([ranked[:, :3], ranked[:, :1], any_id], 1)
     targets = mixed[:, (0, 1, -1)[case.seed % 3]]
-    kept = [{*some(2 * i + 1).tolist(), *ranked[i, :i].tolist(), int(targets[i])} if i != 3 else [] for i in range(n)]
+    kept = [
+        {*some(2 * i + 1).tolist(), *ranked[i, :i].tolist(), int(targets[i])} if i != 3 else []
+        for i in range(n)
+    ]
     per_row = 0.5 + torch.rand(n, generator=generator)
     return Batch(
         *(x, y),
@@ -165,7 +180,11 @@ def build(case: Case) -> Batch:
 
 def placed(batch: Batch, device: str) -> Batch:
     """The batch on a device, with all that is drawn: what is made of it later has the strides of its view there."""
-    moved = {name: x.to(device) for name, x in batch._asdict().items() if isinstance(x, (torch.Tensor, TokenSupport))}
+    moved = {
+        name: x.to(device)
+        for name, x in batch._asdict().items()
+        if isinstance(x, (torch.Tensor, TokenSupport))
+    }
     return batch._replace(**moved)
 
 
@@ -175,7 +194,11 @@ def _pair(row, vocab, dtype, some, generator):
     y = OTHERS[row.other](x, y)
     x, y = x.to(dtype), y.to(dtype)
     at = PLACES[row.place](vocab, some)
-    fill = torch.finfo(dtype).min if row.fill == "lowest" else max(float(row.fill), torch.finfo(dtype).min)
+    fill = (
+        torch.finfo(dtype).min
+        if row.fill == "lowest"
+        else max(float(row.fill), torch.finfo(dtype).min)
+    )
     fill = -torch.inf if row.fill == "-inf" else fill
     of_x = at & (row.side != "reference")
     of_y = {"policy": at & False, "apart": ~at & bool(at.any())}.get(row.side, at)
@@ -189,7 +212,8 @@ def _viewed(batch, *logits):
     nowhere = torch.zeros_like(batch.targets, dtype=torch.bool)
     hidden = nowhere if batch.mask is None else ~batch.mask
     return tuple(
-        VIEWS[batch.view](x.masked_fill(hidden[:, None] & (batch.view != "expanded"), torch.nan)) for x in logits
+        VIEWS[batch.view](x.masked_fill(hidden[:, None] & (batch.view != "expanded"), torch.nan))
+        for x in logits
     )
 
 
@@ -207,7 +231,9 @@ def as_products(batch):
     for name in ("logits", "ref_logits"):
         x = getattr(batch, name)
         banned = x == -torch.inf
-        finite = x.masked_fill(banned, 0).clamp(min=max(-1e30, torch.finfo(x.dtype).min))  # gradients fit
+        finite = x.masked_fill(banned, 0).clamp(
+            min=max(-1e30, torch.finfo(x.dtype).min)
+        )  # gradients fit
         found[name] = finite.masked_fill(banned[:1].any(0), -torch.inf)
     return batch._replace(**found)
 
@@ -236,7 +262,9 @@ def _given(batch, like, *names):
     """The options of these names, a tensor of temperatures in the precision of the leaves."""
     options = {name: getattr(batch, name) for name in names}
     if isinstance(options.get("temperature"), torch.Tensor):
-        options["temperature"] = batch.temperature.to(torch.promote_types(like.dtype, torch.float32))
+        options["temperature"] = batch.temperature.to(
+            torch.promote_types(like.dtype, torch.float32)
+        )
     return options
 
 
@@ -271,7 +299,14 @@ def of_shifted(op, batch, logits, **more):
 
 
 def shifted_head(op, batch, hidden, weight, bias, **more):
-    return op(hidden[None], weight, batch.targets.roll(1)[None], bias=bias, **_next(batch, hidden, *ROWS), **more)
+    return op(
+        hidden[None],
+        weight,
+        batch.targets.roll(1)[None],
+        bias=bias,
+        **_next(batch, hidden, *ROWS),
+        **more,
+    )
 
 
 def _rolled(batch):
@@ -313,9 +348,25 @@ def loss_of_head(op, batch, hidden, weight, bias, targets="targets", shift=False
     if shift:
         options = _next(batch, hidden, *ROWS)
         per_token = batch.weights[:, None, :-1].to(wide)
-        return op(hidden[None], weight, batch.targets.roll(1)[None], token_loss, *per_token, bias=bias, **options)
+        return op(
+            hidden[None],
+            weight,
+            batch.targets.roll(1)[None],
+            token_loss,
+            *per_token,
+            bias=bias,
+            **options,
+        )
     options = _given(batch, hidden, *ROWS)
-    return op(hidden, weight, getattr(batch, targets), token_loss, *batch.weights.to(wide), bias=bias, **options)
+    return op(
+        hidden,
+        weight,
+        getattr(batch, targets),
+        token_loss,
+        *batch.weights.to(wide),
+        bias=bias,
+        **options,
+    )
 
 
 def shifted_loss_of_head(op, batch, *leaves):
@@ -373,7 +424,9 @@ def divergence(logits, ref_logits, *, direction, temperature, mask, softcap=None
     x, y = (torch.where(z <= -1e20, -torch.inf, z) for z in (logits, ref_logits))
     first, second = (y, x) if direction == "forward" else (x, y)
     empty = (first == -torch.inf).all(-1)
-    infinite = ((second == -torch.inf) & (first > -torch.inf)).any(-1) & (direction != "jensen-shannon")
+    infinite = ((second == -torch.inf) & (first > -torch.inf)).any(-1) & (
+        direction != "jensen-shannon"
+    )
     known = ~(empty | (second == -torch.inf).all(-1) | infinite)[..., None]
     x, y = (torch.where(known, z, 0) for z in (x, y))
     value = reference.token_kl(x, y, **options)
@@ -382,23 +435,38 @@ def divergence(logits, ref_logits, *, direction, temperature, mask, softcap=None
 
 
 def divergence_of_heads(hidden, weight, ref_hidden, ref_weight, *, bias, ref_bias, mask, **options):
-    kept = torch.ones(hidden.shape[:-1], dtype=torch.bool, device=hidden.device) if mask is None else mask
+    kept = (
+        torch.ones(hidden.shape[:-1], dtype=torch.bool, device=hidden.device)
+        if mask is None
+        else mask
+    )
     if kept.shape != hidden.shape[:-1]:
         kept = torch.nn.functional.pad(kept, (0, 1))
     heads = (hidden, weight, bias), (ref_hidden, ref_weight, ref_bias)
     return divergence(
-        *(torch.nn.functional.linear(torch.where(kept[..., None], h, 0), *z) for h, *z in heads), mask=mask, **options
+        *(torch.nn.functional.linear(torch.where(kept[..., None], h, 0), *z) for h, *z in heads),
+        mask=mask,
+        **options,
     )
 
 
 def outcomes(logprobs, ref_logprobs, *, direction, mask):
     """`reference.topk_kl`; where the second distribution alone has probability 0, infinite."""
     first, second = (ref_logprobs, logprobs) if direction == "forward" else (logprobs, ref_logprobs)
-    infinite = ((second == -torch.inf) & (first > -torch.inf)).any(-1) & (direction != "jensen-shannon")
-    given = (torch.where(infinite[..., None], math.log(0.25 / max(1, logprobs.shape[-1])), z) for z in (first, second))
+    infinite = ((second == -torch.inf) & (first > -torch.inf)).any(-1) & (
+        direction != "jensen-shannon"
+    )
+    given = (
+        torch.where(infinite[..., None], math.log(0.25 / max(1, logprobs.shape[-1])), z)
+        for z in (first, second)
+    )
     first, second = given
     logprobs, ref_logprobs = (second, first) if direction == "forward" else (first, second)
-    value = torch.where(infinite, torch.inf, reference.topk_kl(logprobs, ref_logprobs, direction=direction, mask=mask))
+    value = torch.where(
+        infinite,
+        torch.inf,
+        reference.topk_kl(logprobs, ref_logprobs, direction=direction, mask=mask),
+    )
     return value if mask is None else torch.where(mask, value, 0)
 
 
@@ -415,7 +483,11 @@ def logprobs_promise(batch, exact):
 
 def blurred(batch):
     """A capped logit is known to an ulp of the cap, over T."""
-    return 0.0 if batch.softcap is None else 2**-23 * batch.softcap / min(_per_row(batch).tolist(), default=1.0)
+    return (
+        0.0
+        if batch.softcap is None
+        else 2**-23 * batch.softcap / min(_per_row(batch).tolist(), default=1.0)
+    )
 
 
 def loss_promise(batch, exact):
@@ -431,9 +503,13 @@ def kl_promise(batch, exact):
     (value,) = exact
     x, y = (z.amax(-1) for z in _capped(batch))
     distance = ((x - y).abs() / batch.temperature).nan_to_num(torch.inf, torch.inf)
-    allowed = (5e-6 if batch.direction == "jensen-shannon" else 3e-6) * value + 1e-7 * distance + 1e-13
+    allowed = (
+        (5e-6 if batch.direction == "jensen-shannon" else 3e-6) * value + 1e-7 * distance + 1e-13
+    )
     blur = blurred(batch)
-    allowed = allowed + 4 * blur * (value + value.clamp(min=0).sqrt()) + 4 * blur**2  # as a capped logit is known
+    allowed = (
+        allowed + 4 * blur * (value + value.clamp(min=0).sqrt()) + 4 * blur**2
+    )  # as a capped logit is known
     unknown = (distance > 1e7) & (value < distance / 100)
     return (torch.where(unknown | empty_rows(batch), torch.inf, allowed),)
 
@@ -501,7 +577,9 @@ def _doubt_of_divergence(batch):
 
 
 def sizes_of_pair(batch, gradients, leaves):
-    return [g.abs() + terms for g, terms in zip(gradients, _doubt_of_divergence(batch), strict=True)]
+    return [
+        g.abs() + terms for g, terms in zip(gradients, _doubt_of_divergence(batch), strict=True)
+    ]
 
 
 def sizes_of_head(batch, gradients, leaves):
@@ -552,7 +630,9 @@ OPS = {
     "linear_token_logprobs, K targets": Op(*LINEAR, several_of_head, logprobs_promise, **HEAD),
     "linear_token_logprobs, support": Op(*LINEAR, support_of_head, logprobs_promise, **HEAD),
     "linear_token_logprobs, shift": Op(*LINEAR, shifted_head, logprobs_promise, **HEAD),
-    "linear_token_logprobs, shift and support": Op(*LINEAR, shifted_support_of_head, logprobs_promise, **HEAD),
+    "linear_token_logprobs, shift and support": Op(
+        *LINEAR, shifted_support_of_head, logprobs_promise, **HEAD
+    ),
     "linear_token_loss": Op(*LOSS, loss_of_head, loss_promise, **HEAD),
     "linear_token_loss, K targets": Op(*LOSS, several_loss_of_head, loss_promise, **HEAD),
     "linear_token_loss, shift": Op(*LOSS, shifted_loss_of_head, loss_promise, **HEAD),
@@ -560,12 +640,18 @@ OPS = {
     "vocab_parallel_token_logprobs, K targets": Op(*SPLIT, of_several, logprobs_promise, 1e-6),
     "vocab_parallel_token_logprobs, support": Op(*SPLIT, of_support, logprobs_promise, 1e-6),
     "vocab_parallel_token_logprobs, shift": Op(*SPLIT, of_shifted, logprobs_promise, 1e-6),
-    "vocab_parallel_token_logprobs, shift and support": Op(*SPLIT, of_shifted_support, logprobs_promise, 1e-6),
+    "vocab_parallel_token_logprobs, shift and support": Op(
+        *SPLIT, of_shifted_support, logprobs_promise, 1e-6
+    ),
     "token_kl": Op(fused_rl.token_kl, divergence, two, of_pair, kl_promise, 1e-6, sizes_of_pair),
-    "token_kl, shift": Op(fused_rl.token_kl, divergence, two, of_shifted_pair, kl_promise, 1e-6, sizes_of_pair),
+    "token_kl, shift": Op(
+        fused_rl.token_kl, divergence, two, of_shifted_pair, kl_promise, 1e-6, sizes_of_pair
+    ),
     "linear_token_kl": Op(*LINEAR_KL, of_two_heads, kl_promise, 1e-6, **HEAD),
     "linear_token_kl, shift": Op(*LINEAR_KL, of_two_shifted_heads, kl_promise, 1e-6, **HEAD),
     "vocab_parallel_token_kl": Op(*SPLIT_KL, of_pair, kl_promise, 1e-5, sizes_of_pair),
-    "vocab_parallel_token_kl, shift": Op(*SPLIT_KL, of_shifted_pair, kl_promise, 1e-5, sizes_of_pair),
+    "vocab_parallel_token_kl, shift": Op(
+        *SPLIT_KL, of_shifted_pair, kl_promise, 1e-5, sizes_of_pair
+    ),
     "topk_kl, of token_logprobs": Op(*CHAIN, of_top_ids, topk_promise, 2e-5),
 }

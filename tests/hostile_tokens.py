@@ -68,7 +68,10 @@ def build(case: Case) -> Batch:
     far = torch.where(noise() > 0.4, case.gap * noise().sign(), 1e-3 * noise())
     old = logprobs + far
     ref = logprobs + torch.where(noise() > 0.4, case.gap * noise().sign(), 1e-3 * noise())
-    tokens = [x.to(case.dtype).masked_fill(~mask, torch.nan) for x in (logprobs, old, ref, 10**case.gap**0.3 * noise())]
+    tokens = [
+        x.to(case.dtype).masked_fill(~mask, torch.nan)
+        for x in (logprobs, old, ref, 10**case.gap**0.3 * noise())
+    ]
     return Batch(
         *tokens,
         mask,
@@ -92,7 +95,9 @@ class Function(NamedTuple):
 
 def _estimate(op, name):
     def call(x, b):
-        kl = op(x.nan_to_num(), b.ref.nan_to_num(), name, old_logprobs=b.old.nan_to_num())  # it takes no mask
+        kl = op(
+            x.nan_to_num(), b.ref.nan_to_num(), name, old_logprobs=b.old.nan_to_num()
+        )  # it takes no mask
         return torch.where(b.mask, kl, 0)
 
     return call
@@ -100,7 +105,9 @@ def _estimate(op, name):
 
 def _ratio(level):
     def ours(x, b):
-        return torch.where(b.mask, fused_rl.importance_ratio(x, b.old, b.mask, ratio_level=level), 0)
+        return torch.where(
+            b.mask, fused_rl.importance_ratio(x, b.old, b.mask, ratio_level=level), 0
+        )
 
     def definition(x, b):
         log_ratio = torch.where(b.mask, x - b.old, 0)
@@ -126,7 +133,9 @@ def _options(preset, b):
 
 def _policy(preset):
     def ours(x, b):
-        return fused_rl.policy_loss(x, b.old, b.advantages, b.mask, preset=preset, **_options(preset, b)[0])[0]
+        return fused_rl.policy_loss(
+            x, b.old, b.advantages, b.mask, preset=preset, **_options(preset, b)[0]
+        )[0]
 
     return Function(ours, functools.partial(_of_papers, preset=preset))
 
@@ -193,7 +202,10 @@ FUNCTIONS = {
     },
     **{f"importance_ratio, {level}": _ratio(level) for level in RATIO_LEVELS},
     **{f"policy_loss, {preset}": _policy(preset) for preset in fused_rl.PRESETS},
-    **{f"policy_token_loss, {preset}": _by_token(preset) for preset in ("ppo", "dapo", "cispo", "sapo", "rloo")},
+    **{
+        f"policy_token_loss, {preset}": _by_token(preset)
+        for preset in ("ppo", "dapo", "cispo", "sapo", "rloo")
+    },
     "value_loss": Function(
         lambda x, b: fused_rl.value_loss(x, b.old, b.ref, b.mask, num_tokens=11)[0],
         _value,
@@ -205,7 +217,9 @@ FUNCTIONS = {
         "values",
     ),
     "preference_loss": Function(
-        lambda x, b: fused_rl.preference_loss(x.nan_to_num()[:, 0], b.old.nan_to_num()[:, 0], num_sequences=5)[0],
+        lambda x, b: fused_rl.preference_loss(
+            x.nan_to_num()[:, 0], b.old.nan_to_num()[:, 0], num_sequences=5
+        )[0],
         _preferred,
     ),
     "masked_sum": Function(
@@ -218,7 +232,9 @@ FUNCTIONS = {
     "whiten": Function(lambda x, b: fused_rl.whiten(x, b.mask), _whitened, "values"),
     "gae": Function(
         lambda x, b: fused_rl.gae(b.ref, x, b.mask, gamma=0.9, gae_lambda=0.8),
-        lambda x, b: reference.gae(b.ref.to(x.dtype), x.detach(), b.mask, gamma=0.9, gae_lambda=0.8),
+        lambda x, b: reference.gae(
+            b.ref.to(x.dtype), x.detach(), b.mask, gamma=0.9, gae_lambda=0.8
+        ),
         "values",
     ),
     "group_advantages": Function(
@@ -228,7 +244,9 @@ FUNCTIONS = {
     ),
     "response_advantages": Function(
         lambda x, b: fused_rl.response_advantages(_rewards(x), "group-mean", group_size=2),
-        lambda x, b: (_rewards(x).view(-1, 2) - _rewards(x).view(-1, 2).mean(1, keepdim=True)).flatten(),
+        lambda x, b: (
+            _rewards(x).view(-1, 2) - _rewards(x).view(-1, 2).mean(1, keepdim=True)
+        ).flatten(),
         "values",
     ),
 }

@@ -19,7 +19,9 @@ def run(op, logits, targets, upstream, **options):
     """The three outputs, and the logits' gradient for upstream gradients {output: tensor}."""
     logits = logits.detach().requires_grad_()
     outputs = op(logits, targets, **options)
-    loss = sum((getattr(outputs, name) * g.to(outputs.lse.dtype)).sum() for name, g in upstream.items())
+    loss = sum(
+        (getattr(outputs, name) * g.to(outputs.lse.dtype)).sum() for name, g in upstream.items()
+    )
     return outputs, torch.autograd.grad(loss, logits)[0]
 
 
@@ -74,6 +76,8 @@ VIEWS = {  # logits of (2, 3) rows whose strides differ, over one vocabulary
     "odd row stride": lambda x: torch.cat([x[:, :3], x[:, :3, :1]], -1)[..., :-1],
     "sequence first": lambda x: x[:, :3].transpose(0, 1).contiguous().transpose(0, 1),
     "every second row": lambda x: x[:, :3].repeat_interleave(2, 1)[:, ::2],
-    "offset storage": lambda x: torch.cat([x[:, :3].flatten(), x[0, 0, :1]]).roll(1)[1:].view(2, 3, -1),
+    "offset storage": lambda x: (
+        torch.cat([x[:, :3].flatten(), x[0, 0, :1]]).roll(1)[1:].view(2, 3, -1)
+    ),
     "columns apart": lambda x: x[:, :3].repeat_interleave(2, -1)[..., ::2],
 }

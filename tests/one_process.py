@@ -82,6 +82,8 @@ def in_one_process(op: Callable, bounds: list[int] | None = None) -> Callable:
         outputs = _together([functools.partial(rank, *ends) for ends in pairwise(bounds or usual)])
         if isinstance(outputs[0], torch.Tensor):
             return _Replicated.apply(*outputs)
-        return type(outputs[0])(*(_Replicated.apply(*parts) for parts in zip(*outputs, strict=True)))
+        return type(outputs[0])(
+            *(_Replicated.apply(*parts) for parts in zip(*outputs, strict=True))
+        )
 
     return whole

@@ -44,7 +44,9 @@ def assert_as_good_as_reference(got, x, y, upstream, floor=1e-6, **options):
     """Each of value, dlogits, dref: error against fp64 at most twice that of the reference in the inputs' dtype."""
     want = both_gradients(reference.token_kl, x.double(), y.double(), upstream, **options)
     plain = both_gradients(reference.token_kl, x, y, upstream, **options)
-    for name, ours, best, theirs in zip(("value", "dlogits", "dref"), got, want, plain, strict=True):
+    for name, ours, best, theirs in zip(
+        ("value", "dlogits", "dref"), got, want, plain, strict=True
+    ):
         assert torch.isfinite(ours).all(), name
         allowed = 2 * (theirs - best).abs().max() + floor * best.abs().max()
         assert (ours - best).abs().max() <= allowed, (name, (ours - best).abs().max(), allowed)

@@ -51,17 +51,23 @@ def test_each_name_is_its_definition():
         got = response_advantages(REWARDS, advantage, group_size=8, lengths=lengths)
         assert got.dtype == torch.float32
         assert got.shape == (16,)
-        torch.testing.assert_close(got.double(), values.view(-1), rtol=1e-6, atol=1e-6, msg=advantage)
+        torch.testing.assert_close(
+            got.double(), values.view(-1), rtol=1e-6, atol=1e-6, msg=advantage
+        )
 
 
 def test_gdpo_compares_each_reward_alone():
     """One reward of 0.3 on average and one of hundreds: each is divided by its own deviation before it is weighed."""
     rewards = torch.stack([REWARDS / 3, 100 * REWARDS.flip(0)])
-    by_reward = torch.stack([response_advantages(each, "group-std", group_size=8) for each in rewards])
+    by_reward = torch.stack(
+        [response_advantages(each, "group-std", group_size=8) for each in rewards]
+    )
     summed = by_reward[0] + 0.5 * by_reward[1]
     got = response_advantages(rewards, "gdpo", group_size=8, weights=torch.tensor([1.0, 0.5]))
     torch.testing.assert_close(got, (summed - summed.mean()) / summed.std())
-    with pytest.raises(ValueError, match=r"^weights must have the shape of the first dimension of rewards, \(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"^weights must have the shape of the first dimension of rewards, \(2,\)"
+    ):
         response_advantages(rewards, "gdpo", group_size=8, weights=torch.ones(3))
 
 
@@ -80,9 +86,13 @@ def test_equal_rewards_have_advantages_of_exactly_0(advantage, dtype):
     """0.1 has no exact mean: a rounded one differs from it in the last bit, which a deviation of 0 would blow up."""
     rewards = torch.full((6,), 0.1, dtype=dtype)
     if advantage == "gdpo":
-        assert (response_advantages(rewards[None], advantage, group_size=6, weights=rewards[:1]) == 0).all()
+        assert (
+            response_advantages(rewards[None], advantage, group_size=6, weights=rewards[:1]) == 0
+        ).all()
         return
-    assert (response_advantages(rewards, advantage, group_size=6, lengths=torch.arange(6)) == 0).all()
+    assert (
+        response_advantages(rewards, advantage, group_size=6, lengths=torch.arange(6)) == 0
+    ).all()
     lone = torch.tensor([2.0])
     assert advantage != "batch-std" or response_advantages(lone, advantage, group_size=1) == 0
 
@@ -111,7 +121,9 @@ def advantages_here(rank, world):
         for rewards in (unequal, equal, missing)
     ]
     halves = REWARDS.view(2, 8)
-    found.append(response_advantages(halves[rank], "group-mean-batch-std", group_size=8, process_group=group))
+    found.append(
+        response_advantages(halves[rank], "group-mean-batch-std", group_size=8, process_group=group)
+    )
     return [advantages.tolist() for advantages in found]
 
 

@@ -18,12 +18,16 @@ def micro_batches(parts, generator):
     return [slice(i, j) for i, j in zip([0, *cuts], [*cuts, B], strict=True)]
 
 
-@pytest.mark.parametrize(("dtype", "tolerance", "parts"), [(F64, 1e-12, 3), (torch.float32, 1e-6, 2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "parts"), [(F64, 1e-12, 3), (torch.float32, 1e-6, 2)]
+)
 @pytest.mark.parametrize("loss_agg", LOSS_AGGS)
 def test_micro_batches_add_up(loss_agg, parts, dtype, tolerance):
     """Loss, gradient and metrics of the parts, with global denominators, sum to those of the batch without any."""
     generator = torch.Generator().manual_seed(parts)
-    for preset, kind in itertools.product(("grpo", "gspo", "vespo", "gmpo"), ("partial", "one-sequence-masked")):
+    for preset, kind in itertools.product(
+        ("grpo", "gspo", "vespo", "gmpo"), ("partial", "one-sequence-masked")
+    ):
         mask, _, advantages, _, drift = batch(kind)
         leaf = torch.randn(B, T, generator=generator, dtype=dtype).sub(3).requires_grad_()
         tensors = {
@@ -43,7 +47,9 @@ def test_micro_batches_add_up(loss_agg, parts, dtype, tolerance):
             at = (rows, slice(0, length))
             extra = {name: tensor[at] for name, tensor in tensors.items()}
             extra["group_lengths"] = GROUP_LENGTHS[rows]
-            loss, part = fused_rl.policy_loss(leaf[at], old[at], advantages[rows], mask[at], **extra, **options)
+            loss, part = fused_rl.policy_loss(
+                leaf[at], old[at], advantages[rows], mask[at], **extra, **options
+            )
             total = total + loss
             summed = {name: summed[name] + part[name] for name in part}
         want, got = (torch.autograd.grad(x, leaf)[0] for x in (whole, total))
@@ -92,7 +98,9 @@ def test_padding_changes_no_loss_and_no_metric():
     for preset in PAPERS:
         want = fused_rl.policy_loss(logprobs, mask=mask, preset=preset, **tensors, **options)
         padded = {name: pad(tensor, torch.nan) for name, tensor in tensors.items()}
-        got = fused_rl.policy_loss(pad(logprobs, 1.0), mask=pad(mask, False), preset=preset, **padded, **options)
+        got = fused_rl.policy_loss(
+            pad(logprobs, 1.0), mask=pad(mask, False), preset=preset, **padded, **options
+        )
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
 
 
@@ -105,10 +113,14 @@ def test_packing_changes_no_loss_and_no_metric():
     packed_advantages = advantages[torch.tensor([1, 3, 0, 2])]
     for preset, loss_agg in itertools.product(PAPERS, LOSS_AGGS):
         options = {"preset": preset, "loss_agg": loss_agg, "max_length": 7}
-        want = fused_rl.policy_loss(logprobs, old, advantages, mask, **options, group_lengths=GROUP_LENGTHS)
+        want = fused_rl.policy_loss(
+            logprobs, old, advantages, mask, **options, group_lengths=GROUP_LENGTHS
+        )
         options["group_lengths"] = GROUP_LENGTHS[torch.tensor([1, 3, 0, 2])]
         rows = [t.reshape(1, B * T) for t in (logprobs, old, mask)]
-        got = fused_rl.policy_loss(*rows[:2], packed_advantages, rows[2], sequence_ids=ids.reshape(1, -1), **options)
+        got = fused_rl.policy_loss(
+            *rows[:2], packed_advantages, rows[2], sequence_ids=ids.reshape(1, -1), **options
+        )
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-15)
 
 
@@ -118,6 +130,10 @@ def test_truncated_responses_count_as_masked():
     cut = torch.tensor([False, True, False, False])
     for preset in PAPERS:
         options = {"preset": preset, "group_lengths": GROUP_LENGTHS}
-        want = fused_rl.policy_loss(logprobs, logprobs + drift[0], advantages, mask & ~cut[:, None], **options)
-        got = fused_rl.policy_loss(logprobs, logprobs + drift[0], advantages, mask, truncated=cut, **options)
+        want = fused_rl.policy_loss(
+            logprobs, logprobs + drift[0], advantages, mask & ~cut[:, None], **options
+        )
+        got = fused_rl.policy_loss(
+            logprobs, logprobs + drift[0], advantages, mask, truncated=cut, **options
+        )
         torch.testing.assert_close(got, want, rtol=0, atol=0)

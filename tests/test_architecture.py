@@ -1,4 +1,4 @@
-"""The direction of imports and the size of the project, read from the syntax trees of its files."""
+"""The direction of imports, read from the syntax trees of the project's files."""
 
 import ast
 import functools
@@ -12,8 +12,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# Folder -> the most physical lines of Python in it.
-LINES = {"fused_rl": 8_420, "trainers": 9_850, "tests": 27_800, "bench": 7_500}
 # Folder -> the folders whose modules its files may import.
 FOLDERS = {
     "kernels": {"kernels"},
@@ -37,7 +35,9 @@ ROOMS = {
     "commands": MIDDLE | {"policy", "scorers"},
 }
 # Every file of trainers/ that has a command of its own to train with.
-ALGORITHMS = {path.stem for path in (ROOT / "trainers").glob("*.py") if "\ndef train(" in path.read_text()}
+ALGORITHMS = {
+    path.stem for path in (ROOT / "trainers").glob("*.py") if "\ndef train(" in path.read_text()
+}
 # Host packages belong to the trainers and to integrations, which import theirs lazily.
 HOSTS = ("deepspeed", "transformers", "datasets")
 
@@ -61,7 +61,9 @@ def imports(path):
             found += [Import(path, node.lineno, alias.name, ()) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import; write fused_rl.… in full"
-            found.append(Import(path, node.lineno, node.module, tuple(alias.name for alias in node.names)))
+            found.append(
+                Import(path, node.lineno, node.module, tuple(alias.name for alias in node.names))
+            )
     return found
 
 
@@ -119,7 +121,11 @@ def violations(folder, imported):
         yield f"{where}: write fused_rl.{imported.module}"
     elif ours - FOLDERS[folder]:
         yield f"{where}: {folder} must not import {ours - FOLDERS[folder]}"
-    elif folder == "kernels" and not ours and top not in ("torch", "triton", *sys.stdlib_module_names):
+    elif (
+        folder == "kernels"
+        and not ours
+        and top not in ("torch", "triton", *sys.stdlib_module_names)
+    ):
         yield f"{where}: a kernel imports torch and triton alone"
     elif folder == "fused_rl" and top in HOSTS:
         yield f"{where}: the library must not import it"
@@ -130,15 +136,12 @@ def violations(folder, imported):
             yield f"{where}: {name} is private to its module"
 
 
-@pytest.mark.parametrize("folder", LINES)
-def test_a_folder_stays_within_its_number_of_lines(folder):
-    assert sum(path.read_bytes().count(b"\n") for path in (ROOT / folder).rglob("*.py")) <= LINES[folder]
-
-
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_imports_go_downwards(folder):
     paths = [path for path in files(folder) if path.parent.name != "integrations"]
-    found = chain.from_iterable(violations(folder, imported) for path in paths for imported in imports(path))
+    found = chain.from_iterable(
+        violations(folder, imported) for path in paths for imported in imports(path)
+    )
     assert paths and list(found) == []
 
 
@@ -152,10 +155,18 @@ def test_no_file_imports_itself_by_way_of_others():
 def test_rooms_import_those_below_and_trainers_no_trainer():
     wrong = []
     for path in files("trainers"):
-        room, above = room_of(module_of(path)), {f"fused_rl.trainers.{name}" for name in ALGORITHMS - {path.stem}}
+        room, above = (
+            room_of(module_of(path)),
+            {f"fused_rl.trainers.{name}" for name in ALGORITHMS - {path.stem}},
+        )
         for target in chain.from_iterable(map(targets, imports(path))):
             other = room_of(target)
-            allowed = room is None or other == room or other in ROOMS[room] or target == "fused_rl.trainers.options"
+            allowed = (
+                room is None
+                or other == room
+                or other in ROOMS[room]
+                or target == "fused_rl.trainers.options"
+            )
             if target in above or not (allowed or folder_of(target) != "trainers"):
                 wrong.append(f"{path} imports {target}")
     assert wrong == [] and {"sft", "reward", "grpo", "ppo"} <= ALGORITHMS
@@ -163,4 +174,6 @@ def test_rooms_import_those_below_and_trainers_no_trainer():
 
 @pytest.mark.parametrize("part", ["kernels", "trainers"])
 def test_no_package_is_named_as_another_one(part):
-    assert not (ROOT / part / "__init__.py").exists(), f"{part}/__init__.py would shadow another package"
+    assert not (ROOT / part / "__init__.py").exists(), (
+        f"{part}/__init__.py would shadow another package"
+    )

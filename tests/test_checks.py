@@ -35,7 +35,12 @@ TAKES = {
     "linear_token_logprobs": OF_HEAD,
     "linear_token_loss": OF_HEAD | {"token_loss": lambda logprobs, entropy: -logprobs},
     "token_kl": {"logits": LOGITS, "ref_logits": LOGITS},
-    "linear_token_kl": {"hidden": HIDDEN, "weight": HEAD.weight, "ref_hidden": HIDDEN, "ref_weight": HEAD.weight},
+    "linear_token_kl": {
+        "hidden": HIDDEN,
+        "weight": HEAD.weight,
+        "ref_hidden": HIDDEN,
+        "ref_weight": HEAD.weight,
+    },
     "topk_kl": {"logprobs": ROWS - 9, "ref_logprobs": ROWS - 9},
     "vocab_parallel_token_logprobs": {"local_logits": LOGITS, "targets": TARGETS, "vocab_start": 0},
     "vocab_parallel_token_kl": {"local_logits": LOGITS, "local_ref_logits": LOGITS},
@@ -61,12 +66,24 @@ FUNCTIONS = {name for name in fused_rl.__all__ if inspect.isfunction(getattr(fus
 def tensors_of(name):
     """Parameter -> whether it may be None, of those that take a tensor."""
     hints = typing.get_type_hints(getattr(fused_rl, name))
-    apart = {"return", "token_loss", "per_token"}  # a function, and what is named by its place: below
-    kinds = {parameter: {hint, *typing.get_args(hint)} for parameter, hint in hints.items() if parameter not in apart}
+    apart = {
+        "return",
+        "token_loss",
+        "per_token",
+    }  # a function, and what is named by its place: below
+    kinds = {
+        parameter: {hint, *typing.get_args(hint)}
+        for parameter, hint in hints.items()
+        if parameter not in apart
+    }
     return {p: type(None) in kind for p, kind in kinds.items() if torch.Tensor in kind}
 
 
-PLACES = [(name, parameter, optional) for name in TAKES for parameter, optional in tensors_of(name).items()]
+PLACES = [
+    (name, parameter, optional)
+    for name in TAKES
+    for parameter, optional in tensors_of(name).items()
+]
 
 
 def test_every_function_has_a_row():
@@ -83,7 +100,11 @@ def test_what_is_no_tensor_is_one_short_line(name, parameter, optional):
     for came, given in CAME.items():
         if given is None and optional:
             continue
-        assert_named(lambda given=given: getattr(fused_rl, name)(**{**TAKES[name], parameter: given}), parameter, came)
+        assert_named(
+            lambda given=given: getattr(fused_rl, name)(**{**TAKES[name], parameter: given}),
+            parameter,
+            came,
+        )
 
 
 SHARDED = {"weight", "bias", "ref_weight", "ref_bias"}  # gathered
@@ -104,7 +125,11 @@ def named_dtensors(rank, world):
         except Exception as error:
             said = error
         shown = f"{parameter.removeprefix('local_')} must be "
-        if not (isinstance(said, ValueError) and str(said).startswith(shown) and "got DTensor" in str(said)):
+        if not (
+            isinstance(said, ValueError)
+            and str(said).startswith(shown)
+            and "got DTensor" in str(said)
+        ):
             wrong.append((name, parameter, repr(said)))
     return wrong
 
@@ -120,7 +145,11 @@ def test_what_is_given_per_token(came):
     def loss(logprobs, entropy, x):
         return -logprobs
 
-    assert_named(lambda: fused_rl.linear_token_loss(*OF_HEAD.values(), loss, CAME[came]), "per_token[0]", came)
+    assert_named(
+        lambda: fused_rl.linear_token_loss(*OF_HEAD.values(), loss, CAME[came]),
+        "per_token[0]",
+        came,
+    )
 
 
 def assert_named(call, parameter, came):
@@ -159,7 +188,9 @@ def refused(name, said, **given):
     assert "\n" not in str(error.value) and len(str(error.value)) < 240
 
 
-@pytest.mark.parametrize(("count", "name"), [(count, name) for count, names in COUNTS.items() for name in names])
+@pytest.mark.parametrize(
+    ("count", "name"), [(count, name) for count, names in COUNTS.items() for name in names]
+)
 def test_a_denominator_is_a_number_or_is_refused(count, name):
     for said, given in NO_COUNTS.items():
         refused(name, f"{count} must be {said}", **{count: given})
@@ -168,26 +199,41 @@ def test_a_denominator_is_a_number_or_is_refused(count, name):
 
 
 def test_a_denominator_of_the_whole_step_may_be_below_1_and_where_nothing_counts_0():
-    half, _ = fused_rl.value_loss(ROWS + 1, ROWS, ROWS, MASK, num_tokens=0.5)  # as of 4 tokens on 8 ranks
+    half, _ = fused_rl.value_loss(
+        ROWS + 1, ROWS, ROWS, MASK, num_tokens=0.5
+    )  # as of 4 tokens on 8 ranks
     assert half == 0.5 * 6 / 0.5
     assert half == fused_rl.value_loss(ROWS + 1, ROWS, ROWS, MASK, num_tokens=torch.tensor(0.5))[0]
     for zero in (0, torch.tensor(0), None):
-        loss, _ = fused_rl.policy_loss(**{**TAKES["policy_loss"], "mask": ~MASK}, num_tokens=zero, num_sequences=zero)
+        loss, _ = fused_rl.policy_loss(
+            **{**TAKES["policy_loss"], "mask": ~MASK}, num_tokens=zero, num_sequences=zero
+        )
         assert loss == 0
         assert fused_rl.preference_loss(*torch.zeros(2, 0), num_sequences=zero)[0] == 0
     nothing = torch.zeros(2, 0)
-    assert fused_rl.policy_loss(nothing, nothing, torch.ones(2), nothing == 0, preset="dr_grpo")[0] == 0
+    assert (
+        fused_rl.policy_loss(nothing, nothing, torch.ones(2), nothing == 0, preset="dr_grpo")[0]
+        == 0
+    )
 
 
-SHIFTABLE = [name for name in TAKES if "shift" in inspect.signature(getattr(fused_rl, name)).parameters]
+SHIFTABLE = [
+    name for name in TAKES if "shift" in inspect.signature(getattr(fused_rl, name)).parameters
+]
 OF_NO_OTHER = {"policy_token_loss", "topk_kl"}  # whose mask stands first, and whose rows are others
 MASKED = [name for name in TAKES if "mask" in inspect.signature(getattr(fused_rl, name)).parameters]
 MASKED = [name for name in MASKED if name not in OF_NO_OTHER]
 # (function, argument, what is said of it) -> what is given
 WRONG = {
     **{(name, "shift", "must be True or False, got str 'no'"): "no" for name in SHIFTABLE},
-    **{(name, "mask", r"must be on the device of [^\n]+, cpu, got meta"): MASK.to("meta") for name in MASKED},
-    **{(name, "mask", r"must be a bool tensor[^\n]*use mask.bool"): MASK.float() / 2 for name in MASKED},
+    **{
+        (name, "mask", r"must be on the device of [^\n]+, cpu, got meta"): MASK.to("meta")
+        for name in MASKED
+    },
+    **{
+        (name, "mask", r"must be a bool tensor[^\n]*use mask.bool"): MASK.float() / 2
+        for name in MASKED
+    },
     ("topk_kl", "mask", "must be on the device of the rows, cpu, got meta"): MASK[:, 0].to("meta"),
     ("token_logprobs", "inplace", "must be True or False"): 1,
     ("group_advantages", "normalize", "must be True or False, got str 'none'"): "none",
@@ -204,28 +250,58 @@ WRONG = {
     ("gae", "gamma", "must be a number from 0 to 1, got torch.float32"): torch.tensor(0.9),
     ("gae", "gae_lambda", "must be a number from 0 to 1, got str"): "0.9",
     ("value_loss", "value_clip", "must be a number, 0 or more, or inf, got nan"): NAN,
-    ("value_loss", "returns", r"must have the shape of the mask, \(2, 3\), got \(2,\)"): torch.zeros(2),
+    (
+        "value_loss",
+        "returns",
+        r"must have the shape of the mask, \(2, 3\), got \(2,\)",
+    ): torch.zeros(2),
     ("value_loss", "returns", "must be floating point"): ROWS.long(),
-    ("policy_loss", "old_logprobs", r"must have the shape of the mask, \(2, 3\), got \(2,\)"): torch.zeros(2),
-    ("policy_loss", "old_logprobs", "must be on the device of the mask, cpu, got meta"): ROWS.to("meta"),
+    (
+        "policy_loss",
+        "old_logprobs",
+        r"must have the shape of the mask, \(2, 3\), got \(2,\)",
+    ): torch.zeros(2),
+    ("policy_loss", "old_logprobs", "must be on the device of the mask, cpu, got meta"): ROWS.to(
+        "meta"
+    ),
     ("policy_loss", "old_logprobs", "must be a dense tensor"): ROWS.to_sparse(),
     ("policy_loss", "advantages", "must be floating point"): torch.ones(2, dtype=torch.bool),
     ("policy_loss", "truncated", "must be bool"): torch.tensor([0.5, 0.0]),
     ("policy_loss", "sequence_ids", "must lie below B T = 6, got 100"): torch.full((2, 3), 100),
     ("policy_loss", "logprobs", "must be a dense tensor"): ROWS.to_sparse(),
     ("entropy_bonus", "entropy_coef", "must be a finite number, got str"): "x",
-    ("preference_loss", "margin", r"must have the shape of chosen_scores, \(4,\), got \(3,\)"): torch.zeros(3),
+    (
+        "preference_loss",
+        "margin",
+        r"must have the shape of chosen_scores, \(4,\), got \(3,\)",
+    ): torch.zeros(3),
     ("preference_loss", "margin", "must be a finite number"): NAN,
     ("preference_loss", "label_smoothing", "must be a number from 0 to below 0.5"): 0.5,
     ("preference_loss", "loss_type", "must be one of sigmoid, hinge, squared; got 'dpo'"): "dpo",
     ("preference_loss", "centering", "must be a finite number, 0 or more, got -1.0"): -1.0,
-    ("preference_loss", "rejected_scores", "must be on the device of chosen_scores"): SCORES.to("meta"),
+    ("preference_loss", "rejected_scores", "must be on the device of chosen_scores"): SCORES.to(
+        "meta"
+    ),
     ("kl_estimate", "ref_logprobs", "must be floating point"): ROWS.long(),
-    ("kl_estimate", "old_logprobs", "must be on the device of logprobs, cpu, got meta"): ROWS.to("meta"),
-    ("token_logprobs", "logits", "must be a bf16, fp16 or fp32 tensor, got [^\n]*sparse"): LOGITS.to_sparse(),
-    ("vocab_parallel_token_logprobs", "process_group", "must be a torch.distributed.ProcessGroup"): -100,
+    ("kl_estimate", "old_logprobs", "must be on the device of logprobs, cpu, got meta"): ROWS.to(
+        "meta"
+    ),
+    (
+        "token_logprobs",
+        "logits",
+        "must be a bf16, fp16 or fp32 tensor, got [^\n]*sparse",
+    ): LOGITS.to_sparse(),
+    (
+        "vocab_parallel_token_logprobs",
+        "process_group",
+        "must be a torch.distributed.ProcessGroup",
+    ): -100,
     ("vocab_parallel_token_kl", "process_group", "must be a torch.distributed.ProcessGroup"): -100,
-    ("vocab_parallel_token_logprobs", "vocab_start", "must be a finite number, 0 or more, got -1"): -1,
+    (
+        "vocab_parallel_token_logprobs",
+        "vocab_start",
+        "must be a finite number, 0 or more, got -1",
+    ): -1,
 }
 
 
@@ -259,27 +335,55 @@ REFUSED = [
         {"targets": TARGETS[:, 1:]},
         r"shape of the rows of logits \(2, 3, 50\), \(2, 3\), got \(2, 2\)",
     ),
-    ("token_logprobs", {"targets": TARGETS[:, 1:], "shift": True}, "shift=True takes the targets of all T positions"),
+    (
+        "token_logprobs",
+        {"targets": TARGETS[:, 1:], "shift": True},
+        "shift=True takes the targets of all T positions",
+    ),
     (
         "token_logprobs",
         {"targets": FAR},
         r"target of logits\[1, 2\] is 50, outside the vocabulary of 50 \(0 to 49\); 1 of 6",
     ),
     ("token_logprobs", {"targets": TARGETS - 100}, r"logits\[0, 0\] is -100, outside .* mask"),
-    ("token_logprobs", {"targets": TARGETS - 1, "shift": True, "mask": LAST}, r"logits\[1, 1\] is -1"),
+    (
+        "token_logprobs",
+        {"targets": TARGETS - 1, "shift": True, "mask": LAST},
+        r"logits\[1, 1\] is -1",
+    ),
     ("token_logprobs", {"mask": MASK[:, 1:]}, r"outputs, \(2, 3\), got \(2, 2\)"),
     (
         "token_logprobs",
         {"logits": LOGITS[0], "targets": TARGETS[0], "shift": True},
         r"\(B, T, V\) or \(B, T, H\), got \(3,",
     ),
-    ("token_logprobs", {"softcap": 0.0}, "softcap must be a finite number above 0, got 0.0; pass None"),
-    ("token_logprobs", {"temperature": torch.ones(3, 3)}, r"broadcastable .* \(2, 3\), .* \(3, 3\)"),
-    ("token_logprobs", {"temperature": torch.ones(3, requires_grad=True)}, r"temperature.detach\(\)"),
+    (
+        "token_logprobs",
+        {"softcap": 0.0},
+        "softcap must be a finite number above 0, got 0.0; pass None",
+    ),
+    (
+        "token_logprobs",
+        {"temperature": torch.ones(3, 3)},
+        r"broadcastable .* \(2, 3\), .* \(3, 3\)",
+    ),
+    (
+        "token_logprobs",
+        {"temperature": torch.ones(3, requires_grad=True)},
+        r"temperature.detach\(\)",
+    ),
     ("token_logprobs", {"logits": LEAF, "inplace": True}, "overwrite a leaf"),
-    ("token_logprobs", {"logits": (LEAF * 1)[:, :1].expand(2, 3, 50), "inplace": True}, "do not overlap, got strides"),
+    (
+        "token_logprobs",
+        {"logits": (LEAF * 1)[:, :1].expand(2, 3, 50), "inplace": True},
+        "do not overlap, got strides",
+    ),
     *(
-        (name, {"temperature": temperature}, rf"temperature must be a number from 1e-06 to 1e\+06 .*, got {said}")
+        (
+            name,
+            {"temperature": temperature},
+            rf"temperature must be a number from 1e-06 to 1e\+06 .*, got {said}",
+        )
         for name in ("token_logprobs", "token_kl", "linear_token_logprobs")
         for temperature, said in [
             *((t, t) for t in (0, -1.0, NAN, INF)),
@@ -288,23 +392,43 @@ REFUSED = [
         ]
     ),
     # several targets
-    ("token_logprobs", {"targets": SEVERAL[:, 1:]}, r"\(\.\.\., K\) must begin with .* \(2, 3\), got \(2, 2, 4\)"),
+    (
+        "token_logprobs",
+        {"targets": SEVERAL[:, 1:]},
+        r"\(\.\.\., K\) must begin with .* \(2, 3\), got \(2, 2, 4\)",
+    ),
     ("token_logprobs", {"targets": SEVERAL[..., None]}, r"\(2, 3\), got \(2, 3, 4, 1\)"),
     (
         "token_logprobs",
         {"targets": SEVERAL + 50},
         r"target 0 of logits\[0, 0\] is 50, outside .* \(0 to 49\); 24 of 24",
     ),
-    ("token_logprobs", {"targets": SEVERAL - 100, "mask": FAR > 0}, r"target 0 of logits\[1, 2\] is -100"),
-    ("token_logprobs", {"logits": LOGITS.double(), "targets": SEVERAL + 50}, r"target 0 of logits\[0, 0\] is 50"),
-    ("token_logprobs", {"targets": SEVERAL, "mask": SEVERAL == 0}, r"outputs, \(2, 3\), got \(2, 3, 4\)"),
+    (
+        "token_logprobs",
+        {"targets": SEVERAL - 100, "mask": FAR > 0},
+        r"target 0 of logits\[1, 2\] is -100",
+    ),
+    (
+        "token_logprobs",
+        {"logits": LOGITS.double(), "targets": SEVERAL + 50},
+        r"target 0 of logits\[0, 0\] is 50",
+    ),
+    (
+        "token_logprobs",
+        {"targets": SEVERAL, "mask": SEVERAL == 0},
+        r"outputs, \(2, 3\), got \(2, 3, 4\)",
+    ),
     # kept sets
     *(
         (name, {"support": support, **more}, said)
         for name in ("token_logprobs", "linear_token_logprobs")
         for support, more, said in (
             ([[0]] * 6, {}, "support must be a TokenSupport or None, got list"),
-            (SETS.select(torch.arange(5)), {}, r"support has 5 rows, the targets \(2, 3\) have 6; rows stand in"),
+            (
+                SETS.select(torch.arange(5)),
+                {},
+                r"support has 5 rows, the targets \(2, 3\) have 6; rows stand in",
+            ),
             (
                 SETS,
                 {"targets": FAR.clamp(max=2)},
@@ -318,8 +442,16 @@ REFUSED = [
             (SETS, {"targets": SEVERAL}, "one target per row"),
         )
     ),
-    ("token_logprobs", {"support": SETS.select(torch.arange(4)), "shift": True}, "rows of all T targets, the first of"),
-    ("token_logprobs", {"logits": LOGITS.double(), "support": SETS, "targets": SEVERAL[..., :1]}, "one target per row"),
+    (
+        "token_logprobs",
+        {"support": SETS.select(torch.arange(4)), "shift": True},
+        "rows of all T targets, the first of",
+    ),
+    (
+        "token_logprobs",
+        {"logits": LOGITS.double(), "support": SETS, "targets": SEVERAL[..., :1]},
+        "one target per row",
+    ),
     # divergences
     ("token_kl", {"direction": "js"}, "direction must be one of"),
     ("token_kl", {"temperature": torch.ones(4)}, "temperature must be"),
@@ -329,15 +461,35 @@ REFUSED = [
         {"ref_logits": LOGITS[..., 1:]},
         r"ref_logits must have the shape of logits, \(2, 3, 50\), got \(2, 3, 49\)",
     ),
-    ("token_kl", {"ref_logits": LOGITS.to(BF16)}, "ref_logits must be torch.float32 as the logits, got torch.bfloat16"),
+    (
+        "token_kl",
+        {"ref_logits": LOGITS.to(BF16)},
+        "ref_logits must be torch.float32 as the logits, got torch.bfloat16",
+    ),
     ("token_kl", {"logits": LOGITS.double()}, "logits must be a bf16, fp16 or fp32 tensor"),
     ("token_kl", {"logits": LOGITS[..., :0], "ref_logits": LOGITS[..., :0]}, "V >= 1"),
     ("linear_token_kl", {"direction": "both"}, "direction must be one of"),
     ("linear_token_kl", {"ref_hidden": HIDDEN[:1]}, "the same tokens and vocabulary"),
-    ("linear_token_kl", {"ref_hidden": HIDDEN.to(BF16), "ref_weight": HEAD.weight.to(BF16)}, "one dtype and device"),
-    ("topk_kl", {"logprobs": EVEN, "ref_logprobs": EVEN[..., :3]}, r"of logprobs, \(2, 3, 4\), got \(2, 3, 3\)"),
-    ("topk_kl", {"direction": "sideways"}, "one of reverse, forward, jensen-shannon; got 'sideways'"),
-    ("topk_kl", {"logprobs": EVEN, "ref_logprobs": EVEN, "mask": HALF}, r"shape of the rows, \(2, 3\), got \(2,\)"),
+    (
+        "linear_token_kl",
+        {"ref_hidden": HIDDEN.to(BF16), "ref_weight": HEAD.weight.to(BF16)},
+        "one dtype and device",
+    ),
+    (
+        "topk_kl",
+        {"logprobs": EVEN, "ref_logprobs": EVEN[..., :3]},
+        r"of logprobs, \(2, 3, 4\), got \(2, 3, 3\)",
+    ),
+    (
+        "topk_kl",
+        {"direction": "sideways"},
+        "one of reverse, forward, jensen-shannon; got 'sideways'",
+    ),
+    (
+        "topk_kl",
+        {"logprobs": EVEN, "ref_logprobs": EVEN, "mask": HALF},
+        r"shape of the rows, \(2, 3\), got \(2,\)",
+    ),
     (
         "topk_kl",
         {"logprobs": EVEN, "ref_logprobs": EVEN + torch.tensor([0.0, 0.3])[:, None, None]},
@@ -348,9 +500,17 @@ REFUSED = [
         {"logprobs": EVEN + 2, "ref_logprobs": EVEN},
         r"logprobs\[0, 0\] has the maximum 0.39\d*, .*no logits",
     ),
-    ("topk_kl", {"logprobs": EVEN, "ref_logprobs": EVEN * NAN}, r"ref_logprobs\[0, 0\] has the maximum nan"),
+    (
+        "topk_kl",
+        {"logprobs": EVEN, "ref_logprobs": EVEN * NAN},
+        r"ref_logprobs\[0, 0\] has the maximum nan",
+    ),
     ("kl_estimate", {"kl_estimator": "k5"}, "kl_estimator must be one of .*rk3.*got 'k5'"),
-    ("kl_estimate", {"ref_logprobs": ROWS[0]}, r"ref_logprobs must have the shape of logprobs, \(2, 3\), got \(3,\)"),
+    (
+        "kl_estimate",
+        {"ref_logprobs": ROWS[0]},
+        r"ref_logprobs must have the shape of logprobs, \(2, 3\), got \(3,\)",
+    ),
     ("kl_estimate", {"kl_estimator": "k4", "old_logprobs": ROWS[:1]}, "old_logprobs"),
     # heads
     *(
@@ -361,13 +521,20 @@ REFUSED = [
             ({"weight": torch.zeros(4, 50)}, "weight .V, H."),
             ({"targets": FAR}, r"logits\[1, 2\] is 50, outside .* 50"),
             ({"bias": torch.zeros(49)}, "bias must be .V,. = .50,., got .49,."),
-            ({"weight": torch.zeros(50, 4, dtype=BF16)}, "one dtype.*torch.float32, torch.bfloat16"),
+            (
+                {"weight": torch.zeros(50, 4, dtype=BF16)},
+                "one dtype.*torch.float32, torch.bfloat16",
+            ),
             ({"hidden": HIDDEN.double(), "weight": HEAD.weight.double()}, "float32, bfloat16"),
             ({"workspace_mb": 0}, "workspace_mb must be a finite number above 0"),
         )
     ),
     *(
-        (name, {"logits_dtype": dtype}, "logits_dtype must be None, torch.float32 or the dtype of hidden and weight")
+        (
+            name,
+            {"logits_dtype": dtype},
+            "logits_dtype must be None, torch.float32 or the dtype of hidden and weight",
+        )
         for name in ("linear_token_logprobs", "linear_token_loss", "linear_token_kl")
         for dtype in (BF16, torch.float64, torch.int32, "float32")
     ),
@@ -378,11 +545,27 @@ REFUSED = [
     ),
     # losses
     ("policy_loss", {"preset": "grop"}, "preset must be one of ppo, grpo.*got 'grop'"),
-    ("policy_loss", {"preset": "grpo", "options": fused_rl.PolicyLossOptions()}, "preset or options, not both"),
-    ("policy_loss", {"options": {"clip_low": 0.1}}, "options must be PolicyLossOptions or None, got dict"),
+    (
+        "policy_loss",
+        {"preset": "grpo", "options": fused_rl.PolicyLossOptions()},
+        "preset or options, not both",
+    ),
+    (
+        "policy_loss",
+        {"options": {"clip_low": 0.1}},
+        "options must be PolicyLossOptions or None, got dict",
+    ),
     ("policy_loss", {"clip": 0.2}, "option must be one of .*clip_low, clip_high.*got 'clip'"),
-    ("policy_loss", {"clip_hi": 0.3}, "option must be one of .*got 'clip_hi'; did you mean clip_high"),
-    ("policy_loss", {"ratio_level": "row"}, "ratio_level must be one of token, sequence, sequence-sum"),
+    (
+        "policy_loss",
+        {"clip_hi": 0.3},
+        "option must be one of .*got 'clip_hi'; did you mean clip_high",
+    ),
+    (
+        "policy_loss",
+        {"ratio_level": "row"},
+        "ratio_level must be one of token, sequence, sequence-sum",
+    ),
     ("policy_loss", {"loss_agg": "mean"}, "loss_agg must be one of token-mean"),
     ("policy_loss", {"surrogate": "ppo"}, "surrogate must be one of clip"),
     ("policy_loss", {"kl_estimator": "k9"}, "kl_estimator must be one of"),
@@ -393,10 +576,18 @@ REFUSED = [
     ("policy_loss", {"clip_low": -0.1}, "clip_low must be a finite number, 0 or more, got -0.1"),
     ("policy_loss", {"top_entropy": 2.0}, "top_entropy must be a number above 0, at most 1"),
     ("policy_loss", {"mask": torch.ones(2, 4, dtype=torch.bool)}, r"\(2, 4\)"),
-    ("policy_loss", {"advantages": SCORES}, r"the shape of the mask, \(2, 3\), or one value per sequence, got \(4,\)"),
+    (
+        "policy_loss",
+        {"advantages": SCORES},
+        r"the shape of the mask, \(2, 3\), or one value per sequence, got \(4,\)",
+    ),
     ("policy_loss", {"logprobs": LOGITS}, r"losses take \(B, T\) floating point tensors"),
     ("policy_loss", {"sequence_ids": ROWS}, "sequence_ids must be .* int64"),
-    ("policy_loss", PACKED | {"advantages": SCORES[:2]}, "advantages has 2 sequences, but sequence_ids go to 2"),
+    (
+        "policy_loss",
+        PACKED | {"advantages": SCORES[:2]},
+        "advantages has 2 sequences, but sequence_ids go to 2",
+    ),
     # advantages and masked reductions
     ("gae", {"rewards": SCORES}, r"rewards must be \(B, T\) floating point"),
     ("gae", {"values": TARGETS}, r"values must be \(B, T\) floating point"),
@@ -405,14 +596,25 @@ REFUSED = [
     ("gae", {"gae_lambda": -0.1}, "gae_lambda must be a number from 0 to 1"),
     ("gae", {"gae_lambda": NAN}, "gae_lambda must be a number from 0 to 1"),
     ("group_advantages", {"group_size": 3}, "do not divide into groups of group_size=3"),
-    ("response_advantages", {"advantage": "gae"}, "per token: use fused_rl.gae with a critic's values"),
+    (
+        "response_advantages",
+        {"advantage": "gae"},
+        "per token: use fused_rl.gae with a critic's values",
+    ),
     ("response_advantages", {"advantage": "std"}, "advantage must be one of group-std.*got 'std'"),
-    ("response_advantages", {"rewards": ROWS}, r"rewards must be \(B,\) floating point, got \(2, 3\)"),
+    (
+        "response_advantages",
+        {"rewards": ROWS},
+        r"rewards must be \(B,\) floating point, got \(2, 3\)",
+    ),
     *(
         (name, given, said)
         for name in ("masked_sum", "masked_mean", "masked_var", "whiten")
         for given, said in (
-            ({"mask": MASK[0]}, r"shape of values, \(2, 3\), got \(3,\)"),  # broadcasting would count wrongly
+            (
+                {"mask": MASK[0]},
+                r"shape of values, \(2, 3\), got \(3,\)",
+            ),  # broadcasting would count wrongly
             ({"values": TARGETS}, "values must be floating point"),
         )
     ),
@@ -420,7 +622,9 @@ REFUSED = [
 
 
 @pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize(("name", "given", "said"), REFUSED, ids=[f"{name} {said[:40]}" for name, _, said in REFUSED])
+@pytest.mark.parametrize(
+    ("name", "given", "said"), REFUSED, ids=[f"{name} {said[:40]}" for name, _, said in REFUSED]
+)
 def test_what_does_not_fit_is_refused(name, given, said):
     with pytest.raises(ValueError, match=said):
         getattr(fused_rl, name)(**{**TAKES[name], **given})
@@ -429,8 +633,12 @@ def test_what_does_not_fit_is_refused(name, given, said):
 make_sets, from_scores = fused_rl.TokenSupport.from_lists, fused_rl.TokenSupport.from_scores
 # A float id would be cut to another one, and a logit of NaN or inf, which the sampler may draw, be left out.
 NO_SETS = {
-    "at row 1: from 2 to 1": lambda: fused_rl.TokenSupport(torch.arange(3), torch.tensor([0, 2, 1, 3])),
-    "number of ids, 3; got 0 to 2": lambda: fused_rl.TokenSupport(torch.arange(3), torch.tensor([0, 2])),
+    "at row 1: from 2 to 1": lambda: fused_rl.TokenSupport(
+        torch.arange(3), torch.tensor([0, 2, 1, 3])
+    ),
+    "number of ids, 3; got 0 to 2": lambda: fused_rl.TokenSupport(
+        torch.arange(3), torch.tensor([0, 2])
+    ),
     "3; got 1 to 3": lambda: fused_rl.TokenSupport(torch.arange(3), torch.tensor([1, 3])),
     "row 1 keeps id 2 more than once; 1 id": lambda: make_sets([[1, 2], [2, 5, 7, 2]]),
     "row 1 keeps id -1; ids start at 0": lambda: make_sets([[1], [4, -1]]),
@@ -441,7 +649,9 @@ NO_SETS = {
     "row 0 of lists must be a list of ids": lambda: make_sets([[[1, 2], [3, 4]]]),
     "row 0 of scores has no": lambda: from_scores(torch.full((2, 4), -torch.inf)),
     "row 0 at step 1 has nan": lambda: from_scores([LOGITS[0], LOGITS[0] / 0]),
-    "scores must be finite.* row 0 has nan at id 1": lambda: from_scores(torch.tensor([[0.0, NAN]])),
+    "scores must be finite.* row 0 has nan at id 1": lambda: from_scores(
+        torch.tensor([[0.0, NAN]])
+    ),
     "row 0 at step 0 has inf at id 0": lambda: from_scores([torch.tensor([[INF, 0.0]])] * 2),
     "scores must be a floating-point tensor": lambda: from_scores(torch.zeros(2, 0)),
     "add up to the 3 rows, got a sum of 4": lambda: make_sets([[1]] * 3).split([2, 2]),
@@ -457,17 +667,28 @@ def test_what_is_no_set_is_refused_and_never_made_one(said):
 
 def test_values_per_token_of_a_loss_have_its_shape_and_no_gradient():
     def called(*per_token):
-        fused_rl.linear_token_loss(*OF_HEAD.values(), lambda logprobs, entropy, *_: logprobs, *per_token)
+        fused_rl.linear_token_loss(
+            *OF_HEAD.values(), lambda logprobs, entropy, *_: logprobs, *per_token
+        )
 
-    with pytest.raises(ValueError, match=r"per_token\[1\] must start with the targets' shape \(2, 3\), got \(4,\)"):
+    with pytest.raises(
+        ValueError, match=r"per_token\[1\] must start with the targets' shape \(2, 3\), got \(4,\)"
+    ):
         called(ROWS, SCORES)
     with pytest.raises(ValueError, match=r"per_token\[0\] requires a gradient"):
         called(ROWS.clone().requires_grad_())
 
 
-@pytest.mark.parametrize("name", ["linear_token_logprobs", "linear_token_loss", "linear_token_kl", "token_logprobs"])
+@pytest.mark.parametrize(
+    "name", ["linear_token_logprobs", "linear_token_loss", "linear_token_kl", "token_logprobs"]
+)
 def test_a_mask_over_all_tokens_hears_what_shift_takes(name):
-    refused(name, r"mask must have the shape of the outputs.*; shift=True takes mask\[:, 1:\]", shift=True, mask=MASK)
+    refused(
+        name,
+        r"mask must have the shape of the outputs.*; shift=True takes mask\[:, 1:\]",
+        shift=True,
+        mask=MASK,
+    )
 
 
 # Derivatives that no op has: an error, where the silence would be a term that is missing from somebody's loss.
@@ -502,7 +723,9 @@ def test_a_second_derivative_is_an_error_and_never_left_out(name):
     leaf = TAKES[name][LEAVES[name]].clone().requires_grad_()
     output = output_of(name, leaf)
     (gradient,) = torch.autograd.grad(output.sum(), leaf, create_graph=True)
-    with pytest.raises(RuntimeError, match=f"^{name} is differentiable once.*use fused_rl.reference[^\n]*$"):
+    with pytest.raises(
+        RuntimeError, match=f"^{name} is differentiable once.*use fused_rl.reference[^\n]*$"
+    ):
         torch.autograd.grad((output * 0).sum() + gradient.square().sum(), leaf)
 
 
@@ -514,4 +737,6 @@ def test_a_forward_derivative_is_an_error_and_never_zero(name):
         output_of(name, torch.autograd.forward_ad.make_dual(leaf, torch.ones_like(leaf)))
     for transform in (torch.func.grad, torch.vmap):
         with pytest.raises(RuntimeError, match=said):
-            transform(lambda x: output_of(name, x).sum())(leaf if transform is torch.func.grad else leaf[None])
+            transform(lambda x: output_of(name, x).sum())(
+                leaf if transform is torch.func.grad else leaf[None]
+            )

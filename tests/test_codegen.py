@@ -29,7 +29,9 @@ def test_no_kernel_spills_anywhere(compiled):
 def test_forward_budget(compiled):
     """Of 13.8 instructions and 1.72 exponentials per element at an H200's memory roof."""
     row = compiled["logprob_fwd bf16", "sm_90"]
-    aligned, rotated = row["loops"]  # rows that begin at 16 bytes (V = 151936), and all others (V = 50257)
+    aligned, rotated = row[
+        "loops"
+    ]  # rows that begin at 16 bytes (V = 151936), and all others (V = 50257)
     assert aligned["instructions"] <= 9.5 and aligned["special"] <= 1.25
     assert rotated["instructions"] <= 10.5 and rotated["special"] <= 1.25
     assert min(row["headroom"]) >= 1.3
@@ -44,10 +46,14 @@ def assert_backward_within_budget(row):
 @pytest.mark.slow
 def test_16_bytes_per_load_and_store_on_every_target(compiled):
     for target in codegen.TARGETS:
-        forward, backward = (compiled[f"logprob_{way} bf16", target]["loops"] for way in ("fwd", "bwd"))
+        forward, backward = (
+            compiled[f"logprob_{way} bf16", target]["loops"] for way in ("fwd", "bwd")
+        )
         assert len(forward) == 2 and {loop["load"] for loop in forward} == {16}
         assert {(loop["load"], loop["store"]) for loop in backward} == {(16, 16)}
-        forward, backward, js = (compiled[f"{case} bf16", target]["loops"] for case in ("kl_fwd", "kl_bwd", "js_fwd"))
+        forward, backward, js = (
+            compiled[f"{case} bf16", target]["loops"] for case in ("kl_fwd", "kl_bwd", "js_fwd")
+        )
         # of two rows together, those that do not begin at 16 bytes are read by neighbouring threads, 2 bytes each
         assert [loop["load"] for loop in forward] == [loop["load"] for loop in js] == [16, 2]
         assert {(loop["load"], loop["store"]) for loop in backward} == {(16, 16)}
@@ -88,8 +94,17 @@ def test_every_way_to_launch_compiles():
 def test_lengths_temperatures_and_vocabularies_never_compile():
     """20 lengths, 5 temperatures and 3 vocabularies: one kernel backward, and forward one more for short rows."""
     [row] = codegen.subprocess_lines("--count")
-    names = ("logprob_fwd_kernel", "logprob_bwd_kernel", "kl_fwd_kernel", "js_kernel", "kl_bwd_kernel")
-    assert row["variants"] == dict.fromkeys(names, 1) | {"logprob_fwd_kernel": 2, "kl_fwd_kernel": 2}
+    names = (
+        "logprob_fwd_kernel",
+        "logprob_bwd_kernel",
+        "kl_fwd_kernel",
+        "js_kernel",
+        "kl_bwd_kernel",
+    )
+    assert row["variants"] == dict.fromkeys(names, 1) | {
+        "logprob_fwd_kernel": 2,
+        "kl_fwd_kernel": 2,
+    }
     names = ("logprob_fwd", "logprob_bwd", "targets_fwd", "targets_bwd", "targets_store")
     several = {f"{name}_kernel": 1 for name in names}  # nor does K
     assert row["of several targets"] == several | {"logprob_fwd_kernel": 2}

@@ -27,7 +27,9 @@ def test_strided_rows_are_not_copied(monkeypatch, name):
     logits = VIEWS[name](logits.view(2, 4, 600))
     seen, forward, backward = [], cpu.logprob_fwd, cpu.logprob_bwd
     monkeypatch.setattr(cpu, "logprob_fwd", lambda x, *a: seen.append(x) or forward(x, *a))
-    monkeypatch.setattr(cpu, "logprob_bwd", lambda *a, out: seen.append(a[3]) or backward(*a, out=out))
+    monkeypatch.setattr(
+        cpu, "logprob_bwd", lambda *a, out: seen.append(a[3]) or backward(*a, out=out)
+    )
     run(token_logprobs, logits, targets.view(2, 4)[:, :3], upstream_of((2, 3), "cpu"))
     assert {x.untyped_storage().data_ptr() for x in seen} == {logits.untyped_storage().data_ptr()}
 
@@ -67,7 +69,9 @@ def test_without_a_compiler_large_inputs_stay_eager(monkeypatch, caplog):
         for _ in range(2):
             token_logprobs(logits, targets)
     compiled.compiler_found.cache_clear()
-    assert [r.message for r in caplog.records] == ["large logits on the CPU: eager: no C++ compiler 'no-such-compiler'"]
+    assert [r.message for r in caplog.records] == [
+        "large logits on the CPU: eager: no C++ compiler 'no-such-compiler'"
+    ]
 
 
 @pytest.mark.slow

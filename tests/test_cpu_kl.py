@@ -22,18 +22,24 @@ def compiled(monkeypatch):
         pytest.skip("no C++ compiler")
     monkeypatch.setattr(cpu, "WORTH_COMPILING", 1)
     names, call = [], cpu.by_inductor
-    monkeypatch.setattr(cpu, "by_inductor", lambda function: names.append(function.__name__) or call(function))
+    monkeypatch.setattr(
+        cpu, "by_inductor", lambda function: names.append(function.__name__) or call(function)
+    )
     return names
 
 
 def tops(x):
     """The column of each block's largest logit, (N, blocks)."""
-    return torch.cat([i * cpu.BLOCK + b.argmax(1, True) for i, b in enumerate(x.split(cpu.BLOCK, 1))], 1)
+    return torch.cat(
+        [i * cpu.BLOCK + b.argmax(1, True) for i, b in enumerate(x.split(cpu.BLOCK, 1))], 1
+    )
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("size", [1.0, 1e-3, 1e-6])
-@pytest.mark.parametrize("where", ["one token", "the top of each block", "each block alike", "all but the tops"])
+@pytest.mark.parametrize(
+    "where", ["one token", "the top of each block", "each block alike", "all but the tops"]
+)
 def test_blocks_that_move_apart(where, size, direction):
     """Where the reference of a block, x - y at its top, is far from the mean in units of the spread."""
     x = torch.randn(6, VOCAB).double()
@@ -74,11 +80,15 @@ def test_blocks_without_mass(direction):
     x[4, 700] += 90.0
     upstream = torch.randn(5)
     got = both_gradients(fused_rl.token_kl, x, y, upstream, direction=direction)
-    assert_as_good_as_reference(got, *(z.clamp(min=-1e5) for z in (x, y)), upstream, direction=direction)
+    assert_as_good_as_reference(
+        got, *(z.clamp(min=-1e5) for z in (x, y)), upstream, direction=direction
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # with and without what x - y rounds off
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16]
+)  # with and without what x - y rounds off
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_compiled(compiled, direction, dtype):
     x, y = (z[:, :-1] for z in pair(3, 5, VOCAB, dtype=dtype))  # not one matrix
@@ -91,7 +101,9 @@ def test_compiled(compiled, direction, dtype):
     options = {"direction": direction, "temperature": torch.rand(3, 1) + 0.5, "mask": mask}
     upstream = torch.randn(3, 4)
     got = both_gradients(fused_rl.token_kl, x, y, upstream, **options)
-    names = {"_js_sums", "js_dx", "js_dy"} if direction == "jensen-shannon" else {"_kl_dx", "_kl_dy"}
+    names = (
+        {"_js_sums", "js_dx", "js_dy"} if direction == "jensen-shannon" else {"_kl_dx", "_kl_dy"}
+    )
     assert set(compiled) == {"_near_sums"} | names
     assert all((z[~mask] == 0).all() for z in got)
     assert got[0][1, 2] == 0

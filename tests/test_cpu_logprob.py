@@ -29,7 +29,9 @@ def path(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("name", ["token_logprobs", "token_logprobs, K targets", "token_logprobs, support"])
+@pytest.mark.parametrize(
+    "name", ["token_logprobs", "token_logprobs, K targets", "token_logprobs, support"]
+)
 def test_hostile_rows(name):
     """Both paths; one of them is what tests/test_hostile.py has at length."""
     for case in WHOLE:

@@ -11,7 +11,17 @@ from tests.device import process
 
 ROOT = Path(__file__).parents[1]
 NOTHING_COLLECTED = 5
-COMMAND = ["-m", "pytest", "-q", "-p", "tests.device.process", "-p", "no:cacheprovider", "tests/device", "-m"]
+COMMAND = [
+    "-m",
+    "pytest",
+    "-q",
+    "-p",
+    "tests.device.process",
+    "-p",
+    "no:cacheprovider",
+    "tests/device",
+    "-m",
+]
 
 
 @pytest.mark.slow
@@ -20,8 +30,14 @@ def test_on_a_device_that_is_not_there(selected):
     """`make test-device` shows them one by one."""
     if reason := process.missing():
         pytest.skip(reason)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST")
+    }
     done = subprocess.run(
-        [sys.executable, *COMMAND, selected], cwd=ROOT, env=environment, capture_output=True, text=True
+        [sys.executable, *COMMAND, selected],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode in (0, NOTHING_COLLECTED), done.stdout[-20000:] + done.stderr[-2000:]

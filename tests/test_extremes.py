@@ -10,7 +10,9 @@ from tests.marks import cpu_fast, on_backends, slow
 from tests.pairs import DIRECTIONS
 
 MOST, LEAST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).min
-VOCAB = 2100  # several elements in every lane of a kernel, several blocks of the CPU path, and a tail
+VOCAB = (
+    2100  # several elements in every lane of a kernel, several blocks of the CPU path, and a tail
+)
 
 
 def filled(value, **at):
@@ -59,7 +61,9 @@ def assert_right(actual, exact):
     scale = exact[2].abs().clamp(min=1)
     for a, e in ((logprobs, exact[0]), (lse, exact[2])):
         rounded = e.float().double()  # inf where fp32 ends
-        assert torch.equal(a.double(), rounded) or (a.double() - e).abs() <= 1e-6 * scale.maximum(exact[0].abs())
+        assert torch.equal(a.double(), rounded) or (a.double() - e).abs() <= 1e-6 * scale.maximum(
+            exact[0].abs()
+        )
     assert (entropy.double() - exact[1]).abs() <= 2e-6 * exact[1] + 1e-12
     assert (gradient.double() - exact[3]).abs().max() <= 2e-6 * exact[3].abs().max() + 1e-30
 
@@ -71,7 +75,9 @@ def test_every_finite_logit_counts_as_what_it_is(backend, case):
     assert_right(logprobs_and_gradient(token_logprobs, row.to(backend), temperature), exact)
 
 
-@pytest.mark.parametrize(("count", "vocab"), [(8, VOCAB), slow(64, VOCAB), slow(8, 20000)])  # a segment, and two
+@pytest.mark.parametrize(
+    ("count", "vocab"), [(8, VOCAB), slow(64, VOCAB), slow(8, 20000)]
+)  # a segment, and two
 def test_rows_of_one_large_value(backend, count, vocab):
     """Of values between 0.5e9 and 1.5e9 the rounding of m log2(e) / T is anything up to 64."""
     values = torch.linspace(0.5e9, 1.5e9, count).to(backend)
@@ -108,7 +114,11 @@ def test_rows_hundreds_of_nats_apart_row_by_row(backend, direction, temperature)
         y[3 * i + 1, 1400] += up + 3 * temperature
         x[3 * i + 2, [5, 1400]] += torch.tensor([up, up + 2 * temperature])
         y[3 * i + 2, [1400, 1900]] += up
-    value = token_kl(x.to(backend), y.to(backend), direction=direction, temperature=temperature).cpu().double()
+    value = (
+        token_kl(x.to(backend), y.to(backend), direction=direction, temperature=temperature)
+        .cpu()
+        .double()
+    )
     exact = divergence(x, y, direction, temperature)
     relative = (value - exact).abs() / exact
     assert (relative <= 2e-6).all(), relative
@@ -120,9 +130,15 @@ def test_divergence_at_the_ends_of_the_temperatures(backend, direction, temperat
     x = torch.stack([noise(3.0, seed) for seed in range(4)])
     y = x + torch.stack([noise(0.5, 10 + seed) for seed in range(4)])
     y[0, x[0].argmax()] = 15.0
-    value = token_kl(x.to(backend), y.to(backend), direction=direction, temperature=temperature).cpu().double()
+    value = (
+        token_kl(x.to(backend), y.to(backend), direction=direction, temperature=temperature)
+        .cpu()
+        .double()
+    )
     exact = divergence(x, y, direction, temperature)
-    blurred = min((2**-23 * 15 / temperature) ** 2 / 8, 0.1) if direction == "jensen-shannon" else 0.0
+    blurred = (
+        min((2**-23 * 15 / temperature) ** 2 / 8, 0.1) if direction == "jensen-shannon" else 0.0
+    )
     assert ((value - exact).abs() <= 5e-6 * exact + 1e-7 + blurred).all(), (value, exact)
     assert (value >= 0).all()
 
@@ -150,10 +166,13 @@ def test_a_forced_token_is_right_or_nan(backend, column):
 def test_jensen_shannon_is_at_most_log_2(backend, fill):
     """Of rows that share nothing it is that, but for the rounding below it, and has no gradient."""
     at = (
-        torch.rand(4, VOCAB, generator=torch.Generator().manual_seed(7)) < torch.tensor([0.01, 0.3, 0.5, 0.99])[:, None]
+        torch.rand(4, VOCAB, generator=torch.Generator().manual_seed(7))
+        < torch.tensor([0.01, 0.3, 0.5, 0.99])[:, None]
     )
     x, y = torch.stack([noise(3.0, seed) for seed in range(8)]).split(4)
-    leaves = [z.to(backend).requires_grad_() for z in (x.masked_fill(at, fill), y.masked_fill(~at, fill))]
+    leaves = [
+        z.to(backend).requires_grad_() for z in (x.masked_fill(at, fill), y.masked_fill(~at, fill))
+    ]
     value = token_kl(*leaves, direction="jensen-shannon")
     assert (value.double() <= math.log(2)).all()
     assert (value >= math.log(2) * (1 - 5e-7)).all()

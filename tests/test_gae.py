@@ -22,7 +22,9 @@ def batch(b, t, keep=0.7, seed=0, device="cpu"):
 
 def assert_equals_loop(rewards, values, mask, gamma, gae_lambda):
     got = fused_rl.gae(rewards, values, mask, gamma=gamma, gae_lambda=gae_lambda)
-    want = reference.gae(rewards.double(), values.double(), mask, gamma=gamma, gae_lambda=gae_lambda)
+    want = reference.gae(
+        rewards.double(), values.double(), mask, gamma=gamma, gae_lambda=gae_lambda
+    )
     for ours, best in zip(got, want, strict=True):
         assert ours.dtype == torch.float32
         assert (ours[~mask] == 0).all()
@@ -37,7 +39,9 @@ def assert_equals_loop(rewards, values, mask, gamma, gae_lambda):
         (0.0, [0.1, 0.1, 0.1, 0.6]),
     ],
 )
-@pytest.mark.parametrize("mask", [[1, 1, 1, 1], [0, 1, 1, 0, 1, 0, 1, 0]])  # masked positions are as if not there
+@pytest.mark.parametrize(
+    "mask", [[1, 1, 1, 1], [0, 1, 1, 0, 1, 0, 1, 0]]
+)  # masked positions are as if not there
 def test_known_values(backend, gae_lambda, want, mask):
     mask = torch.tensor([mask], dtype=torch.bool, device=backend)
     rewards, values = torch.full((2, *mask.shape), torch.nan, device=backend)
@@ -75,7 +79,9 @@ def test_longest(backend, gamma):
         value = v
         want.append(advantage)
     advantages, _ = fused_rl.gae(rewards, values, mask, gamma=gamma, gae_lambda=1.0)
-    torch.testing.assert_close(advantages[mask].cpu(), torch.tensor(want[::-1]), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        advantages[mask].cpu(), torch.tensor(want[::-1]), rtol=1e-6, atol=1e-6
+    )
 
 
 def test_dtypes_strides_and_detachment(backend):
@@ -83,11 +89,15 @@ def test_dtypes_strides_and_detachment(backend):
     plain = fused_rl.gae(rewards, values, mask, gamma=0.9, gae_lambda=0.9)
     wide = torch.stack([rewards, rewards], 2)[:, :, 0]  # stride 2 along T
     rows = torch.cat([values, values], 1)[:, :50].requires_grad_()
-    for ours, best in zip(fused_rl.gae(wide, rows, mask, gamma=0.9, gae_lambda=0.9), plain, strict=True):
+    for ours, best in zip(
+        fused_rl.gae(wide, rows, mask, gamma=0.9, gae_lambda=0.9), plain, strict=True
+    ):
         assert torch.equal(ours, best)
         assert not ours.requires_grad
     low = fused_rl.gae(rewards.bfloat16(), values.half(), mask, gamma=0.9, gae_lambda=0.9)
-    want = reference.gae(rewards.bfloat16().double(), values.half().double(), mask, gamma=0.9, gae_lambda=0.9)
+    want = reference.gae(
+        rewards.bfloat16().double(), values.half().double(), mask, gamma=0.9, gae_lambda=0.9
+    )
     torch.testing.assert_close(low[0], want[0].float(), rtol=1e-6, atol=1e-6)
     exact = fused_rl.gae(rewards.double(), values.double(), mask, gamma=0.9, gae_lambda=0.9)
     want = reference.gae(rewards.double(), values.double(), mask, gamma=0.9, gae_lambda=0.9)
@@ -101,7 +111,9 @@ def test_empty(backend, shape):
     assert advantages.shape == returns.shape == shape
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter loads and stores")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="counts what the interpreter loads and stores"
+)
 def test_stays_inside_its_tensors():
     rewards, values, mask = batch(3, 1100)
     with interpreter.check_memory():

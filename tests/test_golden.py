@@ -20,13 +20,19 @@ def files(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in digests.CASES]
+    "name",
+    [
+        name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+        for name in digests.CASES
+    ],
 )
 def test_weights_and_metrics_are_what_they_were(name, files, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     exact = STORED["code_path"] == digests.code_path() and name in STORED["cases"]
     found = digests.of_case(name, files)
-    kinds = [kind for kind in (("cases",) if exact else ("cases", "elsewhere")) if name in STORED[kind]]
+    kinds = [
+        kind for kind in (("cases",) if exact else ("cases", "elsewhere")) if name in STORED[kind]
+    ]
     options = {"exact": exact, "tolerance": digests.tolerance(name)}
     differing = [list(digests.differences(STORED[kind][name], found, **options)) for kind in kinds]
     assert [] in differing, differing

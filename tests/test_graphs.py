@@ -7,15 +7,28 @@ import fused_rl
 from fused_rl import TokenSupport
 from tests.paths import DEVICE
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="graphs are captured on a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE == "cpu", reason="graphs are captured on a GPU"),
+]
 N, V, H = 512, 50257, 256
-OPS = ("token_logprobs", "2 targets", "support", "token_kl", "jensen-shannon", "linear_token_logprobs")
+OPS = (
+    "token_logprobs",
+    "2 targets",
+    "support",
+    "token_kl",
+    "jensen-shannon",
+    "linear_token_logprobs",
+)
 
 
 def op(name):
     """The call of an op on its leaves, and the leaves."""
     torch.manual_seed(0)
-    logits, targets = torch.randn(N, V, device=DEVICE).bfloat16(), torch.randint(V, (N,), device=DEVICE)
+    logits, targets = (
+        torch.randn(N, V, device=DEVICE).bfloat16(),
+        torch.randint(V, (N,), device=DEVICE),
+    )
     several = torch.stack([targets, (targets + 1) % V], 1)
     other = logits + 0.5
     support = TokenSupport(several.sort().values.flatten(), 2 * torch.arange(N + 1, device=DEVICE))
@@ -59,7 +72,9 @@ def test_a_captured_step_replays_with_the_bits_of_a_call(name):
 def test_compiled_with_graphs_it_is_the_same(name):
     call, leaves = op(name)
     leaves = [leaf.requires_grad_() for leaf in leaves]
-    compiled = torch.compile(call, mode="reduce-overhead", fullgraph=name != "linear_token_logprobs")
+    compiled = torch.compile(
+        call, mode="reduce-overhead", fullgraph=name != "linear_token_logprobs"
+    )
     for _ in range(4):
         found = [x.clone() for x in step(compiled, leaves)]
     for mine, exact in zip(found, step(call, leaves), strict=True):

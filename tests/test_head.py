@@ -68,7 +68,9 @@ def check(run, leaves, targets, *args, monkeypatch, **options):
         error = (result.double() - truth).abs()
         assert (error <= 4e-6 * truth.abs().clamp(min=1)).all(), f"{error.max():.1e}"
     ulp = torch.finfo(dtype).eps
-    for result, truth, expected in zip(results[values:], exact[values:], rounded[values:], strict=True):
+    for result, truth, expected in zip(
+        results[values:], exact[values:], rounded[values:], strict=True
+    ):
         # its own rounding, and on a CPU of each of a few partial products on its way to the fp32 sum
         allowed = 2 * (expected - truth).abs().max() + ulp * truth.abs().max()
         assert (result.double() - truth).abs().max() <= allowed
@@ -85,7 +87,12 @@ def test_values_and_gradients(backend, monkeypatch, run, dtype, workspace):
     leaves, targets, mask = make(shape, dtype, backend)
     temperature = torch.linspace(0.5, 2, shape[0], device=backend)
     args = [upstream_of(targets)] if run is logprobs_and_gradients else []
-    options = {"mask": mask, "softcap": 4.0, "temperature": temperature, "workspace_mb": workspace_mb}
+    options = {
+        "mask": mask,
+        "softcap": 4.0,
+        "temperature": temperature,
+        "workspace_mb": workspace_mb,
+    }
     check(run, leaves, targets, *args, monkeypatch=monkeypatch, **options)
 
 
@@ -95,11 +102,18 @@ def test_divergence(backend, monkeypatch, direction):
     shape, workspace_mb = MORE_TOKENS
     leaves, targets, mask = make(shape, BF16, backend)
     head = reference_head(shape, BF16, backend)
-    options = {"direction": direction, "mask": mask, "temperature": 0.8, "workspace_mb": workspace_mb}
+    options = {
+        "direction": direction,
+        "mask": mask,
+        "temperature": 0.8,
+        "workspace_mb": workspace_mb,
+    }
     check(kl_and_gradients, leaves, targets, head, monkeypatch=monkeypatch, **options)
 
 
-@on_backends("lengths", {"gathered and tiled": (200,), "whole rows beside sets": (0, 3, 131)}, most=0)
+@on_backends(
+    "lengths", {"gathered and tiled": (200,), "whole rows beside sets": (0, 3, 131)}, most=0
+)
 def test_kept_sets(backend, lengths):
     """Sets that are gathered, that go through tiles, and rows without a set; the values of each against fp64's."""
     vocab = 1024
@@ -114,7 +128,9 @@ def test_kept_sets(backend, lengths):
     support = fused_rl.TokenSupport(torch.cat(sets).to(torch.int32), offsets)
     options = {"support": support, "temperature": 0.9}
     hidden, weight, bias = leaves
-    outputs = fused_rl.linear_token_logprobs(hidden, weight, targets, bias=bias, logits_dtype=FP32, **options)
+    outputs = fused_rl.linear_token_logprobs(
+        hidden, weight, targets, bias=bias, logits_dtype=FP32, **options
+    )
     exact = in_dtype(leaves, FP64)
     truth = reference.linear_token_logprobs(*exact[:2], targets, bias=exact[2], **options)
     for output, expected in zip(outputs, truth, strict=True):
@@ -148,7 +164,9 @@ def head_of(sigma, offset, where, rows=96, width=512, vocab=8000):
     ("sigma", "offset", "where", "shape"),
     [
         (3, 0, "", {}),
-        slow(3, 0, "", {"rows": 64, "width": 8192, "vocab": 4000}),  # a sum of so many in one go is off by more
+        slow(
+            3, 0, "", {"rows": 64, "width": 8192, "vocab": 4000}
+        ),  # a sum of so many in one go is off by more
         (3, 100, "weight", {}),
         (3, 100, "bias", {}),
     ],
@@ -156,10 +174,13 @@ def head_of(sigma, offset, where, rows=96, width=512, vocab=8000):
 def test_an_exact_head(sigma, offset, where, shape):
     """At most 3e-6 from fp64 of the same operands, where bf16 logits are off by 1e-2 and more."""
     hidden, weight, bias, targets = head_of(sigma, offset, where, **shape)
-    logits = torch.nn.functional.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
+    logits = torch.nn.functional.linear(
+        hidden.double(), weight.double(), None if bias is None else bias.double()
+    )
     truth = fused_rl.token_logprobs(logits, targets)
     exact, rounded = (
-        fused_rl.linear_token_logprobs(hidden, weight, targets, bias=bias, logits_dtype=dtype) for dtype in (FP32, BF16)
+        fused_rl.linear_token_logprobs(hidden, weight, targets, bias=bias, logits_dtype=dtype)
+        for dtype in (FP32, BF16)
     )
     assert (exact.logprobs - truth.logprobs).abs().max() <= 3e-6
     assert (exact.entropy - truth.entropy).abs().max() <= 3e-6
@@ -178,7 +199,11 @@ def test_a_row_of_the_head_beyond_all_others():
     assert spoilt.logprobs[0].isfinite()
     assert (spoilt.logprobs[0] - clean.logprobs[0]).abs() < 0.1
     weight[:] = torch.nan
-    assert fused_rl.linear_token_logprobs(hidden, weight, targets, logits_dtype=FP32).logprobs.isnan().all()
+    assert (
+        fused_rl.linear_token_logprobs(hidden, weight, targets, logits_dtype=FP32)
+        .logprobs.isnan()
+        .all()
+    )
 
 
 @pytest.mark.usefixtures("cpu")
@@ -213,7 +238,9 @@ def test_none_is_the_operands_dtype_on_a_cpu(dtype):
     leaves, targets, _ = make(MORE_TOKENS[0], dtype)
     options = {"workspace_mb": MORE_TOKENS[1]}
     results = (
-        logprobs_and_gradients(fused_rl, leaves, targets, upstream_of(targets), logits_dtype=given, **options)
+        logprobs_and_gradients(
+            fused_rl, leaves, targets, upstream_of(targets), logits_dtype=given, **options
+        )
         for given in (None, dtype)
     )
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

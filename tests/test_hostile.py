@@ -45,7 +45,12 @@ def assert_within(name, ours, exact, allowed):
     """Infinities and NaN where fp64 has them, once fp32 ends; elsewhere no further off than allowed."""
     rounded = exact.to(ours.dtype).double()
     error = (ours.double() - exact).abs()
-    right = (ours.double() == rounded) | (error <= allowed) | (ours.isnan() & exact.isnan()) | (allowed == torch.inf)
+    right = (
+        (ours.double() == rounded)
+        | (error <= allowed)
+        | (ours.isnan() & exact.isnan())
+        | (allowed == torch.inf)
+    )
     assert right.all(), (
         f"{name}: {int((~right).sum())} of {right.numel()} wrong, such as {ours[~right][:3].tolist()} for "
         f"{exact[~right][:3].tolist()}, allowed {allowed.expand_as(exact)[~right][:3].tolist()}"
@@ -92,7 +97,9 @@ def check(op, case, device="cpu"):
         assert not ((value < least) | (value > most)).any()
     sizes = op.sizes(batch, best, leaves)
     unknown = unknown_gradients(op, promised, leaves, sizes)
-    for i, (leaf, actual, wanted, *others) in enumerate(zip(leaves, gradients, best, naive, sizes, strict=True)):
+    for i, (leaf, actual, wanted, *others) in enumerate(
+        zip(leaves, gradients, best, naive, sizes, strict=True)
+    ):
         assert actual.dtype == leaf.dtype
         allowed = allowed_gradient(op, batch, leaf, wanted, *others)
         assert_within(f"gradient {i}", actual, wanted, torch.where(unknown, torch.inf, allowed))
@@ -100,7 +107,10 @@ def check(op, case, device="cpu"):
 
 def unknown_gradients(op, promised, leaves, sizes):
     """() or (n, 1) bool: what has no promise has none for its gradient, and terms beyond fp16 leave none."""
-    beyond = [(size > torch.finfo(leaf.dtype).max / 4).any() for leaf, size in zip(leaves, sizes, strict=True)]
+    beyond = [
+        (size > torch.finfo(leaf.dtype).max / 4).any()
+        for leaf, size in zip(leaves, sizes, strict=True)
+    ]
     unknown = (promised[0] == torch.inf) & (len(promised) == 1)  # divergences
     of_all = unknown.any() | torch.stack(beyond).any()
     return of_all if len(promised) > 1 or op.sizes is sizes_of_head else unknown[:, None] | of_all
@@ -112,10 +122,16 @@ for place, vocab, dtype in (("99 %", 4097, torch.float32), ("30 %", 100, torch.f
     row = Row("ordinary", "another", place, "-1e9", "policy")
     for direction in ("reverse", "forward"):
         MASKED.append(Case((row,), vocab, dtype, "contiguous", 1.0, None, False, direction, 2, 0))
-MASKED.append(MASKED[0]._replace(rows=(MASKED[0].rows[0]._replace(place="last 60 %"),), dtype=torch.bfloat16))
+MASKED.append(
+    MASKED[0]._replace(rows=(MASKED[0].rows[0]._replace(place="last 60 %"),), dtype=torch.bfloat16)
+)
 # Fills that are not drawn: within what fp32 holds beside logits, and far beyond it.
 for fill in ("-1e3", "-1e15"):
-    MASKED.append(MASKED[0]._replace(rows=(MASKED[0].rows[0]._replace(place="last 60 %", fill=fill),), vocab=513))
+    MASKED.append(
+        MASKED[0]._replace(
+            rows=(MASKED[0].rows[0]._replace(place="last 60 %", fill=fill),), vocab=513
+        )
+    )
 # One of many likeliest columns, which says nothing of the others.
 row = Row("all equal", "8 nats higher", "a column", "-1e9", "reference")
 MASKED.append(MASKED[0]._replace(rows=(row,), vocab=2100, dtype=torch.float16))
@@ -128,7 +144,9 @@ def masked(case):
 DIVERGENCES = [name for name in OPS if name.endswith("token_kl")]
 
 
-@pytest.mark.parametrize(("name", "case"), diagonal(DIVERGENCES, {masked(case): case for case in MASKED}))
+@pytest.mark.parametrize(
+    ("name", "case"), diagonal(DIVERGENCES, {masked(case): case for case in MASKED})
+)
 def test_masks_of_most_columns(backend, name, case):
     check(OPS[name], case, backend)
 
@@ -142,10 +160,18 @@ def whole(number):
     for i in range(4 * number, 4 * number + 4):
         look, other, place, fill, side = (axis[i % len(axis)] for axis in AXES)
         rows.append(Row(look, other, place, fill, side))
-    drawn = Case(tuple(rows), 513, torch.float32, "odd stride", "per row", None, True, "reverse", 5, number)
+    drawn = Case(
+        tuple(rows), 513, torch.float32, "odd stride", "per row", None, True, "reverse", 5, number
+    )
     if number == 1:
-        return drawn._replace(vocab=2100, dtype=torch.bfloat16, view="columns apart", temperature=0.7, softcap=30.0)
-    return drawn._replace(vocab=33, view="transposed", direction="forward", masked=False) if number == 2 else drawn
+        return drawn._replace(
+            vocab=2100, dtype=torch.bfloat16, view="columns apart", temperature=0.7, softcap=30.0
+        )
+    return (
+        drawn._replace(vocab=33, view="transposed", direction="forward", masked=False)
+        if number == 2
+        else drawn
+    )
 
 
 WHOLE = [whole(number) for number in range(4)]
@@ -153,7 +179,9 @@ WHOLE = [whole(number) for number in range(4)]
 
 # A split vocabulary runs the same kernels, again for each reduction; of it one form of each op is fast.
 SPLIT = [name for name in OPS if name.startswith("vocab_parallel") and "," in name]
-CELLS = [("cpu", name) for name in OPS] + [slow("kernel", n) if n in SPLIT else ("kernel", n) for n in OPS]
+CELLS = [("cpu", name) for name in OPS] + [
+    slow("kernel", n) if n in SPLIT else ("kernel", n) for n in OPS
+]
 
 
 @pytest.mark.parametrize(("backend", "name"), CELLS, indirect=["backend"])
@@ -167,7 +195,9 @@ def test_ops(backend, name):
             backend,
         )
         return
-    examples = 3 if name.startswith("vocab_parallel") else 6  # whose ranks run again for each reduction
+    examples = (
+        3 if name.startswith("vocab_parallel") else 6
+    )  # whose ranks run again for each reduction
     settings(max_examples=examples)(given(cases())(lambda case: check(OPS[name], case, backend)))()
 
 
@@ -176,7 +206,9 @@ def test_ops(backend, name):
 def test_ops_at_length(backend, name):
     """Ten times as many on the CPU path, twice a dozen on the kernels."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    settings(max_examples=24 if interpreted else 120)(given(cases())(lambda case: check(OPS[name], case, backend)))()
+    settings(max_examples=24 if interpreted else 120)(
+        given(cases())(lambda case: check(OPS[name], case, backend))
+    )()
 
 
 def check_tokens(function, case):
@@ -195,7 +227,9 @@ def check_tokens(function, case):
         outputs = call(leaf, inputs)
         outputs = [outputs] if isinstance(outputs, torch.Tensor) else [*outputs]
         total = sum(o.sum() for o in outputs)
-        (gradient,) = torch.autograd.grad(total, leaf) if total.requires_grad else (torch.zeros_like(leaf),)
+        (gradient,) = (
+            torch.autograd.grad(total, leaf) if total.requires_grad else (torch.zeros_like(leaf),)
+        )
         ran.append([o.detach() for o in outputs] + [gradient])
     for i, (ours, exact, naive) in enumerate(zip(*ran, strict=True)):
         error = (naive.double() - exact).abs().amax() if exact.numel() else 0
@@ -207,7 +241,9 @@ def check_tokens(function, case):
 @pytest.mark.parametrize("name", hostile_tokens.FUNCTIONS)
 def test_functions_of_tokens(name, examples):
     function = hostile_tokens.FUNCTIONS[name]
-    settings(max_examples=examples)(given(hostile_tokens.cases())(lambda case: check_tokens(function, case)))()
+    settings(max_examples=examples)(
+        given(hostile_tokens.cases())(lambda case: check_tokens(function, case))
+    )()
 
 
 # Names that are no functions of logits, hidden states or tokens.

@@ -46,7 +46,9 @@ def test_a_build_beside_an_installed_library_has_operators_of_its_own(tmp_path):
     spec.loader.exec_module(loaded)
     logits, targets = torch.randn(4, 300), torch.randint(300, (4,))
     for ours, theirs in zip(
-        fused_rl.token_logprobs(logits, targets), loaded.token_logprobs(logits, targets), strict=True
+        fused_rl.token_logprobs(logits, targets),
+        loaded.token_logprobs(logits, targets),
+        strict=True,
     ):
         assert torch.equal(ours, theirs)
     operators = {getattr(torch.ops, name).token_logprobs.default for name in ("fused_rl", prefix)}
@@ -63,7 +65,13 @@ def test_the_layer_is_transformers_loss():
     layer = FusedForCausalLMLossLayer()
     assert not list(layer.parameters()) and "__init__" not in vars(FusedForCausalLMLossLayer)
     shifted = {"labels": None, "shift_labels": labels}
-    for options in ({"labels": labels}, shifted, {"labels": labels, "num_items_in_batch": torch.tensor(9)}):
+    for options in (
+        {"labels": labels},
+        shifted,
+        {"labels": labels, "num_items_in_batch": torch.tensor(9)},
+    ):
         losses = [loss(logits, vocab_size=60, **options) for loss in (layer, ForCausalLMLoss)]
         torch.testing.assert_close(*losses)
-        torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in losses), rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(
+            *(torch.autograd.grad(loss, logits)[0] for loss in losses), rtol=1e-5, atol=1e-7
+        )

@@ -71,7 +71,9 @@ def test_skipped_tokens_of_a_token_loss():
         token_loss, per_token = policy_token_loss(
             old, advantages, counted, ref_logprobs=ref, kl_coef=0.1, num_tokens=15, **more
         )
-        loss, *_ = fused_rl.linear_token_loss(h, weight, targets, token_loss, *per_token, bias=bias, mask=counted)
+        loss, *_ = fused_rl.linear_token_loss(
+            h, weight, targets, token_loss, *per_token, bias=bias, mask=counted
+        )
         gradients.append((loss.detach(), *torch.autograd.grad(loss, h)))
     (loss, gradient), (wanted_loss, wanted_gradient) = gradients
     assert torch.allclose(loss, wanted_loss)

@@ -33,7 +33,9 @@ def test_capped_kl_is_the_estimate_up_to_the_cap(estimator):
 def test_beyond_the_cap_value_and_gradient_are_those_at_the_cap(estimator):
     at_cap = torch.tensor(primitives.CAPPED_AT_10[estimator], dtype=torch.float64)
     for factor in (1.5, 40.0, torch.inf):
-        for beyond, cap in zip(gradient(at_cap * factor, estimator), gradient(at_cap, estimator), strict=True):
+        for beyond, cap in zip(
+            gradient(at_cap * factor, estimator), gradient(at_cap, estimator), strict=True
+        ):
             torch.testing.assert_close(beyond, cap)
 
 
@@ -59,5 +61,7 @@ def test_an_absent_host_is_named_with_the_versions_that_are_known(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", absent)
-    with pytest.raises(ImportError, match=r"verl is not installed; install verl(<0\.10,>=0\.9|>=0\.9,<0\.10)"):
+    with pytest.raises(
+        ImportError, match=r"verl is not installed; install verl(<0\.10,>=0\.9|>=0\.9,<0\.10)"
+    ):
         verl.patch()

@@ -54,7 +54,9 @@ def head_on_both(name, dtype, n):
     targets = make_targets(head, options)
     exact = exact_head(head, targets, options)
     theirs = run_head(ChunkedLogProbFunction.apply, leaves_of(head, dtype), targets, options)
-    ours = run_head(integration.ChunkedLogProbFunction.apply, leaves_of(head, dtype), targets, options)
+    ours = run_head(
+        integration.ChunkedLogProbFunction.apply, leaves_of(head, dtype), targets, options
+    )
     for one, *three in zip(NAMES, ours, theirs, exact, strict=True):
         if three[0] is not None:
             yield one, *three
@@ -79,12 +81,18 @@ def test_head_in_bf16(name):
         assert_close(*one, luck(one[0]))
 
 
-@pytest.mark.parametrize("outputs", [("log_probs",), ("log_probs", "entropy"), ("is_top1",), ("mean_logits",), ALL[2:]])
+@pytest.mark.parametrize(
+    "outputs", [("log_probs",), ("log_probs", "entropy"), ("is_top1",), ("mean_logits",), ALL[2:]]
+)
 def test_outputs_that_are_not_needed_are_none(outputs):
     head, options = make_head(FP32), (1.0, None, 1.0)
     targets = make_targets(head, options)
-    ours = run_head(integration.ChunkedLogProbFunction.apply, leaves_of(head, FP32), targets, options, outputs)
-    theirs = run_head(ChunkedLogProbFunction.apply, leaves_of(head, FP32), targets, options, outputs)
+    ours = run_head(
+        integration.ChunkedLogProbFunction.apply, leaves_of(head, FP32), targets, options, outputs
+    )
+    theirs = run_head(
+        ChunkedLogProbFunction.apply, leaves_of(head, FP32), targets, options, outputs
+    )
     assert [x is None for x in ours] == [x is None for x in theirs]
     for one, other in zip(ours, theirs, strict=True):
         if one is not None:
@@ -94,7 +102,9 @@ def test_outputs_that_are_not_needed_are_none(outputs):
 
 def test_top1_is_the_first_of_equal_tokens():
     """A tie with an earlier token is none; one with a later token, and an impossible row, are as TRL has them."""
-    logits = torch.tensor([[1.0, 3, 3, 0], [1, 3, 3, 0], [3, 1, 0, 3], [-torch.inf] * 4, [0, 0, 0, 0]])
+    logits = torch.tensor(
+        [[1.0, 3, 3, 0], [1, 3, 3, 0], [3, 1, 0, 3], [-torch.inf] * 4, [0, 0, 0, 0]]
+    )
     targets = torch.tensor([1, 2, 3, 0, 0])
     weight, nothing = torch.eye(4), torch.zeros(1, 4)
     found = []
@@ -167,7 +177,9 @@ def test_backward_twice_and_changed_outputs():
     targets = make_targets(head, options)
     teacher = make_head(FP32, seed=1)
     for function in (
-        lambda *x: integration.ChunkedLogProbFunction.apply(*x, targets, *options[:1], 64, None, 1.0, ALL)[:2],
+        lambda *x: integration.ChunkedLogProbFunction.apply(
+            *x, targets, *options[:1], 64, None, 1.0, ALL
+        )[:2],
         lambda *x: integration.ChunkedDivergenceFunction.apply(*x, *teacher, 0.5)[:1],
     ):
         leaves = leaves_of(head, FP32)
@@ -208,11 +220,15 @@ def test_a_sharded_head_is_gathered_again_in_the_backward_pass(monkeypatch):
         leaves, other = leaves_of(head, FP32), [x.clone() for x in teacher]
         whole.update((x, x.data) for x in (*leaves[1:], *other[1:]))
         with gather(*leaves[1:]):
-            outputs = integration.ChunkedLogProbFunction.apply(*leaves, targets, 1.0, 64, None, 1.0, ALL)[:2]
+            outputs = integration.ChunkedLogProbFunction.apply(
+                *leaves, targets, 1.0, 64, None, 1.0, ALL
+            )[:2]
         if i:
             outputs = integration.ChunkedDivergenceFunction.apply(*leaves, *other, 1.0)[:1]
         assert leaves[1].numel() == 0
-        found = torch.autograd.grad(outputs, leaves, upstream_of(outputs))  # an empty leaf cannot hold a gradient
+        found = torch.autograd.grad(
+            outputs, leaves, upstream_of(outputs)
+        )  # an empty leaf cannot hold a gradient
         for one, truth in zip(found, truths, strict=True):
             torch.testing.assert_close(one.double(), truth, rtol=1e-5, atol=1e-5)
 
@@ -241,9 +257,13 @@ def divergence_on_both(beta, dtype, scales, n):
     student = make_head(dtype, bias, n=n)
     teacher = make_head(dtype, not bias, seed=1, width=24, n=n)
     exact = exact_divergence(student, teacher, beta, 0.7, scales)
-    theirs = run_divergence(ChunkedDivergenceFunction.apply, leaves_of(student, dtype), teacher, beta, 0.7, scales)
+    theirs = run_divergence(
+        ChunkedDivergenceFunction.apply, leaves_of(student, dtype), teacher, beta, 0.7, scales
+    )
     leaves = leaves_of(student, dtype)
-    ours = run_divergence(integration.ChunkedDivergenceFunction.apply, leaves, teacher, beta, 0.7, scales)
+    ours = run_divergence(
+        integration.ChunkedDivergenceFunction.apply, leaves, teacher, beta, 0.7, scales
+    )
     assert not ours[1].requires_grad
     for one, *three in zip(("divergence", "entropy", *NAMES[5:]), ours, theirs, exact, strict=True):
         if three[0] is not None:
@@ -269,14 +289,22 @@ def test_divergence(beta, dtype, scales, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "changed", [{"scale": -1.0}, {"temperature": 1e-7}, {"dtype": FP64}, {"outputs": (*ALL, "new")}], ids=str
+    "changed",
+    [{"scale": -1.0}, {"temperature": 1e-7}, {"dtype": FP64}, {"outputs": (*ALL, "new")}],
+    ids=str,
 )
 def test_other_heads_are_the_hosts(changed):
     head = make_head(changed.get("dtype", FP32))
     targets = make_targets(head, (1.0, None, 1.0))
     options = changed.get("temperature", 1.0), None, changed.get("scale", 1.0)
     ours, theirs = (
-        run_head(function.apply, leaves_of(head, head[0].dtype), targets, options, changed.get("outputs", ALL))
+        run_head(
+            function.apply,
+            leaves_of(head, head[0].dtype),
+            targets,
+            options,
+            changed.get("outputs", ALL),
+        )
         for function in (integration.ChunkedLogProbFunction, ChunkedLogProbFunction)
     )
     assert all(map(same_bits, ours, theirs))
@@ -287,6 +315,8 @@ def test_other_divergences_are_the_hosts(changed):
     dtype = changed.get("dtype", FP32)
     student, teacher = make_head(dtype), make_head(dtype, seed=1)
     options = teacher, changed.get("beta", 0.0), 0.7, (changed.get("scale", 1.0), None, 1.0, None)
-    ours = run_divergence(integration.ChunkedDivergenceFunction.apply, leaves_of(student, dtype), *options)
+    ours = run_divergence(
+        integration.ChunkedDivergenceFunction.apply, leaves_of(student, dtype), *options
+    )
     theirs = run_divergence(ChunkedDivergenceFunction.apply, leaves_of(student, dtype), *options)
     assert all(map(same_bits, ours, theirs))

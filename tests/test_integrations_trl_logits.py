@@ -54,7 +54,9 @@ class Exact:
         return formulas.entropy(logits.log_softmax(-1))
 
     @staticmethod
-    def selective_log_softmax_and_entropy(logits, index, entropy_requires_grad, temperature, row_mask):
+    def selective_log_softmax_and_entropy(
+        logits, index, entropy_requires_grad, temperature, row_mask
+    ):
         found = formulas.entropy((logits / temperature).log_softmax(-1))
         found = found if row_mask is None else found.masked_fill(row_mask == 0, 0)
         return [Exact.selective_log_softmax(logits, index, temperature, row_mask), found]
@@ -67,7 +69,9 @@ def logits_on_both(dtype, temperature, masked, several):
     index = torch.randint(4, 77, (3, 6, 5) if several else (3, 6), generator=generator)
     if several:
         index[..., 1] = index[..., 0]  # an id twice
-    row_mask = None if masked is None else (torch.rand(index.shape, generator=generator) < 0.6).to(masked)
+    row_mask = (
+        None if masked is None else (torch.rand(index.shape, generator=generator) < 0.6).to(masked)
+    )
     exact = from_logits(Exact, logits.double(), index, temperature, row_mask, several)
     theirs = from_logits(trl_utils, logits, index, temperature, row_mask, several)
     ours = from_logits(integration, logits, index, temperature, row_mask, several)
@@ -75,14 +79,18 @@ def logits_on_both(dtype, temperature, masked, several):
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP64])
-@pytest.mark.parametrize(("temperature", "masked"), [(1.0, None), (0.7, torch.bool), (1.0, torch.int64)])
+@pytest.mark.parametrize(
+    ("temperature", "masked"), [(1.0, None), (0.7, torch.bool), (1.0, torch.int64)]
+)
 @pytest.mark.parametrize("several", [False, True])
 def test_logits(dtype, temperature, masked, several):
     """At most TRL's error, and fp32 where it returns 16 bits; from fp64 logits fp64."""
     ours, theirs, exact, row_mask = logits_on_both(dtype, temperature, masked, several)
     for i, (one, other, truth) in enumerate(zip(ours, theirs, exact, strict=True)):
         assert one.dtype == (dtype if i == len(ours) - 1 else FP64 if dtype == FP64 else FP32)
-        allowed = 1e-12 if dtype == FP64 else error(other, truth) + 2**-22 * truth.abs().max().item()
+        allowed = (
+            1e-12 if dtype == FP64 else error(other, truth) + 2**-22 * truth.abs().max().item()
+        )
         assert error(one, truth) <= allowed
         if dtype == FP32:
             assert_near_the_host("", one, other, truth)
@@ -95,16 +103,22 @@ def test_logits(dtype, temperature, masked, several):
 def test_entropy_without_gradient():
     logits = make_logits(FP32).requires_grad_()
     index = torch.zeros(3, 7, dtype=torch.long)
-    logprobs, entropy = integration.selective_log_softmax_and_entropy(logits, index, entropy_requires_grad=False)
+    logprobs, entropy = integration.selective_log_softmax_and_entropy(
+        logits, index, entropy_requires_grad=False
+    )
     assert logprobs.requires_grad
     assert not entropy.requires_grad
-    torch.testing.assert_close(entropy, trl_utils.entropy_from_logits(logits).detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        entropy, trl_utils.entropy_from_logits(logits).detach(), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("function", ["selective_log_softmax", "selective_log_softmax_and_entropy"])
 def test_a_temperature_that_is_not_positive_is_refused_as_trl_does(function):
     with pytest.raises(ValueError, match="temperature must be positive"):
-        getattr(integration, function)(torch.zeros(2, 9), torch.zeros(2, dtype=torch.long), temperature=0.0)
+        getattr(integration, function)(
+            torch.zeros(2, 9), torch.zeros(2, dtype=torch.long), temperature=0.0
+        )
 
 
 # Where TRL's lose their digits: bench/repro/integrations/trl.py.

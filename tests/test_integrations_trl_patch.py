@@ -23,7 +23,12 @@ from fused_rl.integrations import trl as integration  # noqa: E402
 USERS = [f"trainer.{name}_trainer" for name in ("distillation", "grpo", "sft", "dpo")]
 USERS += [f"experimental.{name}.{name}_trainer" for name in ("orpo", "cpo", "tpo", "a2po")]
 USERS += [f"experimental.{name}.loss_utils" for name in ("sdft", "sdpo")]
-OURS = ("ChunkedLogProbFunction", "ChunkedDivergenceFunction", "selective_log_softmax", "entropy_from_logits")
+OURS = (
+    "ChunkedLogProbFunction",
+    "ChunkedDivergenceFunction",
+    "selective_log_softmax",
+    "entropy_from_logits",
+)
 OURS += ("selective_log_softmax_and_entropy",)
 
 
@@ -44,15 +49,23 @@ def attributes():
 
 def test_every_copy_is_replaced_and_every_attribute_restored(host_modules):
     before = attributes()
-    originals = [ChunkedLogProbFunction, ChunkedDivergenceFunction, *(getattr(trl_utils, name) for name in OURS[2:])]
-    copies = {place for place, value in before.items() if any(value is original for original in originals)}
+    originals = [
+        ChunkedLogProbFunction,
+        ChunkedDivergenceFunction,
+        *(getattr(trl_utils, name) for name in OURS[2:]),
+    ]
+    copies = {
+        place for place, value in before.items() if any(value is original for original in originals)
+    }
     integration.patch()
     try:
         patched = attributes()
         changed = {place for place in before if patched[place] is not before[place]}
         assert changed == copies
         assert len(copies) >= 14
-        assert {patched[place] for place in changed} == {getattr(integration, name) for name in OURS}
+        assert {patched[place] for place in changed} == {
+            getattr(integration, name) for name in OURS
+        }
     finally:
         integration.unpatch()
     after = attributes()
@@ -63,7 +76,9 @@ def test_every_copy_is_replaced_and_every_attribute_restored(host_modules):
 def test_the_hosts_own_function_is_reached_while_patched():
     head = make_head(FP64)
     targets = make_targets(head, (1.0, None, 1.0))
-    theirs = run_head(ChunkedLogProbFunction.apply, leaves_of(head, FP64), targets, (1.0, None, 1.0))
+    theirs = run_head(
+        ChunkedLogProbFunction.apply, leaves_of(head, FP64), targets, (1.0, None, 1.0)
+    )
     with integration.patch():
         function = trl_utils._ChunkedLogProbFunction
         ours = run_head(function.apply, leaves_of(head, FP64), targets, (1.0, None, 1.0))

@@ -14,7 +14,9 @@ from fused_rl.kernels import launch, logprob, online  # noqa: E402
 from tests.marks import grid  # noqa: E402
 from tests.paths import DEVICE  # noqa: E402
 
-watched_alone = pytest.mark.skipif(DEVICE == "cuda", reason="loads and stores are watched in the interpreter")
+watched_alone = pytest.mark.skipif(
+    DEVICE == "cuda", reason="loads and stores are watched in the interpreter"
+)
 # With 32 threads a program streams tiles of 2048 bf16 columns and segments of 4096, so that small rows have all parts:
 # nothing but an end; an end that crosses a segment; whole tiles; several segments, with the last one almost empty.
 VOCABULARIES = [1, 17, 300, 2305, 4100, 2 * 4096 + 100]
@@ -59,13 +61,17 @@ def both(logits, targets, mask=None, inv_t=0.8, softcap=None, inplace=False):
     _, entropy, _, m, rest = outputs
     upstream = [torch.tensor([u], device=DEVICE).expand(len(targets)) for u in (0.7, -1.3, 0.4)]
     out = logits if inplace else None
-    gradient = logprob.logprob_bwd(*upstream, logits, targets, mask, entropy, m, rest, inv_t, softcap, out)
+    gradient = logprob.logprob_bwd(
+        *upstream, logits, targets, mask, entropy, m, rest, inv_t, softcap, out
+    )
     return [*outputs, gradient]
 
 
 def assert_same_bits(actual, expected):
     for a, e in zip(actual, expected, strict=True):
-        assert torch.equal(a.contiguous().view(torch.uint8), e.expand(a.shape).contiguous().view(torch.uint8))
+        assert torch.equal(
+            a.contiguous().view(torch.uint8), e.expand(a.shape).contiguous().view(torch.uint8)
+        )
 
 
 @grid("dtype, vocab", [torch.bfloat16, torch.float32], VOCABULARIES, most=4)
@@ -77,7 +83,9 @@ def test_bits_do_not_depend_on_alignment_batch_or_split(dtype, vocab, monkeypatc
         split(monkeypatch, offset != 2)
         with watched():
             assert_same_bits(both(at(offset, row), target), expected)
-    split(monkeypatch, False)  # four rows, each of another alignment; then the in-place gradient of the second of them
+    split(
+        monkeypatch, False
+    )  # four rows, each of another alignment; then the in-place gradient of the second of them
     assert_same_bits(both(at(0, row, n=4, stride=vocab + 3), target.expand(4)), expected)
     with watched():
         assert_same_bits(both(at(vocab + 3, row), target, inplace=True), expected)
@@ -147,12 +155,16 @@ def test_a_target_outside_the_vocabulary_is_nan_and_touches_nothing(bad):
     assert outputs[0].isnan()
     assert outputs[1].isfinite()
     assert outputs[2].isfinite()
-    torch.testing.assert_close(gradient, -torch.softmax(row, 1))  # as on a shard that does not hold the target
+    torch.testing.assert_close(
+        gradient, -torch.softmax(row, 1)
+    )  # as on a shard that does not hold the target
 
 
 def test_an_offset_of_all_logits_cancels():
     """To rounding in the outputs; to the bit in the gradient."""
-    row = (8 * torch.randn(1, 3000, generator=torch.Generator().manual_seed(0))).round().to(DEVICE) / 8
+    row = (8 * torch.randn(1, 3000, generator=torch.Generator().manual_seed(0))).round().to(
+        DEVICE
+    ) / 8
     target = row.argmin(1)
     expected = both(row, target)
     for offset in (1000.0, -1000.0, 16384.0):
@@ -175,7 +187,9 @@ def test_one_token_with_all_the_mass(gap, column, inv_t):
     p = s.exp()
     p[0, column] = 0
     rest = p.sum()
-    logprobs, h, _, _, l_prime = logprob.logprob_fwd(row, torch.tensor([column], device=DEVICE), None, inv_t, None)
+    logprobs, h, _, _, l_prime = logprob.logprob_fwd(
+        row, torch.tensor([column], device=DEVICE), None, inv_t, None
+    )
     entropy = rest.log1p() - (p * s).sum() / (1 + rest)
     torch.testing.assert_close(h[0].double(), entropy, rtol=3e-7, atol=0)
     torch.testing.assert_close(l_prime[0].double(), rest, rtol=3e-7, atol=0)
@@ -191,7 +205,9 @@ def test_ties_share_the_mass():
         found = logprob.logprob_fwd(row, target, None, 1.0, None)
         logprobs, h, _, _, rest = [x.cpu() for x in found]
         torch.testing.assert_close(rest, torch.tensor([len(columns) - 1.0]), rtol=0, atol=1e-13)
-        torch.testing.assert_close(h, torch.tensor([float(len(columns))]).log(), rtol=2e-7, atol=1e-13)
+        torch.testing.assert_close(
+            h, torch.tensor([float(len(columns))]).log(), rtol=2e-7, atol=1e-13
+        )
         torch.testing.assert_close(logprobs, -h, rtol=2e-7, atol=1e-13)
 
 

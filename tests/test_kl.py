@@ -15,7 +15,13 @@ pytestmark = pytest.mark.usefixtures("seeded")
 
 
 # less than a tile, one exactly, a tail
-SIZES = [(torch.float32, 4096), (torch.bfloat16, 33), (torch.float16, 1000), (torch.bfloat16, 8200), (torch.float32, 1)]
+SIZES = [
+    (torch.float32, 4096),
+    (torch.bfloat16, 33),
+    (torch.float16, 1000),
+    (torch.bfloat16, 8200),
+    (torch.float32, 1),
+]
 
 
 @on_backends("direction, size", DIRECTIONS, SIZES, most=3)
@@ -137,7 +143,9 @@ def test_rows_do_not_depend_on_batch_mask_or_strides(backend, direction):
         both_gradients(fused_rl.token_kl, x, y_by_columns, upstream, direction=direction),
         both_gradients(fused_rl.token_kl, x[None], y[None], upstream[None], direction=direction),
         both_gradients(fused_rl.token_kl, x, y, upstream, direction=direction, mask=mask),
-        both_gradients(fused_rl.token_kl, x, y, upstream, direction=direction, mask=mask.t().contiguous().t()),
+        both_gradients(
+            fused_rl.token_kl, x, y, upstream, direction=direction, mask=mask.t().contiguous().t()
+        ),
     ):
         for ours, best in zip(got, whole, strict=True):
             assert torch.equal(ours.view_as(best)[1, 2], best[1, 2])
@@ -151,13 +159,17 @@ def test_rows_have_the_same_bits_at_any_alignment(backend, dtype, vocab):
     x[1, 700] = -torch.inf
     want = fused_rl.token_kl(x, y)
     for at in ((0, 1), (1, 1), (5, 5), (5, 0)):
-        shifted = [torch.cat([z.new_zeros(2, a), z], 1)[:, a:] for a, z in zip(at, (x, y), strict=True)]
+        shifted = [
+            torch.cat([z.new_zeros(2, a), z], 1)[:, a:] for a, z in zip(at, (x, y), strict=True)
+        ]
         assert torch.equal(fused_rl.token_kl(*shifted), want), at
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a device decides by its own count")
 # segments of 4096 columns in place of 32768; the kernels' own
-@pytest.mark.parametrize(("direction", "segment"), [("reverse", 1), *(slow(direction, 8) for direction in DIRECTIONS)])
+@pytest.mark.parametrize(
+    ("direction", "segment"), [("reverse", 1), *(slow(direction, 8) for direction in DIRECTIONS)]
+)
 def test_a_row_in_several_programs_has_the_bits_of_one(direction, segment, monkeypatch):
     """Three segments: one of fast sums, one with a banned column and a rival hundreds of nats up, an end."""
     kernels = [pytest.importorskip(f"fused_rl.kernels.{name}") for name in ("kl", "kl_gradient")]
@@ -189,7 +201,9 @@ def test_an_offset_of_masked_columns_is_looked_for_once_more(first, reads):
         value = fused_rl.token_kl(x, y)
     again = 3 * 8192 if first else 0  # the segment of the masked columns
     assert round(launches[0].bytes()[0] / (2 * 4), -3) == round(reads * 32768 + again, -3)
-    torch.testing.assert_close(value.double(), reference.token_kl(x.double(), y.double()), rtol=2e-6, atol=0)
+    torch.testing.assert_close(
+        value.double(), reference.token_kl(x.double(), y.double()), rtol=2e-6, atol=0
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter loads")
@@ -234,13 +248,17 @@ def test_rows_that_the_kernels_read_16_bytes_at_a_time_begin_there():
         assert same.data_ptr() == whole.data_ptr(), "no copy without need"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the pointer arithmetic is the same on a device")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the pointer arithmetic is the same on a device"
+)
 def test_offsets_beyond_32_bits():
     """Rows 2^31 elements apart, in a sparse file instead of memory."""
     stride, vocab = 2**31, 100
 
     with tempfile.NamedTemporaryFile() as file:
-        storage = torch.UntypedStorage.from_file(file.name, shared=True, nbytes=2 * (stride + vocab))
+        storage = torch.UntypedStorage.from_file(
+            file.name, shared=True, nbytes=2 * (stride + vocab)
+        )
         x = torch.empty(0, dtype=torch.bfloat16).set_(storage, 0, (2, vocab), (stride, 1))
         values, y = pair(2, vocab, dtype=torch.bfloat16)
         x.copy_(values)

@@ -25,8 +25,12 @@ def test_reference_gradients(direction):
     """The oracle itself, and the fixed example of the KL's gradient."""
     x, y = pair(2, 6)
     x, y = x.double().requires_grad_(), y.double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda a, b: reference.token_kl(a, b, direction=direction, temperature=0.7), (x, y))
-    torch.testing.assert_close(reference.token_kl(x, y, direction=direction), exact(x, y, direction))
+    assert torch.autograd.gradcheck(
+        lambda a, b: reference.token_kl(a, b, direction=direction, temperature=0.7), (x, y)
+    )
+    torch.testing.assert_close(
+        reference.token_kl(x, y, direction=direction), exact(x, y, direction)
+    )
 
 
 @pytest.mark.parametrize("js", [False, True])

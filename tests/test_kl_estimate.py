@@ -20,7 +20,9 @@ def expectation(kl_estimator, on_policy):
     theta = THETA.clone().requires_grad_()
     logprobs = theta.log_softmax(0)
     old = logprobs.detach() if on_policy else BEHAVIOUR
-    expected = (old.exp() * fused_rl.kl_estimate(logprobs, REF, kl_estimator, old_logprobs=old)).sum()
+    expected = (
+        old.exp() * fused_rl.kl_estimate(logprobs, REF, kl_estimator, old_logprobs=old)
+    ).sum()
     return expected.detach(), torch.autograd.grad(expected, theta)[0]
 
 
@@ -36,7 +38,9 @@ def expectation(kl_estimator, on_policy):
         ("k3+", 0.306993, 0.387491, KL_GRADIENT, 0.983),
     ],
 )
-def test_expectations_by_enumeration(kl_estimator, on_policy, off_policy, gradient, off_policy_cosine):
+def test_expectations_by_enumeration(
+    kl_estimator, on_policy, off_policy, gradient, off_policy_cosine
+):
     value, grad = expectation(kl_estimator, on_policy=True)
     torch.testing.assert_close(value.item(), on_policy, rtol=0, atol=1e-6)
     torch.testing.assert_close(grad, gradient, rtol=0, atol=1e-6)
@@ -56,7 +60,9 @@ def test_the_constants_above_are_the_exact_kl():
         ((REF.exp() * (REF - logp)).sum(), 0.361676, REVERSED_GRADIENT),
     ):
         torch.testing.assert_close(kl.item(), value, rtol=0, atol=1e-6)
-        torch.testing.assert_close(torch.autograd.grad(kl, theta, retain_graph=True)[0], gradient, rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            torch.autograd.grad(kl, theta, retain_graph=True)[0], gradient, rtol=0, atol=1e-6
+        )
 
 
 # gradient by logprobs at d = logprobs - ref and r = exp(logprobs - old), docs/losses.md
@@ -89,7 +95,9 @@ def test_values_and_gradients_are_the_table(kl_estimator):
     torch.testing.assert_close(kl.detach(), values[kl_estimator], rtol=1e-9, atol=1e-15)
     upstream = torch.randn_like(d)
     (grad,) = torch.autograd.grad(kl, logprobs, upstream)
-    torch.testing.assert_close(grad, upstream * GRADIENTS[kl_estimator](d, r), rtol=1e-9, atol=1e-15)
+    torch.testing.assert_close(
+        grad, upstream * GRADIENTS[kl_estimator](d, r), rtol=1e-9, atol=1e-15
+    )
 
 
 def either_way(*sizes, dtype):
@@ -113,8 +121,12 @@ def test_nothing_overflows_and_no_gradient_switches_off(kl_estimator, dtype):
         assert kl.isfinite().all()
         assert grad.isfinite().all()
         if kl_estimator not in ("k1", "k4"):  # whose gradients are 1 and r (1 + d)
-            held = kl_estimator != "rk3" or old is None or d - old > -80  # a ratio below fp32 weighs nothing
-            assert ((grad * d > 0) | ~torch.as_tensor(held)).all(), "must pull back to the reference, however far"
+            held = (
+                kl_estimator != "rk3" or old is None or d - old > -80
+            )  # a ratio below fp32 weighs nothing
+            assert ((grad * d > 0) | ~torch.as_tensor(held)).all(), (
+                "must pull back to the reference, however far"
+            )
         if kl_estimator in ("k3", "rk3", "k2"):
             assert (kl >= 0).all()
 
@@ -130,7 +142,9 @@ def test_gradients_of_weighted_estimators_are_exact_at_any_distance(kl_estimator
         (grad,) = torch.autograd.grad(kl.sum(), logprobs)
         log_r = d - (d - gap)
         exact = tangent_exp(log_r.double()) * (d.double() + (kl_estimator == "k4"))
-        torch.testing.assert_close(grad.double(), exact, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=0)
+        torch.testing.assert_close(
+            grad.double(), exact, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=0
+        )
 
 
 def test_the_extension_is_continuous_and_so_is_its_slope():
@@ -155,7 +169,9 @@ def test_k3_keeps_its_digits_near_zero_in_fp32():
     # exp(-d) - 1 + d in fp32 has over 100 % mean error at 1e-4, where on-policy steps live
     d = torch.logspace(-6, 0, 200).mul(torch.tensor([1.0, -1.0]).repeat(100))
     exact = torch.expm1(-d.double()) + d.double()
-    exact = torch.where(d.abs() < 1e-2, d.double().square() / 2 * (1 - d.double() / 3 * (1 - d.double() / 4)), exact)
+    exact = torch.where(
+        d.abs() < 1e-2, d.double().square() / 2 * (1 - d.double() / 3 * (1 - d.double() / 4)), exact
+    )
     for name in ("k3", "rk3", "k3+"):
         kl = fused_rl.kl_estimate(d, torch.zeros_like(d), name, old_logprobs=d)
         torch.testing.assert_close(kl.double(), exact, rtol=3e-6, atol=0)

@@ -35,7 +35,9 @@ def test_tiles():
         (n, width, vocab), workspace_mb = case
         hidden = torch.empty(n, width, dtype=dtype)
         budget = tiles.budget(workspace_mb, hidden, vocab, copied=False)
-        return tiles.forward_rows(hidden, vocab, budget), tiles.backward_tile(hidden, vocab, (True,) * 3, budget)
+        return tiles.forward_rows(hidden, vocab, budget), tiles.backward_tile(
+            hidden, vocab, (True,) * 3, budget
+        )
 
     assert plan(ONE_TILE, FP32) == plan(ONE_TILE, BF16) == (22, (22, 131))
     assert plan(MORE_TOKENS, FP32) == (8, (8, 131))
@@ -56,7 +58,12 @@ def test_values_and_gradients(backend, run, dtype, cut):
     leaves, targets, mask = make(shape, dtype, backend)
     upstream = [upstream_of(targets)] if run is logprobs_and_gradients else []
     temperature = torch.linspace(0.5, 2, shape[0], device=backend)
-    options = {"mask": mask, "softcap": 4.0, "temperature": temperature, "workspace_mb": workspace_mb}
+    options = {
+        "mask": mask,
+        "softcap": 4.0,
+        "temperature": temperature,
+        "workspace_mb": workspace_mb,
+    }
     compare(run, leaves, targets, *upstream, **options)
 
 
@@ -66,17 +73,23 @@ def test_leading_dimensions():
     leaves, targets, mask = make(MORE_TOKENS[0], FP32, DEVICE)
     temperature, upstream = torch.linspace(0.5, 2, 22, device=DEVICE), upstream_of(targets)
     options = {"workspace_mb": MORE_TOKENS[1]}
-    flat = logprobs_and_gradients(fused_rl, leaves, targets, upstream, mask=mask, temperature=temperature, **options)
+    flat = logprobs_and_gradients(
+        fused_rl, leaves, targets, upstream, mask=mask, temperature=temperature, **options
+    )
     folded = [leaves[0].detach().view(2, 11, 16).requires_grad_(), *leaves[1:]]
     options |= {"mask": mask.view(2, 11), "temperature": temperature.view(2, 11)}
     given = targets.view(2, 11).int()
-    found = logprobs_and_gradients(fused_rl, folded, given, [u.view(2, 11) for u in upstream], **options)
+    found = logprobs_and_gradients(
+        fused_rl, folded, given, [u.view(2, 11) for u in upstream], **options
+    )
     for a, b in zip(found, flat, strict=True):
         assert torch.equal(a.reshape(b.shape), b)
 
 
 @pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 2)], ids=["logprobs", "entropy", "lse", "logprobs+lse"])
+@pytest.mark.parametrize(
+    "used", [(0,), (1,), (2,), (0, 2)], ids=["logprobs", "entropy", "lse", "logprobs+lse"]
+)
 def test_gradient_of_some_outputs(used):
     """What is not used has no upstream gradient at all; sum() gives one of stride 0."""
     for shape, workspace_mb in (ONE_TILE, MORE_TOKENS):
@@ -100,7 +113,9 @@ def test_masked_rows_are_not_read(run):
         leaves[0].detach().masked_fill(~mask[:, None], torch.nan).requires_grad_(),
         *leaves[1:],
     ]
-    results = run(fused_rl, spoilt, targets.where(mask, -100), *args, mask=mask, workspace_mb=MORE_TOKENS[1])
+    results = run(
+        fused_rl, spoilt, targets.where(mask, -100), *args, mask=mask, workspace_mb=MORE_TOKENS[1]
+    )
     for a, b in zip(results, clean, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
     assert (results[-3][~mask] == 0).all()
@@ -122,13 +137,17 @@ def test_nothing_counts(run, rows, dtype):
 
 
 @pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize("workspace", [ONE_TILE, MORE_TOKENS, MORE_ROWS], ids=["one", "more tokens", "more rows"])
+@pytest.mark.parametrize(
+    "workspace", [ONE_TILE, MORE_TOKENS, MORE_ROWS], ids=["one", "more tokens", "more rows"]
+)
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_one_pass_equals_recompute(dtype, workspace):
     shape, workspace_mb = workspace
     leaves, targets, mask = make(shape, dtype, DEVICE)
     one_pass = loss_and_gradients(fused_rl, leaves, targets, mask=mask, workspace_mb=workspace_mb)
-    logprobs, entropy, _ = call(fused_rl.linear_token_logprobs, leaves, targets, mask=mask, workspace_mb=workspace_mb)
+    logprobs, entropy, _ = call(
+        fused_rl.linear_token_logprobs, leaves, targets, mask=mask, workspace_mb=workspace_mb
+    )
     loss = token_loss(logprobs[mask], entropy[mask], *(v[mask] for v in per_token(targets))).sum()
     recomputed = [logprobs, entropy, *torch.autograd.grad(0.37 * loss, leaves)]
     for a, b in zip(one_pass, recomputed, strict=True):
@@ -157,5 +176,7 @@ def test_sum_over_many_tiles():
     lse = fused_rl.linear_token_logprobs(*leaves, targets, workspace_mb=workspace_mb).lse
     dweight = torch.autograd.grad(lse.sum(), leaves[1])[0]
     exact = in_dtype(leaves, FP64)
-    truth = torch.autograd.grad(reference.linear_token_logprobs(*exact, targets).lse.sum(), exact[1])[0]
+    truth = torch.autograd.grad(
+        reference.linear_token_logprobs(*exact, targets).lse.sum(), exact[1]
+    )[0]
     torch.testing.assert_close(dweight.double(), truth, rtol=2**-7, atol=0)

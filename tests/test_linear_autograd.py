@@ -38,31 +38,44 @@ def test_retained_graph(run):
     leaves, targets, mask = make(MORE_TOKENS[0], FP32, DEVICE)
     options = {"mask": mask, "workspace_mb": MORE_TOKENS[1]}
     if run == "loss":
-        total = call(fused_rl.linear_token_loss, leaves, targets, token_loss, *per_token(targets), **options).loss
+        total = call(
+            fused_rl.linear_token_loss, leaves, targets, token_loss, *per_token(targets), **options
+        ).loss
     else:
-        total = sum(o.square().sum() for o in call(fused_rl.linear_token_logprobs, leaves, targets, **options))
+        total = sum(
+            o.square().sum()
+            for o in call(fused_rl.linear_token_logprobs, leaves, targets, **options)
+        )
     first = torch.autograd.grad(total, leaves, retain_graph=True)
     kept = [g.clone() for g in first]
     for factor in (2.0, 0.25):
         again = torch.autograd.grad(factor * total, leaves, retain_graph=True)
         for a, b, c in zip(again, first, kept, strict=True):
             torch.testing.assert_close(b, c, rtol=0, atol=0)
-            torch.testing.assert_close(a, factor * c, rtol=1e-5, atol=1e-6 * factor * c.abs().max().item())
+            torch.testing.assert_close(
+                a, factor * c, rtol=1e-5, atol=1e-6 * factor * c.abs().max().item()
+            )
     total.backward(retain_graph=True)
     total.backward()  # accumulates into what the one before handed over
     for leaf, gradient in zip(leaves, kept, strict=True):
-        torch.testing.assert_close(leaf.grad, 2 * gradient, rtol=1e-5, atol=1e-6 * gradient.abs().max().item())
+        torch.testing.assert_close(
+            leaf.grad, 2 * gradient, rtol=1e-5, atol=1e-6 * gradient.abs().max().item()
+        )
 
 
 @pytest.mark.usefixtures("cpu")
 def test_loss_without_entropy_or_gradient():
     """A loss that ignores entropy, or is constant, or is only evaluated."""
     leaves, targets, _ = make(ONE_TILE[0], FP32)
-    loss = call(fused_rl.linear_token_loss, leaves, targets, lambda logprobs, entropy: -logprobs).loss
+    loss = call(
+        fused_rl.linear_token_loss, leaves, targets, lambda logprobs, entropy: -logprobs
+    ).loss
     exact = in_dtype(leaves, FP64)
     truth = -call(reference.linear_token_logprobs, exact, targets).logprobs.sum()
     torch.testing.assert_close(loss.double(), truth, rtol=1e-6, atol=0)
-    for a, b in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(truth, exact), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(loss, leaves), torch.autograd.grad(truth, exact), strict=True
+    ):
         torch.testing.assert_close(a.double(), b, rtol=0, atol=1e-6 * b.abs().max().item())
     constant = call(
         fused_rl.linear_token_loss,
@@ -73,7 +86,9 @@ def test_loss_without_entropy_or_gradient():
     assert constant.loss == 22
     assert all((g == 0).all() for g in torch.autograd.grad(constant.loss, leaves))
     with torch.no_grad(), Work() as work:
-        evaluated = call(fused_rl.linear_token_loss, leaves, targets, lambda logprobs, entropy: -logprobs)
+        evaluated = call(
+            fused_rl.linear_token_loss, leaves, targets, lambda logprobs, entropy: -logprobs
+        )
     assert evaluated.loss == loss
     assert not evaluated.loss.requires_grad
     assert work.flop == 2 * 22 * 16 * 131
@@ -82,7 +97,9 @@ def test_loss_without_entropy_or_gradient():
 
 
 @pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize("workspace", [ONE_TILE, MORE_TOKENS, MORE_ROWS], ids=["one", "more tokens", "more rows"])
+@pytest.mark.parametrize(
+    "workspace", [ONE_TILE, MORE_TOKENS, MORE_ROWS], ids=["one", "more tokens", "more rows"]
+)
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_work(workspace, dtype):
     """6 H FLOP per logit in one pass, 8 H with recomputing, of the rows that count, in the inputs' dtype."""
@@ -91,7 +108,9 @@ def test_work(workspace, dtype):
     leaves, targets, mask = make((n, width, vocab), dtype)
     unit = 2 * int(mask.sum()) * width * vocab
     with Work() as work:
-        logprobs_and_gradients(fused_rl, leaves, targets, upstream_of(targets), mask=mask, workspace_mb=workspace_mb)
+        logprobs_and_gradients(
+            fused_rl, leaves, targets, upstream_of(targets), mask=mask, workspace_mb=workspace_mb
+        )
     assert work.flop == 4 * unit
     assert work.dtypes == {dtype}
     with Work() as work:
@@ -118,7 +137,9 @@ def test_frozen(run, frozen):
             outputs = call(fused_rl.linear_token_logprobs, leaves, targets, **options)
             grads = torch.autograd.grad(outputs, trained, args[0])
         else:
-            loss = call(fused_rl.linear_token_loss, leaves, targets, token_loss, *values, **options).loss
+            loss = call(
+                fused_rl.linear_token_loss, leaves, targets, token_loss, *values, **options
+            ).loss
             grads = torch.autograd.grad(0.37 * loss, trained)
     expected = [g for i, g in enumerate(complete[-3:]) if i != which]
     for a, b in zip(grads, expected, strict=True):
@@ -129,7 +150,12 @@ def test_frozen(run, frozen):
 
 @pytest.mark.usefixtures("cpu")
 # MiB of workspace, masked
-@grid("run, dtype, budget", [logprobs_and_gradients, loss_and_gradients], [FP32, BF16], [(48, True), (32, False)])
+@grid(
+    "run, dtype, budget",
+    [logprobs_and_gradients, loss_and_gradients],
+    [FP32, BF16],
+    [(48, True), (32, False)],
+)
 def test_memory(run, dtype, budget):
     """Outputs, gradients, workspace + 10 %, where logits would take 40 or 80 MB."""
     workspace_mb, masked = budget
@@ -137,11 +163,15 @@ def test_memory(run, dtype, budget):
     leaves, targets, mask = make(shape, dtype, bias=False)
     options = {"workspace_mb": workspace_mb, "mask": mask if masked else None}
     args = [upstream_of(targets)] if run is logprobs_and_gradients else []
-    run(fused_rl, leaves, targets, *args, **options)  # a compiled row function allocates while it is compiled
+    run(
+        fused_rl, leaves, targets, *args, **options
+    )  # a compiled row function allocates while it is compiled
     most = peak_bytes(lambda: run(fused_rl, leaves, targets, *args, **options))
     gradients = sum(leaf.nbytes for leaf in leaves)
     assert most <= 1.1 * workspace_mb * 2**20 + gradients
-    assert most >= 0.5 * min(workspace_mb * 2**20, shape[0] * shape[2] * leaves[0].element_size())  # it was counted
+    assert most >= 0.5 * min(
+        workspace_mb * 2**20, shape[0] * shape[2] * leaves[0].element_size()
+    )  # it was counted
 
 
 @pytest.mark.usefixtures("cpu")
@@ -154,16 +184,22 @@ def test_autocast(run, parameters):
     leaves = [leaves[0], *in_dtype(leaves[1:], parameters)]
 
     def under_autocast(module, leaves, targets, *args, **options):
-        context = contextlib.nullcontext() if leaves[0].dtype == FP64 else torch.autocast("cpu", BF16)
+        context = (
+            contextlib.nullcontext() if leaves[0].dtype == FP64 else torch.autocast("cpu", BF16)
+        )
         with context:
             return run(module, leaves, targets, *args, **options)
 
     with Work() as work:
-        results = under_autocast(fused_rl, leaves, targets, *args, mask=mask, workspace_mb=MORE_TOKENS[1])
+        results = under_autocast(
+            fused_rl, leaves, targets, *args, mask=mask, workspace_mb=MORE_TOKENS[1]
+        )
     assert work.dtypes == {BF16}
     assert [r.dtype for r in results[-3:]] == [leaf.dtype for leaf in leaves]
     exact = under_autocast(reference, in_dtype(leaves, FP64), targets, *args, mask=mask)
-    same = under_autocast(reference, [x.detach().requires_grad_() for x in leaves], targets, *args, mask=mask)
+    same = under_autocast(
+        reference, [x.detach().requires_grad_() for x in leaves], targets, *args, mask=mask
+    )
     assert_as_good(results, exact, same)
 
 

@@ -41,7 +41,9 @@ class Policy(torch.nn.Module):
         loss = module.linear_token_loss(*args, token_loss, advantages, weights, **options).loss
         logprobs, entropy, _ = module.linear_token_logprobs(*args, **options)
         del options["workspace_mb"]
-        kept = module.linear_token_logprobs(*args, **options, support=sets_of(tokens[:, 1:])).logprobs
+        kept = module.linear_token_logprobs(
+            *args, **options, support=sets_of(tokens[:, 1:])
+        ).logprobs
         return loss - (logprobs * advantages + 0.1 * entropy.square() + 0.2 * kept).sum()
 
 
@@ -67,13 +69,17 @@ def zero_training(rank, world, cases):
     for stage, tied in cases:
         model = Policy(tied)
         engine = zero_engine(model, torch.optim.SGD(model.parameters(), lr=0.5), stage)
-        assert stage < 3 or model.head.weight.numel() == 0  # else nothing is sharded, and nothing tested
+        assert (
+            stage < 3 or model.head.weight.numel() == 0
+        )  # else nothing is sharded, and nothing tested
         for _ in range(2):
             for batch in BATCHES[rank]:
                 engine.backward(engine(fused_rl, *batch) / 50 * world)
             engine.step()
         with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
-            trained.append({name: p.detach().clone().numpy() for name, p in model.named_parameters()})
+            trained.append(
+                {name: p.detach().clone().numpy() for name, p in model.named_parameters()}
+            )
     return trained
 
 
@@ -92,7 +98,9 @@ def fsdp_training(rank, world, cases):
             for batch in BATCHES[rank]:
                 (model(fused_rl, *batch) / 50 * world).backward()
             optimizer.step()
-        trained.append({name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()})
+        trained.append(
+            {name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()}
+        )
     return trained
 
 
@@ -104,7 +112,9 @@ def assert_trained_alike(results, cases):
             assert trained.keys() == expected.keys()
             for name, p in expected.items():
                 assert (p - start[name]).abs().max() > 1e-2
-                torch.testing.assert_close(torch.from_numpy(trained[name]), p, rtol=0, atol=3e-6, msg=name)
+                torch.testing.assert_close(
+                    torch.from_numpy(trained[name]), p, rtol=0, atol=3e-6, msg=name
+                )
 
 
 @pytest.mark.usefixtures("cpu")

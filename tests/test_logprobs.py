@@ -23,7 +23,8 @@ EVERY = [*itertools.chain(*(itertools.combinations(OUTPUTS, n) for n in (1, 2, 3
 
 # one column; less than one block; one block of the CPU path and a tail; several tiles of the kernel and an odd tail
 @pytest.mark.parametrize(
-    ("dtype", "vocab"), [(torch.float32, 1), (torch.bfloat16, 7), (torch.float16, 1000), (torch.bfloat16, 9001)]
+    ("dtype", "vocab"),
+    [(torch.float32, 1), (torch.bfloat16, 7), (torch.float16, 1000), (torch.bfloat16, 9001)],
 )
 def test_values_and_every_gradient(backend, dtype, vocab):
     """At one size with each set of upstream gradients, of which a missing one is another kernel."""
@@ -44,7 +45,8 @@ def test_temperature_per_row_in_any_broadcastable_shape():
     for shape in ((3, 1), (3, 4), (), (1,), (1, 4), (4,)):
         temperature = 0.5 + torch.rand(shape)
         given, expanded = (
-            token_logprobs(logits, targets, temperature=t) for t in (temperature, temperature.expand(3, 4))
+            token_logprobs(logits, targets, temperature=t)
+            for t in (temperature, temperature.expand(3, 4))
         )
         assert all(map(torch.equal, given, expanded))
 
@@ -126,7 +128,9 @@ def test_masked_rows_reach_nothing(backend):
 def test_nothing_to_score(backend, several):
     for shape in ((0,), (2, 0), (0, 3)):
         logits = torch.randn(*shape, 9, device=backend, requires_grad=True)
-        outputs = token_logprobs(logits, torch.zeros(*shape, *several, dtype=torch.long, device=backend))
+        outputs = token_logprobs(
+            logits, torch.zeros(*shape, *several, dtype=torch.long, device=backend)
+        )
         assert outputs.logprobs.shape == (*shape, *several)
         assert outputs.entropy.shape == outputs.lse.shape == shape
         sum(o.sum() for o in outputs).backward()
@@ -191,7 +195,9 @@ def test_shift_equals_slicing(backend):
 @pytest.mark.parametrize("length", [0, 1])
 def test_shift_of_sequences_without_a_successor(backend, length):
     logits = torch.randn(2, length, 30, device=backend, requires_grad=True)
-    outputs = token_logprobs(logits, torch.zeros(2, length, dtype=torch.long, device=backend), shift=True)
+    outputs = token_logprobs(
+        logits, torch.zeros(2, length, dtype=torch.long, device=backend), shift=True
+    )
     assert all(o.shape == (2, 0) for o in outputs)
     sum(outputs).sum().backward()
     assert not logits.grad.any()
@@ -236,7 +242,9 @@ def test_targets_outside_the_vocabulary_on_a_gpu(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
 def test_other_integer_targets(backend, dtype):
     logits, targets = random_rows(4, 60, torch.float32, backend)
-    assert all(map(torch.equal, token_logprobs(logits, targets), token_logprobs(logits, targets.to(dtype))))
+    assert all(
+        map(torch.equal, token_logprobs(logits, targets), token_logprobs(logits, targets.to(dtype)))
+    )
 
 
 @pytest.mark.usefixtures("cpu")
@@ -248,7 +256,9 @@ def test_an_offset_cancels_to_the_bit_on_the_cpu_path():
     upstream = upstream_of((5,), "cpu", ["logprobs", "entropy"])
     outputs, gradient = run(token_logprobs, eighths, targets, upstream, temperature=0.7)
     for offset in (64.0, 512.0, -1024.0):
-        moved, gradient_moved = run(token_logprobs, eighths + offset, targets, upstream, temperature=0.7)
+        moved, gradient_moved = run(
+            token_logprobs, eighths + offset, targets, upstream, temperature=0.7
+        )
         assert torch.equal(moved.logprobs, outputs.logprobs)
         assert torch.equal(moved.entropy, outputs.entropy)
         assert torch.equal(gradient_moved, gradient)

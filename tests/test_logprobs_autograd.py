@@ -47,13 +47,17 @@ def test_inplace_gradient_takes_the_storage_of_the_logits(backend, dtype):
     assert torch.equal(logits.detach(), expected_gradient)
 
 
-@on_backends("cut", {"cut off": lambda x: x[:, :-1], "transposed": lambda x: x.transpose(0, 1)}, most=0)
+@on_backends(
+    "cut", {"cut off": lambda x: x[:, :-1], "transposed": lambda x: x.transpose(0, 1)}, most=0
+)
 def test_inplace_over_rows_that_do_not_merge(backend, cut):
     leaf, targets = random_rows(12, 130, torch.float32, backend)
     leaf, targets = leaf.view(3, 4, 130), cut(targets.view(3, 4))
     upstream = upstream_of(targets.shape, backend)
     _, expected = run(lambda x, y: token_logprobs(cut(x), y), leaf, targets, upstream)
-    _, gradient = run(lambda x, y: token_logprobs(cut(x * 1), y, inplace=True), leaf, targets, upstream)
+    _, gradient = run(
+        lambda x, y: token_logprobs(cut(x * 1), y, inplace=True), leaf, targets, upstream
+    )
     assert torch.equal(gradient, expected)
 
 
@@ -86,9 +90,26 @@ def test_operators_pass_opcheck(backend):
     targets = targets.view(2, 3)
     per_row = 0.5 + torch.rand(2, 3, device=backend)
     forward = torch.ops.fused_rl.token_logprobs.default
-    torch.library.opcheck(forward, (logits[:, :-1], targets[:, :-1], targets[:, 1:] > 20, 1.0, per_row[:, :-1], 3.0))
-    logprobs, entropy, lse, m, rest, _ = (o.detach() for o in forward(logits, targets, None, 0.7, None, None))
-    arguments = (logprobs, None, lse, logits.detach(), targets, None, entropy, m, rest, 0.7, None, None)
+    torch.library.opcheck(
+        forward, (logits[:, :-1], targets[:, :-1], targets[:, 1:] > 20, 1.0, per_row[:, :-1], 3.0)
+    )
+    logprobs, entropy, lse, m, rest, _ = (
+        o.detach() for o in forward(logits, targets, None, 0.7, None, None)
+    )
+    arguments = (
+        logprobs,
+        None,
+        lse,
+        logits.detach(),
+        targets,
+        None,
+        entropy,
+        m,
+        rest,
+        0.7,
+        None,
+        None,
+    )
     torch.library.opcheck(torch.ops.fused_rl.token_logprobs_backward.default, arguments)
 
 
@@ -101,7 +122,9 @@ def test_one_graph_for_all_lengths_and_temperatures(backend, request):
         return (outputs.logprobs - 0.1 * outputs.entropy).sum()
 
     compiled = torch.compile(loss, backend=counter, fullgraph=True)
-    lengths = range(3, 5) if request.node.callspec.id == "kernel" else range(3, 23)  # the interpreter is slow
+    lengths = (
+        range(3, 5) if request.node.callspec.id == "kernel" else range(3, 23)
+    )  # the interpreter is slow
     for i, length in enumerate(lengths):
         logits, targets = random_rows(2 * length, 64, torch.float32, backend)
         logits = logits.view(2, length, 64).requires_grad_()
@@ -115,7 +138,9 @@ def test_one_graph_for_all_lengths_and_temperatures(backend, request):
 
 def test_inplace_under_compile_raises(backend):
     logits, targets = random_rows(4, 60, torch.float32, backend)
-    compiled = torch.compile(lambda x: token_logprobs(x, targets, inplace=True).lse, backend="eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda x: token_logprobs(x, targets, inplace=True).lse, backend="eager", fullgraph=True
+    )
     with pytest.raises(Exception, match=r"inplace=True is not supported under torch\.compile"):
         compiled(logits)
 

@@ -7,7 +7,10 @@ import fused_rl
 
 F64 = torch.float64
 B, T = 6, 9
-HALVES = (slice(0, 2), slice(2, B))  # of different sizes: a mean of the halves' means would be wrong
+HALVES = (
+    slice(0, 2),
+    slice(2, B),
+)  # of different sizes: a mean of the halves' means would be wrong
 
 
 @pytest.fixture
@@ -20,7 +23,10 @@ def batch():
     drift = 0.3 * torch.randn(2, B, T, generator=generator)
     entropy = torch.rand(B, T, generator=generator)
     advantages = torch.randn(B, generator=generator)
-    tensors = [torch.where(mask, x, torch.nan) for x in (logprobs, logprobs + drift[0], logprobs + drift[1], entropy)]
+    tensors = [
+        torch.where(mask, x, torch.nan)
+        for x in (logprobs, logprobs + drift[0], logprobs + drift[1], entropy)
+    ]
     return mask, advantages, *tensors
 
 
@@ -43,7 +49,9 @@ def test_policy_metrics_add_up_to_their_definitions(batch, ratio_level):
         "clip_high": 0.2,
     }
     options |= {"kl_coef": 0.2, "kl_estimator": "k2", "entropy_coef": 0.1}
-    whole, metrics = fused_rl.policy_loss(logprobs, old, advantages, mask, ref_logprobs=ref, entropy=entropy, **options)
+    whole, metrics = fused_rl.policy_loss(
+        logprobs, old, advantages, mask, ref_logprobs=ref, entropy=entropy, **options
+    )
     options |= {"num_tokens": mask.sum(), "num_sequences": B}
     parts = [
         fused_rl.policy_loss(
@@ -66,7 +74,9 @@ def test_policy_metrics_add_up_to_their_definitions(batch, ratio_level):
     lp, old, ref, h = (torch.where(mask, x, 0).double() for x in (logprobs, old, ref, entropy))
     log_ratio, lengths = lp - old, mask.sum(1, keepdim=True)
     sums = (log_ratio * mask).sum(1, keepdim=True).expand(B, T)
-    ratio = {"token": log_ratio, "sequence": sums / lengths, "sequence-sum": sums}[ratio_level].exp()
+    ratio = {"token": log_ratio, "sequence": sums / lengths, "sequence-sum": sums}[
+        ratio_level
+    ].exp()
     a, d = advantages.double()[:, None].expand(B, T), lp - ref
     surrogate = -torch.minimum(ratio * a, ratio.clamp(0.9, 1.2) * a)
     losses = surrogate + 0.2 * d.square() / 2 - 0.1 * h
@@ -104,9 +114,15 @@ def test_clipfrac_is_what_the_surrogate_clips(batch, preset):
     mask, advantages, logprobs, old, *_ = batch
     chosen = fused_rl.PolicyLossOptions(**fused_rl.PRESETS[preset].options)
     low, high = (0.01, 0.02) if chosen.ratio_level == "sequence" else (0.1, 0.2)
-    options = {"clip_low": low, "clip_high": high} if chosen.surrogate in ("clip", "cispo", "geo-mean") else {}
+    options = (
+        {"clip_low": low, "clip_high": high}
+        if chosen.surrogate in ("clip", "cispo", "geo-mean")
+        else {}
+    )
     lengths = torch.ones(B)
-    _, metrics = fused_rl.policy_loss(logprobs, old, advantages, mask, preset=preset, **options, group_lengths=lengths)
+    _, metrics = fused_rl.policy_loss(
+        logprobs, old, advantages, mask, preset=preset, **options, group_lengths=lengths
+    )
     if not options:
         assert "clipfrac" not in metrics
         return
@@ -127,7 +143,9 @@ def test_clipfrac_is_what_the_surrogate_clips(batch, preset):
 def test_clipfrac_counts_the_dual_clip(batch):
     mask, _, logprobs, old, *_ = batch
     negative = -torch.ones(B)
-    _, metrics = fused_rl.policy_loss(logprobs, old, negative, mask, preset="ppo", clip_high=0.05, delta=1.1)
+    _, metrics = fused_rl.policy_loss(
+        logprobs, old, negative, mask, preset="ppo", clip_high=0.05, delta=1.1
+    )
     ratio = torch.where(mask, logprobs - old, 0).double().exp()
     close(metrics["clipfrac"], ((ratio < 0.8) | (ratio > 1.1))[mask].double().mean())
 
@@ -149,7 +167,12 @@ def test_value_metrics_add_up_to_their_definitions(batch):
     _, metrics = fused_rl.value_loss(values, old, returns, mask, value_clip=0.2)
     num_tokens = mask.sum()
     total = summed(
-        [fused_rl.value_loss(values[at], old[at], returns[at], mask[at], num_tokens=num_tokens)[1] for at in HALVES]
+        [
+            fused_rl.value_loss(values[at], old[at], returns[at], mask[at], num_tokens=num_tokens)[
+                1
+            ]
+            for at in HALVES
+        ]
     )
     v, o, r = (x[mask].double() for x in (values, old, returns))
     clipped = (torch.minimum(torch.maximum(v, o - 0.2), o + 0.2) - r).square()
@@ -185,7 +208,10 @@ def test_explained_variance_of_returns_far_from_0():
     )  # an error of constant mean explains all the same
     mask = torch.ones(8, 500, dtype=torch.bool)
     parts = [
-        fused_rl.value_loss(values[i::2], values[i::2], returns[i::2], mask[i::2], num_tokens=4000)[1] for i in (0, 1)
+        fused_rl.value_loss(values[i::2], values[i::2], returns[i::2], mask[i::2], num_tokens=4000)[
+            1
+        ]
+        for i in (0, 1)
     ]
     error = (returns - values.double()).var()
     exact = returns.double().var()
@@ -199,7 +225,10 @@ def test_preference_metrics_add_up_to_their_definitions():
     chosen, rejected = torch.randn(2, B, generator=generator)
     options = {"margin": 0.1, "centering": 0.01}
     loss, metrics = fused_rl.preference_loss(chosen, rejected, **options)
-    parts = [fused_rl.preference_loss(chosen[at], rejected[at], num_sequences=B, **options)[1] for at in HALVES]
+    parts = [
+        fused_rl.preference_loss(chosen[at], rejected[at], num_sequences=B, **options)[1]
+        for at in HALVES
+    ]
     want = {
         "loss": loss.detach(),
         "accuracy": (chosen > rejected).float().mean(),
@@ -217,5 +246,9 @@ def test_preference_metrics_add_up_to_their_definitions():
     for name, value in want.items():
         close(total[name], value, 1e-6)
         close(metrics[name], value, 1e-6)
-    assert min(part["min_reward"] for part in parts) == extremes["min_reward"] == metrics["min_reward"]
-    assert max(part["max_reward"] for part in parts) == extremes["max_reward"] == metrics["max_reward"]
+    assert (
+        min(part["min_reward"] for part in parts) == extremes["min_reward"] == metrics["min_reward"]
+    )
+    assert (
+        max(part["max_reward"] for part in parts) == extremes["max_reward"] == metrics["max_reward"]
+    )

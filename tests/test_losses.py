@@ -104,14 +104,20 @@ def test_gradient_matrix(preset, kind, monkeypatch):
     hidden, weight, targets = head()
     for want, want_grads, upstream, (old, advantages, mask), options in cells(preset, kind):
         poison = torch.where(mask, 0, torch.nan)  # what is masked reaches nothing
-        ref = {"ref_logprobs": options["ref_logprobs"] + poison} if "ref_logprobs" in options else {}
-        loss, _ = fused_rl.policy_loss(exact + poison, old + poison, advantages, mask, **(options | ref))
+        ref = (
+            {"ref_logprobs": options["ref_logprobs"] + poison} if "ref_logprobs" in options else {}
+        )
+        loss, _ = fused_rl.policy_loss(
+            exact + poison, old + poison, advantages, mask, **(options | ref)
+        )
         (grad,) = torch.autograd.grad(loss, exact, upstream)
         torch.testing.assert_close(loss, want, rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(grad, want_grads[0] * upstream, rtol=1e-9, atol=1e-12)
         assert (grad[~mask] == 0).all()
 
-        for (logprobs, leaves), leaf_grads in zip(fp32, (want_grads[1:2], want_grads[2:]), strict=True):
+        for (logprobs, leaves), leaf_grads in zip(
+            fp32, (want_grads[1:2], want_grads[2:]), strict=True
+        ):
             loss, _ = fused_rl.policy_loss(logprobs, old, advantages, mask, **options)
             torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-5)
             # every cell uses the logprobs' graph again
@@ -153,7 +159,9 @@ def test_presets_are_the_papers(preset):
     given = {"group_lengths": GROUP_LENGTHS}
     loss, _ = fused_rl.policy_loss(logprobs, old, advantages, mask, preset=preset, **given)
     torch.testing.assert_close(loss, want, rtol=1e-12, atol=1e-13)
-    same, _ = fused_rl.policy_loss(logprobs, old, advantages, mask, **fused_rl.PRESETS[preset].options, **given)
+    same, _ = fused_rl.policy_loss(
+        logprobs, old, advantages, mask, **fused_rl.PRESETS[preset].options, **given
+    )
     assert same == loss
     assert set(PAPERS) == set(fused_rl.PRESETS)
 
@@ -210,7 +218,9 @@ def test_one_pass_with_every_option_it_has():
             del options["rollout_logprobs"], options["rollout_correction"]
         want, _ = fused_rl.policy_loss(logprobs, old, advantages, mask, entropy=entropy, **options)
         token_loss, per_token = fused_rl.policy_token_loss(old, advantages, mask, **options)
-        loss = token_loss(logprobs[mask], entropy[mask], *(tensor[mask] for tensor in per_token)).sum()
+        loss = token_loss(
+            logprobs[mask], entropy[mask], *(tensor[mask] for tensor in per_token)
+        ).sum()
         torch.testing.assert_close(loss, want)
         grads = [torch.autograd.grad(x, (logprobs, entropy)) for x in (loss, want)]
         torch.testing.assert_close(*grads)
@@ -226,7 +236,9 @@ def test_entropy_bonus():
     torch.testing.assert_close(grad, torch.tensor([[-0.025, -0.025, 0], [-0.05, 0, 0]]))
     logprobs, advantages = torch.zeros(2, 3), torch.ones(2)
     options = {"preset": "grpo", "entropy": entropy}
-    with_bonus, _ = fused_rl.policy_loss(logprobs, None, advantages, mask, **options, entropy_coef=0.1)
+    with_bonus, _ = fused_rl.policy_loss(
+        logprobs, None, advantages, mask, **options, entropy_coef=0.1
+    )
     without, _ = fused_rl.policy_loss(logprobs, None, advantages, mask, **options)
     torch.testing.assert_close(with_bonus, without + loss)
     torch.testing.assert_close(torch.autograd.grad(with_bonus, entropy)[0], grad)
@@ -262,7 +274,8 @@ def test_preference_loss(options, want):
     loss, metrics = fused_rl.preference_loss(leads, torch.zeros(4, dtype=F64), **options)
     torch.testing.assert_close(loss.item(), sum(want) / 4, rtol=0, atol=1.5e-6)
     halves = [
-        fused_rl.preference_loss(leads[i:j], torch.zeros(2), num_sequences=4, **options)[0] for i, j in ((0, 2), (2, 4))
+        fused_rl.preference_loss(leads[i:j], torch.zeros(2), num_sequences=4, **options)[0]
+        for i, j in ((0, 2), (2, 4))
     ]
     torch.testing.assert_close(sum(halves), loss)
     assert torch.autograd.gradcheck(
@@ -278,7 +291,9 @@ def test_preference_loss(options, want):
 def test_k1_as_a_loss_warns_and_says_what_to_use():
     x, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
     with pytest.warns(UserWarning, match="expected gradient is zero.*rk3"):
-        fused_rl.policy_loss(x, x, torch.ones(1), mask, ref_logprobs=x, kl_coef=0.1, kl_estimator="k1")
+        fused_rl.policy_loss(
+            x, x, torch.ones(1), mask, ref_logprobs=x, kl_coef=0.1, kl_estimator="k1"
+        )
 
 
 def test_names_of_trl_and_advantages_that_are_no_numbers_are_refused():
@@ -288,13 +303,17 @@ def test_names_of_trl_and_advantages_that_are_no_numbers_are_refused():
             fused_rl.policy_loss(x, x, torch.ones(2), mask, **{name: 0.1})
     nan = torch.tensor([[1.0, 2.0], [3.0, torch.nan]])
     assert fused_rl.policy_loss(x, x, nan, mask)[0].isfinite()  # where nothing counts it may stand
-    with pytest.raises(ValueError, match=r"^advantages\[1, 0\] is nan, 1 of 4 are not finite; mask"):
+    with pytest.raises(
+        ValueError, match=r"^advantages\[1, 0\] is nan, 1 of 4 are not finite; mask"
+    ):
         fused_rl.policy_loss(x, x, nan[:, 1], mask)
 
 
 def run_blocks(page, **namespace):
     """Every Python block of a page, one after the other, in one namespace."""
-    blocks = re.findall(r"```python\n(.*?)```", (Path(__file__).parent.parent / page).read_text(), re.DOTALL)
+    blocks = re.findall(
+        r"```python\n(.*?)```", (Path(__file__).parent.parent / page).read_text(), re.DOTALL
+    )
     assert blocks
     exec("\n".join(blocks), namespace)
     return namespace
@@ -303,12 +322,18 @@ def run_blocks(page, **namespace):
 def test_the_loss_of_the_readme_prints_what_the_readme_says(monkeypatch, capsys):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     run_blocks("README.md")
-    assert f"```text\n{capsys.readouterr().out}```" in (Path(__file__).parent.parent / "README.md").read_text()
+    assert (
+        f"```text\n{capsys.readouterr().out}```"
+        in (Path(__file__).parent.parent / "README.md").read_text()
+    )
 
 
 def test_the_step_on_paper_prints_what_its_page_says(capsys):
     run_blocks("docs/scaling.md")
-    assert f"```text\n{capsys.readouterr().out}```" in (Path(__file__).parent.parent / "docs/scaling.md").read_text()
+    assert (
+        f"```text\n{capsys.readouterr().out}```"
+        in (Path(__file__).parent.parent / "docs/scaling.md").read_text()
+    )
 
 
 def test_the_kept_sets_of_the_documentation_run(monkeypatch):
@@ -321,7 +346,11 @@ def test_the_kept_sets_of_the_documentation_run(monkeypatch):
     model.generation_config.max_new_tokens = 4
     hidden, prompts = torch.randn(3, 4, 16), torch.randint(50, (3, 5))
     found = run_blocks(
-        "docs/sampling_replay.md", model=model, prompts=prompts, hidden=hidden, logits=model.lm_head(hidden)
+        "docs/sampling_replay.md",
+        model=model,
+        prompts=prompts,
+        hidden=hidden,
+        logits=model.lm_head(hidden),
     )
     assert found["out"].logprobs.shape == found["targets"].shape == (3, 4)
     assert (found["support"].offsets.diff() < 50).all()
@@ -347,7 +376,9 @@ def test_gspo_with_an_advantage_per_token_is_gspo_token():
     counts = mask.sum(1, keepdim=True)
     ratio = (((logprobs - old).detach() * mask).sum(1, keepdim=True) / counts).exp()
     free = torch.where(advantages > 0, ratio <= 1 + 4e-4, ratio >= 1 - 3e-4)
-    torch.testing.assert_close(gradient, torch.where(mask & free, -ratio * advantages / counts / 3, 0.0))
+    torch.testing.assert_close(
+        gradient, torch.where(mask & free, -ratio * advantages / counts / 3, 0.0)
+    )
 
     # one advantage for all tokens of a sequence, in either shape: one loss and one gradient
     same = advantages[:, :1].expand(3, 5)
@@ -355,4 +386,6 @@ def test_gspo_with_an_advantage_per_token_is_gspo_token():
         loss, _ = fused_rl.policy_loss(logprobs, old, given, mask, preset="gspo")
         (gradient,) = torch.autograd.grad(loss, logprobs)
         free = torch.where(same > 0, ratio <= 1 + 4e-4, ratio >= 1 - 3e-4)
-        torch.testing.assert_close(gradient, torch.where(mask & free, -ratio * same / counts / 3, 0.0))
+        torch.testing.assert_close(
+            gradient, torch.where(mask & free, -ratio * same / counts / 3, 0.0)
+        )

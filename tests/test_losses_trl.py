@@ -34,7 +34,9 @@ def trl_loss(lp, old, advantages, mask, loss_type, level, o):
         gap = gap.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
         losses = losses * ((a >= 0) | (gap <= o["off_policy_threshold"]))
     if "top_entropy" in o:
-        losses = losses * (o["entropy"] >= torch.quantile(o["entropy"][mask.bool()], 1 - o["top_entropy"]))
+        losses = losses * (
+            o["entropy"] >= torch.quantile(o["entropy"][mask.bool()], 1 - o["top_entropy"])
+        )
     losses = losses * o.get("importance", 1)
     if "beta" in o:
         kl = torch.exp(o["ref"] - lp) - (o["ref"] - lp) - 1
@@ -45,7 +47,11 @@ def trl_loss(lp, old, advantages, mask, loss_type, level, o):
         return (losses * mask).sum(1).mean()
     if loss_type == "dr_grpo":
         return (losses * mask).sum() / (len(mask) * o["max_completion_length"])
-    items = o["num_items_in_batch"] if loss_type in ("dapo", "cispo", "vespo") else mask.sum().clamp(min=1)
+    items = (
+        o["num_items_in_batch"]
+        if loss_type in ("dapo", "cispo", "vespo")
+        else mask.sum().clamp(min=1)
+    )
     return (losses * mask).sum() / items
 
 
@@ -83,7 +89,11 @@ def trl_importance(old, rollout, mask, correction):
     level, how = correction.split("-")
     difference = (old - rollout) * mask
     ratio = (difference.sum(1, keepdim=True) if level == "sequence" else difference).exp()
-    return ratio.clamp(0.6, 1.3) if how == "truncate" else ratio.masked_fill((ratio < 0.6) | (ratio > 1.3), 0.0)
+    return (
+        ratio.clamp(0.6, 1.3)
+        if how == "truncate"
+        else ratio.masked_fill((ratio < 0.6) | (ratio > 1.3), 0.0)
+    )
 
 
 TRL = {
@@ -100,15 +110,21 @@ FEATURES += ("token-truncate", "token-mask", "sequence-truncate", "sequence-mask
 
 
 # TRL weights a token's KL by the sequence's ratio, and multiplies the rollout weights into VESPO's W
-NOT_TRL = {(p, "rk3") for p in ("gspo", "luspo")} | {("vespo", f) for f in FEATURES if f[-4:] in ("cate", "mask")}
+NOT_TRL = {(p, "rk3") for p in ("gspo", "luspo")} | {
+    ("vespo", f) for f in FEATURES if f[-4:] in ("cate", "mask")
+}
 
 
-@pytest.mark.parametrize(("preset", "feature"), [c for c in itertools.product(TRL, FEATURES) if c not in NOT_TRL])
+@pytest.mark.parametrize(
+    ("preset", "feature"), [c for c in itertools.product(TRL, FEATURES) if c not in NOT_TRL]
+)
 def test_trl(preset, feature):
     """Where ours must be TRL's; docs/losses.md lists where it is not, and why."""
     if feature == "delta" and preset in ("cispo", "sapo", "vespo"):
         with pytest.raises(ValueError, match="delta=1.5 has no meaning with surrogate="):
-            fused_rl.policy_loss(*torch.zeros(2, B, T), torch.ones(B), batch("none")[0], preset=preset, delta=1.5)
+            fused_rl.policy_loss(
+                *torch.zeros(2, B, T), torch.ones(B), batch("none")[0], preset=preset, delta=1.5
+            )
         return
     generator = torch.Generator().manual_seed(7)
     mask, _, advantages, _, drift = batch("partial")
@@ -119,7 +135,9 @@ def test_trl(preset, feature):
         theirs = {"importance": trl_importance(old, theirs["rollout"], mask, theirs["correction"])}
     clip = fused_rl.PRESETS[preset].options
     theirs |= {"epsilon": clip.get("clip_low", 0.2), "epsilon_high": clip.get("clip_high", 0.2)}
-    theirs |= {"epsilon_high": 5.0} if preset == "cispo" else {}  # TRL's is the bound itself, ours the offset from 1
+    theirs |= (
+        {"epsilon_high": 5.0} if preset == "cispo" else {}
+    )  # TRL's is the bound itself, ours the offset from 1
     theirs |= {"max_completion_length": 9, "num_items_in_batch": 40}
     loss_type = "grpo" if preset == "gspo" else preset
     want = trl_loss(logprobs, old, advantages, mask, loss_type, TRL[preset], theirs)
@@ -148,27 +166,48 @@ AS_TRL = {
 @pytest.mark.parametrize("preset", AS_TRL)
 def test_a_loss_type_with_the_defaults_of_trl(preset):
     mask, _, advantages, _, drift = batch("partial")
-    logprobs = torch.randn(B, T, generator=torch.Generator().manual_seed(7), dtype=F64).sub(3).requires_grad_()
+    logprobs = (
+        torch.randn(B, T, generator=torch.Generator().manual_seed(7), dtype=F64)
+        .sub(3)
+        .requires_grad_()
+    )
     old = logprobs.detach() + drift[0]
-    of_trl = {"epsilon": 0.2, "epsilon_high": 0.2, "max_completion_length": 9, "num_items_in_batch": mask.sum()}
+    of_trl = {
+        "epsilon": 0.2,
+        "epsilon_high": 0.2,
+        "max_completion_length": 9,
+        "num_items_in_batch": mask.sum(),
+    }
     want = trl_loss(logprobs, old, advantages, mask, preset, "token", of_trl)
     options = {"preset": preset, "max_length": 9} | AS_TRL[preset]
     loss, _ = fused_rl.policy_loss(logprobs, old, advantages, mask, **options)
     torch.testing.assert_close(loss, want, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(*(torch.autograd.grad(x, logprobs)[0] for x in (loss, want)), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(x, logprobs)[0] for x in (loss, want)), rtol=1e-10, atol=1e-12
+    )
 
 
 def test_rloo_with_the_clip_of_trl():
     """TRL 1.16's RLOO loss: -min(r A, clip(r) A) of the sequence's product of ratios."""
     mask, _, advantages, _, drift = batch("partial")
-    logprobs = torch.randn(B, T, generator=torch.Generator().manual_seed(7), dtype=F64).sub(3).requires_grad_()
+    logprobs = (
+        torch.randn(B, T, generator=torch.Generator().manual_seed(7), dtype=F64)
+        .sub(3)
+        .requires_grad_()
+    )
     old = logprobs.detach() + drift[0]
     ratio = ((logprobs - old) * mask).sum(1).exp()
     want = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
-    options = {"surrogate": "clip", "ratio_level": "sequence-sum", "loss_agg": "seq-mean-token-mean"}
+    options = {
+        "surrogate": "clip",
+        "ratio_level": "sequence-sum",
+        "loss_agg": "seq-mean-token-mean",
+    }
     loss, _ = fused_rl.policy_loss(logprobs, old, advantages, mask, preset="rloo", **options)
     torch.testing.assert_close(loss, want, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(*(torch.autograd.grad(x, logprobs)[0] for x in (loss, want)), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(x, logprobs)[0] for x in (loss, want)), rtol=1e-10, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("per_token", [0.04, 0.06])

@@ -22,7 +22,9 @@ def kept(op, values, mask, dim):
     """op over the kept elements of each slice, in fp64, by a Python loop."""
     if dim is None:
         return op(values[mask].double())
-    slices = zip(values.movedim(dim, -1).flatten(0, -2), mask.movedim(dim, -1).flatten(0, -2), strict=True)
+    slices = zip(
+        values.movedim(dim, -1).flatten(0, -2), mask.movedim(dim, -1).flatten(0, -2), strict=True
+    )
     shape = [n for d, n in enumerate(values.shape) if d != dim % values.dim()]
     return torch.stack([op(v[k].double()) for v, k in slices]).view(shape)
 
@@ -69,7 +71,9 @@ def test_at_least_fp32(dtype):
     values, mask = example(3, 300, dtype=dtype)
     for op in (masked_sum, masked_mean, masked_var, whiten):
         assert op(values, mask).dtype == (F64 if dtype == F64 else torch.float32)
-    torch.testing.assert_close(masked_mean(values, mask).double(), values[mask].double().mean(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        masked_mean(values, mask).double(), values[mask].double().mean(), rtol=1e-6, atol=0
+    )
 
 
 @pytest.mark.parametrize("shift_mean", [True, False])
@@ -105,8 +109,15 @@ def whiten_here(rank, world):
         if not keep_last:
             values[-1], mask[-1] = torch.nan, False
         for shift_mean in (True, False):
-            here = whiten(values[rank], mask[rank], shift_mean=shift_mean, process_group=torch.distributed.group.WORLD)
-            errors.append((here - whiten(values, mask, shift_mean=shift_mean)[rank]).abs().max().item())
+            here = whiten(
+                values[rank],
+                mask[rank],
+                shift_mean=shift_mean,
+                process_group=torch.distributed.group.WORLD,
+            )
+            errors.append(
+                (here - whiten(values, mask, shift_mean=shift_mean)[rank]).abs().max().item()
+            )
     return errors
 
 

@@ -19,12 +19,23 @@ PASSED, FAILED = 0, 1  # of pytest; every other status says that the tests did n
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
     """The checkout again, to be changed."""
-    return shutil.copytree(ROOT, tmp_path_factory.mktemp("mutations") / "copy", symlinks=True, ignore=LEFT_OUT)
+    return shutil.copytree(
+        ROOT, tmp_path_factory.mktemp("mutations") / "copy", symlinks=True, ignore=LEFT_OUT
+    )
 
 
 def pytest_in(folder: Path, arguments: str) -> subprocess.CompletedProcess:
     """pytest on the code of a folder; compiled Python of another moment would hide a change."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(arguments)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        *shlex.split(arguments),
+    ]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTEST_XDIST_WORKER", None)
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)

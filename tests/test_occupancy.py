@@ -10,7 +10,9 @@ COLUMNS = launch.SEGMENT * launch.K * launch.THREADS * 8  # of a segment of bf16
 
 
 MULTIPROCESSORS = {"H200": 132, "B200": 148}
-PROGRAMS = 65536 // (128 * 128)  # on a multiprocessor, by registers: four of 128 threads with 128 each
+PROGRAMS = 65536 // (
+    128 * 128
+)  # on a multiprocessor, by registers: four of 128 threads with 128 each
 
 
 def filled(rows, whole, segments, resident):
@@ -19,7 +21,9 @@ def filled(rows, whole, segments, resident):
     `whole` rows have a program each; those after them have one per segment. `resident` programs fit on the device.
     """
     ideal = rows * segments / resident
-    waves = segments * launch.waves(whole, resident) + launch.waves((rows - whole) * segments, resident)
+    waves = segments * launch.waves(whole, resident) + launch.waves(
+        (rows - whole) * segments, resident
+    )
     return ideal / max(ideal, waves)
 
 
@@ -40,9 +44,18 @@ def test_rows_fill_the_device_wherever_the_vocabulary_allows(vocab, device):
         unsplit = filled(rows, rows, segments, resident)
         assert share >= unsplit - 1e-9, rows
         lanes = (rows - whole) * segments * 2 * 3 * 4 * launch.THREADS
-        assert lanes <= 0.16 * (rows - whole) * vocab * 2  # written and read again; of the split rows' bytes
+        assert (
+            lanes <= 0.16 * (rows - whole) * vocab * 2
+        )  # written and read again; of the split rows' bytes
 
 
 def test_a_gradient_is_split_where_there_are_few_rows():
-    assert [launch.parts_of_row(rows, 7, 528) for rows in (1, 600, 2000, 4000, 5000, 16384)] == [7, 7, 2, 1, 1, 1]
+    assert [launch.parts_of_row(rows, 7, 528) for rows in (1, 600, 2000, 4000, 5000, 16384)] == [
+        7,
+        7,
+        2,
+        1,
+        1,
+        1,
+    ]
     assert launch.parts_of_row(1, 7, 0) == 1  # no device to fill

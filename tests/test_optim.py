@@ -97,7 +97,9 @@ def test_epsilon_over_time():
     p = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
     optimizer = fused_rl.tf_adam_epsilon(torch.optim.Adam([p], eps=EPS, betas=BETAS))
     seen = {}
-    optimizer.register_step_pre_hook(lambda o, *_: seen.update({len(seen) + 1: o.param_groups[0]["eps"] / EPS}))
+    optimizer.register_step_pre_hook(
+        lambda o, *_: seen.update({len(seen) + 1: o.param_groups[0]["eps"] / EPS})
+    )
     run(optimizer, [p], [torch.ones(1)] * 1000)
     for t, factor in {1: 31.62, 10: 10.0, 100: 3.24, 1000: 1.26}.items():
         assert seen[t] == pytest.approx(factor, abs=0.03)
@@ -150,7 +152,10 @@ def test_what_it_cannot_serve_is_refused():
     for kind in (torch.optim.Adamax, torch.optim.RAdam):
         with pytest.raises(ValueError, match=f"{kind.__name__} divides by no sqrt"):
             fused_rl.tf_adam_epsilon(kind([a]))
-    with pytest.raises(ValueError, match="optimizer must be a torch.optim.Optimizer, got Linear, whose .weight is a"):
+    with pytest.raises(
+        ValueError,
+        match="optimizer must be a torch.optim.Optimizer, got Linear, whose .weight is a",
+    ):
         fused_rl.tf_adam_epsilon(torch.nn.Linear(2, 2))
     optimizer = fused_rl.tf_adam_epsilon(torch.optim.Adam([a, b]))
     with pytest.raises(ValueError, match="applied to this optimizer before"):
@@ -226,7 +231,15 @@ def test_a_sum_of_squares_is_that_of_fp64(monkeypatch, dtype, compiled):
     if not compiled:
         monkeypatch.setattr("fused_rl.cpu.native.takes", lambda *matrices: False)
         monkeypatch.setattr("fused_rl.optim._PART", 1000)
-    for count in (0, 1, 15, 17, 511, 513, 2**16 + 9):  # vectors, blocks and spans, with and without a tail
+    for count in (
+        0,
+        1,
+        15,
+        17,
+        511,
+        513,
+        2**16 + 9,
+    ):  # vectors, blocks and spans, with and without a tail
         x = torch.randn(count, generator=torch.Generator().manual_seed(count)).to(dtype)
         expected = x.double().square().sum()
         torch.testing.assert_close(sum_of_squares(x), expected, rtol=1e-13, atol=0)
@@ -234,5 +247,7 @@ def test_a_sum_of_squares_is_that_of_fp64(monkeypatch, dtype, compiled):
         x[2**16 + 3] = spoilt
         assert not sum_of_squares(x).isfinite()
     strided = torch.randn(6, 4).to(dtype).t()
-    torch.testing.assert_close(sum_of_squares(strided), strided.double().square().sum(), rtol=1e-13, atol=0)
+    torch.testing.assert_close(
+        sum_of_squares(strided), strided.double().square().sum(), rtol=1e-13, atol=0
+    )
     assert sum_of_squares(torch.zeros(1, dtype=dtype).expand(5)) == 0

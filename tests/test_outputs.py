@@ -35,7 +35,11 @@ def divergence(module, logits, hidden, weight, targets, **options):
 
 
 def linear_divergence(module, logits, hidden, weight, targets, **options):
-    return [module.linear_token_kl(hidden, weight, hidden.sin().detach(), weight.sin().detach(), **options)]
+    return [
+        module.linear_token_kl(
+            hidden, weight, hidden.sin().detach(), weight.sin().detach(), **options
+        )
+    ]
 
 
 OPS = {

@@ -19,7 +19,9 @@ PARTS = ("kernels", "fused_rl", "trainers")
 
 def run_python(code, *, cwd, python=sys.executable, **env):
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | env
-    done = subprocess.run([python, "-c", textwrap.dedent(code)], cwd=cwd, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [python, "-c", textwrap.dedent(code)], cwd=cwd, env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -71,7 +73,9 @@ def sources(tmp_path_factory):
     for name in (*PARTS, "recipes", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
         source = ROOT / name
         if source.is_dir():
-            shutil.copytree(source, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                source, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+            )
         else:
             shutil.copy(source, copy / name)
     return copy
@@ -82,7 +86,11 @@ def environment(tmp_path):
     """An empty virtual environment that sees this one's packages, but not its fused_rl."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     python = tmp_path / "venv" / "bin" / "python"
-    site = Path(run_python("import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path, python=python))
+    site = Path(
+        run_python(
+            "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path, python=python
+        )
+    )
     packages = site / "packages"
     packages.mkdir()
     for entry in Path(pytest.__file__).parent.parent.iterdir():
@@ -99,13 +107,25 @@ def sdist(sources, folder):
 
 
 def pip_install(python, *arguments):
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-build-isolation"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+    ]
     done = subprocess.run([*pip, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["wheel", "sdist", "lenient", "strict"])  # the last two are editable modes
+@pytest.mark.parametrize(
+    "way", ["wheel", "sdist", "lenient", "strict"]
+)  # the last two are editable modes
 def test_installed_package_works_from_another_folder(way, sources, environment, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -142,7 +162,9 @@ def test_checkout_beside_the_hugging_face_package_kernels(tmp_path):
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("owner = 'somebody else'")
     code = "import kernels; from fused_rl.kernels import logprob; print(kernels.owner, logprob.__name__)"
-    out = run_python(code, cwd=ROOT, PYTHONPATH=os.pathsep.join([str(ROOT), str(tmp_path)]), TRITON_INTERPRET="1")
+    out = run_python(
+        code, cwd=ROOT, PYTHONPATH=os.pathsep.join([str(ROOT), str(tmp_path)]), TRITON_INTERPRET="1"
+    )
     assert out == "somebody else fused_rl.kernels.logprob"
 
 

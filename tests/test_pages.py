@@ -24,7 +24,10 @@ BLOCKS = re.findall(r"^```(bash|python|text)\n(.*?)^```", TUTORIAL, re.DOTALL | 
 @pytest.mark.parametrize("path", PAGES, ids=[page.stem for page in PAGES])
 def test_a_link_to_a_file_leads_to_one(path):
     """On a Git host; `make docs` looks for anchors too."""
-    links = re.findall(r"\]\(([^)#\s]+)", re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE))
+    links = re.findall(
+        r"\]\(([^)#\s]+)",
+        re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE),
+    )
     local = [link for link in links if "://" not in link]
     assert [link for link in local if not (path.parent / link).exists()] == []
     outside = [link for link in local if DOCS not in (path.parent / link).resolve().parents]
@@ -34,8 +37,14 @@ def test_a_link_to_a_file_leads_to_one(path):
 def test_the_site_has_every_page_and_the_api_every_public_name():
     listed = set(re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
-    assert {page for page in pages if not page.startswith("problems/")} == listed - {"problems/index.md"}
-    named = set(re.findall(r"^::: fused_rl\.(\w+)$", (DOCS / "api" / "library.md").read_text(), re.MULTILINE))
+    assert {page for page in pages if not page.startswith("problems/")} == listed - {
+        "problems/index.md"
+    }
+    named = set(
+        re.findall(
+            r"^::: fused_rl\.(\w+)$", (DOCS / "api" / "library.md").read_text(), re.MULTILINE
+        )
+    )
     assert named == set(fused_rl.__all__)
 
 
@@ -47,13 +56,26 @@ def test_the_tests_that_numerics_names_exist():
 
 def commands(page):
     """The complete command lines in a page's blocks of bash."""
-    sources = "".join(re.findall(r"^```bash\n(.*?)^```", page, re.DOTALL | re.MULTILINE)).replace("\\\n", " ")
-    lines = [shlex.split(line, comments=True) for line in sources.splitlines() if line.startswith("fused-rl")]
+    sources = "".join(re.findall(r"^```bash\n(.*?)^```", page, re.DOTALL | re.MULTILINE)).replace(
+        "\\\n", " "
+    )
+    lines = [
+        shlex.split(line, comments=True)
+        for line in sources.splitlines()
+        if line.startswith("fused-rl")
+    ]
     return [words for words in lines if "…" not in words]
 
 
 COMMANDS = [words for path in PAGES for words in commands(path.read_text())]
-CONFIGS = [sft.SFTConfig, reward.RewardConfig, dpo.DPOConfig, ppo.PPOConfig, grpo.GRPOConfig, eval.EvalConfig]
+CONFIGS = [
+    sft.SFTConfig,
+    reward.RewardConfig,
+    dpo.DPOConfig,
+    ppo.PPOConfig,
+    grpo.GRPOConfig,
+    eval.EvalConfig,
+]
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: "-".join(words[1:4:2]))
@@ -87,6 +109,8 @@ def test_the_tutorial_prints_what_it_says(tmp_path):
         path.write_text(source)
         command = [sys.executable] if kind == "python" else ["bash", "-eu"]
         command += [path.name]
-        ran = subprocess.run(command, cwd=tmp_path, env=os.environ | alone, capture_output=True, text=True)
+        ran = subprocess.run(
+            command, cwd=tmp_path, env=os.environ | alone, capture_output=True, text=True
+        )
         output = ran.stdout
         assert ran.returncode == 0, source + output + ran.stderr

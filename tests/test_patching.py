@@ -19,7 +19,9 @@ def replacement():
 @pytest.fixture
 def host(monkeypatch):
     """A host `toyhost` 1.16.2 whose module `user` has imported `utils.function` by name, under another name."""
-    utils, user, package = (types.ModuleType(name) for name in ("toyhost.utils", "toyhost.user", "toyhost"))
+    utils, user, package = (
+        types.ModuleType(name) for name in ("toyhost.utils", "toyhost.user", "toyhost")
+    )
     utils.function = original
     user.renamed = original
     for module in (package, utils, user):

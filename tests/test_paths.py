@@ -34,14 +34,18 @@ def test_every_file_that_runs_kernels_is_listed():
     assert len(ON_DEVICE) == len({*ON_DEVICE})
 
 
-WITHOUT = "import sys, pytest; sys.modules |= dict.fromkeys({missing}); sys.exit(pytest.main({words}))"
+WITHOUT = (
+    "import sys, pytest; sys.modules |= dict.fromkeys({missing}); sys.exit(pytest.main({words}))"
+)
 # As on a machine that has torch, triton, transformers, numpy and pytest.
 MISSING = {"deepspeed", "datasets", "pydantic", "trl", "rich", "peft", "xdist", "matplotlib"}
 MISSING |= {"accelerate", "liger_kernel", "math_verify"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [["--collect-only", "-q"], pytest.param(["-q", "-x"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "more", [["--collect-only", "-q"], pytest.param(["-q", "-x"], marks=pytest.mark.slow)]
+)
 def test_they_run_where_little_is_installed(more):
     """Torch, triton, transformers, numpy and pytest: no error at collection, and drawn inputs are drawn."""
     if "-x" in more:  # a few of each, the drawn ones among them

@@ -40,7 +40,11 @@ def documented():
     assert all(len(row) == len(HEADER) for row in rows)
     table = {}
     for name, _, level, surrogate, loss_agg, clips, advantage, paper in rows[2:]:
-        bounds = None if clips == "—" else tuple(float(x) for x in re.match(r"(\S+), (\S+)", clips).groups())
+        bounds = (
+            None
+            if clips == "—"
+            else tuple(float(x) for x in re.match(r"(\S+), (\S+)", clips).groups())
+        )
         paper = re.sub(r"\[(\S+)\]\(https://arxiv.org/abs/\1\)", r"arXiv:\1", paper)
         assert name.strip("`") not in table, name
         table[name.strip("`")] = (level, surrogate, loss_agg, bounds, advantage, paper)
@@ -109,7 +113,9 @@ def test_an_option_that_the_surrogate_does_not_read_is_refused(surrogate, name):
     usual, other = ({name: value} for value in (getattr(PolicyLossOptions, name), OTHERS[name]))
     generator = torch.Generator().manual_seed(0)
     rows = -3 * torch.rand(2, 40, generator=generator) - 1e-3
-    old = (rows + 0.8 * torch.randn(2, 40, generator=generator)).clamp(max=-1e-3)  # within every bound, and beyond
+    old = (rows + 0.8 * torch.randn(2, 40, generator=generator)).clamp(
+        max=-1e-3
+    )  # within every bound, and beyond
     far = {"old_logprobs": old, "mask": rows < 0, "surrogate": surrogate}
 
     def loss_of(option):
@@ -135,12 +141,16 @@ def test_an_option_that_the_surrogate_does_not_read_is_refused(surrogate, name):
 def test_of_a_preset_with_another_surrogate_only_what_is_given_must_be_read():
     """gspo's ratio and bounds were asked for by nobody; options of one's own were."""
     exchanged, plain = (
-        fused_rl.policy_loss(ROWS, **GIVEN, preset=preset, surrogate="policy-gradient", loss_agg="token-mean")[0]
+        fused_rl.policy_loss(
+            ROWS, **GIVEN, preset=preset, surrogate="policy-gradient", loss_agg="token-mean"
+        )[0]
         for preset in ("gspo", None)
     )
     assert torch.equal(exchanged, plain)
     options = PolicyLossOptions(**PRESETS["gspo"].options)
-    with pytest.raises(ValueError, match="ratio_level=sequence has no meaning with surrogate=policy-gradient"):
+    with pytest.raises(
+        ValueError, match="ratio_level=sequence has no meaning with surrogate=policy-gradient"
+    ):
         fused_rl.policy_loss(ROWS, **GIVEN, options=options, surrogate="policy-gradient")
 
 
@@ -149,7 +159,10 @@ def test_of_a_preset_with_another_surrogate_only_what_is_given_must_be_read():
     [
         ({"kl_estimator": "k3"}, "kl_estimator=k3 has no meaning without ref_logprobs"),
         ({"rollout_high": 3.0}, "rollout_high=3.0 has no meaning without rollout_logprobs"),
-        ({"rollout_correction": "token-mask"}, "rollout_correction=token-mask has no meaning without rollout_logprobs"),
+        (
+            {"rollout_correction": "token-mask"},
+            "rollout_correction=token-mask has no meaning without rollout_logprobs",
+        ),
         (
             {"rollout_correction": None, "rollout_low": 0.5},
             "rollout_low=0.5 has no meaning with rollout_correction=None",
@@ -170,7 +183,9 @@ NUMBERS = {name for name, hint in HINTS.items() if float in [hint, *typing.get_a
 
 
 @pytest.mark.parametrize("name", sorted(NUMBERS))
-@pytest.mark.parametrize("value", [math.nan, "0.2", True, torch.tensor(0.2), [0.2], -math.inf], ids=repr)
+@pytest.mark.parametrize(
+    "value", [math.nan, "0.2", True, torch.tensor(0.2), [0.2], -math.inf], ids=repr
+)
 def test_a_number_that_is_none_is_refused(name, value):
     with pytest.raises(ValueError, match=rf"^{name} must be a (finite )?number[^\n]*, got "):
         PolicyLossOptions(**{name: value})
@@ -183,7 +198,9 @@ def test_closed_sets_are_literals():
         (LossAgg, LOSS_AGGS),
     ):
         assert typing.get_args(alias) == tuple(table)
-    names = [name for part in typing.get_args(Advantage) for name in typing.get_args(part) or [part]]
+    names = [
+        name for part in typing.get_args(Advantage) for name in typing.get_args(part) or [part]
+    ]
     assert names == [*ADVANTAGES]
 
 
@@ -191,7 +208,9 @@ def test_one_default_wherever_an_option_has_one():
     """The estimator of a KL in a loss, and the direction of a divergence; in the library and its reference."""
     found = {}
     for module in (fused_rl, fused_rl.reference):
-        for function in (f for name, f in inspect.getmembers(module, inspect.isfunction) if name[0] != "_"):
+        for function in (
+            f for name, f in inspect.getmembers(module, inspect.isfunction) if name[0] != "_"
+        ):
             for name in ("kl_estimator", "direction"):
                 parameter = inspect.signature(function).parameters.get(name)
                 if parameter is not None:

@@ -15,7 +15,11 @@ from fused_rl import TokenSupport, reference
         {"temperature": torch.tensor([[0.5, 1.0, 2.0]], dtype=torch.float64)},
         {"mask": torch.tensor([[True, False, True], [True, True, False]])},
         {"shift": True},
-        {"support": TokenSupport.from_lists([[1], [2, 0, 5], None, [3, 4], [0, 1, 2, 3, 4, 5], [5, 4]])},
+        {
+            "support": TokenSupport.from_lists(
+                [[1], [2, 0, 5], None, [3, 4], [0, 1, 2, 3, 4, 5], [5, 4]]
+            )
+        },
     ],
     ids=["plain", "softcap", "per row", "mask", "shift", "support"],
 )
@@ -50,7 +54,9 @@ def test_token_logprobs_keeps_its_digits_next_to_certainty():
     rest = 1e5 * torch.tensor(-30.0, dtype=torch.float64).exp()
     outputs = reference.token_logprobs(logits, torch.tensor([5]))
     torch.testing.assert_close(outputs.logprobs[0], -rest.log1p(), rtol=1e-12, atol=0)
-    torch.testing.assert_close(outputs.entropy[0], rest.log1p() + 30 * rest / (1 + rest), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        outputs.entropy[0], rest.log1p() + 30 * rest / (1 + rest), rtol=1e-12, atol=0
+    )
 
 
 def test_token_logprobs_of_banned_and_masked_rows():

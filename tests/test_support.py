@@ -78,7 +78,9 @@ def test_what_the_mask_drops_may_have_any_set(backend):
     out = fused_rl.token_logprobs(logits, targets, mask=mask, support=support)
     assert out.logprobs[1] == 0
     assert out.logprobs[0] < 0
-    out = fused_rl.linear_token_logprobs(logits, logits.new_ones(8, 8), targets, mask=mask, support=support)
+    out = fused_rl.linear_token_logprobs(
+        logits, logits.new_ones(8, 8), targets, mask=mask, support=support
+    )
     assert out.logprobs[1] == 0
     assert out.logprobs[0] < 0
 
@@ -162,7 +164,9 @@ def test_singletons_are_certain(backend, dtype):
         options = {"support": support, "temperature": temperature}
         found = outputs_and_gradient(fused_rl, logits, targets, (one, 3 * one, None), **options)
         assert not any(found[i].any() for i in (0, 1, 3))
-        *_, lse, gradient = outputs_and_gradient(fused_rl, logits, targets, (one, None, one), **options)
+        *_, lse, gradient = outputs_and_gradient(
+            fused_rl, logits, targets, (one, None, one), **options
+        )
         chosen = logits.float().gather(1, targets[:, None])[:, 0]
         torch.testing.assert_close(lse, chosen / temperature, rtol=2e-7, atol=0)
         assert gradient.count_nonzero() == 4
@@ -179,7 +183,9 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(backend):
     for i in (0, 2, 5, 7, 10):
         at = slice(i, i + 1)
         options = {"support": support.select(torch.tensor([i]))}
-        alone = outputs_and_gradient(fused_rl, logits[at], targets[at], [u[at] for u in upstream], **options)
+        alone = outputs_and_gradient(
+            fused_rl, logits[at], targets[at], [u[at] for u in upstream], **options
+        )
         assert_same_bits(alone, [x[at] for x in together])
 
 
@@ -200,7 +206,9 @@ def test_one_token_with_all_the_mass(backend, gap, size):
         logits = (row + offset).to(backend).requires_grad_()
         out = fused_rl.token_logprobs(logits, ids[size // 2, None].to(backend), support=support)
         torch.testing.assert_close(out.entropy[0].double().cpu(), exact, rtol=3e-7, atol=0)
-        torch.testing.assert_close(out.logprobs[0].double().cpu(), -p.sum().log1p(), rtol=3e-7, atol=0)
+        torch.testing.assert_close(
+            out.logprobs[0].double().cpu(), -p.sum().log1p(), rtol=3e-7, atol=0
+        )
         (gradient,) = torch.autograd.grad(out.logprobs, logits)
         certain = gradient[0, ids[size // 2]].double().cpu()  # 1 - p
         torch.testing.assert_close(certain, p.sum() / (1 + p.sum()), rtol=5e-6, atol=0)
@@ -211,6 +219,8 @@ def test_every_finite_logit_counts(backend):
     logits = torch.zeros(1, 40)
     logits[0, [3, 5, 8]] = torch.tensor([3e38, 3e38, -3e38])
     support = TokenSupport.from_lists([[3, 5, 8, 1]]).to(backend)
-    out = fused_rl.token_logprobs(logits.to(backend), torch.tensor([3], device=backend), support=support)
+    out = fused_rl.token_logprobs(
+        logits.to(backend), torch.tensor([3], device=backend), support=support
+    )
     torch.testing.assert_close(out.logprobs.cpu(), -torch.tensor([2.0]).log(), rtol=2e-7, atol=0)
     torch.testing.assert_close(out.entropy.cpu(), torch.tensor([2.0]).log(), rtol=2e-7, atol=0)

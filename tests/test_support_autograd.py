@@ -30,7 +30,9 @@ def test_gradient_of_one_output(backend, used):
 def test_no_rows(backend):
     support = TokenSupport.from_lists([]).to(backend)
     leaf = torch.zeros(0, 9, device=backend, requires_grad=True)
-    out = fused_rl.token_logprobs(leaf, torch.zeros(0, dtype=torch.long, device=backend), support=support)
+    out = fused_rl.token_logprobs(
+        leaf, torch.zeros(0, dtype=torch.long, device=backend), support=support
+    )
     sum(o.sum() for o in out).backward()
     assert leaf.grad.shape == (0, 9)
     hidden, weight = (torch.zeros(n, 3, device=backend, requires_grad=True) for n in (0, 9))

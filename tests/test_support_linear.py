@@ -22,13 +22,18 @@ from tests.kept_sets import (
 from tests.marks import cpu_fast, on_backends
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what a kernel does is watched in the interpreter")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="what a kernel does is watched in the interpreter"
+)
 def test_bytes_and_bounds():
     """K reads of the logits per row forward; V zeros and K values backward; no program in another's elements."""
     vocab, sizes = 4099, [1, 8, 120, 0]
     logits = random_logits(4, vocab).to(BF16)
     ids = torch.cat(
-        [torch.randperm(vocab, generator=torch.Generator().manual_seed(i))[:n] for i, n in enumerate(sizes)]
+        [
+            torch.randperm(vocab, generator=torch.Generator().manual_seed(i))[:n]
+            for i, n in enumerate(sizes)
+        ]
     )
     support = TokenSupport(ids, torch.tensor([0, 1, 9, 129, 129]))
     targets = ids[[0, 1, 9, 0]]
@@ -67,7 +72,9 @@ def test_bad_sets_are_nan_on_a_gpu_and_touch_nothing():
     from fused_rl.kernels import support as kernels
 
     logits, x = random_logits(3, 40), torch.zeros(6)
-    kept = RowSupport(torch.tensor([1, 40, 2, 3, 5, -(2**40)]), torch.tensor([0, 2, 4]), torch.tensor([2, 4, 6]))
+    kept = RowSupport(
+        torch.tensor([1, 40, 2, 3, 5, -(2**40)]), torch.tensor([0, 2, 4]), torch.tensor([2, 4, 6])
+    )
     targets = torch.tensor([1, 7, 5])
     with interpreter.check_memory():
         out = kernels.kept_fwd(x, kept, targets, None, 1.0, None, logits=logits)
@@ -96,7 +103,9 @@ def linear(module, leaves, targets, upstream, **options):
         leaves[0], leaves[1], targets, bias=leaves[2] if len(leaves) > 2 else None, **options
     )
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    grads = torch.autograd.grad(outputs, wanted, [u.to(o.dtype) for u, o in zip(upstream, outputs, strict=True)])
+    grads = torch.autograd.grad(
+        outputs, wanted, [u.to(o.dtype) for u, o in zip(upstream, outputs, strict=True)]
+    )
     return [*(o.detach() for o in outputs), *grads]
 
 
@@ -154,7 +163,9 @@ def test_the_heads_gradient_has_the_same_bits_in_any_order_of_tokens(backend, dt
     expected = linear(fused_rl, [leaves[0], *head], targets, upstream, support=support)
     order = torch.randperm(n, generator=torch.Generator().manual_seed(1)).to(backend)
     moved = [leaves[0].detach()[order].requires_grad_(), *head]
-    found = linear(fused_rl, moved, targets[order], upstream[:, order], support=support.select(order))
+    found = linear(
+        fused_rl, moved, targets[order], upstream[:, order], support=support.select(order)
+    )
     assert_same_bits(found, [*(x[order] for x in expected[:4]), *expected[4:]])
 
 
@@ -186,7 +197,9 @@ def test_frozen_leaves_and_a_retained_graph(frozen):
     del every[frozen]
     assert_same_bits(some, every)
 
-    out = fused_rl.linear_token_logprobs(leaves[0], leaves[1], targets, bias=leaves[2], support=support)
+    out = fused_rl.linear_token_logprobs(
+        leaves[0], leaves[1], targets, bias=leaves[2], support=support
+    )
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     first = torch.autograd.grad(out, wanted, upstream_of(targets), retain_graph=True)
     assert_same_bits(torch.autograd.grad(out, wanted, upstream_of(targets)), first)
@@ -203,7 +216,9 @@ def test_a_weight_that_is_not_contiguous_and_autocast():
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
     with torch.autocast("cpu", BF16):
         cast = linear(fused_rl, [hidden, weight], targets, upstream_of(targets), support=support)
-    low = linear(fused_rl, in_dtype([hidden, weight], BF16), targets, upstream_of(targets), support=support)
+    low = linear(
+        fused_rl, in_dtype([hidden, weight], BF16), targets, upstream_of(targets), support=support
+    )
     assert_same_bits(cast, [*low[:3], *(x.float() for x in low[3:])])
 
 

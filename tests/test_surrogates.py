@@ -25,7 +25,9 @@ def test_a_surrogate_of_ones_own_and_per_token_advantages():
         surrogate=lambda log_ratio, advantages, *_: log_ratio * advantages,
     )
     (grad,) = torch.autograd.grad(loss, logprobs)
-    torch.testing.assert_close(grad, torch.where(mask, advantages, 0) / mask.sum(), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(
+        grad, torch.where(mask, advantages, 0) / mask.sum(), rtol=1e-12, atol=1e-13
+    )
 
 
 def needs_lengths(log_ratio, advantages, logprobs, sequences, options):
@@ -44,7 +46,9 @@ def needs_lengths(log_ratio, advantages, logprobs, sequences, options):
     ],
     ids=["built-in", "declared"],
 )
-def test_a_surrogate_that_needs_sequences_is_refused_at_once_where_there_are_none(surrogate, message):
+def test_a_surrogate_that_needs_sequences_is_refused_at_once_where_there_are_none(
+    surrogate, message
+):
     mask, _, advantages, _, drift = batch("partial")
     with pytest.raises(ValueError, match=message):
         fused_rl.policy_token_loss(drift[0], advantages, mask, surrogate=surrogate)
@@ -54,7 +58,9 @@ def test_a_surrogate_that_needs_sequences_is_refused_at_once_where_there_are_non
 def test_an_undeclared_surrogate_that_reaches_for_sequences_hears_what_to_do():
     hidden, weight, targets = head()
     mask, _, advantages, _, drift = batch("partial")
-    token_loss, per_token = fused_rl.policy_token_loss(drift[0], advantages, mask, surrogate=needs_lengths)
+    token_loss, per_token = fused_rl.policy_token_loss(
+        drift[0], advantages, mask, surrogate=needs_lengths
+    )
     with pytest.raises(
         ValueError,
         match="uses sequences.mean, but .* single tokens: use linear_token_logprobs and pol",
@@ -69,8 +75,12 @@ def test_a_surrogate_of_ones_own_in_one_pass():
     def tanh_surrogate(log_ratio, advantages, logprobs, sequences, options):
         return -torch.tanh(log_ratio.exp() - 1) * advantages
 
-    token_loss, per_token = fused_rl.policy_token_loss(drift[0], advantages, mask, surrogate=tanh_surrogate)
-    one_pass = fused_rl.linear_token_loss(hidden, weight, targets, token_loss, *per_token, mask=mask)
+    token_loss, per_token = fused_rl.policy_token_loss(
+        drift[0], advantages, mask, surrogate=tanh_surrogate
+    )
+    one_pass = fused_rl.linear_token_loss(
+        hidden, weight, targets, token_loss, *per_token, mask=mask
+    )
     logprobs = fused_rl.linear_token_logprobs(hidden, weight, targets, mask=mask).logprobs
     want, _ = fused_rl.policy_loss(logprobs, drift[0], advantages, mask, surrogate=tanh_surrogate)
     torch.testing.assert_close(one_pass.loss, want)
@@ -142,7 +152,9 @@ def _cispo_masked(a, lp, lq, o):
 
 def _aspo(a, lp, lq, o):
     ratio = math.exp(lp - lq)
-    return _reinforce(0 if _outside(a, ratio, o) else min(1 / ratio if a > 0 else ratio, o.aspo_cap), a, lp)
+    return _reinforce(
+        0 if _outside(a, ratio, o) else min(1 / ratio if a > 0 else ratio, o.aspo_cap), a, lp
+    )
 
 
 def _over_tokens(formula):
@@ -157,19 +169,29 @@ def _covariances(a, lp):
 def _kl_cov(a, lp, lq, o):
     covariances, found = _covariances(a, lp), []
     least = sorted(covariances)[-max(1, int(o.cov_fraction * len(a)))]
-    for covariance, x, d in zip(covariances, a, (p - q for p, q in zip(lp, lq, strict=True)), strict=True):
+    for covariance, x, d in zip(
+        covariances, a, (p - q for p, q in zip(lp, lq, strict=True)), strict=True
+    ):
         paid = o.kl_cov_coef if covariance >= least else 0
-        found.append((-x * math.exp(d) + paid * abs(d), -x * math.exp(d) + paid * math.copysign(1, d)))
+        found.append(
+            (-x * math.exp(d) + paid * abs(d), -x * math.exp(d) + paid * math.copysign(1, d))
+        )
     return found
 
 
 def _clip_cov(a, lp, lq, o):
     """With a fraction of 1: every token that may be chosen is."""
     found = []
-    for covariance, x, d in zip(_covariances(a, lp), a, (p - q for p, q in zip(lp, lq, strict=True)), strict=True):
+    for covariance, x, d in zip(
+        _covariances(a, lp), a, (p - q for p, q in zip(lp, lq, strict=True)), strict=True
+    ):
         ratio = math.exp(d)
         clipped = -x * (1 + o.clip_high if x > 0 else 1 - o.clip_low)
-        inside = (0.0, 0.0) if o.clip_cov_low < covariance < o.clip_cov_high else (-x * ratio, -x * ratio)
+        inside = (
+            (0.0, 0.0)
+            if o.clip_cov_low < covariance < o.clip_cov_high
+            else (-x * ratio, -x * ratio)
+        )
         found.append((clipped, 0.0) if _outside(x, ratio, o) else inside)
     return found
 
@@ -189,7 +211,9 @@ TRANSCRIBED = {
 
 
 def test_every_surrogate_has_a_definition_in_the_tests():
-    of_presets = {fused_rl.PolicyLossOptions(**row.options).surrogate for row in fused_rl.PRESETS.values()}
+    of_presets = {
+        fused_rl.PolicyLossOptions(**row.options).surrogate for row in fused_rl.PRESETS.values()
+    }
     assert {*TRANSCRIBED} | of_presets == {*surrogates.SURROGATES}
 
 
@@ -203,7 +227,9 @@ def test_a_surrogate_is_its_paper(surrogate, kind):
     logprobs = (-3 * torch.rand(B, T, dtype=F64) - 1e-3).requires_grad_()
     old = (logprobs.detach() + drift[0]).clamp(max=-1e-3)
     chosen = fused_rl.PolicyLossOptions(surrogate=surrogate, **options)
-    tokens = formula(spread[counts].tolist(), logprobs[counts].tolist(), old[counts].tolist(), chosen)
+    tokens = formula(
+        spread[counts].tolist(), logprobs[counts].tolist(), old[counts].tolist(), chosen
+    )
     values, slopes = torch.tensor(tokens, dtype=F64).unbind(1)
     given = {"surrogate": surrogate, "sequence_ids": ids if kind == "packed" else None, **options}
     loss, metrics = fused_rl.policy_loss(logprobs, old, advantages, mask, **given)
@@ -232,7 +258,9 @@ def test_a_surrogate_of_a_paper_is_finite_far_away_and_at_certainty(surrogate):
     logprobs = torch.tensor([[-100.0, -1, 0.0, -50]], requires_grad=True)
     for advantage in (1.0, -1.0):
         mask = torch.ones(1, 4, dtype=torch.bool)
-        loss, metrics = fused_rl.policy_loss(logprobs, old, torch.tensor([advantage]), mask, surrogate=surrogate)
+        loss, metrics = fused_rl.policy_loss(
+            logprobs, old, torch.tensor([advantage]), mask, surrogate=surrogate
+        )
         assert loss.isfinite() and torch.autograd.grad(loss, logprobs)[0].isfinite().all()
         assert all(value.isfinite() for value in metrics.values())
 
@@ -253,12 +281,18 @@ def test_clip_cov_drops_as_many_tokens_at_random_as_its_fraction_says():
 GATES = {
     "geometric": lambda p, q: math.exp(statistics.mean(x - y for x, y in zip(p, q, strict=True))),
     "k1": lambda p, q: abs(statistics.mean(x - y for x, y in zip(p, q, strict=True))),
-    "k3": lambda p, q: statistics.mean(math.exp(x - y) - 1 - (x - y) for x, y in zip(p, q, strict=True)),
-    "tv": lambda p, q: statistics.mean(abs(math.exp(x) - math.exp(y)) for x, y in zip(p, q, strict=True)),
+    "k3": lambda p, q: statistics.mean(
+        math.exp(x - y) - 1 - (x - y) for x, y in zip(p, q, strict=True)
+    ),
+    "tv": lambda p, q: statistics.mean(
+        abs(math.exp(x) - math.exp(y)) for x, y in zip(p, q, strict=True)
+    ),
 }
 
 
-@pytest.mark.parametrize(("correction", "beside"), [("token-truncate", 1e-5), (None, -1e-5)])  # kept just so, or not
+@pytest.mark.parametrize(
+    ("correction", "beside"), [("token-truncate", 1e-5), (None, -1e-5)]
+)  # kept just so, or not
 @pytest.mark.parametrize("gate", surrogates.ROLLOUT_GATES)
 def test_a_gate_drops_sequences_by_their_mean_and_not_by_their_length(gate, correction, beside):
     mask, _, advantages, spread, drift = batch("partial")
@@ -271,9 +305,17 @@ def test_a_gate_drops_sequences_by_their_mean_and_not_by_their_length(gate, corr
     assert 0 < kept.sum() < B
 
     bounds = {"rollout_gate": gate, "rollout_gate_low": low, "rollout_gate_high": high}
-    given = {"rollout_logprobs": rollout, "rollout_correction": correction, "clip_low": 1.0, "clip_high": math.inf}
+    given = {
+        "rollout_logprobs": rollout,
+        "rollout_correction": correction,
+        "clip_low": 1.0,
+        "clip_high": math.inf,
+    }
     weights = 1 if correction is None else (old - rollout).exp().clamp(max=2.0)
-    want = torch.where(mask & kept[:, None], -(logprobs - old).exp() * spread * weights, 0).sum() / mask.sum()
+    want = (
+        torch.where(mask & kept[:, None], -(logprobs - old).exp() * spread * weights, 0).sum()
+        / mask.sum()
+    )
     loss, _ = fused_rl.policy_loss(logprobs, old, advantages, mask, **given, **bounds)
     torch.testing.assert_close(loss, want)
     token_loss, per_token = fused_rl.policy_token_loss(old, advantages, mask, **given, **bounds)
@@ -282,7 +324,11 @@ def test_a_gate_drops_sequences_by_their_mean_and_not_by_their_length(gate, corr
 
 
 def test_a_gate_needs_its_bound_and_a_bound_its_gate():
-    with pytest.raises(ValueError, match="rollout_gate=k1 needs its upper bound, rollout_gate_high"):
+    with pytest.raises(
+        ValueError, match="rollout_gate=k1 needs its upper bound, rollout_gate_high"
+    ):
         fused_rl.PolicyLossOptions(rollout_gate="k1")
-    with pytest.raises(ValueError, match="rollout_gate_high=0.1 has no meaning with rollout_gate=None"):
+    with pytest.raises(
+        ValueError, match="rollout_gate_high=0.1 has no meaning with rollout_gate=None"
+    ):
         fused_rl.PolicyLossOptions(rollout_gate_high=0.1)

@@ -32,7 +32,9 @@ def random_rows(n, vocab, count, dtype, device, seed=0):
 def upstream_of(targets, names=OUTPUTS, seed=1):
     generator = torch.Generator().manual_seed(seed)
     shapes = {"logprobs": targets.shape, "entropy": targets.shape[:-1], "lse": targets.shape[:-1]}
-    return {name: torch.randn(shapes[name], generator=generator).to(targets.device) for name in names}
+    return {
+        name: torch.randn(shapes[name], generator=generator).to(targets.device) for name in names
+    }
 
 
 def assert_outputs_close(actual, expected):
@@ -50,7 +52,8 @@ def assert_outputs_close(actual, expected):
 def check(logits, targets, upstream, **options):
     outputs, gradient = run(token_logprobs, logits, targets, upstream, **options)
     wide = {
-        name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for name, x in options.items()
+        name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        for name, x in options.items()
     }
     expected, expected_gradient = exact(logits, targets, upstream, **wide)
     _, naive = run(reference.token_logprobs, logits, targets, upstream, **options)
@@ -112,7 +115,9 @@ def test_thousands_of_equal_ids(backend):
 def test_gradient_keeps_its_digits_next_to_certainty(backend):
     """The others' share of the upstream gradient is not lost beside that of a token with nearly all the mass."""
     logits = torch.randn(24, 2000, generator=torch.Generator().manual_seed(0)).to(backend)
-    logits[:, 77] = 4 + torch.arange(5, 35, 5, device=backend).repeat(4)  # 1 - p of the token down to 1e-12
+    logits[:, 77] = 4 + torch.arange(5, 35, 5, device=backend).repeat(
+        4
+    )  # 1 - p of the token down to 1e-12
     targets = torch.tensor([5, 77, 900, 1500], device=backend).expand(24, 4)
     upstream = upstream_of(targets, ["logprobs"])
     upstream["logprobs"].abs_()[:, [0, 2, 3]] *= -1e-12
@@ -141,7 +146,9 @@ def test_fp64_and_its_reference_by_finite_differences():
     logits = logits.view(2, 3, 11).requires_grad_()
     targets = targets.view(2, 3, 4)
     options = {"mask": torch.rand(2, 2) > 0.3, "temperature": 0.7, "softcap": 4.0, "shift": True}
-    assert torch.autograd.gradcheck(lambda x: tuple(reference.token_logprobs(x, targets, **options)), logits)
+    assert torch.autograd.gradcheck(
+        lambda x: tuple(reference.token_logprobs(x, targets, **options)), logits
+    )
     outputs = token_logprobs(logits, targets, **options)
     assert outputs.logprobs.dtype == torch.float64
     assert outputs.logprobs.shape == (2, 2, 4)
@@ -166,13 +173,19 @@ def test_from_hidden_states_in_tiles(backend, cut):
     """Values and gradients of a tile that is not all; a loss in one pass has those of the pass that recomputes."""
     shape, workspace = cut
     leaves, _, mask = make_head(shape, torch.bfloat16, backend)
-    targets = torch.randint(shape[2], (shape[0], 5), generator=torch.Generator().manual_seed(3)).to(backend)
+    targets = torch.randint(shape[2], (shape[0], 5), generator=torch.Generator().manual_seed(3)).to(
+        backend
+    )
     targets[3] = targets[3, 0]
     upstream = list(upstream_of(targets).values())
 
     def results(module, leaves, **more):
-        outputs = module.linear_token_logprobs(*leaves[:2], targets, bias=leaves[2], mask=mask, **more)
-        grads = torch.autograd.grad(outputs, leaves, [u.to(o.dtype) for u, o in zip(upstream, outputs, strict=True)])
+        outputs = module.linear_token_logprobs(
+            *leaves[:2], targets, bias=leaves[2], mask=mask, **more
+        )
+        grads = torch.autograd.grad(
+            outputs, leaves, [u.to(o.dtype) for u, o in zip(upstream, outputs, strict=True)]
+        )
         return [*outputs, *grads]
 
     ours = results(fused_rl, leaves, workspace_mb=workspace)
@@ -185,7 +198,9 @@ def test_from_hidden_states_in_tiles(backend, cut):
     options = {"bias": leaves[2], "mask": mask, "workspace_mb": workspace}
     one = linear_token_loss(*leaves[:2], targets, token_loss, *upstream[:2], **options)
     outputs = linear_token_logprobs(*leaves[:2], targets, **options)
-    wanted = torch.autograd.grad(outputs[:2], leaves, [u.to(o) for u, o in zip(upstream, outputs[:2], strict=False)])
+    wanted = torch.autograd.grad(
+        outputs[:2], leaves, [u.to(o) for u, o in zip(upstream, outputs[:2], strict=False)]
+    )
     for _ in range(2):  # the second time from a retained graph
         found = torch.autograd.grad(one.loss, leaves, retain_graph=True)
         for a, b in zip(found, wanted, strict=True):

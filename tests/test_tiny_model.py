@@ -9,24 +9,41 @@ from fused_rl.recipes import tiny_model
 from fused_rl.trainers.data.encode import Encoder, load_tokenizer
 from fused_rl.trainers.data.rows import Rows
 
-ROWS = [{"messages": [{"role": "user", "content": f"how much is {i} + {i}"}], "answer": str(2 * i)} for i in range(40)]
+ROWS = [
+    {"messages": [{"role": "user", "content": f"how much is {i} + {i}"}], "answer": str(2 * i)}
+    for i in range(40)
+]
 
 
 def test_every_text_can_be_spelled_and_the_template_ends_where_it_must(tmp_path):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
-    words = ["--dataset", str(tmp_path / "rows.jsonl"), "--output_dir", str(tmp_path / "model"), "--layers", "1"]
+    words = [
+        "--dataset",
+        str(tmp_path / "rows.jsonl"),
+        "--output_dir",
+        str(tmp_path / "model"),
+        "--layers",
+        "1",
+    ]
     tiny_model.main([*words, "--hidden_size", "64", "--max_length", "40"])
     tokenizer = load_tokenizer(str(tmp_path / "model"))
     text = "Ünïcode, 日本 and\n\ttabs 42"
     assert tokenizer.decode(tokenizer(text).input_ids) == text
     assert "how" in {token.strip("Ġ") for token in tokenizer.get_vocab()}, "learned from messages"
     encoder = Encoder(tokenizer, system_prompt="be short")
-    ((prompt, completion),) = encoder.pairs(Rows([{"prompt": "hi", "completion": "ho"}], "r"), 0, None, "completion")
+    ((prompt, completion),) = encoder.pairs(
+        Rows([{"prompt": "hi", "completion": "ho"}], "r"), 0, None, "completion"
+    )
     assert tokenizer.decode(prompt) == "<system>be short<user>hi<assistant>"
     assert tokenizer.decode(completion) == "ho<eos>"
 
     config = transformers.AutoConfig.from_pretrained(tmp_path / "model")
-    sizes = (config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.max_position_embeddings)
+    sizes = (
+        config.num_hidden_layers,
+        config.hidden_size,
+        config.num_attention_heads,
+        config.max_position_embeddings,
+    )
     assert sizes == (1, 64, 2, 40) and config.vocab_size == len(tokenizer)
     with pytest.raises(SystemExit, match="model exists; give --output_dir a new folder"):
         tiny_model.main(words)

@@ -31,7 +31,10 @@ def log_softmax(x):
 @pytest.mark.parametrize("count", [0, 1, 3, 19])
 def test_against_enumeration(direction, count):
     logp, logq = distributions(6, 20)
-    p, q = (torch.cat([x[:, :count].exp(), x[:, count:].exp().sum(-1, keepdim=True)], -1) for x in (logp, logq))
+    p, q = (
+        torch.cat([x[:, :count].exp(), x[:, count:].exp().sum(-1, keepdim=True)], -1)
+        for x in (logp, logq)
+    )
     mean = (p + q) / 2
     terms = {
         "reverse": p * (p / q).log(),
@@ -86,17 +89,24 @@ def test_of_all_tokens_it_is_the_exact_kl(backend, direction, distance):
     direction=st.sampled_from(DIRECTIONS),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
-def check_never_negative_never_above_and_larger_with_more_tokens(seed, vocab, distance, direction, dtype):
+def check_never_negative_never_above_and_larger_with_more_tokens(
+    seed, vocab, distance, direction, dtype
+):
     wide = distributions(2, vocab, torch.float64, seed, distance)
     logp, logq = (x.to(dtype) for x in wide)
     values = [topk_kl(logp[:, :k], logq[:, :k], direction=direction) for k in range(vocab + 1)]
     values = torch.stack(values).double()
     exact_kl = reference.token_kl(*wide, direction=direction)
     # beside rounding: what the given digits leave open of the second tail, by the first one's mass
-    first, second = (x.exp().flip(-1).cumsum(-1).flip(-1) for x in (wide if direction == "reverse" else wide[::-1]))
+    first, second = (
+        x.exp().flip(-1).cumsum(-1).flip(-1)
+        for x in (wide if direction == "reverse" else wide[::-1])
+    )
     top = (wide[1] if direction == "reverse" else wide[0]).amax(-1, keepdim=True)
     relative = 32 * torch.finfo(dtype).eps * -top.expm1() / second
-    open_ = first * relative.clamp(max=1) if direction != "jensen-shannon" else torch.zeros_like(first)
+    open_ = (
+        first * relative.clamp(max=1) if direction != "jensen-shannon" else torch.zeros_like(first)
+    )
     open_ = torch.cat([open_, torch.zeros(2, 1)], 1).t()
     rounding = 16 * torch.finfo(dtype).eps * (1 + exact_kl)
     assert values.isfinite().all()
@@ -130,7 +140,9 @@ def test_a_tail_keeps_its_digits():
 
 def test_a_tail_that_rounds_to_nothing():
     """On both sides it adds 0; on one, value and gradient stay finite, and below the exact KL."""
-    logits = torch.tensor([[30.0, 2.0, 1.0, -1.0, 0.0], [2.0, 1.5, 1.0, 1.0, 0.5]], dtype=torch.float64)
+    logits = torch.tensor(
+        [[30.0, 2.0, 1.0, -1.0, 0.0], [2.0, 1.5, 1.0, 1.0, 0.5]], dtype=torch.float64
+    )
     logp, logq = torch.log_softmax(logits, -1)
     certain, vague = logp.float()[:2], logq.float()[:2]
     certain[0] = 0.0  # as a plain fp32 log-softmax rounds it
@@ -143,7 +155,10 @@ def test_a_tail_that_rounds_to_nothing():
             assert all(d.isfinite().all() for d in torch.autograd.grad(value, leaves))
     for direction in DIRECTIONS:
         assert topk_kl(certain, certain, direction=direction) == 0
-        assert topk_kl(torch.tensor([0.0, -20.0]), torch.tensor([-1e-7, -18.0]), direction=direction) < 2e-7
+        assert (
+            topk_kl(torch.tensor([0.0, -20.0]), torch.tensor([-1e-7, -18.0]), direction=direction)
+            < 2e-7
+        )
 
 
 def test_tokens_without_probability():

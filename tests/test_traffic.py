@@ -7,7 +7,9 @@ import fused_rl
 from bench import traffic
 
 SHAPE = (1, 8, 50257)  # B, T, V
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="bytes are counted in Triton's interpreter")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="bytes are counted in Triton's interpreter"
+)
 
 
 @pytest.mark.slow  # fast: half of the rows, below, and of divergences the segments in tests/test_kl.py
@@ -18,7 +20,9 @@ def test_ours_move_no_more_than_the_floor(what):
     counts = traffic.count(lambda x: run(x, targets), logits)
     # What is kept per row (a target, five numbers) is below 0.001 of a row of 50257 bf16 logits; a loss is some 60
     # small operators on (B, T), which the vocabulary makes vanish.
-    slack = 2e-2 if "policy_loss" in what or "8 targets" in what else 2e-3  # and some 120 bytes per target
+    slack = (
+        2e-2 if "policy_loss" in what or "8 targets" in what else 2e-3
+    )  # and some 120 bytes per target
     assert sum(counts["forward"]) == pytest.approx(forward, abs=slack)
     assert sum(counts["backward"]) == pytest.approx(backward, abs=slack)
 

@@ -14,7 +14,10 @@ from tests.marks import slow
 from tests.one_process import in_one_process
 
 VOCAB = 2003
-BOUNDS = {2: [0, 500, VOCAB], 3: [0, 7, 1100, VOCAB]}  # rank i has the columns from the i-th to the next
+BOUNDS = {
+    2: [0, 500, VOCAB],
+    3: [0, 7, 1100, VOCAB],
+}  # rank i has the columns from the i-th to the next
 ROWS = (2, 4)
 
 
@@ -44,7 +47,9 @@ def results(op, *tensors):
 def assert_as_in_one_process(columns, split, whole, *tensors):
     outputs, gradients = results(split, *(x[..., columns] for x in tensors))
     wanted, exact = results(whole, *tensors)
-    for a, b in zip([*outputs, *gradients], [*wanted, *(g[..., columns] for g in exact)], strict=True):
+    for a, b in zip(
+        [*outputs, *gradients], [*wanted, *(g[..., columns] for g in exact)], strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
@@ -64,7 +69,10 @@ def run_all(rank, world):
     )
     for direction in ("reverse", "forward", "jensen-shannon"):
         options["direction"] = direction
-        split, whole = (functools.partial(op, **options) for op in (divergence, in_one_process(divergence, bounds)))
+        split, whole = (
+            functools.partial(op, **options)
+            for op in (divergence, in_one_process(divergence, bounds))
+        )
         assert_as_in_one_process(columns, split, whole, x, y)
     with pytest.raises(ValueError, match="target 2003 of row 3 is in the columns of 0 ranks"):
         logprobs(x[..., columns], targets.where(targets != 1900, VOCAB), columns.start)
@@ -83,7 +91,10 @@ def test_shift_of_kept_sets_of_a_split_vocabulary():
     lists, targets = some_rows()
     targets, support = targets.view(3, 4), TokenSupport.from_lists(lists)
     logits = random_logits(12).view(3, 4, -1)
-    options = {"temperature": torch.linspace(0.5, 2, 9).view(3, 3), "mask": torch.arange(9).view(3, 3) % 4 != 2}
+    options = {
+        "temperature": torch.linspace(0.5, 2, 9).view(3, 3),
+        "mask": torch.arange(9).view(3, 3) % 4 != 2,
+    }
     options |= {"support": support, "shift": True}
     op = in_one_process(fused_rl.vocab_parallel_token_logprobs, [0, 7, 200, 603])
     leaf, wide = logits.clone().requires_grad_(), logits.double().requires_grad_()
@@ -94,12 +105,16 @@ def test_shift_of_kept_sets_of_a_split_vocabulary():
     for a, b in zip((*found, gradient), (*wanted, exact), strict=True):
         torch.testing.assert_close(a.double(), b, rtol=3e-6, atol=3e-6)
     assert (gradient[:, -1] == 0).all()
-    with pytest.raises(ValueError, match="support has 9 rows, the targets .3, 4. have 12; with shift=True it has"):
+    with pytest.raises(
+        ValueError, match="support has 9 rows, the targets .3, 4. have 12; with shift=True it has"
+    ):
         op(leaf, targets, shift=True, support=support.select(torch.arange(9)))
     with pytest.raises(ValueError, match="is not in its kept set"):
         op(leaf, targets + 1, support=support)
     beyond = TokenSupport.from_lists([[1, 603], [1]])
-    with pytest.raises(ValueError, match="of the 2 kept ids of row 0 the ranks hold 1; check vocab_start"):
+    with pytest.raises(
+        ValueError, match="of the 2 kept ids of row 0 the ranks hold 1; check vocab_start"
+    ):
         op(leaf[0, :2], torch.ones(2).long(), support=beyond)
 
 
@@ -116,11 +131,16 @@ def count(rank, world):
     x, y, targets = inputs()
     columns = columns_of(rank, world)
     x = x[..., columns].clone().requires_grad_()
-    vocab_parallel.vocab_parallel_token_logprobs(x, targets, columns.start).logprobs.sum().backward()
+    vocab_parallel.vocab_parallel_token_logprobs(
+        x, targets, columns.start
+    ).logprobs.sum().backward()
     vocab_parallel.vocab_parallel_token_kl(x, y[..., columns]).sum().backward()
     return [(op == torch.distributed.ReduceOp.MAX, n) for op, n in calls]
 
 
 def test_communication():
     n = 8
-    assert run_distributed(count, 2) == [[(True, n), (False, 5 * n), (True, 3 * n), (False, 5 * n)]] * 2
+    assert (
+        run_distributed(count, 2)
+        == [[(True, n), (False, 5 * n), (True, 3 * n), (False, 5 * n)]] * 2
+    )

@@ -6,7 +6,11 @@ import fused_rl
 from fused_rl.trainers import grpo, ppo, reward, sft
 from fused_rl.trainers.commands.eval import EvalConfig, evaluate
 
-X, IDS, MASK = torch.randn(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.bool)
+X, IDS, MASK = (
+    torch.randn(2, 3, 5),
+    torch.zeros(2, 3, dtype=torch.int64),
+    torch.ones(2, 3, dtype=torch.bool),
+)
 
 
 def score(response: str, row: dict[str, str]) -> float:
@@ -16,11 +20,17 @@ def score(response: str, row: dict[str, str]) -> float:
 out = fused_rl.token_logprobs(X, IDS, mask=MASK)
 nats: torch.Tensor = out.logprobs + out.entropy
 loss, metrics = fused_rl.policy_loss(nats, nats, nats, MASK, preset="dapo", clip_high=0.3)
-fused_rl.policy_loss(nats, nats, nats, MASK, options=fused_rl.PolicyLossOptions(ratio_level="sequence"))
+fused_rl.policy_loss(
+    nats, nats, nats, MASK, options=fused_rl.PolicyLossOptions(ratio_level="sequence")
+)
 fused_rl.token_kl(X, X, direction="forward", mask=MASK)
 fused_rl.response_advantages(nats[:, 0], "group-std", group_size=2)
 fused_rl.kl_estimate(nats, nats, "k3")
-grpo.train(grpo.GRPOConfig(model="m", output_dir="o", group_size=8), dataset=[{"question": "q"}], scorers=[score])
+grpo.train(
+    grpo.GRPOConfig(model="m", output_dir="o", group_size=8),
+    dataset=[{"question": "q"}],
+    scorers=[score],
+)
 ppo.train(ppo.PPOConfig(model="m", output_dir="o", critic=None), scorers=["math", score])
 sft.train(sft.SFTConfig(model="m", output_dir="o", lr=1e-5, packing=None), dataset="rows.jsonl")
 reward.train(reward.RewardConfig(model="m", output_dir="o", too_long="truncate"))

@@ -10,18 +10,36 @@ COMMANDS = {  # name -> module, summary
     "sft": ("fused_rl.trainers.sft", "supervised fine-tuning on prompts and completions"),
     "reward": ("fused_rl.trainers.reward", "a reward model from chosen and rejected responses"),
     "dpo": ("fused_rl.trainers.dpo", "a policy from chosen and rejected responses"),
-    "distill": ("fused_rl.trainers.distill", "a student from a teacher that corrects its responses"),
+    "distill": (
+        "fused_rl.trainers.distill",
+        "a student from a teacher that corrects its responses",
+    ),
     "ppo": ("fused_rl.trainers.ppo", "PPO: RL with a critic, from any scorers"),
     "grpo": ("fused_rl.trainers.grpo", "GRPO: RL by comparing the responses to one prompt"),
-    "eval": ("fused_rl.trainers.commands.eval", "how many problems a model solves: greedy and pass@k"),
+    "eval": (
+        "fused_rl.trainers.commands.eval",
+        "how many problems a model solves: greedy and pass@k",
+    ),
     "doctor": ("fused_rl.trainers.commands.doctor", "problems of a run, or of this machine"),
     "demo": ("fused_rl.recipes.demo", "a small model learns sums by grpo, on two CPU cores"),
     "demo-reward": ("fused_rl.recipes.demo_reward", "a reward model for these sums"),
     "demo-ppo": ("fused_rl.recipes.demo_ppo", "ppo against that reward model"),
-    "demo-distill": ("fused_rl.recipes.demo_distill", "the demo's model teaches its own warm start"),
+    "demo-distill": (
+        "fused_rl.recipes.demo_distill",
+        "the demo's model teaches its own warm start",
+    ),
 }
 # Extra -> what it brings that a command imports, and the commands that import it.
-TRAIN = ("pydantic", "deepspeed", "transformers", "datasets", "peft", "rich", "tensorboard", "matplotlib")
+TRAIN = (
+    "pydantic",
+    "deepspeed",
+    "transformers",
+    "datasets",
+    "peft",
+    "rich",
+    "tensorboard",
+    "matplotlib",
+)
 DEMOS = tuple(name for name in COMMANDS if name.startswith("demo"))
 EXTRAS = {"train": (TRAIN, tuple(COMMANDS)), "demo": (("reasoning_gym",), DEMOS)}
 
@@ -30,7 +48,11 @@ def lacking(command: str) -> tuple[list[str], list[str]]:
     """The packages that a command needs and that are not installed, and the extras that bring them."""
     packages, extras = [], []
     for extra, (brought, commands) in EXTRAS.items():
-        absent = [name for name in brought if command in commands and importlib.util.find_spec(name) is None]
+        absent = [
+            name
+            for name in brought
+            if command in commands and importlib.util.find_spec(name) is None
+        ]
         packages += absent
         extras += [extra] if absent else []
     return packages, extras
@@ -45,7 +67,9 @@ def main() -> None:
         print("usage: fused-rl COMMAND [--config FILE] [--key value ...]\n")
         for name, (_, summary) in COMMANDS.items():
             print(f"  {name:<12} {summary}")
-        print("\nfused-rl COMMAND --help lists the keys of a command; fused-rl --version prints the version.")
+        print(
+            "\nfused-rl COMMAND --help lists the keys of a command; fused-rl --version prints the version."
+        )
     elif command not in COMMANDS:
         sys.exit(f"fused-rl: error: unknown command {command!r}; there are {', '.join(COMMANDS)}")
     else:

@@ -26,7 +26,16 @@ from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.rows import Given, Rows
-from fused_rl.trainers.options import MAIN, Fraction, InputError, Needs, PositiveInt, Temperature, Unit, without
+from fused_rl.trainers.options import (
+    MAIN,
+    Fraction,
+    InputError,
+    Needs,
+    PositiveInt,
+    Temperature,
+    Unit,
+    without,
+)
 from fused_rl.trainers.policy.evaluate import evaluate
 from fused_rl.trainers.policy.options import SamplingRunConfig
 from fused_rl.trainers.policy.policy import Policy
@@ -44,7 +53,14 @@ class DistillConfig(ScorerConfig, SamplingRunConfig):
     """On-policy distillation of a teacher into a student that has the same vocabulary."""
 
     command: ClassVar = "distill"
-    main: ClassVar = (*MAIN, "teacher", "on_policy", "direction", "prompts_per_step", "max_new_tokens")
+    main: ClassVar = (
+        *MAIN,
+        "teacher",
+        "on_policy",
+        "direction",
+        "prompts_per_step",
+        "max_new_tokens",
+    )
     minibatches: ClassVar = 1
     epochs: ClassVar = 1
 
@@ -73,15 +89,45 @@ class DistillConfig(ScorerConfig, SamplingRunConfig):
     """Scorers of the responses, as of grpo (docs/verifiers.md): they show accuracy, and nothing is trained on them."""
 
     needs: ClassVar = (
-        Needs("teacher_column", lambda config: isinstance(config.teacher, dict), without("several teachers by name")),
+        Needs(
+            "teacher_column",
+            lambda config: isinstance(config.teacher, dict),
+            without("several teachers by name"),
+        ),
         Needs("teacher_top_k", lambda config: config.served, without("a teacher behind a server")),
-        Needs("distill_temperature", lambda config: not config.served, "must be 1 with a teacher behind a server"),
-        Needs("jsd_beta", lambda config: not config.served, "must be 0.5 with a teacher behind a server"),
-        Needs("teacher_in_4bit", lambda config: config.zero_stage < 3, "cannot be split by ZeRO 3; use --zero_stage 2"),
-        Needs("jsd_beta", lambda config: config.direction == "jensen-shannon", without("--direction jensen-shannon")),
-        Needs("completion_column", lambda config: config.on_policy < 1, without("--on_policy below 1")),
-        Needs("lag", lambda config: config.on_policy == 1, "samples all rows of a later step; drop it, or --on_policy"),
-        Needs("loss_from", lambda config: config.loss_from == "linear", "has no meaning here: leave it out"),
+        Needs(
+            "distill_temperature",
+            lambda config: not config.served,
+            "must be 1 with a teacher behind a server",
+        ),
+        Needs(
+            "jsd_beta",
+            lambda config: not config.served,
+            "must be 0.5 with a teacher behind a server",
+        ),
+        Needs(
+            "teacher_in_4bit",
+            lambda config: config.zero_stage < 3,
+            "cannot be split by ZeRO 3; use --zero_stage 2",
+        ),
+        Needs(
+            "jsd_beta",
+            lambda config: config.direction == "jensen-shannon",
+            without("--direction jensen-shannon"),
+        ),
+        Needs(
+            "completion_column", lambda config: config.on_policy < 1, without("--on_policy below 1")
+        ),
+        Needs(
+            "lag",
+            lambda config: config.on_policy == 1,
+            "samples all rows of a later step; drop it, or --on_policy",
+        ),
+        Needs(
+            "loss_from",
+            lambda config: config.loss_from == "linear",
+            "has no meaning here: leave it out",
+        ),
     )
 
     @property
@@ -98,7 +144,9 @@ class DistillConfig(ScorerConfig, SamplingRunConfig):
 def arithmetic(config: DistillConfig, world: int) -> dict[str, object]:
     """How the batch divides; raises on what does not."""
     if not config.teachers:
-        raise InputError("teacher={} names no teacher; give a folder, a Hub name, or several by name")
+        raise InputError(
+            "teacher={} names no teacher; give a folder, a Hub name, or several by name"
+        )
     local = ranks.divide_over("prompts_per_step", config.prompts_per_step, world)
     return {
         "processes": world,
@@ -112,23 +160,41 @@ def given_samples(prepared: Setup) -> list[Sample]:
     """Return the completions of the rows as responses to their prompts."""
     config, prompts = prepared.config, prepared.prompts
     source, _, _ = prompts[0].where.rpartition(", ")
-    rows = Rows([prompt.row for prompt in prompts], source, [int(prompt.where.split()[-1]) for prompt in prompts])
+    rows = Rows(
+        [prompt.row for prompt in prompts],
+        source,
+        [int(prompt.where.split()[-1]) for prompt in prompts],
+    )
     encoder = encode.Encoder.of(config, prepared.tokenizer)
     samples = []
     for i, prompt in enumerate(prompts):
         ((_, ids),) = encoder.pairs(rows, i, config.prompt_column, config.completion_column)
-        samples.append(Sample(prompt.row, prompt.ids, Response(ids[: config.max_new_tokens], "stop"), "", prompt.where))
+        samples.append(
+            Sample(
+                prompt.row,
+                prompt.ids,
+                Response(ids[: config.max_new_tokens], "stop"),
+                "",
+                prompt.where,
+            )
+        )
     return samples
 
 
-def accumulate(policy: Policy, teachers: dict[str, object], samples: list[Sample], step: int) -> dict[str, float]:
+def accumulate(
+    policy: Policy, teachers: dict[str, object], samples: list[Sample], step: int
+) -> dict[str, float]:
     """Run forward, and where gradients are enabled backward, on this rank's samples; return metrics over all ranks."""
-    batch = dataclasses.replace(batch_of(samples, policy.tokenizer.pad_token_id, policy.device), support=None)
+    batch = dataclasses.replace(
+        batch_of(samples, policy.tokenizer.pad_token_id, policy.device), support=None
+    )
     (num_tokens,) = ranks.counted(batch.token_counts.sum())
     policy.model.train(torch.is_grad_enabled())
     sums = Sums(step)
     column, names = policy.config.teacher_column, list(teachers)
-    chosen = torch.tensor([names.index(sample.row[column]) if len(names) > 1 else 0 for sample in samples])
+    chosen = torch.tensor(
+        [names.index(sample.row[column]) if len(names) > 1 else 0 for sample in samples]
+    )
     by_length = (batch.prompt_lengths + batch.response_lengths).argsort(stable=True)  # fewer pads
     for index in by_length.split(policy.config.micro_batch_size):
         part = batch.rows(index)
@@ -148,14 +214,22 @@ def accumulate(policy: Policy, teachers: dict[str, object], samples: list[Sample
 
 
 @torch.no_grad()
-def compare(policy: Policy, teachers: dict[str, object], samples: list[Sample], count: int) -> dict[str, float]:
+def compare(
+    policy: Policy, teachers: dict[str, object], samples: list[Sample], count: int
+) -> dict[str, float]:
     """Return `distill/*` of the first `count` responses of this rank; the others only make the ranks even."""
-    fill = [dataclasses.replace(sample, response=Response([], "length")) for sample in samples[count:]]
+    fill = [
+        dataclasses.replace(sample, response=Response([], "length")) for sample in samples[count:]
+    ]
     return accumulate(policy, teachers, samples[:count] + fill, policy.published)
 
 
 def train_step(
-    policy: Policy, teachers: dict[str, object], prompts: list[Prompt], given: list[Sample], step: int
+    policy: Policy,
+    teachers: dict[str, object],
+    prompts: list[Prompt],
+    given: list[Sample],
+    step: int,
 ) -> dict[str, float]:
     """Sample responses to the prompts, and do one update on these and on the `given` ones; return its metrics."""
     began = time.monotonic()
@@ -183,7 +257,11 @@ def train(
     # Tokenizer, scorers, rows, models.
     config = with_scorers(config, scorers)
     load = load_for_policy if config.verifiers else lambda config, *_: (config, [])
-    models = {f"teacher {name}".strip(): model for name, model in config.teachers.items() if not is_url(model)}
+    models = {
+        f"teacher {name}".strip(): model
+        for name, model in config.teachers.items()
+        if not is_url(model)
+    }
     prepared = setup(config, arithmetic, load, (dataset, eval_dataset), sampler, models)
     config, run, held_out = prepared.config, prepared.run, prepared.held_out
     given = given_samples(prepared) if config.on_policy < 1 else []
@@ -193,11 +271,15 @@ def train(
             raise InputError(f"{prompt.where}: {came}; name the right column with --teacher_column")
         if prompt.row[config.teacher_column] not in config.teachers:
             came = f"column {config.teacher_column!r} is {prompt.row[config.teacher_column]!r:.80}"
-            raise InputError(f"{prompt.where}: {came}; expected the name of a teacher: {', '.join(config.teachers)}")
+            raise InputError(
+                f"{prompt.where}: {came}; expected the name of a teacher: {', '.join(config.teachers)}"
+            )
     policy = prepared.load_policy(needs_reference=False, several=("packing", config.packing))
     with phase("loaded the teacher"):
         teachers = load_teachers(config, policy)
-    judge = functools.partial(evaluate, policy, held_out, functools.partial(compare, policy, teachers))
+    judge = functools.partial(
+        evaluate, policy, held_out, functools.partial(compare, policy, teachers)
+    )
 
     # Where the run begins, or goes on.
     run.start({"policy": policy.model}, own=policy.own)

@@ -23,7 +23,14 @@ from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.screen import bar, phase
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import make_batch
-from fused_rl.trainers.data.preferences import Pair, PairEncoder, PairsConfig, arithmetic, micro_batches, sides_of
+from fused_rl.trainers.data.preferences import (
+    Pair,
+    PairEncoder,
+    PairsConfig,
+    arithmetic,
+    micro_batches,
+    sides_of,
+)
 from fused_rl.trainers.data.rows import Given, load_train_eval
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.reward_model import check_finite
@@ -31,7 +38,12 @@ from fused_rl.trainers.options import Needs, NonNegative, Positive
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.loop import Run
 
-LOSS_TYPES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "squared", "simpo": "sigmoid"}  # of `preference_loss`
+LOSS_TYPES = {
+    "sigmoid": "sigmoid",
+    "hinge": "hinge",
+    "ipo": "squared",
+    "simpo": "sigmoid",
+}  # of `preference_loss`
 
 
 class DPOConfig(PairsConfig):
@@ -49,10 +61,14 @@ class DPOConfig(PairsConfig):
     nll_coef: NonNegative = 0.0
     """Weight of the chosen responses' negative log-likelihood per token."""
 
-    needs: ClassVar = (Needs("label_smoothing", lambda config: config.loss_type != "ipo", "has no effect on ipo"),)
+    needs: ClassVar = (
+        Needs("label_smoothing", lambda config: config.loss_type != "ipo", "has no effect on ipo"),
+    )
 
 
-def measure(model, pairs: list[Pair], config: DPOConfig, reference: torch.Tensor | None = None) -> torch.Tensor:
+def measure(
+    model, pairs: list[Pair], config: DPOConfig, reference: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return log pi of chosen and rejected (N, 2) in nats, over all ranks; with a `reference` also run backward."""
     parts = micro_batches(pairs, config.micro_batch_size)
     found_of_parts = []
@@ -64,10 +80,14 @@ def measure(model, pairs: list[Pair], config: DPOConfig, reference: torch.Tensor
         responses = [response if prompt else response[1:] for prompt, response in sides]
         batch = make_batch(prompts, responses, 0, next(model.parameters()).device)
         with torch.set_grad_enabled(reference is not None):
-            scored = model(input_ids=batch.input_ids, mask=batch.response_mask, places=batch.places())
+            scored = model(
+                input_ids=batch.input_ids, mask=batch.response_mask, places=batch.places()
+            )
             logprobs = scored.logprobs.sum(1).view(-1, 2)
         if reference is not None:
-            loss, _ = pair_loss(logprobs, reference[index], [pairs[i] for i in index], pairs, config)
+            loss, _ = pair_loss(
+                logprobs, reference[index], [pairs[i] for i in index], pairs, config
+            )
             model.backward(loss * ranks.world_size())  # the engine averages over ranks
         found_of_parts.append(logprobs.detach())
 
@@ -82,7 +102,11 @@ def measure(model, pairs: list[Pair], config: DPOConfig, reference: torch.Tensor
 
 
 def pair_loss(
-    logprobs: torch.Tensor, reference: torch.Tensor, pairs: list[Pair], step: list[Pair], config: DPOConfig
+    logprobs: torch.Tensor,
+    reference: torch.Tensor,
+    pairs: list[Pair],
+    step: list[Pair],
+    config: DPOConfig,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss of pairs from their (b, 2), as a share of that of all pairs of the step, and its metrics."""
     scores = logprobs if config.loss_type == "simpo" else logprobs - reference.to(logprobs.device)
@@ -91,20 +115,28 @@ def pair_loss(
     scores = scores if config.loss_type == "ipo" else config.beta * scores
     least = config.margin + (0.5 / config.beta if config.loss_type == "ipo" else 0.0)
     margin = torch.tensor([pair.margin + least for pair in pairs]).to(logprobs.device)
-    options = {"loss_type": LOSS_TYPES[config.loss_type], "label_smoothing": config.label_smoothing, "margin": margin}
+    options = {
+        "loss_type": LOSS_TYPES[config.loss_type],
+        "label_smoothing": config.label_smoothing,
+        "margin": margin,
+    }
     loss, metrics = fused_rl.preference_loss(*scores.unbind(1), num_sequences=len(step), **options)
     nll = -logprobs[:, 0].sum() / sum(pair.predicted()[0] for pair in step)
     loss = loss + config.nll_coef * nll
     return loss, metrics | {"loss": loss, "nll": nll}
 
 
-def pair_metrics(logprobs, reference, pairs: list[Pair], config: DPOConfig, prefix: str) -> dict[str, float]:
+def pair_metrics(
+    logprobs, reference, pairs: list[Pair], config: DPOConfig, prefix: str
+) -> dict[str, float]:
     """Return `train/rm/*` or `eval/rm/*` of all pairs, from their (N, 2)."""
     _, metrics = pair_loss(logprobs.double(), reference.double(), pairs, pairs, config)
     return {prefix + name: value.item() for name, value in metrics.items()}
 
 
-def evaluate(model, pairs: list[Pair], reference: torch.Tensor, config: DPOConfig) -> dict[str, float]:
+def evaluate(
+    model, pairs: list[Pair], reference: torch.Tensor, config: DPOConfig
+) -> dict[str, float]:
     """Return `eval/rm/*` of the held-out pairs."""
     with phase("evaluated on held-out pairs") as found:
         metrics = pair_metrics(measure(model, pairs, config), reference, pairs, config, "eval/rm/")
@@ -120,12 +152,16 @@ def train(config: DPOConfig, dataset: Given = None, eval_dataset: Given = None) 
     with phase("read tokenizer and pairs"):
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         encoder = PairEncoder(config, tokenizer)
-        pairs, held_out = (encoder.pairs(rows) for rows in load_train_eval(config, dataset, eval_dataset))
+        pairs, held_out = (
+            encoder.pairs(rows) for rows in load_train_eval(config, dataset, eval_dataset)
+        )
     config = run.check_inputs(config, tokenizer, {}, rows=pairs, held_out=held_out)
     with phase("loaded the model"):
         lm = language_model.load_lm(config.model, config.revision, config, config, run.device)
         rows = sides_of([*pairs, *held_out])
-        language_model.check_fits(lm.base, tokenizer, rows, 0, "max_prompt_length or max_response_length")
+        language_model.check_fits(
+            lm.base, tokenizer, rows, 0, "max_prompt_length or max_response_length"
+        )
         model = engine.initialize(lm, config, config, config.steps)
 
     # The reference is the model as it is now, before a checkpoint is restored: of the pairs that the run will take.
@@ -151,7 +187,9 @@ def train(config: DPOConfig, dataset: Given = None, eval_dataset: Given = None) 
         if run.evaluates and held_out:
             metrics |= evaluate(model, held_out, reference[len(pairs) :], config)
         run.log(metrics)
-    return run.finish(lambda folder: language_model.save_lm(model, tokenizer, folder, merged=config.save_merged))
+    return run.finish(
+        lambda folder: language_model.save_lm(model, tokenizer, folder, merged=config.save_merged)
+    )
 
 
 main = functools.partial(command.run, DPOConfig, arithmetic, train)

@@ -36,8 +36,22 @@ from fused_rl.trainers.policy.groups import (
     collect,
     keeps_groups,
 )
-from fused_rl.trainers.policy.options import MAIN, PolicyConfig, ReferenceConfig, loss_options, needs_reference
-from fused_rl.trainers.policy.policy import Measured, Policy, group_lengths, in_this_update, measure, plan, rows_of
+from fused_rl.trainers.policy.options import (
+    MAIN,
+    PolicyConfig,
+    ReferenceConfig,
+    loss_options,
+    needs_reference,
+)
+from fused_rl.trainers.policy.policy import (
+    Measured,
+    Policy,
+    group_lengths,
+    in_this_update,
+    measure,
+    plan,
+    rows_of,
+)
 from fused_rl.trainers.policy.setup import Given, Make, divided, setup
 from fused_rl.trainers.rollouts.types import Prompt
 from fused_rl.trainers.run import command
@@ -63,7 +77,9 @@ def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
     loss_options(config)
     advantage = advantage_of(config)
     if config.group_size < 2:
-        raise InputError(f"group_size={config.group_size}: a response needs others to be compared with; at least 2")
+        raise InputError(
+            f"group_size={config.group_size}: a response needs others to be compared with; at least 2"
+        )
     batch = divided(config, world)
     if config.share_prompts and not keeps_groups(config, world):
         raise InputError(
@@ -75,7 +91,9 @@ def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
     return {"processes": world, "reward": reward, "advantage": advantage} | batch
 
 
-def measure_first(policy: Policy, groups: Groups, updates: list[list[torch.Tensor]], step: int) -> Measured:
+def measure_first(
+    policy: Policy, groups: Groups, updates: list[list[torch.Tensor]], step: int
+) -> Measured:
     """The baselines of ratios and KL, measured before the first update.
 
     The first minibatch is trained on by the policy that it would be measured with, so its old log-probabilities are its
@@ -87,7 +105,9 @@ def measure_first(policy: Policy, groups: Groups, updates: list[list[torch.Tenso
     exact_kl = config.kl_every > 0 and step % config.kl_every == 0
     needed_before = config.kl_in == "reward" or config.top_entropy is not None
     own = rollout.rollout_logprobs is None and not needed_before
-    return measure(policy, rollout.batch, first_pass, exact_kl=exact_kl, skipped=len(updates[0]) if own else 0)
+    return measure(
+        policy, rollout.batch, first_pass, exact_kl=exact_kl, skipped=len(updates[0]) if own else 0
+    )
 
 
 def update(
@@ -132,7 +152,9 @@ def what_counts(policy: Policy, groups: Groups, measured: Measured, index: torch
     mask = batch.response_mask & trained.to(policy.device, non_blocking=True)[:, None]
     tokens = (batch.token_counts * trained)[index].sum()
     rows = index.to(policy.device, non_blocking=True)
-    num_tokens, num_sequences, num_trained = ranks.counted(tokens, groups.counts[index].sum(), trained[index].sum())
+    num_tokens, num_sequences, num_trained = ranks.counted(
+        tokens, groups.counts[index].sum(), trained[index].sum()
+    )
     chosen = in_this_update(policy.loss_options(config.kl_coef), measured.entropy[rows], mask[rows])
     options = {"options": chosen, "num_tokens": num_tokens, "num_sequences": num_sequences}
     return mask, num_sequences / num_trained, options | {"max_length": config.max_new_tokens}
@@ -186,7 +208,10 @@ def accumulate(
 
 
 def train_step(
-    policy: Policy, prompts: list[Prompt], step: int, more: Callable[[int], list[Prompt]] | None = None
+    policy: Policy,
+    prompts: list[Prompt],
+    step: int,
+    more: Callable[[int], list[Prompt]] | None = None,
 ) -> dict[str, float]:
     """Roll out, score, update; returns the step's metrics. `more` prompts are sampled for dynamic sampling."""
     # Sample and score groups; new ones for those without a signal: https://arxiv.org/abs/2503.14476, section 3.2.
@@ -210,7 +235,9 @@ def train_step(
         charged = fused_rl.masked_sum(of_tokens, mask, 1)
         rewards = rewards - config.kl_coef * charged
     advantages = advantages_of(config, rewards, groups.counts, groups.rollout, policy.scorers)
-    if config.old_logprobs == "sampler":  # DPPO, arXiv:2602.04879: the trust region is the sampler's
+    if (
+        config.old_logprobs == "sampler"
+    ):  # DPPO, arXiv:2602.04879: the trust region is the sampler's
         measured.old_logprobs = groups.rollout.rollout_logprobs
 
     # Train; the sampler gets the new weights.
@@ -246,7 +273,9 @@ def train(
     prepared = setup(config, arithmetic, load_for_policy, (dataset, eval_dataset), sampler)
     config, run, held_out = prepared.config, prepared.run, prepared.held_out
     shared = config.share_prompts if keeps_groups(config, ranks.world_size()) else False
-    policy = prepared.load_policy(several=("share_prompts", shared), needs_reference=needs_reference(config))
+    policy = prepared.load_policy(
+        several=("share_prompts", shared), needs_reference=needs_reference(config)
+    )
 
     # Where the run begins, or goes on.
     engines = {"policy": policy.model}  # what checkpoints hold
@@ -258,7 +287,9 @@ def train(
         run.log(*evaluate(policy, held_out))
 
     def more(count: int) -> list[Prompt]:
-        return prepared.prompts_of_rank(run.order.take(math.ceil(count / ranks.world_size()) * ranks.world_size()))
+        return prepared.prompts_of_rank(
+            run.order.take(math.ceil(count / ranks.world_size()) * ranks.world_size())
+        )
 
     # Step by step; the reference may follow the policy: https://arxiv.org/abs/2404.09656.
     for step, indices in run:

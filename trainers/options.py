@@ -27,7 +27,12 @@ from fused_rl import checks
 from fused_rl.trainers.base import memory
 from fused_rl.trainers.base.text import InputError, name_of, unknown
 
-FILES = (".jsonl", ".json", ".csv", ".parquet")  # a dataset that ends so is a file, any other a name
+FILES = (
+    ".jsonl",
+    ".json",
+    ".csv",
+    ".parquet",
+)  # a dataset that ends so is a file, any other a name
 
 
 # Numbers with a range, in the words that --help and errors say; NaN is in none of them.
@@ -47,7 +52,9 @@ Seed = Annotated[int, "a whole number from 0 to 2^31 - 1"]
 RANGES = checks.RANGES | {
     "a number from 0 to below 1": lambda x: 0 <= x < 1,
     "a number above 0, below 1": lambda x: 0 < x < 1,
-    "a number from 1e-06 to 1e+06": lambda x: checks.LEAST_TEMPERATURE <= x <= checks.MOST_TEMPERATURE,
+    "a number from 1e-06 to 1e+06": lambda x: (
+        checks.LEAST_TEMPERATURE <= x <= checks.MOST_TEMPERATURE
+    ),
     "a whole number above 0": lambda x: x > 0,
     "a whole number, 0 or more": lambda x: x >= 0,
     "a whole number from 0 to 2^31 - 1": lambda x: 0 <= x < 2**31,
@@ -82,7 +89,9 @@ def without(condition: str) -> str:
 class Options(pydantic.BaseModel):
     """A group of options; their types and ranges are checked whenever they are set."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, validate_assignment=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, validate_assignment=True, use_attribute_docstrings=True
+    )
     command: ClassVar[str | None] = None
     """`fused-rl <command>`, of a config that is whole."""
     main: ClassVar[tuple[str, ...]] = ()
@@ -173,10 +182,14 @@ def in_words(kind: Any) -> str:
     first, *others = _choices(kind)
     if typing.get_origin(first) is Literal:
         return "one of " + ", ".join(map(str, typing.get_args(first)))
-    return first.__metadata__[0] if typing.get_origin(first) is Annotated else WORDS[(first, *others)]
+    return (
+        first.__metadata__[0] if typing.get_origin(first) is Annotated else WORDS[(first, *others)]
+    )
 
 
-def first_of(error: pydantic.ValidationError, config_class: type[Options], given: dict[str, Any]) -> InputError:
+def first_of(
+    error: pydantic.ValidationError, config_class: type[Options], given: dict[str, Any]
+) -> InputError:
     """Return the first of the errors in one line: the option, its value, what was expected."""
     first = error.errors()[0]
     name = str(first["loc"][0])
@@ -204,13 +217,17 @@ def derived(source: type, **defaults: Any) -> type[Options]:
     for name in [field.name for field in dataclasses.fields(source)]:
         described = pydantic.Field(default=defaults.get(name), description=docs[name])
         made[name] = (kinds[name] if name in defaults else kinds[name] | None, described)
-    return pydantic.create_model(f"Of{source.__name__}", __base__=Options, __doc__=source.__doc__, **made)
+    return pydantic.create_model(
+        f"Of{source.__name__}", __base__=Options, __doc__=source.__doc__, **made
+    )
 
 
 def check_revision(model: str, revision: str | None) -> None:
     """Refuse the revision of a folder."""
     if revision is not None and Path(model).is_dir():
-        raise InputError(f"revision={revision} is of a model on the Hub, and model={model} is a folder")
+        raise InputError(
+            f"revision={revision} is of a model on the Hub, and model={model} is a folder"
+        )
 
 
 class ModelConfig(Options):
@@ -322,7 +339,9 @@ class EngineConfig(Options):
 
     needs: ClassVar = (
         Needs(
-            "offload", lambda config: config.zero_stage >= 2, "needs zero_stage 2 or 3, which split what is offloaded"
+            "offload",
+            lambda config: config.zero_stage >= 2,
+            "needs zero_stage 2 or 3, which split what is offloaded",
         ),
     )
 
@@ -354,8 +373,16 @@ class OutputConfig(Options):
     """Make that repository a private one; one that is public already is refused."""
 
     needs: ClassVar = (
-        Needs("hub_model_id", lambda config: config.push_to_hub, "says where to push the model; add --push_to_hub"),
-        Needs("hub_private_repo", lambda config: config.push_to_hub, "says where to push the model; add --push_to_hub"),
+        Needs(
+            "hub_model_id",
+            lambda config: config.push_to_hub,
+            "says where to push the model; add --push_to_hub",
+        ),
+        Needs(
+            "hub_private_repo",
+            lambda config: config.push_to_hub,
+            "says where to push the model; add --push_to_hub",
+        ),
     )
 
     def check(self) -> None:
@@ -377,7 +404,11 @@ class StepsConfig(Options):
 
     def in_run(self, per_step: int) -> int | str:
         """Return how many of something a run has if a step has `per_step`; in words before the rows are read."""
-        return "known when the rows are read (num_train_epochs)" if self.steps is None else self.steps * per_step
+        return (
+            "known when the rows are read (num_train_epochs)"
+            if self.steps is None
+            else self.steps * per_step
+        )
 
     def check(self) -> None:
         if self.num_train_epochs is None:
@@ -390,7 +421,16 @@ class StepsConfig(Options):
         super().check()
 
 
-MAIN = ("model", "dataset", "output_dir", "eval_dataset", "steps", "num_train_epochs", "lr", "micro_batch_size")
+MAIN = (
+    "model",
+    "dataset",
+    "output_dir",
+    "eval_dataset",
+    "steps",
+    "num_train_epochs",
+    "lr",
+    "micro_batch_size",
+)
 
 
 class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig, ModelConfig):

@@ -40,7 +40,14 @@ from fused_rl.trainers.policy.critic import (
 )
 from fused_rl.trainers.policy.evaluate import evaluate
 from fused_rl.trainers.policy.options import MAIN, PolicyConfig, loss_options
-from fused_rl.trainers.policy.policy import Policy, group_lengths, in_this_update, measure, plan, rows_of
+from fused_rl.trainers.policy.policy import (
+    Policy,
+    group_lengths,
+    in_this_update,
+    measure,
+    plan,
+    rows_of,
+)
 from fused_rl.trainers.policy.setup import Given, Make, divided, setup
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
@@ -76,7 +83,11 @@ class PPOConfig(ScorerConfig, CreditConfig, CriticConfig, PolicyConfig):
 
     def planned(self) -> "PPOConfig":
         """Return the config with the steps of `critic_only`, where they are given."""
-        return self.changed(steps=self.critic_only, num_train_epochs=None) if self.critic_only else self
+        return (
+            self.changed(steps=self.critic_only, num_train_epochs=None)
+            if self.critic_only
+            else self
+        )
 
 
 def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
@@ -95,7 +106,9 @@ def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
 
 
 @torch.no_grad()
-def judge(policy: Policy, critic, rollout: Rollout, parts: list[torch.Tensor], kl_coef: float) -> Experience:
+def judge(
+    policy: Policy, critic, rollout: Rollout, parts: list[torch.Tensor], kl_coef: float
+) -> Experience:
     """Log-probabilities and values before the update, in the first pass's `parts`; from them what each token earned."""
     # Both models before the update: https://arxiv.org/abs/1909.08593, section 2.2.
     config = policy.config
@@ -138,9 +151,15 @@ def update(
         sums = accumulate(policy, critic, experience, parts, kl_coef, step)
         of_critic = engine.optimizer_step(critic, step)
         history.append(keyed(PPO, sums) | policy.optimizer_step(step))
-        history[-1] |= {"optim/critic_lr": of_critic["lr"], "optim/critic_grad_norm": of_critic["optim/grad_norm"]}
+        history[-1] |= {
+            "optim/critic_lr": of_critic["lr"],
+            "optim/critic_grad_norm": of_critic["optim/grad_norm"],
+        }
         # Early stopping as in https://github.com/openai/spinningup, ppo.py: from sums over all ranks, so all stop here.
-        if policy.config.target_kl is not None and history[-1]["policy/approxkl_avg"] > policy.config.target_kl:
+        if (
+            policy.config.target_kl is not None
+            and history[-1]["policy/approxkl_avg"] > policy.config.target_kl
+        ):
             break
     for _ in updates[len(history) :]:  # schedules count planned updates, and still end at zero
         policy.model.lr_scheduler.step()
@@ -154,7 +173,12 @@ def update(
 
 
 def accumulate(
-    policy: Policy, critic, experience: Experience, parts: list[torch.Tensor], kl_coef: float, step: int
+    policy: Policy,
+    critic,
+    experience: Experience,
+    parts: list[torch.Tensor],
+    kl_coef: float,
+    step: int,
 ) -> dict[str, float]:
     """Forward and backward of one minibatch, `parts` of it at a time; returns both losses' metrics over all ranks."""
     config = policy.config
@@ -187,14 +211,18 @@ def accumulate(
         )
         values = critic(part.input_ids, part.response_mask)
         clipping = {"value_clip": config.value_clip, "num_tokens": num_tokens}
-        fitted, value_metrics = fused_rl.value_loss(values, before.values, before.returns, before.mask, **clipping)
+        fitted, value_metrics = fused_rl.value_loss(
+            values, before.values, before.returns, before.mask, **clipping
+        )
         critic.backward(fitted * world_size())  # the engine averages over ranks
         policy.backward(passed.loss)
         sums.add(passed.metrics | value_metrics, part.where)
     return sums.over_ranks()
 
 
-def train_step(policy: Policy, critic, prompts: list[Prompt], step: int, kl_coef: float) -> dict[str, float]:
+def train_step(
+    policy: Policy, critic, prompts: list[Prompt], step: int, kl_coef: float
+) -> dict[str, float]:
     """Roll out, score, judge, update; returns the step's metrics."""
     # Sample and score: https://arxiv.org/abs/2403.17031.
     config = policy.config
@@ -234,7 +262,9 @@ def stop_ids_of(config: PPOConfig, tokenizer, stop_ids: tuple[int, ...]) -> tupl
         return stop_ids
     ids = tokenizer(config.stop_token, add_special_tokens=False).input_ids
     if len(ids) != 1:
-        raise InputError(f"stop_token={config.stop_token!r} is {len(ids)} tokens of {config.model!r}; it must be one")
+        raise InputError(
+            f"stop_token={config.stop_token!r} is {len(ids)} tokens of {config.model!r}; it must be one"
+        )
     return (*stop_ids, *ids)
 
 
@@ -272,7 +302,9 @@ def train(
         samples = []
         if config.kl_target is not None:
             responses = config.prompts_per_step * config.group_size
-            kl_coef = adapted(kl_coef, metrics["objective/kl"], responses, config.kl_target, config.kl_horizon)
+            kl_coef = adapted(
+                kl_coef, metrics["objective/kl"], responses, config.kl_target, config.kl_horizon
+            )
         if run.evaluates and held_out.prompts:
             found, samples = evaluate(policy, held_out)
             metrics |= found

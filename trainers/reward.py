@@ -19,7 +19,14 @@ from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import as_json, write_atomically
 from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.data.preferences import Pair, PairEncoder, PairsConfig, arithmetic, micro_batches, sides_of
+from fused_rl.trainers.data.preferences import (
+    Pair,
+    PairEncoder,
+    PairsConfig,
+    arithmetic,
+    micro_batches,
+    sides_of,
+)
 from fused_rl.trainers.data.rows import Given, load_rows, load_train_eval
 from fused_rl.trainers.models.language_model import check_fits
 from fused_rl.trainers.models.packing import Costs, agreed_costs, pack_pairs
@@ -91,7 +98,9 @@ def train_step(
     scores[sum(parts, [])] = torch.cat(found_of_share).double().cpu()
     scores = ranks.global_sum(scores)
     if not scores.isfinite().all():
-        score_pairs(model, pairs, config.micro_batch_size)  # one by one, to name the one that is not finite
+        score_pairs(
+            model, pairs, config.micro_batch_size
+        )  # one by one, to name the one that is not finite
     check_finite(scores, [pair.where for pair in pairs])
     return pair_metrics(scores, pairs, config, "train/rm/") | engine.optimizer_step(model, step)
 
@@ -102,7 +111,9 @@ def preference_loss(chosen, rejected, margin, config: RewardConfig, **counts):
     return fused_rl.preference_loss(chosen, rejected, margin=margin, **options, **counts)
 
 
-def pair_metrics(scores: torch.Tensor, pairs: list[Pair], config: RewardConfig, prefix: str) -> dict[str, float]:
+def pair_metrics(
+    scores: torch.Tensor, pairs: list[Pair], config: RewardConfig, prefix: str
+) -> dict[str, float]:
     """`train/rm/*` or `eval/rm/*` of scores (N, 2), chosen and rejected."""
     margin = torch.tensor([pair.margin for pair in pairs], dtype=torch.float64)
     _, metrics = preference_loss(*scores.unbind(1), margin, config)
@@ -123,7 +134,9 @@ def score_pairs(model, pairs: list[Pair], micro_batch_size: int) -> torch.Tensor
     return scores
 
 
-def evaluate(model, tokenizer, pairs: list[Pair], config: RewardConfig) -> tuple[dict[str, float], list[dict]]:
+def evaluate(
+    model, tokenizer, pairs: list[Pair], config: RewardConfig
+) -> tuple[dict[str, float], list[dict]]:
     """Return the metrics `eval/rm/*` of the held-out pairs and a few of these with their scores."""
     with phase("evaluated on held-out pairs") as found:
         scores = score_pairs(model, pairs, config.micro_batch_size)
@@ -160,10 +173,18 @@ def train(config: RewardConfig, dataset: Given = None, eval_dataset: Given = Non
     with phase("read tokenizer and pairs"):
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         encoder = PairEncoder(config, tokenizer)
-        pairs, held_out = (encoder.pairs(rows) for rows in load_train_eval(config, dataset, eval_dataset))
-        reference = pairs if config.reference_dataset is None else encoder.pairs(load_rows(config.reference_dataset))
+        pairs, held_out = (
+            encoder.pairs(rows) for rows in load_train_eval(config, dataset, eval_dataset)
+        )
+        reference = (
+            pairs
+            if config.reference_dataset is None
+            else encoder.pairs(load_rows(config.reference_dataset))
+        )
         reference = reference[: config.normalize_pairs]
-    config = run.check_inputs(config, tokenizer, {}, rows=pairs, held_out=held_out, reference_rows=reference)
+    config = run.check_inputs(
+        config, tokenizer, {}, rows=pairs, held_out=held_out, reference_rows=reference
+    )
     model, costs = _load(config, run.device, tokenizer, [*pairs, *held_out, *reference])
 
     # The run: `constants` normalise the scores, before training and again after it.
@@ -204,7 +225,13 @@ def _load(config: RewardConfig, device: torch.device, tokenizer, pairs: list[Pai
     """Return the engine with the model, and what shared prompts cost in it or None."""
     with phase("loaded the model"):
         model = load_reward_model(config.model, config.revision, config, config, device)
-        check_fits(model.classifier, tokenizer, sides_of(pairs), 0, "max_prompt_length or max_response_length")
+        check_fits(
+            model.classifier,
+            tokenizer,
+            sides_of(pairs),
+            0,
+            "max_prompt_length or max_response_length",
+        )
         longest = config.max_prompt_length + config.max_response_length
         options = {"option": "share_prompts", "otherwise": "prompts are computed once per response"}
         costs = agreed_costs(model.classifier, longest, config.share_prompts, **options)

@@ -79,13 +79,22 @@ def encoded(config: SFTConfig, rows: Rows, encoder: encode.Encoder) -> list[Exam
     kept = []
     fit = 0
     for i in bar(range(len(rows)), "reading rows"):
-        pairs = encoder.pairs(rows, i, config.prompt_column, config.completion_column, config.assistant_turns)
+        pairs = encoder.pairs(
+            rows, i, config.prompt_column, config.completion_column, config.assistant_turns
+        )
         examples = [Example(*pair, rows.where(i)) for pair in pairs]
-        empty = rows.rows[i].get(config.completion_column) == ""  # a template may write more than EOS all the same
+        empty = (
+            rows.rows[i].get(config.completion_column) == ""
+        )  # a template may write more than EOS all the same
         if empty or any(len(example.completion) == 1 for example in examples):
-            raise InputError(f"{rows.where(i)}: a completion is empty, and would teach to end at once; remove the row")
+            raise InputError(
+                f"{rows.where(i)}: a completion is empty, and would teach to end at once; remove the row"
+            )
         lengths = [(len(example.prompt), example.tokens()) for example in examples]
-        if all(prompt <= config.max_prompt_length and both <= config.max_length for prompt, both in lengths):
+        if all(
+            prompt <= config.max_prompt_length and both <= config.max_length
+            for prompt, both in lengths
+        ):
             kept += examples
             fit += 1
     log_dropped(rows, fit, "longer than max_prompt_length or max_length")
@@ -112,13 +121,17 @@ def micro_batches(
     # Padded: a micro-batch holds what is of similar length.
     examples = sorted(examples, key=Example.tokens)
     count = math.ceil(len(examples) / config.micro_batch_size)
-    padded = [examples[i * config.micro_batch_size :][: config.micro_batch_size] for i in range(count)]
+    padded = [
+        examples[i * config.micro_batch_size :][: config.micro_batch_size] for i in range(count)
+    ]
     chosen, rows_of = padded, [None] * count
 
     # Packed: long and short ones together fill rows best.
     if costs is not None:
         mixed = [examples[i::count] for i in range(count)]
-        lengths = [[example.tokens() - 1 for example in part] for part in mixed]  # the last token predicts nothing
+        lengths = [
+            [example.tokens() - 1 for example in part] for part in mixed
+        ]  # the last token predicts nothing
         arranged = [arrange(part, costs) for part in lengths]
         packed = sum(price(part, rows, costs) for part, rows in zip(lengths, arranged, strict=True))
         if packed < sum(costs.of_causal(len(part), part[-1].tokens()) for part in padded):
@@ -140,7 +153,9 @@ def train_step(model, parts: list[MicroBatch], step: int) -> dict[str, float]:
     for part in parts:
         # -log p of each token, its gradient formed in the forward pass.
         rows = model(**part.inputs(), token_loss=lambda logprobs, _: -logprobs)
-        model.backward(rows.loss * (ranks.world_size() / num_tokens))  # the engine averages over ranks
+        model.backward(
+            rows.loss * (ranks.world_size() / num_tokens)
+        )  # the engine averages over ranks
         shares = {"loss": rows.loss / num_tokens, "entropy": rows.entropy.sum() / num_tokens}
         sums.add(shares, part.batch.where)
     metrics = {f"train/{name}": value for name, value in sums.over_ranks().items()}
@@ -173,14 +188,21 @@ def train(config: SFTConfig, dataset: Given = None, eval_dataset: Given = None) 
     with phase("read tokenizer and rows"):
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         encoder = encode.Encoder.of(config, tokenizer)
-        pairs, held_out = (encoded(config, rows, encoder) for rows in load_train_eval(config, dataset, eval_dataset))
+        pairs, held_out = (
+            encoded(config, rows, encoder)
+            for rows in load_train_eval(config, dataset, eval_dataset)
+        )
     config = run.check_inputs(config, tokenizer, {}, rows=pairs, held_out=held_out)
     with phase("loaded the model"):
         lm = language_model.load_lm(config.model, config.revision, config, config, run.device)
-        rows = ((example.prompt + example.completion, example.where) for example in [*pairs, *held_out])
+        rows = (
+            (example.prompt + example.completion, example.where) for example in [*pairs, *held_out]
+        )
         language_model.check_fits(lm.base, tokenizer, rows, 0, "max_length")
         otherwise = "demonstrations are padded, not packed"
-        costs = agreed_costs(lm.base, config.max_length, config.packing, option="packing", otherwise=otherwise)
+        costs = agreed_costs(
+            lm.base, config.max_length, config.packing, option="packing", otherwise=otherwise
+        )
         model = engine.initialize(lm, config, config, config.steps)
     pad_id = tokenizer.pad_token_id
     held_out = micro_batches(held_out, config, pad_id, run.device, costs)
@@ -199,7 +221,9 @@ def train(config: SFTConfig, dataset: Given = None, eval_dataset: Given = None) 
             metrics |= evaluate(model, held_out)
         run.log(metrics)
     return run.finish(
-        lambda model_folder: language_model.save_lm(model, tokenizer, model_folder, merged=config.save_merged)
+        lambda model_folder: language_model.save_lm(
+            model, tokenizer, model_folder, merged=config.save_merged
+        )
     )
 
 

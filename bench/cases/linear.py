@@ -90,7 +90,9 @@ class LinearCase(Case):
 
     @classmethod
     def warm_ups(cls, specs, device):
-        return list(dict.fromkeys(spec._replace(shape=(2 * peers.SEQUENCE, 64, 2048)) for spec in specs))
+        return list(
+            dict.fromkeys(spec._replace(shape=(2 * peers.SEQUENCE, 64, 2048)) for spec in specs)
+        )
 
     def facts(self, peer):
         shape, dtype, *_ = self.spec
@@ -189,13 +191,19 @@ class ExactHead(LinearCase):
         return [spec for spec in super().specs(args) if spec.dtype != "fp32"]
 
     def call(self, logits_dtype):
-        out = fused_rl.linear_token_logprobs(self.hidden, self.weight, self.targets, logits_dtype=logits_dtype)
+        out = fused_rl.linear_token_logprobs(
+            self.hidden, self.weight, self.targets, logits_dtype=logits_dtype
+        )
         return out.logprobs, out.entropy
 
     def ours(self):
         return [
             own(FP32_LOGITS, lambda _: self.call(torch.float32)),
-            own(ROUNDED, lambda _: self.call(self.weight.dtype), note="logits rounded to the operands' dtype"),
+            own(
+                ROUNDED,
+                lambda _: self.call(self.weight.dtype),
+                note="logits rounded to the operands' dtype",
+            ),
         ]
 
     def adapted(self, peer):

@@ -87,7 +87,12 @@ class RowsCase(Case):
         kept = 1.0 if self.mask is None else self.mask.float().mean().item()
         forward = self.reads * kept * scored
         backward = forward + size
-        moved = {"forward": forward, "backward": backward, "both": forward + backward, "logits": size}
+        moved = {
+            "forward": forward,
+            "backward": backward,
+            "both": forward + backward,
+            "logits": size,
+        }
         text = f"{self.reads} read forward, {self.reads} read + 1 write backward"
         return moved, text + ("" if kept == 1 else f"; {kept:.0%} of the rows read")
 

@@ -82,7 +82,10 @@ class KeptLogits(LogprobsCase):
         size = self.logits[0].numel() * element
         read = 32 * len(self.support.ids)
         moved = {"forward": read, "backward": size, "both": read + size, "logits": size}
-        return moved, "a sector of 32 bytes per id forward, zeros and values of the gradient backward"
+        return (
+            moved,
+            "a sector of 32 bytes per id forward, zeros and values of the gradient backward",
+        )
 
     def call(self, x, inplace=False):
         out = fused_rl.token_logprobs(x, self.targets, support=self.support, inplace=inplace)
@@ -135,10 +138,15 @@ class KeptHead(LinearCase):
         row = self.weight.shape[1] * self.weight.element_size()
         read = len(self.support.ids) * row + self.hidden.nbytes
         moved = {"forward": read, "both": 3 * read + self.weight.nbytes}
-        return moved, "kept rows of the head and hidden states read; read again, their gradients and zeros written"
+        return (
+            moved,
+            "kept rows of the head and hidden states read; read again, their gradients and zeros written",
+        )
 
     def call(self, support):
-        out = fused_rl.linear_token_logprobs(self.hidden, self.weight, self.targets, support=support)
+        out = fused_rl.linear_token_logprobs(
+            self.hidden, self.weight, self.targets, support=support
+        )
         return out.logprobs, out.entropy
 
     def ours(self):
@@ -192,4 +200,8 @@ class KeptHead(LinearCase):
         low = self.spec.dtype != "fp32"
         value = 0.1 if low else 5e-5  # rounded logits, where they are formed
         of_gradient = 2**-6 if low else 1e-4
-        return {"value": (value, " nats"), "dhidden": (of_gradient, ""), "dweight": (of_gradient, "")}
+        return {
+            "value": (value, " nats"),
+            "dhidden": (of_gradient, ""),
+            "dweight": (of_gradient, ""),
+        }

@@ -37,7 +37,9 @@ ROWS = 2
 # ------------------------------------------------------------------------------------------------- the launches
 
 
-def _logprob_inputs(dtype="bfloat16", vocab=VOCAB, softcap=None, mask=True, per_row=False, rows=ROWS):
+def _logprob_inputs(
+    dtype="bfloat16", vocab=VOCAB, softcap=None, mask=True, per_row=False, rows=ROWS
+):
     import torch
 
     logits = torch.empty(rows, vocab, dtype=getattr(torch, dtype))
@@ -80,7 +82,9 @@ def logprob_bwd(grads=("logprobs", "entropy", "lse"), inplace=False, **options):
     upstream = [row if name in grads else None for name in ("logprobs", "entropy", "lse")]
     out = logits if inplace else None
     with _device(launch):
-        logprob.logprob_bwd(*upstream, logits, targets, mask, row, row, row, inv_t, softcap, out=out)
+        logprob.logprob_bwd(
+            *upstream, logits, targets, mask, row, row, row, inv_t, softcap, out=out
+        )
 
 
 def _several(targets, count):
@@ -105,7 +109,9 @@ def targets_bwd(count=64, grads=("entropy", "lse"), **options):
     dlogprobs = _several(row, count)
     targets = _several(targets, count)
     with _device(launch):
-        module.targets_bwd(dlogprobs, *upstream, logits, targets, mask, row, row, row, inv_t, softcap)
+        module.targets_bwd(
+            dlogprobs, *upstream, logits, targets, mask, row, row, row, inv_t, softcap
+        )
 
 
 def _kl_inputs(dtype="bfloat16", vocab=VOCAB, mask=True, per_row=False, rows=ROWS, inv_t=0.7):
@@ -180,7 +186,9 @@ def kept_bwd(grads=("logprobs", "entropy", "lse"), given=False, **options):
     x, kept, targets, mask, row, common, logits, first = _kept_inputs(**options)
     upstream = [row if name in grads else None for name in ("logprobs", "entropy", "lse")]
     out = x.clone() if given else logits
-    support.kept_bwd(*upstream, x, kept, targets, mask, row, row, row, *common, out=out, first=first)
+    support.kept_bwd(
+        *upstream, x, kept, targets, mask, row, row, row, *common, out=out, first=first
+    )
 
 
 def kept_linear(dtype="bfloat16", bias=True, add=False):
@@ -224,10 +232,16 @@ VARIANTS = {
     "logprob_fwd fp16": (logprob_fwd, FP16),
     "logprob_fwd bf16, split": (logprob_fwd, {"split": True}),
     "logprob_bwd fp32, logprobs, softcap": (logprob_bwd, CAPPED | {"grads": ("logprobs",)}),
-    "logprob_bwd fp16, entropy, per-row temperature": (logprob_bwd, FP16 | {"grads": ("entropy",), "per_row": True}),
+    "logprob_bwd fp16, entropy, per-row temperature": (
+        logprob_bwd,
+        FP16 | {"grads": ("entropy",), "per_row": True},
+    ),
     "logprob_bwd bf16, lse, in place": (logprob_bwd, {"grads": ("lse",), "inplace": True}),
     "targets_fwd fp32, per-row temperature, softcap": (targets_fwd, PER_ROW | CAPPED),
-    "targets_bwd fp32, logprobs, per-row temperature, softcap": (targets_bwd, PER_ROW | CAPPED | {"grads": ()}),
+    "targets_bwd fp32, logprobs, per-row temperature, softcap": (
+        targets_bwd,
+        PER_ROW | CAPPED | {"grads": ()},
+    ),
     "targets_bwd fp16, entropy": (targets_bwd, FP16 | {"grads": ("entropy",)}),
     "kl_fwd fp32, per-row temperature": (kl_fwd, PER_ROW),
     "kl_bwd fp32, per-row temperature": (kl_bwd, PER_ROW),
@@ -245,7 +259,10 @@ VARIANTS = {
     "kept_fwd fp32, per-row temperature, softcap": (kept_fwd, PER_ROW | CAPPED),
     "kept_fwd fp16, one rank's columns": (kept_fwd, FP16 | {"first": 64}),
     "kept_fwd of given logits": (kept_fwd, {"given": True, "mask": False}),
-    "kept_bwd fp32, logprobs, softcap": (kept_bwd, PER_ROW | CAPPED | {"grads": ("logprobs",), "mask": True}),
+    "kept_bwd fp32, logprobs, softcap": (
+        kept_bwd,
+        PER_ROW | CAPPED | {"grads": ("logprobs",), "mask": True},
+    ),
     "kept_bwd fp16, entropy, one rank's columns": (
         kept_bwd,
         FP16 | {"grads": ("entropy",), "first": 64, "mask": False},
@@ -314,7 +331,12 @@ def _inspect_all(cases, targets):
             vendor = TARGETS[target][0]
             for kernel_name, _, kernel in launches(run, arguments, target):
                 figures = machine_code.inspect_kernel(kernel, vendor, *element_bytes)
-                row = {"case": name, "kernel": kernel_name, "target": target, "triton": triton.__version__}
+                row = {
+                    "case": name,
+                    "kernel": kernel_name,
+                    "target": target,
+                    "triton": triton.__version__,
+                }
                 row["status"] = "ok"
                 print(json.dumps(row | figures), flush=True)
 
@@ -338,7 +360,9 @@ def _launch_several(rows, temperature, vocab, count):
     logits, targets, row, (mask, _, _) = _logprob_inputs(rows=rows, vocab=vocab)
     targets, dlogprobs = _several(targets, count), _several(row, count)
     module.targets_fwd(logits, targets, mask, 1 / temperature, None)
-    module.targets_bwd(dlogprobs, row, None, logits, targets, mask, row, row, row, 1 / temperature, None)
+    module.targets_bwd(
+        dlogprobs, row, None, logits, targets, mask, row, row, row, 1 / temperature, None
+    )
 
 
 def _count_variants():
@@ -366,7 +390,17 @@ def subprocess_lines(*arguments):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-COLUMNS = ["case", "kernel", "target", "triton", "registers", "spills", "shared bytes", "load bytes", "store bytes"]
+COLUMNS = [
+    "case",
+    "kernel",
+    "target",
+    "triton",
+    "registers",
+    "spills",
+    "shared bytes",
+    "load bytes",
+    "store bytes",
+]
 COLUMNS += ["barriers", "instructions", "ALU", "special", "headroom"]
 
 
@@ -398,11 +432,21 @@ def command(name: str, words: list[str]) -> int:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--targets", default=",".join(TARGETS), help="comma-separated, of " + ", ".join(TARGETS))
-    parser.add_argument("--variants", action="store_true", help="compile every other way in which kernels are launched")
-    parser.add_argument("--count", action="store_true", help="count compiled variants over lengths and temperatures")
+    parser.add_argument(
+        "--targets", default=",".join(TARGETS), help="comma-separated, of " + ", ".join(TARGETS)
+    )
+    parser.add_argument(
+        "--variants",
+        action="store_true",
+        help="compile every other way in which kernels are launched",
+    )
+    parser.add_argument(
+        "--count", action="store_true", help="count compiled variants over lengths and temperatures"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, in this process")
     args = parser.parse_args()
     if not args.json:

@@ -177,7 +177,9 @@ def _patch_language_once_per_launch(interpreter, tl):
             known[fn] = {id(module) for module in found if module in (tl, tl.core)}
         return known[fn]
 
-    def patch_once(fn):  # a launch undoes what this returns; the interpreter ignores it for nested calls
+    def patch_once(
+        fn,
+    ):  # a launch undoes what this returns; the interpreter ignores it for nested calls
         if done and modules(fn) <= done:
             return None
         done.update(modules(fn))
@@ -321,7 +323,9 @@ def check_memory():
         where = f"{state['kernel']}, program {tuple(builder.grid_idx)}"
         spans = state["spans"]
         if max(builder.grid_dim[1:]) > 65535:
-            raise MemoryFault(f"{where}: grid {tuple(builder.grid_dim)} has more than 65535 programs on y or z")
+            raise MemoryFault(
+                f"{where}: grid {tuple(builder.grid_dim)} has more than 65535 programs on y or z"
+            )
         low = int(addresses.min())
         high = int(addresses.max()) + size
         name = _holding(spans, low, high)
@@ -330,9 +334,13 @@ def check_memory():
             for other, (first, last) in spans.items():
                 if low < last and first < high:
                     near[other] = (low - first, high - first, last - first)
-            raise MemoryFault(f"{where}: bytes outside every argument; (from, to, its size) of the nearest: {near}")
+            raise MemoryFault(
+                f"{where}: bytes outside every argument; (from, to, its size) of the nearest: {near}"
+            )
         if _races(state["touched"], spans[name], builder, addresses, size, reads, writes):
-            raise MemoryFault(f"{where}: touches elements of {name} that another program touches, one of them writing")
+            raise MemoryFault(
+                f"{where}: touches elements of {name} that another program touches, one of them writing"
+            )
 
     with _watch(on_launch, on_access):
         yield
@@ -341,7 +349,10 @@ def check_memory():
 def _races(touched, span, builder, addresses, size, reads, writes) -> bool:
     """Whether another program touched one of these elements, and one of both wrote; notes this access."""
     unit = min(size, 2)  # bytes; one kernel may load pairs of what it stores singly
-    if (span[0], unit) not in touched:  # who read and who wrote each unit: 0 nobody, -1 several programs
+    if (
+        span[0],
+        unit,
+    ) not in touched:  # who read and who wrote each unit: 0 nobody, -1 several programs
         units = (span[1] - span[0]) // unit + 1
         touched[span[0], unit] = np.zeros((2, units), np.int32)
     readers, writers = touched[span[0], unit]

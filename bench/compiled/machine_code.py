@@ -17,7 +17,9 @@ NVIDIA = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][A-
 NVIDIA_LABEL = re.compile(r"^(\.L_?\w+):")
 AMD = re.compile(r"^\s+([a-z]+_[a-z0-9_]+)\s*(.*)$")
 AMD_LABEL = re.compile(r"^(\.LBB\w+):")
-AMD_MEMORY = re.compile(r"(?:global|buffer)_(load|store)_(?:dword(?:x(\d))?|([us]?short|[us]?byte))")
+AMD_MEMORY = re.compile(
+    r"(?:global|buffer)_(load|store)_(?:dword(?:x(\d))?|([us]?short|[us]?byte))"
+)
 AMD_SPECIAL = re.compile(r"v_(exp|log|rcp|rsq|sqrt)_")
 IDLE = ("NOP", "s_nop", "s_waitcnt")
 # What a Hopper multiprocessor issues to its half-rate integer and comparison pipe.

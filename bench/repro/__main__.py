@@ -36,7 +36,9 @@ REPROS = {
     "kl_estimators": Repro("kl-does-not-hold", ("--short", "--folder", str(RUNS)), draws=True),
     "two_rewards": Repro("two-rewards"),
     "padding": Repro("reward-at-padding"),
-    "adam_epsilon": Repro("first-update-too-large", ("--seeds", "1", "--folder", str(RUNS / "seed1"))),
+    "adam_epsilon": Repro(
+        "first-update-too-large", ("--seeds", "1", "--folder", str(RUNS / "seed1"))
+    ),
     "truncated_sampling": Repro("ratio-not-one-with-top-p"),
     "head_precision": Repro("logprobs-differ-in-bf16"),
     "distillation": Repro("negative-top-k-kl"),
@@ -62,7 +64,9 @@ def show(name: str, repro: Repro) -> bool:
     log, began, cpu = FOLDER / f"{name}.log", time.monotonic(), os.times().children_user
     with log.open("w") as out:
         command = [sys.executable, *command_of(name, repro)]
-        status = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, cwd=machine.ROOT).returncode
+        status = subprocess.run(
+            command, stdout=out, stderr=subprocess.STDOUT, cwd=machine.ROOT
+        ).returncode
     word = "shown " if status == 0 else "FAILED"
     seconds = f"{time.monotonic() - began:4.0f} s, {os.times().children_user - cpu:4.0f} of a CPU"
     print(f"{word} {name:18} {seconds}   docs/problems/{repro.page}.md   {log}", flush=True)
@@ -74,7 +78,9 @@ def show(name: str, repro: Repro) -> bool:
 def main() -> int:
     """`make repro`."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(REPROS)}; none: all")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(REPROS)}; none: all"
+    )
     names = parser.parse_args().names
     unknown = [name for name in names if name not in REPROS]
     if unknown:

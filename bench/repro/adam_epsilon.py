@@ -40,7 +40,9 @@ SETTING = {
 
 def log_ratios(folder: Path, seed: int, tf_adam: bool, clip: float) -> tuple[torch.Tensor, float]:
     """(tokens,) fp64: log-ratio of every response token after the first update; and the gradient's rms per weight."""
-    policy, critic, prompts = ppo_step.load(folder, seed, tf_adam=tf_adam, max_grad_norm=clip, **SETTING)
+    policy, critic, prompts = ppo_step.load(
+        folder, seed, tf_adam=tf_adam, max_grad_norm=clip, **SETTING
+    )
     rollout = policy.roll_out(prompts, policy.sampling, 1)
     parts = list(torch.arange(len(rollout.samples)).split(policy.config.micro_batch_size))
     experience = ppo.judge(policy, critic, rollout, parts, policy.config.kl_coef)
@@ -71,8 +73,12 @@ def row(name: str, log_ratio: torch.Tensor) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of the responses; all in one row")
-    parser.add_argument("--folder", type=Path, default=Path("runs/repro"), help="of the warm-started model")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[1, 2, 3], help="of the responses; all in one row"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/repro"), help="of the warm-started model"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
 
@@ -85,8 +91,12 @@ def main() -> None:
         log_ratio = torch.cat(ratios)
         rms = sum(sizes) / len(sizes)
         clipped = f"norm clipped to {clip}" if clip else "not clipped"
-        rows.append(row(f"{name}, {clipped} ({rms / SETTING['adam_eps']:.0f} eps per weight)", log_ratio))
-    print(f"first update: {len(arguments.seeds)} x {SETTING['prompts_per_step']} responses, lr = eps = 1e-5\n")
+        rows.append(
+            row(f"{name}, {clipped} ({rms / SETTING['adam_eps']:.0f} eps per weight)", log_ratio)
+        )
+    print(
+        f"first update: {len(arguments.seeds)} x {SETTING['prompts_per_step']} responses, lr = eps = 1e-5\n"
+    )
     print(results.table_of(rows))
 
 

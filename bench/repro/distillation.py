@@ -80,7 +80,9 @@ def enumerated() -> list[dict]:
     lines = []
     for name, form in FORMS.items():
         value, gradient = slope(form, STUDENT.log(), TEACHER.log(), 1)
-        lines.append({"form": name, "value": f"{value:+.4f}", "gradient": f"{gradient[0].item():+.4f}"})
+        lines.append(
+            {"form": name, "value": f"{value:+.4f}", "gradient": f"{gradient[0].item():+.4f}"}
+        )
     return lines
 
 
@@ -89,7 +91,12 @@ def sampled() -> list[dict]:
     logits = STUDENT.log().requires_grad_()
     logprobs = logits.log_softmax(-1)
     value = fused_rl.topk_kl(logprobs, TEACHER.log(), direction="reverse")
-    found = {"exact, all tokens": (value, torch.autograd.grad(value, logits, retain_graph=True)[0][0].expand(2))}
+    found = {
+        "exact, all tokens": (
+            value,
+            torch.autograd.grad(value, logits, retain_graph=True)[0][0].expand(2),
+        )
+    }
     for name, estimate in SAMPLED.items():
         values = estimate(logprobs, TEACHER.log())
         slopes = [torch.autograd.grad(value, logits, retain_graph=True)[0][0] for value in values]
@@ -98,7 +105,14 @@ def sampled() -> list[dict]:
     for name, (value, slopes) in found.items():
         mean = STUDENT @ slopes
         noise = (STUDENT @ (slopes - mean).square()).sqrt()
-        lines.append({"form": name, "value": f"{value:+.4f}", "gradient": f"{mean:+.4f}", "deviation": f"{noise:.4f}"})
+        lines.append(
+            {
+                "form": name,
+                "value": f"{value:+.4f}",
+                "gradient": f"{mean:+.4f}",
+                "deviation": f"{noise:.4f}",
+            }
+        )
     return lines
 
 
@@ -120,10 +134,15 @@ def trained() -> dict[str, list[float]]:
 def main() -> None:
     print("teacher (0.6, 0.4), student (0.9, 0.1), K = 1; nats\n")
     print(results.table_of(enumerated()))
-    print("\nfrom one token of the student: mean, mean gradient and its deviation; KL(student, teacher)\n")
+    print(
+        "\nfrom one token of the student: mean, mean gradient and its deviation; KL(student, teacher)\n"
+    )
     print(results.table_of(sampled()))
     curves = trained()
-    lines = [{"form": name, "before": f"{curve[0]:.4f}", "after": f"{curve[-1]:.4f}"} for name, curve in curves.items()]
+    lines = [
+        {"form": name, "before": f"{curve[0]:.4f}", "after": f"{curve[-1]:.4f}"}
+        for name, curve in curves.items()
+    ]
     print(f"\nexact KL of {VOCAB} tokens before and after {STEPS} steps on a form, K = {K}; nats\n")
     print(results.table_of(lines))
 

@@ -51,7 +51,9 @@ def exact_statistics(x):
 
 
 FORMS = {
-    "fused_rl": lambda x: fused_rl.token_logprobs(x, torch.zeros(len(x), dtype=torch.int64)).entropy,
+    "fused_rl": lambda x: (
+        fused_rl.token_logprobs(x, torch.zeros(len(x), dtype=torch.int64)).entropy
+    ),
     "lse - sum(p x), logits' dtype": difference,
     "lse - sum(p x), fp32": lambda x: difference(x.float()),
     "log_softmax (TRL), logits' dtype": log_softmax,
@@ -108,11 +110,17 @@ def draw_offsets(axes):
     for form, function in FORMS.items():
         if not form.endswith("fp32"):
             colour, _ = plots.LOOKS[list(FORMS).index(form)]
-            axes.plot(offsets, [function(x).min().item() for x in inputs], color=colour, label=form, lw=2)
+            axes.plot(
+                offsets, [function(x).min().item() for x in inputs], color=colour, label=form, lw=2
+            )
     exact = [exact_statistics(x)[3].min().item() for x in inputs]
     axes.plot(offsets, exact, "k--", lw=1.2, label="exact (fp64)")
     axes.axhline(0, color="black", lw=0.6)
-    axes.set(xlabel="offset added to every logit", ylabel="nats", title="smallest entropy of 32 rows, bf16 logits")
+    axes.set(
+        xlabel="offset added to every logit",
+        ylabel="nats",
+        title="smallest entropy of 32 rows, bf16 logits",
+    )
 
 
 def draw_errors(axes, lines):
@@ -128,16 +136,25 @@ def draw_errors(axes, lines):
         axes.text(1.4 * length, y, f"{text} ({line['dtype']})", va="center", fontsize=7)
     axes.set_yticks(range(len(FORMS)), list(FORMS), fontsize=8)
     axes.invert_yaxis()
-    axes.set(xscale="log", xlim=(1e-8, 1e4), xlabel="nats", title="largest error over all gaps and offsets")
+    axes.set(
+        xscale="log",
+        xlim=(1e-8, 1e4),
+        xlabel="nats",
+        title="largest error over all gaps and offsets",
+    )
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--png", default=plots.DOCS / "entropy.png", help="where to draw")
     args = parser.parse_args()
     rows = list(sweep())
     lines = list(summary(rows))
-    print(f"entropy of (8, {VOCABULARY}) logits: error and smallest value in nats, against fp64 of the same logits\n")
+    print(
+        f"entropy of (8, {VOCABULARY}) logits: error and smallest value in nats, against fp64 of the same logits\n"
+    )
     print(results.table_of(rows))
     print(f"\nover all of it\n\n{results.table_of(lines)}")
 

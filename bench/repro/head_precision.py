@@ -37,7 +37,9 @@ class Operands(NamedTuple):
     targets: torch.Tensor
 
 
-def operands(shape: tuple[int, int, int], sigma: float, offset: float, device: str = "cpu") -> Operands:
+def operands(
+    shape: tuple[int, int, int], sigma: float, offset: float, device: str = "cpu"
+) -> Operands:
     """bf16 operands whose logits have that deviation about that offset."""
     rows, width, vocab = shape
     generator = plain.seeded(0)
@@ -77,7 +79,11 @@ def _torch(given):
     losses = []
     for i in range(min(_FEW, len(given.targets))):  # chunked, it returns sums alone
         row = slice(i, i + 1)
-        losses.append(F.linear_cross_entropy(given.hidden[row], given.weight, given.targets[row], options=options))
+        losses.append(
+            F.linear_cross_entropy(
+                given.hidden[row], given.weight, given.targets[row], options=options
+            )
+        )
     return -torch.stack(losses), None
 
 
@@ -124,7 +130,9 @@ def costs(shapes: tuple = COSTS, rounds: int = 3) -> list[dict]:
         out = torch.empty_like(rounded, dtype=FP32)
         ways = {
             "bf16": lambda a=hidden, b=weight, out=rounded: torch.mm(a, b.t(), out=out),
-            "cast whole": lambda a=hidden, b=weight, out=out: torch.mm(a.float(), b.float().t(), out=out),
+            "cast whole": lambda a=hidden, b=weight, out=out: torch.mm(
+                a.float(), b.float().t(), out=out
+            ),
             "ours": lambda a=hidden, b=weight, out=out: tiles.product(a, b, out),
         }
         row = {"shape": sizes(shape, "x")}
@@ -138,7 +146,9 @@ def costs(shapes: tuple = COSTS, rounds: int = 3) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cost", action="store_true", help="CPU seconds of the products")
     args = parser.parse_args()
     print(heading("cpu"))

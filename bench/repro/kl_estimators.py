@@ -52,7 +52,9 @@ def settings(short: bool = False) -> list[Setting]:
     weak, strong = COEFFICIENTS
     made = [Setting(OFF_POLICY, "rk3", 0.0)]
     for estimator in ESTIMATORS:
-        made += [Setting(OFF_POLICY, estimator, coef) for coef in ([strong] if short else COEFFICIENTS)]
+        made += [
+            Setting(OFF_POLICY, estimator, coef) for coef in ([strong] if short else COEFFICIENTS)
+        ]
     if short:
         return made
     made.append(Setting(ON_POLICY, "rk3", 0.0))
@@ -73,7 +75,9 @@ def row_of(setting: Setting, seed: int, history: list[dict]) -> dict:
     row["steps"] = [metrics["step"] for metrics in measured]
     row["eval_steps"] = [metrics["step"] for metrics in evaluated]
     for name, key in CURVES.items():
-        row[name] = [metrics[key] for metrics in (evaluated if key.startswith("eval/") else measured)]
+        row[name] = [
+            metrics[key] for metrics in (evaluated if key.startswith("eval/") else measured)
+        ]
     return row
 
 
@@ -83,7 +87,9 @@ def train_all(folder: Path, commit: str, short: bool) -> list[dict]:
     rows = []
     for seed in SEEDS[:1] if short else SEEDS:
         for setting in settings(short):
-            history, spent = ppo_step.trained(config_of(setting, seed, folder), folder / f"seed{seed}", seed)
+            history, spent = ppo_step.trained(
+                config_of(setting, seed, folder), folder / f"seed{seed}", seed
+            )
             row = row_of(setting, seed, history) | {"cpu_seconds": spent, "commit": commit}
             rows.append(row)
             label = f"updates per rollout {setting.minibatches}, {setting.label}, kl_coef {setting.kl_coef:g}"
@@ -131,7 +137,10 @@ def table(rows: list[dict]) -> str:
 
 def check(rows: list[dict]) -> None:
     """Raise AssertionError unless the exact KL of some runs lies below that of others, beyond the seeds' spread."""
-    kl = {(s.minibatches, s.label, s.kl_coef): [held(row) for row in of_setting(rows, s)] for s in settings()}
+    kl = {
+        (s.minibatches, s.label, s.kl_coef): [held(row) for row in of_setting(rows, s)]
+        for s in settings()
+    }
     weak, strong = COEFFICIENTS
     free = kl[OFF_POLICY, "none", 0.0]
     tight = kl[ON_POLICY, "rk3", strong]
@@ -143,7 +152,9 @@ def check(rows: list[dict]) -> None:
         claims.append((f"{estimator} at kl_coef {weak:g} holds the policy", at_weak, free, 1))
         claims.append((f"{estimator} at kl_coef {strong:g} holds it nearer", at_strong, at_weak, 1))
     for coef in COEFFICIENTS:
-        claims.append((f"k1 at kl_coef {coef:g} drives the policy away", free, kl[OFF_POLICY, "k1", coef], 5))
+        claims.append(
+            (f"k1 at kl_coef {coef:g} drives the policy away", free, kl[OFF_POLICY, "k1", coef], 5)
+        )
     claims.append(("on-policy rk3 holds the policy", tight, kl[ON_POLICY, "none", 0.0], 2))
     claims.append(("on-policy k1 does not", tight, kl[ON_POLICY, "k1", strong], 2))
     failed = []
@@ -165,7 +176,11 @@ def draw(rows: list[dict], path: Path) -> None:
     for (upper, lower), (minibatches, coefficient) in zip(grid.T, panels, strict=True):
         for setting in settings():
             found = of_setting(rows, setting)
-            if found and setting.minibatches == minibatches and setting.kl_coef in (0.0, coefficient):
+            if (
+                found
+                and setting.minibatches == minibatches
+                and setting.kl_coef in (0.0, coefficient)
+            ):
                 draw_band(upper, found, setting.label, "steps", "kl_exact")
                 draw_band(lower, found, setting.label, "eval_steps", "accuracy_greedy")
         upper.set(title=f"{minibatches} updates per rollout, kl_coef {coefficient:g}", yscale="log")
@@ -183,25 +198,42 @@ def draw_band(axes, found: list[dict], label: str, steps: str, key: str) -> None
     mean = [statistics.fmean(values) for values in over_seeds]
     x = found[0][steps]
     axes.plot(x, mean, color=colour, label=label, ls="--" if label == "none" else "-")
-    axes.fill_between(x, list(map(min, over_seeds)), list(map(max, over_seeds)), color=colour, alpha=0.15, lw=0)
+    axes.fill_between(
+        x, list(map(min, over_seeds)), list(map(max, over_seeds)), color=colour, alpha=0.15, lw=0
+    )
 
 
 def main() -> None:
     """`make repro-kl`."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--draw", action="store_true", help="train nothing, take the results that are there")
-    parser.add_argument("--short", action="store_true", help="one seed, the larger coefficient, off-policy: six runs")
+    parser.add_argument(
+        "--draw", action="store_true", help="train nothing, take the results that are there"
+    )
+    parser.add_argument(
+        "--short",
+        action="store_true",
+        help="one seed, the larger coefficient, off-policy: six runs",
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs/repro_kl"), help="of the runs")
     parser.add_argument("--png", type=Path, default=plots.DOCS / "kl-estimators.png")
     arguments = parser.parse_args()
     path = arguments.folder / "short.json" if arguments.short else RESULTS
     if not arguments.draw:
-        environment = machine.environment("cpu")  # before the runs: the commit may change while they last
+        environment = machine.environment(
+            "cpu"
+        )  # before the runs: the commit may change while they last
         rows = train_all(arguments.folder, environment["commit"], arguments.short)
-        result = {"group": "kl_estimators", "environment": environment, "setting": SETTING, "rows": rows}
+        result = {
+            "group": "kl_estimators",
+            "environment": environment,
+            "setting": SETTING,
+            "rows": rows,
+        }
         write_atomically(path, results.dumps(result))
     rows = results.load(path)["rows"]
-    print(f"\nexact KL in nats per response, mean of the last quarter of {SETTING['steps']} steps\n\n{table(rows)}")
+    print(
+        f"\nexact KL in nats per response, mean of the last quarter of {SETTING['steps']} steps\n\n{table(rows)}"
+    )
     draw(rows, arguments.png)
     print(f"drew {arguments.png.name}")
     check(rows)

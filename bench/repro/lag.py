@@ -22,7 +22,9 @@ LAST = 50  # steps whose mean reward is printed
 
 def config_of(lag: int, steps: int, seed: int, folder: Path) -> grpo.GRPOConfig:
     """recipes/demo_grpo.yaml on the warm-started model of a seed."""
-    return ppo_step.grpo_config(folder / f"seed{seed}", seed, f"lag{lag}-{steps}", lag=lag, steps=steps)
+    return ppo_step.grpo_config(
+        folder / f"seed{seed}", seed, f"lag{lag}-{steps}", lag=lag, steps=steps
+    )
 
 
 def row_of(lag: int, seed: int, history: list[dict]) -> dict:
@@ -57,7 +59,11 @@ def table(rows: list[dict]) -> str:
             line[f"mean {name}"] = f"{statistics.fmean(row[name] for row in found):.1%}"
         line[f"reward, last {LAST} steps"] = ", ".join(f"{row['reward']:.3f}" for row in found)
         line["mean reward"] = f"{statistics.fmean(row['reward'] for row in found):.3f}"
-        for name, words in (("difference", "nats from the policy, a token"), ("kl", "KL (k3)"), ("cut", "cut")):
+        for name, words in (
+            ("difference", "nats from the policy, a token"),
+            ("kl", "KL (k3)"),
+            ("cut", "cut"),
+        ):
             values = [row[name] for row in found if row[name] is not None]
             line[words] = f"{statistics.fmean(values):.2g}" if values else "—"
         lines.append(line)
@@ -79,7 +85,9 @@ def main() -> None:
             rows.append(row_of(lag, seed, history))
             change = f"{rows[-1]['before']:.1%} -> {rows[-1]['after']:.1%}, {spent} CPU seconds"
             print(f"seed {seed}, lag {lag}: {change}", flush=True)
-    print(f"\ncommit {commit}, {given.steps} steps, one thread; seeds {', '.join(map(str, SEEDS))}\n")
+    print(
+        f"\ncommit {commit}, {given.steps} steps, one thread; seeds {', '.join(map(str, SEEDS))}\n"
+    )
     print(table(rows))
 
 

@@ -27,15 +27,35 @@ from fused_rl.trainers.run.parse import parse
 TRAINERS = {"grpo": (grpo, grpo.GRPOConfig), "ppo": (ppo, ppo.PPOConfig)}
 STEPS = 3
 DROPPED = {
-    *("output_dir", "overwrite", "resume", "resume_from", "push_to_hub", "hub_model_id", "hub_private_repo"),
+    *(
+        "output_dir",
+        "overwrite",
+        "resume",
+        "resume_from",
+        "push_to_hub",
+        "hub_model_id",
+        "hub_private_repo",
+    ),
     *("wandb_project", "num_train_epochs", "lr_schedule", "warmup_steps", "keep_checkpoints"),
-    *("eval_dataset", "eval_dataset_config", "eval_split", "eval_every", "eval_samples", "show_samples"),
+    *(
+        "eval_dataset",
+        "eval_dataset_config",
+        "eval_split",
+        "eval_every",
+        "eval_samples",
+        "show_samples",
+    ),
     *("critic_lr", "critic_warmup_steps", "critic_only", "ref_sync_every", "ref_mixup_alpha"),
     *("target_kl", "zero_variance", "max_refills", "mask_truncated", "epochs"),
 }
 AT_REST = {"lr": 0.0, "steps": STEPS, "eval_size": 0, "save_every": 0}
 # Metric -> its value where nothing is learned; those that a run does not log are not looked at.
-STILL = {"val/ratio": 1.0, "val/ratio_var": 0.0, "policy/clipfrac_avg": 0.0, "policy/approxkl_avg": 0.0}
+STILL = {
+    "val/ratio": 1.0,
+    "val/ratio_var": 0.0,
+    "policy/clipfrac_avg": 0.0,
+    "policy/approxkl_avg": 0.0,
+}
 STILL |= {"val/first_ratio": 1.0, "objective/kl": 0.0, "objective/kl_exact": 0.0}
 MISMATCH = ("rollout/logprob_diff_mean", "rollout/logprob_diff_abs", "rollout/logprob_diff_max")
 
@@ -45,7 +65,9 @@ def measured(trainer: str, options: dict[str, object]) -> list[dict]:
     module, config_class = TRAINERS[trainer]
     kept = {name: value for name, value in options.items() if name not in DROPPED}
     # A server reads the weights from a folder beside the run's own, which it sees.
-    beside = str(Path(str(options["output_dir"])).resolve().parent) if options.get("server") else None
+    beside = (
+        str(Path(str(options["output_dir"])).resolve().parent) if options.get("server") else None
+    )
     with tempfile.TemporaryDirectory(prefix="fused-rl-null-", dir=beside) as folder:
         Path(folder).chmod(0o755)
         config = Path(folder) / "config.yaml"
@@ -61,31 +83,44 @@ def noise(history: list[dict]) -> dict[str, float]:
         values = [entry[key] for entry in history if key in entry]
         off = [value for value in values if value != still]
         if off:
-            found[key] = max(off, key=lambda value: float("inf") if value is None else abs(value - still))
+            found[key] = max(
+                off, key=lambda value: float("inf") if value is None else abs(value - still)
+            )
     return found
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("trainer", nargs="?", choices=sorted(TRAINERS), default="grpo")
-    parser.add_argument("--config", type=Path, help="config of the run; none: recipes/demo_grpo.yaml")
-    parser.add_argument("--folder", type=Path, default=Path("runs/repro_kl/seed1"), help="of the demo's model")
+    parser.add_argument(
+        "--config", type=Path, help="config of the run; none: recipes/demo_grpo.yaml"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/repro_kl/seed1"), help="of the demo's model"
+    )
     given = parser.parse_args(argv)
     engine.quiet()
     options = yaml.safe_load((given.config or demo.RECIPES / "demo_grpo.yaml").read_text())
     if given.config is None:
         folder = ppo_step.warm_start(given.folder)
-        options |= {"model": str(folder / "sft" / "model"), "dataset": str(folder / "data" / "train.jsonl")}
+        options |= {
+            "model": str(folder / "sft" / "model"),
+            "dataset": str(folder / "data" / "train.jsonl"),
+        }
     history = measured(given.trainer, options)
     found = noise(history)
     for key, still in STILL.items():
         if any(key in entry for entry in history):
-            print(f"{key:22} {found.get(key, still)!r:24} {'NOT exact' if key in found else 'exact'}")
+            print(
+                f"{key:22} {found.get(key, still)!r:24} {'NOT exact' if key in found else 'exact'}"
+            )
     for key in MISMATCH:
         values = [entry[key] for entry in history if key in entry]
         if values:
             print(f"{key:26} {max(values, key=abs):.2g} nats, between sampler and trainer")
-    print(f"{STEPS} steps at learning rate 0: {'noise' if found else 'no noise, every value is exact'}")
+    print(
+        f"{STEPS} steps at learning rate 0: {'noise' if found else 'no noise, every value is exact'}"
+    )
     return int(bool(found))
 
 

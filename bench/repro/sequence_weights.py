@@ -51,7 +51,9 @@ def kept(length: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--png", default=plots.DOCS / "gates.png", help="where to draw")
     args = parser.parse_args()
     lines = []
@@ -68,11 +70,20 @@ def main() -> None:
 
     # What passes a gate.
     shares = {length: kept(length) for length in LENGTHS}
-    lines = [{"tokens": length} | {name: f"{x:.0%}" for name, x in of.items()} for length, of in shares.items()]
+    lines = [
+        {"tokens": length} | {name: f"{x:.0%}" for name, x in of.items()}
+        for length, of in shares.items()
+    ]
     print(f"\nsequences that are kept\n\n{table_of(lines)}")
     figure, (axes,) = plots.panels(1, (6, 3))
     for (colour, marker), name in zip(plots.LOOKS, shares[LENGTHS[0]], strict=False):
-        axes.plot(LENGTHS, [share[name] for share in shares.values()], color=colour, marker=marker, label=name)
+        axes.plot(
+            LENGTHS,
+            [share[name] for share in shares.values()],
+            color=colour,
+            marker=marker,
+            label=name,
+        )
     axes.set(xscale="log", xlabel="tokens of a response", ylabel="share of responses kept")
     plots.save(figure, args.png)
 

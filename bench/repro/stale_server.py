@@ -88,7 +88,9 @@ def prepare(folder: Path) -> tuple[Path, Path]:
     config = ppo_step.grpo_config(folder, 1, "grpo", steps=STEPS, eval_every=STEPS)
     if not (folder / "grpo" / "model").exists():
         grpo.train(config)
-    return with_room(folder / "sft" / "model", folder / "old"), with_room(folder / "grpo" / "model", folder / "new")
+    return with_room(folder / "sft" / "model", folder / "old"), with_room(
+        folder / "grpo" / "model", folder / "new"
+    )
 
 
 def with_room(source: Path, target: Path) -> Path:
@@ -119,7 +121,9 @@ def long_prompts(tokenizer) -> list[list[int]]:
     made = []
     for _ in range(PROMPTS):
         *shown, last = itertools.islice(entries, SHOTS + 1)
-        text = "".join(f"{entry['question']}{entry['answer']}{tokenizer.eos_token}" for entry in shown)
+        text = "".join(
+            f"{entry['question']}{entry['answer']}{tokenizer.eos_token}" for entry in shown
+        )
         made.append(tokenizer(text + last["question"]).input_ids)
     return made
 
@@ -136,13 +140,19 @@ def call(url: str, path: str, body: dict | None = None) -> dict | None:
 def push(url: str, folder: Path, *, reset: bool = True) -> None:
     """The server reads the weights of a folder; without a reset its prefix cache keeps what the old ones made."""
     call(url, "/pause?mode=wait&clear_cache=false")
-    call(url, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+    call(
+        url,
+        "/collective_rpc",
+        {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}},
+    )
     if reset and not call(url, "/reset_prefix_cache")["success"]:
         raise RuntimeError("the prefix cache was not reset")
     call(url, "/resume")
 
 
-def ask(url: str, prompts: list[list[int]], *, without: tuple[str, ...] = (), **fields) -> list[Answer]:
+def ask(
+    url: str, prompts: list[list[int]], *, without: tuple[str, ...] = (), **fields
+) -> list[Answer]:
     """`n` responses to each prompt; `without` are fields that the request leaves out."""
     answers = []
     for number, prompt in enumerate(prompts):
@@ -184,7 +194,9 @@ def nothing(scene: Scene) -> None:
 
 
 def cache_kept(scene: Scene) -> None:
-    ask(scene.url, scene.prompts, n=1, max_tokens=1)  # the old weights' keys and values of all prompts
+    ask(
+        scene.url, scene.prompts, n=1, max_tokens=1
+    )  # the old weights' keys and values of all prompts
     push(scene.url, scene.new, reset=False)
 
 
@@ -216,7 +228,9 @@ TRAPS = (
     Trap("no reset of the prefix cache", cache_kept),
     Trap("weights never read", nothing),
     Trap("one tensor of 21 missing in the folder", partly),
-    Trap("`temprature`: the folder's own defaults", request=DEFAULTS, prevented="every field is sent"),
+    Trap(
+        "`temprature`: the folder's own defaults", request=DEFAULTS, prevented="every field is sent"
+    ),
     Trap("raw log-probabilities, T = 0.7", temperature=0.7, flags="raw"),
     Trap("raw log-probabilities, T = 0.5", temperature=0.5, flags="raw"),
     Trap("bf16 server, fp32 trainer", flags="bfloat16"),
@@ -238,7 +252,10 @@ def sprung(trap: Trap, scene: Scene) -> dict:
         own = []
         prompts, hot = probe.prompts(server.room)
         for prompt, response in zip(prompts, responses, strict=True):
-            own.append(torch.tensor(response.logprobs) - right(scene.lm, prompt, response.ids, hot.temperature))
+            own.append(
+                torch.tensor(response.logprobs)
+                - right(scene.lm, prompt, response.ids, hot.temperature)
+            )
         probe.judge(server, 1, responses, own)
         said = trap.prevented or PASSES
     except InputError as error:
@@ -271,7 +288,10 @@ def own_eos(scene: Scene) -> str:
 
 
 IN_TOKENS = {
-    "longer than max_model_len": (cut, "refused before it is sent; 'length' has max_new_tokens ids"),
+    "longer than max_model_len": (
+        cut,
+        "refused before it is sent; 'length' has max_new_tokens ids",
+    ),
     "no ignore_eos": (own_eos, "ignore_eos is sent; 'stop' ends with a stop token of the run"),
 }
 
@@ -298,7 +318,14 @@ def spring_all(folder: Path) -> list[dict]:
             if name == "right":
                 push(server.url, new)
                 for title, (spring, prevented) in IN_TOKENS.items():
-                    rows.append({"trap": title, "status": results.OK, "shows": spring(scene), "said": prevented})
+                    rows.append(
+                        {
+                            "trap": title,
+                            "status": results.OK,
+                            "shows": spring(scene),
+                            "said": prevented,
+                        }
+                    )
     return rows
 
 
@@ -308,7 +335,9 @@ def table(rows: list[dict]) -> str:
     for row in rows:
         shown = row.get("shows") or f"{row['mean_abs']:.1e} mean, {row['max_abs']:.1e} max"
         said = row["said"].rpartition("): ")[2]  # without the server and its figures
-        lines.append({"trap": row["trap"], "off by, in nats of a token": shown, "what finds it": said})
+        lines.append(
+            {"trap": row["trap"], "off by, in nats of a token": shown, "what finds it": said}
+        )
     return results.table_of(lines, markdown=True)
 
 
@@ -326,7 +355,9 @@ def main() -> None:
     engine.quiet()
     environment = machine.environment("cpu")  # before: the commit may change while it lasts
     rows = spring_all(machine.ROOT / "runs" / "stale_server")
-    write_atomically(RESULTS, results.dumps({"group": "stale_server", "environment": environment, "rows": rows}))
+    write_atomically(
+        RESULTS, results.dumps({"group": "stale_server", "environment": environment, "rows": rows})
+    )
     print(f"\n{table(rows)}")
     check(rows)
     print("each trap is found, and nothing else")

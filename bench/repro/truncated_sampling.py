@@ -20,7 +20,12 @@ SAMPLERS = {
     "none": {},
     "top_p 0.95": {"top_p": 0.95},
     "top_p 0.8": {"top_p": 0.8},
-    "top_p 0.8, top_k 20, min_p 0.05, T 0.7": {"top_p": 0.8, "top_k": 20, "min_p": 0.05, "temperature": 0.7},
+    "top_p 0.8, top_k 20, min_p 0.05, T 0.7": {
+        "top_p": 0.8,
+        "top_k": 20,
+        "min_p": 0.05,
+        "temperature": 0.7,
+    },
 }
 
 

@@ -25,7 +25,10 @@ def main() -> None:
             config.num_labels, config.pad_token_id = labels, padding.PAD
             model = AutoModelForSequenceClassification.from_config(config)
             model.save_pretrained(folder)
-            found = {"num_labels": labels, "its rewards of one text": str(tuple(model(input_ids=ids).logits.shape[1:]))}
+            found = {
+                "num_labels": labels,
+                "its rewards of one text": str(tuple(model(input_ids=ids).logits.shape[1:])),
+            }
             try:
                 RewardModel.from_pretrained(folder)
                 found["ours"] = "one score, (B,)"

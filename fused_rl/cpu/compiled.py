@@ -29,7 +29,9 @@ def in_huge_pages(fresh: torch.Tensor) -> torch.Tensor:
         begin = -(-fresh.data_ptr() // page) * page
         end = (fresh.data_ptr() + size) // page * page
         # advice: where it is refused, the memory is as it was
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE
+        )
     return fresh
 
 

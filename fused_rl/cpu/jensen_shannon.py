@@ -2,7 +2,15 @@
 
 import torch
 
-from fused_rl.cpu.pair import capped, distributions, exp, load, over_blocks, p_q_delta, selected_rows
+from fused_rl.cpu.pair import (
+    capped,
+    distributions,
+    exp,
+    load,
+    over_blocks,
+    p_q_delta,
+    selected_rows,
+)
 from fused_rl.kernels.states import JensenShannonSums, KLState, bounded
 
 

@@ -72,7 +72,9 @@ def kl_bwd(g, x, y, mask, inv_t, divergence, state, sums, wants_dx, wants_dy, so
         }
     for function, (out, side, per_row) in gradients.items():
         if out is not None:
-            write_gradient(function, out.view(-1, out.shape[-1]), rows, (x, y), side, per_row, softcap)
+            write_gradient(
+                function, out.view(-1, out.shape[-1]), rows, (x, y), side, per_row, softcap
+            )
     return dx, dy
 
 
@@ -94,7 +96,9 @@ def _near_sums(x, x_at, y, y_at, t):
     # nor does e round what u is: 6e-8 of c is little beside the deviation of u
     held = (u.abs().amax(-1, True) < FARTHEST) & (f < Q_APART * w) & (c * c * w <= 1e7 * f)
     held = held & (c.abs() < FARTHEST) & (m > BANNED) & (first < MOST)
-    held = held & (x.amin(-1, True) < m)  # else a mask, where u is y and may be rounded at 40 nats, and Q may have most
+    held = held & (
+        x.amin(-1, True) < m
+    )  # else a mask, where u is y and may be rounded at 40 nats, and Q may have most
     if dtype == torch.bfloat16:  # whose x - y is taken as it rounds
         held = held & (first.abs() * t < FARTHEST)
     n = m - first - c / t  # where p and q are alike
@@ -154,8 +158,13 @@ def _merge(m, n, w_all, w, at_top, a, s, f, f_y, lone, t):
     about_mean = c.abs() < FARTHEST
     m = m.clamp(min=FLOOR)
     n = n.clamp(min=FLOOR)
-    m, n, w_all, w, at_top, c, s, f, f_y = (z.double() for z in (m, n, w_all, w, at_top, c, s, f, f_y))
-    apart, c = (m - at_top) * t - c, c + at_top * t  # a mask of -1e15 that both have cancels before c is taken off
+    m, n, w_all, w, at_top, c, s, f, f_y = (
+        z.double() for z in (m, n, w_all, w, at_top, c, s, f, f_y)
+    )
+    apart, c = (
+        (m - at_top) * t - c,
+        c + at_top * t,
+    )  # a mask of -1e15 that both have cancels before c is taken off
 
     # all about the row's maxima and its mean
     m_row = m.amax(1, True)
@@ -177,7 +186,9 @@ def _merge(m, n, w_all, w, at_top, a, s, f, f_y, lone, t):
     scale = torch.where(some_row, scale, 0.0)
     near = scale * (weight * _moved(h) - torch.expm1(h) * s_weight)
     far = own * (w - s) - scale * (weight * (1 + h) - s_weight)
-    moved = torch.where((h < 1) & about_mean & some_row, near, far)  # far, without a mean: all that is Q's
+    moved = torch.where(
+        (h < 1) & about_mean & some_row, near, far
+    )  # far, without a mean: all that is Q's
     f_y = f_y * ((n - n_row) * t).exp()
     q = torch.where(some, own * (f + w - s), 0.0) + f_y
     f = torch.where(some, own * f + moved, 0.0) + f_y

@@ -24,7 +24,14 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
     if softcap is None and native.takes(logits):
         found = [torch.empty(n) for _ in RowStatistics._fields]  # no views: they are returned
         x = logits, logits.stride(0), native.DTYPES[logits.dtype], *logits.shape
-        native.call("logprob_fwd", logits.numel(), *x, *_per_row(targets, mask), *_either(inv_temperature), *found)
+        native.call(
+            "logprob_fwd",
+            logits.numel(),
+            *x,
+            *_per_row(targets, mask),
+            *_either(inv_temperature),
+            *found,
+        )
         return RowStatistics(*found)
     rows = torch.arange(n) if mask is None else mask.nonzero()[:, 0]
     inv_t = torch.as_tensor(inv_temperature, dtype=torch.float64).expand(n)[rows]
@@ -32,7 +39,9 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
         m, rest, t = _merge(*_statistics(logits.detach(), rows, inv_t.float(), softcap), inv_t)
     chosen = logits[rows, targets[rows]]
     x = capped(chosen, softcap).double()
-    s = ((x - _finite(m)) * inv_t).clamp_(max=0)  # a capped logit computed alone may lie an ulp above the maximum
+    s = ((x - _finite(m)) * inv_t).clamp_(
+        max=0
+    )  # a capped logit computed alone may lie an ulp above the maximum
     log1p = rest.log1p()
     found = s - log1p, log1p - t / (1 + rest), m * inv_t + log1p, m, rest
     if mask is None:
@@ -40,7 +49,20 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
     return RowStatistics(*(torch.zeros(n).index_copy_(0, rows, x.float()) for x in found))
 
 
-def logprob_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, rest, inv_temperature, softcap, out=None):
+def logprob_bwd(
+    dlogprobs,
+    dentropy,
+    dlse,
+    logits,
+    targets,
+    mask,
+    entropy,
+    m,
+    rest,
+    inv_temperature,
+    softcap,
+    out=None,
+):
     """Gradient of the logits (N, V); upstream gradients are (N,) fp32 or None, `out` the logits or of any dtype."""
     n = logits.shape[0]
     out = in_huge_pages(torch.empty_like(logits)) if out is None else out
@@ -49,7 +71,9 @@ def logprob_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, re
         x = logits, logits.stride(0), out, out.stride(0), *dtypes, *logits.shape
         per_row = _per_row(targets, mask, entropy, m, rest)
         upstream = _per_row(dlogprobs, dentropy, dlse)
-        native.call("logprob_bwd", logits.numel(), *upstream, *x, *per_row, *_either(inv_temperature))
+        native.call(
+            "logprob_bwd", logits.numel(), *upstream, *x, *per_row, *_either(inv_temperature)
+        )
         return out
     live = m != -torch.inf if mask is None else mask & (m != -torch.inf)
     zero = torch.zeros(n, dtype=torch.float64)

@@ -107,7 +107,13 @@ def _folder() -> Path:
 def _fingerprint(compiler: str) -> str:
     """Hash all that the compiled file depends on: machines share home folders, and compilers are updated."""
     binary = Path(shutil.which(compiler)).resolve()
-    parts = [_SOURCE.read_text(), " ".join(_FLAGS), platform.machine(), str(binary), str(binary.stat().st_mtime_ns)]
+    parts = [
+        _SOURCE.read_text(),
+        " ".join(_FLAGS),
+        platform.machine(),
+        str(binary),
+        str(binary.stat().st_mtime_ns),
+    ]
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith(("flags", "Features", "model name")):
             parts.append(line)

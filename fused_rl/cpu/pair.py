@@ -48,7 +48,16 @@ def over_blocks(function, x, y, *per_row, recompute=False, careful=None):
     if vocab >= BLOCK:
         blocks = [(z[:, : vocab - tail].unflatten(1, (-1, BLOCK)), at) for z, at in (x, y)]
         options = _RECOMPUTE if recompute else {}
-        parts.append(_sums(function, *blocks, per_row, compiled.compile_pays(x[1].numel(), vocab), options, careful))
+        parts.append(
+            _sums(
+                function,
+                *blocks,
+                per_row,
+                compiled.compile_pays(x[1].numel(), vocab),
+                options,
+                careful,
+            )
+        )
     if tail:
         last = [(z[:, None, vocab - tail :], at) for z, at in (x, y)]
         parts.append(_sums(function, *last, per_row, False, {}, careful))
@@ -82,7 +91,9 @@ def _sums(function, x, y, per_row, compile_pays, options, careful):
 
 def _in_chunks(function, x, x_at, y, y_at, per_row):
     parts = []
-    for chunk in _chunks(max(1, x_at[0].numel()), compiled.CHUNK // BLOCK):  # no block: once, for the shapes
+    for chunk in _chunks(
+        max(1, x_at[0].numel()), compiled.CHUNK // BLOCK
+    ):  # no block: once, for the shapes
         x_part = [i[chunk] for i in x_at]
         y_part = [i[chunk] for i in y_at]
         numbers = [z[chunk] for z in per_row]
@@ -131,7 +142,9 @@ def write_rows(function, out, rows, x, y, per_row):
 
 
 def load(x, x_at, y, y_at, out=None):
-    if out is not None:  # else Inductor may not see it, and keeps in memory what it cannot fuse with the write
+    if (
+        out is not None
+    ):  # else Inductor may not see it, and keeps in memory what it cannot fuse with the write
         torch._check(out.shape[1] == x.shape[1])
     return (z[at].float().clamp(min=BANNED) for z, at in ((x, x_at), (y, y_at)))
 

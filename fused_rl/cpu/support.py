@@ -64,7 +64,9 @@ def _known(entries, first, vocab):
 
 def _inverse(inv_temperature, rows):
     """1 / temperature of these rows, fp64: a number, or (R,)."""
-    return inv_temperature[rows].double() if isinstance(inv_temperature, Tensor) else inv_temperature
+    return (
+        inv_temperature[rows].double() if isinstance(inv_temperature, Tensor) else inv_temperature
+    )
 
 
 def _each(values, row):
@@ -78,15 +80,41 @@ def _sum(values, offsets):
 
 def whole_fwd(logits, targets, whole, inv_temperature, softcap):
     """`logprob_fwd` of the rows `whole` (N,) bool; 0 in all others."""
-    return logprob.logprob_fwd(logits, torch.where(whole, targets, 0), whole, inv_temperature, softcap)
+    return logprob.logprob_fwd(
+        logits, torch.where(whole, targets, 0), whole, inv_temperature, softcap
+    )
 
 
-def whole_bwd(dlogprobs, dentropy, dlse, logits, targets, whole, entropy, m, rest, inv_temperature, softcap, out):
+def whole_bwd(
+    dlogprobs,
+    dentropy,
+    dlse,
+    logits,
+    targets,
+    whole,
+    entropy,
+    m,
+    rest,
+    inv_temperature,
+    softcap,
+    out,
+):
     """`logprob_bwd` of the rows `whole` (N,) bool; zeros in all others. `out` may be the logits."""
     vocab = logits.shape[1]
     if whole.all():
         return logprob.logprob_bwd(
-            dlogprobs, dentropy, dlse, logits, targets, None, entropy, m, rest, inv_temperature, softcap, out
+            dlogprobs,
+            dentropy,
+            dlse,
+            logits,
+            targets,
+            None,
+            entropy,
+            m,
+            rest,
+            inv_temperature,
+            softcap,
+            out,
         )
     rows = whole.nonzero()[:, 0]
     if len(rows) == 0:
@@ -97,12 +125,24 @@ def whole_bwd(dlogprobs, dentropy, dlse, logits, targets, whole, entropy, m, res
     for part in rows.split(max(1, CHUNK // vocab)):
         dlp, dh, dl, chosen, h, top, others = (None if r is None else r[part] for r in per_row)
         inv_t = inv_temperature[part] if isinstance(inv_temperature, Tensor) else inv_temperature
-        found = logprob.logprob_bwd(dlp, dh, dl, logits[part], chosen, None, h, top, others, inv_t, softcap)
+        found = logprob.logprob_bwd(
+            dlp, dh, dl, logits[part], chosen, None, h, top, others, inv_t, softcap
+        )
         out[part] = found.to(out.dtype)
     return out.index_fill_(0, (~whole).nonzero()[:, 0], 0)
 
 
-def kept_fwd(x, support: RowSupport, targets, mask, inv_temperature, softcap, logits=None, first=None, into=None):
+def kept_fwd(
+    x,
+    support: RowSupport,
+    targets,
+    mask,
+    inv_temperature,
+    softcap,
+    logits=None,
+    first=None,
+    into=None,
+):
     """Statistics (N,) fp32 over kept sets, into `into` where given; other rows stay as they are there, or 0.
 
     Args:
@@ -161,7 +201,20 @@ def _statistics(x, entries, targets, inv_t):
 
 
 def kept_bwd(
-    dlogprobs, dentropy, dlse, x, support, targets, mask, entropy, m, rest, inv_temperature, softcap, out, first=None
+    dlogprobs,
+    dentropy,
+    dlse,
+    x,
+    support,
+    targets,
+    mask,
+    entropy,
+    m,
+    rest,
+    inv_temperature,
+    softcap,
+    out,
+    first=None,
 ):
     """Gradients of the kept logits into `out`: (M,) fp32, or (N, V) that is 0 in rows with a set."""
     upstream = dlogprobs, dentropy, dlse
@@ -171,7 +224,15 @@ def kept_bwd(
             rows = entries.rows
             grads = [none if d is None else d[rows].double() for d in upstream]
             state = [r[rows].double() for r in (entropy, m, rest)]
-            dx = _gradients(x[entries.at], entries, targets, grads, state, _inverse(inv_temperature, rows), softcap)
+            dx = _gradients(
+                x[entries.at],
+                entries,
+                targets,
+                grads,
+                state,
+                _inverse(inv_temperature, rows),
+                softcap,
+            )
             if out.dim() == 1:
                 out[entries.at] = dx.float()
                 continue
@@ -237,7 +298,9 @@ def kept_hidden(dx, weight, support):
 
 def _weighted(rows, ids, begins, by):
     """Sum of by_j rows[ids_j] over each bag of entries, in their order; (bags, H) in the dtype of `rows`."""
-    return torch.nn.functional.embedding_bag(ids, rows, begins, mode="sum", per_sample_weights=by.to(rows.dtype))
+    return torch.nn.functional.embedding_bag(
+        ids, rows, begins, mode="sum", per_sample_weights=by.to(rows.dtype)
+    )
 
 
 def kept_head(dx, rows, ids, ends, hidden, vocab, dweight, dbias, wants):

@@ -14,7 +14,9 @@ _CHUNK = 1 << 14  # targets whose fp64 gradients are formed in the cache
 
 def targets_fwd(logits, targets, mask, inv_temperature, softcap):
     """`logprob_fwd` for targets (N, K): the statistics' logprobs are (N, K)."""
-    statistics = logprob_fwd(logits, targets.new_zeros(len(targets)), mask, inv_temperature, softcap)
+    statistics = logprob_fwd(
+        logits, targets.new_zeros(len(targets)), mask, inv_temperature, softcap
+    )
     # of masked rows and other ranks' columns there is nothing to find
     ids = targets.clamp(0, logits.shape[1] - 1)
     m = statistics.m.double()[:, None]
@@ -28,7 +30,20 @@ def targets_fwd(logits, targets, mask, inv_temperature, softcap):
     return statistics._replace(logprobs=logprobs)
 
 
-def targets_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, rest, inv_temperature, softcap, out=None):
+def targets_bwd(
+    dlogprobs,
+    dentropy,
+    dlse,
+    logits,
+    targets,
+    mask,
+    entropy,
+    m,
+    rest,
+    inv_temperature,
+    softcap,
+    out=None,
+):
     """`logprob_bwd` for dlogprobs and targets (N, K); ids outside the vocabulary get no gradient of their own."""
     n, vocab = logits.shape
     statistics = (mask, entropy, m, rest, inv_temperature, softcap)
@@ -53,7 +68,9 @@ def targets_bwd(dlogprobs, dentropy, dlse, logits, targets, mask, entropy, m, re
     g[~live] = 0
 
     # the row first, which may take the logits' place, then the targets: equal ids write equal values
-    out = logprob_bwd(None, dentropy, (dlse - total).float(), logits, ids[:, 0], *statistics, out=out)
+    out = logprob_bwd(
+        None, dentropy, (dlse - total).float(), logits, ids[:, 0], *statistics, out=out
+    )
     out[torch.arange(n)[:, None], ids] = g.to(out.dtype)  # scatter_ would copy the row first
     return out
 

@@ -31,7 +31,9 @@ def sources() -> dict[Path, str]:
             if path.suffix in (".py", ".c", ".typed"):
                 text = path.read_text()
                 text = re.sub(r"^(\s*)from fused_rl\.", rf"\1from {up}", text, flags=re.M)
-                found[Path(folder) / path.name] = re.sub(r"^(\s*)from fused_rl ", rf"\1from {up} ", text, flags=re.M)
+                found[Path(folder) / path.name] = re.sub(
+                    r"^(\s*)from fused_rl ", rf"\1from {up} ", text, flags=re.M
+                )
     found[Path("__init__.py")] += "\nfrom . import layers  # noqa: E402\n"
     return found
 
@@ -45,16 +47,25 @@ def build(folder: Path) -> str:
     for backend in BACKENDS:
         place = folder / f"torch-{backend}"
         for name, text in texts.items():
-            text = text.replace('"fused_rl::', f'"{prefix}::').replace("ops.fused_rl.", f"ops.{prefix}.")
+            text = text.replace('"fused_rl::', f'"{prefix}::').replace(
+                "ops.fused_rl.", f"ops.{prefix}."
+            )
             (place / name).parent.mkdir(parents=True, exist_ok=True)
             (place / name).write_text(text)
-        described = {"id": f"{prefix}_{backend}", "name": "fused-rl", "version": 1, "license": "apache-2.0"}
+        described = {
+            "id": f"{prefix}_{backend}",
+            "name": "fused-rl",
+            "version": 1,
+            "license": "apache-2.0",
+        }
         described |= {"python-depends": [], "kernel-depends": [], "backend": {"type": backend}}
         (place / "metadata.json").write_text(json.dumps(described))
     return prefix
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="is replaced")
     print(build(parser.parse_args().folder))

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from fused_rl.integrations.patching import Applied, Patch
-from fused_rl.integrations.primitives import capped_kl, is_served, label_logprobs, row_entropy, with_gradient_of
+from fused_rl.integrations.primitives import (
+    capped_kl,
+    is_served,
+    label_logprobs,
+    row_entropy,
+    with_gradient_of,
+)
 
 __all__ = ["patch", "unpatch"]
 
@@ -34,7 +40,10 @@ def unpatch() -> None:
 
 
 def _replacements():
-    return {f"{_UTILS}.{ours.__name__}": ours for ours in (log_probs_from_logits, compute_entropy, compute_approx_kl)}
+    return {
+        f"{_UTILS}.{ours.__name__}": ours
+        for ours in (log_probs_from_logits, compute_entropy, compute_approx_kl)
+    }
 
 
 _PATCH = Patch("openrlhf", ">=0.11,<0.12", _replacements)
@@ -49,7 +58,9 @@ def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1
     if not is_served(logits, labels) or labels.shape != logits.shape[:-1]:
         return _PATCH.original(f"{_UTILS}.log_probs_from_logits")(logits, labels, temperature)
     if temperature != 1.0:
-        logits.div_(temperature)  # OpenRLHF's contract: whoever reads the logits next finds them scaled
+        logits.div_(
+            temperature
+        )  # OpenRLHF's contract: whoever reads the logits next finds them scaled
     return label_logprobs(logits, labels)
 
 
@@ -80,7 +91,11 @@ def compute_approx_kl(
     what it is at the cap (`capped_kl`).
     """
     differentiated = log_probs_base.requires_grad and torch.is_grad_enabled()
-    if kl_estimator not in ("k1", "k2", "k3") or differentiated or not is_served(log_probs, log_probs_base):
+    if (
+        kl_estimator not in ("k1", "k2", "k3")
+        or differentiated
+        or not is_served(log_probs, log_probs_base)
+    ):
         host = _PATCH.original(f"{_UTILS}.compute_approx_kl")
         return host(log_probs, log_probs_base, log_probs_old, kl_estimator, unbiased_gradient)
     log_probs, log_probs_base = log_probs.float(), log_probs_base.float()

@@ -25,8 +25,12 @@ class Patch:
         self.host = host
         self.versions = SpecifierSet(versions)
         self._replacements = replacements
-        self.options: dict[str, object] = {}  # of `apply`, for the replacements to read while they are in force
-        self._pairs: dict[str, tuple[object, object]] = {}  # name -> (original, ours) of what is replaced now
+        self.options: dict[
+            str, object
+        ] = {}  # of `apply`, for the replacements to read while they are in force
+        self._pairs: dict[
+            str, tuple[object, object]
+        ] = {}  # name -> (original, ours) of what is replaced now
 
     @property
     def applied(self) -> bool:
@@ -38,7 +42,9 @@ class Patch:
         try:
             version = importlib.metadata.version(self.host)
         except importlib.metadata.PackageNotFoundError:
-            raise ImportError(f"{self.host} is not installed; install {self.host}{self.versions}") from None
+            raise ImportError(
+                f"{self.host} is not installed; install {self.host}{self.versions}"
+            ) from None
         if not self.versions.contains(version, prereleases=True):
             raise ImportError(
                 f"{self.host} {version} is not a version that this integration knows ({self.versions}); "
@@ -54,7 +60,9 @@ class Patch:
         """
         if self.applied:
             if options != self.options:
-                raise ValueError(f"{self.host} is patched with {self.options}, and now with {options}; unpatch() first")
+                raise ValueError(
+                    f"{self.host} is patched with {self.options}, and now with {options}; unpatch() first"
+                )
             return Applied(self, owner=False)
         self.check_version()
         pairs = {name: (self._read(name), ours) for name, ours in self._replacements().items()}
@@ -79,7 +87,9 @@ class Patch:
         module, _, attribute = name.rpartition(".")
         found = vars(importlib.import_module(module)).get(attribute)
         if found is None:
-            raise ImportError(f"{self.host} has no {name}: its version is known, but its files are not as released")
+            raise ImportError(
+                f"{self.host} has no {name}: its version is known, but its files are not as released"
+            )
         return found
 
     def _exchange(self, old: object, new: object) -> None:

@@ -32,7 +32,12 @@ def label_logprobs(logits: Tensor, labels: Tensor, inplace: bool = False) -> Ten
     With `inplace` the gradient takes the logits' storage where autograd allows that: not a leaf's, not a strided
     view's, and not under torch.compile.
     """
-    wanted = inplace and not torch.compiler.is_compiling() and logits.requires_grad and torch.is_grad_enabled()
+    wanted = (
+        inplace
+        and not torch.compiler.is_compiling()
+        and logits.requires_grad
+        and torch.is_grad_enabled()
+    )
     inplace = wanted and not logits.is_leaf and logits.is_contiguous()
     return token_logprobs(logits, labels, mask=labels != IGNORED, inplace=inplace).logprobs
 

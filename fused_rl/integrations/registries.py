@@ -36,21 +36,48 @@ def register(host: str) -> None:
             getattr(trainer, estimator)(f"fused_{name}")(partial(_estimated, name))
 
 
-def _verl(preset, old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
-    weights = 1 if rollout_is_weights is None else rollout_is_weights  # every preset is linear in the advantages
+def _verl(
+    preset,
+    old_log_prob,
+    log_prob,
+    advantages,
+    response_mask,
+    loss_agg_mode,
+    config,
+    rollout_is_weights=None,
+):
+    weights = (
+        1 if rollout_is_weights is None else rollout_is_weights
+    )  # every preset is linear in the advantages
     info, mask = config.global_batch_info, response_mask.bool()
     world = info.get("dp_size", 1)  # ranks that gradients are averaged over
-    counts = {"num_tokens": info.get("batch_num_tokens"), "num_sequences": info.get("global_batch_size")}
+    counts = {
+        "num_tokens": info.get("batch_num_tokens"),
+        "num_sequences": info.get("global_batch_size"),
+    }
     counts = {name: count if count is None else count / world for name, count in counts.items()}
     tokens = log_prob, old_log_prob, advantages * weights, mask
-    loss, metrics = policy_loss(*tokens, preset=preset, max_length=info.get("loss_scale_factor"), **counts)
-    local = (counts["num_tokens"] or mask.sum()) / mask.sum().clamp(min=1)  # verl averages metrics over micro-batches
-    return loss, {f"actor/{name}": (metrics[name] * local).item() for name in _REPORTED if name in metrics}
+    loss, metrics = policy_loss(
+        *tokens, preset=preset, max_length=info.get("loss_scale_factor"), **counts
+    )
+    local = (counts["num_tokens"] or mask.sum()) / mask.sum().clamp(
+        min=1
+    )  # verl averages metrics over micro-batches
+    return loss, {
+        f"actor/{name}": (metrics[name] * local).item() for name in _REPORTED if name in metrics
+    }
 
 
-def _skyrl(preset, log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None):
+def _skyrl(
+    preset, log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None
+):
     ones = torch.ones_like(log_probs)
-    given = old_log_probs, rollout_logprobs, ones if loss_mask is None else loss_mask, config.off_policy_correction
+    given = (
+        old_log_probs,
+        rollout_logprobs,
+        ones if loss_mask is None else loss_mask,
+        config.off_policy_correction,
+    )
     weights, mask, metrics = import_module(_SKYRL).apply_off_policy_correction(ones, *given)
     loss, found = _weighted(preset, (log_probs, old_log_probs, advantages, mask.bool()), weights)
     return loss, metrics | {name: value.item() for name, value in found.items()}
@@ -67,20 +94,39 @@ def _megatron(module, more, preset, args, batch, logits, sum_of_sample_mean):
     """slime's and miles' loss of a micro-batch: log-probabilities and the reduction over samples are the host's."""
     host = import_module(module)
     lists = {name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")}
-    scored = host.get_log_probs_and_entropy(logits, args=args, with_entropy=True, **lists, **more(host, args, batch))
+    scored = host.get_log_probs_and_entropy(
+        logits, args=args, with_entropy=True, **lists, **more(host, args, batch)
+    )
     scored = scored[1] if isinstance(scored, tuple) else scored
     logprobs, entropy = (torch.cat(scored[name]) for name in ("log_probs", "entropy"))
     old = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
     ones = torch.ones_like(logprobs, requires_grad=True)
-    (weights,) = torch.autograd.grad(sum_of_sample_mean(ones), ones)  # what the host multiplies a token's loss by
-    ids = torch.arange(len(scored["log_probs"])).repeat_interleave(torch.tensor(batch["response_lengths"]))
-    given = {"entropy": entropy, "entropy_coef": args.entropy_coef, "sequence_ids": ids.to(logits.device)}
+    (weights,) = torch.autograd.grad(
+        sum_of_sample_mean(ones), ones
+    )  # what the host multiplies a token's loss by
+    ids = torch.arange(len(scored["log_probs"])).repeat_interleave(
+        torch.tensor(batch["response_lengths"])
+    )
+    given = {
+        "entropy": entropy,
+        "entropy_coef": args.entropy_coef,
+        "sequence_ids": ids.to(logits.device),
+    }
     if args.use_tis:
-        given |= {"rollout_logprobs": torch.cat(batch["rollout_log_probs"]), "rollout_high": args.tis_clip}
+        given |= {
+            "rollout_logprobs": torch.cat(batch["rollout_log_probs"]),
+            "rollout_high": args.tis_clip,
+        }
     if args.use_kl_loss:
         kind = {"low_var_kl": "k3"}.get(args.kl_loss_type, args.kl_loss_type)
-        given |= {"ref_logprobs": torch.cat(batch["ref_log_probs"]), "kl_coef": args.kl_loss_coef, "kl_estimator": kind}
-    given = {name: value[None] if isinstance(value, Tensor) else value for name, value in given.items()}
+        given |= {
+            "ref_logprobs": torch.cat(batch["ref_log_probs"]),
+            "kl_coef": args.kl_loss_coef,
+            "kl_estimator": kind,
+        }
+    given = {
+        name: value[None] if isinstance(value, Tensor) else value for name, value in given.items()
+    }
     old = torch.cat(old) if old else logprobs.detach()
     tokens = logprobs, old, torch.cat(batch["advantages"]), torch.cat(batch["loss_masks"]).bool()
     loss, metrics = _weighted(preset, (each[None] for each in tokens), weights[None], **given)
@@ -100,7 +146,9 @@ def _estimated(advantage, token_level_rewards, response_mask, index, **given):
     groups = torch.tensor([numbers[name] for name in index], device=response_mask.device)
     order, sizes = groups.argsort(stable=True), groups.bincount()
     if (sizes != sizes[0]).any():
-        raise ValueError(f"fused_{advantage} needs groups of one size, got {sizes.min()} to {sizes.max()} responses")
+        raise ValueError(
+            f"fused_{advantage} needs groups of one size, got {sizes.min()} to {sizes.max()} responses"
+        )
     rewards, lengths = token_level_rewards.sum(1)[order], response_mask.sum(1)[order]
     found = response_advantages(rewards, advantage, group_size=int(sizes[0]), lengths=lengths)
     spread = torch.empty_like(found).index_copy(0, order, found)[:, None] * response_mask
@@ -111,12 +159,19 @@ _REGISTRIES = {
     "verl": ("verl.trainer.ppo.core_algos", _verl, "register_adv_est", {"scalerl"}),
     "skyrl": (_SKYRL, _skyrl, "register_advantage_estimator", set()),
 }
-_SLIME = "slime.backends.megatron_utils.loss", lambda host, *given: host.get_rollout_top_p_logprob_kwargs(*given)
+_SLIME = (
+    "slime.backends.megatron_utils.loss",
+    lambda host, *given: host.get_rollout_top_p_logprob_kwargs(*given),
+)
 _MILES = (
     "miles.backends.training_utils.loss_hub.losses",
     lambda _, args, batch: {"max_seq_lens": batch.get("max_seq_lens")},
 )
-_BY_PATH = {"prime": _prime, "slime": partial(_megatron, *_SLIME), "miles": partial(_megatron, *_MILES)}
+_BY_PATH = {
+    "prime": _prime,
+    "slime": partial(_megatron, *_SLIME),
+    "miles": partial(_megatron, *_MILES),
+}
 
 
 def __getattr__(name: str):
@@ -124,4 +179,6 @@ def __getattr__(name: str):
     host, _, preset = name.partition("_")
     if host in _BY_PATH and preset in PRESETS:
         return partial(_BY_PATH[host], preset)
-    raise AttributeError(f"no loss {name}; a name is {' or '.join(_BY_PATH)}, _ and one of {', '.join(PRESETS)}")
+    raise AttributeError(
+        f"no loss {name}; a name is {' or '.join(_BY_PATH)}, _ and one of {', '.join(PRESETS)}"
+    )

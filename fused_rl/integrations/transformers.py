@@ -33,11 +33,17 @@ if TYPE_CHECKING:
 __all__ = ["causal_lm_loss", "patch", "unpatch"]
 
 _INSTEAD = "or use Trainer(compute_loss_func=causal_lm_loss) instead of patch(model)"
-_HOST = Patch("transformers", ">=5.17,<6", dict)  # nothing of the package is replaced: for its check of versions
+_HOST = Patch(
+    "transformers", ">=5.17,<6", dict
+)  # nothing of the package is replaced: for its check of versions
 
 
 def causal_lm_loss(
-    outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None, *, ignore_index: int = IGNORED
+    outputs: Any,
+    labels: Tensor,
+    num_items_in_batch: Tensor | int | None = None,
+    *,
+    ignore_index: int = IGNORED,
 ) -> Tensor:
     """The mean negative log-likelihood in nats of the labels, from logits: `Trainer(compute_loss_func=causal_lm_loss)`.
 
@@ -56,7 +62,9 @@ def causal_lm_loss(
             do not fit.
     """
     if labels is None:
-        raise ValueError("causal_lm_loss got labels=None: the batches have no `labels`; a collator must add them")
+        raise ValueError(
+            "causal_lm_loss got labels=None: the batches have no `labels`; a collator must add them"
+        )
     # what the model returned: a ModelOutput, or with return_dict=False a tuple
     by_name = isinstance(outputs, dict)
     if by_name and outputs.get("aux_loss") is not None:
@@ -68,11 +76,17 @@ def causal_lm_loss(
     labels = labels.to(logits.device)
     mask = labels[:, 1:] != ignore_index
     logprobs = token_logprobs(logits, labels, mask=mask, shift=True).logprobs
-    count = mask.sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=mask.device)
+    count = (
+        mask.sum()
+        if num_items_in_batch is None
+        else torch.as_tensor(num_items_in_batch, device=mask.device)
+    )
     return -logprobs.sum() / count
 
 
-def patch(model: nn.Module, *, workspace_mb: float | None = None, logits_dtype: torch.dtype | None = None) -> Applied:
+def patch(
+    model: nn.Module, *, workspace_mb: float | None = None, logits_dtype: torch.dtype | None = None
+) -> Applied:
     """Let `model(input_ids, labels=...)` make its loss from hidden states and LM head; the logits never exist.
 
     Evaluation, gradient checkpointing, autocast, LoRA, gradient accumulation and several processes work as before, and
@@ -134,17 +148,23 @@ _ATTRIBUTE = "fused_rl_forward"  # by which a patched model is known, also when 
 class _FusedForward:
     """A model's forward with the LM head and the loss function replaced while it runs; pickles with the model."""
 
-    def __init__(self, model: "PreTrainedModel", workspace_mb: float | None, logits_dtype: torch.dtype | None):
+    def __init__(
+        self, model: "PreTrainedModel", workspace_mb: float | None, logits_dtype: torch.dtype | None
+    ):
         self.model = model
         self.workspace_mb = workspace_mb
         self.logits_dtype = logits_dtype
         self.active = True
         if "labels" not in self.__signature__.parameters:
-            raise TypeError(f"{type(model).__name__}.forward takes no labels; patch takes a causal language model")
+            raise TypeError(
+                f"{type(model).__name__}.forward takes no labels; patch takes a causal language model"
+            )
         _check_loss_function(model)
 
     @property
-    def __signature__(self) -> inspect.Signature:  # `Trainer` reads from it which columns the model takes
+    def __signature__(
+        self,
+    ) -> inspect.Signature:  # `Trainer` reads from it which columns the model takes
         return inspect.signature(functools.partial(type(self.model).forward, self.model))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -156,8 +176,12 @@ class _FusedForward:
         losses = []
         with contextlib.ExitStack() as stack:
             for linear in _linears(self.model):
-                stack.enter_context(_attribute(linear, "forward", functools.partial(UnformedLogits, linear)))
-            loss_function = functools.partial(_loss_function, losses, self.workspace_mb, self.logits_dtype)
+                stack.enter_context(
+                    _attribute(linear, "forward", functools.partial(UnformedLogits, linear))
+                )
+            loss_function = functools.partial(
+                _loss_function, losses, self.workspace_mb, self.logits_dtype
+            )
             stack.enter_context(_attribute(self.model, "_loss_function", loss_function))
             outputs = forward(self.model, *args, **kwargs)
         if not losses:
@@ -183,15 +207,21 @@ class UnformedLogits(Tensor):
     """
 
     @staticmethod
-    def __new__(cls, head: nn.Linear, hidden: Tensor, scale: float = 1.0, inside: float | None = None):
+    def __new__(
+        cls, head: nn.Linear, hidden: Tensor, scale: float = 1.0, inside: float | None = None
+    ):
         shape = (*hidden.shape[:-1], head.out_features)
         return Tensor._make_wrapper_subclass(cls, shape, dtype=hidden.dtype, device=hidden.device)
 
-    def __init__(self, head: nn.Linear, hidden: Tensor, scale: float = 1.0, inside: float | None = None):
+    def __init__(
+        self, head: nn.Linear, hidden: Tensor, scale: float = 1.0, inside: float | None = None
+    ):
         super().__init__()
         device = hidden.device.type
         self.recorded = torch.is_grad_enabled()  # of a forward whose backward may follow
-        self.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        self.autocast = (
+            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        )
         self.head = head
         self.hidden = hidden  # (B, T, H)
         self.scale = scale
@@ -235,7 +265,9 @@ class UnformedLogits(Tensor):
                 return function(*args, **(kwargs or {}))
         if function is torch.tanh:
             return args[0].tanh()
-        return cls._formed_first(function, torch.overrides.resolve_name(function), args, kwargs or {})
+        return cls._formed_first(
+            function, torch.overrides.resolve_name(function), args, kwargs or {}
+        )
 
     @classmethod
     def __torch_dispatch__(cls, operator, types, args=(), kwargs=None):
@@ -253,15 +285,24 @@ class UnformedLogits(Tensor):
         )
 
     def _formed(self, operation: str) -> Tensor:  # (B, T, V) fp32
-        if self.recorded or "forward" in vars(self.head):  # a step that is recorded, or a forward that is not over
+        if self.recorded or "forward" in vars(
+            self.head
+        ):  # a step that is recorded, or a forward that is not over
             self._refuse(operation)
-        with torch.no_grad(), torch.autocast(self.hidden.device.type, self.autocast, self.autocast is not None):
-            logits = self.head(self.hidden).float()  # the module and not its weight, which may be sharded
+        with (
+            torch.no_grad(),
+            torch.autocast(self.hidden.device.type, self.autocast, self.autocast is not None),
+        ):
+            logits = self.head(
+                self.hidden
+            ).float()  # the module and not its weight, which may be sharded
         if self.inside is not None:
             logits = logits.mul_(self.inside).tanh_()
         return logits.mul_(self.scale)
 
-    def negative_logprobs(self, targets: Tensor, mask: Tensor, share: Tensor, **options: object) -> Tensor:
+    def negative_logprobs(
+        self, targets: Tensor, mask: Tensor, share: Tensor, **options: object
+    ) -> Tensor:
         """() fp32: the sum over the mask of -log p(target), times `share` (); `targets` and `mask` (B, T).
 
         `options` are those of `linear_token_loss`: workspace_mb, logits_dtype.
@@ -317,13 +358,23 @@ def _loss_function(
 ):
     """`ForCausalLMLoss` of logits that were not formed; leaves a trace in `losses`."""
     if not isinstance(logits, UnformedLogits):
-        raise RuntimeError(f"the forward does more to its logits than scale, cap and cast them; {_INSTEAD}")
+        raise RuntimeError(
+            f"the forward does more to its logits than scale, cap and cast them; {_INSTEAD}"
+        )
     if vocab_size != logits.shape[-1]:
-        raise ValueError(f"the model's vocab_size is {vocab_size}, and its LM head has {logits.shape[-1]} rows")
-    targets = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
+        raise ValueError(
+            f"the model's vocab_size is {vocab_size}, and its LM head has {logits.shape[-1]} rows"
+        )
+    targets = (
+        nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        if shift_labels is None
+        else shift_labels
+    )
     targets = targets.to(logits.device)
     mask = targets != ignore_index
-    count = torch.as_tensor(mask.sum() if num_items_in_batch is None else num_items_in_batch, device=logits.device)
+    count = torch.as_tensor(
+        mask.sum() if num_items_in_batch is None else num_items_in_batch, device=logits.device
+    )
     options = {"workspace_mb": workspace_mb, "logits_dtype": logits_dtype}
     loss = logits.negative_logprobs(targets, mask, 1 / count, **options)
     losses.append(loss)
@@ -349,7 +400,9 @@ def _check_loss_function(model: "PreTrainedModel") -> None:
 
     if model.loss_function is not ForCausalLMLoss:
         name = getattr(model.loss_function, "__name__", repr(model.loss_function))
-        raise ValueError(f"the loss of {type(model).__name__} is {name}; patch knows transformers' ForCausalLMLoss")
+        raise ValueError(
+            f"the loss of {type(model).__name__} is {name}; patch knows transformers' ForCausalLMLoss"
+        )
 
 
 def _linears(model: "PreTrainedModel") -> list[nn.Linear]:
@@ -361,7 +414,9 @@ def _linears(model: "PreTrainedModel") -> list[nn.Linear]:
         heads = [head.original_module, *head.modules_to_save.values()]
     for linear in heads:
         # by its forward: FSDP2 gives a module of its own group a class of its own
-        if getattr(type(linear), "forward", None) is not nn.Linear.forward or "forward" in vars(linear):
+        if getattr(type(linear), "forward", None) is not nn.Linear.forward or "forward" in vars(
+            linear
+        ):
             kind = f"{type(linear).__module__}.{type(linear).__name__}"
             raise ValueError(
                 f"the LM head of {type(model).__name__} is a {kind}, and patch needs an nn.Linear with its own "

@@ -107,12 +107,24 @@ class ChunkedLogProbFunction:
 
         `chunk_size`, the width of TRL's tiles, has no effect: tiles here follow from a budget in bytes.
         """
-        served = _serves_head(hidden, logit_scale, final_logit_softcapping) and set(outputs) <= _OUTPUTS
+        served = (
+            _serves_head(hidden, logit_scale, final_logit_softcapping) and set(outputs) <= _OUTPUTS
+        )
         if not served or not _serves_temperature(temperature / logit_scale):
             return _PATCH.original(_LOGPROB).apply(
-                hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
+                hidden,
+                weight,
+                bias,
+                targets,
+                temperature,
+                chunk_size,
+                final_logit_softcapping,
+                logit_scale,
+                outputs,
             )
-        from trl.trainer.utils import maybe_gather_lm_head_ctx  # a ZeRO-3 head; in the forward pass TRL has done it
+        from trl.trainer.utils import (
+            maybe_gather_lm_head_ctx,
+        )  # a ZeRO-3 head; in the forward pass TRL has done it
 
         if values_are_checked(hidden.device):
             check_target_values(targets, None, weight.shape[0])
@@ -122,7 +134,9 @@ class ChunkedLogProbFunction:
         logits_dtype = _PATCH.options.get("logits_dtype")
         check_logits_dtype(logits_dtype, dtype)
         head = Head(logit_scale / temperature, softcap, tuple(outputs), dtype, logits_dtype)
-        return HeadLogprobs.apply(hidden, weight, bias, targets.long(), head, maybe_gather_lm_head_ctx)
+        return HeadLogprobs.apply(
+            hidden, weight, bias, targets.long(), head, maybe_gather_lm_head_ctx
+        )
 
 
 class ChunkedDivergenceFunction:
@@ -158,8 +172,12 @@ class ChunkedDivergenceFunction:
         pair = Pair(
             DIRECTIONS[beta],
             1 / temperature,
-            Scale(student_logit_scale, student_final_logit_softcapping, _compute_dtype(student_hidden)),
-            Scale(teacher_logit_scale, teacher_final_logit_softcapping, _compute_dtype(teacher_hidden)),
+            Scale(
+                student_logit_scale, student_final_logit_softcapping, _compute_dtype(student_hidden)
+            ),
+            Scale(
+                teacher_logit_scale, teacher_final_logit_softcapping, _compute_dtype(teacher_hidden)
+            ),
         )
         student = student_hidden, student_weight, student_bias
         teacher = teacher_hidden, teacher_weight, teacher_bias
@@ -182,11 +200,15 @@ def selective_log_softmax(
     fp32, and of fp64 logits fp64, as TRL's kernel on GPUs returns them; TRL on a CPU rounds to the dtype of the logits.
     """
     if not _serves_logits(logits, index, temperature):
-        return _PATCH.original(f"{_UTILS}.selective_log_softmax")(logits, index, temperature, row_mask)
+        return _PATCH.original(f"{_UTILS}.selective_log_softmax")(
+            logits, index, temperature, row_mask
+        )
     mask = None if row_mask is None else row_mask != 0
     several = index.dim() == logits.dim()
     if several and mask is not None:  # TRL's mask has a place for every target
-        return token_logprobs(logits, index, temperature=temperature).logprobs.masked_fill(~mask, 0.0)
+        return token_logprobs(logits, index, temperature=temperature).logprobs.masked_fill(
+            ~mask, 0.0
+        )
     return token_logprobs(logits, index, temperature=temperature, mask=mask).logprobs
 
 

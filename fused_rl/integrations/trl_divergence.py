@@ -33,7 +33,9 @@ class Pair(NamedTuple):
     teacher: Scale
 
 
-def project(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: Scale, buffer: Tensor) -> Tensor:
+def project(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: Scale, buffer: Tensor
+) -> Tensor:
     """(n, H), (V, H), (V,) | None -> logits (n, V) fp32 in the storage of `buffer`."""
     n, vocab = hidden.shape[0], weight.shape[0]
     out = buffer[: n * vocab].view(n, vocab)
@@ -98,12 +100,16 @@ class HeadDivergence(torch.autograd.Function):
         divergence, entropy = (hidden.new_zeros(n, dtype=torch.float32) for _ in range(2))
         states, sums = [], []
         with gathered(weight, bias), gathered(t_weight, t_bias):
-            for rows, logits, x, y in _Tiles((hidden, weight, bias), (t_hidden, t_weight, t_bias), pair):
+            for rows, logits, x, y in _Tiles(
+                (hidden, weight, bias), (t_hidden, t_weight, t_bias), pair
+            ):
                 # the divergence and what a row leaves for its gradient; the student's entropy
                 divergence[rows], state = backend.kl.kl_fwd(x, y, None, pair.inv_temperature)
                 states.append(state)
                 if pair.direction == "jensen-shannon":
-                    sums.append(backend.jensen_shannon.js_fwd(x, y, None, pair.inv_temperature, state))
+                    sums.append(
+                        backend.jensen_shannon.js_fwd(x, y, None, pair.inv_temperature, state)
+                    )
                     divergence[rows] = JensenShannonSums(*sums[-1]).divergence
                 entropy[rows] = backend.logprob.logprob_fwd(
                     logits, targets[rows], None, pair.inv_temperature, None
@@ -126,7 +132,14 @@ class HeadDivergence(torch.autograd.Function):
         sums = ctx.saved_tensors[7 + count :]
         with gathered(*student[1:]), gathered(*teacher[1:]):
             gradients = _gradients(
-                ctx.needs_input_grad, g.contiguous(), student, teacher, pair, divergence, states, sums
+                ctx.needs_input_grad,
+                g.contiguous(),
+                student,
+                teacher,
+                pair,
+                divergence,
+                states,
+                sums,
             )
         return *gradients.take(), *(None,) * 5
 

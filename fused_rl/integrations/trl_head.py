@@ -29,11 +29,15 @@ class Head(NamedTuple):
 
 def capped_mean(logits: Tensor, softcap: float) -> Tensor:  # (n, V) -> (n,) fp32
     step = max(1, _MEAN_ELEMENTS // logits.shape[1])
-    parts = [(logits[c].float() / softcap).tanh_().mean(-1) for c in tiles.blocks(len(logits), step)]
+    parts = [
+        (logits[c].float() / softcap).tanh_().mean(-1) for c in tiles.blocks(len(logits), step)
+    ]
     return softcap * torch.cat(parts)
 
 
-def linear_mean(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # (n, H), (V, H), (V,) -> (n,) fp32
+def linear_mean(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:  # (n, H), (V, H), (V,) -> (n,) fp32
     parts = [weight[c].sum(0, dtype=torch.float32) for c in tiles.blocks(len(weight), _MEAN_ROWS)]
     mean = hidden.float() @ (torch.stack(parts).sum(0) / len(weight))
     return mean if bias is None else mean + bias.mean(dtype=torch.float32)
@@ -43,21 +47,27 @@ def scored(hidden, weight, bias, targets, head, budget):
     """`RowStatistics` of all rows, and by name what else `head.outputs` asks for, (n,) each."""
     n = hidden.shape[0]
     backend = backend_of(hidden.device).logprob
-    squares = hidden.new_zeros(n, dtype=torch.float32) if "log_sum_sq_probs" in head.outputs else None
+    squares = (
+        hidden.new_zeros(n, dtype=torch.float32) if "log_sum_sq_probs" in head.outputs else None
+    )
     top = torch.zeros_like(targets) if "is_top1" in head.outputs else None
     capped = head.softcap is not None and "mean_logits" in head.outputs
     means = hidden.new_zeros(n, dtype=torch.float32) if capped else None
 
     def visit(rows, logits):
         if squares is not None:
-            at_half = backend.logprob_fwd(logits, targets[rows], None, 2 * head.inv_temperature, head.softcap)
+            at_half = backend.logprob_fwd(
+                logits, targets[rows], None, 2 * head.inv_temperature, head.softcap
+            )
             squares[rows] = at_half.rest.log1p()
         if top is not None:
             top[rows] = logits.max(-1).indices  # the first of equal ones
         if means is not None:
             means[rows] = capped_mean(logits, head.softcap)
 
-    found = tiles.statistics(hidden, weight, bias, targets, head.inv_temperature, head.softcap, budget, visit)
+    found = tiles.statistics(
+        hidden, weight, bias, targets, head.inv_temperature, head.softcap, budget, visit
+    )
     extra = {}
     if squares is not None:
         extra["log_sum_sq_probs"] = squares - 2 * found.rest.log1p()
@@ -85,13 +95,21 @@ class HeadLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         inputs = cast(head.dtype, hidden, weight, bias)
         budget = tiles.budget(None, inputs[0], len(inputs[1]), False, head.logits_dtype)
-        with torch.autocast(hidden.device.type, enabled=False):  # the mean of the logits is one product in fp32
+        with torch.autocast(
+            hidden.device.type, enabled=False
+        ):  # the mean of the logits is one product in fp32
             found, extra = scored(*inputs, targets, head, budget)
         ctx.options = head, gathered, budget
-        ctx.save_for_backward(hidden, weight, bias, targets, found.entropy.clone(), found.m, found.rest)
+        ctx.save_for_backward(
+            hidden, weight, bias, targets, found.entropy.clone(), found.m, found.rest
+        )
         entropy = found.entropy if "entropy" in head.outputs else None
         ctx.mark_non_differentiable(*extra.values())
-        return found.logprobs, entropy, *map(extra.get, ("log_sum_sq_probs", "mean_logits", "is_top1"))
+        return (
+            found.logprobs,
+            entropy,
+            *map(extra.get, ("log_sum_sq_probs", "mean_logits", "is_top1")),
+        )
 
     @staticmethod
     @torch.autograd.function.once_differentiable

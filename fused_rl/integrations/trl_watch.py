@@ -17,13 +17,31 @@ WINDOW = 10  # logs that a mean is over
 MISMATCH = "sampling/sampling_logp_difference/mean"  # nats per token; rounding to 16 bits makes less than 0.05
 # TRL's key -> whether its mean (now, at first) is a sign of trouble, and what to do.
 FINDINGS: dict[str, tuple[Callable[[float, float], bool], str]] = {
-    MISMATCH: (lambda now, first: now > 0.05, "sampler and trainer differ: compare dtype, temperature and weights"),
-    "entropy": (lambda now, first: now < first / 10, "entropy collapsed: lower learning_rate, or raise beta"),
-    "kl": (lambda now, first: now > 2 or now > max(1, 3 * first), "far from the reference: lower learning_rate"),
-    "frac_reward_zero_std": (lambda now, first: now >= 0.75, "most groups have equal rewards: change the prompts"),
+    MISMATCH: (
+        lambda now, first: now > 0.05,
+        "sampler and trainer differ: compare dtype, temperature and weights",
+    ),
+    "entropy": (
+        lambda now, first: now < first / 10,
+        "entropy collapsed: lower learning_rate, or raise beta",
+    ),
+    "kl": (
+        lambda now, first: now > 2 or now > max(1, 3 * first),
+        "far from the reference: lower learning_rate",
+    ),
+    "frac_reward_zero_std": (
+        lambda now, first: now >= 0.75,
+        "most groups have equal rewards: change the prompts",
+    ),
     "completions/clipped_ratio": (lambda now, first: now > 0.5, "raise max_completion_length"),
-    "clip_ratio/region_mean": (lambda now, first: now > 0.5, "most tokens are clipped: lower learning_rate"),
-    "grad_norm": (lambda now, first: now == 0 or not math.isfinite(now), "look at the rewards, and at learning_rate"),
+    "clip_ratio/region_mean": (
+        lambda now, first: now > 0.5,
+        "most tokens are clipped: lower learning_rate",
+    ),
+    "grad_norm": (
+        lambda now, first: now == 0 or not math.isfinite(now),
+        "look at the rewards, and at learning_rate",
+    ),
 }
 SUMMARY = (MISMATCH, "entropy", "kl")
 
@@ -49,7 +67,9 @@ class Watch(TrainerCallback):
             is_new = key not in self.found and len(self.values[key]) >= WINDOW
             if state.is_world_process_zero and is_new and holds(now, first):
                 self.found.add(key)
-                self.report(f"step {state.global_step}: {key} is {now:.3g}, at first {first:.3g}; {advice}")
+                self.report(
+                    f"step {state.global_step}: {key} is {now:.3g}, at first {first:.3g}; {advice}"
+                )
 
     def on_train_end(self, args, state, control, **given):
         for key in filter(self.values.get, SUMMARY if state.is_world_process_zero else ()):

@@ -57,12 +57,27 @@ def register() -> None:
 
 
 def _replacements():
-    installed = vars(importlib.import_module(_EXPERIMENTAL)).get(_LIGER) is not None  # verl 0.9.1, with liger-kernel
-    scores = logprobs_from_logits, logprobs_from_logits_flash_attn, logprobs_from_logits_naive, logprobs_from_logits_v2
+    installed = (
+        vars(importlib.import_module(_EXPERIMENTAL)).get(_LIGER) is not None
+    )  # verl 0.9.1, with liger-kernel
+    scores = (
+        logprobs_from_logits,
+        logprobs_from_logits_flash_attn,
+        logprobs_from_logits_naive,
+        logprobs_from_logits_v2,
+    )
     entropies = entropy_from_logits, entropy_from_logits_with_chunking
-    elsewhere = {_KL: kl_penalty_forward, _FUSED_LINEAR: FusedLinearForPPOFunction, _LINEAR: linear_cross_entropy}
+    elsewhere = {
+        _KL: kl_penalty_forward,
+        _FUSED_LINEAR: FusedLinearForPPOFunction,
+        _LINEAR: linear_cross_entropy,
+    }
     liger = {f"{_EXPERIMENTAL}.{_LIGER}": LigerFusedLinear} if installed else {}
-    return liger | {f"{_FUNCTIONAL}.{ours.__name__}": ours for ours in (*scores, *entropies)} | elsewhere
+    return (
+        liger
+        | {f"{_FUNCTIONAL}.{ours.__name__}": ours for ours in (*scores, *entropies)}
+        | elsewhere
+    )
 
 
 _PATCH = Patch("verl", ">=0.9,<0.10", _replacements)
@@ -89,14 +104,20 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
     pass that then needs the overwritten logits raises instead of using the gradient in their place.
     """
     if not _takes_logprobs(logits, labels):
-        return _PATCH.original(f"{_FUNCTIONAL}.logprobs_from_logits")(logits, labels, inplace_backward)
+        return _PATCH.original(f"{_FUNCTIONAL}.logprobs_from_logits")(
+            logits, labels, inplace_backward
+        )
     return label_logprobs(logits, labels, inplace=inplace_backward and _flash_attn_is_used())
 
 
-def logprobs_from_logits_flash_attn(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
+def logprobs_from_logits_flash_attn(
+    logits: Tensor, labels: Tensor, inplace_backward: bool = True
+) -> Tensor:
     """verl's function of this name; needs no flash-attn, and heeds `inplace_backward` as that does."""
     if not _takes_logprobs(logits, labels):
-        return _PATCH.original(f"{_FUNCTIONAL}.logprobs_from_logits_flash_attn")(logits, labels, inplace_backward)
+        return _PATCH.original(f"{_FUNCTIONAL}.logprobs_from_logits_flash_attn")(
+            logits, labels, inplace_backward
+        )
     return label_logprobs(logits, labels, inplace=inplace_backward)
 
 
@@ -127,7 +148,9 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
 def entropy_from_logits_with_chunking(logits: Tensor, chunk_size: int = 2048) -> Tensor:
     """verl's function of this name; `chunk_size` has no effect, since no chunk is ever copied."""
     if not is_served(logits):
-        return _PATCH.original(f"{_FUNCTIONAL}.entropy_from_logits_with_chunking")(logits, chunk_size)
+        return _PATCH.original(f"{_FUNCTIONAL}.entropy_from_logits_with_chunking")(
+            logits, chunk_size
+        )
     return row_entropy(logits)
 
 
@@ -142,9 +165,15 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
     (`capped_kl`).
     """
     differentiated = ref_logprob.requires_grad and torch.is_grad_enabled()
-    if kl_penalty not in ("low_var_kl", "k3") or differentiated or not is_served(logprob, ref_logprob):
+    if (
+        kl_penalty not in ("low_var_kl", "k3")
+        or differentiated
+        or not is_served(logprob, ref_logprob)
+    ):
         return _PATCH.original(_KL)(logprob, ref_logprob, kl_penalty)
-    return capped_kl(logprob if logprob.dtype == torch.float64 else logprob.float(), ref_logprob, "k3")
+    return capped_kl(
+        logprob if logprob.dtype == torch.float64 else logprob.float(), ref_logprob, "k3"
+    )
 
 
 def _takes_head(hidden, weight, labels):
@@ -185,9 +214,13 @@ class LigerFusedLinear:
     """In place of Liger's autograd function, which `FusedLinearForPPO` calls by `apply` with impl_backend="liger"."""
 
     @staticmethod
-    def apply(hidden_states: Tensor, weight: Tensor, input_ids: Tensor, temperature: float, *options) -> tuple:
+    def apply(
+        hidden_states: Tensor, weight: Tensor, input_ids: Tensor, temperature: float, *options
+    ) -> tuple:
         """Negative log-probabilities and entropies (N,), of hidden states (N, H) under a head (V, H)."""
-        logprobs, entropy = FusedLinearForPPOFunction.apply(hidden_states, weight, input_ids, temperature)
+        logprobs, entropy = FusedLinearForPPOFunction.apply(
+            hidden_states, weight, input_ids, temperature
+        )
         return -logprobs, entropy
 
 
@@ -209,8 +242,12 @@ def linear_cross_entropy(
     reduce = _REDUCTIONS.get(reduction.lower()) if isinstance(reduction, str) else None
     is_known = isinstance(temperature, float) and reduce is not None
     if split or not is_known or not _takes_head(hidden, weight, labels):
-        return _PATCH.original(_LINEAR)(hidden, weight, labels, temperature, reduction, dist_process_group)
-    logprobs, entropy = _scored(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), temperature)
+        return _PATCH.original(_LINEAR)(
+            hidden, weight, labels, temperature, reduction, dist_process_group
+        )
+    logprobs, entropy = _scored(
+        hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), temperature
+    )
     return reduce(logprobs), entropy
 
 

@@ -12,7 +12,10 @@ from tests.bench.cases import one_case
 
 
 def test_steps_fit_into_their_minutes():
-    limits = {minutes: [step.limit for step in gpu.parse(["--minutes", str(minutes)])[1]] for minutes in (10, 30, 45)}
+    limits = {
+        minutes: [step.limit for step in gpu.parse(["--minutes", str(minutes)])[1]]
+        for minutes in (10, 30, 45)
+    }
     assert all(sum(found) <= 60 * minutes - 15 for minutes, found in limits.items())
     groups = [step for step in gpu.STEPS if step.budget]
     assert {step.name for step in groups} <= {*suite.COMMANDS} & {*run.CASES}
@@ -49,7 +52,9 @@ def test_steps_end_on_their_own(tmp_path, monkeypatch, capfd):
 
     monkeypatch.setattr(machine, "environment", lambda device: {"device": "a GPU"})
     monkeypatch.setattr(gpu, "group", step)
-    monkeypatch.setattr(gpu, "STEPS", [gpu.Step(name, limit, 1) for name, (_, limit) in code.items()])
+    monkeypatch.setattr(
+        gpu, "STEPS", [gpu.Step(name, limit, 1) for name, (_, limit) in code.items()]
+    )
     assert gpu.command("gpu", ["--out", str(tmp_path)]) == 1
     environment, *found = map(json.loads, (tmp_path / gpu.FACTS_FILE).read_text().splitlines())
     assert environment == {"device": "a GPU"}
@@ -74,7 +79,9 @@ def test_on_a_gpu_each_is_timed_alone_and_one_without_memory_costs_no_other_row(
     monkeypatch.setattr(timing, "alone", alone)
     rows = run.run_case(case, "plain torch", 1e9, 10.0)
     assert [row["status"] for row in rows] == [results.OK] * 3
-    assert ["ms" in row for row in rows] == [True, False, True] and rows[2]["time_over"] == {"fused_rl": 1.0}
+    assert ["ms" in row for row in rows] == [True, False, True] and rows[2]["time_over"] == {
+        "fused_rl": 1.0
+    }
     assert all(20 <= ms <= 200 for ms in calls)
 
 

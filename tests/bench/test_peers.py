@@ -12,5 +12,9 @@ def test_a_peer_that_cannot_run_is_listed_with_the_reason(monkeypatch):
     running, missing = peers.find(peers.LOGPROBS, "cpu", op="token_logprobs")
     assert "plain torch" in [p.name for p in running]
     found = {row["implementation"]: (row["op"], row["status"], row["reason"]) for row in missing}
-    assert found["Liger GRPO loss"] == ("token_logprobs", "cannot run", "its Triton kernels need a GPU")
+    assert found["Liger GRPO loss"] == (
+        "token_logprobs",
+        "cannot run",
+        "its Triton kernels need a GPU",
+    )
     assert "TRL" in found

@@ -33,7 +33,9 @@ def exists(command):
     assert words[0] == "python"
     if words[1] == "-m":
         files = [word for word in words[3:] if word.endswith(".py")]
-        return importlib.util.find_spec(words[2]) and all((machine.ROOT / file).exists() for file in files)
+        return importlib.util.find_spec(words[2]) and all(
+            (machine.ROOT / file).exists() for file in files
+        )
     return (machine.ROOT / words[1]).exists()
 
 
@@ -45,7 +47,9 @@ def test_the_commands_of_a_page_exist(page):
 
 def test_what_make_repro_runs():
     """Every script of the folder, or the reason why not; each belongs to a page, which names it."""
-    scripts = {path.stem for path in (machine.ROOT / "bench" / "repro").iterdir() if path.suffix != ".pyc"}
+    scripts = {
+        path.stem for path in (machine.ROOT / "bench" / "repro").iterdir() if path.suffix != ".pyc"
+    }
     helpers = {"__init__", "__main__", "__pycache__", "ppo_step"}
     assert {*repro.REPROS, *repro.LEFT_OUT} == scripts - helpers
     for name, shown in repro.REPROS.items():
@@ -60,7 +64,9 @@ def test_the_losses_page_has_the_table_of_the_kl_estimators():
 
 def test_a_reproduction_that_fails_is_printed_and_is_the_status(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(repro, "FOLDER", tmp_path)
-    monkeypatch.setattr(repro, "command_of", lambda name, shown: ["-c", {"good": "", "bad": "1 / 0"}[name]])
+    monkeypatch.setattr(
+        repro, "command_of", lambda name, shown: ["-c", {"good": "", "bad": "1 / 0"}[name]]
+    )
     monkeypatch.setattr(repro, "REPROS", {name: repro.Repro("page") for name in ("good", "bad")})
     monkeypatch.setattr(repro.sys, "argv", ["repro"])
     assert repro.main() == 1

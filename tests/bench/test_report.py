@@ -23,8 +23,15 @@ def test_results_survive_the_round_trip_and_the_report(page, clock, capsys):
     assert report.command("report", []) == 1
     assert "no results" in capsys.readouterr().out and not page.exists(), "what was there stays"
     rows = run.run_case(one_case(), "plain torch", 1e9, 1e9)
-    wrong = rows[-1] | {"implementation": "a peer", "status": results.WRONG, "reason": "entropy off by 2 nats"}
-    rows += [wrong, results.not_run("TRL", results.NOT_INSTALLED, "not installed", "token_logprobs")]
+    wrong = rows[-1] | {
+        "implementation": "a peer",
+        "status": results.WRONG,
+        "reason": "entropy off by 2 nats",
+    }
+    rows += [
+        wrong,
+        results.not_run("TRL", results.NOT_INSTALLED, "not installed", "token_logprobs"),
+    ]
     args = SimpleNamespace(device="cpu", out=str(page.parent), group="kernels")
     path = results.save(args, rows, copy_bytes_per_s=1e9)
     found = results.load(path)

@@ -21,13 +21,25 @@ from tests.bench.cases import checked, contend, one_case
     [
         (LogprobsCase(Spec((6, 500), "bf16"), "cpu"), {"logprob", "entropy", "gradient"}),
         (LogprobsCase(Spec((6, 500), "bf16", 0.5), "cpu"), {"logprob", "entropy", "gradient"}),
-        (LogprobsCase(Spec((2, 4, 500), "bf16", layout="shift"), "cpu"), {"logprob", "entropy", "gradient"}),
+        (
+            LogprobsCase(Spec((2, 4, 500), "bf16", layout="shift"), "cpu"),
+            {"logprob", "entropy", "gradient"},
+        ),
         (KLCase(Spec((6, 500), "fp32", 0.5), "cpu"), {"kl", "gradient"}),
         (TopkCase(Spec((6, 500), "bf16", layout="K=8"), "cpu"), {"logprob", "gradient"}),
         (LinearCase(Spec((256, 16, 300), "fp32"), "cpu"), {"loss", "dhidden", "dweight"}),
-        (ExactHead(Spec((256, 16, 300), "bf16"), "cpu"), {"logprob", "entropy", "dhidden", "dweight"}),
-        (KeptLogits(Spec((6, 500), "bf16", layout="mixture"), "cpu"), {"logprob", "entropy", "gradient"}),
-        (KeptHead(Spec((100, 16, 300), "fp32", layout="K=8"), "cpu"), {"value", "dhidden", "dweight"}),
+        (
+            ExactHead(Spec((256, 16, 300), "bf16"), "cpu"),
+            {"logprob", "entropy", "dhidden", "dweight"},
+        ),
+        (
+            KeptLogits(Spec((6, 500), "bf16", layout="mixture"), "cpu"),
+            {"logprob", "entropy", "gradient"},
+        ),
+        (
+            KeptHead(Spec((100, 16, 300), "fp32", layout="K=8"), "cpu"),
+            {"value", "dhidden", "dweight"},
+        ),
     ],
     ids=lambda value: value.label() if hasattr(value, "label") else "",
 )
@@ -59,7 +71,8 @@ def broken_nan(case, x):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("broken", "what"), [(broken_value, "logprob"), (broken_gradient, "gradient"), (broken_nan, "entropy")]
+    ("broken", "what"),
+    [(broken_value, "logprob"), (broken_gradient, "gradient"), (broken_nan, "entropy")],
 )
 def test_an_op_that_fails_the_check_is_not_timed(broken, what, clock, monkeypatch):
     # A peer that is wrong is timed, and its row says by how much.
@@ -90,7 +103,10 @@ def test_what_raises_is_a_row_with_its_status(clock, monkeypatch):
     contend(monkeypatch, case, ours, large)
     rows = run.run_case(case, "none", 1e9, 1.0)
     assert [row["status"] for row in rows] == ["failed", "out of memory"]
-    assert [row["reason"] for row in rows] == ["RuntimeError: no kernel", "OutOfMemoryError: 40 GiB"]
+    assert [row["reason"] for row in rows] == [
+        "RuntimeError: no kernel",
+        "OutOfMemoryError: 40 GiB",
+    ]
     assert results.measured(rows) == []
     run.show(case, rows, 1e9)
 
@@ -100,13 +116,24 @@ def test_a_group_fails_where_ours_does(failing, status, tmp_path, monkeypatch):
     def run_case(case, wanted, copy_bytes_per_s, seconds):
         rows = [results.not_run("a peer", results.CANNOT_RUN, "no GPU", case.op)]
         if failing:
-            rows.append(results.not_run(failing, results.FAILED, "RuntimeError: no kernel", case.op))
+            rows.append(
+                results.not_run(failing, results.FAILED, "RuntimeError: no kernel", case.op)
+            )
         return rows
 
     monkeypatch.setattr(run, "run_case", run_case)
     monkeypatch.setattr(machine, "copy_bandwidth", lambda device: 1e9)
     monkeypatch.setattr(run, "warm_up", lambda kinds, device, wanted: None)
-    words = ["--device", "cpu", "--shapes", "6x500,4x300", "--dtype", "bf16", "--out", str(tmp_path)]
+    words = [
+        "--device",
+        "cpu",
+        "--shapes",
+        "6x500,4x300",
+        "--dtype",
+        "bf16",
+        "--out",
+        str(tmp_path),
+    ]
     assert run.command("kernels", words) == status
     rows = json.loads((tmp_path / "kernels-cpu.json").read_text())["rows"]
     assert run.passes("cuda", "all") == ["none", "all"] and run.passes("cpu", "all") == ["all"]
@@ -130,5 +157,7 @@ def test_linear_truth_is_autograd_in_fp64_and_finds_a_wrong_gradient():
         assert found["reason"].split(" off by")[0] == name
         assert found["reason"].count("off by") == 1
     likelihood = torch.nn.functional.cross_entropy(hidden @ weight.t(), case.targets)
-    errors = case.of_loss(likelihood, *torch.autograd.grad(likelihood, (hidden, weight)), unweighted=True)
+    errors = case.of_loss(
+        likelihood, *torch.autograd.grad(likelihood, (hidden, weight)), unweighted=True
+    )
     assert all(e < 1e-12 for e in errors.values())

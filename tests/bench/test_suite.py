@@ -21,15 +21,25 @@ def test_wrong_options_end_with_a_line_that_names_them(wrong, monkeypatch, capsy
 
 def test_the_suite_hands_each_group_its_own_options(monkeypatch, capsys):
     ran = []
-    monkeypatch.setattr(suite, "run_group", lambda group, options: ran.append((group, options)) or "ok")
-    monkeypatch.setattr(sys, "argv", ["bench", "--group", "kernels,linear,codegen", "--out", "there"])
+    monkeypatch.setattr(
+        suite, "run_group", lambda group, options: ran.append((group, options)) or "ok"
+    )
+    monkeypatch.setattr(
+        sys, "argv", ["bench", "--group", "kernels,linear,codegen", "--out", "there"]
+    )
     assert suite.main() == 0
     assert ran == [(group, ["--out", "there"]) for group in ("kernels", "linear", "codegen")]
     ran.clear()
-    monkeypatch.setattr(sys, "argv", ["bench", "--shapes", "64x1000,8x9", "--dtype", "bf16", "--peers", "plain torch"])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["bench", "--shapes", "64x1000,8x9", "--dtype", "bf16", "--peers", "plain torch"],
+    )
     assert suite.main() == 0
     # results of chosen shapes do not replace whole ones
-    assert ran == [("kernels", ["--dtype", "bf16", "--peers", "plain torch", "--shapes", "64x1000,8x9"])]
+    assert ran == [
+        ("kernels", ["--dtype", "bf16", "--peers", "plain torch", "--shapes", "64x1000,8x9"])
+    ]
     assert "linear: left out" in capsys.readouterr().out
     for wrong in (["--group", "kernel"], ["--group", "linear", "--shapes", "64x1000"]):
         monkeypatch.setattr(sys, "argv", ["bench", *wrong])

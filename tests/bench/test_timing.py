@@ -17,10 +17,17 @@ def test_each_has_its_turn_in_every_round_and_what_is_too_slow_keeps_its_first_s
     runs = {name: run(name, cost) for name, cost in costs.items()}
     first = {name: {"forward": 9 * cost, "both": cost} for name, cost in costs.items()}
     samples = timing.interleaved(runs, 20.0, first, keep=("ours",))
-    assert {n: len(s["both"]) for n, s in samples.items()} == {"ours": 4, "fast": 4, "medium": 4, "slow": 1}
+    assert {n: len(s["both"]) for n, s in samples.items()} == {
+        "ours": 4,
+        "fast": 4,
+        "medium": 4,
+        "slow": 1,
+    }
     assert samples["slow"] == {"forward": [45e3], "both": [5e3]}, "that of before"
     assert samples["fast"]["both"] == pytest.approx([20] * 4), "those of now, of one run"
-    assert calls == 4 * ["ours", "fast", "fast", "fast", "medium"], "what takes less than a block is repeated"
+    assert calls == 4 * ["ours", "fast", "fast", "fast", "medium"], (
+        "what takes less than a block is repeated"
+    )
 
 
 def test_a_ratio_is_that_of_turns_side_by_side():
@@ -56,7 +63,11 @@ def test_gpu_timing_repeats_the_backward_pass_on_saved_forwards(monkeypatch):
     ours, inplace = case.ours()
     timed = timing.Run(ours.call, case.backward, case.inputs(ours), True)
     samples = timing.phases_gpu(timed)
-    assert {phase: timing.median(s) for phase, s in samples.items()} == {"forward": 2, "backward": 2, "both": 2}
+    assert {phase: timing.median(s) for phase, s in samples.items()} == {
+        "forward": 2,
+        "backward": 2,
+        "both": 2,
+    }
     first, second, third = calls[1]
     assert torch.equal(first, third), "input sets take turns"
     assert not torch.equal(first, second)
@@ -69,5 +80,10 @@ def test_peak_memory_counts_what_is_held_at_once():
     size = 32 << 20
     x = torch.ones(size, dtype=torch.uint8)
     assert machine.peak_extra_bytes(lambda: x + 1, "cpu") == pytest.approx(size, rel=0.1)
-    assert machine.peak_extra_bytes(lambda: (x + 1).float(), "cpu") == pytest.approx(5 * size, rel=0.1)
-    assert machine.peak_extra_bytes(lambda: [x[: size // 8] + 1 for _ in range(8)][0].max(), "cpu") < 1.5 * size
+    assert machine.peak_extra_bytes(lambda: (x + 1).float(), "cpu") == pytest.approx(
+        5 * size, rel=0.1
+    )
+    assert (
+        machine.peak_extra_bytes(lambda: [x[: size // 8] + 1 for _ in range(8)][0].max(), "cpu")
+        < 1.5 * size
+    )

@@ -71,7 +71,12 @@ class Clock:
             self.now += 1.4 if type(case).__name__ in HEADS else 0.6
         self.case = case
         self.now += 0.2 + 2 * self.seconds(case, peer.name)
-        row = {"implementation": peer.name, "op": case.op, "where": case.label(), "status": results.OK}
+        row = {
+            "implementation": peer.name,
+            "op": case.op,
+            "where": case.label(),
+            "status": results.OK,
+        }
         return row, run.Once(None, None, {"forward": 1.0}, 0)
 
     def alone(self, timed: timing.Run, ms: float) -> dict:
@@ -88,12 +93,25 @@ def virtual(kind: type[Case]) -> type[Case]:
         names = KINDS[kind.__name__]
         found = []
         for name in names:
-            role = "ours" if name.startswith("fused_rl") else "floor" if name == "three GEMMs" else "peer"
+            role = (
+                "ours"
+                if name.startswith("fused_rl")
+                else "floor"
+                if name == "three GEMMs"
+                else "peer"
+            )
             if wanted != "none" or role != "peer":
-                found.append(peers.Peer(name, "", (self, name), role=role, compiles="compile" in name))
+                found.append(
+                    peers.Peer(name, "", (self, name), role=role, compiles="compile" in name)
+                )
         return found, []
 
-    members = {"__init__": Case.__init__, "contenders": contenders, "inputs": Case.inputs, "label": Case.label}
+    members = {
+        "__init__": Case.__init__,
+        "contenders": contenders,
+        "inputs": Case.inputs,
+        "label": Case.label,
+    }
     return type(kind.__name__, (kind,), members | {"backward_of": Case.backward_of})
 
 
@@ -104,12 +122,21 @@ def measured(step: gpu.Step, of: Machine) -> tuple[set, set]:
 
     def save(args, found, **more):
         if clock.now <= step.limit:
-            rows["measured"] = {(row["where"], row["implementation"]) for row in found if row["status"] == results.OK}
+            rows["measured"] = {
+                (row["where"], row["implementation"])
+                for row in found
+                if row["status"] == results.OK
+            }
 
     now = SimpleNamespace(perf_counter=lambda: clock.now)
     nothing = {"copy_bandwidth": 3e12, "read_bandwidth": 3e12, "heading": "", "clocks": {}}
     args = SimpleNamespace(
-        device="cuda", dtype=["bf16", "fp32"], shapes=None, peers="all", budget=step.budget, out=None
+        device="cuda",
+        dtype=["bf16", "fp32"],
+        shapes=None,
+        peers="all",
+        budget=step.budget,
+        out=None,
     )
     patches = [
         *((machine, name, lambda *_, value=value: value) for name, value in nothing.items()),
@@ -144,7 +171,9 @@ def main() -> None:
         for step in gpu.parse(["--minutes", str(minutes)])[1][1:]:
             every, found = measured(step, of)
             counts = [f"{sum(map(is_ours, rows))}" for rows in (found, every)]
-            lines.append([minutes, name, step.name, f"{len(found)} of {len(every)}", " of ".join(counts)])
+            lines.append(
+                [minutes, name, step.name, f"{len(found)} of {len(every)}", " of ".join(counts)]
+            )
     print(results.table(["minutes", "machine", "group", "rows measured", "of ours"], lines))
 
 

@@ -56,7 +56,10 @@ def some(*shape):
 
 
 def head(put):
-    return [put(values.requires_grad_()) for values in (normal(N, H), normal(V, H, seed=1), normal(V, seed=2))]
+    return [
+        put(values.requires_grad_())
+        for values in (normal(N, H), normal(V, H, seed=1), normal(V, seed=2))
+    ]
 
 
 def in_tiles(put):
@@ -67,7 +70,9 @@ def in_tiles(put):
 @case("linear_token_logprobs", reads=1)
 def _linear(put):
     hidden, weight, bias = leaves = head(put)
-    return fused_rl.linear_token_logprobs(hidden, weight, put(ids(N)), bias=bias, **in_tiles(put)), leaves
+    return fused_rl.linear_token_logprobs(
+        hidden, weight, put(ids(N)), bias=bias, **in_tiles(put)
+    ), leaves
 
 
 @case("linear_token_loss", reads=1)
@@ -97,13 +102,23 @@ for direction in DIRECTIONS:
 def tokens(put):
     """Log-probabilities of the policy, which are a leaf, those of before and of the reference, and entropies."""
     logprobs = put(-normal(B, T).abs().requires_grad_())
-    return logprobs, *(put(-normal(B, T, seed=i).abs()) for i in (1, 2)), put(normal(B, T, seed=3).abs())
+    return (
+        logprobs,
+        *(put(-normal(B, T, seed=i).abs()) for i in (1, 2)),
+        put(normal(B, T, seed=3).abs()),
+    )
 
 
 @case("policy_loss", "top entropy, denominators, sampler's log-probabilities")
 def _corrected_loss(put):
     logprobs, old, ref, entropy = tokens(put)
-    options = {"entropy": entropy, "top_entropy": 0.4, "num_tokens": 17, "num_sequences": B, "rollout_logprobs": ref}
+    options = {
+        "entropy": entropy,
+        "top_entropy": 0.4,
+        "num_tokens": 17,
+        "num_sequences": B,
+        "rollout_logprobs": ref,
+    }
     options |= {"rollout_correction": "token-truncate"}
     found, metrics = fused_rl.policy_loss(
         logprobs, old, put(normal(B, seed=5)), put(some(B, T)), preset="grpo", **options
@@ -142,7 +157,9 @@ for advantage in fused_rl.ADVANTAGES:
 @case("tf_adam_epsilon", reads=1)
 def _tf_adam_epsilon(put):
     leaves = [put(normal(3, seed=i).requires_grad_()) for i in range(4)]
-    optimizer = fused_rl.tf_adam_epsilon(torch.optim.Adam(leaves, lr=0.1, capturable=leaves[0].is_cuda, foreach=False))
+    optimizer = fused_rl.tf_adam_epsilon(
+        torch.optim.Adam(leaves, lr=0.1, capturable=leaves[0].is_cuda, foreach=False)
+    )
     for _ in range(2):
         sum(leaf.square().sum() for leaf in leaves).backward()
         optimizer.step()
@@ -163,6 +180,12 @@ def _reference_logprobs(put):
 def _reference_kl(put):
     hidden, weight, bias = leaves = head(put)
     logits, others = hidden @ weight.t() + bias, put(normal(N, V, seed=3))
-    found = reference.linear_token_kl(hidden, weight, put(normal(N, H, seed=4)), put(normal(V, H, seed=5)))
+    found = reference.linear_token_kl(
+        hidden, weight, put(normal(N, H, seed=4)), put(normal(V, H, seed=5))
+    )
     logprobs = [x.log_softmax(1)[:, :K] for x in (logits, others)]
-    return [reference.token_kl(logits, others), found, reference.topk_kl(*logprobs, direction="forward")], leaves
+    return [
+        reference.token_kl(logits, others),
+        found,
+        reference.topk_kl(*logprobs, direction="forward"),
+    ], leaves

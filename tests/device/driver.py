@@ -111,7 +111,9 @@ def check_promises(name: str, arguments: list[Argument], divisible: list[bool]):
     """That what was compiled for multiples of 16 is one."""
     for argument, promised in zip(arguments, divisible, strict=True):
         if promised and argument.value % 16:
-            raise LaunchError(f"{name}: {argument.name} = {argument.value} is no multiple of 16, as was promised")
+            raise LaunchError(
+                f"{name}: {argument.name} = {argument.value} is no multiple of 16, as was promised"
+            )
 
 
 # --------------------------------------------------------------------------- what Triton asks of a driver
@@ -190,7 +192,9 @@ class Driver:
 
 
 @contextlib.contextmanager
-def session(on_launch: Callable[[Launch], None] = Launch.run, device: str = "cuda") -> Iterator[Session]:
+def session(
+    on_launch: Callable[[Launch], None] = Launch.run, device: str = "cuda"
+) -> Iterator[Session]:
     """Launches within go to a driver without a device, which has compiled nothing yet.
 
     Each `Launch` that passes its checks (else LaunchError) goes to `on_launch`, or its PTX is executed (else Fault).

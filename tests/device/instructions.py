@@ -17,7 +17,10 @@ FLOATS = {16: np.float16, 32: np.float32, 64: np.float64}
 DTYPES = {}
 for letter, table in (("b", BITS), ("u", BITS), ("s", SIGNED), ("f", FLOATS)):
     DTYPES |= {f"{letter}{width}": dtype for width, dtype in table.items()}
-NAN = {"f32": np.uint32(0x7FFFFFFF), "f64": np.uint64(0x7FFFFFFFFFFFFFFF)}  # the one that arithmetic makes
+NAN = {
+    "f32": np.uint32(0x7FFFFFFF),
+    "f64": np.uint64(0x7FFFFFFFFFFFFFFF),
+}  # the one that arithmetic makes
 SMALLEST = np.finfo(np.float32).tiny  # below it .ftz makes zeros
 
 
@@ -74,7 +77,9 @@ def _fma(x, y, z):
 def _divide(x, y):
     if x.dtype.kind == "f":
         return x / y
-    quotient = np.abs(x) // np.maximum(np.abs(y), 1)  # what a division by 0 gives is not defined, and not an error
+    quotient = np.abs(x) // np.maximum(
+        np.abs(y), 1
+    )  # what a division by 0 gives is not defined, and not an error
     return quotient * np.sign(x) * np.sign(y)
 
 
@@ -131,7 +136,15 @@ SAME_TYPE = {
     "xor": np.bitwise_xor,
 }
 KEEP_NAN = {"max": np.maximum, "min": np.minimum}
-HOW = {"rn", "approx", "full", "ftz", "lo", "NaN", "wide"}  # what may stand between such a name and its type
+HOW = {
+    "rn",
+    "approx",
+    "full",
+    "ftz",
+    "lo",
+    "NaN",
+    "wide",
+}  # what may stand between such a name and its type
 
 # --------------------------------------------------------------------------- comparisons, shifts, conversions
 
@@ -199,7 +212,8 @@ def _to_integer(kind):
 def _pack(kind):
     def halves(high, low):
         high, low = (
-            write(x, kind, 16) if kind == "bf16" else x.astype(np.float16).view(np.uint16) for x in (high, low)
+            write(x, kind, 16) if kind == "bf16" else x.astype(np.float16).view(np.uint16)
+            for x in (high, low)
         )
         return high.astype(np.uint32) << 16 | low
 

@@ -56,7 +56,9 @@ class Memory:
     def touch(self, addresses, threads, size: int, writes: bool):
         """Check an access of `size` bytes at each address, (threads,)."""
         if (addresses % size).any():
-            raise Fault(f"not aligned to {size} bytes: {self.where(addresses[addresses % size != 0][0])}")
+            raise Fault(
+                f"not aligned to {size} bytes: {self.where(addresses[addresses % size != 0][0])}"
+            )
         found = np.searchsorted(self.begins, addresses, side="right") - 1
         outside = (found < 0) | (addresses + size > self.ends[np.maximum(found, 0)])
         if outside.any():
@@ -81,13 +83,17 @@ class Memory:
             race &= writer != touched.number
             race &= ~(scalar[touched.number] & alone[writer] & (touched.number < writer))
             if race.any():
-                raise Fault(f"two threads and no barrier between them: {self.where(touched.byte[race][0])}")
+                raise Fault(
+                    f"two threads and no barrier between them: {self.where(touched.byte[race][0])}"
+                )
 
     def where(self, address) -> str:
         """An address for the reader, from the beginning of the block before it."""
         at = max(int(np.searchsorted(self.begins, address, side="right")) - 1, 0)
         block = self.blocks[at]
-        return f"byte {address - block.begin:,} of {block.name}, which has {block.end - block.begin:,}"
+        return (
+            f"byte {address - block.begin:,} of {block.name}, which has {block.end - block.begin:,}"
+        )
 
     def load(self, addresses, width: int):
         data = self.data.view(BITS[width])
@@ -98,7 +104,9 @@ class Memory:
         at = (addresses - self.begin) // (width // 8)
         data[at] = bits
         if (data[at] != bits).any():
-            raise Fault(f"two threads store different values: {self.where(addresses[data[at] != bits][0])}")
+            raise Fault(
+                f"two threads store different values: {self.where(addresses[data[at] != bits][0])}"
+            )
 
 
 class Access(NamedTuple):

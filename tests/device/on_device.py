@@ -47,6 +47,8 @@ def on_device(op: Callable) -> Callable:
 
     @functools.wraps(op)
     def called(*args, **options):
-        return tree_map(_back, op(*map(_put, args), **{name: _put(x) for name, x in options.items()}))
+        return tree_map(
+            _back, op(*map(_put, args), **{name: _put(x) for name, x in options.items()})
+        )
 
     return called

@@ -38,7 +38,16 @@ def missing() -> str | None:
 def build() -> Path:
     """The guard's library, compiled once for a torch."""
     compiler, torch = os.environ.get("CXX", "g++"), torch_folder()
-    options = ["-O1", "-shared", "-fPIC", "-std=c++20", f"-I{torch}/include", f"-L{torch}/lib", "-lc10", "-ltorch_cpu"]
+    options = [
+        "-O1",
+        "-shared",
+        "-fPIC",
+        "-std=c++20",
+        f"-I{torch}/include",
+        f"-L{torch}/lib",
+        "-lc10",
+        "-ltorch_cpu",
+    ]
     key = [GUARD.read_text(), importlib.metadata.version("torch"), compiler, *options]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fused_rl"
     cache.mkdir(parents=True, exist_ok=True)
@@ -64,7 +73,9 @@ def begin() -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed would look for CUDA's libraries
     import torch
 
-    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is a copy from the host
+    torch._C._set_only_lift_cpu_tensors(
+        True
+    )  # torch.tensor(..., device="cuda") is a copy from the host
     torch.set_num_threads(1)
     patch(torch.cuda, guard)
 
@@ -81,7 +92,9 @@ def patch(cuda, guard) -> None:
     cuda.device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cuda.current_device = lambda: guard.current_device()  # of the calling thread
     cuda.set_device = lambda device: guard.set_device(torch.device(device).index)
-    cuda._exchange_device = cuda._maybe_exchange_device = lambda device: min(device, 0)  # of torch.cuda.device_of
+    cuda._exchange_device = cuda._maybe_exchange_device = lambda device: min(
+        device, 0
+    )  # of torch.cuda.device_of
     cuda.is_bf16_supported = lambda including_emulation=True: True
     cuda.get_device_properties = lambda device=None: PROPERTIES
     cuda.get_device_capability = lambda device=None: (PROPERTIES.major, PROPERTIES.minor)
@@ -93,13 +106,17 @@ def patch(cuda, guard) -> None:
     cuda.set_rng_state = lambda state, device=None: None
     cuda.synchronize = lambda device=None: tensors.wait("synchronize")
     init = dist.init_process_group
-    dist.init_process_group = lambda backend, **options: init(_over_gloo(backend, cuda.current_device()), **options)
+    dist.init_process_group = lambda backend, **options: init(
+        _over_gloo(backend, cuda.current_device()), **options
+    )
 
 
 def _over_gloo(backend: str, device: int) -> str:
     """The backend with gloo in place of NCCL, which two ranks cannot join with one device."""
     if "nccl" in backend and device != int(os.environ.get("LOCAL_RANK", "0")):
-        raise RuntimeError(f"Duplicate GPU detected: local rank {os.environ['LOCAL_RANK']} joins with cuda:{device}")
+        raise RuntimeError(
+            f"Duplicate GPU detected: local rank {os.environ['LOCAL_RANK']} joins with cuda:{device}"
+        )
     return "cuda:gloo" if backend == "nccl" else backend.replace("nccl", "gloo")
 
 

@@ -19,7 +19,15 @@ from tests.device import instructions
 from tests.device.instructions import BITS, WARP, width_of
 from tests.device.memory import Fault, process_memory, shared_memory
 
-TOGETHER = {"bra", "ret", "bar", "shfl", "redux", "ldmatrix", "stmatrix"}  # what all threads of a CTA do at once
+TOGETHER = {
+    "bra",
+    "ret",
+    "bar",
+    "shfl",
+    "redux",
+    "ldmatrix",
+    "stmatrix",
+}  # what all threads of a CTA do at once
 LONGEST = 3_000_000  # instructions of a CTA
 
 
@@ -114,7 +122,9 @@ def _list(operand: str) -> list[str]:
 
 def _register_width(name: str, kind: str) -> int:
     widths = {"%p": 1, "%rs": 16, "%r": 32, "%rd": 64}
-    return widths.get(name.rstrip("0123456789"), width_of(kind))  # a name of a scope has the width of what it gets
+    return widths.get(
+        name.rstrip("0123456789"), width_of(kind)
+    )  # a name of a scope has the width of what it gets
 
 
 class CTA:
@@ -126,7 +136,10 @@ class CTA:
         self.all = np.ones(self.threads, bool)
         self.thread = np.arange(self.threads)
         self.memories = {"global": process_memory(blocks), "shared": shared_memory(shared)}
-        self.registers = {"%tid.x": self.thread.astype(np.uint32), "global_smem": np.zeros(self.threads, np.uint64)}
+        self.registers = {
+            "%tid.x": self.thread.astype(np.uint32),
+            "global_smem": np.zeros(self.threads, np.uint64),
+        }
         for axis, place, size in zip("xyz", at, grid, strict=True):
             self.registers[f"%ctaid.{axis}"] = np.full(self.threads, place, np.uint32)
             self.registers[f"%nctaid.{axis}"] = np.full(self.threads, size, np.uint32)
@@ -139,10 +152,14 @@ class CTA:
                 try:
                     line = self.execute(step, line)
                 except Fault as fault:
-                    raise Fault(f"{self.program.name}, program {self.at}: {step.text}: {fault}") from None
+                    raise Fault(
+                        f"{self.program.name}, program {self.at}: {step.text}: {fault}"
+                    ) from None
                 count += 1
                 if count > LONGEST:
-                    raise Fault(f"{self.program.name}, program {self.at}: more than {LONGEST:,} instructions")
+                    raise Fault(
+                        f"{self.program.name}, program {self.at}: more than {LONGEST:,} instructions"
+                    )
 
     def execute(self, step: Instruction, line: int) -> int | None:
         """Do one instruction; return the number of the next one, None at the end."""

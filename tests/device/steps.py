@@ -95,9 +95,21 @@ Step = Callable[[], Found]
 
 
 def config_of(kind, folder: str, **options):
-    settings = {"model": folder, "dataset": "", "output_dir": "", "zero_stage": 0, "steps": 4, "lr": 1e-3}
+    settings = {
+        "model": folder,
+        "dataset": "",
+        "output_dir": "",
+        "zero_stage": 0,
+        "steps": 4,
+        "lr": 1e-3,
+    }
     if kind in (grpo.GRPOConfig, ppo.PPOConfig):
-        settings |= {"prompts_per_step": 4, "group_size": 4, "minibatches": 2, "micro_batch_size": 4}
+        settings |= {
+            "prompts_per_step": 4,
+            "group_size": 4,
+            "minibatches": 2,
+            "micro_batch_size": 4,
+        }
         settings |= {"max_new_tokens": NEW_TOKENS}
     return kind(**(settings | options))
 
@@ -149,7 +161,16 @@ def policy_of(config, device, responses, *, share=None) -> policies.Policy:
     size = config.group_size
     groups = of_rank([responses[i : i + size] for i in range(0, len(responses), size)])
     sampler = Sampler(sum(groups, []))
-    made = (config, model, placed(reference, device), sampler, sampling, [Judge()], tokenizer, device)
+    made = (
+        config,
+        model,
+        placed(reference, device),
+        sampler,
+        sampling,
+        [Judge()],
+        tokenizer,
+        device,
+    )
     return policies.Policy(*made, True, costs)
 
 
@@ -176,7 +197,9 @@ def sft_step(folder, device, responses, packed=True, **options) -> Step:
     costs = packing.costs_of(lm.base) if packed else None
     prompts = [prompt.ids for prompt in prompts_of(tokenizer) for _ in range(4)]
     answers = [response.ids for response in responses]
-    examples = [sft.Example(*pair, "a row") for pair in of_rank([*zip(prompts, answers, strict=True)])]
+    examples = [
+        sft.Example(*pair, "a row") for pair in of_rank([*zip(prompts, answers, strict=True)])
+    ]
     model = Engine(placed(lm, device), config)
 
     def step():

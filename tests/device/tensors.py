@@ -21,7 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_leaves, tree_map
 
 ROOT = Path(__file__).parents[2]
-OURS = {__file__, str(Path(__file__).with_name("process.py")), str(Path(__file__).with_name("twins.py"))}
+OURS = {
+    __file__,
+    str(Path(__file__).with_name("process.py")),
+    str(Path(__file__).with_name("twins.py")),
+}
 DEVICE = torch.device("cuda", 0)
 
 
@@ -127,7 +131,9 @@ class _Present(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if _is_device(kwargs.get("device")) or any(isinstance(x, OnDevice) for x in tree_leaves((args, kwargs))):
+        if _is_device(kwargs.get("device")) or any(
+            isinstance(x, OnDevice) for x in tree_leaves((args, kwargs))
+        ):
             return _run(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -153,7 +159,9 @@ def put_module(module: torch.nn.Module) -> torch.nn.Module:
         for name, parameter in part._parameters.items():
             if parameter is not None and id(parameter) not in moved:
                 values = OnDevice(parameter.detach().clone())
-                moved[id(parameter)] = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
+                moved[id(parameter)] = torch.nn.Parameter(
+                    values, requires_grad=parameter.requires_grad
+                )
             part._parameters[name] = moved.get(id(parameter))
         for name, buffer in part._buffers.items():
             part._buffers[name] = None if buffer is None else put(buffer)
@@ -191,14 +199,34 @@ SIZED = {
     "masked_scatter_backward",
 }
 COPIES = {"copy_", "_to_copy"}
-INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
-NO_SCALARS = {"cat", "stack", "index_select", "gather", "scatter", "scatter_add", "mm", "addmm", "bmm", "baddbmm"}
+INDEXED = {
+    "index",
+    "index_put",
+    "index_put_",
+    "_index_put_impl_",
+    "_unsafe_index",
+    "_unsafe_index_put",
+}
+NO_SCALARS = {
+    "cat",
+    "stack",
+    "index_select",
+    "gather",
+    "scatter",
+    "scatter_add",
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+}
 
 
 def mixes(operator: str, plain: list[torch.Tensor]) -> None:
     """Raises as CUDA does where an operator meets tensors of two devices."""
     found = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in plain)
-    raise RuntimeError(f"{place()}: {operator}: expected all tensors to be on cuda:0, but found on the CPU: {found}")
+    raise RuntimeError(
+        f"{place()}: {operator}: expected all tensors to be on cuda:0, but found on the CPU: {found}"
+    )
 
 
 def _run(func, args, kwargs):
@@ -243,7 +271,9 @@ def _over_ranks(func, args, kwargs, ours):
     """A collective over gloo, of tensors that NCCL would take: those of the device that this rank joined with."""
     for x in ours:
         if x.device.index != int(os.environ["LOCAL_RANK"]):
-            raise RuntimeError(f"{place()}: {func.name()} of {x.device} by local rank {os.environ['LOCAL_RANK']}")
+            raise RuntimeError(
+                f"{place()}: {func.name()} of {x.device} by local rank {os.environ['LOCAL_RANK']}"
+            )
     *_, work = func(*values(args), **values(kwargs))
     return args[0], work
 
@@ -259,7 +289,9 @@ def _device_of(ours, kwargs) -> torch.device:
 def _check_indices(name, ours):
     """Refuse operands of two GPUs; a copy may be between them."""
     if name not in COPIES and len({x.device for x in ours}) > 1:
-        raise RuntimeError(f"{place()}: {name}: found tensors on {' and '.join(sorted({str(x.device) for x in ours}))}")
+        raise RuntimeError(
+            f"{place()}: {name}: found tensors on {' and '.join(sorted({str(x.device) for x in ours}))}"
+        )
 
 
 def _check(name, args, kwargs, plain):
@@ -282,10 +314,16 @@ def _check_index(name, args, plain):
     indices = [i for i in args[1] if i is not None]
     if not isinstance(args[0], OnDevice):
         mixes(f"{name} of a CPU tensor by one of the device", plain)
-    if name.endswith(("put", "put_", "impl_")) and not isinstance(args[2], OnDevice) and args[2].dim():
+    if (
+        name.endswith(("put", "put_", "impl_"))
+        and not isinstance(args[2], OnDevice)
+        and args[2].dim()
+    ):
         mixes(f"{name} of values", [args[2]])
     masks = [i for i in indices if i.dtype in (torch.bool, torch.uint8)]
-    fills = "put" in name and not isinstance(args[2], OnDevice) and len(indices) == len(masks)  # by masked_fill
+    fills = (
+        "put" in name and not isinstance(args[2], OnDevice) and len(indices) == len(masks)
+    )  # by masked_fill
     if any(isinstance(i, OnDevice) for i in masks) and not fills:
         wait("index by a mask")
     if any(not isinstance(i, OnDevice) and i.dim() for i in indices):
@@ -302,7 +340,12 @@ def _count_copy(name, args, kwargs):
         blocks = not kwargs.get("non_blocking", False)
     if not source.numel():
         return
-    if to_device and not isinstance(source, OnDevice) and blocks and (source.dim() or name != "copy_"):
+    if (
+        to_device
+        and not isinstance(source, OnDevice)
+        and blocks
+        and (source.dim() or name != "copy_")
+    ):
         _upload(name)
     elif not to_device and isinstance(source, OnDevice):
         wait(name)
@@ -316,7 +359,9 @@ def _stays(args, kwargs) -> bool:
 
 def _computed(func, name, args, kwargs):
     """The operator on the CPU values."""
-    kwargs = {key: value for key, value in kwargs.items() if key not in ("non_blocking", "pin_memory")}
+    kwargs = {
+        key: value for key, value in kwargs.items() if key not in ("non_blocking", "pin_memory")
+    }
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("cpu")
     args, kwargs = values(args), values(kwargs)

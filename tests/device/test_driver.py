@@ -41,8 +41,13 @@ def test_micro_batches_of_any_length_never_compile(unexecuted):
         with torch.no_grad():
             fused_rl.linear_token_logprobs(hidden, weight, targets, workspace_mb=0.2)
         ones = torch.ones(rows, device="cuda")
-        fused_rl.linear_token_loss(hidden, weight, targets, loss_of, ones, workspace_mb=0.2).loss.backward()
-    wanted = {"logprob_fwd_kernel": 1, "logprob_bwd_kernel": 2}  # in the loss the entropy has no gradient
+        fused_rl.linear_token_loss(
+            hidden, weight, targets, loss_of, ones, workspace_mb=0.2
+        ).loss.backward()
+    wanted = {
+        "logprob_fwd_kernel": 1,
+        "logprob_bwd_kernel": 2,
+    }  # in the loss the entropy has no gradient
     assert collections.Counter(unexecuted.compiled) == wanted
 
 
@@ -82,15 +87,32 @@ def turn_kernel(x_ptr, BLOCK: tl.constexpr, BARRIER: tl.constexpr):
     tl.store(x_ptr, 1.0)
 
 
-def copied(x, *, rows=1, columns=1, n=100, shift=0, stride=0, masked=True, promised=False, y=None, block=128):
+def copied(
+    x,
+    *,
+    rows=1,
+    columns=1,
+    n=100,
+    shift=0,
+    stride=0,
+    masked=True,
+    promised=False,
+    y=None,
+    block=128,
+):
     y = torch.zeros(rows, n, dtype=x.dtype, device="cuda") if y is None else y
-    copy_kernel[(rows, columns)](x, y, shift, stride, n, MASKED=masked, PROMISED=promised, BLOCK=block)
+    copy_kernel[(rows, columns)](
+        x, y, shift, stride, n, MASKED=masked, PROMISED=promised, BLOCK=block
+    )
     return values(y)
 
 
 @pytest.mark.slow
 def test_a_load_beyond_the_end_is_seen(kernels):
-    with pytest.raises(Fault, match=r"copy_kernel, program \(0, 0, 0\): .*outside every argument: byte 400 of x_ptr"):
+    with pytest.raises(
+        Fault,
+        match=r"copy_kernel, program \(0, 0, 0\): .*outside every argument: byte 400 of x_ptr",
+    ):
         copied(put(torch.zeros(100)), masked=False)
 
 
@@ -131,7 +153,9 @@ def test_numbers_that_do_not_fit_are_seen():
 
 def ptx_of(*lines: str) -> Program:
     body = "\n".join(lines)
-    return Program(f".visible .entry made(\n.param .u64 made_param_0\n)\n.reqntid 32\n{{\n{body}\nret;\n}}\n")
+    return Program(
+        f".visible .entry made(\n.param .u64 made_param_0\n)\n.reqntid 32\n{{\n{body}\nret;\n}}\n"
+    )
 
 
 MADE = {

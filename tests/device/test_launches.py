@@ -9,7 +9,14 @@ from tests.device import driver, process, tensors
 from tests.device.on_device import on_device
 from tests.device.tensors import OnDevice, put, values
 from tests.hostile import OPS, VIEWS, Case, Row
-from tests.logits import assert_gradient_close, assert_outputs_close, exact, random_rows, run, upstream_of
+from tests.logits import (
+    assert_gradient_close,
+    assert_outputs_close,
+    exact,
+    random_rows,
+    run,
+    upstream_of,
+)
 from tests.pairs import pair
 from tests.test_hostile import WHOLE, check
 
@@ -50,7 +57,12 @@ LONG = {
     "fp32": {"vocab": 33003, "view": "odd stride", "dtype": torch.float32},
     "fp16": {"vocab": 9001, "view": "columns apart", "dtype": torch.float16},
 }
-ON_LOGITS = ["token_logprobs", "token_logprobs, inplace", "token_logprobs, K targets", "token_logprobs, support"]
+ON_LOGITS = [
+    "token_logprobs",
+    "token_logprobs, inplace",
+    "token_logprobs, K targets",
+    "token_logprobs, support",
+]
 ROWS = (
     Row("ordinary", "half a nat away", "nowhere", "-inf", "policy"),
     Row("peak of 10 nats", "another", "30 %", "-inf", "both"),
@@ -60,7 +72,12 @@ PLAIN = Case(ROWS, 1000, torch.bfloat16, "contiguous", 0.7, None, False, "revers
 
 
 PROGRAMS = {"several per row": 132, "one per row": 0}  # by the number of multiprocessors
-SPREAD = [("aligned", "one per row"), ("odd", "several per row"), ("fp32", "one per row"), ("fp16", "several per row")]
+SPREAD = [
+    ("aligned", "one per row"),
+    ("odd", "several per row"),
+    ("fp32", "one per row"),
+    ("fp16", "several per row"),
+]
 
 
 @pytest.mark.slow
@@ -87,7 +104,9 @@ FAR = 2**31 + 4099  # elements
 
 def far_apart(*rows):
     """Rows (V,) bf16, more than 2^31 elements apart, on the device; the memory between them is never touched."""
-    storage = torch.UntypedStorage(2 * ((len(rows) - 1) * FAR + len(rows[0])))  # not torch.empty: it would be filled
+    storage = torch.UntypedStorage(
+        2 * ((len(rows) - 1) * FAR + len(rows[0]))
+    )  # not torch.empty: it would be filled
     x = torch.empty(0, dtype=torch.bfloat16).set_(storage, 0, (len(rows), len(rows[0])), (FAR, 1))
     x.copy_(torch.stack(rows))
     return OnDevice(x)
@@ -104,7 +123,9 @@ def test_rows_far_apart(kernels):
         leaf = far_apart(*logits).requires_grad_()
         rows = leaf.view_as(leaf) if options else leaf
         found = fused_rl.token_logprobs(rows, put(targets), **options)
-        (ours,) = torch.autograd.grad([getattr(found, name) for name in given], leaf, [*given.values()])
+        (ours,) = torch.autograd.grad(
+            [getattr(found, name) for name in given], leaf, [*given.values()]
+        )
         assert_outputs_close(TokenLogprobs(*values([*found])), outputs)
         assert_gradient_close(values(ours), gradient, naive)
 
@@ -116,7 +137,9 @@ def far_view(x):
 
 
 # Rows that several programs share, and merge; in place the gradient is as far apart.
-FAR_ROWS = [(name, "reverse") for name in [*ON_LOGITS, "token_kl"]] + [("token_kl", "jensen-shannon")]
+FAR_ROWS = [(name, "reverse") for name in [*ON_LOGITS, "token_kl"]] + [
+    ("token_kl", "jensen-shannon")
+]
 
 
 @pytest.mark.slow
@@ -125,7 +148,9 @@ def test_far_rows_of_every_op(kernels, monkeypatch, name, direction):
     monkeypatch.setitem(VIEWS, "far apart", far_view)
     vocab = 16501 if name == "token_kl" else 9001
     check(of_device(OPS[name]), PLAIN._replace(vocab=vocab, view="far apart", direction=direction))
-    assert direction != "reverse" or any(launch.name.endswith("merge_kernel") for launch in kernels.launches)
+    assert direction != "reverse" or any(
+        launch.name.endswith("merge_kernel") for launch in kernels.launches
+    )
 
 
 @pytest.mark.slow
@@ -135,8 +160,12 @@ def test_far_rows_of_a_head_and_its_kept_sets(kernels):
     from fused_rl.kernels.states import RowSupport
 
     hidden, weight, gradient = (torch.randn(3, 40).bfloat16() for _ in range(3))
-    kept = RowSupport(*map(put, (torch.tensor([0, 2, 1, 2, 0]), torch.tensor([0, 2, 4]), torch.tensor([2, 4, 5]))))
-    order = [*map(put, (torch.tensor([0, 2, 1, 0, 1]), torch.tensor([0, 1, 2]), torch.tensor([2, 3, 5])))]
+    kept = RowSupport(
+        *map(put, (torch.tensor([0, 2, 1, 2, 0]), torch.tensor([0, 2, 4]), torch.tensor([2, 4, 5])))
+    )
+    order = [
+        *map(put, (torch.tensor([0, 2, 1, 0, 1]), torch.tensor([0, 1, 2]), torch.tensor([2, 3, 5])))
+    ]
     found = []
     for view in (torch.clone, far_view):
         h, w, sums = OnDevice(view(hidden)), OnDevice(view(weight)), put(gradient.clone())
@@ -179,7 +208,9 @@ def test_a_gradient_of_more_than_32_bits_of_elements(direction):
     x, y = (put(z) for z in pair(1, 1, vocab, dtype=torch.bfloat16))
     with driver.session(), tensors.present():
         divergence, state = kl.kl_fwd(x, y, None, 1.0)
-        sums = jensen_shannon.js_fwd(x, y, None, 1.0, state) if direction == "jensen-shannon" else None
+        sums = (
+            jensen_shannon.js_fwd(x, y, None, 1.0, state) if direction == "jensen-shannon" else None
+        )
         g = torch.ones(1, device="cuda")
         wanted = kl_gradient.kl_bwd(g, x, y, None, 1.0, divergence, state, sums, True, True)
     again = [

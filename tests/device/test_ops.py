@@ -36,7 +36,9 @@ def run_tokens(function, put):
     found = function.ours(leaf, batch)
     outputs = [found] if isinstance(found, torch.Tensor) else [*found]
     total = sum(output.sum() for output in outputs)
-    return [o.detach() for o in outputs], torch.autograd.grad(total, leaf) if total.requires_grad else []
+    return [o.detach() for o in outputs], torch.autograd.grad(
+        total, leaf
+    ) if total.requires_grad else []
 
 
 def on_cpu(x: torch.Tensor) -> torch.Tensor:
@@ -51,7 +53,11 @@ FUNCTIONS = [name for name in hostile_tokens.FUNCTIONS if not name.startswith("p
 def test_an_op_is_that_of_the_cpu(device, name):
     """On the CPU twins; compiled kernels are compared in test_launches.py."""
     case = CASES.get(name)
-    ran = functools.partial(run, case) if case else functools.partial(run_tokens, hostile_tokens.FUNCTIONS[name])
+    ran = (
+        functools.partial(run, case)
+        if case
+        else functools.partial(run_tokens, hostile_tokens.FUNCTIONS[name])
+    )
     with process_group():
         cpu = ran(on_cpu)
         with tensors.counted() as waits:

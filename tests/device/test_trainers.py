@@ -28,13 +28,21 @@ STEPS = {
     "reward": (steps.reward_step, {}, 3),  # scores; the norm of the gradient, twice
     "reward, padded": (steps.reward_step, {"packed": False}, 3 + 4 * 2),  # lengths; transformers
     "ppo": (steps.ppo_step, {"critic": "reward"}, 15 + 4 * (3 + 2)),
-    "grpo": (steps.grpo_step, {}, 8),  # two updates: metrics, and the norm of the gradient, twice; entropy and KL
+    "grpo": (
+        steps.grpo_step,
+        {},
+        8,
+    ),  # two updates: metrics, and the norm of the gradient, twice; entropy and KL
     "grpo, prompts apart": (steps.grpo_step, {"share_prompts": False}, 8 + 4 * 3),
     "grpo, from logits": (steps.grpo_step, {"loss_from": "logits"}, 8),
     "grpo, top_p and top_k": (steps.grpo_step, {"top_p": 0.9, "top_k": 20}, 8 + 4 * (3 + 1)),
     "grpo, KL in the reward": (steps.grpo_step, {"kl_in": "reward", "kl_coef": 0.1}, 9),
     "gspo": (steps.grpo_step, {"preset": "gspo"}, 8),
-    "dapo": (steps.grpo_step, {"preset": "dapo", "mask_truncated": True, "zero_variance": "drop"}, 8),
+    "dapo": (
+        steps.grpo_step,
+        {"preset": "dapo", "mask_truncated": True, "zero_variance": "drop"},
+        8,
+    ),
     "grpo, top entropy": (steps.grpo_step, {"top_entropy": 0.2, "entropy_coef": 0.01}, 10),
 }
 
@@ -82,7 +90,9 @@ def test_a_step_is_that_of_the_cpu(device, folders, name):
         found, waits = found_on(device, folders, make, options, responses)
     show(name, waits)
     assert waits.reads.total() == reads and not waits.uploads
-    assert timeless(found.metrics) == pytest.approx(timeless(cpu.metrics), rel=1e-4, abs=1e-6, nan_ok=True)
+    assert timeless(found.metrics) == pytest.approx(
+        timeless(cpu.metrics), rel=1e-4, abs=1e-6, nan_ok=True
+    )
     for ours, theirs in zip(found.modules, cpu.modules, strict=True):
         for (key, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(a.inner, b.detach(), rtol=1e-4, atol=1e-6, msg=key)
@@ -94,22 +104,36 @@ OF_RANKS = {
     "reward": (steps.reward_step, {}),
     "ppo": (steps.ppo_step, ONE_BATCH | {"critic": "reward"}),
     "grpo": (steps.grpo_step, ONE_BATCH),
-    "grpo, over all ranks": (steps.grpo_step, ONE_BATCH | {"preset": "reinforce++", "top_entropy": 0.2}),
+    "grpo, over all ranks": (
+        steps.grpo_step,
+        ONE_BATCH | {"preset": "reinforce++", "top_entropy": 0.2},
+    ),
 }
 
 
 @pytest.mark.slow
 def test_a_step_on_two_devices_is_that_of_one_process(folders, tmp_path):
     responses = steps.responses_of(steps.config_of(steps.grpo.GRPOConfig, folders[0]))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     asked = {name: (make, named(options, folders)) for name, (make, options) in OF_RANKS.items()}
     torch.save({"steps": asked, "model": folders[0], "responses": responses}, tmp_path / "asked.pt")
-    done = subprocess.run([*launch, "-m", "tests.device.two_ranks", tmp_path], capture_output=True, text=True)
+    done = subprocess.run(
+        [*launch, "-m", "tests.device.two_ranks", tmp_path], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-8000:]
     found = torch.load(tmp_path / "found.pt")
     for name, (metrics, weights) in found.items():
         cpu, _ = found_on(CPU, folders, *OF_RANKS[name], responses)
-        assert timeless(metrics) == pytest.approx(timeless(cpu.metrics), rel=1e-4, abs=1e-6, nan_ok=True), name
+        assert timeless(metrics) == pytest.approx(
+            timeless(cpu.metrics), rel=1e-4, abs=1e-6, nan_ok=True
+        ), name
         expected = [weight.detach() for module in cpu.modules for weight in module.parameters()]
         torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-6, msg=name)
 

@@ -33,7 +33,10 @@ def _twins() -> backend.Backend:
     modules = []
     for module in backend._backend(False):
         functions = {name: value for name, value in vars(module).items() if callable(value)}
-        twins = {name: value if isinstance(value, type) else _twin(value) for name, value in functions.items()}
+        twins = {
+            name: value if isinstance(value, type) else _twin(value)
+            for name, value in functions.items()
+        }
         modules.append(SimpleNamespace(**twins))
     return backend.Backend(*modules)
 

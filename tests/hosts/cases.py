@@ -18,7 +18,9 @@ HARD_CASES = ("plain", "peaked", "offset 100", "-inf columns")
 ROUNDING = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8}
 
 
-def hard_logits(case: str, dtype: torch.dtype, rows: int = 24, vocab: int = 500) -> tuple[Tensor, Tensor]:
+def hard_logits(
+    case: str, dtype: torch.dtype, rows: int = 24, vocab: int = 500
+) -> tuple[Tensor, Tensor]:
     """Logits (rows, vocab) and labels (rows,), none of them at a banned column."""
     generator = torch.Generator().manual_seed(7)
     logits = torch.randn(rows, vocab, generator=generator) * 2
@@ -41,7 +43,9 @@ def value_and_gradient(
     leaf = x.clone().requires_grad_()
     value = function(leaf * 1)  # no leaf: some functions modify it in place
     if upstream is None:
-        upstream = torch.randn(value.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        upstream = torch.randn(
+            value.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+        )
     value.backward(upstream.to(value.dtype))
     return value.detach(), leaf.grad
 
@@ -66,13 +70,18 @@ def error(actual: Tensor, truth: Tensor) -> float:
 
 def truth(what: str, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """`what` ("logprobs" or "entropy") of the logits as they are rounded, in fp64, and its gradient."""
-    return value_and_gradient(lambda x: getattr(reference.token_logprobs(x, labels), what), logits.double())
+    return value_and_gradient(
+        lambda x: getattr(reference.token_logprobs(x, labels), what), logits.double()
+    )
 
 
 def assert_no_worse(ours: tuple, theirs: tuple, true: tuple, dtype: torch.dtype) -> None:
     """Value and gradient each as close to the truth as the host's, or closer."""
     for mine, other, exact in zip(ours, theirs, true, strict=True):
-        floor = ROUNDING[dtype if mine is ours[1] else torch.float32] * exact.abs().clamp(1).max().item()
+        floor = (
+            ROUNDING[dtype if mine is ours[1] else torch.float32]
+            * exact.abs().clamp(1).max().item()
+        )
         assert error(mine, exact) <= max(error(other, exact), floor)
 
 
@@ -87,7 +96,11 @@ def check_ignored_labels(logprobs: Callable[[Tensor, Tensor], Tensor]) -> None:
 
 def attributes(host: str) -> dict[str, dict[str, object]]:
     """Every attribute of every module of the host that is imported now."""
-    modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == host and module}
+    modules = {
+        name: module
+        for name, module in sys.modules.items()
+        if name.partition(".")[0] == host and module
+    }
     return {name: dict(vars(module)) for name, module in modules.items()}
 
 
@@ -95,7 +108,11 @@ def changed(before: dict, after: dict) -> list[str]:
     """Names of attributes that are not the same object any more; modules imported in between do not count."""
     found = []
     for module, values in before.items():
-        found += [f"{module}.{name}" for name, value in values.items() if after[module].get(name) is not value]
+        found += [
+            f"{module}.{name}"
+            for name, value in values.items()
+            if after[module].get(name) is not value
+        ]
     return found
 
 
@@ -112,7 +129,12 @@ def run_fresh(source: str, folder: Path) -> str:
     program = folder / "program.py"
     program.write_text(source)
     path = os.pathsep.join([str(ROOT), *(entry for entry in sys.path if entry.endswith("stubs"))])
-    environment = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TRITON_INTERPRET": "0", "PYTHONPATH": path}
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "TRITON_INTERPRET": "0",
+        "PYTHONPATH": path,
+    }
     done = subprocess.run(
         [sys.executable, program],
         cwd=folder,

@@ -6,8 +6,14 @@ from pathlib import Path
 
 import pytest
 
-HOSTS = {"verl": "verl", "openrlhf": "openrlhf", "kernels": "kernels.layer"}  # our own folder is named kernels, too
-collect_ignore_glob = [f"test_{host}*.py" for host, module in HOSTS.items() if importlib.util.find_spec(module) is None]
+HOSTS = {
+    "verl": "verl",
+    "openrlhf": "openrlhf",
+    "kernels": "kernels.layer",
+}  # our own folder is named kernels, too
+collect_ignore_glob = [
+    f"test_{host}*.py" for host, module in HOSTS.items() if importlib.util.find_spec(module) is None
+]
 if importlib.util.find_spec("openrlhf"):
     # flash-attn and vllm need a GPU to build or to run; what OpenRLHF imports of them stands in stubs/, after what is
     # installed

@@ -5,7 +5,13 @@ import sys
 import torch
 
 from fused_rl.integrations import hub
-from kernels import LocalLayerRepository, Mode, get_local_kernel, kernelize, use_kernel_forward_from_hub
+from kernels import (
+    LocalLayerRepository,
+    Mode,
+    get_local_kernel,
+    kernelize,
+    use_kernel_forward_from_hub,
+)
 from kernels import use_kernel_mapping as mapping
 
 
@@ -13,7 +19,16 @@ from kernels import use_kernel_mapping as mapping
 class Loss(torch.nn.Module):
     """The slot, which transformers' mapping names."""
 
-    def forward(self, logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **_):
+    def forward(
+        self,
+        logits,
+        labels,
+        vocab_size,
+        num_items_in_batch=None,
+        ignore_index=-100,
+        shift_labels=None,
+        **_,
+    ):
         raise NotImplementedError
 
 
@@ -22,7 +37,10 @@ def test_the_build_is_loaded_beside_the_installed_library(tmp_path):
     loaded = get_local_kernel(tmp_path, backend="cpu", trust_remote_code=True)
     logits, targets = torch.randn(6, 1000), torch.randint(1000, (6,))
     ours = sys.modules["fused_rl"].token_logprobs(logits, targets)
-    assert loaded.__name__ != "fused_rl" and loaded.token_logprobs is not sys.modules["fused_rl"].token_logprobs
+    assert (
+        loaded.__name__ != "fused_rl"
+        and loaded.token_logprobs is not sys.modules["fused_rl"].token_logprobs
+    )
     assert torch.equal(ours.logprobs, loaded.token_logprobs(logits, targets).logprobs)
 
 

@@ -62,7 +62,9 @@ def test_compiled_entropy():
 def test_hard_cases(name, case, dtype):
     logits, labels = cases.hard_logits(case, dtype)
     what, arguments = ("entropy", ()) if name == "compute_entropy" else ("logprobs", (labels,))
-    theirs, ours = both(lambda: value_and_gradient(lambda x: getattr(utils, name)(x, *arguments), logits))
+    theirs, ours = both(
+        lambda: value_and_gradient(lambda x: getattr(utils, name)(x, *arguments), logits)
+    )
     cases.assert_no_worse(ours, theirs, cases.truth(what, logits, labels), dtype)
     if what == "entropy":
         assert (ours[0] >= 0).all()
@@ -74,8 +76,12 @@ def test_ignored_labels_as_with_flash_attn():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("old", [None, 0.3, 4.0], ids=["no old", "old", "old beyond the clip of its weight"])
-@pytest.mark.parametrize(("estimator", "unbiased_gradient"), itertools.product(ESTIMATORS, (False, True)))
+@pytest.mark.parametrize(
+    "old", [None, 0.3, 4.0], ids=["no old", "old", "old beyond the clip of its weight"]
+)
+@pytest.mark.parametrize(
+    ("estimator", "unbiased_gradient"), itertools.product(ESTIMATORS, (False, True))
+)
 def test_approx_kl(estimator, unbiased_gradient, old, dtype):
     log_probs = torch.linspace(-6, 0, 200).to(dtype)
     base = (log_probs.float() + torch.linspace(-2.5, 2.5, 200)).to(dtype)
@@ -110,7 +116,9 @@ def test_beyond_the_cap_the_value_is_openrlhfs_and_the_gradient_stays(estimator,
 def test_a_base_that_requires_a_gradient_is_openrlhfs():
     base = torch.linspace(-1, 1, 9)
     theirs, ours = both(
-        lambda: value_and_gradient(lambda x: utils.compute_approx_kl(torch.zeros(9), x, kl_estimator="k3"), base)
+        lambda: value_and_gradient(
+            lambda x: utils.compute_approx_kl(torch.zeros(9), x, kl_estimator="k3"), base
+        )
     )
     assert_both_close(theirs, ours, tolerance=0)
 
@@ -144,9 +152,14 @@ def test_what_is_not_served_is_openrlhfs():
 
 def test_rays_workers_are_patched_by_their_setup_hook(tmp_path):
     function = "openrlhf.models.utils", "compute_entropy"
-    assert cases.module_in_a_worker_of_ray("openrlhf", *function, tmp_path) == "fused_rl.integrations.openrlhf"
+    assert (
+        cases.module_in_a_worker_of_ray("openrlhf", *function, tmp_path)
+        == "fused_rl.integrations.openrlhf"
+    )
 
 
 def test_the_documented_example_runs_and_the_import_alone_takes_no_host(tmp_path):
     cases.run_fresh(cases.documented_example("OpenRLHF"), tmp_path)
-    cases.run_fresh("import sys, fused_rl.integrations.openrlhf; assert 'openrlhf' not in sys.modules", tmp_path)
+    cases.run_fresh(
+        "import sys, fused_rl.integrations.openrlhf; assert 'openrlhf' not in sys.modules", tmp_path
+    )

@@ -44,7 +44,9 @@ def test_the_flash_attn_path_needs_no_flash_attn(inplace_backward):
     theirs = value_and_gradient(lambda x: verl_F.logprobs_from_logits_naive(x, labels), logits)
     with integration.patch():
         ours = value_and_gradient(
-            lambda x: verl_F.logprobs_from_logits_flash_attn(x, labels, inplace_backward=inplace_backward),
+            lambda x: verl_F.logprobs_from_logits_flash_attn(
+                x, labels, inplace_backward=inplace_backward
+            ),
             logits,
         )
     assert_close(ours[0], theirs[0])
@@ -71,7 +73,9 @@ def test_hard_cases(name, case, dtype):
     logits, labels = cases.hard_logits(case, dtype)
     what = "logprobs" if name in LOGPROBS else "entropy"
     arguments = (labels,) if name in LOGPROBS else ()
-    theirs, ours = both(lambda: value_and_gradient(lambda x: getattr(verl_F, name)(x, *arguments), logits))
+    theirs, ours = both(
+        lambda: value_and_gradient(lambda x: getattr(verl_F, name)(x, *arguments), logits)
+    )
     cases.assert_no_worse(ours, theirs, cases.truth(what, logits, labels), dtype)
     if what == "entropy":
         assert (ours[0] >= 0).all()
@@ -89,7 +93,9 @@ def test_inplace_backward_only_where_flash_attn_would(monkeypatch):
         logits = leaf.clone().requires_grad_() * 1
         gradients = []
         logits.register_hook(lambda gradient: gradients.append(gradient.data_ptr()))
-        verl_F.logprobs_from_logits(logits, labels, inplace_backward=inplace_backward).sum().backward()
+        verl_F.logprobs_from_logits(
+            logits, labels, inplace_backward=inplace_backward
+        ).sum().backward()
         return gradients == [logits.data_ptr()]
 
     with integration.patch():
@@ -119,7 +125,9 @@ def test_inplace_backward_leaves_leaves_and_views_alone(monkeypatch):
 def test_kl_penalty(name):
     logprobs = torch.linspace(-6, 0, 200)
     ref_logprobs = (logprobs + torch.linspace(-2.5, 2.5, 200)).flip(0).flip(0)
-    theirs, ours = both(lambda: value_and_gradient(lambda x: core_algos.kl_penalty(x, ref_logprobs, name), logprobs))
+    theirs, ours = both(
+        lambda: value_and_gradient(lambda x: core_algos.kl_penalty(x, ref_logprobs, name), logprobs)
+    )
     assert_close(ours[0], theirs[0])
     assert_close(ours[1], theirs[1])
 
@@ -145,7 +153,9 @@ def test_infinite_logprobs_get_verls_value():
 def test_a_reference_that_requires_a_gradient_is_verls():
     ref_logprobs = torch.linspace(-1, 1, 9)
     theirs, ours = both(
-        lambda: value_and_gradient(lambda x: core_algos.kl_penalty(torch.zeros(9), x, "k3"), ref_logprobs)
+        lambda: value_and_gradient(
+            lambda x: core_algos.kl_penalty(torch.zeros(9), x, "k3"), ref_logprobs
+        )
     )
     assert torch.equal(ours[0], theirs[0])
     assert torch.equal(ours[1], theirs[1])
@@ -155,7 +165,9 @@ def test_compute_entropy_loss():
     logits, _ = cases.hard_logits("plain", torch.float32)
     logits = logits.view(4, 6, -1)
     mask = torch.arange(6) < torch.tensor([6, 3, 1, 5])[:, None]
-    theirs, ours = both(lambda: value_and_gradient(lambda x: core_algos.compute_entropy_loss(x, mask), logits))
+    theirs, ours = both(
+        lambda: value_and_gradient(lambda x: core_algos.compute_entropy_loss(x, mask), logits)
+    )
     assert_close(ours[0], theirs[0])
     assert_close(ours[1], theirs[1])
 
@@ -195,7 +207,9 @@ def test_fused_linear_for_ppo(shape, chunk_size, temperature, used):
 
 def true_head(used, temperature=1.0):
     def call(hidden, weight, labels):
-        return cases.reference.token_logprobs(hidden @ weight.t(), labels, temperature=temperature)[:2]
+        return cases.reference.token_logprobs(hidden @ weight.t(), labels, temperature=temperature)[
+            :2
+        ]
 
     return head_gradients(call, *head(torch.bfloat16), used, torch.float64)
 
@@ -214,7 +228,12 @@ def test_fused_linear_for_ppo_in_bf16():
 )
 def test_what_the_fused_head_cannot_take_is_verls(dtype, temperature):
     hidden, weight, labels = head(torch.float32)
-    call = lambda: FusedLinearForPPO(24).forward(hidden.to(dtype), weight.to(dtype), labels, temperature)  # noqa: E731
+
+    def call():
+        return FusedLinearForPPO(24).forward(
+            hidden.to(dtype), weight.to(dtype), labels, temperature
+        )
+
     theirs, ours = both(call)
     assert torch.equal(ours[0], theirs[0])
     assert torch.equal(ours[1], theirs[1])
@@ -253,14 +272,21 @@ def test_our_losses_and_advantages_in_verl_s_registries():
     logprobs = old + 0.3 * torch.randn(8, 6, generator=generator)
     mask = torch.arange(6) < torch.tensor([6, 3, 1, 5, 2, 6, 4, 3])[:, None]
     advantages = torch.randn(8, 1, generator=generator).expand(8, 6)
-    config = SimpleNamespace(clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.2, get=lambda name, default: default)
+    config = SimpleNamespace(
+        clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.2, get=lambda name, default: default
+    )
     config.global_batch_info = {
         "dp_size": 2,
         "batch_num_tokens": 50,
         "global_batch_size": 12,
         "loss_scale_factor": None,
     }
-    given = {"advantages": advantages, "response_mask": mask, "loss_agg_mode": "seq-mean-token-mean", "config": config}
+    given = {
+        "advantages": advantages,
+        "response_mask": mask,
+        "loss_agg_mode": "seq-mean-token-mean",
+        "config": config,
+    }
 
     def graded(name):
         function = core_algos.get_policy_loss_fn(name)
@@ -271,8 +297,16 @@ def test_our_losses_and_advantages_in_verl_s_registries():
 
     rewards = torch.rand(8, generator=generator)
     last = torch.zeros(8, 6).scatter(1, mask.sum(1, keepdim=True) - 1, rewards[:, None])
-    groups = {"token_level_rewards": last, "response_mask": mask, "index": np.array([*"abababab"], dtype=object)}
-    for mine, theirs in (("fused_group-std", "grpo"), ("fused_opo", "opo"), ("fused_leave-one-out", "rloo")):
+    groups = {
+        "token_level_rewards": last,
+        "response_mask": mask,
+        "index": np.array([*"abababab"], dtype=object),
+    }
+    for mine, theirs in (
+        ("fused_group-std", "grpo"),
+        ("fused_opo", "opo"),
+        ("fused_leave-one-out", "rloo"),
+    ):
         got, want = (core_algos.get_adv_estimator_fn(name)(**groups)[0] for name in (mine, theirs))
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
 
@@ -300,7 +334,9 @@ def test_linear_cross_entropy(shape, reduction):
 
 def test_a_split_head_and_unknown_options_are_verls(monkeypatch):
     calls = []
-    monkeypatch.setattr(linear_module, "linear_cross_entropy", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(
+        linear_module, "linear_cross_entropy", lambda *arguments: calls.append(arguments)
+    )
     tensors = head(torch.float32)
     with integration.patch():
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group)
@@ -336,14 +372,20 @@ def test_what_is_not_served_is_verls():
         for name in ENTROPIES[:1]:
             assert getattr(verl_F, name)(logits).device.type == "meta"
         with pytest.raises(RuntimeError, match="Size|shape|dimension"):
-            verl_F.logprobs_from_logits_naive(torch.zeros(4, 50), torch.zeros(4, 1, 2, dtype=torch.int64))
+            verl_F.logprobs_from_logits_naive(
+                torch.zeros(4, 50), torch.zeros(4, 1, 2, dtype=torch.int64)
+            )
 
 
 def test_rays_workers_are_patched_by_their_setup_hook(tmp_path):
     function = "verl.utils.torch_functional", "logprobs_from_logits"
-    assert cases.module_in_a_worker_of_ray("verl", *function, tmp_path) == "fused_rl.integrations.verl"
+    assert (
+        cases.module_in_a_worker_of_ray("verl", *function, tmp_path) == "fused_rl.integrations.verl"
+    )
 
 
 def test_the_documented_example_runs_and_the_import_alone_takes_no_host(tmp_path):
     cases.run_fresh(cases.documented_example("verl"), tmp_path)
-    cases.run_fresh("import sys, fused_rl.integrations.verl; assert 'verl' not in sys.modules", tmp_path)
+    cases.run_fresh(
+        "import sys, fused_rl.integrations.verl; assert 'verl' not in sys.modules", tmp_path
+    )

@@ -47,12 +47,16 @@ def test_engine_options(monkeypatch, engine_options, remove_padding):
 @pytest.mark.parametrize("entropy", [True, False])
 @pytest.mark.parametrize("remove_padding", [True, False])
 def test_fused_kernels(monkeypatch, remove_padding, entropy):
-    assert_same_step(monkeypatch, fused_kernels=True, remove_padding=remove_padding, entropy=entropy)
+    assert_same_step(
+        monkeypatch, fused_kernels=True, remove_padding=remove_padding, entropy=entropy
+    )
 
 
 @pytest.mark.parametrize("fused_kernels", [True, False])
 def test_a_step_under_autocast_is_no_further_from_fp32(monkeypatch, fused_kernels):
     exact, *_ = verl_step.step(monkeypatch, fused_kernels=fused_kernels)
-    theirs, ours = both(lambda: verl_step.step(monkeypatch, fused_kernels=fused_kernels, autocast=torch.bfloat16)[0])
+    theirs, ours = both(
+        lambda: verl_step.step(monkeypatch, fused_kernels=fused_kernels, autocast=torch.bfloat16)[0]
+    )
     # the model's own rounding is in both
     assert abs(ours - exact) <= abs(theirs - exact) + 1e-3

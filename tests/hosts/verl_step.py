@@ -81,25 +81,33 @@ def engine(model, options):
     return self
 
 
-def step(monkeypatch, loss=None, engine_options=None, autocast=torch.float32, backend="torch", **options):
+def step(
+    monkeypatch, loss=None, engine_options=None, autocast=torch.float32, backend="torch", **options
+):
     """Loss, metrics, {parameter: gradient} of one micro-batch under the verl that is in force."""
     monkeypatch.setattr(transformer_impl, "get_device_id", lambda: "cpu")
     monkeypatch.setattr(transformer_impl, "get_device_name", lambda: "cpu")
     options = NOT_LOSS | options
     model = tiny_model()
     if options["fused_kernels"]:
-        model.forward = types.MethodType(getattr(dense_common, f"forward_with_{backend}_backend"), model)
+        model.forward = types.MethodType(
+            getattr(dense_common, f"forward_with_{backend}_backend"), model
+        )
     config = {
         "use_kl_loss": True,
         "kl_loss_coef": 0.1,
         "kl_loss_type": "low_var_kl",
         "entropy_coeff": 0.01,
     }
-    config = FSDPActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **(config | (loss or {})))
+    config = FSDPActorConfig(
+        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **(config | (loss or {}))
+    )
     runner = engine(model, engine_options or {})
     runner._autocast_dtype = autocast
     torch.manual_seed(0)  # clip_cov draws the tokens that it leaves out
-    value, output = runner.forward_step(batch(**options), functools.partial(ppo_loss, config=config), False)
+    value, output = runner.forward_step(
+        batch(**options), functools.partial(ppo_loss, config=config), False
+    )
     value.backward()
     metrics = {name: _number(metric) for name, metric in output["metrics"].items()}
     return value.detach(), metrics, {name: p.grad for name, p in model.named_parameters()}

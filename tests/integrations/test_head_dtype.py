@@ -48,11 +48,15 @@ def test_trl_heads():
         logprobs, entropy = scored(hidden)
         assert error(logprobs, truth.logprobs) <= EXACT
         assert error(entropy, truth.entropy) <= EXACT
-        with pytest.raises(ValueError, match=r"patched with {'logits_dtype': torch.float32}.* unpatch\(\) first"):
+        with pytest.raises(
+            ValueError, match=r"patched with {'logits_dtype': torch.float32}.* unpatch\(\) first"
+        ):
             of_trl.patch(logits_dtype=BF16)
     with of_trl.patch(logits_dtype=BF16):
         assert error(scored(hidden)[0], truth.logprobs) >= ROUNDED
-        with pytest.raises(ValueError, match="logits_dtype must be None, torch.float32 or .*float32; got torch.bf"):
+        with pytest.raises(
+            ValueError, match="logits_dtype must be None, torch.float32 or .*float32; got torch.bf"
+        ):
             scored(hidden.float())
     with of_trl.patch():  # on a CPU as the operands; with the hidden states in fp32 all of it
         assert error(scored(hidden)[0], truth.logprobs) >= ROUNDED
@@ -66,7 +70,9 @@ def test_transformers():
         with torch.no_grad():
             model.lm_head.weight.mul_(2)
         seen = []
-        model.base_model.register_forward_hook(lambda *hook, seen=seen: seen.append(hook[2].last_hidden_state))
+        model.base_model.register_forward_hook(
+            lambda *hook, seen=seen: seen.append(hook[2].last_hidden_state)
+        )
         with of_transformers.patch(model, logits_dtype=logits_dtype):
             losses[logits_dtype] = model(ids, labels=ids).loss
             with pytest.raises(ValueError, match="this model is patched with logits_dtype="):

@@ -27,7 +27,9 @@ def differentiated(function, *inputs):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("offset", [0.0, 100.0])  # with an offset bf16 loses what log_softmax does not keep in fp32
+@pytest.mark.parametrize(
+    "offset", [0.0, 100.0]
+)  # with an offset bf16 loses what log_softmax does not keep in fp32
 def test_log_softmax_and_gather(dtype, offset):
     generator = torch.Generator().manual_seed(0)
     logits = (4 * torch.randn(3, 5, 1009, generator=generator) + offset).to(dtype)
@@ -45,9 +47,13 @@ def test_log_softmax_and_gather(dtype, offset):
 def test_estimates_of_the_kl():
     """Within 20 nats the host's four, and their gradients by both arguments; 0 is k1, as the host counts."""
     generator = torch.Generator().manual_seed(1)
-    d = torch.cat([20 * (2 * torch.rand(1, 99, generator=generator) - 1), torch.zeros(1, 1)], -1).double()
+    d = torch.cat(
+        [20 * (2 * torch.rand(1, 99, generator=generator) - 1), torch.zeros(1, 1)], -1
+    ).double()
     r = torch.rand(d.shape, generator=generator).double() + 0.5
-    for got, want in zip(differentiated(estimate_kl, d, r), differentiated(transcribed_kl, d, r), strict=True):
+    for got, want in zip(
+        differentiated(estimate_kl, d, r), differentiated(transcribed_kl, d, r), strict=True
+    ):
         torch.testing.assert_close(got, want, atol=1e-13, rtol=1e-13)
     assert estimate_kl(d, r).shape == (4, *d.shape)
 

@@ -54,7 +54,12 @@ def surrogates_of(preset, logprobs, **options):
     for i, t in MASK.nonzero().tolist():
         share = torch.full((B, T), torch.inf, dtype=F64)
         share[i, t] = 1.0
-        chosen = {"preset": preset, "loss_agg": "prompt-mean", "num_sequences": 1, "group_lengths": share}
+        chosen = {
+            "preset": preset,
+            "loss_agg": "prompt-mean",
+            "num_sequences": 1,
+            "group_lengths": share,
+        }
         loss, _ = fused_rl.policy_loss(logprobs, OLD, ADVANTAGES, MASK, **chosen, **options)
         found = found + loss * torch.zeros(B, T, dtype=F64).index_put_(
             (torch.tensor(i), torch.tensor(t)), loss.new_ones(())
@@ -78,7 +83,10 @@ def decorator_into(registry):
 
 def verl_registered(host):
     losses, estimators = {}, {}
-    functions = {"register_policy_loss": decorator_into(losses), "register_adv_est": decorator_into(estimators)}
+    functions = {
+        "register_policy_loss": decorator_into(losses),
+        "register_adv_est": decorator_into(estimators),
+    }
     host("verl.trainer.ppo.core_algos", **functions)
     integration.register()
     return losses, estimators
@@ -90,7 +98,12 @@ def test_verl_has_every_preset(host, preset, ranks):
     """verl 0.9.1 calls by name; the gradients of two ranks, averaged, are those of the whole batch. 0: no counts."""
     losses, _ = verl_registered(host)
     assert {*losses} == {f"fused_{name}" for name in PRESETS}
-    info = {"dp_size": ranks, "batch_num_tokens": int(MASK.sum()), "global_batch_size": B, "loss_scale_factor": 20}
+    info = {
+        "dp_size": ranks,
+        "batch_num_tokens": int(MASK.sum()),
+        "global_batch_size": B,
+        "loss_scale_factor": 20,
+    }
     config = Namespace(global_batch_info=info if ranks else {"loss_scale_factor": 20})
 
     def theirs(logprobs):
@@ -107,29 +120,45 @@ def test_verl_has_every_preset(host, preset, ranks):
             )
             assert all(isinstance(value, float) for value in metrics.values())
             log_ratio = (logprobs - OLD).detach()[rows][MASK[rows]]
-            assert metrics["actor/approx_kl"] == pytest.approx((log_ratio.square() / 2).mean().item())
+            assert metrics["actor/approx_kl"] == pytest.approx(
+                (log_ratio.square() / 2).mean().item()
+            )
             total = total + loss / (ranks or 1)
         return total
 
     scaled = ADVANTAGES * WEIGHTS if preset == "dapo" else ADVANTAGES
-    ours = graded(lambda x: fused_rl.policy_loss(x, OLD, scaled, MASK, preset=preset, max_length=20)[0])
+    ours = graded(
+        lambda x: fused_rl.policy_loss(x, OLD, scaled, MASK, preset=preset, max_length=20)[0]
+    )
     torch.testing.assert_close(graded(theirs), ours)
 
 
-@pytest.mark.parametrize("advantage", [name for name in fused_rl.ADVANTAGES if name not in ("gae", "gdpo")])
+@pytest.mark.parametrize(
+    "advantage", [name for name in fused_rl.ADVANTAGES if name not in ("gae", "gdpo")]
+)
 def test_estimators_of_groups_in_any_order(host, advantage):
     """verl names groups by uid, and balances rows over ranks before: those of one group need not be adjacent."""
     _, estimators = verl_registered(host)
     rewards = torch.rand(B, generator=made)
     last = torch.zeros(B, T).scatter(1, LENGTHS[:, None] - 1, rewards[:, None])
-    want = fused_rl.response_advantages(rewards, advantage, group_size=G, lengths=LENGTHS)[:, None] * MASK
+    want = (
+        fused_rl.response_advantages(rewards, advantage, group_size=G, lengths=LENGTHS)[:, None]
+        * MASK
+    )
     order = torch.randperm(B, generator=made)
     uids = np.array(["uid-b"] * G + ["uid-a"] * G, dtype=object)[order.numpy()]
-    given = {"token_level_rewards": last[order], "response_mask": MASK[order].long(), "config": None, "index": uids}
+    given = {
+        "token_level_rewards": last[order],
+        "response_mask": MASK[order].long(),
+        "config": None,
+        "index": uids,
+    }
     advantages, returns = estimators[f"fused_{advantage}"](**given)
     torch.testing.assert_close(advantages, want[order])
     assert torch.equal(returns, advantages)
-    with pytest.raises(ValueError, match=f"fused_{advantage} needs groups of one size, got 1 to 7 responses"):
+    with pytest.raises(
+        ValueError, match=f"fused_{advantage} needs groups of one size, got 1 to 7 responses"
+    ):
         estimators[f"fused_{advantage}"](**given | {"index": np.array(["a"] + ["b"] * 7)})
 
 
@@ -137,7 +166,9 @@ def test_estimators_of_groups_in_any_order(host, advantage):
 def test_skyrl_sums_losses_whose_advantages_it_has_scaled(host, preset):
     """SkyRL's positional call; its correction weighs tokens and may drop some."""
 
-    def apply_off_policy_correction(loss, old_log_probs, rollout_logprobs, loss_mask, off_policy_correction):
+    def apply_off_policy_correction(
+        loss, old_log_probs, rollout_logprobs, loss_mask, off_policy_correction
+    ):
         assert off_policy_correction == "its config" and old_log_probs is OLD
         return loss * WEIGHTS, loss_mask * (rollout_logprobs < 0), {"tis": 1.0}
 
@@ -149,9 +180,13 @@ def test_skyrl_sums_losses_whose_advantages_it_has_scaled(host, preset):
         apply_off_policy_correction=apply_off_policy_correction,
     )
     registries.register("skyrl")
-    assert {*losses} == {f"fused_{name}" for name in fused_rl.PRESETS} and "fused_maxrl" in estimators
+    assert {*losses} == {
+        f"fused_{name}" for name in fused_rl.PRESETS
+    } and "fused_maxrl" in estimators
     config = Namespace(off_policy_correction="its config")
-    call = functools.partial(losses[f"fused_{preset}"], loss_mask=MASK.float(), rollout_logprobs=-WEIGHTS)
+    call = functools.partial(
+        losses[f"fused_{preset}"], loss_mask=MASK.float(), rollout_logprobs=-WEIGHTS
+    )
     metrics = call(NEW, OLD, ADVANTAGES, config)[1]
     assert metrics["tis"] == 1.0 and isinstance(metrics["approx_kl"], float)
     theirs = graded(lambda x: call(x, OLD, ADVANTAGES, config)[0])
@@ -179,7 +214,9 @@ def test_prime_rl_imports_a_loss_of_one_sample(host, preset, weighted):
         return total
 
     weights = WEIGHTS if weighted else torch.ones(B, T, dtype=F64)
-    torch.testing.assert_close(graded(theirs), graded(lambda x: (surrogates_of(preset, x) * weights).sum()))
+    torch.testing.assert_close(
+        graded(theirs), graded(lambda x: (surrogates_of(preset, x) * weights).sum())
+    )
 
 
 def test_prime_rl_passes_options_and_a_name_that_is_none_says_which_are(host):
@@ -188,14 +225,21 @@ def test_prime_rl_passes_options_and_a_name_that_is_none_says_which_are(host):
     found = registries.prime_dapo(sample(0, NEW), **options).loss
     torch.testing.assert_close(found, surrogates_of("dapo", NEW, **options)[0].sum())
     with pytest.raises(
-        AttributeError, match="no loss prime_pppo; a name is prime or slime or miles, _ and one of ppo, "
+        AttributeError,
+        match="no loss prime_pppo; a name is prime or slime or miles, _ and one of ppo, ",
     ):
         registries.prime_pppo  # noqa: B018
 
 
-def get_log_probs_and_entropy(logits, *, args, unconcat_tokens, total_lengths, response_lengths, with_entropy, **more):
+def get_log_probs_and_entropy(
+    logits, *, args, unconcat_tokens, total_lengths, response_lengths, with_entropy, **more
+):
     """The hosts' function, for "logits" that are the log-probabilities of all responses, one after the other."""
-    assert with_entropy and total_lengths == [n + 2 for n in LENGTHS.tolist()] and len(unconcat_tokens) == B
+    assert (
+        with_entropy
+        and total_lengths == [n + 2 for n in LENGTHS.tolist()]
+        and len(unconcat_tokens) == B
+    )
     log_probs = [*logits[0].split(response_lengths)]
     return {"log_probs": log_probs, "entropy": [-2 * each for each in log_probs]} | {"more": more}
 
@@ -211,7 +255,11 @@ def hosts_of_paths(host):
 
     replay = {"top_p_token_ids": [1]}
     of_slime = {"get_log_probs_and_entropy": scoring(replay, lambda found: (torch.empty(0), found))}
-    host("slime.backends.megatron_utils.loss", get_rollout_top_p_logprob_kwargs=lambda args, batch: replay, **of_slime)
+    host(
+        "slime.backends.megatron_utils.loss",
+        get_rollout_top_p_logprob_kwargs=lambda args, batch: replay,
+        **of_slime,
+    )
     of_miles = scoring({"max_seq_lens": None}, lambda found: found)
     host("miles.backends.training_utils.loss_hub.losses", get_log_probs_and_entropy=of_miles)
 
@@ -222,13 +270,20 @@ def rows(values):
 
 def megatron_batch():
     lengths = {"response_lengths": LENGTHS.tolist(), "total_lengths": (LENGTHS + 2).tolist()}
-    return lengths | {"unconcat_tokens": [0] * B, "advantages": rows(ADVANTAGES), "loss_masks": rows(MASK.int())}
+    return lengths | {
+        "unconcat_tokens": [0] * B,
+        "advantages": rows(ADVANTAGES),
+        "loss_masks": rows(MASK.int()),
+    }
 
 
 def sum_of_sample_mean(values):
     """Both hosts', without context parallelism: the sum over samples of their means."""
     parts = values.split(LENGTHS.tolist())
-    return sum((part * mask[: len(part)]).sum() / len(part) for part, mask in zip(parts, MASK.to(F64), strict=True))
+    return sum(
+        (part * mask[: len(part)]).sum() / len(part)
+        for part, mask in zip(parts, MASK.to(F64), strict=True)
+    )
 
 
 @pytest.mark.parametrize("options", ["plain", "everything", "sampler"])
@@ -239,9 +294,16 @@ def test_slime_and_miles_load_a_loss_of_a_micro_batch(host, name, preset, option
     function = getattr(registries, f"{name}_{preset}")  # as load_function does
     everything = options == "everything"
     args = Namespace(
-        use_rollout_logprobs=options == "sampler", use_tis=everything, use_kl_loss=everything, tis_clip=1.1
+        use_rollout_logprobs=options == "sampler",
+        use_tis=everything,
+        use_kl_loss=everything,
+        tis_clip=1.1,
     )
-    args.entropy_coef, args.kl_loss_coef, args.kl_loss_type = 0.1 if everything else 0.0, 0.3, "low_var_kl"
+    args.entropy_coef, args.kl_loss_coef, args.kl_loss_type = (
+        0.1 if everything else 0.0,
+        0.3,
+        "low_var_kl",
+    )
 
     batch = megatron_batch() | {"log_probs": rows(OLD), "ref_log_probs": rows(REF)}
     batch["rollout_log_probs"] = rows(OLD if options == "sampler" else ROLLOUT)
@@ -256,7 +318,12 @@ def test_slime_and_miles_load_a_loss_of_a_micro_batch(host, name, preset, option
     def ours(logprobs):
         given = {}
         if everything:
-            given = {"ref_logprobs": REF, "kl_coef": 0.3, "kl_estimator": "k3", "entropy": -2 * logprobs}
+            given = {
+                "ref_logprobs": REF,
+                "kl_coef": 0.3,
+                "kl_estimator": "k3",
+                "entropy": -2 * logprobs,
+            }
             given |= {"entropy_coef": 0.1, "rollout_logprobs": ROLLOUT, "rollout_high": 1.1}
         return (surrogates_of(preset, logprobs, **given).sum(1) / LENGTHS).sum()
 
@@ -266,5 +333,7 @@ def test_slime_and_miles_load_a_loss_of_a_micro_batch(host, name, preset, option
 def test_slime_s_first_update_has_the_pass_itself_as_old(host):
     hosts_of_paths(host)
     args = Namespace(use_rollout_logprobs=False, use_tis=False, use_kl_loss=False, entropy_coef=0.0)
-    loss, _ = registries.slime_ppo(args, megatron_batch(), torch.cat(rows(NEW))[None], sum_of_sample_mean)
+    loss, _ = registries.slime_ppo(
+        args, megatron_batch(), torch.cat(rows(NEW))[None], sum_of_sample_mean
+    )
     torch.testing.assert_close(loss, -ADVANTAGES[:, 0].sum())

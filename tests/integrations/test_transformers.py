@@ -56,7 +56,9 @@ def test_training_equals_the_stock_trainer(name, tmp_path):
 
 def test_a_model_patched_before_peft_wraps_it(tmp_path):
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]
+    )
     base = tiny_models.model("qwen2")
     patch(base)
     torch.manual_seed(0)
@@ -70,9 +72,20 @@ def test_a_model_patched_before_peft_wraps_it(tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        {"bf16": True},  # autocast: the same products in bf16, so the same numbers but for the last bits
-        slow({"label_smoothing_factor": 0.1}),  # takes the labels away: the model forms logits as before
-        slow({"gradient_checkpointing": True, "max_grad_norm": 0.1, "optim": "adamw_torch", "learning_rate": 1e-4}),
+        {
+            "bf16": True
+        },  # autocast: the same products in bf16, so the same numbers but for the last bits
+        slow(
+            {"label_smoothing_factor": 0.1}
+        ),  # takes the labels away: the model forms logits as before
+        slow(
+            {
+                "gradient_checkpointing": True,
+                "max_grad_norm": 0.1,
+                "optim": "adamw_torch",
+                "learning_rate": 1e-4,
+            }
+        ),
     ],
     ids=str,
 )
@@ -95,9 +108,14 @@ def test_fp16_gradients_survive_a_large_batch():
         made = copy.deepcopy(head).to(dtype)
         x = hidden.to(dtype).requires_grad_()
         if dtype == torch.float64:
-            loss = torch.nn.functional.cross_entropy(made(x), targets, reduction="sum") * share.double()
+            loss = (
+                torch.nn.functional.cross_entropy(made(x), targets, reduction="sum")
+                * share.double()
+            )
         else:
-            loss = UnformedLogits(made, x).negative_logprobs(targets, targets >= 0, share, workspace_mb=64.0)
+            loss = UnformedLogits(made, x).negative_logprobs(
+                targets, targets >= 0, share, workspace_mb=64.0
+            )
         (loss * scale).backward()
         return made.weight.grad.double()
 
@@ -160,7 +178,11 @@ def test_evaluation_with_metrics_gets_its_logits(bf16, tmp_path):
 
 def two_processes(rank, world, folder, way):
     model = tiny_models.model("qwen2-tied")
-    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "ddp_find_unused_parameters": False}
+    options = {
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "ddp_find_unused_parameters": False,
+    }
     run = train(model, folder, way, seed=0, **options)
     return [{key: value.numpy() for key, value in run.gradients[0].items()}, run.logs]
 
@@ -174,7 +196,9 @@ def test_two_processes_are_one(way, tmp_path):
     whole = train(tiny_models.model("qwen2-tied"), tmp_path, **options)
     for gradients, logs in ranks:
         for key, gradient in whole.gradients[0].items():
-            torch.testing.assert_close(torch.as_tensor(gradients[key]), gradient, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                torch.as_tensor(gradients[key]), gradient, atol=1e-5, rtol=1e-5
+            )
         assert logs[0]["loss"] == pytest.approx(whole.logs[0]["loss"], rel=1e-5)
 
 
@@ -235,7 +259,9 @@ def test_labels_by_position_shifted_labels_and_counts():
     shifted = torch.nn.functional.pad(inputs["labels"], (0, 1), value=-100)[:, 1:].contiguous()
     other = inputs["labels"].roll(1, 0)
     calls = [
-        lambda: model(inputs["input_ids"], inputs["attention_mask"], None, None, None, inputs["labels"]),
+        lambda: model(
+            inputs["input_ids"], inputs["attention_mask"], None, None, None, inputs["labels"]
+        ),
         lambda: model(**{**inputs, "labels": other}, shift_labels=shifted),
         lambda: model(**inputs, num_items_in_batch=7),
         lambda: model(**inputs, num_items_in_batch=torch.tensor(7)),
@@ -260,7 +286,11 @@ def changed(change):
     class Changed(transformers.LlamaForCausalLM):
         def forward(self, input_ids, labels=None, **kwargs):
             logits = change(self.lm_head(self.model(input_ids=input_ids).last_hidden_state))
-            loss = None if labels is None else self.loss_function(logits, labels, self.vocab_size, **kwargs)
+            loss = (
+                None
+                if labels is None
+                else self.loss_function(logits, labels, self.vocab_size, **kwargs)
+            )
             return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
 
     torch.manual_seed(0)
@@ -314,7 +344,9 @@ def test_a_forward_past_its_head_or_its_loss_function_is_refused(loss_function):
 
     class Past(transformers.LlamaForCausalLM):
         def forward(self, input_ids, labels=None, **kwargs):
-            logits = torch.nn.functional.linear(self.model(input_ids).last_hidden_state, self.lm_head.weight)
+            logits = torch.nn.functional.linear(
+                self.model(input_ids).last_hidden_state, self.lm_head.weight
+            )
             if loss_function:
                 loss = self.loss_function(logits, labels, self.vocab_size)
             else:
@@ -338,7 +370,9 @@ def test_logits_of_a_training_step_are_refused_by_name():
     with torch.no_grad():
         evaluated = model(**batch())
     unpatch(model)
-    torch.testing.assert_close(torch.softmax(evaluated.logits, -1), model(**batch()).logits.softmax(-1))
+    torch.testing.assert_close(
+        torch.softmax(evaluated.logits, -1), model(**batch()).logits.softmax(-1)
+    )
 
 
 def test_what_patch_refuses(monkeypatch):
@@ -361,7 +395,9 @@ def test_an_adapter_on_the_head_is_refused_before_and_after():
     peft = pytest.importorskip("peft")
     model = tiny_models.model("qwen2")
     patch(model)
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"]))
+    wrapped = peft.get_peft_model(
+        model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"])
+    )
     with pytest.raises(ValueError, match="lora.*nn.Linear"):
         wrapped(**batch())
     unpatch(model)

@@ -45,10 +45,15 @@ def zero3(model, loss_of):
 def fsdp2(model, loss_of):
     fully_shard(model.model.layers[0])
     if not model.config.tie_word_embeddings:
-        fully_shard(model.lm_head)  # a group of its own: where the loss is made, the weight is a shard again
+        fully_shard(
+            model.lm_head
+        )  # a group of its own: where the loss is made, the weight is a shard again
     fully_shard(model)
     optimizer = sgd(model)  # before the forward, which leaves whole weights in the root
-    return {name: weight.full_tensor() for name, weight in step(model, loss_of(model), optimizer).items()}
+    return {
+        name: weight.full_tensor()
+        for name, weight in step(model, loss_of(model), optimizer).items()
+    }
 
 
 def compiled(model, loss_of):
@@ -56,7 +61,9 @@ def compiled(model, loss_of):
     model.compile()
     averaged = torch.nn.parallel.DistributedDataParallel(model)  # kept: it averages in the backward
     loss = loss_of(averaged)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # the whole backbone, without and with gradients
+    assert (
+        torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    )  # the whole backbone, without and with gradients
     return step(model, loss, sgd(model))
 
 
@@ -66,7 +73,9 @@ def on_ranks(rank, world, way, name):
 
     def loss_of(wrapped):
         with torch.no_grad():
-            seen.append(wrapped(**batch).logits.detach().float().numpy())  # formed, from a head that may be a shard
+            seen.append(
+                wrapped(**batch).logits.detach().float().numpy()
+            )  # formed, from a head that may be a shard
         outputs = wrapped(**batch)
         assert isinstance(outputs.logits, UnformedLogits)
         seen.append(outputs.loss.item())

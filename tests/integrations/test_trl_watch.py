@@ -8,9 +8,21 @@ from transformers import TrainerState, trainer
 
 from fused_rl.integrations.trl_watch import FINDINGS, MISMATCH, WINDOW, Watch
 
-HEALTHY = {MISMATCH: 0.01, "entropy": 2.0, "kl": 0.1, "frac_reward_zero_std": 0.3, "completions/clipped_ratio": 0.2}
+HEALTHY = {
+    MISMATCH: 0.01,
+    "entropy": 2.0,
+    "kl": 0.1,
+    "frac_reward_zero_std": 0.3,
+    "completions/clipped_ratio": 0.2,
+}
 HEALTHY |= {"clip_ratio/region_mean": 0.1, "grad_norm": 0.5, "reward": 0.4}
-TROUBLE = {MISMATCH: 0.3, "entropy": 0.01, "kl": 2.5, "frac_reward_zero_std": 0.9, "completions/clipped_ratio": 0.8}
+TROUBLE = {
+    MISMATCH: 0.3,
+    "entropy": 0.01,
+    "kl": 2.5,
+    "frac_reward_zero_std": 0.9,
+    "completions/clipped_ratio": 0.8,
+}
 TROUBLE |= {"clip_ratio/region_mean": 0.7, "grad_norm": math.nan}
 
 
@@ -38,7 +50,10 @@ def test_each_sign_is_said_once_and_a_healthy_run_is_quiet(key):
 
 def test_the_end_sums_up_what_was_logged():
     _, end = logged([{"entropy": 2.0 - 0.01 * i, "kl": 0.001 * i} for i in range(30)])
-    assert end() == ["entropy: 1.96 at first, 1.75 at the end", "kl: 0.0045 at first, 0.0245 at the end"]
+    assert end() == [
+        "entropy: 1.96 at first, 1.75 at the end",
+        "kl: 0.0045 at first, 0.0245 at the end",
+    ]
     _, end = logged([HEALTHY], main=False)
     assert end() == []
 

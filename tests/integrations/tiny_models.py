@@ -61,7 +61,9 @@ def rows(number: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     made = []
     for _ in range(number):
-        length, prompt = (int(torch.randint(*bounds, (), generator=generator)) for bounds in ((4, 21), (1, 4)))
+        length, prompt = (
+            int(torch.randint(*bounds, (), generator=generator)) for bounds in ((4, 21), (1, 4))
+        )
         ids = torch.randint(3, VOCABULARY, (length,), generator=generator)
         labels = ids.clone()
         labels[:prompt] = -100
@@ -76,5 +78,7 @@ def collate(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         columns = [row[key] for row in batch]
         padded[key] = torch.nn.utils.rnn.pad_sequence(columns, batch_first=True, padding_value=fill)
     lengths = torch.tensor([len(row["input_ids"]) for row in batch])
-    padded["attention_mask"] = (torch.arange(padded["input_ids"].shape[1]) < lengths[:, None]).long()
+    padded["attention_mask"] = (
+        torch.arange(padded["input_ids"].shape[1]) < lengths[:, None]
+    ).long()
     return padded

@@ -27,11 +27,15 @@ def make_trainer(model, folder, way: str, run: Run, *, rows=12, compute_metrics=
 
     class Watch(transformers.TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-            trained = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            trained = {
+                name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+            }
             run.gradients.append(trained)
 
         def on_log(self, args, state, control, logs=None, **kwargs):
-            run.logs.append({key: value for key, value in logs.items() if key in ("loss", "grad_norm")})
+            run.logs.append(
+                {key: value for key, value in logs.items() if key in ("loss", "grad_norm")}
+            )
 
     quiet = {
         "report_to": [],
@@ -77,8 +81,12 @@ def assert_equal_runs(run: Run, stock: Run, tolerance: float = 1e-5) -> None:
     close = {"atol": tolerance, "rtol": tolerance}
     assert len(run.logs) == len(stock.logs)
     assert len(run.gradients) == len(stock.gradients) > 0
-    for ours, theirs in zip([*run.logs, run.evaluation], [*stock.logs, stock.evaluation], strict=True):
+    for ours, theirs in zip(
+        [*run.logs, run.evaluation], [*stock.logs, stock.evaluation], strict=True
+    ):
         torch.testing.assert_close(ours, theirs, **close)
-    for ours, theirs in zip([*run.gradients, run.weights], [*stock.gradients, stock.weights], strict=True):
+    for ours, theirs in zip(
+        [*run.gradients, run.weights], [*stock.gradients, stock.weights], strict=True
+    ):
         assert ours.keys() == theirs.keys()
         torch.testing.assert_close(ours, theirs, **close)

@@ -68,7 +68,11 @@ def error(found, exact):
     """Root of the mean square; a NaN or an inf where the truth has none counts as infinite."""
     same = found.double() == exact.double()  # infinite ones too
     difference = torch.where(same, 0, found.double() - exact.double())
-    return difference.square().mean().sqrt().nan_to_num(nan=torch.inf).item() if difference.numel() else 0.0
+    return (
+        difference.square().mean().sqrt().nan_to_num(nan=torch.inf).item()
+        if difference.numel()
+        else 0.0
+    )
 
 
 def assert_close(name, ours, theirs, exact, slack=1.0):
@@ -97,10 +101,14 @@ def assert_near_the_host(name, ours, theirs, exact):
     off = (theirs.double() - exact.double()).abs()
     off = off[off.isfinite()]
     atol = 1e-5 + (2 * off.max().item() if off.numel() else 0)
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=atol, msg=lambda text: f"{name}: {text}")
+    torch.testing.assert_close(
+        ours, theirs, rtol=1e-5, atol=atol, msg=lambda text: f"{name}: {text}"
+    )
 
 
 def same_bits(one, other):
     if one is None or other is None:
         return one is other
-    return torch.equal(one.nan_to_num(), other.nan_to_num()) and torch.equal(one.isnan(), other.isnan())
+    return torch.equal(one.nan_to_num(), other.nan_to_num()) and torch.equal(
+        one.isnan(), other.isnan()
+    )

@@ -74,7 +74,11 @@ def _config(kind: str):
     import transformers
 
     name, options = tiny_models.MODELS[kind]
-    sizes = {"vocab_size": len(_tokenizer()), "num_hidden_layers": 2, "max_position_embeddings": 128}
+    sizes = {
+        "vocab_size": len(_tokenizer()),
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 128,
+    }
     tied = {"tie_word_embeddings": kind in ("qwen2-tied", "cohere"), "initializer_range": 0.2}
     return getattr(transformers, name)(**options | sizes | tied)
 
@@ -194,7 +198,9 @@ def build(cell: Cell, folder, **arguments):
     if cell.lora:
         import peft
 
-        given["peft_config"] = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        given["peft_config"] = peft.LoraConfig(
+            r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False
+        )
     model = load(cell.model, moved=MOVED)
     config = getattr(trl, f"{cell.trainer}Config")(output_dir=str(folder), **options)
     return getattr(trl, f"{cell.trainer}Trainer")(model=model, args=config, **given)
@@ -209,7 +215,9 @@ def record(trainer) -> Run:
     class Gradients(transformers.TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, model, **_):
             named = [(name, p.grad) for name, p in model.named_parameters() if p.requires_grad]
-            run.grads.append({name: grad.detach().clone() for name, grad in named if grad is not None})
+            run.grads.append(
+                {name: grad.detach().clone() for name, grad in named if grad is not None}
+            )
 
     training_step = trainer.training_step
 
@@ -230,7 +238,9 @@ def record(trainer) -> Run:
 
 def untimed(logged: dict) -> dict:
     """The metrics of a step without what a clock says."""
-    return {name: value for name, value in logged.items() if not any(word in name for word in TIMED)}
+    return {
+        name: value for name, value in logged.items() if not any(word in name for word in TIMED)
+    }
 
 
 def train(cell: Cell, primitive: str, folder, **how) -> Run:
@@ -249,14 +259,20 @@ def _standing(primitive: str):
 
     served, host = Counter(), Counter()
     with contextlib.ExitStack() as stack:
-        for function in (chunked_logprob.ChunkedLogProbFunction, chunked_divergence.ChunkedDivergenceFunction):
+        for function in (
+            chunked_logprob.ChunkedLogProbFunction,
+            chunked_divergence.ChunkedDivergenceFunction,
+        ):
             watched = staticmethod(_watched(function.forward, host))
             stack.enter_context(mock.patch.object(function, "forward", watched))
         if primitive == "ours":
             from fused_rl.integrations import trl as integration
 
             stack.enter_context(integration.patch())
-        for module, name in ((utils, VOCAB_PRIMITIVE), (distillation_trainer, DIVERGENCE_PRIMITIVE)):
+        for module, name in (
+            (utils, VOCAB_PRIMITIVE),
+            (distillation_trainer, DIVERGENCE_PRIMITIVE),
+        ):
             proxy = types.SimpleNamespace(apply=_watched(getattr(module, name).apply, served))
             stack.enter_context(mock.patch.object(module, name, proxy))
         yield served, host
@@ -279,10 +295,15 @@ def assert_equal(run: Run, reference: Run, tolerance: float) -> None:
     Losses and metrics differ relative to the value, or absolutely where that is below 1; gradients and what the
     parameters have become relative to the largest element of the tensor.
     """
-    numbers = [dict(enumerate(run.losses)), *run.metrics], [dict(enumerate(reference.losses)), *reference.metrics]
+    numbers = (
+        [dict(enumerate(run.losses)), *run.metrics],
+        [dict(enumerate(reference.losses)), *reference.metrics],
+    )
     for ours, theirs in zip(*numbers, strict=True):
         assert ours == pytest.approx(theirs, rel=tolerance, abs=tolerance, nan_ok=True)
-    for ours, theirs in zip([*run.grads, run.parameters], [*reference.grads, reference.parameters], strict=True):
+    for ours, theirs in zip(
+        [*run.grads, run.parameters], [*reference.grads, reference.parameters], strict=True
+    ):
         assert ours.keys() == theirs.keys()
         for name, tensor in theirs.items():
             largest = tensor.abs().max().item() or 1.0

@@ -39,7 +39,9 @@ def test_it_reports_the_log_probabilities_that_it_samples_from(server, lm, tempe
         found = served.sampled(server, prompt, sampling, *seeds)
         for response in found:
             expected = served.logprobs(lm, prompt, response.ids, temperature)
-            torch.testing.assert_close(torch.tensor(response.logprobs).double(), expected, atol=CLOSE, rtol=0)
+            torch.testing.assert_close(
+                torch.tensor(response.logprobs).double(), expected, atol=CLOSE, rtol=0
+            )
             stops = [token in stop for token in response.ids]
             assert not any(stops[:-1]) and stops[-1] == (response.finish == "stop")
             finishes.add(response.finish)
@@ -64,7 +66,9 @@ def test_greedy_answers_after_each_of_many_pushes(server, lm, folders, tmp_path)
             (response,) = served.sampled(server, prompt, GREEDY, None)
             assert response.ids == models.greedy(changed, prompt, 8), push
             expected = served.logprobs(changed, prompt, response.ids)
-            torch.testing.assert_close(torch.tensor(response.logprobs).double(), expected, atol=CLOSE, rtol=0)
+            torch.testing.assert_close(
+                torch.tensor(response.logprobs).double(), expected, atol=CLOSE, rtol=0
+            )
         seen.add(tuple(response.ids))
     assert len(seen) > PUSHES / 2  # the weights make a difference
 
@@ -81,6 +85,10 @@ def test_a_teacher_tells_its_likeliest_tokens(server, lm, folders):
     for prompt, response in zip(PROMPTS[1:], responses, strict=True):
         logits = lm(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
         expected = logits.log_softmax(-1).topk(20)
-        torch.testing.assert_close(logprobs[: len(response)].double(), expected.values.double(), atol=CLOSE, rtol=0)
-        assert (ids[: len(response)] == expected.indices).double().mean() > 0.9  # two may be as likely
+        torch.testing.assert_close(
+            logprobs[: len(response)].double(), expected.values.double(), atol=CLOSE, rtol=0
+        )
+        assert (
+            ids[: len(response)] == expected.indices
+        ).double().mean() > 0.9  # two may be as likely
         ids, logprobs = ids[len(response) :], logprobs[len(response) :]

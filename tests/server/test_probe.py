@@ -15,7 +15,9 @@ def verify(servers, folders, tmp_path, *, sampling=RUN, flags=()):
     """Publish the policy of the first folder to a server that had the second one's weights, twice."""
     servers.holding(folders[1], *flags)
     policy = served.Policy(folders[0])
-    sampler = served.sampler_of([servers(*flags).url], policy, tmp_path / "run", sampling=sampling, longest=300)
+    sampler = served.sampler_of(
+        [servers(*flags).url], policy, tmp_path / "run", sampling=sampling, longest=300
+    )
     sampler.publish(0, policy.save)
     policy.change(1)
     sampler.publish(1, policy.save)
@@ -33,10 +35,15 @@ def test_kept_sets_that_it_cannot_report(servers, folders, tmp_path):
 
 def test_less_room_than_the_run_needs(servers, folders, tmp_path):
     url = servers().url
-    with pytest.raises(InputError, match=f"room for {models.POSITIONS} tokens.*give it a length of 513; start it with"):
+    with pytest.raises(
+        InputError,
+        match=f"room for {models.POSITIONS} tokens.*give it a length of 513; start it with",
+    ):
         served.sampler_of([url], served.Policy(folders[0]), tmp_path, longest=models.POSITIONS + 1)
 
 
 def test_raw_log_probabilities(servers, folders, tmp_path):
-    with pytest.raises(InputError, match="are not the policy's .*--logprobs-mode processed_logprobs"):
+    with pytest.raises(
+        InputError, match="are not the policy's .*--logprobs-mode processed_logprobs"
+    ):
         verify(servers, folders, tmp_path, flags=("--logprobs-mode", "raw_logprobs"))

@@ -11,7 +11,13 @@ from fused_rl.trainers.rollouts.types import Sampler
 from tests.trainers import runs, tiny
 
 pytestmark = pytest.mark.server
-SHARED = {"eval_size": 0, "max_prompt_length": 64, "max_new_tokens": 6, "micro_batch_size": 8, "lr": 1e-5}
+SHARED = {
+    "eval_size": 0,
+    "max_prompt_length": 64,
+    "max_new_tokens": 6,
+    "micro_batch_size": 8,
+    "lr": 1e-5,
+}
 CLOSE = 1e-5  # losses and gradients of the same responses
 
 
@@ -48,7 +54,13 @@ def gradients(monkeypatch):
 
     def stepped(self, step):
         named = self.model.module.named_parameters()
-        found.append({name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None})
+        found.append(
+            {
+                name: parameter.grad.clone()
+                for name, parameter in named
+                if parameter.grad is not None
+            }
+        )
         return take_step(self, step)
 
     monkeypatch.setattr(policy.Policy, "optimizer_step", stepped)
@@ -75,7 +87,9 @@ def recorded(trainer, config):
     return made[0]
 
 
-@pytest.mark.parametrize(("trainer", "config_of", "steps"), [(grpo, grpo_config, 20), (ppo, ppo_config, 5)])
+@pytest.mark.parametrize(
+    ("trainer", "config_of", "steps"), [(grpo, grpo_config, 20), (ppo, ppo_config, 5)]
+)
 def test_the_same_responses_teach_the_same(
     trainer, config_of, steps, servers, folders, rows, tmp_path, gradients, capsys
 ):
@@ -98,9 +112,14 @@ def test_the_same_responses_teach_the_same(
             torch.testing.assert_close(one[name], other[name], atol=CLOSE * scale, rtol=0, msg=name)
 
     # Losses, as far as both runs know them, and what came of it.
-    first, second = (tiny.untimed(tiny.read_metrics(tmp_path / name)) for name in ("through", "replayed"))
+    first, second = (
+        tiny.untimed(tiny.read_metrics(tmp_path / name)) for name in ("through", "replayed")
+    )
     for ours, theirs in zip(first, second, strict=True):
         for key in ours.keys() & theirs.keys():
-            assert ours[key] == pytest.approx(theirs[key], rel=CLOSE, abs=CLOSE), (ours["step"], key)
+            assert ours[key] == pytest.approx(theirs[key], rel=CLOSE, abs=CLOSE), (
+                ours["step"],
+                key,
+            )
     assert any("loss" in key for key in first[0].keys() & second[0].keys())
     runs.assert_same_weights(tmp_path / "through", tmp_path / "replayed", atol=CLOSE)

@@ -42,7 +42,9 @@ class Fake:
 
     def __init__(self, kind: str, folder: str, *, max_model_len: int = 128, key=None):
         self.kind, self.max_model_len, self.key = kind, max_model_len, key
-        self.lm = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.lm = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32
+        ).eval()
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         self.eos = self.lm.config.eos_token_id
         self.paused, self.connections = False, 0
@@ -85,7 +87,11 @@ class Fake:
         temperature = chosen.get("temperature", 1.0)
         if "warm" in self.flaws:
             temperature *= 1.1
-        limits = (chosen.get("top_p", 1.0), max(0, chosen.get("top_k", 0)), chosen.get("min_p", 0.0))
+        limits = (
+            chosen.get("top_p", 1.0),
+            max(0, chosen.get("top_k", 0)),
+            chosen.get("min_p", 0.0),
+        )
         sampling = Sampling(temperature or 1.0, most, (), *limits)
         stops = set(chosen.get("stop_token_ids") or [])
         if not chosen.get("ignore_eos"):
@@ -110,7 +116,11 @@ class Fake:
             scores = processed_scores(logits, sampling)
             logprobs = scores.log_softmax(-1)
             greedy = temperature == 0
-            token = int(logits.argmax() if greedy else torch.multinomial(logprobs.exp(), 1, generator=generator))
+            token = int(
+                logits.argmax()
+                if greedy
+                else torch.multinomial(logprobs.exp(), 1, generator=generator)
+            )
             of_model = logits.log_softmax(-1) if "raw" in self.flaws else logprobs
             feed = [token]
             drawn.append(token)
@@ -156,7 +166,11 @@ def _card(fake: Fake, body) -> dict:
 
 def _choice(drawn: dict, logprobs: dict, **fields) -> dict:
     """Return vLLM's answer."""
-    choice = {"token_ids": drawn["ids"], "finish_reason": drawn["finish"], "logprobs": logprobs} | fields
+    choice = {
+        "token_ids": drawn["ids"],
+        "finish_reason": drawn["finish"],
+        "logprobs": logprobs,
+    } | fields
     return {"choices": [choice]}
 
 
@@ -175,11 +189,20 @@ def _likeliest(fake: Fake, ids: list[int], count: int) -> Iterator[dict]:
     for t, token in enumerate(ids[1:]):
         likeliest = logprobs[t].topk(count).indices.tolist()
         told = dict.fromkeys([token, *likeliest])
-        yield {str(i): {"logprob": float(logprobs[t, i]), "rank": int(ranks[t, i]), "decoded_token": ""} for i in told}
+        yield {
+            str(i): {
+                "logprob": float(logprobs[t, i]),
+                "rank": int(ranks[t, i]),
+                "decoded_token": "",
+            }
+            for i in told
+        }
 
 
 def _tokenize(fake: Fake, body: dict) -> dict:
-    ids = fake.tokenizer.encode(body["prompt"], add_special_tokens=body.get("add_special_tokens", True))
+    ids = fake.tokenizer.encode(
+        body["prompt"], add_special_tokens=body.get("add_special_tokens", True)
+    )
     return {"count": len(ids), "max_model_len": fake.max_model_len, "tokens": ids}
 
 
@@ -188,7 +211,9 @@ def _tokens_out(fake: Fake, body: dict) -> dict:
     drawn = fake.draw(body["token_ids"], chosen, chosen.get("max_tokens", 16))
     pairs = zip(drawn["ids"], drawn["logprobs"], strict=True)
     content = [{"token": f"token_id:{token}", "logprob": value} for token, value in pairs]
-    masked = chosen.get("top_k", 0) > 0 and "no sets" not in fake.flaws  # none under top_p or min_p alone
+    masked = (
+        chosen.get("top_k", 0) > 0 and "no sets" not in fake.flaws
+    )  # none under top_p or min_p alone
     return _choice(drawn, {"content": content}, sampling_mask=drawn["sets"] if masked else None)
 
 

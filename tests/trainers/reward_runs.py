@@ -27,7 +27,10 @@ def make_model(folder: Path, *, chat: bool = False, pad_is_eos: bool = False) ->
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>" if pad_is_eos else "<pad>", unk_token="<unk>"
+        tokenizer_object=tokenizer,
+        eos_token="<eos>",
+        pad_token="<eos>" if pad_is_eos else "<pad>",
+        unk_token="<unk>",
     )
     fast.chat_template = TEMPLATE if chat else None
     # The model.
@@ -54,7 +57,11 @@ def write_pairs(path: Path, count: int = 20) -> str:
     rows = []
     for i in range(count):
         letter, other = letters[i % 10], letters[(i + 3) % 10]
-        row = {"prompt": letter * (1 + i % 4) + "=", "chosen": letter * (1 + i % 5), "rejected": other * (1 + i % 3)}
+        row = {
+            "prompt": letter * (1 + i % 4) + "=",
+            "chosen": letter * (1 + i % 5),
+            "rejected": other * (1 + i % 3),
+        }
         rows.append({**row, "margin": 0.5} if i % 3 == 0 else row)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)

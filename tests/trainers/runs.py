@@ -23,30 +23,75 @@ VERIFIER = "tests.trainers.tiny:odd_characters"
 
 def sft_config(files, output_dir, **options) -> sft.SFTConfig:
     model, dataset = files
-    defaults = {"completion_column": "answer", "eval_size": 4, "steps": 4, "batch_size": 8, "lr": 1e-3}
+    defaults = {
+        "completion_column": "answer",
+        "eval_size": 4,
+        "steps": 4,
+        "batch_size": 8,
+        "lr": 1e-3,
+    }
     defaults |= {"save_every": 0, "zero_stage": 0, "adam_beta2": 0.95, "weight_decay": 0.1}
-    return sft.SFTConfig(model=model, dataset=dataset, output_dir=str(output_dir), **tiny.settled(defaults | options))
+    return sft.SFTConfig(
+        model=model, dataset=dataset, output_dir=str(output_dir), **tiny.settled(defaults | options)
+    )
 
 
 def grpo_config(files, output_dir, **options) -> grpo.GRPOConfig:
     model, dataset = files
-    defaults = {"verifiers": VERIFIER, "eval_size": 4, "steps": 3, "prompts_per_step": 4, "group_size": 4, "lr": 1e-3}
-    defaults |= {"max_new_tokens": 6, "save_every": 0, "zero_stage": 0, "eval_samples": 2, "micro_batch_size": 8}
-    return grpo.GRPOConfig(model=model, dataset=dataset, output_dir=str(output_dir), **tiny.settled(defaults | options))
+    defaults = {
+        "verifiers": VERIFIER,
+        "eval_size": 4,
+        "steps": 3,
+        "prompts_per_step": 4,
+        "group_size": 4,
+        "lr": 1e-3,
+    }
+    defaults |= {
+        "max_new_tokens": 6,
+        "save_every": 0,
+        "zero_stage": 0,
+        "eval_samples": 2,
+        "micro_batch_size": 8,
+    }
+    return grpo.GRPOConfig(
+        model=model, dataset=dataset, output_dir=str(output_dir), **tiny.settled(defaults | options)
+    )
 
 
 def ppo_config(files, output_dir, **options) -> ppo.PPOConfig:
     model, dataset = files
-    defaults = {"verifiers": VERIFIER, "eval_size": 4, "steps": 3, "prompts_per_step": 8, "lr": 1e-3}
-    defaults |= {"max_new_tokens": 6, "save_every": 0, "zero_stage": 0, "eval_samples": 2, "micro_batch_size": 4}
-    return ppo.PPOConfig(model=model, dataset=dataset, output_dir=str(output_dir), **tiny.settled(defaults | options))
+    defaults = {
+        "verifiers": VERIFIER,
+        "eval_size": 4,
+        "steps": 3,
+        "prompts_per_step": 8,
+        "lr": 1e-3,
+    }
+    defaults |= {
+        "max_new_tokens": 6,
+        "save_every": 0,
+        "zero_stage": 0,
+        "eval_samples": 2,
+        "micro_batch_size": 4,
+    }
+    return ppo.PPOConfig(
+        model=model, dataset=dataset, output_dir=str(output_dir), **tiny.settled(defaults | options)
+    )
 
 
 def run_config(files, output_dir, **options) -> sft.SFTConfig:
     model, dataset = files
-    defaults = {"completion_column": "answer", "eval_size": 4, "steps": 4, "batch_size": 8, "lr": 1e-3}
+    defaults = {
+        "completion_column": "answer",
+        "eval_size": 4,
+        "steps": 4,
+        "batch_size": 8,
+        "lr": 1e-3,
+    }
     defaults |= {"save_every": 1, "keep_checkpoints": 9, "zero_stage": 0}
-    return sft.SFTConfig(model=model, dataset=dataset, output_dir=str(output_dir), **tiny.settled(defaults | options))
+    return sft.SFTConfig(
+        model=model, dataset=dataset, output_dir=str(output_dir), **tiny.settled(defaults | options)
+    )
 
 
 def refused(config, message: str) -> str:
@@ -61,7 +106,11 @@ def refused(config, message: str) -> str:
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file below a folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def assert_equal_runs(a: Path, b: Path):
@@ -74,7 +123,9 @@ def assert_same_weights(a, b, atol: float = 0.0, folder: str = "model"):
     a, b = tiny.weights(Path(a) / folder), tiny.weights(Path(b) / folder)
     assert a.keys() == b.keys()
     for name in a:
-        torch.testing.assert_close(a[name], b[name], atol=atol, rtol=0, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            a[name], b[name], atol=atol, rtol=0, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 def assert_same_metrics(a, b, rtol: float):
@@ -125,7 +176,9 @@ def forget_after(whole, stopped, step: int) -> None:
     if ranks.rank() == 0:
         shutil.copytree(whole, stopped)
         checkpoints = Path(stopped) / "checkpoints"
-        later = [checkpoints / f"step-{other}" for other in store.steps_in(checkpoints) if other > step]
+        later = [
+            checkpoints / f"step-{other}" for other in store.steps_in(checkpoints) if other > step
+        ]
         for path in [Path(stopped) / "model", Path(stopped) / "critic", *later]:
             shutil.rmtree(path, ignore_errors=True)
     ranks.barrier()

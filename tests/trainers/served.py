@@ -38,7 +38,9 @@ class Policy:
 
     def __init__(self, folder: str):
         self.folder = folder
-        self.module = tiny.load_lm(GRPOConfig(model=folder, dataset="", output_dir=""), trainable=False)
+        self.module = tiny.load_lm(
+            GRPOConfig(model=folder, dataset="", output_dir=""), trainable=False
+        )
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         self.left_out: tuple[str, ...] = ()
 
@@ -66,7 +68,9 @@ class Policy:
         return Probe(self, ids, exact, sampling)
 
 
-def sampler_of(urls, policy: Policy, folder: Path, *, sampling=None, exact=True, longest=64) -> ServerSampler:
+def sampler_of(
+    urls, policy: Policy, folder: Path, *, sampling=None, exact=True, longest=64
+) -> ServerSampler:
     """Return a sampler of these servers, with its weights in `folder`, a run's, as `published`."""
     http = Http(20.0)
     http.pause = 0.0

@@ -58,20 +58,38 @@ def assert_gradients_close(module, exact, prefix=""):
         expected = exact[name.removeprefix(prefix)].grad
         found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         scale = expected.abs().max().item()
-        torch.testing.assert_close(found.double(), expected, atol=2e-5 * scale + 1e-8, rtol=1e-4, msg=name)
+        torch.testing.assert_close(
+            found.double(), expected, atol=2e-5 * scale + 1e-8, rtol=1e-4, msg=name
+        )
 
 
 def config_of(folder="m", **options) -> grpo.GRPOConfig:
-    settings = {"model": folder, "dataset": "", "output_dir": "", "zero_stage": 0, "prompts_per_step": 2}
-    settings |= {"group_size": GROUP, "minibatches": 1, "micro_batch_size": 3, "max_new_tokens": LENGTH}
+    settings = {
+        "model": folder,
+        "dataset": "",
+        "output_dir": "",
+        "zero_stage": 0,
+        "prompts_per_step": 2,
+    }
+    settings |= {
+        "group_size": GROUP,
+        "minibatches": 1,
+        "micro_batch_size": 3,
+        "max_new_tokens": LENGTH,
+    }
     settings |= {"temperature": TEMPERATURE, "lr": 1e-3, "max_grad_norm": 0.0, "steps": 4}
     return grpo.GRPOConfig(**(settings | options))
 
 
 def fake_policy(config, module, responses, scores) -> policy.Policy:
-    tokenizer, sampling = encode.load_tokenizer(config.model), policy.Sampling(TEMPERATURE, LENGTH, (EOS,))
+    tokenizer, sampling = (
+        encode.load_tokenizer(config.model),
+        policy.Sampling(TEMPERATURE, LENGTH, (EOS,)),
+    )
     scorers, device = [Scorer(scores)], torch.device("cpu")
-    return policy.Policy(config, module, None, Sampler(responses), sampling, scorers, tokenizer, device)
+    return policy.Policy(
+        config, module, None, Sampler(responses), sampling, scorers, tokenizer, device
+    )
 
 
 def measured_of(exact, batch) -> policy.Measured:

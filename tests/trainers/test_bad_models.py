@@ -23,12 +23,20 @@ def test_an_added_token_that_the_data_uses_needs_an_embedding(spoilt, tmp_path):
     tokenizer.add_tokens(["<new>"])
     tokenizer.save_pretrained(folder)
     sft.train(sft_config((folder, spoilt[1]), tmp_path / "unused", steps=1))
-    rows = tiny.jsonl(tmp_path / "new.jsonl", [*tiny.sums(9), {"question": "a<new>b", "answer": "c"}, *tiny.sums(5)])
-    with pytest.raises(InputError, match=r"new.jsonl, line 10: token '<new>' has id \d+, but the model embeds"):
+    rows = tiny.jsonl(
+        tmp_path / "new.jsonl",
+        [*tiny.sums(9), {"question": "a<new>b", "answer": "c"}, *tiny.sums(5)],
+    )
+    with pytest.raises(
+        InputError, match=r"new.jsonl, line 10: token '<new>' has id \d+, but the model embeds"
+    ):
         sft.train(sft_config((folder, rows), tmp_path / "run"))
 
 
 def test_a_model_without_tokenizer_config_is_one_line(spoilt, tmp_path):
     (spoilt[0] / "tokenizer_config.json").unlink()
-    with pytest.raises(InputError, match=r"ids up to 263, but the model embeds 263: is tokenizer_config.json missing"):
+    with pytest.raises(
+        InputError,
+        match=r"ids up to 263, but the model embeds 263: is tokenizer_config.json missing",
+    ):
         grpo.train(grpo_config(map(str, spoilt), tmp_path / "run"))

@@ -35,7 +35,11 @@ CHANGED = [
     ("rows.jsonl", reordered, "rows"),
     ("rows.jsonl", lambda rows: rows.replace(b"Add them", b"Sum them", 1), "rows"),
     ("model/model.safetensors", one_weight_moved, "model"),
-    ("model/config.json", lambda text: text.replace(b'"rms_norm_eps": 1e-06', b'"rms_norm_eps": 2e-06'), "model"),
+    (
+        "model/config.json",
+        lambda text: text.replace(b'"rms_norm_eps": 1e-06', b'"rms_norm_eps": 2e-06'),
+        "model",
+    ),
     ("model/chat_template.jinja", lambda template: template + b"{# another #}", "chat_template"),
 ]
 
@@ -44,7 +48,10 @@ CHANGED = [
 def test_an_input_that_changed_is_named_on_resume(files, run, name, change, named):
     before, path = contents(run), Path(files[1]).parent / name
     with edited(path, change):
-        refused(run_config(files, run, resume=True, steps=6), f"not those of .*step-4: {named}; .*--accept_changes")
+        refused(
+            run_config(files, run, resume=True, steps=6),
+            f"not those of .*step-4: {named}; .*--accept_changes",
+        )
     assert contents(run) == before
 
 
@@ -59,7 +66,10 @@ def test_accepted_changes_are_the_inputs_of_the_run_from_then_on(files, run, cap
 
 def test_rows_and_models_may_lie_elsewhere(files, run, tmp_path):
     model, dataset = files
-    moved = shutil.copytree(model, tmp_path / "moved"), shutil.copy(dataset, tmp_path / "moved.jsonl")
+    moved = (
+        shutil.copytree(model, tmp_path / "moved"),
+        shutil.copy(dataset, tmp_path / "moved.jsonl"),
+    )
     sft.train(run_config(map(str, moved), run, resume=True, steps=5))
     tiny.jsonl(moved[1], tiny.sums(21)[1:])
     refused(run_config(map(str, moved), run, resume=True, steps=6), "step-5: rows;")

@@ -17,9 +17,15 @@ HISTORY = [
 
 def test_a_panel_has_the_keys_that_the_run_has(monkeypatch, tmp_path):
     made = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: made.append(figure) or figures.draw(figure, *a, **k))
+    monkeypatch.setattr(
+        Figure,
+        "savefig",
+        lambda figure, *a, **k: made.append(figure) or figures.draw(figure, *a, **k),
+    )
     draw_curves(HISTORY, tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG" and len(list(tmp_path.iterdir())) == 1
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG" and len(
+        list(tmp_path.iterdir())
+    ) == 1
     lines = {}
     for axes in made[0].axes:
         lines |= {line.get_label(): line.get_xydata().tolist() for line in axes.lines}

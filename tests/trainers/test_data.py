@@ -12,11 +12,17 @@ from tests.trainers import tiny
 def test_an_empty_prompt_is_refused_and_an_empty_system_message_is_none(chat):
     encoder, user = Encoder(tiny.tokenizer(chat=chat)), {"role": "user", "content": "a"}
     said = [{"role": "assistant", "content": "b"}, {"role": "user", "content": ""}]
-    for prompt in ("", [{"role": "system", "content": "s"}, *said[1:]], [user, *said])[: 3 if chat else 1]:
-        with pytest.raises(InputError, match="x.parquet, row 1: the prompt is empty; mend or remove the row"):
+    for prompt in ("", [{"role": "system", "content": "s"}, *said[1:]], [user, *said])[
+        : 3 if chat else 1
+    ]:
+        with pytest.raises(
+            InputError, match="x.parquet, row 1: the prompt is empty; mend or remove the row"
+        ):
             encoder.prompt(Rows([{"prompt": prompt}], "x.parquet"), 0, "prompt")
     if chat:
-        assert encoder.prompt(Rows([{"prompt": [{"role": "system", "content": ""}, user]}], "x"), 0, "prompt")
+        assert encoder.prompt(
+            Rows([{"prompt": [{"role": "system", "content": ""}, user]}], "x"), 0, "prompt"
+        )
 
 
 def test_a_folder_of_several_configurations(tmp_path):
@@ -51,12 +57,16 @@ def text_of(tokenizer, ids):
 
 
 def test_text_becomes_a_chat_with_each_special_token_once():
-    tokenizer = tiny.tokenizer(adds_bos=True)  # the template writes <bos> too: it must not appear twice
+    tokenizer = tiny.tokenizer(
+        adds_bos=True
+    )  # the template writes <bos> too: it must not appear twice
     rows = Rows([{"prompt": "hi", "completion": "yo"}], "x")
     encoder = Encoder(tokenizer, system_prompt="S")
     ((prompt, completion),) = encoder.pairs(rows, 0, None, "completion")
     assert text_of(tokenizer, prompt) == "<bos><system>S<end>\n<user>hi<end>\n<assistant>"
-    assert text_of(tokenizer, completion) == "yo<end>"  # the template's newline after EOS is not to be learnt
+    assert (
+        text_of(tokenizer, completion) == "yo<end>"
+    )  # the template's newline after EOS is not to be learnt
     assert encoder.prompt(rows, 0, "prompt") == prompt
 
 
@@ -71,7 +81,9 @@ def test_a_raw_prompt_has_one_bos(text):
 def test_messages_and_system_prompts_need_a_template():
     tokenizer = tiny.tokenizer(chat=False)
     with pytest.raises(InputError, match="no chat template"):
-        Encoder(tokenizer).prompt(Rows([{"prompt": [{"role": "user", "content": "x"}] * 2}], "x"), 0, "prompt")
+        Encoder(tokenizer).prompt(
+            Rows([{"prompt": [{"role": "user", "content": "x"}] * 2}], "x"), 0, "prompt"
+        )
     with pytest.raises(InputError, match="need a tokenizer with a chat template"):
         Encoder(tokenizer, system_prompt="S")
 
@@ -88,7 +100,8 @@ def test_a_chat_template_that_raises_is_a_line_with_the_row(template, reason):
     tokenizer.chat_template = template
     rows = Rows([{"prompt": "hi", "completion": "yo"}], "x.parquet")
     with pytest.raises(
-        InputError, match=rf"x.parquet, row 1: the chat template does not take .*[(]user[)].*{reason}"
+        InputError,
+        match=rf"x.parquet, row 1: the chat template does not take .*[(]user[)].*{reason}",
     ) as error:
         Encoder(tokenizer).pairs(rows, 0, None, "completion")
     assert "\n" not in str(error.value)
@@ -111,7 +124,9 @@ def test_every_stop_token_of_the_model_counts():
 
     tokenizer = tiny.tokenizer()
     for eos, expected in ((None, [3]), (2, [2, 3]), ([2, 5], [2, 3, 5])):
-        assert encode.stop_ids(tokenizer, transformers.GenerationConfig(eos_token_id=eos)) == expected
+        assert (
+            encode.stop_ids(tokenizer, transformers.GenerationConfig(eos_token_id=eos)) == expected
+        )
 
 
 THINKING = tiny.CHAT_TEMPLATE.replace(

@@ -31,7 +31,12 @@ def of(key, *values, count=1, **others):
     return [{key: value, **others} for value in values for _ in range(count)]
 
 
-EVAL, EQUAL, KL, NONE = "eval/accuracy_greedy", "frac_reward_zero_std", "objective/kl_exact", "rewards/a/none"
+EVAL, EQUAL, KL, NONE = (
+    "eval/accuracy_greedy",
+    "frac_reward_zero_std",
+    "objective/kl_exact",
+    "rewards/a/none",
+)
 LONG = {"completions/mean_length": 4.0}
 # (entries, config, the findings and their steps): each condition at its edge, on both sides, and where it is off.
 CASES = [
@@ -77,15 +82,24 @@ def test_a_condition_holds_from_its_edge_on(history, config, rules):
 def test_every_condition_is_tried_and_the_page_names_it():
     assert {rule for _, _, rules in CASES for rule in rules} == set(RULES) and len(RULES) <= 12
     page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
-    assert [line.split(" | ")[0][2:] for line in page.splitlines() if line.startswith("| ")][1:] == list(RULES)
+    assert [line.split(" | ")[0][2:] for line in page.splitlines() if line.startswith("| ")][
+        1:
+    ] == list(RULES)
 
 
 def test_a_start_that_teaches_little_is_said_with_its_figures():
-    assert "3.0% of the sampled answers are correct: at most 22% of groups of 8" in few_signals(0.03, 8)
-    assert "pick harder rows" in few_signals(0.99, 8) and few_signals(0.04, 8) is few_signals(0.03, 16) is None
+    assert "3.0% of the sampled answers are correct: at most 22% of groups of 8" in few_signals(
+        0.03, 8
+    )
+    assert (
+        "pick harder rows" in few_signals(0.99, 8)
+        and few_signals(0.04, 8) is few_signals(0.03, 16) is None
+    )
 
 
-def made(folder, entries, config="# fused-rl grpo --config <this file>\nsteps: 100\neval_size: 256\n"):
+def made(
+    folder, entries, config="# fused-rl grpo --config <this file>\nsteps: 100\neval_size: 256\n"
+):
     """A folder as a finished run leaves it."""
     (folder / "model").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
@@ -109,7 +123,13 @@ def test_a_run_that_learned_nothing_is_not_called_healthy(tmp_path, capsys):
     """Roman numerals with too weak a warm start: greedy accuracy falls, 90 % of the groups have equal rewards."""
     history = [{"step": 0, EVAL: 0.151}]
     for step in range(1, 101):
-        entry = {"step": step, EQUAL: 0.9, "frac_groups_all_solved": 0.01, "lr": 1e-4, "optim/grad_norm": 0.3}
+        entry = {
+            "step": step,
+            EQUAL: 0.9,
+            "frac_groups_all_solved": 0.01,
+            "lr": 1e-4,
+            "optim/grad_norm": 0.3,
+        }
         history.append(entry | ({EVAL: 0.111} if step == 100 else {}))
     status, said, _ = run_doctor(capsys, made(tmp_path / "run", history))
     lines = [line.strip() for line in said.splitlines()]
@@ -117,22 +137,34 @@ def test_a_run_that_learned_nothing_is_not_called_healthy(tmp_path, capsys):
     assert lines[0] == f"{tmp_path / 'run'}: grpo, 100 of 100 steps"
     assert lines[1].startswith("examined: 101 lines of metrics.jsonl, for 12 conditions")
     assert lines[2] == f"held-out: {EVAL} 0.151 at step 0, 0.111 at step 100"
-    assert lines[3].startswith("finding: step 20: 90% of the groups of the last 20 steps have equal rewards (1% are")
+    assert lines[3].startswith(
+        "finding: step 20: 90% of the groups of the last 20 steps have equal rewards (1% are"
+    )
     assert lines[4].startswith(f"finding: step 100: {EVAL} is 0.111; before training it was 0.151")
     assert len(lines) == 5
 
 
 def test_a_run_without_findings_is_described_and_not_praised(tmp_path, capsys):
-    good = made(tmp_path / "good", [{"step": 0, EVAL: 0.2}, {"step": 5, EVAL: 0.6, "x": {"nested": 1}}])
+    good = made(
+        tmp_path / "good", [{"step": 0, EVAL: 0.2}, {"step": 5, EVAL: 0.6, "x": {"nested": 1}}]
+    )
     status, said, _ = run_doctor(capsys, good)
     assert status == 0 and "0.2 at step 0, 0.6 at step 5" in said and "no condition holds" in said
     (good / "model").rmdir()
-    status, said, _ = run_doctor(capsys, good, made(tmp_path / "other", [{"step": 1, "lr": 10**400}]))
-    assert status == 1 and "unfinished: there is no model/ yet" in said and "no two evaluations" in said
+    status, said, _ = run_doctor(
+        capsys, good, made(tmp_path / "other", [{"step": 1, "lr": 10**400}])
+    )
+    assert (
+        status == 1
+        and "unfinished: there is no model/ yet" in said
+        and "no two evaluations" in said
+    )
 
 
 def test_every_trainer_has_a_doctor():
-    trainers = {name for name, (module, _) in COMMANDS.items() if module == f"fused_rl.trainers.{name}"}
+    trainers = {
+        name for name, (module, _) in COMMANDS.items() if module == f"fused_rl.trainers.{name}"
+    }
     assert {*doctor.TRAINERS} == trainers
 
 
@@ -142,8 +174,14 @@ def test_what_is_no_run_is_one_line_and_status_2(tmp_path, capsys):
     for folder, message in (
         (tmp_path / "none", "holds no metrics.jsonl"),
         (tmp_path / "empty", "holds no metrics.jsonl"),
-        (made(tmp_path / "bare", entry, None), "is not the config of a run of sft, reward, dpo, distill, grpo, ppo"),
-        (made(tmp_path / "unknown", entry, "# fused-rl other\nsteps: 3\n"), "is not the config of a run of"),
+        (
+            made(tmp_path / "bare", entry, None),
+            "is not the config of a run of sft, reward, dpo, distill, grpo, ppo",
+        ),
+        (
+            made(tmp_path / "unknown", entry, "# fused-rl other\nsteps: 3\n"),
+            "is not the config of a run of",
+        ),
     ):
         status, said, error = run_doctor(capsys, folder)
         assert status == 2 and said == "" and message in error, folder
@@ -156,7 +194,11 @@ def nothing(response, row):
 
 
 def reinforced(files, folder, steps, **options):
-    options |= {"verifiers": "tests.trainers.test_doctor:nothing", "max_new_tokens": 1, "eval_size": 0}
+    options |= {
+        "verifiers": "tests.trainers.test_doctor:nothing",
+        "max_new_tokens": 1,
+        "eval_size": 0,
+    }
     return runs.grpo_config(files, folder, steps=steps, minibatches=1, **options)
 
 

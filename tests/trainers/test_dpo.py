@@ -37,7 +37,14 @@ def config_of(folder: Path, name: str = "run", **options) -> dpo.DPOConfig:
         "dataset": str(folder / "pairs.jsonl"),
         "output_dir": str(folder / name),
     }
-    settings |= {"eval_size": 5, "steps": 4, "batch_size": 8, "lr": 1e-3, "zero_stage": 0, "dtype": "float32"}
+    settings |= {
+        "eval_size": 5,
+        "steps": 4,
+        "batch_size": 8,
+        "lr": 1e-3,
+        "zero_stage": 0,
+        "dtype": "float32",
+    }
     settings |= {"eval_every": 2, "save_every": 2, "label_smoothing": 0.05, "nll_coef": 0.1}
     return dpo.DPOConfig(**tiny.settled(settings | options))
 
@@ -58,13 +65,17 @@ def run(folder):
 
 def test_metrics_have_exactly_these_names_and_the_policy_learns(run):
     metrics, _ = run
-    names = {"step", *tiny.usual("dpo")} - {name for name in tiny.usual("dpo") if name.startswith(("time/", "perf/"))}
+    names = {"step", *tiny.usual("dpo")} - {
+        name for name in tiny.usual("dpo") if name.startswith(("time/", "perf/"))
+    }
     evaluation = {name for name in names if name.startswith("eval/")}
     assert set(metrics[0]) == {"step"} | evaluation
     assert set(metrics[1]) == names - evaluation and set(metrics[2]) == names
     assert all(math.isfinite(value) for row in metrics for value in row.values())
     first, last = metrics[0], metrics[-1]
-    assert first["eval/rm/chosen_rewards"] == first["eval/rm/rejected_rewards"] == 0  # the reference is the policy
+    assert (
+        first["eval/rm/chosen_rewards"] == first["eval/rm/rejected_rewards"] == 0
+    )  # the reference is the policy
     assert first["eval/rm/accuracy"] == 0.5
     assert last["eval/rm/loss"] < first["eval/rm/loss"] and last["eval/rm/reward_margin"] > 0
 
@@ -81,30 +92,58 @@ def test_a_stopped_run_goes_on_bit_for_bit(folder, run, tmp_path):
 
 def test_simpo_scores_by_the_mean_per_token_and_needs_no_reference(folder, monkeypatch):
     measured, measure = [], dpo.measure
-    monkeypatch.setattr(dpo, "measure", lambda *given: measured.append((given, measure(*given))) or measured[-1][1])
-    options = {"loss_type": "simpo", "beta": 2.0, "margin": 0.5, "label_smoothing": 0.0, "nll_coef": 0.0}
+    monkeypatch.setattr(
+        dpo, "measure", lambda *given: measured.append((given, measure(*given))) or measured[-1][1]
+    )
+    options = {
+        "loss_type": "simpo",
+        "beta": 2.0,
+        "margin": 0.5,
+        "label_smoothing": 0.0,
+        "nll_coef": 0.0,
+    }
     metrics, _ = trained(folder, "simpo", steps=1, eval_size=0, **options)
     ((_, pairs, *_), logprobs), *others = measured
     lengths = torch.tensor([[len(pair.chosen[1]), len(pair.rejected[1])] for pair in pairs])
     lead = (2 * logprobs / lengths).double() @ torch.tensor([1.0, -1.0]).double()
     lead -= torch.tensor([0.5 + pair.margin for pair in pairs])
-    assert metrics[0]["train/rm/loss"] == pytest.approx(-torch.nn.functional.logsigmoid(lead).mean().item(), rel=1e-6)
+    assert metrics[0]["train/rm/loss"] == pytest.approx(
+        -torch.nn.functional.logsigmoid(lead).mean().item(), rel=1e-6
+    )
     assert not others and lengths.unique().numel() > 2
 
 
 def test_a_response_without_predicted_tokens_is_left_out(folder, tmp_path, capsys):
-    rows = [{"chosen": "ab", "rejected": ""}, *({"chosen": "ab" * i, "rejected": "b"} for i in range(1, 9))]
+    rows = [
+        {"chosen": "ab", "rejected": ""},
+        *({"chosen": "ab" * i, "rejected": "b"} for i in range(1, 9)),
+    ]
     tiny.jsonl(tmp_path / "pairs.jsonl", rows)
     dataset = str(tmp_path / "pairs.jsonl")
-    options = {"dataset": dataset, "loss_type": "ipo", "label_smoothing": 0.0, "eval_size": 0, "steps": 1}
+    options = {
+        "dataset": dataset,
+        "loss_type": "ipo",
+        "label_smoothing": 0.0,
+        "eval_size": 0,
+        "steps": 1,
+    }
     trained(folder, "empty", **options)
-    assert "dropped 1 of 9 pairs: 1 with an empty response" in " ".join(capsys.readouterr().out.split())
+    assert "dropped 1 of 9 pairs: 1 with an empty response" in " ".join(
+        capsys.readouterr().out.split()
+    )
     with pytest.raises(InputError, match="label_smoothing=0.05 has no effect on ipo"):
         config_of(folder, "smoothed", loss_type="ipo")
 
 
 def test_a_dry_run_looks_for_both_columns(folder, tmp_path):
-    words = ["--model", folder / "model", "--dataset", folder / "pairs.jsonl", "--output_dir", tmp_path / "run"]
+    words = [
+        "--model",
+        folder / "model",
+        "--dataset",
+        folder / "pairs.jsonl",
+        "--output_dir",
+        tmp_path / "run",
+    ]
     for option in ("chosen_column", "rejected_column"):
         with pytest.raises(SystemExit, match=f"column 'other' is missing; .* --{option}"):
             dpo.main([*map(str, words), "--eval_size", "4", "--dry_run", f"--{option}", "other"])
@@ -131,7 +170,9 @@ def test_three_updates_are_trls(folder, tmp_path, name):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()][:8]
-    rows = [{key: row[key] for key in ("prompt", "chosen", "rejected")} for row in rows]  # TRL knows no margin
+    rows = [
+        {key: row[key] for key in ("prompt", "chosen", "rejected")} for row in rows
+    ]  # TRL knows no margin
     tiny.jsonl(tmp_path / "pairs.jsonl", rows)
     options = {"beta": 0.1} | LOSSES[name]
     loss_type = ["sigmoid", "sft"] if name == "nll" else [options.get("loss_type", "sigmoid")]
@@ -148,8 +189,15 @@ def test_three_updates_are_trls(folder, tmp_path, name):
         theirs.train()
     losses = [row["loss"] for row in theirs.state.log_history if "loss" in row]
 
-    options |= {"dataset": str(tmp_path / "pairs.jsonl"), "eval_size": 0, "steps": 3, "lr_schedule": "constant"}
-    metrics, weights = trained(folder, f"as-trl-{name}", **{"label_smoothing": 0.0, "nll_coef": 0.0} | options)
+    options |= {
+        "dataset": str(tmp_path / "pairs.jsonl"),
+        "eval_size": 0,
+        "steps": 3,
+        "lr_schedule": "constant",
+    }
+    metrics, weights = trained(
+        folder, f"as-trl-{name}", **{"label_smoothing": 0.0, "nll_coef": 0.0} | options
+    )
     assert [row["train/rm/loss"] for row in metrics] == pytest.approx(losses, rel=1e-4)
     start = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
     for key, value in lm.state_dict().items():
@@ -164,17 +212,24 @@ def train_splits(rank, world, folder, splits):
         config = config_of(folder, f"split-{world}-{split}", eval_every=9, save_every=0, **options)
         dpo.train(config)
         metrics = tiny.untimed(tiny.read_metrics(config.output_dir))
-        found[split] = {k: v.numpy() for k, v in tiny.weights(Path(config.output_dir) / "model").items()}, metrics
+        found[split] = (
+            {k: v.numpy() for k, v in tiny.weights(Path(config.output_dir) / "model").items()},
+            metrics,
+        )
     return found
 
 
 @pytest.mark.slow
 def test_processes_micro_batches_and_zero_stages_agree(folder):
     one = on_ranks(train_splits, 1, folder, [(0, 8), (2, 1)])[0]
-    two = on_ranks(train_splits, 2, folder, [(3, 4), (2, 8)])[0]  # 5 held-out pairs, which 2 ranks do not divide
+    two = on_ranks(train_splits, 2, folder, [(3, 4), (2, 8)])[
+        0
+    ]  # 5 held-out pairs, which 2 ranks do not divide
     weights, metrics = one[0, 8]
     for split, (other_weights, other_metrics) in [*one.items(), *two.items()]:
         for key in weights:
             assert abs(weights[key] - other_weights[key]).max() < 1e-6, (split, key)
-        for a, b in zip(metrics[2:], other_metrics[2:], strict=True):  # before, accuracy is that of rounded zeros
+        for a, b in zip(
+            metrics[2:], other_metrics[2:], strict=True
+        ):  # before, accuracy is that of rounded zeros
             assert a == pytest.approx(b, abs=1e-5), split

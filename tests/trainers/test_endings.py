@@ -17,7 +17,9 @@ from tests.trainers.runs import assert_equal_runs, names, refused, run_config
 # The end of a run.
 
 
-def test_a_run_that_dies_between_its_last_step_and_its_model_finishes_when_resumed(files, whole, tmp_path, monkeypatch):
+def test_a_run_that_dies_between_its_last_step_and_its_model_finishes_when_resumed(
+    files, whole, tmp_path, monkeypatch
+):
     folder = tmp_path / "run"
 
     def dies(*_, **__):
@@ -33,7 +35,9 @@ def test_a_run_that_dies_between_its_last_step_and_its_model_finishes_when_resum
     refused(run_config(files, folder, resume=True), "there is no checkpoint in")
 
 
-def test_a_signal_while_the_model_is_saved_does_not_keep_it_from_being_saved(files, whole, tmp_path, monkeypatch):
+def test_a_signal_while_the_model_is_saved_does_not_keep_it_from_being_saved(
+    files, whole, tmp_path, monkeypatch
+):
     save_lm, before = language_model.save_lm, signal.getsignal(signal.SIGTERM)
 
     def stopping(*args, **options):
@@ -73,8 +77,28 @@ def test_a_run_that_dies_at_any_step_gives_the_signals_back(files, tmp_path, mon
 def living(files, tmp_path_factory):
     """(process, folder) of a run in another process that has made a few steps, and makes many more."""
     folder = tmp_path_factory.mktemp("living")
-    words = ["--model", files[0], "--dataset", files[1], "--completion_column", "answer", "--eval_size", "0"]
-    words += ["--steps", "100000", "--batch_size", "2", "--output_dir", "run", "--save_every", "2", "--zero_stage", "0"]
+    words = [
+        "--model",
+        files[0],
+        "--dataset",
+        files[1],
+        "--completion_column",
+        "answer",
+        "--eval_size",
+        "0",
+    ]
+    words += [
+        "--steps",
+        "100000",
+        "--batch_size",
+        "2",
+        "--output_dir",
+        "run",
+        "--save_every",
+        "2",
+        "--zero_stage",
+        "0",
+    ]
     (process,) = killed.start("sft", words, folder)
     while process.is_alive() and not store.steps_in(folder / "run" / "checkpoints"):
         time.sleep(0.05)

@@ -28,8 +28,13 @@ def parsed(config_class, *argv):
     [(2, 16, 8, 4), (1, 17, 8, 3), (0.1, 30, 3, 1), (0.01, 16, 8, 1)],
 )
 def test_steps_are_as_many_as_the_passes_need(passes, rows, per_step, steps):
-    for config_class, option in ((sft.SFTConfig, "batch_size"), (grpo.GRPOConfig, "prompts_per_step")):
-        config = parsed(config_class, "--num_train_epochs", str(passes), f"--{option}", str(per_step))
+    for config_class, option in (
+        (sft.SFTConfig, "batch_size"),
+        (grpo.GRPOConfig, "prompts_per_step"),
+    ):
+        config = parsed(
+            config_class, "--num_train_epochs", str(passes), f"--{option}", str(per_step)
+        )
         assert in_steps(config, rows).steps == steps
         assert config.steps is None  # the config itself is left as it was
 
@@ -37,14 +42,27 @@ def test_steps_are_as_many_as_the_passes_need(passes, rows, per_step, steps):
 def test_steps_are_taken_back_for_passes_and_without_either_there_are_100(tmp_path):
     assert parsed(sft.SFTConfig).steps == 100
     (tmp_path / "c.yaml").write_text("steps: 7\n")
-    taken_back = parsed(sft.SFTConfig, "--config", str(tmp_path / "c.yaml"), "--steps=null", "--num_train_epochs=2")
+    taken_back = parsed(
+        sft.SFTConfig, "--config", str(tmp_path / "c.yaml"), "--steps=null", "--num_train_epochs=2"
+    )
     assert (taken_back.steps, taken_back.num_train_epochs) == (None, 2.0)
 
 
 def test_a_dry_run_counts_the_rows_of_a_file(files, tmp_path, capsys):
-    command = ["--model", files[0], "--dataset", files[1], "--output_dir", str(tmp_path / "run"), "--eval_size", "4"]
+    command = [
+        "--model",
+        files[0],
+        "--dataset",
+        files[1],
+        "--output_dir",
+        str(tmp_path / "run"),
+        "--eval_size",
+        "4",
+    ]
     command += ["--batch_size", "4", "--num_train_epochs", "2.1", "--dry_run"]
-    with pytest.raises(SystemExit, match="column 'completion' is missing; the row has .*--completion_column"):
+    with pytest.raises(
+        SystemExit, match="column 'completion' is missing; the row has .*--completion_column"
+    ):
         sft.main(command)
     sft.main([*command, "--completion_column", "answer"])
     printed = capsys.readouterr().out
@@ -64,9 +82,15 @@ def test_a_run_in_passes_is_the_run_in_steps_and_resumes_as_such(files, tmp_path
     capsys.readouterr()
     sft.train(run_config(files, tmp_path / "passes", num_train_epochs=2, resume=True))
     output = capsys.readouterr().out
-    assert "resume: num_train_epochs 1.2 -> 2.0\n" in output and "of 16 rows, batch_size=8: 4 steps\n" in output
+    assert (
+        "resume: num_train_epochs 1.2 -> 2.0\n" in output
+        and "of 16 rows, batch_size=8: 4 steps\n" in output
+    )
     assert [entry["step"] for entry in tiny.read_metrics(tmp_path / "passes")] == [0, 1, 2, 3, 4]
-    for fewer, message in (({"num_train_epochs": 0.5}, "steps=1 .num_train_epochs=0.5."), ({"steps": 2}, "steps=2")):
+    for fewer, message in (
+        ({"num_train_epochs": 0.5}, "steps=1 .num_train_epochs=0.5."),
+        ({"steps": 2}, "steps=2"),
+    ):
         with pytest.raises(InputError, match=f"{message}, but .*step-4 has done 4 already"):
             sft.train(run_config(files, tmp_path / "passes", resume=True, **fewer))
         store.release()

@@ -25,12 +25,18 @@ def folder(tmp_path_factory):
     """A model, and five rows."""
     folder = tmp_path_factory.mktemp("eval")
     tiny.model_folder(folder / "model")
-    tiny.jsonl(folder / "rows.jsonl", [{"question": "a" * i, "answer": str(i)} for i in (5, 1, 4, 2, 3)])
+    tiny.jsonl(
+        folder / "rows.jsonl", [{"question": "a" * i, "answer": str(i)} for i in (5, 1, 4, 2, 3)]
+    )
     return folder
 
 
 def options(folder, **more):
-    given = {"model": folder / "model", "dataset": folder / "rows.jsonl", "verifiers": "exact_match"} | more
+    given = {
+        "model": folder / "model",
+        "dataset": folder / "rows.jsonl",
+        "verifiers": "exact_match",
+    } | more
     return [f"--{name}={value}" for name, value in given.items() if value is not None]
 
 
@@ -67,10 +73,18 @@ def test_the_figures_are_those_by_hand(folder, tmp_path, monkeypatch, capsys):
     # Of 4 samples the problems 1 … 5 have 1, 2, 3, 4 and 4 right; right ones have a digit and, but for the fourth ones,
     # an end; wrong ones 5 letters and the same.
     expected = {"problems": 5, "accuracy_greedy": 3 / 5, "accuracy_greedy_error": (0.3 / 5) ** 0.5}
-    expected |= {"pass_at_1": 14 / 20, "pass_at_2": (0.5 + 5 / 6 + 3) / 5, "pass_at_4": 1.0, "pass_at_k": 1.0}
+    expected |= {
+        "pass_at_1": 14 / 20,
+        "pass_at_2": (0.5 + 5 / 6 + 3) / 5,
+        "pass_at_4": 1.0,
+        "pass_at_k": 1.0,
+    }
     expected |= {"accuracy_sampled": 14 / 20, "accuracy_sampled_error": (0.425 / 4 / 5) ** 0.5}
     expected |= {"score": 14 / 20, "clipped_ratio": 5 / 20, "mean_length": (26 + 33) / 20}
-    expected |= {"mean_length_solved": (12 * 2 + 2) / 14, "mean_length_unsolved": (3 * 6 + 3 * 5) / 6}
+    expected |= {
+        "mean_length_solved": (12 * 2 + 2) / 14,
+        "mean_length_unsolved": (3 * 6 + 3 * 5) / 6,
+    }
     written = summary.pop("options")
     assert summary == pytest.approx(expected)
     assert written["verifiers"] == ["exact_match"] and written["max_new_tokens"] == 9
@@ -82,16 +96,28 @@ def test_the_figures_are_those_by_hand(folder, tmp_path, monkeypatch, capsys):
     ]
     second = [row for row in rows if row["problem"] == 1]
     assert [row["response"] for row in second] == ["wrong", "1", "wrong", "wrong", "wrong"]
-    assert second[1]["row"].endswith("rows.jsonl, line 2") and second[1]["scores"] == {"exact_match": 1.0}
+    assert second[1]["row"].endswith("rows.jsonl, line 2") and second[1]["scores"] == {
+        "exact_match": 1.0
+    }
     assert "<user>a<end>" in second[1]["prompt"]
-    assert [row["finish"] for row in second] == ["stop"] * 4 + ["length"] and second[1]["tokens"] == 2
+    assert [row["finish"] for row in second] == ["stop"] * 4 + ["length"] and second[1][
+        "tokens"
+    ] == 2
     printed = capsys.readouterr().out
-    assert re.search(r"\naccuracy_greedy +0.6\n", printed) and str(out / "responses.jsonl") in printed
+    assert (
+        re.search(r"\naccuracy_greedy +0.6\n", printed) and str(out / "responses.jsonl") in printed
+    )
 
 
-def test_where_nobody_says_what_is_solved_there_is_no_figure_of_it(folder, tmp_path, monkeypatch, capsys):
+def test_where_nobody_says_what_is_solved_there_is_no_figure_of_it(
+    folder, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(command, "TransformersSampler", Scripted)
-    command.main(options(folder, verifiers="length:9", samples=2, max_new_tokens=9, output_dir=tmp_path / "out"))
+    command.main(
+        options(
+            folder, verifiers="length:9", samples=2, max_new_tokens=9, output_dir=tmp_path / "out"
+        )
+    )
     rows, summary = read(tmp_path / "out")
     assert {row["solved"] for row in rows} == {None} and "mean_length" in summary
     assert not [name for name in summary if re.search("acc|pass|solved", name)]
@@ -100,7 +126,9 @@ def test_where_nobody_says_what_is_solved_there_is_no_figure_of_it(folder, tmp_p
 
 def test_responses_are_those_of_the_model_and_equal_seeds_are_equal(folder, tmp_path):
     for name, more in {"a": {}, "b": {}, "c": {"seed": 2}}.items():
-        command.main(options(folder, samples=2, max_new_tokens=4, output_dir=tmp_path / name, **more))
+        command.main(
+            options(folder, samples=2, max_new_tokens=4, output_dir=tmp_path / name, **more)
+        )
     a, b, c = (read(tmp_path / name)[0] for name in "abc")
     assert a == b and a != c
     a, c = ([row for row in rows if row["decoding"] == "greedy"] for rows in (a, c))
@@ -123,7 +151,9 @@ def test_adapters_are_evaluated_with_the_model_that_they_belong_to(folder, tmp_p
 
     torch.manual_seed(0)
     lm = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
-    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
+    )
     adapted = peft.get_peft_model(lm, config)
     for name, weight in adapted.named_parameters():
         weight.data.mul_(3.0 if "lora_" in name else 1.0)  # enough to change what is said
@@ -132,9 +162,18 @@ def test_adapters_are_evaluated_with_the_model_that_they_belong_to(folder, tmp_p
     said = {}
     for name, model in (("adapters", tmp_path), ("whole", tmp_path), ("model", folder)):
         encode.load_tokenizer(str(folder / "model")).save_pretrained(model / name)
-        more = {"model": model / name, "samples": 1, "max_new_tokens": 4, "output_dir": tmp_path / "said" / name}
+        more = {
+            "model": model / name,
+            "samples": 1,
+            "max_new_tokens": 4,
+            "output_dir": tmp_path / "said" / name,
+        }
         command.main(options(folder, **more))
-        said[name] = [row["response"] for row in read(tmp_path / "said" / name)[0] if row["decoding"] == "greedy"]
+        said[name] = [
+            row["response"]
+            for row in read(tmp_path / "said" / name)[0]
+            if row["decoding"] == "greedy"
+        ]
     assert said["adapters"] == said["whole"] != said["model"]
 
 
@@ -157,13 +196,23 @@ def test_the_options_of_the_run_are_those_of_its_model(folder, tmp_path, capsys)
     found = command.as_its_run(config)
     assert (found.max_new_tokens, found.prompt_column, found.raw_prompt) == (3, "text", True)
     assert (found.verifiers, found.verifier_weights) == (["regex:(a)", "regex:b, c"], [1.0, 0.5])
-    assert "prompt_column text, raw_prompt True, max_new_tokens 3, verifiers" in capsys.readouterr().out
-    given = {"max_new_tokens": 5, "prompt_column": "question", "raw_prompt": False, "verifiers": "format"}
+    assert (
+        "prompt_column text, raw_prompt True, max_new_tokens 3, verifiers"
+        in capsys.readouterr().out
+    )
+    given = {
+        "max_new_tokens": 5,
+        "prompt_column": "question",
+        "raw_prompt": False,
+        "verifiers": "format",
+    }
     assert command.as_its_run(config.changed(**given)) == config.changed(**given)
     assert command.evaluate(config)["problems"] == 1
 
 
-def test_what_the_rows_hold_says_what_judges_and_how_long_a_response_may_be(folder, tmp_path, capsys):
+def test_what_the_rows_hold_says_what_judges_and_how_long_a_response_may_be(
+    folder, tmp_path, capsys
+):
     problem = {"question": "1 + 1 = ?", "answer": "2", "metadata": {"source_dataset": "chain_sum"}}
     rows = tiny.jsonl(tmp_path / "gym.jsonl", [problem])
     command.main(options(folder, dataset=rows, verifiers=None, samples=1))
@@ -193,7 +242,11 @@ def test_what_cannot_be_evaluated_is_refused_in_a_line(line, folder, tmp_path, m
     before = sorted(here.rglob("*"))
     with pytest.raises(SystemExit) as refusal:
         command.main(["--model", "model", "--dataset", "rows.jsonl", *line.split()])
-    said = refusal.value.code if isinstance(refusal.value.code, str) else capsys.readouterr().err.strip()
+    said = (
+        refusal.value.code
+        if isinstance(refusal.value.code, str)
+        else capsys.readouterr().err.strip()
+    )
     assert said.startswith("fused-rl eval: error: ") and "\n" not in said
     assert re.search(REFUSED[line], said), said
     assert sorted(here.rglob("*")) == before
@@ -206,10 +259,14 @@ def evaluate_on(rank, world, argv):
 @pytest.mark.slow
 def test_several_processes_draw_the_same_greedy_responses_in_the_same_order(folder, tmp_path):
     for world in (1, 3):  # 5 problems: two of three shares are filled up
-        argv = options(folder, samples=2, max_new_tokens=4, batch_size=2, output_dir=tmp_path / str(world))
+        argv = options(
+            folder, samples=2, max_new_tokens=4, batch_size=2, output_dir=tmp_path / str(world)
+        )
         returned = run_distributed(evaluate_on, world, argv, timeout=200)
         assert returned == returned[:1] * world
     (one, of_one), (three, of_three) = (read(tmp_path / str(world)) for world in (1, 3))
     greedy = [[row for row in rows if row["decoding"] == "greedy"] for rows in (one, three)]
     assert greedy[0] == greedy[1] and of_one["accuracy_greedy"] == of_three["accuracy_greedy"]
-    assert [(row["decoding"], row["row"]) for row in one] == [(row["decoding"], row["row"]) for row in three]
+    assert [(row["decoding"], row["row"]) for row in one] == [
+        (row["decoding"], row["row"]) for row in three
+    ]

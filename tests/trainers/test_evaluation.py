@@ -20,7 +20,11 @@ class Sampler(tiny.Sampler):
     """Greedy: right for the first problem. Sampled: 3, 1 and 4 of 4 right, of 1, 2, 3 and 4 tokens, the last cut."""
 
     def sample(self, prompts, sampling):
-        right = [True, False, True] if not sampling.temperature else [1, 1, 1, 0, 0, 1, 0, 0, 1, 1, 1, 1]
+        right = (
+            [True, False, True]
+            if not sampling.temperature
+            else [1, 1, 1, 0, 0, 1, 0, 0, 1, 1, 1, 1]
+        )
         return [self.response(i % 4 + 1, right[i]) for i in range(len(prompts))]
 
     def response(self, length, right):
@@ -53,7 +57,9 @@ def test_every_metric_is_its_definition(monkeypatch, capsys):
 
     monkeypatch.setattr(evaluate, "measure", measure)
     trained = [{"of": "training", "prompt": "a", "response": "b", "reward": 0.25}]
-    policy = SimpleNamespace(config=config, sampling=Sampling(1.0, 4, (EOS,)), roll_out=sampled, shown=trained)
+    policy = SimpleNamespace(
+        config=config, sampling=Sampling(1.0, 4, (EOS,)), roll_out=sampled, shown=trained
+    )
     policy.tokenizer, policy.has_reference, policy.scorers = tokenizer, True, [judge]
     # The third problem is another rank's.
     held_out = evaluate.HeldOut([Prompt([1, 60 + i], {}) for i in range(3)], 2)
@@ -65,7 +71,8 @@ def test_every_metric_is_its_definition(monkeypatch, capsys):
             "eval/accuracy_sampled": 4 / 8,
             "eval/pass_at_k": 1.0,
             "eval/pass_at_1": (3 / 4 + 1 / 4) / 2,
-            "eval/pass_at_2": (1 + 1 / 2) / 2,  # of the second problem 3 of 6 pairs hold the right one
+            "eval/pass_at_2": (1 + 1 / 2)
+            / 2,  # of the second problem 3 of 6 pairs hold the right one
             "eval/pass_at_4": 1.0,
             "eval/score": (4 * 0.5 + 4 * 0.125) / 8,
             "eval/kl_exact": by_token / 8,
@@ -82,7 +89,10 @@ def test_every_metric_is_its_definition(monkeypatch, capsys):
     capsys.readouterr()
 
     # Nobody says what is solved: no figure of it, and a line.
-    for judge.solved_at, why in ((None, "no scorer here says what"), (1.0, "judge returned None for all 10 responses")):
+    for judge.solved_at, why in (
+        (None, "no scorer here says what"),
+        (1.0, "judge returned None for all 10 responses"),
+    ):
         monkeypatch.setattr(Judge, "__call__", lambda self, samples: [None] * len(samples))
         found, _ = evaluate.evaluate(policy, held_out)
         gone = {name for name in metrics if name not in found}

@@ -21,26 +21,36 @@ from tests.trainers.killed import UNDISTURBED, Moment, run
 
 pytestmark = pytest.mark.slow
 
-TRAIN = shlex.split("--model model --output_dir run --overwrite --steps 1 --zero_stage 0 --save_every 0 --eval_size 2")
+TRAIN = shlex.split(
+    "--model model --output_dir run --overwrite --steps 1 --zero_stage 0 --save_every 0 --eval_size 2"
+)
 GOOD = {
     "sft": [*TRAIN, *shlex.split("--dataset rows.jsonl --completion_column answer --batch_size 2")],
     "grpo": [
         *TRAIN,
-        *shlex.split("--dataset rows.jsonl --verifiers judges:even --eval_size 0 --prompts_per_step 2 --group_size 2"),
+        *shlex.split(
+            "--dataset rows.jsonl --verifiers judges:even --eval_size 0 --prompts_per_step 2 --group_size 2"
+        ),
         *shlex.split("--minibatches 1 --max_new_tokens 4"),
     ],
     "reward": [*TRAIN, *shlex.split("--dataset pairs.jsonl --batch_size 2 --normalize_pairs 2")],
     "dpo": [*TRAIN, *shlex.split("--dataset pairs.jsonl --batch_size 2")],
     "distill": [
         *TRAIN,
-        *shlex.split("--dataset rows.jsonl --teacher model --eval_size 0 --prompts_per_step 4 --max_new_tokens 4"),
+        *shlex.split(
+            "--dataset rows.jsonl --teacher model --eval_size 0 --prompts_per_step 4 --max_new_tokens 4"
+        ),
     ],
     "ppo": [
         *TRAIN,
-        *shlex.split("--dataset rows.jsonl --verifiers judges:even --eval_size 0 --prompts_per_step 4 --minibatches 2"),
+        *shlex.split(
+            "--dataset rows.jsonl --verifiers judges:even --eval_size 0 --prompts_per_step 4 --minibatches 2"
+        ),
         *shlex.split("--max_new_tokens 4"),
     ],
-    "eval": shlex.split("--model model --dataset rows.jsonl --verifiers judges:even --samples 2 --max_new_tokens 4"),
+    "eval": shlex.split(
+        "--model model --dataset rows.jsonl --verifiers judges:even --samples 2 --max_new_tokens 4"
+    ),
 }
 
 
@@ -55,7 +65,12 @@ def good(tmp_path_factory):
     (folder / "judges.py").write_text(JUDGES)
 
     # A run that has ended, as far as `--overwrite` looks.
-    for name in ("checkpoints/step-1/state.json", "model/config.json", "metrics.jsonl", "config.yaml"):
+    for name in (
+        "checkpoints/step-1/state.json",
+        "model/config.json",
+        "metrics.jsonl",
+        "config.yaml",
+    ):
         path = folder / "run" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("kept")
@@ -76,7 +91,10 @@ def folder(good, tmp_path, monkeypatch):
 def contents(folder: Path) -> dict[str, bytes | None]:
     """Every file and folder below, None for a folder."""
     paths = [path for path in folder.rglob("*") if "__pycache__" not in path.parts]
-    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in paths}
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in paths
+    }
 
 
 def answer(command: str, argv: list[str], capfd) -> tuple[object, str, str]:
@@ -136,13 +154,21 @@ RUNS = {
     "ppo": [*GOOD["ppo"], *LONG],
 }
 AIMED = {
-    "sft": [Moment(1, "unfinished-step-2"), Moment(3, "unfinished-step-1"), Moment(1, "unfinished-model", 0.02)],
+    "sft": [
+        Moment(1, "unfinished-step-2"),
+        Moment(3, "unfinished-step-1"),
+        Moment(1, "unfinished-model", 0.02),
+    ],
     "grpo": [
         Moment(3, "metrics.jsonl"),
         Moment(2, "unfinished-step-1", 0.01),
         Moment(1, "run/.unfinished-model", 0.01),
     ],
-    "reward": [Moment(2, "unfinished-step-3"), Moment(1, "evaluation.json"), Moment(1, "curves.png")],
+    "reward": [
+        Moment(2, "unfinished-step-3"),
+        Moment(1, "evaluation.json"),
+        Moment(1, "curves.png"),
+    ],
     "dpo": [Moment(2, "unfinished-step-2"), Moment(1, "unfinished-model", 0.01)],
     "distill": [Moment(2, "unfinished-step-3"), Moment(1, "curves.png")],
     "ppo": [Moment(1, "unfinished-critic"), Moment(1, "unfinished-model")],
@@ -163,7 +189,10 @@ def whole(good, tmp_path_factory):
     @functools.cache
     def make(command: str, ranks: int = 1, *options: str, judge: Path | None = None) -> Path:
         folder = Path(shutil.copytree(good, tmp_path_factory.mktemp(f"whole-{command}") / "folder"))
-        assert run(command, [*RUNS[command], *options], folder, ranks=ranks, judge=judge) == [0] * ranks, log_of(folder)
+        assert (
+            run(command, [*RUNS[command], *options], folder, ranks=ranks, judge=judge)
+            == [0] * ranks
+        ), log_of(folder)
         return folder
 
     return make
@@ -190,7 +219,10 @@ def assert_equal_runs(folder: Path, expected: Path) -> None:
         assert torch.equal(weights[name], expected_weights[name]), name
     assert tiny.untimed(tiny.read_metrics(a)) == tiny.untimed(tiny.read_metrics(b))
     assert (a / "samples.jsonl").read_bytes() == (b / "samples.jsonl").read_bytes()
-    names = [{str(p.relative_to(of)) for p in of.rglob("*") if "tensorboard" not in p.parts} for of in (a, b)]
+    names = [
+        {str(p.relative_to(of)) for p in of.rglob("*") if "tensorboard" not in p.parts}
+        for of in (a, b)
+    ]
     assert names[0] == names[1]
 
 
@@ -201,14 +233,21 @@ def moments_of(command: str, operations: int) -> list[list[Moment]]:
     def anywhere() -> Moment:
         return Moment(dice.randint(1, operations), delay=dice.choice([0, dice.uniform(0, 0.05)]))
 
-    return [*([moment] for moment in AIMED[command]), [anywhere()], [anywhere()], [anywhere(), anywhere()]]
+    return [
+        *([moment] for moment in AIMED[command]),
+        [anywhere()],
+        [anywhere()],
+        [anywhere(), anywhere()],
+    ]
 
 
 @pytest.mark.parametrize(("command", "options"), KILLED, ids=lambda value: "".join(value)[:20])
 def test_a_killed_run_goes_on_bit_for_bit(command, options, whole, good, tmp_path, tally):
     expected = whole(command, 1, *options)
     failures = []
-    for number, moments in enumerate(moments_of(command, int((expected / "operations-0").read_text()))):
+    for number, moments in enumerate(
+        moments_of(command, int((expected / "operations-0").read_text()))
+    ):
         folder = Path(shutil.copytree(good, tmp_path / str(number)))
         shutil.rmtree(folder / "run")
         statuses = []
@@ -221,7 +260,11 @@ def test_a_killed_run_goes_on_bit_for_bit(command, options, whole, good, tmp_pat
             assert_equal_runs(folder, expected)
         except AssertionError as error:
             failures.append((moments, error))
-        outcome = "goes on otherwise" if failures and failures[-1][0] is moments else "goes on bit for bit"
+        outcome = (
+            "goes on otherwise"
+            if failures and failures[-1][0] is moments
+            else "goes on bit for bit"
+        )
         tally(f"kill -9 (FUSED_RL_FAULT_SEED={SEED})", outcome)
     assert not failures
 
@@ -239,9 +282,14 @@ def test_two_ranks_one_of_which_gets_a_signal(rank, stage, sent, whole, good, tm
         assert statuses[rank] == -sent and statuses[1 - rank] not in (0, None)
     else:
         moment = Moment(1, "unfinished-step-1", signal=sent, rank=rank)
-        assert run("sft", argv_to_go_on("sft", folder, *options), folder, moment, ranks=2) == [130, 130], log_of(folder)
+        assert run("sft", argv_to_go_on("sft", folder, *options), folder, moment, ranks=2) == [
+            130,
+            130,
+        ], log_of(folder)
         assert re.search("stopped after step [12]; continue with --resume", log_of(folder))
-    assert run("sft", argv_to_go_on("sft", folder, *options), folder, ranks=2) == [0, 0], log_of(folder)
+    assert run("sft", argv_to_go_on("sft", folder, *options), folder, ranks=2) == [0, 0], log_of(
+        folder
+    )
     assert_equal_runs(folder, expected)
     tally(f"{sent.name} to one of two ranks", "goes on bit for bit")
 
@@ -258,7 +306,10 @@ def judge(response, answer):
 def test_ctrl_c_while_answers_are_judged(whole, good, tmp_path, tally):
     """The terminal sends it to the whole group; the judge gives a score of 1 where a dead one would be 0."""
     (tmp_path / "judge.py").write_text(JUDGE)
-    judge, options = tmp_path / "judge.py", ("--verifiers", "math", "--group_size", "8", "--steps", "8")
+    judge, options = (
+        tmp_path / "judge.py",
+        ("--verifiers", "math", "--group_size", "8", "--steps", "8"),
+    )
     expected, dice = whole("grpo", 1, *options, judge=judge), random.Random(SEED)
     for number in range(3):
         folder = Path(shutil.copytree(good, tmp_path / str(number)))
@@ -266,11 +317,13 @@ def test_ctrl_c_while_answers_are_judged(whole, good, tmp_path, tally):
         moment = Moment(
             2, "unfinished-step-1", delay=dice.uniform(0, 0.3), signal=signal.SIGINT
         )  # in a step from 2 to 4
-        assert run("grpo", argv_to_go_on("grpo", folder, *options), folder, moment, judge=judge) == [130], log_of(
-            folder
-        )
+        assert run(
+            "grpo", argv_to_go_on("grpo", folder, *options), folder, moment, judge=judge
+        ) == [130], log_of(folder)
         assert "stopping after this step" in log_of(folder) and "Traceback" not in log_of(folder)
-        assert run("grpo", argv_to_go_on("grpo", folder, *options), folder, judge=judge) == [0], log_of(folder)
+        assert run("grpo", argv_to_go_on("grpo", folder, *options), folder, judge=judge) == [0], (
+            log_of(folder)
+        )
         assert_equal_runs(folder, expected)
         assert 0 < tiny.read_metrics(folder / "run")[-1]["reward"] < 1
         tally("Ctrl-C while answers are judged", "goes on bit for bit")

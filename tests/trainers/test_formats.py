@@ -53,10 +53,15 @@ def test_a_file_or_folder_holds_the_rows_that_were_written(name, tmp_path):
 
 def test_columns_of_a_csv_that_became_numbers_are_printed(tmp_path, capsys):
     path = tmp_path / "d.csv"
-    path.write_bytes("\ufeffprompt,answer,id\r\na,007,NA\r\nb,,\r\n".encode())  # as a spreadsheet writes it
+    path.write_bytes(
+        "\ufeffprompt,answer,id\r\na,007,NA\r\nb,,\r\n".encode()
+    )  # as a spreadsheet writes it
     rows = [{"prompt": "a", "answer": 7, "id": "NA"}, {"prompt": "b", "answer": None, "id": None}]
     assert load_rows(str(path)).rows == rows
-    assert "d.csv: answer read as numbers, 007 as 7; a .jsonl file keeps text as it is" in capsys.readouterr().out
+    assert (
+        "d.csv: answer read as numbers, 007 as 7; a .jsonl file keeps text as it is"
+        in capsys.readouterr().out
+    )
 
 
 # Prompts and completions.
@@ -97,14 +102,22 @@ def test_a_conversation_that_is_too_long_is_dropped_whole(files, tmp_path):
     each = sft.encoded(sft_config(files, tmp_path, assistant_turns="all"), rows, encoder)
     assert [example.where for example in each] == ["d.jsonl, line 1"] * 2 + ["d.jsonl, line 2"]
     assert last == each[1:]
-    assert sft.encoded(sft_config(files, tmp_path, assistant_turns="all", max_length=15), rows, encoder) == each[2:]
+    assert (
+        sft.encoded(
+            sft_config(files, tmp_path, assistant_turns="all", max_length=15), rows, encoder
+        )
+        == each[2:]
+    )
 
 
 def test_a_row_of_text_is_trained_after_its_first_token():
     for chat, bos in ((True, False), (False, True)):
         tokenizer = tiny.tokenizer(chat=chat, adds_bos=bos)
         eos = tokenizer.eos_token
-        rows = Rows([{"text": "ab"}, {"text": f"<user>a{eos}b{eos}"}, {"text": "a"}, {"text": ""}], "d.jsonl")
+        rows = Rows(
+            [{"text": "ab"}, {"text": f"<user>a{eos}b{eos}"}, {"text": "a"}, {"text": ""}],
+            "d.jsonl",
+        )
         encoder = Encoder(tokenizer)
         pairs = said(tokenizer, [encoder.pairs(rows, i, None, "completion")[0] for i in range(3)])
         if bos:

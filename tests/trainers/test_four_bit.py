@@ -32,7 +32,9 @@ def sft_config(files, output_dir, **options) -> sft.SFTConfig:
         ({}, r"load_in_4bit needs bitsandbytes: pip install 'fused-rl\[bnb\]'"),
     ],
 )
-def test_what_cannot_be_in_4_bits_is_refused_in_a_line(options, message, files, tmp_path, monkeypatch):
+def test_what_cannot_be_in_4_bits_is_refused_in_a_line(
+    options, message, files, tmp_path, monkeypatch
+):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=message):
         tiny.load_lm(sft_config(files, tmp_path, **options))
@@ -43,7 +45,11 @@ def gradients(lm) -> dict[str, torch.Tensor]:
     lm.zero_grad()
     lm.train()
     lm.lm(input_ids=IDS).logits.square().sum().backward()
-    named = {name: weight for name, weight in lm.named_parameters() if "layers.0." in name and "lora_" in name}
+    named = {
+        name: weight
+        for name, weight in lm.named_parameters()
+        if "layers.0." in name and "lora_" in name
+    }
     return {name: weight.grad.clone() for name, weight in named.items()}
 
 
@@ -70,7 +76,9 @@ def test_logits_and_gradients_are_those_of_the_weights_that_4_bits_stand_for(fil
             elif name in trained:
                 weight.copy_(trained[name])
     assert sum(isinstance(module, bitsandbytes.nn.Linear4bit) for module in kinds.values()) == 14
-    assert type(small.base.get_output_embeddings()) is torch.nn.Linear  # the losses read the head's weight
+    assert (
+        type(small.base.get_output_embeddings()) is torch.nn.Linear
+    )  # the losses read the head's weight
 
     # Before and after an evaluation, which must not change how the weights are laid out.
     for _ in range(2):
@@ -103,21 +111,54 @@ def test_a_run_in_4_bits_resumes_bit_for_bit_and_saves_adapters(options, files, 
 
 @needs_bitsandbytes
 def test_grpo_in_4_bits_starts_on_its_reference(files, tmp_path):
-    options = {"verifiers": "tests.trainers.tiny:odd_characters", "eval_size": 0, "steps": 2, "prompts_per_step": 2}
-    options |= {"group_size": 2, "minibatches": 1, "max_new_tokens": 4, "save_every": 0, "zero_stage": 0, "lr": 1e-2}
+    options = {
+        "verifiers": "tests.trainers.tiny:odd_characters",
+        "eval_size": 0,
+        "steps": 2,
+        "prompts_per_step": 2,
+    }
+    options |= {
+        "group_size": 2,
+        "minibatches": 1,
+        "max_new_tokens": 4,
+        "save_every": 0,
+        "zero_stage": 0,
+        "lr": 1e-2,
+    }
     options |= {"load_in_4bit": True, "lora_rank": 2}
-    grpo.train(grpo.GRPOConfig(model=files[0], dataset=files[1], output_dir=str(tmp_path), **options))
+    grpo.train(
+        grpo.GRPOConfig(model=files[0], dataset=files[1], output_dir=str(tmp_path), **options)
+    )
     first, second = tiny.read_metrics(tmp_path)
-    assert first["objective/kl_exact"] == pytest.approx(0, abs=1e-6) and second["objective/kl_exact"] > 1e-4
+    assert (
+        first["objective/kl_exact"] == pytest.approx(0, abs=1e-6)
+        and second["objective/kl_exact"] > 1e-4
+    )
     assert first["val/ratio"] == pytest.approx(1, abs=1e-6)
 
 
 @needs_bitsandbytes
 def test_a_teacher_in_4_bits_differs_by_what_they_round(files, tmp_path):
-    options = {"dataset": files[1], "eval_size": 0, "steps": 1, "prompts_per_step": 4, "save_every": 0}
-    options |= {"model": files[0], "teacher": files[0], "max_new_tokens": 4, "zero_stage": 0, "dtype": "float32"}
+    options = {
+        "dataset": files[1],
+        "eval_size": 0,
+        "steps": 1,
+        "prompts_per_step": 4,
+        "save_every": 0,
+    }
+    options |= {
+        "model": files[0],
+        "teacher": files[0],
+        "max_new_tokens": 4,
+        "zero_stage": 0,
+        "dtype": "float32",
+    }
     for bits in (False, True):
-        config = distill.DistillConfig(**options, teacher_in_4bit=bits, output_dir=str(tmp_path / str(bits)))
+        config = distill.DistillConfig(
+            **options, teacher_in_4bit=bits, output_dir=str(tmp_path / str(bits))
+        )
         distill.train(config)
-    whole, rounded = (tiny.read_metrics(tmp_path / name)[0]["distill/kl"] for name in ("False", "True"))
+    whole, rounded = (
+        tiny.read_metrics(tmp_path / name)[0]["distill/kl"] for name in ("False", "True")
+    )
     assert whole < 1e-9 < 1e-6 < rounded < 0.1

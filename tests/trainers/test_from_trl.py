@@ -9,7 +9,13 @@ from fused_rl.trainers import distill, grpo, ppo, reward, sft
 from fused_rl.trainers.base.text import NAMES, unknown
 from tests.trainers import tiny
 
-CONFIGS = (sft.SFTConfig, reward.RewardConfig, distill.DistillConfig, grpo.GRPOConfig, ppo.PPOConfig)
+CONFIGS = (
+    sft.SFTConfig,
+    reward.RewardConfig,
+    distill.DistillConfig,
+    grpo.GRPOConfig,
+    ppo.PPOConfig,
+)
 KNOWN = set().union(*(config.model_fields for config in CONFIGS))
 PAGE = (Path(__file__).parents[2] / "docs" / "from_trl.md").read_text(encoding="utf-8")
 
@@ -20,7 +26,10 @@ PAGE = (Path(__file__).parents[2] / "docs" / "from_trl.md").read_text(encoding="
         ("beta", "its name here is --kl_coef; in distill --direction and --jsd_beta"),
         ("save-steps", "its name here is --save_every"),
         ("epsilon", "its name here is --clip_low and --clip_high"),
-        ("num_generation", "did you mean num_generations, as in TRL? its name here is --group_size"),
+        (
+            "num_generation",
+            "did you mean num_generations, as in TRL? its name here is --group_size",
+        ),
         ("group_sizes", "did you mean --group_size?"),
         ("xyzzy", "--help all lists the options"),
     ],
@@ -42,7 +51,11 @@ def test_the_table_and_the_page_name_options_that_exist():
 @pytest.mark.slow
 def test_the_script_of_the_page_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (script,) = (block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "fused_rl" in block)
+    (script,) = (
+        block
+        for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+        if "fused_rl" in block
+    )
     rows = [{"prompt": row["question"], "answer": row["answer"]} for row in tiny.sums(80)]
     exec(
         script.replace("512", "8").replace("steps=5", "steps=1"),

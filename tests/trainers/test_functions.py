@@ -26,7 +26,9 @@ def samples(*texts, **columns):
     made = []
     for i, text in enumerate(texts):
         row = {"question": f"q{i}", "answer": f"a{i}", **columns}
-        made.append(Sample(row, [], Response([5] * len(text), "stop"), text, f"d.jsonl, line {i + 1}"))
+        made.append(
+            Sample(row, [], Response([5] * len(text), "stop"), text, f"d.jsonl, line {i + 1}")
+        )
     return made
 
 
@@ -63,7 +65,15 @@ class Judge:
         return await async_single(response, row)
 
 
-FORMS = [single, as_trl, as_trl_without_more, async_single, async_trl, Judge(), functools.partial(single)]
+FORMS = [
+    single,
+    as_trl,
+    as_trl_without_more,
+    async_single,
+    async_trl,
+    Judge(),
+    functools.partial(single),
+]
 
 
 @pytest.mark.parametrize("function", FORMS)
@@ -83,7 +93,9 @@ def test_functions_of_trl_see_the_prompt_that_was_given_and_the_columns_of_all_r
     FunctionScorer("my:f", function)(
         [Sample(rows[0], [], response, "x", column="problem"), Sample(rows[1], [], response, "y")]
     )
-    assert seen["prompts"] == ["p", [user]], "--prompt_column names it, and the answer that stands in the row is none"
+    assert seen["prompts"] == ["p", [user]], (
+        "--prompt_column names it, and the answer that stands in the row is none"
+    )
     assert seen["completions"] == ["x", [{"role": "assistant", "content": "y"}]]
     assert seen["hint"] == [None, "h"]
 
@@ -91,7 +103,9 @@ def test_functions_of_trl_see_the_prompt_that_was_given_and_the_columns_of_all_r
 def test_a_column_that_a_function_of_trl_needs_is_missed_before_the_run():
     scorer = FunctionScorer("my:f", lambda completions, answers, level=0, **columns: [])
     scorer.check({"answers": 1})
-    with pytest.raises(InputError, match="^verifier 'my:f' takes the column 'answers'; the row has .'ans"):
+    with pytest.raises(
+        InputError, match="^verifier 'my:f' takes the column 'answers'; the row has .'ans"
+    ):
         scorer.check({"answer": 1})
     FunctionScorer("my:f", single).check({})
 
@@ -144,12 +158,20 @@ def test_a_function_sees_copies_of_rows_and_ids(function):
     assert seen[0].response.ids == [5, 5]
 
 
-@pytest.mark.parametrize("score", [torch.tensor(0.5), numpy.float32(0.5), numpy.array(0.5), torch.tensor([0.5]), True])
+@pytest.mark.parametrize(
+    "score", [torch.tensor(0.5), numpy.float32(0.5), numpy.array(0.5), torch.tensor([0.5]), True]
+)
 def test_a_score_may_be_any_one_number(score):
     seen = samples("a", "")
-    found = check_scores("my:f", FunctionScorer("my:f", lambda response, row: score if response else None)(seen), seen)
+    found = check_scores(
+        "my:f",
+        FunctionScorer("my:f", lambda response, row: score if response else None)(seen),
+        seen,
+    )
     assert found[0] == float(score) and found[1].isnan()
-    found = check_scores("my:f", FunctionScorer("my:f", lambda completions: map(float, [score] * 2))(seen), seen)
+    found = check_scores(
+        "my:f", FunctionScorer("my:f", lambda completions: map(float, [score] * 2))(seen), seen
+    )
     assert found.tolist() == [float(score)] * 2
 
 
@@ -177,7 +199,11 @@ def half(response, row):
 def test_scorers_are_objects_in_python_and_stand_by_name_in_the_config():
     config = grpo.GRPOConfig(model="m", dataset="d", output_dir="o", verifier_weights=[1, 2, 3])
     given = with_scorers(config, ["math", half, Judge()])
-    assert [(one.name, one.weight) for one in read(given)] == [("math", 1), ("half", 2), ("Judge", 3)]
+    assert [(one.name, one.weight) for one in read(given)] == [
+        ("math", 1),
+        ("half", 2),
+        ("Judge", 3),
+    ]
     assert "verifiers:\n- math\n- half\n- Judge\n" in to_yaml(given) and config.verifiers is None
     (scorer,) = load_scorers(with_scorers(ScorerConfig(), [half]))
     assert scorer.function is half and (scorer.name, scorer.solved_at) == ("half", 1.0)
@@ -193,7 +219,10 @@ three = 3
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("no_such_module:f", "there is no module 'no_such_module' in .*, the current folder, and among"),
+        (
+            "no_such_module:f",
+            "there is no module 'no_such_module' in .*, the current folder, and among",
+        ),
         (f"{HERE}:none_such", ".*test_functions.py has no function 'none_such'"),
         (f"{HERE}:three", ".*test_functions.py has no function 'three'"),
         ("own.py:f", "expected module:function"),
@@ -216,6 +245,8 @@ def test_a_surrogate_is_an_object_or_a_name_with_options_and_reports_metrics():
     heavy, ones = {"surrogate_options": {"weight": 3.0}}, torch.ones(2, 3)
     named, of_object = {"surrogate": f"{HERE}:weighted"}, {"surrogate": weighted}
     for given, weight in ((named, 1), (of_object, 1), (named | heavy, 3), (of_object | heavy, 3)):
-        chosen = options.loss_options(grpo.GRPOConfig(model="m", dataset="d", output_dir="o", **given))
+        chosen = options.loss_options(
+            grpo.GRPOConfig(model="m", dataset="d", output_dir="o", **given)
+        )
         loss, metrics = fused_rl.policy_loss(ones, ones, ones, ones.bool(), options=chosen)
         assert (loss, metrics["surrogate/ratio"]) == (-weight, 1)

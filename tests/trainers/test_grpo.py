@@ -22,7 +22,10 @@ REWARDS = torch.tensor([1.0, 0, 0, 1, 1, 0, 0, 0])
 
 def test_advantages_are_those_of_the_op_and_groups_that_do_not_count_reach_none():
     rewards, counts = torch.cat([REWARDS, torch.full((8,), 9.0)]), torch.arange(16) < 8
-    scores = {"a": REWARDS.flip(0), "b": torch.where(REWARDS == 1, torch.nan, 2.0)}  # b applies to some alone
+    scores = {
+        "a": REWARDS.flip(0),
+        "b": torch.where(REWARDS == 1, torch.nan, 2.0),
+    }  # b applies to some alone
     short = SimpleNamespace(scores=scores, lengths=torch.arange(8))
     other = {name: torch.cat([each, REWARDS]) for name, each in scores.items()}
     long = SimpleNamespace(scores=other, lengths=torch.arange(16))
@@ -33,9 +36,13 @@ def test_advantages_are_those_of_the_op_and_groups_that_do_not_count_reach_none(
         alone = groups.advantages_of(config, REWARDS, counts[:8], short, scorers)
         assert torch.equal(found[:8], alone) and (found[8:] == 0).all(), advantage
         if advantage != "gdpo":
-            of_op = fused_rl.response_advantages(REWARDS, advantage, group_size=8, lengths=short.lengths)
+            of_op = fused_rl.response_advantages(
+                REWARDS, advantage, group_size=8, lengths=short.lengths
+            )
             assert torch.equal(alone, of_op), advantage
-    gdpo = groups.advantages_of(config_of(group_size=8, advantage="gdpo"), REWARDS, counts[:8], short, scorers)
+    gdpo = groups.advantages_of(
+        config_of(group_size=8, advantage="gdpo"), REWARDS, counts[:8], short, scorers
+    )
     normal = [(x - x.mean()) / (x.std() + 1e-4) for x in (scores["a"], scores["b"].nan_to_num())]
     summed = 0.5 * normal[0] + 2 * normal[1]
     torch.testing.assert_close(gdpo, (summed - summed.mean()) / summed.std())
@@ -51,14 +58,19 @@ def test_the_overlong_penalty_is_dapos():
     assert (groups.overlong_penalty(config_of(), lengths) == 0).all()
 
 
-@pytest.mark.parametrize("minibatches", [2, 4])  # of whole groups; and more than there are groups: of responses
+@pytest.mark.parametrize(
+    "minibatches", [2, 4]
+)  # of whole groups; and more than there are groups: of responses
 def test_minibatches_are_drawn_anew_in_every_epoch(minibatches):
     torch.manual_seed(1)
     config = config_of(minibatches=minibatches, epochs=6)
     together = GROUP if groups.keeps_groups(config, 1) else 1
     updates = policy.plan(config, 2 * GROUP, config.micro_batch_size, together)
     assert len(updates) == 6 * minibatches
-    orders = [torch.cat(sum(updates[i : i + minibatches], [])) for i in range(0, len(updates), minibatches)]
+    orders = [
+        torch.cat(sum(updates[i : i + minibatches], []))
+        for i in range(0, len(updates), minibatches)
+    ]
     assert len({tuple(order.tolist()) for order in orders}) > 1
     for order in orders:
         assert torch.equal(order.sort().values, torch.arange(2 * GROUP))
@@ -99,9 +111,14 @@ def prompts_of(*numbers: int) -> list[Prompt]:
 
 def drawn_by(config, numbers, rank=0, world=1):
     """What `draw` makes of the first prompts_per_step of the numbers, the rest waiting; and its refills."""
-    tokenizer, sampling = encode.load_tokenizer(config.model), policy.Sampling(TEMPERATURE, LENGTH, (EOS,))
+    tokenizer, sampling = (
+        encode.load_tokenizer(config.model),
+        policy.Sampling(TEMPERATURE, LENGTH, (EOS,)),
+    )
     scorers, device = [Judge()], torch.device("cpu")
-    text = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=200))  # all that a rollout asks a model
+    text = SimpleNamespace(
+        get_text_config=lambda: SimpleNamespace(vocab_size=200)
+    )  # all that a rollout asks a model
     module = Plain(SimpleNamespace(base=SimpleNamespace(config=text)))
     made = policy.Policy(config, module, None, Echo(), sampling, scorers, tokenizer, device)
     waiting, refills = list(numbers[config.prompts_per_step :]), []
@@ -111,7 +128,9 @@ def drawn_by(config, numbers, rank=0, world=1):
         taken = [waiting.pop(0) for _ in range(math.ceil(count / world) * world)]
         return prompts_of(*taken[rank::world])
 
-    drawn = groups.collect(made, prompts_of(*numbers[: config.prompts_per_step][rank::world]), more, 1)
+    drawn = groups.collect(
+        made, prompts_of(*numbers[: config.prompts_per_step][rank::world]), more, 1
+    )
     of_groups = [sample.prompt_ids[-1] for sample in drawn.rollout.samples[:: config.group_size]]
     return drawn, of_groups, refills
 
@@ -122,15 +141,21 @@ def test_groups_of_equal_rewards_are_kept_dropped_or_refilled(folder, capsys):
     drawn, of_groups, refills = drawn_by(config_of(folder, **options), numbers)
     assert of_groups == [11, 12, 14, 13] and drawn.counts.all() and not refills
     shared = {"groups/trained": 4, "frac_reward_zero_std": 0.5, "frac_groups_all_solved": 0.25}
-    assert {key: drawn.metrics[key] for key in shared} == shared and drawn.metrics["frac_groups_none_solved"] == 0.25
+    assert {key: drawn.metrics[key] for key in shared} == shared and drawn.metrics[
+        "frac_groups_none_solved"
+    ] == 0.25
 
-    drawn, of_groups, refills = drawn_by(config_of(folder, zero_variance="drop", **options), numbers)
+    drawn, of_groups, refills = drawn_by(
+        config_of(folder, zero_variance="drop", **options), numbers
+    )
     assert of_groups == [11, 13] and drawn.counts.all() and not refills
     assert (drawn.metrics["groups/sampled"], drawn.metrics["groups/trained"]) == (4, 2)
     assert drawn.metrics["frac_reward_zero_std"] == 0.5
 
     # Two are missing; of 16 and 15 one is there; of 18 none; of 17 one.
-    drawn, of_groups, refills = drawn_by(config_of(folder, zero_variance="refill", **options), numbers)
+    drawn, of_groups, refills = drawn_by(
+        config_of(folder, zero_variance="refill", **options), numbers
+    )
     assert refills == [2, 1, 1] and of_groups == [11, 13, 15, 17] and drawn.counts.all()
     assert (drawn.metrics["groups/sampled"], drawn.metrics["groups/trained"]) == (8, 4)
     assert drawn.metrics["episode"] == 8 * GROUP and "rollouts" not in capsys.readouterr().out
@@ -138,13 +163,20 @@ def test_groups_of_equal_rewards_are_kept_dropped_or_refilled(folder, capsys):
 
 def test_refilling_is_bounded_says_so_and_goes_on_with_what_there_is(folder, capsys):
     numbers = [11, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 13]
-    config = config_of(folder, zero_variance="refill", max_refills=2, prompts_per_step=4, minibatches=2)
+    config = config_of(
+        folder, zero_variance="refill", max_refills=2, prompts_per_step=4, minibatches=2
+    )
     drawn, of_groups, refills = drawn_by(config, numbers)
-    assert refills == [3, 3] and drawn.metrics["groups/sampled"] == 10 and drawn.metrics["groups/trained"] == 1
+    assert (
+        refills == [3, 3]
+        and drawn.metrics["groups/sampled"] == 10
+        and drawn.metrics["groups/trained"] == 1
+    )
     assert of_groups == [11, 12]  # minibatches are of whole groups here, so a second one fills up
     assert drawn.counts.tolist() == [True] * GROUP + [False] * GROUP
     line = (
-        "step 1: 1 of 4 groups have rewards that differ after 3 rollouts (max_refills=2); the step is trained on those"
+        "step 1: 1 of 4 groups have rewards that differ after 3 rollouts (max_refills=2); "
+        "the step is trained on those"
     )
     assert line in capsys.readouterr().out
 
@@ -162,7 +194,9 @@ def draw_here(rank, world, folder):
 @pytest.mark.slow
 def test_ranks_agree_on_refills_and_share_what_they_find(folder):
     """Rank 0 has both groups with a signal; one of two that are drawn then is rank 1's: 3 of 4, and a fourth fills."""
-    (first, first_counts, refills, metrics), (second, second_counts, *again) = run_distributed(draw_here, 2, folder)
+    (first, first_counts, refills, metrics), (second, second_counts, *again) = run_distributed(
+        draw_here, 2, folder
+    )
     assert refills == [2] and again == [refills, metrics]
     assert (first, second) == ([11, 15], [13, 16])
     assert first_counts == [True] * 2 * GROUP and second_counts == [True] * GROUP + [False] * GROUP

@@ -13,8 +13,18 @@ from tests.trainers.steps import config_of
 
 def trained(folder, rows, output, **options):
     """A run of a few small steps on a verifier that says right or wrong; its metrics."""
-    settings = {"verifiers": "tests.trainers.tiny:first_is_odd", "eval_size": 0, "prompts_per_step": 4}
-    settings |= {"steps": 4, "group_size": 2, "minibatches": 2, "micro_batch_size": 8, "save_every": 1}
+    settings = {
+        "verifiers": "tests.trainers.tiny:first_is_odd",
+        "eval_size": 0,
+        "prompts_per_step": 4,
+    }
+    settings |= {
+        "steps": 4,
+        "group_size": 2,
+        "minibatches": 2,
+        "micro_batch_size": 8,
+        "save_every": 1,
+    }
     settings |= {"model": folder, "dataset": rows, "output_dir": str(output), "keep_checkpoints": 9}
     grpo.train(config_of(**tiny.settled(settings | options)))
     return tiny.untimed(tiny.read_metrics(output))
@@ -25,7 +35,12 @@ def rows(tmp_path_factory):
     return tiny.jsonl(tmp_path_factory.mktemp("rows") / "rows.jsonl", tiny.sums(11))
 
 
-REFILLED = {"zero_variance": "refill", "max_refills": 2, "overlong_buffer": 2, "overlong_factor": 0.25}
+REFILLED = {
+    "zero_variance": "refill",
+    "max_refills": 2,
+    "overlong_buffer": 2,
+    "overlong_factor": 0.25,
+}
 
 
 SYNCED = {"kl_coef": 0.1, "ref_sync_every": 2, "ref_mixup_alpha": 0.6}
@@ -35,7 +50,9 @@ CHARGED = {"kl_in": "reward", "kl_coef": 0.05, "advantage": "group-mean-batch-st
 
 
 @pytest.mark.slow
-def test_a_reference_that_follows_is_a_mixture_of_itself_and_the_policy(folder, rows, tmp_path, monkeypatch):
+def test_a_reference_that_follows_is_a_mixture_of_itself_and_the_policy(
+    folder, rows, tmp_path, monkeypatch
+):
     synced, sync = [], language_model.sync
 
     def watched(frozen, policy_, alpha):
@@ -63,26 +80,41 @@ def kept_in(found: list, monkeypatch, module, name: str):
     monkeypatch.setattr(module, name, watched)
 
 
-def test_the_reward_that_is_trained_on_is_less_by_the_kl_and_logged(folder, rows, tmp_path, monkeypatch):
+def test_the_reward_that_is_trained_on_is_less_by_the_kl_and_logged(
+    folder, rows, tmp_path, monkeypatch
+):
     drawn, charged, trained_on = [], [], []
     kept_in(drawn, monkeypatch, grpo, "collect")
     kept_in(charged, monkeypatch, KLConfig, "kl_of_tokens")
     advantages_of = groups.advantages_of
-    monkeypatch.setattr(grpo, "advantages_of", lambda c, r, *more: trained_on.append(r) or advantages_of(c, r, *more))
+    monkeypatch.setattr(
+        grpo,
+        "advantages_of",
+        lambda c, r, *more: trained_on.append(r) or advantages_of(c, r, *more),
+    )
     options = {"minibatches": 2, "save_every": 0, "lr": 1e-2, "kl_coef": 0.5, "steps": 2}
     _, second = trained(folder, rows, tmp_path, kl_in="reward", **options)
     charged = [of_tokens.sum(1) for of_tokens in charged]
     assert charged[1].abs().min() > 1e-4
-    torch.testing.assert_close(trained_on[1], drawn[1].rollout.rewards - 0.5 * charged[1], rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        trained_on[1], drawn[1].rollout.rewards - 0.5 * charged[1], rtol=0, atol=1e-6
+    )
     assert second["objective/kl"] == pytest.approx(charged[1].mean().item(), rel=1e-5)
-    assert second["objective/kl1_avg"] != pytest.approx(second["objective/kl"], rel=1e-4)  # which is of the updates
+    assert second["objective/kl1_avg"] != pytest.approx(
+        second["objective/kl"], rel=1e-4
+    )  # which is of the updates
     assert second["objective/non_score_reward"] == pytest.approx(-0.5 * second["objective/kl"])
     assert second["loss/total_avg"] == pytest.approx(second["loss/policy_avg"], abs=1e-12)
-    assert second["val/first_ratio"] == pytest.approx(1, abs=1e-6) and abs(second["val/ratio"] - 1) > 1e-4
+    assert (
+        second["val/first_ratio"] == pytest.approx(1, abs=1e-6)
+        and abs(second["val/ratio"] - 1) > 1e-4
+    )
 
 
 @pytest.mark.slow
-def test_a_forward_pass_that_does_not_repeat_itself_is_reported(folder, rows, tmp_path, monkeypatch, capsys):
+def test_a_forward_pass_that_does_not_repeat_itself_is_reported(
+    folder, rows, tmp_path, monkeypatch, capsys
+):
     """Where the exact KL has taken the policy's log-probabilities, the first minibatch's are compared with them."""
     options = {"minibatches": 1, "save_every": 0, "steps": 1}
     trained(folder, rows, tmp_path / "same", **options)
@@ -92,7 +124,9 @@ def test_a_forward_pass_that_does_not_repeat_itself_is_reported(folder, rows, tm
     def noisy(self, *inputs, token_loss=None, **more):
         with torch.no_grad():
             self.base.get_output_embeddings().weight.add_(1e-3 if token_loss is not None else 0.0)
-            self.base.get_output_embeddings().weight[::2].mul_(0.9 if token_loss is not None else 1.0)
+            self.base.get_output_embeddings().weight[::2].mul_(
+                0.9 if token_loss is not None else 1.0
+            )
         return forward(self, *inputs, token_loss=token_loss, **more)
 
     monkeypatch.setattr(language_model.LanguageModel, "forward", noisy)

@@ -38,17 +38,23 @@ def exact(folder):
     responses = []
     for i, length in enumerate(torch.randint(2, LENGTH + 1, (8,), generator=made).tolist()):
         ids = torch.randint(10, 200, (length,), generator=made).tolist()
-        responses.append(Response([*ids[:-1], EOS] if i % 3 else ids, "stop" if i % 3 else "length"))
+        responses.append(
+            Response([*ids[:-1], EOS] if i % 3 else ids, "stop" if i % 3 else "length")
+        )
     prompts = [Prompt([1, 70, 71], {}), Prompt([1, 80], {})]
     lm = tiny.load_lm(config_of(folder), trainable=False).base.double().requires_grad_(True)
     rows = []
     for i, response in enumerate(responses):
         prompt = prompts[i // GROUP].ids
         at = slice(len(prompt) - 1, len(prompt) + len(response.ids) - 1)
-        logp = (lm(input_ids=torch.tensor([prompt + response.ids])).logits[0, at] / TEMPERATURE).log_softmax(-1)
+        logp = (
+            lm(input_ids=torch.tensor([prompt + response.ids])).logits[0, at] / TEMPERATURE
+        ).log_softmax(-1)
         taken = logp.gather(1, torch.tensor(response.ids)[:, None])[:, 0]
         drift = 0.2 * torch.randn(2, len(taken), generator=made)
-        rows.append({"at": at, "logprobs": taken, "entropy": -(logp.exp() * logp).sum(-1), "drift": drift})
+        rows.append(
+            {"at": at, "logprobs": taken, "entropy": -(logp.exp() * logp).sum(-1), "drift": drift}
+        )
     scores = [0.0, 2, 1, 2, 3, 0, 1, 1]
     return {"lm": lm, "rows": rows, "prompts": prompts, "responses": responses, "scores": scores}
 
@@ -56,7 +62,9 @@ def exact(folder):
 @pytest.mark.parametrize("preset", PAPERS)
 def test_a_step_of_every_preset_is_its_paper(folder, exact, preset):
     chosen = {"advantage": "group-std"} if preset == "ppo" else {}
-    sums, lm, advantages = accumulated(folder, exact, preset=preset, kl_coef=0.1, kl_estimator="k3", **chosen)
+    sums, lm, advantages = accumulated(
+        folder, exact, preset=preset, kl_coef=0.1, kl_estimator="k3", **chosen
+    )
     surrogate, level, loss_agg, clip_low, clip_high = PAPERS[preset]
     logprobs, old, ref, there, ids = exact_terms(exact)
     loss = exact_ops.policy_loss(
@@ -79,7 +87,9 @@ def test_a_step_of_every_preset_is_its_paper(folder, exact, preset):
     assert_step_is(exact, sums["loss"], lm, loss)
 
 
-@pytest.mark.parametrize("surrogate", ["dppo-tv", "dppo-kl", "ipo", "dro", "topr", "aspo", "cispo-masked"])
+@pytest.mark.parametrize(
+    "surrogate", ["dppo-tv", "dppo-kl", "ipo", "dro", "topr", "aspo", "cispo-masked"]
+)
 def test_a_step_of_every_other_surrogate_is_its_loss(folder, exact, surrogate):
     """Formed token by token, in three micro-batches; tests/test_surrogates.py has the formulas."""
     given = {"preset": "dapo", "surrogate": surrogate, "loss_agg": "token-sum"}
@@ -89,21 +99,31 @@ def test_a_step_of_every_other_surrogate_is_its_loss(folder, exact, surrogate):
     assert_step_is(exact, sums["loss"], lm, loss)
 
 
-@pytest.mark.parametrize("options", [{"micro_batch_size": 3}, {"micro_batch_size": 8, "minibatches": 2}])
+@pytest.mark.parametrize(
+    "options", [{"micro_batch_size": 3}, {"micro_batch_size": 8, "minibatches": 2}]
+)
 def test_covariances_are_of_a_whole_update(folder, options):
     """Of 8 responses: three micro-batches are refused, and so are two processes; one of each is not."""
     config = config_of(folder, surrogate="kl-cov", verifiers=["math"], **options)
     if options["micro_batch_size"] == 8:
         assert grpo.arithmetic(config, 1)["optimizer updates per step"] == 2
     with pytest.raises(
-        InputError, match="surrogate=kl-cov compares all tokens of an update, (8|4) responses: give one"
+        InputError,
+        match="surrogate=kl-cov compares all tokens of an update, (8|4) responses: give one",
     ):
         grpo.arithmetic(config, 2 if options["micro_batch_size"] == 8 else 1)
 
 
 def test_ratios_to_the_samplers_log_probabilities(folder, exact, monkeypatch):
     """What the sampler reported is old in the loss, and there is no correction beside it."""
-    config = config_of(folder, old_logprobs="sampler", preset="dapo", surrogate="dppo-tv", clip_low=1e-3, kl_every=0)
+    config = config_of(
+        folder,
+        old_logprobs="sampler",
+        preset="dapo",
+        surrogate="dppo-tv",
+        clip_low=1e-3,
+        kl_every=0,
+    )
     sampled = [row["logprobs"].detach() + row["drift"][1] for row in exact["rows"]]
     pairs = zip(exact["responses"], sampled, strict=True)
     reported = [replace(response, logprobs=values.tolist()) for response, values in pairs]
@@ -115,7 +135,9 @@ def test_ratios_to_the_samplers_log_probabilities(folder, exact, monkeypatch):
     metrics = grpo.train_step(made, exact["prompts"], 1)
     logprobs, _, _, there, _ = exact_terms(exact)
     old = torch.nn.utils.rnn.pad_sequence(sampled, batch_first=True)
-    advantages = groups.advantages_of(config, 0.5 * torch.tensor(exact["scores"]), torch.ones(8, dtype=torch.bool))
+    advantages = groups.advantages_of(
+        config, 0.5 * torch.tensor(exact["scores"]), torch.ones(8, dtype=torch.bool)
+    )
     given = {"preset": "dapo", "surrogate": "dppo-tv", "clip_low": 1e-3}
     loss, wanted = fused_rl.policy_loss(logprobs, old, advantages.double(), there, **given)
     assert 0 < wanted["clipfrac"] < 1
@@ -132,16 +154,22 @@ def test_clip_higher_truncated_responses_masked_and_the_entropy_bonus(folder, ex
     loss = ((losses - 0.3 * padded(exact, "entropy")) * there).sum() / there.sum()
     assert_step_is(exact, sums["loss"], lm, loss)
     logprobs, _, ref, _, _ = exact_terms(exact)
-    kl1 = ((logprobs - ref).detach() * there).sum() / there.any(1).sum()  # of the responses that are trained on
+    kl1 = ((logprobs - ref).detach() * there).sum() / there.any(
+        1
+    ).sum()  # of the responses that are trained on
     assert sums["kl1"] == pytest.approx(kl1.item(), rel=1e-4)
 
 
 def test_the_tokens_of_highest_entropy_alone_are_trained_on(folder, exact):
-    sums, lm, advantages = accumulated(folder, exact, preset="dapo", clip_high=0.2, top_entropy=0.3, micro_batch_size=8)
+    sums, lm, advantages = accumulated(
+        folder, exact, preset="dapo", clip_high=0.2, top_entropy=0.3, micro_batch_size=8
+    )
     assert sums["policy_loss"] != 0
     losses, there = clipped(exact, advantages)
     entropy = padded(exact, "entropy").detach()
-    kept = there & (entropy >= entropy[there].quantile(0.7))  # of the whole minibatch, in parts of three
+    kept = there & (
+        entropy >= entropy[there].quantile(0.7)
+    )  # of the whole minibatch, in parts of three
     assert 0 < kept.sum() < there.sum() / 2
     assert_step_is(exact, sums["loss"], lm, (losses * kept).sum() / there.sum())
 
@@ -150,7 +178,9 @@ def test_tokens_below_a_threshold_of_entropy_are_not_trained_on(folder, exact):
     _, _, _, there, _ = exact_terms(exact)
     entropy = padded(exact, "entropy").detach()
     threshold = entropy[there].median().item() + 1e-4
-    sums, lm, advantages = accumulated(folder, exact, preset="dapo", clip_high=0.2, entropy_threshold=threshold)
+    sums, lm, advantages = accumulated(
+        folder, exact, preset="dapo", clip_high=0.2, entropy_threshold=threshold
+    )
     losses, _ = clipped(exact, advantages)
     kept = there & (entropy >= threshold)
     assert 0 < kept.sum() < there.sum()
@@ -160,7 +190,9 @@ def test_tokens_below_a_threshold_of_entropy_are_not_trained_on(folder, exact):
 def test_ranks_meet_equally_often_whatever_one_of_them_leaves_out(folder, exact, monkeypatch):
     """One that meets once more waits for the others for ever."""
     meetings, global_sum = [], ranks.global_sum
-    monkeypatch.setattr(ranks, "global_sum", lambda values: meetings.append(values) or global_sum(values))
+    monkeypatch.setattr(
+        ranks, "global_sum", lambda values: meetings.append(values) or global_sum(values)
+    )
     times = []
     for mask_truncated in (False, True):
         meetings.clear()
@@ -169,7 +201,9 @@ def test_ranks_meet_equally_often_whatever_one_of_them_leaves_out(folder, exact,
     assert times[0] == times[1] > 1
 
 
-@pytest.mark.parametrize("minibatches", [1, 2])  # with 2 the group that is dropped fills up the second one
+@pytest.mark.parametrize(
+    "minibatches", [1, 2]
+)  # with 2 the group that is dropped fills up the second one
 def test_a_dropped_group_is_as_if_it_had_not_been_drawn(folder, exact, minibatches):
     scores = [0.0, 2, 1, 2, 1, 1, 1, 1]
     given = exact | {"scores": scores}
@@ -179,7 +213,9 @@ def test_a_dropped_group_is_as_if_it_had_not_been_drawn(folder, exact, minibatch
     made = fake_policy(config, Plain(lm), exact["responses"], scores)
     drawn = groups.collect(made, exact["prompts"], None, 1)
     assert len(drawn.counts) == 4 * minibatches and drawn.counts.sum() == 4
-    measured = measured_of(given | {"rows": exact["rows"][: len(drawn.counts)]}, drawn.rollout.batch)
+    measured = measured_of(
+        given | {"rows": exact["rows"][: len(drawn.counts)]}, drawn.rollout.batch
+    )
     advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.counts)
     parts = list(torch.arange(len(drawn.counts)).split(3))
     sums = grpo.accumulate(made, drawn, measured, advantages, parts, 1, on_policy=False)
@@ -199,7 +235,9 @@ def test_a_step_without_any_signal_is_a_step_of_gradients_0(folder, exact):
     made = fake_policy(config, Plain(lm), exact["responses"], [1.0] * 8)
     drawn = groups.collect(made, exact["prompts"], None, 1)
     advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.counts)
-    measured = policy.Measured(*(torch.zeros(drawn.rollout.batch.response_mask.shape) for _ in range(2)), None, None)
+    measured = policy.Measured(
+        *(torch.zeros(drawn.rollout.batch.response_mask.shape) for _ in range(2)), None, None
+    )
     parts = list(torch.arange(4).split(3))
     sums = grpo.accumulate(made, drawn, measured, advantages, parts, 1, on_policy=True)
     assert not drawn.counts.any() and sums["loss"] == 0
@@ -209,7 +247,9 @@ def test_a_step_without_any_signal_is_a_step_of_gradients_0(folder, exact):
 # The KL in the reward, and the reference.
 
 
-@pytest.mark.parametrize(("estimator", "definition"), [(None, lambda d: d), ("k2", lambda d: d**2 / 2)])
+@pytest.mark.parametrize(
+    ("estimator", "definition"), [(None, lambda d: d), ("k2", lambda d: d**2 / 2)]
+)
 def test_the_kl_in_the_reward_is_its_sum_over_the_response(folder, exact, estimator, definition):
     """Less in the reward before the advantages are taken, and nothing of it in the loss."""
     config = config_of(folder, kl_in="reward", kl_coef=0.3, kl_estimator=estimator)
@@ -219,7 +259,9 @@ def test_the_kl_in_the_reward_is_its_sum_over_the_response(folder, exact, estima
     mask, measured = drawn.rollout.batch.response_mask, measured_of(exact, drawn.rollout.batch)
     charged = config.kl_of_tokens(measured.old_logprobs, measured.ref_logprobs, mask).sum(1)
     _, old, ref, there, _ = exact_terms(exact)
-    torch.testing.assert_close(charged.double(), (definition(old - ref) * there).sum(1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        charged.double(), (definition(old - ref) * there).sum(1), rtol=1e-5, atol=1e-6
+    )
 
     parts = list(torch.arange(8).split(3))
     sums = grpo.accumulate(made, drawn, measured, torch.zeros(8), parts, 1, on_policy=False)

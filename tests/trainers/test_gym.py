@@ -16,7 +16,10 @@ def test_reasoning_gym_scores_its_own_problems():
         rows = list(gym.create_dataset(name, size=3, seed=1))
         scored = scorer(samples([row["answer"] for row in rows] + ["x"], [*rows, rows[0]]))
         assert scored[:3] == [1.0] * 3 and scored[3] < 0.1
-    row = {"question": rows[0]["question"], "ground_truth": rows[0]["answer"]}  # a file without metadata
+    row = {
+        "question": rows[0]["question"],
+        "ground_truth": rows[0]["answer"],
+    }  # a file without metadata
     (named,) = load_scorers("reasoning_gym:basic_arithmetic")
     assert named(samples([f" {rows[0]['answer']} "], [row])) == [1.0]
     with pytest.raises(InputError, match="source_dataset"):
@@ -32,5 +35,7 @@ def test_a_response_that_reasoning_gym_cannot_score_is_wrong(monkeypatch):
 def test_reasoning_gym_is_imported_without_pycosat(monkeypatch):
     for name in [m for m in sys.modules if m.split(".")[0] in ("reasoning_gym", "pycosat")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "pycosat", None)  # what `import` sees where it is not installed: ImportError
+    monkeypatch.setitem(
+        sys.modules, "pycosat", None
+    )  # what `import` sees where it is not installed: ImportError
     assert import_reasoning_gym().create_dataset("chain_sum", size=1, seed=1)[0]["answer"]

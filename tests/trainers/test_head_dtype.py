@@ -33,7 +33,11 @@ def fp64_logits(lm, batch):
 @torch.no_grad()
 def test_scores_and_logits_are_those_of_an_exact_head(folder, batch):
     mask, targets = batch.response_mask, batch.input_ids[:, 1:][batch.response_mask]
-    for head_dtype, least, most in (("float32", 0, 3e-6), ("bfloat16", 1e-4, 0.1), ("auto", 1e-4, 0.1)):
+    for head_dtype, least, most in (
+        ("float32", 0, 3e-6),
+        ("bfloat16", 1e-4, 0.1),
+        ("auto", 1e-4, 0.1),
+    ):
         lm = load(folder, head_dtype=head_dtype)
         rows = lm(batch.input_ids, mask, 0.7, want_logits=True)
         logits = rows.logits
@@ -60,7 +64,9 @@ def test_what_is_drawn_is_what_is_trained(folder):
     with torch.no_grad():
         rows = lm(made.input_ids, made.response_mask, 0.8)
     # the hidden states of a step and of the whole sequence are bf16 sums in another order; the head adds nothing
-    own = fused_rl.token_logprobs(fp64_logits(lm, made), torch.tensor(response), temperature=0.8).logprobs
+    own = fused_rl.token_logprobs(
+        fp64_logits(lm, made), torch.tensor(response), temperature=0.8
+    ).logprobs
     torch.testing.assert_close(rows.logprobs[made.response_mask].double(), own, rtol=0, atol=3e-6)
     assert seen[0].dtype == FP32 and (drawn - own).abs().max() < 0.1
 
@@ -75,4 +81,7 @@ def test_the_head_stays_the_models_own(folder, tmp_path):
         assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
     embedded, head = wide.base.get_input_embeddings(), wide.base.get_output_embeddings()
     assert embedded.weight is head.weight
-    assert type(load(folder, dtype="float32", head_dtype="float32").base.get_output_embeddings()) is torch.nn.Linear
+    assert (
+        type(load(folder, dtype="float32", head_dtype="float32").base.get_output_embeddings())
+        is torch.nn.Linear
+    )

@@ -48,8 +48,16 @@ def api(monkeypatch):
 
 
 def config_of(files, output_dir, **options) -> sft.SFTConfig:
-    defaults = {"completion_column": "answer", "eval_size": 0, "batch_size": 4, "steps": 1, "zero_stage": 0}
-    return sft.SFTConfig(model=files[0], dataset=files[1], output_dir=str(output_dir), **(defaults | options))
+    defaults = {
+        "completion_column": "answer",
+        "eval_size": 0,
+        "batch_size": 4,
+        "steps": 1,
+        "zero_stage": 0,
+    }
+    return sft.SFTConfig(
+        model=files[0], dataset=files[1], output_dir=str(output_dir), **(defaults | options)
+    )
 
 
 def refused(files, output_dir, message: str, **options) -> None:
@@ -68,11 +76,15 @@ def refused(files, output_dir, message: str, **options) -> None:
         ({"hub_model_id": "us/other", "hub_private_repo": True}, "us/other", True),
     ],
 )
-def test_the_model_is_pushed_when_it_is_saved(options, repository, private, files, api, tmp_path, capsys):
+def test_the_model_is_pushed_when_it_is_saved(
+    options, repository, private, files, api, tmp_path, capsys
+):
     sft.train(config_of(files, tmp_path / "run", push_to_hub=True, **options))
     *created, (_, to, names, message) = api.calls
     assert created == [("create", repository, private, True)] * 2 and to == repository
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(names) and message == "fused-rl sft, step 1"
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(
+        names
+    ) and message == "fused-rl sft, step 1"
     output = capsys.readouterr().out
     assert output.index("model: ") < output.index(f"pushed the model to {repository}")
 
@@ -80,9 +92,21 @@ def test_the_model_is_pushed_when_it_is_saved(options, repository, private, file
 @pytest.mark.parametrize(
     ("error", "options", "message"),
     [
-        (LocalTokenNotFoundError("Token is required"), {}, "repository run cannot be made: .*Token is required; look"),
-        (ConnectionError("Name or service\nnot known"), {}, "cannot be made: .*Name or service not known; look at `hf"),
-        (None, {"hub_model_id": "public", "hub_private_repo": True}, "me/public is on the Hub already, and public"),
+        (
+            LocalTokenNotFoundError("Token is required"),
+            {},
+            "repository run cannot be made: .*Token is required; look",
+        ),
+        (
+            ConnectionError("Name or service\nnot known"),
+            {},
+            "cannot be made: .*Name or service not known; look at `hf",
+        ),
+        (
+            None,
+            {"hub_model_id": "public", "hub_private_repo": True},
+            "me/public is on the Hub already, and public",
+        ),
     ],
 )
 def test_a_repository_that_cannot_be_made_is_refused_before_anything_is_read(
@@ -123,6 +147,8 @@ def test_wandb_gets_what_metrics_jsonl_gets(files, tmp_path, monkeypatch):
 def test_wandb_that_is_not_installed_is_named_before_anything_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     config = config_of(("no-such-model", "no-such-rows.jsonl"), tmp_path / "run", wandb_project="p")
-    with pytest.raises(InputError, match="wandb_project is set, but wandb is not installed: pip install"):
+    with pytest.raises(
+        InputError, match="wandb_project is set, but wandb is not installed: pip install"
+    ):
         sft.train(config)
     assert not (tmp_path / "run").exists()

@@ -108,7 +108,9 @@ def test_a_rollout_is_of_the_weights_of_its_schedule(k, kind, monkeypatch):
     ahead = Ahead(sampler, k)
     ahead.publish(0, nothing)
     found = walked(ahead, Counted(), range(1, 8))
-    assert found == {step: (max(0, step - 1 - k), 2 * step - 2, 2 * step - 1) for step in range(1, 8)}
+    assert found == {
+        step: (max(0, step - 1 - k), 2 * step - 2, 2 * step - 1) for step in range(1, 8)
+    }
     rollouts = [step for step in sampler.prompts_seen if step < 100]
     assert rollouts == list(range(1, 8))  # each once, in order, and none beyond the end
     assert not ahead.pending
@@ -141,7 +143,10 @@ def test_rollouts_of_prompts_that_changed_are_sampled_again():
     second.load_state_dict(first.state_dict())
     second.publish(3, nothing)
     assert second.begin(4, 7, prompts_of(14), 2, Counted()) == 3
-    assert [response.ids[0] for response in second.sample([[14], [14]], Sampling(1.0, 2, ()))] == [14, 14]
+    assert [response.ids[0] for response in second.sample([[14], [14]], Sampling(1.0, 2, ()))] == [
+        14,
+        14,
+    ]
 
 
 @pytest.mark.parametrize("kind", [threading.Thread, InTurn])
@@ -192,35 +197,51 @@ def from_copy(lm, **options):
     return made
 
 
-@pytest.mark.parametrize("options", [{}, {"top_k": 20, "min_p": 0.02, "top_p": 0.9}], ids=["all", "truncated"])
+@pytest.mark.parametrize(
+    "options", [{}, {"top_k": 20, "min_p": 0.02, "top_p": 0.9}], ids=["all", "truncated"]
+)
 def test_log_probabilities_are_of_what_was_drawn_from(lm, options):
     sampling = Sampling(0.7, 8, (3,), seeds=(5, 6, 7, 8), **options)
     made = from_copy(lm)
     state, mode = torch.get_rng_state(), lm.training
     responses = made.sample(PROMPTS, sampling)
-    assert torch.equal(torch.get_rng_state(), state) and lm.training == mode and not made.lm.training
+    assert (
+        torch.equal(torch.get_rng_state(), state) and lm.training == mode and not made.lm.training
+    )
     again = from_copy(lm).sample(PROMPTS, sampling)
     assert [response.ids for response in again] == [response.ids for response in responses]
     other = from_copy(lm).sample(PROMPTS, dataclasses.replace(sampling, seeds=(5, 6, 7, 9)))
     assert [response.ids for response in other] != [response.ids for response in responses]
     for prompt, response in zip(PROMPTS, responses, strict=True):
         with torch.no_grad():
-            logits = lm(input_ids=torch.tensor([prompt + response.ids])).logits[0, len(prompt) - 1 : -1].double()
+            logits = (
+                lm(input_ids=torch.tensor([prompt + response.ids]))
+                .logits[0, len(prompt) - 1 : -1]
+                .double()
+            )
         scores = logits / 0.7
         if options:
             kept = torch.full_like(scores, -torch.inf)
             for row, ids in enumerate(
-                part.tolist() for part in response.support.ids.split(response.support.offsets.diff().tolist())
+                part.tolist()
+                for part in response.support.ids.split(response.support.offsets.diff().tolist())
             ):
                 kept[row, ids or slice(None)] = 0.0
             scores = scores + kept
-        expected = scores.log_softmax(-1)[torch.arange(len(response.ids)), torch.tensor(response.ids)]
-        torch.testing.assert_close(torch.tensor(response.logprobs).double(), expected, atol=2e-6, rtol=0)
+        expected = scores.log_softmax(-1)[
+            torch.arange(len(response.ids)), torch.tensor(response.ids)
+        ]
+        torch.testing.assert_close(
+            torch.tensor(response.logprobs).double(), expected, atol=2e-6, rtol=0
+        )
 
 
 def test_turns_of_a_conversation_draw_other_numbers(lm):
     made, sampling = from_copy(lm), Sampling(1.0, 8, (3,), seeds=(5,))
-    assert made.generator([[1, 2]], sampling).initial_seed() != made.generator([[1, 2, 4]], sampling).initial_seed()
+    assert (
+        made.generator([[1, 2]], sampling).initial_seed()
+        != made.generator([[1, 2, 4]], sampling).initial_seed()
+    )
 
 
 def test_the_copy_follows_when_it_is_published_and_not_before(folder):
@@ -230,7 +251,9 @@ def test_the_copy_follows_when_it_is_published_and_not_before(folder):
         lm.lm_head.weight.mul_(2.0)
     assert not torch.equal(made.lm.lm_head.weight, lm.lm_head.weight)
     made.publish(8, nothing)
-    for (name, copied), own in zip(made.lm.state_dict().items(), lm.state_dict().values(), strict=True):
+    for (name, copied), own in zip(
+        made.lm.state_dict().items(), lm.state_dict().values(), strict=True
+    ):
         assert torch.equal(copied, own) and copied.data_ptr() != own.data_ptr(), name
 
 
@@ -252,7 +275,9 @@ def test_with_adapters_these_alone_are_copied(folder):
 
 def test_a_model_that_transformers_must_draw_for_is_refused(lm, monkeypatch):
     monkeypatch.setattr("fused_rl.trainers.rollouts.lag.keeps_keys_and_values", lambda lm: False)
-    with pytest.raises(InputError, match="lag: Qwen2ForCausalLM keeps its past in another form .* drop --lag$"):
+    with pytest.raises(
+        InputError, match="lag: Qwen2ForCausalLM keeps its past in another form .* drop --lag$"
+    ):
         CopySampler(lm, pad_id=0, batch_size=3)
 
 
@@ -303,7 +328,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "k", "others"), CASES)
-def test_a_thread_is_one_after_the_other_bit_for_bit(kind, k, others, made, files, tmp_path, monkeypatch):
+def test_a_thread_is_one_after_the_other_bit_for_bit(
+    kind, k, others, made, files, tmp_path, monkeypatch
+):
     monkeypatch.setattr(lag, "Thread", InTurn)
     run(kind, files, tmp_path / "turns", lag=k, **KEPT, **OTHERS[others])
     assert_equal_runs(tmp_path / "turns", made(kind, k, others))
@@ -314,7 +341,9 @@ def test_what_a_resumed_run_cannot_go_on_with_is_one_line(made, files, tmp_path)
     stopped = tmp_path / "stopped"
     forget_after(made("grpo", 1), stopped, 2)
     for other in (2, 0):
-        with pytest.raises(InputError, match=f"other options: lag 1 -> {other}; give the first value of each again"):
+        with pytest.raises(
+            InputError, match=f"other options: lag 1 -> {other}; give the first value of each again"
+        ):
             run("grpo", files, stopped, lag=other, **KEPT, resume=True)
         store.release()  # as the command does when it ends
 
@@ -327,12 +356,19 @@ class Silent(Recorder, tiny.Sampler):
 
 
 def test_a_sampler_that_tells_no_log_probabilities_is_refused(files, tmp_path):
-    with pytest.raises(InputError, match="lag=1 trains on responses of earlier weights.* or leave lag out$"):
+    with pytest.raises(
+        InputError, match="lag=1 trains on responses of earlier weights.* or leave lag out$"
+    ):
         grpo.train(grpo_config(files, tmp_path / "run", lag=1), sampler=Silent)
     store.release()
 
 
-SERVED = [slow("grpo", "vllm", 1), slow("grpo", "sglang", 2), slow("ppo", "vllm", 2), slow("ppo", "sglang", 1)]
+SERVED = [
+    slow("grpo", "vllm", 1),
+    slow("grpo", "sglang", 2),
+    slow("ppo", "vllm", 2),
+    slow("ppo", "sglang", 1),
+]
 
 
 @pytest.mark.parametrize(("trainer", "kind", "k"), SERVED)
@@ -341,7 +377,14 @@ def test_through_a_server_too(trainer, kind, k, files, tmp_path, monkeypatch):
 
     def served(name, **options):
         with fake_server.serving(kind, files[0]) as fake:
-            options |= {"server": [fake.url], "lag": k, "steps": 3, "eval_size": 0, "max_prompt_length": 40, **KEPT}
+            options |= {
+                "server": [fake.url],
+                "lag": k,
+                "steps": 3,
+                "eval_size": 0,
+                "max_prompt_length": 40,
+                **KEPT,
+            }
             run(trainer, files, tmp_path / name, **options)
         store.release()
 
@@ -355,5 +398,7 @@ def test_through_a_server_too(trainer, kind, k, files, tmp_path, monkeypatch):
     assert_equal_runs(tmp_path / "stopped", tmp_path / "thread")
 
     metrics = tiny.read_metrics(tmp_path / "thread")
-    assert [m["rollout/weight_version"] for m in metrics] == [max(0, m["step"] - 1 - k) for m in metrics]
+    assert [m["rollout/weight_version"] for m in metrics] == [
+        max(0, m["step"] - 1 - k) for m in metrics
+    ]
     assert metrics[0]["rollout/logprob_diff_max"] < 1e-4 < metrics[-1]["rollout/logprob_diff_max"]

@@ -27,7 +27,9 @@ def folders(tmp_path_factory):
 
 
 def config_of(folders, **options):
-    return grpo.GRPOConfig(**{"model": folders[0], "dataset": "", "output_dir": "", "zero_stage": 0, **options})
+    return grpo.GRPOConfig(
+        **{"model": folders[0], "dataset": "", "output_dir": "", "zero_stage": 0, **options}
+    )
 
 
 def load(folders, name: str, **options):
@@ -49,7 +51,11 @@ def test_what_is_not_wanted_is_none_and_the_rest_is_unchanged(folders, wanted):
         options |= ASKED[name]
     found, plain = lm(*inputs, **options), lm(*inputs)
     assert isinstance(found, language_model.Scored)
-    assert {name for name, value in found._asdict().items() if value is not None} == {"logprobs", "entropy", *wanted}
+    assert {name for name, value in found._asdict().items() if value is not None} == {
+        "logprobs",
+        "entropy",
+        *wanted,
+    }
     assert torch.equal(found.logprobs, plain.logprobs) and torch.equal(found.entropy, plain.entropy)
     assert found.logprobs.requires_grad == ("loss" not in wanted)
     if "loss" in wanted:
@@ -72,7 +78,9 @@ def kl_of_heads(policy, reference, ref_weight):
     ref_hidden = reference(*inputs, through=lambda hidden, _: hidden)
 
     def meet(hidden, lm):
-        return fused_rl.linear_token_kl(hidden, lm.head.weight, ref_hidden, ref_weight, temperature=0.7)
+        return fused_rl.linear_token_kl(
+            hidden, lm.head.weight, ref_hidden, ref_weight, temperature=0.7
+        )
 
     return policy(*inputs, through=meet)
 
@@ -80,7 +88,9 @@ def kl_of_heads(policy, reference, ref_weight):
 @torch.no_grad()
 def test_hidden_states_of_two_models_meet_in_the_exact_kl(folders):
     policy, teacher, given = load(folders, folders[0]), load(folders, folders[1]), batch()
-    rows, ref_rows = (lm(given.input_ids, given.response_mask, want_logits=True) for lm in (policy, teacher))
+    rows, ref_rows = (
+        lm(given.input_ids, given.response_mask, want_logits=True) for lm in (policy, teacher)
+    )
     expected = fused_rl.token_kl(rows.logits, ref_rows.logits, temperature=0.7)
     assert expected.min() > 0.1
     torch.testing.assert_close(kl_of_heads(policy, teacher, teacher.head.weight), expected)
@@ -92,7 +102,10 @@ def ask_under_zero_3(rank, world, folders):
     engine.setup(rank)
     lm, ref_lm = load(folders, folders[0], zero_stage=3), load(folders, folders[1], zero_stage=3)
     ref_weight = ref_lm.head.weight.clone()
-    policy, reference = engine.initialize(lm, config, config, 1), engine.initialize_frozen(ref_lm, config)
+    policy, reference = (
+        engine.initialize(lm, config, config, 1),
+        engine.initialize_frozen(ref_lm, config),
+    )
     assert lm.head.weight.shape == (0,) and ref_lm.head.weight.shape == (0,)
     given = batch()
     inputs = (given.input_ids, given.response_mask, 0.7)
@@ -124,9 +137,14 @@ def test_partitioned_models_return_the_same(folders):
 def test_a_gpu_that_only_emulates_bf16_takes_fp32_and_zero_0_keeps_no_masters(monkeypatch):
     config = EngineConfig(dtype="auto")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
+    )
     assert engine.torch_dtype(config) == torch.float32
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
     assert engine.torch_dtype(config) == torch.bfloat16
-    with pytest.raises(InputError, match="dtype=bfloat16 needs fp32 master weights, which zero_stage=0 does not keep"):
+    with pytest.raises(
+        InputError,
+        match="dtype=bfloat16 needs fp32 master weights, which zero_stage=0 does not keep",
+    ):
         engine.torch_dtype(EngineConfig(dtype="bfloat16", zero_stage=0))

@@ -16,12 +16,17 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_what_is_missing_has_its_hint(monkeypatch, capsys):
-    found = [package for package in importlib.metadata.distributions() if package.name != "deepspeed"]
+    found = [
+        package for package in importlib.metadata.distributions() if package.name != "deepspeed"
+    ]
     monkeypatch.setattr(machine.importlib.metadata, "distributions", lambda: found)
     monkeypatch.setattr(machine.shutil, "which", lambda name: None)
     assert machine.look() == 0
     output = capsys.readouterr().out
-    assert "  missing: deepspeed; pip install 'fused-rl[train]'\n" in output and "apt install g++" in output
+    assert (
+        "  missing: deepspeed; pip install 'fused-rl[train]'\n" in output
+        and "apt install g++" in output
+    )
     assert f"fused_rl {fused_rl.__version__}, " in output and ": right: within " in output
 
 
@@ -38,8 +43,20 @@ def test_a_wrong_kernel_is_found(error, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_it_works_with_torch_alone(tmp_path):
-    absent = ("deepspeed", "transformers", "datasets", "peft", "pydantic", "rich", "yaml", "numpy", "regex")
+    absent = (
+        "deepspeed",
+        "transformers",
+        "datasets",
+        "peft",
+        "pydantic",
+        "rich",
+        "yaml",
+        "numpy",
+        "regex",
+    )
     code = f"import sys; sys.modules |= dict.fromkeys({absent})\nfrom fused_rl.trainers.commands import doctor\n"
     env = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, "-c", code + "doctor.main([])"], cwd=tmp_path, env=env, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code + "doctor.main([])"], cwd=tmp_path, env=env, capture_output=True
+    )
     assert done.returncode == 0 and b"right" in done.stdout, done.stdout + done.stderr

@@ -49,7 +49,9 @@ def verifier():
 
 
 def test_mathematics_is_compared_by_value(verifier):
-    assert verifier(samples([c[0] for c in CASES], [{"answer": c[1]} for c in CASES])) == [c[2] for c in CASES]
+    assert verifier(samples([c[0] for c in CASES], [{"answer": c[1]} for c in CASES])) == [
+        c[2] for c in CASES
+    ]
     assert verifier.broken == []
 
 
@@ -62,30 +64,55 @@ def test_anyones_reward_function_judges_the_same():
 
 
 def test_an_answer_that_math_verify_cannot_read_is_refused(verifier):
-    for answer in ("1,234.5", "50%", "x = 3", "2\\pi", "5 \\text{ cm}", "[0, \\infty)", "\\text{(B)}", "\\frac12"):
+    for answer in (
+        "1,234.5",
+        "50%",
+        "x = 3",
+        "2\\pi",
+        "5 \\text{ cm}",
+        "[0, \\infty)",
+        "\\text{(B)}",
+        "\\frac12",
+    ):
         verifier.check({"answer": answer})
-    for answer, what in {"Paris": "has the word 'Paris'", "5 dollars": "has the word", "?": "cannot be parsed"}.items():
-        with pytest.raises(InputError, match=f"^verifier 'math': the answer .* {what}.*exact_match"):
+    for answer, what in {
+        "Paris": "has the word 'Paris'",
+        "5 dollars": "has the word",
+        "?": "cannot be parsed",
+    }.items():
+        with pytest.raises(
+            InputError, match=f"^verifier 'math': the answer .* {what}.*exact_match"
+        ):
             verifier.check({"answer": answer})
 
 
 def test_an_answer_that_never_ends_costs_itself_alone_and_is_a_metric_and_a_line(capsys):
     verifier = math.MathVerifier(timeout=0.5)
-    rows, texts = [{"answer": "7"}] * 4, ["7", "\\boxed{(10^{10})!}", "\\boxed{7}", "\\boxed{(10^{10})!}"]
+    rows, texts = (
+        [{"answer": "7"}] * 4,
+        ["7", "\\boxed{(10^{10})!}", "\\boxed{7}", "\\boxed{(10^{10})!}"],
+    )
     rollout = rolled_out([verifier], texts, rows)  # of which two are equal, and are judged once
     verifier.pool.close()
     assert rollout.scores["math"].tolist() == [1, 0, 1, 0]
     assert (
         rollout.incidents
         == {"verifier/math/timeouts": 2.0}
-        == {key: value for key, value in rollout_metrics(rollout, {}, 1).items() if key.startswith("verifier/")}
+        == {
+            key: value
+            for key, value in rollout_metrics(rollout, {}, 1).items()
+            if key.startswith("verifier/")
+        }
     )
     said = "math: 2 of 4 answers broke a limit and score 0; first: d.jsonl, line 2 took more than 0.5 s of CPU\n"
     assert capsys.readouterr().out == said
 
 
 def test_what_is_not_text_is_not_judged():
-    for responses, answers in ((["#### 42"], [42]), ([[{"role": "assistant", "content": "#### 42"}]], ["42"])):
+    for responses, answers in (
+        (["#### 42"], [42]),
+        ([[{"role": "assistant", "content": "#### 42"}]], ["42"]),
+    ):
         with pytest.raises(ValueError, match="responses and answers must be texts, got"):
             fused_rl.judge(responses, answers)
 
@@ -109,7 +136,9 @@ def judged(what):
 
 def test_a_limit_costs_its_own_case(capfd):
     pool = Pool(judged, cpu_seconds=5.0)
-    verdicts = pool.judge([(what,) for what in ("right", "memory", "crash", "raise", "wrong", "print", "right")])
+    verdicts = pool.judge(
+        [(what,) for what in ("right", "memory", "crash", "raise", "wrong", "print", "right")]
+    )
     drawn = {score for score, _ in pool.judge([("draw",)] * 4)}
     pool.close()
     assert [score for score, _ in verdicts] == [1, 0, 0, 0, 0, 1, 1] and len(drawn) == 1
@@ -127,7 +156,9 @@ def test_no_process_outlives_a_run_that_was_killed():
         print(int(pool.judge([()])[0][0]), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True
+    )
     stat, end = Path(f"/proc/{int(done.stdout)}/stat"), time.monotonic() + 30
     while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX":
         assert time.monotonic() < end
@@ -137,11 +168,17 @@ def test_no_process_outlives_a_run_that_was_killed():
 def test_math_verify_that_is_missing_is_reported_at_once(monkeypatch):
     monkeypatch.setattr(judging, "agrees", lambda *case: __import__("no_such_module"))
     judging.pool.cache_clear()
-    with pytest.raises(InputError, match="No module named 'no_such_module'; pip install 'math-verify"):
+    with pytest.raises(
+        InputError, match="No module named 'no_such_module'; pip install 'math-verify"
+    ):
         load_scorers("math")
 
 
 def test_without_verifiers_the_error_lists_them():
-    with pytest.raises(InputError, match="^d.jsonl, line 1: --verifiers is missing; give one of math, "):
+    with pytest.raises(
+        InputError, match="^d.jsonl, line 1: --verifiers is missing; give one of math, "
+    ):
         load.named_by([Rows([], "e.jsonl"), Rows([{"answer": "42"}], "d.jsonl")])
-    assert load.named_by([Rows([{"metadata": {"source_dataset": "chain_sum"}}], "d.jsonl")]) == ["reasoning_gym"]
+    assert load.named_by([Rows([{"metadata": {"source_dataset": "chain_sum"}}], "d.jsonl")]) == [
+        "reasoning_gym"
+    ]

@@ -14,7 +14,9 @@ SHAPE = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 352, "num_at
 
 def kept(layers: int, kv_heads: int) -> float:
     """Return the elements per token that a Llama's forward pass keeps, weights left out."""
-    config = transformers.LlamaConfig(**SHAPE, num_hidden_layers=layers, num_key_value_heads=kv_heads)
+    config = transformers.LlamaConfig(
+        **SHAPE, num_hidden_layers=layers, num_key_value_heads=kv_heads
+    )
     lm = transformers.LlamaModel(config)
     weights = {p.untyped_storage().data_ptr() for p in lm.parameters()}
     found = {}
@@ -43,12 +45,26 @@ def test_a_layer_saves_what_is_counted(kv_heads, tmp_path):
 
 @pytest.mark.parametrize(("gib", "chosen"), [(4, 1), (24, 16), (80, 64), (1000, 256)])
 def test_a_gpu_gets_the_micro_batch_that_it_holds(gib, chosen, tmp_path, monkeypatch):
-    shape = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(**shape, vocab_size=151936, num_hidden_layers=24, tie_word_embeddings=True)
+    shape = {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+    }
+    config = transformers.LlamaConfig(
+        **shape, vocab_size=151936, num_hidden_layers=24, tie_word_embeddings=True
+    )
     config.save_pretrained(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gib << 30))
-    options = {"model": str(tmp_path), "dataset": "rows.jsonl", "output_dir": "run", "verifiers": "exact"}
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gib << 30)
+    )
+    options = {
+        "model": str(tmp_path),
+        "dataset": "rows.jsonl",
+        "output_dir": "run",
+        "verifiers": "exact",
+    }
     config = GRPOConfig(**options, dtype="bfloat16")
     assert config.micro_batch_size == chosen
     assert GRPOConfig(**options, micro_batch_size=3).micro_batch_size == 3

@@ -19,9 +19,15 @@ def test_tensorboard_has_curves_and_samples(files, tmp_path):
     logger.samples(2, [{"prompt": "1+1", "response": "a\n<b>2</b>"}])
     logger.board.close()
     read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(point.step, point.value) for point in read.Scalars("train/loss")] == [(1, 2.5), (2, 1.25)]
+    assert [(point.step, point.value) for point in read.Scalars("train/loss")] == [
+        (1, 2.5),
+        (2, 1.25),
+    ]
     (sample,) = read.Tensors("samples/0/text_summary")
-    assert sample.tensor_proto.string_val[0].decode() == "prompt:\n\n    1+1\n\nresponse:\n\n    a\n    <b>2</b>"
+    assert (
+        sample.tensor_proto.string_val[0].decode()
+        == "prompt:\n\n    1+1\n\nresponse:\n\n    a\n    <b>2</b>"
+    )
 
 
 @pytest.mark.slow
@@ -30,27 +36,48 @@ def test_every_key_that_a_run_logs_stands_in_the_table_and_every_row_is_logged(f
     pairs = [{"prompt": f"{i}+1", "chosen": f"{i + 1}", "rejected": "no"} for i in range(20)]
     few = {"eval_size": 4, "save_every": 1, "steps": 2, "zero_stage": 0, "lr": 1e-3}
     of_pairs = tiny.jsonl(tmp_path / "pairs.jsonl", pairs)
-    scorers = {"verifiers": ["math", "tests.trainers.tiny:first_is_odd"], "rollout_correction": "token-truncate"}
+    scorers = {
+        "verifiers": ["math", "tests.trainers.tiny:first_is_odd"],
+        "rollout_correction": "token-truncate",
+    }
     scorers["solved_at"] = [0.0, 1.0]  # so that some responses of random weights are right
-    folders = {name: str(tmp_path / name) for name in ("sft", "reward", "dpo", "distill", "grpo", "ppo")}
+    folders = {
+        name: str(tmp_path / name) for name in ("sft", "reward", "dpo", "distill", "grpo", "ppo")
+    }
 
     # A run of each, with what makes a metric appear.
     sft.train(sft_config(files, folders["sft"], **few))
-    reward.train(reward.RewardConfig(model=model, dataset=of_pairs, output_dir=folders["reward"], batch_size=8, **few))
-    dpo.train(dpo.DPOConfig(model=model, dataset=of_pairs, output_dir=folders["dpo"], batch_size=8, **few))
+    reward.train(
+        reward.RewardConfig(
+            model=model, dataset=of_pairs, output_dir=folders["reward"], batch_size=8, **few
+        )
+    )
+    dpo.train(
+        dpo.DPOConfig(model=model, dataset=of_pairs, output_dir=folders["dpo"], batch_size=8, **few)
+    )
     grpo.train(grpo_config(files, folders["grpo"], **few, **scorers), sampler=tiny.Telling)
     config = {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 6, "eval_samples": 2}
     judged = {"verifiers": scorers["verifiers"], "solved_at": scorers["solved_at"]}
     given = {"model": model, "teacher": model, "dataset": rows, "output_dir": folders["distill"]}
     distill.train(distill.DistillConfig(**given, **config, **few, **judged))
     config["minibatches"] = 1
-    config |= {"model": model, "dataset": rows, "critic": tiny.reward_folder(tmp_path / "critic", model)}
-    ppo.train(ppo.PPOConfig(output_dir=folders["ppo"], **config, **few, **scorers), sampler=tiny.Telling)
+    config |= {
+        "model": model,
+        "dataset": rows,
+        "critic": tiny.reward_folder(tmp_path / "critic", model),
+    }
+    ppo.train(
+        ppo.PPOConfig(output_dir=folders["ppo"], **config, **few, **scorers), sampler=tiny.Telling
+    )
 
     for trainer, folder in folders.items():
         rows, named = tiny.documented(trainer), set()
         for key in set().union(*tiny.read_metrics(folder)) - {"step"}:
-            fitting = [row for row in rows if re.fullmatch(re.sub(r"\\\{\w+\\\}", ".+", re.escape(row)), key)]
+            fitting = [
+                row
+                for row in rows
+                if re.fullmatch(re.sub(r"\\\{\w+\\\}", ".+", re.escape(row)), key)
+            ]
             assert fitting, f"{key} of {trainer} is not in docs/metrics.md"
             named |= {key} if key in rows else {*fitting}
         assert named == rows, trainer

@@ -29,7 +29,9 @@ def case(rank: int) -> dict:
     for i, length in enumerate(lengths):
         ids = torch.randint(10, 200, (length,), generator=made).tolist()
         stops = length < LENGTH or i % 2 == 0
-        responses.append(Response([*ids[:-1], EOS] if stops else ids, "stop" if stops else "length"))
+        responses.append(
+            Response([*ids[:-1], EOS] if stops else ids, "stop" if stops else "length")
+        )
     prompts = [Prompt([1, 70 + rank, 71], {}), Prompt([1, 80 + rank], {})]
     scores = torch.randint(0, 3, (8,), generator=made).tolist()
     shape = (8, 3 + LENGTH - 1)
@@ -86,12 +88,16 @@ def step_of_a_rank(rank, world, folder):
     engine.setup(1)
     config, given = config_of(folder), case(rank)
     tokenizer = encode.load_tokenizer(folder)
-    made = setup.load_policy(config, tokenizer, [Scorer(given["scores"])], torch.device("cpu"), updates=4)
+    made = setup.load_policy(
+        config, tokenizer, [Scorer(given["scores"])], torch.device("cpu"), updates=4
+    )
     made.sampler = Sampler(given["responses"])
 
     def measure(policy_, batch, parts, **options):
         width = batch.response_mask.shape[1]
-        masked = {k: torch.where(batch.response_mask, v[:, :width], 0) for k, v in given["before"].items()}
+        masked = {
+            k: torch.where(batch.response_mask, v[:, :width], 0) for k, v in given["before"].items()
+        }
         return policy.Measured(**masked)
 
     # As in a later minibatch, whose ratio is not 1: the old log-probabilities are those that were measured.
@@ -121,16 +127,24 @@ def definitions(folder: str) -> dict[str, float]:
             sizes.append(len(response.ids))
             stopped.append(response.finish == "stop")
         scores += given["scores"]
-    scores, lengths = torch.tensor(scores, dtype=torch.float64), torch.tensor(sizes, dtype=torch.float64)
+    scores, lengths = (
+        torch.tensor(scores, dtype=torch.float64),
+        torch.tensor(sizes, dtype=torch.float64),
+    )
     penalties = FACTOR * (lengths - (LENGTH - BUFFER)).clamp(min=0) / BUFFER
     rewards = 0.5 * scores - penalties
     solved = (scores >= 1).view(-1, GROUP)
     groups = rewards.view(-1, GROUP)
     equal = (groups == groups[:, :1]).all(1, keepdim=True)
-    advantages = torch.where(equal, 0, (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4))
+    advantages = torch.where(
+        equal, 0, (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
+    )
 
     # The loss: sequences' means of clip + kl_coef rk3 - entropy_coef H, and the gradient's norm.
-    per_sequence = {name: [] for name in ("surrogate", "total", "kl", "kl1", "kl2", "kl3", "kl4", "exact", "nll")}
+    per_sequence = {
+        name: []
+        for name in ("surrogate", "total", "kl", "kl1", "kl2", "kl3", "kl4", "exact", "nll")
+    }
     per_token = {name: [] for name in ("approx", "clipped", "ratio", "entropy")}
     for row, advantage in zip(tokens, advantages.flatten(), strict=True):
         log_ratio, d = row["logprobs"] - row["old_logprobs"], row["logprobs"] - row["ref_logprobs"]
@@ -143,7 +157,10 @@ def definitions(folder: str) -> dict[str, float]:
         estimates = {"kl": ratio * k3, "kl1": d, "kl2": d**2 / 2, "kl3": k3, "kl4": ratio * d}
         for name, values in {**estimates, "exact": row["kl"], "nll": -row["old_logprobs"]}.items():
             per_sequence[name].append(values.sum())
-        high, low = (advantage > 0) & (ratio > 1 + CLIP_HIGH), (advantage < 0) & (ratio < 1 - CLIP_LOW)
+        high, low = (
+            (advantage > 0) & (ratio > 1 + CLIP_HIGH),
+            (advantage < 0) & (ratio < 1 - CLIP_LOW),
+        )
         per_token["clipped"].append((high | low).double())
         per_token["approx"].append(log_ratio**2 / 2)
         per_token["ratio"].append(ratio)
@@ -201,10 +218,14 @@ def test_every_metric_of_a_step_is_its_definition_in_two_micro_batches_on_two_ra
     first, second = run_distributed(step_of_a_rank, 2, folder, timeout=200)
     timings = {key for key in first if key.startswith(("time/", "perf/"))}
     expected = definitions(folder)
-    assert abs(expected["val/ratio"] - 1) > 0.05 and expected["objective/kl1_avg"] != pytest.approx(0, abs=0.05)
+    assert abs(expected["val/ratio"] - 1) > 0.05 and expected["objective/kl1_avg"] != pytest.approx(
+        0, abs=0.05
+    )
     assert first.keys() - timings == expected.keys()
     evaluated = {key for key in tiny.usual("grpo") if key.startswith("eval/")}
-    assert {key for key in first if not key.startswith("rewards/")} == tiny.usual("grpo") - evaluated - {"time/save"}
+    assert {key for key in first if not key.startswith("rewards/")} == tiny.usual(
+        "grpo"
+    ) - evaluated - {"time/save"}
     for key, value in expected.items():
         assert first[key] == pytest.approx(value, rel=2e-5, abs=1e-7), key
         assert second[key] == first[key], key
@@ -228,7 +249,9 @@ class Read(dict):
 def test_every_bare_name_of_the_losses_has_a_key():
     """A metric that the table forgets would be dropped without a word."""
     ones, mask = torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool)
-    _, policy_metrics = fused_rl.policy_loss(ones, ones, ones, mask, ref_logprobs=ones, entropy=ones)
+    _, policy_metrics = fused_rl.policy_loss(
+        ones, ones, ones, mask, ref_logprobs=ones, entropy=ones
+    )
     _, value_metrics = fused_rl.value_loss(ones, ones, ones, mask)
     of_grpo, of_ppo = Read(), Read()
     keyed(POLICY, of_grpo)

@@ -16,7 +16,10 @@ from tests.trainers.runs import sft_config
 def test_a_sum_that_is_not_finite_names_step_micro_batch_and_rows():
     sums = Sums(7)
     sums.add({"loss": torch.tensor(1.0), "kl": torch.tensor(0.1)}, ["d.jsonl, line 1"])
-    sums.add({"loss": torch.tensor(float("nan")), "kl": torch.tensor(0.1)}, ["d.jsonl, line 2", "d.jsonl, line 9"])
+    sums.add(
+        {"loss": torch.tensor(float("nan")), "kl": torch.tensor(0.1)},
+        ["d.jsonl, line 2", "d.jsonl, line 9"],
+    )
     message = r"step 7, micro-batch 2 of rank 0: loss is NaN or infinite; its rows: d.jsonl, line 2, d.jsonl, line 9"
     with pytest.raises(InputError, match=message):
         sums.over_ranks()
@@ -63,7 +66,14 @@ def weights_of(model):
 
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_infinite_gradient_changes_no_weight_on_any_stage(world):
-    cases = [(0, "float32"), (1, "float32"), (2, "float32"), (3, "float32"), (1, "bfloat16"), (2, "bfloat16")]
+    cases = [
+        (0, "float32"),
+        (1, "float32"),
+        (2, "float32"),
+        (3, "float32"),
+        (1, "bfloat16"),
+        (2, "bfloat16"),
+    ]
     for found in run_distributed(steps_of_a_rank, world, cases, timeout=200):
         assert len(found) == len(cases)
         for (stage, dtype), message in zip(cases, found, strict=True):
@@ -71,15 +81,23 @@ def test_an_infinite_gradient_changes_no_weight_on_any_stage(world):
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_a_loss_that_becomes_nan_stops_sft_and_leaves_the_last_checkpoint(files, tmp_path, monkeypatch, stage):
+def test_a_loss_that_becomes_nan_stops_sft_and_leaves_the_last_checkpoint(
+    files, tmp_path, monkeypatch, stage
+):
     def spoil(step, model):
         if step == 3:
             with torch.no_grad():
                 model.module.base.model.norm.weight[0] = float("nan")
 
     train_step = sft.train_step
-    monkeypatch.setattr(sft, "train_step", lambda model, *rest: (spoil(rest[-1], model), train_step(model, *rest))[1])
-    with pytest.raises(InputError, match=r"step 3, micro-batch 1 of rank 0: loss.*rows.jsonl, line \d+"):
+    monkeypatch.setattr(
+        sft,
+        "train_step",
+        lambda model, *rest: (spoil(rest[-1], model), train_step(model, *rest))[1],
+    )
+    with pytest.raises(
+        InputError, match=r"step 3, micro-batch 1 of rank 0: loss.*rows.jsonl, line \d+"
+    ):
         sft.train(sft_config(files, tmp_path, zero_stage=stage, save_every=1, eval_every=99))
     assert store.steps_in(tmp_path / "checkpoints")[-1] == 2
     assert [m["step"] for m in tiny.read_metrics(tmp_path)] == [0, 1, 2]

@@ -9,8 +9,21 @@ from fused_rl.trainers.models.language_model import LanguageModel
 from tests.marks import slow
 from tests.trainers import runs
 
-GRPO = {"verifiers": runs.VERIFIER, "prompts_per_step": 4, "group_size": 4, "minibatches": 2, "max_new_tokens": 6}
-GRPO |= {"zero_stage": 0, "temperature": 0.8, "kl_coef": 0.01, "lr": 0.5, "warmup_steps": 2, "overwrite": True}
+GRPO = {
+    "verifiers": runs.VERIFIER,
+    "prompts_per_step": 4,
+    "group_size": 4,
+    "minibatches": 2,
+    "max_new_tokens": 6,
+}
+GRPO |= {
+    "zero_stage": 0,
+    "temperature": 0.8,
+    "kl_coef": 0.01,
+    "lr": 0.5,
+    "warmup_steps": 2,
+    "overwrite": True,
+}
 PPO = GRPO | {"group_size": 2, "epochs": 2, "target_kl": 0.1, "critic_lr": 0.5}
 CASES = [
     ("grpo", {"micro_batch_size": 3, "share_prompts": False}),  # which do not divide

@@ -36,7 +36,9 @@ def made(*argv, config=grpo.GRPOConfig):
 
 def test_the_command_line_wins_over_the_file_and_over_the_defaults(tmp_path):
     (tmp_path / "c.yaml").write_text("lr: 1e-3\ngroup_size: 16\nraw_prompt: true\n")
-    config = made("--config", str(tmp_path / "c.yaml"), "--lr", "2e-3", "--resume", "--local_rank=1")
+    config = made(
+        "--config", str(tmp_path / "c.yaml"), "--lr", "2e-3", "--resume", "--local_rank=1"
+    )
     assert (config.lr, config.group_size, config.raw_prompt, config.resume, config.minibatches) == (
         *(2e-3, 16, True, True),
         grpo.GRPOConfig.model_fields["minibatches"].default,
@@ -62,7 +64,9 @@ def test_every_bad_option_that_needs_no_file_of_a_run_is_refused_in_a_line(tmp_p
 
 def test_a_mapping_is_read_from_a_file_and_as_text_and_printed_as_it_was(tmp_path):
     for text in ('{"enable_thinking": false}', "{enable_thinking: false}"):
-        config = made("--chat_template_kwargs", text, "--system_prompt", "a: b", "--clip_high", "inf")
+        config = made(
+            "--chat_template_kwargs", text, "--system_prompt", "a: b", "--clip_high", "inf"
+        )
         assert config.chat_template_kwargs == {"enable_thinking": False}
         (tmp_path / "again.yaml").write_text(to_yaml(config))
         assert parse(grpo.GRPOConfig, ["--config", str(tmp_path / "again.yaml")]) == config
@@ -90,7 +94,9 @@ def test_every_option_of_the_policy_loss_is_an_option_of_the_run():
         changed.setdefault(name, 1.5)
     for surrogate, function in SURROGATES.items():
         unread = of_surrogates - {*function.reads}
-        given = {name: value for name, value in changed.items() if name not in unread} | {"surrogate": surrogate}
+        given = {name: value for name, value in changed.items() if name not in unread} | {
+            "surrogate": surrogate
+        }
         chosen = options.loss_options(made(*(f"--{name}={value}" for name, value in given.items())))
         assert chosen == resolve_options("grpo", given)
     other = resolve_options("dapo", {"entropy_threshold": 0.5})
@@ -106,13 +112,17 @@ def test_help_has_the_options_that_matter_and_all_of_them_in_words(command, caps
         printed.append(capsys.readouterr().out)
         assert stopped.value.code == 0
     short, whole = printed
-    assert len(short.splitlines()) <= 45 and all(f"\n  --{name} " in short for name in config_class.main)
+    assert len(short.splitlines()) <= 45 and all(
+        f"\n  --{name} " in short for name in config_class.main
+    )
     flat = " ".join(whole.split())
     for name, field in config_class.model_fields.items():
         _, _, after = flat.partition(f" --{name} ")
         assert " ".join(field.description.split()) in after, name
         assert f"({in_words(kinds_of(config_class)[name])}; " in after, name
-    assert list(dict.fromkeys(re.findall(r"^  --(\w+) ", whole, re.M))).__len__() == len(config_class.model_fields)
+    assert list(dict.fromkeys(re.findall(r"^  --(\w+) ", whole, re.M))).__len__() == len(
+        config_class.model_fields
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,20 +140,37 @@ def test_a_preset_brings_its_advantage_and_an_option_overrides_it(argv, advantag
 
 
 def test_batch_arithmetic():
-    found = grpo.arithmetic(made("--prompts_per_step", "6", "--group_size", "4", "--epochs", "3", "--steps", "5"), 2)
+    found = grpo.arithmetic(
+        made("--prompts_per_step", "6", "--group_size", "4", "--epochs", "3", "--steps", "5"), 2
+    )
     assert found["responses per process and step"] == 12
     assert found["responses per process and minibatch"] == 6
     assert found["optimizer updates in the run"] == 5 * 2 * 3
-    found = sft.arithmetic(made("--batch_size", "24", "--micro_batch_size", "5", config=sft.SFTConfig), 2)
+    found = sft.arithmetic(
+        made("--batch_size", "24", "--micro_batch_size", "5", config=sft.SFTConfig), 2
+    )
     assert found["micro-batches per process and step"] == "3 of at most 5"
 
 
 def test_dry_run_prints_the_resolved_config(files, tmp_path, capsys):
-    argv = ["--config", str(RECIPES / "demo_grpo.yaml"), "--lr", "0.25", "--model", files[0], "--dataset"]
+    argv = [
+        "--config",
+        str(RECIPES / "demo_grpo.yaml"),
+        "--lr",
+        "0.25",
+        "--model",
+        files[0],
+        "--dataset",
+    ]
     with pytest.raises(SystemExit, match="error: dataset file .*none.jsonl does not exist"):
         grpo.main([*argv, "none.jsonl", "--dry_run"])
     argv += [tiny.jsonl(tmp_path / "rows.jsonl", tiny.sums(40)), "--eval_dataset", files[1]]
-    argv += ["--output_dir", str(tmp_path / "run"), "--server", "http://127.0.0.1:9,http://127.0.0.1:10"]
+    argv += [
+        "--output_dir",
+        str(tmp_path / "run"),
+        "--server",
+        "http://127.0.0.1:9,http://127.0.0.1:10",
+    ]
     grpo.main([*argv, "--dry_run"])
     printed = capsys.readouterr().out
     assert "lr: 0.25" in printed and "verifiers:\n- reasoning_gym\n" in printed
@@ -155,7 +182,9 @@ def test_dry_run_prints_the_resolved_config(files, tmp_path, capsys):
 
 
 def test_every_recipe_parses():
-    recipes = [path for path in RECIPES.glob("*.yaml") if re.search("sft|grpo|gsm8k|ppo|reward", path.name)]
+    recipes = [
+        path for path in RECIPES.glob("*.yaml") if re.search("sft|grpo|gsm8k|ppo|reward", path.name)
+    ]
     for recipe in recipes:
         name = next((name for name in TRAINERS if name in recipe.name), "grpo")
         config = parse(TRAINERS[name], ["--config", str(recipe)])
@@ -166,7 +195,11 @@ def test_every_recipe_parses():
 def test_a_path_is_text_and_one_from_home_that_of_a_shell(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     config = grpo.GRPOConfig(model=Path("m"), dataset=Path("d.jsonl"), output_dir=Path("~/o"))
-    assert (config.model, config.dataset, config.output_dir) == ("m", "d.jsonl", str(tmp_path / "o"))
+    assert (config.model, config.dataset, config.output_dir) == (
+        "m",
+        "d.jsonl",
+        str(tmp_path / "o"),
+    )
     (tmp_path / "c.yaml").write_text(json.dumps({"model": "~/m"}))
     config = made("--config", str(tmp_path / "c.yaml"), "--lr", "1")
     assert config.model == str(tmp_path / "m")

@@ -32,10 +32,30 @@ def model(kind: str, **options):
         "initializer_range": 0.3,
     }
     if kind == "GPT2":
-        sizes = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "initializer_range": 0.3}
-        sizes |= {"bos_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+        sizes = {
+            "vocab_size": 97,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 16,
+            "initializer_range": 0.3,
+        }
+        sizes |= {
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "resid_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+        }
     elif kind == "Bloom":
-        sizes = {"vocab_size": 97, "hidden_size": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
+        sizes = {
+            "vocab_size": 97,
+            "hidden_size": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        }
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**sizes, **options)
     return transformers.AutoModelForCausalLM.from_config(config)
@@ -60,7 +80,11 @@ def with_gradients(made, values) -> tuple:
     weights = torch.randn(values.shape, generator=torch.Generator().manual_seed(2))
     made.zero_grad()
     (values * weights).sum().backward()
-    named = {name: weight.grad.clone() for name, weight in made.named_parameters() if weight.grad is not None}
+    named = {
+        name: weight.grad.clone()
+        for name, weight in made.named_parameters()
+        if weight.grad is not None
+    }
     return values.detach(), named
 
 
@@ -85,7 +109,11 @@ def assert_same(found: tuple, expected: tuple, atol: float) -> None:
         ("Llama", "linear", {}),
         ("Llama", "logits", {}),
         ("Qwen2", "linear", {"attn_implementation": "eager"}),
-        ("Gemma2", "logits", {"head_dim": 8, "final_logit_softcapping": 5.0}),  # eager by itself, windows of 4096
+        (
+            "Gemma2",
+            "logits",
+            {"head_dim": 8, "final_logit_softcapping": 5.0},
+        ),  # eager by itself, windows of 4096
         ("GPT2", "logits", {}),  # learned positions, of which a row has more tokens than there are
     ],
 )
@@ -93,14 +121,18 @@ def test_shared_prompts_give_the_scores_and_gradients_of_own_prompts(kind, loss_
     lm, given = model(kind, **options), batch()
     expected = scores_and_gradients(lm, loss_from, None, given)
     for in_row in (2, 3, 4):
-        assert_same(scores_and_gradients(lm, loss_from, packing.pack(given, in_row), given), expected, 2e-5)
+        assert_same(
+            scores_and_gradients(lm, loss_from, packing.pack(given, in_row), given), expected, 2e-5
+        )
 
 
 def test_a_row_holds_a_prompt_once_and_no_last_token():
     given = batch()
     packed = packing.pack(given, 4)
     # Prompt, and of each response all but its last token, which predicts nothing that counts.
-    lengths = [prompt + sum(max(length - 1, 0) for length in responses) for prompt, responses in LENGTHS]
+    lengths = [
+        prompt + sum(max(length - 1, 0) for length in responses) for prompt, responses in LENGTHS
+    ]
     assert packed.input_ids.shape == (3, max(lengths))
     assert (packed.input_ids > 0).sum(1).tolist() == lengths
     assert len(packed.states) == given.response_mask.sum()
@@ -114,9 +146,17 @@ def test_a_row_holds_a_prompt_once_and_no_last_token():
     ("kind", "options", "reason"),
     [
         ("Llama", {}, None),
-        ("Qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "sliding_window=8"),
+        (
+            "Qwen2",
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
+            "sliding_window=8",
+        ),
         ("Mistral", {"sliding_window": 6}, "sliding_window=6"),
-        ("Mistral", {"sliding_window": 30}, None),  # as long as any sequence: no token is out of sight
+        (
+            "Mistral",
+            {"sliding_window": 30},
+            None,
+        ),  # as long as any sequence: no token is out of sight
         ("Bloom", {}, "takes no mask and positions"),
     ],
 )
@@ -150,7 +190,10 @@ def test_as_many_responses_share_a_row_as_is_cheapest():
 
 TOKENS_ALONE = Costs(token=1.0, pair=0.0)
 PAIRS = (
-    ([5, 6, 7, 8, 9, 1], [5, 6, 7, 8, 3, 4, 1]),  # a prompt, and the first token of the responses too
+    (
+        [5, 6, 7, 8, 9, 1],
+        [5, 6, 7, 8, 3, 4, 1],
+    ),  # a prompt, and the first token of the responses too
     ([5, 6, 1], [5, 6, 1, 2, 1]),  # one is the beginning of the other
     ([5, 6, 1, 2, 1], [5, 6, 1]),  # and the other way round; its prompt is that of the pair before
     ([9, 8, 1], [8, 9, 9, 9, 1]),  # nothing in common
@@ -172,7 +215,9 @@ def reward_model(kind: str, **options) -> RewardModel:
 
 def pair_scores_and_gradients(made: RewardModel, packed):
     """Scores (N,), with gradients."""
-    return with_gradients(made, made(*collate(SEQUENCES, "cpu")) if packed is None else made(packed=packed))
+    return with_gradients(
+        made, made(*collate(SEQUENCES, "cpu")) if packed is None else made(packed=packed)
+    )
 
 
 @pytest.mark.parametrize(
@@ -183,8 +228,12 @@ def test_pairs_in_a_row_give_the_scores_and_gradients_of_rows_of_their_own(kind,
     made = reward_model(kind, **options)
     assert packing.why_not(made.classifier, longest=16) is None
     packed = packing.pack_pairs(SEQUENCES, TOKENS_ALONE, "cpu")
-    assert packed.input_ids.shape == (6, 9) and packed.states.shape == (10,)  # nothing shared: a row of each side's own
-    assert_same(pair_scores_and_gradients(made, packed), pair_scores_and_gradients(made, None), 1e-5)
+    assert packed.input_ids.shape == (6, 9) and packed.states.shape == (
+        10,
+    )  # nothing shared: a row of each side's own
+    assert_same(
+        pair_scores_and_gradients(made, packed), pair_scores_and_gradients(made, None), 1e-5
+    )
 
 
 def test_pairs_keep_rows_of_their_own_where_that_is_as_cheap():
@@ -207,7 +256,11 @@ def test_rows_are_filled_with_every_sequence_once_where_that_is_cheaper():
     # Attention alone: a token of a long row pays for all of it, so no row is longer than the longest sequence.
     rows = packing.arrange(lengths, Costs(token=0.0, pair=1.0))
     assert max(sum(lengths[i] for i in row) for row in rows) == 9 and len(rows) < len(lengths)
-    assert packing.arrange([4, 4, 4], Costs(token=1.0, pair=1.0)) == [[0], [1], [2]]  # nothing to gain
+    assert packing.arrange([4, 4, 4], Costs(token=1.0, pair=1.0)) == [
+        [0],
+        [1],
+        [2],
+    ]  # nothing to gain
 
 
 def test_the_longest_sequences_come_first_and_each_into_the_fullest_row_that_takes_it():
@@ -223,19 +276,26 @@ def test_the_longest_sequences_come_first_and_each_into_the_fullest_row_that_tak
         ("GPT2", "linear", {}),  # learned positions, of which a row has more tokens than there are
     ],
 )
-def test_whole_sequences_in_a_row_give_the_scores_and_gradients_of_rows_of_their_own(kind, loss_from, options):
+def test_whole_sequences_in_a_row_give_the_scores_and_gradients_of_rows_of_their_own(
+    kind, loss_from, options
+):
     lm, given = model(kind, **options), batch()
     expected = scores_and_gradients(lm, loss_from, None, given)
     for rows in ([[4, 0, 8], [1, 2, 3, 5], [11, 6, 7], [9, 10]], [list(range(12))]):
         packed = packing.pack_whole(given, rows)
-        assert packed.input_ids.shape[0] == len(rows) and len(packed.states) == given.response_mask.sum()
+        assert (
+            packed.input_ids.shape[0] == len(rows)
+            and len(packed.states) == given.response_mask.sum()
+        )
         assert_same(scores_and_gradients(lm, loss_from, packed, given), expected, 2e-5)
 
 
 def test_a_sequence_in_a_row_sees_itself_alone():
     given = make_batch([[5, 6], [7]], [[8, 1], [9, 9, 1]], 0, "cpu")
     packed = packing.pack_whole(given, [[1, 0]])
-    assert packed.input_ids.tolist() == [[7, 9, 9, 5, 6, 8]]  # without the last tokens, which predict nothing
+    assert packed.input_ids.tolist() == [
+        [7, 9, 9, 5, 6, 8]
+    ]  # without the last tokens, which predict nothing
     assert packed.position_ids.tolist() == [[0, 1, 2, 0, 1, 2]]
     assert packed.states.tolist() == [4, 5, 0, 1, 2]
     assert packed.attention_mask[0, 0, 4].nonzero()[:, 0].tolist() == [3, 4]
@@ -249,9 +309,13 @@ def test_a_step_of_sft_is_the_same_packed_and_padded(micro_batch_size, monkeypat
     for i in range(16):
         ids = torch.randint(1, 97, (3 + 2 * (i % 7),), generator=generator).tolist()
         examples.append(sft.Example(ids[:2], [1, *ids[2:], 1], f"row {i}"))
-    config = sft.SFTConfig(model="m", dataset="d", output_dir="o", micro_batch_size=micro_batch_size)
+    config = sft.SFTConfig(
+        model="m", dataset="d", output_dir="o", micro_batch_size=micro_batch_size
+    )
     lm = LanguageModel(model("Qwen2"), "linear")
-    lm.backward = torch.Tensor.backward  # in place of an engine: gradients are looked at, and no step is taken
+    lm.backward = (
+        torch.Tensor.backward
+    )  # in place of an engine: gradients are looked at, and no step is taken
     monkeypatch.setattr(sft.engine, "optimizer_step", lambda model, step: {})
 
     found = []
@@ -261,7 +325,9 @@ def test_a_step_of_sft_is_the_same_packed_and_padded(micro_batch_size, monkeypat
         assert [part.packed is not None for part in parts] == [costs is not None] * len(parts)
         assert max(len(part.batch.where) for part in parts) <= micro_batch_size
         metrics = sft.train_step(lm, parts, 1)
-        gradients = torch.cat([weight.grad.flatten() for weight in lm.parameters() if weight.grad is not None])
+        gradients = torch.cat(
+            [weight.grad.flatten() for weight in lm.parameters() if weight.grad is not None]
+        )
         found.append((metrics | sft.evaluate(lm, parts), gradients))
     (metrics, gradients), (packed_metrics, packed_gradients) = found
     assert packed_metrics == pytest.approx(metrics, rel=1e-6)
@@ -272,9 +338,15 @@ def test_a_step_of_sft_is_the_same_packed_and_padded(micro_batch_size, monkeypat
 def test_a_model_that_cannot_share_is_reported_or_refused(wanted, capsys):
     lm, words = model("Mistral", sliding_window=6), {"option": "packing", "otherwise": "padded"}
     if wanted:
-        with pytest.raises(InputError, match="packing: sliding_window=6 is shorter .*; drop --packing"):
+        with pytest.raises(
+            InputError, match="packing: sliding_window=6 is shorter .*; drop --packing"
+        ):
             packing.agreed_costs(lm, 30, wanted, **words)
     else:
         assert packing.agreed_costs(lm, 30, wanted, **words) is None
-        assert capsys.readouterr().out.startswith("" if wanted is False else "padded: sliding_window=6")
-    assert packing.agreed_costs(model("Llama"), 30, True, **words) == packing.costs_of(model("Llama"))
+        assert capsys.readouterr().out.startswith(
+            "" if wanted is False else "padded: sliding_window=6"
+        )
+    assert packing.agreed_costs(model("Llama"), 30, True, **words) == packing.costs_of(
+        model("Llama")
+    )

@@ -20,7 +20,13 @@ EOS = 3
 
 
 def config_of(folders=("m", None), **options) -> ppo.PPOConfig:
-    settings = {"model": folders[0], "critic": folders[1], "dataset": "d", "output_dir": "o", "zero_stage": 0}
+    settings = {
+        "model": folders[0],
+        "critic": folders[1],
+        "dataset": "d",
+        "output_dir": "o",
+        "zero_stage": 0,
+    }
     return ppo.PPOConfig(**(settings | options))
 
 
@@ -28,10 +34,16 @@ def config_of(folders=("m", None), **options) -> ppo.PPOConfig:
 
 
 def test_the_score_is_added_once_at_the_last_token_and_every_token_pays_for_its_kl():
-    mask = torch.tensor([[False, True, True, True, False], [True, True, False, False, False], [False] * 5])
+    mask = torch.tensor(
+        [[False, True, True, True, False], [True, True, False, False, False], [False] * 5]
+    )
     kl = torch.where(mask, torch.arange(15.0).view(3, 5), 0)
     found = token_rewards(torch.tensor([10.0, 20.0, 30.0]), kl, mask, 0.5)
-    assert found.tolist() == [[0, -0.5, -1, 8.5, 0], [-2.5, 17, 0, 0, 0], [0] * 5]  # an empty response has no token
+    assert found.tolist() == [
+        [0, -0.5, -1, 8.5, 0],
+        [-2.5, 17, 0, 0, 0],
+        [0] * 5,
+    ]  # an empty response has no token
 
 
 def test_the_adaptive_coefficient():
@@ -48,12 +60,18 @@ def credited(rewards, values, mask, **options):
 def test_advantages_and_returns_have_a_lambda_each():
     rewards, values = torch.tensor([[0.0, 0, 0, 1]]), torch.tensor([[0.1, 0.2, 0.3, 0.4]])
     mask = torch.ones(1, 4, dtype=torch.bool)
-    table = {1.0: [0.9, 0.8, 0.7, 0.6], 0.95: [0.799675, 0.7365, 0.67, 0.6], 0.0: [0.1, 0.1, 0.1, 0.6]}
+    table = {
+        1.0: [0.9, 0.8, 0.7, 0.6],
+        0.95: [0.799675, 0.7365, 0.67, 0.6],
+        0.0: [0.1, 0.1, 0.1, 0.6],
+    }
     for gae_lambda, expected in table.items():
         advantages, returns = credited(rewards, values, mask, gae_lambda=gae_lambda)
         torch.testing.assert_close(advantages, torch.tensor([expected]))
         torch.testing.assert_close(returns, torch.tensor([expected]) + values)
-        advantages, returns = credited(rewards, values, mask, gae_lambda=0.95, value_gae_lambda=gae_lambda)
+        advantages, returns = credited(
+            rewards, values, mask, gae_lambda=0.95, value_gae_lambda=gae_lambda
+        )
         torch.testing.assert_close(advantages, torch.tensor([table[0.95]]))
         torch.testing.assert_close(returns, torch.tensor([expected]) + values)
 
@@ -66,7 +84,9 @@ def test_advantages_are_whitened_masked_and_after_the_returns():
     white, same = credited(rewards, values, mask, whiten_advantages=True)
     assert torch.equal(returns, same)
     chosen = plain[mask]
-    torch.testing.assert_close(white[mask], (chosen - chosen.mean()) / chosen.std(), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        white[mask], (chosen - chosen.mean()) / chosen.std(), atol=1e-6, rtol=1e-5
+    )
     assert (white[~mask] == 0).all()
 
 
@@ -85,7 +105,9 @@ def test_the_kl_that_is_right_for_its_place_is_the_default():
 
 def test_how_often_a_right_response_scores_above_a_wrong_one():
     scores = torch.tensor([3.0, 1.0, 2.0, 2.0, 5.0, 5.0])
-    solved = torch.tensor([True, False, False, True, True, True])  # the third prompt has no wrong response
+    solved = torch.tensor(
+        [True, False, False, True, True, True]
+    )  # the third prompt has no wrong response
     assert win_rate(scores, solved, 2) == {"val/win_rate": 0.75}  # a win and a draw
     assert win_rate(scores, solved & False, 2) == {}
 
@@ -110,12 +132,18 @@ def test_a_critic_expects_nothing_at_first_and_is_a_reward_model_otherwise(folde
     critic = Critic.from_pretrained(reward)
     values = critic(batch.input_ids, batch.response_mask)
     scorer = scorers_of(config_of(folders, verifiers=f"reward_model:{reward}"))
-    for b, (prompt, response) in enumerate([([1, 70, 71, 72], [90, 91, EOS]), ([1, 80], [92, 93, 94, 95, 96])]):
-        for t in range(len(response)):  # the value before a token is the score of what stands before it
+    for b, (prompt, response) in enumerate(
+        [([1, 70, 71, 72], [90, 91, EOS]), ([1, 80], [92, 93, 94, 95, 96])]
+    ):
+        for t in range(
+            len(response)
+        ):  # the value before a token is the score of what stands before it
             (score,) = scorer[0].scorer.unchecked([prompt], [response[:t]]).tolist()
             assert values[b, len(prompt) - 1 + t].item() == pytest.approx(score, abs=1e-5)
     critic.save_pretrained(str(tmp_path / "saved"))
-    assert torch.equal(Critic.from_pretrained(tmp_path / "saved")(batch.input_ids, batch.response_mask), values)
+    assert torch.equal(
+        Critic.from_pretrained(tmp_path / "saved")(batch.input_ids, batch.response_mask), values
+    )
 
 
 def test_what_follows_a_response_has_value_0_and_is_never_fitted(folders):
@@ -128,7 +156,9 @@ def test_what_follows_a_response_has_value_0_and_is_never_fitted(folders):
     advantages, _ = credited(rewards, values.detach(), batch.response_mask)
     assert advantages[0, 5].item() == pytest.approx(2 - values[0, 5].item(), abs=1e-6)
     # The state after EOS gets no gradient: token embeddings of what follows the last fitted state are untouched.
-    fused_rl.value_loss(values, values.detach(), values.detach() + 1, batch.response_mask)[0].backward()
+    fused_rl.value_loss(values, values.detach(), values.detach() + 1, batch.response_mask)[
+        0
+    ].backward()
     gradient = critic.classifier.get_input_embeddings().weight.grad
     assert gradient[91].abs().sum() > 0 and gradient[EOS].abs().sum() == 0
 
@@ -144,7 +174,9 @@ def test_the_score_that_ppo_sees_is_the_reward_models_own(folders):
     responses += [Response([EOS], "stop"), Response([93, 94, 95, 96, 97], "length")]
     sampler = steps.Sampler(responses)
     scorers = scorers_of(config)
-    rollout = roll_out(sampler, scorers, prompts, Sampling(1.0, 5, (EOS,)), tokenizer, torch.device("cpu"))
+    rollout = roll_out(
+        sampler, scorers, prompts, Sampling(1.0, 5, (EOS,)), tokenizer, torch.device("cpu")
+    )
     exact = RewardModel.from_pretrained(reward)
     for prompt, response, score in zip(prompts, responses, rollout.rewards, strict=True):
         ids = torch.tensor([[*prompt.ids, *response.ids]])  # no padding at all

@@ -27,7 +27,11 @@ def files(tmp_path_factory):
     """A model folder, a gsm8k-like file and a reward model folder."""
     folder = tmp_path_factory.mktemp("files")
     model = tiny.model_folder(folder / "model", pad_is_eos=True)
-    return model, tiny.jsonl(folder / "rows.jsonl", tiny.sums(20)), tiny.reward_folder(folder / "reward", model)
+    return (
+        model,
+        tiny.jsonl(folder / "rows.jsonl", tiny.sums(20)),
+        tiny.reward_folder(folder / "reward", model),
+    )
 
 
 def config_of(files, output_dir, **options) -> ppo.PPOConfig:
@@ -49,7 +53,9 @@ def config_of(files, output_dir, **options) -> ppo.PPOConfig:
         "zero_stage": 0,
         "micro_batch_size": 4,
     }
-    return ppo.PPOConfig(model=model, dataset=dataset, output_dir=str(output_dir), **tiny.settled(settings | options))
+    return ppo.PPOConfig(
+        model=model, dataset=dataset, output_dir=str(output_dir), **tiny.settled(settings | options)
+    )
 
 
 # One result, however the batch is split.
@@ -68,7 +74,9 @@ class Scripted(tiny.Sampler):
             length = int(torch.randint(1, sampling.max_new_tokens + 1, (1,), generator=made))
             ids = torch.randint(10, 200, (length,), generator=made).tolist()
             stops = length % 3 > 0
-            responses.append(Response([*ids[:-1], 3] if stops else ids, "stop" if stops else "length"))
+            responses.append(
+                Response([*ids[:-1], 3] if stops else ids, "stop" if stops else "length")
+            )
         return responses
 
 
@@ -95,9 +103,15 @@ SMOOTH = {"lr": 1e-2, "adam_eps": 1e-2, "kl_target": 0.05, "kl_horizon": 50.0, "
 def train_splits(rank, world, files, folder, cases, sets=False):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setup, "TransformersSampler", ScriptedWithSets if sets else Scripted)
-        patch.setattr(torch, "randperm", lambda count, **_: torch.arange(count))  # the same minibatches for all ranks
+        patch.setattr(
+            torch, "randperm", lambda count, **_: torch.arange(count)
+        )  # the same minibatches for all ranks
         for stage, micro, critic in cases:
-            options = {"zero_stage": stage, "micro_batch_size": micro} | SMOOTH | ({"top_p": 0.9} if sets else {})
+            options = (
+                {"zero_stage": stage, "micro_batch_size": micro}
+                | SMOOTH
+                | ({"top_p": 0.9} if sets else {})
+            )
             name = f"{world}-{stage}-{micro}-{Path(critic).name}"
             ppo.train(config_of(files, f"{folder}/{name}", critic=critic, **options))
 
@@ -114,19 +128,30 @@ def check_splits(files, tmp_path, world, cases, **options):
             runs.assert_same_weights(reference, made, 1e-6, folder)
         runs.assert_same_metrics(reference, made, 1e-5)
     last = tiny.read_metrics(reference)[-1]
-    assert last["objective/kl1_avg"] != pytest.approx(0, abs=1e-3) and last["objective/kl_coef"] != 0.05
+    assert (
+        last["objective/kl1_avg"] != pytest.approx(0, abs=1e-3)
+        and last["objective/kl_coef"] != 0.05
+    )
 
 
 @pytest.mark.slow
-def test_ranks_micro_batches_and_zero_stages_change_nothing_of_what_is_over_kept_sets(files, tmp_path):
-    check_splits(files, tmp_path, 2, [(2, 1, files[2]), (3, 4, files[2]), (3, 2, files[2])], sets=True)
+def test_ranks_micro_batches_and_zero_stages_change_nothing_of_what_is_over_kept_sets(
+    files, tmp_path
+):
+    check_splits(
+        files, tmp_path, 2, [(2, 1, files[2]), (3, 4, files[2]), (3, 2, files[2])], sets=True
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_all_ranks_micro_batches_and_zero_stages_change_nothing(files, tmp_path, world):
-    micro_batches = (2, 1) if world == 1 else (4, 2, 1)  # one process's 4 at stage 0 is the reference
-    check_splits(files, tmp_path, world, list(itertools.product(range(4), micro_batches, files[2:])))
+    micro_batches = (
+        (2, 1) if world == 1 else (4, 2, 1)
+    )  # one process's 4 at stage 0 is the reference
+    check_splits(
+        files, tmp_path, world, list(itertools.product(range(4), micro_batches, files[2:]))
+    )
 
 
 # What a run leaves, and what its options do.
@@ -141,14 +166,24 @@ def test_the_critic_of_a_run_starts_another(files, tmp_path, capsys):
     assert evaluated == [True, False, True, True]
     assert "warning" not in capsys.readouterr().out  # the first ratio is 1
     ppo.train(config_of(files, tmp_path / "b", critic=str(tmp_path / "a" / "critic"), steps=1))
-    first, again = (Critic.from_pretrained(tmp_path / "a" / "critic"), Critic.from_pretrained(files[2]))
+    first, again = (
+        Critic.from_pretrained(tmp_path / "a" / "critic"),
+        Critic.from_pretrained(files[2]),
+    )
     assert not torch.equal(first.classifier.score.weight, again.classifier.score.weight)
     assert first.score_std == again.score_std == 0.7
 
 
 @pytest.mark.slow
 def test_critic_only_leaves_the_policy_alone_and_teaches_the_critic(files, tmp_path):
-    options = {"critic": None, "critic_lr": 1e-2, "value_clip": None, "eval_size": 0, "gae_lambda": 1.0, "epochs": 4}
+    options = {
+        "critic": None,
+        "critic_lr": 1e-2,
+        "value_clip": None,
+        "eval_size": 0,
+        "gae_lambda": 1.0,
+        "epochs": 4,
+    }
     ppo.train(config_of(files, tmp_path, critic_only=12, **options))
     metrics = tiny.read_metrics(tmp_path)
     before, after = tiny.weights(files[0]), tiny.weights(tmp_path / "model")
@@ -164,7 +199,9 @@ def test_updates_stop_together_once_the_policy_has_moved_and_the_schedule_goes_o
     ppo.train(config_of(files, tmp_path / "early", **config))
     ppo.train(config_of(files, tmp_path / "whole", **(config | {"target_kl": None})))
     early, whole = (tiny.read_metrics(tmp_path / name) for name in ("early", "whole"))
-    assert [m["optim/updates"] for m in early] == [2, 2] and [m["optim/updates"] for m in whole] == [6, 6]
+    assert [m["optim/updates"] for m in early] == [2, 2] and [
+        m["optim/updates"] for m in whole
+    ] == [6, 6]
     # The second update of the second step: of 12 planned ones the eighth, though only the fourth that was made.
     assert early[1]["lr"] == pytest.approx(1e-3 * (12 - 7) / 12)
     assert early[1]["optim/critic_lr"] == pytest.approx(1e-3 * (12 - 7) / 12)
@@ -176,7 +213,9 @@ def test_updates_stop_together_once_the_policy_has_moved_and_the_schedule_goes_o
 def step_with(files, responses, scorers=None, **options):
     """The metrics of one step on these responses, one per prompt."""
     engine.setup(1)
-    config = config_of(files, "", prompts_per_step=len(responses), **({"minibatches": 1, "epochs": 1} | options))
+    config = config_of(
+        files, "", prompts_per_step=len(responses), **({"minibatches": 1, "epochs": 1} | options)
+    )
     tokenizer, device = encode.load_tokenizer(files[0]), torch.device("cpu")
     reading = {"tokenizer": tokenizer, "device": device, "batch_size": 8}
     scorers = load_scorers(config, policy=config, held=config, **reading)
@@ -193,15 +232,33 @@ def assert_finite(metrics):
 
 @pytest.mark.slow
 def test_a_run_whose_responses_are_all_left_out_blames_no_critic(files, tmp_path, capsys):
-    ppo.train(config_of(files, tmp_path, max_new_tokens=1, mask_truncated=True, steps=2, stop_token=None, eval_size=0))
-    assert not [line for line in capsys.readouterr().out.splitlines() if "warning" in line and "critic" in line]
+    ppo.train(
+        config_of(
+            files,
+            tmp_path,
+            max_new_tokens=1,
+            mask_truncated=True,
+            steps=2,
+            stop_token=None,
+            eval_size=0,
+        )
+    )
+    assert not [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if "warning" in line and "critic" in line
+    ]
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line, parse_constant=pytest.fail)["val/var_explained"] for line in lines] == [None, None]
+    assert [
+        json.loads(line, parse_constant=pytest.fail)["val/var_explained"] for line in lines
+    ] == [None, None]
 
 
 def test_empty_responses_have_no_token_to_train_and_their_scores_are_counted(files):
     full = [Response([90, 91, 3], "stop"), Response([92, 93], "length")]
-    metrics = step_with(files, [*full, Response([], "length"), Response([], "length")], micro_batch_size=1)
+    metrics = step_with(
+        files, [*full, Response([], "length"), Response([], "length")], micro_batch_size=1
+    )
     assert_finite(metrics)
     alone = step_with(files, full)
     assert metrics["loss/value_avg"] == pytest.approx(alone["loss/value_avg"], rel=1e-5)
@@ -222,8 +279,14 @@ def test_responses_that_all_were_cut_and_left_out_train_nothing(files):
 
 
 def test_a_prompt_over_the_limit_is_dropped_and_counted(files, tmp_path, capsys):
-    rows = tiny.jsonl(tmp_path / "rows.jsonl", [*tiny.sums(9), {"question": "1+1" * 40, "answer": "#### 2"}])
-    ppo.train(config_of((files[0], rows, files[2]), tmp_path / "run", eval_size=0, steps=1, max_prompt_length=40))
+    rows = tiny.jsonl(
+        tmp_path / "rows.jsonl", [*tiny.sums(9), {"question": "1+1" * 40, "answer": "#### 2"}]
+    )
+    ppo.train(
+        config_of(
+            (files[0], rows, files[2]), tmp_path / "run", eval_size=0, steps=1, max_prompt_length=40
+        )
+    )
     assert "dropped 1 of 10 rows longer than max_prompt_length" in capsys.readouterr().out
 
 
@@ -250,7 +313,10 @@ def test_models_that_read_the_policys_tokens_otherwise_are_refused(files, tmp_pa
         ),
         ({"critic": other}, f"critic '{other}' has another tokenizer than the policy '{model}'"),
         ({"critic": str(tmp_path / "bare")}, "comes without a tokenizer"),
-        ({"verifiers": f"reward_model:{model}", **ONE}, "without a head for scores; train it first"),
+        (
+            {"verifiers": f"reward_model:{model}", **ONE},
+            "without a head for scores; train it first",
+        ),
         ({"verifiers": f"2*reward_model:{reward}", **ONE}, "expected math, reasoning_gym"),
         ({"stop_token": "ab"}, "stop_token='ab' is 2 tokens"),
     ):

@@ -14,11 +14,25 @@ from fused_rl.trainers.policy.critic import Critic, load_critic
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from tests.distributed import run_distributed
 from tests.trainers import tiny
-from tests.trainers.steps import EOS, LENGTH, TEMPERATURE, Plain, Sampler, Scorer, assert_gradients_close
+from tests.trainers.steps import (
+    EOS,
+    LENGTH,
+    TEMPERATURE,
+    Plain,
+    Sampler,
+    Scorer,
+    assert_gradients_close,
+)
 
 
 def config_of(folders=("m", None), **options) -> ppo.PPOConfig:
-    settings = {"model": folders[0], "critic": folders[1], "dataset": "", "output_dir": "", "zero_stage": 0}
+    settings = {
+        "model": folders[0],
+        "critic": folders[1],
+        "dataset": "",
+        "output_dir": "",
+        "zero_stage": 0,
+    }
     return ppo.PPOConfig(**(settings | options))
 
 
@@ -72,7 +86,9 @@ def case(rank: int) -> dict:
     for i, length in enumerate(torch.randint(1, LENGTH + 1, (8,), generator=made).tolist()):
         ids = torch.randint(10, 200, (length,), generator=made).tolist()
         stops = i % 3 != 0
-        responses.append(Response([*ids[:-1], EOS] if stops else ids, "stop" if stops else "length"))
+        responses.append(
+            Response([*ids[:-1], EOS] if stops else ids, "stop" if stops else "length")
+        )
     shape = (8, 3 + LENGTH - 1)
     before = {
         "old_logprobs": -5.9 + 0.3 * torch.randn(shape, generator=made),
@@ -105,7 +121,9 @@ def made_up(given):
 
     def measure(policy_, batch, parts):
         width = batch.response_mask.shape[1]
-        masked = {k: torch.where(batch.response_mask, v[:, :width], 0) for k, v in given["before"].items()}
+        masked = {
+            k: torch.where(batch.response_mask, v[:, :width], 0) for k, v in given["before"].items()
+        }
         return policy.Measured(**masked)
 
     return measure
@@ -132,7 +150,9 @@ def rows_of(lm, critic, cases, softmax_temperature=TEMPERATURE) -> list[dict]:
             row["logprobs"] = logp.gather(1, torch.tensor(response.ids)[:, None])[:, 0]
             row["true_entropy"] = -(logp.exp() * logp.clamp(min=-1e9)).sum(-1)
             stopped = response.finish == "stop"
-            row["score"] = 0.5 * given["scores"][i] - (0 if stopped else OPTIONS["missing_eos_penalty"])
+            row["score"] = 0.5 * given["scores"][i] - (
+                0 if stopped else OPTIONS["missing_eos_penalty"]
+            )
             rows.append(row)
     return rows
 
@@ -141,7 +161,12 @@ def gae(rewards, values, gae_lambda):
     """arXiv:1506.02438, eq. 16, from the last token to the first."""
     advantages, following, value_after = [], 0.0, 0.0
     for reward, value in zip(reversed(rewards.tolist()), reversed(values.tolist()), strict=True):
-        following = reward + OPTIONS["gamma"] * value_after - value + OPTIONS["gamma"] * gae_lambda * following
+        following = (
+            reward
+            + OPTIONS["gamma"] * value_after
+            - value
+            + OPTIONS["gamma"] * gae_lambda * following
+        )
         advantages, value_after = [following, *advantages], value
     return torch.tensor(advantages, dtype=torch.float64)
 
@@ -157,7 +182,15 @@ def published(rows: list[dict], kl_in: str) -> dict[str, torch.Tensor]:
         row["kl_charged"] = d_old if kl_in == "reward" else torch.expm1(-d_old) + d_old
         row["advantage"] = gae(rewards, row["old_values"], o["gae_lambda"])
         row["return"] = gae(rewards, row["old_values"], o["value_gae_lambda"]) + row["old_values"]
-        for name in ("advantage", "return", "values", "old_values", "logprobs", "old_logprobs", "ref_logprobs"):
+        for name in (
+            "advantage",
+            "return",
+            "values",
+            "old_values",
+            "logprobs",
+            "old_logprobs",
+            "ref_logprobs",
+        ):
             parts.setdefault(name, []).append(row[name])
         parts.setdefault("true_entropy", []).append(row["true_entropy"])
     t = {name: torch.cat(values) for name, values in parts.items()}
@@ -207,9 +240,14 @@ def load_fp64(folders):
 
 def plain_policy(folders, config, lm, given):
     """The policy that samples and scores what the case says."""
-    sampling, tokenizer = policy.Sampling(TEMPERATURE, LENGTH, (EOS,)), encode.load_tokenizer(folders[0])
+    sampling, tokenizer = (
+        policy.Sampling(TEMPERATURE, LENGTH, (EOS,)),
+        encode.load_tokenizer(folders[0]),
+    )
     sampler, scorers = Sampler(given["responses"]), [Scorer(given["scores"])]
-    return policy.Policy(config, Plain(lm), None, sampler, sampling, scorers, tokenizer, torch.device("cpu"))
+    return policy.Policy(
+        config, Plain(lm), None, sampler, sampling, scorers, tokenizer, torch.device("cpu")
+    )
 
 
 def experience_and_parts(config, made, critic, given, monkeypatch):
@@ -217,14 +255,19 @@ def experience_and_parts(config, made, critic, given, monkeypatch):
     rollout = made.roll_out(given["prompts"], made.sampling, 4)
     parts = list(torch.arange(8).split(3))  # three unequal micro-batches
     experience = ppo.judge(made, critic, rollout, parts, config.kl_coef)
-    assert experience.rows(parts[0], 2).scores is experience.scores  # which lie on the CPU, and indices on the device
+    assert (
+        experience.rows(parts[0], 2).scores is experience.scores
+    )  # which lie on the CPU, and indices on the device
     return experience, parts
 
 
 @pytest.mark.parametrize("sets", [False, True], ids=["whole", "sets"])
 @pytest.mark.parametrize("kl_in", ["reward", "loss"])
 def test_a_step_is_the_published_algorithm_in_loss_and_gradients(folders, kl_in, sets, monkeypatch):
-    given, config = with_sets(case(0)) if sets else case(0), config_of(folders, kl_in=kl_in, **OPTIONS)
+    given, config = (
+        with_sets(case(0)) if sets else case(0),
+        config_of(folders, kl_in=kl_in, **OPTIONS),
+    )
     lm, critic = tiny.load_lm(config), Critic.from_pretrained(folders[1])
     made = plain_policy(folders, config, lm, given)
     stale = Stale(Plain(critic))
@@ -250,7 +293,9 @@ def step_of_a_rank(rank, world, folders, options):
     engine.setup(1)
     config, given = config_of(folders, **(OPTIONS | options)), case(rank)
     tokenizer = encode.load_tokenizer(folders[0])
-    made = setup.load_policy(config, tokenizer, [Scorer(given["scores"])], torch.device("cpu"), updates=4)
+    made = setup.load_policy(
+        config, tokenizer, [Scorer(given["scores"])], torch.device("cpu"), updates=4
+    )
     made.sampler, ppo.measure = Sampler(given["responses"]), made_up(given)
     critic = Stale(load_critic(config, tokenizer, torch.device("cpu"), 4))
     return ppo.train_step(made, critic, given["prompts"], 3, config.kl_coef)
@@ -264,7 +309,9 @@ def definitions(folders, kl_in="reward") -> dict[str, float]:
     t, per = published(rows, kl_in), torch.tensor([float(len(row["values"])) for row in rows])
     gradient = torch.autograd.grad(t["loss"], list(lm.parameters()))
     critic_gradient = torch.autograd.grad(t["value_loss"], list(critic.parameters()))
-    norm, critic_norm = (math.sqrt(sum(g.square().sum().item() for g in gs)) for gs in (gradient, critic_gradient))
+    norm, critic_norm = (
+        math.sqrt(sum(g.square().sum().item() for g in gs)) for gs in (gradient, critic_gradient)
+    )
 
     def per_response(values):
         return values.sum() / len(rows)
@@ -334,7 +381,9 @@ def test_every_metric_of_a_step_is_its_definition_in_two_micro_batches_on_two_ra
     assert abs(expected["val/ratio"] - 1) > 0.05 and abs(expected["objective/kl"]) > 0.05
     assert first.keys() - timed(first) == expected.keys()
     evaluated = {key for key in tiny.usual("ppo") if key.startswith("eval/")}
-    assert {key for key in first if not key.startswith("rewards/")} == tiny.usual("ppo") - evaluated - {"time/save"}
+    assert {key for key in first if not key.startswith("rewards/")} == tiny.usual(
+        "ppo"
+    ) - evaluated - {"time/save"}
     for key, value in expected.items():
         assert first[key] == pytest.approx(value, rel=5e-5, abs=1e-7), key
         assert second[key] == first[key], key

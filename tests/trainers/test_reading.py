@@ -53,7 +53,10 @@ def config_of(config_class, **options):
 
 def readers(**options):
     """Every model that a run reads of `model`: the policy, its reference, a reward model's start, PPO's critic."""
-    sft_config, tokenizer = config_of(sft.SFTConfig, **options), encode.load_tokenizer(NAME, options.get("revision"))
+    sft_config, tokenizer = (
+        config_of(sft.SFTConfig, **options),
+        encode.load_tokenizer(NAME, options.get("revision")),
+    )
     yield tiny.load_lm(sft_config).base
     yield tiny.load_lm(sft_config, trainable=False).base
     yield tiny.load_reward_model(config_of(reward.RewardConfig, **options)).classifier
@@ -63,7 +66,9 @@ def readers(**options):
 @pytest.mark.parametrize("revision", ["main", "v2"])
 def test_all_that_is_read_of_a_model_is_of_its_revision(revision, hub):
     expected = embeddings(snapshot(hub, revision))
-    assert not torch.equal(expected, embeddings(snapshot(hub, "v2" if revision == "main" else "main")))
+    assert not torch.equal(
+        expected, embeddings(snapshot(hub, "v2" if revision == "main" else "main"))
+    )
     given = {} if revision == "main" else {"revision": revision}
     for model in readers(**given):
         assert torch.equal(model.get_input_embeddings().weight, expected)
@@ -75,7 +80,9 @@ def test_the_attention_is_that_of_every_model_that_is_read(attention, hub, tmp_p
     for model in readers(attn_implementation=attention):
         assert model.config._attn_implementation == attention
     folder = tiny.reward_folder(tmp_path / "reward", str(snapshot(hub, "main")))
-    config = config_of(ppo.PPOConfig, verifiers=f"reward_model:{folder}", attn_implementation=attention)
+    config = config_of(
+        ppo.PPOConfig, verifiers=f"reward_model:{folder}", attn_implementation=attention
+    )
     reading = {"tokenizer": encode.load_tokenizer(NAME), "device": CPU, "batch_size": 4}
     (scorer,) = load.load_scorers(config, policy=config, held=config, **reading)
     assert scorer.scorer.model.classifier.config._attn_implementation == attention
@@ -84,6 +91,8 @@ def test_the_attention_is_that_of_every_model_that_is_read(attention, hub, tmp_p
 @pytest.mark.parametrize("attention", ["sdpaa", "flash_attention_2"])
 def test_an_attention_that_cannot_be_used_is_one_line_that_names_the_option(attention):
     for read in (tiny.load_lm, tiny.load_reward_model):
-        with pytest.raises(InputError, match=f"^attn_implementation={attention} cannot be used for .*model") as refused:
+        with pytest.raises(
+            InputError, match=f"^attn_implementation={attention} cannot be used for .*model"
+        ) as refused:
             read(config_of(sft.SFTConfig, attn_implementation=attention))
         assert "\n" not in str(refused.value)

@@ -8,7 +8,10 @@ from tests import digests
 
 # Each part that keeps a state of its own is in one of them: order, generators, optimizer, lag, critic, KL controller.
 FAST = {"sft-zero1", "grpo-zero0"}
-CASES = [(name, 4) if name in FAST else pytest.param(name, 4, marks=pytest.mark.slow) for name in digests.CASES]
+CASES = [
+    (name, 4) if name in FAST else pytest.param(name, 4, marks=pytest.mark.slow)
+    for name in digests.CASES
+]
 CASES.append(("reward-zero0", 6))  # nothing is left to train
 
 

@@ -35,7 +35,9 @@ def run(folder):
     with figures.drawn(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "0")
         reward.train(config)
-    return config, [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return config, [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def test_metrics_have_exactly_these_names(run):
@@ -63,11 +65,16 @@ def test_the_scorer_gives_the_trainers_scores(run):
     pairs, last = held_out_pairs(config), metrics[-1]
     model = RewardModel.from_pretrained(Path(config.output_dir) / "model")
     sides = sum(([p.rejected, p.chosen] for p in pairs), [])
-    rejected, chosen = RewardScorer(model, 3)([p for p, _ in sides], [r for _, r in sides]).view(-1, 2).T
-    constants = json.loads((Path(config.output_dir) / "evaluation.json").read_text())["normalization"]
+    rejected, chosen = (
+        RewardScorer(model, 3)([p for p, _ in sides], [r for _, r in sides]).view(-1, 2).T
+    )
+    constants = json.loads((Path(config.output_dir) / "evaluation.json").read_text())[
+        "normalization"
+    ]
     assert constants["after"] == [model.score_mean, model.score_std]
     chosen, rejected = (
-        (s.double() * model.score_std + model.score_mean - constants["before"][0]) / constants["before"][1]
+        (s.double() * model.score_std + model.score_mean - constants["before"][0])
+        / constants["before"][1]
         for s in (chosen, rejected)
     )  # undone: metrics are in the scale of the training loss
     assert chosen.mean().item() == pytest.approx(last["eval/rm/chosen_rewards"], abs=1e-5)
@@ -76,14 +83,19 @@ def test_the_scorer_gives_the_trainers_scores(run):
     assert both.min().item() == pytest.approx(last["eval/rm/min_reward"], abs=1e-5)
     assert both.max().item() == pytest.approx(last["eval/rm/max_reward"], abs=1e-5)
     assert (chosen > rejected).double().mean().item() == last["eval/rm/accuracy"]
-    assert (chosen - rejected).mean().item() == pytest.approx(last["eval/rm/reward_margin"], abs=1e-5)
+    assert (chosen - rejected).mean().item() == pytest.approx(
+        last["eval/rm/reward_margin"], abs=1e-5
+    )
 
 
 def test_a_score_that_is_not_finite_stops_the_run(folder, tmp_path, monkeypatch):
     import deepspeed
     from transformers import AutoModelForCausalLM
 
-    lm, tokenizer = AutoModelForCausalLM.from_pretrained(folder / "model"), encode.load_tokenizer(str(folder / "model"))
+    lm, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder / "model"),
+        encode.load_tokenizer(str(folder / "model")),
+    )
     with torch.no_grad():
         lm.get_input_embeddings().weight[tokenizer.convert_tokens_to_ids("z")] = math.inf
     lm.save_pretrained(tmp_path / "model")
@@ -92,18 +104,26 @@ def test_a_score_that_is_not_finite_stops_the_run(folder, tmp_path, monkeypatch)
     lines[6] = json.dumps({"prompt": "a=", "chosen": "a", "rejected": "z"})
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
     steps, step = [], deepspeed.DeepSpeedEngine.step
-    monkeypatch.setattr(deepspeed.DeepSpeedEngine, "step", lambda *args: (steps.append(1), step(*args)))
-    config = make_config(tmp_path, normalize_pairs=3)  # rows 1 to 3; the first epoch, two steps, meets row 7
+    monkeypatch.setattr(
+        deepspeed.DeepSpeedEngine, "step", lambda *args: (steps.append(1), step(*args))
+    )
+    config = make_config(
+        tmp_path, normalize_pairs=3
+    )  # rows 1 to 3; the first epoch, two steps, meets row 7
     with pytest.raises(InputError, match=r"1 of 8 rows .*pairs.jsonl, line 7: \[-?[\d.]+, nan\]"):
         reward.train(config)
     logged = comparable(config)
-    assert len(steps) == len(logged) - 1 < 2  # the step that would have spoilt the weights was not made
+    assert (
+        len(steps) == len(logged) - 1 < 2
+    )  # the step that would have spoilt the weights was not made
 
 
 @pytest.mark.slow
 def test_pairs_that_share_a_row_train_as_sides_of_their_own(folder, run, monkeypatch):
     shared, pack_pairs = [], reward.pack_pairs
-    monkeypatch.setattr(reward, "pack_pairs", lambda *given: shared.append(pack_pairs(*given)) or shared[-1])
+    monkeypatch.setattr(
+        reward, "pack_pairs", lambda *given: shared.append(pack_pairs(*given)) or shared[-1]
+    )
     config = make_config(folder, "shared", share_prompts=True)
     reward.train(config)
     assert len(shared) == 8 and None not in shared  # two micro-batches of each of four steps
@@ -161,7 +181,9 @@ def head_under_zero_3(rank, world, folder):
     assert head.shape == (0,) and alive is not None  # partitioned
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         del alive
-        embeddings = AutoModelForCausalLM.from_pretrained(folder / "model").get_input_embeddings().weight
+        embeddings = (
+            AutoModelForCausalLM.from_pretrained(folder / "model").get_input_embeddings().weight
+        )
         assert torch.equal(model.classifier.get_input_embeddings().weight, embeddings)
         return head[0].tolist()
 
@@ -170,7 +192,9 @@ def head_under_zero_3(rank, world, folder):
 def test_the_head_under_zero_3(folder):
     draws = run_distributed(head_under_zero_3, 2, folder)
     assert draws[0] == draws[1]
-    assert torch.tensor(draws[0]).std().item() == pytest.approx(1 / math.sqrt(17), rel=0.5)  # of 16 draws; stock: 0.1
+    assert torch.tensor(draws[0]).std().item() == pytest.approx(
+        1 / math.sqrt(17), rel=0.5
+    )  # of 16 draws; stock: 0.1
 
 
 @pytest.mark.slow

@@ -10,7 +10,10 @@ from tests.trainers.reward_runs import make_config, make_model
 
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
 TURNS = [USER, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
-ONE, SEVERAL = "<user>hi<eos>\n<assistant>", "<user>hi<eos>\n<assistant>a<eos>\n<user>b<eos>\n<assistant>"
+ONE, SEVERAL = (
+    "<user>hi<eos>\n<assistant>",
+    "<user>hi<eos>\n<assistant>a<eos>\n<user>b<eos>\n<assistant>",
+)
 # Each form of the Hub: a row without its rejected side, what the model must read, and if there is a chat template.
 FORMS = [
     ({"prompt": "hi", "chosen": "yo"}, ("hi", "yo<eos>"), False),
@@ -40,7 +43,9 @@ def test_the_hubs_forms_are_read_to_the_token(form, suffix, tmp_path):
         import pyarrow
         import pyarrow.parquet
 
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{**row, "margin": None}, {**row, "margin": 2.0}]), path)
+        pyarrow.parquet.write_table(
+            pyarrow.Table.from_pylist([{**row, "margin": None}, {**row, "margin": 2.0}]), path
+        )
     tokenizer = encode.load_tokenizer(make_model(tmp_path / "model", chat=chat))
     pairs = preferences.PairEncoder(make_config(tmp_path), tokenizer).pairs(load_rows(str(path)))
     assert [p.margin for p in pairs] == [0, 2]
@@ -61,12 +66,19 @@ def test_a_beginning_of_sequence_is_written_once(tmp_path):
     tokenizer = encode.load_tokenizer(make_model(tmp_path / "model"))
     tokenizer.add_special_tokens({"bos_token": "<bos>"})
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    tokenizer._tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", bos)])
+    tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", bos)]
+    )
     encoder = preferences.PairEncoder(make_config(tmp_path), tokenizer)
-    rows = [{"prompt": "hi", "chosen": "yo", "rejected": "no"}, {"chosen": "hi yo", "rejected": "hi no"}]
+    rows = [
+        {"prompt": "hi", "chosen": "yo", "rejected": "no"},
+        {"chosen": "hi yo", "rejected": "hi no"},
+    ]
     for pair in encoder.pairs(Rows(rows, "x")):
         whole = [*pair.chosen[0], *pair.chosen[1]]
-        assert whole[0] == bos and whole.count(bos) == 1 and whole[-1] == eos and whole.count(eos) == 1
+        assert (
+            whole[0] == bos and whole.count(bos) == 1 and whole[-1] == eos and whole.count(eos) == 1
+        )
 
 
 def test_truncation_keeps_eos_or_drops_the_pair_and_says_so(tmp_path, capsys):
@@ -74,20 +86,29 @@ def test_truncation_keeps_eos_or_drops_the_pair_and_says_so(tmp_path, capsys):
         {"prompt": "a", "chosen": "bcdef", "rejected": "b"},  # 6 tokens with its EOS: one too many
         {"prompt": "a", "chosen": "bcde", "rejected": "c"},  # 5: fits
         {"prompt": "a", "chosen": "bcdef", "rejected": "bcdeg"},  # cut, its sides are the same
-        {"prompt": "abcdefgh", "chosen": "b", "rejected": "c"},  # the prompt does not fit, and is never cut
+        {
+            "prompt": "abcdefgh",
+            "chosen": "b",
+            "rejected": "c",
+        },  # the prompt does not fit, and is never cut
         {"prompt": "a", "chosen": "b", "rejected": "b"},
     ]
     tokenizer = encode.load_tokenizer(make_model(tmp_path / "model", pad_is_eos=True))
     limits = {"max_prompt_length": 7, "max_response_length": 5}
 
     def responses(too_long):
-        encoder = preferences.PairEncoder(make_config(tmp_path, too_long=too_long, **limits), tokenizer)
+        encoder = preferences.PairEncoder(
+            make_config(tmp_path, too_long=too_long, **limits), tokenizer
+        )
         return [tokenizer.decode(p.chosen[1]) for p in encoder.pairs(Rows(rows, "x"))]
 
     assert responses("drop") == ["bcde<eos>"]
     output = capsys.readouterr().out
     assert "x: dropped 4 of 5 pairs: 2 with a response longer than max_response_length" in output
-    assert "1 with a prompt longer than max_prompt_length, 1 whose two sides are the same tokens" in output
+    assert (
+        "1 with a prompt longer than max_prompt_length, 1 whose two sides are the same tokens"
+        in output
+    )
     assert responses("truncate") == ["bcde<eos>", "bcde<eos>"]
     output = capsys.readouterr().out
     assert "dropped 3 of 5 pairs: 2 whose two sides are the same tokens, 1 with a prompt" in output

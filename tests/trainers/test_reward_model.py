@@ -19,16 +19,30 @@ from fused_rl.trainers.options import ModelConfig
 from fused_rl.trainers.scorers.reward_model import RewardScorer
 
 VOCAB, EOS, PAD = 61, 2, 1
-SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "eos_token_id": EOS}
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "eos_token_id": EOS,
+}
 ROPE = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "bos_token_id": None}
 CONFIGS = {
     "llama": LlamaConfig(**ROPE),
     "qwen2": Qwen2Config(**ROPE),
     # 24 absolute positions for rows of up to 12 tokens and 8 pads; dropout on, as the Hub's checkpoints have it
     "gpt2": GPT2Config(
-        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=24, eos_token_id=EOS, bos_token_id=EOS
+        vocab_size=VOCAB,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=24,
+        eos_token_id=EOS,
+        bos_token_id=EOS,
     ),
-    "opt": OPTConfig(**SMALL, ffn_dim=48, max_position_embeddings=24, word_embed_proj_dim=32, layerdrop=0.5),
+    "opt": OPTConfig(
+        **SMALL, ffn_dim=48, max_position_embeddings=24, word_embed_proj_dim=32, layerdrop=0.5
+    ),
 }
 PADDINGS = ("none", "right", "left", "middle", "middle + right")
 
@@ -38,7 +52,9 @@ def reward_model(name: str) -> RewardModel:
     config = type(CONFIGS[name]).from_dict(CONFIGS[name].to_dict())
     config.num_labels = 1
     model = RewardModel(AutoModelForSequenceClassification.from_config(config))
-    for parameter in model.parameters():  # the stock start (std 0.02) hides wrong positions: they hardly count
+    for (
+        parameter
+    ) in model.parameters():  # the stock start (std 0.02) hides wrong positions: they hardly count
         if parameter.dim() > 1:
             parameter.data.normal_(std=0.3)
     model.reset_head()
@@ -48,7 +64,10 @@ def reward_model(name: str) -> RewardModel:
 def texts(count: int = 5) -> list[list[int]]:
     """Rows of 3 to 12 tokens that end in EOS and contain one elsewhere too, as conversations of several turns do."""
     generator = torch.Generator().manual_seed(4)
-    rows = [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in (12, 3, 7, 9, 4)[:count]]
+    rows = [
+        torch.randint(3, VOCAB, (n,), generator=generator).tolist()
+        for n in (12, 3, 7, 9, 4)[:count]
+    ]
     return [[*row[:-1], EOS] if len(row) < 7 else [*row[:2], EOS, *row[3:-1], EOS] for row in rows]
 
 
@@ -81,11 +100,15 @@ def test_padding_changes_no_score_and_no_gradient(name, pad_id):
     assert expected.std() > 0.1  # else the comparison could not fail
     for padding in PADDINGS:
         if padding == "none":
-            scores = torch.cat([model(torch.tensor([row]), torch.ones(1, len(row))) for row in rows])
+            scores = torch.cat(
+                [model(torch.tensor([row]), torch.ones(1, len(row))) for row in rows]
+            )
         else:
             scores = model(*padded(rows, padding, pad_id))
         assert scores.shape == (len(rows),) and scores.dtype == torch.float32
-        torch.testing.assert_close(scores, expected, atol=1e-5, rtol=0, msg=lambda m, p=padding: f"{p}: {m}")
+        torch.testing.assert_close(
+            scores, expected, atol=1e-5, rtol=0, msg=lambda m, p=padding: f"{p}: {m}"
+        )
         found = torch.autograd.grad(scores @ upstream, list(model.parameters()))
         for a, b in zip(found, wanted, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
@@ -95,7 +118,12 @@ def test_padding_changes_no_score_and_no_gradient(name, pad_id):
 def test_a_row_is_never_read_at_its_pads():
     model, rows = reward_model("llama"), texts()
     ids, mask = padded(rows, "middle + right", PAD)
-    for fill in (0, VOCAB - 1, VOCAB + 7, -100):  # a pad token that was added to the tokenizer has no embedding
+    for fill in (
+        0,
+        VOCAB - 1,
+        VOCAB + 7,
+        -100,
+    ):  # a pad token that was added to the tokenizer has no embedding
         assert torch.equal(model(torch.where(mask.bool(), ids, fill), mask), model(ids, mask))
     assert torch.equal(model(ids, mask.bool()), model(ids, mask.float()))
 
@@ -115,10 +143,14 @@ def test_what_is_saved_opens_as_a_stock_classifier(name, lora_rank, tmp_path):
     torch.manual_seed(6)
     base = AutoModelForCausalLM.from_config(CONFIGS[name])
     base.save_pretrained(tmp_path / "base")
-    model = RewardModel.from_pretrained(tmp_path / "base", adapters=ModelConfig(model="m", lora_rank=lora_rank))
+    model = RewardModel.from_pretrained(
+        tmp_path / "base", adapters=ModelConfig(model="m", lora_rank=lora_rank)
+    )
     trained = [key for key, p in model.named_parameters() if p.requires_grad]
     if lora_rank:
-        assert "classifier.score.weight" in trained and all("lora_" in k or "score" in k for k in trained)
+        assert "classifier.score.weight" in trained and all(
+            "lora_" in k or "score" in k for k in trained
+        )
         for key, parameter in model.named_parameters():
             if "lora_B" in key:
                 parameter.normal_(std=0.2)
@@ -131,7 +163,9 @@ def test_what_is_saved_opens_as_a_stock_classifier(name, lora_rank, tmp_path):
 
     again = RewardModel.from_pretrained(tmp_path / "reward")
     assert (again.score_mean, again.score_std) == (0.25, 3.0)
-    torch.testing.assert_close(again(ids, torch.ones_like(ids)), (raw - 0.25) / 3, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        again(ids, torch.ones_like(ids)), (raw - 0.25) / 3, atol=1e-5, rtol=0
+    )
     stock = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward").eval()
     assert stock.config.num_labels == 1
     logits = torch.cat([stock(ids[i : i + 1]).logits for i in range(4)])
@@ -142,7 +176,9 @@ def test_what_is_saved_opens_as_a_stock_classifier(name, lora_rank, tmp_path):
 def test_a_reward_model_without_its_head_is_refused(tmp_path):
     # It must not come back with a random one.
     model = reward_model("llama")
-    model.save_pretrained(tmp_path / "headless", {k: v for k, v in model.state_dict().items() if "score" not in k})
+    model.save_pretrained(
+        tmp_path / "headless", {k: v for k, v in model.state_dict().items() if "score" not in k}
+    )
     with pytest.raises(ValueError, match="lacks weights.*score.weight"):
         RewardModel.from_pretrained(tmp_path / "headless")
 
@@ -171,7 +207,9 @@ def test_the_scorer_gives_the_same_scores_in_any_batch(name):
     expected = torch.stack([(stock_score(model, row) - 0.5) / 2 for row in rows])
     for batch_size in (1, 2, 3, 16):
         for cut in (0, 1, 2):  # where the prompt ends changes nothing
-            scores = RewardScorer(model, batch_size)([row[:cut] for row in rows], [row[cut:] for row in rows])
+            scores = RewardScorer(model, batch_size)(
+                [row[:cut] for row in rows], [row[cut:] for row in rows]
+            )
             torch.testing.assert_close(scores, expected, atol=1e-5, rtol=0)
     assert RewardScorer(model, 2)([], []).shape == (0,)
 

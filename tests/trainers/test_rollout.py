@@ -56,7 +56,9 @@ def test_scores_are_the_models_own_at_the_sampling_temperature(folder, loss_from
         expected = (lm.base(input_ids=whole).logits[0].double() / 0.7).log_softmax(-1)
         at = range(len(prompt) - 1, len(prompt) + len(response) - 1)
         for t in at:
-            torch.testing.assert_close(rows.logprobs[b, t].double(), expected[t, whole[0, t + 1]], atol=1e-5, rtol=0)
+            torch.testing.assert_close(
+                rows.logprobs[b, t].double(), expected[t, whole[0, t + 1]], atol=1e-5, rtol=0
+            )
             entropy = -(expected[t].exp() * expected[t]).sum()
             torch.testing.assert_close(rows.entropy[b, t].double(), entropy, atol=1e-5, rtol=0)
         outside = torch.ones(rows.logprobs.shape[1], dtype=torch.bool)
@@ -85,7 +87,12 @@ def test_sampling_is_from_the_policy_at_the_temperature_and_from_nothing_narrowe
     logits = lm.base(input_ids=torch.tensor([prompt])).logits[0, -1].double()
     for temperature in (0.5, 1.0):
         torch.manual_seed(0)
-        first = [r[0] for r in sample(lm, [prompt] * 4000, temperature=temperature, max_new_tokens=1, batch_size=4000)]
+        first = [
+            r[0]
+            for r in sample(
+                lm, [prompt] * 4000, temperature=temperature, max_new_tokens=1, batch_size=4000
+            )
+        ]
         p = (logits / temperature).softmax(-1)
         counts = torch.bincount(torch.tensor(first), minlength=len(p)).double()
         likely = p * 4000 >= 5
@@ -94,7 +101,9 @@ def test_sampling_is_from_the_policy_at_the_temperature_and_from_nothing_narrowe
         assert chi2 < freedom + 5 * (2 * freedom) ** 0.5  # five standard deviations
 
 
-def test_greedy_takes_the_most_likely_token_whatever_the_batch_and_returns_the_prompts_order(folder):
+def test_greedy_takes_the_most_likely_token_whatever_the_batch_and_returns_the_prompts_order(
+    folder,
+):
     lm = load(folder)
     prompts = [[1, 70, 71, 72, 73], [1, 80], [1, 90, 91], [1, 60, 61, 62, 63, 64, 65]]
     together, alone = (sample(lm, prompts, temperature=0.0, batch_size=size) for size in (4, 1))
@@ -110,20 +119,34 @@ def test_greedy_takes_the_most_likely_token_whatever_the_batch_and_returns_the_p
 def test_a_gpu_samples_as_many_responses_together_as_it_surely_holds(gib, responses, monkeypatch):
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    sizes = {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
-    config = Qwen2Config(**sizes, num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True)
+    sizes = {
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+    }
+    config = Qwen2Config(
+        **sizes, num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True
+    )
     with torch.device("meta"):
         lm = Qwen2ForCausalLM(config).bfloat16()
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gib << 30))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gib << 30)
+    )
     assert generate.responses_together(lm, 1024) == responses
 
 
 def test_responses_to_one_prompt_are_those_of_the_prompt_alone(folder):
     # Neighbours that are equal are computed once; rows that have ended leave the batch while others go on.
-    lm, prompts = load(folder), [[1, 70, 71], [1, 70, 71], [1, 80], [1, 70, 71], [1, 80, 81, 82], [1, 80, 81, 82]]
+    lm, prompts = (
+        load(folder),
+        [[1, 70, 71], [1, 70, 71], [1, 80], [1, 70, 71], [1, 80, 81, 82], [1, 80, 81, 82]],
+    )
     free = sample(lm, prompts, temperature=0.0, batch_size=1, stop_ids=(259,))
     stops = (free[0][1], free[2][3], 259)
-    together, alone = (sample(lm, prompts, temperature=0.0, batch_size=size, stop_ids=stops) for size in (6, 1))
+    together, alone = (
+        sample(lm, prompts, temperature=0.0, batch_size=size, stop_ids=stops) for size in (6, 1)
+    )
     assert together == alone and len({len(response) for response in alone}) > 1
     torch.manual_seed(0)
     first, second = sample(lm, prompts[:1] * 2, batch_size=2)
@@ -149,7 +172,9 @@ def test_models_without_keys_values_and_positions_are_sampled_by_transformers():
 @pytest.mark.parametrize("by_transformers", [False, True])
 @pytest.mark.parametrize("way", [{}, {"temperature": 0.0}, {"top_p": 0.9, "top_k": 50}], ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_logits_that_are_not_finite_are_one_line_with_step_and_rows(folder, way, value, by_transformers, monkeypatch):
+def test_logits_that_are_not_finite_are_one_line_with_step_and_rows(
+    folder, way, value, by_transformers, monkeypatch
+):
     lm = load(folder).base
     monkeypatch.setattr(generate, "keeps_keys_and_values", lambda lm: not by_transformers)
     calls = []
@@ -182,7 +207,12 @@ def test_no_architecture_keeps_its_dropout(architecture, tmp_path):
     options = {
         "LlamaConfig": {"attention_dropout": 0.5},
         "GPT2Config": {"n_inner": 16},  # drops by default
-        "OPTConfig": {"ffn_dim": 16, "word_embed_proj_dim": 16, "dropout": 0.5, "attention_dropout": 0.5},
+        "OPTConfig": {
+            "ffn_dim": 16,
+            "word_embed_proj_dim": 16,
+            "dropout": 0.5,
+            "attention_dropout": 0.5,
+        },
     }
     config = getattr(transformers, architecture)(**sizes, **options[architecture])
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
@@ -195,7 +225,12 @@ def test_a_head_that_is_more_than_a_weight_needs_the_logits(tmp_path):
     import transformers
 
     config = transformers.CohereConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, logit_scale=0.5
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        logit_scale=0.5,
     )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(InputError, match="logit_scale.*--loss_from logits"):
@@ -207,7 +242,12 @@ def test_a_model_whose_backbone_is_not_apart_from_its_head_needs_the_logits(tmp_
     import transformers
 
     sizes = {"hidden_size": 16, "intermediate_size": 16, "intermediate_size_mlp": 16, "head_dim": 8}
-    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
+    sizes |= {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_local_experts": 2,
+    }
     config = transformers.Llama4TextConfig(vocab_size=64, pad_token_id=0, **sizes)
     transformers.Llama4ForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(InputError, match="Llama4ForCausalLM has no backbone apart from its head"):
@@ -232,7 +272,10 @@ def test_a_models_own_soft_cap_is_in_both_paths(tmp_path):
     )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     ids, mask = torch.arange(8)[None], torch.ones(1, 7, dtype=torch.bool)
-    linear, logits = (load(str(tmp_path), loss_from=path)(ids, mask, want_logits=True) for path in ("linear", "logits"))
+    linear, logits = (
+        load(str(tmp_path), loss_from=path)(ids, mask, want_logits=True)
+        for path in ("linear", "logits")
+    )
     torch.testing.assert_close(linear.logprobs, logits.logprobs, atol=1e-5, rtol=0)
     torch.testing.assert_close(linear.logits, logits.logits, atol=1e-5, rtol=0)
 
@@ -263,7 +306,10 @@ BROKEN = [
     (Response([3, 3], "stop"), r"finish='stop' and stop tokens at \[0, 1\] of 2"),
     (Response([-1], "length"), "ids must be whole numbers from 0 to below 264, got -1"),
     (Response([5, 264], "length"), "ids must be whole numbers from 0 to below 264, got 264"),
-    (Response([5], "length", logprobs=[float("nan")]), "a logprob is nan; it must be finite, and at most 0"),
+    (
+        Response([5], "length", logprobs=[float("nan")]),
+        "a logprob is nan; it must be finite, and at most 0",
+    ),
     (Response([5], "length", logprobs=[-0.1, -0.2]), "2 logprobs for 1 ids"),
     (Response([5, 6], "length", support=[[5]]), "1 support for 2 ids"),
     (Response([5, 6], "length", [-0.1, None], trained=[False, True]), "a logprob is None"),
@@ -273,7 +319,9 @@ BROKEN = [
 def checked(*responses, tells_logprobs=False, **options):
     prompts = [Prompt([7], {}, "d.jsonl, line 4")] * 2
     sampling = Sampling(1.0, 2, (3,), **options)
-    check_responses(list(responses), prompts[: len(responses)], sampling, 264, tells_logprobs=tells_logprobs)
+    check_responses(
+        list(responses), prompts[: len(responses)], sampling, 264, tells_logprobs=tells_logprobs
+    )
 
 
 @pytest.mark.parametrize(("response", "message"), BROKEN)
@@ -290,16 +338,28 @@ def test_responses_are_one_for_each_prompt_with_what_the_sampler_declares():
         checked(*[Response([5], "length")] * 3)
     with pytest.raises(InputError, match="no kept sets, though the sampling truncates"):
         checked(Response([5], "length"), top_k=2)
-    with pytest.raises(InputError, match="no logprobs, but the sampler declares tells_logprobs = True"):
+    with pytest.raises(
+        InputError, match="no logprobs, but the sampler declares tells_logprobs = True"
+    ):
         checked(Response([5], "length"), tells_logprobs=True)
 
 
 def test_a_rollout_without_a_scorer_has_responses_and_no_reward(folder):
     lm, prompts = load(folder), [Prompt([1, 70, 71], {}), Prompt([1, 80], {})]
-    sampler, sampling = generate.TransformersSampler(lm.base, pad_id=0, batch_size=4), Sampling(1.0, 5, (3,))
-    rollout = roll_out(sampler, [], prompts, sampling, tiny.tokenizer(), torch.device("cpu"), copies=3)
+    sampler, sampling = (
+        generate.TransformersSampler(lm.base, pad_id=0, batch_size=4),
+        Sampling(1.0, 5, (3,)),
+    )
+    rollout = roll_out(
+        sampler, [], prompts, sampling, tiny.tokenizer(), torch.device("cpu"), copies=3
+    )
     assert [sample.prompt_ids for sample in rollout.samples] == [[1, 70, 71]] * 3 + [[1, 80]] * 3
     assert rollout.batch.response_mask.sum() == rollout.lengths.sum() > 0
-    assert rollout.scores == {} and rollout.rewards.tolist() == [0.0] * 6 and not rollout.solved.any()
+    assert (
+        rollout.scores == {} and rollout.rewards.tolist() == [0.0] * 6 and not rollout.solved.any()
+    )
     metrics = rollout_metrics(rollout, {"reward": rollout.rewards}, 1)
-    assert metrics["reward"] == 0 and metrics["completions/mean_length"] == rollout.lengths.double().mean()
+    assert (
+        metrics["reward"] == 0
+        and metrics["completions/mean_length"] == rollout.lengths.double().mean()
+    )

@@ -22,7 +22,9 @@ from tests.trainers.runs import assert_same_metrics, assert_same_weights, grpo_c
 def files(tmp_path_factory):
     """A model folder and a gsm8k-like file."""
     folder = tmp_path_factory.mktemp("files")
-    return tiny.model_folder(folder / "model", pad_is_eos=True), tiny.jsonl(folder / "rows.jsonl", tiny.sums(20))
+    return tiny.model_folder(folder / "model", pad_is_eos=True), tiny.jsonl(
+        folder / "rows.jsonl", tiny.sums(20)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,11 @@ def grpo_run(files, tmp_path_factory):
 
 def train_splits(rank, world, files, folder, cases):
     for stage, micro in cases:
-        sft.train(sft_config(files, f"{folder}/{world}-{stage}-{micro}", zero_stage=stage, micro_batch_size=micro))
+        sft.train(
+            sft_config(
+                files, f"{folder}/{world}-{stage}-{micro}", zero_stage=stage, micro_batch_size=micro
+            )
+        )
 
 
 @pytest.mark.slow
@@ -89,7 +95,9 @@ def test_no_held_out_row_is_dropped_to_make_the_ranks_even(files, tmp_path):
     evaluate_share(0, 1, files, str(tmp_path))
     runs.on_ranks(evaluate_share, 2, files, str(tmp_path))
     one, two = (tiny.read_metrics(tmp_path / name)[0] for name in ("1", "2"))
-    assert one["eval/accuracy_greedy"] == two["eval/accuracy_greedy"]  # greedy: the same answers to the same three
+    assert (
+        one["eval/accuracy_greedy"] == two["eval/accuracy_greedy"]
+    )  # greedy: the same answers to the same three
     config = grpo_config(files, "")
     scorers = load_scorers(config)
     prompts = setup.load_prompts(config, encode.load_tokenizer(files[0]), scorers)[1][:3]
@@ -104,7 +112,10 @@ def test_no_held_out_row_is_dropped_to_make_the_ranks_even(files, tmp_path):
 def test_the_same_seed_is_the_same_run_and_leaves_its_files(files, grpo_run, tmp_path, capsys):
     for name, options in {"again": {}, "other": {"seed": 2}}.items():
         grpo.train(grpo_config(files, tmp_path / name, eval_every=2, **options))
-    a, b, c = (tiny.untimed(tiny.read_metrics(of)) for of in (grpo_run, tmp_path / "again", tmp_path / "other"))
+    a, b, c = (
+        tiny.untimed(tiny.read_metrics(of))
+        for of in (grpo_run, tmp_path / "again", tmp_path / "other")
+    )
     assert a == b and a != c
     assert_same_weights(grpo_run, tmp_path / "again")
     evaluated = ["eval/accuracy_greedy" in m for m in tiny.read_metrics(grpo_run)]
@@ -113,7 +124,12 @@ def test_the_same_seed_is_the_same_run_and_leaves_its_files(files, grpo_run, tmp
     assert "warning" not in said  # the first ratio is 1
     ending = r"held-out: eval/accuracy_greedy [\d.]+ ± [\d.]+ at step 0, .* at step 3; KL .*\nmodel: .*\nnext: fused-rl"
     assert len(re.findall(ending, said)) == 2
-    for name in ("curves.png", "samples.jsonl", "model/model.safetensors", "model/chat_template.jinja"):
+    for name in (
+        "curves.png",
+        "samples.jsonl",
+        "model/model.safetensors",
+        "model/chat_template.jinja",
+    ):
         assert (grpo_run / name).stat().st_size > 0
     assert list((grpo_run / "tensorboard").iterdir())
 
@@ -121,7 +137,9 @@ def test_the_same_seed_is_the_same_run_and_leaves_its_files(files, grpo_run, tmp
 @pytest.mark.slow
 def test_without_a_kl_no_reference_is_loaded_and_none_is_logged(files, tmp_path, monkeypatch):
     loaded, load_lm = [], language_model.load_lm
-    monkeypatch.setattr(language_model, "load_lm", lambda *a, **k: loaded.append(k) or load_lm(*a, **k))
+    monkeypatch.setattr(
+        language_model, "load_lm", lambda *a, **k: loaded.append(k) or load_lm(*a, **k)
+    )
     grpo.train(grpo_config(files, tmp_path / "none", kl_every=0))
     assert len(loaded) == 1
     grpo.train(grpo_config(files, tmp_path / "second", kl_every=2))
@@ -138,7 +156,10 @@ def test_sft_learns_and_its_metrics_have_exactly_these_names(files, tmp_path):
     sft.train(sft_config(files, tmp_path, steps=30, lr=1e-2, eval_every=15))
     metrics = tiny.read_metrics(tmp_path)
     evaluation = {"eval/loss", "eval/accuracy"}
-    assert set(metrics[0]) == {"step"} | evaluation and set(metrics[1]) == {"step", *tiny.usual("sft")} - evaluation
+    assert (
+        set(metrics[0]) == {"step"} | evaluation
+        and set(metrics[1]) == {"step", *tiny.usual("sft")} - evaluation
+    )
     assert set(metrics[15]) == {"step", *tiny.usual("sft")}
     assert metrics[-1]["eval/loss"] < 0.5 * metrics[0]["eval/loss"] and metrics[-1]["lr"] < 1e-3
     # Loss and accuracy before and after, from the definition.
@@ -156,7 +177,12 @@ def held_out_by_definition(config: sft.SFTConfig) -> tuple[float, float]:
     encoder, losses, hits = encode.Encoder(encode.load_tokenizer(config.model)), [], []
     for i in range(len(held_out)):
         prompt, completion = encoder.pairs(held_out, i, None, "answer")[0]
-        logprobs = lm.base(input_ids=torch.tensor([prompt + completion])).logits[0].double().log_softmax(-1)
+        logprobs = (
+            lm.base(input_ids=torch.tensor([prompt + completion]))
+            .logits[0]
+            .double()
+            .log_softmax(-1)
+        )
         for j, token in enumerate(completion, len(prompt) - 1):
             losses.append(-logprobs[j, token].item())
             hits.append(logprobs[j].argmax().item() == token)
@@ -181,9 +207,15 @@ def test_a_saved_model_reloads_to_the_same_scores_with_all_its_files(files, tmp_
         transformers.AutoTokenizer.from_pretrained(folder),
         transformers.AutoTokenizer.from_pretrained(tied),
     )
-    assert tokenizer.chat_template == before.chat_template and tokenizer.eos_token_id == before.eos_token_id
+    assert (
+        tokenizer.chat_template == before.chat_template
+        and tokenizer.eos_token_id == before.eos_token_id
+    )
     generation = transformers.GenerationConfig.from_pretrained(folder)
-    assert (generation.top_k, generation.eos_token_id) == (1, [3, 2])  # the model's own defaults, not the rollout's
+    assert (generation.top_k, generation.eos_token_id) == (
+        1,
+        [3, 2],
+    )  # the model's own defaults, not the rollout's
     lm = tiny.load_lm(sft_config((folder, files[1]), tmp_path / "x"), trainable=False)
     held_out = load_train_eval(sft_config(files, tmp_path / "x"))[1]
     pairs = sft.encoded(sft_config(files, ""), held_out, encode.Encoder(tokenizer))
@@ -198,7 +230,10 @@ def test_lora_trains_adapters_and_measures_against_the_model_without_them(files,
 
     grpo.train(grpo_config(files, tmp_path, lora_rank=2, lr=1e-2, gradient_checkpointing=True))
     metrics = tiny.read_metrics(tmp_path)
-    assert metrics[1]["objective/kl_exact"] == pytest.approx(0, abs=1e-6) and metrics[3]["objective/kl_exact"] > 1e-3
+    assert (
+        metrics[1]["objective/kl_exact"] == pytest.approx(0, abs=1e-6)
+        and metrics[3]["objective/kl_exact"] > 1e-3
+    )
     base = transformers.AutoModelForCausalLM.from_pretrained(files[0])
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "model")
     changed = [n for n, p in adapted.named_parameters() if "lora_B" in n and p.abs().sum() > 0]
@@ -207,12 +242,21 @@ def test_lora_trains_adapters_and_measures_against_the_model_without_them(files,
 
 @pytest.mark.slow
 def test_bfloat16_keeps_fp32_masters_and_starts_on_policy(files, tmp_path, capsys):
-    grpo.train(grpo_config(files, tmp_path, dtype="bfloat16", zero_stage=1, lr=1e-6, steps=4, save_every=4))
+    grpo.train(
+        grpo_config(files, tmp_path, dtype="bfloat16", zero_stage=1, lr=1e-6, steps=4, save_every=4)
+    )
     metrics = tiny.read_metrics(tmp_path)
-    assert all(abs(m["val/ratio"] - 1) < 5e-2 for m in metrics[1:]) and "warning" not in capsys.readouterr().out
+    assert (
+        all(abs(m["val/ratio"] - 1) < 5e-2 for m in metrics[1:])
+        and "warning" not in capsys.readouterr().out
+    )
     assert {w.dtype for w in tiny.weights(tmp_path / "model").values()} == {torch.bfloat16}
     (state,) = (tmp_path / "checkpoints" / "step-4" / "policy").glob("*optim_states.pt")
-    masters = torch.load(state, weights_only=False)["optimizer_state_dict"]["single_partition_of_fp32_groups"][0]
+    masters = torch.load(state, weights_only=False)["optimizer_state_dict"][
+        "single_partition_of_fp32_groups"
+    ][0]
     # Eight updates of 1e-6 are below the last bit of most bf16 weights, but not of their masters.
     moved = (masters != masters.bfloat16().float()).float().mean()
-    assert masters.dtype == torch.float32 and moved > 0.5  # the rest are embeddings of bytes that never came
+    assert (
+        masters.dtype == torch.float32 and moved > 0.5
+    )  # the rest are embeddings of bytes that never came

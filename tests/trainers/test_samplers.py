@@ -33,7 +33,9 @@ def reported_off_by(difference: torch.Tensor) -> tuple[Rollout, torch.Tensor]:
         samples.append(Sample({}, [1, 70], response, ""))
     batch = batch_of(samples, 0, CPU)
     mask = batch.response_mask
-    old = torch.where(mask, -3 * torch.rand(mask.shape, generator=torch.Generator().manual_seed(0)), 0)
+    old = torch.where(
+        mask, -3 * torch.rand(mask.shape, generator=torch.Generator().manual_seed(0)), 0
+    )
     for sample, reported in zip(samples, (old[mask] + difference).split((3, 1, 2)), strict=True):
         first, *others = reported.tolist()
         sample.response.logprobs = [first, 1e9, *others]
@@ -50,7 +52,10 @@ def test_the_sampler_s_distance_is_logged_before_any_correction(correction, cut)
     )  # policy less sampler: 0.5, -0.25, 1.5 | -0.1 | 1, -0.75
     rollout, old = reported_off_by(difference)
     options = dataclasses.replace(
-        resolve_options("grpo", {}), rollout_correction=correction, rollout_low=0.0, rollout_high=2.0
+        resolve_options("grpo", {}),
+        rollout_correction=correction,
+        rollout_low=0.0,
+        rollout_high=2.0,
     )
     metrics = mismatch(rollout, old, options)
     exact = difference.double()
@@ -84,7 +89,10 @@ def test_every_response_has_a_seed_that_a_resumed_run_draws_again(files, tmp_pat
     def run(name, **options):
         Noting.noted = []
         grpo.train(
-            grpo_config(files, tmp_path / name, steps=3, save_every=1, keep_checkpoints=9, **options), sampler=Noting
+            grpo_config(
+                files, tmp_path / name, steps=3, save_every=1, keep_checkpoints=9, **options
+            ),
+            sampler=Noting,
         )
         return Noting.noted
 
@@ -143,18 +151,27 @@ def test_a_sampler_that_hands_everything_on_is_the_run_without_it(files, tmp_pat
     ("name", "error", "message"),
     [
         ("own_sampler:nothing", InputError, "own_sampler.py has no function 'nothing'"),
-        ("own_sampler:number", InputError, "own_sampler:number returned int; expected a .*types.Sampler"),
+        (
+            "own_sampler:number",
+            InputError,
+            "own_sampler:number returned int; expected a .*types.Sampler",
+        ),
         ("own_sampler:Late", KeyError, "the game"),
     ],
 )
-def test_a_sampler_that_is_none_is_a_line_and_what_it_raises_is_its_own(files, tmp_path, own, name, error, message):
+def test_a_sampler_that_is_none_is_a_line_and_what_it_raises_is_its_own(
+    files, tmp_path, own, name, error, message
+):
     with pytest.raises(error, match=message):
         grpo.train(grpo_config(files, tmp_path / "run", sampler=name, steps=1, eval_size=0))
 
 
 def test_two_samplers_are_one_too_many_and_servers_are_a_list(own):
     config = SimpleNamespace(sampler="own_sampler:Half", server=None)
-    with pytest.raises(InputError, match="^sampler=own_sampler:Half and a sampler given to train.. are two; give one"):
+    with pytest.raises(
+        InputError,
+        match="^sampler=own_sampler:Half and a sampler given to train.. are two; give one",
+    ):
         setup.build_sampler(config, None, None, Noting)
     words = ["--model=m", "--dataset=d.jsonl", "--output_dir=o", f"--verifiers={VERIFIER}"]
     named = parse(grpo.GRPOConfig, [*words, "--server", "http://a:1,http://b:2", "--steps=3"])

@@ -18,10 +18,16 @@ HOSTILE = "\x1b[2J\x1b]52;c;aGk=\x07 \r\x9b1m \u202eabc\u2066 \x00\x08"
 def test_control_characters_are_shown(capsys, tmp_path):
     screen.tell(HOSTILE, "a\tb", "é ± 漢 🙂\u00a0")
     shown = capsys.readouterr().out
-    assert shown == ("\\x1b[2J\\x1b]52;c;aGk=\\x07 \\r\\x9b1m \\u202eabc\\u2066 \\x00\\x08\na\\tb\né ± 漢 🙂\u00a0\n")
+    assert shown == (
+        "\\x1b[2J\\x1b]52;c;aGk=\\x07 \\r\\x9b1m \\u202eabc\\u2066 \\x00\\x08\na\\tb\né ± 漢 🙂\u00a0\n"
+    )
     with pytest.raises(SystemExit) as stopped, around("fused-rl sft"):
         raise InputError(f"a row says {HOSTILE}\nand more")
-    assert "\\x1b[2J" in stopped.value.code and "\n" not in stopped.value.code and "\x1b" not in stopped.value.code
+    assert (
+        "\\x1b[2J" in stopped.value.code
+        and "\n" not in stopped.value.code
+        and "\x1b" not in stopped.value.code
+    )
     config = sft.SFTConfig(model="m", dataset="d", output_dir=str(tmp_path))
     logger = Logger(config, 0)
     logger.samples(1, [{"prompt": HOSTILE, "response": f"two\nlines {HOSTILE}"}])
@@ -34,7 +40,14 @@ def test_control_characters_are_shown(capsys, tmp_path):
 
 
 def test_json_is_strict():
-    text = as_json({"a": float("nan"), "b": [float("-inf"), 1.5, (float("inf"),)], "c": {"d": None}, "e": Path("x")})
+    text = as_json(
+        {
+            "a": float("nan"),
+            "b": [float("-inf"), 1.5, (float("inf"),)],
+            "c": {"d": None},
+            "e": Path("x"),
+        }
+    )
     assert json.loads(text, parse_constant=pytest.fail) == {
         "a": None,
         "b": [None, 1.5, [None]],

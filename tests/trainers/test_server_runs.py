@@ -28,7 +28,9 @@ def test_a_run_learns_from_what_its_server_sampled(files, tmp_path, monkeypatch,
         options = {"steps": 2, "lora_rank": lora_rank, "server_api_key_env": "SERVER_KEY"}
         grpo.train(runs.grpo_config(files, tmp_path / "run", server=[fake.url], **SMALL, **options))
     store.release()
-    steps = [row for row in tiny.read_metrics(tmp_path / "run") if "rollout/logprob_diff_max" in row]
+    steps = [
+        row for row in tiny.read_metrics(tmp_path / "run") if "rollout/logprob_diff_max" in row
+    ]
     assert [row["rollout/weight_version"] for row in steps] == [0, 1]
     assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in steps)
     published = tiny.weights(tmp_path / "run/published/step-2")
@@ -36,11 +38,16 @@ def test_a_run_learns_from_what_its_server_sampled(files, tmp_path, monkeypatch,
         assert published.keys() == tiny.weights(Path(files[0])).keys()
     else:  # what was published last is the trained model
         model = tiny.weights(tmp_path / "run/model")
-        assert model.keys() == published.keys() and all(torch.equal(model[name], published[name]) for name in model)
+        assert model.keys() == published.keys() and all(
+            torch.equal(model[name], published[name]) for name in model
+        )
     assert not any(b"sk-secret" in content for content in runs.contents(tmp_path / "run").values())
 
 
-RESUMED = [pytest.param(*case, marks=SLOW) for case in (("grpo", "vllm"), ("grpo", "sglang"), ("ppo", "vllm"))]
+RESUMED = [
+    pytest.param(*case, marks=SLOW)
+    for case in (("grpo", "vllm"), ("grpo", "sglang"), ("ppo", "vllm"))
+]
 
 
 @pytest.mark.parametrize(("trainer", "kind"), RESUMED)
@@ -54,7 +61,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(files, tmp_path, trainer, kind):
         for name in ("model", "critic"):
             shutil.rmtree(tmp_path / "stopped" / name, ignore_errors=True)
     torch.manual_seed(77)
-    with fake_server.serving(kind, files[0]) as fresh:  # on another port, with the weights that it began with
+    with fake_server.serving(
+        kind, files[0]
+    ) as fresh:  # on another port, with the weights that it began with
         train(config_of(tmp_path / "stopped", server=[fresh.url], resume_from="step-2"))
     store.release()
     runs.assert_equal_runs(tmp_path / "whole", tmp_path / "stopped")
@@ -67,12 +76,19 @@ def test_responses_that_a_step_measures_otherwise_end_the_run(files, tmp_path):
         draw = fake.draw
 
         def later(ids, chosen, most):
-            fake.flaws = {"warm"} if most == 6 else set()  # a rollout's responses; the probe's are longer
+            fake.flaws = (
+                {"warm"} if most == 6 else set()
+            )  # a rollout's responses; the probe's are longer
             return draw(ids, chosen, most)
 
         fake.draw = later
-        with pytest.raises(InputError, match="log-probabilities of this step's responses are .* nats off the policy's"):
-            grpo.train(runs.grpo_config(files, tmp_path / "run", server=[fake.url], eval_size=0, **SMALL))
+        with pytest.raises(
+            InputError,
+            match="log-probabilities of this step's responses are .* nats off the policy's",
+        ):
+            grpo.train(
+                runs.grpo_config(files, tmp_path / "run", server=[fake.url], eval_size=0, **SMALL)
+            )
     store.release()
     for value, exact in ((9e-4, True), (0.04, False)):
         check_bound({"rollout/logprob_diff_abs": value}, exact)
@@ -86,7 +102,11 @@ def trained_on_rank(rank, world, files, folder, url):
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Http, "__init__", functools.partialmethod(quick, Http.__init__))
-            grpo.train(runs.grpo_config(files, folder, server=[url], eval_size=0, zero_stage=2, max_prompt_length=64))
+            grpo.train(
+                runs.grpo_config(
+                    files, folder, server=[url], eval_size=0, zero_stage=2, max_prompt_length=64
+                )
+            )
     except InputError as error:
         return str(error)
     finally:
@@ -118,4 +138,6 @@ def test_ranks_fail_together_or_not_at_all(files, tmp_path, wrong):
     if wrong is None:
         assert found == [None, None]
     else:
-        assert all(re.search(f"POST {fake.url}{wrong}: HTTP 500", str(said)) for said in found), found
+        assert all(re.search(f"POST {fake.url}{wrong}: HTTP 500", str(said)) for said in found), (
+            found
+        )

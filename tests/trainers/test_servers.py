@@ -20,7 +20,13 @@ UPDATE = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}
 SHARED = {"n": 1, "temperature": 0.7, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 SHARED |= {"stop_token_ids": [3, 260]}
 VLLM = SHARED | {"max_tokens": 5, "top_k": 0, "seed": 42, "ignore_eos": True, "logprobs": 0}
-SGLANG = SHARED | {"max_new_tokens": 5, "top_k": -1, "sampling_seed": 42, "ignore_eos": False, "no_stop_trim": True}
+SGLANG = SHARED | {
+    "max_new_tokens": 5,
+    "top_k": -1,
+    "sampling_seed": 42,
+    "ignore_eos": False,
+    "no_stop_trim": True,
+}
 CUT = {"top_p": 0.9, "top_k": 20, "min_p": 0.01, "stop_token_ids": [3]}
 COMPLETION = {"model": "policy", "prompt": PROMPT, "return_token_ids": True}
 GENERATED = {"input_ids": PROMPT, "return_logprob": True}
@@ -31,7 +37,10 @@ SENT = {
         {"model": "policy", "token_ids": PROMPT, "sampling_params": VLLM | CUT},
     ),
     ("sglang", SAMPLING): ("/generate", GENERATED | {"sampling_params": SGLANG}),
-    ("sglang", TRUNCATED): ("/generate", GENERATED | {"sampling_params": SGLANG | CUT, "return_sampling_mask": True}),
+    ("sglang", TRUNCATED): (
+        "/generate",
+        GENERATED | {"sampling_params": SGLANG | CUT, "return_sampling_mask": True},
+    ),
 }
 
 
@@ -41,7 +50,10 @@ def test_every_option_of_sampling_is_sent(fake, server, sampling):
     assert fake.calls[-1] == SENT[fake.kind, sampling]
     if sampling.truncates:
         sets = response.support.ids.split(response.support.offsets.diff().tolist())
-        assert all(token in kept and 0 < len(kept) <= 20 for token, kept in zip(response.ids, sets, strict=True))
+        assert all(
+            token in kept and 0 < len(kept) <= 20
+            for token, kept in zip(response.ids, sets, strict=True)
+        )
 
 
 def test_responses_and_log_probabilities_are_the_models(fake, server):
@@ -49,9 +61,13 @@ def test_responses_and_log_probabilities_are_the_models(fake, server):
         responses = served.sampled(server, PROMPT, sampling, *seeds)
         for response in responses:
             expected = served.logprobs(fake.lm, PROMPT, response.ids, sampling.temperature or 1.0)
-            torch.testing.assert_close(torch.tensor(response.logprobs).double(), expected, atol=1e-5, rtol=0)
+            torch.testing.assert_close(
+                torch.tensor(response.logprobs).double(), expected, atol=1e-5, rtol=0
+            )
         assert served.sampled(server, PROMPT, sampling, seeds[1]) == responses[1:2]
-        assert len({tuple(response.ids) for response in responses}) == (3 if sampling.temperature else 1)
+        assert len({tuple(response.ids) for response in responses}) == (
+            3 if sampling.temperature else 1
+        )
 
 
 def test_stop_tokens_alone_end_a_response(fake, server):
@@ -96,8 +112,16 @@ FAULTS = {
     "400": (400, "HTTP 400: .*as the script says", 1),
     "html": (b"<html>", "the answer is not JSON: <html>", 1),
     "empty": (lambda right: {}, "an answer of an unknown form", 1),
-    "abort": (cut_to([], "abort"), "a response ended by 'abort' after 0 of 5 tokens, at no stop token", 1),
-    "short": (cut_to([9, 9], "length"), "a response ended by 'length' after 2 of 5.*has no room; start it w", 1),
+    "abort": (
+        cut_to([], "abort"),
+        "a response ended by 'abort' after 0 of 5 tokens, at no stop token",
+        1,
+    ),
+    "short": (
+        cut_to([9, 9], "length"),
+        "a response ended by 'length' after 2 of 5.*has no room; start it w",
+        1,
+    ),
 }
 
 
@@ -110,13 +134,17 @@ def test_faults_of_one_answer(fake, server, case):
     fake.script = [(SAMPLE[fake.kind], wrong)] * (times + 1)  # and no more often
     with pytest.raises(InputError, match=message) as refused:
         served.sampled(server, PROMPT, SAMPLING, 0)
-    assert len(fake.script) == 1 and fake.url in str(refused.value) and "\n" not in str(refused.value)
+    assert (
+        len(fake.script) == 1 and fake.url in str(refused.value) and "\n" not in str(refused.value)
+    )
 
 
 def test_a_silent_server_ends_in_an_error(fake):
     server = served.connected(fake, timeout=0.5)
     fake.script = [(SAMPLE[fake.kind], "hang")] * 2
-    with pytest.raises(InputError, match=r"no answer: ReadTimeout.*is the server up.*--server_timeout 0.5\)"):
+    with pytest.raises(
+        InputError, match=r"no answer: ReadTimeout.*is the server up.*--server_timeout 0.5\)"
+    ):
         served.sampled(server, PROMPT, SAMPLING, 0)
 
 
@@ -147,7 +175,10 @@ def test_a_server_that_is_loading_is_waited_for(fake):
     ("wrong", "message"),
     [
         (404, "/v1/models: HTTP 404"),
-        (lambda right: {"data": [right["data"][0] | {"owned_by": "llamacpp"}]}, "is neither vLLM nor SGLang"),
+        (
+            lambda right: {"data": [right["data"][0] | {"owned_by": "llamacpp"}]},
+            "is neither vLLM nor SGLang",
+        ),
     ],
 )
 def test_what_is_no_inference_server_is_refused(fake, wrong, message):
@@ -193,7 +224,9 @@ def test_an_update_gives_a_server_the_weights(fake, server, folders):
     before = len(fake.calls)
     server.http.run([server.push(Path(folders[1]))])
     assert str(fake.calls[before:]).replace(folders[1], "FOLDER") == str(UPDATED[fake.kind])
-    assert not fake.paused and torch.equal(fake.lm.lm_head.weight, tiny.weights(Path(folders[1]))["lm_head.weight"])
+    assert not fake.paused and torch.equal(
+        fake.lm.lm_head.weight, tiny.weights(Path(folders[1]))["lm_head.weight"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -201,7 +234,10 @@ def test_an_update_gives_a_server_the_weights(fake, server, folders):
     [
         (404, "HTTP 404.*did not load the weights: it must see /.*; start it with"),
         (500, "HTTP 500.*did not load the weights"),
-        (lambda right: {"success": False, "message": "no"}, "'success': False.*did not load the weights"),
+        (
+            lambda right: {"success": False, "message": "no"},
+            "'success': False.*did not load the weights",
+        ),
     ],
 )
 def test_an_update_that_fails_is_not_repeated(fake, server, folders, wrong, message):
@@ -231,7 +267,9 @@ MORE = [("sglang", flaw, 0) for flaw in (None, *FOUND)]
 MORE += [("vllm", flaw, 2) for flaw in ("warm", "deaf", "unfinished", "partial")]
 
 
-@pytest.mark.parametrize(("kind", "flaw", "begins"), [*FAST, *(pytest.param(*case, marks=SLOW) for case in MORE)])
+@pytest.mark.parametrize(
+    ("kind", "flaw", "begins"), [*FAST, *(pytest.param(*case, marks=SLOW) for case in MORE)]
+)
 def test_the_probe_detects(kind, flaw, begins, folders, tmp_path):
     policy = served.Policy(folders[1])
     with fake_server.serving(kind, folders[0], max_model_len=512) as fake:
@@ -243,7 +281,9 @@ def test_the_probe_detects(kind, flaw, begins, folders, tmp_path):
                 fake.flaws = {flaw}
             policy.change(step)
             if flaw is not None and step == begins:
-                with pytest.raises(InputError, match=f"server {fake.url} .*{FOUND[flaw]}") as refused:
+                with pytest.raises(
+                    InputError, match=f"server {fake.url} .*{FOUND[flaw]}"
+                ) as refused:
                     sampler.publish(step, policy.save)
                 assert "\n" not in str(refused.value)
                 return
@@ -258,7 +298,9 @@ def test_the_probe_of_truncated_sampling(kind, folders, tmp_path):
         sampler = served.sampler_of([fake.url], policy, tmp_path, sampling=TRUNCATED)
         sampler.publish(0, policy.save)
         fake.flaws = {"no sets"}
-        with pytest.raises(InputError, match="no kept sets, which top_p, top_k and min_p need; start it with "):
+        with pytest.raises(
+            InputError, match="no kept sets, which top_p, top_k and min_p need; start it with "
+        ):
             sampler.publish(1, policy.save)
 
 
@@ -272,7 +314,10 @@ def test_in_16_bits_a_larger_difference_on_average_is_allowed(folders, tmp_path,
         sampler = served.sampler_of([fake.url], policy, tmp_path, exact=False)
         sampler.publish(0, policy.save)
         off[0] = 0.06
-        with pytest.raises(InputError, match=r"mean -0.06, mean of sizes 0.06, .*allowed: 0.05 on average, in 16 bits"):
+        with pytest.raises(
+            InputError,
+            match=r"mean -0.06, mean of sizes 0.06, .*allowed: 0.05 on average, in 16 bits",
+        ):
             sampler.publish(1, policy.save)
         with pytest.raises(InputError, match="allowed: 0.001 at most, in fp32"):
             served.sampler_of([fake.url], policy, tmp_path).publish(2, policy.save)
@@ -298,8 +343,12 @@ def test_prompts_go_to_the_servers_in_turn_and_a_rollout_repeats(pair, folder, t
         fake.calls.clear()
     sampling = Sampling(0.9, 5, (3,), seeds=tuple(range(100, 108)))
     first = sampler.sample(PROMPTS, sampling)
-    assert sorted(body["prompt"] for body in pair[0].bodies("/v1/completions")) == sorted(PROMPTS[:2] + PROMPTS[4:6])
-    assert sorted(body["input_ids"] for body in pair[1].bodies("/generate")) == sorted(PROMPTS[2:4] + PROMPTS[6:])
+    assert sorted(body["prompt"] for body in pair[0].bodies("/v1/completions")) == sorted(
+        PROMPTS[:2] + PROMPTS[4:6]
+    )
+    assert sorted(body["input_ids"] for body in pair[1].bodies("/generate")) == sorted(
+        PROMPTS[2:4] + PROMPTS[6:]
+    )
     assert sampler.sample(PROMPTS, sampling) == first
 
 
@@ -312,7 +361,11 @@ def test_the_last_folder_stays_until_all_servers_have_the_next(pair, folder, tmp
     pair[1].script = [("/update_weights_from_disk", 500)]
     with pytest.raises(InputError, match="HTTP 500"):
         sampler.publish(1, policy.save)
-    assert sorted(path.name for path in (tmp_path / "published").iterdir()) == ["mine", "step-0", "step-1"]
+    assert sorted(path.name for path in (tmp_path / "published").iterdir()) == [
+        "mine",
+        "step-0",
+        "step-1",
+    ]
     sampler.publish(2, policy.save)
     assert sorted(path.name for path in (tmp_path / "published").iterdir()) == ["mine", "step-2"]
 
@@ -320,12 +373,17 @@ def test_the_last_folder_stays_until_all_servers_have_the_next(pair, folder, tmp
 def test_a_cancelled_update_resumes_its_server(pair, folder, tmp_path):
     policy = served.Policy(folder)
     sampler = served.sampler_of([fake.url for fake in pair], policy, tmp_path)
-    pair[0].script, pair[1].script = [("/collective_rpc", "hang")], [("/update_weights_from_disk", 500)]
+    pair[0].script, pair[1].script = (
+        [("/collective_rpc", "hang")],
+        [("/update_weights_from_disk", 500)],
+    )
     with pytest.raises(InputError, match="HTTP 500"):
         sampler.publish(0, policy.save)
     assert not pair[0].paused
 
 
 def test_a_server_with_too_little_room_is_refused(pair, folder, tmp_path):
-    with pytest.raises(InputError, match="room for 126 tokens, but .* are 127 together; give it a length of 129;"):
+    with pytest.raises(
+        InputError, match="room for 126 tokens, but .* are 127 together; give it a length of 129;"
+    ):
         served.sampler_of([fake.url for fake in pair], served.Policy(folder), tmp_path, longest=127)

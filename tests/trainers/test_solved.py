@@ -10,7 +10,9 @@ from fused_rl.trainers.rollouts.solved import outcome_sums, outcomes, pass_at, p
 
 @pytest.mark.parametrize("n", [1, 2, 5, 7])
 def test_pass_at_k_is_the_mean_over_all_choices_of_k_responses(n):
-    right = torch.tensor(list(itertools.product([False, True], repeat=n)))  # every problem with n responses
+    right = torch.tensor(
+        list(itertools.product([False, True], repeat=n))
+    )  # every problem with n responses
     for k in range(1, n + 1):
         chosen = torch.tensor(list(itertools.combinations(range(n), k)))
         expected = right[:, chosen].any(2).double().mean(1)
@@ -33,9 +35,15 @@ def test_the_ks_are_powers_of_two_and_all():
 
 
 def test_lengths_and_truncation_add_up_over_parts():
-    solved, lengths = torch.tensor([True, False, True, False, False]), torch.tensor([3, 10, 5, 4, 10])
+    solved, lengths = (
+        torch.tensor([True, False, True, False, False]),
+        torch.tensor([3, 10, 5, 4, 10]),
+    )
     stopped = lengths < 10
-    parts = [outcome_sums(*(x[part] for x in (solved, lengths, stopped))) for part in (slice(0, 2), slice(2, 5))]
+    parts = [
+        outcome_sums(*(x[part] for x in (solved, lengths, stopped)))
+        for part in (slice(0, 2), slice(2, 5))
+    ]
     sums = {name: (parts[0][name] + parts[1][name]).item() for name in parts[0]}
     assert outcomes(sums) == {
         "mean_length": 32 / 5,
@@ -43,5 +51,11 @@ def test_lengths_and_truncation_add_up_over_parts():
         "mean_length_solved": 4.0,
         "mean_length_unsolved": 8.0,
     }
-    none = {name: value.item() for name, value in outcome_sums(~solved & solved, lengths, stopped).items()}
-    assert "mean_length_solved" not in outcomes(none) and outcomes(none)["mean_length_unsolved"] == 32 / 5
+    none = {
+        name: value.item()
+        for name, value in outcome_sums(~solved & solved, lengths, stopped).items()
+    }
+    assert (
+        "mean_length_solved" not in outcomes(none)
+        and outcomes(none)["mean_length_unsolved"] == 32 / 5
+    )

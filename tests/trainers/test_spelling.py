@@ -35,7 +35,11 @@ def test_what_follows_a_prefix_is_taken_whole(case):
 
 
 def test_the_three_lists_stand_side_by_side():
-    options = {"verifiers": ["math", "a:f", "format"], "verifier_weights": [2, -0.5, 0], "solved_at": [None, 0.5, 1]}
+    options = {
+        "verifiers": ["math", "a:f", "format"],
+        "verifier_weights": [2, -0.5, 0],
+        "solved_at": [None, 0.5, 1],
+    }
     found = read(ScorerConfig(**options))
     assert [(one.name, one.weight, one.solved_at) for one in found] == [
         ("math", 2.0, None),
@@ -45,8 +49,18 @@ def test_the_three_lists_stand_side_by_side():
 
 
 def test_two_of_a_kind_are_named_by_all_that_they_say():
-    found = read(ScorerConfig(verifiers=["regex:a", "regex:b", "reward_model:a", "reward_model:b", "length:3"]))
-    assert [one.name for one in found] == ["regex:a", "regex:b", "reward_model:a", "reward_model:b", "length"]
+    found = read(
+        ScorerConfig(
+            verifiers=["regex:a", "regex:b", "reward_model:a", "reward_model:b", "length:3"]
+        )
+    )
+    assert [one.name for one in found] == [
+        "regex:a",
+        "regex:b",
+        "reward_model:a",
+        "reward_model:b",
+        "length",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +77,9 @@ def test_a_command_line_has_a_word_or_a_list(argv, expected, tmp_path):
     assert parse(grpo.GRPOConfig, [*BASE, "--verifiers", *argv]).verifiers == expected
     assert parse(ppo.PPOConfig, [*BASE, f"--verifiers={argv[0]}"]).verifiers == expected
     (tmp_path / "c.yaml").write_text(json.dumps({"verifiers": expected}))
-    assert parse(grpo.GRPOConfig, ["--config", str(tmp_path / "c.yaml"), *BASE]).verifiers == expected
+    assert (
+        parse(grpo.GRPOConfig, ["--config", str(tmp_path / "c.yaml"), *BASE]).verifiers == expected
+    )
 
 
 def test_the_reward_is_described():
@@ -78,5 +94,8 @@ def test_those_that_compare_with_the_answer_say_what_is_solved():
 
     assert thresholds("exact_match", "format") == {"exact_match": 1.0, "format": None}
     assert thresholds("regex:a(b)", "length:4") == {"regex": 1.0, "length": None}
-    assert thresholds("format", "exact_match", solved_at=[1, 0]) == {"format": 1.0, "exact_match": 0.0}
+    assert thresholds("format", "exact_match", solved_at=[1, 0]) == {
+        "format": 1.0,
+        "exact_match": 0.0,
+    }
     assert thresholds("regex:ab", "length:4") == {"regex": 1.0, "length": None}  # nobody compares

@@ -21,7 +21,15 @@ from fused_rl.trainers.run.parse import parse
 from tests.distributed import run_distributed
 from tests.marks import slow
 from tests.trainers import tiny
-from tests.trainers.runs import assert_equal_runs, contents, names, refused, resumed, run_config, trainers
+from tests.trainers.runs import (
+    assert_equal_runs,
+    contents,
+    names,
+    refused,
+    resumed,
+    run_config,
+    trainers,
+)
 
 # The folder: nothing of the user's is deleted or replaced.
 
@@ -31,9 +39,14 @@ def test_a_run_refuses_a_folder_with_anything_in_it_and_changes_nothing(files, t
         path = tmp_path / name.replace("/", "-") / name
         path.parent.mkdir(parents=True)
         path.write_text("mine")
-        refused(run_config(files, tmp_path / name.replace("/", "-")), "is not empty: move .*--overwrite")
+        refused(
+            run_config(files, tmp_path / name.replace("/", "-")), "is not empty: move .*--overwrite"
+        )
         assert path.read_text() == "mine"
-    refused(run_config(files, tmp_path / "new", resume=True), "no checkpoint in .*new/checkpoints; give --over")
+    refused(
+        run_config(files, tmp_path / "new", resume=True),
+        "no checkpoint in .*new/checkpoints; give --over",
+    )
     refused(run_config(files, tmp_path, overwrite=True, resume=True), "give one of them")
     assert not (tmp_path / "new").exists()
 
@@ -41,7 +54,10 @@ def test_a_run_refuses_a_folder_with_anything_in_it_and_changes_nothing(files, t
 def test_overwrite_moves_everything_away_once_all_inputs_are_read(files, run, tmp_path):
     (run / "notes.txt").write_text("mine")
     before = contents(run)
-    refused(run_config((files[0], str(tmp_path / "none.jsonl")), run, overwrite=True), "none.jsonl does not exist")
+    refused(
+        run_config((files[0], str(tmp_path / "none.jsonl")), run, overwrite=True),
+        "none.jsonl does not exist",
+    )
     assert contents(run) == before
     for number in (1, 2):
         kept = contents(run)
@@ -58,7 +74,10 @@ def test_a_resumed_run_moves_later_checkpoints_and_its_model_away(files, whole, 
     (run / "checkpoints" / "step-4" / "policy" / "mp_rank_00_model_states.pt").write_bytes(b"")
     sft.train(run_config(files, run, resume_from="step-2"))
     out = capsys.readouterr().out
-    assert f"resume: from {run / 'checkpoints' / 'step-2'}, which is intact" in out and "moved what was in" in out
+    assert (
+        f"resume: from {run / 'checkpoints' / 'step-2'}, which is intact" in out
+        and "moved what was in" in out
+    )
     assert_equal_runs(whole, run)
     assert (run / "model.tmp").is_dir() and (run / "checkpoints" / "step-7.tmp").is_dir()
     aside = run.with_name("run.1")
@@ -97,7 +116,9 @@ def test_older_checkpoints_are_deleted(files, tmp_path):
     assert names(tmp_path) == ["step-10", "step-12"]
 
 
-def test_a_kill_between_the_new_name_and_the_deletion_of_the_old_leaves_both_intact(files, run, monkeypatch):
+def test_a_kill_between_the_new_name_and_the_deletion_of_the_old_leaves_both_intact(
+    files, run, monkeypatch
+):
     """A deleted checkpoint loses its name first; the next run deletes what is left of it."""
 
     def killed(path):
@@ -121,11 +142,20 @@ def test_files_are_on_the_disk_before_they_are_named(files, tmp_path, monkeypatc
         events.append((kind, Path(path).name))
         return call(*rest)
 
-    monkeypatch.setattr(os, "fsync", lambda fd: noted("sync", fsync, os.readlink(f"/proc/self/fd/{fd}"), fd))
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: noted("sync", fsync, os.readlink(f"/proc/self/fd/{fd}"), fd)
+    )
     monkeypatch.setattr(os, "rename", lambda a, b: noted("name", rename, b, a, b))
     save(files, tmp_path, 1)
     named = events.index(("name", "step-1"))
-    for name in ("weights-0.pt", "rank-0.pt", "state.json", "manifest.json", "policy", ".unfinished-step-1"):
+    for name in (
+        "weights-0.pt",
+        "rank-0.pt",
+        "state.json",
+        "manifest.json",
+        "policy",
+        ".unfinished-step-1",
+    ):
         assert ("sync", name) in events[:named], name
     assert events[named + 1 :] == [("sync", "checkpoints")]
 
@@ -142,10 +172,13 @@ def no_file_above(size: int):
 
 
 @pytest.mark.slow
-def test_a_run_on_a_full_disk_stops_with_one_line_and_continues_when_there_is_room(files, whole, run):
+def test_a_run_on_a_full_disk_stops_with_one_line_and_continues_when_there_is_room(
+    files, whole, run
+):
     with no_file_above(40_000):
         refused(
-            run_config(files, run, resume_from="step-2"), "checkpoint step-3 could not be written .*is the disk full"
+            run_config(files, run, resume_from="step-2"),
+            "checkpoint step-3 could not be written .*is the disk full",
         )
     assert names(run) == ["step-1", "step-2"]
     sft.train(run_config(files, run, resume=True))
@@ -206,7 +239,10 @@ def test_the_config_of_a_run_is_complete_and_reads_back(files, whole):
 
 CHANGED = [
     ({"seed": 2}, "options: seed 1 -> 2;"),
-    ({"batch_size": 4, "dtype": "float32", "lr": 1.0}, "options: batch_size 8 -> 4, dtype auto -> float32;"),
+    (
+        {"batch_size": 4, "dtype": "float32", "lr": 1.0},
+        "options: batch_size 8 -> 4, dtype auto -> float32;",
+    ),
     ({"zero_stage": 2}, "options: zero_stage 0 -> 2;"),
     ({"steps": 3}, "steps=3, but .*step-4 has done 4"),
     ({"resume_from": "step-7"}, "'step-7' is not in .*: there is step-1, .*, step-4"),
@@ -229,15 +265,27 @@ def test_another_trainer_is_refused_in_the_folder(files, run):
 
 
 @pytest.mark.parametrize("stage", [0, slow(1), slow(2), slow(3)])
-def test_new_options_of_the_optimizer_are_used_from_the_next_step_on(files, tmp_path, capsys, stage):
-    options = {"zero_stage": stage, "lr_schedule": "constant", "steps": 3, "max_grad_norm": 0.0, "weight_decay": 0.1}
+def test_new_options_of_the_optimizer_are_used_from_the_next_step_on(
+    files, tmp_path, capsys, stage
+):
+    options = {
+        "zero_stage": stage,
+        "lr_schedule": "constant",
+        "steps": 3,
+        "max_grad_norm": 0.0,
+        "weight_decay": 0.1,
+    }
     sft.train(run_config(files, tmp_path / "base", **options))
     capsys.readouterr()
 
     def last_step(name: str, **changed) -> tuple[dict, dict, dict]:
         """Weights, second moments and metrics after step 3, of which only that one was made with `changed`."""
         folder = resumed(files, tmp_path / name, tmp_path / "base", 2, **(options | changed))
-        return tiny.weights(folder / "model"), second_moments(folder, 3), tiny.read_metrics(folder)[-1]
+        return (
+            tiny.weights(folder / "model"),
+            second_moments(folder, 3),
+            tiny.read_metrics(folder)[-1],
+        )
 
     before = second_moments(tmp_path / "base", 2)
     same, same_moments, _ = last_step("same")
@@ -253,7 +301,9 @@ def test_new_options_of_the_optimizer_are_used_from_the_next_step_on(files, tmp_
     decayed, _, _ = last_step("decay", weight_decay=0.6)
     for name in same:
         decay = 0.5 if same[name].dim() > 1 else 0.0
-        torch.testing.assert_close(same[name] - decayed[name], 1e-3 * decay * still[name], atol=3e-7, rtol=0)
+        torch.testing.assert_close(
+            same[name] - decayed[name], 1e-3 * decay * still[name], atol=3e-7, rtol=0
+        )
 
     # v' = beta2 v + (1 - beta2) g²: both runs saw the same gradient.
     _, moments, _ = last_step("beta2", adam_beta2=0.5)
@@ -268,7 +318,13 @@ def second_moments(folder: Path, step: int) -> dict[str, torch.Tensor]:
     found = {}
 
     def visit(value, where):
-        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        items = (
+            value.items()
+            if isinstance(value, dict)
+            else enumerate(value)
+            if isinstance(value, list)
+            else ()
+        )
         for key, inner in items:
             visit(inner, f"{where}/{key}")
         if where.endswith("/exp_avg_sq"):
@@ -283,9 +339,15 @@ def second_moments(folder: Path, step: int) -> dict[str, torch.Tensor]:
 def test_a_longer_run_continues_with_the_schedule_of_its_new_length(files, whole, tmp_path, capsys):
     longer = resumed(files, tmp_path / "longer", whole, 4, steps=8, lr=2e-3, warmup_steps=1)
     out = capsys.readouterr().out
-    assert "resume: steps 4 -> 8" in out and "resume: lr 0.001 -> 0.002" in out and "warmup_steps 0 -> 1" in out
+    assert (
+        "resume: steps 4 -> 8" in out
+        and "resume: lr 0.001 -> 0.002" in out
+        and "warmup_steps 0 -> 1" in out
+    )
     rates = [entry["lr"] for entry in tiny.read_metrics(longer)[1:]]
-    left = [2e-3 * (8 - update) / 7 for update in range(4, 8)]  # linear, to 0 after update 8, from the first one
+    left = [
+        2e-3 * (8 - update) / 7 for update in range(4, 8)
+    ]  # linear, to 0 after update 8, from the first one
     assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4, *left])
 
 
@@ -301,8 +363,12 @@ def test_damage_in_any_file_of_a_checkpoint_is_named_with_the_other_ones(files, 
         flipped[len(good) // 2] ^= 1
         for bad in (bytes(flipped), good[:-1], good + b"\0", b"", None):
             path.unlink() if bad is None else path.write_bytes(bad)
-            named = path.name if path.name != "manifest.json" else ""  # what it names may be another file
-            refused(config, rf"step-4 is damaged, .*{named}.* --resume_from step-1 or step-2 or step-3")
+            named = (
+                path.name if path.name != "manifest.json" else ""
+            )  # what it names may be another file
+            refused(
+                config, rf"step-4 is damaged, .*{named}.* --resume_from step-1 or step-2 or step-3"
+            )
             path.write_bytes(good)
             tried += 1
     assert tried == 20
@@ -315,10 +381,14 @@ def test_a_damaged_line_of_the_metrics_is_reported_and_no_other_is_lost(files, r
     good = path.read_bytes().splitlines(keepends=True)
     bad = [b'{"step": 1, "lr": \xff}\n', b"\0\0\0\n", b"\n"]
     path.write_bytes(
-        b"".join(a + b for a, b in zip(good[:3], bad, strict=True)) + b"".join(good[3:]) + b'{"step": 99, "lo'
+        b"".join(a + b for a, b in zip(good[:3], bad, strict=True))
+        + b"".join(good[3:])
+        + b'{"step": 99, "lo'
     )
     assert read_metrics(path) == [json.loads(line) for line in good]
     messages = capsys.readouterr().out.splitlines()
-    assert messages == [f"{path}, line {number} is damaged and left out" for number in (2, 4, len(good) + 4)]
+    assert messages == [
+        f"{path}, line {number} is damaged and left out" for number in (2, 4, len(good) + 4)
+    ]
     sft.train(run_config(files, run, resume_from="step-3"))
     assert [entry["step"] for entry in tiny.read_metrics(run)] == [0, 1, 2, 3, 4]

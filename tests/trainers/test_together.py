@@ -29,7 +29,10 @@ def outcome(action) -> str:
 
 def sums_of_ranks(rank, world):
     engine.setup(1)
-    scorer, sampler = steps.Scorer([1.0] * (rank + 1)), steps.Sampler([Response([5], "length")] * (rank + 1))
+    scorer, sampler = (
+        steps.Scorer([1.0] * (rank + 1)),
+        steps.Sampler([Response([5], "length")] * (rank + 1)),
+    )
     scorer.broken = ["d.jsonl, line 9 took too long"] * rank
     prompts = [Prompt([7, 8], {}, f"d.jsonl, line {rank}")] * (rank + 1)
     device = torch.device("cpu")
@@ -71,8 +74,18 @@ def apart(rank, world, folder) -> list[str]:
         os.chdir(here)
         if rank == 1 and spoil is not None:
             spoil(here)
-        common = {"model": "model", "dataset": "rows.jsonl", "completion_column": "answer", "eval_size": 0}
-        common |= {"batch_size": 2, "lr": 1e-3, "zero_stage": 0, "output_dir": f"{folder}/run{number}"}
+        common = {
+            "model": "model",
+            "dataset": "rows.jsonl",
+            "completion_column": "answer",
+            "eval_size": 0,
+        }
+        common |= {
+            "batch_size": 2,
+            "lr": 1e-3,
+            "zero_stage": 0,
+            "output_dir": f"{folder}/run{number}",
+        }
         config = sft.SFTConfig(**(common | (options if rank == 1 else {})))
         messages.append(outcome(lambda config=config: sft.train(config)))
         store.release()

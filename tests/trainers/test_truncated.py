@@ -26,8 +26,19 @@ TEMPERATURE, LENGTH = 0.7, 8
 
 
 def config_of(folder, **options) -> grpo.GRPOConfig:
-    settings = {"model": folder, "dataset": "", "output_dir": "", "zero_stage": 0, "temperature": TEMPERATURE}
-    settings |= {"max_new_tokens": LENGTH, "prompts_per_step": 4, "group_size": 4, "micro_batch_size": 8}
+    settings = {
+        "model": folder,
+        "dataset": "",
+        "output_dir": "",
+        "zero_stage": 0,
+        "temperature": TEMPERATURE,
+    }
+    settings |= {
+        "max_new_tokens": LENGTH,
+        "prompts_per_step": 4,
+        "group_size": 4,
+        "micro_batch_size": 8,
+    }
     return grpo.GRPOConfig(**(settings | options))
 
 
@@ -86,23 +97,33 @@ def test_draws_are_from_the_kept_ids_and_in_their_proportions(folder):
     assert set(first) <= set(kept)
     p = (logits[kept].double() / TEMPERATURE).softmax(-1)
     chi2 = ((counts[kept] - 20000 * p).square() / (20000 * p)).sum()
-    assert len(kept) > 5 and chi2 < len(kept) + 5 * (2 * len(kept)) ** 0.5  # five standard deviations
+    assert (
+        len(kept) > 5 and chi2 < len(kept) + 5 * (2 * len(kept)) ** 0.5
+    )  # five standard deviations
 
 
-@pytest.mark.parametrize("filters", [FILTERS["together"], {"top_p": 0.9999999}], ids=["together", "all but nothing"])
+@pytest.mark.parametrize(
+    "filters", [FILTERS["together"], {"top_p": 0.9999999}], ids=["together", "all but nothing"]
+)
 def test_models_that_transformers_samples_from_have_the_same_record(filters):
     import transformers
 
-    config = transformers.BloomConfig(vocab_size=264, hidden_size=16, initializer_range=0.3, n_layer=1, n_head=2)
+    config = transformers.BloomConfig(
+        vocab_size=264, hidden_size=16, initializer_range=0.3, n_layer=1, n_head=2
+    )
     torch.manual_seed(0)
     lm = transformers.AutoModelForCausalLM.from_config(config).eval()
-    sampling = Sampling(TEMPERATURE, 6, tuple(range(0, 264, 4)), **filters)  # so many that rows are padded
+    sampling = Sampling(
+        TEMPERATURE, 6, tuple(range(0, 264, 4)), **filters
+    )  # so many that rows are padded
     responses = tiny.respond(lm, PROMPTS, sampling, batch_size=3)
     assert len({len(response.ids) for response in responses}) > 1
     for prompt, response in zip(PROMPTS, responses, strict=True):
         logits = lm(input_ids=torch.tensor([prompt + response.ids])).logits[0, len(prompt) - 1 : -1]
         expected = [kept_by_definition(row, **filters) for row in logits]
-        whole = [[] if len(ids) == 264 else ids for ids in expected]  # nothing left out is written as nothing
+        whole = [
+            [] if len(ids) == 264 else ids for ids in expected
+        ]  # nothing left out is written as nothing
         assert lists_of(response.support) == whole
 
 
@@ -122,7 +143,10 @@ def test_greedy_and_the_whole_softmax_have_no_record(folder):
 def test_parts_of_a_batch_have_the_sets_of_their_tokens():
     kept = [[[5, 9], [6]], [], [[7, 1, 2], [], [8]], [[9]]]
     ids = [[5, 6], [], [7, 3, 8], [9]]
-    samples = [types.Sample({}, [1, 2, 4][: i + 1], Response(ids[i], "length", support=kept[i]), "") for i in range(3)]
+    samples = [
+        types.Sample({}, [1, 2, 4][: i + 1], Response(ids[i], "length", support=kept[i]), "")
+        for i in range(3)
+    ]
     samples.append(types.Sample({}, [1], Response([9], "length"), ""))  # without log-probabilities
     batch = batch_of(samples, 0, torch.device("cpu"))
     assert lists_of(batch.support) == [[5, 9], [6], [1, 2, 7], [], [8], []]
@@ -131,7 +155,10 @@ def test_parts_of_a_batch_have_the_sets_of_their_tokens():
     assert part.input_ids[:, 1:][part.response_mask].tolist() == [9, 7, 3, 8, 5, 6]
     empty = batch.rows(torch.tensor([1]))
     assert len(empty.support) == 0 and not empty.response_mask.any()
-    assert batch.rows(torch.tensor([1, 3])).rows(torch.tensor([1])).support.offsets.tolist() == [0, 0]
+    assert batch.rows(torch.tensor([1, 3])).rows(torch.tensor([1])).support.offsets.tolist() == [
+        0,
+        0,
+    ]
     assert batch_of(samples[-1:], 0, torch.device("cpu")).support is None
 
 
@@ -165,7 +192,9 @@ class Drawing(tiny.Sampler):
             drawn, scores = output.sequences[0, len(ids) :], torch.cat(output.scores)
             self.logprobs.append(scores.log_softmax(-1).gather(1, drawn[:, None])[:, 0])
             finish = "stop" if drawn[-1] == 3 else "length"
-            responses.append(Response(drawn.tolist(), finish, support=TokenSupport.from_scores(scores)))
+            responses.append(
+                Response(drawn.tolist(), finish, support=TokenSupport.from_scores(scores))
+            )
         return responses
 
 
@@ -173,13 +202,23 @@ def policy_of(folder, config, sampler=None, **filters) -> policy.Policy:
     """The policy of a `folder`, and a reference of other weights; prompts are shared as the config says."""
     lm, other = tiny.load_lm(config), load(folder, loss_from=config.loss_from)
     for weight in other.parameters():
-        weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel()))
+        weight += 0.02 * torch.randn(
+            weight.shape, generator=torch.Generator().manual_seed(weight.numel())
+        )
     costs = policy.Costs(token=1.0, pair=0.0) if config.share_prompts else None
     tokenizer, device = encode.load_tokenizer(folder), torch.device("cpu")
     scorers = [Scorer([float(i % 3) for i in range(16)])]
     sampler = Drawing(lm.base, filters) if sampler is None else sampler
     return policy.Policy(
-        config, Plain(lm), Plain(other), sampler, sampling_of(**filters), scorers, tokenizer, device, costs=costs
+        config,
+        Plain(lm),
+        Plain(other),
+        sampler,
+        sampling_of(**filters),
+        scorers,
+        tokenizer,
+        device,
+        costs=costs,
     )
 
 
@@ -188,18 +227,28 @@ def all_of(rolled):
     return Groups(rolled, torch.ones(len(rolled.samples), dtype=torch.bool), {})
 
 
-GROUPS = [Prompt([1, 70, 71], {}), Prompt([1, 80], {}), Prompt([1, 90, 91, 92, 93], {}), Prompt([1, 60], {})]
+GROUPS = [
+    Prompt([1, 70, 71], {}),
+    Prompt([1, 80], {}),
+    Prompt([1, 90, 91, 92, 93], {}),
+    Prompt([1, 60], {}),
+]
 
 
 @pytest.mark.parametrize(
     ("filters", "share_prompts"),
     [
-        *(pytest.param(FILTERS[name], True, id=name, marks=pytest.mark.slow) for name in ("top_p", "top_k", "min_p")),
+        *(
+            pytest.param(FILTERS[name], True, id=name, marks=pytest.mark.slow)
+            for name in ("top_p", "top_k", "min_p")
+        ),
         pytest.param(FILTERS["together"], True, id="together"),
         pytest.param(FILTERS["together"], False, id="together, own prompts"),
     ],
 )
-def test_replayed_log_probabilities_are_the_samplers_and_the_first_ratios_are_1(folder, filters, share_prompts):
+def test_replayed_log_probabilities_are_the_samplers_and_the_first_ratios_are_1(
+    folder, filters, share_prompts
+):
     config = config_of(folder, minibatches=2, share_prompts=share_prompts, **filters)
     made = policy_of(folder, config, **filters)
     torch.manual_seed(0)
@@ -210,7 +259,9 @@ def test_replayed_log_probabilities_are_the_samplers_and_the_first_ratios_are_1(
 
     # The first minibatch by itself and the second as it was measured; nothing was trained in between.
     for index, on_policy in ((parts[:2], True), (parts[2:], False)):
-        sums = grpo.accumulate(made, all_of(rolled), measured, torch.ones(16), index, 1, on_policy=on_policy)
+        sums = grpo.accumulate(
+            made, all_of(rolled), measured, torch.ones(16), index, 1, on_policy=on_policy
+        )
         assert sums["ratio_minus_1"] == sums["ratio_minus_1_square"] == sums["approx_kl"] == 0
 
     # Over the whole vocabulary they are off by the logarithm of the mass that was kept, token by token.
@@ -219,10 +270,14 @@ def test_replayed_log_probabilities_are_the_samplers_and_the_first_ratios_are_1(
     log_mass = []
     for sample in rolled.samples:
         ids, start = sample.prompt_ids + sample.response.ids, len(sample.prompt_ids)
-        logits = made.model.module.base(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1].double()
+        logits = (
+            made.model.module.base(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1].double()
+        )
         log_mass.append((logits / TEMPERATURE).log_softmax(-1).detach())
     sets = lists_of(kept)
-    expected = torch.stack([row[ids].logsumexp(0) for row, ids in zip(torch.cat(log_mass), sets, strict=True)])
+    expected = torch.stack(
+        [row[ids].logsumexp(0) for row, ids in zip(torch.cat(log_mass), sets, strict=True)]
+    )
     torch.testing.assert_close(off.double(), expected, atol=1e-5, rtol=0)
     assert off.mean() < -0.1 and (off.exp() < 0.9).double().mean() > 0.5, off.mean()
 
@@ -287,20 +342,31 @@ def test_what_is_measured_is_over_the_sets_of_both_models(folder, way):
             torch.testing.assert_close(found.double(), values.detach(), atol=1e-5, rtol=0, msg=name)
         alone = [nth for nth, kept in enumerate(sample.response.support) if len(kept) == 1]
         for name in expected:  # one id to choose from is certain
-            assert (getattr(measured, name)[i][rolled.batch.response_mask[i]][alone] == 0).all(), name
+            assert (getattr(measured, name)[i][rolled.batch.response_mask[i]][alone] == 0).all(), (
+                name
+            )
     assert measured.kl.max() > 1e-3
 
 
 # A loss of single tokens, and one of sequences.
 @grid("way, preset", WAYS, ("grpo", "gspo"))
 def test_the_loss_and_its_gradient_are_over_the_sets(folder, way, preset):
-    options = {"preset": preset, "clip_low": 0.1, "clip_high": 0.15, "kl_coef": 0.3, "entropy_coef": 0.05}
+    options = {
+        "preset": preset,
+        "clip_low": 0.1,
+        "clip_high": 0.15,
+        "kl_coef": 0.3,
+        "entropy_coef": 0.05,
+    }
     made = policy_of(folder, config_of(folder, **options, **way), Decided(), top_p=0.9)
     rolled = made.roll_out(GROUPS, made.sampling, 4)
     parts, mask = list(torch.arange(16).split(5)), rolled.batch.response_mask
     generator = torch.Generator().manual_seed(3)
     measured = policy.measure(made, rolled.batch, parts, exact_kl=False)
-    for values in (measured.old_logprobs, measured.ref_logprobs):  # far enough away that some ratios are clipped
+    for values in (
+        measured.old_logprobs,
+        measured.ref_logprobs,
+    ):  # far enough away that some ratios are clipped
         values += torch.where(mask, 0.3 * torch.randn(mask.shape, generator=generator), 0)
     advantages = torch.randn(16, generator=generator)
     sums = grpo.accumulate(made, all_of(rolled), measured, advantages, parts, 1, on_policy=False)
@@ -310,7 +376,9 @@ def test_the_loss_and_its_gradient_are_over_the_sets(folder, way, preset):
     for i, sample in enumerate(rolled.samples):
         logp, chosen = exact_rows(lm, sample)
         entropies.append(entropy_of(logp))
-        old, ref = (values[i][mask[i]].double() for values in (measured.old_logprobs, measured.ref_logprobs))
+        old, ref = (
+            values[i][mask[i]].double() for values in (measured.old_logprobs, measured.ref_logprobs)
+        )
         log_ratio, d = chosen - old, chosen - ref
         token_ratio, k3 = log_ratio.exp(), torch.expm1(-d) + d
         ratio = token_ratio if preset == "grpo" else log_ratio.mean().exp().expand(len(old))
@@ -337,8 +405,20 @@ ALL = FILTERS["together"] | {"temperature": TEMPERATURE}
 
 def run(files, output_dir, **options) -> list[dict]:
     """The metrics of a run of grpo."""
-    settings = {"dataset": files[1], "output_dir": str(output_dir), "verifiers": "tests.trainers.tiny:odd_characters"}
-    settings |= {"eval_size": 4, "eval_samples": 2, "steps": 2, "lr": 1e-3, "kl_coef": 0.1, "save_every": 0, **ALL}
+    settings = {
+        "dataset": files[1],
+        "output_dir": str(output_dir),
+        "verifiers": "tests.trainers.tiny:odd_characters",
+    }
+    settings |= {
+        "eval_size": 4,
+        "eval_samples": 2,
+        "steps": 2,
+        "lr": 1e-3,
+        "kl_coef": 0.1,
+        "save_every": 0,
+        **ALL,
+    }
     grpo.train(config_of(files[0], **tiny.settled(settings | options)))
     return tiny.untimed(tiny.read_metrics(output_dir))
 
@@ -357,7 +437,13 @@ def test_a_run_draws_from_the_sets(files, tmp_path, capsys):
 
 def on_two_ranks(rank, world, files, output_dir, stage):
     # Groups without a signal are dropped: the others, with their sets, are dealt to the ranks anew.
-    options = {"steps": 3, "save_every": 1, "keep_checkpoints": 9, "zero_stage": stage, "zero_variance": "drop"}
+    options = {
+        "steps": 3,
+        "save_every": 1,
+        "keep_checkpoints": 9,
+        "zero_stage": stage,
+        "zero_variance": "drop",
+    }
     whole = run(files, f"{output_dir}/whole", **options)
     forget_after(f"{output_dir}/whole", f"{output_dir}/stopped", 1)
     return whole, run(files, f"{output_dir}/stopped", resume=True, **options)

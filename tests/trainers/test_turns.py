@@ -33,7 +33,10 @@ def spoken(seed: int = 0) -> list[Response]:
     for i, pattern in enumerate(patterns):
         ids = torch.randint(10, 200, (len(pattern),), generator=made).tolist()
         trained = None if i == 6 else [speaker == "t" for speaker in pattern]
-        ids = [EOS if speaker == "o" and i % 2 else token for token, speaker in zip(ids, pattern, strict=True)]
+        ids = [
+            EOS if speaker == "o" and i % 2 else token
+            for token, speaker in zip(ids, pattern, strict=True)
+        ]
         responses.append(Response(ids, "length", trained=trained))
     return responses
 
@@ -51,7 +54,9 @@ def longer_prompts() -> tuple[list[Prompt], list[Response], list[Response]]:
 
 
 def config_of(folder, **options) -> grpo.GRPOConfig:
-    return steps.config_of(folder, **({"max_new_tokens": LENGTH, "kl_coef": 0.1, "kl_estimator": "rk3"} | options))
+    return steps.config_of(
+        folder, **({"max_new_tokens": LENGTH, "kl_coef": 0.1, "kl_estimator": "rk3"} | options)
+    )
 
 
 def policy_of(config, lm, responses, packed: bool) -> policy.Policy:
@@ -89,7 +94,9 @@ def assert_same(found, expected):
     for name, gradient in gradients_of.items():
         scale = gradient.abs().max().item()
         assert scale > 0, name
-        torch.testing.assert_close(gradients[name], gradient, atol=2e-5 * scale + 1e-9, rtol=1e-4, msg=name)
+        torch.testing.assert_close(
+            gradients[name], gradient, atol=2e-5 * scale + 1e-9, rtol=1e-4, msg=name
+        )
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
@@ -119,30 +126,57 @@ def test_turns_in_between_leave_every_denominator_to_the_policys_own_ids(folder,
         prompt = PROMPTS[i // 4].ids
         logits = lm(input_ids=torch.tensor([prompt + response.ids])).logits[0] / TEMPERATURE
         at = [len(prompt) - 1 + j for j in response.sampled(range(len(response.ids)))]
-        logp = logits[at].log_softmax(-1).gather(1, torch.tensor(response.sampled(response.ids)).long()[:, None])[:, 0]
+        logp = (
+            logits[at]
+            .log_softmax(-1)
+            .gather(1, torch.tensor(response.sampled(response.ids)).long()[:, None])[:, 0]
+        )
         compact[0, i, : len(at)] = logp
         compact[1, i, : len(at)] = measured.old_logprobs[i, at].double()
         compact[2, i, : len(at)] = measured.ref_logprobs[i, at].double()
         there[i, : len(at)] = True
     advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.counts).double()
     options = {"preset": preset, "kl_coef": 0.1, "kl_estimator": "rk3", "max_length": LENGTH}
-    loss, metrics = fused_rl.policy_loss(*compact[:2], advantages, there, ref_logprobs=compact[2], **options)
+    loss, metrics = fused_rl.policy_loss(
+        *compact[:2], advantages, there, ref_logprobs=compact[2], **options
+    )
     loss.backward()
     for name in ("loss", "policy_loss", "approx_kl", "clipfrac", "ratio_minus_1", "kl", "kl1"):
         assert sums[name] == pytest.approx(metrics[name].item(), rel=2e-5, abs=1e-7), name
     for name, weight in lm.named_parameters():
         found, scale = gradients[f"lm.{name}"], weight.grad.abs().max().item()
-        torch.testing.assert_close(found.double(), weight.grad, atol=2e-5 * scale + 1e-8, rtol=1e-4, msg=name)
+        torch.testing.assert_close(
+            found.double(), weight.grad, atol=2e-5 * scale + 1e-8, rtol=1e-4, msg=name
+        )
 
 
 # PPO.
 
 
 def ppo_step(folders, prompts, responses, monkeypatch):
-    settings = {"model": folders[0], "critic": folders[1], "dataset": "", "output_dir": "", "zero_stage": 0}
-    settings |= {"prompts_per_step": 2, "group_size": 4, "minibatches": 1, "micro_batch_size": 3, "kl_coef": 0.1}
-    settings |= {"temperature": TEMPERATURE, "max_new_tokens": LENGTH, "gamma": 0.97, "gae_lambda": 0.9}
-    config = ppo.PPOConfig(**settings, value_gae_lambda=1.0, missing_eos_penalty=0.3, entropy_coef=0.02)
+    settings = {
+        "model": folders[0],
+        "critic": folders[1],
+        "dataset": "",
+        "output_dir": "",
+        "zero_stage": 0,
+    }
+    settings |= {
+        "prompts_per_step": 2,
+        "group_size": 4,
+        "minibatches": 1,
+        "micro_batch_size": 3,
+        "kl_coef": 0.1,
+    }
+    settings |= {
+        "temperature": TEMPERATURE,
+        "max_new_tokens": LENGTH,
+        "gamma": 0.97,
+        "gae_lambda": 0.9,
+    }
+    config = ppo.PPOConfig(
+        **settings, value_gae_lambda=1.0, missing_eos_penalty=0.3, entropy_coef=0.02
+    )
     lm, critic = tiny.load_lm(config), Critic.from_pretrained(folders[1])
     made = policy_of(config, lm, responses, packed=False)
     rollout = made.roll_out(prompts, made.sampling, 4)
@@ -150,7 +184,10 @@ def ppo_step(folders, prompts, responses, monkeypatch):
     parts, judge = list(torch.arange(8).split(3)), Plain(critic)
     experience = ppo.judge(made, judge, rollout, parts, 0.1)
     sums = ppo.accumulate(made, judge, experience, parts, 0.1, 1)
-    weights = [*lm.named_parameters(), *((f"critic.{name}", weight) for name, weight in critic.named_parameters())]
+    weights = [
+        *lm.named_parameters(),
+        *((f"critic.{name}", weight) for name, weight in critic.named_parameters()),
+    ]
     gradients = {name: weight.grad for name, weight in weights if weight.grad is not None}
     return (sums, gradients), experience
 
@@ -177,10 +214,15 @@ def test_advantages_pass_over_turns_in_between_and_the_last_own_id_is_paid(folde
         if len(own):
             assert rewards[i, own[-1]] == experience.scores[i]
         # What a sequence of the policy's ids alone would have: the recurrence of `fused_rl.reference.gae`.
-        column = experience.values[i, own][None].double(), (rewards - 0.1 * experience.kl)[i, own][None].double()
+        column = (
+            experience.values[i, own][None].double(),
+            (rewards - 0.1 * experience.kl)[i, own][None].double(),
+        )
         whole = torch.ones(1, len(own), dtype=torch.bool)
         _, returns = reference.gae(column[1], column[0], whole, gamma=0.97, gae_lambda=1.0)
-        torch.testing.assert_close(experience.returns[i, own][None].double(), returns, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            experience.returns[i, own][None].double(), returns, atol=1e-5, rtol=1e-5
+        )
     assert responses[3].sampled(responses[3].ids) == [] and not mask[3].any()
 
 
@@ -189,14 +231,21 @@ def test_advantages_pass_over_turns_in_between_and_the_last_own_id_is_paid(folde
 
 def test_lengths_are_those_of_the_policys_ids_and_the_overlong_penalty_is_of_the_whole(folder):
     config, responses = config_of(folder, overlong_buffer=8), spoken()
-    rollout = policy_of(config, tiny.load_lm(config), responses, packed=False).roll_out(PROMPTS, Sampling(1, 9, ()), 4)
+    rollout = policy_of(config, tiny.load_lm(config), responses, packed=False).roll_out(
+        PROMPTS, Sampling(1, 9, ()), 4
+    )
     lengths = [3, 2, 2, 0, 1, 6, 5, 2]
     assert rollout.lengths.tolist() == rollout.batch.token_counts.tolist() == lengths
     assert rollout.batch.response_lengths.tolist() == [len(response.ids) for response in responses]
     metrics = groups.group_metrics(config, rollout, 1)
-    assert metrics["completions/mean_length"] == sum(lengths) / 8 and metrics["completions/max_length"] == 6
+    assert (
+        metrics["completions/mean_length"] == sum(lengths) / 8
+        and metrics["completions/max_length"] == 6
+    )
     assert metrics["completions/min_length"] == 0
-    assert metrics["overlong_penalty"] == pytest.approx(sum(max(0, len(r.ids) - 1) for r in responses) / 8 / 8)
+    assert metrics["overlong_penalty"] == pytest.approx(
+        sum(max(0, len(r.ids) - 1) for r in responses) / 8 / 8
+    )
 
 
 def test_parts_of_a_batch_keep_their_turns_and_their_kept_sets():
@@ -207,7 +256,9 @@ def test_parts_of_a_batch_keep_their_turns_and_their_kept_sets():
         kept = [[token, other] for token, other in zip(response.ids, others, strict=True)]
         flags = response.trained or [True] * len(kept)
         response.support = [ids if flag else [] for ids, flag in zip(kept, flags, strict=True)]
-    samples = [Sample({}, PROMPTS[i // 4].ids, response, "") for i, response in enumerate(responses)]
+    samples = [
+        Sample({}, PROMPTS[i // 4].ids, response, "") for i, response in enumerate(responses)
+    ]
     batch = batch_of(samples, 0, torch.device("cpu"))
     assert len(batch.support) == batch.response_mask.sum() == batch.token_counts.sum()
     for index in ([0, 1, 2, 3, 4, 5, 6, 7], [5, 2], [3], [7, 3, 0]):
@@ -217,13 +268,17 @@ def test_parts_of_a_batch_keep_their_turns_and_their_kept_sets():
         assert torch.equal(part.places(), part.response_mask.flatten().nonzero()[:, 0])
         assert part.token_counts.tolist() == part.response_mask.sum(1).tolist()
         drawn = part.input_ids[:, 1:][part.response_mask].tolist()
-        kept = [ids.tolist() for ids in part.support.ids.split(part.support.offsets.diff().tolist())]
+        kept = [
+            ids.tolist() for ids in part.support.ids.split(part.support.offsets.diff().tolist())
+        ]
         assert all(token in ids for token, ids in zip(drawn, kept, strict=True))
 
 
 def test_what_another_says_may_hold_stop_tokens_and_nothing_that_is_checked():
     nan, flags = float("nan"), [True, True, False, False, True]
-    spoken_twice = Response([5, EOS, EOS, 7, 6], "stop", [-0.1, -0.2, nan, None, -0.3], trained=flags)
+    spoken_twice = Response(
+        [5, EOS, EOS, 7, 6], "stop", [-0.1, -0.2, nan, None, -0.3], trained=flags
+    )
     ended = Response([5, EOS, 8, EOS], "stop", trained=[True, True, False, False])
     sets = Response([5, 6, 7], "length", support=[[5, 9], [], [7]], trained=[True, False, True])
     sampling = Sampling(1.0, LENGTH, (EOS,))
@@ -266,7 +321,9 @@ def test_the_recipe_s_games_are_what_their_environment_says(tmp_path):
     assert [m["step"] for m in metrics] == [0, 1, 2]
     assert 1 <= metrics[1]["completions/mean_length"] <= 3 and metrics[1]["val/stop_rate"] == 1
     tokenizer = encode.load_tokenizer(str(tmp_path / "init"))
-    rows = [json.loads(line) for line in (tmp_path / "grpo" / "samples.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "grpo" / "samples.jsonl").read_text().splitlines()
+    ]
     for row in rows:
         said, response = row["response"][1::2], row["response"]
         assert row["reward"] == float("=" in said) and len(tokenizer(response).input_ids) <= 6

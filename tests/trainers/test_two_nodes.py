@@ -15,8 +15,20 @@ from tests.trainers.killed import ROOT, words_of
 from tests.trainers.runs import grpo_config
 
 FIRST, SECOND = NODES = [f"fused-rl-{os.getpid()}-{i}" for i in range(2)]
-HERE = {FIRST: "10.213.77.1", SECOND: "10.213.77.2"}  # on the wire between them, whose ends have the nodes' numbers
-LAUNCH = ["-m", "torch.distributed.run", "--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", HERE[FIRST]]
+HERE = {
+    FIRST: "10.213.77.1",
+    SECOND: "10.213.77.2",
+}  # on the wire between them, whose ends have the nodes' numbers
+LAUNCH = [
+    "-m",
+    "torch.distributed.run",
+    "--nnodes",
+    "2",
+    "--rdzv-backend",
+    "c10d",
+    "--rdzv-endpoint",
+    HERE[FIRST],
+]
 
 
 def ip(*words: str) -> str:
@@ -29,7 +41,20 @@ def nodes():
     if shutil.which("ip") is None or subprocess.run(["ip", "netns", "add", FIRST]).returncode:
         pytest.skip("network namespaces are not permitted here")
     ip("netns", "add", SECOND)
-    ip("link", "add", "wire", "netns", FIRST, "type", "veth", "peer", "name", "wire", "netns", SECOND)
+    ip(
+        "link",
+        "add",
+        "wire",
+        "netns",
+        FIRST,
+        "type",
+        "veth",
+        "peer",
+        "name",
+        "wire",
+        "netns",
+        SECOND,
+    )
     for node in NODES:
         ip("-n", node, "addr", "add", f"{HERE[node]}/24", "dev", "wire")
         ip("-n", node, "link", "set", "lo", "up")
@@ -43,7 +68,11 @@ def nodes():
 
 def start(config, logs, **options) -> list[subprocess.Popen]:
     """One torchrun on each node; what they print is in `logs`."""
-    env = os.environ | {"GLOO_SOCKET_IFNAME": "wire", "DEEPSPEED_TIMEOUT": "1", "OMP_NUM_THREADS": "1"}
+    env = os.environ | {
+        "GLOO_SOCKET_IFNAME": "wire",
+        "DEEPSPEED_TIMEOUT": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     logs.mkdir()
     started, given = [], words_of(config, **options)
     for node in NODES:
@@ -51,15 +80,22 @@ def start(config, logs, **options) -> list[subprocess.Popen]:
         words = ["ip", "netns", "exec", node, sys.executable, *LAUNCH, "--local-addr", HERE[node]]
         words += ["--rdzv-conf", f"is_host={node == FIRST}", "-m", "fused_rl.trainers.grpo"]
         with (logs / node).open("w") as log:
-            started.append(subprocess.Popen(words + given, env=env, cwd=ROOT, stdout=log, stderr=log))
+            started.append(
+                subprocess.Popen(words + given, env=env, cwd=ROOT, stdout=log, stderr=log)
+            )
     return started
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("FUSED_RL_NODES" not in os.environ, reason="its time-outs are of a quiet machine: make test-nodes")
+@pytest.mark.skipif(
+    "FUSED_RL_NODES" not in os.environ,
+    reason="its time-outs are of a quiet machine: make test-nodes",
+)
 @pytest.mark.usefixtures("nodes")
 def test_a_run_that_loses_its_network_ends_and_resumes_bit_for_bit(files, tmp_path):
-    config = grpo_config(files, tmp_path / "whole", steps=24, save_every=4, zero_stage=2, micro_batch_size=1)
+    config = grpo_config(
+        files, tmp_path / "whole", steps=24, save_every=4, zero_stage=2, micro_batch_size=1
+    )
     assert [process.wait(300) for process in start(config, tmp_path / "logs")] == [0, 0]
     cut, logs, metrics = tmp_path / "cut", tmp_path / "logs-cut", tmp_path / "cut" / "metrics.jsonl"
     processes = start(config, logs, output_dir=cut)
@@ -76,6 +112,11 @@ def test_a_run_that_loses_its_network_ends_and_resumes_bit_for_bit(files, tmp_pa
     for process in processes:
         process.kill()
     ip("-n", SECOND, "link", "set", "wire", "up")
-    assert [process.wait(300) for process in start(config, tmp_path / "again", output_dir=cut, resume=True)] == [0, 0]
+    assert [
+        process.wait(300)
+        for process in start(config, tmp_path / "again", output_dir=cut, resume=True)
+    ] == [0, 0]
     once, again = tiny.weights(tmp_path / "whole" / "model"), tiny.weights(cut / "model")
-    assert once.keys() == again.keys() and all(torch.equal(once[name], again[name]) for name in once)
+    assert once.keys() == again.keys() and all(
+        torch.equal(once[name], again[name]) for name in once
+    )

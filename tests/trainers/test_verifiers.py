@@ -17,7 +17,9 @@ def load_scorers(*verifiers, **options):
 def samples(texts, rows, first=1):
     """What a scorer sees of these responses to these rows, the first of which stands on that line."""
     made = enumerate(zip(texts, rows, strict=True), first)
-    return [Sample(row, [], Response([], "stop"), text, f"d.jsonl, line {i}") for i, (text, row) in made]
+    return [
+        Sample(row, [], Response([], "stop"), text, f"d.jsonl, line {i}") for i, (text, row) in made
+    ]
 
 
 def rolled_out(scorers, texts, rows):
@@ -26,7 +28,9 @@ def rolled_out(scorers, texts, rows):
     ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
     sampler = steps.Sampler([Response(each, "length") for each in ids])
     prompts = [Prompt([7, 8], row, f"d.jsonl, line {i}") for i, row in enumerate(rows, 1)]
-    return roll_out(sampler, scorers, prompts, Sampling(1.0, 1000, (3,)), tokenizer, torch.device("cpu"))
+    return roll_out(
+        sampler, scorers, prompts, Sampling(1.0, 1000, (3,)), tokenizer, torch.device("cpu")
+    )
 
 
 class Fixed:
@@ -41,18 +45,23 @@ class Fixed:
 
 def test_rewards_are_weighted_sums_and_solved_is_what_the_judges_say():
     tokenizer = tiny.tokenizer()
-    scorers = [Fixed("judge", [1.0, 0.0, 1.0, None], solved_at=1.0), Fixed("bonus", [0.0, 0.5, None, 0.5], weight=0.2)]
+    scorers = [
+        Fixed("judge", [1.0, 0.0, 1.0, None], solved_at=1.0),
+        Fixed("bonus", [0.0, 0.5, None, 0.5], weight=0.2),
+    ]
     prompts = [Prompt([7, 8], {}) for _ in range(4)]
     sampler = steps.Sampler([*[Response([5], "length")] * 3, Response([], "length")])
-    rollout = roll_out(sampler, scorers, prompts, Sampling(1.0, 1, (3,)), tokenizer, torch.device("cpu"))
+    rollout = roll_out(
+        sampler, scorers, prompts, Sampling(1.0, 1, (3,)), tokenizer, torch.device("cpu")
+    )
     assert rollout.rewards.tolist() == pytest.approx([1.0, 0.1, 1.0, 0.1])
     assert rollout.solved.tolist() == [True, False, True, False]  # nobody judged the last one
     assert rollout.lengths.tolist() == [1, 1, 1, 0] and not rollout.stopped.any()
     assert rollout.batch.response_mask.sum(1).tolist() == [1, 1, 1, 0]
     metrics = rollout_metrics(rollout, {}, 1)
-    assert metrics["rewards/judge/mean"] == pytest.approx(2 / 3) and metrics["rewards/bonus/mean"] == pytest.approx(
-        1 / 3
-    )
+    assert metrics["rewards/judge/mean"] == pytest.approx(2 / 3) and metrics[
+        "rewards/bonus/mean"
+    ] == pytest.approx(1 / 3)
 
 
 def test_the_ground_truths_column():
@@ -60,7 +69,11 @@ def test_the_ground_truths_column():
     assert answer_of({"answer": "6 * 7\n#### 42"}, None) == "42"
     assert answer_of({"target": "7"}, "target") == "7"
     for row, column, message in (
-        ({"x": 1}, None, "^column 'ground_truth' is missing or null; the row has .'x'.; name another"),
+        (
+            {"x": 1},
+            None,
+            "^column 'ground_truth' is missing or null; the row has .'x'.; name another",
+        ),
         ({"x": 1}, "y", "^column 'y' is missing"),
         ({"answer": [1]}, None, "^column 'answer' is .1. .list.; expected text or a number"),
         ({"answer": float("nan")}, None, "^column 'answer' is nan"),

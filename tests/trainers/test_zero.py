@@ -71,7 +71,10 @@ def test_what_decays_is_what_decays_in_transformers_trainer(kind, folder):
     """Norms and biases do not; without weight decay there is one group."""
     config = sft.SFTConfig(model=folder, dataset="d", output_dir="o")
     model = tiny.load_lm(config) if kind == "lm" else RewardModel.from_pretrained(folder)
-    parameters, names = list(model.parameters()), {id(p): name for name, p in model.named_parameters()}
+    parameters, names = (
+        list(model.parameters()),
+        {id(p): name for name, p in model.named_parameters()},
+    )
     decayed, spared = optim.adamw(parameters, OptimConfig(weight_decay=0.1)).param_groups
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
     expected = transformers.Trainer.get_decay_parameter_names(None, model)
@@ -84,7 +87,9 @@ def test_what_decays_is_what_decays_in_transformers_trainer(kind, folder):
 def test_offload_and_other_stages_take_deepspeeds_own_step():
     assert zero.own_step(EngineConfig(zero_stage=2)) == (not torch.cuda.is_available())
     assert not zero.own_step(EngineConfig(zero_stage=2, offload=True))
-    assert not zero.own_step(EngineConfig(zero_stage=3)) and not zero.own_step(EngineConfig(zero_stage=0))
+    assert not zero.own_step(EngineConfig(zero_stage=3)) and not zero.own_step(
+        EngineConfig(zero_stage=0)
+    )
 
 
 @pytest.mark.parametrize("limit", [0.0, 1e-6, 1e-5, 0.5])

@@ -20,22 +20,34 @@ def tokenizer(*, chat: bool = True, pad_is_eos: bool = False, adds_bos: bool = F
     from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
     core = tokenizers.Tokenizer(models.BPE())
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    core.pre_tokenizer, core.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    learner = trainers.BpeTrainer(vocab_size=0, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    learner = trainers.BpeTrainer(
+        vocab_size=0, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
     core.train_from_iterator(["a"], learner)
     if adds_bos:
-        core.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+        core.post_processor = processors.TemplateProcessing(
+            single="<bos> $A", special_tokens=[("<bos>", 1)]
+        )
     eos = "<end>" if chat else "<eos>"
     made = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token=eos if pad_is_eos else "<pad>", bos_token="<bos>", eos_token=eos
+        tokenizer_object=core,
+        pad_token=eos if pad_is_eos else "<pad>",
+        bos_token="<bos>",
+        eos_token=eos,
     )
     if chat:
         made.chat_template = CHAT_TEMPLATE
     return made
 
 
-def model_folder(folder: Path, *, chat: bool = True, pad_is_eos: bool = False, tie: bool = False, seed: int = 0) -> str:
+def model_folder(
+    folder: Path, *, chat: bool = True, pad_is_eos: bool = False, tie: bool = False, seed: int = 0
+) -> str:
     """A Qwen2 with random weights, its tokenizer and a generation config that would bias sampling."""
     import torch
     import transformers
@@ -60,7 +72,11 @@ def model_folder(folder: Path, *, chat: bool = True, pad_is_eos: bool = False, t
         )
         lm = transformers.Qwen2ForCausalLM(config)
     lm.generation_config = transformers.GenerationConfig(
-        do_sample=True, top_k=1, repetition_penalty=5.0, eos_token_id=[made.eos_token_id, 2], pad_token_id=0
+        do_sample=True,
+        top_k=1,
+        repetition_penalty=5.0,
+        eos_token_id=[made.eos_token_id, 2],
+        pad_token_id=0,
     )
     lm.save_pretrained(folder)
     made.save_pretrained(folder)
@@ -91,7 +107,10 @@ def jsonl(path: Path, rows: list[dict]) -> str:
 
 def sums(count: int) -> list[dict]:
     """Rows in gsm8k's form: a question, and a worked answer that ends in `#### n`."""
-    return [{"question": f"{i}+{i % 7}?", "answer": f"Add them.\n#### {i + i % 7}"} for i in range(count)]
+    return [
+        {"question": f"{i}+{i % 7}?", "answer": f"Add them.\n#### {i + i % 7}"}
+        for i in range(count)
+    ]
 
 
 def odd_characters(response: str, row: dict) -> float:
@@ -125,7 +144,11 @@ def documented(trainer: str) -> set[str]:
     keys = set()
     for section in page.split("\n## ")[1:]:
         trainers = re.search(r"^In runs of (.*)\.$", section, re.MULTILINE)[1]
-        keys |= set(re.findall(r"^- \*\*`(.+?)`\*\*", section, re.MULTILINE)) if f"`{trainer}`" in trainers else set()
+        keys |= (
+            set(re.findall(r"^- \*\*`(.+?)`\*\*", section, re.MULTILINE))
+            if f"`{trainer}`" in trainers
+            else set()
+        )
     return keys - {"perf/peak_memory_gb"}  # of GPUs
 
 
@@ -147,7 +170,9 @@ def load_lm(config, **options):
 
     from fused_rl.trainers.models import language_model
 
-    return language_model.load_lm(config.model, config.revision, config, config, torch.device("cpu"), **options)
+    return language_model.load_lm(
+        config.model, config.revision, config, config, torch.device("cpu"), **options
+    )
 
 
 def load_reward_model(config):
@@ -156,7 +181,9 @@ def load_reward_model(config):
 
     from fused_rl.trainers.models import reward_model
 
-    return reward_model.load_reward_model(config.model, config.revision, config, config, torch.device("cpu"))
+    return reward_model.load_reward_model(
+        config.model, config.revision, config, config, torch.device("cpu")
+    )
 
 
 def respond(lm, prompts: list[list[int]], sampling, batch_size: int) -> list:

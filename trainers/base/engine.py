@@ -24,7 +24,9 @@ from fused_rl.trainers.base import optim, zero
 from fused_rl.trainers.base.ranks import rank, world_size
 from fused_rl.trainers.options import EngineConfig, InputError, OptimConfig
 
-TIMEOUT = timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "30")))  # to start, and of a collective
+TIMEOUT = timedelta(
+    minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "30"))
+)  # to start, and of a collective
 
 
 def quiet() -> None:
@@ -33,11 +35,15 @@ def quiet() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
     import transformers  # imports deepspeed
 
-    warnings.filterwarnings("ignore", message=".*(all_gather_into|reduce_scatter)_tensor.*", category=FutureWarning)
+    warnings.filterwarnings(
+        "ignore", message=".*(all_gather_into|reduce_scatter)_tensor.*", category=FutureWarning
+    )
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category=FutureWarning)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # what it warns of is refused here, or meant
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry; the error comes anyway
+    logging.getLogger("huggingface_hub").setLevel(
+        logging.ERROR
+    )  # it logs every retry; the error comes anyway
 
 
 def setup(seed: int, *, trains: bool = True) -> torch.device:
@@ -60,7 +66,9 @@ def setup(seed: int, *, trains: bool = True) -> torch.device:
         if "RANK" not in os.environ:  # no launcher: a group of one, without an open port
             for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ.setdefault(variable, "lo")
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+            dist.init_process_group(
+                backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT
+            )
         elif trains:
             deepspeed.init_distributed(backend, timeout=TIMEOUT, verbose=False)
         else:
@@ -82,10 +90,14 @@ def torch_dtype(config: EngineConfig) -> torch.dtype:
     """Return the dtype of weights and activations that `config.dtype` stands for on this machine."""
     if config.dtype == "auto":
         # bf16 on a GPU that computes in it (from sm_80 on): an older one would emulate it.
-        computes = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+        computes = torch.cuda.is_available() and torch.cuda.is_bf16_supported(
+            including_emulation=False
+        )
         return torch.bfloat16 if computes and config.zero_stage else torch.float32
     if config.dtype == "bfloat16" and config.zero_stage == 0:
-        raise InputError("dtype=bfloat16 needs fp32 master weights, which zero_stage=0 does not keep; use zero_stage 1")
+        raise InputError(
+            "dtype=bfloat16 needs fp32 master weights, which zero_stage=0 does not keep; use zero_stage 1"
+        )
     return getattr(torch, config.dtype)
 
 
@@ -100,7 +112,9 @@ def _deepspeed_config(config: EngineConfig, *, max_grad_norm: float) -> dict:
         if config.zero_stage == 3:
             partition["offload_param"] = {"device": "cpu"}
     if zero.own_step(config):
-        partition["contiguous_gradients"] = False  # no hooks that copy gradients: autograd adds them up
+        partition["contiguous_gradients"] = (
+            False  # no hooks that copy gradients: autograd adds them up
+        )
     return {
         "train_micro_batch_size_per_gpu": 1,  # for a data loader, which we do not use
         "gradient_accumulation_steps": 1,
@@ -126,12 +140,18 @@ def initialize(model: nn.Module, optim_config: OptimConfig, config: EngineConfig
         model=model,
         optimizer=optimizer,
         lr_scheduler=optim.schedule(optimizer, optim_config, updates),
-        config=_deepspeed_config(config, max_grad_norm=optim_config.max_grad_norm if config.zero_stage else 0.0),
+        config=_deepspeed_config(
+            config, max_grad_norm=optim_config.max_grad_norm if config.zero_stage else 0.0
+        ),
     )
-    for group in list(c10d._world.pg_map):  # DeepSpeed's own groups ignore the timeout of init_distributed
+    for group in list(
+        c10d._world.pg_map
+    ):  # DeepSpeed's own groups ignore the timeout of init_distributed
         c10d._set_pg_timeout(TIMEOUT, group)
     if world_size() == 1 and not config.zero_stage:
-        engine.enable_backward_allreduce = False  # which copies every gradient twice, to average one of them
+        engine.enable_backward_allreduce = (
+            False  # which copies every gradient twice, to average one of them
+        )
     engine.clipping = clipping
     if zero.own_step(config):
         zero.Step(engine)
@@ -146,11 +166,16 @@ def load_engine(engine, folder: Path, name: str) -> None:
         return
     schedule = engine.lr_scheduler
     peaks = schedule.base_lrs
-    options = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
+    options = [
+        {name: group[name] for name in group if name != "params"}
+        for group in optimizer.param_groups
+    ]
     engine.load_checkpoint(str(folder), tag=name)
     schedule.base_lrs = peaks
     factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
-    for group, given, peak, factor in zip(optimizer.param_groups, options, peaks, factors, strict=True):
+    for group, given, peak, factor in zip(
+        optimizer.param_groups, options, peaks, factors, strict=True
+    ):
         group.update(given, lr=peak * factor)
 
 

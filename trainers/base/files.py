@@ -13,7 +13,14 @@ from pathlib import Path
 from fused_rl.trainers.base.text import InputError, in_a_line
 
 UNFINISHED = ".unfinished-"  # how names begin until all is written; nobody else uses such names
-OF_A_MODEL = ("*.safetensors", "*.bin", "*.index.json", "config.json", "generation_config.json", "adapter_config.json")
+OF_A_MODEL = (
+    "*.safetensors",
+    "*.bin",
+    "*.index.json",
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+)
 
 
 def unfinished(path: Path) -> Path:
@@ -55,9 +62,13 @@ def hash_of_model(name: str, revision: str | None = None) -> str:
         from huggingface_hub import snapshot_download
 
         try:
-            folder = Path(snapshot_download(name, revision=revision, allow_patterns=["*config.json"]))
+            folder = Path(
+                snapshot_download(name, revision=revision, allow_patterns=["*config.json"])
+            )
         except Exception as error:  # of the network, the Hub, or a name that cannot be one
-            raise InputError(f"{name!r} is neither a folder nor found on the Hub: {in_a_line(error)}") from error
+            raise InputError(
+                f"{name!r} is neither a folder nor found on the Hub: {in_a_line(error)}"
+            ) from error
         found = folder.name
     adapters = folder / "adapter_config.json"
     if not adapters.is_file():
@@ -142,6 +153,10 @@ def storing(what: str, folder: Path) -> Iterator[None]:
 
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch raises a RuntimeError if the disk is full
+    except (
+        OSError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:  # torch raises a RuntimeError if the disk is full
         reason = getattr(error, "strerror", None) or f"{in_a_line(error)}; is the disk full?"
         raise InputError(f"{what} could not be written to {folder}: {reason}") from error

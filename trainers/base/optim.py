@@ -17,7 +17,9 @@ def adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.Ad
     if spared:
         groups.append({"params": spared, "weight_decay": 0.0})
     options = {"lr": config.lr, "weight_decay": config.weight_decay, "eps": config.adam_eps}
-    options["fused"] = True  # reads and writes every weight once: on a CPU torch's own choice is a loop of ten passes
+    options["fused"] = (
+        True  # reads and writes every weight once: on a CPU torch's own choice is a loop of ten passes
+    )
     optimizer = torch.optim.AdamW(groups, betas=(0.9, config.adam_beta2), **options)
     return fused_rl.tf_adam_epsilon(optimizer) if config.tf_adam else optimizer
 
@@ -27,7 +29,9 @@ def schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, updates: int
     from transformers import get_scheduler
 
     name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
-    return get_scheduler(name, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=updates)
+    return get_scheduler(
+        name, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=updates
+    )
 
 
 class Clipping:
@@ -36,7 +40,9 @@ class Clipping:
     norm: torch.Tensor
     """Of the last step's gradient, before clipping."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], max_norm: float):
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], max_norm: float
+    ):
         self.parameters = parameters
         self.limit = max_norm or float("inf")
         optimizer.register_step_pre_hook(self)
@@ -46,5 +52,7 @@ class Clipping:
         norm = self.norm.item()
         if not math.isfinite(norm):
             optimizer.zero_grad()  # a step without gradients changes no weight; the caller sees the norm
-        elif norm + 1e-6 > 0.99 * self.limit:  # torch adds that; below, it would multiply every gradient by 1
+        elif (
+            norm + 1e-6 > 0.99 * self.limit
+        ):  # torch adds that; below, it would multiply every gradient by 1
             nn.utils.clip_grads_with_norm_(self.parameters, self.limit, self.norm)

@@ -14,7 +14,9 @@ Part = TypeVar("Part")
 
 def processes() -> int:
     """Return the number of processes that train together, also before they have met; 1 without a launcher."""
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    return (
+        dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    )
 
 
 def divide_over(name: str, count: int, world: int) -> int:
@@ -59,7 +61,9 @@ def check_equal(facts: Mapping[str, object]) -> None:
         for name, value in of_rank.items():
             if value != of_ranks[0].get(name):
                 what = f"{name} is {of_ranks[0].get(name)} on rank 0 and {value} on rank {number}"
-                raise InputError(f"the processes of a run must have the same options and read the same files: {what}")
+                raise InputError(
+                    f"the processes of a run must have the same options and read the same files: {what}"
+                )
 
 
 def on_first_rank(work: Callable[[], None]) -> None:

@@ -37,5 +37,7 @@ def bar(parts: Sequence, what: str) -> Iterable:
     """Iterate over parts of a work; from its third second on rank 0 shows a bar, which goes when the work is done."""
     from tqdm import tqdm
 
-    slow = {} if sys.stderr.isatty() else {"mininterval": 10}  # in a file each state of it is a line
+    slow = (
+        {} if sys.stderr.isatty() else {"mininterval": 10}
+    )  # in a file each state of it is a line
     return tqdm(parts, what, delay=2, leave=False, disable=rank() > 0 or len(parts) == 1, **slow)

@@ -32,7 +32,9 @@ def load_function(option: str, name: str) -> Callable:
     """Return what `module:name` names; an installed command also looks in the folder that it is called from."""
     module, colon, attribute = name.partition(":")
     if not colon or module.endswith(".py"):
-        raise InputError(f"{option} {name!r}: expected module:function, the module named as in `import`")
+        raise InputError(
+            f"{option} {name!r}: expected module:function, the module named as in `import`"
+        )
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:

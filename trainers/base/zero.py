@@ -14,7 +14,9 @@ from fused_rl.trainers.base.ranks import world_size
 from fused_rl.trainers.options import EngineConfig
 
 COMPARED = ("0.19.8",)  # versions of DeepSpeed whose step gives these bits
-SPAN = 1 << 18  # elements that stay in the cache; of whole vectors, which decide about a weight's last bit
+SPAN = (
+    1 << 18
+)  # elements that stay in the cache; of whole vectors, which decide about a weight's last bit
 
 
 def own_step(config: EngineConfig) -> bool:
@@ -25,7 +27,10 @@ def own_step(config: EngineConfig) -> bool:
     import deepspeed
 
     if not (known := deepspeed.__version__.split("+")[0] in COMPARED):
-        warnings.warn(f"DeepSpeed {deepspeed.__version__}: its own optimizer step, ten times as slow", stacklevel=1)
+        warnings.warn(
+            f"DeepSpeed {deepspeed.__version__}: its own optimizer step, ten times as slow",
+            stacklevel=1,
+        )
     return known
 
 
@@ -35,7 +40,9 @@ class Step:
     def __init__(self, engine):
         self.zero = zero = engine.optimizer
         self.weights = zero.single_partition_of_fp32_groups
-        self.trained = [parts[0] for parts in zero.parallel_partitioned_bit16_groups]  # what the model computes with
+        self.trained = [
+            parts[0] for parts in zero.parallel_partitioned_bit16_groups
+        ]  # what the model computes with
         if self.trained[0].dtype == torch.float32:  # one copy of the weights serves both
             for weight, trained in zip(self.weights, self.trained, strict=True):
                 weight.data = trained
@@ -44,7 +51,9 @@ class Step:
         self.buffer = torch.empty(min(SPAN, longest))
         self.gradients: list[list[torch.Tensor]] = []
         engine.enable_backward_allreduce = False
-        zero.optimizer.register_step_pre_hook(self._update)  # after those that change its options for this step
+        zero.optimizer.register_step_pre_hook(
+            self._update
+        )  # after those that change its options for this step
         zero.step = self
 
     @torch.no_grad()
@@ -93,10 +102,14 @@ class Step:
             # A span's gradient, weights and moments are touched once.
             tensors = weight.detach(), state["exp_avg"], state["exp_avg_sq"], trained
             spans = zip(*(x.split(SPAN) for x in tensors), strict=True)
-            for gradient, (master, first, second, rounded) in zip(self._spans(gradients), spans, strict=True):
+            for gradient, (master, first, second, rounded) in zip(
+                self._spans(gradients), spans, strict=True
+            ):
                 if self.excess > 1:
                     gradient.mul_(1.0 / self.excess)
-                torch._fused_adamw_([master], [gradient], [first], [second], [], [state["step"]], **options)
+                torch._fused_adamw_(
+                    [master], [gradient], [first], [second], [], [state["step"]], **options
+                )
                 if rounded.dtype != master.dtype:
                     rounded.copy_(master)
 
@@ -105,7 +118,10 @@ class Step:
         filled = 0
         for gradient in gradients:
             while len(gradient):
-                part, gradient = gradient[: len(self.buffer) - filled], gradient[len(self.buffer) - filled :]
+                part, gradient = (
+                    gradient[: len(self.buffer) - filled],
+                    gradient[len(self.buffer) - filled :],
+                )
                 self.buffer[filled : filled + len(part)].copy_(part)
                 filled += len(part)
                 if filled == len(self.buffer):

@@ -25,7 +25,9 @@ def of_run(folder: Path) -> bool:
 
     # What the run left: its options, with what dtype auto was, and its metrics.
     if not (folder / "metrics.jsonl").is_file():
-        raise InputError(f"{folder} is not a run: it holds no metrics.jsonl; give the output_dir of a run")
+        raise InputError(
+            f"{folder} is not a run: it holds no metrics.jsonl; give the output_dir of a run"
+        )
     path = folder / "config.yaml"
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     command = re.match(r"# fused-rl (\S+)", text)
@@ -43,7 +45,9 @@ def of_run(folder: Path) -> bool:
     # What was examined, the one figure that says whether it learned, and the findings.
     steps = history[-1]["step"] if history else 0
     tell(f"{folder}: {command[1]}, {steps} of {config.get('steps') or '?'} steps")
-    tell(f"  examined: {len(history)} lines of metrics.jsonl, for {len(RULES)} conditions (docs/doctor.md)")
+    tell(
+        f"  examined: {len(history)} lines of metrics.jsonl, for {len(RULES)} conditions (docs/doctor.md)"
+    )
     tell(f"  {watch.learned()}")
     if not (folder / "model").exists():
         tell("  unfinished: there is no model/ yet; a run that was stopped continues with --resume")

@@ -50,14 +50,29 @@ from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
 
 MAX_NEW_TOKENS = 512
 SCORING = ("verifiers", "verifier_weights", "solved_at")  # of a run all or none
-PROMPTING = ("prompt_column", "answer_column", "raw_prompt", "system_prompt", "chat_template_kwargs", "max_new_tokens")
+PROMPTING = (
+    "prompt_column",
+    "answer_column",
+    "raw_prompt",
+    "system_prompt",
+    "chat_template_kwargs",
+    "max_new_tokens",
+)
 
 
 class EvalConfig(ScorerConfig, SamplingConfig):
     """Score a causal language model's responses to the rows of a dataset: pass@k, lengths, and every response."""
 
     command: ClassVar = "eval"
-    main: ClassVar = ("model", "dataset", "dataset_split", "output_dir", "verifiers", "samples", "max_new_tokens")
+    main: ClassVar = (
+        "model",
+        "dataset",
+        "dataset_split",
+        "output_dir",
+        "verifiers",
+        "samples",
+        "max_new_tokens",
+    )
     model: str
     """A causal language model, or adapters to one: a Hub name or a local folder."""
     revision: str | None = None
@@ -102,7 +117,10 @@ class EvalConfig(ScorerConfig, SamplingConfig):
 
     needs: ClassVar = (
         *TEMPLATE_NEEDS,
-        *(Needs(name, lambda config: config.verifiers is not None, without("--verifiers")) for name in SCORING[1:]),
+        *(
+            Needs(name, lambda config: config.verifiers is not None, without("--verifiers"))
+            for name in SCORING[1:]
+        ),
     )
 
     def check(self) -> None:
@@ -124,7 +142,10 @@ def as_its_run(config: EvalConfig) -> EvalConfig:
 
 
 def evaluate(
-    config: EvalConfig, *, dataset: Given = None, scorers: Sequence[Callable[..., object] | str] | None = None
+    config: EvalConfig,
+    *,
+    dataset: Given = None,
+    scorers: Sequence[Callable[..., object] | str] | None = None,
 ) -> dict[str, float]:
     """Run the whole evaluation, of rows and scorers that are given or that the config names; return the figures."""
     config = with_scorers(config, scorers)
@@ -132,15 +153,23 @@ def evaluate(
     ranks.check_equal(config.plain())
     config = as_its_run(config)
     out = None if config.output_dir is None else Path(config.output_dir)
-    existing = [name for name in ("responses.jsonl", "summary.json") if out is not None and os.path.lexists(out / name)]
+    existing = [
+        name
+        for name in ("responses.jsonl", "summary.json")
+        if out is not None and os.path.lexists(out / name)
+    ]
     if existing and not config.overwrite:
-        raise InputError(f"output_dir={out} already holds {existing[0]}; replace it with --overwrite")
+        raise InputError(
+            f"output_dir={out} already holds {existing[0]}; replace it with --overwrite"
+        )
 
     # Tokenizer, scorers, rows, model.
     held = EngineConfig(dtype=config.dtype)
     with phase("read tokenizer and rows"):
         tokenizer = encode.load_tokenizer(config.model, config.revision)
-        rows = chosen_rows("dataset", dataset, config.dataset, config.dataset_config, config.dataset_split)
+        rows = chosen_rows(
+            "dataset", dataset, config.dataset, config.dataset_config, config.dataset_split
+        )
         rows.rows = rows.rows[: config.max_rows]
         reading = {"tokenizer": tokenizer, "device": device, "batch_size": config.batch_size}
         config, scorers = load_chosen(config, [rows], {}, policy=config, held=held, **reading)
@@ -149,16 +178,28 @@ def evaluate(
     ranks.check_equal({"rows": hash_of_rows(problems)})
     with phase("loaded the model"):
         options = {"revision": config.revision, "attn_implementation": config.attn_implementation}
-        lm = language_model.load_to_sample(config.model, device=device, dtype=engine.torch_dtype(held), **options)
+        lm = language_model.load_to_sample(
+            config.model, device=device, dtype=engine.torch_dtype(held), **options
+        )
     length = _response_length(config, lm, tokenizer, problems)
-    sampling = config.sampling(length, tuple(encode.stop_ids(tokenizer, lm.saved_generation_config)))
+    sampling = config.sampling(
+        length, tuple(encode.stop_ids(tokenizer, lm.saved_generation_config))
+    )
     sampler = TransformersSampler(lm, pad_id=tokenizer.pad_token_id, batch_size=config.batch_size)
-    responses, sums, incidents = _sample(config, problems, sampler, scorers, sampling, tokenizer, device)
+    responses, sums, incidents = _sample(
+        config, problems, sampler, scorers, sampling, tokenizer, device
+    )
 
     # The figures of all ranks.
-    figures = {"problems": len(problems)} | solved_metrics(scorers, ranks.global_sums(sums)) | incidents
+    figures = (
+        {"problems": len(problems)} | solved_metrics(scorers, ranks.global_sums(sums)) | incidents
+    )
     if "accuracy_greedy" in figures:
-        right = torch.tensor([bool(row["solved"]) for row in responses]).view(len(problems), -1).double()
+        right = (
+            torch.tensor([bool(row["solved"]) for row in responses])
+            .view(len(problems), -1)
+            .double()
+        )
         for name, values in (("greedy", right[:, 0]), ("sampled", right[:, 1:].mean(1))):
             error = (values.std() / len(problems) ** 0.5).item() if len(problems) > 1 else 0.0
             figures[f"accuracy_{name}_error"] = error
@@ -173,7 +214,9 @@ def evaluate(
     return figures
 
 
-def _sample(config, problems, sampler, scorers, sampling, tokenizer, device) -> tuple[list, dict, dict]:
+def _sample(
+    config, problems, sampler, scorers, sampling, tokenizer, device
+) -> tuple[list, dict, dict]:
     """Return the responses of all ranks, and this rank's sums and incidents.
 
     Problems of like length are sampled together, and every rank gets some of each length.
@@ -198,7 +241,9 @@ def _sample(config, problems, sampler, scorers, sampling, tokenizer, device) -> 
                 incidents[key] = incidents.get(key, 0.0) + count
         if time.monotonic() - printed > 10:
             printed = time.monotonic()
-            log(f"{min(part.stop, len(share.prompts))} of {len(share.prompts)} problems of this process")
+            log(
+                f"{min(part.stop, len(share.prompts))} of {len(share.prompts)} problems of this process"
+            )
     return sorted(sum(ranks.gather(responses), []), key=lambda row: row["problem"]), sums, incidents
 
 
@@ -206,7 +251,9 @@ def _response_length(config: EvalConfig, lm, tokenizer, problems: list[Prompt]) 
     """Return the most tokens of a response; refuse prompts that leave the model no position for it."""
     length = config.max_new_tokens
     if length is None:
-        positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None) or math.inf
+        positions = (
+            getattr(lm.config.get_text_config(), "max_position_embeddings", None) or math.inf
+        )
         longest = max(len(problem.ids) for problem in problems)
         length = max(1, min(MAX_NEW_TOKENS, positions - longest))
         log(f"max_new_tokens: {length}")
@@ -215,7 +262,9 @@ def _response_length(config: EvalConfig, lm, tokenizer, problems: list[Prompt]) 
     return length
 
 
-def _rows_of(rollout: Rollout, kind: str, problems: list[int], copies: int, known: list[bool], tokenizer) -> list[dict]:
+def _rows_of(
+    rollout: Rollout, kind: str, problems: list[int], copies: int, known: list[bool], tokenizer
+) -> list[dict]:
     """Return lines of responses.jsonl, `copies` to each of the problems; later samples only fill up a rank's share."""
     rows = []
     for i, sample in enumerate(rollout.samples[: len(problems) * copies]):
@@ -227,7 +276,9 @@ def _rows_of(rollout: Rollout, kind: str, problems: list[int], copies: int, know
             "prompt": tokenizer.decode(sample.prompt_ids),
             "response": sample.text,
             "score": rollout.rewards[i].item(),
-            "scores": {name: None if math.isnan(score) else score for name, score in scores.items()},
+            "scores": {
+                name: None if math.isnan(score) else score for name, score in scores.items()
+            },
             "solved": rollout.solved[i].item() if known[i] else None,
             "finish": sample.response.finish,
             "tokens": len(sample.response.ids),

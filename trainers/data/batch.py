@@ -77,7 +77,9 @@ class Batch:
             first = (self.token_counts.cumsum(0) - self.token_counts)[index]
             shift = (first - tokens.cumsum(0) + tokens).repeat_interleave(tokens)
             support = support.select(shift + torch.arange(len(shift)))
-            support = TokenSupport(on_device(support.ids, device), on_device(support.offsets, device))
+            support = TokenSupport(
+                on_device(support.ids, device), on_device(support.offsets, device)
+            )
         at = on_device(index, device)
         tensors = self.input_ids[at, :width], self.response_mask[at, : width - 1]
         return Batch(*tensors, where, self.prompts[index], prompts, responses, support, counts)

@@ -19,12 +19,26 @@ def load_tokenizer(name: str, revision: str | None = None):
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
-    except Exception as error:  # OSError, ValueError, KeyError, JSON errors: as many as ways to be broken
-        hint = "" if Path(name).is_dir() else " (there is no such folder, so it is taken for a name on the Hub)"
-        hint = f" (it is the folder of a run: give {name}/model)" if Path(name, "config.yaml").is_file() else hint
-        raise InputError(f"model={name!r}{hint}: its tokenizer cannot be loaded: {in_a_line(error)}") from error
+    except (
+        Exception
+    ) as error:  # OSError, ValueError, KeyError, JSON errors: as many as ways to be broken
+        hint = (
+            ""
+            if Path(name).is_dir()
+            else " (there is no such folder, so it is taken for a name on the Hub)"
+        )
+        hint = (
+            f" (it is the folder of a run: give {name}/model)"
+            if Path(name, "config.yaml").is_file()
+            else hint
+        )
+        raise InputError(
+            f"model={name!r}{hint}: its tokenizer cannot be loaded: {in_a_line(error)}"
+        ) from error
     if len(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)) == 0:
-        raise InputError(f"model={name!r} comes without a tokenizer: copy the tokenizer's files into the folder")
+        raise InputError(
+            f"model={name!r} comes without a tokenizer: copy the tokenizer's files into the folder"
+        )
     if tokenizer.eos_token_id is None:
         raise InputError(f"the tokenizer of {name} has no EOS token, so no response could ever end")
     if tokenizer.pad_token_id is None:
@@ -50,19 +64,25 @@ def prompt_column_of(row: dict) -> str:
 class Encoder:
     """Encodes prompts and completions; raises an InputError with the file and line of a row that it cannot encode."""
 
-    def __init__(self, tokenizer, *, raw_prompt=False, system_prompt=None, chat_template_kwargs=None):
+    def __init__(
+        self, tokenizer, *, raw_prompt=False, system_prompt=None, chat_template_kwargs=None
+    ):
         """Take the options of `DataConfig` by their names."""
         self.tokenizer = tokenizer
         self.system_prompt = system_prompt
         self.template_kwargs = chat_template_kwargs or {}
         self.chat = tokenizer.chat_template is not None and not raw_prompt
         if not self.chat and (system_prompt is not None or self.template_kwargs):
-            raise InputError("system_prompt and chat_template_kwargs need a tokenizer with a chat template")
+            raise InputError(
+                "system_prompt and chat_template_kwargs need a tokenizer with a chat template"
+            )
         if self.template_kwargs:  # the template would ignore a misspelt name
             template = tokenizer.get_chat_template(tools=self.template_kwargs.get("tools"))
             for name in self.template_kwargs:
                 if not reads(template, name) or name in ("messages", "add_generation_prompt"):
-                    raise InputError(f"chat_template_kwargs: the tokenizer's chat template does not read {name!r}")
+                    raise InputError(
+                        f"chat_template_kwargs: the tokenizer's chat template does not read {name!r}"
+                    )
 
     @classmethod
     def of(cls, config: DataConfig, tokenizer) -> "Encoder":
@@ -94,7 +114,11 @@ class Encoder:
         # Text alone.
         row = rows.rows[i]
         others = (*PROMPT_COLUMNS, completion_column)
-        if column is None and isinstance(row.get("text"), str) and all(row.get(name) is None for name in others):
+        if (
+            column is None
+            and isinstance(row.get("text"), str)
+            and all(row.get(name) is None for name in others)
+        ):
             first, *rest = self._with_one_bos(row["text"]) or [None]
             if first is None:
                 raise InputError(f"{rows.where(i)}: column 'text' is empty; remove the row")
@@ -108,14 +132,20 @@ class Encoder:
             cell = [{"role": "assistant", "content": cell}] if isinstance(cell, str) else cell
             if not are_messages(cell) or [message["role"] for message in cell] != ["assistant"]:
                 what = "must be text, or a list of one message of the assistant"
-                raise InputError(f"{rows.where(i)}: column {completion_column!r} {what}; got {cell!r:.80}")
+                raise InputError(
+                    f"{rows.where(i)}: column {completion_column!r} {what}; got {cell!r:.80}"
+                )
             messages, turns = messages + cell, "last"
         elif row.get(completion_column) is not None and completion_column != (column or "messages"):
             what = f"the conversation ends with the assistant's turn, and column {completion_column!r} has one too"
             raise InputError(f"{rows.where(i)}: {what}; remove one of them")
         ends = [len(messages)]
         if turns == "all":
-            ends = [end for end in range(2, len(messages) + 1) if messages[end - 1]["role"] == "assistant"] or ends
+            ends = [
+                end
+                for end in range(2, len(messages) + 1)
+                if messages[end - 1]["role"] == "assistant"
+            ] or ends
         with rows.at(i):
             return [self.pair(messages[:end], row.get("tools")) for end in ends]
 
@@ -131,23 +161,36 @@ class Encoder:
         whole = self._template([*messages[:-1], turn], tools, add_generation_prompt=False)
         for name in [name for name in SAID if turn.get(name)]:
             silent = {key: value for key, value in turn.items() if key != name}
-            if whole == self._template([*messages[:-1], silent], tools, add_generation_prompt=False):
+            if whole == self._template(
+                [*messages[:-1], silent], tools, add_generation_prompt=False
+            ):
                 what = f"the assistant's turn has {name}, but the chat template leaves it out"
                 raise InputError(f"{what}; use a template that writes it, or remove the row")
         if whole is None:
-            return prompt, [*self.tokenizer(turn["content"], add_special_tokens=False).input_ids, eos]
+            return prompt, [
+                *self.tokenizer(turn["content"], add_special_tokens=False).input_ids,
+                eos,
+            ]
         if whole[: len(prompt)] != prompt:
             raise InputError("the chat template does not continue its own generation prompt")
         completion = whole[len(prompt) :]
-        end = completion.index(eos) if eos in completion else len(completion)  # templates add a newline after EOS
+        end = (
+            completion.index(eos) if eos in completion else len(completion)
+        )  # templates add a newline after EOS
         return prompt, [*completion[:end], eos]
 
     def conversation(self, cell: str | list[dict], column: str) -> list[dict]:
         """Return a cell, text of the user or messages, as messages."""
         if isinstance(cell, str):
             if SPELLED.fullmatch(cell):
-                raise InputError(f"column {column!r} is a text that spells messages; give a list in a .jsonl")
-            system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
+                raise InputError(
+                    f"column {column!r} is a text that spells messages; give a list in a .jsonl"
+                )
+            system = (
+                []
+                if self.system_prompt is None
+                else [{"role": "system", "content": self.system_prompt}]
+            )
             return [*system, {"role": "user", "content": cell}]
         if not are_messages(cell):
             what = f"column {column!r} must be text or a list of messages with role and content, both text"
@@ -170,7 +213,9 @@ class Encoder:
         elif self.chat:
             ids = self._template(messages, tools, add_generation_prompt=True)
         elif len(messages) > 1:
-            raise InputError("the prompt has several messages, but there is no chat template to use")
+            raise InputError(
+                "the prompt has several messages, but there is no chat template to use"
+            )
         else:
             ids = self._with_one_bos(messages[0]["content"])
             bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
@@ -186,7 +231,9 @@ class Encoder:
         bos = self.tokenizer.bos_token_id
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
-    def _template(self, messages: list[dict], tools: list | None, *, add_generation_prompt: bool) -> list[int] | None:
+    def _template(
+        self, messages: list[dict], tools: list | None, *, add_generation_prompt: bool
+    ) -> list[int] | None:
         """Return the token ids of messages, None without a template, which writes the special tokens itself."""
         if not self.chat:
             return None
@@ -194,12 +241,20 @@ class Encoder:
         if tools:
             options["tools"] = tools
             if not reads(self.tokenizer.get_chat_template(tools=tools), "tools"):
-                raise InputError("the row has tools, but the chat template does not read them; remove the column")
+                raise InputError(
+                    "the row has tools, but the chat template does not read them; remove the column"
+                )
         try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
-        except Exception as error:  # templates raise of their own: "roles must alternate", and whatever Jinja does
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=True, return_dict=False, **options
+            )
+        except (
+            Exception
+        ) as error:  # templates raise of their own: "roles must alternate", and whatever Jinja does
             roles = ", ".join(message["role"] for message in messages[:8])
-            raise InputError(f"the chat template does not take these messages ({roles}): {in_a_line(error)}") from error
+            raise InputError(
+                f"the chat template does not take these messages ({roles}): {in_a_line(error)}"
+            ) from error
 
 
 def without_nulls(message: dict) -> dict:
@@ -212,7 +267,11 @@ def are_messages(cell) -> bool:
     for message in cell if isinstance(cell, list) else ():
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return False
-        calls_alone = message["role"] == "assistant" and message.get("tool_calls") and message.get("content") is None
+        calls_alone = (
+            message["role"] == "assistant"
+            and message.get("tool_calls")
+            and message.get("content") is None
+        )
         if not calls_alone and not isinstance(message.get("content"), str):
             return False
     return isinstance(cell, list) and bool(cell)

@@ -39,7 +39,9 @@ class RowOrder:
 
     def first(self, batches: int) -> list[int]:
         """Return the indices that the first `batches` of a run take, each once."""
-        return RowOrder(self.size, self.batch_size, self.seed).take(min(self.size, batches * self.batch_size))
+        return RowOrder(self.size, self.batch_size, self.seed).take(
+            min(self.size, batches * self.batch_size)
+        )
 
     def after(self, batches: int) -> list[int]:
         """Return the batch that comes `batches` after the last one, without taking it; 0 is the last one."""

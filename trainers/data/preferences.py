@@ -104,7 +104,9 @@ class PairEncoder:
                         sides[side] = prompt, [*response[: limit - 1], self.tokenizer.eos_token_id]
             margin = rows.rows[i].get(column) or 0
             if not isinstance(margin, (int, float)) or not math.isfinite(margin):
-                raise InputError(f"{rows.where(i)}: column {column!r} must be a number, got {margin!r:.80}")
+                raise InputError(
+                    f"{rows.where(i)}: column {column!r} must be a number, got {margin!r:.80}"
+                )
             pair = Pair(*sides, margin=float(margin), where=rows.where(i))
             reason = self._unusable(pair)
             if reason is None:
@@ -117,7 +119,9 @@ class PairEncoder:
         if dropped:
             log(f"{rows.source}: dropped {sum(dropped.values())} of {len(rows)} pairs: {reasons}")
         if truncated:
-            log(f"{rows.source}: cut {truncated} of {2 * len(rows)} responses to max_response_length")
+            log(
+                f"{rows.source}: cut {truncated} of {2 * len(rows)} responses to max_response_length"
+            )
         return kept
 
     def _unusable(self, pair: Pair) -> str | None:

@@ -42,7 +42,9 @@ class Rows:
         row = self.rows[i]
         if row.get(column) is None:
             what = f"{self.where(i)}: column {column!r} is {'null' if column in row else 'missing'}"
-            raise InputError(f"{what}; the row has {sorted(row)}; name the right column with --{option}")
+            raise InputError(
+                f"{what}; the row has {sorted(row)}; name the right column with --{option}"
+            )
         return row[column]
 
     @contextlib.contextmanager
@@ -73,21 +75,33 @@ def read_dataset(name: str, config_name: str | None, split: str) -> list[dict]:
             if kind == ".csv":  # NA is a word, and the first column is one of the header's
                 options = {"keep_default_na": False, "na_values": [""], "index_col": False}
             loaded = datasets.load_dataset(kind[1:], data_files=name, split="train", **options)
-        elif any((Path(name) / mark).is_file() for mark in ("state.json", "dataset_dict.json")):  # of save_to_disk
+        elif any(
+            (Path(name) / mark).is_file() for mark in ("state.json", "dataset_dict.json")
+        ):  # of save_to_disk
             loaded = datasets.load_from_disk(name)
             loaded = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         else:
             if config_name is None and "main" in datasets.get_dataset_config_names(name):
                 config_name = "main"
             loaded = datasets.load_dataset(name, config_name, split=split)
-    except Exception as error:  # a missing split is a ValueError there, a missing file a DataFilesNotFoundError, …
+    except (
+        Exception
+    ) as error:  # a missing split is a ValueError there, a missing file a DataFilesNotFoundError, …
         what = f"dataset={name!r} (configuration {config_name}, split {split}) cannot be read as a file"
         reason = in_a_line(error.__cause__ or error)
-        raise InputError(f"{what} ({', '.join(FILES)}), a folder or a Hub dataset: {reason}") from error
+        raise InputError(
+            f"{what} ({', '.join(FILES)}), a folder or a Hub dataset: {reason}"
+        ) from error
     if loaded.info.builder_name == "csv":
-        guessed = [name for name, feature in loaded.features.items() if not feature.dtype.endswith("string")]
+        guessed = [
+            name
+            for name, feature in loaded.features.items()
+            if not feature.dtype.endswith("string")
+        ]
         if guessed:
-            log(f"{name}: {', '.join(guessed)} read as numbers, 007 as 7; a .jsonl file keeps text as it is")
+            log(
+                f"{name}: {', '.join(guessed)} read as numbers, 007 as 7; a .jsonl file keeps text as it is"
+            )
     return loaded.to_list()
 
 
@@ -118,23 +132,33 @@ def load_rows(name: str, config_name: str | None = None, split: str = "train") -
     return _checked(Rows(rows, name, numbers))
 
 
-def chosen_rows(option: str, given: Given, named: str | None, config_name: str | None, split: str) -> Rows:
+def chosen_rows(
+    option: str, given: Given, named: str | None, config_name: str | None, split: str
+) -> Rows:
     """Return the rows that Python gave for an option, or that the config names."""
     if given is None and named is None:
-        raise InputError(f"{option} is missing; give --{option}, or in Python train(config, {option}=rows)")
+        raise InputError(
+            f"{option} is missing; give --{option}, or in Python train(config, {option}=rows)"
+        )
     if given is None or isinstance(given, str):
         return load_rows(given or named, config_name, split)
     if "datasets" in sys.modules and isinstance(given, sys.modules["datasets"].Dataset):
         given = given.to_list()
     if not isinstance(given, list):
-        expected = "the name of a file or of a Hub dataset, a datasets.Dataset, or a list of dictionaries"
+        expected = (
+            "the name of a file or of a Hub dataset, a datasets.Dataset, or a list of dictionaries"
+        )
         raise InputError(f"{option}: expected {expected}, got {type(given).__name__}")
     return _checked(Rows(list(given), option))
 
 
-def load_train_eval(config: DataConfig, dataset: Given = None, eval_dataset: Given = None) -> tuple[Rows, Rows]:
+def load_train_eval(
+    config: DataConfig, dataset: Given = None, eval_dataset: Given = None
+) -> tuple[Rows, Rows]:
     """Return the rows to train on and the held-out rows: those given, or those that a run config names."""
-    train = chosen_rows("dataset", dataset, config.dataset, config.dataset_config, config.dataset_split)
+    train = chosen_rows(
+        "dataset", dataset, config.dataset, config.dataset_config, config.dataset_split
+    )
     if not config.eval_size:
         return train, Rows([], train.source)
     if config.eval_dataset is None and eval_dataset is None:
@@ -148,10 +172,14 @@ def load_train_eval(config: DataConfig, dataset: Given = None, eval_dataset: Giv
     configuration = config.eval_dataset_config
     if configuration is None and config.eval_dataset == config.dataset:
         configuration = config.dataset_config
-    held_out = chosen_rows("eval_dataset", eval_dataset, config.eval_dataset, configuration, config.eval_split)
+    held_out = chosen_rows(
+        "eval_dataset", eval_dataset, config.eval_dataset, configuration, config.eval_split
+    )
     if len(held_out) != config.eval_size:
         evaluated = min(len(held_out), config.eval_size)
-        log(f"{held_out.source}: evaluated on {evaluated} of {len(held_out)} held-out rows (--eval_size)")
+        log(
+            f"{held_out.source}: evaluated on {evaluated} of {len(held_out)} held-out rows (--eval_size)"
+        )
     return train, dataclasses.replace(held_out, rows=held_out.rows[: config.eval_size])
 
 

@@ -23,15 +23,23 @@ def reading_options(
     if not options.load_in_4bit:
         return {}
     if not adapters:
-        raise InputError("load_in_4bit: weights of 4 bits are not trained, only adapters to them; give --lora_rank")
+        raise InputError(
+            "load_in_4bit: weights of 4 bits are not trained, only adapters to them; give --lora_rank"
+        )
     if held.zero_stage == 3:
-        raise InputError("load_in_4bit: ZeRO 3 would split the weights, and 4 bits cannot be split; use zero_stage 2")
+        raise InputError(
+            "load_in_4bit: ZeRO 3 would split the weights, and 4 bits cannot be split; use zero_stage 2"
+        )
     if options.save_merged:
-        raise InputError("save_merged: weights of 4 bits cannot be merged; save the adapters, and merge them later")
+        raise InputError(
+            "save_merged: weights of 4 bits cannot be merged; save the adapters, and merge them later"
+        )
     return quantized(dtype, device)
 
 
-def quantized(dtype: torch.dtype, device: torch.device, option: str = "load_in_4bit") -> dict[str, object]:
+def quantized(
+    dtype: torch.dtype, device: torch.device, option: str = "load_in_4bit"
+) -> dict[str, object]:
     """Return the arguments of `from_pretrained` for weights of 4 bits, which an option requests."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise InputError(f"{option} needs bitsandbytes: pip install 'fused-rl[bnb]'")

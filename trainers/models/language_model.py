@@ -50,14 +50,21 @@ class LanguageModel(nn.Module):
             text, wrong = self.base.config.get_text_config(), None
             if self.base.base_model is self.base:
                 wrong = "no backbone apart from its head"
-            elif any(getattr(text, name, None) not in (None, 1, 1.0) for name in ("logit_scale", "logits_scaling")):
+            elif any(
+                getattr(text, name, None) not in (None, 1, 1.0)
+                for name in ("logit_scale", "logits_scaling")
+            ):
                 wrong = "config.logit_scale or logits_scaling, which the linear loss leaves out"
             elif type(self.head) not in (nn.Linear, WideHead):
                 wrong = f"an LM head of type {type(self.head).__name__}"
             if wrong is not None:
                 raise InputError(f"{type(self.base).__name__} has {wrong}; use --loss_from logits")
-            of_logits = head_dtype or tiles.default_logits_dtype(self.head.weight.dtype, self.head.weight.device)
-            if of_logits != self.head.weight.dtype:  # sampling and measuring use the distribution that is trained
+            of_logits = head_dtype or tiles.default_logits_dtype(
+                self.head.weight.dtype, self.head.weight.device
+            )
+            if (
+                of_logits != self.head.weight.dtype
+            ):  # sampling and measuring use the distribution that is trained
                 self.base.set_output_embeddings(WideHead(self.head))
 
     @property
@@ -102,16 +109,26 @@ class LanguageModel(nn.Module):
         places = mask.flatten().nonzero()[:, 0] if places is None else places
         targets, loss = input_ids[:, 1:].flatten()[places], None
         if self.loss_from == "logits":
-            logits = self._states(self.base, "logits", input_ids, places, packed)  # soft-capped, where the model is so
-            rows = fused_rl.token_logprobs(logits, targets, temperature=temperature, support=support)
+            logits = self._states(
+                self.base, "logits", input_ids, places, packed
+            )  # soft-capped, where the model is so
+            rows = fused_rl.token_logprobs(
+                logits, targets, temperature=temperature, support=support
+            )
         else:
             # Hidden states that predict a token that counts, and only they, meet the head.
-            hidden = self._states(self.base.base_model, "last_hidden_state", input_ids, places, packed)
+            hidden = self._states(
+                self.base.base_model, "last_hidden_state", input_ids, places, packed
+            )
             if through is not None:
                 return through(hidden, self)
             saves = token_loss is not None and support is None and not want_logits
-            fused = (token_loss, *(tensor.flatten()[places] for tensor in per_token)) if saves else None
-            rows, logits = self._through_head(hidden, targets, temperature, support, fused, want_logits)
+            fused = (
+                (token_loss, *(tensor.flatten()[places] for tensor in per_token)) if saves else None
+            )
+            rows, logits = self._through_head(
+                hidden, targets, temperature, support, fused, want_logits
+            )
             loss = rows.loss if fused else None
 
         nothing = rows.logprobs.new_zeros(mask.numel())
@@ -141,7 +158,9 @@ class LanguageModel(nn.Module):
             rows = fused_rl.linear_token_loss(*operands, *fused, **options)
         if want_logits:  # last: ZeRO 3 partitions the weight again after the head's own forward
             logits = head(hidden) if logits is None else logits
-            logits = logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+            logits = (
+                logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+            )
         return rows, logits
 
     def _states(self, module, output: str, input_ids, places, packed):
@@ -188,9 +207,13 @@ def readable(name: str, attention: str | None = None):
         yield
     except InputError:
         raise
-    except Exception as error:  # OSError, RuntimeError, JSON and safetensors errors: as many as ways to be broken
+    except (
+        Exception
+    ) as error:  # OSError, RuntimeError, JSON and safetensors errors: as many as ways to be broken
         problem = f"model={name!r} is neither a local folder with a model nor on the Hub, or it is damaged"
-        if attention is not None and (isinstance(error, ImportError) or "attn_implementation" in str(error)):
+        if attention is not None and (
+            isinstance(error, ImportError) or "attn_implementation" in str(error)
+        ):
             problem = f"attn_implementation={attention} cannot be used for model={name!r}"
         raise InputError(f"{problem}: {in_a_line(error)}") from error
 
@@ -214,21 +237,29 @@ def check_fits(
     for ids, where in rows:
         if max(ids) >= embedded:
             token = tokenizer.convert_ids_to_tokens(max(ids))
-            raise InputError(f"{where}: token {token!r} has id {max(ids)}, but the model embeds ids below {embedded}")
+            raise InputError(
+                f"{where}: token {token!r} has id {max(ids)}, but the model embeds ids below {embedded}"
+            )
         if len(ids) + more > limit:
             tokens = f"{len(ids)} tokens and up to {more} more" if more else f"{len(ids)} tokens"
-            raise InputError(f"{where}: {tokens}, but the model has {limit} positions; lower {remedy}")
+            raise InputError(
+                f"{where}: {tokens}, but the model has {limit} positions; lower {remedy}"
+            )
 
 
 def switch_off_dropout(model: nn.Module) -> None:
     """Set every dropout and layer-drop probability in a model to 0."""
     for module in model.modules():
         for name, value in vars(module).items():
-            if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(module, nn.Dropout))):
+            if isinstance(value, float) and (
+                "drop" in name or (name == "p" and isinstance(module, nn.Dropout))
+            ):
                 setattr(module, name, 0.0)
 
 
-def _read_lm(name: str, revision: str | None, adapters, device: torch.device, **options) -> nn.Module:
+def _read_lm(
+    name: str, revision: str | None, adapters, device: torch.device, **options
+) -> nn.Module:
     """Return a causal LM on its device, without its own sampling defaults: of `adapters`, where `name` holds such, the
     weights that they belong to. Refuse weights that are missing.
     """
@@ -239,7 +270,11 @@ def _read_lm(name: str, revision: str | None, adapters, device: torch.device, **
     reading = {"output_loading_info": True, "trust_remote_code": False, **options}
     with readable(name, options["attn_implementation"]):
         lm, report = AutoModelForCausalLM.from_pretrained(name, revision=revision, **reading)
-    hint = "; it is a reward model: a causal LM is needed" if "score.weight" in report["unexpected_keys"] else ""
+    hint = (
+        "; it is a reward model: a causal LM is needed"
+        if "score.weight" in report["unexpected_keys"]
+        else ""
+    )
     for kind in ("missing", "unexpected", "mismatched"):
         if keys := sorted(map(str, report[f"{kind}_keys"])):
             what = f"{len(keys)} {kind} weights for {type(lm).__name__}: {', '.join(keys[:5])}"
@@ -266,10 +301,15 @@ def load_lm(
     # Its weights.
     adapters = lora.find(name, revision)
     with_adapters = trainable and (adapters is not None or options.lora_rank > 0)
-    reading = {"dtype": engine.torch_dtype(held), "attn_implementation": options.attn_implementation}
+    reading = {
+        "dtype": engine.torch_dtype(held),
+        "attn_implementation": options.attn_implementation,
+    }
     if trainable:
         lora.check_options(options, adapters)
-        reading |= four_bit.reading_options(options, held, reading["dtype"], device, adapters=with_adapters)
+        reading |= four_bit.reading_options(
+            options, held, reading["dtype"], device, adapters=with_adapters
+        )
     lm = _read_lm(name, revision, adapters, device, **reading)
 
     # What of it is trained.
@@ -298,7 +338,9 @@ def load_to_sample(
     """Return a transformers causal LM to sample from, adapters merged in, without sampling defaults."""
     adapters = lora.find(name, revision)
     if adapters is not None and quantized:
-        raise InputError(f"{name!r} are adapters, which cannot be merged into weights of 4 bits; merge and save them")
+        raise InputError(
+            f"{name!r} are adapters, which cannot be merged into weights of 4 bits; merge and save them"
+        )
     reading = {"dtype": dtype, "attn_implementation": attn_implementation} | quantized
     lm = _read_lm(name, revision, adapters, device, **reading)
     lm = lm if adapters is None else lora.continued(lm, name, revision).merge_and_unload()
@@ -307,7 +349,11 @@ def load_to_sample(
 
 def save(trained, tokenizer, folder: Path, write: Callable[[Path, dict | None], None]) -> None:
     """Have rank 0 `write` a model, and its tokenizer, complete or not at all. Call on all ranks."""
-    state = trained._zero3_consolidated_16bit_state_dict() if trained.zero_optimization_stage() == 3 else None
+    state = (
+        trained._zero3_consolidated_16bit_state_dict()
+        if trained.zero_optimization_stage() == 3
+        else None
+    )
     if ranks.rank() == 0:
         with whole_folder(folder) as unfinished:
             write(unfinished, state)

@@ -23,7 +23,9 @@ def find(name: str, revision: str | None = None) -> "LoraConfig | None":
     except OSError:  # no folder and no name of the Hub: reading the model says so
         return None
     config = peft.PeftConfig.from_pretrained(name, revision=revision)
-    plain = isinstance(config, peft.LoraConfig) and not config.use_dora and not config.modules_to_save
+    plain = (
+        isinstance(config, peft.LoraConfig) and not config.use_dora and not config.modules_to_save
+    )
     if not plain or config.bias != "none" or not config.base_model_name_or_path:
         what = "adapters other than plain LoRA, or without the name of their model"
         raise InputError(f"{name!r} holds {what}: merge them into their model with peft first")
@@ -75,14 +77,20 @@ def _new(model: nn.Module, head: nn.Module, task: str, options: ModelConfig):
     if targets != ALL_LINEAR:
         targets = [part.strip() for part in targets.split(",")]
         # peft would skip a name that no layer has if another one is found.
-        modules = [(name, module) for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
+        modules = [
+            (name, module)
+            for name, module in model.named_modules()
+            if isinstance(module, (nn.Linear, Conv1D))
+        ]
         inside = [f".{name}" for name, module in modules if module is not head]
         for target in targets:
             if not any(name.endswith(f".{target}") for name in inside):
                 known = ", ".join(sorted({name.rpartition(".")[2] for name in inside}))
                 what = f"{type(model).__name__} has no linear layer {target!r} that can be adapted"
                 raise InputError(f"lora_targets: {what}; choose from {known} or {ALL_LINEAR}")
-    return peft.LoraConfig(r=options.lora_rank, lora_alpha=options.lora_alpha, target_modules=targets, task_type=task)
+    return peft.LoraConfig(
+        r=options.lora_rank, lora_alpha=options.lora_alpha, target_modules=targets, task_type=task
+    )
 
 
 def merged(state: dict, model: nn.Module) -> dict:
@@ -97,7 +105,9 @@ def merged(state: dict, model: nn.Module) -> dict:
                 a, b = (state[f"{name}.lora_{side}.default.weight"].float() for side in "AB")
                 layer = model.get_submodule(name)
                 update = layer.scaling["default"] * (b @ a).to(value.device)
-                value = (value.float() + (update.T if layer.fan_in_fan_out else update)).to(value.dtype)
+                value = (value.float() + (update.T if layer.fan_in_fan_out else update)).to(
+                    value.dtype
+                )
             key = f"{name}.{kind}"
         plain[key] = value
     return plain

@@ -17,7 +17,10 @@ from fused_rl.trainers.base.screen import log
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.batch import Batch, make_batch, on_device
 
-WINDOWS = ("sliding_window", "attention_chunk_size")  # of a config: attention that ends before the row does
+WINDOWS = (
+    "sliding_window",
+    "attention_chunk_size",
+)  # of a config: attention that ends before the row does
 MASKED = ("sdpa", "eager")  # attention that takes a mask of its own for every row
 LONGER = (1, 1.5, 2, 4)  # than the longest sequence: rows that are tried
 
@@ -39,9 +42,18 @@ class Packed(NamedTuple):
         # The mask as the model adds it, in rows aligned to 8 elements.
         rows, _, length, _ = self.attention_mask.shape
         aligned = -(-length // 8) * 8
-        added = torch.full((rows, 1, length, aligned), -torch.inf, dtype=lm.dtype, device=self.attention_mask.device)
+        added = torch.full(
+            (rows, 1, length, aligned),
+            -torch.inf,
+            dtype=lm.dtype,
+            device=self.attention_mask.device,
+        )
         added = added[..., :length].masked_fill_(self.attention_mask, 0)
-        given = {"input_ids": self.input_ids, "position_ids": self.position_ids, "attention_mask": added}
+        given = {
+            "input_ids": self.input_ids,
+            "position_ids": self.position_ids,
+            "attention_mask": added,
+        }
         found = module(**given, use_cache=False)[output]
         return found.flatten(0, 1)[self.states]
 
@@ -75,13 +87,17 @@ def costs_of(lm: nn.Module) -> Costs:
     head = lm.get_output_embeddings()  # a classifier has none
     outside = {lm.get_input_embeddings().weight} | ({head.weight} if head is not None else set())
     inside -= sum(weight.numel() for weight in outside)
-    return Costs(token=2 * inside, pair=4 * text.num_hidden_layers * text.num_attention_heads * width)
+    return Costs(
+        token=2 * inside, pair=4 * text.num_hidden_layers * text.num_attention_heads * width
+    )
 
 
 def responses_per_row(costs: Costs, prompt: int, response: int, copies: int) -> int:
     """Return how many of `copies` responses to a prompt are cheapest in one row, by their lengths in tokens."""
     counts = range(1, copies + 1)
-    return min(counts, key=lambda in_row: costs.of(-(-copies // in_row), prompt + in_row * response))
+    return min(
+        counts, key=lambda in_row: costs.of(-(-copies // in_row), prompt + in_row * response)
+    )
 
 
 def _packed(batch: Batch, row: torch.Tensor, start: torch.Tensor, shared: torch.Tensor) -> Packed:
@@ -95,7 +111,9 @@ def _packed(batch: Batch, row: torch.Tensor, start: torch.Tensor, shared: torch.
     """
     # The place of each token in the flattened rows. Its segment is 0 where shared, else that of its sequence.
     skipped = torch.where(start > 0, shared, 0)
-    end = batch.prompt_lengths.clamp(max=batch.input_ids.shape[1]) + (batch.response_lengths - 1).clamp(min=0)
+    end = batch.prompt_lengths.clamp(max=batch.input_ids.shape[1]) + (
+        batch.response_lengths - 1
+    ).clamp(min=0)
     width = int((start + end - skipped).max())
 
     def place(sequence: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
@@ -108,7 +126,9 @@ def _packed(batch: Batch, row: torch.Tensor, start: torch.Tensor, shared: torch.
     segment = torch.where(token < shared[sequence], 0, sequence + 1)
     layout = torch.zeros(3, (int(row.max()) + 1) * width, dtype=torch.int64)
     layout[2] = -1  # padding
-    layout[:, place(sequence, token)] = torch.stack([sequence * len(position) + token, token, segment])
+    layout[:, place(sequence, token)] = torch.stack(
+        [sequence * len(position) + token, token, segment]
+    )
 
     # All of it goes to the device at once. A token sees its own segment and segment 0, and none after it.
     device = batch.input_ids.device
@@ -123,10 +143,14 @@ def _packed(batch: Batch, row: torch.Tensor, start: torch.Tensor, shared: torch.
 
 def pack(batch: Batch, in_row: int) -> Packed:
     """Return the sequences of `batch` in rows of at most `in_row` neighbours that have the same prompt."""
-    _, group, sizes = torch.unique_consecutive(batch.prompts, return_inverse=True, return_counts=True)
+    _, group, sizes = torch.unique_consecutive(
+        batch.prompts, return_inverse=True, return_counts=True
+    )
     first = (torch.arange(len(group)) - (sizes.cumsum(0) - sizes)[group]) % in_row == 0
     row = first.cumsum(0) - 1
-    prompt = batch.prompt_lengths.clamp(max=batch.input_ids.shape[1])  # `rows` cuts prompts that have no response
+    prompt = batch.prompt_lengths.clamp(
+        max=batch.input_ids.shape[1]
+    )  # `rows` cuts prompts that have no response
     fed = (batch.response_lengths - 1).clamp(min=0)
     before = fed.cumsum(0) - fed
     start = torch.where(first, 0, prompt + before - before[first][row])
@@ -215,12 +239,16 @@ def why_not(lm: nn.Module, longest: int) -> str | None:
         alone = alone[batch.response_mask].float()
         together = pack(batch, 2).states_of(lm, lm.base_model, "last_hidden_state").float()
     except Exception as error:  # a model without position_ids, or with a mask of another form: each says so its own way
-        return f"{type(lm).__name__} takes no mask and positions of its own ({type(error).__name__})"
+        return (
+            f"{type(lm).__name__} takes no mask and positions of its own ({type(error).__name__})"
+        )
     finally:
         lm.train(training)
     if (alone - together).abs().max() / alone.std() <= 0.05:
         return None
-    return f"{type(lm).__name__} computes other states, and so other logits, under a mask of its own"
+    return (
+        f"{type(lm).__name__} computes other states, and so other logits, under a mask of its own"
+    )
 
 
 def agreed_costs(

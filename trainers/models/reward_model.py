@@ -54,18 +54,31 @@ class RewardModel(nn.Module):
         revision = options.get("revision")
         if lora.find(name, revision) is not None:
             what = f"{name!r} holds adapters alone, and a reward model or critic starts from whole weights"
-            raise InputError(f"{what}: save them with --save_merged, or name another model (PPO: --critic FOLDER)")
-        reading = {"dtype": dtype, "output_loading_info": True, "trust_remote_code": False, **options}
+            raise InputError(
+                f"{what}: save them with --save_merged, or name another model (PPO: --critic FOLDER)"
+            )
+        reading = {
+            "dtype": dtype,
+            "output_loading_info": True,
+            "trust_remote_code": False,
+            **options,
+        }
         with readable(name, options.get("attn_implementation")):
             config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
             trained = has_score_head(config)
             config.num_labels = config.num_labels if trained else 1
-            classifier, report = AutoModelForSequenceClassification.from_pretrained(name, config=config, **reading)
+            classifier, report = AutoModelForSequenceClassification.from_pretrained(
+                name, config=config, **reading
+            )
         if config.num_labels != 1:
-            raise InputError(f"{name!r} has num_labels={config.num_labels}; a reward is one number: give a causal LM")
+            raise InputError(
+                f"{name!r} has num_labels={config.num_labels}; a reward is one number: give a causal LM"
+            )
         lacking = set(report["missing_keys"])
         if lacking - {"score.weight"} or (trained and lacking):
-            raise InputError(f"{name!r} lacks weights of {type(classifier).__name__}: {sorted(lacking)[:5]}")
+            raise InputError(
+                f"{name!r} lacks weights of {type(classifier).__name__}: {sorted(lacking)[:5]}"
+            )
 
         model = cls(classifier)
         if lacking:
@@ -102,7 +115,9 @@ class RewardModel(nn.Module):
             ValueError: shapes that differ, or a row without a token.
         """
         if packed is not None:
-            return self.scores_of(packed.states_of(self.classifier, self.classifier.base_model, "last_hidden_state"))
+            return self.scores_of(
+                packed.states_of(self.classifier, self.classifier.base_model, "last_hidden_state")
+            )
         if attention_mask.shape != input_ids.shape:
             shapes = f"{tuple(input_ids.shape)} and {tuple(attention_mask.shape)}"
             raise ValueError(f"input_ids and attention_mask must both be (B, T), got {shapes}")
@@ -110,13 +125,21 @@ class RewardModel(nn.Module):
         lengths = attended.sum(1)
         counts = lengths.tolist()  # the one wait for the device
         if not all(counts):
-            raise ValueError(f"rows {[i for i, n in enumerate(counts) if not n]} have no attended token to score")
+            raise ValueError(
+                f"rows {[i for i, n in enumerate(counts) if not n]} have no attended token to score"
+            )
         width = max(counts)
         front = (~attended).byte().argsort(dim=1, stable=True)[:, :width]
         pads = torch.arange(width, device=lengths.device) >= lengths[:, None]
-        tokens = input_ids.gather(1, front).masked_fill(pads, 0)  # a pad id may lie outside the vocabulary
-        everything = torch.ones_like(tokens)  # says so: without a mask some models warn of pads, or look for them
-        backbone = self.classifier.base_model(input_ids=tokens, attention_mask=everything, use_cache=False)
+        tokens = input_ids.gather(1, front).masked_fill(
+            pads, 0
+        )  # a pad id may lie outside the vocabulary
+        everything = torch.ones_like(
+            tokens
+        )  # says so: without a mask some models warn of pads, or look for them
+        backbone = self.classifier.base_model(
+            input_ids=tokens, attention_mask=everything, use_cache=False
+        )
         hidden = backbone.last_hidden_state
         return self.scores_of(hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1])
 
@@ -140,7 +163,9 @@ class RewardModel(nn.Module):
         scores = scores.double()
         mean, std = scores.mean().item(), scores.std().item()
         if not 0 < std < math.inf:
-            raise InputError(f"{len(scores)} reference scores with standard deviation {std} cannot be normalised")
+            raise InputError(
+                f"{len(scores)} reference scores with standard deviation {std} cannot be normalised"
+            )
         # Plain numbers in the config, not buffers: an engine would round those to bf16.
         self.set_normalization(self.score_mean + self.score_std * mean, self.score_std * std)
 
@@ -166,7 +191,9 @@ class Critic(RewardModel):
 
     def forward(self, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return the expected return (B, T - 1) fp32 before each token of `input_ids` (B, T); 0 where masked."""
-        hidden = self.classifier.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
+        hidden = self.classifier.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[
+            :, :-1
+        ]
         return torch.where(mask, self.scores_of(hidden), 0)
 
 
@@ -187,7 +214,9 @@ def load_reward_model(
 ) -> RewardModel:
     """Return a reward model, or a critic, on its device."""
     reading = {"revision": revision, "attn_implementation": options.attn_implementation}
-    model = kind.from_pretrained(name, dtype=engine.torch_dtype(held), adapters=options, **reading).to(device)
+    model = kind.from_pretrained(
+        name, dtype=engine.torch_dtype(held), adapters=options, **reading
+    ).to(device)
     if options.gradient_checkpointing:
         model.classifier.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -206,7 +235,9 @@ def check_finite(scores: torch.Tensor, rows: list[str]) -> None:
     bad = (~scores.isfinite()).nonzero()[:, 0].unique().tolist()
     if bad:
         found = "; ".join(f"{rows[i]}: {scores[i].tolist()}" for i in bad[:10])
-        raise InputError(f"{len(bad)} of {len(scores)} rows have a score that is NaN or infinite: {found}")
+        raise InputError(
+            f"{len(bad)} of {len(scores)} rows have a score that is NaN or infinite: {found}"
+        )
 
 
 def has_score_head(config) -> bool:

@@ -103,7 +103,9 @@ class CreditConfig(RolloutConfig, KLConfig):
         Needs("kl_horizon", lambda config: config.kl_target is not None, without("--kl_target")),
         Needs(
             "kl_horizon",
-            lambda config: config.kl_horizon > LARGEST_ERROR * config.prompts_per_step * config.group_size,
+            lambda config: (
+                config.kl_horizon > LARGEST_ERROR * config.prompts_per_step * config.group_size
+            ),
             f"lets one step turn the sign of kl_coef; give more than {LARGEST_ERROR} * prompts_per_step * group_size",
         ),
     )
@@ -132,7 +134,9 @@ class Experience:
         return replace(self, measured=self.measured.rows(index, width), **of_tokens)
 
 
-def token_rewards(scores: torch.Tensor, kl: torch.Tensor, mask: torch.Tensor, kl_coef: float) -> torch.Tensor:
+def token_rewards(
+    scores: torch.Tensor, kl: torch.Tensor, mask: torch.Tensor, kl_coef: float
+) -> torch.Tensor:
     """(B, T - 1): minus each token's KL, and the score (B,) at the last one; an empty response gets nothing."""
     later = mask.flip(1).cumsum(1).flip(1)  # tokens of the response from here on
     scores = scores[:, None].to(kl.device, non_blocking=True)
@@ -147,11 +151,15 @@ def advantages_and_returns(
     everyone = ranks.all_ranks()
     if config.whiten_rewards:
         rewards = whiten(rewards, mask, shift_mean=False, process_group=everyone)
-    advantages, returns = fused_rl.gae(rewards, values, mask, gamma=config.gamma, gae_lambda=config.gae_lambda)
+    advantages, returns = fused_rl.gae(
+        rewards, values, mask, gamma=config.gamma, gae_lambda=config.gae_lambda
+    )
     if config.value_gae_lambda is not None:
         gae_lambda = config.value_gae_lambda
         _, returns = fused_rl.gae(rewards, values, mask, gamma=config.gamma, gae_lambda=gae_lambda)
-    return whiten(advantages, mask, process_group=everyone) if config.whiten_advantages else advantages, returns
+    return whiten(
+        advantages, mask, process_group=everyone
+    ) if config.whiten_advantages else advantages, returns
 
 
 def adapted(kl_coef: float, kl: float, responses: int, target: float, horizon: float) -> float:
@@ -175,7 +183,10 @@ def experience_metrics(experience: Experience, group_size: int, step: int) -> di
     mask = experience.mask
     tokens = ranks.global_sum(mask.sum()).item()
     sums = Sums(step)
-    sums.add(fused_rl.value_loss(values, values, experience.returns, mask, num_tokens=tokens)[1], rollout.batch.where)
+    sums.add(
+        fused_rl.value_loss(values, values, experience.returns, mask, num_tokens=tokens)[1],
+        rollout.batch.where,
+    )
     metrics["val/var_explained"] = explained_variance(sums.over_ranks())
     return metrics | win_rate(experience.scores, rollout.solved, group_size)
 

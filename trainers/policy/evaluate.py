@@ -33,7 +33,9 @@ def share_of_rank(prompts: list[Prompt]) -> HeldOut:
 
 @torch.no_grad()
 def evaluate(
-    policy: Policy, held_out: HeldOut, further: Callable[[list[Sample], int], dict[str, float]] | None = None
+    policy: Policy,
+    held_out: HeldOut,
+    further: Callable[[list[Sample], int], dict[str, float]] | None = None,
 ) -> tuple[dict[str, float], list[dict]]:
     """Greedy and sampled accuracy on held-out problems, a few responses, and what `further` returns of those sampled
     here, of which the first so many count; leaves the random state as it was.
@@ -46,7 +48,9 @@ def evaluate(
         with torch.random.fork_rng():
             torch.manual_seed(config.seed + ranks.rank())
             greedy = policy.roll_out(held_out.prompts, greedy_sampling, 1)
-            sampled = policy.roll_out(held_out.prompts, policy.sampling, k, Seeds(config.seed + ranks.rank()))
+            sampled = policy.roll_out(
+                held_out.prompts, policy.sampling, k, Seeds(config.seed + ranks.rank())
+            )
         parts = torch.arange(len(sampled.samples)).split(config.micro_batch_size)
         measured = measure(policy, sampled.batch, list(parts), exact_kl=policy.has_reference)
 
@@ -56,7 +60,9 @@ def evaluate(
     if measured.kl is not None:
         sums["kl_exact"] = measured.kl[first].sum().cpu() / k
     totals = ranks.global_sums(sums)
-    found = solved_metrics(policy.scorers, totals) | {"entropy": totals["entropy"] / max(totals["tokens"], 1)}
+    found = solved_metrics(policy.scorers, totals) | {
+        "entropy": totals["entropy"] / max(totals["tokens"], 1)
+    }
     if measured.kl is not None:
         found["kl_exact"] = totals["kl_exact"] / totals["problems"]
     found |= {key: struck + sampled.incidents[key] for key, struck in greedy.incidents.items()}
@@ -69,7 +75,9 @@ def evaluate(
     return metrics, shown + policy.shown
 
 
-def solved_sums(scorers: Sequence[Scorer], greedy: Rollout, sampled: Rollout, count: int) -> dict[str, torch.Tensor]:
+def solved_sums(
+    scorers: Sequence[Scorer], greedy: Rollout, sampled: Rollout, count: int
+) -> dict[str, torch.Tensor]:
     """Return sums over the first `count` problems, with one greedy response and k adjacent sampled ones to each."""
     k = len(sampled.samples) // len(greedy.samples)
     right = sampled.solved.view(-1, k)[:count]
@@ -83,7 +91,9 @@ def solved_sums(scorers: Sequence[Scorer], greedy: Rollout, sampled: Rollout, co
         "judged": judged(scorers, greedy)[:count].sum() + judged(scorers, sampled)[first].sum(),
     }
     sums |= {name: of_problems.sum() for name, of_problems in pass_at(right).items()}
-    return sums | outcome_sums(sampled.solved[first], sampled.lengths[first], sampled.stopped[first])
+    return sums | outcome_sums(
+        sampled.solved[first], sampled.lengths[first], sampled.stopped[first]
+    )
 
 
 def solved_metrics(scorers: Sequence[Scorer], totals: dict[str, float]) -> dict[str, float]:
@@ -95,7 +105,9 @@ def solved_metrics(scorers: Sequence[Scorer], totals: dict[str, float]) -> dict[
         names += [name for name in totals if name.startswith(("accuracy_", "pass_at_"))]
     elif judges:
         count = round(totals["problems"] + totals["responses"])
-        log(f"solved: {' and '.join(judges)} returned None for all {count} responses (is a `return` missing?)")
+        log(
+            f"solved: {' and '.join(judges)} returned None for all {count} responses (is a `return` missing?)"
+        )
     elif scorers:
         log("solved: no scorer here says what is solved; --solved_at says from which score on")
     return {name: totals[name] / totals["problems"] for name in names} | outcomes(totals, known)

@@ -60,7 +60,10 @@ class GroupConfig(RolloutConfig, LossConfig):
         ),
         Needs(
             "advantage",
-            lambda config: config.advantage != "gdpo" or (not config.overlong_buffer and config.kl_in == "loss"),
+            lambda config: (
+                config.advantage != "gdpo"
+                or (not config.overlong_buffer and config.kl_in == "loss")
+            ),
             "is of the scorers' rewards alone: give no overlong_buffer, and --kl_in loss",
         ),
         Needs(
@@ -69,7 +72,9 @@ class GroupConfig(RolloutConfig, LossConfig):
             without("--zero_variance refill"),
         ),
         Needs(
-            "lag", lambda config: config.zero_variance != "refill", "draws before refills are known; drop one of them"
+            "lag",
+            lambda config: config.zero_variance != "refill",
+            "draws before refills are known; drop one of them",
         ),
         Needs(
             "overlong_factor",
@@ -127,7 +132,9 @@ def advantages_of(
     if advantage == "opo":
         options["lengths"] = rollout.lengths.to(rewards.device)[at]
     elif advantage == "gdpo":
-        compared = torch.stack([rollout.scores[scorer.name].nan_to_num() for scorer in scorers]).to(rewards.device)
+        compared = torch.stack([rollout.scores[scorer.name].nan_to_num() for scorer in scorers]).to(
+            rewards.device
+        )
         options["weights"] = rewards.new_tensor([scorer.weight for scorer in scorers])
     found = fused_rl.response_advantages(compared[..., at], advantage, **options)
     return torch.zeros_like(rewards, dtype=found.dtype).index_copy(0, at, found)
@@ -135,7 +142,10 @@ def advantages_of(
 
 def keeps_groups(config: GroupConfig, world: int) -> bool:
     """Return True if every minibatch is of whole groups, as it must be to share prompts."""
-    return config.share_prompts is not False and config.prompts_per_step // world % config.minibatches == 0
+    return (
+        config.share_prompts is not False
+        and config.prompts_per_step // world % config.minibatches == 0
+    )
 
 
 def group_metrics(config: GroupConfig, rollout: Rollout, step: int) -> dict[str, float]:
@@ -149,7 +159,10 @@ def group_metrics(config: GroupConfig, rollout: Rollout, step: int) -> dict[str,
         "frac_groups_all_solved": solved.all(1),
         "frac_groups_none_solved": ~solved.any(1),
     }
-    columns = {"reward": rewards, "overlong_penalty": overlong_penalty(config, rollout.batch.response_lengths)}
+    columns = {
+        "reward": rewards,
+        "overlong_penalty": overlong_penalty(config, rollout.batch.response_lengths),
+    }
     columns |= {name: values.repeat_interleave(size) for name, values in of_groups.items()}
     metrics = rollout_metrics(rollout, columns, step)
     metrics["groups/sampled"] = float(len(rewards) * ranks.world_size())
@@ -183,7 +196,9 @@ def collect(
     rollouts = []
     found = 0
     while not rollouts or (found < wanted and len(rollouts) <= refills):
-        rollout = policy.roll_out(more(wanted - found) if rollouts else prompts, policy.sampling, config.group_size)
+        rollout = policy.roll_out(
+            more(wanted - found) if rollouts else prompts, policy.sampling, config.group_size
+        )
         rewards = rollout.rewards - overlong_penalty(config, rollout.batch.response_lengths)
         rollouts.append(replace(rollout, rewards=rewards))
         found += int(ranks.global_sum((~equal_rewards(rewards, config.group_size)).sum()).item())
@@ -199,7 +214,9 @@ def collect(
         everyone = torch.ones(len(everything.samples), dtype=torch.bool)
         return Groups(everything, everyone, metrics | {"groups/trained": float(wanted)})
     share, counts = _share(config, everything)
-    return Groups(_joined(policy, share), counts, metrics | {"groups/trained": float(min(found, wanted))})
+    return Groups(
+        _joined(policy, share), counts, metrics | {"groups/trained": float(min(found, wanted))}
+    )
 
 
 def _joined(policy: Policy, rollouts: list[Rollout]) -> Rollout:
@@ -224,8 +241,17 @@ def _share(config: GroupConfig, rollout: Rollout) -> tuple[list[Rollout], torch.
     mine = []
     for i, is_equal in enumerate(equal):
         at = slice(i * size, (i + 1) * size)
-        parts = {"samples": rollout.samples[at], "rewards": rollout.rewards[at], "solved": rollout.solved[at]}
-        mine.append((not is_equal, replace(rollout, batch=None, scores={}, seconds={}, incidents={}, **parts)))
+        parts = {
+            "samples": rollout.samples[at],
+            "rewards": rollout.rewards[at],
+            "solved": rollout.solved[at],
+        }
+        mine.append(
+            (
+                not is_equal,
+                replace(rollout, batch=None, scores={}, seconds={}, incidents={}, **parts),
+            )
+        )
     every = sum(ranks.gather(mine), [])
 
     # Those with a signal first, and of them no more than a step has.
@@ -234,7 +260,9 @@ def _share(config: GroupConfig, rollout: Rollout) -> tuple[list[Rollout], torch.
     # The fewest groups that hold them, as many for each rank, and that divide into the minibatches.
     world = ranks.world_size()
     whole = config.minibatches if keeps_groups(config, world) else 1
-    multiple = world * math.lcm(whole, config.minibatches // math.gcd(config.minibatches, config.group_size))
+    multiple = world * math.lcm(
+        whole, config.minibatches // math.gcd(config.minibatches, config.group_size)
+    )
     count = multiple * max(1, math.ceil(len(kept) / multiple))
     share = (kept + others)[:count][ranks.rank() :: world]
     counts = torch.tensor([has_signal for has_signal, _ in share]).repeat_interleave(size)

@@ -32,9 +32,12 @@ if TYPE_CHECKING:
 else:
     _OfTheLoss = derived(PolicyLossOptions, kl_coef=0.0, entropy_coef=0.0)
 NO_REFERENCE = (
-    "has no meaning with kl_coef=0 and kl_every=0, where no reference is loaded; leave it out, or give --kl_coef"
+    "has no meaning with kl_coef=0 and kl_every=0, where no reference is loaded; "
+    "leave it out, or give --kl_coef"
 )
-NOTHING_PAID = "has no meaning with kl_coef=0, where no KL is paid for; leave it out, or give --kl_coef"
+NOTHING_PAID = (
+    "has no meaning with kl_coef=0, where no KL is paid for; leave it out, or give --kl_coef"
+)
 MAIN = (*config.MAIN, "verifiers", "prompts_per_step", "max_new_tokens", "temperature")
 
 
@@ -98,7 +101,9 @@ def loss_options(config: LossConfig, **changes) -> PolicyLossOptions:
         given["surrogate"] = load_function("surrogate", str(given["surrogate"]))
     if config.surrogate_options:
         function = given["surrogate"]
-        given["surrogate"] = functools.update_wrapper(functools.partial(function, **config.surrogate_options), function)
+        given["surrogate"] = functools.update_wrapper(
+            functools.partial(function, **config.surrogate_options), function
+        )
     try:
         return resolve_options(config.preset, given | changes)
     except ValueError as error:
@@ -117,9 +122,13 @@ class KLConfig(LossConfig):
     @property
     def estimator(self) -> str:
         """Return the chosen estimator, or the right one for `kl_in`."""
-        return self.kl_estimator or ("k1" if self.kl_in == "reward" else fused_rl.PolicyLossOptions.kl_estimator)
+        return self.kl_estimator or (
+            "k1" if self.kl_in == "reward" else fused_rl.PolicyLossOptions.kl_estimator
+        )
 
-    def kl_of_tokens(self, old: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def kl_of_tokens(
+        self, old: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
         """Return (B, T - 1) nats, 0 where masked: the KL in the reward, from log-probabilities before the update."""
         found = fused_rl.kl_estimate(old, reference, self.estimator, old_logprobs=old)
         return torch.where(mask, found, 0)

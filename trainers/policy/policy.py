@@ -73,7 +73,11 @@ class Policy:
             response = part.response_lengths.double().mean().item()
             in_row = responses_per_row(self.costs, prompt, response, copies)
             packed = pack(part, in_row) if in_row > 1 else None
-        scored = {"input_ids": part.input_ids, "mask": part.response_mask, "temperature": self.config.temperature}
+        scored = {
+            "input_ids": part.input_ids,
+            "mask": part.response_mask,
+            "temperature": self.config.temperature,
+        }
         return scored | {"packed": packed, "places": part.places(), "support": part.support}
 
     def publish(self, step: int) -> None:
@@ -90,31 +94,43 @@ class Policy:
         metrics = mismatch(rollout, old_logprobs, self.loss_options(self.config.kl_coef))
         if metrics:
             metrics["rollout/weight_version"] = float(self.published)
-        if self.config.server is not None and not self.config.lag:  # with `lag` the probe alone verifies a server
+        if (
+            self.config.server is not None and not self.config.lag
+        ):  # with `lag` the probe alone verifies a server
             check_bound(metrics, exact=self.model.module.base.dtype == torch.float32)
         return metrics
 
     def loss_options(self, kl_coef: float) -> PolicyLossOptions:
         """Return the options of the loss with this weight of the KL."""
-        in_loss = kl_coef if self.config.kl_in == "loss" else 0.0  # what the rewards pay for is not paid for again
+        in_loss = (
+            kl_coef if self.config.kl_in == "loss" else 0.0
+        )  # what the rewards pay for is not paid for again
         return loss_options(self.config, kl_estimator=self.config.estimator, kl_coef=in_loss)
 
     def begin_step(self, step: int, prompts_of: Callable[[int], list[Prompt]]) -> None:
         """Begin a step; with `lag`, sample later rollouts meanwhile, of the prompts so many steps after it."""
         if self.config.lag:
             known = (step, self.config.steps, prompts_of, self.config.group_size)
-            self.published = self.sampler.begin(*known, lambda n: replace(self.sampling, seeds=self.seeds.draw(n)))
+            self.published = self.sampler.begin(
+                *known, lambda n: replace(self.sampling, seeds=self.seeds.draw(n))
+            )
 
-    def roll_out(self, prompts: list[Prompt], sampling: Sampling, copies: int, seeds: Seeds | None = None) -> Rollout:
+    def roll_out(
+        self, prompts: list[Prompt], sampling: Sampling, copies: int, seeds: Seeds | None = None
+    ) -> Rollout:
         """`copies` scored responses to each of this rank's prompts; an evaluation has `seeds` of its own."""
         if sampling.temperature:
             sampling = replace(sampling, seeds=(seeds or self.seeds).draw(copies * len(prompts)))
         vocab = self.model.module.base.config.get_text_config().vocab_size
         known = {"copies": copies, "vocab": vocab}
-        rollout = roll_out(self.sampler, self.scorers, prompts, sampling, self.tokenizer, self.device, **known)
+        rollout = roll_out(
+            self.sampler, self.scorers, prompts, sampling, self.tokenizer, self.device, **known
+        )
         if sampling.temperature and seeds is None:
             count, seed = self.config.show_samples // 2, f"{self.config.seed} {self.published}"
-            self.shown = shown_of("training", rollout, range(len(rollout.samples)), count, seed, self.tokenizer)
+            self.shown = shown_of(
+                "training", rollout, range(len(rollout.samples)), count, seed, self.tokenizer
+            )
         return rollout
 
     def loss(
@@ -144,16 +160,22 @@ class Policy:
         # The forward pass, by the way that the loss allows.
         tokens = (None if on_policy else old_logprobs, advantages, mask)
         chosen = options["options"]
-        is_token_level = wide_option(chosen) is None and not callable(chosen.surrogate)  # a user's may read anything
+        is_token_level = wide_option(chosen) is None and not callable(
+            chosen.surrogate
+        )  # a user's may read anything
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             if options.get("rollout_logprobs") is None and is_token_level:
                 token_loss, per_token = fused_rl.policy_token_loss(*tokens, **options)
                 scored = self.model(**self.inputs(part), token_loss=token_loss, per_token=per_token)
-                _, metrics = fused_rl.policy_loss(scored.logprobs, *tokens, entropy=scored.entropy, **options)
+                _, metrics = fused_rl.policy_loss(
+                    scored.logprobs, *tokens, entropy=scored.entropy, **options
+                )
                 loss = scored.loss
             else:
                 scored = self.model(**self.inputs(part))
-                loss, metrics = fused_rl.policy_loss(scored.logprobs, *tokens, entropy=scored.entropy, **options)
+                loss, metrics = fused_rl.policy_loss(
+                    scored.logprobs, *tokens, entropy=scored.entropy, **options
+                )
 
         # How far the pass is from the log-probabilities reported before.
         logprobs = scored.logprobs.detach()
@@ -168,10 +190,16 @@ class Policy:
 
     def optimizer_step(self, step: int) -> dict[str, float]:
         """One update; the learning rate and the norm of the gradient."""
-        return {"lr": 0.0, "optim/grad_norm": 0.0} if self.frozen else engine.optimizer_step(self.model, step)
+        return (
+            {"lr": 0.0, "optim/grad_norm": 0.0}
+            if self.frozen
+            else engine.optimizer_step(self.model, step)
+        )
 
 
-def in_this_update(options: PolicyLossOptions, entropy: torch.Tensor, mask: torch.Tensor) -> PolicyLossOptions:
+def in_this_update(
+    options: PolicyLossOptions, entropy: torch.Tensor, mask: torch.Tensor
+) -> PolicyLossOptions:
     """Return the options with `top_entropy` as a threshold on `entropy` (b, T - 1), the same for the whole update."""
     if options.top_entropy is None:
         return options
@@ -189,7 +217,9 @@ def group_lengths(lengths: torch.Tensor, group_size: int) -> torch.Tensor:
     return lengths.float().view(-1, group_size).mean(1).repeat_interleave(group_size)
 
 
-def plan(config: LossConfig, count: int, micro_batch_size: int, together: int = 1) -> list[list[torch.Tensor]]:
+def plan(
+    config: LossConfig, count: int, micro_batch_size: int, together: int = 1
+) -> list[list[torch.Tensor]]:
     """Return each update's micro-batches as CPU indices into `count` responses; so many neighbours stay `together`."""
     responses = torch.arange(count).view(-1, together)
     updates = []
@@ -228,7 +258,12 @@ def rows_of(values: torch.Tensor | None, index: torch.Tensor, width: int) -> tor
 
 @torch.no_grad()
 def measure(
-    policy: Policy, batch: Batch, parts: list[torch.Tensor], *, exact_kl: bool = True, skipped: int = 0
+    policy: Policy,
+    batch: Batch,
+    parts: list[torch.Tensor],
+    *,
+    exact_kl: bool = True,
+    skipped: int = 0,
 ) -> Measured:
     """Score `batch` with policy and reference; the policy skips the first `skipped` parts, unless the KL is exact."""
     policy.model.module.eval()  # as what was sampled: not every sampler has left it so
@@ -256,6 +291,15 @@ def measure(
         if exact_kl:
             for scored in (rows, ref_rows):
                 keep_only(scored.logits, part.support)
-            divergence = fused_rl.token_kl(rows.logits, ref_rows.logits, temperature=policy.config.temperature)
-            kl[index, :width] = kl.new_zeros(part.response_mask.shape).masked_scatter(part.response_mask, divergence)
-    return Measured(old_logprobs, entropy, ref_logprobs if policy.has_reference else None, kl if exact_kl else None)
+            divergence = fused_rl.token_kl(
+                rows.logits, ref_rows.logits, temperature=policy.config.temperature
+            )
+            kl[index, :width] = kl.new_zeros(part.response_mask.shape).masked_scatter(
+                part.response_mask, divergence
+            )
+    return Measured(
+        old_logprobs,
+        entropy,
+        ref_logprobs if policy.has_reference else None,
+        kl if exact_kl else None,
+    )

@@ -88,7 +88,9 @@ class Setup:
             policy = load_policy(*made, own_sampler=self.own_sampler, **options)
         rows = ((prompt.ids, prompt.where) for prompt in (*self.prompts, *self.held_out.prompts))
         remedy = "max_new_tokens or max_prompt_length"
-        check_fits(policy.model.module.base, self.tokenizer, rows, self.config.max_new_tokens, remedy)
+        check_fits(
+            policy.model.module.base, self.tokenizer, rows, self.config.max_new_tokens, remedy
+        )
         return policy
 
     def prompts_of_rank(self, indices: list[int]) -> list[Prompt]:
@@ -113,17 +115,24 @@ def setup(
         prompts, held_out = load_prompts(config, tokenizer, scorers, read)
         if config.sampler is not None:  # a name that is none is refused before a model is read
             load_function("sampler", config.sampler)
-    config = run.check_inputs(config, tokenizer, config.reward_models() | models, rows=prompts, held_out=held_out)
+    config = run.check_inputs(
+        config, tokenizer, config.reward_models() | models, rows=prompts, held_out=held_out
+    )
     return Setup(run, config, tokenizer, scorers, prompts, share_of_rank(held_out), sampler)
 
 
 def load_prompts(
-    config: SamplingRunConfig, tokenizer, scorers: Sequence[Scorer], rows: tuple[Rows, Rows] | None = None
+    config: SamplingRunConfig,
+    tokenizer,
+    scorers: Sequence[Scorer],
+    rows: tuple[Rows, Rows] | None = None,
 ) -> tuple[list[Prompt], list[Prompt]]:
     """Return the prompts to train on and the held-out ones; every scorer checks each row."""
     encoder = encode.Encoder.of(config, tokenizer)
     chosen = {"column": config.prompt_column, "max_length": config.max_prompt_length}
-    train, held_out = (prompts_of(part, encoder, scorers, **chosen) for part in rows or load_train_eval(config))
+    train, held_out = (
+        prompts_of(part, encoder, scorers, **chosen) for part in rows or load_train_eval(config)
+    )
     return train, held_out
 
 
@@ -147,19 +156,35 @@ def load_policy(
     lm = language_model.load_lm(config.model, config.revision, config, config, device)
     stop_ids = tuple(encode.stop_ids(tokenizer, lm.base.saved_generation_config))
     longest = config.max_prompt_length + config.max_new_tokens
-    otherwise = {"share_prompts": "prompts are computed once per response", "packing": "sequences are padded"}
+    otherwise = {
+        "share_prompts": "prompts are computed once per response",
+        "packing": "sequences are padded",
+    }
     option, wanted = several
     costs = agreed_costs(lm.base, longest, wanted, option=option, otherwise=otherwise[option])
     reference = None
     if needs_reference and not lm.lora:
-        starting = language_model.load_lm(config.model, config.revision, config, config, device, trainable=False)
+        starting = language_model.load_lm(
+            config.model, config.revision, config, config, device, trainable=False
+        )
         reference = engine.initialize_frozen(starting, config)
     model = engine.initialize(lm, config, config, updates)
 
     # Its sampler.
     sampler = build_sampler(config, model, tokenizer, own_sampler)
     sampling = config.sampling(config.max_new_tokens, stop_ids)
-    made = (config, model, reference, sampler, sampling, scorers, tokenizer, device, needs_reference, costs)
+    made = (
+        config,
+        model,
+        reference,
+        sampler,
+        sampling,
+        scorers,
+        tokenizer,
+        device,
+        needs_reference,
+        costs,
+    )
     seeds = Seeds(config.seed + ranks.rank() * 100_003)
     own = {"seeds": seeds} | ({"rollouts": sampler} if config.lag else {})
     return Policy(*made, frozen=frozen, seeds=seeds, own=own)
@@ -168,7 +193,9 @@ def load_policy(
 def build_sampler(config: SamplingRunConfig, model, tokenizer, own: Make | None = None) -> Sampler:
     """Return the run's sampler: the policy in this process, servers, or the user's `own`. Call on all ranks."""
     if config.sampler is not None and own is not None:
-        raise InputError(f"sampler={config.sampler} and a sampler given to train() are two; give one of them")
+        raise InputError(
+            f"sampler={config.sampler} and a sampler given to train() are two; give one of them"
+        )
     # The policy in this process, or servers.
     lm = model.module.base
     options = {"pad_id": tokenizer.pad_token_id, "batch_size": config.rollout_batch_size}
@@ -187,7 +214,9 @@ def build_sampler(config: SamplingRunConfig, model, tokenizer, own: Make | None 
         built = (own or load_function("sampler", config.sampler))(built, tokenizer)
         if not isinstance(built, Sampler):
             came = f"{config.sampler or 'the function'} returned {type(built).__name__}"
-            raise InputError(f"sampler: {came}; expected a fused_rl.trainers.rollouts.types.Sampler")
+            raise InputError(
+                f"sampler: {came}; expected a fused_rl.trainers.rollouts.types.Sampler"
+            )
     # What it does not record or report, and the options need.
     if config.sampling(1, ()).truncates and not built.records_support:
         raise InputError(
@@ -215,5 +244,7 @@ def http_of(config: SamplingRunConfig) -> Http:
     if config.server_api_key_env is not None:
         key = os.environ.get(config.server_api_key_env, "").strip()
         if not key:
-            raise InputError(f"server_api_key_env={config.server_api_key_env}: that variable holds no key; export it")
+            raise InputError(
+                f"server_api_key_env={config.server_api_key_env}: that variable holds no key; export it"
+            )
     return Http(config.server_timeout, config.server_concurrency, key)

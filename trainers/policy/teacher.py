@@ -41,7 +41,10 @@ class Teacher(NamedTuple):
         """Return sums over N tokens of hidden states `own`: of the divergence, and of metrics of those at `some`."""
         weight, bias = _first(len(self.head[0]), student.head.weight, student.head.bias)
         agrees = _likeliest(own[some], weight, bias) == _likeliest(states[some], *self.head)
-        operands, biases = (own, weight, states, self.head[0]), {"bias": bias, "ref_bias": self.head[1]}
+        operands, biases = (
+            (own, weight, states, self.head[0]),
+            {"bias": bias, "ref_bias": self.head[1]},
+        )
         options = {"temperature": config.distill_temperature, "softcap": student.softcap} | biases
         options["logits_dtype"] = student.head_dtype
         if config.direction == "jensen-shannon" and config.jsd_beta != 0.5:
@@ -64,27 +67,50 @@ class ServedTeacher(NamedTuple):
         """Return the likeliest tokens at each of the part's N tokens that count, (N, K), and their log-probabilities"""
         ends = (part.prompt_lengths + part.response_lengths).tolist()
         sequences = [ids[:end] for ids, end in zip(part.input_ids.tolist(), ends, strict=True)]
-        body = {"model": self.name, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": self.count}
+        body = {
+            "model": self.name,
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "prompt_logprobs": self.count,
+        }
         url = f"{self.url}/v1/completions"
-        answers = self.http.run(self.http.call("POST", url, body | {"prompt": ids}) for ids in sequences)
+        answers = self.http.run(
+            self.http.call("POST", url, body | {"prompt": ids}) for ids in sequences
+        )
         try:
             places = [answer["choices"][0]["prompt_logprobs"] for answer in answers]
             rows, columns = part.response_tokens()
-            told = [places[i][j + 1] for i, j in zip(rows.tolist(), columns.tolist(), strict=True)]  # of token j + 1
+            told = [
+                places[i][j + 1] for i, j in zip(rows.tolist(), columns.tolist(), strict=True)
+            ]  # of token j + 1
             # Beside the K likeliest it tells the token that is there.
-            ranked = [sorted(at.items(), key=lambda token: token[1]["rank"])[: self.count] for at in told]
-            ids = torch.tensor([[int(token) for token, _ in at] for at in ranked]).view(-1, self.count)
-            logprobs = torch.tensor([[about["logprob"] for _, about in at] for at in ranked]).view(ids.shape)
+            ranked = [
+                sorted(at.items(), key=lambda token: token[1]["rank"])[: self.count] for at in told
+            ]
+            ids = torch.tensor([[int(token) for token, _ in at] for at in ranked]).view(
+                -1, self.count
+            )
+            logprobs = torch.tensor([[about["logprob"] for _, about in at] for at in ranked]).view(
+                ids.shape
+            )
         except Exception as error:
-            remedy = f"start vLLM with --max-logprobs {self.count} or more, or lower --teacher_top_k"
+            remedy = (
+                f"start vLLM with --max-logprobs {self.count} or more, or lower --teacher_top_k"
+            )
             came = f"{in_a_line(error)}: {shortened(answers[0])}"
-            raise InputError(f"teacher {self.url}: an answer of an unknown form ({came}); {remedy}") from error
+            raise InputError(
+                f"teacher {self.url}: an answer of an unknown form ({came}); {remedy}"
+            ) from error
         return ids.to(part.input_ids.device), logprobs.to(part.input_ids.device)
 
     def compare(self, config, student, own, some, ids, ref_logprobs) -> dict[str, torch.Tensor]:
         """Return the sums that `Teacher.compare` does; all tokens but the K are one outcome."""
         head = student.head
-        options = {"bias": head.bias, "softcap": student.softcap, "logits_dtype": student.head_dtype}
+        options = {
+            "bias": head.bias,
+            "softcap": student.softcap,
+            "logits_dtype": student.head_dtype,
+        }
         logprobs = fused_rl.linear_token_logprobs(own, head.weight, ids, **options).logprobs
         kl = fused_rl.topk_kl(logprobs, ref_logprobs, direction=config.direction)
         agrees = _likeliest(own[some], head.weight, head.bias) == ids[some, 0]
@@ -94,7 +120,10 @@ class ServedTeacher(NamedTuple):
 def load_teachers(config, policy: Policy) -> dict[str, Teacher | ServedTeacher]:
     """Return the teachers by name, "" for a single one; refuse one of other tokens than the student's."""
     named = config.teachers.items()
-    return {name: (_served if is_url(model) else _loaded)(config, model, policy) for name, model in named}
+    return {
+        name: (_served if is_url(model) else _loaded)(config, model, policy)
+        for name, model in named
+    }
 
 
 def is_url(teacher: str) -> bool:
@@ -108,8 +137,13 @@ def _loaded(config, name: str, policy: Policy) -> Teacher:
     if differing := sorted({token for token, _ in tokens ^ others}):
         what = f"teacher={name} has {len(others)} tokens and model={config.model} {len(tokens)}"
         some = ", ".join(map(repr, differing[:4]))
-        raise InputError(f"{what}, and {len(differing)} differ: {some}; choose a teacher with the student's tokenizer")
-    reading = {"dtype": engine.torch_dtype(config), "attn_implementation": config.attn_implementation}
+        raise InputError(
+            f"{what}, and {len(differing)} differ: {some}; choose a teacher with the student's tokenizer"
+        )
+    reading = {
+        "dtype": engine.torch_dtype(config),
+        "attn_implementation": config.attn_implementation,
+    }
     if config.teacher_in_4bit:
         reading |= four_bit.quantized(reading["dtype"], policy.device, "teacher_in_4bit")
     lm = language_model.load_to_sample(name, device=policy.device, **reading).requires_grad_(False)
@@ -120,7 +154,10 @@ def _loaded(config, name: str, policy: Policy) -> Teacher:
         raise InputError(f"teacher={name} {what}; choose a teacher of the student's family")
 
     rows = {"option": "packing", "otherwise": f"sequences are padded for teacher={name}"}
-    packs = agreed_costs(lm, config.max_prompt_length + config.max_new_tokens, config.packing, **rows) is not None
+    packs = (
+        agreed_costs(lm, config.max_prompt_length + config.max_new_tokens, config.packing, **rows)
+        is not None
+    )
 
     # One of the heads may be padded to more rows. ZeRO 3 partitions the parameters, and these tensors stay whole.
     vocab = student.base.config.get_text_config().vocab_size
@@ -136,11 +173,15 @@ def _served(config, url: str, policy: Policy) -> ServedTeacher:
     body = {"model": name, "prompt": TEXT, "add_special_tokens": False}
     (answer,) = http.run([http.call("POST", f"{url}/tokenize", body)])
     if answer["tokens"] != policy.tokenizer.encode(TEXT, add_special_tokens=False):
-        raise InputError(f"teacher={url} has other tokens than model={config.model}; choose a model with its tokenizer")
+        raise InputError(
+            f"teacher={url} has other tokens than model={config.model}; choose a model with its tokenizer"
+        )
     return ServedTeacher(http, url, name, config.teacher_top_k)
 
 
-def corrected(policy: Policy, teachers: list, part: Batch, chosen: torch.Tensor) -> dict[str, torch.Tensor]:
+def corrected(
+    policy: Policy, teachers: list, part: Batch, chosen: torch.Tensor
+) -> dict[str, torch.Tensor]:
     """Return sums over the tokens of a micro-batch: of the divergence from the teachers, in nats, and of metrics.
 
     `chosen` (b,) int64 says which of the `teachers`, as `load_teachers` returns them, each sequence has.
@@ -171,7 +212,9 @@ def corrected(policy: Policy, teachers: list, part: Batch, chosen: torch.Tensor)
             sums.append(teacher.compare(policy.config, student, own, compared, *values))
         return {name: sum(found[name] for found in sums) for name in sums[0]}
 
-    return policy.model(**inputs, through=meet) | {"compared": some.sum().to(policy.device, non_blocking=True)}
+    return policy.model(**inputs, through=meet) | {
+        "compared": some.sum().to(policy.device, non_blocking=True)
+    }
 
 
 def inputs_of(part: Batch, costs: Costs | None) -> dict[str, object]:
@@ -187,7 +230,11 @@ def inputs_of(part: Batch, costs: Costs | None) -> dict[str, object]:
 
 def _first(vocab: int, weight, bias):
     """Return the first rows of a head; itself where it has no more, as the gradient of a slice is a copy."""
-    return (weight, bias) if len(weight) <= vocab else (weight[:vocab], None if bias is None else bias[:vocab])
+    return (
+        (weight, bias)
+        if len(weight) <= vocab
+        else (weight[:vocab], None if bias is None else bias[:vocab])
+    )
 
 
 @torch.no_grad()

@@ -21,7 +21,9 @@ from fused_rl.trainers.rollouts.sampling import NoDistribution, Record, Sampling
 from fused_rl.trainers.rollouts.types import Response, Sampler
 
 LOOK_EVERY = 16  # tokens of each response, on an accelerator
-NOTED = 1 << 28  # bytes of kept sets that are noted between two looks, at most where one token's are fewer
+NOTED = (
+    1 << 28
+)  # bytes of kept sets that are noted between two looks, at most where one token's are fewer
 
 
 class Sampled(NamedTuple):
@@ -53,7 +55,13 @@ class TransformersSampler(Sampler):
     is_checked = False
 
     def __init__(
-        self, lm, *, pad_id: int, batch_size: int | None, synced_gpus: bool = False, look_every: int | None = None
+        self,
+        lm,
+        *,
+        pad_id: int,
+        batch_size: int | None,
+        synced_gpus: bool = False,
+        look_every: int | None = None,
     ):
         self.lm = lm
         self.pad_id = pad_id
@@ -75,7 +83,9 @@ class TransformersSampler(Sampler):
         by_length = list(chain.from_iterable(runs))
 
         longest = max(map(len, prompts), default=0)
-        batch_size = self.batch_size or responses_together(self.lm, longest + sampling.max_new_tokens)
+        batch_size = self.batch_size or responses_together(
+            self.lm, longest + sampling.max_new_tokens
+        )
 
         # Kept sets are noted between two looks: fewer tokens, where they would fill a device's memory.
         every = self.look_every
@@ -94,14 +104,24 @@ class TransformersSampler(Sampler):
                 numbers = found.broken.nonzero()[:, 0].tolist()
                 raise NoDistribution([indices[number] for number in numbers], self.step)
             nothing = [None] * len(indices)
-            rows = zip(indices, found.ids, found.logprobs or nothing, found.supports or nothing, strict=True)
+            rows = zip(
+                indices,
+                found.ids,
+                found.logprobs or nothing,
+                found.supports or nothing,
+                strict=True,
+            )
             for i, ids, logprobs, support in rows:
                 finish = "stop" if ids and ids[-1] in sampling.stop_ids else "length"
                 responses[i] = Response(ids, finish, logprobs, support)
         return [responses[i] for i in range(len(prompts))]
 
     def _decode(
-        self, prompts: list[list[int]], sampling: Sampling, every: int, generator: torch.Generator | None
+        self,
+        prompts: list[list[int]],
+        sampling: Sampling,
+        every: int,
+        generator: torch.Generator | None,
     ) -> Sampled:
         """Return one response per prompt; after `every` steps the host waits for the device and looks which ended."""
         # On the device until the end: token ids by step and response, and which responses are broken.
@@ -135,13 +155,17 @@ class TransformersSampler(Sampler):
                 if not anywhere:
                     break
                 if _pays(len(going), len(ended), every):
-                    index = rows.keep(going or [0])  # another rank is still going: one row keeps step with it
+                    index = rows.keep(
+                        going or [0]
+                    )  # another rank is still going: one row keeps step with it
                     token = token[index]
                     ended = ended[index]
             rows.feed(token)
         return _fetched(ids, broken, logprobs, record, sampling)
 
-    def _generate(self, prompts: list[list[int]], sampling: Sampling, _every, _generator) -> Sampled:
+    def _generate(
+        self, prompts: list[list[int]], sampling: Sampling, _every, _generator
+    ) -> Sampled:
         """Return what `_decode` would, for any model that transformers can generate with."""
         from transformers import GenerationConfig, LogitsProcessorList
 
@@ -163,7 +187,11 @@ class TransformersSampler(Sampler):
             **(chosen if sampling.temperature else {}),
         )
         input_ids, mask = _left_padded(prompts, self.pad_id, self.lm.device)
-        given = {"input_ids": input_ids, "attention_mask": mask, "logits_processor": LogitsProcessorList([watch])}
+        given = {
+            "input_ids": input_ids,
+            "attention_mask": mask,
+            "logits_processor": LogitsProcessorList([watch]),
+        }
         output = self.lm.generate(**given, generation_config=options, synced_gpus=self.synced_gpus)
         tokens = output.sequences[:, input_ids.shape[1] :].cpu()
         responses = until_stop(tokens, sampling.stop_ids)
@@ -199,7 +227,8 @@ def responses_together(lm, tokens: int) -> int:
     past = 2 * config.num_hidden_layers * heads * width * lm.dtype.itemsize * tokens
     drawing = 16 * config.vocab_size  # logits, scores, probabilities and random numbers in fp32
     trained = sum(
-        (2 * weight.element_size() + 16 * weight.requires_grad) * getattr(weight, "ds_numel", weight.numel())
+        (2 * weight.element_size() + 16 * weight.requires_grad)
+        * getattr(weight, "ds_numel", weight.numel())
         for weight in lm.parameters()
     )
     left = torch.cuda.get_device_properties(lm.device).total_memory - trained
@@ -211,7 +240,10 @@ def keeps_keys_and_values(lm) -> bool:
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-    if "position_ids" not in inspect.signature(lm.forward).parameters or not lm._supports_default_dynamic_cache():
+    if (
+        "position_ids" not in inspect.signature(lm.forward).parameters
+        or not lm._supports_default_dynamic_cache()
+    ):
         return False
     layers = {type(layer) for layer in DynamicCache(config=lm.config).layers}
     return layers <= {DynamicLayer, DynamicSlidingWindowLayer}
@@ -241,8 +273,18 @@ class _Rows:
         runs = [list(run) for _, run in groupby(prompts)]
         input_ids, mask = _left_padded([run[0] for run in runs], pad_id, lm.device)
         position = (mask.cumsum(1) - 1).clamp(min=0)
-        last_alone = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(lm.forward).parameters else {}
-        output = lm(input_ids=input_ids, attention_mask=mask, position_ids=position, use_cache=True, **last_alone)
+        last_alone = (
+            {"logits_to_keep": 1}
+            if "logits_to_keep" in inspect.signature(lm.forward).parameters
+            else {}
+        )
+        output = lm(
+            input_ids=input_ids,
+            attention_mask=mask,
+            position_ids=position,
+            use_cache=True,
+            **last_alone,
+        )
 
         # A row for every response. Where no prompt is padded, no mask is needed: attention may be the fastest.
         copies = torch.tensor([len(run) for run in runs])
@@ -315,9 +357,13 @@ def _draw(
     bad = probabilities[:, 0].isnan()  # as the whole row is then
     if probabilities.device.type != "cpu":
         # What torch.multinomial does for one token, less its look at every probability, which waits for the device.
-        return (probabilities / torch.empty_like(probabilities).exponential_(generator=generator)).argmax(-1), bad
+        return (
+            probabilities / torch.empty_like(probabilities).exponential_(generator=generator)
+        ).argmax(-1), bad
     # There multinomial draws a random number for every token of the vocabulary.
-    token = token_at(probabilities, torch.rand(len(probabilities), dtype=torch.float64, generator=generator))
+    token = token_at(
+        probabilities, torch.rand(len(probabilities), dtype=torch.float64, generator=generator)
+    )
     return token.clamp(max=scores.shape[1] - 1), bad
 
 
@@ -325,7 +371,9 @@ def token_at(probabilities: torch.Tensor, quantile: torch.Tensor) -> torch.Tenso
     """Return the token (B,) int64 at a quantile (B,) fp64 in [0, 1) of each row (B, V), none of probability 0."""
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1]
-    below = torch.minimum(quantile * total, total.nextafter(torch.zeros_like(total)))  # the product may be rounded up
+    below = torch.minimum(
+        quantile * total, total.nextafter(torch.zeros_like(total))
+    )  # the product may be rounded up
     return torch.searchsorted(cumulative, below[:, None], right=True)[:, 0]
 
 
@@ -340,7 +388,9 @@ class _Watch:
         return torch.where(bad[:, None], 0, scores)
 
 
-def _left_padded(prompts: list[list[int]], pad_id: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+def _left_padded(
+    prompts: list[list[int]], pad_id: int, device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return token ids and mask, each (B, P), such that every response begins in the same column."""
     mask = [[1] * len(prompt) for prompt in prompts]
     input_ids = pad(prompts, pad_id, left=True)

@@ -75,7 +75,9 @@ class Ahead(Sampler):
                 missing.append((self.pending[number], sampling_of(len(prompts))))
         self.due = step
         if missing:
-            Thread(target=self._sample, args=(missing,), name=f"rollouts from step {step} on").start()
+            Thread(
+                target=self._sample, args=(missing,), name=f"rollouts from step {step} on"
+            ).start()
         return self.pending[step].version
 
     def _sample(self, missing: list[tuple[Pending, Sampling]]) -> None:
@@ -109,9 +111,17 @@ class Ahead(Sampler):
             responses = []
             for response in pending.responses.result():  # as `torch.load` takes them for data
                 kept = response.support
-                kept = {"ids": kept.ids, "offsets": kept.offsets} if isinstance(kept, TokenSupport) else kept
+                kept = (
+                    {"ids": kept.ids, "offsets": kept.offsets}
+                    if isinstance(kept, TokenSupport)
+                    else kept
+                )
                 responses.append(vars(response) | {"support": kept})
-            state[step] = {"version": pending.version, "prompts": pending.prompts, "responses": responses}
+            state[step] = {
+                "version": pending.version,
+                "prompts": pending.prompts,
+                "responses": responses,
+            }
         return state
 
     def load_state_dict(self, state: dict[str, object]) -> None:
@@ -143,7 +153,11 @@ class CopySampler(TransformersSampler):
     def publish(self, step: int, save: Callable[[Path], None]) -> None:
         """Copy the policy's weights."""
         if self.lm is self.policy:
-            frozen = {id(weight): weight for weight in self.policy.parameters() if not weight.requires_grad}
+            frozen = {
+                id(weight): weight
+                for weight in self.policy.parameters()
+                if not weight.requires_grad
+            }
             self.lm = copy.deepcopy(self.policy, frozen).requires_grad_(False).eval()
         else:
             copies = [*self.lm.parameters(), *self.lm.buffers()]

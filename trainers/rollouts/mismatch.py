@@ -35,7 +35,9 @@ def check_bound(metrics: dict[str, float], exact: bool) -> None:
 
 
 @torch.no_grad()
-def mismatch(rollout: Rollout, old_logprobs: torch.Tensor, options: PolicyLossOptions) -> dict[str, float]:
+def mismatch(
+    rollout: Rollout, old_logprobs: torch.Tensor, options: PolicyLossOptions
+) -> dict[str, float]:
     """Return `rollout/*` over all ranks, against the policy's (B, T - 1) nats; {} if the sampler reports none."""
     reported = rollout.rollout_logprobs
     mask = rollout.batch.response_mask
@@ -47,12 +49,16 @@ def mismatch(rollout: Rollout, old_logprobs: torch.Tensor, options: PolicyLossOp
     sums = {
         "rollout/logprob_diff_mean": difference.sum(),
         "rollout/logprob_diff_abs": difference.abs().sum(),
-        "rollout/kl_k3": fused_rl.masked_sum(fused_rl.kl_estimate(reported, old_logprobs, "k3"), mask),
+        "rollout/kl_k3": fused_rl.masked_sum(
+            fused_rl.kl_estimate(reported, old_logprobs, "k3"), mask
+        ),
     }
     if options.rollout_correction is not None:
         level = "token" if options.rollout_correction.startswith("token") else "sequence-sum"
         ratio = fused_rl.importance_ratio(old_logprobs, reported, mask, ratio_level=level)
-        sums["rollout/correction_cut"] = (mask & ((ratio < options.rollout_low) | (ratio > options.rollout_high))).sum()
+        sums["rollout/correction_cut"] = (
+            mask & ((ratio < options.rollout_low) | (ratio > options.rollout_high))
+        ).sum()
     totals = ranks.global_sums(sums | {"tokens": mask.sum()})
     tokens = max(totals.pop("tokens"), 1)
     metrics = {name: total / tokens for name, total in totals.items()}

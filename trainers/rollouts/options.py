@@ -62,7 +62,9 @@ class SamplerConfig(SamplingConfig):
 
     needs: ClassVar = tuple(
         Needs(
-            option, lambda config: config.server or getattr(config, "served", False), "means nothing without --server"
+            option,
+            lambda config: config.server or getattr(config, "served", False),
+            "means nothing without --server",
         )
         for option in ("server_api_key_env", "server_timeout", "server_concurrency")
     )
@@ -75,7 +77,9 @@ class SamplerConfig(SamplingConfig):
         expected = "expected a URL such as http://127.0.0.1:8000"
         for url in urls or []:
             if "@" in url:
-                raise InputError(f"server: {expected}, without a user or password; see --server_api_key_env")
+                raise InputError(
+                    f"server: {expected}, without a user or password; see --server_api_key_env"
+                )
             if not re.fullmatch(r"https?://[^/?#\s]+[^?#\s]*", url):
                 raise InputError(f"server={url!r}: {expected}")
         return urls

@@ -15,12 +15,16 @@ class _InPlace:
 
     reach = None  # past tokens that the next one sees; None is all
 
-    def hold(self, layer: DynamicLayer, row: torch.Tensor, most: int, maskable: bool, spare: dict) -> "_InPlace":
+    def hold(
+        self, layer: DynamicLayer, row: torch.Tensor, most: int, maskable: bool, spare: dict
+    ) -> "_InPlace":
         """Take the prompts of `layer`, for responses (b,) to the prompts at `row`; `most` tokens come in all."""
         self.dtype = layer.dtype
         self.device = layer.device
         self.is_initialized = True
-        self.is_compileable = maskable  # masks are made without a look at what they hide, which would wait
+        self.is_compileable = (
+            maskable  # masks are made without a look at what they hide, which would wait
+        )
         self.spare = spare
         self.to_come = most - layer.get_seq_length()
         self.first = 0

@@ -35,7 +35,12 @@ ROUNDING = 1e-4  # nats by which a log-probability may be above 0
 
 
 def prompts_of(
-    rows: Rows, encoder: encode.Encoder, scorers: Sequence[Scorer], *, column: str | None, max_length: int
+    rows: Rows,
+    encoder: encode.Encoder,
+    scorers: Sequence[Scorer],
+    *,
+    column: str | None,
+    max_length: int,
 ) -> list[Prompt]:
     """Return a prompt for every row that is short enough; `column` as the option prompt_column."""
     kept = []
@@ -70,7 +75,9 @@ def roll_out(
     except NoDistribution as error:
         rows = ", ".join(dict.fromkeys(prompts[number].where for number in error.responses))
         problem = "the model's logits are NaN or infinite"
-        raise InputError(f"sampling with the weights after step {error.step}: {problem}; their rows: {rows}") from error
+        raise InputError(
+            f"sampling with the weights after step {error.step}: {problem}; their rows: {rows}"
+        ) from error
     if sampler.is_checked:
         check_responses(responses, prompts, sampling, vocab, tells_logprobs=sampler.tells_logprobs)
     sampled = time.monotonic()
@@ -83,7 +90,9 @@ def roll_out(
     samples = []
     for prompt, response, text in zip(prompts, responses, texts, strict=True):
         samples.append(Sample(prompt.row, prompt.ids, response, text, prompt.where, prompt.column))
-    scores = {scorer.name: check_scores(scorer.name, scorer(samples), samples) for scorer in scorers}
+    scores = {
+        scorer.name: check_scores(scorer.name, scorer(samples), samples) for scorer in scorers
+    }
     weighted = [scorer.weight * scores[scorer.name].nan_to_num() for scorer in scorers]
     rewards = torch.stack(weighted).sum(0) if weighted else torch.zeros(len(samples))
 
@@ -92,7 +101,9 @@ def roll_out(
     scored = time.monotonic()
     batch = batch_of(samples, tokenizer.pad_token_id, device)
     seconds = {"time/rollout": sampled - began, "time/score": scored - sampled}
-    return Rollout(samples, batch, scores, rewards, _solved(scorers, scores, len(samples)), seconds, incidents)
+    return Rollout(
+        samples, batch, scores, rewards, _solved(scorers, scores, len(samples)), seconds, incidents
+    )
 
 
 def _solved(scorers: Sequence[Scorer], scores: dict[str, torch.Tensor], count: int) -> torch.Tensor:
@@ -117,14 +128,18 @@ def check_responses(
 ) -> None:
     """Refuse responses that no loss can be computed of; an error names the row."""
     if len(responses) != len(prompts):
-        raise InputError(f"the sampler returned {len(responses)} responses to {len(prompts)} prompts")
+        raise InputError(
+            f"the sampler returned {len(responses)} responses to {len(prompts)} prompts"
+        )
     for response, prompt in zip(responses, prompts, strict=True):
         problem = _problem_of(response, sampling, vocab, tells_logprobs)
         if problem is not None:
             raise InputError(f"the sampler's response to {prompt.where}: {problem}")
 
 
-def _problem_of(response: Response, sampling: Sampling, vocab: float, tells_logprobs: bool) -> str | None:
+def _problem_of(
+    response: Response, sampling: Sampling, vocab: float, tells_logprobs: bool
+) -> str | None:
     """Return what is wrong with a response, in words."""
     ids = response.ids
     if len(ids) > sampling.max_new_tokens:
@@ -149,18 +164,25 @@ def _problem_of(response: Response, sampling: Sampling, vocab: float, tells_logp
     expected = [len(ids) - 1] if response.finish == "stop" else []
     if response.trained is None and stops != expected:
         return (
-            f"finish={response.finish!r} and stop tokens at {stops} of {len(ids)}; only the last one may be, with stop"
+            f"finish={response.finish!r} and stop tokens at {stops} of {len(ids)}; "
+            "only the last one may be, with stop"
         )
     return None
 
 
-def check_scores(name: str, scores: Iterable[float | None], samples: Sequence[Sample]) -> torch.Tensor:
+def check_scores(
+    name: str, scores: Iterable[float | None], samples: Sequence[Sample]
+) -> torch.Tensor:
     """Return the scores as (B,) fp32, NaN for None; refuse what is not one finite number or None for each sample."""
     if isinstance(scores, str) or not isinstance(scores, Iterable):
-        raise InputError(f"scorer {name!r} returned {shortened(scores)}; it must return a list of scores")
+        raise InputError(
+            f"scorer {name!r} returned {shortened(scores)}; it must return a list of scores"
+        )
     scores = list(scores)
     if len(scores) != len(samples):
-        raise InputError(f"scorer {name!r} returned {len(scores)} scores for {len(samples)} responses")
+        raise InputError(
+            f"scorer {name!r} returned {len(scores)} scores for {len(samples)} responses"
+        )
     values = []
     for score, sample in zip(scores, samples, strict=True):
         try:
@@ -169,7 +191,9 @@ def check_scores(name: str, scores: Iterable[float | None], samples: Sequence[Sa
             value = math.nan
         if isinstance(score, str) or not abs(value) <= torch.finfo(torch.float32).max:
             came = f"{shortened(score)} ({type(score).__name__}) as the score of {sample.where}"
-            raise InputError(f"scorer {name!r} returned {came}, not a finite number; return None where it cannot score")
+            raise InputError(
+                f"scorer {name!r} returned {came}, not a finite number; return None where it cannot score"
+            )
         values.append(math.nan if score is None else value)
     return torch.tensor(values, dtype=torch.float32)
 
@@ -197,11 +221,15 @@ def _report_broken(scorers: Sequence[Scorer], count: int) -> dict[str, float]:
         broken = [*chain.from_iterable(of_ranks)]
         metrics[f"verifier/{scorer.name}/timeouts"] = float(len(broken))
         if broken:
-            log(f"{scorer.name}: {len(broken)} of {sum(counts)} answers broke a limit and score 0; first: {broken[0]}")
+            log(
+                f"{scorer.name}: {len(broken)} of {sum(counts)} answers broke a limit and score 0; first: {broken[0]}"
+            )
     return metrics
 
 
-def rollout_metrics(rollout: Rollout, columns: dict[str, torch.Tensor], step: int) -> dict[str, float]:
+def rollout_metrics(
+    rollout: Rollout, columns: dict[str, torch.Tensor], step: int
+) -> dict[str, float]:
     """Return the metrics of the responses over all ranks: the means of `columns`, (B,) or (B, T), and lengths."""
     lengths = rollout.lengths.double()
     columns = columns | {"completions/mean_length": lengths, "val/stop_rate": rollout.stopped}
@@ -230,7 +258,9 @@ def rollout_metrics(rollout: Rollout, columns: dict[str, torch.Tensor], step: in
     return metrics | rollout.incidents | rollout.seconds
 
 
-def shown_of(of: str, rollout: Rollout, places: Sequence[int], count: int, seed: object, tokenizer) -> list[dict]:
+def shown_of(
+    of: str, rollout: Rollout, places: Sequence[int], count: int, seed: object, tokenizer
+) -> list[dict]:
     """Return lines of samples.jsonl: `count` of the samples at `places`, chosen by a generator of their own.
 
     They say what they are `of`; their text has its special tokens.
@@ -238,6 +268,9 @@ def shown_of(of: str, rollout: Rollout, places: Sequence[int], count: int, seed:
     rows = []
     for i in random.Random(str(seed)).sample(places, min(count, len(places))):
         sample = rollout.samples[i]
-        texts = {"prompt": tokenizer.decode(sample.prompt_ids), "response": tokenizer.decode(sample.response.ids)}
+        texts = {
+            "prompt": tokenizer.decode(sample.prompt_ids),
+            "response": tokenizer.decode(sample.response.ids),
+        }
         rows.append({"of": of, **texts, "reward": rollout.rewards[i].item()})
     return rows

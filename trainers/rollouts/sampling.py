@@ -22,7 +22,9 @@ class NoDistribution(InputError):
     def __init__(self, responses: list[int], step: int | None = None):
         self.responses = responses
         self.step = step
-        super().__init__(f"the model's logits after step {step} are NaN or infinite in {len(responses)} responses")
+        super().__init__(
+            f"the model's logits after step {step} are NaN or infinite in {len(responses)} responses"
+        )
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,9 @@ class Record:
         return TokenSupport.cat(self.fetched).select(own).split(lengths)
 
 
-def joined(supports: Sequence[TokenSupport | list[list[int]] | None], lengths: Sequence[int]) -> TokenSupport | None:
+def joined(
+    supports: Sequence[TokenSupport | list[list[int]] | None], lengths: Sequence[int]
+) -> TokenSupport | None:
     """Return the sets of all tokens of responses, in order, on the CPU; None if each is the whole vocabulary."""
     if all(support is None for support in supports):
         return None

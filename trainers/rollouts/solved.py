@@ -17,7 +17,9 @@ def pass_at_k(right: torch.Tensor, k: int) -> torch.Tensor:
     """
     n = right.shape[1]
     ways = math.comb(n, k)
-    of_count = [1 - math.comb(n - c, k) / ways for c in range(n + 1)]  # whole numbers: nothing cancels
+    of_count = [
+        1 - math.comb(n - c, k) / ways for c in range(n + 1)
+    ]  # whole numbers: nothing cancels
     return torch.tensor(of_count, dtype=torch.float64)[right.sum(1).cpu()]
 
 
@@ -29,7 +31,9 @@ def pass_at(right: torch.Tensor) -> dict[str, torch.Tensor]:
     return {f"pass_at_{k}": pass_at_k(right, k) for k in ks}
 
 
-def outcome_sums(solved: torch.Tensor, lengths: torch.Tensor, stopped: torch.Tensor) -> dict[str, torch.Tensor]:
+def outcome_sums(
+    solved: torch.Tensor, lengths: torch.Tensor, stopped: torch.Tensor
+) -> dict[str, torch.Tensor]:
     """Return the sums over N responses, each argument (N,), from which `outcomes` computes means."""
     return {
         "responses": torch.tensor(float(len(solved))),
@@ -42,7 +46,9 @@ def outcome_sums(solved: torch.Tensor, lengths: torch.Tensor, stopped: torch.Ten
 
 def judged(scorers: Sequence[Scorer], rollout: Rollout) -> torch.Tensor:
     """Return (B,) bool: True where a scorer that tells right from wrong applies."""
-    applies = [~rollout.scores[scorer.name].isnan() for scorer in scorers if scorer.solved_at is not None]
+    applies = [
+        ~rollout.scores[scorer.name].isnan() for scorer in scorers if scorer.solved_at is not None
+    ]
     nobody = torch.zeros(len(rollout.samples), dtype=torch.bool)
     return torch.stack([nobody, *applies]).any(0)
 

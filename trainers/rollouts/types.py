@@ -145,7 +145,9 @@ class Rollout:
     def lengths(self) -> torch.Tensor:
         """(B,) int64: tokens of each response that the policy sampled."""
         responses = [sample.response for sample in self.samples]
-        return torch.tensor([len(r.ids) if r.trained is None else sum(r.trained) for r in responses])
+        return torch.tensor(
+            [len(r.ids) if r.trained is None else sum(r.trained) for r in responses]
+        )
 
     @property
     def rollout_logprobs(self) -> torch.Tensor | None:
@@ -162,14 +164,18 @@ class Rollout:
 
 def support_of(responses: Sequence[Response]) -> TokenSupport | None:
     """Return the sets of all ids that the policy sampled, response by response; None where there are none."""
-    support = joined([response.support for response in responses], [len(response.ids) for response in responses])
+    support = joined(
+        [response.support for response in responses], [len(response.ids) for response in responses]
+    )
     if support is None or all(response.trained is None for response in responses):
         return support
     trained = [response.trained or [True] * len(response.ids) for response in responses]
     return support.select(torch.tensor(list(chain.from_iterable(trained)), dtype=torch.bool))
 
 
-def of_turn(sampling: Sampling, turn: int, responses: Sequence[int], max_new_tokens: int) -> Sampling:
+def of_turn(
+    sampling: Sampling, turn: int, responses: Sequence[int], max_new_tokens: int
+) -> Sampling:
     """Return how the policy samples its `turn`, from 0, in the responses of these numbers, with so many tokens."""
     seeds = sampling.seeds
     if seeds is not None:

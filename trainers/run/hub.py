@@ -17,13 +17,19 @@ def make_repository(config: OutputConfig) -> str:
     api = huggingface_hub.HfApi()
     name = config.hub_model_id or Path(config.output_dir).resolve().name
     try:
-        repository = api.create_repo(name, private=config.hub_private_repo or None, exist_ok=True).repo_id
+        repository = api.create_repo(
+            name, private=config.hub_private_repo or None, exist_ok=True
+        ).repo_id
         is_private = api.model_info(repository).private
     except Exception as error:  # no token, no right to write, no network, a name that is none
         problem = f"push_to_hub: the repository {name} cannot be made: {in_a_line(error)}"
-        raise InputError(f"{problem}; look at `hf auth whoami` and the network, or leave out --push_to_hub") from error
+        raise InputError(
+            f"{problem}; look at `hf auth whoami` and the network, or leave out --push_to_hub"
+        ) from error
     if config.hub_private_repo and not is_private:
-        raise InputError(f"hub_private_repo: {repository} is on the Hub already, and public; name another repository")
+        raise InputError(
+            f"hub_private_repo: {repository} is on the Hub already, and public; name another repository"
+        )
     return repository
 
 
@@ -33,7 +39,9 @@ def push(config: OutputConfig, model: Path, message: str) -> None:
 
     try:
         repository = make_repository(config)
-        huggingface_hub.HfApi().upload_folder(repo_id=repository, folder_path=str(model), commit_message=message)
+        huggingface_hub.HfApi().upload_folder(
+            repo_id=repository, folder_path=str(model), commit_message=message
+        )
     except Exception as error:  # the model is on the disk: only the push is lost
         target = f"{config.hub_model_id or 'REPOSITORY'} {model}{' --private' if config.hub_private_repo else ''}"
         problem = f"the model is in {model}, but could not be pushed: {in_a_line(error)}"

@@ -26,15 +26,35 @@ COLUMNS = {
 }
 # Title in curves.png -> the keys that are drawn over the steps; a panel without any of them is left out.
 PANELS = {
-    "loss": ("train/loss", "eval/loss", "train/rm/loss", "eval/rm/loss", "distill/kl", "eval/distill/kl"),
+    "loss": (
+        "train/loss",
+        "eval/loss",
+        "train/rm/loss",
+        "eval/rm/loss",
+        "distill/kl",
+        "eval/distill/kl",
+    ),
     "reward (mean of a step)": ("reward", "objective/scores", "objective/rlhf_reward"),
-    "held-out accuracy": ("eval/accuracy_greedy", "eval/accuracy_sampled", "eval/pass_at_k", "eval/accuracy"),
+    "held-out accuracy": (
+        "eval/accuracy_greedy",
+        "eval/accuracy_sampled",
+        "eval/pass_at_k",
+        "eval/accuracy",
+    ),
     "accuracy on pairs": ("train/rm/accuracy", "eval/rm/accuracy"),
     "scores": ("train/rm/chosen_rewards", "train/rm/rejected_rewards", "eval/score"),
-    "KL to the reference (nats per response)": ("objective/kl", "objective/kl1_avg", "objective/kl_exact"),
+    "KL to the reference (nats per response)": (
+        "objective/kl",
+        "objective/kl1_avg",
+        "objective/kl_exact",
+    ),
     "entropy (nats per token)": ("policy/entropy_avg", "train/entropy"),
     "explained variance of the returns": ("val/var_explained",),
-    "groups that teach nothing": ("frac_groups_all_solved", "frac_groups_none_solved", "frac_reward_zero_std"),
+    "groups that teach nothing": (
+        "frac_groups_all_solved",
+        "frac_groups_none_solved",
+        "frac_reward_zero_std",
+    ),
     "response length (tokens)": ("completions/mean_length",),
 }
 IN_A_ROW = 4  # panels
@@ -56,12 +76,16 @@ class Logger:
         self.watch = Watch(config.plain() | {"dtype": dtype})
         for entry in self.history:  # what they show was printed then
             self.watch.see(entry)
-        self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=start + 1 if config.resume else None)
+        self.board = SummaryWriter(
+            str(self.folder / "tensorboard"), purge_step=start + 1 if config.resume else None
+        )
         self.wandb = None
         if config.wandb_project is not None:
             import wandb
 
-            self.wandb = wandb.init(project=config.wandb_project, dir=config.output_dir, config=config.plain())
+            self.wandb = wandb.init(
+                project=config.wandb_project, dir=config.output_dir, config=config.plain()
+            )
         self.bar = None
         if sys.stdout.isatty():
             # It fits 80 columns: the count and the time left are whole, the metrics may be cut.
@@ -72,7 +96,9 @@ class Logger:
             count = progress.MofNCompleteColumn(table_column=Column(no_wrap=True))
             metrics = Column(no_wrap=True, overflow="ellipsis", ratio=1)
             columns = progress.TextColumn("{task.fields[columns]}", table_column=metrics)
-            self.bar = progress.Progress(count, left, progress.BarColumn(bar_width=8), columns, expand=True)
+            self.bar = progress.Progress(
+                count, left, progress.BarColumn(bar_width=8), columns, expand=True
+            )
             self.bar.add_task("train", total=config.steps, completed=start, columns="")
             self.bar.start()
 
@@ -88,7 +114,11 @@ class Logger:
         if self.wandb is not None:
             self.wandb.log(metrics, step=step)
         from_rewards = step == 0 and "preset" in self.watch.config
-        few = few_signals(entry.get("eval/accuracy_sampled", 0.5), self.group_size) if from_rewards else None
+        few = (
+            few_signals(entry.get("eval/accuracy_sampled", 0.5), self.group_size)
+            if from_rewards
+            else None
+        )
         if few is not None:
             tell(f"step 0: {few}")
         for finding in self.watch.see(entry):
@@ -111,11 +141,16 @@ class Logger:
 
         _append(self.folder / "samples.jsonl", [{"step": step, **row} for row in rows])
         for number, row in enumerate(rows):
-            text = "\n\n".join(f"{name}:\n\n{indent(str(value), '    ')}" for name, value in row.items())
+            text = "\n\n".join(
+                f"{name}:\n\n{indent(str(value), '    ')}" for name, value in row.items()
+            )
             self.board.add_text(f"samples/{number}", text, step)
         table = Table(*rows[0], title=f"samples at step {step}", title_justify="left")
         for row in rows:
-            values = [f"{value:.4g}" if isinstance(value, float) else str(value)[-200:] for value in row.values()]
+            values = [
+                f"{value:.4g}" if isinstance(value, float) else str(value)[-200:]
+                for value in row.values()
+            ]
             table.add_row(*(Text(shown(value, keep="\n\t")) for value in values))
         rich.print(table) if self.bar is None else self.bar.console.print(table)
 
@@ -159,7 +194,9 @@ def columns_of(metrics: Mapping[str, float]) -> str:
     for header, keys in COLUMNS.items():
         found = [metrics[key] for key in keys if key in metrics]
         if found:
-            parts.append(f"{header} {found[0]:.0f}" if abs(found[0]) >= 1000 else f"{header} {found[0]:.3g}")
+            parts.append(
+                f"{header} {found[0]:.0f}" if abs(found[0]) >= 1000 else f"{header} {found[0]:.3g}"
+            )
     return "  ".join(parts)
 
 
@@ -168,7 +205,11 @@ def draw_curves(history: list[dict], path: Path) -> None:
     from matplotlib.figure import Figure
 
     known = {key for line in history for key, value in line.items() if value is not None}
-    panels = {title: known.intersection(keys) for title, keys in PANELS.items() if known.intersection(keys)}
+    panels = {
+        title: known.intersection(keys)
+        for title, keys in PANELS.items()
+        if known.intersection(keys)
+    }
     wide = min(max(len(panels), 1), IN_A_ROW)
     high = max(-(-len(panels) // IN_A_ROW), 1)
     figure = Figure(figsize=(4.5 * wide, 3.2 * high), layout="constrained")
@@ -177,7 +218,9 @@ def draw_curves(history: list[dict], path: Path) -> None:
         axes.grid(alpha=0.3)
         for key in sorted(keys):
             points = [(line["step"], line[key]) for line in history if line.get(key) is not None]
-            axes.plot(*zip(*points, strict=True), label=key, marker="o" if len(points) < 20 else None)
+            axes.plot(
+                *zip(*points, strict=True), label=key, marker="o" if len(points) < 20 else None
+            )
         axes.legend(fontsize="small")
     figure.savefig(unfinished(path), dpi=120)
     unfinished(path).replace(path)

@@ -60,7 +60,9 @@ class Run:
         """Meet the other processes and lock the folder."""
         config.check()  # what was set since it was made
         if config.dry_run:
-            raise InputError(f"dry_run is for the command: fused-rl {config.command} … --dry_run; leave it out")
+            raise InputError(
+                f"dry_run is for the command: fused-rl {config.command} … --dry_run; leave it out"
+            )
         arithmetic(config, ranks.processes())
         self.device = engine.setup(config.seed)
         ranks.check_equal({"command": config.command, **config.plain()})
@@ -93,7 +95,9 @@ class Run:
         with phase("hashed models and rows"):
             self.inputs = {"model": hash_of_model(config.model, config.revision)}
             self.inputs |= {option: hash_of_model(name) for option, name in models.items()}
-            self.inputs |= {name: hash_of_rows(of) for name, of in {"rows": rows, **other_rows}.items()}
+            self.inputs |= {
+                name: hash_of_rows(of) for name, of in {"rows": rows, **other_rows}.items()
+            }
             self.inputs["chat_template"] = hash_of(tokenizer.chat_template)
         ranks.check_equal(self.inputs | {"held_out": hash_of_rows(held_out)})
         changed = self.store.check_inputs(self.inputs) if config.resume else []
@@ -104,7 +108,9 @@ class Run:
         self.order = RowOrder(len(rows), getattr(config, config.batch_option), config.seed)
         return self.config
 
-    def start(self, engines: Mapping, state: Callable[[], dict] = dict, own: Mapping = NOTHING) -> dict:
+    def start(
+        self, engines: Mapping, state: Callable[[], dict] = dict, own: Mapping = NOTHING
+    ) -> dict:
         """Restore the checkpoint if the run is resumed, and open its logs; return its state, {} for a new run.
 
         Args:
@@ -138,7 +144,9 @@ class Run:
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         restore_signals()  # of a run that died, whose traceback keeps it alive
-        _handlers.update({number: signal.signal(number, self._stop_after_step) for number in SIGNALS})
+        _handlers.update(
+            {number: signal.signal(number, self._stop_after_step) for number in SIGNALS}
+        )
         try:
             while not self.last:
                 self.step += 1
@@ -169,7 +177,9 @@ class Run:
         restore_signals()
         if ranks.rank() == 0:  # os.write: a print could interrupt another one
             with contextlib.suppress(OSError):
-                os.write(1, b"\nstopping after this step, with a checkpoint; again to stop at once\n")
+                os.write(
+                    1, b"\nstopping after this step, with a checkpoint; again to stop at once\n"
+                )
 
     def log(self, metrics: dict[str, float], samples: Sequence[dict] = ()) -> None:
         """Write one line of metrics and show a few responses; an evaluation also draws the curves."""
@@ -199,7 +209,10 @@ class Run:
             checkpoints = self.store.checkpoints
             kept = f", checkpoints: {checkpoints}" if checkpoints.exists() else ""
             watch, folder = self.logger.watch, self.store.path
-            tell(watch.learned(self.problems), f"model: {model}, curves: {folder / 'curves.png'}{kept}")
+            tell(
+                watch.learned(self.problems),
+                f"model: {model}, curves: {folder / 'curves.png'}{kept}",
+            )
             findings = ", ".join(watch.found) or "no findings"
             tell(f"next: fused-rl doctor {folder} ({findings}), or tensorboard --logdir {folder}")
         if self.config.push_to_hub:

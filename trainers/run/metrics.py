@@ -30,7 +30,9 @@ PPO |= {"loss/value_avg": "value_loss", "val/clipfrac_avg": "value_clipfrac"}
 def keyed(table: Mapping[str, str], sums: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of a policy's loss under their keys, and the moments of the ratio."""
     found = {key: sums[name] for key, name in table.items() if name in sums}
-    found |= {key: value for key, value in sums.items() if key.startswith("surrogate/")}  # of a user's surrogate
+    found |= {
+        key: value for key, value in sums.items() if key.startswith("surrogate/")
+    }  # of a user's surrogate
     found["val/ratio"] = 1 + sums["ratio_minus_1"]
     found["val/first_ratio"] = 1 + sums["drift"]
     found["val/ratio_var"] = sums["ratio_minus_1_square"] - sums["ratio_minus_1"] ** 2
@@ -53,15 +55,25 @@ class Sums:
 
     def over_ranks(self) -> dict[str, float]:
         """Return the sums, the same on every rank; refuse a sum that is NaN or infinite on any of them."""
-        columns = torch.stack([values for values, _ in self.parts]).cpu()  # waits for the device once
+        columns = torch.stack(
+            [values for values, _ in self.parts]
+        ).cpu()  # waits for the device once
         total = global_sum(sum(columns))
         if total.isfinite().all():
             return dict(zip(self.names, total.tolist(), strict=True))
         found = []
-        for number, (values, (_, where)) in enumerate(zip(columns.tolist(), self.parts, strict=True), 1):
-            bad = [name for name, value in zip(self.names, values, strict=True) if not math.isfinite(value)]
+        for number, (values, (_, where)) in enumerate(
+            zip(columns.tolist(), self.parts, strict=True), 1
+        ):
+            bad = [
+                name
+                for name, value in zip(self.names, values, strict=True)
+                if not math.isfinite(value)
+            ]
             if bad:
                 rows = ", ".join(dict.fromkeys(where))
                 what = f"{', '.join(bad)} {'is' if len(bad) == 1 else 'are'} NaN or infinite"
-                found.append(f"step {self.step}, micro-batch {number} of rank {rank()}: {what}; its rows: {rows}")
+                found.append(
+                    f"step {self.step}, micro-batch {number} of rank {rank()}: {what}; its rows: {rows}"
+                )
         raise InputError("; ".join(sum(gather(found[:1]), [])))  # the first one of each rank

@@ -22,7 +22,9 @@ class _Values(yaml.SafeLoader):
 
 
 _Values.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+|[-+]?inf|nan"), list("-+.0123456789in")
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+|[-+]?inf|nan"),
+    list("-+.0123456789in"),
 )
 
 
@@ -48,7 +50,9 @@ def parse(config_class: type[Config], argv: list[str]) -> Config:
             given[name] = _value(config_class, name, value)
     # A file may spell out every default, as a run's own config.yaml does: those were not given.
     fields = config_class.model_fields
-    given = {name: came for name, came in from_files.items() if came != fields[name].default} | given
+    given = {
+        name: came for name, came in from_files.items() if came != fields[name].default
+    } | given
     for name, value in given.items():
         if value == "" and name != "system_prompt":  # a message may have no text
             raise InputError(f"{name}='' is empty; give it a value, or leave it out")
@@ -68,7 +72,9 @@ def _value(config_class: type[Options], name: str, text: str | None) -> Any:
     if text == "null" and type(None) in choices:
         return None
     brackets = {list: "[", dict: "{"}
-    of_several = tuple(brackets[kind] for kind in map(typing.get_origin, choices) if kind in brackets)
+    of_several = tuple(
+        brackets[kind] for kind in map(typing.get_origin, choices) if kind in brackets
+    )
     if str in choices and not text.startswith(of_several):
         return text
     try:
@@ -96,16 +102,28 @@ def read_file(path: Path, config_class: type[Options]) -> dict[str, Any]:
 def help_text(config_class: type[Options], *, everything: bool) -> str:
     """Return what `--help` prints: the main options, or `everything` in groups."""
     doc = (config_class.__doc__ or "").strip().splitlines()[0]
-    lines = [f"usage: fused-rl {config_class.command} [--config FILE] [--key value ...]", "", doc, ""]
+    lines = [
+        f"usage: fused-rl {config_class.command} [--config FILE] [--key value ...]",
+        "",
+        doc,
+        "",
+    ]
     if config_class.main and not everything:
         for name in config_class.main:
             lines += _described(config_class, name, in_short=True)
         hidden = len(config_class.model_fields) - len(config_class.main)
-        lines += ["", f"--help all lists the other {hidden} options, too; FILE has lines of `key: value`."]
+        lines += [
+            "",
+            f"--help all lists the other {hidden} options, too; FILE has lines of `key: value`.",
+        ]
         return "\n".join(lines)
     seen = set()
     for group in reversed(config_class.__mro__):
-        own = [name for name in vars(group).get("__annotations__", {}) if name in config_class.model_fields]
+        own = [
+            name
+            for name in vars(group).get("__annotations__", {})
+            if name in config_class.model_fields
+        ]
         new = [name for name in own if name not in seen]
         seen |= {*new}
         lines += [(group.__doc__ or "").strip().splitlines()[0], ""] if new else []
@@ -118,9 +136,15 @@ def help_text(config_class: type[Options], *, everything: bool) -> str:
 def _described(config_class: type[Options], name: str, *, in_short: bool) -> list[str]:
     """Return an option's help in lines of 110 characters."""
     field = config_class.model_fields[name]
-    default = "required" if field.is_required() else f"default {yaml.safe_dump(field.default).splitlines()[0]}"
+    default = (
+        "required"
+        if field.is_required()
+        else f"default {yaml.safe_dump(field.default).splitlines()[0]}"
+    )
     text = " ".join((field.description or "").split())
     if in_short:
         text = text.partition(". ")[0].removesuffix(".") + "."
     text = f"--{name}  {text} ({in_words(kinds_of(config_class)[name])}; {default})"
-    return textwrap.wrap(text, 110, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
+    return textwrap.wrap(
+        text, 110, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False
+    )

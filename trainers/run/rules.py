@@ -23,7 +23,9 @@ class Watch:
     def __init__(self, config: Mapping[str, object]):
         self.config, self.now = config, {}
         self.values: dict[str, list[float]] = {}
-        self.held_out: list[tuple[int, str, float]] = []  # (step, metric, accuracy) of each evaluation
+        self.held_out: list[
+            tuple[int, str, float]
+        ] = []  # (step, metric, accuracy) of each evaluation
         self.found: dict[str, str] = {}  # rule -> step, what is seen, what to change
 
     def see(self, entry: Mapping[str, object]) -> list[str]:
@@ -31,7 +33,9 @@ class Watch:
         self.now = entry
         for key, value in entry.items():
             self.values.setdefault(key, []).append(number(value))
-        self.held_out += [(entry["step"], key, number(entry[key])) for key in HELD_OUT if key in entry][:1]
+        self.held_out += [
+            (entry["step"], key, number(entry[key])) for key in HELD_OUT if key in entry
+        ][:1]
         new = {}
         for rule, (condition, change) in RULES.items():
             seen = None if rule in self.found else condition(self)
@@ -54,7 +58,10 @@ class Watch:
             known = problems and key != "eval/accuracy"  # which is over tokens
             error = f" ± {math.sqrt(accuracy * (1 - accuracy) / problems):.2g}" if known else ""
             figures.append(f"{accuracy:.3g}{error}")
-        kl = [f"; KL {value:.3g} nats per response" for value in self.values.get("eval/kl_exact", [])[-1:]]
+        kl = [
+            f"; KL {value:.3g} nats per response"
+            for value in self.values.get("eval/kl_exact", [])[-1:]
+        ]
         return f"held-out: {key} {figures[0]} at step {first}, {figures[1]} at step {last}{''.join(kl)}"
 
     def in_fp32(self) -> bool:
@@ -64,14 +71,24 @@ class Watch:
 
 def number(value: object) -> float:
     """A metric as a float; NaN for null and for what a damaged file may hold."""
-    return float(str(value)) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    return (
+        float(str(value))
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+        else math.nan
+    )
 
 
 def few_signals(accuracy: float, size: int) -> str | None:
     """Return a line if at most a quarter of the groups of `size` can have right and wrong answers before training."""
-    share = 1 - accuracy**size - (1 - accuracy) ** size  # concave: questions of unequal difficulty have fewer
+    share = (
+        1 - accuracy**size - (1 - accuracy) ** size
+    )  # concave: questions of unequal difficulty have fewer
     seen = f"{accuracy:.1%} of the sampled answers are correct: at most {share:.0%} of groups of {size} teach anything"
-    remedy = "pick harder rows" if accuracy > 0.5 else "train SFT longer, pick easier rows, or use a scorer that grades"
+    remedy = (
+        "pick harder rows"
+        if accuracy > 0.5
+        else "train SFT longer, pick easier rows, or use a scorer that grades"
+    )
     return f"{seen}; {remedy}" if share < 0.25 else None
 
 
@@ -84,7 +101,9 @@ def over_ten_steps(pattern: str, beyond: Callable[[float], bool], *, unless: str
     def condition(watch: Watch) -> str | None:
         keys = [key for key in watch.now if re.fullmatch(pattern, key)]
         found = [key for key in keys if beyond(watch.mean(key)) and not watch.config.get(unless)]
-        return f"{found[0]} is {watch.mean(found[0]):.3g} over the last ten steps" if found else None
+        return (
+            f"{found[0]} is {watch.mean(found[0]):.3g} over the last ten steps" if found else None
+        )
 
     return condition
 
@@ -93,7 +112,9 @@ def equal_rewards(watch: Watch) -> str | None:
     """Groups of equal rewards have advantages of 0, but with batch-std, which compares across groups."""
     preset = PRESETS.get(str(watch.config.get("preset")))
     advantage = watch.config.get("advantage") or (preset and preset.advantage)
-    equal, solved = (watch.mean(f"frac_{what}", 2 * WINDOW) for what in ("reward_zero_std", "groups_all_solved"))
+    equal, solved = (
+        watch.mean(f"frac_{what}", 2 * WINDOW) for what in ("reward_zero_std", "groups_all_solved")
+    )
     seen = f"{equal:.0%} of the groups of the last 20 steps have equal rewards ({solved:.0%} are solved throughout)"
     return seen if equal >= 0.75 and advantage not in ("batch-std", "gdpo") else None
 
@@ -110,7 +131,10 @@ def accuracy_lost(watch: Watch) -> str | None:
 
 def kl_high(watch: Watch) -> str | None:
     """Nats per response token: above 2, or above 1 and three times as many as ten steps before."""
-    length, values = watch.mean("completions/mean_length"), watch.values.get("objective/kl_exact", [])
+    length, values = (
+        watch.mean("completions/mean_length"),
+        watch.values.get("objective/kl_exact", []),
+    )
     if len(values) < WINDOW or not length > 0:
         return None
     now = mean(values[-WINDOW:]) / length
@@ -121,35 +145,66 @@ def kl_high(watch: Watch) -> str | None:
 
 def entropy_collapsed(watch: Watch) -> str | None:
     """A tenth of its start; not where most problems are solved, as little is left to be unsure about."""
-    start, now = mean(watch.values.get("policy/entropy_avg", [0])[:WINDOW]), watch.mean("policy/entropy_avg")
-    solved = [watch.values.get(key, [0])[-1] for key in ("eval/accuracy_sampled", "frac_groups_all_solved")]
+    start, now = (
+        mean(watch.values.get("policy/entropy_avg", [0])[:WINDOW]),
+        watch.mean("policy/entropy_avg"),
+    )
+    solved = [
+        watch.values.get(key, [0])[-1]
+        for key in ("eval/accuracy_sampled", "frac_groups_all_solved")
+    ]
     seen = f"policy/entropy_avg is {now:.2g} nats over the last ten steps; in the first ten it was {start:.2g}"
     return seen if now < start / 10 and max(solved) <= 0.5 else None
 
 
 def first_ratio(watch: Watch) -> str | None:
     """In fp32 a pass repeats itself to 1e-6, in bfloat16 to some hundredths."""
-    off = 0 if watch.config.get("old_logprobs") == "sampler" else number(watch.now.get("val/first_ratio", 1)) - 1
-    return f"val/first_ratio is 1{off:+.1e}, not 1" if abs(off) > (1e-6 if watch.in_fp32() else 5e-2) else None
+    off = (
+        0
+        if watch.config.get("old_logprobs") == "sampler"
+        else number(watch.now.get("val/first_ratio", 1)) - 1
+    )
+    return (
+        f"val/first_ratio is 1{off:+.1e}, not 1"
+        if abs(off) > (1e-6 if watch.in_fp32() else 5e-2)
+        else None
+    )
 
 
 def not_finite(watch: Watch) -> str | None:
     """A loss or gradient that is no number, in one step; or gradients of 0 in ten."""
-    broken = [key for key in (*LOSSES, *GRADIENTS) if not math.isfinite(number(watch.now.get(key, 1)))]
-    return f"{broken[0]} is not finite" if broken else over_ten_steps("|".join(GRADIENTS), lambda x: x == 0)(watch)
+    broken = [
+        key for key in (*LOSSES, *GRADIENTS) if not math.isfinite(number(watch.now.get(key, 1)))
+    ]
+    return (
+        f"{broken[0]} is not finite"
+        if broken
+        else over_ten_steps("|".join(GRADIENTS), lambda x: x == 0)(watch)
+    )
 
 
 def sampler_differs(watch: Watch) -> str | None:
     """With lag the sampler has other weights on purpose."""
     nats = watch.mean("rollout/logprob_diff_abs", 3)
     seen = f"the sampler's log-probabilities are {nats:.2g} nats from the policy's over three steps"
-    return seen if nats > (1e-3 if watch.in_fp32() else 0.05) and not watch.config.get("lag") else None
+    return (
+        seen if nats > (1e-3 if watch.in_fp32() else 0.05) and not watch.config.get("lag") else None
+    )
 
 
 RULES: dict[str, tuple[Callable[[Watch], str | None], str]] = {
-    "first-ratio": (first_ratio, "the model's forward does not repeat itself: look for dropout, or use float32"),
-    "gradient": (not_finite, "where not finite, lower lr and read the rows; where 0, look at the rewards"),
-    "equal-rewards": (equal_rewards, "solved: take harder prompts; else warm start with sft, or a finer scorer"),
+    "first-ratio": (
+        first_ratio,
+        "the model's forward does not repeat itself: look for dropout, or use float32",
+    ),
+    "gradient": (
+        not_finite,
+        "where not finite, lower lr and read the rows; where 0, look at the rewards",
+    ),
+    "equal-rewards": (
+        equal_rewards,
+        "solved: take harder prompts; else warm start with sft, or a finer scorer",
+    ),
     "scores-none": (
         over_ten_steps("rewards/.*/none", lambda share: share == 1),
         "the scorer judges nothing: see that it ends in `return`, and which columns it reads",
@@ -158,14 +213,26 @@ RULES: dict[str, tuple[Callable[[Watch], str | None], str]] = {
         over_ten_steps("val/stop_rate", lambda share: share < 0.5),
         "most responses reach the length limit: raise max_new_tokens, or warm start with sft so that they end",
     ),
-    "accuracy-lost": (accuracy_lost, "read samples.jsonl: what is rewarded may not be what is evaluated"),
+    "accuracy-lost": (
+        accuracy_lost,
+        "read samples.jsonl: what is rewarded may not be what is evaluated",
+    ),
     "kl-high": (kl_high, "lower lr or raise kl_coef, and read samples.jsonl"),
     "entropy-collapsed": (entropy_collapsed, "lower lr, or raise kl_coef or entropy_coef"),
-    "clipped": (over_ten_steps("policy/clipfrac_avg", lambda share: share > 0.5), "lower lr, epochs or minibatches"),
+    "clipped": (
+        over_ten_steps("policy/clipfrac_avg", lambda share: share > 0.5),
+        "lower lr, epochs or minibatches",
+    ),
     "idle-critic": (
         over_ten_steps("val/var_explained", lambda share: share <= 0),
         "the critic explains nothing: raise critic_lr, look at value_clip, or warm it up with critic_only",
     ),
-    "learning-rate": (over_ten_steps("lr", lambda lr: lr == 0, unless="critic_only"), "raise lr, or steps"),
-    "sampler-differs": (sampler_differs, "compare dtype, temperature and weights of the server (docs/rollouts.md)"),
+    "learning-rate": (
+        over_ten_steps("lr", lambda lr: lr == 0, unless="critic_only"),
+        "raise lr, or steps",
+    ),
+    "sampler-differs": (
+        sampler_differs,
+        "compare dtype, temperature and weights of the server (docs/rollouts.md)",
+    ),
 }

@@ -48,13 +48,33 @@ MAY_CHANGE = frozenset(
         *("steps", "num_train_epochs", "lr", "lr_schedule", "warmup_steps", "weight_decay"),
         *("adam_beta2", "adam_eps", "max_grad_norm", "critic_lr", "critic_warmup_steps"),
         # Speed and memory: the same sums rounded in another order, the same distribution sampled in another order.
-        *("micro_batch_size", "rollout_batch_size", "attn_implementation", "gradient_checkpointing", "loss_from"),
+        *(
+            "micro_batch_size",
+            "rollout_batch_size",
+            "attn_implementation",
+            "gradient_checkpointing",
+            "loss_from",
+        ),
         *("server", "server_api_key_env", "server_timeout", "server_concurrency"),
         # Where the inputs are: their hashes say whether they are the same.
         *("model", "critic", "dataset", "reference_dataset"),
         # What is measured, kept and shown.
-        *("eval_dataset", "eval_dataset_config", "eval_split", "eval_size", "eval_every", "eval_samples"),
-        *("show_samples", "kl_every", "save_every", "keep_checkpoints", "output_dir", "save_merged"),
+        *(
+            "eval_dataset",
+            "eval_dataset_config",
+            "eval_split",
+            "eval_size",
+            "eval_every",
+            "eval_samples",
+        ),
+        *(
+            "show_samples",
+            "kl_every",
+            "save_every",
+            "keep_checkpoints",
+            "output_dir",
+            "save_merged",
+        ),
         *("wandb_project", "push_to_hub", "hub_model_id", "hub_private_repo"),
     )
 )
@@ -122,14 +142,20 @@ class RunFolder:
             for name in sorted(sums)[rank() :: world_size()]:
                 found = list(fingerprint(self.chosen / name))
                 if found != sums[name]:
-                    problems.append(f"{name}: size and checksum should be {sums[name]}, and are {found}")
+                    problems.append(
+                        f"{name}: size and checksum should be {sums[name]}, and are {found}"
+                    )
         except (OSError, ValueError, TypeError) as error:
             problems.append(f"manifest.json or a file that it names cannot be read: {error}")
         problem = min(sum(ranks.gather(problems), []), default=None)
         if problem is not None:
             names = [f"step-{step}" for step in steps_in(self.checkpoints)]
             others = " or ".join(name for name in names if name != self.chosen.name)
-            remedy = f"continue with --resume_from {others}" if others else "start again with --overwrite"
+            remedy = (
+                f"continue with --resume_from {others}"
+                if others
+                else "start again with --overwrite"
+            )
             raise InputError(f"resume: {self.chosen} is damaged, {problem}; {remedy}")
 
         # The options.
@@ -137,7 +163,9 @@ class RunFolder:
         now = self._options()
         changed = {}
         for name in now.keys() & before.keys() - {*ACTIONS}:
-            if before[name] != now[name] and not (name == "verifiers" and now[name] is None):  # chosen by the rows
+            if before[name] != now[name] and not (
+                name == "verifiers" and now[name] is None
+            ):  # chosen by the rows
                 changed[name] = f"{name} {before[name]} -> {now[name]}"
         refused = [changed[name] for name in sorted(changed.keys() - MAY_CHANGE)]
         if refused:
@@ -145,11 +173,18 @@ class RunFolder:
                 f"resume: {self.chosen} was made with other options: {', '.join(refused)}; give the first value of "
                 f"each again (--config {self.path / 'config.yaml'} --resume), or start again with --overwrite"
             )
-        log(f"resume: from {self.chosen}, which is intact", *(f"resume: {line}" for line in changed.values()))
+        log(
+            f"resume: from {self.chosen}, which is intact",
+            *(f"resume: {line}" for line in changed.values()),
+        )
 
     def _contents(self) -> list[Path]:
         with storing("the run", self.path):
-            return [path for path in self.path.iterdir() if path.name != LOCK] if self.path.exists() else []
+            return (
+                [path for path in self.path.iterdir() if path.name != LOCK]
+                if self.path.exists()
+                else []
+            )
 
     def _open(self) -> None:
         global _lock
@@ -169,7 +204,11 @@ class RunFolder:
         """Make the folder that of this run, which has read all its inputs and begins after `step`. On one rank."""
         old = self._contents()
         if self.config.resume:
-            later = [self.checkpoints / f"step-{s}" for s in reversed(steps_in(self.checkpoints)) if s > step]
+            later = [
+                self.checkpoints / f"step-{s}"
+                for s in reversed(steps_in(self.checkpoints))
+                if s > step
+            ]
             old = [*later, *(path for path in old if path.name in SAVED_AT_THE_END)]
             for leftover in self.checkpoints.glob(f"{UNFINISHED}*"):  # of a run that was killed
                 shutil.rmtree(leftover)
@@ -187,7 +226,9 @@ class RunFolder:
             tell(f"moved what was in {self.path} before to {aside}")
 
         precision = self._options()["precision"]
-        header = f"# fused-rl {self.config.command} --config <this file>\n# precision: {precision}\n"
+        header = (
+            f"# fused-rl {self.config.command} --config <this file>\n# precision: {precision}\n"
+        )
         write_atomically(self.path / "config.yaml", header + to_yaml(self.config))
 
     # Writing checkpoints.
@@ -208,17 +249,30 @@ class RunFolder:
                     trained.save_checkpoint(str(place), tag=name, save_latest=False)
                 kept = {name: part.state_dict() for name, part in own.items()}
                 cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-                generators = {"python": random.getstate(), "torch": torch.get_rng_state(), "cuda": cuda}
+                generators = {
+                    "python": random.getstate(),
+                    "torch": torch.get_rng_state(),
+                    "cuda": cuda,
+                }
                 torch.save({"generators": generators, "own": kept}, place / f"rank-{rank()}.pt")
                 if rank() == 0:
-                    saved = {"step": step, "engines": sorted(engines), "options": self._options(), **state}
+                    saved = {
+                        "step": step,
+                        "engines": sorted(engines),
+                        "options": self._options(),
+                        **state,
+                    }
                     (place / "state.json").write_text(json.dumps(saved))
                 barrier()
                 files = sorted(filter(Path.is_file, place.rglob("*")))
                 share = files[rank() :: world_size()]
-                parts = ranks.gather({path.relative_to(place).as_posix(): fingerprint(path) for path in share})
+                parts = ranks.gather(
+                    {path.relative_to(place).as_posix(): fingerprint(path) for path in share}
+                )
                 if rank() == 0:
-                    (place / "manifest.json").write_text(json.dumps(functools.reduce(operator.or_, parts), indent=1))
+                    (place / "manifest.json").write_text(
+                        json.dumps(functools.reduce(operator.or_, parts), indent=1)
+                    )
             if rank() == 0:
                 for old in steps_in(self.checkpoints)[: -self.config.keep_checkpoints]:
                     delete(self.checkpoints / f"step-{old}")
@@ -247,7 +301,9 @@ class RunFolder:
         names = [f"step-{step}" for step in steps_in(self.checkpoints)]
         name = self.config.resume_from or names[-1]
         if name not in names:
-            raise InputError(f"resume_from={name!r} is not in {self.checkpoints}: there is {', '.join(names)}")
+            raise InputError(
+                f"resume_from={name!r} is not in {self.checkpoints}: there is {', '.join(names)}"
+            )
         return self.checkpoints / name
 
     def state(self) -> dict:
@@ -274,8 +330,14 @@ class RunFolder:
         state = self.state()
         config = self.config
         if state["step"] > config.steps:
-            epochs = "" if config.num_train_epochs is None else f" (num_train_epochs={config.num_train_epochs:g})"
-            raise InputError(f"resume: steps={config.steps}{epochs}, but {chosen} has done {state['step']} already")
+            epochs = (
+                ""
+                if config.num_train_epochs is None
+                else f" (num_train_epochs={config.num_train_epochs:g})"
+            )
+            raise InputError(
+                f"resume: steps={config.steps}{epochs}, but {chosen} has done {state['step']} already"
+            )
         for name, trained in engines.items():
             engine.load_engine(trained, chosen, name)
         kept = torch.load(chosen / f"rank-{rank()}.pt", weights_only=True)

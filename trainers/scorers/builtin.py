@@ -20,7 +20,9 @@ from fused_rl.trainers.rollouts.types import Sample, shortened
 
 ANSWER_COLUMNS = ("ground_truth", "answer", "solution")
 # One <think> and one <answer>, in this order, and nothing outside them.
-THINK_THEN_ANSWER = r"(?s)\A\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*\Z"
+THINK_THEN_ANSWER = (
+    r"(?s)\A\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*\Z"
+)
 BOXED = regex.compile(r"\\boxed\{((?:[^{}]|\{(?1)\})*)\}")
 
 
@@ -30,10 +32,14 @@ def answer_of(row: dict, column: str | None) -> str:
     name = next((name for name in columns if row.get(name) is not None), None)
     if name is None:
         what = f"column {columns[0]!r} is missing or null"
-        raise InputError(f"{what}; the row has {sorted(row)}; name another with --answer_column, or mend the row")
+        raise InputError(
+            f"{what}; the row has {sorted(row)}; name another with --answer_column, or mend the row"
+        )
     value = row[name]
     if isinstance(value, bool) or not isinstance(value, (str, numbers.Number)) or value != value:
-        raise InputError(f"column {name!r} is {shortened(value)} ({type(value).__name__}); expected text or a number")
+        raise InputError(
+            f"column {name!r} is {shortened(value)} ({type(value).__name__}); expected text or a number"
+        )
     answer = str(value).rsplit("####", 1)[-1].strip()
     if name == "solution":
         answer = ([answer] + BOXED.findall(answer))[-1].strip()
@@ -53,7 +59,13 @@ class Named:
     compares = False
     """With the row's answer; then a score of 1 is solved."""
 
-    def __init__(self, name: str, weight=1.0, solved_at: float | None = None, answer_column: str | None = None):
+    def __init__(
+        self,
+        name: str,
+        weight=1.0,
+        solved_at: float | None = None,
+        answer_column: str | None = None,
+    ):
         self.name = name
         self.weight = weight
         self.solved_at = 1.0 if solved_at is None and self.compares else solved_at
@@ -75,7 +87,9 @@ class ExactMatch(Named):
         self.ignore_case = ignore_case
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
-        pairs = [(normalized(s.text), normalized(answer_of(s.row, self.answer_column))) for s in samples]
+        pairs = [
+            (normalized(s.text), normalized(answer_of(s.row, self.answer_column))) for s in samples
+        ]
         if self.ignore_case:
             pairs = [(text.casefold(), answer.casefold()) for text, answer in pairs]
         return [float(text == answer) for text, answer in pairs]
@@ -94,7 +108,9 @@ class Pattern(Named):
         try:
             self.pattern = regex.compile(pattern)
         except regex.error as error:
-            raise InputError(f"verifier 'regex': the pattern {pattern!r} does not compile: {error}") from error
+            raise InputError(
+                f"verifier 'regex': the pattern {pattern!r} does not compile: {error}"
+            ) from error
         self.compares = self.pattern.groups > 0
         self.group = self.pattern.groupindex.get("answer", 1)
         super().__init__(**judged)
@@ -126,12 +142,16 @@ class Length(Named):
 
 def import_reasoning_gym():
     """Return reasoning_gym, which takes over a second to import."""
-    if importlib.util.find_spec("pycosat") is None:  # C source without wheels, which one generator of puzzles needs
+    if (
+        importlib.util.find_spec("pycosat") is None
+    ):  # C source without wheels, which one generator of puzzles needs
         sys.modules["pycosat"] = types.ModuleType("pycosat")
     try:
         import reasoning_gym
     except ImportError as error:
-        raise InputError(f"reasoning_gym cannot be imported ({error}); pip install reasoning-gym==0.1.25") from error
+        raise InputError(
+            f"reasoning_gym cannot be imported ({error}); pip install reasoning-gym==0.1.25"
+        ) from error
     return reasoning_gym
 
 
@@ -144,7 +164,9 @@ class ReasoningGymVerifier(Named):
         super().__init__(name, **judged)
         self.dataset = dataset
         self.gym = import_reasoning_gym()
-        self.judge_of = functools.cache(self.gym.get_score_answer_fn)  # each call makes a whole dataset
+        self.judge_of = functools.cache(
+            self.gym.get_score_answer_fn
+        )  # each call makes a whole dataset
 
     def check(self, row: dict) -> None:
         """Check that the row has an answer, and names a dataset."""
@@ -160,12 +182,17 @@ class ReasoningGymVerifier(Named):
         if not dataset:
             raise InputError("metadata has no source_dataset; name it with reasoning_gym:<dataset>")
         if dataset not in self.gym.factory.DATASETS:
-            raise InputError(f"verifier {self.name!r}: reasoning_gym has no dataset {dataset!r:.80}")
+            raise InputError(
+                f"verifier {self.name!r}: reasoning_gym has no dataset {dataset!r:.80}"
+            )
         return self.judge_of(dataset)
 
     def score(self, response: str, row: dict) -> float:
         """Return 0 to 1, as the dataset's generator judges a response's text."""
-        entry = row | {"answer": answer_of(row, self.answer_column), "metadata": row.get("metadata") or {}}
+        entry = row | {
+            "answer": answer_of(row, self.answer_column),
+            "metadata": row.get("metadata") or {},
+        }
         judge = self._judge_of(row)
         try:
             return float(judge(response.strip(), entry))

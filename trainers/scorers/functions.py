@@ -17,7 +17,11 @@ from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts.types import Sample
 from fused_rl.trainers.scorers.builtin import Named
 
-GIVEN = ("prompts", "completions", "completion_ids")  # to a function of TRL's kind, beside the columns
+GIVEN = (
+    "prompts",
+    "completions",
+    "completion_ids",
+)  # to a function of TRL's kind, beside the columns
 
 
 class FunctionScorer(Named):
@@ -38,13 +42,17 @@ class FunctionScorer(Named):
         of_one = self.takes[:2] == ["response", "row"] and len(self.needs) <= 2
         if not (self.takes_many or of_one):
             forms = "(response, row), or (completions, **columns) as in TRL"
-            raise InputError(f"verifier {name!r} must take {forms}; it takes ({', '.join(self.takes)})")
+            raise InputError(
+                f"verifier {name!r} must take {forms}; it takes ({', '.join(self.takes)})"
+            )
 
     def check(self, row: dict) -> None:
         """Check that a function of TRL's kind finds the columns that it names."""
         missing = [name for name in self.needs if self.takes_many and name not in (*GIVEN, *row)]
         if missing:
-            raise InputError(f"verifier {self.name!r} takes the column {missing[0]!r}; the row has {sorted(row)}")
+            raise InputError(
+                f"verifier {self.name!r} takes the column {missing[0]!r}; the row has {sorted(row)}"
+            )
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         if self.takes_many:
@@ -64,7 +72,9 @@ class FunctionScorer(Named):
         try:
             yield
         except Exception:
-            tell(f"verifier {self.name!r} raised on the response to {sample.where}:", to_errors=True)
+            tell(
+                f"verifier {self.name!r} raised on the response to {sample.where}:", to_errors=True
+            )
             raise
 
     async def _all(self, samples: Sequence[Sample]) -> list[float | None]:

@@ -37,9 +37,15 @@ def load_chosen(
     return config, load_scorers(config, **reading)
 
 
-def load_for_policy(config: Config, rows, tokenizer, device, recorded) -> tuple[Config, list[Scorer]]:
+def load_for_policy(
+    config: Config, rows, tokenizer, device, recorded
+) -> tuple[Config, list[Scorer]]:
     """Return what `load_chosen` does, for a policy that is trained with this config."""
-    reading = {"tokenizer": tokenizer, "device": device, "batch_size": config.rollout_batch_size or ROLLOUT_BATCH_SIZE}
+    reading = {
+        "tokenizer": tokenizer,
+        "device": device,
+        "batch_size": config.rollout_batch_size or ROLLOUT_BATCH_SIZE,
+    }
     return load_chosen(config, rows, recorded, policy=config, held=config, **reading)
 
 
@@ -48,7 +54,9 @@ def named_by(rows: Sequence[Rows]) -> list[str]:
     part = next(part for part in rows if len(part))
     if (part.rows[0].get("metadata") or {}).get("source_dataset"):
         return ["reasoning_gym"]
-    raise InputError(f"{part.where(0)}: --verifiers is missing; give one of {', '.join(FORMS)}, or module:function")
+    raise InputError(
+        f"{part.where(0)}: --verifiers is missing; give one of {', '.join(FORMS)}, or module:function"
+    )
 
 
 def load_scorers(options: ScorerConfig, **reading) -> list[Scorer]:
@@ -58,8 +66,12 @@ def load_scorers(options: ScorerConfig, **reading) -> list[Scorer]:
     a score of 1 on.
     """
     spelled = read(options)
-    scorers = [load_reward_model(part, **reading) for part in spelled if part.kind == "reward_model"]
-    verifiers = [_load(part, options.answer_column) for part in spelled if part.kind != "reward_model"]
+    scorers = [
+        load_reward_model(part, **reading) for part in spelled if part.kind == "reward_model"
+    ]
+    verifiers = [
+        _load(part, options.answer_column) for part in spelled if part.kind != "reward_model"
+    ]
     if all(scorer.solved_at is None for scorer in verifiers):
         for scorer in verifiers:
             if not isinstance(scorer, builtin.Length):
@@ -68,7 +80,12 @@ def load_scorers(options: ScorerConfig, **reading) -> list[Scorer]:
 
 
 def _load(part: Spelled, answer_column: str | None) -> Scorer:
-    judged = {"name": part.name, "weight": part.weight, "solved_at": part.solved_at, "answer_column": answer_column}
+    judged = {
+        "name": part.name,
+        "weight": part.weight,
+        "solved_at": part.solved_at,
+        "answer_column": answer_column,
+    }
     match part.kind:
         case "math":
             return MathVerifier(**judged)
@@ -82,7 +99,9 @@ def _load(part: Spelled, answer_column: str | None) -> Scorer:
             return builtin.Pattern(builtin.THINK_THEN_ANSWER, **judged)
         case "length":
             if not part.detail.isdecimal() or int(part.detail) == 0:
-                raise InputError(f"verifier {part.text!r}: expected a whole number of tokens above 0 after the colon")
+                raise InputError(
+                    f"verifier {part.text!r}: expected a whole number of tokens above 0 after the colon"
+                )
             return builtin.Length(int(part.detail), **judged)
     function = part.detail if callable(part.detail) else load_function("verifier", part.detail)
     return FunctionScorer(function=function, **judged)

@@ -10,7 +10,9 @@ from fused_rl.trainers.scorers.builtin import Named, answer_of
 
 NUMBER = re.compile(r"[-+]?[\d,]*\.?\d+%?")
 # LaTeX's commands, whole texts in it among them: what is left of a formula has no three letters in a row.
-COMMANDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|operatorname|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+")
+COMMANDS = re.compile(
+    r"\\(?:text|textbf|mathrm|mathbf|mbox|operatorname|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+"
+)
 
 
 class MathVerifier(Named):
@@ -31,10 +33,14 @@ class MathVerifier(Named):
         answer = answer_of(row, self.answer_column)
         if NUMBER.fullmatch(answer):
             return
-        words = re.findall(r"[^\W\d_]{3,}", COMMANDS.sub(" ", answer))  # read as products of variables
+        words = re.findall(
+            r"[^\W\d_]{3,}", COMMANDS.sub(" ", answer)
+        )  # read as products of variables
         if words or not judging.parsed(answer):
             what = f"has the word {words[0]!r}" if words else "cannot be parsed"
-            remedy = "write it as a number or in LaTeX, or compare it as text: --verifiers exact_match"
+            remedy = (
+                "write it as a number or in LaTeX, or compare it as text: --verifiers exact_match"
+            )
             raise InputError(f"verifier 'math': the answer {answer!r:.80} {what}; {remedy}")
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
@@ -42,5 +48,7 @@ class MathVerifier(Named):
         distinct = list(dict.fromkeys(cases))  # a group often agrees
         verdicts = dict(zip(distinct, self.pool.judge(distinct), strict=True))
         reasons = [verdicts[case][1] for case in cases]
-        self.broken += [f"{sample.where} {why}" for sample, why in zip(samples, reasons, strict=True) if why]
+        self.broken += [
+            f"{sample.where} {why}" for sample, why in zip(samples, reasons, strict=True) if why
+        ]
         return [verdicts[case][0] for case in cases]

@@ -75,7 +75,9 @@ def read(options: ScorerConfig) -> list[Spelled]:
     weights = options.verifier_weights or [1.0] * len(given)
     thresholds = options.solved_at or [None] * len(given)
     found = []
-    for one, (kind, detail), weight, solved_at in zip(given, meant, weights, thresholds, strict=True):
+    for one, (kind, detail), weight, solved_at in zip(
+        given, meant, weights, thresholds, strict=True
+    ):
         text = one if isinstance(one, str) else name_of(one)
         name = text
         if kind == FUNCTION and isinstance(detail, str):
@@ -93,8 +95,12 @@ def with_scorers(config: Config, scorers: Sequence[Callable[..., object] | str] 
     if scorers is None:
         return config
     if config.verifiers is not None:
-        raise InputError(f"verifiers={config.verifiers} and scorers={scorers} are both given; give one of them")
-    return config.changed(verifiers=[scorers] if isinstance(scorers, str) or callable(scorers) else [*scorers])
+        raise InputError(
+            f"verifiers={config.verifiers} and scorers={scorers} are both given; give one of them"
+        )
+    return config.changed(
+        verifiers=[scorers] if isinstance(scorers, str) or callable(scorers) else [*scorers]
+    )
 
 
 def _kind_of(text: str | Callable) -> tuple[str, str | Callable]:

@@ -7,7 +7,13 @@ import torch
 from torch import nn
 
 from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.models.reward_model import RewardModel, check_finite, check_reads_policy, collate, has_score_head
+from fused_rl.trainers.models.reward_model import (
+    RewardModel,
+    check_finite,
+    check_reads_policy,
+    collate,
+    has_score_head,
+)
 from fused_rl.trainers.options import EngineConfig, InputError, ModelConfig
 from fused_rl.trainers.rollouts.types import Sample
 from fused_rl.trainers.scorers.builtin import Named
@@ -39,7 +45,9 @@ class RewardScorer:
         scores = torch.zeros(len(sequences))
         for indices in batches:
             scores[indices] = self.model(*collate([sequences[i] for i in indices], device)).cpu()
-        if self.in_step:  # ZeRO 3 gathers weights in every forward, so all ranks need the same number of them
+        if (
+            self.in_step
+        ):  # ZeRO 3 gathers weights in every forward, so all ranks need the same number of them
             most = int(ranks.global_max(torch.tensor(float(len(batches)))))
             for _ in range(most - len(batches)):
                 self.model(*collate([[0]], device))
@@ -55,11 +63,18 @@ class RewardModelScorer(Named):
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         # NaN and Inf included: the rollout refuses them, and knows the dataset's rows.
-        return self.scorer.unchecked([s.prompt_ids for s in samples], [s.response.ids for s in samples]).tolist()
+        return self.scorer.unchecked(
+            [s.prompt_ids for s in samples], [s.response.ids for s in samples]
+        ).tolist()
 
 
 def load_reward_model(
-    part: Spelled, policy: ModelConfig, held: EngineConfig, tokenizer: Any, device: torch.device, batch_size: int
+    part: Spelled,
+    policy: ModelConfig,
+    held: EngineConfig,
+    tokenizer: Any,
+    device: torch.device,
+    batch_size: int,
 ) -> RewardModelScorer:
     """Return the reward model that is named, which reads the responses of a policy; refuse one of other tokens."""
     options = {"dtype": engine.torch_dtype(held), "attn_implementation": policy.attn_implementation}
@@ -70,4 +85,6 @@ def load_reward_model(
         )
     check_reads_policy("reward model", part.detail, tokenizer, policy.model)
     frozen = engine.initialize_frozen(model.to(device).requires_grad_(False).eval(), held)
-    return RewardModelScorer(part.name, RewardScorer(frozen, batch_size), weight=part.weight, solved_at=part.solved_at)
+    return RewardModelScorer(
+        part.name, RewardScorer(frozen, batch_size), weight=part.weight, solved_at=part.solved_at
+    )

@@ -51,7 +51,9 @@ class Http:
             finally:
                 for task in tasks:
                     task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)  # a server whose update is cancelled is resumed
+                await asyncio.gather(
+                    *tasks, return_exceptions=True
+                )  # a server whose update is cancelled is resumed
 
         return asyncio.run_coroutine_threadsafe(together(), self.loop).result()
 
@@ -122,7 +124,9 @@ class Server:
                 f"no stop token; it was aborted, or has no room; {self.flags}"
             )
         if sampling.truncates and support is None:
-            raise InputError(f"{self.name}: no kept sets, which top_p, top_k and min_p need; {self.flags}")
+            raise InputError(
+                f"{self.name}: no kept sets, which top_p, top_k and min_p need; {self.flags}"
+            )
         return Response(ids, "stop" if stopped else "length", logprobs, support)
 
     async def push(self, folder: Path) -> None:

@@ -32,14 +32,25 @@ class VLLM(Server):
     )
     without_cache = "--no-enable-prefix-caching"
 
-    def request(self, prompt_ids: list[int], sampling: Sampling, seed: int | None) -> tuple[str, dict]:
+    def request(
+        self, prompt_ids: list[int], sampling: Sampling, seed: int | None
+    ) -> tuple[str, dict]:
         """Return path and body; one path alone reports kept sets."""
-        chosen = {"max_tokens": sampling.max_new_tokens, "top_k": sampling.top_k, "seed": seed, "logprobs": 0}
+        chosen = {
+            "max_tokens": sampling.max_new_tokens,
+            "top_k": sampling.top_k,
+            "seed": seed,
+            "logprobs": 0,
+        }
         chosen |= common_options(sampling)
         if sampling.truncates:
             body = {"model": self.model, "token_ids": prompt_ids, "sampling_params": chosen}
             return "/inference/v1/generate", body
-        return "/v1/completions", chosen | {"model": self.model, "prompt": prompt_ids, "return_token_ids": True}
+        return "/v1/completions", chosen | {
+            "model": self.model,
+            "prompt": prompt_ids,
+            "return_token_ids": True,
+        }
 
     def parse(self, answer: dict, sampling: Sampling) -> tuple:
         (choice,) = answer["choices"]
@@ -51,7 +62,11 @@ class VLLM(Server):
 
     def update(self, folder: Path) -> list[tuple[str, dict | None]]:
         load = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        return [("/pause?mode=wait", None), ("/collective_rpc", load), ("/reset_prefix_cache", None)]
+        return [
+            ("/pause?mode=wait", None),
+            ("/collective_rpc", load),
+            ("/reset_prefix_cache", None),
+        ]
 
 
 class SGLang(Server):
@@ -67,23 +82,34 @@ class SGLang(Server):
     )
     without_cache = "--disable-radix-cache"
 
-    def request(self, prompt_ids: list[int], sampling: Sampling, seed: int | None) -> tuple[str, dict]:
+    def request(
+        self, prompt_ids: list[int], sampling: Sampling, seed: int | None
+    ) -> tuple[str, dict]:
         """Return path and body."""
-        chosen = common_options(sampling) | {
-            "max_new_tokens": sampling.max_new_tokens,
-            "top_k": sampling.top_k or -1,  # -1 is the whole vocabulary
-            "sampling_seed": seed,
-            "ignore_eos": not sampling.stop_ids,  # with True it stops at none of stop_token_ids either
-            "no_stop_trim": True,
-        }
+        chosen = (
+            common_options(sampling)
+            | {
+                "max_new_tokens": sampling.max_new_tokens,
+                "top_k": sampling.top_k or -1,  # -1 is the whole vocabulary
+                "sampling_seed": seed,
+                "ignore_eos": not sampling.stop_ids,  # with True it stops at none of stop_token_ids either
+                "no_stop_trim": True,
+            }
+        )
         masks = {"return_sampling_mask": True} if sampling.truncates else {}
-        return "/generate", {"input_ids": prompt_ids, "sampling_params": chosen, "return_logprob": True} | masks
+        return "/generate", {
+            "input_ids": prompt_ids,
+            "sampling_params": chosen,
+            "return_logprob": True,
+        } | masks
 
     def parse(self, answer: dict, sampling: Sampling) -> tuple:
         about = answer["meta_info"]
         sets = about.get("output_token_sampling_mask") if sampling.truncates else None
         if sets is None:
-            logprobs = [token[0] for token in about["output_token_logprobs"]]  # [log-probability, id, text]
+            logprobs = [
+                token[0] for token in about["output_token_logprobs"]
+            ]  # [log-probability, id, text]
         else:  # the log-probabilities over the sets have a field of their own
             logprobs = about["output_token_sampling_logprobs"]
         return answer["output_ids"], logprobs, sets, about["finish_reason"]["type"]

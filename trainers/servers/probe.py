@@ -18,7 +18,11 @@ from fused_rl.trainers.rollouts.types import Response, support_of
 from fused_rl.trainers.servers.inference import Server
 
 HOT = 2.0  # temperature, the highest that vLLM takes: a policy that is sure of its tokens shows no difference at 1
-TOKENS, SHORT, LONG = 16, 8, 300  # of a response, and of the prompts: 300 fill two blocks of every server's cache
+TOKENS, SHORT, LONG = (
+    16,
+    8,
+    300,
+)  # of a response, and of the prompts: 300 fill two blocks of every server's cache
 TEXT = "12 + 7 = 19, 3.5e-4, naïve café, 北京; def f(x):\n\treturn {x[0]: 'a'}  # and so on.\n"
 
 
@@ -36,7 +40,9 @@ class Probe:
         tokens = min(TOKENS, room // 2)
         long = self.ids * math.ceil(LONG / len(self.ids))
         short, long = (long[: min(count, room - tokens)] for count in (SHORT, LONG))
-        hot = replace(self.sampling, temperature=HOT, max_new_tokens=tokens, stop_ids=(), seeds=None)
+        hot = replace(
+            self.sampling, temperature=HOT, max_new_tokens=tokens, stop_ids=(), seeds=None
+        )
         return [short, long] * 2, hot
 
     async def sample(self, server: Server, step: int) -> list[Response]:
@@ -44,7 +50,10 @@ class Probe:
         (short, long, *_), sampling = self.prompts(server.room)
         responses = []
         for _ in range(2):
-            calls = server.sample(short, sampling, 2 * step), server.sample(long, sampling, 2 * step + 1)
+            calls = (
+                server.sample(short, sampling, 2 * step),
+                server.sample(long, sampling, 2 * step + 1),
+            )
             responses += await asyncio.gather(*calls)
         return responses
 
@@ -56,11 +65,15 @@ class Probe:
         batch = make_batch(prompts, [response.ids for response in responses], 0, device)
         support = support_of(responses)
         support = None if support is None else support.to(device)
-        scored = self.model(batch.input_ids, batch.response_mask, sampling.temperature, support=support)
+        scored = self.model(
+            batch.input_ids, batch.response_mask, sampling.temperature, support=support
+        )
         own = scored.logprobs[batch.response_mask].view(len(prompts), -1).cpu()
         return list(torch.tensor([response.logprobs for response in responses]) - own)
 
-    def judge(self, server: Server, step: int, responses: list[Response], differences: list[torch.Tensor]) -> None:
+    def judge(
+        self, server: Server, step: int, responses: list[Response], differences: list[torch.Tensor]
+    ) -> None:
         """Refuse a server whose log-probabilities differ from the policy's, or that does not follow seeds."""
         wrong = [not agrees(values, self.exact) for values in differences]
         if any(wrong):
@@ -77,4 +90,6 @@ class Probe:
         # In 16 bits, a response may change with the batch around it.
         repeated = [responses[k].ids == responses[k + 2].ids for k in range(2)]
         if not (all(repeated) if self.exact else any(repeated)):
-            raise InputError(f"{server.name}: one seed gave two different responses; {server.flags}")
+            raise InputError(
+                f"{server.name}: one seed gave two different responses; {server.flags}"
+            )

@@ -63,7 +63,9 @@ class ServerSampler(Sampler):
         for number, (_, copies) in enumerate(groupby(prompts), ranks.rank()):
             servers += [self.servers[number % len(self.servers)] for _ in copies]
         calls = zip(servers, prompts, sampling.seeds or [None] * len(prompts), strict=True)
-        return self.http.run(server.sample(prompt, sampling, seed) for server, prompt, seed in calls)
+        return self.http.run(
+            server.sample(prompt, sampling, seed) for server, prompt, seed in calls
+        )
 
     def publish(self, step: int, save: Callable[[Path], None]) -> None:
         """Write the weights, have all servers load them, and verify that they did; all ranks call this together."""
@@ -76,7 +78,9 @@ class ServerSampler(Sampler):
 
         def push() -> None:
             self.http.run(server.push(folder) for server in self.servers)
-            for other in self.folder.glob("step-*"):  # the one before stays until all servers have the new one
+            for other in self.folder.glob(
+                "step-*"
+            ):  # the one before stays until all servers have the new one
                 if other != folder:
                     shutil.rmtree(other)
             found.extend(self.http.run(self.probe.sample(server, step) for server in self.servers))

@@ -44,12 +44,18 @@ def show(rows) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("case", choices=CASES)
-    parser.add_argument("--rounds", type=int, default=5, help="of every way, after one more; 0: no costs")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="of every way, after one more; 0: no costs"
+    )
     args = parser.parse_args()
     if args.case in ("verl", "openrlhf"):
-        sys.path.append(str(machine.ROOT / "tests" / "hosts" / "stubs"))  # what needs a GPU to build or to run
+        sys.path.append(
+            str(machine.ROOT / "tests" / "hosts" / "stubs")
+        )  # what needs a GPU to build or to run
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}\n")

@@ -70,7 +70,9 @@ def openrlhf_costs(rounds: int):
         "the same, bf16 logits cast as the actor casts": logits_of(torch.bfloat16),
     }
     for what, inputs in calls.items():
-        yield cost(what, both("OpenRLHF", integration, with_gradients(as_the_actor, inputs)), rounds)
+        yield cost(
+            what, both("OpenRLHF", integration, with_gradients(as_the_actor, inputs)), rounds
+        )
 
 
 def verl_errors():

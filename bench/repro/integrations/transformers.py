@@ -89,7 +89,9 @@ def gradient(way: str, hidden, weight, labels, dtype=torch.bfloat16) -> torch.Te
         targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
         counted = targets >= 0
         logits = UnformedLogits(head, states)
-        loss = logits.negative_logprobs(targets, counted, 1 / counted.sum(), workspace_mb=WORKSPACE_MB)
+        loss = logits.negative_logprobs(
+            targets, counted, 1 / counted.sum(), workspace_mb=WORKSPACE_MB
+        )
     elif way == "stock":
         loss = loss_utils.ForCausalLMLoss(head(states), labels, len(weight))
     else:

@@ -47,9 +47,14 @@ def sides() -> dict[str, Side]:
     def side(heads, divergences, functions):
         head = heads.ChunkedLogProbFunction.apply
         divergence = divergences.ChunkedDivergenceFunction.apply
-        return Side(head, divergence, functions.selective_log_softmax, functions.entropy_from_logits)
+        return Side(
+            head, divergence, functions.selective_log_softmax, functions.entropy_from_logits
+        )
 
-    return {"TRL": side(chunked_logprob, chunked_divergence, utils), "patched": side(ours, ours, ours)}
+    return {
+        "TRL": side(chunked_logprob, chunked_divergence, utils),
+        "patched": side(ours, ours, ours),
+    }
 
 
 # The hard cases.
@@ -120,17 +125,29 @@ def hard_cases() -> Iterator[dict]:
 
     for gap in GAPS:
         exact = exact_entropy(peaked(gap))
-        yield row(f"fp32 head, entropy, peak of {gap} nats", exact, lambda side, gap=gap: worst_entropy(side, gap))
+        yield row(
+            f"fp32 head, entropy, peak of {gap} nats",
+            exact,
+            lambda side, gap=gap: worst_entropy(side, gap),
+        )
     for offset in OFFSETS:
-        yield row(f"bf16 logits at {offset}, log-prob's error", 0.0, lambda side, at=offset: largest_error(side, at))
+        yield row(
+            f"bf16 logits at {offset}, log-prob's error",
+            0.0,
+            lambda side, at=offset: largest_error(side, at),
+        )
     banned = peaked(5)
     banned[::3] = -torch.inf
     exact = exact_entropy(banned)
     yield row("fp32 head, entropy, -inf columns", exact, lambda side: head_entropy(side, banned))
-    yield row("fp32 logits, entropy, -inf columns", exact, lambda side: side.entropy(banned[None]).item())
+    yield row(
+        "fp32 logits, entropy, -inf columns", exact, lambda side: side.entropy(banned[None]).item()
+    )
     for distance in DISTANCES:
         exact = exact_kl(distance)
-        yield row(f"fp32 heads {distance:g} apart, KL", exact, lambda side, at=distance: head_kl(side, at))
+        yield row(
+            f"fp32 heads {distance:g} apart, KL", exact, lambda side, at=distance: head_kl(side, at)
+        )
 
 
 # What the functions cost.
@@ -161,7 +178,11 @@ def costs(rounds: int) -> Iterator[dict]:
         def jensen_shannon(side, hidden, weight, kl=kl):
             kl(side, hidden, weight, 0.5)
 
-        calls = {"log-probabilities and entropy": logprobs, "KL": kl, "Jensen-Shannon": jensen_shannon}
+        calls = {
+            "log-probabilities and entropy": logprobs,
+            "KL": kl,
+            "Jensen-Shannon": jensen_shannon,
+        }
         for name, call in calls.items():
 
             def run(side, call=call, leaves=leaves):

@@ -13,4 +13,10 @@ from tests.trainers.bad_inputs.verifiers import JUDGES, VERIFIERS
 
 __all__ = ["CASES", "JUDGES", "Case"]
 
-CASES = {"options": OPTIONS, "models": MODELS, "data": DATA, "verifiers": VERIFIERS, "output_dir": PLACES}
+CASES = {
+    "options": OPTIONS,
+    "models": MODELS,
+    "data": DATA,
+    "verifiers": VERIFIERS,
+    "output_dir": PLACES,
+}

@@ -14,11 +14,19 @@ def columns_of(command: str) -> dict:
     return pair if command == "reward" else {"question": "1+1?", "answer": "2"}
 
 
-def data(commands: str, title: str, content: str | bytes, message: str, name="data.jsonl", options=()) -> list[Case]:
+def data(
+    commands: str, title: str, content: str | bytes, message: str, name="data.jsonl", options=()
+) -> list[Case]:
     """A dataset with this content."""
     content = content if isinstance(content, bytes) else content.encode()
     return of(
-        commands, title, message, "--dataset", name, *options, spoil=lambda folder: (folder / name).write_bytes(content)
+        commands,
+        title,
+        message,
+        "--dataset",
+        name,
+        *options,
+        spoil=lambda folder: (folder / name).write_bytes(content),
     )
 
 
@@ -28,7 +36,9 @@ def line(commands: str, text: str | bytes, message: str, **fields) -> list[Case]
     for command in commands.split():
         good = json.dumps(columns_of(command)).encode() + b"\n"
         content = good * 2 + (text if isinstance(text, bytes) else text.encode()) + b"\n" + good * 3
-        made += data(command, f"line {text[:40]!r}", content, f"data.jsonl, line 3.*{message}", **fields)
+        made += data(
+            command, f"line {text[:40]!r}", content, f"data.jsonl, line 3.*{message}", **fields
+        )
     return made
 
 
@@ -44,7 +54,9 @@ def numbers_in_parquet(folder: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"question": 1, "answer": 2}] * 5), folder / "data.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([{"question": 1, "answer": 2}] * 5), folder / "data.parquet"
+    )
 
 
 def saved_in_splits(folder: Path) -> None:
@@ -63,23 +75,58 @@ DATA = [
     *words("sft", "--dataset rows", "dataset='rows' .* cannot be read"),
     *words(ALL, "--dataset none.jsonl", "dataset file none.jsonl does not exist"),
     *words("sft", "--eval_dataset none.jsonl", "dataset file none.jsonl does not exist"),
-    *of("sft", "a split that is not there", "dataset='saved' .*split trian", *TRIAN, spoil=saved_in_splits),
-    *of("sft", "an empty folder", "dataset='set'", "--dataset", "set", spoil=lambda folder: (folder / "set").mkdir()),
+    *of(
+        "sft",
+        "a split that is not there",
+        "dataset='saved' .*split trian",
+        *TRIAN,
+        spoil=saved_in_splits,
+    ),
+    *of(
+        "sft",
+        "an empty folder",
+        "dataset='set'",
+        "--dataset",
+        "set",
+        spoil=lambda folder: (folder / "set").mkdir(),
+    ),
     *of("sft", "a dataset whose name is empty", "dataset", "--dataset", ""),
     *data(ALL, "an empty file", "", "data.jsonl has no rows"),
     *data("sft", "half a JSON list", '[{"question": "a"},\n', "data.json: not JSON", "data.json"),
-    *data("sft", "CSV with an open quote", 'question,answer\n"1,2\n', "data.csv.* cannot be read", "data.csv"),
+    *data(
+        "sft",
+        "CSV with an open quote",
+        'question,answer\n"1,2\n',
+        "data.csv.* cannot be read",
+        "data.csv",
+    ),
     *data("sft", "half a Parquet file", b"PAR1", "data.parquet.* cannot be read", "data.parquet"),
-    *data("sft", "packed lines", b"\x1f\x8b", "d.jsonl.gz does not exist, or is none of .jsonl", "d.jsonl.gz"),
+    *data(
+        "sft",
+        "packed lines",
+        b"\x1f\x8b",
+        "d.jsonl.gz does not exist, or is none of .jsonl",
+        "d.jsonl.gz",
+    ),
     *line(ALL, "{", "not JSON"),
     *line("sft", b'{"question": "\xff"}', "not JSON in UTF-8"),
     *line("sft", "[1]", "expected a JSON object, got list"),
     # Columns.
     *words("reward", "--prompt_column q", "line 1: column 'q' is missing; .*--prompt_column"),
     *words("sft", "--prompt_column q", "line 1: column 'q' is missing; .*--prompt_column"),
-    *words("grpo", "--answer_column a --verifiers math", "line 1: column 'a' is missing or null; .*--answer_column"),
-    *words("reward", "--dataset rows.jsonl", "rows.jsonl, line 1: column 'chosen' is missing; .*--chosen_column"),
-    *words("reward", "--reference_dataset rows.jsonl", "rows.jsonl, line 1: column 'chosen' is missing"),
+    *words(
+        "grpo",
+        "--answer_column a --verifiers math",
+        "line 1: column 'a' is missing or null; .*--answer_column",
+    ),
+    *words(
+        "reward",
+        "--dataset rows.jsonl",
+        "rows.jsonl, line 1: column 'chosen' is missing; .*--chosen_column",
+    ),
+    *words(
+        "reward", "--reference_dataset rows.jsonl", "rows.jsonl, line 1: column 'chosen' is missing"
+    ),
     *cell("reward", "chosen", 3, f"column 'chosen' {TWO_SIDES}"),
     *cell("reward", "rejected", [ASSISTANT, USER], f"column 'rejected' {TWO_SIDES}"),
     *cell("reward", "prompt", [{"role": "user", "content": None}], "column 'prompt' must be text"),
@@ -88,20 +135,59 @@ DATA = [
     *of("sft", "numbers", TEXT_OR_MESSAGES, "--dataset", "data.parquet", spoil=numbers_in_parquet),
     *cell(READERS, "question", 5, TEXT_OR_MESSAGES),
     *cell("sft", "question", [{"from": "human", "value": "a"}], TEXT_OR_MESSAGES),
-    *cell("sft", "question", json.dumps([USER]), "column 'question' is a text that spells messages"),
+    *cell(
+        "sft", "question", json.dumps([USER]), "column 'question' is a text that spells messages"
+    ),
     *cell("sft grpo", "question", [ASSISTANT], "the prompt is empty|has one too"),
-    *cell("sft", "question", [USER], "system_prompt has no meaning for", options=("--system_prompt", "s")),
-    *cell("sft", "tools", [{"name": "f"}], "the row has tools, but the chat template does not read them"),
-    *data(READERS, "all prompts too long", LONG * 12, r"(all \d+ rows are longer|20\d+ tokens and up to|has 128)"),
-    *words("reward", "--max_prompt_length 1", "pairs.jsonl: no pair is left of 10: 10 with a prompt longer"),
+    *cell(
+        "sft",
+        "question",
+        [USER],
+        "system_prompt has no meaning for",
+        options=("--system_prompt", "s"),
+    ),
+    *cell(
+        "sft",
+        "tools",
+        [{"name": "f"}],
+        "the row has tools, but the chat template does not read them",
+    ),
+    *data(
+        READERS,
+        "all prompts too long",
+        LONG * 12,
+        r"(all \d+ rows are longer|20\d+ tokens and up to|has 128)",
+    ),
+    *words(
+        "reward",
+        "--max_prompt_length 1",
+        "pairs.jsonl: no pair is left of 10: 10 with a prompt longer",
+    ),
     # Completions.
     *line("sft", json.dumps({"question": [USER, ASSISTANT, USER]}), "column 'answer' is missing"),
-    *cell("sft", "question", [USER, ASSISTANT], "ends with the assistant's turn, and column 'answer' has one too"),
+    *cell(
+        "sft",
+        "question",
+        [USER, ASSISTANT],
+        "ends with the assistant's turn, and column 'answer' has one too",
+    ),
     *cell("sft", "answer", 5, "column 'answer' must be text, or a list of one message"),
-    *cell("sft", "answer", "", "a completion is empty, and would teach to end at once; remove the row"),
-    *line("sft", json.dumps({"question": [USER, {**ASSISTANT, "content": ""}]}), "a completion is empty, and would"),
-    *cell("sft", "answer", "b<end>c", "the completion spells '<end>', the token that ends a response"),
-    *line("sft", json.dumps({"question": [USER, CALLS]}), "turn has tool_calls, but the chat template leaves it out"),
+    *cell(
+        "sft", "answer", "", "a completion is empty, and would teach to end at once; remove the row"
+    ),
+    *line(
+        "sft",
+        json.dumps({"question": [USER, {**ASSISTANT, "content": ""}]}),
+        "a completion is empty, and would",
+    ),
+    *cell(
+        "sft", "answer", "b<end>c", "the completion spells '<end>', the token that ends a response"
+    ),
+    *line(
+        "sft",
+        json.dumps({"question": [USER, CALLS]}),
+        "turn has tool_calls, but the chat template leaves it out",
+    ),
     *cell("reward", "chosen", [CALLS], "turn has tool_calls, but the chat template leaves it out"),
     *words("sft", "--max_length 3", "rows.jsonl: all 10 rows are longer than .*max_length"),
 ]

@@ -37,8 +37,14 @@ def of_other_shapes(folder):
 
 
 def that_asks_for_remote_code(folder):
-    change_config(folder, model_type="mine", auto_map=dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "mine.M"))
-    (folder / "mine.py").write_text(f"open({str(folder.parent / 'executed')!r}, 'w')\nclass M: pass\n")
+    change_config(
+        folder,
+        model_type="mine",
+        auto_map=dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "mine.M"),
+    )
+    (folder / "mine.py").write_text(
+        f"open({str(folder.parent / 'executed')!r}, 'w')\nclass M: pass\n"
+    )
 
 
 def without_a_layer(folder):
@@ -93,7 +99,12 @@ def another(folder: Path, kind: str, **sizes) -> None:
     getattr(transformers, kind.replace("-", ""))(config).save_pretrained(folder)
 
 
-SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+SMALL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+}
 
 
 def that_is_a_classifier_of_three(folder):
@@ -112,7 +123,11 @@ def run(folder):
 
 MODELS = [
     *of("sft", "a run", "it is the folder of a run: give its/model", "--model", "its", spoil=run),
-    *words("sft", "--model Qwen/Qwen2.5-0.5B-Instrukt", "0.5B-Instrukt.*: its tokenizer cannot be loaded"),
+    *words(
+        "sft",
+        "--model Qwen/Qwen2.5-0.5B-Instrukt",
+        "0.5B-Instrukt.*: its tokenizer cannot be loaded",
+    ),
     *of("sft", "a model whose name is empty", "model", "--model", ""),
     *model(ALL, is_not_there, "model"),
     *model("sft reward", of_other_shapes, "model.*damaged"),
@@ -122,9 +137,21 @@ MODELS = [
     *model("sft", with_a_weight_too_many, "1 unexpected weights for Qwen2ForCausalLM: model.extra"),
     *model("sft reward", whose_weights_are_a_pickle, "model.*(neither|damaged)"),
     *model("sft", without_tokenizer, "comes without a tokenizer|tokenizer cannot be loaded"),
-    *model(ALL, whose_tokenizer_is_too_large, r"the tokenizer has ids up to \d+, but the model embeds 100"),
+    *model(
+        ALL,
+        whose_tokenizer_is_too_large,
+        r"the tokenizer has ids up to \d+, but the model embeds 100",
+    ),
     *model("sft grpo", whose_chat_template_is_empty, "line 1: (the prompt is empty|.*template)"),
-    *model(ALL, with_too_few_positions, r"rows.jsonl, line \d+: .*model has 8 positions|pairs.jsonl.* 8 positions"),
-    *model("sft", that_is_a_reward_model, "weights for Qwen2ForCausalLM: .*; it is a reward model: a causal LM"),
+    *model(
+        ALL,
+        with_too_few_positions,
+        r"rows.jsonl, line \d+: .*model has 8 positions|pairs.jsonl.* 8 positions",
+    ),
+    *model(
+        "sft",
+        that_is_a_reward_model,
+        "weights for Qwen2ForCausalLM: .*; it is a reward model: a causal LM",
+    ),
     *model("reward", that_is_a_classifier_of_three, "num_labels=3"),
 ]

@@ -2,7 +2,11 @@
 
 from tests.trainers.bad_inputs.cases import ALL, TRAINERS, Case, of, words
 
-WHOLE, COUNT, FINITE = "a whole number above 0", "a whole number, 0 or more", "a finite number, 0 or more"
+WHOLE, COUNT, FINITE = (
+    "a whole number above 0",
+    "a whole number, 0 or more",
+    "a finite number, 0 or more",
+)
 TEMPERATURE = r"a number from 1e-06 to 1e[+]06"
 POSITIVE, SEED = "a finite number above 0", r"a whole number from 0 to 2\^31 - 1"
 SERVER = "server=.*: expected a URL such as http://127.0.0.1:8000"
@@ -12,7 +16,13 @@ def option(commands: str, name: str, values: str, expected: str) -> list[Case]:
     """Each of the values, which is not what is expected."""
     cases = []
     for value in values.split():
-        cases += of(commands, f"--{name} {value}", rf": {name}=[^ ]+: expected {expected}$", f"--{name}", value)
+        cases += of(
+            commands,
+            f"--{name} {value}",
+            rf": {name}=[^ ]+: expected {expected}$",
+            f"--{name}",
+            value,
+        )
     return cases
 
 
@@ -42,57 +52,165 @@ OPTIONS = [
     *words("grpo ppo", "--kl-coef 1", "unknown option --kl-coef; did you mean --kl_coef"),
     *words("sft", "--lr", "lr: expected a finite number, 0 or more|--lr.*expected one argument"),
     *words("grpo", "--preset grpp", r"preset='grpp': expected one of ppo, grpo, "),
-    *words("grpo", "--preset ppo", "preset=ppo takes its advantages from gae, which needs a critic"),
+    *words(
+        "grpo", "--preset ppo", "preset=ppo takes its advantages from gae, which needs a critic"
+    ),
     *words("grpo", "--surrogate clap", "clap"),
     *words("grpo", "--group_size 1", "group_size=1: a response needs others"),
-    *words("grpo", "--minibatches 4 --share_prompts true", "minibatches=4 would split groups, which share"),
-    *words("grpo", "--zero_variance drop --preset reinforce++", "zero_variance=drop has no meaning with advantage=b"),
-    *words("grpo", "--max_refills 2", "max_refills=2 has no meaning without --zero_variance refill"),
-    *words("grpo", "--lag 1 --zero_variance refill", "lag=1 draws before refills are known; drop one of them"),
-    *words("grpo ppo", "--lag 1 --zero_stage 3", "lag=1 with zero_stage=3 .* give --server, or --zero_stage 2"),
-    *words("grpo", "--overlong_factor 2", "overlong_factor=2.0 has no meaning without --overlong_buffer"),
+    *words(
+        "grpo",
+        "--minibatches 4 --share_prompts true",
+        "minibatches=4 would split groups, which share",
+    ),
+    *words(
+        "grpo",
+        "--zero_variance drop --preset reinforce++",
+        "zero_variance=drop has no meaning with advantage=b",
+    ),
+    *words(
+        "grpo", "--max_refills 2", "max_refills=2 has no meaning without --zero_variance refill"
+    ),
+    *words(
+        "grpo",
+        "--lag 1 --zero_variance refill",
+        "lag=1 draws before refills are known; drop one of them",
+    ),
+    *words(
+        "grpo ppo",
+        "--lag 1 --zero_stage 3",
+        "lag=1 with zero_stage=3 .* give --server, or --zero_stage 2",
+    ),
+    *words(
+        "grpo",
+        "--overlong_factor 2",
+        "overlong_factor=2.0 has no meaning without --overlong_buffer",
+    ),
     *words("grpo", "--overlong_buffer 5", "overlong_buffer=5 is more than max_new_tokens"),
-    *words("grpo", "--ref_mixup_alpha 0.5", "ref_mixup_alpha=0.5 has no meaning without --ref_sync_every"),
-    *words("grpo", "--ref_sync_every 2 --lora_rank 2", "ref_sync_every=2 needs a reference of its own"),
-    *words("grpo", "--sapo_temperature_pos 2", "sapo_temperature_pos=2.0 has no meaning with surrogate=clip"),
+    *words(
+        "grpo",
+        "--ref_mixup_alpha 0.5",
+        "ref_mixup_alpha=0.5 has no meaning without --ref_sync_every",
+    ),
+    *words(
+        "grpo", "--ref_sync_every 2 --lora_rank 2", "ref_sync_every=2 needs a reference of its own"
+    ),
+    *words(
+        "grpo",
+        "--sapo_temperature_pos 2",
+        "sapo_temperature_pos=2.0 has no meaning with surrogate=clip",
+    ),
     *words("grpo", "--minibatches 3", "minibatches=3 does not divide the 4 responses"),
     *words("sft", "--offload --zero_stage 1", "offload=True needs zero_stage 2 or 3"),
     *words("sft", "--dtype bfloat16", "dtype=bfloat16 needs fp32 master weights"),
     *words("reward", "--loss_from logits", "loss_from=logits has no meaning"),
     *words("reward", "--head_dtype float32", "head_dtype=float32 has no meaning"),
-    *words("sft", "--loss_from logits --head_dtype float32", "head_dtype=float32 has no meaning with loss_from=logits"),
-    *words("sft", "--eval_size 12", "eval_size=12 leaves nothing to train on: rows.jsonl has 12 rows"),
-    *words("sft", "--resume", "resume continues the run .* and overwrite moves it away: give one of them"),
-    *words("grpo", "--rollout_high 2", "rollout_high corrects for a sampler that differs from the policy"),
+    *words(
+        "sft",
+        "--loss_from logits --head_dtype float32",
+        "head_dtype=float32 has no meaning with loss_from=logits",
+    ),
+    *words(
+        "sft", "--eval_size 12", "eval_size=12 leaves nothing to train on: rows.jsonl has 12 rows"
+    ),
+    *words(
+        "sft",
+        "--resume",
+        "resume continues the run .* and overwrite moves it away: give one of them",
+    ),
+    *words(
+        "grpo",
+        "--rollout_high 2",
+        "rollout_high corrects for a sampler that differs from the policy",
+    ),
     *words(
         "sft",
         "--system_prompt x --raw_prompt",
         "system_prompt=x needs the chat template, which raw_prompt=true leaves out",
     ),
-    *words("sft", "--attn_implementation fast", "attn_implementation=fast cannot be used for model='model'"),
-    *words("sft", "--revision v2", "revision=v2 is of a model on the Hub, and model=model is a folder"),
-    *words(TRAINERS, "--num_train_epochs 2", "num_train_epochs=2.0 and steps=[0-9]+ are both given; give one"),
-    *words("sft", "--lora_rank 2 --lora_targets q_prj", "lora_targets: .* no linear layer 'q_prj'.*choose from"),
-    *words("sft", "--lora_alpha 16", "lora_alpha=16.0 says how adapters are made or saved, but there are none"),
-    *words("sft", "--load_in_4bit", "load_in_4bit: weights of 4 bits are not trained, only adapters"),
-    *words("reward", "--load_in_4bit", "load_in_4bit=True has no meaning: a reward model is saved whole"),
+    *words(
+        "sft",
+        "--attn_implementation fast",
+        "attn_implementation=fast cannot be used for model='model'",
+    ),
+    *words(
+        "sft", "--revision v2", "revision=v2 is of a model on the Hub, and model=model is a folder"
+    ),
+    *words(
+        TRAINERS,
+        "--num_train_epochs 2",
+        "num_train_epochs=2.0 and steps=[0-9]+ are both given; give one",
+    ),
+    *words(
+        "sft",
+        "--lora_rank 2 --lora_targets q_prj",
+        "lora_targets: .* no linear layer 'q_prj'.*choose from",
+    ),
+    *words(
+        "sft",
+        "--lora_alpha 16",
+        "lora_alpha=16.0 says how adapters are made or saved, but there are none",
+    ),
+    *words(
+        "sft", "--load_in_4bit", "load_in_4bit: weights of 4 bits are not trained, only adapters"
+    ),
+    *words(
+        "reward",
+        "--load_in_4bit",
+        "load_in_4bit=True has no meaning: a reward model is saved whole",
+    ),
     *words("sft", "--hub_model_id a/b", "says where to push the model; add --push_to_hub"),
-    *words("sft", "--chat_template_kwargs 3", "chat_template_kwargs=3: expected a mapping from names to values"),
+    *words(
+        "sft",
+        "--chat_template_kwargs 3",
+        "chat_template_kwargs=3: expected a mapping from names to values",
+    ),
     *words("grpo", "--kl_in reward", "kl_in=reward has no meaning with kl_coef=0"),
     *words("grpo", "--ref_sync_every 9 --kl_coef 0.1", "ref_sync_every=9 is more than steps"),
-    *words("grpo", "--prompts_per_step 24", "prompts_per_step=24, but there are 12 rows to train on: .*at most 12"),
-    *words("sft", "--batch_size 64", "batch_size=64, but there are 10 rows to train on: .*at most 10"),
-    *words("ppo", "--preset rloo", "preset=rloo takes its advantages from leave-one-out.*ppo has a critic"),
-    *words("ppo", "--target_kl 0.1 --minibatches 1", "target_kl=0.1 has no meaning with one update per step"),
+    *words(
+        "grpo",
+        "--prompts_per_step 24",
+        "prompts_per_step=24, but there are 12 rows to train on: .*at most 12",
+    ),
+    *words(
+        "sft", "--batch_size 64", "batch_size=64, but there are 10 rows to train on: .*at most 10"
+    ),
+    *words(
+        "ppo",
+        "--preset rloo",
+        "preset=rloo takes its advantages from leave-one-out.*ppo has a critic",
+    ),
+    *words(
+        "ppo",
+        "--target_kl 0.1 --minibatches 1",
+        "target_kl=0.1 has no meaning with one update per step",
+    ),
     *words("ppo", "--kl_target 1 --kl_coef 0", "kl_target=1.0 has no meaning with kl_coef=0"),
     *words("ppo", "--kl_horizon 50", "kl_horizon=50.0 has no meaning without --kl_target"),
-    *words("ppo", "--kl_target 1 --kl_horizon 0.5", "kl_horizon=0.5 lets one step turn the sign of kl_coef"),
+    *words(
+        "ppo",
+        "--kl_target 1 --kl_horizon 0.5",
+        "kl_horizon=0.5 lets one step turn the sign of kl_coef",
+    ),
     *words("grpo", "--server localhost:8000", SERVER),
-    *words("grpo", "--server http://user:word@host:1", "server: expected a URL .*, without a user or password"),
+    *words(
+        "grpo",
+        "--server http://user:word@host:1",
+        "server: expected a URL .*, without a user or password",
+    ),
     *words("grpo", "--server_timeout 5", "server_timeout=5.0 means nothing without --server"),
-    *words("grpo", "--server http://a:1 --server_api_key_env NO_SUCH", "server_api_key_env=NO_SUCH: .* holds no key"),
+    *words(
+        "grpo",
+        "--server http://a:1 --server_api_key_env NO_SUCH",
+        "server_api_key_env=NO_SUCH: .* holds no key",
+    ),
     *of("sft", "an output_dir without a name", "output_dir='' is empty", "--output_dir", ""),
-    *of("sft", "a word of the template", "does not read 'thinks'", "--chat_template_kwargs", '{"thinks": 1}'),
+    *of(
+        "sft",
+        "a word of the template",
+        "does not read 'thinks'",
+        "--chat_template_kwargs",
+        '{"thinks": 1}',
+    ),
     *yaml(ALL, "learning_rate: 1\n", "c.yaml: unknown option --learning_rate; "),
     *yaml(ALL, "seed: [1\n", "c.yaml: not YAML"),
     *yaml("sft", "- lr\n- 1\n", "c.yaml"),

@@ -7,7 +7,9 @@ from pathlib import Path
 from tests.trainers.bad_inputs.cases import TRAINERS, Case, of
 
 
-def place(title: str, spoil: Callable[[Path], None], message: str, *options: str, commands: str = "sft") -> list[Case]:
+def place(
+    title: str, spoil: Callable[[Path], None], message: str, *options: str, commands: str = "sft"
+) -> list[Case]:
     """Something about output_dir."""
     return of(commands, f"output_dir {title}", message, *options, spoil=spoil)
 
@@ -32,13 +34,59 @@ def unchanged(folder: Path) -> None:
 
 OVER, GO_ON = ("--overwrite", "false"), ("--overwrite", "false", "--resume")
 PLACES = [
-    *place("is a file", be_a_file, "could not be written to run: Not a directory", commands=TRAINERS),
-    *place("is below a file", unchanged, "could not be written to .*Not a dir", "--output_dir", "rows.jsonl/run"),
+    *place(
+        "is a file", be_a_file, "could not be written to run: Not a directory", commands=TRAINERS
+    ),
+    *place(
+        "is below a file",
+        unchanged,
+        "could not be written to .*Not a dir",
+        "--output_dir",
+        "rows.jsonl/run",
+    ),
     *place("is a link to nothing", be_a_broken_link, "the run could not be written to run"),
-    *place("cannot be written", unchanged, "could not be written to /proc/run", "--output_dir", "/proc/run"),
-    *place("has too long a name", unchanged, "could not be .*File name too long", "--output_dir", "x" * 300),
-    *place("holds a run", unchanged, "output_dir=run is not empty.*--overwrite", *OVER, commands=TRAINERS),
-    *place("has no checkpoint", lose_checkpoints, "resume: there is no checkpoint in", *GO_ON, commands=TRAINERS),
-    *place("is new to resume", unchanged, "resume: there is no checkpoint in", *GO_ON, "--output_dir", "new"),
-    *place("has no such step", unchanged, "resume_from='../../model' is not", *OVER, "--resume_from", "../../model"),
+    *place(
+        "cannot be written",
+        unchanged,
+        "could not be written to /proc/run",
+        "--output_dir",
+        "/proc/run",
+    ),
+    *place(
+        "has too long a name",
+        unchanged,
+        "could not be .*File name too long",
+        "--output_dir",
+        "x" * 300,
+    ),
+    *place(
+        "holds a run",
+        unchanged,
+        "output_dir=run is not empty.*--overwrite",
+        *OVER,
+        commands=TRAINERS,
+    ),
+    *place(
+        "has no checkpoint",
+        lose_checkpoints,
+        "resume: there is no checkpoint in",
+        *GO_ON,
+        commands=TRAINERS,
+    ),
+    *place(
+        "is new to resume",
+        unchanged,
+        "resume: there is no checkpoint in",
+        *GO_ON,
+        "--output_dir",
+        "new",
+    ),
+    *place(
+        "has no such step",
+        unchanged,
+        "resume_from='../../model' is not",
+        *OVER,
+        "--resume_from",
+        "../../model",
+    ),
 ]

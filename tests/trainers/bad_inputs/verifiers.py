@@ -19,7 +19,10 @@ def verifiers(spelled: str, message: str, *more: str) -> list[Case]:
 
 VERIFIERS = [
     *verifiers("exact_match:ignorecase", "expected math, .*exact_match:ignore_case"),
-    *verifiers("judges:trl", "rows.jsonl, line 1: verifier 'judges:trl' takes the column 'answers'; the row has"),
+    *verifiers(
+        "judges:trl",
+        "rows.jsonl, line 1: verifier 'judges:trl' takes the column 'answers'; the row has",
+    ),
     *verifiers("regex:(a", r"'regex': the pattern '\(a' does not compile"),
     *verifiers("regex:(a)", "column 'a' is missing", "--answer_column", "a"),
     *verifiers("length", "expected math, .*length:<tokens>"),
@@ -34,16 +37,39 @@ VERIFIERS = [
     *verifiers("[]", "verifiers=.. is empty"),
     *verifiers("[math", "expected text, or a list of texts"),
     *verifiers("[judges:even, judges:even]", "names 'judges:even' twice"),
-    *verifiers("judges:even", "verifier_weights=.*: expected a list of finite numbers", "--verifier_weights", "[nan]"),
-    *verifiers("judges:even", "verifier_weights=.*: expected a list of finite numbers", "--verifier_weights", "2"),
-    *verifiers("judges:even", "solved_at=.*: expected a list of finite numbers, or of null", "--solved_at", "[inf]"),
+    *verifiers(
+        "judges:even",
+        "verifier_weights=.*: expected a list of finite numbers",
+        "--verifier_weights",
+        "[nan]",
+    ),
+    *verifiers(
+        "judges:even",
+        "verifier_weights=.*: expected a list of finite numbers",
+        "--verifier_weights",
+        "2",
+    ),
+    *verifiers(
+        "judges:even",
+        "solved_at=.*: expected a list of finite numbers, or of null",
+        "--solved_at",
+        "[inf]",
+    ),
     *verifiers("judges:even", "has 2 numbers for 1 verifiers", "--verifier_weights", "[1, 2]"),
     *verifiers("judges:even", "has 2 numbers for 1 verifiers", "--solved_at", "[1, null]"),
     *verifiers("reasoning_gym:chain_sums", "no dataset 'chain_sums'"),
     *verifiers("reasoning_gym", "rows.jsonl, line 1: metadata has no source_dataset"),
     *verifiers("reward_model:./rm", "'./rm' is neither a local folder with a model nor on the Hub"),
     *verifiers("reward_model:nobody/a2.5-v1.0", "nobody/a2.5-v1.0"),
-    *cell("grpo", "answer", "Paris", "the answer 'Paris' has the word .*exact_match", options=("--verifiers", "math")),
-    *of("eval", "no verifiers", "line 1: --verifiers is missing; give one of", "--verifiers", "null"),
+    *cell(
+        "grpo",
+        "answer",
+        "Paris",
+        "the answer 'Paris' has the word .*exact_match",
+        options=("--verifiers", "math"),
+    ),
+    *of(
+        "eval", "no verifiers", "line 1: --verifiers is missing; give one of", "--verifiers", "null"
+    ),
     *cell("grpo", "answer", None, "is missing or null", options=("--verifiers", "math")),
 ]
