@@ -87,7 +87,7 @@ test-versions: $(RELEASES:%=test-versions-%)  ## kernels, losses and each traine
 
 $(RELEASES:%=test-versions-%): test-versions-%: .venv-%/installed-release
 	.venv-$*/bin/python -m pytest -q -n 2 -m "not slow and not gpu" $(KERNEL_TESTS) tests/test_losses.py $(TRAINER_TESTS)
-	TRITON_INTERPRET=0 .venv-$*/bin/python -m bench.compiled.codegen
+	TRITON_INTERPRET=0 .venv-$*/bin/python -m tests.tools.codegen
 
 # The moments of its kills follow from a seed, which it prints: FUSED_RL_FAULT_SEED=123 make test-faults repeats them.
 .PHONY: test-faults

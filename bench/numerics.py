@@ -16,8 +16,8 @@ if not torch.cuda.is_available():
 
 import fused_rl
 from bench import machine, options, peers, plain, results
-from bench.compiled import interpreter
 from bench.repro import entropy as forms
+from tests.tools import interpreter
 
 ROWS, VOCABULARY = 6, 32000
 # Two kinds of logits: what a model returns, and what breaks formulas that subtract large numbers.

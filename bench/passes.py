@@ -2,8 +2,8 @@
 
     python -m bench passes
 
-Of ours the path, the tiles and the memory are what `fused_rl.tiles` decides for that much free memory. A product takes
-the larger of its FLOP at the card's rate and its bytes at the copy bandwidth; kernels between products take their
+Of ours the path, the tiles and the memory are what `fused_rl.ops.tiles` decides for that much free memory. A product
+takes the larger of its FLOP at the card's rate and its bytes at the copy bandwidth; kernels between products take their
 bytes. Peers are counted by their sources: Liger's fused linear cross-entropy (rows of a chunk so that its logits take
 no more than the hidden states), quack's chunked one (4096 rows, dweight in fp32), Apple's CCE (logits in no memory;
 without its filter of small gradients), and plain torch (logits in 16 bits and in fp32 at once).
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from bench import results
-from fused_rl import tiles
+from fused_rl.ops import tiles
 
 
 class Card(NamedTuple):

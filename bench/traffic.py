@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 import fused_rl
 from bench import options, peers, results
-from bench.compiled import interpreter
+from tests.tools import interpreter
 
 SHAPE = (
     2,

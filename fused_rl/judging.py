@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing import util
 from pathlib import Path
 
-from fused_rl.checks import described
+from fused_rl.base.checks import described
 
 CASES = 50  # judged by one process, which then makes way for a fresh one
 MEMORY, WALL = (

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fused_rl.logprobs import token_logprobs
+from fused_rl.ops.logprobs import token_logprobs
 
 __all__ = ["FusedForCausalLMLossLayer"]
 

@@ -5,7 +5,7 @@ import weakref
 
 import torch
 
-from fused_rl.checks import described
+from fused_rl.base.checks import described
 from fused_rl.cpu import native
 
 _CHANGED = weakref.WeakSet()

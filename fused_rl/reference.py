@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from fused_rl.outputs import LinearTokenLoss, TokenLogprobs
+from fused_rl.base.outputs import LinearTokenLoss, TokenLogprobs
 
 
 def _per_column(temperature):

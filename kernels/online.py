@@ -168,7 +168,7 @@ def reduce_lanes(m, rest, t, scale, scale_low):
 
 @triton.jit
 def valid(inv_t):
-    """1 / temperature as it is, and NaN where a temperature per row is outside what `fused_rl.checks` allows."""
+    """1 / temperature as it is, and NaN where a temperature per row is outside what `fused_rl.base.checks` allows."""
     return tl.where((inv_t > 0.99e-6) & (inv_t < 1.01e6), inv_t, float("nan"))
 
 

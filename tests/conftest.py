@@ -11,8 +11,8 @@ if not torch.cuda.is_available():
 
 import pytest
 
-from bench.compiled import interpreter
 from tests.paths import DEVICE
+from tests.tools import interpreter
 
 interpreter.fix_numerics()
 torch.set_num_threads(1)  # test tensors are tiny, and the interpreter is one thread

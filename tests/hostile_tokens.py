@@ -12,9 +12,9 @@ import torch
 
 import fused_rl
 from fused_rl import reference
-from fused_rl.estimators import KL_ESTIMATORS
-from fused_rl.presets import resolve_options
-from fused_rl.surrogates import RATIO_LEVELS
+from fused_rl.objectives.estimators import KL_ESTIMATORS
+from fused_rl.objectives.presets import resolve_options
+from fused_rl.objectives.surrogates import RATIO_LEVELS
 from tests.drawn import st
 
 MASKS = {

@@ -102,19 +102,19 @@ MUTATIONS = {
         "tests/test_hostile.py -k masks_of_most",
     ),
     "a temperature per row is not inverted": Mutation(
-        "fused_rl/rows.py",
+        "fused_rl/ops/rows.py",
         "row_temperature.reshape(-1).reciprocal()",
         "row_temperature.reshape(-1)",
         "tests/test_hostile.py -k 'token_kl and cpu and test_ops'",
     ),
     "forward is reverse": Mutation(
-        "fused_rl/kl.py",
+        "fused_rl/ops/kl.py",
         '(ref_logits, logits) if direction == "forward"',
         '(logits, ref_logits) if direction == ""',
         KL,
     ),
     "a rank of the vocabulary adds its maximum twice": Mutation(
-        "fused_rl/vocab_parallel.py",
+        "fused_rl/ops/vocab_parallel.py",
         "mass = torch.where(holds, rest, share * (1 + rest))",
         "mass = share * (1 + rest)",
         "tests/test_hostile.py -k 'vocab_parallel_token_logprobs and cpu and test_ops'",
@@ -126,13 +126,13 @@ MUTATIONS = {
         "tests/test_hostile.py -k 'targets and cpu and test_ops'",
     ),
     "the tail of the K likeliest is left out": Mutation(
-        "fused_rl/topk.py",
+        "fused_rl/ops/topk.py",
         "value = _term(p, q, d).sum(-1, dtype=torch.float64) + _term(a, b, d_tail)",
         "value = _term(p, q, d).sum(-1, dtype=torch.float64)",
         "tests/test_topk.py -k 'enumeration or exact_kl'",
     ),
     "masked rows keep their gradient": Mutation(
-        "fused_rl/linear.py",
+        "fused_rl/ops/linear.py",
         "return None if len(kept) == mask.numel() else kept",
         "return None if len(kept) else kept",
         "tests/test_linear.py -k masked",
@@ -157,16 +157,19 @@ MUTATIONS = {
     ),
     # The losses.
     "k3 is its mirror image": Mutation(
-        "fused_rl/estimators.py", "    x = -d\n", "    x = d\n", "tests/test_kl_estimate.py"
+        "fused_rl/objectives/estimators.py",
+        "    x = -d\n",
+        "    x = d\n",
+        "tests/test_kl_estimate.py",
     ),
     "k4's ratio is upside down": Mutation(
-        "fused_rl/estimators.py",
+        "fused_rl/objectives/estimators.py",
         "tangent_exp((logprobs - old_logprobs).detach())",
         "tangent_exp((old_logprobs - logprobs).detach())",
         "tests/test_kl_estimate.py",
     ),
     "rk3 pushes as k4 does": Mutation(
-        "fused_rl/estimators.py",
+        "fused_rl/objectives/estimators.py",
         'k2 if kl_estimator == "rk3" else k2 + d',
         "k2 + d",
         "tests/test_kl_estimate.py",
@@ -178,79 +181,85 @@ MUTATIONS = {
         "tests/test_targets.py -k tie",
     ),
     "the clip is optimistic": Mutation(
-        "fused_rl/surrogates.py", "-torch.minimum(ratio * adv", "-torch.maximum(ratio * adv", LOSSES
+        "fused_rl/objectives/surrogates.py",
+        "-torch.minimum(ratio * adv",
+        "-torch.maximum(ratio * adv",
+        LOSSES,
     ),
     "clip_high is clip_low": Mutation(
-        "fused_rl/surrogates.py",
+        "fused_rl/objectives/surrogates.py",
         "clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)",
         "clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_low)",
         LOSSES,
     ),
     "cispo's weight has a gradient": Mutation(
-        "fused_rl/surrogates.py",
+        "fused_rl/objectives/surrogates.py",
         "weight = tangent_exp(log_ratio.detach())",
         "weight = tangent_exp(log_ratio)",
         LOSSES,
     ),
     "a correction is upside down": Mutation(
-        "fused_rl/surrogates.py", "log_ratio = old - rollout", "log_ratio = rollout - old", LOSSES
+        "fused_rl/objectives/surrogates.py",
+        "log_ratio = old - rollout",
+        "log_ratio = rollout - old",
+        LOSSES,
     ),
     "the sampler's policy is forgotten where off-policy sequences are left out": Mutation(
-        "fused_rl/losses.py",
+        "fused_rl/objectives/losses.py",
         "behaviour = old if rollout is None else rollout",
         "behaviour = old",
         LOSSES,
     ),
     "the policy is held to the KL with the wrong sign": Mutation(
-        "fused_rl/losses.py",
+        "fused_rl/objectives/losses.py",
         "losses = losses + chosen.kl_coef",
         "losses = losses - chosen.kl_coef",
         LOSSES,
     ),
     "entropy is punished": Mutation(
-        "fused_rl/losses.py",
+        "fused_rl/objectives/losses.py",
         "losses = losses - chosen.entropy_coef",
         "losses = losses + chosen.entropy_coef",
         LOSSES,
     ),
     "a long sequence is far however near its tokens are": Mutation(
-        "fused_rl/surrogates.py",
+        "fused_rl/objectives/surrogates.py",
         "gap = sequences.mean(behaviour",
         "gap = sequences.sum(behaviour",
         LOSSES,
     ),
     "dppo's region is open on the side of the advantage": Mutation(
-        "fused_rl/surrogates.py",
+        "fused_rl/objectives/surrogates.py",
         "torch.where(advantages > 0, moved > opt",
         "torch.where(advantages < 0, moved > opt",
         SURROGATES,
     ),
     "a gate counts tokens": Mutation(
-        "fused_rl/surrogates.py",
+        "fused_rl/objectives/surrogates.py",
         "(old, rollout, sequences.mean)",
         "(old, rollout, sequences.sum)",
         SURROGATES,
     ),
     "lengths of sequences count padding": Mutation(
-        "fused_rl/aggregation.py",
+        "fused_rl/objectives/aggregation.py",
         "self.lengths = mask.long().sum(1)",
         "self.lengths = mask.long().sum(1) * 0 + mask.shape[1]",
         LOSSES,
     ),
     "truncated responses count": Mutation(
-        "fused_rl/aggregation.py",
+        "fused_rl/objectives/aggregation.py",
         "Sequences(mask & ~truncated",
         "Sequences(mask | ~truncated",
         LOSSES,
     ),
     "the value's clip makes the error smaller": Mutation(
-        "fused_rl/losses.py",
+        "fused_rl/objectives/losses.py",
         "torch.maximum(unclipped, clipped) / 2",
         "torch.minimum(unclipped, clipped) / 2",
         LOSSES,
     ),
     "a margin is added to the lead": Mutation(
-        "fused_rl/preferences.py", "lead = lead - margin", "lead = lead + margin", LOSSES
+        "fused_rl/objectives/preferences.py", "lead = lead - margin", "lead = lead + margin", LOSSES
     ),
     "ipo does not divide by the length": Mutation(
         "trainers/dpo.py",
@@ -289,25 +298,25 @@ MUTATIONS = {
         "tests/trainers/test_distill.py -k agree",
     ),
     "the teacher and the student are exchanged in the mixture": Mutation(
-        "fused_rl/linear_jsd.py",
+        "fused_rl/ops/linear_jsd.py",
         "above_p = beta * torch.expm1(-d)",
         "above_p = (1 - beta) * torch.expm1(-d)",
         "tests/test_linear_kl.py -k mixture",
     ),
     "smoothed labels are exchanged": Mutation(
-        "fused_rl/preferences.py",
+        "fused_rl/objectives/preferences.py",
         "(1 - label_smoothing) * LOSSES[loss_type](lead)",
         "(1 - label_smoothing) * LOSSES[loss_type](-lead)",
         LOSSES,
     ),
     "approx_kl is the log-ratio": Mutation(
-        "fused_rl/losses.py",
+        "fused_rl/objectives/losses.py",
         '"approx_kl": log_ratio.square() / 2',
         '"approx_kl": log_ratio',
         METRICS,
     ),
     "the variance of whitening is divided by n": Mutation(
-        "fused_rl/masked.py",
+        "fused_rl/base/masked.py",
         "squares / (count - 1).clamp(min=1)",
         "squares / count.clamp(min=1)",
         "tests/test_masked.py",
@@ -325,22 +334,25 @@ MUTATIONS = {
         "tests/test_kl.py -k softcap",
     ),
     "a masked mean divides by everything": Mutation(
-        "fused_rl/masked.py",
+        "fused_rl/base/masked.py",
         "return total / count.clamp(min=1)",
         "return total / (count * 0 + mask.numel())",
         "tests/test_masked.py",
     ),
     "leave-one-out has the mean of all": Mutation(
-        "fused_rl/advantages.py", "centred * (group_size / (group_size - 1))", "centred", ADVANTAGES
+        "fused_rl/objectives/advantages.py",
+        "centred * (group_size / (group_size - 1))",
+        "centred",
+        ADVANTAGES,
     ),
     "a group's deviation is divided by n": Mutation(
-        "fused_rl/advantages.py",
+        "fused_rl/objectives/advantages.py",
         "groups.std(1, keepdim=True)",
         "groups.std(1, correction=0, keepdim=True)",
         ADVANTAGES,
     ),
     "equal rewards have an advantage": Mutation(
-        "fused_rl/advantages.py",
+        "fused_rl/objectives/advantages.py",
         "return torch.where(equal, 0, found)",
         "return torch.where(equal, found, found)",
         ADVANTAGES,
@@ -697,7 +709,7 @@ MUTATIONS = {
         ON_DEVICE + "test_trainers.py -k that_of_the_cpu[grpo]",
     ),
     "a buffer of a head is made on the CPU": Mutation(
-        "fused_rl/linear_support.py",
+        "fused_rl/ops/linear_support.py",
         "x = torch.zeros(len(ids), device=hidden.device)",
         "x = torch.zeros(len(ids))",
         ON_DEVICE + "test_ops.py -k 'linear and support'",
@@ -709,13 +721,13 @@ MUTATIONS = {
         "tests/test_kl.py -k all_but_dropped",
     ),
     "a second derivative is left out": Mutation(
-        "fused_rl/checks.py",
+        "fused_rl/base/checks.py",
         "refusing.apply(d, *inputs)",
         "refusing.apply(d)",
         "tests/test_checks.py -k second_derivative",
     ),
     "an option that nothing reads": Mutation(
-        "fused_rl/presets.py",
+        "fused_rl/objectives/presets.py",
         "and surrogate not in _READERS[name]",
         "and surrogate in _READERS[name]",
         "tests/test_presets.py -k does_not_read",

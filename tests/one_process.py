@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fused_rl import vocab_parallel
+from fused_rl.ops import vocab_parallel
 
 REDUCED = {torch.distributed.ReduceOp.SUM: torch.sum, torch.distributed.ReduceOp.MAX: torch.amax}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fused_rl
-from fused_rl.aggregation import LOSS_AGGS, aggregate
+from fused_rl.objectives.aggregation import LOSS_AGGS, aggregate
 from tests.papers import F64, GROUP_LENGTHS, PAPERS, B, T, batch
 
 pytestmark = pytest.mark.usefixtures("seeded")

@@ -1,10 +1,10 @@
-"""What compilers make of the kernels, for GPUs that are not here: budgets on figures of `bench/compiled/codegen.py`."""
+"""What compilers make of the kernels, for GPUs that are not here: budgets on figures of `tests/tools/codegen.py`."""
 
 import pytest
 
 pytest.importorskip("triton")
 
-from bench.compiled import codegen  # noqa: E402
+from tests.tools import codegen  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import fused_rl
-from bench.compiled import interpreter
 from fused_rl import reference
 from tests.marks import on_backends
 from tests.paths import DEVICE
+from tests.tools import interpreter
 
 
 def batch(b, t, keep=0.7, seed=0, device="cpu"):

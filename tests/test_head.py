@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import fused_rl
-from fused_rl import reference, tiles
+from fused_rl import reference
+from fused_rl.ops import tiles
 from tests.heads import (
     BF16,
     FP16,

@@ -9,10 +9,10 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from bench.compiled import interpreter  # noqa: E402
 from fused_rl.kernels import launch, logprob, online  # noqa: E402
 from tests.marks import grid  # noqa: E402
 from tests.paths import DEVICE  # noqa: E402
+from tests.tools import interpreter  # noqa: E402
 
 watched_alone = pytest.mark.skipif(
     DEVICE == "cuda", reason="loads and stores are watched in the interpreter"

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import fused_rl
-from bench.compiled import interpreter
 from fused_rl import reference
 from tests.marks import cpu_fast, on_backends, slow
 from tests.pairs import DIRECTIONS, assert_as_good_as_reference, both_gradients, exact, pair
+from tests.tools import interpreter
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

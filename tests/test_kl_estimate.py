@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fused_rl
-from fused_rl.estimators import KL_ESTIMATORS, tangent_exp
+from fused_rl.objectives.estimators import KL_ESTIMATORS, tangent_exp
 
 F64 = torch.float64
 # Five-token categoricals: the policy's logits, the reference's, and those of the policy that sampled.

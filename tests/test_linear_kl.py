@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fused_rl
-from fused_rl.linear_jsd import ROWS, linear_token_jsd
+from fused_rl.ops.linear_jsd import ROWS, linear_token_jsd
 from tests.heads import (
     CUTS,
     FP32,

@@ -10,9 +10,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fused_rl
-from fused_rl import presets, reference
-from fused_rl.aggregation import LOSS_AGGS
-from fused_rl.surrogates import RATIO_LEVELS, SURROGATES
+from fused_rl import reference
+from fused_rl.objectives import presets
+from fused_rl.objectives.aggregation import LOSS_AGGS
+from fused_rl.objectives.surrogates import RATIO_LEVELS, SURROGATES
 from tests.marks import diagonal
 from tests.papers import F64, GROUP_LENGTHS, MASKS, PAPERS, B, T, batch, head
 

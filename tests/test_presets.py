@@ -12,10 +12,10 @@ import torch
 
 import fused_rl
 from fused_rl import PRESETS, PolicyLossOptions
-from fused_rl.advantages import ADVANTAGES, Advantage
-from fused_rl.aggregation import LOSS_AGGS, LossAgg
-from fused_rl.presets import PresetName
-from fused_rl.surrogates import RATIO_LEVELS, SURROGATES, RatioLevel
+from fused_rl.objectives.advantages import ADVANTAGES, Advantage
+from fused_rl.objectives.aggregation import LOSS_AGGS, LossAgg
+from fused_rl.objectives.presets import PresetName
+from fused_rl.objectives.surrogates import RATIO_LEVELS, SURROGATES, RatioLevel
 
 HEADER = [
     "preset",

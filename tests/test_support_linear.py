@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import fused_rl
-from bench.compiled import interpreter
 from fused_rl import TokenSupport, reference
 from fused_rl.kernels.states import RowSupport
 from tests.heads import Work, assert_as_good, in_dtype, make, peak_bytes
@@ -20,6 +19,7 @@ from tests.kept_sets import (
     upstream_of,
 )
 from tests.marks import cpu_fast, on_backends
+from tests.tools import interpreter
 
 
 @pytest.mark.skipif(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fused_rl
-from fused_rl import surrogates
+from fused_rl.objectives import surrogates
 from tests.papers import F64, B, T, batch, head
 
 pytestmark = pytest.mark.usefixtures("cpu", "seeded")

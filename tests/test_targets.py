@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import fused_rl
-from bench.compiled import interpreter
 from fused_rl import linear_token_logprobs, linear_token_loss, reference, token_logprobs
 from fused_rl.kernels import targets as kernels
 from tests.heads import MORE_ROWS, MORE_TOKENS, assert_as_good, in_dtype
 from tests.heads import make as make_head
 from tests.logits import FLOATS, OUTPUTS, assert_gradient_close, exact, run
 from tests.marks import cpu_fast, on_backends
+from tests.tools import interpreter
 
 # none; one; several; more than a block of the kernel
 COUNTS = [0, 1, 5, 150]
@@ -157,7 +157,7 @@ def test_fp64_and_its_reference_by_finite_differences():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU the kernels run interpreted")
 def test_the_kernels_give_a_target_outside_the_vocabulary_nan_and_no_gradient(monkeypatch):
     """As for one target: what a GPU does, where values are not looked at."""
-    monkeypatch.setattr("fused_rl.logprobs.values_are_checked", lambda device: False)
+    monkeypatch.setattr("fused_rl.ops.logprobs.values_are_checked", lambda device: False)
     logits, targets = random_rows(3, 90, 4, torch.float32, "cpu")
     targets[2] = torch.tensor([3, -100, 90, 2**40])
     upstream = upstream_of(targets)

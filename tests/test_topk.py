@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fused_rl import reference, token_kl, token_logprobs, topk_kl
-from fused_rl.kl import DIRECTIONS
+from fused_rl.ops.kl import DIRECTIONS
 from tests.drawn import given, settings, st
 from tests.logits import FLOATS
 from tests.marks import on_backends, slow
@@ -195,7 +195,7 @@ def test_sums_above_one_by_rounding_pass(dtype):
 
 def test_without_a_look_at_values_a_bad_row_is_nan(monkeypatch):
     """As on a GPU, and under torch.compile."""
-    monkeypatch.setattr("fused_rl.topk.values_are_checked", lambda device: False)
+    monkeypatch.setattr("fused_rl.ops.topk.values_are_checked", lambda device: False)
     even = torch.log_softmax(torch.zeros(2, 3, 5), -1)[..., :4]
     bad = even.clone()
     bad[0, 0], bad[1, 1, 3] = 0.0, torch.nan

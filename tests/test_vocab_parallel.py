@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import fused_rl
-from fused_rl import TokenSupport, reference, vocab_parallel
+from fused_rl import TokenSupport, reference
+from fused_rl.ops import vocab_parallel
 from tests.distributed import run_distributed
 from tests.kept_sets import random_logits, some_rows
 from tests.marks import slow

@@ -21,7 +21,7 @@ from typing import ClassVar
 
 import torch
 
-from fused_rl.kl import Direction
+from fused_rl.ops.kl import Direction
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data import encode

@@ -5,12 +5,12 @@
 
 Where arXiv:2402.03300 (eq. 3 and 4) is computed, of token t in response i of n_i tokens, B responses in all:
 
-    advantage    policy/groups.py         A_i = (R_i - mean R) / std R, over the group's rewards R (`advantages_of`)
-    ratio        fused_rl/surrogates.py   r_it = exp(log pi(o_it) - log pi_old(o_it))             (RATIO_LEVELS)
-    clip         fused_rl/surrogates.py   l_it = -min(r_it A_i, clip(r_it, 1 - e, 1 + e) A_i)     (SURROGATES)
-    KL           fused_rl/estimators.py   k_it = exp(-d) - 1 + d, d = log pi(o_it) - log pi_ref(o_it); rk3 = r_it k_it
-    aggregation  fused_rl/aggregation.py  1/B sum_i 1/n_i sum_t (l_it + kl_coef k_it)             (LOSS_AGGS)
-    presets      fused_rl/presets.py      the same five of dr_grpo, dapo, rloo, gspo, …           (PRESETS)
+    advantage    policy/groups.py           A_i = (R_i - mean R) / std R, over the group's rewards R (`advantages_of`)
+    ratio        objectives/surrogates.py   r_it = exp(log pi(o_it) - log pi_old(o_it))             (RATIO_LEVELS)
+    clip         objectives/surrogates.py   l_it = -min(r_it A_i, clip(r_it, 1 - e, 1 + e) A_i)     (SURROGATES)
+    KL           objectives/estimators.py   k_it = exp(-d) - 1 + d, d = log pi(o_it) - log pi_ref(o_it); rk3 = r_it k_it
+    aggregation  objectives/aggregation.py  1/B sum_i 1/n_i sum_t (l_it + kl_coef k_it)             (LOSS_AGGS)
+    presets      objectives/presets.py      the same five of dr_grpo, dapo, rloo, gspo, …           (PRESETS)
 
 docs/trainers/grpo.md says what each option does. Left out: tools.
 """

@@ -23,7 +23,7 @@ import yaml
 from pydantic import ConfigDict
 from typing_extensions import Self
 
-from fused_rl import checks
+from fused_rl.base import checks
 from fused_rl.trainers.base import memory
 from fused_rl.trainers.base.text import InputError, name_of, unknown
 

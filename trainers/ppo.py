@@ -5,12 +5,12 @@
 
 Where arXiv:1707.06347, as in arXiv:1909.08593 and arXiv:2403.17031, is computed, of token t of N in all:
 
-    advantage    policy/critic.py         A_t = sum_l (gamma lambda)^l (r_t+l + gamma V_t+l+1 - V_t+l)  (`fused_rl.gae`)
-    ratio        fused_rl/surrogates.py   r_t = exp(log pi(o_t) - log pi_old(o_t))                     (RATIO_LEVELS)
-    clip         fused_rl/surrogates.py   l_t = -min(r_t A_t, clip(r_t, 1 - e, 1 + e) A_t)             (SURROGATES)
-    value clip   fused_rl/losses.py       v_t = 1/2 max((V - R)^2, (clip(V, V_old - e, V_old + e) - R)^2)
-    KL           fused_rl/estimators.py   k1 = log pi(o_t) - log pi_ref(o_t), in the reward of each token: -kl_coef k1
-    aggregation  fused_rl/aggregation.py  1/N sum_t l_t, and 1/N sum_t v_t                             (LOSS_AGGS)
+    advantage    policy/critic.py           A_t = sum_l (gamma lambda)^l (r_t+l + gamma V_t+l+1 - V_t+l)    (`gae`)
+    ratio        objectives/surrogates.py   r_t = exp(log pi(o_t) - log pi_old(o_t))                     (RATIO_LEVELS)
+    clip         objectives/surrogates.py   l_t = -min(r_t A_t, clip(r_t, 1 - e, 1 + e) A_t)             (SURROGATES)
+    value clip   objectives/losses.py       v_t = 1/2 max((V - R)^2, (clip(V, V_old - e, V_old + e) - R)^2)
+    KL           objectives/estimators.py   k1 = log pi(o_t) - log pi_ref(o_t), in the reward of each token: -kl_coef k1
+    aggregation  objectives/aggregation.py  1/N sum_t l_t, and 1/N sum_t v_t                             (LOSS_AGGS)
 
 docs/trainers/ppo.md says what each option does. Left out: tools, a critic on other devices than the policy.
 """
@@ -61,7 +61,7 @@ class PPOConfig(ScorerConfig, CreditConfig, CriticConfig, PolicyConfig):
 
     command: ClassVar = "ppo"
     main: ClassVar = (*MAIN, "critic_lr", "kl_coef")
-    preset: fused_rl.presets.PresetName = "ppo"
+    preset: fused_rl.objectives.presets.PresetName = "ppo"
     """A row of fused_rl.PRESETS whose advantages come from a critic: it chooses ratio, clipping and aggregation."""
     advantage: str = "gae"
     """Generalised advantage estimation, the only choice here; GRPO has the group advantages."""

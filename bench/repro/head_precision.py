@@ -18,7 +18,7 @@ import fused_rl
 from bench import peers, plain, timing
 from bench.machine import heading
 from bench.results import sizes, table_of
-from fused_rl import tiles
+from fused_rl.ops import tiles
 
 # sigma, offset
 CASES = ((1, 0), (3, 0), (3, 30), (3, 100))

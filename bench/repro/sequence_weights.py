@@ -15,7 +15,7 @@ import torch
 import fused_rl
 from bench import plots
 from bench.results import table_of
-from fused_rl.surrogates import ROLLOUT_GATES
+from fused_rl.objectives.surrogates import ROLLOUT_GATES
 
 LENGTHS = (10, 30, 58, 100, 300, 1000, 3000)
 SHIFT, SPREAD, BOUND, SEQUENCES = 0.012, 0.05, 2.0, 512

@@ -20,7 +20,8 @@ from pathlib import Path
 import fused_rl
 
 BACKENDS = ("cpu", "cuda", "rocm")
-FOLDERS = {"": ".", "cpu": "..", "kernels": ".."}  # folder -> the way up to the package
+# Folder -> the way up to the package.
+FOLDERS = {"": ".", "base": "..", "objectives": "..", "ops": "..", "cpu": "..", "kernels": ".."}
 
 
 def sources() -> dict[Path, str]:

@@ -13,8 +13,8 @@ from `open_instruct/model_utils.py` of https://github.com/allenai/open-instruct,
 import torch
 from torch import Tensor
 
-from fused_rl.estimators import kl_estimate
-from fused_rl.logprobs import token_logprobs
+from fused_rl.objectives.estimators import kl_estimate
+from fused_rl.ops.logprobs import token_logprobs
 
 
 def log_softmax_and_gather(logits: Tensor, index: Tensor) -> Tensor:

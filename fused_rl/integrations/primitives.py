@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from fused_rl.estimators import kl_estimate
-from fused_rl.logprobs import token_logprobs
+from fused_rl.objectives.estimators import kl_estimate
+from fused_rl.ops.logprobs import token_logprobs
 
 IGNORED = -100  # the label to skip, of torch's cross-entropy, of transformers and of flash-attn
 

@@ -14,9 +14,9 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from fused_rl.advantages import ADVANTAGES, response_advantages
-from fused_rl.losses import policy_loss
-from fused_rl.presets import PRESETS
+from fused_rl.objectives.advantages import ADVANTAGES, response_advantages
+from fused_rl.objectives.losses import policy_loss
+from fused_rl.objectives.presets import PRESETS
 
 _SKYRL = "skyrl.backends.skyrl_train.utils.ppo_utils"
 _REPORTED = ("approx_kl", "clipfrac", "entropy")

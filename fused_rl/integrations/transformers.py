@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_map_only
 
 from fused_rl.integrations.patching import Applied, Patch
 from fused_rl.integrations.primitives import IGNORED
-from fused_rl.linear import linear_token_loss
-from fused_rl.logprobs import token_logprobs
+from fused_rl.ops.linear import linear_token_loss
+from fused_rl.ops.logprobs import token_logprobs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

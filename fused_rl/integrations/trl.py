@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-from fused_rl.checks import (
+from fused_rl.base.checks import (
     LEAST_TEMPERATURE,
     LOGITS_DTYPES,
     MOST_TEMPERATURE,
@@ -29,7 +29,7 @@ from fused_rl.integrations.patching import Applied, Patch
 from fused_rl.integrations.primitives import row_entropy
 from fused_rl.integrations.trl_divergence import DIRECTIONS, HeadDivergence, Pair, Scale
 from fused_rl.integrations.trl_head import Head, HeadLogprobs
-from fused_rl.logprobs import token_logprobs
+from fused_rl.ops.logprobs import token_logprobs
 
 __all__ = ["patch", "unpatch"]
 

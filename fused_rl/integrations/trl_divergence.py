@@ -1,7 +1,7 @@
 """TRL's chunked divergence of a student's and a teacher's head on our KL and Jensen-Shannon row functions.
 
-As `fused_rl.linear_kl`, and beyond it what TRL's function has: logits in fp32 from 16-bit products, a scale and a soft
-cap for each head, and the student's entropy beside the divergence.
+As `fused_rl.ops.linear_kl`, and beyond it what TRL's function has: logits in fp32 from 16-bit products, a scale and a
+soft cap for each head, and the student's entropy beside the divergence.
 """
 
 from typing import NamedTuple
@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_rl import tiles
-from fused_rl.backend import backend_of
+from fused_rl.base.backend import backend_of
 from fused_rl.kernels.states import JensenShannonSums
+from fused_rl.ops import tiles
 
-# TRL's beta -> `fused_rl.kl.DIRECTIONS`: KL(teacher || student), KL(student || teacher), and their even mixture's
+# TRL's beta -> `fused_rl.ops.kl.DIRECTIONS`: KL(teacher || student), KL(student || teacher), and their even mixture's
 DIRECTIONS = {0.0: "forward", 1.0: "reverse", 0.5: "jensen-shannon"}
 _TILES = 4  # of one size at once: both heads' logits in fp32, one gradient in fp32 and in the products' dtype
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_rl import tiles
-from fused_rl.backend import backend_of
+from fused_rl.base.backend import backend_of
+from fused_rl.ops import tiles
 
 _MEAN_ROWS = 4096  # of the weight, or elements of 1024 rows of logits, that are fp32 at once
 _MEAN_ELEMENTS = 1 << 22

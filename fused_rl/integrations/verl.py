@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_rl.checks import LOGITS_DTYPES
+from fused_rl.base.checks import LOGITS_DTYPES
 from fused_rl.integrations.patching import Applied, Patch
 from fused_rl.integrations.primitives import capped_kl, is_served, label_logprobs, row_entropy
 from fused_rl.integrations.registries import register as register_in
-from fused_rl.linear import linear_token_logprobs
+from fused_rl.ops.linear import linear_token_logprobs
 
 __all__ = ["patch", "register", "unpatch"]
 

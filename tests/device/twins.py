@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fused_rl import backend
+from fused_rl.base import backend
 from tests.device import tensors
 
 

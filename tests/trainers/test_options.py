@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fused_rl.presets import PolicyLossOptions, resolve_options
-from fused_rl.surrogates import SURROGATES
+from fused_rl.objectives.presets import PolicyLossOptions, resolve_options
+from fused_rl.objectives.surrogates import SURROGATES
 from fused_rl.trainers import distill, dpo, grpo, ppo, reward, sft
 from fused_rl.trainers.commands import eval
 from fused_rl.trainers.options import InputError, in_words, kinds_of, to_yaml

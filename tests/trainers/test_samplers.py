@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fused_rl.presets import resolve_options
+from fused_rl.objectives.presets import resolve_options
 from fused_rl.trainers import grpo
 from fused_rl.trainers.options import InputError
 from fused_rl.trainers.policy import setup

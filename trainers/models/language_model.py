@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fused_rl
-from fused_rl import tiles
+from fused_rl.ops import tiles
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import whole_folder
 from fused_rl.trainers.base.text import in_a_line

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 
 import fused_rl
-from fused_rl.advantages import ResponseAdvantage
+from fused_rl.objectives.advantages import ResponseAdvantage
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import log
 from fused_rl.trainers.options import (

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 import fused_rl
-from fused_rl.presets import PolicyLossOptions, PresetName, resolve_options
+from fused_rl.objectives.presets import PolicyLossOptions, PresetName, resolve_options
 from fused_rl.trainers import options as config
 from fused_rl.trainers.base.text import load_function
 from fused_rl.trainers.options import (

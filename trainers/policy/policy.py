@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 import fused_rl
-from fused_rl.presets import PolicyLossOptions, wide_option
+from fused_rl.objectives.presets import PolicyLossOptions, wide_option
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.data.batch import Batch, on_device
 from fused_rl.trainers.models import language_model

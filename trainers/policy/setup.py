@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from fused_rl.surrogates import SURROGATES
+from fused_rl.objectives.surrogates import SURROGATES
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.ranks import divide_over
 from fused_rl.trainers.base.screen import phase

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import linear
 
 import fused_rl
-from fused_rl.linear_jsd import linear_token_jsd
+from fused_rl.ops.linear_jsd import linear_token_jsd
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.text import in_a_line
 from fused_rl.trainers.data import encode

@@ -7,7 +7,7 @@ Two programs that compute one model differ by rounding: by 1e-5 nats in fp32, by
 import torch
 
 import fused_rl
-from fused_rl.presets import PolicyLossOptions
+from fused_rl.objectives.presets import PolicyLossOptions
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.rollouts.types import Rollout

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from statistics import mean
 
-from fused_rl.presets import PRESETS
+from fused_rl.objectives.presets import PRESETS
 
 WINDOW = 10  # steps that a mean is taken over, where single steps say little
 HELD_OUT = ("eval/accuracy_greedy", "eval/rm/accuracy", "eval/accuracy")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_rl.checks import (
+from fused_rl.base.checks import (
     MASKED,
     check_choice,
     check_device,
@@ -25,8 +25,8 @@ from fused_rl.checks import (
     once_differentiable,
     values_are_checked,
 )
-from fused_rl.estimators import k3
-from fused_rl.kl import DIRECTIONS, Direction
+from fused_rl.objectives.estimators import k3
+from fused_rl.ops.kl import DIRECTIONS, Direction
 
 # Of a log-probability, from the logits that others subtract: half an ulp of a log-sum-exp up to 32.
 _ULPS = 16

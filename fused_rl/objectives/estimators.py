@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from fused_rl.checks import check_choice, check_device, check_floating, check_shape
+from fused_rl.base.checks import check_choice, check_device, check_floating, check_shape
 
 KLEstimator = Literal["k1", "k2", "k3", "k4", "rk3", "k1+", "k3+"]
 KL_ESTIMATORS = get_args(KLEstimator)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fused_rl.shards import is_dtensor
+from fused_rl.base.shards import is_dtensor
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -2,16 +2,16 @@
 
 A row with a set reads the kept rows of the head: K H reads forward, and as many backward for the gradient of the hidden
 states. The head's gradient is K H additions per token, sorted by id. Rows that keep the whole vocabulary, or more ids
-than a GEMM over all of it is worth, go through tiles of logits as in `fused_rl.tiles`.
+than a GEMM over all of it is worth, go through tiles of logits as in `fused_rl.ops.tiles`.
 """
 
 import torch
 
-from fused_rl import tiles
-from fused_rl.backend import backend_of
-from fused_rl.checks import once_differentiable
+from fused_rl.base.backend import backend_of
+from fused_rl.base.checks import once_differentiable
+from fused_rl.base.shards import gather, scatter
 from fused_rl.kernels.states import RowStatistics, RowSupport
-from fused_rl.shards import gather, scatter
+from fused_rl.ops import tiles
 
 # A row of the GEMM costs as much as gathering this part of the head's rows: on a CPU 1/28 in fp32 and 1/98 in bf16
 # (64 x 1024 x 151936); for a GPU 700 TFLOP/s against 4 TB/s give 1/175. Below FEW no GEMM is worth its launch.
@@ -21,7 +21,7 @@ _MARKED = 1 << 20  # elements of the hidden states that are int64 at a time
 
 
 class LinearSupport(torch.autograd.Function):
-    """(logprobs, entropy, lse), (n,) fp32 each, of rows as `fused_rl.linear.rows_that_count` gives them."""
+    """(logprobs, entropy, lse), (n,) fp32 each, of rows as `fused_rl.ops.linear.rows_that_count` gives them."""
 
     @staticmethod
     def forward(

@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fused_rl.checks import Finite, Fraction, MayBeInf, NonNegative, Positive, described
-from fused_rl.estimators import k3, tangent_exp
+from fused_rl.base.checks import Finite, Fraction, MayBeInf, NonNegative, Positive, described
+from fused_rl.objectives.estimators import k3, tangent_exp
 
 # Ratio level: (B, T) log-ratios of tokens -> (B, T); all but the token level give a sequence's tokens one value.
 
@@ -60,7 +60,7 @@ class NoSequences:
     def __getattr__(self, name):
         raise ValueError(
             f"the surrogate uses sequences.{name}, but policy_token_loss sees single tokens: use linear_token_logprobs "
-            "and policy_loss, and decorate the surrogate with fused_rl.surrogates.needs_sequences"
+            "and policy_loss, and decorate the surrogate with fused_rl.objectives.surrogates.needs_sequences"
         )
 
 

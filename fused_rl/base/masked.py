@@ -3,7 +3,13 @@
 import torch
 from torch import Tensor
 
-from fused_rl.checks import check_flag, check_floating, check_mask, check_process_group, check_range
+from fused_rl.base.checks import (
+    check_flag,
+    check_floating,
+    check_mask,
+    check_process_group,
+    check_range,
+)
 
 
 def at_least_fp32(values: Tensor, mask: Tensor) -> Tensor:

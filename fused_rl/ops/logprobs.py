@@ -4,8 +4,8 @@ For one row, x = logits / temperature, m = max x, p = softmax(x), H the entropy,
 
     dx_j = [ dlp (1{j = target} - p_j) - dH p_j (log p_j + H) + dlse p_j ] / temperature
 
-`token_logprobs` checks its arguments and takes one of three ways to the row functions of `fused_rl.rows`, of which what
-the backward pass needs is O(rows), the `RowStatistics` m and rest, and of a support its logits:
+`token_logprobs` checks its arguments and takes one of three ways to the row functions of `fused_rl.ops.rows`, of which
+what the backward pass needs is O(rows), the `RowStatistics` m and rest, and of a support its logits:
 
 - `torch.ops.fused_rl.token_logprobs` and `token_logprobs_backward`: registered, so that `torch.compile` sees two opaque
   calls with known shapes;
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from fused_rl import reference
-from fused_rl.checks import (
+from fused_rl.base.checks import (
     FLOATING,
     LOGITS_DTYPES,
     check_device,
@@ -34,10 +34,10 @@ from fused_rl.checks import (
     split_temperature,
     values_are_checked,
 )
+from fused_rl.base.outputs import TokenLogprobs
 from fused_rl.cpu.compiled import in_huge_pages
 from fused_rl.kernels.states import RowStatistics, RowSupport
-from fused_rl.outputs import TokenLogprobs
-from fused_rl.rows import (
+from fused_rl.ops.rows import (
     inverse,
     next_targets,
     of_slab,
@@ -47,7 +47,7 @@ from fused_rl.rows import (
     unit_stride,
     without_last,
 )
-from fused_rl.token_support import TokenSupport, check_support, check_support_values
+from fused_rl.ops.token_support import TokenSupport, check_support, check_support_values
 
 
 def token_logprobs(

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from fused_rl.checks import INTEGERS, check_plain, described, values_are_checked
+from fused_rl.base.checks import INTEGERS, check_plain, described, values_are_checked
 from fused_rl.kernels.states import RowSupport
 
 

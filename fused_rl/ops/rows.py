@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fused_rl.backend import backend_of
+from fused_rl.base.backend import backend_of
 from fused_rl.kernels.states import RowStatistics, RowSupport
 
 

@@ -7,8 +7,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from fused_rl.backend import backend_of
-from fused_rl.checks import (
+from fused_rl.base.backend import backend_of
+from fused_rl.base.checks import (
     check_choice,
     check_device,
     check_finite,
@@ -21,7 +21,7 @@ from fused_rl.checks import (
     check_tensor,
     described,
 )
-from fused_rl.masked import global_moments, whiten
+from fused_rl.base.masked import global_moments, whiten
 
 # What a preset's `advantage` may be. All but "gae", which is per token, are functions of a response's reward.
 ResponseAdvantage = Literal[

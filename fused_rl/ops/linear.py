@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_rl import tiles
-from fused_rl.checks import (
+from fused_rl.base.checks import (
     LOGITS_DTYPES,
     check_head_tensors,
     check_logits_dtype,
@@ -30,11 +29,12 @@ from fused_rl.checks import (
     once_differentiable,
     values_are_checked,
 )
-from fused_rl.linear_support import LinearSupport
-from fused_rl.outputs import LinearTokenLoss, TokenLogprobs
-from fused_rl.rows import row_bwd, row_fwd
-from fused_rl.shards import gather, scatter
-from fused_rl.token_support import TokenSupport, check_support, check_support_values
+from fused_rl.base.outputs import LinearTokenLoss, TokenLogprobs
+from fused_rl.base.shards import gather, scatter
+from fused_rl.ops import tiles
+from fused_rl.ops.linear_support import LinearSupport
+from fused_rl.ops.rows import row_bwd, row_fwd
+from fused_rl.ops.token_support import TokenSupport, check_support, check_support_values
 
 
 class _LinearTokenLogprobs(torch.autograd.Function):

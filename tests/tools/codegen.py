@@ -1,7 +1,7 @@
 """What the compilers make of every kernel, for NVIDIA sm_80, 90, 100, 120 and AMD gfx942, gfx950, without a device.
 
-    python -m bench.compiled.codegen                       # the table below, from the launches that our functions make
-    python -m bench.compiled.codegen --only logprob
+    python -m tests.tools.codegen                       # the table below, from the launches that our functions make
+    python -m tests.tools.codegen --only logprob
 
 A subprocess (`TRITON_INTERPRET=0`) calls the launching functions with CPU tensors under a driver that only names its
 target, so that each kernel is compiled with exactly the types, specialisations and options of a real launch; then it
@@ -21,7 +21,7 @@ import subprocess
 import sys
 
 from bench import machine, results
-from bench.compiled import machine_code
+from tests.tools import machine_code
 
 TARGETS = {
     "sm_80": ("cuda", 80, 32),
@@ -383,7 +383,7 @@ def _count_variants():
 def subprocess_lines(*arguments):
     """What this file, run with these arguments and triton's compiler in place of its interpreter, prints as JSON."""
     environment = os.environ | {"TRITON_INTERPRET": "0"}
-    words = [sys.executable, "-m", "bench.compiled.codegen", "--json", *arguments]
+    words = [sys.executable, "-m", "tests.tools.codegen", "--json", *arguments]
     done = subprocess.run(words, cwd=machine.ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)} failed:\n{done.stderr[-4000:]}")

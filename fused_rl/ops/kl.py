@@ -10,8 +10,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from fused_rl.backend import backend_of
-from fused_rl.checks import (
+from fused_rl.base.backend import backend_of
+from fused_rl.base.checks import (
     check_choice,
     check_device,
     check_logits,
@@ -24,7 +24,7 @@ from fused_rl.checks import (
     split_temperature,
 )
 from fused_rl.kernels.states import JensenShannonSums, KLState
-from fused_rl.rows import inverse, unit_stride, without_last
+from fused_rl.ops.rows import inverse, unit_stride, without_last
 
 Direction = Literal["reverse", "forward", "jensen-shannon"]
 DIRECTIONS = get_args(Direction)

@@ -6,9 +6,8 @@ In FLOP per logit 2H for each head forward, and again for the logits recomputed 
 import torch
 from torch import Tensor
 
-from fused_rl import tiles
-from fused_rl.backend import backend_of
-from fused_rl.checks import (
+from fused_rl.base.backend import backend_of
+from fused_rl.base.checks import (
     check_choice,
     check_head_tensors,
     check_tensors,
@@ -16,8 +15,9 @@ from fused_rl.checks import (
     once_differentiable,
 )
 from fused_rl.kernels.states import JensenShannonSums, KLState
-from fused_rl.kl import DIRECTIONS, Direction
-from fused_rl.linear import gather, rows_that_count, scatter
+from fused_rl.ops import tiles
+from fused_rl.ops.kl import DIRECTIONS, Direction
+from fused_rl.ops.linear import gather, rows_that_count, scatter
 
 _TILES = 3  # of one size at once: the logits of both heads and the gradient of one
 

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from fused_rl.aggregation import divisor
-from fused_rl.checks import (
+from fused_rl.base.checks import (
     check_choice,
     check_count,
     check_device,
@@ -12,6 +11,7 @@ from fused_rl.checks import (
     check_range,
     check_shape,
 )
+from fused_rl.objectives.aggregation import divisor
 
 LOSSES = {  # of the lead of the chosen score
     "sigmoid": lambda lead: -torch.nn.functional.logsigmoid(lead),

@@ -5,9 +5,7 @@ import typing
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from fused_rl.advantages import Advantage
-from fused_rl.aggregation import LOSS_AGGS, LossAgg
-from fused_rl.checks import (
+from fused_rl.base.checks import (
     Finite,
     Fraction,
     MayBeInf,
@@ -18,8 +16,10 @@ from fused_rl.checks import (
     check_range,
     described,
 )
-from fused_rl.estimators import KL_ESTIMATORS, KLEstimator
-from fused_rl.surrogates import (
+from fused_rl.objectives.advantages import Advantage
+from fused_rl.objectives.aggregation import LOSS_AGGS, LossAgg
+from fused_rl.objectives.estimators import KL_ESTIMATORS, KLEstimator
+from fused_rl.objectives.surrogates import (
     RATIO_LEVELS,
     ROLLOUT_GATES,
     SURROGATES,

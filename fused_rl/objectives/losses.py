@@ -2,8 +2,8 @@
 
 A loss is unreduced until it is divided, once, by an explicit denominator. Pass the denominators of the whole optimizer
 step (`num_tokens`, `num_sequences`) and the gradients of any split into micro-batches add up to the same sum. So do
-the metrics, detached scalars under bare names. The ratio levels and surrogates are in fused_rl/surrogates.py, the
-options and the known algorithms in fused_rl/presets.py.
+the metrics, detached scalars under bare names. The ratio levels and surrogates are in surrogates.py, the options and
+the known algorithms in presets.py.
 """
 
 import warnings
@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_rl.aggregation import LossAgg, TokenBatch, aggregate, possible
-from fused_rl.checks import check_choice, check_range, check_tensors
-from fused_rl.estimators import estimate, tangent_exp, tangent_expm1
-from fused_rl.presets import (
+from fused_rl.base.checks import check_choice, check_range, check_tensors
+from fused_rl.objectives.aggregation import LossAgg, TokenBatch, aggregate, possible
+from fused_rl.objectives.estimators import estimate, tangent_exp, tangent_expm1
+from fused_rl.objectives.presets import (
     BOUNDS,
     PolicyLossOptions,
     Preset,
@@ -26,7 +26,7 @@ from fused_rl.presets import (
     surrogate_of,
     wide_option,
 )
-from fused_rl.surrogates import (
+from fused_rl.objectives.surrogates import (
     RATIO_LEVELS,
     NoSequences,
     RatioLevel,

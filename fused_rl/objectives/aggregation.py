@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_rl.checks import (
+from fused_rl.base.checks import (
     FLOATING,
     check_choice,
     check_count,
@@ -18,8 +18,8 @@ from fused_rl.checks import (
     described,
     values_are_checked,
 )
-from fused_rl.masked import at_least_fp32, sum_where
-from fused_rl.shards import is_dtensor
+from fused_rl.base.masked import at_least_fp32, sum_where
+from fused_rl.base.shards import is_dtensor
 
 
 class Aggregation(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 
 from fused_rl.cpu.compiled import in_huge_pages
 from fused_rl.kernels.states import RowStatistics
-from fused_rl.rows import row_bwd, row_fwd
+from fused_rl.ops.rows import row_bwd, row_fwd
 
 # Below this many rows in a tile, reading and writing the fp32 sum of the weight's gradient costs more than the GEMM
 # that recomputing adds: the break-even is 4 x FLOP/s / (bytes/s), 800 to 1200 on an H100 or H200, about 60 on a CPU.

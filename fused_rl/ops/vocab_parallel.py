@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_rl.backend import backend_of
-from fused_rl.checks import (
+from fused_rl.base.backend import backend_of
+from fused_rl.base.checks import (
     check_choice,
     check_process_group,
     check_range,
@@ -20,13 +20,13 @@ from fused_rl.checks import (
     split_temperature,
     values_are_checked,
 )
+from fused_rl.base.outputs import TokenLogprobs
 from fused_rl.cpu.kl import MOST, NONE, TOO_FAR
 from fused_rl.kernels.states import JensenShannonSums, KLState, RowStatistics, RowSupport, bounded
-from fused_rl.kl import DIRECTIONS, Direction, as_rows, check_logits_pair
-from fused_rl.logprobs import check_row_arguments
-from fused_rl.outputs import TokenLogprobs
-from fused_rl.rows import inverse, next_targets, row_bwd, row_fwd, unit_stride, without_last
-from fused_rl.token_support import TokenSupport, check_support, check_support_values
+from fused_rl.ops.kl import DIRECTIONS, Direction, as_rows, check_logits_pair
+from fused_rl.ops.logprobs import check_row_arguments
+from fused_rl.ops.rows import inverse, next_targets, row_bwd, row_fwd, unit_stride, without_last
+from fused_rl.ops.token_support import TokenSupport, check_support, check_support_values
 
 _NEAR = 20.0  # nats by which fp64 moves sums of terms >= 0, and takes them off each other
 

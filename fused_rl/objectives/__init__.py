@@ -1,0 +1,1 @@
+"""The losses, and what they are made of: surrogates, presets, aggregations, advantages, estimators."""
