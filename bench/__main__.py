@@ -26,7 +26,7 @@ from bench.machine import ROOT
 
 # Words that stand for a module with `command(name, words)`; imported only then, as each chooses how triton runs.
 COMMANDS = {name: group.module for name, group in GROUPS.items()}
-COMMANDS |= {name: name for name in ("quality", "report", "gpu", "passes")}
+COMMANDS |= {name: f"bench.{name}" for name in ("quality", "report", "gpu", "passes")}
 
 
 def run_group(group: str, given: list[str]) -> str:
@@ -101,7 +101,7 @@ def main() -> int:
     word = sys.argv[1] if len(sys.argv) > 1 else ""
     if word not in COMMANDS:
         return suite()
-    module = importlib.import_module(f"bench.{COMMANDS[word]}")
+    module = importlib.import_module(COMMANDS[word])
     return module.command(word, sys.argv[2:])
 
 

@@ -6,23 +6,22 @@ from typing import NamedTuple
 class Group(NamedTuple):
     """What one process of the suite measures, and writes into one file."""
 
-    module: str  # of this folder, with `command(name, words)`
+    module: str  # with `command(name, words)`
     seconds: int  # of wall time at most, on 2 quiet cores: imports, compilers, checks and first runs are part of it
-    dimensions: int = (
-        0  # of its --shapes, 0 where it takes none: rows x vocabulary, rows x hidden x vocabulary
-    )
+    # Of its --shapes, 0 where it takes none: rows x vocabulary, rows x hidden x vocabulary.
+    dimensions: int = 0
 
 
 # Together 16 minutes, which `make help` and docs/benchmarks.md say.
 GROUPS = {
-    "kernels": Group("run", 110, 2),
-    "linear": Group("run", 95, 3),
-    "support": Group("run", 50, 3),
-    "topk": Group("run", 45),
-    "kl": Group("run", 55),
-    "traffic": Group("traffic", 30),
-    "codegen": Group("compiled.codegen", 35),
-    "numerics": Group("numerics", 40),
-    "trainers": Group("trainers", 480),
+    "kernels": Group("bench.run", 110, 2),
+    "linear": Group("bench.run", 95, 3),
+    "support": Group("bench.run", 50, 3),
+    "topk": Group("bench.run", 45),
+    "kl": Group("bench.run", 55),
+    "traffic": Group("bench.traffic", 30),
+    "codegen": Group("tests.tools.codegen", 35),
+    "numerics": Group("bench.numerics", 40),
+    "trainers": Group("bench.trainer_steps", 480),
 }
 MINUTES = 16

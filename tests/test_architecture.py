@@ -34,6 +34,16 @@ ROOMS = {
     "scorers": MIDDLE,
     "commands": MIDDLE | {"policy", "scorers"},
 }
+# Room of fused_rl/ -> the rooms that its files may import. What stands on the top floor may import any of them, and of
+# it a room imports the oracle alone; integrations import what a user does.
+LIBRARY_ROOMS = {
+    "base": {"cpu"},
+    "cpu": set(),
+    "objectives": {"base"},
+    "ops": {"base", "cpu", "objectives"},
+    "integrations": {"base", "cpu", "objectives", "ops"},
+}
+ABOVE = {"fused_rl.reference": set(LIBRARY_ROOMS), "fused_rl": {"integrations"}}
 # Every file of trainers/ that has a command of its own to train with.
 ALGORITHMS = {
     path.stem for path in (ROOT / "trainers").glob("*.py") if "\ndef train(" in path.read_text()
@@ -64,7 +74,17 @@ def imports(path):
             found.append(
                 Import(path, node.lineno, node.module, tuple(alias.name for alias in node.names))
             )
+        elif isinstance(node, ast.Call) and _is_import_module(node.func):
+            (name, *_) = node.args
+            if isinstance(name, ast.Constant):
+                found.append(Import(path, node.lineno, name.value, ()))
     return found
+
+
+def _is_import_module(function):
+    """Return True for importlib.import_module and __import__, which an import may hide behind."""
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    return name in ("import_module", "__import__")
 
 
 def module_of(path):
@@ -89,6 +109,12 @@ def room_of(module):
     """Return the room of trainers/ that a module stands in; None for the top floor and everything else."""
     parts = module.split(".")
     return parts[2] if parts[:2] == ["fused_rl", "trainers"] and len(parts) > 3 else None
+
+
+def library_room_of(module):
+    """Return the room of fused_rl/ that a module stands in; None for its top floor."""
+    second = module.split(".")[1:2]
+    return second[0] if second and second[0] in LIBRARY_ROOMS else None
 
 
 def files(folder):
@@ -170,6 +196,18 @@ def test_rooms_import_those_below_and_trainers_no_trainer():
             if target in above or not (allowed or folder_of(target) != "trainers"):
                 wrong.append(f"{path} imports {target}")
     assert wrong == [] and {"sft", "reward", "grpo", "ppo"} <= ALGORITHMS
+
+
+def test_rooms_of_the_library_import_those_below():
+    wrong = []
+    for path in files("fused_rl"):
+        room = library_room_of(module_of(path))
+        for target in chain.from_iterable(map(targets, imports(path))):
+            if room is None or folder_of(target) != "fused_rl" or room in ABOVE.get(target, ()):
+                continue
+            if library_room_of(target) not in LIBRARY_ROOMS[room] | {room}:
+                wrong.append(f"{path} imports {target}")
+    assert wrong == []
 
 
 @pytest.mark.parametrize("part", ["kernels", "trainers"])
