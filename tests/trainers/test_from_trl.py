@@ -45,7 +45,6 @@ def test_the_table_and_the_page_name_options_that_exist():
     for row in table.splitlines()[4:]:
         ours = re.findall(r"`(?:--)?(\w+)", row.split(" | ")[1]) if row.startswith("|") else []
         assert not row.startswith("|") or set(ours) & KNOWN, row
-    assert len(PAGE.split()) <= 1500
 
 
 @pytest.mark.slow
