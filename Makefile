@@ -196,6 +196,10 @@ lint: $(VENV)/installed  ## ruff: rules and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+.PHONY: size
+size:  ## how much code there is and how dense it reads, by folder and by room
+	@$(PYTHON) -m tests.tools.size
+
 .PHONY: clean
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) $(VENV)-* .pytest_cache .ruff_cache *.egg-info build dist

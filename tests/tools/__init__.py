@@ -1,1 +1,1 @@
-"""What compilers make of the kernels, and how they behave in Triton's interpreter: tools of their tests and counts."""
+"""What compilers make of the kernels, how they behave in Triton's interpreter, and how much code there is."""
