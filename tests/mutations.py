@@ -565,8 +565,8 @@ MUTATIONS = {
     ),
     "GRPO counts its own tokens alone": Mutation(
         "trainers/base/ranks.py",
-        "return global_sum(arrived(counts)).clamp(min=1)",
-        "return arrived(counts).clamp(min=1)",
+        "return global_sum(stacked_on_cpu(counts)).clamp(min=1)",
+        "return stacked_on_cpu(counts).clamp(min=1)",
         DEFINITIONS,
     ),
     "dropped groups keep their place in the denominator": Mutation(

@@ -188,7 +188,7 @@ def accumulate(
     batch = dataclasses.replace(
         batch_of(samples, policy.tokenizer.pad_token_id, policy.device), support=None
     )
-    (num_tokens,) = ranks.counted(batch.token_counts.sum())
+    (num_tokens,) = ranks.global_counts(batch.token_counts.sum())
     policy.model.train(torch.is_grad_enabled())
     sums = Sums(step)
     column, names = policy.config.teacher_column, list(teachers)

@@ -152,7 +152,7 @@ def what_counts(policy: Policy, groups: Groups, measured: Measured, index: torch
     mask = batch.response_mask & trained.to(policy.device, non_blocking=True)[:, None]
     tokens = (batch.token_counts * trained)[index].sum()
     rows = index.to(policy.device, non_blocking=True)
-    num_tokens, num_sequences, num_trained = ranks.counted(
+    num_tokens, num_sequences, num_trained = ranks.global_counts(
         tokens, groups.counts[index].sum(), trained[index].sum()
     )
     chosen = in_this_update(policy.loss_options(config.kl_coef), measured.entropy[rows], mask[rows])

@@ -25,7 +25,7 @@ import torch
 
 import fused_rl
 from fused_rl.trainers.base import engine
-from fused_rl.trainers.base.ranks import counted, world_size
+from fused_rl.trainers.base.ranks import global_counts, world_size
 from fused_rl.trainers.models.reward_model import save_reward_model
 from fused_rl.trainers.options import InputError, Needs, NonNegative, Positive
 from fused_rl.trainers.policy.critic import (
@@ -185,7 +185,9 @@ def accumulate(
     rollout = experience.rollout
     rollout_logprobs = rollout.rollout_logprobs
     index = torch.cat(parts).to(policy.device, non_blocking=True)
-    num_tokens, num_sequences = counted(experience.mask[index].sum(), torch.tensor(len(index)))
+    num_tokens, num_sequences = global_counts(
+        experience.mask[index].sum(), torch.tensor(len(index))
+    )
     chosen = policy.loss_options(kl_coef)
     chosen = in_this_update(chosen, experience.measured.entropy[index], experience.mask[index])
     options = {"options": chosen, "num_tokens": num_tokens, "num_sequences": num_sequences}

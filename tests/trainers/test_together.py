@@ -39,7 +39,7 @@ def sums_of_ranks(rank, world):
     rollout = roll_out(sampler, [scorer], prompts, Sampling(1.0, 1, (3,)), tiny.tokenizer(), device)
     metrics = rollout_metrics(rollout, {}, 1)
     struck = {key: value for key, value in metrics.items() if key.startswith("verifier/")}
-    counts = ranks.counted(torch.tensor(3 * rank), torch.tensor(0.0))
+    counts = ranks.global_counts(torch.tensor(3 * rank), torch.tensor(0.0))
     largest = ranks.global_max(torch.tensor(float(rank)))
 
     def refuse():

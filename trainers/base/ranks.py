@@ -98,17 +98,17 @@ def _reduced(values: torch.Tensor, op) -> torch.Tensor:
 
 def global_sums(values: dict[str, torch.Tensor]) -> dict[str, float]:
     """Return the sums over ranks of scalars by name; every rank gives the same names."""
-    totals = global_sum(arrived([value.double() for value in values.values()]))
+    totals = global_sum(stacked_on_cpu([value.double() for value in values.values()]))
     return dict(zip(values, totals.tolist(), strict=True))
 
 
-def counted(*counts: torch.Tensor) -> list[int]:
+def global_counts(*counts: torch.Tensor) -> list[int]:
     """Return the sums of scalars over all ranks, each at least 1: the denominators of a whole minibatch."""
-    return global_sum(arrived(counts)).clamp(min=1).tolist()
+    return global_sum(stacked_on_cpu(counts)).clamp(min=1).tolist()
 
 
-def arrived(scalars: Sequence[torch.Tensor]) -> torch.Tensor:
+def stacked_on_cpu(scalars: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return scalars of one dtype, from any device, as one CPU tensor; the device is waited for once."""
     on_device = [x for x in scalars if x.device.type != "cpu"]
-    found = iter(torch.stack(on_device).cpu()) if on_device else iter(())
-    return torch.stack([x if x.device.type == "cpu" else next(found) for x in scalars])
+    arrived = iter(torch.stack(on_device).cpu()) if on_device else iter(())
+    return torch.stack([x if x.device.type == "cpu" else next(arrived) for x in scalars])
