@@ -147,7 +147,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def storing(what: str, folder: Path) -> Iterator[None]:
+def io_errors_in_a_line(what: str, folder: Path) -> Iterator[None]:
     """Turn a full disk or a missing permission in a block that writes `what` into `folder` into one line."""
     from safetensors import SafetensorError
 

@@ -27,7 +27,7 @@ from typing import TypeVar
 import torch
 
 from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.base.files import hash_of, hash_of_model, hash_of_rows, storing
+from fused_rl.trainers.base.files import hash_of, hash_of_model, hash_of_rows, io_errors_in_a_line
 from fused_rl.trainers.base.screen import log, phase, tell
 from fused_rl.trainers.data.order import RowOrder, in_steps
 from fused_rl.trainers.options import InputError, RunConfig
@@ -186,7 +186,7 @@ class Run:
         if self.logger is None:
             return
         timed = {} if self.begins else {"time/save": self.save_seconds}
-        with storing("metrics", self.store.path):
+        with io_errors_in_a_line("metrics", self.store.path):
             self.logger.log(self.step, metrics | timed)
             self.logger.samples(self.step, samples)
             if self.evaluates and not self.begins and not self.last:  # `finish` draws the last ones
@@ -196,7 +196,7 @@ class Run:
         """Draw the curves, save the trained model with `save(folder)`, push it if requested; return its folder."""
         model = self.store.path / "model"
         try:
-            with storing("model", self.store.path), phase("saved the model"):
+            with io_errors_in_a_line("model", self.store.path), phase("saved the model"):
                 if self.logger is not None:
                     self.logger.close()
                 save(model)

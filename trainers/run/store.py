@@ -30,7 +30,7 @@ from fused_rl.trainers.base.files import (
     UNFINISHED,
     delete,
     fingerprint,
-    storing,
+    io_errors_in_a_line,
     unfinished,
     whole_folder,
     write_atomically,
@@ -179,7 +179,7 @@ class RunFolder:
         )
 
     def _contents(self) -> list[Path]:
-        with storing("the run", self.path):
+        with io_errors_in_a_line("the run", self.path):
             return (
                 [path for path in self.path.iterdir() if path.name != LOCK]
                 if self.path.exists()
@@ -190,7 +190,7 @@ class RunFolder:
         global _lock
         release()
         self.check()
-        with storing("the run", self.path):
+        with io_errors_in_a_line("the run", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             lock = filelock.FileLock(self.path / LOCK, blocking=False, thread_local=False)
             try:
@@ -241,7 +241,7 @@ class RunFolder:
         folder = self.checkpoints / f"step-{step}"
         place = unfinished(folder)
         whole = whole_folder(folder) if rank() == 0 else contextlib.nullcontext()
-        with storing(f"checkpoint {folder.name}", self.checkpoints):
+        with io_errors_in_a_line(f"checkpoint {folder.name}", self.checkpoints):
             with whole:
                 # All files, from every rank; then their checksums.
                 barrier()

@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.files import storing
+from fused_rl.trainers.base.files import io_errors_in_a_line
 from fused_rl.trainers.base.screen import tell
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.rollouts.sampling import Sampling
@@ -70,7 +70,7 @@ class ServerSampler(Sampler):
     def publish(self, step: int, save: Callable[[Path], None]) -> None:
         """Write the weights, have all servers load them, and verify that they did; all ranks call this together."""
         folder = self.folder / f"step-{step}"
-        with storing("the weights for the servers", self.folder):
+        with io_errors_in_a_line("the weights for the servers", self.folder):
             if ranks.rank() == 0:
                 shutil.rmtree(folder, ignore_errors=True)  # of the same step, before a resume
             save(folder)
