@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from fused_rl.trainers.base.ranks import rank
-from fused_rl.trainers.base.text import shown
+from fused_rl.trainers.base.text import escaped
 
 
 def tell(*lines: str, to_errors: bool = False, as_is: bool = False) -> None:
     """Print lines at once; control characters are escaped, unless a program reads the text `as_is`."""
-    text = "\n".join(lines if as_is else (shown(line, keep="\n") for line in lines))
+    text = "\n".join(lines if as_is else (escaped(line, keep="\n") for line in lines))
     print(text, file=sys.stderr if to_errors else sys.stdout, flush=True)
 
 

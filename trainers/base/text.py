@@ -18,7 +18,7 @@ def in_a_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:300]}"
 
 
-def shown(text: object, keep: str = "") -> str:
+def escaped(text: object, keep: str = "") -> str:
     """Return the text with control characters escaped, ESC as \\x1b, but for those in `keep`."""
     characters = []
     for character in str(text):

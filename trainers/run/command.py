@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from fused_rl.trainers.base import memory, ranks
 from fused_rl.trainers.base.screen import tell
-from fused_rl.trainers.base.text import shown
+from fused_rl.trainers.base.text import escaped
 from fused_rl.trainers.data.encode import Encoder, load_tokenizer
 from fused_rl.trainers.data.order import in_steps
 from fused_rl.trainers.data.rows import load_train_eval
@@ -45,7 +45,7 @@ def around(prog: str, lost: str = "nothing was written") -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        sys.exit(f"{prog}: error: {shown(error)}")
+        sys.exit(f"{prog}: error: {escaped(error)}")
     except Stopped:
         sys.exit(INTERRUPTED)
     except KeyboardInterrupt:

@@ -12,7 +12,7 @@ import torch
 from fused_rl.trainers.base.engine import torch_dtype
 from fused_rl.trainers.base.files import as_json, unfinished, write_rows
 from fused_rl.trainers.base.screen import tell
-from fused_rl.trainers.base.text import shown
+from fused_rl.trainers.base.text import escaped
 from fused_rl.trainers.options import RunConfig
 from fused_rl.trainers.run.rules import Watch, few_signals
 
@@ -151,7 +151,7 @@ class Logger:
                 f"{value:.4g}" if isinstance(value, float) else str(value)[-200:]
                 for value in row.values()
             ]
-            table.add_row(*(Text(shown(value, keep="\n\t")) for value in values))
+            table.add_row(*(Text(escaped(value, keep="\n\t")) for value in values))
         rich.print(table) if self.bar is None else self.bar.console.print(table)
 
     def close(self) -> None:
