@@ -16,7 +16,7 @@ HOSTILE = "\x1b[2J\x1b]52;c;aGk=\x07 \r\x9b1m \u202eabc\u2066 \x00\x08"
 
 
 def test_control_characters_are_shown(capsys, tmp_path):
-    screen.tell(HOSTILE, "a\tb", "é ± 漢 🙂\u00a0")
+    screen.print_line(HOSTILE, "a\tb", "é ± 漢 🙂\u00a0")
     shown = capsys.readouterr().out
     assert shown == (
         "\\x1b[2J\\x1b]52;c;aGk=\\x07 \\r\\x9b1m \\u202eabc\\u2066 \\x00\\x08\na\\tb\né ± 漢 🙂\u00a0\n"

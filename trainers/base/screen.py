@@ -9,7 +9,7 @@ from fused_rl.trainers.base.ranks import rank
 from fused_rl.trainers.base.text import escaped
 
 
-def tell(*lines: str, to_errors: bool = False, as_is: bool = False) -> None:
+def print_line(*lines: str, to_errors: bool = False, as_is: bool = False) -> None:
     """Print lines at once; control characters are escaped, unless a program reads the text `as_is`."""
     text = "\n".join(lines if as_is else (escaped(line, keep="\n") for line in lines))
     print(text, file=sys.stderr if to_errors else sys.stdout, flush=True)
@@ -24,13 +24,13 @@ def phase(what: str) -> Iterator[dict[str, float]]:
     values = "".join(f"; {key.removeprefix('eval/')} {value:.4g}" for key, value in found.items())
     seconds = time.monotonic() - began
     if values or seconds >= 0.1:
-        log(f"{what} ({seconds:.1f} s){values}")
+        print_rank0(f"{what} ({seconds:.1f} s){values}")
 
 
-def log(*lines: str) -> None:
+def print_rank0(*lines: str) -> None:
     """Print lines on rank 0."""
     if rank() == 0:
-        tell(*lines)
+        print_line(*lines)
 
 
 def bar(parts: Sequence, what: str) -> Iterable:

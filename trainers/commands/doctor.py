@@ -18,7 +18,7 @@ def of_run(folder: Path) -> bool:
     """Print what was examined, held-out accuracy at the start and now, and the findings; return True without any."""
     import yaml
 
-    from fused_rl.trainers.base.screen import tell
+    from fused_rl.trainers.base.screen import print_line
     from fused_rl.trainers.base.text import InputError
     from fused_rl.trainers.run.logger import read_metrics
     from fused_rl.trainers.run.rules import RULES, Watch
@@ -44,17 +44,21 @@ def of_run(folder: Path) -> bool:
 
     # What was examined, the one figure that says whether it learned, and the findings.
     steps = history[-1]["step"] if history else 0
-    tell(f"{folder}: {command[1]}, {steps} of {config.get('steps') or '?'} steps")
-    tell(
+    print_line(f"{folder}: {command[1]}, {steps} of {config.get('steps') or '?'} steps")
+    print_line(
         f"  examined: {len(history)} lines of metrics.jsonl, for {len(RULES)} conditions (docs/doctor.md)"
     )
-    tell(f"  {watch.learned()}")
+    print_line(f"  {watch.learned()}")
     if not (folder / "model").exists():
-        tell("  unfinished: there is no model/ yet; a run that was stopped continues with --resume")
+        print_line(
+            "  unfinished: there is no model/ yet; a run that was stopped continues with --resume"
+        )
     for finding in watch.found.values():
-        tell(f"  finding: {finding}")
+        print_line(f"  finding: {finding}")
     if not watch.found:
-        tell("  no condition holds; whether it learned its task is what the held-out figures say")
+        print_line(
+            "  no condition holds; whether it learned its task is what the held-out figures say"
+        )
     return not watch.found and (folder / "model").exists()
 
 
@@ -72,13 +76,13 @@ def main(argv: list[str] | None = None) -> None:
         from fused_rl.trainers.commands import machine
 
         sys.exit(machine.look())
-    from fused_rl.trainers.base.screen import tell
+    from fused_rl.trainers.base.screen import print_line
     from fused_rl.trainers.base.text import InputError
 
     try:
         sys.exit(int(False in [of_run(folder) for folder in folders]))
     except InputError as error:
-        tell(f"fused-rl doctor: error: {error}", to_errors=True)
+        print_line(f"fused-rl doctor: error: {error}", to_errors=True)
         sys.exit(2)
 
 

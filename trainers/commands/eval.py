@@ -22,7 +22,7 @@ import yaml
 
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import as_json, hash_of_rows, write_atomically, write_rows
-from fused_rl.trainers.base.screen import log, phase, tell
+from fused_rl.trainers.base.screen import phase, print_line, print_rank0
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.rows import Given, chosen_rows
 from fused_rl.trainers.models import language_model
@@ -137,7 +137,9 @@ def as_its_run(config: EvalConfig) -> EvalConfig:
     names = [name for name in PROMPTING if getattr(config, name) is None]
     names += SCORING if config.verifiers is None else ()
     taken = {name: run[name] for name in names if run.get(name) is not None}
-    log(f"as in {described}: {', '.join(f'{name} {value}' for name, value in taken.items())}")
+    print_rank0(
+        f"as in {described}: {', '.join(f'{name} {value}' for name, value in taken.items())}"
+    )
     return config.changed(**taken)
 
 
@@ -203,14 +205,14 @@ def evaluate(
         for name, values in (("greedy", right[:, 0]), ("sampled", right[:, 1:].mean(1))):
             error = (values.std() / len(problems) ** 0.5).item() if len(problems) > 1 else 0.0
             figures[f"accuracy_{name}_error"] = error
-    log("\n".join(f"{name:<24}{value:.4g}" for name, value in figures.items()))
+    print_rank0("\n".join(f"{name:<24}{value:.4g}" for name, value in figures.items()))
     if (few := few_signals(figures.get("accuracy_sampled", 0.5), 8)) is not None:
-        log(few)
+        print_rank0(few)
     if out is not None and ranks.rank() == 0:
         write_rows(out / "responses.jsonl", responses)
         summary = figures | {"options": config.plain() | {"max_new_tokens": length}}
         write_atomically(out / "summary.json", as_json(summary, indent=2) + "\n")
-        tell(f"responses: {out / 'responses.jsonl'}, figures: {out / 'summary.json'}")
+        print_line(f"responses: {out / 'responses.jsonl'}, figures: {out / 'summary.json'}")
     return figures
 
 
@@ -241,7 +243,7 @@ def _sample(
                 incidents[key] = incidents.get(key, 0.0) + count
         if time.monotonic() - printed > 10:
             printed = time.monotonic()
-            log(
+            print_rank0(
                 f"{min(part.stop, len(share.prompts))} of {len(share.prompts)} problems of this process"
             )
     return sorted(sum(ranks.gather(responses), []), key=lambda row: row["problem"]), sums, incidents
@@ -256,7 +258,7 @@ def _response_length(config: EvalConfig, lm, tokenizer, problems: list[Prompt]) 
         )
         longest = max(len(problem.ids) for problem in problems)
         length = max(1, min(MAX_NEW_TOKENS, positions - longest))
-        log(f"max_new_tokens: {length}")
+        print_rank0(f"max_new_tokens: {length}")
     rows = ((problem.ids, problem.where) for problem in problems)
     language_model.check_fits(lm, tokenizer, rows, length, "max_new_tokens or max_prompt_length")
     return length

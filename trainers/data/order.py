@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from fused_rl.trainers.base.screen import log
+from fused_rl.trainers.base.screen import print_rank0
 from fused_rl.trainers.options import InputError, StepsConfig
 
 
@@ -66,5 +66,5 @@ def in_steps(config: Config, rows: int) -> Config:
     passes = Fraction(str(config.num_train_epochs))  # 0.1 of 30 rows is 3 rows, and no bit more
     resolved = config.changed(steps=math.ceil(passes * rows / per_step))
     what = f"num_train_epochs={config.num_train_epochs:g} of {rows} rows, {config.batch_option}={per_step}"
-    log(f"{what}: {resolved.steps} steps")
+    print_rank0(f"{what}: {resolved.steps} steps")
     return resolved

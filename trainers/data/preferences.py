@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.screen import bar, log
+from fused_rl.trainers.base.screen import bar, print_rank0
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.encode import Encoded
 from fused_rl.trainers.data.rows import Rows
@@ -117,9 +117,11 @@ class PairEncoder:
         if dropped and not kept:
             raise InputError(f"{rows.source}: no pair is left of {len(rows)}: {reasons}")
         if dropped:
-            log(f"{rows.source}: dropped {sum(dropped.values())} of {len(rows)} pairs: {reasons}")
+            print_rank0(
+                f"{rows.source}: dropped {sum(dropped.values())} of {len(rows)} pairs: {reasons}"
+            )
         if truncated:
-            log(
+            print_rank0(
                 f"{rows.source}: cut {truncated} of {2 * len(rows)} responses to max_response_length"
             )
         return kept

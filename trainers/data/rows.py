@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from fused_rl.trainers.base.screen import log
+from fused_rl.trainers.base.screen import print_rank0
 from fused_rl.trainers.base.text import in_a_line
 from fused_rl.trainers.options import FILES, DataConfig, InputError
 
@@ -99,7 +99,7 @@ def read_dataset(name: str, config_name: str | None, split: str) -> list[dict]:
             if not feature.dtype.endswith("string")
         ]
         if guessed:
-            log(
+            print_rank0(
                 f"{name}: {', '.join(guessed)} read as numbers, 007 as 7; a .jsonl file keeps text as it is"
             )
     return loaded.to_list()
@@ -177,7 +177,7 @@ def load_train_eval(
     )
     if len(held_out) != config.eval_size:
         evaluated = min(len(held_out), config.eval_size)
-        log(
+        print_rank0(
             f"{held_out.source}: evaluated on {evaluated} of {len(held_out)} held-out rows (--eval_size)"
         )
     return train, dataclasses.replace(held_out, rows=held_out.rows[: config.eval_size])
@@ -188,4 +188,4 @@ def log_dropped(rows: Rows, kept: int, reason: str) -> None:
     if len(rows) and not kept:
         raise InputError(f"{rows.source}: all {len(rows)} rows are {reason}")
     if kept < len(rows):
-        log(f"{rows.source}: dropped {len(rows) - kept} of {len(rows)} rows {reason}")
+        print_rank0(f"{rows.source}: dropped {len(rows) - kept} of {len(rows)} rows {reason}")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fused_rl.trainers.base.screen import log
+from fused_rl.trainers.base.screen import print_rank0
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.batch import Batch, make_batch, on_device
 
@@ -265,5 +265,5 @@ def agreed_costs(
         return None if wanted is False else costs_of(lm)
     if wanted:
         raise InputError(f"{option}: {reason}; drop --{option}")
-    log(f"{otherwise}: {reason}")
+    print_rank0(f"{otherwise}: {reason}")
     return None

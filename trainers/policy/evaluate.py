@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.screen import log, phase
+from fused_rl.trainers.base.screen import phase, print_rank0
 from fused_rl.trainers.policy.policy import Policy, measure
 from fused_rl.trainers.rollouts.roll_out import shown_of
 from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
@@ -105,9 +105,11 @@ def solved_metrics(scorers: Sequence[Scorer], totals: dict[str, float]) -> dict[
         names += [name for name in totals if name.startswith(("accuracy_", "pass_at_"))]
     elif judges:
         count = round(totals["problems"] + totals["responses"])
-        log(
+        print_rank0(
             f"solved: {' and '.join(judges)} returned None for all {count} responses (is a `return` missing?)"
         )
     elif scorers:
-        log("solved: no scorer here says what is solved; --solved_at says from which score on")
+        print_rank0(
+            "solved: no scorer here says what is solved; --solved_at says from which score on"
+        )
     return {name: totals[name] / totals["problems"] for name in names} | outcomes(totals, known)

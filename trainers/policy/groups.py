@@ -14,7 +14,7 @@ import torch
 import fused_rl
 from fused_rl.objectives.advantages import ResponseAdvantage
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.screen import log
+from fused_rl.trainers.base.screen import print_rank0
 from fused_rl.trainers.options import (
     InputError,
     Needs,
@@ -203,7 +203,7 @@ def collect(
         rollouts.append(replace(rollout, rewards=rewards))
         found += int(ranks.global_sum((~equal_rewards(rewards, config.group_size)).sum()).item())
     if refills and found < wanted:
-        log(
+        print_rank0(
             f"step {step}: {found} of {wanted} groups have rewards that differ after {len(rollouts)} rollouts "
             f"(max_refills={refills}); the step is trained on those"
         )

@@ -14,7 +14,7 @@ from itertools import chain
 import torch
 
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.screen import bar, log
+from fused_rl.trainers.base.screen import bar, print_rank0
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
 from fused_rl.trainers.data.rows import Rows, log_dropped
@@ -221,7 +221,7 @@ def _report_broken(scorers: Sequence[Scorer], count: int) -> dict[str, float]:
         broken = [*chain.from_iterable(of_ranks)]
         metrics[f"verifier/{scorer.name}/timeouts"] = float(len(broken))
         if broken:
-            log(
+            print_rank0(
                 f"{scorer.name}: {len(broken)} of {sum(counts)} answers broke a limit and score 0; first: {broken[0]}"
             )
     return metrics

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 from fused_rl.trainers.base import memory, ranks
-from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.base.screen import print_line
 from fused_rl.trainers.base.text import escaped
 from fused_rl.trainers.data.encode import Encoder, load_tokenizer
 from fused_rl.trainers.data.order import in_steps
@@ -30,7 +30,7 @@ def run(
     with around(f"fused-rl {config_class.command}", LOST):
         config = parse(config_class, argv)
         if config.dry_run:
-            tell(describe(config, arithmetic), as_is=True)
+            print_line(describe(config, arithmetic), as_is=True)
             return
         try:
             train(config)
@@ -49,7 +49,7 @@ def around(prog: str, lost: str = "nothing was written") -> Iterator[None]:
     except Stopped:
         sys.exit(INTERRUPTED)
     except KeyboardInterrupt:
-        tell(f"{prog}: stopped at once; {lost}", to_errors=True)
+        print_line(f"{prog}: stopped at once; {lost}", to_errors=True)
         sys.exit(INTERRUPTED)
 
 

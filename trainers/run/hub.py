@@ -5,7 +5,7 @@ Left out: pushing checkpoints, model cards, pull requests.
 
 from pathlib import Path
 
-from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.base.screen import print_line
 from fused_rl.trainers.base.text import in_a_line
 from fused_rl.trainers.options import InputError, OutputConfig
 
@@ -46,4 +46,4 @@ def push(config: OutputConfig, model: Path, message: str) -> None:
         target = f"{config.hub_model_id or 'REPOSITORY'} {model}{' --private' if config.hub_private_repo else ''}"
         problem = f"the model is in {model}, but could not be pushed: {in_a_line(error)}"
         raise InputError(f"{problem}; push it with: hf upload {target}") from error
-    tell(f"pushed the model to {repository}")
+    print_line(f"pushed the model to {repository}")

@@ -11,7 +11,7 @@ import torch
 
 from fused_rl.trainers.base.engine import torch_dtype
 from fused_rl.trainers.base.files import as_json, unfinished, write_rows
-from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.base.screen import print_line
 from fused_rl.trainers.base.text import escaped
 from fused_rl.trainers.options import RunConfig
 from fused_rl.trainers.run.rules import Watch, few_signals
@@ -120,16 +120,16 @@ class Logger:
             else None
         )
         if few is not None:
-            tell(f"step 0: {few}")
+            print_line(f"step 0: {few}")
         for finding in self.watch.see(entry):
-            tell(f"warning: {finding}")
+            print_line(f"warning: {finding}")
         self.last.update(metrics)
         columns = columns_of(self.last)
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=step, columns=columns)
         elif columns and (step == self.steps or time.monotonic() - self.shown > 10):
             self.shown = time.monotonic()
-            tell(f"step {step}/{self.steps}  {columns}")
+            print_line(f"step {step}/{self.steps}  {columns}")
 
     def samples(self, step: int, rows: Sequence[dict[str, object]]) -> None:
         """Print a table of a few responses, and keep them in samples.jsonl and TensorBoard."""
@@ -177,7 +177,7 @@ def read_metrics(path: Path) -> list[dict]:
         try:
             entries += [json.loads(line)] if line else []
         except ValueError:  # not JSON, or not UTF-8
-            tell(f"{path}, line {number} is damaged and left out")
+            print_line(f"{path}, line {number} is damaged and left out")
     return entries
 
 

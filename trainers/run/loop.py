@@ -28,7 +28,7 @@ import torch
 
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import hash_of, hash_of_model, hash_of_rows, io_errors_in_a_line
-from fused_rl.trainers.base.screen import log, phase, tell
+from fused_rl.trainers.base.screen import phase, print_line, print_rank0
 from fused_rl.trainers.data.order import RowOrder, in_steps
 from fused_rl.trainers.options import InputError, RunConfig
 from fused_rl.trainers.run import hub
@@ -102,7 +102,7 @@ class Run:
         ranks.check_equal(self.inputs | {"held_out": hash_of_rows(held_out)})
         changed = self.store.check_inputs(self.inputs) if config.resume else []
         if changed:
-            log(f"resume: continues with other inputs: {', '.join(changed)}")
+            print_rank0(f"resume: continues with other inputs: {', '.join(changed)}")
         self.problems = len(held_out)
         self.config = self.store.config = in_steps(config, len(rows))
         self.order = RowOrder(len(rows), getattr(config, config.batch_option), config.seed)
@@ -164,7 +164,7 @@ class Run:
                     if self.logger is not None:
                         self.logger.close()
                     release()
-                    log(f"stopped after step {self.step}; continue with --resume")
+                    print_rank0(f"stopped after step {self.step}; continue with --resume")
                     ranks.barrier()  # else two processes can abort at exit
                     raise Stopped
         except BaseException:  # after the last step the model is still to be saved
@@ -209,12 +209,14 @@ class Run:
             checkpoints = self.store.checkpoints
             kept = f", checkpoints: {checkpoints}" if checkpoints.exists() else ""
             watch, folder = self.logger.watch, self.store.path
-            tell(
+            print_line(
                 watch.learned(self.problems),
                 f"model: {model}, curves: {folder / 'curves.png'}{kept}",
             )
             findings = ", ".join(watch.found) or "no findings"
-            tell(f"next: fused-rl doctor {folder} ({findings}), or tensorboard --logdir {folder}")
+            print_line(
+                f"next: fused-rl doctor {folder} ({findings}), or tensorboard --logdir {folder}"
+            )
         if self.config.push_to_hub:
             message = f"fused-rl {self.config.command}, step {self.step}"
             ranks.on_first_rank(lambda: hub.push(self.config, model, message))

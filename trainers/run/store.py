@@ -36,7 +36,7 @@ from fused_rl.trainers.base.files import (
     write_atomically,
 )
 from fused_rl.trainers.base.ranks import barrier, rank, world_size
-from fused_rl.trainers.base.screen import log, tell
+from fused_rl.trainers.base.screen import print_line, print_rank0
 from fused_rl.trainers.options import ACTIONS, InputError, RunConfig, to_yaml
 
 LOCK = ".fused-rl.lock"
@@ -173,7 +173,7 @@ class RunFolder:
                 f"resume: {self.chosen} was made with other options: {', '.join(refused)}; give the first value of "
                 f"each again (--config {self.path / 'config.yaml'} --resume), or start again with --overwrite"
             )
-        log(
+        print_rank0(
             f"resume: from {self.chosen}, which is intact",
             *(f"resume: {line}" for line in changed.values()),
         )
@@ -223,7 +223,7 @@ class RunFolder:
             target.parent.mkdir(parents=True, exist_ok=True)
             path.rename(target)
         if aside.exists():
-            tell(f"moved what was in {self.path} before to {aside}")
+            print_line(f"moved what was in {self.path} before to {aside}")
 
         precision = self._options()["precision"]
         header = (

@@ -11,7 +11,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 
-from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.base.screen import print_line
 from fused_rl.trainers.data.encode import prompt_column_of
 from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts.types import Sample
@@ -72,7 +72,7 @@ class FunctionScorer(Named):
         try:
             yield
         except Exception:
-            tell(
+            print_line(
                 f"verifier {self.name!r} raised on the response to {sample.where}:", to_errors=True
             )
             raise

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from fused_rl.trainers.base.screen import log
+from fused_rl.trainers.base.screen import print_rank0
 from fused_rl.trainers.base.text import load_function
 from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.options import InputError
@@ -33,7 +33,7 @@ def load_chosen(
     if config.verifiers is None:
         verifiers = recorded.get("verifiers") or named_by(rows)
         config = config.changed(verifiers=verifiers)
-        log(f"verifiers: {verifiers}, as the rows or the resumed run name them")
+        print_rank0(f"verifiers: {verifiers}, as the rows or the resumed run name them")
     return config, load_scorers(config, **reading)
 
 

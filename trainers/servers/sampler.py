@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.files import io_errors_in_a_line
-from fused_rl.trainers.base.screen import tell
+from fused_rl.trainers.base.screen import print_line
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Response, Sampler, shortened
@@ -46,7 +46,7 @@ class ServerSampler(Sampler):
         self.folder = folder
         self.probe = probe
         if ranks.rank() == 0:
-            tell(f"waiting at most {http.timeout:g} s for {', '.join(urls)}")
+            print_line(f"waiting at most {http.timeout:g} s for {', '.join(urls)}")
         self.servers = [connect(http, url) for url in urls]
         for server in self.servers:
             if server.room < longest:
