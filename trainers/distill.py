@@ -25,7 +25,7 @@ from fused_rl.ops.kl import Direction
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.data.rows import Given, Rows
+from fused_rl.trainers.data.rows import Rows, RowsLike
 from fused_rl.trainers.options import (
     MAIN,
     Fraction,
@@ -248,8 +248,8 @@ def train_step(
 def train(
     config: DistillConfig,
     *,
-    dataset: Given = None,
-    eval_dataset: Given = None,
+    dataset: RowsLike = None,
+    eval_dataset: RowsLike = None,
     scorers: Sequence[Callable[..., object] | str] | None = None,
     sampler: Make | None = None,
 ) -> str:

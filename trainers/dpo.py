@@ -31,7 +31,7 @@ from fused_rl.trainers.data.preferences import (
     micro_batches,
     sides_of,
 )
-from fused_rl.trainers.data.rows import Given, load_train_eval
+from fused_rl.trainers.data.rows import RowsLike, load_train_eval
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.reward_model import check_finite
 from fused_rl.trainers.options import Needs, NonNegative, Positive
@@ -144,7 +144,7 @@ def evaluate(
     return metrics
 
 
-def train(config: DPOConfig, dataset: Given = None, eval_dataset: Given = None) -> str:
+def train(config: DPOConfig, dataset: RowsLike = None, eval_dataset: RowsLike = None) -> str:
     """Run the whole training, on pairs that are given or that the config names; return the trained model's folder."""
     run = Run(config, arithmetic)
 

@@ -52,7 +52,7 @@ from fused_rl.trainers.policy.policy import (
     plan,
     rows_of,
 )
-from fused_rl.trainers.policy.setup import Given, Make, divided, setup
+from fused_rl.trainers.policy.setup import Make, RowsLike, divided, setup
 from fused_rl.trainers.rollouts.types import Prompt
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.metrics import POLICY, Sums, keyed
@@ -262,8 +262,8 @@ def train_step(
 def train(
     config: GRPOConfig,
     *,
-    dataset: Given = None,
-    eval_dataset: Given = None,
+    dataset: RowsLike = None,
+    eval_dataset: RowsLike = None,
     scorers: Sequence[Callable[..., object] | str] | None = None,
     sampler: Make | None = None,
 ) -> str:

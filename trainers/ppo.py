@@ -48,7 +48,7 @@ from fused_rl.trainers.policy.policy import (
     plan,
     rows_of,
 )
-from fused_rl.trainers.policy.setup import Given, Make, divided, setup
+from fused_rl.trainers.policy.setup import Make, RowsLike, divided, setup
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.metrics import PPO, Sums, keyed
@@ -273,8 +273,8 @@ def stop_ids_of(config: PPOConfig, tokenizer, stop_ids: tuple[int, ...]) -> tupl
 def train(
     config: PPOConfig,
     *,
-    dataset: Given = None,
-    eval_dataset: Given = None,
+    dataset: RowsLike = None,
+    eval_dataset: RowsLike = None,
     scorers: Sequence[Callable[..., object] | str] | None = None,
     sampler: Make | None = None,
 ) -> str:

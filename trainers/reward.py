@@ -27,7 +27,7 @@ from fused_rl.trainers.data.preferences import (
     micro_batches,
     sides_of,
 )
-from fused_rl.trainers.data.rows import Given, load_rows, load_train_eval
+from fused_rl.trainers.data.rows import RowsLike, load_rows, load_train_eval
 from fused_rl.trainers.models.language_model import check_fits
 from fused_rl.trainers.models.packing import Costs, agreed_costs, pack_pairs
 from fused_rl.trainers.models.reward_model import (
@@ -165,7 +165,7 @@ def normalize(model, pairs: list[Pair], micro_batch_size: int) -> list[float]:
     return [model.module.score_mean, model.module.score_std]
 
 
-def train(config: RewardConfig, dataset: Given = None, eval_dataset: Given = None) -> str:
+def train(config: RewardConfig, dataset: RowsLike = None, eval_dataset: RowsLike = None) -> str:
     """Run the whole training, on rows that are given or that the config names; returns the model's folder."""
     run = Run(config, arithmetic)
 

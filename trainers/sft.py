@@ -18,7 +18,7 @@ from fused_rl.trainers.base.ranks import divide_over
 from fused_rl.trainers.base.screen import bar, phase
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
-from fused_rl.trainers.data.rows import Given, Rows, load_train_eval, log_dropped
+from fused_rl.trainers.data.rows import Rows, RowsLike, load_train_eval, log_dropped
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.packing import Costs, Packed, agreed_costs, arrange, pack_whole, price
 from fused_rl.trainers.options import MAIN, EngineConfig, InputError, PositiveInt, RunConfig
@@ -180,7 +180,7 @@ def evaluate(model, parts: list[MicroBatch]) -> dict[str, float]:
     return found
 
 
-def train(config: SFTConfig, dataset: Given = None, eval_dataset: Given = None) -> str:
+def train(config: SFTConfig, dataset: RowsLike = None, eval_dataset: RowsLike = None) -> str:
     """Run the whole training, on rows that are given or that the config names; returns the model's folder."""
     run = Run(config, arithmetic)
 

@@ -24,7 +24,7 @@ from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import as_json, hash_of_rows, write_atomically, write_rows
 from fused_rl.trainers.base.screen import phase, print_line, print_rank0
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.data.rows import Given, chosen_rows
+from fused_rl.trainers.data.rows import RowsLike, chosen_rows
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options import (
     TEMPLATE_NEEDS,
@@ -146,7 +146,7 @@ def as_its_run(config: EvalConfig) -> EvalConfig:
 def evaluate(
     config: EvalConfig,
     *,
-    dataset: Given = None,
+    dataset: RowsLike = None,
     scorers: Sequence[Callable[..., object] | str] | None = None,
 ) -> dict[str, float]:
     """Run the whole evaluation, of rows and scorers that are given or that the config names; return the figures."""

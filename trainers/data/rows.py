@@ -16,7 +16,7 @@ from fused_rl.trainers.options import FILES, DataConfig, InputError
 if TYPE_CHECKING:
     import datasets
 
-Given: TypeAlias = "str | list[dict[str, Any]] | datasets.Dataset | None"
+RowsLike: TypeAlias = "str | list[dict[str, Any]] | datasets.Dataset | None"
 """Rows in Python: a name, or the rows themselves."""
 
 
@@ -133,7 +133,7 @@ def load_rows(name: str, config_name: str | None = None, split: str = "train") -
 
 
 def chosen_rows(
-    option: str, given: Given, named: str | None, config_name: str | None, split: str
+    option: str, given: RowsLike, named: str | None, config_name: str | None, split: str
 ) -> Rows:
     """Return the rows that Python gave for an option, or that the config names."""
     if given is None and named is None:
@@ -153,7 +153,7 @@ def chosen_rows(
 
 
 def load_train_eval(
-    config: DataConfig, dataset: Given = None, eval_dataset: Given = None
+    config: DataConfig, dataset: RowsLike = None, eval_dataset: RowsLike = None
 ) -> tuple[Rows, Rows]:
     """Return the rows to train on and the held-out rows: those given, or those that a run config names."""
     train = chosen_rows(

@@ -14,7 +14,7 @@ from fused_rl.trainers.base.ranks import divide_over
 from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.base.text import load_function
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.data.rows import Given, Rows, load_train_eval
+from fused_rl.trainers.data.rows import Rows, RowsLike, load_train_eval
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.language_model import check_fits
 from fused_rl.trainers.models.packing import agreed_costs
@@ -102,7 +102,7 @@ def setup(
     config: SamplingRunConfig,
     arithmetic: Callable,
     load_scorers: Callable,
-    rows: tuple[Given, Given] = (None, None),
+    rows: tuple[RowsLike, RowsLike] = (None, None),
     sampler: Make | None = None,
     models: Mapping[str, str] = NOTHING,  # beside those of the config, by option
 ) -> Setup:
