@@ -29,7 +29,7 @@ from fused_rl.trainers.data.preferences import (
 )
 from fused_rl.trainers.data.rows import RowsLike, load_rows, load_train_eval
 from fused_rl.trainers.models.language_model import check_fits
-from fused_rl.trainers.models.packing import Costs, agreed_costs, pack_pairs
+from fused_rl.trainers.models.packing import Costs, pack_pairs, packing_costs
 from fused_rl.trainers.models.reward_model import (
     RewardModel,
     check_finite,
@@ -234,7 +234,7 @@ def _load(config: RewardConfig, device: torch.device, tokenizer, pairs: list[Pai
         )
         longest = config.max_prompt_length + config.max_response_length
         options = {"option": "share_prompts", "otherwise": "prompts are computed once per response"}
-        costs = agreed_costs(model.classifier, longest, config.share_prompts, **options)
+        costs = packing_costs(model.classifier, longest, config.share_prompts, **options)
         return engine.initialize(model, config, config, config.steps), costs
 
 

@@ -20,7 +20,14 @@ from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
 from fused_rl.trainers.data.rows import Rows, RowsLike, load_train_eval, log_dropped
 from fused_rl.trainers.models import language_model
-from fused_rl.trainers.models.packing import Costs, Packed, agreed_costs, arrange, pack_whole, price
+from fused_rl.trainers.models.packing import (
+    Costs,
+    Packed,
+    arrange,
+    pack_whole,
+    packing_costs,
+    price,
+)
 from fused_rl.trainers.options import MAIN, EngineConfig, InputError, PositiveInt, RunConfig
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.loop import Run
@@ -134,7 +141,7 @@ def micro_batches(
         ]  # the last token predicts nothing
         arranged = [arrange(part, costs) for part in lengths]
         packed = sum(price(part, rows, costs) for part, rows in zip(lengths, arranged, strict=True))
-        if packed < sum(costs.of_causal(len(part), part[-1].tokens()) for part in padded):
+        if packed < sum(costs.causal_flop(len(part), part[-1].tokens()) for part in padded):
             chosen, rows_of = mixed, arranged
 
     made = []
@@ -200,7 +207,7 @@ def train(config: SFTConfig, dataset: RowsLike = None, eval_dataset: RowsLike = 
         )
         language_model.check_fits(lm.base, tokenizer, rows, 0, "max_length")
         otherwise = "demonstrations are padded, not packed"
-        costs = agreed_costs(
+        costs = packing_costs(
             lm.base, config.max_length, config.packing, option="packing", otherwise=otherwise
         )
         model = engine.initialize(lm, config, config, config.steps)

@@ -156,7 +156,9 @@ def policy_of(config, device, responses, *, share=None) -> policies.Policy:
     lm = load_lm(config.model, None, config, config, CPU)
     reference = load_lm(config.model, None, config, config, CPU, trainable=False)
     sampling = sampling_of(config, tokenizer, lm)
-    costs = packing.agreed_costs(lm.base, 64, share, option="share_prompts", otherwise="not shared")
+    costs = packing.packing_costs(
+        lm.base, 64, share, option="share_prompts", otherwise="not shared"
+    )
     model = Engine(placed(lm, device), config)
     size = config.group_size
     groups = of_rank([responses[i : i + size] for i in range(0, len(responses), size)])

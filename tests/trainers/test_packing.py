@@ -161,7 +161,7 @@ def test_a_row_holds_a_prompt_once_and_no_last_token():
     ],
 )
 def test_models_that_cannot_share_a_prompt_say_why(kind, options, reason):
-    found = packing.why_not(model(kind, **options), longest=30)
+    found = packing.unsupported_reason(model(kind, **options), longest=30)
     assert found is None if reason is None else reason in found
 
 
@@ -173,7 +173,7 @@ def test_a_model_that_leaves_out_the_mask_is_found_out():
         return forward(*args, **kwargs)
 
     lm.model.forward = maskless
-    assert "other logits" in packing.why_not(lm, longest=30)
+    assert "other logits" in packing.unsupported_reason(lm, longest=30)
 
 
 def test_as_many_responses_share_a_row_as_is_cheapest():
@@ -226,7 +226,7 @@ def pair_scores_and_gradients(made: RewardModel, packed):
 )
 def test_pairs_in_a_row_give_the_scores_and_gradients_of_rows_of_their_own(kind, options):
     made = reward_model(kind, **options)
-    assert packing.why_not(made.classifier, longest=16) is None
+    assert packing.unsupported_reason(made.classifier, longest=16) is None
     packed = packing.pack_pairs(SEQUENCES, TOKENS_ALONE, "cpu")
     assert packed.input_ids.shape == (6, 9) and packed.states.shape == (
         10,
@@ -341,12 +341,12 @@ def test_a_model_that_cannot_share_is_reported_or_refused(wanted, capsys):
         with pytest.raises(
             InputError, match="packing: sliding_window=6 is shorter .*; drop --packing"
         ):
-            packing.agreed_costs(lm, 30, wanted, **words)
+            packing.packing_costs(lm, 30, wanted, **words)
     else:
-        assert packing.agreed_costs(lm, 30, wanted, **words) is None
+        assert packing.packing_costs(lm, 30, wanted, **words) is None
         assert capsys.readouterr().out.startswith(
             "" if wanted is False else "padded: sliding_window=6"
         )
-    assert packing.agreed_costs(model("Llama"), 30, True, **words) == packing.costs_of(
+    assert packing.packing_costs(model("Llama"), 30, True, **words) == packing.costs_of(
         model("Llama")
     )

@@ -22,7 +22,7 @@ WINDOWS = (
     "attention_chunk_size",
 )  # of a config: attention that ends before the row does
 MASKED = ("sdpa", "eager")  # attention that takes a mask of its own for every row
-LONGER = (1, 1.5, 2, 4)  # than the longest sequence: rows that are tried
+ROOM_FACTORS = (1, 1.5, 2, 4)  # than the longest sequence: rows that are tried
 
 
 class Packed(NamedTuple):
@@ -67,11 +67,11 @@ class Costs:
     pair: float
     """Attention, per pair of tokens in a row."""
 
-    def of(self, rows: int, width: int) -> float:
+    def flop(self, rows: int, width: int) -> float:
         """Return the cost of rows of `width` tokens, with attention over whole rows: a mask saves none of it."""
         return rows * width * (self.token + self.pair * width)
 
-    def of_causal(self, rows: int, width: int) -> float:
+    def causal_flop(self, rows: int, width: int) -> float:
         """Return the cost without a mask: what follows a token is not computed."""
         return rows * width * (self.token + self.pair * width / 2)
 
@@ -96,7 +96,7 @@ def responses_per_row(costs: Costs, prompt: int, response: int, copies: int) -> 
     """Return how many of `copies` responses to a prompt are cheapest in one row, by their lengths in tokens."""
     counts = range(1, copies + 1)
     return min(
-        counts, key=lambda in_row: costs.of(-(-copies // in_row), prompt + in_row * response)
+        counts, key=lambda in_row: costs.flop(-(-copies // in_row), prompt + in_row * response)
     )
 
 
@@ -166,7 +166,7 @@ def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> Packed | Non
     for (a, b), common in zip(pairs, in_common, strict=True):
         lengths += [len(a) + len(b) - common] if common else [len(a), len(b)]
     longest = max(map(len, sequences))
-    if costs.of(len(lengths), max(lengths)) >= costs.of_causal(len(sequences), longest):
+    if costs.flop(len(lengths), max(lengths)) >= costs.causal_flop(len(sequences), longest):
         return None
 
     # The last token predicts one that nobody reads: with it, the last state of a response is that of its last token.
@@ -185,14 +185,14 @@ def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> Packed | Non
 def arrange(lengths: list[int], costs: Costs) -> list[list[int]]:
     """Return the indices of sequences of these lengths, row by row: one in each, or the cheapest `fill`."""
     ways = [[[i] for i in range(len(lengths))]]
-    ways += [fill(lengths, int(max(lengths) * longer)) for longer in LONGER]
+    ways += [fill(lengths, int(max(lengths) * factor)) for factor in ROOM_FACTORS]
     return min(ways, key=lambda rows: price(lengths, rows, costs))
 
 
 def price(lengths: list[int], rows: list[list[int]], costs: Costs) -> float:
     """Return the cost of sequences of these lengths in rows of these indices."""
     widths = [sum(lengths[i] for i in row) for row in rows]
-    return costs.of(len(rows), max(widths))
+    return costs.flop(len(rows), max(widths))
 
 
 def fill(lengths: list[int], room: int) -> list[list[int]]:
@@ -219,7 +219,7 @@ def pack_whole(batch: Batch, rows: list[list[int]]) -> Packed:
 
 
 @torch.no_grad()
-def why_not(lm: nn.Module, longest: int) -> str | None:
+def unsupported_reason(lm: nn.Module, longest: int) -> str | None:
     """Return why a model's rows cannot hold several responses, or None; the longest sequence has `longest` tokens."""
     # What its config says.
     text = lm.config.get_text_config()
@@ -251,7 +251,7 @@ def why_not(lm: nn.Module, longest: int) -> str | None:
     )
 
 
-def agreed_costs(
+def packing_costs(
     lm: nn.Module,
     longest: int,
     wanted: bool | None,
@@ -260,7 +260,7 @@ def agreed_costs(
     otherwise: str,
 ) -> Costs | None:
     """Return the costs by which sequences are put in rows; None if `wanted` is false, or None and the model cannot."""
-    reason = None if wanted is False else why_not(lm, longest)
+    reason = None if wanted is False else unsupported_reason(lm, longest)
     if reason is None:
         return None if wanted is False else costs_of(lm)
     if wanted:

@@ -17,7 +17,7 @@ from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.rows import Rows, RowsLike, load_train_eval
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.language_model import check_fits
-from fused_rl.trainers.models.packing import agreed_costs
+from fused_rl.trainers.models.packing import packing_costs
 from fused_rl.trainers.options import InputError
 from fused_rl.trainers.policy.evaluate import HeldOut, share_of_rank
 from fused_rl.trainers.policy.options import PolicyConfig, SamplingRunConfig
@@ -161,7 +161,7 @@ def load_policy(
         "packing": "sequences are padded",
     }
     option, wanted = several
-    costs = agreed_costs(lm.base, longest, wanted, option=option, otherwise=otherwise[option])
+    costs = packing_costs(lm.base, longest, wanted, option=option, otherwise=otherwise[option])
     reference = None
     if needs_reference and not lm.lora:
         starting = language_model.load_lm(

@@ -12,7 +12,7 @@ from fused_rl.trainers.base.text import in_a_line
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, on_device
 from fused_rl.trainers.models import four_bit, language_model
-from fused_rl.trainers.models.packing import Costs, agreed_costs, arrange, pack_whole, price
+from fused_rl.trainers.models.packing import Costs, arrange, pack_whole, packing_costs, price
 from fused_rl.trainers.options import InputError
 from fused_rl.trainers.policy.policy import Policy
 from fused_rl.trainers.policy.setup import http_of
@@ -155,7 +155,7 @@ def _loaded(config, name: str, policy: Policy) -> Teacher:
 
     rows = {"option": "packing", "otherwise": f"sequences are padded for teacher={name}"}
     packs = (
-        agreed_costs(lm, config.max_prompt_length + config.max_new_tokens, config.packing, **rows)
+        packing_costs(lm, config.max_prompt_length + config.max_new_tokens, config.packing, **rows)
         is not None
     )
 
@@ -224,7 +224,7 @@ def inputs_of(part: Batch, costs: Costs | None) -> dict[str, object]:
         return inputs
     lengths = (part.prompt_lengths + (part.response_lengths - 1).clamp(min=0)).tolist()
     rows = arrange(lengths, costs)
-    is_cheaper = price(lengths, rows, costs) < costs.of_causal(*part.input_ids.shape)
+    is_cheaper = price(lengths, rows, costs) < costs.causal_flop(*part.input_ids.shape)
     return inputs | {"packed": pack_whole(part, rows) if is_cheaper else None}
 
 
