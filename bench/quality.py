@@ -78,11 +78,11 @@ def rows_of(op: str, seed: int, steps: int) -> list[dict]:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = made(folder, seed).changed(
+        config = made(folder, seed).replace(
             output_dir=str(folder / "ours"), steps=steps, eval_every=steps
         )
         if op == "grpo":  # the exact KL, which TRL does not measure
-            config = config.changed(kl_every=0)
+            config = config.replace(kl_every=0)
         with mock.patch.object(module, "evaluate", noted):
             ours = trainers.run_ours(op, config, watch=judges[0])
         theirs = trainers.run_trl(ours, folder / "trl", judges[1])

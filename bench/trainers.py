@@ -397,7 +397,7 @@ def demo_rewards(folder: Path, seed: int):
     paths = {"model": folder / "headed", "dataset": folder / "data" / "train.jsonl"}
     paths |= {"eval_dataset": folder / "data" / "eval.jsonl", "output_dir": folder}
     config = parse(reward.RewardConfig, demo.arguments("demo_reward.yaml", seed, paths))
-    return config.changed(normalize_pairs=0)  # TRL does not normalise scores
+    return config.replace(normalize_pairs=0)  # TRL does not normalise scores
 
 
 def large_grpo(folder: Path, seed: int, vocabulary=151_936, hidden_size=896, dtype="bfloat16"):
@@ -479,14 +479,14 @@ def run_task(
     for seed in seeds:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            config = make(folder, seed).changed(steps=steps, warmup_steps=0)
+            config = make(folder, seed).replace(steps=steps, warmup_steps=0)
             kinds = {OURS: {"kl_every": 1}, LEAN: {"kl_every": 0}} if op == "grpo" else {OURS: {}}
             for implementation, changed in kinds.items():
                 for run in itertools.chain.from_iterable(runs.values()):
                     run.policy = None  # a run that is over would hold an engine of gigabytes
                 gc.collect()
                 changed["output_dir"] = str(folder / implementation)
-                ours = run_ours(op, config.changed(**changed), needs=op == "grpo")
+                ours = run_ours(op, config.replace(**changed), needs=op == "grpo")
                 runs.setdefault(implementation, []).append(ours)
             if wanted == "none":
                 continue

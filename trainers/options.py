@@ -122,7 +122,7 @@ class Options(pydantic.BaseModel):
                 if value and need.option in self.model_fields_set and not need.met(self):
                     raise InputError(f"{need.option}={value} {need.unmet}")
 
-    def changed(self, **options: Any) -> Self:
+    def replace(self, **options: Any) -> Self:
         """Return a copy with other values, which are not checked."""
         return self.model_copy(update=options)
 
@@ -141,11 +141,13 @@ class Options(pydantic.BaseModel):
             raise ValueError("out of its range")
         return value
 
-    def plain(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the options as YAML and metrics have them, a function by its name."""
         values = {name: getattr(self, name) for name in type(self).model_fields}
         for name, value in values.items():
-            values[name] = [*map(_plain, value)] if isinstance(value, list) else _plain(value)
+            values[name] = (
+                [*map(_as_yaml_value, value)] if isinstance(value, list) else _as_yaml_value(value)
+            )
         return values
 
 
@@ -156,7 +158,7 @@ def kinds_of(config_class: type[Options]) -> dict[str, Any]:
     return {name: hints[name] for name in config_class.model_fields}
 
 
-def _plain(value: Any) -> Any:
+def _as_yaml_value(value: Any) -> Any:
     return name_of(value) if callable(value) else value
 
 
@@ -203,7 +205,7 @@ def first_of(
     return InputError(f"{name}={given[name]!r}: expected {in_words(kinds_of(config_class)[name])}")
 
 
-def derived(source: type, **defaults: Any) -> type[Options]:
+def options_from(source: type, **defaults: Any) -> type[Options]:
     """Return the group of options that a dataclass declares; without a default an option is None."""
     # The docstring of each field.
     docs = {}
@@ -454,7 +456,7 @@ ACTIONS = ("resume", "resume_from", "accept_changes", "overwrite", "dry_run")
 
 def to_yaml(config: Options) -> str:
     """Return the complete config as YAML that `--config` reads back."""
-    values = {name: value for name, value in config.plain().items() if name not in ACTIONS}
+    values = {name: value for name, value in config.to_dict().items() if name not in ACTIONS}
     if values.get("num_train_epochs") is not None:
         values["steps"] = None  # what they come to is not an option
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

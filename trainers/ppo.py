@@ -84,7 +84,7 @@ class PPOConfig(ScorerConfig, CreditConfig, CriticConfig, PolicyConfig):
     def planned(self) -> "PPOConfig":
         """Return the config with the steps of `critic_only`, where they are given."""
         return (
-            self.changed(steps=self.critic_only, num_train_epochs=None)
+            self.replace(steps=self.critic_only, num_train_epochs=None)
             if self.critic_only
             else self
         )

@@ -40,7 +40,7 @@ def grpo_config(start: Path, seed: int, name: str, **options) -> grpo.GRPOConfig
 
 def trained(config: grpo.GRPOConfig, start: Path, seed: int) -> tuple[list[dict], float]:
     """(metrics, CPU seconds) of a run on one thread; a run of the same options that has ended is not run again."""
-    options = config.plain()
+    options = config.to_dict()
     kept = Path(f"{config.output_dir}.json")
     if kept.exists():
         found = json.loads(kept.read_text())

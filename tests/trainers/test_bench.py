@@ -67,7 +67,7 @@ def test_the_passes_of_a_rollout_are_those_that_the_step_measured(tmp_path, monk
     monkeypatch.setattr(trainers, "needed", keep)
     config = trainers.large_grpo(tmp_path, 1, vocabulary=200, hidden_size=64, dtype="float32")
     trainers.run_ours(
-        "grpo", config.changed(lr=0.0, steps=1, output_dir=str(tmp_path / "ours")), needs=True
+        "grpo", config.replace(lr=0.0, steps=1, output_dir=str(tmp_path / "ours")), needs=True
     )
     torch.testing.assert_close(seen["found"], seen["measured"], atol=1e-5, rtol=0)
 

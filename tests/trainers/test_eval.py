@@ -206,7 +206,7 @@ def test_the_options_of_the_run_are_those_of_its_model(folder, tmp_path, capsys)
         "raw_prompt": False,
         "verifiers": "format",
     }
-    assert command.as_its_run(config.changed(**given)) == config.changed(**given)
+    assert command.as_its_run(config.replace(**given)) == config.replace(**given)
     assert command.evaluate(config)["problems"] == 1
 
 

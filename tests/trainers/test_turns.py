@@ -316,7 +316,7 @@ def test_the_recipe_s_games_are_what_their_environment_says(tmp_path):
     recipe.prepare(tmp_path, 1)
     config = recipe.config_of(tmp_path, 1)
     small = {"steps": 2, "prompts_per_step": 4, "eval_size": 8, "group_size": 4, "eval_samples": 2}
-    grpo.train(config.changed(**small))
+    grpo.train(config.replace(**small))
     metrics = read_metrics(tmp_path / "grpo" / "metrics.jsonl")
     assert [m["step"] for m in metrics] == [0, 1, 2]
     assert 1 <= metrics[1]["completions/mean_length"] <= 3 and metrics[1]["val/stop_rate"] == 1

@@ -98,7 +98,7 @@ def fitting(config) -> int:
     held = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0"))).total_memory
     counts = (1 << i for i in range(8, 0, -1))
     needed = {
-        n: sum(parts(config.changed(micro_batch_size=n), sizes, ranks.processes()).values())
+        n: sum(parts(config.replace(micro_batch_size=n), sizes, ranks.processes()).values())
         for n in counts
     }
     return next((n for n, size in needed.items() if size <= 0.75 * held), 1)

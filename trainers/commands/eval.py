@@ -140,7 +140,7 @@ def as_its_run(config: EvalConfig) -> EvalConfig:
     print_rank0(
         f"as in {described}: {', '.join(f'{name} {value}' for name, value in taken.items())}"
     )
-    return config.changed(**taken)
+    return config.replace(**taken)
 
 
 def evaluate(
@@ -152,7 +152,7 @@ def evaluate(
     """Run the whole evaluation, of rows and scorers that are given or that the config names; return the figures."""
     config = with_scorers(config, scorers)
     device = engine.setup(config.seed, trains=False)
-    ranks.check_equal(config.plain())
+    ranks.check_equal(config.to_dict())
     config = as_its_run(config)
     out = None if config.output_dir is None else Path(config.output_dir)
     existing = [
@@ -210,7 +210,7 @@ def evaluate(
         print_rank0(few)
     if out is not None and ranks.rank() == 0:
         write_rows(out / "responses.jsonl", responses)
-        summary = figures | {"options": config.plain() | {"max_new_tokens": length}}
+        summary = figures | {"options": config.to_dict() | {"max_new_tokens": length}}
         write_atomically(out / "summary.json", as_json(summary, indent=2) + "\n")
         print_line(f"responses: {out / 'responses.jsonl'}, figures: {out / 'summary.json'}")
     return figures

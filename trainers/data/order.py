@@ -64,7 +64,7 @@ def in_steps(config: Config, rows: int) -> Config:
     if config.num_train_epochs is None:
         return config
     passes = Fraction(str(config.num_train_epochs))  # 0.1 of 30 rows is 3 rows, and no bit more
-    resolved = config.changed(steps=math.ceil(passes * rows / per_step))
+    resolved = config.replace(steps=math.ceil(passes * rows / per_step))
     what = f"num_train_epochs={config.num_train_epochs:g} of {rows} rows, {config.batch_option}={per_step}"
     print_rank0(f"{what}: {resolved.steps} steps")
     return resolved

@@ -17,7 +17,7 @@ from fused_rl.trainers.options import (
     PositiveFraction,
     PositiveInt,
     RunConfig,
-    derived,
+    options_from,
     without,
 )
 from fused_rl.trainers.rollouts.options import SamplerConfig
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         """The fields as a type checker sees them."""
 
 else:
-    _OfTheLoss = derived(PolicyLossOptions, kl_coef=0.0, entropy_coef=0.0)
+    _OfTheLoss = options_from(PolicyLossOptions, kl_coef=0.0, entropy_coef=0.0)
 NO_REFERENCE = (
     "has no meaning with kl_coef=0 and kl_every=0, where no reference is loaded; "
     "leave it out, or give --kl_coef"

@@ -68,12 +68,12 @@ class Logger:
 
         self.folder = Path(config.output_dir)
         self.steps = config.steps
-        self.group_size = max(config.plain().get("group_size", 1), 8)
+        self.group_size = max(config.to_dict().get("group_size", 1), 8)
         self.last, self.shown = {}, 0.0
         self.history = _cut(self.folder / "metrics.jsonl", start)
         _cut(self.folder / "samples.jsonl", start)
         dtype = str(torch_dtype(config)).removeprefix("torch.")  # of `auto` on this machine
-        self.watch = Watch(config.plain() | {"dtype": dtype})
+        self.watch = Watch(config.to_dict() | {"dtype": dtype})
         for entry in self.history:  # what they show was printed then
             self.watch.see(entry)
         self.board = SummaryWriter(
@@ -84,7 +84,7 @@ class Logger:
             import wandb
 
             self.wandb = wandb.init(
-                project=config.wandb_project, dir=config.output_dir, config=config.plain()
+                project=config.wandb_project, dir=config.output_dir, config=config.to_dict()
             )
         self.bar = None
         if sys.stdout.isatty():

@@ -65,7 +65,7 @@ class Run:
             )
         arithmetic(config, ranks.processes())
         self.device = engine.setup(config.seed)
-        ranks.check_equal({"command": config.command, **config.plain()})
+        ranks.check_equal({"command": config.command, **config.to_dict()})
         if config.wandb_project is not None and importlib.util.find_spec("wandb") is None:
             raise InputError("wandb_project is set, but wandb is not installed: pip install wandb")
         if config.push_to_hub:

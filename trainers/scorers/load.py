@@ -32,7 +32,7 @@ def load_chosen(
     """Return the config with its scorers, loaded; without any, those that were `recorded` or that the rows name."""
     if config.verifiers is None:
         verifiers = recorded.get("verifiers") or named_by(rows)
-        config = config.changed(verifiers=verifiers)
+        config = config.replace(verifiers=verifiers)
         print_rank0(f"verifiers: {verifiers}, as the rows or the resumed run name them")
     return config, load_scorers(config, **reading)
 

@@ -98,7 +98,7 @@ def with_scorers(config: Config, scorers: Sequence[Callable[..., object] | str] 
         raise InputError(
             f"verifiers={config.verifiers} and scorers={scorers} are both given; give one of them"
         )
-    return config.changed(
+    return config.replace(
         verifiers=[scorers] if isinstance(scorers, str) or callable(scorers) else [*scorers]
     )
 
