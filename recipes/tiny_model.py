@@ -9,8 +9,8 @@ import argparse
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.rows import load_rows
-from fused_rl.trainers.options import InputError
 from fused_rl.trainers.run.command import around
 
 PAD, EOS = "<pad>", "<eos>"

@@ -24,18 +24,10 @@ import torch
 from fused_rl.ops.kl import Direction
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import phase
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.rows import Rows, RowsLike
-from fused_rl.trainers.options import (
-    MAIN,
-    Fraction,
-    InputError,
-    Needs,
-    PositiveInt,
-    Temperature,
-    Unit,
-    without,
-)
+from fused_rl.trainers.options import MAIN, Fraction, Needs, PositiveInt, Temperature, Unit, without
 from fused_rl.trainers.policy.evaluate import evaluate
 from fused_rl.trainers.policy.options import SamplingRunConfig
 from fused_rl.trainers.policy.policy import Policy

@@ -25,8 +25,8 @@ import torch
 
 import fused_rl
 from fused_rl.trainers.base import ranks
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.models import language_model
-from fused_rl.trainers.options import InputError
 from fused_rl.trainers.policy.evaluate import evaluate
 from fused_rl.trainers.policy.groups import (
     GroupConfig,

@@ -26,8 +26,9 @@ import torch
 import fused_rl
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.ranks import global_counts, world_size
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.models.reward_model import save_reward_model
-from fused_rl.trainers.options import InputError, Needs, NonNegative, Positive
+from fused_rl.trainers.options import Needs, NonNegative, Positive
 from fused_rl.trainers.policy.critic import (
     CreditConfig,
     CriticConfig,

@@ -16,6 +16,7 @@ import torch
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.ranks import divide_over
 from fused_rl.trainers.base.screen import bar, phase
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
 from fused_rl.trainers.data.rows import Rows, RowsLike, load_train_eval, log_dropped
@@ -28,7 +29,7 @@ from fused_rl.trainers.models.packing import (
     packing_costs,
     price,
 )
-from fused_rl.trainers.options import MAIN, EngineConfig, InputError, PositiveInt, RunConfig
+from fused_rl.trainers.options import MAIN, EngineConfig, PositiveInt, RunConfig
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.loop import Run
 from fused_rl.trainers.run.metrics import Sums

@@ -13,7 +13,8 @@ import torch
 
 from fused_rl.trainers import cli, grpo, ppo, sft
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.options import InputError, RunConfig
+from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.options import RunConfig
 from fused_rl.trainers.run import store
 from tests.distributed import run_distributed
 from tests.trainers import figures, killed, tiny

@@ -5,8 +5,8 @@ import shutil
 import pytest
 
 from fused_rl.trainers import grpo, sft
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.options import InputError
 from tests.trainers import tiny
 from tests.trainers.runs import grpo_config, sft_config
 

@@ -1,10 +1,11 @@
 import pytest
 
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.encode import Encoder
 from fused_rl.trainers.data.order import RowOrder
 from fused_rl.trainers.data.rows import Rows, load_train_eval
-from fused_rl.trainers.options import DataConfig, InputError
+from fused_rl.trainers.options import DataConfig
 from tests.trainers import tiny
 
 

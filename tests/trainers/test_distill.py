@@ -8,8 +8,8 @@ import torch
 
 from fused_rl.recipes import demo
 from fused_rl.trainers import distill
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.models import packing
-from fused_rl.trainers.options import InputError
 from fused_rl.trainers.policy import teacher
 from fused_rl.trainers.policy.policy import Policy
 from fused_rl.trainers.run.parse import parse

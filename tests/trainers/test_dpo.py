@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fused_rl.trainers import dpo
-from fused_rl.trainers.options import InputError
+from fused_rl.trainers.base.text import InputError
 from tests.trainers import figures, tiny
 from tests.trainers.reward_runs import make_model, write_pairs
 from tests.trainers.runs import forget_after, on_ranks

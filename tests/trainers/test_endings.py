@@ -7,8 +7,8 @@ import time
 import pytest
 
 from fused_rl.trainers import sft
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.models import language_model
-from fused_rl.trainers.options import InputError
 from fused_rl.trainers.run import store
 from fused_rl.trainers.run.logger import Logger
 from tests.trainers import killed

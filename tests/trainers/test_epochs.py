@@ -4,8 +4,8 @@ import pytest
 import yaml
 
 from fused_rl.trainers import grpo, sft
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.order import in_steps
-from fused_rl.trainers.options import InputError
 from fused_rl.trainers.run import store
 from fused_rl.trainers.run.parse import parse
 from tests.trainers import tiny

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fused_rl.trainers import distill, grpo, sft
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.models import lora
-from fused_rl.trainers.options import InputError
 from tests.trainers import runs, tiny
 
 CPU = torch.device("cpu")

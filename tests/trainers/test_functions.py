@@ -9,8 +9,8 @@ import torch
 
 import fused_rl
 from fused_rl.trainers import grpo
-from fused_rl.trainers.base.text import load_function
-from fused_rl.trainers.options import InputError, to_yaml
+from fused_rl.trainers.base.text import InputError, load_function
+from fused_rl.trainers.options import to_yaml
 from fused_rl.trainers.policy import options
 from fused_rl.trainers.rollouts.roll_out import check_scores
 from fused_rl.trainers.rollouts.types import Response, Sample

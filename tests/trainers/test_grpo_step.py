@@ -9,7 +9,7 @@ import fused_rl
 from fused_rl import reference as exact_ops
 from fused_rl.trainers import grpo
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.options import InputError
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.policy import groups, policy
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from tests.papers import PAPERS

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from fused_rl.trainers.options import InputError
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.scorers.builtin import import_reasoning_gym
 from tests.trainers.test_verifiers import load_scorers, samples
 

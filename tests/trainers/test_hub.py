@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub.errors import LocalTokenNotFoundError
 
 from fused_rl.trainers import sft
-from fused_rl.trainers.options import InputError
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.run import store
 from tests.trainers import tiny
 

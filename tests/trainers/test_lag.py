@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fused_rl.trainers import grpo, ppo
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.order import RowOrder
-from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts import lag
 from fused_rl.trainers.rollouts.lag import Ahead, CopySampler
 from fused_rl.trainers.rollouts.sampling import Sampling

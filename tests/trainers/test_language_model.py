@@ -6,9 +6,10 @@ import torch
 import fused_rl
 from fused_rl.trainers import grpo
 from fused_rl.trainers.base import engine
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.models import language_model
-from fused_rl.trainers.options import EngineConfig, InputError
+from fused_rl.trainers.options import EngineConfig
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 

@@ -8,9 +8,10 @@ import torch
 
 from fused_rl.trainers import grpo, ppo, sft
 from fused_rl.trainers.base import engine
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.models.reward_model import RewardModel
-from fused_rl.trainers.options import InputError, ModelConfig
+from fused_rl.trainers.options import ModelConfig
 from tests.trainers import runs, tiny
 
 IDS = torch.tensor([[7, 8, 9, 10, 11, 12]])

@@ -12,8 +12,8 @@ import pytest
 import fused_rl
 from fused_rl import judging
 from fused_rl.judging import Pool
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.rows import Rows
-from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts.roll_out import rollout_metrics
 from fused_rl.trainers.scorers import load, math
 from tests.trainers.test_verifiers import load_scorers, rolled_out, samples

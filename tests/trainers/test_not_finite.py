@@ -5,7 +5,8 @@ import torch
 
 from fused_rl.trainers import sft
 from fused_rl.trainers.base import engine
-from fused_rl.trainers.options import EngineConfig, InputError, OptimConfig
+from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.options import EngineConfig, OptimConfig
 from fused_rl.trainers.run import store
 from fused_rl.trainers.run.metrics import Sums
 from tests.distributed import run_distributed

@@ -9,8 +9,9 @@ import pytest
 from fused_rl.objectives.presets import PolicyLossOptions, resolve_options
 from fused_rl.objectives.surrogates import SURROGATES
 from fused_rl.trainers import distill, dpo, grpo, ppo, reward, sft
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.commands import eval
-from fused_rl.trainers.options import InputError, in_words, kinds_of, to_yaml
+from fused_rl.trainers.options import in_words, kinds_of, to_yaml
 from fused_rl.trainers.policy import options
 from fused_rl.trainers.run.parse import parse
 from tests.trainers import tiny

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from fused_rl.trainers import sft
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.models import packing
 from fused_rl.trainers.models.language_model import LanguageModel
 from fused_rl.trainers.models.packing import Costs
 from fused_rl.trainers.models.reward_model import RewardModel, collate
-from fused_rl.trainers.options import InputError
 
 # Three groups of four: prompts and responses of different lengths, an empty response, and a group of nothing else.
 LENGTHS = ((3, (2, 0, 5, 1)), (7, (4, 4, 3, 1)), (5, (0, 0, 0, 0)))

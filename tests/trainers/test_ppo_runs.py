@@ -10,8 +10,8 @@ import torch
 
 from fused_rl.trainers import ppo
 from fused_rl.trainers.base import engine
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.options import InputError
 from fused_rl.trainers.policy import setup
 from fused_rl.trainers.policy.critic import Critic, load_critic
 from fused_rl.trainers.rollouts.types import Prompt, Response

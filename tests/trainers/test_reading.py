@@ -7,8 +7,8 @@ import torch
 
 from fused_rl.trainers import ppo, reward, sft
 from fused_rl.trainers.base import engine
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.options import InputError
 from fused_rl.trainers.scorers import load
 from tests.trainers import tiny
 

@@ -5,8 +5,8 @@ import torch
 
 from fused_rl import TokenSupport
 from fused_rl.trainers import grpo
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.batch import make_batch
-from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts import generate
 from fused_rl.trainers.rollouts.roll_out import Sampling, check_responses, roll_out, rollout_metrics
 from fused_rl.trainers.rollouts.types import Prompt, Response

@@ -9,7 +9,7 @@ import torch
 
 from fused_rl.objectives.presets import resolve_options
 from fused_rl.trainers import grpo
-from fused_rl.trainers.options import InputError
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.policy import setup
 from fused_rl.trainers.rollouts.mismatch import mismatch
 from fused_rl.trainers.rollouts.roll_out import batch_of

@@ -8,7 +8,7 @@ import pytest
 from fused_rl.trainers import sft
 from fused_rl.trainers.base import screen
 from fused_rl.trainers.base.files import as_json
-from fused_rl.trainers.options import InputError
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.run.command import around
 from fused_rl.trainers.run.logger import Logger
 

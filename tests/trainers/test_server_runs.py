@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fused_rl.trainers import grpo, ppo
-from fused_rl.trainers.options import InputError
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.rollouts.mismatch import check_bound
 from fused_rl.trainers.run import store
 from fused_rl.trainers.servers.inference import Http

@@ -9,7 +9,7 @@ import torch
 
 from fused_rl.trainers import sft
 from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.options import InputError
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.rollouts.roll_out import roll_out, rollout_metrics
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from fused_rl.trainers.options import InputError
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out, rollout_metrics
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sample
 from fused_rl.trainers.scorers.builtin import answer_of

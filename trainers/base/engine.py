@@ -22,7 +22,8 @@ from torch import nn
 
 from fused_rl.trainers.base import optim, zero
 from fused_rl.trainers.base.ranks import rank, world_size
-from fused_rl.trainers.options import EngineConfig, InputError, OptimConfig
+from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.options import EngineConfig, OptimConfig
 
 TIMEOUT = timedelta(
     minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "30"))

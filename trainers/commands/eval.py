@@ -23,13 +23,13 @@ import yaml
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import as_json, hash_of_rows, write_atomically, write_rows
 from fused_rl.trainers.base.screen import phase, print_line, print_rank0
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.rows import RowsLike, chosen_rows
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options import (
     TEMPLATE_NEEDS,
     EngineConfig,
-    InputError,
     Needs,
     PositiveInt,
     Seed,

@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 from typing import TypeAlias
 
-from fused_rl.trainers.base.text import in_a_line
+from fused_rl.trainers.base.text import InputError, in_a_line
 from fused_rl.trainers.data.rows import Rows
-from fused_rl.trainers.options import DataConfig, InputError
+from fused_rl.trainers.options import DataConfig
 
 Encoded: TypeAlias = tuple[list[int], list[int]]
 """Token ids of a prompt and of its response."""

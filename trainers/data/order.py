@@ -8,7 +8,8 @@ from typing import TypeVar
 import torch
 
 from fused_rl.trainers.base.screen import print_rank0
-from fused_rl.trainers.options import InputError, StepsConfig
+from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.options import StepsConfig
 
 
 @dataclass

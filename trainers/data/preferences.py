@@ -15,10 +15,11 @@ from typing import ClassVar, Literal
 
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import bar, print_rank0
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.encode import Encoded
 from fused_rl.trainers.data.rows import Rows
-from fused_rl.trainers.options import MAIN, InputError, PositiveInt, RunConfig, Smoothing
+from fused_rl.trainers.options import MAIN, PositiveInt, RunConfig, Smoothing
 
 
 class PairsConfig(RunConfig):

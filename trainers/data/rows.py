@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fused_rl.trainers.base.screen import print_rank0
-from fused_rl.trainers.base.text import in_a_line
-from fused_rl.trainers.options import FILES, DataConfig, InputError
+from fused_rl.trainers.base.text import InputError, in_a_line
+from fused_rl.trainers.options import FILES, DataConfig
 
 if TYPE_CHECKING:
     import datasets

@@ -8,7 +8,8 @@ import importlib.util
 import torch
 from torch import nn
 
-from fused_rl.trainers.options import EngineConfig, InputError, ModelConfig
+from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.options import EngineConfig, ModelConfig
 
 
 def reading_options(

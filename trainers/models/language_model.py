@@ -12,9 +12,9 @@ import fused_rl
 from fused_rl.ops import tiles
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import whole_folder
-from fused_rl.trainers.base.text import in_a_line
+from fused_rl.trainers.base.text import InputError, in_a_line
 from fused_rl.trainers.models import four_bit, lora
-from fused_rl.trainers.options import EngineConfig, InputError, ModelConfig
+from fused_rl.trainers.options import EngineConfig, ModelConfig
 
 
 class Scored(NamedTuple):

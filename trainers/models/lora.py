@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from fused_rl.trainers.options import InputError, ModelConfig
+from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.options import ModelConfig
 
 if TYPE_CHECKING:
     from peft import LoraConfig

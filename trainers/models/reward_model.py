@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from fused_rl.trainers.base import engine
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.batch import on_device, pad
 from fused_rl.trainers.data.encode import load_tokenizer
 from fused_rl.trainers.models import lora
 from fused_rl.trainers.models.language_model import readable, save, switch_off_dropout
 from fused_rl.trainers.models.packing import Packed
-from fused_rl.trainers.options import EngineConfig, InputError, ModelConfig
+from fused_rl.trainers.options import EngineConfig, ModelConfig
 
 
 class RewardModel(nn.Module):

@@ -15,14 +15,8 @@ import fused_rl
 from fused_rl.objectives.advantages import ResponseAdvantage
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import print_rank0
-from fused_rl.trainers.options import (
-    InputError,
-    Needs,
-    NonNegativeInt,
-    Positive,
-    PositiveInt,
-    without,
-)
+from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.options import Needs, NonNegativeInt, Positive, PositiveInt, without
 from fused_rl.trainers.policy.options import LossConfig, RolloutConfig
 from fused_rl.trainers.policy.policy import Policy
 from fused_rl.trainers.rollouts.roll_out import batch_of, rollout_metrics

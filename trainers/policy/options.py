@@ -8,9 +8,8 @@ import torch
 import fused_rl
 from fused_rl.objectives.presets import PolicyLossOptions, PresetName, resolve_options
 from fused_rl.trainers import options as config
-from fused_rl.trainers.base.text import load_function
+from fused_rl.trainers.base.text import InputError, load_function
 from fused_rl.trainers.options import (
-    InputError,
     Needs,
     NonNegativeInt,
     Options,

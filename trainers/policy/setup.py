@@ -12,13 +12,12 @@ from fused_rl.objectives.surrogates import SURROGATES
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.ranks import divide_over
 from fused_rl.trainers.base.screen import phase
-from fused_rl.trainers.base.text import load_function
+from fused_rl.trainers.base.text import InputError, load_function
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.rows import Rows, RowsLike, load_train_eval
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.language_model import check_fits
 from fused_rl.trainers.models.packing import packing_costs
-from fused_rl.trainers.options import InputError
 from fused_rl.trainers.policy.evaluate import HeldOut, share_of_rank
 from fused_rl.trainers.policy.options import PolicyConfig, SamplingRunConfig
 from fused_rl.trainers.policy.policy import Policy

@@ -8,12 +8,11 @@ from torch.nn.functional import linear
 import fused_rl
 from fused_rl.ops.linear_jsd import linear_token_jsd
 from fused_rl.trainers.base import engine
-from fused_rl.trainers.base.text import in_a_line
+from fused_rl.trainers.base.text import InputError, in_a_line
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, on_device
 from fused_rl.trainers.models import four_bit, language_model
 from fused_rl.trainers.models.packing import Costs, arrange, pack_whole, packing_costs, price
-from fused_rl.trainers.options import InputError
 from fused_rl.trainers.policy.policy import Policy
 from fused_rl.trainers.policy.setup import http_of
 from fused_rl.trainers.rollouts.types import shortened

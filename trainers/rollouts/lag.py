@@ -21,7 +21,7 @@ from threading import Thread
 import torch
 
 from fused_rl import TokenSupport
-from fused_rl.trainers.options import InputError
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.rollouts.generate import TransformersSampler, keeps_keys_and_values
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sampler

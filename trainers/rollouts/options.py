@@ -5,8 +5,8 @@ from typing import ClassVar
 
 import pydantic
 
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.options import (
-    InputError,
     Needs,
     NonNegativeInt,
     Options,

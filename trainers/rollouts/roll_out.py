@@ -15,10 +15,10 @@ import torch
 
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import bar, print_rank0
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
 from fused_rl.trainers.data.rows import Rows, log_dropped
-from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts.sampling import NoDistribution, Sampling
 from fused_rl.trainers.rollouts.types import (
     Prompt,

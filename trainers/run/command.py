@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 
 from fused_rl.trainers.base import memory, ranks
 from fused_rl.trainers.base.screen import print_line
-from fused_rl.trainers.base.text import escaped
+from fused_rl.trainers.base.text import InputError, escaped
 from fused_rl.trainers.data.encode import Encoder, load_tokenizer
 from fused_rl.trainers.data.order import in_steps
 from fused_rl.trainers.data.rows import load_train_eval
-from fused_rl.trainers.options import InputError, RunConfig, to_yaml
+from fused_rl.trainers.options import RunConfig, to_yaml
 from fused_rl.trainers.run.loop import Arithmetic, Stopped
 from fused_rl.trainers.run.parse import parse
 from fused_rl.trainers.run.store import RunFolder, release

@@ -29,8 +29,9 @@ import torch
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import hash_of, hash_of_model, hash_of_rows, io_errors_in_a_line
 from fused_rl.trainers.base.screen import phase, print_line, print_rank0
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.order import RowOrder, in_steps
-from fused_rl.trainers.options import InputError, RunConfig
+from fused_rl.trainers.options import RunConfig
 from fused_rl.trainers.run import hub
 from fused_rl.trainers.run.logger import Logger, draw_curves
 from fused_rl.trainers.run.store import NOTHING, RunFolder, release

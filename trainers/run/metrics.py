@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fused_rl.trainers.base.ranks import gather, global_sum, rank
-from fused_rl.trainers.options import InputError
+from fused_rl.trainers.base.text import InputError
 
 # Key of metrics.jsonl -> name in the metrics of a loss.
 POLICY = {

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-from fused_rl.trainers.base.text import unknown
-from fused_rl.trainers.options import InputError, Options, in_words, kinds_of
+from fused_rl.trainers.base.text import InputError, unknown
+from fused_rl.trainers.options import Options, in_words, kinds_of
 
 Config = TypeVar("Config", bound=Options)
 

@@ -37,7 +37,8 @@ from fused_rl.trainers.base.files import (
 )
 from fused_rl.trainers.base.ranks import barrier, rank, world_size
 from fused_rl.trainers.base.screen import print_line, print_rank0
-from fused_rl.trainers.options import ACTIONS, InputError, RunConfig, to_yaml
+from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.options import ACTIONS, RunConfig, to_yaml
 
 LOCK = ".fused-rl.lock"
 SAVED_AT_THE_END = ("model", "critic")

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import regex
 
-from fused_rl.trainers.options import InputError
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.rollouts.types import Sample, shortened
 
 ANSWER_COLUMNS = ("ground_truth", "answer", "solution")

@@ -12,8 +12,8 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 
 from fused_rl.trainers.base.screen import print_line
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.encode import prompt_column_of
-from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts.types import Sample
 from fused_rl.trainers.scorers.builtin import Named
 

@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from fused_rl.trainers.base.screen import print_rank0
-from fused_rl.trainers.base.text import load_function
+from fused_rl.trainers.base.text import InputError, load_function
 from fused_rl.trainers.data.rows import Rows
-from fused_rl.trainers.options import InputError
 from fused_rl.trainers.rollouts.options import ROLLOUT_BATCH_SIZE
 from fused_rl.trainers.rollouts.types import Scorer
 from fused_rl.trainers.scorers import builtin

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from fused_rl import judging
-from fused_rl.trainers.options import InputError
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.rollouts.types import Sample
 from fused_rl.trainers.scorers.builtin import Named, answer_of
 

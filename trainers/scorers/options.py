@@ -11,8 +11,8 @@ from typing import NamedTuple, TypeVar
 
 import pydantic
 
-from fused_rl.trainers.base.text import name_of
-from fused_rl.trainers.options import Finite, InputError, Options
+from fused_rl.trainers.base.text import InputError, name_of
+from fused_rl.trainers.options import Finite, Options
 
 # The scorers of ours, as they are spelled; any text may stand in place of <...>.
 FORMS = ("math", "reasoning_gym", "reasoning_gym:<dataset>", "reward_model:<folder>", "exact_match")

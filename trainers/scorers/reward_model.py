@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fused_rl.trainers.base import engine, ranks
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.models.reward_model import (
     RewardModel,
     check_finite,
@@ -14,7 +15,7 @@ from fused_rl.trainers.models.reward_model import (
     collate,
     has_score_head,
 )
-from fused_rl.trainers.options import EngineConfig, InputError, ModelConfig
+from fused_rl.trainers.options import EngineConfig, ModelConfig
 from fused_rl.trainers.rollouts.types import Sample
 from fused_rl.trainers.scorers.builtin import Named
 from fused_rl.trainers.scorers.options import Spelled
