@@ -16,7 +16,7 @@ from fused_rl.trainers.rollouts.roll_out import check_scores
 from fused_rl.trainers.rollouts.types import Response, Sample
 from fused_rl.trainers.scorers.functions import FunctionScorer
 from fused_rl.trainers.scorers.load import load_scorers
-from fused_rl.trainers.scorers.options import ScorerConfig, read, with_scorers
+from fused_rl.trainers.scorers.options import ScorerConfig, parse_scorers, with_scorers
 
 HERE = "tests.trainers.test_functions"
 
@@ -199,7 +199,7 @@ def half(response, row):
 def test_scorers_are_objects_in_python_and_stand_by_name_in_the_config():
     config = grpo.GRPOConfig(model="m", dataset="d", output_dir="o", verifier_weights=[1, 2, 3])
     given = with_scorers(config, ["math", half, Judge()])
-    assert [(one.name, one.weight) for one in read(given)] == [
+    assert [(one.name, one.weight) for one in parse_scorers(given)] == [
         ("math", 1),
         ("half", 2),
         ("Judge", 3),
@@ -210,7 +210,7 @@ def test_scorers_are_objects_in_python_and_stand_by_name_in_the_config():
     with pytest.raises(InputError, match="are both given"):
         with_scorers(ScorerConfig(verifiers="math"), [half])
     with pytest.raises(InputError, match="verifiers names 'half' twice"):
-        read(with_scorers(ScorerConfig(), [half, half]))
+        parse_scorers(with_scorers(ScorerConfig(), [half, half]))
 
 
 three = 3

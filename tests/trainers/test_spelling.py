@@ -7,7 +7,7 @@ import pytest
 from fused_rl.trainers import grpo, ppo
 from fused_rl.trainers.run.parse import parse
 from fused_rl.trainers.scorers.load import check_scorers, load_scorers
-from fused_rl.trainers.scorers.options import ScorerConfig, read
+from fused_rl.trainers.scorers.options import ScorerConfig, parse_scorers
 
 FUNCTION = "tests.trainers.tiny:odd_characters"
 BASE = ["--model=none", "--dataset=none", "--output_dir=none"]
@@ -29,7 +29,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=[case[0] for case in CASES])
 def test_what_follows_a_prefix_is_taken_whole(case):
     text, *expected = case
-    (one,) = read(ScorerConfig(verifiers=text))
+    (one,) = parse_scorers(ScorerConfig(verifiers=text))
     assert [one.kind, one.detail, one.name] == expected and one.text == text
     assert (one.weight, one.solved_at) == (1.0, None)
 
@@ -40,7 +40,7 @@ def test_the_three_lists_stand_side_by_side():
         "verifier_weights": [2, -0.5, 0],
         "solved_at": [None, 0.5, 1],
     }
-    found = read(ScorerConfig(**options))
+    found = parse_scorers(ScorerConfig(**options))
     assert [(one.name, one.weight, one.solved_at) for one in found] == [
         ("math", 2.0, None),
         ("a:f", -0.5, 0.5),
@@ -49,7 +49,7 @@ def test_the_three_lists_stand_side_by_side():
 
 
 def test_two_of_a_kind_are_named_by_all_that_they_say():
-    found = read(
+    found = parse_scorers(
         ScorerConfig(
             verifiers=["regex:a", "regex:b", "reward_model:a", "reward_model:b", "length:3"]
         )

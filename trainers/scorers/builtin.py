@@ -53,7 +53,7 @@ def normalized(text: str) -> str:
     return " ".join(unicodedata.normalize("NFC", text).split())
 
 
-class Named:
+class BaseScorer:
     """The base of scorers: what `Scorer` names, and the column of the row's answer (None: `ANSWER_COLUMNS`)."""
 
     compares = False
@@ -77,13 +77,13 @@ class Named:
             answer_of(row, self.answer_column)
 
 
-class ExactMatch(Named):
+class ExactMatch(BaseScorer):
     """1.0 where the whole response equals the row's answer, both `normalized`, else 0.0."""
 
     compares = True
 
-    def __init__(self, *, ignore_case: bool = False, **judged):
-        super().__init__(**judged)
+    def __init__(self, *, ignore_case: bool = False, **common):
+        super().__init__(**common)
         self.ignore_case = ignore_case
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
@@ -95,16 +95,16 @@ class ExactMatch(Named):
         return [float(text == answer) for text, answer in pairs]
 
 
-class Pattern(Named):
+class Pattern(BaseScorer):
     """1.0 where a regular expression matches, else 0.0.
 
     Args:
         pattern: of the package `regex`, which reads Python's `re` and more. A pattern with a group is compared with the
             row's answer: the group named `answer`, or the first one, in the last place where the pattern matches.
-        **judged: as `Named` takes them.
+        **common: as `BaseScorer` takes them.
     """
 
-    def __init__(self, pattern: str, **judged):
+    def __init__(self, pattern: str, **common):
         try:
             self.pattern = regex.compile(pattern)
         except regex.error as error:
@@ -113,7 +113,7 @@ class Pattern(Named):
             ) from error
         self.compares = self.pattern.groups > 0
         self.group = self.pattern.groupindex.get("answer", 1)
-        super().__init__(**judged)
+        super().__init__(**common)
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         scores = []
@@ -128,11 +128,11 @@ class Pattern(Named):
         return scores
 
 
-class Length(Named):
+class Length(BaseScorer):
     """The cost of a response of n tokens, its stop token included: -min(1, |n - target| / target)."""
 
-    def __init__(self, target: int, **judged):
-        super().__init__(**judged)
+    def __init__(self, target: int, **common):
+        super().__init__(**common)
         self.target = target
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
@@ -155,13 +155,13 @@ def import_reasoning_gym():
     return reasoning_gym
 
 
-class ReasoningGymVerifier(Named):
+class ReasoningGymVerifier(BaseScorer):
     """The `score_answer` of the reasoning-gym dataset that made the row, in the run's process."""
 
     compares = True
 
-    def __init__(self, dataset: str = "", name: str = "reasoning_gym", **judged):
-        super().__init__(name, **judged)
+    def __init__(self, dataset: str = "", name: str = "reasoning_gym", **common):
+        super().__init__(name, **common)
         self.dataset = dataset
         self.gym = import_reasoning_gym()
         self.judge_of = functools.cache(

@@ -15,7 +15,7 @@ from fused_rl.trainers.base.screen import print_line
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.encode import prompt_column_of
 from fused_rl.trainers.rollouts.types import Sample
-from fused_rl.trainers.scorers.builtin import Named
+from fused_rl.trainers.scorers.builtin import BaseScorer
 
 GIVEN = (
     "prompts",
@@ -24,11 +24,11 @@ GIVEN = (
 )  # to a function of TRL's kind, beside the columns
 
 
-class FunctionScorer(Named):
+class FunctionScorer(BaseScorer):
     """A function of the user's own; None as a score is "not applicable"."""
 
-    def __init__(self, name: str, function: Callable, **judged):
-        super().__init__(name, **judged)
+    def __init__(self, name: str, function: Callable, **common):
+        super().__init__(name, **common)
         self.function = function
         parameters = inspect.signature(function).parameters.values()
         self.takes_many = any(p.name == "completions" for p in parameters)

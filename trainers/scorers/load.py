@@ -10,7 +10,13 @@ from fused_rl.trainers.rollouts.types import Scorer
 from fused_rl.trainers.scorers import builtin
 from fused_rl.trainers.scorers.functions import FunctionScorer
 from fused_rl.trainers.scorers.math import MathVerifier
-from fused_rl.trainers.scorers.options import FORMS, Config, ScorerConfig, Spelled, read
+from fused_rl.trainers.scorers.options import (
+    SPELLINGS,
+    Config,
+    ScorerConfig,
+    ScorerSpec,
+    parse_scorers,
+)
 from fused_rl.trainers.scorers.reward_model import load_reward_model
 
 
@@ -18,11 +24,11 @@ def check_scorers(options: ScorerConfig) -> str:
     """Return the reward in a line; refuse scorers that cannot be loaded, without loading models."""
     if options.verifiers is None:
         return "reasoning_gym, of rows that name their dataset; others need --verifiers"
-    spelled = read(options)
-    for part in spelled:
-        if part.kind not in ("math", "reward_model"):
-            _load(part, None)
-    return " + ".join(f"{part.weight:g}*{part.name}" for part in spelled)
+    specs = parse_scorers(options)
+    for spec in specs:
+        if spec.kind not in ("math", "reward_model"):
+            _load(spec, None)
+    return " + ".join(f"{spec.weight:g}*{spec.name}" for spec in specs)
 
 
 def load_chosen(
@@ -50,11 +56,11 @@ def load_for_policy(
 
 def named_by(rows: Sequence[Rows]) -> list[str]:
     """Return reasoning_gym, if the first row names its dataset; else raise an error that lists the scorers."""
-    part = next(part for part in rows if len(part))
-    if (part.rows[0].get("metadata") or {}).get("source_dataset"):
+    split = next(split for split in rows if len(split))
+    if (split.rows[0].get("metadata") or {}).get("source_dataset"):
         return ["reasoning_gym"]
     raise InputError(
-        f"{part.where(0)}: --verifiers is missing; give one of {', '.join(FORMS)}, or module:function"
+        f"{split.where(0)}: --verifiers is missing; give one of {', '.join(SPELLINGS)}, or module:function"
     )
 
 
@@ -64,12 +70,10 @@ def load_scorers(options: ScorerConfig, **reading) -> list[Scorer]:
     Scorers that compare with an answer say which samples are solved; if there are none, functions and patterns do, from
     a score of 1 on.
     """
-    spelled = read(options)
-    scorers = [
-        load_reward_model(part, **reading) for part in spelled if part.kind == "reward_model"
-    ]
+    specs = parse_scorers(options)
+    scorers = [load_reward_model(spec, **reading) for spec in specs if spec.kind == "reward_model"]
     verifiers = [
-        _load(part, options.answer_column) for part in spelled if part.kind != "reward_model"
+        _load(spec, options.answer_column) for spec in specs if spec.kind != "reward_model"
     ]
     if all(scorer.solved_at is None for scorer in verifiers):
         for scorer in verifiers:
@@ -78,29 +82,29 @@ def load_scorers(options: ScorerConfig, **reading) -> list[Scorer]:
     return scorers + verifiers
 
 
-def _load(part: Spelled, answer_column: str | None) -> Scorer:
-    judged = {
-        "name": part.name,
-        "weight": part.weight,
-        "solved_at": part.solved_at,
+def _load(spec: ScorerSpec, answer_column: str | None) -> Scorer:
+    common = {
+        "name": spec.name,
+        "weight": spec.weight,
+        "solved_at": spec.solved_at,
         "answer_column": answer_column,
     }
-    match part.kind:
+    match spec.kind:
         case "math":
-            return MathVerifier(**judged)
+            return MathVerifier(**common)
         case "reasoning_gym":
-            return builtin.ReasoningGymVerifier(part.detail, **judged)
+            return builtin.ReasoningGymVerifier(spec.detail, **common)
         case "exact_match":
-            return builtin.ExactMatch(ignore_case=part.detail == "ignore_case", **judged)
+            return builtin.ExactMatch(ignore_case=spec.detail == "ignore_case", **common)
         case "regex":
-            return builtin.Pattern(part.detail, **judged)
+            return builtin.Pattern(spec.detail, **common)
         case "format":
-            return builtin.Pattern(builtin.THINK_THEN_ANSWER, **judged)
+            return builtin.Pattern(builtin.THINK_THEN_ANSWER, **common)
         case "length":
-            if not part.detail.isdecimal() or int(part.detail) == 0:
+            if not spec.detail.isdecimal() or int(spec.detail) == 0:
                 raise InputError(
-                    f"verifier {part.text!r}: expected a whole number of tokens above 0 after the colon"
+                    f"verifier {spec.text!r}: expected a whole number of tokens above 0 after the colon"
                 )
-            return builtin.Length(int(part.detail), **judged)
-    function = part.detail if callable(part.detail) else load_function("verifier", part.detail)
-    return FunctionScorer(function=function, **judged)
+            return builtin.Length(int(spec.detail), **common)
+    function = spec.detail if callable(spec.detail) else load_function("verifier", spec.detail)
+    return FunctionScorer(function=function, **common)

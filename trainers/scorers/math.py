@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from fused_rl import judging
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.rollouts.types import Sample
-from fused_rl.trainers.scorers.builtin import Named, answer_of
+from fused_rl.trainers.scorers.builtin import BaseScorer, answer_of
 
 NUMBER = re.compile(r"[-+]?[\d,]*\.?\d+%?")
 # LaTeX's commands, whole texts in it among them: what is left of a formula has no three letters in a row.
@@ -15,13 +15,13 @@ COMMANDS = re.compile(
 )
 
 
-class MathVerifier(Named):
+class MathVerifier(BaseScorer):
     """1.0 where math-verify finds the final answer equal to the ground truth within `timeout` CPU seconds, else 0.0."""
 
     compares = True
 
-    def __init__(self, name: str = "math", timeout: float = judging.CPU_SECONDS, **judged):
-        super().__init__(name, **judged)
+    def __init__(self, name: str = "math", timeout: float = judging.CPU_SECONDS, **common):
+        super().__init__(name, **common)
         self.broken: list[str] = []
         try:
             self.pool = judging.pool(timeout)

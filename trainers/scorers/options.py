@@ -15,9 +15,15 @@ from fused_rl.trainers.base.text import InputError, name_of
 from fused_rl.trainers.options import Finite, Options
 
 # The scorers of ours, as they are spelled; any text may stand in place of <...>.
-FORMS = ("math", "reasoning_gym", "reasoning_gym:<dataset>", "reward_model:<folder>", "exact_match")
-FORMS += ("exact_match:ignore_case", "regex:<pattern>", "format", "length:<tokens>")
-KINDS = {form.partition(":")[0] for form in FORMS}
+SPELLINGS = (
+    "math",
+    "reasoning_gym",
+    "reasoning_gym:<dataset>",
+    "reward_model:<folder>",
+    "exact_match",
+)
+SPELLINGS += ("exact_match:ignore_case", "regex:<pattern>", "format", "length:<tokens>")
+KINDS = {form.partition(":")[0] for form in SPELLINGS}
 FUNCTION = "function"
 Config = TypeVar("Config", bound="ScorerConfig")
 
@@ -44,10 +50,12 @@ class ScorerConfig(Options):
 
     def reward_models(self) -> dict[str, str]:
         """Return the folders of the reward models that score, by the verifier that names them."""
-        return {part.text: part.detail for part in read(self) if part.kind == "reward_model"}
+        return {
+            spec.text: spec.detail for spec in parse_scorers(self) if spec.kind == "reward_model"
+        }
 
 
-class Spelled(NamedTuple):
+class ScorerSpec(NamedTuple):
     """One scorer as the options spell it; `kind` is one of `KINDS`, or `FUNCTION`."""
 
     text: str
@@ -60,12 +68,12 @@ class Spelled(NamedTuple):
     solved_at: float | None
 
 
-def read(options: ScorerConfig) -> list[Spelled]:
+def parse_scorers(options: ScorerConfig) -> list[ScorerSpec]:
     """Return the scorers that the options name; refuse what they cannot mean, and one that is named twice."""
     if options.verifiers == []:
         raise InputError("verifiers=[] is empty; name at least one scorer")
     given = options.verifiers or []
-    meant = [_kind_of(one) for one in given]
+    meant = [_parse_scorer(one) for one in given]
     kinds = [kind for kind, _ in meant]
     for option in ("verifier_weights", "solved_at"):
         numbers = getattr(options, option)
@@ -86,7 +94,7 @@ def read(options: ScorerConfig) -> list[Spelled]:
             name = kind
         if name in [other.name for other in found]:
             raise InputError(f"verifiers names {text!r} twice; for a weight: verifier_weights")
-        found.append(Spelled(text, kind, detail, name, weight, solved_at))
+        found.append(ScorerSpec(text, kind, detail, name, weight, solved_at))
     return found
 
 
@@ -103,16 +111,16 @@ def with_scorers(config: Config, scorers: Sequence[Callable[..., object] | str] 
     )
 
 
-def _kind_of(text: str | Callable) -> tuple[str, str | Callable]:
+def _parse_scorer(text: str | Callable) -> tuple[str, str | Callable]:
     """Return kind and detail of one verifier."""
     if callable(text):
         return FUNCTION, text
     kind, _, detail = str(text).partition(":")
-    for form in FORMS:
+    for form in SPELLINGS:
         name, _, after = form.partition(":")
         if name == kind and (detail == after or (after.startswith("<") and detail)):
             return kind, detail
     function = re.fullmatch(r"([\w.]+)[:.](\w+)", str(text))
     if kind in KINDS or function is None:
-        raise InputError(f"verifier {text!r}: expected {', '.join(FORMS)} or module:function")
+        raise InputError(f"verifier {text!r}: expected {', '.join(SPELLINGS)} or module:function")
     return FUNCTION, f"{function[1]}:{function[2]}"

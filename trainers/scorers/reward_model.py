@@ -17,8 +17,8 @@ from fused_rl.trainers.models.reward_model import (
 )
 from fused_rl.trainers.options import EngineConfig, ModelConfig
 from fused_rl.trainers.rollouts.types import Sample
-from fused_rl.trainers.scorers.builtin import Named
-from fused_rl.trainers.scorers.options import Spelled
+from fused_rl.trainers.scorers.builtin import BaseScorer
+from fused_rl.trainers.scorers.options import ScorerSpec
 
 
 class RewardScorer:
@@ -55,11 +55,11 @@ class RewardScorer:
         return scores
 
 
-class RewardModelScorer(Named):
+class RewardModelScorer(BaseScorer):
     """A reward model's score of the token ids of prompt and response."""
 
-    def __init__(self, name: str, scorer: RewardScorer, **judged):
-        super().__init__(name, **judged)
+    def __init__(self, name: str, scorer: RewardScorer, **common):
+        super().__init__(name, **common)
         self.scorer = scorer
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
@@ -70,7 +70,7 @@ class RewardModelScorer(Named):
 
 
 def load_reward_model(
-    part: Spelled,
+    spec: ScorerSpec,
     policy: ModelConfig,
     held: EngineConfig,
     tokenizer: Any,
@@ -79,13 +79,13 @@ def load_reward_model(
 ) -> RewardModelScorer:
     """Return the reward model that is named, which reads the responses of a policy; refuse one of other tokens."""
     options = {"dtype": engine.torch_dtype(held), "attn_implementation": policy.attn_implementation}
-    model = RewardModel.from_pretrained(part.detail, **options)
+    model = RewardModel.from_pretrained(spec.detail, **options)
     if not has_score_head(model.classifier.config):
         raise InputError(
-            f"{part.text}: a language model without a head for scores; train it first with fused-rl reward"
+            f"{spec.text}: a language model without a head for scores; train it first with fused-rl reward"
         )
-    check_reads_policy("reward model", part.detail, tokenizer, policy.model)
+    check_reads_policy("reward model", spec.detail, tokenizer, policy.model)
     frozen = engine.initialize_frozen(model.to(device).requires_grad_(False).eval(), held)
     return RewardModelScorer(
-        part.name, RewardScorer(frozen, batch_size), weight=part.weight, solved_at=part.solved_at
+        spec.name, RewardScorer(frozen, batch_size), weight=spec.weight, solved_at=spec.solved_at
     )
