@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fused_rl.trainers.policy import evaluate
-from fused_rl.trainers.rollouts.roll_out import roll_out, shown_of
+from fused_rl.trainers.rollouts.roll_out import roll_out, sample_rows_of
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sample
 from tests.trainers import tiny
@@ -58,7 +58,7 @@ def test_every_metric_is_its_definition(monkeypatch, capsys):
     monkeypatch.setattr(evaluate, "measure", measure)
     trained = [{"of": "training", "prompt": "a", "response": "b", "reward": 0.25}]
     policy = SimpleNamespace(
-        config=config, sampling=Sampling(1.0, 4, (EOS,)), roll_out=sampled, shown=trained
+        config=config, sampling=Sampling(1.0, 4, (EOS,)), roll_out=sampled, sample_rows=trained
     )
     policy.tokenizer, policy.has_reference, policy.scorers = tokenizer, True, [judge]
     # The third problem is another rank's.
@@ -106,7 +106,7 @@ def test_what_is_shown_is_drawn_at_random_and_the_same_for_a_seed():
     tokenizer = SimpleNamespace(decode=lambda ids: ids)
 
     def shown(count, seed, among=50):
-        return shown_of("training", rollout, range(among), count, seed, tokenizer)
+        return sample_rows_of("training", rollout, range(among), count, seed, tokenizer)
 
     torch.manual_seed(1)
     before = torch.get_rng_state(), random.getstate()

@@ -40,7 +40,7 @@ from fused_rl.trainers.policy.evaluate import share_of_rank, solved_metrics, sol
 from fused_rl.trainers.rollouts.generate import TransformersSampler
 from fused_rl.trainers.rollouts.options import SamplingConfig
 from fused_rl.trainers.rollouts.roll_out import prompts_of, roll_out
-from fused_rl.trainers.rollouts.solved import judged
+from fused_rl.trainers.rollouts.solved import has_verdict
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.parse import parse
@@ -237,7 +237,7 @@ def _sample(
         for name, value in solved_sums(scorers, greedy, sampled, len(own[part])).items():
             sums[name] = sums.get(name, 0.0) + value.double()
         for rollout, kind, copies in ((greedy, "greedy", 1), (sampled, "sampled", config.samples)):
-            known = judged(scorers, rollout).tolist()
+            known = has_verdict(scorers, rollout).tolist()
             responses += _rows_of(rollout, kind, own[part], copies, known, tokenizer)
             for key, count in rollout.incidents.items():
                 incidents[key] = incidents.get(key, 0.0) + count

@@ -8,9 +8,9 @@ import torch
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import phase, print_rank0
 from fused_rl.trainers.policy.policy import Policy, measure
-from fused_rl.trainers.rollouts.roll_out import shown_of
+from fused_rl.trainers.rollouts.roll_out import sample_rows_of
 from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
-from fused_rl.trainers.rollouts.solved import judged, outcome_sums, outcomes, pass_at
+from fused_rl.trainers.rollouts.solved import has_verdict, outcome_sums, outcomes, pass_at
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sample, Scorer
 
 
@@ -70,9 +70,11 @@ def evaluate(
     metrics = {f"eval/{name}": value for name, value in found.items()}
 
     # To look at: always the same held-out problems, and some of what the last step trained on.
-    most = config.show_samples - len(policy.shown)
-    shown = shown_of("held-out, greedy", greedy, range(count), most, config.seed, policy.tokenizer)
-    return metrics, shown + policy.shown
+    most = config.show_samples - len(policy.sample_rows)
+    rows = sample_rows_of(
+        "held-out, greedy", greedy, range(count), most, config.seed, policy.tokenizer
+    )
+    return metrics, rows + policy.sample_rows
 
 
 def solved_sums(
@@ -88,7 +90,8 @@ def solved_sums(
         "pass_at_k": right.any(1).sum(),
         "score": sampled.rewards[first].sum() / k,
         "problems": torch.tensor(count),
-        "judged": judged(scorers, greedy)[:count].sum() + judged(scorers, sampled)[first].sum(),
+        "judged": has_verdict(scorers, greedy)[:count].sum()
+        + has_verdict(scorers, sampled)[first].sum(),
     }
     sums |= {name: of_problems.sum() for name, of_problems in pass_at(right).items()}
     return sums | outcome_sums(

@@ -17,7 +17,7 @@ from fused_rl.trainers.models.language_model import keep_only
 from fused_rl.trainers.models.packing import Costs, pack, responses_per_row
 from fused_rl.trainers.policy.options import LossConfig, PolicyConfig, loss_options
 from fused_rl.trainers.rollouts.mismatch import check_bound, mismatch
-from fused_rl.trainers.rollouts.roll_out import roll_out, shown_of
+from fused_rl.trainers.rollouts.roll_out import roll_out, sample_rows_of
 from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sampler, Scorer
 
@@ -60,7 +60,7 @@ class Policy:
     """Objects that each rank keeps in checkpoints for itself."""
     published: int | None = None
     """The step whose weights the next responses are of; None before they were published."""
-    shown: list[dict] = field(default_factory=list)
+    sample_rows: list[dict] = field(default_factory=list)
     """Lines of samples.jsonl, of this rank's last rollout; empty before there was one."""
 
     def inputs(self, part: Batch) -> dict[str, object]:
@@ -128,7 +128,7 @@ class Policy:
         )
         if sampling.temperature and seeds is None:
             count, seed = self.config.show_samples // 2, f"{self.config.seed} {self.published}"
-            self.shown = shown_of(
+            self.sample_rows = sample_rows_of(
                 "training", rollout, range(len(rollout.samples)), count, seed, self.tokenizer
             )
         return rollout

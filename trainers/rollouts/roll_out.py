@@ -258,7 +258,7 @@ def rollout_metrics(
     return metrics | rollout.incidents | rollout.seconds
 
 
-def shown_of(
+def sample_rows_of(
     of: str, rollout: Rollout, places: Sequence[int], count: int, seed: object, tokenizer
 ) -> list[dict]:
     """Return lines of samples.jsonl: `count` of the samples at `places`, chosen by a generator of their own.

@@ -44,7 +44,7 @@ def outcome_sums(
     }
 
 
-def judged(scorers: Sequence[Scorer], rollout: Rollout) -> torch.Tensor:
+def has_verdict(scorers: Sequence[Scorer], rollout: Rollout) -> torch.Tensor:
     """Return (B,) bool: True where a scorer that tells right from wrong applies."""
     applies = [
         ~rollout.scores[scorer.name].isnan() for scorer in scorers if scorer.solved_at is not None
