@@ -69,7 +69,7 @@ class Logger:
         self.folder = Path(config.output_dir)
         self.steps = config.steps
         self.group_size = max(config.to_dict().get("group_size", 1), 8)
-        self.last, self.shown = {}, 0.0
+        self.last, self.last_printed = {}, 0.0
         self.history = _cut(self.folder / "metrics.jsonl", start)
         _cut(self.folder / "samples.jsonl", start)
         dtype = str(torch_dtype(config)).removeprefix("torch.")  # of `auto` on this machine
@@ -127,8 +127,8 @@ class Logger:
         columns = columns_of(self.last)
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=step, columns=columns)
-        elif columns and (step == self.steps or time.monotonic() - self.shown > 10):
-            self.shown = time.monotonic()
+        elif columns and (step == self.steps or time.monotonic() - self.last_printed > 10):
+            self.last_printed = time.monotonic()
             print_line(f"step {step}/{self.steps}  {columns}")
 
     def samples(self, step: int, rows: Sequence[dict[str, object]]) -> None:
