@@ -27,7 +27,7 @@ from fused_rl.trainers.rollouts.roll_out import prompts_of
 from fused_rl.trainers.rollouts.sampling import Seeds
 from fused_rl.trainers.rollouts.types import Prompt, Sampler, Scorer
 from fused_rl.trainers.run.loop import Run
-from fused_rl.trainers.run.store import NOTHING
+from fused_rl.trainers.run.store import EMPTY
 from fused_rl.trainers.servers.inference import Http
 from fused_rl.trainers.servers.probe import TEXT, Probe
 from fused_rl.trainers.servers.sampler import ServerSampler
@@ -103,7 +103,7 @@ def setup(
     load_scorers: Callable,
     rows: tuple[RowsLike, RowsLike] = (None, None),
     sampler: Make | None = None,
-    models: Mapping[str, str] = NOTHING,  # beside those of the config, by option
+    models: Mapping[str, str] = EMPTY,  # beside those of the config, by option
 ) -> Setup:
     """Begin a run, read all but its models, and compare it with the other processes and the run that is resumed."""
     run = Run(config, arithmetic)

@@ -13,7 +13,7 @@ from fused_rl.trainers.data.rows import load_train_eval
 from fused_rl.trainers.options import RunConfig, to_yaml
 from fused_rl.trainers.run.loop import Arithmetic, Stopped
 from fused_rl.trainers.run.parse import parse
-from fused_rl.trainers.run.store import RunFolder, release
+from fused_rl.trainers.run.store import RunFolder, unlock
 
 LOST = "what was done since the last checkpoint is lost"
 INTERRUPTED = 130  # the usual status of a command that Ctrl-C ended
@@ -35,7 +35,7 @@ def run(
         try:
             train(config)
         finally:
-            release()
+            unlock()
         ranks.barrier()  # else two processes can abort at exit
 
 

@@ -34,7 +34,7 @@ from fused_rl.trainers.data.order import RowOrder, in_steps
 from fused_rl.trainers.options import RunConfig
 from fused_rl.trainers.run import hub
 from fused_rl.trainers.run.logger import Logger, draw_curves
-from fused_rl.trainers.run.store import NOTHING, RunFolder, release
+from fused_rl.trainers.run.store import EMPTY, RunFolder, unlock
 
 Arithmetic = Callable[[RunConfig, int], dict[str, object]]
 """(config, number of processes) -> how the batch divides; raises InputError if it does not."""
@@ -110,7 +110,7 @@ class Run:
         return self.config
 
     def start(
-        self, engines: Mapping, state: Callable[[], dict] = dict, own: Mapping = NOTHING
+        self, engines: Mapping, state: Callable[[], dict] = dict, own: Mapping = EMPTY
     ) -> dict:
         """Restore the checkpoint if the run is resumed, and open its logs; return its state, {} for a new run.
 
@@ -124,7 +124,7 @@ class Run:
         if self.config.resume:
             restored = self.store.load(engines, own)
             self.step, self.order.position = restored["step"], restored["position"]
-        ranks.on_first_rank(lambda: self.store.claim(self.step))
+        ranks.on_first_rank(lambda: self.store.move_old_content(self.step))
         self.logger = Logger(self.config, self.step) if ranks.rank() == 0 else None
         return restored
 
@@ -164,7 +164,7 @@ class Run:
                 if stop:
                     if self.logger is not None:
                         self.logger.close()
-                    release()
+                    unlock()
                     print_rank0(f"stopped after step {self.step}; continue with --resume")
                     ranks.barrier()  # else two processes can abort at exit
                     raise Stopped
@@ -205,7 +205,7 @@ class Run:
                 self.store.remove_checkpoints()
         finally:
             restore_signals()
-            release()
+            unlock()
         if ranks.rank() == 0:
             checkpoints = self.store.checkpoints
             kept = f", checkpoints: {checkpoints}" if checkpoints.exists() else ""

@@ -79,11 +79,11 @@ MAY_CHANGE = frozenset(
         *("wandb_project", "push_to_hub", "hub_model_id", "hub_private_repo"),
     )
 )
-NOTHING: Mapping = MappingProxyType({})
+EMPTY: Mapping = MappingProxyType({})
 _lock: filelock.FileLock | None = None  # of this process, which runs one training at a time
 
 
-def release() -> None:
+def unlock() -> None:
     """Unlock the folder that this process has locked, if any; remove it if nothing was written into it."""
     global _lock
     if _lock is not None:
@@ -189,7 +189,7 @@ class RunFolder:
 
     def _open(self) -> None:
         global _lock
-        release()
+        unlock()
         self.check()
         with io_errors_in_a_line("the run", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -201,7 +201,7 @@ class RunFolder:
                 raise InputError(f"{problem}; wait for it, or choose another folder") from error
         _lock = lock
 
-    def claim(self, step: int) -> None:
+    def move_old_content(self, step: int) -> None:
         """Make the folder that of this run, which has read all its inputs and begins after `step`. On one rank."""
         old = self._contents()
         if self.config.resume:
