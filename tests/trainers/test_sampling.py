@@ -32,7 +32,7 @@ KINDS = {
 def drawn(lm, prompts, sampling, *, every=None, seed=0, **options):
     """The responses, from a seed."""
     torch.manual_seed(seed)
-    sampler = generate.TransformersSampler(lm, pad_id=0, batch_size=8, look_every=every, **options)
+    sampler = generate.TransformersSampler(lm, pad_id=0, batch_size=8, poll_every=every, **options)
     return sampler.sample([list(prompt) for prompt in prompts], sampling)
 
 

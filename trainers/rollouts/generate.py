@@ -20,8 +20,8 @@ from fused_rl.trainers.rollouts.options import ROLLOUT_BATCH_SIZE
 from fused_rl.trainers.rollouts.sampling import NoDistribution, Record, Sampling, processed_scores
 from fused_rl.trainers.rollouts.types import Response, Sampler
 
-LOOK_EVERY = 16  # tokens of each response, on an accelerator
-NOTED = (
+POLL_EVERY = 16  # tokens of each response, on an accelerator
+SUPPORT_BYTES = (
     1 << 28
 )  # bytes of kept sets that are noted between two looks, at most where one token's are fewer
 
@@ -46,7 +46,7 @@ class TransformersSampler(Sampler):
         pad_id: fills batches; may equal a stop token.
         batch_size: responses generated together, of similar length; None is what `responses_together` returns.
         synced_gpus: ranks keep in step though their responses end at different lengths (needed under ZeRO 3).
-        look_every: tokens between two looks at which responses have ended; None is 1 on a CPU, and 16 where the host
+        poll_every: tokens between two looks at which responses have ended; None is 1 on a CPU, and 16 where the host
             would wait for the device.
     """
 
@@ -61,13 +61,13 @@ class TransformersSampler(Sampler):
         pad_id: int,
         batch_size: int | None,
         synced_gpus: bool = False,
-        look_every: int | None = None,
+        poll_every: int | None = None,
     ):
         self.lm = lm
         self.pad_id = pad_id
         self.batch_size = batch_size
         self.synced_gpus = synced_gpus
-        self.look_every = look_every or (1 if lm.device.type == "cpu" else LOOK_EVERY)
+        self.poll_every = poll_every or (1 if lm.device.type == "cpu" else POLL_EVERY)
         self.step: int | None = None
 
     @torch.no_grad()
@@ -88,10 +88,10 @@ class TransformersSampler(Sampler):
         )
 
         # Kept sets are noted between two looks: fewer tokens, where they would fill a device's memory.
-        every = self.look_every
+        every = self.poll_every
         if sampling.truncates:
             noted = batch_size * self.lm.config.get_text_config().vocab_size
-            every = max(1, min(every, NOTED // noted))
+            every = max(1, min(every, SUPPORT_BYTES // noted))
         self.lm.eval()
         generator = self.generator(prompts, sampling)
         decode = self._decode if keeps_keys_and_values(self.lm) else self._generate
@@ -151,10 +151,10 @@ class TransformersSampler(Sampler):
             if step + 1 == sampling.max_new_tokens:
                 break
             if (step + 1) % every == 0:
-                going, anywhere = _look(ended, record, self.synced_gpus)
+                going, anywhere = _poll_finished(ended, record, self.synced_gpus)
                 if not anywhere:
                     break
-                if _pays(len(going), len(ended), every):
+                if _worth_compacting(len(going), len(ended), every):
                     index = rows.keep(
                         going or [0]
                     )  # another rank is still going: one row keeps step with it
@@ -325,7 +325,9 @@ class _Rows:
         return index
 
 
-def _look(ended: torch.Tensor, record: Record | None, synced_gpus: bool) -> tuple[list[int], bool]:
+def _poll_finished(
+    ended: torch.Tensor, record: Record | None, synced_gpus: bool
+) -> tuple[list[int], bool]:
     """Wait for the device; return the rows that go on, and whether any does, on any rank if ranks must keep in step."""
     over = ended.all()[None]
     if synced_gpus:
@@ -336,7 +338,7 @@ def _look(ended: torch.Tensor, record: Record | None, synced_gpus: bool) -> tupl
     return [i for i, has_ended in enumerate(gone) if not has_ended], not over
 
 
-def _pays(going: int, rows: int, every: int) -> bool:
+def _worth_compacting(going: int, rows: int, every: int) -> bool:
     """Return True if leaving out the rows that have ended is cheaper than computing them.
 
     On an accelerator, where looks are rare, a row costs little but the reading of its past, and a copy of those that go

@@ -7,15 +7,15 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-BLOCK = 128  # tokens: when the room is full, the past is copied to room for so many more
+BLOCK = 128  # tokens: when the buffer is full, the past is copied to buffer for so many more
 
 
 class _InPlace:
-    """Keys and values of a layer, each (b, heads, tokens, ·): columns of `room`, of which some are free."""
+    """Keys and values of a layer, each (b, heads, tokens, ·): columns of `buffer`, of which some are free."""
 
-    reach = None  # past tokens that the next one sees; None is all
+    window = None  # past tokens that the next one sees; None is all
 
-    def hold(
+    def take_over(
         self, layer: DynamicLayer, row: torch.Tensor, most: int, maskable: bool, spare: dict
     ) -> "_InPlace":
         """Take the prompts of `layer`, for responses (b,) to the prompts at `row`; `most` tokens come in all."""
@@ -30,38 +30,38 @@ class _InPlace:
         self.first = 0
         self.end = layer.keys.shape[2]
         self.columns = self.end + min(BLOCK, self.to_come)
-        self.room = [self._filled(states, row) for states in (layer.keys, layer.values)]
+        self.buffer = [self._filled(states, row) for states in (layer.keys, layer.values)]
         self._show()
         return self
 
     def _filled(self, states: torch.Tensor, row: torch.Tensor | None) -> torch.Tensor:
-        """Return room whose first columns are those states, of some rows where they are named."""
+        """Return buffer whose first columns are those states, of some rows where they are named."""
         count = len(states) if row is None else len(row)
         shape = (states.shape[1], self.columns, states.shape[3])
-        room = self.spare.pop(shape, None)
-        if room is None or len(room) < count:
-            room = states.new_empty(count, *shape)
-        room = room[:count]
-        filled = room[:, :, : self.end]
+        buffer = self.spare.pop(shape, None)
+        if buffer is None or len(buffer) < count:
+            buffer = states.new_empty(count, *shape)
+        buffer = buffer[:count]
+        filled = buffer[:, :, : self.end]
         if row is None:
             filled.copy_(states)
         else:
             torch.index_select(states, 0, row, out=filled)
-        return room
+        return buffer
 
     def batch_select_indices(self, indices: torch.Tensor | None = None) -> None:
-        """Move what can be seen to other room; of some rows alone, where they are named: what is left is spare."""
+        """Move what can be seen to other buffer; of some rows alone, where they are named: what is left is spare."""
         self.first, self.end = 0, self.end - self.first
         for i, states in enumerate((self.keys, self.values)):
-            left = self.room[i]
-            self.room[i] = self._filled(states, indices)
+            left = self.buffer[i]
+            self.buffer[i] = self._filled(states, indices)
             if indices is not None:
                 self.spare[tuple(left.shape[1:])] = left
         self._show()
 
     def _show(self) -> tuple[torch.Tensor, torch.Tensor]:
         seen = self.end - self.first
-        self.keys, self.values = (states.narrow(2, self.first, seen) for states in self.room)
+        self.keys, self.values = (states.narrow(2, self.first, seen) for states in self.buffer)
         return self.keys, self.values
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
@@ -71,14 +71,14 @@ class _InPlace:
             self.columns = self.end - self.first + max(count, min(BLOCK, self.to_come))
             self.spare.clear()  # it would have too few columns from now on
             self.batch_select_indices()
-        for room, states in zip(self.room, (key_states, value_states), strict=True):
-            room.narrow(2, self.end, count).copy_(states)
+        for buffer, states in zip(self.buffer, (key_states, value_states), strict=True):
+            buffer.narrow(2, self.end, count).copy_(states)
         self.end += count
         self.to_come -= count
         self.cumulative_length += count
         seen = self._show()
-        if self.reach is not None and self.end - self.first > self.reach:
-            self.first = self.end - self.reach
+        if self.window is not None and self.end - self.first > self.window:
+            self.first = self.end - self.window
             self._show()
         return seen
 
@@ -95,7 +95,7 @@ class Window(_InPlace, DynamicSlidingWindowLayer):
     def __init__(self, layer: DynamicSlidingWindowLayer):
         super().__init__(layer.sliding_window)
         self.cumulative_length = layer.cumulative_length
-        self.reach = layer.sliding_window - 1
+        self.window = layer.sliding_window - 1
 
 
 def in_place(cache: Cache, row: torch.Tensor, most: int, *, maskable: bool) -> None:
@@ -104,4 +104,4 @@ def in_place(cache: Cache, row: torch.Tensor, most: int, *, maskable: bool) -> N
     for number, layer in enumerate(cache.layers):
         if layer.is_initialized:  # one without keys of its own reads another layer's
             made = Window(layer) if layer.is_sliding else Whole()
-            cache.layers[number] = made.hold(layer, row, most, maskable, spare)
+            cache.layers[number] = made.take_over(layer, row, most, maskable, spare)
