@@ -55,7 +55,7 @@ from fused_rl.trainers.policy.policy import (
 from fused_rl.trainers.policy.setup import Make, RowsLike, divided, setup
 from fused_rl.trainers.rollouts.types import Prompt
 from fused_rl.trainers.run import command
-from fused_rl.trainers.run.metrics import POLICY, Sums, keyed
+from fused_rl.trainers.run.metrics import POLICY, Sums, with_logged_names
 from fused_rl.trainers.scorers.load import check_scorers, load_for_policy
 from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
 
@@ -124,7 +124,7 @@ def update(
     history = []
     for parts in updates:
         sums = accumulate(policy, groups, measured, advantages, parts, step, on_policy=not history)
-        history.append(keyed(POLICY, sums) | policy.optimizer_step(step))
+        history.append(with_logged_names(POLICY, sums) | policy.optimizer_step(step))
 
     # The step's metrics: means over its updates; entropy and exact KL are of before them.
     means = {key: sum(metrics[key] for metrics in history) / len(history) for key in history[0]}

@@ -52,7 +52,7 @@ from fused_rl.trainers.policy.policy import (
 from fused_rl.trainers.policy.setup import Make, RowsLike, divided, setup
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
-from fused_rl.trainers.run.metrics import PPO, Sums, keyed
+from fused_rl.trainers.run.metrics import PPO, Sums, with_logged_names
 from fused_rl.trainers.scorers.load import check_scorers, load_for_policy
 from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
 
@@ -151,7 +151,7 @@ def update(
     for parts in updates:
         sums = accumulate(policy, critic, experience, parts, kl_coef, step)
         of_critic = engine.optimizer_step(critic, step)
-        history.append(keyed(PPO, sums) | policy.optimizer_step(step))
+        history.append(with_logged_names(PPO, sums) | policy.optimizer_step(step))
         history[-1] |= {
             "optim/critic_lr": of_critic["lr"],
             "optim/critic_grad_norm": of_critic["optim/grad_norm"],

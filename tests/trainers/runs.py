@@ -99,7 +99,7 @@ def refused(config, message: str) -> str:
     """Training is refused in one line that matches; returns it."""
     with pytest.raises(InputError, match=message) as error:
         sft.train(config)
-    store.release()  # as the command does when it ends
+    store.unlock()  # as the command does when it ends
     line = str(error.value)
     assert "\n" not in line
     return line

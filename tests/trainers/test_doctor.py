@@ -9,7 +9,7 @@ import pytest
 from fused_rl.trainers import grpo
 from fused_rl.trainers.cli import COMMANDS
 from fused_rl.trainers.commands import doctor
-from fused_rl.trainers.run.rules import RULES, Watch, few_signals
+from fused_rl.trainers.run.rules import RULES, Watch, too_easy_or_too_hard
 from tests.trainers import runs
 
 FP32 = {"dtype": "float32", "eval_size": 256}
@@ -88,12 +88,13 @@ def test_every_condition_is_tried_and_the_page_names_it():
 
 
 def test_a_start_that_teaches_little_is_said_with_its_figures():
-    assert "3.0% of the sampled answers are correct: at most 22% of groups of 8" in few_signals(
-        0.03, 8
+    assert (
+        "3.0% of the sampled answers are correct: at most 22% of groups of 8"
+        in too_easy_or_too_hard(0.03, 8)
     )
     assert (
-        "pick harder rows" in few_signals(0.99, 8)
-        and few_signals(0.04, 8) is few_signals(0.03, 16) is None
+        "pick harder rows" in too_easy_or_too_hard(0.99, 8)
+        and too_easy_or_too_hard(0.04, 8) is too_easy_or_too_hard(0.03, 16) is None
     )
 
 

@@ -115,13 +115,13 @@ def test_a_second_run_in_the_folder_is_refused_and_a_killed_one_leaves_no_lock(f
     process.kill()
     process.join()
     store.RunFolder(run_config(files, folder, overwrite=True)).open()
-    store.release()
+    store.unlock()
     assert not (folder / store.LOCK).exists()
 
 
 def test_a_run_that_never_began_leaves_no_folder(files, tmp_path):
     store.RunFolder(run_config(files, tmp_path / "new")).open()
-    store.release()
+    store.unlock()
     assert not (tmp_path / "new").exists()
 
 

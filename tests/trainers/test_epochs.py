@@ -93,5 +93,5 @@ def test_a_run_in_passes_is_the_run_in_steps_and_resumes_as_such(files, tmp_path
     ):
         with pytest.raises(InputError, match=f"{message}, but .*step-4 has done 4 already"):
             sft.train(run_config(files, tmp_path / "passes", resume=True, **fewer))
-        store.release()
+        store.unlock()
         assert len(tiny.read_metrics(tmp_path / "passes")) == 5

@@ -193,7 +193,7 @@ def test_the_options_of_the_run_are_those_of_its_model(folder, tmp_path, capsys)
     )
     rows = tiny.jsonl(tmp_path / "rows.jsonl", [{"question": "b", "text": "a", "answer": "1"}])
     config = command.EvalConfig(model=str(run / "model"), dataset=rows)
-    found = command.as_its_run(config)
+    found = command.with_run_options(config)
     assert (found.max_new_tokens, found.prompt_column, found.raw_prompt) == (3, "text", True)
     assert (found.verifiers, found.verifier_weights) == (["regex:(a)", "regex:b, c"], [1.0, 0.5])
     assert (
@@ -206,7 +206,7 @@ def test_the_options_of_the_run_are_those_of_its_model(folder, tmp_path, capsys)
         "raw_prompt": False,
         "verifiers": "format",
     }
-    assert command.as_its_run(config.replace(**given)) == config.replace(**given)
+    assert command.with_run_options(config.replace(**given)) == config.replace(**given)
     assert command.evaluate(config)["problems"] == 1
 
 

@@ -64,7 +64,7 @@ def refused(files, output_dir, message: str, **options) -> None:
     """Training is refused in one line that matches."""
     with pytest.raises(InputError, match=message) as error:
         sft.train(config_of(files, output_dir, push_to_hub=True, **options))
-    store.release()
+    store.unlock()
     assert "\n" not in str(error.value)
 
 

@@ -12,7 +12,7 @@ from fused_rl.trainers import grpo, ppo
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.order import RowOrder
 from fused_rl.trainers.rollouts import lag
-from fused_rl.trainers.rollouts.lag import Ahead, CopySampler
+from fused_rl.trainers.rollouts.lag import CopySampler, LaggedSampler
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.run import store
@@ -105,7 +105,7 @@ def walked(ahead, seeds, steps, last=7):
 def test_a_rollout_is_of_the_weights_of_its_schedule(k, kind, monkeypatch):
     monkeypatch.setattr(lag, "Thread", kind)
     sampler = Recorder()
-    ahead = Ahead(sampler, k)
+    ahead = LaggedSampler(sampler, k)
     ahead.publish(0, nothing)
     found = walked(ahead, Counted(), range(1, 8))
     assert found == {
@@ -119,14 +119,14 @@ def test_a_rollout_is_of_the_weights_of_its_schedule(k, kind, monkeypatch):
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("at", [1, 4, 6])
 def test_what_is_pending_goes_into_a_checkpoint_and_comes_back(k, at, tmp_path):
-    first = Ahead(Recorder(), k)
+    first = LaggedSampler(Recorder(), k)
     first.publish(0, nothing)
     seeds = Counted()
     expected = walked(first, seeds, range(1, at + 1))
     torch.save(first.state_dict(), tmp_path / "state.pt")
     assert sorted(first.pending) == list(range(at + 1, min(at + k, 7) + 1))
 
-    second = Ahead(Recorder(), k)
+    second = LaggedSampler(Recorder(), k)
     second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     second.publish(at, nothing)
     again = Counted()
@@ -136,10 +136,10 @@ def test_what_is_pending_goes_into_a_checkpoint_and_comes_back(k, at, tmp_path):
 
 
 def test_rollouts_of_prompts_that_changed_are_sampled_again():
-    first = Ahead(Recorder(), 2)
+    first = LaggedSampler(Recorder(), 2)
     first.publish(0, nothing)
     walked(first, Counted(), range(1, 4))
-    second = Ahead(Recorder(), 2)
+    second = LaggedSampler(Recorder(), 2)
     second.load_state_dict(first.state_dict())
     second.publish(3, nothing)
     assert second.begin(4, 7, prompts_of(14), 2, Counted()) == 3
@@ -154,7 +154,7 @@ def test_what_the_sampler_raises_is_raised_where_its_rollout_is_waited_for(kind,
     monkeypatch.setattr(lag, "Thread", kind)
     sampler = Recorder()
     sampler.fails_at = 3
-    ahead = Ahead(sampler, 1)
+    ahead = LaggedSampler(sampler, 1)
     ahead.publish(0, nothing)
     walked(ahead, Counted(), [1])
     ahead.begin(2, 7, prompts_of(2), 2, Counted())  # and with it the rollout of step 3
@@ -163,7 +163,7 @@ def test_what_the_sampler_raises_is_raised_where_its_rollout_is_waited_for(kind,
         ahead.publish(2, nothing)
     assert sampler.version == 1  # what is in doubt gets no new weights
     sampler.fails_at = 1
-    ahead = Ahead(sampler, 1)
+    ahead = LaggedSampler(sampler, 1)
     ahead.publish(0, nothing)
     ahead.begin(1, 7, prompts_of(1), 2, Counted())
     with pytest.raises(InputError, match="no more of 1"):
@@ -345,7 +345,7 @@ def test_what_a_resumed_run_cannot_go_on_with_is_one_line(made, files, tmp_path)
             InputError, match=f"other options: lag 1 -> {other}; give the first value of each again"
         ):
             run("grpo", files, stopped, lag=other, **KEPT, resume=True)
-        store.release()  # as the command does when it ends
+        store.unlock()  # as the command does when it ends
 
 
 class Silent(Recorder, tiny.Sampler):
@@ -360,7 +360,7 @@ def test_a_sampler_that_tells_no_log_probabilities_is_refused(files, tmp_path):
         InputError, match="lag=1 trains on responses of earlier weights.* or leave lag out$"
     ):
         grpo.train(grpo_config(files, tmp_path / "run", lag=1), sampler=Silent)
-    store.release()
+    store.unlock()
 
 
 SERVED = [
@@ -386,7 +386,7 @@ def test_through_a_server_too(trainer, kind, k, files, tmp_path, monkeypatch):
                 **KEPT,
             }
             run(trainer, files, tmp_path / name, **options)
-        store.release()
+        store.unlock()
 
     served("thread")
     with monkeypatch.context() as patch:

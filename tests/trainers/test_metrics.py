@@ -12,7 +12,7 @@ from fused_rl.trainers.data import encode
 from fused_rl.trainers.policy import policy, setup
 from fused_rl.trainers.policy.critic import explained_variance
 from fused_rl.trainers.rollouts.types import Prompt, Response
-from fused_rl.trainers.run.metrics import POLICY, PPO, keyed
+from fused_rl.trainers.run.metrics import POLICY, PPO, with_logged_names
 from tests.distributed import run_distributed
 from tests.trainers import steps, tiny
 
@@ -254,8 +254,8 @@ def test_every_bare_name_of_the_losses_has_a_key():
     )
     _, value_metrics = fused_rl.value_loss(ones, ones, ones, mask)
     of_grpo, of_ppo = Read(), Read()
-    keyed(POLICY, of_grpo)
-    keyed(PPO, of_ppo)
+    with_logged_names(POLICY, of_grpo)
+    with_logged_names(PPO, of_ppo)
     explained_variance(of_ppo)  # which PPO computes of the values before the update
     assert of_grpo.names == policy_metrics.keys() | {"drift"}  # which the trainers add
     # The KL of PPO is from before the update.

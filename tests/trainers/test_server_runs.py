@@ -27,7 +27,7 @@ def test_a_run_learns_from_what_its_server_sampled(files, tmp_path, monkeypatch,
     with fake_server.serving("vllm", files[0], key="sk-secret") as fake:
         options = {"steps": 2, "lora_rank": lora_rank, "server_api_key_env": "SERVER_KEY"}
         grpo.train(runs.grpo_config(files, tmp_path / "run", server=[fake.url], **SMALL, **options))
-    store.release()
+    store.unlock()
     steps = [
         row for row in tiny.read_metrics(tmp_path / "run") if "rollout/logprob_diff_max" in row
     ]
@@ -56,7 +56,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(files, tmp_path, trainer, kind):
     config_of = functools.partial(config_of, files, eval_size=0, **SMALL)
     with fake_server.serving(kind, files[0]) as fake:
         train(config_of(tmp_path / "whole", server=[fake.url]))
-        store.release()
+        store.unlock()
         shutil.copytree(tmp_path / "whole", tmp_path / "stopped")
         for name in ("model", "critic"):
             shutil.rmtree(tmp_path / "stopped" / name, ignore_errors=True)
@@ -65,7 +65,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(files, tmp_path, trainer, kind):
         kind, files[0]
     ) as fresh:  # on another port, with the weights that it began with
         train(config_of(tmp_path / "stopped", server=[fresh.url], resume_from="step-2"))
-    store.release()
+    store.unlock()
     runs.assert_equal_runs(tmp_path / "whole", tmp_path / "stopped")
 
 
@@ -89,7 +89,7 @@ def test_responses_that_a_step_measures_otherwise_end_the_run(files, tmp_path):
             grpo.train(
                 runs.grpo_config(files, tmp_path / "run", server=[fake.url], eval_size=0, **SMALL)
             )
-    store.release()
+    store.unlock()
     for value, exact in ((9e-4, True), (0.04, False)):
         check_bound({"rollout/logprob_diff_abs": value}, exact)
     for value, exact in ((2e-3, True), (0.06, False), (float("nan"), False)):
@@ -110,7 +110,7 @@ def trained_on_rank(rank, world, files, folder, url):
     except InputError as error:
         return str(error)
     finally:
-        store.release()
+        store.unlock()
     return None
 
 

@@ -262,7 +262,7 @@ def test_another_trainer_is_refused_in_the_folder(files, run):
     model, dataset = files
     with pytest.raises(InputError, match="command sft -> grpo"):
         grpo.train(grpo.GRPOConfig(model=model, dataset=dataset, output_dir=str(run), resume=True))
-    store.release()
+    store.unlock()
 
 
 @pytest.mark.parametrize("stage", [0, slow(1), slow(2), slow(3)])

@@ -88,7 +88,7 @@ def apart(rank, world, folder) -> list[str]:
         }
         config = sft.SFTConfig(**(common | (options if rank == 1 else {})))
         messages.append(outcome(lambda config=config: sft.train(config)))
-        store.release()
+        store.unlock()
         assert not list(Path(config.output_dir).glob("[!.]*"))
     return messages
 

@@ -44,7 +44,7 @@ from fused_rl.trainers.rollouts.solved import has_verdict
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.parse import parse
-from fused_rl.trainers.run.rules import few_signals
+from fused_rl.trainers.run.rules import too_easy_or_too_hard
 from fused_rl.trainers.scorers.load import load_chosen
 from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
 
@@ -128,7 +128,7 @@ class EvalConfig(ScorerConfig, SamplingConfig):
         check_revision(self.model, self.revision)
 
 
-def as_its_run(config: EvalConfig) -> EvalConfig:
+def with_run_options(config: EvalConfig) -> EvalConfig:
     """Return the config with the options of the run that made the model, where none are given."""
     described = Path(config.model).parent / "config.yaml"
     if Path(config.model).name != "model" or not described.is_file():
@@ -153,7 +153,7 @@ def evaluate(
     config = with_scorers(config, scorers)
     device = engine.setup(config.seed, trains=False)
     ranks.check_equal(config.to_dict())
-    config = as_its_run(config)
+    config = with_run_options(config)
     out = None if config.output_dir is None else Path(config.output_dir)
     existing = [
         name
@@ -206,7 +206,7 @@ def evaluate(
             error = (values.std() / len(problems) ** 0.5).item() if len(problems) > 1 else 0.0
             figures[f"accuracy_{name}_error"] = error
     print_rank0("\n".join(f"{name:<24}{value:.4g}" for name, value in figures.items()))
-    if (few := few_signals(figures.get("accuracy_sampled", 0.5), 8)) is not None:
+    if (few := too_easy_or_too_hard(figures.get("accuracy_sampled", 0.5), 8)) is not None:
         print_rank0(few)
     if out is not None and ranks.rank() == 0:
         write_rows(out / "responses.jsonl", responses)
@@ -223,7 +223,7 @@ def _sample(
 
     Problems of like length are sampled together, and every rank gets some of each length.
     """
-    likeliest = dataclasses.replace(sampling, temperature=0.0)
+    greedy_sampling = dataclasses.replace(sampling, temperature=0.0)
     order = sorted(range(len(problems)), key=lambda i: len(problems[i].ids))
     share = share_of_rank([problems[i] for i in order])
     own = order[ranks.rank() :: ranks.world_size()]
@@ -232,7 +232,7 @@ def _sample(
         part = slice(start, start + config.batch_size)
         greedy, sampled = (
             roll_out(sampler, scorers, share.prompts[part], by, tokenizer, device, copies=copies)
-            for by, copies in ((likeliest, 1), (sampling, config.samples))
+            for by, copies in ((greedy_sampling, 1), (sampling, config.samples))
         )
         for name, value in solved_sums(scorers, greedy, sampled, len(own[part])).items():
             sums[name] = sums.get(name, 0.0) + value.double()

@@ -22,7 +22,7 @@ from fused_rl.trainers.policy.evaluate import HeldOut, share_of_rank
 from fused_rl.trainers.policy.options import PolicyConfig, SamplingRunConfig
 from fused_rl.trainers.policy.policy import Policy
 from fused_rl.trainers.rollouts.generate import TransformersSampler
-from fused_rl.trainers.rollouts.lag import Ahead, CopySampler
+from fused_rl.trainers.rollouts.lag import CopySampler, LaggedSampler
 from fused_rl.trainers.rollouts.roll_out import prompts_of
 from fused_rl.trainers.rollouts.sampling import Seeds
 from fused_rl.trainers.rollouts.types import Prompt, Sampler, Scorer
@@ -234,7 +234,7 @@ def build_sampler(config: SamplingRunConfig, model, tokenizer, own: Make | None 
             f"lag={config.lag} trains on responses of earlier weights, whose log-probabilities must be known, and the "
             "sampler declares tells_logprobs = False; have it report them, or leave lag out"
         )
-    return Ahead(built, config.lag) if config.lag else built
+    return LaggedSampler(built, config.lag) if config.lag else built
 
 
 def http_of(config: SamplingRunConfig) -> Http:

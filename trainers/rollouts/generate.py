@@ -23,7 +23,7 @@ from fused_rl.trainers.rollouts.types import Response, Sampler
 POLL_EVERY = 16  # tokens of each response, on an accelerator
 SUPPORT_BYTES = (
     1 << 28
-)  # bytes of kept sets that are noted between two looks, at most where one token's are fewer
+)  # bytes of kept sets that are noted between two polls, at most where one token's are fewer
 
 
 class Sampled(NamedTuple):
@@ -46,7 +46,7 @@ class TransformersSampler(Sampler):
         pad_id: fills batches; may equal a stop token.
         batch_size: responses generated together, of similar length; None is what `responses_together` returns.
         synced_gpus: ranks keep in step though their responses end at different lengths (needed under ZeRO 3).
-        poll_every: tokens between two looks at which responses have ended; None is 1 on a CPU, and 16 where the host
+        poll_every: tokens between two polls of which responses have ended; None is 1 on a CPU, and 16 where the host
             would wait for the device.
     """
 
@@ -87,7 +87,7 @@ class TransformersSampler(Sampler):
             self.lm, longest + sampling.max_new_tokens
         )
 
-        # Kept sets are noted between two looks: fewer tokens, where they would fill a device's memory.
+        # Kept sets are noted between two polls: fewer tokens, where they would fill a device's memory.
         every = self.poll_every
         if sampling.truncates:
             noted = batch_size * self.lm.config.get_text_config().vocab_size
@@ -123,7 +123,7 @@ class TransformersSampler(Sampler):
         every: int,
         generator: torch.Generator | None,
     ) -> Sampled:
-        """Return one response per prompt; after `every` steps the host waits for the device and looks which ended."""
+        """Return one response per prompt; after `every` steps the host waits for the device and polls which ended."""
         # On the device until the end: token ids by step and response, and which responses are broken.
         rows = _Rows(self.lm, prompts, sampling, self.pad_id)
         device = self.lm.device
@@ -264,7 +264,7 @@ def _fetched(ids, broken, logprobs, record: Record | None, sampling: Sampling) -
 
 
 class _Rows:
-    """The responses that are computed: those that go on, and until the next look those that have ended since."""
+    """The responses that are computed: those that go on, and until the next poll those that have ended since."""
 
     def __init__(self, lm, prompts: list[list[int]], sampling: Sampling, pad_id: int):
         from fused_rl.trainers.rollouts.past import in_place
@@ -341,8 +341,8 @@ def _poll_finished(
 def _worth_compacting(going: int, rows: int, every: int) -> bool:
     """Return True if leaving out the rows that have ended is cheaper than computing them.
 
-    On an accelerator, where looks are rare, a row costs little but the reading of its past, and a copy of those that go
-    on costs as much as to read them twice: in the steps until the next look an eighth of the rows pays for that.
+    On an accelerator, where polls are rare, a row costs little but the reading of its past, and a copy of those that go
+    on costs as much as to read them twice: in the steps until the next poll an eighth of the rows pays for that.
     """
     left = max(going, 1)
     return left < rows if every == 1 else (rows - left) * 8 >= rows

@@ -39,7 +39,7 @@ class Pending:
     """A list of `Response`."""
 
 
-class Ahead(Sampler):
+class LaggedSampler(Sampler):
     """Samples rollouts ahead, from another sampler; what is requested beside them it samples at once."""
 
     def __init__(self, sampler: Sampler, lag: int):

@@ -7,7 +7,7 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-BLOCK = 128  # tokens: when the buffer is full, the past is copied to buffer for so many more
+BLOCK = 128  # tokens: when the buffer is full, the past is copied to one with so many more
 
 
 class _InPlace:
@@ -35,7 +35,7 @@ class _InPlace:
         return self
 
     def _filled(self, states: torch.Tensor, row: torch.Tensor | None) -> torch.Tensor:
-        """Return buffer whose first columns are those states, of some rows where they are named."""
+        """Return a buffer whose first columns are those states, of some rows where they are named."""
         count = len(states) if row is None else len(row)
         shape = (states.shape[1], self.columns, states.shape[3])
         buffer = self.spare.pop(shape, None)
@@ -50,7 +50,7 @@ class _InPlace:
         return buffer
 
     def batch_select_indices(self, indices: torch.Tensor | None = None) -> None:
-        """Move what can be seen to other buffer; of some rows alone, where they are named: what is left is spare."""
+        """Copy what the next token sees into another buffer, for the rows at `indices` alone if given."""
         self.first, self.end = 0, self.end - self.first
         for i, states in enumerate((self.keys, self.values)):
             left = self.buffer[i]

@@ -14,7 +14,7 @@ from fused_rl.trainers.base.files import as_json, unfinished, write_rows
 from fused_rl.trainers.base.screen import print_line
 from fused_rl.trainers.base.text import escaped
 from fused_rl.trainers.options import RunConfig
-from fused_rl.trainers.run.rules import Watch, few_signals
+from fused_rl.trainers.run.rules import Watch, too_easy_or_too_hard
 
 # Header on the screen -> the keys that it may stand for; the first one that a run has is shown.
 COLUMNS = {
@@ -115,7 +115,7 @@ class Logger:
             self.wandb.log(metrics, step=step)
         from_rewards = step == 0 and "preset" in self.watch.config
         few = (
-            few_signals(entry.get("eval/accuracy_sampled", 0.5), self.group_size)
+            too_easy_or_too_hard(entry.get("eval/accuracy_sampled", 0.5), self.group_size)
             if from_rewards
             else None
         )

@@ -27,7 +27,7 @@ PPO = {key: name for key, name in POLICY.items() if name != "kl"}
 PPO |= {"loss/value_avg": "value_loss", "val/clipfrac_avg": "value_clipfrac"}
 
 
-def keyed(table: Mapping[str, str], sums: Mapping[str, float]) -> dict[str, float]:
+def with_logged_names(table: Mapping[str, str], sums: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of a policy's loss under their keys, and the moments of the ratio."""
     found = {key: sums[name] for key, name in table.items() if name in sums}
     found |= {

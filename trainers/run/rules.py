@@ -78,7 +78,7 @@ def number(value: object) -> float:
     )
 
 
-def few_signals(accuracy: float, size: int) -> str | None:
+def too_easy_or_too_hard(accuracy: float, size: int) -> str | None:
     """Return a line if at most a quarter of the groups of `size` can have right and wrong answers before training."""
     share = (
         1 - accuracy**size - (1 - accuracy) ** size
