@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterable
 from numbers import Real
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,16 +22,31 @@ LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e6
 MASKED = "Give positions to ignore False in mask"
 _SHIFTED_MASK = "; shift=True takes mask[:, 1:] of a mask over all T tokens"
 _SHIFTED_TARGETS = "; shift=True takes the targets of all T positions and drops the first itself"
+# Tensors of exactly these types have memory of their own: the checks look no further. Nothing but a shard, a subclass
+# or what is no tensor pays for the calls that find out what it is.
+PLAIN = (Tensor, torch.nn.Parameter)
 
-# What a number may be, in the words that say so: NaN is in none of these.
+
+class Interval(NamedTuple):
+    """The numbers between `low` and `high`, and those of the two that stand in `ends`; NaN is in none."""
+
+    low: float
+    high: float
+    ends: tuple[float, ...] = ()
+
+    def __call__(self, x: float) -> bool:
+        return self.low < x < self.high or x in self.ends
+
+
+# What a number may be, in the words that say so.
 RANGES = {
-    "a finite number": lambda x: -math.inf < x < math.inf,
-    "a finite number above 0": lambda x: 0 < x < math.inf,
-    "a finite number, 0 or more": lambda x: 0 <= x < math.inf,
-    "a number, 0 or more, or inf": lambda x: x >= 0,
-    "a number from 0 to 1": lambda x: 0 <= x <= 1,
-    "a number above 0, at most 1": lambda x: 0 < x <= 1,
-    "a number from 0 to below 0.5": lambda x: 0 <= x < 0.5,
+    "a finite number": Interval(-math.inf, math.inf),
+    "a finite number above 0": Interval(0, math.inf),
+    "a finite number, 0 or more": Interval(0, math.inf, (0,)),
+    "a number, 0 or more, or inf": Interval(0, math.inf, (0, math.inf)),
+    "a number from 0 to 1": Interval(0, 1, (0, 1)),
+    "a number above 0, at most 1": Interval(0, 1, (1,)),
+    "a number from 0 to below 0.5": Interval(0, 0.5, (0,)),
 }
 # The types of numbers with such a range.
 Finite = Annotated[float, "a finite number"]
@@ -67,6 +82,8 @@ def _shortened(text):
 
 def check_tensor(name: str, x: object, or_else: str = "") -> None:
     """`or_else`: what else it may have been, such as " or None"; the caller lets that pass."""
+    if type(x) in PLAIN and x.layout == torch.strided:
+        return
     if not isinstance(x, Tensor) or x.layout != torch.strided:
         raise ValueError(f"{name} must be a dense tensor{or_else}, got {described(x)}")
     check_plain(name, x)
@@ -97,11 +114,11 @@ def is_number(x: object) -> bool:
 
 
 def check_range(name: str, x: object, words: str, remedy: str = "") -> None:
-    """A number of `RANGES`."""
-    if not is_number(x) or not RANGES[words](x):
-        raise ValueError(
-            f"{name} must be {words}, got {x if is_number(x) else described(x)}{remedy}"
-        )
+    """Check a number of `RANGES`, in this one call: a loss has twenty of them."""
+    low, high, ends = RANGES[words]
+    number = type(x) in (int, float) or is_number(x)
+    if not number or not (low < x < high or x in ends):
+        raise ValueError(f"{name} must be {words}, got {x if number else described(x)}{remedy}")
 
 
 def check_flag(name: str, x: object) -> None:
@@ -161,6 +178,15 @@ def check_shape(name: str, x: Tensor, of: str, shape: Collection[int], hint: str
         raise ValueError(
             f"{name} must have the shape of {of}, {tuple(shape)}, got {tuple(x.shape)}{hint}"
         )
+
+
+def check_like(name: str, x: Tensor, of: str, like: Tensor) -> None:
+    """Check that x is floating point, of the shape and on the device of `like`, which is called `of`."""
+    if type(x) not in PLAIN or x.layout != torch.strided or x.dtype not in FLOATING:
+        check_floating(name, x)
+    if x.shape != like.shape or x.device != like.device:
+        check_shape(name, x, of, like.shape)
+        check_device(name, x, like.device, of)
 
 
 def check_logits(

@@ -12,8 +12,8 @@ from fused_rl.base.checks import (
     check_device,
     check_finite,
     check_floating,
+    check_like,
     check_mask,
-    check_shape,
     check_tensor,
     described,
     values_are_checked,
@@ -158,9 +158,7 @@ class TokenBatch:
         """(B, T) -> (B, T) in the working dtype, 0 where nothing counts; None stays."""
         if tensor is None:
             return None
-        check_floating(name, tensor)
-        check_shape(name, tensor, "the mask", self.mask.shape)
-        check_device(name, tensor, self.mask.device, "the mask")
+        check_like(name, tensor, "the mask", self.mask)
         return torch.where(self.mask, tensor.to(self.dtype), 0)
 
     def constant(self, name: str, tensor: Tensor | None) -> Tensor | None:

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from fused_rl.base.checks import check_choice, check_device, check_floating, check_shape
+from fused_rl.base.checks import check_choice, check_floating, check_like
 
 KLEstimator = Literal["k1", "k2", "k3", "k4", "rk3", "k1+", "k3+"]
 KL_ESTIMATORS = get_args(KLEstimator)
@@ -94,9 +94,7 @@ def kl_estimate(
     check_floating("logprobs", logprobs)
     sampled = logprobs if old_logprobs is None else old_logprobs
     for name, x in (("ref_logprobs", ref_logprobs), ("old_logprobs", sampled)):
-        check_floating(name, x)
-        check_shape(name, x, "logprobs", logprobs.shape)
-        check_device(name, x, logprobs.device, "logprobs")
+        check_like(name, x, "logprobs", logprobs)
     return estimate(logprobs, ref_logprobs, kl_estimator, old_logprobs)
 
 

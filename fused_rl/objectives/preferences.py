@@ -6,10 +6,9 @@ from torch import Tensor
 from fused_rl.base.checks import (
     check_choice,
     check_count,
-    check_device,
     check_floating,
+    check_like,
     check_range,
-    check_shape,
 )
 from fused_rl.objectives.aggregation import divisor
 
@@ -52,13 +51,9 @@ def preference_loss(
         ValueError: scores that are not (B,), an unknown loss_type, label_smoothing outside [0, 0.5).
     """
     check_floating("chosen_scores", chosen_scores, "(B,)")
-    check_floating("rejected_scores", rejected_scores, "(B,)")
-    check_shape("rejected_scores", rejected_scores, "chosen_scores", chosen_scores.shape)
-    check_device("rejected_scores", rejected_scores, chosen_scores.device, "chosen_scores")
+    check_like("rejected_scores", rejected_scores, "chosen_scores", chosen_scores)
     if isinstance(margin, Tensor):
-        check_floating("margin", margin)
-        check_shape("margin", margin, "chosen_scores", chosen_scores.shape)
-        check_device("margin", margin, chosen_scores.device, "chosen_scores")
+        check_like("margin", margin, "chosen_scores", chosen_scores)
         margin = margin.detach()
     elif margin is not None:
         check_range("margin", margin, "a finite number", ", a tensor (B,) or None")
