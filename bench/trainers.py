@@ -157,7 +157,7 @@ def needed(policy: Policy, last: dict) -> dict[str, float]:
         for given in inputs[last["skipped"] :]:
             timed(found, "measure", lm)(**given)
         for given in inputs:
-            timed(found, "measure", policy.reference)(**given)
+            timed(found, "measure", policy.reference.model)(**given)
     lm.train()
     weights = [weight for weight in lm.parameters() if weight.requires_grad]
     began = seconds()
@@ -356,7 +356,7 @@ def compared(ours: Run, theirs: Run) -> dict:
             row[on].tolist() for row, on in zip(ids[:, -length:], mask[:, -length:], strict=True)
         ]
         batch = make_batch(prompts, responses, policy.tokenizer.pad_token_id, "cpu")
-        mine = policy.reference(**policy.inputs(batch)).logprobs[batch.response_mask]
+        mine = policy.reference.score(policy.inputs(batch)).logprobs[batch.response_mask]
         what, pairs = (
             "mean log-probability",
             [(mine.mean(), logprobs[mask[:, -length:]].float().mean())],

@@ -571,7 +571,7 @@ MUTATIONS = {
     ),
     "dropped groups keep their place in the denominator": Mutation(
         "trainers/grpo.py",
-        "groups.counts[index].sum(), trained",
+        "groups.included[index].sum(), trained",
         "torch.tensor(len(index)), trained",
         "tests/trainers/test_grpo_step.py -k dropped_group",
     ),

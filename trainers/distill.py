@@ -31,7 +31,7 @@ from fused_rl.trainers.options import MAIN, Fraction, Needs, PositiveInt, Temper
 from fused_rl.trainers.policy.evaluate import evaluate
 from fused_rl.trainers.policy.options import SamplingRunConfig
 from fused_rl.trainers.policy.policy import Policy
-from fused_rl.trainers.policy.setup import Make, Setup, setup
+from fused_rl.trainers.policy.setup import SamplerFactory, Setup, setup
 from fused_rl.trainers.policy.teacher import corrected, is_url, load_teachers
 from fused_rl.trainers.rollouts.roll_out import batch_of, rollout_metrics
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sample
@@ -243,7 +243,7 @@ def train(
     dataset: RowsLike = None,
     eval_dataset: RowsLike = None,
     scorers: Sequence[Callable[..., object] | str] | None = None,
-    sampler: Make | None = None,
+    sampler: SamplerFactory | None = None,
 ) -> str:
     """Run the whole training, on what is given or on what the config names; return the trained model's folder."""
     # Tokenizer, scorers, rows, models.
@@ -266,7 +266,9 @@ def train(
             raise InputError(
                 f"{prompt.where}: {came}; expected the name of a teacher: {', '.join(config.teachers)}"
             )
-    policy = prepared.load_policy(needs_reference=False, several=("packing", config.packing))
+    policy = prepared.load_policy(
+        needs_reference=False, packing_option="packing", packing=config.packing
+    )
     with phase("loaded the teacher"):
         teachers = load_teachers(config, policy)
     judge = functools.partial(
@@ -274,7 +276,7 @@ def train(
     )
 
     # Where the run begins, or goes on.
-    run.start({"policy": policy.model}, own=policy.own)
+    run.start({"policy": policy.model}, rank_state=policy.rank_state)
     policy.publish(run.step)
     if run.begins and held_out.prompts:
         run.log(*judge())

@@ -44,15 +44,15 @@ from fused_rl.trainers.policy.options import (
     needs_reference,
 )
 from fused_rl.trainers.policy.policy import (
-    Measured,
+    BeforeUpdate,
     Policy,
     group_lengths,
-    in_this_update,
     measure,
     plan,
     rows_of,
+    with_entropy_threshold,
 )
-from fused_rl.trainers.policy.setup import Make, RowsLike, divided, setup
+from fused_rl.trainers.policy.setup import RowsLike, SamplerFactory, divided, setup
 from fused_rl.trainers.rollouts.types import Prompt
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.metrics import POLICY, Sums, with_logged_names
@@ -93,7 +93,7 @@ def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
 
 def measure_first(
     policy: Policy, groups: Groups, updates: list[list[torch.Tensor]], step: int
-) -> Measured:
+) -> BeforeUpdate:
     """The baselines of ratios and KL, measured before the first update.
 
     The first minibatch is trained on by the policy that it would be measured with, so its old log-probabilities are its
@@ -113,7 +113,7 @@ def measure_first(
 def update(
     policy: Policy,
     groups: Groups,
-    measured: Measured,
+    measured: BeforeUpdate,
     advantages: torch.Tensor,
     updates: list[list[torch.Tensor]],
     step: int,
@@ -128,34 +128,38 @@ def update(
 
     # The step's metrics: means over its updates; entropy and exact KL are of before them.
     means = {key: sum(metrics[key] for metrics in history) / len(history) for key in history[0]}
-    means["objective/entropy"] = _per_response(-measured.old_logprobs.sum(1), groups.counts)
+    means["objective/entropy"] = _per_response(-measured.old_logprobs.sum(1), groups.included)
     if measured.kl is not None:
-        means["objective/kl_exact"] = _per_response(measured.kl.sum(1), groups.counts)
+        means["objective/kl_exact"] = _per_response(measured.kl.sum(1), groups.included)
     return means | {"lr": history[-1]["lr"], "val/first_ratio": history[0]["val/first_ratio"]}
 
 
-def _per_response(values: torch.Tensor, counts: torch.Tensor) -> float:
+def _per_response(values: torch.Tensor, included: torch.Tensor) -> float:
     """The mean of (B,) of every rank over the responses that count."""
-    own = values.cpu()[counts]
-    total, count = ranks.global_sum(torch.stack([own.sum().double(), counts.sum().double()]))
+    included_values = values.cpu()[included]
+    total, count = ranks.global_sum(
+        torch.stack([included_values.sum().double(), included.sum().double()])
+    )
     return (total / count.clamp(min=1)).item()
 
 
-def what_counts(policy: Policy, groups: Groups, measured: Measured, index: torch.Tensor):
+def what_counts(policy: Policy, groups: Groups, measured: BeforeUpdate, index: torch.Tensor):
     """Return the mask (B, T - 1) of what is trained on, the responses at `index` per one that is trained on, and the
     options of the loss, with its denominators over all ranks.
     """
     # Responses that were cut may be left out: https://arxiv.org/abs/2503.14476, section 3.4.
     config = policy.config
     batch = groups.rollout.batch
-    trained = groups.counts & groups.rollout.stopped if config.mask_truncated else groups.counts
+    trained = groups.included & groups.rollout.stopped if config.mask_truncated else groups.included
     mask = batch.response_mask & trained.to(policy.device, non_blocking=True)[:, None]
     tokens = (batch.token_counts * trained)[index].sum()
     rows = index.to(policy.device, non_blocking=True)
     num_tokens, num_sequences, num_trained = ranks.global_counts(
-        tokens, groups.counts[index].sum(), trained[index].sum()
+        tokens, groups.included[index].sum(), trained[index].sum()
     )
-    chosen = in_this_update(policy.loss_options(config.kl_coef), measured.entropy[rows], mask[rows])
+    chosen = with_entropy_threshold(
+        policy.loss_options(config.kl_coef), measured.entropy[rows], mask[rows]
+    )
     options = {"options": chosen, "num_tokens": num_tokens, "num_sequences": num_sequences}
     return mask, num_sequences / num_trained, options | {"max_length": config.max_new_tokens}
 
@@ -163,7 +167,7 @@ def what_counts(policy: Policy, groups: Groups, measured: Measured, index: torch
 def accumulate(
     policy: Policy,
     groups: Groups,
-    measured: Measured,
+    measured: BeforeUpdate,
     advantages: torch.Tensor,
     parts: list[torch.Tensor],
     step: int,
@@ -222,7 +226,7 @@ def train_step(
 
     # What ratios and KL are taken against: https://arxiv.org/abs/2402.03300, algorithm 1.
     together = config.group_size if keeps_groups(config, ranks.world_size()) else 1
-    updates = plan(config, len(groups.counts), config.micro_batch_size, together)
+    updates = plan(config, len(groups.included), config.micro_batch_size, together)
     measured = measure_first(policy, groups, updates, step)
     mismatch = policy.mismatch(groups.rollout, measured.old_logprobs)
 
@@ -234,7 +238,7 @@ def train_step(
         of_tokens = config.kl_of_tokens(measured.old_logprobs, measured.ref_logprobs, mask)
         charged = fused_rl.masked_sum(of_tokens, mask, 1)
         rewards = rewards - config.kl_coef * charged
-    advantages = advantages_of(config, rewards, groups.counts, groups.rollout, policy.scorers)
+    advantages = advantages_of(config, rewards, groups.included, groups.rollout, policy.scorers)
     if (
         config.old_logprobs == "sampler"
     ):  # DPPO, arXiv:2602.04879: the trust region is the sampler's
@@ -248,8 +252,8 @@ def train_step(
     # Beside what the update measured: what was sampled, and what became of the reward.
     metrics |= groups.metrics | mismatch | {"time/train": ended - sampled}
     if charged is not None:
-        metrics["objective/kl"] = _per_response(charged, groups.counts)
-    tokens = ranks.global_sum(groups.rollout.lengths[groups.counts].sum()).item()
+        metrics["objective/kl"] = _per_response(charged, groups.included)
+    tokens = ranks.global_sum(groups.rollout.lengths[groups.included].sum()).item()
     penalty = -config.kl_coef * metrics.get("objective/kl", 0.0) - metrics["overlong_penalty"]
     return metrics | {
         "perf/tokens_per_second": tokens / (ended - began),
@@ -265,7 +269,7 @@ def train(
     dataset: RowsLike = None,
     eval_dataset: RowsLike = None,
     scorers: Sequence[Callable[..., object] | str] | None = None,
-    sampler: Make | None = None,
+    sampler: SamplerFactory | None = None,
 ) -> str:
     """Run the whole training, on what is given or on what the config names; return the trained model's folder."""
     # Tokenizer, scorers, rows, models.
@@ -273,15 +277,13 @@ def train(
     prepared = setup(config, arithmetic, load_for_policy, (dataset, eval_dataset), sampler)
     config, run, held_out = prepared.config, prepared.run, prepared.held_out
     shared = config.share_prompts if keeps_groups(config, ranks.world_size()) else False
-    policy = prepared.load_policy(
-        several=("share_prompts", shared), needs_reference=needs_reference(config)
-    )
+    policy = prepared.load_policy(packing=shared, needs_reference=needs_reference(config))
 
     # Where the run begins, or goes on.
     engines = {"policy": policy.model}  # what checkpoints hold
     if config.ref_sync_every:
-        engines["reference"] = language_model.SavedReference(policy.reference)
-    run.start(engines, own=policy.own)
+        engines["reference"] = language_model.SavedReference(policy.reference.model)
+    run.start(engines, rank_state=policy.rank_state)
     policy.publish(run.step)
     if run.begins and held_out.prompts:
         run.log(*evaluate(policy, held_out))
@@ -302,7 +304,7 @@ def train(
             metrics |= found
         run.log(metrics, samples)
         if config.ref_sync_every and step % config.ref_sync_every == 0:
-            language_model.sync(policy.reference, policy.model, config.ref_mixup_alpha)
+            language_model.sync(policy.reference.model, policy.model, config.ref_mixup_alpha)
     return run.finish(lambda folder: policy.save(folder, merged=config.save_merged))
 
 

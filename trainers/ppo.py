@@ -44,12 +44,12 @@ from fused_rl.trainers.policy.options import MAIN, PolicyConfig, loss_options
 from fused_rl.trainers.policy.policy import (
     Policy,
     group_lengths,
-    in_this_update,
     measure,
     plan,
     rows_of,
+    with_entropy_threshold,
 )
-from fused_rl.trainers.policy.setup import Make, RowsLike, divided, setup
+from fused_rl.trainers.policy.setup import RowsLike, SamplerFactory, divided, setup
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.metrics import PPO, Sums, with_logged_names
@@ -190,7 +190,9 @@ def accumulate(
         experience.mask[index].sum(), torch.tensor(len(index))
     )
     chosen = policy.loss_options(kl_coef)
-    chosen = in_this_update(chosen, experience.measured.entropy[index], experience.mask[index])
+    chosen = with_entropy_threshold(
+        chosen, experience.measured.entropy[index], experience.mask[index]
+    )
     options = {"options": chosen, "num_tokens": num_tokens, "num_sequences": num_sequences}
     options |= {"max_length": config.max_new_tokens}
     lengths = group_lengths(experience.mask.sum(1), config.group_size)
@@ -277,7 +279,7 @@ def train(
     dataset: RowsLike = None,
     eval_dataset: RowsLike = None,
     scorers: Sequence[Callable[..., object] | str] | None = None,
-    sampler: Make | None = None,
+    sampler: SamplerFactory | None = None,
 ) -> str:
     """Run the whole training, on what is given or on what the config names; return the trained model's folder."""
     # Tokenizer, scorers, rows, models.
@@ -293,7 +295,9 @@ def train(
     # Where the run begins, or goes on.
     kl_coef = config.kl_coef
     engines = {"policy": policy.model, "critic": critic}  # what checkpoints hold
-    kl_coef = run.start(engines, lambda: {"kl_coef": kl_coef}, policy.own).get("kl_coef", kl_coef)
+    kl_coef = run.start(engines, lambda: {"kl_coef": kl_coef}, policy.rank_state).get(
+        "kl_coef", kl_coef
+    )
     policy.publish(run.step)
     if run.begins and held_out.prompts:
         run.log(*evaluate(policy, held_out))

@@ -19,6 +19,7 @@ from fused_rl.trainers.models import packing
 from fused_rl.trainers.models.language_model import load_lm
 from fused_rl.trainers.models.reward_model import Critic, load_reward_model
 from fused_rl.trainers.policy import policy as policies
+from fused_rl.trainers.policy.reference import Reference
 from fused_rl.trainers.rollouts.generate import TransformersSampler
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt
@@ -166,14 +167,14 @@ def policy_of(config, device, responses, *, share=None) -> policies.Policy:
     made = (
         config,
         model,
-        placed(reference, device),
+        Reference(placed(reference, device)),
         sampler,
         sampling,
         [Judge()],
         tokenizer,
         device,
     )
-    return policies.Policy(*made, True, costs)
+    return policies.Policy(*made, costs)
 
 
 def grpo_step(folder, device, responses, **options) -> Step:

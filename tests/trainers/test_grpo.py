@@ -139,7 +139,7 @@ def test_groups_of_equal_rewards_are_kept_dropped_or_refilled(folder, capsys):
     numbers = [11, 12, 14, 13, 16, 15, 18, 17, 19, 21]
     options = {"prompts_per_step": 4, "minibatches": 2}
     drawn, of_groups, refills = drawn_by(config_of(folder, **options), numbers)
-    assert of_groups == [11, 12, 14, 13] and drawn.counts.all() and not refills
+    assert of_groups == [11, 12, 14, 13] and drawn.included.all() and not refills
     shared = {"groups/trained": 4, "frac_reward_zero_std": 0.5, "frac_groups_all_solved": 0.25}
     assert {key: drawn.metrics[key] for key in shared} == shared and drawn.metrics[
         "frac_groups_none_solved"
@@ -148,7 +148,7 @@ def test_groups_of_equal_rewards_are_kept_dropped_or_refilled(folder, capsys):
     drawn, of_groups, refills = drawn_by(
         config_of(folder, zero_variance="drop", **options), numbers
     )
-    assert of_groups == [11, 13] and drawn.counts.all() and not refills
+    assert of_groups == [11, 13] and drawn.included.all() and not refills
     assert (drawn.metrics["groups/sampled"], drawn.metrics["groups/trained"]) == (4, 2)
     assert drawn.metrics["frac_reward_zero_std"] == 0.5
 
@@ -156,7 +156,7 @@ def test_groups_of_equal_rewards_are_kept_dropped_or_refilled(folder, capsys):
     drawn, of_groups, refills = drawn_by(
         config_of(folder, zero_variance="refill", **options), numbers
     )
-    assert refills == [2, 1, 1] and of_groups == [11, 13, 15, 17] and drawn.counts.all()
+    assert refills == [2, 1, 1] and of_groups == [11, 13, 15, 17] and drawn.included.all()
     assert (drawn.metrics["groups/sampled"], drawn.metrics["groups/trained"]) == (8, 4)
     assert drawn.metrics["episode"] == 8 * GROUP and "rollouts" not in capsys.readouterr().out
 
@@ -173,7 +173,7 @@ def test_refilling_is_bounded_says_so_and_goes_on_with_what_there_is(folder, cap
         and drawn.metrics["groups/trained"] == 1
     )
     assert of_groups == [11, 12]  # minibatches are of whole groups here, so a second one fills up
-    assert drawn.counts.tolist() == [True] * GROUP + [False] * GROUP
+    assert drawn.included.tolist() == [True] * GROUP + [False] * GROUP
     line = (
         "step 1: 1 of 4 groups have rewards that differ after 3 rollouts (max_refills=2); "
         "the step is trained on those"
@@ -188,7 +188,7 @@ def draw_here(rank, world, folder):
         rank,
         world,
     )
-    return of_groups, drawn.counts.tolist(), refills, tiny.untimed([drawn.metrics])[0]
+    return of_groups, drawn.included.tolist(), refills, tiny.untimed([drawn.metrics])[0]
 
 
 @pytest.mark.slow

@@ -129,7 +129,7 @@ def test_ratios_to_the_samplers_log_probabilities(folder, exact, monkeypatch):
     reported = [replace(response, logprobs=values.tolist()) for response, values in pairs]
     lm = tiny.load_lm(config)
     made = fake_policy(config, Plain(lm), reported, exact["scores"])
-    made.has_reference, made.sampler.tells_logprobs, made.published = False, True, 0
+    made.reference, made.sampler.tells_logprobs, made.published = None, True, 0
     made.model.train = lambda: None
     monkeypatch.setattr(policy.Policy, "optimizer_step", lambda self, step: {"lr": 0.0})
     metrics = grpo.train_step(made, exact["prompts"], 1)
@@ -212,12 +212,12 @@ def test_a_dropped_group_is_as_if_it_had_not_been_drawn(folder, exact, minibatch
     lm = tiny.load_lm(config)
     made = fake_policy(config, Plain(lm), exact["responses"], scores)
     drawn = groups.collect(made, exact["prompts"], None, 1)
-    assert len(drawn.counts) == 4 * minibatches and drawn.counts.sum() == 4
+    assert len(drawn.included) == 4 * minibatches and drawn.included.sum() == 4
     measured = measured_of(
-        given | {"rows": exact["rows"][: len(drawn.counts)]}, drawn.rollout.batch
+        given | {"rows": exact["rows"][: len(drawn.included)]}, drawn.rollout.batch
     )
-    advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.counts)
-    parts = list(torch.arange(len(drawn.counts)).split(3))
+    advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.included)
+    parts = list(torch.arange(len(drawn.included)).split(3))
     sums = grpo.accumulate(made, drawn, measured, advantages, parts, 1, on_policy=False)
 
     # A mean over the four responses of the first group, of which those that were cut count 0.
@@ -234,13 +234,13 @@ def test_a_step_without_any_signal_is_a_step_of_gradients_0(folder, exact):
     lm = tiny.load_lm(config)
     made = fake_policy(config, Plain(lm), exact["responses"], [1.0] * 8)
     drawn = groups.collect(made, exact["prompts"], None, 1)
-    advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.counts)
-    measured = policy.Measured(
+    advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.included)
+    measured = policy.BeforeUpdate(
         *(torch.zeros(drawn.rollout.batch.response_mask.shape) for _ in range(2)), None, None
     )
     parts = list(torch.arange(4).split(3))
     sums = grpo.accumulate(made, drawn, measured, advantages, parts, 1, on_policy=True)
-    assert not drawn.counts.any() and sums["loss"] == 0
+    assert not drawn.included.any() and sums["loss"] == 0
     assert all((p.grad == 0).all() for p in lm.parameters() if p.grad is not None)
 
 

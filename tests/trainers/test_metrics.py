@@ -98,7 +98,7 @@ def step_of_a_rank(rank, world, folder):
         masked = {
             k: torch.where(batch.response_mask, v[:, :width], 0) for k, v in given["before"].items()
         }
-        return policy.Measured(**masked)
+        return policy.BeforeUpdate(**masked)
 
     # As in a later minibatch, whose ratio is not 1: the old log-probabilities are those that were measured.
     accumulate = grpo.accumulate

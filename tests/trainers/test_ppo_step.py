@@ -124,7 +124,7 @@ def made_up(given):
         masked = {
             k: torch.where(batch.response_mask, v[:, :width], 0) for k, v in given["before"].items()
         }
-        return policy.Measured(**masked)
+        return policy.BeforeUpdate(**masked)
 
     return measure
 

@@ -10,6 +10,7 @@ from fused_rl.trainers import grpo
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.policy import policy
 from fused_rl.trainers.policy.groups import Groups
+from fused_rl.trainers.policy.reference import Reference
 from fused_rl.trainers.rollouts import types
 from fused_rl.trainers.rollouts.roll_out import batch_of
 from fused_rl.trainers.rollouts.sampling import Sampling
@@ -212,7 +213,7 @@ def policy_of(folder, config, sampler=None, **filters) -> policy.Policy:
     return policy.Policy(
         config,
         Plain(lm),
-        Plain(other),
+        Reference(Plain(other)),
         sampler,
         sampling_of(**filters),
         scorers,
@@ -331,7 +332,7 @@ def test_what_is_measured_is_over_the_sets_of_both_models(folder, way):
     made = policy_of(folder, config_of(folder, **way), Decided(), top_p=0.9)
     rolled = made.roll_out(GROUPS, made.sampling, 4)
     measured = policy.measure(made, rolled.batch, list(torch.arange(16).split(5)))
-    lm, other = (model.module.base.double() for model in (made.model, made.reference))
+    lm, other = (model.module.base.double() for model in (made.model, made.reference.model))
     for i, sample in enumerate(rolled.samples):
         (logp, chosen), (ref_logp, ref_chosen) = exact_rows(lm, sample), exact_rows(other, sample)
         difference = (logp - ref_logp).masked_fill(logp == -torch.inf, 0)

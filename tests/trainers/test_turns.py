@@ -66,14 +66,14 @@ def policy_of(config, lm, responses, packed: bool) -> policy.Policy:
     return made
 
 
-def made_up(rollout) -> policy.Measured:
+def made_up(rollout) -> policy.BeforeUpdate:
     """Of before the update, from a token and its place among those that the policy drew: the same for equal turns."""
     batch = rollout.batch
     mask = batch.response_mask
     places = (mask.cumsum(1) + 7 * batch.input_ids[:, 1:]).double()
     waves = [torch.cos(places * k).float() for k in (1.0, 1.7, 2.3, 2.9)]
     values = (0.2 * waves[0] - 5.5, waves[1].abs(), 0.2 * waves[2] - 5.4, waves[3].abs())
-    return policy.Measured(*(torch.where(mask, value, 0) for value in values))
+    return policy.BeforeUpdate(*(torch.where(mask, value, 0) for value in values))
 
 
 def grpo_step(config, prompts, responses, packed: bool):
@@ -81,7 +81,7 @@ def grpo_step(config, prompts, responses, packed: bool):
     lm = tiny.load_lm(config)
     made = policy_of(config, lm, responses, packed)
     drawn = groups.collect(made, prompts, None, 1)
-    advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.counts)
+    advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.included)
     measured, parts = made_up(drawn.rollout), list(torch.arange(8).split(3))
     sums = grpo.accumulate(made, drawn, measured, advantages, parts, 1, on_policy=False)
     return sums, {name: weight.grad for name, weight in lm.named_parameters()}
@@ -135,7 +135,7 @@ def test_turns_in_between_leave_every_denominator_to_the_policys_own_ids(folder,
         compact[1, i, : len(at)] = measured.old_logprobs[i, at].double()
         compact[2, i, : len(at)] = measured.ref_logprobs[i, at].double()
         there[i, : len(at)] = True
-    advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.counts).double()
+    advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.included).double()
     options = {"preset": preset, "kl_coef": 0.1, "kl_estimator": "rk3", "max_length": LENGTH}
     loss, metrics = fused_rl.policy_loss(
         *compact[:2], advantages, there, ref_logprobs=compact[2], **options

@@ -51,13 +51,13 @@ class Batch:
     """(B,) int64 on the CPU: tokens of the response that are predicted, whether they count or not."""
     support: TokenSupport | None = None
     """The set that each token that counts was sampled from, on the CPU; None for the whole vocabulary."""
-    counts: torch.Tensor | None = None
+    included: torch.Tensor | None = None
     """`response_mask` on the CPU where some token of a response does not count; None where all do."""
 
     @property
     def token_counts(self) -> torch.Tensor:
         """(B,) int64 on the CPU: the number of tokens of each response that count."""
-        return self.response_lengths if self.counts is None else self.counts.sum(1)
+        return self.response_lengths if self.included is None else self.included.sum(1)
 
     def rows(self, index: torch.Tensor) -> "Batch":
         """Return the sequences at `index` (b,), padded no wider than they need."""
@@ -68,7 +68,7 @@ class Batch:
         ends = prompts.clamp(min=1) + responses
         width = max(2, int(torch.where(responses > 0, ends, 0).max()))
         where = tuple(map(self.where.__getitem__, index.tolist()))
-        counts = None if self.counts is None else self.counts[index, : width - 1]
+        included = None if self.included is None else self.included[index, : width - 1]
 
         # The tensors, and the sets of their tokens.
         support = self.support
@@ -82,12 +82,12 @@ class Batch:
             )
         at = on_device(index, device)
         tensors = self.input_ids[at, :width], self.response_mask[at, : width - 1]
-        return Batch(*tensors, where, self.prompts[index], prompts, responses, support, counts)
+        return Batch(*tensors, where, self.prompts[index], prompts, responses, support, included)
 
     def response_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows and columns, (N,) int64 each on the CPU, of the True places of `response_mask` in order."""
-        if self.counts is not None:
-            return self.counts.nonzero(as_tuple=True)
+        if self.included is not None:
+            return self.included.nonzero(as_tuple=True)
         end = self.prompt_lengths.clamp(min=1) + self.response_lengths
         return mask_of(self.prompt_lengths, end, self.input_ids.shape[1]).nonzero(as_tuple=True)
 
@@ -122,13 +122,13 @@ def make_batch(
     response_lengths = mask.sum(1)
 
     # Which of these count.
-    counts = None
+    included = None
     if any(flags is not None for flags in trained):
         rows = []
         for prompt, response, flags in zip(prompts, responses, trained, strict=True):
             flags = [True] * len(response) if flags is None else flags
             rows.append([0] * len(prompt) + list(map(int, flags)))
-        mask = counts = mask & pad(rows, 0, width=input_ids.shape[1])[:, 1:].bool()
+        mask = included = mask & pad(rows, 0, width=input_ids.shape[1])[:, 1:].bool()
 
     tensors = on_device(input_ids, device), on_device(mask, device)
     changes = [0]
@@ -136,4 +136,4 @@ def make_batch(
         changes.append(int(prompt != before))
     numbers = torch.tensor(changes).cumsum(0)
     places = tuple(where) or ("a row",) * len(prompts)
-    return Batch(*tensors, places, numbers, lengths, response_lengths, counts=counts)
+    return Batch(*tensors, places, numbers, lengths, response_lengths, included=included)

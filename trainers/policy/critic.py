@@ -27,7 +27,7 @@ from fused_rl.trainers.options import (
     without,
 )
 from fused_rl.trainers.policy.options import KLConfig, RolloutConfig
-from fused_rl.trainers.policy.policy import Measured, rows_of
+from fused_rl.trainers.policy.policy import BeforeUpdate, rows_of
 from fused_rl.trainers.rollouts.roll_out import rollout_metrics
 from fused_rl.trainers.rollouts.solved import win_rate
 from fused_rl.trainers.rollouts.types import Rollout
@@ -116,7 +116,7 @@ class Experience:
     """A rollout with all that the update needs of it; (B, T - 1) fp32, 0 where masked, unless it says otherwise."""
 
     rollout: Rollout
-    measured: Measured
+    measured: BeforeUpdate
     mask: torch.Tensor
     """bool: the tokens that are trained on."""
     scores: torch.Tensor

@@ -52,7 +52,9 @@ def evaluate(
                 held_out.prompts, policy.sampling, k, Seeds(config.seed + ranks.rank())
             )
         parts = torch.arange(len(sampled.samples)).split(config.micro_batch_size)
-        measured = measure(policy, sampled.batch, list(parts), exact_kl=policy.has_reference)
+        measured = measure(
+            policy, sampled.batch, list(parts), exact_kl=policy.reference is not None
+        )
 
     sums = solved_sums(policy.scorers, greedy, sampled, count)
     first = slice(count * k)

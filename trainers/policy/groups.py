@@ -111,15 +111,15 @@ def equal_rewards(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
 def advantages_of(
     config: GroupConfig,
     rewards: torch.Tensor,
-    counts: torch.Tensor,
+    included: torch.Tensor,
     rollout: Rollout | None = None,
     scorers: Sequence[Scorer] = (),
 ) -> torch.Tensor:
-    """(B,) of `rewards` (B,) over all ranks; 0 where `counts` (B,), of whole groups and on the CPU, is False.
+    """(B,) of `rewards` (B,) over all ranks; 0 where `included` (B,), of whole groups and on the CPU, is False.
 
     `rollout` has the lengths for opo and, of the `scorers`, the scores for gdpo; one that does not apply scores 0.
     """
-    at = counts.nonzero()[:, 0].to(rewards.device, non_blocking=True)
+    at = included.nonzero()[:, 0].to(rewards.device, non_blocking=True)
     advantage = advantage_of(config)
     options = {"group_size": config.group_size, "process_group": ranks.all_ranks()}
     compared = rewards
@@ -169,7 +169,7 @@ class Groups:
 
     rollout: Rollout
     """Its rewards are those after the overlong penalty."""
-    counts: torch.Tensor
+    included: torch.Tensor
     """(B,) bool: whether the response counts; where it does not, its group only makes the ranks even."""
     metrics: dict[str, float]
     """Metrics of all sampled responses, over all ranks."""
@@ -207,9 +207,9 @@ def collect(
     if config.zero_variance == "keep":
         everyone = torch.ones(len(everything.samples), dtype=torch.bool)
         return Groups(everything, everyone, metrics | {"groups/trained": float(wanted)})
-    share, counts = _share(config, everything)
+    share, included = _share(config, everything)
     return Groups(
-        _joined(policy, share), counts, metrics | {"groups/trained": float(min(found, wanted))}
+        _joined(policy, share), included, metrics | {"groups/trained": float(min(found, wanted))}
     )
 
 
@@ -259,5 +259,5 @@ def _share(config: GroupConfig, rollout: Rollout) -> tuple[list[Rollout], torch.
     )
     count = multiple * max(1, math.ceil(len(kept) / multiple))
     share = (kept + others)[:count][ranks.rank() :: world]
-    counts = torch.tensor([has_signal for has_signal, _ in share]).repeat_interleave(size)
-    return [group for _, group in share], counts
+    included = torch.tensor([has_signal for has_signal, _ in share]).repeat_interleave(size)
+    return [group for _, group in share], included

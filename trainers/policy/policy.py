@@ -16,13 +16,14 @@ from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.language_model import keep_only
 from fused_rl.trainers.models.packing import Costs, pack, responses_per_row
 from fused_rl.trainers.policy.options import LossConfig, PolicyConfig, loss_options
+from fused_rl.trainers.policy.reference import Reference
 from fused_rl.trainers.rollouts.mismatch import check_bound, mismatch
 from fused_rl.trainers.rollouts.roll_out import roll_out, sample_rows_of
 from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sampler, Scorer
 
 
-class Passed(NamedTuple):
+class PolicyOutput(NamedTuple):
     """The results of one forward pass of a micro-batch of b sequences."""
 
     loss: torch.Tensor
@@ -40,23 +41,20 @@ class Policy:
     config: PolicyConfig
     model: object
     """The DeepSpeed engine around a `LanguageModel`."""
-    reference: object | None
-    """The frozen starting model; None where nothing is measured against it, and with LoRA, where it is the policy
-    without its adapters."""
+    reference: Reference | None
+    """None where nothing is measured against it."""
     sampler: Sampler
     sampling: Sampling
     scorers: Sequence[Scorer]
     tokenizer: object
     device: torch.device
-    has_reference: bool = True
-    """True if a reference is needed."""
     costs: Costs | None = None
     """Sizes of the model, by which prompts are shared; None if every response has its own prompt."""
     frozen: bool = False
     """True while only the critic is trained."""
     seeds: Seeds = field(default_factory=Seeds)
     """Seeds of the responses that are trained on."""
-    own: dict[str, object] = field(default_factory=dict)
+    rank_state: dict[str, object] = field(default_factory=dict)
     """Objects that each rank keeps in checkpoints for itself."""
     published: int | None = None
     """The step whose weights the next responses are of; None before they were published."""
@@ -142,7 +140,7 @@ class Policy:
         *,
         on_policy: bool = False,
         **options,
-    ) -> Passed:
+    ) -> PolicyOutput:
         """The policy's forward pass and its loss.
 
         Where a token's loss depends on that token alone, its gradient is formed in the forward pass: a quarter less
@@ -181,7 +179,7 @@ class Policy:
         logprobs = scored.logprobs.detach()
         run = mask & (old_logprobs != 0) & old_logprobs.isfinite()
         drift = torch.where(run, torch.expm1((logprobs - old_logprobs).double()), 0).sum()
-        return Passed(loss, metrics | {"drift": drift / options["num_tokens"]}, logprobs)
+        return PolicyOutput(loss, metrics | {"drift": drift / options["num_tokens"]}, logprobs)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of the loss of a micro-batch, over its denominators of all ranks."""
@@ -197,7 +195,7 @@ class Policy:
         )
 
 
-def in_this_update(
+def with_entropy_threshold(
     options: PolicyLossOptions, entropy: torch.Tensor, mask: torch.Tensor
 ) -> PolicyLossOptions:
     """Return the options with `top_entropy` as a threshold on `entropy` (b, T - 1), the same for the whole update."""
@@ -231,7 +229,7 @@ def plan(
 
 
 @dataclass
-class Measured:
+class BeforeUpdate:
     """Measurements of a rollout before training; each (B, T - 1) fp32 in nats, 0 where masked.
 
     Where tokens were drawn from kept sets, everything is of the distributions over these.
@@ -246,9 +244,9 @@ class Measured:
     kl: torch.Tensor | None
     """Exact, from both models' logits, over the set that the token was sampled from; None if not requested."""
 
-    def rows(self, index: torch.Tensor, width: int) -> "Measured":
+    def rows(self, index: torch.Tensor, width: int) -> "BeforeUpdate":
         """Return the sequences at `index`, in the first `width` columns, as `Batch.rows` does."""
-        return Measured(*(rows_of(values, index, width) for values in vars(self).values()))
+        return BeforeUpdate(*(rows_of(values, index, width) for values in vars(self).values()))
 
 
 def rows_of(values: torch.Tensor | None, index: torch.Tensor, width: int) -> torch.Tensor | None:
@@ -264,7 +262,7 @@ def measure(
     *,
     exact_kl: bool = True,
     skipped: int = 0,
-) -> Measured:
+) -> BeforeUpdate:
     """Score `batch` with policy and reference; the policy skips the first `skipped` parts, unless the KL is exact."""
     policy.model.module.eval()  # as what was sampled: not every sampler has left it so
     shape = batch.response_mask.shape
@@ -280,12 +278,8 @@ def measure(
             rows = policy.model(**inputs, want_logits=exact_kl)
             old_logprobs[index, :width] = rows.logprobs
             entropy[index, :width] = rows.entropy
-        if policy.has_reference:
-            if policy.reference is not None:
-                ref_rows = policy.reference(**inputs, want_logits=exact_kl)
-            else:
-                with policy.model.module.lm.disable_adapter():
-                    ref_rows = policy.model(**inputs, want_logits=exact_kl)
+        if policy.reference is not None:
+            ref_rows = policy.reference.score(inputs, want_logits=exact_kl)
             ref_logprobs[index, :width] = ref_rows.logprobs
         # The exact KL, from the logits of both.
         if exact_kl:
@@ -297,9 +291,9 @@ def measure(
             kl[index, :width] = kl.new_zeros(part.response_mask.shape).masked_scatter(
                 part.response_mask, divergence
             )
-    return Measured(
+    return BeforeUpdate(
         old_logprobs,
         entropy,
-        ref_logprobs if policy.has_reference else None,
+        None if policy.reference is None else ref_logprobs,
         kl if exact_kl else None,
     )

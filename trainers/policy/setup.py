@@ -21,6 +21,7 @@ from fused_rl.trainers.models.packing import packing_costs
 from fused_rl.trainers.policy.evaluate import HeldOut, share_of_rank
 from fused_rl.trainers.policy.options import PolicyConfig, SamplingRunConfig
 from fused_rl.trainers.policy.policy import Policy
+from fused_rl.trainers.policy.reference import PolicyWithoutAdapters, Reference
 from fused_rl.trainers.rollouts.generate import TransformersSampler
 from fused_rl.trainers.rollouts.lag import CopySampler, LaggedSampler
 from fused_rl.trainers.rollouts.roll_out import prompts_of
@@ -33,7 +34,11 @@ from fused_rl.trainers.servers.probe import TEXT, Probe
 from fused_rl.trainers.servers.sampler import ServerSampler
 
 CORRECTIONS = ("rollout_correction", "rollout_low", "rollout_high", "rollout_gate", "old_logprobs")
-Make = Callable[[Sampler, object], Sampler]
+WITHOUT = {  # what is done instead, for the message that says why the option is off
+    "share_prompts": "prompts are computed once per response",
+    "packing": "sequences are padded",
+}
+SamplerFactory = Callable[[Sampler, object], Sampler]
 """(the sampler that the options make, the tokenizer) -> the sampler of the run."""
 
 
@@ -73,7 +78,7 @@ class Setup:
     scorers: Sequence[Scorer]
     prompts: list[Prompt]
     held_out: HeldOut
-    own_sampler: Make | None = None
+    users_sampler: SamplerFactory | None = None
 
     @property
     def updates(self) -> int:
@@ -82,9 +87,16 @@ class Setup:
 
     def load_policy(self, **options) -> Policy:
         """Return the policy, which has room for every prompt and its response; options as of `load_policy`."""
-        made = (self.config, self.tokenizer, self.scorers, self.run.device, self.updates)
         with phase("loaded the policy"):
-            policy = load_policy(*made, own_sampler=self.own_sampler, **options)
+            policy = load_policy(
+                self.config,
+                self.tokenizer,
+                self.scorers,
+                self.run.device,
+                self.updates,
+                users_sampler=self.users_sampler,
+                **options,
+            )
         rows = ((prompt.ids, prompt.where) for prompt in (*self.prompts, *self.held_out.prompts))
         remedy = "max_new_tokens or max_prompt_length"
         check_fits(
@@ -102,7 +114,7 @@ def setup(
     arithmetic: Callable,
     load_scorers: Callable,
     rows: tuple[RowsLike, RowsLike] = (None, None),
-    sampler: Make | None = None,
+    sampler: SamplerFactory | None = None,
     models: Mapping[str, str] = EMPTY,  # beside those of the config, by option
 ) -> Setup:
     """Begin a run, read all but its models, and compare it with the other processes and the run that is resumed."""
@@ -142,56 +154,59 @@ def load_policy(
     device,
     updates: int,
     *,
-    several: tuple[str, bool | None] = ("share_prompts", False),
+    packing_option: str = "share_prompts",
+    packing: bool | None = False,
     needs_reference: bool = True,
     frozen: bool = False,
-    own_sampler: Make | None = None,
+    users_sampler: SamplerFactory | None = None,
 ) -> Policy:
     """Return the policy in an engine for `updates` optimizer steps, with its reference and its sampler.
 
-    `several` is the option that puts several sequences into a row, and its value; None is where the model can.
+    `packing` is the value of `packing_option`, which puts several sequences into a row; None is where the model can.
     """
     # The model, its reference, and its engine.
     lm = language_model.load_lm(config.model, config.revision, config, config, device)
     stop_ids = tuple(encode.stop_ids(tokenizer, lm.base.saved_generation_config))
     longest = config.max_prompt_length + config.max_new_tokens
-    otherwise = {
-        "share_prompts": "prompts are computed once per response",
-        "packing": "sequences are padded",
-    }
-    option, wanted = several
-    costs = packing_costs(lm.base, longest, wanted, option=option, otherwise=otherwise[option])
-    reference = None
+    costs = packing_costs(
+        lm.base, longest, packing, option=packing_option, otherwise=WITHOUT[packing_option]
+    )
+    starting = None
     if needs_reference and not lm.lora:
         starting = language_model.load_lm(
             config.model, config.revision, config, config, device, trainable=False
         )
-        reference = engine.initialize_frozen(starting, config)
+        starting = engine.initialize_frozen(starting, config)
     model = engine.initialize(lm, config, config, updates)
+    reference = None
+    if needs_reference:
+        reference = PolicyWithoutAdapters(model) if lm.lora else Reference(starting)
 
-    # Its sampler.
-    sampler = build_sampler(config, model, tokenizer, own_sampler)
-    sampling = config.sampling(config.max_new_tokens, stop_ids)
-    made = (
-        config,
-        model,
-        reference,
-        sampler,
-        sampling,
-        scorers,
-        tokenizer,
-        device,
-        needs_reference,
-        costs,
-    )
+    # Its sampler, and what each rank keeps in checkpoints for itself.
+    sampler = build_sampler(config, model, tokenizer, users_sampler)
     seeds = Seeds(config.seed + ranks.rank() * 100_003)
-    own = {"seeds": seeds} | ({"rollouts": sampler} if config.lag else {})
-    return Policy(*made, frozen=frozen, seeds=seeds, own=own)
+    rank_state = {"seeds": seeds} | ({"rollouts": sampler} if config.lag else {})
+    return Policy(
+        config=config,
+        model=model,
+        reference=reference,
+        sampler=sampler,
+        sampling=config.sampling(config.max_new_tokens, stop_ids),
+        scorers=scorers,
+        tokenizer=tokenizer,
+        device=device,
+        costs=costs,
+        frozen=frozen,
+        seeds=seeds,
+        rank_state=rank_state,
+    )
 
 
-def build_sampler(config: SamplingRunConfig, model, tokenizer, own: Make | None = None) -> Sampler:
-    """Return the run's sampler: the policy in this process, servers, or the user's `own`. Call on all ranks."""
-    if config.sampler is not None and own is not None:
+def build_sampler(
+    config: SamplingRunConfig, model, tokenizer, users_sampler: SamplerFactory | None = None
+) -> Sampler:
+    """Return the run's sampler: the policy in this process, servers, or the user's own. Call on all ranks."""
+    if config.sampler is not None and users_sampler is not None:
         raise InputError(
             f"sampler={config.sampler} and a sampler given to train() are two; give one of them"
         )
@@ -209,8 +224,8 @@ def build_sampler(config: SamplingRunConfig, model, tokenizer, own: Make | None 
     else:
         built = TransformersSampler(lm, **options, synced_gpus=model.zero_optimization_stage() == 3)
     # The user's own, around it.
-    if config.sampler is not None or own is not None:
-        built = (own or load_function("sampler", config.sampler))(built, tokenizer)
+    if config.sampler is not None or users_sampler is not None:
+        built = (users_sampler or load_function("sampler", config.sampler))(built, tokenizer)
         if not isinstance(built, Sampler):
             came = f"{config.sampler or 'the function'} returned {type(built).__name__}"
             raise InputError(

@@ -110,19 +110,19 @@ class Run:
         return self.config
 
     def start(
-        self, engines: Mapping, state: Callable[[], dict] = dict, own: Mapping = EMPTY
+        self, engines: Mapping, state: Callable[[], dict] = dict, rank_state: Mapping = EMPTY
     ) -> dict:
         """Restore the checkpoint if the run is resumed, and open its logs; return its state, {} for a new run.
 
         Args:
             engines: DeepSpeed engines by name, which checkpoints hold.
             state: returns what else the trainer needs to continue, as JSON.
-            own: objects with `state_dict` and `load_state_dict` that each rank keeps for itself, by name.
+            rank_state: objects with `state_dict` and `load_state_dict` that each rank keeps for itself, by name.
         """
-        self.engines, self.state, self.own = engines, state, own
+        self.engines, self.state, self.rank_state = engines, state, rank_state
         restored = {}
         if self.config.resume:
-            restored = self.store.load(engines, own)
+            restored = self.store.load(engines, rank_state)
             self.step, self.order.position = restored["step"], restored["position"]
         ranks.on_first_rank(lambda: self.store.move_old_content(self.step))
         self.logger = Logger(self.config, self.step) if ranks.rank() == 0 else None
@@ -159,7 +159,7 @@ class Run:
                 if stop or self.last or (every and self.step % every == 0):
                     began = time.monotonic()
                     state = {"position": self.order.position, "inputs": self.inputs, **self.state()}
-                    self.store.save(self.engines, self.step, state, self.own)
+                    self.store.save(self.engines, self.step, state, self.rank_state)
                     self.save_seconds = time.monotonic() - began
                 if stop:
                     if self.logger is not None:

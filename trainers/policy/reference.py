@@ -1,0 +1,25 @@
+"""The reference that a policy is compared with: the model that the run begins with, frozen."""
+
+from dataclasses import dataclass
+
+from fused_rl.trainers.models.language_model import LanguageModel, Scored
+
+
+@dataclass
+class Reference:
+    """A frozen model beside the policy; under ZeRO 3 `model` is an engine around it."""
+
+    model: LanguageModel
+
+    def score(self, inputs: dict, **requests) -> Scored:
+        """Return the scores of what the policy scored from the same `inputs`."""
+        return self.model(**inputs, **requests)
+
+
+class PolicyWithoutAdapters(Reference):
+    """With LoRA, the engine of the policy while its adapters are off: no second model is held."""
+
+    def score(self, inputs: dict, **requests) -> Scored:
+        """Return the scores of what the policy scored from the same `inputs`."""
+        with self.model.module.lm.disable_adapter():
+            return self.model(**inputs, **requests)
