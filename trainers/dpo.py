@@ -129,7 +129,7 @@ def pair_loss(
 def pair_metrics(
     logprobs, reference, pairs: list[Pair], config: DPOConfig, prefix: str
 ) -> dict[str, float]:
-    """Return `train/rm/*` or `eval/rm/*` of all pairs, from their (N, 2)."""
+    """Return `train/dpo/*` or `eval/dpo/*` of all pairs, from their (N, 2)."""
     _, metrics = pair_loss(logprobs.double(), reference.double(), pairs, pairs, config)
     return {prefix + name: value.item() for name, value in metrics.items()}
 
@@ -137,10 +137,10 @@ def pair_metrics(
 def evaluate(
     model, pairs: list[Pair], reference: torch.Tensor, config: DPOConfig
 ) -> dict[str, float]:
-    """Return `eval/rm/*` of the held-out pairs."""
+    """Return `eval/dpo/*` of the held-out pairs."""
     with phase("evaluated on held-out pairs") as found:
-        metrics = pair_metrics(measure(model, pairs, config), reference, pairs, config, "eval/rm/")
-        found["accuracy"] = metrics["eval/rm/accuracy"]
+        metrics = pair_metrics(measure(model, pairs, config), reference, pairs, config, "eval/dpo/")
+        found["accuracy"] = metrics["eval/dpo/accuracy"]
     return metrics
 
 
@@ -180,7 +180,7 @@ def train(config: DPOConfig, dataset: RowsLike = None, eval_dataset: RowsLike = 
         began = time.monotonic()
         batch = [pairs[i] for i in indices]
         logprobs = measure(model, batch, config, reference[indices])
-        metrics = pair_metrics(logprobs, reference[indices], batch, config, "train/rm/")
+        metrics = pair_metrics(logprobs, reference[indices], batch, config, "train/dpo/")
         metrics |= engine.optimizer_step(model, step)
         metrics["time/train"] = time.monotonic() - began
         metrics["perf/tokens_per_second"] = sum(map(Pair.tokens, batch)) / metrics["time/train"]

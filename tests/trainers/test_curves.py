@@ -1,10 +1,9 @@
 """What stands in curves.png."""
 
-from itertools import chain
-
 from matplotlib.figure import Figure
 
-from fused_rl.trainers.run.logger import COLUMNS, PANELS, columns_of, draw_curves
+from fused_rl.trainers.run.logger import columns_of, draw_curves
+from fused_rl.trainers.run.metrics import METRICS
 from tests.trainers import figures, tiny
 
 HISTORY = [
@@ -37,7 +36,7 @@ def test_a_panel_has_the_keys_that_the_run_has(monkeypatch, tmp_path):
     assert columns_of(HISTORY[0] | HISTORY[2]) == "reward 0.4  held-out 0.5"
 
 
-def test_columns_and_panels_are_of_metrics():
-    every = set().union(*map(tiny.usual, ("sft", "reward", "distill", "grpo", "ppo")))
+def test_what_is_shown_is_logged():
+    every = set().union(*map(tiny.usual, ("sft", "reward", "dpo", "distill", "grpo", "ppo")))
     every |= {"frac_groups_all_solved", "frac_groups_none_solved"}  # not of every run
-    assert set(chain(*PANELS.values(), *COLUMNS.values())) <= every
+    assert METRICS.keys() <= every

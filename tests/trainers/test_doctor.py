@@ -57,6 +57,7 @@ CASES = [
     (of(EVAL, 0.5, 0.6, 0.46), FP32, {"accuracy-lost": 2}),
     (of(EVAL, 0.5, 0.6, 0.48), FP32, {}),  # within a standard error of 0.031
     (of("eval/rm/accuracy", 0.5, 0.3), FP32, {"accuracy-lost": 1}),
+    (of("eval/dpo/accuracy", 0.5, 0.3), FP32, {"accuracy-lost": 1}),
     (of(KL, 8.1, count=10, **LONG), FP32, {"kl-high": 9}),
     (of(KL, 7.9, count=20, **LONG), FP32, {}),
     (of(KL, 1.0, 6.0, count=10, **LONG), FP32, {"kl-high": 16}),

@@ -74,10 +74,10 @@ def test_metrics_have_exactly_these_names_and_the_policy_learns(run):
     assert all(math.isfinite(value) for row in metrics for value in row.values())
     first, last = metrics[0], metrics[-1]
     assert (
-        first["eval/rm/chosen_rewards"] == first["eval/rm/rejected_rewards"] == 0
+        first["eval/dpo/chosen_rewards"] == first["eval/dpo/rejected_rewards"] == 0
     )  # the reference is the policy
-    assert first["eval/rm/accuracy"] == 0.5
-    assert last["eval/rm/loss"] < first["eval/rm/loss"] and last["eval/rm/reward_margin"] > 0
+    assert first["eval/dpo/accuracy"] == 0.5
+    assert last["eval/dpo/loss"] < first["eval/dpo/loss"] and last["eval/dpo/reward_margin"] > 0
 
 
 def test_a_stopped_run_goes_on_bit_for_bit(folder, run, tmp_path):
@@ -107,7 +107,7 @@ def test_simpo_scores_by_the_mean_per_token_and_needs_no_reference(folder, monke
     lengths = torch.tensor([[len(pair.chosen[1]), len(pair.rejected[1])] for pair in pairs])
     lead = (2 * logprobs / lengths).double() @ torch.tensor([1.0, -1.0]).double()
     lead -= torch.tensor([0.5 + pair.margin for pair in pairs])
-    assert metrics[0]["train/rm/loss"] == pytest.approx(
+    assert metrics[0]["train/dpo/loss"] == pytest.approx(
         -torch.nn.functional.logsigmoid(lead).mean().item(), rel=1e-6
     )
     assert not others and lengths.unique().numel() > 2
@@ -198,7 +198,7 @@ def test_three_updates_are_trls(folder, tmp_path, name):
     metrics, weights = trained(
         folder, f"as-trl-{name}", **{"label_smoothing": 0.0, "nll_coef": 0.0} | options
     )
-    assert [row["train/rm/loss"] for row in metrics] == pytest.approx(losses, rel=1e-4)
+    assert [row["train/dpo/loss"] for row in metrics] == pytest.approx(losses, rel=1e-4)
     start = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
     for key, value in lm.state_dict().items():
         moved = (value - start[key]).norm()

@@ -14,49 +14,9 @@ from fused_rl.trainers.base.files import as_json, unfinished, write_rows
 from fused_rl.trainers.base.screen import print_line
 from fused_rl.trainers.base.text import escaped
 from fused_rl.trainers.options import RunConfig
+from fused_rl.trainers.run.metrics import keys_by
 from fused_rl.trainers.run.rules import Watch, too_easy_or_too_hard
 
-# Header on the screen -> the keys that it may stand for; the first one that a run has is shown.
-COLUMNS = {
-    "loss": ("train/loss", "train/rm/loss", "distill/kl"),
-    "reward": ("reward", "objective/scores"),
-    "held-out": ("eval/accuracy_greedy", "eval/score", "eval/rm/accuracy", "eval/accuracy"),
-    "tokens/s": ("perf/tokens_per_second",),
-    "KL": ("objective/kl_exact",),
-}
-# Title in curves.png -> the keys that are drawn over the steps; a panel without any of them is left out.
-PANELS = {
-    "loss": (
-        "train/loss",
-        "eval/loss",
-        "train/rm/loss",
-        "eval/rm/loss",
-        "distill/kl",
-        "eval/distill/kl",
-    ),
-    "reward (mean of a step)": ("reward", "objective/scores", "objective/rlhf_reward"),
-    "held-out accuracy": (
-        "eval/accuracy_greedy",
-        "eval/accuracy_sampled",
-        "eval/pass_at_k",
-        "eval/accuracy",
-    ),
-    "accuracy on pairs": ("train/rm/accuracy", "eval/rm/accuracy"),
-    "scores": ("train/rm/chosen_rewards", "train/rm/rejected_rewards", "eval/score"),
-    "KL to the reference (nats per response)": (
-        "objective/kl",
-        "objective/kl1_avg",
-        "objective/kl_exact",
-    ),
-    "entropy (nats per token)": ("policy/entropy_avg", "train/entropy"),
-    "explained variance of the returns": ("val/var_explained",),
-    "groups that teach nothing": (
-        "frac_groups_all_solved",
-        "frac_groups_none_solved",
-        "frac_reward_zero_std",
-    ),
-    "response length (tokens)": ("completions/mean_length",),
-}
 IN_A_ROW = 4  # panels
 
 
@@ -191,7 +151,7 @@ def _cut(path: Path, start: int) -> list[dict]:
 def columns_of(metrics: Mapping[str, float]) -> str:
     """Return the metrics that are printed, in one line."""
     parts = []
-    for header, keys in COLUMNS.items():
+    for header, keys in keys_by("column").items():
         found = [metrics[key] for key in keys if key in metrics]
         if found:
             parts.append(
@@ -207,7 +167,7 @@ def draw_curves(history: list[dict], path: Path) -> None:
     known = {key for line in history for key, value in line.items() if value is not None}
     panels = {
         title: known.intersection(keys)
-        for title, keys in PANELS.items()
+        for title, keys in keys_by("panel").items()
         if known.intersection(keys)
     }
     wide = min(max(len(panels), 1), IN_A_ROW)

@@ -1,13 +1,81 @@
-"""The metrics of losses: added up over micro-batches and ranks, and under the keys that metrics.jsonl has for them."""
+"""The table of the metrics that a run shows, and the metrics of losses, added up over micro-batches and ranks."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import torch
 
 from fused_rl.trainers.base.ranks import gather, global_sum, rank
 from fused_rl.trainers.base.text import InputError
+
+
+class Metric(NamedTuple):
+    """What curves.png, the screen and the doctor do with a key of metrics.jsonl."""
+
+    panel: str = ""
+    """Title of its panel in curves.png; "" is none."""
+    column: str = ""
+    """Header on the screen; of several metrics under one header the first that a run has is printed."""
+    meaning: Literal["", "loss", "gradient norm", "held-out accuracy"] = ""
+    """What the doctor's conditions take it for."""
+
+
+KL = "KL to the reference (nats per response)"
+WITHOUT_SIGNAL = "groups that teach nothing"
+# Panels and columns stand in the order in which they come up here.
+METRICS = {
+    "train/loss": Metric("loss", "loss", "loss"),
+    "train/rm/loss": Metric("loss", "loss", "loss"),
+    "train/dpo/loss": Metric("loss", "loss", "loss"),
+    "distill/kl": Metric("loss", "loss", "loss"),
+    "eval/loss": Metric("loss"),
+    "eval/rm/loss": Metric("loss"),
+    "eval/dpo/loss": Metric("loss"),
+    "eval/distill/kl": Metric("loss"),
+    "loss/total_avg": Metric(meaning="loss"),
+    "loss/value_avg": Metric(meaning="loss"),
+    "optim/grad_norm": Metric(meaning="gradient norm"),
+    "optim/critic_grad_norm": Metric(meaning="gradient norm"),
+    "reward": Metric("reward (mean of a step)", "reward"),
+    "objective/scores": Metric("reward (mean of a step)", "reward"),
+    "objective/rlhf_reward": Metric("reward (mean of a step)"),
+    "eval/accuracy_greedy": Metric("held-out accuracy", "held-out", "held-out accuracy"),
+    "eval/accuracy_sampled": Metric("held-out accuracy"),
+    "eval/pass_at_k": Metric("held-out accuracy"),
+    "eval/accuracy": Metric("held-out accuracy", "held-out", "held-out accuracy"),
+    "train/rm/accuracy": Metric("accuracy on pairs"),
+    "train/dpo/accuracy": Metric("accuracy on pairs"),
+    "eval/rm/accuracy": Metric("accuracy on pairs", "held-out", "held-out accuracy"),
+    "eval/dpo/accuracy": Metric("accuracy on pairs", "held-out", "held-out accuracy"),
+    "train/rm/chosen_rewards": Metric("scores"),
+    "train/rm/rejected_rewards": Metric("scores"),
+    "train/dpo/chosen_rewards": Metric("scores"),
+    "train/dpo/rejected_rewards": Metric("scores"),
+    "eval/score": Metric("scores", "held-out"),
+    "perf/tokens_per_second": Metric(column="tokens/s"),
+    "objective/kl": Metric(KL),
+    "objective/kl1_avg": Metric(KL),
+    "objective/kl_exact": Metric(KL, "KL"),
+    "policy/entropy_avg": Metric("entropy (nats per token)"),
+    "train/entropy": Metric("entropy (nats per token)"),
+    "val/var_explained": Metric("explained variance of the returns"),
+    "frac_groups_all_solved": Metric(WITHOUT_SIGNAL),
+    "frac_groups_none_solved": Metric(WITHOUT_SIGNAL),
+    "frac_reward_zero_std": Metric(WITHOUT_SIGNAL),
+    "completions/mean_length": Metric("response length (tokens)"),
+}
+
+
+def keys_by(field: Literal["panel", "column", "meaning"]) -> dict[str, list[str]]:
+    """Return the keys of `METRICS` by what they have in a field, in their order; without those that have nothing."""
+    found: dict[str, list[str]] = {}
+    for key, metric in METRICS.items():
+        if value := getattr(metric, field):
+            found.setdefault(value, []).append(key)
+    return found
+
 
 # Key of metrics.jsonl -> name in the metrics of a loss.
 POLICY = {

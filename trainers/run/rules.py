@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping
 from statistics import mean
 
 from fused_rl.objectives.presets import PRESETS
+from fused_rl.trainers.run.metrics import keys_by
 
 WINDOW = 10  # steps that a mean is taken over, where single steps say little
-HELD_OUT = ("eval/accuracy_greedy", "eval/rm/accuracy", "eval/accuracy")
-GRADIENTS = ("optim/grad_norm", "optim/critic_grad_norm")
-LOSSES = ("train/loss", "train/rm/loss", "loss/total_avg", "loss/value_avg", "distill/kl")
+KEYS = keys_by("meaning")
 
 
 class Watch:
@@ -34,7 +33,9 @@ class Watch:
         for key, value in entry.items():
             self.values.setdefault(key, []).append(number(value))
         self.held_out += [
-            (entry["step"], key, number(entry[key])) for key in HELD_OUT if key in entry
+            (entry["step"], key, number(entry[key]))
+            for key in KEYS["held-out accuracy"]
+            if key in entry
         ][:1]
         new = {}
         for rule, (condition, change) in RULES.items():
@@ -174,12 +175,14 @@ def first_ratio(watch: Watch) -> str | None:
 def not_finite(watch: Watch) -> str | None:
     """A loss or gradient that is no number, in one step; or gradients of 0 in ten."""
     broken = [
-        key for key in (*LOSSES, *GRADIENTS) if not math.isfinite(number(watch.now.get(key, 1)))
+        key
+        for key in (*KEYS["loss"], *KEYS["gradient norm"])
+        if not math.isfinite(number(watch.now.get(key, 1)))
     ]
     return (
         f"{broken[0]} is not finite"
         if broken
-        else over_ten_steps("|".join(GRADIENTS), lambda x: x == 0)(watch)
+        else over_ten_steps("|".join(KEYS["gradient norm"]), lambda x: x == 0)(watch)
     )
 
 
