@@ -12,8 +12,7 @@ setup(
     package_data={
         "fused_rl": ["py.typed"],
         "fused_rl.cpu": ["*.c"],
-        "fused_rl.recipes": [
-            "*.yaml"
-        ],  # `fused-rl demo` finds them beside the trainers, here and installed
+        # `fused-rl demo` finds them beside the trainers, here and installed.
+        "fused_rl.recipes": ["*.yaml"],
     },
 )

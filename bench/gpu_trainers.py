@@ -126,9 +126,8 @@ def command(args, sizes: dict = QWEN, length: int = 256) -> int:
         else:
             rows += json.loads(done.stdout.splitlines()[-1])
         results.save(args, rows)
-    lines = [
-        row | {"status": None} for row in results.measured(rows)
-    ]  # an empty column is left out
+    # An empty column is left out.
+    lines = [row | {"status": None} for row in results.measured(rows)]
     columns = list(dict.fromkeys(name for line in lines for name in line))
     print(results.table(columns, [[line.get(name) for name in columns] for line in lines]))
     results.show_missing(rows)

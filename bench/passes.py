@@ -61,9 +61,8 @@ def counted(
         of_product = size * n * vocab + 2 * width * (n + chunks * vocab)
         moved += of_product
         seconds += max(flop / card.flops, of_product / card.bytes_per_s)
-    added = (
-        2 * (chunks - 1) * sums * width * vocab
-    )  # dweight is read and written again for each chunk but the first
+    # Dweight is read and written again for each chunk but the first.
+    added = 2 * (chunks - 1) * sums * width * vocab
     floor = 3 * max(flop / card.flops, (2 * n * vocab + 2 * width * (n + vocab)) / card.bytes_per_s)
     return {
         "FLOP / logit": f"{2 * products} H",

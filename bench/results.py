@@ -153,9 +153,8 @@ def save(args, rows: list[dict], **more) -> Path | None:
         **more,
         "rows": rows,
     }
-    part = path.with_suffix(
-        ".part"
-    )  # a run that is stopped while it writes leaves the last result whole
+    # A run that is stopped while it writes leaves the last result whole.
+    part = path.with_suffix(".part")
     part.write_text(dumps(result))
     part.replace(path)
     return path

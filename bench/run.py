@@ -101,9 +101,8 @@ def attempt(case: Case, peer: peers.Peer) -> tuple[dict, Once | None]:
     row |= judged(case, peer, errors)
     if row["status"] == results.FAILED_CHECK:
         return row, None
-    return row, once._replace(
-        outputs=None, gradient=None
-    )  # their memory is needed for the next one
+    # Their memory is needed for the next one.
+    return row, once._replace(outputs=None, gradient=None)
 
 
 def run_case(case: Case, wanted: str, copy_bytes_per_s: float, seconds: float) -> list[dict]:
@@ -140,15 +139,13 @@ def run_case(case: Case, wanted: str, copy_bytes_per_s: float, seconds: float) -
         turns = {name: timing.phases_cpu(run) for name, run in runs.items()}
         samples = timing.interleaved(turns, left, first, kept)
     else:
-        most = (
-            50.0 if wanted == "none" else 200.0
-        )  # ours alone come first, and leave time for the peers
+        # Ours alone come first, and leave time for the peers.
+        most = 50.0 if wanted == "none" else 200.0
         ms = min(most, max(20.0, 1e3 * left / max(1, len(runs)) / 4))
         samples = {}
         for name, run in runs.items():
-            with contextlib.suppress(
-                torch.OutOfMemoryError
-            ):  # its row says how right it is, without a time
+            # Its row says how right it is, without a time.
+            with contextlib.suppress(torch.OutOfMemoryError):
                 samples[name] = timing.alone(run, ms)
             facts[name] = {"clocks": machine.clocks()}
             if timing.median(samples.get(name, {"forward": [1.0]})["forward"]) < SHORT:

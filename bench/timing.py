@@ -61,9 +61,8 @@ def interleaved(runs: dict, budget_s: float, first: dict, keep=()) -> dict:
         and LEAST * sum(costs[name] for name in turning) > budget_s
     ):
         turning.pop()
-    fit = int(
-        budget_s / max(1e-9, sum(costs[name] for name in turning)) + 1e-6
-    )  # a whole number stays one
+    # A whole number stays one.
+    fit = int(budget_s / max(1e-9, sum(costs[name] for name in turning)) + 1e-6)
     rounds = min(MOST, max(LEAST, fit)) if turning else 0
 
     # The rounds. The machine may have become slower since.

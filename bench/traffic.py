@@ -22,11 +22,12 @@ import fused_rl
 from bench import options, peers, results
 from tests.tools import interpreter
 
+# B, T, V: an odd vocabulary, so that an aligned window that reads too much would show.
 SHAPE = (
     2,
     8,
     50257,
-)  # B, T, V: an odd vocabulary, so that an aligned window that reads too much would show
+)
 
 # Operators that touch no memory, those that only write, and those that read no more than they return.
 EMPTY = {
@@ -63,9 +64,8 @@ class AtenTraffic(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         registered = OPDEFS.get(f"{func.namespace}::{name}")
-        if (
-            registered is not None
-        ):  # our own operator: what it calls counts, a copy of the logits above all
+        # Our own operator: what it calls counts, a copy of the logits above all.
+        if registered is not None:
             with self:
                 return registered._init_fn(*args, **kwargs)
         outputs = func(*args, **kwargs)
@@ -112,9 +112,8 @@ def counted():
     total = []
     original = GridExecutor.__call__
 
-    def unseen(
-        self, *args, **kwargs
-    ):  # the interpreter copies tensors to and fro: its own work, not the kernel's
+    # The interpreter copies tensors to and fro: its own work, not the kernel's.
+    def unseen(self, *args, **kwargs):
         with _disable_current_modes():
             return original(self, *args, **kwargs)
 
@@ -137,9 +136,8 @@ def count(run, logits) -> dict:
     logits = logits.clone().requires_grad_()
     size = logits.numel() * logits.element_size()
     with counted() as forward:
-        outputs = run(
-            logits.view_as(logits)
-        )  # not a leaf, which a gradient in place could not overwrite
+        # Not a leaf, which a gradient in place could not overwrite.
+        outputs = run(logits.view_as(logits))
     outputs = [output for output in outputs if output is not None and output.requires_grad]
     upstream = [torch.rand_like(output) for output in outputs]
     with counted() as backward:

@@ -73,9 +73,8 @@ class Run:
     config: object
     rows: list = field(default_factory=list)  # in the order in which they were trained on
     steps: list[dict] = field(default_factory=list)  # CPU seconds of each step's parts
-    needed: list[dict] = field(
-        default_factory=list
-    )  # CPU seconds that the phases of each step need at least
+    # CPU seconds that the phases of each step need at least.
+    needed: list[dict] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     policy: object = None  # of GRPO, with its scorers and its reference
 

@@ -219,9 +219,8 @@ def main() -> None:
     arguments = parser.parse_args()
     path = arguments.folder / "short.json" if arguments.short else RESULTS
     if not arguments.draw:
-        environment = machine.environment(
-            "cpu"
-        )  # before the runs: the commit may change while they last
+        # Before the runs: the commit may change while they last.
+        environment = machine.environment("cpu")
         rows = train_all(arguments.folder, environment["commit"], arguments.short)
         result = {
             "group": "kl_estimators",

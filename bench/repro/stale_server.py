@@ -194,9 +194,8 @@ def nothing(scene: Scene) -> None:
 
 
 def cache_kept(scene: Scene) -> None:
-    ask(
-        scene.url, scene.prompts, n=1, max_tokens=1
-    )  # the old weights' keys and values of all prompts
+    # The old weights' keys and values of all prompts.
+    ask(scene.url, scene.prompts, n=1, max_tokens=1)
     push(scene.url, scene.new, reset=False)
 
 

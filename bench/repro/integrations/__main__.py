@@ -53,9 +53,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     if args.case in ("verl", "openrlhf"):
-        sys.path.append(
-            str(machine.ROOT / "tests" / "hosts" / "stubs")
-        )  # what needs a GPU to build or to run
+        # What needs a GPU to build or to run.
+        sys.path.append(str(machine.ROOT / "tests" / "hosts" / "stubs"))
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}\n")
