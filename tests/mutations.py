@@ -269,8 +269,8 @@ MUTATIONS = {
     ),
     "a pair is held to the reference of another": Mutation(
         "trainers/dpo.py",
-        "reference[index], [pairs[i]",
-        "reference[index].flip(0), [pairs[i]",
+        "reference[indices], [pairs[i]",
+        "reference[indices].flip(0), [pairs[i]",
         "tests/trainers/test_dpo.py -k 'agree or trls'",
     ),
     "a resumed run is held to the policy of its checkpoint": Mutation(
@@ -636,8 +636,8 @@ MUTATIONS = {
     ),
     "chosen and rejected are exchanged": Mutation(
         "trainers/reward.py",
-        "chosen, rejected = found.view(-1, 2).unbind(1)",
-        "rejected, chosen = found.view(-1, 2).unbind(1)",
+        "chosen, rejected = both.view(-1, 2).unbind(1)",
+        "rejected, chosen = both.view(-1, 2).unbind(1)",
         "tests/test_golden.py -k reward-zero0",
     ),
     "a saved score is multiplied by its deviation": Mutation(

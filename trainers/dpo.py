@@ -19,21 +19,21 @@ from typing import ClassVar, Literal
 import torch
 
 import fused_rl
-from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.base.screen import bar, phase
+from fused_rl.trainers.base import engine
+from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.data.preferences import (
     Pair,
     PairEncoder,
     PairsConfig,
     arithmetic,
-    micro_batches,
+    pairs_at_once,
     sides_of,
 )
 from fused_rl.trainers.data.rows import RowsLike, load_train_eval
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.reward_model import check_finite
+from fused_rl.trainers.models.scoring import logprobs_of
 from fused_rl.trainers.options import Needs, NonNegative, Positive
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.loop import Run
@@ -70,35 +70,22 @@ def measure(
     model, pairs: list[Pair], config: DPOConfig, reference: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return log pi of chosen and rejected (N, 2) in nats, over all ranks; with a `reference` also run backward."""
-    parts = micro_batches(pairs, config.micro_batch_size)
-    found_of_parts = []
-    model.train(reference is not None)
-    for index in bar(parts, "pairs") if reference is None else parts:
-        # Both sides of a pair through the model at once; nothing predicts the first token of a whole conversation.
-        sides = [side for i in index for side in (pairs[i].chosen, pairs[i].rejected)]
-        prompts = [prompt or response[:1] for prompt, response in sides]
-        responses = [response if prompt else response[1:] for prompt, response in sides]
-        batch = make_batch(prompts, responses, 0, next(model.parameters()).device)
-        with torch.set_grad_enabled(reference is not None):
-            scored = model(
-                input_ids=batch.input_ids, mask=batch.response_mask, places=batch.places()
-            )
-            logprobs = scored.logprobs.sum(1).view(-1, 2)
-        if reference is not None:
-            loss, _ = pair_loss(
-                logprobs, reference[index], [pairs[i] for i in index], pairs, config
-            )
-            model.backward(loss * ranks.world_size())  # the engine averages over ranks
-        found_of_parts.append(logprobs.detach())
 
-    # From the device at once; a pair that two ranks have measured counts once.
-    found = torch.zeros(len(pairs), 2)
-    found[sum(parts, [])] = torch.cat(found_of_parts).cpu()
-    if ranks.rank() > 0 and len(pairs) % ranks.world_size():
-        found[0] = 0
-    found = ranks.global_sum(found).float()
-    check_finite(found, [pair.where for pair in pairs])
-    return found
+    def loss_of(logprobs: torch.Tensor, indices: list[int]) -> torch.Tensor:
+        loss, _ = pair_loss(
+            logprobs, reference[indices], [pairs[i] for i in indices], pairs, config
+        )
+        return loss
+
+    logprobs = logprobs_of(
+        model,
+        [(pair.chosen, pair.rejected) for pair in pairs],
+        pairs_at_once(config.micro_batch_size),
+        loss=None if reference is None else loss_of,
+        progress="pairs" if reference is None else None,
+    ).float()
+    check_finite(logprobs, [pair.where for pair in pairs])
+    return logprobs
 
 
 def pair_loss(

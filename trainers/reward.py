@@ -24,7 +24,7 @@ from fused_rl.trainers.data.preferences import (
     PairEncoder,
     PairsConfig,
     arithmetic,
-    micro_batches,
+    pairs_at_once,
     sides_of,
 )
 from fused_rl.trainers.data.rows import RowsLike, load_rows, load_train_eval
@@ -37,6 +37,7 @@ from fused_rl.trainers.models.reward_model import (
     load_reward_model,
     save_reward_model,
 )
+from fused_rl.trainers.models.scoring import of_all_ranks, score_all, share_of_rank
 from fused_rl.trainers.options import Needs, NonNegative, NonNegativeInt
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.loop import Run
@@ -76,31 +77,27 @@ def train_step(
     model, pairs: list[Pair], config: RewardConfig, step: int, costs: Costs | None = None
 ) -> dict[str, float]:
     """Do one optimizer step on all its `pairs`; by `costs`, if given, the sides of a pair may share a row."""
-    parts = micro_batches(pairs, config.micro_batch_size)
-    scores = torch.zeros(len(pairs), 2, dtype=torch.float64)
-    found_of_share = []
     device = next(model.parameters()).device
     model.train()
-    for indices in parts:
+
+    def score(indices: list[int]) -> torch.Tensor:
         # Both sides through the model at once.
         sides = [ids for ids, _ in sides_of([pairs[i] for i in indices])]
         packed = None if costs is None else pack_pairs(sides, costs, device)
-        found = model(*collate(sides, device)) if packed is None else model(packed=packed)
-        chosen, rejected = found.view(-1, 2).unbind(1)
+        both = model(*collate(sides, device)) if packed is None else model(packed=packed)
+        chosen, rejected = both.view(-1, 2).unbind(1)
 
         # -log sigmoid(chosen - rejected - margin), over all pairs of the step: arXiv:2203.02155, eq. 1.
         margin = torch.tensor([pairs[i].margin for i in indices]).to(device, non_blocking=True)
         loss, _ = preference_loss(chosen, rejected, margin, config, num_sequences=len(pairs))
         model.backward(loss * ranks.world_size())  # the engine averages over ranks
-        found_of_share.append(torch.stack([chosen, rejected], 1).detach())
+        return torch.stack([chosen, rejected], 1)
 
-    # From the device at once, and before the step: the weights are still good.
-    scores[sum(parts, [])] = torch.cat(found_of_share).double().cpu()
-    scores = ranks.global_sum(scores)
+    # The scores are compared before the step, while the weights are still good.
+    lengths = [pair.tokens() for pair in pairs]
+    scores = score_all(lengths, pairs_at_once(config.micro_batch_size), score)
     if not scores.isfinite().all():
-        score_pairs(
-            model, pairs, config.micro_batch_size
-        )  # one by one, to name the one that is not finite
+        score_pairs(model, pairs, config.micro_batch_size)  # each by itself, to name the bad one
     check_finite(scores, [pair.where for pair in pairs])
     return pair_metrics(scores, pairs, config, "train/rm/") | engine.optimizer_step(model, step)
 
@@ -122,14 +119,11 @@ def pair_metrics(
 
 def score_pairs(model, pairs: list[Pair], micro_batch_size: int) -> torch.Tensor:
     """Scores (N, 2) fp64 of chosen and rejected, computed by all ranks together, the same on each."""
-    share = pairs[ranks.rank() :: ranks.world_size()]
-    sides = [pair.chosen for pair in share] + [pair.rejected for pair in share]
+    share = share_of_rank(len(pairs))
+    sides = [pairs[i].chosen for i in share] + [pairs[i].rejected for i in share]
     scorer = RewardScorer(model, micro_batch_size)
     found = scorer.unchecked([prompt for prompt, _ in sides], [response for _, response in sides])
-
-    scores = torch.zeros(len(pairs), 2, dtype=torch.float64)
-    scores[ranks.rank() :: ranks.world_size()] = found.double().view(2, -1).T
-    scores = ranks.global_sum(scores)
+    scores = of_all_ranks(found.view(2, -1).T, share, len(pairs))
     check_finite(scores, [pair.where for pair in pairs])
     return scores
 

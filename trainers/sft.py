@@ -29,6 +29,7 @@ from fused_rl.trainers.models.packing import (
     packing_costs,
     price,
 )
+from fused_rl.trainers.models.scoring import share_of_rank
 from fused_rl.trainers.options import MAIN, EngineConfig, PositiveInt, RunConfig
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.loop import Run
@@ -76,6 +77,8 @@ class Example(NamedTuple):
     prompt: list[int]
     completion: list[int]
     where: str
+    counted: bool = True
+    """False for one that only makes the ranks' shares of the held-out rows even."""
 
     def tokens(self) -> int:
         """Return the length of both."""
@@ -145,12 +148,22 @@ def micro_batches(
         if packed < sum(costs.causal_flop(len(part), part[-1].tokens()) for part in padded):
             chosen, rows_of = mixed, arranged
 
-    made = []
+    micro_batches = []
     for part, rows in zip(chosen, rows_of, strict=True):
-        prompts, completions, where = zip(*part, strict=True)
-        batch = make_batch(prompts, completions, pad_id, device, where=where)
-        made.append(MicroBatch(batch, None if rows is None else pack_whole(batch, rows)))
-    return made
+        prompts, completions, where, _ = zip(*part, strict=True)
+        trained = [
+            None if example.counted else [False] * len(example.completion) for example in part
+        ]
+        batch = make_batch(prompts, completions, pad_id, device, where=where, trained=trained)
+        micro_batches.append(MicroBatch(batch, None if rows is None else pack_whole(batch, rows)))
+    return micro_batches
+
+
+def held_out_share(examples: list[Example]) -> list[Example]:
+    """Return this rank's share of the held-out rows, as many on every rank; what fills a share up is not counted."""
+    share = [examples[i] for i in share_of_rank(len(examples))]
+    count = len(range(ranks.rank(), len(examples), ranks.world_size()))
+    return share[:count] + [example._replace(counted=False) for example in share[count:]]
 
 
 def train_step(model, parts: list[MicroBatch], step: int) -> dict[str, float]:
@@ -172,7 +185,7 @@ def train_step(model, parts: list[MicroBatch], step: int) -> dict[str, float]:
 
 @torch.no_grad()
 def evaluate(model, parts: list[MicroBatch]) -> dict[str, float]:
-    """Loss and token accuracy on held-out rows, the same on every rank."""
+    """Return loss and token accuracy on the held-out rows, of which each rank has a share in `parts`."""
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64)
     with phase("evaluated on held-out rows") as found:
@@ -183,7 +196,7 @@ def evaluate(model, parts: list[MicroBatch]) -> dict[str, float]:
             nll = -rows.logprobs.sum()
             tokens = mask.sum()
             totals += torch.stack([nll, hit.sum(), tokens]).cpu()
-        loss, hits, tokens = totals.tolist()
+        loss, hits, tokens = ranks.global_sum(totals).tolist()
         found |= {"eval/loss": loss / tokens, "eval/accuracy": hits / tokens}
     return found
 
@@ -213,7 +226,7 @@ def train(config: SFTConfig, dataset: RowsLike = None, eval_dataset: RowsLike = 
         )
         model = engine.initialize(lm, config, config, config.steps)
     pad_id = tokenizer.pad_token_id
-    held_out = micro_batches(held_out, config, pad_id, run.device, costs)
+    held_out = micro_batches(held_out_share(held_out), config, pad_id, run.device, costs)
 
     # The run.
     run.start({"policy": model})

@@ -50,7 +50,7 @@ class PairsConfig(RunConfig):
 def arithmetic(config: PairsConfig, world: int) -> dict[str, object]:
     """How the batch divides; raises on what does not."""
     local = ranks.divide_over("batch_size", config.batch_size, world)
-    size = _pairs_at_once(config.micro_batch_size)
+    size = pairs_at_once(config.micro_batch_size)
     return {
         "processes": world,
         "pairs per step": f"{config.batch_size} = {world} processes x {local}",
@@ -60,8 +60,9 @@ def arithmetic(config: PairsConfig, world: int) -> dict[str, object]:
     }
 
 
-def _pairs_at_once(micro_batch_size: int) -> int:
-    return max(1, micro_batch_size // 2)  # chosen and rejected go through one forward pass
+def pairs_at_once(micro_batch_size: int) -> int:
+    """Return the pairs of a micro-batch: chosen and rejected go through one forward pass."""
+    return max(1, micro_batch_size // 2)
 
 
 @dataclass
@@ -162,14 +163,3 @@ def sides_of(pairs: list[Pair]) -> Iterator[tuple[list[int], str]]:
     for pair in pairs:
         for prompt, response in (pair.chosen, pair.rejected):
             yield prompt + response, pair.where
-
-
-def micro_batches(pairs: list[Pair], micro_batch_size: int) -> list[list[int]]:
-    """Return the indices of this rank's pairs, as many lists on every rank; similar lengths are together.
-
-    Where the ranks do not divide the pairs, some take the first pair once more.
-    """
-    every = [*range(len(pairs)), *[0] * (-len(pairs) % ranks.world_size())]
-    share = sorted(every[ranks.rank() :: ranks.world_size()], key=lambda i: pairs[i].tokens())
-    size = _pairs_at_once(micro_batch_size)
-    return [share[start : start + size] for start in range(0, len(share), size)]

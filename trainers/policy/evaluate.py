@@ -7,6 +7,7 @@ import torch
 
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import phase, print_rank0
+from fused_rl.trainers.models import scoring
 from fused_rl.trainers.policy.policy import Policy, measure
 from fused_rl.trainers.rollouts.roll_out import sample_rows_of
 from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
@@ -26,9 +27,8 @@ class HeldOut:
 
 def share_of_rank(prompts: list[Prompt]) -> HeldOut:
     """Every prompt is one rank's own; a share that is one short is filled up with the first prompt."""
-    mine = prompts[ranks.rank() :: ranks.world_size()]
-    size = -(-len(prompts) // ranks.world_size())
-    return HeldOut(mine + prompts[:1] * (size - len(mine)), len(mine))
+    count = len(range(ranks.rank(), len(prompts), ranks.world_size()))
+    return HeldOut([prompts[i] for i in scoring.share_of_rank(len(prompts))], count)
 
 
 @torch.no_grad()

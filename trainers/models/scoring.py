@@ -1,0 +1,103 @@
+"""One pass over sequences: every rank scores a share of them, by length, and every rank gets the scores of all."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fused_rl.trainers.base import ranks
+from fused_rl.trainers.base.screen import bar
+from fused_rl.trainers.data.batch import make_batch
+from fused_rl.trainers.data.encode import Encoded
+
+
+def share_of_rank(count: int) -> list[int]:
+    """Return the indices of this rank's share of `count` items, as many on every rank: ZeRO 3 needs equal passes.
+
+    Where the ranks do not divide the items, the last shares are filled up with the first item.
+    """
+    world = ranks.world_size()
+    filled = [*range(count), *[0] * (-count % world)]
+    return filled[ranks.rank() :: world]
+
+
+def by_length(indices: list[int], lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Return the indices in micro-batches of at most `size`, whose sequences have similar `lengths`: fewer pads."""
+    ordered = sorted(indices, key=lambda i: lengths[i])
+    return [ordered[start : start + size] for start in range(0, len(ordered), size)]
+
+
+def of_all_ranks(values: torch.Tensor, indices: list[int], count: int) -> torch.Tensor:
+    """Return (count, ...) fp64 on the CPU, from the `values` that each rank has of the `indices` of its share."""
+    scores = torch.zeros(count, *values.shape[1:], dtype=torch.float64)
+    scores[indices] = values.detach().cpu().double()
+    if ranks.rank() > 0 and count % ranks.world_size():
+        scores[0] = 0  # it is rank 0's, and here it only filled up the share
+    return ranks.global_sum(scores)
+
+
+def score_all(
+    lengths: Sequence[int],
+    size: int,
+    score: Callable[[list[int]], torch.Tensor],
+    progress: str | None = None,
+) -> torch.Tensor:
+    """Return a score of each of N items, computed by all ranks together.
+
+    Args:
+        lengths: of the N items, in tokens.
+        size: items per micro-batch.
+        score: returns the scores (n, ...) of the items at n indices, on any device; it may run backward.
+        progress: says in a bar what is scored; None shows none.
+
+    Returns:
+        (N, ...) fp64 on the CPU, the same on every rank.
+    """
+    micro_batches = by_length(share_of_rank(len(lengths)), lengths, size)
+    steps = micro_batches if progress is None else bar(micro_batches, progress)
+    values = [score(indices).detach() for indices in steps]
+    # From the device at once: each copy would wait for what it is still computing.
+    return of_all_ranks(torch.cat(values), sum(micro_batches, []), len(lengths))
+
+
+def logprobs_of(
+    model,
+    rows: Sequence[Sequence[Encoded]],
+    size: int,
+    loss: Callable[[torch.Tensor, list[int]], torch.Tensor] | None = None,
+    progress: str | None = None,
+) -> torch.Tensor:
+    """Return log pi of each response after its prompt, and with a `loss` also run backward.
+
+    Args:
+        model: the engine around a `LanguageModel`.
+        rows: N rows of S pairs (prompt ids, response ids) each, of which a row goes through the model at once. After
+            an empty prompt the response is scored from its second token on.
+        size: rows per micro-batch.
+        loss: of log pi (n, S) and the n indices of its rows: a scalar, as a share of the loss of all ranks' rows.
+        progress: as of `score_all`.
+
+    Returns:
+        (N, S) fp64 on the CPU, in nats, the same on every rank.
+    """
+    device = next(model.parameters()).device
+    model.train(loss is not None)
+
+    def score(indices: list[int]) -> torch.Tensor:
+        pairs = [pair for i in indices for pair in rows[i]]
+        # Nothing predicts the first token of a conversation without a prompt.
+        prompts = [prompt or response[:1] for prompt, response in pairs]
+        responses = [response if prompt else response[1:] for prompt, response in pairs]
+        batch = make_batch(prompts, responses, 0, device)
+        with torch.set_grad_enabled(loss is not None):
+            scored = model(
+                input_ids=batch.input_ids, mask=batch.response_mask, places=batch.places()
+            )
+            logprobs = scored.logprobs.sum(1).view(len(indices), -1)
+        if loss is not None:
+            model.backward(
+                loss(logprobs, indices) * ranks.world_size()
+            )  # engines average over ranks
+        return logprobs
+
+    lengths = [sum(len(prompt) + len(response) for prompt, response in row) for row in rows]
+    return score_all(lengths, size, score, progress)
