@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 import fused_rl
-from fused_rl.trainers import cli, dpo, grpo, ppo, reward, sft
-from fused_rl.trainers.commands import eval
+from fused_rl.trainers import cli
 from fused_rl.trainers.run.parse import parse
 
 ROOT = Path(__file__).parent.parent
@@ -68,21 +67,32 @@ def commands(page):
 
 
 COMMANDS = [words for path in PAGES for words in commands(path.read_text())]
-CONFIGS = [
-    sft.SFTConfig,
-    reward.RewardConfig,
-    dpo.DPOConfig,
-    ppo.PPOConfig,
-    grpo.GRPOConfig,
-    eval.EvalConfig,
-]
+CONFIGS = {name: listed.config_class() for name, listed in cli.COMMANDS.items() if listed.config}
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: "-".join(words[1:4:2]))
 def test_a_page_names_commands_and_options_that_exist(words):
-    config = {each.command: each for each in CONFIGS}.get(words[1])
     assert words[1] in cli.COMMANDS
-    assert config is None or parse(config, words[2:])
+    assert words[1] not in CONFIGS or parse(CONFIGS[words[1]], words[2:])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_page_of_a_command_names_its_options(name):
+    """In the text, and in the first column of its tables of options."""
+    page = (DOCS / cli.COMMANDS[name].page).read_text()
+    named = set(re.findall(r"`--(\w+)(?!-)\b", page))
+    for table in re.findall(r"^\| option \|.*\n\|[-|]+\n((?:\|.*\n)+)", page, re.MULTILINE):
+        cells = [line.split("|")[1] for line in table.splitlines()]
+        named |= set(re.findall(r"`(\w+)`", " ".join(cells)))
+    assert named and named - CONFIGS[name].model_fields.keys() == set()
+
+
+def test_the_list_of_trainers_has_every_file_that_trains_and_their_pages():
+    files = (ROOT / "trainers").glob("*.py")
+    assert {*cli.TRAINERS} == {path.stem for path in files if "\ndef train(" in path.read_text()}
+    assert [CONFIGS[name].command for name in CONFIGS] == [*CONFIGS]
+    pages = {listed.page for listed in cli.TRAINERS.values()}
+    assert pages == {f"trainers/{path.name}" for path in (DOCS / "trainers").iterdir()}
 
 
 def prints(output, line):

@@ -1,32 +1,84 @@
-"""`fused-rl <command> --config recipes/x.yaml --key value`: the commands, and what each needs to be installed."""
+"""`fused-rl <command> --config recipes/x.yaml --key value`: the one list of commands, and what each needs installed."""
 
 import importlib
 import importlib.util
 import sys
+from typing import Any, NamedTuple
 
 import fused_rl
 
-COMMANDS = {  # name -> module, summary
-    "sft": ("fused_rl.trainers.sft", "supervised fine-tuning on prompts and completions"),
-    "reward": ("fused_rl.trainers.reward", "a reward model from chosen and rejected responses"),
-    "dpo": ("fused_rl.trainers.dpo", "a policy from chosen and rejected responses"),
-    "distill": (
+
+class Command(NamedTuple):
+    """A command, by names, so that nothing is imported before it runs."""
+
+    module: str
+    """Its `main(argv)` runs the command."""
+    summary: str
+    config: str = ""
+    """The class in its module that declares its options; "" for a command without a config file."""
+    page: str = ""
+    """The page of docs/ that describes it."""
+
+    def config_class(self) -> Any:
+        """Import the module and return the class of its options."""
+        return getattr(importlib.import_module(self.module), self.config)
+
+
+TRAINERS = {
+    "sft": Command(
+        "fused_rl.trainers.sft",
+        "supervised fine-tuning on prompts and completions",
+        "SFTConfig",
+        "trainers/sft.md",
+    ),
+    "reward": Command(
+        "fused_rl.trainers.reward",
+        "a reward model from chosen and rejected responses",
+        "RewardConfig",
+        "trainers/reward.md",
+    ),
+    "dpo": Command(
+        "fused_rl.trainers.dpo",
+        "a policy from chosen and rejected responses",
+        "DPOConfig",
+        "trainers/dpo.md",
+    ),
+    "distill": Command(
         "fused_rl.trainers.distill",
         "a student from a teacher that corrects its responses",
+        "DistillConfig",
+        "trainers/distill.md",
     ),
-    "ppo": ("fused_rl.trainers.ppo", "PPO: RL with a critic, from any scorers"),
-    "grpo": ("fused_rl.trainers.grpo", "GRPO: RL by comparing the responses to one prompt"),
-    "eval": (
+    "ppo": Command(
+        "fused_rl.trainers.ppo",
+        "PPO: RL with a critic, from any scorers",
+        "PPOConfig",
+        "trainers/ppo.md",
+    ),
+    "grpo": Command(
+        "fused_rl.trainers.grpo",
+        "GRPO: RL by comparing the responses to one prompt",
+        "GRPOConfig",
+        "trainers/grpo.md",
+    ),
+}
+COMMANDS = TRAINERS | {
+    "eval": Command(
         "fused_rl.trainers.commands.eval",
         "how many problems a model solves: greedy and pass@k",
+        "EvalConfig",
+        "evaluation.md",
     ),
-    "doctor": ("fused_rl.trainers.commands.doctor", "problems of a run, or of this machine"),
-    "demo": ("fused_rl.recipes.demo", "a small model learns sums by grpo, on two CPU cores"),
-    "demo-reward": ("fused_rl.recipes.demo_reward", "a reward model for these sums"),
-    "demo-ppo": ("fused_rl.recipes.demo_ppo", "ppo against that reward model"),
-    "demo-distill": (
-        "fused_rl.recipes.demo_distill",
-        "the demo's model teaches its own warm start",
+    "doctor": Command(
+        "fused_rl.trainers.commands.doctor",
+        "problems of a run, or of this machine",
+        page="doctor.md",
+    ),
+    "demo": Command("fused_rl.recipes.demo", "a small model learns sums by grpo, on two CPU cores"),
+    "demo-reward": Command("fused_rl.recipes.demo_reward", "a reward model for these sums"),
+    "demo-ppo": Command("fused_rl.recipes.demo_ppo", "ppo against that reward model"),
+    "demo-distill": Command(
+        "fused_rl.recipes.demo_distill", "the demo's model teaches its own warm start"
     ),
 }
 # Extra -> what it brings that a command imports, and the commands that import it.
@@ -65,8 +117,8 @@ def main() -> None:
         print(f"fused-rl {fused_rl.__version__}")
     elif command in ("-h", "--help"):
         print("usage: fused-rl COMMAND [--config FILE] [--key value ...]\n")
-        for name, (_, summary) in COMMANDS.items():
-            print(f"  {name:<12} {summary}")
+        for name, listed in COMMANDS.items():
+            print(f"  {name:<12} {listed.summary}")
         print(
             "\nfused-rl COMMAND --help lists the keys of a command; fused-rl --version prints the version."
         )
@@ -78,5 +130,4 @@ def main() -> None:
         if packages:
             install = f"pip install 'fused-rl[{','.join(extras)}]'"
             sys.exit(f"fused-rl {command}: error: not installed: {', '.join(packages)}; {install}")
-        module, _ = COMMANDS[command]
-        importlib.import_module(module).main(sys.argv[2:])
+        importlib.import_module(COMMANDS[command].module).main(sys.argv[2:])

@@ -33,7 +33,7 @@ OF_COMMANDS += [
 ]
 OF_COMMANDS += ["torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor"]
 PROCESSES.set_forkserver_preload(
-    [*PRELOADED, *OF_COMMANDS, *(module for module, _ in cli.COMMANDS.values())]
+    [*PRELOADED, *OF_COMMANDS, *(listed.module for listed in cli.COMMANDS.values())]
 )
 ROOT = Path(__file__).parents[2]
 NEVER = -1
@@ -138,8 +138,7 @@ def _run(
         judging.Pool = lambda _, timeout: pool(stand_in, timeout)
     count = _watch(moment)
     try:
-        module, _ = cli.COMMANDS[command]
-        importlib.import_module(module).main(argv)
+        importlib.import_module(cli.COMMANDS[command].module).main(argv)
     finally:
         Path(f"operations-{env.get('RANK', 0)}").write_text(str(count()))
 

@@ -1,7 +1,6 @@
 """Small runs: their configs, whether they are refused, how they go on, and what is asked of their folders."""
 
 import contextlib
-import importlib
 import io
 import os
 import shutil
@@ -150,14 +149,7 @@ def names(folder: Path) -> list[str]:
 
 def trainers() -> list[type[RunConfig]]:
     """The config of every command that trains."""
-    for module, _ in cli.COMMANDS.values():
-        importlib.import_module(module)
-    found, classes = [], RunConfig.__subclasses__()
-    while classes:
-        config_class = classes.pop()
-        classes += config_class.__subclasses__()
-        found += [config_class] if "command" in vars(config_class) else []
-    return found
+    return [trainer.config_class() for trainer in cli.TRAINERS.values()]
 
 
 def on_ranks(function, world: int, *args, timeout: int = 500) -> list:

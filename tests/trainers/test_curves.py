@@ -2,8 +2,9 @@
 
 from matplotlib.figure import Figure
 
+from fused_rl.trainers import cli
 from fused_rl.trainers.run.logger import columns_of, draw_curves
-from fused_rl.trainers.run.metrics import METRICS
+from fused_rl.trainers.run.metrics import METRICS, keys_by
 from tests.trainers import figures, tiny
 
 HISTORY = [
@@ -36,7 +37,10 @@ def test_a_panel_has_the_keys_that_the_run_has(monkeypatch, tmp_path):
     assert columns_of(HISTORY[0] | HISTORY[2]) == "reward 0.4  held-out 0.5"
 
 
-def test_what_is_shown_is_logged():
-    every = set().union(*map(tiny.usual, ("sft", "reward", "dpo", "distill", "grpo", "ppo")))
+def test_what_is_shown_is_logged_and_every_trainer_has_a_loss_that_the_doctor_reads():
+    documented = {name: tiny.usual(name) for name in cli.TRAINERS}
+    every = set().union(*documented.values())
     every |= {"frac_groups_all_solved", "frac_groups_none_solved"}  # not of every run
     assert METRICS.keys() <= every
+    losses = {*keys_by("meaning")["loss"]}
+    assert [name for name, keys in documented.items() if not losses & keys] == []

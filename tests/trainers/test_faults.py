@@ -102,8 +102,7 @@ def answer(command: str, argv: list[str], capfd) -> tuple[object, str, str]:
     capfd.readouterr()
     status, message = 0, ""
     try:
-        module, _ = cli.COMMANDS[command]
-        importlib.import_module(module).main(argv)
+        importlib.import_module(cli.COMMANDS[command].module).main(argv)
     except SystemExit as stopped:
         status, message = (1, stopped.code) if isinstance(stopped.code, str) else (stopped.code, "")
     out, err = capfd.readouterr()

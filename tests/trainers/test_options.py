@@ -8,9 +8,8 @@ import pytest
 
 from fused_rl.objectives.presets import PolicyLossOptions, resolve_options
 from fused_rl.objectives.surrogates import SURROGATES
-from fused_rl.trainers import distill, dpo, grpo, ppo, reward, sft
+from fused_rl.trainers import cli, grpo, ppo, sft
 from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.commands import eval
 from fused_rl.trainers.options import in_words, kinds_of, to_yaml
 from fused_rl.trainers.policy import options
 from fused_rl.trainers.run.parse import parse
@@ -19,15 +18,7 @@ from tests.trainers.bad_inputs import CASES
 from tests.trainers.test_faults import GOOD
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-TRAINERS = {
-    "sft": sft.SFTConfig,
-    "reward": reward.RewardConfig,
-    "dpo": dpo.DPOConfig,
-    "distill": distill.DistillConfig,
-    "grpo": grpo.GRPOConfig,
-    "ppo": ppo.PPOConfig,
-}
-COMMANDS = TRAINERS | {"eval": eval.EvalConfig}
+COMMANDS = {name: listed.config_class() for name, listed in cli.COMMANDS.items() if listed.config}
 NEEDED = ["--model", "m", "--dataset", "d.jsonl", "--output_dir", "o"]
 
 
@@ -187,8 +178,8 @@ def test_every_recipe_parses():
         path for path in RECIPES.glob("*.yaml") if re.search("sft|grpo|gsm8k|ppo|reward", path.name)
     ]
     for recipe in recipes:
-        name = next((name for name in TRAINERS if name in recipe.name), "grpo")
-        config = parse(TRAINERS[name], ["--config", str(recipe)])
+        name = next((name for name in cli.TRAINERS if name in recipe.name), "grpo")
+        config = parse(COMMANDS[name], ["--config", str(recipe)])
         assert name != "ppo" or ppo.arithmetic(config, 2)
     assert len(recipes) > 4
 

@@ -11,13 +11,12 @@ import re
 import sys
 from pathlib import Path
 
-TRAINERS = ("sft", "reward", "dpo", "distill", "grpo", "ppo")
-
 
 def of_run(folder: Path) -> bool:
     """Print what was examined, held-out accuracy at the start and now, and the findings; return True without any."""
     import yaml
 
+    from fused_rl.trainers import cli
     from fused_rl.trainers.base.screen import print_line
     from fused_rl.trainers.base.text import InputError
     from fused_rl.trainers.run.logger import read_metrics
@@ -31,8 +30,8 @@ def of_run(folder: Path) -> bool:
     path = folder / "config.yaml"
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     command = re.match(r"# fused-rl (\S+)", text)
-    if command is None or command[1] not in TRAINERS:
-        raise InputError(f"{path} is not the config of a run of {', '.join(TRAINERS)}")
+    if command is None or command[1] not in cli.TRAINERS:
+        raise InputError(f"{path} is not the config of a run of {', '.join(cli.TRAINERS)}")
     config = yaml.safe_load(text)
     if precision := re.search(r"^# precision: (\w+)$", text, re.MULTILINE):
         config["dtype"] = precision[1]
