@@ -12,7 +12,11 @@ from fused_rl.objectives.losses import (
     policy_token_loss,
     value_loss,
 )
-from fused_rl.objectives.preferences import preference_loss
+from fused_rl.objectives.preferences import (
+    kl_baseline,
+    preference_loss,
+    unpaired_preference_loss,
+)
 from fused_rl.objectives.presets import PRESETS, PolicyLossOptions, Preset
 from fused_rl.ops.kl import token_kl
 from fused_rl.ops.linear import linear_token_logprobs, linear_token_loss
@@ -38,6 +42,7 @@ __all__ = [
     "group_advantages",
     "importance_ratio",
     "judge",
+    "kl_baseline",
     "kl_estimate",
     "linear_token_kl",
     "linear_token_logprobs",
@@ -53,6 +58,7 @@ __all__ = [
     "token_kl",
     "token_logprobs",
     "topk_kl",
+    "unpaired_preference_loss",
     "value_loss",
     "vocab_parallel_token_kl",
     "vocab_parallel_token_logprobs",

@@ -236,6 +236,30 @@ def policy_loss(
     return total / (1 if loss_agg == "token-sum" else denominator)
 
 
+def unpaired_preference_loss(
+    scores,
+    desirable,
+    *,
+    baseline,
+    desirable_weight=1.0,
+    undesirable_weight=1.0,
+    num_sequences=None,
+):
+    """The loss of `fused_rl.unpaired_preference_loss`: arXiv:2402.01306, eq. 8, one response at a time."""
+    total = 0 * scores.sum()
+    for score, is_desirable in zip(scores, desirable.tolist(), strict=True):
+        if is_desirable:
+            total = total + desirable_weight * (1 - torch.sigmoid(score - baseline))
+        else:
+            total = total + undesirable_weight * (1 - torch.sigmoid(baseline - score))
+    return total / max(len(scores) if num_sequences is None else num_sequences, 1)
+
+
+def kl_baseline(scores):
+    """`fused_rl.kl_baseline` of one rank."""
+    return (scores.detach().sum() / max(len(scores), 1)).clamp(min=0)
+
+
 def _kl(logp, logq):  # sum p (log p - log q); columns without p add nothing
     return (logp.exp() * torch.where(logp.isinf(), 0, logp - logq)).sum(-1)
 

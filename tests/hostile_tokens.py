@@ -170,6 +170,23 @@ def _preferred(x, b):
     return -torch.nn.functional.logsigmoid(x[:, 0] - b.old[:, 0]).sum() / 5
 
 
+def _log_ratios(x, b):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x = torch.where(b.mask, x, x.detach())
+    return (x.to(wide) - b.old.to(wide)).nan_to_num()[:, 0]
+
+
+def _unpaired(op):
+    options = {"desirable_weight": 1.5, "undesirable_weight": 0.5, "num_sequences": 5}
+
+    def call(x, b):
+        scores = _log_ratios(x, b)
+        found = op(scores, b.advantages > 0, baseline=scores.detach().abs().sum() / 5, **options)
+        return found[0] if isinstance(found, tuple) else found
+
+    return call
+
+
 def _mean(x, b):
     return (torch.where(b.mask, x, 0)).sum() / b.mask.sum().clamp(min=1)
 
@@ -221,6 +238,14 @@ FUNCTIONS = {
             x.nan_to_num()[:, 0], b.old.nan_to_num()[:, 0], num_sequences=5
         )[0],
         _preferred,
+    ),
+    "unpaired_preference_loss": Function(
+        _unpaired(fused_rl.unpaired_preference_loss),
+        _unpaired(reference.unpaired_preference_loss),
+    ),
+    "kl_baseline": Function(
+        lambda x, b: fused_rl.kl_baseline(_log_ratios(x, b)),
+        lambda x, b: reference.kl_baseline(_log_ratios(x, b)),
     ),
     "masked_sum": Function(
         lambda x, b: fused_rl.masked_sum(x, b.mask),

@@ -258,8 +258,23 @@ MUTATIONS = {
         "torch.minimum(unclipped, clipped) / 2",
         LOSSES,
     ),
+    "a bad response is pulled up": Mutation(
+        "fused_rl/objectives/preferences.py",
+        "torch.where(desirable, 1.0, -1.0)",
+        "torch.where(desirable, 1.0, 1.0)",
+        "tests/test_preferences.py",
+    ),
+    "the baseline of a rank is its own": Mutation(
+        "fused_rl/objectives/preferences.py",
+        "torch.distributed.all_reduce(total_and_count, group=process_group)",
+        "pass",
+        "tests/test_preferences.py",
+    ),
     "a margin is added to the lead": Mutation(
-        "fused_rl/objectives/preferences.py", "lead = lead - margin", "lead = lead + margin", LOSSES
+        "fused_rl/objectives/preferences.py",
+        "chosen - rejected - margin",
+        "chosen - rejected + margin",
+        LOSSES,
     ),
     "ipo does not divide by the length": Mutation(
         "trainers/dpo.py",
@@ -305,8 +320,8 @@ MUTATIONS = {
     ),
     "smoothed labels are exchanged": Mutation(
         "fused_rl/objectives/preferences.py",
-        "(1 - label_smoothing) * LOSSES[loss_type](lead)",
-        "(1 - label_smoothing) * LOSSES[loss_type](-lead)",
+        "(1 - label_smoothing) * pair_loss(chosen, rejected, margin)",
+        "(1 - label_smoothing) * pair_loss(rejected, chosen, margin)",
         LOSSES,
     ),
     "approx_kl is the log-ratio": Mutation(

@@ -51,6 +51,8 @@ TAKES = {
     "value_loss": {"values": ROWS, "old_values": ROWS, "returns": ROWS, "mask": MASK},
     "entropy_bonus": {"entropy": ROWS, "mask": MASK, "entropy_coef": 1.0},
     "preference_loss": {"chosen_scores": SCORES, "rejected_scores": SCORES},
+    "unpaired_preference_loss": {"scores": SCORES, "desirable": SCORES > 0, "baseline": 0.5},
+    "kl_baseline": {"scores": SCORES},
     "group_advantages": {"rewards": SCORES, "group_size": 2},
     "response_advantages": {"rewards": SCORES, "advantage": "batch-std", "group_size": 2},
     "gae": {"rewards": ROWS, "values": ROWS, "mask": MASK, "gamma": 1.0, "gae_lambda": 1.0},
@@ -166,7 +168,13 @@ def assert_named(call, parameter, came):
 NAN, INF = float("nan"), float("inf")
 COUNTS = {
     "num_tokens": ("policy_loss", "policy_token_loss", "value_loss", "entropy_bonus"),
-    "num_sequences": ("policy_loss", "policy_token_loss", "entropy_bonus", "preference_loss"),
+    "num_sequences": (
+        "policy_loss",
+        "policy_token_loss",
+        "entropy_bonus",
+        "preference_loss",
+        "unpaired_preference_loss",
+    ),
     "max_length": ("policy_loss", "policy_token_loss", "entropy_bonus"),
 }
 NO_COUNTS = {
@@ -277,11 +285,20 @@ WRONG = {
     ): torch.zeros(3),
     ("preference_loss", "margin", "must be a finite number"): NAN,
     ("preference_loss", "label_smoothing", "must be a number from 0 to below 0.5"): 0.5,
-    ("preference_loss", "loss_type", "must be one of sigmoid, hinge, squared; got 'dpo'"): "dpo",
+    ("preference_loss", "loss_type", "must be one of sigmoid, hinge, .*; got 'dpo'"): "dpo",
     ("preference_loss", "centering", "must be a finite number, 0 or more, got -1.0"): -1.0,
     ("preference_loss", "rejected_scores", "must be on the device of chosen_scores"): SCORES.to(
         "meta"
     ),
+    ("unpaired_preference_loss", "desirable", "must be bool, True for a good response"): SCORES,
+    ("unpaired_preference_loss", "desirable", "must be on the device of scores"): (SCORES > 0).to(
+        "meta"
+    ),
+    ("unpaired_preference_loss", "baseline", "must be a finite number, got nan"): NAN,
+    ("unpaired_preference_loss", "baseline", r"must have the shape of one number, \(\)"): SCORES,
+    ("unpaired_preference_loss", "desirable_weight", "must be a finite number, 0 or more"): -0.5,
+    ("unpaired_preference_loss", "undesirable_weight", "must be a finite number, 0 or more"): INF,
+    ("kl_baseline", "process_group", "must be a torch.distributed.ProcessGroup"): -100,
     ("kl_estimate", "ref_logprobs", "must be floating point"): ROWS.long(),
     ("kl_estimate", "old_logprobs", "must be on the device of logprobs, cpu, got meta"): ROWS.to(
         "meta"

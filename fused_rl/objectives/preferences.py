@@ -1,43 +1,109 @@
-"""The loss of pairs of scores: of reward models, and of policies that learn from preferences directly."""
+"""Losses of scores: of pairs, for reward models and policies, and of single responses that are good or bad."""
+
+from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from fused_rl.base.checks import (
     check_choice,
     check_count,
+    check_device,
     check_floating,
     check_like,
+    check_process_group,
     check_range,
+    check_shape,
+    described,
 )
 from fused_rl.objectives.aggregation import divisor
 
-LOSSES = {  # of the lead of the chosen score
-    "sigmoid": lambda lead: -torch.nn.functional.logsigmoid(lead),
-    "hinge": lambda lead: torch.relu(1 - lead),
-    "squared": torch.square,
+# Losses of pairs: scores (B,) and the margin, (B,) or a number -> (B,).
+
+
+def _lead(chosen, rejected, margin):
+    return chosen - rejected - margin
+
+
+def _log_odds(logprobs):
+    """log(p / (1 - p)) of p = exp(logprobs); finite for p = 1."""
+    below_1 = torch.where(logprobs == 0, -torch.finfo(logprobs.dtype).tiny, logprobs)
+    return below_1 - torch.log(-torch.expm1(below_1))
+
+
+def _sigmoid(chosen, rejected, margin):
+    """Bradley and Terry; DPO (arXiv:2305.18290, eq. 7)."""
+    return -logsigmoid(_lead(chosen, rejected, margin))
+
+
+def _hinge(chosen, rejected, margin):
+    """SLiC (arXiv:2305.10425, eq. 6)."""
+    return torch.relu(1 - _lead(chosen, rejected, margin))
+
+
+def _squared(chosen, rejected, margin):
+    """IPO (arXiv:2310.12036, eq. 17), whose margin is 1 / (2 tau)."""
+    return _lead(chosen, rejected, margin).square()
+
+
+def _orpo(chosen, rejected, margin):
+    """ORPO's odds ratio (arXiv:2403.07691, eq. 7): the scores are log-probabilities."""
+    return -logsigmoid(_lead(_log_odds(chosen), _log_odds(rejected), margin))
+
+
+def _apo_zero(chosen, rejected, margin):
+    """APO-zero (arXiv:2408.06266, eq. 7) plus 1: the chosen score rises above 0, the rejected one falls below."""
+    return torch.sigmoid(-chosen) + torch.sigmoid(rejected)
+
+
+def _apo_down(chosen, rejected, margin):
+    """APO-down (arXiv:2408.06266, eq. 8) plus 1: both scores fall, the rejected one further."""
+    return torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)
+
+
+PreferenceLoss = Literal["sigmoid", "hinge", "squared", "orpo", "apo-zero", "apo-down"]
+PREFERENCE_LOSSES: dict[PreferenceLoss, Callable[..., Tensor]] = {
+    "sigmoid": _sigmoid,
+    "hinge": _hinge,
+    "squared": _squared,
+    "orpo": _orpo,
+    "apo-zero": _apo_zero,
+    "apo-down": _apo_down,
 }
+WITHOUT_MARGIN = ("apo-zero", "apo-down")
 
 
 def preference_loss(
     chosen_scores: Tensor,
     rejected_scores: Tensor,
     *,
-    loss_type: str = "sigmoid",
+    loss_type: PreferenceLoss = "sigmoid",
     margin: float | Tensor | None = None,
     label_smoothing: float = 0.0,
     centering: float = 0.0,
     num_sequences: int | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss of pairs of scores, of the lead d = chosen - rejected - margin, averaged over pairs.
+    """Loss of pairs of scores, w chosen and l rejected, averaged over pairs.
+
+    With the lead d = w - l - margin,
+
+        "sigmoid"   -log sigmoid(d)                Bradley and Terry, DPO
+        "hinge"     max(0, 1 - d)                  arXiv:2305.10425, eq. 6
+        "squared"   d^2                            IPO, arXiv:2310.12036, eq. 17, whose margin is 1 / (2 tau)
+        "orpo"      -log sigmoid(d) of log-odds    arXiv:2403.07691, eq. 7: d of log(p / (1 - p)) with p = exp(score)
+        "apo-zero"  sigmoid(-w) + sigmoid(l)       arXiv:2408.06266, eq. 7 plus 1: w rises above 0, l falls below
+        "apo-down"  sigmoid(w) + sigmoid(l - w)    arXiv:2408.06266, eq. 8 plus 1: both fall, l further
 
     Args:
-        chosen_scores: (B,) floating point.
+        chosen_scores: (B,) floating point; for "orpo" a response's mean log-probability per token, at most 0.
         rejected_scores: (B,).
-        loss_type: "sigmoid", -log sigmoid(d), of Bradley and Terry; "hinge", max(0, 1 - d) (arXiv:2305.10425, eq. 6);
-            "squared", d^2 (IPO, arXiv:2310.12036, eq. 17, whose margin is 1 / (2 tau)).
-        margin: (B,) or a number by which the chosen one should lead (Llama 2, arXiv:2307.09288, eq. 2); a constant.
-        label_smoothing: the probability that a label is wrong: (1 - e) l(d) + e l(-d).
+        loss_type: a name of the table.
+        margin: (B,) or a number by which the chosen one should lead (Llama 2, arXiv:2307.09288, eq. 2); a constant,
+            which "apo-zero" and "apo-down" do not have.
+        label_smoothing: the probability e that a label is wrong: (1 - e) of the loss, and e of that of the pair
+            exchanged.
         centering: weight of mean((chosen + rejected)^2), which keeps scores around 0 (arXiv:2312.09244).
         num_sequences: pairs in the whole optimizer step; None: B.
 
@@ -48,7 +114,8 @@ def preference_loss(
         two. `min_reward` and `max_reward` are those of this batch and reduce by min and max.
 
     Raises:
-        ValueError: scores that are not (B,), an unknown loss_type, label_smoothing outside [0, 0.5).
+        ValueError: scores that are not (B,), an unknown loss_type, a margin that it does not have, label_smoothing
+            outside [0, 0.5).
     """
     check_floating("chosen_scores", chosen_scores, "(B,)")
     check_like("rejected_scores", rejected_scores, "chosen_scores", chosen_scores)
@@ -57,21 +124,23 @@ def preference_loss(
         margin = margin.detach()
     elif margin is not None:
         check_range("margin", margin, "a finite number", ", a tensor (B,) or None")
-    check_choice("loss_type", loss_type, LOSSES)
+    check_choice("loss_type", loss_type, PREFERENCE_LOSSES)
+    if margin is not None and loss_type in WITHOUT_MARGIN:
+        raise ValueError(f"margin has no meaning with loss_type={loss_type}; leave it out")
     check_count("num_sequences", num_sequences, torch.ones_like(chosen_scores, dtype=torch.bool))
     check_range("label_smoothing", label_smoothing, "a number from 0 to below 0.5")
     check_range("centering", centering, "a finite number, 0 or more")
     dtype = torch.promote_types(chosen_scores.dtype, torch.float32)
     chosen = chosen_scores.to(dtype)
     rejected = rejected_scores.to(dtype)
-    lead = chosen - rejected
-    if margin is not None:
-        lead = lead - margin
+    margin = 0.0 if margin is None else margin
+    pair_loss = PREFERENCE_LOSSES[loss_type]
 
     # conservative labels as in cDPO, https://ericmitchell.ai/cdpo.pdf
-    losses = (1 - label_smoothing) * LOSSES[loss_type](lead)
-    losses = losses + label_smoothing * LOSSES[loss_type](-lead)
+    losses = (1 - label_smoothing) * pair_loss(chosen, rejected, margin)
+    losses = losses + label_smoothing * pair_loss(rejected, chosen, -margin)
     losses = losses + centering * (chosen + rejected).square()
+
     num_sequences = divisor(chosen.numel() if num_sequences is None else num_sequences)
     loss = losses.sum() / num_sequences
     return loss, _preference_metrics(
@@ -94,3 +163,105 @@ def _preference_metrics(loss, chosen, rejected, num_sequences):
         "max_reward": both.amax() if len(both) else both.new_tensor(-torch.inf),
     }
     return {"loss": loss, **sums, **extremes}
+
+
+def unpaired_preference_loss(
+    scores: Tensor,
+    desirable: Tensor,
+    *,
+    baseline: float | Tensor,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    num_sequences: int | Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Kahneman-Tversky loss of single responses that are marked good or bad, averaged over responses.
+
+    With s the score of a response and z the baseline (arXiv:2402.01306, eq. 8),
+
+        desirable_weight (1 - sigmoid(s - z)) for a desirable one, undesirable_weight (1 - sigmoid(z - s)) for others.
+
+    Args:
+        scores: (N,) floating point, beta (log pi - log pi_ref) of each response, summed over its tokens.
+        desirable: (N,) bool, True for a good response.
+        baseline: the score with which all are compared, a number or (); a constant: `kl_baseline` of mismatched
+            responses. 0 makes it the unpaired form of APO-zero (arXiv:2408.06266).
+        desirable_weight: weight of good responses.
+        undesirable_weight: weight of the others. The paper keeps the ratio of the two sums of weights within 1 to 4/3.
+        num_sequences: responses in the whole optimizer step; None: N.
+
+    Returns:
+        The loss, a scalar in at least fp32, differentiable in `scores`; and a dict of detached scalars, sums over
+        responses / num_sequences, which over micro-batches and ranks add up: `loss`; `accuracy`, of scores on the right
+        side of the baseline, on it half; `desirable`, the fraction of good responses; `desirable_rewards` and
+        `undesirable_rewards`, the scores of either kind. The mean score of the good responses is
+        desirable_rewards / desirable, that of the others undesirable_rewards / (1 - desirable).
+
+    Raises:
+        ValueError: scores and labels that are not (N,), a weight or baseline that is not a finite number.
+    """
+    check_floating("scores", scores, "(N,)")
+    check_shape("desirable", desirable, "scores", scores.shape)
+    if desirable.dtype != torch.bool:
+        raise ValueError(
+            f"desirable must be bool, True for a good response, got {described(desirable)}; compare the labels"
+        )
+    check_device("desirable", desirable, scores.device, "scores")
+    if isinstance(baseline, Tensor):
+        check_floating("baseline", baseline)
+        check_shape("baseline", baseline, "one number", ())
+        baseline = baseline.detach()
+    else:
+        check_range("baseline", baseline, "a finite number", ", or a tensor of one, ()")
+    check_range("desirable_weight", desirable_weight, "a finite number, 0 or more")
+    check_range("undesirable_weight", undesirable_weight, "a finite number, 0 or more")
+    check_count("num_sequences", num_sequences, torch.ones_like(desirable))
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    num_sequences = divisor(scores.numel() if num_sequences is None else num_sequences)
+
+    sign = torch.where(desirable, 1.0, -1.0).to(scores.dtype)
+    lead = sign * (scores - baseline)
+    weights = torch.where(desirable, desirable_weight, undesirable_weight).to(scores.dtype)
+    # sigmoid(-x) is 1 - sigmoid(x), and keeps its digits where that is near 0
+    loss = (weights * torch.sigmoid(-lead)).sum() / num_sequences
+
+    scores = scores.detach()
+    per_response = {
+        "accuracy": torch.heaviside(lead.detach(), lead.new_full((), 0.5)),
+        "desirable": desirable.to(scores.dtype),
+        "desirable_rewards": torch.where(desirable, scores, 0),
+        "undesirable_rewards": torch.where(desirable, 0, scores),
+    }
+    sums = {name: values.sum() / num_sequences for name, values in per_response.items()}
+    return loss, {"loss": loss.detach(), **sums}
+
+
+@torch.no_grad()
+def kl_baseline(
+    scores: Tensor, *, process_group: torch.distributed.ProcessGroup | None = None
+) -> Tensor:
+    """Baseline of `unpaired_preference_loss`: the mean score of mismatched responses, at least 0.
+
+    A mismatched response is that of another prompt, such as the next row's. Its score is of the policy that is trained,
+    measured without gradients. Over a step, the mean estimates the KL to the reference (arXiv:2402.01306, section 4.2).
+
+    Args:
+        scores: (N,) floating point, beta (log pi - log pi_ref) of each mismatched response.
+        process_group: the mean is then that over all its ranks, all of which call; a rank may have none.
+
+    Returns:
+        (), at least fp32, not differentiable; 0 where there is no response.
+
+    Raises:
+        ValueError: scores that are not (N,).
+    """
+    check_floating("scores", scores, "(N,)")
+    check_process_group(process_group)
+    # fp64: however the responses are divided over ranks, the sum is the same
+    total_and_count = torch.stack(
+        [scores.double().sum(), scores.new_tensor(len(scores), dtype=torch.float64)]
+    )
+    if process_group is not None:
+        torch.distributed.all_reduce(total_and_count, group=process_group)
+    total, count = total_and_count
+    mean = total / count.clamp(min=1)
+    return mean.clamp(min=0).to(torch.promote_types(scores.dtype, torch.float32))
