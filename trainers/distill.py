@@ -53,6 +53,7 @@ class DistillConfig(ScorerConfig, SamplingRunConfig):
         "prompts_per_step",
         "max_new_tokens",
     )
+    outside_footprint: ClassVar = "tiles of logits and the teacher"
     minibatches: ClassVar = 1
     epochs: ClassVar = 1
 

@@ -25,6 +25,7 @@ import torch
 
 import fused_rl
 from fused_rl.trainers.base import ranks
+from fused_rl.trainers.base.memory import Footprint
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.policy.evaluate import evaluate
@@ -70,6 +71,17 @@ class GRPOConfig(ScorerConfig, GroupConfig, ReferenceConfig, PolicyConfig):
     old_logprobs: Literal["sampler"] | None = None
     """Take ratios to the log-probabilities that the sampler reported, as dppo-tv, dppo-kl and ipo expect, without
     rollout_correction; None takes those of the policy before the update."""
+
+    def footprint(self) -> Footprint:
+        has_copy = needs_reference(self) and not self.lora_rank
+        return (
+            super()
+            .footprint()
+            ._replace(
+                responses_per_prompt=1 if self.share_prompts is False else self.group_size,
+                frozen_models=int(has_copy),
+            )
+        )
 
 
 def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:

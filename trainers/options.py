@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import pydantic
+import torch
 import yaml
 from pydantic import ConfigDict
 from typing_extensions import Self
 
 from fused_rl.base import checks
-from fused_rl.trainers.base import memory
+from fused_rl.trainers.base import engine, memory, ranks
 from fused_rl.trainers.base.text import InputError, name_of, unknown
 
 FILES = (
@@ -404,6 +405,11 @@ class StepsConfig(Options):
     num_train_epochs: Positive | None = None
     """Passes over the training rows, such as 1.5; replaces steps."""
 
+    @property
+    def rows_per_step(self) -> int:
+        """Return the value of `batch_option`."""
+        return getattr(self, self.batch_option)
+
     def in_run(self, per_step: int) -> int | str:
         """Return how many of something a run has if a step has `per_step`; in words before the rows are read."""
         return (
@@ -438,6 +444,9 @@ MAIN = (
 class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig, ModelConfig):
     """The options of every trainer."""
 
+    outside_footprint: ClassVar[str] = "tiles of logits"
+    """What `footprint` does not count."""
+
     seed: Seed = 1
     """Random seed of weights, data order and sampling; on a CPU the same seed gives the same run, bit for bit."""
     eval_every: PositiveInt = 50
@@ -445,9 +454,25 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
     dry_run: bool = False
     """Print the resolved configuration and the batch arithmetic, check that model and rows exist, then stop."""
 
-    def check(self) -> None:
-        super().check()
-        self.micro_batch_size = self.micro_batch_size or memory.fitting(self)
+    def footprint(self) -> memory.Footprint:
+        """Return what the run keeps on each device, and the lengths of its sequences."""
+        sixteen_bits = engine.torch_dtype(self) == torch.bfloat16
+        return memory.Footprint(
+            zero_stage=self.zero_stage,
+            processes=ranks.processes(),
+            sixteen_bits=sixteen_bits,
+            has_masters=sixteen_bits or (self.zero_stage > 0 and torch.cuda.is_available()),
+            checkpointing=self.gradient_checkpointing,
+            prompt_tokens=self.max_prompt_length,
+            lora_rank=self.lora_rank,
+        )
+
+    def resolve(self) -> None:
+        """Choose the micro-batch's size where none is given, when a run begins: on a GPU this reads the model."""
+        if self.micro_batch_size is None:
+            self.micro_batch_size = memory.fitting_micro_batch(
+                self.model, self.revision, self.footprint()
+            )
 
 
 # What is done with a run, not what the run is.

@@ -25,6 +25,7 @@ import torch
 
 import fused_rl
 from fused_rl.trainers.base import engine
+from fused_rl.trainers.base.memory import Footprint
 from fused_rl.trainers.base.ranks import global_counts, world_size
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.models.reward_model import save_reward_model
@@ -81,6 +82,10 @@ class PPOConfig(ScorerConfig, CreditConfig, CriticConfig, PolicyConfig):
             "epochs",
         ),
     )
+
+    def footprint(self) -> Footprint:
+        has_copy = self.kl_coef > 0 and not self.lora_rank
+        return super().footprint()._replace(trained_models=2, frozen_models=int(has_copy))
 
     def planned(self) -> "PPOConfig":
         """Return the config with the steps of `critic_only`, where they are given."""

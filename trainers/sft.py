@@ -14,6 +14,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 
 from fused_rl.trainers.base import engine, ranks
+from fused_rl.trainers.base.memory import Footprint
 from fused_rl.trainers.base.ranks import divide_over
 from fused_rl.trainers.base.screen import bar, phase
 from fused_rl.trainers.base.text import InputError
@@ -56,6 +57,9 @@ class SFTConfig(RunConfig):
     packing: bool | None = None
     """Put several demonstrations into one row of the model's input, where that is cheaper than padding; none sees
     another. None packs if the model's attention allows it."""
+
+    def footprint(self) -> Footprint:
+        return super().footprint()._replace(prompt_tokens=0, response_tokens=self.max_length)
 
 
 def arithmetic(config: SFTConfig, world: int) -> dict[str, object]:

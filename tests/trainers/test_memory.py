@@ -66,7 +66,12 @@ def test_a_gpu_gets_the_micro_batch_that_it_holds(gib, chosen, tmp_path, monkeyp
         "verifiers": "exact",
     }
     config = GRPOConfig(**options, dtype="bfloat16")
+    assert config.micro_batch_size is None  # making a config reads no model
+    config.resolve()
     assert config.micro_batch_size == chosen
-    assert GRPOConfig(**options, micro_batch_size=3).micro_batch_size == 3
-    needed = memory.parts(config, memory.sizes_of(config.model, None), 1)
+    given = GRPOConfig(**options, micro_batch_size=3)
+    given.resolve()
+    assert given.micro_batch_size == 3
+    sizes = memory.sizes_of(config.model, None)
+    needed = memory.bytes_per_process(sizes, config.footprint(), chosen)
     assert chosen == 1 or sum(needed.values()) < 0.75 * (gib << 30)

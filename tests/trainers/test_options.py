@@ -132,9 +132,9 @@ def test_a_preset_brings_its_advantage_and_an_option_overrides_it(argv, advantag
 
 
 def test_batch_arithmetic():
-    found = grpo.arithmetic(
-        made("--prompts_per_step", "6", "--group_size", "4", "--epochs", "3", "--steps", "5"), 2
-    )
+    config = made("--prompts_per_step", "6", "--group_size", "4", "--epochs", "3", "--steps", "5")
+    config.resolve()
+    found = grpo.arithmetic(config, 2)
     assert found["responses per process and step"] == 12
     assert found["responses per process and minibatch"] == 6
     assert found["optimizer updates in the run"] == 5 * 2 * 3
@@ -170,7 +170,9 @@ def test_dry_run_prints_the_resolved_config(files, tmp_path, capsys):
     assert "# servers, not asked yet: http://127.0.0.1:9 http://127.0.0.1:10" in printed
     (tmp_path / "printed.yaml").write_text(printed)
     again = parse(grpo.GRPOConfig, ["--config", str(tmp_path / "printed.yaml"), "--overwrite"])
-    assert again == parse(grpo.GRPOConfig, argv)
+    config = parse(grpo.GRPOConfig, argv)
+    config.resolve()
+    assert again == config
 
 
 def test_every_recipe_parses():

@@ -14,6 +14,7 @@ import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,11 +24,23 @@ from torch import nn
 from fused_rl.trainers.base import optim, zero
 from fused_rl.trainers.base.ranks import rank, world_size
 from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.options import EngineConfig, OptimConfig
 
 TIMEOUT = timedelta(
     minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "30"))
 )  # to start, and of a collective
+
+
+class EngineOptions(Protocol):
+    """The options of memory, precision and the division over processes, as `EngineConfig` declares them."""
+
+    @property
+    def zero_stage(self) -> int: ...
+    @property
+    def offload(self) -> bool: ...
+    @property
+    def stage3_param_persistence_threshold(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
 
 
 def quiet() -> None:
@@ -87,7 +100,7 @@ def _leave() -> None:
         time.sleep(0.2)  # gloo's threads must drop their last work before the interpreter goes
 
 
-def torch_dtype(config: EngineConfig) -> torch.dtype:
+def torch_dtype(config: EngineOptions) -> torch.dtype:
     """Return the dtype of weights and activations that `config.dtype` stands for on this machine."""
     if config.dtype == "auto":
         # bf16 on a GPU that computes in it (from sm_80 on): an older one would emulate it.
@@ -102,9 +115,11 @@ def torch_dtype(config: EngineConfig) -> torch.dtype:
     return getattr(torch, config.dtype)
 
 
-def _deepspeed_config(config: EngineConfig, *, max_grad_norm: float) -> dict:
+def _deepspeed_config(config: EngineOptions, *, max_grad_norm: float) -> dict:
     partition = {
-        "stage": 1 if zero.own_step(config) else config.zero_stage,
+        "stage": 1
+        if zero.own_step(config.zero_stage, offload=config.offload)
+        else config.zero_stage,
         "stage3_param_persistence_threshold": config.stage3_param_persistence_threshold,
         "stage3_gather_16bit_weights_on_model_save": True,
     }
@@ -112,7 +127,7 @@ def _deepspeed_config(config: EngineConfig, *, max_grad_norm: float) -> dict:
         partition["offload_optimizer"] = {"device": "cpu"}
         if config.zero_stage == 3:
             partition["offload_param"] = {"device": "cpu"}
-    if zero.own_step(config):
+    if zero.own_step(config.zero_stage, offload=config.offload):
         partition["contiguous_gradients"] = (
             False  # no hooks that copy gradients: autograd adds them up
         )
@@ -128,7 +143,9 @@ def _deepspeed_config(config: EngineConfig, *, max_grad_norm: float) -> dict:
     }
 
 
-def initialize(model: nn.Module, optim_config: OptimConfig, config: EngineConfig, updates: int):
+def initialize(
+    model: nn.Module, optim_config: optim.OptimOptions, config: EngineOptions, updates: int
+):
     """Return a DeepSpeed engine that trains `model` with AdamW for `updates` optimizer steps."""
     import deepspeed
 
@@ -154,7 +171,7 @@ def initialize(model: nn.Module, optim_config: OptimConfig, config: EngineConfig
             False  # which copies every gradient twice, to average one of them
         )
     engine.clipping = clipping
-    if zero.own_step(config):
+    if zero.own_step(config.zero_stage, offload=config.offload):
         zero.Step(engine)
     return engine
 
@@ -191,7 +208,7 @@ def optimizer_step(engine, step: int) -> dict[str, float]:
     return {"lr": lr, "optim/grad_norm": norm}
 
 
-def initialize_frozen(model: nn.Module, config: EngineConfig):
+def initialize_frozen(model: nn.Module, config: EngineOptions):
     """Return `model` for forward passes alone; ZeRO 3 partitions its weights too."""
     if config.zero_stage < 3:
         return model

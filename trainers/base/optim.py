@@ -1,15 +1,36 @@
-"""AdamW, its schedule and clipping, as an `OptimConfig` describes them."""
+"""AdamW, its schedule and clipping."""
 
 import math
+from typing import Protocol
 
 import torch
 from torch import nn
 
 import fused_rl
-from fused_rl.trainers.options import OptimConfig
 
 
-def adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
+class OptimOptions(Protocol):
+    """The optimizer's options, as `OptimConfig` declares them."""
+
+    @property
+    def lr(self) -> float: ...
+    @property
+    def lr_schedule(self) -> str: ...
+    @property
+    def warmup_steps(self) -> int: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def adam_beta2(self) -> float: ...
+    @property
+    def adam_eps(self) -> float: ...
+    @property
+    def tf_adam(self) -> bool: ...
+    @property
+    def max_grad_norm(self) -> float: ...
+
+
+def adamw(parameters: list[nn.Parameter], config: OptimOptions) -> torch.optim.AdamW:
     """Return AdamW (arXiv:1711.05101) over `parameters`; norms and biases, which have one dimension, do not decay."""
     decayed = [p for p in parameters if p.dim() > 1 or not config.weight_decay]
     spared = [p for p in parameters if p.dim() < 2 and config.weight_decay]
@@ -24,7 +45,7 @@ def adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.Ad
     return fused_rl.tf_adam_epsilon(optimizer) if config.tf_adam else optimizer
 
 
-def schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, updates: int):
+def schedule(optimizer: torch.optim.Optimizer, config: OptimOptions, updates: int):
     """Return the learning rate's schedule over `updates` steps: a warm-up, then constant or annealed to zero."""
     from transformers import get_scheduler
 

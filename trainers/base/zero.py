@@ -11,7 +11,6 @@ import torch
 
 from fused_rl.optim import sum_of_squares
 from fused_rl.trainers.base.ranks import world_size
-from fused_rl.trainers.options import EngineConfig
 
 COMPARED = ("0.19.8",)  # versions of DeepSpeed whose step gives these bits
 SPAN = (
@@ -19,10 +18,10 @@ SPAN = (
 )  # elements that stay in the cache; of whole vectors, which decide about a weight's last bit
 
 
-def own_step(config: EngineConfig) -> bool:
+def own_step(zero_stage: int, *, offload: bool = False) -> bool:
     """Return True if the step of an engine is the one here; DeepSpeed is then told ZeRO 1."""
-    on_cpu = not torch.cuda.is_available() and not config.offload
-    if not on_cpu or world_size() > 1 or config.zero_stage not in (1, 2):
+    on_cpu = not torch.cuda.is_available() and not offload
+    if not on_cpu or world_size() > 1 or zero_stage not in (1, 2):
         return False
     import deepspeed
 

@@ -87,8 +87,12 @@ class Encoder:
     @classmethod
     def of(cls, config: DataConfig, tokenizer) -> "Encoder":
         """Return the encoder that a run's config describes."""
-        names = ("raw_prompt", "system_prompt", "chat_template_kwargs")
-        return cls(tokenizer, **{name: getattr(config, name) for name in names})
+        return cls(
+            tokenizer,
+            raw_prompt=config.raw_prompt,
+            system_prompt=config.system_prompt,
+            chat_template_kwargs=config.chat_template_kwargs,
+        )
 
     def prompt(self, rows: Rows, i: int, column: str | None) -> list[int]:
         """Return the token ids of row i's prompt, up to where the response begins."""

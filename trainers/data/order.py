@@ -58,7 +58,7 @@ Config = TypeVar("Config", bound=StepsConfig)
 
 def in_steps(config: Config, rows: int) -> Config:
     """Return the config with the steps that its passes over `rows` rows come to; refuse a step of more than these."""
-    per_step = getattr(config, config.batch_option)
+    per_step = config.rows_per_step
     if per_step > rows:
         what = f"{config.batch_option}={per_step}, but there are {rows} rows to train on"
         raise InputError(f"{what}: a step would take some of them twice; choose at most {rows}")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from fused_rl.trainers.base import ranks
+from fused_rl.trainers.base.memory import Footprint
 from fused_rl.trainers.base.screen import bar, print_rank0
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode
@@ -45,6 +46,9 @@ class PairsConfig(RunConfig):
     """Pairs per optimizer step, over all ranks."""
     label_smoothing: Smoothing = 0.0
     """Probability that a label is wrong."""
+
+    def footprint(self) -> Footprint:
+        return super().footprint()._replace(response_tokens=self.max_response_length)
 
 
 def arithmetic(config: PairsConfig, world: int) -> dict[str, object]:

@@ -8,6 +8,7 @@ import torch
 import fused_rl
 from fused_rl.objectives.presets import PolicyLossOptions, PresetName, resolve_options
 from fused_rl.trainers import options as config
+from fused_rl.trainers.base.memory import Footprint
 from fused_rl.trainers.base.text import InputError, load_function
 from fused_rl.trainers.options import (
     Needs,
@@ -85,6 +86,9 @@ class SamplingRunConfig(RolloutConfig, RunConfig):
             "--server, or --zero_stage 2",
         ),
     )
+
+    def footprint(self) -> Footprint:
+        return super().footprint()._replace(response_tokens=self.max_new_tokens)
 
 
 class PolicyConfig(SamplingRunConfig, LossConfig):

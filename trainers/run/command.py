@@ -57,6 +57,7 @@ def describe(config: RunConfig, arithmetic: Arithmetic) -> str:
     """Return the resolved config as YAML that `--config` reads back, with the batch arithmetic as comments."""
     with contextlib.redirect_stdout(sys.stderr):  # what reading says is no YAML
         RunFolder(config).check()
+        config.resolve()
         tokenizer = load_tokenizer(config.model, config.revision)
         rows, _ = load_train_eval(config)
         encoder = Encoder.of(config, tokenizer)
@@ -70,7 +71,16 @@ def describe(config: RunConfig, arithmetic: Arithmetic) -> str:
         # With all turns a row is as many demonstrations, whose number is known after encoding only.
         splits_rows = getattr(config, "assistant_turns", "last") == "all"
         counted = config if splits_rows else in_steps(config, len(rows))
-        needed = memory.described(counted, ranks.processes())
+        needed = memory_line(counted)
     lines = [f"# {key}: {value}" for key, value in arithmetic(counted, ranks.processes()).items()]
     lines += [] if needed is None else [f"# memory per process: {needed}"]
     return "\n".join([to_yaml(config), "# batch arithmetic", *lines])
+
+
+def memory_line(config: RunConfig) -> str | None:
+    """Return the estimate of a step's memory in words; None where the model's config cannot be read."""
+    sizes = memory.sizes_of(config.model, config.revision)
+    if sizes is None or config.micro_batch_size is None:
+        return None
+    needed = memory.bytes_per_process(sizes, config.footprint(), config.micro_batch_size)
+    return memory.in_words(needed, left_out=config.outside_footprint)

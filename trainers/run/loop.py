@@ -64,6 +64,7 @@ class Run:
             raise InputError(
                 f"dry_run is for the command: fused-rl {config.command} … --dry_run; leave it out"
             )
+        config.resolve()
         arithmetic(config, ranks.processes())
         self.device = engine.setup(config.seed)
         ranks.check_equal({"command": config.command, **config.to_dict()})
@@ -106,7 +107,7 @@ class Run:
             print_rank0(f"resume: continues with other inputs: {', '.join(changed)}")
         self.problems = len(held_out)
         self.config = self.store.config = in_steps(config, len(rows))
-        self.order = RowOrder(len(rows), getattr(config, config.batch_option), config.seed)
+        self.order = RowOrder(len(rows), config.rows_per_step, config.seed)
         return self.config
 
     def start(
