@@ -9,6 +9,8 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import math
+import operator
 import os
 import re
 import textwrap
@@ -21,55 +23,33 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 import pydantic
 import torch
 import yaml
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict
+from pydantic.types import AllowInfNan
 from typing_extensions import Self
 
 from fused_rl.base import checks
 from fused_rl.trainers.base import engine, memory, ranks
 from fused_rl.trainers.base.text import InputError, name_of, unknown
 
-FILES = (
-    ".jsonl",
-    ".json",
-    ".csv",
-    ".parquet",
-)  # a dataset that ends so is a file, any other a name
+# A dataset that ends so is a file, any other a name.
+FILES = (".jsonl", ".json", ".csv", ".parquet")
 
 
-# Numbers with a range, in the words that --help and errors say; NaN is in none of them.
-Finite = Annotated[float, "a finite number"]
-Positive = Annotated[float, "a finite number above 0"]
-NonNegative = Annotated[float, "a finite number, 0 or more"]
-Unit = Annotated[float, "a number from 0 to 1"]
-PositiveFraction = Annotated[float, "a number above 0, at most 1"]
-Fraction = Annotated[float, "a number above 0, below 1"]
-Decay = Annotated[float, "a number from 0 to below 1"]
-Smoothing = Annotated[float, "a number from 0 to below 0.5"]
-Temperature = Annotated[float, "a number from 1e-06 to 1e+06"]
-PositiveInt = Annotated[int, "a whole number above 0"]
-NonNegativeInt = Annotated[int, "a whole number, 0 or more"]
-Seed = Annotated[int, "a whole number from 0 to 2^31 - 1"]
-
-RANGES = checks.RANGES | {
-    "a number from 0 to below 1": lambda x: 0 <= x < 1,
-    "a number above 0, below 1": lambda x: 0 < x < 1,
-    "a number from 1e-06 to 1e+06": lambda x: (
-        checks.LEAST_TEMPERATURE <= x <= checks.MOST_TEMPERATURE
-    ),
-    "a whole number above 0": lambda x: x > 0,
-    "a whole number, 0 or more": lambda x: x >= 0,
-    "a whole number from 0 to 2^31 - 1": lambda x: 0 <= x < 2**31,
-}
-WORDS = {
-    (bool,): "true or false",
-    (str,): "text",
-    (str, Callable): "text",
-    (str, list[str]): "text, or a list of texts",
-    (list[Finite],): "a list of finite numbers",
-    (list[Finite | None],): "a list of finite numbers, or of null",
-    (str, dict[str, str]): "text, or a mapping from names to texts",
-    (dict[str, Any],): "a mapping from names to values, such as {enable_thinking: false}",
-}
+# Numbers with a range; NaN is in none of them, and `in_words` says each one in --help and in errors.
+IsFinite = AllowInfNan(allow_inf_nan=False)
+Finite = Annotated[float, IsFinite]
+Positive = Annotated[float, Gt(0), IsFinite]
+NonNegative = Annotated[float, Ge(0), IsFinite]
+Unit = Annotated[float, Ge(0), Le(1)]
+PositiveFraction = Annotated[float, Gt(0), Le(1)]
+Fraction = Annotated[float, Gt(0), Lt(1)]
+Decay = Annotated[float, Ge(0), Lt(1)]
+Smoothing = Annotated[float, Ge(0), Lt(0.5)]
+Temperature = Annotated[float, Ge(checks.LEAST_TEMPERATURE), Le(checks.MOST_TEMPERATURE)]
+PositiveInt = Annotated[int, Gt(0)]
+NonNegativeInt = Annotated[int, Ge(0)]
+Seed = Annotated[int, Ge(0), Le(2**31 - 1)]
 
 
 class Needs(NamedTuple):
@@ -115,13 +95,21 @@ class Options(pydantic.BaseModel):
             except pydantic.ValidationError as error:
                 raise first_of(error, type(self), {name: value}) from None
 
+    @classmethod
+    def all_needs(cls) -> list[Needs]:
+        """Return the needs of all groups of options in this one."""
+        return [need for group in cls.__mro__ for need in vars(group).get("needs", ())]
+
     def check(self) -> None:
         """Check that each option that was given has a meaning; at construction, and again when a run begins."""
-        for group in type(self).__mro__:
-            for need in vars(group).get("needs", ()):
-                value = getattr(self, need.option)  # null, false and 0 request nothing
-                if value and need.option in self.model_fields_set and not need.met(self):
-                    raise InputError(f"{need.option}={value} {need.unmet}")
+        for need in self.all_needs():
+            value = getattr(self, need.option)  # null, false and 0 request nothing
+            if value and need.option in self.model_fields_set and not need.met(self):
+                raise InputError(f"{need.option}={value} {need.unmet}")
+
+    def has_meaning(self, name: str) -> bool:
+        """Return True if the other options give an option a meaning, such as a server to the server's timeout."""
+        return all(need.met(self) for need in self.all_needs() if need.option == name)
 
     def replace(self, **options: Any) -> Self:
         """Return a copy with other values, which are not checked."""
@@ -134,13 +122,6 @@ class Options(pydantic.BaseModel):
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         is_home = isinstance(value, str) and re.fullmatch(r"~/\S*", value)
         return os.path.expanduser(value) if is_home else value
-
-    @pydantic.field_validator("*")
-    @classmethod
-    def _in_its_range(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
-        if not _fits(kinds_of(cls)[str(info.field_name)], value):
-            raise ValueError("out of its range")
-        return value
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options as YAML and metrics have them, a function by its name."""
@@ -170,24 +151,82 @@ def _choices(kind: Any) -> tuple[Any, ...]:
     return tuple(choice for choice in choices if choice is not type(None))
 
 
-def _fits(kind: Any, value: Any) -> bool:
-    """Return True if a value of the type is in the type's range."""
-    for choice in _choices(kind):
-        if typing.get_origin(choice) is Annotated and value is not None:
-            return RANGES[choice.__metadata__[0]](value)
-        if typing.get_origin(choice) is list and isinstance(value, list):
-            return all(_fits(typing.get_args(choice)[0], one) for one in value)
-    return True
+# A value of a simple type, and several of them.
+NAMES = {bool: "true or false", str: "text", Any: "a value"}
+PLURALS = {str: "texts", float: "finite numbers", Any: "values"}
 
 
 def in_words(kind: Any) -> str:
-    """Return the values that an option of this type takes, in words."""
-    first, *others = _choices(kind)
-    if typing.get_origin(first) is Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(first)))
-    return (
-        first.__metadata__[0] if typing.get_origin(first) is Annotated else WORDS[(first, *others)]
-    )
+    """Return the values that an option of this type takes, in words; None, which most take, goes without saying."""
+    names = []
+    for choice in _choices(kind):
+        arguments = typing.get_args(choice)
+        origin = typing.get_origin(choice)
+        if origin is Literal:
+            names.append("one of " + ", ".join(map(str, arguments)))
+        elif origin is Annotated:
+            names.append(_number_in_words(*arguments))
+        elif origin is list:
+            names.append("a list of " + _plural(arguments[0]))
+        elif origin is dict:
+            names.append("a mapping from names to " + _plural(arguments[1]))
+        elif choice in NAMES:  # a function, which a command line cannot give, has no name
+            names.append(NAMES[choice])
+    return ", or ".join(names)
+
+
+def _plural(kind: Any) -> str:
+    (choice,) = _choices(kind)
+    base = typing.get_args(choice)[0] if typing.get_origin(choice) is Annotated else choice
+    allows_none = type(None) in typing.get_args(kind)
+    return PLURALS[base] + (", or of null" if allows_none else "")
+
+
+def _number_in_words(base: type, *constraints: Any) -> str:
+    """Return a range as words."""
+    limits: dict[str, Any] = {}
+    for constraint in constraints:
+        limits |= dataclasses.asdict(constraint)
+    for name, limit in limits.items():
+        limits[name] = f"{limit:g}" if isinstance(limit, float) else str(limit)
+    noun = "a whole number" if base is int else "a number"
+    match limits:
+        case {"ge": low, "le": high}:
+            return f"{noun} from {low} to {high}"
+        case {"ge": low, "lt": high}:
+            return f"{noun} from {low} to below {high}"
+        case {"gt": low, "le": high}:
+            return f"{noun} above {low}, at most {high}"
+        case {"gt": low, "lt": high}:
+            return f"{noun} above {low}, below {high}"
+
+    # Without an upper end: is infinity a value?
+    noun = "a finite number" if "allow_inf_nan" in limits else noun
+    match limits:
+        case {"ge": low}:
+            or_infinite = ", or inf" if noun == "a number" else ""
+            return f"{noun}, {low} or more{or_infinite}"
+        case {"gt": low}:
+            return f"{noun} above {low}"
+    return noun
+
+
+def _constrained(kind: Any) -> Any:
+    """Return a type of the library, whose numbers say their ranges in words, with pydantic's constraints."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return functools.reduce(operator.or_, map(_constrained, typing.get_args(kind)))
+    if typing.get_origin(kind) is not Annotated:
+        return kind
+    base, words = typing.get_args(kind)
+    low, high, ends = checks.RANGES[words]
+    constraints: list[Any] = []
+    if low > -math.inf:
+        constraints.append(Ge(low) if low in ends else Gt(low))
+    if high < math.inf:
+        constraints.append(Le(high) if high in ends else Lt(high))
+    elif high not in ends:
+        constraints.append(IsFinite)
+    return Annotated[(base, *constraints)]
 
 
 def first_of(
@@ -216,12 +255,13 @@ def options_from(source: type, **defaults: Any) -> type[Options]:
         for field, under in itertools.pairwise(tree.body):
             if isinstance(field, ast.AnnAssign) and isinstance(under, ast.Expr):
                 docs[field.target.id] = inspect.cleandoc(under.value.value)
-    made = {}
-    for name in [field.name for field in dataclasses.fields(source)]:
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(source):
+        name, kind = field.name, _constrained(kinds[field.name])
         described = pydantic.Field(default=defaults.get(name), description=docs[name])
-        made[name] = (kinds[name] if name in defaults else kinds[name] | None, described)
+        fields[name] = (kind if name in defaults else kind | None, described)
     return pydantic.create_model(
-        f"Of{source.__name__}", __base__=Options, __doc__=source.__doc__, **made
+        f"Of{source.__name__}", __base__=Options, __doc__=source.__doc__, **fields
     )
 
 
@@ -477,11 +517,25 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
 
 # What is done with a run, not what the run is.
 ACTIONS = ("resume", "resume_from", "accept_changes", "overwrite", "dry_run")
+# What a reader looks for first, in --help all and config.yaml.
+FIRST = ("model", "dataset", "output_dir")
 
 
 def to_yaml(config: Options) -> str:
-    """Return the complete config as YAML that `--config` reads back."""
-    values = {name: value for name, value in config.to_dict().items() if name not in ACTIONS}
+    """Return the config as YAML that `--config` reads back.
+
+    Options that have no meaning beside the others, such as those of a surrogate that is not chosen, are left out unless
+    they were given.
+    """
+    values = config.to_dict()
     if values.get("num_train_epochs") is not None:
         values["steps"] = None  # what they come to is not an option
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    for action in ACTIONS:
+        values.pop(action, None)
+    first = {name: values.pop(name) for name in FIRST if name in values}
+    others = {
+        name: value
+        for name, value in values.items()
+        if name in config.model_fields_set or config.has_meaning(name)
+    }
+    return yaml.safe_dump(first | others, sort_keys=False, allow_unicode=True)

@@ -165,6 +165,8 @@ def test_dry_run_prints_the_resolved_config(files, tmp_path, capsys):
     ]
     grpo.main([*argv, "--dry_run"])
     printed = capsys.readouterr().out
+    assert re.match(r"model: .*\ndataset: .*\noutput_dir: ", printed)
+    assert "server_timeout" in printed and "sapo_temperature_pos" not in printed
     assert "lr: 0.25" in printed and "verifiers:\n- reasoning_gym\n" in printed
     assert "# responses per step: 256 = 32 prompts x 8" in printed
     assert "# servers, not asked yet: http://127.0.0.1:9 http://127.0.0.1:10" in printed

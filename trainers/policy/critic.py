@@ -70,7 +70,7 @@ def load_critic(config: RunConfig, tokenizer, device: torch.device, updates: int
         return engine.initialize(critic, OptimConfig(**optim), config, updates)
 
 
-class CreditConfig(RolloutConfig, KLConfig):
+class CreditConfig(KLConfig, RolloutConfig):
     """How scores become the reward, the advantage and the return of each token."""
 
     gamma: Unit = 1.0

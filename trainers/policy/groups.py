@@ -25,7 +25,7 @@ from fused_rl.trainers.rollouts.types import Prompt, Rollout, Scorer
 ADVANTAGES = get_args(ResponseAdvantage)
 
 
-class GroupConfig(RolloutConfig, LossConfig):
+class GroupConfig(LossConfig, RolloutConfig):
     """How the scores of a group become rewards and advantages, and which groups are trained on."""
 
     group_size: PositiveInt = 8

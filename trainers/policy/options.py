@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 import fused_rl
-from fused_rl.objectives.presets import PolicyLossOptions, PresetName, resolve_options
+from fused_rl.objectives.presets import BOUNDS, PolicyLossOptions, PresetName, resolve_options
+from fused_rl.objectives.surrogates import SURROGATES
 from fused_rl.trainers import options as config
 from fused_rl.trainers.base.memory import Footprint
 from fused_rl.trainers.base.text import InputError, load_function
@@ -23,6 +24,7 @@ from fused_rl.trainers.options import (
 from fused_rl.trainers.rollouts.options import SamplerConfig
 
 LOSS = tuple(PolicyLossOptions.__dataclass_fields__)
+OF_SURROGATES = {name for surrogate in SURROGATES.values() for name in surrogate.reads}
 # Two weights are numbers, on which other options depend; what is None is the preset's.
 if TYPE_CHECKING:
 
@@ -69,6 +71,15 @@ class LossConfig(_OfTheLoss):
     epochs: PositiveInt = 1
     """Passes over a rollout."""
 
+    def has_meaning(self, name: str) -> bool:
+        if name in OF_SURROGATES:
+            surrogate = SURROGATES.get(str(loss_options(self).surrogate))
+            return surrogate is None or name in surrogate.reads
+        for switch, bounds in BOUNDS.items():
+            if name in bounds:
+                return getattr(loss_options(self), switch) is not None
+        return super().has_meaning(name)
+
 
 class SamplingRunConfig(RolloutConfig, RunConfig):
     """Rollouts, and their evaluation."""
@@ -91,7 +102,7 @@ class SamplingRunConfig(RolloutConfig, RunConfig):
         return super().footprint()._replace(response_tokens=self.max_new_tokens)
 
 
-class PolicyConfig(SamplingRunConfig, LossConfig):
+class PolicyConfig(LossConfig, SamplingRunConfig):
     """Rollouts, their evaluation, and the policy loss."""
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import yaml
 
 from fused_rl.trainers.base.text import InputError, unknown
-from fused_rl.trainers.options import Options, in_words, kinds_of
+from fused_rl.trainers.options import FIRST, Options, in_words, kinds_of
 
 Config = TypeVar("Config", bound=Options)
 
@@ -117,7 +117,11 @@ def help_text(config_class: type[Options], *, everything: bool) -> str:
             f"--help all lists the other {hidden} options, too; FILE has lines of `key: value`.",
         ]
         return "\n".join(lines)
-    seen = set()
+    lines += ["The model, the rows, and the folder of the run.", ""]
+    for name in FIRST:
+        lines += _described(config_class, name, in_short=False)
+    lines += [""]
+    seen = set(FIRST)
     for group in reversed(config_class.__mro__):
         own = [
             name

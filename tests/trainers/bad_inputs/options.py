@@ -8,7 +8,7 @@ WHOLE, COUNT, FINITE = (
     "a finite number, 0 or more",
 )
 TEMPERATURE = r"a number from 1e-06 to 1e[+]06"
-POSITIVE, SEED = "a finite number above 0", r"a whole number from 0 to 2\^31 - 1"
+POSITIVE, SEED = "a finite number above 0", "a whole number from 0 to 2147483647"
 SERVER = "server=.*: expected a URL such as http://127.0.0.1:8000"
 
 
