@@ -91,6 +91,23 @@ def test_bits_do_not_depend_on_alignment_batch_or_split(dtype, vocab, monkeypatc
         assert_same_bits(both(at(vocab + 3, row), target, inplace=True), expected)
 
 
+def test_a_target_may_be_the_first_or_last_column_of_anything(monkeypatch):
+    """Of the row, a program, a tile, or the columns around the tiles, which two programs share."""
+    split(monkeypatch, True)
+    row = one_row(2305, torch.bfloat16)[0].clamp(min=-9)
+    # The row begins three elements after a 16-byte boundary, so its two tiles of 1024 begin five further on.
+    targets = torch.tensor([0, 4, 5, 1028, 1029, 2052, 2053, 2303, 2304], device=DEVICE)
+    logits = at(3, row, n=len(targets), stride=2312)
+    logprobs, *_, gradient = both(logits, targets)
+    exact = logits.double().requires_grad_()
+    logp = (exact * 0.8).log_softmax(1)
+    entropy = -(logp.exp() * logp).sum(1)
+    want = logp.gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(logprobs.double(), want, rtol=1e-5, atol=0)
+    (0.7 * want - 1.3 * entropy + 0.4 * (exact * 0.8).logsumexp(1)).sum().backward()
+    torch.testing.assert_close(gradient.double(), exact.grad, rtol=1e-2, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", list(launch.VARIANTS)[1:])
 def test_every_variant_of_the_stream_returns_the_same_bits(name):
     row, target = one_row(4100, torch.bfloat16)
