@@ -76,6 +76,19 @@ def test_a_rising_maximum_keeps_the_digits_of_what_was_before():
     assert rest == pytest.approx(math.exp(-27) + math.exp(-24), rel=2e-7)
 
 
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 8), (torch.float16, 11)])
+def test_a_gradient_between_two_numbers_of_its_dtype_is_the_even_one(dtype, bits):
+    """Of 256 equal logits each has 1 / 256 of the upstream gradient, whose digits are all ties."""
+    upstream = 1 + torch.arange(1, 2**bits, 2) / 2**bits
+    logits, targets = (
+        torch.zeros(len(upstream), 256, dtype=dtype),
+        torch.zeros(len(upstream)).long(),
+    )
+    _, gradient = run(token_logprobs, logits, targets, {"logprobs": upstream})
+    assert torch.equal(gradient[:, 1], (-upstream / 256).to(dtype))
+
+
 def test_the_compiled_file_is_kept_and_made_once(monkeypatch, tmp_path):
     if not compiled.compiler_found():
         pytest.skip("no C++ compiler")

@@ -168,15 +168,17 @@ def test_rows_have_the_same_bits_at_any_alignment(backend, dtype, vocab):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a device decides by its own count")
 # segments of 4096 columns in place of 32768; the kernels' own
 @pytest.mark.parametrize(
-    ("direction", "segment"), [("reverse", 1), *(slow(direction, 8) for direction in DIRECTIONS)]
+    ("direction", "segment"),
+    [("reverse", 1), ("jensen-shannon", 1), *(slow(direction, 8) for direction in DIRECTIONS)],
 )
 def test_a_row_in_several_programs_has_the_bits_of_one(direction, segment, monkeypatch):
     """Three segments: one of fast sums, one with a banned column and a rival hundreds of nats up, an end."""
     kernels = [pytest.importorskip(f"fused_rl.kernels.{name}") for name in ("kl", "kl_gradient")]
-    from fused_rl.kernels import launch
+    from fused_rl.kernels import jensen_shannon, launch
 
     monkeypatch.setattr(kernels[0], "SEGMENT", segment)
     monkeypatch.setattr(kernels[0], "SHORT", 0)
+    monkeypatch.setattr(jensen_shannon, "SEGMENT", 4 * segment)
     x, y = pair(2, 2 * 4096 * segment + 77, dtype=torch.bfloat16)
     x[:, 5000 * segment], y[:, 5000 * segment] = -torch.inf, -torch.inf
     x[1, 6250 * segment], y[1, 7500 * segment] = 300.0, 250.0
@@ -187,8 +189,11 @@ def test_a_row_in_several_programs_has_the_bits_of_one(direction, segment, monke
     with interpreter.check_memory():
         many = both_gradients(fused_rl.token_kl, x, y, upstream, direction=direction)
     assert all(torch.equal(a, b) for a, b in zip(one, many, strict=True))
-    want = reference.token_kl(x.double(), y.double(), direction=direction)
-    torch.testing.assert_close(one[0].double(), want, rtol=2e-6, atol=1e-38)
+    options = {"direction": direction}
+    want = both_gradients(reference.token_kl, x.double(), y.double(), upstream, **options)
+    torch.testing.assert_close(one[0].double(), want[0], rtol=2e-6, atol=1e-38)
+    for gradient, exact_gradient in zip(one[1:], want[1:], strict=True):
+        torch.testing.assert_close(gradient.double(), exact_gradient, rtol=1e-2, atol=1e-6)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter loads")

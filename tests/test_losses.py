@@ -245,6 +245,30 @@ def test_entropy_bonus():
     torch.testing.assert_close(torch.autograd.grad(with_bonus, entropy)[0], grad)
 
 
+# (options whose bound every token stands at, the same a little tighter)
+BOUNDS = [
+    ({"top_entropy": 0.3}, {"entropy_threshold": 0.5 + 1e-9}),  # all have the same entropy
+    ({"entropy_threshold": 0.5}, {"entropy_threshold": 0.5 + 1e-9}),
+    ({"off_policy_threshold": 0.25}, {"off_policy_threshold": 0.25 - 1e-9}),
+    ({"rollout_high": 1.0}, {"rollout_high": 1 - 1e-9}),
+    ({"rollout_low": 1.0, "rollout_high": 2.0}, {"rollout_low": 1 + 1e-9, "rollout_high": 2.0}),
+    ({"rollout_gate": "k1", "rollout_gate_high": 0.0}, None),
+]
+
+
+@pytest.mark.parametrize(("at", "tighter"), BOUNDS)
+def test_a_token_at_a_bound_is_inside(at, tighter):
+    """As the papers' >= and <= have it: a sequence whose tokens are alike would otherwise leave the loss as a whole."""
+    half = torch.full((1, 3), 0.5, dtype=F64)
+    given = {"entropy": half, "rollout_logprobs": -half, "rollout_correction": "token-mask"}
+    arguments = (-half - 0.25, -half, -half, torch.ones(1, 3, dtype=torch.bool))
+    whole, inside, outside = (
+        fused_rl.policy_loss(*arguments, **given | options)[0]
+        for options in ({}, at, tighter or {"entropy_threshold": 1.0})
+    )
+    assert whole == inside > 0 == outside
+
+
 def test_value_loss():
     one = torch.ones(1, 1)
     loss, metrics = fused_rl.value_loss(one, 0 * one, 2 * one, one.bool(), value_clip=0.2)

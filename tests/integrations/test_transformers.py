@@ -278,6 +278,13 @@ def test_labels_by_position_shifted_labels_and_counts():
         want = model(**inputs, num_items_in_batch=count).loss
         torch.testing.assert_close(causal_lm_loss(plain, inputs["labels"], count), want)
         torch.testing.assert_close(causal_lm_loss((plain.logits,), inputs["labels"], count), want)
+    for ignored in (-100, -1, 0):
+        labels = inputs["labels"].masked_fill(inputs["labels"] < 0, ignored)
+        found = causal_lm_loss(plain, labels, ignore_index=ignored)
+        want = torch.nn.functional.cross_entropy(
+            plain.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=ignored
+        )
+        torch.testing.assert_close(found, want)
 
 
 def changed(change):

@@ -100,7 +100,7 @@ class Fake:
             stops = set()
         seed = chosen.get("seed")
         generator = torch.Generator()
-        if seed is None or "unseeded" in self.flaws:
+        if seed is None or ("unseeded" in self.flaws and len(ids) >= BLOCK):
             generator.seed()
         else:
             generator.manual_seed(seed)

@@ -159,13 +159,11 @@ def test_rows_are_sampled_by_the_share_and_the_others_keep_their_completion(
     # 2.4 rows of 8 are due in each step; every completion begins with "Add them" and is cut.
     encoded = [*tiny.tokenizer()("Add them", add_special_tokens=False).input_ids][:6]
     given = [sum(sample.response.ids == encoded for sample in of_step) for of_step in samples]
-    assert given == [6, 5, 6, 5, 6] and [len(of_step) for of_step in samples] == [
-        10,
-        11,
-        10,
-        11,
-        10,
-    ]
+    assert given == [6, 5, 6, 5, 6]
+    assert [len(of_step) for of_step in samples] == [10, 11, 10, 11, 10]
+    # Of 21 rows the first two steps take 16, each once; a row that is sampled has two responses.
+    first, second, *_ = [{sample.where for sample in of_step} for of_step in samples]
+    assert len(first) == len(second) == 8 and not first & second
     assert [row["episode"] for row in metrics] == [4, 10, 14, 20, 24]
     none, *_ = trained(folder, tmp_path / "given", steps=1, eval_size=0, **GIVEN)
     assert len(samples[-1]) == 8 and "completions/mean_length" not in none

@@ -35,16 +35,18 @@ def test_a_run_that_dies_between_its_last_step_and_its_model_finishes_when_resum
     refused(run_config(files, folder, resume=True), "there is no checkpoint in")
 
 
-def test_a_signal_while_the_model_is_saved_does_not_keep_it_from_being_saved(
-    files, whole, tmp_path, monkeypatch
+@pytest.mark.parametrize("where", [(language_model, "save_lm"), (Logger, "log")])
+def test_a_signal_in_the_last_step_or_later_does_not_keep_the_model_from_being_saved(
+    where, files, whole, tmp_path, monkeypatch
 ):
-    save_lm, before = language_model.save_lm, signal.getsignal(signal.SIGTERM)
+    function, before = getattr(*where), signal.getsignal(signal.SIGTERM)
 
     def stopping(*args, **options):
-        os.kill(os.getpid(), signal.SIGTERM)
-        save_lm(*args, **options)
+        if where[0] is language_model or args[1] == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        function(*args, **options)
 
-    monkeypatch.setattr(language_model, "save_lm", stopping)
+    monkeypatch.setattr(*where, stopping)
     sft.train(run_config(files, tmp_path / "run", save_every=0))
     assert_equal_runs(whole, tmp_path / "run")
     assert signal.getsignal(signal.SIGTERM) == before
@@ -64,6 +66,7 @@ def test_a_run_that_dies_at_any_step_gives_the_signals_back(files, tmp_path, mon
             patch.setattr(Logger, "log", dies)
             sft.train(run_config(files, tmp_path / f"run-{dies_at}"))
         kept.append(error)
+        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     sft.train(run_config(files, tmp_path / "run"))
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     kept.clear()

@@ -181,23 +181,37 @@ def test_refilling_is_bounded_says_so_and_goes_on_with_what_there_is(folder, cap
     assert line in capsys.readouterr().out
 
 
+# Rank 0 takes the first, third, … of these. Four groups are wanted:
+REFILLED = [
+    [11, 12, 13, 14, 16, 15, 20],  # two are there, and one of two more: 3, and a fourth fills
+    [11, 12, 13, 15, 17, 19, 20],  # three are there, and both of two more: one too many
+]
+
+
 def draw_here(rank, world, folder):
-    drawn, of_groups, refills = drawn_by(
-        config_of(folder, zero_variance="refill", prompts_per_step=4, max_refills=1),
-        [11, 12, 13, 14, 16, 15, 20],
-        rank,
-        world,
-    )
-    return of_groups, drawn.included.tolist(), refills, tiny.untimed([drawn.metrics])[0]
+    config = config_of(folder, zero_variance="refill", prompts_per_step=4, max_refills=1)
+    found = []
+    for numbers in REFILLED:
+        drawn, of_groups, refills = drawn_by(config, numbers, rank, world)
+        counts = drawn.included.view(-1, GROUP).tolist()
+        found.append((of_groups, counts, refills, tiny.untimed([drawn.metrics])[0]))
+    return found
 
 
-@pytest.mark.slow
 def test_ranks_agree_on_refills_and_share_what_they_find(folder):
-    """Rank 0 has both groups with a signal; one of two that are drawn then is rank 1's: 3 of 4, and a fourth fills."""
-    (first, first_counts, refills, metrics), (second, second_counts, *again) = run_distributed(
-        draw_here, 2, folder
-    )
-    assert refills == [2] and again == [refills, metrics]
-    assert (first, second) == ([11, 15], [13, 16])
-    assert first_counts == [True] * 2 * GROUP and second_counts == [True] * GROUP + [False] * GROUP
+    few, many = zip(*run_distributed(draw_here, 2, folder), strict=True)
+    groups_of_ranks, counts, refills, (metrics, again) = zip(*few, strict=True)
+    assert groups_of_ranks == ([11, 15], [13, 16]) and refills == ([2], [2]) and again == metrics
+    assert counts == ([[True] * GROUP] * 2, [[True] * GROUP, [False] * GROUP])
     assert (metrics["groups/sampled"], metrics["groups/trained"]) == (6, 3)
+    groups_of_ranks, counts, refills, (metrics, again) = zip(*many, strict=True)
+    assert refills == ([1], [1]) and counts == ([[True] * GROUP] * 2,) * 2 and again == metrics
+    assert len({*sum(groups_of_ranks, [])} & {11, 13, 15, 17, 19}) == 4
+    assert (metrics["groups/sampled"], metrics["groups/trained"]) == (6, 4)
+
+
+def test_a_minibatch_is_of_whole_groups_where_those_of_a_rank_divide():
+    for minibatches, worlds in {1: (1, 2, 4), 2: (1, 2), 4: (1,)}.items():
+        config = config_of(prompts_per_step=4, minibatches=minibatches)
+        whole = tuple(world for world in (1, 2, 4) if groups.keeps_groups(config, world))
+        assert whole == worlds

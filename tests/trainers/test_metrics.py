@@ -24,7 +24,14 @@ BUFFER, FACTOR = 4, 0.7
 def case(rank: int) -> dict:
     """What one of two ranks sampled: 2 prompts x 4 responses, and made-up log-probabilities from before the update."""
     made = torch.Generator().manual_seed(rank)
-    lengths = torch.randint(1, LENGTH + 1, (8,), generator=made).tolist()
+    lengths = torch.randint(1 + rank, LENGTH + rank, (8,), generator=made).tolist()
+    scores = torch.randint(0, 3, (8,), generator=made).tolist()
+    if (
+        rank
+    ):  # so that every metric is another one than on rank 0, which has a group of equal rewards
+        scores[4:] = [0, 0, 0, None]
+    else:
+        lengths[4:], scores[4:] = [1, 1, 2, 2], [2, 2, 2, 2]
     responses = []
     for i, length in enumerate(lengths):
         ids = torch.randint(10, 200, (length,), generator=made).tolist()
@@ -33,7 +40,6 @@ def case(rank: int) -> dict:
             Response([*ids[:-1], EOS] if stops else ids, "stop" if stops else "length")
         )
     prompts = [Prompt([1, 70 + rank, 71], {}), Prompt([1, 80 + rank], {})]
-    scores = torch.randint(0, 3, (8,), generator=made).tolist()
     shape = (8, 3 + LENGTH - 1)
     before = {
         "old_logprobs": -5.9 + 0.3 * torch.randn(shape, generator=made),
@@ -109,11 +115,11 @@ def step_of_a_rank(rank, world, folder):
     return metrics
 
 
-def definitions(folder: str) -> dict[str, float]:
-    """Every metric from its definition, in fp64, over all 16 responses at once."""
+def definitions(folder: str, ranks=(0, 1)) -> dict[str, float]:
+    """Every metric from its definition, in fp64, over all responses of these ranks at once."""
     lm = tiny.load_lm(config_of(folder), trainable=False).base.double().requires_grad_(True)
     tokens, sequences, sizes, scores, stopped = [], [], [], [], []
-    for rank in range(2):
+    for rank in ranks:
         given = case(rank)
         prompts = sum(([prompt] * GROUP for prompt in given["prompts"]), [])
         for i, (prompt, response) in enumerate(zip(prompts, given["responses"], strict=True)):
@@ -127,10 +133,9 @@ def definitions(folder: str) -> dict[str, float]:
             sizes.append(len(response.ids))
             stopped.append(response.finish == "stop")
         scores += given["scores"]
-    scores, lengths = (
-        torch.tensor(scores, dtype=torch.float64),
-        torch.tensor(sizes, dtype=torch.float64),
-    )
+    lengths = torch.tensor(sizes, dtype=torch.float64)
+    scores = torch.tensor([math.nan if score is None else score for score in scores]).double()
+    judged, scores = scores[~scores.isnan()], scores.nan_to_num()
     penalties = FACTOR * (lengths - (LENGTH - BUFFER)).clamp(min=0) / BUFFER
     rewards = 0.5 * scores - penalties
     solved = (scores >= 1).view(-1, GROUP)
@@ -171,11 +176,11 @@ def definitions(folder: str) -> dict[str, float]:
     norm = math.sqrt(sum(g.square().sum().item() for g in gradient))
 
     penalty = -KL_COEF * sequences["kl"] - penalties.mean()
-    stop_rate = sum(stopped) / 16
+    stop_rate = sum(stopped) / len(stopped)
     found = {
         "lr": 1e-3,
         "optim/grad_norm": norm,
-        "episode": 3 * 16,
+        "episode": 3 * len(stopped),
         "objective/kl": sequences["kl"],
         **{f"objective/kl{i}_avg": sequences[f"kl{i}"] for i in (1, 2, 3, 4)},
         "objective/kl_exact": sequences["exact"],
@@ -199,16 +204,16 @@ def definitions(folder: str) -> dict[str, float]:
         "frac_reward_zero_std": equal.double().mean(),
         "frac_groups_all_solved": solved.all(1).double().mean(),
         "frac_groups_none_solved": (~solved.any(1)).double().mean(),
-        "groups/sampled": 4,
-        "groups/trained": 4,
+        "groups/sampled": len(groups),
+        "groups/trained": len(groups),
         "overlong_penalty": penalties.mean(),
         "completions/mean_length": lengths.mean(),
         "completions/min_length": lengths.min(),
         "completions/max_length": lengths.max(),
         "completions/clipped_ratio": 1 - stop_rate,
-        "rewards/points/mean": scores.mean(),
-        "rewards/points/std": scores.std(unbiased=False),
-        "rewards/points/none": 0,
+        "rewards/points/mean": judged.mean(),
+        "rewards/points/std": judged.std(unbiased=False),
+        "rewards/points/none": 1 - len(judged) / len(scores),
     }
     return {key: torch.as_tensor(value).item() for key, value in found.items()}
 
@@ -222,6 +227,9 @@ def test_every_metric_of_a_step_is_its_definition_in_two_micro_batches_on_two_ra
         0, abs=0.05
     )
     assert first.keys() - timings == expected.keys()
+    one, other = (definitions(folder, [rank]) for rank in range(2))
+    alike = {key for key in expected if one[key] == pytest.approx(other[key])}
+    assert alike == {"lr", "objective/kl_coef", "episode", "groups/sampled", "groups/trained"}
     evaluated = {key for key in tiny.usual("grpo") if key.startswith("eval/")}
     assert {key for key in first if not key.startswith("rewards/")} == tiny.usual(
         "grpo"

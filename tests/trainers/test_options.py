@@ -1,6 +1,7 @@
 """The declaration of options: files, the command line, Python, ranges, help, and what an option needs beside it."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -95,6 +96,49 @@ def test_every_option_of_the_policy_loss_is_an_option_of_the_run():
     assert options.loss_options(made("--entropy_threshold", "0.5", "--preset", "dapo")) == other
 
 
+# A range in words: the ends that are in it, and the nearest numbers that are not.
+TINY, ABOVE_1, BELOW_1, HUGE, INF = 5e-324, 1 + 2**-52, 1 - 2**-53, 1e308, math.inf
+ENDS = {
+    "a finite number": ((-HUGE, 0, HUGE), (-INF, INF)),
+    "a finite number above 0": ((TINY, HUGE), (0, INF)),
+    "a finite number, 0 or more": ((0, HUGE), (-TINY, INF)),
+    "a number, 0 or more, or inf": ((0, INF), (-TINY,)),
+    "a number from 0 to 1": ((0, 1), (-TINY, ABOVE_1)),
+    "a number above 0, at most 1": ((TINY, 1), (0, ABOVE_1)),
+    "a number above 0, below 1": ((TINY, BELOW_1), (0, 1)),
+    "a number from 0 to below 1": ((0, BELOW_1), (-TINY, 1)),
+    "a number from 0 to below 0.5": ((0, BELOW_1 / 2), (-TINY, 0.5)),
+    "a number from 1e-06 to 1e+06": ((1e-6, 1e6), (0, 1e-6 * BELOW_1, 1e6 * ABOVE_1)),
+    "a whole number above 0": ((1, 2**40), (0,)),
+    "a whole number, 0 or more": ((0, 2**40), (-1,)),
+    "a whole number from 0 to 2^31 - 1": ((0, 2**31 - 1), (-1, 2**31)),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_range_has_the_ends_that_its_words_say(command):
+    given = {"teacher": "t"} if command == "distill" else {}
+    config = COMMANDS[command](
+        **given, **dict(zip(("model", "dataset", "output_dir"), "mdo", strict=True))
+    )
+    ranges = set()
+    for name, default in config.to_dict().items():
+        with pytest.raises(InputError, match=rf"^{name}=.*: expected ") as refused:
+            setattr(config, name, object())
+        words = str(refused.value).rpartition(": expected ")[2]
+        if not words.startswith(("a number", "a finite number", "a whole number")):
+            continue
+        inside, outside = ENDS[words]
+        for value in inside:
+            setattr(config, name, value if "whole" in words else float(value))
+        for value in (*outside, math.nan):
+            with pytest.raises(InputError, match=re.escape(f": expected {words}")):
+                setattr(config, name, value)
+        setattr(config, name, default)
+        ranges.add(words)
+    assert len(ranges) > 4
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_the_options_that_matter_and_all_of_them_in_words(command, capsys):
     config_class, printed = COMMANDS[command], []
@@ -142,6 +186,17 @@ def test_batch_arithmetic():
         made("--batch_size", "24", "--micro_batch_size", "5", config=sft.SFTConfig), 2
     )
     assert found["micro-batches per process and step"] == "3 of at most 5"
+    # A pair is two sequences, and goes through the model as a whole.
+    pairs = {
+        1: "4 of 1 pairs = 2",
+        3: "4 of 1 pairs = 2",
+        4: "2 of 2 pairs = 4",
+        6: "2 of 3 pairs = 6",
+    }
+    for most, expected in pairs.items():
+        words = ["--batch_size", "8", "--micro_batch_size", str(most)]
+        found = reward.arithmetic(made(*words, config=reward.RewardConfig), 2)
+        assert found["micro-batches per process and step"] == f"{expected} sequences"
 
 
 def test_dry_run_prints_the_resolved_config(files, tmp_path, capsys):

@@ -5,9 +5,16 @@ import torch
 
 import fused_rl
 from fused_rl.trainers import ppo
+from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import make_batch
-from fused_rl.trainers.policy.critic import Critic, adapted, advantages_and_returns, token_rewards
+from fused_rl.trainers.policy.critic import (
+    Critic,
+    adapted,
+    advantages_and_returns,
+    load_critic,
+    token_rewards,
+)
 from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out
 from fused_rl.trainers.rollouts.solved import win_rate
 from fused_rl.trainers.rollouts.types import Prompt, Response
@@ -144,6 +151,19 @@ def test_a_critic_expects_nothing_at_first_and_is_a_reward_model_otherwise(folde
     assert torch.equal(
         Critic.from_pretrained(tmp_path / "saved")(batch.input_ids, batch.response_mask), values
     )
+
+
+@pytest.mark.parametrize("given", [None, 0, 2])
+def test_the_critics_own_options_are_the_policys_only_where_they_are_left_out(
+    given, folders, monkeypatch
+):
+    monkeypatch.setattr(engine, "initialize", lambda model, optim, *_: optim)
+    options = {"critic_lr": given, "critic_warmup_steps": given}
+    config = config_of(folders, lr=0.5, warmup_steps=3, adam_eps=1e-3, **options)
+    tokenizer = encode.load_tokenizer(config.model)
+    optim = load_critic(config, tokenizer, torch.device("cpu"), 1)
+    own = (0.5, 3) if given is None else (given, given)
+    assert (optim.lr, optim.warmup_steps, optim.adam_eps) == (*own, 1e-3)
 
 
 def test_what_follows_a_response_has_value_0_and_is_never_fitted(folders):

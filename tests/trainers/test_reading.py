@@ -72,6 +72,10 @@ def test_all_that_is_read_of_a_model_is_of_its_revision(revision, hub):
     given = {} if revision == "main" else {"revision": revision}
     for model in readers(**given):
         assert torch.equal(model.get_input_embeddings().weight, expected)
+    # A critic of its own is no revision of the policy, though it may have the same name.
+    apart = config_of(ppo.PPOConfig, critic=NAME, **given)
+    critic = ppo.load_critic(apart, encode.load_tokenizer(NAME), CPU, 1).module.classifier
+    assert torch.equal(critic.get_input_embeddings().weight, embeddings(snapshot(hub, "main")))
     assert f"{{# {revision} #}}" in encode.load_tokenizer(NAME, given.get("revision")).chat_template
 
 

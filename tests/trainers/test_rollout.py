@@ -148,6 +148,11 @@ def test_responses_to_one_prompt_are_those_of_the_prompt_alone(folder):
         sample(lm, prompts, temperature=0.0, batch_size=size, stop_ids=stops) for size in (6, 1)
     )
     assert together == alone and len({len(response) for response in alone}) > 1
+    # A stop token ends a response in its last place as in any other.
+    for most in range(1, 5):
+        sampling = Sampling(0.0, most, stops)
+        for response in tiny.respond(lm.lm, prompts, sampling, batch_size=6):
+            assert (response.finish == "stop") == (response.ids[-1] in stops)
     torch.manual_seed(0)
     first, second = sample(lm, prompts[:1] * 2, batch_size=2)
     assert first != second  # the copies are drawn each for itself

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.rollouts.sampling import Sampling
 from tests.marks import SLOW
@@ -335,20 +336,23 @@ def pair(folder):
         yield [one, other]
 
 
-def test_prompts_go_to_the_servers_in_turn_and_a_rollout_repeats(pair, folder, tmp_path):
+def test_prompts_go_to_the_servers_in_turn_and_a_rollout_repeats(
+    pair, folder, tmp_path, monkeypatch
+):
     policy = served.Policy(folder)
     sampler = served.sampler_of([fake.url for fake in pair], policy, tmp_path)
     sampler.publish(4, policy.save)
-    for fake in pair:
-        fake.calls.clear()
     sampling = Sampling(0.9, 5, (3,), seeds=tuple(range(100, 108)))
-    first = sampler.sample(PROMPTS, sampling)
-    assert sorted(body["prompt"] for body in pair[0].bodies("/v1/completions")) == sorted(
-        PROMPTS[:2] + PROMPTS[4:6]
-    )
-    assert sorted(body["input_ids"] for body in pair[1].bodies("/generate")) == sorted(
-        PROMPTS[2:4] + PROMPTS[6:]
-    )
+    shares = [sorted(PROMPTS[:2] + PROMPTS[4:6]), sorted(PROMPTS[2:4] + PROMPTS[6:])]
+    for rank in (1, 0):  # each begins with another server
+        monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
+        for fake in pair:
+            fake.calls.clear()
+        first = sampler.sample(PROMPTS, sampling)
+        sent = [body["prompt"] for body in pair[0].bodies("/v1/completions")]
+        assert sorted(sent) == shares[rank]
+        sent = [body["input_ids"] for body in pair[1].bodies("/generate")]
+        assert sorted(sent) == shares[1 - rank]
     assert sampler.sample(PROMPTS, sampling) == first
 
 

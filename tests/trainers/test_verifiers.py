@@ -47,6 +47,7 @@ def test_rewards_are_weighted_sums_and_solved_is_what_the_judges_say():
     tokenizer = tiny.tokenizer()
     scorers = [
         Fixed("judge", [1.0, 0.0, 1.0, None], solved_at=1.0),
+        Fixed("other", [None, 0.0, 0.0, None], weight=0.0, solved_at=0.0),
         Fixed("bonus", [0.0, 0.5, None, 0.5], weight=0.2),
     ]
     prompts = [Prompt([7, 8], {}) for _ in range(4)]
