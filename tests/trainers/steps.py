@@ -48,6 +48,9 @@ class Plain:
     def __call__(self, *inputs, **options):
         return self.module(*inputs, **options)
 
+    def __getattr__(self, name):
+        return getattr(self.module, name)
+
     def backward(self, loss):
         loss.backward()
 

@@ -169,6 +169,15 @@ def test_rows_are_sampled_by_the_share_and_the_others_keep_their_completion(
     assert len(samples[-1]) == 8 and "completions/mean_length" not in none
 
 
+def test_the_logits_of_the_loss_have_the_dtype_of_the_head(folder, tmp_path):
+    options = GIVEN | {"dtype": "bfloat16", "zero_stage": 2, "steps": 1, "eval_size": 0}
+    exact, rounded = (
+        trained(folder, tmp_path / dtype, head_dtype=dtype, **options)[0]["distill/kl"]
+        for dtype in ("float32", "bfloat16")
+    )
+    assert 1e-6 < abs(exact / rounded - 1) < 0.05
+
+
 def test_held_out_responses_are_compared_and_metrics_have_exactly_these_names(
     folder, tmp_path, monkeypatch, capsys
 ):
@@ -272,6 +281,13 @@ def test_packed_sequences_are_the_same_training(folder, tmp_path, monkeypatch):
     for padded, packed in zip(*runs, strict=True):
         assert packed == pytest.approx(padded, rel=1e-4, abs=1e-6)
     assert len(rows) == 2 * 4 and all(len(of_part) < 8 for of_part in rows)
+
+    # Of two teachers the second one cannot read packed rows, so nobody gets them.
+    costs = iter([object(), None])
+    monkeypatch.setattr(teacher, "packing_costs", lambda *_, **__: next(costs))
+    teachers = {"itself": str(folder / "model"), "other": str(folder / "teacher")}
+    trained(folder, tmp_path / "two", teacher=teachers, packing=True, **options | {"steps": 1})
+    assert len(rows) == 2 * 4
 
 
 @pytest.mark.parametrize("direction", ["reverse", "forward", "jensen-shannon"])

@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from fused_rl.trainers import dpo
+from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.data.preferences import Pair
 from tests.trainers import figures, tiny
 from tests.trainers.reward_runs import make_model, write_pairs
 from tests.trainers.runs import forget_after, on_ranks
+from tests.trainers.steps import Plain, assert_gradients_close
 
 LOSSES = {
     "sigmoid": {},
@@ -90,27 +93,63 @@ def test_a_stopped_run_goes_on_bit_for_bit(folder, run, tmp_path):
     assert all(torch.equal(weights[name], run[1][name]) for name in weights)
 
 
-def test_simpo_scores_by_the_mean_per_token_and_needs_no_reference(folder, monkeypatch):
-    measured, measure = [], dpo.measure
-    monkeypatch.setattr(
-        dpo, "measure", lambda *given: measured.append((given, measure(*given))) or measured[-1][1]
-    )
-    options = {
-        "loss_type": "simpo",
-        "beta": 2.0,
-        "margin": 0.5,
-        "label_smoothing": 0.0,
-        "nll_coef": 0.0,
-    }
-    metrics, _ = trained(folder, "simpo", steps=1, eval_size=0, **options)
-    ((_, pairs, *_), logprobs), *others = measured
-    lengths = torch.tensor([[len(pair.chosen[1]), len(pair.rejected[1])] for pair in pairs])
-    lead = (2 * logprobs / lengths).double() @ torch.tensor([1.0, -1.0]).double()
-    lead -= torch.tensor([0.5 + pair.margin for pair in pairs])
-    assert metrics[0]["train/dpo/loss"] == pytest.approx(
-        -torch.nn.functional.logsigmoid(lead).mean().item(), rel=1e-6
-    )
-    assert not others and lengths.unique().numel() > 2
+# The loss of a pair from log pi and log pi_ref (2,), numbers of predicted tokens (2,) and the pair's margin; beta 0.5.
+softplus, relu = torch.nn.functional.softplus, torch.relu
+PAPERS = {
+    "sigmoid": lambda lp, ref, n, margin: softplus(margin - 0.5 * lead(lp - ref)),
+    "hinge": lambda lp, ref, n, margin: relu(1 + margin - 0.5 * lead(lp - ref)),
+    "ipo": lambda lp, ref, n, margin: (lead((lp - ref) / n) - margin - 1 / (2 * 0.5)) ** 2,
+    "simpo": lambda lp, ref, n, margin: softplus(margin - 0.5 * lead(lp / n)),
+}
+
+
+def lead(scores):
+    return scores[0] - scores[1]
+
+
+@pytest.mark.parametrize("loss_type", PAPERS)
+def test_a_loss_is_its_papers_however_the_pairs_are_split(loss_type, folder, monkeypatch):
+    """Value and gradient in fp64, in micro-batches and over ranks that the pairs do not divide over."""
+    options = {"loss_type": loss_type, "beta": 0.5, "label_smoothing": 0.0, "margin": 0.25}
+    config = config_of(folder, nll_coef=0.3, **options)
+    made = torch.Generator().manual_seed(0)
+    pairs = []
+    for i in range(7):
+        prompt, chosen, rejected = (
+            torch.randint(3, 40, (n,), generator=made).tolist() for n in (3 * (i > 0), 2 + i, 9 - i)
+        )
+        pairs.append(Pair((prompt, chosen), (prompt, rejected), 0.5 * (i % 3), f"line {i}"))
+    reference = -40 + 4 * torch.randn(7, 2, generator=made)
+
+    # By the definitions: nothing predicts the first token of a conversation without a prompt.
+    exact = tiny.load_lm(config, trainable=False).base.double().requires_grad_(True)
+    losses, nll, count = [], 0.0, 0
+    for pair, ref in zip(pairs, reference.double(), strict=True):
+        scores, lengths = [], []
+        for prompt, response in (pair.chosen, pair.rejected):
+            ids, begin = torch.tensor(prompt + response), max(1, len(prompt))
+            logp = exact(input_ids=ids[None]).logits[0, begin - 1 : -1].log_softmax(-1)
+            scores.append(logp.gather(1, ids[begin:, None]).sum())
+            lengths.append(len(ids) - begin)
+        lengths = torch.tensor(lengths)
+        losses.append(PAPERS[loss_type](torch.stack(scores), ref, lengths, 0.25 + pair.margin))
+        nll, count = nll - scores[0], count + lengths[0]
+    loss = torch.stack(losses).mean() + 0.3 * nll / count
+    loss.backward()
+
+    monkeypatch.setattr(ranks, "global_sum", lambda values: values.double())
+    for world, micro_batch_size in ((1, 14), (1, 4), (2, 1), (3, 4)):
+        config.micro_batch_size = micro_batch_size
+        lm, logprobs = tiny.load_lm(config), 0.0
+        monkeypatch.setattr(ranks, "world_size", lambda world=world: world)
+        for rank in range(world):  # one after the other: its gradients add up, as do its scores
+            monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
+            logprobs = logprobs + dpo.measure(Plain(lm), pairs, config, reference)
+        found = dpo.pair_metrics(logprobs, reference, pairs, config, "")
+        assert found["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        for parameter in lm.parameters():
+            parameter.grad /= world  # as the engine averages
+        assert_gradients_close(lm, exact, "lm.")
 
 
 def test_a_response_without_predicted_tokens_is_left_out(folder, tmp_path, capsys):

@@ -11,6 +11,7 @@ from fused_rl.objectives.presets import PolicyLossOptions, resolve_options
 from fused_rl.objectives.surrogates import SURROGATES
 from fused_rl.trainers import cli, grpo, ppo, sft
 from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.data import preferences
 from fused_rl.trainers.options import in_words, kinds_of, to_yaml
 from fused_rl.trainers.policy import options
 from fused_rl.trainers.run.parse import parse
@@ -195,7 +196,7 @@ def test_batch_arithmetic():
     }
     for most, expected in pairs.items():
         words = ["--batch_size", "8", "--micro_batch_size", str(most)]
-        found = reward.arithmetic(made(*words, config=reward.RewardConfig), 2)
+        found = preferences.arithmetic(made(*words, config=COMMANDS["reward"]), 2)
         assert found["micro-batches per process and step"] == f"{expected} sequences"
 
 
