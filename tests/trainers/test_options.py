@@ -112,7 +112,7 @@ ENDS = {
     "a number from 1e-06 to 1e+06": ((1e-6, 1e6), (0, 1e-6 * BELOW_1, 1e6 * ABOVE_1)),
     "a whole number above 0": ((1, 2**40), (0,)),
     "a whole number, 0 or more": ((0, 2**40), (-1,)),
-    "a whole number from 0 to 2^31 - 1": ((0, 2**31 - 1), (-1, 2**31)),
+    "a whole number from 0 to 2147483647": ((0, 2**31 - 1), (-1, 2**31)),
 }
 
 
