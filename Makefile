@@ -127,4 +127,4 @@ hub: $(VENV)/installed  #: the library as a repository of Hugging Face's kernels
 
 .PHONY: clean
 clean:  ## remove the virtual environments, caches and builds
-	rm -rf $(VENV) $(VENV)-* .pytest_cache .ruff_cache *.egg-info build dist
+	rm -rf $(VENV) $(VENV)-* .editable .pytest_cache .ruff_cache *.egg-info build dist

@@ -1,3 +1,5 @@
+# pyright: strict, reportMissingTypeStubs=false, reportUnnecessaryTypeIgnoreComment=true
+# pyright: reportUnknownMemberType=false
 """Twelve uses that a type checker accepts, and twelve mistakes that it finds (`make types`, in strict mode)."""
 
 import torch
