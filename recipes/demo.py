@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 
 from fused_rl.recipes import tiny_model
+from fused_rl.recipes.gym import import_reasoning_gym
 from fused_rl.trainers import grpo, sft
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.files import write_rows
 from fused_rl.trainers.run.command import LOST, around
 from fused_rl.trainers.run.logger import read_metrics
 from fused_rl.trainers.run.parse import parse
-from fused_rl.trainers.scorers.builtin import import_reasoning_gym
 
 RECIPES = Path(__file__).parent
 NUM_TRAIN, NUM_EVAL = 3000, 256

@@ -20,7 +20,7 @@ from fused_rl.trainers.run.command import LOST, around
 from fused_rl.trainers.run.logger import read_metrics
 from fused_rl.trainers.run.parse import parse
 
-PROXY, TRUTH = "objective/scores", "rewards/reasoning_gym/mean"
+PROXY, TRUTH = "objective/scores", "rewards/fused_rl.recipes.gym:score/mean"
 
 
 def run(folder: Path, seed: int) -> list[dict]:
@@ -57,7 +57,7 @@ def run(folder: Path, seed: int) -> list[dict]:
         "eval_dataset": data / "eval.jsonl",
         "output_dir": folder / "ppo",
         "critic": judge,
-        "verifiers": f"[reward_model:{judge}, reasoning_gym]",
+        "verifiers": f"[reward_model:{judge}, fused_rl.recipes.gym:score]",
     }
     ppo.train(parse(ppo.PPOConfig, demo.arguments("demo_ppo.yaml", seed, paths)))
     return read_metrics(folder / "ppo" / "metrics.jsonl")

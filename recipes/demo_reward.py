@@ -9,7 +9,7 @@ import random
 import time
 from pathlib import Path
 
-from fused_rl.recipes import demo
+from fused_rl.recipes import demo, gym
 from fused_rl.trainers import reward
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.files import write_rows
@@ -18,7 +18,6 @@ from fused_rl.trainers.data.rows import load_rows
 from fused_rl.trainers.models.reward_model import RewardModel
 from fused_rl.trainers.run.command import LOST, around
 from fused_rl.trainers.run.parse import parse
-from fused_rl.trainers.scorers.builtin import ReasoningGymVerifier
 from fused_rl.trainers.scorers.reward_model import RewardScorer
 
 NUM_TRAIN, NUM_EVAL = 3000, 256
@@ -60,12 +59,11 @@ def wrong_answers(entry: dict, rng: random.Random) -> dict[str, str]:
 def make_pairs(problems: list[dict], seed: int) -> dict[str, list[dict]]:
     """Preference pairs, "train" and "eval", about the first `NUM_TRAIN` problems and about the others."""
     rng = random.Random(seed)
-    verifier = ReasoningGymVerifier()
     pairs = {"train": [], "eval": []}
     for i, entry in enumerate(problems):
         for kind, answer in wrong_answers(entry, rng).items():
             right = entry["answer"]
-            if verifier.score(right, entry) > verifier.score(answer, entry):
+            if gym.score(right, entry) > gym.score(answer, entry):
                 row = {
                     "question": entry["question"],
                     "chosen": right,

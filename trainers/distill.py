@@ -249,7 +249,7 @@ def train(
     """Run the whole training, on what is given or on what the config names; return the trained model's folder."""
     # Tokenizer, scorers, rows, models.
     config = with_scorers(config, scorers)
-    load = load_for_policy if config.verifiers else lambda config, *_: (config, [])
+    load = load_for_policy if config.verifiers else lambda *_: []
     models = {
         f"teacher {name}".strip(): model
         for name, model in config.teachers.items()

@@ -66,7 +66,7 @@ def load(folder: Path, seed: int, **options):
         "dataset": folder / "data/train.jsonl",
         "eval_dataset": folder / "data/eval.jsonl",
         "output_dir": folder / "ppo",
-        "verifiers": "reasoning_gym",
+        "verifiers": "fused_rl.recipes.gym:score",
         "verifier_weights": "[1]",
     }
     config = parse(ppo.PPOConfig, demo.arguments("demo_ppo.yaml", seed, paths | options))

@@ -3,8 +3,8 @@ import json
 import pytest
 
 from fused_rl.recipes import demo
+from fused_rl.recipes.gym import score
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.scorers.builtin import ReasoningGymVerifier
 
 
 def rows_of(folder, name):
@@ -19,7 +19,6 @@ def test_the_demos_problems_teacher_and_tokenizer(tmp_path, capsys):
     assert (
         len(questions) == len(train) + len(held_out) == demo.NUM_TRAIN + demo.NUM_EVAL
     )  # nothing held out is seen
-    score = ReasoningGymVerifier().score
     assert all(score(row["answer"], row) == 1.0 for row in held_out)
 
     demonstrations = rows_of(tmp_path, "demonstrations.jsonl")

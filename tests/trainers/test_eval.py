@@ -210,14 +210,10 @@ def test_the_options_of_the_run_are_those_of_its_model(folder, tmp_path, capsys)
     assert command.evaluate(config)["problems"] == 1
 
 
-def test_what_the_rows_hold_says_what_judges_and_how_long_a_response_may_be(
-    folder, tmp_path, capsys
-):
-    problem = {"question": "1 + 1 = ?", "answer": "2", "metadata": {"source_dataset": "chain_sum"}}
-    rows = tiny.jsonl(tmp_path / "gym.jsonl", [problem])
-    command.main(options(folder, dataset=rows, verifiers=None, samples=1))
+def test_a_response_may_be_as_long_as_the_model_has_positions(folder, tmp_path, capsys):
+    rows = tiny.jsonl(tmp_path / "one.jsonl", [{"question": "1 + 1 = ?", "answer": "2"}])
+    command.main(options(folder, dataset=rows, samples=1))
     printed = capsys.readouterr().out
-    assert "verifiers: ['reasoning_gym'], as the rows or the resumed run name them" in printed
     encoder = encode.Encoder(encode.load_tokenizer(str(folder / "model")))
     prompt = encoder.prompt(load_rows(rows), 0, None)
     assert f"max_new_tokens: {128 - len(prompt)}\n" in printed  # the model has 128 positions

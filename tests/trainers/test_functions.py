@@ -15,8 +15,8 @@ from fused_rl.trainers.policy import options
 from fused_rl.trainers.rollouts.roll_out import check_scores
 from fused_rl.trainers.rollouts.types import Response, Sample
 from fused_rl.trainers.scorers.functions import FunctionScorer
-from fused_rl.trainers.scorers.load import load_scorers
-from fused_rl.trainers.scorers.options import ScorerConfig, parse_scorers, with_scorers
+from fused_rl.trainers.scorers.load import load_scorers, parse_scorers
+from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
 
 HERE = "tests.trainers.test_functions"
 

@@ -13,9 +13,8 @@ import fused_rl
 from fused_rl import judging
 from fused_rl.judging import Pool
 from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.rollouts.roll_out import rollout_metrics
-from fused_rl.trainers.scorers import load, math
+from fused_rl.trainers.scorers import math
 from tests.trainers.test_verifiers import load_scorers, rolled_out, samples
 
 ROOT = Path(__file__).parents[2]
@@ -172,13 +171,3 @@ def test_math_verify_that_is_missing_is_reported_at_once(monkeypatch):
         InputError, match="No module named 'no_such_module'; pip install 'math-verify"
     ):
         load_scorers("math")
-
-
-def test_without_verifiers_the_error_lists_them():
-    with pytest.raises(
-        InputError, match="^d.jsonl, line 1: --verifiers is missing; give one of math, "
-    ):
-        load.named_by([Rows([], "e.jsonl"), Rows([{"answer": "42"}], "d.jsonl")])
-    assert load.named_by([Rows([{"metadata": {"source_dataset": "chain_sum"}}], "d.jsonl")]) == [
-        "reasoning_gym"
-    ]

@@ -177,7 +177,8 @@ def test_a_preset_brings_its_advantage_and_an_option_overrides_it(argv, advantag
 
 
 def test_batch_arithmetic():
-    config = made("--prompts_per_step", "6", "--group_size", "4", "--epochs", "3", "--steps", "5")
+    sizes = ["--prompts_per_step=6", "--group_size=4", "--epochs=3", "--steps=5"]
+    config = made("--verifiers", "math", *sizes)
     config.resolve()
     found = grpo.arithmetic(config, 2)
     assert found["responses per process and step"] == 12
@@ -223,7 +224,7 @@ def test_dry_run_prints_the_resolved_config(files, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert re.match(r"model: .*\ndataset: .*\noutput_dir: ", printed)
     assert "server_timeout" in printed and "sapo_temperature_pos" not in printed
-    assert "lr: 0.25" in printed and "verifiers:\n- reasoning_gym\n" in printed
+    assert "lr: 0.25" in printed and "verifiers:\n- fused_rl.recipes.gym:score\n" in printed
     assert "# responses per step: 256 = 32 prompts x 8" in printed
     assert "# servers, not asked yet: http://127.0.0.1:9 http://127.0.0.1:10" in printed
     (tmp_path / "printed.yaml").write_text(printed)

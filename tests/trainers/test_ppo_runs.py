@@ -317,7 +317,7 @@ def test_models_that_read_the_policys_tokens_otherwise_are_refused(files, tmp_pa
             {"verifiers": f"reward_model:{model}", **ONE},
             "without a head for scores; train it first",
         ),
-        ({"verifiers": f"2*reward_model:{reward}", **ONE}, "expected math, reasoning_gym"),
+        ({"verifiers": f"2*reward_model:{reward}", **ONE}, "expected math, exact_match"),
         ({"stop_token": "ab"}, "stop_token='ab' is 2 tokens"),
     ):
         with pytest.raises(InputError, match=message):

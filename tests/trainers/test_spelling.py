@@ -6,23 +6,20 @@ import pytest
 
 from fused_rl.trainers import grpo, ppo
 from fused_rl.trainers.run.parse import parse
-from fused_rl.trainers.scorers.load import check_scorers, load_scorers
-from fused_rl.trainers.scorers.options import ScorerConfig, parse_scorers
+from fused_rl.trainers.scorers.load import check_scorers, load_scorers, parse_scorers
+from fused_rl.trainers.scorers.options import ScorerConfig
 
 FUNCTION = "tests.trainers.tiny:odd_characters"
 BASE = ["--model=none", "--dataset=none", "--output_dir=none"]
 CASES = [
-    # text, kind, detail, name
-    ("math", "math", "", "math"),
-    ("reasoning_gym", "reasoning_gym", "", "reasoning_gym"),
-    ("reasoning_gym:chain_sum", "reasoning_gym", "chain_sum", "reasoning_gym:chain_sum"),
-    ("a.b:f", "function", "a.b:f", "a.b:f"),
-    ("a.b.f", "function", "a.b:f", "a.b:f"),
-    ("reward_model.a:f", "function", "reward_model.a:f", "reward_model.a:f"),
-    ("math.f", "function", "math:f", "math:f"),
-    ("reward_model:runs/a(1)/it's", "reward_model", "runs/a(1)/it's", "reward_model"),
-    (r"regex:\d+, (\d)\b: 'x'", "regex", r"\d+, (\d)\b: 'x'", "regex"),
-    ("exact_match:ignore_case", "exact_match", "ignore_case", "exact_match"),
+    # text, kind, name, what its factory is called with
+    ("a.b:f", "function", "a.b:f", ("a.b:f",)),
+    ("a.b.f", "function", "a.b:f", ("a.b:f",)),
+    ("reward_model.a:f", "function", "reward_model.a:f", ("reward_model.a:f",)),
+    ("math.f", "function", "math:f", ("math:f",)),
+    ("reward_model:runs/a(1)/it's", "reward_model", "reward_model", ("runs/a(1)/it's",)),
+    (r"regex:\d+, (\d)\b: 'x'", "regex", "regex", (r"\d+, (\d)\b: 'x'",)),
+    ("exact_match:ignore_case", "exact_match", "exact_match", ()),
 ]
 
 
@@ -30,7 +27,7 @@ CASES = [
 def test_what_follows_a_prefix_is_taken_whole(case):
     text, *expected = case
     (one,) = parse_scorers(ScorerConfig(verifiers=text))
-    assert [one.kind, one.detail, one.name] == expected and one.text == text
+    assert [one.kind, one.name, one.make.args] == expected
     assert (one.weight, one.solved_at) == (1.0, None)
 
 

@@ -261,7 +261,8 @@ def test_what_must_not_change_is_named_with_both_values(files, run, options, lin
 def test_another_trainer_is_refused_in_the_folder(files, run):
     model, dataset = files
     with pytest.raises(InputError, match="command sft -> grpo"):
-        grpo.train(grpo.GRPOConfig(model=model, dataset=dataset, output_dir=str(run), resume=True))
+        config = grpo.GRPOConfig(model=model, dataset=dataset, output_dir=str(run), resume=True)
+        grpo.train(config, scorers=["math"])
     store.unlock()
 
 

@@ -45,7 +45,7 @@ from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.parse import parse
 from fused_rl.trainers.run.rules import too_easy_or_too_hard
-from fused_rl.trainers.scorers.load import load_chosen
+from fused_rl.trainers.scorers.load import load_scorers
 from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
 
 MAX_NEW_TOKENS = 512
@@ -100,8 +100,8 @@ class EvalConfig(ScorerConfig, SamplingConfig):
     max_prompt_length: PositiveInt = 2048
     """Longer prompts (in tokens) are dropped, counted and reported."""
     verifiers: str | list[str] | None = None
-    """Scorers as in grpo (docs/verifiers.md); None is the run's with its weights and thresholds where `model` is of a
-    run, else that of the rows, if they name their reasoning_gym dataset."""
+    """Scorers as in grpo (docs/verifiers.md); None takes the run's, with its weights and thresholds, if `model` is
+    of a run."""
     samples: PositiveInt = 4
     """Sampled responses per problem, beside the greedy one."""
     max_new_tokens: PositiveInt | None = None
@@ -174,9 +174,9 @@ def evaluate(
         )
         rows.rows = rows.rows[: config.max_rows]
         reading = {"tokenizer": tokenizer, "device": device, "batch_size": config.batch_size}
-        config, scorers = load_chosen(config, [rows], {}, policy=config, held=held, **reading)
+        judges = load_scorers(config, policy=config, held=held, **reading)
         chosen = {"column": config.prompt_column, "max_length": config.max_prompt_length}
-        problems = prompts_of(rows, encode.Encoder.of(config, tokenizer), scorers, **chosen)
+        problems = prompts_of(rows, encode.Encoder.of(config, tokenizer), judges, **chosen)
     ranks.check_equal({"rows": hash_of_rows(problems)})
     with phase("loaded the model"):
         options = {"revision": config.revision, "attn_implementation": config.attn_implementation}
@@ -189,12 +189,12 @@ def evaluate(
     )
     sampler = TransformersSampler(lm, pad_id=tokenizer.pad_token_id, batch_size=config.batch_size)
     responses, sums, incidents = _sample(
-        config, problems, sampler, scorers, sampling, tokenizer, device
+        config, problems, sampler, judges, sampling, tokenizer, device
     )
 
     # The figures of all ranks.
     figures = (
-        {"problems": len(problems)} | solved_metrics(scorers, ranks.global_sums(sums)) | incidents
+        {"problems": len(problems)} | solved_metrics(judges, ranks.global_sums(sums)) | incidents
     )
     if "accuracy_greedy" in figures:
         right = (

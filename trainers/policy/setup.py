@@ -122,7 +122,7 @@ def setup(
     with phase("read tokenizer, scorers and rows"):
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         read = load_train_eval(config, *rows)
-        config, scorers = load_scorers(config, read, tokenizer, run.device, run.recorded)
+        scorers = load_scorers(config, tokenizer, run.device)
         prompts, held_out = load_prompts(config, tokenizer, scorers, read)
         if config.sampler is not None:  # a name that is none is refused before a model is read
             load_function("sampler", config.sampler)

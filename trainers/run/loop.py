@@ -74,7 +74,6 @@ class Run:
             ranks.on_first_rank(lambda: hub.make_repository(config))
         self.store = RunFolder(config)
         self.store.open()
-        self.recorded = self.store.state()["options"] if config.resume else {}  # of the checkpoint
         self.step = 0
         self.save_seconds = 0.0
         self.stopping = False

@@ -164,9 +164,7 @@ class RunFolder:
         now = self._options()
         changed = {}
         for name in now.keys() & before.keys() - {*ACTIONS}:
-            if before[name] != now[name] and not (
-                name == "verifiers" and now[name] is None
-            ):  # chosen by the rows
+            if before[name] != now[name]:
                 changed[name] = f"{name} {before[name]} -> {now[name]}"
         refused = [changed[name] for name in sorted(changed.keys() - MAY_CHANGE)]
         if refused:

@@ -1,15 +1,11 @@
 r"""Scorers by name that compare a response with the row's answer, or look at its text or length.
 
-    exact_match    regex:answer: (\d+)    format    length:100    reasoning_gym
+    exact_match    regex:answer: (\d+)    format    length:100
 
 Each is a `Scorer` (rollouts/types.py). docs/verifiers.md has their definitions.
 """
 
-import functools
-import importlib.util
 import numbers
-import sys
-import types
 import unicodedata
 from collections.abc import Sequence
 
@@ -128,73 +124,23 @@ class Pattern(BaseScorer):
         return scores
 
 
+class Format(Pattern):
+    """1.0 where the whole response is one <think> and one <answer>, else 0.0."""
+
+    def __init__(self, **common):
+        super().__init__(THINK_THEN_ANSWER, **common)
+
+
 class Length(BaseScorer):
     """The cost of a response of n tokens, its stop token included: -min(1, |n - target| / target)."""
 
-    def __init__(self, target: int, **common):
+    def __init__(self, target: str, **common):
         super().__init__(**common)
-        self.target = target
+        if not target.isdecimal() or int(target) == 0:
+            expected = "expected a whole number of tokens above 0 after the colon"
+            raise InputError(f"verifier 'length:{target}': {expected}")
+        self.target = int(target)
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         lengths = [len(sample.response.sampled(sample.response.ids)) for sample in samples]
         return [0.0 - min(1.0, abs(length - self.target) / self.target) for length in lengths]
-
-
-def import_reasoning_gym():
-    """Return reasoning_gym, which takes over a second to import."""
-    if (
-        importlib.util.find_spec("pycosat") is None
-    ):  # C source without wheels, which one generator of puzzles needs
-        sys.modules["pycosat"] = types.ModuleType("pycosat")
-    try:
-        import reasoning_gym
-    except ImportError as error:
-        raise InputError(
-            f"reasoning_gym cannot be imported ({error}); pip install reasoning-gym==0.1.25"
-        ) from error
-    return reasoning_gym
-
-
-class ReasoningGymVerifier(BaseScorer):
-    """The `score_answer` of the reasoning-gym dataset that made the row, in the run's process."""
-
-    compares = True
-
-    def __init__(self, dataset: str = "", name: str = "reasoning_gym", **common):
-        super().__init__(name, **common)
-        self.dataset = dataset
-        self.gym = import_reasoning_gym()
-        self.judge_of = functools.cache(
-            self.gym.get_score_answer_fn
-        )  # each call makes a whole dataset
-
-    def check(self, row: dict) -> None:
-        """Check that the row has an answer, and names a dataset."""
-        super().check(row)
-        self._judge_of(row)
-
-    def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
-        return [self.score(sample.text, sample.row) for sample in samples]
-
-    def _judge_of(self, row: dict):
-        """Return the function that scores a row's responses."""
-        dataset = self.dataset or (row.get("metadata") or {}).get("source_dataset")
-        if not dataset:
-            raise InputError("metadata has no source_dataset; name it with reasoning_gym:<dataset>")
-        if dataset not in self.gym.factory.DATASETS:
-            raise InputError(
-                f"verifier {self.name!r}: reasoning_gym has no dataset {dataset!r:.80}"
-            )
-        return self.judge_of(dataset)
-
-    def score(self, response: str, row: dict) -> float:
-        """Return 0 to 1, as the dataset's generator judges a response's text."""
-        entry = row | {
-            "answer": answer_of(row, self.answer_column),
-            "metadata": row.get("metadata") or {},
-        }
-        judge = self._judge_of(row)
-        try:
-            return float(judge(response.strip(), entry))
-        except Exception:  # of the dataset's generator, on nonsense: a wrong answer
-            return 0.0

@@ -1,67 +1,116 @@
-"""Scorers by name, loaded: those of builtin.py and math.py, reward models, and functions of users."""
+"""The scorers that `--verifiers` names: the dictionary of names, and how they are parsed and loaded."""
 
-from collections.abc import Mapping, Sequence
+import functools
+import re
+from collections.abc import Callable
+from typing import NamedTuple
 
-from fused_rl.trainers.base.screen import print_rank0
-from fused_rl.trainers.base.text import InputError, load_function
-from fused_rl.trainers.data.rows import Rows
+from fused_rl.trainers.base.text import InputError, load_function, name_of
+from fused_rl.trainers.options import RunConfig
 from fused_rl.trainers.rollouts.options import ROLLOUT_BATCH_SIZE
 from fused_rl.trainers.rollouts.types import Scorer
 from fused_rl.trainers.scorers import builtin
 from fused_rl.trainers.scorers.functions import FunctionScorer
 from fused_rl.trainers.scorers.math import MathVerifier
-from fused_rl.trainers.scorers.options import (
-    SPELLINGS,
-    Config,
-    ScorerConfig,
-    ScorerSpec,
-    parse_scorers,
-)
+from fused_rl.trainers.scorers.options import REWARD_MODEL, ScorerConfig
 from fused_rl.trainers.scorers.reward_model import load_reward_model
+
+# How a scorer is spelled -> what makes it, called with the text in place of <...> and the common arguments by name.
+SCORERS: dict[str, Callable[..., Scorer]] = {
+    "math": MathVerifier,
+    "exact_match": builtin.ExactMatch,
+    "exact_match:ignore_case": functools.partial(builtin.ExactMatch, ignore_case=True),
+    "regex:<pattern>": builtin.Pattern,
+    "format": builtin.Format,
+    "length:<tokens>": builtin.Length,
+    f"{REWARD_MODEL}:<folder>": load_reward_model,
+}
+KINDS = {spelling.partition(":")[0] for spelling in SCORERS}
+FUNCTION = "function"
+EXPECTED = f"{', '.join(SCORERS)} or module:function"
+
+
+class ScorerSpec(NamedTuple):
+    """One scorer as the options spell it, not yet loaded."""
+
+    text: str
+    kind: str
+    """The name before the colon, one of `KINDS`; or `FUNCTION`."""
+    make: Callable[..., Scorer]
+    """Called with the common arguments, and for a reward model with what it reads."""
+    name: str
+    """In metrics: its kind, or the whole text where two are of one kind."""
+    weight: float
+    solved_at: float | None
+
+    def load(self, answer_column: str | None, **reading) -> Scorer:
+        """Return the scorer itself."""
+        common = {"name": self.name, "weight": self.weight, "solved_at": self.solved_at}
+        return self.make(**common, answer_column=answer_column, **reading)
+
+
+def parse_scorers(options: ScorerConfig) -> list[ScorerSpec]:
+    """Return the scorers that the options name; refuse what they cannot mean, and one that is named twice."""
+    given = options.verifiers
+    if given is None:
+        raise InputError(f"verifiers is missing; give one of {EXPECTED}")
+    if not given:
+        raise InputError("verifiers=[] is empty; name at least one scorer")
+    for option, numbers in (
+        ("verifier_weights", options.verifier_weights),
+        ("solved_at", options.solved_at),
+    ):
+        if numbers is not None and len(numbers) != len(given):
+            what = f"has {len(numbers)} numbers for {len(given)} verifiers"
+            raise InputError(f"{option}={numbers} {what}; give one for each")
+
+    parsed = [_parse_scorer(one) for one in given]
+    kinds = [kind for kind, _, _ in parsed]
+    weights = options.verifier_weights or [1.0] * len(given)
+    thresholds = options.solved_at or [None] * len(given)
+    specs: dict[str, ScorerSpec] = {}
+    for (kind, text, make), weight, solved_at in zip(parsed, weights, thresholds, strict=True):
+        # Two patterns are told apart in metrics by all of their text.
+        name = kind if kind != FUNCTION and kinds.count(kind) == 1 else text
+        if name in specs:
+            raise InputError(f"verifiers names {text!r} twice; for a weight: verifier_weights")
+        specs[name] = ScorerSpec(text, kind, make, name, weight, solved_at)
+    return list(specs.values())
+
+
+def _parse_scorer(one: str | Callable) -> tuple[str, str, Callable[..., Scorer]]:
+    """Return the kind of one verifier, its text, and what makes it."""
+    if callable(one):
+        return FUNCTION, name_of(one), functools.partial(FunctionScorer, function=one)
+    kind, _, detail = one.partition(":")
+    if kind == "reasoning_gym":
+        raise InputError(f"verifier {one!r} is now a function: give fused_rl.recipes.gym:score")
+    for spelling, make in SCORERS.items():
+        name, _, after = spelling.partition(":")
+        if spelling == one:
+            return kind, one, make
+        if name == kind and after.startswith("<") and detail:
+            return kind, one, functools.partial(make, detail)
+
+    # A function by its module, with a colon or a dot before its name.
+    function = re.fullmatch(r"([\w.]+)[:.](\w+)", one)
+    if kind in KINDS or function is None:
+        raise InputError(f"verifier {one!r}: expected {EXPECTED}")
+    where = f"{function[1]}:{function[2]}"
+    return FUNCTION, where, functools.partial(_load_function, where)
+
+
+def _load_function(where: str, **common) -> FunctionScorer:
+    return FunctionScorer(function=load_function("verifier", where), **common)
 
 
 def check_scorers(options: ScorerConfig) -> str:
     """Return the reward in a line; refuse scorers that cannot be loaded, without loading models."""
-    if options.verifiers is None:
-        return "reasoning_gym, of rows that name their dataset; others need --verifiers"
     specs = parse_scorers(options)
     for spec in specs:
-        if spec.kind not in ("math", "reward_model"):
-            _load(spec, None)
+        if spec.kind not in ("math", REWARD_MODEL):  # a pool of processes, and a model
+            spec.load(None)
     return " + ".join(f"{spec.weight:g}*{spec.name}" for spec in specs)
-
-
-def load_chosen(
-    config: Config, rows: Sequence[Rows], recorded: Mapping[str, object], **reading
-) -> tuple[Config, list[Scorer]]:
-    """Return the config with its scorers, loaded; without any, those that were `recorded` or that the rows name."""
-    if config.verifiers is None:
-        verifiers = recorded.get("verifiers") or named_by(rows)
-        config = config.replace(verifiers=verifiers)
-        print_rank0(f"verifiers: {verifiers}, as the rows or the resumed run name them")
-    return config, load_scorers(config, **reading)
-
-
-def load_for_policy(
-    config: Config, rows, tokenizer, device, recorded
-) -> tuple[Config, list[Scorer]]:
-    """Return what `load_chosen` does, for a policy that is trained with this config."""
-    reading = {
-        "tokenizer": tokenizer,
-        "device": device,
-        "batch_size": config.rollout_batch_size or ROLLOUT_BATCH_SIZE,
-    }
-    return load_chosen(config, rows, recorded, policy=config, held=config, **reading)
-
-
-def named_by(rows: Sequence[Rows]) -> list[str]:
-    """Return reasoning_gym, if the first row names its dataset; else raise an error that lists the scorers."""
-    split = next(split for split in rows if len(split))
-    if (split.rows[0].get("metadata") or {}).get("source_dataset"):
-        return ["reasoning_gym"]
-    raise InputError(
-        f"{split.where(0)}: --verifiers is missing; give one of {', '.join(SPELLINGS)}, or module:function"
-    )
 
 
 def load_scorers(options: ScorerConfig, **reading) -> list[Scorer]:
@@ -70,41 +119,21 @@ def load_scorers(options: ScorerConfig, **reading) -> list[Scorer]:
     Scorers that compare with an answer say which samples are solved; if there are none, functions and patterns do, from
     a score of 1 on.
     """
-    specs = parse_scorers(options)
-    scorers = [load_reward_model(spec, **reading) for spec in specs if spec.kind == "reward_model"]
-    verifiers = [
-        _load(spec, options.answer_column) for spec in specs if spec.kind != "reward_model"
-    ]
+    models, verifiers = [], []
+    for spec in parse_scorers(options):
+        if spec.kind == REWARD_MODEL:
+            models.append(spec.load(options.answer_column, **reading))
+        else:
+            verifiers.append(spec.load(options.answer_column))
     if all(scorer.solved_at is None for scorer in verifiers):
         for scorer in verifiers:
             if not isinstance(scorer, builtin.Length):
                 scorer.solved_at = 1.0
-    return scorers + verifiers
+    return models + verifiers
 
 
-def _load(spec: ScorerSpec, answer_column: str | None) -> Scorer:
-    common = {
-        "name": spec.name,
-        "weight": spec.weight,
-        "solved_at": spec.solved_at,
-        "answer_column": answer_column,
-    }
-    match spec.kind:
-        case "math":
-            return MathVerifier(**common)
-        case "reasoning_gym":
-            return builtin.ReasoningGymVerifier(spec.detail, **common)
-        case "exact_match":
-            return builtin.ExactMatch(ignore_case=spec.detail == "ignore_case", **common)
-        case "regex":
-            return builtin.Pattern(spec.detail, **common)
-        case "format":
-            return builtin.Pattern(builtin.THINK_THEN_ANSWER, **common)
-        case "length":
-            if not spec.detail.isdecimal() or int(spec.detail) == 0:
-                raise InputError(
-                    f"verifier {spec.text!r}: expected a whole number of tokens above 0 after the colon"
-                )
-            return builtin.Length(int(spec.detail), **common)
-    function = spec.detail if callable(spec.detail) else load_function("verifier", spec.detail)
-    return FunctionScorer(function=function, **common)
+def load_for_policy(config: RunConfig, tokenizer, device) -> list[Scorer]:
+    """Return the scorers of a policy that is trained with this config, which holds their options too."""
+    size = config.rollout_batch_size or ROLLOUT_BATCH_SIZE
+    reading = {"tokenizer": tokenizer, "device": device, "batch_size": size}
+    return load_scorers(config, policy=config, held=config, **reading)

@@ -18,7 +18,6 @@ from fused_rl.trainers.models.reward_model import (
 from fused_rl.trainers.options import EngineConfig, ModelConfig
 from fused_rl.trainers.rollouts.types import Sample
 from fused_rl.trainers.scorers.builtin import BaseScorer
-from fused_rl.trainers.scorers.options import ScorerSpec
 
 
 class RewardScorer:
@@ -70,22 +69,21 @@ class RewardModelScorer(BaseScorer):
 
 
 def load_reward_model(
-    spec: ScorerSpec,
+    folder: str,
+    *,
     policy: ModelConfig,
     held: EngineConfig,
     tokenizer: Any,
     device: torch.device,
     batch_size: int,
+    **common,
 ) -> RewardModelScorer:
-    """Return the reward model that is named, which reads the responses of a policy; refuse one of other tokens."""
+    """Return the reward model in a folder, which reads the responses of a policy; refuse one of other tokens."""
     options = {"dtype": engine.torch_dtype(held), "attn_implementation": policy.attn_implementation}
-    model = RewardModel.from_pretrained(spec.detail, **options)
+    model = RewardModel.from_pretrained(folder, **options)
     if not has_score_head(model.classifier.config):
-        raise InputError(
-            f"{spec.text}: a language model without a head for scores; train it first with fused-rl reward"
-        )
-    check_reads_policy("reward model", spec.detail, tokenizer, policy.model)
+        what = "a language model without a head for scores; train it first with fused-rl reward"
+        raise InputError(f"reward_model:{folder}: {what}")
+    check_reads_policy("reward model", folder, tokenizer, policy.model)
     frozen = engine.initialize_frozen(model.to(device).requires_grad_(False).eval(), held)
-    return RewardModelScorer(
-        spec.name, RewardScorer(frozen, batch_size), weight=spec.weight, solved_at=spec.solved_at
-    )
+    return RewardModelScorer(scorer=RewardScorer(frozen, batch_size), **common)

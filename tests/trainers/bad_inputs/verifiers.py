@@ -31,7 +31,7 @@ VERIFIERS = [
     *verifiers("judges:other_text", r"must take .*\(response, row\).* it takes \(text, row\)$"),
     *verifiers("math", "expected --option value, got 'judges:even'", "judges:even"),
     *verifiers("judges:Called", r"'judges:Called' must take \(response, row\)"),
-    *verifiers("judges", "verifier 'judges': expected math, reasoning_gym"),
+    *verifiers("judges", "verifier 'judges': expected math, exact_match"),
     *verifiers("judges:", "verifier 'judges:': expected"),
     *verifiers("", "verifiers='' is empty"),
     *verifiers("[]", "verifiers=.. is empty"),
@@ -57,8 +57,7 @@ VERIFIERS = [
     ),
     *verifiers("judges:even", "has 2 numbers for 1 verifiers", "--verifier_weights", "[1, 2]"),
     *verifiers("judges:even", "has 2 numbers for 1 verifiers", "--solved_at", "[1, null]"),
-    *verifiers("reasoning_gym:chain_sums", "no dataset 'chain_sums'"),
-    *verifiers("reasoning_gym", "rows.jsonl, line 1: metadata has no source_dataset"),
+    *verifiers("reasoning_gym:chain_sum", "is now a function: give fused_rl.recipes.gym:score$"),
     *verifiers("reward_model:./rm", "'./rm' is neither a local folder with a model nor on the Hub"),
     *verifiers("reward_model:nobody/a2.5-v1.0", "nobody/a2.5-v1.0"),
     *cell(
@@ -69,7 +68,11 @@ VERIFIERS = [
         options=("--verifiers", "math"),
     ),
     *of(
-        "eval", "no verifiers", "line 1: --verifiers is missing; give one of", "--verifiers", "null"
+        "eval grpo",
+        "no verifiers",
+        "verifiers is missing; give one of math, ",
+        "--verifiers",
+        "null",
     ),
     *cell("grpo", "answer", None, "is missing or null", options=("--verifiers", "math")),
 ]
