@@ -144,12 +144,12 @@ def train(config: DPOConfig, dataset: RowsLike = None, eval_dataset: RowsLike = 
         )
     config = run.check_inputs(config, tokenizer, {}, rows=pairs, held_out=held_out)
     with phase("loaded the model"):
-        lm = language_model.load_lm(config.model, config.revision, config, config, run.device)
+        lm = language_model.load_lm(config, run.device)
         rows = sides_of([*pairs, *held_out])
         language_model.check_fits(
             lm.base, tokenizer, rows, 0, "max_prompt_length or max_response_length"
         )
-        model = engine.initialize(lm, config, config, config.steps)
+        model = engine.initialize(lm, config, config.steps)
 
     # The reference is the model as it is now, before a checkpoint is restored: of the pairs that the run will take.
     every = [*pairs, *held_out]

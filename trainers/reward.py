@@ -218,7 +218,7 @@ def train(config: RewardConfig, dataset: RowsLike = None, eval_dataset: RowsLike
 def _load(config: RewardConfig, device: torch.device, tokenizer, pairs: list[Pair]) -> tuple:
     """Return the engine with the model, and what shared prompts cost in it or None."""
     with phase("loaded the model"):
-        model = load_reward_model(config.model, config.revision, config, config, device)
+        model = load_reward_model(config, device)
         check_fits(
             model.classifier,
             tokenizer,
@@ -229,7 +229,7 @@ def _load(config: RewardConfig, device: torch.device, tokenizer, pairs: list[Pai
         longest = config.max_prompt_length + config.max_response_length
         options = {"option": "share_prompts", "otherwise": "prompts are computed once per response"}
         costs = packing_costs(model.classifier, longest, config.share_prompts, **options)
-        return engine.initialize(model, config, config, config.steps), costs
+        return engine.initialize(model, config, config.steps), costs
 
 
 main = functools.partial(command.run, RewardConfig, arithmetic, train)

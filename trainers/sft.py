@@ -219,7 +219,7 @@ def train(config: SFTConfig, dataset: RowsLike = None, eval_dataset: RowsLike = 
         )
     config = run.check_inputs(config, tokenizer, {}, rows=pairs, held_out=held_out)
     with phase("loaded the model"):
-        lm = language_model.load_lm(config.model, config.revision, config, config, run.device)
+        lm = language_model.load_lm(config, run.device)
         rows = (
             (example.prompt + example.completion, example.where) for example in [*pairs, *held_out]
         )
@@ -228,7 +228,7 @@ def train(config: SFTConfig, dataset: RowsLike = None, eval_dataset: RowsLike = 
         costs = packing_costs(
             lm.base, config.max_length, config.packing, option="packing", otherwise=otherwise
         )
-        model = engine.initialize(lm, config, config, config.steps)
+        model = engine.initialize(lm, config, config.steps)
     pad_id = tokenizer.pad_token_id
     held_out = micro_batches(held_out_share(held_out), config, pad_id, run.device, costs)
 

@@ -139,7 +139,7 @@ def sampler_of(config, device) -> tuple[TransformersSampler, list[list[int]], Sa
     """The sampler of a policy, each prompt as often as a group has responses, and how they are drawn."""
     torch.manual_seed(3)
     tokenizer = encode.load_tokenizer(config.model)
-    lm = placed(load_lm(config.model, None, config, config, CPU), device)
+    lm = placed(load_lm(config, CPU), device)
     sampler = TransformersSampler(lm.base, pad_id=tokenizer.pad_token_id, batch_size=16)
     prompts = [prompt.ids for prompt in prompts_of(tokenizer) for _ in range(config.group_size)]
     return sampler, prompts, sampling_of(config, tokenizer, lm)
@@ -154,8 +154,8 @@ def responses_of(config) -> list:
 def policy_of(config, device, responses, *, share=None) -> policies.Policy:
     """As `load_policy` makes it; the responses were drawn before."""
     tokenizer = encode.load_tokenizer(config.model)
-    lm = load_lm(config.model, None, config, config, CPU)
-    reference = load_lm(config.model, None, config, config, CPU, trainable=False)
+    lm = load_lm(config, CPU)
+    reference = load_lm(config, CPU, trainable=False)
     sampling = sampling_of(config, tokenizer, lm)
     costs = packing.packing_costs(
         lm.base, 64, share, option="share_prompts", otherwise="not shared"
@@ -187,7 +187,8 @@ def grpo_step(folder, device, responses, **options) -> Step:
 def ppo_step(folder, device, responses, critic=None, **options) -> Step:
     config = config_of(ppo.PPOConfig, folder, critic=critic, **options)
     policy = policy_of(config, device, responses, share=False)
-    module = placed(load_reward_model(critic, None, config, config, CPU, kind=Critic), device)
+    module = load_reward_model(config.replace(model=critic), CPU, kind=Critic)
+    module = placed(module, device)
     judge, modules = Engine(module, config), (policy.model.module, module)
     prompts = of_rank(prompts_of(policy.tokenizer))
     return lambda: Found(ppo.train_step(policy, judge, prompts, 1, 0.1), modules)
@@ -196,7 +197,7 @@ def ppo_step(folder, device, responses, critic=None, **options) -> Step:
 def sft_step(folder, device, responses, packed=True, **options) -> Step:
     config = config_of(sft.SFTConfig, folder, batch_size=16, micro_batch_size=4, **options)
     tokenizer = encode.load_tokenizer(folder)
-    lm = load_lm(folder, None, config, config, CPU)
+    lm = load_lm(config, CPU)
     costs = packing.costs_of(lm.base) if packed else None
     prompts = [prompt.ids for prompt in prompts_of(tokenizer) for _ in range(4)]
     answers = [response.ids for response in responses]
@@ -215,7 +216,7 @@ def sft_step(folder, device, responses, packed=True, **options) -> Step:
 def reward_step(folder, device, responses, packed=True, **options) -> Step:
     config = config_of(reward.RewardConfig, folder, batch_size=8, micro_batch_size=4, **options)
     tokenizer = encode.load_tokenizer(folder)
-    module = load_reward_model(folder, None, config, config, CPU)
+    module = load_reward_model(config, CPU)
     costs = packing.costs_of(module.classifier) if packed else None
     prompts = [prompt.ids for prompt in prompts_of(tokenizer) for _ in range(2)]
     sides = [response.ids for response in responses]

@@ -35,8 +35,8 @@ def config_of(folders, **options):
 
 def load(folders, name: str, **options):
     """Any model by the options of a run whose own is another."""
-    config = config_of(folders, **options)
-    return language_model.load_lm(name, None, config, config, CPU, trainable=name == folders[0])
+    config = config_of(folders, **{"model": name} | options)
+    return language_model.load_lm(config, CPU, trainable=name == folders[0])
 
 
 def batch():
@@ -104,7 +104,7 @@ def ask_under_zero_3(rank, world, folders):
     lm, ref_lm = load(folders, folders[0], zero_stage=3), load(folders, folders[1], zero_stage=3)
     ref_weight = ref_lm.head.weight.clone()
     policy, reference = (
-        engine.initialize(lm, config, config, 1),
+        engine.initialize(lm, config, 1),
         engine.initialize_frozen(ref_lm, config),
     )
     assert lm.head.weight.shape == (0,) and ref_lm.head.weight.shape == (0,)

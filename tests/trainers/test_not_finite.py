@@ -26,6 +26,10 @@ def test_a_sum_that_is_not_finite_names_step_micro_batch_and_rows():
         sums.over_ranks()
 
 
+class TrainingConfig(EngineConfig, OptimConfig):
+    """The options of an engine and of its optimizer."""
+
+
 class Spoilt(torch.nn.Module):
     """A line whose gradient is infinite where its loss is not."""
 
@@ -42,9 +46,11 @@ def steps_of_a_rank(rank, world, cases):
     engine.setup(1)
     found = []
     for stage, dtype in cases:
-        config = EngineConfig(zero_stage=stage, dtype=dtype, stage3_param_persistence_threshold=0)
-        optim = OptimConfig(lr=0.1, lr_schedule="constant", weight_decay=0.1)
-        model = engine.initialize(Spoilt().to(engine.torch_dtype(config)), optim, config, 4)
+        optim = {"lr": 0.1, "lr_schedule": "constant", "weight_decay": 0.1}
+        config = TrainingConfig(
+            zero_stage=stage, dtype=dtype, stage3_param_persistence_threshold=0, **optim
+        )
+        model = engine.initialize(Spoilt().to(engine.torch_dtype(config)), config, 4)
         for step, x in enumerate((1.0, 0.0 if rank == 0 else 1.0), 1):
             model.backward(model(torch.full((8,), x, dtype=engine.torch_dtype(config))))
             try:

@@ -19,6 +19,10 @@ OPTIONS = (  # with weight decay there are two groups of parameters
 )
 
 
+class TrainingConfig(EngineConfig, OptimConfig):
+    """The options of an engine and of its optimizer."""
+
+
 class Tower(torch.nn.Module):
     """Weights that no span begins with; one is frozen, one is never used, one gets a gradient of zeros."""
 
@@ -36,9 +40,9 @@ class Tower(torch.nn.Module):
 
 def steps(stage, dtype, options) -> tuple[list, list]:
     """Norms of the gradient in 3 steps of two micro-batches; then weights and what the optimizer keeps."""
-    config = EngineConfig(zero_stage=stage, dtype=dtype)
-    held = OptimConfig(**{"lr": 1e-2, "weight_decay": 0.1, "lr_schedule": "constant"} | options)
-    model = engine.initialize(Tower().to(getattr(torch, dtype)), held, config, 3)
+    held = {"lr": 1e-2, "weight_decay": 0.1, "lr_schedule": "constant"} | options
+    config = TrainingConfig(zero_stage=stage, dtype=dtype, **held)
+    model = engine.initialize(Tower().to(getattr(torch, dtype)), config, 3)
     generator = torch.Generator().manual_seed(engine.rank())
     norms = []
     for step in range(3):

@@ -170,9 +170,7 @@ def load_lm(config, **options):
 
     from fused_rl.trainers.models import language_model
 
-    return language_model.load_lm(
-        config.model, config.revision, config, config, torch.device("cpu"), **options
-    )
+    return language_model.load_lm(config, torch.device("cpu"), **options)
 
 
 def load_reward_model(config):
@@ -181,9 +179,7 @@ def load_reward_model(config):
 
     from fused_rl.trainers.models import reward_model
 
-    return reward_model.load_reward_model(
-        config.model, config.revision, config, config, torch.device("cpu")
-    )
+    return reward_model.load_reward_model(config, torch.device("cpu"))
 
 
 def respond(lm, prompts: list[list[int]], sampling, batch_size: int) -> list:

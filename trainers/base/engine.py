@@ -43,6 +43,10 @@ class EngineOptions(Protocol):
     def dtype(self) -> str: ...
 
 
+class TrainingOptions(EngineOptions, optim.OptimOptions, Protocol):
+    """The options of an engine and of its optimizer."""
+
+
 def quiet() -> None:
     """Switch off other libraries' progress bars and notices."""
     if not torch.cuda.is_available():
@@ -143,23 +147,21 @@ def _deepspeed_config(config: EngineOptions, *, max_grad_norm: float) -> dict:
     }
 
 
-def initialize(
-    model: nn.Module, optim_config: optim.OptimOptions, config: EngineOptions, updates: int
-):
+def initialize(model: nn.Module, config: TrainingOptions, updates: int):
     """Return a DeepSpeed engine that trains `model` with AdamW for `updates` optimizer steps."""
     import deepspeed
 
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = optim.adamw(parameters, optim_config)
+    optimizer = optim.adamw(parameters, config)
     clipping = None
     if not config.zero_stage:  # DeepSpeed neither clips nor measures the norm there
-        clipping = optim.Clipping(optimizer, parameters, optim_config.max_grad_norm)
+        clipping = optim.Clipping(optimizer, parameters, config.max_grad_norm)
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
-        lr_scheduler=optim.schedule(optimizer, optim_config, updates),
+        lr_scheduler=optim.schedule(optimizer, config, updates),
         config=_deepspeed_config(
-            config, max_grad_norm=optim_config.max_grad_norm if config.zero_stage else 0.0
+            config, max_grad_norm=config.max_grad_norm if config.zero_stage else 0.0
         ),
     )
     for group in list(

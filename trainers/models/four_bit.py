@@ -9,29 +9,28 @@ import torch
 from torch import nn
 
 from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.options import EngineConfig, ModelConfig
+from fused_rl.trainers.options import RunConfig
 
 
 def reading_options(
-    options: ModelConfig,
-    held: EngineConfig,
+    config: RunConfig,
     dtype: torch.dtype,
     device: torch.device,
     *,
     adapters: bool,
 ) -> dict[str, object]:
     """Return the arguments of `from_pretrained` for 4 bits, none if the weights stay as they are."""
-    if not options.load_in_4bit:
+    if not config.load_in_4bit:
         return {}
     if not adapters:
         raise InputError(
             "load_in_4bit: weights of 4 bits are not trained, only adapters to them; give --lora_rank"
         )
-    if held.zero_stage == 3:
+    if config.zero_stage == 3:
         raise InputError(
             "load_in_4bit: ZeRO 3 would split the weights, and 4 bits cannot be split; use zero_stage 2"
         )
-    if options.save_merged:
+    if config.save_merged:
         raise InputError(
             "save_merged: weights of 4 bits cannot be merged; save the adapters, and merge them later"
         )

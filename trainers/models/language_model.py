@@ -14,7 +14,7 @@ from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import whole_folder
 from fused_rl.trainers.base.text import InputError, in_a_line
 from fused_rl.trainers.models import four_bit, lora
-from fused_rl.trainers.options import EngineConfig, ModelConfig
+from fused_rl.trainers.options import RunConfig
 
 
 class Scored(NamedTuple):
@@ -288,42 +288,34 @@ def _read_lm(
     return lm.to(device)
 
 
-def load_lm(
-    name: str,
-    revision: str | None,
-    options: ModelConfig,
-    held: EngineConfig,
-    device: torch.device,
-    *,
-    trainable: bool = True,
-) -> LanguageModel:
-    """Return a causal LM without dropout; frozen, and without its adapters, unless trainable."""
+def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) -> LanguageModel:
+    """Return the causal LM of a run, without dropout; frozen, and without its adapters, unless trainable."""
     # Its weights.
-    adapters = lora.find(name, revision)
-    with_adapters = trainable and (adapters is not None or options.lora_rank > 0)
+    adapters = lora.find(config.model, config.revision)
+    with_adapters = trainable and (adapters is not None or config.lora_rank > 0)
     reading = {
-        "dtype": engine.torch_dtype(held),
-        "attn_implementation": options.attn_implementation,
+        "dtype": engine.torch_dtype(config),
+        "attn_implementation": config.attn_implementation,
     }
     if trainable:
-        lora.check_options(options, adapters)
+        lora.check_options(config, adapters)
         reading |= four_bit.reading_options(
-            options, held, reading["dtype"], device, adapters=with_adapters
+            config, reading["dtype"], device, adapters=with_adapters
         )
-    lm = _read_lm(name, revision, adapters, device, **reading)
+    lm = _read_lm(config.model, config.revision, adapters, device, **reading)
 
     # What of it is trained.
     if not trainable:
         lm.requires_grad_(False).eval()
     elif adapters is not None:
-        lm = lora.continued(lm, name, revision)
+        lm = lora.continued(lm, config.model, config.revision)
     elif with_adapters:
-        lm = lora.adapted(lm, options)
+        lm = lora.adapted(lm, config)
     switch_off_dropout(lm)
-    if trainable and options.gradient_checkpointing:
+    if trainable and config.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    head_dtype = None if options.head_dtype == "auto" else getattr(torch, options.head_dtype)
-    return LanguageModel(lm, options.loss_from, lora=with_adapters, head_dtype=head_dtype)
+    head_dtype = None if config.head_dtype == "auto" else getattr(torch, config.head_dtype)
+    return LanguageModel(lm, config.loss_from, lora=with_adapters, head_dtype=head_dtype)
 
 
 def load_to_sample(

@@ -17,7 +17,7 @@ from fused_rl.trainers.data.encode import load_tokenizer
 from fused_rl.trainers.models import lora
 from fused_rl.trainers.models.language_model import readable, save, switch_off_dropout
 from fused_rl.trainers.models.packing import Packed
-from fused_rl.trainers.options import EngineConfig, ModelConfig
+from fused_rl.trainers.options import ModelConfig, RunConfig
 
 
 class RewardModel(nn.Module):
@@ -205,20 +205,18 @@ def collate(sequences: list[list[int]], device) -> tuple[torch.Tensor, torch.Ten
 
 
 def load_reward_model(
-    name: str,
-    revision: str | None,
-    options: ModelConfig,
-    held: EngineConfig,
-    device: torch.device,
-    *,
-    kind: type[RewardModel] = RewardModel,
+    config: RunConfig, device: torch.device, *, kind: type[RewardModel] = RewardModel
 ) -> RewardModel:
-    """Return a reward model, or a critic, on its device."""
-    reading = {"revision": revision, "attn_implementation": options.attn_implementation}
+    """Return the reward model, or the critic, that a run starts from, on its device."""
     model = kind.from_pretrained(
-        name, dtype=engine.torch_dtype(held), adapters=options, **reading
-    ).to(device)
-    if options.gradient_checkpointing:
+        config.model,
+        dtype=engine.torch_dtype(config),
+        adapters=config,
+        revision=config.revision,
+        attn_implementation=config.attn_implementation,
+    )
+    model = model.to(device)
+    if config.gradient_checkpointing:
         model.classifier.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 

@@ -57,17 +57,18 @@ def load_critic(config: RunConfig, tokenizer, device: torch.device, updates: int
     """Return the critic in an engine with an optimizer of its own, for `updates` optimizer steps; refuse one that reads
     tokens otherwise than the policy.
     """
-    name = config.critic or config.model
-    revision = config.revision if config.critic is None else None
-    optim = {option: getattr(config, option) for option in OptimConfig.model_fields}
+    start = config
+    if config.critic is not None:
+        start = config.replace(model=config.critic, revision=None)
     for option in APART:
-        own = getattr(config, f"critic_{option}")
-        optim[option] = optim[option] if own is None else own
+        value = getattr(config, f"critic_{option}")
+        if value is not None:
+            start = start.replace(**{option: value})
     with phase("loaded the critic"):
-        critic = load_reward_model(name, revision, config, config, device, kind=Critic)
+        critic = load_reward_model(start, device, kind=Critic)
         if config.critic is not None:
-            check_reads_policy("critic", name, tokenizer, config.model)
-        return engine.initialize(critic, OptimConfig(**optim), config, updates)
+            check_reads_policy("critic", config.critic, tokenizer, config.model)
+        return engine.initialize(critic, start, updates)
 
 
 class CreditConfig(KLConfig, RolloutConfig):

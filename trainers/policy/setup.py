@@ -165,7 +165,7 @@ def load_policy(
     `packing` is the value of `packing_option`, which puts several sequences into a row; None is where the model can.
     """
     # The model, its reference, and its engine.
-    lm = language_model.load_lm(config.model, config.revision, config, config, device)
+    lm = language_model.load_lm(config, device)
     stop_ids = tuple(encode.stop_ids(tokenizer, lm.base.saved_generation_config))
     longest = config.max_prompt_length + config.max_new_tokens
     costs = packing_costs(
@@ -173,11 +173,9 @@ def load_policy(
     )
     starting = None
     if needs_reference and not lm.lora:
-        starting = language_model.load_lm(
-            config.model, config.revision, config, config, device, trainable=False
-        )
+        starting = language_model.load_lm(config, device, trainable=False)
         starting = engine.initialize_frozen(starting, config)
-    model = engine.initialize(lm, config, config, updates)
+    model = engine.initialize(lm, config, updates)
     reference = None
     if needs_reference:
         reference = PolicyWithoutAdapters(model) if lm.lora else Reference(starting)
