@@ -494,6 +494,14 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
     dry_run: bool = False
     """Print the resolved configuration and the batch arithmetic, check that model and rows exist, then stop."""
 
+    @property
+    def splits_rows(self) -> bool:
+        """Return True if a row may become several examples, whose number is known when all are encoded."""
+        return False
+
+    def check_first_row(self, encoder: Any, rows: Any) -> None:
+        """Check that the first of the `Rows` has what the trainer reads, by an `Encoder`."""
+
     def footprint(self) -> memory.Footprint:
         """Return what the run keeps on each device, and the lengths of its sequences."""
         sixteen_bits = engine.torch_dtype(self) == torch.bfloat16

@@ -58,6 +58,13 @@ class SFTConfig(RunConfig):
     """Put several demonstrations into one row of the model's input, where that is cheaper than padding; none sees
     another. None packs if the model's attention allows it."""
 
+    @property
+    def splits_rows(self) -> bool:
+        return self.assistant_turns == "all"
+
+    def check_first_row(self, encoder: encode.Encoder, rows: Rows) -> None:
+        encoder.pairs(rows, 0, self.prompt_column, self.completion_column)
+
     def footprint(self) -> Footprint:
         return super().footprint()._replace(prompt_tokens=0, response_tokens=self.max_length)
 

@@ -47,6 +47,10 @@ class PairsConfig(RunConfig):
     label_smoothing: Smoothing = 0.0
     """Probability that a label is wrong."""
 
+    def check_first_row(self, encoder: encode.Encoder, rows: Rows) -> None:
+        rows.get(0, self.chosen_column, "chosen_column")
+        rows.get(0, self.rejected_column, "rejected_column")
+
     def footprint(self) -> Footprint:
         return super().footprint()._replace(response_tokens=self.max_response_length)
 

@@ -11,6 +11,8 @@ from fused_rl.objectives.surrogates import SURROGATES
 from fused_rl.trainers import options as config
 from fused_rl.trainers.base.memory import Footprint
 from fused_rl.trainers.base.text import InputError, load_function
+from fused_rl.trainers.data.encode import Encoder
+from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.options import (
     Needs,
     NonNegativeInt,
@@ -97,6 +99,9 @@ class SamplingRunConfig(RolloutConfig, RunConfig):
             "--server, or --zero_stage 2",
         ),
     )
+
+    def check_first_row(self, encoder: Encoder, rows: Rows) -> None:
+        encoder.prompt(rows, 0, self.prompt_column)
 
     def footprint(self) -> Footprint:
         return super().footprint()._replace(response_tokens=self.max_new_tokens)

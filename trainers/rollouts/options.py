@@ -63,11 +63,16 @@ class SamplerConfig(SamplingConfig):
     needs: ClassVar = tuple(
         Needs(
             option,
-            lambda config: config.server or getattr(config, "served", False),
+            lambda config: config.server or config.served,
             "means nothing without --server",
         )
         for option in ("server_api_key_env", "server_timeout", "server_concurrency")
     )
+
+    @property
+    def served(self) -> bool:
+        """Return True if a model that only gives log-probabilities is behind a server."""
+        return False
 
     @pydantic.field_validator("server")
     @classmethod

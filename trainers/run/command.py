@@ -60,17 +60,8 @@ def describe(config: RunConfig, arithmetic: Arithmetic) -> str:
         config.resolve()
         tokenizer = load_tokenizer(config.model, config.revision)
         rows, _ = load_train_eval(config)
-        encoder = Encoder.of(config, tokenizer)
-        if hasattr(config, "max_new_tokens"):
-            encoder.prompt(rows, 0, config.prompt_column)
-        elif hasattr(config, "completion_column"):
-            encoder.pairs(rows, 0, config.prompt_column, config.completion_column)
-        else:
-            for option in ("chosen_column", "rejected_column"):
-                rows.get(0, getattr(config, option), option)
-        # With all turns a row is as many demonstrations, whose number is known after encoding only.
-        splits_rows = getattr(config, "assistant_turns", "last") == "all"
-        counted = config if splits_rows else in_steps(config, len(rows))
+        config.check_first_row(Encoder.of(config, tokenizer), rows)
+        counted = config if config.splits_rows else in_steps(config, len(rows))
         needed = memory_line(counted)
     lines = [f"# {key}: {value}" for key, value in arithmetic(counted, ranks.processes()).items()]
     lines += [] if needed is None else [f"# memory per process: {needed}"]
