@@ -214,3 +214,17 @@ def test_no_package_is_named_as_another_one(part):
     assert not (ROOT / part / "__init__.py").exists(), (
         f"{part}/__init__.py would shadow another package"
     )
+
+
+def test_the_setup_of_tests_imports_nothing_of_the_benchmark():
+    """Nor does what it imports: every test would depend on the benchmark, and start as slowly as it is imported."""
+    waiting, seen = [ROOT / "tests" / "conftest.py"], set()
+    while waiting:
+        path = waiting.pop()
+        seen.add(path)
+        for imported in imports(path):
+            names = [f"{imported.module}.{name}" for name in imported.names] + [imported.module]
+            assert not any(name.split(".")[0] == "bench" for name in names), path
+            ours = [ROOT / f"{name.replace('.', '/')}.py" for name in names if name[:6] == "tests."]
+            waiting += [file for file in ours if file.exists() and file not in seen]
+    assert len(seen) > 2
