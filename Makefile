@@ -68,13 +68,9 @@ lint: $(VENV)/installed  ## ruff: rules and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# The Python of README and tutorial, block by block, and tests/typed.py.
 .PHONY: types
 types: $(VENV)/installed  ## pyright on the product, the README and the tutorial
-	$(PIP) install -q -c constraints.txt pyright
-	mkdir -p build/typed && rm -f build/typed/*.py
-	awk '/^```python$$/ {n++; on = 1; next} /^```$$/ {on = 0} on {print > ("build/typed/block" n ".py")}' README.md docs/tutorial.md
-	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/python -m tests.tools.typecheck
 
 .PHONY: size
 size:  ## how much code there is, by folder and by room
