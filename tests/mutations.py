@@ -278,8 +278,8 @@ MUTATIONS = {
     ),
     "ipo does not divide by the length": Mutation(
         "trainers/dpo.py",
-        'config.loss_type in ("ipo", "simpo")',
-        'config.loss_type in ("simpo",)',
+        'OF_MEANS = ("ipo", "simpo", "orpo")',
+        'OF_MEANS = ("simpo", "orpo")',
         "tests/trainers/test_dpo.py -k trls",
     ),
     "a pair is held to the reference of another": Mutation(

@@ -9,6 +9,9 @@ The reference is the model that the run begins with: its log-probabilities are m
     hinge     arXiv:2305.10425, eq. 6    max(0, 1 - (s_w - s_l)), s = beta d
     ipo       arXiv:2310.12036, eq. 17   (s_w - s_l - 1 / (2 beta))^2, s = d / n
     simpo     arXiv:2405.14734, eq. 6    -log sigmoid(s_w - s_l - gamma), s = beta log pi(y) / n, gamma a margin
+    orpo      arXiv:2403.07691, eq. 6    -beta log sigmoid(s_w - s_l), s the log-odds of exp(log pi(y) / n)
+    apo-zero  arXiv:2408.06266, eq. 7    sigmoid(-s_w) + sigmoid(s_l), s = beta d: w rises above the reference, l falls
+    apo-down  arXiv:2408.06266, eq. 8    sigmoid(s_w) + sigmoid(s_l - s_w), s = beta d: both fall, l further
     nll_coef  arXiv:2404.19733, eq. 1    and -log pi(w), averaged over the step's chosen tokens
 """
 
@@ -19,6 +22,7 @@ from typing import ClassVar, Literal
 import torch
 
 import fused_rl
+from fused_rl.objectives.preferences import WITHOUT_MARGIN
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data import encode
@@ -38,12 +42,11 @@ from fused_rl.trainers.options import Needs, NonNegative, Positive
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.loop import Run
 
-LOSS_TYPES = {
-    "sigmoid": "sigmoid",
-    "hinge": "hinge",
-    "ipo": "squared",
-    "simpo": "sigmoid",
-}  # of `preference_loss`
+LossType = Literal["sigmoid", "hinge", "ipo", "simpo", "orpo", "apo-zero", "apo-down"]
+# Names of `preference_loss` for those that it calls otherwise.
+PREFERENCE_LOSSES = {"ipo": "squared", "simpo": "sigmoid"}
+OF_MEANS = ("ipo", "simpo", "orpo")
+WITHOUT_REFERENCE = ("simpo", "orpo")
 
 
 class DPOConfig(PairsConfig):
@@ -52,17 +55,30 @@ class DPOConfig(PairsConfig):
     command: ClassVar = "dpo"
     main: ClassVar = (*PairsConfig.main, "loss_type", "beta")
 
-    loss_type: Literal["sigmoid", "hinge", "ipo", "simpo"] = "sigmoid"
-    """Loss of a pair; ipo and simpo score a response by its mean per token, simpo without a reference."""
+    loss_type: LossType = "sigmoid"
+    """Loss of a pair. ipo, simpo and orpo score a response by its mean per token; simpo and orpo have no reference."""
     beta: Positive = 0.1
-    """Scale of the scores; the larger, the closer to the reference."""
+    """Scale of the scores: the larger, the closer to the reference. For orpo, the weight of the loss of pairs."""
     margin: NonNegative = 0.0
-    """Least lead of every chosen score, in addition to margin_column: gamma of simpo."""
+    """Least lead of every chosen score, in addition to margin_column: gamma of simpo; not for apo-zero and apo-down."""
     nll_coef: NonNegative = 0.0
     """Weight of the chosen responses' negative log-likelihood per token."""
 
     needs: ClassVar = (
         Needs("label_smoothing", lambda config: config.loss_type != "ipo", "has no effect on ipo"),
+        *(
+            Needs(
+                option,
+                lambda config: config.loss_type not in WITHOUT_MARGIN,
+                "has no meaning with loss_type=apo-zero or apo-down; leave it out",
+            )
+            for option in ("margin", "margin_column")
+        ),
+        Needs(
+            "loss_type",
+            lambda config: config.loss_type != "orpo" or config.nll_coef > 0,
+            "trains on the chosen responses' likelihood as well; give --nll_coef 1, as in the paper",
+        ),
     )
 
 
@@ -96,18 +112,25 @@ def pair_loss(
     config: DPOConfig,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss of pairs from their (b, 2), as a share of that of all pairs of the step, and its metrics."""
-    scores = logprobs if config.loss_type == "simpo" else logprobs - reference.to(logprobs.device)
-    if config.loss_type in ("ipo", "simpo"):
+    loss_type = config.loss_type
+    scores = logprobs
+    if loss_type not in WITHOUT_REFERENCE:
+        scores = scores - reference.to(logprobs.device)
+    if loss_type in OF_MEANS:
         scores = scores / torch.tensor([pair.predicted() for pair in pairs]).to(logprobs.device)
-    scores = scores if config.loss_type == "ipo" else config.beta * scores
-    least = config.margin + (0.5 / config.beta if config.loss_type == "ipo" else 0.0)
-    margin = torch.tensor([pair.margin + least for pair in pairs]).to(logprobs.device)
+    if loss_type not in ("ipo", "orpo"):
+        scores = config.beta * scores
     options = {
-        "loss_type": LOSS_TYPES[config.loss_type],
+        "loss_type": PREFERENCE_LOSSES.get(loss_type, loss_type),
         "label_smoothing": config.label_smoothing,
-        "margin": margin,
     }
+    if loss_type not in WITHOUT_MARGIN:
+        least = config.margin + (0.5 / config.beta if loss_type == "ipo" else 0.0)
+        margin = torch.tensor([pair.margin + least for pair in pairs])
+        options["margin"] = margin.to(logprobs.device)
     loss, metrics = fused_rl.preference_loss(*scores.unbind(1), num_sequences=len(step), **options)
+    if loss_type == "orpo":
+        loss = config.beta * loss
     nll = -logprobs[:, 0].sum() / sum(pair.predicted()[0] for pair in step)
     loss = loss + config.nll_coef * nll
     return loss, metrics | {"loss": loss, "nll": nll}
@@ -154,7 +177,7 @@ def train(config: DPOConfig, dataset: RowsLike = None, eval_dataset: RowsLike = 
     # The reference is the model as it is now, before a checkpoint is restored: of the pairs that the run will take.
     every = [*pairs, *held_out]
     reference = torch.zeros(len(every), 2)
-    if config.loss_type != "simpo":
+    if config.loss_type not in WITHOUT_REFERENCE:
         taken = run.order.first(config.steps) + [*range(len(pairs), len(every))]
         with phase("measured the reference"):
             reference[taken] = measure(model, [every[i] for i in taken], config)

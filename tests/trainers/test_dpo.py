@@ -23,6 +23,8 @@ LOSSES = {
     "hinge": {"loss_type": "hinge"},
     "ipo": {"loss_type": "ipo", "beta": 0.5, "label_smoothing": 0.0},
     "nll": {"nll_coef": 0.5},
+    "apo-zero": {"loss_type": "apo-zero"},
+    "apo-down": {"loss_type": "apo-down"},
 }
 
 
@@ -152,6 +154,33 @@ def test_a_loss_is_its_papers_however_the_pairs_are_split(loss_type, folder, mon
         assert_gradients_close(lm, exact, "lm.")
 
 
+@pytest.mark.parametrize("loss_type", ["orpo", "apo-zero", "apo-down"])
+def test_orpo_has_no_reference_and_apo_no_margin(folder, loss_type):
+    nll_coef = 0.5 if loss_type == "orpo" else 0.0
+    options = {"loss_type": loss_type, "beta": 0.3, "nll_coef": nll_coef, "label_smoothing": 0.0}
+    config = config_of(folder, **options)
+    lengths = torch.tensor([[2, 3], [4, 1]])
+    pairs = [
+        dpo.Pair(([5], [6] * chosen), ([5], [7] * rejected), 0.25, "a row")
+        for chosen, rejected in lengths.tolist()
+    ]
+    logprobs = -lengths * torch.tensor([[0.5, 0.9], [1.5, 0.7]]).double()
+    reference = logprobs - torch.tensor([[0.3, -0.2], [-0.4, 0.1]]).double()
+    loss, metrics = dpo.pair_loss(logprobs, reference, pairs, pairs, config)
+
+    means = (logprobs / lengths).exp()
+    log_odds = (means / (1 - means)).log()
+    lead = log_odds[:, 0] - log_odds[:, 1] - 0.25
+    odds_ratio = (
+        -0.3 * torch.sigmoid(lead).log() + 0.5 * -logprobs[:, 0].sum() / lengths[:, 0].sum()
+    )
+    chosen, rejected = torch.sigmoid(0.3 * (logprobs - reference)).unbind(1)
+    ahead = torch.sigmoid(0.3 * (logprobs - reference) @ torch.tensor([1.0, -1.0]).double())
+    want = {"orpo": odds_ratio, "apo-zero": 1 - chosen + rejected, "apo-down": chosen + 1 - ahead}
+    torch.testing.assert_close(loss, want[loss_type].mean())
+    assert metrics["loss"] == loss
+
+
 def test_a_response_without_predicted_tokens_is_left_out(folder, tmp_path, capsys):
     rows = [
         {"chosen": "ab", "rejected": ""},
@@ -214,7 +243,11 @@ def test_three_updates_are_trls(folder, tmp_path, name):
     ]  # TRL knows no margin
     tiny.jsonl(tmp_path / "pairs.jsonl", rows)
     options = {"beta": 0.1} | LOSSES[name]
-    loss_type = ["sigmoid", "sft"] if name == "nll" else [options.get("loss_type", "sigmoid")]
+    loss_type = (
+        ["sigmoid", "sft"]
+        if name == "nll"
+        else [options.get("loss_type", "sigmoid").replace("-", "_")]
+    )
     lm = AutoModelForCausalLM.from_pretrained(folder / "model")
     with mock.patch.dict(os.environ):  # accelerate leaves a launcher's variables there
         arguments = trl.DPOConfig(

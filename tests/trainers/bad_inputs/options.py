@@ -50,6 +50,10 @@ OPTIONS = [
     *option("grpo", "advantage", "gae", "one of group-std, .*pass-at-k"),
     *option("reward", "label_smoothing", "0.5 0.7 -0.1 nan", "a number from 0 to below 0.5"),
     *words("grpo ppo", "--kl-coef 1", "unknown option --kl-coef; did you mean --kl_coef"),
+    *words(
+        "dpo", "--loss_type apo-zero --margin 1", "margin=1.0 has no meaning with loss_type=apo-"
+    ),
+    *words("dpo", "--loss_type orpo", "loss_type=orpo trains on .* give --nll_coef 1"),
     *words("sft", "--lr", "lr: expected a finite number, 0 or more|--lr.*expected one argument"),
     *words("grpo", "--preset grpp", r"preset='grpp': expected one of ppo, grpo, "),
     *words(
