@@ -368,8 +368,8 @@ MUTATIONS = {
     ),
     "equal rewards have an advantage": Mutation(
         "fused_rl/objectives/advantages.py",
-        "return torch.where(equal, 0, found)",
-        "return torch.where(equal, found, found)",
+        "return torch.where(equal, 0, advantages)",
+        "return torch.where(equal, advantages, advantages)",
         ADVANTAGES,
     ),
     "epsilon is enlarged for the step before": Mutation(

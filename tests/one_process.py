@@ -1,4 +1,4 @@
-"""The ranks of a vocabulary-parallel op one after the other in this process, without any group."""
+"""The ranks of a function that reduces over them, one after the other in this process, without any group."""
 
 import functools
 from collections.abc import Callable
@@ -7,8 +7,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fused_rl.ops import vocab_parallel
-
+GROUP = torch.distributed.ProcessGroup(
+    0, 2
+)  # what is checked of an argument; nothing reduces over it
 REDUCED = {torch.distributed.ReduceOp.SUM: torch.sum, torch.distributed.ReduceOp.MAX: torch.amax}
 
 
@@ -31,7 +32,7 @@ class _Reductions:
         tensor.copy_(result)
 
 
-def _together(ranks: list[Callable]) -> list:
+def together(ranks: list[Callable]) -> list:
     """What each returns. Where all wait for a reduction, it is made and they begin again, knowing one more."""
     known = []
     while True:
@@ -39,7 +40,7 @@ def _together(ranks: list[Callable]) -> list:
         for rank in ranks:
             reductions = _Reductions(known)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(vocab_parallel.dist, "all_reduce", reductions.all_reduce)
+                patch.setattr(torch.distributed, "all_reduce", reductions.all_reduce)
                 try:
                     returned.append(rank())
                 except _Waits:
@@ -79,7 +80,7 @@ def in_one_process(op: Callable, bounds: list[int] | None = None) -> Callable:
             start = [] if all(x.is_floating_point() for x in tensors) else [begin]
             return op(*local, *start, **options)
 
-        outputs = _together([functools.partial(rank, *ends) for ends in pairwise(bounds or usual)])
+        outputs = together([functools.partial(rank, *ends) for ends in pairwise(bounds or usual)])
         if isinstance(outputs[0], torch.Tensor):
             return _Replicated.apply(*outputs)
         return type(outputs[0])(

@@ -1,11 +1,13 @@
 """Advantages of responses: by group and by batch, on one rank and on several."""
 
+from functools import partial
+
 import pytest
 import torch
 
 import fused_rl
 from fused_rl import response_advantages
-from tests.distributed import run_distributed
+from tests.one_process import GROUP, together
 
 
 def test_group_advantages():
@@ -106,36 +108,24 @@ def test_a_standard_deviation_below_the_floor_counts_as_the_floor():
         below = response_advantages(rewards, advantage, group_size=8, std_floor=0.3)
         assert torch.equal(below, response_advantages(rewards, advantage, group_size=8))
     for advantage in ("group-mean", "leave-one-out", "maxrl", "opo"):
-        with pytest.raises(ValueError, match="std_floor has no meaning with advantage="):
+        with pytest.raises(ValueError, match="std_floor=0.5 has no meaning with advantage="):
             response_advantages(rewards, advantage, group_size=8, std_floor=0.5)
 
 
-def advantages_here(rank, world):
-    """Of this rank's share: rewards that are equal on a rank but not on all; equal on all; none on the last rank."""
-    group = torch.distributed.group.WORLD
-    unequal = torch.tensor([[1.0, 1.0], [0.0, 0.0]])[rank]
-    equal = torch.tensor([0.1, 0.1])
-    missing = REWARDS if rank == 0 else REWARDS[:0]
-    found = [
-        response_advantages(rewards, "batch-std", group_size=2, process_group=group)
-        for rewards in (unequal, equal, missing)
-    ]
-    halves = REWARDS.view(2, 8)
-    found.append(
-        response_advantages(halves[rank], "group-mean-batch-std", group_size=8, process_group=group)
-    )
-    return [advantages.tolist() for advantages in found]
-
-
-@pytest.mark.slow
 def test_the_batch_is_that_of_all_ranks():
-    first, second = run_distributed(advantages_here, 2)
+    """Rewards that are equal on a rank but not on all; equal on all; none on the last rank; groups of either rank."""
+
+    def of_ranks(advantage, group_size, *rewards):
+        options = {"group_size": group_size, "process_group": GROUP}
+        ranks = [partial(response_advantages, each, advantage, **options) for each in rewards]
+        return torch.cat(together(ranks))
+
     unequal = torch.tensor([1.0, 1, 0, 0])
-    want = ((unequal - unequal.mean()) / unequal.std()).tolist()
-    assert first[0] + second[0] == pytest.approx(want, rel=1e-6)
-    assert first[1] == second[1] == [0.0, 0.0]
-    whole = response_advantages(REWARDS, "batch-std", group_size=8).tolist()
-    assert first[2] == pytest.approx(whole, rel=1e-6)
-    assert second[2] == []
-    whole = response_advantages(REWARDS, "group-mean-batch-std", group_size=8).tolist()
-    assert first[3] + second[3] == pytest.approx(whole, rel=1e-6)
+    want = (unequal - unequal.mean()) / unequal.std()
+    torch.testing.assert_close(of_ranks("batch-std", 2, *unequal.split(2)), want)
+    equal = torch.full((2,), 0.1)
+    assert (of_ranks("batch-std", 2, equal, equal) == 0).all()
+    whole = response_advantages(REWARDS, "batch-std", group_size=8)
+    torch.testing.assert_close(of_ranks("batch-std", 8, REWARDS, REWARDS[:0]), whole)
+    whole = response_advantages(REWARDS, "group-mean-batch-std", group_size=8)
+    torch.testing.assert_close(of_ranks("group-mean-batch-std", 8, *REWARDS.split(8)), whole)

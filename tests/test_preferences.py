@@ -4,13 +4,14 @@ import collections
 import math
 import types
 import warnings
+from functools import partial
 
 import pytest
 import torch
 
 import fused_rl
 from fused_rl import reference
-from tests.distributed import run_distributed
+from tests.one_process import GROUP, together
 from tests.papers import F64
 
 N = 7
@@ -99,24 +100,19 @@ def test_odds_keep_their_digits_next_to_certainty_and_have_a_gradient_at_it():
     assert torch.autograd.grad(loss, tiny)[0].isfinite().all()
 
 
-def baseline_here(rank, world):
-    """Of ranks with different scores and sizes, with a negative mean, and with none on the last rank."""
-    scores = scores_of(3)[:5], scores_of(3)[5:]
-    below = [-part.abs() for part in scores]
-    missing = scores_of(3) if rank == 0 else scores_of(3, 0)
-    group = torch.distributed.group.WORLD
-    return [
-        fused_rl.kl_baseline(part, process_group=group).item()
-        for part in (scores[rank], below[rank], missing)
-    ]
-
-
-@pytest.mark.slow
 def test_the_baseline_is_that_of_all_ranks():
-    whole = scores_of(3).mean().item()
-    assert whole > 0
-    for found in run_distributed(baseline_here, 2):
-        assert found == pytest.approx([whole, 0.0, whole], rel=1e-12)
+    """Ranks of different sizes and scores, with a negative mean, and one without any."""
+
+    def of_ranks(*scores):
+        ranks = [partial(fused_rl.kl_baseline, each, process_group=GROUP) for each in scores]
+        return [baseline.item() for baseline in together(ranks)]
+
+    scores = scores_of(3) + 1
+    whole = pytest.approx(scores.mean().item(), rel=1e-12)
+    assert scores.mean() > 0
+    assert of_ranks(scores[:5], scores[5:]) == [whole, whole]
+    assert of_ranks(scores, scores[:0]) == [whole, whole]
+    assert of_ranks(-scores.abs(), -scores[:1].abs()) == [0.0, 0.0]
 
 
 def assert_same(loss, want, leaf, rtol=1e-11):

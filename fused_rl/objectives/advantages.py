@@ -1,14 +1,17 @@
 """Advantages: group-relative for GRPO, generalised advantage estimation for PPO."""
 
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from fused_rl.base.backend import backend_of
 from fused_rl.base.checks import (
+    NonNegative,
     check_choice,
     check_device,
     check_finite,
@@ -22,23 +25,10 @@ from fused_rl.base.checks import (
     described,
 )
 from fused_rl.base.masked import global_moments, whiten
+from fused_rl.objectives.options import arguments_of, check_names, check_ranges
 
-# What a preset's `advantage` may be. All but "gae", which is per token, are functions of a response's reward.
-ResponseAdvantage = Literal[
-    "group-std",
-    "group-mean",
-    "leave-one-out",
-    "batch-std",
-    "group-mean-batch-std",
-    "gdpo",
-    "maxrl",
-    "opo",
-    "pass-at-k",
-]
-Advantage = ResponseAdvantage | Literal["gae"]
 Baseline = Literal["mean", "leave-one-out"]
 _ALONE = "group_size=1 has no other response to compare with; use group_size >= 2"
-ADVANTAGES = (*get_args(ResponseAdvantage), "gae")
 
 
 def group_advantages(
@@ -73,8 +63,8 @@ def group_advantages(
     check_flag("normalize", normalize)
     check_range("eps", eps, "a finite number, 0 or more")
     check_range("std_floor", std_floor, "a finite number, 0 or more")
-    for name, given in (("eps", eps != 1e-4), ("std_floor", std_floor != 0)):
-        if given and not normalize:
+    for name, is_given in (("eps", eps != 1e-4), ("std_floor", std_floor != 0)):
+        if is_given and not normalize:
             raise ValueError(
                 f"{name} has no meaning with normalize=False, which divides by nothing; leave it out"
             )
@@ -83,12 +73,13 @@ def group_advantages(
 
     groups = _groups_of(rewards, group_size)
     centred = groups - groups.mean(1, keepdim=True)
-    if (
-        baseline == "leave-one-out"
-    ):  # r less the mean of the others is that less the mean of all, times G / (G - 1)
+    # A reward less the mean of the others is that reward less the mean of all, times G / (G - 1).
+    if baseline == "leave-one-out":
         centred = centred * (group_size / (group_size - 1))
-    if normalize and len(groups):  # of nothing torch warns that it has no deviation
-        centred = centred / (groups.std(1, keepdim=True).clamp(min=std_floor) + eps)
+    # torch warns that nothing has no deviation.
+    if normalize and len(groups):
+        deviation = groups.std(1, keepdim=True).clamp(min=std_floor)
+        centred = centred / (deviation + eps)
     return _zero_where_equal(groups, centred)
 
 
@@ -97,47 +88,201 @@ def _groups_of(rewards, group_size):
     return groups if groups.dtype == torch.float64 else groups.float()
 
 
-def _zero_where_equal(groups, found):
+def _zero_where_equal(groups, advantages):
     # Equality, not a small deviation: the rounded mean of equal rewards can differ from them in the last bit.
     equal = (groups == groups[:, :1]).all(1, keepdim=True)
-    return torch.where(equal, 0, found).view(-1)
+    return torch.where(equal, 0, advantages).view(-1)
 
 
-# Advantages of groups: rewards (P, G), lengths (P, G), scale (P, 1) -> (P, G).
+@dataclass(frozen=True, kw_only=True)
+class AdvantageOptions:
+    """The options that only some advantages read, which `reads` names."""
+
+    std_floor: NonNegative = 0.0
+    """A standard deviation of rewards below this counts as this, so that small differences stay small."""
 
 
-def _maxrl(rewards, lengths, scale):
+class Responses(NamedTuple):
+    """The responses of a batch, as an advantage sees them."""
+
+    rewards: Tensor
+    """(B,), the responses to one prompt adjacent; (K, B) for gdpo. Detached."""
+    groups: Tensor
+    """(P, G), the same in at least fp32."""
+    group_size: int
+    lengths: Tensor | None
+    """(B,) tokens of each response."""
+    weights: Tensor | None
+    """(K,) of the rewards."""
+    process_group: torch.distributed.ProcessGroup | None
+    options: AdvantageOptions
+
+
+# Advantage: the responses of a batch -> (B,), in at least fp32.
+
+
+def reads(*options: str):
+    """Decorator for an advantage: those of `AdvantageOptions` that it reads. The others have no meaning beside it."""
+
+    def declared(advantage):
+        advantage.reads = options
+        return advantage
+
+    return declared
+
+
+def within_groups(advantage):
+    """Decorator for an advantage (P, G) that compares the responses of a group: 0 where their rewards are equal."""
+
+    @functools.wraps(advantage)
+    def flat(responses):
+        if responses.group_size == 1:
+            raise ValueError(_ALONE)
+        return _zero_where_equal(responses.groups, advantage(responses))
+
+    return flat
+
+
+@reads("std_floor")
+def _group_std(responses):
+    """GRPO (arXiv:2402.03300): reward less the group's mean, over the group's standard deviation."""
+    floor = responses.options.std_floor
+    return group_advantages(responses.rewards, responses.group_size, std_floor=floor)
+
+
+@reads()
+def _group_mean(responses):
+    """Dr. GRPO (arXiv:2503.20783): reward less the group's mean."""
+    return group_advantages(responses.rewards, responses.group_size, normalize=False)
+
+
+@reads()
+def _leave_one_out(responses):
+    """RLOO (arXiv:2402.14740): reward less the mean of the group's others."""
+    options = {"baseline": "leave-one-out", "normalize": False}
+    return group_advantages(responses.rewards, responses.group_size, **options)
+
+
+@reads("std_floor")
+def _batch_std(responses):
+    """REINFORCE++ (arXiv:2501.03262): rewards of all prompts and ranks, whitened together."""
+    floor = responses.options.std_floor
+    return _whitened(responses.rewards, floor, responses.process_group)
+
+
+@reads("std_floor")
+def _group_mean_batch_std(responses):
+    """arXiv:2508.08221: reward less the group's mean, over the standard deviation of all prompts' rewards."""
+    centred = _group_mean(responses)
+    everyone = torch.ones_like(responses.rewards, dtype=torch.bool)
+    _, variance = global_moments(responses.rewards, everyone, responses.process_group)
+    deviation = variance.sqrt().clamp(min=responses.options.std_floor)
+    return centred / (deviation + 1e-4).to(centred.dtype)
+
+
+@reads("std_floor")
+def _gdpo(responses):
+    """GDPO (arXiv:2601.05242): each of K rewards as group-std, then their weighted sum as batch-std."""
+    rewards, weights = responses.rewards, responses.weights
+    check_shape("weights", weights, "the first dimension of rewards", rewards.shape[:1])
+    # Each reward is divided by its own deviation first: otherwise the widest would drown the others.
+    normal = [_group_std(responses._replace(rewards=reward)) for reward in rewards]
+    summed = (weights[:, None] * torch.stack(normal)).sum(0)
+    return _whitened(summed, 0.0, responses.process_group)
+
+
+@reads()
+@within_groups
+def _maxrl(responses):
     """MaxRL (arXiv:2602.02710): over the group's mean in place of its deviation; 0 where the mean is not positive."""
-    mean = rewards.mean(1, keepdim=True)
-    return torch.where(mean > 0, (rewards - mean) / mean, 0)
+    mean = responses.groups.mean(1, keepdim=True)
+    return torch.where(mean > 0, (responses.groups - mean) / mean, 0)
 
 
-def _opo(rewards, lengths, scale):
+@reads()
+@within_groups
+def _opo(responses):
     """OPO (arXiv:2505.23585): the baseline is the mean weighted by length."""
+    check_shape("lengths", responses.lengths, "rewards", responses.rewards.shape)
+    lengths = responses.lengths.view(responses.groups.shape)
     weights = lengths / lengths.sum(1, keepdim=True).clamp(min=1)
-    return rewards - (weights * rewards).sum(1, keepdim=True)
+    return responses.groups - (weights * responses.groups).sum(1, keepdim=True)
 
 
-def _pass_at_k(rewards, lengths, scale):
+@reads("std_floor")
+@within_groups
+def _pass_at_k(responses):
     """Pass@k (arXiv:2503.19595): the best response alone, by what it is above the second, over the deviation."""
-    highest, places = rewards.topk(2, dim=1)
-    return torch.zeros_like(rewards).scatter(
-        1, places[:, :1], (highest[:, :1] - highest[:, 1:]) / scale
-    )
+    groups = responses.groups
+    deviation = groups.std(dim=1, keepdim=True).clamp(min=responses.options.std_floor)
+    highest, indices = groups.topk(2, dim=1)
+    lead = (highest[:, :1] - highest[:, 1:]) / (deviation + 1e-4)
+    return torch.zeros_like(groups).scatter(1, indices[:, :1], lead)
 
 
-_OF_GROUPS: dict[str, Callable] = {"maxrl": _maxrl, "opo": _opo, "pass-at-k": _pass_at_k}
+def _whitened(rewards, std_floor, process_group):
+    everyone = torch.ones_like(rewards, dtype=torch.bool)
+    whitened = whiten(rewards, everyone, std_floor=std_floor, process_group=process_group)
+    # Equality, as in a group; a rank without rewards takes part with -inf.
+    nothing = rewards.new_full((1,), -torch.inf)
+    most = torch.cat([rewards, nothing]).max()
+    least = torch.cat([-rewards, nothing]).max()
+    extremes = torch.stack([most, least])
+    if process_group is not None:
+        torch.distributed.all_reduce(extremes, torch.distributed.ReduceOp.MAX, group=process_group)
+    highest, lowest = extremes[0], -extremes[1]
+    return torch.where(highest == lowest, 0, whitened)
 
 
+# What a preset's `advantage` may be. All but "gae", which is per token, are functions of a response's reward.
+ResponseAdvantage = Literal[
+    "group-std",
+    "group-mean",
+    "leave-one-out",
+    "batch-std",
+    "group-mean-batch-std",
+    "gdpo",
+    "maxrl",
+    "opo",
+    "pass-at-k",
+]
+Advantage = ResponseAdvantage | Literal["gae"]
+RESPONSE_ADVANTAGES: dict[ResponseAdvantage, Callable[[Responses], Tensor]] = {
+    "group-std": _group_std,
+    "group-mean": _group_mean,
+    "leave-one-out": _leave_one_out,
+    "batch-std": _batch_std,
+    "group-mean-batch-std": _group_mean_batch_std,
+    "gdpo": _gdpo,
+    "maxrl": _maxrl,
+    "opo": _opo,
+    "pass-at-k": _pass_at_k,
+}
+ADVANTAGES: tuple[Advantage, ...] = (*RESPONSE_ADVANTAGES, "gae")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Arguments(AdvantageOptions):
+    """The arguments of `response_advantages`, for type checkers."""
+
+    rewards: Tensor = field(kw_only=False)
+    advantage: Advantage = field(kw_only=False)
+    group_size: int
+    process_group: torch.distributed.ProcessGroup | None = None
+    lengths: Tensor | None = None
+    weights: Tensor | None = None
+
+
+@arguments_of(_Arguments)
 def response_advantages(
     rewards: Tensor,
     advantage: Advantage,
     *,
     group_size: int,
-    std_floor: float = 0.0,
     process_group: torch.distributed.ProcessGroup | None = None,
     lengths: Tensor | None = None,
     weights: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     """Advantage of each response by the name that a preset gives it: `PRESETS[preset].advantage`.
 
@@ -152,90 +297,57 @@ def response_advantages(
             "opo", reward less the group's mean weighted by length (arXiv:2505.23585); "pass-at-k", of the best response
             alone, its reward less the second best, over the group's deviation (arXiv:2503.19595).
         group_size: G, responses per prompt; B is a multiple of it for all, though "batch-std" compares no groups.
-        std_floor: a standard deviation below this counts as this; refused where none is divided by.
         process_group: the ranks whose rewards those of the batch take together, all of which call; None: this rank's.
         lengths: (B,) tokens of each response, which "opo" alone reads and needs.
         weights: (K,) of the rewards, which "gdpo" alone reads and needs.
+        **options: fields of `AdvantageOptions`: std_floor, for an advantage that divides by a standard deviation.
 
     Returns:
         (B,) in at least fp32, not differentiable. Exactly 0 where all rewards that are compared are equal.
 
     Raises:
-        ValueError: "gae" and names that are not in `ADVANTAGES`; rewards that do not fit; as `group_advantages`.
+        ValueError: "gae" and names that are not in `ADVANTAGES`; rewards that do not fit; an option that
+            the advantage does not read; as `group_advantages`.
     """
     check_choice("advantage", advantage, ADVANTAGES)
-    for name, given in (("lengths", lengths), ("weights", weights)):
-        if given is not None:
-            check_tensor(name, given, " or None")
-    if advantage == "gdpo":
-        return _gdpo(rewards, weights, group_size, std_floor, process_group)
-    _check_rewards(rewards, group_size)
-    check_range("std_floor", std_floor, "a finite number, 0 or more")
-    check_process_group(process_group)
-    if std_floor and advantage in ("group-mean", "leave-one-out", "maxrl", "opo"):
-        raise ValueError(
-            f"std_floor has no meaning with advantage={advantage}, which divides by nothing; leave it out"
-        )
     if advantage == "gae":
         raise ValueError('advantage="gae" is per token: use fused_rl.gae with a critic\'s values')
-    if advantage == "batch-std":
-        return _batch_advantages(rewards, std_floor, process_group)
-    if advantage in _OF_GROUPS:
-        if group_size == 1:
-            raise ValueError(_ALONE)
-        if advantage == "opo":
-            check_shape("lengths", lengths, "rewards", rewards.shape)
-        groups = _groups_of(rewards, group_size)
-        lengths = None if lengths is None else lengths.view(-1, group_size)
-        scale = groups.std(dim=1, keepdim=True).clamp(min=std_floor) + 1e-4
-        return _zero_where_equal(groups, _OF_GROUPS[advantage](groups, lengths, scale))
-    baseline, normalize = (
-        "leave-one-out" if advantage == "leave-one-out" else "mean",
-        advantage == "group-std",
-    )
-    floor = {"std_floor": std_floor} if normalize else {}
-    found = group_advantages(rewards, group_size, baseline=baseline, normalize=normalize, **floor)
-    if advantage == "group-mean-batch-std":
-        everyone = torch.ones_like(rewards, dtype=torch.bool)
-        _, variance = global_moments(rewards.detach(), everyone, process_group)
-        found = found / (variance.sqrt().clamp(min=std_floor) + 1e-4).to(found.dtype)
-    return found
+    for name, tensor in (("lengths", lengths), ("weights", weights)):
+        if tensor is not None:
+            check_tensor(name, tensor, " or None")
+    _check_rewards(rewards, group_size, "(K, B)" if advantage == "gdpo" else "(B,)")
+    check_process_group(process_group)
+    function = RESPONSE_ADVANTAGES[advantage]
+    chosen = _chosen_options(options, advantage, function)
+
+    rewards = rewards.detach()
+    groups = _groups_of(rewards, group_size)
+    return function(Responses(rewards, groups, group_size, lengths, weights, process_group, chosen))
 
 
-def _gdpo(rewards, weights, group_size, std_floor, process_group):
-    """(K, B), (K,) -> (B,)."""
-    check_floating("rewards", rewards, "(K, B)")
-    check_shape("weights", weights, "the first dimension of rewards", rewards.shape[:1])
-    found = [group_advantages(of_one, group_size, std_floor=std_floor) for of_one in rewards]
-    return _batch_advantages((weights[:, None] * torch.stack(found)).sum(0), 0.0, process_group)
+def _chosen_options(options, advantage, function):
+    """Return the options, checked: an option that the advantage does not read has no meaning."""
+    check_names(options, AdvantageOptions)
+    chosen = AdvantageOptions(**options)
+    check_ranges(chosen)
+    for name, value in options.items():
+        if name not in function.reads and value != getattr(AdvantageOptions, name):
+            raise ValueError(
+                f"{name}={value} has no meaning with advantage={advantage}, which does not read it; leave it out"
+            )
+    return chosen
 
 
-def _check_rewards(rewards, group_size):
-    check_floating("rewards", rewards, "(B,)")
+def _check_rewards(rewards, group_size, shape="(B,)"):
+    check_floating("rewards", rewards, shape)
     if not isinstance(group_size, Integral) or isinstance(group_size, bool):
         raise ValueError(
             f"group_size must be a whole number, responses per prompt, got {described(group_size)}"
         )
-    if group_size < 1 or rewards.numel() % group_size:
-        raise ValueError(
-            f"{rewards.numel()} rewards do not divide into groups of group_size={group_size}"
-        )
+    count = rewards.shape[-1]
+    if group_size < 1 or count % group_size:
+        raise ValueError(f"{count} rewards do not divide into groups of group_size={group_size}")
     check_finite("rewards", rewards, "score the response, or leave its group out")
-
-
-def _batch_advantages(rewards, std_floor, process_group):
-    rewards = rewards.detach()
-    everyone = torch.ones_like(rewards, dtype=torch.bool)
-    whitened = whiten(rewards, everyone, std_floor=std_floor, process_group=process_group)
-    # Equality, as in a group; a rank without rewards takes part with -inf.
-    nothing = rewards.new_full((1,), -torch.inf)
-    most = torch.cat([rewards, nothing])
-    least = torch.cat([-rewards, nothing])
-    extremes = torch.stack([most.max(), least.max()])
-    if process_group is not None:
-        torch.distributed.all_reduce(extremes, torch.distributed.ReduceOp.MAX, group=process_group)
-    highest, lowest = extremes[0], -extremes[1]
-    return torch.where(highest == lowest, 0, whitened)
 
 
 def gae(

@@ -7,25 +7,46 @@ of many such groups is a small one; new prompts are drawn in their place, up to 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import torch
 
 import fused_rl
-from fused_rl.objectives.advantages import ResponseAdvantage
+from fused_rl.objectives.advantages import (
+    RESPONSE_ADVANTAGES,
+    AdvantageOptions,
+    ResponseAdvantage,
+)
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import print_rank0
 from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.options import Needs, NonNegativeInt, Positive, PositiveInt, without
+from fused_rl.trainers.options import (
+    Needs,
+    NonNegativeInt,
+    Options,
+    Positive,
+    PositiveInt,
+    options_from,
+    without,
+)
 from fused_rl.trainers.policy.options import LossConfig, RolloutConfig
 from fused_rl.trainers.policy.policy import Policy
 from fused_rl.trainers.rollouts.roll_out import batch_of, rollout_metrics
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Scorer
 
 ADVANTAGES = get_args(ResponseAdvantage)
+# The options of single advantages, and their defaults.
+ADVANTAGE_OPTIONS = vars(AdvantageOptions())
+if TYPE_CHECKING:
+
+    class _OfAdvantages(AdvantageOptions, Options):  # pyright: ignore
+        """The fields as a type checker sees them."""
+
+else:
+    _OfAdvantages = options_from(AdvantageOptions, **ADVANTAGE_OPTIONS)
 
 
-class GroupConfig(LossConfig, RolloutConfig):
+class GroupConfig(LossConfig, _OfAdvantages, RolloutConfig):
     """How the scores of a group become rewards and advantages, and which groups are trained on."""
 
     group_size: PositiveInt = 8
@@ -46,6 +67,16 @@ class GroupConfig(LossConfig, RolloutConfig):
     otherwise of responses drawn at random. None shares where the model's attention and minibatches allow it."""
 
     needs: ClassVar = (
+        *(
+            Needs(
+                option,
+                lambda config, option=option: (
+                    option in RESPONSE_ADVANTAGES[advantage_of(config)].reads
+                ),
+                "has no meaning with this advantage, which does not read it; leave it out, or choose another",
+            )
+            for option in ADVANTAGE_OPTIONS
+        ),
         Needs(
             "zero_variance",
             lambda config: advantage_of(config) not in ("batch-std", "gdpo"),
@@ -119,19 +150,19 @@ def advantages_of(
 
     `rollout` has the lengths for opo and, of the `scorers`, the scores for gdpo; one that does not apply scores 0.
     """
-    at = included.nonzero()[:, 0].to(rewards.device, non_blocking=True)
+    rows = included.nonzero()[:, 0].to(rewards.device, non_blocking=True)
     advantage = advantage_of(config)
-    options = {"group_size": config.group_size, "process_group": ranks.all_ranks()}
+    options = {name: getattr(config, name) for name in ADVANTAGE_OPTIONS}
+    options |= {"group_size": config.group_size, "process_group": ranks.all_ranks()}
     compared = rewards
     if advantage == "opo":
-        options["lengths"] = rollout.lengths.to(rewards.device)[at]
+        options["lengths"] = rollout.lengths.to(rewards.device)[rows]
     elif advantage == "gdpo":
-        compared = torch.stack([rollout.scores[scorer.name].nan_to_num() for scorer in scorers]).to(
-            rewards.device
-        )
+        scores = [rollout.scores[scorer.name].nan_to_num() for scorer in scorers]
+        compared = torch.stack(scores).to(rewards.device)
         options["weights"] = rewards.new_tensor([scorer.weight for scorer in scorers])
-    found = fused_rl.response_advantages(compared[..., at], advantage, **options)
-    return torch.zeros_like(rewards, dtype=found.dtype).index_copy(0, at, found)
+    advantages = fused_rl.response_advantages(compared[..., rows], advantage, **options)
+    return torch.zeros_like(rewards, dtype=advantages.dtype).index_copy(0, rows, advantages)
 
 
 def keeps_groups(config: GroupConfig, world: int) -> bool:
