@@ -230,8 +230,8 @@ MUTATIONS = {
     ),
     "dppo's region is open on the side of the advantage": Mutation(
         "fused_rl/objectives/surrogates.py",
-        "torch.where(advantages > 0, moved > opt",
-        "torch.where(advantages < 0, moved > opt",
+        "torch.where(advantages > 0, change > opt",
+        "torch.where(advantages < 0, change > opt",
         SURROGATES,
     ),
     "a gate counts tokens": Mutation(

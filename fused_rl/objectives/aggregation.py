@@ -163,8 +163,8 @@ class TokenBatch:
 
     def constant(self, name: str, tensor: Tensor | None) -> Tensor | None:
         """The same, without gradient."""
-        found = self.tokens(name, tensor)
-        return None if found is None else found.detach()
+        tokens = self.tokens(name, tensor)
+        return None if tokens is None else tokens.detach()
 
     def advantages(self, tensor: Tensor) -> Tensor:
         """(B, T), or one value per sequence -> as `constant`."""
@@ -234,15 +234,15 @@ def _check_sequence_ids(ids, mask):
         )
 
 
-def possible(mask, *policies):
+def without_impossible(mask, *policies):
     """The mask without the tokens that one of these policies gives no probability; (B, T) each, or None."""
     kind = mask.shape, mask.device, mask.layout
-    for x in policies:  # of other kinds the batch says what is wrong
-        known = (
-            isinstance(x, Tensor) and not is_dtensor(x) and (x.shape, x.device, x.layout) == kind
-        )
-        if known and mask.dtype == torch.bool:
-            mask = mask & (x.detach() != -torch.inf)
+    for logprobs in policies:
+        # What is no tensor of the mask's kind is left to the batch, which says what is wrong with it.
+        if not isinstance(logprobs, Tensor) or is_dtensor(logprobs) or mask.dtype != torch.bool:
+            continue
+        if (logprobs.shape, logprobs.device, logprobs.layout) == kind:
+            mask = mask & (logprobs.detach() != -torch.inf)
     return mask
 
 

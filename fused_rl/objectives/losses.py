@@ -15,24 +15,24 @@ import torch
 from torch import Tensor
 
 from fused_rl.base.checks import check_choice, check_range, check_tensors
-from fused_rl.objectives.aggregation import LossAgg, TokenBatch, aggregate, possible
+from fused_rl.objectives.aggregation import LossAgg, TokenBatch, aggregate, without_impossible
 from fused_rl.objectives.estimators import estimate, tangent_exp, tangent_expm1
 from fused_rl.objectives.presets import (
     BOUNDS,
     PolicyLossOptions,
     Preset,
     PresetName,
+    option_beyond_a_token,
     resolve_options,
     surrogate_of,
-    wide_option,
 )
 from fused_rl.objectives.surrogates import (
     RATIO_LEVELS,
     NoSequences,
     RatioLevel,
-    applied,
     by_token,
     entropy_gate,
+    evaluate,
     off_policy_gate,
     rollout_weights,
 )
@@ -143,7 +143,7 @@ def policy_loss(
 
     # all of it (B, T) in one dtype, 0 where nothing counts; only logprobs and entropy carry gradients
     if chosen.skip_impossible:
-        mask = possible(mask, logprobs, old_logprobs, ref_logprobs, rollout_logprobs)
+        mask = without_impossible(mask, logprobs, old_logprobs, ref_logprobs, rollout_logprobs)
     batch = TokenBatch(
         logprobs,
         mask,
@@ -166,7 +166,7 @@ def policy_loss(
     level = RATIO_LEVELS[chosen.ratio_level](log_ratio, batch.sequences)
     if chosen.ratio_level == "sequence" and per_token:
         level = by_token(level, log_ratio)
-    surrogate, own_metrics = applied(
+    surrogate, surrogate_metrics = evaluate(
         surrogate_of(chosen), level, advantages, logprobs, batch.sequences, chosen
     )
     behaviour = old if rollout is None else rollout
@@ -184,7 +184,8 @@ def policy_loss(
         }
         metrics |= _ratio_metrics(level, log_ratio, advantages, logprobs, entropy, batch, chosen)
         metrics |= batch.sums(
-            {f"surrogate/{name}": own for name, own in own_metrics.items()}, "token-mean"
+            {f"surrogate/{name}": values for name, values in surrogate_metrics.items()},
+            "token-mean",
         )
         if ref is not None:
             metrics |= _kl_metrics(logprobs, ref, old, batch, chosen.kl_estimator)
@@ -202,7 +203,7 @@ def _check_needs(chosen, ref_logprobs, entropy, rollout_logprobs):
     )
     if needs_entropy and entropy is None:
         raise ValueError("entropy_coef, top_entropy and entropy_threshold need entropy, (B, T)")
-    given = {"ref_logprobs": ref_logprobs, "rollout_logprobs": rollout_logprobs}
+    tensors = {"ref_logprobs": ref_logprobs, "rollout_logprobs": rollout_logprobs}
     readers = {
         "ref_logprobs": ("kl_estimator",),
         "rollout_logprobs": (*BOUNDS, *chain(*BOUNDS.values())),
@@ -210,7 +211,7 @@ def _check_needs(chosen, ref_logprobs, entropy, rollout_logprobs):
     for needed, names in readers.items():
         for name in names:
             value = getattr(chosen, name)
-            if given[needed] is None and value not in (None, getattr(PolicyLossOptions, name)):
+            if tensors[needed] is None and value not in (None, getattr(PolicyLossOptions, name)):
                 raise ValueError(
                     f"{name}={value} has no meaning without {needed}; give these, or leave it out"
                 )
@@ -249,14 +250,14 @@ def _ratio_metrics(level, log_ratio, advantages, logprobs, entropy, batch, chose
 
 def _kl_metrics(logprobs, ref, old, batch, kl_estimator):
     """Sums per sequence, averaged: the KL optimised, `kl`, and k1 to k4 whatever is optimised."""
-    found = {k: estimate(logprobs, ref, k) for k in ("k1", "k2", "k3")}
+    estimates = {k: estimate(logprobs, ref, k) for k in ("k1", "k2", "k3")}
     ratio = tangent_exp(logprobs - old)
-    found |= {"k4": ratio * found["k1"], "rk3": ratio * found["k3"]}
-    optimised = (
-        found[kl_estimator] if kl_estimator in found else estimate(logprobs, ref, kl_estimator)
-    )
-    estimates = {"kl": optimised, **{f"kl{i}": found[f"k{i}"] for i in (1, 2, 3, 4)}}
-    return batch.sums(estimates, "seq-mean-token-sum")
+    estimates |= {"k4": ratio * estimates["k1"], "rk3": ratio * estimates["k3"]}
+    optimised = estimates.get(kl_estimator)
+    if optimised is None:
+        optimised = estimate(logprobs, ref, kl_estimator)
+    metrics = {"kl": optimised, **{f"kl{i}": estimates[f"k{i}"] for i in (1, 2, 3, 4)}}
+    return batch.sums(metrics, "seq-mean-token-sum")
 
 
 def policy_token_loss(
@@ -294,15 +295,15 @@ def policy_token_loss(
     """
     check_tensors(advantages=advantages, mask=mask)
     chosen = resolve_options(preset, changes, options)
-    wide = wide_option(chosen)
-    if wide is not None:
+    name = option_beyond_a_token(chosen)
+    if name is not None:
         raise ValueError(
-            f"{wide}={getattr(chosen, wide)!r} needs more than one token at a time: use linear_token_logprobs and "
+            f"{name}={getattr(chosen, name)!r} needs more than one token at a time: use linear_token_logprobs and "
             "policy_loss (for top_entropy, entropy_threshold)"
         )
     _check_needs(chosen, ref_logprobs, True, rollout_logprobs)
     if chosen.skip_impossible:
-        mask = possible(mask, old_logprobs, ref_logprobs, rollout_logprobs)
+        mask = without_impossible(mask, old_logprobs, ref_logprobs, rollout_logprobs)
     like = torch.empty(mask.shape, device=mask.device)
     batch = TokenBatch(
         like, mask, truncated, sequence_ids, num_tokens, num_sequences, max_length, group_lengths
@@ -315,32 +316,30 @@ def policy_token_loss(
 
     # what a token needs of its batch, in a tensor each: its share of the sum, and what its sequence weighs
     shares = batch.shares(chosen.loss_agg) / batch.denominator(chosen.loss_agg)
-    needed = {
+    inputs = {
         "advantages": batch.advantages(advantages),
         "shares": torch.where(batch.mask, shares, 0),
         "old": old,
         "ref": ref,
     }
     if rollout is not None:
-        needed["weights"] = rollout_weights(
+        inputs["weights"] = rollout_weights(
             old, rollout, batch.sequences, chosen
         ) * torch.ones_like(old)
-    per_token = {name: tensor for name, tensor in needed.items() if tensor is not None}
+    per_token = {name: tensor for name, tensor in inputs.items() if tensor is not None}
 
     def token_loss(logprobs, entropy, *tensors):
-        given = dict(zip(per_token, tensors, strict=True))
+        token = dict(zip(per_token, tensors, strict=True))
         if chosen.skip_impossible:
-            kept = logprobs.detach() != -torch.inf
-            logprobs, given["shares"] = (
-                torch.where(kept, logprobs, 0),
-                torch.where(kept, given["shares"], 0),
-            )
-        old = given.get("old", logprobs.detach())
-        arguments = logprobs - old, given["advantages"], logprobs, NoSequences(), chosen
-        surrogate, _ = applied(surrogate_of(chosen), *arguments)
-        surrogate = surrogate * given.get("weights", 1) * entropy_gate(entropy, None, chosen)
-        losses = surrogate + _regularisers(logprobs, old, given.get("ref"), entropy, chosen)
-        return given["shares"] * losses
+            is_possible = logprobs.detach() != -torch.inf
+            logprobs = torch.where(is_possible, logprobs, 0)
+            token["shares"] = torch.where(is_possible, token["shares"], 0)
+        old = token.get("old", logprobs.detach())
+        arguments = logprobs - old, token["advantages"], logprobs, NoSequences(), chosen
+        surrogate, _ = evaluate(surrogate_of(chosen), *arguments)
+        surrogate = surrogate * token.get("weights", 1) * entropy_gate(entropy, None, chosen)
+        losses = surrogate + _regularisers(logprobs, old, token.get("ref"), entropy, chosen)
+        return token["shares"] * losses
 
     return token_loss, tuple(per_token.values())
 

@@ -308,9 +308,9 @@ def surrogate_of(chosen: PolicyLossOptions) -> Callable:
     return chosen.surrogate if callable(chosen.surrogate) else SURROGATES[chosen.surrogate]
 
 
-def wide_option(chosen: PolicyLossOptions) -> str | None:
+def option_beyond_a_token(chosen: PolicyLossOptions) -> str | None:
     """The first option by which a token's loss depends on the rest of its sequence or batch; None where none does."""
-    wide = {
+    needs_more = {
         "ratio_level": chosen.ratio_level != "token",
         "surrogate": getattr(
             surrogate_of(chosen), "needs_sequences", False
@@ -318,4 +318,4 @@ def wide_option(chosen: PolicyLossOptions) -> str | None:
         "off_policy_threshold": chosen.off_policy_threshold is not None,
         "top_entropy": chosen.top_entropy is not None,
     }
-    return next((name for name, needs_more in wide.items() if needs_more), None)
+    return next((name for name, needs in needs_more.items() if needs), None)

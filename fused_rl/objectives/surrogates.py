@@ -137,14 +137,15 @@ def _beyond_in_nats(log_ratio, advantages, logprobs, options):
     return torch.where(advantages > 0, above, (advantages < 0) & below)
 
 
-def _moved(log_ratio, logprobs):  # the probability of each token, from the old policy's
+def _probability_change(log_ratio, logprobs):
+    """(B, T): the change of each token's probability from the old policy's."""
     return (logprobs.exp() - (logprobs - log_ratio).exp()).detach()
 
 
 def _beyond_in_probability(log_ratio, advantages, logprobs, options):
     """DPPO-Binary-TV's region: bounds on the change of a token's probability."""
-    moved = _moved(log_ratio, logprobs)
-    return torch.where(advantages > 0, moved > options.clip_high, moved < -options.clip_low)
+    change = _probability_change(log_ratio, logprobs)
+    return torch.where(advantages > 0, change > options.clip_high, change < -options.clip_low)
 
 
 def _beyond_in_divergence(log_ratio, advantages, logprobs, options):
@@ -162,7 +163,7 @@ def _log1mexp(x):  # log(1 - exp(x)), with digits at both ends
 
 
 def _beyond_the_threshold(log_ratio, advantages, logprobs, options):
-    return _moved(log_ratio, logprobs).abs() > options.ipo_threshold
+    return _probability_change(log_ratio, logprobs).abs() > options.ipo_threshold
 
 
 def _by_sign(positive, value, other, like):
@@ -269,14 +270,13 @@ def _topr(log_ratio, advantages, logprobs, sequences, options):
 
 def _covariance(advantages, logprobs, mask):
     """(B, T): each token's part of the covariance of advantage and log-probability over `mask`; -inf elsewhere."""
-    parts = (advantages - advantages[mask].mean()) * (
-        logprobs.detach() - logprobs.detach()[mask].mean()
-    )
-    return torch.where(mask, parts, -torch.inf)
+    logprobs = logprobs.detach()
+    covariance = (advantages - advantages[mask].mean()) * (logprobs - logprobs[mask].mean())
+    return torch.where(mask, covariance, -torch.inf)
 
 
-def _chosen(order, mask, options):
-    """(B, T) bool: the first tokens of an order, so many as the fraction says; one at least."""
+def _first_tokens(order, mask, options):
+    """(B, T) bool: the first tokens of an order, as many as the fraction says; one at least."""
     count = max(1, int(options.cov_fraction * int(mask.sum())))
     return torch.zeros_like(mask).flatten().index_fill(0, order[:count], True).view_as(mask)
 
@@ -286,7 +286,7 @@ def _chosen(order, mask, options):
 def _kl_cov(log_ratio, advantages, logprobs, sequences, options):
     """KL-Cov (arXiv:2505.22617): no clip; the tokens of highest covariance pay for their log-ratio."""
     order = _covariance(advantages, logprobs, sequences.mask).flatten().argsort(descending=True)
-    highest = _chosen(order, sequences.mask, options)
+    highest = _first_tokens(order, sequences.mask, options)
     return -advantages * tangent_exp(log_ratio) + torch.where(
         highest, options.kl_cov_coef * log_ratio.abs(), 0
     )
@@ -310,7 +310,7 @@ def _clip_cov(log_ratio, advantages, logprobs, sequences, options):
     order = torch.randperm(len(places)).to(
         places.device
     )  # of the CPU's generator, whose state a checkpoint has
-    dropped = _chosen(places[order], sequences.mask, options)
+    dropped = _first_tokens(places[order], sequences.mask, options)
     return torch.where(dropped, 0, _clip(log_ratio, advantages, logprobs, sequences, options))
 
 
@@ -340,7 +340,7 @@ SURROGATES: dict[str, Callable] = {
 }
 
 
-def applied(
+def evaluate(
     surrogate: Callable, log_ratio, advantages, logprobs, sequences, options
 ) -> tuple[Tensor, dict]:
     """The loss of each token, and metrics of each token by name, which a user's surrogate may return beside it.
@@ -348,8 +348,8 @@ def applied(
     Raises:
         ValueError: it does not return a loss of each token.
     """
-    found = surrogate(log_ratio, advantages, logprobs, sequences, options)
-    losses, metrics = found if isinstance(found, tuple) else (found, {})
+    returned = surrogate(log_ratio, advantages, logprobs, sequences, options)
+    losses, metrics = returned if isinstance(returned, tuple) else (returned, {})
     if (
         not isinstance(losses, Tensor)
         or losses.shape != logprobs.shape
@@ -382,21 +382,21 @@ def rollout_weights(old, rollout, sequences, options):
     weights = _correction(old, rollout, sequences, options)
     if options.rollout_gate is None:
         return weights
-    found = ROLLOUT_GATES[options.rollout_gate](old, rollout, sequences.mean)
-    within = (found >= options.rollout_gate_low) & (found <= options.rollout_gate_high)
+    drift = ROLLOUT_GATES[options.rollout_gate](old, rollout, sequences.mean)
+    within = (drift >= options.rollout_gate_low) & (drift <= options.rollout_gate_high)
     return weights * sequences.expand(within.to(old.dtype))
 
 
 def _correction(old, rollout, sequences, options):
     if options.rollout_correction is None:
         return 1
-    level, _, how = options.rollout_correction.partition("-")
+    level, _, beyond_bounds = options.rollout_correction.partition("-")
     log_ratio = old - rollout
     if level == "sequence":
         log_ratio = sequences.expand(sequences.sum(log_ratio))
     ratio = tangent_exp(log_ratio)
     bounded = ratio.clamp(options.rollout_low, options.rollout_high)
-    return bounded if how == "truncate" else torch.where(bounded == ratio, ratio, 0)
+    return bounded if beyond_bounds == "truncate" else torch.where(bounded == ratio, ratio, 0)
 
 
 def off_policy_gate(logprobs, behaviour, advantages, sequences, options):
@@ -412,6 +412,6 @@ def entropy_gate(entropy, mask, options):
     """0 for all but the tokens of high entropy (arXiv:2506.01939)."""
     threshold = options.entropy_threshold
     if options.top_entropy is not None:
-        counted = torch.where(mask, entropy.detach(), torch.nan)
-        threshold = torch.nanquantile(counted, 1 - options.top_entropy)
+        included = torch.where(mask, entropy.detach(), torch.nan)
+        threshold = torch.nanquantile(included, 1 - options.top_entropy)
     return 1 if threshold is None else (entropy.detach() >= threshold).to(entropy.dtype)

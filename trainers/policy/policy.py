@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 import fused_rl
-from fused_rl.objectives.presets import PolicyLossOptions, wide_option
+from fused_rl.objectives.presets import PolicyLossOptions, option_beyond_a_token
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.data.batch import Batch, on_device
 from fused_rl.trainers.models import language_model
@@ -158,7 +158,7 @@ class Policy:
         # The forward pass, by the way that the loss allows.
         tokens = (None if on_policy else old_logprobs, advantages, mask)
         chosen = options["options"]
-        is_token_level = wide_option(chosen) is None and not callable(
+        is_token_level = option_beyond_a_token(chosen) is None and not callable(
             chosen.surrogate
         )  # a user's may read anything
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
