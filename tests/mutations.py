@@ -272,8 +272,8 @@ MUTATIONS = {
     ),
     "a margin is added to the lead": Mutation(
         "fused_rl/objectives/preferences.py",
-        "chosen - rejected - margin",
-        "chosen - rejected + margin",
+        "lead = lead - margin",
+        "lead = lead + margin",
         LOSSES,
     ),
     "ipo does not divide by the length": Mutation(
@@ -320,8 +320,8 @@ MUTATIONS = {
     ),
     "smoothed labels are exchanged": Mutation(
         "fused_rl/objectives/preferences.py",
-        "(1 - label_smoothing) * pair_loss(chosen, rejected, margin)",
-        "(1 - label_smoothing) * pair_loss(rejected, chosen, margin)",
+        "(1 - label_smoothing) * loss(lead, chosen, rejected)",
+        "(1 - label_smoothing) * loss(-lead, rejected, chosen)",
         LOSSES,
     ),
     "approx_kl is the log-ratio": Mutation(

@@ -22,7 +22,6 @@ from typing import ClassVar, Literal
 import torch
 
 import fused_rl
-from fused_rl.objectives.preferences import WITHOUT_MARGIN
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data import encode
@@ -47,6 +46,7 @@ LossType = Literal["sigmoid", "hinge", "ipo", "simpo", "orpo", "apo-zero", "apo-
 PREFERENCE_LOSSES = {"ipo": "squared", "simpo": "sigmoid"}
 OF_MEANS = ("ipo", "simpo", "orpo")
 WITHOUT_REFERENCE = ("simpo", "orpo")
+WITHOUT_MARGIN = ("apo-zero", "apo-down")
 
 
 class DPOConfig(PairsConfig):

@@ -1,7 +1,7 @@
 """Losses of scores: of pairs, for reward models and policies, and of single responses that are good or bad."""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,59 +20,58 @@ from fused_rl.base.checks import (
 )
 from fused_rl.objectives.aggregation import divisor
 
-# Losses of pairs: scores (B,) and the margin, (B,) or a number -> (B,).
+
+class PairLoss(NamedTuple):
+    """A loss of pairs."""
+
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """The lead of the chosen score and both scores, (B,) each -> (B,)."""
+    transform: Callable[[Tensor], Tensor] = lambda scores: scores
+    """Applied to the scores before one leads."""
+    has_margin: bool = True
 
 
-def _lead(chosen, rejected, margin):
-    return chosen - rejected - margin
+def _sigmoid(lead, chosen, rejected):
+    """Bradley and Terry; DPO (arXiv:2305.18290, eq. 7)."""
+    return -logsigmoid(lead)
+
+
+def _hinge(lead, chosen, rejected):
+    """SLiC (arXiv:2305.10425, eq. 6)."""
+    return torch.relu(1 - lead)
+
+
+def _squared(lead, chosen, rejected):
+    """IPO (arXiv:2310.12036, eq. 17), whose margin is 1 / (2 tau)."""
+    return lead.square()
 
 
 def _log_odds(logprobs):
-    """log(p / (1 - p)) of p = exp(logprobs); finite for p = 1."""
+    """ORPO's scores (arXiv:2403.07691, eq. 7): log(p / (1 - p)) of p = exp(logprobs)."""
+    # Odds of certainty are infinite, and their gradient NaN: p = 1 counts as the number below it.
     below_1 = torch.where(logprobs == 0, -torch.finfo(logprobs.dtype).tiny, logprobs)
     return below_1 - torch.log(-torch.expm1(below_1))
 
 
-def _sigmoid(chosen, rejected, margin):
-    """Bradley and Terry; DPO (arXiv:2305.18290, eq. 7)."""
-    return -logsigmoid(_lead(chosen, rejected, margin))
-
-
-def _hinge(chosen, rejected, margin):
-    """SLiC (arXiv:2305.10425, eq. 6)."""
-    return torch.relu(1 - _lead(chosen, rejected, margin))
-
-
-def _squared(chosen, rejected, margin):
-    """IPO (arXiv:2310.12036, eq. 17), whose margin is 1 / (2 tau)."""
-    return _lead(chosen, rejected, margin).square()
-
-
-def _orpo(chosen, rejected, margin):
-    """ORPO's odds ratio (arXiv:2403.07691, eq. 7): the scores are log-probabilities."""
-    return -logsigmoid(_lead(_log_odds(chosen), _log_odds(rejected), margin))
-
-
-def _apo_zero(chosen, rejected, margin):
+def _apo_zero(lead, chosen, rejected):
     """APO-zero (arXiv:2408.06266, eq. 7) plus 1: the chosen score rises above 0, the rejected one falls below."""
     return torch.sigmoid(-chosen) + torch.sigmoid(rejected)
 
 
-def _apo_down(chosen, rejected, margin):
+def _apo_down(lead, chosen, rejected):
     """APO-down (arXiv:2408.06266, eq. 8) plus 1: both scores fall, the rejected one further."""
-    return torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)
+    return torch.sigmoid(chosen) + torch.sigmoid(-lead)
 
 
 PreferenceLoss = Literal["sigmoid", "hinge", "squared", "orpo", "apo-zero", "apo-down"]
-PREFERENCE_LOSSES: dict[PreferenceLoss, Callable[..., Tensor]] = {
-    "sigmoid": _sigmoid,
-    "hinge": _hinge,
-    "squared": _squared,
-    "orpo": _orpo,
-    "apo-zero": _apo_zero,
-    "apo-down": _apo_down,
+PREFERENCE_LOSSES: dict[PreferenceLoss, PairLoss] = {
+    "sigmoid": PairLoss(_sigmoid),
+    "hinge": PairLoss(_hinge),
+    "squared": PairLoss(_squared),
+    "orpo": PairLoss(_sigmoid, transform=_log_odds),
+    "apo-zero": PairLoss(_apo_zero, has_margin=False),
+    "apo-down": PairLoss(_apo_down, has_margin=False),
 }
-WITHOUT_MARGIN = ("apo-zero", "apo-down")
 
 
 def preference_loss(
@@ -125,7 +124,8 @@ def preference_loss(
     elif margin is not None:
         check_range("margin", margin, "a finite number", ", a tensor (B,) or None")
     check_choice("loss_type", loss_type, PREFERENCE_LOSSES)
-    if margin is not None and loss_type in WITHOUT_MARGIN:
+    loss, transform, has_margin = PREFERENCE_LOSSES[loss_type]
+    if margin is not None and not has_margin:
         raise ValueError(f"margin has no meaning with loss_type={loss_type}; leave it out")
     check_count("num_sequences", num_sequences, torch.ones_like(chosen_scores, dtype=torch.bool))
     check_range("label_smoothing", label_smoothing, "a number from 0 to below 0.5")
@@ -133,22 +133,22 @@ def preference_loss(
     dtype = torch.promote_types(chosen_scores.dtype, torch.float32)
     chosen = chosen_scores.to(dtype)
     rejected = rejected_scores.to(dtype)
-    margin = 0.0 if margin is None else margin
-    pair_loss = PREFERENCE_LOSSES[loss_type]
+    lead = transform(chosen) - transform(rejected)
+    if margin is not None:
+        lead = lead - margin
 
-    # conservative labels as in cDPO, https://ericmitchell.ai/cdpo.pdf
-    losses = (1 - label_smoothing) * pair_loss(chosen, rejected, margin)
-    losses = losses + label_smoothing * pair_loss(rejected, chosen, -margin)
+    # conservative labels as in cDPO, https://ericmitchell.ai/cdpo.pdf: a wrong label exchanges the two
+    losses = (1 - label_smoothing) * loss(lead, chosen, rejected)
+    losses = losses + label_smoothing * loss(-lead, rejected, chosen)
     losses = losses + centering * (chosen + rejected).square()
 
     num_sequences = divisor(chosen.numel() if num_sequences is None else num_sequences)
-    loss = losses.sum() / num_sequences
-    return loss, _preference_metrics(
-        loss.detach(), chosen.detach(), rejected.detach(), num_sequences
-    )
+    total = losses.sum() / num_sequences
+    metrics = _preference_metrics(chosen.detach(), rejected.detach(), num_sequences)
+    return total, {"loss": total.detach(), **metrics}
 
 
-def _preference_metrics(loss, chosen, rejected, num_sequences):
+def _preference_metrics(chosen, rejected, num_sequences):
     per_pair = {
         "accuracy": torch.heaviside(chosen - rejected, chosen.new_full((), 0.5)),
         "reward_margin": chosen - rejected,
@@ -158,11 +158,12 @@ def _preference_metrics(loss, chosen, rejected, num_sequences):
     }
     sums = {name: values.sum() / num_sequences for name, values in per_pair.items()}
     both = torch.cat([chosen, rejected])
-    extremes = {  # of no pair what changes no minimum and no maximum
+    # Without a pair: what changes no minimum and no maximum of others.
+    extremes = {
         "min_reward": both.amin() if len(both) else both.new_tensor(torch.inf),
         "max_reward": both.amax() if len(both) else both.new_tensor(-torch.inf),
     }
-    return {"loss": loss, **sums, **extremes}
+    return sums | extremes
 
 
 def unpaired_preference_loss(
