@@ -743,8 +743,8 @@ MUTATIONS = {
     ),
     "an option that nothing reads": Mutation(
         "fused_rl/objectives/presets.py",
-        "and surrogate not in _READERS[name]",
-        "and surrogate in _READERS[name]",
+        "if surrogate not in readers]",
+        "if surrogate in readers]",
         "tests/test_presets.py -k does_not_read",
     ),
 }

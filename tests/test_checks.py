@@ -598,7 +598,7 @@ REFUSED = [
         {"advantages": SCORES},
         r"the shape of the mask, \(2, 3\), or one value per sequence, got \(4,\)",
     ),
-    ("policy_loss", {"logprobs": LOGITS}, r"losses take \(B, T\) floating point tensors"),
+    ("policy_loss", {"logprobs": LOGITS}, r"logprobs must be \(B, T\), got \(2, 3, 50\)"),
     ("policy_loss", {"sequence_ids": ROWS}, "sequence_ids must be .* int64"),
     (
         "policy_loss",

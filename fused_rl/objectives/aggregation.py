@@ -95,10 +95,11 @@ class Sequences:
 
 
 class TokenBatch:
-    """Mask, sequences, denominators and dtype of one call of a loss; checks every shape that it is given."""
+    """Mask, sequences, denominators and dtype of one call of a loss; checks each tensor that it is given, once."""
 
     def __init__(
         self,
+        name: str,
         like: Tensor,
         mask: Tensor,
         truncated: Tensor | None = None,
@@ -108,12 +109,10 @@ class TokenBatch:
         max_length: int | None = None,
         group_lengths: Tensor | None = None,
     ):
-        check_tensor("the first argument of a loss", like)
-        if like.dim() != 2 or like.dtype not in FLOATING:
-            raise ValueError(
-                f"losses take (B, T) floating point tensors, got {tuple(like.shape)} {like.dtype}"
-            )
-        check_mask(mask, "the losses' arguments (B, T)", like.shape, like.device)
+        check_floating(name, like)
+        if like.dim() != 2:
+            raise ValueError(f"{name} must be (B, T), got {tuple(like.shape)}")
+        check_mask(mask, name, like.shape, like.device)
         _check_sequence_ids(sequence_ids, mask)
         for name, count in (
             ("num_tokens", num_tokens),
@@ -122,7 +121,9 @@ class TokenBatch:
         ):
             check_count(name, count, mask)
         self.dtype = torch.promote_types(like.dtype, torch.float32)
+        self.like = like
         self.sequences = Sequences(mask, sequence_ids)
+        # Before the mask is narrowed: which sequence a token is of does not depend on what counts.
         if truncated is not None:
             truncated = self._spread("truncated", truncated)
             if truncated.dtype != torch.bool:
@@ -134,8 +135,9 @@ class TokenBatch:
         self.num_tokens = self.mask.sum() if num_tokens is None else num_tokens
         self.num_sequences = self.sequences.count if num_sequences is None else num_sequences
         self.max_length = mask.shape[1] if max_length is None else max_length
-        spread = None if group_lengths is None else self._spread("group_lengths", group_lengths)
-        self.group_lengths = self.constant("group_lengths", spread)
+        self.group_lengths = None
+        if group_lengths is not None:
+            self.group_lengths = self._constant_of_sequences("group_lengths", group_lengths)
 
     def _spread(self, name, tensor):  # (B, T), or (B,), (S,) per sequence -> (B, T)
         check_tensor(name, tensor)
@@ -154,24 +156,31 @@ class TokenBatch:
             )
         return tensor
 
-    def tokens(self, name: str, tensor: Tensor | None) -> Tensor | None:
-        """(B, T) -> (B, T) in the working dtype, 0 where nothing counts; None stays."""
-        if tensor is None:
-            return None
-        check_like(name, tensor, "the mask", self.mask)
+    def tokens(self, name: str, tensor: Tensor) -> Tensor:
+        """(B, T) -> (B, T) in the working dtype, 0 where nothing counts."""
+        if tensor is not self.like:
+            check_like(name, tensor, "the mask", self.mask)
         return torch.where(self.mask, tensor.to(self.dtype), 0)
 
-    def constant(self, name: str, tensor: Tensor | None) -> Tensor | None:
+    def constant(self, name: str, tensor: Tensor) -> Tensor:
         """The same, without gradient."""
-        tokens = self.tokens(name, tensor)
-        return None if tokens is None else tokens.detach()
+        return self.tokens(name, tensor).detach()
+
+    def optional(self, name: str, tensor: Tensor | None) -> Tensor | None:
+        """As `constant`; None stays."""
+        return None if tensor is None else self.tokens(name, tensor).detach()
+
+    def _constant_of_sequences(self, name, tensor):
+        spread = self._spread(name, tensor)
+        if spread.dtype not in FLOATING:
+            check_floating(name, spread)
+        return torch.where(self.mask, spread.to(self.dtype), 0).detach()
 
     def advantages(self, tensor: Tensor) -> Tensor:
         """(B, T), or one value per sequence -> as `constant`."""
-        check_floating("advantages", tensor)
-        spread = self.constant("advantages", self._spread("advantages", tensor))
-        check_finite("advantages", spread, "mask the token, or mend its reward")
-        return spread
+        advantages = self._constant_of_sequences("advantages", tensor)
+        check_finite("advantages", advantages, "mask the token, or mend its reward")
+        return advantages
 
     def shares(self, loss_agg: str) -> Tensor:
         """(B, T): every aggregation is a weighted sum over tokens, divided by `denominator`; these are the weights."""
@@ -236,10 +245,12 @@ def _check_sequence_ids(ids, mask):
 
 def without_impossible(mask, *policies):
     """The mask without the tokens that one of these policies gives no probability; (B, T) each, or None."""
+    # What is no tensor, or not of the mask's kind, is left to the batch, which says what is wrong with it.
+    if not isinstance(mask, Tensor) or is_dtensor(mask) or mask.dtype != torch.bool:
+        return mask
     kind = mask.shape, mask.device, mask.layout
     for logprobs in policies:
-        # What is no tensor of the mask's kind is left to the batch, which says what is wrong with it.
-        if not isinstance(logprobs, Tensor) or is_dtensor(logprobs) or mask.dtype != torch.bool:
+        if not isinstance(logprobs, Tensor) or is_dtensor(logprobs):
             continue
         if (logprobs.shape, logprobs.device, logprobs.layout) == kind:
             mask = mask & (logprobs.detach() != -torch.inf)
@@ -273,7 +284,6 @@ def aggregate(
         ValueError: shapes or options that do not fit.
     """
     check_choice("loss_agg", loss_agg, LOSS_AGGS)
-    batch = TokenBatch(
-        losses, mask, None, sequence_ids, num_tokens, num_sequences, max_length, group_lengths
-    )
+    counts = num_tokens, num_sequences, max_length
+    batch = TokenBatch("losses", losses, mask, None, sequence_ids, *counts, group_lengths)
     return batch.aggregate(batch.tokens("losses", losses), loss_agg)

@@ -63,8 +63,7 @@ def importance_ratio(
         ValueError: shapes or options that do not fit.
     """
     check_choice("ratio_level", ratio_level, RATIO_LEVELS)
-    check_tensors(logprobs=logprobs, old_logprobs=old_logprobs)
-    batch = TokenBatch(logprobs, mask, sequence_ids=sequence_ids)
+    batch = TokenBatch("logprobs", logprobs, mask, sequence_ids=sequence_ids)
     log_ratio = batch.tokens("logprobs", logprobs) - batch.constant("old_logprobs", old_logprobs)
     return tangent_exp(RATIO_LEVELS[ratio_level](log_ratio, batch.sequences))
 
@@ -137,41 +136,37 @@ def policy_loss(
             `clip_high` beside a surrogate that clips nothing; a surrogate of yours that does not return
             (B, T) losses in their dtype; on CPU, or with FUSED_RL_CHECKED=1, advantages that are not finite.
     """
-    check_tensors(logprobs=logprobs, advantages=advantages, mask=mask)
     chosen = resolve_options(preset, changes, options)
     _check_needs(chosen, ref_logprobs, entropy, rollout_logprobs)
-
-    # all of it (B, T) in one dtype, 0 where nothing counts; only logprobs and entropy carry gradients
     if chosen.skip_impossible:
         mask = without_impossible(mask, logprobs, old_logprobs, ref_logprobs, rollout_logprobs)
-    batch = TokenBatch(
-        logprobs,
-        mask,
-        truncated,
-        sequence_ids,
-        num_tokens,
-        num_sequences,
-        max_length,
-        group_lengths,
-    )
-    logprobs = batch.tokens("logprobs", logprobs)
-    entropy = batch.tokens("entropy", entropy)
-    old = batch.constant("old_logprobs", logprobs if old_logprobs is None else old_logprobs)
-    per_token = advantages.dim() == 2
-    advantages = batch.advantages(advantages)
-    ref = batch.constant("ref_logprobs", ref_logprobs)
-    rollout = batch.constant("rollout_logprobs", rollout_logprobs)
 
+    # All of it (B, T) in one dtype, 0 where nothing counts; only logprobs and entropy carry gradients.
+    counts = num_tokens, num_sequences, max_length
+    batch = TokenBatch("logprobs", logprobs, mask, truncated, sequence_ids, *counts, group_lengths)
+    logprobs = batch.tokens("logprobs", logprobs)
+    old = logprobs.detach()
+    if old_logprobs is not None:
+        old = batch.constant("old_logprobs", old_logprobs)
+    if entropy is not None:
+        entropy = batch.tokens("entropy", entropy)
+    ref = batch.optional("ref_logprobs", ref_logprobs)
+    rollout = batch.optional("rollout_logprobs", rollout_logprobs)
+    token_advantages = batch.advantages(advantages)
+
+    # The ratio at its level, and the surrogate of each token.
     log_ratio = logprobs - old
     level = RATIO_LEVELS[chosen.ratio_level](log_ratio, batch.sequences)
-    if chosen.ratio_level == "sequence" and per_token:
+    if chosen.ratio_level == "sequence" and advantages.dim() == 2:
         level = by_token(level, log_ratio)
     surrogate, surrogate_metrics = evaluate(
-        surrogate_of(chosen), level, advantages, logprobs, batch.sequences, chosen
+        surrogate_of(chosen), level, token_advantages, logprobs, batch.sequences, chosen
     )
     behaviour = old if rollout is None else rollout
     weights = rollout_weights(old, rollout, batch.sequences, chosen)
-    weights = weights * off_policy_gate(logprobs, behaviour, advantages, batch.sequences, chosen)
+    weights = weights * off_policy_gate(
+        logprobs, behaviour, token_advantages, batch.sequences, chosen
+    )
     weights = weights * entropy_gate(entropy, batch.mask, chosen)
     surrogate = surrogate * weights
 
@@ -182,7 +177,9 @@ def policy_loss(
             "loss": loss.detach(),
             "policy_loss": batch.aggregate(surrogate, chosen.loss_agg),
         }
-        metrics |= _ratio_metrics(level, log_ratio, advantages, logprobs, entropy, batch, chosen)
+        metrics |= _ratio_metrics(
+            level, log_ratio, token_advantages, logprobs, entropy, batch, chosen
+        )
         metrics |= batch.sums(
             {f"surrogate/{name}": values for name, values in surrogate_metrics.items()},
             "token-mean",
@@ -293,7 +290,7 @@ def policy_token_loss(
             token, a surrogate that `needs_sequences`, off_policy_threshold, top_entropy. Use
             `linear_token_logprobs` and `policy_loss` there.
     """
-    check_tensors(advantages=advantages, mask=mask)
+    check_tensors(mask=mask)
     chosen = resolve_options(preset, changes, options)
     name = option_beyond_a_token(chosen)
     if name is not None:
@@ -305,12 +302,11 @@ def policy_token_loss(
     if chosen.skip_impossible:
         mask = without_impossible(mask, old_logprobs, ref_logprobs, rollout_logprobs)
     like = torch.empty(mask.shape, device=mask.device)
-    batch = TokenBatch(
-        like, mask, truncated, sequence_ids, num_tokens, num_sequences, max_length, group_lengths
-    )
-    old = batch.constant("old_logprobs", old_logprobs)
-    ref = batch.constant("ref_logprobs", ref_logprobs)
-    rollout = batch.constant("rollout_logprobs", rollout_logprobs)
+    counts = num_tokens, num_sequences, max_length
+    batch = TokenBatch("mask", like, mask, truncated, sequence_ids, *counts, group_lengths)
+    old = batch.optional("old_logprobs", old_logprobs)
+    ref = batch.optional("ref_logprobs", ref_logprobs)
+    rollout = batch.optional("rollout_logprobs", rollout_logprobs)
     if old is None and rollout is not None:
         raise ValueError("rollout_logprobs need old_logprobs: the policy's own, of the same tokens")
 
@@ -409,10 +405,9 @@ def value_loss(
 
     Source: https://github.com/openai/baselines, ppo2; vwxyzjn/cleanrl, ppo.py.
     """
-    check_tensors(values=values, old_values=old_values, returns=returns)
     if value_clip is not None:
         check_range("value_clip", value_clip, "a number, 0 or more, or inf", "; None is no clip")
-    batch = TokenBatch(values, mask, num_tokens=num_tokens)
+    batch = TokenBatch("values", values, mask, num_tokens=num_tokens)
     values = batch.tokens("values", values)
     old = batch.constant("old_values", old_values)
     returns = batch.constant("returns", returns)

@@ -1,9 +1,8 @@
 """The options of `policy_loss`, and the known algorithms as a table of changes to them."""
 
 import dataclasses
-import typing
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from fused_rl.base.checks import (
     Finite,
@@ -13,12 +12,12 @@ from fused_rl.base.checks import (
     Positive,
     check_choice,
     check_flag,
-    check_range,
     described,
 )
 from fused_rl.objectives.advantages import Advantage
 from fused_rl.objectives.aggregation import LOSS_AGGS, LossAgg
 from fused_rl.objectives.estimators import KL_ESTIMATORS, KLEstimator
+from fused_rl.objectives.options import check_names, check_ranges
 from fused_rl.objectives.surrogates import (
     RATIO_LEVELS,
     ROLLOUT_GATES,
@@ -87,24 +86,17 @@ class PolicyLossOptions(SurrogateOptions):
     metrics and the denominators that are counted here; denominators that you give stay."""
 
     def __post_init__(self):
-        check_choice("ratio_level", self.ratio_level, RATIO_LEVELS)
-        check_choice("loss_agg", self.loss_agg, LOSS_AGGS)
-        check_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        for name, names in _CHOICES.items():
+            if getattr(self, name) not in names:
+                check_choice(name, getattr(self, name), [*filter(None, names)])
         if not callable(self.surrogate):
             check_choice("surrogate", self.surrogate, SURROGATES)
-        if self.rollout_correction is not None:
-            check_choice("rollout_correction", self.rollout_correction, get_args(RolloutCorrection))
-        if self.rollout_gate is not None:
-            check_choice("rollout_gate", self.rollout_gate, ROLLOUT_GATES)
-            if self.rollout_gate_high is None:
-                raise ValueError(
-                    f"rollout_gate={self.rollout_gate} needs its upper bound, rollout_gate_high"
-                )
+        if self.rollout_gate is not None and self.rollout_gate_high is None:
+            raise ValueError(
+                f"rollout_gate={self.rollout_gate} needs its upper bound, rollout_gate_high"
+            )
         check_flag("skip_impossible", self.skip_impossible)
-        for name, words in _RANGES.items():
-            value = getattr(self, name)
-            if value is not None or getattr(PolicyLossOptions, name) is not None:
-                check_range(name, value, words)
+        check_ranges(self)
         self._check_read()
         if self.delta is not None and self.delta <= 1 + self.clip_high:
             raise ValueError(
@@ -119,8 +111,9 @@ class PolicyLossOptions(SurrogateOptions):
 
     def _check_read(self):
         """Refuse an option that only other surrogates read, and bounds of a correction that is off."""
-        for name, value in vars(self).items():
-            if _is_unread(name, self.surrogate) and value != getattr(PolicyLossOptions, name):
+        for name in _unread_options(self.surrogate):
+            value = getattr(self, name)
+            if value != getattr(PolicyLossOptions, name):
                 raise ValueError(
                     f"{name}={value} has no meaning with surrogate={self.surrogate}, which does not read it; leave it "
                     f"out, or choose surrogate {' or '.join(_READERS[name])}"
@@ -130,31 +123,34 @@ class PolicyLossOptions(SurrogateOptions):
                 if getattr(self, switch) is None and getattr(self, name) != getattr(
                     PolicyLossOptions, name
                 ):
-                    given = f"{name}={getattr(self, name)}"
+                    option = f"{name}={getattr(self, name)}"
                     raise ValueError(
-                        f"{given} has no meaning with {switch}=None; leave it out, or choose a {switch}"
+                        f"{option} has no meaning with {switch}=None; leave it out, or choose a {switch}"
                     )
 
 
+_CHOICES = {
+    "ratio_level": (*RATIO_LEVELS,),
+    "loss_agg": (*LOSS_AGGS,),
+    "kl_estimator": KL_ESTIMATORS,
+    "rollout_correction": (None, *get_args(RolloutCorrection)),
+    "rollout_gate": (None, *ROLLOUT_GATES),
+}
+# Option -> the surrogates that read it, for those that not all read.
 _READERS: dict[str, list[str]] = {}
 for _surrogate, _function in SURROGATES.items():
     for _option in _function.reads:
         _READERS.setdefault(_option, []).append(_surrogate)
 
 
-def _is_unread(name: str, surrogate: object) -> bool:
-    """Return True if only other surrogates read the option; one of yours may read any."""
-    return surrogate in [*SURROGATES] and name in _READERS and surrogate not in _READERS[name]
+def _unread_options(surrogate: object) -> list[str]:
+    """Return the options that only other surrogates read; one of yours may read any."""
+    return _UNREAD.get(surrogate, []) if isinstance(surrogate, str) else []
 
 
-# The numbers among them, and what each may be.
-_HINTS = typing.get_type_hints(PolicyLossOptions, include_extras=True)
-_KINDS = {name: [hint, *get_args(hint)] for name, hint in _HINTS.items()}
-_RANGES = {
-    name: kind.__metadata__[0]
-    for name, kinds in _KINDS.items()
-    for kind in kinds
-    if typing.get_origin(kind) is Annotated
+_UNREAD = {
+    surrogate: [name for name, readers in _READERS.items() if surrogate not in readers]
+    for surrogate in SURROGATES
 }
 
 
@@ -289,19 +285,16 @@ def resolve_options(
     elif preset is not None:
         check_choice("preset", preset, PRESETS)
         base = PRESETS[preset].options
-    for name in [*base, *changes]:
+    for name in (*base, *changes):
         if name in TRL_NAMES:
             raise ValueError(f"{name} is TRL's name; use {TRL_NAMES[name]}")
-        check_choice("option", name, PolicyLossOptions.__dataclass_fields__)
+    check_names((*base, *changes), PolicyLossOptions)
     if options is not None:
         return dataclasses.replace(options, **changes) if changes else options
     # of a preset whose surrogate is exchanged for another, the bounds that only the former reads
-    base = {
-        name: value
-        for name, value in base.items()
-        if not _is_unread(name, changes.get("surrogate"))
-    }
-    return PolicyLossOptions(**{**base, **changes})
+    unread = _unread_options(changes.get("surrogate"))
+    read = {name: value for name, value in base.items() if name not in unread}
+    return PolicyLossOptions(**{**read, **changes})
 
 
 def surrogate_of(chosen: PolicyLossOptions) -> Callable:
