@@ -1,6 +1,6 @@
 # pyright: strict, reportMissingTypeStubs=false, reportUnnecessaryTypeIgnoreComment=true
 # pyright: reportUnknownMemberType=false
-"""Twelve uses that a type checker accepts, and twelve mistakes that it finds (`make types`, in strict mode)."""
+"""Uses that a type checker accepts, and mistakes that it finds (`make types`, in strict mode)."""
 
 import torch
 
@@ -27,6 +27,8 @@ fused_rl.policy_loss(
 )
 fused_rl.token_kl(X, X, direction="forward", mask=MASK)
 fused_rl.response_advantages(nats[:, 0], "group-std", group_size=2)
+fused_rl.response_advantages(nats[:, 0], "batch-std", group_size=2, std_floor=0.5)
+fused_rl.policy_token_loss(nats, nats, mask=MASK, preset="grpo", kl_coef=0.1, ref_logprobs=nats)
 fused_rl.kl_estimate(nats, nats, "k3")
 grpo.train(
     grpo.GRPOConfig(model="m", output_dir="o", group_size=8),
@@ -42,6 +44,10 @@ fused_rl.token_logprobs(X, IDS, maks=MASK)  # pyright: ignore
 fused_rl.token_logprobs(X, [1, 2])  # pyright: ignore
 fused_rl.token_kl(X, X, direction="sideways")  # pyright: ignore
 fused_rl.policy_loss(nats, nats, nats, MASK, preset="drgrpo")  # pyright: ignore
+fused_rl.policy_loss(nats, nats, nats, MASK, clip_hgih=0.3)  # pyright: ignore
+fused_rl.policy_loss(nats, nats, nats, MASK, clip_high="0.3")  # pyright: ignore
+fused_rl.policy_token_loss(nats, nats, MASK, loss_agg="token-maen")  # pyright: ignore
+fused_rl.response_advantages(nats[:, 0], "opo", group_size=2, std_flor=1.0)  # pyright: ignore
 fused_rl.PolicyLossOptions(clip_low="0.2")  # pyright: ignore
 fused_rl.PolicyLossOptions(ratio_level="word")  # pyright: ignore
 fused_rl.kl_estimate(nats, nats, "k9")  # pyright: ignore

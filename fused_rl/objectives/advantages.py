@@ -262,7 +262,7 @@ ADVANTAGES: tuple[Advantage, ...] = (*RESPONSE_ADVANTAGES, "gae")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Arguments(AdvantageOptions):
+class ResponseAdvantagesArguments(AdvantageOptions):
     """The arguments of `response_advantages`, for type checkers."""
 
     rewards: Tensor = field(kw_only=False)
@@ -273,7 +273,7 @@ class _Arguments(AdvantageOptions):
     weights: Tensor | None = None
 
 
-@arguments_of(_Arguments)
+@arguments_of(ResponseAdvantagesArguments)
 def response_advantages(
     rewards: Tensor,
     advantage: Advantage,

@@ -8,6 +8,7 @@ the known algorithms in presets.py.
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from fused_rl.base.checks import check_choice, check_range, check_tensors
 from fused_rl.objectives.aggregation import LossAgg, TokenBatch, aggregate, without_impossible
 from fused_rl.objectives.estimators import estimate, tangent_exp, tangent_expm1
+from fused_rl.objectives.options import arguments_of
 from fused_rl.objectives.presets import (
     BOUNDS,
     PolicyLossOptions,
@@ -68,6 +70,43 @@ def importance_ratio(
     return tangent_exp(RATIO_LEVELS[ratio_level](log_ratio, batch.sequences))
 
 
+@dataclass(frozen=True, kw_only=True)
+class _LossArguments(PolicyLossOptions):
+    """The keywords of both policy losses, whose options are those of `PolicyLossOptions`."""
+
+    preset: PresetName | Preset | None = None
+    options: PolicyLossOptions | None = None
+    num_tokens: int | Tensor | None = None
+    num_sequences: int | Tensor | None = None
+    max_length: int | None = None
+    ref_logprobs: Tensor | None = None
+    rollout_logprobs: Tensor | None = None
+    truncated: Tensor | None = None
+    sequence_ids: Tensor | None = None
+    group_lengths: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLossArguments(_LossArguments):
+    """The arguments of `policy_loss`, for type checkers."""
+
+    logprobs: Tensor = field(kw_only=False)
+    old_logprobs: Tensor | None = field(kw_only=False)
+    advantages: Tensor = field(kw_only=False)
+    mask: Tensor = field(kw_only=False)
+    entropy: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyTokenLossArguments(_LossArguments):
+    """The arguments of `policy_token_loss`, for type checkers."""
+
+    old_logprobs: Tensor | None = field(kw_only=False)
+    advantages: Tensor = field(kw_only=False)
+    mask: Tensor = field(kw_only=False)
+
+
+@arguments_of(PolicyLossArguments)
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor | None,
@@ -257,6 +296,7 @@ def _kl_metrics(logprobs, ref, old, batch, kl_estimator):
     return batch.sums(metrics, "seq-mean-token-sum")
 
 
+@arguments_of(PolicyTokenLossArguments)
 def policy_token_loss(
     old_logprobs: Tensor | None,
     advantages: Tensor,

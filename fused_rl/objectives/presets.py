@@ -35,7 +35,7 @@ BOUNDS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyLossOptions(SurrogateOptions):
     """The options of `policy_loss`; the defaults are PPO's, and `PRESETS` are changes to these."""
 

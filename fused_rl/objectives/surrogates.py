@@ -79,7 +79,7 @@ def declares(*reads: str, clipped: Callable | None = None, needs_batch: bool = F
     return declared
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SurrogateOptions:
     """The options that only some surrogates read, which `declares` names."""
 
