@@ -63,6 +63,7 @@ def group_advantages(
     check_flag("normalize", normalize)
     check_range("eps", eps, "a finite number, 0 or more")
     check_range("std_floor", std_floor, "a finite number, 0 or more")
+    # What divides by nothing has no use for a deviation's options.
     for name, is_given in (("eps", eps != 1e-4), ("std_floor", std_floor != 0)):
         if is_given and not normalize:
             raise ValueError(
@@ -71,6 +72,7 @@ def group_advantages(
     if group_size == 1 and (normalize or baseline == "leave-one-out"):
         raise ValueError(_ALONE)
 
+    # Unequal rewards in a group are compared in at least fp32, which bf16 would round to steps of 0.4 %.
     groups = _groups_of(rewards, group_size)
     centred = groups - groups.mean(1, keepdim=True)
     # A reward less the mean of the others is that reward less the mean of all, times G / (G - 1).
@@ -174,6 +176,7 @@ def _batch_std(responses):
 def _group_mean_batch_std(responses):
     """arXiv:2508.08221: reward less the group's mean, over the standard deviation of all prompts' rewards."""
     centred = _group_mean(responses)
+    # The deviation of all prompts: a group of nearly equal rewards is not blown up to that of the others.
     everyone = torch.ones_like(responses.rewards, dtype=torch.bool)
     _, variance = global_moments(responses.rewards, everyone, responses.process_group)
     deviation = variance.sqrt().clamp(min=responses.options.std_floor)
@@ -195,6 +198,7 @@ def _gdpo(responses):
 @within_groups
 def _maxrl(responses):
     """MaxRL (arXiv:2602.02710): over the group's mean in place of its deviation; 0 where the mean is not positive."""
+    # The mean of rewards of 0 and 1 is the success rate: rare successes weigh as much as its inverse.
     mean = responses.groups.mean(1, keepdim=True)
     return torch.where(mean > 0, (responses.groups - mean) / mean, 0)
 
@@ -203,6 +207,7 @@ def _maxrl(responses):
 @within_groups
 def _opo(responses):
     """OPO (arXiv:2505.23585): the baseline is the mean weighted by length."""
+    # Long responses vary the gradient more, so the baseline of least variance leans towards them.
     check_shape("lengths", responses.lengths, "rewards", responses.rewards.shape)
     lengths = responses.lengths.view(responses.groups.shape)
     weights = lengths / lengths.sum(1, keepdim=True).clamp(min=1)
@@ -215,6 +220,7 @@ def _pass_at_k(responses):
     """Pass@k (arXiv:2503.19595): the best response alone, by what it is above the second, over the deviation."""
     groups = responses.groups
     deviation = groups.std(dim=1, keepdim=True).clamp(min=responses.options.std_floor)
+    # Only the best response changes whether one of the group passes.
     highest, indices = groups.topk(2, dim=1)
     lead = (highest[:, :1] - highest[:, 1:]) / (deviation + 1e-4)
     return torch.zeros_like(groups).scatter(1, indices[:, :1], lead)
@@ -223,7 +229,7 @@ def _pass_at_k(responses):
 def _whitened(rewards, std_floor, process_group):
     everyone = torch.ones_like(rewards, dtype=torch.bool)
     whitened = whiten(rewards, everyone, std_floor=std_floor, process_group=process_group)
-    # Equality, as in a group; a rank without rewards takes part with -inf.
+    # Equality, as in a group, of all ranks: the largest of r and of -r. A rank without rewards takes part with -inf.
     nothing = rewards.new_full((1,), -torch.inf)
     most = torch.cat([rewards, nothing]).max()
     least = torch.cat([-rewards, nothing]).max()
@@ -310,6 +316,7 @@ def response_advantages(
             the advantage does not read; as `group_advantages`.
     """
     check_choice("advantage", advantage, ADVANTAGES)
+    # The one name that is per token: a preset may have it, this function may not.
     if advantage == "gae":
         raise ValueError('advantage="gae" is per token: use fused_rl.gae with a critic\'s values')
     for name, tensor in (("lengths", lengths), ("weights", weights)):
@@ -317,6 +324,7 @@ def response_advantages(
             check_tensor(name, tensor, " or None")
     _check_rewards(rewards, group_size, "(K, B)" if advantage == "gdpo" else "(B,)")
     check_process_group(process_group)
+    # An option that the advantage does not read is a mistake, not a wish.
     function = RESPONSE_ADVANTAGES[advantage]
     chosen = _chosen_options(options, advantage, function)
 
@@ -344,6 +352,7 @@ def _check_rewards(rewards, group_size, shape="(B,)"):
         raise ValueError(
             f"group_size must be a whole number, responses per prompt, got {described(group_size)}"
         )
+    # Neighbours are a group, so a number of rewards that does not divide would mix two prompts.
     count = rewards.shape[-1]
     if group_size < 1 or count % group_size:
         raise ValueError(f"{count} rewards do not divide into groups of group_size={group_size}")
@@ -394,11 +403,13 @@ def _gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda: float
 ) -> tuple[Tensor, Tensor]:
     dtype = _gae_dtype(rewards, values)
+    # A row's tokens lie side by side in memory, as the kernel reads them.
     rows = (x if x.stride(1) == 1 else x.contiguous() for x in (rewards, values, mask))
     return backend_of(rewards.device).gae.gae(*rows, gamma, gae_lambda, dtype)
 
 
 @_gae.register_fake
 def _gae_fake(rewards, values, mask, gamma, gae_lambda):
+    # Shapes and dtypes alone, for torch.compile.
     dtype = _gae_dtype(rewards, values)
     return tuple(torch.empty(rewards.shape, dtype=dtype, device=rewards.device) for _ in range(2))

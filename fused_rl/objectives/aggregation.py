@@ -45,9 +45,8 @@ LOSS_AGGS: dict[LossAgg, Aggregation] = {
     "seq-mean-token-mean": Aggregation(over="sequence", count="num_sequences"),
     "seq-mean-token-sum": Aggregation(over=None, count="num_sequences"),
     "seq-mean-token-sum-norm": Aggregation(over=None, count="num_sequences", times_max_length=True),
-    "prompt-mean": Aggregation(
-        over="prompt", count="num_sequences"
-    ),  # ScaleRL (arXiv:2510.13786, section 3.2)
+    # ScaleRL (arXiv:2510.13786, section 3.2)
+    "prompt-mean": Aggregation(over="prompt", count="num_sequences"),
     "token-sum": Aggregation(over=None, count=None),
 }
 
@@ -59,6 +58,7 @@ class Sequences:
     """
 
     def __init__(self, mask: Tensor, sequence_ids: Tensor | None = None):
+        # Rows: a sequence counts in the denominators even if none of its tokens does.
         if sequence_ids is None:
             self.mask = mask  # (B, T) bool
             self.ids = None
@@ -67,7 +67,8 @@ class Sequences:
             return
         self.mask = mask & (sequence_ids >= 0)
         self.ids = sequence_ids.clamp(min=0)
-        present = mask.new_zeros(mask.numel() + 1)  # place 0 is that of the negative ids
+        # Packed rows: the ids that occur, whatever the mask. Index 0 takes the negative ones, which are no sequence.
+        present = mask.new_zeros(mask.numel() + 1)
         self.count = present.index_fill(0, sequence_ids.flatten() + 1, True)[1:].sum()
         counts = self.mask.long().flatten()
         self.lengths = counts.new_zeros(mask.numel()).index_add(0, self.ids.flatten(), counts)
@@ -76,6 +77,7 @@ class Sequences:
         """(B, T) -> (S,): the sum over each sequence's tokens that count."""
         if self.ids is None:
             return sum_where(self.mask, values, 1)
+        # where() before the sum: NaN at a masked token would reach its whole sequence.
         values = torch.where(self.mask, at_least_fp32(values, self.mask), 0)
         return values.new_zeros(self.mask.numel()).index_add(
             0, self.ids.flatten(), values.flatten()
@@ -114,16 +116,14 @@ class TokenBatch:
             raise ValueError(f"{name} must be (B, T), got {tuple(like.shape)}")
         check_mask(mask, name, like.shape, like.device)
         _check_sequence_ids(sequence_ids, mask)
-        for name, count in (
-            ("num_tokens", num_tokens),
-            ("num_sequences", num_sequences),
-            ("max_length", max_length),
-        ):
-            check_count(name, count, mask)
+        check_count("num_tokens", num_tokens, mask)
+        check_count("num_sequences", num_sequences, mask)
+        check_count("max_length", max_length, mask)
+        # Sums of thousands of 16-bit losses would lose their last ones.
         self.dtype = torch.promote_types(like.dtype, torch.float32)
         self.like = like
         self.sequences = Sequences(mask, sequence_ids)
-        # Before the mask is narrowed: which sequence a token is of does not depend on what counts.
+        # A truncated response leaves the tokens that count but stays a sequence: num_sequences is what it was.
         if truncated is not None:
             truncated = self._spread("truncated", truncated)
             if truncated.dtype != torch.bool:
@@ -132,6 +132,7 @@ class TokenBatch:
                 )
             self.sequences = Sequences(mask & ~truncated, sequence_ids)
         self.mask = self.sequences.mask
+        # Without the whole step's denominators, those of this batch.
         self.num_tokens = self.mask.sum() if num_tokens is None else num_tokens
         self.num_sequences = self.sequences.count if num_sequences is None else num_sequences
         self.max_length = mask.shape[1] if max_length is None else max_length
@@ -139,11 +140,13 @@ class TokenBatch:
         if group_lengths is not None:
             self.group_lengths = self._constant_of_sequences("group_lengths", group_lengths)
 
-    def _spread(self, name, tensor):  # (B, T), or (B,), (S,) per sequence -> (B, T)
+    def _spread(self, name, tensor):
+        """(B, T), or one value per sequence, (B,) or (S,) -> (B, T), checked."""
         check_tensor(name, tensor)
         check_device(name, tensor, self.sequences.mask.device, "the mask")
         rows, ids = self.sequences.mask.shape, self.sequences.ids
         if tensor.dim() == 1 and (ids is not None or len(tensor) == rows[0]):
+            # Beyond its end an index would read other memory on a GPU, and raise without a name on a CPU.
             if ids is not None and _is_read(ids) and ids.max() >= len(tensor):
                 raise ValueError(
                     f"{name} has {len(tensor)} sequences, but sequence_ids go to {int(ids.max())}"
@@ -158,8 +161,10 @@ class TokenBatch:
 
     def tokens(self, name: str, tensor: Tensor) -> Tensor:
         """(B, T) -> (B, T) in the working dtype, 0 where nothing counts."""
+        # The first tensor was checked when the batch was made.
         if tensor is not self.like:
             check_like(name, tensor, "the mask", self.mask)
+        # where() and no product: 0 * NaN is NaN, in the value and in the gradient.
         return torch.where(self.mask, tensor.to(self.dtype), 0)
 
     def constant(self, name: str, tensor: Tensor) -> Tensor:
@@ -171,6 +176,7 @@ class TokenBatch:
         return None if tensor is None else self.tokens(name, tensor).detach()
 
     def _constant_of_sequences(self, name, tensor):
+        """(B, T), or one value per sequence -> as `constant`."""
         spread = self._spread(name, tensor)
         if spread.dtype not in FLOATING:
             check_floating(name, spread)
@@ -191,6 +197,7 @@ class TokenBatch:
                 raise ValueError(
                     f"loss_agg={loss_agg} needs group_lengths, (B,): mean lengths of a prompt's responses"
                 )
+            # A prompt whose responses are all masked has length 0, and shares of nothing.
             return self.sequences.expand(share) / divisor(self.group_lengths)
         if over == "sequence":
             share = share / self.sequences.lengths.clamp(min=1)
@@ -203,7 +210,8 @@ class TokenBatch:
 
     def aggregate(self, losses: Tensor, loss_agg: str) -> Tensor:
         """(B, T) -> (): reduced once."""
-        if LOSS_AGGS[loss_agg].over is not None:  # elsewhere every share is 1
+        # Elsewhere every share is 1, and a product by it would be one more pass over the tokens.
+        if LOSS_AGGS[loss_agg].over is not None:
             losses = losses * self.shares(loss_agg)
         return sum_where(self.mask, losses) / self.denominator(loss_agg)
 
@@ -221,6 +229,7 @@ def divisor(count: int | float | Tensor) -> int | float | Tensor:
 
 
 def _is_read(values):
+    """Return True if a look at the values costs nothing: a wait for a GPU would cost more than the loss."""
     return (
         values.numel() > 0
         and values_are_checked(values.device)

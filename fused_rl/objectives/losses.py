@@ -177,6 +177,7 @@ def policy_loss(
     """
     chosen = resolve_options(preset, changes, options)
     _check_needs(chosen, ref_logprobs, entropy, rollout_logprobs)
+    # Before the batch counts tokens: what is left out leaves its denominators as well.
     if chosen.skip_impossible:
         mask = without_impossible(mask, logprobs, old_logprobs, ref_logprobs, rollout_logprobs)
 
@@ -196,11 +197,14 @@ def policy_loss(
     # The ratio at its level, and the surrogate of each token.
     log_ratio = logprobs - old
     level = RATIO_LEVELS[chosen.ratio_level](log_ratio, batch.sequences)
+    # A sequence's ratio would give every token the gradient of the whole sequence's advantages.
     if chosen.ratio_level == "sequence" and advantages.dim() == 2:
         level = by_token(level, log_ratio)
     surrogate, surrogate_metrics = evaluate(
         surrogate_of(chosen), level, token_advantages, logprobs, batch.sequences, chosen
     )
+
+    # Masks and weights act on the surrogate alone: a token that is dropped still pays its KL and earns its entropy.
     behaviour = old if rollout is None else rollout
     weights = rollout_weights(old, rollout, batch.sequences, chosen)
     weights = weights * off_policy_gate(
@@ -209,8 +213,11 @@ def policy_loss(
     weights = weights * entropy_gate(entropy, batch.mask, chosen)
     surrogate = surrogate * weights
 
+    # Reduced once, over the denominators of the whole step.
     losses = surrogate + _regularisers(logprobs, old, ref, entropy, chosen)
     loss = batch.aggregate(losses, chosen.loss_agg)
+
+    # Detached scalars, which add up over micro-batches and ranks as the loss does.
     with torch.no_grad():
         metrics = {
             "loss": loss.detach(),
@@ -230,6 +237,7 @@ def policy_loss(
 
 def _check_needs(chosen, ref_logprobs, entropy, rollout_logprobs):
     """Check that the inputs of each option are given, and that every given option is read."""
+    # Options that need an input.
     if chosen.kl_coef and ref_logprobs is None:
         raise ValueError(f"kl_coef={chosen.kl_coef} needs ref_logprobs")
     needs_entropy = (
@@ -239,6 +247,8 @@ def _check_needs(chosen, ref_logprobs, entropy, rollout_logprobs):
     )
     if needs_entropy and entropy is None:
         raise ValueError("entropy_coef, top_entropy and entropy_threshold need entropy, (B, T)")
+
+    # Options that mean nothing without an input: beside their defaults they must have been given.
     tensors = {"ref_logprobs": ref_logprobs, "rollout_logprobs": rollout_logprobs}
     readers = {
         "ref_logprobs": ("kl_estimator",),
@@ -251,6 +261,7 @@ def _check_needs(chosen, ref_logprobs, entropy, rollout_logprobs):
                 raise ValueError(
                     f"{name}={value} has no meaning without {needed}; give these, or leave it out"
                 )
+    # A warning, not an error: papers compare with it (docs/losses.md, "In training").
     if chosen.kl_coef and chosen.kl_estimator == "k1":
         advice = "Use kl_estimator='rk3', or put k1 in the reward"
         warnings.warn(
@@ -260,6 +271,7 @@ def _check_needs(chosen, ref_logprobs, entropy, rollout_logprobs):
 
 
 def _regularisers(logprobs, old, ref, entropy, chosen):
+    # A term that is switched off is not computed: 0 * inf would be NaN.
     losses = torch.zeros_like(logprobs)
     if chosen.kl_coef:
         losses = losses + chosen.kl_coef * estimate(logprobs, ref, chosen.kl_estimator, old)
@@ -269,13 +281,14 @@ def _regularisers(logprobs, old, ref, entropy, chosen):
 
 
 def _ratio_metrics(level, log_ratio, advantages, logprobs, entropy, batch, chosen):
-    # fp64, and less 1: a variance of 1e-8 around a mean of 1 would drown in E[r^2] - E[r]^2
+    # fp64, and less 1: a variance of 1e-8 around a mean of 1 would drown in E[r^2] - E[r]^2.
     ratio_minus_1 = tangent_expm1(level.double())
     metrics = {
         "approx_kl": log_ratio.square() / 2,
         "ratio_minus_1": ratio_minus_1,
         "ratio_minus_1_square": ratio_minus_1.square(),
     }
+    # A surrogate without bounds has no fraction of clipped tokens, not one of 0.
     clipped = getattr(surrogate_of(chosen), "clipped", None)
     if clipped is not None:
         metrics["clipfrac"] = clipped(level, advantages, logprobs, chosen).to(level.dtype)
@@ -287,6 +300,7 @@ def _ratio_metrics(level, log_ratio, advantages, logprobs, entropy, batch, chose
 def _kl_metrics(logprobs, ref, old, batch, kl_estimator):
     """Sums per sequence, averaged: the KL optimised, `kl`, and k1 to k4 whatever is optimised."""
     estimates = {k: estimate(logprobs, ref, k) for k in ("k1", "k2", "k3")}
+    # The two that weigh tokens by the ratio of the policy to the one that sampled.
     ratio = tangent_exp(logprobs - old)
     estimates |= {"k4": ratio * estimates["k1"], "rk3": ratio * estimates["k3"]}
     optimised = estimates.get(kl_estimator)
@@ -331,6 +345,7 @@ def policy_token_loss(
             `linear_token_logprobs` and `policy_loss` there.
     """
     check_tensors(mask=mask)
+    # What looks beyond a token is refused here, not approximated.
     chosen = resolve_options(preset, changes, options)
     name = option_beyond_a_token(chosen)
     if name is not None:
@@ -338,9 +353,11 @@ def policy_token_loss(
             f"{name}={getattr(chosen, name)!r} needs more than one token at a time: use linear_token_logprobs and "
             "policy_loss (for top_entropy, entropy_threshold)"
         )
+    # The entropy comes with each token, so it is there.
     _check_needs(chosen, ref_logprobs, True, rollout_logprobs)
     if chosen.skip_impossible:
         mask = without_impossible(mask, old_logprobs, ref_logprobs, rollout_logprobs)
+    # The log-probabilities do not exist yet; they will be fp32, as every op's are.
     like = torch.empty(mask.shape, device=mask.device)
     counts = num_tokens, num_sequences, max_length
     batch = TokenBatch("mask", like, mask, truncated, sequence_ids, *counts, group_lengths)
@@ -350,7 +367,7 @@ def policy_token_loss(
     if old is None and rollout is not None:
         raise ValueError("rollout_logprobs need old_logprobs: the policy's own, of the same tokens")
 
-    # what a token needs of its batch, in a tensor each: its share of the sum, and what its sequence weighs
+    # What a token needs of its batch, in a tensor each: its share of the sum, and what its sequence weighs.
     shares = batch.shares(chosen.loss_agg) / batch.denominator(chosen.loss_agg)
     inputs = {
         "advantages": batch.advantages(advantages),
@@ -366,6 +383,7 @@ def policy_token_loss(
 
     def token_loss(logprobs, entropy, *tensors):
         token = dict(zip(per_token, tensors, strict=True))
+        # Only here is it known which tokens the policy itself gives no probability.
         if chosen.skip_impossible:
             is_possible = logprobs.detach() != -torch.inf
             logprobs = torch.where(is_possible, logprobs, 0)
@@ -410,6 +428,7 @@ def entropy_bonus(
         "max_length": max_length,
         "group_lengths": group_lengths,
     }
+    # A bonus lowers the loss where the entropy is high.
     loss = -entropy_coef * aggregate(entropy, mask, loss_agg, **counts, **denominators)
     return loss, {"entropy": aggregate(entropy.detach(), mask, "token-mean", **counts)}
 
@@ -452,14 +471,15 @@ def value_loss(
     old = batch.constant("old_values", old_values)
     returns = batch.constant("returns", returns)
 
-    # https://github.com/vwxyzjn/cleanrl, ppo.py: the clip may only make the error larger
+    # https://github.com/vwxyzjn/cleanrl, ppo.py: the clip may only make the error larger.
     unclipped = clipped = (values - returns).square()
     if value_clip is not None:
         near_old = torch.clamp(values, old - value_clip, old + value_clip)
         clipped = (near_old - returns).square()
     loss = batch.aggregate(torch.maximum(unclipped, clipped) / 2, "token-mean")
     clipfrac = batch.aggregate((clipped > unclipped).to(batch.dtype), "token-mean")
-    # first and second moments in fp64: the variance of returns far from 0 is a small difference of large numbers
+
+    # First and second moments in fp64: the variance of returns far from 0 is a small difference of large numbers.
     returns = returns.double()
     error = returns - values.detach().double()
     moments = {"return": returns, "return_square": returns.square()}

@@ -124,6 +124,7 @@ def preference_loss(
     elif margin is not None:
         check_range("margin", margin, "a finite number", ", a tensor (B,) or None")
     check_choice("loss_type", loss_type, PREFERENCE_LOSSES)
+    # A loss that judges both scores against the reference has no lead that a margin could move.
     loss, transform, has_margin = PREFERENCE_LOSSES[loss_type]
     if margin is not None and not has_margin:
         raise ValueError(f"margin has no meaning with loss_type={loss_type}; leave it out")
@@ -133,15 +134,18 @@ def preference_loss(
     dtype = torch.promote_types(chosen_scores.dtype, torch.float32)
     chosen = chosen_scores.to(dtype)
     rejected = rejected_scores.to(dtype)
+
+    # The lead, in at least fp32: bf16 scores around 10 are 0.06 apart.
     lead = transform(chosen) - transform(rejected)
     if margin is not None:
         lead = lead - margin
 
-    # conservative labels as in cDPO, https://ericmitchell.ai/cdpo.pdf: a wrong label exchanges the two
+    # Conservative labels as in cDPO, https://ericmitchell.ai/cdpo.pdf: a wrong label exchanges the two.
     losses = (1 - label_smoothing) * loss(lead, chosen, rejected)
     losses = losses + label_smoothing * loss(-lead, rejected, chosen)
     losses = losses + centering * (chosen + rejected).square()
 
+    # Reduced once, over the pairs of the whole step.
     num_sequences = divisor(chosen.numel() if num_sequences is None else num_sequences)
     total = losses.sum() / num_sequences
     metrics = _preference_metrics(chosen.detach(), rejected.detach(), num_sequences)
@@ -150,6 +154,7 @@ def preference_loss(
 
 def _preference_metrics(chosen, rejected, num_sequences):
     per_pair = {
+        # A tie is half right: before the first step all are ties.
         "accuracy": torch.heaviside(chosen - rejected, chosen.new_full((), 0.5)),
         "reward_margin": chosen - rejected,
         "chosen_rewards": chosen,
@@ -207,6 +212,7 @@ def unpaired_preference_loss(
             f"desirable must be bool, True for a good response, got {described(desirable)}; compare the labels"
         )
     check_device("desirable", desirable, scores.device, "scores")
+    # A constant of the step: a gradient through it would tie all responses together.
     if isinstance(baseline, Tensor):
         check_floating("baseline", baseline)
         check_shape("baseline", baseline, "one number", ())
@@ -219,12 +225,14 @@ def unpaired_preference_loss(
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     num_sequences = divisor(scores.numel() if num_sequences is None else num_sequences)
 
+    # A bad response shall fall below the baseline as a good one shall rise above it.
     sign = torch.where(desirable, 1.0, -1.0).to(scores.dtype)
     lead = sign * (scores - baseline)
     weights = torch.where(desirable, desirable_weight, undesirable_weight).to(scores.dtype)
-    # sigmoid(-x) is 1 - sigmoid(x), and keeps its digits where that is near 0
+    # sigmoid(-x) is 1 - sigmoid(x), and keeps its digits where that is near 0.
     loss = (weights * torch.sigmoid(-lead)).sum() / num_sequences
 
+    # Sums of either kind over all responses: a micro-batch may have none of one, and means would not add up.
     scores = scores.detach()
     per_response = {
         "accuracy": torch.heaviside(lead.detach(), lead.new_full((), 0.5)),
@@ -257,12 +265,13 @@ def kl_baseline(
     """
     check_floating("scores", scores, "(N,)")
     check_process_group(process_group)
-    # fp64: however the responses are divided over ranks, the sum is the same
+    # fp64: however the responses are divided over ranks, the sum is the same.
     total_and_count = torch.stack(
         [scores.double().sum(), scores.new_tensor(len(scores), dtype=torch.float64)]
     )
     if process_group is not None:
         torch.distributed.all_reduce(total_and_count, group=process_group)
+    # Ranks may hold different numbers of responses, so the mean is of all of them and not of the ranks' means.
     total, count = total_and_count
     mean = total / count.clamp(min=1)
     return mean.clamp(min=0).to(torch.promote_types(scores.dtype, torch.float32))

@@ -86,7 +86,9 @@ class PolicyLossOptions(SurrogateOptions):
     metrics and the denominators that are counted here; denominators that you give stay."""
 
     def __post_init__(self):
+        # Names first, because the ranges and readers below depend on them.
         for name, names in _CHOICES.items():
+            # Only a wrong name costs a call, which says what is meant.
             if getattr(self, name) not in names:
                 check_choice(name, getattr(self, name), [*filter(None, names)])
         if not callable(self.surrogate):
@@ -98,6 +100,8 @@ class PolicyLossOptions(SurrogateOptions):
         check_flag("skip_impossible", self.skip_impossible)
         check_ranges(self)
         self._check_read()
+
+        # Options that contradict each other: a bound within the bound, an empty interval, two masks of entropy.
         if self.delta is not None and self.delta <= 1 + self.clip_high:
             raise ValueError(
                 f"delta must lie above 1 + clip_high = {1 + self.clip_high}, got {self.delta}"
@@ -111,6 +115,7 @@ class PolicyLossOptions(SurrogateOptions):
 
     def _check_read(self):
         """Refuse an option that only other surrogates read, and bounds of a correction that is off."""
+        # What equals its default may as well not have been given.
         for name in _unread_options(self.surrogate):
             value = getattr(self, name)
             if value != getattr(PolicyLossOptions, name):
@@ -120,15 +125,14 @@ class PolicyLossOptions(SurrogateOptions):
                 )
         for switch, names in BOUNDS.items():
             for name in names:
-                if getattr(self, switch) is None and getattr(self, name) != getattr(
-                    PolicyLossOptions, name
-                ):
-                    option = f"{name}={getattr(self, name)}"
+                value = getattr(self, name)
+                if getattr(self, switch) is None and value != getattr(PolicyLossOptions, name):
                     raise ValueError(
-                        f"{option} has no meaning with {switch}=None; leave it out, or choose a {switch}"
+                        f"{name}={value} has no meaning with {switch}=None; leave it out, or choose a {switch}"
                     )
 
 
+# Option -> its names. Tuples, not the tables: a list or dictionary that was given is not hashable.
 _CHOICES = {
     "ratio_level": (*RATIO_LEVELS,),
     "loss_agg": (*LOSS_AGGS,),
@@ -148,6 +152,7 @@ def _unread_options(surrogate: object) -> list[str]:
     return _UNREAD.get(surrogate, []) if isinstance(surrogate, str) else []
 
 
+# Surrogate -> the options that only others read, made once: every call of a loss looks at them.
 _UNREAD = {
     surrogate: [name for name, readers in _READERS.items() if surrogate not in readers]
     for surrogate in SURROGATES
@@ -164,6 +169,7 @@ class Preset(NamedTuple):
     equation: str
 
 
+# PPO's pessimistic minimum, in the equations of the table (docs/losses.md has them in full).
 _MIN = "-min(r A, clip(r) A)"
 
 PresetName = Literal[
@@ -171,6 +177,7 @@ PresetName = Literal[
     Literal["sapo", "luspo", "vespo", "rloo", "reinforce++", "gmpo", "scalerl"],
 ]
 PRESETS: dict[PresetName, Preset] = {
+    # The defaults of `PolicyLossOptions` are PPO's.
     "ppo": Preset({}, "gae", "arXiv:1707.06347, eq. 7", f"1/N sum_it {_MIN}"),
     "grpo": Preset(
         {"loss_agg": "seq-mean-token-mean"},
@@ -178,6 +185,7 @@ PRESETS: dict[PresetName, Preset] = {
         "arXiv:2402.03300, eq. 3",
         f"1/B sum_i 1/n_i sum_t {_MIN}",
     ),
+    # TRL's DAPO without the wider upper bound, averaged over the tokens of the local batch.
     "bnpo": Preset(
         {}, "group-std", "TRL's name", f"1/N sum_it {_MIN}, N of the local batch in TRL"
     ),
@@ -190,6 +198,7 @@ PRESETS: dict[PresetName, Preset] = {
     "dapo": Preset(
         {"clip_high": 0.28}, "group-std", "arXiv:2503.14476, eq. 8", f"1/N sum_it {_MIN}"
     ),
+    # A mean over a sequence moves far less than a token's ratio, so its bounds are hundreds of times narrower.
     "gspo": Preset(
         {
             "ratio_level": "sequence",
@@ -201,6 +210,7 @@ PRESETS: dict[PresetName, Preset] = {
         "arXiv:2507.18071, eq. 5",
         "1/B sum_i -min(s_i A, clip(s_i) A)",
     ),
+    # No lower bound, and an upper one that cuts only ratios above 5: the weight is what is clipped, not the gradient.
     "cispo": Preset(
         {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0},
         "group-std",
@@ -213,6 +223,7 @@ PRESETS: dict[PresetName, Preset] = {
         "arXiv:2511.20347",
         "1/B sum_i 1/n_i sum_t -4/tau sigmoid(tau (r - 1)) A",
     ),
+    # GSPO times the length of the sequence: otherwise each token of a long response weighs less.
     "luspo": Preset(
         {
             "ratio_level": "sequence",
@@ -237,6 +248,7 @@ PRESETS: dict[PresetName, Preset] = {
         "1/B sum_i -A sum_t log p",
     ),
     "reinforce++": Preset({}, "batch-std", "arXiv:2501.03262", f"1/N sum_it {_MIN}"),
+    # Bounds on log-ratios: the paper's (e^-0.4, e^0.4).
     "gmpo": Preset(
         {
             "surrogate": "geo-mean",
@@ -248,6 +260,7 @@ PRESETS: dict[PresetName, Preset] = {
         "arXiv:2507.20673",
         "1/B sum_i -A exp(1/n_i sum_t sgn(A) min(sgn(A) log r, sgn(A) clip(log r)))",
     ),
+    # CISPO, with every prompt weighing the same however long its responses are.
     "scalerl": Preset(
         {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0, "loss_agg": "prompt-mean"},
         "group-mean-batch-std",
@@ -257,6 +270,7 @@ PRESETS: dict[PresetName, Preset] = {
 }
 
 
+# TRL's names for options, each of which would be taken for a typing error otherwise.
 TRL_NAMES = {
     "beta": "kl_coef",
     "epsilon": "clip_low and clip_high",
@@ -279,6 +293,7 @@ def resolve_options(
         raise ValueError(
             f"options must be PolicyLossOptions or None, got {described(options)}; unpack a dict with **"
         )
+    # A preset is a row of the table, or one of yours; unknown names in either are refused below.
     base = {}
     if isinstance(preset, Preset):
         base = preset.options
@@ -291,7 +306,7 @@ def resolve_options(
     check_names((*base, *changes), PolicyLossOptions)
     if options is not None:
         return dataclasses.replace(options, **changes) if changes else options
-    # of a preset whose surrogate is exchanged for another, the bounds that only the former reads
+    # A preset's bounds leave with its surrogate, unless the new one reads them too.
     unread = _unread_options(changes.get("surrogate"))
     read = {name: value for name, value in base.items() if name not in unread}
     return PolicyLossOptions(**{**read, **changes})
@@ -305,9 +320,8 @@ def option_beyond_a_token(chosen: PolicyLossOptions) -> str | None:
     """The first option by which a token's loss depends on the rest of its sequence or batch; None where none does."""
     needs_more = {
         "ratio_level": chosen.ratio_level != "token",
-        "surrogate": getattr(
-            surrogate_of(chosen), "needs_sequences", False
-        ),  # what the decorator has marked
+        # A surrogate of yours has the mark only if `needs_sequences` decorates it.
+        "surrogate": getattr(surrogate_of(chosen), "needs_sequences", False),
         "off_policy_threshold": chosen.off_policy_threshold is not None,
         "top_entropy": chosen.top_entropy is not None,
     }

@@ -115,11 +115,14 @@ class SurrogateOptions:
     """Largest covariance of the tokens that Clip-Cov chooses from."""
 
 
+# Tokens that a surrogate's bounds change: (log_ratio, advantages, logprobs, options), (B, T) each -> (B, T) bool.
+
 _BOUNDS = ("clip_low", "clip_high")
 _RATIO_AND_BOUNDS = ("ratio_level", *_BOUNDS)
 
 
 def _beyond_the_minimum(log_ratio, advantages, logprobs, options):
+    # The minimum keeps the gradient where the policy has moved against the advantage: it may come back.
     ratio = tangent_exp(log_ratio)
     below = ratio < 1 - options.clip_low
     if options.delta is not None:
@@ -151,14 +154,17 @@ def _beyond_in_probability(log_ratio, advantages, logprobs, options):
 def _beyond_in_divergence(log_ratio, advantages, logprobs, options):
     """DPPO-Binary-KL's region: bounds, in nats, on the KL of "this token or another"."""
     new, old = logprobs.detach(), (logprobs - log_ratio).detach()
-    rest = -torch.expm1(old)  # the probability of all other tokens; where it is 0, 0 log 0 is 0
+    # The probability of all other tokens; where it is 0, 0 log 0 is 0.
+    rest = -torch.expm1(old)
     tail = torch.where(rest > 0, rest * (_log1mexp(old) - _log1mexp(new)), 0)
     divergence = old.exp() * (old - new) + tail
     above = (divergence > options.clip_high) & (new > old)
     return torch.where(advantages > 0, above, (divergence > options.clip_low) & (new < old))
 
 
-def _log1mexp(x):  # log(1 - exp(x)), with digits at both ends
+def _log1mexp(x):
+    """log(1 - exp(x)) of x below 0."""
+    # Either form loses its digits at one end: expm1 keeps them near 0, log1p where exp(x) is tiny. They meet at -log 2.
     return torch.where(x > -0.693, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))
 
 
@@ -167,9 +173,8 @@ def _beyond_the_threshold(log_ratio, advantages, logprobs, options):
 
 
 def _by_sign(positive, value, other, like):
-    return torch.full_like(like, other).masked_fill(
-        positive, value
-    )  # where() of two numbers would be fp32
+    # where() of two numbers would be fp32, whatever the dtype of the others.
+    return torch.full_like(like, other).masked_fill(positive, value)
 
 
 @declares(*_RATIO_AND_BOUNDS, "delta", clipped=_beyond_the_minimum)
@@ -177,6 +182,7 @@ def _clip(log_ratio, advantages, logprobs, sequences, options):
     """PPO's pessimistic minimum (arXiv:1707.06347, eq. 7); `delta` bounds it for negative advantages (dual clip)."""
     ratio = tangent_exp(log_ratio)
     clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
+    # Above 1 + clip_high the minimum of a positive advantage is the other term, so this bounds negative ones alone.
     if options.delta is not None:
         ratio = ratio.clamp(max=options.delta)
     return -torch.minimum(ratio * advantages, clipped * advantages)
@@ -204,6 +210,7 @@ def _vespo(log_ratio, advantages, logprobs, sequences, options):
     up = advantages >= 0
     k = _by_sign(up, options.vespo_k_pos, options.vespo_k_neg, advantages)
     rate = _by_sign(up, options.vespo_lambda_pos, options.vespo_lambda_neg, advantages)
+    # W is a product over a sequence: beyond these ends phi is 0 in fp32, and its exponent would overflow.
     log_w = log_ratio.detach().clamp(math.log(1e-8), 20)
     return -torch.exp(k * log_w + rate * (1 - log_w.exp())) * advantages * logprobs
 
@@ -212,6 +219,7 @@ def _vespo(log_ratio, advantages, logprobs, sequences, options):
 @declares(*_BOUNDS, clipped=_beyond_in_nats)
 def _geo_mean(log_ratio, advantages, logprobs, sequences, options):
     """GMPO: clip each token's log-ratio as PPO clips the ratio, then the geometric mean (arXiv:2507.20673)."""
+    # Times the sign of the advantage, the pessimistic one is the smaller, whichever the side.
     sign = torch.sign(advantages)
     clipped = log_ratio.clamp(-options.clip_low, options.clip_high)
     pessimistic = sign * torch.minimum(sign * log_ratio, sign * clipped)
@@ -224,9 +232,8 @@ def _reinforce(*reads, weight, beyond):
     @declares(*reads, clipped=beyond)
     def surrogate(log_ratio, advantages, logprobs, sequences, options):
         weights = weight(log_ratio.detach(), advantages, options)
-        return torch.where(
-            beyond(log_ratio, advantages, logprobs, options), 0, -weights * advantages * logprobs
-        )
+        is_beyond = beyond(log_ratio, advantages, logprobs, options)
+        return torch.where(is_beyond, 0, -weights * advantages * logprobs)
 
     return surrogate
 
@@ -240,19 +247,18 @@ def _capped(log_ratio, advantages, options):
 
 
 def _inverted(log_ratio, advantages, options):
-    return tangent_exp(torch.where(advantages < 0, log_ratio, -log_ratio)).clamp(
-        max=options.aspo_cap
-    )
+    # Of a positive advantage, tokens that have become less likely shall weigh more, not less.
+    by_sign = torch.where(advantages < 0, log_ratio, -log_ratio)
+    return tangent_exp(by_sign).clamp(max=options.aspo_cap)
 
 
 @declares("ipo_threshold", "ipo_tau", clipped=_beyond_the_threshold)
 def _ipo(log_ratio, advantages, logprobs, sequences, options):
     """prime-rl's default loss, IPO: DPPO's mask on either side, and a squared log-ratio (arXiv:2602.02276) on all."""
     beyond = _beyond_the_threshold(log_ratio, advantages, logprobs, options)
-    return (
-        torch.where(beyond, 0, -advantages * tangent_exp(log_ratio))
-        + options.ipo_tau * log_ratio.square()
-    )
+    gain = torch.where(beyond, 0, -advantages * tangent_exp(log_ratio))
+    # Also on the tokens that are dropped, which it pulls back.
+    return gain + options.ipo_tau * log_ratio.square()
 
 
 @declares("dro_beta")
@@ -264,6 +270,7 @@ def _dro(log_ratio, advantages, logprobs, sequences, options):
 @declares("ratio_level")
 def _topr(log_ratio, advantages, logprobs, sequences, options):
     """TOPR (arXiv:2503.14286, eq. 8, with sequence-sum): REINFORCE; negative advantages have the ratio up to 1."""
+    # Bad responses fade as they become unlikely; good ones are followed however unlikely they are.
     weight = torch.where(advantages > 0, 1, tangent_exp(log_ratio.detach()).clamp(max=1))
     return -weight * advantages * logprobs
 
@@ -287,9 +294,8 @@ def _kl_cov(log_ratio, advantages, logprobs, sequences, options):
     """KL-Cov (arXiv:2505.22617): no clip; the tokens of highest covariance pay for their log-ratio."""
     order = _covariance(advantages, logprobs, sequences.mask).flatten().argsort(descending=True)
     highest = _first_tokens(order, sequences.mask, options)
-    return -advantages * tangent_exp(log_ratio) + torch.where(
-        highest, options.kl_cov_coef * log_ratio.abs(), 0
-    )
+    penalty = torch.where(highest, options.kl_cov_coef * log_ratio.abs(), 0)
+    return -advantages * tangent_exp(log_ratio) + penalty
 
 
 @needs_sequences
@@ -305,12 +311,12 @@ def _clip_cov(log_ratio, advantages, logprobs, sequences, options):
     """Clip-Cov (arXiv:2505.22617): PPO's clip, and no gradient for random tokens of high covariance."""
     covariance = _covariance(advantages, logprobs, sequences.mask)
     within = (covariance > options.clip_cov_low) & (covariance < options.clip_cov_high)
+    # Tokens that are clipped anyway have no gradient to lose.
     clipped = _beyond_the_minimum(log_ratio, advantages, logprobs, options)
-    places = (within & ~clipped).flatten().nonzero()[:, 0]
-    order = torch.randperm(len(places)).to(
-        places.device
-    )  # of the CPU's generator, whose state a checkpoint has
-    dropped = _first_tokens(places[order], sequences.mask, options)
+    candidates = (within & ~clipped).flatten().nonzero()[:, 0]
+    # Of the CPU's generator, whose state a checkpoint has: a resumed run drops the same tokens.
+    order = torch.randperm(len(candidates)).to(candidates.device)
+    dropped = _first_tokens(candidates[order], sequences.mask, options)
     return torch.where(dropped, 0, _clip(log_ratio, advantages, logprobs, sequences, options))
 
 
@@ -332,10 +338,12 @@ SURROGATES: dict[str, Callable] = {
     "topr": _topr,
     "kl-cov": _kl_cov,
     "clip-cov": _clip_cov,
-    # arXiv:2506.13585, eq. 7; twice arXiv:2602.04879, whose old policy is the sampler's; arXiv:2510.06062
+    # arXiv:2506.13585, eq. 7
     "cispo-masked": _reinforce(*_RATIO_AND_BOUNDS, weight=_clamped, beyond=_beyond_the_minimum),
+    # arXiv:2602.04879, whose old policy is the sampler's
     "dppo-tv": _reinforce(*_BOUNDS, "dppo_cap", weight=_capped, beyond=_beyond_in_probability),
     "dppo-kl": _reinforce(*_BOUNDS, "dppo_cap", weight=_capped, beyond=_beyond_in_divergence),
+    # arXiv:2510.06062
     "aspo": _reinforce(*_BOUNDS, "aspo_cap", weight=_inverted, beyond=_beyond_the_minimum),
 }
 
@@ -348,6 +356,7 @@ def evaluate(
     Raises:
         ValueError: it does not return a loss of each token.
     """
+    # One of yours may return a sum by mistake, which would broadcast and be summed again.
     returned = surrogate(log_ratio, advantages, logprobs, sequences, options)
     losses, metrics = returned if isinstance(returned, tuple) else (returned, {})
     if (
@@ -363,7 +372,6 @@ def evaluate(
 
 
 # What weights the surrogate of each token, and nothing else of the loss: (B, T), or 1 if switched off.
-
 
 RolloutGate = Literal["geometric", "k1", "k3", "tv"]
 # Gate: (old, rollout, mean over each sequence) -> (S,), per token, so that a sequence's length does not count.
@@ -392,6 +400,7 @@ def _correction(old, rollout, sequences, options):
         return 1
     level, _, beyond_bounds = options.rollout_correction.partition("-")
     log_ratio = old - rollout
+    # The importance weight of a whole sequence is the product over its tokens.
     if level == "sequence":
         log_ratio = sequences.expand(sequences.sum(log_ratio))
     ratio = tangent_exp(log_ratio)
@@ -403,6 +412,7 @@ def off_policy_gate(logprobs, behaviour, advantages, sequences, options):
     """0 for sequences of negative advantage that the policy has left (DeepSeek-V3.2, arXiv:2512.02556, eq. 9)."""
     if options.off_policy_threshold is None:
         return 1
+    # Tokens that the policy has already made unlikely would only push it further away.
     gap = sequences.mean(behaviour - logprobs.detach())
     near = sequences.expand(gap) <= options.off_policy_threshold
     return ((advantages >= 0) | near).to(logprobs.dtype)
@@ -412,6 +422,7 @@ def entropy_gate(entropy, mask, options):
     """0 for all but the tokens of high entropy (arXiv:2506.01939)."""
     threshold = options.entropy_threshold
     if options.top_entropy is not None:
+        # A quantile of the tokens that count: NaN is what nanquantile leaves out.
         included = torch.where(mask, entropy.detach(), torch.nan)
         threshold = torch.nanquantile(included, 1 - options.top_entropy)
     return 1 if threshold is None else (entropy.detach() >= threshold).to(entropy.dtype)
