@@ -1,11 +1,18 @@
 """Whole parameters out of FSDP2 shards, and this rank's part of a whole gradient."""
 
 import sys
+from typing import Any
+
+from torch import Tensor
 
 
-def gather(*parameters):
+def gather(weight: Tensor, bias: Tensor | None) -> tuple[Any, Any]:
     """The whole tensors: an FSDP2 shard is gathered, in the forward pass and again in the backward pass."""
-    return (p.full_tensor() if is_dtensor(p) else p for p in parameters)
+    return _whole(weight), _whole(bias)
+
+
+def _whole(parameter):
+    return parameter.full_tensor() if is_dtensor(parameter) else parameter
 
 
 def scatter(gradient, parameter):

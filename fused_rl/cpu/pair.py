@@ -46,12 +46,14 @@ def over_blocks(function, x, y, *per_row, recompute=False, careful=None):
     tail = vocab % BLOCK
     parts = []
     if vocab >= BLOCK:
-        blocks = [(z[:, : vocab - tail].unflatten(1, (-1, BLOCK)), at) for z, at in (x, y)]
+        whole = vocab - tail
+        x_blocks, y_blocks = ((z[:, :whole].unflatten(1, (-1, BLOCK)), at) for z, at in (x, y))
         options = _RECOMPUTE if recompute else {}
         parts.append(
             _sums(
                 function,
-                *blocks,
+                x_blocks,
+                y_blocks,
                 per_row,
                 compiled.compile_pays(x[1].numel(), vocab),
                 options,
@@ -59,8 +61,8 @@ def over_blocks(function, x, y, *per_row, recompute=False, careful=None):
             )
         )
     if tail:
-        last = [(z[:, None, vocab - tail :], at) for z, at in (x, y)]
-        parts.append(_sums(function, *last, per_row, False, {}, careful))
+        x_last, y_last = ((z[:, None, vocab - tail :], at) for z, at in (x, y))
+        parts.append(_sums(function, x_last, y_last, per_row, False, {}, careful))
     return [torch.cat(columns, 1) for columns in zip(*parts, strict=True)]
 
 
@@ -118,13 +120,14 @@ def capped(x, y, softcap):
 
 def write_gradient(function, out, rows, pair, side, per_row, softcap):
     """`function` writes these rows of `out`, (N, V), the gradient of x (side 0) or of y (side 1)."""
+    x, y = pair
     if softcap is None:
-        write_rows(function, out, rows, *pair, per_row)
+        write_rows(function, out, rows, x, y, per_row)
         return
-    for part, *of_cap in capped(*pair, softcap):
-        x, at = of_cap[side]
+    for part, x_capped, y_capped in capped(x, y, softcap):
+        x, at = (x_capped, y_capped)[side]
         found = torch.empty_like(x)
-        write_rows(function, found, at, *of_cap, [z[part] for z in per_row])
+        write_rows(function, found, at, x_capped, y_capped, [z[part] for z in per_row])
         slope = x.div_(softcap).square_().neg_().add_(1)
         out[rows[part]] = found.mul_(slope).to(out.dtype)
 

@@ -4,6 +4,7 @@ import importlib
 import importlib.metadata
 import sys
 from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from packaging.specifiers import SpecifierSet
 
@@ -25,9 +26,8 @@ class Patch:
         self.host = host
         self.versions = SpecifierSet(versions)
         self._replacements = replacements
-        self.options: dict[
-            str, object
-        ] = {}  # of `apply`, for the replacements to read while they are in force
+        # of `apply`, for the replacements to read while they are in force
+        self.options: dict[str, Any] = {}
         self._pairs: dict[
             str, tuple[object, object]
         ] = {}  # name -> (original, ours) of what is replaced now
@@ -72,7 +72,7 @@ class Patch:
         self.options = options
         return Applied(self, owner=True)
 
-    def original(self, name: str) -> object:
+    def original(self, name: str) -> Any:
         """The host's own object of that name in `replacements`, patched or not: what a replacement does not serve."""
         return self._pairs[name][0] if self.applied else self._read(name)
 
@@ -104,10 +104,16 @@ class Patch:
                 setattr(module, attribute, new)
 
 
+class Removable(Protocol):
+    """What a `with` can take away again."""
+
+    def remove(self) -> None: ...
+
+
 class Applied:
     """A patch in force: leaving the `with` removes it, unless it was in force before."""
 
-    def __init__(self, patch: Patch, owner: bool):
+    def __init__(self, patch: Removable, owner: bool):
         self._patch = patch
         self._owner = owner
 

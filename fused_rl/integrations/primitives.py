@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fused_rl.objectives.estimators import kl_estimate
+from fused_rl.objectives.estimators import KLEstimator, kl_estimate
 from fused_rl.ops.logprobs import token_logprobs
 
 IGNORED = -100  # the label to skip, of torch's cross-entropy, of transformers and of flash-attn
@@ -63,7 +63,7 @@ def with_gradient_of(value: Tensor, carrier: Tensor) -> Tensor:
     return _GradientOf.apply(value.detach(), carrier)
 
 
-def capped_kl(logprobs: Tensor, ref_logprobs: Tensor, kl_estimator: str) -> Tensor:
+def capped_kl(logprobs: Tensor, ref_logprobs: Tensor, kl_estimator: KLEstimator) -> Tensor:
     """k1, k2 or k3 (`kl_estimate`) capped at 10 nats (k1 also at -10), with a gradient that the cap does not end.
 
     Beyond the cap the value is constant and the gradient that at the cap, of k3 -12.6 below and 1 above: a clamp sets

@@ -227,15 +227,15 @@ class UnformedLogits(Tensor):
         self.scale = scale
         self.inside = inside  # scale * tanh(inside * z); None: scale * z
 
-    def __mul__(self, factor: object) -> "UnformedLogits":
-        if not isinstance(factor, numbers.Real):
+    def __mul__(self, other: Any) -> "UnformedLogits":
+        if not isinstance(other, numbers.Real):
             self._refuse("a product with a tensor")
-        return UnformedLogits(self.head, self.hidden, self.scale * factor, self.inside)
+        return UnformedLogits(self.head, self.hidden, self.scale * float(other), self.inside)
 
-    def __truediv__(self, divisor: object) -> "UnformedLogits":
-        if not isinstance(divisor, numbers.Real):
+    def __truediv__(self, other: Any) -> "UnformedLogits":
+        if not isinstance(other, numbers.Real):
             self._refuse("a quotient with a tensor")
-        return UnformedLogits(self.head, self.hidden, self.scale / divisor, self.inside)
+        return UnformedLogits(self.head, self.hidden, self.scale / float(other), self.inside)
 
     __rmul__ = __imul__ = __mul__
     __itruediv__ = __truediv__
@@ -301,7 +301,7 @@ class UnformedLogits(Tensor):
         return logits.mul_(self.scale)
 
     def negative_logprobs(
-        self, targets: Tensor, mask: Tensor, share: Tensor, **options: object
+        self, targets: Tensor, mask: Tensor, share: Tensor, **options: Any
     ) -> Tensor:
         """() fp32: the sum over the mask of -log p(target), times `share` (); `targets` and `mask` (B, T).
 
@@ -332,15 +332,8 @@ class UnformedLogits(Tensor):
         return loss * share if late else loss
 
 
-_METADATA = {
-    Tensor.shape.__get__,
-    Tensor.dtype.__get__,
-    Tensor.device.__get__,
-    Tensor.requires_grad.__get__,
-    Tensor.grad_fn.__get__,
-    Tensor.size,
-    Tensor.dim,
-}
+_PROPERTIES = ("shape", "dtype", "device", "requires_grad", "grad_fn")
+_METADATA = {Tensor.size, Tensor.dim, *(getattr(Tensor, name).__get__ for name in _PROPERTIES)}
 
 
 @torch.compiler.disable  # torch.compile would break its graph at every one of our operators
@@ -407,7 +400,7 @@ def _check_loss_function(model: "PreTrainedModel") -> None:
 
 def _linears(model: "PreTrainedModel") -> list[nn.Linear]:
     """The modules that may serve as LM head: one, or with peft's `modules_to_save` the original and its copies."""
-    head = model.get_output_embeddings()
+    head: Any = model.get_output_embeddings()
     peft = sys.modules.get("peft")
     heads = [head]
     if peft is not None and isinstance(head, peft.utils.ModulesToSaveWrapper):

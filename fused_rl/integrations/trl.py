@@ -64,7 +64,10 @@ def unpatch() -> None:
 
 def _replacements() -> dict[str, object]:
     of_logits = selective_log_softmax, entropy_from_logits, selective_log_softmax_and_entropy
-    of_heads = {_LOGPROB: ChunkedLogProbFunction, _DIVERGENCE: ChunkedDivergenceFunction}
+    of_heads: dict[str, object] = {
+        _LOGPROB: ChunkedLogProbFunction,
+        _DIVERGENCE: ChunkedDivergenceFunction,
+    }
     return of_heads | {f"{_UTILS}.{ours.__name__}": ours for ours in of_logits}
 
 

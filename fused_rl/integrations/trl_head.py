@@ -79,8 +79,8 @@ def scored(hidden, weight, bias, targets, head, budget):
     return found, extra
 
 
-def cast(dtype, *tensors):
-    return tuple(None if x is None else x.to(dtype) for x in tensors)
+def cast(dtype, hidden, weight, bias):
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 class HeadLogprobs(torch.autograd.Function):

@@ -240,8 +240,8 @@ def linear_cross_entropy(
     """
     split = dist_process_group is not None and dist.get_world_size(dist_process_group) > 1
     reduce = _REDUCTIONS.get(reduction.lower()) if isinstance(reduction, str) else None
-    is_known = isinstance(temperature, float) and reduce is not None
-    if split or not is_known or not _takes_head(hidden, weight, labels):
+    is_number = isinstance(temperature, float)
+    if split or reduce is None or not is_number or not _takes_head(hidden, weight, labels):
         return _PATCH.original(_LINEAR)(
             hidden, weight, labels, temperature, reduction, dist_process_group
         )

@@ -149,7 +149,7 @@ class _LinearTokenLoss(torch.autograd.Function):
     def forward(
         ctx, hidden, weight, bias, targets, inv_temperature, softcap, budget, token_loss, *per_token
     ):
-        head = tuple(gather(weight, bias))
+        head = gather(weight, bias)
         needs = ctx.needs_input_grad[:3]
         options = inv_temperature, softcap, budget
         if not any(needs):

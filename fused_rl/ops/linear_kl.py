@@ -32,8 +32,8 @@ class _LinearTokenKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, ref_hidden, ref_weight, ref_bias, *options):
         inv_temperature, direction, softcap, budget = ctx.options = options
-        head = tuple(gather(weight, bias))
-        ref_head = tuple(gather(ref_weight, ref_bias))
+        head = gather(weight, bias)
+        ref_head = gather(ref_weight, ref_bias)
         n, vocab = hidden.shape[0], weight.shape[0]
         backend = backend_of(hidden.device)
         step = tiles.forward_rows(hidden, vocab, budget, copies=_TILES)

@@ -27,7 +27,7 @@ class LinearSupport(torch.autograd.Function):
     def forward(
         ctx, hidden, weight, bias, targets, ids, begin, end, inv_temperature, softcap, budget
     ):
-        head = tuple(gather(weight, bias))
+        head = gather(weight, bias)
         support = RowSupport(ids, begin, end)
         ctx.options = inv_temperature, softcap, budget
         x = torch.zeros(len(ids), device=hidden.device)
@@ -54,7 +54,7 @@ class LinearSupport(torch.autograd.Function):
         if all(d is None for d in upstream):
             return (None,) * 10
         upstream = tuple(None if d is None else d.contiguous() for d in upstream)
-        head = tuple(gather(weight, bias))
+        head = gather(weight, bias)
         support = RowSupport(ids, begin, end)
         needs = ctx.needs_input_grad[:3]
         inv_temperature, softcap, budget = ctx.options
