@@ -76,14 +76,14 @@ def kl_of_heads(policy, reference, ref_weight):
     """The hidden states of the reference meet the policy's in its forward pass, where its head is whole."""
     given = batch()
     inputs = (given.input_ids, given.response_mask)
-    ref_hidden = reference(*inputs, through=lambda hidden, _: hidden)
+    ref_hidden = reference(*inputs, under_head=lambda hidden, _: hidden)
 
     def meet(hidden, lm):
         return fused_rl.linear_token_kl(
             hidden, lm.head.weight, ref_hidden, ref_weight, temperature=0.7
         )
 
-    return policy(*inputs, through=meet)
+    return policy(*inputs, under_head=meet)
 
 
 @torch.no_grad()

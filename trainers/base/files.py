@@ -47,6 +47,7 @@ def hash_of_rows(rows: Iterable) -> str:
     """Return the hash of rows as a trainer keeps them, in order, without where they came from."""
     total = hashlib.blake2b(digest_size=16)
     for row in rows:
+        # Where a row came from is left out: a moved file has the same rows.
         kept = row._asdict() if isinstance(row, tuple) else vars(row)
         total.update(json.dumps(kept | {"where": None}, sort_keys=True, default=str).encode())
     return total.hexdigest()
@@ -57,7 +58,7 @@ def hash_of_model(name: str, revision: str | None = None) -> str:
     folder = Path(name)
     if folder.is_dir():
         files = sorted(set().union(*(folder.glob(pattern) for pattern in OF_A_MODEL)))
-        found = hash_of([(file.name, *fingerprint(file)) for file in files])
+        model_hash = hash_of([(file.name, *fingerprint(file)) for file in files])
     else:
         from huggingface_hub import snapshot_download
 
@@ -69,12 +70,13 @@ def hash_of_model(name: str, revision: str | None = None) -> str:
             raise InputError(
                 f"{name!r} is neither a folder nor found on the Hub: {in_a_line(error)}"
             ) from error
-        found = folder.name
+        model_hash = folder.name  # a snapshot's folder is named by its commit
+    # Adapters of the same bytes on other weights are another model.
     adapters = folder / "adapter_config.json"
     if not adapters.is_file():
-        return found
+        return model_hash
     config = json.loads(adapters.read_bytes())
-    return f"{found} on {hash_of_model(config['base_model_name_or_path'], config.get('revision'))}"
+    return f"{model_hash} on {hash_of_model(config['base_model_name_or_path'], config.get('revision'))}"
 
 
 def sync(path: Path) -> None:
@@ -94,6 +96,7 @@ def write_atomically(path: Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
+        # After a power cut there is the old file or the new one: its bytes are on the disk before its name is.
         os.replace(new, path)
     except OSError:
         new.unlink(missing_ok=True)
@@ -136,6 +139,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     new.mkdir(parents=True)
     try:
         yield new
+        # Every byte and name is on the disk before the folder gets the name by which it counts as whole.
         for path in new.rglob("*"):
             sync(path)
         sync(new)
@@ -153,10 +157,7 @@ def io_errors_in_a_line(what: str, folder: Path) -> Iterator[None]:
 
     try:
         yield
-    except (
-        OSError,
-        RuntimeError,
-        SafetensorError,
-    ) as error:  # torch raises a RuntimeError if the disk is full
+    # torch raises a RuntimeError if the disk is full.
+    except (OSError, RuntimeError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or f"{in_a_line(error)}; is the disk full?"
         raise InputError(f"{what} could not be written to {folder}: {reason}") from error

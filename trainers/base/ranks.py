@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from fused_rl.trainers.base.text import InputError
 
-Part = TypeVar("Part")
+Item = TypeVar("Item")
 
 
 def processes() -> int:
@@ -46,21 +46,23 @@ def barrier() -> None:
     global_sum(torch.zeros(()))
 
 
-def gather(part: Part) -> list[Part]:
-    """Return every rank's `part`, by rank, on every rank."""
-    parts = [part] * world_size()
+def gather(item: Item) -> list[Item]:
+    """Return every rank's `item`, by rank, on every rank."""
+    items = [item] * world_size()
     if world_size() > 1:
-        dist.all_gather_object(parts, part)
-    return parts
+        dist.all_gather_object(items, item)
+    return items
 
 
 def check_equal(facts: Mapping[str, object]) -> None:
     """Refuse processes that have other options or inputs than rank 0, on all of them."""
-    of_ranks = gather(dict(facts))
-    for number, of_rank in enumerate(of_ranks):
-        for name, value in of_rank.items():
-            if value != of_ranks[0].get(name):
-                what = f"{name} is {of_ranks[0].get(name)} on rank 0 and {value} on rank {number}"
+    # Every rank sees all facts, so every rank raises, and none is left waiting for the others.
+    facts_of_ranks = gather(dict(facts))
+    first = facts_of_ranks[0]
+    for number, facts_of_rank in enumerate(facts_of_ranks):
+        for name, value in facts_of_rank.items():
+            if value != first.get(name):
+                what = f"{name} is {first.get(name)} on rank 0 and {value} on rank {number}"
                 raise InputError(
                     f"the processes of a run must have the same options and read the same files: {what}"
                 )
@@ -74,6 +76,7 @@ def on_first_rank(work: Callable[[], None]) -> None:
             work()
         except InputError as error:
             refusal = error
+    # The others have waited for this; one that went on would hang in its next collective.
     refusal = gather(refusal)[0]
     if refusal is not None:
         raise refusal
@@ -90,6 +93,7 @@ def global_max(value: torch.Tensor) -> float:
 
 
 def _reduced(values: torch.Tensor, op) -> torch.Tensor:
+    # In fp64 a sum of counts is exact, and one of metrics hardly depends on how many ranks share the work.
     values = values.detach().double().clone()
     if world_size() > 1:
         dist.all_reduce(values, op=op)
@@ -111,4 +115,7 @@ def stacked_on_cpu(scalars: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return scalars of one dtype, from any device, as one CPU tensor; the device is waited for once."""
     on_device = [x for x in scalars if x.device.type != "cpu"]
     arrived = iter(torch.stack(on_device).cpu()) if on_device else iter(())
-    return torch.stack([x if x.device.type == "cpu" else next(arrived) for x in scalars])
+    on_cpu = []
+    for x in scalars:  # in their order, whichever device each was on
+        on_cpu.append(x if x.device.type == "cpu" else next(arrived))
+    return torch.stack(on_cpu)

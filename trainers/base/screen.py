@@ -11,7 +11,10 @@ from fused_rl.trainers.base.text import escaped
 
 def print_line(*lines: str, to_errors: bool = False, as_is: bool = False) -> None:
     """Print lines at once; control characters are escaped, unless a program reads the text `as_is`."""
-    text = "\n".join(lines if as_is else (escaped(line, keep="\n") for line in lines))
+    if not as_is:
+        lines = tuple(escaped(line, keep="\n") for line in lines)
+    # Flushed, so that lines of several processes and of a redirected stdout keep their order.
+    text = "\n".join(lines)
     print(text, file=sys.stderr if to_errors else sys.stdout, flush=True)
 
 
@@ -19,10 +22,13 @@ def print_line(*lines: str, to_errors: bool = False, as_is: bool = False) -> Non
 def phase(what: str) -> Iterator[dict[str, float]]:
     """Print what was done and how long it took, with the metrics that the caller puts into the dictionary."""
     began = time.monotonic()
-    found = {}
-    yield found
-    values = "".join(f"; {key.removeprefix('eval/')} {value:.4g}" for key, value in found.items())
+    metrics = {}
+    yield metrics
     seconds = time.monotonic() - began
+    values = ""
+    for key, value in metrics.items():
+        values += f"; {key.removeprefix('eval/')} {value:.4g}"
+    # What took no time and measured nothing is not worth a line.
     if values or seconds >= 0.1:
         print_rank0(f"{what} ({seconds:.1f} s){values}")
 
@@ -33,11 +39,11 @@ def print_rank0(*lines: str) -> None:
         print_line(*lines)
 
 
-def bar(parts: Sequence, what: str) -> Iterable:
-    """Iterate over parts of a work; from its third second on rank 0 shows a bar, which goes when the work is done."""
+def bar(items: Sequence, what: str) -> Iterable:
+    """Iterate over the items of a work; from its third second on rank 0 shows a bar, which goes when it is done."""
     from tqdm import tqdm
 
-    slow = (
-        {} if sys.stderr.isatty() else {"mininterval": 10}
-    )  # in a file each state of it is a line
-    return tqdm(parts, what, delay=2, leave=False, disable=rank() > 0 or len(parts) == 1, **slow)
+    # In a file each state of the bar is a line.
+    interval = 0.1 if sys.stderr.isatty() else 10
+    hidden = rank() > 0 or len(items) == 1
+    return tqdm(items, what, delay=2, leave=False, disable=hidden, mininterval=interval)

@@ -17,7 +17,8 @@ def pad(
     width: int = 0,
 ) -> torch.Tensor:
     """Return ragged token ids as (B, T) int64, padded on one side with `value`, at least `width` wide."""
-    width = max(width, max(map(len, sequences)))
+    longest = max(map(len, sequences))
+    width = max(width, longest)
     rows = []
     for sequence in sequences:
         padding = [value] * (width - len(sequence))
@@ -61,28 +62,36 @@ class Batch:
 
     def rows(self, index: torch.Tensor) -> "Batch":
         """Return the sequences at `index` (b,), padded no wider than they need."""
+        # The lengths are on the CPU, so the width is known without waiting for the device. A sequence whose response
+        # has no token may be cut: nothing of it is predicted.
         index = index.cpu()
         device = self.input_ids.device
         prompts = self.prompt_lengths[index]
         responses = self.response_lengths[index]
         ends = prompts.clamp(min=1) + responses
         width = max(2, int(torch.where(responses > 0, ends, 0).max()))
-        where = tuple(map(self.where.__getitem__, index.tolist()))
-        included = None if self.included is None else self.included[index, : width - 1]
+        where = tuple(self.where[i] for i in index.tolist())
+        included = None
+        if self.included is not None:
+            included = self.included[index, : width - 1]
 
-        # The tensors, and the sets of their tokens.
+        # The tokens of all sequences have their sets one after the other: where those of each sequence begin.
         support = self.support
         if support is not None:
-            tokens = self.token_counts[index]
-            first = (self.token_counts.cumsum(0) - self.token_counts)[index]
-            shift = (first - tokens.cumsum(0) + tokens).repeat_interleave(tokens)
+            counts = self.token_counts
+            tokens = counts[index]
+            begins = (counts.cumsum(0) - counts)[index]
+            begins_here = tokens.cumsum(0) - tokens
+            shift = (begins - begins_here).repeat_interleave(tokens)
             support = support.select(shift + torch.arange(len(shift)))
-            support = TokenSupport(
-                on_device(support.ids, device), on_device(support.offsets, device)
-            )
-        at = on_device(index, device)
-        tensors = self.input_ids[at, :width], self.response_mask[at, : width - 1]
-        return Batch(*tensors, where, self.prompts[index], prompts, responses, support, included)
+            ids = on_device(support.ids, device)
+            support = TokenSupport(ids, on_device(support.offsets, device))
+
+        rows = on_device(index, device)
+        input_ids = self.input_ids[rows, :width]
+        mask = self.response_mask[rows, : width - 1]
+        numbers = self.prompts[index]
+        return Batch(input_ids, mask, where, numbers, prompts, responses, support, included)
 
     def response_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows and columns, (N,) int64 each on the CPU, of the True places of `response_mask` in order."""
@@ -115,13 +124,15 @@ def make_batch(
     trained: Sequence[list[bool] | None] = (),
 ) -> Batch:
     """Return prompts and responses as one `Batch`; `trained` says which tokens of a response count, None means all."""
-    whole = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-    input_ids = pad(whole, pad_id, width=max(width, 2))
-    lengths = torch.tensor(list(map(len, prompts)))
-    mask = mask_of(lengths, torch.tensor(list(map(len, whole))), input_ids.shape[1])
+    sequences = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+    # Two columns at least: without a token that predicts another one the per-token tensors would have no column.
+    input_ids = pad(sequences, pad_id, width=max(width, 2))
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    ends = torch.tensor([len(sequence) for sequence in sequences])
+    mask = mask_of(lengths, ends, input_ids.shape[1])
     response_lengths = mask.sum(1)
 
-    # Which of these count.
+    # Which tokens of the responses count: those of a tool or an environment do not.
     included = None
     if any(flags is not None for flags in trained):
         rows = []
@@ -130,10 +141,16 @@ def make_batch(
             rows.append([0] * len(prompt) + list(map(int, flags)))
         mask = included = mask & pad(rows, 0, width=input_ids.shape[1])[:, 1:].bool()
 
-    tensors = on_device(input_ids, device), on_device(mask, device)
+    # A number for each prompt; neighbours of one number can share it.
     changes = [0]
     for before, prompt in itertools.pairwise(prompts):
         changes.append(int(prompt != before))
-    numbers = torch.tensor(changes).cumsum(0)
-    places = tuple(where) or ("a row",) * len(prompts)
-    return Batch(*tensors, places, numbers, lengths, response_lengths, included=included)
+    return Batch(
+        input_ids=on_device(input_ids, device),
+        response_mask=on_device(mask, device),
+        where=tuple(where) or ("a row",) * len(prompts),
+        prompts=torch.tensor(changes).cumsum(0),
+        prompt_lengths=lengths,
+        response_lengths=response_lengths,
+        included=included,
+    )

@@ -19,23 +19,18 @@ def load_tokenizer(name: str, revision: str | None = None):
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
-    except (
-        Exception
-    ) as error:  # OSError, ValueError, KeyError, JSON errors: as many as ways to be broken
-        hint = (
-            ""
-            if Path(name).is_dir()
-            else " (there is no such folder, so it is taken for a name on the Hub)"
-        )
-        hint = (
-            f" (it is the folder of a run: give {name}/model)"
-            if Path(name, "config.yaml").is_file()
-            else hint
-        )
+    # OSError, ValueError, KeyError, JSON errors: as many as ways to be broken.
+    except Exception as error:
+        hint = ""
+        if Path(name, "config.yaml").is_file():
+            hint = f" (it is the folder of a run: give {name}/model)"
+        elif not Path(name).is_dir():
+            hint = " (there is no such folder, so it is taken for a name on the Hub)"
         raise InputError(
             f"model={name!r}{hint}: its tokenizer cannot be loaded: {in_a_line(error)}"
         ) from error
-    if len(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)) == 0:
+    # A folder without a tokenizer's files gives one of special tokens alone, and no error.
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         raise InputError(
             f"model={name!r} comes without a tokenizer: copy the tokenizer's files into the folder"
         )
@@ -56,9 +51,10 @@ def stop_ids(tokenizer, generation_config) -> list[int]:
 
 def prompt_column_of(row: dict) -> str:
     """Return the column that holds a row's prompt where none is named."""
-    known = [name for name in PROMPT_COLUMNS if name in row]
-    filled = [name for name in known if row[name] is not None]
-    return (filled or known or PROMPT_COLUMNS)[0]
+    # A table of rows of several forms has null where a row has another form.
+    present = [name for name in PROMPT_COLUMNS if name in row]
+    filled = [name for name in present if row[name] is not None]
+    return (filled or present or PROMPT_COLUMNS)[0]
 
 
 class Encoder:
@@ -96,6 +92,7 @@ class Encoder:
 
     def prompt(self, rows: Rows, i: int, column: str | None) -> list[int]:
         """Return the token ids of row i's prompt, up to where the response begins."""
+        # A conversation that was written for training ends with the answer, which a prompt must not give away.
         messages = self._messages(rows, i, column)
         if messages[-1]["role"] == "assistant":
             messages = messages[:-1]
@@ -118,16 +115,14 @@ class Encoder:
         # Text alone.
         row = rows.rows[i]
         others = (*PROMPT_COLUMNS, completion_column)
-        if (
-            column is None
-            and isinstance(row.get("text"), str)
-            and all(row.get(name) is None for name in others)
-        ):
-            first, *rest = self._with_one_bos(row["text"]) or [None]
-            if first is None:
+        has_others = any(row.get(name) is not None for name in others)
+        if column is None and isinstance(row.get("text"), str) and not has_others:
+            ids = self._with_one_bos(row["text"])
+            if not ids:
                 raise InputError(f"{rows.where(i)}: column 'text' is empty; remove the row")
             eos = self.tokenizer.eos_token_id
-            return [([first], rest if rest[-1:] == [eos] else [*rest, eos])]
+            first, rest = ids[:1], ids[1:]
+            return [(first, rest if rest[-1:] == [eos] else [*rest, eos])]
 
         # A conversation, or a prompt and its completion.
         messages = self._messages(rows, i, column)
@@ -145,11 +140,9 @@ class Encoder:
             raise InputError(f"{rows.where(i)}: {what}; remove one of them")
         ends = [len(messages)]
         if turns == "all":
-            ends = [
-                end
-                for end in range(2, len(messages) + 1)
-                if messages[end - 1]["role"] == "assistant"
-            ] or ends
+            # A first message of the assistant answers nothing, so it is not trained.
+            every = range(2, len(messages) + 1)
+            ends = [end for end in every if messages[end - 1]["role"] == "assistant"] or ends
         with rows.at(i):
             return [self.pair(messages[:end], row.get("tools")) for end in ends]
 
@@ -163,6 +156,8 @@ class Encoder:
             raise InputError(f"{what}; mend or remove the row")
         prompt = self._prompt(messages[:-1], tools)
         whole = self._template([*messages[:-1], turn], tools, add_generation_prompt=False)
+
+        # A template that does not know tool calls or reasoning would leave them out without a word.
         for name in [name for name in SAID if turn.get(name)]:
             silent = {key: value for key, value in turn.items() if key != name}
             if whole == self._template(
@@ -171,17 +166,19 @@ class Encoder:
                 what = f"the assistant's turn has {name}, but the chat template leaves it out"
                 raise InputError(f"{what}; use a template that writes it, or remove the row")
         if whole is None:
+            completion = self.tokenizer(turn["content"], add_special_tokens=False).input_ids
             return prompt, [
-                *self.tokenizer(turn["content"], add_special_tokens=False).input_ids,
+                *completion,
                 eos,
             ]
+
+        # The response is what the template adds to the prompt that a sampler would get.
         if whole[: len(prompt)] != prompt:
             raise InputError("the chat template does not continue its own generation prompt")
         completion = whole[len(prompt) :]
-        end = (
-            completion.index(eos) if eos in completion else len(completion)
-        )  # templates add a newline after EOS
-        return prompt, [*completion[:end], eos]
+        if eos in completion:  # templates add a newline after EOS, which nobody would sample
+            completion = completion[: completion.index(eos)]
+        return prompt, [*completion, eos]
 
     def conversation(self, cell: str | list[dict], column: str) -> list[dict]:
         """Return a cell, text of the user or messages, as messages."""
@@ -190,12 +187,10 @@ class Encoder:
                 raise InputError(
                     f"column {column!r} is a text that spells messages; give a list in a .jsonl"
                 )
-            system = (
-                []
-                if self.system_prompt is None
-                else [{"role": "system", "content": self.system_prompt}]
-            )
-            return [*system, {"role": "user", "content": cell}]
+            messages = [{"role": "user", "content": cell}]
+            if self.system_prompt is not None:
+                messages.insert(0, {"role": "system", "content": self.system_prompt})
+            return messages
         if not are_messages(cell):
             what = f"column {column!r} must be text or a list of messages with role and content, both text"
             raise InputError(f"{what}; got {cell!r:.80}")
@@ -232,6 +227,7 @@ class Encoder:
     def _with_one_bos(self, text: str) -> list[int]:
         """Return the tokens of a text that may spell out the token that the tokenizer also adds."""
         ids = self.tokenizer(text).input_ids
+        # Two of them would be a beginning that the model has never seen.
         bos = self.tokenizer.bos_token_id
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
@@ -252,9 +248,8 @@ class Encoder:
             return self.tokenizer.apply_chat_template(
                 messages, tokenize=True, return_dict=False, **options
             )
-        except (
-            Exception
-        ) as error:  # templates raise of their own: "roles must alternate", and whatever Jinja does
+        # Templates raise of their own, such as "roles must alternate", and so does Jinja.
+        except Exception as error:
             roles = ", ".join(message["role"] for message in messages[:8])
             raise InputError(
                 f"the chat template does not take these messages ({roles}): {in_a_line(error)}"
@@ -271,11 +266,8 @@ def are_messages(cell) -> bool:
     for message in cell if isinstance(cell, list) else ():
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return False
-        calls_alone = (
-            message["role"] == "assistant"
-            and message.get("tool_calls")
-            and message.get("content") is None
-        )
+        has_calls = message["role"] == "assistant" and message.get("tool_calls")
+        calls_alone = has_calls and message.get("content") is None
         if not calls_alone and not isinstance(message.get("content"), str):
             return False
     return isinstance(cell, list) and bool(cell)

@@ -27,6 +27,7 @@ class RowOrder:
 
     def take(self, count: int) -> list[int]:
         """Return the next `count` indices."""
+        # A batch at the end of a pass is filled up from the next pass, so every step has as many rows.
         batch = []
         while len(batch) < count:
             epoch, offset = divmod(self.position, self.size)
@@ -46,6 +47,7 @@ class RowOrder:
 
     def after(self, batches: int) -> list[int]:
         """Return the batch that comes `batches` after the last one, without taking it; 0 is the last one."""
+        # The permutation is kept: it is a function of the seed and the epoch, and `take` makes it again where it must.
         position = self.position
         self.position += (batches - 1) * self.batch_size
         ahead = next(self)
@@ -64,7 +66,8 @@ def in_steps(config: Config, rows: int) -> Config:
         raise InputError(f"{what}: a step would take some of them twice; choose at most {rows}")
     if config.num_train_epochs is None:
         return config
-    passes = Fraction(str(config.num_train_epochs))  # 0.1 of 30 rows is 3 rows, and no bit more
+    # 0.1 of 30 rows is 3 rows, and not the 3.0000000000000002 of binary numbers, which would be a step more.
+    passes = Fraction(str(config.num_train_epochs))
     resolved = config.replace(steps=math.ceil(passes * rows / per_step))
     what = f"num_train_epochs={config.num_train_epochs:g} of {rows} rows, {config.batch_option}={per_step}"
     print_rank0(f"{what}: {resolved.steps} steps")

@@ -72,35 +72,33 @@ def read_dataset(name: str, config_name: str | None, split: str) -> list[dict]:
     try:
         if kind in FILES:
             options = {}
-            if kind == ".csv":  # NA is a word, and the first column is one of the header's
+            if kind == ".csv":
+                # Without these NA is a missing value, and a first column without a header an index.
                 options = {"keep_default_na": False, "na_values": [""], "index_col": False}
             loaded = datasets.load_dataset(kind[1:], data_files=name, split="train", **options)
-        elif any(
-            (Path(name) / mark).is_file() for mark in ("state.json", "dataset_dict.json")
-        ):  # of save_to_disk
+        elif Path(name, "state.json").is_file() or Path(name, "dataset_dict.json").is_file():
+            # A folder of save_to_disk, which load_dataset would read as loose files.
             loaded = datasets.load_from_disk(name)
             loaded = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         else:
+            # Datasets such as gsm8k call their usual configuration main, and `datasets` would refuse to choose.
             if config_name is None and "main" in datasets.get_dataset_config_names(name):
                 config_name = "main"
             loaded = datasets.load_dataset(name, config_name, split=split)
-    except (
-        Exception
-    ) as error:  # a missing split is a ValueError there, a missing file a DataFilesNotFoundError, …
+    # A missing split is a ValueError there, a missing file a DataFilesNotFoundError, …
+    except Exception as error:
         what = f"dataset={name!r} (configuration {config_name}, split {split}) cannot be read as a file"
         reason = in_a_line(error.__cause__ or error)
         raise InputError(
             f"{what} ({', '.join(FILES)}), a folder or a Hub dataset: {reason}"
         ) from error
+    # A .csv file has no types, and those that `datasets` guesses change what is written.
     if loaded.info.builder_name == "csv":
-        guessed = [
-            name
-            for name, feature in loaded.features.items()
-            if not feature.dtype.endswith("string")
-        ]
-        if guessed:
+        columns = loaded.features.items()
+        numbers = [name for name, feature in columns if not feature.dtype.endswith("string")]
+        if numbers:
             print_rank0(
-                f"{name}: {', '.join(guessed)} read as numbers, 007 as 7; a .jsonl file keeps text as it is"
+                f"{name}: {', '.join(numbers)} read as numbers, 007 as 7; a .jsonl file keeps text as it is"
             )
     return loaded.to_list()
 
@@ -121,6 +119,7 @@ def load_rows(name: str, config_name: str | None = None, split: str = "train") -
         raise InputError(f"dataset file {name} does not exist, or is none of {', '.join(FILES)}")
     if path.suffix not in (".jsonl", ".json"):
         return _checked(Rows(read_dataset(name, config_name, split), name))
+    # Many .json files hold one object per line, too. An empty line is no row, and keeps its number.
     content = path.read_bytes()
     if path.suffix == ".json" and content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
         return _checked(Rows(_parse(content, str(path)), name))
@@ -142,6 +141,7 @@ def chosen_rows(
         )
     if given is None or isinstance(given, str):
         return load_rows(given or named, config_name, split)
+    # Who has a Dataset has imported `datasets`; importing it here would cost everybody else a second.
     if "datasets" in sys.modules and isinstance(given, sys.modules["datasets"].Dataset):
         given = given.to_list()
     if not isinstance(given, list):
@@ -161,6 +161,7 @@ def load_train_eval(
     )
     if not config.eval_size:
         return train, Rows([], train.source)
+    # Held out from the end of the rows: the same rows, whatever the seed.
     if config.eval_dataset is None and eval_dataset is None:
         cut = len(train) - config.eval_size
         if cut <= 0:
@@ -169,6 +170,7 @@ def load_train_eval(
         numbers = range(1, len(train) + 1) if train.numbers is None else train.numbers
         held_out = Rows(train.rows[cut:], train.source, numbers[cut:])
         return Rows(train.rows[:cut], train.source, numbers[:cut]), held_out
+    # Or of a dataset of its own, which has the same configuration if it has the same name.
     configuration = config.eval_dataset_config
     if configuration is None and config.eval_dataset == config.dataset:
         configuration = config.dataset_config

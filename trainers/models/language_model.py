@@ -1,9 +1,9 @@
 """The causal language model that the trainers share: loading, scoring its own input, saving in the Hub format."""
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import whole_folder
 from fused_rl.trainers.base.text import InputError, in_a_line
 from fused_rl.trainers.models import four_bit, lora
+from fused_rl.trainers.models.packing import Packed
 from fused_rl.trainers.options import RunConfig
 
 
@@ -77,19 +78,24 @@ class LanguageModel(nn.Module):
         """The linear layer from hidden states to logits."""
         return self.base.get_output_embeddings()
 
-    def forward(
+    def forward(self, *inputs, under_head: Callable | None = None, **options):
+        """Score the input, or compute `under_head`: only inside of this call ZeRO 3 gathers the weights for either."""
+        if under_head is not None:
+            return self.compute_under_head(under_head, *inputs, **options)
+        return self.score(*inputs, **options)
+
+    def score(
         self,
-        input_ids,
-        mask,
-        temperature=1.0,
+        input_ids: torch.Tensor,
+        mask: torch.Tensor,
+        temperature: float = 1.0,
         *,
-        packed=None,
-        places=None,
-        support=None,
-        token_loss=None,
-        per_token=(),
-        want_logits=False,
-        through=None,
+        packed: Packed | None = None,
+        places: torch.Tensor | None = None,
+        support: fused_rl.TokenSupport | None = None,
+        token_loss: Callable | None = None,
+        per_token: Sequence[torch.Tensor] = (),
+        want_logits: bool = False,
     ) -> Scored:
         """Score each token by those before it: row t of (B, T - 1) is token t + 1.
 
@@ -103,34 +109,27 @@ class LanguageModel(nn.Module):
             token_loss: a loss of single tokens, as `fused_rl.linear_token_loss` takes it; requests `loss`.
             per_token: (B, T - 1) tensors that `token_loss` takes.
             want_logits: request `logits`.
-            through: a function of the (N, H) hidden states that predict the tokens that count, and of this model, with
-                the head whole under ZeRO 3 too; its result is returned in place of scores (not with loss_from=logits).
         """
         places = mask.flatten().nonzero()[:, 0] if places is None else places
-        targets, loss = input_ids[:, 1:].flatten()[places], None
+        targets = input_ids[:, 1:].flatten()[places]
+        loss = None
         if self.loss_from == "logits":
-            logits = self._states(
-                self.base, "logits", input_ids, places, packed
-            )  # soft-capped, where the model is so
+            # The model itself caps them, if it does.
+            logits = self._states(self.base, "logits", input_ids, places, packed)
             rows = fused_rl.token_logprobs(
                 logits, targets, temperature=temperature, support=support
             )
         else:
-            # Hidden states that predict a token that counts, and only they, meet the head.
-            hidden = self._states(
-                self.base.base_model, "last_hidden_state", input_ids, places, packed
-            )
-            if through is not None:
-                return through(hidden, self)
-            saves = token_loss is not None and support is None and not want_logits
-            fused = (
-                (token_loss, *(tensor.flatten()[places] for tensor in per_token)) if saves else None
-            )
+            hidden = self._hidden(input_ids, places, packed)
+            fused = None
+            if token_loss is not None and support is None and not want_logits:
+                fused = (token_loss, *(tensor.flatten()[places] for tensor in per_token))
             rows, logits = self._through_head(
                 hidden, targets, temperature, support, fused, want_logits
             )
             loss = rows.loss if fused else None
 
+        # Back at their places in (B, T - 1).
         nothing = rows.logprobs.new_zeros(mask.numel())
         logprobs = nothing.index_copy(0, places, rows.logprobs).view(mask.shape)
         entropy = nothing.index_copy(0, places, rows.entropy).view(mask.shape)
@@ -138,6 +137,28 @@ class LanguageModel(nn.Module):
             loss = fused_rl.masked_sum(token_loss(logprobs, entropy, *per_token), mask)
             logprobs, entropy = logprobs.detach(), entropy.detach()
         return Scored(logprobs, entropy, loss, logits if want_logits else None)
+
+    def compute_under_head(
+        self,
+        function: "Callable[[torch.Tensor, LanguageModel], Any]",
+        input_ids: torch.Tensor,
+        mask: torch.Tensor,
+        *,
+        packed: Packed | None = None,
+        places: torch.Tensor | None = None,
+    ) -> Any:
+        """Return function(hidden, self), where the head is whole under ZeRO 3 too; not with loss_from=logits.
+
+        Args:
+            function: takes the hidden states (N, H) that predict the tokens that count, and this model.
+            input_ids, mask, packed, places: as in `score`.
+        """
+        places = mask.flatten().nonzero()[:, 0] if places is None else places
+        return function(self._hidden(input_ids, places, packed), self)
+
+    def _hidden(self, input_ids, places, packed) -> torch.Tensor:
+        """Return the hidden states (N, H) that predict a token that counts: they alone meet the head."""
+        return self._states(self.base.base_model, "last_hidden_state", input_ids, places, packed)
 
     def _through_head(self, hidden, targets, temperature, support, fused, want_logits: bool):
         """Return the rows of hidden states (N, H), with the loss of `fused` if that is one, and their logits if wanted.

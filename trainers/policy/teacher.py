@@ -34,7 +34,7 @@ class Teacher(NamedTuple):
     @torch.no_grad()
     def read(self, inputs: dict, part: Batch) -> tuple[torch.Tensor, ...]:
         """Return the hidden states (N, H) that predict the part's tokens that count."""
-        return (self.model(**inputs, through=lambda hidden, _: hidden),)
+        return (self.model(**inputs, under_head=lambda hidden, _: hidden),)
 
     def compare(self, config, student, own, some, states) -> dict[str, torch.Tensor]:
         """Return sums over N tokens of hidden states `own`: of the divergence, and of metrics of those at `some`."""
@@ -211,7 +211,7 @@ def corrected(
             sums.append(teacher.compare(policy.config, student, own, compared, *values))
         return {name: sum(found[name] for found in sums) for name in sums[0]}
 
-    return policy.model(**inputs, through=meet) | {
+    return policy.model(**inputs, under_head=meet) | {
         "compared": some.sum().to(policy.device, non_blocking=True)
     }
 
