@@ -30,6 +30,7 @@ def reading_options(
         raise InputError(
             "load_in_4bit: ZeRO 3 would split the weights, and 4 bits cannot be split; use zero_stage 2"
         )
+    # Merging would round the sum to 4 bits again, or write weights that were never those that were trained on.
     if config.save_merged:
         raise InputError(
             "save_merged: weights of 4 bits cannot be merged; save the adapters, and merge them later"
@@ -68,6 +69,7 @@ def _restore(module, state: dict, prefix: str, *_) -> None:
     """Restore the scales from a state: bitsandbytes writes them there, and does not read them."""
     from bitsandbytes.functional import QuantState
 
+    # Left in the state they would be unexpected keys.
     names = [name for name in state if name.startswith(f"{prefix}weight.")]
     scales = {name.removeprefix(f"{prefix}weight."): state.pop(name) for name in names}
     module.weight.quant_state = QuantState.from_dict(scales, device=module.weight.device)

@@ -47,26 +47,26 @@ class LanguageModel(nn.Module):
         self.head_dtype = head_dtype
         self.softcap = getattr(self.base.config.get_text_config(), "final_logit_softcapping", None)
         if loss_from == "linear":
-            # The linear path multiplies by the head's weight, and does nothing more.
-            text, wrong = self.base.config.get_text_config(), None
-            if self.base.base_model is self.base:
-                wrong = "no backbone apart from its head"
-            elif any(
-                getattr(text, name, None) not in (None, 1, 1.0)
-                for name in ("logit_scale", "logits_scaling")
-            ):
-                wrong = "config.logit_scale or logits_scaling, which the linear loss leaves out"
-            elif type(self.head) not in (nn.Linear, WideHead):
-                wrong = f"an LM head of type {type(self.head).__name__}"
-            if wrong is not None:
-                raise InputError(f"{type(self.base).__name__} has {wrong}; use --loss_from logits")
-            of_logits = head_dtype or tiles.default_logits_dtype(
-                self.head.weight.dtype, self.head.weight.device
-            )
-            if (
-                of_logits != self.head.weight.dtype
-            ):  # sampling and measuring use the distribution that is trained
+            self._check_linear()
+            weight = self.head.weight
+            logits_dtype = head_dtype or tiles.default_logits_dtype(weight.dtype, weight.device)
+            if logits_dtype != weight.dtype:
+                # Sampling and measuring use the distribution that is trained.
                 self.base.set_output_embeddings(WideHead(self.head))
+
+    def _check_linear(self) -> None:
+        """Refuse a model that does more than multiply by its head's weight, which the linear path does alone."""
+        text = self.base.config.get_text_config()
+        scales = [getattr(text, name, None) for name in ("logit_scale", "logits_scaling")]
+        wrong = None
+        if self.base.base_model is self.base:
+            wrong = "no backbone apart from its head"
+        elif any(scale not in (None, 1, 1.0) for scale in scales):
+            wrong = "config.logit_scale or logits_scaling, which the linear loss leaves out"
+        elif type(self.head) not in (nn.Linear, WideHead):
+            wrong = f"an LM head of type {type(self.head).__name__}"
+        if wrong is not None:
+            raise InputError(f"{type(self.base).__name__} has {wrong}; use --loss_from logits")
 
     @property
     def base(self) -> nn.Module:
@@ -179,9 +179,8 @@ class LanguageModel(nn.Module):
             rows = fused_rl.linear_token_loss(*operands, *fused, **options)
         if want_logits:  # last: ZeRO 3 partitions the weight again after the head's own forward
             logits = head(hidden) if logits is None else logits
-            logits = (
-                logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
-            )
+            if self.softcap is not None:
+                logits = self.softcap * torch.tanh(logits / self.softcap)
         return rows, logits
 
     def _states(self, module, output: str, input_ids, places, packed):
@@ -189,6 +188,7 @@ class LanguageModel(nn.Module):
         if packed is not None:
             return packed.states_of(self.base, module, output)
         states = module(input_ids=input_ids, use_cache=False)[output]
+        # Place t of the flattened mask is position t of the states, which have one column more in every row.
         return states.flatten(0, 1)[places + places // max(1, states.shape[1] - 1)]
 
 
@@ -228,13 +228,11 @@ def readable(name: str, attention: str | None = None):
         yield
     except InputError:
         raise
-    except (
-        Exception
-    ) as error:  # OSError, RuntimeError, JSON and safetensors errors: as many as ways to be broken
+    # OSError, RuntimeError, JSON and safetensors errors: as many as ways to be broken.
+    except Exception as error:
         problem = f"model={name!r} is neither a local folder with a model nor on the Hub, or it is damaged"
-        if attention is not None and (
-            isinstance(error, ImportError) or "attn_implementation" in str(error)
-        ):
+        of_attention = isinstance(error, ImportError) or "attn_implementation" in str(error)
+        if attention is not None and of_attention:
             problem = f"attn_implementation={attention} cannot be used for model={name!r}"
         raise InputError(f"{problem}: {in_a_line(error)}") from error
 
@@ -270,11 +268,11 @@ def check_fits(
 
 def switch_off_dropout(model: nn.Module) -> None:
     """Set every dropout and layer-drop probability in a model to 0."""
+    # By name, as models keep them in attributes of many names, also apart from nn.Dropout.
     for module in model.modules():
         for name, value in vars(module).items():
-            if isinstance(value, float) and (
-                "drop" in name or (name == "p" and isinstance(module, nn.Dropout))
-            ):
+            is_dropout = "drop" in name or (name == "p" and isinstance(module, nn.Dropout))
+            if isinstance(value, float) and is_dropout:
                 setattr(module, name, 0.0)
 
 
@@ -291,11 +289,10 @@ def _read_lm(
     reading = {"output_loading_info": True, "trust_remote_code": False, **options}
     with readable(name, options["attn_implementation"]):
         lm, report = AutoModelForCausalLM.from_pretrained(name, revision=revision, **reading)
-    hint = (
-        "; it is a reward model: a causal LM is needed"
-        if "score.weight" in report["unexpected_keys"]
-        else ""
-    )
+    hint = ""
+    if "score.weight" in report["unexpected_keys"]:
+        hint = "; it is a reward model: a causal LM is needed"
+    # transformers draws weights that are missing at random, with no more than a warning.
     for kind in ("missing", "unexpected", "mismatched"):
         if keys := sorted(map(str, report[f"{kind}_keys"])):
             what = f"{len(keys)} {kind} weights for {type(lm).__name__}: {', '.join(keys[:5])}"
@@ -362,11 +359,9 @@ def load_to_sample(
 
 def save(trained, tokenizer, folder: Path, write: Callable[[Path, dict | None], None]) -> None:
     """Have rank 0 `write` a model, and its tokenizer, complete or not at all. Call on all ranks."""
-    state = (
-        trained._zero3_consolidated_16bit_state_dict()
-        if trained.zero_optimization_stage() == 3
-        else None
-    )
+    state = None
+    if trained.zero_optimization_stage() == 3:  # all ranks gather, and rank 0 has the whole
+        state = trained._zero3_consolidated_16bit_state_dict()
     if ranks.rank() == 0:
         with whole_folder(folder) as unfinished:
             write(unfinished, state)
@@ -388,6 +383,7 @@ def save_lm(trained, tokenizer, folder: Path, *, merged: bool = False) -> None:
             whole = {name.removeprefix("base_model.model."): value for name, value in whole.items()}
             lm = base
             state = lora.merged(whole, base)
+        # The Hub's sampling defaults, which training leaves out, belong to the saved model.
         training_config = base.generation_config
         base.generation_config = base.saved_generation_config
         lm.save_pretrained(unfinished, state_dict=state)
@@ -402,6 +398,7 @@ def save_lm(trained, tokenizer, folder: Path, *, merged: bool = False) -> None:
 @torch.no_grad()
 def sync(reference, policy, alpha: float) -> None:
     """Set reference = alpha * policy + (1 - alpha) * reference, in fp32; alpha=1 copies. Call on all ranks."""
+    # One weight at a time is whole, so ZeRO 3 needs memory for one more.
     weights = dict(_without_engine(policy).named_parameters())
     for name, mixed in _without_engine(reference).named_parameters():
         with engine.whole(weights[name]), engine.whole(mixed, written=True):

@@ -24,10 +24,10 @@ def find(name: str, revision: str | None = None) -> "LoraConfig | None":
     except OSError:  # no folder and no name of the Hub: reading the model says so
         return None
     config = peft.PeftConfig.from_pretrained(name, revision=revision)
-    plain = (
-        isinstance(config, peft.LoraConfig) and not config.use_dora and not config.modules_to_save
-    )
-    if not plain or config.bias != "none" or not config.base_model_name_or_path:
+    # Of anything else than A and B, such as biases or whole modules, `merged` would lose a part.
+    is_lora = isinstance(config, peft.LoraConfig)
+    has_more = is_lora and (config.use_dora or config.modules_to_save or config.bias != "none")
+    if not is_lora or has_more or not config.base_model_name_or_path:
         what = "adapters other than plain LoRA, or without the name of their model"
         raise InputError(f"{name!r} holds {what}: merge them into their model with peft first")
     return config
@@ -37,14 +37,21 @@ def check_options(options: ModelConfig, adapters: "LoraConfig | None") -> None:
     """Refuse options of adapters that would have no effect, or that contradict the adapters that are read."""
     if adapters is None and options.lora_rank:
         return
-    default = {"lora_rank": 0, "lora_alpha": 32.0, "lora_targets": ALL_LINEAR, "save_merged": False}
-    own, reason = {}, "says how adapters are made or saved, but there are none: give --lora_rank"
+    # Beside the defaults, the values of the adapters that are read may be repeated, as a run's config.yaml does.
+    defaults = {
+        "lora_rank": 0,
+        "lora_alpha": 32.0,
+        "lora_targets": ALL_LINEAR,
+        "save_merged": False,
+    }
+    repeated: dict[str, object] = {}
+    reason = "says how adapters are made or saved, but there are none: give --lora_rank"
     if adapters is not None:
-        own = {"lora_rank": adapters.r, "lora_alpha": adapters.lora_alpha, "save_merged": True}
+        repeated = {"lora_rank": adapters.r, "lora_alpha": adapters.lora_alpha, "save_merged": True}
         reason = f"is not that of the adapters in {options.model!r}, which the run trains on: leave it out"
-    for option, usual in default.items():
+    for option, default in defaults.items():
         value = getattr(options, option)
-        if value not in (usual, own.get(option)):
+        if value not in (default, repeated.get(option)):
             raise InputError(f"{option}={value} {reason}")
 
 
@@ -76,14 +83,12 @@ def _new(model: nn.Module, head: nn.Module, task: str, options: ModelConfig):
 
     targets = options.lora_targets
     if targets != ALL_LINEAR:
-        targets = [part.strip() for part in targets.split(",")]
+        targets = [target.strip() for target in targets.split(",")]
         # peft would skip a name that no layer has if another one is found.
-        modules = [
-            (name, module)
-            for name, module in model.named_modules()
-            if isinstance(module, (nn.Linear, Conv1D))
-        ]
-        inside = [f".{name}" for name, module in modules if module is not head]
+        inside = []
+        for name, module in model.named_modules():
+            if isinstance(module, (nn.Linear, Conv1D)) and module is not head:
+                inside.append(f".{name}")
         for target in targets:
             if not any(name.endswith(f".{target}") for name in inside):
                 known = ", ".join(sorted({name.rpartition(".")[2] for name in inside}))
@@ -103,12 +108,12 @@ def merged(state: dict, model: nn.Module) -> dict:
         if ".base_layer." in key:
             name, _, kind = key.rpartition(".base_layer.")
             if kind == "weight":
+                # In fp32, rounded once: in bf16 most of a small update would be lost.
                 a, b = (state[f"{name}.lora_{side}.default.weight"].float() for side in "AB")
                 layer = model.get_submodule(name)
                 update = layer.scaling["default"] * (b @ a).to(value.device)
-                value = (value.float() + (update.T if layer.fan_in_fan_out else update)).to(
-                    value.dtype
-                )
+                update = update.T if layer.fan_in_fan_out else update
+                value = (value.float() + update).to(value.dtype)
             key = f"{name}.{kind}"
         plain[key] = value
     return plain

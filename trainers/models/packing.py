@@ -17,12 +17,14 @@ from fused_rl.trainers.base.screen import print_rank0
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.batch import Batch, make_batch, on_device
 
-WINDOWS = (
-    "sliding_window",
-    "attention_chunk_size",
-)  # of a config: attention that ends before the row does
-MASKED = ("sdpa", "eager")  # attention that takes a mask of its own for every row
-ROOM_FACTORS = (1, 1.5, 2, 4)  # than the longest sequence: rows that are tried
+# Settings of a config by which attention ends before the row does.
+WINDOWS = ("sliding_window", "attention_chunk_size")
+# Attention that takes a mask of its own for every row.
+MASKED = ("sdpa", "eager")
+# Widths of rows that are tried, as multiples of the longest sequence.
+ROOM_FACTORS = (1, 1.5, 2, 4)
+# Largest difference of packed and single states, in deviations of the states: rounding moves them by less.
+SAME_STATES = 0.05
 
 
 class Packed(NamedTuple):
@@ -42,20 +44,16 @@ class Packed(NamedTuple):
         # The mask as the model adds it, in rows aligned to 8 elements.
         rows, _, length, _ = self.attention_mask.shape
         aligned = -(-length // 8) * 8
-        added = torch.full(
-            (rows, 1, length, aligned),
-            -torch.inf,
-            dtype=lm.dtype,
-            device=self.attention_mask.device,
-        )
+        device = self.attention_mask.device
+        added = torch.full((rows, 1, length, aligned), -torch.inf, dtype=lm.dtype, device=device)
         added = added[..., :length].masked_fill_(self.attention_mask, 0)
-        given = {
-            "input_ids": self.input_ids,
-            "position_ids": self.position_ids,
-            "attention_mask": added,
-        }
-        found = module(**given, use_cache=False)[output]
-        return found.flatten(0, 1)[self.states]
+        outputs = module(
+            input_ids=self.input_ids,
+            position_ids=self.position_ids,
+            attention_mask=added,
+            use_cache=False,
+        )
+        return outputs[output].flatten(0, 1)[self.states]
 
 
 @dataclass(frozen=True)
@@ -80,24 +78,31 @@ def costs_of(lm: nn.Module) -> Costs:
     """Return the costs of a transformers model without its head. Call before its weights are partitioned."""
     text = lm.config.get_text_config()
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    inside = 0
+    weights = 0
     for weight in lm.parameters():
-        per_element = 2 if weight.dtype == torch.uint8 else 1  # 4 bits
-        inside += weight.numel() * per_element
-    head = lm.get_output_embeddings()  # a classifier has none
-    outside = {lm.get_input_embeddings().weight} | ({head.weight} if head is not None else set())
-    inside -= sum(weight.numel() for weight in outside)
-    return Costs(
-        token=2 * inside, pair=4 * text.num_hidden_layers * text.num_attention_heads * width
-    )
+        per_element = 2 if weight.dtype == torch.uint8 else 1  # of 4 bits two are in a byte
+        weights += weight.numel() * per_element
+
+    # Embeddings are looked up, and the head meets the tokens that count alone, packed or not.
+    outside = {lm.get_input_embeddings().weight}
+    head = lm.get_output_embeddings()
+    if head is not None:  # a classifier has none; a tied one is the embeddings' weight
+        outside.add(head.weight)
+    weights -= sum(weight.numel() for weight in outside)
+
+    # 2 FLOP per weight and token; scores and their sum of values are 2 FLOP each per element of a head.
+    heads = text.num_hidden_layers * text.num_attention_heads
+    return Costs(token=2 * weights, pair=4 * heads * width)
 
 
 def responses_per_row(costs: Costs, prompt: int, response: int, copies: int) -> int:
     """Return how many of `copies` responses to a prompt are cheapest in one row, by their lengths in tokens."""
-    counts = range(1, copies + 1)
-    return min(
-        counts, key=lambda in_row: costs.flop(-(-copies // in_row), prompt + in_row * response)
-    )
+
+    def flop(in_row: int) -> float:
+        rows = -(-copies // in_row)
+        return costs.flop(rows, prompt + in_row * response)
+
+    return min(range(1, copies + 1), key=flop)
 
 
 def _packed(batch: Batch, row: torch.Tensor, start: torch.Tensor, shared: torch.Tensor) -> Packed:
@@ -111,18 +116,18 @@ def _packed(batch: Batch, row: torch.Tensor, start: torch.Tensor, shared: torch.
     """
     # The place of each token in the flattened rows. Its segment is 0 where shared, else that of its sequence.
     skipped = torch.where(start > 0, shared, 0)
-    end = batch.prompt_lengths.clamp(max=batch.input_ids.shape[1]) + (
-        batch.response_lengths - 1
-    ).clamp(min=0)
+    columns = batch.input_ids.shape[1]
+    end = batch.prompt_lengths.clamp(max=columns) + (batch.response_lengths - 1).clamp(min=0)
     width = int((start + end - skipped).max())
 
     def place(sequence: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
         begin = torch.where(token < skipped[sequence], 0, (start - skipped)[sequence])
         return row[sequence] * width + begin + token
 
-    position = torch.arange(batch.input_ids.shape[1])
-    own = (position >= skipped[:, None]) & (position < end[:, None])
-    sequence, token = own.nonzero(as_tuple=True)
+    # The tokens that go into the rows: of each sequence those that no other one of its row has already put there.
+    position = torch.arange(columns)
+    is_placed = (position >= skipped[:, None]) & (position < end[:, None])
+    sequence, token = is_placed.nonzero(as_tuple=True)
     segment = torch.where(token < shared[sequence], 0, sequence + 1)
     layout = torch.zeros(3, (int(row.max()) + 1) * width, dtype=torch.int64)
     layout[2] = -1  # padding
@@ -131,6 +136,7 @@ def _packed(batch: Batch, row: torch.Tensor, start: torch.Tensor, shared: torch.
     )
 
     # All of it goes to the device at once. A token sees its own segment and segment 0, and none after it.
+    # What is computed on the CPU's copies of the lengths waits for no device.
     device = batch.input_ids.device
     source, positions, segments = on_device(layout.view(3, -1, width), device)
     input_ids = torch.where(segments < 0, 0, batch.input_ids.flatten()[source])
@@ -146,11 +152,13 @@ def pack(batch: Batch, in_row: int) -> Packed:
     _, group, sizes = torch.unique_consecutive(
         batch.prompts, return_inverse=True, return_counts=True
     )
-    first = (torch.arange(len(group)) - (sizes.cumsum(0) - sizes)[group]) % in_row == 0
+    # A row begins with each group, and again after `in_row` of its sequences.
+    begin = (sizes.cumsum(0) - sizes)[group]
+    first = (torch.arange(len(group)) - begin) % in_row == 0
     row = first.cumsum(0) - 1
-    prompt = batch.prompt_lengths.clamp(
-        max=batch.input_ids.shape[1]
-    )  # `rows` cuts prompts that have no response
+
+    # After the prompt, which `Batch.rows` cuts where there is no response, come the responses, one after the other.
+    prompt = batch.prompt_lengths.clamp(max=batch.input_ids.shape[1])
     fed = (batch.response_lengths - 1).clamp(min=0)
     before = fed.cumsum(0) - fed
     start = torch.where(first, 0, prompt + before - before[first][row])
@@ -162,6 +170,8 @@ def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> Packed | Non
     # What two have in common is their prompt, whoever wrote it. Where that is nothing, each keeps a row of its own.
     pairs = list(zip(sequences[::2], sequences[1::2], strict=True))
     in_common = [len(commonprefix(pair)) for pair in pairs]
+
+    # Without a mask attention costs half as much, so a row for each can be cheaper.
     lengths = []
     for (a, b), common in zip(pairs, in_common, strict=True):
         lengths += [len(a) + len(b) - common] if common else [len(a), len(b)]
@@ -197,8 +207,10 @@ def price(lengths: list[int], rows: list[list[int]], costs: Costs) -> float:
 
 def fill(lengths: list[int], room: int) -> list[list[int]]:
     """Return the indices of sequences row by row, the longest first, each in the fullest row that has room."""
-    rows = []  # (room left, indices), the last changed first
+    # (room left, indices), the last changed first.
+    rows: list[tuple[int, list[int]]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        # Best fit: small rests stay for short sequences.
         fitting = [row for row in rows if row[0] >= lengths[i]]
         left, indices = min(fitting, key=itemgetter(0), default=(room, []))
         if fitting:
@@ -229,7 +241,7 @@ def unsupported_reason(lm: nn.Module, longest: int) -> str | None:
         if 0 < (getattr(text, name, None) or 0) < longest:
             return f"{name}={getattr(text, name)} is shorter than a prompt with its response ({longest})"
 
-    # Two responses to one prompt, in a row each and in one row. Rounding moves a state by less than 5 %.
+    # What it does: two responses to one prompt, in a row each and in one row.
     ids = [i % text.vocab_size for i in range(1, 14)]
     batch = make_batch([ids[:5], ids[:5]], [ids[5:9], ids[9:]], 0, lm.device)
     training = lm.training
@@ -238,17 +250,17 @@ def unsupported_reason(lm: nn.Module, longest: int) -> str | None:
         alone = lm.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state[:, :-1]
         alone = alone[batch.response_mask].float()
         together = pack(batch, 2).states_of(lm, lm.base_model, "last_hidden_state").float()
-    except Exception as error:  # a model without position_ids, or with a mask of another form: each says so its own way
-        return (
-            f"{type(lm).__name__} takes no mask and positions of its own ({type(error).__name__})"
-        )
+    # A model without position_ids, or with a mask of another form: each says so in its own way.
+    except Exception as error:
+        reason = f"takes no mask and positions of its own ({type(error).__name__})"
+        return f"{type(lm).__name__} {reason}"
     finally:
         lm.train(training)
-    if (alone - together).abs().max() / alone.std() <= 0.05:
+    difference = (alone - together).abs().max() / alone.std()
+    if difference <= SAME_STATES:
         return None
-    return (
-        f"{type(lm).__name__} computes other states, and so other logits, under a mask of its own"
-    )
+    reason = "computes other states, and so other logits, under a mask of its own"
+    return f"{type(lm).__name__} {reason}"
 
 
 def packing_costs(
@@ -260,9 +272,11 @@ def packing_costs(
     otherwise: str,
 ) -> Costs | None:
     """Return the costs by which sequences are put in rows; None if `wanted` is false, or None and the model cannot."""
-    reason = None if wanted is False else unsupported_reason(lm, longest)
+    if wanted is False:
+        return None
+    reason = unsupported_reason(lm, longest)
     if reason is None:
-        return None if wanted is False else costs_of(lm)
+        return costs_of(lm)
     if wanted:
         raise InputError(f"{option}: {reason}; drop --{option}")
     print_rank0(f"{otherwise}: {reason}")

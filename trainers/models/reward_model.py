@@ -67,6 +67,7 @@ class RewardModel(nn.Module):
         with readable(name, options.get("attn_implementation")):
             config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
             trained = has_score_head(config)
+            # A language model's config has two labels, transformers' default.
             config.num_labels = config.num_labels if trained else 1
             classifier, report = AutoModelForSequenceClassification.from_pretrained(
                 name, config=config, **reading
@@ -130,14 +131,13 @@ class RewardModel(nn.Module):
                 f"rows {[i for i, n in enumerate(counts) if not n]} have no attended token to score"
             )
         width = max(counts)
+        # Attended tokens first, in their order; a pad id may lie outside the vocabulary, so pads become token 0.
         front = (~attended).byte().argsort(dim=1, stable=True)[:, :width]
         pads = torch.arange(width, device=lengths.device) >= lengths[:, None]
-        tokens = input_ids.gather(1, front).masked_fill(
-            pads, 0
-        )  # a pad id may lie outside the vocabulary
-        everything = torch.ones_like(
-            tokens
-        )  # says so: without a mask some models warn of pads, or look for them
+        tokens = input_ids.gather(1, front).masked_fill(pads, 0)
+
+        # A causal model never reads what follows, so the mask is of ones: without one some models warn of pads.
+        everything = torch.ones_like(tokens)
         backbone = self.classifier.base_model(
             input_ids=tokens, attention_mask=everything, use_cache=False
         )
@@ -192,9 +192,9 @@ class Critic(RewardModel):
 
     def forward(self, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return the expected return (B, T - 1) fp32 before each token of `input_ids` (B, T); 0 where masked."""
-        hidden = self.classifier.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[
-            :, :-1
-        ]
+        backbone = self.classifier.base_model(input_ids=input_ids, use_cache=False)
+        # The state of the last token would be the value after it, where the episode is over.
+        hidden = backbone.last_hidden_state[:, :-1]
         return torch.where(mask, self.scores_of(hidden), 0)
 
 
@@ -233,9 +233,9 @@ def check_finite(scores: torch.Tensor, rows: list[str]) -> None:
     """Raise on a NaN or an Inf in scores (N,) or (N, ...), naming the rows that have one."""
     bad = (~scores.isfinite()).nonzero()[:, 0].unique().tolist()
     if bad:
-        found = "; ".join(f"{rows[i]}: {scores[i].tolist()}" for i in bad[:10])
+        listed = "; ".join(f"{rows[i]}: {scores[i].tolist()}" for i in bad[:10])
         raise InputError(
-            f"{len(bad)} of {len(scores)} rows have a score that is NaN or infinite: {found}"
+            f"{len(bad)} of {len(scores)} rows have a score that is NaN or infinite: {listed}"
         )
 
 
