@@ -71,7 +71,10 @@ class Options(pydantic.BaseModel):
     """A group of options; their types and ranges are checked whenever they are set."""
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, validate_assignment=True, use_attribute_docstrings=True
+        extra="forbid",
+        strict=True,  # "8" is no number, and True none either
+        validate_assignment=True,
+        use_attribute_docstrings=True,
     )
     command: ClassVar[str | None] = None
     """`fused-rl <command>`, of a config that is whole."""
@@ -85,6 +88,7 @@ class Options(pydantic.BaseModel):
         def __init__(self, **given):
             try:
                 super().__init__(**given)
+            # pydantic's own message has several lines, and a link to its pages.
             except pydantic.ValidationError as error:
                 raise first_of(error, type(self), given) from None
             self.check()
@@ -120,6 +124,7 @@ class Options(pydantic.BaseModel):
     def _as_text(cls, value: Any) -> Any:
         """Turn a path into text, and expand ~/, which no shell expands in YAML or in --option=~/..."""
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
+        # A text with spaces, such as a system prompt, is no path.
         is_home = isinstance(value, str) and re.fullmatch(r"~/\S*", value)
         return os.path.expanduser(value) if is_home else value
 
@@ -235,10 +240,12 @@ def first_of(
     """Return the first of the errors in one line: the option, its value, what was expected."""
     first = error.errors()[0]
     name = str(first["loc"][0])
-    if first["type"] == "extra_forbidden" or first["type"] == "no_such_attribute":
+    # No such option when a config is made, or when an attribute is set.
+    if first["type"] in ("extra_forbidden", "no_such_attribute"):
         return InputError(unknown(name, config_class.model_fields))
     if first["type"] == "missing":
         return InputError(f"{name} is missing; give --{name}, or {name}: … in the file of --config")
+    # A validator of the option has said it better.
     raised = first.get("ctx", {}).get("error")
     if isinstance(raised, InputError):
         return raised
@@ -247,14 +254,21 @@ def first_of(
 
 def options_from(source: type, **defaults: Any) -> type[Options]:
     """Return the group of options that a dataclass declares; without a default an option is None."""
-    # The docstring of each field.
+    # The docstring of each field, which Python does not keep: it is read from the source.
     docs = {}
     kinds = typing.get_type_hints(source, include_extras=True)
     for group in reversed(source.__mro__[:-1]):
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(group))).body
-        for field, under in itertools.pairwise(tree.body):
-            if isinstance(field, ast.AnnAssign) and isinstance(under, ast.Expr):
-                docs[field.target.id] = inspect.cleandoc(under.value.value)
+        (declaration,) = ast.parse(textwrap.dedent(inspect.getsource(group))).body
+        assert isinstance(declaration, ast.ClassDef)
+        for field, under in itertools.pairwise(declaration.body):
+            match field, under:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    docs[name] = inspect.cleandoc(text)
+
+    # The fields, as pydantic takes them.
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(source):
         name, kind = field.name, _constrained(kinds[field.name])
@@ -430,6 +444,7 @@ class OutputConfig(Options):
 
     def check(self) -> None:
         super().check()
+        # Whoever names a checkpoint wants to continue from it.
         if self.resume_from is not None:
             self.resume = True
 
@@ -459,6 +474,7 @@ class StepsConfig(Options):
         )
 
     def check(self) -> None:
+        # The passes become steps when the rows are read, so a check that comes before has none.
         if self.num_train_epochs is None:
             self.steps = self.steps or 100
         elif self.steps is not None:
@@ -469,6 +485,7 @@ class StepsConfig(Options):
         super().check()
 
 
+# What --help lists of every trainer; --help all lists the rest.
 MAIN = (
     "model",
     "dataset",
@@ -538,6 +555,7 @@ def to_yaml(config: Options) -> str:
     values = config.to_dict()
     if values.get("num_train_epochs") is not None:
         values["steps"] = None  # what they come to is not an option
+    # Who runs the file again does not resume, or move a folder away, without saying so.
     for action in ACTIONS:
         values.pop(action, None)
     first = {name: values.pop(name) for name in FIRST if name in values}
