@@ -74,3 +74,8 @@ def test_a_release_has_one_version():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"]
     changes = re.findall(r"^## (\d\S*?),? ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert fused_rl.__version__ == cited == changes[0]
+
+
+def test_the_files_that_contributing_names_exist():
+    named = re.findall(r"`([\w.]+/[\w./]+\.\w+)`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert named and [path for path in named if not (ROOT / path).exists()] == []
