@@ -269,6 +269,7 @@ def token_kl(
     ref_logits,
     *,
     direction="reverse",
+    jsd_beta=0.5,
     temperature=1.0,
     mask=None,
     softcap=None,
@@ -285,7 +286,7 @@ def token_kl(
     pair = (torch.where(mask[..., None], x, 0) for x in (logits, ref_logits))
     pair = pair if softcap is None else (softcap * torch.tanh(x / softcap) for x in pair)
     logp, logq = (torch.log_softmax(x / _per_column(temperature), -1) for x in pair)
-    return _divergence(logp, logq, direction).where(mask, 0)
+    return _divergence(logp, logq, direction, jsd_beta).where(mask, 0)
 
 
 def topk_kl(logprobs, ref_logprobs, *, direction="reverse", mask=None):
@@ -300,7 +301,7 @@ def topk_kl(logprobs, ref_logprobs, *, direction="reverse", mask=None):
     return _divergence(logp, logq, direction).where(mask, 0)
 
 
-def _divergence(logp, logq, direction):
+def _divergence(logp, logq, direction, jsd_beta=0.5):
     if direction == "reverse":
         return _kl(logp, logq)
     if direction == "forward":
@@ -309,9 +310,11 @@ def _divergence(logp, logq, direction):
         logp.isinf() & logq.isinf()
     )  # columns without p and q: where() on the input, against 0 * inf in the gradient
     logp_or_0, logq_or_0 = (torch.where(none, 0, z) for z in (logp, logq))
-    log_mean = torch.logaddexp(logp_or_0, logq_or_0) - math.log(2)
-    p_a, q_b = (z.exp() * torch.where(z.isinf(), 0, z - log_mean) for z in (logp, logq))
-    return ((p_a + q_b) / 2).sum(-1)
+    log_mixture = torch.logaddexp(
+        logp_or_0 + math.log(1 - jsd_beta), logq_or_0 + math.log(jsd_beta)
+    )
+    p_a, q_b = (z.exp() * torch.where(z.isinf(), 0, z - log_mixture) for z in (logp, logq))
+    return ((1 - jsd_beta) * p_a + jsd_beta * q_b).sum(-1)
 
 
 def linear_token_kl(

@@ -1,9 +1,14 @@
 """The Jensen-Shannon divergence of rows of logits x, y, over the state that the forward of `kl.py` leaves.
 
-With p, q the probabilities, delta = log(p / q), a = log(p / mean(p, q)), b = log(q / mean(p, q)) and g the upstream
-gradient of the divergence [sum(p a) + sum(q b)] / 2:
+With p, q the probabilities, s and r = 1 - s their shares in the mixture m = s p + r q (arXiv:2306.13649, eq. 1, where
+r is beta), delta = log(p / q), a = log(p / m), b = log(q / m) and g the upstream gradient of the divergence
+s sum(p a) + r sum(q b):
 
-    dx = g p (a - sum(p a)) / (2 T)    dy = g q (b - sum(q b)) / (2 T)
+    dx = g s p (a - sum(p a)) / T    dy = g r q (b - sum(q b)) / T
+
+The terms of a column cancel where p and q are close. With t = m / p - 1 and t' = m / q - 1, for which s p t + r q t'
+is 0, they are s p [t - log1p(t)] + r q [t' - log1p(t')], and neither is negative. Of halves the sum over the larger of
+p and q is a polynomial of |delta|, with half of the instructions.
 
 Bytes: the terms need both normalisers first, so after KL's sweep over both rows comes a second one, two more reads
 forward; `kl_bwd_kernel` forms the gradient.
@@ -18,9 +23,11 @@ from fused_rl.kernels.pair import (
     LN2,
     LOG2E,
     RUNTIME,
+    SHARES,
     THREADS,
     about_the_maxima,
     as_logits,
+    excess,
     is_masked,
     launch_arguments,
     load,
@@ -70,16 +77,53 @@ def _near(distance):
 
 
 @triton.jit
-def js_logs(delta):
-    """a = log(p / mean(p, q)) and b = log(q / mean(p, q))."""
+def _cubic(z):
+    """log1p(t) / 2 - z for t = 2 z / (1 - z), |z| < 0.4626: z^3 / 3 + z^5 / 5 + ..., 4e-8 of t - log1p(t)."""
+    w = z * z
+    series = tl.fma(w, 0.1485572, 0.0991994976)
+    series = tl.fma(w, series, 0.143808395)
+    series = tl.fma(w, series, 0.199974044)
+    return z * w * tl.fma(w, series, 0.333333445)
+
+
+@triton.jit
+def _sides(delta, p_share, q_share):
+    """log(larger / m), and shares of the larger and of the other, other / larger - 1, t and z = t / (2 + t) of it."""
     distance = tl.abs(delta)
-    larger = _larger(distance)
+    share = tl.where(delta > 0, p_share, q_share)
+    other = tl.where(delta > 0, q_share, p_share)
+    ratio = tl.exp2(distance * -LOG2E)
+    less = tl.where(distance < 1, excess(distance) - distance, ratio - 1)
+    t = other * less
+    z = t / (2 + t)
+    # log1p(t) by its series; where t is near -1 its digits are in share + other * ratio
+    far = -tl.log(tl.fma(other, ratio, share))
+    larger = tl.where(t > -0.63, -2 * (z + _cubic(z)), far)
+    return larger, share, other, less, t, z
+
+
+@triton.jit
+def _near_of(share, other, less, t, z):
+    """The column's terms over the larger of p and q, for |log p - log q| <= 1."""
+    z_other = -share * less / tl.fma(2 - share, less, 2.0)
+    cubic = tl.fma(share, _cubic(z), other * (1 + less) * _cubic(z_other))
+    return tl.fma(t * share, z - z_other, -2 * cubic)
+
+
+@triton.jit
+def js_logs(delta, p_share, q_share):
+    """a = log(p / m) and b = log(q / m); no shares: halves."""
+    distance = tl.abs(delta)
+    if p_share is None:
+        larger = _larger(distance)
+    else:
+        larger, _, _, _, _, _ = _sides(delta, p_share, q_share)
     smaller = larger - distance
     return tl.where(delta > 0, larger, smaller), tl.where(delta > 0, smaller, larger)
 
 
 @triton.jit
-def _step(js, p_sum, q_sum, x, y, state, inv_t, EXACT: tl.constexpr):
+def _step(js, p_sum, q_sum, x, y, state, inv_t, p_share, q_share, EXACT: tl.constexpr):
     """Twice the divergence, sum(p a) and sum(q b), (threads,), with one more window (threads, columns).
 
     Sums of two dimensions, carried through the loops, would lead some compilers to change their layout in each.
@@ -87,13 +131,19 @@ def _step(js, p_sum, q_sum, x, y, state, inv_t, EXACT: tl.constexpr):
     m, w_all, offset, c, n, s, k = state
     p, q, u, delta, expm1 = p_q_delta(x, y, m, w_all, offset, c, n, s, k, inv_t, EXACT)
     distance = tl.abs(delta)
-    a, b = js_logs(delta)
+    a, b = js_logs(delta, p_share, q_share)
     a, b = p * a, q * b
-    twice = tl.where(distance < 1, tl.where(delta > 0, p, q) * _near(distance), a + b)
+    if p_share is None:
+        near, far = _near(distance), a + b
+    else:
+        _, share, other, less, t, z = _sides(delta, p_share, q_share)
+        near = 2 * _near_of(share, other, less, t, z)
+        far = 2 * tl.fma(p_share, a, q_share * b)
+    twice = tl.where(distance < 1, tl.where(delta > 0, p, q) * near, far)
     return js + tl.sum(twice, 1), p_sum + tl.sum(a, 1), q_sum + tl.sum(b, 1)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=[*RUNTIME, *SHARES])
 def js_kernel(
     x_ptr,  # (B, T, V)
     y_ptr,  # (B, T, V)
@@ -113,6 +163,8 @@ def js_kernel(
     inv_t,
     wide,
     softcap,
+    p_share,  # with the next the shares in the mixture, or None: halves
+    q_share,
     THREADS: tl.constexpr,
     VEC: tl.constexpr,  # elements in 16 bytes
     SEGMENT: tl.constexpr,
@@ -137,22 +189,22 @@ def js_kernel(
         for at in tl.range(begin, whole, TILE, num_stages=1):
             x = as_logits(load_together(x_wide + at, THREADS, VEC), None, softcap)
             y = as_logits(load_together(y_wide + at, THREADS, VEC), None, softcap)
-            js, p_sum, q_sum = _step(js, p_sum, q_sum, x, y, state, inv_t, EXACT)
+            js, p_sum, q_sum = _step(js, p_sum, q_sum, x, y, state, inv_t, p_share, q_share, EXACT)
     apart = tl.arange(0, THREADS)[:, None] + tl.arange(0, VEC)[None, :] * THREADS
     x_apart, y_apart = x_ptr + x_at + apart, y_ptr + y_at + apart
     if wide == 0:
         for at in tl.range(begin, whole, TILE, num_stages=1):
             x, y = load(x_apart, y_apart, at, None, softcap)
-            js, p_sum, q_sum = _step(js, p_sum, q_sum, x, y, state, inv_t, EXACT)
+            js, p_sum, q_sum = _step(js, p_sum, q_sum, x, y, state, inv_t, p_share, q_share, EXACT)
     if whole < stop:
         x, y = load(x_ptr + x_at, y_ptr + y_at, whole + apart, stop, softcap)
-        js, p_sum, q_sum = _step(js, p_sum, q_sum, x, y, state, inv_t, EXACT)
+        js, p_sum, q_sum = _step(js, p_sum, q_sum, x, y, state, inv_t, p_share, q_share, EXACT)
     tl.store(sums_ptr + AT_DIVERGENCE * N, 0.5 * tl.sum(js, 0))
     tl.store(sums_ptr + AT_P_A * N, tl.sum(p_sum, 0))
     tl.store(sums_ptr + AT_Q_B * N, tl.sum(q_sum, 0))
 
 
-def js_fwd(x, y, mask, inv_t, state, softcap=None):
+def js_fwd(x, y, mask, inv_t, state, softcap=None, shares=None):
     """(B, T, V) twice, (N,) bool | None, float | (N,) fp32, state (9, N) of `kl_fwd` -> sums (3, N) fp32."""
     n, vocab, vec = x.shape[0] * x.shape[1], x.shape[2], 16 // x.element_size()
     segments = triton.cdiv(vocab, SEGMENT * THREADS * vec)
@@ -163,8 +215,9 @@ def js_fwd(x, y, mask, inv_t, state, softcap=None):
     if n:
         layout = {"THREADS": THREADS, "VEC": vec, "SEGMENT": SEGMENT, "num_warps": warps()}
         with torch.cuda.device_of(x):
+            numbers = *numbers, *(shares or (None, None))
             js_kernel[(n, segments)](x, y, mask, inv_t, state, parts, *numbers, **layout)
     sums = parts[0]
     for part in parts[1:]:  # in this order in any batch
         sums = sums + part
-    return bounded(sums)
+    return bounded(sums, shares)

@@ -14,6 +14,7 @@ from fused_rl.kernels.online import valid
 from fused_rl.kernels.pair import (
     AT_W_ALL,
     RUNTIME,
+    SHARES,
     THREADS,
     about_the_maxima,
     as_logits,
@@ -31,13 +32,26 @@ RESIDENT = 16  # programs of so few registers that fit on a multiprocessor
 
 @triton.jit
 def _gradients(
-    x, y, state, g, a_mean, b_mean, inv_t, softcap, JS: tl.constexpr, EXACT: tl.constexpr
+    x,
+    y,
+    state,
+    g,
+    a_mean,
+    b_mean,
+    inv_t,
+    softcap,
+    p_share,
+    q_share,
+    JS: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
     m, w_all, offset, c, n, s, k = state
     p, q, u, delta, expm1 = p_q_delta(x, y, m, w_all, offset, c, n, s, k, inv_t, EXACT)
     if JS:
-        a, b = js_logs(delta)
-        dx, dy = 0.5 * g * p * (a - a_mean), 0.5 * g * q * (b - b_mean)
+        a, b = js_logs(delta, p_share, q_share)
+        of_p = 0.5 if p_share is None else p_share
+        of_q = 0.5 if q_share is None else q_share
+        dx, dy = of_p * g * p * (a - a_mean), of_q * g * q * (b - b_mean)
     else:
         near = tl.where(
             k > 8, 0.0, 1.0
@@ -56,7 +70,7 @@ def _store(dx_ptr, dy_ptr, dx, dy, cols, mask):
         tl.store(dy_ptr + cols, dy.to(dy_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=[*RUNTIME, *SHARES])
 def kl_bwd_kernel(
     g_ptr,  # (N,) fp32, gradient of the divergence
     x_ptr,  # (B, T, V)
@@ -80,6 +94,8 @@ def kl_bwd_kernel(
     inv_t,
     wide,
     softcap,
+    p_share,  # with the next the shares in the mixture, or None: halves
+    q_share,
     BLOCK: tl.constexpr,
     THREADS: tl.constexpr,
     VEC: tl.constexpr,  # elements in 16 bytes
@@ -125,7 +141,9 @@ def kl_bwd_kernel(
         y = as_logits(
             tl.load(y_ptr + y_begin + i * BLOCK + cols, mask=inside, other=0.0), None, softcap
         )
-        dx, dy = _gradients(x, y, state, g, a_mean, b_mean, inv_t, softcap, JS, EXACT)
+        dx, dy = _gradients(
+            x, y, state, g, a_mean, b_mean, inv_t, softcap, p_share, q_share, JS, EXACT
+        )
         _store(dx_ptr, dy_ptr, dx, dy, begin + i * BLOCK + cols, None)
     for i in tl.range(part * THREADS, around, parts * THREADS, num_stages=1):
         column = i + tl.arange(0, THREADS)
@@ -134,12 +152,19 @@ def kl_bwd_kernel(
         column += tl.where(column < lead, 0, blocks * BLOCK)
         x = as_logits(tl.load(x_ptr + x_at + column, mask=wanted, other=0.0), None, softcap)
         y = as_logits(tl.load(y_ptr + y_at + column, mask=wanted, other=0.0), None, softcap)
-        dx, dy = _gradients(x, y, state, g, a_mean, b_mean, inv_t, softcap, JS, EXACT)
+        dx, dy = _gradients(
+            x, y, state, g, a_mean, b_mean, inv_t, softcap, p_share, q_share, JS, EXACT
+        )
         _store(dx_ptr, dy_ptr, dx, dy, out + column, inside)
 
 
-def kl_bwd(g, x, y, mask, inv_t, divergence, state, sums, wants_dx, wants_dy, softcap=None):
-    """Gradients (B, T, V) of x and of y, None where not wanted; g (N,) fp32; `sums` of `js_fwd`, or None for KL."""
+def kl_bwd(
+    g, x, y, mask, inv_t, divergence, state, sums, wants_dx, wants_dy, softcap=None, shares=None
+):
+    """Gradients (B, T, V) of x and of y, None where not wanted; g (N,) fp32.
+
+    `sums` are those of `js_fwd` with the same `shares`, or None for KL.
+    """
     dx = torch.empty(x.shape, device=x.device, dtype=x.dtype) if wants_dx else None
     dy = torch.empty(y.shape, device=y.device, dtype=y.dtype) if wants_dy else None
     vec = 16 // x.element_size()
@@ -149,6 +174,7 @@ def kl_bwd(g, x, y, mask, inv_t, divergence, state, sums, wants_dx, wants_dy, so
         parts = parts_of_row(
             n, triton.cdiv(vocab, 32 * BLOCK), RESIDENT * multiprocessors(x.device)
         )
+        numbers = *numbers, *(shares or (None, None))
         arguments = (g, x, y, mask, inv_t, divergence, state, sums, dx, dy, *numbers)
         with torch.cuda.device_of(x):
             kl_bwd_kernel[(n, parts)](

@@ -34,6 +34,7 @@ THREADS = 128  # per program
 # A new length, batch, vocabulary or temperature must not compile anything.
 RUNTIME = ("N", "T", "V", "x_shift", "y_shift", "stride_xb", "stride_xt", "stride_yb", "stride_yt")
 RUNTIME += ("inv_t", "wide", "softcap")
+SHARES = ("p_share", "q_share")  # of Jensen-Shannon alone, and likewise
 
 
 @triton.jit

@@ -1,10 +1,11 @@
 """The per-row results that the gradients read, by name; the CPU path imports this without Triton."""
 
+import functools
+import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
-
-LOG_2 = 0.69314712  # the largest fp32 number that is not above log 2
 
 
 class RowStatistics(NamedTuple):
@@ -46,7 +47,7 @@ class KLState(NamedTuple):
 
 
 class JensenShannonSums(NamedTuple):
-    """Results of `js_fwd`, rows of a tensor (3, N) fp32, with a = log(p / mean(p, q)) and b = log(q / mean(p, q))."""
+    """Results of `js_fwd`, rows of a tensor (3, N) fp32, with a = log(p / m), b = log(q / m) and m the mixture."""
 
     divergence: Tensor
     p_a: Tensor
@@ -55,11 +56,38 @@ class JensenShannonSums(NamedTuple):
     """sum of q b."""
 
 
-def bounded(sums: Tensor) -> Tensor:
-    """`JensenShannonSums` (3, N), in place: what rounding took out of 0 to log 2, a mean above it, is at the bound."""
-    sums[0].clamp_(0, LOG_2)
-    sums[1:].clamp_(max=LOG_2)
+class Shares(NamedTuple):
+    """The weights of P and Q in the mixture of Jensen-Shannon, both above 0, with a sum of 1.
+
+    Functions of the row take None for halves: these need less than half of the arithmetic.
+    """
+
+    p: float
+    q: float
+
+
+def shares_of(jsd_beta: float) -> Shares | None:
+    """Return the weights of a mixture whose weight of Q is `jsd_beta`; None for halves."""
+    return None if jsd_beta == 0.5 else Shares(1 - jsd_beta, jsd_beta)
+
+
+def bounded(sums: Tensor, shares: Shares | None = None) -> Tensor:
+    """`JensenShannonSums` (3, N), in place: what rounding took out of its range is at the bound."""
+    p, q = shares or Shares(0.5, 0.5)
+    of_p, of_q = -math.log(p), -math.log(q)  # p / m is at most 1 / share of p
+    sums[0].clamp_(0, _fp32_below(p * of_p + q * of_q))
+    sums[1].clamp_(max=_fp32_below(of_p))
+    sums[2].clamp_(max=_fp32_below(of_q))
     return sums
+
+
+@functools.lru_cache(maxsize=16)
+def _fp32_below(bound: float) -> float:
+    """Return the largest fp32 number that is not above the bound, so that no output ever is."""
+    nearest = torch.tensor(bound, dtype=torch.float32, device="cpu")
+    if nearest.item() > bound:
+        nearest = torch.nextafter(nearest, torch.zeros_like(nearest))
+    return nearest.item()
 
 
 class RowSupport(NamedTuple):

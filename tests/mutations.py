@@ -313,10 +313,10 @@ MUTATIONS = {
         "tests/trainers/test_distill.py -k agree",
     ),
     "the teacher and the student are exchanged in the mixture": Mutation(
-        "fused_rl/ops/linear_jsd.py",
-        "above_p = beta * torch.expm1(-d)",
-        "above_p = (1 - beta) * torch.expm1(-d)",
-        "tests/test_linear_kl.py -k mixture",
+        "kernels/states.py",
+        "Shares(1 - jsd_beta, jsd_beta)",
+        "Shares(jsd_beta, 1 - jsd_beta)",
+        "tests/test_kl.py -k any_mixture",
     ),
     "smoothed labels are exchanged": Mutation(
         "fused_rl/objectives/preferences.py",

@@ -486,6 +486,12 @@ REFUSED = [
     ("token_kl", {"logits": LOGITS.double()}, "logits must be a bf16, fp16 or fp32 tensor"),
     ("token_kl", {"logits": LOGITS[..., :0], "ref_logits": LOGITS[..., :0]}, "V >= 1"),
     ("linear_token_kl", {"direction": "both"}, "direction must be one of"),
+    ("token_kl", {"jsd_beta": 0.3}, "jsd_beta=0.3 has no meaning with direction='reverse'"),
+    (
+        "token_kl",
+        {"direction": "jensen-shannon", "jsd_beta": 1.0},
+        "jsd_beta must be a number above 0, below 1, got 1.0",
+    ),
     ("linear_token_kl", {"ref_hidden": HIDDEN[:1]}, "the same tokens and vocabulary"),
     (
         "linear_token_kl",

@@ -48,6 +48,24 @@ def test_softcap(backend, direction, softcap):
     assert_as_good_as_reference(got, x, y, upstream, **options)
 
 
+# a weight on either side of 1/2, each with both kinds of x - y
+@on_backends("jsd_beta, dtype", [0.1, 0.7], [torch.float32, torch.bfloat16], most=1)
+def test_any_mixture(backend, jsd_beta, dtype):
+    """Values and gradients with columns banned in both and in one; close distributions keep their digits."""
+    x, y = pair(2, 3, 1029, dtype=dtype, device=backend)
+    x[..., [5, 1028]] = -torch.inf
+    y[..., [5, 6]] = -torch.inf
+    upstream = torch.randn(2, 3, device=backend)
+    options = {"direction": "jensen-shannon", "jsd_beta": jsd_beta}
+    got = both_gradients(fused_rl.token_kl, x, y, upstream, temperature=0.7, **options)
+    assert_as_good_as_reference(got, x, y, upstream, temperature=0.7, **options)
+    x, y = pair(2, 1029, dtype=dtype, distance=1e-2, device=backend)
+    value = fused_rl.token_kl(x, y, **options)
+    torch.testing.assert_close(value.double(), exact(x, y, **options), rtol=3e-6, atol=0)
+    swapped = fused_rl.token_kl(y, x, **(options | {"jsd_beta": 1 - jsd_beta}))
+    torch.testing.assert_close(swapped, value, rtol=1e-6, atol=0)
+
+
 # KL from 5e-5 to 5e-11 nats; smooth, and nearly all mass on one token
 @on_backends("direction, distance, spread", DIRECTIONS, [1e-5, 1e-3], [3.0, 30.0], most=1)
 def test_close_distributions_keep_their_relative_precision(backend, spread, distance, direction):

@@ -33,11 +33,12 @@ def test_reference_gradients(direction):
     )
 
 
-@pytest.mark.parametrize("js", [False, True])
+@pytest.mark.parametrize("jsd_beta", [None, 0.3])
 @pytest.mark.parametrize("masked", [False, True])
-def test_operators_pass_opcheck(backend, js, masked):
+def test_operators_pass_opcheck(backend, jsd_beta, masked):
     (x, y), ops = pair(3, 40, device=backend), torch.ops.fused_rl
-    options = (torch.tensor([True, False, True], device=backend) if masked else None, 0.7, None, js)
+    mask = torch.tensor([True, False, True], device=backend) if masked else None
+    options = mask, 0.7, None, jsd_beta
     saved = ops.token_kl(x, y, *options)
     given = (saved[0].sin(), x, y, options[0], *saved, *options[1:], True, True)
     torch.library.opcheck(ops.token_kl_backward.default, given)

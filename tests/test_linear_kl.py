@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import fused_rl
-from fused_rl.ops.linear_jsd import ROWS, linear_token_jsd
 from tests.heads import (
     CUTS,
     FP32,
@@ -17,22 +16,25 @@ from tests.heads import (
 )
 from tests.pairs import DIRECTIONS
 
+OPTIONS = [{"direction": direction} for direction in DIRECTIONS]
+OPTIONS += [{"direction": "jensen-shannon", "jsd_beta": beta} for beta in (0.1, 0.7)]
+
+
+def names_of(options):
+    return "-".join(map(str, options.values()))
+
 
 @pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("workspace", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_kl(direction, workspace):
+@pytest.mark.parametrize("divergence", OPTIONS, ids=names_of)
+def test_kl(divergence, workspace):
     """In fp32 with a temperature per row; what is masked is not read, and has a gradient of exactly 0."""
     shape, workspace_mb = workspace
     leaves, targets, mask = make(shape, FP32)
     ref = reference_head(shape, FP32)
-    options = {
-        "direction": direction,
-        "temperature": torch.linspace(0.5, 2, shape[0]),
-        "mask": mask,
-    }
+    options = divergence | {"temperature": torch.linspace(0.5, 2, shape[0]), "mask": mask}
     # logits of 20 are rounded by 1e-6, and a KL of 20 nats multiplies that: whose rounding is luckier is chance
-    atol = 1e-6 if direction == "jensen-shannon" else 1e-5
+    atol = 1e-6 if divergence["direction"] == "jensen-shannon" else 1e-5
     clean = compare(
         kl_and_gradients, leaves, targets, ref, atol=atol, **options, workspace_mb=workspace_mb
     )
@@ -77,42 +79,22 @@ def test_kl_retained_frozen_and_empty():
     assert not fused_rl.linear_token_kl(*(x.detach() for x in leaves[:2]), **live).requires_grad
 
 
-@pytest.mark.parametrize("beta", [0.5, 0.1])
-def test_any_mixture_of_jensen_shannon(beta):
-    """Against plain softmax in fp64, with biases, a softcap and random upstream gradients; two blocks of rows."""
-    leaves, _, _ = make((ROWS + 3, 37, 16), FP32)
-    ref = reference_head((ROWS + 3, 37, 16), FP32)
-    upstream = torch.rand(ROWS + 3)
-    options = {"temperature": 0.7, "softcap": 5.0}
-    found = linear_token_jsd(*leaves[:2], **ref, bias=leaves[2], beta=beta, **options)
-    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    heads = (wide, [ref[name].double() for name in ("ref_hidden", "ref_weight", "ref_bias")])
-    p, q = (torch.softmax(5 * torch.tanh((h @ w.T + b) / 5) / 0.7, -1) for h, w, b in heads)
-    m = beta * q + (1 - beta) * p
-    wanted = (beta * q * (q / m).log() + (1 - beta) * p * (p / m).log()).sum(-1)
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
-    gradients = torch.autograd.grad(found, leaves, upstream)
-    for ours, theirs in zip(
-        gradients, torch.autograd.grad(wanted, wide, upstream.double()), strict=True
-    ):
-        torch.testing.assert_close(
-            ours.double(), theirs, rtol=1e-4, atol=1e-5 * theirs.abs().max().item()
-        )
-    same = {
-        "ref_hidden": leaves[0].detach(),
-        "ref_weight": leaves[1].detach(),
-        "ref_bias": leaves[2].detach(),
-    }
-    none = linear_token_jsd(*leaves[:2], **same, bias=leaves[2], beta=beta, **options)
-    assert none.eq(0).all() and torch.autograd.grad(none.sum(), leaves[1])[0].eq(0).all()
-    low = [leaf.detach().bfloat16() for leaf in leaves[:2]]
-    narrow = linear_token_jsd(
-        *low, low[0].roll(1, 0), low[1], beta=beta, logits_dtype=torch.float32
-    )
-    wide = linear_token_jsd(*(x.float() for x in (*low, low[0].roll(1, 0), low[1])), beta=beta)
-    torch.testing.assert_close(narrow, wide)
-    if beta == 0.5:
-        plain = fused_rl.linear_token_kl(
-            *leaves[:2], **ref, bias=leaves[2], direction="jensen-shannon", **options
-        )
-        torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-6)
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("options", OPTIONS, ids=names_of)
+def test_columns_banned_in_both_heads_are_as_if_they_were_not_there(options):
+    """A bias of -inf, as of a padded vocabulary: values, and gradients that are exactly 0 in those rows."""
+    leaves, targets, _ = make((22, 16, 131), FP32)
+    ref = reference_head((22, 16, 131), FP32)
+    banned = torch.arange(131) >= 120
+    hidden, weight, bias = (x.detach() for x in leaves)
+    padded = [hidden, weight, bias.masked_fill(banned, -torch.inf)]
+    padded = [x.requires_grad_() for x in padded]
+    bans = ref | {"ref_bias": ref["ref_bias"].masked_fill(banned, -torch.inf)}
+    found = kl_and_gradients(fused_rl, padded, targets, bans, **options, workspace_mb=0.008)
+    narrow = [hidden, weight[:120], bias[:120]]
+    narrow = [x.clone().requires_grad_() for x in narrow]
+    kept = {name: x if name == "ref_hidden" else x[:120] for name, x in ref.items()}
+    wanted = kl_and_gradients(fused_rl, narrow, targets, kept, **options)
+    assert all((gradient[120:] == 0).all() for gradient in found[2:])
+    for ours, exact in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours[: len(exact)], exact, rtol=1e-5, atol=1e-6)

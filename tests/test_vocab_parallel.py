@@ -13,6 +13,7 @@ from tests.distributed import run_distributed
 from tests.kept_sets import random_logits, some_rows
 from tests.marks import slow
 from tests.one_process import in_one_process
+from tests.pairs import DIRECTIONS
 
 VOCAB = 2003
 BOUNDS = {
@@ -68,8 +69,8 @@ def run_all(rank, world):
         lambda x: in_one_process(logprobs, bounds)(x, targets, **options),
         x,
     )
-    for direction in ("reverse", "forward", "jensen-shannon"):
-        options["direction"] = direction
+    for direction, beta in [(name, 0.5) for name in DIRECTIONS] + [("jensen-shannon", 0.2)]:
+        options |= {"direction": direction, "jsd_beta": beta}
         split, whole = (
             functools.partial(op, **options)
             for op in (divergence, in_one_process(divergence, bounds))

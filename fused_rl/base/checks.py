@@ -46,6 +46,7 @@ RANGES = {
     "a number, 0 or more, or inf": Interval(0, math.inf, (0, math.inf)),
     "a number from 0 to 1": Interval(0, 1, (0, 1)),
     "a number above 0, at most 1": Interval(0, 1, (1,)),
+    "a number above 0, below 1": Interval(0, 1),
     "a number from 0 to below 0.5": Interval(0, 0.5, (0,)),
 }
 # The types of numbers with such a range.

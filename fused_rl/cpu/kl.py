@@ -10,7 +10,7 @@ with u = d / T - r about any r, s = sum w u and F(r) = sum w (exp(-u) - 1 + u), 
 import torch
 
 from fused_rl.cpu.compiled import in_huge_pages
-from fused_rl.cpu.jensen_shannon import js_dx, js_dy
+from fused_rl.cpu.jensen_shannon import js_dx, js_dy, shares_per_row
 from fused_rl.cpu.pair import (
     BANNED,
     capped,
@@ -47,8 +47,13 @@ def kl_fwd(x, y, mask, inv_t, softcap=None):
     return kl, state
 
 
-def kl_bwd(g, x, y, mask, inv_t, divergence, state, sums, wants_dx, wants_dy, softcap=None):
-    """Gradients (B, T, V) of x and of y, None where not wanted; g (N,) fp32; `sums` of `js_fwd`, or None for KL."""
+def kl_bwd(
+    g, x, y, mask, inv_t, divergence, state, sums, wants_dx, wants_dy, softcap=None, shares=None
+):
+    """Gradients (B, T, V) of x and of y, None where not wanted; g (N,) fp32.
+
+    `sums` are those of `js_fwd` with the same `shares`, or None for KL.
+    """
     new = torch.empty if mask is None else torch.zeros
     dx = in_huge_pages(new(x.shape, dtype=x.dtype)) if wants_dx else None
     dy = in_huge_pages(new(y.shape, dtype=y.dtype)) if wants_dy else None
@@ -66,9 +71,11 @@ def kl_bwd(g, x, y, mask, inv_t, divergence, state, sums, wants_dx, wants_dy, so
         }
     else:
         sums = JensenShannonSums(*sums[:, rows])
+        common = (*common, *shares_per_row(shares, t))
+        of_p, of_q = shares or (0.5, 0.5)
         gradients = {
-            js_dx: (dx, 0, (*common, g / 2, sums.p_a)),
-            js_dy: (dy, 1, (*common, g / 2, sums.q_b)),
+            js_dx: (dx, 0, (g * of_p, sums.p_a, *common)),
+            js_dy: (dy, 1, (g * of_q, sums.q_b, *common)),
         }
     for function, (out, side, per_row) in gradients.items():
         if out is not None:

@@ -15,6 +15,7 @@ from fused_rl.base.checks import (
     check_choice,
     check_device,
     check_logits,
+    check_range,
     check_rows,
     check_shape,
     check_softcap,
@@ -23,7 +24,7 @@ from fused_rl.base.checks import (
     no_second_derivative,
     split_temperature,
 )
-from fused_rl.kernels.states import JensenShannonSums, KLState
+from fused_rl.kernels.states import JensenShannonSums, KLState, shares_of
 from fused_rl.ops.rows import inverse, unit_stride, without_last
 
 Direction = Literal["reverse", "forward", "jensen-shannon"]
@@ -35,6 +36,7 @@ def token_kl(
     ref_logits: Tensor,
     *,
     direction: Direction = "reverse",
+    jsd_beta: float = 0.5,
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     softcap: float | None = None,
@@ -44,7 +46,8 @@ def token_kl(
 
     With pi = softmax(cap(logits) / temperature), cap(z) = softcap * tanh(z / softcap) where there is a softcap, and ref
     the same of ref_logits: "reverse" is KL(pi || ref),
-    "forward" KL(ref || pi), "jensen-shannon" the mean of KL(pi || mean) and KL(ref || mean), at most log 2. No value is
+    "forward" KL(ref || pi), "jensen-shannon" beta KL(ref || m) + (1 - beta) KL(pi || m) with the mixture
+    m = beta ref + (1 - beta) pi (arXiv:2306.13649, eq. 1), at most log 2 for the default beta of 1/2. No value is
     negative; equal logits give exactly 0, and so do logits that differ by a constant when that difference is exact.
     Close distributions keep their relative precision, about 1e-6 down to 1e-12 nats. A divergence that is small beside
     the distance D = |max logits - max ref_logits| / temperature is right to 1e-7 D, and NaN where D is above 1e7 and it
@@ -63,6 +66,7 @@ def token_kl(
             16 bytes although V is a multiple of 16.
         ref_logits: like logits, same shape and device; detach it (or compute it under no_grad) to save its gradient.
         direction: "reverse", "forward" or "jensen-shannon".
+        jsd_beta: above 0 and below 1, the weight of the reference in the mixture of "jensen-shannon".
         temperature: a number from 1e-6 to 1e6, or a tensor of such, broadcastable to (...), one per row (not
             differentiated). It divides both logits.
         mask: (...) bool, True where a row counts. Any other row is not read, returns 0 and gets a gradient of 0.
@@ -79,7 +83,7 @@ def token_kl(
         ValueError: a direction, shape, dtype or device that does not fit; a temperature out of range (on a GPU one
             per row is not looked at: its row is NaN).
     """
-    check_choice("direction", direction, DIRECTIONS)
+    beta = check_direction(direction, jsd_beta)
     rows = check_logits_pair(logits, ref_logits, mask, softcap, shift)
     temperature, row_temperature = split_temperature(temperature, rows, logits.device)
     if logits.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -90,10 +94,23 @@ def token_kl(
     # forward is reverse with the two exchanged
     first, second = (ref_logits, logits) if direction == "forward" else (logits, ref_logits)
     op = torch.ops.fused_rl.token_kl.default
-    divergence = op(
-        first, second, mask, temperature, row_temperature, direction == "jensen-shannon", softcap
-    )[0]
+    divergence = op(first, second, mask, temperature, row_temperature, beta, softcap)[0]
     return divergence[:, :-1] if shift else divergence
+
+
+def check_direction(direction: str, jsd_beta: float) -> float | None:
+    """Check both; return the weight of the reference in the mixture, or None for a KL."""
+    check_choice("direction", direction, DIRECTIONS)
+    if direction == "jensen-shannon":
+        check_range("jsd_beta", jsd_beta, "a number above 0, below 1")
+        return float(jsd_beta)
+    # torch.compile would make a symbol of the default, and compile twice
+    if not torch.compiler.is_compiling() and jsd_beta != 0.5:
+        raise ValueError(
+            f"jsd_beta={jsd_beta} has no meaning with direction={direction!r}; leave it out, or pass "
+            "direction='jensen-shannon'"
+        )
+    return None
 
 
 def check_logits_pair(
@@ -132,7 +149,7 @@ def _token_kl(
     mask: Tensor | None,  # (...) bool
     temperature: float,
     row_temperature: Tensor | None,  # (...) fp32; replaces temperature
-    js: bool,
+    jsd_beta: float | None,  # None: KL
     softcap: float | None = None,
 ) -> tuple[
     Tensor, Tensor, Tensor
@@ -141,8 +158,8 @@ def _token_kl(
     backend = backend_of(x.device)
     divergence, state = backend.kl.kl_fwd(*rows, softcap)
     sums = state.new_empty(len(JensenShannonSums._fields), 0)
-    if js:
-        sums = backend.jensen_shannon.js_fwd(*rows, state, softcap)
+    if jsd_beta is not None:
+        sums = backend.jensen_shannon.js_fwd(*rows, state, softcap, shares_of(jsd_beta))
         divergence = JensenShannonSums(*sums).divergence.clone()
     return (
         divergence.resize_(x.shape[:-1]),
@@ -152,10 +169,10 @@ def _token_kl(
 
 
 @_token_kl.register_fake
-def _token_kl_fake(x, y, mask, temperature, row_temperature, js, softcap=None):
+def _token_kl_fake(x, y, mask, temperature, row_temperature, jsd_beta, softcap=None):
     divergence = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     n = divergence.numel()
-    sums = divergence.new_empty(len(JensenShannonSums._fields), n if js else 0)
+    sums = divergence.new_empty(len(JensenShannonSums._fields), 0 if jsd_beta is None else n)
     return divergence, divergence.new_empty(len(KLState._fields), n), sums
 
 
@@ -170,7 +187,7 @@ def _token_kl_backward(
     sums: Tensor,  # (3, N) fp32, or (3, 0) for KL
     temperature: float,
     row_temperature: Tensor | None,
-    js: bool,
+    jsd_beta: float | None,
     wants_dx: bool,
     wants_dy: bool,
     softcap: float | None = None,
@@ -178,10 +195,11 @@ def _token_kl_backward(
     arguments = as_rows(x, y, mask, temperature, row_temperature)
     g = g.reshape(-1).contiguous()
     divergence = divergence.reshape(-1)
-    sums = sums if js else None
+    of_mixture = (None, None) if jsd_beta is None else (sums, shares_of(jsd_beta))
+    sums, shares = of_mixture
     backend = backend_of(x.device)
     gradients = backend.kl.kl_bwd(
-        g, *arguments, divergence, state, sums, wants_dx, wants_dy, softcap
+        g, *arguments, divergence, state, sums, wants_dx, wants_dy, softcap, shares
     )
     return tuple(x.new_empty(0) if d is None else d.view(x.shape) for d in gradients)
 
@@ -194,7 +212,7 @@ def _token_kl_backward_fake(g, x, y, *arguments):
 
 
 def _token_kl_context(ctx, inputs, output):
-    x, y, mask, ctx.temperature, row_temperature, ctx.js, ctx.softcap = inputs
+    x, y, mask, ctx.temperature, row_temperature, ctx.jsd_beta, ctx.softcap = inputs
     divergence, state, sums = output
     kept = divergence.clone()  # the caller may modify the output
     ctx.save_for_backward(x, y, mask, row_temperature, kept, state, sums)
@@ -217,7 +235,7 @@ def _token_kl_gradient(ctx, g, *_):
         sums,
         ctx.temperature,
         row_temperature,
-        ctx.js,
+        ctx.jsd_beta,
         *wants,
         ctx.softcap,
     )

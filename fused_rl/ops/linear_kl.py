@@ -8,15 +8,14 @@ from torch import Tensor
 
 from fused_rl.base.backend import backend_of
 from fused_rl.base.checks import (
-    check_choice,
     check_head_tensors,
     check_tensors,
     check_transforms,
     once_differentiable,
 )
-from fused_rl.kernels.states import JensenShannonSums, KLState
+from fused_rl.kernels.states import JensenShannonSums, KLState, shares_of
 from fused_rl.ops import tiles
-from fused_rl.ops.kl import DIRECTIONS, Direction
+from fused_rl.ops.kl import Direction, check_direction
 from fused_rl.ops.linear import gather, rows_that_count, scatter
 
 _TILES = 3  # of one size at once: the logits of both heads and the gradient of one
@@ -31,7 +30,7 @@ def _pair(logits, ref_logits, direction):
 class _LinearTokenKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, ref_hidden, ref_weight, ref_bias, *options):
-        inv_temperature, direction, softcap, budget = ctx.options = options
+        inv_temperature, direction, jsd_beta, softcap, budget = ctx.options = options
         head = gather(weight, bias)
         ref_head = gather(ref_weight, ref_bias)
         n, vocab = hidden.shape[0], weight.shape[0]
@@ -50,8 +49,9 @@ class _LinearTokenKL(torch.autograd.Function):
             )
             inv_t = tiles.at(inv_temperature, rows)
             kl_rows, state_rows = backend.kl.kl_fwd(x, y, None, inv_t, softcap)
-            if direction == "jensen-shannon":
-                sums.append(backend.jensen_shannon.js_fwd(x, y, None, inv_t, state_rows, softcap))
+            if jsd_beta is not None:
+                pair = x, y, None, inv_t, state_rows, softcap
+                sums.append(backend.jensen_shannon.js_fwd(*pair, shares_of(jsd_beta)))
                 kl_rows = JensenShannonSums(*sums[-1]).divergence
             divergence.append(kl_rows)
             state.append(state_rows)
@@ -70,12 +70,12 @@ class _LinearTokenKL(torch.autograd.Function):
             ctx.needs_input_grad, g.contiguous(), hidden, ref_hidden, heads, statistics, ctx.options
         )
         dhidden, dweight, dbias = gradients.take()
-        return dhidden, scatter(dweight, weight), scatter(dbias, bias), *(None,) * 7
+        return dhidden, scatter(dweight, weight), scatter(dbias, bias), *(None,) * 8
 
 
 def _gradients(needs, g, hidden, ref_hidden, heads, statistics, options):
     weight, bias, ref_weight, ref_bias = heads
-    inv_temperature, direction, softcap, budget = options
+    inv_temperature, direction, jsd_beta, softcap, budget = options
     n, vocab = hidden.shape[0], weight.shape[0]
     backend = backend_of(hidden.device)
     tile = tiles.backward_tile(hidden, vocab, needs, budget, copies=_TILES)
@@ -86,7 +86,7 @@ def _gradients(needs, g, hidden, ref_hidden, heads, statistics, options):
     wants = (False, True) if direction == "forward" else (True, False)
     for rows in tiles.blocks(n, max(1, tile[0])):
         divergence, state, sums = (s[..., rows].contiguous() for s in statistics)
-        sums = sums if direction == "jensen-shannon" else None
+        sums, shares = (None, None) if jsd_beta is None else (sums, shares_of(jsd_beta))
         for columns in tiles.blocks(vocab, tile[1]):
             pair = (
                 of_policy.tile(hidden[rows], columns),
@@ -95,7 +95,7 @@ def _gradients(needs, g, hidden, ref_hidden, heads, statistics, options):
             x, y = _pair(*pair, direction)
             inv_t = tiles.at(inv_temperature, rows)
             both = backend.kl.kl_bwd(
-                g[rows], x, y, None, inv_t, divergence, state, sums, *wants, softcap
+                g[rows], x, y, None, inv_t, divergence, state, sums, *wants, softcap, shares
             )
             dlogits = both[wants.index(True)]
             gradients.add(dlogits[0], hidden[rows], weight[columns], rows, columns)
@@ -112,6 +112,7 @@ def linear_token_kl(
     bias: Tensor | None = None,
     ref_bias: Tensor | None = None,
     direction: Direction = "reverse",
+    jsd_beta: float = 0.5,
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     softcap: float | None = None,
@@ -127,8 +128,8 @@ def linear_token_kl(
         hidden, weight, bias: (..., H), (V, H), (V,) of the policy, as in `linear_token_logprobs`.
         ref_hidden, ref_weight, ref_bias: (..., H'), (V, H'), (V,) of the reference, constants: whether or not they
             require a gradient, they get none. H' may differ. For gradients on both sides use `token_kl`.
-        direction, temperature, mask, softcap, shift: as in `token_kl`; for `shift` hidden (B, T, H) and ref_hidden
-            (B, T, H') are of whole sequences, and the last position counts for nothing.
+        direction, jsd_beta, temperature, mask, softcap, shift: as in `token_kl`; for `shift` hidden (B, T, H) and
+            ref_hidden (B, T, H') are of whole sequences, and the last position counts for nothing.
         workspace_mb, logits_dtype: as in `linear_token_logprobs`; of both heads' logits.
 
     Returns:
@@ -138,7 +139,7 @@ def linear_token_kl(
     Raises:
         ValueError: a direction, shape, dtype or device that does not fit.
     """
-    check_choice("direction", direction, DIRECTIONS)
+    beta = check_direction(direction, jsd_beta)
     check_tensors(hidden=hidden, ref_hidden=ref_hidden)
     check_head_tensors(weight=weight, ref_weight=ref_weight, bias=bias, ref_bias=ref_bias)
     check_transforms("linear_token_kl", hidden, weight, bias)
@@ -170,5 +171,5 @@ def linear_token_kl(
         tiles.CPU_ROWS_BYTES if hidden.device.type == "cpu" else 0
     )  # the divergence takes twice as much there
     budget = budget.less(taken)
-    options = inv_temperature, direction, softcap, budget
+    options = inv_temperature, direction, beta, softcap, budget
     return rows.restore(_LinearTokenKL.apply(hidden, weight, bias, *reference, *options))

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fused_rl.base.backend import backend_of
 from fused_rl.base.checks import (
-    check_choice,
     check_process_group,
     check_range,
     check_temperature_values,
@@ -22,8 +21,15 @@ from fused_rl.base.checks import (
 )
 from fused_rl.base.outputs import TokenLogprobs
 from fused_rl.cpu.kl import MOST, NONE, TOO_FAR
-from fused_rl.kernels.states import JensenShannonSums, KLState, RowStatistics, RowSupport, bounded
-from fused_rl.ops.kl import DIRECTIONS, Direction, as_rows, check_logits_pair
+from fused_rl.kernels.states import (
+    JensenShannonSums,
+    KLState,
+    RowStatistics,
+    RowSupport,
+    bounded,
+    shares_of,
+)
+from fused_rl.ops.kl import Direction, as_rows, check_direction, check_logits_pair
 from fused_rl.ops.logprobs import check_row_arguments
 from fused_rl.ops.rows import inverse, next_targets, row_bwd, row_fwd, unit_stride, without_last
 from fused_rl.ops.token_support import TokenSupport, check_support, check_support_values
@@ -99,6 +105,7 @@ def vocab_parallel_token_kl(
     process_group: dist.ProcessGroup | None = None,
     *,
     direction: Direction = "reverse",
+    jsd_beta: float = 0.5,
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
     softcap: float | None = None,
@@ -110,7 +117,7 @@ def vocab_parallel_token_kl(
         local_logits: (..., V_rank) bf16, fp16 or fp32, this rank's columns; shards may differ in size.
         local_ref_logits: like local_logits, the same columns.
         process_group: of the ranks of the split; None is the default group. All its ranks call.
-        direction, temperature, mask, softcap, shift: as in `token_kl`, the same on every rank.
+        direction, jsd_beta, temperature, mask, softcap, shift: as in `token_kl`, the same on every rank.
 
     Returns:
         (...) fp32, the same on every rank; differentiable once with respect to local_logits, and to local_ref_logits
@@ -119,7 +126,7 @@ def vocab_parallel_token_kl(
     Raises:
         ValueError: as `token_kl`.
     """
-    check_choice("direction", direction, DIRECTIONS)
+    beta = check_direction(direction, jsd_beta)
     check_process_group(process_group)
     rows = check_logits_pair(local_logits, local_ref_logits, mask, softcap, shift)
     temperature, row_temperature = split_temperature(temperature, rows, local_logits.device)
@@ -135,9 +142,7 @@ def vocab_parallel_token_kl(
         else (local_logits, local_ref_logits)
     )
     x, y, mask, inv_t = as_rows(first, second, mask, temperature, row_temperature)
-    kl = _VocabParallelKL.apply(
-        x, y, mask, inv_t, direction == "jensen-shannon", softcap, process_group
-    )
+    kl = _VocabParallelKL.apply(x, y, mask, inv_t, beta, softcap, process_group)
     kl = kl.view(local_logits.shape[:-1])
     return kl[:, :-1] if shift else kl
 
@@ -296,16 +301,17 @@ def merge_kl(kl, state, mask, inv_t, group):
 
 class _VocabParallelKL(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, y, mask, inv_t, js, softcap, group):
+    def forward(ctx, x, y, mask, inv_t, jsd_beta, softcap, group):
         backend = backend_of(x.device)
         divergence, state = merge_kl(
             *backend.kl.kl_fwd(x, y, mask, inv_t, softcap), mask, inv_t, group
         )
-        sums = None
-        if js:
-            sums = backend.jensen_shannon.js_fwd(x, y, mask, inv_t, state, softcap)
+        sums, ctx.shares = None, None
+        if jsd_beta is not None:
+            ctx.shares = shares_of(jsd_beta)
+            sums = backend.jensen_shannon.js_fwd(x, y, mask, inv_t, state, softcap, ctx.shares)
             dist.all_reduce(sums, group=group)
-            divergence = JensenShannonSums(*bounded(sums)).divergence
+            divergence = JensenShannonSums(*bounded(sums, ctx.shares)).divergence
         divergence = divergence if mask is None else torch.where(mask, divergence, 0)
         ctx.save_for_backward(x, y, mask, divergence, state, sums)
         ctx.inv_t = inv_t
@@ -327,5 +333,6 @@ class _VocabParallelKL(torch.autograd.Function):
             sums,
             *ctx.needs_input_grad[:2],
             ctx.softcap,
+            ctx.shares,
         )
         return *gradients, *(None,) * 5

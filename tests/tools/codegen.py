@@ -125,28 +125,28 @@ def _kl_inputs(dtype="bfloat16", vocab=VOCAB, mask=True, per_row=False, rows=ROW
     return (x, y, mask, row if per_row else inv_t), row
 
 
-def kl_fwd(jensen_shannon=False, split=False, softcap=None, **options):
+def kl_fwd(jensen_shannon=False, split=False, softcap=None, shares=None, **options):
     from fused_rl.kernels import jensen_shannon as js
     from fused_rl.kernels import kl, launch
     from fused_rl.kernels.states import KLState
 
     rows, row = _kl_inputs(**options)
     if jensen_shannon:
-        js.js_fwd(*rows, row.expand(len(KLState._fields), -1).contiguous(), softcap)
+        js.js_fwd(*rows, row.expand(len(KLState._fields), -1).contiguous(), softcap, shares)
     else:
         count = 10**6 if split else 0
         with _device(launch, multiprocessors=count):
             kl.kl_fwd(*rows, softcap)
 
 
-def kl_bwd(jensen_shannon=False, wants=(True, False), softcap=None, **options):
+def kl_bwd(jensen_shannon=False, wants=(True, False), softcap=None, shares=None, **options):
     from fused_rl.kernels import kl
     from fused_rl.kernels.states import KLState
 
     rows, row = _kl_inputs(**options)
     state = row.expand(len(KLState._fields), -1).contiguous()
     sums = row.expand(3, -1).contiguous() if jensen_shannon else None
-    kl.kl_bwd(row, *rows, row, state, sums, *wants, softcap)
+    kl.kl_bwd(row, *rows, row, state, sums, *wants, softcap, shares)
 
 
 def gae():
@@ -227,6 +227,7 @@ ODD = {"vocab": 50257}
 PER_ROW = {"dtype": "float32", "per_row": True, "mask": False}
 CAPPED = {"dtype": "float32", "softcap": 30.0, "mask": False}
 JENSEN_SHANNON = {"jensen_shannon": True}
+MIXTURE = JENSEN_SHANNON | {"shares": (0.9, 0.1)}
 VARIANTS = {
     "logprob_fwd fp32, per-row temperature, softcap": (logprob_fwd, PER_ROW | CAPPED),
     "logprob_fwd fp16": (logprob_fwd, FP16),
@@ -271,6 +272,8 @@ VARIANTS = {
     "kept_linear fp32, no bias": (kept_linear, FP32 | {"bias": False}),
     "kept_linear fp16, added to a gradient": (kept_linear, FP16 | {"add": True}),
     "kl_bwd bf16, Jensen-Shannon": (kl_bwd, JENSEN_SHANNON | {"wants": (True, True)}),
+    "js_fwd bf16, any mixture": (kl_fwd, MIXTURE),
+    "kl_bwd bf16, any mixture": (kl_bwd, MIXTURE | {"wants": (True, True)}),
 }
 
 # ------------------------------------------------------------------------------------------------- the subprocess

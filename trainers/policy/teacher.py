@@ -6,7 +6,6 @@ import torch
 from torch.nn.functional import linear
 
 import fused_rl
-from fused_rl.ops.linear_jsd import linear_token_jsd
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.text import InputError, in_a_line
 from fused_rl.trainers.data import encode
@@ -46,10 +45,8 @@ class Teacher(NamedTuple):
         )
         options = {"temperature": config.distill_temperature, "softcap": student.softcap} | biases
         options["logits_dtype"] = student.head_dtype
-        if config.direction == "jensen-shannon" and config.jsd_beta != 0.5:
-            kl = linear_token_jsd(*operands, beta=config.jsd_beta, **options)
-        else:
-            kl = fused_rl.linear_token_kl(*operands, direction=config.direction, **options)
+        options |= {"direction": config.direction, "jsd_beta": config.jsd_beta}
+        kl = fused_rl.linear_token_kl(*operands, **options)
         return {"kl": kl.sum(), "agrees": agrees.sum(), "mass": torch.ones_like(agrees).sum()}
 
 
