@@ -25,6 +25,7 @@ from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt
 from tests.device import tensors
 from tests.trainers import steps as of_cpu
+from tests.trainers import tiny
 
 CPU = torch.device("cpu")
 NEW_TOKENS = 12
@@ -95,24 +96,12 @@ class Found(NamedTuple):
 Step = Callable[[], Found]
 
 
-def config_of(kind, folder: str, **options):
-    settings = {
-        "model": folder,
-        "dataset": "",
-        "output_dir": "",
-        "zero_stage": 0,
-        "steps": 4,
-        "lr": 1e-3,
-    }
-    if kind in (grpo.GRPOConfig, ppo.PPOConfig):
-        settings |= {
-            "prompts_per_step": 4,
-            "group_size": 4,
-            "minibatches": 2,
-            "micro_batch_size": 4,
-        }
-        settings |= {"max_new_tokens": NEW_TOKENS}
-    return kind(**(settings | options))
+def small_config(trainer: str, folder: str, **options):
+    settings = {"steps": 4, "lr": 1e-3}
+    if trainer in ("grpo", "ppo"):
+        settings |= {"prompts_per_step": 4, "group_size": 4, "minibatches": 2}
+        settings |= {"micro_batch_size": 4, "max_new_tokens": NEW_TOKENS}
+    return tiny.config_of(trainer, folder, **(settings | options))
 
 
 def placed(module, device):
@@ -178,14 +167,14 @@ def policy_of(config, device, responses, *, share=None) -> policies.Policy:
 
 
 def grpo_step(folder, device, responses, **options) -> Step:
-    config = config_of(grpo.GRPOConfig, folder, **options)
+    config = small_config("grpo", folder, **options)
     policy = policy_of(config, device, responses, share=options.get("share_prompts"))
     prompts = of_rank(prompts_of(policy.tokenizer))
     return lambda: Found(grpo.train_step(policy, prompts, 1), (policy.model.module,))
 
 
 def ppo_step(folder, device, responses, critic=None, **options) -> Step:
-    config = config_of(ppo.PPOConfig, folder, critic=critic, **options)
+    config = small_config("ppo", folder, critic=critic, **options)
     policy = policy_of(config, device, responses, share=False)
     module = load_reward_model(config.replace(model=critic), CPU, kind=Critic)
     module = placed(module, device)
@@ -195,7 +184,7 @@ def ppo_step(folder, device, responses, critic=None, **options) -> Step:
 
 
 def sft_step(folder, device, responses, packed=True, **options) -> Step:
-    config = config_of(sft.SFTConfig, folder, batch_size=16, micro_batch_size=4, **options)
+    config = small_config("sft", folder, batch_size=16, micro_batch_size=4, **options)
     tokenizer = encode.load_tokenizer(folder)
     lm = load_lm(config, CPU)
     costs = packing.costs_of(lm.base) if packed else None
@@ -214,7 +203,7 @@ def sft_step(folder, device, responses, packed=True, **options) -> Step:
 
 
 def reward_step(folder, device, responses, packed=True, **options) -> Step:
-    config = config_of(reward.RewardConfig, folder, batch_size=8, micro_batch_size=4, **options)
+    config = small_config("reward", folder, batch_size=8, micro_batch_size=4, **options)
     tokenizer = encode.load_tokenizer(folder)
     module = load_reward_model(config, CPU)
     costs = packing.costs_of(module.classifier) if packed else None

@@ -51,7 +51,7 @@ def drawn(folders, make, options):
     """The responses of a step, as its sampling draws them."""
     names = ("top_p", "top_k")
     truncation = {name: options[name] for name in names if name in options}
-    return steps.responses_of(steps.config_of(steps.grpo.GRPOConfig, folders[0], **truncation))
+    return steps.responses_of(steps.small_config("grpo", folders[0], **truncation))
 
 
 def named(options, folders):
@@ -113,7 +113,7 @@ OF_RANKS = {
 
 @pytest.mark.slow
 def test_a_step_on_two_devices_is_that_of_one_process(folders, tmp_path):
-    responses = steps.responses_of(steps.config_of(steps.grpo.GRPOConfig, folders[0]))
+    responses = steps.responses_of(steps.small_config("grpo", folders[0]))
     launch = [
         sys.executable,
         "-m",
@@ -149,7 +149,7 @@ SAMPLED = {
 @pytest.mark.parametrize("name", [slow("whole vocabulary"), slow("kept sets")])
 def test_sampling_waits_once_for_eight_tokens(device, folders, name):
     options, reads = SAMPLED[name]
-    config = steps.config_of(steps.grpo.GRPOConfig, folders[0], max_new_tokens=32, **options)
+    config = steps.small_config("grpo", folders[0], max_new_tokens=32, **options)
     sampler, prompts, sampling = steps.sampler_of(config, device)
     with tensors.counted() as waits:
         responses = sampler.sample(prompts, sampling)

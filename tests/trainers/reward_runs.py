@@ -69,15 +69,11 @@ def write_pairs(path: Path, count: int = 20) -> str:
 
 def make_config(folder: Path, name: str = "run", **options) -> reward.RewardConfig:
     settings = {
-        "model": str(folder / "model"),
-        "dataset": str(folder / "pairs.jsonl"),
-        "output_dir": str(folder / name),
         "eval_size": 4,
         "steps": 4,
         "batch_size": 8,
         "micro_batch_size": 8,
         "lr": 1e-3,
-        "zero_stage": 0,
         "dtype": "float32",
         "eval_every": 2,
         "save_every": 0,
@@ -85,7 +81,8 @@ def make_config(folder: Path, name: str = "run", **options) -> reward.RewardConf
         "centering": 0.01,
         "normalize_pairs": 6,
     }
-    return reward.RewardConfig(**tiny.settled(settings | options))
+    files = {"dataset": folder / "pairs.jsonl", "output_dir": folder / name}
+    return tiny.config_of("reward", folder / "model", **(files | settings | options))
 
 
 def weights(config) -> dict[str, torch.Tensor]:

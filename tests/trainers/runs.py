@@ -21,77 +21,35 @@ from tests.trainers import figures, killed, tiny
 VERIFIER = "tests.trainers.tiny:odd_characters"
 
 
+OPTIONS = {
+    "sft": {"completion_column": "answer", "steps": 4, "batch_size": 8},
+    "grpo": {"steps": 3, "prompts_per_step": 4, "group_size": 4, "micro_batch_size": 8},
+    "ppo": {"steps": 3, "prompts_per_step": 8, "micro_batch_size": 4},
+}
+SAMPLED = {"verifiers": VERIFIER, "max_new_tokens": 6, "eval_samples": 2}
+
+
+def _config_of(trainer: str, files, output_dir, options):
+    common = {"eval_size": 4, "lr": 1e-3, "save_every": 0} | OPTIONS[trainer]
+    return tiny.config_of(trainer, *files, output_dir, **(common | options))
+
+
 def sft_config(files, output_dir, **options) -> sft.SFTConfig:
-    model, dataset = files
-    defaults = {
-        "completion_column": "answer",
-        "eval_size": 4,
-        "steps": 4,
-        "batch_size": 8,
-        "lr": 1e-3,
-    }
-    defaults |= {"save_every": 0, "zero_stage": 0, "adam_beta2": 0.95, "weight_decay": 0.1}
-    return sft.SFTConfig(
-        model=model, dataset=dataset, output_dir=str(output_dir), **tiny.settled(defaults | options)
-    )
+    given = {"adam_beta2": 0.95, "weight_decay": 0.1}
+    return _config_of("sft", files, output_dir, given | options)
 
 
 def grpo_config(files, output_dir, **options) -> grpo.GRPOConfig:
-    model, dataset = files
-    defaults = {
-        "verifiers": VERIFIER,
-        "eval_size": 4,
-        "steps": 3,
-        "prompts_per_step": 4,
-        "group_size": 4,
-        "lr": 1e-3,
-    }
-    defaults |= {
-        "max_new_tokens": 6,
-        "save_every": 0,
-        "zero_stage": 0,
-        "eval_samples": 2,
-        "micro_batch_size": 8,
-    }
-    return grpo.GRPOConfig(
-        model=model, dataset=dataset, output_dir=str(output_dir), **tiny.settled(defaults | options)
-    )
+    return _config_of("grpo", files, output_dir, SAMPLED | options)
 
 
 def ppo_config(files, output_dir, **options) -> ppo.PPOConfig:
-    model, dataset = files
-    defaults = {
-        "verifiers": VERIFIER,
-        "eval_size": 4,
-        "steps": 3,
-        "prompts_per_step": 8,
-        "lr": 1e-3,
-    }
-    defaults |= {
-        "max_new_tokens": 6,
-        "save_every": 0,
-        "zero_stage": 0,
-        "eval_samples": 2,
-        "micro_batch_size": 4,
-    }
-    return ppo.PPOConfig(
-        model=model, dataset=dataset, output_dir=str(output_dir), **tiny.settled(defaults | options)
-    )
+    return _config_of("ppo", files, output_dir, SAMPLED | options)
 
 
 def run_config(files, output_dir, **options) -> sft.SFTConfig:
-    model, dataset = files
-    defaults = {
-        "completion_column": "answer",
-        "eval_size": 4,
-        "steps": 4,
-        "batch_size": 8,
-        "lr": 1e-3,
-    }
-    defaults |= {"save_every": 1, "keep_checkpoints": 9, "zero_stage": 0}
-    return sft.SFTConfig(
-        model=model, dataset=dataset, output_dir=str(output_dir), **tiny.settled(defaults | options)
-    )
+    given = {"save_every": 1, "keep_checkpoints": 9}
+    return _config_of("sft", files, output_dir, given | options)
 
 
 def refused(config, message: str) -> str:

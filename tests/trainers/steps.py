@@ -1,5 +1,6 @@
 """A step on responses and scores that were decided before, without DeepSpeed; and what GRPO's must be, in fp64."""
 
+import functools
 import math
 
 import pytest
@@ -66,22 +67,19 @@ def assert_gradients_close(module, exact, prefix=""):
         )
 
 
-def config_of(folder="m", **options) -> grpo.GRPOConfig:
-    settings = {
-        "model": folder,
-        "dataset": "",
-        "output_dir": "",
-        "zero_stage": 0,
-        "prompts_per_step": 2,
-    }
-    settings |= {
-        "group_size": GROUP,
-        "minibatches": 1,
-        "micro_batch_size": 3,
-        "max_new_tokens": LENGTH,
-    }
-    settings |= {"temperature": TEMPERATURE, "lr": 1e-3, "max_grad_norm": 0.0, "steps": 4}
-    return grpo.GRPOConfig(**(settings | options))
+config_of = functools.partial(
+    tiny.config_of,
+    "grpo",
+    prompts_per_step=2,
+    group_size=GROUP,
+    minibatches=1,
+    micro_batch_size=3,
+    max_new_tokens=LENGTH,
+    temperature=TEMPERATURE,
+    lr=1e-3,
+    max_grad_norm=0.0,
+    steps=4,
+)
 
 
 def fake_policy(config, module, responses, scores) -> policy.Policy:

@@ -1,11 +1,13 @@
 import pytest
 
+from fused_rl.trainers import sft
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.encode import Encoder
 from fused_rl.trainers.data.order import RowOrder
 from fused_rl.trainers.data.rows import Rows, load_train_eval
 from fused_rl.trainers.options import DataConfig
+from fused_rl.trainers.rollouts.roll_out import prompts_of
 from tests.trainers import tiny
 
 
@@ -118,6 +120,19 @@ def test_the_order_visits_every_row_once_per_epoch_and_continues_anywhere():
         other.position = 4 * done
         assert [next(other) for _ in range(5 - done)] == batches[done:]
     assert next(RowOrder(10, 10, seed=4)) != next(RowOrder(10, 10, seed=3))
+
+
+def test_what_is_as_long_as_its_limit_is_kept_and_one_token_more_is_dropped():
+    config = tiny.config_of("sft", max_prompt_length=4, max_length=9)
+    rows = []
+    for prompt, completion in ((4, 4), (5, 3), (4, 5), (3, 5), (5, 4)):  # EOS not counted
+        rows.append({"prompt": "a" * prompt, "completion": "b" * completion})
+    rows, encoder = Rows(rows, "x"), Encoder(tiny.tokenizer(chat=False))
+    assert [example.where for example in sft.encoded(config, rows, encoder)] == [
+        rows.where(i) for i in (0, 3)
+    ]
+    prompts = prompts_of(rows, encoder, [], column="prompt", max_length=4)
+    assert [prompt.where for prompt in prompts] == [rows.where(i) for i in (0, 2, 3)]
 
 
 def test_every_stop_token_of_the_model_counts():

@@ -44,33 +44,26 @@ def folder(tmp_path_factory):
     return folder
 
 
-def config_of(folder: Path, output: Path, **options) -> distill.DistillConfig:
+def distill_config(folder: Path, output: Path, **options) -> distill.DistillConfig:
     settings = {
-        "model": str(folder / "model"),
         "teacher": str(folder / "teacher"),
-        "output_dir": str(output),
-    }
-    settings |= {
-        "dataset": str(folder / "rows.jsonl"),
         "eval_size": 5,
         "steps": 4,
         "prompts_per_step": 8,
         "lr": 1e-3,
-    }
-    settings |= {
         "max_new_tokens": 6,
         "eval_samples": 2,
         "micro_batch_size": 3,
-        "zero_stage": 0,
         "dtype": "float32",
+        "eval_every": 2,
+        "save_every": 2,
     }
-    return distill.DistillConfig(
-        **tiny.settled(settings | {"eval_every": 2, "save_every": 2} | options)
-    )
+    files = (folder / "model", folder / "rows.jsonl", output)
+    return tiny.config_of("distill", *files, **(settings | options))
 
 
 def trained(folder: Path, output: Path, **options) -> list[dict]:
-    distill.train(config_of(folder, output, **options))
+    distill.train(distill_config(folder, output, **options))
     return tiny.untimed(tiny.read_metrics(output))
 
 
@@ -143,7 +136,7 @@ def test_loss_and_gradient_are_those_of_plain_softmax_in_fp64(
     (metrics,) = trained(
         folder, tmp_path, steps=1, eval_size=0, max_grad_norm=0.0, **MIXED, **options
     )
-    loss, _, gradient = expected(folder, samples[0], config_of(folder, tmp_path, **options))
+    loss, _, gradient = expected(folder, samples[0], distill_config(folder, tmp_path, **options))
     assert loss > 0.01 and metrics["distill/kl"] == pytest.approx(loss.item(), rel=1e-5)
     assert metrics["distill/num_tokens"] == sum(len(sample.response.ids) for sample in samples[0])
     for name, wanted in gradient.items():
@@ -203,7 +196,7 @@ def test_held_out_responses_are_compared_and_metrics_have_exactly_these_names(
 
     # Two responses to each of five prompts, before the first step; the student has learned at the end.
     first, last = metrics[0], metrics[-1]
-    loss, agreement, _ = expected(folder, samples[0], config_of(folder, tmp_path))
+    loss, agreement, _ = expected(folder, samples[0], distill_config(folder, tmp_path))
     assert len(samples[0]) == 10 and first["eval/distill/kl"] == pytest.approx(
         loss.item(), rel=1e-5
     )
@@ -245,7 +238,7 @@ def test_a_column_of_the_rows_names_the_teacher(folder, tmp_path, monkeypatch):
     (of_step,) = samples
     corrected = [sample for sample in of_step if sample.row["teacher"] == "other"]
     assert 0 < len(corrected) < len(of_step)
-    loss, _, gradient = expected(folder, corrected, config_of(folder, tmp_path))
+    loss, _, gradient = expected(folder, corrected, distill_config(folder, tmp_path))
     share = sum(len(sample.response.ids) for sample in corrected) / metrics["distill/num_tokens"]
     assert metrics["distill/kl"] == pytest.approx(share * loss.item(), rel=1e-5)
     for name, wanted in gradient.items():
@@ -331,7 +324,7 @@ def test_another_vocabulary_is_refused_with_the_tokens_that_differ(folder, tmp_p
     tokenizer.save_pretrained(teacher)
     what = rf"has {count + 1} tokens and model=\S+ {count}, and 1 differ: '<think>'; choose a teacher with"
     with pytest.raises(InputError, match=what):
-        distill.train(config_of(folder, tmp_path / "run", teacher=str(teacher)))
+        distill.train(distill_config(folder, tmp_path / "run", teacher=str(teacher)))
 
 
 @pytest.mark.parametrize(
@@ -367,7 +360,7 @@ def test_another_vocabulary_is_refused_with_the_tokens_that_differ(folder, tmp_p
 )
 def test_what_cannot_be_meant_is_refused_in_a_line(folder, tmp_path, options, message):
     with pytest.raises(InputError, match=message):
-        distill.train(config_of(folder, tmp_path, **options))
+        distill.train(distill_config(folder, tmp_path, **options))
 
 
 @pytest.mark.parametrize(

@@ -36,26 +36,24 @@ def folder(tmp_path_factory):
     return folder
 
 
-def config_of(folder: Path, name: str = "run", **options) -> dpo.DPOConfig:
+def dpo_config(folder: Path, name: str = "run", **options) -> dpo.DPOConfig:
     settings = {
-        "model": str(folder / "model"),
-        "dataset": str(folder / "pairs.jsonl"),
-        "output_dir": str(folder / name),
-    }
-    settings |= {
         "eval_size": 5,
         "steps": 4,
         "batch_size": 8,
         "lr": 1e-3,
-        "zero_stage": 0,
         "dtype": "float32",
+        "eval_every": 3,
+        "save_every": 2,
+        "label_smoothing": 0.05,
+        "nll_coef": 0.1,
     }
-    settings |= {"eval_every": 2, "save_every": 2, "label_smoothing": 0.05, "nll_coef": 0.1}
-    return dpo.DPOConfig(**tiny.settled(settings | options))
+    files = {"dataset": folder / "pairs.jsonl", "output_dir": folder / name}
+    return tiny.config_of("dpo", folder / "model", **(files | settings | options))
 
 
 def trained(folder: Path, name: str, **options) -> tuple[list[dict], dict[str, torch.Tensor]]:
-    config = config_of(folder, name, **options)
+    config = dpo_config(folder, name, **options)
     with figures.drawn():
         dpo.train(config)
     return tiny.untimed(tiny.read_metrics(config.output_dir)), tiny.weights(folder / name / "model")
@@ -75,7 +73,9 @@ def test_metrics_have_exactly_these_names_and_the_policy_learns(run):
     }
     evaluation = {name for name in names if name.startswith("eval/")}
     assert set(metrics[0]) == {"step"} | evaluation
-    assert set(metrics[1]) == names - evaluation and set(metrics[2]) == names
+    # Evaluated in every third step, and in the fourth, which is the last one.
+    assert set(metrics[1]) == set(metrics[2]) == names - evaluation
+    assert set(metrics[3]) == set(metrics[4]) == names
     assert all(math.isfinite(value) for row in metrics for value in row.values())
     first, last = metrics[0], metrics[-1]
     assert (
@@ -87,7 +87,7 @@ def test_metrics_have_exactly_these_names_and_the_policy_learns(run):
 
 def test_a_stopped_run_goes_on_bit_for_bit(folder, run, tmp_path):
     forget_after(folder / "whole", tmp_path / "run", 2)
-    config = config_of(folder, resume=True)
+    config = dpo_config(folder, resume=True)
     config.output_dir = str(tmp_path / "run")
     dpo.train(config)
     weights = tiny.weights(tmp_path / "run" / "model")
@@ -113,7 +113,7 @@ def lead(scores):
 def test_a_loss_is_its_papers_however_the_pairs_are_split(loss_type, folder, monkeypatch):
     """Value and gradient in fp64, over micro-batches and ranks."""
     options = {"loss_type": loss_type, "beta": 0.5, "label_smoothing": 0.0, "margin": 0.25}
-    config = config_of(folder, nll_coef=0.3, **options)
+    config = dpo_config(folder, nll_coef=0.3, **options)
     made = torch.Generator().manual_seed(0)
     pairs = []
     for i in range(6):
@@ -158,7 +158,7 @@ def test_a_loss_is_its_papers_however_the_pairs_are_split(loss_type, folder, mon
 def test_orpo_has_no_reference_and_apo_no_margin(folder, loss_type):
     nll_coef = 0.5 if loss_type == "orpo" else 0.0
     options = {"loss_type": loss_type, "beta": 0.3, "nll_coef": nll_coef, "label_smoothing": 0.0}
-    config = config_of(folder, **options)
+    config = dpo_config(folder, **options)
     lengths = torch.tensor([[2, 3], [4, 1]])
     pairs = [
         dpo.Pair(([5], [6] * chosen), ([5], [7] * rejected), 0.25, "a row")
@@ -200,7 +200,7 @@ def test_a_response_without_predicted_tokens_is_left_out(folder, tmp_path, capsy
         capsys.readouterr().out.split()
     )
     with pytest.raises(InputError, match="label_smoothing=0.05 has no effect on ipo"):
-        config_of(folder, "smoothed", loss_type="ipo")
+        dpo_config(folder, "smoothed", loss_type="ipo")
 
 
 def test_a_dry_run_looks_for_both_columns(folder, tmp_path):
@@ -227,7 +227,7 @@ def test_a_log_probability_that_is_not_finite_names_its_row(folder, tmp_path):
     lm.save_pretrained(tmp_path / "model")
     write_pairs(tmp_path / "pairs.jsonl")
     with pytest.raises(InputError, match=r"rows .*pairs.jsonl, line \d+: \[nan"):
-        dpo.train(config_of(tmp_path))
+        dpo.train(dpo_config(tmp_path))
 
 
 @pytest.mark.slow
@@ -281,7 +281,7 @@ def train_splits(rank, world, folder, splits):
     found = {}
     for split in splits:
         options = dict(zip(("zero_stage", "micro_batch_size"), split, strict=True))
-        config = config_of(folder, f"split-{world}-{split}", eval_every=9, save_every=0, **options)
+        config = dpo_config(folder, f"split-{world}-{split}", eval_every=9, save_every=0, **options)
         dpo.train(config)
         metrics = tiny.untimed(tiny.read_metrics(config.output_dir))
         found[split] = (

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import fused_rl
+from fused_rl.trainers.base import ranks
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.policy import groups, policy
+from fused_rl.trainers.policy import groups, policy, setup
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from tests.distributed import run_distributed
 from tests.trainers import tiny
@@ -215,3 +216,12 @@ def test_a_minibatch_is_of_whole_groups_where_those_of_a_rank_divide():
         config = config_of(prompts_per_step=4, minibatches=minibatches)
         whole = tuple(world for world in (1, 2, 4) if groups.keeps_groups(config, world))
         assert whole == worlds
+
+
+def test_the_ranks_have_each_prompt_of_a_step_once(monkeypatch):
+    given, shares = SimpleNamespace(prompts="abcdef"), []
+    monkeypatch.setattr(ranks, "world_size", lambda: 2)
+    for rank in range(2):
+        monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
+        shares.append(setup.Setup.prompts_of_rank(given, [5, 1, 4, 2]))
+    assert sorted(sum(shares, [])) == [*"bcef"] and len(shares[0]) == 2

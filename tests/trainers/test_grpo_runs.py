@@ -26,7 +26,7 @@ def trained(folder, rows, output, **options):
         "save_every": 1,
     }
     settings |= {"model": folder, "dataset": rows, "output_dir": str(output), "keep_checkpoints": 9}
-    grpo.train(config_of(**tiny.settled(settings | options)))
+    grpo.train(config_of(**(settings | options)))
     return tiny.untimed(tiny.read_metrics(output))
 
 

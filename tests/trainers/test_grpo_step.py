@@ -7,6 +7,7 @@ import torch
 
 import fused_rl
 from fused_rl import reference as exact_ops
+from fused_rl.objectives.presets import resolve_options
 from fused_rl.trainers import grpo
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.text import InputError
@@ -172,6 +173,17 @@ def test_the_tokens_of_highest_entropy_alone_are_trained_on(folder, exact):
     )  # of the whole minibatch, in parts of three
     assert 0 < kept.sum() < there.sum() / 2
     assert_step_is(exact, sums["loss"], lm, (losses * kept).sum() / there.sum())
+
+
+def test_the_quantile_of_entropy_is_that_of_all_ranks_and_of_tokens_that_count(monkeypatch):
+    entropy, other = torch.tensor([[0.0, 3.0, 9.0, 1.0]]), torch.tensor([0.0, 0.5, 2.0, 4.0])
+    monkeypatch.setattr(ranks, "gather", lambda part: [part, other])
+    mask = entropy != 9
+    every = torch.cat([entropy[mask], other])
+    for share in (0.2, 0.5, 0.9, 1.0):
+        options = resolve_options("grpo", {"top_entropy": share})
+        threshold = policy.with_entropy_threshold(options, entropy, mask).entropy_threshold
+        assert torch.equal(every >= threshold, every >= every.quantile(1 - share)), share
 
 
 def test_tokens_below_a_threshold_of_entropy_are_not_trained_on(folder, exact):

@@ -1,5 +1,6 @@
 """Pushing the trained model to a fake of the Hub, and logging to a fake of Weights & Biases."""
 
+import functools
 import importlib.util
 import sys
 import types
@@ -47,23 +48,15 @@ def api(monkeypatch):
     return fake
 
 
-def config_of(files, output_dir, **options) -> sft.SFTConfig:
-    defaults = {
-        "completion_column": "answer",
-        "eval_size": 0,
-        "batch_size": 4,
-        "steps": 1,
-        "zero_stage": 0,
-    }
-    return sft.SFTConfig(
-        model=files[0], dataset=files[1], output_dir=str(output_dir), **(defaults | options)
-    )
+config_of = functools.partial(
+    tiny.config_of, "sft", completion_column="answer", eval_size=0, batch_size=4, steps=1
+)
 
 
 def refused(files, output_dir, message: str, **options) -> None:
     """Training is refused in one line that matches."""
     with pytest.raises(InputError, match=message) as error:
-        sft.train(config_of(files, output_dir, push_to_hub=True, **options))
+        sft.train(config_of(*files, output_dir, push_to_hub=True, **options))
     store.unlock()
     assert "\n" not in str(error.value)
 
@@ -79,7 +72,7 @@ def refused(files, output_dir, message: str, **options) -> None:
 def test_the_model_is_pushed_when_it_is_saved(
     options, repository, private, files, api, tmp_path, capsys
 ):
-    sft.train(config_of(files, tmp_path / "run", push_to_hub=True, **options))
+    sft.train(config_of(*files, tmp_path / "run", push_to_hub=True, **options))
     *created, (_, to, names, message) = api.calls
     assert created == [("create", repository, private, True)] * 2 and to == repository
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(
@@ -137,7 +130,7 @@ def test_wandb_gets_what_metrics_jsonl_gets(files, tmp_path, monkeypatch):
     module.init = lambda **options: begun.append(options) or run
     module.__spec__ = importlib.util.spec_from_loader("wandb", None)
     monkeypatch.setitem(sys.modules, "wandb", module)
-    sft.train(config_of(files, tmp_path / "run", wandb_project="p"))
+    sft.train(config_of(*files, tmp_path / "run", wandb_project="p"))
     (options,) = begun
     assert options["project"] == "p" and options["config"]["model"] == files[0] and ended == [True]
     written = tiny.read_metrics(tmp_path / "run")
@@ -146,7 +139,7 @@ def test_wandb_gets_what_metrics_jsonl_gets(files, tmp_path, monkeypatch):
 
 def test_wandb_that_is_not_installed_is_named_before_anything_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    config = config_of(("no-such-model", "no-such-rows.jsonl"), tmp_path / "run", wandb_project="p")
+    config = config_of("no-such-model", "no-such-rows.jsonl", tmp_path / "run", wandb_project="p")
     with pytest.raises(
         InputError, match="wandb_project is set, but wandb is not installed: pip install"
     ):

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import fused_rl
-from fused_rl.trainers import grpo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.batch import make_batch
@@ -27,15 +26,9 @@ def folders(tmp_path_factory):
     return tiny.model_folder(folder / "policy"), tiny.model_folder(folder / "teacher", seed=3)
 
 
-def config_of(folders, **options):
-    return grpo.GRPOConfig(
-        **{"model": folders[0], "dataset": "", "output_dir": "", "zero_stage": 0, **options}
-    )
-
-
 def load(folders, name: str, **options):
     """Any model by the options of a run whose own is another."""
-    config = config_of(folders, **{"model": name} | options)
+    config = tiny.config_of("grpo", name, **options)
     return language_model.load_lm(config, CPU, trainable=name == folders[0])
 
 
@@ -99,7 +92,7 @@ def test_hidden_states_of_two_models_meet_in_the_exact_kl(folders):
 
 def ask_under_zero_3(rank, world, folders):
     """Through two engines: all results at once, the gradient of a loss, and the KL of the heads."""
-    config = config_of(folders, zero_stage=3, stage3_param_persistence_threshold=0)
+    config = tiny.config_of("grpo", folders[0], zero_stage=3)
     engine.setup(rank)
     lm, ref_lm = load(folders, folders[0], zero_stage=3), load(folders, folders[1], zero_stage=3)
     ref_weight = ref_lm.head.weight.clone()

@@ -1,5 +1,6 @@
 """Every metric of a GRPO step against its definition in fp64, where ratio and KL are far from 1 and 0."""
 
+import functools
 import math
 
 import pytest
@@ -65,28 +66,25 @@ class Scorer(steps.Scorer):
     solved_at = 1.0
 
 
-def config_of(folder: str) -> grpo.GRPOConfig:
-    return grpo.GRPOConfig(
-        model=folder,
-        dataset="",
-        output_dir="",
-        prompts_per_step=4,
-        group_size=GROUP,
-        minibatches=1,
-        micro_batch_size=4,  # two micro-batches on each rank
-        max_new_tokens=LENGTH,
-        temperature=0.8,
-        kl_coef=KL_COEF,
-        entropy_coef=ENTROPY_COEF,
-        clip_low=CLIP_LOW,
-        clip_high=CLIP_HIGH,
-        overlong_buffer=BUFFER,
-        overlong_factor=FACTOR,
-        lr=1e-3,
-        steps=4,
-        zero_stage=0,
-        max_grad_norm=0.0,
-    )
+config_of = functools.partial(
+    tiny.config_of,
+    "grpo",
+    prompts_per_step=4,
+    group_size=GROUP,
+    minibatches=1,
+    micro_batch_size=4,  # two micro-batches on each rank
+    max_new_tokens=LENGTH,
+    temperature=0.8,
+    kl_coef=KL_COEF,
+    entropy_coef=ENTROPY_COEF,
+    clip_low=CLIP_LOW,
+    clip_high=CLIP_HIGH,
+    overlong_buffer=BUFFER,
+    overlong_factor=FACTOR,
+    lr=1e-3,
+    steps=4,
+    max_grad_norm=0.0,
+)
 
 
 def step_of_a_rank(rank, world, folder):

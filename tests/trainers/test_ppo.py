@@ -1,10 +1,11 @@
 """The numbers that decide whether PPO works, each on its own; a whole step is in test_ppo_step.py."""
 
+import functools
+
 import pytest
 import torch
 
 import fused_rl
-from fused_rl.trainers import ppo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import make_batch
@@ -19,22 +20,14 @@ from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out
 from fused_rl.trainers.rollouts.solved import win_rate
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.scorers.load import load_scorers
-from tests.trainers import steps
+from tests.trainers import steps, tiny
 
 ODD = "tests.trainers.tiny:odd_characters"
 
 EOS = 3
 
 
-def config_of(folders=("m", None), **options) -> ppo.PPOConfig:
-    settings = {
-        "model": folders[0],
-        "critic": folders[1],
-        "dataset": "d",
-        "output_dir": "o",
-        "zero_stage": 0,
-    }
-    return ppo.PPOConfig(**(settings | options))
+config_of = functools.partial(tiny.config_of, "ppo")
 
 
 # The numbers that decide whether PPO works.
@@ -138,7 +131,9 @@ def test_a_critic_expects_nothing_at_first_and_is_a_reward_model_otherwise(folde
     assert (Critic.from_pretrained(model)(batch.input_ids, batch.response_mask) == 0).all()
     critic = Critic.from_pretrained(reward)
     values = critic(batch.input_ids, batch.response_mask)
-    scorer = scorers_of(config_of(folders, verifiers=f"reward_model:{reward}"))
+    scorer = scorers_of(
+        config_of(folders[0], critic=folders[1], verifiers=f"reward_model:{reward}")
+    )
     for b, (prompt, response) in enumerate(
         [([1, 70, 71, 72], [90, 91, EOS]), ([1, 80], [92, 93, 94, 95, 96])]
     ):
@@ -159,7 +154,9 @@ def test_the_critics_own_options_are_the_policys_only_where_they_are_left_out(
 ):
     monkeypatch.setattr(engine, "initialize", lambda model, optim, *_: optim)
     options = {"critic_lr": given, "critic_warmup_steps": given}
-    config = config_of(folders, lr=0.5, warmup_steps=3, adam_eps=1e-3, **options)
+    config = config_of(
+        folders[0], critic=folders[1], lr=0.5, warmup_steps=3, adam_eps=1e-3, **options
+    )
     tokenizer = encode.load_tokenizer(config.model)
     optim = load_critic(config, tokenizer, torch.device("cpu"), 1)
     own = (0.5, 3) if given is None else (given, given)
@@ -187,7 +184,12 @@ def test_the_score_that_ppo_sees_is_the_reward_models_own(folders):
     from fused_rl.trainers.models.reward_model import RewardModel
 
     model, reward = folders
-    config = config_of(folders, verifiers=[f"reward_model:{reward}", ODD], verifier_weights=[1, 0])
+    config = config_of(
+        folders[0],
+        critic=folders[1],
+        verifiers=[f"reward_model:{reward}", ODD],
+        verifier_weights=[1, 0],
+    )
     tokenizer = encode.load_tokenizer(model)
     prompts = [Prompt([1, 70 + i, *[71] * i], {}) for i in range(5)]
     responses = [Response([90, 91, EOS], "stop"), Response([92], "length"), Response([], "length")]

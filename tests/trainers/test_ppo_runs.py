@@ -34,7 +34,7 @@ def files(tmp_path_factory):
     )
 
 
-def config_of(files, output_dir, **options) -> ppo.PPOConfig:
+def ppo_config(files, output_dir, **options) -> ppo.PPOConfig:
     model, dataset, reward = files
     settings = {
         "verifiers": [f"reward_model:{reward}", VERIFIER],
@@ -50,12 +50,9 @@ def config_of(files, output_dir, **options) -> ppo.PPOConfig:
         "missing_eos_penalty": 0.5,
         "lr": 1e-3,
         "save_every": 0,
-        "zero_stage": 0,
         "micro_batch_size": 4,
     }
-    return ppo.PPOConfig(
-        model=model, dataset=dataset, output_dir=str(output_dir), **tiny.settled(settings | options)
-    )
+    return tiny.config_of("ppo", model, dataset, output_dir, **(settings | options))
 
 
 # One result, however the batch is split.
@@ -113,7 +110,7 @@ def train_splits(rank, world, files, folder, cases, sets=False):
                 | ({"top_p": 0.9} if sets else {})
             )
             name = f"{world}-{stage}-{micro}-{Path(critic).name}"
-            ppo.train(config_of(files, f"{folder}/{name}", critic=critic, **options))
+            ppo.train(ppo_config(files, f"{folder}/{name}", critic=critic, **options))
 
 
 def check_splits(files, tmp_path, world, cases, **options):
@@ -160,12 +157,12 @@ def test_all_ranks_micro_batches_and_zero_stages_change_nothing(files, tmp_path,
 @pytest.mark.slow
 def test_the_critic_of_a_run_starts_another(files, tmp_path, capsys):
     with figures.drawn():
-        ppo.train(config_of(files, tmp_path / "a", eval_every=2))
+        ppo.train(ppo_config(files, tmp_path / "a", eval_every=2))
     assert (tmp_path / "a" / "curves.png").stat().st_size > 0
     evaluated = ["eval/accuracy_greedy" in m for m in tiny.read_metrics(tmp_path / "a")]
     assert evaluated == [True, False, True, True]
     assert "warning" not in capsys.readouterr().out  # the first ratio is 1
-    ppo.train(config_of(files, tmp_path / "b", critic=str(tmp_path / "a" / "critic"), steps=1))
+    ppo.train(ppo_config(files, tmp_path / "b", critic=str(tmp_path / "a" / "critic"), steps=1))
     first, again = (
         Critic.from_pretrained(tmp_path / "a" / "critic"),
         Critic.from_pretrained(files[2]),
@@ -184,7 +181,7 @@ def test_critic_only_leaves_the_policy_alone_and_teaches_the_critic(files, tmp_p
         "gae_lambda": 1.0,
         "epochs": 4,
     }
-    ppo.train(config_of(files, tmp_path, critic_only=12, **options))
+    ppo.train(ppo_config(files, tmp_path, critic_only=12, **options))
     metrics = tiny.read_metrics(tmp_path)
     before, after = tiny.weights(files[0]), tiny.weights(tmp_path / "model")
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -196,8 +193,8 @@ def test_critic_only_leaves_the_policy_alone_and_teaches_the_critic(files, tmp_p
 @pytest.mark.slow
 def test_updates_stop_together_once_the_policy_has_moved_and_the_schedule_goes_on(files, tmp_path):
     config = {"target_kl": 1e-6, "epochs": 3, "eval_size": 0, "steps": 2}
-    ppo.train(config_of(files, tmp_path / "early", **config))
-    ppo.train(config_of(files, tmp_path / "whole", **(config | {"target_kl": None})))
+    ppo.train(ppo_config(files, tmp_path / "early", **config))
+    ppo.train(ppo_config(files, tmp_path / "whole", **(config | {"target_kl": None})))
     early, whole = (tiny.read_metrics(tmp_path / name) for name in ("early", "whole"))
     assert [m["optim/updates"] for m in early] == [2, 2] and [
         m["optim/updates"] for m in whole
@@ -213,7 +210,7 @@ def test_updates_stop_together_once_the_policy_has_moved_and_the_schedule_goes_o
 def step_with(files, responses, scorers=None, **options):
     """The metrics of one step on these responses, one per prompt."""
     engine.setup(1)
-    config = config_of(
+    config = ppo_config(
         files, "", prompts_per_step=len(responses), **({"minibatches": 1, "epochs": 1} | options)
     )
     tokenizer, device = encode.load_tokenizer(files[0]), torch.device("cpu")
@@ -233,7 +230,7 @@ def assert_finite(metrics):
 @pytest.mark.slow
 def test_a_run_whose_responses_are_all_left_out_blames_no_critic(files, tmp_path, capsys):
     ppo.train(
-        config_of(
+        ppo_config(
             files,
             tmp_path,
             max_new_tokens=1,
@@ -283,7 +280,7 @@ def test_a_prompt_over_the_limit_is_dropped_and_counted(files, tmp_path, capsys)
         tmp_path / "rows.jsonl", [*tiny.sums(9), {"question": "1+1" * 40, "answer": "#### 2"}]
     )
     ppo.train(
-        config_of(
+        ppo_config(
             (files[0], rows, files[2]), tmp_path / "run", eval_size=0, steps=1, max_prompt_length=40
         )
     )
@@ -321,5 +318,5 @@ def test_models_that_read_the_policys_tokens_otherwise_are_refused(files, tmp_pa
         ({"stop_token": "ab"}, "stop_token='ab' is 2 tokens"),
     ):
         with pytest.raises(InputError, match=message):
-            ppo.train(config_of(files, tmp_path / "run", **options))
+            ppo.train(ppo_config(files, tmp_path / "run", **options))
         shutil.rmtree(tmp_path / "run", ignore_errors=True)

@@ -1,5 +1,6 @@
 """A whole PPO step against a literal transcription of the published algorithm: losses, gradients and metrics, fp64."""
 
+import functools
 import itertools
 import math
 
@@ -24,16 +25,7 @@ from tests.trainers.steps import (
     assert_gradients_close,
 )
 
-
-def config_of(folders=("m", None), **options) -> ppo.PPOConfig:
-    settings = {
-        "model": folders[0],
-        "critic": folders[1],
-        "dataset": "",
-        "output_dir": "",
-        "zero_stage": 0,
-    }
-    return ppo.PPOConfig(**(settings | options))
+config_of = functools.partial(tiny.config_of, "ppo")
 
 
 class Stale:
@@ -67,6 +59,7 @@ OPTIONS = {
     "gae_lambda": 0.9,
     "value_gae_lambda": 1.0,
     "kl_coef": 0.3,
+    "missing_eos_score": 0.0,  # which is a score, and not that of the response
     "missing_eos_penalty": 0.5,
     "entropy_coef": 0.05,
     "clip_high": 0.3,
@@ -150,9 +143,7 @@ def rows_of(lm, critic, cases, softmax_temperature=TEMPERATURE) -> list[dict]:
             row["logprobs"] = logp.gather(1, torch.tensor(response.ids)[:, None])[:, 0]
             row["true_entropy"] = -(logp.exp() * logp.clamp(min=-1e9)).sum(-1)
             stopped = response.finish == "stop"
-            row["score"] = 0.5 * given["scores"][i] - (
-                0 if stopped else OPTIONS["missing_eos_penalty"]
-            )
+            row["score"] = 0.5 * given["scores"][i] if stopped else -OPTIONS["missing_eos_penalty"]
             rows.append(row)
     return rows
 
@@ -228,7 +219,11 @@ def published(rows: list[dict], kl_in: str) -> dict[str, torch.Tensor]:
 
 def load_fp64(folders):
     """The same policy and critic without any of our code in their forward passes, in fp64."""
-    lm = tiny.load_lm(config_of(folders), trainable=False).base.double().requires_grad_(True)
+    lm = (
+        tiny.load_lm(config_of(folders[0], critic=folders[1]), trainable=False)
+        .base.double()
+        .requires_grad_(True)
+    )
     critic = Critic.from_pretrained(folders[1], dtype=torch.float64)
 
     def values(whole, hidden):
@@ -266,7 +261,7 @@ def experience_and_parts(config, made, critic, given, monkeypatch):
 def test_a_step_is_the_published_algorithm_in_loss_and_gradients(folders, kl_in, sets, monkeypatch):
     given, config = (
         with_sets(case(0)) if sets else case(0),
-        config_of(folders, kl_in=kl_in, **OPTIONS),
+        config_of(folders[0], critic=folders[1], kl_in=kl_in, **OPTIONS),
     )
     lm, critic = tiny.load_lm(config), Critic.from_pretrained(folders[1])
     made = plain_policy(folders, config, lm, given)
@@ -291,7 +286,7 @@ def test_a_step_is_the_published_algorithm_in_loss_and_gradients(folders, kl_in,
 def step_of_a_rank(rank, world, folders, options):
     """The metrics of one `train_step`."""
     engine.setup(1)
-    config, given = config_of(folders, **(OPTIONS | options)), case(rank)
+    config, given = config_of(folders[0], critic=folders[1], **(OPTIONS | options)), case(rank)
     tokenizer = encode.load_tokenizer(folders[0])
     made = setup.load_policy(
         config, tokenizer, [Scorer(given["scores"])], torch.device("cpu"), updates=4

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_rl.trainers import ppo, reward, sft
+from fused_rl.trainers import ppo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode
@@ -46,21 +46,18 @@ def embeddings(folder: Path) -> torch.Tensor:
     return tiny.weights(folder)["model.embed_tokens.weight"]
 
 
-def config_of(config_class, **options):
-    defaults = {"model": NAME, "dataset": "d.jsonl", "output_dir": "o", "zero_stage": 0}
-    return config_class(**(defaults | options))
-
-
 def readers(**options):
     """Every model that a run reads of `model`: the policy, its reference, a reward model's start, PPO's critic."""
     sft_config, tokenizer = (
-        config_of(sft.SFTConfig, **options),
+        tiny.config_of("sft", NAME, **options),
         encode.load_tokenizer(NAME, options.get("revision")),
     )
     yield tiny.load_lm(sft_config).base
     yield tiny.load_lm(sft_config, trainable=False).base
-    yield tiny.load_reward_model(config_of(reward.RewardConfig, **options)).classifier
-    yield ppo.load_critic(config_of(ppo.PPOConfig, **options), tokenizer, CPU, 1).module.classifier
+    yield tiny.load_reward_model(tiny.config_of("reward", NAME, **options)).classifier
+    yield ppo.load_critic(
+        tiny.config_of("ppo", NAME, **options), tokenizer, CPU, 1
+    ).module.classifier
 
 
 @pytest.mark.parametrize("revision", ["main", "v2"])
@@ -73,7 +70,7 @@ def test_all_that_is_read_of_a_model_is_of_its_revision(revision, hub):
     for model in readers(**given):
         assert torch.equal(model.get_input_embeddings().weight, expected)
     # A critic of its own is no revision of the policy, though it may have the same name.
-    apart = config_of(ppo.PPOConfig, critic=NAME, **given)
+    apart = tiny.config_of("ppo", NAME, critic=NAME, **given)
     critic = ppo.load_critic(apart, encode.load_tokenizer(NAME), CPU, 1).module.classifier
     assert torch.equal(critic.get_input_embeddings().weight, embeddings(snapshot(hub, "main")))
     assert f"{{# {revision} #}}" in encode.load_tokenizer(NAME, given.get("revision")).chat_template
@@ -84,8 +81,8 @@ def test_the_attention_is_that_of_every_model_that_is_read(attention, hub, tmp_p
     for model in readers(attn_implementation=attention):
         assert model.config._attn_implementation == attention
     folder = tiny.reward_folder(tmp_path / "reward", str(snapshot(hub, "main")))
-    config = config_of(
-        ppo.PPOConfig, verifiers=f"reward_model:{folder}", attn_implementation=attention
+    config = tiny.config_of(
+        "ppo", NAME, verifiers=f"reward_model:{folder}", attn_implementation=attention
     )
     reading = {"tokenizer": encode.load_tokenizer(NAME), "device": CPU, "batch_size": 4}
     (scorer,) = load.load_scorers(config, policy=config, held=config, **reading)
@@ -98,5 +95,5 @@ def test_an_attention_that_cannot_be_used_is_one_line_that_names_the_option(atte
         with pytest.raises(
             InputError, match=f"^attn_implementation={attention} cannot be used for .*model"
         ) as refused:
-            read(config_of(sft.SFTConfig, attn_implementation=attention))
+            read(tiny.config_of("sft", NAME, attn_implementation=attention))
         assert "\n" not in str(refused.value)

@@ -84,7 +84,7 @@ def test_a_beginning_of_sequence_is_written_once(tmp_path):
 def test_truncation_keeps_eos_or_drops_the_pair_and_says_so(tmp_path, capsys):
     rows = [
         {"prompt": "a", "chosen": "bcdef", "rejected": "b"},  # 6 tokens with its EOS: one too many
-        {"prompt": "a", "chosen": "bcde", "rejected": "c"},  # 5: fits
+        {"prompt": "abcdefg", "chosen": "bcde", "rejected": "c"},  # 7 and 5: fit
         {"prompt": "a", "chosen": "bcdef", "rejected": "bcdeg"},  # cut, its sides are the same
         {
             "prompt": "abcdefgh",

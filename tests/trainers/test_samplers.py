@@ -1,6 +1,5 @@
 """The seam to whoever draws: what a sampler declares and is held to, its seeds, and a sampler of the user's own."""
 
-import dataclasses
 import random
 from types import SimpleNamespace
 
@@ -44,19 +43,15 @@ def reported_off_by(difference: torch.Tensor) -> tuple[Rollout, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("correction", "cut"),
-    [("token-truncate", 2 / 6), ("token-mask", 2 / 6), ("sequence-mask", 3 / 6), (None, None)],
+    [("token-truncate", 3 / 6), ("token-mask", 3 / 6), ("sequence-mask", 3 / 6), (None, None)],
 )
 def test_the_sampler_s_distance_is_logged_before_any_correction(correction, cut):
     difference = torch.tensor(
         [-0.5, 0.25, -1.5, 0.1, -1.0, 0.75]
     )  # policy less sampler: 0.5, -0.25, 1.5 | -0.1 | 1, -0.75
     rollout, old = reported_off_by(difference)
-    options = dataclasses.replace(
-        resolve_options("grpo", {}),
-        rollout_correction=correction,
-        rollout_low=0.0,
-        rollout_high=2.0,
-    )
+    bounds = {} if correction is None else {"rollout_low": 0.5, "rollout_high": 2.0}
+    options = resolve_options("grpo", {"rollout_correction": correction, **bounds})
     metrics = mismatch(rollout, old, options)
     exact = difference.double()
     expected = {

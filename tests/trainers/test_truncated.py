@@ -1,5 +1,6 @@
 """Truncated sampling: the kept sets are recorded where tokens are drawn, and everything of the loss is over them."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -26,21 +27,15 @@ FILTERS = {"top_p": TOP_P, "top_k": TOP_K, "min_p": MIN_P, "together": TOP_P | T
 TEMPERATURE, LENGTH = 0.7, 8
 
 
-def config_of(folder, **options) -> grpo.GRPOConfig:
-    settings = {
-        "model": folder,
-        "dataset": "",
-        "output_dir": "",
-        "zero_stage": 0,
-        "temperature": TEMPERATURE,
-    }
-    settings |= {
-        "max_new_tokens": LENGTH,
-        "prompts_per_step": 4,
-        "group_size": 4,
-        "micro_batch_size": 8,
-    }
-    return grpo.GRPOConfig(**(settings | options))
+config_of = functools.partial(
+    tiny.config_of,
+    "grpo",
+    temperature=TEMPERATURE,
+    max_new_tokens=LENGTH,
+    prompts_per_step=4,
+    group_size=4,
+    micro_batch_size=8,
+)
 
 
 def load(folder, **options):
@@ -420,7 +415,7 @@ def run(files, output_dir, **options) -> list[dict]:
         "save_every": 0,
         **ALL,
     }
-    grpo.train(config_of(files[0], **tiny.settled(settings | options)))
+    grpo.train(config_of(files[0], **(settings | options)))
     return tiny.untimed(tiny.read_metrics(output_dir))
 
 

@@ -1,5 +1,6 @@
 """Responses of several turns: what the policy did not draw is context, and nothing else, in GRPO and PPO alike."""
 
+import functools
 import json
 
 import pytest
@@ -53,10 +54,9 @@ def longer_prompts() -> tuple[list[Prompt], list[Response], list[Response]]:
     return [Prompt([*prompt.ids, 90, 91], {}) for prompt in PROMPTS], whole, own
 
 
-def config_of(folder, **options) -> grpo.GRPOConfig:
-    return steps.config_of(
-        folder, **({"max_new_tokens": LENGTH, "kl_coef": 0.1, "kl_estimator": "rk3"} | options)
-    )
+config_of = functools.partial(
+    steps.config_of, max_new_tokens=LENGTH, kl_coef=0.1, kl_estimator="rk3"
+)
 
 
 def policy_of(config, lm, responses, packed: bool) -> policy.Policy:

@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+from fused_rl.trainers import cli
 from fused_rl.trainers.rollouts import types
 
 CHAT_TEMPLATE = (
@@ -123,9 +124,11 @@ def first_is_odd(response: str, row: dict) -> float:
     return float(ord(response[:1] or "a") % 2)
 
 
-def settled(options: dict) -> dict:
-    """The options of a small run, of whose model ZeRO 3 partitions every weight."""
-    return {"stage3_param_persistence_threshold": 0} | options
+def config_of(trainer: str, model="m", dataset="d.jsonl", output_dir="o", **options):
+    """The config of a small run of a trainer, in which ZeRO 3 would partition every weight."""
+    given = {"model": model, "dataset": dataset, "output_dir": output_dir, "zero_stage": 0}
+    given |= {"stage3_param_persistence_threshold": 0} | options
+    return cli.TRAINERS[trainer].config_class()(**given)
 
 
 def read_metrics(folder) -> list[dict]:
