@@ -683,14 +683,14 @@ MUTATIONS = {
     ),
     "dropped groups keep their place in the denominator": Mutation(
         "trainers/grpo.py",
-        "groups.included[index].sum(), trained",
-        "torch.tensor(len(index)), trained",
+        "groups.included[minibatch].sum(), trained",
+        "torch.tensor(len(minibatch)), trained",
         "tests/trainers/test_grpo_step.py -k dropped_group",
     ),
     "ranks that leave nothing out meet once less": Mutation(
         "trainers/grpo.py",
-        "    found = sums.over_ranks()\n",
-        "    found = sums.over_ranks()\n    _ = trained.all() or ranks.global_sum(trained.sum())\n",
+        "    return Included(mask, *counts)\n",
+        "    _ = trained.all() or ranks.global_sum(trained.sum())\n    return Included(mask, *counts)\n",
         "tests/trainers/test_grpo_step.py -k equally_often",
     ),
     "the KL in the reward is paid twice": Mutation(
@@ -708,8 +708,8 @@ MUTATIONS = {
     ),
     "the critic's gradient is divided by the ranks": Mutation(
         "trainers/ppo.py",
-        "critic.backward(fitted * world_size())",
-        "critic.backward(fitted)",
+        "critic.backward(value_loss * world_size())",
+        "critic.backward(value_loss)",
         PPO_STEP,
     ),
     "the score is added at the first token": Mutation(
@@ -729,8 +729,8 @@ MUTATIONS = {
     ),
     "the controller pulls the other way": Mutation(
         "trainers/policy/critic.py",
-        "max(kl / target - 1, -LARGEST_ERROR)",
-        "max(1 - kl / target, -LARGEST_ERROR)",
+        "max(kl / self.target - 1, -LARGEST_ERROR)",
+        "max(1 - kl / self.target, -LARGEST_ERROR)",
         PPO_PARTS,
     ),
     "values after a response are fitted": Mutation(
@@ -816,7 +816,7 @@ MUTATIONS = {
     ),
     "the places of tokens are looked for on the device": Mutation(
         "trainers/policy/policy.py",
-        '"places": part.places(), ',
+        '"places": batch.places(), ',
         "",
         ON_DEVICE + "test_trainers.py -k that_of_the_cpu[grpo]",
     ),

@@ -19,7 +19,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -49,8 +49,8 @@ from fused_rl.trainers.policy.policy import (
     Policy,
     group_lengths,
     measure,
+    micro_batches,
     plan,
-    rows_of,
     with_entropy_threshold,
 )
 from fused_rl.trainers.policy.setup import RowsLike, SamplerFactory, divided, setup
@@ -108,18 +108,17 @@ def measure_first(
 ) -> BeforeUpdate:
     """The baselines of ratios and KL, measured before the first update.
 
-    The first minibatch is trained on by the policy that it would be measured with, so its old log-probabilities are its
-    own and need no pass. Rewards that pay for the KL, and a threshold of `top_entropy`, need the pass first.
+    The first minibatch is trained on by the policy that it would be measured with, so its training pass gives its old
+    log-probabilities. Rewards that pay for the KL, and a threshold of `top_entropy`, need them before.
     """
     config = policy.config
     rollout = groups.rollout
     first_pass = sum(updates[: config.minibatches], [])
     exact_kl = config.kl_every > 0 and step % config.kl_every == 0
     needed_before = config.kl_in == "reward" or config.top_entropy is not None
-    own = rollout.rollout_logprobs is None and not needed_before
-    return measure(
-        policy, rollout.batch, first_pass, exact_kl=exact_kl, skipped=len(updates[0]) if own else 0
-    )
+    uses_fresh_logprobs = rollout.rollout_logprobs is None and not needed_before
+    skipped = len(updates[0]) if uses_fresh_logprobs else 0
+    return measure(policy, rollout.batch, first_pass, exact_kl=exact_kl, skipped=skipped)
 
 
 def update(
@@ -134,8 +133,9 @@ def update(
     # Several minibatches and epochs on one rollout: https://arxiv.org/abs/2402.03300, algorithm 1.
     policy.model.train()
     history = []
-    for parts in updates:
-        sums = accumulate(policy, groups, measured, advantages, parts, step, on_policy=not history)
+    for minibatch in updates:
+        is_first = not history
+        sums = accumulate(policy, groups, measured, advantages, minibatch, step, on_policy=is_first)
         history.append(with_logged_names(POLICY, sums) | policy.optimizer_step(step))
 
     # The step's metrics: means over its updates; entropy and exact KL are of before them.
@@ -155,25 +155,29 @@ def _per_response(values: torch.Tensor, included: torch.Tensor) -> float:
     return (total / count.clamp(min=1)).item()
 
 
-def what_counts(policy: Policy, groups: Groups, measured: BeforeUpdate, index: torch.Tensor):
-    """Return the mask (B, T - 1) of what is trained on, the responses at `index` per one that is trained on, and the
-    options of the loss, with its denominators over all ranks.
-    """
+class Included(NamedTuple):
+    """The tokens of a rollout that are trained on, and the denominators of a minibatch over all ranks."""
+
+    mask: torch.Tensor
+    """(B, T - 1) bool."""
+    num_tokens: float
+    num_sequences: float
+    """Responses that count in the loss's mean, truncated ones among them."""
+    num_trained: float
+    """Responses with a token that is trained on."""
+
+
+def loss_mask_and_denominators(policy: Policy, groups: Groups, minibatch: torch.Tensor) -> Included:
+    """Return what is trained on of the responses at the CPU indices `minibatch`."""
     # Responses that were cut may be left out: https://arxiv.org/abs/2503.14476, section 3.4.
-    config = policy.config
     batch = groups.rollout.batch
-    trained = groups.included & groups.rollout.stopped if config.mask_truncated else groups.included
+    trained = groups.included
+    if policy.config.mask_truncated:
+        trained = trained & groups.rollout.stopped
     mask = batch.response_mask & trained.to(policy.device, non_blocking=True)[:, None]
-    tokens = (batch.token_counts * trained)[index].sum()
-    rows = index.to(policy.device, non_blocking=True)
-    num_tokens, num_sequences, num_trained = ranks.global_counts(
-        tokens, groups.included[index].sum(), trained[index].sum()
-    )
-    chosen = with_entropy_threshold(
-        policy.loss_options(config.kl_coef), measured.entropy[rows], mask[rows]
-    )
-    options = {"options": chosen, "num_tokens": num_tokens, "num_sequences": num_sequences}
-    return mask, num_sequences / num_trained, options | {"max_length": config.max_new_tokens}
+    tokens = (batch.token_counts * trained)[minibatch].sum()
+    counts = ranks.global_counts(tokens, groups.included[minibatch].sum(), trained[minibatch].sum())
+    return Included(mask, *counts)
 
 
 def accumulate(
@@ -181,46 +185,59 @@ def accumulate(
     groups: Groups,
     measured: BeforeUpdate,
     advantages: torch.Tensor,
-    parts: list[torch.Tensor],
+    minibatch: list[torch.Tensor],
     step: int,
     *,
     on_policy: bool,
 ) -> dict[str, float]:
-    """Run forward and backward on one minibatch, `parts` of it at a time; return the loss's metrics over all ranks."""
-    batch = groups.rollout.batch
+    """Run forward and backward on a minibatch, by micro-batches; return the loss's metrics over all ranks."""
+    config = policy.config
     rollout_logprobs = groups.rollout.rollout_logprobs
-    own = on_policy and rollout_logprobs is None  # a sampler with its own may be another policy
-    if policy.config.old_logprobs == "sampler":
+    # A sampler that reports log-probabilities may be another policy, even in the first update.
+    ratio_is_one = on_policy and rollout_logprobs is None
+    if config.old_logprobs == "sampler":
         rollout_logprobs = None  # they are the old ones, so that nothing is left to correct
-    mask, per_trained, options = what_counts(policy, groups, measured, torch.cat(parts))
-    lengths = group_lengths(mask.sum(1), policy.config.group_size)
+
+    # The denominators and the entropies' threshold are of the whole minibatch, over all ranks.
+    indices = torch.cat(minibatch)
+    mask, num_tokens, num_sequences, num_trained = loss_mask_and_denominators(
+        policy, groups, indices
+    )
+    rows = indices.to(policy.device, non_blocking=True)
+    loss_options = with_entropy_threshold(
+        policy.loss_options(config.kl_coef), measured.entropy[rows], mask[rows]
+    )
+    lengths = group_lengths(mask.sum(1), config.group_size)
 
     # Rows, loss, backward, sums; the loss is https://arxiv.org/abs/2402.03300, eq. 3, or the preset's.
     sums = Sums(step)
-    for index in parts:
-        part = batch.rows(index)
-        width = part.response_mask.shape[1]
-        index = index.to(policy.device, non_blocking=True)
-        before = measured.rows(index, width)
-        passed = policy.loss(
-            part,
+    for micro in micro_batches(groups.rollout.batch, minibatch):
+        before = measured.of(micro)
+        output = policy.loss(
+            micro.batch,
             before.old_logprobs,
-            advantages[index],
-            mask[index, :width],
-            on_policy=own,
+            advantages[micro.rows],
+            micro.of(mask),
+            on_policy=ratio_is_one,
             ref_logprobs=before.ref_logprobs,
-            rollout_logprobs=rows_of(rollout_logprobs, index, width),
-            group_lengths=lengths[index],
-            **options,
+            rollout_logprobs=micro.of(rollout_logprobs),
+            group_lengths=lengths[micro.rows],
+            options=loss_options,
+            num_tokens=num_tokens,
+            num_sequences=num_sequences,
+            max_length=config.max_new_tokens,
         )
-        policy.backward(passed.loss)
-        sums.add(passed.metrics, part.where)
-        if own:  # later epochs are measured against this pass: https://arxiv.org/abs/2402.03300, algorithm 1
-            measured.old_logprobs[index, :width] = passed.logprobs
+        policy.backward(output.loss)
+        sums.add(output.metrics, micro.batch.where)
+        if (
+            ratio_is_one
+        ):  # later epochs are measured against this pass: arXiv:2402.03300, algorithm 1
+            measured.old_logprobs[micro.place] = output.logprobs
 
     # Of the responses trained on: one that is left out is no response with a KL of 0.
-    found = sums.over_ranks()
-    return found | {name: found[name] * per_trained for name in KLS if name in found}
+    metrics = sums.over_ranks()
+    kls = {name: metrics[name] for name in KLS if name in metrics}
+    return metrics | {name: kl * (num_sequences / num_trained) for name, kl in kls.items()}
 
 
 def train_step(

@@ -34,7 +34,7 @@ from fused_rl.trainers.policy.critic import (
     CreditConfig,
     CriticConfig,
     Experience,
-    adapted,
+    KLController,
     advantages_and_returns,
     experience_metrics,
     load_critic,
@@ -46,8 +46,8 @@ from fused_rl.trainers.policy.policy import (
     Policy,
     group_lengths,
     measure,
+    micro_batches,
     plan,
-    rows_of,
     with_entropy_threshold,
 )
 from fused_rl.trainers.policy.setup import RowsLike, SamplerFactory, divided, setup
@@ -113,18 +113,16 @@ def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
 
 @torch.no_grad()
 def judge(
-    policy: Policy, critic, rollout: Rollout, parts: list[torch.Tensor], kl_coef: float
+    policy: Policy, critic, rollout: Rollout, first_pass: list[torch.Tensor], kl_coef: float
 ) -> Experience:
-    """Log-probabilities and values before the update, in the first pass's `parts`; from them what each token earned."""
+    """Return what both models say before the update, in the micro-batches of the first pass, and what tokens earned."""
     # Both models before the update: https://arxiv.org/abs/1909.08593, section 2.2.
     config = policy.config
     batch = rollout.batch
-    measured = measure(policy, batch, parts)
+    measured = measure(policy, batch, first_pass)
     values = torch.zeros_like(measured.old_logprobs)
-    for index in parts:
-        part = batch.rows(index)
-        index = index.to(policy.device, non_blocking=True)
-        values[index, : part.response_mask.shape[1]] = critic(part.input_ids, part.response_mask)
+    for micro in micro_batches(batch, first_pass):
+        values[micro.place] = critic(micro.batch.input_ids, micro.batch.response_mask)
 
     # Scores and the KL become the rewards of tokens (https://arxiv.org/abs/1909.08593, eq. 2), and these advantages
     # and returns (https://arxiv.org/abs/1506.02438, eq. 16).
@@ -153,8 +151,8 @@ def update(
     # Several minibatches and epochs on one rollout: https://arxiv.org/abs/1707.06347, algorithm 1.
     policy.model.train()
     history = []
-    for parts in updates:
-        sums = accumulate(policy, critic, experience, parts, kl_coef, step)
+    for minibatch in updates:
+        sums = accumulate(policy, critic, experience, minibatch, kl_coef, step)
         of_critic = engine.optimizer_step(critic, step)
         history.append(with_logged_names(PPO, sums) | policy.optimizer_step(step))
         history[-1] |= {
@@ -182,51 +180,49 @@ def accumulate(
     policy: Policy,
     critic,
     experience: Experience,
-    parts: list[torch.Tensor],
+    minibatch: list[torch.Tensor],
     kl_coef: float,
     step: int,
 ) -> dict[str, float]:
-    """Forward and backward of one minibatch, `parts` of it at a time; returns both losses' metrics over all ranks."""
+    """Run forward and backward on a minibatch, by micro-batches; return both losses' metrics over all ranks."""
     config = policy.config
     rollout = experience.rollout
-    rollout_logprobs = rollout.rollout_logprobs
-    index = torch.cat(parts).to(policy.device, non_blocking=True)
-    num_tokens, num_sequences = global_counts(
-        experience.mask[index].sum(), torch.tensor(len(index))
+    rows = torch.cat(minibatch).to(policy.device, non_blocking=True)
+    mask = experience.mask[rows]
+    num_tokens, num_sequences = global_counts(mask.sum(), torch.tensor(len(rows)))
+    loss_options = with_entropy_threshold(
+        policy.loss_options(kl_coef), experience.measured.entropy[rows], mask
     )
-    chosen = policy.loss_options(kl_coef)
-    chosen = with_entropy_threshold(
-        chosen, experience.measured.entropy[index], experience.mask[index]
-    )
-    options = {"options": chosen, "num_tokens": num_tokens, "num_sequences": num_sequences}
-    options |= {"max_length": config.max_new_tokens}
     lengths = group_lengths(experience.mask.sum(1), config.group_size)
 
     # Rows, loss, backward, sums: https://arxiv.org/abs/1707.06347, eq. 7 and 9.
     sums = Sums(step)
-    for index in parts:
-        part = rollout.batch.rows(index)
-        width = part.response_mask.shape[1]
-        index = index.to(policy.device, non_blocking=True)
-        before = experience.rows(index, width)
-        passed = policy.loss(
-            part,
+    for micro in micro_batches(rollout.batch, minibatch):
+        before = experience.of(micro)
+        output = policy.loss(
+            micro.batch,
             before.measured.old_logprobs,
             before.advantages,
             before.mask,
             ref_logprobs=before.measured.ref_logprobs,
-            rollout_logprobs=rows_of(rollout_logprobs, index, width),
-            group_lengths=lengths[index],
-            **options,
+            rollout_logprobs=micro.of(rollout.rollout_logprobs),
+            group_lengths=lengths[micro.rows],
+            options=loss_options,
+            num_tokens=num_tokens,
+            num_sequences=num_sequences,
+            max_length=config.max_new_tokens,
         )
-        values = critic(part.input_ids, part.response_mask)
-        clipping = {"value_clip": config.value_clip, "num_tokens": num_tokens}
-        fitted, value_metrics = fused_rl.value_loss(
-            values, before.values, before.returns, before.mask, **clipping
+        value_loss, value_metrics = fused_rl.value_loss(
+            critic(micro.batch.input_ids, micro.batch.response_mask),
+            before.values,
+            before.returns,
+            before.mask,
+            value_clip=config.value_clip,
+            num_tokens=num_tokens,
         )
-        critic.backward(fitted * world_size())  # the engine averages over ranks
-        policy.backward(passed.loss)
-        sums.add(passed.metrics | value_metrics, part.where)
+        critic.backward(value_loss * world_size())  # the engine averages over ranks
+        policy.backward(output.loss)
+        sums.add(output.metrics | value_metrics, micro.batch.where)
     return sums.over_ranks()
 
 
@@ -298,11 +294,10 @@ def train(
     policy.sampling = dataclasses.replace(policy.sampling, stop_ids=stop_ids)
 
     # Where the run begins, or goes on.
-    kl_coef = config.kl_coef
+    controller = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
     engines = {"policy": policy.model, "critic": critic}  # what checkpoints hold
-    kl_coef = run.start(engines, lambda: {"kl_coef": kl_coef}, policy.rank_state).get(
-        "kl_coef", kl_coef
-    )
+    restored = run.start(engines, controller.state, policy.rank_state)
+    controller.kl_coef = restored.get("kl_coef", config.kl_coef)
     policy.publish(run.step)
     if run.begins and held_out.prompts:
         run.log(*evaluate(policy, held_out))
@@ -310,13 +305,11 @@ def train(
     # Step by step; the weight of the KL may follow it: https://arxiv.org/abs/1909.08593, section 2.2.
     for step, indices in run:
         policy.begin_step(step, lambda later: prepared.prompts_of_rank(run.order.after(later)))
-        metrics = train_step(policy, critic, prepared.prompts_of_rank(indices), step, kl_coef)
+        prompts = prepared.prompts_of_rank(indices)
+        metrics = train_step(policy, critic, prompts, step, controller.kl_coef)
+        responses = config.prompts_per_step * config.group_size
+        controller.update(metrics["objective/kl"], responses)
         samples = []
-        if config.kl_target is not None:
-            responses = config.prompts_per_step * config.group_size
-            kl_coef = adapted(
-                kl_coef, metrics["objective/kl"], responses, config.kl_target, config.kl_horizon
-            )
         if run.evaluates and held_out.prompts:
             found, samples = evaluate(policy, held_out)
             metrics |= found

@@ -11,7 +11,7 @@ from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.policy.critic import (
     Critic,
-    adapted,
+    KLController,
     advantages_and_returns,
     load_critic,
     token_rewards,
@@ -47,9 +47,13 @@ def test_the_score_is_added_once_at_the_last_token_and_every_token_pays_for_its_
 
 
 def test_the_adaptive_coefficient():
-    assert adapted(0.15, 12.0, 64, 6.0, 10_000) == pytest.approx(0.150192, abs=1e-12)
-    assert adapted(0.15, 0.0, 64, 6.0, 10_000) == pytest.approx(0.15 * (1 - 0.2 * 64 / 10_000))
-    assert adapted(0.15, 6.6, 100, 6.0, 1000) == pytest.approx(0.15 * 1.01)
+    constant, adaptive = KLController(0.15), KLController(0.15, 6.0, 10_000)
+    for kl, factor in ((12.0, 1 + 0.2 * 64 / 10_000), (0.0, 1 - 0.2 * 64 / 10_000), (6.6, 1.00064)):
+        before = adaptive.kl_coef
+        for controller in (constant, adaptive):
+            controller.update(kl, 64)
+        assert adaptive.state() == {"kl_coef": pytest.approx(before * factor, rel=1e-12)}
+    assert constant.state() == {"kl_coef": 0.15}
 
 
 def credited(rewards, values, mask, **options):

@@ -250,9 +250,9 @@ def experience_and_parts(config, made, critic, given, monkeypatch):
     rollout = made.roll_out(given["prompts"], made.sampling, 4)
     parts = list(torch.arange(8).split(3))  # three unequal micro-batches
     experience = ppo.judge(made, critic, rollout, parts, config.kl_coef)
-    assert (
-        experience.rows(parts[0], 2).scores is experience.scores
-    )  # which lie on the CPU, and indices on the device
+    micro = next(policy.micro_batches(rollout.batch, parts))
+    # Scores lie on the CPU, and the rows of a micro-batch on the device.
+    assert experience.of(micro).scores is experience.scores
     return experience, parts
 
 

@@ -5,6 +5,7 @@ read at every token, and saved as one, so either can start the other. Left out: 
 distributions over values, a value head on the backbone of the policy.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
@@ -27,7 +28,7 @@ from fused_rl.trainers.options import (
     without,
 )
 from fused_rl.trainers.policy.options import KLConfig, RolloutConfig
-from fused_rl.trainers.policy.policy import BeforeUpdate, rows_of
+from fused_rl.trainers.policy.policy import BeforeUpdate, MicroBatch
 from fused_rl.trainers.rollouts.roll_out import rollout_metrics
 from fused_rl.trainers.rollouts.solved import win_rate
 from fused_rl.trainers.rollouts.types import Rollout
@@ -128,11 +129,11 @@ class Experience:
     advantages: torch.Tensor
     returns: torch.Tensor
 
-    def rows(self, index: torch.Tensor, width: int) -> "Experience":
-        """Return the responses at `index`, in the first `width` columns; the rollout and its scores stay whole."""
+    def of(self, micro: MicroBatch) -> "Experience":
+        """Return what a micro-batch has of it; the rollout and its scores stay whole."""
         names = ("mask", "kl", "values", "advantages", "returns")
-        of_tokens = {name: rows_of(getattr(self, name), index, width) for name in names}
-        return replace(self, measured=self.measured.rows(index, width), **of_tokens)
+        of_tokens = {name: micro.of(getattr(self, name)) for name in names}
+        return replace(self, measured=self.measured.of(micro), **of_tokens)
 
 
 def token_rewards(
@@ -163,10 +164,26 @@ def advantages_and_returns(
     ) if config.whiten_advantages else advantages, returns
 
 
-def adapted(kl_coef: float, kl: float, responses: int, target: float, horizon: float) -> float:
-    """The weight of the KL after `responses` whose KL was `kl` nats on average (arXiv:1909.08593, section 2.2)."""
-    error = min(max(kl / target - 1, -LARGEST_ERROR), LARGEST_ERROR)
-    return kl_coef * (1 + error * responses / horizon)
+@dataclass
+class KLController:
+    """The weight of the KL: constant, or adapted so that the KL comes to a target (arXiv:1909.08593, section 2.2)."""
+
+    kl_coef: float
+    target: float | None = None
+    """KL per response in nats; None keeps the weight constant."""
+    horizon: float = math.inf
+    """Number of responses over which the weight changes by a factor of at most e^0.2."""
+
+    def update(self, kl: float, responses: int) -> None:
+        """Take account of `responses` whose KL was `kl` nats on average."""
+        if self.target is None:
+            return
+        error = min(max(kl / self.target - 1, -LARGEST_ERROR), LARGEST_ERROR)
+        self.kl_coef *= 1 + error * responses / self.horizon
+
+    def state(self) -> dict[str, float]:
+        """Return what a checkpoint keeps."""
+        return {"kl_coef": self.kl_coef}
 
 
 def experience_metrics(experience: Experience, group_size: int, step: int) -> dict[str, float]:

@@ -51,10 +51,9 @@ def evaluate(
             sampled = policy.roll_out(
                 held_out.prompts, policy.sampling, k, Seeds(config.seed + ranks.rank())
             )
-        parts = torch.arange(len(sampled.samples)).split(config.micro_batch_size)
-        measured = measure(
-            policy, sampled.batch, list(parts), exact_kl=policy.reference is not None
-        )
+        rows = torch.arange(len(sampled.samples)).split(config.micro_batch_size)
+        has_reference = policy.reference is not None
+        measured = measure(policy, sampled.batch, list(rows), exact_kl=has_reference)
 
     sums = solved_sums(policy.scorers, greedy, sampled, count)
     first = slice(count * k)

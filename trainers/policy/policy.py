@@ -1,7 +1,7 @@
 """The policy of PPO and GRPO: its pass with the loss, its reference, its sampler, and what is measured of it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -61,22 +61,22 @@ class Policy:
     sample_rows: list[dict] = field(default_factory=list)
     """Lines of samples.jsonl, of this rank's last rollout; empty before there was one."""
 
-    def inputs(self, part: Batch) -> dict[str, object]:
-        """Return the inputs with which model and reference score `part`."""
+    def inputs(self, batch: Batch) -> dict[str, object]:
+        """Return the inputs with which model and reference score the sequences of a micro-batch."""
         packed = None
-        if self.costs is not None and part.token_counts.any():
+        if self.costs is not None and batch.token_counts.any():
             # With shared prompts, where that is cheaper.
-            copies = int(part.prompts.bincount().max())
-            prompt = part.prompt_lengths.max().item()
-            response = part.response_lengths.double().mean().item()
+            copies = int(batch.prompts.bincount().max())
+            prompt = batch.prompt_lengths.max().item()
+            response = batch.response_lengths.double().mean().item()
             in_row = responses_per_row(self.costs, prompt, response, copies)
-            packed = pack(part, in_row) if in_row > 1 else None
+            packed = pack(batch, in_row) if in_row > 1 else None
         scored = {
-            "input_ids": part.input_ids,
-            "mask": part.response_mask,
+            "input_ids": batch.input_ids,
+            "mask": batch.response_mask,
             "temperature": self.config.temperature,
         }
-        return scored | {"packed": packed, "places": part.places(), "support": part.support}
+        return scored | {"packed": packed, "places": batch.places(), "support": batch.support}
 
     def publish(self, step: int) -> None:
         """From now on the weights after `step`, which are those of now, are sampled; for all ranks at once."""
@@ -133,7 +133,7 @@ class Policy:
 
     def loss(
         self,
-        part: Batch,
+        batch: Batch,
         old_logprobs: torch.Tensor,
         advantages: torch.Tensor,
         mask: torch.Tensor,
@@ -147,7 +147,7 @@ class Policy:
         work in the head, and no logits to keep. Otherwise the loss is taken of the log-probabilities.
 
         Args:
-            part: b sequences.
+            batch: b sequences.
             old_logprobs: (b, T - 1), 0 where the policy was not run.
             advantages: (b,) or (b, T - 1).
             mask: (b, T - 1) bool: the tokens that are trained on.
@@ -157,28 +157,30 @@ class Policy:
         """
         # The forward pass, by the way that the loss allows.
         tokens = (None if on_policy else old_logprobs, advantages, mask)
-        chosen = options["options"]
-        is_token_level = option_beyond_a_token(chosen) is None and not callable(
-            chosen.surrogate
-        )  # a user's may read anything
+        loss_options = options["options"]
+        is_users = callable(loss_options.surrogate)  # which may read anything
+        is_token_level = option_beyond_a_token(loss_options) is None and not is_users
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             if options.get("rollout_logprobs") is None and is_token_level:
                 token_loss, per_token = fused_rl.policy_token_loss(*tokens, **options)
-                scored = self.model(**self.inputs(part), token_loss=token_loss, per_token=per_token)
+                scored = self.model(
+                    **self.inputs(batch), token_loss=token_loss, per_token=per_token
+                )
                 _, metrics = fused_rl.policy_loss(
                     scored.logprobs, *tokens, entropy=scored.entropy, **options
                 )
                 loss = scored.loss
             else:
-                scored = self.model(**self.inputs(part))
+                scored = self.model(**self.inputs(batch))
                 loss, metrics = fused_rl.policy_loss(
                     scored.logprobs, *tokens, entropy=scored.entropy, **options
                 )
 
         # How far the pass is from the log-probabilities reported before.
         logprobs = scored.logprobs.detach()
-        run = mask & (old_logprobs != 0) & old_logprobs.isfinite()
-        drift = torch.where(run, torch.expm1((logprobs - old_logprobs).double()), 0).sum()
+        was_run = mask & (old_logprobs != 0) & old_logprobs.isfinite()
+        ratio_minus_1 = torch.expm1((logprobs - old_logprobs).double())
+        drift = torch.where(was_run, ratio_minus_1, 0).sum()
         return PolicyOutput(loss, metrics | {"drift": drift / options["num_tokens"]}, logprobs)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -201,8 +203,8 @@ def with_entropy_threshold(
     """Return the options with `top_entropy` as a threshold on `entropy` (b, T - 1), the same for the whole update."""
     if options.top_entropy is None:
         return options
-    own = torch.where(mask, entropy, -1).cpu()  # from the device at once
-    entropies = torch.cat(ranks.gather(own[own >= 0])).sort(descending=True).values
+    of_rank = torch.where(mask, entropy, -1).cpu()  # from the device at once
+    entropies = torch.cat(ranks.gather(of_rank[of_rank >= 0])).sort(descending=True).values
     dropped = math.ceil((1 - options.top_entropy) * (len(entropies) - 1))
     kept = len(entropies) - dropped  # as many as are not below the quantile
     # Between the last one that is kept and the next, so that rounding moves neither across it.
@@ -228,6 +230,30 @@ def plan(
     return updates
 
 
+class MicroBatch(NamedTuple):
+    """Sequences of a rollout that go through the models at once."""
+
+    batch: Batch
+    """The b sequences, padded no wider than they need."""
+    rows: torch.Tensor
+    """(b,) int64 on the device: which of the rollout's B sequences they are."""
+
+    @property
+    def place(self) -> tuple[torch.Tensor, slice]:
+        """Return the index of the tokens of `batch` in a tensor (B, T - 1) of the rollout."""
+        return self.rows, slice(self.batch.response_mask.shape[1])
+
+    def of(self, values: torch.Tensor | None) -> torch.Tensor | None:
+        """Return what `values` (B, T - 1) of the rollout hold for `batch`; None of None."""
+        return None if values is None else values[self.place]
+
+
+def micro_batches(batch: Batch, minibatch: list[torch.Tensor]) -> Iterator[MicroBatch]:
+    """Yield the micro-batches of a minibatch, which lists the CPU indices (b,) of each, as `plan` does."""
+    for rows in minibatch:
+        yield MicroBatch(batch.rows(rows), on_device(rows, batch.input_ids.device))
+
+
 @dataclass
 class BeforeUpdate:
     """Measurements of a rollout before training; each (B, T - 1) fp32 in nats, 0 where masked.
@@ -244,53 +270,46 @@ class BeforeUpdate:
     kl: torch.Tensor | None
     """Exact, from both models' logits, over the set that the token was sampled from; None if not requested."""
 
-    def rows(self, index: torch.Tensor, width: int) -> "BeforeUpdate":
-        """Return the sequences at `index`, in the first `width` columns, as `Batch.rows` does."""
-        return BeforeUpdate(*(rows_of(values, index, width) for values in vars(self).values()))
-
-
-def rows_of(values: torch.Tensor | None, index: torch.Tensor, width: int) -> torch.Tensor | None:
-    """(B, T - 1) -> (b, width); the indices may be on the CPU."""
-    return None if values is None else values[on_device(index, values.device), :width]
+    def of(self, micro: MicroBatch) -> "BeforeUpdate":
+        """Return the measurements of a micro-batch."""
+        return BeforeUpdate(*(micro.of(values) for values in vars(self).values()))
 
 
 @torch.no_grad()
 def measure(
     policy: Policy,
     batch: Batch,
-    parts: list[torch.Tensor],
+    minibatch: list[torch.Tensor],
     *,
     exact_kl: bool = True,
     skipped: int = 0,
 ) -> BeforeUpdate:
-    """Score `batch` with policy and reference; the policy skips the first `skipped` parts, unless the KL is exact."""
+    """Score `batch` with policy and reference; the policy skips the first micro-batches, unless the KL is exact."""
     policy.model.module.eval()  # as what was sampled: not every sampler has left it so
     shape = batch.response_mask.shape
-    device = policy.device
-    old_logprobs, entropy, ref_logprobs, kl = (torch.zeros(shape, device=device) for _ in range(4))
-    for number, index in enumerate(parts):
-        part = batch.rows(index)
-        inputs = policy.inputs(part)
-        width = part.response_mask.shape[1]
-        index = on_device(index, device)
-        # The policy, and on the same inputs the reference: the frozen one, or the policy with its adapters off.
+    old_logprobs, entropy, ref_logprobs, kl = (
+        torch.zeros(shape, device=policy.device) for _ in range(4)
+    )
+    for number, micro in enumerate(micro_batches(batch, minibatch)):
+        inputs = policy.inputs(micro.batch)
+        # The policy, and the reference on the same inputs.
         if exact_kl or number >= skipped:
-            rows = policy.model(**inputs, want_logits=exact_kl)
-            old_logprobs[index, :width] = rows.logprobs
-            entropy[index, :width] = rows.entropy
+            scored = policy.model(**inputs, want_logits=exact_kl)
+            old_logprobs[micro.place] = scored.logprobs
+            entropy[micro.place] = scored.entropy
         if policy.reference is not None:
-            ref_rows = policy.reference.score(inputs, want_logits=exact_kl)
-            ref_logprobs[index, :width] = ref_rows.logprobs
+            ref_scored = policy.reference.score(inputs, want_logits=exact_kl)
+            ref_logprobs[micro.place] = ref_scored.logprobs
+
         # The exact KL, from the logits of both.
         if exact_kl:
-            for scored in (rows, ref_rows):
-                keep_only(scored.logits, part.support)
+            for logits in (scored.logits, ref_scored.logits):
+                keep_only(logits, micro.batch.support)
             divergence = fused_rl.token_kl(
-                rows.logits, ref_rows.logits, temperature=policy.config.temperature
+                scored.logits, ref_scored.logits, temperature=policy.config.temperature
             )
-            kl[index, :width] = kl.new_zeros(part.response_mask.shape).masked_scatter(
-                part.response_mask, divergence
-            )
+            mask = micro.batch.response_mask
+            kl[micro.place] = kl.new_zeros(mask.shape).masked_scatter(mask, divergence)
     return BeforeUpdate(
         old_logprobs,
         entropy,

@@ -50,8 +50,10 @@ def divided(config: PolicyConfig, world: int) -> dict[str, object]:
         raise InputError(f"minibatches={config.minibatches} {what}")
     minibatch = local // config.minibatches
     updates = config.minibatches * config.epochs
-    parts = math.ceil(minibatch / config.micro_batch_size)
-    if parts * world > 1 and getattr(SURROGATES.get(config.surrogate), "needs_batch", False):
+    micro_batches = math.ceil(minibatch / config.micro_batch_size)
+    if micro_batches * world > 1 and getattr(
+        SURROGATES.get(config.surrogate), "needs_batch", False
+    ):
         raise InputError(
             f"surrogate={config.surrogate} compares all tokens of an update, {minibatch * world} responses: give one "
             f"process and --micro_batch_size {minibatch * world}, or another surrogate"
@@ -60,7 +62,7 @@ def divided(config: PolicyConfig, world: int) -> dict[str, object]:
         "responses per step": f"{local * world} = {config.prompts_per_step} prompts x {config.group_size}",
         "responses per process and step": local,
         "responses per process and minibatch": minibatch,
-        "micro-batches per process and minibatch": f"{parts} of at most {config.micro_batch_size}",
+        "micro-batches per process and minibatch": f"{micro_batches} of at most {config.micro_batch_size}",
         "optimizer updates per step": updates,
         "optimizer updates in the run": config.in_run(updates),
         "responses in the run": config.in_run(local * world),
