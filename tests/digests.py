@@ -43,6 +43,7 @@ DISTILL = {
     "completion_column": "answer",
 }
 DPO = {"batch_size": 8, "label_smoothing": 0.05, "nll_coef": 0.1}
+KTO = {"batch_size": 8, "desirable_weight": 1.5}
 LORA = {"lora_rank": 4}
 ADAPTIVE = {"kl_target": 0.05, "kl_horizon": 50, "tf_adam": True, "critic_warmup_steps": 2}
 SYNCED = {
@@ -94,6 +95,7 @@ CASES = {
         2,
     ),
     "dpo-zero0": ("dpo", DPO | {"zero_stage": 0, "micro_batch_size": 3}, 1),
+    "kto-zero0": ("kto", KTO | {"zero_stage": 0, "micro_batch_size": 3}, 1),
     "dpo-lora": ("dpo", DPO | LORA | {"zero_stage": 2, "loss_type": "simpo"}, 1),
 }
 
@@ -116,7 +118,7 @@ def make_files(folder: Path) -> None:
 
 def words_of(command: str, options: dict, folder: Path, output_dir: Path) -> list[str]:
     """The command line of a case."""
-    pairs = command in ("reward", "dpo")
+    pairs = command in ("reward", "dpo", "kto")
     model, rows = ("pairs/model", "pairs/pairs.jsonl") if pairs else ("model", "rows.jsonl")
     given = {"model": folder / model, "dataset": folder / rows, "output_dir": output_dir}
     given |= {"steps": 10, "eval_size": 4, "eval_every": 5, "save_every": 0, "dtype": "float32"}

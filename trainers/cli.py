@@ -43,6 +43,12 @@ TRAINERS = {
         "DPOConfig",
         "trainers/dpo.md",
     ),
+    "kto": Command(
+        "fused_rl.trainers.kto",
+        "a policy from single responses that are marked good or bad",
+        "KTOConfig",
+        "trainers/kto.md",
+    ),
     "distill": Command(
         "fused_rl.trainers.distill",
         "a student from a teacher that corrects its responses",

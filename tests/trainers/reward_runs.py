@@ -67,6 +67,19 @@ def write_pairs(path: Path, count: int = 20) -> str:
     return str(path)
 
 
+def write_marked(path: Path, count: int = 20) -> str:
+    """Good answers repeat the question's letter, bad ones another; of many lengths, two of three are good."""
+    letters = "abcdefghij"
+    rows = []
+    for i in range(count):
+        is_good = i % 3 != 1
+        answer = letters[(i if is_good else i + 3) % 10] * (1 + i % 5)
+        prompt = letters[i % 10] * (1 + i % 4) + "="
+        rows.append({"prompt": prompt, "completion": answer, "label": is_good})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
 def make_config(folder: Path, name: str = "run", **options) -> reward.RewardConfig:
     settings = {
         "eval_size": 4,

@@ -35,6 +35,7 @@ GOOD = {
     ],
     "reward": [*TRAIN, *shlex.split("--dataset pairs.jsonl --batch_size 2 --normalize_pairs 2")],
     "dpo": [*TRAIN, *shlex.split("--dataset pairs.jsonl --batch_size 2")],
+    "kto": [*TRAIN, *shlex.split("--dataset pairs.jsonl --batch_size 2")],
     "distill": [
         *TRAIN,
         *shlex.split(

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from fused_rl.trainers import distill, dpo, grpo, ppo, reward, sft
+from fused_rl.trainers import distill, dpo, grpo, kto, ppo, reward, sft
 from fused_rl.trainers.run.logger import Logger
 from tests.trainers import tiny
 from tests.trainers.runs import grpo_config, sft_config
@@ -42,7 +42,8 @@ def test_every_key_that_a_run_logs_stands_in_the_table_and_every_row_is_logged(f
     }
     scorers["solved_at"] = [0.0, 1.0]  # so that some responses of random weights are right
     folders = {
-        name: str(tmp_path / name) for name in ("sft", "reward", "dpo", "distill", "grpo", "ppo")
+        name: str(tmp_path / name)
+        for name in ("sft", "reward", "dpo", "kto", "distill", "grpo", "ppo")
     }
 
     # A run of each, with what makes a metric appear.
@@ -54,6 +55,9 @@ def test_every_key_that_a_run_logs_stands_in_the_table_and_every_row_is_logged(f
     )
     dpo.train(
         dpo.DPOConfig(model=model, dataset=of_pairs, output_dir=folders["dpo"], batch_size=8, **few)
+    )
+    kto.train(
+        kto.KTOConfig(model=model, dataset=of_pairs, output_dir=folders["kto"], batch_size=8, **few)
     )
     grpo.train(grpo_config(files, folders["grpo"], **few, **scorers), sampler=tiny.Telling)
     config = {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 6, "eval_samples": 2}

@@ -1,0 +1,163 @@
+"""KTO: a policy from single responses that are marked good or bad, without pairs and without sampling.
+
+    fused-rl kto --model runs/sft/model --dataset marked.jsonl --output_dir runs/kto
+
+A response y has the score s = beta (log pi(y) - log pi_ref(y)). The reference is the model that the run begins with;
+its log-probabilities are measured once, before the first step. Scores are compared with z, an estimate of beta times
+the KL to the reference: the mean score of mismatched responses, each after another row's prompt, over the whole step
+and all ranks, and at least 0. No gradient flows through z. arXiv:2402.01306, eq. 8:
+
+    good    desirable_weight   (1 - sigmoid(s - z))
+    bad     undesirable_weight (1 - sigmoid(z - s))
+
+Left out: responses marked by a number.
+"""
+
+import functools
+import time
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+import fused_rl
+from fused_rl.trainers.base import engine
+from fused_rl.trainers.base.screen import phase
+from fused_rl.trainers.data import encode
+from fused_rl.trainers.data.marked import Marked, MarkedConfig, arithmetic, marked_rows
+from fused_rl.trainers.data.rows import RowsLike, load_train_eval
+from fused_rl.trainers.models import language_model
+from fused_rl.trainers.models.reward_model import check_finite
+from fused_rl.trainers.models.scoring import logprobs_of
+from fused_rl.trainers.options import NonNegative, Positive
+from fused_rl.trainers.run import command
+from fused_rl.trainers.run.loop import Run
+
+
+class KTOConfig(MarkedConfig):
+    """Kahneman-Tversky optimisation of a causal language model on responses that are marked good or bad."""
+
+    command: ClassVar = "kto"
+    main: ClassVar = (*MarkedConfig.main, "beta")
+
+    beta: Positive = 0.1
+    """Scale of the scores; the larger, the closer to the reference."""
+    desirable_weight: NonNegative = 1.0
+    """Weight of good responses."""
+    undesirable_weight: NonNegative = 1.0
+    """Weight of bad responses."""
+
+
+def update(
+    model, rows: list[Marked], reference: torch.Tensor, config: KTOConfig, *, backward: bool
+) -> dict[str, float]:
+    """Run forward, and if wanted `backward`, on the rows of all ranks; return the metrics of the loss.
+
+    `reference` (N, 2) has the reference's log-probabilities of the rows' own and of their mismatched responses.
+    """
+    # The point of comparison, which moves with the policy but has no gradient: all ranks have all scores.
+    where = [row.where for row in rows]
+    logprobs = logprobs_of(model, [(row.mismatched,) for row in rows], config.micro_batch_size)
+    check_finite(logprobs, where)
+    baseline = fused_rl.kl_baseline(config.beta * (logprobs[:, 0] - reference[:, 1])).item()
+
+    def loss_and_metrics(logprobs: torch.Tensor, indices: Sequence[int]):
+        moved = logprobs[:, 0] - reference[indices, 0].to(logprobs.device)
+        return fused_rl.unpaired_preference_loss(
+            config.beta * moved,
+            torch.tensor([rows[i].desirable for i in indices], device=moved.device),
+            baseline=baseline,
+            desirable_weight=config.desirable_weight,
+            undesirable_weight=config.undesirable_weight,
+            num_sequences=len(rows),
+        )
+
+    # The loss of each micro-batch as a share of that of the step; then the metrics, from all responses at once.
+    logprobs = logprobs_of(
+        model,
+        [(row.matched,) for row in rows],
+        config.micro_batch_size,
+        loss=(lambda *micro_batch: loss_and_metrics(*micro_batch)[0]) if backward else None,
+    )
+    check_finite(logprobs, where)
+    _, metrics = loss_and_metrics(logprobs, range(len(rows)))
+    return mean_scores(metrics) | {"kl": baseline / config.beta}
+
+
+def mean_scores(metrics: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Return the loss's metrics with the mean score of each kind of response that there is, in place of sums."""
+    found = {name: value.item() for name, value in metrics.items()}
+    fractions = {"desirable": found["desirable"], "undesirable": 1 - found["desirable"]}
+    for kind, fraction in fractions.items():
+        total = found.pop(f"{kind}_rewards")
+        if fraction > 0:
+            found[f"{kind}_rewards"] = total / fraction
+    return found
+
+
+def evaluate(
+    model, rows: list[Marked], reference: torch.Tensor, config: KTOConfig
+) -> dict[str, float]:
+    """Return `eval/kto/*` of the held-out rows."""
+    with phase("evaluated on held-out rows") as found:
+        metrics = update(model, rows, reference, config, backward=False)
+        found["accuracy"] = metrics["accuracy"]
+    return {f"eval/kto/{name}": value for name, value in metrics.items()}
+
+
+def train(config: KTOConfig, dataset: RowsLike = None, eval_dataset: RowsLike = None) -> str:
+    """Run the whole training, on rows that are given or that the config names; return the trained model's folder."""
+    run = Run(config, arithmetic)
+
+    # What is read: tokenizer, rows, model.
+    with phase("read tokenizer and rows"):
+        tokenizer = encode.load_tokenizer(config.model, config.revision)
+        encoder = encode.Encoder.of(config, tokenizer)
+        train_rows, held_out_rows = load_train_eval(config, dataset, eval_dataset)
+        rows = marked_rows(config, encoder, train_rows)
+        held_out = marked_rows(config, encoder, held_out_rows)
+    config = run.check_inputs(config, tokenizer, {}, rows=rows, held_out=held_out)
+    everything = [*rows, *held_out]
+    with phase("loaded the model"):
+        lm = language_model.load_lm(config, run.device)
+        sequences = (
+            (prompt + response, row.where)
+            for row in everything
+            for prompt, response in (row.matched, row.mismatched)
+        )
+        language_model.check_fits(lm.base, tokenizer, sequences, 0, "max_length")
+        model = engine.initialize(lm, config, config.steps)
+
+    # The reference is the model as it is now, before a checkpoint is restored: of the rows that the run will take.
+    taken = [*run.order.first(config.steps), *range(len(rows), len(everything))]
+    both = [(everything[i].matched, everything[i].mismatched) for i in taken]
+    reference = torch.zeros(len(everything), 2, dtype=torch.float64)
+    with phase("measured the reference"):
+        at_once = max(1, config.micro_batch_size // 2)  # rows of two sequences each
+        reference[taken] = logprobs_of(model, both, at_once, progress="rows")
+
+    # The run.
+    run.start({"policy": model})
+    held_out_reference = reference[len(rows) :]
+    if run.begins and held_out:
+        run.log(evaluate(model, held_out, held_out_reference, config))
+    for step, indices in run:
+        began = time.monotonic()
+        batch = [rows[i] for i in indices]
+        metrics = update(model, batch, reference[indices], config, backward=True)
+        metrics = {f"train/kto/{name}": value for name, value in metrics.items()}
+        metrics |= engine.optimizer_step(model, step)
+        metrics["time/train"] = time.monotonic() - began
+        metrics["perf/tokens_per_second"] = sum(map(Marked.tokens, batch)) / metrics["time/train"]
+        if run.evaluates and held_out:
+            metrics |= evaluate(model, held_out, held_out_reference, config)
+        run.log(metrics)
+    return run.finish(
+        lambda folder: language_model.save_lm(model, tokenizer, folder, merged=config.save_merged)
+    )
+
+
+main = functools.partial(command.run, KTOConfig, arithmetic, train)
+
+if __name__ == "__main__":
+    main()
