@@ -19,12 +19,13 @@ from pathlib import Path
 
 from fused_rl.base.checks import described
 
-CASES = 50  # judged by one process, which then makes way for a fresh one
-MEMORY, WALL = (
-    1 << 30,
-    300.0,
-)  # bytes beyond what a process begins with; seconds, of a case that sleeps
-CPU_SECONDS = 1.0  # for one answer: they take 0.01 to 0.3, or never end
+# Cases judged by one process, which then makes way for a fresh one.
+CASES = 50
+# Bytes beyond what a process begins with.
+MEMORY = 1 << 30
+# Seconds for one answer, of CPU time and, if it sleeps, of the clock. Answers take 0.01 to 0.3 s of CPU, or never end.
+CPU_SECONDS = 1.0
+WALL_SECONDS = 300.0
 
 
 def judge(
@@ -49,23 +50,21 @@ def judge(
             raise ValueError(
                 f"responses and answers must be texts, got {described(text)}; a number is str(number)"
             )
-    return [
-        score for score, _ in pool(cpu_seconds).judge(list(zip(responses, answers, strict=True)))
-    ]
+    cases = list(zip(responses, answers, strict=True))
+    return [score for score, _ in pool(cpu_seconds).judge(cases)]
 
 
 @functools.cache
 def pool(cpu_seconds: float) -> "Pool":
     """Return the processes that compare answers, started at the first call."""
-    logging.getLogger("math_verify").setLevel(
-        logging.ERROR
-    )  # it warns at each call that nobody keeps the time
-    agrees("1/2", "0.5")  # imports what the processes that are forked need
-    made = Pool(agrees, cpu_seconds)
-    made.judge(
-        [("1/2", "0.5")]
-    )  # starts the processes before engines reserve memory, when a fork is cheap
-    return made
+    # It warns at each call that it has no time limit; the processes have one.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    # Imports what the forked processes need.
+    agrees("1/2", "0.5")
+    processes = Pool(agrees, cpu_seconds)
+    # Starts them before engines reserve memory, while a fork is cheap.
+    processes.judge([("1/2", "0.5")])
+    return processes
 
 
 class Pool:
@@ -74,30 +73,37 @@ class Pool:
     def __init__(self, judge: Callable[..., float], cpu_seconds: float):
         self.judge_one = judge
         self.cpu_seconds = cpu_seconds
-        share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        options = {
-            "max_workers": min(max(share, 1), 8),
-            "max_tasks": CASES,
-            "initializer": _limit_this_process,
-        }
         import pebble
 
-        self.pool = pebble.ProcessPool(context=multiprocessing.get_context("fork"), **options)
+        # The ranks of a machine share its cores.
+        cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.pool = pebble.ProcessPool(
+            max_workers=min(max(cores, 1), 8),
+            max_tasks=CASES,
+            initializer=_limit_this_process,
+            context=multiprocessing.get_context("fork"),
+        )
         # Before multiprocessing waits for its processes, which pebble would replace.
         self.close = util.Finalize(self, _end, (self.pool,), exitpriority=10)
 
     def judge(self, cases: Sequence[Sequence]) -> list[tuple[float, str | None]]:
         """Return the score of each case, and in words the limit that it broke; then the score is 0."""
-        limited = [(self.judge_one, case, self.cpu_seconds) for case in cases]
+        # All are scheduled before the first is waited for, so that every core has one.
+        futures = []
+        for case in cases:
+            arguments = (self.judge_one, case, self.cpu_seconds)
+            futures.append(self.pool.schedule(_judge_in_time, arguments, timeout=WALL_SECONDS))
         verdicts = []
-        for future in [self.pool.schedule(_judge_in_time, args, timeout=WALL) for args in limited]:
+        for future in futures:
             error = future.exception()
-            broke = (
-                None if error is None else f"could not be judged: {type(error).__name__}: {error}"
-            )
+            if error is None:
+                verdicts.append((future.result(), None))
+                continue
+            limit = f"could not be judged: {type(error).__name__}: {error}"
+            # The process ended by the signal of its CPU timer.
             if getattr(error, "exitcode", None) == -signal.SIGPROF:
-                broke = f"took more than {self.cpu_seconds:g} s of CPU"
-            verdicts.append((0.0 if error else future.result(), broke))
+                limit = f"took more than {self.cpu_seconds:g} s of CPU"
+            verdicts.append((0.0, limit))
         return verdicts
 
 
@@ -105,14 +111,13 @@ def _limit_this_process() -> None:
     """In a new process: limit memory, print nothing, end with the run, and leave Ctrl-C to it."""
     memory = MEMORY
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        # PR_SET_PDEATHSIG: a run that is killed leaves no process behind.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         memory += int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in (
-        signal.SIGTERM,
-        signal.SIGPROF,
-    ):  # by default they end the process, in C code too
+    # By default these end the process, in C code too; a handler of Python would wait for it to return.
+    for number in (signal.SIGTERM, signal.SIGPROF):
         signal.signal(number, signal.SIG_DFL)
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 1)
@@ -121,6 +126,7 @@ def _limit_this_process() -> None:
 
 def _judge_in_time(judge: Callable[..., float], case: Sequence, cpu_seconds: float) -> float:
     """Return the score of one case; SIGPROF ends a process that is out of time."""
+    # sympy compares at random points: the verdict of an answer depends on no other.
     random.seed(0)
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
     try:
@@ -148,11 +154,12 @@ def agrees(response: str, answer: str) -> bool:
 
     if response.strip() == answer:
         return True
-    sympy_random.seed(0)  # it compares at random points
+    sympy_random.seed(0)
     try:
-        found = parse(response.rsplit("####", 1)[-1], parsing_timeout=None)
-        return verify(parsed(answer), found, timeout_seconds=None)
+        final = parse(response.rsplit("####", 1)[-1], parsing_timeout=None)
+        return verify(parsed(answer), final, timeout_seconds=None)
     except MemoryError:
         raise
-    except Exception:  # of sympy, on nonsense: a wrong answer
+    # sympy raises anything on nonsense, which is a wrong answer.
+    except Exception:
         return False
