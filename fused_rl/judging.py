@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from multiprocessing import util
 from pathlib import Path
+from typing import Any
 
 from fused_rl.base.checks import described
 
@@ -26,6 +27,8 @@ MEMORY = 1 << 30
 # Seconds for one answer, of CPU time and, if it sleeps, of the clock. Answers take 0.01 to 0.3 s of CPU, or never end.
 CPU_SECONDS = 1.0
 WALL_SECONDS = 300.0
+# math-verify's own limits need signals of the main thread, and count wall time. Its types do not have None.
+NO_LIMIT: Any = None
 
 
 def judge(
@@ -144,7 +147,9 @@ def parsed(answer: str) -> list:
     """Return the reference answer as math-verify reads it; empty if it cannot."""
     from math_verify import parse
 
-    return parse(f"${answer.replace('$', '')}$", fallback_mode="no_fallback", parsing_timeout=None)
+    return parse(
+        f"${answer.replace('$', '')}$", fallback_mode="no_fallback", parsing_timeout=NO_LIMIT
+    )
 
 
 def agrees(response: str, answer: str) -> bool:
@@ -156,7 +161,7 @@ def agrees(response: str, answer: str) -> bool:
         return True
     sympy_random.seed(0)
     try:
-        final = parse(response.rsplit("####", 1)[-1], parsing_timeout=None)
+        final = parse(response.rsplit("####", 1)[-1], parsing_timeout=NO_LIMIT)
         return verify(parsed(answer), final, timeout_seconds=None)
     except MemoryError:
         raise

@@ -36,6 +36,7 @@ def token_logprobs(
     support=None,
 ):
     """`fused_rl.token_logprobs` in the dtype of `logits`, by its definition; `inplace` has no effect."""
+    # Position t predicts token t + 1, so the last position and the first target have no partner.
     allowed = None if support is None else _allowed(support, logits.shape)
     if shift:
         allowed = None if allowed is None else allowed[:, 1:]
@@ -48,21 +49,26 @@ def token_logprobs(
         if mask is None
         else mask
     )
-    none = logits.detach() == -torch.inf
-    none = none if allowed is None else none | ~allowed
-    banned = none.all(-1) if softcap is None else torch.zeros_like(mask)  # throughout
+    # A row whose columns are all banned has no distribution; a softcap makes every column finite.
+    banned_columns = logits.detach() == -torch.inf
+    if allowed is not None:
+        banned_columns = banned_columns | ~allowed
+    banned = banned_columns.all(-1) if softcap is None else torch.zeros_like(mask)
     live = mask & ~banned
+
+    # The logits that are compared, of rows that count: capped, divided by the temperature, without what is not kept.
     x = torch.where(live[..., None], logits, 0)
     x = x if softcap is None else softcap * torch.tanh(x / softcap)
     x = x / _per_column(temperature)
     x = x if allowed is None else x.masked_fill(~allowed & live[..., None], -torch.inf)
-    top, at = x.max(-1, keepdim=True)
-    rest = (
-        (x - top).exp().scatter(-1, at, 0).sum(-1, keepdim=True)
-    )  # next to the maximum's 1 these drown
+
+    # The sum without the maximum's 1, next to which the others would drown.
+    top, index = x.max(-1, keepdim=True)
+    rest = (x - top).exp().scatter(-1, index, 0).sum(-1, keepdim=True)
     logp = x - top - rest.log1p()
-    # p * log p is 0 at banned tokens: where() on the input, so that 0 * inf reaches neither value nor gradient
+    # p * log p is 0 at banned tokens: where() on the input, so that 0 * inf reaches neither value nor gradient.
     entropy = -(logp.exp() * torch.where(logp == -torch.inf, 0, logp)).sum(-1)
+    # A target in a row without a distribution has probability 0, if the row counts.
     chosen = logp.gather(-1, torch.where(live[..., None], targets, 0).long())
     nothing = torch.where(mask & banned, -torch.inf, 0.0).to(x.dtype)
     chosen = torch.where(live[..., None], chosen, nothing[..., None])
@@ -75,8 +81,8 @@ def _head(hidden, weight, bias, logits_dtype):
     dtype = (
         hidden.dtype if logits_dtype is None else torch.promote_types(hidden.dtype, logits_dtype)
     )
-    hidden, weight, bias = (None if x is None else x.to(dtype) for x in (hidden, weight, bias))
-    return torch.nn.functional.linear(hidden, weight, bias)
+    bias = None if bias is None else bias.to(dtype)
+    return torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype), bias)
 
 
 def _kept(hidden, mask, shift):
@@ -116,6 +122,7 @@ def linear_token_logprobs(
 def linear_token_loss(hidden, weight, targets, token_loss, *per_token, mask=None, **options):
     """`fused_rl.linear_token_loss` by its definition; `options` as in `linear_token_logprobs`."""
     logprobs, entropy, _ = linear_token_logprobs(hidden, weight, targets, mask=mask, **options)
+    # The loss sees the tokens that count alone, so what it makes of others reaches nothing.
     kept = torch.ones_like(entropy, dtype=torch.bool) if mask is None else mask
     loss = token_loss(logprobs[kept], entropy[kept], *(values[kept] for values in per_token)).sum()
     return LinearTokenLoss(loss, logprobs.detach(), entropy.detach())
@@ -129,6 +136,7 @@ def kl_estimate(logprobs, ref_logprobs, kl_estimator="rk3", *, old_logprobs=None
     k1 = d
     k2 = d**2 / 2
     k3 = _exp(-d) - 1 + d
+    # Straight-through: the value of one, the gradient of the other.
     straight_through = {"k1+": k2 + (k1 - k2).detach(), "k3+": k2 + (k3 - k2).detach()}
     weighted = {"k4": r * (k2 + d + (k1 - k2 - d).detach()), "rk3": r * straight_through["k3+"]}
     return {"k1": k1, "k2": k2, "k3": k3, **straight_through, **weighted}[kl_estimator]
@@ -136,13 +144,13 @@ def kl_estimate(logprobs, ref_logprobs, kl_estimator="rk3", *, old_logprobs=None
 
 def _exp(x):
     """exp, from 20 nats on its tangent."""
-    return x.clamp(max=20).exp() * (
-        1 + torch.relu(x - 20)
-    )  # whose slope at 0 is 0, as clamp's is not
+    # At 20 itself clamp has a slope and relu has none, so the slopes do not add up there.
+    return x.clamp(max=20).exp() * (1 + torch.relu(x - 20))
 
 
 def _surrogate(lp, old, advantages, ratio_level, surrogate, clip_low, clip_high, delta):
     """The losses of one sequence, (n,) tensors, from the papers' equations (docs/losses.md)."""
+    # The log-ratio at its level; all but the token's give every token of the sequence one value.
     log_r = lp - old
     if ratio_level == "sequence" and bool((advantages != advantages[0]).any()):  # GSPO-token
         log_r = log_r.mean().detach() + lp - lp.detach()
@@ -150,6 +158,8 @@ def _surrogate(lp, old, advantages, ratio_level, surrogate, clip_low, clip_high,
         log_r = log_r.mean() * torch.ones_like(lp)
     elif ratio_level == "sequence-sum":
         log_r = log_r.sum() * torch.ones_like(lp)
+
+    # The surrogate of each token, lower is better.
     r, a = _exp(log_r), advantages
     up = a >= 0
     if surrogate == "clip":
@@ -162,7 +172,8 @@ def _surrogate(lp, old, advantages, ratio_level, surrogate, clip_low, clip_high,
         tau = 1.05 - 0.05 * (a > 0).to(a.dtype)
         return -4 / (tau * (1 + torch.exp(-tau * (r - 1)))) * a
     if surrogate == "vespo":
-        k, rate = torch.where(up, 2.0, 3.0), torch.where(up, 3.0, 2.0)  # exact in any dtype
+        # Whole numbers, exact in any dtype.
+        k, rate = torch.where(up, 2.0, 3.0), torch.where(up, 3.0, 2.0)
         return -(r**k * torch.exp(rate * (1 - r))).detach() * a * lp
     if surrogate == "geo-mean":
         kept = torch.where(
@@ -198,16 +209,17 @@ def policy_loss(
     """The loss of `fused_rl.policy_loss`, one sequence at a time; `advantages` (B, T), `sequence_ids` always given."""
     lp = logprobs if logprobs.dtype == torch.float64 else logprobs.float()
     sequences = [i for i in sequence_ids.unique().tolist() if i >= 0]
-    total, count = 0 * lp[mask].sum(), 0  # attached to the graph also where nothing counts
+    # Attached to the graph also where nothing counts.
+    total, count = 0 * lp[mask].sum(), 0
     for i in sequences:
-        at = mask & (sequence_ids == i)
-        n = int(at.sum())
+        tokens = mask & (sequence_ids == i)
+        n = int(tokens.sum())
         if n == 0:
             continue
         losses = _surrogate(
-            lp[at],
-            old_logprobs[at],
-            advantages[at],
+            lp[tokens],
+            old_logprobs[tokens],
+            advantages[tokens],
             ratio_level,
             surrogate,
             clip_low,
@@ -215,9 +227,11 @@ def policy_loss(
             delta,
         )
         if kl_coef:
-            losses = losses + kl_coef * kl_estimate(
-                lp[at], ref_logprobs[at], kl_estimator, old_logprobs=old_logprobs[at]
+            kl = kl_estimate(
+                lp[tokens], ref_logprobs[tokens], kl_estimator, old_logprobs=old_logprobs[tokens]
             )
+            losses = losses + kl_coef * kl
+        # What a sequence's sum is divided by, before the denominator of the step.
         over = {
             "seq-mean-token-mean": n,
             "prompt-mean": None if group_lengths is None else group_lengths[i],
@@ -225,6 +239,7 @@ def policy_loss(
         total = total + losses.sum() / over.get(loss_agg, 1)
         count += n
 
+    # A sequence without a token that counts is a sequence all the same.
     num_sequences = len(sequences) if num_sequences is None else num_sequences
     length = mask.shape[1] if max_length is None else max_length
     norm = length if loss_agg == "seq-mean-token-sum-norm" else 1
@@ -260,7 +275,8 @@ def kl_baseline(scores):
     return (scores.detach().sum() / max(len(scores), 1)).clamp(min=0)
 
 
-def _kl(logp, logq):  # sum p (log p - log q); columns without p add nothing
+def _kl(logp, logq):
+    """sum p (log p - log q); columns without p add nothing."""
     return (logp.exp() * torch.where(logp.isinf(), 0, logp - logq)).sum(-1)
 
 
@@ -344,6 +360,7 @@ def gae(rewards, values, mask, *, gamma, gae_lambda):
     advantages = torch.zeros_like(rewards)
     returns = torch.zeros_like(rewards)
     for b in range(rewards.shape[0]):
+        # Beyond the last token that counts, value and advantage are 0.
         value = advantage = 0.0
         for t in mask[b].nonzero()[:, 0].flip(0).tolist():
             advantage = (

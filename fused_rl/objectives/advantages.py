@@ -1,10 +1,9 @@
 """Advantages: group-relative for GRPO, generalised advantage estimation for PPO."""
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -78,7 +77,7 @@ def group_advantages(
     # A reward less the mean of the others is that reward less the mean of all, times G / (G - 1).
     if baseline == "leave-one-out":
         centred = centred * (group_size / (group_size - 1))
-    # torch warns that nothing has no deviation.
+    # Of an empty batch torch would warn that it has no deviation.
     if normalize and len(groups):
         deviation = groups.std(1, keepdim=True).clamp(min=std_floor)
         centred = centred / (deviation + eps)
@@ -120,7 +119,12 @@ class Responses(NamedTuple):
     options: AdvantageOptions
 
 
-# Advantage: the responses of a batch -> (B,), in at least fp32.
+class ResponseAdvantageFunction(Protocol):
+    """The responses of a batch -> (B,), in at least fp32, with what `reads` says of it."""
+
+    reads: tuple[str, ...]
+
+    def __call__(self, responses: Responses, /) -> Tensor: ...
 
 
 def reads(*options: str):
@@ -253,7 +257,7 @@ ResponseAdvantage = Literal[
     "pass-at-k",
 ]
 Advantage = ResponseAdvantage | Literal["gae"]
-RESPONSE_ADVANTAGES: dict[ResponseAdvantage, Callable[[Responses], Tensor]] = {
+RESPONSE_ADVANTAGES: dict[ResponseAdvantage, ResponseAdvantageFunction] = {
     "group-std": _group_std,
     "group-mean": _group_mean,
     "leave-one-out": _leave_one_out,

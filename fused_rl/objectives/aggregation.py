@@ -27,8 +27,8 @@ class Aggregation(NamedTuple):
 
     over: Literal["sequence", "prompt"] | None
     """Each token is divided by its sequence's length, or by the mean length of the responses to its prompt."""
-    count: Literal["num_tokens", "num_sequences"] | None
-    """The denominator; None is 1."""
+    denominator: Literal["num_tokens", "num_sequences"] | None
+    """What the sum is divided by; None is 1."""
     times_max_length: bool = False
 
 
@@ -41,13 +41,15 @@ LossAgg = Literal[
     "token-sum",
 ]
 LOSS_AGGS: dict[LossAgg, Aggregation] = {
-    "token-mean": Aggregation(over=None, count="num_tokens"),
-    "seq-mean-token-mean": Aggregation(over="sequence", count="num_sequences"),
-    "seq-mean-token-sum": Aggregation(over=None, count="num_sequences"),
-    "seq-mean-token-sum-norm": Aggregation(over=None, count="num_sequences", times_max_length=True),
+    "token-mean": Aggregation(over=None, denominator="num_tokens"),
+    "seq-mean-token-mean": Aggregation(over="sequence", denominator="num_sequences"),
+    "seq-mean-token-sum": Aggregation(over=None, denominator="num_sequences"),
+    "seq-mean-token-sum-norm": Aggregation(
+        over=None, denominator="num_sequences", times_max_length=True
+    ),
     # ScaleRL (arXiv:2510.13786, section 3.2)
-    "prompt-mean": Aggregation(over="prompt", count="num_sequences"),
-    "token-sum": Aggregation(over=None, count=None),
+    "prompt-mean": Aggregation(over="prompt", denominator="num_sequences"),
+    "token-sum": Aggregation(over=None, denominator=None),
 }
 
 
@@ -188,7 +190,7 @@ class TokenBatch:
         check_finite("advantages", advantages, "mask the token, or mend its reward")
         return advantages
 
-    def shares(self, loss_agg: str) -> Tensor:
+    def shares(self, loss_agg: LossAgg) -> Tensor:
         """(B, T): every aggregation is a weighted sum over tokens, divided by `denominator`; these are the weights."""
         share = torch.ones(self.sequences.lengths.shape, dtype=self.dtype, device=self.mask.device)
         over = LOSS_AGGS[loss_agg].over
@@ -203,19 +205,19 @@ class TokenBatch:
             share = share / self.sequences.lengths.clamp(min=1)
         return self.sequences.expand(share)
 
-    def denominator(self, loss_agg: str) -> int | Tensor:
+    def denominator(self, loss_agg: LossAgg) -> float | Tensor:
         rule = LOSS_AGGS[loss_agg]
-        count = 1 if rule.count is None else getattr(self, rule.count)
+        count = 1 if rule.denominator is None else getattr(self, rule.denominator)
         return divisor(count * self.max_length if rule.times_max_length else count)
 
-    def aggregate(self, losses: Tensor, loss_agg: str) -> Tensor:
+    def aggregate(self, losses: Tensor, loss_agg: LossAgg) -> Tensor:
         """(B, T) -> (): reduced once."""
         # Elsewhere every share is 1, and a product by it would be one more pass over the tokens.
         if LOSS_AGGS[loss_agg].over is not None:
             losses = losses * self.shares(loss_agg)
         return sum_where(self.mask, losses) / self.denominator(loss_agg)
 
-    def sums(self, metrics: dict[str, Tensor], loss_agg: str) -> dict[str, Tensor]:
+    def sums(self, metrics: dict[str, Tensor], loss_agg: LossAgg) -> dict[str, Tensor]:
         """(B, T) -> () of each: their sums over the denominator."""
         denominator = self.denominator(loss_agg)
         return {
@@ -223,7 +225,7 @@ class TokenBatch:
         }
 
 
-def divisor(count: int | float | Tensor) -> int | float | Tensor:
+def divisor(count: float | Tensor) -> float | Tensor:
     """1 for 0: an empty batch is 0 and not NaN."""
     return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1
 

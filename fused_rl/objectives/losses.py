@@ -364,8 +364,6 @@ def policy_token_loss(
     old = batch.optional("old_logprobs", old_logprobs)
     ref = batch.optional("ref_logprobs", ref_logprobs)
     rollout = batch.optional("rollout_logprobs", rollout_logprobs)
-    if old is None and rollout is not None:
-        raise ValueError("rollout_logprobs need old_logprobs: the policy's own, of the same tokens")
 
     # What a token needs of its batch, in a tensor each: its share of the sum, and what its sequence weighs.
     shares = batch.shares(chosen.loss_agg) / batch.denominator(chosen.loss_agg)
@@ -376,9 +374,12 @@ def policy_token_loss(
         "ref": ref,
     }
     if rollout is not None:
-        inputs["weights"] = rollout_weights(
-            old, rollout, batch.sequences, chosen
-        ) * torch.ones_like(old)
+        if old is None:
+            raise ValueError(
+                "rollout_logprobs need old_logprobs: the policy's own, of the same tokens"
+            )
+        weights = rollout_weights(old, rollout, batch.sequences, chosen)
+        inputs["weights"] = weights * torch.ones_like(old)
     per_token = {name: tensor for name, tensor in inputs.items() if tensor is not None}
 
     def token_loss(logprobs, entropy, *tensors):

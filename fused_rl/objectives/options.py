@@ -40,7 +40,7 @@ def check_ranges(options: Any) -> None:
     """Check every option of a dataclass that is a number; None passes where it is the default."""
     defaults = type(options)
     for name, words in ranges_of(defaults).items():
-        value = getattr(options, name)
+        value: Any = getattr(options, name)
         if value is None and getattr(defaults, name) is None:
             continue
         # Every call of a loss checks twenty numbers, so those that fit cost no call.

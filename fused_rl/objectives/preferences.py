@@ -146,13 +146,13 @@ def preference_loss(
     losses = losses + centering * (chosen + rejected).square()
 
     # Reduced once, over the pairs of the whole step.
-    num_sequences = divisor(chosen.numel() if num_sequences is None else num_sequences)
-    total = losses.sum() / num_sequences
-    metrics = _preference_metrics(chosen.detach(), rejected.detach(), num_sequences)
+    count = divisor(chosen.numel() if num_sequences is None else num_sequences)
+    total = losses.sum() / count
+    metrics = _preference_metrics(chosen.detach(), rejected.detach(), count)
     return total, {"loss": total.detach(), **metrics}
 
 
-def _preference_metrics(chosen, rejected, num_sequences):
+def _preference_metrics(chosen, rejected, count):
     per_pair = {
         # A tie is half right: before the first step all are ties.
         "accuracy": torch.heaviside(chosen - rejected, chosen.new_full((), 0.5)),
@@ -161,7 +161,7 @@ def _preference_metrics(chosen, rejected, num_sequences):
         "rejected_rewards": rejected,
         "mean_reward": (chosen + rejected) / 2,
     }
-    sums = {name: values.sum() / num_sequences for name, values in per_pair.items()}
+    sums = {name: values.sum() / count for name, values in per_pair.items()}
     both = torch.cat([chosen, rejected])
     # Without a pair: what changes no minimum and no maximum of others.
     extremes = {
@@ -223,14 +223,14 @@ def unpaired_preference_loss(
     check_range("undesirable_weight", undesirable_weight, "a finite number, 0 or more")
     check_count("num_sequences", num_sequences, torch.ones_like(desirable))
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    num_sequences = divisor(scores.numel() if num_sequences is None else num_sequences)
+    count = divisor(scores.numel() if num_sequences is None else num_sequences)
 
     # A bad response shall fall below the baseline as a good one shall rise above it.
     sign = torch.where(desirable, 1.0, -1.0).to(scores.dtype)
     lead = sign * (scores - baseline)
     weights = torch.where(desirable, desirable_weight, undesirable_weight).to(scores.dtype)
     # sigmoid(-x) is 1 - sigmoid(x), and keeps its digits where that is near 0.
-    loss = (weights * torch.sigmoid(-lead)).sum() / num_sequences
+    loss = (weights * torch.sigmoid(-lead)).sum() / count
 
     # Sums of either kind over all responses: a micro-batch may have none of one, and means would not add up.
     scores = scores.detach()
@@ -240,7 +240,7 @@ def unpaired_preference_loss(
         "desirable_rewards": torch.where(desirable, scores, 0),
         "undesirable_rewards": torch.where(desirable, 0, scores),
     }
-    sums = {name: values.sum() / num_sequences for name, values in per_response.items()}
+    sums = {name: values.sum() / count for name, values in per_response.items()}
     return loss, {"loss": loss.detach(), **sums}
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -46,6 +46,24 @@ def by_token(level, log_ratio):
 
 
 # Surrogate: (log_ratio, advantages, logprobs, sequences, options), tensors (B, T) -> (B, T) loss, lower is better.
+
+
+class Surrogate(Protocol):
+    """A surrogate of the library, with what `declares` says of it."""
+
+    reads: tuple[str, ...]
+    clipped: Callable[..., Tensor] | None
+    needs_batch: bool
+
+    def __call__(
+        self,
+        log_ratio: Tensor,
+        advantages: Tensor,
+        logprobs: Tensor,
+        sequences: Any,
+        options: Any,
+        /,
+    ) -> Tensor: ...
 
 
 def needs_sequences(surrogate):
@@ -326,7 +344,7 @@ def _policy_gradient(log_ratio, advantages, logprobs, sequences, options):
     return -advantages * logprobs
 
 
-SURROGATES: dict[str, Callable] = {
+SURROGATES: dict[str, Surrogate] = {
     "clip": _clip,
     "cispo": _cispo,
     "sapo": _sapo,

@@ -114,10 +114,10 @@ class GroupConfig(LossConfig, _OfAdvantages, RolloutConfig):
     )
 
 
-def advantage_of(config: GroupConfig) -> str:
+def advantage_of(config: GroupConfig) -> ResponseAdvantage:
     """The advantage that the option names, else the preset's; refuses what needs a critic."""
     advantage = config.advantage or fused_rl.PRESETS[config.preset].advantage
-    if advantage not in ADVANTAGES:
+    if advantage == "gae":
         raise InputError(
             f"preset={config.preset} takes its advantages from {advantage}, which needs a critic; grpo has none: "
             f"choose --advantage {' or '.join(ADVANTAGES)}, or another preset"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 import fused_rl
+from fused_rl.objectives.estimators import KLEstimator
 from fused_rl.objectives.presets import BOUNDS, PolicyLossOptions, PresetName, resolve_options
 from fused_rl.objectives.surrogates import SURROGATES
 from fused_rl.trainers import options as config
@@ -139,11 +140,10 @@ class KLConfig(LossConfig):
     needs: ClassVar = (Needs("kl_in", lambda config: config.kl_coef > 0, NOTHING_PAID),)
 
     @property
-    def estimator(self) -> str:
+    def estimator(self) -> KLEstimator:
         """Return the chosen estimator, or the right one for `kl_in`."""
-        return self.kl_estimator or (
-            "k1" if self.kl_in == "reward" else fused_rl.PolicyLossOptions.kl_estimator
-        )
+        in_the_loss = fused_rl.PolicyLossOptions.kl_estimator
+        return self.kl_estimator or ("k1" if self.kl_in == "reward" else in_the_loss)
 
     def kl_of_tokens(
         self, old: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor
