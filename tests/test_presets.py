@@ -12,7 +12,8 @@ import torch
 
 import fused_rl
 from fused_rl import PRESETS, PolicyLossOptions
-from fused_rl.objectives.advantages import ADVANTAGES, Advantage
+from fused_rl.objectives import advantages, losses
+from fused_rl.objectives.advantages import ADVANTAGES, Advantage, AdvantageOptions
 from fused_rl.objectives.aggregation import LOSS_AGGS, LossAgg
 from fused_rl.objectives.presets import PresetName
 from fused_rl.objectives.surrogates import RATIO_LEVELS, SURROGATES, RatioLevel
@@ -202,6 +203,22 @@ def test_closed_sets_are_literals():
         name for part in typing.get_args(Advantage) for name in typing.get_args(part) or [part]
     ]
     assert names == [*ADVANTAGES]
+
+
+ARGUMENTS = {
+    fused_rl.policy_loss: (losses.PolicyLossArguments, fused_rl.PolicyLossOptions),
+    fused_rl.policy_token_loss: (losses.PolicyTokenLossArguments, fused_rl.PolicyLossOptions),
+    fused_rl.response_advantages: (advantages.ResponseAdvantagesArguments, AdvantageOptions),
+}
+
+
+@pytest.mark.parametrize("function", ARGUMENTS, ids=lambda function: function.__name__)
+def test_type_checkers_see_what_a_function_takes_and_its_options(function):
+    declared, options = ARGUMENTS[function]
+    taken = typing.get_type_hints(function)
+    *_, by_name = inspect.signature(function).parameters
+    del taken["return"], taken[by_name]
+    assert typing.get_type_hints(declared) == typing.get_type_hints(options) | taken
 
 
 def test_one_default_wherever_an_option_has_one():
