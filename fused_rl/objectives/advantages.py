@@ -1,6 +1,7 @@
 """Advantages: group-relative for GRPO, generalised advantage estimation for PPO."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal, NamedTuple, Protocol, get_args
@@ -127,10 +128,10 @@ class ResponseAdvantageFunction(Protocol):
     def __call__(self, responses: Responses, /) -> Tensor: ...
 
 
-def reads(*options: str):
+def reads(*options: str) -> Callable[[Callable[[Responses], Tensor]], ResponseAdvantageFunction]:
     """Decorator for an advantage: those of `AdvantageOptions` that it reads. The others have no meaning beside it."""
 
-    def declared(advantage):
+    def declared(advantage: Any) -> ResponseAdvantageFunction:
         advantage.reads = options
         return advantage
 

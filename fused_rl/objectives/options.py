@@ -37,11 +37,11 @@ def ranges_of(options_class: type) -> dict[str, str]:
 
 
 def check_ranges(options: Any) -> None:
-    """Check every option of a dataclass that is a number; None passes where it is the default."""
+    """Check every option of a dataclass that is a number and not its default, which may be None."""
     defaults = type(options)
     for name, words in ranges_of(defaults).items():
-        value: Any = getattr(options, name)
-        if value is None and getattr(defaults, name) is None:
+        value = getattr(options, name)
+        if value is getattr(defaults, name):
             continue
         # Every call of a loss checks twenty numbers, so those that fit cost no call.
         low, high, ends = RANGES[words]

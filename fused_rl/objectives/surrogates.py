@@ -82,7 +82,9 @@ class NoSequences:
         )
 
 
-def declares(*reads: str, clipped: Callable | None = None, needs_batch: bool = False):
+def declares(
+    *reads: str, clipped: Callable | None = None, needs_batch: bool = False
+) -> Callable[[Callable[..., Tensor]], Surrogate]:
     """Decorator for a surrogate of the library: the options that it reads, and the tokens that its bounds change.
 
     Options that only other surrogates read have no meaning beside it. `clipped` is a function of (log_ratio,
@@ -90,7 +92,7 @@ def declares(*reads: str, clipped: Callable | None = None, needs_batch: bool = F
     the tokens of a whole update, which must therefore be one call. A surrogate of yours may read any option.
     """
 
-    def declared(surrogate):
+    def declared(surrogate: Any) -> Surrogate:
         surrogate.reads, surrogate.clipped, surrogate.needs_batch = reads, clipped, needs_batch
         return surrogate
 
