@@ -36,7 +36,8 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
     rows = torch.arange(n) if mask is None else mask.nonzero()[:, 0]
     inv_t = torch.as_tensor(inv_temperature, dtype=torch.float64).expand(n)[rows]
     with torch.no_grad():
-        m, rest, t = _merge(*_statistics(logits.detach(), rows, inv_t.float(), softcap), inv_t)
+        blocks = _statistics(logits.detach(), rows, inv_t.float(), softcap)
+        m, rest, t = _merge(inv_t, *blocks)
     chosen = logits[rows, targets[rows]]
     x = capped(chosen, softcap).double()
     s = ((x - _finite(m)) * inv_t).clamp_(
@@ -100,7 +101,7 @@ def logprob_bwd(
     d *= slope
 
     with torch.no_grad():
-        _chunked_gradient(logits.detach(), out.detach(), live, *per_row, softcap)
+        _chunked_gradient(logits.detach(), out.detach(), live, softcap, *per_row)
     out[at, column] = d.to(out.dtype)
     return out
 
@@ -139,7 +140,7 @@ def _chunked_statistics(x, rows, inv_t, softcap):
     return found
 
 
-def _chunked_gradient(x, out, live, m, inv_t, scale, mean, a, b, softcap):
+def _chunked_gradient(x, out, live, softcap, m, inv_t, scale, mean, a, b):
     """out = p (a - b (s - mean)), p = exp(s) scale; rows that are not live become 0."""
     step = max(1, compiled.CHUNK // x.shape[1])
     work = torch.empty(2, min(step, x.shape[0]), x.shape[1])
@@ -179,8 +180,8 @@ def _statistics(logits, rows, inv_t, softcap):
     return [torch.cat(columns, 1) for columns in zip(*parts, strict=True)]
 
 
-def _merge(m, ties, others, t, inv_t):
-    """Partial states, inverse temperatures (R,) fp64 -> maximum, sum of exp(s) without one maximum, t; (R,) fp64."""
+def _merge(inv_t, m, ties, others, t):
+    """Inverse temperatures (R,) fp64, partial states -> maximum, sum of exp(s) without one maximum, t; (R,) fp64."""
     top = m.amax(1, keepdim=True)
     d = ((m.double() - _finite(top)) * inv_t[:, None]).clamp(min=1e3 * FLAT)
     alpha = d.exp()

@@ -45,8 +45,8 @@ def takes(*matrices: torch.Tensor) -> bool:
 def call(name: str, elements: int, *arguments: torch.Tensor | float | None) -> None:
     """Call a function of rows.c: tensors, contiguous per row, go as addresses, None as null, the threads last."""
     threads = torch.get_num_threads() if elements >= _SERIAL else 1
-    given = [x if x is None or x.__class__ in (int, float) else x.data_ptr() for x in arguments]
-    _function(name)(*given, threads)
+    addresses = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments]
+    _function(name)(*addresses, threads)
 
 
 def squares(x: torch.Tensor) -> torch.Tensor:
@@ -106,7 +106,7 @@ def _folder() -> Path:
 
 def _fingerprint(compiler: str) -> str:
     """Hash all that the compiled file depends on: machines share home folders, and compilers are updated."""
-    binary = Path(shutil.which(compiler)).resolve()
+    binary = Path(shutil.which(compiler) or compiler).resolve()
     parts = [
         _SOURCE.read_text(),
         " ".join(_FLAGS),

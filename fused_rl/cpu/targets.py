@@ -64,7 +64,7 @@ def targets_bwd(
     step = max(1, _CHUNK // targets.shape[1])
     for c in (slice(i, i + step) for i in range(0, n, step)):
         x = capped(logits[c].gather(1, ids[c]), softcap).double()
-        g[c] = _gradient(x, own[c], d[c], *(values[c] for values in per_row), softcap)
+        g[c] = _gradient(x, own[c], d[c], softcap, *(values[c] for values in per_row))
     g[~live] = 0
 
     # the row first, which may take the logits' place, then the targets: equal ids write equal values
@@ -75,7 +75,7 @@ def targets_bwd(
     return out
 
 
-def _gradient(x, own, d, total, dentropy, dlse, entropy, m, rest, inv_t, softcap):
+def _gradient(x, own, d, softcap, total, dentropy, dlse, entropy, m, rest, inv_t):
     """The gradient of targets' logits as that of a single one: (n, K) fp64 capped logits, (n, 1) fp64 per row."""
     # of the total its own share leaves that of the others, but at a maximum with most of the mass, where these would be
     # lost: they are summed alone. Of two at the maximum (rest >= 1) neither has most, and each is the other's other

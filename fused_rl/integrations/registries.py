@@ -10,6 +10,7 @@ Ratio, surrogate and clipping are the preset's; so is the aggregation in verl. T
 
 from functools import partial
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ def _verl(
     )  # every preset is linear in the advantages
     info, mask = config.global_batch_info, response_mask.bool()
     world = info.get("dp_size", 1)  # ranks that gradients are averaged over
-    counts = {
+    counts: dict[str, Any] = {
         "num_tokens": info.get("batch_num_tokens"),
         "num_sequences": info.get("global_batch_size"),
     }

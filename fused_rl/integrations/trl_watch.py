@@ -60,9 +60,10 @@ class Watch(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **given):
         for key, (holds, advice) in FINDINGS.items():
-            if (logs or {}).get(key) is None:
+            value = (logs or {}).get(key)
+            if value is None:
                 continue
-            self.values.setdefault(key, []).append(float(logs[key]))
+            self.values.setdefault(key, []).append(float(value))
             now, first = self._means(key)
             is_new = key not in self.found and len(self.values[key]) >= WINDOW
             if state.is_world_process_zero and is_new and holds(now, first):

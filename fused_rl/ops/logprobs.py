@@ -13,6 +13,8 @@ what the backward pass needs is O(rows), the `RowStatistics` m and rest, and of 
 - `_Unregistered` in place: a registered operator may not return what it was given, and this gradient is the logits.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -183,7 +185,7 @@ def _in_fp64(
     """The reference, whose arguments are checked as those of the operators."""
     scored = targets[:, 1:] if shift else targets
     row_support = None if support is None else support.of_rows(targets.shape, targets.device)
-    if shift and support is not None:
+    if shift and row_support is not None:
         row_support = row_support.at((slice(None), slice(1, None)))
     _check_values(logits, scored, mask, row_temperature, row_support)
     temperature = temperature if row_temperature is None else row_temperature
@@ -221,10 +223,10 @@ def _token_logprobs(
     end: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """fp32: logprobs as the targets; entropy, lse, m, rest (...); x (M,), the logits of the support."""
-    *found, x = _statistics(
+    logprobs, entropy, lse, m, rest, x = _statistics(
         logits, targets, mask, temperature, row_temperature, softcap, ids, begin, end
     )
-    return *found, found[0].new_empty(0) if x is None else x
+    return logprobs, entropy, lse, m, rest, logprobs.new_empty(0) if x is None else x
 
 
 @_token_logprobs.register_fake
@@ -244,7 +246,7 @@ def _statistics(*inputs):
     if logits.numel() == 0:
         return _empty_statistics(*inputs)
     x = None if ids is None else torch.zeros(ids.shape, dtype=torch.float32, device=logits.device)
-    outputs = None
+    outputs: Any = None
 
     # all rows at once where they are a matrix, else a slab at a time; as a rule it is all of them
     if ids is None and logits.dim() == 2:
@@ -306,8 +308,10 @@ def _gradient_into(dlogits, *arguments):
     if logits.numel() == 0:
         return dlogits
     if ids is None and logits.dim() == 2:
-        state, inv_t = given[5:], inverse(temperature, row_temperature)
-        return row_bwd(given[:3], unit_stride(logits), *given[3:5], state, inv_t, softcap, dlogits)
+        upstream, (targets, mask), state = given[:3], given[3:5], given[5:]
+        inv_t = inverse(temperature, row_temperature)
+        rows = unit_stride(logits)
+        return row_bwd(upstream, rows, targets, mask, state, inv_t, softcap, dlogits)
     for at, rows, out in slabs(logits, dlogits):
         parts = of_slab(at, rows, logits.dim() - 1, *given, row_temperature, begin, end)
         *upstream, targets, mask, entropy, m, rest, temperatures, begins, ends = parts

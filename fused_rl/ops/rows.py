@@ -1,7 +1,8 @@
 """Rows of logits of any shape and strides as a backend takes them: matrices (N, V), and numbers (N,) per row."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ def unit_stride(logits: Tensor) -> Tensor:
 
 def slabs(*matrices: Tensor) -> Iterator[tuple]:
     """Yield (at, *matrices (N, V)): all rows, at = (), if they merge without a copy, else a part at a time."""
-    matrices = [unit_stride(x) for x in matrices]
+    matrices = tuple(map(unit_stride, matrices))
     if matrices[0].dim() == 2:  # no view, which would take as long as a small kernel
         yield (), *matrices
         return
@@ -45,7 +46,7 @@ def _merges(x):
     return all(outer == n * inner for (_, outer), (n, inner) in pairwise(leading))
 
 
-def of_slab(at: tuple, slab: Tensor, leading: int, *values: Tensor | None) -> list[Tensor | None]:
+def of_slab(at: tuple, slab: Tensor, leading: int, *values: Tensor | None) -> list[Any]:
     """Flatten values (...) or (..., K), with this many leading dimensions, to one per row: (n,) or (n, K)."""
     if at == () and leading == 1:
         return list(values)
@@ -61,7 +62,9 @@ def inverse(temperature: float, row_temperature: Tensor | None) -> float | Tenso
     )
 
 
-def in_columns(upstream: tuple, targets: Tensor, first: int, count: int) -> tuple[tuple, Tensor]:
+def in_columns(
+    upstream: Sequence[Tensor | None], targets: Tensor, first: int, count: int
+) -> tuple[Sequence[Tensor | None], Tensor]:
     """Upstream gradients of (logprobs, entropy, lse) and targets as the columns first .. first + count see them.
 
     Where the target stands elsewhere, dlp (1{j = target} - p_j) is -dlp p_j: a gradient -dlp of lse. Of K targets per
@@ -134,11 +137,13 @@ def row_fwd(
 
 
 def row_bwd(
-    upstream: tuple,  # of logprobs (N,) or (N, K), entropy (N,), lse (N,), fp32 or None
+    upstream: Sequence[
+        Tensor | None
+    ],  # of logprobs (N,) or (N, K), entropy (N,), lse (N,), fp32 or None
     logits: Tensor,  # (N, V)
     targets: Tensor,  # (N,) or (N, K) int64
     mask: Tensor | None,  # (N,) bool
-    state: tuple,  # entropy, m, rest (N,) fp32
+    state: Sequence[Tensor],  # entropy, m, rest (N,) fp32
     inv_temperature: float | Tensor,
     softcap: float | None,
     out: Tensor | None = None,  # (N, V), may be the logits

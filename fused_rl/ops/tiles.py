@@ -10,7 +10,7 @@ Logits of 16-bit operands are of these operands' dtype or in fp32; their gradien
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -147,7 +147,7 @@ class Logits:
     def __init__(self, weight, bias, size, budget, softcap=None):
         self.weight = weight
         self.bias = bias
-        self.center = 0.0
+        self.center: Any = 0.0  # a vector where the logits are centered
         self.top = 0.0
         self.buffer = in_huge_pages(weight.new_empty(size, dtype=budget.dtype))
         self.rounded = None  # memory for gradients of another dtype than the logits

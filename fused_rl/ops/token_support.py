@@ -314,8 +314,8 @@ def _check_values(ids, offsets):
 
 
 def _check_scores(steps):
-    shapes = {tuple(step.shape) if isinstance(step, Tensor) else None for step in steps}
-    fits = len(shapes) == 1 and None not in shapes and len(next(iter(shapes))) == 2
+    shapes = {tuple(step.shape) if isinstance(step, Tensor) else () for step in steps}
+    fits = len(shapes) == 1 and len(next(iter(shapes))) == 2
     if not fits or not all(step.is_floating_point() and step.shape[1] for step in steps):
         raise ValueError(
             "scores must be a floating-point tensor (..., V), or one (B, V) per step as generate returns them, got "

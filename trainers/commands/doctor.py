@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
     """`fused-rl doctor`."""
     parser = argparse.ArgumentParser(
         prog="fused-rl doctor",
-        description=__doc__.split("\n", 1)[0],
+        description=(__doc__ or "").split("\n", 1)[0],
         epilog="Without a run it looks at this machine. The exit status is 0 without findings, 1 with findings or "
         "unfinished, 2 for what is no run.",
     )

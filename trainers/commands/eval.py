@@ -257,7 +257,7 @@ def _response_length(config: EvalConfig, lm, tokenizer, problems: list[Prompt]) 
             getattr(lm.config.get_text_config(), "max_position_embeddings", None) or math.inf
         )
         longest = max(len(problem.ids) for problem in problems)
-        length = max(1, min(MAX_NEW_TOKENS, positions - longest))
+        length = int(max(1, min(MAX_NEW_TOKENS, positions - longest)))
         print_rank0(f"max_new_tokens: {length}")
     rows = ((problem.ids, problem.where) for problem in problems)
     language_model.check_fits(lm, tokenizer, rows, length, "max_new_tokens or max_prompt_length")

@@ -22,9 +22,8 @@ class Watch:
     def __init__(self, config: Mapping[str, object]):
         self.config, self.now = config, {}
         self.values: dict[str, list[float]] = {}
-        self.held_out: list[
-            tuple[int, str, float]
-        ] = []  # (step, metric, accuracy) of each evaluation
+        # (step, metric, accuracy) of each evaluation
+        self.held_out: list[tuple[object, str, float]] = []
         self.found: dict[str, str] = {}  # rule -> step, what is seen, what to change
 
     def see(self, entry: Mapping[str, object]) -> list[str]:

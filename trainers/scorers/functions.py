@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from fused_rl.trainers.base.screen import print_line
 from fused_rl.trainers.base.text import InputError
@@ -55,12 +56,12 @@ class FunctionScorer(BaseScorer):
             )
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
+        found: Any = []
         if self.takes_many:
             found = self.function(**self._columns(samples))
         elif self.is_async:
             found = self._all(samples)
         else:
-            found = []
             for sample in samples:
                 with self._named(sample):
                     found.append(self.function(sample.text, dict(sample.row)))

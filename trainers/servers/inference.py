@@ -4,7 +4,7 @@ import asyncio
 import ssl
 import threading
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import ClassVar
 
@@ -62,7 +62,7 @@ class Http:
         async with self.slots:
             end = time.monotonic() + self.timeout
             while True:
-                status = 0
+                status, text = 0, ""
                 try:
                     answer = await self.client.request(method, url, json=body)
                     status = answer.status_code
@@ -97,6 +97,9 @@ class Server:
     resume: ClassVar[str]  # the path that ends a pause
     flags: ClassVar[str]  # how to start it, at the end of every error
     without_cache: ClassVar[str]
+    request: ClassVar[Callable[..., tuple[str, dict]]]
+    parse: ClassVar[Callable[..., tuple]]
+    update: ClassVar[Callable[..., list[tuple[str, dict | None]]]]
 
     def __init__(self, http: Http, url: str, card: dict):
         self.http = http
@@ -111,7 +114,7 @@ class Server:
         answer = await self.http.call("POST", self.url + path, body)
         try:
             ids, logprobs, sets, finish = self.parse(answer, sampling)
-            logprobs = [float(value) for value in logprobs]
+            scores: list[float | None] = [float(value) for value in logprobs]
             support = None if sets is None else TokenSupport.from_lists(sets)
         except Exception as error:
             problem = f"an answer of an unknown form ({in_a_line(error)})"
@@ -127,7 +130,7 @@ class Server:
             raise InputError(
                 f"{self.name}: no kept sets, which top_p, top_k and min_p need; {self.flags}"
             )
-        return Response(ids, "stop" if stopped else "length", logprobs, support)
+        return Response(ids, "stop" if stopped else "length", scores, support)
 
     async def push(self, folder: Path) -> None:
         """Load the weights of a folder that the server sees too. A call that fails is not repeated."""

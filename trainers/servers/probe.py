@@ -7,6 +7,7 @@ what the probe cannot detect.
 import asyncio
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -30,7 +31,7 @@ TEXT = "12 + 7 = 19, 3.5e-4, naïve café, 北京; def f(x):\n\treturn {x[0]: 'a
 class Probe:
     """The policy that servers must sample from, and how the run samples it."""
 
-    model: object  # a `LanguageModel` in an engine
+    model: Any  # a `LanguageModel` in an engine
     ids: list[int]  # of `TEXT`
     exact: bool  # True if the weights are fp32
     sampling: Sampling
