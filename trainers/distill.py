@@ -16,8 +16,8 @@ No gradient flows through the sampling. Left out: a teacher with another vocabul
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 
@@ -175,7 +175,7 @@ def given_samples(prepared: Setup) -> list[Sample]:
 
 
 def accumulate(
-    policy: Policy, teachers: dict[str, object], samples: list[Sample], step: int
+    policy: Policy, teachers: Mapping[str, Any], samples: list[Sample], step: int
 ) -> dict[str, float]:
     """Run forward, and where gradients are enabled backward, on this rank's samples; return metrics over all ranks."""
     batch = dataclasses.replace(
@@ -208,7 +208,7 @@ def accumulate(
 
 @torch.no_grad()
 def compare(
-    policy: Policy, teachers: dict[str, object], samples: list[Sample], count: int
+    policy: Policy, teachers: Mapping[str, Any], samples: list[Sample], count: int
 ) -> dict[str, float]:
     """Return `distill/*` of the first `count` responses of this rank; the others only make the ranks even."""
     fill = [
@@ -219,7 +219,7 @@ def compare(
 
 def train_step(
     policy: Policy,
-    teachers: dict[str, object],
+    teachers: Mapping[str, Any],
     prompts: list[Prompt],
     given: list[Sample],
     step: int,

@@ -9,7 +9,7 @@ Rows of unequal length are packed where that is cheaper, each seeing itself alon
 import functools
 import math
 import time
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -130,7 +130,7 @@ class MicroBatch(NamedTuple):
     packed: Packed | None
     """The same in fewer tokens; None where each has a row of its own."""
 
-    def inputs(self) -> dict[str, object]:
+    def inputs(self) -> dict[str, Any]:
         """Return the model's inputs to score them."""
         scored = {"input_ids": self.batch.input_ids, "mask": self.batch.response_mask}
         return scored | {"packed": self.packed, "places": self.batch.places()}

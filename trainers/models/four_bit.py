@@ -4,9 +4,9 @@ Left out: 8 bits, other formats, paged optimizers; reward models and critics, wh
 """
 
 import importlib.util
+from typing import Any
 
 import torch
-from torch import nn
 
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.options import RunConfig
@@ -55,7 +55,7 @@ def quantized(
     return {"quantization_config": quantization, "device_map": {"": device}}
 
 
-def keep_trainable(lm: nn.Module) -> None:
+def keep_trainable(lm: Any) -> None:
     """Keep the layout of 4-bit weights, for a CPU's other one has no gradient, and make checkpoints restore them."""
     import bitsandbytes
 

@@ -34,7 +34,7 @@ class LanguageModel(nn.Module):
 
     def __init__(
         self,
-        lm: nn.Module,
+        lm: Any,
         loss_from: str,
         *,
         lora: bool = False,
@@ -69,7 +69,7 @@ class LanguageModel(nn.Module):
             raise InputError(f"{type(self.base).__name__} has {wrong}; use --loss_from logits")
 
     @property
-    def base(self) -> nn.Module:
+    def base(self) -> Any:
         """The transformers model without LoRA's wrapper."""
         return self.lm.get_base_model() if self.lora else self.lm
 
@@ -238,7 +238,7 @@ def readable(name: str, attention: str | None = None):
 
 
 def check_fits(
-    lm: nn.Module,
+    lm: Any,
     tokenizer,
     rows: Iterable[tuple[list[int], str]],
     more: int,
@@ -276,9 +276,7 @@ def switch_off_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def _read_lm(
-    name: str, revision: str | None, adapters, device: torch.device, **options
-) -> nn.Module:
+def _read_lm(name: str, revision: str | None, adapters, device: torch.device, **options) -> Any:
     """Return a causal LM on its device, without its own sampling defaults: of `adapters`, where `name` holds such, the
     weights that they belong to. Refuse weights that are missing.
     """
@@ -344,7 +342,7 @@ def load_to_sample(
     revision: str | None = None,
     attn_implementation: str | None = None,
     **quantized,
-) -> nn.Module:
+) -> Any:
     """Return a transformers causal LM to sample from, adapters merged in, without sampling defaults."""
     adapters = lora.find(name, revision)
     if adapters is not None and quantized:

@@ -1,6 +1,6 @@
 """Low-rank adapters (peft): which layers get them, those that a folder holds, and whole weights with them merged in."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -55,21 +55,21 @@ def check_options(options: ModelConfig, adapters: "LoraConfig | None") -> None:
             raise InputError(f"{option}={value} {reason}")
 
 
-def continued(lm: nn.Module, name: str, revision: str | None) -> nn.Module:
+def continued(lm: Any, name: str, revision: str | None) -> Any:
     """Return `lm` with the adapters that were saved, trainable."""
     import peft
 
     return peft.PeftModel.from_pretrained(lm, name, revision=revision, is_trainable=True)
 
 
-def adapted(lm: nn.Module, options: ModelConfig) -> nn.Module:
+def adapted(lm: Any, options: ModelConfig) -> Any:
     """Return `lm` with new adapters, which change nothing at first."""
     import peft
 
     return peft.get_peft_model(lm, _new(lm, lm.get_output_embeddings(), "CAUSAL_LM", options))
 
 
-def adapt_in_place(classifier: nn.Module, options: ModelConfig) -> None:
+def adapt_in_place(classifier: Any, options: ModelConfig) -> None:
     """Give a sequence classifier new adapters; its head is trained whole."""
     import peft
 
@@ -77,7 +77,7 @@ def adapt_in_place(classifier: nn.Module, options: ModelConfig) -> None:
     classifier.score.requires_grad_(True)  # injecting froze all but the adapters
 
 
-def _new(model: nn.Module, head: nn.Module, task: str, options: ModelConfig):
+def _new(model: Any, head: Any, task: str, options: ModelConfig):
     import peft
     from transformers.pytorch_utils import Conv1D
 
@@ -99,7 +99,7 @@ def _new(model: nn.Module, head: nn.Module, task: str, options: ModelConfig):
     )
 
 
-def merged(state: dict, model: nn.Module) -> dict:
+def merged(state: dict, model: Any) -> dict:
     """Return the plain model's state from the whole `state` of one with adapters: W becomes W + scale * B A."""
     plain = {}
     for key, value in state.items():

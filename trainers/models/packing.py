@@ -8,10 +8,9 @@ computed over all of a row's (L, L) mask, so a long row can cost more than it sa
 from dataclasses import dataclass
 from operator import itemgetter
 from os.path import commonprefix
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from fused_rl.trainers.base.screen import print_rank0
 from fused_rl.trainers.base.text import InputError
@@ -39,7 +38,7 @@ class Packed(NamedTuple):
     states: torch.Tensor
     """(N,) int64 in [0, g * L): the tokens that are read, which predict those that count, or end each sequence."""
 
-    def states_of(self, lm: nn.Module, module: nn.Module, output: str) -> torch.Tensor:
+    def states_of(self, lm: Any, module: Any, output: str) -> torch.Tensor:
         """(N, ·): what `module` of a transformers model puts out at `states`."""
         # The mask as the model adds it, in rows aligned to 8 elements.
         rows, _, length, _ = self.attention_mask.shape
@@ -74,7 +73,7 @@ class Costs:
         return rows * width * (self.token + self.pair * width / 2)
 
 
-def costs_of(lm: nn.Module) -> Costs:
+def costs_of(lm: Any) -> Costs:
     """Return the costs of a transformers model without its head. Call before its weights are partitioned."""
     text = lm.config.get_text_config()
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -231,7 +230,7 @@ def pack_whole(batch: Batch, rows: list[list[int]]) -> Packed:
 
 
 @torch.no_grad()
-def unsupported_reason(lm: nn.Module, longest: int) -> str | None:
+def unsupported_reason(lm: Any, longest: int) -> str | None:
     """Return why a model's rows cannot hold several responses, or None; the longest sequence has `longest` tokens."""
     # What its config says.
     text = lm.config.get_text_config()
@@ -264,7 +263,7 @@ def unsupported_reason(lm: nn.Module, longest: int) -> str | None:
 
 
 def packing_costs(
-    lm: nn.Module,
+    lm: Any,
     longest: int,
     wanted: bool | None,
     *,

@@ -6,6 +6,7 @@ encoders, bidirectional models, heads of more than one layer or label.
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from fused_rl.trainers.options import ModelConfig, RunConfig
 class RewardModel(nn.Module):
     """One score per sequence, normalised by constants in the config of the stock classifier inside."""
 
-    def __init__(self, classifier: nn.Module):
+    def __init__(self, classifier: Any):
         super().__init__()
         self.classifier = classifier
         switch_off_dropout(classifier)
@@ -65,7 +66,9 @@ class RewardModel(nn.Module):
             **options,
         }
         with readable(name, options.get("attn_implementation")):
-            config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+            config: Any = AutoConfig.from_pretrained(
+                name, revision=revision, trust_remote_code=False
+            )
             trained = has_score_head(config)
             # A language model's config has two labels, transformers' default.
             config.num_labels = config.num_labels if trained else 1

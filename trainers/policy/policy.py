@@ -1,10 +1,10 @@
 """The policy of PPO and GRPO: its pass with the loss, its reference, its sampler, and what is measured of it."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +15,7 @@ from fused_rl.trainers.data.batch import Batch, on_device
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.language_model import keep_only
 from fused_rl.trainers.models.packing import Costs, pack, responses_per_row
-from fused_rl.trainers.policy.options import LossConfig, PolicyConfig, loss_options
+from fused_rl.trainers.policy.options import LossConfig, loss_options
 from fused_rl.trainers.policy.reference import Reference
 from fused_rl.trainers.rollouts.mismatch import check_bound, mismatch
 from fused_rl.trainers.rollouts.roll_out import roll_out, sample_rows_of
@@ -38,15 +38,16 @@ class PolicyOutput(NamedTuple):
 class Policy:
     """A policy in training, with all that sampling from it and judging its samples needs."""
 
-    config: PolicyConfig
-    model: object
+    config: Any
+    """The options of its trainer, a `PolicyConfig`."""
+    model: Any
     """The DeepSpeed engine around a `LanguageModel`."""
     reference: Reference | None
     """None where nothing is measured against it."""
     sampler: Sampler
     sampling: Sampling
     scorers: Sequence[Scorer]
-    tokenizer: object
+    tokenizer: Any
     device: torch.device
     costs: Costs | None = None
     """Sizes of the model, by which prompts are shared; None if every response has its own prompt."""
@@ -54,7 +55,7 @@ class Policy:
     """True while only the critic is trained."""
     seeds: Seeds = field(default_factory=Seeds)
     """Seeds of the responses that are trained on."""
-    rank_state: dict[str, object] = field(default_factory=dict)
+    rank_state: Mapping[str, Any] = field(default_factory=dict)
     """Objects that each rank keeps in checkpoints for itself."""
     published: int | None = None
     """The step whose weights the next responses are of; None before they were published."""

@@ -1,15 +1,16 @@
 """The reference that a policy is compared with: the model that the run begins with, frozen."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from fused_rl.trainers.models.language_model import LanguageModel, Scored
+from fused_rl.trainers.models.language_model import Scored
 
 
 @dataclass
 class Reference:
     """A frozen model beside the policy; under ZeRO 3 `model` is an engine around it."""
 
-    model: LanguageModel
+    model: Any
 
     def score(self, inputs: dict, **requests) -> Scored:
         """Return the scores of what the policy scored from the same `inputs`."""

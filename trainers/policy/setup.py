@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -74,9 +75,9 @@ class Setup:
     """A run with everything but its models."""
 
     run: Run
-    config: SamplingRunConfig
+    config: Any
     """With the steps that its passes over the prompts come to, and the scorers that were chosen."""
-    tokenizer: object
+    tokenizer: Any
     scorers: Sequence[Scorer]
     prompts: list[Prompt]
     held_out: HeldOut

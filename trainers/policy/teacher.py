@@ -1,6 +1,6 @@
 """The teachers of a distillation: frozen models in the process, or vLLM servers that tell their K likeliest tokens."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import linear
@@ -25,7 +25,7 @@ COMPARED = 8  # in training the likeliest tokens are compared at every eighth to
 class Teacher(NamedTuple):
     """A frozen `LanguageModel`, and weight (V, H) and bias (V,) or None of its head, whole under ZeRO 3 too."""
 
-    model: object
+    model: Any
     head: tuple[torch.Tensor, torch.Tensor | None]
     packs: bool
     """True if its rows may hold several sequences."""
@@ -213,7 +213,7 @@ def corrected(
     }
 
 
-def inputs_of(part: Batch, costs: Costs | None) -> dict[str, object]:
+def inputs_of(part: Batch, costs: Costs | None) -> dict[str, Any]:
     """Return the inputs of student and teacher, packed where that is cheaper."""
     inputs = {"input_ids": part.input_ids, "mask": part.response_mask, "places": part.places()}
     if costs is None:

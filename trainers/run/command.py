@@ -22,7 +22,7 @@ INTERRUPTED = 130  # the usual status of a command that Ctrl-C ended
 def run(
     config_class: type[RunConfig],
     arithmetic: Arithmetic,
-    train: Callable[[RunConfig], str],
+    train: Callable[..., str],
     argv: list[str] | None = None,
 ) -> None:
     """Parse `argv`, or the process's command line, then either describe the run or train."""

@@ -22,7 +22,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -36,11 +36,11 @@ from fused_rl.trainers.run import hub
 from fused_rl.trainers.run.logger import Logger, draw_curves
 from fused_rl.trainers.run.store import EMPTY, RunFolder, unlock
 
-Arithmetic = Callable[[RunConfig, int], dict[str, object]]
+Arithmetic = Callable[[Any, int], dict[str, object]]
 """(config, number of processes) -> how the batch divides; raises InputError if it does not."""
 Config = TypeVar("Config", bound=RunConfig)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_handlers: dict[int, object] = {}  # what the signals did before a run of this process handled them
+_handlers: dict[int, Any] = {}  # what the signals did before a run of this process handled them
 
 
 class Stopped(KeyboardInterrupt):

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.text import InputError
@@ -23,7 +22,7 @@ from fused_rl.trainers.scorers.builtin import BaseScorer
 class RewardScorer:
     """Scores (prompt ids, response ids) with a reward model, batched by length: what PPO and GRPO ask for rewards."""
 
-    def __init__(self, model: nn.Module, batch_size: int = 16):
+    def __init__(self, model: Any, batch_size: int = 16):
         """model: a `RewardModel`, or the DeepSpeed engine around one (under ZeRO 3 every rank must call together)."""
         self.model = model
         self.batch_size = batch_size
