@@ -132,7 +132,7 @@ class Sums:
         columns = torch.stack(
             [values for values, _ in self.parts]
         ).cpu()  # waits for the device once
-        total = global_sum(sum(columns, torch.zeros_like(columns[0])))
+        total = global_sum(sum(columns))
         if total.isfinite().all():
             return dict(zip(self.names, total.tolist(), strict=True))
         found = []
