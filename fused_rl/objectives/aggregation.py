@@ -206,6 +206,7 @@ class TokenBatch:
         return self.sequences.expand(share)
 
     def denominator(self, loss_agg: LossAgg) -> float | Tensor:
+        # token-sum divides by nothing.
         rule = LOSS_AGGS[loss_agg]
         count = 1 if rule.denominator is None else getattr(self, rule.denominator)
         return divisor(count * self.max_length if rule.times_max_length else count)

@@ -66,6 +66,7 @@ def importance_ratio(
     """
     check_choice("ratio_level", ratio_level, RATIO_LEVELS)
     batch = TokenBatch("logprobs", logprobs, mask, sequence_ids=sequence_ids)
+    # Masked tokens have log-ratio 0, so they move no sequence's ratio.
     log_ratio = batch.tokens("logprobs", logprobs) - batch.constant("old_logprobs", old_logprobs)
     return tangent_exp(RATIO_LEVELS[ratio_level](log_ratio, batch.sequences))
 
@@ -469,6 +470,7 @@ def value_loss(
         check_range("value_clip", value_clip, "a number, 0 or more, or inf", "; None is no clip")
     batch = TokenBatch("values", values, mask, num_tokens=num_tokens)
     values = batch.tokens("values", values)
+    # The critic learns from old values and returns, not through them.
     old = batch.constant("old_values", old_values)
     returns = batch.constant("returns", returns)
 

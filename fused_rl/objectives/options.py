@@ -51,6 +51,7 @@ def check_ranges(options: Any) -> None:
 
 def check_names(names: Iterable[str], options_class: Any) -> None:
     """Refuse a name that is no option of the dataclass."""
+    # A name that fits costs no call; check_choice says which name is meant.
     fields = options_class.__dataclass_fields__
     for name in names:
         if name not in fields:
