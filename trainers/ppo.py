@@ -24,6 +24,7 @@ from typing import ClassVar
 import torch
 
 import fused_rl
+from fused_rl.objectives.presets import PresetName
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.memory import Footprint
 from fused_rl.trainers.base.ranks import global_counts, world_size
@@ -63,7 +64,7 @@ class PPOConfig(ScorerConfig, CreditConfig, CriticConfig, PolicyConfig):
 
     command: ClassVar = "ppo"
     main: ClassVar = (*MAIN, "critic_lr", "kl_coef")
-    preset: fused_rl.objectives.presets.PresetName = "ppo"
+    preset: PresetName = "ppo"
     """A row of fused_rl.PRESETS whose advantages come from a critic: it chooses ratio, clipping and aggregation."""
     advantage: str = "gae"
     """Generalised advantage estimation, the only choice here; GRPO has the group advantages."""

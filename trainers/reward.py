@@ -113,7 +113,8 @@ def pair_metrics(
 ) -> dict[str, float]:
     """`train/rm/*` or `eval/rm/*` of scores (N, 2), chosen and rejected."""
     margin = torch.tensor([pair.margin for pair in pairs], dtype=torch.float64)
-    _, metrics = preference_loss(*scores.unbind(1), margin, config)
+    chosen, rejected = scores.unbind(1)
+    _, metrics = preference_loss(chosen, rejected, margin, config)
     return {prefix + name: value.item() for name, value in metrics.items()}
 
 

@@ -8,7 +8,7 @@ distributions over values, a value head on the backbone of the policy.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -23,7 +23,6 @@ from fused_rl.trainers.options import (
     NonNegativeInt,
     OptimConfig,
     Positive,
-    RunConfig,
     Unit,
     without,
 )
@@ -54,7 +53,7 @@ class CriticConfig(OptimConfig):
     """Train the critic alone, on this many rollouts of the unchanged policy, and save it; 0 trains both."""
 
 
-def load_critic(config: RunConfig, tokenizer, device: torch.device, updates: int):
+def load_critic(config: Any, tokenizer, device: torch.device, updates: int):
     """Return the critic in an engine with an optimizer of its own, for `updates` optimizer steps; refuse one that reads
     tokens otherwise than the policy.
     """

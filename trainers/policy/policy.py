@@ -68,8 +68,8 @@ class Policy:
         if self.costs is not None and batch.token_counts.any():
             # With shared prompts, where that is cheaper.
             copies = int(batch.prompts.bincount().max())
-            prompt = batch.prompt_lengths.max().item()
-            response = batch.response_lengths.double().mean().item()
+            prompt = int(batch.prompt_lengths.max())
+            response = float(batch.response_lengths.double().mean())
             in_row = responses_per_row(self.costs, prompt, response, copies)
             packed = pack(batch, in_row) if in_row > 1 else None
         scored = {
@@ -244,7 +244,7 @@ class MicroBatch(NamedTuple):
         """Return the index of the tokens of `batch` in a tensor (B, T - 1) of the rollout."""
         return self.rows, slice(self.batch.response_mask.shape[1])
 
-    def of(self, values: torch.Tensor | None) -> torch.Tensor | None:
+    def of(self, values: torch.Tensor | None) -> Any:
         """Return what `values` (B, T - 1) of the rollout hold for `batch`; None of None."""
         return None if values is None else values[self.place]
 
