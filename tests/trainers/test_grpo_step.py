@@ -186,19 +186,6 @@ def test_the_quantile_of_entropy_is_that_of_all_ranks_and_of_tokens_that_count(m
         assert torch.equal(every >= threshold, every >= every.quantile(1 - share)), share
 
 
-def test_tokens_below_a_threshold_of_entropy_are_not_trained_on(folder, exact):
-    _, _, _, there, _ = exact_terms(exact)
-    entropy = padded(exact, "entropy").detach()
-    threshold = entropy[there].median().item() + 1e-4
-    sums, lm, advantages = accumulated(
-        folder, exact, preset="dapo", clip_high=0.2, entropy_threshold=threshold
-    )
-    losses, _ = clipped(exact, advantages)
-    kept = there & (entropy >= threshold)
-    assert 0 < kept.sum() < there.sum()
-    assert_step_is(exact, sums["loss"], lm, (losses * kept).sum() / there.sum())
-
-
 def test_ranks_meet_equally_often_whatever_one_of_them_leaves_out(folder, exact, monkeypatch):
     """One that meets once more waits for the others for ever."""
     meetings, global_sum = [], ranks.global_sum

@@ -2,13 +2,7 @@
 
 from tests.trainers.bad_inputs.cases import ALL, TRAINERS, Case, of, words
 
-WHOLE, COUNT, FINITE = (
-    "a whole number above 0",
-    "a whole number, 0 or more",
-    "a finite number, 0 or more",
-)
-TEMPERATURE = r"a number from 1e-06 to 1e[+]06"
-POSITIVE, SEED = "a finite number above 0", "a whole number from 0 to 2147483647"
+WHOLE, FINITE = "a whole number above 0", "a finite number, 0 or more"
 SERVER = "server=.*: expected a URL such as http://127.0.0.1:8000"
 
 
@@ -37,18 +31,11 @@ def yaml(commands: str, text: str | bytes, message: str) -> list[Case]:
 
 OPTIONS = [
     *option(TRAINERS, "lr", "nan inf -1 many", FINITE),
-    *option("sft", "warmup_steps", "-1 1.5", COUNT),
     *option("sft", "lr_schedule", "cosin 1", "one of constant, linear, cosine"),
     *option(TRAINERS, "steps", "0 -3 2.5 x", WHOLE),
-    *option("grpo", "seed", "-1 1099511627776 1.5", SEED),
-    *option("grpo", "lora_alpha", "0 nan", POSITIVE),
     *option("sft", "zero_stage", "4 -1 two", "one of 0, 1, 2, 3"),
     *option("sft", "resume", "maybe 3", "true or false"),
-    *option("grpo", "temperature", "0 -1 nan inf 1e-7 1e7", TEMPERATURE),
-    *option("grpo", "top_p", "0 1.5 -0.1 nan", "a number above 0, at most 1"),
-    *option("grpo", "clip_high", "-0.1 nan", "a number, 0 or more, or inf"),
     *option("grpo", "advantage", "gae", "one of group-std, .*pass-at-k"),
-    *option("reward", "label_smoothing", "0.5 0.7 -0.1 nan", "a number from 0 to below 0.5"),
     *words("grpo ppo", "--kl-coef 1", "unknown option --kl-coef; did you mean --kl_coef"),
     *words(
         "dpo", "--loss_type apo-zero --margin 1", "margin=1.0 has no meaning with loss_type=apo-"
