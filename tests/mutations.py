@@ -302,8 +302,8 @@ MUTATIONS = {
     ),
     "a micro-batch is divided by its own tokens": Mutation(
         "trainers/distill.py",
-        'found["kl"] / num_tokens',
-        'found["kl"] / part.token_counts.sum()',
+        'terms["kl"] / num_tokens',
+        'terms["kl"] / micro.token_counts.sum()',
         "tests/trainers/test_distill.py -k fp64",
     ),
     "responses that make ranks even count": Mutation(

@@ -32,7 +32,7 @@ from fused_rl.trainers.policy.evaluate import evaluate
 from fused_rl.trainers.policy.options import SamplingRunConfig
 from fused_rl.trainers.policy.policy import Policy
 from fused_rl.trainers.policy.setup import SamplerFactory, Setup, setup
-from fused_rl.trainers.policy.teacher import corrected, is_url, load_teachers
+from fused_rl.trainers.policy.teacher import is_url, load_teachers, teacher_divergence
 from fused_rl.trainers.rollouts.roll_out import batch_of, rollout_metrics
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sample
 from fused_rl.trainers.run import command
@@ -185,23 +185,23 @@ def accumulate(
     policy.model.train(torch.is_grad_enabled())
     sums = Sums(step)
     column, names = policy.config.teacher_column, list(teachers)
-    chosen = torch.tensor(
+    teacher_of = torch.tensor(
         [names.index(sample.row[column]) if len(names) > 1 else 0 for sample in samples]
     )
     by_length = (batch.prompt_lengths + batch.response_lengths).argsort(stable=True)  # fewer pads
-    for index in by_length.split(policy.config.micro_batch_size):
-        part = batch.rows(index)
-        found = corrected(policy, list(teachers.values()), part, chosen[index])
-        found["kl"] = found["kl"] / num_tokens
+    for rows in by_length.split(policy.config.micro_batch_size):
+        micro = batch.rows(rows)
+        terms = teacher_divergence(policy, list(teachers.values()), micro, teacher_of[rows])
+        terms["kl"] = terms["kl"] / num_tokens
         if torch.is_grad_enabled():
-            policy.backward(found["kl"])
-        sums.add(found, part.where)
-    found = sums.over_ranks()
-    compared = max(found["compared"], 1)
+            policy.backward(terms["kl"])
+        sums.add(terms, micro.where)
+    totals = sums.over_ranks()
+    compared = max(totals["compared"], 1)
     return {
-        "distill/kl": found["kl"],
-        "distill/top1_agreement": found["agrees"] / compared,
-        "distill/topk_mass": found["mass"] / compared,
+        "distill/kl": totals["kl"],
+        "distill/top1_agreement": totals["agrees"] / compared,
+        "distill/topk_mass": totals["mass"] / compared,
         "distill/num_tokens": num_tokens,
     }
 

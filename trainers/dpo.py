@@ -54,6 +54,7 @@ class DPOConfig(PairsConfig):
 
     command: ClassVar = "dpo"
     main: ClassVar = (*PairsConfig.main, "loss_type", "beta")
+    needs_responses: ClassVar = True
 
     loss_type: LossType = "sigmoid"
     """Loss of a pair. ipo, simpo and orpo score a response by its mean per token; simpo and orpo have no reference."""

@@ -47,6 +47,9 @@ class PairsConfig(RunConfig):
     label_smoothing: Smoothing = 0.0
     """Probability that a label is wrong."""
 
+    needs_responses: ClassVar = False
+    """True if a response without a token that something predicts has no score: a reward is read even there."""
+
     def check_first_row(self, encoder: encode.Encoder, rows: Rows) -> None:
         rows.get(0, self.chosen_column, "chosen_column")
         rows.get(0, self.rejected_column, "rejected_column")
@@ -137,7 +140,7 @@ class PairEncoder:
         return kept
 
     def _unusable(self, pair: Pair) -> str | None:
-        if self.config.command == "dpo" and 0 in pair.predicted():  # a reward is read at its end
+        if self.config.needs_responses and 0 in pair.predicted():
             return "with an empty response"
         for ids, response in (pair.chosen, pair.rejected):
             if len(ids) > self.config.max_prompt_length:

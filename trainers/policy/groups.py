@@ -219,75 +219,77 @@ def collect(
 
     # Until the step is full, or the bound is reached: every rank knows how many are missing, and samples as often.
     rollouts = []
-    found = 0
-    while not rollouts or (found < wanted and len(rollouts) <= refills):
-        rollout = policy.roll_out(
-            more(wanted - found) if rollouts else prompts, policy.sampling, config.group_size
-        )
+    with_signal = 0
+    while not rollouts or (with_signal < wanted and len(rollouts) <= refills):
+        asked = more(wanted - with_signal) if rollouts else prompts
+        rollout = policy.roll_out(asked, policy.sampling, config.group_size)
         rewards = rollout.rewards - overlong_penalty(config, rollout.batch.response_lengths)
         rollouts.append(replace(rollout, rewards=rewards))
-        found += int(ranks.global_sum((~equal_rewards(rewards, config.group_size)).sum()).item())
-    if refills and found < wanted:
+        differ = ~equal_rewards(rewards, config.group_size)
+        with_signal += int(ranks.global_sum(differ.sum()).item())
+    if refills and with_signal < wanted:
         print_rank0(
-            f"step {step}: {found} of {wanted} groups have rewards that differ after {len(rollouts)} rollouts "
+            f"step {step}: {with_signal} of {wanted} groups have rewards that differ after {len(rollouts)} rollouts "
             f"(max_refills={refills}); the step is trained on those"
         )
 
+    # Metrics are of all that was sampled, also where a part of it is left out of the update.
     everything = rollouts[0] if len(rollouts) == 1 else _joined(policy, rollouts)
     metrics = group_metrics(config, everything, step)
     if config.zero_variance == "keep":
-        everyone = torch.ones(len(everything.samples), dtype=torch.bool)
-        return Groups(everything, everyone, metrics | {"groups/trained": float(wanted)})
+        metrics["groups/trained"] = float(wanted)
+        return Groups(everything, torch.ones(len(everything.samples), dtype=torch.bool), metrics)
     share, included = _share(config, everything)
-    return Groups(
-        _joined(policy, share), included, metrics | {"groups/trained": float(min(found, wanted))}
-    )
+    metrics["groups/trained"] = float(min(with_signal, wanted))
+    return Groups(_joined(policy, share), included, metrics)
 
 
 def _joined(policy: Policy, rollouts: list[Rollout]) -> Rollout:
     """Return several rollouts, or the groups of several, as one."""
     samples = sum((rollout.samples for rollout in rollouts), [])
-    first = rollouts[0]
+    names = rollouts[0].scores
+    seconds = rollouts[0].seconds
+    incidents = rollouts[0].incidents
     return Rollout(
         samples,
         batch_of(samples, policy.tokenizer.pad_token_id, policy.device),
-        {name: torch.cat([rollout.scores[name] for rollout in rollouts]) for name in first.scores},
+        {name: torch.cat([rollout.scores[name] for rollout in rollouts]) for name in names},
         torch.cat([rollout.rewards for rollout in rollouts]),
         torch.cat([rollout.solved for rollout in rollouts]),
-        {name: sum(rollout.seconds[name] for rollout in rollouts) for name in first.seconds},
-        {name: sum(rollout.incidents[name] for rollout in rollouts) for name in first.incidents},
+        {name: sum(rollout.seconds[name] for rollout in rollouts) for name in seconds},
+        {name: sum(rollout.incidents[name] for rollout in rollouts) for name in incidents},
     )
 
 
 def _share(config: GroupConfig, rollout: Rollout) -> tuple[list[Rollout], torch.Tensor]:
     """Return this rank's groups among those with a signal, equally many on all ranks, and which responses count."""
     size = config.group_size
-    equal = equal_rewards(rollout.rewards, size).tolist()
-    mine = []
-    for i, is_equal in enumerate(equal):
-        at = slice(i * size, (i + 1) * size)
-        parts = {
-            "samples": rollout.samples[at],
-            "rewards": rollout.rewards[at],
-            "solved": rollout.solved[at],
-        }
-        mine.append(
-            (
-                not is_equal,
-                replace(rollout, batch=None, scores={}, seconds={}, incidents={}, **parts),
-            )
+    groups = []  # (whether it has a signal, the group)
+    for i, is_equal in enumerate(equal_rewards(rollout.rewards, size).tolist()):
+        responses = slice(i * size, (i + 1) * size)
+        group = replace(
+            rollout,
+            samples=rollout.samples[responses],
+            rewards=rollout.rewards[responses],
+            solved=rollout.solved[responses],
+            # What no group of its own needs, as every rank gets all of them.
+            batch=None,
+            scores={},
+            seconds={},
+            incidents={},
         )
-    every = sum(ranks.gather(mine), [])
+        groups.append((not is_equal, group))
+    of_all_ranks = sum(ranks.gather(groups), [])
 
     # Those with a signal first, and of them no more than a step has.
-    kept = [group for group in every if group[0]][: config.prompts_per_step]
-    others = [group for group in every if not group[0]]
+    kept = [group for group in of_all_ranks if group[0]][: config.prompts_per_step]
+    others = [group for group in of_all_ranks if not group[0]]
+
     # The fewest groups that hold them, as many for each rank, and that divide into the minibatches.
     world = ranks.world_size()
-    whole = config.minibatches if keeps_groups(config, world) else 1
-    multiple = world * math.lcm(
-        whole, config.minibatches // math.gcd(config.minibatches, config.group_size)
-    )
+    whole_groups = config.minibatches if keeps_groups(config, world) else 1
+    whole_responses = config.minibatches // math.gcd(config.minibatches, size)
+    multiple = world * math.lcm(whole_groups, whole_responses)
     count = multiple * max(1, math.ceil(len(kept) / multiple))
     share = (kept + others)[:count][ranks.rank() :: world]
     included = torch.tensor([has_signal for has_signal, _ in share]).repeat_interleave(size)

@@ -31,16 +31,17 @@ class Teacher(NamedTuple):
     """True if its rows may hold several sequences."""
 
     @torch.no_grad()
-    def read(self, inputs: dict, part: Batch) -> tuple[torch.Tensor, ...]:
-        """Return the hidden states (N, H) that predict the part's tokens that count."""
+    def read(self, inputs: dict, batch: Batch) -> tuple[torch.Tensor, ...]:
+        """Return the hidden states (N, H) that predict the batch's tokens that count."""
         return (self.model(**inputs, under_head=lambda hidden, _: hidden),)
 
-    def compare(self, config, student, own, some, states) -> dict[str, torch.Tensor]:
-        """Return sums over N tokens of hidden states `own`: of the divergence, and of metrics of those at `some`."""
+    def compare(self, config, student, student_hidden, compared, states) -> dict[str, torch.Tensor]:
+        """Return sums: of the divergence at the student's hidden states (N, H), and of metrics at those `compared`."""
         weight, bias = _first(len(self.head[0]), student.head.weight, student.head.bias)
-        agrees = _likeliest(own[some], weight, bias) == _likeliest(states[some], *self.head)
+        likeliest = _likeliest(student_hidden[compared], weight, bias)
+        agrees = likeliest == _likeliest(states[compared], *self.head)
         operands, biases = (
-            (own, weight, states, self.head[0]),
+            (student_hidden, weight, states, self.head[0]),
             {"bias": bias, "ref_bias": self.head[1]},
         )
         options = {"temperature": config.distill_temperature, "softcap": student.softcap} | biases
@@ -59,10 +60,11 @@ class ServedTeacher(NamedTuple):
     count: int
     packs: bool = True
 
-    def read(self, inputs: dict, part: Batch) -> tuple[torch.Tensor, ...]:
-        """Return the likeliest tokens at each of the part's N tokens that count, (N, K), and their log-probabilities"""
-        ends = (part.prompt_lengths + part.response_lengths).tolist()
-        sequences = [ids[:end] for ids, end in zip(part.input_ids.tolist(), ends, strict=True)]
+    def read(self, inputs: dict, batch: Batch) -> tuple[torch.Tensor, ...]:
+        """Return the likeliest tokens at each of N tokens that count, (N, K), and their log-probabilities."""
+        ends = (batch.prompt_lengths + batch.response_lengths).tolist()
+        padded = batch.input_ids.tolist()
+        sequences = [ids[:end] for ids, end in zip(padded, ends, strict=True)]
         body = {
             "model": self.name,
             "max_tokens": 1,
@@ -75,20 +77,17 @@ class ServedTeacher(NamedTuple):
         )
         try:
             places = [answer["choices"][0]["prompt_logprobs"] for answer in answers]
-            rows, columns = part.response_tokens()
-            told = [
-                places[i][j + 1] for i, j in zip(rows.tolist(), columns.tolist(), strict=True)
-            ]  # of token j + 1
-            # Beside the K likeliest it tells the token that is there.
-            ranked = [
-                sorted(at.items(), key=lambda token: token[1]["rank"])[: self.count] for at in told
-            ]
-            ids = torch.tensor([[int(token) for token, _ in at] for at in ranked]).view(
-                -1, self.count
-            )
-            logprobs = torch.tensor([[about["logprob"] for _, about in at] for at in ranked]).view(
-                ids.shape
-            )
+            rows, columns = batch.response_tokens()
+            ids = []
+            logprobs = []
+            for i, j in zip(rows.tolist(), columns.tolist(), strict=True):
+                # Of token j + 1. Beside the K likeliest tokens the server reports the one that is there.
+                reported = places[i][j + 1].items()
+                ranked = sorted(reported, key=lambda token: token[1]["rank"])[: self.count]
+                ids.append([int(token) for token, _ in ranked])
+                logprobs.append([about["logprob"] for _, about in ranked])
+            ids = torch.tensor(ids).view(-1, self.count)
+            logprobs = torch.tensor(logprobs).view(ids.shape)
         except Exception as error:
             remedy = (
                 f"start vLLM with --max-logprobs {self.count} or more, or lower --teacher_top_k"
@@ -97,9 +96,11 @@ class ServedTeacher(NamedTuple):
             raise InputError(
                 f"teacher {self.url}: an answer of an unknown form ({came}); {remedy}"
             ) from error
-        return ids.to(part.input_ids.device), logprobs.to(part.input_ids.device)
+        return ids.to(batch.input_ids.device), logprobs.to(batch.input_ids.device)
 
-    def compare(self, config, student, own, some, ids, ref_logprobs) -> dict[str, torch.Tensor]:
+    def compare(
+        self, config, student, student_hidden, compared, ids, ref_logprobs
+    ) -> dict[str, torch.Tensor]:
         """Return the sums that `Teacher.compare` does; all tokens but the K are one outcome."""
         head = student.head
         options = {
@@ -107,10 +108,14 @@ class ServedTeacher(NamedTuple):
             "softcap": student.softcap,
             "logits_dtype": student.head_dtype,
         }
-        logprobs = fused_rl.linear_token_logprobs(own, head.weight, ids, **options).logprobs
+        logprobs = fused_rl.linear_token_logprobs(
+            student_hidden, head.weight, ids, **options
+        ).logprobs
         kl = fused_rl.topk_kl(logprobs, ref_logprobs, direction=config.direction)
-        agrees = _likeliest(own[some], head.weight, head.bias) == ids[some, 0]
-        return {"kl": kl.sum(), "agrees": agrees.sum(), "mass": ref_logprobs[some].exp().sum()}
+        likeliest = _likeliest(student_hidden[compared], head.weight, head.bias)
+        agrees = likeliest == ids[compared, 0]
+        mass = ref_logprobs[compared].exp().sum()
+        return {"kl": kl.sum(), "agrees": agrees.sum(), "mass": mass}
 
 
 def load_teachers(config, policy: Policy) -> dict[str, Teacher | ServedTeacher]:
@@ -175,62 +180,66 @@ def _served(config, url: str, policy: Policy) -> ServedTeacher:
     return ServedTeacher(http, url, name, config.teacher_top_k)
 
 
-def corrected(
-    policy: Policy, teachers: list, part: Batch, chosen: torch.Tensor
+def teacher_divergence(
+    policy: Policy, teachers: list, batch: Batch, teacher_of: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """Return sums over the tokens of a micro-batch: of the divergence from the teachers, in nats, and of metrics.
 
-    `chosen` (b,) int64 says which of the `teachers`, as `load_teachers` returns them, each sequence has.
+    `teacher_of` (b,) int64 says which of the `teachers`, as `load_teachers` returns them, each sequence has.
     """
     costs = policy.costs if all(teacher.packs for teacher in teachers) else None
-    row, column = part.response_tokens()
-    every = COMPARED if torch.is_grad_enabled() else 1
-    some = (column + 1 - part.prompt_lengths[row]) % every == 0
+    row, column = batch.response_tokens()
+    stride = COMPARED if torch.is_grad_enabled() else 1
+    compared = (column + 1 - batch.prompt_lengths[row]) % stride == 0
 
     # Each teacher reads its own sequences. One that has none here reads another, as ZeRO 3 needs all ranks to read.
-    inputs = inputs_of(part, costs)
-    tokens, read = [], []
+    inputs = inputs_of(batch, costs)
+    tokens_of = []
+    readings = []
     for number, teacher in enumerate(teachers):
-        tokens.append((chosen[row] == number).nonzero()[:, 0])
-        own_part, own_inputs = part, inputs
+        tokens = (teacher_of[row] == number).nonzero()[:, 0]
+        its_batch, its_inputs = batch, inputs
         if len(teachers) > 1:
-            mine = (chosen == number).nonzero()[:, 0]
-            own_part = part.rows(mine if len(mine) else torch.tensor([0]))
-            own_inputs = inputs_of(own_part, costs)
-        read.append([values[: len(tokens[-1])] for values in teacher.read(own_inputs, own_part)])
+            sequences = (teacher_of == number).nonzero()[:, 0]
+            its_batch = batch.rows(sequences if len(sequences) else torch.tensor([0]))
+            its_inputs = inputs_of(its_batch, costs)
+        reading = teacher.read(its_inputs, its_batch)
+        tokens_of.append(tokens)
+        readings.append([values[: len(tokens)] for values in reading])
 
-    def meet(hidden, student):
+    def compare_under_head(hidden, student):
         """In the student's forward pass, where its head is whole."""
         sums = []
-        for teacher, at, values in zip(teachers, tokens, read, strict=True):
-            own = hidden[on_device(at, policy.device)] if len(teachers) > 1 else hidden
-            compared = on_device(some[at].nonzero()[:, 0], policy.device)
-            sums.append(teacher.compare(policy.config, student, own, compared, *values))
-        return {name: sum(found[name] for found in sums) for name in sums[0]}
+        for teacher, tokens, reading in zip(teachers, tokens_of, readings, strict=True):
+            student_hidden = hidden
+            if len(teachers) > 1:
+                student_hidden = hidden[on_device(tokens, policy.device)]
+            places = on_device(compared[tokens].nonzero()[:, 0], policy.device)
+            sums.append(teacher.compare(policy.config, student, student_hidden, places, *reading))
+        return {name: sum(of_teacher[name] for of_teacher in sums) for name in sums[0]}
 
-    return policy.model(**inputs, under_head=meet) | {
-        "compared": some.sum().to(policy.device, non_blocking=True)
-    }
+    sums = policy.model(**inputs, under_head=compare_under_head)
+    return sums | {"compared": compared.sum().to(policy.device, non_blocking=True)}
 
 
-def inputs_of(part: Batch, costs: Costs | None) -> dict[str, Any]:
+def inputs_of(batch: Batch, costs: Costs | None) -> dict[str, Any]:
     """Return the inputs of student and teacher, packed where that is cheaper."""
-    inputs = {"input_ids": part.input_ids, "mask": part.response_mask, "places": part.places()}
+    inputs = {"input_ids": batch.input_ids, "mask": batch.response_mask, "places": batch.places()}
     if costs is None:
         return inputs
-    lengths = (part.prompt_lengths + (part.response_lengths - 1).clamp(min=0)).tolist()
+    # The last token of a sequence predicts none, so it is not fed.
+    fed = batch.prompt_lengths + (batch.response_lengths - 1).clamp(min=0)
+    lengths = fed.tolist()
     rows = arrange(lengths, costs)
-    is_cheaper = price(lengths, rows, costs) < costs.causal_flop(*part.input_ids.shape)
-    return inputs | {"packed": pack_whole(part, rows) if is_cheaper else None}
+    is_cheaper = price(lengths, rows, costs) < costs.causal_flop(*batch.input_ids.shape)
+    return inputs | {"packed": pack_whole(batch, rows) if is_cheaper else None}
 
 
 def _first(vocab: int, weight, bias):
     """Return the first rows of a head; itself where it has no more, as the gradient of a slice is a copy."""
-    return (
-        (weight, bias)
-        if len(weight) <= vocab
-        else (weight[:vocab], None if bias is None else bias[:vocab])
-    )
+    if len(weight) <= vocab:
+        return weight, bias
+    return weight[:vocab], None if bias is None else bias[:vocab]
 
 
 @torch.no_grad()
