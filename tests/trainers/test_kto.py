@@ -27,16 +27,16 @@ def folder(tmp_path_factory):
     return folder
 
 
-def config_of(folder: Path, name: str = "run", **options) -> kto.KTOConfig:
-    settings = {"model": str(folder / "model"), "dataset": str(folder / "marked.jsonl")}
-    settings |= {"output_dir": str(folder / name), "eval_size": 5, "steps": 4, "batch_size": 8}
-    settings |= {"lr": 1e-3, "zero_stage": 0, "dtype": "float32", "eval_every": 2, "save_every": 2}
+def kto_config(folder: Path, name: str = "run", **options) -> kto.KTOConfig:
+    settings = {"eval_size": 5, "steps": 4, "batch_size": 8, "lr": 1e-3, "dtype": "float32"}
+    settings |= {"eval_every": 2, "save_every": 2}
     settings |= {"desirable_weight": 1.5, "undesirable_weight": 0.75}
-    return kto.KTOConfig(**tiny.settled(settings | options))
+    files = {"dataset": folder / "marked.jsonl", "output_dir": folder / name}
+    return tiny.config_of("kto", folder / "model", **(files | settings | options))
 
 
 def trained(folder: Path, name: str, **options) -> tuple[list[dict], dict[str, torch.Tensor]]:
-    config = config_of(folder, name, **options)
+    config = kto_config(folder, name, **options)
     with figures.drawn():
         kto.train(config)
     return tiny.untimed(tiny.read_metrics(config.output_dir)), tiny.weights(folder / name / "model")
@@ -69,7 +69,7 @@ def test_metrics_have_exactly_these_names_and_the_policy_learns(run):
 
 def test_a_stopped_run_goes_on_bit_for_bit(folder, run, tmp_path):
     forget_after(folder / "whole", tmp_path / "run", 2)
-    config = config_of(folder, resume=True)
+    config = kto_config(folder, resume=True)
     config.output_dir = str(tmp_path / "run")
     kto.train(config)
     weights = tiny.weights(tmp_path / "run" / "model")
@@ -79,7 +79,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(folder, run, tmp_path):
 
 def read(folder, rows, **options):
     encoder = Encoder(load_tokenizer(str(folder / "model")))
-    return marked_rows(config_of(folder, **options), encoder, Rows(rows, "rows.jsonl"))
+    return marked_rows(kto_config(folder, **options), encoder, Rows(rows, "rows.jsonl"))
 
 
 def test_a_pair_is_two_rows_and_mismatched_responses_answer_another_prompt(folder):
@@ -135,7 +135,7 @@ def test_a_log_probability_that_is_not_finite_names_its_row(folder, tmp_path):
     lm.save_pretrained(tmp_path / "model")
     write_marked(tmp_path / "marked.jsonl")
     with pytest.raises(InputError, match=r"rows .*marked.jsonl, line \d+: \[nan"):
-        kto.train(config_of(tmp_path))
+        kto.train(kto_config(tmp_path))
 
 
 @pytest.mark.slow
@@ -177,7 +177,7 @@ def train_splits(rank, world, folder, splits):
     found = {}
     for split in splits:
         options = dict(zip(("zero_stage", "micro_batch_size"), split, strict=True))
-        config = config_of(folder, f"split-{world}-{split}", eval_every=9, save_every=0, **options)
+        config = kto_config(folder, f"split-{world}-{split}", eval_every=9, save_every=0, **options)
         kto.train(config)
         weights = tiny.weights(Path(config.output_dir) / "model")
         numbers = {name: tensor.numpy() for name, tensor in weights.items()}
