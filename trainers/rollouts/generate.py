@@ -20,10 +20,11 @@ from fused_rl.trainers.rollouts.options import ROLLOUT_BATCH_SIZE
 from fused_rl.trainers.rollouts.sampling import NoDistribution, Record, Sampling, processed_scores
 from fused_rl.trainers.rollouts.types import Response, Sampler
 
-POLL_EVERY = 16  # tokens of each response, on an accelerator
-SUPPORT_BYTES = (
-    1 << 28
-)  # bytes of kept sets that are noted between two polls, at most where one token's are fewer
+# Tokens of each response between two polls on an accelerator: a poll waits for the device, which costs as much as some
+# tokens of a small model, and a row that has ended is computed in vain until the next one.
+POLL_EVERY = 16
+# Bytes of kept sets that may be noted between two polls; a single token may need more.
+SUPPORT_BYTES = 1 << 28
 
 
 class Sampled(NamedTuple):
@@ -34,7 +35,7 @@ class Sampled(NamedTuple):
     """The kept sets of each; None for the whole vocabulary."""
     broken: torch.Tensor
     """(B,) bool: logits that are NaN or infinite."""
-    logprobs: list[list[float]] | None = None
+    logprobs: list[list[float | None]] | None = None
     """Log-probability of each token, in nats; None if not requested."""
 
 
@@ -77,7 +78,8 @@ class TransformersSampler(Sampler):
         Raises:
             NoDistribution: logits that are NaN or infinite, when the batch has been sampled.
         """
-        # Those of similar length together.
+        # Prompts of similar length go together, because a batch is padded to its longest one; equal prompts stay
+        # neighbours, because their keys and values are computed once.
         runs = [list(run) for _, run in groupby(range(len(prompts)), key=prompts.__getitem__)]
         runs.sort(key=lambda run: len(prompts[run[0]]))
         by_length = list(chain.from_iterable(runs))
@@ -87,11 +89,13 @@ class TransformersSampler(Sampler):
             self.lm, longest + sampling.max_new_tokens
         )
 
-        # Kept sets are noted between two polls: fewer tokens, where they would fill a device's memory.
+        # Kept sets stay on the device between two polls, so where they would fill its memory the polls come sooner.
         every = self.poll_every
         if sampling.truncates:
             noted = batch_size * self.lm.config.get_text_config().vocab_size
             every = max(1, min(every, SUPPORT_BYTES // noted))
+
+        # Batch by batch; a response of a batch that is broken ends all of it.
         self.lm.eval()
         generator = self.generator(prompts, sampling)
         decode = self._decode if keeps_keys_and_values(self.lm) else self._generate
@@ -99,18 +103,14 @@ class TransformersSampler(Sampler):
         for start in bar(range(0, len(by_length), batch_size), "sampling"):
             indices = by_length[start : start + batch_size]
             batch = [prompts[i] for i in indices]
-            found = decode(batch, sampling, every, generator)
-            if found.broken.any():
-                numbers = found.broken.nonzero()[:, 0].tolist()
+            sampled = decode(batch, sampling, every, generator)
+            if sampled.broken.any():
+                numbers = sampled.broken.nonzero()[:, 0].tolist()
                 raise NoDistribution([indices[number] for number in numbers], self.step)
-            nothing = [None] * len(indices)
-            rows = zip(
-                indices,
-                found.ids,
-                found.logprobs or nothing,
-                found.supports or nothing,
-                strict=True,
-            )
+            none = [None] * len(indices)
+            logprobs_of = sampled.logprobs or none
+            supports = sampled.supports or none
+            rows = zip(indices, sampled.ids, logprobs_of, supports, strict=True)
             for i, ids, logprobs, support in rows:
                 finish = "stop" if ids and ids[-1] in sampling.stop_ids else "length"
                 responses[i] = Response(ids, finish, logprobs, support)
@@ -124,7 +124,8 @@ class TransformersSampler(Sampler):
         generator: torch.Generator | None,
     ) -> Sampled:
         """Return one response per prompt; after `every` steps the host waits for the device and polls which ended."""
-        # On the device until the end: token ids by step and response, and which responses are broken.
+        # What is sampled stays on the device until the end, since each copy to the host would wait for it: token ids by
+        # step and response, and which responses are broken.
         rows = _Rows(self.lm, prompts, sampling, self.pad_id)
         device = self.lm.device
         count = len(prompts)
@@ -135,29 +136,31 @@ class TransformersSampler(Sampler):
         stop_ids = on_device(torch.tensor(sampling.stop_ids), device)
         record = Record(count) if sampling.truncates else None
 
-        # Token by token. Tokens of a row after its stop token count for nothing.
+        # Token by token. A row goes on after its stop token until it is left out, and what it samples then is ignored.
         for step in range(sampling.max_new_tokens):
             scores = processed_scores(rows.logits, sampling)
             token, bad = _draw(scores, sampling, generator)
             ids[step].scatter_(0, rows.number, token)
-            if logprobs is not None:  # greedy ones are of the softmax at temperature 1
+            # Greedy tokens too have the log-probability of a softmax, the one at temperature 1.
+            if logprobs is not None:
                 of_all = scores.float().log_softmax(-1)
-                chosen = of_all.gather(1, token[:, None])[:, 0]
-                logprobs[step].scatter_(0, rows.number, chosen)
+                of_token = of_all.gather(1, token[:, None])[:, 0]
+                logprobs[step].scatter_(0, rows.number, of_token)
             broken[rows.number] |= bad & ~ended
             if record is not None:
                 record.note(scores, ended, rows.numbers)
             ended = ended | (token[:, None] == stop_ids).any(1)
             if step + 1 == sampling.max_new_tokens:
                 break
+
+            # Now and then the rows that have ended are left out. Where all of this rank's have, but another rank that
+            # must be kept in step with goes on, one of them stays.
             if (step + 1) % every == 0:
                 going, anywhere = _poll_finished(ended, record, self.synced_gpus)
                 if not anywhere:
                     break
                 if _worth_compacting(len(going), len(ended), every):
-                    index = rows.keep(
-                        going or [0]
-                    )  # another rank is still going: one row keeps step with it
+                    index = rows.keep(going or [0])
                     token = token[index]
                     ended = ended[index]
             rows.feed(token)
@@ -169,14 +172,15 @@ class TransformersSampler(Sampler):
         """Return what `_decode` would, for any model that transformers can generate with."""
         from transformers import GenerationConfig, LogitsProcessorList
 
-        chosen = {
+        # All options of sampling are named, because a model's own generation config has other defaults.
+        truncation = {
             "do_sample": True,
             "temperature": sampling.temperature,
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
             "min_p": sampling.min_p or None,
         }
-        watch = _Watch()
+        watch = _Watch(len(prompts), self.lm.device)
         options = GenerationConfig(
             max_new_tokens=sampling.max_new_tokens,
             eos_token_id=list(sampling.stop_ids),
@@ -184,24 +188,28 @@ class TransformersSampler(Sampler):
             use_cache=True,
             output_scores=sampling.truncates,
             return_dict_in_generate=True,
-            **(chosen if sampling.temperature else {}),
+            **(truncation if sampling.temperature else {}),
         )
         input_ids, mask = _left_padded(prompts, self.pad_id, self.lm.device)
-        given = {
-            "input_ids": input_ids,
-            "attention_mask": mask,
-            "logits_processor": LogitsProcessorList([watch]),
-        }
-        output = self.lm.generate(**given, generation_config=options, synced_gpus=self.synced_gpus)
+        output = self.lm.generate(
+            input_ids=input_ids,
+            attention_mask=mask,
+            logits_processor=LogitsProcessorList([watch]),
+            generation_config=options,
+            synced_gpus=self.synced_gpus,
+        )
         tokens = output.sequences[:, input_ids.shape[1] :].cpu()
         responses = until_stop(tokens, sampling.stop_ids)
-        if not sampling.truncates or watch.broken.any():
-            return Sampled(responses, None, watch.broken)
+        broken = watch.broken
+        if not sampling.truncates or broken.any():
+            return Sampled(responses, None, broken)
+
+        # The scores have a row for every token of the batch, padding after a stop token included, which has no set.
         lengths = torch.tensor([len(response) for response in responses])
-        support = TokenSupport.from_scores(output.scores).to("cpu")  # a row for padding, too
-        own = torch.arange(tokens.shape[1]) < lengths[:, None]
-        supports = support.select(own.flatten()).split(lengths.tolist())
-        return Sampled(responses, supports, watch.broken)
+        support = TokenSupport.from_scores(output.scores).to("cpu")
+        is_response = torch.arange(tokens.shape[1]) < lengths[:, None]
+        supports = support.select(is_response.flatten()).split(lengths.tolist())
+        return Sampled(responses, supports, broken)
 
     def generator(self, prompts: list[list[int]], sampling: Sampling) -> torch.Generator | None:
         """Return the generator of tokens; None is the process's own."""
@@ -221,18 +229,23 @@ def responses_together(lm, tokens: int) -> int:
     """
     if lm.device.type == "cpu" or not keeps_keys_and_values(lm):
         return ROLLOUT_BATCH_SIZE
+
+    # Bytes of a response: its keys and values, and what its next token is sampled from, which is logits, scores,
+    # probabilities and random numbers in fp32.
     config = lm.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     past = 2 * config.num_hidden_layers * heads * width * lm.dtype.itemsize * tokens
-    drawing = 16 * config.vocab_size  # logits, scores, probabilities and random numbers in fp32
-    trained = sum(
-        (2 * weight.element_size() + 16 * weight.requires_grad)
-        * getattr(weight, "ds_numel", weight.numel())
-        for weight in lm.parameters()
-    )
+    drawing = 16 * config.vocab_size
+
+    # Bytes of the training beside it; a weight that ZeRO 3 has split knows how large it is as a whole.
+    trained = 0
+    for weight in lm.parameters():
+        elements = getattr(weight, "ds_numel", weight.numel())
+        trained += (2 * weight.element_size() + 16 * weight.requires_grad) * elements
     left = torch.cuda.get_device_properties(lm.device).total_memory - trained
-    return max(ROLLOUT_BATCH_SIZE, 1 << max(1, left // 4 // (past + drawing)).bit_length() - 1)
+    fitting = max(1, left // 4 // (past + drawing))
+    return max(ROLLOUT_BATCH_SIZE, 1 << fitting.bit_length() - 1)
 
 
 def keeps_keys_and_values(lm) -> bool:
@@ -251,9 +264,12 @@ def keeps_keys_and_values(lm) -> bool:
 
 def _fetched(ids, broken, logprobs, record: Record | None, sampling: Sampling) -> Sampled:
     """Return what was sampled, token ids and log-probabilities (T, B), each response up to its stop token."""
-    found = torch.cat([broken, ids.flatten()])  # from the device at once
-    found = found.cpu() if record is None else record.fetch(found)
-    broken, ids = found[: len(broken)].bool(), found[len(broken) :].view(ids.shape)
+    # One copy from the device has all of it: each would wait for the device anew.
+    together = torch.cat([broken, ids.flatten()])
+    together = together.cpu() if record is None else record.fetch(together)
+    count = len(broken)
+    broken = together[:count].bool()
+    ids = together[count:].view(ids.shape)
     responses = until_stop(ids.t(), sampling.stop_ids)
     lengths = [len(response) for response in responses]
     if logprobs is not None:
@@ -271,13 +287,12 @@ class _Rows:
 
         # The distinct prompts, padded on the left.
         runs = [list(run) for _, run in groupby(prompts)]
-        input_ids, mask = _left_padded([run[0] for run in runs], pad_id, lm.device)
+        distinct = [run[0] for run in runs]
+        input_ids, mask = _left_padded(distinct, pad_id, lm.device)
         position = (mask.cumsum(1) - 1).clamp(min=0)
-        last_alone = (
-            {"logits_to_keep": 1}
-            if "logits_to_keep" in inspect.signature(lm.forward).parameters
-            else {}
-        )
+        # Logits of the whole prompt would be the largest tensor by far, where a model can leave them out.
+        takes_it = "logits_to_keep" in inspect.signature(lm.forward).parameters
+        last_alone = {"logits_to_keep": 1} if takes_it else {}
         output = lm(
             input_ids=input_ids,
             attention_mask=mask,
@@ -288,14 +303,16 @@ class _Rows:
 
         # A row for every response. Where no prompt is padded, no mask is needed: attention may be the fastest.
         copies = torch.tensor([len(run) for run in runs])
-        row = on_device(torch.arange(len(runs)).repeat_interleave(copies), lm.device)
+        row = torch.arange(len(runs)).repeat_interleave(copies)
+        row = on_device(row, lm.device)
         self.lm = lm
         self.logits = output.logits[row, -1]
         self.width = input_ids.shape[1]
         self.position = mask[row].sum(1, keepdim=True)
         self.mask = None
-        if len({len(run[0]) for run in runs}) > 1:
-            self.mask = nn.functional.pad(mask[row], (0, sampling.max_new_tokens), value=1)
+        if len(set(map(len, distinct))) > 1:
+            to_come = (0, sampling.max_new_tokens)
+            self.mask = nn.functional.pad(mask[row], to_come, value=1)
         self.cache = output.past_key_values
         most = self.width + sampling.max_new_tokens
         waits = lm.device.type != "cpu"
@@ -313,13 +330,15 @@ class _Rows:
             past_key_values=self.cache,
             use_cache=True,
         )
-        self.logits, self.position = output.logits[:, -1], self.position + 1
+        self.logits = output.logits[:, -1]
+        self.position = self.position + 1
 
     def keep(self, going: list[int]) -> torch.Tensor:
         """Continue with these rows alone, with a copy of their past; return their indices, on the device."""
         index = on_device(torch.tensor(going), self.number.device)
         self.cache.batch_select_indices(index)
-        self.position, self.number = self.position[index], self.number[index]
+        self.position = self.position[index]
+        self.number = self.number[index]
         self.mask = None if self.mask is None else self.mask[index]
         self.numbers = [self.numbers[i] for i in going]
         return index
@@ -329,13 +348,16 @@ def _poll_finished(
     ended: torch.Tensor, record: Record | None, synced_gpus: bool
 ) -> tuple[list[int], bool]:
     """Wait for the device; return the rows that go on, and whether any does, on any rank if ranks must keep in step."""
-    over = ended.all()[None]
+    # One tensor goes to the host: which rows have ended, and at its end whether all have, on all ranks.
+    all_ended = ended.all()[None]
     if synced_gpus:
-        over = over.int()
-        dist.all_reduce(over, op=dist.ReduceOp.MIN)
-    found = torch.cat([ended, over.bool()])
-    *gone, over = (found if record is None else record.fetch(found)).tolist()
-    return [i for i, has_ended in enumerate(gone) if not has_ended], not over
+        all_ended = all_ended.int()
+        dist.all_reduce(all_ended, op=dist.ReduceOp.MIN)
+    together = torch.cat([ended, all_ended.bool()])
+    fetched = together if record is None else record.fetch(together)
+    *has_ended, is_over = fetched.tolist()
+    going = [i for i, row_ended in enumerate(has_ended) if not row_ended]
+    return going, not is_over
 
 
 def _worth_compacting(going: int, rows: int, every: int) -> bool:
@@ -354,35 +376,40 @@ def _draw(
     """Return a token (B,) int64 of each row of scores (B, V), and (B,) bool: True where they are NaN or infinite."""
     if not sampling.temperature:
         token = scores.argmax(-1)
-        return token, ~scores.gather(1, token[:, None])[:, 0].isfinite()
+        largest = scores.gather(1, token[:, None])[:, 0]
+        return token, ~largest.isfinite()
+    # A row with any score that is NaN or +inf is NaN throughout, so one column tells.
     probabilities = torch.softmax(scores, -1)
-    bad = probabilities[:, 0].isnan()  # as the whole row is then
+    bad = probabilities[:, 0].isnan()
+
+    # On an accelerator: what torch.multinomial does for one token, less its check of every probability, which waits for
+    # the device.
     if probabilities.device.type != "cpu":
-        # What torch.multinomial does for one token, less its look at every probability, which waits for the device.
-        return (
-            probabilities / torch.empty_like(probabilities).exponential_(generator=generator)
-        ).argmax(-1), bad
-    # There multinomial draws a random number for every token of the vocabulary.
-    token = token_at(
-        probabilities, torch.rand(len(probabilities), dtype=torch.float64, generator=generator)
-    )
+        waiting_times = torch.empty_like(probabilities).exponential_(generator=generator)
+        return (probabilities / waiting_times).argmax(-1), bad
+
+    # On a CPU multinomial needs a random number for every token of the vocabulary; a quantile needs one per row. A row
+    # of NaN has no token there, and any will do, since it is broken.
+    quantile = torch.rand(len(probabilities), dtype=torch.float64, generator=generator)
+    token = token_at(probabilities, quantile)
     return token.clamp(max=scores.shape[1] - 1), bad
 
 
 def token_at(probabilities: torch.Tensor, quantile: torch.Tensor) -> torch.Tensor:
     """Return the token (B,) int64 at a quantile (B,) fp64 in [0, 1) of each row (B, V), none of probability 0."""
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
+    # The product may be rounded up to the total, after which there is no token.
     total = cumulative[:, -1]
-    below = torch.minimum(
-        quantile * total, total.nextafter(torch.zeros_like(total))
-    )  # the product may be rounded up
+    most = total.nextafter(torch.zeros_like(total))
+    below = torch.minimum(quantile * total, most)
     return torch.searchsorted(cumulative, below[:, None], right=True)[:, 0]
 
 
 class _Watch:
     """Notes which rows' logits are NaN or infinite, and gives `generate` others, which it can sample from."""
 
-    broken: torch.Tensor | bool = False
+    def __init__(self, count: int, device: torch.device):
+        self.broken = torch.zeros(count, dtype=torch.bool, device=device)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         bad = ~scores.amax(-1).isfinite()
@@ -396,12 +423,14 @@ def _left_padded(
     """Return token ids and mask, each (B, P), such that every response begins in the same column."""
     mask = [[1] * len(prompt) for prompt in prompts]
     input_ids = pad(prompts, pad_id, left=True)
-    return on_device(input_ids, device), on_device(pad(mask, 0, left=True), device)
+    padded_mask = pad(mask, 0, left=True)
+    return on_device(input_ids, device), on_device(padded_mask, device)
 
 
 def until_stop(tokens: torch.Tensor, stop_ids: Sequence[int]) -> list[list[int]]:
     """Return each row of (B, n) on the CPU up to and including its first stop token; padding follows it."""
     stops = torch.isin(tokens, torch.tensor(stop_ids))
-    lengths = (stops.cumsum(1) - stops.int() == 0).sum(1)  # tokens that no stop token stands before
+    # A token counts where no stop token stands before it.
+    lengths = (stops.cumsum(1) - stops.int() == 0).sum(1)
     rows = zip(tokens.tolist(), lengths.tolist(), strict=True)
     return [row[:length] for row, length in rows]

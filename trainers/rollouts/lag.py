@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import torch
 
@@ -64,20 +65,21 @@ class LaggedSampler(Sampler):
             prompts_of: this rank's prompts of the step that comes so many after this one.
             sampling_of: how so many responses are sampled, with seeds of their own.
         """
+        # Of this step and the `lag` next ones: usually only the last of them is missing, and all of them in a new run.
         missing = []
         for number in range(step, min(step + self.lag, last) + 1):
             prompts = []
             for prompt in prompts_of(number - step):
                 prompts += [prompt.ids] * copies
+
             # What a checkpoint holds is sampled again if the rows have changed since.
             if number not in self.pending or self.pending[number].prompts != prompts:
                 self.pending[number] = Pending(self.published, prompts)
                 missing.append((self.pending[number], sampling_of(len(prompts))))
         self.due = step
         if missing:
-            Thread(
-                target=self._sample, args=(missing,), name=f"rollouts from step {step} on"
-            ).start()
+            name = f"rollouts from step {step} on"
+            Thread(target=self._sample, args=(missing,), name=name).start()
         return self.pending[step].version
 
     def _sample(self, missing: list[tuple[Pending, Sampling]]) -> None:
@@ -104,19 +106,17 @@ class LaggedSampler(Sampler):
         self.built.publish(step, save)
         self.published = step
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[int, dict[str, Any]]:
         """Return this rank's rollouts of the steps to come, for a checkpoint."""
+        # Plain data alone, which `torch.load` reads without running code: kept sets become a dictionary of tensors.
         state = {}
         for step, pending in self.pending.items():
             responses = []
-            for response in pending.responses.result():  # as `torch.load` takes them for data
-                kept = response.support
-                kept = (
-                    {"ids": kept.ids, "offsets": kept.offsets}
-                    if isinstance(kept, TokenSupport)
-                    else kept
-                )
-                responses.append(vars(response) | {"support": kept})
+            for response in pending.responses.result():
+                support = response.support
+                if isinstance(support, TokenSupport):
+                    support = {"ids": support.ids, "offsets": support.offsets}
+                responses.append(vars(response) | {"support": support})
             state[step] = {
                 "version": pending.version,
                 "prompts": pending.prompts,
@@ -124,14 +124,16 @@ class LaggedSampler(Sampler):
             }
         return state
 
-    def load_state_dict(self, state: dict[str, object]) -> None:
+    def load_state_dict(self, state: dict[int, dict[str, Any]]) -> None:
         """Take up a checkpoint's rollouts."""
         for step, of_step in state.items():
             self.pending[step] = Pending(of_step["version"], of_step["prompts"])
-            responses = [Response(**fields) for fields in of_step["responses"]]
-            for response in responses:
-                if isinstance(response.support, dict):
-                    response.support = TokenSupport(**response.support)
+            responses = []
+            for fields in of_step["responses"]:
+                support = fields["support"]
+                if isinstance(support, dict):
+                    support = TokenSupport(**support)
+                responses.append(Response(**fields | {"support": support}))
             self.pending[step].responses.set_result(responses)
 
 
@@ -152,18 +154,19 @@ class CopySampler(TransformersSampler):
     @torch.no_grad()
     def publish(self, step: int, save: Callable[[Path], None]) -> None:
         """Copy the policy's weights."""
+        # The first time the model itself is copied. What `deepcopy` finds in its memo it does not copy, so the weights
+        # that are not trained, under adapters all of the model's own, exist once.
         if self.lm is self.policy:
-            frozen = {
-                id(weight): weight
-                for weight in self.policy.parameters()
-                if not weight.requires_grad
-            }
-            self.lm = copy.deepcopy(self.policy, frozen).requires_grad_(False).eval()
+            frozen = [weight for weight in self.policy.parameters() if not weight.requires_grad]
+            memo = {id(weight): weight for weight in frozen}
+            self.lm = copy.deepcopy(self.policy, memo)
+            self.lm.requires_grad_(False).eval()
         else:
             copies = [*self.lm.parameters(), *self.lm.buffers()]
             originals = [*self.policy.parameters(), *self.policy.buffers()]
             for copied, own in zip(copies, originals, strict=True):
-                if copied is not own:  # a frozen one is shared
+                # A weight that is not trained is shared.
+                if copied is not own:
                     copied.copy_(own)
         super().publish(step, save)
 
@@ -180,4 +183,5 @@ class CopySampler(TransformersSampler):
         total = hashlib.blake2b(digest_size=16)
         for ids in (sampling.seeds, *prompts):
             total.update(array("q", [len(ids), *ids]))
-        return torch.Generator(self.lm.device).manual_seed(int(total.hexdigest()[:15], 16))
+        seed = int(total.hexdigest()[:15], 16)
+        return torch.Generator(self.lm.device).manual_seed(seed)

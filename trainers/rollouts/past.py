@@ -3,11 +3,15 @@
 It imports transformers, so import it where something is sampled.
 """
 
+from typing import Any
+
 import torch
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-BLOCK = 128  # tokens: when the buffer is full, the past is copied to one with so many more
+# Tokens by which a buffer grows when it is full. The whole past is copied then, so larger blocks copy less often and
+# leave more memory unused.
+BLOCK = 128
 
 
 class _InPlace:
@@ -22,20 +26,24 @@ class _InPlace:
         self.dtype = layer.dtype
         self.device = layer.device
         self.is_initialized = True
-        self.is_compileable = (
-            maskable  # masks are made without a look at what they hide, which would wait
-        )
+        # With True, transformers makes masks without looking at what they hide, for which it would wait for the device.
+        self.is_compileable = maskable
         self.spare = spare
+
+        # The layer of the prompts has one row per distinct prompt; from here on there is one per response.
+        assert layer.keys is not None and layer.values is not None
         self.to_come = most - layer.get_seq_length()
         self.first = 0
         self.end = layer.keys.shape[2]
         self.columns = self.end + min(BLOCK, self.to_come)
-        self.buffer = [self._filled(states, row) for states in (layer.keys, layer.values)]
+        keys = self._filled(layer.keys, row)
+        self.buffer = [keys, self._filled(layer.values, row)]
         self._show()
         return self
 
     def _filled(self, states: torch.Tensor, row: torch.Tensor | None) -> torch.Tensor:
         """Return a buffer whose first columns are those states, of some rows where they are named."""
+        # Memory that another layer has left is used again, if it has enough rows.
         count = len(states) if row is None else len(row)
         shape = (states.shape[1], self.columns, states.shape[3])
         buffer = self.spare.pop(shape, None)
@@ -51,6 +59,7 @@ class _InPlace:
 
     def batch_select_indices(self, indices: torch.Tensor | None = None) -> None:
         """Copy what the next token sees into another buffer, for the rows at `indices` alone if given."""
+        # The copy begins with the first token that is still seen, so a sliding window starts at column 0 again.
         self.first, self.end = 0, self.end - self.first
         for i, states in enumerate((self.keys, self.values)):
             left = self.buffer[i]
@@ -61,21 +70,27 @@ class _InPlace:
 
     def _show(self) -> tuple[torch.Tensor, torch.Tensor]:
         seen = self.end - self.first
-        self.keys, self.values = (states.narrow(2, self.first, seen) for states in self.buffer)
+        keys, values = self.buffer
+        self.keys = keys.narrow(2, self.first, seen)
+        self.values = values.narrow(2, self.first, seen)
         return self.keys, self.values
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """Add keys and values of t new tokens (b, heads, t, ·); return views of what they see, with themselves."""
+        # Where the buffer is full, continue in a larger one; spare memory has too few columns from then on.
         count = key_states.shape[2]
         if self.end + count > self.columns:
-            self.columns = self.end - self.first + max(count, min(BLOCK, self.to_come))
-            self.spare.clear()  # it would have too few columns from now on
+            more = max(count, min(BLOCK, self.to_come))
+            self.columns = self.end - self.first + more
+            self.spare.clear()
             self.batch_select_indices()
         for buffer, states in zip(self.buffer, (key_states, value_states), strict=True):
             buffer.narrow(2, self.end, count).copy_(states)
         self.end += count
         self.to_come -= count
         self.cumulative_length += count
+
+        # What these tokens see still holds the whole window before the first of them; the next ones see less.
         seen = self._show()
         if self.window is not None and self.end - self.first > self.window:
             self.first = self.end - self.window
@@ -100,8 +115,11 @@ class Window(_InPlace, DynamicSlidingWindowLayer):
 
 def in_place(cache: Cache, row: torch.Tensor, most: int, *, maskable: bool) -> None:
     """Let a cache of prompts go on as that of responses (b,) to the prompts at `row`, of `most` tokens in all."""
-    spare = {}  # memory that a layer has left, by its shape: on a CPU fresh memory costs more than a copy
-    for number, layer in enumerate(cache.layers):
-        if layer.is_initialized:  # one without keys of its own reads another layer's
+    # Memory that a layer has left, by its shape: on a CPU fresh memory costs more than a copy.
+    spare: dict[tuple[int, ...], torch.Tensor] = {}
+    layers: list[Any] = cache.layers
+    for number, layer in enumerate(layers):
+        # A layer without keys of its own reads those of another one.
+        if layer.is_initialized:
             made = Window(layer) if layer.is_sliding else Whole()
-            cache.layers[number] = made.take_over(layer, row, most, maskable, spare)
+            layers[number] = made.take_over(layer, row, most, maskable, spare)

@@ -31,7 +31,8 @@ from fused_rl.trainers.rollouts.types import (
     support_of,
 )
 
-ROUNDING = 1e-4  # nats by which a log-probability may be above 0
+# Nats by which a log-probability may be above 0: servers round the softmax of 16-bit logits.
+ROUNDING = 1e-4
 
 
 def prompts_of(
@@ -45,9 +46,10 @@ def prompts_of(
     """Return a prompt for every row that is short enough; `column` as the option prompt_column."""
     kept = []
     for i, row in enumerate(bar(rows.rows, "reading prompts")):
+        # A row that a scorer cannot score is found here, and does not stop the run hours later.
         for scorer in scorers:
             with rows.at(i):
-                scorer.check(row)  # a row that it cannot score must not stop the run hours later
+                scorer.check(row)
         ids = encoder.prompt(rows, i, column)
         if len(ids) <= max_length:
             kept.append(Prompt(ids, row, rows.where(i), column))
@@ -68,12 +70,15 @@ def roll_out(
     vocab: float = math.inf,
 ) -> Rollout:
     """Sample `copies` responses to each of this rank's prompts, with ids below `vocab`, and score them."""
+    # Sample. Copies of a prompt are neighbours, so that a sampler may compute it once; each gets a list of its own,
+    # which it may change.
     began = time.monotonic()
     prompts = list(chain.from_iterable([prompt] * copies for prompt in prompts))
     try:
         responses = sampler.sample([list(prompt.ids) for prompt in prompts], sampling)
     except NoDistribution as error:
-        rows = ", ".join(dict.fromkeys(prompts[number].where for number in error.responses))
+        places = [prompts[number].where for number in error.responses]
+        rows = ", ".join(dict.fromkeys(places))
         problem = "the model's logits are NaN or infinite"
         raise InputError(
             f"sampling with the weights after step {error.step}: {problem}; their rows: {rows}"
@@ -82,6 +87,7 @@ def roll_out(
         check_responses(responses, prompts, sampling, vocab, tells_logprobs=sampler.tells_logprobs)
     sampled = time.monotonic()
 
+    # Score. A scorer reads the text without the stop token, which the model said to end it.
     spoken = []
     for response in responses:
         ended = bool(response.ids) and response.ids[-1] in sampling.stop_ids
@@ -90,20 +96,20 @@ def roll_out(
     samples = []
     for prompt, response, text in zip(prompts, responses, texts, strict=True):
         samples.append(Sample(prompt.row, prompt.ids, response, text, prompt.where, prompt.column))
-    scores = {
-        scorer.name: check_scores(scorer.name, scorer(samples), samples) for scorer in scorers
-    }
-    weighted = [scorer.weight * scores[scorer.name].nan_to_num() for scorer in scorers]
-    rewards = torch.stack(weighted).sum(0) if weighted else torch.zeros(len(samples))
-
-    # The batch to train on.
+    scores = {}
+    rewards = torch.zeros(len(samples))
+    for scorer in scorers:
+        of_scorer = check_scores(scorer.name, scorer(samples), samples)
+        scores[scorer.name] = of_scorer
+        rewards = rewards + scorer.weight * of_scorer.nan_to_num()
+    solved = _solved(scorers, scores, len(samples))
     incidents = _report_broken(scorers, len(samples))
     scored = time.monotonic()
+
+    # The batch to train on.
     batch = batch_of(samples, tokenizer.pad_token_id, device)
     seconds = {"time/rollout": sampled - began, "time/score": scored - sampled}
-    return Rollout(
-        samples, batch, scores, rewards, _solved(scorers, scores, len(samples)), seconds, incidents
-    )
+    return Rollout(samples, batch, scores, rewards, solved, seconds, incidents)
 
 
 def _solved(scorers: Sequence[Scorer], scores: dict[str, torch.Tensor], count: int) -> torch.Tensor:
@@ -141,16 +147,19 @@ def _problem_of(
     response: Response, sampling: Sampling, vocab: float, tells_logprobs: bool
 ) -> str | None:
     """Return what is wrong with a response, in words."""
+    # The ids, and what stands beside each of them.
     ids = response.ids
     if len(ids) > sampling.max_new_tokens:
         return f"{len(ids)} tokens, but max_new_tokens is {sampling.max_new_tokens}"
     bad = [token for token in ids if not (isinstance(token, int) and 0 <= token < vocab)]
     if bad:
         return f"ids must be whole numbers from 0 to below {vocab}, got {shortened(bad[0])}"
-    for name in ("logprobs", "trained", "support"):
-        values = getattr(response, name)
+    beside = {"logprobs": response.logprobs, "trained": response.trained}
+    for name, values in (beside | {"support": response.support}).items():
         if values is not None and len(values) != len(ids):
             return f"{len(values)} {name} for {len(ids)} ids"
+
+    # What the sampler has declared: log-probabilities, and kept sets where the sampling truncates.
     reports = response.logprobs is not None
     if reports != tells_logprobs:
         return f"{'' if reports else 'no '}logprobs, but the sampler declares tells_logprobs = {tells_logprobs}"
@@ -160,6 +169,8 @@ def _problem_of(
         return f"a logprob is {bad[0]}; it must be finite, and at most 0"
     if sampling.truncates and response.support is None and response.sampled(ids):
         return "no kept sets, though the sampling truncates"
+
+    # Of one turn the stop token is the last id; of several each turn may have had one.
     stops = [i for i, token in enumerate(ids) if token in sampling.stop_ids]
     expected = [len(ids) - 1] if response.finish == "stop" else []
     if response.trained is None and stops != expected:
@@ -183,6 +194,7 @@ def check_scores(
         raise InputError(
             f"scorer {name!r} returned {len(scores)} scores for {len(samples)} responses"
         )
+    # Numbers of any kind pass: bool, numpy's and tensors' scalars. Text such as "1" does not, though float() takes it.
     values = []
     for score, sample in zip(scores, samples, strict=True):
         try:
@@ -216,6 +228,7 @@ def _report_broken(scorers: Sequence[Scorer], count: int) -> dict[str, float]:
     for scorer in scorers:
         if not hasattr(scorer, "broken"):
             continue
+        # What is reported once is forgotten, so that the next rollout counts its own.
         of_ranks, counts = zip(*ranks.gather((scorer.broken, count)), strict=True)
         scorer.broken = []
         broken = [*chain.from_iterable(of_ranks)]
@@ -231,10 +244,12 @@ def rollout_metrics(
     rollout: Rollout, columns: dict[str, torch.Tensor], step: int
 ) -> dict[str, float]:
     """Return the metrics of the responses over all ranks: the means of `columns`, (B,) or (B, T), and lengths."""
+    # Every rank has as many samples as the others, so a mean over all is a sum over ranks by one count.
     lengths = rollout.lengths.double()
     columns = columns | {"completions/mean_length": lengths, "val/stop_rate": rollout.stopped}
     count = len(lengths) * ranks.world_size()
-    totals = ranks.global_sums({name: column.double().sum() for name, column in columns.items()})
+    sums = {name: column.double().sum() for name, column in columns.items()}
+    totals = ranks.global_sums(sums)
     metrics = {name: total / count for name, total in totals.items()}
     metrics |= {
         "completions/min_length": -ranks.global_max(-lengths.min()),
@@ -243,13 +258,15 @@ def rollout_metrics(
         "val/num_eos_tokens": metrics["val/stop_rate"] * count,
         "episode": step * count,
     }
+
     # Each scorer's mean and deviation over the samples that it applies to, and the share of the others.
     for name, values in rollout.scores.items():
         applies = values[~values.isnan()].double()
         moments = [torch.ones_like(applies).sum(), applies.sum()]
         moments.append(applies.square().sum())
         moments.append(values.isnan().double().sum())
-        applied, total, square, none = ranks.global_sum(torch.stack(moments)).tolist()
+        summed = ranks.global_sum(torch.stack(moments))
+        applied, total, square, none = summed.tolist()
         mean = total / max(applied, 1)
         mean_square = square / max(applied, 1)
         metrics[f"rewards/{name}/mean"] = mean
@@ -265,12 +282,15 @@ def sample_rows_of(
 
     They say what they are `of`; their text has its special tokens.
     """
+    # With a generator of its own the choice neither depends on how often samples are shown nor changes what is sampled.
     rows = []
-    for i in random.Random(str(seed)).sample(places, min(count, len(places))):
+    generator = random.Random(str(seed))
+    for i in generator.sample(places, min(count, len(places))):
         sample = rollout.samples[i]
         texts = {
             "prompt": tokenizer.decode(sample.prompt_ids),
             "response": tokenizer.decode(sample.response.ids),
         }
-        rows.append({"of": of, **texts, "reward": rollout.rewards[i].item()})
+        reward = rollout.rewards[i].item()
+        rows.append({"of": of, **texts, "reward": reward})
     return rows

@@ -13,7 +13,8 @@ from torch import nn
 from fused_rl import TokenSupport
 from fused_rl.trainers.base.text import InputError
 
-BELOW = 2**31  # of seeds: what every server takes
+# Seeds are below this, which every server takes.
+BELOW = 2**31
 
 
 class NoDistribution(InputError):
@@ -48,7 +49,8 @@ class Sampling:
     @property
     def truncates(self) -> bool:
         """True if a token may be sampled from less than the whole vocabulary; greedy is no draw."""
-        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+        filters = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        return self.temperature > 0 and filters
 
 
 class Seeds:
@@ -59,7 +61,8 @@ class Seeds:
 
     def draw(self, count: int) -> tuple[int, ...]:
         """Return the next so many, from 0 to 2^31 - 1."""
-        return tuple(torch.randint(BELOW, (count,), generator=self.generator).tolist())
+        drawn = torch.randint(BELOW, (count,), generator=self.generator)
+        return tuple(drawn.tolist())
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the generator's state."""
@@ -79,13 +82,15 @@ def processed_scores(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
     if not sampling.temperature:
         return logits
+    # The filters take the tokens so far as well, and none of these reads them.
     scores = logits.float() / sampling.temperature
-    if sampling.top_k > 0:  # none of them reads the tokens so far
-        scores = of_transformers.TopKLogitsWarper(sampling.top_k)(None, scores)
+    no_ids = torch.empty(0, dtype=torch.int64)
+    if sampling.top_k > 0:
+        scores = of_transformers.TopKLogitsWarper(sampling.top_k)(no_ids, scores)
     if sampling.top_p < 1:
-        scores = of_transformers.TopPLogitsWarper(sampling.top_p)(None, scores)
+        scores = of_transformers.TopPLogitsWarper(sampling.top_p)(no_ids, scores)
     if sampling.min_p > 0:
-        scores = of_transformers.MinPLogitsWarper(sampling.min_p)(None, scores)
+        scores = of_transformers.MinPLogitsWarper(sampling.min_p)(no_ids, scores)
     return scores
 
 
@@ -101,14 +106,17 @@ class Record:
 
     def note(self, scores: torch.Tensor, ended: torch.Tensor, responses: list[int]) -> None:
         """Note the scores (b, V) that the next token of each of b responses is sampled from, unless it has `ended`."""
+        # A set that is the whole vocabulary is noted as empty: without a filter at work there is nothing to fetch.
         kept = scores.isfinite()
-        self.noted.append(kept & ~(kept.all(1) | ended)[:, None])
+        left_out = kept.all(1) | ended
+        self.noted.append(kept & ~left_out[:, None])
         self.responses += responses
 
     def fetch(self, beside: torch.Tensor) -> torch.Tensor:
         """Copy what was noted to the CPU; (n,) integers `beside` it are returned as int64, by the same copy."""
         if not self.noted:
             return beside.cpu()
+        # The places of True in one flat list need a single copy, whose length the host does not have to know first.
         noted = torch.cat(self.noted)
         self.noted = []
         places = noted.flatten().nonzero()[:, 0]
@@ -122,11 +130,14 @@ class Record:
 
     def of_responses(self, lengths: list[int]) -> list[TokenSupport]:
         """Return the sets of each response, a row per token, on the CPU, up to its length."""
+        # What was noted is ordered by step, each with the rows that still went on: sort it by response, and number each
+        # response's tokens, to leave out those that a row sampled after its stop token.
         response = torch.tensor(self.responses, dtype=torch.int64)
         order = response.argsort(stable=True)
         response = response[order]
         counts = response.bincount(minlength=self.count)
-        token = torch.arange(len(response)) - (counts.cumsum(0) - counts)[response]
+        first = counts.cumsum(0) - counts
+        token = torch.arange(len(response)) - first[response]
         own = order[token < torch.tensor(lengths)[response]]
         return TokenSupport.cat(self.fetched).select(own).split(lengths)
 

@@ -17,10 +17,10 @@ def pass_at_k(right: torch.Tensor, k: int) -> torch.Tensor:
     """
     n = right.shape[1]
     ways = math.comb(n, k)
-    of_count = [
-        1 - math.comb(n - c, k) / ways for c in range(n + 1)
-    ]  # whole numbers: nothing cancels
-    return torch.tensor(of_count, dtype=torch.float64)[right.sum(1).cpu()]
+    # By whole numbers, of which none cancels; there are only n + 1 counts, so a table has them all.
+    of_count = [1 - math.comb(n - c, k) / ways for c in range(n + 1)]
+    table = torch.tensor(of_count, dtype=torch.float64)
+    return table[right.sum(1).cpu()]
 
 
 def pass_at(right: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -46,11 +46,11 @@ def outcome_sums(
 
 def has_verdict(scorers: Sequence[Scorer], rollout: Rollout) -> torch.Tensor:
     """Return (B,) bool: True where a scorer that tells right from wrong applies."""
-    applies = [
-        ~rollout.scores[scorer.name].isnan() for scorer in scorers if scorer.solved_at is not None
-    ]
-    nobody = torch.zeros(len(rollout.samples), dtype=torch.bool)
-    return torch.stack([nobody, *applies]).any(0)
+    found = torch.zeros(len(rollout.samples), dtype=torch.bool)
+    for scorer in scorers:
+        if scorer.solved_at is not None:
+            found |= ~rollout.scores[scorer.name].isnan()
+    return found
 
 
 def outcomes(sums: dict[str, float], known: bool = True) -> dict[str, float]:
@@ -70,10 +70,13 @@ def outcomes(sums: dict[str, float], known: bool = True) -> dict[str, float]:
 
 def win_rate(scores: torch.Tensor, solved: torch.Tensor, group_size: int) -> dict[str, float]:
     """Return how often a solved response scores above an unsolved one to the same prompt; {} without such pairs."""
-    lead = scores.view(-1, group_size, 1) - scores.view(-1, 1, group_size)
-    differ = solved.view(-1, group_size, 1) & ~solved.view(-1, 1, group_size)
+    # Every response of a group against every other one; pairs of equal outcome say nothing, and a tie counts half.
+    first, second = (-1, group_size, 1), (-1, 1, group_size)
+    lead = scores.view(first) - scores.view(second)
+    differ = solved.view(first) & ~solved.view(second)
     lead = lead[differ]
-    wins = (lead > 0).double() + (lead == 0).double() / 2
-    sums = torch.stack([wins.sum(), differ.sum().double()])
+    ties = (lead == 0).double().sum()
+    wins = (lead > 0).double().sum() + ties / 2
+    sums = torch.stack([wins, differ.sum().double()])
     won, pairs = ranks.global_sum(sums).tolist()
     return {"val/win_rate": won / pairs} if pairs else {}

@@ -12,7 +12,8 @@ from fused_rl import TokenSupport
 from fused_rl.trainers.data.batch import Batch
 from fused_rl.trainers.rollouts.sampling import BELOW, Sampling, joined
 
-APART = 1_000_003  # seeds of turns: by one seed for all of them each turn would be drawn as the first was
+# The seeds of two turns of a response lie this far apart: with one seed each turn would repeat the first one's draws.
+APART = 1_000_003
 Value = TypeVar("Value")
 
 
@@ -144,21 +145,25 @@ class Rollout:
     @property
     def lengths(self) -> torch.Tensor:
         """(B,) int64: tokens of each response that the policy sampled."""
-        responses = [sample.response for sample in self.samples]
-        return torch.tensor(
-            [len(r.ids) if r.trained is None else sum(r.trained) for r in responses]
-        )
+        lengths = []
+        for sample in self.samples:
+            response = sample.response
+            lengths.append(len(response.sampled(response.ids)))
+        return torch.tensor(lengths)
 
     @property
     def rollout_logprobs(self) -> torch.Tensor | None:
         """(B, T - 1) fp32: the sampler's own log-probabilities, 0 where masked; None if it does not report them."""
         if any(sample.response.logprobs is None for sample in self.samples):
             return None
-        reported = [sample.response.sampled(sample.response.logprobs) for sample in self.samples]
+        # The mask is True for the ids that the policy sampled, in the order of samples and ids, and nothing else.
+        reported = []
+        for sample in self.samples:
+            reported.append(sample.response.sampled(sample.response.logprobs or []))
         mask = self.batch.response_mask
         logprobs = torch.zeros(mask.shape, device=mask.device)
-        values = list(chain.from_iterable(reported))
-        logprobs[mask] = torch.tensor(values, dtype=torch.float32).to(mask.device)
+        values = torch.tensor(list(chain.from_iterable(reported)), dtype=torch.float32)
+        logprobs[mask] = values.to(mask.device)
         return logprobs
 
 
@@ -170,7 +175,8 @@ def support_of(responses: Sequence[Response]) -> TokenSupport | None:
     if support is None or all(response.trained is None for response in responses):
         return support
     trained = [response.trained or [True] * len(response.ids) for response in responses]
-    return support.select(torch.tensor(list(chain.from_iterable(trained)), dtype=torch.bool))
+    is_trained = list(chain.from_iterable(trained))
+    return support.select(torch.tensor(is_trained, dtype=torch.bool))
 
 
 def of_turn(
@@ -193,15 +199,19 @@ def after_turn(before: Response | None, turn: Response, said: Sequence[int] = ()
     """
     before = before or Response([], "length", logprobs=[], trained=[])
     lengths = [len(before.ids), len(turn.ids), len(said)]
-    logprobs = None  # the ids of others have log-probabilities that nobody reads
+    # What somebody else said has log-probabilities and kept sets too, for one value per id; nothing reads them.
+    logprobs = None
     if turn.logprobs is not None:
-        logprobs = before.logprobs + turn.logprobs + [0.0] * len(said)
+        logprobs = [*(before.logprobs or []), *turn.logprobs]
+        logprobs += [0.0] * len(said)
+    trained = [*(before.trained or [])]
+    trained += [True] * len(turn.ids) + [False] * len(said)
     return Response(
         before.ids + turn.ids + list(said),
         turn.finish,
         logprobs=logprobs,
         support=joined([before.support, turn.support, None], lengths),
-        trained=before.trained + [True] * len(turn.ids) + [False] * len(said),
+        trained=trained,
     )
 
 
