@@ -36,12 +36,14 @@ def of_run(folder: Path) -> bool:
     if precision := re.search(r"^# precision: (\w+)$", text, re.MULTILINE):
         config["dtype"] = precision[1]
 
+    # The same conditions, in the same order of entries, as while the run trained, so its warnings come up again.
     history = read_metrics(folder / "metrics.jsonl")
     watch = Watch(config)
     for entry in history:
         watch.see(entry)
 
-    # What was examined, the one figure that says whether it learned, and the findings.
+    # What was examined, the one figure that says whether the run learned, and the findings. That none was found is no
+    # praise: a run that learned nothing may have none.
     steps = history[-1]["step"] if history else 0
     print_line(f"{folder}: {command[1]}, {steps} of {config.get('steps') or '?'} steps")
     print_line(
@@ -65,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
     """`fused-rl doctor`."""
     parser = argparse.ArgumentParser(
         prog="fused-rl doctor",
-        description=(__doc__ or "").split("\n", 1)[0],
+        description=str(__doc__).split("\n", 1)[0],
         epilog="Without a run it looks at this machine. The exit status is 0 without findings, 1 with findings or "
         "unfinished, 2 for what is no run.",
     )

@@ -49,7 +49,9 @@ from fused_rl.trainers.scorers.load import load_scorers
 from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
 
 MAX_NEW_TOKENS = 512
-SCORING = ("verifiers", "verifier_weights", "solved_at")  # of a run all or none
+# Options that a model's run may have: of the scorers all are taken or none, since weights and thresholds stand beside
+# their verifiers, and of the prompts each that was not given.
+SCORING = ("verifiers", "verifier_weights", "solved_at")
 PROMPTING = (
     "prompt_column",
     "answer_column",
@@ -151,6 +153,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Run the whole evaluation, of rows and scorers that are given or that the config names; return the figures."""
     config = with_scorers(config, scorers)
+
+    # The options that count, on all ranks, and a folder whose files would be lost; both before anything is read.
     device = engine.setup(config.seed, trains=False)
     ranks.check_equal(config.to_dict())
     config = with_run_options(config)
@@ -165,7 +169,7 @@ def evaluate(
             f"output_dir={out} already holds {existing[0]}; replace it with --overwrite"
         )
 
-    # Tokenizer, scorers, rows, model.
+    # Tokenizer, scorers, rows, model. Reward models that score have the dtype of the model that is evaluated.
     held = EngineConfig(dtype=config.dtype)
     with phase("read tokenizer and rows"):
         tokenizer = encode.load_tokenizer(config.model, config.revision)
@@ -183,6 +187,8 @@ def evaluate(
         lm = language_model.load_to_sample(
             config.model, device=device, dtype=engine.torch_dtype(held), **options
         )
+
+    # How responses are sampled: GRPO's sampler on a model that is not trained.
     length = _response_length(config, lm, tokenizer, problems)
     sampling = config.sampling(
         length, tuple(encode.stop_ids(tokenizer, lm.saved_generation_config))
@@ -196,6 +202,7 @@ def evaluate(
     figures = (
         {"problems": len(problems)} | solved_metrics(judges, ranks.global_sums(sums)) | incidents
     )
+    # The standard errors are over problems, because the responses to one problem depend on each other.
     if "accuracy_greedy" in figures:
         right = (
             torch.tensor([bool(row["solved"]) for row in responses])
@@ -224,6 +231,9 @@ def _sample(
     Problems of like length are sampled together, and every rank gets some of each length.
     """
     greedy_sampling = dataclasses.replace(sampling, temperature=0.0)
+
+    # Every rank samples as many problems as the others, for the collectives inside; a rank with fewer of its own has
+    # copies after them, which no figure counts.
     order = sorted(range(len(problems)), key=lambda i: len(problems[i].ids))
     share = share_of_rank([problems[i] for i in order])
     own = order[ranks.rank() :: ranks.world_size()]
@@ -251,6 +261,7 @@ def _sample(
 
 def _response_length(config: EvalConfig, lm, tokenizer, problems: list[Prompt]) -> int:
     """Return the most tokens of a response; refuse prompts that leave the model no position for it."""
+    # By default what the model's positions leave after the longest prompt, so that no problem is refused.
     length = config.max_new_tokens
     if length is None:
         positions = (
@@ -293,7 +304,8 @@ def main(argv: list[str] | None = None) -> None:
     """`fused-rl eval`."""
     with command.around("fused-rl eval"):
         evaluate(parse(EvalConfig, sys.argv[1:] if argv is None else argv))
-        ranks.barrier()  # else two processes can abort at exit
+        # A process that exits while another is still in a collective makes that one abort.
+        ranks.barrier()
 
 
 if __name__ == "__main__":

@@ -36,7 +36,8 @@ def run(
             train(config)
         finally:
             unlock()
-        ranks.barrier()  # else two processes can abort at exit
+        # A process that exits while another is still in a collective makes that one abort.
+        ranks.barrier()
 
 
 @contextlib.contextmanager
@@ -55,7 +56,8 @@ def around(prog: str, lost: str = "nothing was written") -> Iterator[None]:
 
 def describe(config: RunConfig, arithmetic: Arithmetic) -> str:
     """Return the resolved config as YAML that `--config` reads back, with the batch arithmetic as comments."""
-    with contextlib.redirect_stdout(sys.stderr):  # what reading says is no YAML
+    # What reading the rows prints goes to stderr, because stdout is the YAML that --config reads back.
+    with contextlib.redirect_stdout(sys.stderr):
         RunFolder(config).check()
         config.resolve()
         tokenizer = load_tokenizer(config.model, config.revision)

@@ -21,7 +21,9 @@ def make_repository(config: OutputConfig) -> str:
             name, private=config.hub_private_repo or None, exist_ok=True
         ).repo_id
         is_private = api.model_info(repository).private
-    except Exception as error:  # no token, no right to write, no network, a name that is none
+    # No token, no right to write, no network, a name that is none: the Hub's client has an exception for each of them,
+    # and all have the same remedy.
+    except Exception as error:
         problem = f"push_to_hub: the repository {name} cannot be made: {in_a_line(error)}"
         raise InputError(
             f"{problem}; look at `hf auth whoami` and the network, or leave out --push_to_hub"
@@ -42,7 +44,8 @@ def push(config: OutputConfig, model: Path, message: str) -> None:
         huggingface_hub.HfApi().upload_folder(
             repo_id=repository, folder_path=str(model), commit_message=message
         )
-    except Exception as error:  # the model is on the disk: only the push is lost
+    # The model is on the disk, so the push alone is lost, and the error says how to repeat it.
+    except Exception as error:
         target = f"{config.hub_model_id or 'REPOSITORY'} {model}{' --private' if config.hub_private_repo else ''}"
         problem = f"the model is in {model}, but could not be pushed: {in_a_line(error)}"
         raise InputError(f"{problem}; push it with: hf upload {target}") from error

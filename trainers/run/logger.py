@@ -17,7 +17,8 @@ from fused_rl.trainers.options import RunConfig
 from fused_rl.trainers.run.metrics import keys_by
 from fused_rl.trainers.run.rules import Watch, too_easy_or_too_hard
 
-IN_A_ROW = 4  # panels
+# Panels of curves.png beside each other.
+IN_A_ROW = 4
 
 
 class Logger:
@@ -32,10 +33,14 @@ class Logger:
         self.last, self.last_printed = {}, 0.0
         self.history = _cut(self.folder / "metrics.jsonl", start)
         _cut(self.folder / "samples.jsonl", start)
+
+        # What earlier entries show was printed when they were written, so the watch sees them and nothing is printed.
         dtype = str(torch_dtype(config)).removeprefix("torch.")  # of `auto` on this machine
         self.watch = Watch(config.to_dict() | {"dtype": dtype})
-        for entry in self.history:  # what they show was printed then
+        for entry in self.history:
             self.watch.see(entry)
+
+        # TensorBoard hides the points from `purge_step` on, which a resumed run writes again.
         self.board = SummaryWriter(
             str(self.folder / "tensorboard"), purge_step=start + 1 if config.resume else None
         )
@@ -66,6 +71,8 @@ class Logger:
         """Write one line of metrics.jsonl and a point of each curve; move the bar, or print a line now and then."""
         if torch.cuda.is_initialized():
             metrics = metrics | {"perf/peak_memory_gb": torch.cuda.max_memory_allocated() / 2**30}
+
+        # To the files first: whatever fails after that, the entry is kept.
         entry = {"step": step, **{key: float(value) for key, value in metrics.items()}}
         self.history.append(entry)
         _append(self.folder / "metrics.jsonl", [entry])
@@ -73,6 +80,8 @@ class Logger:
             self.board.add_scalar(key, value, step)
         if self.wandb is not None:
             self.wandb.log(metrics, step=step)
+
+        # Warnings, each once: groups without a signal before training, and the doctor's conditions.
         from_rewards = step == 0 and "preset" in self.watch.config
         few = (
             too_easy_or_too_hard(entry.get("eval/accuracy_sampled", 0.5), self.group_size)
@@ -83,6 +92,8 @@ class Logger:
             print_line(f"step 0: {few}")
         for finding in self.watch.see(entry):
             print_line(f"warning: {finding}")
+
+        # Not every entry has every column, so the line shows the last value of each.
         self.last.update(metrics)
         columns = columns_of(self.last)
         if self.bar is not None:
@@ -105,6 +116,8 @@ class Logger:
                 f"{name}:\n\n{indent(str(value), '    ')}" for name, value in row.items()
             )
             self.board.add_text(f"samples/{number}", text, step)
+
+        # On the screen the end of a long text, which has the answer, with control characters escaped.
         table = Table(*rows[0], title=f"samples at step {step}", title_justify="left")
         for row in rows:
             values = [

@@ -59,17 +59,24 @@ class Run:
 
     def __init__(self, config: RunConfig, arithmetic: Arithmetic):
         """Meet the other processes and lock the folder."""
-        config.check()  # what was set since it was made
+        # Options may have been set since the config was made, from Python. What can be refused without the other
+        # processes is refused before they are waited for.
+        config.check()
         if config.dry_run:
             raise InputError(
                 f"dry_run is for the command: fused-rl {config.command} … --dry_run; leave it out"
             )
         config.resolve()
         arithmetic(config, ranks.processes())
+
+        # From here on all ranks act together: one with other options would wait for another collective, or train
+        # something else.
         self.device = engine.setup(config.seed)
         ranks.check_equal({"command": config.command, **config.to_dict()})
         if config.wandb_project is not None and importlib.util.find_spec("wandb") is None:
             raise InputError("wandb_project is set, but wandb is not installed: pip install wandb")
+
+        # A token that may not write is found now, and not after hours of training.
         if config.push_to_hub:
             ranks.on_first_rank(lambda: hub.make_repository(config))
         self.store = RunFolder(config)
@@ -100,10 +107,14 @@ class Run:
                 name: hash_of_rows(of) for name, of in {"rows": rows, **other_rows}.items()
             }
             self.inputs["chat_template"] = hash_of(tokenizer.chat_template)
+
+        # Processes on two machines may read two states of one file.
         ranks.check_equal(self.inputs | {"held_out": hash_of_rows(held_out)})
         changed = self.store.check_inputs(self.inputs) if config.resume else []
         if changed:
             print_rank0(f"resume: continues with other inputs: {', '.join(changed)}")
+
+        # The number of rows is known now, and with it the steps of so many epochs and the order of the rows.
         self.problems = len(held_out)
         self.config = self.store.config = in_steps(config, len(rows))
         self.order = RowOrder(len(rows), config.rows_per_step, config.seed)
@@ -124,6 +135,8 @@ class Run:
         if self.config.resume:
             restored = self.store.load(engines, rank_state)
             self.step, self.order.position = restored["step"], restored["position"]
+
+        # Only when the checkpoint has been read may what comes after it be moved away.
         ranks.on_first_rank(lambda: self.store.move_old_content(self.step))
         self.logger = Logger(self.config, self.step) if ranks.rank() == 0 else None
         return restored
@@ -144,7 +157,8 @@ class Run:
         return self.step >= self.config.steps
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        restore_signals()  # of a run that died, whose traceback keeps it alive
+        # A run that died may have left its handlers, because a traceback keeps it alive.
+        restore_signals()
         _handlers.update(
             {number: signal.signal(number, self._stop_after_step) for number in SIGNALS}
         )
@@ -154,6 +168,7 @@ class Run:
                 yield self.step, next(self.order)
 
                 # Save a checkpoint on schedule, before stopping, and at the end, when the model is not saved yet.
+                # A signal may have reached some ranks and not others: they decide together.
                 stop = bool(ranks.global_sum(torch.tensor(float(self.stopping)))) and not self.last
                 every = self.config.save_every
                 if stop or self.last or (every and self.step % every == 0):
@@ -168,7 +183,8 @@ class Run:
                     print_rank0(f"stopped after step {self.step}; continue with --resume")
                     ranks.barrier()  # else two processes can abort at exit
                     raise Stopped
-        except BaseException:  # after the last step the model is still to be saved
+        # After the last step the handlers stay, since the model is still to be saved; `finish` restores them.
+        except BaseException:
             restore_signals()
             raise
 
@@ -176,7 +192,8 @@ class Run:
         """Note the first signal; the next one stops at once."""
         self.stopping = True
         restore_signals()
-        if ranks.rank() == 0:  # os.write: a print could interrupt another one
+        # By os.write, because the signal may have interrupted a print, whose buffer must not be entered again.
+        if ranks.rank() == 0:
             with contextlib.suppress(OSError):
                 os.write(
                     1, b"\nstopping after this step, with a checkpoint; again to stop at once\n"
@@ -190,7 +207,8 @@ class Run:
         with io_errors_in_a_line("metrics", self.store.path):
             self.logger.log(self.step, metrics | timed)
             self.logger.samples(self.step, samples)
-            if self.evaluates and not self.begins and not self.last:  # `finish` draws the last ones
+            # The curves after the last step are those that `finish` draws.
+            if self.evaluates and not self.begins and not self.last:
                 draw_curves(self.logger.history, self.logger.folder / "curves.png")
 
     def finish(self, save: Callable[[Path], None]) -> str:
@@ -201,11 +219,14 @@ class Run:
                 if self.logger is not None:
                     self.logger.close()
                 save(model)
-            if not self.config.save_every:  # there was one only until the model was safe
+            # Without a schedule there is one checkpoint, of the last step, until the model is safe.
+            if not self.config.save_every:
                 self.store.remove_checkpoints()
         finally:
             restore_signals()
             unlock()
+
+        # What was learned, where everything is, and what to look at next.
         if ranks.rank() == 0:
             checkpoints = self.store.checkpoints
             kept = f", checkpoints: {checkpoints}" if checkpoints.exists() else ""

@@ -96,7 +96,7 @@ POLICY = {
     "loss/policy_avg": "policy_loss",
     "loss/total_avg": "loss",
 }
-# The KL of PPO is that of the rollout, before the update.
+# The KL of PPO is that of the rollout, before the update, so none of a loss has its key.
 PPO = {key: name for key, name in POLICY.items() if name != "kl"}
 PPO |= {"loss/value_avg": "value_loss", "val/clipfrac_avg": "value_clipfrac"}
 
@@ -129,12 +129,13 @@ class Sums:
 
     def over_ranks(self) -> dict[str, float]:
         """Return the sums, the same on every rank; refuse a sum that is NaN or infinite on any of them."""
-        columns = torch.stack(
-            [values for values, _ in self.parts]
-        ).cpu()  # waits for the device once
+        # The device is waited for once in a step, here.
+        columns = torch.stack([values for values, _ in self.parts]).cpu()
         total = global_sum(sum(columns))
         if total.isfinite().all():
             return dict(zip(self.names, total.tolist(), strict=True))
+
+        # Some part is NaN or infinite: the first one of each rank is named, with the rows that were in it.
         found = []
         for number, (values, (_, where)) in enumerate(
             zip(columns.tolist(), self.parts, strict=True), 1
@@ -150,4 +151,4 @@ class Sums:
                 found.append(
                     f"step {self.step}, micro-batch {number} of rank {rank()}: {what}; its rows: {rows}"
                 )
-        raise InputError("; ".join(sum(gather(found[:1]), [])))  # the first one of each rank
+        raise InputError("; ".join(sum(gather(found[:1]), [])))

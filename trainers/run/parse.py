@@ -34,6 +34,8 @@ def parse(config_class: type[Config], argv: list[str]) -> Config:
     if words and words[0] in ("-h", "--help"):
         print(help_text(config_class, everything=words[1:] == ["all"]))
         raise SystemExit(0)
+
+    # Word by word, so that a later file or option wins over an earlier one.
     from_files, given = {}, {}
     while words:
         word = words.pop(0)
@@ -46,15 +48,18 @@ def parse(config_class: type[Config], argv: list[str]) -> Config:
             read = read_file(Path(value or ""), config_class)
             from_files |= read
             given = {option: came for option, came in given.items() if option not in read}
-        elif name != "local_rank":  # a launcher's, which is read from the environment
+        # DeepSpeed's launcher adds --local_rank, which is read from the environment.
+        elif name != "local_rank":
             given[name] = _value(config_class, name, value)
+
     # A file may spell out every default, as a run's own config.yaml does: those were not given.
     fields = config_class.model_fields
     given = {
         name: came for name, came in from_files.items() if came != fields[name].default
     } | given
     for name, value in given.items():
-        if value == "" and name != "system_prompt":  # a message may have no text
+        # A shell's unset variable leaves an empty value. A system message may have no text on purpose.
+        if value == "" and name != "system_prompt":
             raise InputError(f"{name}='' is empty; give it a value, or leave it out")
     return config_class(**given)
 
@@ -64,13 +69,17 @@ def _value(config_class: type[Options], name: str, text: str | None) -> Any:
     if name not in config_class.model_fields:
         raise InputError(unknown(name, config_class.model_fields))
     kind = kinds_of(config_class)[name]
-    if text is None:  # a flag needs no value
+    # An option without a value is a flag.
+    if text is None:
         if kind is bool:
             return True
         raise InputError(f"{name}: expected {in_words(kind)} after --{name}")
     choices = typing.get_args(kind) or (kind,)
     if text == "null" and type(None) in choices:
         return None
+
+    # Text stays as it is, without YAML's quotes and escapes, unless it begins as a list or mapping that the option
+    # takes.
     brackets = {list: "[", dict: "{"}
     of_several = tuple(
         brackets[kind] for kind in map(typing.get_origin, choices) if kind in brackets
@@ -108,6 +117,8 @@ def help_text(config_class: type[Options], *, everything: bool) -> str:
         doc,
         "",
     ]
+
+    # In short: the options that every run has to think about, each with the first sentence of its docstring.
     if config_class.main and not everything:
         for name in config_class.main:
             lines += _described(config_class, name, in_short=True)
@@ -117,6 +128,8 @@ def help_text(config_class: type[Options], *, everything: bool) -> str:
             f"--help all lists the other {hidden} options, too; FILE has lines of `key: value`.",
         ]
         return "\n".join(lines)
+
+    # All of them: what a reader looks for first, and then group by group, the base classes of the config last to first.
     lines += ["The model, the rows, and the folder of the run.", ""]
     for name in FIRST:
         lines += _described(config_class, name, in_short=False)

@@ -8,11 +8,13 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from statistics import mean
+from typing import Any
 
 from fused_rl.objectives.presets import PRESETS
 from fused_rl.trainers.run.metrics import keys_by
 
-WINDOW = 10  # steps that a mean is taken over, where single steps say little
+# Steps that a mean is taken over: single steps say little.
+WINDOW = 10
 KEYS = keys_by("meaning")
 
 
@@ -20,26 +22,29 @@ class Watch:
     """Reads a run's metrics step by step, and reports each condition once, in the step in which it first holds."""
 
     def __init__(self, config: Mapping[str, object]):
-        self.config, self.now = config, {}
+        self.config = config
+        self.now: Mapping[str, Any] = {}
         self.values: dict[str, list[float]] = {}
-        # (step, metric, accuracy) of each evaluation
-        self.held_out: list[tuple[object, str, float]] = []
-        self.found: dict[str, str] = {}  # rule -> step, what is seen, what to change
+        # (step, metric, accuracy) of each evaluation.
+        self.held_out: list[tuple[int, str, float]] = []
+        # Rule -> step, what is seen, what to change.
+        self.found: dict[str, str] = {}
 
-    def see(self, entry: Mapping[str, object]) -> list[str]:
+    def see(self, entry: Mapping[str, Any]) -> list[str]:
         """Add one entry of metrics.jsonl; return a line for each condition that holds for the first time."""
         self.now = entry
         for key, value in entry.items():
             self.values.setdefault(key, []).append(number(value))
-        self.held_out += [
-            (entry["step"], key, number(entry[key]))
-            for key in KEYS["held-out accuracy"]
-            if key in entry
-        ][:1]
+        accuracies = [key for key in KEYS["held-out accuracy"] if key in entry]
+        for key in accuracies[:1]:
+            self.held_out.append((entry["step"], key, number(entry[key])))
+
+        # A condition that goes on holding is reported in the first step alone.
         new = {}
         for rule, (condition, change) in RULES.items():
             seen = None if rule in self.found else condition(self)
-            new |= {rule: f"step {entry['step']}: {seen}; {change}"} if seen else {}
+            if seen:
+                new[rule] = f"step {entry['step']}: {seen}; {change}"
         self.found |= new
         return [*new.values()]
 
@@ -58,6 +63,7 @@ class Watch:
             known = problems and key != "eval/accuracy"  # which is over tokens
             error = f" ± {math.sqrt(accuracy * (1 - accuracy) / problems):.2g}" if known else ""
             figures.append(f"{accuracy:.3g}{error}")
+        # Where there is a reference, how far the policy went for that.
         kl = [
             f"; KL {value:.3g} nats per response"
             for value in self.values.get("eval/kl_exact", [])[-1:]
@@ -80,15 +86,12 @@ def number(value: object) -> float:
 
 def too_easy_or_too_hard(accuracy: float, size: int) -> str | None:
     """Return a line if at most a quarter of the groups of `size` can have right and wrong answers before training."""
-    share = (
-        1 - accuracy**size - (1 - accuracy) ** size
-    )  # concave: questions of unequal difficulty have fewer
+    # The share of groups with both kinds is concave in the accuracy, so questions of unequal difficulty have fewer.
+    share = 1 - accuracy**size - (1 - accuracy) ** size
     seen = f"{accuracy:.1%} of the sampled answers are correct: at most {share:.0%} of groups of {size} teach anything"
-    remedy = (
-        "pick harder rows"
-        if accuracy > 0.5
-        else "train SFT longer, pick easier rows, or use a scorer that grades"
-    )
+    remedy = "train SFT longer, pick easier rows, or use a scorer that grades"
+    if accuracy > 0.5:
+        remedy = "pick harder rows"
     return f"{seen}; {remedy}" if share < 0.25 else None
 
 
@@ -99,42 +102,48 @@ def over_ten_steps(pattern: str, beyond: Callable[[float], bool], *, unless: str
     """A condition on the mean of the last ten values of each metric whose name matches; not in runs with an option."""
 
     def condition(watch: Watch) -> str | None:
-        keys = [key for key in watch.now if re.fullmatch(pattern, key)]
-        found = [key for key in keys if beyond(watch.mean(key)) and not watch.config.get(unless)]
-        return (
-            f"{found[0]} is {watch.mean(found[0]):.3g} over the last ten steps" if found else None
-        )
+        if watch.config.get(unless):
+            return None
+        for key in watch.now:
+            if re.fullmatch(pattern, key) and beyond(watch.mean(key)):
+                return f"{key} is {watch.mean(key):.3g} over the last ten steps"
+        return None
 
     return condition
 
 
 def equal_rewards(watch: Watch) -> str | None:
     """Groups of equal rewards have advantages of 0, but with batch-std, which compares across groups."""
-    preset = PRESETS.get(str(watch.config.get("preset")))
-    advantage = watch.config.get("advantage") or (preset and preset.advantage)
-    equal, solved = (
-        watch.mean(f"frac_{what}", 2 * WINDOW) for what in ("reward_zero_std", "groups_all_solved")
-    )
+    # The option, else the preset's; a run of another trainer has neither.
+    advantage = watch.config.get("advantage")
+    presets: Mapping[str, Any] = PRESETS
+    preset = str(watch.config.get("preset"))
+    if advantage is None and preset in presets:
+        advantage = presets[preset].advantage
+
+    equal = watch.mean("frac_reward_zero_std", 2 * WINDOW)
+    solved = watch.mean("frac_groups_all_solved", 2 * WINDOW)
     seen = f"{equal:.0%} of the groups of the last 20 steps have equal rewards ({solved:.0%} are solved throughout)"
     return seen if equal >= 0.75 and advantage not in ("batch-std", "gdpo") else None
 
 
 def accuracy_lost(watch: Watch) -> str | None:
     """The last held-out accuracy against the one before training; one standard error is allowed."""
+    # Only in the step of an evaluation, else the step of the finding would not be that of what it shows.
     if len(watch.held_out) < 2 or watch.held_out[-1][0] != watch.now["step"]:
         return None
     (_, key, start), (_, _, now) = watch.held_out[0], watch.held_out[-1]
-    error = math.sqrt(max(start * (1 - start), 0) / max(number(watch.config.get("eval_size")), 1))
+    problems = max(number(watch.config.get("eval_size")), 1)
+    error = math.sqrt(max(start * (1 - start), 0) / problems)
     seen = f"{key} is {now:.3g}; before training it was {start:.3g} (standard error {error:.2g})"
     return seen if now < start - error else None
 
 
 def kl_high(watch: Watch) -> str | None:
     """Nats per response token: above 2, or above 1 and three times as many as ten steps before."""
-    length, values = (
-        watch.mean("completions/mean_length"),
-        watch.values.get("objective/kl_exact", []),
-    )
+    # The metric is per response, and long responses have more of it without being further away.
+    length = watch.mean("completions/mean_length")
+    values = watch.values.get("objective/kl_exact", [])
     if len(values) < WINDOW or not length > 0:
         return None
     now = mean(values[-WINDOW:]) / length
@@ -145,53 +154,40 @@ def kl_high(watch: Watch) -> str | None:
 
 def entropy_collapsed(watch: Watch) -> str | None:
     """A tenth of its start; not where most problems are solved, as little is left to be unsure about."""
-    start, now = (
-        mean(watch.values.get("policy/entropy_avg", [0])[:WINDOW]),
-        watch.mean("policy/entropy_avg"),
-    )
-    solved = [
-        watch.values.get(key, [0])[-1]
-        for key in ("eval/accuracy_sampled", "frac_groups_all_solved")
-    ]
+    start = mean(watch.values.get("policy/entropy_avg", [0])[:WINDOW])
+    now = watch.mean("policy/entropy_avg")
+    solved = []
+    for key in ("eval/accuracy_sampled", "frac_groups_all_solved"):
+        solved.append(watch.values.get(key, [0])[-1])
     seen = f"policy/entropy_avg is {now:.2g} nats over the last ten steps; in the first ten it was {start:.2g}"
     return seen if now < start / 10 and max(solved) <= 0.5 else None
 
 
 def first_ratio(watch: Watch) -> str | None:
     """In fp32 a pass repeats itself to 1e-6, in bfloat16 to some hundredths."""
-    off = (
-        0
-        if watch.config.get("old_logprobs") == "sampler"
-        else number(watch.now.get("val/first_ratio", 1)) - 1
-    )
-    return (
-        f"val/first_ratio is 1{off:+.1e}, not 1"
-        if abs(off) > (1e-6 if watch.in_fp32() else 5e-2)
-        else None
-    )
+    # Against the sampler's log-probabilities the ratio differs by what two programs differ, which another rule reads.
+    if watch.config.get("old_logprobs") == "sampler":
+        return None
+    off = number(watch.now.get("val/first_ratio", 1)) - 1
+    allowed = 1e-6 if watch.in_fp32() else 5e-2
+    return f"val/first_ratio is 1{off:+.1e}, not 1" if abs(off) > allowed else None
 
 
 def not_finite(watch: Watch) -> str | None:
     """A loss or gradient that is no number, in one step; or gradients of 0 in ten."""
-    broken = [
-        key
-        for key in (*KEYS["loss"], *KEYS["gradient norm"])
-        if not math.isfinite(number(watch.now.get(key, 1)))
-    ]
-    return (
-        f"{broken[0]} is not finite"
-        if broken
-        else over_ten_steps("|".join(KEYS["gradient norm"]), lambda x: x == 0)(watch)
-    )
+    for key in (*KEYS["loss"], *KEYS["gradient norm"]):
+        if not math.isfinite(number(watch.now.get(key, 1))):
+            return f"{key} is not finite"
+    norms = "|".join(KEYS["gradient norm"])
+    return over_ten_steps(norms, lambda norm: norm == 0)(watch)
 
 
 def sampler_differs(watch: Watch) -> str | None:
     """With lag the sampler has other weights on purpose."""
     nats = watch.mean("rollout/logprob_diff_abs", 3)
+    allowed = 1e-3 if watch.in_fp32() else 0.05
     seen = f"the sampler's log-probabilities are {nats:.2g} nats from the policy's over three steps"
-    return (
-        seen if nats > (1e-3 if watch.in_fp32() else 0.05) and not watch.config.get("lag") else None
-    )
+    return seen if nats > allowed and not watch.config.get("lag") else None
 
 
 RULES: dict[str, tuple[Callable[[Watch], str | None], str]] = {

@@ -90,7 +90,8 @@ def unlock() -> None:
         path = Path(_lock.lock_file)
         path.unlink(missing_ok=True)
         _lock.release()
-        with contextlib.suppress(OSError):  # it is not empty
+        # A folder that was made for a run that has written nothing is removed; any other is not empty, and stays.
+        with contextlib.suppress(OSError):
             path.parent.rmdir()
         _lock = None
 
@@ -119,6 +120,7 @@ class RunFolder:
                 "resume continues the run in output_dir and overwrite moves it away: give one of them; "
                 "--overwrite false takes back what a config file says"
             )
+        # Nothing to resume from is an error, as the run would otherwise begin anew without a word.
         if config.resume and not steps_in(self.checkpoints):
             raise InputError(
                 f"resume: there is no checkpoint in {self.checkpoints}; give --overwrite in place of --resume"
@@ -136,7 +138,7 @@ class RunFolder:
         if not self.config.resume:
             return
 
-        # Each rank reads its share of the files.
+        # The files: each rank reads its share, and all of them name the same first problem.
         problems = []
         try:
             sums = json.loads((self.chosen / "manifest.json").read_bytes())
@@ -159,7 +161,7 @@ class RunFolder:
             )
             raise InputError(f"resume: {self.chosen} is damaged, {problem}; {remedy}")
 
-        # The options.
+        # The options: those that change what is computed must be the same, the others are taken and printed.
         before = self.state()["options"]
         now = self._options()
         changed = {}
@@ -202,6 +204,8 @@ class RunFolder:
     def move_old_content(self, step: int) -> None:
         """Make the folder that of this run, which has read all its inputs and begins after `step`. On one rank."""
         old = self._contents()
+        # A resumed run moves what it will write again: checkpoints after the one that it continues from, the latest
+        # first so that a kill in between leaves no gap, and the model at the end.
         if self.config.resume:
             later = [
                 self.checkpoints / f"step-{s}"
@@ -209,7 +213,8 @@ class RunFolder:
                 if s > step
             ]
             old = [*later, *(path for path in old if path.name in SAVED_AT_THE_END)]
-            for leftover in self.checkpoints.glob(f"{UNFINISHED}*"):  # of a run that was killed
+            # A run that was killed in a save has left an unfinished folder.
+            for leftover in self.checkpoints.glob(f"{UNFINISHED}*"):
                 shutil.rmtree(leftover)
 
         # To the first of runs/a.1, runs/a.2, … that does not exist.
@@ -288,7 +293,8 @@ class RunFolder:
         if rank() == 0:
             for step in steps_in(self.checkpoints):
                 delete(self.checkpoints / f"step-{step}")
-            with contextlib.suppress(OSError):  # something of the user's is in it
+            # Where something of the user's is in it, the folder stays.
+            with contextlib.suppress(OSError):
                 self.checkpoints.rmdir()
         barrier()
 
@@ -337,6 +343,8 @@ class RunFolder:
             raise InputError(
                 f"resume: steps={config.steps}{epochs}, but {chosen} has done {state['step']} already"
             )
+
+        # First the engines, with weights and optimizers, then this rank's generators and objects.
         for name, trained in engines.items():
             engine.load_engine(trained, chosen, name)
         kept = torch.load(chosen / f"rank-{rank()}.pt", weights_only=True)
