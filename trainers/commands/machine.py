@@ -27,9 +27,9 @@ EXTRAS = {
 
 def errors(device: str) -> tuple[float, float]:
     """Return the largest errors against fp64, in nats: of `token_logprobs` on a device, and of PyTorch in fp32."""
-    logits = 5 * torch.randn(
-        64, 5003, generator=torch.Generator().manual_seed(0)
-    )  # several blocks and a tail
+    # A vocabulary of several blocks and a tail, by a generator of its own.
+    generator = torch.Generator().manual_seed(0)
+    logits = 5 * torch.randn(64, 5003, generator=generator)
     targets = torch.arange(64)
 
     def of(op, dtype: torch.dtype, place: str) -> torch.Tensor:
@@ -39,6 +39,7 @@ def errors(device: str) -> tuple[float, float]:
         found = torch.cat([rows.logprobs, rows.entropy, x.grad.flatten()])
         return found.detach().double().cpu()
 
+    # The kernel's values and gradient, and those of plain fp32, each against fp64 on the CPU.
     exact = of(reference.token_logprobs, torch.float64, "cpu")
     found = (
         of(fused_rl.token_logprobs, torch.float32, device),
@@ -60,6 +61,8 @@ def look() -> int:
         filter(shutil.which, ("g++", "cc", "clang")), "none; on Debian and Ubuntu: apt install g++"
     )
     print(f"compiler: {compiler}")
+
+    # What each extra brings, by the names of distributions, of which a name may be spelled with - or _.
     distributions = list(importlib.metadata.distributions())
     installed = {found.name.lower().replace("_", "-"): found.version for found in distributions}
     for extra, packages in EXTRAS.items():
@@ -69,6 +72,8 @@ def look() -> int:
         )
         if missing:
             print(f"  missing: {', '.join(missing)}; pip install 'fused-rl[{extra}]'")
+
+    # The kernel may err twice as much as plain PyTorch in the same dtype.
     error, allowed = errors(device)
     right = error <= 2 * allowed
     print(

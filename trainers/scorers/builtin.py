@@ -15,7 +15,7 @@ from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.rollouts.types import Sample, shortened
 
 ANSWER_COLUMNS = ("ground_truth", "answer", "solution")
-# One <think> and one <answer>, in this order, and nothing outside them.
+# One <think> and one <answer>, in this order, and nothing outside them. `(?s)` lets the dot match ends of lines.
 THINK_THEN_ANSWER = (
     r"(?s)\A\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*\Z"
 )
@@ -24,6 +24,7 @@ BOXED = regex.compile(r"\\boxed\{((?:[^{}]|\{(?1)\})*)\}")
 
 def answer_of(row: dict, column: str | None) -> str:
     """Return the row's ground truth; of a worked solution what follows `####`, as in gsm8k, or its last box."""
+    # A column that is there and null is passed over, as in tables that several datasets were joined to.
     columns = ANSWER_COLUMNS if column is None else (column,)
     name = next((name for name in columns if row.get(name) is not None), None)
     if name is None:
@@ -31,11 +32,14 @@ def answer_of(row: dict, column: str | None) -> str:
         raise InputError(
             f"{what}; the row has {sorted(row)}; name another with --answer_column, or mend the row"
         )
+    # A bool would be compared as the text True, and NaN is how a missing cell of a table is read.
     value = row[name]
     if isinstance(value, bool) or not isinstance(value, (str, numbers.Number)) or value != value:
         raise InputError(
             f"column {name!r} is {shortened(value)} ({type(value).__name__}); expected text or a number"
         )
+
+    # Of a worked solution what follows the last marks, or the last box; other answers are taken whole.
     answer = str(value).rsplit("####", 1)[-1].strip()
     if name == "solution":
         answer = ([answer] + BOXED.findall(answer))[-1].strip()
@@ -83,6 +87,7 @@ class ExactMatch(BaseScorer):
         self.ignore_case = ignore_case
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
+        # Both sides are normalised alike, so how a dataset was typed does not matter.
         pairs = [
             (normalized(s.text), normalized(answer_of(s.row, self.answer_column))) for s in samples
         ]
@@ -112,6 +117,7 @@ class Pattern(BaseScorer):
         super().__init__(**common)
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
+        # The last place counts, since a response may try several answers before the one that it gives.
         scores = []
         for sample in samples:
             places = list(self.pattern.finditer(sample.text))

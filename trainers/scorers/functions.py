@@ -18,11 +18,8 @@ from fused_rl.trainers.data.encode import prompt_column_of
 from fused_rl.trainers.rollouts.types import Sample
 from fused_rl.trainers.scorers.builtin import BaseScorer
 
-GIVEN = (
-    "prompts",
-    "completions",
-    "completion_ids",
-)  # to a function of TRL's kind, beside the columns
+# What a function of TRL's kind is given beside the columns of the dataset.
+GIVEN = ("prompts", "completions", "completion_ids")
 
 
 class FunctionScorer(BaseScorer):
@@ -31,15 +28,22 @@ class FunctionScorer(BaseScorer):
     def __init__(self, name: str, function: Callable, **common):
         super().__init__(name, **common)
         self.function = function
+
+        # Which of the two kinds it is, and which columns it takes, its parameters say by their names.
         parameters = inspect.signature(function).parameters.values()
         self.takes_many = any(p.name == "completions" for p in parameters)
         self.takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
         self.takes = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         self.needs = [p.name for p in parameters if p.default is p.empty and p.name in self.takes]
+
+        # An object with an async __call__ is async too. The event loop lives as long as the scorer, since clients that
+        # the function keeps belong to it.
         call = function if inspect.isroutine(function) else type(function).__call__
         self.is_async = inspect.iscoroutinefunction(call)
         if self.is_async:
-            self.loop = asyncio.new_event_loop()  # clients that it keeps belong to it
+            self.loop = asyncio.new_event_loop()
+
+        # Anything else is refused before the run, and not when the first response is scored.
         of_one = self.takes[:2] == ["response", "row"] and len(self.needs) <= 2
         if not (self.takes_many or of_one):
             forms = "(response, row), or (completions, **columns) as in TRL"
@@ -56,16 +60,18 @@ class FunctionScorer(BaseScorer):
             )
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
-        found: Any = []
         if self.takes_many:
-            found = self.function(**self._columns(samples))
-        elif self.is_async:
-            found = self._all(samples)
-        else:
-            for sample in samples:
-                with self._named(sample):
-                    found.append(self.function(sample.text, dict(sample.row)))
-        return self.loop.run_until_complete(found) if self.is_async else found
+            scores = self.function(**self._columns(samples))
+            return self.loop.run_until_complete(scores) if self.is_async else scores
+        if self.is_async:
+            return self.loop.run_until_complete(self._all(samples))
+
+        # One by one, each with a copy of the row, which the function may change.
+        scores = []
+        for sample in samples:
+            with self._named(sample):
+                scores.append(self.function(sample.text, dict(sample.row)))
+        return scores
 
     @contextlib.contextmanager
     def _named(self, sample: Sample) -> Iterator[None]:
@@ -87,7 +93,8 @@ class FunctionScorer(BaseScorer):
 
     def _columns(self, samples: Sequence[Sample]) -> dict[str, list]:
         """Return what TRL gives a reward function and this one takes; completions are messages where prompts are."""
-        columns = set().union(*(sample.row for sample in samples)) - {"prompt"}  # it is in prompts
+        # Rows may differ in their columns; what a row lacks is None, as in TRL. The prompt is in `prompts`.
+        columns = set().union(*(sample.row for sample in samples)) - {"prompt"}
         given = {column: [sample.row.get(column) for sample in samples] for column in columns}
         given |= {"prompts": [], "completions": []}
         for sample in samples:

@@ -3,10 +3,9 @@
 import functools
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fused_rl.trainers.base.text import InputError, load_function, name_of
-from fused_rl.trainers.options import RunConfig
 from fused_rl.trainers.rollouts.options import ROLLOUT_BATCH_SIZE
 from fused_rl.trainers.rollouts.types import Scorer
 from fused_rl.trainers.scorers import builtin
@@ -25,6 +24,7 @@ SCORERS: dict[str, Callable[..., Scorer]] = {
     "length:<tokens>": builtin.Length,
     f"{REWARD_MODEL}:<folder>": load_reward_model,
 }
+# Names that no function can have, so that a misspelt detail is not taken for one.
 KINDS = {spelling.partition(":")[0] for spelling in SCORERS}
 FUNCTION = "function"
 EXPECTED = f"{', '.join(SCORERS)} or module:function"
@@ -64,13 +64,14 @@ def parse_scorers(options: ScorerConfig) -> list[ScorerSpec]:
             what = f"has {len(numbers)} numbers for {len(given)} verifiers"
             raise InputError(f"{option}={numbers} {what}; give one for each")
 
+    # The three lists stand side by side, so that each verifier has its weight and its threshold.
     parsed = [_parse_scorer(one) for one in given]
     kinds = [kind for kind, _, _ in parsed]
     weights = options.verifier_weights or [1.0] * len(given)
     thresholds = options.solved_at or [None] * len(given)
     specs: dict[str, ScorerSpec] = {}
     for (kind, text, make), weight, solved_at in zip(parsed, weights, thresholds, strict=True):
-        # Two patterns are told apart in metrics by all of their text.
+        # Two patterns are told apart in metrics by all of their text, a single one is called by its kind.
         name = kind if kind != FUNCTION and kinds.count(kind) == 1 else text
         if name in specs:
             raise InputError(f"verifiers names {text!r} twice; for a weight: verifier_weights")
@@ -82,6 +83,7 @@ def _parse_scorer(one: str | Callable) -> tuple[str, str, Callable[..., Scorer]]
     """Return the kind of one verifier, its text, and what makes it."""
     if callable(one):
         return FUNCTION, name_of(one), functools.partial(FunctionScorer, function=one)
+    # Whatever follows the first colon belongs to the scorer, as a pattern may have colons of its own.
     kind, _, detail = one.partition(":")
     if kind == "reasoning_gym":
         raise InputError(f"verifier {one!r} is now a function: give fused_rl.recipes.gym:score")
@@ -108,7 +110,8 @@ def check_scorers(options: ScorerConfig) -> str:
     """Return the reward in a line; refuse scorers that cannot be loaded, without loading models."""
     specs = parse_scorers(options)
     for spec in specs:
-        if spec.kind not in ("math", REWARD_MODEL):  # a pool of processes, and a model
+        # Not these two: the one starts a pool of processes, and the other loads a model.
+        if spec.kind not in ("math", REWARD_MODEL):
             spec.load(None)
     return " + ".join(f"{spec.weight:g}*{spec.name}" for spec in specs)
 
@@ -125,6 +128,8 @@ def load_scorers(options: ScorerConfig, **reading) -> list[Scorer]:
             models.append(spec.load(options.answer_column, **reading))
         else:
             verifiers.append(spec.load(options.answer_column))
+
+    # A length or a reward model's score has no value that means "solved".
     if all(scorer.solved_at is None for scorer in verifiers):
         for scorer in verifiers:
             if not isinstance(scorer, builtin.Length):
@@ -132,8 +137,8 @@ def load_scorers(options: ScorerConfig, **reading) -> list[Scorer]:
     return models + verifiers
 
 
-def load_for_policy(config: RunConfig, tokenizer, device) -> list[Scorer]:
-    """Return the scorers of a policy that is trained with this config, which holds their options too."""
+def load_for_policy(config: Any, tokenizer, device) -> list[Scorer]:
+    """Return the scorers of a policy that is trained with this `RunConfig`, which is a `ScorerConfig` too."""
     size = config.rollout_batch_size or ROLLOUT_BATCH_SIZE
     reading = {"tokenizer": tokenizer, "device": device, "batch_size": size}
     return load_scorers(config, policy=config, held=config, **reading)

@@ -33,9 +33,9 @@ class MathVerifier(BaseScorer):
         answer = answer_of(row, self.answer_column)
         if NUMBER.fullmatch(answer):
             return
-        words = re.findall(
-            r"[^\W\d_]{3,}", COMMANDS.sub(" ", answer)
-        )  # read as products of variables
+
+        # math-verify would read a word as a product of variables, in which the order of letters does not matter.
+        words = re.findall(r"[^\W\d_]{3,}", COMMANDS.sub(" ", answer))
         if words or not judging.parsed(answer):
             what = f"has the word {words[0]!r}" if words else "cannot be parsed"
             remedy = (
@@ -44,9 +44,12 @@ class MathVerifier(BaseScorer):
             raise InputError(f"verifier 'math': the answer {answer!r:.80} {what}; {remedy}")
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
+        # The responses of a group often agree, so each distinct case is judged once.
         cases = [(sample.text, answer_of(sample.row, self.answer_column)) for sample in samples]
-        distinct = list(dict.fromkeys(cases))  # a group often agrees
+        distinct = list(dict.fromkeys(cases))
         verdicts = dict(zip(distinct, self.pool.judge(distinct), strict=True))
+
+        # Cases that broke a limit score 0, and are counted with the row and the reason of each.
         reasons = [verdicts[case][1] for case in cases]
         self.broken += [
             f"{sample.where} {why}" for sample, why in zip(samples, reasons, strict=True) if why

@@ -37,6 +37,7 @@ class RewardScorer:
     @torch.no_grad()
     def unchecked(self, prompt_ids: list[list[int]], response_ids: list[list[int]]) -> torch.Tensor:
         """Return the same, NaN and Inf included."""
+        # In order of length, so that a batch has little padding.
         device = next(self.model.parameters()).device
         sequences = [[*p, *r] for p, r in zip(prompt_ids, response_ids, strict=True)]
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
@@ -44,9 +45,9 @@ class RewardScorer:
         scores = torch.zeros(len(sequences))
         for indices in batches:
             scores[indices] = self.model(*collate([sequences[i] for i in indices], device)).cpu()
-        if (
-            self.in_step
-        ):  # ZeRO 3 gathers weights in every forward, so all ranks need the same number of them
+
+        # ZeRO 3 gathers weights in every forward, so all ranks need the same number of them.
+        if self.in_step:
             most = int(ranks.global_max(torch.tensor(float(len(batches)))))
             for _ in range(most - len(batches)):
                 self.model(*collate([[0]], device))
@@ -79,6 +80,7 @@ def load_reward_model(
 ) -> RewardModelScorer:
     """Return the reward model in a folder, which reads the responses of a policy; refuse one of other tokens."""
     options = {"dtype": engine.torch_dtype(held), "attn_implementation": policy.attn_implementation}
+    # It reads token ids, so its tokenizer must be the policy's, and a head that was never trained has no opinion.
     model = RewardModel.from_pretrained(folder, **options)
     if not has_score_head(model.classifier.config):
         what = "a language model without a head for scores; train it first with fused-rl reward"

@@ -75,6 +75,9 @@ class Http:
                     problem = f"no answer: {in_a_line(error)}; {remedy}"
                 except ValueError:
                     problem = f"the answer is not JSON: {text}"
+
+                # 503 is a server that still loads, which is waited for. Other answers below 500 stay the same however
+                # often they are asked for.
                 tries -= status != 503
                 if 0 < status < 500 or tries <= 0 or time.monotonic() >= end:
                     problem = problem if self.key is None else problem.replace(self.key, "***")
@@ -85,10 +88,7 @@ class Http:
 class Server:
     """An inference server; `room` is the number of tokens for a prompt and its response together.
 
-    A kind of server defines the names below, and three methods without side effects:
-        request(prompt_ids, sampling, seed) -> path and body of the request for one response
-        parse(answer, sampling) -> ids, log-probabilities, kept sets or None, finish reason
-        update(folder) -> paths and bodies that pause it, load the weights and empty its cache
+    A kind of server defines the names below, and `request`, `parse` and `update`, which call nothing.
     """
 
     kind: ClassVar[str]
@@ -108,8 +108,23 @@ class Server:
         self.model = str(card["id"])
         self.room = int(card["max_model_len"]) - self.margin
 
+    def request(
+        self, prompt_ids: list[int], sampling: Sampling, seed: int | None
+    ) -> tuple[str, dict]:
+        """Return path and body of the request for one response."""
+        raise NotImplementedError
+
+    def parse(self, answer: dict, sampling: Sampling) -> tuple:
+        """Return an answer's ids, log-probabilities, kept sets or None, and finish reason."""
+        raise NotImplementedError
+
+    def update(self, folder: Path) -> list[tuple[str, dict | None]]:
+        """Return paths and bodies that pause the server, load the weights and empty its cache."""
+        raise NotImplementedError
+
     async def sample(self, prompt_ids: list[int], sampling: Sampling, seed: int | None) -> Response:
         """Return the response to one request; a request for several would give them related or equal seeds."""
+        # Whatever an answer lacks or has otherwise, the server is another release than those that are known.
         path, body = self.request(prompt_ids, sampling, seed)
         answer = await self.http.call("POST", self.url + path, body)
         try:

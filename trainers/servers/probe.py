@@ -18,12 +18,10 @@ from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Response, support_of
 from fused_rl.trainers.servers.inference import Server
 
-HOT = 2.0  # temperature, the highest that vLLM takes: a policy that is sure of its tokens shows no difference at 1
-TOKENS, SHORT, LONG = (
-    16,
-    8,
-    300,
-)  # of a response, and of the prompts: 300 fill two blocks of every server's cache
+# Temperature, the highest that vLLM takes: a policy that is sure of its tokens shows no difference at 1.
+HOT = 2.0
+# Tokens of a response, and of the two prompts: 300 fill two blocks of every server's cache.
+TOKENS, SHORT, LONG = 16, 8, 300
 TEXT = "12 + 7 = 19, 3.5e-4, naïve café, 北京; def f(x):\n\treturn {x[0]: 'a'}  # and so on.\n"
 
 
