@@ -10,6 +10,7 @@
 import argparse
 import random
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -116,7 +117,9 @@ def report(folder: Path, seconds: float) -> None:
 @around("fused-rl demo", LOST)
 def main(argv: list[str] | None = None) -> None:
     """`fused-rl demo`, `make demo`."""
-    parser = argparse.ArgumentParser(prog="fused-rl demo", description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(
+        prog="fused-rl demo", description=str(__doc__).split("\n", 1)[0]
+    )
     parser.add_argument(
         "--seed", type=int, default=1, help="of problems, weights, data order and sampling"
     )
@@ -162,7 +165,7 @@ def _run(folder: Path, seed: int) -> None:
     grpo.train(grpo_config(folder, seed))
 
 
-def arguments(recipe: str, seed: int, options: dict[str, object]) -> list[str]:
+def arguments(recipe: str, seed: int, options: Mapping[str, object]) -> list[str]:
     """The command line of one recipe."""
     spelled = [f"--{key}={value}" for key, value in options.items()]
     return ["--config", str(RECIPES / recipe), "--seed", str(seed), *spelled]

@@ -65,7 +65,7 @@ def report(teacher: Path, folder: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     """`make demo-distill`."""
     parser = argparse.ArgumentParser(
-        prog="fused-rl demo-distill", description=__doc__.split("\n", 1)[0]
+        prog="fused-rl demo-distill", description=str(__doc__).split("\n", 1)[0]
     )
     parser.add_argument(
         "--seed",

@@ -120,7 +120,7 @@ def main(argv: list[str] | None = None) -> None:
     import rich.table
 
     parser = argparse.ArgumentParser(
-        prog="fused-rl demo-reward", description=__doc__.split("\n", 1)[0]
+        prog="fused-rl demo-reward", description=str(__doc__).split("\n", 1)[0]
     )
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=[1], help="one run per seed, of everything in it"

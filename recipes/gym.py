@@ -26,7 +26,7 @@ def import_reasoning_gym():
 
 
 @functools.cache
-def judge_of(dataset: str) -> Callable[[str, dict], float]:
+def judge_of(dataset: str) -> Callable[..., float]:
     """Return the `score_answer` of a dataset; each call of reasoning_gym's would make the whole dataset again."""
     gym = import_reasoning_gym()
     if dataset not in gym.factory.DATASETS:

@@ -92,7 +92,7 @@ def texts_of(value: object) -> Iterator[str]:
 @around("tiny_model")
 def main(argv: list[str] | None = None) -> None:
     """`python -m fused_rl.recipes.tiny_model`."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
     parser.add_argument(
         "--dataset", required=True, help="rows whose texts the tokenizer learns from"
     )

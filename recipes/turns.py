@@ -71,7 +71,7 @@ def prepare(folder: Path, seed: int) -> None:
 @around("turns", LOST)
 def main(argv: list[str] | None = None) -> None:
     """`python -m fused_rl.recipes.turns`."""
-    parser = argparse.ArgumentParser(prog="turns", description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(prog="turns", description=str(__doc__).split("\n", 1)[0])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output_dir", type=Path, default=Path("runs/turns"))
     options = parser.parse_args(argv)

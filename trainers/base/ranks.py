@@ -68,7 +68,7 @@ def check_equal(facts: Mapping[str, object]) -> None:
                 )
 
 
-def on_first_rank(work: Callable[[], None]) -> None:
+def on_first_rank(work: Callable[[], object]) -> None:
     """Run `work` on rank 0 while the others wait; an InputError that it raises is raised on every rank."""
     refusal = None
     if rank() == 0:

@@ -264,11 +264,12 @@ def _response_length(config: EvalConfig, lm, tokenizer, problems: list[Prompt]) 
     # By default what the model's positions leave after the longest prompt, so that no problem is refused.
     length = config.max_new_tokens
     if length is None:
-        positions = (
-            getattr(lm.config.get_text_config(), "max_position_embeddings", None) or math.inf
-        )
+        # Some models, with relative positions, have no limit of their own.
+        positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
         longest = max(len(problem.ids) for problem in problems)
-        length = int(max(1, min(MAX_NEW_TOKENS, positions - longest)))
+        length = MAX_NEW_TOKENS
+        if positions is not None:
+            length = max(1, min(length, positions - longest))
         print_rank0(f"max_new_tokens: {length}")
     rows = ((problem.ids, problem.where) for problem in problems)
     language_model.check_fits(lm, tokenizer, rows, length, "max_new_tokens or max_prompt_length")

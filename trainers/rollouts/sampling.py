@@ -148,10 +148,12 @@ def joined(
     """Return the sets of all tokens of responses, in order, on the CPU; None if each is the whole vocabulary."""
     if all(support is None for support in supports):
         return None
+    # Where some responses have sets and others none, those without have the whole vocabulary at each of their tokens.
     parts = []
     for support, length in zip(supports, lengths, strict=True):
-        listed = [None] * length if support is None else support
+        if support is None:
+            support = [None] * length
         if not isinstance(support, TokenSupport):
-            support = TokenSupport.from_lists(listed)
+            support = TokenSupport.from_lists(support)
         parts.append(support.to("cpu"))
     return TokenSupport.cat(parts)

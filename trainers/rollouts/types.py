@@ -119,6 +119,7 @@ class Scorer(Protocol):
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         """Return one score per sample; None where the scorer does not apply to it."""
+        ...
 
 
 @dataclass

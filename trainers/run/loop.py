@@ -40,7 +40,8 @@ Arithmetic = Callable[[Any, int], dict[str, object]]
 """(config, number of processes) -> how the batch divides; raises InputError if it does not."""
 Config = TypeVar("Config", bound=RunConfig)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_handlers: dict[int, Any] = {}  # what the signals did before a run of this process handled them
+# What the signals did before a run of this process handled them.
+_handlers: dict[int, Any] = {}
 
 
 class Stopped(KeyboardInterrupt):
