@@ -72,6 +72,7 @@ def main(argv: list[str] | None = None) -> None:
         "unfinished, 2 for what is no run.",
     )
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="the output_dir of a run")
+    # The machine is looked at without what a run needs, since that may be what is missing.
     folders = parser.parse_args(argv).runs
     if not folders:
         from fused_rl.trainers.commands import machine

@@ -132,10 +132,13 @@ class EvalConfig(ScorerConfig, SamplingConfig):
 
 def with_run_options(config: EvalConfig) -> EvalConfig:
     """Return the config with the options of the run that made the model, where none are given."""
+    # A run saves its model as RUN/model, beside the config with which it began.
     described = Path(config.model).parent / "config.yaml"
     if Path(config.model).name != "model" or not described.is_file():
         return config
     run = yaml.safe_load(described.read_text(encoding="utf-8"))
+
+    # What was given here wins, so a model can be evaluated on other prompts or by other scorers than in its run.
     names = [name for name in PROMPTING if getattr(config, name) is None]
     names += SCORING if config.verifiers is None else ()
     taken = {name: run[name] for name in names if run.get(name) is not None}
@@ -248,6 +251,7 @@ def _sample(
             sums[name] = sums.get(name, 0.0) + value.double()
         for rollout, kind, copies in ((greedy, "greedy", 1), (sampled, "sampled", config.samples)):
             known = has_verdict(scorers, rollout).tolist()
+            # Each rank writes down its own problems, and all ranks' rows are brought in order at the end.
             responses += _rows_of(rollout, kind, own[part], copies, known, tokenizer)
             for key, count in rollout.incidents.items():
                 incidents[key] = incidents.get(key, 0.0) + count
@@ -271,6 +275,8 @@ def _response_length(config: EvalConfig, lm, tokenizer, problems: list[Prompt]) 
         if positions is not None:
             length = max(1, min(length, positions - longest))
         print_rank0(f"max_new_tokens: {length}")
+
+    # Prompts that leave no position for a response are refused, and not cut.
     rows = ((problem.ids, problem.where) for problem in problems)
     language_model.check_fits(lm, tokenizer, rows, length, "max_new_tokens or max_prompt_length")
     return length
@@ -280,6 +286,7 @@ def _rows_of(
     rollout: Rollout, kind: str, problems: list[int], copies: int, known: list[bool], tokenizer
 ) -> list[dict]:
     """Return lines of responses.jsonl, `copies` to each of the problems; later samples only fill up a rank's share."""
+    # JSON has no NaN, so a score that does not apply is null, and so is `solved` where no scorer decides it.
     rows = []
     for i, sample in enumerate(rollout.samples[: len(problems) * copies]):
         scores = {name: values[i].item() for name, values in rollout.scores.items()}

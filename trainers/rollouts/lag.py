@@ -101,6 +101,7 @@ class LaggedSampler(Sampler):
 
     def publish(self, step: int, save: Callable[[Path], None]) -> None:
         """Publish new weights, after the rollouts that were begun have ended; raises what the sampler raised."""
+        # The thread reads the weights that are about to change, or the server that is about to load others.
         for pending in self.pending.values():
             pending.responses.result()
         self.built.publish(step, save)

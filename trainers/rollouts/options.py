@@ -18,6 +18,7 @@ from fused_rl.trainers.options import (
 )
 from fused_rl.trainers.rollouts.sampling import Sampling
 
+# Responses sampled together on a CPU, and at least so many on a GPU.
 ROLLOUT_BATCH_SIZE = 64
 
 
@@ -78,6 +79,7 @@ class SamplerConfig(SamplingConfig):
     @classmethod
     def _urls(cls, value: str | list[str] | None) -> list[str] | None:
         """Refuse what is no URL of a server; one that may hold a password is not repeated."""
+        # On the command line several are joined by commas; a path is allowed, as behind a proxy, and a query is not.
         urls = [url.strip() for url in value.split(",")] if isinstance(value, str) else value
         expected = "expected a URL such as http://127.0.0.1:8000"
         for url in urls or []:

@@ -114,6 +114,7 @@ def roll_out(
 
 def _solved(scorers: Sequence[Scorer], scores: dict[str, torch.Tensor], count: int) -> torch.Tensor:
     """Return (B,) bool: a judge applies, and each that applies says right."""
+    # NaN, where a scorer does not apply, passes no threshold and fails none.
     solved = torch.zeros(count, dtype=torch.bool)
     wrong = solved.clone()
     for scorer in scorers:
@@ -133,6 +134,7 @@ def check_responses(
     tells_logprobs: bool,
 ) -> None:
     """Refuse responses that no loss can be computed of; an error names the row."""
+    # With another number of responses it is not known which prompt each belongs to.
     if len(responses) != len(prompts):
         raise InputError(
             f"the sampler returned {len(responses)} responses to {len(prompts)} prompts"
@@ -189,6 +191,7 @@ def check_scores(
         raise InputError(
             f"scorer {name!r} returned {shortened(scores)}; it must return a list of scores"
         )
+    # Any iterable will do: a list, a tuple, an array, a tensor.
     scores = list(scores)
     if len(scores) != len(samples):
         raise InputError(

@@ -25,6 +25,7 @@ def pass_at_k(right: torch.Tensor, k: int) -> torch.Tensor:
 
 def pass_at(right: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return `pass_at_<k>`, each (P,), of (P, n) right responses, for the k 1, 2, 4, … below n, and for n."""
+    # Powers of two are what papers report, and n is what was sampled.
     n = right.shape[1]
     powers = [2**i for i in range(n.bit_length())]
     ks = [k for k in powers if k < n] + [n]
@@ -55,6 +56,7 @@ def has_verdict(scorers: Sequence[Scorer], rollout: Rollout) -> torch.Tensor:
 
 def outcomes(sums: dict[str, float], known: bool = True) -> dict[str, float]:
     """Return mean lengths and the truncated fraction; without the solved or unsolved ones' if it is not `known`."""
+    # A mean of no response does not exist, so its key is absent.
     unsolved = sums["responses"] - sums["solved"]
     tokens_unsolved = sums["tokens"] - sums["tokens_solved"]
     found = {

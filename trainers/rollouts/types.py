@@ -170,6 +170,7 @@ class Rollout:
 
 def support_of(responses: Sequence[Response]) -> TokenSupport | None:
     """Return the sets of all ids that the policy sampled, response by response; None where there are none."""
+    # Of all ids first; those that an environment said are then left out, with their sets.
     support = joined(
         [response.support for response in responses], [len(response.ids) for response in responses]
     )
@@ -198,6 +199,7 @@ def after_turn(before: Response | None, turn: Response, said: Sequence[int] = ()
         turn: as the sampler that the options make returns it.
         said: token ids that the policy did not sample.
     """
+    # The turns so far, none at first; `finish` is that of the last turn.
     before = before or Response([], "length", logprobs=[], trained=[])
     lengths = [len(before.ids), len(turn.ids), len(said)]
     # What somebody else said has log-probabilities and kept sets too, for one value per id; nothing reads them.
@@ -218,5 +220,6 @@ def after_turn(before: Response | None, turn: Response, said: Sequence[int] = ()
 
 def shortened(value) -> str:
     """A value of somebody else's in a line of 80 characters."""
+    # repr() escapes what could steer a terminal.
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:80]}…"

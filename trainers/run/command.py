@@ -28,6 +28,7 @@ def run(
     """Parse `argv`, or the process's command line, then either describe the run or train."""
     argv = sys.argv[1:] if argv is None else argv
     with around(f"fused-rl {config_class.command}", LOST):
+        # Both describe and train get the same config, so a dry run refuses what the run would.
         config = parse(config_class, argv)
         if config.dry_run:
             print_line(describe(config, arithmetic), as_is=True)
@@ -63,6 +64,8 @@ def describe(config: RunConfig, arithmetic: Arithmetic) -> str:
         tokenizer = load_tokenizer(config.model, config.revision)
         rows, _ = load_train_eval(config)
         config.check_first_row(Encoder.of(config, tokenizer), rows)
+
+        # Rows that become several examples are counted when all are encoded, which a dry run does not do.
         counted = config if config.splits_rows else in_steps(config, len(rows))
         needed = memory_line(counted)
     lines = [f"# {key}: {value}" for key, value in arithmetic(counted, ranks.processes()).items()]

@@ -129,6 +129,7 @@ class Logger:
 
     def close(self) -> None:
         """Flush everything and draw curves.png."""
+        # The bar first: it writes over lines that are printed after it.
         if self.bar is not None:
             self.bar.stop()
         self.board.close()
@@ -177,6 +178,7 @@ def draw_curves(history: list[dict], path: Path) -> None:
     """Write a PNG with one panel per title of the lines of a metrics.jsonl, in which keys may be missing or None."""
     from matplotlib.figure import Figure
 
+    # A run has few of the table's metrics, and a panel is drawn for those that it has.
     known = {key for line in history for key, value in line.items() if value is not None}
     panels = {
         title: known.intersection(keys)

@@ -103,10 +103,13 @@ PPO |= {"loss/value_avg": "value_loss", "val/clipfrac_avg": "value_clipfrac"}
 
 def with_logged_names(table: Mapping[str, str], sums: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of a policy's loss under their keys, and the moments of the ratio."""
+    # A surrogate that clips nothing has no clipfrac, for example: what a loss does not compute has no key.
     found = {key: sums[name] for key, name in table.items() if name in sums}
     found |= {
         key: value for key, value in sums.items() if key.startswith("surrogate/")
     }  # of a user's surrogate
+
+    # Losses add up the ratio's distance from 1, which is exact near 1, where its own sum would be rounded.
     found["val/ratio"] = 1 + sums["ratio_minus_1"]
     found["val/first_ratio"] = 1 + sums["drift"]
     found["val/ratio_var"] = sums["ratio_minus_1_square"] - sums["ratio_minus_1"] ** 2

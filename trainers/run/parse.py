@@ -94,6 +94,7 @@ def _value(config_class: type[Options], name: str, text: str | None) -> Any:
 
 def read_file(path: Path, config_class: type[Options]) -> dict[str, Any]:
     """Return what a file of `option: value` lines says."""
+    # Every way in which a file can be unreadable ends in one line that names it.
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _Values) or {}
     except OSError as error:

@@ -68,6 +68,7 @@ class BaseScorer:
     ):
         self.name = name
         self.weight = weight
+        # What compares with an answer gives 1 where it is right; for other scores the user says what is solved.
         self.solved_at = 1.0 if solved_at is None and self.compares else solved_at
         self.answer_column = answer_column
 
