@@ -797,8 +797,8 @@ MUTATIONS = {
     ),
     "a resumed run forgets what it has printed": Mutation(
         "trainers/run/logger.py",
-        "            self.watch.see(entry)\n        self.board",
-        "            pass\n        self.board",
+        "            self.watch.see(entry)\n\n",
+        "            pass\n\n",
         "tests/trainers/test_doctor.py -k resumed",
     ),
     "the first ratio of a step is that of its last update": Mutation(
