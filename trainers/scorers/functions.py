@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from fused_rl.trainers.base.screen import print_line
 from fused_rl.trainers.base.text import InputError
