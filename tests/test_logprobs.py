@@ -1,10 +1,13 @@
 """token_logprobs on both backends at fixed shapes, beside what tests/test_hostile.py draws: bits, offsets, extremes."""
 
 import itertools
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import fused_rl
 from fused_rl import reference, token_logprobs
 from tests.logits import (
     OUTPUTS,
@@ -262,3 +265,23 @@ def test_an_offset_cancels_to_the_bit_on_the_cpu_path():
         assert torch.equal(moved.logprobs, outputs.logprobs)
         assert torch.equal(moved.entropy, outputs.entropy)
         assert torch.equal(gradient_moved, gradient)
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("shape", [(8, 100), (4, 8, 100)])
+def test_a_small_input_waits_for_few_calls_of_python(shape):
+    """A call of ours takes 0.1 us or more, the arithmetic of a few rows a few: the count is the overhead."""
+    logits, targets = torch.randn(shape, requires_grad=True), torch.zeros(shape[:-1]).long()
+    token_logprobs(logits, targets)  # the first call compiles and fills caches
+    folder, calls = str(Path(fused_rl.__file__).parent), []
+
+    def watch(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(folder):
+            calls.append(frame.f_code.co_qualname)
+
+    sys.setprofile(watch)
+    try:
+        token_logprobs(logits, targets)
+    finally:
+        sys.setprofile(None)
+    assert 10 < len(calls) <= 24, calls

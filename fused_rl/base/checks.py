@@ -201,7 +201,8 @@ def check_logits(
         raise ValueError(
             f"{name} must be a bf16, fp16 or fp32 tensor, got {described(logits)}; convert it first"
         )
-    check_plain(name, logits)
+    if type(logits) not in PLAIN:
+        check_plain(name, logits)
     if logits.dim() < 1 or logits.shape[-1] == 0:
         raise ValueError(f"{name} must be (..., V) with V >= 1, got {tuple(logits.shape)}")
 
@@ -238,7 +239,8 @@ def check_targets(targets: Tensor, name: str, x: Tensor, shift: bool) -> None:
         raise ValueError(
             f"targets must be an integer tensor (int64 or int32), got {described(targets)}"
         )
-    check_plain("targets", targets)
+    if type(targets) not in PLAIN:
+        check_plain("targets", targets)
     several = targets.dim() == x.dim()
     if (targets.shape[:-1] if several else targets.shape) == x.shape[:-1]:
         return
@@ -258,7 +260,8 @@ def check_softcap(softcap: float | None) -> None:
 
 def check_rows(x: Tensor, mask: Tensor | None, shift: bool) -> tuple[int, ...]:
     """Return the shape (...) of x (..., V) or (..., H); (B, T - 1) for `shift`: the last position predicts no token."""
-    check_flag("shift", shift)
+    if not isinstance(shift, bool):
+        check_flag("shift", shift)
     if shift and x.dim() != 3:
         raise ValueError(
             f"shift=True takes (B, T, V) or (B, T, H), got {tuple(x.shape)}; add the batch dimension"
@@ -297,7 +300,8 @@ def split_temperature(
     temperature: float | Tensor, rows: tuple[int, ...], device: torch.device
 ) -> tuple[float, Tensor | None]:
     """Return a checked temperature for the operators: a number and None, or 1 and one per row, (...) fp32."""
-    check_temperature(temperature, rows, device)
+    if type(temperature) is not float or not 1e-6 <= temperature <= 1e6:
+        check_temperature(temperature, rows, device)
     if not isinstance(temperature, Tensor):
         if not torch.compiler.is_compiling():
             return float(temperature), None
@@ -330,13 +334,12 @@ def check_target_values(
     """`several`: the targets are (..., K), the mask (...)."""
     if targets.numel() == 0:
         return
-    if (
-        targets.dim() == 1 and targets.numel() <= 64
-    ):  # a list takes a quarter of the operators' time
-        ids = targets.tolist()
+    if targets.dim() == 1 and targets.numel() <= 64:
+        ids = targets.tolist()  # a list takes a quarter of the operators' time
         least, most = min(ids), max(ids)
     else:
-        least, most = (x.item() for x in torch.aminmax(targets))
+        least, most = torch.aminmax(targets)
+        least, most = least.item(), most.item()
     if least >= 0 and most < vocab:
         return
     bad = (targets < 0) | (targets >= vocab)

@@ -22,17 +22,21 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
     """(N, V), (N,) int64, (N,) bool | None, float | (N,) fp32 -> statistics, (N,) fp32 each."""
     n = logits.shape[0]
     if softcap is None and native.takes(logits):
-        found = [torch.empty(n) for _ in RowStatistics._fields]  # no views: they are returned
-        x = logits, logits.stride(0), native.DTYPES[logits.dtype], *logits.shape
+        # plain loops and calls of torch: at a few rows each call of Python's counts
+        outputs = list(map(torch.empty, [n] * len(RowStatistics._fields)))  # no views
         native.call(
             "logprob_fwd",
             logits.numel(),
-            *x,
-            *_per_row(targets, mask),
+            logits,
+            logits.stride(0),
+            native.DTYPES[logits.dtype],
+            *logits.shape,
+            targets.contiguous(),
+            None if mask is None else mask.contiguous(),
             *_either(inv_temperature),
-            *found,
+            *outputs,
         )
-        return RowStatistics(*found)
+        return RowStatistics(*outputs)
     rows = torch.arange(n) if mask is None else mask.nonzero()[:, 0]
     inv_t = torch.as_tensor(inv_temperature, dtype=torch.float64).expand(n)[rows]
     with torch.no_grad():

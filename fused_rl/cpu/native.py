@@ -38,8 +38,10 @@ _log = logging.getLogger(__name__)
 
 def takes(*matrices: torch.Tensor) -> bool:
     """Return True if rows.c serves these: adjacent columns, on a machine whose compiler compiles it."""
-    adjacent = all(x.stride(1) == 1 or x.shape[1] == 1 for x in matrices)
-    return adjacent and compiler_found() and _library() is not None
+    for x in matrices:
+        if x.stride(1) != 1 and x.shape[1] != 1:
+            return False
+    return compiler_found() and _library() is not None
 
 
 def call(name: str, elements: int, *arguments: torch.Tensor | float | None) -> None:

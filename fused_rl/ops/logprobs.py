@@ -108,7 +108,8 @@ def token_logprobs(
             temperature are NaN, and FUSED_RL_CHECKED=1 in the environment turns on the same checks, at the price of a
             synchronisation per call.
     """
-    check_flag("inplace", inplace)
+    if not isinstance(inplace, bool):
+        check_flag("inplace", inplace)
     options = temperature, mask, softcap, shift
     temperature, row_temperature = check_row_arguments(logits, targets, *options, FLOATING)
     row_support = None, None, None
@@ -128,7 +129,7 @@ def token_logprobs(
         targets = next_targets(targets)
 
     inputs = logits, targets.long(), mask, temperature, row_temperature, softcap, *row_support
-    if not (inplace or _unwatched(logits)):
+    if not (inplace or _skips_dispatcher(logits)):
         outputs = torch.ops.fused_rl.token_logprobs.default(*inputs)
     elif logits.requires_grad and torch.is_grad_enabled():
         outputs = _Unregistered.apply(logits, inplace, inputs)
@@ -153,8 +154,10 @@ def check_row_arguments(
     check_logits("logits", logits, dtypes)
     rows = check_rows(logits, mask, shift)
     check_targets(targets, "logits", logits, shift)
-    check_softcap(softcap)
-    check_device("targets", targets, logits.device, "logits")
+    if softcap is not None:
+        check_softcap(softcap)
+    if targets.device != logits.device:
+        check_device("targets", targets, logits.device, "logits")
     check_transforms("token_logprobs", logits)
     return split_temperature(temperature, rows, logits.device)
 
@@ -198,12 +201,13 @@ def _check_values(logits, targets, mask, row_temperature, support):
     if not values_are_checked(logits.device):
         return
     check_target_values(targets, mask, logits.shape[-1], several=targets.dim() == logits.dim())
-    check_temperature_values(row_temperature, mask)
+    if row_temperature is not None:
+        check_temperature_values(row_temperature, mask)
     if support is not None:
         check_support_values(support, targets, mask, logits.shape[-1])
 
 
-def _unwatched(logits):
+def _skips_dispatcher(logits):
     """Return True if nothing observes operators, whose dispatch is half the time of a small input."""
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return False
@@ -248,11 +252,13 @@ def _statistics(*inputs):
     x = None if ids is None else torch.zeros(ids.shape, dtype=torch.float32, device=logits.device)
     outputs: Any = None
 
-    # all rows at once where they are a matrix, else a slab at a time; as a rule it is all of them
-    if ids is None and logits.dim() == 2:
-        return *row_fwd(
-            unit_stride(logits), targets, mask, inverse(temperature, row_temperature), softcap
+    # all rows at once where they are a matrix: a small input would wait for slabs as long as for its arithmetic
+    if ids is None and (logits.dim() == 2 or logits.is_contiguous()):
+        return *_matrix_statistics(
+            logits, targets, mask, temperature, row_temperature, softcap
         ), None
+
+    # else a slab at a time; as a rule it is all of them
     for at, rows in slabs(logits):
         given = of_slab(at, rows, logits.dim() - 1, targets, mask, row_temperature, begin, end)
         chosen, counts, temperatures, *ranges = given
@@ -264,6 +270,19 @@ def _statistics(*inputs):
         for whole, part in zip(outputs, found, strict=True):
             whole[at].copy_(part.view(whole[at].shape))
     return *outputs, x
+
+
+def _matrix_statistics(logits, targets, mask, temperature, row_temperature, softcap):
+    rows = unit_stride(logits) if logits.dim() == 2 else logits.view(-1, logits.shape[-1])
+    leading = logits.dim() - 1
+    if leading != 1:
+        targets = targets.reshape(len(rows), *targets.shape[leading:])
+        mask = None if mask is None else mask.reshape(-1)
+    outputs = row_fwd(rows, targets, mask, inverse(temperature, row_temperature), softcap)
+    if leading != 1:
+        for output in outputs:  # no views, which could not be modified in place
+            output.resize_(logits.shape[:-1] + output.shape[1:])
+    return outputs
 
 
 @torch.library.custom_op("fused_rl::token_logprobs_backward", mutates_args=())
