@@ -24,8 +24,9 @@ def parsed(config_class, *argv):
 
 @pytest.mark.parametrize(
     ("passes", "rows", "per_step", "steps"),
-    # whole; begun is counted; a fraction that binary numbers miss from above (0.1 * 30 > 3); less than a step
-    [(2, 16, 8, 4), (1, 17, 8, 3), (0.1, 30, 3, 1), (0.01, 16, 8, 1)],
+    # whole; begun is counted; a fraction that binary numbers miss from above (0.1 * 30 > 3); less than a step; a step
+    # of all rows
+    [(2, 16, 8, 4), (1, 17, 8, 3), (0.1, 30, 3, 1), (0.01, 16, 8, 1), (2, 8, 8, 2)],
 )
 def test_steps_are_as_many_as_the_passes_need(passes, rows, per_step, steps):
     for config_class, option in (

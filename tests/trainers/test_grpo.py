@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fused_rl
+from fused_rl.trainers import grpo
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.policy import groups, policy, setup
@@ -225,3 +226,9 @@ def test_the_ranks_have_each_prompt_of_a_step_once(monkeypatch):
         monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
         shares.append(setup.Setup.prompts_of_rank(given, [5, 1, 4, 2]))
     assert sorted(sum(shares, [])) == [*"bcef"] and len(shares[0]) == 2
+
+
+def test_a_mean_per_response_is_over_those_that_are_included():
+    included = torch.tensor([True, True, False])
+    assert grpo._per_response(torch.tensor([1.0, 2.0, 30.0]), included) == 1.5
+    assert grpo._per_response(torch.ones(3), included & False) == 0

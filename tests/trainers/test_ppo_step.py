@@ -320,7 +320,8 @@ def definitions(folders, kl_in="reward") -> dict[str, float]:
     wins = []
     for prompt in range(4):
         pairs = itertools.product(range(4 * prompt, 4 * prompt + 4), repeat=2)
-        wins += [float(scores[i] > scores[j]) for i, j in pairs if points[i] >= 2 > points[j]]
+        leads = [scores[i] - scores[j] for i, j in pairs if points[i] >= 2 > points[j]]
+        wins += [(1 + lead.sign().item()) / 2 for lead in leads]  # a tie is half of one
     error = t["return"] - t["old_values"]
     found = {
         "lr": 1e-3,
