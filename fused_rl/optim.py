@@ -73,9 +73,8 @@ def tf_adam_epsilon(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def _next_step(optimizer, group) -> int:
     """The t of the step that a parameter group is about to take."""
-    trained = [p for p in group["params"] if p.grad is not None] or group[
-        "params"
-    ]  # none yet, before a closure
+    # none yet, before a closure
+    trained = [p for p in group["params"] if p.grad is not None] or group["params"]
     steps = _distinct([optimizer.state.get(p, {}).get("step", 0) for p in trained])
     # FusedAdam has one t for the group, which it keeps in the state of its last parameter alone.
     if len(steps) > 1 and "step" not in group:

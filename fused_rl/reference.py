@@ -322,9 +322,8 @@ def _divergence(logp, logq, direction, jsd_beta=0.5):
         return _kl(logp, logq)
     if direction == "forward":
         return _kl(logq, logp)
-    none = (
-        logp.isinf() & logq.isinf()
-    )  # columns without p and q: where() on the input, against 0 * inf in the gradient
+    # columns without p and q: where() on the input, against 0 * inf in the gradient
+    none = logp.isinf() & logq.isinf()
     logp_or_0, logq_or_0 = (torch.where(none, 0, z) for z in (logp, logq))
     log_mixture = torch.logaddexp(
         logp_or_0 + math.log(1 - jsd_beta), logq_or_0 + math.log(jsd_beta)

@@ -85,9 +85,8 @@ def gae(rewards, values, mask, gamma, gae_lambda, dtype):
     rows, length = rewards.shape
     advantages = torch.empty(rows, length, device=rewards.device, dtype=dtype)
     returns = torch.empty_like(advantages)
-    rho = max(
-        gamma * gae_lambda, 2.0**-100
-    )  # against log2(0); the difference is far below fp64's resolution
+    # against log2(0); the difference is far below fp64's resolution
+    rho = max(gamma * gae_lambda, 2.0**-100)
     log2_rho = math.log2(rho)
     block = max(8, min(1024, triton.next_power_of_2(length)))
     while block * -log2_rho > 900:

@@ -56,9 +56,8 @@ def _larger(distance):
     near = tl.fma(distance, near, -1.24997403e-01)
     near = tl.fma(distance, near, 4.99999961e-01) * distance
     ratio = tl.exp2(distance * -LOG2E)
-    far = tl.fma(
-        ratio, 6.26193626e-02, -1.57825792e-01
-    )  # log1p(ratio) / -ratio, minimax below exp(-1); a log takes 20
+    # log1p(ratio) / -ratio, minimax below exp(-1); a log takes 20
+    far = tl.fma(ratio, 6.26193626e-02, -1.57825792e-01)
     far = tl.fma(ratio, far, 2.40578864e-01)
     far = tl.fma(ratio, far, -3.32213895e-01)
     far = tl.fma(ratio, far, 4.99937021e-01)

@@ -78,10 +78,11 @@ NONE = tl.constexpr(-1e10)  # log(p / q) where P has no mass: far from BANNED, b
 MOST = tl.constexpr(1e19)  # of a logit; above, d could not be told from that of a banned column
 TOO_FAR = tl.constexpr(1e7)  # nats: the rounding of c has the size of what it is taken from
 
+# of a thread, as `launch.REGISTERS`: sm_100 needs no more than four programs leave
 REGISTERS = (
     168,
     128,
-)  # of a thread, as `launch.REGISTERS`: sm_100 needs no more than four programs leave
+)
 CAPPED_REGISTERS = (232, 232)  # two tanh more of each column
 K = 4  # windows of 16 bytes that a thread reads at once of each row
 SEGMENT = 8  # tiles of K windows per thread; V alone says which columns meet in a lane, and in which order
@@ -213,9 +214,8 @@ def _store_row(kl_ptr, state_ptr, row, N, lanes, offset, inv_t):
     distance = tl.abs(m - n) * inv_t
     kl = tl.where((w > 0) & (distance > TOO_FAR) & (kl < 0.01 * distance), float("nan"), kl)
     lone = lone > 0  # however little P's mass there
-    nan = (w_all - w_all) + (
-        s - s
-    )  # 0, or NaN where a logit is NaN or inf: the rest of the state may have dropped it
+    # 0, or NaN where a logit is NaN or inf: the rest of the state may have dropped it
+    nan = (w_all - w_all) + (s - s)
     nan += tl.where(tl.maximum(m, n) > MOST, float("nan"), 0.0)
     tl.store(kl_ptr + row, tl.where(lone, float("inf"), kl) + nan)
     f = tl.where(within(c), f, s * (1 - tl.exp(-kl)))  # F about the mean, which KL is log1p of

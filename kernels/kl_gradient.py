@@ -53,9 +53,8 @@ def _gradients(
         of_q = 0.5 if q_share is None else q_share
         dx, dy = of_p * g * p * (a - a_mean), of_q * g * q * (b - b_mean)
     else:
-        near = tl.where(
-            k > 8, 0.0, 1.0
-        )  # where KL is large its digits, and those of delta, are not for p - q
+        # where KL is large its digits, and those of delta, are not for p - q
+        near = tl.where(k > 8, 0.0, 1.0)
         dx, dy = g * p * u, g * tl.where(tl.abs(delta) < near, p * expm1, q - p)
     if softcap is not None:
         dx, dy = dx * uncap(x, softcap), dy * uncap(y, softcap)

@@ -24,14 +24,12 @@ import triton.language as tl
 
 from fused_rl.kernels.pair import BANNED, LN2, LOG2E, difference, excess, load
 
-FLOOR = tl.constexpr(
-    -9.999999e19
-)  # the maximum of nothing, next to BANNED: exp2(BANNED - FLOOR) is 0
+# the maximum of nothing, next to BANNED: exp2(BANNED - FLOOR) is 0
+FLOOR = tl.constexpr(-9.999999e19)
 TINY = tl.constexpr(1e-30)  # P's mass on columns that Q allows, below which it counts as none
 FARTHEST = tl.constexpr(60.0)  # log2 units
-KNOWN = tl.constexpr(
-    42.0
-)  # nats from the offset, a little more than FARTHEST: x - y is right to 2e-6 there
+# nats from the offset, a little more than FARTHEST: x - y is right to 2e-6 there
+KNOWN = tl.constexpr(42.0)
 LARGEST = tl.constexpr(16777216.0)  # log2 units from 0: a reference there is off by 1 at most
 NOWHERE = tl.constexpr(-1e30)  # stands in fast sums for a column past the row's end
 
@@ -277,9 +275,8 @@ def reduce_lanes(lanes, offset, inv_t):
     left_row = tl.where(some, tl.sum(w * ((c - c_row) + left), 0) / w_row, 0.0)
     w_row = tl.where(some, w_row, 0.0)
     unit = scale(w_row, m_row, c_row, n_row, offset, inv_t)
-    near = (
-        tl.where(known, tl.where(some, 1, 0), 0) > 0
-    )  # Triton's own interpreter takes no scalar truth beside others
+    # Triton's own interpreter takes no scalar truth beside others
+    near = tl.where(known, tl.where(some, 1, 0), 0) > 0
     f = tl.sum(f * y_unit + _moved(own, w, unit, c_row - c, left, near), 0)
     w_all = tl.sum(w_all * x_unit, 0)
     s = tl.sum(s * y_unit, 0)

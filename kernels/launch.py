@@ -13,10 +13,11 @@ SEGMENT = 3  # tiles; one in a short row
 SHORT = 32768  # columns: a row of no more is cut finer, so that a few hundred of them fill a device
 WAVES = 8  # of programs: from there on the last one, however empty, is a small part of the time
 SATURATING = 0.5  # the share of the programs that fit whose loads in flight suffice, a model
+# of a thread of the row kernels; the second on sm_100, the Blackwell of data centres
 REGISTERS = (
     128,
     None,
-)  # of a thread of the row kernels; the second on sm_100, the Blackwell of data centres
+)
 
 # Ways to stream the forward pass that counts do not tell apart from the default far enough: all return the same bits.
 # REGISTERS in its place; AHEAD: a tile is loaded before the one before it is computed, STAGES: into shared memory
@@ -55,11 +56,12 @@ def streaming() -> dict:
 def launch_options(x, registers=None):
     """Compile-time arguments and options of a launch over the rows of x; `registers`: of a thread, as REGISTERS."""
     vec = 16 // x.element_size()
+    # more stages would go through shared memory
     shape = {
         "LANES": THREADS * vec,
         "VEC": vec,
         "num_stages": 1,
-    }  # more stages would go through shared memory
+    }
     if torch.version.hip:
         return shape | {"num_warps": THREADS // 64}
     # 128 registers are four programs on a multiprocessor. On sm_100, whose paired arithmetic needs registers in pairs,

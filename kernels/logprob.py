@@ -260,9 +260,8 @@ def logprob_fwd_kernel(
             return
     inv_t, scale, scale_low = row_scale(inv_t_ptr, row, inv_t, scale, scale_low)
     row_ptr, window_ptr, head = locate(x_ptr, shift, row, x_stride, VEC)
-    streamed = tl.maximum(
-        vocab - 2 * VEC, 0
-    )  # columns; a whole load that begins in them ends in the row
+    # columns; a whole load that begins in them ends in the row
+    streamed = tl.maximum(vocab - 2 * VEC, 0)
     inside = tl.maximum(streamed - LANES, 0) // (K * LANES)
     column = first * SEGMENT * K * LANES + tl.arange(0, LANES) - head
     fresh = (column >= first * SEGMENT * K * LANES) & (column < streamed)
@@ -369,9 +368,8 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
     """(N, V), (N,) int64, (N,) bool | None, float | (N,) fp32 -> statistics, (N,) fp32 each."""
     n, vocab = logits.shape
     new = [torch.empty(n, dtype=torch.float32, device=logits.device) for _ in RowStatistics._fields]
-    outputs = RowStatistics(
-        *new
-    )  # tensors of their own: each begins at 16 bytes, and an operator may return them
+    # tensors of their own: each begins at 16 bytes, and an operator may return them
+    outputs = RowStatistics(*new)
     if n == 0:
         return outputs
     launch = launch_options(logits)

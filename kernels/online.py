@@ -21,9 +21,8 @@ is not is read again by `wide_row`, about its true maximum.
 import triton
 import triton.language as tl
 
-NEG = tl.constexpr(
-    -1.0e30
-)  # finite, also times any scale: no inf - inf. Nothing below it becomes a lane's maximum
+# finite, also times any scale: no inf - inf. Nothing below it becomes a lane's maximum
+NEG = tl.constexpr(-1.0e30)
 FAR = tl.constexpr(-1.0e4)  # log2 units: 2^FAR is 0, and FAR times any upstream gradient finite
 LN2 = tl.constexpr(0.6931471805599453)
 NAN = tl.constexpr(tl.PropagateNan.ALL)
@@ -40,9 +39,8 @@ def widen(words):
 @triton.jit
 def reference(m, scale):
     """ref = fl(m * scale), and what the rounding took, bounded so that 2^delta is finite."""
-    ref = tl.fma(
-        m, scale, 0.0
-    )  # an fma, because ptxas would contract a product into the differences that follow
+    # an fma, because ptxas would contract a product into the differences that follow
+    ref = tl.fma(m, scale, 0.0)
     return ref, tl.minimum(tl.maximum(tl.fma(m, scale, -ref), -100.0), 100.0)
 
 
@@ -153,9 +151,8 @@ def reduce_lanes(m, rest, t, scale, scale_low):
     top = tl.max(m, 0)
     d = (m - top) * scale
     w = tl.exp2(d)
-    below = (
-        m < top
-    )  # one of the lanes at the top holds the row's maximum out; what the others hold out are ties
+    # one of the lanes at the top holds the row's maximum out; what the others hold out are ties
+    below = m < top
     rest_top = tl.where(below, w * (rest + 1.0), rest)
     t_top = tl.where(below, w * tl.fma(d, rest + 1.0, t), t)
     ties = tl.sum((m == top).to(tl.int32), 0) - 1
@@ -175,9 +172,8 @@ def valid(inv_t):
 @triton.jit
 def in_range(m, rest, t, scale):
     """Return True if the lanes of a row are valid: its maximum, and sums that are finite."""
-    held = (m > NEG) & (
-        tl.abs(m * scale) < 1073741824.0
-    )  # 2^30: lanes of smaller maxima have room up to 2^31
+    # 2^30: lanes of smaller maxima have room up to 2^31
+    held = (m > NEG) & (tl.abs(m * scale) < 1073741824.0)
     return held & (rest - rest == 0) & (t - t == 0)
 
 

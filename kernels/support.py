@@ -19,11 +19,12 @@ from fused_rl.kernels.online import FAR, LN2, NAN, exact_sum, log1p
 from fused_rl.kernels.states import RowStatistics, RowSupport
 
 LANES = 128  # ids at a time; one warp, as most sets are shorter
+# a tile of the head, rows x hidden; programs that share a long set's products
 IDS, WIDTH, PARTS = (
     16,
     256,
     4,
-)  # a tile of the head, rows x hidden; programs that share a long set's products
+)
 FAR_ID = 2**62  # every id is below
 
 
@@ -115,9 +116,8 @@ def kept_fwd_kernel(
         x = tl.load(x_ptr + at + lane, mask=inside, other=0.0)
         x = kept_values(x, inside, known, softcap, SHARD)
         d = tl.maximum((x - about) * scale, FAR, propagate_nan=NAN)
-        low = tl.where(
-            d > FAR, tl.fma(d, off, tl.fma(x - about, scale, -d)), 0.0
-        )  # few terms do not average it out
+        # few terms do not average it out
+        low = tl.where(d > FAR, tl.fma(d, off, tl.fma(x - about, scale, -d)), 0.0)
         p = tl.exp2(d)
         p = tl.fma(p, low * LN2, p)
         ties += (x == m).to(tl.int32)

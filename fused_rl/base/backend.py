@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-_INTERPRETED = (
-    os.environ.get("TRITON_INTERPRET") == "1"
-)  # Triton too reads it only when it is imported
+# Triton too reads it only when it is imported
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class Backend(NamedTuple):

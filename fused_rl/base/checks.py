@@ -305,9 +305,8 @@ def split_temperature(
     if not isinstance(temperature, Tensor):
         if not torch.compiler.is_compiling():
             return float(temperature), None
-        temperature = (
-            torch.ones((), dtype=torch.float32, device=device) * temperature
-        )  # a number: a variant per value
+        # a number: a variant per value
+        temperature = torch.ones((), dtype=torch.float32, device=device) * temperature
     return 1.0, temperature.to(device, torch.float32).expand(rows)
 
 
@@ -357,9 +356,8 @@ def check_target_values(
 def check_temperature_values(row_temperature: Tensor | None, mask: Tensor | None) -> None:
     if row_temperature is None:
         return
-    bad = ~(
-        (row_temperature >= LEAST_TEMPERATURE) & (row_temperature <= MOST_TEMPERATURE)
-    )  # NaN too
+    # NaN too
+    bad = ~((row_temperature >= LEAST_TEMPERATURE) & (row_temperature <= MOST_TEMPERATURE))
     bad = bad if mask is None else bad & mask
     if bad.any():
         at = tuple(bad.nonzero()[0].tolist())

@@ -29,7 +29,6 @@ def scatter(gradient, parameter):
 
 
 def is_dtensor(tensor):
-    module = sys.modules.get(
-        "torch.distributed.tensor"
-    )  # no DTensor exists before its module is imported
+    # no DTensor exists before its module is imported
+    module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)

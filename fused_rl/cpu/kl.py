@@ -103,9 +103,8 @@ def _near_sums(x, x_at, y, y_at, t):
     # nor does e round what u is: 6e-8 of c is little beside the deviation of u
     held = (u.abs().amax(-1, True) < FARTHEST) & (f < Q_APART * w) & (c * c * w <= 1e7 * f)
     held = held & (c.abs() < FARTHEST) & (m > BANNED) & (first < MOST)
-    held = held & (
-        x.amin(-1, True) < m
-    )  # else a mask, where u is y and may be rounded at 40 nats, and Q may have most
+    # else a mask, where u is y and may be rounded at 40 nats, and Q may have most
+    held = held & (x.amin(-1, True) < m)
     if dtype == torch.bfloat16:  # whose x - y is taken as it rounds
         held = held & (first.abs() * t < FARTHEST)
     n = m - first - c / t  # where p and q are alike
@@ -168,10 +167,11 @@ def _merge(m, n, w_all, w, at_top, a, s, f, f_y, lone, t):
     m, n, w_all, w, at_top, c, s, f, f_y = (
         z.double() for z in (m, n, w_all, w, at_top, c, s, f, f_y)
     )
+    # a mask of -1e15 that both have cancels before c is taken off
     apart, c = (
         (m - at_top) * t - c,
         c + at_top * t,
-    )  # a mask of -1e15 that both have cancels before c is taken off
+    )
 
     # all about the row's maxima and its mean
     m_row = m.amax(1, True)
@@ -193,9 +193,8 @@ def _merge(m, n, w_all, w, at_top, a, s, f, f_y, lone, t):
     scale = torch.where(some_row, scale, 0.0)
     near = scale * (weight * _moved(h) - torch.expm1(h) * s_weight)
     far = own * (w - s) - scale * (weight * (1 + h) - s_weight)
-    moved = torch.where(
-        (h < 1) & about_mean & some_row, near, far
-    )  # far, without a mean: all that is Q's
+    # far, without a mean: all that is Q's
+    moved = torch.where((h < 1) & about_mean & some_row, near, far)
     f_y = f_y * ((n - n_row) * t).exp()
     q = torch.where(some, own * (f + w - s), 0.0) + f_y
     f = torch.where(some, own * f + moved, 0.0) + f_y

@@ -44,9 +44,8 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
         m, rest, t = _merge(inv_t, *blocks)
     chosen = logits[rows, targets[rows]]
     x = capped(chosen, softcap).double()
-    s = ((x - _finite(m)) * inv_t).clamp_(
-        max=0
-    )  # a capped logit computed alone may lie an ulp above the maximum
+    # a capped logit computed alone may lie an ulp above the maximum
+    s = ((x - _finite(m)) * inv_t).clamp_(max=0)
     log1p = rest.log1p()
     found = s - log1p, log1p - t / (1 + rest), m * inv_t + log1p, m, rest
     if mask is None:

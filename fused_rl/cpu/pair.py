@@ -93,9 +93,8 @@ def _sums(function, x, y, per_row, compile_pays, options, careful):
 
 def _in_chunks(function, x, x_at, y, y_at, per_row):
     parts = []
-    for chunk in _chunks(
-        max(1, x_at[0].numel()), compiled.CHUNK // BLOCK
-    ):  # no block: once, for the shapes
+    # no block: once, for the shapes
+    for chunk in _chunks(max(1, x_at[0].numel()), compiled.CHUNK // BLOCK):
         x_part = [i[chunk] for i in x_at]
         y_part = [i[chunk] for i in y_at]
         numbers = [z[chunk] for z in per_row]
@@ -145,9 +144,8 @@ def write_rows(function, out, rows, x, y, per_row):
 
 
 def load(x, x_at, y, y_at, out=None):
-    if (
-        out is not None
-    ):  # else Inductor may not see it, and keeps in memory what it cannot fuse with the write
+    # else Inductor may not see it, and keeps in memory what it cannot fuse with the write
+    if out is not None:
         torch._check(out.shape[1] == x.shape[1])
     return (z[at].float().clamp(min=BANNED) for z, at in ((x, x_at), (y, y_at)))
 

@@ -58,9 +58,8 @@ def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1
     if not is_served(logits, labels) or labels.shape != logits.shape[:-1]:
         return _PATCH.original(f"{_UTILS}.log_probs_from_logits")(logits, labels, temperature)
     if temperature != 1.0:
-        logits.div_(
-            temperature
-        )  # OpenRLHF's contract: whoever reads the logits next finds them scaled
+        # OpenRLHF's contract: whoever reads the logits next finds them scaled
+        logits.div_(temperature)
     return label_logprobs(logits, labels)
 
 

@@ -47,9 +47,8 @@ def _verl(
     config,
     rollout_is_weights=None,
 ):
-    weights = (
-        1 if rollout_is_weights is None else rollout_is_weights
-    )  # every preset is linear in the advantages
+    # every preset is linear in the advantages
+    weights = 1 if rollout_is_weights is None else rollout_is_weights
     info, mask = config.global_batch_info, response_mask.bool()
     world = info.get("dp_size", 1)  # ranks that gradients are averaged over
     counts: dict[str, Any] = {
@@ -61,9 +60,8 @@ def _verl(
     loss, metrics = policy_loss(
         *tokens, preset=preset, max_length=info.get("loss_scale_factor"), **counts
     )
-    local = (counts["num_tokens"] or mask.sum()) / mask.sum().clamp(
-        min=1
-    )  # verl averages metrics over micro-batches
+    # verl averages metrics over micro-batches
+    local = (counts["num_tokens"] or mask.sum()) / mask.sum().clamp(min=1)
     return loss, {
         f"actor/{name}": (metrics[name] * local).item() for name in _REPORTED if name in metrics
     }
@@ -102,9 +100,8 @@ def _megatron(module, more, preset, args, batch, logits, sum_of_sample_mean):
     logprobs, entropy = (torch.cat(scored[name]) for name in ("log_probs", "entropy"))
     old = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
     ones = torch.ones_like(logprobs, requires_grad=True)
-    (weights,) = torch.autograd.grad(
-        sum_of_sample_mean(ones), ones
-    )  # what the host multiplies a token's loss by
+    # what the host multiplies a token's loss by
+    (weights,) = torch.autograd.grad(sum_of_sample_mean(ones), ones)
     ids = torch.arange(len(scored["log_probs"])).repeat_interleave(
         torch.tensor(batch["response_lengths"])
     )

@@ -33,9 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["causal_lm_loss", "patch", "unpatch"]
 
 _INSTEAD = "or use Trainer(compute_loss_func=causal_lm_loss) instead of patch(model)"
-_HOST = Patch(
-    "transformers", ">=5.17,<6", dict
-)  # nothing of the package is replaced: for its check of versions
+# nothing of the package is replaced: for its check of versions
+_HOST = Patch("transformers", ">=5.17,<6", dict)
 
 
 def causal_lm_loss(
@@ -285,9 +284,8 @@ class UnformedLogits(Tensor):
         )
 
     def _formed(self, operation: str) -> Tensor:  # (B, T, V) fp32
-        if self.recorded or "forward" in vars(
-            self.head
-        ):  # a step that is recorded, or a forward that is not over
+        # a step that is recorded, or a forward that is not over
+        if self.recorded or "forward" in vars(self.head):
             self._refuse(operation)
         with (
             torch.no_grad(),

@@ -125,9 +125,10 @@ class ChunkedLogProbFunction:
                 logit_scale,
                 outputs,
             )
+        # a ZeRO-3 head; in the forward pass TRL has done it
         from trl.trainer.utils import (
             maybe_gather_lm_head_ctx,
-        )  # a ZeRO-3 head; in the forward pass TRL has done it
+        )
 
         if values_are_checked(hidden.device):
             check_target_values(targets, None, weight.shape[0])

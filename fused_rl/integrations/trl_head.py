@@ -95,9 +95,8 @@ class HeadLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         inputs = cast(head.dtype, hidden, weight, bias)
         budget = tiles.budget(None, inputs[0], len(inputs[1]), False, head.logits_dtype)
-        with torch.autocast(
-            hidden.device.type, enabled=False
-        ):  # the mean of the logits is one product in fp32
+        # the mean of the logits is one product in fp32
+        with torch.autocast(hidden.device.type, enabled=False):
             found, extra = scored(*inputs, targets, head, budget)
         ctx.options = head, gathered, budget
         ctx.save_for_backward(

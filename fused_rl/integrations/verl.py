@@ -57,9 +57,8 @@ def register() -> None:
 
 
 def _replacements():
-    installed = (
-        vars(importlib.import_module(_EXPERIMENTAL)).get(_LIGER) is not None
-    )  # verl 0.9.1, with liger-kernel
+    # verl 0.9.1, with liger-kernel
+    installed = vars(importlib.import_module(_EXPERIMENTAL)).get(_LIGER) is not None
     scores = (
         logprobs_from_logits,
         logprobs_from_logits_flash_attn,

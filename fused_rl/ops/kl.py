@@ -161,11 +161,12 @@ def _token_kl(
     if jsd_beta is not None:
         sums = backend.jensen_shannon.js_fwd(*rows, state, softcap, shares_of(jsd_beta))
         divergence = JensenShannonSums(*sums).divergence.clone()
+    # no view, which could not be modified in place
     return (
         divergence.resize_(x.shape[:-1]),
         state,
         sums,
-    )  # no view, which could not be modified in place
+    )
 
 
 @_token_kl.register_fake

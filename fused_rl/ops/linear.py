@@ -100,9 +100,8 @@ def _gradients_at_once(needs, hidden, weight, bias, targets, options, token_loss
     gradients = tiles.Gradients(needs, hidden, weight, bias, (step, vocab))
     formed = tiles.Logits(weight, bias, step * vocab, budget, softcap)
     loss = torch.zeros((), device=hidden.device)
-    entropy, m, rest, dentropy = (
-        torch.zeros(n, device=hidden.device) for _ in range(4)
-    )  # no views: returned
+    # no views: returned
+    entropy, m, rest, dentropy = (torch.zeros(n, device=hidden.device) for _ in range(4))
     logprobs, dlogprobs = (torch.zeros(targets.shape, device=hidden.device) for _ in range(2))
     for rows in tiles.blocks(n, step):
         # the tile's statistics, its loss, and the gradient of its logits

@@ -151,9 +151,8 @@ def linear_token_kl(
     ref_hidden, ref_weight = ref_hidden.detach(), ref_weight.detach()
     ref_bias = None if ref_bias is None else ref_bias.detach()
 
-    targets = torch.zeros(
-        hidden.shape[:-1], dtype=torch.long, device=hidden.device
-    )  # none is looked at
+    # none is looked at
+    targets = torch.zeros(hidden.shape[:-1], dtype=torch.long, device=hidden.device)
     options = temperature, mask, softcap, shift, workspace_mb, logits_dtype
     rows = rows_that_count(hidden, weight, targets, bias, *options)
     ref_rows = rows_that_count(ref_hidden, ref_weight, targets, ref_bias, *options, like=rows)
@@ -167,9 +166,8 @@ def linear_token_kl(
 
     # what the reference's rows take is off the workspace too
     taken = reference[0].nbytes if rows.kept is not None else 0
-    taken += (
-        tiles.CPU_ROWS_BYTES if hidden.device.type == "cpu" else 0
-    )  # the divergence takes twice as much there
+    # the divergence takes twice as much there
+    taken += tiles.CPU_ROWS_BYTES if hidden.device.type == "cpu" else 0
     budget = budget.less(taken)
     options = inv_temperature, direction, beta, softcap, budget
     return rows.restore(_LinearTokenKL.apply(hidden, weight, bias, *reference, *options))

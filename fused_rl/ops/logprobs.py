@@ -392,7 +392,6 @@ class _Unregistered(torch.autograd.Function):
         dlogits = logits.detach() if ctx.inplace else _empty_gradient(logits)
         _gradient_into(dlogits, *upstream, logits, *saved)
         if ctx.inplace:
-            torch.autograd.graph.increment_version(
-                logits
-            )  # a kernel's store is invisible to the version counter
+            # a kernel's store is invisible to the version counter
+            torch.autograd.graph.increment_version(logits)
         return dlogits, None, None

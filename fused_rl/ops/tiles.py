@@ -64,9 +64,8 @@ def default_workspace(
     If one pass of `linear_token_loss` needs more, and at most half of the free memory, it gets what it needs.
     """
     eighth = free // 8
-    eighth -= eighth % (
-        1 << max(0, eighth.bit_length() - 3)
-    )  # so that a little more or less memory changes no tile
+    # so that a little more or less memory changes no tile
+    eighth -= eighth % (1 << max(0, eighth.bit_length() - 3))
     rows = _ONE_PASS_ROWS * vocab * Budget(0, dtype).per_logit(operands)
     needed = rows + sum_bytes(vocab, width, operands.itemsize)
     return max(eighth, needed) if needed <= free // 2 else eighth
@@ -75,9 +74,8 @@ def default_workspace(
 def budget(workspace_mb, hidden, vocab, copied, logits_dtype=None):
     """`Budget` without what the row functions take, casts, nor the rows that a mask had copied out."""
     dtype = logits_dtype or default_logits_dtype(hidden.dtype, hidden.device)
-    taken = (
-        2 * hidden.numel() * hidden.element_size() if copied else 0
-    )  # and their gradient on its way back
+    # and their gradient on its way back
+    taken = 2 * hidden.numel() * hidden.element_size() if copied else 0
     if hidden.device.type == "cpu":
         taken += CPU_ROWS_BYTES + (
             0 if dtype == hidden.dtype else 4 * _CAST * (_CAST + 2 * hidden.shape[1])
@@ -156,9 +154,8 @@ class Logits:
         )
         if self.centered:
             self.center = _center(weight)
-            if (
-                bias is not None
-            ):  # most of it may be a mask of -1e9: what stands at its top is what matters
+            # most of it may be a mask of -1e9: what stands at its top is what matters
+            if bias is not None:
                 self.top = bias.float().max().nan_to_num_(0, 0, 0)
 
     def tile(self, hidden, columns=slice(None)):
@@ -198,9 +195,8 @@ def add_mm(total, a, b, first, unrounded=False):
     if total.dtype == a.dtype:
         total.addmm_(a, b, beta=0 if first else 1)
         return
-    if (
-        total.device.type == "cuda" and torch.version.hip is None
-    ):  # no other device adds 16-bit products to fp32
+    # no other device adds 16-bit products to fp32
+    if total.device.type == "cuda" and torch.version.hip is None:
         if first:
             torch.mm(a, b, out_dtype=torch.float32, out=total)
         else:
@@ -248,9 +244,8 @@ class Gradients:
         if self.bias is not None:
             if rows.start == 0:
                 self.bias[columns].zero_()
-            for some in blocks(
-                len(dlogits), max(1, _PARTIAL_BYTES // (4 * dlogits.shape[1]))
-            ):  # it takes an fp32 copy
+            # it takes an fp32 copy
+            for some in blocks(len(dlogits), max(1, _PARTIAL_BYTES // (4 * dlogits.shape[1]))):
                 self.bias[columns].add_(dlogits[some].sum(0, dtype=torch.float32))
 
     def take(self):
@@ -324,9 +319,8 @@ def statistics(
     `visit(rows, tile)` sees every tile, whole rows of it, without what `Logits` leaves out.
     """
     n, vocab = hidden.shape[0], weight.shape[0]
-    per_row = [
-        torch.zeros(n, device=hidden.device) for _ in RowStatistics._fields[1:]
-    ]  # no views: they are returned
+    # no views: they are returned
+    per_row = [torch.zeros(n, device=hidden.device) for _ in RowStatistics._fields[1:]]
     outputs = [torch.zeros(targets.shape, device=hidden.device), *per_row]
     step = forward_rows(hidden, vocab, budget)
     logits = Logits(weight, bias, step * vocab, budget, softcap)
