@@ -40,7 +40,8 @@ def fingerprint(path: Path) -> tuple[int, int]:
 
 def hash_of(value: object) -> str:
     """Return the hash of what JSON can write, such as a chat template."""
-    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
+    text = json.dumps(value, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def hash_of_rows(rows: Iterable) -> str:
@@ -49,7 +50,8 @@ def hash_of_rows(rows: Iterable) -> str:
     for row in rows:
         # Where a row came from is left out: a moved file has the same rows.
         kept = row._asdict() if isinstance(row, tuple) else vars(row)
-        total.update(json.dumps(kept | {"where": None}, sort_keys=True, default=str).encode())
+        text = json.dumps(kept | {"where": None}, sort_keys=True, default=str)
+        total.update(text.encode())
     return total.hexdigest()
 
 
@@ -57,8 +59,10 @@ def hash_of_model(name: str, revision: str | None = None) -> str:
     """Return the hash of a model's folder, or its commit on the Hub; adapters include the weights below them."""
     folder = Path(name)
     if folder.is_dir():
-        files = sorted(set().union(*(folder.glob(pattern) for pattern in OF_A_MODEL)))
-        model_hash = hash_of([(file.name, *fingerprint(file)) for file in files])
+        files: set[Path] = set()
+        for pattern in OF_A_MODEL:
+            files |= set(folder.glob(pattern))
+        model_hash = hash_of([(file.name, *fingerprint(file)) for file in sorted(files)])
     else:
         from huggingface_hub import snapshot_download
 

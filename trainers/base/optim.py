@@ -38,9 +38,8 @@ def adamw(parameters: list[nn.Parameter], config: OptimOptions) -> torch.optim.A
     if spared:
         groups.append({"params": spared, "weight_decay": 0.0})
     options = {"lr": config.lr, "weight_decay": config.weight_decay, "eps": config.adam_eps}
-    options["fused"] = (
-        True  # reads and writes every weight once: on a CPU torch's own choice is a loop of ten passes
-    )
+    # Reads and writes every weight once: on a CPU torch's own choice is a loop of ten passes.
+    options["fused"] = True
     optimizer = torch.optim.AdamW(groups, betas=(0.9, config.adam_beta2), **options)
     return fused_rl.tf_adam_epsilon(optimizer) if config.tf_adam else optimizer
 
@@ -69,11 +68,11 @@ class Clipping:
         optimizer.register_step_pre_hook(self)
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_) -> None:
-        self.norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        self.norm = nn.utils.get_total_norm(gradients)
         norm = self.norm.item()
         if not math.isfinite(norm):
             optimizer.zero_grad()  # a step without gradients changes no weight; the caller sees the norm
-        elif (
-            norm + 1e-6 > 0.99 * self.limit
-        ):  # torch adds that; below, it would multiply every gradient by 1
+        # torch adds 1e-6 to the norm, too; below the limit it would multiply every gradient by 1.
+        elif norm + 1e-6 > 0.99 * self.limit:
             nn.utils.clip_grads_with_norm_(self.parameters, self.limit, self.norm)

@@ -14,9 +14,9 @@ Item = TypeVar("Item")
 
 def processes() -> int:
     """Return the number of processes that train together, also before they have met; 1 without a launcher."""
-    return (
-        dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    )
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))  # a launcher's
 
 
 def divide_over(name: str, count: int, world: int) -> int:

@@ -122,7 +122,9 @@ class Encoder:
                 raise InputError(f"{rows.where(i)}: column 'text' is empty; remove the row")
             eos = self.tokenizer.eos_token_id
             first, rest = ids[:1], ids[1:]
-            return [(first, rest if rest[-1:] == [eos] else [*rest, eos])]
+            if rest[-1:] != [eos]:  # some tokenizers write it themselves
+                rest = [*rest, eos]
+            return [(first, rest)]
 
         # A conversation, or a prompt and its completion.
         messages = self._messages(rows, i, column)
@@ -206,9 +208,9 @@ class Encoder:
             return self.conversation(cell, column)
 
     def _prompt(self, messages: list[dict], tools: list | None) -> list[int]:
-        empty = not messages or (messages[-1]["role"] == "user" and not messages[-1]["content"])
-        if empty:  # a template may write a token all the same
-            ids = []
+        last = messages[-1] if messages else None
+        if last is None or (last["role"] == "user" and not last["content"]):
+            ids = []  # a template may write a token all the same
         elif self.chat:
             ids = self._template(messages, tools, add_generation_prompt=True)
         elif len(messages) > 1:

@@ -189,7 +189,8 @@ class LanguageModel(nn.Module):
             return packed.states_of(self.base, module, output)
         states = module(input_ids=input_ids, use_cache=False)[output]
         # Place t of the flattened mask is position t of the states, which have one column more in every row.
-        return states.flatten(0, 1)[places + places // max(1, states.shape[1] - 1)]
+        row = places // max(1, states.shape[1] - 1)
+        return states.flatten(0, 1)[places + row]
 
 
 class WideHead(nn.Linear):
@@ -400,7 +401,8 @@ def sync(reference, policy, alpha: float) -> None:
     weights = dict(_without_engine(policy).named_parameters())
     for name, mixed in _without_engine(reference).named_parameters():
         with engine.whole(weights[name]), engine.whole(mixed, written=True):
-            mixed.copy_(torch.lerp(mixed.float(), weights[name].float(), alpha))
+            new = weights[name].float()
+            mixed.copy_(torch.lerp(mixed.float(), new, alpha))
 
 
 def _without_engine(model) -> LanguageModel:

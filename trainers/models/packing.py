@@ -43,8 +43,9 @@ class Packed(NamedTuple):
         # The mask as the model adds it, in rows aligned to 8 elements.
         rows, _, length, _ = self.attention_mask.shape
         aligned = -(-length // 8) * 8
+        shape = rows, 1, length, aligned
         device = self.attention_mask.device
-        added = torch.full((rows, 1, length, aligned), -torch.inf, dtype=lm.dtype, device=device)
+        added = torch.full(shape, -torch.inf, dtype=lm.dtype, device=device)
         added = added[..., :length].masked_fill_(self.attention_mask, 0)
         outputs = module(
             input_ids=self.input_ids,
@@ -116,7 +117,8 @@ def _packed(batch: Batch, row: torch.Tensor, start: torch.Tensor, shared: torch.
     # The place of each token in the flattened rows. Its segment is 0 where shared, else that of its sequence.
     skipped = torch.where(start > 0, shared, 0)
     columns = batch.input_ids.shape[1]
-    end = batch.prompt_lengths.clamp(max=columns) + (batch.response_lengths - 1).clamp(min=0)
+    fed = (batch.response_lengths - 1).clamp(min=0)
+    end = batch.prompt_lengths.clamp(max=columns) + fed
     width = int((start + end - skipped).max())
 
     def place(sequence: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
@@ -128,7 +130,8 @@ def _packed(batch: Batch, row: torch.Tensor, start: torch.Tensor, shared: torch.
     is_placed = (position >= skipped[:, None]) & (position < end[:, None])
     sequence, token = is_placed.nonzero(as_tuple=True)
     segment = torch.where(token < shared[sequence], 0, sequence + 1)
-    layout = torch.zeros(3, (int(row.max()) + 1) * width, dtype=torch.int64)
+    rows = int(row.max()) + 1
+    layout = torch.zeros(3, rows * width, dtype=torch.int64)
     layout[2] = -1  # padding
     layout[:, place(sequence, token)] = torch.stack(
         [sequence * len(position) + token, token, segment]
@@ -173,9 +176,14 @@ def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> Packed | Non
     # Without a mask attention costs half as much, so a row for each can be cheaper.
     lengths = []
     for (a, b), common in zip(pairs, in_common, strict=True):
-        lengths += [len(a) + len(b) - common] if common else [len(a), len(b)]
+        if common:
+            lengths.append(len(a) + len(b) - common)
+        else:
+            lengths += [len(a), len(b)]
+    together = costs.flop(len(lengths), max(lengths))
     longest = max(map(len, sequences))
-    if costs.flop(len(lengths), max(lengths)) >= costs.causal_flop(len(sequences), longest):
+    alone = costs.causal_flop(len(sequences), longest)
+    if together >= alone:
         return None
 
     # The last token predicts one that nobody reads: with it, the last state of a response is that of its last token.
@@ -184,7 +192,8 @@ def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> Packed | Non
     for (a, b), common in zip(pairs, in_common, strict=True):
         common = max(1, common)  # a prompt is a token at least
         prompts += [a[:common], b[:common]]
-        responses += [[*a[common:], 0], [*b[common:], 0]]
+        responses.append([*a[common:], 0])
+        responses.append([*b[common:], 0])
     batch = make_batch(prompts, responses, 0, device)
     packed = pack(batch, 2)
     last = batch.response_lengths.cumsum(0) - 1
@@ -208,7 +217,8 @@ def fill(lengths: list[int], room: int) -> list[list[int]]:
     """Return the indices of sequences row by row, the longest first, each in the fullest row that has room."""
     # (room left, indices), the last changed first.
     rows: list[tuple[int, list[int]]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    for i in longest_first:
         # Best fit: small rests stay for short sequences.
         fitting = [row for row in rows if row[0] >= lengths[i]]
         left, indices = min(fitting, key=itemgetter(0), default=(room, []))
@@ -225,7 +235,9 @@ def pack_whole(batch: Batch, rows: list[list[int]]) -> Packed:
     start = torch.zeros_like(lengths)
     for number, indices in enumerate(rows):
         index = torch.tensor(indices)
-        row[index], start[index] = number, lengths[index].cumsum(0) - lengths[index]
+        in_row = lengths[index]
+        row[index] = number
+        start[index] = in_row.cumsum(0) - in_row
     return _packed(batch, row, start, torch.zeros_like(lengths))
 
 
@@ -242,11 +254,14 @@ def unsupported_reason(lm: Any, longest: int) -> str | None:
 
     # What it does: two responses to one prompt, in a row each and in one row.
     ids = [i % text.vocab_size for i in range(1, 14)]
-    batch = make_batch([ids[:5], ids[:5]], [ids[5:9], ids[9:]], 0, lm.device)
+    prompt = ids[:5]
+    responses = [ids[5:9], ids[9:]]
+    batch = make_batch([prompt, prompt], responses, 0, lm.device)
     training = lm.training
     lm.eval()
     try:
-        alone = lm.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state[:, :-1]
+        outputs = lm.base_model(input_ids=batch.input_ids, use_cache=False)
+        alone = outputs.last_hidden_state[:, :-1]
         alone = alone[batch.response_mask].float()
         together = pack(batch, 2).states_of(lm, lm.base_model, "last_hidden_state").float()
     # A model without position_ids, or with a mask of another form: each says so in its own way.

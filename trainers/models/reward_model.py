@@ -145,11 +145,13 @@ class RewardModel(nn.Module):
             input_ids=tokens, attention_mask=everything, use_cache=False
         )
         hidden = backbone.last_hidden_state
-        return self.scores_of(hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1])
+        row = torch.arange(len(hidden), device=hidden.device)
+        return self.scores_of(hidden[row, lengths - 1])
 
     def scores_of(self, states: torch.Tensor) -> torch.Tensor:
         """Return the scores (...) fp32 of hidden states (..., H), row by row, so that no score depends on the batch."""
-        raw = (states.float() * self.classifier.score.weight.float()).sum(-1)
+        weight = self.classifier.score.weight.float()
+        raw = (states.float() * weight).sum(-1)
         return (raw - self.score_mean) / self.score_std
 
     @property
@@ -234,7 +236,8 @@ def save_reward_model(trained, tokenizer, folder: Path) -> None:
 
 def check_finite(scores: torch.Tensor, rows: list[str]) -> None:
     """Raise on a NaN or an Inf in scores (N,) or (N, ...), naming the rows that have one."""
-    bad = (~scores.isfinite()).nonzero()[:, 0].unique().tolist()
+    is_bad = ~scores.isfinite()
+    bad = is_bad.nonzero()[:, 0].unique().tolist()
     if bad:
         listed = "; ".join(f"{rows[i]}: {scores[i].tolist()}" for i in bad[:10])
         raise InputError(
