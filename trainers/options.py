@@ -85,12 +85,12 @@ class Options(pydantic.BaseModel):
 
     if not typing.TYPE_CHECKING:  # a type checker has the fields
 
-        def __init__(self, **given):
+        def __init__(self, **options):
             try:
-                super().__init__(**given)
+                super().__init__(**options)
             # pydantic's own message has several lines, and a link to its pages.
             except pydantic.ValidationError as error:
-                raise first_of(error, type(self), given) from None
+                raise first_of(error, type(self), options) from None
             self.check()
 
         def __setattr__(self, name: str, value):
@@ -235,7 +235,7 @@ def _constrained(kind: Any) -> Any:
 
 
 def first_of(
-    error: pydantic.ValidationError, config_class: type[Options], given: dict[str, Any]
+    error: pydantic.ValidationError, config_class: type[Options], options: dict[str, Any]
 ) -> InputError:
     """Return the first of the errors in one line: the option, its value, what was expected."""
     first = error.errors()[0]
@@ -249,7 +249,9 @@ def first_of(
     raised = first.get("ctx", {}).get("error")
     if isinstance(raised, InputError):
         return raised
-    return InputError(f"{name}={given[name]!r}: expected {in_words(kinds_of(config_class)[name])}")
+    return InputError(
+        f"{name}={options[name]!r}: expected {in_words(kinds_of(config_class)[name])}"
+    )
 
 
 def options_from(source: type, **defaults: Any) -> type[Options]:

@@ -193,10 +193,10 @@ def load_engine(engine, folder: Path, name: str) -> None:
     engine.load_checkpoint(str(folder), tag=name)
     schedule.base_lrs = peaks
     factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
-    for group, given, peak, factor in zip(
+    for group, options_here, peak, factor in zip(
         optimizer.param_groups, options, peaks, factors, strict=True
     ):
-        group.update(given, lr=peak * factor)
+        group.update(options_here, lr=peak * factor)
 
 
 def optimizer_step(engine, step: int) -> dict[str, float]:

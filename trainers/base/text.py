@@ -100,10 +100,10 @@ NAMES: dict[str, str] = {
 }
 
 
-def unknown(name: str, known: Collection[str]) -> str:
-    """Return the message for an option that is not among those known, with the one that is meant if that is clear."""
+def unknown(name: str, names: Collection[str]) -> str:
+    """Return the message for an option that is not among the `names`, with the one that is meant if that is clear."""
     meant = name.replace("-", "_")
-    nearest = difflib.get_close_matches(meant, [*known, *NAMES], n=1)
+    nearest = difflib.get_close_matches(meant, [*names, *NAMES], n=1)
     remedy = f"did you mean --{nearest[0]}?" if nearest else "--help all lists the options"
     if meant in NAMES:
         remedy = f"its name here is {NAMES[meant]}"

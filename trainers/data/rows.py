@@ -132,24 +132,24 @@ def load_rows(name: str, config_name: str | None = None, split: str = "train") -
 
 
 def chosen_rows(
-    option: str, given: RowsLike, named: str | None, config_name: str | None, split: str
+    option: str, rows: RowsLike, name: str | None, config_name: str | None, split: str
 ) -> Rows:
     """Return the rows that Python gave for an option, or that the config names."""
-    if given is None and named is None:
+    if rows is None and name is None:
         raise InputError(
             f"{option} is missing; give --{option}, or in Python train(config, {option}=rows)"
         )
-    if given is None or isinstance(given, str):
-        return load_rows(given or named, config_name, split)
+    if rows is None or isinstance(rows, str):
+        return load_rows(rows or name, config_name, split)
     # Who has a Dataset has imported `datasets`; importing it here would cost everybody else a second.
-    if "datasets" in sys.modules and isinstance(given, sys.modules["datasets"].Dataset):
-        given = given.to_list()
-    if not isinstance(given, list):
+    if "datasets" in sys.modules and isinstance(rows, sys.modules["datasets"].Dataset):
+        rows = rows.to_list()
+    if not isinstance(rows, list):
         expected = (
             "the name of a file or of a Hub dataset, a datasets.Dataset, or a list of dictionaries"
         )
-        raise InputError(f"{option}: expected {expected}, got {type(given).__name__}")
-    return _checked(Rows(list(given), option))
+        raise InputError(f"{option}: expected {expected}, got {type(rows).__name__}")
+    return _checked(Rows(list(rows), option))
 
 
 def load_train_eval(

@@ -91,9 +91,10 @@ def _new(model: Any, head: Any, task: str, options: ModelConfig):
                 inside.append(f".{name}")
         for target in targets:
             if not any(name.endswith(f".{target}") for name in inside):
-                known = ", ".join(sorted({name.rpartition(".")[2] for name in inside}))
+                last_names = {name.rpartition(".")[2] for name in inside}
+                choices = ", ".join(sorted(last_names))
                 what = f"{type(model).__name__} has no linear layer {target!r} that can be adapted"
-                raise InputError(f"lora_targets: {what}; choose from {known} or {ALL_LINEAR}")
+                raise InputError(f"lora_targets: {what}; choose from {choices} or {ALL_LINEAR}")
     return peft.LoraConfig(
         r=options.lora_rank, lora_alpha=options.lora_alpha, target_modules=targets, task_type=task
     )
