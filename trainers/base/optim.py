@@ -1,7 +1,7 @@
 """AdamW, its schedule and clipping."""
 
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -30,14 +30,18 @@ class OptimOptions(Protocol):
     def max_grad_norm(self) -> float: ...
 
 
-def adamw(parameters: list[nn.Parameter], config: OptimOptions) -> torch.optim.AdamW:
+def adamw(parameters: list[nn.Parameter], config: OptimOptions) -> torch.optim.Optimizer:
     """Return AdamW (arXiv:1711.05101) over `parameters`; norms and biases, which have one dimension, do not decay."""
     decayed = [p for p in parameters if p.dim() > 1 or not config.weight_decay]
     spared = [p for p in parameters if p.dim() < 2 and config.weight_decay]
-    groups = [{"params": decayed}] if decayed else []
+    groups: list[dict[str, Any]] = [{"params": decayed}] if decayed else []
     if spared:
         groups.append({"params": spared, "weight_decay": 0.0})
-    options = {"lr": config.lr, "weight_decay": config.weight_decay, "eps": config.adam_eps}
+    options: dict[str, Any] = {
+        "lr": config.lr,
+        "weight_decay": config.weight_decay,
+        "eps": config.adam_eps,
+    }
     # Reads and writes every weight once: on a CPU torch's own choice is a loop of ten passes.
     options["fused"] = True
     optimizer = torch.optim.AdamW(groups, betas=(0.9, config.adam_beta2), **options)

@@ -96,11 +96,13 @@ class Batch:
     def response_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows and columns, (N,) int64 each on the CPU, of the True places of `response_mask` in order."""
         if self.included is not None:
-            return self.included.nonzero(as_tuple=True)
+            row, column = self.included.nonzero(as_tuple=True)
+            return row, column
         # Nothing predicts the first token of a sequence, so a response without a prompt begins with its second.
         end = self.prompt_lengths.clamp(min=1) + self.response_lengths
         mask = mask_of(self.prompt_lengths, end, self.input_ids.shape[1])
-        return mask.nonzero(as_tuple=True)
+        row, column = mask.nonzero(as_tuple=True)
+        return row, column
 
     def places(self) -> torch.Tensor:
         """Return the True places of the flattened mask, (N,) int64."""

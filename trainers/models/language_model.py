@@ -32,6 +32,9 @@ class Scored(NamedTuple):
 class LanguageModel(nn.Module):
     """A causal LM whose forward scores its own input, inside of which ZeRO 3 gathers the head's weight."""
 
+    lm: Any
+    """A causal language model of transformers, or peft's wrapper of one."""
+
     def __init__(
         self,
         lm: Any,
