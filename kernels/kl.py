@@ -79,10 +79,7 @@ MOST = tl.constexpr(1e19)  # of a logit; above, d could not be told from that of
 TOO_FAR = tl.constexpr(1e7)  # nats: the rounding of c has the size of what it is taken from
 
 # of a thread, as `launch.REGISTERS`: sm_100 needs no more than four programs leave
-REGISTERS = (
-    168,
-    128,
-)
+REGISTERS = (168, 128)
 CAPPED_REGISTERS = (232, 232)  # two tanh more of each column
 K = 4  # windows of 16 bytes that a thread reads at once of each row
 SEGMENT = 8  # tiles of K windows per thread; V alone says which columns meet in a lane, and in which order

@@ -14,10 +14,7 @@ SHORT = 32768  # columns: a row of no more is cut finer, so that a few hundred o
 WAVES = 8  # of programs: from there on the last one, however empty, is a small part of the time
 SATURATING = 0.5  # the share of the programs that fit whose loads in flight suffice, a model
 # of a thread of the row kernels; the second on sm_100, the Blackwell of data centres
-REGISTERS = (
-    128,
-    None,
-)
+REGISTERS = (128, None)
 
 # Ways to stream the forward pass that counts do not tell apart from the default far enough: all return the same bits.
 # REGISTERS in its place; AHEAD: a tile is loaded before the one before it is computed, STAGES: into shared memory

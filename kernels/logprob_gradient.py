@@ -25,10 +25,7 @@ from fused_rl.kernels.launch import (
 from fused_rl.kernels.online import FAR, LN2, NAN, log1p
 
 # of a thread, as `launch.REGISTERS`: above what it takes, so that its loads stay together
-REGISTERS = (
-    128,
-    128,
-)
+REGISTERS = (128, 128)
 
 
 @triton.jit

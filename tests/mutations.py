@@ -97,7 +97,7 @@ MUTATIONS = {
     ),
     "the reference column of a block may be the one that Q masks": Mutation(
         "fused_rl/cpu/kl.py",
-        "torch.where(found & (at_top.abs() * t > FARTHEST), m - n, at_top)",
+        "torch.where(far_at_top, m - n, at_top)",
         "at_top",
         "tests/test_hostile.py -k masks_of_most",
     ),
@@ -338,8 +338,8 @@ MUTATIONS = {
     ),
     "the gradient of a capped divergence lacks the slope of the cap": Mutation(
         "fused_rl/cpu/pair.py",
-        "out[rows[part]] = found.mul_(slope).to(out.dtype)",
-        "out[rows[part]] = found.to(out.dtype)",
+        "out[rows[part]] = gradient.mul_(slope).to(out.dtype)",
+        "out[rows[part]] = gradient.to(out.dtype)",
         "tests/test_kl.py -k softcap",
     ),
     "the kernels cap one of the two rows": Mutation(
@@ -399,8 +399,8 @@ MUTATIONS = {
     ),
     "a block that P masks throughout keeps its fast sums": Mutation(
         "fused_rl/cpu/kl.py",
-        "x.amin(-1, True) < m\n",
-        "x.amin(-1, True) <= m\n",
+        "held & (x.amin(-1, True) < m)",
+        "held & (x.amin(-1, True) <= m)",
         "tests/test_cpu_kl.py -k whole_blocks",
     ),
     "a token at the threshold of entropy is left out": Mutation(

@@ -40,10 +40,12 @@ def kl_fwd(x, y, mask, inv_t, softcap=None):
     rows, t, x, y = selected_rows(x, y, mask, inv_t)
     kl = torch.zeros(n)
     state = torch.zeros(len(KLState._fields), n)
-    for part, *pair in capped(x, y, softcap):
-        blocks = over_blocks(_near_sums, *pair, t[part], recompute=True, careful=_block_sums)
-        at = rows[part]
-        kl[at], state[:, at] = _merge(*blocks, t[part].double()[:, None])
+    for chunk, *pair in capped(x, y, softcap):
+        # most blocks pass with the fast sums; the others are taken again by the careful ones
+        blocks = over_blocks(_near_sums, *pair, t[chunk], recompute=True, careful=_block_sums)
+        chunk_rows = rows[chunk]
+        inv_t_column = t[chunk].double()[:, None]
+        kl[chunk_rows], state[:, chunk_rows] = _merge(*blocks, inv_t_column)
     return kl, state
 
 
@@ -88,29 +90,35 @@ def kl_bwd(
 def _near_sums(x, x_at, y, y_at, t):
     """Return `_block_sums`, and True where they hold: no banned column, and p and q within FARTHEST of each other."""
     dtype = x.dtype
-    x, y = (z[at].float() for z, at in ((x, x_at), (y, y_at)))
+    # nothing is clamped: a banned column makes a sum infinite or NaN, and the block is not held
+    x = x[x_at].float()
+    y = y[y_at].float()
     m = x.amax(-1, True)
     first = x[..., :1] - y[..., :1]  # a constant between the rows then costs u no bits
     e = difference(x, y, first, dtype) * t
     p = exp((x - m) * t)
-    w, a = (z.sum(-1, True) for z in (p, p * e))
+    w = p.sum(-1, True)
+    a = (p * e).sum(-1, True)
     c = a / w
 
     # about the mean of the block; q / p is exp(-u), and the maximum of y is not needed
     u = e - c
     s = (p * u).sum(-1, True)
-    f = (p * torch.where(u.abs() < 1, excess(u), exp(-u) - 1 + u)).sum(-1, True)
+    above_tangent = torch.where(u.abs() < 1, excess(u), exp(-u) - 1 + u)
+    f = (p * above_tangent).sum(-1, True)
+
+    # a block is held where p and q are within reach of each other, and its mean says something of all columns;
     # nor does e round what u is: 6e-8 of c is little beside the deviation of u
     held = (u.abs().amax(-1, True) < FARTHEST) & (f < Q_APART * w) & (c * c * w <= 1e7 * f)
     held = held & (c.abs() < FARTHEST) & (m > BANNED) & (first < MOST)
-    # else a mask, where u is y and may be rounded at 40 nats, and Q may have most
+    # a block of one value is a mask: there u is y, which may be rounded at 40 nats, and Q may have most of its mass
     held = held & (x.amin(-1, True) < m)
     if dtype == torch.bfloat16:  # whose x - y is taken as it rounds
         held = held & (first.abs() * t < FARTHEST)
     n = m - first - c / t  # where p and q are alike
     none = torch.zeros_like(m)
-    found = held, m, n, w, w, first, a, s, f, none, none
-    return tuple(z.squeeze(-1) for z in found)
+    sums = held, m, n, w, w, first, a, s, f, none, none
+    return tuple(z.squeeze(-1) for z in sums)
 
 
 def _block_sums(x, x_at, y, y_at, t):
@@ -122,14 +130,15 @@ def _block_sums(x, x_at, y, y_at, t):
 
     # x - y where P is largest: a constant between the rows, or one token's mass, then costs u no bits
     at_top = torch.where(allowed & (x == m), d, -torch.inf).amax(-1, True)
-    found = (at_top > -torch.inf) & (m > BANNED)
-    at_top = torch.where(found, at_top, 0.0)
+    has_top = (at_top > -torch.inf) & (m > BANNED)
+    at_top = torch.where(has_top, at_top, 0.0)
     # as in the kernels: where Q masks that column alone, the others are as far from it
-    at_top = torch.where(found & (at_top.abs() * t > FARTHEST), m - n, at_top)
+    far_at_top = has_top & (at_top.abs() * t > FARTHEST)
+    at_top = torch.where(far_at_top, m - n, at_top)
     e = difference(x, y, at_top, torch.float32) * t
 
     # the condition changes nothing but the order: w_all waits, and is summed in one pass with w and a
-    top = torch.where(found, m, m.clamp(min=FLOOR))
+    top = torch.where(has_top, m, m.clamp(min=FLOOR))
     p_all = exp((x - top) * t)
     p = torch.where(allowed, p_all, 0.0)
     w_all, w, a = (z.sum(-1, True) for z in (p_all, p, p * e))
@@ -145,8 +154,8 @@ def _block_sums(x, x_at, y, y_at, t):
     f = (p * torch.where(near, excess(u), u - 1)).sum(-1, True)
     f_y = torch.where(near, 0.0, q).sum(-1, True)
     lone = torch.where(allowed, 0.0, d).amax(-1, True)  # above 0: Q bans a column that P does not
-    found = m, n, w_all, w, at_top, a, s, f, f_y, lone
-    return tuple(z.squeeze(-1) for z in found)
+    sums = m, n, w_all, w, at_top, a, s, f, f_y, lone
+    return tuple(z.squeeze(-1) for z in sums)
 
 
 def _moved(h):
@@ -168,10 +177,8 @@ def _merge(m, n, w_all, w, at_top, a, s, f, f_y, lone, t):
         z.double() for z in (m, n, w_all, w, at_top, c, s, f, f_y)
     )
     # a mask of -1e15 that both have cancels before c is taken off
-    apart, c = (
-        (m - at_top) * t - c,
-        c + at_top * t,
-    )
+    apart = (m - at_top) * t - c
+    c = c + at_top * t
 
     # all about the row's maxima and its mean
     m_row = m.amax(1, True)
@@ -183,30 +190,35 @@ def _merge(m, n, w_all, w, at_top, a, s, f, f_y, lone, t):
     some_row = w_row > TINY
     # the mean, from that of the block with most mass: equal ones then give exactly it
     first = torch.where(some_row, c.gather(1, weight.argmax(1, True)), 0.0)
-    beyond = (weight * (c - first) + s_weight).sum(1, True) / w_row
+    moved_mass = weight * (c - first) + s_weight
+    beyond = moved_mass.sum(1, True) / w_row
     mean = first + torch.where(some_row, beyond, 0.0)
 
     # F moved there, by h
     h = mean - c
-    own = torch.where(about_mean, (apart - n_row * t).exp(), 0.0)
+    f_scale = torch.where(about_mean, (apart - n_row * t).exp(), 0.0)
     scale = ((m_row - n_row) * t - mean).exp()
     scale = torch.where(some_row, scale, 0.0)
     near = scale * (weight * _moved(h) - torch.expm1(h) * s_weight)
-    far = own * (w - s) - scale * (weight * (1 + h) - s_weight)
-    # far, without a mean: all that is Q's
-    moved = torch.where((h < 1) & about_mean & some_row, near, far)
+    far = f_scale * (w - s) - scale * (weight * (1 + h) - s_weight)
+    # far, and without a mean, all of the block is Q's
+    is_near = (h < 1) & about_mean & some_row
+    moved = torch.where(is_near, near, far)
     f_y = f_y * ((n - n_row) * t).exp()
-    q = torch.where(some, own * (f + w - s), 0.0) + f_y
-    f = torch.where(some, own * f + moved, 0.0) + f_y
+    q = torch.where(some, f_scale * (f + w - s), 0.0) + f_y
+    f = torch.where(some, f_scale * f + moved, 0.0) + f_y
     q = q.sum(1, True)
     f = f.sum(1, True).clamp_(min=0)
     w_row = torch.where(some_row, w_row, 0.0)
 
-    lone = (lone > 0).any(1, True)  # however little P's mass there
+    # the divergence of the row, infinite where P has a column to itself, however little its mass there
+    lone = (lone > 0).any(1, True)
     kl, k = _divergence(w_row, w_all, (n_row - m_row) * t + mean, f, lone)
     # mean / t goes into the offset, so that c is small and keeps its bits for the gradient
     offset = (mean / t).float().double()
-    nan = (w_all - w_all) + (n_row - n_row)  # 0, or NaN where a logit is NaN or inf
+
+    # 0, or NaN where a logit is NaN or inf: sums and maxima of one row may have dropped it
+    nan = (w_all - w_all) + (n_row - n_row)
     nan = torch.where((m_row > MOST) | (n_row > MOST), torch.nan, nan)
     distance = (m_row - n_row).abs() * t
     unknown = some_row & (distance > TOO_FAR) & (kl < 0.01 * distance)

@@ -128,10 +128,10 @@ def _chunked_statistics(x, rows, inv_t, softcap):
     """(N, blocks, width), (R,), (R,) -> maximum, ties, others' sum of exp(s), sum of exp(s) s: (4, R, blocks) fp32."""
     step = max(1, compiled.CHUNK // x.shape[1:].numel())
     every = rows.numel() == x.shape[0]
-    found = torch.empty(4, rows.numel(), x.shape[1])
+    sums = torch.empty(4, rows.numel(), x.shape[1])
     work = torch.empty(3, min(step, rows.numel()), *x.shape[1:])
     for c in (slice(i, i + step) for i in range(0, rows.numel(), step)):
-        m, ties, others, t = found[:, c]
+        m, ties, others, t = sums[:, c]
         s, p, top = work[:, : m.shape[0]]
         capped(x[c] if every else x[rows[c]], softcap, out=s)
         torch.amax(s, -1, out=m)
@@ -140,7 +140,7 @@ def _chunked_statistics(x, rows, inv_t, softcap):
         torch.sum(top, -1, out=ties)
         torch.sum(p.sub_(top), -1, out=others)
         torch.sum(p.mul_(s), -1, out=t)
-    return found
+    return sums
 
 
 def _chunked_gradient(x, out, live, softcap, m, inv_t, scale, mean, a, b):

@@ -71,10 +71,10 @@ _ARGUMENTS = {
 
 @functools.cache
 def _function(name: str) -> Callable:
-    found = getattr(_library(), name)
-    found.argtypes = [*_ARGUMENTS[name], _INT]
-    found.restype = None
-    return found
+    function = getattr(_library(), name)
+    function.argtypes = [*_ARGUMENTS[name], _INT]
+    function.restype = None
+    return function
 
 
 @functools.cache

@@ -44,26 +44,19 @@ def over_blocks(function, x, y, *per_row, recompute=False, careful=None):
     """
     vocab = x[0].shape[1]
     tail = vocab % BLOCK
-    parts = []
+    sums = []
+    # whole blocks together, compiled where that pays
     if vocab >= BLOCK:
         whole = vocab - tail
         x_blocks, y_blocks = ((z[:, :whole].unflatten(1, (-1, BLOCK)), at) for z, at in (x, y))
         options = _RECOMPUTE if recompute else {}
-        parts.append(
-            _sums(
-                function,
-                x_blocks,
-                y_blocks,
-                per_row,
-                compiled.compile_pays(x[1].numel(), vocab),
-                options,
-                careful,
-            )
-        )
+        pays = compiled.compile_pays(x[1].numel(), vocab)
+        sums.append(_sums(function, x_blocks, y_blocks, per_row, pays, options, careful))
+    # the row's end, of another width, which would be one more variant to compile
     if tail:
         x_last, y_last = ((z[:, None, vocab - tail :], at) for z, at in (x, y))
-        parts.append(_sums(function, x_last, y_last, per_row, False, {}, careful))
-    return [torch.cat(columns, 1) for columns in zip(*parts, strict=True)]
+        sums.append(_sums(function, x_last, y_last, per_row, False, {}, careful))
+    return [torch.cat(columns, 1) for columns in zip(*sums, strict=True)]
 
 
 def _sums(function, x, y, per_row, compile_pays, options, careful):
@@ -78,28 +71,31 @@ def _sums(function, x, y, per_row, compile_pays, options, careful):
     per_row = [z.repeat_interleave(count)[:, None] for z in per_row]
     if compile_pays:
         with torch._inductor.config.patch(options):
-            found = compiled.by_inductor(function)(x, x_at, y, y_at, *per_row)
+            sums = compiled.by_inductor(function)(x, x_at, y, y_at, *per_row)
     else:
-        found = _in_chunks(function, x, x_at, y, y_at, per_row)
+        sums = _in_chunks(function, x, x_at, y, y_at, per_row)
     if careful is not None:
-        held, *found = found
+        held, *sums = sums
         again = held.logical_not().nonzero()[:, 0]
         if again.numel():
-            at = [[i[again] for i in index] for index in (x_at, y_at)]
-            corrected = _in_chunks(careful, x, at[0], y, at[1], [z[again] for z in per_row])
-            found = [z.index_copy(0, again, new) for z, new in zip(found, corrected, strict=True)]
-    return [z.view(rows, count) for z in found]
+            # few blocks as a rule: those with a ban, or with p and q far apart
+            x_again = [index[again] for index in x_at]
+            y_again = [index[again] for index in y_at]
+            numbers = [z[again] for z in per_row]
+            corrected = _in_chunks(careful, x, x_again, y, y_again, numbers)
+            sums = [z.index_copy(0, again, new) for z, new in zip(sums, corrected, strict=True)]
+    return [z.view(rows, count) for z in sums]
 
 
 def _in_chunks(function, x, x_at, y, y_at, per_row):
-    parts = []
-    # no block: once, for the shapes
-    for chunk in _chunks(max(1, x_at[0].numel()), compiled.CHUNK // BLOCK):
-        x_part = [i[chunk] for i in x_at]
-        y_part = [i[chunk] for i in y_at]
+    blocks = max(1, x_at[0].numel())  # without any, one call says the shapes
+    results = []
+    for chunk in _chunks(blocks, compiled.CHUNK // BLOCK):
+        x_index = tuple(index[chunk] for index in x_at)
+        y_index = tuple(index[chunk] for index in y_at)
         numbers = [z[chunk] for z in per_row]
-        parts.append(function(x, tuple(x_part), y, tuple(y_part), *numbers))
-    return [torch.cat(part) for part in zip(*parts, strict=True)]
+        results.append(function(x, x_index, y, y_index, *numbers))
+    return [torch.cat(pieces) for pieces in zip(*results, strict=True)]
 
 
 def _chunks(total, size):
@@ -125,10 +121,11 @@ def write_gradient(function, out, rows, pair, side, per_row, softcap):
         return
     for part, x_capped, y_capped in capped(x, y, softcap):
         x, at = (x_capped, y_capped)[side]
-        found = torch.empty_like(x)
-        write_rows(function, found, at, x_capped, y_capped, [z[part] for z in per_row])
+        gradient = torch.empty_like(x)
+        write_rows(function, gradient, at, x_capped, y_capped, [z[part] for z in per_row])
+        # the cap's slope, of which x is the value: 1 - (x / softcap)^2
         slope = x.div_(softcap).square_().neg_().add_(1)
-        out[rows[part]] = found.mul_(slope).to(out.dtype)
+        out[rows[part]] = gradient.mul_(slope).to(out.dtype)
 
 
 def write_rows(function, out, rows, x, y, per_row):
@@ -144,8 +141,8 @@ def write_rows(function, out, rows, x, y, per_row):
 
 
 def load(x, x_at, y, y_at, out=None):
-    # else Inductor may not see it, and keeps in memory what it cannot fuse with the write
     if out is not None:
+        # else Inductor may not see it, and keeps in memory what it cannot fuse with the write
         torch._check(out.shape[1] == x.shape[1])
     return (z[at].float().clamp(min=BANNED) for z, at in ((x, x_at), (y, y_at)))
 

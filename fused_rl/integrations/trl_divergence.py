@@ -145,13 +145,13 @@ class HeadDivergence(torch.autograd.Function):
 
 
 def _gradients(needs, g, student, teacher, pair, divergence, states, sums):
-    found = _Tiles(student, teacher, pair)
-    hidden, head, bias = found.student
+    both_heads = _Tiles(student, teacher, pair)
+    hidden, head, bias = both_heads.student
     dtypes = tuple(None if x is None else x.dtype for x in student)
-    gradients = tiles.Gradients(needs, hidden, head, bias, (found.rows, len(head)), dtypes)
+    gradients = tiles.Gradients(needs, hidden, head, bias, (both_heads.rows, len(head)), dtypes)
     kl_bwd = backend_of(hidden.device).kl.kl_bwd
     wants = (False, True) if pair.direction == "forward" else (True, False)
-    for i, (rows, logits, x, y) in enumerate(found):
+    for i, (rows, logits, x, y) in enumerate(both_heads):
         of_rows = divergence[rows], states[i], sums[i] if sums else None
         both = kl_bwd(g[rows], x, y, None, pair.inv_temperature, *of_rows, *wants)
         dlogits = unscaled(both[wants.index(True)][0], logits, pair.student)

@@ -260,15 +260,17 @@ def _statistics(*inputs):
 
     # else a slab at a time; as a rule it is all of them
     for at, rows in slabs(logits):
-        given = of_slab(at, rows, logits.dim() - 1, targets, mask, row_temperature, begin, end)
-        chosen, counts, temperatures, *ranges = given
+        per_row = of_slab(at, rows, logits.dim() - 1, targets, mask, row_temperature, begin, end)
+        slab_targets, slab_mask, temperatures, *ranges = per_row
         sets = None if ids is None else RowSupport(ids, *ranges)
-        found = row_fwd(rows, chosen, counts, inverse(temperature, temperatures), softcap, sets, x)
+        statistics = row_fwd(
+            rows, slab_targets, slab_mask, inverse(temperature, temperatures), softcap, sets, x
+        )
         if at == ():  # no views, which could not be modified in place
-            return *(o.resize_(logits.shape[:-1] + o.shape[1:]) for o in found), x
+            return *(o.resize_(logits.shape[:-1] + o.shape[1:]) for o in statistics), x
         outputs = outputs or _empty_statistics(*inputs)[:-1]
-        for whole, part in zip(outputs, found, strict=True):
-            whole[at].copy_(part.view(whole[at].shape))
+        for whole, slab_output in zip(outputs, statistics, strict=True):
+            whole[at].copy_(slab_output.view(whole[at].shape))
     return *outputs, x
 
 
@@ -343,8 +345,10 @@ def _gradient_into(dlogits, *arguments):
 def _setup_context(ctx, inputs, output):
     logits, targets, mask, ctx.temperature, row_temperature, ctx.softcap, *support = inputs
     _, entropy, _, m, rest, x = output
-    own = entropy.clone()  # the caller may modify the output
-    ctx.save_for_backward(logits, targets, mask, own, m, rest, row_temperature, x, *support)
+    kept_entropy = entropy.clone()  # the caller may modify the output
+    ctx.save_for_backward(
+        logits, targets, mask, kept_entropy, m, rest, row_temperature, x, *support
+    )
     ctx.set_materialize_grads(False)
 
 

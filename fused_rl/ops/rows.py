@@ -130,9 +130,9 @@ def row_fwd(
         forward = backend.logprob.logprob_fwd if targets.dim() == 1 else backend.targets.targets_fwd
         return forward(logits, local, mask, *options)
     # rows that keep the whole vocabulary first; those with a set are written over what is left of them
-    found = backend.support.whole_fwd(logits, local, support.whole(mask), *options)
+    statistics = backend.support.whole_fwd(logits, local, support.whole(mask), *options)
     return backend.support.kept_fwd(
-        x, support, targets, mask, *options, logits=logits, first=first, into=found
+        x, support, targets, mask, *options, logits=logits, first=first, into=statistics
     )
 
 
@@ -153,7 +153,7 @@ def row_bwd(
 ) -> Tensor:
     """The gradient of the logits; what is not said here is as in `row_fwd`."""
     backend = backend_of(logits.device)
-    own, local = (
+    local_upstream, local = (
         (upstream, targets)
         if first is None
         else in_columns(upstream, targets, first, logits.shape[1])
@@ -163,9 +163,11 @@ def row_bwd(
         backward = (
             backend.logprob.logprob_bwd if targets.dim() == 1 else backend.targets.targets_bwd
         )
-        return backward(*own, logits, local, mask, *options, out=out)
+        return backward(*local_upstream, logits, local, mask, *options, out=out)
     out = torch.empty_like(logits) if out is None else out
-    backend.support.whole_bwd(*own, logits, local, support.whole(mask), *options, out=out)
+    backend.support.whole_bwd(
+        *local_upstream, logits, local, support.whole(mask), *options, out=out
+    )
     return backend.support.kept_bwd(
         *upstream, x, support, targets, mask, *options, out=out, first=first
     )

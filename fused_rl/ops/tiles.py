@@ -328,8 +328,8 @@ def statistics(
         tile = logits.tile(hidden[rows])
         inv_t = at(inv_temperature, rows)
         sets = None if support is None else support.at(rows)
-        found = row_fwd(tile, targets[rows], None, inv_t, softcap, sets, x)
-        block = logits.with_common(found, hidden[rows], inv_t)
+        of_rows = row_fwd(tile, targets[rows], None, inv_t, softcap, sets, x)
+        block = logits.with_common(of_rows, hidden[rows], inv_t)
         for whole, part in zip(outputs, block, strict=True):
             whole[rows] = part
         if visit is not None:
@@ -360,7 +360,7 @@ def recomputed(
     upstream = tuple(None if d is None else d.contiguous() for d in upstream)
     # each tile: its logits again, their gradient, and from that the parameters'
     for rows in blocks(n, max(1, tile[0])):
-        given = [at(d, rows) for d in upstream]
+        upstream_rows = [at(d, rows) for d in upstream]
         state = [s[rows] for s in statistics]
         sets = None if support is None else support.at(rows)
         options = at(inv_temperature, rows), softcap
@@ -368,6 +368,6 @@ def recomputed(
             logits = formed.tile(hidden[rows], columns)
             dlogits = formed.gradient(logits)
             where = {"out": dlogits, "support": sets, "x": x, "first": columns.start}
-            row_bwd(given, logits, targets[rows], None, state, *options, **where)
+            row_bwd(upstream_rows, logits, targets[rows], None, state, *options, **where)
             gradients.add(dlogits, hidden[rows], weight[columns], rows, columns)
     return gradients

@@ -79,9 +79,9 @@ class TokenSupport:
 
         # step by step as they came, then in the order of the targets
         whole = counts == steps[0].shape[-1]
-        found = [(step & ~whole[:, t, None]).nonzero()[:, 1] for t, step in enumerate(kept)]
+        ids_of_steps = [(step & ~whole[:, t, None]).nonzero()[:, 1] for t, step in enumerate(kept)]
         lengths = torch.where(whole, 0, counts)
-        by_step = cls(torch.cat(found), _offsets(lengths.t().reshape(-1)))
+        by_step = cls(torch.cat(ids_of_steps), _offsets(lengths.t().reshape(-1)))
         if len(steps) == 1:
             return by_step
         order = torch.arange(lengths.numel(), device=lengths.device).view(len(steps), -1)
@@ -235,12 +235,12 @@ def check_support_values(
 
 def _row_of_ids(row, ids):
     """(K,) int64; what is not a row of whole numbers would be made one in silence."""
-    given = torch.as_tensor([] if ids is None else ids)
-    if given.dim() != 1 or len(given) and given.dtype not in INTEGERS:
+    row_ids = torch.as_tensor([] if ids is None else ids)
+    if row_ids.dim() != 1 or len(row_ids) and row_ids.dtype not in INTEGERS:
         raise ValueError(
             f"row {row} of lists must be a list of ids, whole numbers, or None, got {described(ids)}"
         )
-    return given.long()
+    return row_ids.long()
 
 
 def _of_valid(ids, offsets):

@@ -163,15 +163,15 @@ def merge_logprobs(local, owns_target, inv_t, group):
     that holds it adds its rest, the others add 1 + rest.
     """
     logprobs, entropy, lse, m, rest = (x.double() for x in local)
-    known = m.nan_to_num(-torch.inf, torch.inf, -torch.inf)
-    (m_all,) = _reduced([known], dist.ReduceOp.MAX, group)
+    m_without_nan = m.nan_to_num(-torch.inf, torch.inf, -torch.inf)
+    (m_all,) = _reduced([m_without_nan], dist.ReduceOp.MAX, group)
     below = torch.where(m == -torch.inf, -torch.inf, (m - m_all) * inv_t)
     share = below.exp()
     holds = (m == m_all) & (m > -torch.inf)
     log1p = rest.log1p()
     # sum of -e^s s over the local columns: both parts are >= 0
-    own = (entropy - log1p).clamp(min=0)
-    spread = share * (1 + rest) * (own - torch.where(share > 0, below, 0))
+    local_spread = (entropy - log1p).clamp(min=0)
+    spread = share * (1 + rest) * (local_spread - torch.where(share > 0, below, 0))
     mass = torch.where(holds, rest, share * (1 + rest))
     here = torch.where(m == -torch.inf, -torch.inf, logprobs.t() + log1p + below)  # (N,) or (K, N)
     target = torch.where(owns_target.t(), here, 0)
