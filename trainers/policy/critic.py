@@ -59,6 +59,7 @@ def load_critic(config: Any, tokenizer, device: torch.device, updates: int):
     """
     start = config
     if config.critic is not None:
+        # The option `revision` is of the policy's model, and has no meaning for another one.
         start = config.replace(model=config.critic, revision=None)
     for option in APART:
         value = getattr(config, f"critic_{option}")
@@ -67,6 +68,7 @@ def load_critic(config: Any, tokenizer, device: torch.device, updates: int):
     with phase("loaded the critic"):
         critic = load_reward_model(start, device, kind=Critic)
         if config.critic is not None:
+            # The critic reads the policy's token ids, which are other words to another tokenizer.
             check_reads_policy("critic", config.critic, tokenizer, config.model)
         return engine.initialize(critic, start, updates)
 
@@ -139,6 +141,7 @@ def token_rewards(
     scores: torch.Tensor, kl: torch.Tensor, mask: torch.Tensor, kl_coef: float
 ) -> torch.Tensor:
     """(B, T - 1): minus each token's KL, and the score (B,) at the last one; an empty response gets nothing."""
+    # The score is paid once, at the last token that counts; at each it would grow with the length.
     later = mask.flip(1).cumsum(1).flip(1)  # tokens of the response from here on
     scores = scores[:, None].to(kl.device, non_blocking=True)
     return -kl_coef * kl + torch.where(mask & (later == 1), scores, 0)
@@ -150,14 +153,17 @@ def advantages_and_returns(
     """Both (B, T - 1), from `rewards` and `values` (B, T - 1): each with its own lambda; whitened over all ranks."""
     whiten = fused_rl.whiten
     everyone = ranks.all_ranks()
+    # Rewards keep their mean, or each further token would be paid or charged the same.
     if config.whiten_rewards:
         rewards = whiten(rewards, mask, shift_mean=False, process_group=everyone)
+    # The returns, for the critic, are advantages plus values: arXiv:1506.02438, eq. 16.
     advantages, returns = fused_rl.gae(
         rewards, values, mask, gamma=config.gamma, gae_lambda=config.gae_lambda
     )
     if config.value_gae_lambda is not None:
         gae_lambda = config.value_gae_lambda
         _, returns = fused_rl.gae(rewards, values, mask, gamma=config.gamma, gae_lambda=gae_lambda)
+    # Whitening comes last, so that the returns keep the scale of the rewards.
     return whiten(
         advantages, mask, process_group=everyone
     ) if config.whiten_advantages else advantages, returns
@@ -177,6 +183,7 @@ class KLController:
         """Take account of `responses` whose KL was `kl` nats on average."""
         if self.target is None:
             return
+        # Clipped, no unusual step throws the weight off: arXiv:1909.08593, section 2.2.
         error = min(max(kl / self.target - 1, -LARGEST_ERROR), LARGEST_ERROR)
         self.kl_coef *= 1 + error * responses / self.horizon
 
@@ -189,6 +196,7 @@ def experience_metrics(experience: Experience, group_size: int, step: int) -> di
     """Return the metrics of what was sampled and what it earned, over all ranks."""
     rollout = experience.rollout
     measured = experience.measured
+    # A column is summed over the tokens of a response, and averaged over responses.
     columns = {
         "objective/scores": experience.scores,
         "objective/kl": experience.kl,
@@ -196,6 +204,7 @@ def experience_metrics(experience: Experience, group_size: int, step: int) -> di
         "objective/entropy": -measured.old_logprobs,
     }
     metrics = rollout_metrics(rollout, columns, step)
+    # The loss is called for its moments, which add up over ranks, as explained variances do not.
     values = experience.values
     mask = experience.mask
     tokens = ranks.global_sum(mask.sum()).item()

@@ -45,16 +45,19 @@ def evaluate(
     count = held_out.count
     greedy_sampling = Sampling(0.0, policy.sampling.max_new_tokens, policy.sampling.stop_ids)
     with phase("sampled responses to held-out prompts"):
+        # Each evaluation draws the same random numbers, and takes none from the training.
         with torch.random.fork_rng():
             torch.manual_seed(config.seed + ranks.rank())
             greedy = policy.roll_out(held_out.prompts, greedy_sampling, 1)
             sampled = policy.roll_out(
                 held_out.prompts, policy.sampling, k, Seeds(config.seed + ranks.rank())
             )
+        # Greedy responses are no sample of the policy, so entropy and KL are of the others alone.
         rows = torch.arange(len(sampled.samples)).split(config.micro_batch_size)
         has_reference = policy.reference is not None
         measured = measure(policy, sampled.batch, list(rows), exact_kl=has_reference)
 
+    # What only fills the shares up would count a prompt twice, so it is left out.
     sums = solved_sums(policy.scorers, greedy, sampled, count)
     first = slice(count * k)
     sums["entropy"] = measured.entropy[first].sum().cpu()
@@ -102,6 +105,7 @@ def solved_sums(
 
 def solved_metrics(scorers: Sequence[Scorer], totals: dict[str, float]) -> dict[str, float]:
     """Return accuracy, pass@k, score and lengths from sums over all ranks; no accuracy if no response was judged."""
+    # Without a verdict there is no accuracy: 0 would look like a policy that fails everything.
     known = totals["judged"] > 0
     judges = [scorer.name for scorer in scorers if scorer.solved_at is not None]
     names = ["score"] if scorers else []

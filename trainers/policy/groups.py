@@ -150,10 +150,13 @@ def advantages_of(
 
     `rollout` has the lengths for opo and, of the `scorers`, the scores for gdpo; one that does not apply scores 0.
     """
+    # What does not count is left out before means and deviations are taken, or it would move them.
     rows = included.nonzero()[:, 0].to(rewards.device, non_blocking=True)
     advantage = advantage_of(config)
     options = {name: getattr(config, name) for name in ADVANTAGE_OPTIONS}
+    # A batch is that of all ranks, so the number of processes changes no advantage.
     options |= {"group_size": config.group_size, "process_group": ranks.all_ranks()}
+    # OPO weighs rewards by length (arXiv:2505.23585); GDPO needs them by scorer (arXiv:2601.05242).
     compared = rewards
     if advantage == "opo":
         options["lengths"] = rollout.lengths.to(rewards.device)[rows]
@@ -167,6 +170,7 @@ def advantages_of(
 
 def keeps_groups(config: GroupConfig, world: int) -> bool:
     """Return True if every minibatch is of whole groups, as it must be to share prompts."""
+    # Otherwise two updates would share some group, and each would compute its prompt again.
     return (
         config.share_prompts is not False
         and config.prompts_per_step // world % config.minibatches == 0
@@ -217,7 +221,8 @@ def collect(
     wanted = config.prompts_per_step
     refills = config.max_refills if config.zero_variance == "refill" else 0
 
-    # Until the step is full, or the bound is reached: every rank knows how many are missing, and samples as often.
+    # Every rank knows how many are missing, so that all of them sample equally often, until the
+    # step is full or the bound is reached.
     rollouts = []
     with_signal = 0
     while not rollouts or (with_signal < wanted and len(rollouts) <= refills):
@@ -236,9 +241,11 @@ def collect(
     # Metrics are of all that was sampled, also where a part of it is left out of the update.
     everything = rollouts[0] if len(rollouts) == 1 else _joined(policy, rollouts)
     metrics = group_metrics(config, everything, step)
+    # A group without a signal has advantage 0, and still counts in the loss's denominators.
     if config.zero_variance == "keep":
         metrics["groups/trained"] = float(wanted)
         return Groups(everything, torch.ones(len(everything.samples), dtype=torch.bool), metrics)
+    # Otherwise only groups with a signal count, dealt out again: ranks need equally many passes.
     share, included = _share(config, everything)
     metrics["groups/trained"] = float(min(with_signal, wanted))
     return Groups(_joined(policy, share), included, metrics)
@@ -246,6 +253,7 @@ def collect(
 
 def _joined(policy: Policy, rollouts: list[Rollout]) -> Rollout:
     """Return several rollouts, or the groups of several, as one."""
+    # The batch is made anew, because each rollout was padded to its own longest response.
     samples = sum((rollout.samples for rollout in rollouts), [])
     names = rollouts[0].scores
     seconds = rollouts[0].seconds
@@ -279,6 +287,7 @@ def _share(config: GroupConfig, rollout: Rollout) -> tuple[list[Rollout], torch.
             incidents={},
         )
         groups.append((not is_equal, group))
+    # One rank may have found many groups with a signal and another few, so they are pooled.
     of_all_ranks = sum(ranks.gather(groups), [])
 
     # Those with a signal first, and of them no more than a step has.
@@ -292,5 +301,6 @@ def _share(config: GroupConfig, rollout: Rollout) -> tuple[list[Rollout], torch.
     multiple = world * math.lcm(whole_groups, whole_responses)
     count = multiple * max(1, math.ceil(len(kept) / multiple))
     share = (kept + others)[:count][ranks.rank() :: world]
+    # Groups without a signal fill the last shares up, and are left out of loss and denominators.
     included = torch.tensor([has_signal for has_signal, _ in share]).repeat_interleave(size)
     return [group for _, group in share], included

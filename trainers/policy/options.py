@@ -76,6 +76,7 @@ class LossConfig(_OfTheLoss):
 
     def has_meaning(self, name: str) -> bool:
         if name in OF_SURROGATES:
+            # A user's own surrogate may read any of these, so none is refused beside it.
             surrogate = SURROGATES.get(str(loss_options(self).surrogate))
             return surrogate is None or name in surrogate.reads
         for switch, bounds in BOUNDS.items():
@@ -117,6 +118,7 @@ def loss_options(config: LossConfig, **changes) -> PolicyLossOptions:
     given = {name: getattr(config, name) for name in LOSS}
     given = {name: value for name, value in given.items() if value is not None}
     given.setdefault("kl_estimator", PolicyLossOptions.kl_estimator)
+    # A user's own surrogate is named module:function; wrapped, it keeps its name and declarations.
     if ":" in str(given.get("surrogate")):
         given["surrogate"] = load_function("surrogate", str(given["surrogate"]))
     if config.surrogate_options:
@@ -142,6 +144,8 @@ class KLConfig(LossConfig):
     @property
     def estimator(self) -> KLEstimator:
         """Return the chosen estimator, or the right one for `kl_in`."""
+        # As a reward k1 is the unbiased estimate. In a loss its expected gradient is 0, and rk3 has
+        # the gradient of the KL itself.
         in_the_loss = fused_rl.PolicyLossOptions.kl_estimator
         return self.kl_estimator or ("k1" if self.kl_in == "reward" else in_the_loss)
 
@@ -149,6 +153,7 @@ class KLConfig(LossConfig):
         self, old: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
         """Return (B, T - 1) nats, 0 where masked: the KL in the reward, from log-probabilities before the update."""
+        # The policy is here the one that sampled, so the ratio in k4 and rk3 is 1.
         found = fused_rl.kl_estimate(old, reference, self.estimator, old_logprobs=old)
         return torch.where(mask, found, 0)
 

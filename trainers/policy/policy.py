@@ -66,12 +66,13 @@ class Policy:
         """Return the inputs with which model and reference score the sequences of a micro-batch."""
         packed = None
         if self.costs is not None and batch.token_counts.any():
-            # With shared prompts, where that is cheaper.
+            # Prompts are shared where that is cheaper. The lengths are on the CPU: nothing waits.
             copies = int(batch.prompts.bincount().max())
             prompt = int(batch.prompt_lengths.max())
             response = float(batch.response_lengths.double().mean())
             in_row = responses_per_row(self.costs, prompt, response, copies)
             packed = pack(batch, in_row) if in_row > 1 else None
+        # At another temperature, or over other sets, the first ratio would not be 1.
         scored = {
             "input_ids": batch.input_ids,
             "mask": batch.response_mask,
@@ -90,25 +91,25 @@ class Policy:
 
     def mismatch(self, rollout: Rollout, old_logprobs: torch.Tensor) -> dict[str, float]:
         """Return how far the sampler's log-probabilities are from the policy's; refuse a server's that are too far."""
+        # The raw difference is measured: a correction would hide a sampler of other weights.
         metrics = mismatch(rollout, old_logprobs, self.loss_options(self.config.kl_coef))
         if metrics:
             metrics["rollout/weight_version"] = float(self.published)
-        if (
-            self.config.server is not None and not self.config.lag
-        ):  # with `lag` the probe alone verifies a server
+        # With `lag` the weights differ by more than rounding, and the probe alone verifies them.
+        if self.config.server is not None and not self.config.lag:
             check_bound(metrics, exact=self.model.module.base.dtype == torch.float32)
         return metrics
 
     def loss_options(self, kl_coef: float) -> PolicyLossOptions:
         """Return the options of the loss with this weight of the KL."""
-        in_loss = (
-            kl_coef if self.config.kl_in == "loss" else 0.0
-        )  # what the rewards pay for is not paid for again
+        # A KL that the rewards already pay for must not be paid for again in the loss.
+        in_loss = kl_coef if self.config.kl_in == "loss" else 0.0
         return loss_options(self.config, kl_estimator=self.config.estimator, kl_coef=in_loss)
 
     def begin_step(self, step: int, prompts_of: Callable[[int], list[Prompt]]) -> None:
         """Begin a step; with `lag`, sample later rollouts meanwhile, of the prompts so many steps after it."""
         if self.config.lag:
+            # A resumed run draws the same seeds, as their generator is in the checkpoint.
             known = (step, self.config.steps, prompts_of, self.config.group_size)
             self.published = self.sampler.begin(
                 *known, lambda n: replace(self.sampling, seeds=self.seeds.draw(n))
@@ -118,6 +119,7 @@ class Policy:
         self, prompts: list[Prompt], sampling: Sampling, copies: int, seeds: Seeds | None = None
     ) -> Rollout:
         """`copies` scored responses to each of this rank's prompts; an evaluation has `seeds` of its own."""
+        # An evaluation takes none of the training's seeds, or it would change the run.
         if sampling.temperature:
             sampling = replace(sampling, seeds=(seeds or self.seeds).draw(copies * len(prompts)))
         vocab = self.model.module.base.config.get_text_config().vocab_size
@@ -161,7 +163,9 @@ class Policy:
         loss_options = options["options"]
         is_users = callable(loss_options.surrogate)  # which may read anything
         is_token_level = option_beyond_a_token(loss_options) is None and not is_users
+        # A frozen policy is only measured, so no graph is kept for a backward pass.
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
+            # The head forms the gradient; the loss is computed again for its metrics alone.
             if options.get("rollout_logprobs") is None and is_token_level:
                 token_loss, per_token = fused_rl.policy_token_loss(*tokens, **options)
                 scored = self.model(
@@ -177,7 +181,7 @@ class Policy:
                     scored.logprobs, *tokens, entropy=scored.entropy, **options
                 )
 
-        # How far the pass is from the log-probabilities reported before.
+        # How far the pass is from what was reported before, where 0 means that there was no pass.
         logprobs = scored.logprobs.detach()
         was_run = mask & (old_logprobs != 0) & old_logprobs.isfinite()
         ratio_minus_1 = torch.expm1((logprobs - old_logprobs).double())
@@ -187,7 +191,9 @@ class Policy:
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of the loss of a micro-batch, over its denominators of all ranks."""
         if not self.frozen:
-            self.model.backward(loss * ranks.world_size())  # the engine averages over ranks
+            # The engine averages gradients over ranks, but the denominators already count the
+            # tokens of all ranks, so the gradients must be added up.
+            self.model.backward(loss * ranks.world_size())
 
     def optimizer_step(self, step: int) -> dict[str, float]:
         """One update; the learning rate and the norm of the gradient."""
@@ -204,6 +210,8 @@ def with_entropy_threshold(
     """Return the options with `top_entropy` as a threshold on `entropy` (b, T - 1), the same for the whole update."""
     if options.top_entropy is None:
         return options
+    # The quantile is of the whole update (arXiv:2506.01939): that of a micro-batch would depend on
+    # the split. No entropy is below 0, so -1 marks what is masked.
     of_rank = torch.where(mask, entropy, -1).cpu()  # from the device at once
     entropies = torch.cat(ranks.gather(of_rank[of_rank >= 0])).sort(descending=True).values
     dropped = math.ceil((1 - options.top_entropy) * (len(entropies) - 1))
@@ -225,6 +233,7 @@ def plan(
     responses = torch.arange(count).view(-1, together)
     updates = []
     for _ in range(config.epochs):
+        # In each epoch a response meets others in its minibatch than in the last.
         order = responses[torch.randperm(len(responses))].flatten()
         for minibatch in order.split(count // config.minibatches):
             updates.append(list(minibatch.split(micro_batch_size)))
@@ -291,6 +300,7 @@ def measure(
     old_logprobs, entropy, ref_logprobs, kl = (
         torch.zeros(shape, device=policy.device) for _ in range(4)
     )
+    # What is skipped is trained on before any update, and that pass gives the same numbers.
     for number, micro in enumerate(micro_batches(batch, minibatch)):
         inputs = policy.inputs(micro.batch)
         # The policy, and the reference on the same inputs.
@@ -304,6 +314,7 @@ def measure(
 
         # The exact KL, from the logits of both.
         if exact_kl:
+            # Tokens were drawn from kept sets, so the KL is that of the distributions over these.
             for logits in (scored.logits, ref_scored.logits):
                 keep_only(logits, micro.batch.support)
             divergence = fused_rl.token_kl(

@@ -22,5 +22,6 @@ class PolicyWithoutAdapters(Reference):
 
     def score(self, inputs: dict, **requests) -> Scored:
         """Return the scores of what the policy scored from the same `inputs`."""
+        # Training changes the adapters alone, so the weights under them are the reference's own.
         with self.model.module.lm.disable_adapter():
             return self.model(**inputs, **requests)

@@ -46,6 +46,7 @@ SamplerFactory = Callable[[Sampler, object], Sampler]
 def divided(config: PolicyConfig, world: int) -> dict[str, object]:
     """Return how the batch of a step divides over ranks, minibatches and micro-batches; refuse one that does not."""
     local = divide_over("prompts_per_step", config.prompts_per_step, world) * config.group_size
+    # A remainder would be an update of its own, of fewer responses at the same learning rate.
     if local % config.minibatches:
         what = f"does not divide the {local} responses of each process; choose a number that does"
         raise InputError(f"minibatches={config.minibatches} {what}")
@@ -100,6 +101,7 @@ class Setup:
                 users_sampler=self.users_sampler,
                 **options,
             )
+        # A prompt that does not fit is found now, and not at the step that comes to it.
         rows = ((prompt.ids, prompt.where) for prompt in (*self.prompts, *self.held_out.prompts))
         remedy = "max_new_tokens or max_prompt_length"
         check_fits(
@@ -125,10 +127,13 @@ def setup(
     with phase("read tokenizer, scorers and rows"):
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         read = load_train_eval(config, *rows)
+        # The scorers come before the prompts, because each of them checks every row.
         scorers = load_scorers(config, tokenizer, run.device)
         prompts, held_out = load_prompts(config, tokenizer, scorers, read)
-        if config.sampler is not None:  # a name that is none is refused before a model is read
+        # A function that does not exist is refused before the minutes in which a model is read.
+        if config.sampler is not None:
             load_function("sampler", config.sampler)
+    # All processes must have read the same, and a resumed run what it began with.
     config = run.check_inputs(
         config, tokenizer, config.reward_models() | models, rows=prompts, held_out=held_out
     )
@@ -171,9 +176,11 @@ def load_policy(
     lm = language_model.load_lm(config, device)
     stop_ids = tuple(encode.stop_ids(tokenizer, lm.base.saved_generation_config))
     longest = config.max_prompt_length + config.max_new_tokens
+    # Costs are counted while the weights are whole: an engine under ZeRO 3 partitions them.
     costs = packing_costs(
         lm.base, longest, packing, option=packing_option, otherwise=WITHOUT[packing_option]
     )
+    # With LoRA the policy without its adapters is the reference, else it is a second, frozen model.
     starting = None
     if needs_reference and not lm.lora:
         starting = language_model.load_lm(config, device, trainable=False)
@@ -183,7 +190,8 @@ def load_policy(
     if needs_reference:
         reference = PolicyWithoutAdapters(model) if lm.lora else Reference(starting)
 
-    # Its sampler, and what each rank keeps in checkpoints for itself.
+    # Its sampler, and what each rank keeps in checkpoints for itself. The seeds differ by rank, or
+    # equal prompts would get equal responses.
     sampler = build_sampler(config, model, tokenizer, users_sampler)
     seeds = Seeds(config.seed + ranks.rank() * 100_003)
     rank_state = {"seeds": seeds} | ({"rollouts": sampler} if config.lag else {})
@@ -215,16 +223,19 @@ def build_sampler(
     lm = model.module.base
     options = {"pad_id": tokenizer.pad_token_id, "batch_size": config.rollout_batch_size}
     if config.server is not None:
+        # The probe finds a server with other weights or a stale cache, which raises no error.
         ids = tokenizer.encode(TEXT, add_special_tokens=False)
         probe = Probe(model, ids, lm.dtype == torch.float32, config.sampling(1, ()))
         folder = Path(config.output_dir) / "published"
         longest = config.max_prompt_length + config.max_new_tokens
         built = ServerSampler(config.server, http_of(config), folder, probe, longest)
     elif config.lag:
+        # The next rollout is sampled while the policy is trained, so from a copy.
         built = CopySampler(lm, **options)
     else:
+        # Under ZeRO 3 a rank that has finished goes on, as the others gather weights with it.
         built = TransformersSampler(lm, **options, synced_gpus=model.zero_optimization_stage() == 3)
-    # The user's own, around it.
+    # The user's own is built around it, and may sample by it.
     if config.sampler is not None or users_sampler is not None:
         built = (users_sampler or load_function("sampler", config.sampler))(built, tokenizer)
         if not isinstance(built, Sampler):
@@ -232,7 +243,7 @@ def build_sampler(
             raise InputError(
                 f"sampler: {came}; expected a fused_rl.trainers.rollouts.types.Sampler"
             )
-    # What it does not record or report, and the options need.
+    # What the options need and the sampler does not record or report.
     if config.sampling(1, ()).truncates and not built.records_support:
         raise InputError(
             f"top_p={config.top_p:g} top_k={config.top_k} min_p={config.min_p:g} with a sampler that reports no kept "
@@ -256,6 +267,7 @@ def build_sampler(
 def http_of(config: SamplingRunConfig) -> Http:
     """Return the calls to servers, with the key that the options name."""
     key = None
+    # The option names a variable, because the run keeps its config, in which no key may stand.
     if config.server_api_key_env is not None:
         key = os.environ.get(config.server_api_key_env, "").strip()
         if not key:

@@ -33,10 +33,12 @@ class Teacher(NamedTuple):
     @torch.no_grad()
     def read(self, inputs: dict, batch: Batch) -> tuple[torch.Tensor, ...]:
         """Return the hidden states (N, H) that predict the batch's tokens that count."""
+        # Hidden states are kept and not logits, which are V / H times as large.
         return (self.model(**inputs, under_head=lambda hidden, _: hidden),)
 
     def compare(self, config, student, student_hidden, compared, states) -> dict[str, torch.Tensor]:
         """Return sums: of the divergence at the student's hidden states (N, H), and of metrics at those `compared`."""
+        # Heads may be padded to different numbers of rows; those in common are compared.
         weight, bias = _first(len(self.head[0]), student.head.weight, student.head.bias)
         likeliest = _likeliest(student_hidden[compared], weight, bias)
         agrees = likeliest == _likeliest(states[compared], *self.head)
@@ -47,6 +49,7 @@ class Teacher(NamedTuple):
         options = {"temperature": config.distill_temperature, "softcap": student.softcap} | biases
         options["logits_dtype"] = student.head_dtype
         options |= {"direction": config.direction, "jsd_beta": config.jsd_beta}
+        # The op works in tiles of tokens, so neither model's logits are ever whole.
         kl = fused_rl.linear_token_kl(*operands, **options)
         return {"kl": kl.sum(), "agrees": agrees.sum(), "mass": torch.ones_like(agrees).sum()}
 
@@ -62,9 +65,11 @@ class ServedTeacher(NamedTuple):
 
     def read(self, inputs: dict, batch: Batch) -> tuple[torch.Tensor, ...]:
         """Return the likeliest tokens at each of N tokens that count, (N, K), and their log-probabilities."""
+        # A server would read pads as text, so the sequences are sent without them.
         ends = (batch.prompt_lengths + batch.response_lengths).tolist()
         padded = batch.input_ids.tolist()
         sequences = [ids[:end] for ids, end in zip(padded, ends, strict=True)]
+        # A server must generate at least one token, which nobody reads.
         body = {
             "model": self.name,
             "max_tokens": 1,
@@ -81,7 +86,7 @@ class ServedTeacher(NamedTuple):
             ids = []
             logprobs = []
             for i, j in zip(rows.tolist(), columns.tolist(), strict=True):
-                # Of token j + 1. Beside the K likeliest tokens the server reports the one that is there.
+                # Of token j + 1. Beside the K likeliest the server reports the one that is there.
                 reported = places[i][j + 1].items()
                 ranked = sorted(reported, key=lambda token: token[1]["rank"])[: self.count]
                 ids.append([int(token) for token, _ in ranked])
@@ -108,6 +113,7 @@ class ServedTeacher(NamedTuple):
             "softcap": student.softcap,
             "logits_dtype": student.head_dtype,
         }
+        # A sum over the K tokens alone could be negative, so all others are one more outcome.
         logprobs = fused_rl.linear_token_logprobs(
             student_hidden, head.weight, ids, **options
         ).logprobs
@@ -133,6 +139,7 @@ def is_url(teacher: str) -> bool:
 
 
 def _loaded(config, name: str, policy: Policy) -> Teacher:
+    # Distributions over two vocabularies cannot be compared token by token.
     tokens = set(policy.tokenizer.get_vocab().items())
     others = set(encode.load_tokenizer(name).get_vocab().items())
     if differing := sorted({token for token, _ in tokens ^ others}):
@@ -149,18 +156,20 @@ def _loaded(config, name: str, policy: Policy) -> Teacher:
         reading |= four_bit.quantized(reading["dtype"], policy.device, "teacher_in_4bit")
     lm = language_model.load_to_sample(name, device=policy.device, **reading).requires_grad_(False)
     teacher = language_model.LanguageModel(lm, "linear")
+    # The divergence caps the logits of both sides alike, so their caps must be the same.
     student = policy.model.module
     if teacher.softcap != student.softcap:
         what = f"caps its logits at {teacher.softcap}, and the student at {student.softcap}"
         raise InputError(f"teacher={name} {what}; choose a teacher of the student's family")
 
+    # Student and teacher read the same rows, so both must keep the sequences in one apart.
     rows = {"option": "packing", "otherwise": f"sequences are padded for teacher={name}"}
     packs = (
         packing_costs(lm, config.max_prompt_length + config.max_new_tokens, config.packing, **rows)
         is not None
     )
 
-    # One of the heads may be padded to more rows. ZeRO 3 partitions the parameters, and these tensors stay whole.
+    # One head may be padded to more rows. ZeRO 3 partitions parameters, but not these tensors.
     vocab = student.base.config.get_text_config().vocab_size
     bias = None if teacher.head.bias is None else teacher.head.bias.detach()
     head = _first(vocab, teacher.head.weight.detach(), bias)
@@ -169,8 +178,10 @@ def _loaded(config, name: str, policy: Policy) -> Teacher:
 
 def _served(config, url: str, policy: Policy) -> ServedTeacher:
     url, http = url.rstrip("/"), http_of(config)
+    # The server may still be loading its model, so this call is repeated until it answers.
     (models,) = http.run([http.call("GET", f"{url}/v1/models", tries=float("inf"))])
     name = models["data"][0]["id"]
+    # Sequences are sent as token ids, which are other words to another tokenizer.
     body = {"model": name, "prompt": TEXT, "add_special_tokens": False}
     (answer,) = http.run([http.call("POST", f"{url}/tokenize", body)])
     if answer["tokens"] != policy.tokenizer.encode(TEXT, add_special_tokens=False):
@@ -189,10 +200,12 @@ def teacher_divergence(
     """
     costs = policy.costs if all(teacher.packs for teacher in teachers) else None
     row, column = batch.response_tokens()
+    # Whether the likeliest tokens agree costs products with the heads, so training samples it.
     stride = COMPARED if torch.is_grad_enabled() else 1
     compared = (column + 1 - batch.prompt_lengths[row]) % stride == 0
 
-    # Each teacher reads its own sequences. One that has none here reads another, as ZeRO 3 needs all ranks to read.
+    # Each teacher reads its own sequences. One that has none here reads another, as ZeRO 3 needs
+    # all ranks to read.
     inputs = inputs_of(batch, costs)
     tokens_of = []
     readings = []
@@ -205,6 +218,7 @@ def teacher_divergence(
             its_inputs = inputs_of(its_batch, costs)
         reading = teacher.read(its_inputs, its_batch)
         tokens_of.append(tokens)
+        # Nothing is kept of a sequence that was read for the sake of the other ranks.
         readings.append([values[: len(tokens)] for values in reading])
 
     def compare_under_head(hidden, student):
