@@ -38,11 +38,13 @@ class FusedForCausalLMLossLayer(nn.Module):
             num_items_in_batch: the denominator; None means the labels of this call that count.
             shift_labels: (..., T) int64, shifted already, in place of `labels`.
         """
+        # Position t predicts token t + 1, so the last one has no label.
         if shift_labels is None:
             assert labels is not None
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.to(logits.device).flatten()
         mask = targets != ignore_index
         total = -token_logprobs(logits.reshape(-1, vocab_size), targets, mask=mask).logprobs.sum()
+        # A count over micro-batches makes their losses add up to that of the step.
         count = mask.sum() if num_items_in_batch is None else num_items_in_batch
         return total / (count.to(total.device) if isinstance(count, torch.Tensor) else count)

@@ -8,6 +8,7 @@ import torch
 from fused_rl.base.checks import described
 from fused_rl.cpu import native
 
+# Weak references: the set must not keep an optimizer alive.
 _CHANGED = weakref.WeakSet()
 _PART = 1 << 18  # elements in fp64 at a time
 
@@ -55,6 +56,7 @@ def tf_adam_epsilon(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         raise ValueError("tf_adam_epsilon was applied to this optimizer before")
     _CHANGED.add(optimizer)
 
+    # Each group's own epsilon, from one hook to the other.
     own: list[float] = []
 
     def enlarge(changed, *_):
@@ -73,7 +75,7 @@ def tf_adam_epsilon(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def _next_step(optimizer, group) -> int:
     """The t of the step that a parameter group is about to take."""
-    # none yet, before a closure
+    # Before a closure has run there is no gradient yet, and every parameter counts.
     trained = [p for p in group["params"] if p.grad is not None] or group["params"]
     steps = _distinct([optimizer.state.get(p, {}).get("step", 0) for p in trained])
     # FusedAdam has one t for the group, which it keeps in the state of its last parameter alone.
@@ -109,6 +111,7 @@ def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
     if x.device.type == "cpu" and x.numel() and x.dtype in native.DTYPES and native.takes(x[None]):
         return native.squares(x).sum()
     total = torch.zeros((), dtype=torch.float64, device=x.device)
+    # In parts, because a copy in fp64 would be four times a bf16 tensor.
     for part in x.split(_PART):
         wide = part.double()
         total += torch.dot(wide, wide)

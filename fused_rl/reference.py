@@ -19,6 +19,7 @@ def _per_column(temperature):
 def _allowed(support, shape):
     """(..., V) bool: the ids that each row keeps."""
     lengths = support.offsets.diff()
+    # An empty range keeps the whole vocabulary.
     allowed = (lengths == 0)[:, None].repeat(1, shape[-1])
     allowed[torch.repeat_interleave(lengths), support.ids.long()] = True
     return allowed.view(shape)
@@ -169,6 +170,7 @@ def _surrogate(lp, old, advantages, ratio_level, surrogate, clip_low, clip_high,
     if surrogate == "cispo":
         return -r.detach().clip(1 - clip_low, 1 + clip_high) * a * lp
     if surrogate == "sapo":
+        # The gate is steeper where the advantage is not positive (arXiv:2511.20347).
         tau = 1.05 - 0.05 * (a > 0).to(a.dtype)
         return -4 / (tau * (1 + torch.exp(-tau * (r - 1)))) * a
     if surrogate == "vespo":
@@ -299,6 +301,7 @@ def token_kl(
         if mask is None
         else mask
     )
+    # A NaN in a masked row would pass through the divergence into the gradient.
     pair = (torch.where(mask[..., None], x, 0) for x in (logits, ref_logits))
     pair = pair if softcap is None else (softcap * torch.tanh(x / softcap) for x in pair)
     logp, logq = (torch.log_softmax(x / _per_column(temperature), -1) for x in pair)
@@ -312,7 +315,9 @@ def topk_kl(logprobs, ref_logprobs, *, direction="reverse", mask=None):
         if mask is None
         else mask
     )
+    # Masked rows keep the tail alone, so that nothing of theirs reaches a gradient.
     given = (torch.where(mask[..., None], x, -torch.inf) for x in (logprobs, ref_logprobs))
+    # Without the tail as an outcome this would be no KL, and could be negative.
     logp, logq = (torch.cat([x, torch.log1p(-x.exp().sum(-1, keepdim=True))], -1) for x in given)
     return _divergence(logp, logq, direction).where(mask, 0)
 
@@ -322,7 +327,7 @@ def _divergence(logp, logq, direction, jsd_beta=0.5):
         return _kl(logp, logq)
     if direction == "forward":
         return _kl(logq, logp)
-    # columns without p and q: where() on the input, against 0 * inf in the gradient
+    # Columns without p and q: where() on the input, against 0 * inf in the gradient.
     none = logp.isinf() & logq.isinf()
     logp_or_0, logq_or_0 = (torch.where(none, 0, z) for z in (logp, logq))
     log_mixture = torch.logaddexp(
@@ -362,6 +367,7 @@ def gae(rewards, values, mask, *, gamma, gae_lambda):
         # Beyond the last token that counts, value and advantage are 0.
         value = advantage = 0.0
         for t in mask[b].nonzero()[:, 0].flip(0).tolist():
+            # A_t = delta_t + gamma * lambda * A_(t+1), from arXiv:1506.02438, eq. 16.
             advantage = (
                 rewards[b, t] + gamma * value - values[b, t] + gamma * gae_lambda * advantage
             )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-# Triton too reads it only when it is imported
+# Triton, too, reads the variable only when it is imported.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -25,12 +25,14 @@ class Backend(NamedTuple):
 def backend_of(device: torch.device) -> Backend:
     """CUDA and ROCm tensors take the kernels, CPU tensors the CPU path, or the kernels if TRITON_INTERPRET=1."""
     if _INTERPRETED and device.type == "cpu":
+        # The variable is read again, so that a process that interprets can compare both paths.
         return _backend(os.environ.get("TRITON_INTERPRET") == "1")
     return _backend(device.type == "cuda")
 
 
 @functools.cache
 def _backend(kernels: bool) -> Backend:
+    # Imported at the first use, so that a machine without Triton can import the library.
     if kernels:
         from fused_rl.kernels import gae, jensen_shannon, kl, logprob, support, targets
     else:

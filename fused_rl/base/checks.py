@@ -66,6 +66,7 @@ def described(x: object) -> str:
         kind = "DTensor " if is_dtensor(x) else ""
         layout = "" if x.layout == torch.strided else f" {x.layout}"
         return f"{kind}{x.dtype} {tuple(x.shape)}{layout}"
+    # Whoever passes a whole output or module learns which of its attributes is the tensor.
     held = [
         name
         for name in ("logits", "logprobs", "weight")
@@ -117,6 +118,7 @@ def is_number(x: object) -> bool:
 def check_range(name: str, x: object, words: str, remedy: str = "") -> None:
     """Check a number of `RANGES`, in this one call: a loss has twenty of them."""
     low, high, ends = RANGES[words]
+    # The exact types come first, because they need no further call.
     number = type(x) in (int, float) or is_number(x)
     if not number or not (low < x < high or x in ends):
         raise ValueError(f"{name} must be {words}, got {x if number else described(x)}{remedy}")
@@ -138,11 +140,14 @@ def check_count(name: str, count: object, mask: Tensor) -> None:
             raise ValueError(
                 f"{name} must be a number or a tensor of one, (), got {described(count)}{remedy}"
             )
+        # `item()` would break a compiled graph, and wait for a GPU.
         if torch.compiler.is_compiling() or not values_are_checked(count.device):
             return
         value = count.item()
     check_range(name, value, "a finite number, 0 or more", remedy)
     if (
+        # `divisor` makes 1 of 0 for an empty batch, so a 0 beside tokens that count would go
+        # unnoticed.
         value == 0
         and not torch.compiler.is_compiling()
         and values_are_checked(mask.device)
@@ -154,7 +159,8 @@ def check_count(name: str, count: object, mask: Tensor) -> None:
 
 
 def check_choice(name: str, value: object, valid: Iterable[str]) -> None:
-    if value not in (names := list(valid)):  # a list or dictionary, too, is none of them
+    # Of a list, because a value without a hash, such as a dictionary, is none of them, too.
+    if value not in (names := list(valid)):
         nearest = difflib.get_close_matches(str(value), names, n=1)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
         raise ValueError(
@@ -183,6 +189,8 @@ def check_shape(name: str, x: Tensor, of: str, shape: Collection[int], hint: str
 
 def check_like(name: str, x: Tensor, of: str, like: Tensor) -> None:
     """Check that x is floating point, of the shape and on the device of `like`, which is called `of`."""
+    # Every loss comes here with each of its tensors: the usual one passes on comparisons alone, and
+    # the checks below are called for what is wrong with the others.
     if type(x) not in PLAIN or x.layout != torch.strided or x.dtype not in FLOATING:
         check_floating(name, x)
     if x.shape != like.shape or x.device != like.device:
@@ -246,6 +254,7 @@ def check_targets(targets: Tensor, name: str, x: Tensor, shift: bool) -> None:
         return
     of, shape = f"the rows of {name} {tuple(x.shape)}", tuple(x.shape[:-1])
     hint = _SHIFTED_TARGETS if shift else ""
+    # One target per row has a shape to name; of K targets only the leading dimensions are known.
     if not several:
         check_shape("targets", targets, of, shape, hint)
     raise ValueError(
@@ -277,12 +286,14 @@ def check_temperature(
 ) -> None:
     """A number, or a tensor that broadcasts to one per row; `check_temperature_values` looks at its values."""
     if not isinstance(temperature, Tensor):
-        # the numbers themselves: torch.compile(dynamic=True) makes a symbol of a module's float, and a variant of it
+        # The bounds are written out, because torch.compile(dynamic=True) makes a symbol of a module's
+        # float, and with it another variant of the graph.
         if not is_number(temperature) or not 1e-6 <= temperature <= 1e6:
             shown = temperature if is_number(temperature) else described(temperature)
             raise ValueError(f"{_TEMPERATURE_RANGE}, or a tensor, got {shown}")
         return
     check_plain("temperature", temperature)
+    # Broadcasting aligns shapes at their last dimension.
     sizes = zip(reversed(temperature.shape), reversed(rows), strict=False)
     fits = temperature.dim() <= len(rows) and all(size in (1, row) for size, row in sizes)
     if not fits or temperature.dtype.is_complex or temperature.dtype == torch.bool:
@@ -290,8 +301,10 @@ def check_temperature(
             f"temperature must be a number or broadcastable to the outputs' shape {rows}, one per row, got "
             f"{described(temperature)}"
         )
-    if temperature.dim():  # one number may come from anywhere
+    # A single number may come from anywhere: `split_temperature` moves it.
+    if temperature.dim():
         check_device("temperature", temperature, device, "the rows")
+    # The operators have no gradient for it, so a learned temperature would never change.
     if temperature.requires_grad and torch.is_grad_enabled():
         raise ValueError("the gradient of temperature is not supported; pass temperature.detach()")
 
@@ -305,7 +318,7 @@ def split_temperature(
     if not isinstance(temperature, Tensor):
         if not torch.compiler.is_compiling():
             return float(temperature), None
-        # a number: a variant per value
+        # In a compiled graph a number is a constant, and each value would be compiled anew.
         temperature = torch.ones((), dtype=torch.float32, device=device) * temperature
     return 1.0, temperature.to(device, torch.float32).expand(rows)
 
@@ -334,13 +347,15 @@ def check_target_values(
     if targets.numel() == 0:
         return
     if targets.dim() == 1 and targets.numel() <= 64:
-        ids = targets.tolist()  # a list takes a quarter of the operators' time
+        # Of so few targets a list takes a quarter of the operators' time.
+        ids = targets.tolist()
         least, most = min(ids), max(ids)
     else:
         least, most = torch.aminmax(targets)
         least, most = least.item(), most.item()
     if least >= 0 and most < vocab:
         return
+    # Something lies outside; it is an error only where the mask counts it.
     bad = (targets < 0) | (targets >= vocab)
     if mask is not None:
         bad = bad & (mask[..., None] if several else mask)
@@ -356,7 +371,7 @@ def check_target_values(
 def check_temperature_values(row_temperature: Tensor | None, mask: Tensor | None) -> None:
     if row_temperature is None:
         return
-    # NaN too
+    # As a negation, so that NaN is refused, too.
     bad = ~((row_temperature >= LEAST_TEMPERATURE) & (row_temperature <= MOST_TEMPERATURE))
     bad = bad if mask is None else bad & mask
     if bad.any():
@@ -387,6 +402,7 @@ def no_second_derivative(name: str) -> Callable[..., None]:
 
 def once_differentiable(name: str) -> Callable:
     """Decorate `backward`: a second derivative raises, where torch's decorator of this name may leave it out."""
+    # An identity on a gradient, whose own derivative is the error.
     refusing = type(
         "Once", (torch.autograd.Function,), {"backward": staticmethod(no_second_derivative(name))}
     )
@@ -397,8 +413,10 @@ def once_differentiable(name: str) -> Callable:
         def guarded(ctx, *upstream):
             with torch.no_grad():
                 gradients = backward(ctx, *upstream)
-            if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # no create_graph=True
+            # Gradients are enabled in a backward pass for create_graph=True alone.
+            if not torch.is_grad_enabled() or torch.compiler.is_compiling():
                 return gradients
+            # It hangs on all that the gradient depends on, so any second derivative meets it.
             inputs = [
                 x for x in (*ctx.saved_tensors, *upstream) if x is not None and x.requires_grad
             ]
@@ -413,7 +431,8 @@ def check_transforms(name: str, *tensors: Tensor | None) -> None:
     """An operator without a rule for these transforms would return a derivative of 0."""
     if torch.compiler.is_compiling():
         return
-    dual = forward_ad._current_level >= 0  # as a rule no level is entered
+    # As a rule no level is entered, and no tensor has to be unpacked.
+    dual = forward_ad._current_level >= 0
     if dual:
         dual = any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
     if torch._C._are_functorch_transforms_active() or dual:

@@ -39,7 +39,8 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 def sum_where(mask: Tensor, values: Tensor, dim: int | None = None) -> Tensor:
     """Return `masked_sum` of values that are known to have the mask's shape and at least fp32."""
-    values = torch.where(mask, values, 0)  # not a product: 0 * nan is nan
+    # No product with the mask: 0 * NaN is NaN.
+    values = torch.where(mask, values, 0)
     return values.sum() if dim is None else values.sum(dim)
 
 
@@ -47,6 +48,7 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Mean of `values` where `mask` is True, in at least fp32; 0 where nothing counts. Arguments as `masked_sum`."""
     total = masked_sum(values, mask, dim)
     count = mask.sum() if dim is None else mask.sum(dim)
+    # Where nothing counts, 0 / 1 is 0 and 0 / 0 would be NaN.
     return total / count.clamp(min=1)
 
 
@@ -96,6 +98,7 @@ def whiten(
     check_range("std_floor", std_floor, "a finite number, 0 or more")
     check_process_group(process_group)
     values = at_least_fp32(values, mask)
+    # A NaN at a masked place would otherwise reach the moments.
     kept = torch.where(mask, values, 0)
 
     mean, variance = global_moments(kept, mask, process_group)
@@ -104,6 +107,7 @@ def whiten(
     whitened = (kept - mean) * scale
     if not shift_mean:
         whitened = whitened + mean
+    # The shift has moved the masked places away from 0.
     return torch.where(mask, whitened, 0)
 
 
@@ -112,13 +116,15 @@ def global_moments(
     values: Tensor, mask: Tensor, process_group: torch.distributed.ProcessGroup | None = None
 ) -> tuple[Tensor, Tensor]:
     """Mean and unbiased variance of `values` (0 where masked) over the ranks of `process_group`; fp64."""
-    # the mean first, then squares about it: E[x^2] - E[x]^2 would cancel
+    # The mean first, then squares about it: E[x^2] - E[x]^2 would cancel.
     count = mask.sum().to(torch.float64)
+    # In one tensor, so that one reduction serves both.
     moments = torch.stack([count, values.double().sum()])
     if process_group is not None:
         torch.distributed.all_reduce(moments, group=process_group)
     count, total = moments
     mean = total / count.clamp(min=1)
+    # Masked places, which hold 0, would add the square of the mean each.
     squares = masked_sum((values.double() - mean).square(), mask)
     if process_group is not None:
         torch.distributed.all_reduce(squares, group=process_group)

@@ -19,9 +19,12 @@ def scatter(gradient, parameter):
     """This rank's gradient of the whole tensor as the tensor's own kind; over shards the mean, as FSDP2 reduces."""
     if gradient is None or not is_dtensor(parameter):
         return gradient
+    # Where a DTensor exists, this module is loaded already; elsewhere nobody waits for it.
     from torch.distributed.tensor import DTensor, Partial
 
     mesh = parameter.device_mesh
+    # Every rank has its own tokens' gradient of the whole tensor: `Partial` sums these over the
+    # mesh.
     partial = DTensor.from_local(
         gradient.div_(mesh.size()), mesh, [Partial()] * mesh.ndim, run_check=False
     )
@@ -29,6 +32,6 @@ def scatter(gradient, parameter):
 
 
 def is_dtensor(tensor):
-    # no DTensor exists before its module is imported
+    # No DTensor exists before its module is imported.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)

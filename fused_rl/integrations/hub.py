@@ -29,12 +29,14 @@ def sources() -> dict[Path, str]:
     found = {}
     for folder, up in FOLDERS.items():
         for path in sorted((Path(fused_rl.__file__).parent / folder).iterdir()):
+            # The C source is among them, because it is compiled on the machine that uses it.
             if path.suffix in (".py", ".c", ".typed"):
                 text = path.read_text()
                 text = re.sub(r"^(\s*)from fused_rl\.", rf"\1from {up}", text, flags=re.M)
                 found[Path(folder) / path.name] = re.sub(
                     r"^(\s*)from fused_rl ", rf"\1from {up} ", text, flags=re.M
                 )
+    # `kernelize` finds layers as an attribute of the package.
     found[Path("__init__.py")] += "\nfrom . import layers  # noqa: E402\n"
     return found
 
@@ -44,10 +46,13 @@ def build(folder: Path) -> str:
     texts = sources()
     digest = hashlib.sha256("".join(texts.values()).encode()).hexdigest()[:12]
     prefix = f"_fused_rl_{digest}"
+    # A file of an earlier build that has no source any more would stay in the repository.
     shutil.rmtree(folder, ignore_errors=True)
     for backend in BACKENDS:
         place = folder / f"torch-{backend}"
         for name, text in texts.items():
+            # An operator has its name in two spellings: where it is registered, and where it is
+            # called.
             text = text.replace('"fused_rl::', f'"{prefix}::').replace(
                 "ops.fused_rl.", f"ops.{prefix}."
             )

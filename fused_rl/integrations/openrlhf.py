@@ -58,7 +58,7 @@ def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1
     if not is_served(logits, labels) or labels.shape != logits.shape[:-1]:
         return _PATCH.original(f"{_UTILS}.log_probs_from_logits")(logits, labels, temperature)
     if temperature != 1.0:
-        # OpenRLHF's contract: whoever reads the logits next finds them scaled
+        # OpenRLHF's contract: whoever reads the logits next finds them scaled.
         logits.div_(temperature)
     return label_logprobs(logits, labels)
 
@@ -89,6 +89,7 @@ def compute_approx_kl(
     the value is capped, for k3 as soon as a token has become 14 times less likely than under the base; here it stays
     what it is at the cap (`capped_kl`).
     """
+    # `capped_kl` takes the base as a constant; where it has a gradient, the host's own is used.
     differentiated = log_probs_base.requires_grad and torch.is_grad_enabled()
     if (
         kl_estimator not in ("k1", "k2", "k3")
@@ -97,13 +98,15 @@ def compute_approx_kl(
     ):
         host = _PATCH.original(f"{_UTILS}.compute_approx_kl")
         return host(log_probs, log_probs_base, log_probs_old, kl_estimator, unbiased_gradient)
+    # In 16 bits the difference of two close log-probabilities has few digits.
     log_probs, log_probs_base = log_probs.float(), log_probs_base.float()
     value = capped_kl(log_probs, log_probs_base, kl_estimator)
     if not unbiased_gradient:
         return value
-    # straight-through: the estimate's value, the gradient of the importance-weighted k2
+    # Straight-through: the estimate's value, the gradient of the importance-weighted k2.
     k2 = (log_probs - log_probs_base).square() / 2
     if log_probs_old is not None:
+        # The bound is the host's own constant, so the two cannot differ.
         from openrlhf.models.utils import KL_IS_WEIGHT_CLIP
 
         k2 = (log_probs - log_probs_old.float()).exp().clamp(max=KL_IS_WEIGHT_CLIP).detach() * k2

@@ -26,11 +26,10 @@ class Patch:
         self.host = host
         self.versions = SpecifierSet(versions)
         self._replacements = replacements
-        # of `apply`, for the replacements to read while they are in force
+        # The options of `apply`, for the replacements to read while they are in force.
         self.options: dict[str, Any] = {}
-        self._pairs: dict[
-            str, tuple[object, object]
-        ] = {}  # name -> (original, ours) of what is replaced now
+        # By name, the original and ours of what is replaced now.
+        self._pairs: dict[str, tuple[object, object]] = {}
 
     @property
     def applied(self) -> bool:
@@ -45,6 +44,7 @@ class Patch:
             raise ImportError(
                 f"{self.host} is not installed; install {self.host}{self.versions}"
             ) from None
+        # Without `prereleases` a release candidate of a known version would be unknown.
         if not self.versions.contains(version, prereleases=True):
             raise ImportError(
                 f"{self.host} {version} is not a version that this integration knows ({self.versions}); "
@@ -63,8 +63,10 @@ class Patch:
                 raise ValueError(
                     f"{self.host} is patched with {self.options}, and now with {options}; unpatch() first"
                 )
+            # Leaving this `with` must not end the patch of whoever applied it first.
             return Applied(self, owner=False)
         self.check_version()
+        # All originals are read before the first is exchanged: an error leaves the host as it was.
         pairs = {name: (self._read(name), ours) for name, ours in self._replacements().items()}
         for original, ours in pairs.values():
             self._exchange(original, ours)
@@ -94,8 +96,10 @@ class Patch:
 
     def _exchange(self, old: object, new: object) -> None:
         """In every imported module of the host, each attribute that is `old` becomes `new`."""
+        # A distribution has hyphens where its package has underscores.
         package = self.host.replace("-", "_")
-        for name, module in sys.modules.copy().items():  # a thread may import meanwhile
+        # In a copy, because a thread may import meanwhile.
+        for name, module in sys.modules.copy().items():
             if module is None or name.partition(".")[0] != package:
                 continue
             # `vars`, not `getattr`: a lazy module would import the attribute.

@@ -44,6 +44,7 @@ def label_logprobs(logits: Tensor, labels: Tensor, inplace: bool = False) -> Ten
 
 def row_entropy(logits: Tensor) -> Tensor:
     """Entropy of each row of logits in nats, (...) fp32 (fp64 of fp64 logits)."""
+    # The operator takes a target, and the entropy does not depend on it.
     any_target = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     return token_logprobs(logits, any_target).entropy
 

@@ -32,6 +32,7 @@ def register(host: str) -> None:
     trainer = import_module(module)
     for name in PRESETS.keys() - left_out:
         trainer.register_policy_loss(f"fused_{name}")(partial(loss, name))
+    # gae needs a critic's values, and gdpo single rewards: an estimator gets neither.
     for name in ADVANTAGES:
         if name not in ("gae", "gdpo"):
             getattr(trainer, estimator)(f"fused_{name}")(partial(_estimated, name))
@@ -47,10 +48,11 @@ def _verl(
     config,
     rollout_is_weights=None,
 ):
-    # every preset is linear in the advantages
+    # Every preset is linear in the advantages, so weights on them are weights on the losses.
     weights = 1 if rollout_is_weights is None else rollout_is_weights
     info, mask = config.global_batch_info, response_mask.bool()
-    world = info.get("dp_size", 1)  # ranks that gradients are averaged over
+    # Gradients are averaged over the ranks, so a global count is divided by their number.
+    world = info.get("dp_size", 1)
     counts: dict[str, Any] = {
         "num_tokens": info.get("batch_num_tokens"),
         "num_sequences": info.get("global_batch_size"),
@@ -60,7 +62,7 @@ def _verl(
     loss, metrics = policy_loss(
         *tokens, preset=preset, max_length=info.get("loss_scale_factor"), **counts
     )
-    # verl averages metrics over micro-batches
+    # verl averages metrics over micro-batches: each share of the step becomes a mean of its own.
     local = (counts["num_tokens"] or mask.sum()) / mask.sum().clamp(min=1)
     return loss, {
         f"actor/{name}": (metrics[name] * local).item() for name in _REPORTED if name in metrics
@@ -70,6 +72,7 @@ def _verl(
 def _skyrl(
     preset, log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None
 ):
+    # SkyRL's correction scales a loss that it is given: of ones it returns the weights.
     ones = torch.ones_like(log_probs)
     given = (
         old_log_probs,
@@ -83,6 +86,7 @@ def _skyrl(
 
 
 def _prime(preset, inputs, **changes):
+    # prime-rl's tensors are (T,); ours have a batch dimension in front.
     tokens = inputs.trainer_logprobs, inputs.inference_logprobs, inputs.advantages, inputs.loss_mask
     weights = torch.ones_like(tokens[0]) if inputs.loss_weights is None else inputs.loss_weights
     loss, metrics = _weighted(preset, (each[None] for each in tokens), weights[None], **changes)
@@ -96,12 +100,15 @@ def _megatron(module, more, preset, args, batch, logits, sum_of_sample_mean):
     scored = host.get_log_probs_and_entropy(
         logits, args=args, with_entropy=True, **lists, **more(host, args, batch)
     )
+    # Some releases return the results as the second of a pair.
     scored = scored[1] if isinstance(scored, tuple) else scored
     logprobs, entropy = (torch.cat(scored[name]) for name in ("log_probs", "entropy"))
     old = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
     ones = torch.ones_like(logprobs, requires_grad=True)
-    # what the host multiplies a token's loss by
+    # The host gives its reduction as a function, whose gradient is what each token's loss is
+    # multiplied by.
     (weights,) = torch.autograd.grad(sum_of_sample_mean(ones), ones)
+    # The tokens of all responses stand in one row, where ids say which response is whose.
     ids = torch.arange(len(scored["log_probs"])).repeat_interleave(
         torch.tensor(batch["response_lengths"])
     )
@@ -125,6 +132,7 @@ def _megatron(module, more, preset, args, batch, logits, sum_of_sample_mean):
     given = {
         name: value[None] if isinstance(value, Tensor) else value for name, value in given.items()
     }
+    # Without old log-probabilities the policy itself has sampled, and the ratio is 1.
     old = torch.cat(old) if old else logprobs.detach()
     tokens = logprobs, old, torch.cat(batch["advantages"]), torch.cat(batch["loss_masks"]).bool()
     loss, metrics = _weighted(preset, (each[None] for each in tokens), weights[None], **given)
@@ -142,6 +150,7 @@ def _estimated(advantage, token_level_rewards, response_mask, index, **given):
     """verl's and SkyRL's estimator: rewards and mask (B, T), group names (B,) -> advantages and returns, (B, T)."""
     numbers = {name: number for number, name in enumerate(dict.fromkeys(index))}
     groups = torch.tensor([numbers[name] for name in index], device=response_mask.device)
+    # The hosts may shuffle a batch, and `response_advantages` takes groups of neighbours.
     order, sizes = groups.argsort(stable=True), groups.bincount()
     if (sizes != sizes[0]).any():
         raise ValueError(
@@ -149,6 +158,7 @@ def _estimated(advantage, token_level_rewards, response_mask, index, **given):
         )
     rewards, lengths = token_level_rewards.sum(1)[order], response_mask.sum(1)[order]
     found = response_advantages(rewards, advantage, group_size=int(sizes[0]), lengths=lengths)
+    # Back in the host's order, and on every token that counts.
     spread = torch.empty_like(found).index_copy(0, order, found)[:, None] * response_mask
     return spread, spread
 
@@ -174,6 +184,7 @@ _BY_PATH = {
 
 def __getattr__(name: str):
     """Return the loss that a path names: <host>_<preset>."""
+    # A host imports a loss by its path, so there is no place to register one.
     host, _, preset = name.partition("_")
     if host in _BY_PATH and preset in PRESETS:
         return partial(_BY_PATH[host], preset)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["causal_lm_loss", "patch", "unpatch"]
 
 _INSTEAD = "or use Trainer(compute_loss_func=causal_lm_loss) instead of patch(model)"
-# nothing of the package is replaced: for its check of versions
+# Nothing of the package is replaced: the patch is here for its check of versions.
 _HOST = Patch("transformers", ">=5.17,<6", dict)
 
 
@@ -64,7 +64,7 @@ def causal_lm_loss(
         raise ValueError(
             "causal_lm_loss got labels=None: the batches have no `labels`; a collator must add them"
         )
-    # what the model returned: a ModelOutput, or with return_dict=False a tuple
+    # A model returns a ModelOutput, which is a dictionary, or with return_dict=False a tuple.
     by_name = isinstance(outputs, dict)
     if by_name and outputs.get("aux_loss") is not None:
         raise ValueError(
@@ -112,7 +112,7 @@ def patch(
     """
     _HOST.check_version()
     model = _base(model)
-    # once, and only over the model's own forward
+    # A model is patched once, and only over its own forward.
     forward = vars(model).get(_ATTRIBUTE)
     if forward is not None:
         if forward.logits_dtype != logits_dtype:
@@ -126,7 +126,7 @@ def patch(
             f"the forward of this {type(model).__name__} was replaced already, by accelerate's mixed precision or by "
             "another patch; call patch(model) before Trainer or accelerate get the model"
         )
-    # everything is checked before anything is replaced
+    # Everything is checked before anything is replaced.
     forward = _FusedForward(model, workspace_mb, logits_dtype)
     _linears(model)
     setattr(model, _ATTRIBUTE, forward)
@@ -161,18 +161,21 @@ class _FusedForward:
         _check_loss_function(model)
 
     @property
-    def __signature__(
-        self,
-    ) -> inspect.Signature:  # `Trainer` reads from it which columns the model takes
+    def __signature__(self) -> inspect.Signature:
+        # `Trainer` reads from it which columns the model takes.
         return inspect.signature(functools.partial(type(self.model).forward, self.model))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = type(self.model).forward
         labels = self.__signature__.bind(*args, **kwargs).arguments.get("labels")
+        # Without labels there is no loss, and generation needs the logits.
         if labels is None or not self.active:
             return forward(self.model, *args, **kwargs)
         _check_loss_function(self.model)
+        # The loss function leaves its results here: none means that the forward took another way.
         losses = []
+        # Attributes of the instances hide the originals while the forward runs, so classes,
+        # checkpoints and other models stay what they are.
         with contextlib.ExitStack() as stack:
             for linear in _linears(self.model):
                 stack.enter_context(
@@ -249,7 +252,8 @@ class UnformedLogits(Tensor):
 
     to = float = contiguous = _same
 
-    def detach(self) -> "UnformedLogits":  # as DeepSpeed's hooks do with all that a module returns
+    def detach(self) -> "UnformedLogits":
+        # DeepSpeed's hooks detach all that a module returns.
         made = UnformedLogits(self.head, self.hidden)
         vars(made).update(vars(self))
         return made
@@ -284,16 +288,15 @@ class UnformedLogits(Tensor):
         )
 
     def _formed(self, operation: str) -> Tensor:  # (B, T, V) fp32
-        # a step that is recorded, or a forward that is not over
+        # Refused in a step that is recorded, and in a forward that is not over.
         if self.recorded or "forward" in vars(self.head):
             self._refuse(operation)
         with (
             torch.no_grad(),
             torch.autocast(self.hidden.device.type, self.autocast, self.autocast is not None),
         ):
-            logits = self.head(
-                self.hidden
-            ).float()  # the module and not its weight, which may be sharded
+            # The module and not its weight, which may be sharded.
+            logits = self.head(self.hidden).float()
         if self.inside is not None:
             logits = logits.mul_(self.inside).tanh_()
         return logits.mul_(self.scale)
@@ -307,13 +310,14 @@ class UnformedLogits(Tensor):
         """
         temperature, softcap = 1 / self.scale, None
         if self.inside is not None:
-            # scale * tanh(inside * z) = cap(z) * scale * inside with cap(z) = tanh(inside * z) / inside
+            # With cap(z) = tanh(inside * z) / inside, these logits, scale * tanh(inside * z), are
+            # cap(z) * scale * inside.
             temperature = 1 / (self.scale * self.inside)
             softcap = 1 / self.inside
         # A share of a large batch times a small probability is 0 in fp16, where the caller's loss scale comes too late:
         # there the share is taken after the gradients are formed. Elsewhere it goes in, and saves them a rounding.
         late = (self.autocast or self.hidden.dtype) == torch.float16
-        # here and not earlier: DeepSpeed gathers a partitioned weight at this access
+        # Read here and not earlier: DeepSpeed gathers a partitioned weight at this access.
         head, bias = self.head.weight, self.head.bias
         loss = linear_token_loss(
             self.hidden,
@@ -330,11 +334,13 @@ class UnformedLogits(Tensor):
         return loss * share if late else loss
 
 
+# Reading these forms no logits, so they pass where every other function is refused.
 _PROPERTIES = ("shape", "dtype", "device", "requires_grad", "grad_fn")
 _METADATA = {Tensor.size, Tensor.dim, *(getattr(Tensor, name).__get__ for name in _PROPERTIES)}
 
 
-@torch.compiler.disable  # torch.compile would break its graph at every one of our operators
+# torch.compile would break its graph at every one of our operators.
+@torch.compiler.disable
 def _loss_function(
     losses,
     workspace_mb,
@@ -376,7 +382,8 @@ def _base(model: nn.Module) -> "PreTrainedModel":
     """The causal LM inside a peft model, or the model itself."""
     import transformers
 
-    peft = sys.modules.get("peft")  # no peft model exists before its module is imported
+    # No peft model exists before its module is imported.
+    peft = sys.modules.get("peft")
     if peft is not None and isinstance(model, peft.PeftModel):
         model = model.get_base_model()
     if not isinstance(model, transformers.PreTrainedModel):
@@ -404,7 +411,7 @@ def _linears(model: "PreTrainedModel") -> list[nn.Linear]:
     if peft is not None and isinstance(head, peft.utils.ModulesToSaveWrapper):
         heads = [head.original_module, *head.modules_to_save.values()]
     for linear in heads:
-        # by its forward: FSDP2 gives a module of its own group a class of its own
+        # Judged by its forward, because FSDP2 gives a module of its own group a class of its own.
         if getattr(type(linear), "forward", None) is not nn.Linear.forward or "forward" in vars(
             linear
         ):
@@ -423,6 +430,7 @@ def _linears(model: "PreTrainedModel") -> list[nn.Linear]:
 def _attribute(owner: object, name: str, value: object) -> Iterator[None]:
     """An attribute of the instance, for a while."""
     held = vars(owner)
+    # None may be the value that is put back.
     missing = object()
     before = held.get(name, missing)
     held[name] = value

@@ -36,6 +36,7 @@ __all__ = ["patch", "unpatch"]
 _UTILS = "trl.trainer.utils"
 _LOGPROB = "trl.kernels.chunked_logprob.ChunkedLogProbFunction"
 _DIVERGENCE = "trl.kernels.chunked_divergence.ChunkedDivergenceFunction"
+# The outputs that are served: a call that requests another one stays TRL's.
 _OUTPUTS = {"log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1"}
 
 
@@ -75,17 +76,20 @@ _PATCH = Patch("trl", ">=1.16,<1.17", _replacements)
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
+    # Under autocast the products take its dtype, whatever the hidden states have.
     device = hidden.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
 def _serves_temperature(temperature) -> bool:
+    # Others, such as 0 or a tensor, keep TRL's own meaning.
     is_number = isinstance(temperature, (int, float))
     return is_number and LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE
 
 
 def _serves_head(hidden: Tensor, scale: float, softcap: float | None) -> bool:
     """CPU and CUDA, products in fp32, bf16 or fp16, scales and caps that leave the order of logits as it is."""
+    # A scale becomes part of the temperature, which has to be positive.
     fits = hidden.device.type in ("cpu", "cuda") and _compute_dtype(hidden) in LOGITS_DTYPES
     numbers = (scale, 1.0 if softcap is None else softcap)
     return fits and all(isinstance(x, (int, float)) and 0 < x < math.inf for x in numbers)
@@ -125,14 +129,13 @@ class ChunkedLogProbFunction:
                 logit_scale,
                 outputs,
             )
-        # a ZeRO-3 head; in the forward pass TRL has done it
-        from trl.trainer.utils import (
-            maybe_gather_lm_head_ctx,
-        )
+        # The backward pass gathers a ZeRO-3 head; in the forward pass TRL has done it.
+        from trl.trainer.utils import maybe_gather_lm_head_ctx
 
+        # On a GPU a target outside the vocabulary gives NaN; here an error names it.
         if values_are_checked(hidden.device):
             check_target_values(targets, None, weight.shape[0])
-        # scale * z / T and cap(scale * z) as a temperature and a cap of z
+        # The logits scale * z / T and cap(scale * z) are written with a temperature and a cap of z.
         softcap = None if final_logit_softcapping is None else final_logit_softcapping / logit_scale
         dtype = _compute_dtype(hidden)
         logits_dtype = _PATCH.options.get("logits_dtype")
@@ -162,6 +165,8 @@ class ChunkedDivergenceFunction:
         teacher_final_logit_softcapping: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Divergence of student and teacher, and the student's entropy (no gradient), (N,) each."""
+        # The row functions here are for both directions of the KL and for the even mixture; every
+        # other beta stays TRL's.
         served = beta in DIRECTIONS and _serves_temperature(temperature)
         served &= _serves_head(student_hidden, student_logit_scale, student_final_logit_softcapping)
         served &= _serves_head(teacher_hidden, teacher_logit_scale, teacher_final_logit_softcapping)
@@ -171,6 +176,7 @@ class ChunkedDivergenceFunction:
                 temperature, student_logit_scale, student_final_logit_softcapping, teacher_logit_scale,
                 teacher_final_logit_softcapping,
             )  # fmt: skip
+        # ZeRO 3 may partition both heads: each is gathered while its tiles are formed.
         from trl.trainer.utils import maybe_gather_lm_head_ctx
 
         pair = Pair(
@@ -190,6 +196,7 @@ class ChunkedDivergenceFunction:
 
 def _serves_logits(logits: Tensor, index: Tensor | None, temperature: float) -> bool:
     """CPU and CUDA, floating point, one target per row or K of them."""
+    # TRL's own function takes whatever does not fit, with its own errors.
     fits = logits.device.type in ("cpu", "cuda") and logits.dtype in (*LOGITS_DTYPES, torch.float64)
     fits = fits and logits.dim() > 0 and logits.shape[-1] > 0 and _serves_temperature(temperature)
     rows = logits.shape[:-1]
@@ -207,9 +214,11 @@ def selective_log_softmax(
         return _PATCH.original(f"{_UTILS}.selective_log_softmax")(
             logits, index, temperature, row_mask
         )
+    # TRL's masks may hold numbers.
     mask = None if row_mask is None else row_mask != 0
     several = index.dim() == logits.dim()
-    if several and mask is not None:  # TRL's mask has a place for every target
+    # TRL's mask has a place for every target, and that of the op one for every row.
+    if several and mask is not None:
         return token_logprobs(logits, index, temperature=temperature).logprobs.masked_fill(
             ~mask, 0.0
         )
@@ -231,6 +240,7 @@ def selective_log_softmax_and_entropy(
     row_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """TRL's: log-probabilities of index (...) and entropies of logits (..., V), in one pass; 0 where row_mask is."""
+    # With K targets per row there is one entropy for all of them, a case that is left to TRL.
     if not _serves_logits(logits, index, temperature) or index.shape != logits.shape[:-1]:
         theirs = _PATCH.original(f"{_UTILS}.selective_log_softmax_and_entropy")
         return theirs(logits, index, entropy_requires_grad, temperature, row_mask)

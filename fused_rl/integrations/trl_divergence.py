@@ -39,6 +39,7 @@ def project(
     """(n, H), (V, H), (V,) | None -> logits (n, V) fp32 in the storage of `buffer`."""
     n, vocab = hidden.shape[0], weight.shape[0]
     out = buffer[: n * vocab].view(n, vocab)
+    # Of 16-bit operands torch would round the product to 16 bits.
     if hidden.dtype == torch.float32:
         torch.mm(hidden, weight.t(), out=out)
     else:
@@ -60,6 +61,7 @@ def unscaled(dlogits: Tensor, logits: Tensor, scale: Scale) -> Tensor:
 
 
 def cast(scale: Scale, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple:
+    # The bias is added to fp32 logits, so it is not rounded.
     return hidden.to(scale.dtype), weight.to(scale.dtype), None if bias is None else bias.float()
 
 
@@ -71,6 +73,7 @@ class _Tiles:
         self.teacher = cast(pair.teacher, *teacher)
         self.pair = pair
         hidden, weight = student[:2]
+        # States are kept by block, so both passes have to cut the same blocks.
         budget = tiles.budget(None, hidden, len(weight), False, torch.float32)
         self.rows = tiles.forward_rows(hidden, len(weight), budget, copies=_TILES)
         self.buffers = hidden.new_empty(2, self.rows * len(weight), dtype=torch.float32)
@@ -103,7 +106,7 @@ class HeadDivergence(torch.autograd.Function):
             for rows, logits, x, y in _Tiles(
                 (hidden, weight, bias), (t_hidden, t_weight, t_bias), pair
             ):
-                # the divergence and what a row leaves for its gradient; the student's entropy
+                # The divergence, and what a row leaves for its gradient.
                 divergence[rows], state = backend.kl.kl_fwd(x, y, None, pair.inv_temperature)
                 states.append(state)
                 if pair.direction == "jensen-shannon":
@@ -111,10 +114,12 @@ class HeadDivergence(torch.autograd.Function):
                         backend.jensen_shannon.js_fwd(x, y, None, pair.inv_temperature, state)
                     )
                     divergence[rows] = JensenShannonSums(*sums[-1]).divergence
+                # The student's entropy is a metric, for which its logits are at hand.
                 entropy[rows] = backend.logprob.logprob_fwd(
                     logits, targets[rows], None, pair.inv_temperature, None
                 ).entropy
         inputs = hidden, weight, bias, t_hidden, t_weight, t_bias
+        # A caller may change the returned divergence in place, hence the clone.
         ctx.save_for_backward(*inputs, divergence.clone(), *states, *sums)
         ctx.options = pair, gathered, len(states)
         ctx.mark_non_differentiable(entropy)
@@ -130,6 +135,7 @@ class HeadDivergence(torch.autograd.Function):
         student, teacher = inputs[:3], inputs[3:]
         states = ctx.saved_tensors[7 : 7 + count]
         sums = ctx.saved_tensors[7 + count :]
+        # ZeRO 3 has partitioned the heads again since the forward pass.
         with gathered(*student[1:]), gathered(*teacher[1:]):
             gradients = _gradients(
                 ctx.needs_input_grad,
@@ -150,6 +156,7 @@ def _gradients(needs, g, student, teacher, pair, divergence, states, sums):
     dtypes = tuple(None if x is None else x.dtype for x in student)
     gradients = tiles.Gradients(needs, hidden, head, bias, (both_heads.rows, len(head)), dtypes)
     kl_bwd = backend_of(hidden.device).kl.kl_bwd
+    # The kernel has a gradient for either side; the teacher's is not needed.
     wants = (False, True) if pair.direction == "forward" else (True, False)
     for i, (rows, logits, x, y) in enumerate(both_heads):
         of_rows = divergence[rows], states[i], sums[i] if sums else None

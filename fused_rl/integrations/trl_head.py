@@ -35,9 +35,8 @@ def capped_mean(logits: Tensor, softcap: float) -> Tensor:  # (n, V) -> (n,) fp3
     return softcap * torch.cat(parts)
 
 
-def linear_mean(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None
-) -> Tensor:  # (n, H), (V, H), (V,) -> (n,) fp32
+def linear_mean(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    # (n, H), (V, H), (V,) -> (n,) fp32, in parts, so that no copy of the weight in fp32 is whole.
     parts = [weight[c].sum(0, dtype=torch.float32) for c in tiles.blocks(len(weight), _MEAN_ROWS)]
     mean = hidden.float() @ (torch.stack(parts).sum(0) / len(weight))
     return mean if bias is None else mean + bias.mean(dtype=torch.float32)
@@ -56,6 +55,7 @@ def scored(hidden, weight, bias, targets, head, budget):
 
     def visit(rows, logits):
         if squares is not None:
+            # At half the temperature exp(s) is squared, so its sum is that of the squares.
             at_half = backend.logprob_fwd(
                 logits, targets[rows], None, 2 * head.inv_temperature, head.softcap
             )
@@ -72,6 +72,7 @@ def scored(hidden, weight, bias, targets, head, budget):
     if squares is not None:
         extra["log_sum_sq_probs"] = squares - 2 * found.rest.log1p()
     if top is not None:
+        # In a row that is -inf throughout no token is the likeliest.
         extra["is_top1"] = (top == targets) & (found.logprobs > -torch.inf)
     if "mean_logits" in head.outputs:
         means = linear_mean(hidden, weight, bias) if means is None else means
@@ -95,7 +96,7 @@ class HeadLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         inputs = cast(head.dtype, hidden, weight, bias)
         budget = tiles.budget(None, inputs[0], len(inputs[1]), False, head.logits_dtype)
-        # the mean of the logits is one product in fp32
+        # The mean of the logits is a product in fp32, which autocast would round.
         with torch.autocast(hidden.device.type, enabled=False):
             found, extra = scored(*inputs, targets, head, budget)
         ctx.options = head, gathered, budget
@@ -118,6 +119,7 @@ class HeadLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, *statistics = ctx.saved_tensors
         head, gathered, budget = ctx.options
         upstream = dlogprobs, dentropy, None
+        # ZeRO 3 has partitioned the head again since the forward pass.
         with gathered(weight, bias):
             dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
             inputs = cast(head.dtype, hidden, weight, bias)

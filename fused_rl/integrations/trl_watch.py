@@ -60,11 +60,13 @@ class Watch(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **given):
         for key, (holds, advice) in FINDINGS.items():
+            # An evaluation logs other keys, and not every trainer has all of them.
             value = (logs or {}).get(key)
             if value is None:
                 continue
             self.values.setdefault(key, []).append(float(value))
             now, first = self._means(key)
+            # A mean over a few logs is mostly noise, and a finding is reported once.
             is_new = key not in self.found and len(self.values[key]) >= WINDOW
             if state.is_world_process_zero and is_new and holds(now, first):
                 self.found.add(key)

@@ -57,7 +57,7 @@ def register() -> None:
 
 
 def _replacements():
-    # verl 0.9.1, with liger-kernel
+    # verl has this function from 0.9.1 on, and only where liger-kernel is installed.
     installed = vars(importlib.import_module(_EXPERIMENTAL)).get(_LIGER) is not None
     scores = (
         logprobs_from_logits,
@@ -83,12 +83,13 @@ _PATCH = Patch("verl", ">=0.9,<0.10", _replacements)
 
 
 def _takes_logprobs(logits, labels):
-    # flash-attn's path flattens both, and so takes labels of another shape
+    # verl's path through flash-attn flattens both, and so takes labels of another shape.
     return is_served(logits, labels) and labels.shape == logits.shape[:-1]
 
 
 def _flash_attn_is_used():
     """Return verl's own decision; only this path of verl heeds `inplace_backward`."""
+    # The flag is set when verl is imported, and its name is spelt as in verl.
     from verl.utils import torch_functional
 
     disabled = os.environ.get("VERL_DISABLE_FLASH_ATTN_CE", "0") == "1"
@@ -106,6 +107,7 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
         return _PATCH.original(f"{_FUNCTIONAL}.logprobs_from_logits")(
             logits, labels, inplace_backward
         )
+    # Without flash-attn verl leaves the logits as they are, whatever `inplace_backward` says.
     return label_logprobs(logits, labels, inplace=inplace_backward and _flash_attn_is_used())
 
 
@@ -163,6 +165,7 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
     less likely than under the reference. The value still stops there; the gradient stays what it is at the cap
     (`capped_kl`).
     """
+    # `capped_kl` takes the reference as a constant; where it has a gradient, verl's own is used.
     differentiated = ref_logprob.requires_grad and torch.is_grad_enabled()
     if (
         kl_penalty not in ("low_var_kl", "k3")
@@ -170,18 +173,21 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
         or not is_served(logprob, ref_logprob)
     ):
         return _PATCH.original(_KL)(logprob, ref_logprob, kl_penalty)
+    # In 16 bits k3 would have no digits near 0.
     return capped_kl(
         logprob if logprob.dtype == torch.float64 else logprob.float(), ref_logprob, "k3"
     )
 
 
 def _takes_head(hidden, weight, labels):
+    # Autocast casts hidden states and weight to one dtype; without it verl has its own error.
     autocast = torch.is_autocast_enabled(hidden.device.type)
     fits = hidden.dtype in LOGITS_DTYPES and (hidden.dtype == weight.dtype or autocast)
     return is_served(hidden, weight, labels) and fits
 
 
 def _scored(hidden, weight, labels, temperature):
+    # The option is that of the patch which is in force at this call.
     options = {"temperature": temperature, "logits_dtype": _PATCH.options.get("logits_dtype")}
     return linear_token_logprobs(hidden, weight, labels, **options)[:2]
 
@@ -220,6 +226,7 @@ class LigerFusedLinear:
         logprobs, entropy = FusedLinearForPPOFunction.apply(
             hidden_states, weight, input_ids, temperature
         )
+        # Liger's function returns losses.
         return -logprobs, entropy
 
 
@@ -237,7 +244,9 @@ def linear_cross_entropy(
     What changes: runs on CPU tensors too, and for hidden sizes that 128 does not divide. A head that is split over the
     ranks of `dist_process_group` stays verl's.
     """
+    # A rank of a split head has a part of the vocabulary, and the sums go over the ranks.
     split = dist_process_group is not None and dist.get_world_size(dist_process_group) > 1
+    # A reduction that is none of these is verl's to refuse.
     reduce = _REDUCTIONS.get(reduction.lower()) if isinstance(reduction, str) else None
     is_number = isinstance(temperature, float)
     if split or reduce is None or not is_number or not _takes_head(hidden, weight, labels):

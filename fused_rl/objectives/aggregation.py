@@ -47,7 +47,7 @@ LOSS_AGGS: dict[LossAgg, Aggregation] = {
     "seq-mean-token-sum-norm": Aggregation(
         over=None, denominator="num_sequences", times_max_length=True
     ),
-    # ScaleRL (arXiv:2510.13786, section 3.2)
+    # ScaleRL (arXiv:2510.13786, section 3.2).
     "prompt-mean": Aggregation(over="prompt", denominator="num_sequences"),
     "token-sum": Aggregation(over=None, denominator=None),
 }
@@ -201,6 +201,7 @@ class TokenBatch:
                 )
             # A prompt whose responses are all masked has length 0, and shares of nothing.
             return self.sequences.expand(share) / divisor(self.group_lengths)
+        # A sequence that is masked throughout has no token to share.
         if over == "sequence":
             share = share / self.sequences.lengths.clamp(min=1)
         return self.sequences.expand(share)
