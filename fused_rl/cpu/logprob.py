@@ -37,20 +37,27 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
             *outputs,
         )
         return RowStatistics(*outputs)
+
+    # eager: fp32 sums of each block, merged in fp64
     rows = torch.arange(n) if mask is None else mask.nonzero()[:, 0]
-    inv_t = torch.as_tensor(inv_temperature, dtype=torch.float64).expand(n)[rows]
+    inv_t = fp64_per_row(inv_temperature, n)[rows]
     with torch.no_grad():
         blocks = _statistics(logits.detach(), rows, inv_t.float(), softcap)
         m, rest, t = _merge(inv_t, *blocks)
-    chosen = logits[rows, targets[rows]]
-    x = capped(chosen, softcap).double()
+
+    # the target's log-probability, from its logit alone
+    target_logits = logits[rows, targets[rows]]
+    x = capped(target_logits, softcap).double()
     # a capped logit computed alone may lie an ulp above the maximum
-    s = ((x - _finite(m)) * inv_t).clamp_(max=0)
+    s = ((x - finite(m)) * inv_t).clamp_(max=0)
     log1p = rest.log1p()
-    found = s - log1p, log1p - t / (1 + rest), m * inv_t + log1p, m, rest
-    if mask is None:
-        return RowStatistics(*(x.float() for x in found))
-    return RowStatistics(*(torch.zeros(n).index_copy_(0, rows, x.float()) for x in found))
+    logprobs = s - log1p
+    entropy = log1p - t / (1 + rest)  # two terms >= 0: t is a sum of e^s s, s <= 0
+    lse = m * inv_t + log1p
+    statistics = [z.float() for z in (logprobs, entropy, lse, m, rest)]
+    if mask is not None:
+        statistics = [torch.zeros(n).index_copy_(0, rows, z) for z in statistics]
+    return RowStatistics(*statistics)
 
 
 def logprob_bwd(
@@ -71,19 +78,31 @@ def logprob_bwd(
     n = logits.shape[0]
     out = in_huge_pages(torch.empty_like(logits)) if out is None else out
     if softcap is None and native.takes(logits, out):
-        dtypes = native.DTYPES[logits.dtype], native.DTYPES[out.dtype]
-        x = logits, logits.stride(0), out, out.stride(0), *dtypes, *logits.shape
-        per_row = _per_row(targets, mask, entropy, m, rest)
-        upstream = _per_row(dlogprobs, dentropy, dlse)
         native.call(
-            "logprob_bwd", logits.numel(), *upstream, *x, *per_row, *_either(inv_temperature)
+            "logprob_bwd",
+            logits.numel(),
+            *_per_row(dlogprobs, dentropy, dlse),
+            logits,
+            logits.stride(0),
+            out,
+            out.stride(0),
+            native.DTYPES[logits.dtype],
+            native.DTYPES[out.dtype],
+            *logits.shape,
+            *_per_row(targets, mask, entropy, m, rest),
+            *_either(inv_temperature),
         )
         return out
-    live = m != -torch.inf if mask is None else mask & (m != -torch.inf)
+
+    # what a row's columns share, in fp64; a row of -inf throughout has no distribution, and a gradient of 0
+    live = m != -torch.inf
+    if mask is not None:
+        live = mask & live
     zero = torch.zeros(n, dtype=torch.float64)
     dlp, dh, dlse = (zero if d is None else d.double() for d in (dlogprobs, dentropy, dlse))
-    inv_t = torch.as_tensor(inv_temperature, dtype=torch.float64).expand(n)
-    rest, log1p = rest.double(), rest.double().log1p()
+    inv_t = fp64_per_row(inv_temperature, n)
+    rest = rest.double()
+    log1p = rest.log1p()
     mean = log1p - entropy.double()  # of s, so that log p + H = s - mean
     scale = 1 / (1 + rest)
     a = (dlse - dlp) * inv_t
@@ -91,25 +110,33 @@ def logprob_bwd(
     per_row = [x.float() for x in (m, inv_t, scale, mean, a, b)]
 
     # The column of the target, apart: 1 - p there is exact also when p is next to 1.
-    at = live.nonzero()[:, 0]
-    column = targets[at]
-    x = capped(logits[at, column], softcap).double()
-    s = ((x - m[at]) * inv_t[at]).clamp_(FLAT, 0)
-    logp = s - log1p[at]
-    dp = dlse[at] - dh[at] * (s - mean[at])
-    d = dlp[at] * -logp.expm1() + logp.exp() * dp
-    slope = inv_t[at]
+    rows = live.nonzero()[:, 0]
+    columns = targets[rows]
+    x = capped(logits[rows, columns], softcap).double()
+    slope = inv_t[rows]
+    s = ((x - m[rows]) * slope).clamp_(FLAT, 0)
+    logp = s - log1p[rows]
+    dp = dlse[rows] - dh[rows] * (s - mean[rows])
+    one_minus_p = -logp.expm1()
+    dx = dlp[rows] * one_minus_p + logp.exp() * dp
     if softcap is not None:
         slope = slope * (1 - (x / softcap).square())
-    d *= slope
+    dx *= slope
 
+    # the target's column last: out may be the logits, and has been written throughout
     with torch.no_grad():
         _chunked_gradient(logits.detach(), out.detach(), live, softcap, *per_row)
-    out[at, column] = d.to(out.dtype)
+    out[rows, columns] = dx.to(out.dtype)
     return out
 
 
-def _finite(m):
+def fp64_per_row(inv_temperature, n):
+    """Return a number, or one per row, as (n,) fp64."""
+    return torch.as_tensor(inv_temperature, dtype=torch.float64).expand(n)
+
+
+def finite(m):
+    """Return a row's maximum, or 0 for a row of -inf throughout, so that no -inf is taken off -inf."""
     return torch.where(m == -torch.inf, 0.0, m)
 
 
@@ -126,39 +153,51 @@ def _either(inv_temperature):
 
 def _chunked_statistics(x, rows, inv_t, softcap):
     """(N, blocks, width), (R,), (R,) -> maximum, ties, others' sum of exp(s), sum of exp(s) s: (4, R, blocks) fp32."""
+    n = rows.numel()
     step = max(1, compiled.CHUNK // x.shape[1:].numel())
-    every = rows.numel() == x.shape[0]
-    sums = torch.empty(4, rows.numel(), x.shape[1])
-    work = torch.empty(3, min(step, rows.numel()), *x.shape[1:])
-    for c in (slice(i, i + step) for i in range(0, rows.numel(), step)):
+    every = n == x.shape[0]
+    sums = torch.empty(4, n, x.shape[1])
+    work = torch.empty(3, min(step, n), *x.shape[1:])
+    for begin in range(0, n, step):
+        c = slice(begin, begin + step)
         m, ties, others, t = sums[:, c]
         s, p, top = work[:, : m.shape[0]]
         capped(x[c] if every else x[rows[c]], softcap, out=s)
         torch.amax(s, -1, out=m)
-        s.sub_(_finite(m)[..., None]).mul_(inv_t[c, None, None]).clamp_(min=FLAT)
-        torch.floor(torch.exp(s, out=p), out=top)  # 1 for every tie with the maximum, 0 elsewhere
+        s.sub_(finite(m)[..., None])
+        s.mul_(inv_t[c, None, None]).clamp_(min=FLAT)
+        torch.exp(s, out=p)
+        torch.floor(p, out=top)  # 1 for every tie with the maximum, 0 elsewhere
         torch.sum(top, -1, out=ties)
         torch.sum(p.sub_(top), -1, out=others)
+        # the ties, which p lacks by now, would add nothing: their s is 0
         torch.sum(p.mul_(s), -1, out=t)
     return sums
 
 
 def _chunked_gradient(x, out, live, softcap, m, inv_t, scale, mean, a, b):
     """out = p (a - b (s - mean)), p = exp(s) scale; rows that are not live become 0."""
-    step = max(1, compiled.CHUNK // x.shape[1])
-    work = torch.empty(2, min(step, x.shape[0]), x.shape[1])
-    for c in (slice(i, i + step) for i in range(0, x.shape[0], step)):
+    n, vocab = x.shape
+    step = max(1, compiled.CHUNK // vocab)
+    work = torch.empty(2, min(step, n), vocab)
+    for begin in range(0, n, step):
+        c = slice(begin, begin + step)
         s, p = work[:, : m[c].shape[0]]
         capped(x[c], softcap, out=s)
         slope = None if softcap is None else 1 - (s / softcap).square()
-        s.sub_(m[c, None]).mul_(inv_t[c, None]).clamp_(min=FLAT)
+        s.sub_(m[c, None]).mul_(inv_t[c, None])
+        s.clamp_(min=FLAT)
         torch.exp(s, out=p).mul_(scale[c, None])
-        s.sub_(mean[c, None]).mul_(-b[c, None]).add_(a[c, None])
+        # s becomes the factor of p
+        s.sub_(mean[c, None]).mul_(-b[c, None])
+        s.add_(a[c, None])
         p.mul_(s)
         if slope is not None:
             p.mul_(slope)
         out[c] = p
-    out.index_fill_(0, (~live).nonzero()[:, 0], 0)
+    # what these rows got so far may be NaN
+    dead = (~live).nonzero()[:, 0]
+    out.index_fill_(0, dead, 0)
 
 
 def capped(x, softcap, out=None):
@@ -174,21 +213,29 @@ def _statistics(logits, rows, inv_t, softcap):
     """Return per row and block: maximum, ties with it, the others' sum, the entropy's sum; (R, blocks) fp32 each."""
     vocab = logits.shape[1]
     tail = vocab % BLOCK
+    whole = vocab - tail
     parts = []
-    if vocab >= BLOCK:
-        blocks = logits[:, : vocab - tail].unflatten(1, (vocab // BLOCK, BLOCK))
+    if whole:
+        blocks = logits[:, :whole].unflatten(1, (vocab // BLOCK, BLOCK))
         parts.append(_chunked_statistics(blocks, rows, inv_t, softcap))
     if tail:
-        parts.append(_chunked_statistics(logits[:, None, vocab - tail :], rows, inv_t, softcap))
+        last_block = logits[:, None, whole:]
+        parts.append(_chunked_statistics(last_block, rows, inv_t, softcap))
     return [torch.cat(columns, 1) for columns in zip(*parts, strict=True)]
 
 
 def _merge(inv_t, m, ties, others, t):
     """Inverse temperatures (R,) fp64, partial states -> maximum, sum of exp(s) without one maximum, t; (R,) fp64."""
     top = m.amax(1, keepdim=True)
-    d = ((m.double() - _finite(top)) * inv_t[:, None]).clamp(min=1e3 * FLAT)
+    below = (m.double() - finite(top)) * inv_t[:, None]
+    d = below.clamp(min=1e3 * FLAT)  # finite, as FLAT is
     alpha = d.exp()
     mass = ties + others.double()
-    rest = torch.where(m == top, others, alpha * mass).sum(1)
-    rest += (torch.where(m == top, ties, 0.0).sum(1) - 1).clamp_(min=0)  # no tie where all is -inf
-    return top[:, 0].double(), rest, (alpha * (t + d * mass)).sum(1)
+
+    # of blocks with the maximum the ties are counted apart, and one of them is left out
+    holds_top = m == top
+    rest = torch.where(holds_top, others, alpha * mass).sum(1)
+    rest += (torch.where(holds_top, ties, 0.0).sum(1) - 1).clamp_(min=0)  # no tie where all is -inf
+    # the entropy's sum moves with its terms: e^(s + d) (s + d)
+    t_row = (alpha * (t + d * mass)).sum(1)
+    return top[:, 0].double(), rest, t_row
