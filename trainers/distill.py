@@ -152,6 +152,7 @@ def arithmetic(config: DistillConfig, world: int) -> dict[str, object]:
 def given_samples(prepared: Setup) -> list[Sample]:
     """Return the completions of the rows as responses to their prompts."""
     config, prompts = prepared.config, prepared.prompts
+    # Prompts that were too long are gone, so the others are given the numbers of their lines.
     source, _, _ = prompts[0].where.rpartition(", ")
     rows = Rows(
         [prompt.row for prompt in prompts],
@@ -162,6 +163,7 @@ def given_samples(prepared: Setup) -> list[Sample]:
     samples = []
     for i, prompt in enumerate(prompts):
         ((_, ids),) = encoder.pairs(rows, i, config.prompt_column, config.completion_column)
+        # No scorer reads these samples, so they have no text.
         samples.append(
             Sample(
                 prompt.row,
@@ -178,9 +180,11 @@ def accumulate(
     policy: Policy, teachers: Mapping[str, Any], samples: list[Sample], step: int
 ) -> dict[str, float]:
     """Run forward, and where gradients are enabled backward, on this rank's samples; return metrics over all ranks."""
+    # The divergence is over the whole vocabulary, whatever the sampling left out.
     batch = dataclasses.replace(
         batch_of(samples, policy.tokenizer.pad_token_id, policy.device), support=None
     )
+    # The mean is over the tokens of all ranks, so the number of processes changes nothing.
     (num_tokens,) = ranks.global_counts(batch.token_counts.sum())
     policy.model.train(torch.is_grad_enabled())
     sums = Sums(step)
@@ -197,6 +201,7 @@ def accumulate(
             policy.backward(terms["kl"])
         sums.add(terms, micro.where)
     totals = sums.over_ranks()
+    # The likeliest tokens are compared at some tokens only, which are counted apart.
     compared = max(totals["compared"], 1)
     return {
         "distill/kl": totals["kl"],
@@ -211,6 +216,7 @@ def compare(
     policy: Policy, teachers: Mapping[str, Any], samples: list[Sample], count: int
 ) -> dict[str, float]:
     """Return `distill/*` of the first `count` responses of this rank; the others only make the ranks even."""
+    # An empty response keeps the ranks' passes equal in number, and adds 0 to every sum.
     fill = [
         dataclasses.replace(sample, response=Response([], "length")) for sample in samples[count:]
     ]
@@ -227,11 +233,13 @@ def train_step(
     """Sample responses to the prompts, and do one update on these and on the `given` ones; return its metrics."""
     began = time.monotonic()
     metrics, samples = {}, given
+    # With on_policy below 1 there may be steps without a prompt to sample for.
     if prompts:
         rollout = policy.roll_out(prompts, policy.sampling, policy.config.group_size)
         metrics, samples = rollout_metrics(rollout, {}, step), rollout.samples + given
     sampled = time.monotonic()
     metrics |= accumulate(policy, teachers, samples, step) | policy.optimizer_step(step)
+    # The teacher is to correct the student's own mistakes, so the sampler gets the new weights.
     policy.publish(step)
     ended = time.monotonic()
     metrics["perf/tokens_per_second"] = metrics["distill/num_tokens"] / (ended - began)
@@ -249,7 +257,9 @@ def train(
     """Run the whole training, on what is given or on what the config names; return the trained model's folder."""
     # Tokenizer, scorers, rows, models.
     config = with_scorers(config, scorers)
+    # Scorers only show accuracy, because the teacher alone is learned from.
     load = load_for_policy if config.verifiers else lambda *_: []
+    # A resumed run must have the same teachers, but the weights behind a URL cannot be hashed.
     models = {
         f"teacher {name}".strip(): model
         for name, model in config.teachers.items()
@@ -258,6 +268,7 @@ def train(
     prepared = setup(config, arithmetic, load, (dataset, eval_dataset), sampler, models)
     config, run, held_out = prepared.config, prepared.run, prepared.held_out
     given = given_samples(prepared) if config.on_policy < 1 else []
+    # A row that names no teacher is found now, and not at the step that comes to it.
     for prompt in (*prepared.prompts, *held_out.prompts) if len(config.teachers) > 1 else ():
         if config.teacher_column not in prompt.row:
             came = f"column {config.teacher_column!r} is missing; the row has {sorted(prompt.row)}"
@@ -267,11 +278,13 @@ def train(
             raise InputError(
                 f"{prompt.where}: {came}; expected the name of a teacher: {', '.join(config.teachers)}"
             )
+    # There is no reference, because the student is compared with the teacher.
     policy = prepared.load_policy(
         needs_reference=False, packing_option="packing", packing=config.packing
     )
     with phase("loaded the teacher"):
         teachers = load_teachers(config, policy)
+    # An evaluation compares the student with its teachers, too, on what it samples.
     judge = functools.partial(
         evaluate, policy, held_out, functools.partial(compare, policy, teachers)
     )
@@ -287,9 +300,11 @@ def train(
     for step, indices in run:
         policy.begin_step(step, lambda later: prepared.prompts_of_rank(run.order.after(later)))
         mine = indices[ranks.rank() :: ranks.world_size()]
+        # Rounded totals and not a rounded share: 0.3 of a row is one in about three steps.
         due = round(share * step) - round(share * (step - 1))
         prompts = [prepared.prompts[i] for i in mine[:due]]
         metrics = train_step(policy, teachers, prompts, [given[i] for i in mine[due:]], step)
+        # Episodes are of sampled responses alone.
         metrics["episode"] = round(share * step) * ranks.world_size() * config.group_size
         found, samples = judge() if run.evaluates and held_out.prompts else ({}, [])
         run.log(metrics | found, samples)

@@ -101,6 +101,7 @@ def measure(
         loss=None if reference is None else loss_of,
         progress="pairs" if reference is None else None,
     ).float()
+    # A score that is NaN names its pair here, before the optimizer takes a step.
     check_finite(logprobs, [pair.where for pair in pairs])
     return logprobs
 
@@ -115,23 +116,30 @@ def pair_loss(
     """Return the loss of pairs from their (b, 2), as a share of that of all pairs of the step, and its metrics."""
     loss_type = config.loss_type
     scores = logprobs
+    # beta log(pi / pi_ref) is the reward under which the policy would be optimal, but for a term of
+    # the prompt, which cancels in a pair: arXiv:2305.18290, eq. 5.
     if loss_type not in WITHOUT_REFERENCE:
         scores = scores - reference.to(logprobs.device)
+    # A sum grows with the length, so that a short and a long response would not compare.
     if loss_type in OF_MEANS:
         scores = scores / torch.tensor([pair.predicted() for pair in pairs]).to(logprobs.device)
+    # In ipo beta decides the margin instead, and in orpo it is the weight of the whole loss.
     if loss_type not in ("ipo", "orpo"):
         scores = config.beta * scores
     options = {
         "loss_type": PREFERENCE_LOSSES.get(loss_type, loss_type),
         "label_smoothing": config.label_smoothing,
     }
+    # The squared loss has its minimum where the lead is the margin, 1 / (2 beta) for ipo.
     if loss_type not in WITHOUT_MARGIN:
         least = config.margin + (0.5 / config.beta if loss_type == "ipo" else 0.0)
         margin = torch.tensor([pair.margin + least for pair in pairs])
         options["margin"] = margin.to(logprobs.device)
+    # The mean is over all pairs of the step, however they are divided into micro-batches.
     loss, metrics = fused_rl.preference_loss(*scores.unbind(1), num_sequences=len(step), **options)
     if loss_type == "orpo":
         loss = config.beta * loss
+    # A lead can also grow while both sides become less likely: this term holds the chosen one up.
     nll = -logprobs[:, 0].sum() / sum(pair.predicted()[0] for pair in step)
     loss = loss + config.nll_coef * nll
     return loss, metrics | {"loss": loss, "nll": nll}
@@ -175,10 +183,11 @@ def train(config: DPOConfig, dataset: RowsLike = None, eval_dataset: RowsLike = 
         )
         model = engine.initialize(lm, config, config.steps)
 
-    # The reference is the model as it is now, before a checkpoint is restored: of the pairs that the run will take.
+    # The reference is the model as it is now, before a checkpoint replaces its weights.
     every = [*pairs, *held_out]
     reference = torch.zeros(len(every), 2)
     if config.loss_type not in WITHOUT_REFERENCE:
+        # Pairs that the run does not come to are not measured.
         taken = run.order.first(config.steps) + [*range(len(pairs), len(every))]
         with phase("measured the reference"):
             reference[taken] = measure(model, [every[i] for i in taken], config)
@@ -191,6 +200,7 @@ def train(config: DPOConfig, dataset: RowsLike = None, eval_dataset: RowsLike = 
         began = time.monotonic()
         batch = [pairs[i] for i in indices]
         logprobs = measure(model, batch, config, reference[indices])
+        # The metrics are of the weights before the step, as the loss is.
         metrics = pair_metrics(logprobs, reference[indices], batch, config, "train/dpo/")
         metrics |= engine.optimizer_step(model, step)
         metrics["time/train"] = time.monotonic() - began

@@ -209,7 +209,7 @@ def accumulate(
     )
     lengths = group_lengths(mask.sum(1), config.group_size)
 
-    # Rows, loss, backward, sums; the loss is https://arxiv.org/abs/2402.03300, eq. 3, or the preset's.
+    # Rows, loss, backward, sums; the loss is arXiv:2402.03300, eq. 3, or the preset's.
     sums = Sums(step)
     for micro in micro_batches(groups.rollout.batch, minibatch):
         before = measured.of(micro)
@@ -229,9 +229,8 @@ def accumulate(
         )
         policy.backward(output.loss)
         sums.add(output.metrics, micro.batch.where)
-        if (
-            ratio_is_one
-        ):  # later epochs are measured against this pass: arXiv:2402.03300, algorithm 1
+        # Later epochs are measured against this pass: arXiv:2402.03300, algorithm 1.
+        if ratio_is_one:
             measured.old_logprobs[micro.place] = output.logprobs
 
     # Of the responses trained on: one that is left out is no response with a KL of 0.
@@ -247,7 +246,7 @@ def train_step(
     more: Callable[[int], list[Prompt]] | None = None,
 ) -> dict[str, float]:
     """Roll out, score, update; returns the step's metrics. `more` prompts are sampled for dynamic sampling."""
-    # Sample and score groups; new ones for those without a signal: https://arxiv.org/abs/2503.14476, section 3.2.
+    # Sample and score groups; new ones for those without a signal: arXiv:2503.14476, section 3.2.
     config = policy.config
     began = time.monotonic()
     groups = collect(policy, prompts, more, step)
@@ -259,7 +258,7 @@ def train_step(
     measured = measure_first(policy, groups, updates, step)
     mismatch = policy.mismatch(groups.rollout, measured.old_logprobs)
 
-    # Rewards, less the KL if they pay for it, as in https://arxiv.org/abs/2402.14740; and advantages.
+    # Rewards, less the KL if they pay for it, as in arXiv:2402.14740; and advantages.
     rewards = groups.rollout.rewards.to(policy.device, non_blocking=True)
     charged = None
     if config.kl_in == "reward":  # with a coefficient, as the config has checked
@@ -268,9 +267,8 @@ def train_step(
         charged = fused_rl.masked_sum(of_tokens, mask, 1)
         rewards = rewards - config.kl_coef * charged
     advantages = advantages_of(config, rewards, groups.included, groups.rollout, policy.scorers)
-    if (
-        config.old_logprobs == "sampler"
-    ):  # DPPO, arXiv:2602.04879: the trust region is the sampler's
+    # DPPO, arXiv:2602.04879: the trust region is the sampler's.
+    if config.old_logprobs == "sampler":
         measured.old_logprobs = groups.rollout.rollout_logprobs
 
     # Train; the sampler gets the new weights.

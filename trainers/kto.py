@@ -55,7 +55,7 @@ def update(
 
     `reference` (N, 2) has the reference's log-probabilities of the rows' own and of their mismatched responses.
     """
-    # The point of comparison, which moves with the policy but has no gradient: all ranks have all scores.
+    # The point of comparison: it moves with the policy, but no gradient flows through it.
     where = [row.where for row in rows]
     logprobs = logprobs_of(model, [(row.mismatched,) for row in rows], config.micro_batch_size)
     check_finite(logprobs, where)
@@ -72,7 +72,7 @@ def update(
             num_sequences=len(rows),
         )
 
-    # The loss of each micro-batch as a share of that of the step; then the metrics, from all responses at once.
+    # Losses are shares of the step's, by micro-batch; metrics are of all responses at once.
     logprobs = logprobs_of(
         model,
         [(row.matched,) for row in rows],
@@ -81,6 +81,7 @@ def update(
     )
     check_finite(logprobs, where)
     _, metrics = loss_and_metrics(logprobs, range(len(rows)))
+    # The baseline is a mean of scores, and they are beta times nats.
     return mean_scores(metrics) | {"kl": baseline / config.beta}
 
 
@@ -90,6 +91,7 @@ def mean_scores(metrics: dict[str, torch.Tensor]) -> dict[str, float]:
     fractions = {"desirable": found["desirable"], "undesirable": 1 - found["desirable"]}
     for kind, fraction in fractions.items():
         total = found.pop(f"{kind}_rewards")
+        # Without a response of a kind there is no mean of it, and no key.
         if fraction > 0:
             found[f"{kind}_rewards"] = total / fraction
     return found
@@ -115,11 +117,13 @@ def train(config: KTOConfig, dataset: RowsLike = None, eval_dataset: RowsLike = 
         encoder = encode.Encoder.of(config, tokenizer)
         train_rows, held_out_rows = load_train_eval(config, dataset, eval_dataset)
         rows = marked_rows(config, encoder, train_rows)
+        # Held-out rows are mismatched among themselves: training rows must not enter an evaluation.
         held_out = marked_rows(config, encoder, held_out_rows)
     config = run.check_inputs(config, tokenizer, {}, rows=rows, held_out=held_out)
     everything = [*rows, *held_out]
     with phase("loaded the model"):
         lm = language_model.load_lm(config, run.device)
+        # A mismatched response after its prompt may be the longest sequence of all.
         sequences = (
             (prompt + response, row.where)
             for row in everything
@@ -128,7 +132,7 @@ def train(config: KTOConfig, dataset: RowsLike = None, eval_dataset: RowsLike = 
         language_model.check_fits(lm.base, tokenizer, sequences, 0, "max_length")
         model = engine.initialize(lm, config, config.steps)
 
-    # The reference is the model as it is now, before a checkpoint is restored: of the rows that the run will take.
+    # The reference is the model as it is now, before a checkpoint replaces its weights.
     taken = [*run.order.first(config.steps), *range(len(rows), len(everything))]
     both = [(everything[i].matched, everything[i].mismatched) for i in taken]
     reference = torch.zeros(len(everything), 2, dtype=torch.float64)

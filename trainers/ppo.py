@@ -120,20 +120,23 @@ def judge(
     # Both models before the update: https://arxiv.org/abs/1909.08593, section 2.2.
     config = policy.config
     batch = rollout.batch
+    # In the micro-batches of the first pass rounding is the same, so its first ratio is exactly 1.
     measured = measure(policy, batch, first_pass)
     values = torch.zeros_like(measured.old_logprobs)
     for micro in micro_batches(batch, first_pass):
         values[micro.place] = critic(micro.batch.input_ids, micro.batch.response_mask)
 
-    # Scores and the KL become the rewards of tokens (https://arxiv.org/abs/1909.08593, eq. 2), and these advantages
-    # and returns (https://arxiv.org/abs/1506.02438, eq. 16).
+    # Scores and the KL become the rewards of tokens (https://arxiv.org/abs/1909.08593, eq. 2), and
+    # these advantages and returns (https://arxiv.org/abs/1506.02438, eq. 16).
     mask = batch.response_mask
+    # If a missing EOS costs nothing, a policy may learn never to end: arXiv:2403.17031.
     cut = rollout.rewards
     if config.missing_eos_score is not None:
         cut = torch.full_like(cut, config.missing_eos_score)
     scores = torch.where(rollout.stopped, rollout.rewards, cut - config.missing_eos_penalty)
     kl = config.kl_of_tokens(measured.old_logprobs, measured.ref_logprobs, mask)
     rewards = token_rewards(scores, kl, mask, kl_coef if config.kl_in == "reward" else 0.0)
+    # What is not trained on must not move the mean of the advantages, so it is masked before.
     if config.mask_truncated:
         mask = mask & rollout.stopped.to(mask.device, non_blocking=True)[:, None]
     advantages, returns = advantages_and_returns(config, rewards, values, mask)
@@ -160,7 +163,8 @@ def update(
             "optim/critic_lr": of_critic["lr"],
             "optim/critic_grad_norm": of_critic["optim/grad_norm"],
         }
-        # Early stopping as in https://github.com/openai/spinningup, ppo.py: from sums over all ranks, so all stop here.
+        # Early stopping (https://github.com/openai/spinningup), by sums over ranks: all of them
+        # stop.
         if (
             policy.config.target_kl is not None
             and history[-1]["policy/approxkl_avg"] > policy.config.target_kl
@@ -172,6 +176,7 @@ def update(
 
     # The step's metrics: means over its updates.
     means = {key: sum(metrics[key] for metrics in history) / len(history) for key in history[0]}
+    # The learning rate is that of the last update, and only the first one's ratio must be 1.
     last = {key: history[-1][key] for key in history[-1] if key.endswith("lr")}
     last["val/first_ratio"] = history[0]["val/first_ratio"]
     return means | last | {"optim/updates": len(history)}
@@ -190,6 +195,7 @@ def accumulate(
     rollout = experience.rollout
     rows = torch.cat(minibatch).to(policy.device, non_blocking=True)
     mask = experience.mask[rows]
+    # The denominators are of the minibatch over all ranks: no split of it changes the loss.
     num_tokens, num_sequences = global_counts(mask.sum(), torch.tensor(len(rows)))
     loss_options = with_entropy_threshold(
         policy.loss_options(kl_coef), experience.measured.entropy[rows], mask
@@ -221,7 +227,8 @@ def accumulate(
             value_clip=config.value_clip,
             num_tokens=num_tokens,
         )
-        critic.backward(value_loss * world_size())  # the engine averages over ranks
+        # The engine averages gradients over ranks, but num_tokens is already that of all ranks.
+        critic.backward(value_loss * world_size())
         policy.backward(output.loss)
         sums.add(output.metrics | value_metrics, micro.batch.where)
     return sums.over_ranks()
@@ -237,7 +244,7 @@ def train_step(
     rollout = policy.roll_out(prompts, policy.sampling, config.group_size)
     sampled = time.monotonic()
 
-    # What was expected of each token, and what it earned: https://arxiv.org/abs/1909.08593, section 2.2.
+    # What was expected of each token, and what it earned: arXiv:1909.08593, section 2.2.
     updates = plan(config, len(rollout.samples), config.micro_batch_size)
     first_pass = sum(updates[: config.minibatches], [])
     experience = judge(policy, critic, rollout, first_pass, kl_coef)
@@ -298,12 +305,13 @@ def train(
     controller = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
     engines = {"policy": policy.model, "critic": critic}  # what checkpoints hold
     restored = run.start(engines, controller.state, policy.rank_state)
+    # A resumed run goes on with the weight as it was adapted so far.
     controller.kl_coef = restored.get("kl_coef", config.kl_coef)
     policy.publish(run.step)
     if run.begins and held_out.prompts:
         run.log(*evaluate(policy, held_out))
 
-    # Step by step; the weight of the KL may follow it: https://arxiv.org/abs/1909.08593, section 2.2.
+    # Step by step; the weight of the KL may follow it: arXiv:1909.08593, section 2.2.
     for step, indices in run:
         policy.begin_step(step, lambda later: prepared.prompts_of_rank(run.order.after(later)))
         prompts = prepared.prompts_of_rank(indices)
@@ -318,6 +326,7 @@ def train(
 
     def save(model_folder):
         policy.save(model_folder, merged=config.save_merged)
+        # The critic is saved beside the policy, so that another run can start from it.
         save_reward_model(critic, prepared.tokenizer, model_folder.with_name("critic"))
 
     return run.finish(save)

@@ -81,16 +81,17 @@ def train_step(
     model.train()
 
     def score(indices: list[int]) -> torch.Tensor:
-        # Both sides through the model at once.
+        # Both sides go through the model at once, because the loss compares them.
         sides = [ids for ids, _ in sides_of([pairs[i] for i in indices])]
         packed = None if costs is None else pack_pairs(sides, costs, device)
         both = model(*collate(sides, device)) if packed is None else model(packed=packed)
         chosen, rejected = both.view(-1, 2).unbind(1)
 
-        # -log sigmoid(chosen - rejected - margin), over all pairs of the step: arXiv:2203.02155, eq. 1.
+        # arXiv:2203.02155, eq. 1, over the step: -log sigmoid(chosen - rejected - margin).
         margin = torch.tensor([pairs[i].margin for i in indices]).to(device, non_blocking=True)
         loss, _ = preference_loss(chosen, rejected, margin, config, num_sequences=len(pairs))
-        model.backward(loss * ranks.world_size())  # the engine averages over ranks
+        # The engine averages gradients over ranks, but the loss is already divided by all pairs.
+        model.backward(loss * ranks.world_size())
         return torch.stack([chosen, rejected], 1)
 
     # The scores are compared before the step, while the weights are still good.
@@ -122,6 +123,7 @@ def score_pairs(model, pairs: list[Pair], micro_batch_size: int) -> torch.Tensor
     """Scores (N, 2) fp64 of chosen and rejected, computed by all ranks together, the same on each."""
     share = share_of_rank(len(pairs))
     sides = [pairs[i].chosen for i in share] + [pairs[i].rejected for i in share]
+    # PPO and GRPO read scores in this way too, so their rewards are the scores seen here.
     scorer = RewardScorer(model, micro_batch_size)
     found = scorer.unchecked([prompt for prompt, _ in sides], [response for _, response in sides])
     scores = of_all_ranks(found.view(2, -1).T, share, len(pairs))
@@ -155,6 +157,7 @@ def evaluate(
 
 def normalize(model, pairs: list[Pair], micro_batch_size: int) -> list[float]:
     """Give the reference pairs' scores mean 0 and std 1; returns the model's constants, mean and std."""
+    # The loss is of differences, so the mean of the scores is arbitrary until it is set.
     if pairs:
         model.module.normalize(score_pairs(model, pairs, micro_batch_size).flatten())
     return [model.module.score_mean, model.module.score_std]
@@ -177,6 +180,7 @@ def train(config: RewardConfig, dataset: RowsLike = None, eval_dataset: RowsLike
             else encoder.pairs(load_rows(config.reference_dataset))
         )
         reference = reference[: config.normalize_pairs]
+    # The reference pairs decide the scale of the scores, so a resumed run compares them, too.
     config = run.check_inputs(
         config, tokenizer, {}, rows=pairs, held_out=held_out, reference_rows=reference
     )
@@ -185,6 +189,7 @@ def train(config: RewardConfig, dataset: RowsLike = None, eval_dataset: RowsLike
     # The run: `constants` normalise the scores, before training and again after it.
     constants = {}
     restored = run.start({"reward": model}, lambda: {"normalization": constants})
+    # Measured again after a resume, the first constants would be those of trained weights.
     if restored:
         constants |= restored["normalization"]
         model.module.set_normalization(*constants["before"])
@@ -209,6 +214,7 @@ def train(config: RewardConfig, dataset: RowsLike = None, eval_dataset: RowsLike
     # The evaluation of the last step is in the scale of the training loss.
     if held_out and not found:  # resumed when nothing was left to do
         found, _ = evaluate(model, tokenizer, held_out, config)
+    # Training has moved the scores, so the model is saved with constants of its own.
     constants["after"] = normalize(model, reference, config.micro_batch_size)
     if held_out and ranks.rank() == 0:
         evaluation = as_json(found | {"normalization": constants}, indent=2)

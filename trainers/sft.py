@@ -105,14 +105,14 @@ def encoded(config: SFTConfig, rows: Rows, encoder: encode.Encoder) -> list[Exam
             rows, i, config.prompt_column, config.completion_column, config.assistant_turns
         )
         examples = [Example(*pair, rows.where(i)) for pair in pairs]
-        empty = (
-            rows.rows[i].get(config.completion_column) == ""
-        )  # a template may write more than EOS all the same
+        # A chat template may write tokens around an empty text, so the text is checked as well.
+        empty = rows.rows[i].get(config.completion_column) == ""
         if empty or any(len(example.completion) == 1 for example in examples):
             raise InputError(
                 f"{rows.where(i)}: a completion is empty, and would teach to end at once; remove the row"
             )
         lengths = [(len(example.prompt), example.tokens()) for example in examples]
+        # A conversation of several turns is kept as a whole or not at all.
         if all(
             prompt <= config.max_prompt_length and both <= config.max_length
             for prompt, both in lengths
@@ -151,9 +151,8 @@ def micro_batches(
     # Packed: long and short ones together fill rows best.
     if costs is not None:
         mixed = [examples[i::count] for i in range(count)]
-        lengths = [
-            [example.tokens() - 1 for example in part] for part in mixed
-        ]  # the last token predicts nothing
+        # The last token of a sequence predicts none, so it is not fed.
+        lengths = [[example.tokens() - 1 for example in part] for part in mixed]
         arranged = [arrange(part, costs) for part in lengths]
         packed = sum(price(part, rows, costs) for part, rows in zip(lengths, arranged, strict=True))
         if packed < sum(costs.causal_flop(len(part), part[-1].tokens()) for part in padded):
@@ -162,6 +161,7 @@ def micro_batches(
     micro_batches = []
     for part, rows in zip(chosen, rows_of, strict=True):
         prompts, completions, where, _ = zip(*part, strict=True)
+        # A row that only fills the rank's share up has no token that counts.
         trained = [
             None if example.counted else [False] * len(example.completion) for example in part
         ]
@@ -172,6 +172,7 @@ def micro_batches(
 
 def held_out_share(examples: list[Example]) -> list[Example]:
     """Return this rank's share of the held-out rows, as many on every rank; what fills a share up is not counted."""
+    # Under ZeRO 3 every pass gathers weights from all ranks, which must run equally many.
     share = [examples[i] for i in share_of_rank(len(examples))]
     count = len(range(ranks.rank(), len(examples), ranks.world_size()))
     return share[:count] + [example._replace(counted=False) for example in share[count:]]
@@ -179,15 +180,16 @@ def held_out_share(examples: list[Example]) -> list[Example]:
 
 def train_step(model, parts: list[MicroBatch], step: int) -> dict[str, float]:
     """One optimizer step over this rank's micro-batches; returns means over all ranks."""
+    # The mean is over the tokens of the whole step on all ranks. In a mean of the micro-batches'
+    # means, a token of a short completion would weigh more.
     num_tokens = ranks.global_sum(sum(part.batch.response_lengths.sum() for part in parts)).item()
     sums = Sums(step)
     model.train()
     for part in parts:
         # -log p of each token, its gradient formed in the forward pass.
         rows = model(**part.inputs(), token_loss=lambda logprobs, _: -logprobs)
-        model.backward(
-            rows.loss * (ranks.world_size() / num_tokens)
-        )  # the engine averages over ranks
+        # The engine averages gradients over ranks, but num_tokens is already that of all ranks.
+        model.backward(rows.loss * (ranks.world_size() / num_tokens))
         shares = {"loss": rows.loss / num_tokens, "entropy": rows.entropy.sum() / num_tokens}
         sums.add(shares, part.batch.where)
     metrics = {f"train/{name}": value for name, value in sums.over_ranks().items()}
@@ -203,10 +205,12 @@ def evaluate(model, parts: list[MicroBatch]) -> dict[str, float]:
         for part in parts:
             rows = model(**part.inputs(), want_logits=True)
             mask = part.batch.response_mask
+            # Row t of the mask is of token t + 1, so the targets begin with the second token.
             hit = rows.logits.argmax(-1) == part.batch.input_ids[:, 1:][mask]
             nll = -rows.logprobs.sum()
             tokens = mask.sum()
             totals += torch.stack([nll, hit.sum(), tokens]).cpu()
+        # Sums are added up and not means averaged, because the ranks' shares differ in length.
         loss, hits, tokens = ranks.global_sum(totals).tolist()
         found |= {"eval/loss": loss / tokens, "eval/accuracy": hits / tokens}
     return found
@@ -224,6 +228,7 @@ def train(config: SFTConfig, dataset: RowsLike = None, eval_dataset: RowsLike = 
             encoded(config, rows, encoder)
             for rows in load_train_eval(config, dataset, eval_dataset)
         )
+    # Ranks must have read the same rows, and a resumed run those that it began with.
     config = run.check_inputs(config, tokenizer, {}, rows=pairs, held_out=held_out)
     with phase("loaded the model"):
         lm = language_model.load_lm(config, run.device)
@@ -231,15 +236,17 @@ def train(config: SFTConfig, dataset: RowsLike = None, eval_dataset: RowsLike = 
             (example.prompt + example.completion, example.where) for example in [*pairs, *held_out]
         )
         language_model.check_fits(lm.base, tokenizer, rows, 0, "max_length")
+        # This tries whether packing leaves hidden states as they are, while the weights are whole.
         otherwise = "demonstrations are padded, not packed"
         costs = packing_costs(
             lm.base, config.max_length, config.packing, option="packing", otherwise=otherwise
         )
         model = engine.initialize(lm, config, config.steps)
+    # Every evaluation is of the same rows, so they are put into micro-batches once.
     pad_id = tokenizer.pad_token_id
     held_out = micro_batches(held_out_share(held_out), config, pad_id, run.device, costs)
 
-    # The run.
+    # The run. Its first evaluation is of the model before training, which says what was gained.
     run.start({"policy": model})
     if run.begins and held_out:
         run.log(evaluate(model, held_out))
