@@ -57,7 +57,8 @@ def token_logprobs(
     banned = banned_columns.all(-1) if softcap is None else torch.zeros_like(mask)
     live = mask & ~banned
 
-    # The logits that are compared, of rows that count: capped, divided by the temperature, without what is not kept.
+    # The logits that are compared, of rows that count: capped, divided by the temperature, without
+    # what is not kept.
     x = torch.where(live[..., None], logits, 0)
     x = x if softcap is None else softcap * torch.tanh(x / softcap)
     x = x / _per_column(temperature)
@@ -67,7 +68,8 @@ def token_logprobs(
     top, index = x.max(-1, keepdim=True)
     rest = (x - top).exp().scatter(-1, index, 0).sum(-1, keepdim=True)
     logp = x - top - rest.log1p()
-    # p * log p is 0 at banned tokens: where() on the input, so that 0 * inf reaches neither value nor gradient.
+    # p * log p is 0 at banned tokens: where() on the input, so that 0 * inf reaches neither value
+    # nor gradient.
     entropy = -(logp.exp() * torch.where(logp == -torch.inf, 0, logp)).sum(-1)
     # A target in a row without a distribution has probability 0, if the row counts.
     chosen = logp.gather(-1, torch.where(live[..., None], targets, 0).long())

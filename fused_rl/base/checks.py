@@ -22,8 +22,8 @@ LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e6
 MASKED = "Give positions to ignore False in mask"
 _SHIFTED_MASK = "; shift=True takes mask[:, 1:] of a mask over all T tokens"
 _SHIFTED_TARGETS = "; shift=True takes the targets of all T positions and drops the first itself"
-# Tensors of exactly these types have memory of their own: the checks look no further. Nothing but a shard, a subclass
-# or what is no tensor pays for the calls that find out what it is.
+# Tensors of exactly these types have memory of their own: the checks look no further. Nothing but a
+# shard, a subclass or what is no tensor pays for the calls that find out what it is.
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -146,8 +146,7 @@ def check_count(name: str, count: object, mask: Tensor) -> None:
         value = count.item()
     check_range(name, value, "a finite number, 0 or more", remedy)
     if (
-        # `divisor` makes 1 of 0 for an empty batch, so a 0 beside tokens that count would go
-        # unnoticed.
+        # For an empty batch `divisor` makes 1 of 0, and would do so for tokens that count, too.
         value == 0
         and not torch.compiler.is_compiling()
         and values_are_checked(mask.device)
@@ -286,8 +285,8 @@ def check_temperature(
 ) -> None:
     """A number, or a tensor that broadcasts to one per row; `check_temperature_values` looks at its values."""
     if not isinstance(temperature, Tensor):
-        # The bounds are written out, because torch.compile(dynamic=True) makes a symbol of a module's
-        # float, and with it another variant of the graph.
+        # The bounds are written out, because torch.compile(dynamic=True) makes a symbol of a
+        # module's float, and with it another variant of the graph.
         if not is_number(temperature) or not 1e-6 <= temperature <= 1e6:
             shown = temperature if is_number(temperature) else described(temperature)
             raise ValueError(f"{_TEMPERATURE_RANGE}, or a tensor, got {shown}")

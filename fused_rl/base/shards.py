@@ -23,8 +23,7 @@ def scatter(gradient, parameter):
     from torch.distributed.tensor import DTensor, Partial
 
     mesh = parameter.device_mesh
-    # Every rank has its own tokens' gradient of the whole tensor: `Partial` sums these over the
-    # mesh.
+    # `Partial` sums over the mesh what the tokens of each rank give for the whole tensor.
     partial = DTensor.from_local(
         gradient.div_(mesh.size()), mesh, [Partial()] * mesh.ndim, run_check=False
     )

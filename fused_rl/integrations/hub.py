@@ -51,8 +51,7 @@ def build(folder: Path) -> str:
     for backend in BACKENDS:
         place = folder / f"torch-{backend}"
         for name, text in texts.items():
-            # An operator has its name in two spellings: where it is registered, and where it is
-            # called.
+            # An operator is named where it is registered and where it is called.
             text = text.replace('"fused_rl::', f'"{prefix}::').replace(
                 "ops.fused_rl.", f"ops.{prefix}."
             )

@@ -105,8 +105,7 @@ def _megatron(module, more, preset, args, batch, logits, sum_of_sample_mean):
     logprobs, entropy = (torch.cat(scored[name]) for name in ("log_probs", "entropy"))
     old = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
     ones = torch.ones_like(logprobs, requires_grad=True)
-    # The host gives its reduction as a function, whose gradient is what each token's loss is
-    # multiplied by.
+    # The gradient of the host's reduction is what it multiplies each token's loss by.
     (weights,) = torch.autograd.grad(sum_of_sample_mean(ones), ones)
     # The tokens of all responses stand in one row, where ids say which response is whose.
     ids = torch.arange(len(scored["log_probs"])).repeat_interleave(

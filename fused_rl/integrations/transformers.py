@@ -314,8 +314,9 @@ class UnformedLogits(Tensor):
             # cap(z) * scale * inside.
             temperature = 1 / (self.scale * self.inside)
             softcap = 1 / self.inside
-        # A share of a large batch times a small probability is 0 in fp16, where the caller's loss scale comes too late:
-        # there the share is taken after the gradients are formed. Elsewhere it goes in, and saves them a rounding.
+        # A share of a large batch times a small probability is 0 in fp16, where the caller's loss
+        # scale comes too late: there the share is taken after the gradients are formed. Elsewhere
+        # it goes in, and saves them a rounding.
         late = (self.autocast or self.hidden.dtype) == torch.float16
         # Read here and not earlier: DeepSpeed gathers a partitioned weight at this access.
         head, bias = self.head.weight, self.head.bias

@@ -13,7 +13,8 @@ from fused_rl.base.backend import backend_of
 from fused_rl.kernels.states import JensenShannonSums
 from fused_rl.ops import tiles
 
-# TRL's beta -> `fused_rl.ops.kl.DIRECTIONS`: KL(teacher || student), KL(student || teacher), and their even mixture's
+# TRL's beta -> `fused_rl.ops.kl.DIRECTIONS`: KL(teacher || student), KL(student || teacher), and
+# the Jensen-Shannon divergence, which is that of their even mixture.
 DIRECTIONS = {0.0: "forward", 1.0: "reverse", 0.5: "jensen-shannon"}
 _TILES = 4  # of one size at once: both heads' logits in fp32, one gradient in fp32 and in the products' dtype
 

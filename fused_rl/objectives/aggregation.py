@@ -69,7 +69,8 @@ class Sequences:
             return
         self.mask = mask & (sequence_ids >= 0)
         self.ids = sequence_ids.clamp(min=0)
-        # Packed rows: the ids that occur, whatever the mask. Index 0 takes the negative ones, which are no sequence.
+        # Packed rows: the ids that occur, whatever the mask. Index 0 takes the negative ones, which
+        # are no sequence.
         present = mask.new_zeros(mask.numel() + 1)
         self.count = present.index_fill(0, sequence_ids.flatten() + 1, True)[1:].sum()
         counts = self.mask.long().flatten()
@@ -125,7 +126,8 @@ class TokenBatch:
         self.dtype = torch.promote_types(like.dtype, torch.float32)
         self.like = like
         self.sequences = Sequences(mask, sequence_ids)
-        # A truncated response leaves the tokens that count but stays a sequence: num_sequences is what it was.
+        # A truncated response leaves the tokens that count but stays a sequence: num_sequences is
+        # what it was.
         if truncated is not None:
             truncated = self._spread("truncated", truncated)
             if truncated.dtype != torch.bool:
@@ -148,7 +150,8 @@ class TokenBatch:
         check_device(name, tensor, self.sequences.mask.device, "the mask")
         rows, ids = self.sequences.mask.shape, self.sequences.ids
         if tensor.dim() == 1 and (ids is not None or len(tensor) == rows[0]):
-            # Beyond its end an index would read other memory on a GPU, and raise without a name on a CPU.
+            # Beyond its end an index would read other memory on a GPU, and raise without a name on
+            # a CPU.
             if ids is not None and _is_read(ids) and ids.max() >= len(tensor):
                 raise ValueError(
                     f"{name} has {len(tensor)} sequences, but sequence_ids go to {int(ids.max())}"
@@ -258,7 +261,8 @@ def _check_sequence_ids(ids, mask):
 
 def without_impossible(mask, *policies):
     """The mask without the tokens that one of these policies gives no probability; (B, T) each, or None."""
-    # What is no tensor, or not of the mask's kind, is left to the batch, which says what is wrong with it.
+    # What is no tensor, or not of the mask's kind, is left to the batch, which says what is wrong
+    # with it.
     if not isinstance(mask, Tensor) or is_dtensor(mask) or mask.dtype != torch.bool:
         return mask
     kind = mask.shape, mask.device, mask.layout

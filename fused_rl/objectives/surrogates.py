@@ -11,7 +11,8 @@ from torch import Tensor
 from fused_rl.base.checks import Finite, Fraction, MayBeInf, NonNegative, Positive, described
 from fused_rl.objectives.estimators import k3, tangent_exp
 
-# Ratio level: (B, T) log-ratios of tokens -> (B, T); all but the token level give a sequence's tokens one value.
+# Ratio level: (B, T) log-ratios of tokens -> (B, T); all but the token level give a sequence's
+# tokens one value.
 
 
 def _token(log_ratio, sequences):
@@ -45,7 +46,8 @@ def by_token(level, log_ratio):
     return level.detach() + (log_ratio - log_ratio.detach())
 
 
-# Surrogate: (log_ratio, advantages, logprobs, sequences, options), tensors (B, T) -> (B, T) loss, lower is better.
+# Surrogate: (log_ratio, advantages, logprobs, sequences, options), tensors (B, T) -> (B, T) loss,
+# lower is better.
 
 
 class Surrogate(Protocol):
@@ -135,14 +137,16 @@ class SurrogateOptions:
     """Largest covariance of the tokens that Clip-Cov chooses from."""
 
 
-# Tokens that a surrogate's bounds change: (log_ratio, advantages, logprobs, options), (B, T) each -> (B, T) bool.
+# Tokens that a surrogate's bounds change: (log_ratio, advantages, logprobs, options), (B, T) each
+# -> (B, T) bool.
 
 _BOUNDS = ("clip_low", "clip_high")
 _RATIO_AND_BOUNDS = ("ratio_level", *_BOUNDS)
 
 
 def _beyond_the_minimum(log_ratio, advantages, logprobs, options):
-    # The minimum keeps the gradient where the policy has moved against the advantage: it may come back.
+    # The minimum keeps the gradient where the policy has moved against the advantage: it may come
+    # back.
     ratio = tangent_exp(log_ratio)
     below = ratio < 1 - options.clip_low
     if options.delta is not None:
@@ -184,7 +188,8 @@ def _beyond_in_divergence(log_ratio, advantages, logprobs, options):
 
 def _log1mexp(x):
     """log(1 - exp(x)) of x below 0."""
-    # Either form loses its digits at one end: expm1 keeps them near 0, log1p where exp(x) is tiny. They meet at -log 2.
+    # Either form loses its digits at one end: expm1 keeps them near 0, log1p where exp(x) is tiny.
+    # They meet at -log 2.
     return torch.where(x > -0.693, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))
 
 
@@ -202,7 +207,8 @@ def _clip(log_ratio, advantages, logprobs, sequences, options):
     """PPO's pessimistic minimum (arXiv:1707.06347, eq. 7); `delta` bounds it for negative advantages (dual clip)."""
     ratio = tangent_exp(log_ratio)
     clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
-    # Above 1 + clip_high the minimum of a positive advantage is the other term, so this bounds negative ones alone.
+    # Above 1 + clip_high the minimum of a positive advantage is the other term, so this bounds
+    # negative ones alone.
     if options.delta is not None:
         ratio = ratio.clamp(max=options.delta)
     return -torch.minimum(ratio * advantages, clipped * advantages)
@@ -230,7 +236,8 @@ def _vespo(log_ratio, advantages, logprobs, sequences, options):
     up = advantages >= 0
     k = _by_sign(up, options.vespo_k_pos, options.vespo_k_neg, advantages)
     rate = _by_sign(up, options.vespo_lambda_pos, options.vespo_lambda_neg, advantages)
-    # W is a product over a sequence: beyond these ends phi is 0 in fp32, and its exponent would overflow.
+    # W is a product over a sequence: beyond these ends phi is 0 in fp32, and its exponent would
+    # overflow.
     log_w = log_ratio.detach().clamp(math.log(1e-8), 20)
     return -torch.exp(k * log_w + rate * (1 - log_w.exp())) * advantages * logprobs
 
@@ -391,10 +398,12 @@ def evaluate(
     return losses, metrics
 
 
-# What weights the surrogate of each token, and nothing else of the loss: (B, T), or 1 if switched off.
+# What weights the surrogate of each token, and nothing else of the loss: (B, T), or 1 if switched
+# off.
 
 RolloutGate = Literal["geometric", "k1", "k3", "tv"]
-# Gate: (old, rollout, mean over each sequence) -> (S,), per token, so that a sequence's length does not count.
+# Gate: (old, rollout, mean over each sequence) -> (S,), per token, so that a sequence's length does
+# not count.
 ROLLOUT_GATES: dict[RolloutGate, Callable] = {
     "geometric": lambda old, rollout, mean: tangent_exp(mean(old - rollout)),
     "k1": lambda old, rollout, mean: mean(rollout - old).abs(),
