@@ -62,8 +62,8 @@ class Batch:
 
     def rows(self, index: torch.Tensor) -> "Batch":
         """Return the sequences at `index` (b,), padded no wider than they need."""
-        # The lengths are on the CPU, so the width is known without waiting for the device. A sequence whose response
-        # has no token may be cut: nothing of it is predicted.
+        # The lengths are on the CPU, so the width is known without waiting for the device. A
+        # sequence whose response has no token may be cut: nothing of it is predicted.
         index = index.cpu()
         device = self.input_ids.device
         prompts = self.prompt_lengths[index]
@@ -75,7 +75,8 @@ class Batch:
         if self.included is not None:
             included = self.included[index, : width - 1]
 
-        # The tokens of all sequences have their sets one after the other: where those of each sequence begin.
+        # The tokens of all sequences have their sets one after the other: where those of each
+        # sequence begin.
         support = self.support
         if support is not None:
             counts = self.token_counts
@@ -87,6 +88,7 @@ class Batch:
             ids = on_device(support.ids, device)
             support = TokenSupport(ids, on_device(support.offsets, device))
 
+        # The index travels without a wait, and the device cuts its own rows; the lengths stay here.
         rows = on_device(index, device)
         input_ids = self.input_ids[rows, :width]
         mask = self.response_mask[rows, : width - 1]
@@ -98,7 +100,8 @@ class Batch:
         if self.included is not None:
             row, column = self.included.nonzero(as_tuple=True)
             return row, column
-        # Nothing predicts the first token of a sequence, so a response without a prompt begins with its second.
+        # Nothing predicts the first token of a sequence, so a response without a prompt begins with
+        # its second.
         end = self.prompt_lengths.clamp(min=1) + self.response_lengths
         mask = mask_of(self.prompt_lengths, end, self.input_ids.shape[1])
         row, column = mask.nonzero(as_tuple=True)
@@ -112,6 +115,7 @@ class Batch:
 
 def mask_of(start: torch.Tensor, end: torch.Tensor, width: int) -> torch.Tensor:
     """Return (B, width - 1) bool, True from the token at `start` (B,) to the one before `end` (B,)."""
+    # Column 0 stands for token 1, the first one that another token predicts.
     position = torch.arange(1, width)
     start = start[:, None]
     return (position >= start) & (position < end[:, None])
@@ -129,7 +133,8 @@ def make_batch(
 ) -> Batch:
     """Return prompts and responses as one `Batch`; `trained` says which tokens of a response count, None means all."""
     sequences = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-    # Two columns at least: without a token that predicts another one the per-token tensors would have no column.
+    # Two columns at least: without a token that predicts another one the per-token tensors would
+    # have no column.
     input_ids = pad(sequences, pad_id, width=max(width, 2))
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     ends = torch.tensor([len(sequence) for sequence in sequences])

@@ -44,6 +44,7 @@ def load_tokenizer(name: str, revision: str | None = None):
 def stop_ids(tokenizer, generation_config) -> list[int]:
     """Return the token ids that end a response: the tokenizer's EOS and those of the model's generation config."""
     eos = generation_config.eos_token_id
+    # transformers has a number, a list or None in this place.
     if not isinstance(eos, list):
         eos = [] if eos is None else [eos]
     return sorted({tokenizer.eos_token_id, *eos})
@@ -72,7 +73,8 @@ class Encoder:
             raise InputError(
                 "system_prompt and chat_template_kwargs need a tokenizer with a chat template"
             )
-        if self.template_kwargs:  # the template would ignore a misspelt name
+        # A template ignores names that it does not read, misspelt ones among them.
+        if self.template_kwargs:
             template = tokenizer.get_chat_template(tools=self.template_kwargs.get("tools"))
             for name in self.template_kwargs:
                 if not reads(template, name) or name in ("messages", "add_generation_prompt"):
@@ -92,7 +94,8 @@ class Encoder:
 
     def prompt(self, rows: Rows, i: int, column: str | None) -> list[int]:
         """Return the token ids of row i's prompt, up to where the response begins."""
-        # A conversation that was written for training ends with the answer, which a prompt must not give away.
+        # A conversation that was written for training ends with the answer, which a prompt must not
+        # give away.
         messages = self._messages(rows, i, column)
         if messages[-1]["role"] == "assistant":
             messages = messages[:-1]
@@ -178,13 +181,15 @@ class Encoder:
         if whole[: len(prompt)] != prompt:
             raise InputError("the chat template does not continue its own generation prompt")
         completion = whole[len(prompt) :]
-        if eos in completion:  # templates add a newline after EOS, which nobody would sample
+        # Templates add a newline after EOS, which nobody would sample.
+        if eos in completion:
             completion = completion[: completion.index(eos)]
         return prompt, [*completion, eos]
 
     def conversation(self, cell: str | list[dict], column: str) -> list[dict]:
         """Return a cell, text of the user or messages, as messages."""
         if isinstance(cell, str):
+            # Messages that went through a .csv file come back as the text that spells them.
             if SPELLED.fullmatch(cell):
                 raise InputError(
                     f"column {column!r} is a text that spells messages; give a list in a .jsonl"

@@ -87,12 +87,14 @@ def marked_rows(config: MarkedConfig, encoder: Encoder, rows: Rows) -> list[Mark
             kept.append((prompt, response, desirable, rows.where(i)))
     log_dropped(rows, len(kept), "longer than max_prompt_length or max_length")
 
-    # The mismatched response is that of the row before. Neighbours with one prompt, as from a pair, have the same.
+    # The mismatched response is that of the row before. Neighbours with one prompt, as from a pair,
+    # have the same.
     marked = []
     mismatched = kept[-1][1] if kept else []
     for before, (prompt, response, desirable, where) in itertools.pairwise(kept[-1:] + kept):
         if before[0] != prompt:
             mismatched = before[1]
+        # The other response only estimates KTO's KL baseline (arXiv:2402.01306), so it may be cut.
         other = prompt, mismatched[: config.max_length - len(prompt)]
         marked.append(Marked((prompt, response), other, desirable, where))
     return marked
@@ -103,12 +105,14 @@ def unpaired(config: MarkedConfig, rows: Rows) -> Rows:
     spread = []
     numbers = []
     for i, row in enumerate(rows.rows):
+        # Both rows of a pair keep its number in the file, by which errors name it.
         number = i + 1 if rows.numbers is None else rows.numbers[i]
         if row.get(config.label_column) is not None or any(row.get(side) is None for side in SIDES):
             spread.append(row)
             numbers.append(number)
             continue
         for side, desirable in SIDES.items():
+            # A list of several messages begins with the prompt.
             is_conversation = isinstance(row[side], list) and len(row[side]) > 1
             column = "messages" if is_conversation else config.completion_column
             spread.append(row | {column: row[side], config.label_column: desirable})

@@ -27,11 +27,13 @@ class RowOrder:
 
     def take(self, count: int) -> list[int]:
         """Return the next `count` indices."""
-        # A batch at the end of a pass is filled up from the next pass, so every step has as many rows.
+        # A batch at the end of a pass is filled up from the next pass, so every step has as many
+        # rows.
         batch = []
         while len(batch) < count:
             epoch, offset = divmod(self.position, self.size)
             if epoch != self.epoch:  # a permutation of a million rows takes 80 ms
+                # The factor keeps the epochs of one seed apart from those of its neighbours.
                 generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
                 self.epoch, self.permutation = epoch, torch.randperm(self.size, generator=generator)
             taken = self.permutation[offset : offset + count - len(batch)].tolist()
@@ -47,7 +49,8 @@ class RowOrder:
 
     def after(self, batches: int) -> list[int]:
         """Return the batch that comes `batches` after the last one, without taking it; 0 is the last one."""
-        # The permutation is kept: it is a function of the seed and the epoch, and `take` makes it again where it must.
+        # The permutation is kept: it is a function of the seed and the epoch, and `take` makes it
+        # again where it must.
         position = self.position
         self.position += (batches - 1) * self.batch_size
         ahead = next(self)
@@ -66,7 +69,8 @@ def in_steps(config: Config, rows: int) -> Config:
         raise InputError(f"{what}: a step would take some of them twice; choose at most {rows}")
     if config.num_train_epochs is None:
         return config
-    # 0.1 of 30 rows is 3 rows, and not the 3.0000000000000002 of binary numbers, which would be a step more.
+    # 0.1 of 30 rows is 3 rows, and not the 3.0000000000000002 of binary numbers, which would be a
+    # step more.
     passes = Fraction(str(config.num_train_epochs))
     resolved = config.replace(steps=math.ceil(passes * rows / per_step))
     what = f"num_train_epochs={config.num_train_epochs:g} of {rows} rows, {config.batch_option}={per_step}"

@@ -51,6 +51,7 @@ class PairsConfig(RunConfig):
     """True if a response without a token that something predicts has no score: a reward is read even there."""
 
     def check_first_row(self, encoder: encode.Encoder, rows: Rows) -> None:
+        # A dry run loads no model, and still finds a wrong name of a column.
         rows.get(0, self.chosen_column, "chosen_column")
         rows.get(0, self.rejected_column, "rejected_column")
 
@@ -93,6 +94,7 @@ class Pair:
 
     def predicted(self) -> list[int]:
         """Return the number of response tokens, chosen and rejected, that something predicts."""
+        # Nothing predicts the first token of a response without a prompt.
         return [len(response) - (not prompt) for prompt, response in (self.chosen, self.rejected)]
 
 
@@ -110,17 +112,20 @@ class PairEncoder:
         limit, column = self.config.max_response_length, self.config.margin_column
         for i in bar(range(len(rows)), "reading pairs"):
             sides = [self._side(rows, i, option) for option in ("chosen_column", "rejected_column")]
+            # A response that is cut ends in EOS like all others, which is where a reward is read.
             if self.config.too_long == "truncate":
                 for side, (prompt, response) in enumerate(sides):
                     if len(response) > limit:
                         truncated += 1
                         sides[side] = prompt, [*response[: limit - 1], self.tokenizer.eos_token_id]
+            # A row may lack the column, and a table has null where others have a margin.
             margin = rows.rows[i].get(column) or 0
             if not isinstance(margin, (int, float)) or not math.isfinite(margin):
                 raise InputError(
                     f"{rows.where(i)}: column {column!r} must be a number, got {margin!r:.80}"
                 )
             pair = Pair(*sides, margin=float(margin), where=rows.where(i))
+            # Reasons are counted, so that one line says what a run leaves out.
             reason = self._unusable(pair)
             if reason is None:
                 kept.append(pair)
@@ -140,6 +145,7 @@ class PairEncoder:
         return kept
 
     def _unusable(self, pair: Pair) -> str | None:
+        # A log-probability over no token is 0 whatever the model is; a reward is read even there.
         if self.config.needs_responses and 0 in pair.predicted():
             return "with an empty response"
         for ids, response in (pair.chosen, pair.rejected):
@@ -147,6 +153,7 @@ class PairEncoder:
                 return "with a prompt longer than max_prompt_length"
             if len(response) > self.config.max_response_length:
                 return "with a response longer than max_response_length"
+        # Equal sides differ by 0 under every model, so there is nothing to learn from them.
         return "whose two sides are the same tokens" if pair.chosen == pair.rejected else None
 
     def _side(self, rows: Rows, i: int, option: str) -> Encoded:
@@ -154,14 +161,17 @@ class PairEncoder:
         column = getattr(self.config, option)
         prompt_column = self.config.prompt_column or encode.prompt_column_of(row)
         side = rows.get(i, column, option)
+        # Text beside no prompt is a whole conversation, which only the tokenizer may add to.
         if isinstance(side, str) and self.config.prompt_column is None and prompt_column not in row:
             ids = self.tokenizer(side).input_ids  # with the tokenizer's own beginning, and EOS once
             eos = self.tokenizer.eos_token_id
             return [], ids if ids[-1:] == [eos] else [*ids, eos]
+        # A response alone becomes a turn, so that the chat template writes it as any other.
         messages = [{"role": "assistant", "content": side}] if isinstance(side, str) else side
         if not encode.are_messages(messages) or messages[-1]["role"] != "assistant":
             what = f"column {column!r} must be text, or messages that end with the assistant's text"
             raise InputError(f"{rows.where(i)}: {what}; got {side!r:.80}")
+        # Messages that begin with the assistant follow a prompt, and others contain it.
         begins = messages[0]["role"] != "assistant"
         prompt = messages if begins else rows.get(i, prompt_column, "prompt_column")
         with rows.at(i):

@@ -65,6 +65,7 @@ def _parse(content: bytes, where: str):
 
 def read_dataset(name: str, config_name: str | None, split: str) -> list[dict]:
     """Return the rows that `datasets` reads from a .csv or .parquet file, a folder or the Hub."""
+    # Imported here, because it takes a second that a .jsonl file does not need.
     import datasets
 
     datasets.disable_progress_bars()
@@ -81,7 +82,8 @@ def read_dataset(name: str, config_name: str | None, split: str) -> list[dict]:
             loaded = datasets.load_from_disk(name)
             loaded = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         else:
-            # Datasets such as gsm8k call their usual configuration main, and `datasets` would refuse to choose.
+            # Datasets such as gsm8k call their usual configuration main, and `datasets` would
+            # refuse to choose.
             if config_name is None and "main" in datasets.get_dataset_config_names(name):
                 config_name = "main"
             loaded = datasets.load_dataset(name, config_name, split=split)
@@ -124,6 +126,7 @@ def load_rows(name: str, config_name: str | None = None, split: str = "train") -
     if path.suffix == ".json" and content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
         return _checked(Rows(_parse(content, str(path)), name))
     rows, numbers = [], []
+    # Lines of bytes: those of text would also end at characters that JSON allows in strings.
     for number, line in enumerate(content.splitlines(), 1):
         if line.strip():
             rows.append(_parse(line, f"{path}, line {number}"))
@@ -141,7 +144,8 @@ def chosen_rows(
         )
     if rows is None or isinstance(rows, str):
         return load_rows(rows or name, config_name, split)
-    # Who has a Dataset has imported `datasets`; importing it here would cost everybody else a second.
+    # Who has a Dataset has imported `datasets`; importing it here would cost everybody else a
+    # second.
     if "datasets" in sys.modules and isinstance(rows, sys.modules["datasets"].Dataset):
         rows = rows.to_list()
     if not isinstance(rows, list):
@@ -167,6 +171,7 @@ def load_train_eval(
         if cut <= 0:
             what = f"eval_size={config.eval_size} leaves nothing to train on"
             raise InputError(f"{what}: {train.source} has {len(train)} rows")
+        # Both parts keep their numbers in the file, so that errors name the right line.
         numbers = range(1, len(train) + 1) if train.numbers is None else train.numbers
         held_out = Rows(train.rows[cut:], train.source, numbers[cut:])
         return Rows(train.rows[:cut], train.source, numbers[:cut]), held_out
