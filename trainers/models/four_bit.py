@@ -30,7 +30,8 @@ def reading_options(
         raise InputError(
             "load_in_4bit: ZeRO 3 would split the weights, and 4 bits cannot be split; use zero_stage 2"
         )
-    # Merging would round the sum to 4 bits again, or write weights that were never those that were trained on.
+    # Merging would round the sum to 4 bits again, or write weights that were never those that were
+    # trained on.
     if config.save_merged:
         raise InputError(
             "save_merged: weights of 4 bits cannot be merged; save the adapters, and merge them later"
@@ -46,12 +47,14 @@ def quantized(
         raise InputError(f"{option} needs bitsandbytes: pip install 'fused-rl[bnb]'")
     from transformers import BitsAndBytesConfig
 
+    # NF4, double quantisation and products in the dtype of the run, as in the paper, section 3.
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
     )
+    # Weights are quantised as they reach their device, so reading has to know which it is.
     return {"quantization_config": quantization, "device_map": {"": device}}
 
 

@@ -48,6 +48,7 @@ class LanguageModel(nn.Module):
         self.loss_from = loss_from
         self.lora = lora
         self.head_dtype = head_dtype
+        # Models such as Gemma 2 cap their logits, which a loss from hidden states does itself.
         self.softcap = getattr(self.base.config.get_text_config(), "final_logit_softcapping", None)
         if loss_from == "linear":
             self._check_linear()
@@ -125,6 +126,7 @@ class LanguageModel(nn.Module):
         else:
             hidden = self._hidden(input_ids, places, packed)
             fused = None
+            # The fused loss keeps no logits, and knows whole vocabularies alone.
             if token_loss is not None and support is None and not want_logits:
                 fused = (token_loss, *(tensor.flatten()[places] for tensor in per_token))
             rows, logits = self._through_head(
@@ -136,6 +138,7 @@ class LanguageModel(nn.Module):
         nothing = rows.logprobs.new_zeros(mask.numel())
         logprobs = nothing.index_copy(0, places, rows.logprobs).view(mask.shape)
         entropy = nothing.index_copy(0, places, rows.entropy).view(mask.shape)
+        # Where nothing was fused the loss is formed here; what stands beside it has no gradient.
         if token_loss is not None and loss is None:
             loss = fused_rl.masked_sum(token_loss(logprobs, entropy, *per_token), mask)
             logprobs, entropy = logprobs.detach(), entropy.detach()
@@ -173,14 +176,16 @@ class LanguageModel(nn.Module):
         capped = {"temperature": temperature, "softcap": self.softcap}
         options = capped | {"bias": head.bias, "logits_dtype": self.head_dtype}
         logits = None
-        if want_logits and support is None:  # the product with the head is formed once
+        # The product with the head is formed once, where both need the logits.
+        if want_logits and support is None:
             logits = head(hidden)
             rows = fused_rl.token_logprobs(logits, targets, **capped)
         elif fused is None:
             rows = fused_rl.linear_token_logprobs(*operands, support=support, **options)
         else:
             rows = fused_rl.linear_token_loss(*operands, *fused, **options)
-        if want_logits:  # last: ZeRO 3 partitions the weight again after the head's own forward
+        # This comes last, because ZeRO 3 partitions the weight again after the head's own forward.
+        if want_logits:
             logits = head(hidden) if logits is None else logits
             if self.softcap is not None:
                 logits = self.softcap * torch.tanh(logits / self.softcap)
@@ -191,7 +196,8 @@ class LanguageModel(nn.Module):
         if packed is not None:
             return packed.states_of(self.base, module, output)
         states = module(input_ids=input_ids, use_cache=False)[output]
-        # Place t of the flattened mask is position t of the states, which have one column more in every row.
+        # Place t of the flattened mask is position t of the states, which have one column more in
+        # every row.
         row = places // max(1, states.shape[1] - 1)
         return states.flatten(0, 1)[places + row]
 
@@ -208,6 +214,7 @@ class WideHead(nn.Linear):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., H) -> (..., V) fp32."""
         rows = hidden.reshape(-1, self.in_features)
+        # Logits rounded to 16 bits would shift log-probabilities by about 1e-2 nats.
         out = rows.new_empty(len(rows), self.out_features, dtype=torch.float32)
         logits = tiles.product(rows, self.weight, out)
         logits = logits if self.bias is None else logits.add_(self.bias)
@@ -219,8 +226,10 @@ def keep_only(logits: torch.Tensor, support: fused_rl.TokenSupport | None) -> No
     if support is None:
         return
     lengths = support.offsets.diff()
+    # `output_size` is known here, and spares a wait for the device.
     row = torch.repeat_interleave(lengths, output_size=len(support.ids))
     kept = logits[row, support.ids]
+    # An empty range keeps the whole vocabulary.
     logits[lengths > 0] = -torch.inf
     logits[row, support.ids] = kept
 
@@ -252,6 +261,7 @@ def check_fits(
     embedded = lm.get_input_embeddings().num_embeddings
     limit = getattr(lm.config.get_text_config(), "max_position_embeddings", None) or float("inf")
     special = [tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.vocab_size - 1]
+    # On a GPU an id without an embedding is an assertion in a kernel that names nothing.
     if max(special) >= embedded:
         raise InputError(
             f"the tokenizer has ids up to {max(special)}, but the model embeds {embedded}: is tokenizer_config.json "
@@ -302,7 +312,8 @@ def _read_lm(name: str, revision: str | None, adapters, device: torch.device, **
     if "quantization_config" in options:
         four_bit.keep_trainable(lm)
 
-    # The Hub's sampling defaults (top_k, repetition_penalty, ...) would bias the rollout: `save_lm` puts them back.
+    # The Hub's sampling defaults (top_k, repetition_penalty, ...) would bias the rollout: `save_lm`
+    # puts them back.
     lm.saved_generation_config = lm.generation_config
     lm.generation_config = GenerationConfig()
     return lm.to(device)
@@ -331,8 +342,10 @@ def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) 
         lm = lora.continued(lm, config.model, config.revision)
     elif with_adapters:
         lm = lora.adapted(lm, config)
+    # With dropout the ratio of an unchanged policy would not be 1.
     switch_off_dropout(lm)
     if trainable and config.gradient_checkpointing:
+        # The reentrant form has no gradient where its inputs have none, as under adapters.
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     head_dtype = None if config.head_dtype == "auto" else getattr(torch, config.head_dtype)
     return LanguageModel(lm, config.loss_from, lora=with_adapters, head_dtype=head_dtype)
@@ -362,12 +375,14 @@ def load_to_sample(
 def save(trained, tokenizer, folder: Path, write: Callable[[Path, dict | None], None]) -> None:
     """Have rank 0 `write` a model, and its tokenizer, complete or not at all. Call on all ranks."""
     state = None
-    if trained.zero_optimization_stage() == 3:  # all ranks gather, and rank 0 has the whole
+    # All ranks gather, and rank 0 has the whole.
+    if trained.zero_optimization_stage() == 3:
         state = trained._zero3_consolidated_16bit_state_dict()
     if ranks.rank() == 0:
         with whole_folder(folder) as unfinished:
             write(unfinished, state)
             tokenizer.save_pretrained(unfinished)
+    # No rank goes on, or ends the run, before the folder is complete.
     ranks.barrier()
 
 
@@ -379,6 +394,7 @@ def save_lm(trained, tokenizer, folder: Path, *, merged: bool = False) -> None:
         lm = model.lm
         base = model.base
         if state is not None:
+            # The gathered weights have the names of the wrapper's, and the file those of the model.
             state = {name.removeprefix("lm."): value for name, value in state.items()}
         if merged and model.lora:
             whole = lm.state_dict() if state is None else state
@@ -394,7 +410,8 @@ def save_lm(trained, tokenizer, folder: Path, *, merged: bool = False) -> None:
     save(trained, tokenizer, folder, write)
 
 
-# A reference that moves to the policy, wholly or by a fraction (arXiv:2404.09656), and is part of checkpoints.
+# A reference that moves to the policy, wholly or by a fraction (arXiv:2404.09656), and is part of
+# checkpoints.
 
 
 @torch.no_grad()
@@ -428,6 +445,7 @@ class SavedReference:
 
         weights = {}
         for name, parameter in self.model.named_parameters():
+            # Under ZeRO 3 every rank takes part in gathering, though one alone writes.
             with engine.whole(parameter):
                 if ranks.rank() == 0:
                     weights[name] = parameter.cpu().clone()

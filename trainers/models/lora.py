@@ -21,7 +21,8 @@ def find(name: str, revision: str | None = None) -> "LoraConfig | None":
     try:
         if find_adapter_config_file(name, revision=revision) is None:
             return None
-    except OSError:  # no folder and no name of the Hub: reading the model says so
+    # Neither a folder nor a name of the Hub: reading the model says so.
+    except OSError:
         return None
     config = peft.PeftConfig.from_pretrained(name, revision=revision)
     # Of anything else than A and B, such as biases or whole modules, `merged` would lose a part.
@@ -37,7 +38,8 @@ def check_options(options: ModelConfig, adapters: "LoraConfig | None") -> None:
     """Refuse options of adapters that would have no effect, or that contradict the adapters that are read."""
     if adapters is None and options.lora_rank:
         return
-    # Beside the defaults, the values of the adapters that are read may be repeated, as a run's config.yaml does.
+    # Beside the defaults, the values of the adapters that are read may be repeated, as a run's
+    # config.yaml does.
     defaults = {
         "lora_rank": 0,
         "lora_alpha": 32.0,
@@ -88,6 +90,7 @@ def _new(model: Any, head: Any, task: str, options: ModelConfig):
         inside = []
         for name, module in model.named_modules():
             if isinstance(module, (nn.Linear, Conv1D)) and module is not head:
+                # peft compares a target with the end of the whole name.
                 inside.append(f".{name}")
         for target in targets:
             if not any(name.endswith(f".{target}") for name in inside):
@@ -106,6 +109,7 @@ def merged(state: dict, model: Any) -> dict:
     for key, value in state.items():
         if ".lora_" in key:
             continue
+        # peft keeps the layer that it wraps under this name.
         if ".base_layer." in key:
             name, _, kind = key.rpartition(".base_layer.")
             if kind == "weight":

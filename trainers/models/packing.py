@@ -22,7 +22,8 @@ WINDOWS = ("sliding_window", "attention_chunk_size")
 MASKED = ("sdpa", "eager")
 # Widths of rows that are tried, as multiples of the longest sequence.
 ROOM_FACTORS = (1, 1.5, 2, 4)
-# Largest difference of packed and single states, in deviations of the states: rounding moves them by less.
+# Largest difference of packed and single states, in deviations of the states: rounding moves them
+# by less.
 SAME_STATES = 0.05
 
 
@@ -90,7 +91,8 @@ def costs_of(lm: Any) -> Costs:
         outside.add(head.weight)
     weights -= sum(weight.numel() for weight in outside)
 
-    # 2 FLOP per weight and token; scores and their sum of values are 2 FLOP each per element of a head.
+    # 2 FLOP per weight and token; scores and their sum of values are 2 FLOP each per element of a
+    # head.
     heads = text.num_hidden_layers * text.num_attention_heads
     return Costs(token=2 * weights, pair=4 * heads * width)
 
@@ -114,7 +116,8 @@ def _packed(batch: Batch, row: torch.Tensor, start: torch.Tensor, shared: torch.
         start: (b,) int64, where in the row it begins.
         shared: (b,) int64, how many tokens at its beginning all sequences of the row see, and only the first has.
     """
-    # The place of each token in the flattened rows. Its segment is 0 where shared, else that of its sequence.
+    # The place of each token in the flattened rows. Its segment is 0 where shared, else that of its
+    # sequence.
     skipped = torch.where(start > 0, shared, 0)
     columns = batch.input_ids.shape[1]
     fed = (batch.response_lengths - 1).clamp(min=0)
@@ -125,7 +128,8 @@ def _packed(batch: Batch, row: torch.Tensor, start: torch.Tensor, shared: torch.
         begin = torch.where(token < skipped[sequence], 0, (start - skipped)[sequence])
         return row[sequence] * width + begin + token
 
-    # The tokens that go into the rows: of each sequence those that no other one of its row has already put there.
+    # The tokens that go into the rows: of each sequence those that no other one of its row has
+    # already put there.
     position = torch.arange(columns)
     is_placed = (position >= skipped[:, None]) & (position < end[:, None])
     sequence, token = is_placed.nonzero(as_tuple=True)
@@ -137,8 +141,8 @@ def _packed(batch: Batch, row: torch.Tensor, start: torch.Tensor, shared: torch.
         [sequence * len(position) + token, token, segment]
     )
 
-    # All of it goes to the device at once. A token sees its own segment and segment 0, and none after it.
-    # What is computed on the CPU's copies of the lengths waits for no device.
+    # All of it goes to the device at once. A token sees its own segment and segment 0, and none
+    # after it. What is computed on the CPU's copies of the lengths waits for no device.
     device = batch.input_ids.device
     source, positions, segments = on_device(layout.view(3, -1, width), device)
     input_ids = torch.where(segments < 0, 0, batch.input_ids.flatten()[source])
@@ -159,7 +163,8 @@ def pack(batch: Batch, in_row: int) -> Packed:
     first = (torch.arange(len(group)) - begin) % in_row == 0
     row = first.cumsum(0) - 1
 
-    # After the prompt, which `Batch.rows` cuts where there is no response, come the responses, one after the other.
+    # After the prompt, which `Batch.rows` cuts where there is no response, come the responses, one
+    # after the other.
     prompt = batch.prompt_lengths.clamp(max=batch.input_ids.shape[1])
     fed = (batch.response_lengths - 1).clamp(min=0)
     before = fed.cumsum(0) - fed
@@ -169,7 +174,8 @@ def pack(batch: Batch, in_row: int) -> Packed:
 
 def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> Packed | None:
     """Return each pair of neighbours in a row, with its common beginning once; None if a row for each costs no more."""
-    # What two have in common is their prompt, whoever wrote it. Where that is nothing, each keeps a row of its own.
+    # What two have in common is their prompt, whoever wrote it. Where that is nothing, each keeps a
+    # row of its own.
     pairs = list(zip(sequences[::2], sequences[1::2], strict=True))
     in_common = [len(commonprefix(pair)) for pair in pairs]
 
@@ -186,7 +192,8 @@ def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> Packed | Non
     if together >= alone:
         return None
 
-    # The last token predicts one that nobody reads: with it, the last state of a response is that of its last token.
+    # The last token predicts one that nobody reads: with it, the last state of a response is that
+    # of its last token.
     prompts = []
     responses = []
     for (a, b), common in zip(pairs, in_common, strict=True):

@@ -75,10 +75,12 @@ class RewardModel(nn.Module):
             classifier, report = AutoModelForSequenceClassification.from_pretrained(
                 name, config=config, **reading
             )
+        # With two labels a reward is a pair, and both heads would be trained.
         if config.num_labels != 1:
             raise InputError(
                 f"{name!r} has num_labels={config.num_labels}; a reward is one number: give a causal LM"
             )
+        # transformers fills in whatever is missing at random, which is right for a new head alone.
         lacking = set(report["missing_keys"])
         if lacking - {"score.weight"} or (trained and lacking):
             raise InputError(
@@ -133,13 +135,16 @@ class RewardModel(nn.Module):
             raise ValueError(
                 f"rows {[i for i, n in enumerate(counts) if not n]} have no attended token to score"
             )
+        # Columns that are padding in every row are not computed.
         width = max(counts)
-        # Attended tokens first, in their order; a pad id may lie outside the vocabulary, so pads become token 0.
+        # Attended tokens first, in their order; a pad id may lie outside the vocabulary, so pads
+        # become token 0.
         front = (~attended).byte().argsort(dim=1, stable=True)[:, :width]
         pads = torch.arange(width, device=lengths.device) >= lengths[:, None]
         tokens = input_ids.gather(1, front).masked_fill(pads, 0)
 
-        # A causal model never reads what follows, so the mask is of ones: without one some models warn of pads.
+        # A causal model never reads what follows, so the mask is of ones: without one some models
+        # warn of pads.
         everything = torch.ones_like(tokens)
         backbone = self.classifier.base_model(
             input_ids=tokens, attention_mask=everything, use_cache=False
@@ -151,6 +156,7 @@ class RewardModel(nn.Module):
     def scores_of(self, states: torch.Tensor) -> torch.Tensor:
         """Return the scores (...) fp32 of hidden states (..., H), row by row, so that no score depends on the batch."""
         weight = self.classifier.score.weight.float()
+        # A matrix product may sum in another order for another number of rows.
         raw = (states.float() * weight).sum(-1)
         return (raw - self.score_mean) / self.score_std
 
@@ -184,6 +190,7 @@ class RewardModel(nn.Module):
         """Write what `AutoModelForSequenceClassification` opens; `state_dict` is that of a partitioned model."""
         state = self.state_dict() if state_dict is None else state_dict
         state = {key.removeprefix("classifier."): value for key, value in state.items()}
+        # The folder holds whole weights, so adapters are merged into them.
         self.classifier.save_pretrained(folder, state_dict=lora.merged(state, self.classifier))
 
 
@@ -222,6 +229,7 @@ def load_reward_model(
     )
     model = model.to(device)
     if config.gradient_checkpointing:
+        # As in `load_lm`: beside adapters the reentrant form would have no gradient.
         model.classifier.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
@@ -229,7 +237,8 @@ def load_reward_model(
 def save_reward_model(trained, tokenizer, folder: Path) -> None:
     """Write the reward model in an engine and its tokenizer, complete or not at all. Call on all ranks."""
     config = trained.module.classifier.config
-    if config.pad_token_id is None:  # the stock classifier cannot score a batch without one
+    # The stock classifier cannot score a batch without a pad token.
+    if config.pad_token_id is None:
         config.pad_token_id = tokenizer.pad_token_id
     save(trained, tokenizer, folder, trained.module.save_pretrained)
 
@@ -252,6 +261,7 @@ def has_score_head(config) -> bool:
 
 def check_reads_policy(what: str, name: str, tokenizer, policy: str) -> None:
     """Refuse a reward model or critic `name` whose tokenizer is not the policy's: its ids are other words there."""
+    # What both have cancels: what is left has another id, or is missing on one side.
     differing = tokenizer.get_vocab().items() ^ load_tokenizer(name).get_vocab().items()
     if differing:
         examples = sorted(differing, key=lambda entry: (entry[1], entry[0]))[:4]

@@ -80,6 +80,7 @@ def logprobs_of(
         (N, S) fp64 on the CPU, in nats, the same on every rank.
     """
     device = next(model.parameters()).device
+    # Gradient checkpointing saves memory in training mode alone.
     model.train(loss is not None)
 
     def score(indices: list[int]) -> torch.Tensor:
@@ -94,9 +95,8 @@ def logprobs_of(
             )
             logprobs = scored.logprobs.sum(1).view(len(indices), -1)
         if loss is not None:
-            model.backward(
-                loss(logprobs, indices) * ranks.world_size()
-            )  # engines average over ranks
+            # Engines average over ranks, and the loss is a share of the sum.
+            model.backward(loss(logprobs, indices) * ranks.world_size())
         return logprobs
 
     lengths = [sum(len(prompt) + len(response) for prompt, response in row) for row in rows]
