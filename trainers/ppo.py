@@ -163,7 +163,7 @@ def update(
             "optim/critic_lr": of_critic["lr"],
             "optim/critic_grad_norm": of_critic["optim/grad_norm"],
         }
-        # Early stopping (https://github.com/openai/spinningup), by sums over ranks: all of them
+        # Early stopping (https://github.com/openai/spinningup) by sums over ranks, so all of them
         # stop.
         if (
             policy.config.target_kl is not None

@@ -156,7 +156,7 @@ def advantages_and_returns(
     # Rewards keep their mean, or each further token would be paid or charged the same.
     if config.whiten_rewards:
         rewards = whiten(rewards, mask, shift_mean=False, process_group=everyone)
-    # The returns, for the critic, are advantages plus values: arXiv:1506.02438, eq. 16.
+    # Advantages: arXiv:1506.02438, eq. 16. The critic's targets are these plus its values.
     advantages, returns = fused_rl.gae(
         rewards, values, mask, gamma=config.gamma, gae_lambda=config.gae_lambda
     )
@@ -183,7 +183,7 @@ class KLController:
         """Take account of `responses` whose KL was `kl` nats on average."""
         if self.target is None:
             return
-        # Clipped, no unusual step throws the weight off: arXiv:1909.08593, section 2.2.
+        # The error is clipped: no step may throw the weight off (arXiv:1909.08593, section 2.2).
         error = min(max(kl / self.target - 1, -LARGEST_ERROR), LARGEST_ERROR)
         self.kl_coef *= 1 + error * responses / self.horizon
 

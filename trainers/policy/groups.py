@@ -154,7 +154,7 @@ def advantages_of(
     rows = included.nonzero()[:, 0].to(rewards.device, non_blocking=True)
     advantage = advantage_of(config)
     options = {name: getattr(config, name) for name in ADVANTAGE_OPTIONS}
-    # A batch is that of all ranks, so the number of processes changes no advantage.
+    # A batch is of all ranks' responses: the number of processes changes no advantage.
     options |= {"group_size": config.group_size, "process_group": ranks.all_ranks()}
     # OPO weighs rewards by length (arXiv:2505.23585); GDPO needs them by scorer (arXiv:2601.05242).
     compared = rewards
