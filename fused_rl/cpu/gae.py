@@ -9,9 +9,11 @@ def gae(rewards, values, mask, gamma, gae_lambda, dtype):
     v = torch.where(mask, values, 0).double()
 
     # z = (1 - lambda) value + lambda return is all that a token needs of the next: z_t = b_t + a_t z_{t+1}, by doubling
+    # a masked token hands on the z of the next: b is 0 and a is 1
     b = (1 - gae_lambda) * v + gae_lambda * r
     z = torch.where(mask, b, 0)
-    a = torch.where(mask, gamma * gae_lambda, torch.ones_like(z))
+    one = torch.ones_like(z)
+    a = torch.where(mask, gamma * gae_lambda, one)
     step = 1
     while step < z.shape[1]:
         here = a[:, :-step]

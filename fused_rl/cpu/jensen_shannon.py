@@ -14,20 +14,22 @@ from fused_rl.cpu.pair import (
 )
 from fused_rl.kernels.states import JensenShannonSums, KLState, bounded
 
-_PAIR = (
-    8  # numbers per row that p_q_delta takes; after them come the shares, unless these are halves
-)
+# numbers per row that p_q_delta takes; after them come the shares, unless these are halves
+_PAIR = 8
 
 
 def js_fwd(x, y, mask, inv_t, state, softcap=None, shares=None):
     """`JensenShannonSums` as (3, N) fp32; with the state (9, N) of `kl_fwd`."""
     sums = torch.zeros(len(JensenShannonSums._fields), x.shape[0] * x.shape[1])
     rows, t, x, y = selected_rows(x, y, mask, inv_t)
-    per_row = (*distributions(KLState(*state[:, rows]), t), *shares_per_row(shares, t))
+    state_of_rows = KLState(*state[:, rows])
+    per_row = (*distributions(state_of_rows, t), *shares_per_row(shares, t))
     for part, *pair in capped(x, y, softcap):
-        blocks = over_blocks(_js_sums, *pair, *(z[part] for z in per_row))
+        numbers = [z[part] for z in per_row]
+        blocks = over_blocks(_js_sums, *pair, *numbers)
         totals = [block.sum(1, dtype=torch.float64) for block in blocks]
         sums[:, rows[part]] = torch.stack(totals).float()
+    # rounding may take a sum out of its range
     return bounded(sums, shares)
 
 
@@ -51,8 +53,10 @@ def _sides_of_halves(delta, expm1):
     """log(larger / m), log(smaller / m) and |r| = |p - q| / (p + q), with m = (p + q) / 2."""
     distance = delta.abs()
     ratio = exp(-distance)
+    # 1 - ratio would cancel
     near = expm1.abs() / (2 + expm1)
-    r = torch.where(distance < 1, near, (1 - ratio) / (1 + ratio))
+    far = (1 - ratio) / (1 + ratio)
+    r = torch.where(distance < 1, near, far)
     larger = r.log1p()
     return larger, larger - distance, r
 
@@ -68,12 +72,15 @@ def _sides(delta, p_share, q_share):
     z = t / (2 + t)
     cubic = _cubic(z)
     # log1p(t) by its series; where t is near -1 its digits are in share + other * ratio
-    larger = torch.where(t > -0.63, -2 * (z + cubic), -(share + other * ratio).log())
+    by_series = -2 * (z + cubic)
+    by_log = -(share + other * ratio).log()
+    larger = torch.where(t > -0.63, by_series, by_log)
 
     # the terms of the two sides, neither of which is negative
     z_other = -share * less / (2 + (2 - share) * less)
     near = t * share * (z - z_other)
-    near = near - 2 * (share * cubic + other * (1 + less) * _cubic(z_other))
+    cubics = share * cubic + other * (1 + less) * _cubic(z_other)
+    near = near - 2 * cubics
     return larger, larger - distance, near
 
 
@@ -103,6 +110,7 @@ def _js_sums(x, x_at, y, y_at, *per_row):
         for i in (132, 90, 56, 30, 12, 2):
             series = series * z + 1 / i
         near = series * z * p * (1 + 0.5 * expm1)
+    # from 1 nat on the two sides do not cancel
     p_a = p * torch.where(delta > 0, larger, smaller)
     q_b = q * torch.where(delta > 0, smaller, larger)
     far = p_a * shares[0] + q_b * shares[1] if shares else (p_a + q_b) / 2

@@ -34,39 +34,49 @@ def _entries(support, rows):
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     row = torch.repeat_interleave(lengths)
     starts = begin - offsets[:-1]
-    if bool((starts == starts[0]).all()):  # one stretch of the ids
-        at = slice(int(begin[0]), int(begin[0]) + len(row))
-        return _Entries(at, row, support.ids[at].long(), offsets, rows)
-    at = starts.index_select(0, row).add_(torch.arange(len(row)))
-    return _Entries(at, row, support.ids.index_select(0, at).long(), offsets, rows)
+    # one stretch of the ids is a view: nothing is gathered
+    if bool((starts == starts[0]).all()):
+        first = int(begin[0])
+        at = slice(first, first + len(row))
+        ids = support.ids[at]
+    else:
+        at = starts.index_select(0, row).add_(torch.arange(len(row)))
+        ids = support.ids.index_select(0, at)
+    return _Entries(at, row, ids.long(), offsets, rows)
 
 
 def _chunks(support, mask):
     """The rows that have a set, some at a time: about CHUNK ids, or a single row of more."""
-    some = support.end > support.begin if mask is None else (support.end > support.begin) & mask
-    rows = some.nonzero()[:, 0]
+    has_set = support.end > support.begin
+    if mask is not None:
+        has_set = has_set & mask
+    rows = has_set.nonzero()[:, 0]
     lengths = support.end[rows] - support.begin[rows]
     if int(lengths.sum()) <= CHUNK:
         return [_entries(support, rows)] if len(rows) else []
-    full = (lengths.cumsum(0) - 1) // CHUNK
-    sizes = torch.unique_consecutive(full, return_counts=True)[1]
-    return (_entries(support, part) for part in rows.split(sizes.tolist()))
+
+    # a row goes to the chunk that its last id falls into
+    chunk_of_row = (lengths.cumsum(0) - 1) // CHUNK
+    _, sizes = torch.unique_consecutive(chunk_of_row, return_counts=True)
+    return (_entries(support, some_rows) for some_rows in rows.split(sizes.tolist()))
 
 
-def _known(entries, first, vocab):
+def _local(entries, first, vocab):
     """Columns of the entries, and which of them stand among the `vocab` columns; all if None."""
     if first is None:
         return entries.ids, None
     columns = entries.ids - first
-    known = (columns >= 0) & (columns < vocab)
-    return torch.where(known, columns, 0), None if known.all() else known
+    is_local = (columns >= 0) & (columns < vocab)
+    # column 0 stands for what another rank has
+    columns = torch.where(is_local, columns, 0)
+    return columns, None if is_local.all() else is_local
 
 
 def _inverse(inv_temperature, rows):
     """1 / temperature of these rows, fp64: a number, or (R,)."""
-    return (
-        inv_temperature[rows].double() if isinstance(inv_temperature, Tensor) else inv_temperature
-    )
+    if isinstance(inv_temperature, Tensor):
+        return inv_temperature[rows].double()
+    return inv_temperature
 
 
 def _each(values, row):
@@ -80,9 +90,9 @@ def _sum(values, offsets):
 
 def whole_fwd(logits, targets, whole, inv_temperature, softcap):
     """`logprob_fwd` of the rows `whole` (N,) bool; 0 in all others."""
-    return logprob.logprob_fwd(
-        logits, torch.where(whole, targets, 0), whole, inv_temperature, softcap
-    )
+    # a target of the other rows may lie in another rank's columns
+    targets = torch.where(whole, targets, 0)
+    return logprob.logprob_fwd(logits, targets, whole, inv_temperature, softcap)
 
 
 def whole_bwd(
@@ -100,36 +110,28 @@ def whole_bwd(
     out,
 ):
     """`logprob_bwd` of the rows `whole` (N,) bool; zeros in all others. `out` may be the logits."""
-    vocab = logits.shape[1]
+    upstream = dlogprobs, dentropy, dlse
+    state = entropy, m, rest
+    options = inv_temperature, softcap
     if whole.all():
-        return logprob.logprob_bwd(
-            dlogprobs,
-            dentropy,
-            dlse,
-            logits,
-            targets,
-            None,
-            entropy,
-            m,
-            rest,
-            inv_temperature,
-            softcap,
-            out,
-        )
+        return logprob.logprob_bwd(*upstream, logits, targets, None, *state, *options, out)
     rows = whole.nonzero()[:, 0]
     if len(rows) == 0:
         return out.zero_()
 
     # those rows by themselves, copied out a few at a time
-    per_row = (dlogprobs, dentropy, dlse, targets, entropy, m, rest)
-    for part in rows.split(max(1, CHUNK // vocab)):
-        dlp, dh, dl, chosen, h, top, others = (None if r is None else r[part] for r in per_row)
-        inv_t = inv_temperature[part] if isinstance(inv_temperature, Tensor) else inv_temperature
-        found = logprob.logprob_bwd(
-            dlp, dh, dl, logits[part], chosen, None, h, top, others, inv_t, softcap
+    step = max(1, CHUNK // logits.shape[1])
+    for some in rows.split(step):
+        some_upstream = [None if d is None else d[some] for d in upstream]
+        some_state = [r[some] for r in state]
+        if isinstance(inv_temperature, Tensor):
+            options = inv_temperature[some], softcap
+        dx = logprob.logprob_bwd(
+            *some_upstream, logits[some], targets[some], None, *some_state, *options
         )
-        out[part] = found.to(out.dtype)
-    return out.index_fill_(0, (~whole).nonzero()[:, 0], 0)
+        out[some] = dx.to(out.dtype)
+    others = (~whole).nonzero()[:, 0]
+    return out.index_fill_(0, others, 0)
 
 
 def kept_fwd(
@@ -154,50 +156,66 @@ def kept_fwd(
         into = RowStatistics(*(torch.zeros(len(targets)) for _ in RowStatistics._fields))
     with torch.no_grad():
         for entries in _chunks(support, mask):
-            if logits is not None:
-                columns, known = _known(entries, first, logits.shape[1])
-                raw = _gathered(logits.detach(), entries.rows.index_select(0, entries.row), columns)
-                x[entries.at] = raw
+            # the kept logits, saved uncapped in x: the gradient reads them there
+            if logits is None:
+                raw = x[entries.at]
+                is_local = None
             else:
-                raw, known = x[entries.at], None
+                columns, is_local = _local(entries, first, logits.shape[1])
+                rows = entries.rows.index_select(0, entries.row)
+                raw = _gathered(logits.detach(), rows, columns)
+                x[entries.at] = raw
             value = logprob.capped(raw, softcap)
-            value = value if known is None else torch.where(known, value, -torch.inf)
-            found = _statistics(value, entries, targets, _inverse(inv_temperature, entries.rows))
-            for whole, part in zip(into, found, strict=True):
-                whole[entries.rows] = part.float()
+            # what other ranks have adds nothing here
+            if is_local is not None:
+                value = torch.where(is_local, value, -torch.inf)
+            inv_t = _inverse(inv_temperature, entries.rows)
+            statistics = _statistics(value, entries, targets, inv_t)
+            for output, of_rows in zip(into, statistics, strict=True):
+                output[entries.rows] = of_rows.float()
     return into
 
 
 def _gathered(logits, rows, columns):
     """logits[rows, columns] as fp32, from rows that may lie apart."""
-    return _flat(logits).index_select(0, (rows * logits.stride(0)).add_(columns)).float()
+    places = (rows * logits.stride(0)).add_(columns)
+    return _flat(logits).index_select(0, places).float()
 
 
 def _flat(matrix):
     """All that its rows span, (n,): what lies between them too."""
-    n, stride = matrix.shape[0], matrix.stride(0)
-    return matrix.as_strided(((n - 1) * stride + matrix.shape[1],), (1,))
+    n, width = matrix.shape
+    span = (n - 1) * matrix.stride(0) + width
+    return matrix.as_strided((span,), (1,))
 
 
 def _statistics(x, entries, targets, inv_t):
     """`RowStatistics` (R,) fp64 of capped logits (E,) fp32."""
     _, row, ids, offsets, rows = entries
     m = torch.segment_reduce(x, "max", offsets=offsets, axis=0, unsafe=True).double()
-    about = torch.where(m == -torch.inf, 0.0, m)
+    about = logprob.finite(m)
     s = x.double()
-    s = s.sub_(about.index_select(0, row)).mul_(_each(inv_t, row)).clamp_(min=_FLAT)
-    p, top = s.exp(), s == 0
-    ties = _sum(top.double(), offsets)
-    rest = _sum(p.masked_fill(top, 0), offsets) + (ties - 1).clamp_(min=0)
+    s.sub_(about.index_select(0, row)).mul_(_each(inv_t, row))
+    s.clamp_(min=_FLAT)
+    p = s.exp()
+
+    # one maximum is left out, and its ties are counted: next to its 1 small terms would drown
+    is_top = s == 0
+    ties = _sum(is_top.double(), offsets)
+    below_top = p.masked_fill(is_top, 0)
+    rest = _sum(below_top, offsets) + (ties - 1).clamp_(min=0)
     t = _sum(p.mul_(s), offsets)
 
     # the target's own; a set holds it once, or on a shard not at all
-    own = (ids == targets[rows].index_select(0, row)).nonzero()[:, 0]
-    chosen = torch.full_like(m, -torch.inf)
-    chosen[row[own]] = x[own].double()
+    is_target = ids == targets[rows].index_select(0, row)
+    entry = is_target.nonzero()[:, 0]
+    target_logits = torch.full_like(m, -torch.inf)
+    target_logits[row[entry]] = x[entry].double()
     log1p = rest.log1p()
-    logprobs = ((chosen - about) * inv_t).clamp_(max=0) - log1p
-    return logprobs, log1p - t / (1 + rest), m * inv_t + log1p, m, rest
+    logprobs = ((target_logits - about) * inv_t).clamp_(max=0) - log1p
+    entropy = log1p - t / (1 + rest)
+    lse = m * inv_t + log1p
+    return logprobs, entropy, lse, m, rest
 
 
 def kept_bwd(
@@ -224,46 +242,50 @@ def kept_bwd(
             rows = entries.rows
             grads = [none if d is None else d[rows].double() for d in upstream]
             state = [r[rows].double() for r in (entropy, m, rest)]
-            dx = _gradients(
-                x[entries.at],
-                entries,
-                targets,
-                grads,
-                state,
-                _inverse(inv_temperature, rows),
-                softcap,
-            )
+            inv_t = _inverse(inv_temperature, rows)
+            dx = _gradients(x[entries.at], entries, targets, grads, state, inv_t, softcap)
             if out.dim() == 1:
                 out[entries.at] = dx.float()
                 continue
-            columns, known = _known(entries, first, out.shape[1])
-            at = (_each(rows, entries.row) * out.stride(0)).add_(columns)
-            if known is not None:
-                at, dx = at[known], dx[known]
-            _flat(out.detach()).index_copy_(0, at, dx.to(out.dtype))
+            # into whole rows of logits, those of this rank
+            columns, is_local = _local(entries, first, out.shape[1])
+            places = (_each(rows, entries.row) * out.stride(0)).add_(columns)
+            if is_local is not None:
+                places = places[is_local]
+                dx = dx[is_local]
+            _flat(out.detach()).index_copy_(0, places, dx.to(out.dtype))
     return out
 
 
 def _gradients(raw, entries, targets, grads, state, inv_t, softcap):
     """(E,) fp64, the gradients of the uncapped logits (E,) fp32 of rows with this upstream and state, (R,) fp64."""
     _, row, ids, _, rows = entries
-    (dlp, dh, dlse), (entropy, m, rest) = grads, state
-    live, log1p = m != -torch.inf, rest.log1p()
+    dlp, dh, dlse = grads
+    entropy, m, rest = state
+    live = m != -torch.inf
+    log1p = rest.log1p()
     mean = log1p - entropy  # of s, so that log p + H = s - mean
     value = logprob.capped(raw, softcap).double()
+    each_inv_t = _each(inv_t, row)
 
     # p (a - dh (s - mean)) for every id, then the target's with 1 - p right also where p is next to 1
-    about = torch.where(live, m, 0.0)
-    s = (value - _each(about, row)).mul_(_each(inv_t, row)).clamp_(_FLAT, 0)
+    about = logprob.finite(m)
+    s = (value - _each(about, row)).mul_(each_inv_t)
+    s.clamp_(_FLAT, 0)
     logp = s - _each(log1p, row)
-    dlp, dh, of_lse = (d.expand_as(m) for d in (dlp, dh, dlse + dh * mean))
+    dlp = dlp.expand_as(m)
+    dh = dh.expand_as(m)
+    of_lse = (dlse + dh * mean).expand_as(m)
     dp = s.mul_(_each(-dh, row)).add_(_each(of_lse, row))
     p = logp.exp()
-    own = (ids == _each(targets[rows], row)).nonzero()[:, 0]
-    of_own = p[own] * dp[own] - dlp[row[own]] * logp[own].expm1()
+    is_target = ids == _each(targets[rows], row)
+    entry = is_target.nonzero()[:, 0]
+    target_dx = p[entry] * dp[entry] - dlp[row[entry]] * logp[entry].expm1()
     dx = p.mul_(dp.sub_(_each(dlp, row)))
-    dx[own] = of_own
-    dx.mul_(_each(inv_t, row))
+    dx[entry] = target_dx
+
+    # from s to the logits
+    dx.mul_(each_inv_t)
     if softcap is not None:
         dx.mul_(1 - (value / softcap).square())
     return dx if live.all() else torch.where(live[row], dx, 0)
@@ -272,19 +294,23 @@ def _gradients(raw, entries, targets, grads, state, inv_t, softcap):
 def kept_dot(x, hidden, weight, bias, support):
     """Fills x (M,) fp32 with the logits of the kept ids, from hidden states (N, H) and the head (V, H), (V,) | None."""
     width = hidden.shape[1]
+    low = hidden.dtype != torch.float32
     step = max(1, CHUNK // max(1, width))
     for entries in _chunks(support, None):
         rows = _each(entries.rows, entries.row)
-        total = torch.empty(len(entries.row))
-        low = hidden.dtype != torch.float32
-        w, h = torch.empty(2, min(step, len(rows)), width, dtype=hidden.dtype)
-        for i in range(0, len(rows), step):
-            c = slice(i, min(i + step, len(rows)))
-            a = w[: c.stop - i]
-            b = h[: c.stop - i]
+        n = len(rows)
+        total = torch.empty(n)
+        # both factors of a few dot products, copied out side by side
+        weights, states = torch.empty(2, min(step, n), width, dtype=hidden.dtype)
+        for begin in range(0, n, step):
+            c = slice(begin, min(begin + step, n))
+            a = weights[: c.stop - begin]
+            b = states[: c.stop - begin]
             torch.index_select(weight, 0, entries.ids[c], out=a)
             torch.index_select(hidden, 0, rows[c], out=b)
-            torch.sum(a.float().mul_(b) if low else a.mul_(b), -1, out=total[c])
+            # 16-bit factors have exact products in fp32
+            terms = a.float().mul_(b) if low else a.mul_(b)
+            torch.sum(terms, -1, out=total[c])
         x[entries.at] = total if bias is None else total + bias[entries.ids].float()
 
 
@@ -292,7 +318,8 @@ def kept_hidden(dx, weight, support):
     """Gradient of the hidden states, (N, H) in the head's dtype, from that of the kept logits (M,) fp32."""
     dhidden = weight.new_zeros(support.begin.numel(), weight.shape[1])
     for entries in _chunks(support, None):
-        dhidden[entries.rows] = _weighted(weight, entries.ids, entries.offsets[:-1], dx[entries.at])
+        begins = entries.offsets[:-1]
+        dhidden[entries.rows] = _weighted(weight, entries.ids, begins, dx[entries.at])
     return dhidden
 
 
@@ -317,19 +344,24 @@ def kept_head(dx, rows, ids, ends, hidden, vocab, dweight, dbias, wants):
         dbias = hidden.new_zeros(vocab)
     if len(ids):
         offsets = torch.nn.functional.pad(ends, (1, 0))
+        # an id's entries are summed first, so that each row of the head is written once
         if wants[0]:
-            dweight.index_add_(0, ids, _weighted(hidden, rows, offsets[:-1], dx))
+            sums = _weighted(hidden, rows, offsets[:-1], dx)
+            dweight.index_add_(0, ids, sums)
         if wants[1]:
-            dbias.index_add_(0, ids, _sum(dx, offsets).to(hidden.dtype))
+            sums = _sum(dx, offsets).to(hidden.dtype)
+            dbias.index_add_(0, ids, sums)
     return dweight, dbias
 
 
 def zeros_for_rows(n: int, width: int, dtype: torch.dtype, touched: int) -> Tensor:
     """Return zeros (n, width); if only a few rows will be `touched`, the others are unwritten pages without memory."""
-    size = n * width * dtype.itemsize
+    row_bytes = width * dtype.itemsize
+    size = n * row_bytes
     page = mmap.PAGESIZE
-    pages = touched * (width * dtype.itemsize / page + 2)
-    if sys.platform != "linux" or size < (1 << 25) or pages * page * 4 > size:
+    # a row begins and ends within a page
+    touched_bytes = touched * (row_bytes / page + 2) * page
+    if sys.platform != "linux" or size < (1 << 25) or touched_bytes * 4 > size:
         return in_huge_pages(torch.empty(n, width, dtype=dtype)).zero_()
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page is zeroed whole for one row in it
