@@ -10,7 +10,8 @@ from fused_rl.cpu import native
 
 # Weak references: the set must not keep an optimizer alive.
 _CHANGED = weakref.WeakSet()
-_PART = 1 << 18  # elements in fp64 at a time
+# So many elements are in fp64 at a time.
+_PART = 1 << 18
 
 
 def tf_adam_epsilon(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -43,6 +44,7 @@ def tf_adam_epsilon(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizer must be a torch.optim.Optimizer, got {described(optimizer)}")
+    # Their epsilon stands elsewhere in the formula, where enlarging it has another meaning.
     if isinstance(optimizer, (torch.optim.Adamax, torch.optim.RAdam)):
         raise ValueError(
             f"{type(optimizer).__name__} divides by no sqrt(v / (1 - beta2^t)) + eps; use Adam or AdamW"
@@ -52,6 +54,7 @@ def tf_adam_epsilon(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             raise ValueError(
                 f"{type(optimizer).__name__} has bias_correction=False, so there is nothing to correct"
             )
+    # A second pair of hooks would enlarge epsilon twice.
     if optimizer in _CHANGED:
         raise ValueError("tf_adam_epsilon was applied to this optimizer before")
     _CHANGED.add(optimizer)

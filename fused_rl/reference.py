@@ -215,6 +215,7 @@ def policy_loss(
     sequences = [i for i in sequence_ids.unique().tolist() if i >= 0]
     # Attached to the graph also where nothing counts.
     total, count = 0 * lp[mask].sum(), 0
+    # One sequence at a time, as the papers write their sums.
     for i in sequences:
         tokens = mask & (sequence_ids == i)
         n = int(tokens.sum())

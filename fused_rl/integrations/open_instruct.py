@@ -51,4 +51,5 @@ def estimate_kl(ref_logprobs_diff: Tensor, ratio: Tensor) -> Tensor:
     """
     reference = torch.zeros_like(ref_logprobs_diff)
     k1, k2, k3 = (kl_estimate(ref_logprobs_diff, reference, name) for name in ("k1", "k2", "k3"))
-    return torch.stack([k1, k2, k3, ratio * k1])  # stack takes one dtype
+    # The ratio may be of another dtype than the estimates; `stack` promotes them to one.
+    return torch.stack([k1, k2, k3, ratio * k1])

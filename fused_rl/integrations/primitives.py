@@ -6,7 +6,8 @@ from torch import Tensor
 from fused_rl.objectives.estimators import KLEstimator, kl_estimate
 from fused_rl.ops.logprobs import token_logprobs
 
-IGNORED = -100  # the label to skip, of torch's cross-entropy, of transformers and of flash-attn
+# The label to skip, of torch's cross-entropy, of transformers and of flash-attn.
+IGNORED = -100
 
 # Where an estimate reaches 10 nats, as (lowest, highest) d = logprobs - ref_logprobs.
 # For k3 both ends solve expm1(-d) + d = 10.

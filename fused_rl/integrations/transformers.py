@@ -141,7 +141,8 @@ def unpatch(model: nn.Module) -> None:
         forward.remove()
 
 
-_ATTRIBUTE = "fused_rl_forward"  # by which a patched model is known, also when accelerate has wrapped its forward
+# A patched model is known by this attribute, also when accelerate has wrapped its forward.
+_ATTRIBUTE = "fused_rl_forward"
 
 
 class _FusedForward:
@@ -220,7 +221,8 @@ class UnformedLogits(Tensor):
     ):
         super().__init__()
         device = hidden.device.type
-        self.recorded = torch.is_grad_enabled()  # of a forward whose backward may follow
+        # True for a forward that a backward pass may follow.
+        self.recorded = torch.is_grad_enabled()
         self.autocast = (
             torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         )
@@ -248,7 +250,8 @@ class UnformedLogits(Tensor):
         return UnformedLogits(self.head, self.hidden, inside=self.scale)
 
     def _same(self, *_: object, **__: object) -> "UnformedLogits":
-        return self  # the loss is fp32 in any case, and on the device of the hidden states
+        # The loss is fp32 in any case, and on the device of the hidden states.
+        return self
 
     to = float = contiguous = _same
 

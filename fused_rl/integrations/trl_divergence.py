@@ -16,7 +16,9 @@ from fused_rl.ops import tiles
 # TRL's beta -> `fused_rl.ops.kl.DIRECTIONS`: KL(teacher || student), KL(student || teacher), and
 # the Jensen-Shannon divergence, which is that of their even mixture.
 DIRECTIONS = {0.0: "forward", 1.0: "reverse", 0.5: "jensen-shannon"}
-_TILES = 4  # of one size at once: both heads' logits in fp32, one gradient in fp32 and in the products' dtype
+# At once there are four of one size: the logits of both heads in fp32, and one gradient in fp32 and
+# in the dtype of the products.
+_TILES = 4
 
 
 class Scale(NamedTuple):
@@ -100,7 +102,8 @@ class HeadDivergence(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, t_hidden, t_weight, t_bias, pair, gathered):
         ctx.set_materialize_grads(False)
         n, backend = len(hidden), backend_of(hidden.device)
-        targets = torch.zeros(n, dtype=torch.long, device=hidden.device)  # none is looked at
+        # The operator takes targets, and none of them is looked at.
+        targets = torch.zeros(n, dtype=torch.long, device=hidden.device)
         divergence, entropy = (hidden.new_zeros(n, dtype=torch.float32) for _ in range(2))
         states, sums = [], []
         with gathered(weight, bias), gathered(t_weight, t_bias):
@@ -164,5 +167,6 @@ def _gradients(needs, g, student, teacher, pair, divergence, states, sums):
         both = kl_bwd(g[rows], x, y, None, pair.inv_temperature, *of_rows, *wants)
         dlogits = unscaled(both[wants.index(True)][0], logits, pair.student)
         gradients.add(dlogits, hidden[rows], head, rows, slice(0, len(head)))
-        del both, dlogits  # else they stay while the next tile's are formed
+        # Otherwise they would stay while those of the next tile are formed.
+        del both, dlogits
     return gradients

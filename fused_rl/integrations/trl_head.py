@@ -13,7 +13,8 @@ from torch import Tensor
 from fused_rl.base.backend import backend_of
 from fused_rl.ops import tiles
 
-_MEAN_ROWS = 4096  # of the weight, or elements of 1024 rows of logits, that are fp32 at once
+# So many rows of the weight, or elements of logits, are in fp32 at once.
+_MEAN_ROWS = 4096
 _MEAN_ELEMENTS = 1 << 22
 
 
@@ -61,7 +62,8 @@ def scored(hidden, weight, bias, targets, head, budget):
             )
             squares[rows] = at_half.rest.log1p()
         if top is not None:
-            top[rows] = logits.max(-1).indices  # the first of equal ones
+            # Of equal logits the first one counts, as in TRL.
+            top[rows] = logits.max(-1).indices
         if means is not None:
             means[rows] = capped_mean(logits, head.softcap)
 

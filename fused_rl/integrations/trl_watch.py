@@ -13,8 +13,10 @@ from transformers import TrainerCallback
 
 __all__ = ["FINDINGS", "Watch"]
 
-WINDOW = 10  # logs that a mean is over
-MISMATCH = "sampling/sampling_logp_difference/mean"  # nats per token; rounding to 16 bits makes less than 0.05
+# The number of logs that a mean is over.
+WINDOW = 10
+# In nats per token; rounding to 16 bits makes less than 0.05.
+MISMATCH = "sampling/sampling_logp_difference/mean"
 # TRL's key -> whether its mean (now, at first) is a sign of trouble, and what to do.
 FINDINGS: dict[str, tuple[Callable[[float, float], bool], str]] = {
     MISMATCH: (

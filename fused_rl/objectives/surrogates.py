@@ -365,12 +365,12 @@ SURROGATES: dict[str, Surrogate] = {
     "topr": _topr,
     "kl-cov": _kl_cov,
     "clip-cov": _clip_cov,
-    # arXiv:2506.13585, eq. 7
+    # MiniMax-M1 (arXiv:2506.13585, eq. 7).
     "cispo-masked": _reinforce(*_RATIO_AND_BOUNDS, weight=_clamped, beyond=_beyond_the_minimum),
-    # arXiv:2602.04879, whose old policy is the sampler's
+    # DPPO (arXiv:2602.04879), whose old policy is the sampler's.
     "dppo-tv": _reinforce(*_BOUNDS, "dppo_cap", weight=_capped, beyond=_beyond_in_probability),
     "dppo-kl": _reinforce(*_BOUNDS, "dppo_cap", weight=_capped, beyond=_beyond_in_divergence),
-    # arXiv:2510.06062
+    # ASPO (arXiv:2510.06062).
     "aspo": _reinforce(*_BOUNDS, "aspo_cap", weight=_inverted, beyond=_beyond_the_minimum),
 }
 

@@ -125,7 +125,8 @@ class Encoder:
                 raise InputError(f"{rows.where(i)}: column 'text' is empty; remove the row")
             eos = self.tokenizer.eos_token_id
             first, rest = ids[:1], ids[1:]
-            if rest[-1:] != [eos]:  # some tokenizers write it themselves
+            # Some tokenizers write EOS themselves.
+            if rest[-1:] != [eos]:
                 rest = [*rest, eos]
             return [(first, rest)]
 
@@ -225,7 +226,8 @@ class Encoder:
         else:
             ids = self._with_one_bos(messages[0]["content"])
             bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-            if len(ids) > 1 and ids[-1] == eos != bos:  # a prompt has not ended
+            # A prompt has not ended, so an EOS that the tokenizer adds is taken off.
+            if len(ids) > 1 and ids[-1] == eos != bos:
                 ids = ids[:-1]
         if not ids:
             raise InputError("the prompt is empty; mend or remove the row")

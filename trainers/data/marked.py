@@ -19,7 +19,8 @@ from fused_rl.trainers.data.encode import Encoded, Encoder
 from fused_rl.trainers.data.rows import Rows, log_dropped
 from fused_rl.trainers.options import MAIN, PositiveInt, RunConfig
 
-SIDES = {"chosen": True, "rejected": False}  # column of a pair -> whether it is a good response
+# The columns of a pair, and whether each is a good response.
+SIDES = {"chosen": True, "rejected": False}
 
 
 class MarkedConfig(RunConfig):
@@ -46,7 +47,8 @@ class MarkedConfig(RunConfig):
 
     @property
     def splits_rows(self) -> bool:
-        return True  # a pair is two
+        # A pair becomes two rows.
+        return True
 
     def check_first_row(self, encoder: Encoder, rows: Rows) -> None:
         _read(self, encoder, unpaired(self, rows), 0)
@@ -122,7 +124,8 @@ def unpaired(config: MarkedConfig, rows: Rows) -> Rows:
 
 def _read(config: MarkedConfig, encoder: Encoder, rows: Rows, i: int) -> tuple[Encoded, bool]:
     label = rows.get(i, config.label_column, "label_column")
-    if label not in (False, True):  # to which 0 and 1 are equal
+    # 0 and 1 are equal to these.
+    if label not in (False, True):
         what = f"column {config.label_column!r} must be true or false, got {label!r:.80}"
         raise InputError(f"{rows.where(i)}: {what}")
     (pair,) = encoder.pairs(rows, i, config.prompt_column, config.completion_column)

@@ -32,7 +32,8 @@ class RowOrder:
         batch = []
         while len(batch) < count:
             epoch, offset = divmod(self.position, self.size)
-            if epoch != self.epoch:  # a permutation of a million rows takes 80 ms
+            # Once per epoch, because a permutation of a million rows takes 80 ms.
+            if epoch != self.epoch:
                 # The factor keeps the epochs of one seed apart from those of its neighbours.
                 generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
                 self.epoch, self.permutation = epoch, torch.randperm(self.size, generator=generator)

@@ -161,9 +161,10 @@ class PairEncoder:
         column = getattr(self.config, option)
         prompt_column = self.config.prompt_column or encode.prompt_column_of(row)
         side = rows.get(i, column, option)
-        # Text beside no prompt is a whole conversation, which only the tokenizer may add to.
+        # Text without a prompt is a whole conversation, which no template is applied to.
         if isinstance(side, str) and self.config.prompt_column is None and prompt_column not in row:
-            ids = self.tokenizer(side).input_ids  # with the tokenizer's own beginning, and EOS once
+            # It has the tokenizer's own beginning, and EOS once.
+            ids = self.tokenizer(side).input_ids
             eos = self.tokenizer.eos_token_id
             return [], ids if ids[-1:] == [eos] else [*ids, eos]
         # A response alone becomes a turn, so that the chat template writes it as any other.

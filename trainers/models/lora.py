@@ -76,7 +76,8 @@ def adapt_in_place(classifier: Any, options: ModelConfig) -> None:
     import peft
 
     peft.inject_adapter_in_model(_new(classifier, classifier.score, "SEQ_CLS", options), classifier)
-    classifier.score.requires_grad_(True)  # injecting froze all but the adapters
+    # Injecting has frozen all but the adapters.
+    classifier.score.requires_grad_(True)
 
 
 def _new(model: Any, head: Any, task: str, options: ModelConfig):

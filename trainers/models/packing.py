@@ -81,13 +81,15 @@ def costs_of(lm: Any) -> Costs:
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     weights = 0
     for weight in lm.parameters():
-        per_element = 2 if weight.dtype == torch.uint8 else 1  # of 4 bits two are in a byte
+        # Of weights of 4 bits there are two in a byte.
+        per_element = 2 if weight.dtype == torch.uint8 else 1
         weights += weight.numel() * per_element
 
     # Embeddings are looked up, and the head meets the tokens that count alone, packed or not.
     outside = {lm.get_input_embeddings().weight}
     head = lm.get_output_embeddings()
-    if head is not None:  # a classifier has none; a tied one is the embeddings' weight
+    # A classifier has no such head, and a tied one is the weight of the embeddings.
+    if head is not None:
         outside.add(head.weight)
     weights -= sum(weight.numel() for weight in outside)
 
@@ -197,7 +199,8 @@ def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> Packed | Non
     prompts = []
     responses = []
     for (a, b), common in zip(pairs, in_common, strict=True):
-        common = max(1, common)  # a prompt is a token at least
+        # A prompt has one token at least.
+        common = max(1, common)
         prompts += [a[:common], b[:common]]
         responses.append([*a[common:], 0])
         responses.append([*b[common:], 0])

@@ -130,7 +130,8 @@ class RewardModel(nn.Module):
             raise ValueError(f"input_ids and attention_mask must both be (B, T), got {shapes}")
         attended = attention_mask != 0
         lengths = attended.sum(1)
-        counts = lengths.tolist()  # the one wait for the device
+        # This is the one wait for the device.
+        counts = lengths.tolist()
         if not all(counts):
             raise ValueError(
                 f"rows {[i for i, n in enumerate(counts) if not n]} have no attended token to score"

@@ -31,7 +31,8 @@ def of_all_ranks(values: torch.Tensor, indices: list[int], count: int) -> torch.
     scores = torch.zeros(count, *values.shape[1:], dtype=torch.float64)
     scores[indices] = values.detach().cpu().double()
     if ranks.rank() > 0 and count % ranks.world_size():
-        scores[0] = 0  # it is rank 0's, and here it only filled up the share
+        # The first item is rank 0's; here it only filled up the share.
+        scores[0] = 0
     return ranks.global_sum(scores)
 
 
