@@ -115,8 +115,8 @@ MUTATIONS = {
     ),
     "a rank of the vocabulary adds its maximum twice": Mutation(
         "fused_rl/ops/vocab_parallel.py",
-        "mass = torch.where(holds, rest, share * (1 + rest))",
-        "mass = share * (1 + rest)",
+        "mass = torch.where(holds_maximum, rest, local_mass)",
+        "mass = local_mass",
         "tests/test_hostile.py -k 'vocab_parallel_token_logprobs and cpu and test_ops'",
     ),
     "softcap divides by nothing": Mutation(

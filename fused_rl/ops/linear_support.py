@@ -31,19 +31,22 @@ class LinearSupport(torch.autograd.Function):
         support = RowSupport(ids, begin, end)
         ctx.options = inv_temperature, softcap, budget
         x = torch.zeros(len(ids), device=hidden.device)
-        outputs = RowStatistics(
-            *(torch.zeros(len(targets), device=hidden.device) for _ in RowStatistics._fields)
-        )
+        n = len(targets)
+        # no views: they are returned
+        outputs = [torch.zeros(n, device=hidden.device) for _ in RowStatistics._fields]
         ctx.parts, ctx.gathered = _parts(support, head[0])
         for rows, statistics in zip(ctx.parts, (_gathered, tiles.statistics), strict=True):
-            if rows is None or len(rows):
-                some, chosen, sets, inv_t = _of(rows, hidden, targets, support, inv_temperature)
-                found = statistics(some, *head, chosen, inv_t, softcap, budget, support=sets, x=x)
-                for whole, part in zip(outputs, found, strict=True):
-                    whole.copy_(part) if rows is None else whole.index_copy_(0, rows, part)
+            if rows is not None and len(rows) == 0:
+                continue
+            states, row_targets, sets, inv_t = _of(rows, hidden, targets, support, inv_temperature)
+            of_rows = statistics(
+                states, *head, row_targets, inv_t, softcap, budget, support=sets, x=x
+            )
+            for output, values in zip(outputs, of_rows, strict=True):
+                output.copy_(values) if rows is None else output.index_copy_(0, rows, values)
         logprobs, entropy, lse, m, rest = outputs
-        own = entropy.clone()  # the caller may modify the output
-        ctx.save_for_backward(hidden, weight, bias, targets, *support, x, own, m, rest)
+        kept_entropy = entropy.clone()  # the caller may modify the output
+        ctx.save_for_backward(hidden, weight, bias, targets, *support, x, kept_entropy, m, rest)
         ctx.set_materialize_grads(False)
         return logprobs, entropy, lse
 
@@ -60,23 +63,29 @@ class LinearSupport(torch.autograd.Function):
         inv_temperature, softcap, budget = ctx.options
         short, tiled = ctx.parts
         dhidden = dweight = dbias = None
+
+        # rows in tiles first: their gradient of the head is whole, and the others' sums are added to it
         if tiled is None or len(tiled):
-            some, chosen, sets, inv_t = _of(tiled, hidden, targets, support, inv_temperature)
-            given = _some(tiled, *upstream), some, *head, chosen, _some(tiled, *statistics)
-            gradients = tiles.recomputed(needs, *given, inv_t, softcap, budget, support=sets, x=x)
+            states, row_targets, sets, inv_t = _of(tiled, hidden, targets, support, inv_temperature)
+            row_upstream = _some(tiled, *upstream)
+            row_statistics = _some(tiled, *statistics)
+            inputs = row_upstream, states, *head, row_targets, row_statistics
+            gradients = tiles.recomputed(needs, *inputs, inv_t, softcap, budget, support=sets, x=x)
             dhidden, dweight, dbias = gradients.take()
         if short is None or len(short):
-            some, chosen, sets, inv_t = _of(short, hidden, targets, support, inv_temperature)
-            given = _some(short, *upstream), some, *head, chosen, _some(short, *statistics)
+            states, row_targets, sets, inv_t = _of(short, hidden, targets, support, inv_temperature)
+            row_upstream = _some(short, *upstream)
+            row_statistics = _some(short, *statistics)
+            inputs = row_upstream, states, *head, row_targets, row_statistics
             entries = sets, ctx.gathered, x, dweight, dbias
-            of_short, dweight, dbias = _gathered_gradients(needs, *given, inv_t, softcap, *entries)
-            if dhidden is not None:
-                of_short = (
-                    torch.empty_like(hidden)
-                    .index_copy_(0, short, of_short)
-                    .index_copy_(0, tiled, dhidden)
-                )
-            dhidden = of_short
+            of_short, dweight, dbias = _gathered_gradients(needs, *inputs, inv_t, softcap, *entries)
+            if dhidden is None:
+                dhidden = of_short
+            else:
+                of_tiled = dhidden
+                dhidden = torch.empty_like(hidden)
+                dhidden.index_copy_(0, short, of_short)
+                dhidden.index_copy_(0, tiled, of_tiled)
         return dhidden, scatter(dweight, weight), scatter(dbias, bias), *(None,) * 7
 
 
@@ -84,17 +93,22 @@ def _parts(support, weight):
     """Rows whose sets are gathered, rows that go through tiles: (n,) indices, or None for all rows; and how many ids
     the former keep. A device is waited for once."""
     slow_gemm = weight.device.type == "cpu" and weight.dtype == torch.float32
-    most = max(_FEW, len(weight) // (_FP32_CPU_SHARE if slow_gemm else _SHARE))
+    share = _FP32_CPU_SHARE if slow_gemm else _SHARE
+    most = max(_FEW, len(weight) // share)
     lengths = support.end - support.begin
-    short = (lengths > 0) & (lengths <= most)
-    count, gathered = torch.stack([short.sum(), (lengths * short).sum()]).tolist()
-    order = (~short).byte().argsort(stable=True)
-    parts = order[:count], order[count:]
-    if count == len(short):
-        parts = None, parts[1]
-    elif count == 0:
-        parts = parts[0], None
-    return parts, gathered
+    is_short = (lengths > 0) & (lengths <= most)
+    kept_ids = (lengths * is_short).sum()
+    count, gathered = torch.stack([is_short.sum(), kept_ids]).tolist()
+
+    # a sort, as nonzero would wait for the device again
+    order = (~is_short).byte().argsort(stable=True)
+    short = order[:count]
+    tiled = order[count:]
+    if count == len(order):
+        return (None, tiled), gathered
+    if count == 0:
+        return (short, None), gathered
+    return (short, tiled), gathered
 
 
 def _some(rows, *values):
@@ -104,7 +118,8 @@ def _some(rows, *values):
 def _of(rows, hidden, targets, support, inv_temperature):
     """Hidden states, targets, sets and temperatures of some rows."""
     hidden, targets, inv_t = _some(rows, hidden, targets, inv_temperature)
-    return hidden, targets, support if rows is None else support.at(rows), inv_t
+    sets = support if rows is None else support.at(rows)
+    return hidden, targets, sets, inv_t
 
 
 def _gathered(hidden, weight, bias, targets, inv_t, softcap, budget, support, x):
@@ -153,20 +168,26 @@ def _by_id(support, kept, dx, hidden):
     at = torch.arange(len(row), device=row.device) + starts[row]
     ids = support.ids[at].long()
     dx = dx[at]
+
+    # a mark of what an entry adds: the bits of its hidden state and of its gradient
     mark = _mark(hidden)[row].mul_(-7046029254386353131)
     mark.add_(dx.view(torch.int32)).mul_(-4417276706812531889)
-    order = mark.argsort()
-    order = order[ids[order].argsort(stable=True)]
-    once, counts = torch.unique_consecutive(ids[order], return_counts=True)
-    return dx[order], row[order], once, counts.cumsum(0)
+    by_mark = mark.argsort()
+    by_id = ids[by_mark].argsort(stable=True)
+    order = by_mark[by_id]
+    unique_ids, counts = torch.unique_consecutive(ids[order], return_counts=True)
+    return dx[order], row[order], unique_ids, counts.cumsum(0)
 
 
 def _mark(hidden):
     """(n,) int64: equal for rows of equal bits, and for hardly any others."""
-    bits = hidden.contiguous().view(torch.int16 if hidden.element_size() == 2 else torch.int32)
+    integers = torch.int16 if hidden.element_size() == 2 else torch.int32
+    bits = hidden.contiguous().view(integers)
+    width = bits.shape[1]
     # odd weights without a pattern; overflow wraps around
-    weights = torch.arange(1, bits.shape[1] + 1, device=bits.device).mul_(-7046029254386353131)
+    weights = torch.arange(1, width + 1, device=bits.device).mul_(-7046029254386353131)
     weights = (weights ^ (weights >> 29)).mul_(-4658895280553007687) | 1
-    some = max(1, _MARKED // max(1, bits.shape[1]))
-    parts = [(part * weights).sum(1) for part in bits.split(some)]
-    return torch.cat(parts) if parts else weights[:0]
+    # some rows at a time: as int64 they take up to four times the memory
+    step = max(1, _MARKED // max(1, width))
+    marks = [(some * weights).sum(1) for some in bits.split(step)]
+    return torch.cat(marks) if marks else weights[:0]

@@ -86,22 +86,27 @@ def topk_kl(
     if mask is None:
         mask = torch.ones(logprobs.shape[:-1], dtype=torch.bool, device=logprobs.device)
     check_mask(mask, "the rows", logprobs.shape[:-1], logprobs.device)
-    dtype = torch.promote_types(
-        torch.promote_types(logprobs.dtype, ref_logprobs.dtype), torch.float32
-    )
+    common = torch.promote_types(logprobs.dtype, ref_logprobs.dtype)
+    dtype = torch.promote_types(common, torch.float32)
     checked = values_are_checked(logprobs.device) and not torch.compiler.is_compiling()
-    sides, rounding, legal = [], [], mask
-    for name, given in (("logprobs", logprobs), ("ref_logprobs", ref_logprobs)):
+    sides = []
+    rounding = []  # of each side's own dtype: casting adds no digits
+    legal = mask
+    for name, side in (("logprobs", logprobs), ("ref_logprobs", ref_logprobs)):
+        rounding.append(torch.finfo(side.dtype).eps)
         # what is masked counts as K tokens of probability 0
-        side = torch.where(mask[..., None], given, -torch.inf)
+        side = torch.where(mask[..., None], side, -torch.inf)
         if checked:
             _check_values(name, side)
         legal = legal & _is_legal(side)
         sides.append(side.to(dtype))
-        rounding.append(torch.finfo(given.dtype).eps)
+
+    # rows that are not legal go in as masked ones, so that no NaN meets their gradient, and come out as NaN
     sides = [torch.where(legal[..., None], side, -torch.inf) for side in sides]
-    value = _TopkKL.apply(*sides, direction, rounding, *(side[..., :0].clone() for side in sides))
-    return torch.where(legal, value, torch.where(mask, torch.nan, 0.0))
+    empty = [side[..., :0].clone() for side in sides]
+    value = _TopkKL.apply(*sides, direction, rounding, *empty)
+    elsewhere = torch.where(mask, torch.nan, 0.0)
+    return torch.where(legal, value, elsewhere)
 
 
 @torch.no_grad()
@@ -115,7 +120,8 @@ def _sums(x):
 
 def _is_legal(x):
     total, slack = _sums(x)
-    return (total - 1 <= slack) & (x <= slack[..., None]).all(-1)  # not so with NaN
+    each_legal = (x <= slack[..., None]).all(-1)
+    return (total - 1 <= slack) & each_legal  # not so with NaN
 
 
 def _check_values(name, x):
@@ -150,8 +156,11 @@ def _tail(x, p, eps):
     top, at = x.max(-1, keepdim=True)
     others = p.scatter(-1, at, 0).sum(-1, dtype=torch.float64)
     mass = -top.double().expm1()[..., 0] - others
+
+    # what rounding may do to it: of p by that of x and of exp, of the largest's complement by that of x alone
     of_top = torch.where(top > -torch.inf, top.exp() * top.abs(), 0)
-    spread = torch.where(p > 0, p * (1 - x), 0).scatter(-1, at, of_top)
+    of_others = torch.where(p > 0, p * (1 - x), 0)
+    spread = of_others.scatter(-1, at, of_top)
     rounding = 4 * eps * spread.sum(-1, dtype=torch.float64)
     # where the others leave less than nothing, the largest was rounded to the digits of 1, as by a difference of logits
     floor = torch.where(mass > -rounding, rounding, _ULPS * eps)
@@ -167,7 +176,8 @@ def _term(p, q, d):
     some = p > 0
     near = some & (d.abs() < 1)
     far = q - p + p * torch.where(some, d, 0)
-    return torch.where(near, p * k3(torch.where(near, d, 0)), far)
+    of_near = p * k3(torch.where(near, d, 0))
+    return torch.where(near, of_near, far)
 
 
 def _log_share(d):
@@ -175,20 +185,24 @@ def _log_share(d):
     near = d.clamp(min=-1)
     far = d.clamp(max=-1)
     of_near = -(torch.expm1(-near) / 2).log1p()
-    return torch.where(d > -1, of_near, math.log(2) + far - far.exp().log1p())
+    of_far = math.log(2) + far - far.exp().log1p()
+    return torch.where(d > -1, of_near, of_far)
 
 
 def _kl(p, q, d, tail, ref_tail):
     """KL(P || Q) of probabilities (..., K) and their log-ratios; its gradients by log p and log q."""
     a = tail.mass.clamp(min=0)
     b = torch.where(ref_tail.unknown, ref_tail.floor, ref_tail.mass)
+    # two tails within rounding are alike: they add nothing
     nothing = ref_tail.unknown & (a <= torch.maximum(tail.floor, b))
     a = torch.where(nothing, b, a)
     # where a is 0, its slope is infinite, but the tail has no probability to move
     d_tail = torch.where(a > 0, a.log() - b.log(), 0)
     value = _term(p, q, d).sum(-1, dtype=torch.float64) + _term(a, b, d_tail)
+    # mass that a token gains is lost by the tail
     moved = torch.where(p > 0, d - d_tail[..., None].to(d), 0)
-    return value, p * moved, q * (a / b)[..., None].to(q) - p
+    tail_ratio = (a / b)[..., None].to(q)
+    return value, p * moved, q * tail_ratio - p
 
 
 def _jensen_shannon(p, q, d, tail, ref_tail):
@@ -197,15 +211,21 @@ def _jensen_shannon(p, q, d, tail, ref_tail):
     b = ref_tail.mass.clamp(min=0)
     nothing = tail.unknown & ref_tail.unknown
     d_tail = torch.where(nothing, 0, _log_ratio(a.log(), b.log()))
-    values, slopes = [], []
-    sides = ((p, q, d, a, b, d_tail), (q, p, -d, b, a, -d_tail))
-    for mine, other, ratio, my_tail, other_tail, tail_ratio in sides:
-        share, tail_share = _log_share(ratio), _log_share(tail_ratio)
-        tokens = _term(mine, (mine + other) / 2, share).sum(-1, dtype=torch.float64)
-        of_tail = _term(my_tail, (my_tail + other_tail) / 2, tail_share)
+    mean = (p + q) / 2
+    tail_mean = (a + b) / 2
+    values = []
+    slopes = []
+    # the KL of each side from the mean
+    for side, ratio, side_tail, tail_ratio in ((p, d, a, d_tail), (q, -d, b, -d_tail)):
+        share = _log_share(ratio)
+        tail_share = _log_share(tail_ratio)
+        tokens = _term(side, mean, share).sum(-1, dtype=torch.float64)
+        of_tail = _term(side_tail, tail_mean, tail_share)
         values.append(tokens + torch.where(nothing, 0, of_tail))
-        tail_share = torch.where(my_tail > 0, tail_share, 0)[..., None].to(share)
-        slopes.append(mine / 2 * torch.where(mine > 0, share - tail_share, 0))
+        # a tail of 0 has no mass to move
+        tail_share = torch.where(side_tail > 0, tail_share, 0)[..., None].to(share)
+        moved = torch.where(side > 0, share - tail_share, 0)
+        slopes.append(side / 2 * moved)
     return (values[0] + values[1]) / 2, *slopes
 
 
@@ -214,25 +234,28 @@ class _TopkKL(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logprobs, ref_logprobs, direction, rounding, *of_inputs):
-        x, y = (ref_logprobs, logprobs) if direction == "forward" else (logprobs, ref_logprobs)
-        eps_x, eps_y = rounding[::-1] if direction == "forward" else rounding
-        p, q = x.exp(), y.exp()
+        # forward is reverse with the two exchanged
+        swapped = direction == "forward"
+        x, y = (ref_logprobs, logprobs) if swapped else (logprobs, ref_logprobs)
+        eps_x, eps_y = rounding[::-1] if swapped else rounding
+        p = x.exp()
+        q = y.exp()
         tails = _tail(x, p, eps_x), _tail(y, q, eps_y)
         formula = _jensen_shannon if direction == "jensen-shannon" else _kl
         value, dx, dy = formula(p, q, _log_ratio(x, y), *tails)
         if formula is _kl:
             infinite = ((y == -torch.inf) & (x > -torch.inf)).any(-1)
             value = torch.where(infinite, torch.inf, value)
-            dx, dy = (torch.where(infinite[..., None], 0, d) for d in (dx, dy))
-        ctx.save_for_backward(*((dy, dx) if direction == "forward" else (dx, dy)), *of_inputs)
+            dx = torch.where(infinite[..., None], 0, dx)
+            dy = torch.where(infinite[..., None], 0, dy)
+        gradients = (dy, dx) if swapped else (dx, dy)
+        ctx.save_for_backward(*gradients, *of_inputs)
         return value.to(x.dtype)
 
     @staticmethod
     @once_differentiable("topk_kl")
     def backward(ctx, g):
         gradients = [g[..., None] * d for d in ctx.saved_tensors[:2]]
-        wanted = (
-            d if needed else None
-            for d, needed in zip(gradients, ctx.needs_input_grad[:2], strict=True)
-        )
+        needs = ctx.needs_input_grad[:2]
+        wanted = [d if needed else None for d, needed in zip(gradients, needs, strict=True)]
         return *wanted, *(None,) * 4

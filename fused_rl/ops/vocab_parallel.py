@@ -149,11 +149,11 @@ def vocab_parallel_token_kl(
 
 def _reduced(rows, op, group):
     """One all-reduce of several (N,) or (K, N) fp64."""
-    parts = [x if x.dim() == 2 else x[None] for x in rows]
-    packed = torch.cat(parts)
+    matrices = [x if x.dim() == 2 else x[None] for x in rows]
+    packed = torch.cat(matrices)
     dist.all_reduce(packed, op=op, group=group)
-    reduced = packed.split([len(part) for part in parts])
-    return [part.view(x.shape) for part, x in zip(reduced, rows, strict=True)]
+    reduced = packed.split([len(matrix) for matrix in matrices])
+    return [total.view(x.shape) for total, x in zip(reduced, rows, strict=True)]
 
 
 def merge_logprobs(local, owns_target, inv_t, group):
@@ -162,42 +162,50 @@ def merge_logprobs(local, owns_target, inv_t, group):
     Logprobs, `owns_target` and what is returned for them are (N,) or (N, K). The maximum stays out of the sum: a rank
     that holds it adds its rest, the others add 1 + rest.
     """
-    logprobs, entropy, lse, m, rest = (x.double() for x in local)
+    logprobs, entropy, _, m, rest = (x.double() for x in local)
+    # a NaN comes back with the sums; what a reduction makes of it as a maximum is up to the backend
     m_without_nan = m.nan_to_num(-torch.inf, torch.inf, -torch.inf)
     (m_all,) = _reduced([m_without_nan], dist.ReduceOp.MAX, group)
-    below = torch.where(m == -torch.inf, -torch.inf, (m - m_all) * inv_t)
+
+    # the local sums, moved to the maximum of all columns
+    empty = m == -torch.inf
+    below = torch.where(empty, -torch.inf, (m - m_all) * inv_t)
     share = below.exp()
-    holds = (m == m_all) & (m > -torch.inf)
+    holds_maximum = (m == m_all) & (m > -torch.inf)
     log1p = rest.log1p()
+    local_mass = share * (1 + rest)
+    mass = torch.where(holds_maximum, rest, local_mass)
     # sum of -e^s s over the local columns: both parts are >= 0
     local_spread = (entropy - log1p).clamp(min=0)
-    spread = share * (1 + rest) * (local_spread - torch.where(share > 0, below, 0))
-    mass = torch.where(holds, rest, share * (1 + rest))
-    here = torch.where(m == -torch.inf, -torch.inf, logprobs.t() + log1p + below)  # (N,) or (K, N)
-    target = torch.where(owns_target.t(), here, 0)
+    spread = local_mass * (local_spread - torch.where(share > 0, below, 0))
+    s_target = torch.where(empty, -torch.inf, logprobs.t() + log1p + below)  # (N,) or (K, N)
+    target = torch.where(owns_target.t(), s_target, 0)
 
-    rows = [mass, holds.double(), spread, target, owns_target.t().double()]
+    # one of the ranks' maxima is the one that is left out, the others are ties
+    rows = [mass, holds_maximum.double(), spread, target, owns_target.t().double()]
     rest, count, spread, target, owners = _reduced(rows, dist.ReduceOp.SUM, group)
     dead = (count == 0) & (rest == 0)  # not so with NaN
     rest = torch.where(dead, 0, rest + (count - 1))
     log1p = rest.log1p()
     entropy = torch.where(dead, 0, log1p + spread / (1 + rest))
     logprobs = (target - log1p).clamp(max=0)
-    return RowStatistics(logprobs.t(), entropy, m_all * inv_t + log1p, m_all, rest), owners.t()
+    lse = m_all * inv_t + log1p
+    return RowStatistics(logprobs.t(), entropy, lse, m_all, rest), owners.t()
 
 
 def _check_held(support, columns, counts, group):
     """(N,) bool: rows that count of which an id is on no rank, or on several; on a CPU an error."""
-    here = (support.ids >= columns.start) & (support.ids < columns.stop)
-    before = torch.nn.functional.pad(here.cumsum(0), (1, 0))
+    is_local = (support.ids >= columns.start) & (support.ids < columns.stop)
+    # differences of running counts: the sets are ragged
+    before = torch.nn.functional.pad(is_local.cumsum(0), (1, 0))
     local = before[support.end] - before[support.begin]
     (held,) = _reduced([local.double()], dist.ReduceOp.SUM, group)
-    astray = counts & (held != support.end - support.begin)
-    if here.device.type == "cpu" and astray.any():  # on every rank alike
-        at = int(astray.nonzero()[0])
-        count = int(support.end[at] - support.begin[at])
+    lengths = support.end - support.begin
+    astray = counts & (held != lengths)
+    if held.device.type == "cpu" and astray.any():  # on every rank alike
+        row = int(astray.nonzero()[0])
         raise ValueError(
-            f"of the {count} kept ids of row {at} the ranks hold {int(held[at])}; check "
+            f"of the {int(lengths[row])} kept ids of row {row} the ranks hold {int(held[row])}; check "
             f"vocab_start ({columns.start} here) and that every id is in the vocabulary"
         )
     return astray
@@ -207,18 +215,19 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, mask, inv_t, softcap, vocab_start, group, support):
         columns = slice(vocab_start, vocab_start + logits.shape[1])
-        here = (targets >= columns.start) & (targets < columns.stop)
-        counts = (
-            torch.ones(len(targets), dtype=torch.bool, device=logits.device)
-            if mask is None
-            else mask
-        )
-        x, astray = None, False
+        owns_target = (targets >= columns.start) & (targets < columns.stop)
+        counts = mask
+        if counts is None:
+            counts = torch.ones(len(targets), dtype=torch.bool, device=logits.device)
+        x = None
+        astray = False
         if support is not None:
             astray = _check_held(support, columns, counts, group)
             x = torch.zeros(len(support.ids), device=logits.device)
+
+        # this rank's statistics, then those of all columns
         statistics = row_fwd(logits, targets, mask, inv_t, softcap, support, x, first=vocab_start)
-        merged, owners = merge_logprobs(statistics, here, inv_t, group)
+        merged, owners = merge_logprobs(statistics, owns_target, inv_t, group)
         of_targets = counts if targets.dim() == 1 else counts[:, None]
         strays = of_targets & (owners != 1)
         if logits.device.type == "cpu" and strays.any():  # on every rank alike
@@ -229,10 +238,13 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             )
         logprobs = torch.where(strays | astray, torch.nan, merged.logprobs)
         logprobs = torch.where(of_targets, logprobs, 0).float().contiguous()
-        entropy, lse = (torch.where(counts, o, 0).float() for o in (merged.entropy, merged.lse))
-        own = entropy.clone()  # the caller may modify the output
+        entropy = torch.where(counts, merged.entropy, 0).float()
+        lse = torch.where(counts, merged.lse, 0).float()
+
+        # with the merged state the gradient of the local columns needs no other rank
+        kept_entropy = entropy.clone()  # the caller may modify the output
         sets = (None, None, None) if support is None else support
-        state = own, merged.m.float(), merged.rest.float()
+        state = kept_entropy, merged.m.float(), merged.rest.float()
         ctx.save_for_backward(logits, targets, mask, x, *sets, *state)
         ctx.inv_t = inv_t
         ctx.softcap = softcap
@@ -262,6 +274,7 @@ def merge_kl(kl, state, mask, inv_t, group):
     state = state.double() if mask is None else torch.where(mask, state, 0).double()
     m, w, w_all, offset, c, n, f, s, _ = KLState(*state)
     infinite = (kl == torch.inf).double()
+    # a NaN comes back with the sums
     rows = [r.nan_to_num(0, 0, -torch.inf) for r in (m, n, infinite)]
     m_all, n_all, infinite = _reduced(rows, dist.ReduceOp.MAX, group)
     c_all = (m_all - n_all) * inv_t
@@ -271,28 +284,35 @@ def merge_kl(kl, state, mask, inv_t, group):
     q_share = ((n - n_all) * inv_t).exp()
     weight = w * share
     h = c_all - (offset * inv_t + c)
+    s = s * q_share
     moved = f * q_share + weight * (torch.expm1(h) - h)
-    f = torch.where(h.abs() < _NEAR, moved, s * q_share - weight * (1 + h))
-    f = torch.where(w > 0, f, s * q_share)
-    rows = [weight, w_all * share, torch.where(w > 0, -weight * h, 0), f, s * q_share]
+    f = torch.where(h.abs() < _NEAR, moved, s - weight * (1 + h))
+    f = torch.where(w > 0, f, s)
+    a = torch.where(w > 0, -weight * h, 0)
+    rows = [weight, w_all * share, a, f, s]
     w, w_all, a, f, s = _reduced(rows, dist.ReduceOp.SUM, group)
 
     # the divergence of all columns
     some = w > 0
     a = torch.where(some, a / w, 0)
     r = torch.where(some, f / w, 1)
+    near = a + torch.log1p(r - a)
     far = a + (s / w).log()
-    value = torch.where(a.abs() < _NEAR, a + torch.log1p(r - a), far).clamp(min=0)
+    value = torch.where(a.abs() < _NEAR, near, far).clamp(min=0)
     value = torch.where(some, value, 0)
+    # what is left of so large a distance may be rounding alone
     distance = c_all.abs()
-    value = torch.where(some & (distance > TOO_FAR) & (value < 0.01 * distance), torch.nan, value)
+    unknown = some & (distance > TOO_FAR) & (value < 0.01 * distance)
+    value = torch.where(unknown, torch.nan, value)
 
     # the state that a row of all columns would leave
     allowed = torch.where(infinite > 0, (w / w_all).log(), 0)
     k = torch.where(some, value + allowed, NONE)
-    offset = torch.where(some, (c_all + a) / inv_t, 0).float()
-    c = torch.where(some, c_all + a, 0) - offset.double() * inv_t
-    merged = KLState(m_all, w, w_all, offset.double(), c, n_all, f, s, k)
+    mean = c_all + a
+    # fp32 as the kernels have it; c keeps what that rounds off
+    offset = torch.where(some, mean / inv_t, 0).float().double()
+    c = torch.where(some, mean, 0) - offset * inv_t
+    merged = KLState(m_all, w, w_all, offset, c, n_all, f, s, k)
     nan = 0 * (s + w_all)  # 0, or NaN where a logit is NaN or inf
     nan = torch.where(torch.maximum(m_all, n_all) > MOST, torch.nan, nan)
     divergence = torch.where(infinite > 0, torch.inf, value) + nan
@@ -303,10 +323,11 @@ class _VocabParallelKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, y, mask, inv_t, jsd_beta, softcap, group):
         backend = backend_of(x.device)
-        divergence, state = merge_kl(
-            *backend.kl.kl_fwd(x, y, mask, inv_t, softcap), mask, inv_t, group
-        )
-        sums, ctx.shares = None, None
+        local_kl, local_state = backend.kl.kl_fwd(x, y, mask, inv_t, softcap)
+        divergence, state = merge_kl(local_kl, local_state, mask, inv_t, group)
+        sums = None
+        ctx.shares = None
+        # Jensen-Shannon is a second pass, which needs the state of all columns
         if jsd_beta is not None:
             ctx.shares = shares_of(jsd_beta)
             sums = backend.jensen_shannon.js_fwd(x, y, mask, inv_t, state, softcap, ctx.shares)
