@@ -77,18 +77,13 @@ def _token_gradients(token_loss, logprobs, entropy, per_token):
             wanted = f"one value per token, {tuple(entropy.shape)}, unreduced"
             raise ValueError(f"token_loss must return {wanted}; got {described(values)}")
         total = values.float().sum()
-        used = total.requires_grad  # a constant loss has no gradient
-        grads = (
-            torch.autograd.grad(total, (logprobs, entropy), allow_unused=True)
-            if used
-            else (None, None)
-        )
+        grads = None, None
+        if total.requires_grad:  # a constant loss has no gradient
+            grads = torch.autograd.grad(total, (logprobs, entropy), allow_unused=True)
         dlogprobs, dentropy = (None if d is None else d.contiguous() for d in grads)
-        return (
-            total.detach(),
-            torch.zeros_like(logprobs) if dlogprobs is None else dlogprobs,
-            dentropy,
-        )
+        if dlogprobs is None:
+            dlogprobs = torch.zeros_like(logprobs)
+        return total.detach(), dlogprobs, dentropy
 
 
 def _gradients_at_once(needs, hidden, weight, bias, targets, options, token_loss, per_token):
@@ -110,21 +105,16 @@ def _gradients_at_once(needs, hidden, weight, bias, targets, options, token_loss
         lp, h, _, m_r, rest_r = row_fwd(logits, targets[rows], None, inv_t, softcap)
         value, dlp, dh = _token_gradients(token_loss, lp, h, [p[rows] for p in per_token])
         dlogits = formed.gradient(logits)
-        row_bwd(
-            (dlp, dh, None),
-            logits,
-            targets[rows],
-            None,
-            (h, m_r, rest_r),
-            inv_t,
-            softcap,
-            out=dlogits,
-        )
+        upstream = dlp, dh, None
+        state = h, m_r, rest_r
+        row_bwd(upstream, logits, targets[rows], None, state, inv_t, softcap, out=dlogits)
         gradients.add(dlogits, hidden[rows], weight, rows, slice(0, vocab))
-        # to the parameters, and what a second backward pass would need
+        # what is returned, and what a second backward pass would need
         loss += value
-        logprobs[rows], entropy[rows] = lp, h
-        m[rows], rest[rows] = m_r, rest_r
+        logprobs[rows] = lp
+        entropy[rows] = h
+        m[rows] = m_r
+        rest[rows] = rest_r
         dlogprobs[rows] = dlp
         if dh is not None:
             dentropy[rows] = dh
@@ -153,17 +143,17 @@ class _LinearTokenLoss(torch.autograd.Function):
         options = inv_temperature, softcap, budget
         if not any(needs):
             logprobs, entropy, *_ = tiles.statistics(hidden, *head, targets, *options)
-            return _token_gradients(token_loss, logprobs, entropy, per_token)[0], logprobs, entropy
-        form = (
-            _gradients_at_once
-            if tiles.one_pass_rows(hidden, len(weight), needs, budget)
-            else _gradients_in_two
-        )
+            loss, *_ = _token_gradients(token_loss, logprobs, entropy, per_token)
+            return loss, logprobs, entropy
+        at_once = tiles.one_pass_rows(hidden, len(weight), needs, budget)
+        form = _gradients_at_once if at_once else _gradients_in_two
         loss, gradients, upstream, statistics = form(
             needs, hidden, *head, targets, options, token_loss, per_token
         )
-        dhidden, dweight, dbias = gradients.take()
         logprobs, entropy, m, rest = statistics
+
+        # the backward pass only scales these, once: a graph that is used again starts from the statistics
+        dhidden, dweight, dbias = gradients.take()
         ctx.gradients = dhidden, scatter(dweight, weight), scatter(dbias, bias)
         kept = entropy.clone()  # the caller may modify the output
         ctx.save_for_backward(hidden, weight, bias, targets, kept, m, rest, *upstream)
@@ -176,15 +166,13 @@ class _LinearTokenLoss(torch.autograd.Function):
     def backward(ctx, dloss, *_):
         rest_of_inputs = (None,) * (len(ctx.needs_input_grad) - 3)
         gradients, ctx.gradients = ctx.gradients, None
-        if gradients is not None:  # scaled in place and returned: no second copy of a (V, H) tensor
+        if gradients is not None:
             # on a CPU a pass over (V, H) costs a tenth of the GEMMs; a GPU would have to wait to know the number
             as_they_are = dloss.device.type == "cpu" and dloss == 1
-            scaled = (
-                gradients
-                if as_they_are
-                else (None if d is None else d.mul_(dloss) for d in gradients)
-            )
-            return *scaled, *rest_of_inputs
+            if not as_they_are:
+                # in place: no second copy of a (V, H) tensor
+                gradients = [None if d is None else d.mul_(dloss) for d in gradients]
+            return *gradients, *rest_of_inputs
         # a retained graph used again: the gradients formed in the forward pass belong to their first user
         hidden, weight, bias, targets, entropy, m, rest, dlogprobs, dentropy = ctx.saved_tensors
         upstream = (dlogprobs * dloss, dentropy * dloss, None)
@@ -219,15 +207,15 @@ def _check_head(hidden, weight, targets, bias, mask, shift):
     check_targets(targets, "hidden", hidden, shift)
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be (V,) = ({weight.shape[0]},), got {tuple(bias.shape)}")
-    given = [t for t in (hidden, weight, bias) if t is not None]
-    dtypes = [t.dtype for t in given]
+    operands = [t for t in (hidden, weight, bias) if t is not None]
+    dtypes = [t.dtype for t in operands]
     if len(set(dtypes)) > 1 or hidden.dtype not in LOGITS_DTYPES:
         raise ValueError(
             "hidden, weight and bias must have one dtype, float32, bfloat16 or float16, or stand under autocast; got "
             + ", ".join(map(str, dtypes))
             + "; cast the hidden states to the head's, hidden.to(weight.dtype)"
         )
-    devices = {t.device for t in (*given, targets)}
+    devices = {t.device for t in (*operands, targets)}
     if len(devices) > 1:
         raise ValueError(
             f"hidden, weight, targets and bias must be on one device, got {sorted(map(str, devices))}"
@@ -285,9 +273,12 @@ def rows_that_count(
     if workspace_mb is not None:
         check_range("workspace_mb", workspace_mb, "a finite number above 0", "; it is in MiB")
     check_logits_dtype(logits_dtype, hidden.dtype)
-    if shift:  # position t with the target of t + 1
-        hidden, targets = hidden[:, :-1], targets[:, 1:]
+    # position t with the target of t + 1
+    if shift:
+        hidden = hidden[:, :-1]
+        targets = targets[:, 1:]
 
+    # masked rows go before any GEMM
     rows = _Rows((), _places(mask) if like is None else like.kept, torch.Size(shape))
     row_temperature = None
     if isinstance(temperature, Tensor):
@@ -295,15 +286,15 @@ def rows_that_count(
     if values_are_checked(hidden.device):
         check_target_values(targets, mask, weight.shape[0], several=targets.dim() == hidden.dim())
         check_temperature_values(row_temperature, mask)
-    inv_temperature = (
-        1.0 / temperature if row_temperature is None else 1.0 / rows.select(row_temperature)
-    )
+    if row_temperature is not None:
+        temperature = rows.select(row_temperature)
+    inv_temperature = 1.0 / temperature
     hidden = rows.select(hidden)
     targets = rows.select(targets).long()
-    budget = tiles.budget(workspace_mb, hidden, len(weight), rows.kept is not None, logits_dtype)
-    return rows._replace(
-        arguments=(hidden, weight, bias, targets, inv_temperature, softcap, budget)
-    )
+    copied = rows.kept is not None
+    budget = tiles.budget(workspace_mb, hidden, len(weight), copied, logits_dtype)
+    arguments = hidden, weight, bias, targets, inv_temperature, softcap, budget
+    return rows._replace(arguments=arguments)
 
 
 def linear_token_logprobs(

@@ -29,9 +29,8 @@ _CAST = 512
 # So many products are summed, then about the root of H / _SHORT of these sums, then those: 10 % slower than one sum of
 # all H, and a third of its rounding (H = 896 and 4096).
 _SHORT = 64
-CPU_WORKSPACE_MB = (
-    512  # by default; 24 take as long (1024 x 512 x 32000, bf16: 1.14 to 1.22 times three GEMMs)
-)
+# by default; 24 take as long (1024 x 512 x 32000, bf16: 1.14 to 1.22 times three GEMMs)
+CPU_WORKSPACE_MB = 512
 _SAMPLE = 64  # rows of a head that tell what all have in common
 _MOST = 64.0  # of a weight
 
@@ -48,7 +47,8 @@ class Budget(NamedTuple):
 
     def per_logit(self, operands: torch.dtype, copies: int = 1) -> int:
         """Bytes of a logit in `copies` tiles and, where it has another dtype, of its gradient as an operand."""
-        return copies * self.dtype.itemsize + (0 if self.dtype == operands else operands.itemsize)
+        of_gradient = 0 if self.dtype == operands else operands.itemsize
+        return copies * self.dtype.itemsize + of_gradient
 
 
 def default_logits_dtype(operands: torch.dtype, device: torch.device) -> torch.dtype:
@@ -65,9 +65,10 @@ def default_workspace(
     """
     eighth = free // 8
     # so that a little more or less memory changes no tile
-    eighth -= eighth % (1 << max(0, eighth.bit_length() - 3))
-    rows = _ONE_PASS_ROWS * vocab * Budget(0, dtype).per_logit(operands)
-    needed = rows + sum_bytes(vocab, width, operands.itemsize)
+    below_three_digits = 1 << max(0, eighth.bit_length() - 3)
+    eighth -= eighth % below_three_digits
+    row_bytes = vocab * Budget(0, dtype).per_logit(operands)
+    needed = _ONE_PASS_ROWS * row_bytes + sum_bytes(vocab, width, operands.itemsize)
     return max(eighth, needed) if needed <= free // 2 else eighth
 
 
@@ -76,17 +77,20 @@ def budget(workspace_mb, hidden, vocab, copied, logits_dtype=None):
     dtype = logits_dtype or default_logits_dtype(hidden.dtype, hidden.device)
     # and their gradient on its way back
     taken = 2 * hidden.numel() * hidden.element_size() if copied else 0
-    if hidden.device.type == "cpu":
-        taken += CPU_ROWS_BYTES + (
-            0 if dtype == hidden.dtype else 4 * _CAST * (_CAST + 2 * hidden.shape[1])
-        )
-    if workspace_mb is None and hidden.device.type == "cuda":
-        unused = torch.cuda.memory_reserved(hidden.device) - torch.cuda.memory_allocated(
-            hidden.device
-        )
-        free = torch.cuda.mem_get_info(hidden.device)[0] + unused
-        return Budget(default_workspace(free, hidden.shape[-1], vocab, hidden.dtype, dtype), dtype)
-    return Budget(int((workspace_mb or CPU_WORKSPACE_MB) * 2**20), dtype).less(taken)
+    device = hidden.device
+    if device.type == "cpu":
+        taken += CPU_ROWS_BYTES
+        # `product` casts both factors, and sums a part beside the whole
+        if dtype != hidden.dtype:
+            taken += 4 * _CAST * (_CAST + 2 * hidden.shape[1])
+    if workspace_mb is None and device.type == "cuda":
+        # what PyTorch holds but does not use counts as free, so that a second step has the tiles of the first
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + unused
+        default = default_workspace(free, hidden.shape[-1], vocab, hidden.dtype, dtype)
+        return Budget(default, dtype)
+    total = int((workspace_mb or CPU_WORKSPACE_MB) * 2**20)
+    return Budget(total, dtype).less(taken)
 
 
 def blocks(total: int, size: int):
@@ -107,15 +111,18 @@ def product(hidden, weight, out, center=0.0):
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
     memory = out.new_empty(_CAST * _CAST)
     width = max(1, hidden.shape[1])
-    together = _SHORT * math.isqrt(-(-width // _SHORT))
+    short_sums = -(-width // _SHORT)
+    together = _SHORT * math.isqrt(short_sums)
     for columns in blocks(len(weight), _CAST):
         head = weight[columns].float().sub_(center)
         for rows in blocks(len(hidden), _CAST):
             states = hidden[rows].float()
             total = out[rows, columns]
             part = memory[: total.numel()].view(total.shape)
+            # the first sum is written where the others are added
             for some in blocks(width, together):
-                _by_short_sums(states[:, some], head[:, some], out=part if some.start else total)
+                target = part if some.start else total
+                _by_short_sums(states[:, some], head[:, some], out=target)
                 if some.start:
                     total.add_(part)
     return out
@@ -149,9 +156,8 @@ class Logits:
         self.top = 0.0
         self.buffer = in_huge_pages(weight.new_empty(size, dtype=budget.dtype))
         self.rounded = None  # memory for gradients of another dtype than the logits
-        self.centered = (
-            budget.dtype != weight.dtype and weight.device.type != "cuda" and softcap is None
-        )
+        wider = budget.dtype != weight.dtype
+        self.centered = wider and weight.device.type != "cuda" and softcap is None
         if self.centered:
             self.center = _center(weight)
             # most of it may be a mask of -1e9: what stands at its top is what matters
@@ -184,9 +190,11 @@ class Logits:
         if not self.centered:
             return statistics
         center = self.center.double()
-        parts = [hidden[rows].double() @ center for rows in blocks(len(hidden), _CAST)]
-        common = torch.cat(parts) + self.top
-        return statistics._replace(lse=(statistics.lse + common * inv_temperature).float())
+        # a cast of all rows at once would take four times their memory
+        dots = [hidden[rows].double() @ center for rows in blocks(len(hidden), _CAST)]
+        common = torch.cat(dots) + self.top
+        lse = statistics.lse + common * inv_temperature
+        return statistics._replace(lse=lse.float())
 
 
 def add_mm(total, a, b, first, unrounded=False):
@@ -210,9 +218,13 @@ def add_mm(total, a, b, first, unrounded=False):
                 total[rows].addmm_(a[rows, inner].float(), b[inner].float())
         return
     row_bytes = b.shape[1] * b.element_size()
-    for rows in blocks(total.shape[0], max(1, _PARTIAL_BYTES // row_bytes)):
+    step = max(1, _PARTIAL_BYTES // row_bytes)
+    for rows in blocks(total.shape[0], step):
         part = torch.mm(a[rows], b)
-        total[rows].copy_(part) if first else total[rows].add_(part)
+        if first:
+            total[rows].copy_(part)
+        else:
+            total[rows].add_(part)
 
 
 class Gradients:
@@ -224,16 +236,23 @@ class Gradients:
 
     def __init__(self, needs, hidden, weight, bias, tile, dtypes=None):
         n, vocab = hidden.shape[0], weight.shape[0]
+        rows, columns = tile
         self.unrounded = dtypes is not None
         self.dtypes = dtypes or (hidden.dtype,) * 3
+
         # what several tiles add to is kept in fp32; without rows no tile comes, and the gradients stay zero
-        several = tile[1] < vocab, tile[0] < n
-        pairs = zip(several, self.dtypes[:2], strict=True)
-        sums = [torch.float32 if adds or dtype != hidden.dtype else dtype for adds, dtype in pairs]
+        def sum_dtype(several, dtype):
+            return torch.float32 if several or dtype != hidden.dtype else dtype
+
         new = torch.empty_like if n else torch.zeros_like
-        self.hidden = new(hidden, dtype=sums[0]) if needs[0] else None
-        self.weight = in_huge_pages(new(weight, dtype=sums[1])) if needs[1] else None
-        self.bias = new(bias, dtype=torch.float32) if needs[2] else None
+        self.hidden = self.weight = self.bias = None
+        if needs[0]:
+            self.hidden = new(hidden, dtype=sum_dtype(columns < vocab, self.dtypes[0]))
+        if needs[1]:
+            weight_sum = new(weight, dtype=sum_dtype(rows < n, self.dtypes[1]))
+            self.weight = in_huge_pages(weight_sum)
+        if needs[2]:
+            self.bias = new(bias, dtype=torch.float32)
 
     def add(self, dlogits, hidden, weight, rows, columns):  # (n, v), (n, H), (v, H) of one tile
         factor = dlogits.to(hidden.dtype)
@@ -242,11 +261,13 @@ class Gradients:
         if self.weight is not None:
             add_mm(self.weight[columns], factor.t(), hidden, rows.start == 0, self.unrounded)
         if self.bias is not None:
+            total = self.bias[columns]
             if rows.start == 0:
-                self.bias[columns].zero_()
-            # it takes an fp32 copy
-            for some in blocks(len(dlogits), max(1, _PARTIAL_BYTES // (4 * dlogits.shape[1]))):
-                self.bias[columns].add_(dlogits[some].sum(0, dtype=torch.float32))
+                total.zero_()
+            # a sum in fp32 makes a copy in fp32
+            step = max(1, _PARTIAL_BYTES // (4 * dlogits.shape[1]))
+            for some in blocks(len(dlogits), step):
+                total.add_(dlogits[some].sum(0, dtype=torch.float32))
 
     def take(self):
         """Hands over the gradients in their dtypes, each fp32 sum freed before the next is rounded."""
@@ -254,16 +275,21 @@ class Gradients:
         hidden = None if hidden is None else hidden.to(self.dtypes[0])
         weight, self.weight = self.weight, None
         weight = None if weight is None else weight.to(self.dtypes[1])
-        return hidden, weight, None if self.bias is None else self.bias.to(self.dtypes[2])
+        bias = None if self.bias is None else self.bias.to(self.dtypes[2])
+        return hidden, weight, bias
 
 
 def sum_bytes(n, width, size):
     """Bytes of an fp32 sum (n, width) of low-precision products, and of one of these on its way; fp32 sums in place."""
-    return 4 * n * width + min(_PARTIAL_BYTES, n * width * size) if size < 4 else 0
+    if size >= 4:
+        return 0
+    product_bytes = n * width * size
+    return 4 * n * width + min(_PARTIAL_BYTES, product_bytes)
 
 
 def forward_rows(hidden, vocab, budget, copies=1):
-    return max(1, min(hidden.shape[0], budget.bytes // (vocab * copies * budget.dtype.itemsize)))
+    row_bytes = vocab * copies * budget.dtype.itemsize
+    return max(1, min(hidden.shape[0], budget.bytes // row_bytes))
 
 
 def backward_tile(hidden, vocab, needs, budget, copies=1):
@@ -320,8 +346,9 @@ def statistics(
     """
     n, vocab = hidden.shape[0], weight.shape[0]
     # no views: they are returned
-    per_row = [torch.zeros(n, device=hidden.device) for _ in RowStatistics._fields[1:]]
-    outputs = [torch.zeros(targets.shape, device=hidden.device), *per_row]
+    logprobs = torch.zeros(targets.shape, device=hidden.device)
+    outputs = [logprobs]
+    outputs += [torch.zeros(n, device=hidden.device) for _ in RowStatistics._fields[1:]]
     step = forward_rows(hidden, vocab, budget)
     logits = Logits(weight, bias, step * vocab, budget, softcap)
     for rows in blocks(n, step):
@@ -329,9 +356,9 @@ def statistics(
         inv_t = at(inv_temperature, rows)
         sets = None if support is None else support.at(rows)
         of_rows = row_fwd(tile, targets[rows], None, inv_t, softcap, sets, x)
-        block = logits.with_common(of_rows, hidden[rows], inv_t)
-        for whole, part in zip(outputs, block, strict=True):
-            whole[rows] = part
+        of_rows = logits.with_common(of_rows, hidden[rows], inv_t)
+        for output, values in zip(outputs, of_rows, strict=True):
+            output[rows] = values
         if visit is not None:
             visit(rows, tile)
     return RowStatistics(*outputs)

@@ -70,16 +70,21 @@ class TokenSupport:
         _check_scores(steps)
         kept = [step != -torch.inf for step in steps]
         counts = torch.stack([step.sum(-1) for step in kept], 1)  # (B, T)
-        if bool((counts == 0).any()):
-            at = tuple((counts == 0).nonzero()[0].tolist())
-            step = f" at step {at[1]}" if counts.shape[1] > 1 else ""
+        empty = counts == 0
+        if bool(empty.any()):
+            row, t = empty.nonzero()[0].tolist()
+            step = f" at step {t}" if len(steps) > 1 else ""
             raise ValueError(
-                f"row {at[0]} of scores{step} has no finite entry: nothing is kept there"
+                f"row {row} of scores{step} has no finite entry: nothing is kept there"
             )
 
         # step by step as they came, then in the order of the targets
         whole = counts == steps[0].shape[-1]
-        ids_of_steps = [(step & ~whole[:, t, None]).nonzero()[:, 1] for t, step in enumerate(kept)]
+        filtered = ~whole
+        ids_of_steps = []
+        for t, step in enumerate(kept):
+            listed = step & filtered[:, t, None]
+            ids_of_steps.append(listed.nonzero()[:, 1])
         lengths = torch.where(whole, 0, counts)
         by_step = cls(torch.cat(ids_of_steps), _offsets(lengths.t().reshape(-1)))
         if len(steps) == 1:
@@ -97,10 +102,10 @@ class TokenSupport:
         begin = self.offsets[:-1][rows]
         end = self.offsets[1:][rows]
         offsets = _offsets(end - begin)
+        # where an id stands: its place in the new ids, moved as its row is
         shift = torch.repeat_interleave(begin - offsets[:-1], end - begin)
-        return TokenSupport(
-            self.ids[shift + torch.arange(len(shift), device=shift.device)], offsets
-        )
+        places = shift + torch.arange(len(shift), device=shift.device)
+        return TokenSupport(self.ids[places], offsets)
 
     @classmethod
     def cat(cls, parts: Iterable["TokenSupport"]) -> "TokenSupport":
@@ -108,8 +113,9 @@ class TokenSupport:
         parts = list(parts)
         if not parts:
             return cls.from_lists([])
+        ids = torch.cat([part.ids for part in parts])
         lengths = torch.cat([part.offsets.diff() for part in parts])
-        return _of_valid(torch.cat([part.ids for part in parts]), _offsets(lengths))
+        return _of_valid(ids, _offsets(lengths))
 
     def split(self, sizes: Sequence[int]) -> list["TokenSupport"]:
         """The rows in runs of these sizes; each part has memory of its own, so that it alone is sent or kept.
@@ -122,9 +128,10 @@ class TokenSupport:
             raise ValueError(
                 f"sizes must be 0 or more and add up to the {len(self)} rows, got a sum of {bounds[-1]}"
             )
-        at = self.offsets[torch.tensor(bounds, device=self.offsets.device)].tolist()
+        # one wait for the device for all parts
+        id_bounds = self.offsets[torch.tensor(bounds, device=self.offsets.device)].tolist()
         parts = []
-        for (begin, end), (first, last) in zip(pairwise(bounds), pairwise(at), strict=True):
+        for (begin, end), (first, last) in zip(pairwise(bounds), pairwise(id_bounds), strict=True):
             offsets = self.offsets[begin : end + 1] - first
             parts.append(_of_valid(self.ids[first:last].clone(), offsets))
         return parts
@@ -146,11 +153,9 @@ class TokenSupport:
     def to(self, device: torch.device | str) -> "TokenSupport":
         """The same sets on a device."""
         device = torch.device(device)
-        return (
-            self
-            if self.ids.device == device
-            else TokenSupport(self.ids.to(device), self.offsets.to(device))
-        )
+        if self.ids.device == device:
+            return self
+        return TokenSupport(self.ids.to(device), self.offsets.to(device))
 
     def of_rows(
         self, shape: Sequence[int], device: torch.device, shift: bool = False
@@ -160,14 +165,13 @@ class TokenSupport:
         Raises:
             ValueError: another number of rows, another device.
         """
-        if len(self) != torch.Size(shape).numel():
-            hint = (
-                "; with shift=True it has the rows of all T targets, the first of each sequence too"
-                if shift
-                else ""
-            )
+        rows = torch.Size(shape).numel()
+        if len(self) != rows:
+            hint = ""
+            if shift:
+                hint = "; with shift=True it has the rows of all T targets, the first of each sequence too"
             raise ValueError(
-                f"support has {len(self)} rows, the targets {tuple(shape)} have {torch.Size(shape).numel()}{hint}; "
+                f"support has {len(self)} rows, the targets {tuple(shape)} have {rows}{hint}; "
                 "rows stand in the order of targets.flatten()"
             )
         if self.ids.device != device:
@@ -176,9 +180,11 @@ class TokenSupport:
             )
         begin = self.offsets[:-1].view(shape)
         end = self.offsets[1:].view(shape)
-        if shift:  # the last position scores nothing
+        # the set of a target goes to the position before it, and the last position scores nothing
+        if shift:
             none = (0, min(1, shape[1]))
-            begin, end = (torch.nn.functional.pad(x[:, 1:], none) for x in (begin, end))
+            begin = torch.nn.functional.pad(begin[:, 1:], none)
+            end = torch.nn.functional.pad(end[:, 1:], none)
         return RowSupport(self.ids, begin, end)
 
 
@@ -204,31 +210,42 @@ def check_support_values(
         at = tuple(bad.nonzero()[0].tolist())
         spans = f"{int(begin[at])} to {int(end[at])} of {len(ids)} ids"
         raise ValueError(f"the kept set of logits[{', '.join(map(str, at))}] spans {spans}")
-    counts = end > begin if mask is None else (end > begin) & mask
-    begin, lengths, wanted = begin[counts], (end - begin)[counts], targets[counts]
+
+    # the ids of the rows that count, in one vector
+    counts = end > begin
+    if mask is not None:
+        counts = counts & mask
+    lengths = (end - begin)[counts]
+    begin = begin[counts]
+    targets = targets[counts]
     if not len(lengths):
         return
     row = torch.repeat_interleave(lengths)
     starts = begin - (lengths.cumsum(0) - lengths)
-    if bool((starts == starts[0]).all()):  # one stretch of the ids
-        each = ids[int(begin[0]) : int(begin[0]) + len(row)]
+    # one stretch of the ids is a view: nothing is gathered
+    if bool((starts == starts[0]).all()):
+        first = int(begin[0])
+        each = ids[first : first + len(row)]
     else:
         each = ids[starts[row] + torch.arange(len(row), device=row.device)]
 
     # by the rows that count; a message wants the caller's index
     if vocab is not None and bool((each.amax() >= vocab) | (each.amin() < 0)):
-        first = ((each >= vocab) | (each < 0)).nonzero()[0, 0]
+        outside = (each >= vocab) | (each < 0)
+        first = outside.nonzero()[0, 0]
         raise ValueError(
             f"the kept set of {_named(counts, row[first])} has id {int(each[first])}, outside the vocabulary of "
             f"{vocab} (0 to {vocab - 1})"
         )
-    found = torch.zeros(len(lengths), dtype=torch.bool, device=ids.device)
-    found[row[(each == wanted.index_select(0, row)).nonzero()[:, 0]]] = True
-    if not found.all():
-        missing = (~found).nonzero()[0, 0]
+    is_target = each == targets.index_select(0, row)
+    has_target = torch.zeros(len(lengths), dtype=torch.bool, device=ids.device)
+    has_target[row[is_target.nonzero()[:, 0]]] = True
+    if not has_target.all():
+        missing = ~has_target
+        first = missing.nonzero()[0, 0]
         raise ValueError(
-            f"the target {int(wanted[missing])} of {_named(counts, missing)} is not in its kept set of "
-            f"{int(lengths[missing])} ids; {int((~found).sum())} of {len(found)} targets are not. Record the sets "
+            f"the target {int(targets[first])} of {_named(counts, first)} is not in its kept set of "
+            f"{int(lengths[first])} ids; {int(missing.sum())} of {len(missing)} targets are not. Record the sets "
             "where the tokens are sampled, or give rows to ignore False in mask"
         )
 
@@ -245,10 +262,11 @@ def _row_of_ids(row, ids):
 
 def _of_valid(ids, offsets):
     """The arrangement of valid sets, kept because a second check would take longer than all else."""
-    made = object.__new__(TokenSupport)
-    object.__setattr__(made, "ids", ids)
-    object.__setattr__(made, "offsets", offsets)
-    return made
+    # past __post_init__, which checks, and past the setter of a frozen class
+    support = object.__new__(TokenSupport)
+    object.__setattr__(support, "ids", ids)
+    object.__setattr__(support, "offsets", offsets)
+    return support
 
 
 def _offsets(lengths):
@@ -257,7 +275,8 @@ def _offsets(lengths):
 
 def _named(counts, nth):
     """`logits[...]` of the nth row that counts."""
-    return f"logits[{', '.join(map(str, counts.nonzero()[nth].tolist()))}]"
+    index = counts.nonzero()[nth].tolist()
+    return f"logits[{', '.join(map(str, index))}]"
 
 
 def _check_form(ids, offsets):
@@ -278,8 +297,9 @@ def _check_form(ids, offsets):
 
 def _check_values(ids, offsets):
     lengths = offsets.diff()
-    if bool((lengths < 0).any()):
-        row = int((lengths < 0).nonzero()[0])
+    decreases = lengths < 0
+    if bool(decreases.any()):
+        row = int(decreases.nonzero()[0])
         raise ValueError(
             f"offsets decrease at row {row}: from {int(offsets[row])} to {int(offsets[row + 1])}"
         )
@@ -297,19 +317,20 @@ def _check_values(ids, offsets):
         raise ValueError(f"row {row} keeps id {int(ids[at])}; ids start at 0")
     ids = ids.long()
     ascends = ids.diff() > 0
+    # from the end of a row to the begin of the next they may fall
     inner = offsets[1:-1]
-    ascends[inner[(inner > 0) & (inner < len(ids))] - 1] = (
-        True  # from the end of a row to the begin of the next
-    )
+    inner = inner[(inner > 0) & (inner < len(ids))]
+    ascends[inner - 1] = True
     if ascends.all():
         return
     row = torch.repeat_interleave(lengths)
-    key = (row * (int(ids.max()) + 1) + ids).sort().values
-    double = key.diff() == 0
-    if double.any():
-        row, twice = divmod(int(key[1:][double][0]), int(ids.max()) + 1)
+    base = int(ids.max()) + 1
+    key = (row * base + ids).sort().values
+    is_double = key.diff() == 0
+    if is_double.any():
+        row, twice = divmod(int(key[1:][is_double][0]), base)
         raise ValueError(
-            f"row {row} keeps id {twice} more than once; {int(double.sum())} ids are doubles"
+            f"row {row} keeps id {twice} more than once; {int(is_double.sum())} ids are doubles"
         )
 
 
