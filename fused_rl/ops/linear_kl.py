@@ -36,24 +36,26 @@ class _LinearTokenKL(torch.autograd.Function):
         n, vocab = hidden.shape[0], weight.shape[0]
         backend = backend_of(hidden.device)
         step = tiles.forward_rows(hidden, vocab, budget, copies=_TILES)
-        of_policy, of_reference = (
-            tiles.Logits(*h, step * vocab, budget, softcap) for h in (head, ref_head)
-        )
+        size = step * vocab
+        of_policy = tiles.Logits(*head, size, budget, softcap)
+        of_reference = tiles.Logits(*ref_head, size, budget, softcap)
         # what a call without rows returns, and what tiles are appended to
         divergence = [torch.zeros(0, device=hidden.device)]
         state = [torch.zeros(len(KLState._fields), 0, device=hidden.device)]
         sums = [torch.zeros(len(JensenShannonSums._fields), 0, device=hidden.device)]
         for rows in tiles.blocks(n, step):
-            x, y = _pair(
-                of_policy.tile(hidden[rows]), of_reference.tile(ref_hidden[rows]), direction
-            )
+            logits = of_policy.tile(hidden[rows])
+            ref_logits = of_reference.tile(ref_hidden[rows])
+            x, y = _pair(logits, ref_logits, direction)
             inv_t = tiles.at(inv_temperature, rows)
-            kl_rows, state_rows = backend.kl.kl_fwd(x, y, None, inv_t, softcap)
+            of_rows, state_rows = backend.kl.kl_fwd(x, y, None, inv_t, softcap)
+            # Jensen-Shannon is a second pass over the tile, which needs the state of the first
             if jsd_beta is not None:
                 pair = x, y, None, inv_t, state_rows, softcap
-                sums.append(backend.jensen_shannon.js_fwd(*pair, shares_of(jsd_beta)))
-                kl_rows = JensenShannonSums(*sums[-1]).divergence
-            divergence.append(kl_rows)
+                sums_rows = backend.jensen_shannon.js_fwd(*pair, shares_of(jsd_beta))
+                sums.append(sums_rows)
+                of_rows = JensenShannonSums(*sums_rows).divergence
+            divergence.append(of_rows)
             state.append(state_rows)
         divergence = torch.cat(divergence)
         kept = divergence.clone()  # the caller may modify the output
@@ -87,13 +89,12 @@ def _gradients(needs, g, hidden, ref_hidden, heads, statistics, options):
     for rows in tiles.blocks(n, max(1, tile[0])):
         divergence, state, sums = (s[..., rows].contiguous() for s in statistics)
         sums, shares = (None, None) if jsd_beta is None else (sums, shares_of(jsd_beta))
+        inv_t = tiles.at(inv_temperature, rows)
+        # both heads' logits again, and the gradient of the policy's
         for columns in tiles.blocks(vocab, tile[1]):
-            pair = (
-                of_policy.tile(hidden[rows], columns),
-                of_reference.tile(ref_hidden[rows], columns),
-            )
-            x, y = _pair(*pair, direction)
-            inv_t = tiles.at(inv_temperature, rows)
+            logits = of_policy.tile(hidden[rows], columns)
+            ref_logits = of_reference.tile(ref_hidden[rows], columns)
+            x, y = _pair(logits, ref_logits, direction)
             both = backend.kl.kl_bwd(
                 g[rows], x, y, None, inv_t, divergence, state, sums, *wants, softcap, shares
             )

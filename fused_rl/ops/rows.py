@@ -57,9 +57,9 @@ def of_slab(at: tuple, slab: Tensor, leading: int, *values: Tensor | None) -> li
 
 def inverse(temperature: float, row_temperature: Tensor | None) -> float | Tensor:
     """1 / temperature: a number, or (N,) of one per row (...)."""
-    return (
-        1.0 / temperature if row_temperature is None else row_temperature.reshape(-1).reciprocal()
-    )
+    if row_temperature is None:
+        return 1.0 / temperature
+    return row_temperature.reshape(-1).reciprocal()
 
 
 def in_columns(
@@ -79,13 +79,12 @@ def in_columns(
     if several:
         elsewhere = torch.where(here, 0, dlogprobs).double().sum(1)
         dlse = (-elsewhere if dlse is None else dlse - elsewhere).float()
+    elif dlse is None:
+        dlse = torch.where(here, 0, -dlogprobs)
     else:
-        dlse = (
-            torch.where(here, 0, -dlogprobs)
-            if dlse is None
-            else torch.where(here, dlse, dlse - dlogprobs)
-        )
-    return (torch.where(here, dlogprobs, 0), dentropy, dlse), local
+        dlse = torch.where(here, dlse, dlse - dlogprobs)
+    dlogprobs = torch.where(here, dlogprobs, 0)
+    return (dlogprobs, dentropy, dlse), local
 
 
 def without_last(
@@ -94,13 +93,13 @@ def without_last(
     """For `shift`, mask and temperatures (B, T - 1) as (B, T): the last position is masked, its gradient zeros."""
     batch, length = logits.shape[:2]
     scored = max(length - 1, 0)
-    mask = (
-        torch.ones(batch, scored, dtype=torch.bool, device=logits.device) if mask is None else mask
-    )
-    row_temperature = (
-        None if row_temperature is None else pad(row_temperature, (0, length - scored), value=1.0)
-    )
-    return pad(mask, (0, length - scored), value=False), row_temperature
+    last = (0, length - scored)
+    if mask is None:
+        mask = torch.ones(batch, scored, dtype=torch.bool, device=logits.device)
+    # any temperature but 0 will do there
+    if row_temperature is not None:
+        row_temperature = pad(row_temperature, last, value=1.0)
+    return pad(mask, last, value=False), row_temperature
 
 
 def next_targets(targets: Tensor) -> Tensor:
@@ -117,8 +116,8 @@ def row_fwd(
     softcap: float | None,
     support: RowSupport | None = None,
     x: Tensor | None = None,  # (M,) fp32, filled with the logits of the support
-    first: int
-    | None = None,  # the logits are the columns from this one on, and other ranks have the others
+    # the logits are the columns from this one on, and other ranks have the others
+    first: int | None = None,
 ) -> RowStatistics:
     backend = backend_of(logits.device)
     local = targets
@@ -137,9 +136,8 @@ def row_fwd(
 
 
 def row_bwd(
-    upstream: Sequence[
-        Tensor | None
-    ],  # of logprobs (N,) or (N, K), entropy (N,), lse (N,), fp32 or None
+    # of logprobs (N,) or (N, K), entropy (N,), lse (N,), fp32 or None
+    upstream: Sequence[Tensor | None],
     logits: Tensor,  # (N, V)
     targets: Tensor,  # (N,) or (N, K) int64
     mask: Tensor | None,  # (N,) bool
@@ -153,21 +151,19 @@ def row_bwd(
 ) -> Tensor:
     """The gradient of the logits; what is not said here is as in `row_fwd`."""
     backend = backend_of(logits.device)
-    local_upstream, local = (
-        (upstream, targets)
-        if first is None
-        else in_columns(upstream, targets, first, logits.shape[1])
-    )
+    local_upstream, local = upstream, targets
+    if first is not None:
+        local_upstream, local = in_columns(upstream, targets, first, logits.shape[1])
     options = *state, inv_temperature, softcap
     if support is None:
-        backward = (
-            backend.logprob.logprob_bwd if targets.dim() == 1 else backend.targets.targets_bwd
-        )
+        backward = backend.logprob.logprob_bwd
+        if targets.dim() == 2:
+            backward = backend.targets.targets_bwd
         return backward(*local_upstream, logits, local, mask, *options, out=out)
     out = torch.empty_like(logits) if out is None else out
-    backend.support.whole_bwd(
-        *local_upstream, logits, local, support.whole(mask), *options, out=out
-    )
+    # rows with a set become zeros, into which the gradients of their kept logits are written
+    whole = support.whole(mask)
+    backend.support.whole_bwd(*local_upstream, logits, local, whole, *options, out=out)
     return backend.support.kept_bwd(
         *upstream, x, support, targets, mask, *options, out=out, first=first
     )
