@@ -20,7 +20,8 @@ _PAIR = 8
 
 def js_fwd(x, y, mask, inv_t, state, softcap=None, shares=None):
     """`JensenShannonSums` as (3, N) fp32; with the state (9, N) of `kl_fwd`."""
-    sums = torch.zeros(len(JensenShannonSums._fields), x.shape[0] * x.shape[1])
+    n = x.shape[0] * x.shape[1]
+    sums = torch.zeros(len(JensenShannonSums._fields), n)
     rows, t, x, y = selected_rows(x, y, mask, inv_t)
     state_of_rows = KLState(*state[:, rows])
     per_row = (*distributions(state_of_rows, t), *shares_per_row(shares, t))
@@ -124,7 +125,8 @@ def js_dx(out, rows, x, x_at, y, y_at, g, mean, *per_row):
     x, y = load(x, x_at, y, y_at, out)
     p, _, delta, expm1 = p_q_delta(x, y, *per_row[:_PAIR], dtype)
     a, _ = js_logs(delta, expm1, per_row[_PAIR:])
-    out[rows] = (p * (a - mean) * g).to(dtype)
+    gradient = p * (a - mean) * g
+    out[rows] = gradient.to(dtype)
 
 
 def js_dy(out, rows, x, x_at, y, y_at, g, mean, *per_row):
@@ -133,4 +135,5 @@ def js_dy(out, rows, x, x_at, y, y_at, g, mean, *per_row):
     x, y = load(x, x_at, y, y_at, out)
     _, q, delta, expm1 = p_q_delta(x, y, *per_row[:_PAIR], dtype)
     _, b = js_logs(delta, expm1, per_row[_PAIR:])
-    out[rows] = (q * (b - mean) * g).to(dtype)
+    gradient = q * (b - mean) * g
+    out[rows] = gradient.to(dtype)

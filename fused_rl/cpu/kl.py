@@ -67,23 +67,25 @@ def kl_bwd(
     common = distributions(state, t)
     if sums is None:
         g_over_w = torch.where(still, 0, g / state.w_all)
+        of_p = state.m, t, state.offset, state.c, g_over_w
         gradients = {
-            _kl_dx: (dx, 0, (state.m, t, state.offset, state.c, g_over_w)),
+            _kl_dx: (dx, 0, of_p),
             _kl_dy: (dy, 1, (*common, g)),
         }
     else:
         sums = JensenShannonSums(*sums[:, rows])
         common = (*common, *shares_per_row(shares, t))
-        of_p, of_q = shares or (0.5, 0.5)
+        p_share, q_share = shares or (0.5, 0.5)
+        of_p = g * p_share, sums.p_a, *common
+        of_q = g * q_share, sums.q_b, *common
         gradients = {
-            js_dx: (dx, 0, (g * of_p, sums.p_a, *common)),
-            js_dy: (dy, 1, (g * of_q, sums.q_b, *common)),
+            js_dx: (dx, 0, of_p),
+            js_dy: (dy, 1, of_q),
         }
     for function, (out, side, per_row) in gradients.items():
         if out is not None:
-            write_gradient(
-                function, out.view(-1, out.shape[-1]), rows, (x, y), side, per_row, softcap
-            )
+            out_rows = out.view(-1, out.shape[-1])
+            write_gradient(function, out_rows, rows, (x, y), side, per_row, softcap)
     return dx, dy
 
 
@@ -104,13 +106,17 @@ def _near_sums(x, x_at, y, y_at, t):
     # about the mean of the block; q / p is exp(-u), and the maximum of y is not needed
     u = e - c
     s = (p * u).sum(-1, True)
-    above_tangent = torch.where(u.abs() < 1, excess(u), exp(-u) - 1 + u)
+    far_above = exp(-u) - 1 + u
+    above_tangent = torch.where(u.abs() < 1, excess(u), far_above)
     f = (p * above_tangent).sum(-1, True)
 
     # a block is held where p and q are within reach of each other, and its mean says something of all columns;
     # nor does e round what u is: 6e-8 of c is little beside the deviation of u
-    held = (u.abs().amax(-1, True) < FARTHEST) & (f < Q_APART * w) & (c * c * w <= 1e7 * f)
-    held = held & (c.abs() < FARTHEST) & (m > BANNED) & (first < MOST)
+    farthest = u.abs().amax(-1, True)
+    held = (farthest < FARTHEST) & (f < Q_APART * w)
+    held = held & (c * c * w <= 1e7 * f)
+    held = held & (c.abs() < FARTHEST)
+    held = held & (m > BANNED) & (first < MOST)
     # a block of one value is a mask: there u is y, which may be rounded at 40 nats, and Q may have most of its mass
     held = held & (x.amin(-1, True) < m)
     if dtype == torch.bfloat16:  # whose x - y is taken as it rounds
@@ -126,10 +132,12 @@ def _block_sums(x, x_at, y, y_at, t):
     x, y = load(x, x_at, y, y_at)
     m = x.amax(-1, True)
     n = y.amax(-1, True)
-    d, allowed = x - y, y > BANNED
+    d = x - y
+    allowed = y > BANNED
 
     # x - y where P is largest: a constant between the rows, or one token's mass, then costs u no bits
-    at_top = torch.where(allowed & (x == m), d, -torch.inf).amax(-1, True)
+    is_top = allowed & (x == m)
+    at_top = torch.where(is_top, d, -torch.inf).amax(-1, True)
     has_top = (at_top > -torch.inf) & (m > BANNED)
     at_top = torch.where(has_top, at_top, 0.0)
     # as in the kernels: where Q masks that column alone, the others are as far from it
@@ -141,7 +149,9 @@ def _block_sums(x, x_at, y, y_at, t):
     top = torch.where(has_top, m, m.clamp(min=FLOOR))
     p_all = exp((x - top) * t)
     p = torch.where(allowed, p_all, 0.0)
-    w_all, w, a = (z.sum(-1, True) for z in (p_all, p, p * e))
+    w_all = p_all.sum(-1, True)
+    w = p.sum(-1, True)
+    a = (p * e).sum(-1, True)
     some = w > TINY
     c = torch.where(some, a / w, 0.0)
     u = e - c
@@ -151,7 +161,8 @@ def _block_sums(x, x_at, y, y_at, t):
     near = (u.abs() < 1) & some & (c.abs() < FARTHEST)
     q = exp((y - n.clamp(min=FLOOR)) * t)
     s = (p * u).sum(-1, True)
-    f = (p * torch.where(near, excess(u), u - 1)).sum(-1, True)
+    above_tangent = torch.where(near, excess(u), u - 1)
+    f = (p * above_tangent).sum(-1, True)
     f_y = torch.where(near, 0.0, q).sum(-1, True)
     lone = torch.where(allowed, 0.0, d).amax(-1, True)  # above 0: Q bans a column that P does not
     sums = m, n, w_all, w, at_top, a, s, f, f_y, lone
@@ -163,7 +174,9 @@ def _moved(h):
     series = torch.full_like(h, 1 / 5040)
     for n in (720, 120, 24, 6, 2):
         series = series * h + 1 / n
-    return torch.where(h.abs() < 1e-2, series * h.square(), torch.expm1(h) - h)
+    near = series * h.square()
+    far = torch.expm1(h) - h
+    return torch.where(h.abs() < 1e-2, near, far)
 
 
 def _merge(m, n, w_all, w, at_top, a, s, f, f_y, lone, t):
@@ -173,9 +186,8 @@ def _merge(m, n, w_all, w, at_top, a, s, f, f_y, lone, t):
     about_mean = c.abs() < FARTHEST
     m = m.clamp(min=FLOOR)
     n = n.clamp(min=FLOOR)
-    m, n, w_all, w, at_top, c, s, f, f_y = (
-        z.double() for z in (m, n, w_all, w, at_top, c, s, f, f_y)
-    )
+    fp32 = m, n, w_all, w, at_top, c, s, f, f_y
+    m, n, w_all, w, at_top, c, s, f, f_y = (z.double() for z in fp32)
     # a mask of -1e15 that both have cancels before c is taken off
     apart = (m - at_top) * t - c
     c = c + at_top * t
@@ -184,12 +196,14 @@ def _merge(m, n, w_all, w, at_top, a, s, f, f_y, lone, t):
     m_row = m.amax(1, True)
     n_row = n.amax(1, True)
     share = ((m - m_row) * t).exp()
-    weight, s_weight = (torch.where(some, z * share, 0.0) for z in (w, s))
+    weight = torch.where(some, w * share, 0.0)
+    s_weight = torch.where(some, s * share, 0.0)
     w_row = weight.sum(1, True)
     w_all = (w_all * share).sum(1, True)
     some_row = w_row > TINY
     # the mean, from that of the block with most mass: equal ones then give exactly it
-    first = torch.where(some_row, c.gather(1, weight.argmax(1, True)), 0.0)
+    heaviest = weight.argmax(1, True)
+    first = torch.where(some_row, c.gather(1, heaviest), 0.0)
     moved_mass = weight * (c - first) + s_weight
     beyond = moved_mass.sum(1, True) / w_row
     mean = first + torch.where(some_row, beyond, 0.0)
@@ -205,15 +219,18 @@ def _merge(m, n, w_all, w, at_top, a, s, f, f_y, lone, t):
     is_near = (h < 1) & about_mean & some_row
     moved = torch.where(is_near, near, far)
     f_y = f_y * ((n - n_row) * t).exp()
-    q = torch.where(some, f_scale * (f + w - s), 0.0) + f_y
-    f = torch.where(some, f_scale * f + moved, 0.0) + f_y
+    q = f_scale * (f + w - s)
+    f = f_scale * f + moved
+    q = torch.where(some, q, 0.0) + f_y
+    f = torch.where(some, f, 0.0) + f_y
     q = q.sum(1, True)
     f = f.sum(1, True).clamp_(min=0)
     w_row = torch.where(some_row, w_row, 0.0)
 
     # the divergence of the row, infinite where P has a column to itself, however little its mass there
     lone = (lone > 0).any(1, True)
-    kl, k = _divergence(w_row, w_all, (n_row - m_row) * t + mean, f, lone)
+    z = (n_row - m_row) * t + mean
+    kl, k = _divergence(w_row, w_all, z, f, lone)
     # mean / t goes into the offset, so that c is small and keeps its bits for the gradient
     offset = (mean / t).float().double()
 
@@ -222,7 +239,8 @@ def _merge(m, n, w_all, w, at_top, a, s, f, f_y, lone, t):
     nan = torch.where((m_row > MOST) | (n_row > MOST), torch.nan, nan)
     distance = (m_row - n_row).abs() * t
     unknown = some_row & (distance > TOO_FAR) & (kl < 0.01 * distance)
-    kl, k = (torch.where(unknown, torch.nan, z) for z in (kl, k))
+    kl = torch.where(unknown, torch.nan, kl)
+    k = torch.where(unknown, torch.nan, k)
     kl = torch.where(lone, torch.inf, kl) + nan
     state = KLState(
         m=m_row,
@@ -242,8 +260,10 @@ def _divergence(w, w_all, z, f, lone):
     """KL = log1p(f / w exp(z)) over the columns that both allow, and k with log(p / q) = u + k."""
     some = w > 0
     r = torch.where(some, f / w, 1.0)
+    # exp overflows in fp64 from 709 nats on
+    near = torch.log1p(r * z.clamp(max=600).exp())
     far = z + torch.where(r > 0, r, 1.0).log()
-    kl = torch.where(z > 600, far, torch.log1p(r * z.clamp(max=600).exp()))
+    kl = torch.where(z > 600, far, near)
     kl = torch.where(some, kl, 0.0)
     allowed = torch.where(lone, (w / w_all).log(), 0.0)  # P's share of the columns that Q allows
     return kl, torch.where(some, kl + allowed, NONE)
@@ -253,7 +273,8 @@ def _kl_dx(out, rows, x, x_at, y, y_at, m, t, offset, c, g):
     dtype = x.dtype
     x, y = load(x, x_at, y, y_at, out)
     u = difference(x, y, offset, dtype) * t - c
-    out[rows] = (exp((x - m) * t) * u * g).to(dtype)
+    gradient = exp((x - m) * t) * u * g
+    out[rows] = gradient.to(dtype)
 
 
 def _kl_dy(out, rows, x, x_at, y, y_at, *per_row):

@@ -235,7 +235,8 @@ def _merge(inv_t, m, ties, others, t):
     # of blocks with the maximum the ties are counted apart, and one of them is left out
     holds_top = m == top
     rest = torch.where(holds_top, others, alpha * mass).sum(1)
-    rest += (torch.where(holds_top, ties, 0.0).sum(1) - 1).clamp_(min=0)  # no tie where all is -inf
+    n_ties = torch.where(holds_top, ties, 0.0).sum(1)
+    rest += (n_ties - 1).clamp_(min=0)  # no tie where all is -inf
     # the entropy's sum moves with its terms: e^(s + d) (s + d)
     t_row = (alpha * (t + d * mass)).sum(1)
     return top[:, 0].double(), rest, t_row

@@ -22,19 +22,23 @@ def selected_rows(x, y, mask, inv_t):
     """The rows that count (R,), 1 / temperature of each (R,) fp32, and x and y as matrices with those rows."""
     n = x.shape[0] * x.shape[1]
     rows = torch.arange(n) if mask is None else mask.nonzero()[:, 0]
-    t = torch.as_tensor(inv_t, dtype=torch.float32).expand(n)[rows]
-    return rows, t, matrix(x.detach(), rows), matrix(y.detach(), rows)
+    t = torch.as_tensor(inv_t, dtype=torch.float32).expand(n)
+    return rows, t[rows], matrix(x.detach(), rows), matrix(y.detach(), rows)
 
 
 def matrix(x, rows):
     """Without a copy also for slices such as logits[:, :-1], whose rows are some of those of a larger matrix."""
     batch, length, vocab = x.shape
     step, stride = x.stride()[:2]
-    if batch < 2 or length == 0 or step == length * stride or stride == 0 or step % stride:
+    one_matrix = batch < 2 or length == 0 or step == length * stride
+    # a view of one matrix, or a copy where the sequences begin at no rows of a larger one
+    if one_matrix or stride == 0 or step % stride:
         return x.reshape(batch * length, vocab), rows
     apart = step // stride
-    whole = x.as_strided(((batch - 1) * apart + length, vocab), (stride, x.stride(2)))
-    return whole, rows // length * apart + rows % length
+    size = (batch - 1) * apart + length, vocab
+    whole = x.as_strided(size, (stride, x.stride(2)))
+    sequence = rows // length
+    return whole, sequence * apart + rows % length
 
 
 def over_blocks(function, x, y, *per_row, recompute=False, careful=None):
@@ -48,28 +52,34 @@ def over_blocks(function, x, y, *per_row, recompute=False, careful=None):
     # whole blocks together, compiled where that pays
     if vocab >= BLOCK:
         whole = vocab - tail
-        x_blocks, y_blocks = ((z[:, :whole].unflatten(1, (-1, BLOCK)), at) for z, at in (x, y))
+        pair = []
+        for z, at in (x, y):
+            z_blocks = z[:, :whole].unflatten(1, (-1, BLOCK))
+            pair.append((z_blocks, at))
         options = _RECOMPUTE if recompute else {}
         pays = compiled.compile_pays(x[1].numel(), vocab)
-        sums.append(_sums(function, x_blocks, y_blocks, per_row, pays, options, careful))
+        sums.append(_sums(function, *pair, per_row, pays, options, careful))
     # the row's end, of another width, which would be one more variant to compile
     if tail:
-        x_last, y_last = ((z[:, None, vocab - tail :], at) for z, at in (x, y))
-        sums.append(_sums(function, x_last, y_last, per_row, False, {}, careful))
+        pair = [(z[:, None, vocab - tail :], at) for z, at in (x, y)]
+        sums.append(_sums(function, *pair, per_row, False, {}, careful))
     return [torch.cat(columns, 1) for columns in zip(*sums, strict=True)]
 
 
 def _sums(function, x, y, per_row, compile_pays, options, careful):
     """Gather blocks ((M, blocks, width), (R,)) twice. One index for rows and blocks lets Inductor fuse all."""
-    (x, x_at), (y, y_at) = x, y
-    count, rows = x.shape[1], x_at.numel()
+    x, x_at = x
+    y, y_at = y
+    count = x.shape[1]
+    rows = x_at.numel()
+    block = torch.arange(count).repeat(rows)
+    x_at = x_at.repeat_interleave(count), block
+    y_at = y_at.repeat_interleave(count), block
+    per_row = [z.repeat_interleave(count)[:, None] for z in per_row]
+    # the width of a block is a constant of the code, the numbers of rows and blocks are not
     if compile_pays:
         torch._dynamo.mark_static(x, 2)
         torch._dynamo.mark_static(y, 2)
-    block = torch.arange(count).repeat(rows)
-    x_at, y_at = ((at.repeat_interleave(count), block) for at in (x_at, y_at))
-    per_row = [z.repeat_interleave(count)[:, None] for z in per_row]
-    if compile_pays:
         with torch._inductor.config.patch(options):
             sums = compiled.by_inductor(function)(x, x_at, y, y_at, *per_row)
     else:
@@ -107,10 +117,14 @@ def capped(x, y, softcap):
     if softcap is None:
         yield slice(None), x, y
         return
-    for part in _chunks(x[1].numel(), max(1, compiled.CHUNK // x[0].shape[1])):
-        pair = [z[at[part]].float().div_(softcap).tanh_().mul_(softcap) for z, at in (x, y)]
-        rows = torch.arange(len(pair[0]))
-        yield part, *((z, rows) for z in pair)
+    step = max(1, compiled.CHUNK // x[0].shape[1])
+    for part in _chunks(x[1].numel(), step):
+        pair = []
+        for z, at in (x, y):
+            z_capped = z[at[part]].float()
+            z_capped.div_(softcap).tanh_().mul_(softcap)
+            pair.append((z_capped, torch.arange(len(z_capped))))
+        yield part, *pair
 
 
 def write_gradient(function, out, rows, pair, side, per_row, softcap):
@@ -122,7 +136,8 @@ def write_gradient(function, out, rows, pair, side, per_row, softcap):
     for part, x_capped, y_capped in capped(x, y, softcap):
         x, at = (x_capped, y_capped)[side]
         gradient = torch.empty_like(x)
-        write_rows(function, gradient, at, x_capped, y_capped, [z[part] for z in per_row])
+        numbers = [z[part] for z in per_row]
+        write_rows(function, gradient, at, x_capped, y_capped, numbers)
         # the cap's slope, of which x is the value: 1 - (x / softcap)^2
         slope = x.div_(softcap).square_().neg_().add_(1)
         out[rows[part]] = gradient.mul_(slope).to(out.dtype)
@@ -130,12 +145,14 @@ def write_gradient(function, out, rows, pair, side, per_row, softcap):
 
 def write_rows(function, out, rows, x, y, per_row):
     """`function` writes these rows of `out`, (N, V), from x and y."""
-    (x, x_at), (y, y_at) = x, y
+    x, x_at = x
+    y, y_at = y
     per_row = [z[:, None] for z in per_row]
     if compiled.compile_pays(x_at.numel(), x.shape[1]):
         compiled.by_inductor(function)(out, rows, x, x_at, y, y_at, *per_row)
         return
-    for chunk in _chunks(rows.numel(), max(1, compiled.CHUNK // out.shape[1])):
+    step = max(1, compiled.CHUNK // out.shape[1])
+    for chunk in _chunks(rows.numel(), step):
         numbers = [z[chunk] for z in per_row]
         function(out, rows[chunk], x, x_at[chunk], y, y_at[chunk], *numbers)
 
@@ -144,7 +161,9 @@ def load(x, x_at, y, y_at, out=None):
     if out is not None:
         # else Inductor may not see it, and keeps in memory what it cannot fuse with the write
         torch._check(out.shape[1] == x.shape[1])
-    return (z[at].float().clamp(min=BANNED) for z, at in ((x, x_at), (y, y_at)))
+    x = x[x_at].float().clamp(min=BANNED)
+    y = y[y_at].float().clamp(min=BANNED)
+    return x, y
 
 
 def exp(z):
@@ -168,17 +187,21 @@ def difference(x, y, offset, dtype):
     if dtype == torch.bfloat16:
         return d - offset
     back = d - x
-    return (d - offset) + ((x - (d - back)) - (y + back))
+    lost = (x - (d - back)) - (y + back)
+    return (d - offset) + lost
 
 
 def distributions(state: KLState, t):
     """Return the arguments of `p_q_delta` per row; for a large KL about the maxima (`about_the_maxima`)."""
     far = state.k > _FAR
     apart = state.m - state.n
-    c_far = (state.m.double() - state.n.double() - apart).float() * t
+    rounded_off = state.m.double() - state.n.double() - apart
+    c_far = rounded_off.float() * t
+    k_far = (state.s / state.w_all).log()
     c = torch.where(far, c_far, state.c)
     offset = torch.where(far, apart, state.offset)
-    k = torch.where(far, (state.s / state.w_all).log(), state.k)
+    k = torch.where(far, k_far, state.k)
+    # a row that is banned throughout has no mass to divide by
     p_scale = torch.where(state.w_all == 0, 0, 1 / state.w_all)
     q_scale = torch.where(state.s == 0, 0, 1 / state.s)
     return state.m, p_scale, state.n, q_scale, t, offset, c, k

@@ -280,7 +280,8 @@ def _gradients(raw, entries, targets, grads, state, inv_t, softcap):
     p = logp.exp()
     is_target = ids == _each(targets[rows], row)
     entry = is_target.nonzero()[:, 0]
-    target_dx = p[entry] * dp[entry] - dlp[row[entry]] * logp[entry].expm1()
+    p_minus_one = logp[entry].expm1()
+    target_dx = p[entry] * dp[entry] - dlp[row[entry]] * p_minus_one
     dx = p.mul_(dp.sub_(_each(dlp, row)))
     dx[entry] = target_dx
 

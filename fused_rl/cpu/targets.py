@@ -51,7 +51,8 @@ def targets_bwd(
     n, vocab = logits.shape
     statistics = (mask, entropy, m, rest, inv_temperature, softcap)
     if dlogprobs is None or targets.numel() == 0:
-        return logprob_bwd(None, dentropy, dlse, logits, targets.new_zeros(n), *statistics, out=out)
+        any_target = targets.new_zeros(n)
+        return logprob_bwd(None, dentropy, dlse, logits, any_target, *statistics, out=out)
 
     # upstream gradients per target, and of all that are the same id
     live = m != -torch.inf
@@ -67,12 +68,14 @@ def targets_bwd(
     dentropy = torch.zeros(n) if dentropy is None else dentropy
     dlse = torch.zeros(n) if dlse is None else dlse
     inv_t = fp64_per_row(inv_temperature, n)
-    per_row = [x.double()[:, None] for x in (total, dentropy, dlse, entropy, m, rest, inv_t)]
+    per_row = total, dentropy, dlse, entropy, m, rest, inv_t
+    per_row = [values.double()[:, None] for values in per_row]
     dx = torch.empty(ids.shape, dtype=logits.dtype)
     step = max(1, _CHUNK // targets.shape[1])
     for begin in range(0, n, step):
         c = slice(begin, begin + step)
-        x = capped(logits[c].gather(1, ids[c]), softcap).double()
+        target_logits = logits[c].gather(1, ids[c])
+        x = capped(target_logits, softcap).double()
         of_rows = [values[c] for values in per_row]
         dx[c] = _gradient(x, d_of_id[c], d[c], softcap, *of_rows)
     dx[~live] = 0
@@ -91,7 +94,8 @@ def _gradient(x, d_of_id, d, softcap, total, dentropy, dlse, entropy, m, rest, i
     # lost: they are summed alone. Of two at the maximum (rest >= 1) neither has most, and each is the other's other
     top = torch.where(rest < 1, m, torch.inf)
     is_below = x < top
-    below = torch.where(is_below, d, 0.0).sum(1, keepdim=True, dtype=torch.float64)
+    d_below = torch.where(is_below, d, 0.0)
+    below = d_below.sum(1, keepdim=True, dtype=torch.float64)
     others = torch.where(is_below, total - d_of_id, below)
 
     # as the target's column in `logprob_bwd`, where the other targets take from dlse
