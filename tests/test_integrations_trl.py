@@ -33,8 +33,8 @@ import trl.trainer.utils as trl_utils  # noqa: E402
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction  # noqa: E402
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction  # noqa: E402
 
-from fused_rl import tiles  # noqa: E402
 from fused_rl.integrations import trl as integration  # noqa: E402
+from fused_rl.ops import tiles  # noqa: E402
 
 # temperature, soft cap, scale of the logits; with a bias, with banned tokens
 HEADS = {

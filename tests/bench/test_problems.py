@@ -27,7 +27,9 @@ def commands_of(page):
 def exists(command):
     words = shlex.split(command)
     if words[0] == "make":
-        return re.search(rf"^{words[1]}:", (machine.ROOT / "Makefile").read_text(), re.M)
+        makefiles = [machine.ROOT / "Makefile", machine.ROOT / "tests" / "environments.mk"]
+        rules = "".join(path.read_text() for path in makefiles)
+        return re.search(rf"^{words[1]}:", rules, re.M)
     if words[0] == "fused-rl":
         return words[1] in cli.COMMANDS
     assert words[0] == "python"

@@ -218,8 +218,9 @@ def test_a_saved_model_reloads_to_the_same_scores_with_all_its_files(files, tmp_
     )  # the model's own defaults, not the rollout's
     lm = tiny.load_lm(sft_config((folder, files[1]), tmp_path / "x"), trainable=False)
     held_out = load_train_eval(sft_config(files, tmp_path / "x"))[1]
-    pairs = sft.encoded(sft_config(files, ""), held_out, encode.Encoder(tokenizer))
-    loss = sft.evaluate(lm, sft.micro_batches(pairs, sft_config(files, ""), 0, "cpu"))["eval/loss"]
+    config = sft_config(files, "", micro_batch_size=8)
+    pairs = sft.encoded(config, held_out, encode.Encoder(tokenizer))
+    loss = sft.evaluate(lm, sft.micro_batches(pairs, config, 0, "cpu"))["eval/loss"]
     assert tiny.read_metrics(tmp_path / "run")[-1]["eval/loss"] == pytest.approx(loss, rel=1e-6)
 
 
