@@ -95,9 +95,13 @@ def _gradients_at_once(needs, hidden, weight, bias, targets, options, token_loss
     gradients = tiles.Gradients(needs, hidden, weight, bias, (step, vocab))
     formed = tiles.Logits(weight, bias, step * vocab, budget, softcap)
     loss = torch.zeros((), device=hidden.device)
-    # no views: returned
-    entropy, m, rest, dentropy = (torch.zeros(n, device=hidden.device) for _ in range(4))
-    logprobs, dlogprobs = (torch.zeros(targets.shape, device=hidden.device) for _ in range(2))
+    # no views of one tensor: they are returned
+    entropy = torch.zeros(n, device=hidden.device)
+    m = torch.zeros_like(entropy)
+    rest = torch.zeros_like(entropy)
+    dentropy = torch.zeros_like(entropy)
+    logprobs = torch.zeros(targets.shape, device=hidden.device)
+    dlogprobs = torch.zeros_like(logprobs)
     for rows in tiles.blocks(n, step):
         # the tile's statistics, its loss, and the gradient of its logits
         inv_t = tiles.at(inv_temperature, rows)
@@ -193,7 +197,8 @@ def _autocast(hidden, weight, bias):
     if not torch.is_autocast_enabled(device):
         return hidden, weight, bias
     dtype = torch.get_autocast_dtype(device)
-    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    return hidden.to(dtype), weight.to(dtype), bias
 
 
 def _check_head(hidden, weight, targets, bias, mask, shift):
@@ -231,13 +236,15 @@ class _Rows(NamedTuple):
     shape: torch.Size  # of the rows, as the caller has them
 
     def select(self, per_row):  # (..., *rest) -> (n, *rest)
-        per_row = per_row.reshape(self.shape.numel(), *per_row.shape[len(self.shape) :])
+        rest = per_row.shape[len(self.shape) :]
+        per_row = per_row.reshape(self.shape.numel(), *rest)
         return per_row if self.kept is None else per_row[self.kept]
 
     def restore(self, values):  # (n, *rest) -> (..., *rest), 0 where masked
         rest = values.shape[1:]
         if self.kept is not None:
-            values = values.new_zeros(self.shape.numel(), *rest).index_copy(0, self.kept, values)
+            zeros = values.new_zeros(self.shape.numel(), *rest)
+            values = zeros.index_copy(0, self.kept, values)
         return values.view(self.shape + rest)
 
 
@@ -279,12 +286,16 @@ def rows_that_count(
         targets = targets[:, 1:]
 
     # masked rows go before any GEMM
-    rows = _Rows((), _places(mask) if like is None else like.kept, torch.Size(shape))
+    kept = _places(mask) if like is None else like.kept
+    rows = _Rows((), kept, torch.Size(shape))
     row_temperature = None
     if isinstance(temperature, Tensor):
-        row_temperature = temperature.detach().to(hidden.device, torch.float32).expand(rows.shape)
+        row_temperature = temperature.detach().to(hidden.device, torch.float32)
+        row_temperature = row_temperature.expand(rows.shape)
+    # while rows still have the caller's places, which messages name
     if values_are_checked(hidden.device):
-        check_target_values(targets, mask, weight.shape[0], several=targets.dim() == hidden.dim())
+        several = targets.dim() == hidden.dim()
+        check_target_values(targets, mask, weight.shape[0], several=several)
         check_temperature_values(row_temperature, mask)
     if row_temperature is not None:
         temperature = rows.select(row_temperature)
@@ -364,17 +375,21 @@ def linear_token_logprobs(
     options = temperature, mask, softcap, shift, workspace_mb, logits_dtype
     rows = rows_that_count(hidden, weight, targets, bias, *options)
     if support is None:
-        return TokenLogprobs(*map(rows.restore, _LinearTokenLogprobs.apply(*rows.arguments)))
+        outputs = _LinearTokenLogprobs.apply(*rows.arguments)
+        return TokenLogprobs(*map(rows.restore, outputs))
 
     # the sets of the rows that count
     sets = support.of_rows(targets.shape, targets.device)
     if shift:
-        sets, targets = sets.at((slice(None), slice(1, None))), targets[:, 1:]
+        sets = sets.at((slice(None), slice(1, None)))
+        targets = targets[:, 1:]
     if values_are_checked(targets.device):
         check_support_values(sets, targets, mask, weight.shape[0])
-    sets = sets._replace(begin=rows.select(sets.begin), end=rows.select(sets.end))
+    begin = rows.select(sets.begin)
+    end = rows.select(sets.end)
     inputs, options = rows.arguments[:4], rows.arguments[4:]
-    return TokenLogprobs(*map(rows.restore, LinearSupport.apply(*inputs, *sets, *options)))
+    outputs = LinearSupport.apply(*inputs, sets.ids, begin, end, *options)
+    return TokenLogprobs(*map(rows.restore, outputs))
 
 
 def linear_token_loss(
@@ -440,5 +455,6 @@ def linear_token_loss(
             raise ValueError(
                 f"per_token[{i}] requires a gradient, which token_loss cannot give; pass it detached"
             )
-    outputs = _LinearTokenLoss.apply(*rows.arguments, token_loss, *map(rows.select, per_token))
-    return LinearTokenLoss(outputs[0], rows.restore(outputs[1]), rows.restore(outputs[2]))
+    per_token = map(rows.select, per_token)
+    loss, logprobs, entropy = _LinearTokenLoss.apply(*rows.arguments, token_loss, *per_token)
+    return LinearTokenLoss(loss, rows.restore(logprobs), rows.restore(entropy))

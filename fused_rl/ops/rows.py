@@ -31,7 +31,8 @@ def slabs(*matrices: Tensor) -> Iterator[tuple]:
         if all(map(_merges, parts)):
             yield at, *(x.view(-1, x.shape[-1]) for x in parts)
             continue
-        n, dim = min((n, dim) for dim, n in enumerate(parts[0].shape[:-1]) if n > 1)
+        leading = parts[0].shape[:-1]
+        n, dim = min((n, dim) for dim, n in enumerate(leading) if n > 1)
         before = (*at, *[slice(None)] * dim)[:dim]
         after = at[dim + 1 :]
         pending += [(*before, slice(i, i + 1), *after) for i in range(n)]
@@ -105,7 +106,9 @@ def without_last(
 def next_targets(targets: Tensor) -> Tensor:
     """For `shift`, (B, T) or (B, T, K) as position t sees them: the target of t + 1, and at the last any."""
     last = (0, min(targets.shape[1], 1))
-    return pad(targets[:, 1:], last if targets.dim() == 2 else (0, 0, *last))
+    if targets.dim() == 3:
+        last = 0, 0, *last
+    return pad(targets[:, 1:], last)
 
 
 def row_fwd(

@@ -191,7 +191,8 @@ class Logits:
             return statistics
         center = self.center.double()
         # a cast of all rows at once would take four times their memory
-        dots = [hidden[rows].double() @ center for rows in blocks(len(hidden), _CAST)]
+        chunks = blocks(len(hidden), _CAST)
+        dots = [hidden[rows].double() @ center for rows in chunks]
         common = torch.cat(dots) + self.top
         lse = statistics.lse + common * inv_temperature
         return statistics._replace(lse=lse.float())
@@ -259,7 +260,8 @@ class Gradients:
         if self.hidden is not None:
             add_mm(self.hidden[rows], factor, weight, columns.start == 0, self.unrounded)
         if self.weight is not None:
-            add_mm(self.weight[columns], factor.t(), hidden, rows.start == 0, self.unrounded)
+            dlogits_t = factor.t()
+            add_mm(self.weight[columns], dlogits_t, hidden, rows.start == 0, self.unrounded)
         if self.bias is not None:
             total = self.bias[columns]
             if rows.start == 0:

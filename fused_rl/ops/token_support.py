@@ -86,11 +86,13 @@ class TokenSupport:
             listed = step & filtered[:, t, None]
             ids_of_steps.append(listed.nonzero()[:, 1])
         lengths = torch.where(whole, 0, counts)
-        by_step = cls(torch.cat(ids_of_steps), _offsets(lengths.t().reshape(-1)))
+        offsets = _offsets(lengths.t().reshape(-1))
+        by_step = cls(torch.cat(ids_of_steps), offsets)
         if len(steps) == 1:
             return by_step
-        order = torch.arange(lengths.numel(), device=lengths.device).view(len(steps), -1)
-        return by_step.select(order.t().reshape(-1))
+        order = torch.arange(lengths.numel(), device=lengths.device)
+        by_target = order.view(len(steps), -1).t()
+        return by_step.select(by_target.reshape(-1))
 
     def __len__(self) -> int:
         """The number of rows."""
@@ -129,7 +131,8 @@ class TokenSupport:
                 f"sizes must be 0 or more and add up to the {len(self)} rows, got a sum of {bounds[-1]}"
             )
         # one wait for the device for all parts
-        id_bounds = self.offsets[torch.tensor(bounds, device=self.offsets.device)].tolist()
+        places = torch.tensor(bounds, device=self.offsets.device)
+        id_bounds = self.offsets[places].tolist()
         parts = []
         for (begin, end), (first, last) in zip(pairwise(bounds), pairwise(id_bounds), strict=True):
             offsets = self.offsets[begin : end + 1] - first
@@ -227,7 +230,8 @@ def check_support_values(
         first = int(begin[0])
         each = ids[first : first + len(row)]
     else:
-        each = ids[starts[row] + torch.arange(len(row), device=row.device)]
+        places = starts[row] + torch.arange(len(row), device=row.device)
+        each = ids[places]
 
     # by the rows that count; a message wants the caller's index
     if vocab is not None and bool((each.amax() >= vocab) | (each.amin() < 0)):

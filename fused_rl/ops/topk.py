@@ -114,8 +114,9 @@ def _sums(x):
     """Return the probability mass of log-probabilities (..., K), and how far rounding may take it above 1; fp64."""
     wide = x.double()
     p = wide.exp()
-    spread = torch.where(p > 0, p * (1 + wide.abs()), 0).sum(-1)
-    return p.sum(-1), _ULPS * torch.finfo(x.dtype).eps * (1 + spread)
+    spread = torch.where(p > 0, p * (1 + wide.abs()), 0)
+    ulps = _ULPS * torch.finfo(x.dtype).eps
+    return p.sum(-1), ulps * (1 + spread.sum(-1))
 
 
 def _is_legal(x):
@@ -210,13 +211,15 @@ def _jensen_shannon(p, q, d, tail, ref_tail):
     a = tail.mass.clamp(min=0)
     b = ref_tail.mass.clamp(min=0)
     nothing = tail.unknown & ref_tail.unknown
-    d_tail = torch.where(nothing, 0, _log_ratio(a.log(), b.log()))
+    d_tail = _log_ratio(a.log(), b.log())
+    d_tail = torch.where(nothing, 0, d_tail)
     mean = (p + q) / 2
     tail_mean = (a + b) / 2
     values = []
     slopes = []
     # the KL of each side from the mean
-    for side, ratio, side_tail, tail_ratio in ((p, d, a, d_tail), (q, -d, b, -d_tail)):
+    sides = (p, d, a, d_tail), (q, -d, b, -d_tail)
+    for side, ratio, side_tail, tail_ratio in sides:
         share = _log_share(ratio)
         tail_share = _log_share(tail_ratio)
         tokens = _term(side, mean, share).sum(-1, dtype=torch.float64)
@@ -244,7 +247,8 @@ class _TopkKL(torch.autograd.Function):
         formula = _jensen_shannon if direction == "jensen-shannon" else _kl
         value, dx, dy = formula(p, q, _log_ratio(x, y), *tails)
         if formula is _kl:
-            infinite = ((y == -torch.inf) & (x > -torch.inf)).any(-1)
+            lone = (y == -torch.inf) & (x > -torch.inf)
+            infinite = lone.any(-1)
             value = torch.where(infinite, torch.inf, value)
             dx = torch.where(infinite[..., None], 0, dx)
             dy = torch.where(infinite[..., None], 0, dy)

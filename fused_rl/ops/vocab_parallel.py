@@ -82,12 +82,15 @@ def vocab_parallel_token_logprobs(
         targets = next_targets(targets)
     rows = local_logits.shape[:-1]
     mask = None if mask is None else mask.reshape(-1).contiguous()
-    targets = targets.long().reshape(rows.numel(), *targets.shape[len(rows) :])
+    per_row = targets.shape[len(rows) :]
+    targets = targets.long().reshape(rows.numel(), *per_row)
 
     # the sets, of which no rank sees whether the vocabulary has their ids
     sets = None
     if support is not None:
-        sets = support._replace(begin=support.begin.reshape(-1), end=support.end.reshape(-1))
+        begin = support.begin.reshape(-1)
+        end = support.end.reshape(-1)
+        sets = support._replace(begin=begin, end=end)
         if values_are_checked(targets.device):
             check_support_values(sets, targets, mask, None)
     inv_t = inverse(temperature, row_temperature)
@@ -271,7 +274,10 @@ def merge_kl(kl, state, mask, inv_t, group):
     Every rank moves its sums to one c, the difference of the maxima: `fused_rl.kernels.kl` has the formulas. Unlike at
     the mean a = sum(p (d / T - c)) is not 0 there, and KL = a + log1p(F / W - a), which fp64 can afford to subtract.
     """
-    state = state.double() if mask is None else torch.where(mask, state, 0).double()
+    # what stands in masked rows may be anything, and would go into the reductions
+    if mask is not None:
+        state = torch.where(mask, state, 0)
+    state = state.double()
     m, w, w_all, offset, c, n, f, s, _ = KLState(*state)
     infinite = (kl == torch.inf).double()
     # a NaN comes back with the sums
@@ -286,7 +292,8 @@ def merge_kl(kl, state, mask, inv_t, group):
     h = c_all - (offset * inv_t + c)
     s = s * q_share
     moved = f * q_share + weight * (torch.expm1(h) - h)
-    f = torch.where(h.abs() < _NEAR, moved, s - weight * (1 + h))
+    from_q = s - weight * (1 + h)
+    f = torch.where(h.abs() < _NEAR, moved, from_q)
     f = torch.where(w > 0, f, s)
     a = torch.where(w > 0, -weight * h, 0)
     rows = [weight, w_all * share, a, f, s]
