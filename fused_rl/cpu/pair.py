@@ -56,13 +56,14 @@ def over_blocks(function, x, y, *per_row, recompute=False, careful=None):
         for z, at in (x, y):
             z_blocks = z[:, :whole].unflatten(1, (-1, BLOCK))
             pair.append((z_blocks, at))
+        x_blocks, y_blocks = pair
         options = _RECOMPUTE if recompute else {}
         pays = compiled.compile_pays(x[1].numel(), vocab)
-        sums.append(_sums(function, *pair, per_row, pays, options, careful))
+        sums.append(_sums(function, x_blocks, y_blocks, per_row, pays, options, careful))
     # the row's end, of another width, which would be one more variant to compile
     if tail:
-        pair = [(z[:, None, vocab - tail :], at) for z, at in (x, y)]
-        sums.append(_sums(function, *pair, per_row, False, {}, careful))
+        x_last, y_last = ((z[:, None, vocab - tail :], at) for z, at in (x, y))
+        sums.append(_sums(function, x_last, y_last, per_row, False, {}, careful))
     return [torch.cat(columns, 1) for columns in zip(*sums, strict=True)]
 
 

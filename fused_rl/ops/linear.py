@@ -455,6 +455,6 @@ def linear_token_loss(
             raise ValueError(
                 f"per_token[{i}] requires a gradient, which token_loss cannot give; pass it detached"
             )
-    per_token = map(rows.select, per_token)
-    loss, logprobs, entropy = _LinearTokenLoss.apply(*rows.arguments, token_loss, *per_token)
+    selected = map(rows.select, per_token)
+    loss, logprobs, entropy = _LinearTokenLoss.apply(*rows.arguments, token_loss, *selected)
     return LinearTokenLoss(loss, rows.restore(logprobs), rows.restore(entropy))
