@@ -160,7 +160,9 @@ def micro_batches(
 
     micro_batches = []
     for part, rows in zip(chosen, rows_of, strict=True):
-        prompts, completions, where, _ = zip(*part, strict=True)
+        prompts = [example.prompt for example in part]
+        completions = [example.completion for example in part]
+        where = [example.where for example in part]
         # A row that only fills the rank's share up has no token that counts.
         trained = [
             None if example.counted else [False] * len(example.completion) for example in part

@@ -83,10 +83,13 @@ class _Tiles:
 
     def __iter__(self):
         """(rows, the student's logits, x and y of which KL(x || y) is the divergence)."""
-        (hidden, *head), (other_hidden, *other_head) = self.student, self.teacher
+        hidden, weight, bias = self.student
+        other_hidden, other_weight, other_bias = self.teacher
         for rows in tiles.blocks(len(hidden), self.rows):
-            logits = project(hidden[rows], *head, self.pair.student, self.buffers[0])
-            others = project(other_hidden[rows], *other_head, self.pair.teacher, self.buffers[1])
+            logits = project(hidden[rows], weight, bias, self.pair.student, self.buffers[0])
+            others = project(
+                other_hidden[rows], other_weight, other_bias, self.pair.teacher, self.buffers[1]
+            )
             x, y = (others, logits) if self.pair.direction == "forward" else (logits, others)
             yield rows, logits, x[None], y[None]
 

@@ -138,12 +138,13 @@ def chosen_rows(
     option: str, rows: RowsLike, name: str | None, config_name: str | None, split: str
 ) -> Rows:
     """Return the rows that Python gave for an option, or that the config names."""
-    if rows is None and name is None:
+    named = name if rows is None else rows
+    if named is None:
         raise InputError(
             f"{option} is missing; give --{option}, or in Python train(config, {option}=rows)"
         )
-    if rows is None or isinstance(rows, str):
-        return load_rows(rows or name, config_name, split)
+    if isinstance(named, str):
+        return load_rows(named, config_name, split)
     # Who has a Dataset has imported `datasets`; importing it here would cost everybody else a
     # second.
     if "datasets" in sys.modules and isinstance(rows, sys.modules["datasets"].Dataset):

@@ -99,7 +99,7 @@ def costs_of(lm: Any) -> Costs:
     return Costs(token=2 * weights, pair=4 * heads * width)
 
 
-def responses_per_row(costs: Costs, prompt: int, response: int, copies: int) -> int:
+def responses_per_row(costs: Costs, prompt: int, response: float, copies: int) -> int:
     """Return how many of `copies` responses to a prompt are cheapest in one row, by their lengths in tokens."""
 
     def flop(in_row: int) -> float:

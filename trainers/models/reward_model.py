@@ -125,6 +125,7 @@ class RewardModel(nn.Module):
             return self.scores_of(
                 packed.states_of(self.classifier, self.classifier.base_model, "last_hidden_state")
             )
+        assert input_ids is not None and attention_mask is not None
         if attention_mask.shape != input_ids.shape:
             shapes = f"{tuple(input_ids.shape)} and {tuple(attention_mask.shape)}"
             raise ValueError(f"input_ids and attention_mask must both be (B, T), got {shapes}")

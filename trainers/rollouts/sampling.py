@@ -84,7 +84,7 @@ def processed_scores(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
         return logits
     # The filters take the tokens so far as well, and none of these reads them.
     scores = logits.float() / sampling.temperature
-    no_ids = torch.empty(0, dtype=torch.int64)
+    no_ids = torch.LongTensor()
     if sampling.top_k > 0:
         scores = of_transformers.TopKLogitsWarper(sampling.top_k)(no_ids, scores)
     if sampling.top_p < 1:

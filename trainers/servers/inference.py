@@ -4,7 +4,7 @@ import asyncio
 import ssl
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Coroutine, Iterable
 from pathlib import Path
 from typing import ClassVar
 
@@ -97,9 +97,6 @@ class Server:
     resume: ClassVar[str]  # the path that ends a pause
     flags: ClassVar[str]  # how to start it, at the end of every error
     without_cache: ClassVar[str]
-    request: ClassVar[Callable[..., tuple[str, dict]]]
-    parse: ClassVar[Callable[..., tuple]]
-    update: ClassVar[Callable[..., list[tuple[str, dict | None]]]]
 
     def __init__(self, http: Http, url: str, card: dict):
         self.http = http
