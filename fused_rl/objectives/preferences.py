@@ -267,7 +267,7 @@ def kl_baseline(
     check_process_group(process_group)
     # fp64: however the responses are divided over ranks, the sum is the same.
     total_and_count = torch.stack(
-        [scores.double().sum(), scores.new_tensor(len(scores), dtype=torch.float64)]
+        [scores.double().sum(), scores.new_full((), len(scores), dtype=torch.float64)]
     )
     if process_group is not None:
         torch.distributed.all_reduce(total_and_count, group=process_group)
