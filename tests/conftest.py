@@ -54,9 +54,8 @@ def backend(request, monkeypatch):
     if request.param == "kernel":
         request.getfixturevalue("poisoned")
         return DEVICE
-    monkeypatch.setenv(
-        "TRITON_INTERPRET", "0"
-    )  # read at each call of a public op; the kernels stay interpreted
+    # Read at each call of a public op; the kernels stay interpreted.
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
     return "cpu"
 
 

@@ -18,9 +18,8 @@ from multiprocessing import forkserver
 PRELOADED = ["tests.conftest", "fused_rl", "torch.distributed.fsdp", "deepspeed", "transformers"]
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(PRELOADED)
-atexit.register(
-    forkserver._forkserver._stop
-)  # waited for: its seconds are ours, and nothing outlives the tests
+# Waited for: its seconds are ours, and nothing outlives the tests.
+atexit.register(forkserver._forkserver._stop)
 
 
 def _rank(work, environment, rank, world, folder, results, timeout):
@@ -55,9 +54,8 @@ def _rank(work, environment, rank, world, folder, results, timeout):
     results.join_thread()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(
-        0 if status == "returned" else 1
-    )  # an ordinary exit races with gloo's threads and aborts now and then
+    # An ordinary exit races with gloo's threads and aborts now and then.
+    os._exit(0 if status == "returned" else 1)
 
 
 def _collect(processes, results, timeout):

@@ -72,9 +72,8 @@ def loss_and_gradients(module, leaves, targets, factor=0.37, **options):
     loss, logprobs, entropy = call(
         module.linear_token_loss, leaves, targets, token_loss, *values, **options
     )
-    if (
-        module is fused_rl
-    ):  # the error of a sum is luck: it is checked as the sum of what is checked below
+    # The error of a sum is luck: it is checked as the sum of what is checked below.
+    if module is fused_rl:
         kept = (
             torch.ones_like(targets, dtype=torch.bool)
             if options.get("mask") is None

@@ -64,12 +64,13 @@ PLACES = {
     "all but five": lambda v, some: ~_columns(v, some(5)),
 }
 FILLS = ("-inf", "-1e4", "-1e9", "lowest")
+# Apart: the reference everywhere else, so that nothing is shared.
 SIDES = (
     "policy",
     "reference",
     "both",
     "apart",
-)  # apart: the reference everywhere else, so that nothing is shared
+)
 VIEWS = {
     "contiguous": lambda x: x.clone(),
     "odd stride": lambda x: torch.nn.functional.pad(x, (1, 2))[:, 1:-2],
@@ -231,9 +232,8 @@ def as_products(batch):
     for name in ("logits", "ref_logits"):
         x = getattr(batch, name)
         banned = x == -torch.inf
-        finite = x.masked_fill(banned, 0).clamp(
-            min=max(-1e30, torch.finfo(x.dtype).min)
-        )  # gradients fit
+        # Gradients fit.
+        finite = x.masked_fill(banned, 0).clamp(min=max(-1e30, torch.finfo(x.dtype).min))
         found[name] = finite.masked_fill(banned[:1].any(0), -torch.inf)
     return batch._replace(**found)
 
@@ -507,9 +507,8 @@ def kl_promise(batch, exact):
         (5e-6 if batch.direction == "jensen-shannon" else 3e-6) * value + 1e-7 * distance + 1e-13
     )
     blur = blurred(batch)
-    allowed = (
-        allowed + 4 * blur * (value + value.clamp(min=0).sqrt()) + 4 * blur**2
-    )  # as a capped logit is known
+    # As a capped logit is known.
+    allowed = allowed + 4 * blur * (value + value.clamp(min=0).sqrt()) + 4 * blur**2
     unknown = (distance > 1e7) & (value < distance / 100)
     return (torch.where(unknown | empty_rows(batch), torch.inf, allowed),)
 

@@ -95,9 +95,8 @@ class Function(NamedTuple):
 
 def _estimate(op, name):
     def call(x, b):
-        kl = op(
-            x.nan_to_num(), b.ref.nan_to_num(), name, old_logprobs=b.old.nan_to_num()
-        )  # it takes no mask
+        # It takes no mask.
+        kl = op(x.nan_to_num(), b.ref.nan_to_num(), name, old_logprobs=b.old.nan_to_num())
         return torch.where(b.mask, kl, 0)
 
     return call

@@ -7,9 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-GROUP = torch.distributed.ProcessGroup(
-    0, 2
-)  # what is checked of an argument; nothing reduces over it
+# What is checked of an argument; nothing reduces over it.
+GROUP = torch.distributed.ProcessGroup(0, 2)
 REDUCED = {torch.distributed.ReduceOp.SUM: torch.sum, torch.distributed.ReduceOp.MAX: torch.amax}
 
 

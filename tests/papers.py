@@ -6,9 +6,8 @@ import torch
 
 F64 = torch.float64
 B, T, V, H = 4, 6, 11, 5
-GROUP_LENGTHS = torch.tensor(
-    [2.5, 2.5, 4.0, 4.0]
-)  # (B,), of two prompts, as prompt-mean needs them
+# (B,), of two prompts, as prompt-mean needs them.
+GROUP_LENGTHS = torch.tensor([2.5, 2.5, 4.0, 4.0])
 MASKS = ("none", "partial", "one-sequence-masked", "packed")
 # Written from the papers, not read from PRESETS: surrogate, ratio level, aggregation, clip_low, clip_high.
 PAPERS = {
@@ -40,18 +39,16 @@ def batch(kind):
         mask[:, 0] = True
     if kind == "one-sequence-masked":
         mask[1] = False
-    if (
-        kind == "packed"
-    ):  # sequences of 1 to 4 tokens, pads (-1), and one that goes on in the next row
+    # Sequences of 1 to 4 tokens, pads (-1), and one that goes on in the next row.
+    if kind == "packed":
         ids = torch.tensor(
             [[0, 0, 0, 1, 1, -1], [2, 3, 3, 3, 3, 4], [4, 4, -1, 5, 5, 5], [6, 6, 7, 7, 7, -1]]
         )
     count = 8 if kind == "packed" else B
     advantages = torch.randn(count, generator=generator, dtype=F64)
     spread = advantages[ids.clamp(min=0)]
-    drift = 0.3 * torch.randn(
-        2, B, T, generator=generator, dtype=F64
-    )  # both sides of every clip range
+    # Both sides of every clip range.
+    drift = 0.3 * torch.randn(2, B, T, generator=generator, dtype=F64)
     return mask, ids, advantages, spread, drift
 
 

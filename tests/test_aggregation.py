@@ -66,11 +66,12 @@ def test_aggregations_of_a_worked_example():
         torch.testing.assert_close(aggregate(losses, mask, loss_agg, **options).item(), value)
     two = aggregate(losses, mask, "prompt-mean", group_lengths=torch.tensor([2.0, 4.0]))
     torch.testing.assert_close(two, aggregate(losses, mask, "seq-mean-token-mean"))  # groups of one
+    # Twice as many in the whole step.
     per_sequence = {
         "num_tokens": 12,
         "num_sequences": 4,
         **options,
-    }  # twice as many in the whole step
+    }
     for loss_agg, value in zip(LOSS_AGGS, (14 / 12, 1.0, 3.5, 0.4375, 14 / 12, 14.0), strict=True):
         torch.testing.assert_close(aggregate(losses, mask, loss_agg, **per_sequence).item(), value)
 

@@ -68,11 +68,12 @@ FUNCTIONS = {name for name in fused_rl.__all__ if inspect.isfunction(getattr(fus
 def tensors_of(name):
     """Parameter -> whether it may be None, of those that take a tensor."""
     hints = typing.get_type_hints(getattr(fused_rl, name))
+    # A function, and what is named by its place: below.
     apart = {
         "return",
         "token_loss",
         "per_token",
-    }  # a function, and what is named by its place: below
+    }
     kinds = {
         parameter: {hint, *typing.get_args(hint)}
         for parameter, hint in hints.items()
@@ -207,9 +208,8 @@ def test_a_denominator_is_a_number_or_is_refused(count, name):
 
 
 def test_a_denominator_of_the_whole_step_may_be_below_1_and_where_nothing_counts_0():
-    half, _ = fused_rl.value_loss(
-        ROWS + 1, ROWS, ROWS, MASK, num_tokens=0.5
-    )  # as of 4 tokens on 8 ranks
+    # As of 4 tokens on 8 ranks.
+    half, _ = fused_rl.value_loss(ROWS + 1, ROWS, ROWS, MASK, num_tokens=0.5)
     assert half == 0.5 * 6 / 0.5
     assert half == fused_rl.value_loss(ROWS + 1, ROWS, ROWS, MASK, num_tokens=torch.tensor(0.5))[0]
     for zero in (0, torch.tensor(0), None):
@@ -634,10 +634,11 @@ REFUSED = [
         (name, given, said)
         for name in ("masked_sum", "masked_mean", "masked_var", "whiten")
         for given, said in (
+            # Broadcasting would count wrongly.
             (
                 {"mask": MASK[0]},
                 r"shape of values, \(2, 3\), got \(3,\)",
-            ),  # broadcasting would count wrongly
+            ),
             ({"values": TARGETS}, "values must be floating point"),
         )
     ),

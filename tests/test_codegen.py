@@ -29,9 +29,8 @@ def test_no_kernel_spills_anywhere(compiled):
 def test_forward_budget(compiled):
     """Of 13.8 instructions and 1.72 exponentials per element at an H200's memory roof."""
     row = compiled["logprob_fwd bf16", "sm_90"]
-    aligned, rotated = row[
-        "loops"
-    ]  # rows that begin at 16 bytes (V = 151936), and all others (V = 50257)
+    # Rows that begin at 16 bytes (V = 151936), and all others (V = 50257)
+    aligned, rotated = row["loops"]
     assert aligned["instructions"] <= 9.5 and aligned["special"] <= 1.25
     assert rotated["instructions"] <= 10.5 and rotated["special"] <= 1.25
     assert min(row["headroom"]) >= 1.3

@@ -86,9 +86,8 @@ def test_blocks_without_mass(direction):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16]
-)  # with and without what x - y rounds off
+# With and without what x - y rounds off.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_compiled(compiled, direction, dtype):
     x, y = (z[:, :-1] for z in pair(3, 5, VOCAB, dtype=dtype))  # not one matrix

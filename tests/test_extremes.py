@@ -75,9 +75,8 @@ def test_every_finite_logit_counts_as_what_it_is(backend, case):
     assert_right(logprobs_and_gradient(token_logprobs, row.to(backend), temperature), exact)
 
 
-@pytest.mark.parametrize(
-    ("count", "vocab"), [(8, VOCAB), slow(64, VOCAB), slow(8, 20000)]
-)  # a segment, and two
+# A segment, and two.
+@pytest.mark.parametrize(("count", "vocab"), [(8, VOCAB), slow(64, VOCAB), slow(8, 20000)])
 def test_rows_of_one_large_value(backend, count, vocab):
     """Of values between 0.5e9 and 1.5e9 the rounding of m log2(e) / T is anything up to 64."""
     values = torch.linspace(0.5e9, 1.5e9, count).to(backend)

@@ -39,9 +39,8 @@ def assert_equals_loop(rewards, values, mask, gamma, gae_lambda):
         (0.0, [0.1, 0.1, 0.1, 0.6]),
     ],
 )
-@pytest.mark.parametrize(
-    "mask", [[1, 1, 1, 1], [0, 1, 1, 0, 1, 0, 1, 0]]
-)  # masked positions are as if not there
+# Masked positions are as if not there.
+@pytest.mark.parametrize("mask", [[1, 1, 1, 1], [0, 1, 1, 0, 1, 0, 1, 0]])
 def test_known_values(backend, gae_lambda, want, mask):
     mask = torch.tensor([mask], dtype=torch.bool, device=backend)
     rewards, values = torch.full((2, *mask.shape), torch.nan, device=backend)

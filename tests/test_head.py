@@ -165,9 +165,8 @@ def head_of(sigma, offset, where, rows=96, width=512, vocab=8000):
     ("sigma", "offset", "where", "shape"),
     [
         (3, 0, "", {}),
-        slow(
-            3, 0, "", {"rows": 64, "width": 8192, "vocab": 4000}
-        ),  # a sum of so many in one go is off by more
+        # A sum of so many in one go is off by more.
+        slow(3, 0, "", {"rows": 64, "width": 8192, "vocab": 4000}),
         (3, 100, "weight", {}),
         (3, 100, "bias", {}),
     ],

@@ -195,9 +195,8 @@ def test_ops(backend, name):
             backend,
         )
         return
-    examples = (
-        3 if name.startswith("vocab_parallel") else 6
-    )  # whose ranks run again for each reduction
+    # Whose ranks run again for each reduction.
+    examples = 3 if name.startswith("vocab_parallel") else 6
     settings(max_examples=examples)(given(cases())(lambda case: check(OPS[name], case, backend)))()
 
 

@@ -9,10 +9,11 @@ from tests.marks import slow
 # TRL's trainers: whole runs, patched against unpatched
 
 FP32 = 1e-5  # what the integration promises
+# The second step's ratios are not 1, and the reference has a say.
 OFF_POLICY = {
     "num_iterations": 2,
     "beta": 0.04,
-}  # the second step's ratios are not 1, and the reference has a say
+}
 
 # One cell of each of these primitives' users stays in the fast suite; the other trainers read no more than these.
 FAST_CELLS = [
@@ -26,9 +27,8 @@ CELLS = [
     Cell("GRPO", {"loss_type": "dapo", **OFF_POLICY}, model="phi"),
     Cell("GRPO", {"top_entropy_quantile": 0.3, "entropy_coef": 0.1, **OFF_POLICY}),
     Cell("GRPO", {"cast_lm_head_to_fp32": True, **OFF_POLICY}),
-    Cell(
-        "GRPO", {"entropy_coef": 0.1, "num_iterations": 2}, lora=True
-    ),  # the entropy has a gradient
+    # The entropy has a gradient.
+    Cell("GRPO", {"entropy_coef": 0.1, "num_iterations": 2}, lora=True),
     Cell("RLOO", {"temperature": 0.7}),
     Cell("DPO", lora=True),  # the reference is the model without its adapter
     Cell("DPO", {"precompute_ref_log_probs": True}),

@@ -68,10 +68,11 @@ def test_head_in_fp32(name, workspace, monkeypatch):
     monkeypatch.setattr(tiles, "CPU_WORKSPACE_MB", workspace)
     for one in head_on_both(name, FP32, 150):
         assert_close(*one, slack=2)  # the order of sums
+        # TRL's entropy of a banned token is NaN.
         if name != "banned" or one[0] in (
             "log_probs",
             "log_sum_sq_probs",
-        ):  # TRL's entropy of a banned token is NaN
+        ):
             assert_near_the_host(*one)
 
 
@@ -226,9 +227,8 @@ def test_a_sharded_head_is_gathered_again_in_the_backward_pass(monkeypatch):
         if i:
             outputs = integration.ChunkedDivergenceFunction.apply(*leaves, *other, 1.0)[:1]
         assert leaves[1].numel() == 0
-        found = torch.autograd.grad(
-            outputs, leaves, upstream_of(outputs)
-        )  # an empty leaf cannot hold a gradient
+        # An empty leaf cannot hold a gradient.
+        found = torch.autograd.grad(outputs, leaves, upstream_of(outputs))
         for one, truth in zip(found, truths, strict=True):
             torch.testing.assert_close(one.double(), truth, rtol=1e-5, atol=1e-5)
 

@@ -83,9 +83,8 @@ def test_bits_do_not_depend_on_alignment_batch_or_split(dtype, vocab, monkeypatc
         split(monkeypatch, offset != 2)
         with watched():
             assert_same_bits(both(at(offset, row), target), expected)
-    split(
-        monkeypatch, False
-    )  # four rows, each of another alignment; then the in-place gradient of the second of them
+    # Four rows, each of another alignment; then the in-place gradient of the second of them.
+    split(monkeypatch, False)
     assert_same_bits(both(at(0, row, n=4, stride=vocab + 3), target.expand(4)), expected)
     with watched():
         assert_same_bits(both(at(vocab + 3, row), target, inplace=True), expected)
@@ -172,9 +171,8 @@ def test_a_target_outside_the_vocabulary_is_nan_and_touches_nothing(bad):
     assert outputs[0].isnan()
     assert outputs[1].isfinite()
     assert outputs[2].isfinite()
-    torch.testing.assert_close(
-        gradient, -torch.softmax(row, 1)
-    )  # as on a shard that does not hold the target
+    # As on a shard that does not hold the target.
+    torch.testing.assert_close(gradient, -torch.softmax(row, 1))
 
 
 def test_an_offset_of_all_logits_cancels():

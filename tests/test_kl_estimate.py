@@ -110,20 +110,20 @@ def either_way(*sizes, dtype):
 @pytest.mark.parametrize("kl_estimator", KL_ESTIMATORS)
 def test_nothing_overflows_and_no_gradient_switches_off(kl_estimator, dtype):
     d = either_way(1e-6, 1e-4, 19.99, 20.0, 20.01, 40.0, 80.0, dtype=dtype)
+    # On-policy, ratio far above and below 1.
     for old in (
         None,
         torch.zeros_like(d) - 40,
         torch.zeros_like(d) + 40,
-    ):  # on-policy, ratio far above and below 1
+    ):
         logprobs = d.clone().requires_grad_()  # the reference at 0: d itself
         kl = fused_rl.kl_estimate(logprobs, torch.zeros_like(d), kl_estimator, old_logprobs=old)
         (grad,) = torch.autograd.grad(kl.sum(), logprobs)
         assert kl.isfinite().all()
         assert grad.isfinite().all()
         if kl_estimator not in ("k1", "k4"):  # whose gradients are 1 and r (1 + d)
-            held = (
-                kl_estimator != "rk3" or old is None or d - old > -80
-            )  # a ratio below fp32 weighs nothing
+            # A ratio below fp32 weighs nothing.
+            held = kl_estimator != "rk3" or old is None or d - old > -80
             assert ((grad * d > 0) | ~torch.as_tensor(held)).all(), (
                 "must pull back to the reference, however far"
             )

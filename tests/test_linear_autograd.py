@@ -163,15 +163,13 @@ def test_memory(run, dtype, budget):
     leaves, targets, mask = make(shape, dtype, bias=False)
     options = {"workspace_mb": workspace_mb, "mask": mask if masked else None}
     args = [upstream_of(targets)] if run is logprobs_and_gradients else []
-    run(
-        fused_rl, leaves, targets, *args, **options
-    )  # a compiled row function allocates while it is compiled
+    # A compiled row function allocates while it is compiled.
+    run(fused_rl, leaves, targets, *args, **options)
     most = peak_bytes(lambda: run(fused_rl, leaves, targets, *args, **options))
     gradients = sum(leaf.nbytes for leaf in leaves)
     assert most <= 1.1 * workspace_mb * 2**20 + gradients
-    assert most >= 0.5 * min(
-        workspace_mb * 2**20, shape[0] * shape[2] * leaves[0].element_size()
-    )  # it was counted
+    # It was counted.
+    assert most >= 0.5 * min(workspace_mb * 2**20, shape[0] * shape[2] * leaves[0].element_size())
 
 
 @pytest.mark.usefixtures("cpu")

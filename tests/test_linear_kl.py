@@ -60,9 +60,8 @@ def test_kl_retained_frozen_and_empty():
             for keep in (True, False)
         )
     )
-    with (
-        Work() as work
-    ):  # policy, reference, both again, the hidden states' gradient; none of the weight's
+    # Policy, reference, both again, the hidden states' gradient; none of the weight's.
+    with Work() as work:
         fused_rl.linear_token_kl(
             leaves[0], leaves[1].detach(), **ref, workspace_mb=workspace_mb
         ).sum().backward()

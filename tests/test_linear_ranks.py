@@ -69,9 +69,8 @@ def zero_training(rank, world, cases):
     for stage, tied in cases:
         model = Policy(tied)
         engine = zero_engine(model, torch.optim.SGD(model.parameters(), lr=0.5), stage)
-        assert (
-            stage < 3 or model.head.weight.numel() == 0
-        )  # else nothing is sharded, and nothing tested
+        # Else nothing is sharded, and nothing tested.
+        assert stage < 3 or model.head.weight.numel() == 0
         for _ in range(2):
             for batch in BATCHES[rank]:
                 engine.backward(engine(fused_rl, *batch) / 50 * world)

@@ -122,9 +122,8 @@ def test_one_graph_for_all_lengths_and_temperatures(backend, request):
         return (outputs.logprobs - 0.1 * outputs.entropy).sum()
 
     compiled = torch.compile(loss, backend=counter, fullgraph=True)
-    lengths = (
-        range(3, 5) if request.node.callspec.id == "kernel" else range(3, 23)
-    )  # the interpreter is slow
+    # The interpreter is slow.
+    lengths = range(3, 5) if request.node.callspec.id == "kernel" else range(3, 23)
     for i, length in enumerate(lengths):
         logits, targets = random_rows(2 * length, 64, torch.float32, backend)
         logits = logits.view(2, length, 64).requires_grad_()

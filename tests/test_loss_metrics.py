@@ -7,10 +7,11 @@ import fused_rl
 
 F64 = torch.float64
 B, T = 6, 9
+# Of different sizes: a mean of the halves' means would be wrong.
 HALVES = (
     slice(0, 2),
     slice(2, B),
-)  # of different sizes: a mean of the halves' means would be wrong
+)
 
 
 @pytest.fixture
@@ -203,9 +204,8 @@ def test_explained_variance_of_returns_far_from_0():
     """Mean 1000, deviation 0.1: in fp32 the variance of the returns would be below the rounding of their squares."""
     generator = torch.Generator().manual_seed(1)
     returns = 1000 + 0.1 * torch.randn(8, 500, generator=generator)
-    values = (
-        returns - 5 - 0.05 * torch.randn(8, 500, generator=generator)
-    )  # an error of constant mean explains all the same
+    # An error of constant mean explains all the same.
+    values = returns - 5 - 0.05 * torch.randn(8, 500, generator=generator)
     mask = torch.ones(8, 500, dtype=torch.bool)
     parts = [
         fused_rl.value_loss(values[i::2], values[i::2], returns[i::2], mask[i::2], num_tokens=4000)[

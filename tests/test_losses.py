@@ -287,10 +287,11 @@ def test_value_loss():
         ({"loss_type": "hinge", "label_smoothing": 0.1}, [1.0, 0.2, 1.8, 0.6]),
         ({"loss_type": "squared", "margin": 0.5}, [0.25, 0.25, 2.25, 20.25]),
         ({"label_smoothing": 0.1}, [0.693147, 0.413262, 1.213262, 0.506715]),  # .9 l(d) + .1 l(-d)
+        # + .01 (chosen + rejected)^2.
         (
             {"centering": 0.01},
             [0.693147, 0.323262, 1.323262, 0.256715],
-        ),  # + .01 (chosen + rejected)^2
+        ),
     ],
 )
 def test_preference_loss(options, want):

@@ -135,9 +135,8 @@ def test_trl(preset, feature):
         theirs = {"importance": trl_importance(old, theirs["rollout"], mask, theirs["correction"])}
     clip = fused_rl.PRESETS[preset].options
     theirs |= {"epsilon": clip.get("clip_low", 0.2), "epsilon_high": clip.get("clip_high", 0.2)}
-    theirs |= (
-        {"epsilon_high": 5.0} if preset == "cispo" else {}
-    )  # TRL's is the bound itself, ours the offset from 1
+    # TRL's is the bound itself, ours the offset from 1.
+    theirs |= {"epsilon_high": 5.0} if preset == "cispo" else {}
     theirs |= {"max_completion_length": 9, "num_items_in_batch": 40}
     loss_type = "grpo" if preset == "gspo" else preset
     want = trl_loss(logprobs, old, advantages, mask, loss_type, TRL[preset], theirs)

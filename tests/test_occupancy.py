@@ -10,9 +10,8 @@ COLUMNS = launch.SEGMENT * launch.K * launch.THREADS * 8  # of a segment of bf16
 
 
 MULTIPROCESSORS = {"H200": 132, "B200": 148}
-PROGRAMS = 65536 // (
-    128 * 128
-)  # on a multiprocessor, by registers: four of 128 threads with 128 each
+# On a multiprocessor, by registers: four of 128 threads with 128 each.
+PROGRAMS = 65536 // (128 * 128)
 
 
 def filled(rows, whole, segments, resident):
@@ -44,9 +43,8 @@ def test_rows_fill_the_device_wherever_the_vocabulary_allows(vocab, device):
         unsplit = filled(rows, rows, segments, resident)
         assert share >= unsplit - 1e-9, rows
         lanes = (rows - whole) * segments * 2 * 3 * 4 * launch.THREADS
-        assert (
-            lanes <= 0.16 * (rows - whole) * vocab * 2
-        )  # written and read again; of the split rows' bytes
+        # Written and read again; of the split rows' bytes.
+        assert lanes <= 0.16 * (rows - whole) * vocab * 2
 
 
 def test_a_gradient_is_split_where_there_are_few_rows():

@@ -231,6 +231,7 @@ def test_a_sum_of_squares_is_that_of_fp64(monkeypatch, dtype, compiled):
     if not compiled:
         monkeypatch.setattr("fused_rl.cpu.native.takes", lambda *matrices: False)
         monkeypatch.setattr("fused_rl.optim._PART", 1000)
+    # Vectors, blocks and spans, with and without a tail.
     for count in (
         0,
         1,
@@ -239,7 +240,7 @@ def test_a_sum_of_squares_is_that_of_fp64(monkeypatch, dtype, compiled):
         511,
         513,
         2**16 + 9,
-    ):  # vectors, blocks and spans, with and without a tail
+    ):
         x = torch.randn(count, generator=torch.Generator().manual_seed(count)).to(dtype)
         expected = x.double().square().sum()
         torch.testing.assert_close(sum_of_squares(x), expected, rtol=1e-13, atol=0)

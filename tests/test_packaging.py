@@ -126,9 +126,8 @@ def pip_install(python, *arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "way", ["wheel", "sdist", "lenient", "strict"]
-)  # the last two are editable modes
+# The last two are editable modes.
+@pytest.mark.parametrize("way", ["wheel", "sdist", "lenient", "strict"])
 def test_installed_package_works_from_another_folder(way, sources, environment, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

@@ -114,9 +114,8 @@ def test_an_option_that_the_surrogate_does_not_read_is_refused(surrogate, name):
     usual, other = ({name: value} for value in (getattr(PolicyLossOptions, name), OTHERS[name]))
     generator = torch.Generator().manual_seed(0)
     rows = -3 * torch.rand(2, 40, generator=generator) - 1e-3
-    old = (rows + 0.8 * torch.randn(2, 40, generator=generator)).clamp(
-        max=-1e-3
-    )  # within every bound, and beyond
+    # Within every bound, and beyond.
+    old = (rows + 0.8 * torch.randn(2, 40, generator=generator)).clamp(max=-1e-3)
     far = {"old_logprobs": old, "mask": rows < 0, "surrogate": surrogate}
 
     def loss_of(option):

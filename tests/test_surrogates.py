@@ -290,9 +290,8 @@ GATES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("correction", "beside"), [("token-truncate", 1e-5), (None, -1e-5)]
-)  # kept just so, or not
+# Kept just so, or not.
+@pytest.mark.parametrize(("correction", "beside"), [("token-truncate", 1e-5), (None, -1e-5)])
 @pytest.mark.parametrize("gate", surrogates.ROLLOUT_GATES)
 def test_a_gate_drops_sequences_by_their_mean_and_not_by_their_length(gate, correction, beside):
     mask, _, advantages, spread, drift = batch("partial")

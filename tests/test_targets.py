@@ -115,9 +115,8 @@ def test_thousands_of_equal_ids(backend):
 def test_gradient_keeps_its_digits_next_to_certainty(backend):
     """The others' share of the upstream gradient is not lost beside that of a token with nearly all the mass."""
     logits = torch.randn(24, 2000, generator=torch.Generator().manual_seed(0)).to(backend)
-    logits[:, 77] = 4 + torch.arange(5, 35, 5, device=backend).repeat(
-        4
-    )  # 1 - p of the token down to 1e-12
+    # 1 - p of the token down to 1e-12.
+    logits[:, 77] = 4 + torch.arange(5, 35, 5, device=backend).repeat(4)
     targets = torch.tensor([5, 77, 900, 1500], device=backend).expand(24, 4)
     upstream = upstream_of(targets, ["logprobs"])
     upstream["logprobs"].abs_()[:, [0, 2, 3]] *= -1e-12

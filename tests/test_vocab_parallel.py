@@ -16,10 +16,11 @@ from tests.one_process import in_one_process
 from tests.pairs import DIRECTIONS
 
 VOCAB = 2003
+# Rank i has the columns from the i-th to the next.
 BOUNDS = {
     2: [0, 500, VOCAB],
     3: [0, 7, 1100, VOCAB],
-}  # rank i has the columns from the i-th to the next
+}
 ROWS = (2, 4)
 
 

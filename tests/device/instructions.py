@@ -17,10 +17,11 @@ FLOATS = {16: np.float16, 32: np.float32, 64: np.float64}
 DTYPES = {}
 for letter, table in (("b", BITS), ("u", BITS), ("s", SIGNED), ("f", FLOATS)):
     DTYPES |= {f"{letter}{width}": dtype for width, dtype in table.items()}
+# The one that arithmetic makes.
 NAN = {
     "f32": np.uint32(0x7FFFFFFF),
     "f64": np.uint64(0x7FFFFFFFFFFFFFFF),
-}  # the one that arithmetic makes
+}
 SMALLEST = np.finfo(np.float32).tiny  # below it .ftz makes zeros
 
 
@@ -77,9 +78,8 @@ def _fma(x, y, z):
 def _divide(x, y):
     if x.dtype.kind == "f":
         return x / y
-    quotient = np.abs(x) // np.maximum(
-        np.abs(y), 1
-    )  # what a division by 0 gives is not defined, and not an error
+    # What a division by 0 gives is not defined, and not an error.
+    quotient = np.abs(x) // np.maximum(np.abs(y), 1)
     return quotient * np.sign(x) * np.sign(y)
 
 
@@ -136,6 +136,7 @@ SAME_TYPE = {
     "xor": np.bitwise_xor,
 }
 KEEP_NAN = {"max": np.maximum, "min": np.minimum}
+# What may stand between such a name and its type.
 HOW = {
     "rn",
     "approx",
@@ -144,7 +145,7 @@ HOW = {
     "lo",
     "NaN",
     "wide",
-}  # what may stand between such a name and its type
+}
 
 # --------------------------------------------------------------------------- comparisons, shifts, conversions
 

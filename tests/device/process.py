@@ -73,9 +73,8 @@ def begin() -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed would look for CUDA's libraries
     import torch
 
-    torch._C._set_only_lift_cpu_tensors(
-        True
-    )  # torch.tensor(..., device="cuda") is a copy from the host
+    # torch.tensor(..., device="cuda") is a copy from the host.
+    torch._C._set_only_lift_cpu_tensors(True)
     torch.set_num_threads(1)
     patch(torch.cuda, guard)
 
@@ -92,9 +91,8 @@ def patch(cuda, guard) -> None:
     cuda.device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cuda.current_device = lambda: guard.current_device()  # of the calling thread
     cuda.set_device = lambda device: guard.set_device(torch.device(device).index)
-    cuda._exchange_device = cuda._maybe_exchange_device = lambda device: min(
-        device, 0
-    )  # of torch.cuda.device_of
+    # Of torch.cuda.device_of.
+    cuda._exchange_device = cuda._maybe_exchange_device = lambda device: min(device, 0)
     cuda.is_bf16_supported = lambda including_emulation=True: True
     cuda.get_device_properties = lambda device=None: PROPERTIES
     cuda.get_device_capability = lambda device=None: (PROPERTIES.major, PROPERTIES.minor)

@@ -19,6 +19,7 @@ from tests.device import instructions
 from tests.device.instructions import BITS, WARP, width_of
 from tests.device.memory import Fault, process_memory, shared_memory
 
+# What all threads of a CTA do at once.
 TOGETHER = {
     "bra",
     "ret",
@@ -27,7 +28,7 @@ TOGETHER = {
     "redux",
     "ldmatrix",
     "stmatrix",
-}  # what all threads of a CTA do at once
+}
 LONGEST = 3_000_000  # instructions of a CTA
 
 
@@ -122,9 +123,8 @@ def _list(operand: str) -> list[str]:
 
 def _register_width(name: str, kind: str) -> int:
     widths = {"%p": 1, "%rs": 16, "%r": 32, "%rd": 64}
-    return widths.get(
-        name.rstrip("0123456789"), width_of(kind)
-    )  # a name of a scope has the width of what it gets
+    # A name of a scope has the width of what it gets.
+    return widths.get(name.rstrip("0123456789"), width_of(kind))
 
 
 class CTA:

@@ -321,9 +321,8 @@ def _check_index(name, args, plain):
     ):
         mixes(f"{name} of values", [args[2]])
     masks = [i for i in indices if i.dtype in (torch.bool, torch.uint8)]
-    fills = (
-        "put" in name and not isinstance(args[2], OnDevice) and len(indices) == len(masks)
-    )  # by masked_fill
+    # By masked_fill.
+    fills = "put" in name and not isinstance(args[2], OnDevice) and len(indices) == len(masks)
     if any(isinstance(i, OnDevice) for i in masks) and not fills:
         wait("index by a mask")
     if any(not isinstance(i, OnDevice) and i.dim() for i in indices):

@@ -44,10 +44,11 @@ def test_micro_batches_of_any_length_never_compile(unexecuted):
         fused_rl.linear_token_loss(
             hidden, weight, targets, loss_of, ones, workspace_mb=0.2
         ).loss.backward()
+    # In the loss the entropy has no gradient.
     wanted = {
         "logprob_fwd_kernel": 1,
         "logprob_bwd_kernel": 2,
-    }  # in the loss the entropy has no gradient
+    }
     assert collections.Counter(unexecuted.compiled) == wanted
 
 

@@ -104,9 +104,8 @@ FAR = 2**31 + 4099  # elements
 
 def far_apart(*rows):
     """Rows (V,) bf16, more than 2^31 elements apart, on the device; the memory between them is never touched."""
-    storage = torch.UntypedStorage(
-        2 * ((len(rows) - 1) * FAR + len(rows[0]))
-    )  # not torch.empty: it would be filled
+    # Not torch.empty: it would be filled.
+    storage = torch.UntypedStorage(2 * ((len(rows) - 1) * FAR + len(rows[0])))
     x = torch.empty(0, dtype=torch.bfloat16).set_(storage, 0, (len(rows), len(rows[0])), (FAR, 1))
     x.copy_(torch.stack(rows))
     return OnDevice(x)

@@ -28,11 +28,12 @@ STEPS = {
     "reward": (steps.reward_step, {}, 3),  # scores; the norm of the gradient, twice
     "reward, padded": (steps.reward_step, {"packed": False}, 3 + 4 * 2),  # lengths; transformers
     "ppo": (steps.ppo_step, {"critic": "reward"}, 15 + 4 * (3 + 2)),
+    # Two updates: metrics, and the norm of the gradient, twice; entropy and KL.
     "grpo": (
         steps.grpo_step,
         {},
         8,
-    ),  # two updates: metrics, and the norm of the gradient, twice; entropy and KL
+    ),
     "grpo, prompts apart": (steps.grpo_step, {"share_prompts": False}, 8 + 4 * 3),
     "grpo, from logits": (steps.grpo_step, {"loss_from": "logits"}, 8),
     "grpo, top_p and top_k": (steps.grpo_step, {"top_p": 0.9, "top_k": 20}, 8 + 4 * (3 + 1)),

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+# Our own folder is named kernels, too.
 HOSTS = {
     "verl": "verl",
     "openrlhf": "openrlhf",
     "kernels": "kernels.layer",
-}  # our own folder is named kernels, too
+}
 collect_ignore_glob = [
     f"test_{host}*.py" for host, module in HOSTS.items() if importlib.util.find_spec(module) is None
 ]

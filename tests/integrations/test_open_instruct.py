@@ -27,9 +27,8 @@ def differentiated(function, *inputs):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "offset", [0.0, 100.0]
-)  # with an offset bf16 loses what log_softmax does not keep in fp32
+# With an offset bf16 loses what log_softmax does not keep in fp32.
+@pytest.mark.parametrize("offset", [0.0, 100.0])
 def test_log_softmax_and_gather(dtype, offset):
     generator = torch.Generator().manual_seed(0)
     logits = (4 * torch.randn(3, 5, 1009, generator=generator) + offset).to(dtype)

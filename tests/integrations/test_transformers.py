@@ -72,12 +72,10 @@ def test_a_model_patched_before_peft_wraps_it(tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        {
-            "bf16": True
-        },  # autocast: the same products in bf16, so the same numbers but for the last bits
-        slow(
-            {"label_smoothing_factor": 0.1}
-        ),  # takes the labels away: the model forms logits as before
+        # Autocast: the same products in bf16, so the same numbers but for the last bits.
+        {"bf16": True},
+        # Takes the labels away: the model forms logits as before.
+        slow({"label_smoothing_factor": 0.1}),
         slow(
             {
                 "gradient_checkpointing": True,

@@ -45,9 +45,8 @@ def zero3(model, loss_of):
 def fsdp2(model, loss_of):
     fully_shard(model.model.layers[0])
     if not model.config.tie_word_embeddings:
-        fully_shard(
-            model.lm_head
-        )  # a group of its own: where the loss is made, the weight is a shard again
+        # A group of its own: where the loss is made, the weight is a shard again.
+        fully_shard(model.lm_head)
     fully_shard(model)
     optimizer = sgd(model)  # before the forward, which leaves whole weights in the root
     return {
@@ -61,9 +60,8 @@ def compiled(model, loss_of):
     model.compile()
     averaged = torch.nn.parallel.DistributedDataParallel(model)  # kept: it averages in the backward
     loss = loss_of(averaged)
-    assert (
-        torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-    )  # the whole backbone, without and with gradients
+    # The whole backbone, without and with gradients.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     return step(model, loss, sgd(model))
 
 
@@ -73,9 +71,8 @@ def on_ranks(rank, world, way, name):
 
     def loss_of(wrapped):
         with torch.no_grad():
-            seen.append(
-                wrapped(**batch).logits.detach().float().numpy()
-            )  # formed, from a head that may be a shard
+            # Formed, from a head that may be a shard.
+            seen.append(wrapped(**batch).logits.detach().float().numpy())
         outputs = wrapped(**batch)
         assert isinstance(outputs.logits, UnformedLogits)
         seen.append(outputs.loss.item())

@@ -177,9 +177,10 @@ def _patch_language_once_per_launch(interpreter, tl):
             known[fn] = {id(module) for module in found if module in (tl, tl.core)}
         return known[fn]
 
+    # A launch undoes what this returns; the interpreter ignores it for nested calls.
     def patch_once(
         fn,
-    ):  # a launch undoes what this returns; the interpreter ignores it for nested calls
+    ):
         if done and modules(fn) <= done:
             return None
         done.update(modules(fn))

@@ -211,9 +211,8 @@ def _tokens_out(fake: Fake, body: dict) -> dict:
     drawn = fake.draw(body["token_ids"], chosen, chosen.get("max_tokens", 16))
     pairs = zip(drawn["ids"], drawn["logprobs"], strict=True)
     content = [{"token": f"token_id:{token}", "logprob": value} for token, value in pairs]
-    masked = (
-        chosen.get("top_k", 0) > 0 and "no sets" not in fake.flaws
-    )  # none under top_p or min_p alone
+    # None under top_p or min_p alone.
+    masked = chosen.get("top_k", 0) > 0 and "no sets" not in fake.flaws
     return _choice(drawn, {"content": content}, sampling_mask=drawn["sets"] if masked else None)
 
 

@@ -122,11 +122,12 @@ def _run(
     log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    # Of a run that was there when the server started.
     for name in (
         "RANK",
         "WORLD_SIZE",
         "GLOO_SOCKET_IFNAME",
-    ):  # of a run that was there when the server started
+    ):
         os.environ.pop(name, None)
     os.environ.update(env, TRITON_INTERPRET="0", OMP_NUM_THREADS="1")
     figures.leave_out()

@@ -60,16 +60,14 @@ def text_of(tokenizer, ids):
 
 
 def test_text_becomes_a_chat_with_each_special_token_once():
-    tokenizer = tiny.tokenizer(
-        adds_bos=True
-    )  # the template writes <bos> too: it must not appear twice
+    # The template writes <bos> too: it must not appear twice.
+    tokenizer = tiny.tokenizer(adds_bos=True)
     rows = Rows([{"prompt": "hi", "completion": "yo"}], "x")
     encoder = Encoder(tokenizer, system_prompt="S")
     ((prompt, completion),) = encoder.pairs(rows, 0, None, "completion")
     assert text_of(tokenizer, prompt) == "<bos><system>S<end>\n<user>hi<end>\n<assistant>"
-    assert (
-        text_of(tokenizer, completion) == "yo<end>"
-    )  # the template's newline after EOS is not to be learnt
+    # The template's newline after EOS is not to be learnt.
+    assert text_of(tokenizer, completion) == "yo<end>"
     assert encoder.prompt(rows, 0, "prompt") == prompt
 
 

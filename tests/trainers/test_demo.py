@@ -16,9 +16,8 @@ def test_the_demos_problems_teacher_and_tokenizer(tmp_path, capsys):
     demo.prepare(tmp_path, seed=3)
     train, held_out = rows_of(tmp_path, "train.jsonl"), rows_of(tmp_path, "eval.jsonl")
     questions = {row["question"] for row in train + held_out}
-    assert (
-        len(questions) == len(train) + len(held_out) == demo.NUM_TRAIN + demo.NUM_EVAL
-    )  # nothing held out is seen
+    # Nothing held out is seen.
+    assert len(questions) == len(train) + len(held_out) == demo.NUM_TRAIN + demo.NUM_EVAL
     assert all(score(row["answer"], row) == 1.0 for row in held_out)
 
     demonstrations = rows_of(tmp_path, "demonstrations.jsonl")

@@ -178,9 +178,8 @@ def test_held_out_responses_are_compared_and_metrics_have_exactly_these_names(
     scorers = {"verifiers": ["tests.trainers.tiny:first_is_odd"], "solved_at": [0.0]}
     metrics = trained(folder, tmp_path / "run", **scorers)
     assert "teach anything" not in capsys.readouterr().out  # which is about rewards
-    names = {"step", *tiny.usual("distill")} - {
-        "eval/mean_length_unsolved"
-    }  # from a score of 0 on all are solved
+    # From a score of 0 on all are solved.
+    names = {"step", *tiny.usual("distill")} - {"eval/mean_length_unsolved"}
     names = {name for name in names if not name.startswith(("time/", "perf/"))}
     scored = {
         f"rewards/tests.trainers.tiny:first_is_odd/{name}" for name in ("mean", "std", "none")
@@ -265,9 +264,8 @@ def test_packed_sequences_are_the_same_training(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(
         teacher, "arrange", lambda lengths, _: rows.append(packing.fill(lengths, 99)) or rows[-1]
     )
-    monkeypatch.setattr(
-        teacher, "price", lambda *given: 0
-    )  # where sequences are so short it saves little
+    # Where sequences are so short it saves little.
+    monkeypatch.setattr(teacher, "price", lambda *given: 0)
     runs = [
         trained(folder, tmp_path / str(packs), packing=packs, **options) for packs in (False, True)
     ]

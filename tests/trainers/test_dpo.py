@@ -78,9 +78,8 @@ def test_metrics_have_exactly_these_names_and_the_policy_learns(run):
     assert set(metrics[3]) == set(metrics[4]) == names
     assert all(math.isfinite(value) for row in metrics for value in row.values())
     first, last = metrics[0], metrics[-1]
-    assert (
-        first["eval/dpo/chosen_rewards"] == first["eval/dpo/rejected_rewards"] == 0
-    )  # the reference is the policy
+    # The reference is the policy.
+    assert first["eval/dpo/chosen_rewards"] == first["eval/dpo/rejected_rewards"] == 0
     assert first["eval/dpo/accuracy"] == 0.5
     assert last["eval/dpo/loss"] < first["eval/dpo/loss"] and last["eval/dpo/reward_margin"] > 0
 
@@ -238,9 +237,8 @@ def test_three_updates_are_trls(folder, tmp_path, name):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()][:8]
-    rows = [
-        {key: row[key] for key in ("prompt", "chosen", "rejected")} for row in rows
-    ]  # TRL knows no margin
+    # TRL knows no margin.
+    rows = [{key: row[key] for key in ("prompt", "chosen", "rejected")} for row in rows]
     tiny.jsonl(tmp_path / "pairs.jsonl", rows)
     options = {"beta": 0.1} | LOSSES[name]
     loss_type = (
@@ -294,14 +292,12 @@ def train_splits(rank, world, folder, splits):
 @pytest.mark.slow
 def test_processes_micro_batches_and_zero_stages_agree(folder):
     one = on_ranks(train_splits, 1, folder, [(0, 8), (2, 1)])[0]
-    two = on_ranks(train_splits, 2, folder, [(3, 4), (2, 8)])[
-        0
-    ]  # 5 held-out pairs, which 2 ranks do not divide
+    # 5 held-out pairs, which 2 ranks do not divide.
+    two = on_ranks(train_splits, 2, folder, [(3, 4), (2, 8)])[0]
     weights, metrics = one[0, 8]
     for split, (other_weights, other_metrics) in [*one.items(), *two.items()]:
         for key in weights:
             assert abs(weights[key] - other_weights[key]).max() < 1e-6, (split, key)
-        for a, b in zip(
-            metrics[2:], other_metrics[2:], strict=True
-        ):  # before, accuracy is that of rounded zeros
+        # Before, accuracy is that of rounded zeros.
+        for a, b in zip(metrics[2:], other_metrics[2:], strict=True):
             assert a == pytest.approx(b, abs=1e-5), split

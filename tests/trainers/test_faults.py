@@ -314,9 +314,8 @@ def test_ctrl_c_while_answers_are_judged(whole, good, tmp_path, tally):
     for number in range(3):
         folder = Path(shutil.copytree(good, tmp_path / str(number)))
         shutil.rmtree(folder / "run")
-        moment = Moment(
-            2, "unfinished-step-1", delay=dice.uniform(0, 0.3), signal=signal.SIGINT
-        )  # in a step from 2 to 4
+        # In a step from 2 to 4.
+        moment = Moment(2, "unfinished-step-1", delay=dice.uniform(0, 0.3), signal=signal.SIGINT)
         assert run(
             "grpo", argv_to_go_on("grpo", folder, *options), folder, moment, judge=judge
         ) == [130], log_of(folder)

@@ -53,9 +53,8 @@ def test_a_file_or_folder_holds_the_rows_that_were_written(name, tmp_path):
 
 def test_columns_of_a_csv_that_became_numbers_are_printed(tmp_path, capsys):
     path = tmp_path / "d.csv"
-    path.write_bytes(
-        "\ufeffprompt,answer,id\r\na,007,NA\r\nb,,\r\n".encode()
-    )  # as a spreadsheet writes it
+    # As a spreadsheet writes it.
+    path.write_bytes("\ufeffprompt,answer,id\r\na,007,NA\r\nb,,\r\n".encode())
     rows = [{"prompt": "a", "answer": 7, "id": "NA"}, {"prompt": "b", "answer": None, "id": None}]
     assert load_rows(str(path)).rows == rows
     assert (

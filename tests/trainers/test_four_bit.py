@@ -76,9 +76,8 @@ def test_logits_and_gradients_are_those_of_the_weights_that_4_bits_stand_for(fil
             elif name in trained:
                 weight.copy_(trained[name])
     assert sum(isinstance(module, bitsandbytes.nn.Linear4bit) for module in kinds.values()) == 14
-    assert (
-        type(small.base.get_output_embeddings()) is torch.nn.Linear
-    )  # the losses read the head's weight
+    # The losses read the head's weight.
+    assert type(small.base.get_output_embeddings()) is torch.nn.Linear
 
     # Before and after an evaluation, which must not change how the weights are laid out.
     for _ in range(2):

@@ -24,10 +24,11 @@ REWARDS = torch.tensor([1.0, 0, 0, 1, 1, 0, 0, 0])
 
 def test_advantages_are_those_of_the_op_and_groups_that_do_not_count_reach_none():
     rewards, counts = torch.cat([REWARDS, torch.full((8,), 9.0)]), torch.arange(16) < 8
+    # B applies to some alone.
     scores = {
         "a": REWARDS.flip(0),
         "b": torch.where(REWARDS == 1, torch.nan, 2.0),
-    }  # b applies to some alone
+    }
     short = SimpleNamespace(scores=scores, lengths=torch.arange(8))
     other = {name: torch.cat([each, REWARDS]) for name, each in scores.items()}
     long = SimpleNamespace(scores=other, lengths=torch.arange(16))
@@ -60,9 +61,8 @@ def test_the_overlong_penalty_is_dapos():
     assert (groups.overlong_penalty(config_of(), lengths) == 0).all()
 
 
-@pytest.mark.parametrize(
-    "minibatches", [2, 4]
-)  # of whole groups; and more than there are groups: of responses
+# Of whole groups; and more than there are groups: of responses.
+@pytest.mark.parametrize("minibatches", [2, 4])
 def test_minibatches_are_drawn_anew_in_every_epoch(minibatches):
     torch.manual_seed(1)
     config = config_of(minibatches=minibatches, epochs=6)
@@ -118,9 +118,8 @@ def drawn_by(config, numbers, rank=0, world=1):
         policy.Sampling(TEMPERATURE, LENGTH, (EOS,)),
     )
     scorers, device = [Judge()], torch.device("cpu")
-    text = SimpleNamespace(
-        get_text_config=lambda: SimpleNamespace(vocab_size=200)
-    )  # all that a rollout asks a model
+    # All that a rollout asks a model.
+    text = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=200))
     module = Plain(SimpleNamespace(base=SimpleNamespace(config=text)))
     made = policy.Policy(config, module, None, Echo(), sampling, scorers, tokenizer, device)
     waiting, refills = list(numbers[config.prompts_per_step :]), []

@@ -100,9 +100,8 @@ def test_the_reward_that_is_trained_on_is_less_by_the_kl_and_logged(
         trained_on[1], drawn[1].rollout.rewards - 0.5 * charged[1], rtol=0, atol=1e-6
     )
     assert second["objective/kl"] == pytest.approx(charged[1].mean().item(), rel=1e-5)
-    assert second["objective/kl1_avg"] != pytest.approx(
-        second["objective/kl"], rel=1e-4
-    )  # which is of the updates
+    # Which is of the updates.
+    assert second["objective/kl1_avg"] != pytest.approx(second["objective/kl"], rel=1e-4)
     assert second["objective/non_score_reward"] == pytest.approx(-0.5 * second["objective/kl"])
     assert second["loss/total_avg"] == pytest.approx(second["loss/policy_avg"], abs=1e-12)
     assert (

@@ -168,9 +168,8 @@ def test_the_tokens_of_highest_entropy_alone_are_trained_on(folder, exact):
     assert sums["policy_loss"] != 0
     losses, there = clipped(exact, advantages)
     entropy = padded(exact, "entropy").detach()
-    kept = there & (
-        entropy >= entropy[there].quantile(0.7)
-    )  # of the whole minibatch, in parts of three
+    # Of the whole minibatch, in parts of three.
+    kept = there & (entropy >= entropy[there].quantile(0.7))
     assert 0 < kept.sum() < there.sum() / 2
     assert_step_is(exact, sums["loss"], lm, (losses * kept).sum() / there.sum())
 
@@ -200,9 +199,8 @@ def test_ranks_meet_equally_often_whatever_one_of_them_leaves_out(folder, exact,
     assert times[0] == times[1] > 1
 
 
-@pytest.mark.parametrize(
-    "minibatches", [1, 2]
-)  # with 2 the group that is dropped fills up the second one
+# With 2 the group that is dropped fills up the second one.
+@pytest.mark.parametrize("minibatches", [1, 2])
 def test_a_dropped_group_is_as_if_it_had_not_been_drawn(folder, exact, minibatches):
     scores = [0.0, 2, 1, 2, 1, 1, 1, 1]
     given = exact | {"scores": scores}

@@ -27,9 +27,8 @@ def case(rank: int) -> dict:
     made = torch.Generator().manual_seed(rank)
     lengths = torch.randint(1 + rank, LENGTH + rank, (8,), generator=made).tolist()
     scores = torch.randint(0, 3, (8,), generator=made).tolist()
-    if (
-        rank
-    ):  # so that every metric is another one than on rank 0, which has a group of equal rewards
+    # So that every metric is another one than on rank 0, which has a group of equal rewards.
+    if rank:
         scores[4:] = [0, 0, 0, None]
     else:
         lengths[4:], scores[4:] = [1, 1, 2, 2], [2, 2, 2, 2]

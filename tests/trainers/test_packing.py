@@ -109,11 +109,12 @@ def assert_same(found: tuple, expected: tuple, atol: float) -> None:
         ("Llama", "linear", {}),
         ("Llama", "logits", {}),
         ("Qwen2", "linear", {"attn_implementation": "eager"}),
+        # Eager by itself, windows of 4096.
         (
             "Gemma2",
             "logits",
             {"head_dim": 8, "final_logit_softcapping": 5.0},
-        ),  # eager by itself, windows of 4096
+        ),
         ("GPT2", "logits", {}),  # learned positions, of which a row has more tokens than there are
     ],
 )
@@ -152,11 +153,12 @@ def test_a_row_holds_a_prompt_once_and_no_last_token():
             "sliding_window=8",
         ),
         ("Mistral", {"sliding_window": 6}, "sliding_window=6"),
+        # As long as any sequence: no token is out of sight.
         (
             "Mistral",
             {"sliding_window": 30},
             None,
-        ),  # as long as any sequence: no token is out of sight
+        ),
         ("Bloom", {}, "takes no mask and positions"),
     ],
 )
@@ -190,10 +192,11 @@ def test_as_many_responses_share_a_row_as_is_cheapest():
 
 TOKENS_ALONE = Costs(token=1.0, pair=0.0)
 PAIRS = (
+    # A prompt, and the first token of the responses too.
     (
         [5, 6, 7, 8, 9, 1],
         [5, 6, 7, 8, 3, 4, 1],
-    ),  # a prompt, and the first token of the responses too
+    ),
     ([5, 6, 1], [5, 6, 1, 2, 1]),  # one is the beginning of the other
     ([5, 6, 1, 2, 1], [5, 6, 1]),  # and the other way round; its prompt is that of the pair before
     ([9, 8, 1], [8, 9, 9, 9, 1]),  # nothing in common
@@ -228,9 +231,8 @@ def test_pairs_in_a_row_give_the_scores_and_gradients_of_rows_of_their_own(kind,
     made = reward_model(kind, **options)
     assert packing.unsupported_reason(made.classifier, longest=16) is None
     packed = packing.pack_pairs(SEQUENCES, TOKENS_ALONE, "cpu")
-    assert packed.input_ids.shape == (6, 9) and packed.states.shape == (
-        10,
-    )  # nothing shared: a row of each side's own
+    # Nothing shared: a row of each side's own.
+    assert packed.input_ids.shape == (6, 9) and packed.states.shape == (10,)
     assert_same(
         pair_scores_and_gradients(made, packed), pair_scores_and_gradients(made, None), 1e-5
     )
@@ -256,11 +258,12 @@ def test_rows_are_filled_with_every_sequence_once_where_that_is_cheaper():
     # Attention alone: a token of a long row pays for all of it, so no row is longer than the longest sequence.
     rows = packing.arrange(lengths, Costs(token=0.0, pair=1.0))
     assert max(sum(lengths[i] for i in row) for row in rows) == 9 and len(rows) < len(lengths)
+    # Nothing to gain.
     assert packing.arrange([4, 4, 4], Costs(token=1.0, pair=1.0)) == [
         [0],
         [1],
         [2],
-    ]  # nothing to gain
+    ]
 
 
 def test_the_longest_sequences_come_first_and_each_into_the_fullest_row_that_takes_it():
@@ -293,9 +296,8 @@ def test_whole_sequences_in_a_row_give_the_scores_and_gradients_of_rows_of_their
 def test_a_sequence_in_a_row_sees_itself_alone():
     given = make_batch([[5, 6], [7]], [[8, 1], [9, 9, 1]], 0, "cpu")
     packed = packing.pack_whole(given, [[1, 0]])
-    assert packed.input_ids.tolist() == [
-        [7, 9, 9, 5, 6, 8]
-    ]  # without the last tokens, which predict nothing
+    # Without the last tokens, which predict nothing.
+    assert packed.input_ids.tolist() == [[7, 9, 9, 5, 6, 8]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 0, 1, 2]]
     assert packed.states.tolist() == [4, 5, 0, 1, 2]
     assert packed.attention_mask[0, 0, 4].nonzero()[:, 0].tolist() == [3, 4]
@@ -313,9 +315,8 @@ def test_a_step_of_sft_is_the_same_packed_and_padded(micro_batch_size, monkeypat
         model="m", dataset="d", output_dir="o", micro_batch_size=micro_batch_size
     )
     lm = LanguageModel(model("Qwen2"), "linear")
-    lm.backward = (
-        torch.Tensor.backward
-    )  # in place of an engine: gradients are looked at, and no step is taken
+    # In place of an engine: gradients are looked at, and no step is taken.
+    lm.backward = torch.Tensor.backward
     monkeypatch.setattr(sft.engine, "optimizer_step", lambda model, step: {})
 
     found = []

@@ -39,11 +39,12 @@ def test_the_score_is_added_once_at_the_last_token_and_every_token_pays_for_its_
     )
     kl = torch.where(mask, torch.arange(15.0).view(3, 5), 0)
     found = token_rewards(torch.tensor([10.0, 20.0, 30.0]), kl, mask, 0.5)
+    # An empty response has no token.
     assert found.tolist() == [
         [0, -0.5, -1, 8.5, 0],
         [-2.5, 17, 0, 0, 0],
         [0] * 5,
-    ]  # an empty response has no token
+    ]
 
 
 def test_the_adaptive_coefficient():
@@ -109,9 +110,8 @@ def test_the_kl_that_is_right_for_its_place_is_the_default():
 
 def test_how_often_a_right_response_scores_above_a_wrong_one():
     scores = torch.tensor([3.0, 1.0, 2.0, 2.0, 5.0, 5.0])
-    solved = torch.tensor(
-        [True, False, False, True, True, True]
-    )  # the third prompt has no wrong response
+    # The third prompt has no wrong response.
+    solved = torch.tensor([True, False, False, True, True, True])
     assert win_rate(scores, solved, 2) == {"val/win_rate": 0.75}  # a win and a draw
     assert win_rate(scores, solved & False, 2) == {}
 
@@ -141,9 +141,8 @@ def test_a_critic_expects_nothing_at_first_and_is_a_reward_model_otherwise(folde
     for b, (prompt, response) in enumerate(
         [([1, 70, 71, 72], [90, 91, EOS]), ([1, 80], [92, 93, 94, 95, 96])]
     ):
-        for t in range(
-            len(response)
-        ):  # the value before a token is the score of what stands before it
+        # The value before a token is the score of what stands before it.
+        for t in range(len(response)):
             (score,) = scorer[0].scorer.unchecked([prompt], [response[:t]]).tolist()
             assert values[b, len(prompt) - 1 + t].item() == pytest.approx(score, abs=1e-5)
     critic.save_pretrained(str(tmp_path / "saved"))

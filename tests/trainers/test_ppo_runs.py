@@ -100,9 +100,8 @@ SMOOTH = {"lr": 1e-2, "adam_eps": 1e-2, "kl_target": 0.05, "kl_horizon": 50.0, "
 def train_splits(rank, world, files, folder, cases, sets=False):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setup, "TransformersSampler", ScriptedWithSets if sets else Scripted)
-        patch.setattr(
-            torch, "randperm", lambda count, **_: torch.arange(count)
-        )  # the same minibatches for all ranks
+        # The same minibatches for all ranks.
+        patch.setattr(torch, "randperm", lambda count, **_: torch.arange(count))
         for stage, micro, critic in cases:
             options = (
                 {"zero_stage": stage, "micro_batch_size": micro}
@@ -143,9 +142,8 @@ def test_ranks_micro_batches_and_zero_stages_change_nothing_of_what_is_over_kept
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_all_ranks_micro_batches_and_zero_stages_change_nothing(files, tmp_path, world):
-    micro_batches = (
-        (2, 1) if world == 1 else (4, 2, 1)
-    )  # one process's 4 at stage 0 is the reference
+    # One process's 4 at stage 0 is the reference.
+    micro_batches = (2, 1) if world == 1 else (4, 2, 1)
     check_splits(
         files, tmp_path, world, list(itertools.product(range(4), micro_batches, files[2:]))
     )

@@ -72,11 +72,12 @@ def test_the_scorer_gives_the_trainers_scores(run):
         "normalization"
     ]
     assert constants["after"] == [model.score_mean, model.score_std]
+    # Undone: metrics are in the scale of the training loss.
     chosen, rejected = (
         (s.double() * model.score_std + model.score_mean - constants["before"][0])
         / constants["before"][1]
         for s in (chosen, rejected)
-    )  # undone: metrics are in the scale of the training loss
+    )
     assert chosen.mean().item() == pytest.approx(last["eval/rm/chosen_rewards"], abs=1e-5)
     assert rejected.mean().item() == pytest.approx(last["eval/rm/rejected_rewards"], abs=1e-5)
     both = torch.cat([chosen, rejected])
@@ -107,15 +108,13 @@ def test_a_score_that_is_not_finite_stops_the_run(folder, tmp_path, monkeypatch)
     monkeypatch.setattr(
         deepspeed.DeepSpeedEngine, "step", lambda *args: (steps.append(1), step(*args))
     )
-    config = make_config(
-        tmp_path, normalize_pairs=3
-    )  # rows 1 to 3; the first epoch, two steps, meets row 7
+    # Rows 1 to 3; the first epoch, two steps, meets row 7.
+    config = make_config(tmp_path, normalize_pairs=3)
     with pytest.raises(InputError, match=r"1 of 8 rows .*pairs.jsonl, line 7: \[-?[\d.]+, nan\]"):
         reward.train(config)
     logged = comparable(config)
-    assert (
-        len(steps) == len(logged) - 1 < 2
-    )  # the step that would have spoilt the weights was not made
+    # The step that would have spoilt the weights was not made.
+    assert len(steps) == len(logged) - 1 < 2
 
 
 @pytest.mark.slow
@@ -192,9 +191,8 @@ def head_under_zero_3(rank, world, folder):
 def test_the_head_under_zero_3(folder):
     draws = run_distributed(head_under_zero_3, 2, folder)
     assert draws[0] == draws[1]
-    assert torch.tensor(draws[0]).std().item() == pytest.approx(
-        1 / math.sqrt(17), rel=0.5
-    )  # of 16 draws; stock: 0.1
+    # Of 16 draws; stock: 0.1.
+    assert torch.tensor(draws[0]).std().item() == pytest.approx(1 / math.sqrt(17), rel=0.5)
 
 
 @pytest.mark.slow

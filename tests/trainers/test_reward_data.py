@@ -86,11 +86,12 @@ def test_truncation_keeps_eos_or_drops_the_pair_and_says_so(tmp_path, capsys):
         {"prompt": "a", "chosen": "bcdef", "rejected": "b"},  # 6 tokens with its EOS: one too many
         {"prompt": "abcdefg", "chosen": "bcde", "rejected": "c"},  # 7 and 5: fit
         {"prompt": "a", "chosen": "bcdef", "rejected": "bcdeg"},  # cut, its sides are the same
+        # The prompt does not fit, and is never cut.
         {
             "prompt": "abcdefgh",
             "chosen": "b",
             "rejected": "c",
-        },  # the prompt does not fit, and is never cut
+        },
         {"prompt": "a", "chosen": "b", "rejected": "b"},
     ]
     tokenizer = encode.load_tokenizer(make_model(tmp_path / "model", pad_is_eos=True))

@@ -118,12 +118,13 @@ def test_padding_changes_no_score_and_no_gradient(name, pad_id):
 def test_a_row_is_never_read_at_its_pads():
     model, rows = reward_model("llama"), texts()
     ids, mask = padded(rows, "middle + right", PAD)
+    # A pad token that was added to the tokenizer has no embedding.
     for fill in (
         0,
         VOCAB - 1,
         VOCAB + 7,
         -100,
-    ):  # a pad token that was added to the tokenizer has no embedding
+    ):
         assert torch.equal(model(torch.where(mask.bool(), ids, fill), mask), model(ids, mask))
     assert torch.equal(model(ids, mask.bool()), model(ids, mask.float()))
 

@@ -95,9 +95,8 @@ def test_no_held_out_row_is_dropped_to_make_the_ranks_even(files, tmp_path):
     evaluate_share(0, 1, files, str(tmp_path))
     runs.on_ranks(evaluate_share, 2, files, str(tmp_path))
     one, two = (tiny.read_metrics(tmp_path / name)[0] for name in ("1", "2"))
-    assert (
-        one["eval/accuracy_greedy"] == two["eval/accuracy_greedy"]
-    )  # greedy: the same answers to the same three
+    # Greedy: the same answers to the same three.
+    assert one["eval/accuracy_greedy"] == two["eval/accuracy_greedy"]
     config = grpo_config(files, "")
     scorers = load_scorers(config)
     prompts = setup.load_prompts(config, encode.load_tokenizer(files[0]), scorers)[1][:3]
@@ -212,10 +211,11 @@ def test_a_saved_model_reloads_to_the_same_scores_with_all_its_files(files, tmp_
         and tokenizer.eos_token_id == before.eos_token_id
     )
     generation = transformers.GenerationConfig.from_pretrained(folder)
+    # The model's own defaults, not the rollout's.
     assert (generation.top_k, generation.eos_token_id) == (
         1,
         [3, 2],
-    )  # the model's own defaults, not the rollout's
+    )
     lm = tiny.load_lm(sft_config((folder, files[1]), tmp_path / "x"), trainable=False)
     held_out = load_train_eval(sft_config(files, tmp_path / "x"))[1]
     config = sft_config(files, "", micro_batch_size=8)
@@ -258,6 +258,5 @@ def test_bfloat16_keeps_fp32_masters_and_starts_on_policy(files, tmp_path, capsy
     ][0]
     # Eight updates of 1e-6 are below the last bit of most bf16 weights, but not of their masters.
     moved = (masters != masters.bfloat16().float()).float().mean()
-    assert (
-        masters.dtype == torch.float32 and moved > 0.5
-    )  # the rest are embeddings of bytes that never came
+    # The rest are embeddings of bytes that never came.
+    assert masters.dtype == torch.float32 and moved > 0.5

@@ -8,13 +8,14 @@ from fused_rl.trainers.rollouts import generate, past
 from fused_rl.trainers.rollouts.sampling import NoDistribution, Sampling
 from tests.trainers.test_packing import model
 
+# The shortest first.
 PADDED = (
     [5, 6, 7],
     [5, 6, 7],
     [9, 10, 11, 12, 13, 14],
     [9, 10, 11, 12, 13, 14],
     [8] * 12,
-)  # the shortest first
+)
 EVEN = ([5, 6, 7], [5, 6, 7], [8, 9, 10], [8, 9, 11], [8, 9, 11])
 STOPS = (3, 4, 20, 40, 60, 80)
 WINDOW = {"sliding_window": 8, "head_dim": 8}
@@ -55,9 +56,8 @@ def watch_scores(monkeypatch) -> list[torch.Tensor]:
 @pytest.mark.parametrize("prompts", [PADDED, EVEN], ids=["padded", "even"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_have_the_bits_of_those_of_a_past_that_is_copied(kind, prompts, monkeypatch):
-    monkeypatch.setattr(
-        past, "BLOCK", 4
-    )  # the room is full several times, and with it the window moves
+    # The room is full several times, and with it the window moves.
+    monkeypatch.setattr(past, "BLOCK", 4)
     name, options = KINDS[kind]
     lm = model(name, **options).eval()
     seen = watch_scores(monkeypatch)
@@ -116,9 +116,8 @@ def test_logits_that_are_nan_after_the_end_of_a_response_are_no_error(monkeypatc
 
 def test_a_rank_that_has_ended_keeps_step_with_those_that_go_on(monkeypatch):
     lm, passes = model("Llama").eval(), []
-    monkeypatch.setattr(
-        generate.dist, "all_reduce", lambda over, op: over.zero_()
-    )  # another rank goes on
+    # Another rank goes on.
+    monkeypatch.setattr(generate.dist, "all_reduce", lambda over, op: over.zero_())
     lm.register_forward_hook(lambda *_: passes.append(1))
     stops = tuple(range(97))
     for every in (1, 8):

@@ -76,9 +76,8 @@ def test_responses_that_a_step_measures_otherwise_end_the_run(files, tmp_path):
         draw = fake.draw
 
         def later(ids, chosen, most):
-            fake.flaws = (
-                {"warm"} if most == 6 else set()
-            )  # a rollout's responses; the probe's are longer
+            # A rollout's responses; the probe's are longer.
+            fake.flaws = {"warm"} if most == 6 else set()
             return draw(ids, chosen, most)
 
         fake.draw = later

@@ -10,9 +10,8 @@ from fused_rl.trainers.rollouts.solved import outcome_sums, outcomes, pass_at, p
 
 @pytest.mark.parametrize("n", [1, 2, 5, 7])
 def test_pass_at_k_is_the_mean_over_all_choices_of_k_responses(n):
-    right = torch.tensor(
-        list(itertools.product([False, True], repeat=n))
-    )  # every problem with n responses
+    # Every problem with n responses.
+    right = torch.tensor(list(itertools.product([False, True], repeat=n)))
     for k in range(1, n + 1):
         chosen = torch.tensor(list(itertools.combinations(range(n), k)))
         expected = right[:, chosen].any(2).double().mean(1)

@@ -351,9 +351,8 @@ def test_a_longer_run_continues_with_the_schedule_of_its_new_length(files, whole
         and "warmup_steps 0 -> 1" in out
     )
     rates = [entry["lr"] for entry in tiny.read_metrics(longer)[1:]]
-    left = [
-        2e-3 * (8 - update) / 7 for update in range(4, 8)
-    ]  # linear, to 0 after update 8, from the first one
+    # Linear, to 0 after update 8, from the first one.
+    left = [2e-3 * (8 - update) / 7 for update in range(4, 8)]
     assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4, *left])
 
 
@@ -369,9 +368,8 @@ def test_damage_in_any_file_of_a_checkpoint_is_named_with_the_other_ones(files, 
         flipped[len(good) // 2] ^= 1
         for bad in (bytes(flipped), good[:-1], good + b"\0", b"", None):
             path.unlink() if bad is None else path.write_bytes(bad)
-            named = (
-                path.name if path.name != "manifest.json" else ""
-            )  # what it names may be another file
+            # What it names may be another file.
+            named = path.name if path.name != "manifest.json" else ""
             refused(
                 config, rf"step-4 is damaged, .*{named}.* --resume_from step-1 or step-2 or step-3"
             )

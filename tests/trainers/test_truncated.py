@@ -93,9 +93,8 @@ def test_draws_are_from_the_kept_ids_and_in_their_proportions(folder):
     assert set(first) <= set(kept)
     p = (logits[kept].double() / TEMPERATURE).softmax(-1)
     chi2 = ((counts[kept] - 20000 * p).square() / (20000 * p)).sum()
-    assert (
-        len(kept) > 5 and chi2 < len(kept) + 5 * (2 * len(kept)) ** 0.5
-    )  # five standard deviations
+    # Five standard deviations.
+    assert len(kept) > 5 and chi2 < len(kept) + 5 * (2 * len(kept)) ** 0.5
 
 
 @pytest.mark.parametrize(
@@ -109,17 +108,15 @@ def test_models_that_transformers_samples_from_have_the_same_record(filters):
     )
     torch.manual_seed(0)
     lm = transformers.AutoModelForCausalLM.from_config(config).eval()
-    sampling = Sampling(
-        TEMPERATURE, 6, tuple(range(0, 264, 4)), **filters
-    )  # so many that rows are padded
+    # So many that rows are padded.
+    sampling = Sampling(TEMPERATURE, 6, tuple(range(0, 264, 4)), **filters)
     responses = tiny.respond(lm, PROMPTS, sampling, batch_size=3)
     assert len({len(response.ids) for response in responses}) > 1
     for prompt, response in zip(PROMPTS, responses, strict=True):
         logits = lm(input_ids=torch.tensor([prompt + response.ids])).logits[0, len(prompt) - 1 : -1]
         expected = [kept_by_definition(row, **filters) for row in logits]
-        whole = [
-            [] if len(ids) == 264 else ids for ids in expected
-        ]  # nothing left out is written as nothing
+        # Nothing left out is written as nothing.
+        whole = [[] if len(ids) == 264 else ids for ids in expected]
         assert lists_of(response.support) == whole
 
 
@@ -359,10 +356,11 @@ def test_the_loss_and_its_gradient_are_over_the_sets(folder, way, preset):
     parts, mask = list(torch.arange(16).split(5)), rolled.batch.response_mask
     generator = torch.Generator().manual_seed(3)
     measured = policy.measure(made, rolled.batch, parts, exact_kl=False)
+    # Far enough away that some ratios are clipped.
     for values in (
         measured.old_logprobs,
         measured.ref_logprobs,
-    ):  # far enough away that some ratios are clipped
+    ):
         values += torch.where(mask, 0.3 * torch.randn(mask.shape, generator=generator), 0)
     advantages = torch.randn(16, generator=generator)
     sums = grpo.accumulate(made, all_of(rolled), measured, advantages, parts, 1, on_policy=False)

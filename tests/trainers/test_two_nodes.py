@@ -15,10 +15,11 @@ from tests.trainers.killed import ROOT, words_of
 from tests.trainers.runs import grpo_config
 
 FIRST, SECOND = NODES = [f"fused-rl-{os.getpid()}-{i}" for i in range(2)]
+# On the wire between them, whose ends have the nodes' numbers.
 HERE = {
     FIRST: "10.213.77.1",
     SECOND: "10.213.77.2",
-}  # on the wire between them, whose ends have the nodes' numbers
+}
 LAUNCH = [
     "-m",
     "torch.distributed.run",
