@@ -99,7 +99,7 @@ def _js_sums(x, x_at, y, y_at, *per_row):
     dtype = x.dtype
     shares = per_row[_PAIR:]
     x, y = load(x, x_at, y, y_at)
-    p, q, delta, expm1 = p_q_delta(x, y, *per_row[:_PAIR], dtype)
+    p, q, delta, expm1 = p_q_delta(x, y, *per_row[:_PAIR], dtype=dtype)
     if shares:
         larger, smaller, near = _sides(delta, *shares)
         near = torch.where(delta > 0, p, q) * near
@@ -123,7 +123,7 @@ def js_dx(out, rows, x, x_at, y, y_at, g, mean, *per_row):
     """Write g p (a - mean), with g the upstream gradient times the share of P."""
     dtype = x.dtype
     x, y = load(x, x_at, y, y_at, out)
-    p, _, delta, expm1 = p_q_delta(x, y, *per_row[:_PAIR], dtype)
+    p, _, delta, expm1 = p_q_delta(x, y, *per_row[:_PAIR], dtype=dtype)
     a, _ = js_logs(delta, expm1, per_row[_PAIR:])
     gradient = p * (a - mean) * g
     out[rows] = gradient.to(dtype)
@@ -133,7 +133,7 @@ def js_dy(out, rows, x, x_at, y, y_at, g, mean, *per_row):
     """Write g q (b - mean), with g the upstream gradient times the share of Q."""
     dtype = x.dtype
     x, y = load(x, x_at, y, y_at, out)
-    _, q, delta, expm1 = p_q_delta(x, y, *per_row[:_PAIR], dtype)
+    _, q, delta, expm1 = p_q_delta(x, y, *per_row[:_PAIR], dtype=dtype)
     _, b = js_logs(delta, expm1, per_row[_PAIR:])
     gradient = q * (b - mean) * g
     out[rows] = gradient.to(dtype)

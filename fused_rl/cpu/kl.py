@@ -281,6 +281,6 @@ def _kl_dy(out, rows, x, x_at, y, y_at, *per_row):
     *per_row, g = per_row
     dtype = x.dtype
     x, y = load(x, x_at, y, y_at, out)
-    p, q, delta, expm1 = p_q_delta(x, y, *per_row, dtype)
+    p, q, delta, expm1 = p_q_delta(x, y, *per_row, dtype=dtype)
     q_less_p = torch.where(delta.abs() < 1, p * expm1, q - p)
     out[rows] = (q_less_p * g).to(dtype)

@@ -74,9 +74,10 @@ def vocab_parallel_token_logprobs(
     check_process_group(process_group)
     options = temperature, mask, softcap, shift
     temperature, row_temperature = check_row_arguments(local_logits, targets, *options)
+    row_support = None
     if support is not None:
         check_support(support, several=targets.dim() == local_logits.dim())
-        support = support.of_rows(targets.shape, targets.device, shift)
+        row_support = support.of_rows(targets.shape, targets.device, shift)
     if shift:
         mask, row_temperature = without_last(local_logits, mask, row_temperature)
         targets = next_targets(targets)
@@ -87,10 +88,10 @@ def vocab_parallel_token_logprobs(
 
     # the sets, of which no rank sees whether the vocabulary has their ids
     sets = None
-    if support is not None:
-        begin = support.begin.reshape(-1)
-        end = support.end.reshape(-1)
-        sets = support._replace(begin=begin, end=end)
+    if row_support is not None:
+        begin = row_support.begin.reshape(-1)
+        end = row_support.end.reshape(-1)
+        sets = row_support._replace(begin=begin, end=end)
         if values_are_checked(targets.device):
             check_support_values(sets, targets, mask, None)
     inv_t = inverse(temperature, row_temperature)
