@@ -122,7 +122,9 @@ def named_dtensors(rank, world):
     for name, parameter, _ in PLACES:
         if parameter in SHARDED:
             continue
-        given = distribute_tensor(TAKES[name].get(parameter, ROWS), mesh, [Shard(0)])
+        taken = TAKES[name].get(parameter)
+        taken = taken if isinstance(taken, torch.Tensor) else ROWS
+        given = distribute_tensor(taken, mesh, [Shard(0)])
         try:
             said = getattr(fused_rl, name)(**{**TAKES[name], parameter: given})
         except Exception as error:
