@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = ("README.md", "docs/tutorial.md")
-MOST = 143
+MOST = 84
 
 
 def write_blocks() -> None:
