@@ -235,6 +235,7 @@ def test_what_may_change_on_resume_is_an_option_of_some_trainer_and_documented()
 def test_the_config_of_a_run_is_complete_and_reads_back(files, whole):
     path = whole / "config.yaml"
     config = run_config(files, whole)
+    config.resolve()  # as a run does when it begins, before it writes the file
     # What the other options leave no meaning is left out, as where to push a model that is not pushed.
     without_meaning = {"hub_model_id", "hub_private_repo", "offload"}
     expected = set(sft.SFTConfig.model_fields) - set(ACTIONS) - without_meaning
