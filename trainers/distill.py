@@ -25,8 +25,8 @@ from fused_rl.ops.kl import Direction
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.data import encode
-from fused_rl.trainers.data.rows import Rows, RowsLike
+from fused_rl.trainers.data.reading import RowsLike
+from fused_rl.trainers.data.rows import BadRow
 from fused_rl.trainers.options import MAIN, Fraction, Needs, PositiveInt, Temperature, Unit, without
 from fused_rl.trainers.policy.evaluate import evaluate
 from fused_rl.trainers.policy.options import SamplingRunConfig
@@ -37,7 +37,7 @@ from fused_rl.trainers.rollouts.roll_out import batch_of, rollout_metrics
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sample
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.metrics import Sums
-from fused_rl.trainers.scorers.load import check_scorers, load_for_policy
+from fused_rl.trainers.scorers.load import check_scorers, checked_prompts, load_for_policy
 from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
 
 
@@ -77,7 +77,7 @@ class DistillConfig(ScorerConfig, SamplingRunConfig):
     on_policy: Unit = 1.0
     """Share of rows trained on sampled responses; the others are trained on the completion that they have."""
     completion_column: str = "completion"
-    """Text of that completion, or a list of one message; truncated at max_new_tokens."""
+    """Text of that completion, or messages with one turn of the assistant; truncated at max_new_tokens."""
     verifiers: str | list[str] | None = None
     """Scorers of the responses, as of grpo (docs/verifiers.md): they show accuracy, and nothing is trained on them."""
 
@@ -124,6 +124,21 @@ class DistillConfig(ScorerConfig, SamplingRunConfig):
     )
 
     @property
+    def trained_column(self) -> str | None:
+        return self.completion_column if self.on_policy < 1 else None
+
+    def check_row(self, row: dict) -> None:
+        # A row that names no teacher is found now, and not at the step that comes to it.
+        column = self.teacher_column
+        if len(self.teachers) == 1 or row.get(column) in self.teachers:
+            return
+        if column not in row:
+            reason = f"column {column!r} is missing; the row has {sorted(row)}"
+            raise BadRow(reason, "name the right column with --teacher_column")
+        expected = f"expected the name of a teacher: {', '.join(self.teachers)}"
+        raise BadRow(f"column {column!r} is {row[column]!r:.80}", expected)
+
+    @property
     def served(self) -> bool:
         """True if a teacher is behind a server."""
         return any(map(is_url, self.teachers.values()))
@@ -151,28 +166,12 @@ def arithmetic(config: DistillConfig, world: int) -> dict[str, object]:
 
 def given_samples(prepared: Setup) -> list[Sample]:
     """Return the completions of the rows as responses to their prompts."""
-    config, prompts = prepared.config, prepared.prompts
-    # Prompts that were too long are gone, so the others are given the numbers of their lines.
-    source, _, _ = prompts[0].where.rpartition(", ")
-    rows = Rows(
-        [prompt.row for prompt in prompts],
-        source,
-        [int(prompt.where.split()[-1]) for prompt in prompts],
-    )
-    encoder = encode.Encoder.of(config, prepared.tokenizer)
     samples = []
-    for i, prompt in enumerate(prompts):
-        ((_, ids),) = encoder.pairs(rows, i, config.prompt_column, config.completion_column)
+    for prompt in prepared.prompts:
+        assert prompt.completion is not None
+        response = Response(prompt.completion[: prepared.config.max_new_tokens], "stop")
         # No scorer reads these samples, so they have no text.
-        samples.append(
-            Sample(
-                prompt.row,
-                prompt.ids,
-                Response(ids[: config.max_new_tokens], "stop"),
-                "",
-                prompt.where,
-            )
-        )
+        samples.append(Sample(prompt.row, prompt.ids, response, "", prompt.where))
     return samples
 
 
@@ -268,16 +267,6 @@ def train(
     prepared = setup(config, arithmetic, load, (dataset, eval_dataset), sampler, models)
     config, run, held_out = prepared.config, prepared.run, prepared.held_out
     given = given_samples(prepared) if config.on_policy < 1 else []
-    # A row that names no teacher is found now, and not at the step that comes to it.
-    for prompt in (*prepared.prompts, *held_out.prompts) if len(config.teachers) > 1 else ():
-        if config.teacher_column not in prompt.row:
-            came = f"column {config.teacher_column!r} is missing; the row has {sorted(prompt.row)}"
-            raise InputError(f"{prompt.where}: {came}; name the right column with --teacher_column")
-        if prompt.row[config.teacher_column] not in config.teachers:
-            came = f"column {config.teacher_column!r} is {prompt.row[config.teacher_column]!r:.80}"
-            raise InputError(
-                f"{prompt.where}: {came}; expected the name of a teacher: {', '.join(config.teachers)}"
-            )
     # There is no reference, because the student is compared with the teacher.
     policy = prepared.load_policy(
         needs_reference=False, packing_option="packing", packing=config.packing
@@ -311,7 +300,7 @@ def train(
     return run.finish(lambda folder: policy.save(folder, merged=config.save_merged))
 
 
-main = functools.partial(command.run, DistillConfig, arithmetic, train)
+main = functools.partial(command.run, DistillConfig, arithmetic, train, checked_prompts)
 
 if __name__ == "__main__":
     main()

@@ -27,13 +27,13 @@ from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.preferences import (
     Pair,
-    PairEncoder,
     PairsConfig,
     arithmetic,
     pairs_at_once,
+    pairs_of,
     sides_of,
 )
-from fused_rl.trainers.data.rows import RowsLike, load_train_eval
+from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.reward_model import check_finite
 from fused_rl.trainers.models.scoring import logprobs_of
@@ -54,7 +54,6 @@ class DPOConfig(PairsConfig):
 
     command: ClassVar = "dpo"
     main: ClassVar = (*PairsConfig.main, "loss_type", "beta")
-    needs_responses: ClassVar = True
 
     loss_type: LossType = "sigmoid"
     """Loss of a pair. ipo, simpo and orpo score a response by its mean per token; simpo and orpo have no reference."""
@@ -168,11 +167,12 @@ def train(config: DPOConfig, dataset: RowsLike = None, eval_dataset: RowsLike = 
     run = Run(config, arithmetic)
 
     # What is read: tokenizer, pairs, model.
-    with phase("read tokenizer and pairs"):
+    with phase("read tokenizer and pairs"), Reading(config.bad_rows) as reading:
         tokenizer = encode.load_tokenizer(config.model, config.revision)
-        encoder = PairEncoder(config, tokenizer)
+        encoder = encode.Encoder.of(config, tokenizer)
         pairs, held_out = (
-            encoder.pairs(rows) for rows in load_train_eval(config, dataset, eval_dataset)
+            pairs_of(config, rows, encoder)
+            for rows in load_train_eval(config, dataset, eval_dataset, reading)
         )
     config = run.check_inputs(config, tokenizer, {}, rows=pairs, held_out=held_out)
     with phase("loaded the model"):
@@ -213,7 +213,7 @@ def train(config: DPOConfig, dataset: RowsLike = None, eval_dataset: RowsLike = 
     )
 
 
-main = functools.partial(command.run, DPOConfig, arithmetic, train)
+main = functools.partial(command.run, DPOConfig, arithmetic, train, pairs_of)
 
 if __name__ == "__main__":
     main()

@@ -53,11 +53,16 @@ from fused_rl.trainers.policy.policy import (
     plan,
     with_entropy_threshold,
 )
-from fused_rl.trainers.policy.setup import RowsLike, SamplerFactory, divided, setup
+from fused_rl.trainers.policy.setup import (
+    RowsLike,
+    SamplerFactory,
+    divided,
+    setup,
+)
 from fused_rl.trainers.rollouts.types import Prompt
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.metrics import POLICY, Sums, with_logged_names
-from fused_rl.trainers.scorers.load import check_scorers, load_for_policy
+from fused_rl.trainers.scorers.load import check_scorers, checked_prompts, load_for_policy
 from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
 
 KLS = ("kl", "kl1", "kl2", "kl3", "kl4")  # of `policy_loss`, nats per response
@@ -335,7 +340,7 @@ def train(
     return run.finish(lambda folder: policy.save(folder, merged=config.save_merged))
 
 
-main = functools.partial(command.run, GRPOConfig, arithmetic, train)
+main = functools.partial(command.run, GRPOConfig, arithmetic, train, checked_prompts)
 
 if __name__ == "__main__":
     main()

@@ -25,7 +25,7 @@ from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.marked import Marked, MarkedConfig, arithmetic, marked_rows
-from fused_rl.trainers.data.rows import RowsLike, load_train_eval
+from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.reward_model import check_finite
 from fused_rl.trainers.models.scoring import logprobs_of
@@ -112,13 +112,14 @@ def train(config: KTOConfig, dataset: RowsLike = None, eval_dataset: RowsLike = 
     run = Run(config, arithmetic)
 
     # What is read: tokenizer, rows, model.
-    with phase("read tokenizer and rows"):
+    with phase("read tokenizer and rows"), Reading(config.bad_rows) as reading:
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         encoder = encode.Encoder.of(config, tokenizer)
-        train_rows, held_out_rows = load_train_eval(config, dataset, eval_dataset)
-        rows = marked_rows(config, encoder, train_rows)
         # Held-out rows are mismatched among themselves: training rows must not enter an evaluation.
-        held_out = marked_rows(config, encoder, held_out_rows)
+        rows, held_out = (
+            marked_rows(config, part, encoder)
+            for part in load_train_eval(config, dataset, eval_dataset, reading)
+        )
     config = run.check_inputs(config, tokenizer, {}, rows=rows, held_out=held_out)
     everything = [*rows, *held_out]
     with phase("loaded the model"):
@@ -161,7 +162,7 @@ def train(config: KTOConfig, dataset: RowsLike = None, eval_dataset: RowsLike = 
     )
 
 
-main = functools.partial(command.run, KTOConfig, arithmetic, train)
+main = functools.partial(command.run, KTOConfig, arithmetic, train, marked_rows)
 
 if __name__ == "__main__":
     main()

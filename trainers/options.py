@@ -336,7 +336,8 @@ class DataConfig(Options):
     """The rows, and how they become prompts."""
 
     dataset: str | None = None
-    """A local file (.jsonl, .json, .csv, .parquet), a folder (also of save_to_disk), or the name of a Hub dataset."""
+    """A local file (.jsonl, .json, .csv, .parquet, or one of these and .gz), a folder (also of save_to_disk), or the
+    name of a Hub dataset."""
     dataset_config: str | None = None
     """Configuration of the Hub dataset; None takes its only one, or the one named default or main."""
     dataset_split: str = "train"
@@ -357,6 +358,8 @@ class DataConfig(Options):
     """Further arguments of the chat template, as YAML or JSON: {enable_thinking: false}."""
     max_prompt_length: PositiveInt = 512
     """Longer prompts (in tokens) are dropped, counted and reported."""
+    bad_rows: Literal["refuse", "skip"] = "refuse"
+    """Rows that cannot be used end the run before a model is loaded, or are skipped; both print every reason."""
 
     needs: ClassVar = TEMPLATE_NEEDS
 
@@ -511,15 +514,7 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
     eval_every: PositiveInt = 50
     """Steps between evaluations; there is always one before and one after."""
     dry_run: bool = False
-    """Print the resolved configuration and the batch arithmetic, check that model and rows exist, then stop."""
-
-    @property
-    def splits_rows(self) -> bool:
-        """Return True if a row may become several examples, whose number is known when all are encoded."""
-        return False
-
-    def check_first_row(self, encoder: Any, rows: Any) -> None:
-        """Check that the first of the `Rows` has what the trainer reads, by an `Encoder`."""
+    """Print the configuration, the batch arithmetic and one example, check all rows as the run does, and stop."""
 
     def footprint(self) -> memory.Footprint:
         """Return what the run keeps on each device, and the lengths of its sequences."""

@@ -51,11 +51,16 @@ from fused_rl.trainers.policy.policy import (
     plan,
     with_entropy_threshold,
 )
-from fused_rl.trainers.policy.setup import RowsLike, SamplerFactory, divided, setup
+from fused_rl.trainers.policy.setup import (
+    RowsLike,
+    SamplerFactory,
+    divided,
+    setup,
+)
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.metrics import PPO, Sums, with_logged_names
-from fused_rl.trainers.scorers.load import check_scorers, load_for_policy
+from fused_rl.trainers.scorers.load import check_scorers, checked_prompts, load_for_policy
 from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
 
 
@@ -332,7 +337,7 @@ def train(
     return run.finish(save)
 
 
-main = functools.partial(command.run, PPOConfig, arithmetic, train)
+main = functools.partial(command.run, PPOConfig, arithmetic, train, checked_prompts)
 
 if __name__ == "__main__":
     main()

@@ -21,13 +21,14 @@ from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.preferences import (
     Pair,
-    PairEncoder,
     PairsConfig,
     arithmetic,
     pairs_at_once,
+    pairs_of,
     sides_of,
 )
-from fused_rl.trainers.data.rows import RowsLike, load_rows, load_train_eval
+from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval
+from fused_rl.trainers.data.rows import load_rows
 from fused_rl.trainers.models.language_model import check_fits
 from fused_rl.trainers.models.packing import Costs, pack_pairs, packing_costs
 from fused_rl.trainers.models.reward_model import (
@@ -168,17 +169,17 @@ def train(config: RewardConfig, dataset: RowsLike = None, eval_dataset: RowsLike
     run = Run(config, arithmetic)
 
     # What is read: tokenizer, pairs, model.
-    with phase("read tokenizer and pairs"):
+    with phase("read tokenizer and pairs"), Reading(config.bad_rows) as reading:
         tokenizer = encode.load_tokenizer(config.model, config.revision)
-        encoder = PairEncoder(config, tokenizer)
+        encoder = encode.Encoder.of(config, tokenizer)
         pairs, held_out = (
-            encoder.pairs(rows) for rows in load_train_eval(config, dataset, eval_dataset)
+            pairs_of(config, rows, encoder)
+            for rows in load_train_eval(config, dataset, eval_dataset, reading)
         )
-        reference = (
-            pairs
-            if config.reference_dataset is None
-            else encoder.pairs(load_rows(config.reference_dataset))
-        )
+        reference = pairs
+        if config.reference_dataset is not None:
+            rows = reading.add(load_rows(config.reference_dataset, bad_rows=reading.bad))
+            reference = pairs_of(config, rows, encoder)
         reference = reference[: config.normalize_pairs]
     # The reference pairs decide the scale of the scores, so a resumed run compares them, too.
     config = run.check_inputs(
@@ -239,7 +240,7 @@ def _load(config: RewardConfig, device: torch.device, tokenizer, pairs: list[Pai
         return engine.initialize(model, config, config.steps), costs
 
 
-main = functools.partial(command.run, RewardConfig, arithmetic, train)
+main = functools.partial(command.run, RewardConfig, arithmetic, train, pairs_of)
 
 if __name__ == "__main__":
     main()

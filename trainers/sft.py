@@ -17,10 +17,10 @@ from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.memory import Footprint
 from fused_rl.trainers.base.ranks import divide_over
 from fused_rl.trainers.base.screen import bar, phase
-from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
-from fused_rl.trainers.data.rows import Rows, RowsLike, load_train_eval, log_dropped
+from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval, log_dropped
+from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.packing import (
     Costs,
@@ -45,9 +45,11 @@ class SFTConfig(RunConfig):
     main: ClassVar = (*MAIN, "batch_size", "max_length", "completion_column")
 
     prompt_column: str | None = None
-    """Text or messages; None takes prompt, messages or question, whichever exists."""
+    """Text or messages; None takes the first of prompt, messages, conversations, question, instruction and problem that
+    a row has."""
     completion_column: str = "completion"
-    """Text of the completion, or a list of one message; not needed if messages end with the assistant's."""
+    """Text of the completion, or messages, of which each turn of the assistant is trained; not needed if a conversation
+    ends with the assistant's."""
     assistant_turns: Literal["last", "all"] = "last"
     """Train the last turn of the assistant in a conversation, or each of its turns with all that came before it."""
     max_length: PositiveInt = 1024
@@ -57,13 +59,6 @@ class SFTConfig(RunConfig):
     packing: bool | None = None
     """Put several demonstrations into one row of the model's input, where that is cheaper than padding; none sees
     another. None packs if the model's attention allows it."""
-
-    @property
-    def splits_rows(self) -> bool:
-        return self.assistant_turns == "all"
-
-    def check_first_row(self, encoder: encode.Encoder, rows: Rows) -> None:
-        encoder.pairs(rows, 0, self.prompt_column, self.completion_column)
 
     def footprint(self) -> Footprint:
         return super().footprint()._replace(prompt_tokens=0, response_tokens=self.max_length)
@@ -91,6 +86,10 @@ class Example(NamedTuple):
     counted: bool = True
     """False for one that only makes the ranks' shares of the held-out rows even."""
 
+    def sequences(self) -> dict[str, encode.Encoded]:
+        """Return the demonstration by its name."""
+        return {"demonstration": (self.prompt, self.completion)}
+
     def tokens(self) -> int:
         """Return the length of both."""
         return len(self.prompt) + len(self.completion)
@@ -99,27 +98,23 @@ class Example(NamedTuple):
 def encoded(config: SFTConfig, rows: Rows, encoder: encode.Encoder) -> list[Example]:
     """Every row that is short enough."""
     kept = []
-    fit = 0
+    dropped = 0
     for i in bar(range(len(rows)), "reading rows"):
-        pairs = encoder.pairs(
-            rows, i, config.prompt_column, config.completion_column, config.assistant_turns
-        )
-        examples = [Example(*pair, rows.where(i)) for pair in pairs]
-        # A chat template may write tokens around an empty text, so the text is checked as well.
-        empty = rows.rows[i].get(config.completion_column) == ""
-        if empty or any(len(example.completion) == 1 for example in examples):
-            raise InputError(
-                f"{rows.where(i)}: a completion is empty, and would teach to end at once; remove the row"
+        with rows.collecting(i):
+            pairs = encoder.pairs(
+                rows, i, config.prompt_column, config.completion_column, config.assistant_turns
             )
-        lengths = [(len(example.prompt), example.tokens()) for example in examples]
-        # A conversation of several turns is kept as a whole or not at all.
-        if all(
-            prompt <= config.max_prompt_length and both <= config.max_length
-            for prompt, both in lengths
-        ):
-            kept += examples
-            fit += 1
-    log_dropped(rows, fit, "longer than max_prompt_length or max_length")
+            examples = [Example(*pair, rows.where(i)) for pair in pairs]
+            lengths = [(len(example.prompt), example.tokens()) for example in examples]
+            # A conversation of several turns is kept as a whole or not at all.
+            if all(
+                prompt <= config.max_prompt_length and both <= config.max_length
+                for prompt, both in lengths
+            ):
+                kept += examples
+            else:
+                dropped += 1
+    log_dropped(rows, dropped, "longer than max_prompt_length or max_length")
     return kept
 
 
@@ -223,12 +218,12 @@ def train(config: SFTConfig, dataset: RowsLike = None, eval_dataset: RowsLike = 
     run = Run(config, arithmetic)
 
     # What is read: tokenizer, rows, model.
-    with phase("read tokenizer and rows"):
+    with phase("read tokenizer and rows"), Reading(config.bad_rows) as reading:
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         encoder = encode.Encoder.of(config, tokenizer)
         pairs, held_out = (
             encoded(config, rows, encoder)
-            for rows in load_train_eval(config, dataset, eval_dataset)
+            for rows in load_train_eval(config, dataset, eval_dataset, reading)
         )
     # Ranks must have read the same rows, and a resumed run those that it began with.
     config = run.check_inputs(config, tokenizer, {}, rows=pairs, held_out=held_out)
@@ -268,7 +263,7 @@ def train(config: SFTConfig, dataset: RowsLike = None, eval_dataset: RowsLike = 
     )
 
 
-main = functools.partial(command.run, SFTConfig, arithmetic, train)
+main = functools.partial(command.run, SFTConfig, arithmetic, train, encoded)
 
 if __name__ == "__main__":
     main()

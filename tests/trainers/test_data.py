@@ -5,7 +5,8 @@ from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.encode import Encoder
 from fused_rl.trainers.data.order import RowOrder
-from fused_rl.trainers.data.rows import Rows, load_train_eval
+from fused_rl.trainers.data.reading import load_train_eval
+from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.options import DataConfig
 from fused_rl.trainers.rollouts.roll_out import prompts_of
 from tests.trainers import tiny
@@ -155,7 +156,7 @@ THINKING = tiny.CHAT_TEMPLATE.replace(
 def test_the_chat_template_gets_the_arguments_of_the_run():
     tokenizer = with_template(THINKING)
     for given, expected in ((None, "<assistant>"), ({"enable_thinking": False}, "<assistant>!")):
-        config = DataConfig(chat_template_kwargs=given)
+        config = tiny.config_of("sft", chat_template_kwargs=given)
         prompt = Encoder.of(config, tokenizer).prompt(Rows([{"prompt": "q"}], "x"), 0, None)
         assert tokenizer.decode(prompt) == f"<bos><user>q<end>\n{expected}"
 

@@ -180,24 +180,7 @@ def test_orpo_has_no_reference_and_apo_no_margin(folder, loss_type):
     assert metrics["loss"] == loss
 
 
-def test_a_response_without_predicted_tokens_is_left_out(folder, tmp_path, capsys):
-    rows = [
-        {"chosen": "ab", "rejected": ""},
-        *({"chosen": "ab" * i, "rejected": "b"} for i in range(1, 9)),
-    ]
-    tiny.jsonl(tmp_path / "pairs.jsonl", rows)
-    dataset = str(tmp_path / "pairs.jsonl")
-    options = {
-        "dataset": dataset,
-        "loss_type": "ipo",
-        "label_smoothing": 0.0,
-        "eval_size": 0,
-        "steps": 1,
-    }
-    trained(folder, "empty", **options)
-    assert "dropped 1 of 9 pairs: 1 with an empty response" in " ".join(
-        capsys.readouterr().out.split()
-    )
+def test_label_smoothing_has_no_effect_on_ipo(folder):
     with pytest.raises(InputError, match="label_smoothing=0.05 has no effect on ipo"):
         dpo_config(folder, "smoothed", loss_type="ipo")
 

@@ -123,7 +123,7 @@ def test_a_row_of_text_is_trained_after_its_first_token():
             assert pairs[0] == ("<bos>", f"ab{eos}") and pairs[2] == ("<bos>", f"a{eos}")
         else:
             assert pairs == [("a", f"b{eos}"), ("<user>", f"a{eos}b{eos}"), ("a", eos)]
-            with pytest.raises(InputError, match="^d.jsonl, line 4: column 'text' is empty"):
+            with pytest.raises(InputError, match="^d.jsonl, line 4: the text is empty"):
                 encoder.pairs(rows, 3, None, "completion")
     both = Rows([{"text": "ab", "question": "a", "completion": "b"}], "d.jsonl")
     assert said(tokenizer, Encoder(tokenizer).pairs(both, 0, None, "completion"))[0][1] == f"b{eos}"

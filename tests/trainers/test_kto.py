@@ -79,7 +79,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(folder, run, tmp_path):
 
 def read(folder, rows, **options):
     encoder = Encoder(load_tokenizer(str(folder / "model")))
-    return marked_rows(kto_config(folder, **options), encoder, Rows(rows, "rows.jsonl"))
+    return marked_rows(kto_config(folder, **options), Rows(rows, "rows.jsonl"), encoder)
 
 
 def test_a_pair_is_two_rows_and_mismatched_responses_answer_another_prompt(folder):

@@ -11,7 +11,7 @@ import torch
 from fused_rl.trainers import reward
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode, preferences
-from fused_rl.trainers.data.rows import load_train_eval
+from fused_rl.trainers.data.reading import load_train_eval
 from fused_rl.trainers.models.reward_model import RewardModel
 from fused_rl.trainers.scorers.reward_model import RewardScorer
 from tests.distributed import run_distributed

@@ -9,7 +9,7 @@ import torch
 from fused_rl.trainers import grpo, sft
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.data.rows import load_train_eval
+from fused_rl.trainers.data.reading import load_train_eval
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.policy import evaluate, setup
 from fused_rl.trainers.scorers.load import load_scorers

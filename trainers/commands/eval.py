@@ -25,7 +25,7 @@ from fused_rl.trainers.base.files import as_json, hash_of_rows, write_atomically
 from fused_rl.trainers.base.screen import phase, print_line, print_rank0
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.data.rows import RowsLike, chosen_rows
+from fused_rl.trainers.data.reading import Reading, RowsLike, chosen_rows
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options import (
     TEMPLATE_NEEDS,
@@ -84,7 +84,8 @@ class EvalConfig(ScorerConfig, SamplingConfig):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of weights and activations; auto is bfloat16 on a GPU, float32 on a CPU."""
     dataset: str | None = None
-    """A local file (.jsonl, .json, .csv, .parquet), a folder (also of save_to_disk), or the name of a Hub dataset."""
+    """A local file (.jsonl, .json, .csv, .parquet, or one of these and .gz), a folder (also of save_to_disk), or the
+    name of a Hub dataset."""
     dataset_config: str | None = None
     """The Hub dataset's configuration; None takes its only one, or the one named default or main."""
     dataset_split: str = "test"
@@ -92,7 +93,8 @@ class EvalConfig(ScorerConfig, SamplingConfig):
     max_rows: PositiveInt | None = None
     """Number of rows to evaluate on, from the first on; None is all."""
     prompt_column: str | None = None
-    """Text or messages; None is the run's if `model` is from a run, else prompt, messages or question."""
+    """Text or messages; None is the run's if `model` is from a run, else the first of prompt, messages, conversations,
+    question, instruction and problem that a row has."""
     raw_prompt: bool | None = None
     """Give text prompts to the model unchanged, even if it has a chat template; None is the run's, else false."""
     system_prompt: str | None = None
@@ -101,6 +103,8 @@ class EvalConfig(ScorerConfig, SamplingConfig):
     """Arguments of the chat template besides the messages, as YAML or JSON; None is the run's, else nothing."""
     max_prompt_length: PositiveInt = 2048
     """Longer prompts (in tokens) are dropped, counted and reported."""
+    bad_rows: Literal["refuse", "skip"] = "refuse"
+    """Rows that cannot be used end the evaluation, or are skipped; both print every reason."""
     verifiers: str | list[str] | None = None
     """Scorers as in grpo (docs/verifiers.md); None takes the run's, with its weights and thresholds, if `model` is
     of a run."""
@@ -174,12 +178,11 @@ def evaluate(
 
     # Tokenizer, scorers, rows, model. Reward models that score have the dtype of the model that is evaluated.
     held = EngineConfig(dtype=config.dtype)
-    with phase("read tokenizer and rows"):
+    with phase("read tokenizer and rows"), Reading(config.bad_rows) as reader:
         tokenizer = encode.load_tokenizer(config.model, config.revision)
-        rows = chosen_rows(
-            "dataset", dataset, config.dataset, config.dataset_config, config.dataset_split
-        )
-        rows.rows = rows.rows[: config.max_rows]
+        named = (config.dataset, config.dataset_config, config.dataset_split)
+        rows = chosen_rows("dataset", dataset, *named, reader.bad)
+        rows = reader.add(rows.subset(range(len(rows))[: config.max_rows]))
         reading = {"tokenizer": tokenizer, "device": device, "batch_size": config.batch_size}
         judges = load_scorers(config, policy=config, held=held, **reading)
         chosen = {"column": config.prompt_column, "max_length": config.max_prompt_length}

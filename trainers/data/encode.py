@@ -1,16 +1,31 @@
-"""Rows as token ids, through the chat template where the tokenizer has one; what it does not read is refused."""
+"""Rows as token ids, through the chat template where the tokenizer has one; what it does not read is refused.
 
+A prompt has the ids that generation will see, and a completion those that follow it, up to the token that ends a turn.
+"""
+
+import contextlib
+import functools
+import json
+import os
 import re
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 from fused_rl.trainers.base.text import InputError, in_a_line
-from fused_rl.trainers.data.rows import Rows
+from fused_rl.trainers.data.forms import Message, Prompt, Reader, conversation
+from fused_rl.trainers.data.rows import BadRow, Rows
 from fused_rl.trainers.options import DataConfig
 
 Encoded: TypeAlias = tuple[list[int], list[int]]
 """Token ids of a prompt and of its response."""
-PROMPT_COLUMNS = ("prompt", "messages", "question")
+# What an assistant has to say in a turn besides the content: as a text, and as calls.
+REASONING = ("reasoning_content", "thinking")
+CALLS = ("tool_calls", "function_call")
+OPEN, CLOSED = "<think>", "</think>"
+NO_REASONING = re.compile(rf"{OPEN}\s*{CLOSED}")
+# A user's message that marks a place in what a template writes.
+MARK = "a message"
 
 
 def load_tokenizer(name: str, revision: str | None = None):
@@ -50,21 +65,31 @@ def stop_ids(tokenizer, generation_config) -> list[int]:
     return sorted({tokenizer.eos_token_id, *eos})
 
 
-def prompt_column_of(row: dict) -> str:
-    """Return the column that holds a row's prompt where none is named."""
-    # A table of rows of several forms has null where a row has another form.
-    present = [name for name in PROMPT_COLUMNS if name in row]
-    filled = [name for name in present if row[name] is not None]
-    return (filled or present or PROMPT_COLUMNS)[0]
+def saved_stop_ids(name: str, revision: str | None, tokenizer) -> list[int]:
+    """Return the ids that end a response of a model, as the generation config beside its weights names them."""
+    import transformers
+
+    try:
+        config = transformers.GenerationConfig.from_pretrained(name, revision=revision)
+    # Adapters come without one, and so do some models; the tokenizer's EOS ends their responses.
+    except OSError:
+        config = transformers.GenerationConfig()
+    return stop_ids(tokenizer, config)
 
 
 class Encoder:
-    """Encodes prompts and completions; raises an InputError with the file and line of a row that it cannot encode."""
+    """Encodes prompts and completions; raises a BadRow with the file and line of a row that it cannot encode."""
 
     def __init__(
-        self, tokenizer, *, raw_prompt=False, system_prompt=None, chat_template_kwargs=None
+        self,
+        tokenizer,
+        *,
+        raw_prompt=False,
+        system_prompt=None,
+        chat_template_kwargs=None,
+        stop_ids: Collection[int] = (),
     ):
-        """Take the options of `DataConfig` by their names."""
+        """Take the options of `DataConfig` by name, and the ids that end a response beside the tokenizer's EOS."""
         self.tokenizer = tokenizer
         self.system_prompt = system_prompt
         self.template_kwargs = chat_template_kwargs or {}
@@ -82,6 +107,15 @@ class Encoder:
                         f"chat_template_kwargs: the tokenizer's chat template does not read {name!r}"
                     )
 
+        # The tokens that end a response, by their text; and those with which no text of a user begins.
+        self.stop_ids = {tokenizer.eos_token_id, *stop_ids}
+        special = {
+            i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special
+        }
+        special[tokenizer.eos_token_id] = tokenizer.eos_token
+        self.stop_tokens = {special[i]: i for i in sorted(self.stop_ids) if i in special}
+        self.special_tokens = tuple(special.values())
+
     @classmethod
     def of(cls, config: DataConfig, tokenizer) -> "Encoder":
         """Return the encoder that a run's config describes."""
@@ -90,17 +124,16 @@ class Encoder:
             raw_prompt=config.raw_prompt,
             system_prompt=config.system_prompt,
             chat_template_kwargs=config.chat_template_kwargs,
+            stop_ids=saved_stop_ids(config.model, config.revision, tokenizer),
         )
+
+    # Rows.
 
     def prompt(self, rows: Rows, i: int, column: str | None) -> list[int]:
         """Return the token ids of row i's prompt, up to where the response begins."""
-        # A conversation that was written for training ends with the answer, which a prompt must not
-        # give away.
-        messages = self._messages(rows, i, column)
-        if messages[-1]["role"] == "assistant":
-            messages = messages[:-1]
         with rows.at(i):
-            return self._prompt(messages, rows.rows[i].get("tools"))
+            read = Reader(rows).prompt(i, column)
+            return self._prompt(self.messages(read.prompt), read.tools)
 
     def pairs(
         self,
@@ -110,181 +143,344 @@ class Encoder:
         completion_column: str,
         turns: str = "last",
     ) -> list[Encoded]:
-        """Return the token ids of each prompt and completion that row i trains, with EOS at the end.
+        """Return the token ids of each prompt and completion that row i trains, with the token that ends a turn.
 
-        The completion is a column, or the last message if that is the assistant's; with turns="all" each of its turns
-        after the first message. A row of `text` alone is trained after its first token, as it stands.
+        Of a conversation the assistant's last turn is trained, or with turns="all" each of its turns after the first
+        message; of a completion in messages each of its turns. A text alone is trained after its first token.
         """
-        # Text alone.
-        row = rows.rows[i]
-        others = (*PROMPT_COLUMNS, completion_column)
-        has_others = any(row.get(name) is not None for name in others)
-        if column is None and isinstance(row.get("text"), str) and not has_others:
-            ids = self._with_one_bos(row["text"])
-            if not ids:
-                raise InputError(f"{rows.where(i)}: column 'text' is empty; remove the row")
-            eos = self.tokenizer.eos_token_id
-            first, rest = ids[:1], ids[1:]
-            # Some tokenizers write EOS themselves.
-            if rest[-1:] != [eos]:
-                rest = [*rest, eos]
-            return [(first, rest)]
-
-        # A conversation, or a prompt and its completion.
-        messages = self._messages(rows, i, column)
-        if messages[-1]["role"] != "assistant":
-            cell = rows.get(i, completion_column, "completion_column")
-            cell = [{"role": "assistant", "content": cell}] if isinstance(cell, str) else cell
-            if not are_messages(cell) or [message["role"] for message in cell] != ["assistant"]:
-                what = "must be text, or a list of one message of the assistant"
-                raise InputError(
-                    f"{rows.where(i)}: column {completion_column!r} {what}; got {cell!r:.80}"
-                )
-            messages, turns = messages + cell, "last"
-        elif row.get(completion_column) is not None and completion_column != (column or "messages"):
-            what = f"the conversation ends with the assistant's turn, and column {completion_column!r} has one too"
-            raise InputError(f"{rows.where(i)}: {what}; remove one of them")
-        ends = [len(messages)]
-        if turns == "all":
+        with rows.at(i):
+            read = Reader(rows).completion(i, column, completion_column)
+            if read.form == "texts":
+                ids = self.whole_text(read.responses[0])
+                return [(ids[:1], ids[1:])]
+            messages = self.messages(read.prompt)
             # A first message of the assistant answers nothing, so it is not trained.
-            every = range(2, len(messages) + 1)
-            ends = [end for end in every if messages[end - 1]["role"] == "assistant"] or ends
-        with rows.at(i):
-            return [self.pair(messages[:end], row.get("tools")) for end in ends]
+            answers = range(1, len(messages))
+            for completion in read.responses:
+                messages = messages + as_turns(completion)
+                answers, turns = range(answers.stop, len(messages)), "all"
+            trained = [i for i in answers if messages[i]["role"] == "assistant"]
+            trained = [i for i in trained if "weight" not in messages[i]]
+            if not trained:
+                reason = "no turn of the assistant is trained, because each of them has weight 0"
+                raise BadRow(reason, "remove the row")
+            ends = trained if turns == "all" else trained[-1:]
+            return [self.pair(messages[: i + 1], read.tools) for i in ends]
 
-    def pair(self, messages: list[dict], tools: list | None) -> Encoded:
-        """Return the token ids of all messages but the last, and of that, which is the assistant's."""
-        # What follows the token that ends a response would never be trained on.
-        turn = without_nulls(messages[-1])
-        eos = self.tokenizer.eos_token_id
-        if self.tokenizer.eos_token in str(turn):
-            what = f"the completion spells {self.tokenizer.eos_token!r}, the token that ends a response"
-            raise InputError(f"{what}; mend or remove the row")
-        prompt = self._prompt(messages[:-1], tools)
-        whole = self._template([*messages[:-1], turn], tools, add_generation_prompt=False)
-
-        # A template that does not know tool calls or reasoning would leave them out without a word.
-        for name in [name for name in SAID if turn.get(name)]:
-            silent = {key: value for key, value in turn.items() if key != name}
-            if whole == self._template(
-                [*messages[:-1], silent], tools, add_generation_prompt=False
-            ):
-                what = f"the assistant's turn has {name}, but the chat template leaves it out"
-                raise InputError(f"{what}; use a template that writes it, or remove the row")
-        if whole is None:
-            completion = self.tokenizer(turn["content"], add_special_tokens=False).input_ids
-            return prompt, [
-                *completion,
-                eos,
-            ]
-
-        # The response is what the template adds to the prompt that a sampler would get.
-        if whole[: len(prompt)] != prompt:
-            raise InputError("the chat template does not continue its own generation prompt")
-        completion = whole[len(prompt) :]
-        # Templates add a newline after EOS, which nobody would sample.
-        if eos in completion:
-            completion = completion[: completion.index(eos)]
-        return prompt, [*completion, eos]
-
-    def conversation(self, cell: str | list[dict], column: str) -> list[dict]:
-        """Return a cell, text of the user or messages, as messages."""
-        if isinstance(cell, str):
-            # Messages that went through a .csv file come back as the text that spells them.
-            if SPELLED.fullmatch(cell):
-                raise InputError(
-                    f"column {column!r} is a text that spells messages; give a list in a .jsonl"
-                )
-            messages = [{"role": "user", "content": cell}]
-            if self.system_prompt is not None:
-                messages.insert(0, {"role": "system", "content": self.system_prompt})
+    def messages(self, prompt: Prompt | None) -> list[Message]:
+        """Return a prompt as messages, with the run's system prompt before a text."""
+        messages = conversation(prompt)
+        if self.system_prompt is None:
             return messages
-        if not are_messages(cell):
-            what = f"column {column!r} must be text or a list of messages with role and content, both text"
-            raise InputError(f"{what}; got {cell!r:.80}")
-        if self.system_prompt is not None:
-            what = f"system_prompt has no meaning for column {column!r}, which holds messages"
-            raise InputError(f"{what}; put a first one of role system into them, or leave it out")
-        return [without_nulls(message) for message in cell]
+        if isinstance(prompt, list):
+            reason = "system_prompt has no meaning for a prompt of messages"
+            remedy = "put a first one of role system into them, or leave it out"
+            raise BadRow(reason, remedy)
+        return [{"role": "system", "content": self.system_prompt}, *messages]
 
-    def _messages(self, rows: Rows, i: int, column: str | None) -> list[dict]:
-        column = column or prompt_column_of(rows.rows[i])
-        cell = rows.get(i, column, "prompt_column")
-        with rows.at(i):
-            return self.conversation(cell, column)
+    # One sequence.
 
-    def _prompt(self, messages: list[dict], tools: list | None) -> list[int]:
-        last = messages[-1] if messages else None
-        if last is None or (last["role"] == "user" and not last["content"]):
-            ids = []  # a template may write a token all the same
-        elif self.chat:
-            ids = self._template(messages, tools, add_generation_prompt=True)
-        elif len(messages) > 1:
-            raise InputError(
-                "the prompt has several messages, but there is no chat template to use"
-            )
-        else:
-            ids = self._with_one_bos(messages[0]["content"])
-            bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-            # A prompt has not ended, so an EOS that the tokenizer adds is taken off.
-            if len(ids) > 1 and ids[-1] == eos != bos:
-                ids = ids[:-1]
-        if not ids:
-            raise InputError("the prompt is empty; mend or remove the row")
-        return ids
+    def pair(
+        self, messages: list[Message], tools: list | None, start: int | None = None
+    ) -> Encoded:
+        """Return the token ids of the messages before `start`, and of the others, of which the last is the assistant's.
 
-    def _with_one_bos(self, text: str) -> list[int]:
-        """Return the tokens of a text that may spell out the token that the tokenizer also adds."""
-        ids = self.tokenizer(text).input_ids
-        # Two of them would be a beginning that the model has never seen.
-        bos = self.tokenizer.bos_token_id
-        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
+        `start` is by default the last message's place.
+        """
+        *earlier, last = messages
+        turn, end = self._without_end(last)
+        if self._is_raw(earlier):
+            prompt = self._prompt(earlier, tools)
+            return prompt, [*self.ids(turn["content"]), end]
 
-    def _template(
-        self, messages: list[dict], tools: list | None, *, add_generation_prompt: bool
-    ) -> list[int] | None:
-        """Return the token ids of messages, None without a template, which writes the special tokens itself."""
+        # The response is what the template adds to the text that generation would see.
+        before = self.render(earlier, tools, add_generation_prompt=True)
+        whole = self.render([*earlier, turn], tools, add_generation_prompt=False)
+        response = continuation(before, whole, turn)
+        if response is None:
+            raise self._rewritten("does not continue its own generation prompt", before, whole)
+        self._check_said(turn, before, response)
+        prompt = self._prompt(earlier, tools, before)
+        # A tokenizer may merge characters across the border, where a sampler would begin a token.
+        ids = self.ids(whole) if whole == before + response else []
+        follows = ids[: len(prompt)] == prompt
+        completion = self._ended(ids[len(prompt) :] if follows else self.ids(response))
+        if start is None or start == len(earlier):
+            return prompt, completion
+
+        # Several turns have the same ids, cut where the first of them begins.
+        ids = prompt + completion
+        prompt = self._prompt(messages[:start], tools)
+        if ids[: len(prompt)] != prompt:
+            reason = "the chat template rewrites earlier turns, so several of them do not follow their prompt"
+            raise BadRow(reason, "give responses of one turn")
+        return prompt, ids[len(prompt) :]
+
+    def whole_text(self, text: str) -> list[int]:
+        """Return the token ids of a text with one token that begins it and one that ends it."""
+        # Without a token of its own it would only teach to end at once.
+        if not text.strip():
+            raise BadRow("the text is empty", "remove the row")
+        ids = self._begun(text)
+        # A template may have written the end, with white space and further ends behind it.
+        end = len(ids)
+        for i in reversed(range(len(ids))):
+            if ids[i] in self.stop_ids:
+                end = i
+            elif self.tokenizer.decode(ids[i]).strip():
+                break
+        return [*ids, self.tokenizer.eos_token_id] if end == len(ids) else ids[: end + 1]
+
+    def ids(self, text: str) -> list[int]:
+        """Return the token ids of a text without any that the tokenizer would add."""
+        return self._tokenized(text, add_special_tokens=False)
+
+    @functools.cached_property
+    def generation_prompt(self) -> list[int]:
+        """The token ids that the template writes where the assistant's turn begins; none without a template."""
         if not self.chat:
-            return None
+            return []
+        asked = [{"role": "user", "content": MARK}]
+        before, after = (self.render(asked, None, add_generation_prompt=on) for on in (False, True))
+        return self.ids(after.removeprefix(before))
+
+    @functools.cached_property
+    def openings(self) -> tuple[str, ...]:
+        """What the template writes before a first message, of a user or of the system."""
+        openings = []
+        for role in ("user", "system"):
+            messages = [{"role": role, "content": MARK}, {"role": "user", "content": ""}]
+            messages = messages[: 1 if role == "user" else 2]
+            # Some templates take no system message.
+            with contextlib.suppress(BadRow):
+                text = self.render(messages, None, add_generation_prompt=False)
+                openings.append(text.partition(MARK)[0])
+        return tuple(opening for opening in openings if opening.strip())
+
+    def is_rendered(self, text: str) -> bool:
+        """Return True for a text that begins as only a chat template writes it."""
+        if self.tokenizer.chat_template is None:
+            return False
+        return text.startswith(self.special_tokens) or text.startswith(self.openings)
+
+    def render(
+        self, messages: Sequence[Message], tools: list | None, *, add_generation_prompt: bool
+    ) -> str:
+        """Return the text that the chat template makes of messages, all their tool calls among it."""
         options = self.template_kwargs | {"add_generation_prompt": add_generation_prompt}
         if tools:
             options["tools"] = tools
             if not reads(self.tokenizer.get_chat_template(tools=tools), "tools"):
-                raise InputError(
-                    "the row has tools, but the chat template does not read them; remove the column"
-                )
+                reason = "the row has tools, but the chat template does not read them"
+                raise BadRow(reason, "remove the column")
+        write = functools.partial(self.tokenizer.apply_chat_template, tokenize=False, **options)
+        problem: BadRow | None = None
+        for spelled in spellings(messages):
+            try:
+                text = write(spelled)
+            # Templates raise of their own, such as "roles must alternate", and so does Jinja.
+            except Exception as error:
+                roles = ", ".join(message["role"] for message in messages[:8])
+                reason = f"the chat template does not take these messages ({roles})"
+                problem = problem or BadRow(reason, came=in_a_line(error))
+                continue
+            left_out = calls_left_out(write, spelled, text)
+            if left_out is None:
+                return text
+            reason = f"the assistant's turn has {left_out}, but the chat template leaves it out"
+            problem = BadRow(reason, "use a template that writes it, or remove the row")
+        assert problem is not None
+        raise problem
+
+    def _is_raw(self, messages: list[Message]) -> bool:
+        """Return True for a prompt that goes to the model as it is: one text, without a template or written by it."""
+        if not self.chat:
+            return True
+        is_text = len(messages) == 1 and messages[0]["role"] == "user"
+        return is_text and self.is_rendered(messages[0]["content"])
+
+    def _prompt(
+        self, messages: list[Message], tools: list | None, rendered: str | None = None
+    ) -> list[int]:
+        last = messages[-1] if messages else None
+        if last is None or (last["role"] == "user" and not last["content"]):
+            ids = []  # a template may write a token all the same
+        elif not self._is_raw(messages):
+            if rendered is None:
+                rendered = self.render(messages, tools, add_generation_prompt=True)
+            ids = self.ids(rendered)
+        elif len(messages) > 1:
+            reason = "the prompt has several messages, but there is no chat template to use"
+            raise BadRow(reason, "give text, or a model with a chat template")
+        else:
+            ids = self._begun(last["content"])
+        if not ids:
+            raise BadRow("the prompt is empty", "mend or remove the row")
+        return ids
+
+    def _begun(self, text: str) -> list[int]:
+        """Return the token ids of a text with the tokenizer's own beginning, unless the text spells one."""
+        bos, eos = self.tokenizer.bos_token, self.tokenizer.eos_token_id
+        if self.is_rendered(text) or (bos is not None and text.startswith(bos)):
+            return self.ids(text)
+        ids = self._tokenized(text)
+        # What goes on has not ended, so an EOS that the tokenizer adds is taken off.
+        adds_eos = len(ids) > 1 and ids[-1] == eos != self.tokenizer.bos_token_id
+        return ids[:-1] if adds_eos and not text.endswith(self.tokenizer.eos_token) else ids
+
+    def _tokenized(self, text: str, **options) -> list[int]:
         try:
-            return self.tokenizer.apply_chat_template(
-                messages, tokenize=True, return_dict=False, **options
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = text[error.start].encode("unicode_escape").decode()
+            reason = "the text has half of a character in two parts, as of an emoji that was cut"
+            raise BadRow(reason, "mend or remove the row", came=half) from error
+        return self.tokenizer(text, **options).input_ids
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        """Return a response up to the first token that ends it; what a template writes behind is not sampled."""
+        end = next((i for i, token in enumerate(ids) if token in self.stop_ids), None)
+        return [*ids, self.tokenizer.eos_token_id] if end is None else ids[: end + 1]
+
+    def _without_end(self, turn: Message) -> tuple[Message, int]:
+        """Return the assistant's turn without a token that ends it, and that token's id or EOS."""
+        end = self.tokenizer.eos_token_id
+        content = turn["content"]
+        if isinstance(content, str):
+            for token, i in self.stop_tokens.items():
+                if content.rstrip().endswith(token):
+                    content, end = content.rstrip().removesuffix(token), i
+                    break
+            turn = turn | {"content": content}
+        says = any(turn.get(name) for name in (*REASONING, *CALLS))
+        if not says and not (content or "").strip():
+            reason = "the completion is empty, and would teach to end at once"
+            raise BadRow(reason, "remove the row")
+        # What follows such a token would never be trained on.
+        for token in self.stop_tokens:
+            if token in str(turn):
+                reason = f"the completion spells {token!r}, the token that ends a response"
+                raise BadRow(reason, "mend or remove the row")
+        return turn, end
+
+    def _check_said(self, turn: Message, before: str, response: str) -> None:
+        """Refuse a response that lacks what its turn says, which a template may leave out without a word."""
+        opened = before[before.rfind(OPEN) :] if opens_reasoning(before) else ""
+        written = squeezed(opened + response)
+        for name in REASONING:
+            if squeezed(turn.get(name) or "") not in written:
+                reason = f"the assistant's turn has {name}, but the chat template leaves it out"
+                raise BadRow(reason, "use a template that writes it, or remove the row")
+        if squeezed(turn["content"] or "") not in written:
+            raise self._rewritten("rewrites the assistant's turn", turn["content"], response)
+
+    def _rewritten(self, does: str, expected: str, came: str) -> BadRow:
+        """Return the error of a template that writes something else than a response would be."""
+        template = self.tokenizer.get_chat_template()
+        switches = [
+            name
+            for name in ("enable_thinking", "thinking", "preserve_thinking", "clear_thinking")
+            if reads(template, name)
+        ]
+        remedy = "give the rows as texts that the model reads as they are, with --raw_prompt"
+        if switches:
+            value = self.template_kwargs.get(switches[0])
+            remedy = (
+                f"give --chat_template_kwargs '{{{switches[0]}: {str(value is False).lower()}}}'"
             )
-        # Templates raise of their own, such as "roles must alternate", and so does Jinja.
-        except Exception as error:
-            roles = ", ".join(message["role"] for message in messages[:8])
-            raise InputError(
-                f"the chat template does not take these messages ({roles}): {in_a_line(error)}"
-            ) from error
+        # Both from where they differ.
+        same = len(os.path.commonprefix([expected, came]))
+        both = f"expected {expected[max(same - 20, 0) :][:60]!r}, and it wrote {came[max(same - 20, 0) :][:60]!r}"
+        return BadRow(f"the chat template {does}", remedy, came=both)
 
 
-def without_nulls(message: dict) -> dict:
-    """Return a message without the nulls that a Parquet table fills in for what other messages have."""
-    return {key: value for key, value in message.items() if value is not None or key == "content"}
+def as_turns(response: Prompt) -> list[Message]:
+    """Return a response as messages: a text is the assistant's."""
+    return [{"role": "assistant", "content": response}] if isinstance(response, str) else response
 
 
-def are_messages(cell) -> bool:
-    """Return True for a list of messages with a role and a text; an assistant's may call tools in place of a text."""
-    for message in cell if isinstance(cell, list) else ():
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            return False
-        has_calls = message["role"] == "assistant" and message.get("tool_calls")
-        calls_alone = has_calls and message.get("content") is None
-        if not calls_alone and not isinstance(message.get("content"), str):
-            return False
-    return isinstance(cell, list) and bool(cell)
+def continuation(before: str, whole: str, turn: Message) -> str | None:
+    """Return what a response adds to the text `before` it so that both say the `whole`; None if nothing does.
+
+    Where generation begins with reasoning, templates may write the same turn without it, or with other white space.
+    Then the response closes the reasoning that the prompt has opened.
+    """
+    if whole.startswith(before):
+        return whole[len(before) :]
+    start, space = before.rfind(OPEN), before[before.rfind(OPEN) + len(OPEN) :]
+    if not opens_reasoning(before) or CLOSED in space or not whole.startswith(before[:start]):
+        return None
+    rest = whole[start:]
+    if rest.startswith(OPEN):
+        rest = rest.removeprefix(OPEN)
+        return rest[len(os.path.commonprefix([rest, space])) :]
+
+    # The template has left the reasoning out: it stands in the content, or in a field of its own.
+    reasoning, closed, _ = (turn["content"] or "").partition(CLOSED)
+    reasoning = reasoning.partition(OPEN)[2] if OPEN in reasoning else reasoning
+    if not closed:
+        reasoning = next((turn[name] for name in REASONING if turn.get(name)), "")
+        reasoning = f"{reasoning.strip()}\n" if reasoning else "\n"
+    reasoning = reasoning[len(os.path.commonprefix([reasoning, space])) :] if closed else reasoning
+    gap = "" if rest[:1].isspace() else "\n\n"
+    return f"{reasoning}{CLOSED}{gap}{rest}"
 
 
-SPELLED = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:.*\]\s*""", re.DOTALL)
-# What an assistant has to say in a turn besides the content.
-SAID = ("tool_calls", "function_call", "reasoning_content", "thinking")
+def opens_reasoning(before: str) -> bool:
+    """Return True for a text that ends where reasoning has just been opened, or opened and closed."""
+    opened = before[before.rfind(OPEN) :]
+    return opened.startswith(OPEN) and not opened.removeprefix(OPEN).replace(CLOSED, "").strip()
+
+
+def squeezed(text: str) -> str:
+    """Return a text without white space and empty reasoning, which templates write as they like."""
+    return "".join(NO_REASONING.sub("", text).split())
+
+
+def spellings(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
+    """Yield the messages with their tool calls as templates may want them.
+
+    The arguments are objects or the text of JSON, and a turn that has calls alone has an empty content or null.
+    """
+    if not any(message.get(name) for message in messages for name in CALLS):
+        yield messages
+        return
+    for as_text in (False, True):
+        for empty in ("", None):
+            yield [_spelled(message, as_text, empty) for message in messages]
+
+
+def _spelled(message: Message, as_text: bool, empty: str | None) -> Message:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    if as_text:
+        calls = [_with_text_arguments(call) for call in calls]
+    return message | {"tool_calls": calls, "content": message["content"] or empty}
+
+
+def _with_text_arguments(call: dict) -> dict:
+    function = call.get("function", call)
+    function = function | {"arguments": json.dumps(function.get("arguments"), ensure_ascii=False)}
+    return call | {"function": function} if "function" in call else function
+
+
+def calls_left_out(
+    write: Callable[[Sequence[Message]], str], messages: Sequence[Message], text: str
+) -> str | None:
+    """Return the field of a turn whose calls are not in the text that a template wrote, or only as Python's objects."""
+    for i, message in enumerate(messages):
+        for name in [name for name in CALLS if message.get(name)]:
+            silent = {key: value for key, value in message.items() if key != name}
+            # A template that cannot do without the calls reads them.
+            with contextlib.suppress(Exception):
+                if write([*messages[:i], silent, *messages[i + 1 :]]) == text:
+                    return name
+        for call in message.get("tool_calls") or []:
+            arguments = call.get("function", call).get("arguments")
+            if isinstance(arguments, dict) and arguments and str(arguments) in text:
+                return "tool_calls"
+    return None
 
 
 def reads(template: str, name: str) -> bool:

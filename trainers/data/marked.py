@@ -2,7 +2,7 @@
 
 | prompt | completion | label |
 |---|---|---|
-| text or messages | text, or a list of one message | true or 1 for a good response, false or 0 for a bad one |
+| text or messages | text or messages | true or 1 for a good response, false or 0 for a bad one |
 
 Messages that end with the assistant's need no completion. A pair of chosen and rejected without a label is two rows.
 """
@@ -14,13 +14,15 @@ from typing import ClassVar
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.memory import Footprint
 from fused_rl.trainers.base.screen import bar
-from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.encode import Encoded, Encoder
-from fused_rl.trainers.data.rows import Rows, log_dropped
+from fused_rl.trainers.data.forms import Reader
+from fused_rl.trainers.data.preferences import pair_sides
+from fused_rl.trainers.data.reading import log_dropped
+from fused_rl.trainers.data.rows import BadRow, Rows
 from fused_rl.trainers.options import MAIN, PositiveInt, RunConfig
 
-# The columns of a pair, and whether each is a good response.
-SIDES = {"chosen": True, "rejected": False}
+# The sides of a pair, good and bad, in the order in which they are encoded.
+SIDES = ("chosen", "rejected")
 
 
 class MarkedConfig(RunConfig):
@@ -30,9 +32,10 @@ class MarkedConfig(RunConfig):
     main: ClassVar = (*MAIN, "batch_size", "max_length", "label_column")
 
     prompt_column: str | None = None
-    """Text or messages; None takes prompt, messages or question, whichever exists."""
+    """Text or messages; None takes the first of prompt, messages, conversations, question, instruction and problem that
+    a row has."""
     completion_column: str = "completion"
-    """Text of the response, or a list of one message."""
+    """Text of the response, or its messages."""
     label_column: str = "label"
     """true or 1 for a good response, false or 0 for a bad one. Rows without this column may have chosen and rejected
     responses: each is then two rows, a good and a bad one."""
@@ -44,14 +47,6 @@ class MarkedConfig(RunConfig):
     def footprint(self) -> Footprint:
         """Return the same with sequences of `max_length`."""
         return super().footprint()._replace(prompt_tokens=0, response_tokens=self.max_length)
-
-    @property
-    def splits_rows(self) -> bool:
-        # A pair becomes two rows.
-        return True
-
-    def check_first_row(self, encoder: Encoder, rows: Rows) -> None:
-        _read(self, encoder, unpaired(self, rows), 0)
 
 
 def arithmetic(config: MarkedConfig, world: int) -> dict[str, object]:
@@ -74,20 +69,31 @@ class Marked:
     desirable: bool
     where: str
 
+    def sequences(self) -> dict[str, Encoded]:
+        """Return the sequence that is trained, by its mark."""
+        return {"good" if self.desirable else "bad": self.matched}
+
     def tokens(self) -> int:
         """Return the number of tokens of both sequences."""
         return sum(map(len, (*self.matched, *self.mismatched)))
 
 
-def marked_rows(config: MarkedConfig, encoder: Encoder, rows: Rows) -> list[Marked]:
+def marked_rows(config: MarkedConfig, rows: Rows, encoder: Encoder) -> list[Marked]:
     """Return every row that is short enough; print how many are not."""
-    rows = unpaired(config, rows)
-    kept = []
+    kept, dropped = [], 0
     for i in bar(range(len(rows)), "reading rows"):
-        (prompt, response), desirable = _read(config, encoder, rows, i)
-        if len(prompt) <= config.max_prompt_length and len(prompt + response) <= config.max_length:
-            kept.append((prompt, response, desirable, rows.where(i)))
-    log_dropped(rows, len(kept), "longer than max_prompt_length or max_length")
+        with rows.collecting(i):
+            responses = _read(config, rows, i, encoder)
+            lengths = [(len(prompt), len(prompt + response)) for (prompt, response), _ in responses]
+            if all(
+                prompt <= config.max_prompt_length and both <= config.max_length
+                for prompt, both in lengths
+            ):
+                for encoded, desirable in responses:
+                    kept.append((*encoded, desirable, rows.where(i)))
+            else:
+                dropped += 1
+    log_dropped(rows, dropped, "longer than max_prompt_length or max_length")
 
     # The mismatched response is that of the row before. Neighbours with one prompt, as from a pair,
     # have the same.
@@ -102,31 +108,21 @@ def marked_rows(config: MarkedConfig, encoder: Encoder, rows: Rows) -> list[Mark
     return marked
 
 
-def unpaired(config: MarkedConfig, rows: Rows) -> Rows:
-    """Return the rows with each pair without a label as two: a conversation, or the prompt with one response."""
-    spread = []
-    numbers = []
-    for i, row in enumerate(rows.rows):
-        # Both rows of a pair keep its number in the file, by which errors name it.
-        number = i + 1 if rows.numbers is None else rows.numbers[i]
-        if row.get(config.label_column) is not None or any(row.get(side) is None for side in SIDES):
-            spread.append(row)
-            numbers.append(number)
-            continue
-        for side, desirable in SIDES.items():
-            # A list of several messages begins with the prompt.
-            is_conversation = isinstance(row[side], list) and len(row[side]) > 1
-            column = "messages" if is_conversation else config.completion_column
-            spread.append(row | {column: row[side], config.label_column: desirable})
-            numbers.append(number)
-    return Rows(spread, rows.source, numbers)
-
-
-def _read(config: MarkedConfig, encoder: Encoder, rows: Rows, i: int) -> tuple[Encoded, bool]:
-    label = rows.get(i, config.label_column, "label_column")
+def _read(config: MarkedConfig, rows: Rows, i: int, encoder: Encoder) -> list[tuple[Encoded, bool]]:
+    """Return the responses of row i with their marks: one, or both of a pair that has no label."""
+    label = Reader(rows).value(i, config.label_column)
+    is_pair = all(rows.rows[i].get(side) is not None for side in SIDES)
+    if label is None and is_pair:
+        columns = {f"{side}_column": side for side in SIDES}
+        chosen, rejected = pair_sides(encoder, rows, i, config.prompt_column, columns)
+        return [(chosen, True), (rejected, False)]
     # 0 and 1 are equal to these.
     if label not in (False, True):
-        what = f"column {config.label_column!r} must be true or false, got {label!r:.80}"
-        raise InputError(f"{rows.where(i)}: {what}")
-    (pair,) = encoder.pairs(rows, i, config.prompt_column, config.completion_column)
-    return pair, bool(label)
+        column = config.label_column
+        if label is None:
+            state = "null" if column in rows.rows[i] else "missing"
+            reason = f"column {column!r} is {state}; the row has {sorted(rows.rows[i])}"
+            raise BadRow(reason, "name the right column with --label_column")
+        raise BadRow(f"column {column!r} must be true or false", came=f"got {label!r:.80}")
+    encoded = encoder.pairs(rows, i, config.prompt_column, config.completion_column)
+    return [(one, bool(label)) for one in encoded]

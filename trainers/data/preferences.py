@@ -1,11 +1,11 @@
-"""Preference pairs in the Hub's common forms, as token ids.
+"""Preference pairs in the Hub's common forms (forms.py), as token ids.
 
-| chosen, rejected | prompt | meaning |
-|---|---|---|
-| text | text or messages | the response alone |
-| text | none | a conversation spelled out as text |
-| messages that begin with the assistant's | text or messages | what follows the prompt; the last turn is the response |
-| other messages | none, or one of them | a conversation; its last turn is the response |
+| chosen, rejected | prompt | prompt of the pair | response |
+|---|---|---|---|
+| text | text or messages | the prompt | the text |
+| text | none | the tokens that both begin with | the rest |
+| messages that begin with the assistant's | text or messages | the prompt, and the turns that both share | the others |
+| other messages | none, or one of them | the turns that both share | the others |
 """
 
 import math
@@ -18,8 +18,9 @@ from fused_rl.trainers.base.memory import Footprint
 from fused_rl.trainers.base.screen import bar, print_rank0
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.data.encode import Encoded
-from fused_rl.trainers.data.rows import Rows
+from fused_rl.trainers.data.encode import Encoded, as_turns
+from fused_rl.trainers.data.forms import Reader
+from fused_rl.trainers.data.rows import BadRow, Rows
 from fused_rl.trainers.options import MAIN, PositiveInt, RunConfig, Smoothing
 
 
@@ -30,8 +31,8 @@ class PairsConfig(RunConfig):
     main: ClassVar = (*MAIN, "batch_size", "max_response_length")
 
     prompt_column: str | None = None
-    """Text or messages that both responses answer; None takes prompt, messages or question, whichever exists, and rows
-    without any of them hold whole conversations."""
+    """Text or messages that both responses answer; None takes the first of prompt, messages, conversations, question,
+    instruction and problem that a row has, and rows without any of them hold whole conversations or texts."""
     chosen_column: str = "chosen"
     """The better response, or the conversation that ends with it: text or messages."""
     rejected_column: str = "rejected"
@@ -46,14 +47,6 @@ class PairsConfig(RunConfig):
     """Pairs per optimizer step, over all ranks."""
     label_smoothing: Smoothing = 0.0
     """Probability that a label is wrong."""
-
-    needs_responses: ClassVar = False
-    """True if a response without a token that something predicts has no score: a reward is read even there."""
-
-    def check_first_row(self, encoder: encode.Encoder, rows: Rows) -> None:
-        # A dry run loads no model, and still finds a wrong name of a column.
-        rows.get(0, self.chosen_column, "chosen_column")
-        rows.get(0, self.rejected_column, "rejected_column")
 
     def footprint(self) -> Footprint:
         return super().footprint()._replace(response_tokens=self.max_response_length)
@@ -92,6 +85,10 @@ class Pair:
         """Return the number of tokens of both sequences."""
         return sum(map(len, (*self.chosen, *self.rejected)))
 
+    def sequences(self) -> dict[str, Encoded]:
+        """Return both sequences by their name."""
+        return {"chosen": self.chosen, "rejected": self.rejected}
+
     def predicted(self) -> list[int]:
         """Return the number of response tokens, chosen and rejected, that something predicts."""
         # Nothing predicts the first token of a response without a prompt.
@@ -101,36 +98,48 @@ class Pair:
 class PairEncoder:
     """Preference rows in the Hub's forms to token ids."""
 
-    def __init__(self, config, tokenizer):
+    def __init__(self, config, tokenizer, encoder: encode.Encoder | None = None):
         self.config = config
         self.tokenizer = tokenizer
-        self.encoder = encode.Encoder.of(config, tokenizer)
+        self.encoder = encode.Encoder.of(config, tokenizer) if encoder is None else encoder
 
     def pairs(self, rows: Rows) -> list[Pair]:
         """Return all rows that fit; print how many were dropped or cut, and why."""
         kept, dropped, truncated = [], {}, 0
         limit, column = self.config.max_response_length, self.config.margin_column
+        columns = {
+            option: getattr(self.config, option) for option in ("chosen_column", "rejected_column")
+        }
+        # Every row may lack a margin, but a column that was named is one that exists.
+        is_named = "margin_column" in self.config.model_fields_set
+        if is_named and len(rows) and all(column not in row for row in rows.rows):
+            raise InputError(
+                f"{rows.source}: no row has the column {column!r} of --margin_column; the first has "
+                f"{sorted(rows.rows[0])}"
+            )
         for i in bar(range(len(rows)), "reading pairs"):
-            sides = [self._side(rows, i, option) for option in ("chosen_column", "rejected_column")]
-            # A response that is cut ends in EOS like all others, which is where a reward is read.
-            if self.config.too_long == "truncate":
-                for side, (prompt, response) in enumerate(sides):
-                    if len(response) > limit:
-                        truncated += 1
-                        sides[side] = prompt, [*response[: limit - 1], self.tokenizer.eos_token_id]
-            # A row may lack the column, and a table has null where others have a margin.
-            margin = rows.rows[i].get(column) or 0
-            if not isinstance(margin, (int, float)) or not math.isfinite(margin):
-                raise InputError(
-                    f"{rows.where(i)}: column {column!r} must be a number, got {margin!r:.80}"
-                )
-            pair = Pair(*sides, margin=float(margin), where=rows.where(i))
-            # Reasons are counted, so that one line says what a run leaves out.
-            reason = self._unusable(pair)
-            if reason is None:
-                kept.append(pair)
-            else:
-                dropped[reason] = dropped.get(reason, 0) + 1
+            with rows.collecting(i):
+                sides = pair_sides(self.encoder, rows, i, self.config.prompt_column, columns)
+                # A response that is cut ends in EOS like all others, which is where a reward is read.
+                if self.config.too_long == "truncate":
+                    for side, (prompt, response) in enumerate(sides):
+                        if len(response) > limit:
+                            truncated += 1
+                            sides[side] = (
+                                prompt,
+                                [*response[: limit - 1], self.tokenizer.eos_token_id],
+                            )
+                # A row may lack the column, and a table has null where others have a margin.
+                margin = Reader(rows).value(i, column) or 0
+                if not isinstance(margin, (int, float)) or not math.isfinite(margin):
+                    raise BadRow(f"column {column!r} must be a number", came=f"got {margin!r:.80}")
+                pair = Pair(*sides, margin=float(margin), where=rows.where(i))
+                # Reasons are counted, so that one line says what a run leaves out.
+                reason = self._unusable(pair)
+                if reason is None:
+                    kept.append(pair)
+                else:
+                    dropped[reason] = dropped.get(reason, 0) + 1
         reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
         if dropped and not kept:
             raise InputError(f"{rows.source}: no pair is left of {len(rows)}: {reasons}")
@@ -145,9 +154,6 @@ class PairEncoder:
         return kept
 
     def _unusable(self, pair: Pair) -> str | None:
-        # A log-probability over no token is 0 whatever the model is; a reward is read even there.
-        if self.config.needs_responses and 0 in pair.predicted():
-            return "with an empty response"
         for ids, response in (pair.chosen, pair.rejected):
             if len(ids) > self.config.max_prompt_length:
                 return "with a prompt longer than max_prompt_length"
@@ -156,28 +162,44 @@ class PairEncoder:
         # Equal sides differ by 0 under every model, so there is nothing to learn from them.
         return "whose two sides are the same tokens" if pair.chosen == pair.rejected else None
 
-    def _side(self, rows: Rows, i: int, option: str) -> Encoded:
-        row = rows.rows[i]
-        column = getattr(self.config, option)
-        prompt_column = self.config.prompt_column or encode.prompt_column_of(row)
-        side = rows.get(i, column, option)
-        # Text without a prompt is a whole conversation, which no template is applied to.
-        if isinstance(side, str) and self.config.prompt_column is None and prompt_column not in row:
-            # It has the tokenizer's own beginning, and EOS once.
-            ids = self.tokenizer(side).input_ids
-            eos = self.tokenizer.eos_token_id
-            return [], ids if ids[-1:] == [eos] else [*ids, eos]
-        # A response alone becomes a turn, so that the chat template writes it as any other.
-        messages = [{"role": "assistant", "content": side}] if isinstance(side, str) else side
-        if not encode.are_messages(messages) or messages[-1]["role"] != "assistant":
-            what = f"column {column!r} must be text, or messages that end with the assistant's text"
-            raise InputError(f"{rows.where(i)}: {what}; got {side!r:.80}")
-        # Messages that begin with the assistant follow a prompt, and others contain it.
-        begins = messages[0]["role"] != "assistant"
-        prompt = messages if begins else rows.get(i, prompt_column, "prompt_column")
-        with rows.at(i):
-            before = self.encoder.conversation(prompt, column if begins else prompt_column)
-            return self.encoder.pair(before if begins else before + messages, row.get("tools"))
+
+def pair_sides(
+    encoder: encode.Encoder, rows: Rows, i: int, prompt_column: str | None, columns: dict[str, str]
+) -> list[Encoded]:
+    """Return the prompt and response of row i's chosen side, and of its rejected one; `columns` by option."""
+    with rows.at(i):
+        read = Reader(rows).pair(i, prompt_column, columns)
+        # Texts without a prompt are whole conversations, which no template is applied to.
+        if read.prompt is None and not read.own_prompts:
+            return _whole_texts(encoder, *read.responses)
+        prompts = read.own_prompts or (read.prompt, read.prompt)
+        sides = []
+        for prompt, response in zip(prompts, read.responses, strict=True):
+            before = encoder.messages(prompt)
+            turns = before + as_turns(response)
+            sides.append(encoder.pair(turns, read.tools, len(before)))
+        return sides
+
+
+def _whole_texts(encoder: encode.Encoder, *texts: str) -> list[Encoded]:
+    """Return two texts as the tokens that both begin with, their prompt, and the rest of each."""
+    sides = [encoder.whole_text(text) for text in texts]
+    # Each has a token left besides its end, even if one text is the beginning of the other.
+    most = max(0, min(map(len, sides)) - 2)
+    shared = 0
+    while shared < most and sides[0][shared] == sides[1][shared]:
+        shared += 1
+    # In a text that a template has written, a response begins where the assistant's turn does.
+    mark = encoder.generation_prompt
+    prompt = sides[0][:shared]
+    ends = range(shared, len(mark) - 1, -1) if mark else ()
+    shared = next((end for end in ends if prompt[end - len(mark) : end] == mark), shared)
+    return [(ids[:shared], ids[shared:]) for ids in sides]
+
+
+def pairs_of(config: PairsConfig, rows: Rows, encoder: encode.Encoder) -> list[Pair]:
+    """Return all rows that fit; print how many were dropped or cut, and why."""
+    return PairEncoder(config, encoder.tokenizer, encoder).pairs(rows)
 
 
 def sides_of(pairs: list[Pair]) -> Iterator[tuple[list[int], str]]:

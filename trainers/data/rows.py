@@ -1,23 +1,41 @@
 """Rows as dictionaries that know where they came from: .jsonl and .json files, and what `datasets` reads."""
 
 import contextlib
-import dataclasses
+import gzip
 import json
-import sys
+import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fused_rl.trainers.base.screen import print_rank0
 from fused_rl.trainers.base.text import InputError, in_a_line
-from fused_rl.trainers.options import FILES, DataConfig
+from fused_rl.trainers.options import FILES
 
-if TYPE_CHECKING:
-    import datasets
+# Reasons of lines that hold no row at all.
+NOT_JSON, NO_OBJECT = NO_ROW = ("not JSON in UTF-8", "expected a JSON object")
 
-RowsLike: TypeAlias = "str | list[dict[str, Any]] | datasets.Dataset | None"
-"""Rows in Python: a name, or the rows themselves."""
+
+class BadRow(InputError):
+    """A row that cannot be used: a reason that other rows may share, what came in this one, what to do, and where."""
+
+    def __init__(self, reason: str, remedy: str = "", *, came: str = "", where: str = ""):
+        self.reason = reason
+        self.remedy = remedy
+        self.came = came
+        self.where = where
+        if came:
+            reason += f", {came}" if came.startswith("got ") else f": {came}"
+        problem = f"{where}: {reason}" if where else reason
+        super().__init__(f"{problem}; {remedy}" if remedy else problem)
+
+    @classmethod
+    def located(cls, error: InputError, where: str) -> "BadRow":
+        """Return the error of a row with the place of the row, if it does not have one yet."""
+        if not isinstance(error, BadRow):
+            return cls(str(error), where=where)
+        return cls(error.reason, error.remedy, came=error.came, where=error.where or where)
 
 
 @dataclass
@@ -28,39 +46,64 @@ class Rows:
     source: str
     numbers: Sequence[int] | None = None
     """The line or row number of each in the source, counted from 1; None if they are 1, 2, 3, …"""
+    forms: Counter[str] = field(default_factory=Counter)
+    """How many rows were read in which form (forms.py)."""
+    columns_read: set[str] = field(default_factory=set)
+    bad: list[BadRow] | None = None
+    """Collects the rows that cannot be used; None raises the first one."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def where(self, i: int) -> str:
         """Return `file.jsonl, line 3` or `openai/gsm8k, row 3`, counted from 1."""
-        unit = "line" if self.source.endswith(".jsonl") else "row"
+        unit = "line" if self.source.endswith((".jsonl", ".jsonl.gz")) else "row"
         return f"{self.source}, {unit} {i + 1 if self.numbers is None else self.numbers[i]}"
 
-    def get(self, i: int, column: str, option: str):
-        """Return one cell; an error names file, line, column, and the option that names another column."""
-        row = self.rows[i]
-        if row.get(column) is None:
-            what = f"{self.where(i)}: column {column!r} is {'null' if column in row else 'missing'}"
-            raise InputError(
-                f"{what}; the row has {sorted(row)}; name the right column with --{option}"
-            )
-        return row[column]
+    def subset(self, indices: Sequence[int]) -> "Rows":
+        """Return some of the rows; they keep their numbers in the file, so that errors name the right line."""
+        numbers = range(1, len(self) + 1) if self.numbers is None else self.numbers
+        chosen = [self.rows[i] for i in indices]
+        return Rows(chosen, self.source, [numbers[i] for i in indices], bad=self.bad)
+
+    def sampled(self, most: int) -> "Rows":
+        """Return at most so many of the rows, evenly spaced."""
+        if len(self) <= most:
+            return self
+        return self.subset([i * len(self) // most for i in range(most)])
 
     @contextlib.contextmanager
     def at(self, i: int) -> Iterator[None]:
-        """Prefix an InputError of the block with the place of row i."""
+        """Give an InputError of the block the place of row i."""
         try:
             yield
         except InputError as error:
-            raise InputError(f"{self.where(i)}: {error}") from error
+            raise BadRow.located(error, self.where(i)) from error
+
+    @contextlib.contextmanager
+    def collecting(self, i: int) -> Iterator[None]:
+        """Collect an InputError of the block, which is about row i, so that the other rows are read as well."""
+        try:
+            with self.at(i):
+                yield
+        except BadRow as error:
+            if self.bad is None:
+                raise
+            self.bad.append(error)
+
+    def unused_columns(self) -> list[str]:
+        """Return the columns in which some row has a value and that nothing has read."""
+        filled: dict[str, None] = {}
+        for row in self.rows:
+            filled |= {name: None for name, value in row.items() if value not in (None, "")}
+        return [name for name in filled if name not in self.columns_read]
 
 
 def _parse(content: bytes, where: str):
     try:
         return json.loads(content)
     except ValueError as error:
-        raise InputError(f"{where}: not JSON in UTF-8: {error}") from error
+        raise BadRow(NOT_JSON, came=str(error), where=where) from error
 
 
 def read_dataset(name: str, config_name: str | None, split: str) -> list[dict]:
@@ -71,6 +114,12 @@ def read_dataset(name: str, config_name: str | None, split: str) -> list[dict]:
     datasets.disable_progress_bars()
     kind = Path(name).suffix
     try:
+        if kind == ".gz":
+            # `datasets` opens what is packed only for some of the formats.
+            with tempfile.TemporaryDirectory() as folder:
+                unpacked = Path(folder, Path(name).stem)
+                unpacked.write_bytes(gzip.decompress(Path(name).read_bytes()))
+                return read_dataset(str(unpacked), None, split)
         if kind in FILES:
             options = {}
             if kind == ".csv":
@@ -105,95 +154,69 @@ def read_dataset(name: str, config_name: str | None, split: str) -> list[dict]:
     return loaded.to_list()
 
 
-def _checked(rows: Rows) -> Rows:
-    if not len(rows):
+def checked(rows: Rows) -> Rows:
+    """Return the rows that are objects; the others are collected, or the first of them is raised."""
+    if not len(rows) and not rows.bad:
         raise InputError(f"dataset {rows.source} has no rows")
+    objects = []
     for i, row in enumerate(rows.rows):
-        if not isinstance(row, dict):
-            raise InputError(f"{rows.where(i)}: expected a JSON object, got {type(row).__name__}")
-    return rows
+        with rows.collecting(i):
+            if not isinstance(row, dict):
+                raise BadRow(NO_OBJECT, came=f"got {type(row).__name__}")
+            objects.append(i)
+    return rows if len(objects) == len(rows) else rows.subset(objects)
 
 
-def load_rows(name: str, config_name: str | None = None, split: str = "train") -> Rows:
-    """Return the rows of a file, a folder or a Hub dataset; an error names what cannot be read."""
+def is_file_name(name: str) -> bool:
+    """Return True for a name that ends as files of rows do, packed with gzip or not."""
+    return name.removesuffix(".gz").endswith(FILES)
+
+
+def load_rows(
+    name: str,
+    config_name: str | None = None,
+    split: str = "train",
+    bad_rows: list[BadRow] | None = None,
+) -> Rows:
+    """Return the rows of a file, a folder or a Hub dataset.
+
+    Lines that hold no row are added to `bad_rows`, and so are later those that cannot be used; without such a list the
+    first one is raised.
+    """
     path = Path(name)
-    if path.is_file() != (path.suffix in FILES):
-        raise InputError(f"dataset file {name} does not exist, or is none of {', '.join(FILES)}")
-    if path.suffix not in (".jsonl", ".json"):
-        return _checked(Rows(read_dataset(name, config_name, split), name))
-    # Many .json files hold one object per line, too. An empty line is no row, and keeps its number.
+    if path.is_file() != is_file_name(name):
+        raise InputError(
+            f"dataset file {name} does not exist, or is none of {', '.join(FILES)}, each also with .gz"
+        )
+    kind = Path(name.removesuffix(".gz")).suffix
+    if kind not in (".jsonl", ".json"):
+        return checked(Rows(read_dataset(name, config_name, split), name, bad=bad_rows))
     content = path.read_bytes()
-    if path.suffix == ".json" and content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-        return _checked(Rows(_parse(content, str(path)), name))
+    if path.suffix == ".gz":
+        try:
+            content = gzip.decompress(content)
+        except (OSError, EOFError) as error:
+            raise InputError(f"{name} cannot be unpacked: {in_a_line(error)}") from error
+
+    # Many .json files hold one object per line, too; others one object or one list over many lines.
+    if kind == ".json":
+        first = content.lstrip(b"\xef\xbb\xbf \t\r\n").split(b"\n", 1)[0]
+        if first.startswith(b"["):
+            return checked(Rows(_parse(content, name), name, bad=bad_rows))
+        if first.startswith(b"{") and not first.rstrip().endswith(b"}"):
+            return checked(Rows([_parse(content, name)], name, bad=bad_rows))
     rows, numbers = [], []
     # Lines of bytes: those of text would also end at characters that JSON allows in strings.
     for number, line in enumerate(content.splitlines(), 1):
-        if line.strip():
-            rows.append(_parse(line, f"{path}, line {number}"))
+        # An empty line is no row, and keeps its number.
+        if not line.strip():
+            continue
+        try:
+            rows.append(_parse(line, f"{name}, line {number}"))
+        except BadRow as error:
+            if bad_rows is None:
+                raise
+            bad_rows.append(error)
+        else:
             numbers.append(number)
-    return _checked(Rows(rows, name, numbers))
-
-
-def chosen_rows(
-    option: str, rows: RowsLike, name: str | None, config_name: str | None, split: str
-) -> Rows:
-    """Return the rows that Python gave for an option, or that the config names."""
-    named = name if rows is None else rows
-    if named is None:
-        raise InputError(
-            f"{option} is missing; give --{option}, or in Python train(config, {option}=rows)"
-        )
-    if isinstance(named, str):
-        return load_rows(named, config_name, split)
-    # Who has a Dataset has imported `datasets`; importing it here would cost everybody else a
-    # second.
-    if "datasets" in sys.modules and isinstance(rows, sys.modules["datasets"].Dataset):
-        rows = rows.to_list()
-    if not isinstance(rows, list):
-        expected = (
-            "the name of a file or of a Hub dataset, a datasets.Dataset, or a list of dictionaries"
-        )
-        raise InputError(f"{option}: expected {expected}, got {type(rows).__name__}")
-    return _checked(Rows(list(rows), option))
-
-
-def load_train_eval(
-    config: DataConfig, dataset: RowsLike = None, eval_dataset: RowsLike = None
-) -> tuple[Rows, Rows]:
-    """Return the rows to train on and the held-out rows: those given, or those that a run config names."""
-    train = chosen_rows(
-        "dataset", dataset, config.dataset, config.dataset_config, config.dataset_split
-    )
-    if not config.eval_size:
-        return train, Rows([], train.source)
-    # Held out from the end of the rows: the same rows, whatever the seed.
-    if config.eval_dataset is None and eval_dataset is None:
-        cut = len(train) - config.eval_size
-        if cut <= 0:
-            what = f"eval_size={config.eval_size} leaves nothing to train on"
-            raise InputError(f"{what}: {train.source} has {len(train)} rows")
-        # Both parts keep their numbers in the file, so that errors name the right line.
-        numbers = range(1, len(train) + 1) if train.numbers is None else train.numbers
-        held_out = Rows(train.rows[cut:], train.source, numbers[cut:])
-        return Rows(train.rows[:cut], train.source, numbers[:cut]), held_out
-    # Or of a dataset of its own, which has the same configuration if it has the same name.
-    configuration = config.eval_dataset_config
-    if configuration is None and config.eval_dataset == config.dataset:
-        configuration = config.dataset_config
-    held_out = chosen_rows(
-        "eval_dataset", eval_dataset, config.eval_dataset, configuration, config.eval_split
-    )
-    if len(held_out) != config.eval_size:
-        evaluated = min(len(held_out), config.eval_size)
-        print_rank0(
-            f"{held_out.source}: evaluated on {evaluated} of {len(held_out)} held-out rows (--eval_size)"
-        )
-    return train, dataclasses.replace(held_out, rows=held_out.rows[: config.eval_size])
-
-
-def log_dropped(rows: Rows, kept: int, reason: str) -> None:
-    """Print how many rows are left out, and why; refuse to leave out all of them."""
-    if len(rows) and not kept:
-        raise InputError(f"{rows.source}: all {len(rows)} rows are {reason}")
-    if kept < len(rows):
-        print_rank0(f"{rows.source}: dropped {len(rows) - kept} of {len(rows)} rows {reason}")
+    return checked(Rows(rows, name, numbers, bad=bad_rows))

@@ -12,8 +12,6 @@ from fused_rl.objectives.surrogates import SURROGATES
 from fused_rl.trainers import options as config
 from fused_rl.trainers.base.memory import Footprint
 from fused_rl.trainers.base.text import InputError, load_function
-from fused_rl.trainers.data.encode import Encoder
-from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.options import (
     Needs,
     NonNegativeInt,
@@ -51,7 +49,8 @@ class RolloutConfig(SamplerConfig):
 
     batch_option: ClassVar[str] = "prompts_per_step"
     prompt_column: str | None = None
-    """Text or messages; None takes prompt, messages or question, whichever exists."""
+    """Text or messages; None takes the first of prompt, messages, conversations, question, instruction and problem that
+    a row has."""
     prompts_per_step: PositiveInt = 32
     """Prompts per rollout, over all ranks."""
     group_size: PositiveInt = 1
@@ -102,8 +101,13 @@ class SamplingRunConfig(RolloutConfig, RunConfig):
         ),
     )
 
-    def check_first_row(self, encoder: Encoder, rows: Rows) -> None:
-        encoder.prompt(rows, 0, self.prompt_column)
+    @property
+    def trained_column(self) -> str | None:
+        """The column of completions that are trained beside sampled ones; None where all are sampled."""
+        return None
+
+    def check_row(self, row: dict) -> None:
+        """Raise an InputError for a row that lacks what the options read of it, beside its prompt and for scorers."""
 
     def footprint(self) -> Footprint:
         return super().footprint()._replace(response_tokens=self.max_new_tokens)

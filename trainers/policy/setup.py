@@ -15,7 +15,8 @@ from fused_rl.trainers.base.ranks import divide_over
 from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.base.text import InputError, load_function
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.data.rows import Rows, RowsLike, load_train_eval
+from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval
+from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.language_model import check_fits
 from fused_rl.trainers.models.packing import packing_costs
@@ -124,9 +125,9 @@ def setup(
 ) -> Setup:
     """Begin a run, read all but its models, and compare it with the other processes and the run that is resumed."""
     run = Run(config, arithmetic)
-    with phase("read tokenizer, scorers and rows"):
+    with phase("read tokenizer, scorers and rows"), Reading(config.bad_rows) as reading:
         tokenizer = encode.load_tokenizer(config.model, config.revision)
-        read = load_train_eval(config, *rows)
+        read = load_train_eval(config, *rows, reading)
         # The scorers come before the prompts, because each of them checks every row.
         scorers = load_scorers(config, tokenizer, run.device)
         prompts, held_out = load_prompts(config, tokenizer, scorers, read)
@@ -148,11 +149,14 @@ def load_prompts(
 ) -> tuple[list[Prompt], list[Prompt]]:
     """Return the prompts to train on and the held-out ones; every scorer checks each row."""
     encoder = encode.Encoder.of(config, tokenizer)
-    chosen = {"column": config.prompt_column, "max_length": config.max_prompt_length}
-    train, held_out = (
-        prompts_of(part, encoder, scorers, **chosen) for part in rows or load_train_eval(config)
-    )
-    return train, held_out
+    train, held_out = rows or load_train_eval(config)
+    chosen = {
+        "column": config.prompt_column,
+        "max_length": config.max_prompt_length,
+        "check": config.check_row,
+    }
+    prompts = prompts_of(train, encoder, scorers, completion_column=config.trained_column, **chosen)
+    return prompts, prompts_of(held_out, encoder, scorers, **chosen)
 
 
 def load_policy(

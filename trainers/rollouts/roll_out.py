@@ -7,7 +7,7 @@ reward model) or the dataset's row. Neither knows of the other, nor of the algor
 import math
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -18,7 +18,8 @@ from fused_rl.trainers.base.screen import bar, print_rank0
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
-from fused_rl.trainers.data.rows import Rows, log_dropped
+from fused_rl.trainers.data.reading import log_dropped
+from fused_rl.trainers.data.rows import BadRow, Rows
 from fused_rl.trainers.rollouts.sampling import NoDistribution, Sampling
 from fused_rl.trainers.rollouts.types import (
     Prompt,
@@ -42,18 +43,44 @@ def prompts_of(
     *,
     column: str | None,
     max_length: int,
+    completion_column: str | None = None,
+    check: Callable[[dict], None] | None = None,
 ) -> list[Prompt]:
-    """Return a prompt for every row that is short enough; `column` as the option prompt_column."""
+    """Return a prompt for every row that is short enough.
+
+    Args:
+        rows: the rows.
+        encoder: makes token ids of them.
+        scorers: each checks every row.
+        column: as the option prompt_column.
+        max_length: of a prompt, in tokens.
+        completion_column: of the completion that each row must have; None reads none.
+        check: raises an InputError for a row that cannot be used.
+    """
+    checks = [scorer.check for scorer in scorers] + ([] if check is None else [check])
+    for scorer in scorers:
+        # None is any column.
+        columns = set().union(*rows.rows) if scorer.columns is None else scorer.columns
+        rows.columns_read.update(columns)
     kept = []
+    dropped = 0
     for i, row in enumerate(bar(rows.rows, "reading prompts")):
-        # A row that a scorer cannot score is found here, and does not stop the run hours later.
-        for scorer in scorers:
-            with rows.at(i):
-                scorer.check(row)
-        ids = encoder.prompt(rows, i, column)
-        if len(ids) <= max_length:
-            kept.append(Prompt(ids, row, rows.where(i), column))
-    log_dropped(rows, len(kept), "longer than max_prompt_length")
+        with rows.collecting(i):
+            # A row that a scorer cannot score is found here, and does not stop the run hours later.
+            for check_row in checks:
+                check_row(row)
+            ids = encoder.prompt(rows, i, column)
+            completion = None
+            if completion_column is not None:
+                *earlier, (_, completion) = encoder.pairs(rows, i, column, completion_column)
+                if earlier:
+                    reason = "the completion has several turns of the assistant"
+                    raise BadRow(reason, "give one")
+            if len(ids) <= max_length:
+                kept.append(Prompt(ids, row, rows.where(i), column, completion))
+            else:
+                dropped += 1
+    log_dropped(rows, dropped, "longer than max_prompt_length")
     return kept
 
 

@@ -1,6 +1,6 @@
 """The seams of a rollout: prompts, responses of one turn or of several, samplers and scorers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, compress
 from pathlib import Path
@@ -27,6 +27,12 @@ class Prompt:
     """The file and line, or the like, that the row came from."""
     column: str | None = None
     """The row's column that holds it; None is the usual one."""
+    completion: list[int] | None = None
+    """Token ids of the row's own completion, where that is trained."""
+
+    def sequences(self) -> dict[str, tuple[list[int], list[int]]]:
+        """Return the prompt by its name, with the completion that is trained."""
+        return {"prompt": (self.ids, self.completion or [])}
 
 
 @dataclass
@@ -113,6 +119,11 @@ class Scorer(Protocol):
     """Weight of its score in the reward."""
     solved_at: float | None
     """A sample counts as solved from this score on; None: this scorer does not tell right from wrong."""
+
+    @property
+    def columns(self) -> Collection[str] | None:
+        """The columns of a row that the scorer may read; None is any."""
+        ...
 
     def check(self, row: dict) -> None:
         """Raise InputError where a dataset row lacks what the scorer reads; called on every row before the run."""

@@ -2,14 +2,16 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 from fused_rl.trainers.base import memory, ranks
-from fused_rl.trainers.base.screen import print_line
+from fused_rl.trainers.base.screen import print_line, print_rank0
 from fused_rl.trainers.base.text import InputError, escaped
-from fused_rl.trainers.data.encode import Encoder, load_tokenizer
+from fused_rl.trainers.data.encode import Encoded, Encoder, load_tokenizer
 from fused_rl.trainers.data.order import in_steps
-from fused_rl.trainers.data.rows import load_train_eval
+from fused_rl.trainers.data.reading import BadRows, Reading, load_train_eval
+from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.options import RunConfig, to_yaml
 from fused_rl.trainers.run.loop import Arithmetic, Stopped
 from fused_rl.trainers.run.parse import parse
@@ -17,12 +19,31 @@ from fused_rl.trainers.run.store import RunFolder, unlock
 
 LOST = "what was done since the last checkpoint is lost"
 INTERRUPTED = 130  # the usual status of a command that Ctrl-C ended
+# A dry run encodes all rows up to this many, and of more a sample.
+MOST_ROWS = 100_000
+# It prints the first and the last tokens of longer sequences.
+MOST_TOKENS = 200
+
+
+class Encodable(Protocol):
+    """What a trainer makes of a row."""
+
+    where: str
+
+    def sequences(self) -> dict[str, Encoded]:
+        """Return the token ids of prompt and response of each sequence, by its name."""
+        ...
+
+
+Read = Callable[[Any, Rows, Encoder], Sequence[Encodable]]
+"""(config, rows, encoder) -> what the trainer makes of the rows that can be used."""
 
 
 def run(
     config_class: type[RunConfig],
     arithmetic: Arithmetic,
     train: Callable[..., str],
+    read: Read,
     argv: list[str] | None = None,
 ) -> None:
     """Parse `argv`, or the process's command line, then either describe the run or train."""
@@ -31,7 +52,7 @@ def run(
         # Both describe and train get the same config, so a dry run refuses what the run would.
         config = parse(config_class, argv)
         if config.dry_run:
-            print_line(describe(config, arithmetic), as_is=True)
+            print_line(describe(config, arithmetic, read), as_is=True)
             return
         try:
             train(config)
@@ -46,6 +67,8 @@ def around(prog: str, lost: str = "nothing was written") -> Iterator[None]:
     """Make an InputError of a whole command one line; Ctrl-C has its usual status and says what is lost."""
     try:
         yield
+    except BadRows as error:
+        sys.exit(f"{prog}: error: {error}")  # its lines are escaped
     except InputError as error:
         sys.exit(f"{prog}: error: {escaped(error)}")
     except Stopped:
@@ -55,22 +78,55 @@ def around(prog: str, lost: str = "nothing was written") -> Iterator[None]:
         sys.exit(INTERRUPTED)
 
 
-def describe(config: RunConfig, arithmetic: Arithmetic) -> str:
-    """Return the resolved config as YAML that `--config` reads back, with the batch arithmetic as comments."""
+def describe(config: RunConfig, arithmetic: Arithmetic, read: Read) -> str:
+    """Return the resolved config as YAML that `--config` reads back, with arithmetic and an example as comments."""
     # What reading the rows prints goes to stderr, because stdout is the YAML that --config reads back.
     with contextlib.redirect_stdout(sys.stderr):
         RunFolder(config).check()
         config.resolve()
+        # Options that contradict each other are said before anything takes time.
+        arithmetic(config, ranks.processes())
         tokenizer = load_tokenizer(config.model, config.revision)
-        rows, _ = load_train_eval(config)
-        config.check_first_row(Encoder.of(config, tokenizer), rows)
+        encoder = Encoder.of(config, tokenizer)
+        with Reading(config.bad_rows) as reading:
+            train, held_out = load_train_eval(config, reading=reading)
+            sample = train.sampled(MOST_ROWS)
+            examples = read(config, sample, encoder)
+            read(config, held_out, encoder)
 
-        # Rows that become several examples are counted when all are encoded, which a dry run does not do.
-        counted = config if config.splits_rows else in_steps(config, len(rows))
+        # Of a sample it is not known how many examples the rows come to.
+        is_whole = len(sample) == len(train)
+        if not is_whole:
+            print_rank0(
+                f"checked {len(sample)} of {len(train)} rows of {train.source}, evenly spaced"
+            )
+        counted = in_steps(config, len(examples)) if is_whole else config
         needed = memory_line(counted)
     lines = [f"# {key}: {value}" for key, value in arithmetic(counted, ranks.processes()).items()]
     lines += [] if needed is None else [f"# memory per process: {needed}"]
+    lines += ["#", *example_lines(examples[0], encoder)]
     return "\n".join([to_yaml(config), "# batch arithmetic", *lines])
+
+
+def example_lines(example: Encodable, encoder: Encoder) -> list[str]:
+    """Return an example as comments: the tokens of its prompt and those that are trained, on a terminal in colours."""
+    colors = {"prompt": "\x1b[36m", "trained": "\x1b[32m"} if sys.stdout.isatty() else {}
+    lines = [f"# one example: {example.where}, its tokens between bars"]
+    for name, (prompt, response) in example.sequences().items():
+        parts = {"prompt": prompt, "trained": response}
+        for part, ids in parts.items():
+            if not ids:
+                continue
+            texts = [escaped(encoder.tokenizer.decode(i)) for i in ids]
+            if len(texts) > MOST_TOKENS:
+                left_out = len(texts) - MOST_TOKENS
+                half = MOST_TOKENS // 2
+                texts = [*texts[:half], f"… {left_out} more …", *texts[-half:]]
+            label = part if name == "prompt" else f"{name}, {part}"
+            color = colors.get(part, "")
+            end = "\x1b[0m" if color else ""
+            lines.append(f"# {label} ({len(ids)} tokens): {color}{'|'.join(texts)}{end}")
+    return lines
 
 
 def memory_line(config: RunConfig) -> str | None:

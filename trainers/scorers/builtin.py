@@ -7,7 +7,7 @@ Each is a `Scorer` (rollouts/types.py). docs/verifiers.md has their definitions.
 
 import numbers
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import regex
 
@@ -71,6 +71,14 @@ class BaseScorer:
         # What compares with an answer gives 1 where it is right; for other scores the user says what is solved.
         self.solved_at = 1.0 if solved_at is None and self.compares else solved_at
         self.answer_column = answer_column
+
+    @property
+    def columns(self) -> Collection[str] | None:
+        """The columns of a row that the scorer may read; None is any."""
+        if not self.compares:
+            return ()
+        column = self.answer_column
+        return ANSWER_COLUMNS if column is None else (column, column.partition(".")[0])
 
     def check(self, row: dict) -> None:
         """Check that the row has an answer, if this scorer compares with one."""

@@ -9,11 +9,11 @@ Each may be `async`. What one raises ends the run with its own traceback.
 import asyncio
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from fused_rl.trainers.base.screen import print_line
 from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.data.encode import prompt_column_of
+from fused_rl.trainers.data.forms import prompt_column_of
 from fused_rl.trainers.rollouts.types import Sample
 from fused_rl.trainers.scorers.builtin import BaseScorer
 
@@ -49,6 +49,11 @@ class FunctionScorer(BaseScorer):
             raise InputError(
                 f"verifier {name!r} must take {forms}; it takes ({', '.join(self.takes)})"
             )
+
+    @property
+    def columns(self) -> Collection[str] | None:
+        """The columns of a row that the function names; None for one that may read any."""
+        return self.takes if self.takes_many and not self.takes_all else None
 
     def check(self, row: dict) -> None:
         """Check that a function of TRL's kind finds the columns that it names."""

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fused_rl.trainers.base.text import InputError, load_function, name_of
+from fused_rl.trainers.data.encode import Encoder
+from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.rollouts.options import ROLLOUT_BATCH_SIZE
-from fused_rl.trainers.rollouts.types import Scorer
+from fused_rl.trainers.rollouts.roll_out import prompts_of
+from fused_rl.trainers.rollouts.types import Prompt, Scorer
 from fused_rl.trainers.scorers import builtin
 from fused_rl.trainers.scorers.functions import FunctionScorer
 from fused_rl.trainers.scorers.math import MathVerifier
@@ -135,6 +138,23 @@ def load_scorers(options: ScorerConfig, **reading) -> list[Scorer]:
             if not isinstance(scorer, builtin.Length):
                 scorer.solved_at = 1.0
     return models + verifiers
+
+
+def checked_prompts(config: Any, rows: Rows, encoder: Encoder) -> list[Prompt]:
+    """Return the prompts of rows as a dry run reads them: with all that checks rows, but no model that scores."""
+    scorers = []
+    for spec in parse_scorers(config) if config.verifiers else ():
+        if spec.kind != REWARD_MODEL:
+            scorers.append(spec.load(config.answer_column))
+    return prompts_of(
+        rows,
+        encoder,
+        scorers,
+        column=config.prompt_column,
+        max_length=config.max_prompt_length,
+        completion_column=config.trained_column,
+        check=config.check_row,
+    )
 
 
 def load_for_policy(config: Any, tokenizer, device) -> list[Scorer]:

@@ -1,0 +1,382 @@
+"""What the columns of a row mean, in the forms that people keep their rows in: the one place that knows these forms.
+
+| form | columns |
+|---|---|
+| prompts and completions | prompt or question (text or messages), and a completion (text, or one or several messages) |
+| messages | messages as OpenAI's, with tools, tool calls, and `weight: 0` at turns that are not trained |
+| ShareGPT conversations | conversations of `from` and `value`, with system and tools |
+| Alpaca instructions | instruction, input, output, system, history |
+| pairs | chosen and rejected, after a prompt of any form above, or with their prompt inside |
+| texts | text alone |
+
+A row is read by its own columns, so a file may mix forms. docs/data.md shows each by example.
+"""
+
+import json
+import re
+from typing import Any, NamedTuple, TypeAlias
+
+from fused_rl.trainers.data.rows import BadRow, Rows
+
+Message: TypeAlias = dict[str, Any]
+"""role, content, and what chat templates read besides."""
+Prompt: TypeAlias = str | list[Message]
+
+CONVERSATIONS = ("messages", "ShareGPT conversations")
+PROMPT_COLUMNS = ("prompt", "messages", "conversations", "question", "instruction", "problem")
+SYSTEM_COLUMNS = ("system", "system_prompt")
+# ShareGPT's roles, and those that chat templates know.
+ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+ROLES |= {
+    role: role
+    for role in ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+}
+# Messages that went through a .csv file come back as the text that spells them.
+SPELLED = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:.*\]\s*""", re.DOTALL)
+
+
+class Read(NamedTuple):
+    """What a row says."""
+
+    form: str
+    prompt: Prompt | None
+    """Text, or messages; a conversation that nothing follows has its responses inside. None before whole texts."""
+    tools: list[dict] | None = None
+    responses: tuple[Prompt, ...] = ()
+    """Texts or messages that follow the prompt: a completion, or a chosen and a rejected one."""
+    own_prompts: tuple[list[Message], ...] = ()
+    """The prompt of each response where the two of a pair differ in it."""
+
+
+def prompt_column_of(row: dict) -> str:
+    """Return the column that holds a row's prompt where none is named."""
+    # A table of rows of several forms has null where a row has another form.
+    present = [name for name in PROMPT_COLUMNS if name in row]
+    filled = [name for name in present if row[name] is not None]
+    return (filled or present or PROMPT_COLUMNS)[0]
+
+
+class Reader:
+    """Reads the rows of one source, and notes in these which forms and columns it has read."""
+
+    def __init__(self, rows: Rows):
+        self.rows = rows
+
+    def prompt(self, i: int, column: str | None) -> Read:
+        """Return row i's prompt alone, without the assistant's last turn."""
+        row = self.rows.rows[i]
+        read = self._prompt(row, column)
+        prompt = read.prompt
+        # A conversation that was written for training ends with the answer, which a prompt must not give away.
+        if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+            prompt = prompt[:-1]
+        return self._noted(read._replace(prompt=prompt))
+
+    def completion(self, i: int, column: str | None, completion_column: str) -> Read:
+        """Return row i's prompt and its completion, a conversation that ends with the assistant, or a text alone."""
+        row = self.rows.rows[i]
+        others = (*PROMPT_COLUMNS, completion_column)
+        has_others = any(row.get(name) is not None for name in others)
+        if column is None and isinstance(row.get("text"), str) and not has_others:
+            self._uses("text")
+            return self._noted(Read("texts", None, responses=(row["text"],)))
+
+        read = self._prompt(row, column)
+        # Alpaca's rows name it so; any other column must be given by name.
+        if row.get(completion_column) is None and read.form == "Alpaca instructions":
+            completion_column = "output"
+        cell = row.get(completion_column)
+        if read.form in CONVERSATIONS:
+            last = read.prompt[-1]["role"]
+            if last == "assistant" and (
+                cell is None or completion_column == (column or "messages")
+            ):
+                return self._noted(read)
+            if last == "assistant":
+                reason = f"the conversation ends with the assistant's turn, and column {completion_column!r}"
+                raise BadRow(f"{reason} has one too", "remove one of them")
+            if cell is None:
+                roles = ", ".join(message["role"] for message in read.prompt[-8:])
+                state = f"column {completion_column!r} {state_of(row, completion_column)}"
+                remedy = "end it with the assistant's turn, or name the completion's column with --completion_column"
+                reason = f"the conversation ends with the {last}'s turn, and {state}"
+                raise BadRow(reason, remedy, came=f"the last roles are {roles}")
+        cell = self._cell(row, completion_column, "completion_column")
+        completion = cell if isinstance(cell, str) else messages_of(cell, completion_column)
+        if isinstance(completion, list):
+            must_end_with_assistant(completion, completion_column)
+        form = "prompts and completions" if read.form == "prompts" else read.form
+        return self._noted(read._replace(form=form, responses=(completion,)))
+
+    def pair(self, i: int, column: str | None, sides: dict[str, str]) -> Read:
+        """Return row i's prompt with its chosen and its rejected response; `sides` has their columns by option."""
+        row = self.rows.rows[i]
+        cells = []
+        for option, name in sides.items():
+            cell = self._cell(row, name, option)
+            cells.append(cell if isinstance(cell, str) else messages_of(cell, name))
+            if not isinstance(cell, str):
+                must_end_with_assistant(cells[-1], name)
+        chosen, rejected = cells
+        if isinstance(chosen, str) != isinstance(rejected, str):
+            reason = "one response is text and the other one is messages"
+            raise BadRow(reason, "give both in the same form")
+
+        # Whole conversations hold their prompt, of which each may have a system message outside.
+        has_prompt = column is not None or row.get(prompt_column_of(row)) is not None
+        if isinstance(chosen, list) and chosen[0]["role"] != "assistant":
+            self._uses(column or prompt_column_of(row))  # the conversations have it as well
+            whole = [with_system(messages, self._system(row)) for messages in cells]
+            return self._noted(_split(*whole, tools=self._tools(row)))
+        if isinstance(chosen, str) and not has_prompt:
+            return self._noted(Read("pairs of whole texts", None, responses=(chosen, rejected)))
+        read = self._prompt(row, column)
+        read = read._replace(form=f"pairs after {read.form}")
+        if isinstance(chosen, str):
+            return self._noted(read._replace(responses=(chosen, rejected)))
+        # Both may go on for some turns in the same words.
+        prompt = conversation(read.prompt)
+        split = _split(prompt + chosen, prompt + rejected, read.tools)
+        return self._noted(split._replace(form=read.form))
+
+    def value(self, i: int, column: str) -> Any:
+        """Return a cell that has no meaning here, such as a label; None where the row has none."""
+        self._uses(column)
+        return self.rows.rows[i].get(column)
+
+    def _prompt(self, row: dict, named: str | None) -> Read:
+        column = named or prompt_column_of(row)
+        cell = self._cell(row, column, "prompt_column")
+        system = self._system(row)
+        if not isinstance(cell, str):
+            messages = with_system(messages_of(cell, column), system)
+            is_sharegpt = isinstance(cell, list) and "from" in cell[0]
+            form = "ShareGPT conversations" if is_sharegpt else "messages"
+            return Read(form, messages, self._tools(row, wrapped=is_sharegpt))
+        if SPELLED.fullmatch(cell):
+            raise BadRow(
+                f"column {column!r} is a text that spells messages", "give a list in a .jsonl"
+            )
+        form, prompt, earlier = "prompts", cell, []
+        if column == "instruction":
+            form = "Alpaca instructions"
+            prompt, earlier = self._alpaca(row)
+        if system is None and not earlier:
+            return Read(form, prompt, self._tools(row))
+        messages = [*earlier, {"role": "user", "content": prompt}]
+        return Read(form, with_system(messages, system), self._tools(row))
+
+    def _alpaca(self, row: dict) -> tuple[str, list[Message]]:
+        """Return an instruction with its input, and the earlier turns."""
+        prompt = row["instruction"]
+        self._uses("input", "history")
+        context = row.get("input")
+        if isinstance(context, str) and context:
+            prompt = f"{prompt}\n\n{context}" if prompt else context
+        earlier = []
+        history = row.get("history") or []
+        if not isinstance(history, list) or any(
+            not isinstance(turn, list) or [*map(type, turn)] != [str, str] for turn in history
+        ):
+            reason = "column 'history' must be a list of pairs of texts, a question and its answer"
+            raise BadRow(reason, came=f"got {history!r:.80}")
+        for question, answer in history:
+            earlier.append({"role": "user", "content": question})
+            earlier.append({"role": "assistant", "content": answer})
+        return prompt, earlier
+
+    def _system(self, row: dict) -> str | None:
+        self._uses(*SYSTEM_COLUMNS)
+        filled = [row[name] for name in SYSTEM_COLUMNS if isinstance(row.get(name), str)]
+        return next(filter(None, filled), None)
+
+    def _tools(self, row: dict, *, wrapped: bool = False) -> list[dict] | None:
+        """Return the schemas of the tools that the row offers; LLaMA-Factory's bare ones as OpenAI `wrapped` them."""
+        self._uses("tools")
+        cell = row.get("tools")
+        tools = parsed_json(cell) if isinstance(cell, str) and cell.strip() else cell
+        if not tools:
+            return None
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            reason = (
+                "column 'tools' must be a list of JSON schemas, as objects or as the text of a list"
+            )
+            raise BadRow(reason, came=f"got {cell!r:.80}")
+        # Nulls in a text were written; those in objects may be a table's.
+        tools = tools if isinstance(cell, str) else without_nulls(tools)
+        if wrapped:
+            tools = [
+                tool if "function" in tool else {"type": "function", "function": tool}
+                for tool in tools
+            ]
+        return tools
+
+    def _cell(self, row: dict, column: str, option: str) -> Any:
+        """Return a cell that must be there; an error names the option that names another column."""
+        self._uses(column)
+        if row.get(column) is None:
+            reason = (
+                f"column {column!r} {state_of(row, column)}; the row has {sorted(map(str, row))}"
+            )
+            raise BadRow(reason, f"name the right column with --{option}")
+        return row[column]
+
+    def _uses(self, *columns: str) -> None:
+        self.rows.columns_read.update(columns)
+
+    def _noted(self, read: Read) -> Read:
+        self.rows.forms[read.form] += 1
+        return read
+
+
+def state_of(row: dict, column: str) -> str:
+    """Return "is null" or "is missing"."""
+    return "is null" if column in row else "is missing"
+
+
+def conversation(prompt: Prompt | None) -> list[Message]:
+    """Return a prompt as messages: a text is the user's."""
+    if isinstance(prompt, list):
+        return prompt
+    return [{"role": "user", "content": prompt}]
+
+
+def with_system(messages: list[Message], system: str | None) -> list[Message]:
+    """Return messages with a system message before them, if they do not begin with one."""
+    if system is None or messages[0]["role"] in ("system", "developer"):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def must_end_with_assistant(messages: list[Message], column: str) -> None:
+    """Refuse messages whose last one is not the assistant's."""
+    if messages[-1]["role"] != "assistant":
+        reason = f"the messages of column {column!r} end with the {messages[-1]['role']}'s turn"
+        raise BadRow(reason, "end them with the assistant's")
+
+
+def _split(chosen: list[Message], rejected: list[Message], tools: list[dict] | None) -> Read:
+    """Return two conversations as the turns that they share and those in which they differ."""
+    shared = 0
+    # The last turn is a response even where the other conversation has the same one.
+    while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
+        shared += 1
+    sides = chosen[shared:], rejected[shared:]
+    form = "pairs of conversations"
+    if all(side[0]["role"] == "assistant" for side in sides):
+        return Read(form, chosen[:shared], tools, sides)
+    # They are answers to different prompts.
+    ends = (chosen[-1:], rejected[-1:])
+    return Read(form, None, tools, ends, own_prompts=(chosen[:-1], rejected[:-1]))
+
+
+def messages_of(cell: Any, column: str) -> list[Message]:
+    """Return messages in transformers' form, of a list of OpenAI's or ShareGPT's, or of a single one."""
+    cell = [cell] if isinstance(cell, dict) else cell
+    if not isinstance(cell, list) or not cell or not all(isinstance(one, dict) for one in cell):
+        reason = (
+            f"column {column!r} must be text or a list of messages with role and content, both text"
+        )
+        raise BadRow(reason, came=f"got {cell!r:.80}")
+    return [_message_of(message, column) for message in cell]
+
+
+def _message_of(message: dict, column: str) -> Message:
+    """Return one message with its role by transformers' name, its text, and what else it says."""
+    # ShareGPT's keys.
+    if message.get("role") is None and "from" in message:
+        message = {**message, "role": message["from"], "content": message.get("value")}
+        message = {key: value for key, value in message.items() if key not in ("from", "value")}
+    name = message.get("role")
+    role = ROLES.get(name.lower()) if isinstance(name, str) else None
+    if role is None:
+        known = "system, user, assistant or tool, or ShareGPT's human, gpt, function_call or observation"
+        raise BadRow(
+            f"a message of column {column!r} has the role {name!r:.40}", f"expected {known}"
+        )
+    # A table fills in null for what other rows' messages have.
+    others = {key: value for key, value in message.items() if key not in ("role", "content")}
+    others = {key: value for key, value in others.items() if value is not None}
+    content = message.get("content")
+    if name == "function_call":
+        others["tool_calls"] = _spelled_calls(content)
+        content = None
+
+    # What the assistant says in place of a text.
+    if isinstance(others.get("tool_calls"), str):
+        others["tool_calls"] = parsed_json(others["tool_calls"])
+    if not others.get("tool_calls"):
+        others.pop("tool_calls", None)
+    # OpenAI's key and ms-swift's for a turn that is not trained.
+    weight = others.pop("loss", others.pop("weight", 1))
+    if weight not in (0, 1):
+        raise BadRow("the weight of a message must be 0 or 1", came=f"got {weight!r:.40}")
+    if not weight:
+        others["weight"] = 0
+    if "tool_calls" in others:
+        others["tool_calls"] = [_call_of(call) for call in as_list(others["tool_calls"])]
+    content = _text_of(content, column)
+    says_otherwise = {"tool_calls", "function_call"} & set(others)
+    if content is None and not says_otherwise:
+        reason = f"a message of column {column!r} has no content"
+        raise BadRow(reason, "give its text", came=f"got {message!r:.80}")
+    return {"role": role, "content": content, **others}
+
+
+def _text_of(content: Any, column: str) -> str | None:
+    """Return the text of a message's content, which may come as parts."""
+    if content is None or isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            reason = f"a message of column {column!r} has content of type {kind!r:.40}"
+            raise BadRow(reason, "only text can be read")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _call_of(call: Any) -> dict:
+    """Return a tool call with its arguments as an object, without a table's nulls."""
+    if not isinstance(call, dict):
+        raise BadRow("a tool call must be an object", came=f"got {call!r:.80}")
+    call = {key: value for key, value in call.items() if value is not None}
+    # OpenAI's have the function inside; others are the function.
+    function = call.get("function", call)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadRow("a tool call has no name", came=f"got {call!r:.80}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        # What is written in a text is no null of a table.
+        function = function | {"arguments": parsed_json(arguments) if arguments.strip() else {}}
+    function = {key: value for key, value in function.items() if value is not None}
+    if not isinstance(arguments, str):
+        function = without_nulls(function)
+    return call | {"function": function} if "function" in call else function
+
+
+def _spelled_calls(content: Any) -> list:
+    """Return the tool calls of a ShareGPT turn, which spells one or a list of them as JSON."""
+    calls = parsed_json(content) if isinstance(content, str) else content
+    return [{"type": "function", "function": call} for call in as_list(calls)]
+
+
+def as_list(value: Any) -> list:
+    """Return a list, or the one value in a list."""
+    return value if isinstance(value, list) else [value]
+
+
+def parsed_json(text: str) -> Any:
+    """Return what a text of JSON says."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise BadRow("tools or a tool call are not JSON", came=f"{text!r:.80}") from error
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without keys that are null at any depth: a table fills these in for what other rows have."""
+    if isinstance(value, dict):
+        return {key: without_nulls(one) for key, one in value.items() if one is not None}
+    return [without_nulls(one) for one in value] if isinstance(value, list) else value

@@ -1,0 +1,199 @@
+"""Reading all rows of a run: what cannot be used is collected, and said at once when everything has been read."""
+
+import contextlib
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+from fused_rl.trainers.base.screen import print_rank0
+from fused_rl.trainers.base.text import InputError, escaped
+from fused_rl.trainers.data.rows import NO_ROW, BadRow, Rows, checked, load_rows
+from fused_rl.trainers.options import DataConfig
+
+if TYPE_CHECKING:
+    import datasets
+
+RowsLike: TypeAlias = "str | list[dict[str, Any]] | datasets.Dataset | None"
+"""Rows in Python: a name, or the rows themselves."""
+
+# Kinds of reasons that are listed one by one.
+MOST_KINDS = 12
+
+
+class BadRows(InputError):
+    """The rows that end a run; the message is a block of several lines, its parts escaped."""
+
+
+class Kind(NamedTuple):
+    """Rows that cannot be used for one reason."""
+
+    first: BadRow
+    count: int
+
+
+class Reading(contextlib.AbstractContextManager):
+    """The rows that a run reads, as a context: at its end bad ones raise `BadRows`, or with "skip" are printed.
+
+    It also prints which forms the rows had, and which of their columns were not read.
+    """
+
+    def __init__(self, bad_rows: Literal["refuse", "skip"] = "refuse"):
+        self.skips = bad_rows == "skip"
+        self.bad: list[BadRow] = []
+        self.read: list[Rows] = []
+
+    def add(self, rows: Rows) -> Rows:
+        """Return rows, which are read now."""
+        self.read.append(rows)
+        return rows
+
+    def __exit__(self, kind, error, traceback) -> None:
+        # Bad rows may be why too few are left; what they lack is said first.
+        if error is None or (isinstance(error, InputError) and self.bad and not self.skips):
+            self.finish()
+
+    def finish(self) -> None:
+        """Raise or print what cannot be used, and print what was read."""
+        # What is no row, such as half a line of JSON, is not among the rows that were read.
+        total = sum(map(len, self.read)) + sum(error.reason in NO_ROW for error in self.bad)
+        counts = f"{len(self.bad)} of {total}"
+        if self.bad and not self.skips:
+            # One row's reason is a line.
+            if len(self.bad) == 1:
+                raise self.bad[0]
+            title = f"{counts} rows cannot be used (--bad_rows skip leaves them out); the first of each kind:"
+            raise BadRows("\n".join([title, *self._kinds()]))
+        if self.bad:
+            title = f"left out {counts} rows, which cannot be used; the first of each kind:"
+            print_rank0(title, *self._kinds())
+        if self.bad and len(self.bad) == total:
+            raise InputError(f"no row can be used; {self.bad[0]}")
+        print_rank0(*self._forms())
+
+    def _kinds(self) -> list[str]:
+        """Return a line for each reason: how many rows it has, and the first of them with what to do."""
+        kinds: dict[tuple[str, str], Kind] = {}
+        for error in self.bad:
+            key = error.reason, error.remedy
+            count = kinds[key].count if key in kinds else 0
+            first = kinds[key].first if key in kinds else error
+            kinds[key] = Kind(first, count + 1)
+        ordered = sorted(kinds.values(), key=lambda kind: -kind.count)
+        lines = []
+        for kind in ordered[:MOST_KINDS]:
+            lines.append(escaped(f"{kind.count:>6}  {kind.first}"))
+        others = ordered[MOST_KINDS:]
+        if others:
+            count = sum(kind.count for kind in others)
+            lines.append(f"{count:>6}  for {len(others)} other reasons")
+        return lines
+
+    def _forms(self) -> list[str]:
+        """Return a line for each source: the forms of its rows, and the columns that nothing has read."""
+        sources: dict[str, list[Rows]] = {}
+        for rows in self.read:
+            sources.setdefault(rows.source, []).append(rows)
+        lines = []
+        for source, parts in sources.items():
+            forms = sum((rows.forms for rows in parts), Counter())
+            names = [name for name, _ in forms.most_common()]
+            # Numbers say more than names only where there are several forms.
+            if len(forms) > 1:
+                names = [f"{count} {name}" for name, count in forms.most_common()]
+            read = set().union(*(rows.columns_read for rows in parts))
+            unused = {name: None for rows in parts for name in rows.unused_columns()}
+            unused = [name for name in unused if name not in read]
+            label = "rows" if len(sources) == 1 else source
+            line = f"{label}: {', '.join(names)}"
+            lines.append(f"{line}; unused columns: {', '.join(unused)}" if unused else line)
+        return lines
+
+
+def chosen_rows(
+    option: str,
+    rows: RowsLike,
+    name: str | None,
+    config_name: str | None,
+    split: str,
+    bad_rows: list[BadRow] | None = None,
+) -> Rows:
+    """Return the rows that Python gave for an option, or that the config names; `bad_rows` as in `load_rows`."""
+    named = name if rows is None else rows
+    if named is None:
+        raise InputError(
+            f"{option} is missing; give --{option}, or in Python train(config, {option}=rows)"
+        )
+    if isinstance(named, str):
+        return load_rows(named, config_name, split, bad_rows)
+    # Who has a Dataset has imported `datasets`; importing it here would cost everybody else a
+    # second.
+    if "datasets" in sys.modules and isinstance(rows, sys.modules["datasets"].Dataset):
+        rows = rows.to_list()
+    if not isinstance(rows, list):
+        expected = (
+            "the name of a file or of a Hub dataset, a datasets.Dataset, or a list of dictionaries"
+        )
+        raise InputError(f"{option}: expected {expected}, got {type(rows).__name__}")
+    return checked(Rows(list(rows), option, bad=bad_rows))
+
+
+def load_train_eval(
+    config: DataConfig,
+    dataset: RowsLike = None,
+    eval_dataset: RowsLike = None,
+    reading: Reading | None = None,
+) -> tuple[Rows, Rows]:
+    """Return the rows to train on and the held-out rows: those given, or those that a run config names."""
+    train, held_out = _train_and_held_out(
+        config, dataset, eval_dataset, None if reading is None else reading.bad
+    )
+    if reading is not None:
+        reading.add(train)
+        reading.add(held_out)
+    return train, held_out
+
+
+def _train_and_held_out(
+    config: DataConfig,
+    dataset: RowsLike,
+    eval_dataset: RowsLike,
+    bad_rows: list[BadRow] | None,
+) -> tuple[Rows, Rows]:
+    train = chosen_rows(
+        "dataset", dataset, config.dataset, config.dataset_config, config.dataset_split, bad_rows
+    )
+    if not config.eval_size:
+        return train, Rows([], train.source)
+    # Held out from the end of the rows: the same rows, whatever the seed.
+    if config.eval_dataset is None and eval_dataset is None:
+        cut = len(train) - config.eval_size
+        if cut <= 0:
+            what = f"eval_size={config.eval_size} leaves nothing to train on"
+            raise InputError(f"{what}: {train.source} has {len(train)} rows")
+        return train.subset(range(cut)), train.subset(range(cut, len(train)))
+    # Or of a dataset of its own, which has the same configuration if it has the same name.
+    configuration = config.eval_dataset_config
+    if configuration is None and config.eval_dataset == config.dataset:
+        configuration = config.dataset_config
+    held_out = chosen_rows(
+        "eval_dataset",
+        eval_dataset,
+        config.eval_dataset,
+        configuration,
+        config.eval_split,
+        bad_rows,
+    )
+    evaluated = min(len(held_out), config.eval_size)
+    if len(held_out) != config.eval_size:
+        print_rank0(
+            f"{held_out.source}: evaluated on {evaluated} of {len(held_out)} held-out rows (--eval_size)"
+        )
+    return train, held_out.subset(range(evaluated))
+
+
+def log_dropped(rows: Rows, dropped: int, reason: str) -> None:
+    """Print how many rows are left out, and why; refuse to leave out all of them."""
+    if dropped and dropped == len(rows):
+        raise InputError(f"{rows.source}: all {len(rows)} rows are {reason}")
+    if dropped:
+        print_rank0(f"{rows.source}: dropped {dropped} of {len(rows)} rows {reason}")
