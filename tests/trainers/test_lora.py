@@ -1,6 +1,7 @@
 """Adapters: which layers get them, saved apart or merged, and trained on from the folder that holds them."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,10 @@ import torch
 
 from fused_rl.trainers import grpo, ppo, sft
 from fused_rl.trainers.base import engine
+from fused_rl.trainers.base.files import base_of_adapters, hash_of_model
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode
+from fused_rl.trainers.models import language_model, lora
 from fused_rl.trainers.models.reward_model import RewardModel
 from fused_rl.trainers.options import ModelConfig
 from tests.trainers import runs, tiny
@@ -42,11 +45,13 @@ def with_peft(base: str, adapters: str) -> torch.Tensor:
     import peft
     import transformers
 
-    return logits(
-        peft.PeftModel.from_pretrained(
-            transformers.AutoModelForCausalLM.from_pretrained(base), adapters
-        )
-    )
+    lm = transformers.AutoModelForCausalLM.from_pretrained(base)
+    saved = peft.load_peft_weights(adapters, device="cpu")
+    # peft leaves it to its user to add the tokens that the adapters come with.
+    for name in ("weight", "base_layer.weight"):
+        if (embedding := saved.get(f"base_model.model.model.embed_tokens.{name}")) is not None:
+            lm.resize_token_embeddings(len(embedding), mean_resizing=False)
+    return logits(peft.PeftModel.from_pretrained(lm, adapters))
 
 
 def stock(folder: str) -> torch.Tensor:
@@ -162,3 +167,159 @@ def test_the_options_of_the_adapters_that_are_read_may_be_repeated_and_not_chang
             InputError, match=f"{option}=.* is not that of the adapters in .*: leave it out"
         ):
             tiny.load_lm(sft_config((adapters, files[1]), tmp_path, **options))
+
+
+# Adapters that somebody else made.
+
+
+def made_with_peft(base: str, folder: Path, *, more_tokens: int = 0, **options) -> str:
+    """A folder with random adapters to a model, and its tokenizer, as a user of peft has it."""
+    import peft
+    import transformers
+
+    lm = transformers.AutoModelForCausalLM.from_pretrained(base)
+    if more_tokens:
+        lm.resize_token_embeddings(lm.config.vocab_size + more_tokens)
+    given = {"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | options
+    adapted = peft.get_peft_model(lm, peft.LoraConfig(**given))
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(3)
+        for name, weight in adapted.named_parameters():
+            if "lora_" in name:
+                weight.normal_(std=0.1)
+    # Under another vocabulary peft looks for the model's config, which it does not find offline without this.
+    adapted.save_pretrained(folder, save_embedding_layers=True if more_tokens else "auto")
+    tiny.tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+PATTERNS = {
+    "target_modules": "all-linear",
+    "rank_pattern": {"q_proj": 3, "layers.1.mlp.up_proj": 1},
+    "alpha_pattern": {"k_proj": 64},
+    "use_rslora": True,
+}
+KINDS = {
+    "embedding": {"target_modules": ["embed_tokens", "q_proj"]},
+    "head": {"target_modules": ["lm_head", "q_proj"]},
+    "added tokens": {"more_tokens": 5},
+    "own rank and scale of each layer": PATTERNS,
+    "some layers": {"layers_to_transform": [1]},
+}
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory) -> str:
+    return tiny.model_folder(tmp_path_factory.mktemp("tied") / "model", tie=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tie", [False, True])
+def test_adapters_of_peft_are_trained_on_saved_and_merged_as_peft_reads_them(
+    tie, kind, files, tied, tmp_path
+):
+    base = tied if tie else files[0]
+    made = made_with_peft(base, tmp_path / "made", **KINDS[kind])
+    options = {"lora_rank": 0, "loss_from": "logits" if kind == "head" else "linear"}
+    read = tiny.load_lm(sft_config((made, files[1]), tmp_path, **options))
+    torch.testing.assert_close(logits(read.lm), with_peft(base, made), atol=1e-6, rtol=0)
+
+    adapters, merged = (
+        sft.train(
+            sft_config((made, files[1]), tmp_path / str(merges), save_merged=merges, **options)
+        )
+        for merges in (False, True)
+    )
+    trained = with_peft(base, adapters)
+    assert (trained - with_peft(base, made)).abs().max() > 1e-3
+    torch.testing.assert_close(stock(merged), trained, atol=2e-5, rtol=0)
+    sampled = language_model.load_to_sample(
+        adapters, device=torch.device("cpu"), dtype=torch.float32
+    )
+    torch.testing.assert_close(logits(sampled), trained, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param({"zero_stage": 3}, marks=pytest.mark.slow)])
+def test_adapters_on_the_embedding_are_trained_and_resumed(options, files, tmp_path):
+    from safetensors.torch import load_file
+
+    made = made_with_peft(files[0], tmp_path / "made", **KINDS["embedding"])
+    given = {"steps": 3, "lora_rank": 0, "save_every": 1, "keep_checkpoints": 9} | options
+    whole = sft.train(sft_config((made, files[1]), tmp_path / "whole", **given))
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    config = sft_config((made, files[1]), tmp_path / "resumed", resume_from="step-1", **given)
+    resumed = sft.train(config)
+    before, a, b = (
+        load_file(f"{folder}/adapter_model.safetensors") for folder in (made, whole, resumed)
+    )
+    assert all(torch.equal(a[name], b[name]) for name in a | b)
+    trained = {name for name in a if not torch.equal(a[name], before[name])}
+    assert trained == {name for name in a if "lora_" in name}
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"trainable_token_indices": [1, 2]}, "adapters with trainable_token_indices=.1, 2.;"),
+        ({"modules_to_save": ["lm_head"]}, "adapters with modules_to_save=.'lm_head'.;"),
+        ({"lora_bias": True}, "adapters with lora_bias=True;"),
+        ({"bias": "all"}, "adapters with bias='all';"),
+        ({"use_dora": True}, "adapters with use_dora=True;"),
+        # These change the weights below them, so that the policy without adapters is no reference.
+        ({"init_lora_weights": "pissa"}, "adapters with init_lora_weights='pissa';"),
+        ({"init_lora_weights": "olora"}, "adapters with init_lora_weights='olora';"),
+        # peft saves the rows of the layer that has adapters alone.
+        (
+            {"target_modules": ["embed_tokens"], "more_tokens": 5},
+            "adapters for .* tokens and the new rows of model.embed_tokens alone",
+        ),
+    ],
+)
+def test_what_could_not_be_merged_again_is_refused(options, what, files, tmp_path):
+    made = made_with_peft(files[0], tmp_path / "made", **options)
+    with pytest.raises(InputError, match=f"{what}.*merge_and_unload"):
+        tiny.load_lm(sft_config((made, files[1]), tmp_path, lora_rank=0))
+
+
+def test_an_adapted_head_is_no_linear_loss(files, tmp_path):
+    made = made_with_peft(files[0], tmp_path / "made", **KINDS["head"])
+    with pytest.raises(InputError, match="has adapters on its LM head, .*--loss_from logits"):
+        tiny.load_lm(sft_config((made, files[1]), tmp_path, lora_rank=0))
+
+
+# The model below adapters.
+
+
+def test_a_relative_model_below_adapters_is_looked_for_in_both_places(
+    files, adapters, tmp_path, monkeypatch
+):
+    shutil.copytree(files[0], tmp_path / "all" / "base")
+    made = tmp_path / "all" / "adapters"
+    shutil.copytree(adapters, made)
+    config = json.loads((made / "adapter_config.json").read_text())
+
+    def named(base: str) -> None:
+        described = json.dumps(config | {"base_model_name_or_path": base})
+        (made / "adapter_config.json").write_text(described)
+
+    # In the folder of the adapters; what is saved then names it from everywhere.
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    named("../base")
+    trained = sft.train(sft_config((str(made), files[1]), "run", lora_rank=0))
+    saved = json.loads((Path(trained) / "adapter_config.json").read_text())
+    assert saved["base_model_name_or_path"] == str(tmp_path / "all" / "base")
+
+    # The current folder comes first, as a run wrote the name.
+    (elsewhere / "base").symlink_to(files[0])
+    (made / "base").mkdir()
+    named("base")
+    assert base_of_adapters(made, "base") == "base" == lora.find(str(made)).base_model_name_or_path
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    named("models/none")
+    where = f"neither a folder in {elsewhere} .the current folder. or in {made}, nor found on the"
+    for read in (hash_of_model, lora.find):
+        with pytest.raises(InputError, match=f"{made}' holds adapters to 'models/none', .*{where}"):
+            read(str(made))

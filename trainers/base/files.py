@@ -80,7 +80,35 @@ def hash_of_model(name: str, revision: str | None = None) -> str:
     if not adapters.is_file():
         return model_hash
     config = json.loads(adapters.read_bytes())
-    return f"{model_hash} on {hash_of_model(config['base_model_name_or_path'], config.get('revision'))}"
+    base, revision = config.get("base_model_name_or_path"), config.get("revision")
+    if not base:  # reading the model refuses them
+        return model_hash
+    base = base_of_adapters(folder, base, revision)
+    return f"{model_hash} on {hash_of_model(base, revision)}"
+
+
+def base_of_adapters(folder: str | Path, base: str, revision: str | None = None) -> str:
+    """Return the model below the adapters in a folder: its own folder, or its name on the Hub.
+
+    A relative folder is looked for in the current one, and then in that of the adapters.
+    """
+    from transformers.utils import cached_file
+
+    if Path(base).is_dir():
+        return base
+    beside = Path(folder, base)
+    if beside.is_dir():
+        return str(beside.resolve())
+    try:
+        cached_file(base, "config.json", revision=revision)
+    # Of the network, the Hub, or a name that cannot be one.
+    except (OSError, ValueError) as error:
+        what = f"{str(folder)!r} holds adapters to {base!r}, which is neither a folder in {os.getcwd()}"
+        remedy = "correct base_model_name_or_path in its adapter_config.json"
+        raise InputError(
+            f"{what} (the current folder) or in {folder}, nor found on the Hub; {remedy}"
+        ) from error
+    return base
 
 
 def sync(path: Path) -> None:

@@ -63,14 +63,18 @@ class LanguageModel(nn.Module):
         text = self.base.config.get_text_config()
         scales = [getattr(text, name, None) for name in ("logit_scale", "logits_scaling")]
         wrong = None
+        remedy = "use --loss_from logits"
         if self.base.base_model is self.base:
             wrong = "no backbone apart from its head"
         elif any(scale not in (None, 1, 1.0) for scale in scales):
             wrong = "config.logit_scale or logits_scaling, which the linear loss leaves out"
+        elif lora.is_adapted(self.head):
+            wrong = "adapters on its LM head, which the linear loss leaves out"
+            remedy = "merge them first (peft's merge_and_unload), or use --loss_from logits"
         elif type(self.head) not in (nn.Linear, WideHead):
             wrong = f"an LM head of type {type(self.head).__name__}"
         if wrong is not None:
-            raise InputError(f"{type(self.base).__name__} has {wrong}; use --loss_from logits")
+            raise InputError(f"{type(self.base).__name__} has {wrong}; {remedy}")
 
     @property
     def base(self) -> Any:
@@ -258,7 +262,8 @@ def check_fits(
     remedy: str,
 ) -> None:
     """Refuse token ids without an embedding, and rows that with `more` tokens are longer than the model's positions."""
-    embedded = lm.get_input_embeddings().num_embeddings
+    embedding = lm.get_input_embeddings()
+    embedded = getattr(embedding, "base_layer", embedding).num_embeddings  # under adapters
     limit = getattr(lm.config.get_text_config(), "max_position_embeddings", None) or float("inf")
     special = [tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.vocab_size - 1]
     # On a GPU an id without an embedding is an assertion in a kernel that names nothing.
@@ -339,7 +344,7 @@ def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) 
     if not trainable:
         lm.requires_grad_(False).eval()
     elif adapters is not None:
-        lm = lora.continued(lm, config.model, config.revision)
+        lm = lora.continued(lm, config.model, config.revision, adapters)
     elif with_adapters:
         lm = lora.adapted(lm, config)
     # With dropout the ratio of an unchanged policy would not be 1.
@@ -368,7 +373,8 @@ def load_to_sample(
         )
     reading = {"dtype": dtype, "attn_implementation": attn_implementation} | quantized
     lm = _read_lm(name, revision, adapters, device, **reading)
-    lm = lm if adapters is None else lora.continued(lm, name, revision).merge_and_unload()
+    if adapters is not None:
+        lm = lora.continued(lm, name, revision, adapters).merge_and_unload()
     return lm.to(device).eval()
 
 
@@ -401,10 +407,12 @@ def save_lm(trained, tokenizer, folder: Path, *, merged: bool = False) -> None:
             whole = {name.removeprefix("base_model.model."): value for name, value in whole.items()}
             lm = base
             state = lora.merged(whole, base)
+        # What was read beside the adapters belongs to them; otherwise peft decides.
+        beside = {"save_embedding_layers": True} if getattr(lm, "saves_embeddings", False) else {}
         # The Hub's sampling defaults, which training leaves out, belong to the saved model.
         training_config = base.generation_config
         base.generation_config = base.saved_generation_config
-        lm.save_pretrained(unfinished, state_dict=state)
+        lm.save_pretrained(unfinished, state_dict=state, **beside)
         base.generation_config = training_config
 
     save(trained, tokenizer, folder, write)

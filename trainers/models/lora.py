@@ -1,9 +1,12 @@
 """Low-rank adapters (peft): which layers get them, those that a folder holds, and whole weights with them merged in."""
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
+from fused_rl.trainers.base.files import base_of_adapters
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.options import ModelConfig
 
@@ -11,6 +14,15 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 ALL_LINEAR = "all-linear"
+# What peft's config may say of plain adapters: W becomes W + scale * B A, and nothing else of the model changes.
+PLAIN = {
+    *("task_type", "peft_type", "auto_mapping", "peft_version", "inference_mode", "runtime_config"),
+    *("base_model_name_or_path", "revision", "r", "lora_alpha", "rank_pattern", "alpha_pattern"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("lora_dropout", "fan_in_fan_out", "use_rslora", "eva_config"),
+}
+# Other ways to begin (PiSSA, OLoRA, LoftQ, …) change W itself, so without its adapters the model would be another one.
+PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
 
 def find(name: str, revision: str | None = None) -> "LoraConfig | None":
@@ -25,13 +37,31 @@ def find(name: str, revision: str | None = None) -> "LoraConfig | None":
     except OSError:
         return None
     config = peft.PeftConfig.from_pretrained(name, revision=revision)
-    # Of anything else than A and B, such as biases or whole modules, `merged` would lose a part.
-    is_lora = isinstance(config, peft.LoraConfig)
-    has_more = is_lora and (config.use_dora or config.modules_to_save or config.bias != "none")
-    if not is_lora or has_more or not config.base_model_name_or_path:
-        what = "adapters other than plain LoRA, or without the name of their model"
-        raise InputError(f"{name!r} holds {what}: merge them into their model with peft first")
+    if (problem := _beyond_plain_lora(config)) is not None:
+        remedy = "merge them into their model with peft first (merge_and_unload)"
+        raise InputError(f"{name!r} holds adapters {problem}; only plain LoRA is read: {remedy}")
+    config.base_model_name_or_path = base_of_adapters(
+        name, config.base_model_name_or_path, config.revision
+    )
     return config
+
+
+def _beyond_plain_lora(config) -> str | None:
+    """Return what of saved adapters `merged` would lose, in words, or None."""
+    import peft
+
+    if not isinstance(config, peft.LoraConfig):
+        return f"of the kind {type(config).__name__}"
+    if not config.base_model_name_or_path:
+        return "without the name of their model (base_model_name_or_path)"
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        is_plain = not value or value == field.default or field.name in PLAIN
+        if field.name == "init_lora_weights":
+            is_plain = value in PLAIN_STARTS
+        if not is_plain:
+            return f"with {field.name}={value!r:.60}"
+    return None
 
 
 def check_options(options: ModelConfig, adapters: "LoraConfig | None") -> None:
@@ -57,11 +87,70 @@ def check_options(options: ModelConfig, adapters: "LoraConfig | None") -> None:
             raise InputError(f"{option}={value} {reason}")
 
 
-def continued(lm: Any, name: str, revision: str | None) -> Any:
-    """Return `lm` with the adapters that were saved, trainable."""
+def continued(lm: Any, name: str, revision: str | None, adapters: "LoraConfig") -> Any:
+    """Return `lm` with the adapters that were saved under a name, trainable; `adapters` are what `find` found there."""
+    import peft
+    from transformers.pytorch_utils import Conv1D
+
+    saves_embeddings = _with_saved_rows(lm, name, revision)
+    adapted = peft.PeftModel.from_pretrained(
+        lm, name, revision=revision, config=adapters, is_trainable=True
+    )
+    adapted.saves_embeddings = saves_embeddings
+    for layer, module in lm.named_modules():
+        if is_adapted(module):
+            base_layer = module.get_base_layer()
+            if not isinstance(base_layer, (nn.Linear, Conv1D, nn.Embedding)):
+                what = f"adapters on {layer}, a {type(base_layer).__name__}"
+                remedy = "merge them with peft first (merge_and_unload)"
+                raise InputError(
+                    f"{name!r} holds {what}; linear layers and embeddings are read: {remedy}"
+                )
+    _untie(lm)
+    return adapted
+
+
+def is_adapted(layer: nn.Module) -> bool:
+    """Return True for a layer that peft has wrapped."""
+    from peft.tuners.lora import LoraLayer
+
+    return isinstance(layer, LoraLayer)
+
+
+def _with_saved_rows(lm: Any, name: str, revision: str | None) -> bool:
+    """Give `lm` as many embeddings as stand beside saved adapters, where tokens were added; True if any stand there."""
     import peft
 
-    return peft.PeftModel.from_pretrained(lm, name, revision=revision, is_trainable=True)
+    saved = peft.load_peft_weights(name, device="cpu", revision=revision)
+    names = {module: layer for layer, module in lm.named_modules()}
+    embedding, head = lm.get_input_embeddings(), lm.get_output_embeddings()
+    rows = {}
+    for module in (embedding, head):
+        key = f"base_model.model.{names[module]}"
+        weight = saved.get(f"{key}.weight", saved.get(f"{key}.base_layer.weight"))
+        if weight is not None:
+            rows[module] = len(weight)
+    size = max(rows.values(), default=0)
+    if size and size != len(embedding.weight):
+        # Rows that were not saved would be random numbers now.
+        if len(rows) < 2 and embedding.weight is not head.weight:
+            (saved_layer,) = (names[module] for module in rows)
+            what = f"adapters for {size} tokens and the new rows of {saved_layer} alone"
+            remedy = "merge them where they were trained (merge_and_unload)"
+            raise InputError(f"{name!r} holds {what}: {remedy}")
+        lm.resize_token_embeddings(size, mean_resizing=False)
+    return bool(rows)
+
+
+def _untie(lm: Any) -> None:
+    """Give the head a weight of its own, where it shares the embedding's and one of the two has adapters."""
+    embedding, head = lm.get_input_embeddings(), lm.get_output_embeddings()
+    if embedding.weight is head.weight and (is_adapted(embedding) or is_adapted(head)):
+        # Merged into a weight that both share, the adapters of one would change the other.
+        head = getattr(head, "base_layer", head)
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        lm.config.tie_word_embeddings = False
+        lm.config.get_text_config().tie_word_embeddings = False
 
 
 def adapted(lm: Any, options: ModelConfig) -> Any:
@@ -115,11 +204,19 @@ def merged(state: dict, model: Any) -> dict:
             name, _, kind = key.rpartition(".base_layer.")
             if kind == "weight":
                 # In fp32, rounded once: in bf16 most of a small update would be lost.
-                a, b = (state[f"{name}.lora_{side}.default.weight"].float() for side in "AB")
                 layer = model.get_submodule(name)
-                update = layer.scaling["default"] * (b @ a).to(value.device)
-                update = update.T if layer.fan_in_fan_out else update
+                update = layer.scaling["default"] * _product(state, name).to(value.device)
+                of_embedding = f"{name}.lora_embedding_A.default" in state
+                update = update.T if layer.fan_in_fan_out or of_embedding else update
                 value = (value.float() + update).to(value.dtype)
             key = f"{name}.{kind}"
         plain[key] = value
     return plain
+
+
+def _product(state: dict, name: str) -> torch.Tensor:
+    """Return B A in fp32, (out, in) of a linear layer and (H, V) of an embedding."""
+    a, b = f"{name}.lora_A.default.weight", f"{name}.lora_B.default.weight"
+    if a not in state:
+        a, b = f"{name}.lora_embedding_A.default", f"{name}.lora_embedding_B.default"
+    return state[b].float() @ state[a].float()
