@@ -27,6 +27,7 @@ from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.reading import RowsLike
 from fused_rl.trainers.data.rows import BadRow
+from fused_rl.trainers.models.language_model import check_fits
 from fused_rl.trainers.options import MAIN, Fraction, Needs, PositiveInt, Temperature, Unit, without
 from fused_rl.trainers.policy.evaluate import evaluate
 from fused_rl.trainers.policy.options import SamplingRunConfig
@@ -271,6 +272,10 @@ def train(
     policy = prepared.load_policy(
         needs_reference=False, packing_option="packing", packing=config.packing
     )
+    # A token without an embedding is found now, and not at the step that comes to it.
+    completions = ((sample.prompt_ids + sample.response.ids, sample.where) for sample in given)
+    remedy = "max_new_tokens or max_prompt_length"
+    check_fits(policy.model.module.base, prepared.tokenizer, completions, 0, remedy)
     with phase("loaded the teacher"):
         teachers = load_teachers(config, policy)
     # An evaluation compares the student with its teachers, too, on what it samples.

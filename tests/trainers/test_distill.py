@@ -1,6 +1,7 @@
 """Distillation: its loss and gradient in fp64, and runs that do not depend on how they were split or interrupted."""
 
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -209,6 +210,24 @@ def test_without_scorers_an_evaluation_shows_the_divergence_alone(folder, tmp_pa
         *metrics[-1]
     }
     assert "no scorer" not in capsys.readouterr().out
+
+
+def test_a_completion_without_an_embedding_is_refused_before_training(folder, tmp_path):
+    """As a token is that was added to the tokenizer, and for which the embeddings were not resized."""
+    import transformers
+
+    for name in ("model", "teacher"):
+        shutil.copytree(folder / name, tmp_path / name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder / name)
+        tokenizer.add_tokens(["<new>"])
+        tokenizer.save_pretrained(tmp_path / name)
+    rows = [{"question": f"{i}+1?", "answer": "2" if i < 6 else "<new> 2"} for i in range(8)]
+    tiny.jsonl(tmp_path / "rows.jsonl", rows)
+    config = distill_config(
+        tmp_path, tmp_path / "run", teacher=str(tmp_path / "teacher"), **MIXED | {"eval_size": 0}
+    )
+    with pytest.raises(InputError, match="rows.jsonl, line 7: token '<new>' has id .* embeds ids"):
+        distill.train(config)
 
 
 def test_a_teacher_may_be_adapters(folder, tmp_path):
