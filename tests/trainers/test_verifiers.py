@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 
@@ -76,6 +78,11 @@ def test_the_ground_truths_column():
             "^column 'ground_truth' is missing or null; the row has .'x'.; name another",
         ),
         ({"x": 1}, "y", "^column 'y' is missing"),
+        ({"a": {"b": 1}, "c": 2}, "a.c", "^column 'a.c' is missing or null; a has .'b'.; name an"),
+        ({"a": '{"b": {"c": 1}}'}, "a.b.d", "; a.b has .'c'.;"),
+        ({"a": "b: 1"}, "a.b", "; a is 'b: 1', which has no columns;"),
+        ({"a": {"b": None}}, "a.b", "; a has .'b'.;"),
+        ({"a": {"b": {"c": 1}}}, "a.b", "^column 'a.b' is .'c': 1. .dict.; expected text"),
         ({"answer": [1]}, None, "^column 'answer' is .1. .list.; expected text or a number"),
         ({"answer": float("nan")}, None, "^column 'answer' is nan"),
         ({"answer": "6*7\n####"}, None, "^column 'answer' has no answer"),
@@ -83,3 +90,27 @@ def test_the_ground_truths_column():
     ):
         with pytest.raises(InputError, match=message):
             answer_of(row, column)
+
+
+def test_an_answer_may_stand_in_nested_columns():
+    nested = {"ground_truth": 42, "style": "rule", "solution": "It is \\boxed{42}."}
+    text = json.dumps(nested)
+    rows = [{"reward_model": nested}, {"reward_model": text}, {"a": {"reward_model": text}}]
+    for row in rows:
+        outside = "a." if "a" in row else ""
+        for name in ("ground_truth", "solution"):
+            assert answer_of(row, f"{outside}reward_model.{name}") == "42"
+    # A dot in a name is no path where there is such a column, at any depth.
+    assert answer_of({"a.b": 1, "a": {"b": 2}}, "a.b") == "1"
+    assert answer_of({"x": {"a.b": 1, "a": {"b": 2}}}, "x.a.b") == "1"
+    assert answer_of({"a.b": {"c": 1}, "a": {"c": 2}}, "a.b.c") == "1"
+
+    # For every scorer that compares, in its check and its scores.
+    column = {"answer_column": "reward_model.ground_truth"}
+    for verifier in ("exact_match", "exact_match:ignore_case", r"regex:(\d+)", "math"):
+        (scorer,) = load_scorers(verifier, **column)
+        for row in rows[:2]:
+            scorer.check(row)
+        assert scorer(samples(["42", "43"], rows[:2])) == [1.0, 0.0]
+        with pytest.raises(InputError, match="reward_model has .'truth'."):
+            scorer.check({"reward_model": {"truth": 1}})

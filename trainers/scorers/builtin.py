@@ -5,6 +5,8 @@ r"""Scorers by name that compare a response with the row's answer, or look at it
 Each is a `Scorer` (rollouts/types.py). docs/verifiers.md has their definitions.
 """
 
+import contextlib
+import json
 import numbers
 import unicodedata
 from collections.abc import Collection, Sequence
@@ -26,14 +28,12 @@ def answer_of(row: dict, column: str | None) -> str:
     """Return the row's ground truth; of a worked solution what follows `####`, as in gsm8k, or its last box."""
     # A column that is there and null is passed over, as in tables that several datasets were joined to.
     columns = ANSWER_COLUMNS if column is None else (column,)
-    name = next((name for name in columns if row.get(name) is not None), None)
-    if name is None:
-        what = f"column {columns[0]!r} is missing or null"
-        raise InputError(
-            f"{what}; the row has {sorted(row)}; name another with --answer_column, or mend the row"
-        )
+    name = next((name for name in columns if row.get(name) is not None), columns[0])
+    value, where, level = _at_path(row, name)
+    if value is None:
+        what = f"column {name!r} is missing or null; {where} {level}"
+        raise InputError(f"{what}; name another with --answer_column, or mend the row")
     # A bool would be compared as the text True, and NaN is how a missing cell of a table is read.
-    value = row[name]
     if isinstance(value, bool) or not isinstance(value, (str, numbers.Number)) or value != value:
         raise InputError(
             f"column {name!r} is {shortened(value)} ({type(value).__name__}); expected text or a number"
@@ -41,11 +41,37 @@ def answer_of(row: dict, column: str | None) -> str:
 
     # Of a worked solution what follows the last marks, or the last box; other answers are taken whole.
     answer = str(value).rsplit("####", 1)[-1].strip()
-    if name == "solution":
+    if name.rpartition(".")[2] == "solution":
         answer = ([answer] + BOXED.findall(answer))[-1].strip()
     if not answer:
         raise InputError(f"column {name!r} has no answer: {value!r:.80}")
     return answer
+
+
+def _at_path(row: dict, path: str) -> tuple[object, str, str]:
+    """Return the value at a path through nested columns, or None; and where the path ended, and what is there.
+
+    In `reward_model.ground_truth` a column that itself has a dot in its name comes first. Some files keep a nested
+    column as JSON text.
+    """
+    level: object = row
+    names = path.split(".")
+    taken = 0
+    while taken < len(names):
+        where = ".".join(names[:taken]) or "the row"
+        if isinstance(level, str):
+            with contextlib.suppress(ValueError):
+                level = json.loads(level)
+        if not isinstance(level, dict):
+            return None, where, f"is {shortened(level)}, which has no columns"
+        for end in range(len(names), taken, -1):
+            inner = level.get(".".join(names[taken:end]))
+            if inner is not None:
+                break
+        else:
+            return None, where, f"has {sorted(level)}"
+        level, taken = inner, end
+    return level, path, ""
 
 
 def normalized(text: str) -> str:

@@ -29,8 +29,8 @@ class ScorerConfig(Options):
     solved_at: list[Finite | None] | None = None
     """Score from which a response counts as solved, for each verifier; null is the verifier's own."""
     answer_column: str | None = None
-    """Answers for the verifiers; None takes ground_truth, answer or solution. Of `... #### 42` the part after the
-    marks."""
+    """Answers for the verifiers, a column or a path into nested ones, such as reward_model.ground_truth; None takes
+    ground_truth, answer or solution. Of `... #### 42` the part after the marks."""
 
     @pydantic.field_validator("verifiers")
     @classmethod
