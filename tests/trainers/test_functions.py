@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import json
 
 import numpy
 import pytest
@@ -9,14 +10,23 @@ import torch
 
 import fused_rl
 from fused_rl.trainers import grpo
+from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.text import InputError, load_function
+from fused_rl.trainers.commands import eval as evaluation
 from fused_rl.trainers.options import to_yaml
 from fused_rl.trainers.policy import options
-from fused_rl.trainers.rollouts.roll_out import check_scores
-from fused_rl.trainers.rollouts.types import Response, Sample
+from fused_rl.trainers.rollouts.roll_out import (
+    check_scores,
+    roll_out,
+    rollout_metrics,
+    sample_rows_of,
+)
+from fused_rl.trainers.rollouts.sampling import Sampling
+from fused_rl.trainers.rollouts.types import Prompt, Response, Sample
 from fused_rl.trainers.scorers.functions import FunctionScorer
 from fused_rl.trainers.scorers.load import load_scorers, parse_scorers
 from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
+from tests.trainers import runs, steps, tiny
 
 HERE = "tests.trainers.test_functions"
 
@@ -41,7 +51,8 @@ def single(response, row):
 
 
 def as_trl(prompts, completions, answer, **columns):
-    assert set(columns) == {"question", "completion_ids"} and prompts == columns["question"]
+    more = {"completion_ids", "trainer_state", "log_metric", "log_extra"}
+    assert set(columns) == {"question", *more} and prompts == columns["question"]
     assert [len(ids) for ids in columns["completion_ids"]] == [len(text) for text in completions]
     return [len(text) + len(a) for text, a in zip(completions, answer, strict=True)]
 
@@ -73,6 +84,7 @@ FORMS = [
     async_trl,
     Judge(),
     functools.partial(single),
+    functools.partial(async_trl),
 ]
 
 
@@ -103,11 +115,115 @@ def test_functions_of_trl_see_the_prompt_that_was_given_and_the_columns_of_all_r
 def test_a_column_that_a_function_of_trl_needs_is_missed_before_the_run():
     scorer = FunctionScorer("my:f", lambda completions, answers, level=0, **columns: [])
     scorer.check({"answers": 1})
+    FunctionScorer("my:f", logs).check({})
     with pytest.raises(
         InputError, match="^verifier 'my:f' takes the column 'answers'; the row has .'ans"
     ):
         scorer.check({"answer": 1})
     FunctionScorer("my:f", single).check({})
+
+
+# TRL's trainer_state, log_metric and log_extra.
+
+
+def logs(completions, trainer_state, log_metric, log_extra, **columns):
+    """As TRL's documentation has it: a score that changes with the step, two metrics, and a column."""
+    step = trainer_state.global_step
+    log_metric("my/step", step)
+    log_metric("my/first", torch.tensor(float(len(completions))))
+    log_extra("lengths", [len(text) for text in completions])
+    share = trainer_state.epoch / trainer_state.num_train_epochs if trainer_state.max_steps else 0
+    return [share] * len(completions)
+
+
+class LogsAsync:
+    async def __call__(self, completions, **given):
+        await asyncio.sleep(0)
+        return logs(completions, **given)
+
+
+@pytest.mark.parametrize("options", [{}, {"lag": 1}])
+def test_a_function_of_trl_sees_the_step_and_what_it_logs_is_kept(options, files, tmp_path):
+    # 16 rows for training are 4 steps of 4, and the 8 steps are two passes over them.
+    config = runs.grpo_config(
+        files, tmp_path, steps=8, eval_every=4, show_samples=2, verifiers=None, **options
+    )
+    grpo.train(config, scorers=[logs, LogsAsync()])
+    metrics = tiny.read_metrics(tmp_path)
+    # The step's own metrics are those of the rollout, before its update; an evaluation is after it.
+    assert [entry["my/step"] for entry in metrics[1:]] == list(range(8))
+    assert {e["step"]: e["eval/my/step"] for e in metrics if "eval/my/step" in e} == {
+        0: 0,
+        4: 4,
+        8: 8,
+    }
+    assert metrics[-1]["rewards/logs/mean"] == pytest.approx(7 / 8)
+    assert metrics[-1]["my/first"] == 16
+    assert metrics[-1]["eval/my/first"] == (4 * 1 + 4 * 2) / 2  # greedy, and two samples of each
+    lines = (tmp_path / "samples.jsonl").read_text().splitlines()
+    for row in map(json.loads, lines):
+        assert row["lengths"] <= len(row["response"])
+
+
+def test_an_evaluation_of_a_model_keeps_what_is_logged(files, tmp_path):
+    config = evaluation.EvalConfig(
+        model=files[0],
+        dataset=files[1],
+        samples=1,
+        max_rows=4,
+        batch_size=2,
+        max_new_tokens=4,
+        output_dir=str(tmp_path),
+    )
+    figures = evaluation.evaluate(config, scorers=[logs])
+    assert (figures["my/step"], figures["my/first"]) == (0, 2)
+    for line in (tmp_path / "responses.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        assert row["logged"] == {"lengths": len(row["response"])}
+
+
+def rolled_out(function):
+    """A rollout of two responses that a function scores."""
+    sampler = steps.Sampler([Response([70], "length"), Response([71, 72], "length")])
+    prompts = [Prompt([7, 8], {"question": "q"})] * 2
+    how = Sampling(1.0, 4, (3,))
+    scorer = FunctionScorer("my:f", function)
+    return roll_out(sampler, [scorer], prompts, how, tiny.tokenizer(), torch.device("cpu"))
+
+
+def test_a_metric_is_the_mean_over_the_calls_of_all_ranks(monkeypatch):
+    def function(completions, log_metric):
+        log_metric("mine", 1)
+        return [0.0] * len(completions)
+
+    of_other = {"mine": [3.0, 8.0], "other": [5.0]}
+    monkeypatch.setattr(ranks, "gather", lambda mine: [mine, of_other])
+    rollout = rolled_out(function)
+    monkeypatch.undo()
+    found = rollout_metrics(rollout, {}, 1)
+    assert (found["mine"], found["other"]) == (4.0, 5.0)
+
+
+def test_what_is_logged_under_a_name_of_the_run_stands_beside_it():
+    def function(completions, log_metric, log_extra):
+        log_metric("val/stop_rate", 7)
+        log_extra("reward", ["a", "b"])
+        return [0.0] * len(completions)
+
+    rollout = rolled_out(function)
+    found = rollout_metrics(rollout, {}, 1)
+    assert (found["val/stop_rate"], found["logged/val/stop_rate"]) == (0, 7)
+    (row,) = sample_rows_of("training", rollout, [1], 1, 1, tiny.tokenizer())
+    assert (row["reward"], row["logged/reward"]) == (0.0, "b")
+
+
+def test_a_column_has_a_value_for_each_response():
+    def function(completions, log_extra):
+        log_extra("mine", [1])
+        return [0.0] * len(completions)
+
+    with pytest.raises(InputError, match="'my:f': log_extra.'mine', ….*1 values for 2 responses"):
+        rolled_out(function)
 
 
 async def async_raises(response, row):

@@ -39,7 +39,7 @@ from fused_rl.trainers.options import (
 from fused_rl.trainers.policy.evaluate import share_of_rank, solved_metrics, solved_sums
 from fused_rl.trainers.rollouts.generate import TransformersSampler
 from fused_rl.trainers.rollouts.options import SamplingConfig
-from fused_rl.trainers.rollouts.roll_out import prompts_of, roll_out
+from fused_rl.trainers.rollouts.roll_out import added_up, means_of, prompts_of, roll_out
 from fused_rl.trainers.rollouts.solved import has_verdict
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
@@ -200,7 +200,7 @@ def evaluate(
         length, tuple(encode.stop_ids(tokenizer, lm.saved_generation_config))
     )
     sampler = TransformersSampler(lm, pad_id=tokenizer.pad_token_id, batch_size=config.batch_size)
-    responses, sums, incidents = _sample(
+    responses, sums, incidents, logged = _sample(
         config, problems, sampler, judges, sampling, tokenizer, device
     )
 
@@ -208,6 +208,7 @@ def evaluate(
     figures = (
         {"problems": len(problems)} | solved_metrics(judges, ranks.global_sums(sums)) | incidents
     )
+    figures |= means_of(logged, figures)
     # The standard errors are over problems, because the responses to one problem depend on each other.
     if "accuracy_greedy" in figures:
         right = (
@@ -231,8 +232,8 @@ def evaluate(
 
 def _sample(
     config, problems, sampler, scorers, sampling, tokenizer, device
-) -> tuple[list, dict, dict]:
-    """Return the responses of all ranks, and this rank's sums and incidents.
+) -> tuple[list, dict, dict, dict]:
+    """Return the responses of all ranks, this rank's sums, and incidents and what scorers logged.
 
     Problems of like length are sampled together, and every rank gets some of each length.
     """
@@ -244,6 +245,7 @@ def _sample(
     share = share_of_rank([problems[i] for i in order])
     own = order[ranks.rank() :: ranks.world_size()]
     responses, sums, incidents, printed = [], {}, {}, time.monotonic()
+    logged: dict[str, tuple[float, int]] = {}
     for start in range(0, len(share.prompts), config.batch_size):
         part = slice(start, start + config.batch_size)
         greedy, sampled = (
@@ -258,12 +260,14 @@ def _sample(
             responses += _rows_of(rollout, kind, own[part], copies, known, tokenizer)
             for key, count in rollout.incidents.items():
                 incidents[key] = incidents.get(key, 0.0) + count
+            logged = added_up(logged, rollout.logged)
         if time.monotonic() - printed > 10:
             printed = time.monotonic()
             print_rank0(
                 f"{min(part.stop, len(share.prompts))} of {len(share.prompts)} problems of this process"
             )
-    return sorted(sum(ranks.gather(responses), []), key=lambda row: row["problem"]), sums, incidents
+    in_order = sorted(sum(ranks.gather(responses), []), key=lambda row: row["problem"])
+    return in_order, sums, incidents, logged
 
 
 def _response_length(config: EvalConfig, lm, tokenizer, problems: list[Prompt]) -> int:
@@ -307,6 +311,8 @@ def _rows_of(
             "finish": sample.response.finish,
             "tokens": len(sample.response.ids),
         }
+        if rollout.columns:
+            row["logged"] = {name: values[i] for name, values in rollout.columns.items()}
         rows.append(row)
     return rows
 

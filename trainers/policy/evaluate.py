@@ -9,7 +9,7 @@ from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import phase, print_rank0
 from fused_rl.trainers.models import scoring
 from fused_rl.trainers.policy.policy import Policy, measure
-from fused_rl.trainers.rollouts.roll_out import sample_rows_of
+from fused_rl.trainers.rollouts.roll_out import added_up, means_of, sample_rows_of
 from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
 from fused_rl.trainers.rollouts.solved import has_verdict, outcome_sums, outcomes, pass_at
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sample, Scorer
@@ -70,6 +70,7 @@ def evaluate(
     if measured.kl is not None:
         found["kl_exact"] = totals["kl_exact"] / totals["problems"]
     found |= {key: struck + sampled.incidents[key] for key, struck in greedy.incidents.items()}
+    found |= means_of(added_up(greedy.logged, sampled.logged), found)
     found |= {} if further is None else further(sampled.samples, count * k)
     metrics = {f"eval/{name}": value for name, value in found.items()}
 

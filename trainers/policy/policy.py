@@ -20,7 +20,7 @@ from fused_rl.trainers.policy.reference import Reference
 from fused_rl.trainers.rollouts.mismatch import check_bound, mismatch
 from fused_rl.trainers.rollouts.roll_out import roll_out, sample_rows_of
 from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
-from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sampler, Scorer
+from fused_rl.trainers.rollouts.types import Progress, Prompt, Rollout, Sampler, Scorer
 
 
 class PolicyOutput(NamedTuple):
@@ -57,6 +57,9 @@ class Policy:
     """Seeds of the responses that are trained on."""
     rank_state: Mapping[str, Any] = field(default_factory=dict)
     """Objects that each rank keeps in checkpoints for itself."""
+    trained: int = 0
+    """Steps that are done."""
+    steps_per_epoch: float = 1.0
     published: int | None = None
     """The step whose weights the next responses are of; None before they were published."""
     sample_rows: list[dict] = field(default_factory=list)
@@ -83,7 +86,7 @@ class Policy:
     def publish(self, step: int) -> None:
         """From now on the weights after `step`, which are those of now, are sampled; for all ranks at once."""
         self.sampler.publish(step, self.save)
-        self.published = step
+        self.published = self.trained = step
 
     def save(self, folder: Path, *, merged: bool = True) -> None:
         """Write the model in the Hub format, complete or not at all; adapters alone unless `merged`. For all ranks."""
@@ -123,7 +126,8 @@ class Policy:
         if sampling.temperature:
             sampling = replace(sampling, seeds=(seeds or self.seeds).draw(copies * len(prompts)))
         vocab = self.model.module.base.config.get_text_config().vocab_size
-        known = {"copies": copies, "vocab": vocab}
+        progress = Progress(self.trained, self.config.steps, self.steps_per_epoch)
+        known = {"copies": copies, "vocab": vocab, "progress": progress}
         rollout = roll_out(
             self.sampler, self.scorers, prompts, sampling, self.tokenizer, self.device, **known
         )

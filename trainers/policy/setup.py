@@ -102,6 +102,7 @@ class Setup:
                 users_sampler=self.users_sampler,
                 **options,
             )
+        policy.steps_per_epoch = len(self.prompts) / self.config.prompts_per_step
         # A prompt that does not fit is found now, and not at the step that comes to it.
         rows = ((prompt.ids, prompt.where) for prompt in (*self.prompts, *self.held_out.prompts))
         remedy = "max_new_tokens or max_prompt_length"

@@ -7,9 +7,10 @@ reward model) or the dataset's row. Neither knows of the other, nor of the algor
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import TypeVar
 
 import torch
 
@@ -22,6 +23,8 @@ from fused_rl.trainers.data.reading import log_dropped
 from fused_rl.trainers.data.rows import BadRow, Rows
 from fused_rl.trainers.rollouts.sampling import NoDistribution, Sampling
 from fused_rl.trainers.rollouts.types import (
+    OUTSIDE_OF_A_RUN,
+    Progress,
     Prompt,
     Response,
     Rollout,
@@ -32,6 +35,7 @@ from fused_rl.trainers.rollouts.types import (
     support_of,
 )
 
+Item = TypeVar("Item")
 # Nats by which a log-probability may be above 0: servers round the softmax of 16-bit logits.
 ROUNDING = 1e-4
 
@@ -95,8 +99,12 @@ def roll_out(
     *,
     copies: int = 1,
     vocab: float = math.inf,
+    progress: Progress = OUTSIDE_OF_A_RUN,
 ) -> Rollout:
-    """Sample `copies` responses to each of this rank's prompts, with ids below `vocab`, and score them."""
+    """Sample `copies` responses to each of this rank's prompts, with ids below `vocab`, and score them.
+
+    Scorers that ask for it see the run's `progress`.
+    """
     # Sample. Copies of a prompt are neighbours, so that a sampler may compute it once; each gets a list of its own,
     # which it may change.
     began = time.monotonic()
@@ -126,17 +134,20 @@ def roll_out(
     scores = {}
     rewards = torch.zeros(len(samples))
     for scorer in scorers:
+        if hasattr(scorer, "log"):
+            scorer.log.progress = progress
         of_scorer = check_scores(scorer.name, scorer(samples), samples)
         scores[scorer.name] = of_scorer
         rewards = rewards + scorer.weight * of_scorer.nan_to_num()
     solved = _solved(scorers, scores, len(samples))
     incidents = _report_broken(scorers, len(samples))
+    logged, columns = _take_logs(scorers, len(samples))
     scored = time.monotonic()
 
     # The batch to train on.
     batch = batch_of(samples, tokenizer.pad_token_id, device)
     seconds = {"time/rollout": sampled - began, "time/score": scored - sampled}
-    return Rollout(samples, batch, scores, rewards, solved, seconds, incidents)
+    return Rollout(samples, batch, scores, rewards, solved, seconds, incidents, logged, columns)
 
 
 def _solved(scorers: Sequence[Scorer], scores: dict[str, torch.Tensor], count: int) -> torch.Tensor:
@@ -270,6 +281,49 @@ def _report_broken(scorers: Sequence[Scorer], count: int) -> dict[str, float]:
     return metrics
 
 
+def _take_logs(scorers: Sequence[Scorer], count: int) -> tuple[dict, dict]:
+    """Return the metrics that scorers have logged since the last call, over all ranks, and this rank's columns."""
+    metrics: dict[str, tuple[float, int]] = {}
+    columns: dict[str, list[object]] = {}
+    for scorer in scorers:
+        if not hasattr(scorer, "log"):
+            continue
+        log = scorer.log
+        # A name may be logged on some ranks and not on others.
+        for of_rank in ranks.gather(log.metrics):
+            values = {name: (sum(values), len(values)) for name, values in of_rank.items()}
+            metrics = added_up(metrics, values)
+        for name, values in log.columns.items():
+            if len(values) != count:
+                raise InputError(
+                    f"scorer {scorer.name!r}: log_extra({name!r}, …) gave {len(values)} values for {count} responses"
+                )
+        columns |= log.columns
+        log.metrics, log.columns = {}, {}
+    return metrics, columns
+
+
+def added_up(a: dict[str, tuple[float, int]], b: dict[str, tuple[float, int]]) -> dict:
+    """Return the sums and numbers of the metrics that scorers logged in two rollouts as those of one."""
+    none = (0.0, 0)
+    both = {}
+    for name in a | b:
+        (total, count), (more, further) = a.get(name, none), b.get(name, none)
+        both[name] = (total + more, count + further)
+    return both
+
+
+def means_of(logged: dict[str, tuple[float, int]], own: Collection[str]) -> dict[str, float]:
+    """Return the means of the metrics that scorers logged, beside the run's `own` ones."""
+    means = {name: total / count for name, (total, count) in logged.items()}
+    return _beside(own, means)
+
+
+def _beside(own: Collection[str], logged: dict[str, Item]) -> dict[str, Item]:
+    """Return what scorers logged, with a prefix where a name is one of the run's `own`, so that none is lost."""
+    return {f"logged/{name}" if name in own else name: value for name, value in logged.items()}
+
+
 def rollout_metrics(
     rollout: Rollout, columns: dict[str, torch.Tensor], step: int
 ) -> dict[str, float]:
@@ -302,7 +356,8 @@ def rollout_metrics(
         metrics[f"rewards/{name}/mean"] = mean
         metrics[f"rewards/{name}/std"] = math.sqrt(max(mean_square - mean**2, 0))
         metrics[f"rewards/{name}/none"] = none / max(applied + none, 1)
-    return metrics | rollout.incidents | rollout.seconds
+    metrics |= rollout.incidents | rollout.seconds
+    return metrics | means_of(rollout.logged, metrics)
 
 
 def sample_rows_of(
@@ -322,5 +377,7 @@ def sample_rows_of(
             "response": tokenizer.decode(sample.response.ids),
         }
         reward = rollout.rewards[i].item()
-        rows.append({"of": of, **texts, "reward": reward})
+        row = {"of": of, **texts, "reward": reward}
+        logged = {name: values[i] for name, values in rollout.columns.items()}
+        rows.append(row | _beside((*row, "step"), logged))
     return rows

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, compress
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -108,10 +108,35 @@ class Sampler:
         self.built.publish(step, save)
 
 
+class Progress(NamedTuple):
+    """How far a run is, for scorers that change with it."""
+
+    step: int = 0
+    """Steps that are done."""
+    steps: int = 0
+    """Steps of the whole run; 0 outside of a run."""
+    steps_per_epoch: float = 1.0
+
+
+OUTSIDE_OF_A_RUN = Progress()
+
+
+@dataclass
+class ScorerLog:
+    """What a scorer reports beside its scores, until a rollout takes it."""
+
+    progress: Progress = OUTSIDE_OF_A_RUN
+    """A rollout sets it."""
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    columns: dict[str, list[object]] = field(default_factory=dict)
+    """Values for each sample of the rollout."""
+
+
 class Scorer(Protocol):
     """Scores samples, and knows what its own scores mean.
 
     One that works under limits lists in `broken` (list[str]) each sample that broke one, and how; a rollout empties it.
+    One that reads the run's progress, or reports more than scores, has a `log` (`ScorerLog`).
     """
 
     name: str
@@ -148,6 +173,10 @@ class Rollout:
     seconds: dict[str, float]
     incidents: dict[str, float] = field(default_factory=dict)
     """`verifier/<name>/timeouts` of the scorers that work under limits, over all ranks."""
+    logged: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Sum and number of the values of each metric that scorers logged, over all ranks."""
+    columns: dict[str, list[object]] = field(default_factory=dict)
+    """B values of each column that scorers logged."""
 
     @property
     def stopped(self) -> torch.Tensor:

@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from textwrap import indent
 
@@ -118,12 +119,14 @@ class Logger:
             self.board.add_text(f"samples/{number}", text, step)
 
         # On the screen the end of a long text, which has the answer, with control characters escaped.
-        table = Table(*rows[0], title=f"samples at step {step}", title_justify="left")
+        # What scorers logged may be there for some of them alone.
+        names = list(dict.fromkeys(chain.from_iterable(rows)))
+        table = Table(*names, title=f"samples at step {step}", title_justify="left")
         for row in rows:
-            values = [
-                f"{value:.4g}" if isinstance(value, float) else str(value)[-200:]
-                for value in row.values()
-            ]
+            values = []
+            for name in names:
+                value = row.get(name, "")
+                values.append(f"{value:.4g}" if isinstance(value, float) else str(value)[-200:])
             table.add_row(*(Text(escaped(value, keep="\n\t")) for value in values))
         rich.print(table) if self.bar is None else self.bar.console.print(table)
 

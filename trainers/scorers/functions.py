@@ -3,22 +3,26 @@
     def f(response, row): ...                   one score
     def f(prompts, completions, **columns): ... one score for each; every column of the dataset by its name
 
-Each may be `async`. What one raises ends the run with its own traceback.
+The second kind may also take TRL's `trainer_state`, `log_metric` and `log_extra`. Each may be `async`. What one raises
+ends the run with its own traceback.
 """
 
 import asyncio
 import contextlib
 import inspect
+import math
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 
+from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import print_line
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.forms import prompt_column_of
-from fused_rl.trainers.rollouts.types import Sample
+from fused_rl.trainers.rollouts.types import Sample, ScorerLog
 from fused_rl.trainers.scorers.builtin import BaseScorer
 
 # What a function of TRL's kind is given beside the columns of the dataset.
-GIVEN = ("prompts", "completions", "completion_ids")
+GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
 
 
 class FunctionScorer(BaseScorer):
@@ -27,6 +31,7 @@ class FunctionScorer(BaseScorer):
     def __init__(self, name: str, function: Callable, **common):
         super().__init__(name, **common)
         self.function = function
+        self.log = ScorerLog()
 
         # Which of the two kinds it is, and which columns it takes, its parameters say by their names.
         parameters = inspect.signature(function).parameters.values()
@@ -37,8 +42,8 @@ class FunctionScorer(BaseScorer):
 
         # An object with an async __call__ is async too. The event loop lives as long as the scorer, since clients that
         # the function keeps belong to it.
-        call = function if inspect.isroutine(function) else type(function).__call__
-        self.is_async = inspect.iscoroutinefunction(call)
+        calls = (function, type(function).__call__)
+        self.is_async = any(map(inspect.iscoroutinefunction, calls))
         if self.is_async:
             self.loop = asyncio.new_event_loop()
 
@@ -95,19 +100,48 @@ class FunctionScorer(BaseScorer):
 
         return await asyncio.gather(*map(one, samples))
 
-    def _columns(self, samples: Sequence[Sample]) -> dict[str, list]:
+    def _columns(self, samples: Sequence[Sample]) -> dict[str, object]:
         """Return what TRL gives a reward function and this one takes; completions are messages where prompts are."""
         # Rows may differ in their columns; what a row lacks is None, as in TRL. The prompt is in `prompts`.
         columns = set().union(*(sample.row for sample in samples)) - {"prompt"}
-        given = {column: [sample.row.get(column) for sample in samples] for column in columns}
-        given |= {"prompts": [], "completions": []}
+        given: dict[str, object] = {}
+        for column in columns:
+            given[column] = [sample.row.get(column) for sample in samples]
+        prompts, completions = [], []
         for sample in samples:
             # The row's prompt without a last turn of the assistant, which the policy was not given.
             prompt = sample.row.get(sample.column or prompt_column_of(sample.row))
             if isinstance(prompt, list) and prompt and prompt[-1].get("role") == "assistant":
                 prompt = prompt[:-1]
             turn = [{"role": "assistant", "content": sample.text}]
-            given["prompts"].append(prompt)
-            given["completions"].append(turn if isinstance(prompt, list) else sample.text)
+            prompts.append(prompt)
+            completions.append(turn if isinstance(prompt, list) else sample.text)
+        given |= {"prompts": prompts, "completions": completions}
         given["completion_ids"] = [list(sample.response.ids) for sample in samples]
+        # trl/trainer/grpo_trainer.py, _calculate_rewards.
+        given |= {"log_metric": self._log_metric, "log_extra": self._log_extra}
+        given["trainer_state"] = self._trainer_state()
         return {name: given[name] for name in given if self.takes_all or name in self.takes}
+
+    def _trainer_state(self):
+        """Return the run's progress as TRL gives it; a step here is one rollout."""
+        from transformers import TrainerState
+
+        step, steps, steps_per_epoch = self.log.progress
+        return TrainerState(
+            epoch=step / steps_per_epoch,
+            global_step=step,
+            max_steps=steps,
+            num_train_epochs=math.ceil(steps / steps_per_epoch),
+            logging_steps=1,
+            is_local_process_zero=os.environ.get("LOCAL_RANK", "0") == "0",  # a launcher's
+            is_world_process_zero=ranks.rank() == 0,
+        )
+
+    def _log_metric(self, name: str, value: float) -> None:
+        """Log a number; a step's metric is the mean of all of its values."""
+        self.log.metrics.setdefault(name, []).append(float(value))
+
+    def _log_extra(self, column: str, values: Sequence) -> None:
+        """Log a value for each sample, which stands beside it where samples are shown."""
+        self.log.columns.setdefault(column, []).extend(values)
