@@ -185,20 +185,6 @@ def test_label_smoothing_has_no_effect_on_ipo(folder):
         dpo_config(folder, "smoothed", loss_type="ipo")
 
 
-def test_a_dry_run_looks_for_both_columns(folder, tmp_path):
-    words = [
-        "--model",
-        folder / "model",
-        "--dataset",
-        folder / "pairs.jsonl",
-        "--output_dir",
-        tmp_path / "run",
-    ]
-    for option in ("chosen_column", "rejected_column"):
-        with pytest.raises(SystemExit, match=f"column 'other' is missing; .* --{option}"):
-            dpo.main([*map(str, words), "--eval_size", "4", "--dry_run", f"--{option}", "other"])
-
-
 def test_a_log_probability_that_is_not_finite_names_its_row(folder, tmp_path):
     from transformers import AutoModelForCausalLM
 

@@ -115,16 +115,6 @@ def test_a_label_is_true_or_false(folder, row, message):
         read(folder, [{"prompt": "a", "completion": "b"} | row])
 
 
-def test_a_dry_run_reads_the_first_row(folder, tmp_path, capsys):
-    tiny.jsonl(tmp_path / "pairs.jsonl", [{"question": "a", "chosen": "b", "rejected": "c"}] * 20)
-    words = ["--model", folder / "model", "--output_dir", tmp_path / "run", "--dry_run"]
-    words += ["--eval_size", 4, "--dataset"]
-    kto.main([*map(str, words), str(tmp_path / "pairs.jsonl")])
-    assert "# rows per step: 32" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="column 'other' is missing; .* --label_column"):
-        kto.main([*map(str, words), str(folder / "marked.jsonl"), "--label_column", "other"])
-
-
 def test_a_log_probability_that_is_not_finite_names_its_row(folder, tmp_path):
     from transformers import AutoModelForCausalLM
 
