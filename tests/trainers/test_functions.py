@@ -13,10 +13,13 @@ from fused_rl.trainers import grpo
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.text import InputError, load_function
 from fused_rl.trainers.commands import eval as evaluation
+from fused_rl.trainers.data.encode import Encoder
+from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.options import to_yaml
 from fused_rl.trainers.policy import options
 from fused_rl.trainers.rollouts.roll_out import (
     check_scores,
+    prompts_of,
     roll_out,
     rollout_metrics,
     sample_rows_of,
@@ -37,7 +40,9 @@ def samples(*texts, **columns):
     for i, text in enumerate(texts):
         row = {"question": f"q{i}", "answer": f"a{i}", **columns}
         made.append(
-            Sample(row, [], Response([5] * len(text), "stop"), text, f"d.jsonl, line {i + 1}")
+            Sample(
+                row, [], Response([5] * len(text), "stop"), text, f"d.jsonl, line {i + 1}", f"q{i}"
+            )
         )
     return made
 
@@ -95,21 +100,29 @@ def test_every_form_is_called_as_it_is_written(function):
 
 def test_functions_of_trl_see_the_prompt_that_was_given_and_the_columns_of_all_rows():
     user, said = {"role": "user", "content": "q"}, {"role": "assistant", "content": "gold"}
-    rows = [{"problem": "p", "question": "q"}, {"messages": [user, said], "hint": "h"}]
+    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "gold"}]
+    rows = [
+        {"problem": "p", "question": "q"},
+        {"problem": [user, said], "hint": "h"},
+        {"problem": turns},
+    ]
+    encoder = Encoder(tiny.tokenizer())
+    prompts = prompts_of(Rows(rows, "x"), encoder, [], column="problem", max_length=99)
     response, seen = Response([5], "stop"), {}
+    samples = [
+        Sample(prompt.row, prompt.ids, response, text, prompt.where, prompt.prompt)
+        for prompt, text in zip(prompts, "xyz", strict=True)
+    ]
 
     def function(completions, **columns):
         seen.update(columns, completions=completions)
         return [1.0] * len(completions)
 
-    FunctionScorer("my:f", function)(
-        [Sample(rows[0], [], response, "x", column="problem"), Sample(rows[1], [], response, "y")]
-    )
-    assert seen["prompts"] == ["p", [user]], (
-        "--prompt_column names it, and the answer that stands in the row is none"
-    )
-    assert seen["completions"] == ["x", [{"role": "assistant", "content": "y"}]]
-    assert seen["hint"] == [None, "h"]
+    FunctionScorer("my:f", function)(samples)
+    assert seen["prompts"] == ["p", [user], [user]], "the answer that stands in the row is none"
+    turn = {"role": "assistant"}
+    assert seen["completions"] == ["x", [turn | {"content": "y"}], [turn | {"content": "z"}]]
+    assert seen["hint"] == [None, "h", None]
 
 
 def test_a_column_that_a_function_of_trl_needs_is_missed_before_the_run():

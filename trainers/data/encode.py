@@ -131,9 +131,14 @@ class Encoder:
 
     def prompt(self, rows: Rows, i: int, column: str | None) -> list[int]:
         """Return the token ids of row i's prompt, up to where the response begins."""
+        _, ids = self.read_prompt(rows, i, column)
+        return ids
+
+    def read_prompt(self, rows: Rows, i: int, column: str | None) -> tuple[Prompt, list[int]]:
+        """Return row i's prompt, text or messages, and its token ids."""
         with rows.at(i):
             read = Reader(rows).prompt(i, column)
-            return self._prompt(self.messages(read.prompt), read.tools)
+            return read.prompt, self._prompt(self.messages(read.prompt), read.tools)
 
     def pairs(
         self,

@@ -73,7 +73,7 @@ def prompts_of(
             # A row that a scorer cannot score is found here, and does not stop the run hours later.
             for check_row in checks:
                 check_row(row)
-            ids = encoder.prompt(rows, i, column)
+            prompt, ids = encoder.read_prompt(rows, i, column)
             completion = None
             if completion_column is not None:
                 *earlier, (_, completion) = encoder.pairs(rows, i, column, completion_column)
@@ -81,7 +81,7 @@ def prompts_of(
                     reason = "the completion has several turns of the assistant"
                     raise BadRow(reason, "give one")
             if len(ids) <= max_length:
-                kept.append(Prompt(ids, row, rows.where(i), column, completion))
+                kept.append(Prompt(ids, row, rows.where(i), prompt, completion))
             else:
                 dropped += 1
     log_dropped(rows, dropped, "longer than max_prompt_length")
@@ -130,7 +130,7 @@ def roll_out(
     texts = tokenizer.batch_decode(spoken)
     samples = []
     for prompt, response, text in zip(prompts, responses, texts, strict=True):
-        samples.append(Sample(prompt.row, prompt.ids, response, text, prompt.where, prompt.column))
+        samples.append(Sample(prompt.row, prompt.ids, response, text, prompt.where, prompt.prompt))
     scores = {}
     rewards = torch.zeros(len(samples))
     for scorer in scorers:

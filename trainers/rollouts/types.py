@@ -25,8 +25,8 @@ class Prompt:
     row: dict
     where: str = "a row"
     """The file and line, or the like, that the row came from."""
-    column: str | None = None
-    """The row's column that holds it; None is the usual one."""
+    prompt: str | list[dict] | None = None
+    """The prompt as the row has it, text or messages by their usual names."""
     completion: list[int] | None = None
     """Token ids of the row's own completion, where that is trained."""
 
@@ -69,8 +69,8 @@ class Sample:
     """The response without its stop token."""
     where: str = "a row"
     """Where its prompt comes from."""
-    column: str | None = None
-    """The answer column, as its prompt's."""
+    prompt: str | list[dict] | None = None
+    """Its prompt as the row has it, text or messages by their usual names; None in a sample that is made by hand."""
 
 
 class Sampler:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import print_line
 from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.data.forms import prompt_column_of
 from fused_rl.trainers.rollouts.types import Sample, ScorerLog
 from fused_rl.trainers.scorers.builtin import BaseScorer
 
@@ -109,10 +108,7 @@ class FunctionScorer(BaseScorer):
             given[column] = [sample.row.get(column) for sample in samples]
         prompts, completions = [], []
         for sample in samples:
-            # The row's prompt without a last turn of the assistant, which the policy was not given.
-            prompt = sample.row.get(sample.column or prompt_column_of(sample.row))
-            if isinstance(prompt, list) and prompt and prompt[-1].get("role") == "assistant":
-                prompt = prompt[:-1]
+            prompt = sample.prompt
             turn = [{"role": "assistant", "content": sample.text}]
             prompts.append(prompt)
             completions.append(turn if isinstance(prompt, list) else sample.text)
