@@ -172,8 +172,12 @@ def test_the_options_of_the_adapters_that_are_read_may_be_repeated_and_not_chang
 # Adapters that somebody else made.
 
 
-def made_with_peft(base: str, folder: Path, *, more_tokens: int = 0, **options) -> str:
-    """A folder with random adapters to a model, and its tokenizer, as a user of peft has it."""
+def made_with_peft(
+    base: str, folder: Path, *, more_tokens: int = 0, embeddings: bool = False, **options
+) -> str:
+    """A folder with random adapters to a model, and its tokenizer, as a user of peft has it; with `embeddings` these
+    were trained too, and stand in the file.
+    """
     import peft
     import transformers
 
@@ -185,10 +189,10 @@ def made_with_peft(base: str, folder: Path, *, more_tokens: int = 0, **options) 
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(3)
         for name, weight in adapted.named_parameters():
-            if "lora_" in name:
+            if "lora_" in name or (embeddings and "embed_tokens" in name):
                 weight.normal_(std=0.1)
     # Under another vocabulary peft looks for the model's config, which it does not find offline without this.
-    adapted.save_pretrained(folder, save_embedding_layers=True if more_tokens else "auto")
+    adapted.save_pretrained(folder, save_embedding_layers=bool(more_tokens or embeddings) or "auto")
     tiny.tokenizer().save_pretrained(folder)
     return str(folder)
 
@@ -203,6 +207,7 @@ KINDS = {
     "embedding": {"target_modules": ["embed_tokens", "q_proj"]},
     "head": {"target_modules": ["lm_head", "q_proj"]},
     "added tokens": {"more_tokens": 5},
+    "embeddings of their own": {"embeddings": True},
     "own rank and scale of each layer": PATTERNS,
     "some layers": {"layers_to_transform": [1]},
 }
@@ -279,6 +284,25 @@ def test_what_could_not_be_merged_again_is_refused(options, what, files, tmp_pat
     made = made_with_peft(files[0], tmp_path / "made", **options)
     with pytest.raises(InputError, match=f"{what}.*merge_and_unload"):
         tiny.load_lm(sft_config((made, files[1]), tmp_path, lora_rank=0))
+
+
+def test_adapters_to_another_model_are_a_line(files, adapters, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    # The names of another model, for which peft would begin with new adapters, and another size.
+    saved = load_file(f"{adapters}/adapter_model.safetensors")
+    others = {
+        "renamed": {name.replace("layers.1.", "layers.7."): saved[name] for name in saved},
+        "wider": {name: weight.repeat(2, 2) for name, weight in saved.items()},
+    }
+    for name, why in (("renamed", "missing adapter keys"), ("wider", "size mismatch")):
+        folder = tmp_path / name
+        shutil.copytree(adapters, folder)
+        save_file(others[name], folder / "adapter_model.safetensors")
+        config = sft_config((str(folder), files[1]), tmp_path, lora_rank=0)
+        with pytest.raises(InputError, match=f"{folder}' .*or it is damaged: .*{why}") as error:
+            tiny.load_lm(config)
+        assert "\n" not in str(error.value)
 
 
 def test_an_adapted_head_is_no_linear_loss(files, tmp_path):

@@ -92,7 +92,7 @@ def base_of_adapters(folder: str | Path, base: str, revision: str | None = None)
 
     A relative folder is looked for in the current one, and then in that of the adapters.
     """
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     if Path(base).is_dir():
         return base

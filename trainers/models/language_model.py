@@ -344,7 +344,8 @@ def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) 
     if not trainable:
         lm.requires_grad_(False).eval()
     elif adapters is not None:
-        lm = lora.continued(lm, config.model, config.revision, adapters)
+        with readable(config.model):
+            lm = lora.continued(lm, config.model, config.revision, adapters)
     elif with_adapters:
         lm = lora.adapted(lm, config)
     # With dropout the ratio of an unchanged policy would not be 1.
@@ -374,7 +375,8 @@ def load_to_sample(
     reading = {"dtype": dtype, "attn_implementation": attn_implementation} | quantized
     lm = _read_lm(name, revision, adapters, device, **reading)
     if adapters is not None:
-        lm = lora.continued(lm, name, revision, adapters).merge_and_unload()
+        with readable(name):
+            lm = lora.continued(lm, name, revision, adapters).merge_and_unload()
     return lm.to(device).eval()
 
 
@@ -402,17 +404,19 @@ def save_lm(trained, tokenizer, folder: Path, *, merged: bool = False) -> None:
         if state is not None:
             # The gathered weights have the names of the wrapper's, and the file those of the model.
             state = {name.removeprefix("lm."): value for name, value in state.items()}
+        options = {}
         if merged and model.lora:
             whole = lm.state_dict() if state is None else state
             whole = {name.removeprefix("base_model.model."): value for name, value in whole.items()}
             lm = base
             state = lora.merged(whole, base)
-        # What was read beside the adapters belongs to them; otherwise peft decides.
-        beside = {"save_embedding_layers": True} if getattr(lm, "saves_embeddings", False) else {}
+        elif getattr(base, "saves_embeddings", False):
+            # What was read beside the adapters belongs to them; otherwise peft decides.
+            options["save_embedding_layers"] = True
         # The Hub's sampling defaults, which training leaves out, belong to the saved model.
         training_config = base.generation_config
         base.generation_config = base.saved_generation_config
-        lm.save_pretrained(unfinished, state_dict=state, **beside)
+        lm.save_pretrained(unfinished, state_dict=state, **options)
         base.generation_config = training_config
 
     save(trained, tokenizer, folder, write)

@@ -1,6 +1,7 @@
 """Low-rank adapters (peft): which layers get them, those that a folder holds, and whole weights with them merged in."""
 
 import dataclasses
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +37,7 @@ def find(name: str, revision: str | None = None) -> "LoraConfig | None":
     # Neither a folder nor a name of the Hub: reading the model says so.
     except OSError:
         return None
-    config = peft.PeftConfig.from_pretrained(name, revision=revision)
+    config: Any = peft.PeftConfig.from_pretrained(name, revision=revision)
     if (problem := _beyond_plain_lora(config)) is not None:
         remedy = "merge them into their model with peft first (merge_and_unload)"
         raise InputError(f"{name!r} holds adapters {problem}; only plain LoRA is read: {remedy}")
@@ -92,11 +93,13 @@ def continued(lm: Any, name: str, revision: str | None, adapters: "LoraConfig") 
     import peft
     from transformers.pytorch_utils import Conv1D
 
-    saves_embeddings = _with_saved_rows(lm, name, revision)
-    adapted = peft.PeftModel.from_pretrained(
-        lm, name, revision=revision, config=adapters, is_trainable=True
-    )
-    adapted.saves_embeddings = saves_embeddings
+    lm.saves_embeddings = _with_saved_rows(lm, name, revision)
+    with warnings.catch_warnings():
+        # Adapters that a file lacks would be new ones, which change nothing.
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        adapted = peft.PeftModel.from_pretrained(
+            lm, name, revision=revision, config=adapters, is_trainable=True
+        )
     for layer, module in lm.named_modules():
         if is_adapted(module):
             base_layer = module.get_base_layer()

@@ -7,7 +7,7 @@ reward model) or the dataset's row. Neither knows of the other, nor of the algor
 import math
 import random
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import TypeVar
@@ -31,11 +31,14 @@ from fused_rl.trainers.rollouts.types import (
     Sample,
     Sampler,
     Scorer,
+    ScorerLog,
     shortened,
     support_of,
 )
 
 Item = TypeVar("Item")
+Logged = Mapping[str, tuple[float, int]]
+"""Sum and number of the values of each metric that scorers logged."""
 # Nats by which a log-probability may be above 0: servers round the softmax of 16-bit logits.
 ROUNDING = 1e-4
 
@@ -134,8 +137,8 @@ def roll_out(
     scores = {}
     rewards = torch.zeros(len(samples))
     for scorer in scorers:
-        if hasattr(scorer, "log"):
-            scorer.log.progress = progress
+        if (log := _log_of(scorer)) is not None:
+            log.progress = progress
         of_scorer = check_scores(scorer.name, scorer(samples), samples)
         scores[scorer.name] = of_scorer
         rewards = rewards + scorer.weight * of_scorer.nan_to_num()
@@ -281,18 +284,22 @@ def _report_broken(scorers: Sequence[Scorer], count: int) -> dict[str, float]:
     return metrics
 
 
+def _log_of(scorer: Scorer) -> ScorerLog | None:
+    return getattr(scorer, "log", None)
+
+
 def _take_logs(scorers: Sequence[Scorer], count: int) -> tuple[dict, dict]:
     """Return the metrics that scorers have logged since the last call, over all ranks, and this rank's columns."""
     metrics: dict[str, tuple[float, int]] = {}
     columns: dict[str, list[object]] = {}
     for scorer in scorers:
-        if not hasattr(scorer, "log"):
+        log = _log_of(scorer)
+        if log is None:
             continue
-        log = scorer.log
         # A name may be logged on some ranks and not on others.
         for of_rank in ranks.gather(log.metrics):
-            values = {name: (sum(values), len(values)) for name, values in of_rank.items()}
-            metrics = added_up(metrics, values)
+            sums = {name: (sum(values), len(values)) for name, values in of_rank.items()}
+            metrics = added_up(metrics, sums)
         for name, values in log.columns.items():
             if len(values) != count:
                 raise InputError(
@@ -303,17 +310,17 @@ def _take_logs(scorers: Sequence[Scorer], count: int) -> tuple[dict, dict]:
     return metrics, columns
 
 
-def added_up(a: dict[str, tuple[float, int]], b: dict[str, tuple[float, int]]) -> dict:
+def added_up(a: Logged, b: Logged) -> dict[str, tuple[float, int]]:
     """Return the sums and numbers of the metrics that scorers logged in two rollouts as those of one."""
     none = (0.0, 0)
     both = {}
-    for name in a | b:
+    for name in {**a, **b}:
         (total, count), (more, further) = a.get(name, none), b.get(name, none)
         both[name] = (total + more, count + further)
     return both
 
 
-def means_of(logged: dict[str, tuple[float, int]], own: Collection[str]) -> dict[str, float]:
+def means_of(logged: Logged, own: Collection[str]) -> dict[str, float]:
     """Return the means of the metrics that scorers logged, beside the run's `own` ones."""
     means = {name: total / count for name, (total, count) in logged.items()}
     return _beside(own, means)
