@@ -480,7 +480,7 @@ MUTATIONS = {
         "trainers/data/encode.py",
         "                eos,\n            ]",
         "            ]",
-        "tests/trainers/test_data.py tests/trainers/test_runs.py -k 'bos or chat or sft_learns'",
+        "tests/trainers/data/test_data.py tests/trainers/test_runs.py -k 'bos or chat or sft_learns'",
     ),
     "the response begins a token late": Mutation(
         "trainers/data/batch.py",
