@@ -167,7 +167,9 @@ class Encoder:
             trained = [i for i in answers if messages[i]["role"] == "assistant"]
             trained = [i for i in trained if "weight" not in messages[i]]
             if not trained:
-                reason = "no turn of the assistant is trained, because each of them has weight 0"
+                reason = (
+                    "no turn of the assistant is trained: it has weight 0, or nothing before it"
+                )
                 raise BadRow(reason, "remove the row")
             ends = trained if turns == "all" else trained[-1:]
             return [self.pair(messages[: i + 1], read.tools) for i in ends]
@@ -196,6 +198,10 @@ class Encoder:
         turn, end = self._without_end(last)
         if self._is_raw(earlier):
             prompt = self._prompt(earlier, tools)
+            for name in (*REASONING, *CALLS):
+                if turn.get(name):
+                    reason = f"the assistant's turn has {name}, but there is no chat template to write it"
+                    raise BadRow(reason, "give text, or a model with a chat template")
             return prompt, [*self.ids(turn["content"]), end]
 
         # The response is what the template adds to the text that generation would see.
@@ -314,6 +320,9 @@ class Encoder:
             if rendered is None:
                 rendered = self.render(messages, tools, add_generation_prompt=True)
             ids = self.ids(rendered)
+        elif tools and not self.chat:
+            reason = "the row has tools, but there is no chat template to write them"
+            raise BadRow(reason, "remove the column, or give a model with a chat template")
         elif len(messages) > 1:
             reason = "the prompt has several messages, but there is no chat template to use"
             raise BadRow(reason, "give text, or a model with a chat template")

@@ -25,12 +25,14 @@ Prompt: TypeAlias = str | list[Message]
 CONVERSATIONS = ("messages", "ShareGPT conversations")
 PROMPT_COLUMNS = ("prompt", "messages", "conversations", "question", "instruction", "problem")
 SYSTEM_COLUMNS = ("system", "system_prompt")
-# ShareGPT's roles, and those that chat templates know.
+# ShareGPT's roles, and OpenAI's later and earlier ones, by the names that every chat template knows.
 ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
-ROLES |= {
-    role: role
-    for role in ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-}
+ROLES |= {"developer": "system", "function": "tool", "ipython": "tool"}
+ROLES |= {role: role for role in ("system", "user", "assistant", "tool")}
+# Keys by which OpenAI, ms-swift, LLaMA-Factory and axolotl say whether a turn is trained.
+WEIGHTS = ("weight", "loss", "loss_scale", "loss_weight", "train")
+# Columns of what a prompt shows besides its text.
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 # Messages that went through a .csv file come back as the text that spells them.
 SPELLED = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:.*\]\s*""", re.DOTALL)
 
@@ -64,7 +66,7 @@ class Reader:
 
     def prompt(self, i: int, column: str | None) -> Read:
         """Return row i's prompt alone, without the assistant's last turn."""
-        row = self.rows.rows[i]
+        row = self._readable(i)
         read = self._prompt(row, column)
         prompt = read.prompt
         # A conversation that was written for training ends with the answer, which a prompt must not give away.
@@ -74,7 +76,7 @@ class Reader:
 
     def completion(self, i: int, column: str | None, completion_column: str) -> Read:
         """Return row i's prompt and its completion, a conversation that ends with the assistant, or a text alone."""
-        row = self.rows.rows[i]
+        row = self._readable(i)
         others = (*PROMPT_COLUMNS, completion_column)
         has_others = any(row.get(name) is not None for name in others)
         if column is None and isinstance(row.get("text"), str) and not has_others:
@@ -83,7 +85,8 @@ class Reader:
 
         read = self._prompt(row, column)
         # Alpaca's rows name it so; any other column must be given by name.
-        if row.get(completion_column) is None and read.form == "Alpaca instructions":
+        is_alpaca = read.form == "Alpaca instructions" and row.get("output") is not None
+        if is_alpaca and row.get(completion_column) is None:
             completion_column = "output"
         cell = row.get(completion_column)
         if read.form in CONVERSATIONS:
@@ -110,7 +113,7 @@ class Reader:
 
     def pair(self, i: int, column: str | None, sides: dict[str, str]) -> Read:
         """Return row i's prompt with its chosen and its rejected response; `sides` has their columns by option."""
-        row = self.rows.rows[i]
+        row = self._readable(i)
         cells = []
         for option, name in sides.items():
             cell = self._cell(row, name, option)
@@ -144,6 +147,20 @@ class Reader:
         self._uses(column)
         return self.rows.rows[i].get(column)
 
+    def _readable(self, i: int) -> dict:
+        """Return row i, unless it has a column that belongs to the prompt and cannot be read."""
+        row = self.rows.rows[i]
+        for name in MEDIA:
+            if row.get(name):
+                remedy = "remove the column if the text does without it, or the row"
+                raise BadRow(f"column {name!r} is filled, and only text can be read", remedy)
+        # TRL's and ms-swift's options of the chat template for one row.
+        if row.get("chat_template_kwargs"):
+            came = f"got {row['chat_template_kwargs']!r:.80}"
+            remedy = "remove it, and give --chat_template_kwargs, which holds for all rows"
+            raise BadRow("column 'chat_template_kwargs' is not read", remedy, came=came)
+        return row
+
     def _prompt(self, row: dict, named: str | None) -> Read:
         column = named or prompt_column_of(row)
         cell = self._cell(row, column, "prompt_column")
@@ -170,8 +187,8 @@ class Reader:
         """Return an instruction with its input, and the earlier turns."""
         prompt = row["instruction"]
         self._uses("input", "history")
-        context = row.get("input")
-        if isinstance(context, str) and context:
+        context = text_of(row, "input")
+        if context:
             prompt = f"{prompt}\n\n{context}" if prompt else context
         earlier = []
         history = row.get("history") or []
@@ -187,13 +204,16 @@ class Reader:
 
     def _system(self, row: dict) -> str | None:
         self._uses(*SYSTEM_COLUMNS)
-        filled = [row[name] for name in SYSTEM_COLUMNS if isinstance(row.get(name), str)]
-        return next(filter(None, filled), None)
+        texts = [text_of(row, name) for name in SYSTEM_COLUMNS]
+        return next(filter(None, texts), None)
 
     def _tools(self, row: dict, *, wrapped: bool = False) -> list[dict] | None:
         """Return the schemas of the tools that the row offers; LLaMA-Factory's bare ones as OpenAI `wrapped` them."""
-        self._uses("tools")
+        self._uses("tools", "functions")
         cell = row.get("tools")
+        # OpenAI's earlier name, under which schemas were bare.
+        if cell is None:
+            cell, wrapped = row.get("functions"), True
         tools = parsed_json(cell) if isinstance(cell, str) and cell.strip() else cell
         if not tools:
             return None
@@ -215,10 +235,10 @@ class Reader:
         """Return a cell that must be there; an error names the option that names another column."""
         self._uses(column)
         if row.get(column) is None:
-            reason = (
-                f"column {column!r} {state_of(row, column)}; the row has {sorted(map(str, row))}"
-            )
-            raise BadRow(reason, f"name the right column with --{option}")
+            reason = f"column {column!r} {state_of(row, column)}"
+            remedy = f"name the right column with --{option}"
+            remedy += ", or remove the row" if column in row else ""
+            raise BadRow(reason, remedy, came=f"the row has {columns_of(row)}")
         return row[column]
 
     def _uses(self, *columns: str) -> None:
@@ -232,6 +252,21 @@ class Reader:
 def state_of(row: dict, column: str) -> str:
     """Return "is null" or "is missing"."""
     return "is null" if column in row else "is missing"
+
+
+def columns_of(row: dict) -> str:
+    """Return the names of a row's columns in words, the first ones of very many."""
+    names = sorted(map(str, row))
+    others = f" and {len(names) - 20} more" if len(names) > 20 else ""
+    return f"{names[:20]}{others}"
+
+
+def text_of(row: dict, column: str) -> str | None:
+    """Return the text of a column that a row may lack."""
+    cell = row.get(column)
+    if cell is not None and not isinstance(cell, str):
+        raise BadRow(f"column {column!r} must be text", came=f"got {cell!r:.80}")
+    return cell
 
 
 def conversation(prompt: Prompt | None) -> list[Message]:
@@ -267,6 +302,9 @@ def _split(chosen: list[Message], rejected: list[Message], tools: list[dict] | N
         return Read(form, chosen[:shared], tools, sides)
     # They are answers to different prompts.
     ends = (chosen[-1:], rejected[-1:])
+    if len(chosen) == 1 or len(rejected) == 1:
+        reason = "one response is a whole conversation, and the other one is a turn alone"
+        raise BadRow(reason, "give both in the same form")
     return Read(form, None, tools, ends, own_prompts=(chosen[:-1], rejected[:-1]))
 
 
@@ -288,6 +326,10 @@ def _message_of(message: dict, column: str) -> Message:
         message = {**message, "role": message["from"], "content": message.get("value")}
         message = {key: value for key, value in message.items() if key not in ("from", "value")}
     name = message.get("role")
+    if name is None:
+        reason = f"a message of column {column!r} has no role"
+        remedy = "give messages of role and content, or of ShareGPT's from and value"
+        raise BadRow(reason, remedy, came=f"it has {columns_of(message)}")
     role = ROLES.get(name.lower()) if isinstance(name, str) else None
     if role is None:
         known = "system, user, assistant or tool, or ShareGPT's human, gpt, function_call or observation"
@@ -302,16 +344,19 @@ def _message_of(message: dict, column: str) -> Message:
         others["tool_calls"] = _spelled_calls(content)
         content = None
 
-    # What the assistant says in place of a text.
+    # What the assistant says in place of a text; a single call has OpenAI's earlier name.
+    if isinstance(others.get("function_call"), dict):
+        call = {"type": "function", "function": others.pop("function_call")}
+        others.setdefault("tool_calls", [call])
     if isinstance(others.get("tool_calls"), str):
         others["tool_calls"] = parsed_json(others["tool_calls"])
     if not others.get("tool_calls"):
         others.pop("tool_calls", None)
-    # OpenAI's key and ms-swift's for a turn that is not trained.
-    weight = others.pop("loss", others.pop("weight", 1))
-    if weight not in (0, 1):
-        raise BadRow("the weight of a message must be 0 or 1", came=f"got {weight!r:.40}")
-    if not weight:
+    weights = {key: others.pop(key) for key in WEIGHTS if key in others}
+    for key, weight in weights.items():
+        if weight not in (0, 1):
+            raise BadRow(f"the {key} of a message must be 0 or 1", came=f"got {weight!r:.40}")
+    if not all(weights.values()):
         others["weight"] = 0
     if "tool_calls" in others:
         others["tool_calls"] = [_call_of(call) for call in as_list(others["tool_calls"])]
@@ -332,7 +377,12 @@ def _text_of(content: Any, column: str) -> str | None:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
             reason = f"a message of column {column!r} has content of type {kind!r:.40}"
-            raise BadRow(reason, "only text can be read")
+            if kind == "text":
+                reason = f"a message of column {column!r} has a part of type text without a text"
+            raise BadRow(reason, "only text can be read", came=f"got {part!r:.80}")
+        if any(part.get(key) is not None for key in WEIGHTS):
+            reason = f"a message of column {column!r} has a weight at a part of its content"
+            raise BadRow(reason, "give the message a weight", came=f"got {part!r:.80}")
         texts.append(part["text"])
     return "".join(texts)
 
@@ -351,6 +401,10 @@ def _call_of(call: Any) -> dict:
         # What is written in a text is no null of a table.
         function = function | {"arguments": parsed_json(arguments) if arguments.strip() else {}}
     function = {key: value for key, value in function.items() if value is not None}
+    if not isinstance(function.get("arguments", {}), dict):
+        raise BadRow(
+            "the arguments of a tool call must be an object", came=f"got {arguments!r:.80}"
+        )
     if not isinstance(arguments, str):
         function = without_nulls(function)
     return call | {"function": function} if "function" in call else function

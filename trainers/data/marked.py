@@ -15,7 +15,7 @@ from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.memory import Footprint
 from fused_rl.trainers.base.screen import bar
 from fused_rl.trainers.data.encode import Encoded, Encoder
-from fused_rl.trainers.data.forms import Reader
+from fused_rl.trainers.data.forms import Reader, columns_of, state_of
 from fused_rl.trainers.data.preferences import pair_sides
 from fused_rl.trainers.data.reading import log_dropped
 from fused_rl.trainers.data.rows import BadRow, Rows
@@ -120,9 +120,9 @@ def _read(config: MarkedConfig, rows: Rows, i: int, encoder: Encoder) -> list[tu
     if label not in (False, True):
         column = config.label_column
         if label is None:
-            state = "null" if column in rows.rows[i] else "missing"
-            reason = f"column {column!r} is {state}; the row has {sorted(rows.rows[i])}"
-            raise BadRow(reason, "name the right column with --label_column")
+            reason = f"column {column!r} {state_of(rows.rows[i], column)}"
+            remedy = "name the right column with --label_column"
+            raise BadRow(reason, remedy, came=f"the row has {columns_of(rows.rows[i])}")
         raise BadRow(f"column {column!r} must be true or false", came=f"got {label!r:.80}")
     encoded = encoder.pairs(rows, i, config.prompt_column, config.completion_column)
     return [(one, bool(label)) for one in encoded]

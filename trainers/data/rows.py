@@ -15,6 +15,11 @@ from fused_rl.trainers.options import FILES
 
 # Reasons of lines that hold no row at all.
 NOT_JSON, NO_OBJECT = NO_ROW = ("not JSON in UTF-8", "expected a JSON object")
+# What a table has in the columns that a row does without.
+EMPTY = (None, "", [], {})
+# Columns of a .csv file in which numbers are text, too.
+TEXTS = ("prompt", "question", "problem", "instruction", "input", "output", "system", "text")
+TEXTS += ("system_prompt", "completion", "chosen", "rejected")
 
 
 class BadRow(InputError):
@@ -26,7 +31,10 @@ class BadRow(InputError):
         self.came = came
         self.where = where
         if came:
-            reason += f", {came}" if came.startswith("got ") else f": {came}"
+            mark = (
+                ", " if came.startswith("got ") else "; " if came.startswith("the row ") else ": "
+            )
+            reason = f"{reason}{mark}{came}"
         problem = f"{where}: {reason}" if where else reason
         super().__init__(f"{problem}; {remedy}" if remedy else problem)
 
@@ -95,7 +103,7 @@ class Rows:
         """Return the columns in which some row has a value and that nothing has read."""
         filled: dict[str, None] = {}
         for row in self.rows:
-            filled |= {name: None for name, value in row.items() if value not in (None, "")}
+            filled |= {name: None for name, value in row.items() if value not in EMPTY}
         return [name for name in filled if name not in self.columns_read]
 
 
@@ -103,7 +111,12 @@ def _parse(content: bytes, where: str):
     try:
         return json.loads(content)
     except ValueError as error:
-        raise BadRow(NOT_JSON, came=str(error), where=where) from error
+        remedy = "give an object per line, or one list or object in a .json file"
+        raise BadRow(NOT_JSON, remedy, came=str(error), where=where) from error
+
+
+def _cell_of_text(cell: str) -> str | None:
+    return cell or None
 
 
 def read_dataset(name: str, config_name: str | None, split: str) -> list[dict]:
@@ -125,6 +138,7 @@ def read_dataset(name: str, config_name: str | None, split: str) -> list[dict]:
             if kind == ".csv":
                 # Without these NA is a missing value, and a first column without a header an index.
                 options = {"keep_default_na": False, "na_values": [""], "index_col": False}
+                options["converters"] = dict.fromkeys(TEXTS, _cell_of_text)
             loaded = datasets.load_dataset(kind[1:], data_files=name, split="train", **options)
         elif Path(name, "state.json").is_file() or Path(name, "dataset_dict.json").is_file():
             # A folder of save_to_disk, which load_dataset would read as loose files.
@@ -162,7 +176,8 @@ def checked(rows: Rows) -> Rows:
     for i, row in enumerate(rows.rows):
         with rows.collecting(i):
             if not isinstance(row, dict):
-                raise BadRow(NO_OBJECT, came=f"got {type(row).__name__}")
+                remedy = 'a row has columns, as {"messages": [...]}'
+                raise BadRow(NO_OBJECT, remedy, came=f"got {type(row).__name__}")
             objects.append(i)
     return rows if len(objects) == len(rows) else rows.subset(objects)
 

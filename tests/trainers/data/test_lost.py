@@ -1,0 +1,106 @@
+"""What a row says is trained or refused: no column, key or message is dropped without a word."""
+
+import json
+
+import pytest
+
+from fused_rl.trainers.data.encode import Encoder
+from fused_rl.trainers.data.forms import Reader
+from fused_rl.trainers.data.rows import BadRow, Rows, load_rows
+from tests.trainers import tiny
+
+USER = {"role": "user", "content": "hi"}
+ANSWER = {"role": "assistant", "content": "ok"}
+CALL = {"name": "f", "arguments": {"x": 1}}
+CALLS = {"role": "assistant", "content": None, "tool_calls": [{"function": CALL}]}
+TOOL = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+
+
+def completion(row: dict):
+    return Reader(Rows([row], "d.jsonl")).completion(0, None, "completion")
+
+
+def turn(**keys) -> dict:
+    return {"messages": [USER, ANSWER | keys]}
+
+
+def part(**keys) -> dict:
+    return turn(content=[{"type": "text", "text": "ok"} | keys])
+
+
+REFUSED = {
+    "column 'images' is filled, and only text can be read": turn() | {"images": ["a.png"]},
+    "column 'chat_template_kwargs' is not read, got": turn() | {"chat_template_kwargs": {"a": 1}},
+    "the weight of a message must be 0 or 1, got -1": turn(weight=-1),
+    "the loss_scale of a message must be 0 or 1, got 2.0": turn(loss_scale=2.0),
+    "has a weight at a part of its content": part(weight=-1),
+    "has content of type 'image_url'": part(type="image_url"),
+    "has a part of type text without a text": part(text=None, value="ok"),
+    "the arguments of a tool call must be an object, got": turn(
+        tool_calls=[{"function": CALL | {"arguments": json.dumps(json.dumps({"x": 1}))}}]
+    ),
+    "column 'system' must be text, got 7": {"prompt": "a", "completion": "b", "system": 7},
+    "column 'input' must be text, got 7": {"instruction": "a", "input": 7, "output": "b"},
+    "has no role: it has ['assistant', 'human']": {"messages": [{"human": "a", "assistant": "b"}]},
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_cannot_be_trained_as_it_is_meant_is_refused(reason):
+    with pytest.raises(BadRow) as error:
+        completion(REFUSED[reason])
+    assert reason in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["weight", "loss", "loss_scale", "loss_weight", "train"])
+def test_every_key_that_leaves_a_turn_out_is_read(key):
+    assert completion(turn(**{key: 0})).prompt[-1] == ANSWER | {"weight": 0}
+    assert completion(turn(**{key: 1})).prompt[-1] == ANSWER
+
+
+def test_earlier_names_of_openai_are_read_as_the_later_ones():
+    earlier = {
+        "messages": [
+            {"role": "developer", "content": "be kind"},
+            USER,
+            {"role": "assistant", "content": None, "function_call": CALL},
+            {"role": "function", "name": "f", "content": "1"},
+            ANSWER,
+        ],
+        "functions": [TOOL],
+    }
+    later = {
+        "messages": [
+            {"role": "system", "content": "be kind"},
+            USER,
+            CALLS | {"tool_calls": [{"type": "function", "function": CALL}]},
+            {"role": "tool", "name": "f", "content": "1"},
+            ANSWER,
+        ],
+        "tools": [{"type": "function", "function": TOOL}],
+    }
+    assert completion(earlier) == completion(later)
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"messages": [USER, CALLS]}, "tool_calls"),
+        (turn(thinking="hm"), "thinking"),
+        (turn() | {"tools": [{"function": TOOL}]}, "tools"),
+    ],
+)
+def test_without_a_chat_template_only_text_can_be_trained(row, what):
+    encoder = Encoder(tiny.tokenizer(chat=False))
+    with pytest.raises(BadRow, match=f"has {what}, but there is no chat template"):
+        encoder.pairs(Rows([row], "d.jsonl"), 0, None, "completion")
+
+
+def test_columns_of_text_in_a_csv_file_keep_their_digits(tmp_path):
+    path = tmp_path / "d.csv"
+    path.write_text("system,instruction,input,output\n007,1,2.50,1e3\n,2,,4\n")
+    rows = [
+        {"system": "007", "instruction": "1", "input": "2.50", "output": "1e3"},
+        {"system": None, "instruction": "2", "input": None, "output": "4"},
+    ]
+    assert load_rows(str(path)).rows == rows
