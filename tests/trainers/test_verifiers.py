@@ -82,9 +82,13 @@ def test_the_ground_truths_column():
         ({"a": '{"b": {"c": 1}}'}, "a.b.d", "; a.b has .'c'.;"),
         ({"a": "b: 1"}, "a.b", "; a is 'b: 1', which has no columns;"),
         ({"a": {"b": None}}, "a.b", "; a has .'b'.;"),
-        ({"a": {"b": {"c": 1}}}, "a.b", "^column 'a.b' is .'c': 1. .dict.; expected text"),
-        ({"answer": [1]}, None, "^column 'answer' is .1. .list.; expected text or a number"),
-        ({"answer": float("nan")}, None, "^column 'answer' is nan"),
+        (
+            {"a": {"b": {"c": 1}}},
+            "a.b",
+            "^column 'a.b' must be text or a number, got .'c': 1. .dict.",
+        ),
+        ({"answer": [1]}, None, "^column 'answer' must be text or a number, got .1. .list."),
+        ({"answer": float("nan")}, None, "^column 'answer' must be text or a number, got nan"),
         ({"answer": "6*7\n####"}, None, "^column 'answer' has no answer"),
         ({"answer": None}, "answer", "^column 'answer' is missing or null"),
     ):

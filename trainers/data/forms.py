@@ -333,9 +333,8 @@ def _message_of(message: dict, column: str) -> Message:
     role = ROLES.get(name.lower()) if isinstance(name, str) else None
     if role is None:
         known = "system, user, assistant or tool, or ShareGPT's human, gpt, function_call or observation"
-        raise BadRow(
-            f"a message of column {column!r} has the role {name!r:.40}", f"expected {known}"
-        )
+        reason = f"a message of column {column!r} has an unknown role"
+        raise BadRow(reason, f"expected {known}", came=f"got {name!r:.40}")
     # A table fills in null for what other rows' messages have.
     others = {key: value for key, value in message.items() if key not in ("role", "content")}
     others = {key: value for key, value in others.items() if value is not None}
@@ -426,7 +425,8 @@ def parsed_json(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise BadRow("tools or a tool call are not JSON", came=f"{text!r:.80}") from error
+        reason = "tools or a tool call are not JSON"
+        raise BadRow(reason, "mend or remove the row", came=f"got {text!r:.80}") from error
 
 
 def without_nulls(value: Any) -> Any:

@@ -31,9 +31,7 @@ class BadRow(InputError):
         self.came = came
         self.where = where
         if came:
-            mark = (
-                ", " if came.startswith("got ") else "; " if came.startswith("the row ") else ": "
-            )
+            mark = ", " if came.startswith("got ") else "; " if " has " in came else ": "
             reason = f"{reason}{mark}{came}"
         problem = f"{where}: {reason}" if where else reason
         super().__init__(f"{problem}; {remedy}" if remedy else problem)

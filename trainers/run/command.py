@@ -68,7 +68,9 @@ def around(prog: str, lost: str = "nothing was written") -> Iterator[None]:
     try:
         yield
     except BadRows as error:
-        sys.exit(f"{prog}: error: {error}")  # its lines are escaped
+        # The ranks read the same rows; of one whose rows differ the first line is enough.
+        lines = str(error) if ranks.rank() == 0 else str(error).partition("\n")[0]
+        sys.exit(f"{prog}: error: {lines}")  # its lines are escaped
     except InputError as error:
         sys.exit(f"{prog}: error: {escaped(error)}")
     except Stopped:

@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 import regex
 
 from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.data.rows import BadRow
 from fused_rl.trainers.rollouts.types import Sample, shortened
 
 ANSWER_COLUMNS = ("ground_truth", "answer", "solution")
@@ -31,20 +32,21 @@ def answer_of(row: dict, column: str | None) -> str:
     name = next((name for name in columns if row.get(name) is not None), columns[0])
     value, where, level = _at_path(row, name)
     if value is None:
-        what = f"column {name!r} is missing or null; {where} {level}"
-        raise InputError(f"{what}; name another with --answer_column, or mend the row")
+        remedy = "name another with --answer_column, or mend the row"
+        raise BadRow(f"column {name!r} is missing or null", remedy, came=f"{where} {level}")
     # A bool would be compared as the text True, and NaN is how a missing cell of a table is read.
     if isinstance(value, bool) or not isinstance(value, (str, numbers.Number)) or value != value:
-        raise InputError(
-            f"column {name!r} is {shortened(value)} ({type(value).__name__}); expected text or a number"
-        )
+        came = f"got {shortened(value)} ({type(value).__name__})"
+        raise BadRow(f"column {name!r} must be text or a number", came=came)
 
     # Of a worked solution what follows the last marks, or the last box; other answers are taken whole.
     answer = str(value).rsplit("####", 1)[-1].strip()
     if name.rpartition(".")[2] == "solution":
         answer = ([answer] + BOXED.findall(answer))[-1].strip()
     if not answer:
-        raise InputError(f"column {name!r} has no answer: {value!r:.80}")
+        raise BadRow(
+            f"column {name!r} has no answer", "mend or remove the row", came=f"got {value!r:.80}"
+        )
     return answer
 
 

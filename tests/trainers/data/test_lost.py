@@ -41,7 +41,7 @@ REFUSED = {
     ),
     "column 'system' must be text, got 7": {"prompt": "a", "completion": "b", "system": 7},
     "column 'input' must be text, got 7": {"instruction": "a", "input": 7, "output": "b"},
-    "has no role: it has ['assistant', 'human']": {"messages": [{"human": "a", "assistant": "b"}]},
+    "has no role; it has ['assistant', 'human']": {"messages": [{"human": "a", "assistant": "b"}]},
 }
 
 
