@@ -8,24 +8,36 @@ import functools
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+from fused_rl.trainers.base.files import base_of_adapters
 from fused_rl.trainers.base.text import InputError, in_a_line
 from fused_rl.trainers.data.forms import Message, Prompt, Reader, conversation
 from fused_rl.trainers.data.rows import BadRow, Rows
+from fused_rl.trainers.data.templates import (
+    BEGINS_REASONING,
+    CALLS,
+    CLOSED,
+    KEEPS_REASONING,
+    MARK,
+    OPEN,
+    REASONING,
+    continuation,
+    loss,
+    missing,
+    opens_reasoning,
+    reads,
+    reasoning_apart,
+    spellings,
+    wants_parts,
+)
 from fused_rl.trainers.options import DataConfig
 
 Encoded: TypeAlias = tuple[list[int], list[int]]
 """Token ids of a prompt and of its response."""
-# What an assistant has to say in a turn besides the content: as a text, and as calls.
-REASONING = ("reasoning_content", "thinking")
-CALLS = ("tool_calls", "function_call")
-OPEN, CLOSED = "<think>", "</think>"
-NO_REASONING = re.compile(rf"{OPEN}\s*{CLOSED}")
-# A user's message that marks a place in what a template writes.
-MARK = "a message"
+READ_AS_IT_IS = "give the rows as texts that the model reads as they are, with --raw_prompt"
 
 
 def load_tokenizer(name: str, revision: str | None = None):
@@ -66,15 +78,26 @@ def stop_ids(tokenizer, generation_config) -> list[int]:
 
 
 def saved_stop_ids(name: str, revision: str | None, tokenizer) -> list[int]:
-    """Return the ids that end a response of a model, as the generation config beside its weights names them."""
-    import transformers
+    """Return the ids that end a response of a model, as its saved generation config names them."""
+    from transformers import GenerationConfig
+    from transformers.utils import find_adapter_config_file
 
-    try:
-        config = transformers.GenerationConfig.from_pretrained(name, revision=revision)
-    # Adapters come without one, and so do some models; the tokenizer's EOS ends their responses.
-    except OSError:
-        config = transformers.GenerationConfig()
-    return stop_ids(tokenizer, config)
+    # A name that can be read nowhere is refused where the model is loaded.
+    with contextlib.suppress(OSError):
+        # Adapters end a response as their model does.
+        adapters = find_adapter_config_file(name, revision=revision)
+        if adapters is not None:
+            saved = json.loads(Path(adapters).read_bytes())
+            name, revision = saved["base_model_name_or_path"], saved.get("revision")
+            name = base_of_adapters(Path(adapters).parent, name, revision)
+    # transformers looks in both as well, in this order.
+    for file in ("generation_config.json", "config.json"):
+        with contextlib.suppress(OSError):
+            config = GenerationConfig.from_pretrained(
+                name, config_file_name=file, revision=revision
+            )
+            return stop_ids(tokenizer, config)
+    return [tokenizer.eos_token_id]
 
 
 class Encoder:
@@ -114,6 +137,7 @@ class Encoder:
         }
         special[tokenizer.eos_token_id] = tokenizer.eos_token
         self.stop_tokens = {special[i]: i for i in sorted(self.stop_ids) if i in special}
+        self.stop_pattern = re.compile("|".join(map(re.escape, self.stop_tokens)))
         self.special_tokens = tuple(special.values())
 
     @classmethod
@@ -202,29 +226,33 @@ class Encoder:
                 if turn.get(name):
                     reason = f"the assistant's turn has {name}, but there is no chat template to write it"
                     raise BadRow(reason, "give text, or a model with a chat template")
-            return prompt, [*self.ids(turn["content"]), end]
+            # Behind a prompt that a template has written, white space is as it stands.
+            encode = self._continued if self.chat else self.ids
+            return prompt, [*encode(turn["content"]), end]
 
         # The response is what the template adds to the text that generation would see.
         before = self.render(earlier, tools, add_generation_prompt=True)
         whole = self.render([*earlier, turn], tools, add_generation_prompt=False)
+        if opens_reasoning(before) and whole.count(OPEN) > before.count(OPEN):
+            # The template writes the reasoning of a field, and takes that in a content for the answer.
+            turn = reasoning_apart(turn)
+            whole = self.render([*earlier, turn], tools, add_generation_prompt=False)
         response = continuation(before, whole, turn)
         if response is None:
-            raise self._rewritten("does not continue its own generation prompt", before, whole)
+            raise self._not_continued(before, whole)
         self._check_said(turn, before, response)
         prompt = self._prompt(earlier, tools, before)
-        # A tokenizer may merge characters across the border, where a sampler would begin a token.
-        ids = self.ids(whole) if whole == before + response else []
-        follows = ids[: len(prompt)] == prompt
-        completion = self._ended(ids[len(prompt) :] if follows else self.ids(response))
+        completion = self._ended(self._behind(prompt, response, self.ids(before + response)))
         if start is None or start == len(earlier):
             return prompt, completion
 
         # Several turns have the same ids, cut where the first of them begins.
         ids = prompt + completion
         prompt = self._prompt(messages[:start], tools)
-        if ids[: len(prompt)] != prompt:
+        others = [message for message in messages[start:-1] if message["role"] == "assistant"]
+        if ids[: len(prompt)] != prompt or any(missing(message, whole) for message in others):
             reason = "the chat template rewrites earlier turns, so several of them do not follow their prompt"
-            raise BadRow(reason, "give responses of one turn")
+            raise BadRow(reason, self._switch(KEEPS_REASONING) or "give responses of one turn")
         return prompt, ids[len(prompt) :]
 
     def whole_text(self, text: str) -> list[int]:
@@ -232,28 +260,50 @@ class Encoder:
         # Without a token of its own it would only teach to end at once.
         if not text.strip():
             raise BadRow("the text is empty", "remove the row")
-        ids = self._begun(text)
-        # A template may have written the end, with white space and further ends behind it.
-        end = len(ids)
-        for i in reversed(range(len(ids))):
-            if ids[i] in self.stop_ids:
-                end = i
-            elif self.tokenizer.decode(ids[i]).strip():
-                break
-        return [*ids, self.tokenizer.eos_token_id] if end == len(ids) else ids[: end + 1]
+        return self._closed(self._begun(text))
+
+    def rendered_prompt(self, text: str) -> str | None:
+        """Return a text that the template has written up to where the assistant's last turn begins; None for others.
+
+        It ends as generation would see it.
+        """
+        begins, opens, reasoning = self.generation_prompt.partition(OPEN)
+        end = text.rfind(begins) + len(begins)
+        if not begins.strip() or end < len(begins):
+            return None
+        return f"{text[:end]}{opens}{reasoning}"
+
+    def rendered_pair(self, before: str, text: str) -> Encoded:
+        """Return the token ids of the prompt `before`, and of the response that the rendered text adds to it."""
+        response = continuation(before, text, {"content": None})
+        if response is None:
+            raise self._not_continued(before, text)
+        said = self.stop_pattern.split(response)[0]
+        if not said.replace(CLOSED, "").strip():
+            raise empty_completion()
+        prompt = self._begun(before)
+        return prompt, self._closed(self._behind(prompt, response, self._begun(before + response)))
 
     def ids(self, text: str) -> list[int]:
         """Return the token ids of a text without any that the tokenizer would add."""
         return self._tokenized(text, add_special_tokens=False)
 
     @functools.cached_property
-    def generation_prompt(self) -> list[int]:
-        """The token ids that the template writes where the assistant's turn begins; none without a template."""
+    def wants_parts(self) -> bool:
+        """True if the template writes a content only as a list of parts."""
+        write = functools.partial(self.tokenizer.apply_chat_template, tokenize=False)
+        return wants_parts(functools.partial(write, **self.template_kwargs))
+
+    @functools.cached_property
+    def generation_prompt(self) -> str:
+        """What the template writes between a user's message and the answer, or its end; empty without a template."""
         if not self.chat:
-            return []
+            return ""
         asked = [{"role": "user", "content": MARK}]
         before, after = (self.render(asked, None, add_generation_prompt=on) for on in (False, True))
-        return self.ids(after.removeprefix(before))
+        # Some templates end with EOS what nothing follows, and some begin an answer without a word.
+        before = before.removesuffix(self.tokenizer.eos_token)
+        return after.removeprefix(before) or after.partition(MARK)[2]
 
     @functools.cached_property
     def openings(self) -> tuple[str, ...]:
@@ -277,7 +327,7 @@ class Encoder:
     def render(
         self, messages: Sequence[Message], tools: list | None, *, add_generation_prompt: bool
     ) -> str:
-        """Return the text that the chat template makes of messages, all their tool calls among it."""
+        """Return the text that the chat template makes of messages, of which it must leave nothing out."""
         options = self.template_kwargs | {"add_generation_prompt": add_generation_prompt}
         if tools:
             options["tools"] = tools
@@ -286,20 +336,20 @@ class Encoder:
                 raise BadRow(reason, "remove the column")
         write = functools.partial(self.tokenizer.apply_chat_template, tokenize=False, **options)
         problem: BadRow | None = None
-        for spelled in spellings(messages):
+        for spelled in spellings(messages, in_parts=self.wants_parts):
             try:
                 text = write(spelled)
             # Templates raise of their own, such as "roles must alternate", and so does Jinja.
             except Exception as error:
                 roles = ", ".join(message["role"] for message in messages[:8])
                 reason = f"the chat template does not take these messages ({roles})"
-                problem = problem or BadRow(reason, came=in_a_line(error))
+                remedy = "use a template that takes them, or remove the row"
+                problem = problem or BadRow(reason, remedy, came=in_a_line(error))
                 continue
-            left_out = calls_left_out(write, spelled, text)
-            if left_out is None:
+            lost = loss(write, spelled, text)
+            if lost is None:
                 return text
-            reason = f"the assistant's turn has {left_out}, but the chat template leaves it out"
-            problem = BadRow(reason, "use a template that writes it, or remove the row")
+            problem = BadRow(lost, "use a template that writes it, or remove the row")
         assert problem is not None
         raise problem
 
@@ -356,6 +406,27 @@ class Encoder:
         end = next((i for i, token in enumerate(ids) if token in self.stop_ids), None)
         return [*ids, self.tokenizer.eos_token_id] if end is None else ids[: end + 1]
 
+    def _closed(self, ids: list[int]) -> list[int]:
+        """Return a text with one token that ends it; white space and further ends behind are left out."""
+        end = len(ids)
+        for i in reversed(range(len(ids))):
+            if ids[i] in self.stop_ids:
+                end = i
+            elif self.tokenizer.decode(ids[i]).strip():
+                break
+        return [*ids, self.tokenizer.eos_token_id] if end == len(ids) else ids[: end + 1]
+
+    def _behind(self, prompt: list[int], response: str, ids: list[int]) -> list[int]:
+        """Return the token ids of a response, given those of prompt and response as one text."""
+        # A tokenizer may merge characters across the border, where a sampler would begin a token.
+        follows = ids[: len(prompt)] == prompt
+        return ids[len(prompt) :] if follows else self._continued(response)
+
+    def _continued(self, text: str) -> list[int]:
+        """Return the token ids of a text that follows others, without the space that some tokenizers begin with."""
+        ahead, ids = self.ids("\n"), self.ids(f"\n{text}")
+        return ids[len(ahead) :] if ids[: len(ahead)] == ahead else self.ids(text)
+
     def _without_end(self, turn: Message) -> tuple[Message, int]:
         """Return the assistant's turn without a token that ends it, and that token's id or EOS."""
         end = self.tokenizer.eos_token_id
@@ -368,8 +439,7 @@ class Encoder:
             turn = turn | {"content": content}
         says = any(turn.get(name) for name in (*REASONING, *CALLS))
         if not says and not (content or "").strip():
-            reason = "the completion is empty, and would teach to end at once"
-            raise BadRow(reason, "remove the row")
+            raise empty_completion()
         # What follows such a token would never be trained on.
         for token in self.stop_tokens:
             if token in str(turn):
@@ -380,32 +450,42 @@ class Encoder:
     def _check_said(self, turn: Message, before: str, response: str) -> None:
         """Refuse a response that lacks what its turn says, which a template may leave out without a word."""
         opened = before[before.rfind(OPEN) :] if opens_reasoning(before) else ""
-        written = squeezed(opened + response)
-        for name in REASONING:
-            if squeezed(turn.get(name) or "") not in written:
-                reason = f"the assistant's turn has {name}, but the chat template leaves it out"
-                raise BadRow(reason, "use a template that writes it, or remove the row")
-        if squeezed(turn["content"] or "") not in written:
-            raise self._rewritten("rewrites the assistant's turn", turn["content"], response)
+        said = self.stop_pattern.split(response)[0]
+        name = missing(turn, opened + said)
+        if name is None:
+            return
+        if missing(turn, opened + response) is None:
+            does = "writes it behind a token that ends a response"
+        elif name == "content" and not any(turn.get(key) for key in CALLS):
+            reason = "the chat template rewrites the assistant's turn"
+            raise BadRow(reason, READ_AS_IT_IS, came=difference(turn["content"], response))
+        else:
+            does = "leaves it out"
+        reason = f"the assistant's turn has {name}, but the chat template {does}"
+        into = "put it into the content, or " if name in REASONING else ""
+        raise BadRow(reason, f"{into}use a template that writes it, or remove the row")
 
-    def _rewritten(self, does: str, expected: str, came: str) -> BadRow:
-        """Return the error of a template that writes something else than a response would be."""
+    def _not_continued(self, before: str, whole: str) -> BadRow:
+        """Return the error of a conversation whose text does not begin with what generation would see."""
+        reason = "the chat template does not continue its own generation prompt"
+        # It has closed the reasoning that the row goes on with, or begun some that the row does not have.
+        reasons = str(before.rstrip().endswith(CLOSED)).lower()
+        remedy = self._switch(dict.fromkeys(BEGINS_REASONING, reasons))
+        if not opens_reasoning(before):
+            remedy = None
+        return BadRow(reason, remedy or READ_AS_IT_IS, came=difference(before, whole))
+
+    def _switch(self, values: dict[str, str]) -> str | None:
+        """Return the option that sets the first of these words that the template reads, or None."""
         template = self.tokenizer.get_chat_template()
-        switches = [
-            name
-            for name in ("enable_thinking", "thinking", "preserve_thinking", "clear_thinking")
-            if reads(template, name)
-        ]
-        remedy = "give the rows as texts that the model reads as they are, with --raw_prompt"
-        if switches:
-            value = self.template_kwargs.get(switches[0])
-            remedy = (
-                f"give --chat_template_kwargs '{{{switches[0]}: {str(value is False).lower()}}}'"
-            )
-        # Both from where they differ.
-        same = len(os.path.commonprefix([expected, came]))
-        both = f"expected {expected[max(same - 20, 0) :][:60]!r}, and it wrote {came[max(same - 20, 0) :][:60]!r}"
-        return BadRow(f"the chat template {does}", remedy, came=both)
+        return next(
+            (
+                f"give --chat_template_kwargs '{{{name}: {value}}}'"
+                for name, value in values.items()
+                if reads(template, name)
+            ),
+            None,
+        )
 
 
 def as_turns(response: Prompt) -> list[Message]:
@@ -413,90 +493,12 @@ def as_turns(response: Prompt) -> list[Message]:
     return [{"role": "assistant", "content": response}] if isinstance(response, str) else response
 
 
-def continuation(before: str, whole: str, turn: Message) -> str | None:
-    """Return what a response adds to the text `before` it so that both say the `whole`; None if nothing does.
-
-    Where generation begins with reasoning, templates may write the same turn without it, or with other white space.
-    Then the response closes the reasoning that the prompt has opened.
-    """
-    if whole.startswith(before):
-        return whole[len(before) :]
-    start, space = before.rfind(OPEN), before[before.rfind(OPEN) + len(OPEN) :]
-    if not opens_reasoning(before) or CLOSED in space or not whole.startswith(before[:start]):
-        return None
-    rest = whole[start:]
-    if rest.startswith(OPEN):
-        rest = rest.removeprefix(OPEN)
-        return rest[len(os.path.commonprefix([rest, space])) :]
-
-    # The template has left the reasoning out: it stands in the content, or in a field of its own.
-    reasoning, closed, _ = (turn["content"] or "").partition(CLOSED)
-    reasoning = reasoning.partition(OPEN)[2] if OPEN in reasoning else reasoning
-    if not closed:
-        reasoning = next((turn[name] for name in REASONING if turn.get(name)), "")
-        reasoning = f"{reasoning.strip()}\n" if reasoning else "\n"
-    reasoning = reasoning[len(os.path.commonprefix([reasoning, space])) :] if closed else reasoning
-    gap = "" if rest[:1].isspace() else "\n\n"
-    return f"{reasoning}{CLOSED}{gap}{rest}"
+def empty_completion() -> BadRow:
+    """Return the error of a row that would only teach to end."""
+    return BadRow("the completion is empty, and would teach to end at once", "remove the row")
 
 
-def opens_reasoning(before: str) -> bool:
-    """Return True for a text that ends where reasoning has just been opened, or opened and closed."""
-    opened = before[before.rfind(OPEN) :]
-    return opened.startswith(OPEN) and not opened.removeprefix(OPEN).replace(CLOSED, "").strip()
-
-
-def squeezed(text: str) -> str:
-    """Return a text without white space and empty reasoning, which templates write as they like."""
-    return "".join(NO_REASONING.sub("", text).split())
-
-
-def spellings(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
-    """Yield the messages with their tool calls as templates may want them.
-
-    The arguments are objects or the text of JSON, and a turn that has calls alone has an empty content or null.
-    """
-    if not any(message.get(name) for message in messages for name in CALLS):
-        yield messages
-        return
-    for as_text in (False, True):
-        for empty in ("", None):
-            yield [_spelled(message, as_text, empty) for message in messages]
-
-
-def _spelled(message: Message, as_text: bool, empty: str | None) -> Message:
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    if as_text:
-        calls = [_with_text_arguments(call) for call in calls]
-    return message | {"tool_calls": calls, "content": message["content"] or empty}
-
-
-def _with_text_arguments(call: dict) -> dict:
-    function = call.get("function", call)
-    function = function | {"arguments": json.dumps(function.get("arguments"), ensure_ascii=False)}
-    return call | {"function": function} if "function" in call else function
-
-
-def calls_left_out(
-    write: Callable[[Sequence[Message]], str], messages: Sequence[Message], text: str
-) -> str | None:
-    """Return the field of a turn whose calls are not in the text that a template wrote, or only as Python's objects."""
-    for i, message in enumerate(messages):
-        for name in [name for name in CALLS if message.get(name)]:
-            silent = {key: value for key, value in message.items() if key != name}
-            # A template that cannot do without the calls reads them.
-            with contextlib.suppress(Exception):
-                if write([*messages[:i], silent, *messages[i + 1 :]]) == text:
-                    return name
-        for call in message.get("tool_calls") or []:
-            arguments = call.get("function", call).get("arguments")
-            if isinstance(arguments, dict) and arguments and str(arguments) in text:
-                return "tool_calls"
-    return None
-
-
-def reads(template: str, name: str) -> bool:
-    """Return True if a chat template has a word in it."""
-    return re.search(rf"\b{re.escape(name)}\b", template) is not None
+def difference(expected: str, came: str) -> str:
+    """Return two texts in a line, both from shortly before they differ."""
+    start = max(len(os.path.commonprefix([expected, came])) - 20, 0)
+    return f"expected {expected[start:][:60]!r}, and it wrote {came[start:][:60]!r}"

@@ -3,12 +3,14 @@
 | chosen, rejected | prompt | prompt of the pair | response |
 |---|---|---|---|
 | text | text or messages | the prompt | the text |
-| text | none | the tokens that both begin with | the rest |
+| text that a template has rendered | none | all before the assistant's last turn that both share | the rest |
+| other text | none | the tokens that both begin with | the rest |
 | messages that begin with the assistant's | text or messages | the prompt, and the turns that both share | the others |
 | other messages | none, or one of them | the turns that both share | the others |
 """
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -182,18 +184,17 @@ def pair_sides(
 
 
 def _whole_texts(encoder: encode.Encoder, *texts: str) -> list[Encoded]:
-    """Return two texts as the tokens that both begin with, their prompt, and the rest of each."""
+    """Return two texts as their prompt, which both begin with, and the rest of each."""
+    # In a text that a template has written, a response begins where the assistant's turn does.
+    before = encoder.rendered_prompt(os.path.commonprefix(texts))
+    if before is not None:
+        return [encoder.rendered_pair(before, text) for text in texts]
     sides = [encoder.whole_text(text) for text in texts]
     # Each has a token left besides its end, even if one text is the beginning of the other.
     most = max(0, min(map(len, sides)) - 2)
     shared = 0
     while shared < most and sides[0][shared] == sides[1][shared]:
         shared += 1
-    # In a text that a template has written, a response begins where the assistant's turn does.
-    mark = encoder.generation_prompt
-    prompt = sides[0][:shared]
-    ends = range(shared, len(mark) - 1, -1) if mark else ()
-    shared = next((end for end in ends if prompt[end - len(mark) : end] == mark), shared)
     return [(ids[:shared], ids[shared:]) for ids in sides]
 
 
