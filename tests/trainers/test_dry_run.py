@@ -42,7 +42,11 @@ def test_a_dry_run_says_what_the_run_would_say(name, folder, tmp_path, capsys):
         said.append(str(refused.value))
     assert said[0] == said[1]
     assert "3 of 40 rows cannot be used" in said[0]
-    for number, reason in ((12, "the prompt is empty"), (39, "the role 'bot'"), (21, "got list")):
+    for number, reason in (
+        (12, "the prompt is empty"),
+        (39, "an unknown role, got 'bot'"),
+        (21, "got list"),
+    ):
         assert f"rows.jsonl, line {number}: " in said[0] and reason in said[0]
     assert not (tmp_path / "run").exists()
 

@@ -221,7 +221,7 @@ class Reader:
             reason = (
                 "column 'tools' must be a list of JSON schemas, as objects or as the text of a list"
             )
-            raise BadRow(reason, came=f"got {cell!r:.80}")
+            raise BadRow(reason, "mend or remove the row", came=f"got {cell!r:.80}")
         # Nulls in a text were written; those in objects may be a table's.
         tools = tools if isinstance(cell, str) else without_nulls(tools)
         if wrapped:
@@ -315,7 +315,7 @@ def messages_of(cell: Any, column: str) -> list[Message]:
         reason = (
             f"column {column!r} must be text or a list of messages with role and content, both text"
         )
-        raise BadRow(reason, came=f"got {cell!r:.80}")
+        raise BadRow(reason, "name another column, or mend the row", came=f"got {cell!r:.80}")
     return [_message_of(message, column) for message in cell]
 
 

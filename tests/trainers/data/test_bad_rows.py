@@ -1,0 +1,89 @@
+"""Rows that cannot be used are said at once: how many, each kind with its first row, and what to do."""
+
+import json
+import re
+
+import pytest
+
+from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.data.reading import BadRows, Reading
+from fused_rl.trainers.data.rows import Rows, load_rows
+from tests.tools import forms
+
+USER = {"role": "user", "content": "a"}
+GOOD = {"completion": "b", "chosen": "b", "rejected": "c", "label": True}
+
+
+def with_prompt(*roles: str, **columns) -> dict:
+    return {"prompt": [{"role": role, "content": "a"} for role in roles]} | GOOD | columns
+
+
+# A kind of fault that every trainer sees, and its rows, whose columns and values differ.
+FAULTS = {
+    "the prompt is empty": [{"prompt": ""} | GOOD, {"prompt": "", "id": 1} | GOOD],
+    "has an unknown role": [with_prompt("user", "bot"), with_prompt("user", "king")],
+    "tools or a tool call are not JSON": [with_prompt("user", tools="x"), {**GOOD, "prompt": "a", "tools": "y"}],
+    "column 'tools' must be a list of JSON schemas": [with_prompt("user", tools=5)],
+    "column 'images' is filled": [with_prompt("user", images=["a.png"])],
+    "half of a character": [{"prompt": "\ud83d"} | GOOD, {"prompt": "\ude00"} | GOOD],
+    "expected a JSON object": [[1], 7],
+}  # fmt: skip
+TORN = b'{"prompt": "a", "compl'
+
+
+def lines_of(rows) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def read(trainer: forms.Trainer, path, bad_rows="refuse") -> int:
+    """The number of examples of a file, as a dry run reads it."""
+    config_class, _, _, read_rows = trainer.module.main.args
+    config = config_class(model="m", dataset="d", output_dir="o", **trainer.options)
+    with Reading(bad_rows) as reading:
+        rows = reading.add(load_rows(str(path), bad_rows=reading.bad))
+        return len(read_rows(config, rows, forms.encoder()))
+
+
+@pytest.mark.parametrize("trainer", forms.TRAINERS, ids=[one.name for one in forms.TRAINERS])
+def test_every_kind_of_reason_is_one_line_with_its_count_and_first_row(trainer, tmp_path, capsys):
+    path = tmp_path / "d.jsonl"
+    faults = [row for rows in FAULTS.values() for row in rows]
+    good = [{"prompt": f"{i}"} | GOOD for i in range(3)]
+    path.write_bytes(lines_of(good[:1]) + b"\n" + lines_of([*faults, *good[1:]]) + TORN)
+
+    with pytest.raises(BadRows) as error:
+        read(trainer, path)
+    title, *kinds = str(error.value).splitlines()
+    bad = len(faults) + 1
+    assert title.startswith(f"{bad} of {bad + len(good)} rows cannot be used")
+    assert len(kinds) == len(FAULTS) + 1, "values are no part of a kind"
+    number = 3  # behind a row and an empty line, which keeps its number
+    for reason, rows in FAULTS.items():
+        pattern = rf"^ +{len(rows)}  .*d.jsonl, line {number}: .*{re.escape(reason)}.*; \w+"
+        assert any(re.match(pattern, kind) for kind in kinds), reason
+        number += len(rows)
+    assert any("not JSON in UTF-8" in kind and f"line {number + 2}:" in kind for kind in kinds)
+
+    # The others are read, and the same block is printed.
+    capsys.readouterr()
+    assert read(trainer, path, "skip") >= len(good)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1].startswith("rows: ")
+    assert (
+        f"left out {bad} of {bad + len(good)} rows, which cannot be used; the first of each kind:"
+        in printed
+    )
+    assert set(kinds) <= set(printed)
+
+    # With nothing left there is no run.
+    path.write_bytes(lines_of(faults))
+    with pytest.raises(InputError, match="no row can be used; .*d.jsonl, line "):
+        read(trainer, path, "skip")
+
+
+def test_rows_beyond_the_held_out_ones_are_read_with_their_own_numbers():
+    bad = []
+    rows = Rows([{"prompt": "a"}] * 4, "d.jsonl", bad=bad).subset([2, 3]).subset([1])
+    with rows.collecting(0):
+        raise InputError("x")
+    assert [str(error) for error in bad] == ["d.jsonl, line 4: x"]
