@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import tokenizers
 import transformers
-from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 
+from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.encode import Encoder
 from fused_rl.trainers.data.preferences import pair_sides
 from fused_rl.trainers.data.rows import BadRow, Rows
 from fused_rl.trainers.data.templates import spellings
+from tests.trainers import tiny
 
 trl = pytest.importorskip("trl", reason="TRL needs Python 3.11")
 FOLDER = Path(trl.__file__).parent / "chat_templates"
@@ -344,3 +346,69 @@ def test_responses_of_several_turns_follow_their_prompt_or_are_refused(name):
         assert "the chat template rewrites earlier turns" in str(error)
     else:
         assert "depends" in encoder.tokenizer.decode(chosen)
+
+
+# Tokenizers that begin a text with a space of their own, as Llama 2's and Mistral's.
+
+INST = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+LINES = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def spaced(template: str, scheme: str):
+    """Return a tokenizer of single characters with Metaspace, and a token of two spaces."""
+    letters = [chr(i) for i in range(33, 127)]
+    vocabulary = ["<s>", "</s>", "▁", "▁▁", "\n", *letters]
+    made = tokenizers.Tokenizer(
+        models.BPE(vocab={piece: i for i, piece in enumerate(vocabulary)}, merges=[("▁", "▁")])
+    )
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    made.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", chat_template=template
+    )
+
+
+@pytest.mark.parametrize("scheme", ["always", "first"])
+@pytest.mark.parametrize("template", [INST, LINES])
+@pytest.mark.parametrize("text", ["yes", " yes", "  yes", "\n\nyes", "\t yes"])
+def test_no_space_is_invented_between_prompt_and_completion(template, scheme, text):
+    tokenizer = spaced(template, scheme)
+    tokenizer.add_tokens(["\t"])
+    ((prompt, completion),) = encoded(Encoder(tokenizer), {"prompt": "q", "completion": text})
+    generated = tokenizer.apply_chat_template(
+        [user("q")], add_generation_prompt=True, return_dict=False
+    )
+    assert prompt == generated and completion[-1] == tokenizer.eos_token_id
+    pieces = tokenizer.convert_ids_to_tokens(completion[:-1])
+    assert "".join(pieces).replace("▁", " ") == " " * (template == INST) + text
+
+
+# What ends a response.
+
+
+def test_a_model_without_a_generation_config_ends_where_its_rollouts_do(tmp_path):
+    folder = tiny.model_folder(tmp_path / "model")
+    config = tiny.config_of("sft", model=folder)
+    tokenizer = encode.load_tokenizer(folder)
+    expected = [[tokenizer.eos_token_id, 2], [tokenizer.eos_token_id]]
+    for ends in map(sorted, expected):
+        lm = tiny.load_lm(config)
+        assert encode.stop_ids(tokenizer, lm.base.saved_generation_config) == ends
+        assert encode.saved_stop_ids(folder, None, tokenizer) == ends
+
+        # Adapters end a response as the model below them, which may stand beside them.
+        adapters = tmp_path / "adapters"
+        adapters.mkdir(exist_ok=True)
+        saved = {"base_model_name_or_path": "../model"}
+        (adapters / "adapter_config.json").write_text(json.dumps(saved))
+        assert encode.saved_stop_ids(str(adapters), None, tokenizer) == ends
+        (tmp_path / "model" / "generation_config.json").unlink(missing_ok=True)
