@@ -67,7 +67,7 @@ def saved_in_splits(folder: Path) -> None:
 
 
 TEXT_OR_MESSAGES = "column 'question' must be text or a list of messages"
-TWO_SIDES = "must be text, or messages that end with the assistant"
+TWO_SIDES = "must be text or a list of messages|end with the user's turn"
 LONG = json.dumps({"question": "9" * 20_000, "answer": "2"}) + "\n"
 TRIAN = ("--dataset", "saved", "--dataset_split", "trian")
 DATA = [
@@ -105,7 +105,7 @@ DATA = [
         "sft",
         "packed lines",
         b"\x1f\x8b",
-        "d.jsonl.gz does not exist, or is none of .jsonl",
+        "d.jsonl.gz cannot be unpacked: EOFError",
         "d.jsonl.gz",
     ),
     *line(ALL, "{", "not JSON"),
@@ -129,12 +129,14 @@ DATA = [
     ),
     *cell("reward", "chosen", 3, f"column 'chosen' {TWO_SIDES}"),
     *cell("reward", "rejected", [ASSISTANT, USER], f"column 'rejected' {TWO_SIDES}"),
-    *cell("reward", "prompt", [{"role": "user", "content": None}], "column 'prompt' must be text"),
+    *cell(
+        "reward", "prompt", [{"role": "user", "content": None}], "column 'prompt' has no content"
+    ),
     *cell("reward", "margin", float("nan"), "column 'margin' must be a number, got nan"),
     # Prompts.
     *of("sft", "numbers", TEXT_OR_MESSAGES, "--dataset", "data.parquet", spoil=numbers_in_parquet),
     *cell(READERS, "question", 5, TEXT_OR_MESSAGES),
-    *cell("sft", "question", [{"from": "human", "value": "a"}], TEXT_OR_MESSAGES),
+    *cell("sft", "question", [{"human": "a"}], "column 'question' has no role"),
     *cell(
         "sft", "question", json.dumps([USER]), "column 'question' is a text that spells messages"
     ),
@@ -171,14 +173,17 @@ DATA = [
         [USER, ASSISTANT],
         "ends with the assistant's turn, and column 'answer' has one too",
     ),
-    *cell("sft", "answer", 5, "column 'answer' must be text, or a list of one message"),
+    *cell("sft", "answer", 5, "column 'answer' must be text or a list of messages"),
     *cell(
-        "sft", "answer", "", "a completion is empty, and would teach to end at once; remove the row"
+        "sft",
+        "answer",
+        "",
+        "the completion is empty, and would teach to end at once; remove the row",
     ),
     *line(
         "sft",
         json.dumps({"question": [USER, {**ASSISTANT, "content": ""}]}),
-        "a completion is empty, and would",
+        "the completion is empty, and would",
     ),
     *cell(
         "sft", "answer", "b<end>c", "the completion spells '<end>', the token that ends a response"
@@ -188,6 +193,6 @@ DATA = [
         json.dumps({"question": [USER, CALLS]}),
         "turn has tool_calls, but the chat template leaves it out",
     ),
-    *cell("reward", "chosen", [CALLS], "turn has tool_calls, but the chat template leaves it out"),
+    *cell("reward", "chosen", [CALLS], "one response is text and the other one is messages"),
     *words("sft", "--max_length 3", "rows.jsonl: all 10 rows are longer than .*max_length"),
 ]
