@@ -355,17 +355,19 @@ INST = (
     "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
 )
 LINES = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
 
 def spaced(template: str, scheme: str):
-    """Return a tokenizer of single characters with Metaspace, and a token of two spaces."""
+    """Return a tokenizer of single characters with Metaspace, of two spaces, and of a colon with a letter behind it."""
     letters = [chr(i) for i in range(33, 127)]
-    vocabulary = ["<s>", "</s>", "▁", "▁▁", "\n", *letters]
+    vocabulary = ["<s>", "</s>", "▁", "▁▁", ":y", "\n", *letters]
     made = tokenizers.Tokenizer(
-        models.BPE(vocab={piece: i for i, piece in enumerate(vocabulary)}, merges=[("▁", "▁")])
+        models.BPE(
+            vocab={piece: i for i, piece in enumerate(vocabulary)}, merges=[("▁", "▁"), (":", "y")]
+        )
     )
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     made.decoder = decoders.Metaspace(prepend_scheme=scheme)
