@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from fused_rl.trainers.base.files import base_of_adapters
 from fused_rl.trainers.base.text import InputError, in_a_line
@@ -33,7 +33,6 @@ from fused_rl.trainers.data.templates import (
     spellings,
     wants_parts,
 )
-from fused_rl.trainers.options import DataConfig
 
 Encoded: TypeAlias = tuple[list[int], list[int]]
 """Token ids of a prompt and of its response."""
@@ -80,7 +79,7 @@ def stop_ids(tokenizer, generation_config) -> list[int]:
 def saved_stop_ids(name: str, revision: str | None, tokenizer) -> list[int]:
     """Return the ids that end a response of a model, as its saved generation config names them."""
     from transformers import GenerationConfig
-    from transformers.utils import find_adapter_config_file
+    from transformers.utils.peft_utils import find_adapter_config_file
 
     # A name that can be read nowhere is refused where the model is loaded.
     with contextlib.suppress(OSError):
@@ -141,8 +140,8 @@ class Encoder:
         self.special_tokens = tuple(special.values())
 
     @classmethod
-    def of(cls, config: DataConfig, tokenizer) -> "Encoder":
-        """Return the encoder that a run's config describes."""
+    def of(cls, config: Any, tokenizer) -> "Encoder":
+        """Return the encoder that a config describes, by its model and the options of `DataConfig`."""
         return cls(
             tokenizer,
             raw_prompt=config.raw_prompt,
@@ -158,7 +157,9 @@ class Encoder:
         _, ids = self.read_prompt(rows, i, column)
         return ids
 
-    def read_prompt(self, rows: Rows, i: int, column: str | None) -> tuple[Prompt, list[int]]:
+    def read_prompt(
+        self, rows: Rows, i: int, column: str | None
+    ) -> tuple[Prompt | None, list[int]]:
         """Return row i's prompt, text or messages, and its token ids."""
         with rows.at(i):
             read = Reader(rows).prompt(i, column)
@@ -179,8 +180,9 @@ class Encoder:
         """
         with rows.at(i):
             read = Reader(rows).completion(i, column, completion_column)
-            if read.form == "texts":
-                ids = self.whole_text(read.responses[0])
+            if read.prompt is None:
+                (text,) = read.responses
+                ids = self.whole_text(str(text))
                 return [(ids[:1], ids[1:])]
             messages = self.messages(read.prompt)
             # A first message of the assistant answers nothing, so it is not trained.

@@ -90,7 +90,8 @@ class Reader:
             completion_column = "output"
         cell = row.get(completion_column)
         if read.form in CONVERSATIONS:
-            last = read.prompt[-1]["role"]
+            roles = [message["role"] for message in conversation(read.prompt)]
+            last = roles[-1]
             if last == "assistant" and (
                 cell is None or completion_column == (column or "messages")
             ):
@@ -99,11 +100,10 @@ class Reader:
                 reason = f"the conversation ends with the assistant's turn, and column {completion_column!r}"
                 raise BadRow(f"{reason} has one too", "remove one of them")
             if cell is None:
-                roles = ", ".join(message["role"] for message in read.prompt[-8:])
                 state = f"column {completion_column!r} {state_of(row, completion_column)}"
                 remedy = "end it with the assistant's turn, or name the completion's column with --completion_column"
                 reason = f"the conversation ends with the {last}'s turn, and {state}"
-                raise BadRow(reason, remedy, came=f"the last roles are {roles}")
+                raise BadRow(reason, remedy, came=f"the last roles are {', '.join(roles[-8:])}")
         cell = self._cell(row, completion_column, "completion_column")
         completion = cell if isinstance(cell, str) else messages_of(cell, completion_column)
         if isinstance(completion, list):
@@ -347,18 +347,16 @@ def _message_of(message: dict, column: str) -> Message:
     if isinstance(others.get("function_call"), dict):
         call = {"type": "function", "function": others.pop("function_call")}
         others.setdefault("tool_calls", [call])
-    if isinstance(others.get("tool_calls"), str):
-        others["tool_calls"] = parsed_json(others["tool_calls"])
-    if not others.get("tool_calls"):
-        others.pop("tool_calls", None)
+    calls = others.pop("tool_calls", None)
+    calls = parsed_json(calls) if isinstance(calls, str) else calls
     weights = {key: others.pop(key) for key in WEIGHTS if key in others}
     for key, weight in weights.items():
         if weight not in (0, 1):
             raise BadRow(f"the {key} of a message must be 0 or 1", came=f"got {weight!r:.40}")
     if not all(weights.values()):
         others["weight"] = 0
-    if "tool_calls" in others:
-        others["tool_calls"] = [_call_of(call) for call in as_list(others["tool_calls"])]
+    if calls:
+        others["tool_calls"] = [_call_of(call) for call in as_list(calls)]
     content = _text_of(content, column)
     says_otherwise = {"tool_calls", "function_call"} & set(others)
     if content is None and not says_otherwise:

@@ -11,9 +11,9 @@
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.memory import Footprint
@@ -173,7 +173,7 @@ def pair_sides(
         read = Reader(rows).pair(i, prompt_column, columns)
         # Texts without a prompt are whole conversations, which no template is applied to.
         if read.prompt is None and not read.own_prompts:
-            return _whole_texts(encoder, *read.responses)
+            return _whole_texts(encoder, read.responses)
         prompts = read.own_prompts or (read.prompt, read.prompt)
         sides = []
         for prompt, response in zip(prompts, read.responses, strict=True):
@@ -183,7 +183,7 @@ def pair_sides(
         return sides
 
 
-def _whole_texts(encoder: encode.Encoder, *texts: str) -> list[Encoded]:
+def _whole_texts(encoder: encode.Encoder, texts: Sequence[Any]) -> list[Encoded]:
     """Return two texts as their prompt, which both begin with, and the rest of each."""
     # In a text that a template has written, a response begins where the assistant's turn does.
     before = encoder.rendered_prompt(os.path.commonprefix(texts))

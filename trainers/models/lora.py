@@ -29,7 +29,7 @@ PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 def find(name: str, revision: str | None = None) -> "LoraConfig | None":
     """Return the config of the adapters that a folder or Hub name holds instead of whole weights, or None."""
     import peft
-    from transformers.utils import find_adapter_config_file
+    from transformers.utils.peft_utils import find_adapter_config_file
 
     try:
         if find_adapter_config_file(name, revision=revision) is None:

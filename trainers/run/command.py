@@ -28,7 +28,10 @@ MOST_TOKENS = 200
 class Encodable(Protocol):
     """What a trainer makes of a row."""
 
-    where: str
+    @property
+    def where(self) -> str:
+        """The file and line that it comes from."""
+        ...
 
     def sequences(self) -> dict[str, Encoded]:
         """Return the token ids of prompt and response of each sequence, by its name."""
