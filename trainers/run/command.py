@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -19,6 +20,8 @@ from fused_rl.trainers.run.store import RunFolder, unlock
 
 LOST = "what was done since the last checkpoint is lost"
 INTERRUPTED = 130  # the usual status of a command that Ctrl-C ended
+# What rank 0 may lag behind the others when it reads rows.
+SECONDS_TO_PRINT = 3
 # A dry run encodes all rows up to this many, and of more a sample.
 MOST_ROWS = 100_000
 # It prints the first and the last tokens of longer sequences.
@@ -71,9 +74,13 @@ def around(prog: str, lost: str = "nothing was written") -> Iterator[None]:
     try:
         yield
     except BadRows as error:
-        # The ranks read the same rows; of one whose rows differ the first line is enough.
-        lines = str(error) if ranks.rank() == 0 else str(error).partition("\n")[0]
-        sys.exit(f"{prog}: error: {lines}")  # its lines are escaped
+        if ranks.rank() == 0:
+            sys.exit(f"{prog}: error: {error}")  # its lines are escaped
+        # All ranks have read the same rows. A launcher ends the others as soon as one has ended, so rank 0 gets the
+        # time to print the whole block.
+        time.sleep(SECONDS_TO_PRINT)
+        title, _, _ = str(error).partition("\n")
+        sys.exit(f"{prog}: error: {title}")
     except InputError as error:
         sys.exit(f"{prog}: error: {escaped(error)}")
     except Stopped:
