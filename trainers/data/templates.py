@@ -12,6 +12,9 @@ from fused_rl.trainers.data.forms import Message
 REASONING = ("reasoning_content", "thinking", "reasoning")
 CALLS = ("tool_calls", "function_call")
 OPEN, CLOSED = "<think>", "</think>"
+# Where a generation prompt opens reasoning, and what it writes where the model is not to reason.
+REASONING_BEGINS = re.compile(rf"{OPEN}|<\|channel>")
+SKIPPED = re.compile(rf"(?:{OPEN}\s*{CLOSED}|<\|channel>thought\s*<channel\|>)\s*\Z")
 NO_REASONING = re.compile(rf"{OPEN}\s*{CLOSED}")
 # Words by which a template is told to begin a turn with reasoning, and to keep that of earlier turns.
 BEGINS_REASONING = ("enable_thinking", "thinking")
@@ -141,6 +144,11 @@ def continuation(before: str, whole: str, turn: Message) -> str | None:
     """
     if whole.startswith(before):
         return whole[len(before) :]
+    # A prompt that closes reasoning at once stands where the turn is written without any.
+    skipped = SKIPPED.search(before)
+    if skipped is not None and whole.startswith(before[: skipped.start()]):
+        rest = whole[skipped.start() :].removeprefix(CLOSED)
+        return None if REASONING_BEGINS.match(rest) else rest
     start, space = before.rfind(OPEN), before[before.rfind(OPEN) + len(OPEN) :]
     if not opens_reasoning(before) or CLOSED in space or not whole.startswith(before[:start]):
         return None

@@ -144,3 +144,31 @@ def test_a_row_of_text_is_trained_after_its_first_token():
 def test_the_answer_of_a_solution(solution, answer):
     assert answer_of({"problem": "p", "solution": solution}, None) == answer
     assert answer_of({"answer": "5", "solution": solution}, None) == "5"
+
+
+@pytest.mark.parametrize("skipped", ["<think>\n\n</think>\n\n", "<|channel>thought\n<channel|>"])
+def test_a_response_follows_reasoning_that_the_prompt_closes_and_the_template_does_not_write(
+    skipped,
+):
+    """As Gemma 4, QwQ and DeepSeek V3.2 begin an answer where they are not to reason."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{{ '<assistant>' }}", "{{ '<assistant>" + skipped.replace("\n", "\\n") + "' }}"
+    )
+    encoder = Encoder(tokenizer)
+    rows = Rows([{"prompt": "a", "completion": "b"}], "d.jsonl")
+    pairs = said(tokenizer, encoder.pairs(rows, 0, None, "completion"))
+    assert pairs == [(f"<bos><user>a<end>\n<assistant>{skipped}", "b<end>")]
+    if "think" in skipped:
+        rows.rows[0]["completion"] = "<think>c</think>b"
+        with pytest.raises(InputError, match="does not continue its own generation prompt"):
+            encoder.pairs(rows, 0, None, "completion")
+
+
+def test_a_turn_that_a_template_begins_behind_the_last_one_is_not_trained():
+    tokenizer = tiny.tokenizer()
+    always = "{% if add_generation_prompt or true %}"
+    tokenizer.chat_template = tiny.CHAT_TEMPLATE.replace("{% if add_generation_prompt %}", always)
+    rows = Rows([{"text": "<bos><user>a<end>\n<assistant>b<end>\n<assistant>"}], "d.jsonl")
+    pairs = said(tokenizer, Encoder(tokenizer).pairs(rows, 0, None, "completion"))
+    assert pairs == [("<bos>", "<user>a<end>\n<assistant>b<end>")]
