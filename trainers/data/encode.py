@@ -267,8 +267,10 @@ class Encoder:
 
     def ended_text(self, text: str) -> str:
         """Return a text without a turn of the assistant that a template has begun behind all that is said."""
+        if not self.is_rendered(text):
+            return text
         begun = self.stop_pattern.split(self.generation_prompt)[-1]
-        return text.removesuffix(begun) if begun.strip() and self.is_rendered(text) else text
+        return text.removesuffix(begun) if begun.strip() else text
 
     def rendered_prompt(self, text: str) -> str | None:
         """Return a text that the template has written up to where the assistant's last turn begins; None for others.
@@ -307,10 +309,13 @@ class Encoder:
     @functools.cached_property
     def generation_prompt(self) -> str:
         """What the template writes between a user's message and the answer, or its end; empty without a template."""
-        if not self.chat:
-            return ""
+        before, after = "", ""
         asked = [{"role": "user", "content": MARK}]
-        before, after = (self.render(asked, None, add_generation_prompt=on) for on in (False, True))
+        # Some templates want more than a user's message; texts are read without them all the same.
+        with contextlib.suppress(BadRow):
+            if self.chat:
+                before = self.render(asked, None, add_generation_prompt=False)
+                after = self.render(asked, None, add_generation_prompt=True)
         # Some templates end with EOS what nothing follows, and some begin an answer without a word.
         before = before.removesuffix(self.tokenizer.eos_token)
         return after.removeprefix(before) or after.partition(MARK)[2]
