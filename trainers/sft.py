@@ -48,8 +48,8 @@ class SFTConfig(RunConfig):
     """Text or messages; None takes the first of prompt, messages, conversations, question, instruction and problem that
     a row has."""
     completion_column: str = "completion"
-    """Text of the completion, or messages, of which each turn of the assistant is trained; not needed if a conversation
-    ends with the assistant's."""
+    """Text of the completion, or messages, in which each turn of the assistant is trained; not needed if a conversation
+    ends with the assistant's turn."""
     assistant_turns: Literal["last", "all"] = "last"
     """Train the last turn of the assistant in a conversation, or each of its turns with all that came before it."""
     max_length: PositiveInt = 1024

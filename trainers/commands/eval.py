@@ -84,8 +84,8 @@ class EvalConfig(ScorerConfig, SamplingConfig):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of weights and activations; auto is bfloat16 on a GPU, float32 on a CPU."""
     dataset: str | None = None
-    """A local file (.jsonl, .json, .csv, .parquet, or one of these and .gz), a folder (also of save_to_disk), or the
-    name of a Hub dataset."""
+    """A local file (.jsonl, .json, .csv or .parquet, each also with .gz), a folder of such files or from save_to_disk,
+    or the name of a Hub dataset."""
     dataset_config: str | None = None
     """The Hub dataset's configuration; None takes its only one, or the one named default or main."""
     dataset_split: str = "test"

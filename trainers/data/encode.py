@@ -37,7 +37,7 @@ from fused_rl.trainers.data.templates import (
 
 Encoded: TypeAlias = tuple[list[int], list[int]]
 """Token ids of a prompt and of its response."""
-READ_AS_IT_IS = "give the rows as texts that the model reads as they are, with --raw_prompt"
+READ_AS_IT_IS = "give the prompt as the exact text that the model reads, with --raw_prompt"
 
 
 def load_tokenizer(name: str, revision: str | None = None):
@@ -194,9 +194,7 @@ class Encoder:
             trained = [i for i in answers if messages[i]["role"] == "assistant"]
             trained = [i for i in trained if "weight" not in messages[i]]
             if not trained:
-                reason = (
-                    "no turn of the assistant is trained: it has weight 0, or nothing before it"
-                )
+                reason = "no turn of the assistant can be trained: each has weight 0, or nothing comes before it"
                 raise BadRow(reason, "remove the row")
             ends = trained if turns == "all" else trained[-1:]
             return [self.pair(messages[: i + 1], read.tools) for i in ends]
@@ -208,7 +206,7 @@ class Encoder:
             return messages
         if isinstance(prompt, list):
             reason = "system_prompt has no meaning for a prompt of messages"
-            remedy = "put a first one of role system into them, or leave it out"
+            remedy = "begin the messages with one of role system, or leave the option out"
             raise BadRow(reason, remedy)
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
@@ -254,7 +252,7 @@ class Encoder:
         prompt = self._prompt(messages[:start], tools)
         others = [message for message in messages[start:-1] if message["role"] == "assistant"]
         if ids[: len(prompt)] != prompt or any(missing(message, whole) for message in others):
-            reason = "the chat template rewrites earlier turns, so several of them do not follow their prompt"
+            reason = "the chat template rewrites earlier turns, so several turns do not continue their prompt"
             raise BadRow(reason, self._switch(KEEPS_REASONING) or "give responses of one turn")
         return prompt, ids[len(prompt) :]
 
@@ -357,14 +355,14 @@ class Encoder:
             # Templates raise of their own, such as "roles must alternate", and so does Jinja.
             except Exception as error:
                 roles = ", ".join(message["role"] for message in messages[:8])
-                reason = f"the chat template does not take these messages ({roles})"
-                remedy = "use a template that takes them, or remove the row"
+                reason = f"the chat template does not accept these messages ({roles})"
+                remedy = "use a template that accepts them, or remove the row"
                 problem = problem or BadRow(reason, remedy, came=in_a_line(error))
                 continue
             lost = loss(write, spelled, text)
             if lost is None:
                 return text
-            problem = BadRow(lost, "use a template that writes it, or remove the row")
+            problem = BadRow(lost, "use another chat template, or remove the row")
         assert problem is not None
         raise problem
 
@@ -389,12 +387,12 @@ class Encoder:
             reason = "the row has tools, but there is no chat template to write them"
             raise BadRow(reason, "remove the column, or give a model with a chat template")
         elif len(messages) > 1:
-            reason = "the prompt has several messages, but there is no chat template to use"
+            reason = "the prompt has several messages, but there is no chat template to write them"
             raise BadRow(reason, "give text, or a model with a chat template")
         else:
             ids = self._begun(last["content"])
         if not ids:
-            raise BadRow("the prompt is empty", "mend or remove the row")
+            raise BadRow("the prompt is empty", "fix or remove the row")
         return ids
 
     def _begun(self, text: str) -> list[int]:
@@ -412,8 +410,8 @@ class Encoder:
             text.encode()
         except UnicodeEncodeError as error:
             half = text[error.start].encode("unicode_escape").decode()
-            reason = "the text has half of a character in two parts, as of an emoji that was cut"
-            raise BadRow(reason, "mend or remove the row", came=half) from error
+            reason = "the text has half of a character, as if an emoji had been cut in two"
+            raise BadRow(reason, "fix or remove the row", came=half) from error
         return self.tokenizer(text, **options).input_ids
 
     def _ended(self, ids: list[int]) -> list[int]:
@@ -458,8 +456,8 @@ class Encoder:
         # What follows such a token would never be trained on.
         for token in self.stop_tokens:
             if token in str(turn):
-                reason = f"the completion spells {token!r}, the token that ends a response"
-                raise BadRow(reason, "mend or remove the row")
+                reason = f"the completion contains {token!r}, the token that ends a response"
+                raise BadRow(reason, "fix or remove the row")
         return turn, end
 
     def _check_said(self, turn: Message, before: str, response: str) -> None:
@@ -470,14 +468,14 @@ class Encoder:
         if name is None:
             return
         if missing(turn, opened + response) is None:
-            does = "writes it behind a token that ends a response"
+            does = "writes it after a token that ends a response"
         elif name == "content" and not any(turn.get(key) for key in CALLS):
             reason = "the chat template rewrites the assistant's turn"
             raise BadRow(reason, READ_AS_IT_IS, came=difference(turn["content"], response))
         else:
             does = "leaves it out"
         reason = f"the assistant's turn has {name}, but the chat template {does}"
-        into = "put it into the content, or " if name in REASONING else ""
+        into = "put it into the content, " if name in REASONING else ""
         raise BadRow(reason, f"{into}use a template that writes it, or remove the row")
 
     def _not_continued(self, before: str, whole: str) -> BadRow:
@@ -510,10 +508,12 @@ def as_turns(response: Prompt) -> list[Message]:
 
 def empty_completion() -> BadRow:
     """Return the error of a row that would only teach to end."""
-    return BadRow("the completion is empty, and would teach to end at once", "remove the row")
+    return BadRow(
+        "the completion is empty, and would only teach the model to stop", "remove the row"
+    )
 
 
 def difference(expected: str, came: str) -> str:
     """Return two texts in a line, both from shortly before they differ."""
     start = max(len(os.path.commonprefix([expected, came])) - 20, 0)
-    return f"expected {expected[start:][:60]!r}, and it wrote {came[start:][:60]!r}"
+    return f"expected {expected[start:][:60]!r}, but it wrote {came[start:][:60]!r}"

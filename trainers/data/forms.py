@@ -38,7 +38,7 @@ SPELLED = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:.*\]\
 
 
 class Read(NamedTuple):
-    """What a row says."""
+    """The prompt and the responses of a row, and the form that they were read in."""
 
     form: str
     prompt: Prompt | None
@@ -152,12 +152,12 @@ class Reader:
         row = self.rows.rows[i]
         for name in MEDIA:
             if row.get(name):
-                remedy = "remove the column if the text does without it, or the row"
+                remedy = "remove the column if the text makes sense without it, or remove the row"
                 raise BadRow(f"column {name!r} is filled, and only text can be read", remedy)
         # TRL's and ms-swift's options of the chat template for one row.
         if row.get("chat_template_kwargs"):
             came = f"got {row['chat_template_kwargs']!r:.80}"
-            remedy = "remove it, and give --chat_template_kwargs, which holds for all rows"
+            remedy = "remove it, and give --chat_template_kwargs, which applies to all rows"
             raise BadRow("column 'chat_template_kwargs' is not read", remedy, came=came)
         return row
 
@@ -172,7 +172,7 @@ class Reader:
             return Read(form, messages, self._tools(row, wrapped=is_sharegpt))
         if SPELLED.fullmatch(cell):
             raise BadRow(
-                f"column {column!r} is a text that spells messages", "give a list in a .jsonl"
+                f"column {column!r} holds messages as text", "give them as a list in a .jsonl file"
             )
         form, prompt, earlier = "prompts", cell, []
         if column == "instruction":
@@ -195,7 +195,9 @@ class Reader:
         if not isinstance(history, list) or any(
             not isinstance(turn, list) or [*map(type, turn)] != [str, str] for turn in history
         ):
-            reason = "column 'history' must be a list of pairs of texts, a question and its answer"
+            reason = (
+                "column 'history' must be a list of pairs of text, each a question and its answer"
+            )
             raise BadRow(reason, came=f"got {history!r:.80}")
         for question, answer in history:
             earlier.append({"role": "user", "content": question})
@@ -218,10 +220,8 @@ class Reader:
         if not tools:
             return None
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            reason = (
-                "column 'tools' must be a list of JSON schemas, as objects or as the text of a list"
-            )
-            raise BadRow(reason, "mend or remove the row", came=f"got {cell!r:.80}")
+            reason = "column 'tools' must be a list of JSON schemas, as objects or as JSON text"
+            raise BadRow(reason, "fix or remove the row", came=f"got {cell!r:.80}")
         # Nulls in a text were written; those in objects may be a table's.
         tools = tools if isinstance(cell, str) else without_nulls(tools)
         if wrapped:
@@ -303,7 +303,7 @@ def _split(chosen: list[Message], rejected: list[Message], tools: list[dict] | N
     # They are answers to different prompts.
     ends = (chosen[-1:], rejected[-1:])
     if len(chosen) == 1 or len(rejected) == 1:
-        reason = "one response is a whole conversation, and the other one is a turn alone"
+        reason = "one response is a whole conversation, and the other one is a single turn"
         raise BadRow(reason, "give both in the same form")
     return Read(form, None, tools, ends, own_prompts=(chosen[:-1], rejected[:-1]))
 
@@ -315,7 +315,7 @@ def messages_of(cell: Any, column: str) -> list[Message]:
         reason = (
             f"column {column!r} must be text or a list of messages with role and content, both text"
         )
-        raise BadRow(reason, "name another column, or mend the row", came=f"got {cell!r:.80}")
+        raise BadRow(reason, "name another column, or fix the row", came=f"got {cell!r:.80}")
     return [_message_of(message, column) for message in cell]
 
 
@@ -328,7 +328,7 @@ def _message_of(message: dict, column: str) -> Message:
     name = message.get("role")
     if name is None:
         reason = f"a message of column {column!r} has no role"
-        remedy = "give messages of role and content, or of ShareGPT's from and value"
+        remedy = "give messages with role and content, or with ShareGPT's from and value"
         raise BadRow(reason, remedy, came=f"it has {columns_of(message)}")
     role = ROLES.get(name.lower()) if isinstance(name, str) else None
     if role is None:
@@ -378,8 +378,8 @@ def _text_of(content: Any, column: str) -> str | None:
                 reason = f"a message of column {column!r} has a part of type text without a text"
             raise BadRow(reason, "only text can be read", came=f"got {part!r:.80}")
         if any(part.get(key) is not None for key in WEIGHTS):
-            reason = f"a message of column {column!r} has a weight at a part of its content"
-            raise BadRow(reason, "give the message a weight", came=f"got {part!r:.80}")
+            reason = f"a message of column {column!r} has a weight on a part of its content"
+            raise BadRow(reason, "give the weight to the whole message", came=f"got {part!r:.80}")
         texts.append(part["text"])
     return "".join(texts)
 
@@ -423,8 +423,8 @@ def parsed_json(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        reason = "tools or a tool call are not JSON"
-        raise BadRow(reason, "mend or remove the row", came=f"got {text!r:.80}") from error
+        reason = "the tools or a tool call cannot be parsed as JSON"
+        raise BadRow(reason, "fix or remove the row", came=f"got {text!r:.80}") from error
 
 
 def without_nulls(value: Any) -> Any:

@@ -38,7 +38,7 @@ class PairsConfig(RunConfig):
     chosen_column: str = "chosen"
     """The better response, or the conversation that ends with it: text or messages."""
     rejected_column: str = "rejected"
-    """The worse response, as chosen_column."""
+    """The worse response, in the same form as the better one."""
     margin_column: str = "margin"
     """Least lead of the chosen score; rows without this column have 0."""
     max_response_length: PositiveInt = 512

@@ -1,4 +1,4 @@
-"""Reading all rows of a run: what cannot be used is collected, and said at once when everything has been read."""
+"""Reading all rows of a run: those that cannot be used are collected, and reported together at the end."""
 
 import contextlib
 import sys
@@ -64,7 +64,7 @@ class Reading(contextlib.AbstractContextManager):
             title = f"{counts} rows cannot be used (--bad_rows skip leaves them out); the first of each kind:"
             raise BadRows("\n".join([title, *self._kinds()]))
         if self.bad:
-            title = f"left out {counts} rows, which cannot be used; the first of each kind:"
+            title = f"left out {counts} rows that cannot be used; the first of each kind:"
             print_rank0(title, *self._kinds())
         if self.bad and len(self.bad) == total:
             raise InputError(f"no row can be used; {self.bad[0]}")

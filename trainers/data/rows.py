@@ -109,7 +109,7 @@ def _parse(content: bytes, where: str):
     try:
         return json.loads(content)
     except ValueError as error:
-        remedy = "give an object per line, or one list or object in a .json file"
+        remedy = "give one object per line, or one list or object in a .json file"
         raise BadRow(NOT_JSON, remedy, came=str(error), where=where) from error
 
 
@@ -161,7 +161,7 @@ def read_dataset(name: str, config_name: str | None, split: str) -> list[dict]:
         numbers = [name for name, feature in columns if not feature.dtype.endswith("string")]
         if numbers:
             print_rank0(
-                f"{name}: {', '.join(numbers)} read as numbers, 007 as 7; a .jsonl file keeps text as it is"
+                f"{name}: read as numbers (007 becomes 7): {', '.join(numbers)}; a .jsonl file keeps text as it is"
             )
     return loaded.to_list()
 
@@ -174,7 +174,7 @@ def checked(rows: Rows) -> Rows:
     for i, row in enumerate(rows.rows):
         with rows.collecting(i):
             if not isinstance(row, dict):
-                remedy = 'a row has columns, as {"messages": [...]}'
+                remedy = 'a row is an object with columns, such as {"messages": [...]}'
                 raise BadRow(NO_OBJECT, remedy, came=f"got {type(row).__name__}")
             objects.append(i)
     return rows if len(objects) == len(rows) else rows.subset(objects)
@@ -199,7 +199,7 @@ def load_rows(
     path = Path(name)
     if path.is_file() != is_file_name(name):
         raise InputError(
-            f"dataset file {name} does not exist, or is none of {', '.join(FILES)}, each also with .gz"
+            f"dataset file {name} does not exist, or its name ends in none of {', '.join(FILES)} (each also with .gz)"
         )
     kind = Path(name.removesuffix(".gz")).suffix
     if kind not in (".jsonl", ".json"):

@@ -1,4 +1,4 @@
-"""What chat templates read and write: how they want messages spelled, and what of these they leave out."""
+"""What chat templates read and write: how they want messages to be written, and which parts they leave out."""
 
 import contextlib
 import json
@@ -97,11 +97,13 @@ def loss(write: Write, messages: Sequence[Message], text: str) -> str | None:
         if calls[1:] and _writes_the_same(
             write, messages, i, message | {"tool_calls": calls[:-1]}, text
         ):
-            return "the assistant's turn has several tool_calls, but the chat template writes one"
+            return (
+                "the assistant's turn has several tool_calls, but the chat template writes only one"
+            )
         for call in calls:
             arguments = call.get("function", call).get("arguments")
             if isinstance(arguments, dict) and arguments and str(arguments) in text:
-                return "the chat template writes tool calls as Python prints objects"
+                return "the chat template writes tool calls as Python dictionaries, not as JSON"
         # An assistant's turn may lose its reasoning; others may be reworded, but not left out.
         content, other = message["content"], MARK
         if isinstance(content, list):

@@ -32,7 +32,7 @@ def answer_of(row: dict, column: str | None) -> str:
     name = next((name for name in columns if row.get(name) is not None), columns[0])
     value, where, level = _at_path(row, name)
     if value is None:
-        remedy = "name another with --answer_column, or mend the row"
+        remedy = "name another with --answer_column, or fix the row"
         raise BadRow(f"column {name!r} is missing or null", remedy, came=f"{where} {level}")
     # A bool would be compared as the text True, and NaN is how a missing cell of a table is read.
     if isinstance(value, bool) or not isinstance(value, (str, numbers.Number)) or value != value:
@@ -45,7 +45,7 @@ def answer_of(row: dict, column: str | None) -> str:
         answer = ([answer] + BOXED.findall(answer))[-1].strip()
     if not answer:
         raise BadRow(
-            f"column {name!r} has no answer", "mend or remove the row", came=f"got {value!r:.80}"
+            f"column {name!r} has no answer", "fix or remove the row", came=f"got {value!r:.80}"
         )
     return answer
 

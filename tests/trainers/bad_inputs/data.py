@@ -137,9 +137,7 @@ DATA = [
     *of("sft", "numbers", TEXT_OR_MESSAGES, "--dataset", "data.parquet", spoil=numbers_in_parquet),
     *cell(READERS, "question", 5, TEXT_OR_MESSAGES),
     *cell("sft", "question", [{"human": "a"}], "column 'question' has no role"),
-    *cell(
-        "sft", "question", json.dumps([USER]), "column 'question' is a text that spells messages"
-    ),
+    *cell("sft", "question", json.dumps([USER]), "column 'question' holds messages as text"),
     *cell("sft grpo", "question", [ASSISTANT], "the prompt is empty|has one too"),
     *cell(
         "sft",
@@ -178,7 +176,7 @@ DATA = [
         "sft",
         "answer",
         "",
-        "the completion is empty, and would teach to end at once; remove the row",
+        "the completion is empty, and would only teach the model to stop; remove the row",
     ),
     *line(
         "sft",
@@ -186,7 +184,10 @@ DATA = [
         "the completion is empty, and would",
     ),
     *cell(
-        "sft", "answer", "b<end>c", "the completion spells '<end>', the token that ends a response"
+        "sft",
+        "answer",
+        "b<end>c",
+        "the completion contains '<end>', the token that ends a response",
     ),
     *line(
         "sft",

@@ -22,7 +22,7 @@ def with_prompt(*roles: str, **columns) -> dict:
 FAULTS = {
     "the prompt is empty": [{"prompt": ""} | GOOD, {"prompt": "", "id": 1} | GOOD],
     "has an unknown role": [with_prompt("user", "bot"), with_prompt("user", "king")],
-    "tools or a tool call are not JSON": [with_prompt("user", tools="x"), {**GOOD, "prompt": "a", "tools": "y"}],
+    "a tool call cannot be parsed as JSON": [with_prompt("user", tools="x"), {**GOOD, "prompt": "a", "tools": "y"}],
     "column 'tools' must be a list of JSON schemas": [with_prompt("user", tools=5)],
     "column 'images' is filled": [with_prompt("user", images=["a.png"])],
     "half of a character": [{"prompt": "\ud83d"} | GOOD, {"prompt": "\ude00"} | GOOD],
@@ -70,7 +70,7 @@ def test_every_kind_of_reason_is_one_line_with_its_count_and_first_row(trainer, 
     printed = capsys.readouterr().out.splitlines()
     assert printed[-1].startswith("rows: ")
     assert (
-        f"left out {bad} of {bad + len(good)} rows, which cannot be used; the first of each kind:"
+        f"left out {bad} of {bad + len(good)} rows that cannot be used; the first of each kind:"
         in printed
     )
     assert set(kinds) <= set(printed)

@@ -20,7 +20,7 @@ def test_an_empty_prompt_is_refused_and_an_empty_system_message_is_none(chat):
         : 3 if chat else 1
     ]:
         with pytest.raises(
-            InputError, match="x.parquet, row 1: the prompt is empty; mend or remove the row"
+            InputError, match="x.parquet, row 1: the prompt is empty; fix or remove the row"
         ):
             encoder.prompt(Rows([{"prompt": prompt}], "x.parquet"), 0, "prompt")
     if chat:
@@ -103,7 +103,7 @@ def test_a_chat_template_that_raises_is_a_line_with_the_row(template, reason):
     rows = Rows([{"prompt": "hi", "completion": "yo"}], "x.parquet")
     with pytest.raises(
         InputError,
-        match=rf"x.parquet, row 1: the chat template does not take .*[(]user[)].*{reason}",
+        match=rf"x.parquet, row 1: the chat template does not accept .*[(]user[)].*{reason}",
     ) as error:
         Encoder(tokenizer).pairs(rows, 0, None, "completion")
     assert "\n" not in str(error.value)

@@ -58,7 +58,7 @@ def test_columns_of_a_csv_that_became_numbers_are_printed(tmp_path, capsys):
     rows = [{"prompt": "a", "answer": 7, "id": "NA"}, {"prompt": "b", "answer": None, "id": None}]
     assert load_rows(str(path)).rows == rows
     assert (
-        "d.csv: answer read as numbers, 007 as 7; a .jsonl file keeps text as it is"
+        "d.csv: read as numbers (007 becomes 7): answer; a .jsonl file keeps text as it is"
         in capsys.readouterr().out
     )
 

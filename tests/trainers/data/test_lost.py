@@ -33,7 +33,7 @@ REFUSED = {
     "column 'chat_template_kwargs' is not read, got": turn() | {"chat_template_kwargs": {"a": 1}},
     "the weight of a message must be 0 or 1, got -1": turn(weight=-1),
     "the loss_scale of a message must be 0 or 1, got 2.0": turn(loss_scale=2.0),
-    "has a weight at a part of its content": part(weight=-1),
+    "has a weight on a part of its content": part(weight=-1),
     "has content of type 'image_url'": part(type="image_url"),
     "has a part of type text without a text": part(text=None, value="ok"),
     "the arguments of a tool call must be an object, got": turn(
