@@ -169,7 +169,8 @@ def _train_and_held_out(
         cut = len(train) - config.eval_size
         if cut <= 0:
             what = f"eval_size={config.eval_size} leaves nothing to train on"
-            raise InputError(f"{what}: {train.source} has {len(train)} rows")
+            has = f"{train.source} has {len(train)} rows"
+            raise InputError(f"{what}: {has}; hold out fewer, or --eval_size 0 for none")
         return train.subset(range(cut)), train.subset(range(cut, len(train)))
     # Or of a dataset of its own, which has the same configuration if it has the same name.
     configuration = config.eval_dataset_config
