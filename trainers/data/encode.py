@@ -37,6 +37,8 @@ from fused_rl.trainers.data.templates import (
 
 Encoded: TypeAlias = tuple[list[int], list[int]]
 """Token ids of a prompt and of its response."""
+# Marks a text that is given as a prompt and goes to the model as it is.
+RENDERED = "is_rendered"
 READ_AS_IT_IS = "give the prompt as the exact text that the model reads, with --raw_prompt"
 
 
@@ -139,6 +141,7 @@ class Encoder:
         self.stop_tokens = {special[i]: i for i in sorted(self.stop_ids) if i in special}
         self.stop_pattern = re.compile("|".join(map(re.escape, self.stop_tokens)))
         self.special_tokens = tuple(special.values())
+        self._tools_written: dict[str, bool] = {}
 
     @classmethod
     def of(cls, config: Any, tokenizer) -> "Encoder":
@@ -183,6 +186,7 @@ class Encoder:
             read = Reader(rows).completion(i, column, completion_column)
             if read.prompt is None:
                 (text,) = read.responses
+                self.check_no_system_prompt("a text")
                 ids = self.whole_text(str(text))
                 return [(ids[:1], ids[1:])]
             messages = self.messages(read.prompt)
@@ -202,13 +206,27 @@ class Encoder:
     def messages(self, prompt: Prompt | None) -> list[Message]:
         """Return a prompt as messages, with the run's system prompt before a text."""
         messages = conversation(prompt)
+        if isinstance(prompt, list):
+            self.check_no_system_prompt("a prompt of messages")
+            begins = self.generation_prompt.strip()
+            for message in messages:
+                text = (message["content"] or "").rstrip()
+                if begins and text.endswith(begins) and self.is_rendered(text):
+                    reason = "a message is a whole prompt that a chat template has written"
+                    raise BadRow(reason, "give it as text, without a system prompt beside it")
+            return messages
+        if self.chat and self.is_rendered(str(prompt)):
+            self.check_no_system_prompt("a prompt that a chat template has written")
+            return [messages[0] | {RENDERED: True}]
         if self.system_prompt is None:
             return messages
-        if isinstance(prompt, list):
-            reason = "system_prompt has no meaning for a prompt of messages"
-            remedy = "begin the messages with one of role system, or leave the option out"
-            raise BadRow(reason, remedy)
         return [{"role": "system", "content": self.system_prompt}, *messages]
+
+    def check_no_system_prompt(self, beside: str) -> None:
+        """Refuse a row in which the run's system prompt has no place."""
+        if self.system_prompt is not None:
+            remedy = "begin the row with a message of role system, or leave the option out"
+            raise BadRow(f"system_prompt has no meaning for {beside}", remedy)
 
     # One sequence.
 
@@ -220,6 +238,7 @@ class Encoder:
         `start` is by default the last message's place.
         """
         *earlier, last = messages
+        earlier = [self._unended(message) for message in earlier]
         turn, end = self._without_end(last)
         if self._is_raw(earlier):
             prompt = self._prompt(earlier, tools)
@@ -227,9 +246,9 @@ class Encoder:
                 if turn.get(name):
                     reason = f"the assistant's turn has {name}, but there is no chat template to write it"
                     raise BadRow(reason, "give text, or a model with a chat template")
-            # Behind a prompt that a template has written, white space is as it stands.
-            encode = self._continued if self.chat else self.ids
-            return prompt, [*encode(turn["content"]), end]
+            if not self.chat:
+                return prompt, [*self.ids(turn["content"]), end]
+            return self._after_rendered(earlier[0]["content"], turn, end)
 
         # The response is what the template adds to the text that generation would see.
         before = self.render(earlier, tools, add_generation_prompt=True)
@@ -256,10 +275,35 @@ class Encoder:
             raise BadRow(reason, self._switch(KEEPS_REASONING) or "give responses of one turn")
         return prompt, ids[len(prompt) :]
 
+    def _after_rendered(self, before: str, turn: Message, end: int) -> Encoded:
+        """Return the token ids of a prompt that a template has written, and of the turn after it as it stands."""
+        response = content = turn["content"]
+        # The response closes the reasoning that such a prompt has opened, unless it does so in its own words.
+        is_whole = content.lstrip().startswith(OPEN) or CLOSED not in content
+        if opens_reasoning(before) and is_whole:
+            whole = before[: before.rfind(OPEN)] + content
+            response = continuation(before, whole, turn)
+            if response is None:
+                raise self._not_continued(before, whole)
+        if end == self.tokenizer.eos_token_id:
+            end = self.end_of_turn
+        # After such a prompt, white space is as it stands.
+        return self._begun(before), [*self._continued(response), end]
+
+    @functools.cached_property
+    def end_of_turn(self) -> int:
+        """The id of the token by which the template ends the assistant's turn, or EOS."""
+        said = [{"role": "user", "content": MARK}, {"role": "assistant", "content": MARK}]
+        ids = []
+        with contextlib.suppress(BadRow):
+            text = self.render(said, None, add_generation_prompt=False)
+            ids = self.ids(text.rpartition(MARK)[2])
+        return next((i for i in ids if i in self.stop_ids), self.tokenizer.eos_token_id)
+
     def whole_text(self, text: str) -> list[int]:
         """Return the token ids of a text with one token that begins it and one that ends it."""
         # Without a token of its own it would only teach to end at once.
-        if not text.strip():
+        if not self.stop_pattern.sub("", text).strip():
             raise BadRow("the text is empty", "remove the row")
         return self._closed(self._begun(self.ended_text(text)))
 
@@ -275,13 +319,23 @@ class Encoder:
 
         It ends as generation would see it.
         """
-        opened = REASONING_BEGINS.search(self.generation_prompt)
-        cut = len(self.generation_prompt) if opened is None else opened.start()
+        cut = self._generation_cut
         begins = self.generation_prompt[:cut]
         end = text.rfind(begins) + len(begins)
         if not begins.strip() or end < len(begins):
             return None
         return text[:end] + self.generation_prompt[cut:]
+
+    def ends_turn(self, text: str) -> bool:
+        """Return True for a rendered text in which the assistant's last turn has ended."""
+        begins = self.generation_prompt[: self._generation_cut]
+        return self.stop_pattern.search(text[text.rfind(begins) + len(begins) :]) is not None
+
+    @functools.cached_property
+    def _generation_cut(self) -> int:
+        """Where reasoning begins in the generation prompt, or its end."""
+        opened = REASONING_BEGINS.search(self.generation_prompt)
+        return len(self.generation_prompt) if opened is None else opened.start()
 
     def rendered_pair(self, before: str, text: str) -> Encoded:
         """Return the token ids of the prompt `before`, and of the response that the rendered text adds to it."""
@@ -344,7 +398,7 @@ class Encoder:
         options = self.template_kwargs | {"add_generation_prompt": add_generation_prompt}
         if tools:
             options["tools"] = tools
-            if not reads(self.tokenizer.get_chat_template(tools=tools), "tools"):
+            if not self._writes_tools(messages, options):
                 reason = "the row has tools, but the chat template does not read them"
                 raise BadRow(reason, "remove the column")
         write = functools.partial(self.tokenizer.apply_chat_template, tokenize=False, **options)
@@ -366,12 +420,23 @@ class Encoder:
         assert problem is not None
         raise problem
 
+    def _writes_tools(self, messages: Sequence[Message], options: dict) -> bool:
+        """Return True if the template writes the tools among its options; each set of tools is tried once."""
+        key = json.dumps(options["tools"], sort_keys=True, default=str)
+        if key not in self._tools_written:
+            write = functools.partial(self.tokenizer.apply_chat_template, tokenize=False)
+            asked = [{"role": "user", "content": MARK}]
+            texts = []
+            for given in (options, {name: options[name] for name in options if name != "tools"}):
+                # A template that refuses the messages says so when the row itself is written.
+                with contextlib.suppress(Exception):
+                    texts.append(write(asked, **given))
+            self._tools_written[key] = len(texts) < 2 or texts[0] != texts[1]
+        return self._tools_written[key]
+
     def _is_raw(self, messages: list[Message]) -> bool:
         """Return True for a prompt that goes to the model as it is: one text, without a template or written by it."""
-        if not self.chat:
-            return True
-        is_text = len(messages) == 1 and messages[0]["role"] == "user"
-        return is_text and self.is_rendered(messages[0]["content"])
+        return not self.chat or RENDERED in messages[0]
 
     def _prompt(
         self, messages: list[Message], tools: list | None, rendered: str | None = None
@@ -398,8 +463,12 @@ class Encoder:
     def _begun(self, text: str) -> list[int]:
         """Return the token ids of a text with the tokenizer's own beginning, unless the text spells one."""
         bos, eos = self.tokenizer.bos_token, self.tokenizer.eos_token_id
-        if self.is_rendered(text) or (bos is not None and text.startswith(bos)):
+        if bos is not None and text.startswith(bos):
             return self.ids(text)
+        if self.is_rendered(text):
+            # A template's BOS may have been taken off, because a tokenizer would add a second one.
+            has_bos = bos is not None and any(opening.startswith(bos) for opening in self.openings)
+            return [self.tokenizer.bos_token_id] * has_bos + self.ids(text)
         ids = self._tokenized(text)
         # What goes on has not ended, so an EOS that the tokenizer adds is taken off.
         adds_eos = len(ids) > 1 and ids[-1] == eos != self.tokenizer.bos_token_id
@@ -449,6 +518,9 @@ class Encoder:
                 if content.rstrip().endswith(token):
                     content, end = content.rstrip().removesuffix(token), i
                     break
+            # The template writes the head of the turn itself.
+            head = self.generation_prompt
+            content = content.removeprefix(head) if head.strip() else content
             turn = turn | {"content": content}
         says = any(turn.get(name) for name in (*REASONING, *CALLS))
         if not says and not (content or "").strip():
@@ -459,6 +531,16 @@ class Encoder:
                 reason = f"the completion contains {token!r}, the token that ends a response"
                 raise BadRow(reason, "fix or remove the row")
         return turn, end
+
+    def _unended(self, message: Message) -> Message:
+        """Return a message without the token that ends the assistant's turn, which the template writes."""
+        content = message["content"]
+        if message["role"] != "assistant" or not isinstance(content, str):
+            return message
+        for token in self.stop_tokens:
+            if content.rstrip().endswith(token):
+                return message | {"content": content.rstrip().removesuffix(token)}
+        return message
 
     def _check_said(self, turn: Message, before: str, response: str) -> None:
         """Refuse a response that lacks what its turn says, which a template may leave out without a word."""

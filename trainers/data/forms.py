@@ -34,7 +34,12 @@ WEIGHTS = ("weight", "loss", "loss_scale", "loss_weight", "train")
 # Columns of what a prompt shows besides its text.
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 # Messages that went through a .csv file come back as the text that spells them.
-SPELLED = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:.*\]\s*""", re.DOTALL)
+SPELLED = re.compile(
+    r"""\s*\[\s*\{(?=.*["'](?:role|from)["']\s*:)(?=.*["'](?:content|value|tool_calls)["']\s*:).*\}\s*\]\s*""",
+    re.DOTALL,
+)
+# What a turn says; what else a message has, such as an id or a weight, makes no other conversation of it.
+SAID = ("role", "content", "name", "tool_calls", "reasoning_content", "reasoning", "thinking")
 
 
 class Read(NamedTuple):
@@ -105,9 +110,7 @@ class Reader:
                 reason = f"the conversation ends with the {last}'s turn, and {state}"
                 raise BadRow(reason, remedy, came=f"the last roles are {', '.join(roles[-8:])}")
         cell = self._cell(row, completion_column, "completion_column")
-        completion = cell if isinstance(cell, str) else messages_of(cell, completion_column)
-        if isinstance(completion, list):
-            must_end_with_assistant(completion, completion_column)
+        completion = response_of(cell, completion_column)
         form = "prompts and completions" if read.form == "prompts" else read.form
         return self._noted(read._replace(form=form, responses=(completion,)))
 
@@ -116,31 +119,37 @@ class Reader:
         row = self._readable(i)
         cells = []
         for option, name in sides.items():
-            cell = self._cell(row, name, option)
-            cells.append(cell if isinstance(cell, str) else messages_of(cell, name))
-            if not isinstance(cell, str):
-                must_end_with_assistant(cells[-1], name)
+            cells.append(response_of(self._cell(row, name, option), name))
+            if isinstance(cells[-1], list) and any("weight" in one for one in cells[-1]):
+                reason = (
+                    f"a message of column {name!r} has weight 0, but a response counts as a whole"
+                )
+                raise BadRow(reason, "remove the weight, or the row")
         chosen, rejected = cells
         if isinstance(chosen, str) != isinstance(rejected, str):
             reason = "one response is text and the other one is messages"
             raise BadRow(reason, "give both in the same form")
 
-        # Whole conversations hold their prompt, of which each may have a system message outside.
+        # Whole conversations or texts hold their prompt.
         has_prompt = column is not None or row.get(prompt_column_of(row)) is not None
-        if isinstance(chosen, list) and chosen[0]["role"] != "assistant":
-            self._uses(column or prompt_column_of(row))  # the conversations have it as well
-            whole = [with_system(messages, self._system(row)) for messages in cells]
-            return self._noted(_split(*whole, tools=self._tools(row)))
         if isinstance(chosen, str) and not has_prompt:
             return self._noted(Read("pairs of whole texts", None, responses=(chosen, rejected)))
+        if not has_prompt and chosen[0]["role"] != "assistant":
+            whole = [with_system(messages, self._system(row)) for messages in cells]
+            return self._noted(_split(*whole, tools=self._tools(row)))
         read = self._prompt(row, column)
-        read = read._replace(form=f"pairs after {read.form}")
-        if isinstance(chosen, str):
-            return self._noted(read._replace(responses=(chosen, rejected)))
-        # Both may go on for some turns in the same words.
         prompt = conversation(read.prompt)
-        split = _split(prompt + chosen, prompt + rejected, read.tools)
-        return self._noted(split._replace(form=read.form))
+        if prompt[-1]["role"] == "assistant" and (
+            isinstance(chosen, str) or chosen[0]["role"] == "assistant"
+        ):
+            reason = "the prompt ends with the assistant's turn, and the responses follow it"
+            raise BadRow(reason, "remove that turn, or name the right column with --prompt_column")
+        form = f"pairs after {read.form}"
+        if isinstance(chosen, str):
+            return self._noted(read._replace(form=form, responses=(chosen, rejected)))
+        # Both may begin with the prompt, and go on for some turns in the same words.
+        whole = [after_prompt(prompt, messages) for messages in cells]
+        return self._noted(_split(*whole, tools=read.tools)._replace(form=form))
 
     def value(self, i: int, column: str) -> Any:
         """Return a cell that has no meaning here, such as a label; None where the row has none."""
@@ -170,10 +179,7 @@ class Reader:
             is_sharegpt = isinstance(cell, list) and "from" in cell[0]
             form = "ShareGPT conversations" if is_sharegpt else "messages"
             return Read(form, messages, self._tools(row, wrapped=is_sharegpt))
-        if SPELLED.fullmatch(cell):
-            raise BadRow(
-                f"column {column!r} holds messages as text", "give them as a list in a .jsonl file"
-            )
+        check_not_spelled(cell, column)
         form, prompt, earlier = "prompts", cell, []
         if column == "instruction":
             form = "Alpaca instructions"
@@ -206,11 +212,13 @@ class Reader:
 
     def _system(self, row: dict) -> str | None:
         self._uses(*SYSTEM_COLUMNS)
-        texts = [text_of(row, name) for name in SYSTEM_COLUMNS]
-        return next(filter(None, texts), None)
+        texts = {text_of(row, name) for name in SYSTEM_COLUMNS} - {None, ""}
+        if len(texts) > 1:
+            raise BadRow("columns 'system' and 'system_prompt' differ", "remove one of them")
+        return next(iter(texts), None)
 
     def _tools(self, row: dict, *, wrapped: bool = False) -> list[dict] | None:
-        """Return the schemas of the tools that the row offers; LLaMA-Factory's bare ones as OpenAI `wrapped` them."""
+        """Return the schemas of the tools that the row offers, bare ones as OpenAI wraps them."""
         self._uses("tools", "functions")
         cell = row.get("tools")
         # OpenAI's earlier name, under which schemas were bare.
@@ -224,12 +232,12 @@ class Reader:
             raise BadRow(reason, "fix or remove the row", came=f"got {cell!r:.80}")
         # Nulls in a text were written; those in objects may be a table's.
         tools = tools if isinstance(cell, str) else without_nulls(tools)
-        if wrapped:
-            tools = [
-                tool if "function" in tool else {"type": "function", "function": tool}
-                for tool in tools
-            ]
-        return tools
+        # Some templates write nothing of a bare schema, and what OpenAI's servers show a model is wrapped.
+        wrapped_tools = []
+        for tool in tools:
+            is_bare = "function" not in tool and (wrapped or {"name", "parameters"} <= set(tool))
+            wrapped_tools.append({"type": "function", "function": tool} if is_bare else tool)
+        return wrapped_tools
 
     def _cell(self, row: dict, column: str, option: str) -> Any:
         """Return a cell that must be there; an error names the option that names another column."""
@@ -278,7 +286,12 @@ def conversation(prompt: Prompt | None) -> list[Message]:
 
 def with_system(messages: list[Message], system: str | None) -> list[Message]:
     """Return messages with a system message before them, if they do not begin with one."""
-    if system is None or messages[0]["role"] in ("system", "developer"):
+    if system is None:
+        return messages
+    if messages[0]["role"] == "system":
+        if messages[0]["content"] != system:
+            reason = "the row has a system prompt in a column, and another one in its first message"
+            raise BadRow(reason, "remove one of them")
         return messages
     return [{"role": "system", "content": system}, *messages]
 
@@ -294,7 +307,8 @@ def _split(chosen: list[Message], rejected: list[Message], tools: list[dict] | N
     """Return two conversations as the turns that they share and those in which they differ."""
     shared = 0
     # The last turn is a response even where the other conversation has the same one.
-    while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
+    most = min(len(chosen), len(rejected)) - 1
+    while shared < most and said_by(chosen[shared]) == said_by(rejected[shared]):
         shared += 1
     sides = chosen[shared:], rejected[shared:]
     form = "pairs of conversations"
@@ -306,6 +320,48 @@ def _split(chosen: list[Message], rejected: list[Message], tools: list[dict] | N
         reason = "one response is a whole conversation, and the other one is a single turn"
         raise BadRow(reason, "give both in the same form")
     return Read(form, None, tools, ends, own_prompts=(chosen[:-1], rejected[:-1]))
+
+
+def said_by(message: Message) -> Message:
+    """Return what a message says, and by whom; white space around its text makes no difference."""
+    said = {key: message[key] for key in SAID if key in message}
+    return said | {"content": (message["content"] or "").strip()}
+
+
+def after_prompt(prompt: list[Message], messages: list[Message]) -> list[Message]:
+    """Return the conversation of a prompt and the messages that follow it, or that begin with it as well."""
+    begins = [said_by(message) for message in messages[: len(prompt)]]
+    if begins == [*map(said_by, prompt)]:
+        return messages
+    # The prompt may have a system message that the conversation lacks, or the other way round.
+    asked = [said_by(message) for message in prompt if message["role"] != "system"]
+    others = [message for message in messages if message["role"] != "system"]
+    if [*map(said_by, others[: len(asked)])] == asked:
+        return messages if others != messages else [*prompt[: len(prompt) - len(asked)], *messages]
+    # A prompt's column may repeat the last question of a longer conversation.
+    if all(turn in map(said_by, others[:-1]) for turn in asked):
+        return messages
+    if messages[0]["role"] in ("assistant", "tool"):
+        return prompt + messages
+    reason = "the conversations of the responses do not begin with the prompt"
+    raise BadRow(reason, "remove the prompt's column, or give the turns after the prompt alone")
+
+
+def response_of(cell: Any, column: str) -> Prompt:
+    """Return a response as text, or as messages that end with the assistant's."""
+    if isinstance(cell, str):
+        check_not_spelled(cell, column)
+        return cell
+    messages = messages_of(cell, column)
+    must_end_with_assistant(messages, column)
+    return messages
+
+
+def check_not_spelled(text: str, column: str) -> None:
+    """Refuse a text that messages became, as in a .csv file."""
+    if SPELLED.fullmatch(text):
+        reason = f"column {column!r} is a text that spells messages"
+        raise BadRow(reason, "give a list in a .jsonl")
 
 
 def messages_of(cell: Any, column: str) -> list[Message]:
@@ -326,11 +382,12 @@ def _message_of(message: dict, column: str) -> Message:
         message = {**message, "role": message["from"], "content": message.get("value")}
         message = {key: value for key, value in message.items() if key not in ("from", "value")}
     name = message.get("role")
+    name = name.lower() if isinstance(name, str) else name
     if name is None:
         reason = f"a message of column {column!r} has no role"
         remedy = "give messages with role and content, or with ShareGPT's from and value"
         raise BadRow(reason, remedy, came=f"it has {columns_of(message)}")
-    role = ROLES.get(name.lower()) if isinstance(name, str) else None
+    role = ROLES.get(name) if isinstance(name, str) else None
     if role is None:
         known = "system, user, assistant or tool, or ShareGPT's human, gpt, function_call or observation"
         reason = f"a message of column {column!r} has an unknown role"

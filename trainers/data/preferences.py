@@ -185,9 +185,15 @@ def pair_sides(
 
 def _whole_texts(encoder: encode.Encoder, texts: Sequence[Any]) -> list[Encoded]:
     """Return two texts as their prompt, which both begin with, and the rest of each."""
-    # In a text that a template has written, a response begins where the assistant's turn does.
+    encoder.check_no_system_prompt("a pair of whole texts")
     texts = [encoder.ended_text(text) for text in texts]
-    before = encoder.rendered_prompt(os.path.commonprefix(texts))
+    # In a text that a template has written, a response begins where the assistant's turn does.
+    common = os.path.commonprefix(texts)
+    before = encoder.rendered_prompt(common)
+    own = [encoder.rendered_prompt(text) for text in texts]
+    if None not in own and (before is None or encoder.ends_turn(common)):
+        # They differ in what the user asks, so each answers a prompt of its own.
+        return [encoder.rendered_pair(*pair) for pair in zip(own, texts, strict=True)]
     if before is not None:
         return [encoder.rendered_pair(before, text) for text in texts]
     sides = [encoder.whole_text(text) for text in texts]
@@ -196,6 +202,9 @@ def _whole_texts(encoder: encode.Encoder, texts: Sequence[Any]) -> list[Encoded]
     shared = 0
     while shared < most and sides[0][shared] == sides[1][shared]:
         shared += 1
+    for ids in sides:
+        if not encoder.tokenizer.decode(ids[shared:-1]).strip():
+            raise encode.empty_completion()
     return [(ids[:shared], ids[shared:]) for ids in sides]
 
 

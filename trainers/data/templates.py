@@ -150,13 +150,13 @@ def continuation(before: str, whole: str, turn: Message) -> str | None:
     skipped = SKIPPED.search(before)
     if skipped is not None and whole.startswith(before[: skipped.start()]):
         rest = whole[skipped.start() :].removeprefix(CLOSED)
-        return None if REASONING_BEGINS.match(rest) else rest
+        return None if REASONING_BEGINS.match(rest.lstrip()) else rest
     start, space = before.rfind(OPEN), before[before.rfind(OPEN) + len(OPEN) :]
     if not opens_reasoning(before) or CLOSED in space or not whole.startswith(before[:start]):
         return None
     rest = whole[start:]
-    if rest.startswith(OPEN):
-        rest = rest.removeprefix(OPEN)
+    if rest.lstrip().startswith(OPEN):
+        rest = rest.lstrip().removeprefix(OPEN)
         return rest[len(os.path.commonprefix([rest, space])) :]
 
     # The template has left the reasoning out: it stands in the content, or in a field of its own.

@@ -122,7 +122,7 @@ def test_a_row_of_text_is_trained_after_its_first_token():
         if bos:
             assert pairs[0] == ("<bos>", f"ab{eos}") and pairs[2] == ("<bos>", f"a{eos}")
         else:
-            assert pairs == [("a", f"b{eos}"), ("<user>", f"a{eos}b{eos}"), ("a", eos)]
+            assert pairs == [("a", f"b{eos}"), ("<bos>", f"<user>a{eos}b{eos}"), ("a", eos)]
             with pytest.raises(InputError, match="^d.jsonl, line 4: the text is empty"):
                 encoder.pairs(rows, 3, None, "completion")
     both = Rows([{"text": "ab", "question": "a", "completion": "b"}], "d.jsonl")

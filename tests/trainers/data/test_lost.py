@@ -6,6 +6,7 @@ import pytest
 
 from fused_rl.trainers.data.encode import Encoder
 from fused_rl.trainers.data.forms import Reader
+from fused_rl.trainers.data.preferences import pair_sides
 from fused_rl.trainers.data.rows import BadRow, Rows, load_rows
 from tests.trainers import tiny
 
@@ -104,3 +105,106 @@ def test_columns_of_text_in_a_csv_file_keep_their_digits(tmp_path):
         {"system": None, "instruction": "2", "input": None, "output": "4"},
     ]
     assert load_rows(str(path)).rows == rows
+
+
+# What is refused, or read as it is meant, where the tokens would be wrong without a word.
+
+SPELLED = '[{"role": "assistant", "content": "x"}]'
+WRITTEN = "<bos><user>a<end>\n<assistant>"
+
+
+def asked(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def answered(text: str, **others) -> dict:
+    return {"role": "assistant", "content": text, **others}
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "a", "completion": SPELLED}, "'completion' is a text that spells messages"),
+        ({"prompt": WRITTEN, "completion": "b", "system": "s"}, "a message is a whole prompt"),
+        ({"text": "<end>\n"}, "the text is empty"),
+        (
+            {
+                "messages": [{"role": "system", "content": "s"}, asked("a"), answered("b")],
+                "system": "t",
+            },
+            "another one in",
+        ),
+        (
+            {"question": "a", "completion": "b", "system": "s", "system_prompt": "t"},
+            "differ; remove",
+        ),
+    ],
+)
+def test_a_demonstration_whose_tokens_would_be_wrong_is_refused(row, reason):
+    with pytest.raises(BadRow, match=reason):
+        Encoder(tiny.tokenizer()).pairs(Rows([row], "x"), 0, None, "completion")
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (
+            {"prompt": "a", "chosen": SPELLED, "rejected": "b"},
+            "'chosen' is a text that spells messages",
+        ),
+        (
+            {
+                "prompt": "c",
+                "chosen": [asked("a"), answered("b")],
+                "rejected": [asked("a"), answered("d")],
+            },
+            "do not begin",
+        ),
+        (
+            {"prompt": "a", "chosen": [answered("b", weight=0)], "rejected": [answered("c")]},
+            "weight 0",
+        ),
+        (
+            {"messages": [asked("a"), answered("b")], "chosen": "c", "rejected": "d"},
+            "the prompt ends with",
+        ),
+        ({"chosen": "ab: ", "rejected": "ab: c"}, "the completion is empty"),
+    ],
+)
+def test_a_pair_whose_tokens_would_be_wrong_is_refused(row, reason):
+    with pytest.raises(BadRow, match=reason):
+        both(Encoder(tiny.tokenizer()), row)
+
+
+def both(encoder: Encoder, row: dict) -> list:
+    columns = {"chosen_column": "chosen", "rejected_column": "rejected"}
+    sides = pair_sides(encoder, Rows([row], "x"), 0, None, columns)
+    return [tuple(map(encoder.tokenizer.decode, side)) for side in sides]
+
+
+def test_the_context_of_a_response_is_whole_and_has_each_end_once():
+    encoder = Encoder(tiny.tokenizer())
+    system = {"role": "system", "content": "s"}
+    ends = [asked("a"), answered("b<end>"), asked("c"), answered("<assistant>d<end>")]
+    ((prompt, completion),) = encoder.pairs(Rows([{"messages": ends}], "x"), 0, None, "completion")
+    assert encoder.tokenizer.decode(prompt).endswith("<assistant>b<end>\n<user>c<end>\n<assistant>")
+    assert encoder.tokenizer.decode(completion) == "d<end>"
+    # Without BOS, which some take off a rendered text; with a marker that a user writes.
+    ((prompt, _),) = encoder.pairs(Rows([{"text": WRITTEN[5:] + "b"}], "x"), 0, None, "completion")
+    assert encoder.tokenizer.decode(prompt) == "<bos>"
+    messages = [asked("<user> is what?"), answered("b")]
+    ((prompt, _),) = encoder.pairs(Rows([{"messages": messages}], "x"), 0, None, "completion")
+    assert encoder.tokenizer.decode(prompt) == "<bos><user><user> is what?<end>\n<assistant>"
+
+    # A prompt that the conversations have as well, but for its system message; ids of messages; other questions.
+    conversations = {"chosen": [asked("a"), answered("b")], "rejected": [asked("a"), answered("c")]}
+    begins = "<bos><system>s<end>\n<user>a<end>\n<assistant>"
+    expected = [(begins, "b<end>"), (begins, "c<end>")]
+    assert both(encoder, {"prompt": [system, asked("a")], **conversations}) == expected
+    ids = {"chosen": "1", "rejected": "2"}
+    named = {
+        side: [asked("a"), answered("x", id=i), asked("b"), answered(i)] for side, i in ids.items()
+    }
+    assert [response for _, response in both(encoder, named)] == ["1<end>", "2<end>"]
+    texts = {side: f"<bos><user>{i}<end>\n<assistant>b<end>" for side, i in ids.items()}
+    assert [response for _, response in both(encoder, texts)] == ["b<end>", "b<end>"]
