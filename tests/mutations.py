@@ -478,8 +478,8 @@ MUTATIONS = {
     # What all trainers share.
     "a completion does not end": Mutation(
         "trainers/data/encode.py",
-        '[*encode(turn["content"]), end]',
-        'encode(turn["content"])',
+        '[*self.ids(turn["content"]), end]',
+        'self.ids(turn["content"])',
         "tests/trainers/data/test_data.py tests/trainers/test_runs.py -k 'bos or chat or sft_learns'",
     ),
     "the response begins a token late": Mutation(
