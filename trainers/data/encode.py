@@ -467,7 +467,8 @@ class Encoder:
             return self.ids(text)
         if self.is_rendered(text):
             # A template's BOS may have been taken off, because a tokenizer would add a second one.
-            has_bos = bos is not None and any(opening.startswith(bos) for opening in self.openings)
+            begins = [bos is not None and opening.startswith(bos) for opening in self.openings]
+            has_bos = bool(begins) and all(begins)
             return [self.tokenizer.bos_token_id] * has_bos + self.ids(text)
         ids = self._tokenized(text)
         # What goes on has not ended, so an EOS that the tokenizer adds is taken off.
