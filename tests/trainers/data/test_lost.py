@@ -208,3 +208,22 @@ def test_the_context_of_a_response_is_whole_and_has_each_end_once():
     assert [response for _, response in both(encoder, named)] == ["1<end>", "2<end>"]
     texts = {side: f"<bos><user>{i}<end>\n<assistant>b<end>" for side, i in ids.items()}
     assert [response for _, response in both(encoder, texts)] == ["b<end>", "b<end>"]
+
+
+def test_tools_that_a_template_only_mentions_are_refused():
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = "{% if tools %}{% endif %}" + tiny.CHAT_TEMPLATE
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    rows = Rows([{"prompt": "a", "completion": "b", "tools": [tool]}], "x")
+    with pytest.raises(BadRow, match="the row has tools, but the chat template does not read them"):
+        Encoder(tokenizer).pairs(rows, 0, None, "completion")
+
+
+def test_reasoning_is_closed_once_where_the_template_writes_it_after_white_space():
+    tokenizer = tiny.tokenizer()
+    opened = tiny.CHAT_TEMPLATE.replace("{{ '<assistant>' }}", "{{ '<assistant><think>\\n' }}")
+    written = "('\\n<think>\\n\\n</think>\\n' if m['role'] == 'assistant' else '') + m['content']"
+    tokenizer.chat_template = opened.replace("m['content']", written)
+    rows = Rows([{"prompt": "a", "completion": "b"}], "x")
+    ((_, completion),) = Encoder(tokenizer).pairs(rows, 0, None, "completion")
+    assert tokenizer.decode(completion) == "\n</think>\nb<end>"
