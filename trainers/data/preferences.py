@@ -190,8 +190,8 @@ def _whole_texts(encoder: encode.Encoder, texts: Sequence[Any]) -> list[Encoded]
     # In a text that a template has written, a response begins where the assistant's turn does.
     common = os.path.commonprefix(texts)
     before = encoder.rendered_prompt(common)
-    own = [encoder.rendered_prompt(text) for text in texts]
-    if None not in own and (before is None or encoder.ends_turn(common)):
+    own = [*filter(None, map(encoder.rendered_prompt, texts))]
+    if len(own) == len(texts) and (before is None or encoder.ends_turn(common)):
         # They differ in what the user asks, so each answers a prompt of its own.
         return [encoder.rendered_pair(*pair) for pair in zip(own, texts, strict=True)]
     if before is not None:

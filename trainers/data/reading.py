@@ -118,7 +118,7 @@ def chosen_rows(
     bad_rows: list[BadRow] | None = None,
 ) -> Rows:
     """Return the rows that Python gave for an option, or that the config names; `bad_rows` as in `load_rows`."""
-    named = name if rows is None else rows
+    named: Any = name if rows is None else rows
     if named is None:
         raise InputError(
             f"{option} is missing; give --{option}, or in Python train(config, {option}=rows)"
@@ -127,14 +127,14 @@ def chosen_rows(
         return load_rows(named, config_name, split, bad_rows)
     # Who has a Dataset has imported `datasets`; importing it here would cost everybody else a
     # second.
-    if "datasets" in sys.modules and isinstance(rows, sys.modules["datasets"].Dataset):
-        rows = rows.to_list()
-    if not isinstance(rows, list):
+    if "datasets" in sys.modules and isinstance(named, sys.modules["datasets"].Dataset):
+        named = named.to_list()
+    if not isinstance(named, list):
         expected = (
             "the name of a file or of a Hub dataset, a datasets.Dataset, or a list of dictionaries"
         )
-        raise InputError(f"{option}: expected {expected}, got {type(rows).__name__}")
-    return checked(Rows(list(rows), option, bad=bad_rows))
+        raise InputError(f"{option}: expected {expected}, got {type(named).__name__}")
+    return checked(Rows(list(named), option, bad=bad_rows))
 
 
 def load_train_eval(
