@@ -53,12 +53,7 @@ from fused_rl.trainers.policy.policy import (
     plan,
     with_entropy_threshold,
 )
-from fused_rl.trainers.policy.setup import (
-    RowsLike,
-    SamplerFactory,
-    divided,
-    setup,
-)
+from fused_rl.trainers.policy.setup import RowsLike, SamplerFactory, divided, setup
 from fused_rl.trainers.rollouts.types import Prompt
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.metrics import POLICY, Sums, with_logged_names

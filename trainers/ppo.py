@@ -51,12 +51,7 @@ from fused_rl.trainers.policy.policy import (
     plan,
     with_entropy_threshold,
 )
-from fused_rl.trainers.policy.setup import (
-    RowsLike,
-    SamplerFactory,
-    divided,
-    setup,
-)
+from fused_rl.trainers.policy.setup import RowsLike, SamplerFactory, divided, setup
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.metrics import PPO, Sums, with_logged_names

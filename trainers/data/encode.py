@@ -238,7 +238,8 @@ class Encoder:
         `start` is by default the last message's place.
         """
         *earlier, last = messages
-        earlier = [self._unended(message) for message in earlier]
+        # The template writes the ends of earlier turns itself.
+        earlier = [message for message, _ in map(self._split_end, earlier)]
         turn, end = self._without_end(last)
         if self._is_raw(earlier):
             prompt = self._prompt(earlier, tools)
@@ -421,11 +422,15 @@ class Encoder:
         raise problem
 
     def _writes_tools(self, messages: Sequence[Message], options: dict) -> bool:
-        """Return True if the template writes the tools among its options; each set of tools is tried once."""
-        key = json.dumps(options["tools"], sort_keys=True, default=str)
+        """Return True if the template writes the tools among its options; each set of tools is tried once.
+
+        A template may write them only with a system message, or only without one.
+        """
+        begins = messages[:1] if messages[0]["role"] == "system" else []
+        key = json.dumps([len(begins), options["tools"]], sort_keys=True, default=str)
         if key not in self._tools_written:
             write = functools.partial(self.tokenizer.apply_chat_template, tokenize=False)
-            asked = [{"role": "user", "content": MARK}]
+            asked = [*begins, {"role": "user", "content": MARK}]
             texts = []
             for given in (options, {name: options[name] for name in options if name != "tools"}):
                 # A template that refuses the messages says so when the row itself is written.
@@ -436,7 +441,7 @@ class Encoder:
 
     def _is_raw(self, messages: list[Message]) -> bool:
         """Return True for a prompt that goes to the model as it is: one text, without a template or written by it."""
-        return not self.chat or RENDERED in messages[0]
+        return not self.chat or any(RENDERED in message for message in messages[:1])
 
     def _prompt(
         self, messages: list[Message], tools: list | None, rendered: str | None = None
@@ -512,16 +517,12 @@ class Encoder:
 
     def _without_end(self, turn: Message) -> tuple[Message, int]:
         """Return the assistant's turn without a token that ends it, and that token's id or EOS."""
-        end = self.tokenizer.eos_token_id
+        turn, end = self._split_end(turn)
         content = turn["content"]
-        if isinstance(content, str):
-            for token, i in self.stop_tokens.items():
-                if content.rstrip().endswith(token):
-                    content, end = content.rstrip().removesuffix(token), i
-                    break
-            # The template writes the head of the turn itself.
-            head = self.generation_prompt
-            content = content.removeprefix(head) if head.strip() else content
+        # The template writes the head of the turn itself.
+        head = self.generation_prompt
+        if content and head.strip():
+            content = content.removeprefix(head)
             turn = turn | {"content": content}
         says = any(turn.get(name) for name in (*REASONING, *CALLS))
         if not says and not (content or "").strip():
@@ -533,15 +534,14 @@ class Encoder:
                 raise BadRow(reason, "fix or remove the row")
         return turn, end
 
-    def _unended(self, message: Message) -> Message:
-        """Return a message without the token that ends the assistant's turn, which the template writes."""
-        content = message["content"]
-        if message["role"] != "assistant" or not isinstance(content, str):
-            return message
-        for token in self.stop_tokens:
-            if content.rstrip().endswith(token):
-                return message | {"content": content.rstrip().removesuffix(token)}
-        return message
+    def _split_end(self, message: Message) -> tuple[Message, int]:
+        """Return a message without the token that ends an assistant's turn, and that token's id or EOS."""
+        content = (message["content"] or "").rstrip()
+        if message["role"] == "assistant":
+            for token, i in self.stop_tokens.items():
+                if content.endswith(token):
+                    return message | {"content": content.removesuffix(token)}, i
+        return message, self.tokenizer.eos_token_id
 
     def _check_said(self, turn: Message, before: str, response: str) -> None:
         """Refuse a response that lacks what its turn says, which a template may leave out without a word."""

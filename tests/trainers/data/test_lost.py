@@ -227,3 +227,21 @@ def test_reasoning_is_closed_once_where_the_template_writes_it_after_white_space
     rows = Rows([{"prompt": "a", "completion": "b"}], "x")
     ((_, completion),) = Encoder(tokenizer).pairs(rows, 0, None, "completion")
     assert tokenizer.decode(completion) == "\n</think>\nb<end>"
+
+
+@pytest.mark.parametrize("beside", ["system", "user"])
+def test_tools_that_a_template_writes_only_beside_some_first_message_are_found_there(beside):
+    tokenizer = tiny.tokenizer()
+    written = f"{{% if tools and messages[0]['role'] == '{beside}' %}}{{{{ tools | tojson }}}}{{% endif %}}"
+    tokenizer.chat_template = written + tiny.CHAT_TEMPLATE
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    row = {"prompt": "a", "completion": "b", "tools": [tool]}
+    rows = Rows([row | {"system": "s"}, row], "x")
+    refused = []
+    for i in range(2):
+        try:
+            Encoder(tokenizer).pairs(rows, i, None, "completion")
+        except BadRow as error:
+            refused.append((i, error.reason))
+    number = 1 if beside == "system" else 0
+    assert refused == [(number, "the row has tools, but the chat template does not read them")]
