@@ -153,10 +153,10 @@ THINKING = tiny.CHAT_TEMPLATE.replace(
 )
 
 
-def test_the_chat_template_gets_the_arguments_of_the_run():
+def test_the_chat_template_gets_the_arguments_of_the_run(folder):
     tokenizer = with_template(THINKING)
     for given, expected in ((None, "<assistant>"), ({"enable_thinking": False}, "<assistant>!")):
-        config = tiny.config_of("sft", chat_template_kwargs=given)
+        config = tiny.config_of("sft", model=folder, chat_template_kwargs=given)
         prompt = Encoder.of(config, tokenizer).prompt(Rows([{"prompt": "q"}], "x"), 0, None)
         assert tokenizer.decode(prompt) == f"<bos><user>q<end>\n{expected}"
 
