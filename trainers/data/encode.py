@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from fused_rl.trainers.base.files import base_of_adapters
 from fused_rl.trainers.base.text import InputError, in_a_line
-from fused_rl.trainers.data.forms import Message, Prompt, Reader, conversation
+from fused_rl.trainers.data.forms import FIX, Message, Prompt, Reader, conversation
 from fused_rl.trainers.data.rows import BadRow, Rows
 from fused_rl.trainers.data.templates import (
     BEGINS_REASONING,
@@ -26,7 +26,7 @@ from fused_rl.trainers.data.templates import (
     REASONING,
     REASONING_BEGINS,
     continuation,
-    loss,
+    left_out,
     missing,
     opens_reasoning,
     reads,
@@ -320,23 +320,23 @@ class Encoder:
 
         It ends as generation would see it.
         """
-        cut = self._generation_cut
-        begins = self.generation_prompt[:cut]
-        end = text.rfind(begins) + len(begins)
-        if not begins.strip() or end < len(begins):
+        head, reasoning = self._head_and_reasoning
+        end = text.rfind(head) + len(head)
+        if not head.strip() or end < len(head):
             return None
-        return text[:end] + self.generation_prompt[cut:]
+        return text[:end] + reasoning
 
     def ends_turn(self, text: str) -> bool:
         """Return True for a rendered text in which the assistant's last turn has ended."""
-        begins = self.generation_prompt[: self._generation_cut]
-        return self.stop_pattern.search(text[text.rfind(begins) + len(begins) :]) is not None
+        head, _ = self._head_and_reasoning
+        return self.stop_pattern.search(text[text.rfind(head) + len(head) :]) is not None
 
     @functools.cached_property
-    def _generation_cut(self) -> int:
-        """Where reasoning begins in the generation prompt, or its end."""
+    def _head_and_reasoning(self) -> tuple[str, str]:
+        """The generation prompt up to where it opens reasoning, and from there on."""
         opened = REASONING_BEGINS.search(self.generation_prompt)
-        return len(self.generation_prompt) if opened is None else opened.start()
+        cut = len(self.generation_prompt) if opened is None else opened.start()
+        return self.generation_prompt[:cut], self.generation_prompt[cut:]
 
     def rendered_pair(self, before: str, text: str) -> Encoded:
         """Return the token ids of the prompt `before`, and of the response that the rendered text adds to it."""
@@ -414,7 +414,7 @@ class Encoder:
                 remedy = "use a template that accepts them, or remove the row"
                 problem = problem or BadRow(reason, remedy, came=in_a_line(error))
                 continue
-            lost = loss(write, spelled, text)
+            lost = left_out(write, spelled, text)
             if lost is None:
                 return text
             problem = BadRow(lost, "use another chat template, or remove the row")
@@ -456,13 +456,16 @@ class Encoder:
         elif tools and not self.chat:
             reason = "the row has tools, but there is no chat template to write them"
             raise BadRow(reason, "remove the column, or give a model with a chat template")
+        elif len(messages) > 1 and self.chat:
+            reason = "messages follow a prompt that a chat template has written"
+            raise BadRow(reason, "give all of the conversation as messages")
         elif len(messages) > 1:
             reason = "the prompt has several messages, but there is no chat template to write them"
             raise BadRow(reason, "give text, or a model with a chat template")
         else:
             ids = self._begun(last["content"])
         if not ids:
-            raise BadRow("the prompt is empty", "fix or remove the row")
+            raise BadRow("the prompt is empty", FIX)
         return ids
 
     def _begun(self, text: str) -> list[int]:
@@ -486,7 +489,7 @@ class Encoder:
         except UnicodeEncodeError as error:
             half = text[error.start].encode("unicode_escape").decode()
             reason = "the text has half of a character, as if an emoji had been cut in two"
-            raise BadRow(reason, "fix or remove the row", came=half) from error
+            raise BadRow(reason, FIX, came=half) from error
         return self.tokenizer(text, **options).input_ids
 
     def _ended(self, ids: list[int]) -> list[int]:
@@ -531,7 +534,7 @@ class Encoder:
         for token in self.stop_tokens:
             if token in str(turn):
                 reason = f"the completion contains {token!r}, the token that ends a response"
-                raise BadRow(reason, "fix or remove the row")
+                raise BadRow(reason, FIX)
         return turn, end
 
     def _split_end(self, message: Message) -> tuple[Message, int]:

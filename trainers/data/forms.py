@@ -22,6 +22,7 @@ Message: TypeAlias = dict[str, Any]
 """role, content, and what chat templates read besides."""
 Prompt: TypeAlias = str | list[Message]
 
+FIX = "fix or remove the row"
 CONVERSATIONS = ("messages", "ShareGPT conversations")
 PROMPT_COLUMNS = ("prompt", "messages", "conversations", "question", "instruction", "problem")
 SYSTEM_COLUMNS = ("system", "system_prompt")
@@ -204,7 +205,7 @@ class Reader:
             reason = (
                 "column 'history' must be a list of pairs of text, each a question and its answer"
             )
-            raise BadRow(reason, came=f"got {history!r:.80}")
+            raise BadRow(reason, FIX, came=f"got {history!r:.80}")
         for question, answer in history:
             earlier.append({"role": "user", "content": question})
             earlier.append({"role": "assistant", "content": answer})
@@ -229,7 +230,7 @@ class Reader:
             return None
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             reason = "column 'tools' must be a list of JSON schemas, as objects or as JSON text"
-            raise BadRow(reason, "fix or remove the row", came=f"got {cell!r:.80}")
+            raise BadRow(reason, FIX, came=f"got {cell!r:.80}")
         # Nulls in a text were written; those in objects may be a table's.
         tools = tools if isinstance(cell, str) else without_nulls(tools)
         # Some templates write nothing of a bare schema, and what OpenAI's servers show a model is wrapped.
@@ -273,7 +274,7 @@ def text_of(row: dict, column: str) -> str | None:
     """Return the text of a column that a row may lack."""
     cell = row.get(column)
     if cell is not None and not isinstance(cell, str):
-        raise BadRow(f"column {column!r} must be text", came=f"got {cell!r:.80}")
+        raise BadRow(f"column {column!r} must be text", FIX, came=f"got {cell!r:.80}")
     return cell
 
 
@@ -409,7 +410,8 @@ def _message_of(message: dict, column: str) -> Message:
     weights = {key: others.pop(key) for key in WEIGHTS if key in others}
     for key, weight in weights.items():
         if weight not in (0, 1):
-            raise BadRow(f"the {key} of a message must be 0 or 1", came=f"got {weight!r:.40}")
+            reason = f"the {key} of a message must be 0 or 1"
+            raise BadRow(reason, FIX, came=f"got {weight!r:.40}")
     if not all(weights.values()):
         others["weight"] = 0
     if calls:
@@ -444,21 +446,20 @@ def _text_of(content: Any, column: str) -> str | None:
 def _call_of(call: Any) -> dict:
     """Return a tool call with its arguments as an object, without a table's nulls."""
     if not isinstance(call, dict):
-        raise BadRow("a tool call must be an object", came=f"got {call!r:.80}")
+        raise BadRow("a tool call must be an object", FIX, came=f"got {call!r:.80}")
     call = {key: value for key, value in call.items() if value is not None}
     # OpenAI's have the function inside; others are the function.
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadRow("a tool call has no name", came=f"got {call!r:.80}")
+        raise BadRow("a tool call has no name", FIX, came=f"got {call!r:.80}")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         # What is written in a text is no null of a table.
         function = function | {"arguments": parsed_json(arguments) if arguments.strip() else {}}
     function = {key: value for key, value in function.items() if value is not None}
     if not isinstance(function.get("arguments", {}), dict):
-        raise BadRow(
-            "the arguments of a tool call must be an object", came=f"got {arguments!r:.80}"
-        )
+        reason = "the arguments of a tool call must be an object"
+        raise BadRow(reason, FIX, came=f"got {arguments!r:.80}")
     if not isinstance(arguments, str):
         function = without_nulls(function)
     return call | {"function": function} if "function" in call else function
@@ -481,7 +482,7 @@ def parsed_json(text: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         reason = "the tools or a tool call cannot be parsed as JSON"
-        raise BadRow(reason, "fix or remove the row", came=f"got {text!r:.80}") from error
+        raise BadRow(reason, FIX, came=f"got {text!r:.80}") from error
 
 
 def without_nulls(value: Any) -> Any:

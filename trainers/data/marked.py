@@ -15,7 +15,7 @@ from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.memory import Footprint
 from fused_rl.trainers.base.screen import bar
 from fused_rl.trainers.data.encode import Encoded, Encoder
-from fused_rl.trainers.data.forms import Reader, columns_of, state_of
+from fused_rl.trainers.data.forms import FIX, Reader, columns_of, state_of
 from fused_rl.trainers.data.preferences import pair_sides
 from fused_rl.trainers.data.reading import log_dropped
 from fused_rl.trainers.data.rows import BadRow, Rows
@@ -123,6 +123,7 @@ def _read(config: MarkedConfig, rows: Rows, i: int, encoder: Encoder) -> list[tu
             reason = f"column {column!r} {state_of(rows.rows[i], column)}"
             remedy = "name the right column with --label_column"
             raise BadRow(reason, remedy, came=f"the row has {columns_of(rows.rows[i])}")
-        raise BadRow(f"column {column!r} must be true or false", came=f"got {label!r:.80}")
+        reason = f"column {column!r} must be true or false"
+        raise BadRow(reason, FIX, came=f"got {label!r:.80}")
     encoded = encoder.pairs(rows, i, config.prompt_column, config.completion_column)
     return [(one, bool(label)) for one in encoded]

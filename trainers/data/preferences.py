@@ -21,7 +21,7 @@ from fused_rl.trainers.base.screen import bar, print_rank0
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.encode import Encoded, as_turns
-from fused_rl.trainers.data.forms import Reader
+from fused_rl.trainers.data.forms import FIX, Reader
 from fused_rl.trainers.data.rows import BadRow, Rows
 from fused_rl.trainers.options import MAIN, PositiveInt, RunConfig, Smoothing
 
@@ -134,7 +134,8 @@ class PairEncoder:
                 # A row may lack the column, and a table has null where others have a margin.
                 margin = Reader(rows).value(i, column) or 0
                 if not isinstance(margin, (int, float)) or not math.isfinite(margin):
-                    raise BadRow(f"column {column!r} must be a number", came=f"got {margin!r:.80}")
+                    reason = f"column {column!r} must be a number"
+                    raise BadRow(reason, FIX, came=f"got {margin!r:.80}")
                 pair = Pair(*sides, margin=float(margin), where=rows.where(i))
                 # Reasons are counted, so that one line says what a run leaves out.
                 reason = self._unusable(pair)

@@ -83,7 +83,7 @@ def _with_text_arguments(call: dict) -> dict:
 # What a template leaves out.
 
 
-def loss(write: Write, messages: Sequence[Message], text: str) -> str | None:
+def left_out(write: Write, messages: Sequence[Message], text: str) -> str | None:
     """Return what of the messages is lost in the text that a template wrote of them; None if nothing is.
 
     Reasoning does not count, because many templates leave that of earlier turns out on purpose.
@@ -161,11 +161,12 @@ def continuation(before: str, whole: str, turn: Message) -> str | None:
 
     # The template has left the reasoning out: it stands in the content, or in a field of its own.
     reasoning, closed, _ = (turn["content"] or "").partition(CLOSED)
-    reasoning = reasoning.partition(OPEN)[2] if OPEN in reasoning else reasoning
-    if not closed:
-        reasoning = next((turn[name] for name in REASONING if turn.get(name)), "")
-        reasoning = f"{reasoning.strip()}\n" if reasoning else "\n"
-    reasoning = reasoning[len(os.path.commonprefix([reasoning, space])) :] if closed else reasoning
+    if closed:
+        reasoning = reasoning.partition(OPEN)[2] if OPEN in reasoning else reasoning
+        reasoning = reasoning[len(os.path.commonprefix([reasoning, space])) :]
+    else:
+        reasoning = next((turn[name].strip() for name in REASONING if turn.get(name)), "")
+        reasoning = f"{reasoning}\n"
     gap = "" if rest[:1].isspace() else "\n\n"
     return f"{reasoning}{CLOSED}{gap}{rest}"
 

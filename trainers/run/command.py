@@ -41,7 +41,7 @@ class Encodable(Protocol):
         ...
 
 
-Read = Callable[[Any, Rows, Encoder], Sequence[Encodable]]
+ReadRows = Callable[[Any, Rows, Encoder], Sequence[Encodable]]
 """(config, rows, encoder) -> what the trainer makes of the rows that can be used."""
 
 
@@ -49,7 +49,7 @@ def run(
     config_class: type[RunConfig],
     arithmetic: Arithmetic,
     train: Callable[..., str],
-    read: Read,
+    read: ReadRows,
     argv: list[str] | None = None,
 ) -> None:
     """Parse `argv`, or the process's command line, then either describe the run or train."""
@@ -90,7 +90,7 @@ def around(prog: str, lost: str = "nothing was written") -> Iterator[None]:
         sys.exit(INTERRUPTED)
 
 
-def describe(config: RunConfig, arithmetic: Arithmetic, read: Read) -> str:
+def describe(config: RunConfig, arithmetic: Arithmetic, read: ReadRows) -> str:
     """Return the resolved config as YAML that `--config` reads back, with arithmetic and an example as comments."""
     # What reading the rows prints goes to stderr, because stdout is the YAML that --config reads back.
     with contextlib.redirect_stdout(sys.stderr):
