@@ -8,20 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.trainers.fixtures import cpu_path, no_figures  # noqa: F401
+
 MODEL = "FUSED_RL_REAL_MODEL"
 OUT = "runs/real"
-
-
-@pytest.fixture(autouse=True)
-def cpu_path(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def no_figures():
-    from tests.trainers import figures
-
-    figures.leave_out()
 
 
 @pytest.fixture

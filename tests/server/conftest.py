@@ -9,6 +9,7 @@ from bench import vllm_server
 from fused_rl.trainers.servers.inference import Server
 from tests.server import models
 from tests.trainers import served, tiny
+from tests.trainers.fixtures import cpu_path, no_figures  # noqa: F401
 
 
 class Servers:
@@ -41,18 +42,6 @@ class Servers:
         if self.flags is not None:
             assert vllm_server.members(self.serving.group) == []
         self.flags = None
-
-
-@pytest.fixture(autouse=True)
-def cpu_path(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def no_figures():
-    from tests.trainers import figures
-
-    figures.leave_out()
 
 
 @pytest.fixture(scope="session")

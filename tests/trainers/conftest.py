@@ -7,23 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainers import tiny  # noqa: F401
+from tests.trainers import tiny
+from tests.trainers.fixtures import cpu_path, no_figures  # noqa: F401
 
 # Of the random moments in test_faults.py: those of every run are the same, others by `make test-faults`.
 os.environ.setdefault("FUSED_RL_FAULT_SEED", "1")
-
-
-@pytest.fixture(autouse=True)
-def cpu_path(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def no_figures():
-    """Tests that look at a run's figures make it inside `figures.drawn()`."""
-    from tests.trainers import figures
-
-    figures.leave_out()
 
 
 @pytest.fixture(scope="session")
