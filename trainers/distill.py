@@ -128,6 +128,10 @@ class DistillConfig(ScorerConfig, SamplingRunConfig):
     def trained_column(self) -> str | None:
         return self.completion_column if self.on_policy < 1 else None
 
+    def for_held_out(self) -> "DistillConfig":
+        # They are sampled alone, so they need no completion.
+        return self.replace(on_policy=1.0)
+
     def check_row(self, row: dict) -> None:
         # A row that names no teacher is found now, and not at the step that comes to it.
         column = self.teacher_column

@@ -516,6 +516,10 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
     dry_run: bool = False
     """Print the configuration, the batch arithmetic and one example, check all rows as the run does, and stop."""
 
+    def for_held_out(self) -> Self:
+        """Return the config by which held-out rows are read."""
+        return self
+
     def footprint(self) -> memory.Footprint:
         """Return what the run keeps on each device, and the lengths of its sequences."""
         sixteen_bits = engine.torch_dtype(self) == torch.bfloat16

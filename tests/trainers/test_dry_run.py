@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from fused_rl.trainers import cli, sft
+from fused_rl.trainers import cli, distill, sft
 from fused_rl.trainers.run import command
 from tests.trainers import tiny
 
@@ -89,3 +89,11 @@ def test_no_row_that_can_be_used_is_an_error_with_skip_too(folder, tmp_path):
     words = words_of("sft", folder, tiny.jsonl(tmp_path / "rows.jsonl", rows), tmp_path)
     with pytest.raises(SystemExit, match="no row can be used; .*line 1: the prompt is empty"):
         sft.main([*words, "--bad_rows", "skip"])
+
+
+def test_held_out_rows_of_distillation_need_no_completion(folder, tmp_path, capsys):
+    row = ROWS["answers"]
+    rows = [row] * 36 + [{"prompt": "q"}] * 4
+    words = words_of("distill", folder, tiny.jsonl(tmp_path / "rows.jsonl", rows), tmp_path)
+    distill.main([*words, "--prompts_per_step", "4", "--dry_run"])
+    assert "# prompt (" in capsys.readouterr().out

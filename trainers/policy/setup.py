@@ -151,13 +151,19 @@ def load_prompts(
     """Return the prompts to train on and the held-out ones; every scorer checks each row."""
     encoder = encode.Encoder.of(config, tokenizer)
     train, held_out = rows or load_train_eval(config)
-    chosen = {
-        "column": config.prompt_column,
-        "max_length": config.max_prompt_length,
-        "check": config.check_row,
-    }
-    prompts = prompts_of(train, encoder, scorers, completion_column=config.trained_column, **chosen)
-    return prompts, prompts_of(held_out, encoder, scorers, **chosen)
+    prompts = []
+    for part, by in ((train, config), (held_out, config.for_held_out())):
+        read = prompts_of(
+            part,
+            encoder,
+            scorers,
+            column=by.prompt_column,
+            max_length=by.max_prompt_length,
+            completion_column=by.trained_column,
+            check=by.check_row,
+        )
+        prompts.append(read)
+    return prompts[0], prompts[1]
 
 
 def load_policy(

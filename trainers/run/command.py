@@ -104,7 +104,7 @@ def describe(config: RunConfig, arithmetic: Arithmetic, read: ReadRows) -> str:
             train, held_out = load_train_eval(config, reading=reading)
             sample = train.sampled(MOST_ROWS)
             examples = read(config, sample, encoder)
-            read(config, held_out, encoder)
+            read(config.for_held_out(), held_out, encoder)
 
         # Of a sample it is not known how many examples the rows come to.
         is_whole = len(sample) == len(train)
