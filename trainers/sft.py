@@ -104,14 +104,9 @@ def encoded(config: SFTConfig, rows: Rows, encoder: encode.Encoder) -> list[Exam
             pairs = encoder.pairs(
                 rows, i, config.prompt_column, config.completion_column, config.assistant_turns
             )
-            examples = [Example(*pair, rows.where(i)) for pair in pairs]
-            lengths = [(len(example.prompt), example.tokens()) for example in examples]
             # A conversation of several turns is kept as a whole or not at all.
-            if all(
-                prompt <= config.max_prompt_length and both <= config.max_length
-                for prompt, both in lengths
-            ):
-                kept += examples
+            if encode.fit(pairs, config.max_prompt_length, config.max_length):
+                kept += [Example(*pair, rows.where(i)) for pair in pairs]
             else:
                 dropped += 1
     log_dropped(rows, dropped, "longer than max_prompt_length or max_length")

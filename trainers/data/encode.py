@@ -8,7 +8,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -585,6 +585,12 @@ class Encoder:
             ),
             None,
         )
+
+
+def fit(sequences: Iterable[Encoded], max_prompt_length: int, max_length: int) -> bool:
+    """Return True if no prompt, and no prompt with its response, has more tokens than that."""
+    lengths = [(len(prompt), len(prompt) + len(response)) for prompt, response in sequences]
+    return all(prompt <= max_prompt_length and both <= max_length for prompt, both in lengths)
 
 
 def as_turns(response: Prompt) -> list[Message]:

@@ -14,7 +14,7 @@ from typing import ClassVar
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.memory import Footprint
 from fused_rl.trainers.base.screen import bar
-from fused_rl.trainers.data.encode import Encoded, Encoder
+from fused_rl.trainers.data.encode import Encoded, Encoder, fit
 from fused_rl.trainers.data.forms import FIX, Reader, columns_of, state_of
 from fused_rl.trainers.data.preferences import pair_sides
 from fused_rl.trainers.data.reading import log_dropped
@@ -84,11 +84,8 @@ def marked_rows(config: MarkedConfig, rows: Rows, encoder: Encoder) -> list[Mark
     for i in bar(range(len(rows)), "reading rows"):
         with rows.collecting(i):
             responses = _read(config, rows, i, encoder)
-            lengths = [(len(prompt), len(prompt + response)) for (prompt, response), _ in responses]
-            if all(
-                prompt <= config.max_prompt_length and both <= config.max_length
-                for prompt, both in lengths
-            ):
+            encoded_responses = [encoded for encoded, _ in responses]
+            if fit(encoded_responses, config.max_prompt_length, config.max_length):
                 for encoded, desirable in responses:
                     kept.append((*encoded, desirable, rows.where(i)))
             else:

@@ -122,21 +122,11 @@ class PairEncoder:
         for i in bar(range(len(rows)), "reading pairs"):
             with rows.collecting(i):
                 sides = pair_sides(self.encoder, rows, i, self.config.prompt_column, columns)
-                # A response that is cut ends in EOS like all others, which is where a reward is read.
                 if self.config.too_long == "truncate":
-                    for side, (prompt, response) in enumerate(sides):
-                        if len(response) > limit:
-                            truncated += 1
-                            sides[side] = (
-                                prompt,
-                                [*response[: limit - 1], self.tokenizer.eos_token_id],
-                            )
-                # A row may lack the column, and a table has null where others have a margin.
-                margin = Reader(rows).value(i, column) or 0
-                if not isinstance(margin, (int, float)) or not math.isfinite(margin):
-                    reason = f"column {column!r} must be a number"
-                    raise BadRow(reason, FIX, came=f"got {margin!r:.80}")
-                pair = Pair(*sides, margin=float(margin), where=rows.where(i))
+                    truncated += sum(len(response) > limit for _, response in sides)
+                    sides = [(prompt, self._cut(response)) for prompt, response in sides]
+                margin = self._margin(rows, i)
+                pair = Pair(*sides, margin=margin, where=rows.where(i))
                 # Reasons are counted, so that one line says what a run leaves out.
                 reason = self._unusable(pair)
                 if reason is None:
@@ -155,6 +145,22 @@ class PairEncoder:
                 f"{rows.source}: cut {truncated} of {2 * len(rows)} responses to max_response_length"
             )
         return kept
+
+    def _cut(self, response: list[int]) -> list[int]:
+        """Return a response that fits; one that is cut ends in EOS like all others, which is where a reward is read."""
+        limit = self.config.max_response_length
+        if len(response) <= limit:
+            return response
+        return [*response[: limit - 1], self.tokenizer.eos_token_id]
+
+    def _margin(self, rows: Rows, i: int) -> float:
+        """Return row i's margin; a row may lack the column, and a table has null where others have a margin."""
+        column = self.config.margin_column
+        margin = Reader(rows).value(i, column) or 0
+        if not isinstance(margin, (int, float)) or not math.isfinite(margin):
+            reason = f"column {column!r} must be a number"
+            raise BadRow(reason, FIX, came=f"got {margin!r:.80}")
+        return float(margin)
 
     def _unusable(self, pair: Pair) -> str | None:
         for ids, response in (pair.chosen, pair.rejected):
