@@ -112,8 +112,9 @@ class PairEncoder:
         columns = {
             option: getattr(self.config, option) for option in ("chosen_column", "rejected_column")
         }
-        # Every row may lack a margin, but a column that was named is one that exists.
-        is_named = "margin_column" in self.config.model_fields_set
+        # Every row may lack a margin, but a column that was named is one that exists. A run's own config names the
+        # usual one.
+        is_named = column != type(self.config).model_fields["margin_column"].default
         if is_named and len(rows) and all(column not in row for row in rows.rows):
             raise InputError(
                 f"{rows.source}: no row has the column {column!r} of --margin_column; the first has "

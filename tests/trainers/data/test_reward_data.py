@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode, preferences
 from fused_rl.trainers.data.rows import Rows, load_rows
 from tests.trainers.reward_runs import make_config, make_model
@@ -114,3 +115,14 @@ def test_truncation_keeps_eos_or_drops_the_pair_and_says_so(tmp_path, capsys):
     output = capsys.readouterr().out
     assert "dropped 3 of 5 pairs: 2 whose two sides are the same tokens, 1 with a prompt" in output
     assert "cut 3 of 10 responses to max_response_length" in output
+
+
+def test_a_margin_column_that_is_named_exists_and_the_usual_one_need_not(tmp_path):
+    tokenizer = encode.load_tokenizer(make_model(tmp_path / "model"))
+    rows = Rows([{"prompt": "a", "chosen": "b", "rejected": "c"}], "x")
+    # As a run's config.yaml repeats it.
+    usual = preferences.PairEncoder(make_config(tmp_path, margin_column="margin"), tokenizer)
+    assert [pair.margin for pair in usual.pairs(rows)] == [0.0]
+    other = preferences.PairEncoder(make_config(tmp_path, margin_column="lead"), tokenizer)
+    with pytest.raises(InputError, match="x: no row has the column 'lead' of --margin_column"):
+        other.pairs(rows)
