@@ -54,7 +54,8 @@ def causal_lm_loss(
         ignore_index: the label of a token that does not count.
 
     Returns:
-        A scalar fp32 (fp64 for fp64 logits), differentiable once with respect to the logits.
+        A scalar fp32 (fp64 for fp64 logits), differentiable once with respect to the logits. Where no label counts and
+        the count is 0, it is NaN, as transformers' loss is, and the gradients are 0.
 
     Raises:
         ValueError: no labels; an auxiliary loss beside the logits, whose coefficient only the model knows; shapes that
@@ -91,7 +92,9 @@ def patch(
     Evaluation, gradient checkpointing, autocast, LoRA, gradient accumulation and several processes work as before, and
     checkpoints are the same. Calls without labels (generation, and losses that take the labels away: label smoothing,
     `compute_loss_func`) form logits as before. Of a call with labels under `torch.no_grad()`, `outputs.logits` are
-    formed when something uses them, such as `compute_metrics`; to use those of a training step is an error.
+    formed when something uses them, such as `compute_metrics`; to use those of a training step is an error. The loss
+    is that of transformers also where no label counts: 0, or NaN where `num_items_in_batch` is None or 0. The gradients
+    are then 0, so that such a batch or shard adds nothing to those of others.
 
     Args:
         model: a causal LM of transformers, or a peft model around one; before Trainer or accelerate wrap it, before or
@@ -305,9 +308,9 @@ class UnformedLogits(Tensor):
         return logits.mul_(self.scale)
 
     def negative_logprobs(
-        self, targets: Tensor, mask: Tensor, share: Tensor, **options: Any
+        self, targets: Tensor, mask: Tensor, count: Tensor, **options: Any
     ) -> Tensor:
-        """() fp32: the sum over the mask of -log p(target), times `share` (); `targets` and `mask` (B, T).
+        """fp32: the sum over the mask of -log p(target), over `count` () or (1,); `targets` and `mask` (B, T).
 
         `options` are those of `linear_token_loss`: workspace_mb, logits_dtype.
         """
@@ -317,6 +320,8 @@ class UnformedLogits(Tensor):
             # cap(z) * scale * inside.
             temperature = 1 / (self.scale * self.inside)
             softcap = 1 / self.inside
+        # Without a label that counts the share may be 1 / 0, and a gradient of 0 times that NaN.
+        share = torch.where(mask.any(), 1 / count, 0)
         # A share of a large batch times a small probability is 0 in fp16, where the caller's loss
         # scale comes too late: there the share is taken after the gradients are formed. Elsewhere
         # it goes in, and saves them a rounding.
@@ -335,7 +340,10 @@ class UnformedLogits(Tensor):
             softcap=softcap,
             **options,
         ).loss
-        return loss * share if late else loss
+        if late:
+            loss = loss * share
+        # In the shape of the count, and 0 / 0 where nothing counts, as transformers has it.
+        return torch.where(mask.any(), loss, 0 / count)
 
 
 # Reading these forms no logits, so they pass where every other function is refused.
@@ -377,7 +385,7 @@ def _loss_function(
         mask.sum() if num_items_in_batch is None else num_items_in_batch, device=logits.device
     )
     options = {"workspace_mb": workspace_mb, "logits_dtype": logits_dtype}
-    loss = logits.negative_logprobs(targets, mask, 1 / count, **options)
+    loss = logits.negative_logprobs(targets, mask, count, **options)
     losses.append(loss)
     return loss
 

@@ -99,26 +99,74 @@ def test_fp16_gradients_survive_a_large_batch():
     head = torch.nn.Linear(32, 500, bias=False).half()
     hidden = torch.randn(128, 32).half()
     targets = torch.randint(500, (128,))
-    share = torch.tensor(1 / 40000)
+    count = torch.tensor(40000)
     scale = 65536.0
 
     def gradient(dtype):
         made = copy.deepcopy(head).to(dtype)
         x = hidden.to(dtype).requires_grad_()
         if dtype == torch.float64:
-            loss = (
-                torch.nn.functional.cross_entropy(made(x), targets, reduction="sum")
-                * share.double()
-            )
+            loss = torch.nn.functional.cross_entropy(made(x), targets, reduction="sum") / count
         else:
             loss = UnformedLogits(made, x).negative_logprobs(
-                targets, targets >= 0, share, workspace_mb=64.0
+                targets, targets >= 0, count, workspace_mb=64.0
             )
         (loss * scale).backward()
         return made.weight.grad.double()
 
     exact = gradient(torch.float64)
     assert (gradient(torch.float16) - exact).norm() < 5e-4 * exact.norm()
+
+
+PRECISIONS = {
+    "fp32": (torch.float32, None),
+    "bf16": (torch.bfloat16, None),
+    "fp16": (torch.float16, None),
+    "bf16 autocast": (torch.float32, torch.bfloat16),
+    "fp16 autocast": (torch.float32, torch.float16),
+}
+
+
+def losses_of(model, inputs, count):
+    """The loss of a call by way: stock, from logits, patched."""
+    labels = inputs["labels"]
+    yield "stock", model(**inputs, num_items_in_batch=count).loss
+    plain = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+    yield "logits", causal_lm_loss(plain, labels, count)
+    with patch(model):
+        yield "fused", model(**inputs, num_items_in_batch=count).loss
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("length", [9, 1])
+def test_a_batch_without_labels_has_stocks_loss_and_adds_no_gradient(precision, length):
+    """Alone, and as a micro-batch or a shard beside one that has labels."""
+    dtype, autocast = PRECISIONS[precision]
+    model = tiny_models.model("qwen2-tied", dtype)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled="fp16" in precision)
+    full = batch()
+    empty = {key: value[:, :length] for key, value in full.items()}
+    empty["labels"] = torch.full_like(empty["labels"], -100)
+    counts = (None, 0, torch.tensor(0), torch.tensor([0.0]), 7, torch.tensor(7), torch.tensor([7]))
+    for count in counts:
+        found = {}
+        with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+            for way, loss in losses_of(model, empty, count):
+                model.zero_grad()
+                scaler.scale(loss).sum().backward()
+                assert all(not p.grad.any() for p in model.parameters())
+                found[way] = loss
+            for loss in found.values():
+                torch.testing.assert_close(loss, found["stock"], equal_nan=True, rtol=0, atol=0)
+            # beside one that has labels, whichever comes first
+            alone = dict(losses_of(model, full, 30))
+            together = dict(losses_of(model, empty, count))
+            for way, loss in alone.items():
+                wanted = torch.autograd.grad(scaler.scale(loss), [*model.parameters()])
+                again = dict(losses_of(model, full, 30))[way]
+                sum_of_both = scaler.scale(together[way].sum() + again)
+                gradients = torch.autograd.grad(sum_of_both, [*model.parameters()])
+                torch.testing.assert_close(gradients, wanted, rtol=0, atol=0)
 
 
 class Largest(TorchDispatchMode):

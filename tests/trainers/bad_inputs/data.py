@@ -137,7 +137,9 @@ DATA = [
     *of("sft", "numbers", TEXT_OR_MESSAGES, "--dataset", "data.parquet", spoil=numbers_in_parquet),
     *cell(READERS, "question", 5, TEXT_OR_MESSAGES),
     *cell("sft", "question", [{"human": "a"}], "column 'question' has no role"),
-    *cell("sft", "question", json.dumps([USER]), "column 'question' is a text that spells messages"),
+    *cell(
+        "sft", "question", json.dumps([USER]), "column 'question' is a text that spells messages"
+    ),
     *cell("sft grpo", "question", [ASSISTANT], "the prompt is empty|has one too"),
     *cell(
         "sft",
