@@ -29,6 +29,7 @@ from fused_rl.base.checks import (
     once_differentiable,
     values_are_checked,
 )
+from fused_rl.base.graphs import breaks_graph
 from fused_rl.base.outputs import LinearTokenLoss, TokenLogprobs
 from fused_rl.base.shards import gather, scatter
 from fused_rl.ops import tiles
@@ -308,6 +309,7 @@ def rows_that_count(
     return rows._replace(arguments=arguments)
 
 
+@breaks_graph
 def linear_token_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -392,6 +394,7 @@ def linear_token_logprobs(
     return TokenLogprobs(*map(rows.restore, outputs))
 
 
+@breaks_graph
 def linear_token_loss(
     hidden: Tensor,
     weight: Tensor,

@@ -13,6 +13,7 @@ from fused_rl.base.checks import (
     check_transforms,
     once_differentiable,
 )
+from fused_rl.base.graphs import breaks_graph
 from fused_rl.kernels.states import JensenShannonSums, KLState, shares_of
 from fused_rl.ops import tiles
 from fused_rl.ops.kl import Direction, check_direction
@@ -104,6 +105,7 @@ def _gradients(needs, g, hidden, ref_hidden, heads, statistics, options):
     return gradients
 
 
+@breaks_graph
 def linear_token_kl(
     hidden: Tensor,
     weight: Tensor,

@@ -19,6 +19,7 @@ from fused_rl.base.checks import (
     split_temperature,
     values_are_checked,
 )
+from fused_rl.base.graphs import breaks_graph
 from fused_rl.base.outputs import TokenLogprobs
 from fused_rl.cpu.kl import MOST, NONE, TOO_FAR
 from fused_rl.kernels.states import (
@@ -37,6 +38,7 @@ from fused_rl.ops.token_support import TokenSupport, check_support, check_suppor
 _NEAR = 20.0  # nats by which fp64 moves sums of terms >= 0, and takes them off each other
 
 
+@breaks_graph
 def vocab_parallel_token_logprobs(
     local_logits: Tensor,
     targets: Tensor,
@@ -103,6 +105,7 @@ def vocab_parallel_token_logprobs(
     return TokenLogprobs(*(o[:, :-1] if shift else o for o in outputs))
 
 
+@breaks_graph
 def vocab_parallel_token_kl(
     local_logits: Tensor,
     local_ref_logits: Tensor,
