@@ -44,6 +44,9 @@ HEADS = {
     "capped": ((0.7, 5.0, 1.0), False, False),
     "all of it": ((0.7, 5.0, 0.5), True, False),
     "banned": ((1.0, None, 1.0), True, True),
+    "turned": ((0.7, 5.0, -0.5), True, False),
+    "flat": ((0.7, None, 0.0), True, False),
+    "turned cap": ((0.7, -5.0, 1.0), False, False),
 }
 
 
@@ -64,9 +67,12 @@ def head_on_both(name, dtype, n):
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("workspace", [512, 0.1])  # in 0.1 MiB, several tiles
-def test_head_in_fp32(name, workspace, monkeypatch):
+@pytest.mark.parametrize(
+    "dtype", [FP32, FP64]
+)  # of fp64 hidden states the logits are fp32, as TRL's
+def test_head_in_fp32(name, workspace, dtype, monkeypatch):
     monkeypatch.setattr(tiles, "CPU_WORKSPACE_MB", workspace)
-    for one in head_on_both(name, FP32, 150):
+    for one in head_on_both(name, dtype, 150):
         assert_close(*one, slack=2)  # the order of sums
         # TRL's entropy of a banned token is NaN.
         if name != "banned" or one[0] in (
@@ -272,16 +278,17 @@ def divergence_on_both(beta, dtype, scales, n):
 
 # scale and cap of the student's logits, of the teacher's
 SCALES = [(1.0, None, 1.0, None), (0.5, 5.0, 2.0, None), (1.0, None, 0.25, 3.0)]
+SCALES += [(-0.5, -5.0, 2.0, None), (1.0, None, 0.0, None)]
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP64])
+@pytest.mark.parametrize("beta", [0.0, 0.03, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("scales", SCALES)
 def test_divergence(beta, dtype, scales, monkeypatch):
     monkeypatch.setattr(tiles, "CPU_WORKSPACE_MB", 0.3)  # several tiles
     for one in divergence_on_both(beta, dtype, scales, 150):
-        assert_close(*one, slack=2 if dtype == FP32 else 1.02)
-        if dtype == FP32:
+        assert_close(*one, slack=1.02 if dtype == BF16 else 2)
+        if dtype != BF16:
             assert_near_the_host(*one)
 
 
@@ -290,17 +297,17 @@ def test_divergence(beta, dtype, scales, monkeypatch):
 
 @pytest.mark.parametrize(
     "changed",
-    [{"scale": -1.0}, {"temperature": 1e-7}, {"dtype": FP64}, {"outputs": (*ALL, "new")}],
+    [{"temperature": -1.0}, {"temperature": 1e-7}, {"outputs": (*ALL, "new")}],
     ids=str,
 )
 def test_other_heads_are_the_hosts(changed):
-    head = make_head(changed.get("dtype", FP32))
+    head = make_head(FP32)
     targets = make_targets(head, (1.0, None, 1.0))
-    options = changed.get("temperature", 1.0), None, changed.get("scale", 1.0)
+    options = changed.get("temperature", 1.0), None, 1.0
     ours, theirs = (
         run_head(
             function.apply,
-            leaves_of(head, head[0].dtype),
+            leaves_of(head, FP32),
             targets,
             options,
             changed.get("outputs", ALL),
@@ -310,13 +317,14 @@ def test_other_heads_are_the_hosts(changed):
     assert all(map(same_bits, ours, theirs))
 
 
-@pytest.mark.parametrize("changed", [{"beta": 0.25}, {"dtype": FP64}, {"scale": -1.0}])
-def test_other_divergences_are_the_hosts(changed):
-    dtype = changed.get("dtype", FP32)
-    student, teacher = make_head(dtype), make_head(dtype, seed=1)
-    options = teacher, changed.get("beta", 0.0), 0.7, (changed.get("scale", 1.0), None, 1.0, None)
-    ours = run_divergence(
-        integration.ChunkedDivergenceFunction.apply, leaves_of(student, dtype), *options
+def test_other_divergences_are_the_hosts():
+    student, teacher = make_head(FP32), make_head(FP32, seed=1)
+    ours, theirs = (
+        run_divergence(function.apply, leaves_of(student, FP32), teacher, 0.5, -1.0)
+        for function in (integration.ChunkedDivergenceFunction, ChunkedDivergenceFunction)
     )
-    theirs = run_divergence(ChunkedDivergenceFunction.apply, leaves_of(student, dtype), *options)
     assert all(map(same_bits, ours, theirs))
+    with pytest.raises(ValueError, match="math domain"):  # TRL's
+        run_divergence(
+            integration.ChunkedDivergenceFunction.apply, leaves_of(student, FP32), teacher, 1.5, 1.0
+        )

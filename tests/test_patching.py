@@ -1,19 +1,90 @@
-"""`integrations.patching` on a host of three small modules."""
+"""`integrations.patching` and its self-test on a host of three small modules."""
 
+import contextlib
+import inspect
 import sys
 import types
+import warnings
 
 import pytest
+import torch
 
+from fused_rl import integrations
 from fused_rl.integrations import patching
 
-
-def original():
-    return "theirs"
+NAME = "toyhost.utils.function"
 
 
-def replacement():
-    return "ours"
+def original(x, scale=2.0):
+    return (x * scale).exp(), x.sum(-1)
+
+
+def replacement(x, scale=2.0, shift=0.0):
+    return (x * scale + shift).exp(), x.sum(-1)
+
+
+def wrong_value(x, scale=2.0):
+    return (x * scale).exp() * 1.1, x.sum(-1)
+
+
+def wrong_gradient(x, scale=2.0):
+    return (x.detach() * scale).exp(), x.sum(-1)
+
+
+def wrong_shape(x, scale=2.0):
+    return (x * scale).exp(), x.sum()
+
+
+def fewer_outputs(x, scale=2.0):
+    return ((x * scale).exp(),)
+
+
+def raises(x, scale=2.0):
+    raise RuntimeError("no")
+
+
+def another_default(x, scale=3.0):
+    return original(x, scale)
+
+
+def another_name(y, scale=2.0):
+    return original(y, scale)
+
+
+def needs_more(x, scale, shift):
+    return original(x, scale)
+
+
+def takes_less(x):
+    return original(x)
+
+
+def takes_the_rest(x, *options):
+    return original(x, *options)
+
+
+class AutogradOriginal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scale=2.0):
+        ctx.save_for_backward(x)
+        ctx.scale = scale
+        return (x * scale).exp()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.scale * (ctx.saved_tensors[0] * ctx.scale).exp(), None
+
+
+class Apply:
+    @staticmethod
+    def apply(x, scale=2.0):
+        return (x * scale).exp()
+
+
+def samples(dtype):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 5, generator=generator, device="cpu").to(dtype)
+    yield {"x": x.requires_grad_(), "y": x, "scale": 0.5}
 
 
 @pytest.fixture
@@ -26,12 +97,14 @@ def host(monkeypatch):
     user.renamed = original
     for module in (package, utils, user):
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(patching, "PATCHES", {})
     monkeypatch.setattr(patching.importlib.metadata, "version", lambda name: "1.16.2")
     return utils, user
 
 
-def make_patch(versions=">=1.16,<1.17", name="toyhost.utils.function"):
-    return patching.Patch("toyhost", versions, lambda: {name: replacement})
+def make_patch(versions=">=1.16,<1.17", name=NAME, ours=replacement, **options):
+    row = patching.Replacement(name, ours, samples=samples, **options)
+    return patching.Patch("toyhost", versions, [row])
 
 
 def test_every_place_is_replaced_and_restored(host):
@@ -56,6 +129,11 @@ def test_twice_is_once(host):
     assert utils.function is original
 
 
+def test_other_options_are_refused(host):
+    with make_patch().apply(dtype=1) as applied, pytest.raises(ValueError, match="unpatch"):
+        applied._patch.apply(dtype=2)
+
+
 def test_a_module_imported_while_patched_is_restored(host, monkeypatch):
     utils, _ = host
     patch = make_patch()
@@ -67,30 +145,182 @@ def test_a_module_imported_while_patched_is_restored(host, monkeypatch):
     assert late.function is original
 
 
-def test_unknown_version_names_the_known_ones(host):
-    utils, _ = host
-    with pytest.raises(ImportError, match=r"toyhost 1\.16\.2 is not .*<1\.16"):
-        make_patch("<1.16").apply()
-    assert utils.function is original
-
-
-def test_absent_attribute_leaves_nothing_replaced(host):
-    utils, _ = host
-    patch = patching.Patch(
-        "toyhost",
-        ">=1.16",
-        lambda: {"toyhost.utils.function": replacement, "toyhost.utils.gone": replacement},
-    )
-    with pytest.raises(ImportError, match=r"toyhost\.utils\.gone"):
-        patch.apply()
-    assert utils.function is original
-    assert not patch.applied
-
-
 def test_the_original_is_found_patched_and_unpatched(host):
     patch = make_patch()
-    name = "toyhost.utils.function"
-    assert patch.original(name) is original
+    assert patch.original(NAME) is original
     with patch.apply():
-        assert patch.original(name) is original
-    assert patch.original(name) is original
+        assert patch.original(NAME) is original
+    assert patch.original(NAME) is original
+
+
+# Releases
+
+UNKNOWN = ["1.17.0", "1.15.9", "1.16.0rc1", "1.16.1.dev0", "1.16.2+fork", "of no version"]
+
+
+@pytest.mark.parametrize("release", UNKNOWN)
+def test_another_release_is_tried_and_strictly_refused(host, monkeypatch, release):
+    utils, _ = host
+    monkeypatch.setattr(patching.importlib.metadata, "version", lambda name: release)
+    patch = make_patch()
+    with pytest.raises(ImportError, match=r"toyhost .* is not a release .*<1\.17"):
+        patch.apply(strict=True)
+    assert utils.function is original
+    with warnings.catch_warnings(action="error"), patch.apply():
+        assert utils.function is replacement
+
+
+def test_a_fork_has_the_release_that_its_package_says(host, monkeypatch):
+    def absent(name):
+        raise patching.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(patching.importlib.metadata, "version", absent)
+    monkeypatch.setattr(sys.modules["toyhost"], "__version__", "1.16.9", raising=False)
+    assert make_patch().release() == "1.16.9"
+    with pytest.raises(ImportError, match="nohost is not installed"):
+        patching.Patch("nohost", "", ()).release()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "reason"),
+    [
+        (original, wrong_value, "self-test failed in float32: output 0 differs"),
+        (original, wrong_gradient, "self-test failed in float32: gradient 0 differs"),
+        (original, wrong_shape, "self-test failed in float32: output 1 has another shape"),
+        (original, fewer_outputs, "self-test failed in float32: 2 outputs, ours 1"),
+        (original, raises, "self-test did not run: ours raises RuntimeError"),
+        (raises, original, "self-test did not run: the host's own raises RuntimeError"),
+        (original, another_default, r"parameters \(x, scale=2\.0\)"),
+        (original, another_name, r"parameters \(x, scale=2\.0\)"),
+        (original, needs_more, r"parameters \(x, scale=2\.0\)"),
+        (original, takes_less, r"parameters \(x, scale=2\.0\)"),
+        (None, original, "no toyhost.utils.function"),
+    ],
+)
+def test_what_does_not_agree_stays_the_hosts(host, monkeypatch, theirs, ours, reason):
+    """In one line of warning; in a known release an absent name or other parameters do too, and strictly nothing."""
+    utils, _ = host
+    utils.function = theirs
+    parameters_differ = "self-test" not in reason
+    with pytest.warns(UserWarning, match=f"left to toyhost 1.16.2: function .*{reason}") as caught:
+        make_patch("<1.16" if not parameters_differ else ">=1.16", ours=ours).apply()
+    assert len(caught) == 1
+    assert utils.function is theirs
+    if parameters_differ:
+        with pytest.raises(ImportError, match=reason):
+            make_patch(ours=ours).apply(strict=True)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [(original, takes_the_rest), (takes_less, replacement), (AutogradOriginal, Apply)],
+)
+def test_parameters_that_agree(host, theirs, ours):
+    utils, _ = host
+    utils.function = theirs
+    with warnings.catch_warnings(action="error"), make_patch("<1.16", ours=ours).apply():
+        assert utils.function is ours
+
+
+def test_one_function_under_several_names(host):
+    """The release picks the row; an unknown one has whichever agrees, once."""
+    utils, _ = host
+    utils._function = original
+    rows = [
+        patching.Replacement("toyhost.kernels.function", replacement, ">=2", samples),
+        patching.Replacement("toyhost.utils._function", replacement, ">=1.16", samples),
+        patching.Replacement("toyhost.utils._function", another_name, "<1.16", samples),
+        patching.Replacement("toyhost.utils.gone", replacement, "", samples, optional=True),
+    ]
+    for versions in (">=1.16", ">=1.18"):
+        patch = patching.Patch("toyhost", versions, rows)
+        with warnings.catch_warnings(action="error"), patch.apply():
+            assert list(patch.agreement("1.16.2").pairs) == ["toyhost.utils._function"]
+            assert utils._function is utils.function is replacement
+
+
+def test_a_module_that_cannot_be_imported_is_left(host, monkeypatch):
+    def broken(name):
+        raise OSError("libcuda is absent\nand more")
+
+    monkeypatch.setattr(patching.importlib, "import_module", broken)
+    with pytest.warns(
+        UserWarning, match=r"\(toyhost.utils.function: OSError: libcuda is absent\)$"
+    ):
+        make_patch().apply()
+
+
+# The self-test and its caller
+
+
+def contexts():
+    yield "no_grad", torch.no_grad()
+    yield "inference_mode", torch.inference_mode()
+    yield "meta", torch.device("meta")
+    yield "autocast", torch.autocast("cpu", dtype=torch.bfloat16)
+    yield "interpreter", contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("context", [pytest.param(c, id=name) for name, c in contexts()])
+def test_the_self_test_leaves_its_caller_alone(host, context):
+    def draws(x, scale=2.0):
+        torch.randn(3)
+        assert torch.zeros(1).dtype == torch.float32
+        return original(x, scale)
+
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        state = torch.get_rng_state()
+        with context:
+            assert make_patch(ours=draws).tested() == {NAME: "passed"}
+        assert torch.equal(torch.get_rng_state(), state)
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(default)
+
+
+# status
+
+
+def test_status_of_hosts_that_are_not_imported(monkeypatch, capsys):
+    """No host is imported for it, and none has to be installed."""
+    for host in ("trl", "verl", "openrlhf", "transformers"):
+        monkeypatch.delitem(sys.modules, host, raising=False)
+
+    def version(name):
+        if name == "trl":
+            return "1.99"
+        raise patching.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(patching.importlib.metadata, "version", version)
+    rows = {row.host: row for row in integrations.status()}
+    assert rows["trl"].state == "not imported"
+    assert rows["trl"].release == "1.99 (not known)"
+    assert {rows[name].state for name in ("verl", "openrlhf", "transformers")} == {"not installed"}
+    assert "trl" not in sys.modules
+    assert len(capsys.readouterr().out.splitlines()) == 5
+
+
+def test_status_of_a_patched_host(host, monkeypatch, capsys):
+    utils, _ = host
+    utils.changed = inspect.signature
+    rows = [
+        patching.Replacement(NAME, replacement, "", samples),
+        patching.Replacement("toyhost.utils.changed", replacement, "", samples),
+    ]
+    monkeypatch.setitem(sys.modules, "fused_rl.integrations.toyhost", types.ModuleType("toy"))
+    patch = patching.Patch("toyhost", ">=1.16", rows)
+    monkeypatch.setattr(integrations.reporting, "PATCHES", {"toyhost": patch})
+    before, _ = integrations.status("toyhost")
+    assert before.state == "not patched"
+    with pytest.warns(UserWarning, match="changed"):
+        patch.apply(dtype=1)
+    replaced, left = integrations.status("toyhost")
+    assert replaced[:4] == ("toyhost", "1.16.2", "patched", NAME)
+    assert replaced.ours.endswith("test_patching.replacement")
+    assert replaced.self_test == "passed"
+    assert left[2:4] == ("left to the host", "changed")
+    assert "signature" not in capsys.readouterr().out.splitlines()[0]
+    assert patch.options == {"dtype": 1}
+    patch.remove()

@@ -11,7 +11,7 @@ modelling train in the process that deepspeed starts: there, the two lines above
 import torch
 from torch import Tensor
 
-from fused_rl.integrations.patching import Applied, Patch
+from fused_rl.integrations.patching import Applied, Patch, Replacement
 from fused_rl.integrations.primitives import (
     capped_kl,
     is_served,
@@ -37,16 +37,6 @@ def patch() -> Applied:
 def unpatch() -> None:
     """Put back every attribute of OpenRLHF that `patch` replaced."""
     _PATCH.remove()
-
-
-def _replacements():
-    return {
-        f"{_UTILS}.{ours.__name__}": ours
-        for ours in (log_probs_from_logits, compute_entropy, compute_approx_kl)
-    }
-
-
-_PATCH = Patch("openrlhf", ">=0.11,<0.12", _replacements)
 
 
 def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
@@ -111,3 +101,10 @@ def compute_approx_kl(
 
         k2 = (log_probs - log_probs_old.float()).exp().clamp(max=KL_IS_WEIGHT_CLIP).detach() * k2
     return with_gradient_of(value, k2)
+
+
+_TABLE = tuple(
+    Replacement(f"{_UTILS}.{ours.__name__}", ours)
+    for ours in (log_probs_from_logits, compute_entropy, compute_approx_kl)
+)
+_PATCH = Patch("openrlhf", ">=0.11,<0.12", _TABLE)

@@ -34,7 +34,7 @@ __all__ = ["causal_lm_loss", "patch", "unpatch"]
 
 _INSTEAD = "or use Trainer(compute_loss_func=causal_lm_loss) instead of patch(model)"
 # Nothing of the package is replaced: the patch is here for its check of versions.
-_HOST = Patch("transformers", ">=5.17,<6", dict)
+_HOST = Patch("transformers", ">=5.17,<6", ())
 
 
 def causal_lm_loss(

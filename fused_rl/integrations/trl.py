@@ -1,18 +1,24 @@
 """TRL's trainers on our log-probabilities, entropies and divergences: `patch()`, and `unpatch()` to go back.
 
 TRL's trainers keep their losses, masks, auxiliary losses and metrics. What is replaced is what turns hidden states or
-logits into numbers per token:
+logits into numbers per token, in TRL 1.16:
 
     trl.kernels.chunked_logprob.ChunkedLogProbFunction             GRPO, RLOO, DPO, KTO, SFT
     trl.kernels.chunked_divergence.ChunkedDivergenceFunction       distillation
     trl.trainer.utils.selective_log_softmax, entropy_from_logits,
         selective_log_softmax_and_entropy                          the experimental trainers
 
+`_TABLE` says where other releases have them: until 1.14 most trainers read the functions of logits.
+
 Each has TRL's signature and meaning. What an op here does not serve, TRL's own function does; the functions `_serves*`
 say what that is.
 """
 
+import contextlib
+import inspect
 import math
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,22 +31,23 @@ from fused_rl.base.checks import (
     check_target_values,
     values_are_checked,
 )
-from fused_rl.integrations.patching import Applied, Patch
+from fused_rl.integrations.patching import Applied, Patch, Replacement
 from fused_rl.integrations.primitives import row_entropy
-from fused_rl.integrations.trl_divergence import DIRECTIONS, HeadDivergence, Pair, Scale
+from fused_rl.integrations.trl_divergence import HeadDivergence, Pair, Scale
 from fused_rl.integrations.trl_head import Head, HeadLogprobs
 from fused_rl.ops.logprobs import token_logprobs
 
 __all__ = ["patch", "unpatch"]
 
 _UTILS = "trl.trainer.utils"
+_OLDER_LOGPROB = f"{_UTILS}._ChunkedLogProbFunction"
 _LOGPROB = "trl.kernels.chunked_logprob.ChunkedLogProbFunction"
 _DIVERGENCE = "trl.kernels.chunked_divergence.ChunkedDivergenceFunction"
 # The outputs that are served: a call that requests another one stays TRL's.
 _OUTPUTS = {"log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1"}
 
 
-def patch(*, logits_dtype: torch.dtype | None = None) -> Applied:
+def patch(*, logits_dtype: torch.dtype | None = None, strict: bool = False) -> Applied:
     """Put fused_rl's log-probabilities, entropies and divergences into TRL, until `unpatch()`.
 
     Call it before or after importing TRL's trainers, and before training; `with patch():` undoes itself, also when it
@@ -50,12 +57,14 @@ def patch(*, logits_dtype: torch.dtype | None = None) -> Applied:
         logits_dtype: of the head's logits where its products are of 16 bits, as in `fused_rl.linear_token_logprobs`.
             With TRL's `cast_lm_head_to_fp32` the products themselves are in fp32, and so are the logits. Those of the
             divergences are in fp32 in any case.
+        strict: raise for a release that this integration does not know. Otherwise each function is tried beside TRL's
+            on a few numbers, and a warning names those that stay TRL's.
 
     Raises:
-        ImportError: TRL is not installed, or is of a version that this integration does not know.
+        ImportError: TRL is not installed; with `strict`, not as this integration knows it.
         ValueError: TRL is patched with another logits_dtype; later, one that the products do not allow.
     """
-    return _PATCH.apply(logits_dtype=logits_dtype)
+    return _PATCH.apply(strict=strict, logits_dtype=logits_dtype)
 
 
 def unpatch() -> None:
@@ -63,22 +72,13 @@ def unpatch() -> None:
     _PATCH.remove()
 
 
-def _replacements() -> dict[str, object]:
-    of_logits = selective_log_softmax, entropy_from_logits, selective_log_softmax_and_entropy
-    of_heads: dict[str, object] = {
-        _LOGPROB: ChunkedLogProbFunction,
-        _DIVERGENCE: ChunkedDivergenceFunction,
-    }
-    return of_heads | {f"{_UTILS}.{ours.__name__}": ours for ours in of_logits}
-
-
-_PATCH = Patch("trl", ">=1.16,<1.17", _replacements)
-
-
-def _compute_dtype(hidden: Tensor) -> torch.dtype:
+def _compute_dtype(hidden: Tensor, autocasts: bool = True) -> torch.dtype:
     # Under autocast the products take its dtype, whatever the hidden states have.
     device = hidden.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    if autocasts and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    # TRL rounds the logits of an fp64 head to fp32, and so are its results.
+    return torch.float32 if hidden.dtype == torch.float64 else hidden.dtype
 
 
 def _serves_temperature(temperature) -> bool:
@@ -87,12 +87,12 @@ def _serves_temperature(temperature) -> bool:
     return is_number and LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE
 
 
-def _serves_head(hidden: Tensor, scale: float, softcap: float | None) -> bool:
-    """CPU and CUDA, products in fp32, bf16 or fp16, scales and caps that leave the order of logits as it is."""
-    # A scale becomes part of the temperature, which has to be positive.
-    fits = hidden.device.type in ("cpu", "cuda") and _compute_dtype(hidden) in LOGITS_DTYPES
+def _serves_head(hidden: Tensor, dtype: torch.dtype, scale: float, softcap: float | None) -> bool:
+    """CPU and CUDA, products in fp32, bf16 or fp16, finite scales, caps that are not 0."""
+    fits = hidden.device.type in ("cpu", "cuda") and dtype in LOGITS_DTYPES
     numbers = (scale, 1.0 if softcap is None else softcap)
-    return fits and all(isinstance(x, (int, float)) and 0 < x < math.inf for x in numbers)
+    fits = fits and all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers)
+    return fits and softcap != 0
 
 
 class ChunkedLogProbFunction:
@@ -114,36 +114,115 @@ class ChunkedLogProbFunction:
 
         `chunk_size`, the width of TRL's tiles, has no effect: tiles here follow from a budget in bytes.
         """
-        served = (
-            _serves_head(hidden, logit_scale, final_logit_softcapping) and set(outputs) <= _OUTPUTS
+        found = _head_logprobs(
+            hidden,
+            weight,
+            bias,
+            targets,
+            temperature,
+            final_logit_softcapping,
+            logit_scale,
+            outputs,
+            _compute_dtype(hidden),
         )
-        if not served or not _serves_temperature(temperature / logit_scale):
-            return _PATCH.original(_LOGPROB).apply(
-                hidden,
-                weight,
-                bias,
-                targets,
-                temperature,
-                chunk_size,
-                final_logit_softcapping,
-                logit_scale,
-                outputs,
-            )
-        # The backward pass gathers a ZeRO-3 head; in the forward pass TRL has done it.
-        from trl.trainer.utils import maybe_gather_lm_head_ctx
+        if found is not None:
+            return found
+        return _PATCH.original(_LOGPROB).apply(
+            hidden,
+            weight,
+            bias,
+            targets,
+            temperature,
+            chunk_size,
+            final_logit_softcapping,
+            logit_scale,
+            outputs,
+        )
 
-        # On a GPU a target outside the vocabulary gives NaN; here an error names it.
-        if values_are_checked(hidden.device):
-            check_target_values(targets, None, weight.shape[0])
-        # The logits scale * z / T and cap(scale * z) are written with a temperature and a cap of z.
-        softcap = None if final_logit_softcapping is None else final_logit_softcapping / logit_scale
-        dtype = _compute_dtype(hidden)
-        logits_dtype = _PATCH.options.get("logits_dtype")
-        check_logits_dtype(logits_dtype, dtype)
-        head = Head(logit_scale / temperature, softcap, tuple(outputs), dtype, logits_dtype)
-        return HeadLogprobs.apply(
-            hidden, weight, bias, targets.long(), head, maybe_gather_lm_head_ctx
+
+def _older_head(parameters: str, autocasts: bool = False, entropy_has_gradient: bool = True):
+    """`ChunkedLogProbFunction` with the parameters that it had until TRL 1.14, and (log_probs, entropy)."""
+    signature = inspect.Signature(
+        [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                default=_OLDER_DEFAULTS.get(name, inspect.Parameter.empty),
+            )
+            for name in parameters.split()
+        ]
+    )
+
+    def apply(*arguments):
+        given = signature.bind(*arguments)
+        given.apply_defaults()
+        named = given.arguments
+        hidden = named["last_hidden"]
+        found = _head_logprobs(
+            hidden,
+            named["weight"],
+            named.get("bias"),
+            named["targets"],
+            named["temperature"],
+            named.get("final_logit_softcapping"),
+            named["logit_scale"],
+            ("entropy",),
+            _compute_dtype(hidden, autocasts),
         )
+        if found is None:
+            return _PATCH.original(_OLDER_LOGPROB).apply(*arguments)
+        logprobs, entropy = found[:2]
+        return logprobs, entropy if entropy_has_gradient else entropy.detach()
+
+    apply.__signature__ = signature
+    return type(
+        "ChunkedLogProbFunction", (), {"apply": staticmethod(apply), "__module__": __name__}
+    )
+
+
+_OLDER_DEFAULTS = {"final_logit_softcapping": None, "logit_scale": 1.0}
+# Since 1.13 with a bias, since 1.5 with a cap.
+_WITH_BIAS = (
+    "last_hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale"
+)
+_WITH_CAP = "last_hidden weight targets temperature chunk_size final_logit_softcapping logit_scale"
+_PLAIN = "last_hidden weight targets temperature chunk_size logit_scale"
+
+
+def _head_logprobs(
+    hidden, weight, bias, targets, temperature, softcap, scale, outputs, dtype
+) -> tuple[Tensor | None, ...] | None:
+    """What `ChunkedLogProbFunction` returns; None for what is left to TRL."""
+    if not _serves_head(hidden, dtype, scale, softcap) or not set(outputs) <= _OUTPUTS:
+        return None
+    if scale <= 0:
+        # The temperature has to be positive, so the sign goes into the product, which that leaves exact.
+        sign = -1.0 if scale < 0 else 0.0
+        hidden, bias = hidden * sign, None if bias is None else bias * sign
+        scale = -scale or 1.0
+    if not _serves_temperature(temperature / scale):
+        return None
+    # On a GPU a target outside the vocabulary gives NaN; here an error names it.
+    if values_are_checked(hidden.device):
+        check_target_values(targets, None, weight.shape[0])
+    logits_dtype = _PATCH.options.get("logits_dtype")
+    check_logits_dtype(logits_dtype, dtype)
+    # The logits scale * z / T and cap(scale * z) are written with a temperature and a cap of z.
+    softcap = None if softcap is None else abs(softcap) / scale
+    head = Head(scale / temperature, softcap, tuple(outputs), dtype, logits_dtype)
+    return HeadLogprobs.apply(hidden, weight, bias, targets.long(), head, _gathering())
+
+
+def _gathering() -> Callable[..., Any]:
+    """TRL's context that gathers a ZeRO-3 head, for the backward pass; in the forward pass TRL has done it."""
+    from trl.trainer import utils
+
+    # Since 1.9; before it TRL cannot train a partitioned head.
+    return vars(utils).get("maybe_gather_lm_head_ctx", _ungathered)
+
+
+def _ungathered(*parameters: Tensor | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 class ChunkedDivergenceFunction:
@@ -165,33 +244,33 @@ class ChunkedDivergenceFunction:
         teacher_final_logit_softcapping: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Divergence of student and teacher, and the student's entropy (no gradient), (N,) each."""
-        # The row functions here are for both directions of the KL and for the even mixture; every
-        # other beta stays TRL's.
-        served = beta in DIRECTIONS and _serves_temperature(temperature)
-        served &= _serves_head(student_hidden, student_logit_scale, student_final_logit_softcapping)
-        served &= _serves_head(teacher_hidden, teacher_logit_scale, teacher_final_logit_softcapping)
+        # Outside of these TRL's beta names no divergence.
+        served = 0 <= beta <= 1 and _serves_temperature(temperature)
+        student_dtype, teacher_dtype = (
+            _compute_dtype(student_hidden),
+            _compute_dtype(teacher_hidden),
+        )
+        for hidden, *of_head in (
+            (student_hidden, student_dtype, student_logit_scale, student_final_logit_softcapping),
+            (teacher_hidden, teacher_dtype, teacher_logit_scale, teacher_final_logit_softcapping),
+        ):
+            served = served and _serves_head(hidden, *of_head)
         if not served:
             return _PATCH.original(_DIVERGENCE).apply(
                 student_hidden, student_weight, student_bias, teacher_hidden, teacher_weight, teacher_bias, beta,
                 temperature, student_logit_scale, student_final_logit_softcapping, teacher_logit_scale,
                 teacher_final_logit_softcapping,
             )  # fmt: skip
-        # ZeRO 3 may partition both heads: each is gathered while its tiles are formed.
-        from trl.trainer.utils import maybe_gather_lm_head_ctx
-
         pair = Pair(
-            DIRECTIONS[beta],
+            float(beta),
             1 / temperature,
-            Scale(
-                student_logit_scale, student_final_logit_softcapping, _compute_dtype(student_hidden)
-            ),
-            Scale(
-                teacher_logit_scale, teacher_final_logit_softcapping, _compute_dtype(teacher_hidden)
-            ),
+            Scale(student_logit_scale, student_final_logit_softcapping, student_dtype),
+            Scale(teacher_logit_scale, teacher_final_logit_softcapping, teacher_dtype),
         )
         student = student_hidden, student_weight, student_bias
         teacher = teacher_hidden, teacher_weight, teacher_bias
-        return HeadDivergence.apply(*student, *teacher, pair, maybe_gather_lm_head_ctx)
+        # ZeRO 3 may partition both heads: each is gathered while its tiles are formed.
+        return HeadDivergence.apply(*student, *teacher, pair, _gathering())
 
 
 def _serves_logits(logits: Tensor, index: Tensor | None, temperature: float) -> bool:
@@ -247,3 +326,88 @@ def selective_log_softmax_and_entropy(
     mask = None if row_mask is None else row_mask != 0
     logprobs, entropy, _ = token_logprobs(logits, index, temperature=temperature, mask=mask)
     return logprobs, entropy if entropy_requires_grad else entropy.detach()
+
+
+def _logits_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, 37, generator=generator, device="cpu") * 3
+    index = torch.randint(37, (2, 3), generator=generator, device="cpu")
+    row_mask = torch.tensor([[True, False, True], [True, True, True]], device="cpu")
+    yield {
+        "logits": logits.to(dtype).requires_grad_(),
+        "index": index,
+        "entropy_requires_grad": True,
+        "temperature": 0.7,
+        "row_mask": row_mask,
+    }
+
+
+def _head_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (
+        torch.randn(shape, generator=generator, device="cpu").to(dtype).requires_grad_()
+        for shape in ((5, 8), (37, 8), (37,))
+    )
+    common = {
+        "hidden": hidden,
+        "last_hidden": hidden,
+        "weight": weight,
+        "bias": bias,
+        "targets": torch.randint(37, (5,), generator=generator, device="cpu"),
+        "temperature": 0.7,
+        "chunk_size": 16,
+        "outputs": ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
+    }
+    for softcap in (None, 2.0):
+        yield common | {"final_logit_softcapping": softcap, "logit_scale": 0.8}
+
+
+def _divergence_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = (
+        [torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in shapes]
+        for shapes in (((5, 8), (37, 8), (37,)), ((5, 6), (37, 6), (37,)))
+    )
+    names = "hidden", "weight", "bias"
+    heads = {f"student_{name}": x.requires_grad_() for name, x in zip(names, student, strict=True)}
+    heads |= {f"teacher_{name}": x for name, x in zip(names, teacher, strict=True)}
+    options = {
+        "temperature": 0.7,
+        "student_logit_scale": 0.8,
+        "student_final_logit_softcapping": 4.0,
+        "teacher_logit_scale": 1.0,
+        "teacher_final_logit_softcapping": None,
+    }
+    for beta in (0.0, 0.3, 1.0):
+        yield heads | options | {"beta": beta}
+
+
+_TABLE = (
+    Replacement(_LOGPROB, ChunkedLogProbFunction, ">=1.15", _head_samples),
+    Replacement(
+        _OLDER_LOGPROB, _older_head(_WITH_BIAS, autocasts=True), ">=1.14,<1.15", _head_samples
+    ),
+    Replacement(_OLDER_LOGPROB, _older_head(_WITH_BIAS), ">=1.13,<1.14", _head_samples),
+    Replacement(
+        _OLDER_LOGPROB,
+        _older_head(_WITH_CAP, entropy_has_gradient=False),
+        ">=1.5,<1.13",
+        _head_samples,
+    ),
+    Replacement(
+        _OLDER_LOGPROB,
+        _older_head(_PLAIN, entropy_has_gradient=False),
+        ">=1.1,<1.5",
+        _head_samples,
+    ),
+    Replacement(_DIVERGENCE, ChunkedDivergenceFunction, ">=1.15", _divergence_samples),
+    Replacement(f"{_UTILS}.selective_log_softmax", selective_log_softmax, "", _logits_samples),
+    Replacement(f"{_UTILS}.entropy_from_logits", entropy_from_logits, "", _logits_samples),
+    Replacement(
+        f"{_UTILS}.selective_log_softmax_and_entropy",
+        selective_log_softmax_and_entropy,
+        ">=1.14",
+        _logits_samples,
+    ),
+)
+_PATCH = Patch("trl", ">=1.0,<1.17", _TABLE)

@@ -10,12 +10,9 @@ import torch
 from torch import Tensor
 
 from fused_rl.base.backend import backend_of
-from fused_rl.kernels.states import JensenShannonSums
+from fused_rl.kernels.states import JensenShannonSums, shares_of
 from fused_rl.ops import tiles
 
-# TRL's beta -> `fused_rl.ops.kl.DIRECTIONS`: KL(teacher || student), KL(student || teacher), and
-# the Jensen-Shannon divergence, which is that of their even mixture.
-DIRECTIONS = {0.0: "forward", 1.0: "reverse", 0.5: "jensen-shannon"}
 # At once there are four of one size: the logits of both heads in fp32, and one gradient in fp32 and
 # in the dtype of the products.
 _TILES = 4
@@ -30,10 +27,19 @@ class Scale(NamedTuple):
 
 
 class Pair(NamedTuple):
-    direction: str
+    """Two heads, and what is taken of them: KL(teacher || student) at beta 0, KL(student || teacher) at 1.
+
+    Between them the Jensen-Shannon divergence, in whose mixture the teacher has a weight of beta.
+    """
+
+    beta: float
     inv_temperature: float
     student: Scale
     teacher: Scale
+
+    @property
+    def is_mixture(self) -> bool:
+        return 0 < self.beta < 1
 
 
 def project(
@@ -90,7 +96,7 @@ class _Tiles:
             others = project(
                 other_hidden[rows], other_weight, other_bias, self.pair.teacher, self.buffers[1]
             )
-            x, y = (others, logits) if self.pair.direction == "forward" else (logits, others)
+            x, y = (others, logits) if self.pair.beta == 0 else (logits, others)
             yield rows, logits, x[None], y[None]
 
 
@@ -116,9 +122,12 @@ class HeadDivergence(torch.autograd.Function):
                 # The divergence, and what a row leaves for its gradient.
                 divergence[rows], state = backend.kl.kl_fwd(x, y, None, pair.inv_temperature)
                 states.append(state)
-                if pair.direction == "jensen-shannon":
+                if pair.is_mixture:
+                    options = None, shares_of(pair.beta)  # no soft cap: the tiles have theirs
                     sums.append(
-                        backend.jensen_shannon.js_fwd(x, y, None, pair.inv_temperature, state)
+                        backend.jensen_shannon.js_fwd(
+                            x, y, None, pair.inv_temperature, state, *options
+                        )
                     )
                     divergence[rows] = JensenShannonSums(*sums[-1]).divergence
                 # The student's entropy is a metric, for which its logits are at hand.
@@ -164,10 +173,11 @@ def _gradients(needs, g, student, teacher, pair, divergence, states, sums):
     gradients = tiles.Gradients(needs, hidden, head, bias, (both_heads.rows, len(head)), dtypes)
     kl_bwd = backend_of(hidden.device).kl.kl_bwd
     # The kernel has a gradient for either side; the teacher's is not needed.
-    wants = (False, True) if pair.direction == "forward" else (True, False)
+    wants = (False, True) if pair.beta == 0 else (True, False)
+    options = None, shares_of(pair.beta) if pair.is_mixture else None
     for i, (rows, logits, x, y) in enumerate(both_heads):
         of_rows = divergence[rows], states[i], sums[i] if sums else None
-        both = kl_bwd(g[rows], x, y, None, pair.inv_temperature, *of_rows, *wants)
+        both = kl_bwd(g[rows], x, y, None, pair.inv_temperature, *of_rows, *wants, *options)
         dlogits = unscaled(both[wants.index(True)][0], logits, pair.student)
         gradients.add(dlogits, hidden[rows], head, rows, slice(0, len(head)))
         # Otherwise they would stay while those of the next tile are formed.

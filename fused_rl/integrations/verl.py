@@ -10,7 +10,6 @@ Patch before an engine is built: it compiles the entropy that it finds then.
 Not replaced: Megatron's vocabulary-parallel functions (`verl.utils.megatron`), and everything on an NPU.
 """
 
-import importlib
 import os
 
 import torch
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_rl.base.checks import LOGITS_DTYPES
-from fused_rl.integrations.patching import Applied, Patch
+from fused_rl.integrations.patching import Applied, Patch, Replacement
 from fused_rl.integrations.primitives import capped_kl, is_served, label_logprobs, row_entropy
 from fused_rl.integrations.registries import register as register_in
 from fused_rl.ops.linear import linear_token_logprobs
@@ -54,32 +53,6 @@ def unpatch() -> None:
 def register() -> None:
     """Add our losses and advantages to verl's, by the names that `fused_rl.integrations.registries` gives them."""
     register_in("verl")
-
-
-def _replacements():
-    # verl has this function from 0.9.1 on, and only where liger-kernel is installed.
-    installed = vars(importlib.import_module(_EXPERIMENTAL)).get(_LIGER) is not None
-    scores = (
-        logprobs_from_logits,
-        logprobs_from_logits_flash_attn,
-        logprobs_from_logits_naive,
-        logprobs_from_logits_v2,
-    )
-    entropies = entropy_from_logits, entropy_from_logits_with_chunking
-    elsewhere = {
-        _KL: kl_penalty_forward,
-        _FUSED_LINEAR: FusedLinearForPPOFunction,
-        _LINEAR: linear_cross_entropy,
-    }
-    liger = {f"{_EXPERIMENTAL}.{_LIGER}": LigerFusedLinear} if installed else {}
-    return (
-        liger
-        | {f"{_FUNCTIONAL}.{ours.__name__}": ours for ours in (*scores, *entropies)}
-        | elsewhere
-    )
-
-
-_PATCH = Patch("verl", ">=0.9,<0.10", _replacements)
 
 
 def _takes_logprobs(logits, labels):
@@ -260,3 +233,23 @@ def linear_cross_entropy(
 
 
 _REDUCTIONS = {"none": lambda logprobs: logprobs, "sum": Tensor.sum, "mean": Tensor.mean}
+
+_TABLE = (
+    *(
+        Replacement(f"{_FUNCTIONAL}.{ours.__name__}", ours)
+        for ours in (
+            logprobs_from_logits,
+            logprobs_from_logits_flash_attn,
+            logprobs_from_logits_naive,
+            logprobs_from_logits_v2,
+            entropy_from_logits,
+            entropy_from_logits_with_chunking,
+        )
+    ),
+    Replacement(_KL, kl_penalty_forward),
+    Replacement(_FUSED_LINEAR, FusedLinearForPPOFunction),
+    Replacement(_LINEAR, linear_cross_entropy),
+    # verl has this function from 0.9.1 on, and only where liger-kernel is installed.
+    Replacement(f"{_EXPERIMENTAL}.{_LIGER}", LigerFusedLinear, optional=True),
+)
+_PATCH = Patch("verl", ">=0.9,<0.10", _TABLE)

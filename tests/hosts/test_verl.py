@@ -357,7 +357,7 @@ def test_every_place_is_replaced_and_restored():
         places = cases.changed(before, cases.attributes("verl"))
         assert "verl.workers.engine.fsdp.transformer_impl.logprobs_from_logits" in places
         assert {name.rpartition(".")[2] for name in places} == {
-            name.rpartition(".")[2] for name in integration._replacements()
+            name.rpartition(".")[2] for name in integration._PATCH.agreement("").pairs
         }
     assert cases.changed(before, cases.attributes("verl")) == []
 
