@@ -139,21 +139,21 @@ class Patch:
         """
         if strict:
             self.check_version()
-        if self._agreement is not None:
+        release = self.release()
+        # All originals are read before the first is exchanged: an error leaves the host as it was.
+        agreement = self.agreement(release)
+        reasons = "; ".join(f"{name} ({why})" for name, why in agreement.left.items())
+        message = f"left to {self.host} {release}: {reasons}"
+        if strict and reasons:
+            raise ImportError(message)
+        if self.applied:
             if options != self.options:
                 raise ValueError(
                     f"{self.host} is patched with {self.options}, and now with {options}; unpatch() first"
                 )
             # Leaving this `with` must not end the patch of whoever applied it first.
             return Applied(self, owner=False)
-        release = self.release()
-        # All originals are read before the first is exchanged: an error leaves the host as it was.
-        agreement = self.agreement(release)
-        if agreement.left:
-            reasons = "; ".join(f"{name} ({why})" for name, why in agreement.left.items())
-            message = f"left to {self.host} {release}: {reasons}"
-            if strict:
-                raise ImportError(message)
+        if reasons:
             warnings.warn(message, stacklevel=3)
         for row, original in agreement.pairs.values():
             self._exchange(original, row.ours)
