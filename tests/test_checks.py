@@ -766,3 +766,22 @@ def test_a_forward_derivative_is_an_error_and_never_zero(name):
             transform(lambda x: output_of(name, x).sum())(
                 leaf if transform is torch.func.grad else leaf[None]
             )
+
+
+@pytest.mark.parametrize("name", [name for name in TAKES if name.startswith("linear")])
+@pytest.mark.parametrize("gathered", [False, True])
+def test_a_head_that_zero_3_has_partitioned_is_named(name, gathered):
+    """Before the forward pass, and where a head that was gathered for it alone is needed again."""
+    weight = HEAD.weight.detach().clone()
+    inputs = TAKES[name] | {"hidden": HIDDEN.clone().requires_grad_(), "weight": weight}
+    with pytest.raises(
+        ValueError, match=r"^weight has shape \(0,\).*ZeRO 3 has partitioned[^\n]*$"
+    ):
+        if not gathered:
+            weight.data = weight.new_empty(0)
+        output = getattr(fused_rl, name)(*inputs.values())
+        weight.data = weight.new_empty(0)
+        total = output.sum() if isinstance(output, torch.Tensor) else output[0].sum()
+        # linear_token_loss has formed its gradients in the forward pass, once
+        total.backward(retain_graph=True)
+        total.backward()

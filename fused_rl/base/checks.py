@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fused_rl.base.shards import is_dtensor
+from fused_rl.base.shards import check_gathered, is_dtensor
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 LOGITS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -103,6 +103,7 @@ def check_head_tensors(**named: object) -> None:
     for name, x in named.items():
         if not isinstance(x, Tensor) and not (x is None and name.endswith("bias")):
             check_tensor(name, x, " or None" if name.endswith("bias") else "")
+    check_gathered(**named)
 
 
 def check_tensors(**named: object) -> None:

@@ -8,7 +8,20 @@ from torch import Tensor
 
 def gather(weight: Tensor, bias: Tensor | None) -> tuple[Any, Any]:
     """The whole tensors: an FSDP2 shard is gathered, in the forward pass and again in the backward pass."""
+    # ZeRO 3 may have partitioned them since the forward pass.
+    check_gathered(weight=weight, bias=bias)
     return _whole(weight), _whole(bias)
+
+
+def check_gathered(**named: Any) -> None:
+    """Refuse weights and biases that DeepSpeed ZeRO 3 holds in parts, of which nothing is left here."""
+    for name, x in named.items():
+        if x is not None and x.shape == (0,):
+            raise ValueError(
+                f"{name} has shape (0,), as a parameter that DeepSpeed ZeRO 3 has partitioned. Call this inside the "
+                "forward of the module given to deepspeed.initialize, or keep the parameter gathered "
+                "(deepspeed.zero.GatheredParameters) until the backward pass is over"
+            )
 
 
 def _whole(parameter):
