@@ -13,18 +13,17 @@ name, so there is no list of known architectures to fall behind, and no model wh
 import contextlib
 import functools
 import inspect
-import numbers
 import sys
+import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from fused_rl.integrations.patching import Applied, Patch
 from fused_rl.integrations.primitives import IGNORED
-from fused_rl.ops.linear import linear_token_loss
+from fused_rl.integrations.unformed import INSTEAD, Call, UnformedLogits
 from fused_rl.ops.logprobs import token_logprobs
 
 if TYPE_CHECKING:
@@ -32,17 +31,17 @@ if TYPE_CHECKING:
 
 __all__ = ["causal_lm_loss", "patch", "unpatch"]
 
-_INSTEAD = "or use Trainer(compute_loss_func=causal_lm_loss) instead of patch(model)"
 # Nothing of the package is replaced: the patch is here for its check of versions.
 _HOST = Patch("transformers", ">=5.17,<6", ())
 
 
 def causal_lm_loss(
     outputs: Any,
-    labels: Tensor,
+    labels: Tensor | None,
     num_items_in_batch: Tensor | int | None = None,
     *,
     ignore_index: int = IGNORED,
+    shift_labels: Tensor | None = None,
 ) -> Tensor:
     """The mean negative log-likelihood in nats of the labels, from logits: `Trainer(compute_loss_func=causal_lm_loss)`.
 
@@ -52,6 +51,9 @@ def causal_lm_loss(
         num_items_in_batch: labels that count in the whole batch, over micro-batches and processes, as `Trainer` passes
             it; None means those of this call.
         ignore_index: the label of a token that does not count.
+        shift_labels: (B, T) int64, shifted already, in place of `labels`: the logits at t score the one at t. So the
+            shards of a sequence that accelerate's context parallelism and DeepSpeed's sequence parallelism make have
+            them, because the label of a shard's last token is in the next one.
 
     Returns:
         A scalar fp32 (fp64 for fp64 logits), differentiable once with respect to the logits. Where no label counts and
@@ -61,7 +63,7 @@ def causal_lm_loss(
         ValueError: no labels; an auxiliary loss beside the logits, whose coefficient only the model knows; shapes that
             do not fit.
     """
-    if labels is None:
+    if labels is None and shift_labels is None:
         raise ValueError(
             "causal_lm_loss got labels=None: the batches have no `labels`; a collator must add them"
         )
@@ -73,9 +75,10 @@ def causal_lm_loss(
             "takes them away: use patch(model) instead of compute_loss_func, or output_router_logits=False"
         )
     logits = outputs["logits"] if by_name else outputs[0]
-    labels = labels.to(logits.device)
-    mask = labels[:, 1:] != ignore_index
-    logprobs = token_logprobs(logits, labels, mask=mask, shift=True).logprobs
+    shift = shift_labels is None
+    targets = (labels if shift else shift_labels).to(logits.device)
+    mask = (targets[:, 1:] if shift else targets) != ignore_index
+    logprobs = token_logprobs(logits, targets, mask=mask, shift=shift).logprobs
     count = (
         mask.sum()
         if num_items_in_batch is None
@@ -89,12 +92,14 @@ def patch(
 ) -> Applied:
     """Let `model(input_ids, labels=...)` make its loss from hidden states and LM head; the logits never exist.
 
-    Evaluation, gradient checkpointing, autocast, LoRA, gradient accumulation and several processes work as before, and
-    checkpoints are the same. Calls without labels (generation, and losses that take the labels away: label smoothing,
-    `compute_loss_func`) form logits as before. Of a call with labels under `torch.no_grad()`, `outputs.logits` are
-    formed when something uses them, such as `compute_metrics`; to use those of a training step is an error. The loss
-    is that of transformers also where no label counts: 0, or NaN where `num_items_in_batch` is None or 0. The gradients
-    are then 0, so that such a batch or shard adds nothing to those of others.
+    Evaluation, gradient checkpointing, autocast, LoRA, gradient accumulation, several threads and processes work as
+    before, and checkpoints are the same. Calls without labels (generation, and losses that take the labels away: label
+    smoothing, `compute_loss_func`) form logits as before. Of a call with labels under `torch.no_grad()`,
+    `outputs.logits` are formed when something first uses them, such as `compute_metrics`, and from then on are a tensor
+    as any other. To use those of a training step is an error, and `nn.DataParallel` returns none.
+
+    The loss is that of transformers also where no label counts: 0, or NaN where `num_items_in_batch` is None or 0. The
+    gradients are then 0, so that such a batch or shard adds nothing to those of others.
 
     Args:
         model: a causal LM of transformers, or a peft model around one; before Trainer or accelerate wrap it, before or
@@ -132,8 +137,7 @@ def patch(
     # Everything is checked before anything is replaced.
     forward = _FusedForward(model, workspace_mb, logits_dtype)
     _linears(model)
-    setattr(model, _ATTRIBUTE, forward)
-    model.forward = forward
+    forward.install()
     return Applied(forward, owner=True)
 
 
@@ -148,6 +152,16 @@ def unpatch(model: nn.Module) -> None:
 _ATTRIBUTE = "fused_rl_forward"
 
 
+class _Lock:
+    """A lock that several calls of one thread may hold; a copy of it is another lock."""
+
+    def __init__(self):
+        self.lock = threading.RLock()
+
+    def __reduce__(self):
+        return _Lock, ()
+
+
 class _FusedForward:
     """A model's forward with the LM head and the loss function replaced while it runs; pickles with the model."""
 
@@ -158,6 +172,7 @@ class _FusedForward:
         self.workspace_mb = workspace_mb
         self.logits_dtype = logits_dtype
         self.active = True
+        self.calls = _Lock()
         if "labels" not in self.__signature__.parameters:
             raise TypeError(
                 f"{type(model).__name__}.forward takes no labels; patch takes a causal language model"
@@ -170,185 +185,82 @@ class _FusedForward:
         return inspect.signature(functools.partial(type(self.model).forward, self.model))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = type(self.model).forward
         labels = self.__signature__.bind(*args, **kwargs).arguments.get("labels")
         # Without labels there is no loss, and generation needs the logits.
         if labels is None or not self.active:
-            return forward(self.model, *args, **kwargs)
+            return type(self.model).forward(self.model, *args, **kwargs)
+        call = Call()
+        try:
+            # The modules are not another call's while it runs.
+            with self.calls.lock:
+                outputs = self._forward(call, *args, **kwargs)
+        finally:
+            call.running = False
+        if not call.losses:
+            raise RuntimeError(
+                f"{type(self.model).__name__}.forward did not give the logits of its LM head to its loss_function: "
+                f"there is nothing to fuse; {INSTEAD}"
+            )
+        # nn.DataParallel gathers what its replicas return.
+        is_replica = getattr(self.model, "_is_replica", False)
+        return _without_logits(outputs) if is_replica and call.recorded else outputs
+
+    def _forward(self, call: Call, *args: Any, **kwargs: Any) -> Any:
         _check_loss_function(self.model)
-        # The loss function leaves its results here: none means that the forward took another way.
-        losses = []
         # Attributes of the instances hide the originals while the forward runs, so classes,
         # checkpoints and other models stay what they are.
         with contextlib.ExitStack() as stack:
             for linear in _linears(self.model):
-                stack.enter_context(
-                    _attribute(linear, "forward", functools.partial(UnformedLogits, linear))
-                )
+                forward = functools.partial(_head_forward, call, threading.get_ident(), linear)
+                stack.enter_context(_attribute(linear, "forward", forward))
             loss_function = functools.partial(
-                _loss_function, losses, self.workspace_mb, self.logits_dtype
+                _loss_function, call.losses, self.workspace_mb, self.logits_dtype
             )
             stack.enter_context(_attribute(self.model, "_loss_function", loss_function))
-            outputs = forward(self.model, *args, **kwargs)
-        if not losses:
-            raise RuntimeError(
-                f"{type(self.model).__name__}.forward did not give the logits of its LM head to its loss_function: "
-                f"there is nothing to fuse; {_INSTEAD}"
-            )
-        return outputs
+            return type(self.model).forward(self.model, *args, **kwargs)
+
+    def install(self) -> None:
+        """Put it before the model's own forward."""
+        setattr(self.model, _ATTRIBUTE, self)
+        self.model.forward = self
+        self.model._replicate_for_data_parallel = self.replicate
 
     def remove(self) -> None:
         """Take it off the model; where accelerate has wrapped it, it stays inside and does nothing."""
         self.active = False
         vars(self.model).pop(_ATTRIBUTE, None)
+        vars(self.model).pop("_replicate_for_data_parallel", None)
         if vars(self.model).get("forward") is self:
             del self.model.forward
 
-
-class UnformedLogits(Tensor):
-    """Logits `cap(head(hidden))` times a scale, (B, T, V), of which only hidden states and head exist.
-
-    They take what models do to logits on the way to the loss: a number as factor or divisor, tanh, a cast. Any other
-    use is an error in a training step; of a forward under `torch.no_grad()` it forms them, in fp32.
-    """
-
-    @staticmethod
-    def __new__(
-        cls, head: nn.Linear, hidden: Tensor, scale: float = 1.0, inside: float | None = None
-    ):
-        shape = (*hidden.shape[:-1], head.out_features)
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=hidden.dtype, device=hidden.device)
-
-    def __init__(
-        self, head: nn.Linear, hidden: Tensor, scale: float = 1.0, inside: float | None = None
-    ):
-        super().__init__()
-        device = hidden.device.type
-        # True for a forward that a backward pass may follow.
-        self.recorded = torch.is_grad_enabled()
-        self.autocast = (
-            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        )
-        self.head = head
-        self.hidden = hidden  # (B, T, H)
-        self.scale = scale
-        self.inside = inside  # scale * tanh(inside * z); None: scale * z
-
-    def __mul__(self, other: Any) -> "UnformedLogits":
-        if not isinstance(other, numbers.Real):
-            self._refuse("a product with a tensor")
-        return UnformedLogits(self.head, self.hidden, self.scale * float(other), self.inside)
-
-    def __truediv__(self, other: Any) -> "UnformedLogits":
-        if not isinstance(other, numbers.Real):
-            self._refuse("a quotient with a tensor")
-        return UnformedLogits(self.head, self.hidden, self.scale / float(other), self.inside)
-
-    __rmul__ = __imul__ = __mul__
-    __itruediv__ = __truediv__
-
-    def tanh(self) -> "UnformedLogits":
-        if self.inside is not None:
-            self._refuse("a second tanh")
-        return UnformedLogits(self.head, self.hidden, inside=self.scale)
-
-    def _same(self, *_: object, **__: object) -> "UnformedLogits":
-        # The loss is fp32 in any case, and on the device of the hidden states.
-        return self
-
-    to = float = contiguous = _same
-
-    def detach(self) -> "UnformedLogits":
-        # DeepSpeed's hooks detach all that a module returns.
-        made = UnformedLogits(self.head, self.hidden)
-        vars(made).update(vars(self))
-        return made
-
-    def __repr__(self, **_: object) -> str:
-        return f"UnformedLogits(shape={tuple(self.shape)})"
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return function(*args, **(kwargs or {}))
-        if function is torch.tanh:
-            return args[0].tanh()
-        return cls._formed_first(
-            function, torch.overrides.resolve_name(function), args, kwargs or {}
-        )
-
-    @classmethod
-    def __torch_dispatch__(cls, operator, types, args=(), kwargs=None):
-        return cls._formed_first(operator, str(operator), args, kwargs or {})
-
-    @classmethod
-    def _formed_first(cls, function, name, args, kwargs):
-        args, kwargs = tree_map_only(cls, lambda logits: logits._formed(name), (args, kwargs))
-        return function(*args, **kwargs)
-
-    def _refuse(self, operation: str) -> NoReturn:
-        raise RuntimeError(
-            f"these logits were not formed, and {operation} needs them. On the way to the loss a patched model may "
-            f"only scale, cap (tanh) and cast its logits, and after a training step there are none; {_INSTEAD}"
-        )
-
-    def _formed(self, operation: str) -> Tensor:  # (B, T, V) fp32
-        # Refused in a step that is recorded, and in a forward that is not over.
-        if self.recorded or "forward" in vars(self.head):
-            self._refuse(operation)
-        with (
-            torch.no_grad(),
-            torch.autocast(self.hidden.device.type, self.autocast, self.autocast is not None),
-        ):
-            # The module and not its weight, which may be sharded.
-            logits = self.head(self.hidden).float()
-        if self.inside is not None:
-            logits = logits.mul_(self.inside).tanh_()
-        return logits.mul_(self.scale)
-
-    def negative_logprobs(
-        self, targets: Tensor, mask: Tensor, count: Tensor, **options: Any
-    ) -> Tensor:
-        """fp32: the sum over the mask of -log p(target), over `count` () or (1,); `targets` and `mask` (B, T).
-
-        `options` are those of `linear_token_loss`: workspace_mb, logits_dtype.
-        """
-        temperature, softcap = 1 / self.scale, None
-        if self.inside is not None:
-            # With cap(z) = tanh(inside * z) / inside, these logits, scale * tanh(inside * z), are
-            # cap(z) * scale * inside.
-            temperature = 1 / (self.scale * self.inside)
-            softcap = 1 / self.inside
-        # Without a label that counts the share may be 1 / 0, and a gradient of 0 times that NaN.
-        share = torch.where(mask.any(), 1 / count, 0)
-        # A share of a large batch times a small probability is 0 in fp16, where the caller's loss
-        # scale comes too late: there the share is taken after the gradients are formed. Elsewhere
-        # it goes in, and saves them a rounding.
-        late = (self.autocast or self.hidden.dtype) == torch.float16
-        # Read here and not earlier: DeepSpeed gathers a partitioned weight at this access.
-        head, bias = self.head.weight, self.head.bias
-        loss = linear_token_loss(
-            self.hidden,
-            head,
-            targets,
-            lambda logprobs, _, shares: -logprobs * shares,
-            (torch.ones_like(share) if late else share).expand(targets.shape),
-            bias=bias,
-            temperature=temperature,
-            mask=mask,
-            softcap=softcap,
-            **options,
-        ).loss
-        if late:
-            loss = loss * share
-        # In the shape of the count, and 0 / 0 where nothing counts, as transformers has it.
-        return torch.where(mask.any(), loss, 0 / count)
+    def replicate(self) -> nn.Module:
+        """The model's replica in `nn.DataParallel`, patched: this forward would run the model that was copied."""
+        replica = type(self.model)._replicate_for_data_parallel(self.model)
+        if vars(replica)["forward"] is not self:
+            raise RuntimeError(
+                "nn.DataParallel cannot copy a patched model whose forward accelerate has wrapped; start one process "
+                "per GPU with torchrun or accelerate launch, or leave one GPU visible (CUDA_VISIBLE_DEVICES)"
+            )
+        _FusedForward(replica, self.workspace_mb, self.logits_dtype).install()
+        return replica
 
 
-# Reading these forms no logits, so they pass where every other function is refused.
-_PROPERTIES = ("shape", "dtype", "device", "requires_grad", "grad_fn")
-_METADATA = {Tensor.size, Tensor.dim, *(getattr(Tensor, name).__get__ for name in _PROPERTIES)}
+def _without_logits(outputs: Any) -> Any:
+    """What a model returned in a training step, less its logits."""
+    if isinstance(outputs, tuple):
+        return tuple(value for value in outputs if not isinstance(value, UnformedLogits))
+    values = {
+        name: value for name, value in outputs.items() if not isinstance(value, UnformedLogits)
+    }
+    return type(outputs)(**values)
+
+
+@torch.compiler.disable
+def _head_forward(call: Call, thread: int, linear: nn.Linear, hidden: Tensor) -> Tensor:
+    # A call without labels may run in another thread.
+    if threading.get_ident() != thread:
+        return nn.Linear.forward(linear, hidden)
+    return UnformedLogits.of_head(call, linear, hidden)
 
 
 # torch.compile would break its graph at every one of our operators.
@@ -368,7 +280,7 @@ def _loss_function(
     """`ForCausalLMLoss` of logits that were not formed; leaves a trace in `losses`."""
     if not isinstance(logits, UnformedLogits):
         raise RuntimeError(
-            f"the forward does more to its logits than scale, cap and cast them; {_INSTEAD}"
+            f"the forward does more to its logits than scale, cap and cast them; {INSTEAD}"
         )
     if vocab_size != logits.shape[-1]:
         raise ValueError(
@@ -385,7 +297,7 @@ def _loss_function(
         mask.sum() if num_items_in_batch is None else num_items_in_batch, device=logits.device
     )
     options = {"workspace_mb": workspace_mb, "logits_dtype": logits_dtype}
-    loss = logits.negative_logprobs(targets, mask, count, **options)
+    loss = logits.mean_loss(targets, mask, count, **options)
     losses.append(loss)
     return loss
 
@@ -431,10 +343,10 @@ def _linears(model: "PreTrainedModel") -> list[nn.Linear]:
             raise ValueError(
                 f"the LM head of {type(model).__name__} is a {kind}, and patch needs an nn.Linear with its own "
                 "forward: keep lm_head out of LoRA's target_modules (modules_to_save is fine), out of quantization "
-                f"and out of offloading; {_INSTEAD}"
+                f"and out of offloading; {INSTEAD}"
             )
     if model.tp_size is not None and model.tp_size > 1:
-        raise ValueError("the model is tensor parallel, so its LM head is in parts; " + _INSTEAD)
+        raise ValueError("the model is tensor parallel, so its LM head is in parts; " + INSTEAD)
     return heads
 
 

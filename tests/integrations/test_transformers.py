@@ -1,7 +1,10 @@
 """`integrations.transformers` in runs of transformers' own Trainer, against the same runs without it."""
 
+import contextlib
 import copy
+import functools
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -9,12 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_rl.integrations import patching
 from fused_rl.integrations.transformers import UnformedLogits, causal_lm_loss, patch, unpatch
+from fused_rl.integrations.unformed import Call
 from tests.distributed import run_distributed
 from tests.integrations import tiny_models
 from tests.integrations.trainer_runs import Run, assert_equal_runs, make_trainer, train
 from tests.marks import slow
 
 transformers = pytest.importorskip("transformers")
+accelerate = pytest.importorskip("accelerate")
 
 
 pytestmark = pytest.mark.usefixtures("cpu", "alone")
@@ -108,7 +113,7 @@ def test_fp16_gradients_survive_a_large_batch():
         if dtype == torch.float64:
             loss = torch.nn.functional.cross_entropy(made(x), targets, reduction="sum") / count
         else:
-            loss = UnformedLogits(made, x).negative_logprobs(
+            loss = UnformedLogits.of_head(Call(), made, x).mean_loss(
                 targets, targets >= 0, count, workspace_mb=64.0
             )
         (loss * scale).backward()
@@ -187,14 +192,15 @@ def test_the_logits_never_exist(training):
     """Neither in a step nor in an evaluation without metrics: of 8 million, the CPU's row functions hold 0.8."""
     shape = {"vocab_size": 8192, "max_position_embeddings": 64}
     config = transformers.Qwen2Config(**{**tiny_models.MODELS["qwen2"][1], **shape})
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
     ids = torch.randint(8192, (16, 64))
     elements = []
     for _ in range(2):
         with Largest() as largest, torch.set_grad_enabled(training):
-            loss = model(input_ids=ids, labels=ids).loss
+            # half of what accelerate wraps a forward in: the other half is autocast
+            outputs = accelerate.utils.convert_to_fp32(model(input_ids=ids, labels=ids))
             if training:
-                loss.backward()
+                outputs.loss.backward()
         elements.append(largest.elements)
         patch(model, workspace_mb=4)
     logits = ids.numel() * 8192
@@ -220,6 +226,151 @@ def test_evaluation_with_metrics_gets_its_logits(bf16, tmp_path):
             trainer.evaluate()
     tolerance = 2e-2 if bf16 else 1e-5
     torch.testing.assert_close(seen["fused"], seen["stock"], atol=tolerance, rtol=tolerance)
+
+
+def written(logits):
+    logits[..., 10:] = -torch.inf
+    logits[0].mul_(2.0)
+    return logits
+
+
+def scaled_in_place(logits):
+    before = logits
+    logits *= 2.0
+    return before
+
+
+# What users do to evaluated logits; each returns what must equal that of a plain tensor, dtype included.
+USES = {
+    "a write stays": written,
+    "masked_fill_": lambda x: (x.masked_fill_(torch.arange(x.shape[-1]) > 9, -torch.inf), x)[1],
+    "*=": scaled_in_place,
+    "through detach": lambda x: (x.detach().zero_(), x)[1],
+    "a copy keeps its values": lambda x: (x.double(), x.zero_())[0],
+    "tensor * x": lambda x: torch.tensor(2.0) * x,
+    "x / tensor": lambda x: x / torch.full((x.shape[-1],), 3.0),
+    "x * 2 / 3": lambda x: x * 2 / 3,
+    "tanh": lambda x: torch.tanh(x.tanh()),
+    "argmax": lambda x: x.argmax(-1),
+    "float": lambda x: x.float(),
+    "to": lambda x: x.to("cpu", torch.bfloat16).contiguous(),
+    "to a tensor": lambda x: x.to(torch.zeros((), dtype=torch.float64)),
+    "log_softmax": lambda x: torch.log_softmax(x.float(), -1),
+    "indices": lambda x: (x[:, -1], x[x > 0], x.gather(-1, x.argmax(-1, keepdim=True))),
+    "numpy": lambda x: torch.from_numpy(x.float().cpu().numpy()),
+    "as_tensor": lambda x: torch.as_tensor(x),
+    "out=": lambda x: torch.add(x, 1, out=torch.empty_like(x)),
+    "list": lambda x: torch.tensor(x[0, 0].tolist()),
+    "iteration": lambda x: list(x),
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "deepcopy": lambda x: copy.deepcopy(x),
+    "print": lambda x: torch.tensor([ord(letter) for letter in repr(x)]),
+    "shape": lambda x: torch.tensor([*x.shape, x.dim(), len(x), x.numel(), x.stride(0)]),
+    "a new dimension": lambda x: (x.unsqueeze_(0), torch.tensor(x.shape)),
+    "concatenated": lambda x: transformers.trainer_pt_utils.nested_concat(x, x[:, :2]),
+    "padded": lambda x: accelerate.utils.pad_across_processes(x, dim=1, pad_index=-100),
+    "found batch size": lambda x: torch.tensor(accelerate.utils.find_batch_size(x)),
+    "gathered": lambda x: accelerate.utils.gather((x,)),
+    "on the device": lambda x: accelerate.utils.send_to_device({"x": x}, torch.device("cpu")),
+    "as accelerate returns it": lambda x: accelerate.utils.convert_to_fp32({"x": x}),
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("without_gradient", [torch.no_grad, torch.inference_mode])
+def test_evaluated_logits_are_a_tensor(precision, without_gradient):
+    """Of a model that scales, caps and casts them, and used inside the context and after it."""
+    dtype, autocast = PRECISIONS[precision]
+    for name in ("gemma2", "granite"):
+        model, inputs = tiny_models.model(name, dtype), batch()
+        with without_gradient():
+            for use_name, use in USES.items():
+                results = []
+                for patched in (False, True):
+                    with (
+                        patch(model) if patched else contextlib.nullcontext(),
+                        torch.autocast("cpu", autocast or torch.bfloat16, autocast is not None),
+                    ):
+                        logits = model(**inputs).logits
+                    assert isinstance(logits, UnformedLogits) is patched
+                    results.append(use(logits))
+                torch.testing.assert_close(results[1], results[0], rtol=0, atol=0, msg=use_name)
+
+
+def test_evaluated_logits_after_the_context_and_after_an_update():
+    model = tiny_models.model("qwen2")
+    want = model(**batch()).logits.detach().softmax(-1)
+    patch(model)
+    with torch.no_grad():
+        used, unused = (model(**batch()).logits for _ in range(2))
+    torch.testing.assert_close(used.softmax(-1), want)
+    # what they are is no longer known, unless something has used them
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    torch.testing.assert_close(used.softmax(-1), want)
+    with pytest.raises(RuntimeError, match="the LM head was changed after the forward"):
+        unused.softmax(-1)
+
+
+def test_threads_share_a_patched_model():
+    """Training steps, evaluations and generation of one model, each as if alone."""
+    model = tiny_models.model("gemma2")
+    inputs = [batch(seed=seed) for seed in range(8)]
+    wanted = [model(**each) for each in inputs]
+    patch(model)
+
+    def call(each):
+        unlabelled = {key: value for key, value in each.items() if key != "labels"}
+        loss = model(**each).loss
+        gradient = torch.autograd.grad(loss, model.lm_head.weight)[0]
+        with torch.no_grad():
+            evaluated = model(**each).logits + 0
+            return loss.detach(), gradient, evaluated, model(**unlabelled).logits
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(call, inputs * 4))
+    for i, (loss, gradient, evaluated, formed) in enumerate(found):
+        want = wanted[i % len(inputs)]
+        torch.testing.assert_close(loss, want.loss.detach())
+        torch.testing.assert_close(evaluated, want.logits.detach())
+        torch.testing.assert_close(formed, want.logits.detach())
+        torch.testing.assert_close(gradient, found[i % len(inputs)][1], rtol=0, atol=0)
+
+
+def replica_of(network):
+    """What `torch.nn.parallel.replicate` makes of a network on a device: here weights of 0."""
+    copies = {module: module._replicate_for_data_parallel() for module in network.modules()}
+    for module, made in copies.items():
+        for key, child in module._modules.items():
+            setattr(made, key, copies[child])
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                made._parameters[key] = None
+            else:
+                setattr(made, key, torch.zeros_like(parameter).requires_grad_())
+    return copies[network]
+
+
+@pytest.mark.parametrize("returned", ["a dictionary", "a tuple"])
+def test_a_replica_of_data_parallel_runs_itself(returned):
+    model = tiny_models.model("qwen2")
+    inputs = batch() | ({} if returned == "a dictionary" else {"return_dict": False})
+    patch(model)
+    replica = replica_of(torch.nn.Sequential(model))[0]
+    uniform = torch.tensor(tiny_models.VOCABULARY).log()
+    outputs = replica(**inputs)
+    # its weights, and no logits that could not be gathered
+    torch.testing.assert_close(outputs[0], uniform)
+    assert not any(isinstance(value, UnformedLogits) for value in outputs)
+    outputs[0].backward()
+    assert replica.lm_head.weight.grad is not None
+    assert model.lm_head.weight.grad is None
+    with torch.no_grad():
+        assert not replica(**inputs)[1].any()
+    assert isinstance(model(**batch()).logits, UnformedLogits)
+    model.forward = functools.partial(model.forward)
+    with pytest.raises(RuntimeError, match="nn.DataParallel cannot copy .* torchrun"):
+        replica_of(model)
 
 
 def two_processes(rank, world, folder, way):
@@ -324,6 +475,8 @@ def test_labels_by_position_shifted_labels_and_counts():
         want = model(**inputs, num_items_in_batch=count).loss
         torch.testing.assert_close(causal_lm_loss(plain, inputs["labels"], count), want)
         torch.testing.assert_close(causal_lm_loss((plain.logits,), inputs["labels"], count), want)
+        found = causal_lm_loss(plain, None, count, shift_labels=shifted)
+        torch.testing.assert_close(found, want)
     for ignored in (-100, -1, 0):
         labels = inputs["labels"].masked_fill(inputs["labels"] < 0, ignored)
         found = causal_lm_loss(plain, labels, ignore_index=ignored)

@@ -1,0 +1,256 @@
+"""Logits of which only hidden states and LM head exist: what a patched model of transformers returns, and makes its
+loss of.
+"""
+
+import operator
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from fused_rl.ops.linear import linear_token_loss
+
+__all__ = ["INSTEAD", "Call", "UnformedLogits"]
+
+INSTEAD = "or use Trainer(compute_loss_func=causal_lm_loss) instead of patch(model)"
+
+
+@dataclass
+class Call:
+    """One forward of a patched model with labels."""
+
+    # True for a forward that a backward pass may follow.
+    recorded: bool = field(default_factory=torch.is_grad_enabled)
+    running: bool = True
+    # The loss function leaves its results here: none means that the forward took another way.
+    losses: list[Tensor] = field(default_factory=list)
+
+
+@dataclass
+class _Source:
+    """What the logits are made of, and they themselves once something has used them."""
+
+    call: Call
+    head: nn.Linear
+    hidden: Tensor  # (B, T, H)
+    autocast: torch.dtype | None
+    weight: tuple[Tensor, int | None]  # as `_version` has it
+    dtype: torch.dtype
+    # What the forward did to the logits: a function and its further arguments each.
+    steps: tuple[tuple, ...] = ()
+    formed: Tensor | None = field(default=None, init=False)
+
+    def then(self, function, *arguments, dtype: torch.dtype | None = None) -> "_Source":
+        steps = (*self.steps, (function, *arguments))
+        return replace(self, steps=steps, dtype=dtype or self.dtype)
+
+    def form(self) -> Tensor:  # (B, T, V)
+        device = self.hidden.device.type
+        with torch.no_grad(), torch.autocast(device, self.autocast, self.autocast is not None):
+            # The module and not its weight, which may be sharded.
+            logits = self.head(self.hidden)
+            for function, *arguments in self.steps:
+                logits = function(logits, *arguments)
+        return logits
+
+
+def _version(weight: Tensor) -> tuple[Tensor, int | None]:
+    """A weight and how often it was written to, as far as PyTorch counts that."""
+    return weight, None if weight.is_inference() else weight._version
+
+
+class UnformedLogits(Tensor):
+    """Logits (B, T, V) of which only hidden states and head exist, until something uses them.
+
+    In the forward they take what models do to logits on the way to the loss: a number as factor or divisor, tanh, a
+    cast; any other use is an error. After a forward under `torch.no_grad()` the first use forms them, once and in the
+    dtype that the model gives them, and from then on they are that tensor. After a training step every use is an error.
+    """
+
+    @staticmethod
+    def __new__(cls, source: _Source):
+        shape = (*source.hidden.shape[:-1], source.head.out_features)
+        device = source.hidden.device
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=source.dtype, device=device)
+
+    def __init__(self, source: _Source):
+        super().__init__()
+        self.source = source
+
+    @classmethod
+    def of_head(cls, call: Call, head: nn.Linear, hidden: Tensor) -> "UnformedLogits":
+        """What the head of a patched model returns for hidden states (B, T, H)."""
+        device = hidden.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        dtype = autocast or hidden.dtype
+        return cls(_Source(call, head, hidden, autocast, _version(head.weight), dtype))
+
+    def _product(self, function, other, name):
+        # After the forward they are a tensor as any other.
+        if not self.source.call.running:
+            return function(self._formed(name), other)
+        if not isinstance(other, Real):
+            self._refuse(f"a {name} with a tensor")
+        return UnformedLogits(self.source.then(function, float(other)))
+
+    def __mul__(self, other: Any) -> Tensor:
+        return self._product(operator.mul, other, "product")
+
+    def __truediv__(self, other: Any) -> Tensor:
+        return self._product(operator.truediv, other, "quotient")
+
+    def __imul__(self, other: Any) -> Tensor:
+        return self * other if self.source.call.running else super().__imul__(other)
+
+    def __itruediv__(self, other: Any) -> Tensor:
+        return self / other if self.source.call.running else super().__itruediv__(other)
+
+    __rmul__ = __mul__
+
+    def tanh(self) -> Tensor:
+        if not self.source.call.running:
+            return self._formed("tanh").tanh()
+        if any(function is torch.tanh for function, *_ in self.source.steps):
+            self._refuse("a second tanh")
+        return UnformedLogits(self.source.then(torch.tanh))
+
+    def to(self, *arguments: Any, **options: Any) -> Tensor:
+        if self.source.formed is not None:
+            return self.source.formed.to(*arguments, **options)
+        device, dtype, *_ = torch._C._nn._parse_to(*arguments, **options)
+        # The loss is made where the hidden states are.
+        if device not in (None, self.device) and not self.source.call.running:
+            return self._formed("to").to(*arguments, **options)
+        if dtype in (None, self.dtype):
+            return self
+        return UnformedLogits(self.source.then(Tensor.to, dtype, dtype=dtype))
+
+    def float(self) -> Tensor:
+        return self.to(torch.float32)
+
+    def half(self) -> Tensor:
+        return self.to(torch.float16)
+
+    def bfloat16(self) -> Tensor:
+        return self.to(torch.bfloat16)
+
+    def double(self) -> Tensor:
+        return self.to(torch.float64)
+
+    def contiguous(self, **options: Any) -> Tensor:
+        return self
+
+    def detach(self) -> Tensor:
+        # DeepSpeed's hooks detach all that a module returns. Both are one tensor.
+        formed = self.source.formed
+        return UnformedLogits(self.source) if formed is None else formed.detach()
+
+    def __repr__(self, **options: Any) -> str:
+        call = self.source.call
+        if call.recorded or call.running:
+            return f"UnformedLogits(shape={tuple(self.shape)})"
+        return self._formed("repr").__repr__(**options)
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function in _METADATA and args[0].source.formed is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        if function is torch.tanh:
+            return args[0].tanh()
+        return cls._formed_first(function, torch.overrides.resolve_name(function), args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, operator, types, args=(), kwargs=None):
+        return cls._formed_first(operator, str(operator), args, kwargs or {})
+
+    @classmethod
+    def _formed_first(cls, function, name, args, kwargs):
+        args, kwargs = tree_map_only(cls, lambda logits: logits._formed(name), (args, kwargs))
+        return function(*args, **kwargs)
+
+    def _refuse(self, operation: str) -> NoReturn:
+        raise RuntimeError(
+            f"these logits were not formed, and {operation} needs them. On the way to the loss a patched model may "
+            f"only scale, cap (tanh) and cast its logits, and after a training step there are none; {INSTEAD}"
+        )
+
+    def _formed(self, operation: str) -> Tensor:  # (B, T, V)
+        source = self.source
+        if source.call.recorded or source.call.running:
+            self._refuse(operation)
+        if source.formed is None:
+            weight, version = _version(source.head.weight)
+            # FSDP2 has another weight in the forward than outside it.
+            if weight is source.weight[0] and version != source.weight[1]:
+                raise RuntimeError(
+                    "the LM head was changed after the forward that returned these logits, which are formed at their "
+                    "first use; use them, or clone() them, before the weights change"
+                )
+            source.formed = source.form()
+        return source.formed
+
+    def mean_loss(self, targets: Tensor, mask: Tensor, count: Tensor, **options: Any) -> Tensor:
+        """fp32: the sum over the mask of -log p(target), over `count` () or (1,); `targets` and `mask` (B, T).
+
+        `options` are those of `linear_token_loss`: workspace_mb, logits_dtype.
+        """
+        source = self.source
+        # scale * tanh(inside * z), or without a cap scale * z
+        scale, inside = 1.0, None
+        for function, *arguments in source.steps:
+            if function is torch.tanh:
+                scale, inside = 1.0, scale
+            elif function is not Tensor.to:
+                scale = function(scale, *arguments)
+        temperature, softcap = 1 / scale, None
+        if inside is not None:
+            # With cap(z) = tanh(inside * z) / inside, these logits are cap(z) * scale * inside.
+            temperature = 1 / (scale * inside)
+            softcap = 1 / inside
+        # Without a label that counts the share may be 1 / 0, and a gradient of 0 times that NaN.
+        share = torch.where(mask.any(), 1 / count, 0)
+        # A share of a large batch times a small probability is 0 in fp16, where the caller's loss
+        # scale comes too late: there the share is taken after the gradients are formed. Elsewhere
+        # it goes in, and saves them a rounding.
+        late = (source.autocast or source.hidden.dtype) == torch.float16
+        # Read here and not earlier: DeepSpeed gathers a partitioned weight at this access.
+        head, bias = source.head.weight, source.head.bias
+        loss = linear_token_loss(
+            source.hidden,
+            head,
+            targets,
+            lambda logprobs, _, shares: -logprobs * shares,
+            (torch.ones_like(share) if late else share).expand(targets.shape),
+            bias=bias,
+            temperature=temperature,
+            mask=mask,
+            softcap=softcap,
+            **options,
+        ).loss
+        if late:
+            loss = loss * share
+        # In the shape of the count, and 0 / 0 where nothing counts, as transformers has it.
+        return torch.where(mask.any(), loss, 0 / count)
+
+
+# Reading these forms no logits, so they pass where every other function is refused.
+_PROPERTIES = (
+    "shape",
+    "ndim",
+    "dtype",
+    "device",
+    "layout",
+    "is_cpu",
+    "is_cuda",
+    "is_leaf",
+    "requires_grad",
+    "grad_fn",
+)
+_METHODS = ("size", "dim", "numel", "nelement", "element_size", "get_device", "is_floating_point")
+_METADATA = {getattr(Tensor, name).__get__ for name in _PROPERTIES}
+_METADATA |= {getattr(Tensor, name) for name in _METHODS}
