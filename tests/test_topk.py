@@ -201,3 +201,21 @@ def test_without_a_look_at_values_a_bad_row_is_nan(monkeypatch):
     bad[0, 0], bad[1, 1, 3] = 0.0, torch.nan
     value = topk_kl(bad, even, direction="jensen-shannon")
     assert value.isnan().nonzero().tolist() == [[0, 0], [1, 1]]
+
+
+def test_an_id_that_comes_twice_is_refused():
+    """Not where it adds nothing: what is masked, and what has probability 0 on both sides, as padding has."""
+    logp, logq = distributions(4, 20)
+    logp, logq = logp[:, :5].clone(), logq[:, :5].clone()
+    ids = torch.arange(5).flip(0).repeat(4, 1)
+    expected = topk_kl(logp, logq)
+    assert torch.equal(topk_kl(logp, logq, ids=ids.int()), expected)
+    ids[2, 1] = ids[2, 3]
+    with pytest.raises(ValueError, match=r"ids\[2\] has 1 twice.* 1 of 4 rows"):
+        topk_kl(logp, logq, ids=ids)
+    mask = torch.arange(4) != 2
+    assert torch.equal(topk_kl(logp, logq, ids=ids, mask=mask)[mask], expected[mask])
+    logp[2, 1] = logq[2, 1] = -torch.inf
+    topk_kl(logp, logq, ids=ids)
+    with pytest.raises(ValueError, match="ids must be an integer tensor"):
+        topk_kl(logp, logq, ids=logp)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fused_rl.base.checks import (
+    INTEGERS,
     MASKED,
     check_choice,
     check_device,
@@ -22,6 +23,7 @@ from fused_rl.base.checks import (
     check_mask,
     check_shape,
     check_transforms,
+    described,
     once_differentiable,
     values_are_checked,
 )
@@ -38,6 +40,7 @@ def topk_kl(
     *,
     direction: Direction = "reverse",
     mask: Tensor | None = None,
+    ids: Tensor | None = None,
 ) -> Tensor:
     """Divergence between policy and reference over K tokens and the tail of all others, per row, in nats.
 
@@ -62,6 +65,7 @@ def topk_kl(
         ref_logprobs: same shape, of the same tokens under the reference; detach it to save its gradient.
         direction: "reverse", "forward" or "jensen-shannon", as in `token_kl`.
         mask: (...) bool, True where a row counts. Any other row returns 0 and gets a gradient of 0.
+        ids: (..., K) integers, the tokens, which are only checked: one that comes twice would count twice.
 
     Returns:
         (...) in the inputs' dtype, at least fp32; differentiable in both.
@@ -69,7 +73,8 @@ def topk_kl(
     Raises:
         ValueError: an unknown direction; shapes that differ. On CPU, or with FUSED_RL_CHECKED=1 in the environment, in
             rows that count: NaN, a log-probability above 0, or K of them whose probabilities sum above 1, each beyond
-            rounding. On a GPU, and under torch.compile, such a row is NaN.
+            rounding; an id that comes twice, unless both sides have -inf there. On a GPU, and under torch.compile, a
+            row of bad numbers is NaN, and `ids` are not looked at.
     """
     check_choice("direction", direction, DIRECTIONS)
     check_floating("logprobs", logprobs)
@@ -88,6 +93,8 @@ def topk_kl(
     check_mask(mask, "the rows", logprobs.shape[:-1], logprobs.device)
     common = torch.promote_types(logprobs.dtype, ref_logprobs.dtype)
     dtype = torch.promote_types(common, torch.float32)
+    if ids is not None:
+        _check_ids_fit(ids, logprobs)
     checked = values_are_checked(logprobs.device) and not torch.compiler.is_compiling()
     sides = []
     rounding = []  # of each side's own dtype: casting adds no digits
@@ -100,6 +107,8 @@ def topk_kl(
             _check_values(name, side)
         legal = legal & _is_legal(side)
         sides.append(side.to(dtype))
+    if checked and ids is not None:
+        _check_distinct(ids, torch.maximum(*sides) > -torch.inf)
 
     # rows that are not legal go in as masked ones, so that no NaN meets their gradient, and come out as NaN
     sides = [torch.where(legal[..., None], side, -torch.inf) for side in sides]
@@ -137,6 +146,29 @@ def _check_values(name, x):
         f"is {total:.9g}, {total - 1:.3g} above 1 where rounding explains {slack:.2g}; expected log-probabilities (no "
         f"logits) of {x.shape[-1]} different tokens, normalised over the whole vocabulary. {int(bad.sum())} of "
         f"{bad.numel()} rows are so. {MASKED}"
+    )
+
+
+def _check_ids_fit(ids, logprobs):
+    if not isinstance(ids, Tensor) or ids.dtype not in INTEGERS:
+        raise ValueError(f"ids must be an integer tensor (int64 or int32), got {described(ids)}")
+    check_shape("ids", ids, "logprobs", logprobs.shape)
+    check_device("ids", ids, logprobs.device, "logprobs")
+
+
+def _check_distinct(ids, possible):
+    """Raises where a row has an id twice among those (..., K) that are possible."""
+    # what adds nothing gets an id of its own, below all others
+    below = -1 - torch.arange(ids.shape[-1], device=ids.device)
+    ranked = torch.where(possible, ids.long(), below).sort(-1).values
+    again = ranked[..., 1:] == ranked[..., :-1]
+    if not again.any():
+        return
+    at = tuple(again.nonzero()[0].tolist())
+    row = ", ".join(map(str, at[:-1]))
+    raise ValueError(
+        f"ids[{row}] has {ranked[at].item()} twice, whose probability would count twice; expected {ids.shape[-1]} "
+        f"different tokens. {int(again.any(-1).sum())} of {again[..., 0].numel()} rows are so. {MASKED}"
     )
 
 
