@@ -341,6 +341,11 @@ EVEN = torch.log_softmax(torch.zeros(2, 3, 5), -1)[..., :4]
 SETS = fused_rl.TokenSupport.from_lists([[0, 1]] * 6)
 PACKED = {"sequence_ids": torch.tensor([[0, 0, 1], [2, 2, -1]])}
 REFUSED = [
+    (
+        "preference_loss",
+        {"loss_type": "squared", "label_smoothing": 0.1},
+        "label_smoothing has no effect with loss_type=squared",
+    ),
     # logits and targets
     (
         "token_logprobs",

@@ -93,6 +93,18 @@ def test_a_loss_of_pairs_is_its_definition(loss_type, label_smoothing):
         assert_same(loss, want, score)
 
 
+@pytest.mark.parametrize("loss_type", ["sigmoid", "hinge", "orpo", "apo-zero", "apo-down"])
+def test_a_pair_with_an_infinite_lead_is_right_and_done(loss_type):
+    """Without smoothing and centering, whose terms are infinite there."""
+    scores = torch.tensor([-0.5, -torch.inf], requires_grad=True)
+    loss, metrics = fused_rl.preference_loss(scores[:1], scores[1:], loss_type=loss_type)
+    far = fused_rl.preference_loss(scores[:1], torch.tensor([-1e4]), loss_type=loss_type)[0]
+    torch.testing.assert_close(loss, far, rtol=1e-6, atol=0)
+    gradients = [torch.autograd.grad(x, scores)[0] for x in (loss, far)]
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=0)
+    assert metrics["accuracy"] == 1
+
+
 def test_odds_keep_their_digits_next_to_certainty_and_have_a_gradient_at_it():
     tiny = torch.tensor([-1e-12, 0.0], requires_grad=True)
     loss, _ = fused_rl.preference_loss(torch.full((2,), -40.0), tiny, loss_type="orpo")

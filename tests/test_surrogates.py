@@ -331,3 +331,24 @@ def test_a_gate_needs_its_bound_and_a_bound_its_gate():
         ValueError, match="rollout_gate_high=0.1 has no meaning with rollout_gate=None"
     ):
         fused_rl.PolicyLossOptions(rollout_gate_high=0.1)
+
+
+@pytest.mark.parametrize("top_entropy", [1.0, 0.37, 0.2, 1e-4])
+def test_entropy_masks_of_any_number_of_tokens(monkeypatch, top_entropy):
+    """torch's quantile takes 2^24 values."""
+    entropy = torch.rand(40, 50).square()
+    for mask in (torch.rand(40, 50) < 0.7, torch.zeros(40, 50, dtype=torch.bool)):
+        options = fused_rl.PolicyLossOptions(top_entropy=top_entropy)
+        few = surrogates.entropy_gate(entropy, mask, options)
+        with monkeypatch.context() as patch:
+            patch.setattr(surrogates, "_MOST_OF_QUANTILE", 100)
+            many = surrogates.entropy_gate(entropy, mask, options)
+        assert torch.equal(few, many)
+
+
+@pytest.mark.slow
+def test_an_entropy_mask_of_more_tokens_than_torchs_quantile_takes():
+    entropy = torch.arange(2**24 + 4, dtype=F64).view(4, -1).flip(1)
+    options = fused_rl.PolicyLossOptions(top_entropy=0.25)
+    gate = surrogates.entropy_gate(entropy, entropy >= 4, options)
+    assert gate.sum() == 2**22

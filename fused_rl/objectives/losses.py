@@ -258,7 +258,8 @@ def _check_needs(chosen, ref_logprobs, entropy, rollout_logprobs):
     for needed, names in readers.items():
         for name in names:
             value = getattr(chosen, name)
-            if tensors[needed] is None and value not in (None, getattr(PolicyLossOptions, name)):
+            is_default = value is None or value == getattr(PolicyLossOptions, name)
+            if tensors[needed] is None and not is_default:
                 raise ValueError(
                     f"{name}={value} has no meaning without {needed}; give these, or leave it out"
                 )

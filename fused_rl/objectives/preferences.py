@@ -29,6 +29,8 @@ class PairLoss(NamedTuple):
     transform: Callable[[Tensor], Tensor] = lambda scores: scores
     """Applied to the scores before one leads."""
     has_margin: bool = True
+    is_even: bool = False
+    """The loss of -lead is that of the lead, so exchanging the two changes nothing."""
 
 
 def _sigmoid(lead, chosen, rejected):
@@ -67,7 +69,7 @@ PreferenceLoss = Literal["sigmoid", "hinge", "squared", "orpo", "apo-zero", "apo
 PREFERENCE_LOSSES: dict[PreferenceLoss, PairLoss] = {
     "sigmoid": PairLoss(_sigmoid),
     "hinge": PairLoss(_hinge),
-    "squared": PairLoss(_squared),
+    "squared": PairLoss(_squared, is_even=True),
     "orpo": PairLoss(_sigmoid, transform=_log_odds),
     "apo-zero": PairLoss(_apo_zero, has_margin=False),
     "apo-down": PairLoss(_apo_down, has_margin=False),
@@ -102,7 +104,7 @@ def preference_loss(
         margin: (B,) or a number by which the chosen one should lead (Llama 2, arXiv:2307.09288, eq. 2); a constant,
             which "apo-zero" and "apo-down" do not have.
         label_smoothing: the probability e that a label is wrong: (1 - e) of the loss, and e of that of the pair
-            exchanged.
+            exchanged, which for "squared" is the same.
         centering: weight of mean((chosen + rejected)^2), which keeps scores around 0 (arXiv:2312.09244).
         num_sequences: pairs in the whole optimizer step; None: B.
 
@@ -113,8 +115,8 @@ def preference_loss(
         two. `min_reward` and `max_reward` are those of this batch and reduce by min and max.
 
     Raises:
-        ValueError: scores that are not (B,), an unknown loss_type, a margin that it does not have, label_smoothing
-            outside [0, 0.5).
+        ValueError: scores that are not (B,), an unknown loss_type, a margin or label_smoothing that it does
+            not have, label_smoothing outside [0, 0.5).
     """
     check_floating("chosen_scores", chosen_scores, "(B,)")
     check_like("rejected_scores", rejected_scores, "chosen_scores", chosen_scores)
@@ -125,11 +127,13 @@ def preference_loss(
         check_range("margin", margin, "a finite number", ", a tensor (B,) or None")
     check_choice("loss_type", loss_type, PREFERENCE_LOSSES)
     # A loss that judges both scores against the reference has no lead that a margin could move.
-    loss, transform, has_margin = PREFERENCE_LOSSES[loss_type]
+    loss, transform, has_margin, is_even = PREFERENCE_LOSSES[loss_type]
     if margin is not None and not has_margin:
         raise ValueError(f"margin has no meaning with loss_type={loss_type}; leave it out")
     check_count("num_sequences", num_sequences, torch.ones_like(chosen_scores, dtype=torch.bool))
     check_range("label_smoothing", label_smoothing, "a number from 0 to below 0.5")
+    if label_smoothing and is_even:
+        raise ValueError(f"label_smoothing has no effect with loss_type={loss_type}; leave it out")
     check_range("centering", centering, "a finite number, 0 or more")
     dtype = torch.promote_types(chosen_scores.dtype, torch.float32)
     chosen = chosen_scores.to(dtype)
@@ -142,8 +146,11 @@ def preference_loss(
 
     # Conservative labels as in cDPO, https://ericmitchell.ai/cdpo.pdf: a wrong label exchanges the two.
     losses = (1 - label_smoothing) * loss(lead, chosen, rejected)
-    losses = losses + label_smoothing * loss(-lead, rejected, chosen)
-    losses = losses + centering * (chosen + rejected).square()
+    # A term that is switched off is not computed: 0 * inf would be NaN.
+    if label_smoothing:
+        losses = losses + label_smoothing * loss(-lead, rejected, chosen)
+    if centering:
+        losses = losses + centering * (chosen + rejected).square()
 
     # Reduced once, over the pairs of the whole step.
     count = divisor(chosen.numel() if num_sequences is None else num_sequences)

@@ -29,6 +29,8 @@ def _sequence_sum(log_ratio, sequences):
     return sequences.expand(sequences.sum(log_ratio))
 
 
+# What torch.nanquantile takes at most.
+_MOST_OF_QUANTILE = 1 << 24
 RatioLevel = Literal["token", "sequence", "sequence-sum"]
 RATIO_LEVELS: dict[RatioLevel, Callable] = {
     "token": _token,
@@ -453,5 +455,18 @@ def entropy_gate(entropy, mask, options):
     if options.top_entropy is not None:
         # A quantile of the tokens that count: NaN is what nanquantile leaves out.
         included = torch.where(mask, entropy.detach(), torch.nan)
-        threshold = torch.nanquantile(included, 1 - options.top_entropy)
+        threshold = _nanquantile(included, 1 - options.top_entropy)
     return 1 if threshold is None else (entropy.detach() >= threshold).to(entropy.dtype)
+
+
+def _nanquantile(values, q):
+    """`torch.nanquantile` of any number of values."""
+    if values.numel() <= _MOST_OF_QUANTILE:
+        return torch.nanquantile(values, q)
+    ranked = values.flatten().sort().values  # NaN comes last
+    count = values.numel() - values.isnan().sum()
+    # fp32 would not tell neighbouring ranks apart
+    rank = (q * (count - 1).double()).clamp(min=0)
+    below = ranked[rank.long()]
+    above = ranked[rank.ceil().long()]
+    return torch.lerp(below, above, rank.frac().to(values.dtype))
