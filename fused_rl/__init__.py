@@ -20,6 +20,7 @@ from fused_rl.objectives.preferences import (
 from fused_rl.objectives.presets import PRESETS, PolicyLossOptions, Preset
 from fused_rl.ops.kl import token_kl
 from fused_rl.ops.linear import linear_token_logprobs, linear_token_loss
+from fused_rl.ops.linear_cross_entropy import linear_cross_entropy
 from fused_rl.ops.linear_kl import linear_token_kl
 from fused_rl.ops.logprobs import token_logprobs
 from fused_rl.ops.token_support import TokenSupport
@@ -44,6 +45,7 @@ __all__ = [
     "judge",
     "kl_baseline",
     "kl_estimate",
+    "linear_cross_entropy",
     "linear_token_kl",
     "linear_token_logprobs",
     "linear_token_loss",

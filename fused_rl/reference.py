@@ -131,6 +131,42 @@ def linear_token_loss(hidden, weight, targets, token_loss, *per_token, mask=None
     return LinearTokenLoss(loss, logprobs.detach(), entropy.detach())
 
 
+def linear_cross_entropy(
+    hidden,
+    weight,
+    targets,
+    *,
+    bias=None,
+    label_smoothing=0.0,
+    z_loss=0.0,
+    class_weight=None,
+    ignore_index=-100,
+    num_tokens=None,
+    temperature=1.0,
+    mask=None,
+    softcap=None,
+    shift=False,
+    workspace_mb=None,
+    logits_dtype=None,
+):
+    """`fused_rl.linear_cross_entropy` by its definition, of PyTorch's own function."""
+    if shift:
+        hidden, targets = hidden[:, :-1], targets[:, 1:]
+    kept = targets != ignore_index if mask is None else mask & (targets != ignore_index)
+    logits = _head(hidden[kept], weight, bias, logits_dtype)
+    x = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    per_row = isinstance(temperature, torch.Tensor)
+    x = x / (temperature.expand(kept.shape)[kept][:, None] if per_row else temperature)
+    class_weight = None if class_weight is None else class_weight.to(x.dtype)
+    own = kept.sum() if class_weight is None else class_weight[targets[kept]].sum()
+    options = {"label_smoothing": label_smoothing, "reduction": "sum"}
+    loss = torch.nn.functional.cross_entropy(x, targets[kept].long(), class_weight, **options)
+    z = z_loss * torch.logsumexp(x, -1).square().sum() if z_loss else 0
+    if num_tokens is None:
+        return loss / own + z / kept.sum()
+    return (loss + z) / torch.as_tensor(num_tokens, dtype=x.dtype)
+
+
 def kl_estimate(logprobs, ref_logprobs, kl_estimator="rk3", *, old_logprobs=None):
     """`fused_rl.kl_estimate` by the definitions, tangents included: it cancels near 0 where they do."""
     old_logprobs = logprobs if old_logprobs is None else old_logprobs

@@ -377,6 +377,25 @@ def several_loss_of_head(op, batch, *leaves):
     return loss_of_head(op, batch, *leaves, targets="several")
 
 
+def cross_entropy_of_head(op, batch, hidden, weight, bias, shift=False):
+    """Smoothing needs logits without a cap. Every fifth target does not count."""
+    ids = torch.arange(len(batch.targets), device=weight.device)
+    targets = torch.where(ids % 5 == 4, -100, batch.targets)
+    classes = torch.arange(len(weight), device=weight.device)
+    smoothing = 0.0 if batch.softcap else 0.2
+    more = {"label_smoothing": smoothing, "z_loss": 1e-3, "class_weight": 0.5 + classes % 3 / 2}
+    # The sum: a mean without tokens is NaN.
+    more |= {"num_tokens": 1, "bias": bias}
+    if not shift:
+        return (op(hidden, weight, targets, **_given(batch, hidden, *ROWS), **more),)
+    options = _next(batch, hidden, *ROWS)
+    return (op(hidden[None], weight, targets.roll(1)[None], **options, **more),)
+
+
+def shifted_cross_entropy_of_head(op, batch, *leaves):
+    return cross_entropy_of_head(op, batch, *leaves, shift=True)
+
+
 def of_pair(op, batch, logits, ref_logits):
     return (op(logits, ref_logits, **_given(batch, logits, *PAIRS)),)
 
@@ -499,6 +518,15 @@ def loss_promise(batch, exact):
     return 4 * finite, of_logprobs, of_entropy  # a weight of N(0, 1) each
 
 
+def cross_entropy_promise(batch, exact):
+    """Of rows whose log-sum-exp is known: what a row that is -inf throughout has is left open."""
+    (loss,) = exact
+    x = next(_scaled(batch))
+    largest = x.abs().nan_to_num(0, 0, 0).amax(-1, keepdim=True).clamp(min=1) if x.numel() else x
+    allowed = (8e-6 + 8 * blurred(batch)) * largest.square().sum()
+    return (torch.where(loss.isfinite(), allowed, torch.inf),)
+
+
 def kl_promise(batch, exact):
     (value,) = exact
     x, y = (z.amax(-1) for z in _capped(batch))
@@ -595,6 +623,24 @@ def sizes_of_head(batch, gradients, leaves):
     return found
 
 
+def sizes_of_cross_entropy(batch, gradients, leaves):
+    """The probabilities, the targets and the shares of all classes, of which the sum may be 0."""
+    found = sizes_of_head(batch, gradients, leaves)
+    weight = leaves[1]
+    for x in _scaled(batch):
+        p = x.softmax(-1).nan_to_num(0)
+        lse = x.logsumexp(-1, keepdim=True).nan_to_num(0, 0, 0).abs()
+        terms = 2 * p * (1 + 2e-3 * lse) + 0.5 / max(1, p.shape[1])
+        terms = (terms.scatter_add(-1, batch.targets[:, None], 2 + 0 * terms)) / _column(batch)
+        of_weight = torch.zeros_like(found[1])
+        of_weight[:, : len(terms)] += terms.t()
+        found[0] = found[0] + of_weight.t() @ weight.abs().double()
+        found[1] = found[1] + of_weight
+        found[2] = found[2] + of_weight.sum(1)
+        break
+    return found
+
+
 class Op(NamedTuple):
     """One form of a public op."""
 
@@ -612,6 +658,8 @@ HEAD = {"sizes": sizes_of_head, "prepare": as_products}
 LOGPROBS = fused_rl.token_logprobs, reference.token_logprobs, one
 LINEAR = fused_rl.linear_token_logprobs, reference.linear_token_logprobs, head
 LOSS = fused_rl.linear_token_loss, reference.linear_token_loss, head
+CROSS_ENTROPY = fused_rl.linear_cross_entropy, reference.linear_cross_entropy, head
+OF_CROSS_ENTROPY = {"sizes": sizes_of_cross_entropy, "prepare": as_products}
 SPLIT = in_one_process(fused_rl.vocab_parallel_token_logprobs), reference.token_logprobs, one
 SPLIT_KL = in_one_process(fused_rl.vocab_parallel_token_kl), divergence, two
 LINEAR_KL = fused_rl.linear_token_kl, divergence_of_heads, two_heads
@@ -635,6 +683,12 @@ OPS = {
     "linear_token_loss": Op(*LOSS, loss_of_head, loss_promise, **HEAD),
     "linear_token_loss, K targets": Op(*LOSS, several_loss_of_head, loss_promise, **HEAD),
     "linear_token_loss, shift": Op(*LOSS, shifted_loss_of_head, loss_promise, **HEAD),
+    "linear_cross_entropy": Op(
+        *CROSS_ENTROPY, cross_entropy_of_head, cross_entropy_promise, **OF_CROSS_ENTROPY
+    ),
+    "linear_cross_entropy, shift": Op(
+        *CROSS_ENTROPY, shifted_cross_entropy_of_head, cross_entropy_promise, **OF_CROSS_ENTROPY
+    ),
     "vocab_parallel_token_logprobs": Op(*SPLIT, of_targets, logprobs_promise, 1e-6),
     "vocab_parallel_token_logprobs, K targets": Op(*SPLIT, of_several, logprobs_promise, 1e-6),
     "vocab_parallel_token_logprobs, support": Op(*SPLIT, of_support, logprobs_promise, 1e-6),

@@ -34,6 +34,7 @@ TAKES = {
     "token_logprobs": {"logits": LOGITS, "targets": TARGETS},
     "linear_token_logprobs": OF_HEAD,
     "linear_token_loss": OF_HEAD | {"token_loss": lambda logprobs, entropy: -logprobs},
+    "linear_cross_entropy": OF_HEAD,
     "token_kl": {"logits": LOGITS, "ref_logits": LOGITS},
     "linear_token_kl": {
         "hidden": HIDDEN,
@@ -545,7 +546,7 @@ REFUSED = [
     # heads
     *(
         (name, given, said)
-        for name in ("linear_token_logprobs", "linear_token_loss")
+        for name in ("linear_token_logprobs", "linear_token_loss", "linear_cross_entropy")
         for given, said in (
             ({"weight": torch.zeros(50, 3)}, r"hidden must be .* got .*2, 3, 4.* and .*50, 3"),
             ({"weight": torch.zeros(4, 50)}, "weight .V, H."),
@@ -728,6 +729,7 @@ LEAVES = {
     "token_logprobs": "logits",
     "linear_token_logprobs": "hidden",
     "linear_token_loss": "hidden",
+    "linear_cross_entropy": "weight",
     "token_kl": "ref_logits",
     "linear_token_kl": "weight",
     "topk_kl": "logprobs",

@@ -16,6 +16,7 @@ VOCAB, WIDTH = 33, 16
 BREAKS_GRAPH = {
     "linear_token_logprobs",
     "linear_token_loss",
+    "linear_cross_entropy",
     "linear_token_kl",
     "vocab_parallel_token_logprobs",
     "vocab_parallel_token_kl",

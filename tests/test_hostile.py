@@ -22,11 +22,14 @@ from tests.hostile import (
     kl_promise,
     logprobs_promise,
     placed,
+    sizes_of_cross_entropy,
     sizes_of_head,
     topk_promise,
 )
 from tests.hostile import OTHERS as OTHER_ROWS
 from tests.marks import diagonal, slow
+
+OF_HEAD = (sizes_of_head, sizes_of_cross_entropy)
 
 
 def run(op, call, batch, leaves, seed):
@@ -59,7 +62,7 @@ def assert_within(name, ours, exact, allowed):
 
 def allowed_gradient(op, batch, leaf, exact, naive, size):
     """Twice the error of the reference, two roundings to the leaf's dtype, and the op's part of the largest."""
-    of_head = op.sizes is sizes_of_head
+    of_head = op.sizes in OF_HEAD
     summed = 2**-21 * batch.logits.shape[1] ** 0.5 if of_head else 0  # by a GEMM in fp32
     largest = [
         2 * (naive.double() - exact).abs().nan_to_num(0, 0, 0),
@@ -85,7 +88,7 @@ def check(op, case, device="cpu"):
     leaves = op.leaves(batch)
     wide = [leaf.double() for leaf in leaves]
     # hidden states and heads: logits and their gradients are rounded to the inputs' dtype
-    plain = leaves if op.sizes is sizes_of_head else [leaf.float() for leaf in leaves]
+    plain = leaves if op.sizes in OF_HEAD else [leaf.float() for leaf in leaves]
     ours, gradients = run(op.ours, op.call, batch, leaves, case.seed)
     exact, best = run(op.reference, op.call, batch, wide, case.seed)
     _, naive = run(op.reference, op.call, batch, plain, case.seed)
@@ -113,7 +116,7 @@ def unknown_gradients(op, promised, leaves, sizes):
     ]
     unknown = (promised[0] == torch.inf) & (len(promised) == 1)  # divergences
     of_all = unknown.any() | torch.stack(beyond).any()
-    return of_all if len(promised) > 1 or op.sizes is sizes_of_head else unknown[:, None] | of_all
+    return of_all if len(promised) > 1 or op.sizes in OF_HEAD else unknown[:, None] | of_all
 
 
 # What took 23 to 401 draws to find, drawn every time: a mask of -1e9 on the policy's lanes, blocks and most columns.

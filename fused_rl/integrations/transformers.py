@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fused_rl.base.checks import check_range
 from fused_rl.integrations.patching import Applied, Patch
 from fused_rl.integrations.primitives import IGNORED
 from fused_rl.integrations.unformed import INSTEAD, Call, UnformedLogits
@@ -42,6 +43,8 @@ def causal_lm_loss(
     *,
     ignore_index: int = IGNORED,
     shift_labels: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """The mean negative log-likelihood in nats of the labels, from logits: `Trainer(compute_loss_func=causal_lm_loss)`.
 
@@ -54,6 +57,8 @@ def causal_lm_loss(
         shift_labels: (B, T) int64, shifted already, in place of `labels`: the logits at t score the one at t. So the
             shards of a sequence that accelerate's context parallelism and DeepSpeed's sequence parallelism make have
             them, because the label of a shard's last token is in the next one.
+        label_smoothing, z_loss: as in `fused_rl.linear_cross_entropy`; the first reads the logits once more, and needs
+            memory for another gradient of them.
 
     Returns:
         A scalar fp32 (fp64 for fp64 logits), differentiable once with respect to the logits. Where no label counts and
@@ -78,17 +83,29 @@ def causal_lm_loss(
     shift = shift_labels is None
     targets = (labels if shift else shift_labels).to(logits.device)
     mask = (targets[:, 1:] if shift else targets) != ignore_index
-    logprobs = token_logprobs(logits, targets, mask=mask, shift=shift).logprobs
+    logprobs, _, lse = token_logprobs(logits, targets, mask=mask, shift=shift)
+    losses = -(1 - label_smoothing) * logprobs
+    if label_smoothing:
+        mean = logits.mean(-1, dtype=logprobs.dtype)
+        rest = lse - (mean[:, :-1] if shift else mean)
+        losses = losses + label_smoothing * torch.where(mask, rest, 0)
+    if z_loss:
+        losses = losses + z_loss * lse.square()
     count = (
         mask.sum()
         if num_items_in_batch is None
         else torch.as_tensor(num_items_in_batch, device=mask.device)
     )
-    return -logprobs.sum() / count
+    return losses.sum() / count
 
 
 def patch(
-    model: nn.Module, *, workspace_mb: float | None = None, logits_dtype: torch.dtype | None = None
+    model: nn.Module,
+    *,
+    workspace_mb: float | None = None,
+    logits_dtype: torch.dtype | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> Applied:
     """Let `model(input_ids, labels=...)` make its loss from hidden states and LM head; the logits never exist.
 
@@ -106,6 +123,9 @@ def patch(
             after peft does. Its class, config and weights stay as they are. A model patched twice is patched once.
         workspace_mb: MiB for tiles of logits; None as in `fused_rl.linear_token_loss`.
         logits_dtype: of the logits that the loss is made of, as there; `outputs.logits` are the head's own.
+        label_smoothing: as in `fused_rl.linear_cross_entropy`, in place of `TrainingArguments(label_smoothing_factor)`,
+            with which Trainer makes a loss of its own of logits.
+        z_loss: coefficient of the squared log-sum-exp of the logits that is added to each token's loss, as there.
 
     Returns:
         What a `with` statement takes: on leaving it, the model is as before.
@@ -113,21 +133,24 @@ def patch(
     Raises:
         ImportError: a version of transformers that this was not tested with.
         TypeError: not a causal LM of transformers.
-        ValueError: a model that is patched with another logits_dtype; a loss that is not `ForCausalLMLoss`, tensor
+        ValueError: a model that is patched with other options; a loss that is not `ForCausalLMLoss`, tensor
             parallelism, an LM head that is not a plain `nn.Linear` (LoRA on it, quantization), a forward that was
             replaced.
         RuntimeError: later, in a forward that does something else to its logits than scale, cap or cast them.
     """
     _HOST.check_version()
+    check_range("label_smoothing", label_smoothing, "a number from 0 to 1")
+    check_range("z_loss", z_loss, "a finite number, 0 or more")
+    options = {"logits_dtype": logits_dtype, "label_smoothing": label_smoothing, "z_loss": z_loss}
     model = _base(model)
     # A model is patched once, and only over its own forward.
     forward = vars(model).get(_ATTRIBUTE)
     if forward is not None:
-        if forward.logits_dtype != logits_dtype:
-            raise ValueError(
-                f"this model is patched with logits_dtype={forward.logits_dtype}, and now with {logits_dtype}; unpatch "
-                "it first"
-            )
+        for name, value in options.items():
+            if forward.options[name] != value:
+                raise ValueError(
+                    f"this model is patched with {name}={forward.options[name]}, and now with {value}; unpatch it first"
+                )
         return Applied(forward, owner=False)
     if "forward" in vars(model):
         raise ValueError(
@@ -135,7 +158,7 @@ def patch(
             "another patch; call patch(model) before Trainer or accelerate get the model"
         )
     # Everything is checked before anything is replaced.
-    forward = _FusedForward(model, workspace_mb, logits_dtype)
+    forward = _FusedForward(model, options | {"workspace_mb": workspace_mb})
     _linears(model)
     forward.install()
     return Applied(forward, owner=True)
@@ -165,12 +188,10 @@ class _Lock:
 class _FusedForward:
     """A model's forward with the LM head and the loss function replaced while it runs; pickles with the model."""
 
-    def __init__(
-        self, model: "PreTrainedModel", workspace_mb: float | None, logits_dtype: torch.dtype | None
-    ):
+    def __init__(self, model: "PreTrainedModel", options: dict[str, Any]):
         self.model = model
-        self.workspace_mb = workspace_mb
-        self.logits_dtype = logits_dtype
+        # Of `linear_cross_entropy`.
+        self.options = options
         self.active = True
         self.calls = _Lock()
         if "labels" not in self.__signature__.parameters:
@@ -213,9 +234,7 @@ class _FusedForward:
             for linear in _linears(self.model):
                 forward = functools.partial(_head_forward, call, threading.get_ident(), linear)
                 stack.enter_context(_attribute(linear, "forward", forward))
-            loss_function = functools.partial(
-                _loss_function, call.losses, self.workspace_mb, self.logits_dtype
-            )
+            loss_function = functools.partial(_loss_function, call.losses, self.options)
             stack.enter_context(_attribute(self.model, "_loss_function", loss_function))
             return type(self.model).forward(self.model, *args, **kwargs)
 
@@ -241,7 +260,7 @@ class _FusedForward:
                 "nn.DataParallel cannot copy a patched model whose forward accelerate has wrapped; start one process "
                 "per GPU with torchrun or accelerate launch, or leave one GPU visible (CUDA_VISIBLE_DEVICES)"
             )
-        _FusedForward(replica, self.workspace_mb, self.logits_dtype).install()
+        _FusedForward(replica, self.options).install()
         return replica
 
 
@@ -267,8 +286,7 @@ def _head_forward(call: Call, thread: int, linear: nn.Linear, hidden: Tensor) ->
 @torch.compiler.disable
 def _loss_function(
     losses,
-    workspace_mb,
-    logits_dtype,
+    options,
     logits,
     labels,
     vocab_size,
@@ -291,13 +309,8 @@ def _loss_function(
         if shift_labels is None
         else shift_labels
     )
-    targets = targets.to(logits.device)
-    mask = targets != ignore_index
-    count = torch.as_tensor(
-        mask.sum() if num_items_in_batch is None else num_items_in_batch, device=logits.device
-    )
-    options = {"workspace_mb": workspace_mb, "logits_dtype": logits_dtype}
-    loss = logits.mean_loss(targets, mask, count, **options)
+    targets = targets.to(logits.source.hidden.device)
+    loss = logits.mean_loss(targets, num_items_in_batch, ignore_index=ignore_index, **options)
     losses.append(loss)
     return loss
 

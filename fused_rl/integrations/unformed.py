@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from fused_rl.ops.linear import linear_token_loss
+from fused_rl.ops.linear_cross_entropy import linear_cross_entropy
 
 __all__ = ["INSTEAD", "Call", "UnformedLogits"]
 
@@ -194,11 +194,10 @@ class UnformedLogits(Tensor):
             source.formed = source.form()
         return source.formed
 
-    def mean_loss(self, targets: Tensor, mask: Tensor, count: Tensor, **options: Any) -> Tensor:
-        """fp32: the sum over the mask of -log p(target), over `count` () or (1,); `targets` and `mask` (B, T).
-
-        `options` are those of `linear_token_loss`: workspace_mb, logits_dtype.
-        """
+    def mean_loss(
+        self, targets: Tensor, count: Tensor | int | None = None, **options: Any
+    ) -> Tensor:
+        """fp32: the mean of -log p(target), or the sum over `count`; `targets` (B, T), `options` of the op."""
         source = self.source
         # scale * tanh(inside * z), or without a cap scale * z
         scale, inside = 1.0, None
@@ -212,30 +211,24 @@ class UnformedLogits(Tensor):
             # With cap(z) = tanh(inside * z) / inside, these logits are cap(z) * scale * inside.
             temperature = 1 / (scale * inside)
             softcap = 1 / inside
-        # Without a label that counts the share may be 1 / 0, and a gradient of 0 times that NaN.
-        share = torch.where(mask.any(), 1 / count, 0)
-        # A share of a large batch times a small probability is 0 in fp16, where the caller's loss
-        # scale comes too late: there the share is taken after the gradients are formed. Elsewhere
-        # it goes in, and saves them a rounding.
-        late = (source.autocast or source.hidden.dtype) == torch.float16
+            if options.get("label_smoothing"):
+                raise ValueError(
+                    "this model caps its logits (tanh), and label_smoothing of a patched model needs logits without a "
+                    "cap; pass it to causal_lm_loss, as Trainer(compute_loss_func=partial(causal_lm_loss, "
+                    "label_smoothing=...)), instead of patch(model)"
+                )
         # Read here and not earlier: DeepSpeed gathers a partitioned weight at this access.
         head, bias = source.head.weight, source.head.bias
-        loss = linear_token_loss(
+        return linear_cross_entropy(
             source.hidden,
             head,
             targets,
-            lambda logprobs, _, shares: -logprobs * shares,
-            (torch.ones_like(share) if late else share).expand(targets.shape),
             bias=bias,
             temperature=temperature,
-            mask=mask,
             softcap=softcap,
+            num_tokens=count,
             **options,
-        ).loss
-        if late:
-            loss = loss * share
-        # In the shape of the count, and 0 / 0 where nothing counts, as transformers has it.
-        return torch.where(mask.any(), loss, 0 / count)
+        )
 
 
 # Reading these forms no logits, so they pass where every other function is refused.

@@ -68,23 +68,46 @@ class _LinearTokenLogprobs(torch.autograd.Function):
         return dhidden, scatter(dweight, weight), scatter(dbias, bias), None, None, None, None
 
 
-def _token_gradients(token_loss, logprobs, entropy, per_token):
-    """Sum of the token losses, detached, and its gradients by logprobs and entropy (None where it does not use one)."""
+def _token_gradients(token_loss, statistics, per_token):
+    """Sum of the token losses, detached, and its gradient by each statistic, None where it does not use one."""
     with torch.enable_grad():
-        logprobs = logprobs.detach().requires_grad_()
-        entropy = entropy.detach().requires_grad_()
-        values = token_loss(logprobs, entropy, *per_token)
-        if not isinstance(values, Tensor) or values.shape != entropy.shape:
-            wanted = f"one value per token, {tuple(entropy.shape)}, unreduced"
+        leaves = [None if x is None else x.detach().requires_grad_() for x in statistics]
+        values = token_loss(*leaves, *per_token)
+        rows = statistics[1].shape
+        if not isinstance(values, Tensor) or values.shape != rows:
+            wanted = f"one value per token, {tuple(rows)}, unreduced"
             raise ValueError(f"token_loss must return {wanted}; got {described(values)}")
         total = values.float().sum()
-        grads = None, None
+        gradients = [None] * len(leaves)
         if total.requires_grad:  # a constant loss has no gradient
-            grads = torch.autograd.grad(total, (logprobs, entropy), allow_unused=True)
-        dlogprobs, dentropy = (None if d is None else d.contiguous() for d in grads)
-        if dlogprobs is None:
-            dlogprobs = torch.zeros_like(logprobs)
-        return total.detach(), dlogprobs, dentropy
+            used = [i for i, x in enumerate(leaves) if x is not None]
+            found = torch.autograd.grad(total, [leaves[i] for i in used], allow_unused=True)
+            for i, d in zip(used, found, strict=True):
+                gradients[i] = None if d is None else d.contiguous()
+        if gradients[0] is None:
+            gradients[0] = torch.zeros_like(leaves[0])
+        return total.detach(), gradients
+
+
+class TokenLoss(NamedTuple):
+    """A loss of single tokens, and what it is called with before `per_token`."""
+
+    function: Callable[..., Tensor]
+    # (n,) logprobs and entropy; for True the lse, too, and the mean logit or None
+    takes_lse: bool = False
+    # (V,) fp32, of each logit in the mean
+    share: Tensor | None = None
+
+    def mean(self, weight, bias):
+        return None if self.share is None else tiles.MeanLogit(weight, bias, self.share)
+
+    def gradients(self, statistics, mean, per_token):
+        given = statistics[:2]
+        if self.takes_lse:
+            given = *statistics[:3], mean
+        total, gradients = _token_gradients(self.function, given, per_token)
+        missing = (None,) * (4 - len(gradients))
+        return total, (*gradients, *missing)
 
 
 def _gradients_at_once(needs, hidden, weight, bias, targets, options, token_loss, per_token):
@@ -95,50 +118,67 @@ def _gradients_at_once(needs, hidden, weight, bias, targets, options, token_loss
     step = tiles.one_pass_rows(hidden, vocab, needs, budget)
     gradients = tiles.Gradients(needs, hidden, weight, bias, (step, vocab))
     formed = tiles.Logits(weight, bias, step * vocab, budget, softcap)
+    mean = token_loss.mean(weight, bias)
     loss = torch.zeros((), device=hidden.device)
     # no views of one tensor: they are returned
     entropy = torch.zeros(n, device=hidden.device)
     m = torch.zeros_like(entropy)
     rest = torch.zeros_like(entropy)
-    dentropy = torch.zeros_like(entropy)
     logprobs = torch.zeros(targets.shape, device=hidden.device)
     dlogprobs = torch.zeros_like(logprobs)
+    dentropy = torch.zeros_like(entropy)
+    dlse = torch.zeros_like(entropy) if token_loss.takes_lse else None
+    dmean = None if mean is None else torch.zeros_like(entropy)
+    upstream = dlogprobs, dentropy, dlse, dmean
     for rows in tiles.blocks(n, step):
         # the tile's statistics, its loss, and the gradient of its logits
         inv_t = tiles.at(inv_temperature, rows)
         logits = formed.tile(hidden[rows])
-        lp, h, _, m_r, rest_r = row_fwd(logits, targets[rows], None, inv_t, softcap)
-        value, dlp, dh = _token_gradients(token_loss, lp, h, [p[rows] for p in per_token])
+        found = row_fwd(logits, targets[rows], None, inv_t, softcap)
+        if token_loss.takes_lse:
+            found = formed.with_common(found, hidden[rows], inv_t)
+        means = None if mean is None else mean.of(hidden[rows], inv_t)
+        value, of_rows = token_loss.gradients(found, means, [p[rows] for p in per_token])
         dlogits = formed.gradient(logits)
-        upstream = dlp, dh, None
-        state = h, m_r, rest_r
-        row_bwd(upstream, logits, targets[rows], None, state, inv_t, softcap, out=dlogits)
+        state = found.entropy, found.m, found.rest
+        row_bwd(of_rows[:3], logits, targets[rows], None, state, inv_t, softcap, out=dlogits)
         gradients.add(dlogits, hidden[rows], weight, rows, slice(0, vocab))
         # what is returned, and what a second backward pass would need
         loss += value
-        logprobs[rows] = lp
-        entropy[rows] = h
-        m[rows] = m_r
-        rest[rows] = rest_r
-        dlogprobs[rows] = dlp
-        if dh is not None:
-            dentropy[rows] = dh
-    return loss, gradients, (dlogprobs, dentropy), (logprobs, entropy, m, rest)
+        logprobs[rows] = found.logprobs
+        entropy[rows] = found.entropy
+        m[rows] = found.m
+        rest[rows] = found.rest
+        for total, d in zip(upstream, of_rows, strict=True):
+            if d is not None:
+                total[rows] = d
+    if mean is not None:
+        mean.add_gradient(gradients, dmean, hidden, inv_temperature)
+    return loss, gradients, upstream, (logprobs, entropy, m, rest)
+
+
+def _recomputed(needs, upstream, hidden, weight, bias, targets, state, options, mean):
+    """`Gradients` from those of logprobs, entropy, lse and mean, over recomputed tiles of logits."""
+    gradients = tiles.recomputed(
+        needs, upstream[:3], hidden, weight, bias, targets, state, *options
+    )
+    if mean is not None:
+        mean.add_gradient(gradients, upstream[3], hidden, options[0])
+    return gradients
 
 
 def _gradients_in_two(needs, hidden, weight, bias, targets, options, token_loss, per_token):
     """`_gradients_at_once` with the logits formed a second time: no sum of the weight's gradient over rows."""
-    logprobs, entropy, _, m, rest = tiles.statistics(hidden, weight, bias, targets, *options)
-    loss, dlogprobs, dentropy = _token_gradients(token_loss, logprobs, entropy, per_token)
-    upstream = (dlogprobs, dentropy, None)
-    gradients = tiles.recomputed(
-        needs, upstream, hidden, weight, bias, targets, (entropy, m, rest), *options
-    )
-    dentropy = torch.zeros_like(entropy) if dentropy is None else dentropy
-    return loss, gradients, (dlogprobs, dentropy), (logprobs, entropy, m, rest)
+    found = tiles.statistics(hidden, weight, bias, targets, *options)
+    mean = token_loss.mean(weight, bias)
+    means = None if mean is None else mean.of(hidden, options[0])
+    loss, upstream = token_loss.gradients(found, means, per_token)
+    state = found.entropy, found.m, found.rest
+    gradients = _recomputed(needs, upstream, hidden, weight, bias, targets, state, options, mean)
+    return loss, gradients, upstream, (found.logprobs, *state)
 
 
-class _LinearTokenLoss(torch.autograd.Function):
+class LinearLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, hidden, weight, bias, targets, inv_temperature, softcap, budget, token_loss, *per_token
@@ -147,9 +187,11 @@ class _LinearTokenLoss(torch.autograd.Function):
         needs = ctx.needs_input_grad[:3]
         options = inv_temperature, softcap, budget
         if not any(needs):
-            logprobs, entropy, *_ = tiles.statistics(hidden, *head, targets, *options)
-            loss, *_ = _token_gradients(token_loss, logprobs, entropy, per_token)
-            return loss, logprobs, entropy
+            found = tiles.statistics(hidden, *head, targets, *options)
+            mean = token_loss.mean(*head)
+            means = None if mean is None else mean.of(hidden, inv_temperature)
+            loss, _ = token_loss.gradients(found, means, per_token)
+            return loss, found.logprobs, found.entropy
         at_once = tiles.one_pass_rows(hidden, len(weight), needs, budget)
         form = _gradients_at_once if at_once else _gradients_in_two
         loss, gradients, upstream, statistics = form(
@@ -163,34 +205,43 @@ class _LinearTokenLoss(torch.autograd.Function):
         kept = entropy.clone()  # the caller may modify the output
         ctx.save_for_backward(hidden, weight, bias, targets, kept, m, rest, *upstream)
         ctx.options = options
+        ctx.token_loss = token_loss
         ctx.mark_non_differentiable(logprobs, entropy)
         return loss, logprobs, entropy
 
     @staticmethod
     @once_differentiable("linear_token_loss")
     def backward(ctx, dloss, *_):
-        rest_of_inputs = (None,) * (len(ctx.needs_input_grad) - 3)
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is not None:
-            # on a CPU a pass over (V, H) costs a tenth of the GEMMs; a GPU would have to wait to know the number
-            as_they_are = dloss.device.type == "cpu" and dloss == 1
-            if not as_they_are:
-                # in place: no second copy of a (V, H) tensor
-                gradients = [None if d is None else d.mul_(dloss) for d in gradients]
-            return *gradients, *rest_of_inputs
-        # a retained graph used again: the gradients formed in the forward pass belong to their first user
-        hidden, weight, bias, targets, entropy, m, rest, dlogprobs, dentropy = ctx.saved_tensors
-        upstream = (dlogprobs * dloss, dentropy * dloss, None)
-        dhidden, dweight, dbias = tiles.recomputed(
-            ctx.needs_input_grad,
-            upstream,
-            hidden,
-            *gather(weight, bias),
-            targets,
-            (entropy, m, rest),
-            *ctx.options,
-        ).take()
-        return dhidden, scatter(dweight, weight), scatter(dbias, bias), *rest_of_inputs
+        return loss_backward(ctx, dloss)
+
+
+def loss_backward(ctx, dloss):
+    """What the forward pass has formed, times the gradient of the loss; a retained graph recomputes it."""
+    rest_of_inputs = (None,) * (len(ctx.needs_input_grad) - 3)
+    gradients, ctx.gradients = ctx.gradients, None
+    if gradients is not None:
+        # on a CPU a pass over (V, H) costs a tenth of the GEMMs; a GPU would have to wait to know the number
+        as_they_are = dloss.device.type == "cpu" and dloss == 1
+        if not as_they_are:
+            # in place: no second copy of a (V, H) tensor
+            gradients = [None if d is None else d.mul_(dloss) for d in gradients]
+        return *gradients, *rest_of_inputs
+    # the gradients formed in the forward pass belong to their first user
+    hidden, weight, bias, targets, entropy, m, rest, *upstream = ctx.saved_tensors
+    upstream = [None if d is None else d * dloss for d in upstream]
+    head = gather(weight, bias)
+    gradients = _recomputed(
+        ctx.needs_input_grad,
+        upstream,
+        hidden,
+        *head,
+        targets,
+        (entropy, m, rest),
+        ctx.options,
+        ctx.token_loss.mean(*head),
+    )
+    dhidden, dweight, dbias = gradients.take()
+    return dhidden, scatter(dweight, weight), scatter(dbias, bias), *rest_of_inputs
 
 
 def _autocast(hidden, weight, bias):
@@ -459,5 +510,6 @@ def linear_token_loss(
                 f"per_token[{i}] requires a gradient, which token_loss cannot give; pass it detached"
             )
     selected = map(rows.select, per_token)
-    loss, logprobs, entropy = _LinearTokenLoss.apply(*rows.arguments, token_loss, *selected)
+    function = TokenLoss(token_loss)
+    loss, logprobs, entropy = LinearLoss.apply(*rows.arguments, function, *selected)
     return LinearTokenLoss(loss, rows.restore(logprobs), rows.restore(entropy))

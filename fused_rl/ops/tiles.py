@@ -281,6 +281,46 @@ class Gradients:
         return hidden, weight, bias
 
 
+class MeanLogit:
+    """The mean of each row's logits over T, with shares (V,) fp32: linear in the hidden states, as no softcap is.
+
+    So it needs no tile: it is a product with the head's mean row, and its gradient one of two vectors, exact in fp32.
+    """
+
+    def __init__(self, weight, bias, share):
+        self.share = share
+        self.head = torch.zeros(weight.shape[1], device=weight.device)
+        # in place and into `out`, which autocast leaves alone
+        for columns in blocks(len(weight), self._step):
+            self.head.addmv_(weight[columns].float().t(), share[columns])
+        # a class without a share may be banned, and 0 * inf is NaN
+        self.bias = 0.0 if bias is None else torch.where(share == 0, 0, share * bias.float()).sum()
+
+    @property
+    def _step(self):
+        return max(1, _PARTIAL_BYTES // (4 * max(1, len(self.head))))
+
+    def of(self, hidden, inv_temperature):  # (n, H) -> (n,) fp32
+        means = torch.zeros(len(hidden), device=hidden.device)
+        for rows in blocks(len(hidden), self._step):
+            torch.mv(hidden[rows].float(), self.head, out=means[rows])
+        return means.add_(self.bias).mul_(inv_temperature)
+
+    def add_gradient(self, gradients, dmean, hidden, inv_temperature):
+        """Add that of `dmean` (n,) to `Gradients`, once for all tiles."""
+        dmean = dmean * inv_temperature
+        total = torch.zeros_like(self.head)
+        for rows in blocks(len(hidden), self._step):
+            total.addmv_(hidden[rows].float().t(), dmean[rows])
+            if gradients.hidden is not None:
+                gradients.hidden[rows].add_(dmean[rows, None] * self.head)
+        if gradients.weight is not None:
+            for columns in blocks(len(self.share), self._step):
+                gradients.weight[columns].add_(self.share[columns, None] * total)
+        if gradients.bias is not None:
+            gradients.bias.add_(self.share * dmean.sum())
+
+
 def sum_bytes(n, width, size):
     """Bytes of an fp32 sum (n, width) of low-precision products, and of one of these on its way; fp32 sums in place."""
     if size >= 4:

@@ -86,6 +86,16 @@ def _linear_loss(put):
     return fused_rl.linear_token_loss(hidden, weight, *given, bias=bias, **in_tiles(put)), leaves
 
 
+@case("linear_cross_entropy", reads=1)
+def _linear_cross_entropy(put):
+    hidden, weight, bias = leaves = head(put)
+    options = {"label_smoothing": 0.1, "z_loss": 0.1, "class_weight": put(torch.linspace(0, 1, V))}
+    loss = fused_rl.linear_cross_entropy(
+        hidden, weight, put(ids(N)), bias=bias, **options, **in_tiles(put)
+    )
+    return [loss], leaves
+
+
 for direction in DIRECTIONS:
 
     @case("linear_token_kl", direction, reads=1)

@@ -1,6 +1,7 @@
 """Runs of transformers' own `Trainer` on tiny models, stock and with our losses, and all that they compute."""
 
 import contextlib
+import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -21,8 +22,13 @@ class Run:
     evaluation: dict[str, float] = field(default_factory=dict)
 
 
-def make_trainer(model, folder, way: str, run: Run, *, rows=12, compute_metrics=None, **options):
-    """A Trainer in the way named: `stock`, `logits` (compute_loss_func) or `fused` (a model that is patched)."""
+def make_trainer(
+    model, folder, way: str, run: Run, *, rows=12, compute_metrics=None, loss=None, **options
+):
+    """A Trainer in the way named: `stock`, `logits` (compute_loss_func) or `fused` (a model that is patched).
+
+    `loss` holds options of ours.
+    """
     import transformers
 
     class Watch(transformers.TrainerCallback):
@@ -58,17 +64,19 @@ def make_trainer(model, folder, way: str, run: Run, *, rows=12, compute_metrics=
         data_collator=tiny_models.collate,
         train_dataset=tiny_models.rows(rows),
         eval_dataset=tiny_models.rows(5, seed=1),
-        compute_loss_func=causal_lm_loss if way == "logits" else None,
+        compute_loss_func=functools.partial(causal_lm_loss, **loss or {})
+        if way == "logits"
+        else None,
         compute_metrics=compute_metrics,
         callbacks=[Watch()],
     )
 
 
-def train(model, folder, way: str = "stock", **options) -> Run:
+def train(model, folder, way: str = "stock", loss=None, **options) -> Run:
     """Two steps of training and an evaluation."""
     run = Run()
-    with patch(model) if way == "fused" else contextlib.nullcontext():
-        trainer = make_trainer(model, folder, way, run, **options)
+    with patch(model, **loss or {}) if way == "fused" else contextlib.nullcontext():
+        trainer = make_trainer(model, folder, way, run, loss=loss, **options)
         trainer.train()
         evaluation = trainer.evaluate()
     run.evaluation = {"eval_loss": evaluation["eval_loss"]}

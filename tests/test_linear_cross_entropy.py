@@ -1,0 +1,187 @@
+"""`linear_cross_entropy` against its reference in fp64, and that against PyTorch's own function."""
+
+import pytest
+import torch
+
+import fused_rl
+from fused_rl import reference
+from tests.heads import BF16, CUTS, FP16, FP32, FP64, MORE_TOKENS, call, compare, in_dtype, make
+
+pytestmark = pytest.mark.usefixtures("cpu")
+
+VOCAB = 131
+CLASS_WEIGHT = torch.linspace(0, 2, VOCAB)
+OPTIONS = {
+    "plain": {},
+    "smoothed": {"label_smoothing": 0.1},
+    "z-loss": {"z_loss": 0.3},
+    "weighted": {"class_weight": CLASS_WEIGHT},
+    "all": {"label_smoothing": 0.3, "z_loss": 0.1, "class_weight": CLASS_WEIGHT},
+    "all, of a batch": {
+        "label_smoothing": 0.3,
+        "z_loss": 0.1,
+        "class_weight": CLASS_WEIGHT,
+        "num_tokens": torch.tensor([50.0]),
+    },
+}
+
+
+def loss_and_gradients(module, leaves, targets, **options):
+    loss = call(module.linear_cross_entropy, leaves, targets, **options)
+    first = torch.autograd.grad(0.5 * loss, leaves, retain_graph=True)
+    # a retained graph forms the gradients again
+    second = torch.autograd.grad(0.5 * loss, leaves)
+    rounding = 4 * torch.finfo(leaves[0].dtype).eps
+    for once, again in zip(first, second, strict=True):
+        torch.testing.assert_close(once, again, rtol=rounding, atol=rounding * once.abs().max())
+    return [*first, *second]
+
+
+# each way to cut the logits, each dtype and each option, with a temperature per row and a mask
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("form", OPTIONS)
+def test_values_and_gradients(cut, dtype, form):
+    shape, workspace_mb = cut
+    leaves, targets, mask = make(shape, dtype)
+    targets = targets.index_fill(0, torch.tensor([1, 4]), -100)
+    options = OPTIONS[form] | {"mask": mask, "temperature": torch.linspace(0.5, 2, shape[0])}
+    if "class_weight" in options:
+        options["class_weight"] = CLASS_WEIGHT[-shape[2] :]
+    compare(loss_and_gradients, leaves, targets, workspace_mb=workspace_mb, **options)
+    ours = call(fused_rl.linear_cross_entropy, leaves, targets, **options)
+    exact = call(reference.linear_cross_entropy, in_dtype(leaves, FP64), targets, **options)
+    assert ours.dtype == FP32
+    rtol = 1e-6 if dtype == FP32 else 1e-2
+    torch.testing.assert_close(ours.double(), exact, rtol=rtol, atol=0)
+
+
+def test_a_softcap_beside_z_loss():
+    leaves, targets, mask = make(MORE_TOKENS[0], BF16)
+    options = {"mask": mask, "z_loss": 0.3, "softcap": 4.0, "workspace_mb": 0.008}
+    compare(loss_and_gradients, leaves, targets, **options)
+
+
+def test_exact_logits_of_16_bit_operands():
+    """Which lack, on a CPU, what all columns of a row have in common."""
+    leaves, targets, mask = make(MORE_TOKENS[0], BF16)
+    options = OPTIONS["all"] | {"mask": mask, "logits_dtype": FP32}
+    exact = call(reference.linear_cross_entropy, in_dtype(leaves, FP64), targets, **options)
+    found = call(fused_rl.linear_cross_entropy, leaves, targets, **options)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
+
+
+def test_it_is_torchs_cross_entropy():
+    leaves, targets, _ = make(MORE_TOKENS[0], FP32)
+    targets[3] = -100
+    logits = torch.nn.functional.linear(*leaves)
+    for class_weight in (None, CLASS_WEIGHT):
+        for label_smoothing in (0.0, 0.1, 1.0):
+            want = torch.nn.functional.cross_entropy(
+                logits, targets, class_weight, label_smoothing=label_smoothing
+            )
+            found = call(
+                fused_rl.linear_cross_entropy,
+                leaves,
+                targets,
+                class_weight=class_weight,
+                label_smoothing=label_smoothing,
+            )
+            torch.testing.assert_close(found, want)
+            gradients = [
+                torch.autograd.grad(loss, leaves, retain_graph=True) for loss in (found, want)
+            ]
+            torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-5)
+    # targets of the next position
+    shifted = fused_rl.linear_cross_entropy(
+        leaves[0][None], leaves[1], targets[None], bias=leaves[2], shift=True, label_smoothing=0.1
+    )
+    want = torch.nn.functional.cross_entropy(logits[:-1], targets[1:], label_smoothing=0.1)
+    torch.testing.assert_close(shifted, want)
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_banned_classes(label_smoothing):
+    """The loss is torch's, infinite where smoothing reaches them, and the gradients are, too: finite."""
+    leaves, targets, _ = make(MORE_TOKENS[0], FP32)
+    with torch.no_grad():
+        leaves[2][:5] = -torch.inf
+    targets = targets.clamp(min=5)
+    logits = torch.nn.functional.linear(*leaves)
+    want = torch.nn.functional.cross_entropy(logits, targets, label_smoothing=label_smoothing)
+    options = {"label_smoothing": label_smoothing}
+    found = call(fused_rl.linear_cross_entropy, leaves, targets, **options)
+    torch.testing.assert_close(found, want)
+    gradients = [torch.autograd.grad(loss, leaves) for loss in (found, want)]
+    assert all(d.isfinite().all() for d in gradients[0])
+    torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-5)
+    # unless they have no weight
+    class_weight = (torch.arange(VOCAB) >= 5).float()
+    options["class_weight"] = class_weight
+    assert call(fused_rl.linear_cross_entropy, leaves, targets, **options).isfinite()
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+def test_no_token_counts(dtype):
+    leaves, targets, _ = make(MORE_TOKENS[0], dtype)
+    options = OPTIONS["all"]
+    for num_tokens in (None, 0, 3, torch.tensor([0])):
+        loss = call(
+            fused_rl.linear_cross_entropy,
+            leaves,
+            torch.full_like(targets, -100),
+            num_tokens=num_tokens,
+            **options,
+        )
+        empty = num_tokens != 3
+        assert loss.isnan().all() if empty else loss == 0
+        gradients = torch.autograd.grad(loss.sum(), leaves)
+        assert not any(d.any() for d in gradients)
+
+
+def test_fp16_gradients_of_a_large_batch_survive():
+    leaves, targets, _ = make(MORE_TOKENS[0], FP16)
+    options = {"num_tokens": 10**6, "label_smoothing": 0.1}
+    loss = call(fused_rl.linear_cross_entropy, leaves, targets, **options)
+    exact_leaves = in_dtype(leaves, FP64)
+    exact = call(reference.linear_cross_entropy, exact_leaves, targets, **options)
+    found, want = (
+        torch.autograd.grad(2.0**20 * x, y) for x, y in ((loss, leaves), (exact, exact_leaves))
+    )
+    for d, truth in zip(found, want, strict=True):
+        assert (d.double() - truth).norm() <= 2e-3 * truth.norm()
+
+
+def test_autocast_and_no_gradient():
+    leaves, targets, mask = make(MORE_TOKENS[0], FP32)
+    options = OPTIONS["all"] | {"mask": mask}
+    rounded = in_dtype(leaves, BF16)
+    want = call(fused_rl.linear_cross_entropy, rounded, targets, **options)
+    with torch.autocast("cpu", BF16):
+        found = call(fused_rl.linear_cross_entropy, leaves, targets, **options)
+        gradients = torch.autograd.grad(found, leaves)
+    torch.testing.assert_close(found, want, rtol=0, atol=0)
+    for d, wanted in zip(gradients, torch.autograd.grad(want, rounded), strict=True):
+        torch.testing.assert_close(d, wanted.float(), rtol=0, atol=0)
+    with torch.no_grad():
+        alone = call(fused_rl.linear_cross_entropy, leaves, targets, **options)
+    torch.testing.assert_close(alone, found, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"label_smoothing": 1.5}, "label_smoothing must be a number from 0 to 1"),
+        ({"z_loss": -1}, "z_loss must be a finite number, 0 or more"),
+        ({"label_smoothing": 0.1, "softcap": 30.0}, "label_smoothing needs logits without a soft"),
+        ({"class_weight": torch.ones(3)}, r"class_weight must be \(131,\) floating"),
+        ({"class_weight": torch.ones(131).requires_grad_()}, "class_weight requires a gradient"),
+        ({"num_tokens": torch.ones(2)}, "num_tokens must be one number"),
+        ({"targets": torch.zeros(22, 2, dtype=torch.long)}, "one target per row"),
+    ],
+)
+def test_what_is_refused(given, said):
+    leaves, targets, _ = make(MORE_TOKENS[0], FP32)
+    arguments = {"targets": targets} | given
+    with pytest.raises(ValueError, match=said):
+        fused_rl.linear_cross_entropy(leaves[0], leaves[1], **arguments)
