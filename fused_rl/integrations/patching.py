@@ -35,6 +35,7 @@ class Replacement(NamedTuple):
         samples: by dtype, arguments for the self-test by name: small random tensors on the CPU from a generator of
             their own, `requires_grad` where a gradient is compared.
         optional: True where it is no news that the host lacks it.
+        metrics: places of the outputs that no caller differentiates, whether or not the host could.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Replacement(NamedTuple):
     versions: str = ""
     samples: Callable[[torch.dtype], Iterable[Mapping[str, object]]] | None = None
     optional: bool = False
+    metrics: tuple[int, ...] = ()
 
     @property
     def function(self) -> str:
@@ -194,7 +196,7 @@ class Patch:
             return None, f"no {row.name}"
         gap = _signature_gap(original, row.ours)
         if gap is None and tested:
-            result = self_test(original, row.ours, row.samples)
+            result = self_test(original, row.ours, row.samples, row.metrics)
             gap = None if result == "passed" else f"self-test {result}"
         return original, gap
 
@@ -205,7 +207,7 @@ class Patch:
         options, self.options = self.options, {}
         try:
             return {
-                name: self_test(original, row.ours, row.samples)
+                name: self_test(original, row.ours, row.samples, row.metrics)
                 for name, (row, original) in pairs.items()
             }
         finally:

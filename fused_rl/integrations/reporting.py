@@ -73,7 +73,7 @@ def _known(patch, release):
 
 
 def _path(ours):
-    return f"{ours.__module__}.{ours.__qualname__}"
+    return f"{ours.__module__}.{ours.__name__}"
 
 
 def _print_table(rows):

@@ -24,29 +24,36 @@ def parameters_of(function) -> list[inspect.Parameter]:
     return list(inspect.signature(function.apply).parameters.values())
 
 
-def self_test(theirs, ours, samples) -> str:
-    """Return "passed", or in a few words what did not agree or could not run."""
+def self_test(theirs, ours, samples, metrics=()) -> str:
+    """Return "passed", or in a few words what did not agree or run; the outputs `metrics` need no gradient."""
     if samples is None:
         return "has no inputs"
     # Once the process uses a GPU its kernels count; starting one here would forbid a later fork.
     device = "cuda" if torch.cuda.is_initialized() else "cpu"
-    parameters = parameters_of(theirs)
+    parameters = [
+        p for p in parameters_of(theirs) if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
     with _plain_state(device):
         for dtype, tolerance in TOLERANCES.items():
             for sample in samples(dtype):
-                given = [(p, sample[p.name]) for p in parameters if p.name in sample]
+                given = [(p, sample.get(p.name, p.default)) for p in parameters]
                 results = []
                 for function in (theirs, ours):
                     try:
-                        results.append(_run(function, given, device))
+                        results.append(_run(function, given, device, metrics))
                     # An unknown function may fail in any way, and its caller has to go on.
                     except Exception as error:
                         whose = "the host's own" if function is theirs else "ours"
-                        return f"did not run: {whose} raises {type(error).__name__} on {device}"
+                        raised = f"{whose} raises {type(error).__name__}"
+                        return f"did not run in {_name(dtype)} on {device}: {raised}"
                 gap = _gap(*results, tolerance, compares_flags=dtype == torch.float32)
                 if gap is not None:
-                    return f"failed in {str(dtype).removeprefix('torch.')}: {gap}"
+                    return f"failed in {_name(dtype)}: {gap}"
     return "passed"
+
+
+def _name(dtype):
+    return str(dtype).removeprefix("torch.")
 
 
 @contextlib.contextmanager
@@ -67,7 +74,7 @@ def _plain_state(device):
         yield
 
 
-def _run(function, given, device):
+def _run(function, given, device, metrics):
     """The outputs, then the gradients of the inputs under random upstream ones."""
     leaves, positional, keywords = [], [], {}
     for parameter, value in given:
@@ -83,7 +90,8 @@ def _run(function, given, device):
     call = function.apply if isinstance(function, type) else function
     found = call(*positional, **keywords)
     outputs = [found] if isinstance(found, Tensor) else list(found)
-    differentiable = [x for x in outputs if x is not None and x.requires_grad]
+    compared = [x for i, x in enumerate(outputs) if i not in metrics]
+    differentiable = [x for x in compared if x is not None and x.requires_grad]
     if differentiable:
         torch.autograd.backward(differentiable, [_upstream(x) for x in differentiable])
     return outputs, [leaf.grad for leaf in leaves if leaf.requires_grad]

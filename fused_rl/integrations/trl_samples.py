@@ -1,0 +1,100 @@
+"""Small random arguments of TRL's functions by name, for the self-test of `fused_rl.integrations.trl`."""
+
+from collections.abc import Iterator
+
+import torch
+
+__all__ = [
+    "divergence_loss_samples",
+    "divergence_samples",
+    "head_loss_samples",
+    "head_samples",
+    "logits_samples",
+]
+
+
+def logits_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, 37, generator=generator, device="cpu") * 3
+    index = torch.randint(37, (2, 3), generator=generator, device="cpu")
+    row_mask = torch.tensor([[True, False, True], [True, True, True]], device="cpu")
+    yield {
+        "logits": logits.to(dtype).requires_grad_(),
+        "index": index,
+        "entropy_requires_grad": True,
+        "temperature": 0.7,
+        "row_mask": row_mask,
+    }
+
+
+def head_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (
+        torch.randn(shape, generator=generator, device="cpu").to(dtype).requires_grad_()
+        for shape in ((5, 8), (37, 8), (37,))
+    )
+    common = {
+        "hidden": hidden,
+        "last_hidden": hidden,
+        "weight": weight,
+        "bias": bias,
+        "targets": torch.randint(37, (5,), generator=generator, device="cpu"),
+        "temperature": 0.7,
+        "chunk_size": 16,
+        "outputs": ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
+    }
+    for softcap in (None, 2.0):
+        yield common | {"final_logit_softcapping": softcap, "logit_scale": 0.8}
+
+
+def divergence_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = (
+        [torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in shapes]
+        for shapes in (((5, 8), (37, 8), (37,)), ((5, 6), (37, 6), (37,)))
+    )
+    names = "hidden", "weight", "bias"
+    heads = {f"student_{name}": x.requires_grad_() for name, x in zip(names, student, strict=True)}
+    heads |= {f"teacher_{name}": x for name, x in zip(names, teacher, strict=True)}
+    options = {
+        "temperature": 0.7,
+        "student_logit_scale": 0.8,
+        "student_final_logit_softcapping": 4.0,
+        "teacher_logit_scale": 1.0,
+        "teacher_final_logit_softcapping": None,
+    }
+    for beta in (0.0, 0.3, 1.0):
+        yield heads | options | {"beta": beta}
+
+
+def head_loss_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (
+        torch.randn(shape, generator=generator, device="cpu").to(dtype).requires_grad_()
+        for shape in ((2, 5, 8), (37, 8), (37,))
+    )
+    labels = torch.randint(37, (2, 5), generator=generator, device="cpu")
+    labels[0, :3] = -100
+    common = {
+        "hidden_states": hidden,
+        "lm_head_weight": weight,
+        "lm_head_bias": bias,
+        "chunk_size": 4,
+        "labels": labels,
+        "logit_scale": 0.8,
+    }
+    yield common | {"num_items_in_batch": None, "final_logit_softcapping": None}
+    yield common | {"num_items_in_batch": 11, "final_logit_softcapping": 4.0}
+    yield common | {"shift_labels": labels.roll(1, 0), "num_items_in_batch": torch.tensor(3)}
+
+
+def divergence_loss_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
+    mask = torch.tensor([1, 0, 1, 1, 0], device="cpu")
+    for sample, items in zip(divergence_samples(dtype), (None, 11, torch.tensor(3)), strict=True):
+        renamed = {
+            name.replace("hidden", "hidden_states")
+            .replace("weight", "lm_head_weight")
+            .replace("bias", "lm_head_bias"): value
+            for name, value in sample.items()
+        }
+        yield renamed | {"completion_mask": mask, "chunk_size": 4, "num_items_in_batch": items}
