@@ -1,32 +1,55 @@
 """Every public op under torch.compile: the values and gradients of an eager call, at every number of rows.
 
-An op is one call within the graph, so that `fullgraph=True` works, or it breaks the graph.
+An op is a part of the graph, so that `fullgraph=True` works, or it breaks the graph: `BREAKS_GRAPH`, of which
+docs/numerics.md has the table.
 """
+
+import copy
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import fused_rl
+from tests import hostile_tokens
 from tests.hostile import OPS, Case, Row, build
 from tests.marks import slow
+from tests.test_hostile import OTHERS
 
+NUMERICS = Path(__file__).parents[1] / "docs" / "numerics.md"
 # The second number of rows makes a symbol of it, the third takes the graph of the second.
 LENGTHS = (5, 9, 14)
 VOCAB, WIDTH = 33, 16
-BREAKS_GRAPH = {
-    "linear_token_logprobs",
+# Forms that are always eager: they choose tiles by the rows that count, or reduce over ranks.
+BREAKS_GRAPH = (
+    "linear_token_logprobs, support",
     "linear_token_loss",
     "linear_cross_entropy",
     "linear_token_kl",
     "vocab_parallel_token_logprobs",
     "vocab_parallel_token_kl",
-}
+)
 # In place is refused: `test_inplace_under_compile_raises`.
 FORMS = [name for name in OPS if name != "token_logprobs, inplace"]
 
 
+# One loss of each kind.
+PRESETS = ("gspo", "cispo")
+TOKENS = [
+    name
+    for name in hostile_tokens.FUNCTIONS
+    if not name.startswith(("policy_loss", "policy_token_loss")) or name.endswith(PRESETS)
+]
+
+
 def whole_name(form):
     return form.partition(",")[0]
+
+
+def breaks_graph(form):
+    kept_sets = form.startswith("linear") and form.endswith("support")
+    return whole_name(form) in BREAKS_GRAPH or kept_sets
 
 
 @pytest.fixture(autouse=True)
@@ -106,17 +129,23 @@ def assert_same(compiled, eager, **tolerances):
     torch.testing.assert_close(compiled, eager, **tolerances)
 
 
-# A compilation takes seconds: the forms that have another code path of their own under it.
-FAST = ("linear_token_logprobs", "linear_token_loss", "linear_token_kl", "token_kl")
+# A compilation takes seconds: ops with a code path of their own under it in every way, other forms in one each.
+WAYS = [(None, "aot_eager"), (True, "aot_eager"), (None, "inductor"), (True, "inductor")]
+EVERY_WAY = ("linear_token_logprobs", "linear_token_loss", "linear_token_kl", "token_kl")
+CELLS = [(form, *WAYS[0]) for form in EVERY_WAY]
+CELLS += [slow(form, *way) for form in EVERY_WAY for way in WAYS[1:]]
+CELLS += [
+    slow(form, *WAYS[i % len(WAYS)])
+    for i, form in enumerate(FORMS)
+    if form not in EVERY_WAY and not form.endswith("shift and support")
+]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", slow("inductor")])
-@pytest.mark.parametrize("dynamic", [None, slow(True)])
-@pytest.mark.parametrize("form", [name if name in FAST else slow(name) for name in FORMS])
+@pytest.mark.parametrize(("form", "dynamic", "backend"), CELLS)
 def test_ops_at_several_lengths(form, dynamic, backend):
     call = called(form)
-    fullgraph = whole_name(form) not in BREAKS_GRAPH
-    compiled = torch.compile(call, dynamic=dynamic, backend=backend, fullgraph=fullgraph)
+    options = {"dynamic": dynamic, "backend": backend, "fullgraph": not breaks_graph(form)}
+    compiled = torch.compile(call, **options)
     for rows in LENGTHS:
         batch = batch_of(rows)
         leaves = leaves_of(form, batch)
@@ -124,9 +153,111 @@ def test_ops_at_several_lengths(form, dynamic, backend):
         assert_same(step(compiled, *arguments), step(call, *arguments))
 
 
-@pytest.mark.parametrize("name", sorted(BREAKS_GRAPH))
-def test_fullgraph_is_refused_with_the_reason(name):
-    compiled = torch.compile(called(name), fullgraph=True, backend="eager")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TOKENS)
+def test_functions_of_tokens_at_several_lengths(name):
+    function = hostile_tokens.FUNCTIONS[name]
+    dynamic = WAYS[TOKENS.index(name) % 2][0]
+    # this test's own loss selects the tokens that count
+    fullgraph = not name.startswith("policy_token_loss")
+    options = {"dynamic": dynamic, "backend": "aot_eager", "fullgraph": fullgraph}
+    compiled = torch.compile(function.ours, **options)
+    for length in LENGTHS[:2]:
+        case = hostile_tokens.Case(1.0, (4, length), "half", torch.float32, length)
+        batch = hostile_tokens.build(case)
+        leaf = getattr(batch, function.leaf).requires_grad_()
+        arguments = [leaf], leaf, batch
+        assert_same(step(compiled, *arguments), step(function.ours, *arguments))
+
+
+@pytest.mark.parametrize("form", BREAKS_GRAPH)
+def test_fullgraph_is_refused_with_the_reason(form):
+    compiled = torch.compile(called(form), fullgraph=True, backend="eager")
     batch = batch_of(5)
     with pytest.raises(Exception, match="leave out fullgraph"):
-        compiled(batch, *leaves_of(name, batch))
+        compiled(batch, *leaves_of(form, batch))
+
+
+def test_a_head_that_is_gathered_breaks_the_graph():
+    """DeepSpeed ZeRO 3 gives the parameter its weight while the module runs, and takes it away again."""
+    form = "linear_token_logprobs"
+    batch = batch_of(5)
+    leaves = leaves_of(form, batch)
+    call = OPS[form].call
+    whole = torch.compile(call, backend="eager", fullgraph=True)
+    whole(fused_rl.linear_token_logprobs, batch, *leaves)
+    leaves[1].ds_id = 0
+    with pytest.raises(Exception, match="leave out fullgraph"):
+        whole(fused_rl.linear_token_logprobs, batch, *leaves)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_the_operator_of_a_head_is_registered_right(masked):
+    batch = batch_of(5, masked)
+    hidden, weight, bias = leaves_of("linear_token_logprobs", batch)
+    options = None, 0.7, 30.0, 0.01, None
+    for targets in (batch.targets, batch.several):
+        arguments = hidden, weight, bias, targets, batch.mask, *options
+        torch.library.opcheck(torch.ops.fused_rl.linear_token_logprobs.default, arguments)
+
+
+class Policy(nn.Module):
+    """A small model whose head is its embedding, and what a training step asks of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.block = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0, batch_first=True)
+
+    def forward(self, ids, mask, advantages):
+        hidden, head = self.block(self.embedding(ids)), self.embedding.weight
+        outputs = fused_rl.linear_token_logprobs(hidden, head, ids, mask=mask, shift=True)
+        reference = hidden.detach() + 0.1
+        options = {"mask": mask, "shift": True}
+        kl = fused_rl.linear_token_kl(hidden, head, reference, head.detach(), **options)
+        nll = fused_rl.linear_token_loss(hidden, head, ids, lambda lp, _: -lp, **options).loss
+        old = outputs.logprobs.detach() - 0.1
+        loss, _ = fused_rl.policy_loss(outputs.logprobs, old, advantages, mask, preset="grpo")
+        bonus, _ = fused_rl.entropy_bonus(outputs.entropy, mask, 0.01)
+        of_logits = fused_rl.token_logprobs(hidden @ head.t(), ids).logprobs
+        return loss + bonus + 0.1 * kl.sum() + 0.01 * nll - 0.01 * of_logits.mean()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", slow("inductor")])
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)])
+def test_a_model_trains_as_in_eager_mode(dtype, backend):
+    torch.manual_seed(0)
+    eager = Policy()
+    compiled = copy.deepcopy(eager)
+    compiled.compile(backend=backend)
+    losses = []
+    for model in (eager, compiled):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        losses.append([])
+        for length in (6, 9, 7, 11):
+            made = torch.Generator().manual_seed(length)
+            ids = torch.randint(VOCAB, (3, length), generator=made)
+            mask = torch.rand(3, length - 1, generator=made) < 0.7
+            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                loss = model(ids, mask, torch.randn(3, generator=made))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.detach())
+    tolerances = {"rtol": 1e-4 if dtype == torch.float32 else 3e-2, "atol": 1e-4}
+    torch.testing.assert_close(*map(torch.stack, losses[::-1]), **tolerances)
+
+
+def test_the_page_says_which_calls_break_the_graph():
+    page = NUMERICS.read_text()
+    section = page[page.index("**Under `torch.compile`**") :]
+    section = section[: section.index("**How it is tested.**")]
+    functions = set(fused_rl.__all__) - OTHERS
+    breaking = {whole_name(form) for form in BREAKS_GRAPH} - {"linear_token_logprobs"}
+    rows = {
+        "works": ", ".join(f"`{name}`" for name in sorted(functions - breaking)),
+        "breaks the graph": "`linear_token_logprobs` with `support` or a sharded head, "
+        + ", ".join(f"`{name}`" for name in sorted(breaking)),
+    }
+    lines = [f"| {result} | {calls} |" for result, calls in rows.items()]
+    assert "\n".join(lines) in section, "\n".join(["expected:", *lines])

@@ -92,7 +92,9 @@ def patch(cuda, guard) -> None:
     cuda.current_device = lambda: guard.current_device()  # of the calling thread
     cuda.set_device = lambda device: guard.set_device(torch.device(device).index)
     # Of torch.cuda.device_of.
-    cuda._exchange_device = cuda._maybe_exchange_device = lambda device: min(device, 0)
+    # Two functions, because torch.compile knows each by its object.
+    cuda._exchange_device = lambda device: min(device, 0)
+    cuda._maybe_exchange_device = lambda device: min(device, 0)
     cuda.is_bf16_supported = lambda including_emulation=True: True
     cuda.get_device_properties = lambda device=None: PROPERTIES
     cuda.get_device_capability = lambda device=None: (PROPERTIES.major, PROPERTIES.minor)
