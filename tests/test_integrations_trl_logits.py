@@ -27,11 +27,11 @@ def make_logits(dtype, banned=False):
 
 
 def from_logits(module, logits, index, temperature, row_mask, several):
-    """log-probabilities, and of one target per row entropies; the gradient of both."""
+    """log-probabilities, and entropies unless TRL's mask cannot fit them; the gradient of both."""
     logits = logits.detach().clone().requires_grad_()
     taken = logits[:, :-1]  # as trainers do: rows that do not merge
     found = [module.selective_log_softmax(taken, index, temperature, row_mask)]
-    if not several:
+    if not several or row_mask is None:
         found += module.selective_log_softmax_and_entropy(taken, index, True, temperature, row_mask)
         if temperature == 1 and row_mask is None:
             found.append(module.entropy_from_logits(taken))
@@ -98,6 +98,21 @@ def test_logits(dtype, temperature, masked, several):
         assert (ours[0][row_mask == 0] == 0).all()
     if row_mask is not None and not several:
         assert (ours[-1][:, :-1][row_mask == 0] == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 6), (3, 1)])
+@pytest.mark.parametrize("several", [False, True])
+def test_a_mask_is_broadcast_and_hides_targets_that_are_none(shape, several):
+    logits = make_logits(FP32)[:, :-1]
+    index = torch.full((3, 6, 2) if several else (3, 6), 5)
+    row_mask = (torch.arange(6) % 2 if shape == (1, 6) else torch.arange(3) % 2).view(shape)
+    row_mask = row_mask[..., None] if several else row_mask
+    arguments = 0.7, row_mask
+    expected = trl_utils.selective_log_softmax(logits, index, *arguments)
+    masked = index.masked_fill((row_mask == 0).broadcast_to(index.shape), -100)
+    logits = logits.masked_fill((row_mask == 0).reshape(*shape, 1), torch.nan)
+    found = integration.selective_log_softmax(logits, masked, *arguments)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_entropy_without_gradient():

@@ -1,7 +1,9 @@
 """The patch that exchanges TRL's primitives for ours: whole, undone, refused, pickled, documented."""
 
 import importlib
+import importlib.metadata
 import sys
+import warnings
 
 import pytest
 import torch
@@ -71,6 +73,28 @@ def test_every_copy_is_replaced_and_every_attribute_restored(host_modules):
     after = attributes()
     assert after.keys() == before.keys()
     assert all(after[place] is before[place] for place in before)
+
+
+def test_a_trainer_imported_while_patched_has_ours_until_the_end(monkeypatch):
+    """TRL imports its trainers at first use."""
+    name = "trl.experimental.orpo.orpo_trainer"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with integration.patch():
+        late = importlib.import_module(name)
+        assert late.selective_log_softmax is integration.selective_log_softmax
+    assert late.selective_log_softmax is trl_utils.selective_log_softmax
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_release_that_is_not_known_is_tried(strict, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.99.0")
+    if strict:
+        with pytest.raises(ImportError, match=r"trl 1\.99\.0 is not a release"):
+            integration.patch(strict=True)
+        return
+    with warnings.catch_warnings(action="error"), integration.patch():
+        assert trl_utils._ChunkedLogProbFunction is integration.ChunkedLogProbFunction
+        assert trl_utils.entropy_from_logits is integration.entropy_from_logits
 
 
 def test_the_hosts_own_function_is_reached_while_patched():

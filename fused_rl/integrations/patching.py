@@ -34,7 +34,7 @@ class Replacement(NamedTuple):
         versions: the releases that have it under this name and with these parameters; all by default.
         samples: by dtype, arguments for the self-test by name: small random tensors on the CPU from a generator of
             their own, `requires_grad` where a gradient is compared.
-        optional: True where it is no news that the host lacks it.
+        optional: True where it is no news that the host lacks it, or has it with other parameters.
         metrics: places of the outputs that no caller differentiates, whether or not the host could.
     """
 
@@ -173,20 +173,25 @@ class Patch:
         for row in self.table:
             if known and Version(release) not in SpecifierSet(row.versions):
                 continue
-            original, gap = self._compared(row, tested=not known)
+            original, gap = self._looked_up(row)
+            if gap is not None and row.optional:
+                continue
+            if gap is None and not known:
+                result = self_test(original, row.ours, row.samples, row.metrics)
+                gap = None if result == "passed" else f"self-test {result}"
             if gap is None:
                 # A host may keep an older name beside a newer one.
                 if all(original is not taken for _, taken in pairs.values()):
                     pairs[row.name] = row, original
                 continue
             # Of several names the host has one, whose reason is the one to tell.
-            if original is not None or (not row.optional and row.function not in left):
+            if original is not None or row.function not in left:
                 left[row.function] = gap
         replaced = {row.function for row, _ in pairs.values()}
         return Agreement(pairs, {name: gap for name, gap in left.items() if name not in replaced})
 
-    def _compared(self, row, tested):
-        """The host's own object of a row, None if absent, and why it is not ours to replace, None if it is."""
+    def _looked_up(self, row):
+        """The host's own object of a row, None if absent, and why its calls are not calls of ours, None if they are."""
         try:
             original = self._read(row.name)
         # A module of a host may fail in any way, as where another package that it needs is absent.
@@ -194,11 +199,7 @@ class Patch:
             return None, f"{row.name}: {_line(error)}"
         if original is None:
             return None, f"no {row.name}"
-        gap = _signature_gap(original, row.ours)
-        if gap is None and tested:
-            result = self_test(original, row.ours, row.samples, row.metrics)
-            gap = None if result == "passed" else f"self-test {result}"
-        return original, gap
+        return original, _signature_gap(original, row.ours)
 
     def tested(self) -> dict[str, str]:
         """The result of the self-test by the host's name, of everything that is, or would be, replaced."""
@@ -264,7 +265,8 @@ def _signature_gap(theirs, ours) -> str | None:
     for one, other in zip(compared, mine, strict=False):
         defaults_agree = one.default is one.empty or one.default == other.default
         same &= one.name == other.name and one.kind is other.kind and defaults_agree
-    return None if same else f"parameters ({', '.join(map(str, host))})"
+    plain = [str(one.replace(annotation=one.empty)) for one in host]
+    return None if same else f"parameters ({', '.join(plain)})"
 
 
 class Removable(Protocol):

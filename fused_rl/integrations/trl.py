@@ -410,15 +410,13 @@ def selective_log_softmax(
         return _PATCH.original(f"{_UTILS}.selective_log_softmax")(
             logits, index, temperature, row_mask
         )
-    # TRL's masks may hold numbers.
-    mask = None if row_mask is None else row_mask != 0
-    several = index.dim() == logits.dim()
-    # TRL's mask has a place for every target, and that of the op one for every row.
-    if several and mask is not None:
-        return token_logprobs(logits, index, temperature=temperature).logprobs.masked_fill(
-            ~mask, 0.0
-        )
-    return token_logprobs(logits, index, temperature=temperature, mask=mask).logprobs
+    if row_mask is None:
+        return token_logprobs(logits, index, temperature=temperature).logprobs
+    # TRL's masks may hold numbers, and are broadcast to a place for every target.
+    mask = (row_mask != 0).broadcast_to(index.shape)
+    rows = mask.any(-1) if index.dim() == logits.dim() else mask
+    logprobs = token_logprobs(logits, index, temperature=temperature, mask=rows).logprobs
+    return logprobs if rows is mask else logprobs.masked_fill(~mask, 0.0)
 
 
 def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Tensor:
@@ -435,12 +433,13 @@ def selective_log_softmax_and_entropy(
     temperature: float = 1.0,
     row_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """TRL's: log-probabilities of index (...) and entropies of logits (..., V), in one pass; 0 where row_mask is."""
-    # With K targets per row there is one entropy for all of them, a case that is left to TRL.
-    if not _serves_logits(logits, index, temperature) or index.shape != logits.shape[:-1]:
+    """TRL's: log-probabilities of index (...) or (..., K), entropies (...) of logits (..., V); 0 where row_mask is."""
+    # TRL has one mask for both results, which fits one of them where there are K targets per row.
+    ambiguous = row_mask is not None and index.shape != logits.shape[:-1]
+    if not _serves_logits(logits, index, temperature) or ambiguous:
         theirs = _PATCH.original(f"{_UTILS}.selective_log_softmax_and_entropy")
         return theirs(logits, index, entropy_requires_grad, temperature, row_mask)
-    mask = None if row_mask is None else row_mask != 0
+    mask = None if row_mask is None else (row_mask != 0).broadcast_to(index.shape)
     logprobs, entropy, _ = token_logprobs(logits, index, temperature=temperature, mask=mask)
     return logprobs, entropy if entropy_requires_grad else entropy.detach()
 
