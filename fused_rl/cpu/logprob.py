@@ -33,7 +33,7 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
             *logits.shape,
             targets.contiguous(),
             None if mask is None else mask.contiguous(),
-            *_either(inv_temperature),
+            *either(inv_temperature),
             *outputs,
         )
         return RowStatistics(*outputs)
@@ -90,7 +90,7 @@ def logprob_bwd(
             native.DTYPES[out.dtype],
             *logits.shape,
             *_per_row(targets, mask, entropy, m, rest),
-            *_either(inv_temperature),
+            *either(inv_temperature),
         )
         return out
 
@@ -144,11 +144,18 @@ def _per_row(*tensors):
     return [None if x is None else x.contiguous() for x in tensors]
 
 
-def _either(inv_temperature):
+def either(inv_temperature):
     """Return the temperature as rows.c takes it: one per row or null, and a number."""
     if isinstance(inv_temperature, torch.Tensor):
         return inv_temperature.contiguous(), 1.0
     return None, float(inv_temperature)
+
+
+def row_sums(x, inv_t):
+    """(R, V), (R,) fp32 -> maximum and, without one maximum, sum of exp(s): (R,) fp64."""
+    rows = torch.arange(len(x))
+    m, rest, _ = _merge(inv_t.double(), *_statistics(x, rows, inv_t, None))
+    return m, rest
 
 
 def _chunked_statistics(x, rows, inv_t, softcap):

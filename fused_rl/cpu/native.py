@@ -36,19 +36,51 @@ _SERIAL = 1 << 15  # elements; below, waking other threads takes longer than the
 _log = logging.getLogger(__name__)
 
 
-def takes(*matrices: torch.Tensor) -> bool:
+def takes(*tensors: torch.Tensor) -> bool:
     """Return True if rows.c serves these: adjacent columns, on a machine whose compiler compiles it."""
-    for x in matrices:
-        if x.stride(1) != 1 and x.shape[1] != 1:
+    for x in tensors:
+        if x.stride(-1) != 1 and x.shape[-1] != 1:
             return False
     return compiler_found() and _library() is not None
 
 
-def call(name: str, elements: int, *arguments: torch.Tensor | float | None) -> None:
+class Pair(ctypes.Structure):
+    """Two tensors of logits with what counts of them, `Tensors` of rows.c; the tensors live as long as it does."""
+
+    _fields_ = [
+        ("x", ctypes.c_void_p),
+        ("x_batch", ctypes.c_int64),
+        ("x_stride", ctypes.c_int64),
+        ("y", ctypes.c_void_p),
+        ("y_batch", ctypes.c_int64),
+        ("y_stride", ctypes.c_int64),
+        ("dtype", ctypes.c_int64),
+        ("n", ctypes.c_int64),
+        ("length", ctypes.c_int64),
+        ("vocab", ctypes.c_int64),
+        ("mask", ctypes.c_void_p),
+        ("inv_temperatures", ctypes.c_void_p),
+        ("inv_temperature", ctypes.c_double),
+        ("p_share", ctypes.c_double),
+        ("q_share", ctypes.c_double),
+    ]
+
+    def __init__(self, *values: torch.Tensor | float | None):
+        super().__init__(*map(_address, values))
+        self._alive = values
+
+
+def call(name: str, elements: int, *arguments: torch.Tensor | Pair | float | None) -> None:
     """Call a function of rows.c: tensors, contiguous per row, go as addresses, None as null, the threads last."""
     threads = torch.get_num_threads() if elements >= _SERIAL else 1
-    addresses = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments]
+    addresses = [_address(x) for x in arguments]
     _function(name)(*addresses, threads)
+
+
+def _address(x):
+    if isinstance(x, torch.Tensor):
+        return x.data_ptr()
+    return ctypes.addressof(x) if isinstance(x, Pair) else x
 
 
 def squares(x: torch.Tensor) -> torch.Tensor:
@@ -65,6 +97,9 @@ _ARGUMENTS = {
     "logprob_bwd": [
         *[_POINTER] * 3, _POINTER, _SIZE, _POINTER, _SIZE, _INT, _INT, _SIZE, _SIZE, *[_POINTER] * 5, *_TEMPERATURE
     ],
+    "kl_fwd": [_POINTER] * 3,
+    "js_fwd": [_POINTER] * 3,
+    "pair_bwd": [*[_POINTER] * 5, _INT, _POINTER],
     "squares": [_POINTER, _INT, _SIZE, _POINTER],
 }  # fmt: skip
 
