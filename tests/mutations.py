@@ -95,11 +95,11 @@ MUTATIONS = {
         "f_old += tl.fma(tl.fma(h, LN2, g), tl.fma(a_old, LN2, f_old), w_old * g)",
         "tests/test_kl.py -k mean_that_falls",
     ),
-    "the reference column of a block may be the one that Q masks": Mutation(
-        "fused_rl/cpu/kl.py",
-        "torch.where(far_at_top, m - n, at_top)",
-        "at_top",
-        "tests/test_hostile.py -k masks_of_most",
+    "large log-ratios keep their rounding": Mutation(
+        "fused_rl/cpu/rows.c",
+        "if (divergence > 1) {",
+        "if (divergence > 1e30) {",
+        "tests/test_cpu_kl.py -k beside_a_large_divergence",
     ),
     "a temperature per row is not inverted": Mutation(
         "fused_rl/ops/rows.py",
@@ -337,9 +337,9 @@ MUTATIONS = {
         "tests/test_masked.py",
     ),
     "the gradient of a capped divergence lacks the slope of the cap": Mutation(
-        "fused_rl/cpu/pair.py",
-        "out[rows[part]] = gradient.mul_(slope).to(out.dtype)",
-        "out[rows[part]] = gradient.to(out.dtype)",
+        "fused_rl/cpu/kl.py",
+        "gradient *= 1 - (value / softcap).square()",
+        "gradient *= 1",
         "tests/test_kl.py -k softcap",
     ),
     "the kernels cap one of the two rows": Mutation(
@@ -397,11 +397,11 @@ MUTATIONS = {
         "(bits + 0x8000) >> 16",
         "tests/test_cpu_logprob.py -k even_one",
     ),
-    "a block that P masks throughout keeps its fast sums": Mutation(
-        "fused_rl/cpu/kl.py",
-        "held & (x.amin(-1, True) < m)",
-        "held & (x.amin(-1, True) <= m)",
-        "tests/test_cpu_kl.py -k whole_blocks",
+    "a divergence keeps the rounding of the sums": Mutation(
+        "fused_rl/cpu/rows.c",
+        "divergence = sums.excess - (sums.expm1 - shift);",
+        "divergence = sums.excess;",
+        "tests/test_kl.py -k 'close_distributions and cpu'",
     ),
     "a token at the threshold of entropy is left out": Mutation(
         "fused_rl/objectives/surrogates.py",

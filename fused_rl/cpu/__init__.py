@@ -1,1 +1,1 @@
-"""The CPU twins of `fused_rl.kernels`: modules and functions of the same names, in C, plain PyTorch and Inductor."""
+"""The CPU twins of `fused_rl.kernels`: modules and functions of the same names, in C, or plain PyTorch without it."""

@@ -70,8 +70,7 @@ def probabilities(x, m, mass, t):
 def p_q_delta(x, y, t, state: KLState):
     """p, q and log(p / q), (R, V) fp32, from the state of the rows."""
     m, w, n, s, offset, c, k = (
-        z.double()
-        for z in (state.m, state.w_all, state.n, state.s, state.offset, state.c, state.k)
+        z.double() for z in (state.m, state.w_all, state.n, state.s, state.offset, state.c, state.k)
     )
     # far apart, k and the mean would cancel
     far = k > FAR
