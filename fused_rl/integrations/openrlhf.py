@@ -1,4 +1,4 @@
-"""OpenRLHF 0.11: its log-probabilities, entropies and KL estimates by ours; its losses, masks and metrics stay.
+"""OpenRLHF 0.10 and 0.11: its log-probabilities, entropies and KL estimates by ours; all else stays its own.
 
     import fused_rl.integrations.openrlhf
     fused_rl.integrations.openrlhf.patch()
@@ -7,6 +7,8 @@ PPO trains in Ray's worker processes, so they are what must be patched: start Ra
 `ray.init(runtime_env={"worker_process_setup_hook": "fused_rl.integrations.openrlhf.patch"})`. SFT, DPO and reward
 modelling train in the process that deepspeed starts: there, the two lines above.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -25,13 +27,17 @@ __all__ = ["patch", "unpatch"]
 _UTILS = "openrlhf.models.utils"
 
 
-def patch() -> Applied:
+def patch(*, strict: bool = False) -> Applied:
     """Replace OpenRLHF's primitives in this process; nothing if they are replaced. In a `with`, as long as it lasts.
 
+    Args:
+        strict: raise for a release that this integration does not know. Otherwise each function is tried beside
+            OpenRLHF's on a few numbers, and a warning names those that stay OpenRLHF's.
+
     Raises:
-        ImportError: OpenRLHF is absent, or not 0.11.
+        ImportError: OpenRLHF is absent; with `strict`, not as this integration knows it.
     """
-    return _PATCH.apply()
+    return _PATCH.apply(strict=strict)
 
 
 def unpatch() -> None:
@@ -63,6 +69,13 @@ def compute_entropy(logits: Tensor) -> Tensor:
     return row_entropy(logits)
 
 
+def _takes_kl(log_probs, log_probs_base, kl_estimator):
+    # `capped_kl` takes the base as a constant; where it has a gradient, the host's own is used.
+    differentiated = log_probs_base.requires_grad and torch.is_grad_enabled()
+    is_known = kl_estimator in ("k1", "k2", "k3")
+    return is_known and not differentiated and is_served(log_probs, log_probs_base)
+
+
 def compute_approx_kl(
     log_probs: Tensor,
     log_probs_base: Tensor,
@@ -79,13 +92,7 @@ def compute_approx_kl(
     the value is capped, for k3 as soon as a token has become 14 times less likely than under the base; here it stays
     what it is at the cap (`capped_kl`).
     """
-    # `capped_kl` takes the base as a constant; where it has a gradient, the host's own is used.
-    differentiated = log_probs_base.requires_grad and torch.is_grad_enabled()
-    if (
-        kl_estimator not in ("k1", "k2", "k3")
-        or differentiated
-        or not is_served(log_probs, log_probs_base)
-    ):
+    if not _takes_kl(log_probs, log_probs_base, kl_estimator):
         host = _PATCH.original(f"{_UTILS}.compute_approx_kl")
         return host(log_probs, log_probs_base, log_probs_old, kl_estimator, unbiased_gradient)
     # In 16 bits the difference of two close log-probabilities has few digits.
@@ -103,8 +110,39 @@ def compute_approx_kl(
     return with_gradient_of(value, k2)
 
 
-_TABLE = tuple(
-    Replacement(f"{_UTILS}.{ours.__name__}", ours)
-    for ours in (log_probs_from_logits, compute_entropy, compute_approx_kl)
+def _older_approx_kl(log_probs: Tensor, log_probs_base: Tensor, kl_estimator: str = "k1") -> Tensor:
+    """`compute_approx_kl` as OpenRLHF 0.10 and 0.11.0 call it, where the estimator comes third."""
+    if not _takes_kl(log_probs, log_probs_base, kl_estimator):
+        host = _PATCH.original(f"{_UTILS}.compute_approx_kl")
+        return host(log_probs, log_probs_base, kl_estimator)
+    return compute_approx_kl(log_probs, log_probs_base, kl_estimator=kl_estimator)
+
+
+def _logits_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, 37, generator=generator, device="cpu") * 3
+    labels = torch.randint(37, (2, 3), generator=generator, device="cpu")
+    yield {"logits": logits.to(dtype).requires_grad_(), "labels": labels, "temperature": 0.7}
+
+
+def _kl_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
+    log_probs = torch.linspace(-6, 0, 24, device="cpu").to(dtype).requires_grad_()
+    # Under the cap, beyond which the gradients differ.
+    base = log_probs.detach() + torch.tensor([-2.0, -1.0, 1.0, 2.0], device="cpu").repeat(6)
+    tensors = {
+        "log_probs": log_probs,
+        "log_probs_base": base.to(dtype),
+        "log_probs_old": log_probs.detach() - 0.3,
+    }
+    for estimator, unbiased in (("k1", True), ("k2", False), ("k3", False)):
+        yield tensors | {"kl_estimator": estimator, "unbiased_gradient": unbiased}
+
+
+_TABLE = (
+    Replacement(f"{_UTILS}.log_probs_from_logits", log_probs_from_logits, samples=_logits_samples),
+    Replacement(f"{_UTILS}.compute_entropy", compute_entropy, samples=_logits_samples),
+    # The parameters say which of the two a release has.
+    Replacement(f"{_UTILS}.compute_approx_kl", compute_approx_kl, samples=_kl_samples),
+    Replacement(f"{_UTILS}.compute_approx_kl", _older_approx_kl, samples=_kl_samples),
 )
-_PATCH = Patch("openrlhf", ">=0.11,<0.12", _TABLE)
+_PATCH = Patch("openrlhf", ">=0.10,<0.12", _TABLE)

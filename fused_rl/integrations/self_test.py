@@ -16,6 +16,10 @@ LEAST_SIZE = 1e-2
 
 def parameters_of(function) -> list[inspect.Parameter]:
     """The parameters of a function, or those of a class's `apply`, which are of an autograd function its forward's."""
+    owner = getattr(function, "__self__", None)
+    # A host may keep `apply` alone, by itself a function of (*args, **kwargs).
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        function = owner
     if not isinstance(function, type):
         return list(inspect.signature(function).parameters.values())
     if issubclass(function, torch.autograd.Function):
@@ -69,6 +73,8 @@ def _plain_state(device):
             stack.enter_context(torch.device(device))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
+        # A host's function may be compiled, which takes seconds.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         for kind in {"cpu", device}:
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield

@@ -1,4 +1,4 @@
-"""verl 0.9: its log-probabilities, entropies, k3 and fused linear head by ours; its losses, masks and metrics stay.
+"""verl 0.7 to 0.9: its log-probabilities, entropies, k3 and fused head by ours; its losses, masks and metrics stay.
 
     import fused_rl.integrations.verl
     fused_rl.integrations.verl.patch()
@@ -11,6 +11,7 @@ Not replaced: Megatron's vocabulary-parallel functions (`verl.utils.megatron`), 
 """
 
 import os
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -32,17 +33,19 @@ _LIGER = "_LIGER_FUSED_LINEAR_SCALED_CROSS_ENTROPY"
 _LINEAR = "verl.utils.kernel.linear_cross_entropy.linear_cross_entropy"
 
 
-def patch(*, logits_dtype: torch.dtype | None = None) -> Applied:
+def patch(*, logits_dtype: torch.dtype | None = None, strict: bool = False) -> Applied:
     """Replace verl's primitives in this process; nothing if they are replaced. In a `with`, only as long as it lasts.
 
     Args:
         logits_dtype: of the fused heads' logits, as in `fused_rl.linear_token_logprobs`.
+        strict: raise for a release that this integration does not know. Otherwise each function is tried beside verl's
+            on a few numbers, and a warning names those that stay verl's.
 
     Raises:
-        ImportError: verl is absent, or not 0.9.
+        ImportError: verl is absent; with `strict`, not as this integration knows it.
         ValueError: verl is patched with another logits_dtype; later, one that the head's dtype does not allow.
     """
-    return _PATCH.apply(logits_dtype=logits_dtype)
+    return _PATCH.apply(strict=strict, logits_dtype=logits_dtype)
 
 
 def unpatch() -> None:
@@ -193,12 +196,22 @@ class LigerFusedLinear:
 
     @staticmethod
     def apply(
-        hidden_states: Tensor, weight: Tensor, input_ids: Tensor, temperature: float, *options
+        _input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        temperature: float = 1.0,
+        ignore_index: int = -100,
+        m_tiles_per_cluster: int = 1,
+        return_entropy: bool = False,
+        selected_token_ids: Tensor | None = None,
     ) -> tuple:
         """Negative log-probabilities and entropies (N,), of hidden states (N, H) under a head (V, H)."""
-        logprobs, entropy = FusedLinearForPPOFunction.apply(
-            hidden_states, weight, input_ids, temperature
-        )
+        # verl requests the entropy and nothing else, for targets that all count.
+        if not return_entropy or selected_token_ids is not None:
+            host = _PATCH.original(f"{_EXPERIMENTAL}.{_LIGER}")
+            options = ignore_index, m_tiles_per_cluster, return_entropy, selected_token_ids
+            return host.apply(_input, weight, target, temperature, *options)
+        logprobs, entropy = FusedLinearForPPOFunction.apply(_input, weight, target, temperature)
         # Liger's function returns losses.
         return -logprobs, entropy
 
@@ -234,9 +247,50 @@ def linear_cross_entropy(
 
 _REDUCTIONS = {"none": lambda logprobs: logprobs, "sum": Tensor.sum, "mean": Tensor.mean}
 
+
+def _logits_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 37, generator=generator, device="cpu") * 3
+    labels = torch.randint(37, (6,), generator=generator, device="cpu")
+    yield {
+        "logits": logits.to(dtype).requires_grad_(),
+        "labels": labels,
+        "inplace_backward": False,
+        "chunk_size": 2,
+    }
+
+
+def _kl_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
+    logprob = torch.linspace(-6, 0, 24, device="cpu").to(dtype).requires_grad_()
+    # Under the cap, beyond which the gradients differ, and where 16 bits have digits of k3.
+    ref_logprob = (
+        logprob.detach() + torch.tensor([-2.0, -1.0, 1.0, 2.0], device="cpu").repeat(6)
+    ).to(dtype)
+    yield {"logprob": logprob, "ref_logprob": ref_logprob, "kl_penalty": "low_var_kl"}
+
+
+def _head_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
+    generator = torch.Generator().manual_seed(0)
+    # verl's Triton head takes hidden sizes that 128 divides.
+    hidden = torch.randn(6, 128, generator=generator, device="cpu")
+    weight = torch.randn(37, 128, generator=generator, device="cpu") / 4
+    labels = torch.randint(37, (6,), generator=generator, device="cpu")
+    hidden, weight = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+    # The same three under the names of each head.
+    yield {
+        **dict.fromkeys(("hidden_states", "hidden", "_input"), hidden),
+        **dict.fromkeys(("vocab_weights", "weight"), weight),
+        **dict.fromkeys(("input_ids", "labels", "target"), labels),
+        "temperature": 0.7,
+        "ignore_index": -100,
+        "m_tiles_per_cluster": 1,
+        "return_entropy": True,
+    }
+
+
 _TABLE = (
     *(
-        Replacement(f"{_FUNCTIONAL}.{ours.__name__}", ours)
+        Replacement(f"{_FUNCTIONAL}.{ours.__name__}", ours, samples=_logits_samples)
         for ours in (
             logprobs_from_logits,
             logprobs_from_logits_flash_attn,
@@ -246,10 +300,12 @@ _TABLE = (
             entropy_from_logits_with_chunking,
         )
     ),
-    Replacement(_KL, kl_penalty_forward),
-    Replacement(_FUSED_LINEAR, FusedLinearForPPOFunction),
-    Replacement(_LINEAR, linear_cross_entropy),
+    Replacement(_KL, kl_penalty_forward, samples=_kl_samples),
+    Replacement(_FUSED_LINEAR, FusedLinearForPPOFunction, samples=_head_samples),
+    Replacement(_LINEAR, linear_cross_entropy, samples=_head_samples),
     # verl has this function from 0.9.1 on, and only where liger-kernel is installed.
-    Replacement(f"{_EXPERIMENTAL}.{_LIGER}", LigerFusedLinear, optional=True),
+    Replacement(
+        f"{_EXPERIMENTAL}.{_LIGER}", LigerFusedLinear, samples=_head_samples, optional=True
+    ),
 )
-_PATCH = Patch("verl", ">=0.9,<0.10", _TABLE)
+_PATCH = Patch("verl", ">=0.7,<0.10", _TABLE)

@@ -1,4 +1,4 @@
-"""verl 0.9 patched against unpatched: each replaced function, the patch itself, and our losses in its registries."""
+"""verl patched against unpatched: each replaced function, the patch itself, and our losses in its registries."""
 
 import functools
 import inspect
@@ -242,8 +242,14 @@ def test_what_the_fused_head_cannot_take_is_verls(dtype, temperature):
 def test_liger_s_head_is_replaced_where_it_is_installed(monkeypatch):
     """verl calls Liger's function by `apply`; a stand-in takes its place, as liger-kernel needs a GPU."""
 
+    @functools.wraps(integration.LigerFusedLinear.apply)
+    def apply(*_):
+        pytest.fail("Liger's function was called")
+
     class Liger:
-        apply = staticmethod(lambda *arguments: pytest.fail("Liger's function was called"))
+        pass
+
+    Liger.apply = staticmethod(apply)
 
     hidden, weight, labels = head(torch.float32, (4, 6))
     want = FusedLinearForPPO().forward(hidden, weight, labels, 0.7)
@@ -334,9 +340,12 @@ def test_linear_cross_entropy(shape, reduction):
 
 def test_a_split_head_and_unknown_options_are_verls(monkeypatch):
     calls = []
-    monkeypatch.setattr(
-        linear_module, "linear_cross_entropy", lambda *arguments: calls.append(arguments)
-    )
+
+    @functools.wraps(integration.linear_cross_entropy)
+    def theirs(*arguments):
+        calls.append(arguments)
+
+    monkeypatch.setattr(linear_module, "linear_cross_entropy", theirs)
     tensors = head(torch.float32)
     with integration.patch():
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group)
