@@ -55,6 +55,11 @@ $(VENV)-openrlhf/installed: tests/hosts/constraints-openrlhf.txt pyproject.toml 
 	$| -m pip install -q -c $< --no-deps openrlhf==0.11.2
 	@touch $@
 
+# A release of a host lies in a folder of its own, before the packages of one of these environments.
+.PHONY: test-releases
+test-releases: $(VENV)/installed $(HOSTS:%=$(VENV)-%/installed)  #: every release of a host that the patches know
+	VENV=$(VENV) $(BIN)/python -m tests.releases $(ONLY)
+
 # A real inference server, which our environment asks by HTTP alone. Its list is frozen for this Python.
 SERVER_PYTHON ?= python3.11
 .PHONY: test-server

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from fused_rl.base.checks import check_range
 from fused_rl.integrations.patching import Applied, Patch
 from fused_rl.integrations.primitives import IGNORED
+from fused_rl.integrations.self_test import self_test
 from fused_rl.integrations.unformed import INSTEAD, Call, UnformedLogits
 from fused_rl.ops.logprobs import token_logprobs
 
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["causal_lm_loss", "patch", "unpatch"]
 
-# Nothing of the package is replaced: the patch is here for its check of versions.
-_HOST = Patch("transformers", ">=5.17,<6", ())
+# Nothing of the package is replaced: the patch is here for what it knows of versions.
+_HOST = Patch("transformers", ">=5.12,<5.25", ())
 
 
 def causal_lm_loss(
@@ -106,6 +107,7 @@ def patch(
     logits_dtype: torch.dtype | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    strict: bool = False,
 ) -> Applied:
     """Let `model(input_ids, labels=...)` make its loss from hidden states and LM head; the logits never exist.
 
@@ -126,22 +128,29 @@ def patch(
         label_smoothing: as in `fused_rl.linear_cross_entropy`, in place of `TrainingArguments(label_smoothing_factor)`,
             with which Trainer makes a loss of its own of logits.
         z_loss: coefficient of the squared log-sum-exp of the logits that is added to each token's loss, as there.
+        strict: raise for a release of transformers that this integration does not know. Otherwise a model of a few
+            hundred weights is tried first, patched and not.
 
     Returns:
         What a `with` statement takes: on leaving it, the model is as before.
 
     Raises:
-        ImportError: a version of transformers that this was not tested with.
+        ImportError: a release of transformers in which that model's loss or gradients differ, or any unknown one with
+            `strict`.
         TypeError: not a causal LM of transformers.
         ValueError: a model that is patched with other options; a loss that is not `ForCausalLMLoss`, tensor
             parallelism, an LM head that is not a plain `nn.Linear` (LoRA on it, quantization), a forward that was
             replaced.
         RuntimeError: later, in a forward that does something else to its logits than scale, cap or cast them.
     """
-    _HOST.check_version()
     check_range("label_smoothing", label_smoothing, "a number from 0 to 1")
     check_range("z_loss", z_loss, "a finite number, 0 or more")
     options = {"logits_dtype": logits_dtype, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    release = _HOST.release()
+    if strict:
+        _HOST.check_version()
+    elif not _HOST.knows(release):
+        _try_release(release)
     model = _base(model)
     # A model is patched once, and only over its own forward.
     forward = vars(model).get(_ATTRIBUTE)
@@ -315,6 +324,45 @@ def _loss_function(
     return loss
 
 
+@functools.cache
+def _try_release(release: str) -> None:
+    """Raise ImportError unless a tiny model has one loss and gradient, patched and not."""
+    result = _self_test()
+    if result != "passed":
+        raise ImportError(
+            f"transformers {release} is not a release that this integration knows ({_HOST.versions}), and a tiny model "
+            f"patched beside stock {result}; {INSTEAD}"
+        )
+
+
+def _self_test() -> str:
+    """Compare loss and gradient of a Llama of a few hundred weights, patched and stock: "passed", or what differs."""
+    import transformers
+
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 37}
+    config = transformers.LlamaConfig(**shape, num_attention_heads=1, num_key_value_heads=1)
+    with torch.random.fork_rng(), torch.device("cpu"):
+        model = transformers.LlamaForCausalLM(config)
+    patched = _FusedForward(model, {})
+
+    def theirs(inputs_embeds, labels):
+        stock = type(model).forward
+        return stock(model.to(inputs_embeds), inputs_embeds=inputs_embeds, labels=labels).loss
+
+    def ours(inputs_embeds, labels):
+        model.to(inputs_embeds)
+        return patched(inputs_embeds=inputs_embeds, labels=labels).loss
+
+    def samples(dtype):
+        generator = torch.Generator().manual_seed(0)
+        embedded = torch.randn(2, 5, 8, generator=generator, device="cpu")
+        labels = torch.randint(37, (2, 5), generator=generator, device="cpu")
+        labels[0, 2] = IGNORED
+        yield {"inputs_embeds": embedded.to(dtype).requires_grad_(), "labels": labels}
+
+    return self_test(theirs, ours, samples)
+
+
 def _base(model: nn.Module) -> "PreTrainedModel":
     """The causal LM inside a peft model, or the model itself."""
     import transformers
@@ -333,6 +381,12 @@ def _base(model: nn.Module) -> "PreTrainedModel":
 def _check_loss_function(model: "PreTrainedModel") -> None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
+    # Liger replaces a model's forward by one that has a fused head of its own.
+    if type(model).forward.__module__.partition(".")[0] == "liger_kernel":
+        raise ValueError(
+            f"{type(model).__name__}.forward is Liger's, which fuses the LM head too: keep one of the two, Liger's "
+            "other kernels with apply_liger_kernel_to_...(fused_linear_cross_entropy=False)"
+        )
     if model.loss_function is not ForCausalLMLoss:
         name = getattr(model.loss_function, "__name__", repr(model.loss_function))
         raise ValueError(

@@ -4,6 +4,7 @@ import functools
 import types
 
 import torch
+import verl
 import verl.utils.torch_functional as verl_F
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from verl.models.transformers import dense_common
@@ -54,7 +55,14 @@ def batch(temperature, remove_padding, entropy, fused_kernels):
         "ref_log_prob": per_response(-4.6, 0.3),
         "advantages": per_response(0.0, 1.0),
         "response_mask": jagged(torch.ones(n) for n in RESPONSES),
+        # verl 0.7 looks these up.
+        "loss_mask": jagged(torch.ones(n) for n in lengths),
+        "attention_mask": jagged(torch.ones(n) for n in lengths),
     }
+    # verl 0.7's loss reads what is per response as padded already.
+    if verl.__version__.startswith("0.7."):
+        for name in ("old_log_probs", "ref_log_prob", "advantages", "response_mask"):
+            data[name] = data[name].to_padded_tensor(0.0)
     options = {
         "use_remove_padding": remove_padding,
         "calculate_entropy": entropy,
@@ -104,6 +112,10 @@ def step(
     )
     runner = engine(model, engine_options or {})
     runner._autocast_dtype = autocast
+    if verl.__version__.startswith("0.7."):
+        # Its autocast is bf16 in any case.
+        given = functools.partial(torch.autocast, "cpu", autocast, autocast != torch.float32)
+        monkeypatch.setattr(transformer_impl.torch, "autocast", lambda *_, **__: given())
     torch.manual_seed(0)  # clip_cov draws the tokens that it leaves out
     value, output = runner.forward_step(
         batch(**options), functools.partial(ppo_loss, config=config), False

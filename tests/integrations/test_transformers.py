@@ -607,7 +607,7 @@ def test_logits_of_a_training_step_are_refused_by_name():
     )
 
 
-def test_what_patch_refuses(monkeypatch):
+def test_what_patch_refuses():
     base = tiny_models.model("qwen2")
     with pytest.raises(TypeError, match="causal language model of transformers.*got Linear"):
         patch(torch.nn.Linear(2, 2))
@@ -618,9 +618,40 @@ def test_what_patch_refuses(monkeypatch):
     base.loss_function = print
     with pytest.raises(ValueError, match="print.*ForCausalLMLoss"):
         patch(base)
-    monkeypatch.setattr(patching.importlib.metadata, "version", lambda name: "4.57.1")
-    with pytest.raises(ImportError, match=r"transformers 4.57.1 is not a .*<6,>=5.17"):
-        patch(tiny_models.model("qwen2"))
+
+
+def test_a_release_that_is_not_known_is_tried(monkeypatch):
+    """It is patched if a tiny model's loss and gradients are stock's, and refused if not."""
+    monkeypatch.setattr(patching.importlib.metadata, "version", lambda name: "99.0")
+    model = tiny_models.model("qwen2")
+    with patch(model):
+        assert "forward" in vars(model)
+    with pytest.raises(ImportError, match="transformers 99.0 is not a release.*install"):
+        patch(model, strict=True)
+    monkeypatch.setattr(patching.importlib.metadata, "version", lambda name: "99.1")
+    exact = UnformedLogits.mean_loss
+    monkeypatch.setattr(
+        UnformedLogits, "mean_loss", lambda *given, **options: 1.01 * exact(*given, **options)
+    )
+    with pytest.raises(ImportError, match="99.1.*failed in float32: output 0 differs"):
+        patch(model)
+    assert "forward" not in vars(model)
+
+
+def test_liger_s_fused_head_is_refused(monkeypatch):
+    """Liger may replace the forward of a model's class before the patch or after it."""
+    model, patched = tiny_models.model("qwen2"), tiny_models.model("qwen2")
+    patch(patched)
+
+    def forward(self, input_ids, labels=None):
+        raise AssertionError
+
+    forward.__module__ = "liger_kernel.transformers.model.qwen2"
+    monkeypatch.setattr(type(model), "forward", forward)
+    batch = {name: tiny_models.rows(1)[0][name][None] for name in ("input_ids", "labels")}
+    for late in (lambda: patch(model), lambda: patched(**batch)):
+        with pytest.raises(ValueError, match="Qwen2ForCausalLM.forward is Liger's"):
+            late()
 
 
 def test_an_adapter_on_the_head_is_refused_before_and_after():
