@@ -104,10 +104,12 @@ class Case(NamedTuple):
     view: str
     temperature: float | str
     softcap: float | None
-    masked: bool
+    masked: float  # the share of the rows; 0 is no mask, 1 leaves none that counts
     direction: str
     count: int  # K
     seed: int
+    jsd_beta: float = 0.5
+    compiled: bool = False
 
 
 def cases():
@@ -123,10 +125,13 @@ def cases():
         view=choice([*VIEWS]),
         temperature=choice(TEMPERATURES),
         softcap=choice([None, None, 30.0]),
-        masked=st.booleans(),
+        masked=choice([0.0, 0.0, 0.3, 0.3, 1.0]),
         direction=choice(["reverse", "forward", "jensen-shannon"]),
         count=choice([2, 0, 1, 5, 40]),
         seed=st.integers(0, 10**6),
+        jsd_beta=choice([0.5, 0.5, 0.1, 0.6, 0.98]),
+        # A compilation takes a second, so that few are.
+        compiled=st.integers(1, 25).map(lambda number: number == 1),
     )
 
 
@@ -144,6 +149,7 @@ class Batch(NamedTuple):
     weights: torch.Tensor  # (2, n) fp32
     softcap: float | None
     direction: str
+    jsd_beta: float
     view: str
 
 
@@ -168,13 +174,15 @@ def build(case: Case) -> Batch:
         for i in range(n)
     ]
     per_row = 0.5 + torch.rand(n, generator=generator)
+    jsd_beta = case.jsd_beta if case.direction == "jensen-shannon" else 0.5
     return Batch(
         *(x, y),
         *(targets, mixed[:, : case.count], ranked[:, : min(case.count, case.vocab // 2)]),
         support=TokenSupport.from_lists(map(list, kept)),
-        mask=torch.rand(n, generator=generator) < 0.7 if case.masked else None,
+        mask=torch.rand(n, generator=generator) < 1 - case.masked if case.masked else None,
         temperature=per_row if case.temperature == "per row" else case.temperature,
         weights=torch.randn(2, n, generator=generator),
+        jsd_beta=jsd_beta,
         **{name: getattr(case, name) for name in ("softcap", "direction", "view")},
     )
 
@@ -248,7 +256,9 @@ def head(batch, name="logits"):
     bias = logits.new_zeros(len(weight)).masked_fill(banned.any(0), -torch.inf)
     if batch.mask is not None:
         hidden = hidden.masked_fill(~batch.mask[:, None], torch.nan)
-    return hidden, weight, bias
+    # rows that are all one would be another product
+    view = VIEWS["contiguous" if batch.view == "expanded" else batch.view]
+    return view(hidden), view(weight), bias
 
 
 def two_heads(batch):
@@ -269,7 +279,7 @@ def _given(batch, like, *names):
 
 
 ROWS = ("temperature", "mask", "softcap")
-PAIRS = ("temperature", "mask", "softcap", "direction")
+PAIRS = ("temperature", "mask", "softcap", "direction", "jsd_beta")
 
 
 def of_targets(op, batch, logits, **more):
@@ -433,9 +443,20 @@ def of_top_ids(op, batch, logits, ref_logits):
 # References where the definition needs the conventions that an op documents.
 
 
-def divergence(logits, ref_logits, *, direction, temperature, mask, softcap=None, shift=False):
+def divergence(
+    logits,
+    ref_logits,
+    *,
+    direction,
+    temperature,
+    mask,
+    softcap=None,
+    shift=False,
+    jsd_beta=0.5,
+):
     """`reference.token_kl` with what it leaves open: -1e20 and below are -inf, p with no q is infinite, empty rows."""
     options = {"direction": direction, "temperature": temperature, "mask": mask}
+    options["jsd_beta"] = jsd_beta
     if softcap is not None:  # nothing is banned
         return reference.token_kl(logits, ref_logits, **options, softcap=softcap, shift=shift)
     if shift:

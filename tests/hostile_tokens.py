@@ -41,7 +41,7 @@ def cases():
         gap=choice([1.0, 0.0, 1e-6, 1e-3, 10.0, 19.0, 25.0, 40.0, 60.0]),
         shape=choice([(2, 4), (1, 1), (4, 7), (2, 1), (0, 3), (6, 2)]),
         mask=choice([*MASKS]),
-        dtype=choice([torch.float32, torch.float64, torch.bfloat16]),
+        dtype=choice([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
         seed=st.integers(0, 10**6),
     )
 

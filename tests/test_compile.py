@@ -32,15 +32,10 @@ BREAKS_GRAPH = (
 )
 # In place is refused: `test_inplace_under_compile_raises`.
 FORMS = [name for name in OPS if name != "token_logprobs, inplace"]
-
-
-# One loss of each kind.
-PRESETS = ("gspo", "cispo")
-TOKENS = [
-    name
-    for name in hostile_tokens.FUNCTIONS
-    if not name.startswith(("policy_loss", "policy_token_loss")) or name.endswith(PRESETS)
-]
+# Of functions with several forms one.
+CHOSEN = ("kl_estimate, k3", "importance_ratio, sequence", "policy_loss, gspo")
+CHOSEN += ("policy_token_loss, cispo",)
+TOKENS = [name for name in hostile_tokens.FUNCTIONS if "," not in name or name in CHOSEN]
 
 
 def whole_name(form):
@@ -76,7 +71,7 @@ def normal(*shape, seed):
 
 def batch_of(rows, masked=True):
     row = Row("ordinary", "another", "nowhere", "-1e4", "both")
-    options = ("contiguous", "per row", None, masked, "jensen-shannon", 2, rows)
+    options = ("contiguous", "per row", None, 0.3 * masked, "jensen-shannon", 2, rows)
     return build(Case((row,) * rows, VOCAB, torch.float32, *options))
 
 
@@ -130,14 +125,14 @@ def assert_same(compiled, eager, **tolerances):
 
 
 # A compilation takes seconds: ops with a code path of their own under it in every way, other forms in one each.
-WAYS = [(None, "aot_eager"), (True, "aot_eager"), (None, "inductor"), (True, "inductor")]
+WAYS = [(None, "aot_eager"), (True, "inductor"), (None, "inductor"), (True, "aot_eager")]
 EVERY_WAY = ("linear_token_logprobs", "linear_token_loss", "linear_token_kl", "token_kl")
 CELLS = [(form, *WAYS[0]) for form in EVERY_WAY]
-CELLS += [slow(form, *way) for form in EVERY_WAY for way in WAYS[1:]]
+CELLS += [slow(form, *way) for form in EVERY_WAY for way in WAYS[1:3]]
 CELLS += [
     slow(form, *WAYS[i % len(WAYS)])
     for i, form in enumerate(FORMS)
-    if form not in EVERY_WAY and not form.endswith("shift and support")
+    if form not in EVERY_WAY and not ("," in form and breaks_graph(form))
 ]
 
 
@@ -157,10 +152,9 @@ def test_ops_at_several_lengths(form, dynamic, backend):
 @pytest.mark.parametrize("name", TOKENS)
 def test_functions_of_tokens_at_several_lengths(name):
     function = hostile_tokens.FUNCTIONS[name]
-    dynamic = WAYS[TOKENS.index(name) % 2][0]
     # this test's own loss selects the tokens that count
     fullgraph = not name.startswith("policy_token_loss")
-    options = {"dynamic": dynamic, "backend": "aot_eager", "fullgraph": fullgraph}
+    options = {"dynamic": True, "backend": "aot_eager", "fullgraph": fullgraph}
     compiled = torch.compile(function.ours, **options)
     for length in LENGTHS[:2]:
         case = hostile_tokens.Case(1.0, (4, length), "half", torch.float32, length)

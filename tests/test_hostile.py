@@ -83,13 +83,21 @@ BOUNDS = {
 }
 
 
+# In place is refused, and what puts a split vocabulary together (tests/one_process.py) does not compile.
+EAGER = [op for name, op in OPS.items() if name.startswith("vocab") or name.endswith("inplace")]
+
+
 def check(op, case, device="cpu"):
     batch = op.prepare(placed(build(case), device))
     leaves = op.leaves(batch)
     wide = [leaf.double() for leaf in leaves]
     # hidden states and heads: logits and their gradients are rounded to the inputs' dtype
     plain = leaves if op.sizes in OF_HEAD else [leaf.float() for leaf in leaves]
-    ours, gradients = run(op.ours, op.call, batch, leaves, case.seed)
+    call = op.call
+    if case.compiled and op not in EAGER:
+        torch._dynamo.reset()
+        call = torch.compile(call, backend="aot_eager", dynamic=True)
+    ours, gradients = run(op.ours, call, batch, leaves, case.seed)
     exact, best = run(op.reference, op.call, batch, wide, case.seed)
     _, naive = run(op.reference, op.call, batch, plain, case.seed)
     promised = op.promise(batch, exact)
@@ -124,7 +132,7 @@ MASKED = []
 for place, vocab, dtype in (("99 %", 4097, torch.float32), ("30 %", 100, torch.float32)):
     row = Row("ordinary", "another", place, "-1e9", "policy")
     for direction in ("reverse", "forward"):
-        MASKED.append(Case((row,), vocab, dtype, "contiguous", 1.0, None, False, direction, 2, 0))
+        MASKED.append(Case((row,), vocab, dtype, "contiguous", 1.0, None, 0.0, direction, 2, 0))
 MASKED.append(
     MASKED[0]._replace(rows=(MASKED[0].rows[0]._replace(place="last 60 %"),), dtype=torch.bfloat16)
 )
@@ -164,14 +172,14 @@ def whole(number):
         look, other, place, fill, side = (axis[i % len(axis)] for axis in AXES)
         rows.append(Row(look, other, place, fill, side))
     drawn = Case(
-        tuple(rows), 513, torch.float32, "odd stride", "per row", None, True, "reverse", 5, number
+        tuple(rows), 513, torch.float32, "odd stride", "per row", None, 0.3, "reverse", 5, number
     )
     if number == 1:
         return drawn._replace(
             vocab=2100, dtype=torch.bfloat16, view="columns apart", temperature=0.7, softcap=30.0
         )
     return (
-        drawn._replace(vocab=33, view="transposed", direction="forward", masked=False)
+        drawn._replace(vocab=33, view="transposed", direction="forward", masked=0.0)
         if number == 2
         else drawn
     )
