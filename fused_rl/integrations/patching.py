@@ -196,7 +196,10 @@ class Patch:
             original = self._read(row.name)
         # A module of a host may fail in any way, as where another package that it needs is absent.
         except Exception as error:
-            return None, f"{row.name}: {_line(error)}"
+            of_host = isinstance(error, ModuleNotFoundError) and row.name.startswith(
+                f"{error.name}."
+            )
+            return None, f"no {row.name}" if of_host else f"{row.name}: {_line(error)}"
         if original is None:
             return None, f"no {row.name}"
         return original, _signature_gap(original, row.ours)
