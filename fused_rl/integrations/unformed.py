@@ -122,7 +122,8 @@ class UnformedLogits(Tensor):
             return self.source.formed.to(*arguments, **options)
         device, dtype, *_ = torch._C._nn._parse_to(*arguments, **options)
         # The loss is made where the hidden states are.
-        if device not in (None, self.device) and not self.source.call.running:
+        moved = device not in (None, self.device) or options.get("copy")
+        if moved and not self.source.call.running:
             return self._formed("to").to(*arguments, **options)
         if dtype in (None, self.dtype):
             return self

@@ -272,7 +272,7 @@ USES = {
     "masked_fill_": lambda x: (x.masked_fill_(torch.arange(x.shape[-1]) > 9, -torch.inf), x)[1],
     "*=": scaled_in_place,
     "through detach": lambda x: (x.detach().zero_(), x)[1],
-    "a copy keeps its values": lambda x: (x.double(), x.zero_())[0],
+    "a copy keeps its values": lambda x: (x.double(), x.to(x.dtype, copy=True), x.zero_()),
     "tensor * x": lambda x: torch.tensor(2.0) * x,
     "x / tensor": lambda x: x / torch.full((x.shape[-1],), 3.0),
     "x * 2 / 3": lambda x: x * 2 / 3,
