@@ -120,11 +120,13 @@ class UnformedLogits(Tensor):
     def to(self, *arguments: Any, **options: Any) -> Tensor:
         if self.source.formed is not None:
             return self.source.formed.to(*arguments, **options)
+        # PyTorch's parser does not take this one.
+        copy = options.pop("copy", False)
         device, dtype, *_ = torch._C._nn._parse_to(*arguments, **options)
         # The loss is made where the hidden states are.
-        moved = device not in (None, self.device) or options.get("copy")
+        moved = copy or device not in (None, self.device)
         if moved and not self.source.call.running:
-            return self._formed("to").to(*arguments, **options)
+            return self._formed("to").to(*arguments, **options, copy=copy)
         if dtype in (None, self.dtype):
             return self
         return UnformedLogits(self.source.then(Tensor.to, dtype, dtype=dtype))
