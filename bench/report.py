@@ -23,7 +23,10 @@ turns, each compared with our time in the same turn. † marks a wrong answer: a
 needs a GPU, is not installed, or had no time left. No figure is from a GPU yet.
 """
 TIMED = {
-    "kernels": "Forward and backward of log-probability and entropy.",
+    "kernels": "Forward and backward of log-probability and entropy. With few rows of a vocabulary below about 2,000 "
+    "tokens the time is that of calling the op, and the library is no faster than plain torch: on one thread of an "
+    "AMD EPYC with AVX2, 8 × 1000 takes 1.03 to 1.16 times plain torch's time, 8 × 64 takes 1.2 to 1.5 times, "
+    "8 × 4000 takes 0.7 to 0.96 times, 64 × 2000 takes 0.4 to 0.9 times.",
     "kl": "Forward and backward of `token_kl`, the KL of two logits tensors.",
     "support": "Log-probability and entropy over kept sets of ids, from logits and, with memory in MB, from hidden "
     "states. Memory can be below 0: untouched rows of the returned gradient take none.",
