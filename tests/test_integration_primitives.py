@@ -62,6 +62,6 @@ def test_an_absent_host_is_named_with_the_versions_that_are_known(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "version", absent)
     with pytest.raises(
-        ImportError, match=r"verl is not installed; install verl(<0\.10,>=0\.9|>=0\.9,<0\.10)"
+        ImportError, match=r"verl is not installed; install verl(<0\.10,>=0\.7|>=0\.7,<0\.10)"
     ):
         verl.patch()

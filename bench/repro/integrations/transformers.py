@@ -11,7 +11,8 @@ import torch
 
 from bench import plain
 from bench.repro.integrations.turns import cost
-from fused_rl.integrations.transformers import UnformedLogits, causal_lm_loss, patch
+from fused_rl.integrations.transformers import causal_lm_loss, patch
+from fused_rl.integrations.unformed import Call, UnformedLogits
 
 WAYS = ("stock", "compute_loss_func", "patch")
 ROWS = 4
@@ -87,11 +88,8 @@ def gradient(way: str, hidden, weight, labels, dtype=torch.bfloat16) -> torch.Te
     states = hidden.to(dtype)
     if way == "patch":
         targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-        counted = targets >= 0
-        logits = UnformedLogits(head, states)
-        loss = logits.negative_logprobs(
-            targets, counted, 1 / counted.sum(), workspace_mb=WORKSPACE_MB
-        )
+        logits = UnformedLogits.of_head(Call(), head, states)
+        loss = logits.mean_loss(targets, workspace_mb=WORKSPACE_MB)
     elif way == "stock":
         loss = loss_utils.ForCausalLMLoss(head(states), labels, len(weight))
     else:
