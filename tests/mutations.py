@@ -411,8 +411,8 @@ MUTATIONS = {
     ),
     "the labels that are ignored are always -100": Mutation(
         "fused_rl/integrations/transformers.py",
-        "labels[:, 1:] != ignore_index",
-        "labels[:, 1:] != IGNORED",
+        "(targets[:, 1:] if shift else targets) != ignore_index",
+        "(targets[:, 1:] if shift else targets) != IGNORED",
         "tests/integrations/test_transformers.py -k by_position",
     ),
     "the rows that are trained on are those that were just sampled": Mutation(
