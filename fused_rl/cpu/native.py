@@ -66,21 +66,17 @@ class Pair(ctypes.Structure):
     ]
 
     def __init__(self, *values: torch.Tensor | float | None):
-        super().__init__(*map(_address, values))
+        super().__init__(*[x.data_ptr() if isinstance(x, torch.Tensor) else x for x in values])
         self._alive = values
+        self._as_parameter_ = ctypes.addressof(self)  # for `call`
 
 
 def call(name: str, elements: int, *arguments: torch.Tensor | Pair | float | None) -> None:
     """Call a function of rows.c: tensors, contiguous per row, go as addresses, None as null, the threads last."""
     threads = torch.get_num_threads() if elements >= _SERIAL else 1
-    addresses = [_address(x) for x in arguments]
+    # no function: at a few rows each call of Python's counts
+    addresses = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments]
     _function(name)(*addresses, threads)
-
-
-def _address(x):
-    if isinstance(x, torch.Tensor):
-        return x.data_ptr()
-    return ctypes.addressof(x) if isinstance(x, Pair) else x
 
 
 def squares(x: torch.Tensor) -> torch.Tensor:
