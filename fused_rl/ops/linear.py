@@ -74,7 +74,9 @@ class _LinearTokenLogprobs(torch.autograd.Function):
 
 def _token_gradients(token_loss, statistics, per_token):
     """Sum of the token losses, detached, and its gradient by each statistic, None where it does not use one."""
-    with torch.enable_grad():
+    # Hooks of a checkpoint around the op would run its forward pass again for this graph, which ends here.
+    own = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with torch.enable_grad(), own:
         leaves = [None if x is None else x.detach().requires_grad_() for x in statistics]
         values = token_loss(*leaves, *per_token)
         rows = statistics[1].shape
@@ -383,7 +385,8 @@ def _linear_token_logprobs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """fp32, 0 where masked: logprobs as the targets; entropy, lse, m, rest (...)."""
     options = _row_options(row_temperature, temperature, mask, softcap, workspace_mb, logits_dtype)
-    rows = rows_that_count(hidden, weight, targets, bias, *options)
+    with torch.autocast(hidden.device.type, enabled=False):  # the caller has cast
+        rows = rows_that_count(hidden, weight, targets, bias, *options)
     logprobs, *others = map(rows.restore, tiles.statistics(*rows.arguments))
     return logprobs, *others
 
@@ -424,7 +427,9 @@ def _linear_token_logprobs_backward(
 ) -> list[Tensor]:
     """Gradients of hidden, weight and bias, empty where none is needed."""
     options = _row_options(row_temperature, temperature, mask, softcap, workspace_mb, logits_dtype)
-    rows = rows_that_count(hidden, weight, targets, bias, *options)
+    # a backward pass may stand under an autocast that the forward pass had not
+    with torch.autocast(hidden.device.type, enabled=False):
+        rows = rows_that_count(hidden, weight, targets, bias, *options)
     upstream = [None if d is None else rows.select(d) for d in (dlogprobs, dentropy, dlse)]
     statistics = [rows.select(s) for s in (entropy, m, rest)]
     inputs, row_options = rows.arguments[:4], rows.arguments[4:]
