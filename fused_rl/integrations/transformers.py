@@ -15,7 +15,6 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +24,7 @@ from fused_rl.base.checks import check_range
 from fused_rl.integrations.patching import Applied, Patch
 from fused_rl.integrations.primitives import IGNORED
 from fused_rl.integrations.self_test import self_test
-from fused_rl.integrations.unformed import INSTEAD, Call, UnformedLogits
+from fused_rl.integrations.unformed import INSTEAD, Call, UnformedLogits, attribute
 from fused_rl.ops.logprobs import token_logprobs
 
 if TYPE_CHECKING:
@@ -215,6 +214,9 @@ class _FusedForward:
         return inspect.signature(functools.partial(type(self.model).forward, self.model))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # accelerate's unwrap_model may have made a method of the model of this.
+        if args and args[0] is self.model:
+            args = args[1:]
         labels = self.__signature__.bind(*args, **kwargs).arguments.get("labels")
         # Without labels there is no loss, and generation needs the logits.
         if labels is None or not self.active:
@@ -242,9 +244,9 @@ class _FusedForward:
         with contextlib.ExitStack() as stack:
             for linear in _linears(self.model):
                 forward = functools.partial(_head_forward, call, threading.get_ident(), linear)
-                stack.enter_context(_attribute(linear, "forward", forward))
+                stack.enter_context(attribute(linear, "forward", forward))
             loss_function = functools.partial(_loss_function, call.losses, self.options)
-            stack.enter_context(_attribute(self.model, "_loss_function", loss_function))
+            stack.enter_context(attribute(self.model, "_loss_function", loss_function))
             return type(self.model).forward(self.model, *args, **kwargs)
 
     def install(self) -> None:
@@ -415,20 +417,3 @@ def _linears(model: "PreTrainedModel") -> list[nn.Linear]:
     if model.tp_size is not None and model.tp_size > 1:
         raise ValueError("the model is tensor parallel, so its LM head is in parts; " + INSTEAD)
     return heads
-
-
-@contextlib.contextmanager
-def _attribute(owner: object, name: str, value: object) -> Iterator[None]:
-    """An attribute of the instance, for a while."""
-    held = vars(owner)
-    # None may be the value that is put back.
-    missing = object()
-    before = held.get(name, missing)
-    held[name] = value
-    try:
-        yield
-    finally:
-        if before is missing:
-            del held[name]
-        else:
-            held[name] = before

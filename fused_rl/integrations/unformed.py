@@ -2,7 +2,9 @@
 loss of.
 """
 
+import contextlib
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, NoReturn
@@ -13,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from fused_rl.ops.linear_cross_entropy import linear_cross_entropy
 
-__all__ = ["INSTEAD", "Call", "UnformedLogits"]
+__all__ = ["INSTEAD", "Call", "UnformedLogits", "attribute"]
 
 INSTEAD = "or use Trainer(compute_loss_func=causal_lm_loss) instead of patch(model)"
 
@@ -37,7 +39,7 @@ class _Source:
     head: nn.Linear
     hidden: Tensor  # (B, T, H)
     autocast: torch.dtype | None
-    weight: tuple[Tensor, int | None]  # as `_version` has it
+    sample: list[Tensor | None]  # as `_sample` has it
     dtype: torch.dtype
     # What the forward did to the logits: a function and its further arguments each.
     steps: tuple[tuple, ...] = ()
@@ -50,16 +52,59 @@ class _Source:
     def form(self) -> Tensor:  # (B, T, V)
         device = self.hidden.device.type
         with torch.no_grad(), torch.autocast(device, self.autocast, self.autocast is not None):
-            # The module and not its weight, which may be sharded.
-            logits = self.head(self.hidden)
+            logits = _called(self.head, self.hidden)
             for function, *arguments in self.steps:
                 logits = function(logits, *arguments)
         return logits
 
 
-def _version(weight: Tensor) -> tuple[Tensor, int | None]:
-    """A weight and how often it was written to, as far as PyTorch counts that."""
-    return weight, None if weight.is_inference() else weight._version
+@contextlib.contextmanager
+def attribute(owner: object, name: str, value: object) -> Iterator[None]:
+    """An attribute of the instance, for a while."""
+    held = vars(owner)
+    # None may be the value that is put back.
+    missing = object()
+    before = held.get(name, missing)
+    held[name] = value
+    try:
+        yield
+    finally:
+        if before is missing:
+            del held[name]
+        else:
+            held[name] = before
+
+
+def _called(head: nn.Linear, hidden: Tensor) -> Tensor:
+    """The head's product; its hooks, which may gather its weights, run again, and what they return is dropped."""
+    forward = head.forward
+    returned = []
+
+    def once(*_: object) -> Tensor:
+        returned.append(forward(hidden))
+        return returned[0]
+
+    with attribute(head, "forward", once):
+        head(hidden)
+    return returned[0]
+
+
+def _sample(head: nn.Linear) -> list[Tensor | None]:
+    """About a thousand numbers of each of the head's tensors, since PyTorch does not count every write."""
+    tensors = [p.detach() for p in head.parameters()]
+    return [_part(x) if type(x) is Tensor else None for x in tensors]
+
+
+def _part(x):
+    steps = [max(1, n // 32) for n in x.shape]
+    return x[tuple(slice(None, None, step) for step in steps)].clone()
+
+
+def _same(before: Tensor | None, now: Tensor | None) -> bool:
+    # A sharded weight has another form outside the forward than in it.
+    if before is None or now is None or before.shape != now.shape:
+        return True
+    return before.dtype == now.dtype and torch.allclose(before, now, 0, 0, equal_nan=True)
 
 
 class UnformedLogits(Tensor):
@@ -86,7 +131,8 @@ class UnformedLogits(Tensor):
         device = hidden.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         dtype = autocast or hidden.dtype
-        return cls(_Source(call, head, hidden, autocast, _version(head.weight), dtype))
+        sample = [] if call.recorded else _sample(head)
+        return cls(_Source(call, head, hidden, autocast, sample, dtype))
 
     def _product(self, function, other, name):
         # After the forward they are a tensor as any other.
@@ -146,6 +192,12 @@ class UnformedLogits(Tensor):
     def contiguous(self, **options: Any) -> Tensor:
         return self
 
+    def clone(self, **options: Any) -> Tensor:
+        # DDP clones all that a model returns.
+        if self.source.call.recorded:
+            return UnformedLogits(self.source)
+        return self._formed("clone").clone(**options)
+
     def detach(self) -> Tensor:
         # DeepSpeed's hooks detach all that a module returns. Both are one tensor.
         formed = self.source.formed
@@ -179,7 +231,8 @@ class UnformedLogits(Tensor):
     def _refuse(self, operation: str) -> NoReturn:
         raise RuntimeError(
             f"these logits were not formed, and {operation} needs them. On the way to the loss a patched model may "
-            f"only scale, cap (tanh) and cast its logits, and after a training step there are none; {INSTEAD}"
+            "only scale, cap (tanh) and cast its logits, and after a forward that records gradients there are none: "
+            f"call the model under torch.no_grad() to read them, {INSTEAD}"
         )
 
     def _formed(self, operation: str) -> Tensor:  # (B, T, V)
@@ -187,9 +240,8 @@ class UnformedLogits(Tensor):
         if source.call.recorded or source.call.running:
             self._refuse(operation)
         if source.formed is None:
-            weight, version = _version(source.head.weight)
-            # FSDP2 has another weight in the forward than outside it.
-            if weight is source.weight[0] and version != source.weight[1]:
+            now = _sample(source.head)
+            if not all(map(_same, source.sample, now)):
                 raise RuntimeError(
                     "the LM head was changed after the forward that returned these logits, which are formed at their "
                     "first use; use them, or clone() them, before the weights change"

@@ -338,6 +338,56 @@ def test_evaluated_logits_after_the_context_and_after_an_update():
         unused.softmax(-1)
 
 
+def fused_adamw(model):
+    optimizer = torch.optim.AdamW(model.lm_head.parameters(), lr=0.1, fused=True)
+    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+    optimizer.step()
+
+
+def other_values(model):
+    model.lm_head.weight.data = model.lm_head.weight.data * 0.9
+
+
+def other_parameter(model):
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() + 1)
+
+
+@pytest.mark.parametrize("change", [fused_adamw, other_values, other_parameter])
+def test_a_change_of_the_head_that_no_counter_sees(change):
+    model = tiny_models.model("qwen2")
+    with patch(model), torch.no_grad():
+        logits = model(**batch()).logits
+    change(model)
+    with pytest.raises(RuntimeError, match="the LM head was changed after the forward"):
+        logits.softmax(-1)
+
+
+def test_hooks_of_the_head_scale_its_logits_once():
+    model = tiny_models.model("qwen2")
+    model.lm_head.register_forward_pre_hook(lambda head, hidden: (hidden[0] * 3,))
+    model.lm_head.register_forward_hook(lambda head, hidden, logits: logits / 2)
+    with torch.no_grad():
+        stock = model(**batch())
+        with patch(model):
+            ours = model(**batch())
+    torch.testing.assert_close(ours.loss, stock.loss)
+    torch.testing.assert_close(ours.logits.clone(), stock.logits)
+
+
+def test_a_model_inside_a_checkpoint_that_is_recomputed():
+    model = tiny_models.model("qwen2")
+    patch(model)
+    inputs = batch()
+    embedded = model.get_input_embeddings()(inputs.pop("input_ids")).detach().requires_grad_()
+
+    def loss_of(embeds):
+        return model(inputs_embeds=embeds, **inputs).loss
+
+    expected = torch.autograd.grad(loss_of(embedded), embedded)
+    loss = torch.utils.checkpoint.checkpoint(loss_of, embedded, use_reentrant=False)
+    torch.testing.assert_close(torch.autograd.grad(loss, embedded), expected)
+
+
 def test_threads_share_a_patched_model():
     """Training steps, evaluations and generation of one model, each as if alone."""
     model = tiny_models.model("gemma2")
@@ -404,7 +454,6 @@ def two_processes(rank, world, folder, way):
     options = {
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 2,
-        "ddp_find_unused_parameters": False,
     }
     run = train(model, folder, way, seed=0, **options)
     return [{key: value.numpy() for key, value in run.gradients[0].items()}, run.logs]
@@ -464,6 +513,15 @@ def test_unpatch_inside_what_accelerate_wrapped(tmp_path):
     assert type(model(**batch()).logits) is torch.Tensor
     with pytest.raises(ValueError, match="was replaced already"):
         patch(model)
+
+
+def test_accelerate_unwraps_a_patched_model():
+    model = tiny_models.model("qwen2")
+    stock = model(**batch()).loss
+    patch(model)
+    prepared = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
+    unwrapped = accelerate.utils.extract_model_from_parallel(prepared, keep_fp32_wrapper=False)
+    torch.testing.assert_close(unwrapped(**batch()).loss, stock)
 
 
 def test_calls_without_labels_are_the_models_own():

@@ -58,7 +58,9 @@ def fsdp2(model, loss_of):
 def compiled(model, loss_of):
     os.environ.pop("TORCHDYNAMO_DISABLE")
     model.compile()
-    averaged = torch.nn.parallel.DistributedDataParallel(model)  # kept: it averages in the backward
+    # As Trainer has it; kept, because it averages in the backward.
+    options = {"find_unused_parameters": True}
+    averaged = torch.nn.parallel.DistributedDataParallel(model, **options)
     loss = loss_of(averaged)
     # The whole backbone, without and with gradients.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
