@@ -20,6 +20,7 @@ from trl.kernels.chunked_divergence import ChunkedDivergenceFunction  # noqa: E4
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction  # noqa: E402
 
 from fused_rl.integrations import trl as integration  # noqa: E402
+from fused_rl.integrations.self_test import self_test  # noqa: E402
 
 # What imports the primitives by name, in TRL and in its experimental trainers.
 USERS = [f"trainer.{name}_trainer" for name in ("distillation", "grpo", "sft", "dpo")]
@@ -95,6 +96,29 @@ def test_a_release_that_is_not_known_is_tried(strict, monkeypatch):
     with warnings.catch_warnings(action="error"), integration.patch():
         assert trl_utils._ChunkedLogProbFunction is integration.ChunkedLogProbFunction
         assert trl_utils.entropy_from_logits is integration.entropy_from_logits
+
+
+def one_target_only(logits, index, temperature=1.0, row_mask=None):
+    logprobs = trl_utils.selective_log_softmax(logits, index, temperature, row_mask)
+    return logprobs if index.shape == logits.shape[:-1] else logprobs.exp()
+
+
+def clamped(logits, index, temperature=1.0, row_mask=None):
+    return trl_utils.selective_log_softmax(logits, index, temperature, row_mask).clamp(min=-20)
+
+
+@pytest.mark.parametrize("theirs", [one_target_only, clamped])
+def test_several_targets_and_unlikely_ones_are_tried(theirs):
+    row = next(row for row in integration._TABLE if row.function == "selective_log_softmax")
+    result = self_test(theirs, row.ours, row.samples)
+    assert result.startswith("failed in float32: output 0 differs"), result
+
+
+@pytest.mark.parametrize("logits_dtype", ["bf16", torch.int32, torch.float64])
+def test_a_dtype_that_no_head_has_is_refused_at_once(logits_dtype):
+    with pytest.raises(ValueError, match="logits_dtype must be None, torch.float32, or .*; got"):
+        integration.patch(logits_dtype=logits_dtype)
+    assert not integration._PATCH.applied
 
 
 def test_the_hosts_own_function_is_reached_while_patched():

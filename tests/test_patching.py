@@ -35,6 +35,30 @@ def wrong_shape(x, scale=2.0):
     return (x * scale).exp(), x.sum()
 
 
+def minus_infinity(x, scale=2.0):
+    return original(x, scale)[0].mul(2).masked_fill(first_of(x), -torch.inf), x.sum(-1)
+
+
+def equal_infinity(x, scale=2.0):
+    return original(x, scale)[0].masked_fill(first_of(x), -torch.inf), x.sum(-1)
+
+
+def equal_infinity_again(x, scale=2.0):
+    return equal_infinity(x, scale)
+
+
+def almost_equal_infinity(x, scale=2.0):
+    return equal_infinity(x, scale)[0] * 1.1, x.sum(-1)
+
+
+def nan(x, scale=2.0):
+    return original(x, scale)[0].masked_fill(first_of(x), torch.nan), x.sum(-1)
+
+
+def first_of(x):
+    return torch.arange(x.numel(), device=x.device).reshape(x.shape) == 0
+
+
 def fewer_outputs(x, scale=2.0):
     return ((x * scale).exp(),)
 
@@ -102,8 +126,10 @@ def host(monkeypatch):
     return utils, user
 
 
-def make_patch(versions=">=1.16,<1.17", name=NAME, ours=replacement, **options):
-    row = patching.Replacement(name, ours, samples=samples, **options)
+def make_patch(
+    versions=">=1.16,<1.17", name=NAME, ours=replacement, row_versions="", optional=False
+):
+    row = patching.Replacement(name, ours, row_versions, samples, optional)
     return patching.Patch("toyhost", versions, [row])
 
 
@@ -155,7 +181,7 @@ def test_the_original_is_found_patched_and_unpatched(host):
 
 # Releases
 
-UNKNOWN = ["1.17.0", "1.15.9", "1.16.0rc1", "1.16.1.dev0", "1.16.2+fork", "of no version"]
+UNKNOWN = ["1.17.0", "1.15.9", "1.16.0rc1", "1.16.1.dev0", "1.16.2+fork", "of unknown version"]
 
 
 @pytest.mark.parametrize("release", UNKNOWN)
@@ -175,7 +201,11 @@ def test_a_fork_has_the_release_that_its_package_says(host, monkeypatch):
         raise patching.importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(patching.importlib.metadata, "version", absent)
-    monkeypatch.setattr(sys.modules["toyhost"], "__version__", "1.16.9", raising=False)
+    package = sys.modules["toyhost"]
+    with pytest.raises(ImportError, match="toyhost of unknown version is not .* that knows it$"):
+        make_patch().apply(strict=True)
+    # A module that makes its attributes when they are asked for.
+    monkeypatch.setattr(package, "__getattr__", {"__version__": "1.16.9"}.get, raising=False)
     assert make_patch().release() == "1.16.9"
     with pytest.raises(ImportError, match="nohost is not installed"):
         patching.Patch("nohost", "", ()).release()
@@ -186,6 +216,11 @@ def test_a_fork_has_the_release_that_its_package_says(host, monkeypatch):
     [
         (original, wrong_value, "self-test failed in float32: output 0 differs"),
         (original, wrong_gradient, "self-test failed in float32: gradient 0 differs"),
+        (minus_infinity, original, "self-test failed in float32: output 0 differs by inf"),
+        (original, minus_infinity, "self-test failed in float32: output 0 differs by inf"),
+        (equal_infinity, almost_equal_infinity, "self-test failed in float32: output 0 differs by"),
+        (nan, original, "self-test failed in float32: output 0 differs by nan"),
+        (original, nan, "self-test failed in float32: output 0 differs by nan"),
         (original, wrong_shape, "self-test failed in float32: output 1 has another shape"),
         (original, fewer_outputs, "self-test failed in float32: 2 outputs, ours 1"),
         (original, raises, "self-test did not run in float32 on cpu: ours raises RuntimeError"),
@@ -217,13 +252,34 @@ def test_what_does_not_agree_stays_the_hosts(host, monkeypatch, theirs, ours, re
 
 @pytest.mark.parametrize(
     ("theirs", "ours"),
-    [(original, takes_the_rest), (takes_less, replacement), (AutogradOriginal, Apply)],
+    [
+        (original, takes_the_rest),
+        (takes_less, replacement),
+        (AutogradOriginal, Apply),
+        (equal_infinity, equal_infinity_again),
+    ],
 )
-def test_parameters_that_agree(host, theirs, ours):
+def test_what_agrees_is_replaced(host, theirs, ours):
     utils, _ = host
     utils.function = theirs
     with warnings.catch_warnings(action="error"), make_patch("<1.16", ours=ours).apply():
         assert utils.function is ours
+
+
+@pytest.mark.parametrize("release", ["1.16.2", "1.16.0rc1", "banana"])
+@pytest.mark.parametrize("known", [True, False])
+def test_an_optional_function_that_is_another_is_named(host, release, known):
+    """Where a release that should have it has it with other parameters: not where it lacks it, nor outside of those."""
+    utils, _ = host
+    options = {"ours": takes_less, "optional": True}
+    versions = ">=1" if known else "<1.16"
+    assert (
+        "function" in make_patch(versions, **options, row_versions=">=1.16").agreement(release).left
+    )
+    if release != "banana":
+        assert not make_patch(versions, **options, row_versions="<1.16").agreement(release).left
+    utils.function = None
+    assert not make_patch(versions, **options).agreement(release).left
 
 
 def test_one_function_under_several_names(host):
@@ -306,6 +362,11 @@ def test_status_of_hosts_that_are_not_imported(monkeypatch, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 5
 
 
+def test_status_of_a_host_that_is_none():
+    with pytest.raises(ValueError, match="one of trl, verl, openrlhf, transformers; got 'TRL'$"):
+        integrations.status("trl", "TRL")
+
+
 def test_status_of_a_patched_host(host, monkeypatch, capsys):
     utils, _ = host
     utils.changed = inspect.signature
@@ -316,6 +377,7 @@ def test_status_of_a_patched_host(host, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "fused_rl.integrations.toyhost", types.ModuleType("toy"))
     patch = patching.Patch("toyhost", ">=1.16", rows)
     monkeypatch.setattr(integrations.reporting, "PATCHES", {"toyhost": patch})
+    monkeypatch.setattr(integrations.reporting, "HOSTS", ("toyhost",))
     before, _ = integrations.status("toyhost")
     assert before.state == "not patched"
     with pytest.warns(UserWarning, match="changed"):

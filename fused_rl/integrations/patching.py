@@ -34,7 +34,8 @@ class Replacement(NamedTuple):
         versions: the releases that have it under this name and with these parameters; all by default.
         samples: by dtype, arguments for the self-test by name: small random tensors on the CPU from a generator of
             their own, `requires_grad` where a gradient is compared.
-        optional: True where it is no news that the host lacks it, or has it with other parameters.
+        optional: True where it is no news that the host lacks it, or outside of `versions` has it with other
+            parameters.
         metrics: places of the outputs that no caller differentiates, whether or not the host could.
     """
 
@@ -106,7 +107,8 @@ class Patch:
         if self.package not in sys.modules and importlib.util.find_spec(self.package) is None:
             raise ImportError(f"{self.host} is not installed; install {self.host}{self.versions}")
         package = importlib.import_module(self.package)
-        return str(vars(package).get("__version__", "of no version"))
+        # `getattr`, not `vars`: a lazy module has it only when it is asked.
+        return str(getattr(package, "__version__", "of unknown version"))
 
     def knows(self, release: str) -> bool:
         """Return True of a release that the tests ran with: no candidate, development version or local build."""
@@ -123,7 +125,7 @@ class Patch:
         if not self.knows(release):
             raise ImportError(
                 f"{self.host} {release} is not a release that this integration knows ({self.versions}); "
-                f"install {self.host}{self.versions}, or a fused_rl that knows {release}"
+                f"install {self.host}{self.versions}, or a fused_rl that knows it"
             )
 
     def apply(self, *, strict: bool = False, **options: object) -> "Applied":
@@ -171,10 +173,12 @@ class Patch:
         pairs: dict[str, tuple[Replacement, Any]] = {}
         left: dict[str, str] = {}
         for row in self.table:
-            if known and Version(release) not in SpecifierSet(row.versions):
+            belongs = _belongs(release, row.versions)
+            if known and not belongs:
                 continue
             original, gap = self._looked_up(row)
-            if gap is not None and row.optional:
+            is_news = not row.optional or (belongs and original is not None)
+            if gap is not None and not is_news:
                 continue
             if gap is None and not known:
                 result = self_test(original, row.ours, row.samples, row.metrics)
@@ -245,6 +249,15 @@ class Patch:
             found = [attribute for attribute, value in vars(module).items() if value is old]
             for attribute in found:
                 setattr(module, attribute, new)
+
+
+def _belongs(release: str, versions: str) -> bool:
+    """Whether a release, or the one that a candidate precedes, is one of these; what is no version may be any."""
+    try:
+        version = Version(release)
+    except InvalidVersion:
+        return True
+    return Version(version.base_version) in SpecifierSet(versions)
 
 
 def _line(error: Exception) -> str:

@@ -35,7 +35,13 @@ def status(*hosts: str) -> list[StatusRow]:
 
     Returns:
         A row per function of an imported host, and one for any other host.
+
+    Raises:
+        ValueError: a host that is none of these.
     """
+    unknown = [host for host in hosts if host not in HOSTS]
+    if unknown:
+        raise ValueError(f"a host must be one of {', '.join(HOSTS)}; got {unknown[0]!r}")
     rows = [row for host in hosts or HOSTS for row in _rows(host, imports=bool(hosts))]
     _print_table(rows)
     return rows

@@ -119,8 +119,12 @@ def _gap(theirs, ours, tolerance, compares_flags):
             if one is None or (one.dtype == torch.bool and not compares_flags):
                 continue
             one, other = one.detach().double(), other.detach().double()
-            size = max(one.abs().max().item(), LEAST_SIZE)
+            # Infinities that are equal agree, and their difference is NaN.
+            difference = (one - other).abs().masked_fill(one == other, 0.0).max().item()
+            # An infinite size would let everything pass.
+            finite = one.abs().masked_fill(~one.isfinite(), 0.0)
+            size = max(finite.max().item(), LEAST_SIZE)
             # The negation, since a NaN must not pass.
-            if not (one - other).abs().max().item() <= tolerance * size:
-                return f"{kind} {i} differs by {(one - other).abs().max().item():.2g} of {size:.2g}"
+            if not difference <= tolerance * size:
+                return f"{kind} {i} differs by {difference:.2g} of {size:.2g}"
     return None

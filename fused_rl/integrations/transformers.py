@@ -347,20 +347,25 @@ def _self_test() -> str:
         model = transformers.LlamaForCausalLM(config)
     patched = _FusedForward(model, {})
 
-    def theirs(inputs_embeds, labels):
-        stock = type(model).forward
-        return stock(model.to(inputs_embeds), inputs_embeds=inputs_embeds, labels=labels).loss
+    def theirs(inputs_embeds, labels, num_items_in_batch):
+        stock = functools.partial(type(model).forward, model.to(inputs_embeds))
+        batch = {"inputs_embeds": inputs_embeds, "labels": labels}
+        return stock(**batch, num_items_in_batch=num_items_in_batch).loss
 
-    def ours(inputs_embeds, labels):
+    def ours(inputs_embeds, labels, num_items_in_batch):
         model.to(inputs_embeds)
-        return patched(inputs_embeds=inputs_embeds, labels=labels).loss
+        batch = {"inputs_embeds": inputs_embeds, "labels": labels}
+        return patched(**batch, num_items_in_batch=num_items_in_batch).loss
 
     def samples(dtype):
         generator = torch.Generator().manual_seed(0)
         embedded = torch.randn(2, 5, 8, generator=generator, device="cpu")
         labels = torch.randint(37, (2, 5), generator=generator, device="cpu")
         labels[0, 2] = IGNORED
-        yield {"inputs_embeds": embedded.to(dtype).requires_grad_(), "labels": labels}
+        batch = {"inputs_embeds": embedded.to(dtype).requires_grad_(), "labels": labels}
+        # None in evaluation; in training Trainer passes a tensor.
+        for items in (None, torch.tensor(11, device="cpu")):
+            yield batch | {"num_items_in_batch": items}
 
     return self_test(theirs, ours, samples)
 

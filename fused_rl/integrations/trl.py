@@ -42,6 +42,7 @@ from fused_rl.integrations.trl_samples import (
     head_loss_samples,
     head_samples,
     logits_samples,
+    targets_samples,
 )
 from fused_rl.ops.logprobs import token_logprobs
 
@@ -72,8 +73,12 @@ def patch(*, logits_dtype: torch.dtype | None = None, strict: bool = False) -> A
 
     Raises:
         ImportError: TRL is not installed; with `strict`, not as this integration knows it.
-        ValueError: TRL is patched with another logits_dtype; later, one that the products do not allow.
+        ValueError: a logits_dtype that no head has; TRL is patched with another one; later, one that the products do
+            not allow.
     """
+    if logits_dtype not in (None, *LOGITS_DTYPES):
+        allowed = "None, torch.float32, or the dtype of the head's products, torch.bfloat16 or torch.float16"
+        raise ValueError(f"logits_dtype must be {allowed}; got {logits_dtype!r}")
     return _PATCH.apply(strict=strict, logits_dtype=logits_dtype)
 
 
@@ -473,7 +478,7 @@ _TABLE = (
     _loss(_SFT_LOSS, _cross_entropy_loss(upcasts=True), ">=1.4,<1.13"),
     _loss(_DISTILLATION_LOSS, _divergence_loss(upcasts=False), ">=1.13,<1.15"),
     _loss(_DISTILLATION_LOSS, _divergence_loss(upcasts=True), ">=1.10,<1.13"),
-    Replacement(f"{_UTILS}.selective_log_softmax", selective_log_softmax, "", logits_samples),
+    Replacement(f"{_UTILS}.selective_log_softmax", selective_log_softmax, "", targets_samples),
     Replacement(f"{_UTILS}.entropy_from_logits", entropy_from_logits, "", logits_samples),
     Replacement(
         f"{_UTILS}.selective_log_softmax_and_entropy",

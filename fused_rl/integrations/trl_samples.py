@@ -10,6 +10,7 @@ __all__ = [
     "head_loss_samples",
     "head_samples",
     "logits_samples",
+    "targets_samples",
 ]
 
 
@@ -25,6 +26,22 @@ def logits_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
         "temperature": 0.7,
         "row_mask": row_mask,
     }
+    spread = _spread_logits(dtype)
+    yield {"logits": spread, "index": spread.argmin(-1)}
+
+
+def targets_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
+    """Those of `logits_samples`, and several targets per row."""
+    yield from logits_samples(dtype)
+    spread = _spread_logits(dtype)
+    yield {"logits": spread, "index": torch.stack((spread.argmin(-1), spread.argmax(-1)), -1)}
+
+
+def _spread_logits(dtype: torch.dtype) -> torch.Tensor:
+    """Logits whose least likely tokens are at -40 nats and below."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, 37, generator=generator, device="cpu") * 12
+    return logits.to(dtype).requires_grad_()
 
 
 def head_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:

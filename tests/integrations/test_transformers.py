@@ -686,14 +686,20 @@ def test_a_release_that_is_not_known_is_tried(monkeypatch):
         assert "forward" in vars(model)
     with pytest.raises(ImportError, match="transformers 99.0 is not a release.*install"):
         patch(model, strict=True)
-    monkeypatch.setattr(patching.importlib.metadata, "version", lambda name: "99.1")
     exact = UnformedLogits.mean_loss
-    monkeypatch.setattr(
-        UnformedLogits, "mean_loss", lambda *given, **options: 1.01 * exact(*given, **options)
-    )
-    with pytest.raises(ImportError, match="99.1.*failed in float32: output 0 differs"):
-        patch(model)
-    assert "forward" not in vars(model)
+
+    def means_differ(logits, targets, items, **options):
+        return exact(logits, targets, items, **options) * (1.01 if items is None else 1)
+
+    def sums_differ(logits, targets, items, **options):
+        return exact(logits, targets, items, **options) * (1 if items is None else 1.01)
+
+    for i, wrong in enumerate((means_differ, sums_differ)):
+        monkeypatch.setattr(patching.importlib.metadata, "version", lambda name, i=i: f"99.1.{i}")
+        monkeypatch.setattr(UnformedLogits, "mean_loss", wrong)
+        with pytest.raises(ImportError, match=f"99.1.{i}.*failed in float32: output 0 differs"):
+            patch(model)
+        assert "forward" not in vars(model)
 
 
 def test_liger_s_fused_head_is_refused(monkeypatch):
