@@ -164,3 +164,16 @@ def test_a_mask_on_whole_blocks_takes_no_digits(fill):
     value = fused_rl.token_kl(x, y, temperature=0.7)
     wanted = fused_rl.reference.token_kl(x.double(), y.double(), temperature=0.7)
     torch.testing.assert_close(value.double(), wanted, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("jsd_beta", [1e-3, 0.999])
+def test_a_mixture_that_is_nearly_one_side(jsd_beta):
+    """Of two columns, with |log(p / q)| just below 1 in the first, where the mixture is near 1/e of the larger."""
+    distance = torch.linspace(0.99, 0.9985, 30, dtype=torch.float64)
+    p = torch.full_like(distance, 0.05)
+    q = p * (-distance if jsd_beta > 0.5 else distance).exp()
+    x, y = (torch.stack([z, 1 - z], -1).log().float() for z in (p, q))
+    options = {"direction": "jensen-shannon", "jsd_beta": jsd_beta}
+    value = fused_rl.token_kl(x, y, **options)
+    wanted = fused_rl.reference.token_kl(x.double(), y.double(), **options)
+    torch.testing.assert_close(value.double(), wanted, rtol=1e-5, atol=0)

@@ -305,9 +305,10 @@ static inline Mixed mixed(Columns at, const Pair *row) {
     vec distance = absolute(at.delta), ratio = exponential(at_least(-distance, LOWEST));
     vec less = pick(at.near, excess(distance) - distance, ratio - 1);
 
-    // log(share + other ratio), which is log1p(t); where t is near -1, from the exponent and the mantissa
+    // log(share + other ratio), which is log1p(t); where t is near -1, from the exponent and the mantissa. Near, t is
+    // above 1/e - 1, and the terms below need z of t itself.
     vec t = other * less, sum = share + other * ratio;
-    ivec by_series = t > -0.63f, exponent = ((ivec)sum - 0x3f3504f3) >> 23;  // mantissas from sqrt(1 / 2) on
+    ivec by_series = at.near | (t > -0.63f), exponent = ((ivec)sum - 0x3f3504f3) >> 23;  // mantissas from sqrt(1 / 2) on
     vec mantissa = (vec)((ivec)sum - (exponent << 23));
     vec power = pick(by_series, zero, __builtin_convertvector(exponent, vec) * 0x1.62e43p-1f);
     vec argument = pick(by_series, t, mantissa - 1), z = argument / (argument + 2), of_z = cubic(z);
