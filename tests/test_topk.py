@@ -217,5 +217,6 @@ def test_an_id_that_comes_twice_is_refused():
     assert torch.equal(topk_kl(logp, logq, ids=ids, mask=mask)[mask], expected[mask])
     logp[2, 1] = logq[2, 1] = -torch.inf
     topk_kl(logp, logq, ids=ids)
+    topk_kl(logp, logq, ids=ids - 6)  # negative ones are ids, too
     with pytest.raises(ValueError, match="ids must be an integer tensor"):
         topk_kl(logp, logq, ids=logp)

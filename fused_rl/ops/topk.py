@@ -158,8 +158,9 @@ def _check_ids_fit(ids, logprobs):
 
 def _check_distinct(ids, possible):
     """Raises where a row has an id twice among those (..., K) that are possible."""
-    # what adds nothing gets an id of its own, below all others
-    below = -1 - torch.arange(ids.shape[-1], device=ids.device)
+    # what adds nothing gets an id of its own, below all others: padding may be -1, -2, ...
+    least = torch.iinfo(torch.int64).min
+    below = least + torch.arange(ids.shape[-1], device=ids.device)
     ranked = torch.where(possible, ids.long(), below).sort(-1).values
     again = ranked[..., 1:] == ranked[..., :-1]
     if not again.any():
