@@ -152,6 +152,59 @@ def test_fp16_gradients_of_a_large_batch_survive():
         assert (d.double() - truth).norm() <= 2e-3 * truth.norm()
 
 
+@pytest.mark.parametrize("workspace_mb", [None, 0.5])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_fp16_sums_over_many_tokens_do_not_overflow(workspace_mb, weighted):
+    """Of one target and states that agree, so that no two gradients cancel; those of the bias are whole numbers."""
+    n, vocab = 70_000, 32
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(n, 16, generator=generator) / 10 + 10
+    weight = torch.randn(vocab, 16, generator=generator) / 10
+    leaves = [x.half().requires_grad_() for x in (hidden, weight, torch.zeros(vocab))]
+    targets = torch.full((n,), 3)
+    class_weight = torch.linspace(0, 300, vocab) if weighted else None
+    options = {"class_weight": class_weight, "label_smoothing": 0.1}
+    loss = call(
+        fused_rl.linear_cross_entropy, leaves, targets, workspace_mb=workspace_mb, **options
+    )
+    exact_leaves = in_dtype(leaves, FP64)
+    exact = call(reference.linear_cross_entropy, exact_leaves, targets, **options)
+    found, want = (
+        torch.autograd.grad(2.0**8 * x, y) for x, y in ((loss, leaves), (exact, exact_leaves))
+    )
+    for d, truth in zip(found, want, strict=True):
+        assert (d.double() - truth).norm() <= 5e-3 * truth.norm()
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16])
+def test_number_of_tokens(dtype):
+    """A tensor counts as the number in it, in any dtype, and the loss is fp32 and no view."""
+    leaves, targets, _ = make(MORE_TOKENS[0], dtype)
+    for number_dtype in (BF16, FP16, FP64, torch.int64):
+        for shape in ((), (1,)):
+            number = torch.full(shape, 1000, dtype=number_dtype)
+            want, found = (
+                call(fused_rl.linear_cross_entropy, leaves, targets, num_tokens=num_tokens)
+                for num_tokens in (1000, number)
+            )
+            assert found.dtype == FP32
+            assert not found._is_view()
+            torch.testing.assert_close(found, want.expand(shape), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_narrow_targets_are_compared_as_numbers(shift):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 4, 8, generator=generator)
+    weight = torch.randn(256, 8, generator=generator)
+    targets = torch.tensor([[3, 156, 4, 156], [200, 5, 156, 255]])
+    want, found = (
+        fused_rl.linear_cross_entropy(hidden, weight, labels, shift=shift)
+        for labels in (targets, targets.byte())
+    )
+    assert torch.equal(found, want)
+
+
 def test_autocast_and_no_gradient():
     leaves, targets, mask = make(MORE_TOKENS[0], FP32)
     options = OPTIONS["all"] | {"mask": mask}
@@ -177,6 +230,11 @@ def test_autocast_and_no_gradient():
         ({"class_weight": torch.ones(3)}, r"class_weight must be \(131,\) floating"),
         ({"class_weight": torch.ones(131).requires_grad_()}, "class_weight requires a gradient"),
         ({"num_tokens": torch.ones(2)}, "num_tokens must be one number"),
+        ({"num_tokens": torch.tensor(True)}, "num_tokens must be one number"),
+        ({"num_tokens": torch.tensor(1j)}, "num_tokens must be one number"),
+        ({"num_tokens": torch.tensor(1.0).requires_grad_()}, "num_tokens requires a gradient"),
+        ({"num_tokens": torch.tensor([-3])}, "num_tokens must be a finite number"),
+        ({"num_tokens": torch.tensor(torch.nan)}, "num_tokens must be a finite number"),
         ({"targets": torch.zeros(22, 2, dtype=torch.long)}, "one target per row"),
     ],
 )

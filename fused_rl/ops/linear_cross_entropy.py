@@ -17,6 +17,7 @@ from fused_rl.base.checks import (
     check_transforms,
     described,
     once_differentiable,
+    values_are_checked,
 )
 from fused_rl.base.graphs import breaks_graph
 from fused_rl.ops.linear import LinearLoss, TokenLoss, loss_backward, rows_that_count
@@ -67,7 +68,8 @@ def linear_cross_entropy(
         ignore_index: the target of a token that does not count.
         num_tokens: what the sum over tokens is divided by, for example the tokens of the whole batch, over
             micro-batches and processes; 1 returns the sum. None means those of this call, or with class weights the sum
-            of their targets' weights, as torch has it (z_loss is a mean over the tokens in any case).
+            of their targets' weights, as torch has it (z_loss is a mean over the tokens in any case). A tensor holds
+            one number; it gets no gradient.
         mask: (...) bool, True where a token counts, beside `ignore_index`; (B, T - 1) for `shift`.
 
     Returns:
@@ -76,7 +78,9 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: as `linear_token_logprobs`; several targets per row; label smoothing beside a softcap; a class
-            weight that is not (V,) or requires a gradient; a number of tokens that is not one number.
+            weight that is not (V,) or requires a gradient; a number of tokens that is not one number, or requires a
+            gradient; one that is negative or not finite, of a tensor where values are checked: on a CPU, or with
+            FUSED_RL_CHECKED=1 in the environment.
     """
     check_tensors(hidden=hidden, targets=targets)
     check_head_tensors(weight=weight, bias=bias)
@@ -87,8 +91,7 @@ def linear_cross_entropy(
         raise ValueError(
             f"linear_cross_entropy takes one target per row, {tuple(hidden.shape[:-1])}, got {tuple(targets.shape)}"
         )
-    if num_tokens is not None and not isinstance(num_tokens, Tensor):
-        check_range("num_tokens", num_tokens, "a finite number, 0 or more")
+    _check_num_tokens(num_tokens)
     check_range("label_smoothing", label_smoothing, "a number from 0 to 1")
     check_range("z_loss", z_loss, "a finite number, 0 or more")
     if label_smoothing and softcap is not None:
@@ -101,7 +104,8 @@ def linear_cross_entropy(
         _check_class_weight(class_weight, weight)
 
     # the rows that count, and the weight of each
-    counted = (targets[:, 1:] if shift else targets) != ignore_index
+    labels = targets[:, 1:] if shift else targets
+    counted = labels.long() != ignore_index  # in uint8, -100 would be 156
     mask = counted if mask is None else mask & counted
     options = temperature, mask, softcap, shift, workspace_mb, logits_dtype
     rows = rows_that_count(hidden, weight, targets, bias, *options)
@@ -116,16 +120,16 @@ def linear_cross_entropy(
 
     # denominators: a loss without tokens is 0 / 0 where they are its own, with a gradient of 0
     own = n if class_weight is None else weights.sum()
-    count = torch.as_tensor(own if num_tokens is None else num_tokens, device=ids.device)
-    if count.numel() != 1:
-        raise ValueError(f"num_tokens must be one number, got {described(num_tokens)}")
+    count = own if num_tokens is None else num_tokens
+    count = torch.as_tensor(count, dtype=torch.float32, device=ids.device)
     fraction = 1 / count.reshape(()) if n else torch.zeros((), device=ids.device)
     # of the tokens' mean beside a sum over weights
     z_scale = z_loss if num_tokens is not None else z_loss * own / max(1, n)
     # A share of a large batch times a small probability is 0 in fp16, where the caller's loss scale comes too late:
     # there the share is taken after the gradients are formed. Elsewhere it goes in, and saves them a rounding.
     late = states.dtype == torch.float16
-    factor = torch.ones_like(fraction) if late else fraction
+    slopes = torch.cat([weights, total_share[None]])
+    factor = _fp16_scale(states, slopes) if late else fraction
 
     def plain(logprobs, _, weights):
         return -(1 - label_smoothing) * weights * logprobs * factor
@@ -141,8 +145,36 @@ def linear_cross_entropy(
         token_loss = TokenLoss(regularized, True, share if label_smoothing else None)
     loss, *_ = _LinearCrossEntropy.apply(*rows.arguments, token_loss, weights)
     if late:
-        loss = loss * fraction
-    return loss.reshape(count.shape) if n else loss + 0 / count
+        loss = loss * (fraction / factor)
+    # no view, which could not be scaled in place under FSDP2
+    return loss + (torch.zeros_like(count) if n else 0 / count)
+
+
+def _fp16_scale(states, slopes):
+    """The power of 2, up to 1, with which sums of all rows' gradients stay far below 65504, ()."""
+    # a token's gradient of a logit is at most the largest of `slopes`; the bias has states of 1
+    sums = torch.linalg.vector_norm(states, 1, dim=0, dtype=torch.float32)
+    most = torch.nn.functional.pad(sums, (0, 1), value=len(states)).max() * slopes.abs().max()
+    return torch.exp2((2.0**14 / most).log2().floor()).clamp(max=1)
+
+
+def _check_num_tokens(num_tokens):
+    if num_tokens is None:
+        return
+    value = num_tokens
+    if isinstance(num_tokens, Tensor):
+        check_tensor("num_tokens", num_tokens)
+        no_number = num_tokens.dtype.is_complex or num_tokens.dtype == torch.bool
+        if num_tokens.numel() != 1 or no_number:
+            raise ValueError(f"num_tokens must be one number, got {described(num_tokens)}")
+        if num_tokens.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "num_tokens requires a gradient, which it does not get; pass it detached"
+            )
+        if not values_are_checked(num_tokens.device):
+            return
+        value = num_tokens.item()
+    check_range("num_tokens", value, "a finite number, 0 or more")
 
 
 def _check_class_weight(class_weight, weight):
