@@ -121,7 +121,10 @@ def linear_cross_entropy(
     # denominators: a loss without tokens is 0 / 0 where they are its own, with a gradient of 0
     own = n if class_weight is None else weights.sum()
     count = own if num_tokens is None else num_tokens
-    count = torch.as_tensor(count, dtype=torch.float32, device=ids.device)
+    if isinstance(count, Tensor):
+        count = count.to(ids.device, torch.float32)
+    else:  # no upload, which a device would wait for
+        count = torch.full((), count, dtype=torch.float32, device=ids.device)
     fraction = 1 / count.reshape(()) if n else torch.zeros((), device=ids.device)
     # of the tokens' mean beside a sum over weights
     z_scale = z_loss if num_tokens is not None else z_loss * own / max(1, n)
