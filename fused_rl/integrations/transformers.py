@@ -221,10 +221,10 @@ class _FusedForward:
         # Without labels there is no loss, and generation needs the logits.
         if labels is None or not self.active:
             return type(self.model).forward(self.model, *args, **kwargs)
-        call = Call()
+        call = Call(lock=self.calls.lock)
         try:
             # The modules are not another call's while it runs.
-            with self.calls.lock:
+            with call.lock:
                 outputs = self._forward(call, *args, **kwargs)
         finally:
             call.running = False

@@ -4,6 +4,7 @@ loss of.
 
 import contextlib
 import operator
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -27,6 +28,8 @@ class Call:
     # True for a forward that a backward pass may follow.
     recorded: bool = field(default_factory=torch.is_grad_enabled)
     running: bool = True
+    # Held by whoever replaces a module's forward for a while.
+    lock: Any = field(default_factory=threading.RLock)
     # The loss function leaves its results here: none means that the forward took another way.
     losses: list[Tensor] = field(default_factory=list)
 
@@ -52,7 +55,8 @@ class _Source:
     def form(self) -> Tensor:  # (B, T, V)
         device = self.hidden.device.type
         with torch.no_grad(), torch.autocast(device, self.autocast, self.autocast is not None):
-            logits = _called(self.head, self.hidden)
+            with self.call.lock:
+                logits = _called(self.head, self.hidden)
             for function, *arguments in self.steps:
                 logits = function(logits, *arguments)
         return logits
@@ -78,9 +82,13 @@ def attribute(owner: object, name: str, value: object) -> Iterator[None]:
 def _called(head: nn.Linear, hidden: Tensor) -> Tensor:
     """The head's product; its hooks, which may gather its weights, run again, and what they return is dropped."""
     forward = head.forward
+    thread = threading.get_ident()
     returned = []
 
-    def once(*_: object) -> Tensor:
+    def once(given: Tensor) -> Tensor:
+        # A call without labels may run in another thread.
+        if threading.get_ident() != thread:
+            return forward(given)
         returned.append(forward(hidden))
         return returned[0]
 
