@@ -51,15 +51,15 @@ BATCHES = ragged_batches([[12, 7, 9], [5, 12, 8]])
 
 
 def plain_training(tied):
-    """Two steps on the whole batch with the reference."""
-    model = Policy(tied)
+    """Two steps on the whole batch with the reference, in fp64: in fp32 it rounds more than the ops do."""
+    model = Policy(tied).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(2):
         optimizer.zero_grad()
-        for batch in itertools.chain(*BATCHES):
-            (model(reference, *batch) / 50).backward()
+        for tokens, advantages in itertools.chain(*BATCHES):
+            (model(reference, tokens, advantages.double()) / 50).backward()
         optimizer.step()
-    return {name: p.detach() for name, p in model.named_parameters()}
+    return {name: p.detach().float() for name, p in model.named_parameters()}
 
 
 def zero_training(rank, world, cases):
@@ -112,7 +112,7 @@ def assert_trained_alike(results, cases):
             for name, p in expected.items():
                 assert (p - start[name]).abs().max() > 1e-2
                 torch.testing.assert_close(
-                    torch.from_numpy(trained[name]), p, rtol=0, atol=1e-5, msg=name
+                    torch.from_numpy(trained[name]), p, rtol=0, atol=3e-6, msg=name
                 )
 
 
