@@ -66,8 +66,10 @@ def causal_lm_loss(
 
     Raises:
         ValueError: no labels; an auxiliary loss beside the logits, whose coefficient only the model knows; shapes that
-            do not fit.
+            do not fit; a label_smoothing or z_loss out of range.
     """
+    check_range("label_smoothing", label_smoothing, "a number from 0 to 1")
+    check_range("z_loss", z_loss, "a finite number, 0 or more")
     if labels is None and shift_labels is None:
         raise ValueError(
             "causal_lm_loss got labels=None: the batches have no `labels`; a collator must add them"

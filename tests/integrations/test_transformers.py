@@ -735,5 +735,9 @@ def test_an_adapter_on_the_head_is_refused_before_and_after():
 def test_what_causal_lm_loss_refuses(tmp_path):
     with pytest.raises(ValueError, match="labels=None"):
         causal_lm_loss({"logits": torch.zeros(1, 2, 3)}, None)
+    with pytest.raises(ValueError, match="label_smoothing must be a number from 0 to 1"):
+        causal_lm_loss(
+            {"logits": torch.zeros(1, 2, 3)}, torch.zeros(1, 2).long(), label_smoothing=2
+        )
     with pytest.raises(ValueError, match="aux_loss.*patch"):
         train(tiny_models.model("mixtral"), tmp_path, "logits")
