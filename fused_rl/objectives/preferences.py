@@ -19,6 +19,7 @@ from fused_rl.base.checks import (
     described,
 )
 from fused_rl.objectives.aggregation import divisor
+from fused_rl.objectives.estimators import sigmoid
 
 
 class PairLoss(NamedTuple):
@@ -57,12 +58,12 @@ def _log_odds(logprobs):
 
 def _apo_zero(lead, chosen, rejected):
     """APO-zero (arXiv:2408.06266, eq. 7) plus 1: the chosen score rises above 0, the rejected one falls below."""
-    return torch.sigmoid(-chosen) + torch.sigmoid(rejected)
+    return sigmoid(-chosen) + sigmoid(rejected)
 
 
 def _apo_down(lead, chosen, rejected):
     """APO-down (arXiv:2408.06266, eq. 8) plus 1: both scores fall, the rejected one further."""
-    return torch.sigmoid(chosen) + torch.sigmoid(-lead)
+    return sigmoid(chosen) + sigmoid(-lead)
 
 
 PreferenceLoss = Literal["sigmoid", "hinge", "squared", "orpo", "apo-zero", "apo-down"]
@@ -237,7 +238,7 @@ def unpaired_preference_loss(
     lead = sign * (scores - baseline)
     weights = torch.where(desirable, desirable_weight, undesirable_weight).to(scores.dtype)
     # sigmoid(-x) is 1 - sigmoid(x), and keeps its digits where that is near 0.
-    loss = (weights * torch.sigmoid(-lead)).sum() / count
+    loss = (weights * sigmoid(-lead)).sum() / count
 
     # Sums of either kind over all responses: a micro-batch may have none of one, and means would not add up.
     scores = scores.detach()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_rl.base.checks import Finite, Fraction, MayBeInf, NonNegative, Positive, described
-from fused_rl.objectives.estimators import k3, tangent_exp
+from fused_rl.objectives.estimators import k3, sigmoid, tangent_exp
 
 # Ratio level: (B, T) log-ratios of tokens -> (B, T); all but the token level give a sequence's
 # tokens one value.
@@ -229,7 +229,7 @@ def _sapo(log_ratio, advantages, logprobs, sequences, options):
     temperature = _by_sign(
         advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg, advantages
     )
-    return -4 / temperature * torch.sigmoid(temperature * (tangent_exp(log_ratio) - 1)) * advantages
+    return -4 / temperature * sigmoid(temperature * (tangent_exp(log_ratio) - 1)) * advantages
 
 
 @declares("ratio_level", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
