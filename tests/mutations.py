@@ -465,7 +465,7 @@ MUTATIONS = {
     ),
     "every rank begins with the first server": Mutation(
         "trainers/servers/sampler.py",
-        "enumerate(groupby(prompts), ranks.rank())",
+        "enumerate(groupby(prompts), ranks.process())",
         "enumerate(groupby(prompts))",
         "tests/trainers/test_servers.py -k turn",
     ),
@@ -671,7 +671,7 @@ MUTATIONS = {
     # GRPO.
     "GRPO's gradient is divided by the ranks": Mutation(
         "trainers/policy/policy.py",
-        "self.model.backward(loss * ranks.world_size())",
+        "self.model.backward(loss * ranks.processes())",
         "self.model.backward(loss)",
         DEFINITIONS,
     ),
@@ -702,13 +702,13 @@ MUTATIONS = {
     # PPO.
     "PPO's gradient is divided by the ranks": Mutation(
         "trainers/policy/policy.py",
-        "self.model.backward(loss * ranks.world_size())",
+        "self.model.backward(loss * ranks.processes())",
         "self.model.backward(loss)",
         PPO_STEP,
     ),
     "the critic's gradient is divided by the ranks": Mutation(
         "trainers/ppo.py",
-        "critic.backward(value_loss * world_size())",
+        "critic.backward(value_loss * processes())",
         "critic.backward(value_loss)",
         PPO_STEP,
     ),
@@ -760,7 +760,7 @@ MUTATIONS = {
     ),
     "SFT's gradient is divided by the ranks": Mutation(
         "trainers/sft.py",
-        "rows.loss * (ranks.world_size() / num_tokens)",
+        "rows.loss * (ranks.processes() / num_tokens)",
         "rows.loss / num_tokens",
         SFT_SPLITS,
     ),

@@ -27,7 +27,7 @@ import fused_rl
 from fused_rl.objectives.presets import PresetName
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.memory import Footprint
-from fused_rl.trainers.base.ranks import global_counts, world_size
+from fused_rl.trainers.base.ranks import global_counts, processes
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.models.reward_model import save_reward_model
 from fused_rl.trainers.options import Needs, NonNegative, Positive
@@ -228,7 +228,7 @@ def accumulate(
             num_tokens=num_tokens,
         )
         # The engine averages gradients over ranks, but num_tokens is already that of all ranks.
-        critic.backward(value_loss * world_size())
+        critic.backward(value_loss * processes())
         policy.backward(output.loss)
         sums.add(output.metrics | value_metrics, micro.batch.where)
     return sums.over_ranks()

@@ -92,7 +92,7 @@ def train_step(
         margin = torch.tensor([pairs[i].margin for i in indices]).to(device, non_blocking=True)
         loss, _ = preference_loss(chosen, rejected, margin, config, num_sequences=len(pairs))
         # The engine averages gradients over ranks, but the loss is already divided by all pairs.
-        model.backward(loss * ranks.world_size())
+        model.backward(loss * ranks.processes())
         return torch.stack([chosen, rejected], 1)
 
     # The scores are compared before the step, while the weights are still good.
@@ -217,7 +217,7 @@ def train(config: RewardConfig, dataset: RowsLike = None, eval_dataset: RowsLike
         found, _ = evaluate(model, tokenizer, held_out, config)
     # Training has moved the scores, so the model is saved with constants of its own.
     constants["after"] = normalize(model, reference, config.micro_batch_size)
-    if held_out and ranks.rank() == 0:
+    if held_out and ranks.process() == 0:
         evaluation = as_json(found | {"normalization": constants}, indent=2)
         write_atomically(run.store.path / "evaluation.json", evaluation)
     return run.finish(lambda model_folder: save_reward_model(model, tokenizer, model_folder))

@@ -181,7 +181,7 @@ def train_step(model, parts: list[MicroBatch], step: int) -> dict[str, float]:
         # -log p of each token, its gradient formed in the forward pass.
         rows = model(**part.inputs(), token_loss=lambda logprobs, _: -logprobs)
         # The engine averages gradients over ranks, but num_tokens is already that of all ranks.
-        model.backward(rows.loss * (ranks.world_size() / num_tokens))
+        model.backward(rows.loss * (ranks.processes() / num_tokens))
         shares = {"loss": rows.loss / num_tokens, "entropy": rows.entropy.sum() / num_tokens}
         sums.add(shares, part.batch.where)
     metrics = {f"train/{name}": value for name, value in sums.over_ranks().items()}

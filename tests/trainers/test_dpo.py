@@ -143,6 +143,7 @@ def test_a_loss_is_its_papers_however_the_pairs_are_split(loss_type, folder, mon
         config.micro_batch_size = micro_batch_size
         lm, logprobs = tiny.load_lm(config), 0.0
         monkeypatch.setattr(ranks, "world_size", lambda world=world: world)
+        monkeypatch.setattr(ranks, "processes", lambda world=world: world)
         for rank in range(world):  # one after the other: its gradients add up, as do its scores
             monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
             logprobs = logprobs + dpo.measure(Plain(lm), pairs, config, reference)

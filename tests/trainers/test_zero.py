@@ -48,7 +48,7 @@ def steps(stage, dtype, options) -> tuple[list, list]:
     for step in range(3):
         for _ in range(2):
             x = torch.randn(9, 71, generator=generator).to(getattr(torch, dtype))
-            model.backward(model(x) * engine.world_size())
+            model.backward(model(x) * engine.processes())
         norms.append(engine.optimizer_step(model, step)["optim/grad_norm"])
     kept = [weight.detach().clone() for weight in model.module.parameters()]
     for state in model.optimizer.state.values():

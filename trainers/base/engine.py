@@ -1,6 +1,6 @@
 """DeepSpeed, used directly: one process or many, ZeRO 0 to 3.
 
-A trainer calls `engine.backward(loss * world_size())` once per micro-batch, then `engine.step()`. The loss is over a
+A trainer calls `engine.backward(loss * processes())` once per micro-batch, then `engine.step()`. The loss is over a
 count over all ranks and micro-batches, so how the batch was split changes nothing. Left out: tensor and pipeline
 parallelism, DeepSpeed's own optimizers and schedulers, fp16.
 """
@@ -21,8 +21,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import nn
 
-from fused_rl.trainers.base import optim, zero
-from fused_rl.trainers.base.ranks import rank, world_size
+from fused_rl.trainers.base import optim, ranks, zero
+from fused_rl.trainers.base.ranks import processes, rank
 from fused_rl.trainers.base.text import InputError
 
 TIMEOUT = timedelta(
@@ -64,7 +64,7 @@ def quiet() -> None:
     )  # it logs every retry; the error comes anyway
 
 
-def setup(seed: int, *, trains: bool = True) -> torch.device:
+def setup(seed: int, *, trains: bool = True, sequence_parallel: int = 1) -> torch.device:
     """Join the process group, seed this rank, and return its device; without training DeepSpeed is not needed."""
     quiet()
     device = torch.device("cpu")
@@ -92,6 +92,7 @@ def setup(seed: int, *, trains: bool = True) -> torch.device:
         else:
             dist.init_process_group(backend, timeout=TIMEOUT)
         atexit.register(_leave)
+    ranks.form(sequence_parallel)
     import transformers
 
     transformers.set_seed(seed + rank() * 100_003)
@@ -168,7 +169,7 @@ def initialize(model: nn.Module, config: TrainingOptions, updates: int):
         c10d._world.pg_map
     ):  # DeepSpeed's own groups ignore the timeout of init_distributed
         c10d._set_pg_timeout(TIMEOUT, group)
-    if world_size() == 1 and not config.zero_stage:
+    if processes() == 1 and not config.zero_stage:
         engine.enable_backward_allreduce = (
             False  # which copies every gradient twice, to average one of them
         )

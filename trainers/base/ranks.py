@@ -1,4 +1,9 @@
-"""The processes of a run, their sums, and what one does alone; the launcher ends the others when one fails."""
+"""The processes of a run, their sums, and what one does alone; the launcher ends the others when one fails.
+
+A rank is a share of the rows. It is one process, unless `sequence_parallel` neighbouring processes hold parts of the
+same sequences: these have the same rows, the same seeds and, after each forward pass, the same numbers. So losses,
+denominators and metrics are of ranks; files, printing, the engine's mean of gradients and checkpoints of processes.
+"""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +17,40 @@ from fused_rl.trainers.base.text import InputError
 Item = TypeVar("Item")
 
 
+_per_rank = 1  # processes that hold parts of the same sequences
+_sequence_group = None  # the process group of these
+_part_group = None  # the process group of those that hold the same part of each rank's sequences
+
+
+def form(per_rank: int) -> None:
+    """From now on so many neighbouring processes are one rank; all processes call this together."""
+    global _per_rank, _sequence_group, _part_group
+    _per_rank, _sequence_group, _part_group = per_rank, None, None
+    if per_rank == 1:
+        return
+    # Every process takes part in making every group, also those that it is not in.
+    starts = range(0, processes(), per_rank)
+    sequence_groups = [dist.new_group(range(start, start + per_rank)) for start in starts]
+    part_groups = [dist.new_group([start + part for start in starts]) for part in range(per_rank)]
+    _sequence_group = sequence_groups[rank()]
+    _part_group = part_groups[process() % per_rank]
+
+
+def sequence_group():
+    """Return the process group of those that hold parts of this rank's sequences; None if each is whole."""
+    return _sequence_group
+
+
 def processes() -> int:
     """Return the number of processes that train together, also before they have met; 1 without a launcher."""
     if dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))  # a launcher's
+
+
+def process() -> int:
+    """Return this process's number; 0 outside a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def divide_over(name: str, count: int, world: int) -> int:
@@ -26,41 +60,96 @@ def divide_over(name: str, count: int, world: int) -> int:
     return count // world
 
 
+def planned_ranks(sequence_parallel: int) -> int:
+    """Return the number of ranks that the processes will be, also before they have met."""
+    if processes() % sequence_parallel:
+        raise InputError(
+            f"sequence_parallel={sequence_parallel} does not divide the {processes()} processes of the run; choose "
+            "one that does"
+        )
+    return processes() // sequence_parallel
+
+
 def rank() -> int:
-    """Return this process's rank; 0 outside a process group."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    """Return the number of this process's share of the rows; 0 outside a process group."""
+    return process() // _per_rank
 
 
 def world_size() -> int:
-    """Return the number of processes that train together; 1 outside a process group."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    """Return the number of shares of the rows; 1 outside a process group."""
+    return dist.get_world_size() // _per_rank if dist.is_initialized() else 1
 
 
 def all_ranks():
-    """Return the process group of all ranks; None if there is one rank."""
-    return dist.group.WORLD if world_size() > 1 else None
+    """Return a process group with one process of each rank; None if there is one rank."""
+    if world_size() == 1:
+        return None
+    return dist.group.WORLD if _part_group is None else _part_group
 
 
 def barrier() -> None:
-    """Wait for all ranks, by a sum on the CPU: on GPUs gloo's, whatever device is current."""
-    global_sum(torch.zeros(()))
+    """Wait for all processes, by a sum on the CPU: on GPUs gloo's, whatever device is current."""
+    if dist.is_initialized():
+        dist.all_reduce(torch.zeros(()))
 
 
 def gather(item: Item) -> list[Item]:
     """Return every rank's `item`, by rank, on every rank."""
-    items = [item] * world_size()
-    if world_size() > 1:
-        dist.all_gather_object(items, item)
+    return _gathered(item, all_ranks())
+
+
+def gather_processes(item: Item) -> list[Item]:
+    """Return every process's `item`, by process, on every process."""
+    return _gathered(item, dist.group.WORLD if dist.is_initialized() else None)
+
+
+def _gathered(item: Item, group) -> list[Item]:
+    if group is None:
+        return [item]
+    items = [item] * dist.get_world_size(group)
+    dist.all_gather_object(items, item, group=group)
     return items
 
 
+# Work that the processes of a rank, which have the same items, share.
+
+
+def part_of(count: int) -> list[int]:
+    """Return which of a rank's `count` items are this process's work: neighbours, as many as the others have.
+
+    Where they do not divide, the last item is the work of several.
+    """
+    if _sequence_group is None:
+        return list(range(count))
+    size = -(-count // _per_rank)
+    begin = size * (process() % _per_rank)
+    return [min(i, count - 1) for i in range(begin, begin + size)]
+
+
+def of_parts(results: list[Item], count: int) -> list[Item]:
+    """Return the results of all `count` items of this rank, from those of each process's `part_of` them."""
+    if _sequence_group is None:
+        return results
+    return sum(_gathered(results, _sequence_group), [])[:count]
+
+
+def of_first_part(work: Callable[[], Item]) -> Item:
+    """Return what `work` returns on the first process of this rank, which alone does it."""
+    result: list = [None]
+    if process() % _per_rank == 0:
+        result = [work()]
+    if _sequence_group is not None:
+        dist.broadcast_object_list(result, group_src=0, group=_sequence_group)
+    return result[0]
+
+
 def check_equal(facts: Mapping[str, object]) -> None:
-    """Refuse processes that have other options or inputs than rank 0, on all of them."""
-    # Every rank sees all facts, so every rank raises, and none is left waiting for the others.
-    facts_of_ranks = gather(dict(facts))
-    first = facts_of_ranks[0]
-    for number, facts_of_rank in enumerate(facts_of_ranks):
-        for name, value in facts_of_rank.items():
+    """Refuse processes that have other options or inputs than process 0, on all of them."""
+    # Every process sees all facts, so every one raises, and none is left waiting for the others.
+    facts_of_processes = gather_processes(dict(facts))
+    first = facts_of_processes[0]
+    for number, facts_of_process in enumerate(facts_of_processes):
+        for name, value in facts_of_process.items():
             if value != first.get(name):
                 what = f"{name} is {first.get(name)} on rank 0 and {value} on rank {number}"
                 raise InputError(
@@ -69,17 +158,22 @@ def check_equal(facts: Mapping[str, object]) -> None:
 
 
 def on_first_rank(work: Callable[[], object]) -> None:
-    """Run `work` on rank 0 while the others wait; an InputError that it raises is raised on every rank."""
+    """Run `work` on process 0 while the others wait; an InputError that it raises is raised on every process."""
     refusal = None
-    if rank() == 0:
+    if process() == 0:
         try:
             work()
         except InputError as error:
             refusal = error
     # The others have waited for this; one that went on would hang in its next collective.
-    refusal = gather(refusal)[0]
+    refusal = gather_processes(refusal)[0]
     if refusal is not None:
         raise refusal
+
+
+def on_any_process(*, flag: bool) -> bool:
+    """Return True if the flag is set on any process."""
+    return any(gather_processes(flag))
 
 
 def global_sum(values: torch.Tensor) -> torch.Tensor:
@@ -96,7 +190,7 @@ def _reduced(values: torch.Tensor, op) -> torch.Tensor:
     # In fp64 a sum of counts is exact, and one of metrics hardly depends on how many ranks share the work.
     values = values.detach().double().clone()
     if world_size() > 1:
-        dist.all_reduce(values, op=op)
+        dist.all_reduce(values, op=op, group=all_ranks())
     return values.cpu()
 
 

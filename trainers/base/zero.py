@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from fused_rl.optim import sum_of_squares
-from fused_rl.trainers.base.ranks import world_size
+from fused_rl.trainers.base.ranks import processes
 
 COMPARED = ("0.19.8",)  # versions of DeepSpeed whose step gives these bits
 # Elements that stay in the cache; a multiple of whole vectors, which decide about a weight's last bit.
@@ -22,7 +22,7 @@ SPAN = 1 << 18
 def own_step(zero_stage: int, *, offload: bool = False) -> bool:
     """Return True if the step of an engine is the one here; DeepSpeed is then told ZeRO 1."""
     on_cpu = not torch.cuda.is_available() and not offload
-    if not on_cpu or world_size() > 1 or zero_stage not in (1, 2):
+    if not on_cpu or processes() > 1 or zero_stage not in (1, 2):
         return False
     import deepspeed
 

@@ -222,7 +222,7 @@ def evaluate(
     print_rank0("\n".join(f"{name:<24}{value:.4g}" for name, value in figures.items()))
     if (few := too_easy_or_too_hard(figures.get("accuracy_sampled", 0.5), 8)) is not None:
         print_rank0(few)
-    if out is not None and ranks.rank() == 0:
+    if out is not None and ranks.process() == 0:
         write_rows(out / "responses.jsonl", responses)
         summary = figures | {"options": config.to_dict() | {"max_new_tokens": length}}
         write_atomically(out / "summary.json", as_json(summary, indent=2) + "\n")

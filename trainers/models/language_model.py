@@ -386,7 +386,7 @@ def save(trained, tokenizer, folder: Path, write: Callable[[Path, dict | None], 
     # All ranks gather, and rank 0 has the whole.
     if trained.zero_optimization_stage() == 3:
         state = trained._zero3_consolidated_16bit_state_dict()
-    if ranks.rank() == 0:
+    if ranks.process() == 0:
         with whole_folder(folder) as unfinished:
             write(unfinished, state)
             tokenizer.save_pretrained(unfinished)
@@ -459,9 +459,9 @@ class SavedReference:
         for name, parameter in self.model.named_parameters():
             # Under ZeRO 3 every rank takes part in gathering, though one alone writes.
             with engine.whole(parameter):
-                if ranks.rank() == 0:
+                if ranks.process() == 0:
                     weights[name] = parameter.cpu().clone()
-        if ranks.rank() == 0:
+        if ranks.process() == 0:
             path = Path(folder) / tag / "reference.safetensors"
             path.parent.mkdir()
             save_file(weights, path)

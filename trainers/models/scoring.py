@@ -97,7 +97,7 @@ def logprobs_of(
             logprobs = scored.logprobs.sum(1).view(len(indices), -1)
         if loss is not None:
             # Engines average over ranks, and the loss is a share of the sum.
-            model.backward(loss(logprobs, indices) * ranks.world_size())
+            model.backward(loss(logprobs, indices) * ranks.processes())
         return logprobs
 
     lengths = [sum(len(prompt) + len(response) for prompt, response in row) for row in rows]

@@ -197,7 +197,7 @@ class Policy:
         if not self.frozen:
             # The engine averages gradients over ranks, but the denominators already count the
             # tokens of all ranks, so the gradients must be added up.
-            self.model.backward(loss * ranks.world_size())
+            self.model.backward(loss * ranks.processes())
 
     def optimizer_step(self, step: int) -> dict[str, float]:
         """One update; the learning rate and the norm of the gradient."""

@@ -74,7 +74,7 @@ def around(prog: str, lost: str = "nothing was written") -> Iterator[None]:
     try:
         yield
     except BadRows as error:
-        if ranks.rank() == 0:
+        if ranks.process() == 0:
             sys.exit(f"{prog}: error: {error}")  # its lines are escaped
         # All ranks have read the same rows. A launcher ends the others as soon as one has ended, so rank 0 gets the
         # time to print the whole block.

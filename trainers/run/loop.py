@@ -24,8 +24,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import hash_of, hash_of_model, hash_of_rows, io_errors_in_a_line
 from fused_rl.trainers.base.screen import phase, print_line, print_rank0
@@ -139,7 +137,7 @@ class Run:
 
         # Only when the checkpoint has been read may what comes after it be moved away.
         ranks.on_first_rank(lambda: self.store.move_old_content(self.step))
-        self.logger = Logger(self.config, self.step) if ranks.rank() == 0 else None
+        self.logger = Logger(self.config, self.step) if ranks.process() == 0 else None
         return restored
 
     @property
@@ -170,7 +168,7 @@ class Run:
 
                 # Save a checkpoint on schedule, before stopping, and at the end, when the model is not saved yet.
                 # A signal may have reached some ranks and not others: they decide together.
-                stop = bool(ranks.global_sum(torch.tensor(float(self.stopping)))) and not self.last
+                stop = ranks.on_any_process(flag=self.stopping) and not self.last
                 every = self.config.save_every
                 if stop or self.last or (every and self.step % every == 0):
                     began = time.monotonic()
@@ -194,7 +192,7 @@ class Run:
         self.stopping = True
         restore_signals()
         # By os.write, because the signal may have interrupted a print, whose buffer must not be entered again.
-        if ranks.rank() == 0:
+        if ranks.process() == 0:
             with contextlib.suppress(OSError):
                 os.write(
                     1, b"\nstopping after this step, with a checkpoint; again to stop at once\n"
@@ -228,7 +226,7 @@ class Run:
             unlock()
 
         # What was learned, where everything is, and what to look at next.
-        if ranks.rank() == 0:
+        if ranks.process() == 0:
             checkpoints = self.store.checkpoints
             kept = f", checkpoints: {checkpoints}" if checkpoints.exists() else ""
             watch, folder = self.logger.watch, self.store.path

@@ -35,7 +35,7 @@ from fused_rl.trainers.base.files import (
     whole_folder,
     write_atomically,
 )
-from fused_rl.trainers.base.ranks import barrier, rank, world_size
+from fused_rl.trainers.base.ranks import barrier, process, processes
 from fused_rl.trainers.base.screen import print_line, print_rank0
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.options import ACTIONS, RunConfig, to_yaml
@@ -142,7 +142,7 @@ class RunFolder:
         problems = []
         try:
             sums = json.loads((self.chosen / "manifest.json").read_bytes())
-            for name in sorted(sums)[rank() :: world_size()]:
+            for name in sorted(sums)[process() :: processes()]:
                 found = list(fingerprint(self.chosen / name))
                 if found != sums[name]:
                     problems.append(
@@ -150,7 +150,7 @@ class RunFolder:
                     )
         except (OSError, ValueError, TypeError) as error:
             problems.append(f"manifest.json or a file that it names cannot be read: {error}")
-        problem = min(sum(ranks.gather(problems), []), default=None)
+        problem = min(sum(ranks.gather_processes(problems), []), default=None)
         if problem is not None:
             names = [f"step-{step}" for step in steps_in(self.checkpoints)]
             others = " or ".join(name for name in names if name != self.chosen.name)
@@ -244,7 +244,7 @@ class RunFolder:
         """
         folder = self.checkpoints / f"step-{step}"
         place = unfinished(folder)
-        whole = whole_folder(folder) if rank() == 0 else contextlib.nullcontext()
+        whole = whole_folder(folder) if process() == 0 else contextlib.nullcontext()
         with io_errors_in_a_line(f"checkpoint {folder.name}", self.checkpoints):
             with whole:
                 # All files, from every rank; then their checksums.
@@ -258,8 +258,8 @@ class RunFolder:
                     "torch": torch.get_rng_state(),
                     "cuda": cuda,
                 }
-                torch.save({"generators": generators, "own": kept}, place / f"rank-{rank()}.pt")
-                if rank() == 0:
+                torch.save({"generators": generators, "own": kept}, place / f"rank-{process()}.pt")
+                if process() == 0:
                     saved = {
                         "step": step,
                         "engines": sorted(engines),
@@ -269,15 +269,15 @@ class RunFolder:
                     (place / "state.json").write_text(json.dumps(saved))
                 barrier()
                 files = sorted(filter(Path.is_file, place.rglob("*")))
-                share = files[rank() :: world_size()]
-                parts = ranks.gather(
+                share = files[process() :: processes()]
+                parts = ranks.gather_processes(
                     {path.relative_to(place).as_posix(): fingerprint(path) for path in share}
                 )
-                if rank() == 0:
+                if process() == 0:
                     (place / "manifest.json").write_text(
                         json.dumps(functools.reduce(operator.or_, parts), indent=1)
                     )
-            if rank() == 0:
+            if process() == 0:
                 for old in steps_in(self.checkpoints)[: -self.config.keep_checkpoints]:
                     delete(self.checkpoints / f"step-{old}")
         barrier()
@@ -285,12 +285,12 @@ class RunFolder:
     def _options(self) -> dict[str, object]:
         """The options of the run, and what else must be the same when it is resumed, as JSON has them."""
         precision = str(engine.torch_dtype(self.config)).removeprefix("torch.")
-        facts = {"command": self.config.command, "processes": world_size(), "precision": precision}
+        facts = {"command": self.config.command, "processes": processes(), "precision": precision}
         return json.loads(json.dumps({**vars(self.config), **facts}, default=str))
 
     def remove_checkpoints(self) -> None:
         """Delete all of them: without a schedule they were to be there until the model was saved."""
-        if rank() == 0:
+        if process() == 0:
             for step in steps_in(self.checkpoints):
                 delete(self.checkpoints / f"step-{step}")
             # Where something of the user's is in it, the folder stays.
@@ -347,7 +347,7 @@ class RunFolder:
         # First the engines, with weights and optimizers, then this rank's generators and objects.
         for name, trained in engines.items():
             engine.load_engine(trained, chosen, name)
-        kept = torch.load(chosen / f"rank-{rank()}.pt", weights_only=True)
+        kept = torch.load(chosen / f"rank-{process()}.pt", weights_only=True)
         generators = kept["generators"]
         random.setstate(generators["python"])
         torch.set_rng_state(generators["torch"])

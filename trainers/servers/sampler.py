@@ -45,7 +45,7 @@ class ServerSampler(Sampler):
         self.http = http
         self.folder = folder
         self.probe = probe
-        if ranks.rank() == 0:
+        if ranks.process() == 0:
             print_line(f"waiting at most {http.timeout:g} s for {', '.join(urls)}")
         self.servers = [connect(http, url) for url in urls]
         for server in self.servers:
@@ -60,7 +60,7 @@ class ServerSampler(Sampler):
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Response]:
         """Return one response per prompt, in their order; its place decides a prompt's server, so a run repeats."""
         servers: list[Server] = []
-        for number, (_, copies) in enumerate(groupby(prompts), ranks.rank()):
+        for number, (_, copies) in enumerate(groupby(prompts), ranks.process()):
             servers += [self.servers[number % len(self.servers)] for _ in copies]
         calls = zip(servers, prompts, sampling.seeds or [None] * len(prompts), strict=True)
         return self.http.run(
@@ -71,7 +71,7 @@ class ServerSampler(Sampler):
         """Write the weights, have all servers load them, and verify that they did; all ranks call this together."""
         folder = self.folder / f"step-{step}"
         with io_errors_in_a_line("the weights for the servers", self.folder):
-            if ranks.rank() == 0:
+            if ranks.process() == 0:
                 shutil.rmtree(folder, ignore_errors=True)  # of the same step, before a resume
             save(folder)
         found: list[list[Response]] = []
@@ -87,5 +87,5 @@ class ServerSampler(Sampler):
 
         # The first rank calls the servers; all ranks score, as each may have a part of the weights.
         ranks.on_first_rank(push)
-        for server, responses in zip(self.servers, ranks.gather(found)[0], strict=True):
+        for server, responses in zip(self.servers, ranks.gather_processes(found)[0], strict=True):
             self.probe.judge(server, step, responses, self.probe.differences(server, responses))
