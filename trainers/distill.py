@@ -197,7 +197,7 @@ def accumulate(
         [names.index(sample.row[column]) if len(names) > 1 else 0 for sample in samples]
     )
     by_length = (batch.prompt_lengths + batch.response_lengths).argsort(stable=True)  # fewer pads
-    for rows in by_length.split(policy.config.micro_batch_size):
+    for rows in policy.divide(batch, by_length):
         micro = batch.rows(rows)
         terms = teacher_divergence(policy, list(teachers.values()), micro, teacher_of[rows])
         terms["kl"] = terms["kl"] / num_tokens
@@ -247,6 +247,7 @@ def train_step(
     policy.publish(step)
     ended = time.monotonic()
     metrics["perf/tokens_per_second"] = metrics["distill/num_tokens"] / (ended - began)
+    metrics["perf/padding"] = policy.padding.share()
     return metrics | {"time/train": ended - sampled}
 
 

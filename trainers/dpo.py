@@ -25,6 +25,7 @@ import fused_rl
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data import encode
+from fused_rl.trainers.data.micro_batches import Padding
 from fused_rl.trainers.data.preferences import (
     Pair,
     PairsConfig,
@@ -83,7 +84,11 @@ class DPOConfig(PairsConfig):
 
 
 def measure(
-    model, pairs: list[Pair], config: DPOConfig, reference: torch.Tensor | None = None
+    model,
+    pairs: list[Pair],
+    config: DPOConfig,
+    reference: torch.Tensor | None = None,
+    padding: Padding | None = None,
 ) -> torch.Tensor:
     """Return log pi of chosen and rejected (N, 2) in nats, over all ranks; with a `reference` also run backward."""
 
@@ -99,6 +104,8 @@ def measure(
         pairs_at_once(config.micro_batch_size),
         loss=None if reference is None else loss_of,
         progress="pairs" if reference is None else None,
+        tokens=config.micro_batch_tokens,
+        padding=padding,
     ).float()
     # A score that is NaN names its pair here, before the optimizer takes a step.
     check_finite(logprobs, [pair.where for pair in pairs])
@@ -199,11 +206,13 @@ def train(config: DPOConfig, dataset: RowsLike = None, eval_dataset: RowsLike = 
     for step, indices in run:
         began = time.monotonic()
         batch = [pairs[i] for i in indices]
-        logprobs = measure(model, batch, config, reference[indices])
+        padding = Padding()
+        logprobs = measure(model, batch, config, reference[indices], padding)
         # The metrics are of the weights before the step, as the loss is.
         metrics = pair_metrics(logprobs, reference[indices], batch, config, "train/dpo/")
         metrics |= engine.optimizer_step(model, step)
         metrics["time/train"] = time.monotonic() - began
+        metrics["perf/padding"] = padding.share()
         metrics["perf/tokens_per_second"] = sum(map(Pair.tokens, batch)) / metrics["time/train"]
         if run.evaluates and held_out:
             metrics |= evaluate(model, held_out, reference[len(pairs) :], config)

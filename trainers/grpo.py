@@ -254,7 +254,8 @@ def train_step(
 
     # What ratios and KL are taken against: https://arxiv.org/abs/2402.03300, algorithm 1.
     together = config.group_size if keeps_groups(config, ranks.world_size()) else 1
-    updates = plan(config, len(groups.included), config.micro_batch_size, together)
+    divide = functools.partial(policy.divide, groups.rollout.batch, together=together)
+    updates = plan(config, len(groups.included), divide, together)
     measured = measure_first(policy, groups, updates, step)
     mismatch = policy.mismatch(groups.rollout, measured.old_logprobs)
 
@@ -284,6 +285,7 @@ def train_step(
     penalty = -config.kl_coef * metrics.get("objective/kl", 0.0) - metrics["overlong_penalty"]
     return metrics | {
         "perf/tokens_per_second": tokens / (ended - began),
+        "perf/padding": policy.padding.share(),
         "objective/kl_coef": config.kl_coef,
         "objective/non_score_reward": penalty,
         "objective/rlhf_reward": metrics["objective/scores"] + penalty,

@@ -25,6 +25,7 @@ from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.marked import Marked, MarkedConfig, arithmetic, marked_rows
+from fused_rl.trainers.data.micro_batches import Padding
 from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.reward_model import check_finite
@@ -49,7 +50,13 @@ class KTOConfig(MarkedConfig):
 
 
 def update(
-    model, rows: list[Marked], reference: torch.Tensor, config: KTOConfig, *, backward: bool
+    model,
+    rows: list[Marked],
+    reference: torch.Tensor,
+    config: KTOConfig,
+    *,
+    backward: bool,
+    padding: Padding | None = None,
 ) -> dict[str, float]:
     """Run forward, and if wanted `backward`, on the rows of all ranks; return the metrics of the loss.
 
@@ -57,7 +64,8 @@ def update(
     """
     # The point of comparison: it moves with the policy, but no gradient flows through it.
     where = [row.where for row in rows]
-    logprobs = logprobs_of(model, [(row.mismatched,) for row in rows], config.micro_batch_size)
+    size, tokens = config.micro_batch_size, config.micro_batch_tokens
+    logprobs = logprobs_of(model, [(row.mismatched,) for row in rows], size, tokens=tokens)
     check_finite(logprobs, where)
     baseline = fused_rl.kl_baseline(config.beta * (logprobs[:, 0] - reference[:, 1])).item()
 
@@ -76,8 +84,10 @@ def update(
     logprobs = logprobs_of(
         model,
         [(row.matched,) for row in rows],
-        config.micro_batch_size,
+        size,
         loss=(lambda *micro_batch: loss_and_metrics(*micro_batch)[0]) if backward else None,
+        tokens=tokens,
+        padding=padding,
     )
     check_finite(logprobs, where)
     _, metrics = loss_and_metrics(logprobs, range(len(rows)))
@@ -139,7 +149,8 @@ def train(config: KTOConfig, dataset: RowsLike = None, eval_dataset: RowsLike = 
     reference = torch.zeros(len(everything), 2, dtype=torch.float64)
     with phase("measured the reference"):
         at_once = max(1, config.micro_batch_size // 2)  # rows of two sequences each
-        reference[taken] = logprobs_of(model, both, at_once, progress="rows")
+        tokens = config.micro_batch_tokens
+        reference[taken] = logprobs_of(model, both, at_once, progress="rows", tokens=tokens)
 
     # The run.
     run.start({"policy": model})
@@ -149,10 +160,12 @@ def train(config: KTOConfig, dataset: RowsLike = None, eval_dataset: RowsLike = 
     for step, indices in run:
         began = time.monotonic()
         batch = [rows[i] for i in indices]
-        metrics = update(model, batch, reference[indices], config, backward=True)
+        padding = Padding()
+        metrics = update(model, batch, reference[indices], config, backward=True, padding=padding)
         metrics = {f"train/kto/{name}": value for name, value in metrics.items()}
         metrics |= engine.optimizer_step(model, step)
         metrics["time/train"] = time.monotonic() - began
+        metrics["perf/padding"] = padding.share()
         metrics["perf/tokens_per_second"] = sum(map(Marked.tokens, batch)) / metrics["time/train"]
         if run.evaluates and held_out:
             metrics |= evaluate(model, held_out, held_out_reference, config)

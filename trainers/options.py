@@ -390,6 +390,10 @@ class EngineConfig(Options):
 
     micro_batch_size: PositiveInt | None = None
     """Sequences per forward and backward pass, which changes no result: 8 on a CPU, on a GPU what its memory holds."""
+    micro_batch_tokens: PositiveInt | None = None
+    """Tokens per forward and backward pass, pads included, in place of micro_batch_size: sequences of similar length go
+    together, and a longer one goes alone. None is micro_batch_size on a CPU, on a GPU what its memory holds, unless
+    micro_batch_size is given."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     """DeepSpeed ZeRO: what is partitioned over the ranks (1 optimizer state, 2 gradients, 3 weights)."""
     offload: bool = False
@@ -406,6 +410,14 @@ class EngineConfig(Options):
             "needs zero_stage 2 or 3, which split what is offloaded",
         ),
     )
+
+    def micro_batches_of(self, sequences: int) -> str:
+        """Return in words how so many sequences of a process are divided."""
+        if self.micro_batch_tokens is not None:
+            return f"as many as hold at most {self.micro_batch_tokens} tokens"
+        size = self.micro_batch_size
+        assert size is not None  # resolved
+        return f"{math.ceil(sequences / size)} of at most {size}"
 
 
 class OutputConfig(Options):
@@ -535,10 +547,13 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
 
     def resolve(self) -> None:
         """Choose the micro-batch's size where none is given, when a run begins: on a GPU this reads the model."""
-        if self.micro_batch_size is None:
-            self.micro_batch_size = memory.fitting_micro_batch(
-                self.model, self.revision, self.footprint()
-            )
+        if self.micro_batch_size is not None:
+            return
+        footprint = self.footprint()
+        self.micro_batch_size = memory.fitting_micro_batch(self.model, self.revision, footprint)
+        # On a CPU long micro-batches save nothing, and runs keep their bits.
+        if self.micro_batch_tokens is None and torch.cuda.is_available():
+            self.micro_batch_tokens = memory.tokens_of(footprint, self.micro_batch_size)
 
 
 # What is done with a run, not what the run is.

@@ -245,7 +245,8 @@ def train_step(
     sampled = time.monotonic()
 
     # What was expected of each token, and what it earned: arXiv:1909.08593, section 2.2.
-    updates = plan(config, len(rollout.samples), config.micro_batch_size)
+    divide = functools.partial(policy.divide, rollout.batch)
+    updates = plan(config, len(rollout.samples), divide)
     first_pass = sum(updates[: config.minibatches], [])
     experience = judge(policy, critic, rollout, first_pass, kl_coef)
     mismatch = policy.mismatch(rollout, experience.measured.old_logprobs)
@@ -264,6 +265,7 @@ def train_step(
         "time/measure": judged - sampled,
         "time/train": ended - judged,
         "perf/tokens_per_second": tokens / (ended - began),
+        "perf/padding": policy.padding.share(),
         "objective/kl_coef": kl_coef,
         "objective/non_score_reward": penalty,
         "objective/rlhf_reward": metrics["objective/scores"] + penalty,

@@ -19,6 +19,7 @@ from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import as_json, write_atomically
 from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data import encode
+from fused_rl.trainers.data.micro_batches import Padding
 from fused_rl.trainers.data.preferences import (
     Pair,
     PairsConfig,
@@ -79,13 +80,20 @@ def train_step(
 ) -> dict[str, float]:
     """Do one optimizer step on all its `pairs`; by `costs`, if given, the sides of a pair may share a row."""
     device = next(model.parameters()).device
+    padding = Padding()
     model.train()
 
     def score(indices: list[int]) -> torch.Tensor:
         # Both sides go through the model at once, because the loss compares them.
         sides = [ids for ids, _ in sides_of([pairs[i] for i in indices])]
         packed = None if costs is None else pack_pairs(sides, costs, device)
-        both = model(*collate(sides, device)) if packed is None else model(packed=packed)
+        if packed is None:
+            input_ids, mask = collate(sides, device)
+            padding.add(input_ids, sum(map(len, sides)))
+            both = model(input_ids, mask)
+        else:
+            padding.add(packed.input_ids, packed.tokens)
+            both = model(packed=packed)
         chosen, rejected = both.view(-1, 2).unbind(1)
 
         # arXiv:2203.02155, eq. 1, over the step: -log sigmoid(chosen - rejected - margin).
@@ -97,11 +105,17 @@ def train_step(
 
     # The scores are compared before the step, while the weights are still good.
     lengths = [pair.tokens() for pair in pairs]
-    scores = score_all(lengths, pairs_at_once(config.micro_batch_size), score)
+    tokens = config.micro_batch_tokens
+    if tokens is not None:
+        lengths = [pair.padded_tokens() for pair in pairs]
+    size = pairs_at_once(config.micro_batch_size)
+    scores = score_all(lengths, size, score, tokens=tokens)
     if not scores.isfinite().all():
         score_pairs(model, pairs, config.micro_batch_size)  # each by itself, to name the bad one
     check_finite(scores, [pair.where for pair in pairs])
-    return pair_metrics(scores, pairs, config, "train/rm/") | engine.optimizer_step(model, step)
+    metrics = pair_metrics(scores, pairs, config, "train/rm/")
+    metrics["perf/padding"] = padding.share()
+    return metrics | engine.optimizer_step(model, step)
 
 
 def preference_loss(chosen, rejected, margin, config: RewardConfig, **counts):

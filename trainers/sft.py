@@ -7,7 +7,6 @@ Rows of unequal length are packed where that is cheaper, each seeing itself alon
 """
 
 import functools
-import math
 import time
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -19,6 +18,12 @@ from fused_rl.trainers.base.ranks import divide_over
 from fused_rl.trainers.base.screen import bar, phase
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
+from fused_rl.trainers.data.micro_batches import (
+    Padding,
+    as_many_on_all_ranks,
+    by_tokens,
+    padded_tokens,
+)
 from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval, log_dropped
 from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.models import language_model
@@ -26,6 +31,7 @@ from fused_rl.trainers.models.packing import (
     Costs,
     Packed,
     arrange,
+    fill,
     pack_whole,
     packing_costs,
     price,
@@ -67,11 +73,10 @@ class SFTConfig(RunConfig):
 def arithmetic(config: SFTConfig, world: int) -> dict[str, object]:
     """How the batch divides; raises on what does not."""
     local = divide_over("batch_size", config.batch_size, world)
-    size = config.micro_batch_size
     return {
         "processes": world,
         "rows per step": f"{config.batch_size} = {world} processes x {local}",
-        "micro-batches per process and step": f"{math.ceil(local / size)} of at most {size}",
+        "micro-batches per process and step": config.micro_batches_of(local),
         "rows in the run": config.in_run(config.batch_size),
         "optimizer steps": config.in_run(1),
     }
@@ -132,24 +137,39 @@ def micro_batches(
     """Return the rank's rows as micro-batches: padded at similar lengths, or packed if that `costs` less."""
     # Padded: a micro-batch holds what is of similar length.
     examples = sorted(examples, key=Example.tokens)
-    count = math.ceil(len(examples) / config.micro_batch_size)
-    padded = [
-        examples[i * config.micro_batch_size :][: config.micro_batch_size] for i in range(count)
-    ]
-    chosen, rows_of = padded, [None] * count
+    tokens = [example.tokens() for example in examples]
+    indices = list(range(len(examples)))
+    most = config.micro_batch_tokens
+    if most is None:
+        size = config.micro_batch_size
+        chosen = [indices[begin : begin + size] for begin in range(0, len(examples), size)]
+    else:
+        chosen = by_tokens([[i] for i in indices], padded_tokens(tokens), most)
 
-    # Packed: long and short ones together fill rows best.
+    # Packed: long and short ones together fill rows best. The last token of a sequence predicts
+    # none, so it is not fed.
+    fed = [count - 1 for count in tokens]
+    is_packed = False
     if costs is not None:
-        mixed = [examples[i::count] for i in range(count)]
-        # The last token of a sequence predicts none, so it is not fed.
-        lengths = [[example.tokens() - 1 for example in part] for part in mixed]
-        arranged = [arrange(part, costs) for part in lengths]
-        packed = sum(price(part, rows, costs) for part, rows in zip(lengths, arranged, strict=True))
-        if packed < sum(costs.causal_flop(len(part), part[-1].tokens()) for part in padded):
-            chosen, rows_of = mixed, arranged
+        count = len(chosen)
+        mixed = [indices[begin::count] for begin in range(count)]
+        if most is not None:
+            mixed = fill(fed, max(most, *fed))
+        packed = 0.0
+        for part in mixed:
+            lengths = [fed[i] for i in part]
+            packed += price(lengths, arrange(lengths, costs, most), costs)
+        if packed < sum(costs.causal_flop(len(part), tokens[part[-1]]) for part in chosen):
+            chosen, is_packed = mixed, True
+    if most is not None:
+        chosen = as_many_on_all_ranks(chosen)  # whose rows may be packed here and padded there
 
     micro_batches = []
-    for part, rows in zip(chosen, rows_of, strict=True):
+    for indices in chosen:
+        rows = None
+        if is_packed:
+            rows = arrange([fed[i] for i in indices], costs, most)
+        part = [examples[i] for i in indices]
         prompts = [example.prompt for example in part]
         completions = [example.completion for example in part]
         where = [example.where for example in part]
@@ -175,9 +195,11 @@ def train_step(model, parts: list[MicroBatch], step: int) -> dict[str, float]:
     # The mean is over the tokens of the whole step on all ranks. In a mean of the micro-batches'
     # means, a token of a short completion would weigh more.
     num_tokens = ranks.global_sum(sum(part.batch.response_lengths.sum() for part in parts)).item()
-    sums = Sums(step)
+    sums, padding = Sums(step), Padding()
     model.train()
     for part in parts:
+        fed = part.packed or part.batch
+        padding.add(fed.input_ids, fed.tokens)
         # -log p of each token, its gradient formed in the forward pass.
         rows = model(**part.inputs(), token_loss=lambda logprobs, _: -logprobs)
         # The engine averages gradients over ranks, but num_tokens is already that of all ranks.
@@ -185,6 +207,7 @@ def train_step(model, parts: list[MicroBatch], step: int) -> dict[str, float]:
         shares = {"loss": rows.loss / num_tokens, "entropy": rows.entropy.sum() / num_tokens}
         sums.add(shares, part.batch.where)
     metrics = {f"train/{name}": value for name, value in sums.over_ranks().items()}
+    metrics["perf/padding"] = padding.share()
     return metrics | {"train/num_tokens": num_tokens} | engine.optimizer_step(model, step)
 
 

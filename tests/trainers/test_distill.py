@@ -15,7 +15,7 @@ from fused_rl.trainers.policy import teacher
 from fused_rl.trainers.policy.policy import Policy
 from fused_rl.trainers.run.parse import parse
 from tests.trainers import fake_server, tiny
-from tests.trainers.runs import assert_equal_runs, forget_after, on_ranks
+from tests.trainers.runs import assert_equal_runs, division, forget_after, on_ranks
 
 PADDING = 5  # rows of the teacher's head beyond the student's
 GIVEN = {"on_policy": 0.0, "completion_column": "answer"}
@@ -401,9 +401,7 @@ def train_splits(rank, world, folder, output, direction, splits):
     found = {}
     for zero_stage, micro_batch_size in splits:
         run = output / f"{world}-{zero_stage}-{micro_batch_size}"
-        options = (
-            MIXED | {"zero_stage": zero_stage, "micro_batch_size": micro_batch_size} | direction
-        )
+        options = MIXED | {"zero_stage": zero_stage} | division(micro_batch_size) | direction
         # Close to greedy, so that the seeds of ranks decide nothing; 5 held-out prompts do not divide over 2 ranks.
         metrics = trained(folder, run, temperature=1e-4, adam_eps=1e-3, save_every=0, **options)
         weights = {name: weight.numpy() for name, weight in tiny.weights(run / "model").items()}
@@ -427,7 +425,7 @@ def test_processes_micro_batches_and_zero_stages_agree(folder, tmp_path, options
             "teacher": {name: str(folder / model) for name, model in options["teacher"].items()}
         }
     one = on_ranks(train_splits, 1, folder, tmp_path, options, [(0, 8), (2, 1)])[0]
-    two = on_ranks(train_splits, 2, folder, tmp_path, options, [(3, 1), (2, 8)])[0]
+    two = on_ranks(train_splits, 2, folder, tmp_path, options, [(3, "30 tokens"), (2, 8)])[0]
     weights, metrics = one[0, 8]
     for split, (other_weights, other_metrics) in [*one.items(), *two.items()]:
         for key in weights:

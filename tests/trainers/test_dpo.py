@@ -13,7 +13,7 @@ from fused_rl.trainers import dpo
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.preferences import Pair
-from tests.trainers import figures, tiny
+from tests.trainers import figures, runs, tiny
 from tests.trainers.reward_runs import make_model, write_pairs
 from tests.trainers.runs import forget_after, on_ranks
 from tests.trainers.steps import Plain, assert_gradients_close
@@ -139,8 +139,8 @@ def test_a_loss_is_its_papers_however_the_pairs_are_split(loss_type, folder, mon
     loss.backward()
 
     monkeypatch.setattr(ranks, "global_sum", lambda values: values.double())
-    for world, micro_batch_size in ((1, 14), (1, 4), (2, 1), (3, 4)):
-        config.micro_batch_size = micro_batch_size
+    for world, micro_batch_size, tokens in ((1, 14, None), (1, 4, 60), (2, 1, None), (3, 4, None)):
+        config.micro_batch_size, config.micro_batch_tokens = micro_batch_size, tokens
         lm, logprobs = tiny.load_lm(config), 0.0
         monkeypatch.setattr(ranks, "world_size", lambda world=world: world)
         monkeypatch.setattr(ranks, "processes", lambda world=world: world)
@@ -248,7 +248,7 @@ def test_three_updates_are_trls(folder, tmp_path, name):
 def train_splits(rank, world, folder, splits):
     found = {}
     for split in splits:
-        options = dict(zip(("zero_stage", "micro_batch_size"), split, strict=True))
+        options = {"zero_stage": split[0]} | runs.division(split[1])
         config = dpo_config(folder, f"split-{world}-{split}", eval_every=9, save_every=0, **options)
         dpo.train(config)
         metrics = tiny.untimed(tiny.read_metrics(config.output_dir))
@@ -263,7 +263,7 @@ def train_splits(rank, world, folder, splits):
 def test_processes_micro_batches_and_zero_stages_agree(folder):
     one = on_ranks(train_splits, 1, folder, [(0, 8), (2, 1)])[0]
     # 5 held-out pairs, which 2 ranks do not divide.
-    two = on_ranks(train_splits, 2, folder, [(3, 4), (2, 8)])[0]
+    two = on_ranks(train_splits, 2, folder, [(3, "60 tokens"), (2, 8)])[0]
     weights, metrics = one[0, 8]
     for split, (other_weights, other_metrics) in [*one.items(), *two.items()]:
         for key in weights:

@@ -61,6 +61,7 @@ def test_every_metric_is_its_definition(monkeypatch, capsys):
         config=config, sampling=Sampling(1.0, 4, (EOS,)), roll_out=sampled, sample_rows=trained
     )
     policy.tokenizer, policy.reference, policy.scorers = tokenizer, True, [judge]
+    policy.divide = lambda batch, index: list(index.split(config.micro_batch_size))
     # The third problem is another rank's.
     held_out = evaluate.HeldOut([Prompt([1, 60 + i], {}) for i in range(3)], 2)
     metrics, shown = evaluate.evaluate(policy, held_out)

@@ -67,7 +67,7 @@ def test_minibatches_are_drawn_anew_in_every_epoch(minibatches):
     torch.manual_seed(1)
     config = config_of(minibatches=minibatches, epochs=6)
     together = GROUP if groups.keeps_groups(config, 1) else 1
-    updates = policy.plan(config, 2 * GROUP, config.micro_batch_size, together)
+    updates = policy.plan(config, 2 * GROUP, lambda rows: list(rows.split(3)), together)
     assert len(updates) == 6 * minibatches
     orders = [
         torch.cat(sum(updates[i : i + minibatches], []))

@@ -7,7 +7,7 @@ from fused_rl.trainers import grpo
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.policy import groups
 from fused_rl.trainers.policy.options import KLConfig
-from tests.trainers import tiny
+from tests.trainers import runs, tiny
 from tests.trainers.steps import config_of
 
 
@@ -137,7 +137,8 @@ def test_a_forward_pass_that_does_not_repeat_itself_is_reported(
 @pytest.mark.parametrize("options", [REFILLED, SYNCED | CHARGED], ids=["refilled", "synced"])
 def test_the_size_of_micro_batches_changes_nothing(folder, rows, tmp_path, options):
     whole = trained(folder, rows, tmp_path / "8", save_every=0, **options)
-    split = trained(folder, rows, tmp_path / "3", save_every=0, micro_batch_size=3, **options)
+    division = runs.division("40 tokens" if options is REFILLED else 3)
+    split = trained(folder, rows, tmp_path / "3", save_every=0, **division, **options)
     for a, b in zip(whole, split, strict=True):
         assert b == pytest.approx(a, rel=1e-3, abs=1e-5)
     weights = tiny.weights(tmp_path / "3" / "model")

@@ -14,7 +14,7 @@ from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.encode import Encoder, load_tokenizer
 from fused_rl.trainers.data.marked import marked_rows
 from fused_rl.trainers.data.rows import Rows
-from tests.trainers import figures, tiny
+from tests.trainers import figures, runs, tiny
 from tests.trainers.reward_runs import make_model, write_marked
 from tests.trainers.runs import forget_after, on_ranks
 
@@ -166,7 +166,7 @@ def test_three_updates_are_trls(folder, tmp_path):
 def train_splits(rank, world, folder, splits):
     found = {}
     for split in splits:
-        options = dict(zip(("zero_stage", "micro_batch_size"), split, strict=True))
+        options = {"zero_stage": split[0]} | runs.division(split[1])
         config = kto_config(folder, f"split-{world}-{split}", eval_every=9, save_every=0, **options)
         kto.train(config)
         weights = tiny.weights(Path(config.output_dir) / "model")
@@ -179,7 +179,7 @@ def train_splits(rank, world, folder, splits):
 def test_processes_micro_batches_and_zero_stages_agree(folder):
     one = on_ranks(train_splits, 1, folder, [(0, 8), (2, 1)])[0]
     # Two ranks do not divide the 5 held-out rows.
-    two = on_ranks(train_splits, 2, folder, [(3, 4), (2, 8)])[0]
+    two = on_ranks(train_splits, 2, folder, [(3, "60 tokens"), (2, 8)])[0]
     weights, metrics = one[0, 8]
     for split, (other_weights, other_metrics) in [*one.items(), *two.items()]:
         for key in weights:

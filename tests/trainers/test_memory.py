@@ -69,9 +69,14 @@ def test_a_gpu_gets_the_micro_batch_that_it_holds(gib, chosen, tmp_path, monkeyp
     assert config.micro_batch_size is None  # making a config reads no model
     config.resolve()
     assert config.micro_batch_size == chosen
+    # As many tokens as so many sequences of the most tokens have, which share their prompt by eights.
+    assert config.micro_batch_tokens == chosen * 256 + -(-chosen // 8) * 512
     given = GRPOConfig(**options, micro_batch_size=3)
     given.resolve()
-    assert given.micro_batch_size == 3
+    assert (given.micro_batch_size, given.micro_batch_tokens) == (3, None)
+    given = GRPOConfig(**options, dtype="bfloat16", micro_batch_tokens=4096)
+    given.resolve()
+    assert given.micro_batch_tokens == 4096
     sizes = memory.sizes_of(config.model, None)
     needed = memory.bytes_per_process(sizes, config.footprint(), chosen)
     assert chosen == 1 or sum(needed.values()) < 0.75 * (gib << 30)

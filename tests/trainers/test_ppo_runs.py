@@ -104,7 +104,8 @@ def train_splits(rank, world, files, folder, cases, sets=False):
         patch.setattr(torch, "randperm", lambda count, **_: torch.arange(count))
         for stage, micro, critic in cases:
             options = (
-                {"zero_stage": stage, "micro_batch_size": micro}
+                {"zero_stage": stage}
+                | runs.division(micro)
                 | SMOOTH
                 | ({"top_p": 0.9} if sets else {})
             )
@@ -143,7 +144,7 @@ def test_ranks_micro_batches_and_zero_stages_change_nothing_of_what_is_over_kept
 @pytest.mark.parametrize("world", [1, 2])
 def test_all_ranks_micro_batches_and_zero_stages_change_nothing(files, tmp_path, world):
     # One process's 4 at stage 0 is the reference.
-    micro_batches = (2, 1) if world == 1 else (4, 2, 1)
+    micro_batches = ("30 tokens", 1) if world == 1 else (4, "30 tokens", 1)
     check_splits(
         files, tmp_path, world, list(itertools.product(range(4), micro_batches, files[2:]))
     )

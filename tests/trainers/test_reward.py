@@ -17,7 +17,7 @@ from fused_rl.trainers.scorers.reward_model import RewardScorer
 from tests.distributed import run_distributed
 from tests.trainers import figures, tiny
 from tests.trainers.reward_runs import comparable, make_config, make_model, weights, write_pairs
-from tests.trainers.runs import on_ranks
+from tests.trainers.runs import division, on_ranks
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_pairs_that_share_a_row_train_as_sides_of_their_own(folder, run, monkeyp
 def train_splits(rank, world, folder, splits):
     found = {}
     for split in splits:
-        options = dict(zip(("zero_stage", "micro_batch_size", "lora_rank"), split, strict=True))
+        options = {"zero_stage": split[0], "lora_rank": split[2]} | division(split[1])
         config = make_config(folder, f"split-{world}-{split}", eval_every=9, **options)
         reward.train(config)
         found[split] = (
@@ -198,4 +198,6 @@ def test_the_head_under_zero_3(folder):
 @pytest.mark.slow
 def test_processes_micro_batches_and_zero_stages_agree(folder, tmp_path):
     # (ZeRO stage, micro-batch, LoRA rank). Two processes have 8 sequences each; 1 means one pair at a time.
-    check_agreement(folder, tmp_path, [(0, 8, 0), (2, 1, 0), (0, 8, 2)], [(3, 4, 0), (2, 8, 2)])
+    check_agreement(
+        folder, tmp_path, [(0, 8, 0), (2, 1, 0), (0, 8, 2)], [(3, "60 tokens", 0), (2, 8, 2)]
+    )

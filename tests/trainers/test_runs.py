@@ -42,17 +42,14 @@ def grpo_run(files, tmp_path_factory):
 
 def train_splits(rank, world, files, folder, cases):
     for stage, micro in cases:
-        sft.train(
-            sft_config(
-                files, f"{folder}/{world}-{stage}-{micro}", zero_stage=stage, micro_batch_size=micro
-            )
-        )
+        options = {"zero_stage": stage} | runs.division(micro)
+        sft.train(sft_config(files, f"{folder}/{world}-{stage}-{micro}", **options))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_ranks_micro_batches_and_zero_stages_change_nothing(files, tmp_path, world):
-    cases = list(itertools.product(range(4), (8, 4, 2, 1)))
+    cases = list(itertools.product(range(4), (8, 4, "40 tokens", 1)))
     sft.train(sft_config(files, tmp_path / "reference", micro_batch_size=8))
     runs.on_ranks(train_splits, world, files, str(tmp_path), cases)
     for stage, micro in cases:

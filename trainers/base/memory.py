@@ -78,8 +78,13 @@ def sizes_of(model: str, revision: str | None) -> Sizes | None:
     return Sizes(weights, adapters, saved, layers, hidden)
 
 
-def bytes_per_process(sizes: Sizes, run: Footprint, micro_batch_size: int) -> dict[str, float]:
-    """Return bytes per process, by what they hold, of steps whose sequences are as long as they may be."""
+def bytes_per_process(
+    sizes: Sizes, run: Footprint, micro_batch_size: int, micro_batch_tokens: int | None = None
+) -> dict[str, float]:
+    """Return bytes per process, by what they hold, of steps whose sequences are as long as they may be.
+
+    A micro-batch has `micro_batch_tokens`, if they are given, or one sequence that is longer.
+    """
     element = 2 if run.sixteen_bits else 4
     trained = sizes.adapters * run.lora_rank or sizes.weights
     beside = trained if run.lora_rank else 0  # adapters stand beside the weights
@@ -91,9 +96,9 @@ def bytes_per_process(sizes: Sizes, run: Footprint, micro_batch_size: int) -> di
     optimizer = moments_and_masters * trained / _divisor(run, 1)
     reference = element * sizes.weights / _divisor(run, 3)
 
-    # Responses of a group share their prompt.
-    prompts = -(-micro_batch_size // run.responses_per_prompt)
-    tokens = micro_batch_size * run.response_tokens + prompts * run.prompt_tokens
+    tokens = tokens_of(run, micro_batch_size)
+    if micro_batch_tokens is not None:
+        tokens = max(micro_batch_tokens, tokens_of(run, 1))
 
     # What all layers save, and the gradients of one in passing; with checkpoints one layer again, and all inputs.
     of_layer = element * sizes.saved + (4 * sizes.hidden if run.sixteen_bits else 0)
@@ -107,6 +112,13 @@ def bytes_per_process(sizes: Sizes, run: Footprint, micro_batch_size: int) -> di
         "reference": run.frozen_models * reference,
         "activations": tokens * of_token,
     }
+
+
+def tokens_of(run: Footprint, micro_batch_size: int) -> int:
+    """Return the tokens of a micro-batch of so many sequences that are as long as they may be."""
+    # Responses of a group share their prompt.
+    prompts = -(-micro_batch_size // run.responses_per_prompt)
+    return micro_batch_size * run.response_tokens + prompts * run.prompt_tokens
 
 
 def _divisor(run: Footprint, from_stage: int) -> int:

@@ -56,6 +56,12 @@ class Batch:
     """`response_mask` on the CPU where some token of a response does not count; None where all do."""
 
     @property
+    def tokens(self) -> int:
+        """The number of tokens of all sequences, without pads."""
+        prompts = self.prompt_lengths.clamp(max=self.input_ids.shape[1])
+        return int((prompts + self.response_lengths).sum())
+
+    @property
     def token_counts(self) -> torch.Tensor:
         """(B,) int64 on the CPU: the number of tokens of each response that count."""
         return self.response_lengths if self.included is None else self.included.sum(1)

@@ -58,10 +58,13 @@ def arithmetic(config: PairsConfig, world: int) -> dict[str, object]:
     """How the batch divides; raises on what does not."""
     local = ranks.divide_over("batch_size", config.batch_size, world)
     size = pairs_at_once(config.micro_batch_size)
+    micro_batches = f"{math.ceil(local / size)} of {size} pairs = {2 * size} sequences"
+    if config.micro_batch_tokens is not None:
+        micro_batches = config.micro_batches_of(2 * local)
     return {
         "processes": world,
         "pairs per step": f"{config.batch_size} = {world} processes x {local}",
-        "micro-batches per process and step": f"{math.ceil(local / size)} of {size} pairs = {2 * size} sequences",
+        "micro-batches per process and step": micro_batches,
         "pairs in the run": config.in_run(config.batch_size),
         "optimizer steps": config.in_run(1),
     }
@@ -86,6 +89,12 @@ class Pair:
     def tokens(self) -> int:
         """Return the number of tokens of both sequences."""
         return sum(map(len, (*self.chosen, *self.rejected)))
+
+    def padded_tokens(self) -> int:
+        """Return the number of tokens of both sequences, padded to the same length."""
+        return 2 * max(
+            len(prompt) + len(response) for prompt, response in self.sequences().values()
+        )
 
     def sequences(self) -> dict[str, Encoded]:
         """Return both sequences by their name."""

@@ -5,6 +5,7 @@ prompt and response, at the positions of a row of its own: the same hidden state
 computed over all of a row's (L, L) mask, so a long row can cost more than it saves: `Costs` weighs that.
 """
 
+import itertools
 from dataclasses import dataclass
 from operator import itemgetter
 from os.path import commonprefix
@@ -15,6 +16,7 @@ import torch
 from fused_rl.trainers.base.screen import print_rank0
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.batch import Batch, make_batch, on_device
+from fused_rl.trainers.data.micro_batches import TokensOf
 
 # Settings of a config by which attention ends before the row does.
 WINDOWS = ("sliding_window", "attention_chunk_size")
@@ -36,6 +38,8 @@ class Packed(NamedTuple):
     """(g, L) int64: of each token in its own sequence."""
     attention_mask: torch.Tensor
     """(g, 1, L, L) bool, True where a token (third) sees another (fourth)."""
+    tokens: int
+    """Those of `input_ids` that are no pads."""
     states: torch.Tensor
     """(N,) int64 in [0, g * L): the tokens that are read, which predict those that count, or end each sequence."""
 
@@ -109,6 +113,33 @@ def responses_per_row(costs: Costs, prompt: int, response: float, copies: int) -
     return min(range(1, copies + 1), key=flop)
 
 
+def in_row_of(batch: Batch, costs: Costs, index: torch.Tensor | slice = slice(None)) -> int:
+    """Return how many responses to one prompt of the sequences at `index` are cheapest in a row."""
+    copies = int(batch.prompts[index].bincount().max())
+    prompt = int(batch.prompt_lengths[index].max())
+    response = float(batch.response_lengths[index].double().mean())
+    return responses_per_row(costs, prompt, response, copies)
+
+
+def shared_tokens(batch: Batch, costs: Costs) -> TokensOf:
+    """Return the tokens of neighbours in `batch` in rows with one prompt each, as many in a row as is cheapest."""
+    prompts = batch.prompts.tolist()
+    prompt_lengths = batch.prompt_lengths.tolist()
+    response_lengths = batch.response_lengths.tolist()
+
+    def tokens_of(indices: list[int]) -> int:
+        in_row = in_row_of(batch, costs, torch.tensor(indices))
+        widths = []
+        for _, group in itertools.groupby(indices, lambda i: prompts[i]):
+            responses = list(group)
+            for begin in range(0, len(responses), in_row):
+                row = responses[begin : begin + in_row]
+                widths.append(prompt_lengths[row[0]] + sum(response_lengths[i] for i in row))
+        return len(widths) * max(widths)
+
+    return tokens_of
+
+
 def _packed(batch: Batch, row: torch.Tensor, start: torch.Tensor, shared: torch.Tensor) -> Packed:
     """Return the sequences of `batch` in rows, without their last tokens, which predict nothing.
 
@@ -152,7 +183,8 @@ def _packed(batch: Batch, row: torch.Tensor, start: torch.Tensor, shared: torch.
     seen = (segments[:, :, None] == others) | (others == 0)
     before = torch.ones(width, width, dtype=torch.bool, device=device).tril()
     states = on_device(place(*batch.response_tokens()), device)
-    return Packed(input_ids, positions, (seen & before)[:, None], states)
+    mask = (seen & before)[:, None]
+    return Packed(input_ids, positions, mask, len(sequence), states)
 
 
 def pack(batch: Batch, in_row: int) -> Packed:
@@ -210,17 +242,27 @@ def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> Packed | Non
     return packed._replace(states=packed.states[on_device(last, device)])
 
 
-def arrange(lengths: list[int], costs: Costs) -> list[list[int]]:
-    """Return the indices of sequences of these lengths, row by row: one in each, or the cheapest `fill`."""
+def arrange(lengths: list[int], costs: Costs, most: int | None = None) -> list[list[int]]:
+    """Return the indices of sequences of these lengths, row by row: one in each, or the cheapest `fill`.
+
+    Rows of more than `most` tokens with their pads are only taken where no others are to be had.
+    """
     ways = [[[i] for i in range(len(lengths))]]
     ways += [fill(lengths, int(max(lengths) * factor)) for factor in ROOM_FACTORS]
+    if most is not None:
+        in_one = [list(range(len(lengths)))]
+        ways = [rows for rows in ways if len(rows) * width(lengths, rows) <= most] or [in_one]
     return min(ways, key=lambda rows: price(lengths, rows, costs))
+
+
+def width(lengths: list[int], rows: list[list[int]]) -> int:
+    """Return the tokens of the longest of these rows."""
+    return max(sum(lengths[i] for i in row) for row in rows)
 
 
 def price(lengths: list[int], rows: list[list[int]], costs: Costs) -> float:
     """Return the cost of sequences of these lengths in rows of these indices."""
-    widths = [sum(lengths[i] for i in row) for row in rows]
-    return costs.flop(len(rows), max(widths))
+    return costs.flop(len(rows), width(lengths, rows))
 
 
 def fill(lengths: list[int], room: int) -> list[list[int]]:

@@ -8,6 +8,7 @@ from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import bar
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.data.encode import Encoded
+from fused_rl.trainers.data.micro_batches import Padding, by_tokens, padded_tokens
 
 
 def share_of_rank(count: int) -> list[int]:
@@ -20,8 +21,14 @@ def share_of_rank(count: int) -> list[int]:
     return filled[ranks.rank() :: world]
 
 
-def by_length(indices: list[int], lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Return the indices in micro-batches of at most `size`, whose sequences have similar `lengths`: fewer pads."""
+def by_length(
+    indices: list[int], lengths: Sequence[int], size: int, tokens: int | None = None
+) -> list[list[int]]:
+    """Return the indices in micro-batches of at most `size`, or of at most so many `tokens` with their pads, whose
+    sequences have similar `lengths`: fewer pads.
+    """
+    if tokens is not None:
+        return by_tokens([[i] for i in indices], padded_tokens(lengths), tokens)
     ordered = sorted(indices, key=lambda i: lengths[i])
     return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
@@ -41,19 +48,22 @@ def score_all(
     size: int,
     score: Callable[[list[int]], torch.Tensor],
     progress: str | None = None,
+    *,
+    tokens: int | None = None,
 ) -> torch.Tensor:
     """Return a score of each of N items, computed by all ranks together.
 
     Args:
         lengths: of the N items, in tokens.
         size: items per micro-batch.
+        tokens: instead, the tokens of a micro-batch, where all items are padded to the longest.
         score: returns the scores (n, ...) of the items at n indices, on any device; it may run backward.
         progress: says in a bar what is scored; None shows none.
 
     Returns:
         (N, ...) fp64 on the CPU, the same on every rank.
     """
-    micro_batches = by_length(share_of_rank(len(lengths)), lengths, size)
+    micro_batches = by_length(share_of_rank(len(lengths)), lengths, size, tokens)
     steps = micro_batches if progress is None else bar(micro_batches, progress)
     values = [score(indices).detach() for indices in steps]
     # From the device at once: each copy would wait for what it is still computing.
@@ -66,6 +76,9 @@ def logprobs_of(
     size: int,
     loss: Callable[[torch.Tensor, list[int]], torch.Tensor] | None = None,
     progress: str | None = None,
+    *,
+    tokens: int | None = None,
+    padding: Padding | None = None,
 ) -> torch.Tensor:
     """Return log pi of each response after its prompt, and with a `loss` also run backward.
 
@@ -75,7 +88,8 @@ def logprobs_of(
             an empty prompt the response is scored from its second token on.
         size: rows per micro-batch.
         loss: of log pi (n, S) and the n indices of its rows: a scalar, as a share of the loss of all ranks' rows.
-        progress: as of `score_all`.
+        progress, tokens: as of `score_all`.
+        padding: counts the tokens of what runs backward.
 
     Returns:
         (N, S) fp64 on the CPU, in nats, the same on every rank.
@@ -96,9 +110,16 @@ def logprobs_of(
             )
             logprobs = scored.logprobs.sum(1).view(len(indices), -1)
         if loss is not None:
+            if padding is not None:
+                padding.add(batch.input_ids, batch.tokens)
             # Engines average over ranks, and the loss is a share of the sum.
             model.backward(loss(logprobs, indices) * ranks.processes())
         return logprobs
 
-    lengths = [sum(len(prompt) + len(response) for prompt, response in row) for row in rows]
-    return score_all(lengths, size, score, progress)
+    lengths = []
+    for row in rows:
+        of_sequences = [len(prompt) + len(response) for prompt, response in row]
+        # The sequences of a row are padded to the same length.
+        is_padded = tokens is not None
+        lengths.append(len(row) * max(of_sequences) if is_padded else sum(of_sequences))
+    return score_all(lengths, size, score, progress, tokens=tokens)

@@ -53,9 +53,9 @@ def evaluate(
                 held_out.prompts, policy.sampling, k, Seeds(config.seed + ranks.rank())
             )
         # Greedy responses are no sample of the policy, so entropy and KL are of the others alone.
-        rows = torch.arange(len(sampled.samples)).split(config.micro_batch_size)
+        rows = policy.divide(sampled.batch, torch.arange(len(sampled.samples)))
         has_reference = policy.reference is not None
-        measured = measure(policy, sampled.batch, list(rows), exact_kl=has_reference)
+        measured = measure(policy, sampled.batch, rows, exact_kl=has_reference)
 
     # What only fills the shares up would count a prompt twice, so it is left out.
     sums = solved_sums(policy.scorers, greedy, sampled, count)

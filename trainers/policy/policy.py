@@ -12,9 +12,10 @@ import fused_rl
 from fused_rl.objectives.presets import PolicyLossOptions, option_beyond_a_token
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.data.batch import Batch, on_device
+from fused_rl.trainers.data.micro_batches import Padding, by_tokens, padded_tokens
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.language_model import keep_only
-from fused_rl.trainers.models.packing import Costs, pack, responses_per_row
+from fused_rl.trainers.models.packing import Costs, in_row_of, pack, shared_tokens
 from fused_rl.trainers.policy.options import LossConfig, loss_options
 from fused_rl.trainers.policy.reference import Reference
 from fused_rl.trainers.rollouts.mismatch import check_bound, mismatch
@@ -62,18 +63,17 @@ class Policy:
     steps_per_epoch: float = 1.0
     published: int | None = None
     """The step whose weights the next responses are of; None before they were published."""
+    padding: Padding = field(default_factory=Padding)
+    """Of the training passes of a step."""
     sample_rows: list[dict] = field(default_factory=list)
     """Lines of samples.jsonl, of this rank's last rollout; empty before there was one."""
 
-    def inputs(self, batch: Batch) -> dict[str, object]:
+    def inputs(self, batch: Batch) -> dict[str, Any]:
         """Return the inputs with which model and reference score the sequences of a micro-batch."""
         packed = None
         if self.costs is not None and batch.token_counts.any():
             # Prompts are shared where that is cheaper. The lengths are on the CPU: nothing waits.
-            copies = int(batch.prompts.bincount().max())
-            prompt = int(batch.prompt_lengths.max())
-            response = float(batch.response_lengths.double().mean())
-            in_row = responses_per_row(self.costs, prompt, response, copies)
+            in_row = in_row_of(batch, self.costs)
             packed = pack(batch, in_row) if in_row > 1 else None
         # At another temperature, or over other sets, the first ratio would not be 1.
         scored = {
@@ -82,6 +82,20 @@ class Policy:
             "temperature": self.config.temperature,
         }
         return scored | {"packed": packed, "places": batch.places(), "support": batch.support}
+
+    def divide(self, batch: Batch, index: torch.Tensor, *, together: int = 1) -> list[torch.Tensor]:
+        """Return the CPU indices (n,) of sequences as micro-batches, as many on every rank; `together` share a prompt.
+
+        Of a number of sequences these are neighbours, of a number of tokens they have similar lengths.
+        """
+        most = self.config.micro_batch_tokens
+        if most is None:
+            return list(index.split(self.config.micro_batch_size))
+        tokens_of = padded_tokens((batch.prompt_lengths + batch.response_lengths).tolist())
+        if together > 1 and self.costs is not None:
+            tokens_of = shared_tokens(batch, self.costs)
+        units = index.view(-1, together).tolist()
+        return [torch.tensor(indices) for indices in by_tokens(units, tokens_of, most)]
 
     def publish(self, step: int) -> None:
         """From now on the weights after `step`, which are those of now, are sampled; for all ranks at once."""
@@ -168,19 +182,20 @@ class Policy:
         is_users = callable(loss_options.surrogate)  # which may read anything
         is_token_level = option_beyond_a_token(loss_options) is None and not is_users
         # A frozen policy is only measured, so no graph is kept for a backward pass.
+        inputs = self.inputs(batch)
+        fed = inputs["packed"] or batch
+        self.padding.add(fed.input_ids, fed.tokens)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             # The head forms the gradient; the loss is computed again for its metrics alone.
             if options.get("rollout_logprobs") is None and is_token_level:
                 token_loss, per_token = fused_rl.policy_token_loss(*tokens, **options)
-                scored = self.model(
-                    **self.inputs(batch), token_loss=token_loss, per_token=per_token
-                )
+                scored = self.model(**inputs, token_loss=token_loss, per_token=per_token)
                 _, metrics = fused_rl.policy_loss(
                     scored.logprobs, *tokens, entropy=scored.entropy, **options
                 )
                 loss = scored.loss
             else:
-                scored = self.model(**self.inputs(batch))
+                scored = self.model(**inputs)
                 loss, metrics = fused_rl.policy_loss(
                     scored.logprobs, *tokens, entropy=scored.entropy, **options
                 )
@@ -231,16 +246,22 @@ def group_lengths(lengths: torch.Tensor, group_size: int) -> torch.Tensor:
 
 
 def plan(
-    config: LossConfig, count: int, micro_batch_size: int, together: int = 1
+    config: LossConfig,
+    count: int,
+    divide: Callable[[torch.Tensor], list[torch.Tensor]],
+    together: int = 1,
 ) -> list[list[torch.Tensor]]:
-    """Return each update's micro-batches as CPU indices into `count` responses; so many neighbours stay `together`."""
+    """Return each update's micro-batches as CPU indices into `count` responses; so many neighbours stay `together`.
+
+    `divide` returns the indices of a minibatch as micro-batches, as `Policy.divide` does.
+    """
     responses = torch.arange(count).view(-1, together)
     updates = []
     for _ in range(config.epochs):
         # In each epoch a response meets others in its minibatch than in the last.
         order = responses[torch.randperm(len(responses))].flatten()
         for minibatch in order.split(count // config.minibatches):
-            updates.append(list(minibatch.split(micro_batch_size)))
+            updates.append(divide(minibatch))
     return updates
 
 

@@ -53,19 +53,24 @@ def divided(config: PolicyConfig, world: int) -> dict[str, object]:
         raise InputError(f"minibatches={config.minibatches} {what}")
     minibatch = local // config.minibatches
     updates = config.minibatches * config.epochs
-    micro_batches = math.ceil(minibatch / config.micro_batch_size)
+    largest = config.micro_batch_size
+    if config.micro_batch_tokens is not None:
+        # Of sequences that are as long as they may be.
+        longest = config.max_prompt_length + config.max_new_tokens
+        largest = max(1, config.micro_batch_tokens // longest)
+    micro_batches = math.ceil(minibatch / largest)
     if micro_batches * world > 1 and getattr(
         SURROGATES.get(config.surrogate), "needs_batch", False
     ):
         raise InputError(
             f"surrogate={config.surrogate} compares all tokens of an update, {minibatch * world} responses: give one "
-            f"process and --micro_batch_size {minibatch * world}, or another surrogate"
+            f"process and --micro_batch_size {minibatch * world} without --micro_batch_tokens, or another surrogate"
         )
     return {
         "responses per step": f"{local * world} = {config.prompts_per_step} prompts x {config.group_size}",
         "responses per process and step": local,
         "responses per process and minibatch": minibatch,
-        "micro-batches per process and minibatch": f"{micro_batches} of at most {config.micro_batch_size}",
+        "micro-batches per process and minibatch": config.micro_batches_of(minibatch),
         "optimizer updates per step": updates,
         "optimizer updates in the run": config.in_run(updates),
         "responses in the run": config.in_run(local * world),

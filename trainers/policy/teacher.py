@@ -207,6 +207,9 @@ def teacher_divergence(
     # Each teacher reads its own sequences. One that has none here reads another, as ZeRO 3 needs
     # all ranks to read.
     inputs = inputs_of(batch, costs)
+    if torch.is_grad_enabled():
+        fed = inputs["packed"] or batch
+        policy.padding.add(fed.input_ids, fed.tokens)
     tokens_of = []
     readings = []
     for number, teacher in enumerate(teachers):
@@ -240,7 +243,7 @@ def inputs_of(batch: Batch, costs: Costs | None) -> dict[str, Any]:
     """Return the inputs of student and teacher, packed where that is cheaper."""
     inputs = {"input_ids": batch.input_ids, "mask": batch.response_mask, "places": batch.places()}
     if costs is None:
-        return inputs
+        return inputs | {"packed": None}
     # The last token of a sequence predicts none, so it is not fed.
     fed = batch.prompt_lengths + (batch.response_lengths - 1).clamp(min=0)
     lengths = fed.tolist()

@@ -146,5 +146,6 @@ def memory_line(config: RunConfig) -> str | None:
     sizes = memory.sizes_of(config.model, config.revision)
     if sizes is None or config.micro_batch_size is None:
         return None
-    needed = memory.bytes_per_process(sizes, config.footprint(), config.micro_batch_size)
+    largest = config.micro_batch_size, config.micro_batch_tokens
+    needed = memory.bytes_per_process(sizes, config.footprint(), *largest)
     return memory.in_words(needed, left_out=config.outside_footprint)

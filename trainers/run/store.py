@@ -51,6 +51,7 @@ MAY_CHANGE = frozenset(
         # Speed and memory: the same sums rounded in another order, the same distribution sampled in another order.
         *(
             "micro_batch_size",
+            "micro_batch_tokens",
             "rollout_batch_size",
             "attn_implementation",
             "gradient_checkpointing",

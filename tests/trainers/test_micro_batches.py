@@ -1,0 +1,106 @@
+"""Micro-batches by tokens: each sequence once, no more tokens than allowed, and the loss of any other division."""
+
+import random
+
+import pytest
+import torch
+
+from fused_rl.trainers.data.micro_batches import by_tokens, padded_tokens
+from fused_rl.trainers.models import packing
+from tests.device import steps
+from tests.distributed import run_distributed
+from tests.trainers import tiny
+from tests.trainers.test_packing import batch
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("together", [1, 4])
+def test_a_micro_batch_has_no_more_tokens_than_it_may(together):
+    draw = random.Random(together)
+    for _ in range(50):
+        lengths = [draw.randint(1, 40) for _ in range(24)]
+        units = [list(range(i, i + together)) for i in range(0, 24, together)]
+        draw.shuffle(units)
+        tokens_of, most = padded_tokens(lengths), draw.randint(1, 300)
+        found = by_tokens(units, tokens_of, most)
+        assert sorted(sum(found, [])) == list(range(24))
+        assert all(tokens_of(part) <= most or len(part) == 1 for part in found)
+        for unit in units:
+            if tokens_of(unit) <= most:
+                assert any(set(unit) <= set(part) for part in found)
+        # The shortest come first, so that few pads are needed.
+        longest = [max(lengths[i] for i in unit) for unit in units]
+        if together == 1:
+            assert [lengths[i] for part in found for i in part] == sorted(longest)
+
+
+def divided_on_ranks(rank, world):
+    found = []
+    for lengths in ([[9] * 6, [1] * 6], [[1] * 6, [1] * 6], [[9, 9, 9, 1], [1, 1, 9, 1]]):
+        own = lengths[rank]
+        found.append(by_tokens([[i] for i in range(len(own))], padded_tokens(own), 9))
+    return found
+
+
+def test_every_rank_has_as_many_micro_batches_and_none_is_empty():
+    for first, second in zip(*run_distributed(divided_on_ranks, 2), strict=True):
+        assert len(first) == len(second) and all(first) and all(second)
+        assert sorted(sum(first, [])) == sorted(sum(second, []))
+
+
+def test_the_tokens_of_shared_prompts_are_those_of_the_rows():
+    given, costs = batch(), packing.Costs(token=1.0, pair=0.0)
+    tokens_of = packing.shared_tokens(given, costs)
+    for indices in ([0, 1, 2, 3], [4, 5, 6, 7], list(range(8))):
+        rows = given.rows(torch.tensor(indices))
+        packed = packing.pack(rows, packing.in_row_of(rows, costs))
+        # The last tokens of responses, which predict nothing, are counted and not fed.
+        assert 0 <= tokens_of(indices) - packed.input_ids.numel() <= len(indices)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("micro-batches")
+    made = tiny.model_folder(folder / "model")
+    return made, tiny.reward_folder(folder / "reward", made)
+
+
+STEPS = {
+    "sft": (steps.sft_step, {}),
+    "sft, padded": (steps.sft_step, {"packed": False}),
+    "reward": (steps.reward_step, {"packed": False}),
+    "ppo": (steps.ppo_step, {"critic": "reward"}),
+    "grpo": (steps.grpo_step, {}),
+    "grpo, prompts apart": (steps.grpo_step, {"share_prompts": False}),
+    "gspo, top entropy": (steps.grpo_step, {"preset": "gspo", "top_entropy": 0.2}),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_is_the_same_in_micro_batches_by_tokens(folders, name):
+    make, options = STEPS[name]
+    options = options | ({"critic": folders[1]} if "critic" in options else {})
+    found = []
+    with steps.process_group():
+        responses = steps.responses_of(steps.small_config("grpo", folders[0]))
+        for tokens in (None, 1, 60, 10_000):
+            torch.manual_seed(0)
+            step = make(folders[0], CPU, responses, micro_batch_tokens=tokens, **options)
+            torch.manual_seed(1)
+            found.append(step())
+    expected = found[0]
+    padding = expected.metrics["perf/padding"]
+    assert 0 <= padding < 1
+    for other in found[1:]:
+        a, b = (
+            {k: v for k, v in m.metrics.items() if k[:5] not in ("time/", "perf/")}
+            for m in (expected, other)
+        )
+        assert b == pytest.approx(a, rel=1e-4, abs=1e-6)
+        for ours, theirs in zip(other.modules, expected.modules, strict=True):
+            for (key, x), y in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6, msg=key)
+    # One sequence, or one pair, is not padded to the length of another one.
+    if name != "reward" and "sft" not in name:
+        assert found[1].metrics["perf/padding"] == 0
