@@ -218,10 +218,10 @@ def evaluate(model, parts: list[MicroBatch]) -> dict[str, float]:
     totals = torch.zeros(3, dtype=torch.float64)
     with phase("evaluated on held-out rows") as found:
         for part in parts:
-            rows = model(**part.inputs(), want_logits=True)
+            rows = model(**part.inputs(), want_likeliest=True)
             mask = part.batch.response_mask
             # Row t of the mask is of token t + 1, so the targets begin with the second token.
-            hit = rows.logits.argmax(-1) == part.batch.input_ids[:, 1:][mask]
+            hit = mask & (rows.likeliest == part.batch.input_ids[:, 1:])
             nll = -rows.logprobs.sum()
             tokens = mask.sum()
             totals += torch.stack([nll, hit.sum(), tokens]).cpu()

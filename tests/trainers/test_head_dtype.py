@@ -7,6 +7,7 @@ import fused_rl
 from fused_rl.trainers import grpo
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.models import language_model
+from fused_rl.trainers.models.logits import ReferenceStates
 from fused_rl.trainers.rollouts import generate
 from tests.trainers import tiny
 
@@ -39,16 +40,24 @@ def test_scores_and_logits_are_those_of_an_exact_head(folder, batch):
         ("auto", 1e-4, 0.1),
     ):
         lm = load(folder, head_dtype=head_dtype)
-        rows = lm(batch.input_ids, mask, 0.7, want_logits=True)
-        logits = rows.logits
-        truth = fused_rl.token_logprobs(fp64_logits(lm, batch), targets, temperature=0.7)
+        rows = lm(batch.input_ids, mask, 0.7)
+        logits = lm.base(input_ids=batch.input_ids, use_cache=False).logits[:, :-1][mask]
+        truth_logits = fp64_logits(lm, batch)
+        truth = fused_rl.token_logprobs(truth_logits, targets, temperature=0.7)
         assert least <= (rows.logprobs[mask] - truth.logprobs).abs().max() <= most
-        # what the KL is measured from, and what the sampler draws from
+        # what the sampler draws from
         assert logits.dtype == (FP32 if head_dtype == "float32" else BF16)
-        own = lm.base(input_ids=batch.input_ids, use_cache=False).logits
-        assert torch.equal(own[:, :-1][mask], logits)
         of_logits = fused_rl.token_logprobs(logits, targets, temperature=0.7).logprobs
         torch.testing.assert_close(of_logits, rows.logprobs[mask], rtol=0, atol=most)
+
+        # what is measured beside an exact KL has the same bits, and the KL no more rounding
+        states = lm(batch.input_ids, mask, under_head=lambda states, _: states)
+        other = ReferenceStates(lm, states * 0.5)
+        compared = lm(batch.input_ids, mask, 0.7, reference=other)
+        assert torch.equal(compared.logprobs, rows.logprobs)
+        pair = [(x / 0.7).log_softmax(-1) for x in (truth_logits, truth_logits * 0.5)]
+        kl = (pair[0].exp() * (pair[0] - pair[1])).sum(-1)
+        torch.testing.assert_close(compared.kl[mask].double(), kl, rtol=0, atol=most)
 
 
 def test_what_is_drawn_is_what_is_trained(folder):

@@ -3,20 +3,20 @@
 import pytest
 import torch
 
-import fused_rl
+from fused_rl import TokenSupport
+from fused_rl.ops import tiles
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.models import language_model
+from fused_rl.trainers.models.logits import ReferenceStates, keep_only
 from fused_rl.trainers.options import EngineConfig
+from fused_rl.trainers.policy.reference import Reference
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 
 CPU = torch.device("cpu")
-ASKED = {
-    "logits": {"want_logits": True},
-    "loss": {"token_loss": lambda logp, _: -logp},
-}
+LOSS = {"token_loss": lambda logp, _: -logp}
 
 
 @pytest.fixture(scope="module")
@@ -36,24 +36,30 @@ def batch():
     return make_batch([[1, 70, 71, 72], [1, 80]], [[90, 91, 3], [92, 93, 94, 95, 96]], 0, "cpu")
 
 
-@pytest.mark.parametrize("wanted", [(), ("logits",), ("loss",), ("logits", "loss")])
-def test_what_is_not_wanted_is_none_and_the_rest_is_unchanged(folders, wanted):
+def test_what_is_not_wanted_is_none_and_the_rest_is_unchanged(folders):
     lm, given = load(folders, folders[0]), batch()
-    inputs = (given.input_ids, given.response_mask, 0.7)
-    options = {}
-    for name in wanted:
-        options |= ASKED[name]
-    found, plain = lm(*inputs, **options), lm(*inputs)
-    assert isinstance(found, language_model.Scored)
-    assert {name for name, value in found._asdict().items() if value is not None} == {
-        "logprobs",
-        "entropy",
-        *wanted,
+    inputs = {"input_ids": given.input_ids, "mask": given.response_mask, "temperature": 0.7}
+    plain = lm(**inputs)
+    with torch.no_grad():
+        states = lm(*list(inputs.values())[:2], under_head=lambda states, _: states)
+    requests = {
+        (): {},
+        ("loss",): LOSS,
+        ("likeliest",): {"want_likeliest": True},
+        ("ref_logprobs", "kl"): {"reference": ReferenceStates(lm, states)},
     }
-    assert torch.equal(found.logprobs, plain.logprobs) and torch.equal(found.entropy, plain.entropy)
-    assert found.logprobs.requires_grad == ("loss" not in wanted)
-    if "loss" in wanted:
-        torch.testing.assert_close(found.loss, -plain.logprobs.sum())
+    for wanted, options in requests.items():
+        found = lm(**inputs, **options)
+        assert isinstance(found, language_model.Scored)
+        values = {name for name, value in found._asdict().items() if value is not None}
+        assert values == {"logprobs", "entropy", *wanted}
+        assert torch.equal(found.logprobs, plain.logprobs)
+        assert torch.equal(found.entropy, plain.entropy)
+        assert found.logprobs.requires_grad == (not wanted)
+        if "loss" in wanted:
+            torch.testing.assert_close(found.loss, -plain.logprobs.sum())
+    # The last request compared the model with itself.
+    assert torch.equal(found.ref_logprobs, plain.logprobs) and (found.kl == 0).all()
 
 
 def test_a_model_that_is_not_the_runs_own_is_loaded_by_its_name_and_frozen(folders, tmp_path):
@@ -65,63 +71,87 @@ def test_a_model_that_is_not_the_runs_own_is_loaded_by_its_name_and_frozen(folde
         load(folders, f"{tmp_path}/nothing")
 
 
-def kl_of_heads(policy, reference, ref_weight):
-    """The hidden states of the reference meet the policy's in its forward pass, where its head is whole."""
+def compared(policy, reference, **options):
+    """What a step measures: both models' scores of a batch, and their exact KL."""
     given = batch()
-    inputs = (given.input_ids, given.response_mask)
-    ref_hidden = reference(*inputs, under_head=lambda hidden, _: hidden)
-
-    def meet(hidden, lm):
-        return fused_rl.linear_token_kl(
-            hidden, lm.head.weight, ref_hidden, ref_weight, temperature=0.7
-        )
-
-    return policy(*inputs, under_head=meet)
+    inputs = {"input_ids": given.input_ids, "mask": given.response_mask, "temperature": 0.7}
+    inputs |= {"places": given.places(), "packed": None, "support": None} | options
+    with torch.no_grad(), reference.beside(inputs) as states:
+        return policy(**inputs, reference=states)
 
 
+def logits_of(lm):
+    """The logits (N, V) of a batch, of the model itself and in fp64."""
+    given = batch()
+    return lm.base(input_ids=given.input_ids).logits[:, :-1][given.response_mask].double()
+
+
+SETS = [[90, 5, 7], None, [3], [*range(60), 92], [92, 93, 90], None, [95, 2], [96, 4]]
+
+
+@pytest.mark.parametrize("support", [None, TokenSupport.from_lists(SETS)], ids=["all", "sets"])
+@pytest.mark.parametrize("loss_from", ["linear", "logits"])
+@pytest.mark.parametrize("rows", [1, 3, 8])
 @torch.no_grad()
-def test_hidden_states_of_two_models_meet_in_the_exact_kl(folders):
-    policy, teacher, given = load(folders, folders[0]), load(folders, folders[1]), batch()
-    rows, ref_rows = (
-        lm(given.input_ids, given.response_mask, want_logits=True) for lm in (policy, teacher)
-    )
-    expected = fused_rl.token_kl(rows.logits, ref_rows.logits, temperature=0.7)
-    assert expected.min() > 0.1
-    torch.testing.assert_close(kl_of_heads(policy, teacher, teacher.head.weight), expected)
+def test_the_exact_kl_is_that_of_whole_logits_in_any_tiles(
+    folders, monkeypatch, rows, loss_from, support
+):
+    """Soft cap, bias and kept sets included; of the two models' logits no more than the rows of a tile exist."""
+    lms = [load(folders, folder, loss_from=loss_from) for folder in folders]
+    for lm in lms:
+        lm.head.bias = torch.nn.Parameter(torch.linspace(-1, 1, len(lm.head.weight)))
+        lm.softcap = None if loss_from == "logits" else 1.5
+    monkeypatch.setattr(tiles, "forward_rows", lambda *_: rows)
+    found = compared(lms[0], Reference(lms[1]), support=support)
+
+    given = batch()
+    mask = given.response_mask
+    targets = given.input_ids[:, 1:][mask]
+    pair = []
+    for lm in lms:
+        logits = logits_of(lm)
+        logits = logits if lm.softcap is None else lm.softcap * (logits / lm.softcap).tanh()
+        keep_only(logits, support)
+        pair.append((logits / 0.7).log_softmax(-1))
+    logp, ref_logp = pair
+    terms = torch.where(logp.isinf(), 0, logp.exp() * (logp - ref_logp))
+    expected = {
+        "kl": terms.sum(-1),
+        "entropy": -torch.where(logp.isinf(), 0, logp.exp() * logp).sum(-1),
+        "logprobs": logp.gather(1, targets[:, None])[:, 0],
+        "ref_logprobs": ref_logp.gather(1, targets[:, None])[:, 0],
+    }
+    for name, values in expected.items():
+        scores = getattr(found, name)
+        torch.testing.assert_close(scores[mask].double(), values, atol=2e-6, rtol=1e-5)
+        assert (scores[~mask] == 0).all()
 
 
 def ask_under_zero_3(rank, world, folders):
-    """Through two engines: all results at once, the gradient of a loss, and the KL of the heads."""
+    """Through two engines: what is compared, and the gradient of a loss."""
     config = tiny.config_of("grpo", folders[0], zero_stage=3)
     engine.setup(rank)
     lm, ref_lm = load(folders, folders[0], zero_stage=3), load(folders, folders[1], zero_stage=3)
-    ref_weight = ref_lm.head.weight.clone()
-    policy, reference = (
-        engine.initialize(lm, config, 1),
-        engine.initialize_frozen(ref_lm, config),
-    )
+    policy = engine.initialize(lm, config, 1)
+    reference = engine.initialize_frozen(ref_lm, config)
+    assert lm.head.weight.shape == (0,) and ref_lm.head.weight.shape == (0,)
+    rows = compared(policy, Reference(reference))
     assert lm.head.weight.shape == (0,) and ref_lm.head.weight.shape == (0,)
     given = batch()
-    inputs = (given.input_ids, given.response_mask, 0.7)
-    with torch.no_grad():
-        rows = policy(*inputs, want_logits=True)
-        kl = kl_of_heads(policy, reference, ref_weight)
-    scored = policy(*inputs, **ASKED["loss"])
+    scored = policy(given.input_ids, given.response_mask, 0.7, **LOSS)
     policy.backward(scored.loss)
     norm = engine.optimizer_step(policy, 1)["optim/grad_norm"]
-    return [kl.tolist(), rows.logits.tolist(), rows.logprobs.tolist(), scored.loss.item(), norm]
+    return [rows.kl.tolist(), rows.logprobs.tolist(), scored.loss.item(), norm]
 
 
 @pytest.mark.slow
 def test_partitioned_models_return_the_same(folders):
     policy, teacher, given = load(folders, folders[0]), load(folders, folders[1]), batch()
-    inputs = (given.input_ids, given.response_mask, 0.7)
-    rows, ref_rows = (lm(*inputs, want_logits=True) for lm in (policy, teacher))
-    kl = fused_rl.token_kl(rows.logits, ref_rows.logits, temperature=0.7)
-    loss = policy(*inputs, **ASKED["loss"]).loss
+    rows = compared(policy, Reference(teacher))
+    loss = policy(given.input_ids, given.response_mask, 0.7, **LOSS).loss
     loss.backward()
     norm = torch.cat([weight.grad.flatten() for weight in policy.parameters()]).norm().item()
-    expected = [kl, rows.logits, rows.logprobs, loss]
+    expected = [rows.kl, rows.logprobs, loss]
     for found in run_distributed(ask_under_zero_3, 2, folders, timeout=200):
         for value, wanted in zip(found, expected, strict=False):
             torch.testing.assert_close(torch.tensor(value), wanted.detach(), rtol=1e-5, atol=1e-5)

@@ -221,9 +221,9 @@ def initialize_frozen(model: nn.Module, config: EngineOptions):
 
 
 @contextlib.contextmanager
-def whole(parameter: nn.Parameter, *, written: bool = False):
-    """Make a parameter whole on every rank inside the block, to change it there if `written`. Call on all ranks."""
+def whole(*parameters: nn.Parameter, written: bool = False):
+    """Make parameters whole on every rank inside the block, to change them there if `written`. Call on all ranks."""
     import deepspeed
 
-    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if written else None):
+    with deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0 if written else None):
         yield

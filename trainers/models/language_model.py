@@ -14,19 +14,25 @@ from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import whole_folder
 from fused_rl.trainers.base.text import InputError, in_a_line
 from fused_rl.trainers.models import four_bit, lora
+from fused_rl.trainers.models.logits import ReferenceStates, compare, read_likeliest
 from fused_rl.trainers.models.packing import Packed
 from fused_rl.trainers.options import RunConfig
 
+SCORES = ("logprobs", "entropy", "ref_logprobs", "kl", "likeliest")  # of `Scored`, one per token
+
 
 class Scored(NamedTuple):
-    """The scores of tokens, (B, T - 1) fp32 in nats, 0 where masked; logits of the N that count."""
+    """The scores of tokens, (B, T - 1) in nats, 0 where masked."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
     loss: torch.Tensor | None = None
     """() the sum of `token_loss`; beside it the two above have no gradient."""
-    logits: torch.Tensor | None = None
-    """(N, V) of the whole vocabulary, at temperature 1."""
+    ref_logprobs: torch.Tensor | None = None
+    kl: torch.Tensor | None = None
+    """The exact divergence from the reference that was given."""
+    likeliest: torch.Tensor | None = None
+    """int64 token ids."""
 
 
 class LanguageModel(nn.Module):
@@ -103,7 +109,8 @@ class LanguageModel(nn.Module):
         support: fused_rl.TokenSupport | None = None,
         token_loss: Callable | None = None,
         per_token: Sequence[torch.Tensor] = (),
-        want_logits: bool = False,
+        reference: ReferenceStates | None = None,
+        want_likeliest: bool = False,
     ) -> Scored:
         """Score each token by those before it: row t of (B, T - 1) is token t + 1.
 
@@ -116,37 +123,42 @@ class LanguageModel(nn.Module):
             support: the set that each of the mask.sum() tokens was sampled from; the softmax is over these sets.
             token_loss: a loss of single tokens, as `fused_rl.linear_token_loss` takes it; requests `loss`.
             per_token: (B, T - 1) tensors that `token_loss` takes.
-            want_logits: request `logits`.
+            reference: what it computed for the same tokens; requests its log-probabilities and the exact KL, and
+                nothing then has a gradient.
+            want_likeliest: request the likeliest token at each place; nothing then has a gradient.
         """
         places = mask.flatten().nonzero()[:, 0] if places is None else places
         targets = input_ids[:, 1:].flatten()[places]
+        states = self._states(input_ids, places, packed)
+
+        # The scores of the N tokens that count, each by the way that gives what was requested.
         loss = None
-        if self.loss_from == "logits":
-            # The model itself caps them, if it does.
-            logits = self._states(self.base, "logits", input_ids, places, packed)
-            rows = fused_rl.token_logprobs(
-                logits, targets, temperature=temperature, support=support
-            )
+        if reference is not None:
+            rows = compare(self, states, targets, temperature, support, reference)
+        elif want_likeliest:
+            rows = read_likeliest(self, states, targets, temperature)
+        # The fused loss keeps no logits, and knows whole vocabularies alone.
+        elif token_loss is not None and support is None and self.loss_from == "linear":
+            weights = (tensor.flatten()[places] for tensor in per_token)
+            options = self._head_options(temperature)
+            operands = states, self.head.weight, targets
+            rows = fused_rl.linear_token_loss(*operands, token_loss, *weights, **options)
+            loss = rows.loss
         else:
-            hidden = self._hidden(input_ids, places, packed)
-            fused = None
-            # The fused loss keeps no logits, and knows whole vocabularies alone.
-            if token_loss is not None and support is None and not want_logits:
-                fused = (token_loss, *(tensor.flatten()[places] for tensor in per_token))
-            rows, logits = self._through_head(
-                hidden, targets, temperature, support, fused, want_logits
-            )
-            loss = rows.loss if fused else None
+            rows = self.rows_of(states, targets, temperature, support)
 
         # Back at their places in (B, T - 1).
-        nothing = rows.logprobs.new_zeros(mask.numel())
-        logprobs = nothing.index_copy(0, places, rows.logprobs).view(mask.shape)
-        entropy = nothing.index_copy(0, places, rows.entropy).view(mask.shape)
+        scores = {}
+        for name in SCORES:
+            if (values := getattr(rows, name, None)) is not None:
+                nothing = values.new_zeros(mask.numel())
+                scores[name] = nothing.index_copy(0, places, values).view(mask.shape)
         # Where nothing was fused the loss is formed here; what stands beside it has no gradient.
         if token_loss is not None and loss is None:
-            loss = fused_rl.masked_sum(token_loss(logprobs, entropy, *per_token), mask)
-            logprobs, entropy = logprobs.detach(), entropy.detach()
-        return Scored(logprobs, entropy, loss, logits if want_logits else None)
+            of_tokens = token_loss(scores["logprobs"], scores["entropy"], *per_token)
+            loss = fused_rl.masked_sum(of_tokens, mask)
+            scores = {name: values.detach() for name, values in scores.items()}
+        return Scored(**scores, loss=loss)
 
     def compute_under_head(
         self,
@@ -157,46 +169,43 @@ class LanguageModel(nn.Module):
         packed: Packed | None = None,
         places: torch.Tensor | None = None,
     ) -> Any:
-        """Return function(hidden, self), where the head is whole under ZeRO 3 too; not with loss_from=logits.
+        """Return function(states, self), where the head is whole under ZeRO 3 too.
 
         Args:
-            function: takes the hidden states (N, H) that predict the tokens that count, and this model.
+            function: takes the hidden states (N, H) that predict the tokens that count, and this model; with
+                loss_from=logits it takes their logits (N, V).
             input_ids, mask, packed, places: as in `score`.
         """
         places = mask.flatten().nonzero()[:, 0] if places is None else places
-        return function(self._hidden(input_ids, places, packed), self)
+        return function(self._states(input_ids, places, packed), self)
 
-    def _hidden(self, input_ids, places, packed) -> torch.Tensor:
-        """Return the hidden states (N, H) that predict a token that counts: they alone meet the head."""
-        return self._states(self.base.base_model, "last_hidden_state", input_ids, places, packed)
+    def rows_of(
+        self,
+        states: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        support: fused_rl.TokenSupport | None,
+    ) -> fused_rl.TokenLogprobs:
+        """Return log-probability and entropy of `targets` (N,) at states (N, ·), differentiable."""
+        scored = {"temperature": temperature, "support": support}
+        if self.loss_from == "logits":
+            # The model itself caps them, if it does.
+            return fused_rl.token_logprobs(states, targets, **scored)
+        options = self._head_options(temperature) | scored
+        return fused_rl.linear_token_logprobs(states, self.head.weight, targets, **options)
 
-    def _through_head(self, hidden, targets, temperature, support, fused, want_logits: bool):
-        """Return the rows of hidden states (N, H), with the loss of `fused` if that is one, and their logits if wanted.
+    def _head_options(self, temperature: float) -> dict[str, Any]:
+        """Return how the head makes logits, for the functions of hidden states."""
+        options = {"bias": self.head.bias, "softcap": self.softcap, "temperature": temperature}
+        return options | {"logits_dtype": self.head_dtype}
 
-        `fused` is a token loss and its (N,) tensors.
+    def _states(self, input_ids, places, packed) -> torch.Tensor:
+        """Return what the model puts out at the N positions that predict the tokens that count, which alone meet the
+        head: hidden states (N, H), or with loss_from=logits the logits (N, V).
         """
-        head = self.head
-        operands = hidden, head.weight, targets
-        capped = {"temperature": temperature, "softcap": self.softcap}
-        options = capped | {"bias": head.bias, "logits_dtype": self.head_dtype}
-        logits = None
-        # The product with the head is formed once, where both need the logits.
-        if want_logits and support is None:
-            logits = head(hidden)
-            rows = fused_rl.token_logprobs(logits, targets, **capped)
-        elif fused is None:
-            rows = fused_rl.linear_token_logprobs(*operands, support=support, **options)
-        else:
-            rows = fused_rl.linear_token_loss(*operands, *fused, **options)
-        # This comes last, because ZeRO 3 partitions the weight again after the head's own forward.
-        if want_logits:
-            logits = head(hidden) if logits is None else logits
-            if self.softcap is not None:
-                logits = self.softcap * torch.tanh(logits / self.softcap)
-        return rows, logits
-
-    def _states(self, module, output: str, input_ids, places, packed):
-        """Return the module's output (N, ·) at the positions that predict the tokens that count."""
+        module, output = self.base.base_model, "last_hidden_state"
+        if self.loss_from == "logits":
+            module, output = self.base, "logits"
         if packed is not None:
             return packed.states_of(self.base, module, output)
         states = module(input_ids=input_ids, use_cache=False)[output]
@@ -223,19 +232,6 @@ class WideHead(nn.Linear):
         logits = tiles.product(rows, self.weight, out)
         logits = logits if self.bias is None else logits.add_(self.bias)
         return logits.view(*hidden.shape[:-1], self.out_features)
-
-
-def keep_only(logits: torch.Tensor, support: fused_rl.TokenSupport | None) -> None:
-    """Set logits (N, V) outside of the kept sets to -inf, in place: a softmax is then one over the sets."""
-    if support is None:
-        return
-    lengths = support.offsets.diff()
-    # `output_size` is known here, and spares a wait for the device.
-    row = torch.repeat_interleave(lengths, output_size=len(support.ids))
-    kept = logits[row, support.ids]
-    # An empty range keeps the whole vocabulary.
-    logits[lengths > 0] = -torch.inf
-    logits[row, support.ids] = kept
 
 
 @contextlib.contextmanager
@@ -430,14 +426,14 @@ def save_lm(trained, tokenizer, folder: Path, *, merged: bool = False) -> None:
 def sync(reference, policy, alpha: float) -> None:
     """Set reference = alpha * policy + (1 - alpha) * reference, in fp32; alpha=1 copies. Call on all ranks."""
     # One weight at a time is whole, so ZeRO 3 needs memory for one more.
-    weights = dict(_without_engine(policy).named_parameters())
-    for name, mixed in _without_engine(reference).named_parameters():
+    weights = dict(without_engine(policy).named_parameters())
+    for name, mixed in without_engine(reference).named_parameters():
         with engine.whole(weights[name]), engine.whole(mixed, written=True):
             new = weights[name].float()
             mixed.copy_(torch.lerp(mixed.float(), new, alpha))
 
 
-def _without_engine(model) -> LanguageModel:
+def without_engine(model) -> LanguageModel:
     """Return the model in an engine, or the model itself: a frozen one has an engine under ZeRO 3 alone."""
     return model if isinstance(model, LanguageModel) else model.module
 
@@ -448,7 +444,7 @@ class SavedReference:
     optimizer = None  # nothing optimises it
 
     def __init__(self, model):
-        self.model = _without_engine(model)
+        self.model = without_engine(model)
 
     @torch.no_grad()
     def save_checkpoint(self, folder: str, *, tag: str, save_latest: bool) -> None:

@@ -14,7 +14,6 @@ from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.data.batch import Batch, on_device
 from fused_rl.trainers.data.micro_batches import Padding, by_tokens, padded_tokens
 from fused_rl.trainers.models import language_model
-from fused_rl.trainers.models.language_model import keep_only
 from fused_rl.trainers.models.packing import Costs, in_row_of, pack, shared_tokens
 from fused_rl.trainers.policy.options import LossConfig, loss_options
 from fused_rl.trainers.policy.reference import Reference
@@ -303,7 +302,7 @@ class BeforeUpdate:
     ref_logprobs: torch.Tensor | None
     """None if no reference is needed."""
     kl: torch.Tensor | None
-    """Exact, from both models' logits, over the set that the token was sampled from; None if not requested."""
+    """Exact, over the set that the token was sampled from; None if not requested."""
 
     def of(self, micro: MicroBatch) -> "BeforeUpdate":
         """Return the measurements of a micro-batch."""
@@ -328,25 +327,21 @@ def measure(
     # What is skipped is trained on before any update, and that pass gives the same numbers.
     for number, micro in enumerate(micro_batches(batch, minibatch)):
         inputs = policy.inputs(micro.batch)
-        # The policy, and the reference on the same inputs.
-        if exact_kl or number >= skipped:
-            scored = policy.model(**inputs, want_logits=exact_kl)
+        scored = None
+        if exact_kl:
+            # The logits of both models meet tile by tile; their hidden states alone are whole.
+            with policy.reference.beside(inputs) as reference:
+                scored = policy.model(**inputs, reference=reference)
+            kl[micro.place] = scored.kl
+            ref_logprobs[micro.place] = scored.ref_logprobs
+        else:
+            if number >= skipped:
+                scored = policy.model(**inputs)
+            if policy.reference is not None:
+                ref_logprobs[micro.place] = policy.reference.score(inputs).logprobs
+        if scored is not None:
             old_logprobs[micro.place] = scored.logprobs
             entropy[micro.place] = scored.entropy
-        if policy.reference is not None:
-            ref_scored = policy.reference.score(inputs, want_logits=exact_kl)
-            ref_logprobs[micro.place] = ref_scored.logprobs
-
-        # The exact KL, from the logits of both.
-        if exact_kl:
-            # Tokens were drawn from kept sets, so the KL is that of the distributions over these.
-            for logits in (scored.logits, ref_scored.logits):
-                keep_only(logits, micro.batch.support)
-            divergence = fused_rl.token_kl(
-                scored.logits, ref_scored.logits, temperature=policy.config.temperature
-            )
-            mask = micro.batch.response_mask
-            kl[micro.place] = kl.new_zeros(mask.shape).masked_scatter(mask, divergence)
     return BeforeUpdate(
         old_logprobs,
         entropy,

@@ -1,0 +1,103 @@
+"""The largest tensor of a whole run of every trainer: none holds the logits of all tokens of a micro-batch."""
+
+import importlib
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fused_rl.ops import tiles
+from fused_rl.trainers import cli
+from fused_rl.trainers.policy import teacher
+from tests.trainers import figures, tiny
+from tests.trainers.runs import VERIFIER
+
+VOCAB = 4096
+# Micro-batches have 100 tokens or more. The weights, flattened by ZeRO, are as large as the logits of 40.
+MOST = 64 * VOCAB
+BUCKET = (
+    500_000_000  # elements that DeepSpeed sets aside for gradients on their way, whatever the model
+)
+
+ROWS = {"completion_column": "answer"}
+SAMPLED = {"verifiers": VERIFIER, "prompts_per_step": 4, "max_new_tokens": 16, "temperature": 0.7}
+OPTIONS = {
+    "sft": ROWS | {"batch_size": 8},
+    "reward": {"batch_size": 8},
+    "dpo": {"batch_size": 8},
+    "kto": {"batch_size": 8},
+    "distill": ROWS | {"on_policy": 0.5, "prompts_per_step": 8, "max_new_tokens": 16},
+    "ppo": SAMPLED | {"group_size": 4},
+    "grpo": SAMPLED | {"group_size": 4, "kl_coef": 0.1},
+}
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest tensor that any operator returns, forward and backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+        self.what = None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        for value in torch.utils._pytree.tree_leaves(output):
+            elements = value.numel() if isinstance(value, torch.Tensor) else 0
+            if self.elements < elements != BUCKET:
+                self.elements = elements
+                self.what = f"{func} {tuple(value.shape)}"
+        return output
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A model with a large vocabulary beside its width, and rows of every form."""
+    import transformers
+
+    folder = tmp_path_factory.mktemp("largest")
+    model = tiny.model_folder(folder / "model")
+    config = transformers.AutoConfig.from_pretrained(model)
+    config.update({"vocab_size": VOCAB, "tie_word_embeddings": False})
+    torch.manual_seed(0)
+    transformers.Qwen2ForCausalLM(config).save_pretrained(model)
+    rows = []
+    for i, row in enumerate(tiny.sums(20)):
+        pair = {"prompt": row["question"], "chosen": row["answer"], "rejected": "No. " * 5}
+        rows.append(row | pair | {"label": bool(i % 2), "completion": row["answer"]})
+    for name in ("sft", "distill", "ppo", "grpo"):
+        tiny.jsonl(
+            folder / f"{name}.jsonl", [{k: r[k] for k in ("question", "answer")} for r in rows]
+        )
+    for name, columns in (("reward", "prompt chosen rejected"), ("kto", "prompt completion label")):
+        tiny.jsonl(folder / f"{name}.jsonl", [{k: r[k] for k in columns.split()} for r in rows])
+    (folder / "dpo.jsonl").write_text((folder / "reward.jsonl").read_text())
+    return folder
+
+
+def largest(name: str, files, output, **options) -> Largest:
+    given = {"steps": 1, "micro_batch_size": 16, "save_every": 0}
+    given["eval_size"] = 4 if name in ("sft", "reward", "dpo", "kto") else 0
+    if name == "distill":
+        given["teacher"] = str(files / "model")
+    given |= OPTIONS[name] | options
+    config = tiny.config_of(
+        name, str(files / "model"), str(files / f"{name}.jsonl"), str(output), **given
+    )
+    module = importlib.import_module(cli.TRAINERS[name].module)
+    with figures.drawn(), Largest() as found:
+        module.train(config)
+    return found
+
+
+@pytest.mark.parametrize("zero_stage", [0, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_no_tensor_has_the_logits_of_all_tokens(name, zero_stage, files, tmp_path, monkeypatch):
+    monkeypatch.setattr(tiles, "CPU_WORKSPACE_MB", 8 * VOCAB * 4 / 2**20)
+    monkeypatch.setattr(teacher, "ROWS", 8)
+    found = largest(name, files, tmp_path / "run", zero_stage=zero_stage)
+    assert found.elements <= MOST, found.what
+
+
+def test_whole_logits_would_be_seen(files, tmp_path):
+    assert largest("sft", files, tmp_path / "run", loss_from="logits").elements > 100 * VOCAB

@@ -1,0 +1,156 @@
+"""What is read from whole rows of logits, of which a tile exists at a time: the likeliest tokens and the exact KL."""
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+import fused_rl
+from fused_rl.ops import tiles
+
+
+class Headed(Protocol):
+    """A `LanguageModel`, as much of it as makes logits of states."""
+
+    loss_from: str
+    softcap: float | None
+    head_dtype: torch.dtype | None
+
+    @property
+    def head(self) -> Any: ...
+
+    def rows_of(
+        self,
+        states: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        support: fused_rl.TokenSupport | None,
+    ) -> fused_rl.TokenLogprobs: ...
+
+
+class ReferenceStates(NamedTuple):
+    """What a reference computed for the tokens that a policy is scored at."""
+
+    lm: Headed
+    """The reference, with its head whole."""
+    states: torch.Tensor
+    """(N, ·), as `LanguageModel.compute_under_head` hands them out."""
+
+
+class Reading(NamedTuple):
+    """Values of N tokens, (N,) each and in nats, without gradients."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    ref_logprobs: torch.Tensor | None = None
+    kl: torch.Tensor | None = None
+    """The exact divergence of the policy from the reference."""
+    likeliest: torch.Tensor | None = None
+    """int64 token ids."""
+
+
+class Tiles:
+    """The logits of a model's states (N, ·), uncapped: `step` rows at most at a time, always in the same memory.
+
+    As in `fused_rl.ops.tiles.Logits`, what all logits of a row have in common may be missing.
+    """
+
+    def __init__(self, lm: Headed, states: torch.Tensor, copies: int = 1):
+        """copies: tiles of this size that exist at once."""
+        self.states = states
+        # A model whose logits are read has capped them itself, and all are there.
+        self.softcap = None
+        self.formed = None
+        self.step = max(1, len(states))
+        if lm.loss_from == "linear":
+            weight, bias = lm.head.weight, lm.head.bias
+            vocab = len(weight)
+            budget = tiles.budget(None, states, vocab, False, lm.head_dtype)
+            self.softcap = lm.softcap
+            self.step = tiles.forward_rows(states, vocab, budget, copies)
+            self.formed = tiles.Logits(weight, bias, self.step * vocab, budget, lm.softcap)
+
+    def at(self, rows: slice) -> torch.Tensor:
+        """Return the logits (n, V) of some rows."""
+        states = self.states[rows]
+        return states if self.formed is None else self.formed.tile(states)
+
+    def statistics(self, logits: torch.Tensor, targets: torch.Tensor, temperature: float):
+        """Return log-probability and entropy of each row of a tile."""
+        options = {"temperature": temperature, "softcap": self.softcap}
+        return fused_rl.token_logprobs(logits, targets, **options)[:2]
+
+    def keep_only(self, logits: torch.Tensor, support: fused_rl.TokenSupport | None) -> None:
+        """Cap the logits of a tile and set those outside of the kept sets to -inf, in place."""
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        keep_only(logits, support)
+
+
+@torch.no_grad()
+def read_likeliest(
+    lm: Headed, states: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> Reading:
+    """Return log-probabilities of `targets` (N,) at states (N, ·), and the likeliest tokens."""
+    formed = Tiles(lm, states)
+    logprobs, entropy = states.new_zeros(2, len(states), dtype=torch.float32)
+    likeliest = torch.zeros_like(targets)
+    for rows in tiles.blocks(len(states), formed.step):
+        logits = formed.at(rows)
+        logprobs[rows], entropy[rows] = formed.statistics(logits, targets[rows], temperature)
+        likeliest[rows] = logits.argmax(-1)
+    return Reading(logprobs, entropy, likeliest=likeliest)
+
+
+@torch.no_grad()
+def compare(
+    lm: Headed,
+    states: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    support: fused_rl.TokenSupport | None,
+    reference: ReferenceStates,
+) -> Reading:
+    """Return what policy and reference say of the same tokens; the logits of each are formed once, tile by tile.
+
+    Args:
+        lm: the policy, with its head whole.
+        states: (N, ·) of the policy.
+        targets: (N,) int64.
+        temperature: of both softmaxes.
+        support: the set that each token was sampled from; the softmaxes are over these sets.
+        reference: what it computed for the same tokens.
+    """
+    pair = [Tiles(lm, states, 2), Tiles(reference.lm, reference.states, 2)]
+    blocks = list(tiles.blocks(len(states), min(formed.step for formed in pair)))
+    logprobs, entropy, ref_logprobs, kl = states.new_zeros(4, len(states), dtype=torch.float32)
+    sets = [None] * len(blocks)
+    if support is not None:
+        # Training reads the kept rows of the head alone, and the first ratio is to be 1: the same bits.
+        logprobs, entropy, _ = lm.rows_of(states, targets, temperature, support)
+        ref_logprobs = reference.lm.rows_of(reference.states, targets, temperature, support)[0]
+        # The split waits for the device, and one tile needs none.
+        sizes = [rows.stop - rows.start for rows in blocks]
+        sets = [support] if len(blocks) == 1 else support.split(sizes)
+    for rows, kept in zip(blocks, sets, strict=True):
+        logits, ref_logits = (formed.at(rows) for formed in pair)
+        if support is None:
+            options = targets[rows], temperature
+            logprobs[rows], entropy[rows] = pair[0].statistics(logits, *options)
+            ref_logprobs[rows] = pair[1].statistics(ref_logits, *options)[0]
+        for formed, tile in zip(pair, (logits, ref_logits), strict=True):
+            formed.keep_only(tile, kept)
+        kl[rows] = fused_rl.token_kl(logits, ref_logits, temperature=temperature)
+    return Reading(logprobs, entropy, ref_logprobs, kl)
+
+
+def keep_only(logits: torch.Tensor, support: fused_rl.TokenSupport | None) -> None:
+    """Set logits (N, V) outside of the kept sets to -inf, in place: a softmax is then one over the sets."""
+    if support is None:
+        return
+    lengths = support.offsets.diff()
+    # `output_size` is known here, and spares a wait for the device.
+    row = torch.repeat_interleave(lengths, output_size=len(support.ids))
+    kept = logits[row, support.ids]
+    # An empty range keeps the whole vocabulary.
+    logits[lengths > 0] = -torch.inf
+    logits[row, support.ids] = kept
