@@ -91,6 +91,10 @@ test-faults: $(VENV)/installed  ## bad inputs and kills: some 500 faults of runs
 test-nodes: $(VENV)/installed  #: two nodes in network namespaces lose their network, and resume: 3 minutes
 	FUSED_RL_NODES=1 $(BIN)/python -m pytest -q tests/trainers/test_two_nodes.py
 
+.PHONY: test-long
+test-long: $(VENV)/installed  ## sequences divided over processes, beside one: 10 minutes
+	FUSED_RL_LONG=1 $(BIN)/python -m pytest -q tests/trainers/test_long.py
+
 # Tensors that say `cuda:0` and hold CPU values: what mixes devices, and how often the host waits for the device.
 .PHONY: test-device
 test-device: $(VENV)/installed  ## every op and trainer on a fake GPU: 2 minutes

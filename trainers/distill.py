@@ -88,6 +88,11 @@ class DistillConfig(ScorerConfig, SamplingRunConfig):
             lambda config: isinstance(config.teacher, dict),
             without("several teachers by name"),
         ),
+        Needs(
+            "sequence_parallel",
+            lambda config: config.sequence_parallel == 1,
+            "divides sequences that a teacher reads whole: no distillation has it; leave it out",
+        ),
         Needs("teacher_top_k", lambda config: config.served, without("a teacher behind a server")),
         Needs(
             "distill_temperature",

@@ -74,11 +74,12 @@ class GRPOConfig(ScorerConfig, GroupConfig, ReferenceConfig, PolicyConfig):
 
     def footprint(self) -> Footprint:
         has_copy = needs_reference(self) and not self.lora_rank
+        shares_prompts = self.share_prompts is not False and self.sequence_parallel == 1
         return (
             super()
             .footprint()
             ._replace(
-                responses_per_prompt=1 if self.share_prompts is False else self.group_size,
+                responses_per_prompt=self.group_size if shares_prompts else 1,
                 frozen_models=int(has_copy),
             )
         )

@@ -396,6 +396,9 @@ class EngineConfig(Options):
     micro_batch_size is given."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     """DeepSpeed ZeRO: what is partitioned over the ranks (1 optimizer state, 2 gradients, 3 weights)."""
+    sequence_parallel: PositiveInt = 1
+    """Neighbouring processes that hold parts of the same sequences, for long ones (DeepSpeed Ulysses): activations are
+    divided by it, and it divides the attention's heads."""
     offload: bool = False
     """Keep optimizer state (ZeRO 2, 3) and weights (ZeRO 3) in CPU memory."""
     stage3_param_persistence_threshold: NonNegativeInt = 100_000
@@ -543,6 +546,7 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
             checkpointing=self.gradient_checkpointing,
             prompt_tokens=self.max_prompt_length,
             lora_rank=self.lora_rank,
+            sequence_parallel=self.sequence_parallel,
         )
 
     def resolve(self) -> None:

@@ -71,16 +71,16 @@ def setup(seed: int, *, trains: bool = True, sequence_parallel: int = 1) -> torc
     if torch.cuda.is_available():  # chosen first: NCCL communicates on the current device
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+    if trains:
+        os.environ.setdefault("LOCAL_RANK", "0")
+        import deepspeed
+        import deepspeed.ops
+
+        deepspeed.utils.logger.setLevel("WARNING")
+        deepspeed.ops.__compatible_ops__ = {}  # else init_distributed compiles deepspeed_shm_comm, which is unused
     if not dist.is_initialized() and (trains or "RANK" in os.environ):
         # Objects and tensors of the CPU go over gloo, so only tensors of this rank's GPU go over NCCL.
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        if trains:
-            os.environ.setdefault("LOCAL_RANK", "0")
-            import deepspeed
-            import deepspeed.ops
-
-            deepspeed.utils.logger.setLevel("WARNING")
-            deepspeed.ops.__compatible_ops__ = {}  # else init_distributed compiles deepspeed_shm_comm, which is unused
         if "RANK" not in os.environ:  # no launcher: a group of one, without an open port
             for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ.setdefault(variable, "lo")

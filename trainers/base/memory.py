@@ -41,6 +41,8 @@ class Footprint(NamedTuple):
     responses_per_prompt: int = 1
     """Responses in a row that share their prompt."""
     lora_rank: int = 0
+    sequence_parallel: int = 1
+    """Processes that each have a part of every sequence."""
     trained_models: int = 1
     """Models with an optimizer: 2 with a critic."""
     frozen_models: int = 0
@@ -99,6 +101,7 @@ def bytes_per_process(
     tokens = tokens_of(run, micro_batch_size)
     if micro_batch_tokens is not None:
         tokens = max(micro_batch_tokens, tokens_of(run, 1))
+    tokens /= run.sequence_parallel
 
     # What all layers save, and the gradients of one in passing; with checkpoints one layer again, and all inputs.
     of_layer = element * sizes.saved + (4 * sizes.hidden if run.sixteen_bits else 0)

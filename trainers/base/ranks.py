@@ -134,12 +134,14 @@ def of_parts(results: list[Item], count: int) -> list[Item]:
 
 
 def of_first_part(work: Callable[[], Item]) -> Item:
-    """Return what `work` returns on the first process of this rank, which alone does it."""
-    result: list = [None]
+    """Return what `work` returns on the first process of this rank, which alone does it; generators stay alike."""
+    if _sequence_group is None:
+        return work()
+    result: list = [None, None]
     if process() % _per_rank == 0:
-        result = [work()]
-    if _sequence_group is not None:
-        dist.broadcast_object_list(result, group_src=0, group=_sequence_group)
+        result = [work(), torch.get_rng_state()]
+    dist.broadcast_object_list(result, group_src=0, group=_sequence_group)
+    torch.set_rng_state(result[1])
     return result[0]
 
 

@@ -16,6 +16,7 @@ from fused_rl.trainers.base.text import InputError, in_a_line
 from fused_rl.trainers.models import four_bit, lora
 from fused_rl.trainers.models.logits import ReferenceStates, compare, read_likeliest
 from fused_rl.trainers.models.packing import Packed
+from fused_rl.trainers.models.sequences import Divided, divided_by
 from fused_rl.trainers.options import RunConfig
 
 SCORES = ("logprobs", "entropy", "ref_logprobs", "kl", "likeliest")  # of `Scored`, one per token
@@ -48,12 +49,14 @@ class LanguageModel(nn.Module):
         *,
         lora: bool = False,
         head_dtype: torch.dtype | None = None,
+        divided: Divided | None = None,
     ):
         super().__init__()
         self.lm = lm
         self.loss_from = loss_from
         self.lora = lora
         self.head_dtype = head_dtype
+        self.divided = divided
         # Models such as Gemma 2 cap their logits, which a loss from hidden states does itself.
         self.softcap = getattr(self.base.config.get_text_config(), "final_logit_softcapping", None)
         if loss_from == "linear":
@@ -128,6 +131,10 @@ class LanguageModel(nn.Module):
             want_likeliest: request the likeliest token at each place; nothing then has a gradient.
         """
         places = mask.flatten().nonzero()[:, 0] if places is None else places
+        if self.divided is not None:
+            # The tokens that this process's part of the sequences predicts.
+            own = self.divided.own(places, input_ids.shape[1])
+            places, support = places[own], None if support is None else support.select(own)
         targets = input_ids[:, 1:].flatten()[places]
         states = self._states(input_ids, places, packed)
 
@@ -153,6 +160,10 @@ class LanguageModel(nn.Module):
             if (values := getattr(rows, name, None)) is not None:
                 nothing = values.new_zeros(mask.numel())
                 scores[name] = nothing.index_copy(0, places, values).view(mask.shape)
+        # From here on all parts have the scores of whole sequences.
+        if self.divided is not None:
+            scores = {name: self.divided.sum(values) for name, values in scores.items()}
+            loss = None if loss is None else self.divided.sum(loss)
         # Where nothing was fused the loss is formed here; what stands beside it has no gradient.
         if token_loss is not None and loss is None:
             of_tokens = token_loss(scores["logprobs"], scores["entropy"], *per_token)
@@ -172,11 +183,13 @@ class LanguageModel(nn.Module):
         """Return function(states, self), where the head is whole under ZeRO 3 too.
 
         Args:
-            function: takes the hidden states (N, H) that predict the tokens that count, and this model; with
-                loss_from=logits it takes their logits (N, V).
+            function: takes the hidden states (N, H) that predict the tokens that count, of divided sequences those of
+                this process's part, and this model; with loss_from=logits it takes their logits (N, V).
             input_ids, mask, packed, places: as in `score`.
         """
         places = mask.flatten().nonzero()[:, 0] if places is None else places
+        if self.divided is not None:
+            places = places[self.divided.own(places, input_ids.shape[1])]
         return function(self._states(input_ids, places, packed), self)
 
     def rows_of(
@@ -208,6 +221,8 @@ class LanguageModel(nn.Module):
             module, output = self.base, "logits"
         if packed is not None:
             return packed.states_of(self.base, module, output)
+        if self.divided is not None:
+            return self.divided.states_of(module, output, input_ids, places)
         states = module(input_ids=input_ids, use_cache=False)[output]
         # Place t of the flattened mask is position t of the states, which have one column more in
         # every row.
@@ -350,7 +365,13 @@ def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) 
         # The reentrant form has no gradient where its inputs have none, as under adapters.
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     head_dtype = None if config.head_dtype == "auto" else getattr(torch, config.head_dtype)
-    return LanguageModel(lm, config.loss_from, lora=with_adapters, head_dtype=head_dtype)
+    return LanguageModel(
+        lm,
+        config.loss_from,
+        lora=with_adapters,
+        head_dtype=head_dtype,
+        divided=divided_by(config, lm.get_base_model() if with_adapters else lm),
+    )
 
 
 def load_to_sample(

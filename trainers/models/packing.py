@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import print_rank0
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.batch import Batch, make_batch, on_device
@@ -296,6 +297,9 @@ def pack_whole(batch: Batch, rows: list[list[int]]) -> Packed:
 @torch.no_grad()
 def unsupported_reason(lm: Any, longest: int) -> str | None:
     """Return why a model's rows cannot hold several responses, or None; the longest sequence has `longest` tokens."""
+    if ranks.sequence_group() is not None:
+        return "sequence_parallel divides rows of one sequence each"
+
     # What its config says.
     text = lm.config.get_text_config()
     if lm.config._attn_implementation not in MASKED:

@@ -18,6 +18,7 @@ from fused_rl.trainers.data.encode import load_tokenizer
 from fused_rl.trainers.models import lora
 from fused_rl.trainers.models.language_model import readable, save, switch_off_dropout
 from fused_rl.trainers.models.packing import Packed
+from fused_rl.trainers.models.sequences import Divided, divided_by
 from fused_rl.trainers.options import ModelConfig, RunConfig
 
 
@@ -27,6 +28,8 @@ class RewardModel(nn.Module):
     def __init__(self, classifier: Any):
         super().__init__()
         self.classifier = classifier
+        self.divided: Divided | None = None
+        """How sequences are divided over processes; None where each is whole."""
         switch_off_dropout(classifier)
 
     @classmethod
@@ -145,6 +148,12 @@ class RewardModel(nn.Module):
         pads = torch.arange(width, device=lengths.device) >= lengths[:, None]
         tokens = input_ids.gather(1, front).masked_fill(pads, 0)
 
+        row = torch.arange(len(tokens), device=lengths.device)
+        if self.divided is not None:
+            # Places are those of tokens that predict another one, so one more pad comes after the last.
+            padded = nn.functional.pad(tokens, (0, 1))
+            backbone, places = self.classifier.base_model, row * width + lengths - 1
+            return self.divided.scores_of(backbone, padded, places, self.scores_of)
         # A causal model never reads what follows, so the mask is of ones: without one some models
         # warn of pads.
         everything = torch.ones_like(tokens)
@@ -152,7 +161,6 @@ class RewardModel(nn.Module):
             input_ids=tokens, attention_mask=everything, use_cache=False
         )
         hidden = backbone.last_hidden_state
-        row = torch.arange(len(hidden), device=hidden.device)
         return self.scores_of(hidden[row, lengths - 1])
 
     def scores_of(self, states: torch.Tensor) -> torch.Tensor:
@@ -206,6 +214,12 @@ class Critic(RewardModel):
 
     def forward(self, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return the expected return (B, T - 1) fp32 before each token of `input_ids` (B, T); 0 where masked."""
+        if self.divided is not None:
+            places = mask.flatten().nonzero()[:, 0]
+            values = self.divided.scores_of(
+                self.classifier.base_model, input_ids, places, self.scores_of
+            )
+            return values.new_zeros(mask.numel()).index_copy(0, places, values).view(mask.shape)
         backbone = self.classifier.base_model(input_ids=input_ids, use_cache=False)
         # The state of the last token would be the value after it, where the episode is over.
         hidden = backbone.last_hidden_state[:, :-1]
@@ -230,6 +244,7 @@ def load_reward_model(
         attn_implementation=config.attn_implementation,
     )
     model = model.to(device)
+    model.divided = divided_by(config, model.classifier)
     if config.gradient_checkpointing:
         # As in `load_lm`: beside adapters the reentrant form would have no gradient.
         model.classifier.gradient_checkpointing_enable({"use_reentrant": False})

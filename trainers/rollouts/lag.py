@@ -14,7 +14,7 @@ import hashlib
 from array import array
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from fused_rl import TokenSupport
+from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.rollouts.generate import TransformersSampler, keeps_keys_and_values
 from fused_rl.trainers.rollouts.sampling import Sampling
@@ -72,10 +73,15 @@ class LaggedSampler(Sampler):
             for prompt in prompts_of(number - step):
                 prompts += [prompt.ids] * copies
 
+            # Of processes that hold parts of the same sequences each samples its own.
+            count, mine = len(prompts), ranks.part_of(len(prompts))
+            prompts = [prompts[i] for i in mine]
             # What a checkpoint holds is sampled again if the rows have changed since.
             if number not in self.pending or self.pending[number].prompts != prompts:
                 self.pending[number] = Pending(self.published, prompts)
-                missing.append((self.pending[number], sampling_of(len(prompts))))
+                sampling = sampling_of(count)
+                seeds = sampling.seeds and tuple(sampling.seeds[i] for i in mine)
+                missing.append((self.pending[number], replace(sampling, seeds=seeds)))
         self.due = step
         if missing:
             name = f"rollouts from step {step} on"

@@ -113,7 +113,7 @@ def roll_out(
     began = time.monotonic()
     prompts = list(chain.from_iterable([prompt] * copies for prompt in prompts))
     try:
-        responses = sampler.sample([list(prompt.ids) for prompt in prompts], sampling)
+        responses = _sampled(sampler, [list(prompt.ids) for prompt in prompts], sampling, device)
     except NoDistribution as error:
         places = [prompts[number].where for number in error.responses]
         rows = ", ".join(dict.fromkeys(places))
@@ -139,7 +139,7 @@ def roll_out(
     for scorer in scorers:
         if (log := _log_of(scorer)) is not None:
             log.progress = progress
-        of_scorer = check_scores(scorer.name, scorer(samples), samples)
+        of_scorer = check_scores(scorer.name, _scores_by(scorer, samples), samples)
         scores[scorer.name] = of_scorer
         rewards = rewards + scorer.weight * of_scorer.nan_to_num()
     solved = _solved(scorers, scores, len(samples))
@@ -151,6 +151,35 @@ def roll_out(
     batch = batch_of(samples, tokenizer.pad_token_id, device)
     seconds = {"time/rollout": sampled - began, "time/score": scored - sampled}
     return Rollout(samples, batch, scores, rewards, solved, seconds, incidents, logged, columns)
+
+
+def _sampled(
+    sampler: Sampler, prompts: list[list[int]], sampling: Sampling, device: torch.device
+) -> list[Response]:
+    """Return a response to each prompt; processes that hold parts of the same sequences share the work."""
+    if ranks.sequence_group() is None:
+        return sampler.sample(prompts, sampling)
+    mine = ranks.part_of(len(prompts))
+    seeds = sampling.seeds and tuple(sampling.seeds[i] for i in mine)
+    # Copies of a prompt must not be sampled by the same random numbers, and the processes' generators stay alike.
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seeds[0] if seeds else 0)
+        try:
+            responses = sampler.sample([prompts[i] for i in mine], replace(sampling, seeds=seeds))
+        except NoDistribution as error:
+            broken = [mine[number] for number in error.responses]
+            raise NoDistribution(broken, error.step) from error
+    return ranks.of_parts(responses, len(prompts))
+
+
+def _scores_by(scorer: Scorer, samples: list[Sample]) -> list[float | None]:
+    """Return a scorer's scores; of processes that hold parts of the same sequences the first calls it, or they share
+    the work of one that says so.
+    """
+    if getattr(scorer, "shares_work", False):
+        return scorer(samples)
+    return ranks.of_first_part(lambda: scorer(samples))
 
 
 def _solved(scorers: Sequence[Scorer], scores: dict[str, torch.Tensor], count: int) -> torch.Tensor:

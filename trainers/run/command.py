@@ -97,7 +97,8 @@ def describe(config: RunConfig, arithmetic: Arithmetic, read: ReadRows) -> str:
         RunFolder(config).check()
         config.resolve()
         # Options that contradict each other are said before anything takes time.
-        arithmetic(config, ranks.processes())
+        world = ranks.planned_ranks(config.sequence_parallel)
+        arithmetic(config, world)
         tokenizer = load_tokenizer(config.model, config.revision)
         encoder = Encoder.of(config, tokenizer)
         with Reading(config.bad_rows) as reading:
@@ -114,7 +115,11 @@ def describe(config: RunConfig, arithmetic: Arithmetic, read: ReadRows) -> str:
             )
         counted = in_steps(config, len(examples)) if is_whole else config
         needed = memory_line(counted)
-    lines = [f"# {key}: {value}" for key, value in arithmetic(counted, ranks.processes()).items()]
+    divided = arithmetic(counted, world)
+    if config.sequence_parallel > 1:
+        together = f"groups of {config.sequence_parallel}, each of which counts as one below"
+        divided["processes"] = f"{ranks.processes()}, in {world} {together}"
+    lines = [f"# {key}: {value}" for key, value in divided.items()]
     lines += [] if needed is None else [f"# memory per process: {needed}"]
     lines += ["#", *example_lines(examples[0], encoder)]
     return "\n".join([to_yaml(config), "# batch arithmetic", *lines])

@@ -66,11 +66,11 @@ class Run:
                 f"dry_run is for the command: fused-rl {config.command} … --dry_run; leave it out"
             )
         config.resolve()
-        arithmetic(config, ranks.processes())
+        arithmetic(config, ranks.planned_ranks(config.sequence_parallel))
 
         # From here on all ranks act together: one with other options would wait for another collective, or train
         # something else.
-        self.device = engine.setup(config.seed)
+        self.device = engine.setup(config.seed, sequence_parallel=config.sequence_parallel)
         ranks.check_equal({"command": config.command, **config.to_dict()})
         if config.wandb_project is not None and importlib.util.find_spec("wandb") is None:
             raise InputError("wandb_project is set, but wandb is not installed: pip install wandb")

@@ -1,0 +1,200 @@
+"""Sequences of which every process of a group holds a part, for long ones: DeepSpeed's Ulysses, given no `mpu`.
+
+A part is a run of neighbouring tokens. Around attention the processes exchange tokens for heads (arXiv:2309.14509,
+arXiv:2506.13996): each has all tokens of some heads, and no part sees less than a whole sequence would. What is
+computed of single tokens is then summed over the parts, so that losses and metrics see whole sequences. Left out: rows
+that hold several sequences, which attention by `sdpa` would not keep apart here.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fused_rl.trainers.base import ranks
+from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.models.packing import SAME_STATES, WINDOWS
+from fused_rl.trainers.options import RunConfig
+
+# The attention functions of transformers by name, as they were before `_register`.
+_whole: dict[str, Callable] = {}
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over a group, whose processes all go on with it; the gradient of each one's part is that of the sum."""
+
+    @staticmethod
+    def forward(ctx, values, group):
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, dtotal):
+        return dtotal, None
+
+
+def _register(name: str) -> None:
+    """Have transformers' attention `name` exchange tokens for heads, in passes that say how sequences are divided."""
+    from transformers import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if name in _whole:
+        return
+    whole = _whole[name] = ALL_ATTENTION_FUNCTIONS[name]
+
+    # Sampling, and models that see whole sequences, do not say so.
+    def attention(module, query, key, value, attention_mask, divided=None, **options):
+        if divided is None:
+            return whole(module, query, key, value, attention_mask, **options)
+        return divided.attention(module, query, key, value, **options)
+
+    AttentionInterface.register(name, attention)
+
+
+def divided_by(config: RunConfig, lm: Any) -> "Divided | None":
+    """Return how a run divides the sequences of a transformers model, whose weights are whole; None if it does not."""
+    if config.sequence_parallel == 1:
+        return None
+    run = config.footprint()
+    return Divided(lm, run.prompt_tokens + run.response_tokens)
+
+
+class Divided:
+    """The division of a transformers model's sequences over the processes of this rank."""
+
+    def __init__(self, lm: Any, longest: int):
+        """Try it, while the weights of `lm` are whole; the longest sequence has `longest` tokens."""
+        self.group = ranks.sequence_group()
+        self.parts = dist.get_world_size(self.group)
+        self.part = dist.get_rank(self.group)
+        reason = self._prepare(lm, longest) or self._compare(lm)
+        if reason is not None:
+            raise InputError(f"sequence_parallel={self.parts}: {reason}")
+
+    def _prepare(self, lm: Any, longest: int) -> str | None:
+        """Make the exchange; return what the model's config says against it."""
+        import deepspeed
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+        deepspeed.init_distributed(verbose=False)  # where somebody else made the process group
+        name = lm.config._attn_implementation
+        text = lm.config.get_text_config()
+        if name != "sdpa" and "flash" not in name:
+            remedy = "give --attn_implementation sdpa or flash_attention_2"
+            return f"attn_implementation={name} needs a mask of all pairs of tokens; {remedy}"
+        for window in WINDOWS:
+            # Flash attention is given a sliding window; the others have it in their mask.
+            by_mask = name == "sdpa" or window != "sliding_window"
+            if by_mask and 0 < (getattr(text, window, None) or 0) < longest:
+                what = f"{window}={getattr(text, window)} is shorter than the longest sequence"
+                return f"{what} ({longest} tokens), and attn_implementation={name} has it in a mask"
+        _register(name)
+        heads = text.num_attention_heads
+        try:
+            self.ulysses = UlyssesSPAttentionHF(
+                attn=_whole[name],
+                batch_size=1,
+                attn_head_count=heads,
+                attn_head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
+                kv_head_count=getattr(text, "num_key_value_heads", None) or heads,
+                num_hidden_layers=text.num_hidden_layers,
+                process_group=self.group,
+                seq_length_is_variable=True,
+            )
+        except ValueError as error:
+            return str(error)
+        return None
+
+    @torch.no_grad()
+    def _compare(self, lm: Any) -> str | None:
+        """Return what is wrong with the states of a model's parts, compared with those of whole sequences."""
+        # A number of tokens that the parts do not divide, in two rows.
+        text = lm.config.get_text_config()
+        width = 4 * self.parts + 1
+        ids = torch.arange(1, 2 * width + 1, device=lm.device).remainder(text.vocab_size)
+        ids = ids.view(2, width)
+        places = torch.arange(2 * (width - 1), device=lm.device)
+        own = self.own(places, width)
+        name = type(lm).__name__
+        training = lm.training
+        lm.eval()
+        self.calls = 0
+        try:
+            states = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1].float()
+            parts = self.states_of(lm.base_model, "last_hidden_state", ids, places[own]).float()
+        # A model without position_ids, or whose queries and keys differ in size: each says so in its own way.
+        except Exception as error:
+            return f"{name} does not take parts of a sequence ({type(error).__name__})"
+        finally:
+            lm.train(training)
+        if not self.calls:
+            return f"{name} does not pass on to its attention how sequences are divided"
+        if self.calls < text.num_hidden_layers:
+            return f"{name} has layers whose tokens meet otherwise than in attention"
+        difference = (states.flatten(0, 1)[own] - parts).abs().max() / states.std()
+        if self._largest(difference) > SAME_STATES:
+            return f"{name} computes other states from parts of a sequence than from the whole"
+        return None
+
+    def _largest(self, value: torch.Tensor) -> float:
+        value = value.cpu()
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
+        return value.item()
+
+    def attention(self, module, query, key, value, **options) -> Any:
+        """Attention of this process's heads over whole sequences; pads are at the end, so that no mask is needed."""
+        self.calls += 1
+        # It was made for batches of one size.
+        ulysses = self.ulysses
+        ulysses.batch_size = len(query)
+        for name in ("required_query_shape", "required_key_value_shape", "required_context_shape"):
+            tokens, _, *rest = getattr(ulysses, name)
+            setattr(ulysses, name, torch.Size([tokens, len(query), *rest]))
+        # Where it repeats heads of keys, it leaves the module with another number of queries to each.
+        groups = getattr(module, "num_key_value_groups", None)
+        try:
+            return ulysses(module, query, key, value, None, **options)
+        finally:
+            if groups is not None:
+                module.num_key_value_groups = groups
+
+    def own(self, places: torch.Tensor, tokens: int) -> torch.Tensor:
+        """Return which of the places of a flattened (B, tokens - 1) mask this part predicts, (n,) int64."""
+        column = places % (tokens - 1)
+        return (column // self._width(tokens) == self.part).nonzero()[:, 0]
+
+    def _width(self, tokens: int) -> int:
+        """Return the tokens of a part of sequences of so many."""
+        return -(-tokens // self.parts)
+
+    def states_of(self, module: Any, output: str, input_ids, places) -> torch.Tensor:
+        """(n, ·): what `module` of a transformers model puts out at n places of the flattened mask, this part's own."""
+        # The parts are equally wide, so the last one may end in more pads.
+        tokens = input_ids.shape[1]
+        width = self._width(tokens)
+        padded = torch.nn.functional.pad(input_ids, (0, width * self.parts - tokens))
+        begin = self.part * width
+        positions = torch.arange(begin, begin + width, device=input_ids.device)
+        outputs = module(
+            input_ids=padded[:, begin : begin + width],
+            position_ids=positions.repeat(len(input_ids), 1),
+            use_cache=False,
+            divided=self,
+        )
+        row = places // (tokens - 1)
+        column = places % (tokens - 1)
+        return outputs[output].flatten(0, 1)[row * width + column - begin]
+
+    def scores_of(
+        self, module: Any, input_ids, places, score: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the score (N,) of the hidden states of `module` at N places, each computed by the part that has it."""
+        own = self.own(places, input_ids.shape[1])
+        scores = score(self.states_of(module, "last_hidden_state", input_ids, places[own]))
+        return self.sum(scores.new_zeros(len(places)).index_copy(0, own, scores))
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the parts' values, of one shape; the gradient of each part is that of its own."""
+        return _Sum.apply(values, self.group)
