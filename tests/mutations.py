@@ -29,6 +29,7 @@ PPO_PARTS = "tests/trainers/test_ppo.py"
 DEFINITIONS = "tests/trainers/test_metrics.py"
 REWARD_MODEL = "tests/trainers/test_reward_model.py"
 SAMPLERS = "tests/trainers/test_samplers.py"
+SEQUENCES = "tests/trainers/test_sequences.py -m 'not slow'"
 ON_DEVICE = "-p tests.device.process tests/device/"
 LAG = "tests/trainers/test_lag.py -m 'not slow'"
 SFT_SPLITS = "tests/trainers/test_runs.py::test_ranks_micro_batches_and_zero_stages_change_nothing"
@@ -429,8 +430,8 @@ MUTATIONS = {
     ),
     "a signal in the last step ends the run without its model": Mutation(
         "trainers/run/loop.py",
-        "torch.tensor(float(self.stopping)))) and not self.last",
-        "torch.tensor(float(self.stopping))))",
+        "ranks.on_any_process(flag=self.stopping) and not self.last",
+        "ranks.on_any_process(flag=self.stopping)",
         "tests/trainers/test_endings.py -k signal_in_the_last",
     ),
     "a critic's learning rate of 0 is the policy's": Mutation(
@@ -699,6 +700,25 @@ MUTATIONS = {
         "rewards = rewards - 2 * config.kl_coef * charged",
         "tests/trainers/test_grpo_step.py tests/trainers/test_grpo_runs.py -k 'kl_in_the_reward or less_by_the_kl'",
     ),
+    # Sequences divided over processes.
+    "each part has the gradient of all": Mutation(
+        "trainers/models/sequences.py",
+        "return dtotal, None",
+        "return dtotal * dist.get_world_size(), None",
+        SEQUENCES,
+    ),
+    "each part begins at the first position": Mutation(
+        "trainers/models/sequences.py",
+        "positions = torch.arange(begin, begin + width,",
+        "positions = torch.arange(0, width,",
+        SEQUENCES,
+    ),
+    "a model that keeps options to itself is taken": Mutation(
+        "trainers/models/sequences.py",
+        "if not self.calls:",
+        "if False:",
+        SEQUENCES,
+    ),
     # PPO.
     "PPO's gradient is divided by the ranks": Mutation(
         "trainers/policy/policy.py",
@@ -766,8 +786,8 @@ MUTATIONS = {
     ),
     "held-out accuracy is of the token before": Mutation(
         "trainers/sft.py",
-        "part.batch.input_ids[:, 1:][mask]",
-        "part.batch.input_ids[:, :-1][mask]",
+        "rows.likeliest == part.batch.input_ids[:, 1:]",
+        "rows.likeliest == part.batch.input_ids[:, :-1]",
         "tests/trainers/test_runs.py -k sft_learns",
     ),
     # Scorers and what is printed.
