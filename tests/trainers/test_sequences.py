@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 
+from fused_rl import TokenSupport
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.models import packing, sequences
@@ -57,10 +58,15 @@ def scored_in_parts(rank, world, folder) -> list[float]:
     ids = torch.randint(8, 200, (3, 11), generator=torch.Generator().manual_seed(0))
     mask = torch.ones(3, 10, dtype=torch.bool)
     mask[1, 4:], mask[2, 2:] = False, False
+    # Kept sets of the token itself and others; an empty one is the whole vocabulary.
+    kept = [[int(token), 3, 4, 5] for token in ids[:, 1:][mask]]
+    kept[2] = []
+    support = TokenSupport.from_lists(kept)
     worst = []
     for loss_from in ("linear", "logits"):
         model = LanguageModel(lm, loss_from, divided=sequences.Divided(lm, 16))
         worst += in_both_forms(model, lambda m: m(ids, mask, 0.7)[:2])
+        worst += in_both_forms(model, lambda m: m(ids, mask, support=support)[:2])
         worst += in_both_forms(model, lambda m: [m(ids, mask, token_loss=token_loss).loss])
     attended = torch.nn.functional.pad(mask, (1, 0), value=True)
     for kind, inputs in ((RewardModel, (ids, attended)), (Critic, (ids, mask))):
