@@ -36,6 +36,7 @@ from fused_rl.trainers.data.preferences import (
 )
 from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval
 from fused_rl.trainers.models import language_model
+from fused_rl.trainers.models.packing import unpadded_costs
 from fused_rl.trainers.models.reward_model import check_finite
 from fused_rl.trainers.models.scoring import logprobs_of
 from fused_rl.trainers.options import Needs, NonNegative, Positive
@@ -184,6 +185,7 @@ def train(config: DPOConfig, dataset: RowsLike = None, eval_dataset: RowsLike = 
     config = run.check_inputs(config, tokenizer, {}, rows=pairs, held_out=held_out)
     with phase("loaded the model"):
         lm = language_model.load_lm(config, run.device)
+        lm.unpadded_costs = unpadded_costs(lm.base)
         rows = sides_of([*pairs, *held_out])
         language_model.check_fits(
             lm.base, tokenizer, rows, 0, "max_prompt_length or max_response_length"

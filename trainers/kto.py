@@ -28,6 +28,7 @@ from fused_rl.trainers.data.marked import Marked, MarkedConfig, arithmetic, mark
 from fused_rl.trainers.data.micro_batches import Padding
 from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval
 from fused_rl.trainers.models import language_model
+from fused_rl.trainers.models.packing import unpadded_costs
 from fused_rl.trainers.models.reward_model import check_finite
 from fused_rl.trainers.models.scoring import logprobs_of
 from fused_rl.trainers.options import NonNegative, Positive
@@ -134,6 +135,7 @@ def train(config: KTOConfig, dataset: RowsLike = None, eval_dataset: RowsLike = 
     everything = [*rows, *held_out]
     with phase("loaded the model"):
         lm = language_model.load_lm(config, run.device)
+        lm.unpadded_costs = unpadded_costs(lm.base)
         # A mismatched response after its prompt may be the longest sequence of all.
         sequences = (
             (prompt + response, row.where)

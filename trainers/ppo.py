@@ -40,6 +40,7 @@ from fused_rl.trainers.policy.critic import (
     experience_metrics,
     load_critic,
     token_rewards,
+    values_of,
 )
 from fused_rl.trainers.policy.evaluate import evaluate
 from fused_rl.trainers.policy.options import MAIN, PolicyConfig, loss_options
@@ -124,7 +125,7 @@ def judge(
     measured = measure(policy, batch, first_pass)
     values = torch.zeros_like(measured.old_logprobs)
     for micro in micro_batches(batch, first_pass):
-        values[micro.place] = critic(micro.batch.input_ids, micro.batch.response_mask)
+        values[micro.place] = values_of(critic, micro.batch)
 
     # Scores and the KL become the rewards of tokens (https://arxiv.org/abs/1909.08593, eq. 2), and
     # these advantages and returns (https://arxiv.org/abs/1506.02438, eq. 16).
@@ -220,7 +221,7 @@ def accumulate(
             max_length=config.max_new_tokens,
         )
         value_loss, value_metrics = fused_rl.value_loss(
-            critic(micro.batch.input_ids, micro.batch.response_mask),
+            values_of(critic, micro.batch),
             before.values,
             before.returns,
             before.mask,

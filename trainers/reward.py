@@ -31,7 +31,7 @@ from fused_rl.trainers.data.preferences import (
 from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval
 from fused_rl.trainers.data.rows import load_rows
 from fused_rl.trainers.models.language_model import check_fits
-from fused_rl.trainers.models.packing import Costs, pack_pairs, packing_costs
+from fused_rl.trainers.models.packing import Costs, pack_pairs, packing_costs, unpad_whole
 from fused_rl.trainers.models.reward_model import (
     RewardModel,
     check_finite,
@@ -86,7 +86,11 @@ def train_step(
     def score(indices: list[int]) -> torch.Tensor:
         # Both sides go through the model at once, because the loss compares them.
         sides = [ids for ids, _ in sides_of([pairs[i] for i in indices])]
-        packed = None if costs is None else pack_pairs(sides, costs, device)
+        packed = None
+        if costs is not None:
+            packed = (
+                pack_pairs(sides, costs, device) if costs.masked else unpad_whole(sides, device)
+            )
         if packed is None:
             input_ids, mask = collate(sides, device)
             padding.add(input_ids, sum(map(len, sides)))
@@ -106,10 +110,11 @@ def train_step(
     # The scores are compared before the step, while the weights are still good.
     lengths = [pair.tokens() for pair in pairs]
     tokens = config.micro_batch_tokens
-    if tokens is not None:
+    is_padded = costs is None or costs.masked
+    if tokens is not None and is_padded:
         lengths = [pair.padded_tokens() for pair in pairs]
     size = pairs_at_once(config.micro_batch_size)
-    scores = score_all(lengths, size, score, tokens=tokens)
+    scores = score_all(lengths, size, score, tokens=tokens, costs=costs)
     if not scores.isfinite().all():
         score_pairs(model, pairs, config.micro_batch_size)  # each by itself, to name the bad one
     check_finite(scores, [pair.where for pair in pairs])

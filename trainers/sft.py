@@ -22,19 +22,20 @@ from fused_rl.trainers.data.micro_batches import (
     Padding,
     as_many_on_all_ranks,
     by_tokens,
-    padded_tokens,
 )
 from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval, log_dropped
 from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.packing import (
     Costs,
-    Packed,
+    InRows,
     arrange,
     fill,
     pack_whole,
     packing_costs,
     price,
+    tokens_by,
+    unpad,
 )
 from fused_rl.trainers.models.scoring import share_of_rank
 from fused_rl.trainers.options import MAIN, EngineConfig, PositiveInt, RunConfig
@@ -122,7 +123,7 @@ class MicroBatch(NamedTuple):
     """Demonstrations that go through the model together."""
 
     batch: Batch
-    packed: Packed | None
+    packed: InRows | None
     """The same in fewer tokens; None where each has a row of its own."""
 
     def inputs(self) -> dict[str, Any]:
@@ -144,13 +145,13 @@ def micro_batches(
         size = config.micro_batch_size
         chosen = [indices[begin : begin + size] for begin in range(0, len(examples), size)]
     else:
-        chosen = by_tokens([[i] for i in indices], padded_tokens(tokens), most)
+        chosen = by_tokens([[i] for i in indices], tokens_by(tokens, costs), most)
 
     # Packed: long and short ones together fill rows best. The last token of a sequence predicts
     # none, so it is not fed.
     fed = [count - 1 for count in tokens]
     is_packed = False
-    if costs is not None:
+    if costs is not None and costs.masked:
         count = len(chosen)
         mixed = [indices[begin::count] for begin in range(count)]
         if most is not None:
@@ -178,7 +179,10 @@ def micro_batches(
             None if example.counted else [False] * len(example.completion) for example in part
         ]
         batch = make_batch(prompts, completions, pad_id, device, where=where, trained=trained)
-        micro_batches.append(MicroBatch(batch, None if rows is None else pack_whole(batch, rows)))
+        packed = None if rows is None else pack_whole(batch, rows)
+        if costs is not None and not costs.masked:
+            packed = unpad(batch)
+        micro_batches.append(MicroBatch(batch, packed))
     return micro_batches
 
 

@@ -15,7 +15,7 @@ from fused_rl.trainers.base.files import whole_folder
 from fused_rl.trainers.base.text import InputError, in_a_line
 from fused_rl.trainers.models import four_bit, lora
 from fused_rl.trainers.models.logits import ReferenceStates, compare, read_likeliest
-from fused_rl.trainers.models.packing import Packed
+from fused_rl.trainers.models.packing import Costs, InRows
 from fused_rl.trainers.models.sequences import Divided, divided_by
 from fused_rl.trainers.options import RunConfig
 
@@ -57,6 +57,7 @@ class LanguageModel(nn.Module):
         self.lora = lora
         self.head_dtype = head_dtype
         self.divided = divided
+        self.unpadded_costs: Costs | None = None  # where a trainer pads no row
         # Models such as Gemma 2 cap their logits, which a loss from hidden states does itself.
         self.softcap = getattr(self.base.config.get_text_config(), "final_logit_softcapping", None)
         if loss_from == "linear":
@@ -107,7 +108,7 @@ class LanguageModel(nn.Module):
         mask: torch.Tensor,
         temperature: float = 1.0,
         *,
-        packed: Packed | None = None,
+        packed: InRows | None = None,
         places: torch.Tensor | None = None,
         support: fused_rl.TokenSupport | None = None,
         token_loss: Callable | None = None,
@@ -121,7 +122,7 @@ class LanguageModel(nn.Module):
             input_ids: (B, T) int64, padded on the right: a causal model never sees a pad, so there is no other mask.
             mask: (B, T - 1) bool, True where token t + 1 counts.
             temperature: of the softmax.
-            packed: the same sequences with shared prompts (packing.py): what the model is run on instead.
+            packed: the same sequences, several in a row (packing.py): what the model is run on instead.
             places: (N,) int64, the tokens that count in the flattened mask; giving them spares a wait for the device.
             support: the set that each of the mask.sum() tokens was sampled from; the softmax is over these sets.
             token_loss: a loss of single tokens, as `fused_rl.linear_token_loss` takes it; requests `loss`.
@@ -177,7 +178,7 @@ class LanguageModel(nn.Module):
         input_ids: torch.Tensor,
         mask: torch.Tensor,
         *,
-        packed: Packed | None = None,
+        packed: InRows | None = None,
         places: torch.Tensor | None = None,
     ) -> Any:
         """Return function(states, self), where the head is whole under ZeRO 3 too.

@@ -3,10 +3,13 @@
 A row is a prompt with responses to it (`pack`, `pack_pairs`), or whole sequences (`pack_whole`). A token sees its
 prompt and response, at the positions of a row of its own: the same hidden states, from fewer tokens. Attention is
 computed over all of a row's (L, L) mask, so a long row can cost more than it saves: `Costs` weighs that.
+
+Flash attention takes no mask, but the lengths of the sequences in a row: all of a micro-batch are one row (`unpad`).
 """
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from os.path import commonprefix
 from typing import Any, NamedTuple
@@ -17,7 +20,7 @@ from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import print_rank0
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.batch import Batch, make_batch, on_device
-from fused_rl.trainers.data.micro_batches import TokensOf
+from fused_rl.trainers.data.micro_batches import TokensOf, padded_tokens
 
 # Settings of a config by which attention ends before the row does.
 WINDOWS = ("sliding_window", "attention_chunk_size")
@@ -62,6 +65,41 @@ class Packed(NamedTuple):
         return outputs[output].flatten(0, 1)[self.states]
 
 
+class Unpadded(NamedTuple):
+    """The input of a model for b sequences in one row of L tokens, whose attention keeps them apart without a mask."""
+
+    input_ids: torch.Tensor
+    """(1, L) int64."""
+    position_ids: torch.Tensor
+    """(1, L) int64: of each token in its own sequence."""
+    offsets: torch.Tensor
+    """(b + 1,) int32: where each sequence begins, and L."""
+    longest: int
+    """Tokens of the longest sequence."""
+    tokens: int
+    """L."""
+    states: torch.Tensor
+    """(N,) int64 in [0, L): the tokens that are read."""
+
+    def states_of(self, lm: Any, module: Any, output: str) -> torch.Tensor:
+        """(N, ·): what `module` of a transformers model puts out at `states`."""
+        # Without these transformers would find the sequences by their positions, and wait for the
+        # device in every layer.
+        outputs = module(
+            input_ids=self.input_ids,
+            position_ids=self.position_ids,
+            cu_seq_lens_q=self.offsets,
+            cu_seq_lens_k=self.offsets,
+            max_length_q=self.longest,
+            max_length_k=self.longest,
+            use_cache=False,
+        )
+        return outputs[output].flatten(0, 1)[self.states]
+
+
+InRows = Packed | Unpadded
+
+
 @dataclass(frozen=True)
 class Costs:
     """The costs of a model's forward pass, in FLOP."""
@@ -70,6 +108,8 @@ class Costs:
     """The matrix products with the weights, per token."""
     pair: float
     """Attention, per pair of tokens in a row."""
+    masked: bool = True
+    """False if a row needs no mask, and so costs what its sequences do: they are not padded (`unpad`)."""
 
     def flop(self, rows: int, width: int) -> float:
         """Return the cost of rows of `width` tokens, with attention over whole rows: a mask saves none of it."""
@@ -120,6 +160,13 @@ def in_row_of(batch: Batch, costs: Costs, index: torch.Tensor | slice = slice(No
     prompt = int(batch.prompt_lengths[index].max())
     response = float(batch.response_lengths[index].double().mean())
     return responses_per_row(costs, prompt, response, copies)
+
+
+def tokens_by(lengths: Sequence[int], costs: Costs | None) -> TokensOf:
+    """Return the tokens of sequences of these lengths, with their pads if there are any."""
+    if costs is None or costs.masked:
+        return padded_tokens(lengths)
+    return lambda indices: sum(lengths[i] for i in indices)
 
 
 def shared_tokens(batch: Batch, costs: Costs) -> TokensOf:
@@ -243,6 +290,43 @@ def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> Packed | Non
     return packed._replace(states=packed.states[on_device(last, device)])
 
 
+def unpad(batch: Batch) -> Unpadded:
+    """Return the sequences of `batch` in one row, without their last tokens, which predict nothing."""
+    columns = batch.input_ids.shape[1]
+    fed = batch.prompt_lengths.clamp(1, columns) + (batch.response_lengths - 1).clamp(min=0)
+    is_fed = torch.arange(columns) < fed[:, None]
+    row, column = batch.response_tokens()
+    states = (fed.cumsum(0) - fed)[row] + column
+    source = is_fed.flatten().nonzero()[:, 0]
+    source, states = (on_device(index, batch.input_ids.device) for index in (source, states))
+    return _in_one_row(batch.input_ids.flatten()[source], fed, states)
+
+
+def unpad_whole(sequences: list[list[int]], device) -> Unpadded:
+    """Return sequences in one row, read at the last token of each."""
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    input_ids = torch.tensor(list(itertools.chain(*sequences)))
+    states = lengths.cumsum(0) - 1
+    return _in_one_row(on_device(input_ids, device), lengths, on_device(states, device))
+
+
+def _in_one_row(input_ids: torch.Tensor, lengths: torch.Tensor, states: torch.Tensor) -> Unpadded:
+    """Return the row of tokens (L,) on the device, which are of sequences of `lengths` (b,) on the CPU."""
+    ends = lengths.cumsum(0)
+    begin = (ends - lengths).repeat_interleave(lengths)
+    positions = torch.arange(len(begin)) - begin
+    offsets = torch.cat([ends.new_zeros(1), ends]).int()
+    device = input_ids.device
+    return Unpadded(
+        input_ids[None],
+        on_device(positions, device)[None],
+        on_device(offsets, device),
+        int(lengths.max()),
+        len(begin),
+        states,
+    )
+
+
 def arrange(lengths: list[int], costs: Costs, most: int | None = None) -> list[list[int]]:
     """Return the indices of sequences of these lengths, row by row: one in each, or the cheapest `fill`.
 
@@ -294,7 +378,12 @@ def pack_whole(batch: Batch, rows: list[list[int]]) -> Packed:
     return _packed(batch, row, start, torch.zeros_like(lengths))
 
 
-@torch.no_grad()
+def _is_flash(lm: Any) -> bool:
+    """Return True for attention that takes the lengths of sequences in a row, such as flash_attention_2."""
+    # Parts of sequences over several processes are rows of one sequence each.
+    return "flash" in lm.config._attn_implementation and ranks.sequence_group() is None
+
+
 def unsupported_reason(lm: Any, longest: int) -> str | None:
     """Return why a model's rows cannot hold several responses, or None; the longest sequence has `longest` tokens."""
     if ranks.sequence_group() is not None:
@@ -307,8 +396,13 @@ def unsupported_reason(lm: Any, longest: int) -> str | None:
     for name in WINDOWS:
         if 0 < (getattr(text, name, None) or 0) < longest:
             return f"{name}={getattr(text, name)} is shorter than a prompt with its response ({longest})"
+    return _differs(lm, lambda batch: pack(batch, 2))
 
-    # What it does: two responses to one prompt, in a row each and in one row.
+
+@torch.no_grad()
+def _differs(lm: Any, rows_of: Callable[[Batch], InRows]) -> str | None:
+    """Return in words how two responses to one prompt differ in a row each and in the rows of `rows_of`, or None."""
+    text = lm.config.get_text_config()
     ids = [i % text.vocab_size for i in range(1, 14)]
     prompt = ids[:5]
     responses = [ids[5:9], ids[9:]]
@@ -319,7 +413,7 @@ def unsupported_reason(lm: Any, longest: int) -> str | None:
         outputs = lm.base_model(input_ids=batch.input_ids, use_cache=False)
         alone = outputs.last_hidden_state[:, :-1]
         alone = alone[batch.response_mask].float()
-        together = pack(batch, 2).states_of(lm, lm.base_model, "last_hidden_state").float()
+        together = rows_of(batch).states_of(lm, lm.base_model, "last_hidden_state").float()
     # A model without position_ids, or with a mask of another form: each says so in its own way.
     except Exception as error:
         reason = f"takes no mask and positions of its own ({type(error).__name__})"
@@ -333,6 +427,17 @@ def unsupported_reason(lm: Any, longest: int) -> str | None:
     return f"{type(lm).__name__} {reason}"
 
 
+def unpadded_costs(lm: Any) -> Costs | None:
+    """Return the costs of rows without padding; None where the attention cannot keep the sequences of a row apart."""
+    if not _is_flash(lm):
+        return None
+    reason = _differs(lm, unpad)
+    if reason is None:
+        return replace(costs_of(lm), masked=False)
+    print_rank0(f"rows are padded: {reason}")
+    return None
+
+
 def packing_costs(
     lm: Any,
     longest: int,
@@ -341,7 +446,13 @@ def packing_costs(
     option: str,
     otherwise: str,
 ) -> Costs | None:
-    """Return the costs by which sequences are put in rows; None if `wanted` is false, or None and the model cannot."""
+    """Return the costs by which sequences are put in rows; None if `wanted` is false, or None and the model cannot.
+
+    Flash attention pads no row, but where `packing` is not wanted; it cannot share prompts.
+    """
+    takes_lengths = _is_flash(lm) and not (wanted and option == "share_prompts")
+    if takes_lengths and not (wanted is False and option == "packing"):
+        return unpadded_costs(lm)
     if wanted is False:
         return None
     reason = unsupported_reason(lm, longest)

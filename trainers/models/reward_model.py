@@ -17,7 +17,7 @@ from fused_rl.trainers.data.batch import on_device, pad
 from fused_rl.trainers.data.encode import load_tokenizer
 from fused_rl.trainers.models import lora
 from fused_rl.trainers.models.language_model import readable, save, switch_off_dropout
-from fused_rl.trainers.models.packing import Packed
+from fused_rl.trainers.models.packing import Costs, InRows, unpadded_costs
 from fused_rl.trainers.models.sequences import Divided, divided_by
 from fused_rl.trainers.options import ModelConfig, RunConfig
 
@@ -30,6 +30,7 @@ class RewardModel(nn.Module):
         self.classifier = classifier
         self.divided: Divided | None = None
         """How sequences are divided over processes; None where each is whole."""
+        self.unpadded_costs: Costs | None = None  # where its rows need no padding
         switch_off_dropout(classifier)
 
     @classmethod
@@ -109,7 +110,7 @@ class RewardModel(nn.Module):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         *,
-        packed: Packed | None = None,
+        packed: InRows | None = None,
     ) -> torch.Tensor:
         """Score sequences, whatever their padding.
 
@@ -212,13 +213,28 @@ class Critic(RewardModel):
         """Set the head to zero."""
         self.classifier.score.weight.zero_()
 
-    def forward(self, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return the expected return (B, T - 1) fp32 before each token of `input_ids` (B, T); 0 where masked."""
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        mask: torch.Tensor,
+        packed: InRows | None = None,
+        places: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the expected return (B, T - 1) fp32 before each token of `input_ids` (B, T); 0 where masked.
+
+        `packed` are the same sequences in rows, and `places` (N,) the True places of the flattened mask.
+        """
         if self.divided is not None:
             places = mask.flatten().nonzero()[:, 0]
             values = self.divided.scores_of(
                 self.classifier.base_model, input_ids, places, self.scores_of
             )
+            return values.new_zeros(mask.numel()).index_copy(0, places, values).view(mask.shape)
+        if packed is not None:
+            states = packed.states_of(
+                self.classifier, self.classifier.base_model, "last_hidden_state"
+            )
+            values = self.scores_of(states)
             return values.new_zeros(mask.numel()).index_copy(0, places, values).view(mask.shape)
         backbone = self.classifier.base_model(input_ids=input_ids, use_cache=False)
         # The state of the last token would be the value after it, where the episode is over.
@@ -245,6 +261,7 @@ def load_reward_model(
     )
     model = model.to(device)
     model.divided = divided_by(config, model.classifier)
+    model.unpadded_costs = unpadded_costs(model.classifier)
     if config.gradient_checkpointing:
         # As in `load_lm`: beside adapters the reentrant form would have no gradient.
         model.classifier.gradient_checkpointing_enable({"use_reentrant": False})

@@ -8,7 +8,8 @@ from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import bar
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.data.encode import Encoded
-from fused_rl.trainers.data.micro_batches import Padding, by_tokens, padded_tokens
+from fused_rl.trainers.data.micro_batches import Padding, by_tokens
+from fused_rl.trainers.models.packing import Costs, tokens_by, unpad
 
 
 def share_of_rank(count: int) -> list[int]:
@@ -22,13 +23,17 @@ def share_of_rank(count: int) -> list[int]:
 
 
 def by_length(
-    indices: list[int], lengths: Sequence[int], size: int, tokens: int | None = None
+    indices: list[int],
+    lengths: Sequence[int],
+    size: int,
+    tokens: int | None = None,
+    costs: Costs | None = None,
 ) -> list[list[int]]:
     """Return the indices in micro-batches of at most `size`, or of at most so many `tokens` with their pads, whose
     sequences have similar `lengths`: fewer pads.
     """
     if tokens is not None:
-        return by_tokens([[i] for i in indices], padded_tokens(lengths), tokens)
+        return by_tokens([[i] for i in indices], tokens_by(lengths, costs), tokens)
     ordered = sorted(indices, key=lambda i: lengths[i])
     return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
@@ -50,20 +55,22 @@ def score_all(
     progress: str | None = None,
     *,
     tokens: int | None = None,
+    costs: Costs | None = None,
 ) -> torch.Tensor:
     """Return a score of each of N items, computed by all ranks together.
 
     Args:
         lengths: of the N items, in tokens.
         size: items per micro-batch.
-        tokens: instead, the tokens of a micro-batch, where all items are padded to the longest.
+        tokens: instead, the tokens of a micro-batch, pads included.
+        costs: those of rows without padding, if there is none.
         score: returns the scores (n, ...) of the items at n indices, on any device; it may run backward.
         progress: says in a bar what is scored; None shows none.
 
     Returns:
         (N, ...) fp64 on the CPU, the same on every rank.
     """
-    micro_batches = by_length(share_of_rank(len(lengths)), lengths, size, tokens)
+    micro_batches = by_length(share_of_rank(len(lengths)), lengths, size, tokens, costs)
     steps = micro_batches if progress is None else bar(micro_batches, progress)
     values = [score(indices).detach() for indices in steps]
     # From the device at once: each copy would wait for what it is still computing.
@@ -95,6 +102,7 @@ def logprobs_of(
         (N, S) fp64 on the CPU, in nats, the same on every rank.
     """
     device = next(model.parameters()).device
+    costs = model.module.unpadded_costs
     # Gradient checkpointing saves memory in training mode alone.
     model.train(loss is not None)
 
@@ -105,13 +113,14 @@ def logprobs_of(
         responses = [response if prompt else response[1:] for prompt, response in pairs]
         batch = make_batch(prompts, responses, 0, device)
         with torch.set_grad_enabled(loss is not None):
-            scored = model(
-                input_ids=batch.input_ids, mask=batch.response_mask, places=batch.places()
-            )
+            inputs = {"input_ids": batch.input_ids, "mask": batch.response_mask}
+            packed = None if costs is None else unpad(batch)
+            scored = model(**inputs, places=batch.places(), packed=packed)
             logprobs = scored.logprobs.sum(1).view(len(indices), -1)
         if loss is not None:
             if padding is not None:
-                padding.add(batch.input_ids, batch.tokens)
+                fed = packed or batch
+                padding.add(fed.input_ids, fed.tokens)
             # Engines average over ranks, and the loss is a share of the sum.
             model.backward(loss(logprobs, indices) * ranks.processes())
         return logprobs
@@ -120,6 +129,6 @@ def logprobs_of(
     for row in rows:
         of_sequences = [len(prompt) + len(response) for prompt, response in row]
         # The sequences of a row are padded to the same length.
-        is_padded = tokens is not None
+        is_padded = tokens is not None and costs is None
         lengths.append(len(row) * max(of_sequences) if is_padded else sum(of_sequences))
-    return score_all(lengths, size, score, progress, tokens=tokens)
+    return score_all(lengths, size, score, progress, tokens=tokens, costs=costs)

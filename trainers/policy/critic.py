@@ -15,6 +15,8 @@ import torch
 import fused_rl
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.screen import phase
+from fused_rl.trainers.data.batch import Batch
+from fused_rl.trainers.models.packing import unpad
 from fused_rl.trainers.models.reward_model import Critic, check_reads_policy, load_reward_model
 from fused_rl.trainers.options import (
     Finite,
@@ -71,6 +73,14 @@ def load_critic(config: Any, tokenizer, device: torch.device, updates: int):
             # The critic reads the policy's token ids, which are other words to another tokenizer.
             check_reads_policy("critic", config.critic, tokenizer, config.model)
         return engine.initialize(critic, start, updates)
+
+
+def values_of(critic, batch: Batch) -> torch.Tensor:
+    """Return the expected return (b, T - 1) fp32 before each token of a micro-batch, 0 where masked."""
+    inputs = batch.input_ids, batch.response_mask
+    if critic.module.unpadded_costs is None:
+        return critic(*inputs)
+    return critic(*inputs, unpad(batch), batch.places())
 
 
 class CreditConfig(KLConfig, RolloutConfig):

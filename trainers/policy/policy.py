@@ -12,9 +12,16 @@ import fused_rl
 from fused_rl.objectives.presets import PolicyLossOptions, option_beyond_a_token
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.data.batch import Batch, on_device
-from fused_rl.trainers.data.micro_batches import Padding, by_tokens, padded_tokens
+from fused_rl.trainers.data.micro_batches import Padding, by_tokens
 from fused_rl.trainers.models import language_model
-from fused_rl.trainers.models.packing import Costs, in_row_of, pack, shared_tokens
+from fused_rl.trainers.models.packing import (
+    Costs,
+    in_row_of,
+    pack,
+    shared_tokens,
+    tokens_by,
+    unpad,
+)
 from fused_rl.trainers.policy.options import LossConfig, loss_options
 from fused_rl.trainers.policy.reference import Reference
 from fused_rl.trainers.rollouts.mismatch import check_bound, mismatch
@@ -70,7 +77,9 @@ class Policy:
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """Return the inputs with which model and reference score the sequences of a micro-batch."""
         packed = None
-        if self.costs is not None and batch.token_counts.any():
+        if self.costs is not None and not self.costs.masked:
+            packed = unpad(batch)
+        elif self.costs is not None and batch.token_counts.any():
             # Prompts are shared where that is cheaper. The lengths are on the CPU: nothing waits.
             in_row = in_row_of(batch, self.costs)
             packed = pack(batch, in_row) if in_row > 1 else None
@@ -90,8 +99,9 @@ class Policy:
         most = self.config.micro_batch_tokens
         if most is None:
             return list(index.split(self.config.micro_batch_size))
-        tokens_of = padded_tokens((batch.prompt_lengths + batch.response_lengths).tolist())
-        if together > 1 and self.costs is not None:
+        lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
+        tokens_of = tokens_by(lengths, self.costs)
+        if together > 1 and self.costs is not None and self.costs.masked:
             tokens_of = shared_tokens(batch, self.costs)
         units = index.view(-1, together).tolist()
         return [torch.tensor(indices) for indices in by_tokens(units, tokens_of, most)]

@@ -11,7 +11,7 @@ from fused_rl.trainers.base.text import InputError, in_a_line
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, on_device
 from fused_rl.trainers.models import four_bit, language_model
-from fused_rl.trainers.models.packing import Costs, arrange, pack_whole, packing_costs, price
+from fused_rl.trainers.models.packing import Costs, arrange, pack_whole, packing_costs, price, unpad
 from fused_rl.trainers.policy.policy import Policy
 from fused_rl.trainers.policy.setup import http_of
 from fused_rl.trainers.rollouts.types import shortened
@@ -244,6 +244,8 @@ def inputs_of(batch: Batch, costs: Costs | None) -> dict[str, Any]:
     inputs = {"input_ids": batch.input_ids, "mask": batch.response_mask, "places": batch.places()}
     if costs is None:
         return inputs | {"packed": None}
+    if not costs.masked:
+        return inputs | {"packed": unpad(batch)}
     # The last token of a sequence predicts none, so it is not fed.
     fed = batch.prompt_lengths + (batch.response_lengths - 1).clamp(min=0)
     lengths = fed.tolist()

@@ -1,0 +1,240 @@
+"""Rows without padding: what flash attention is given, and that a step is the one of padded rows.
+
+Flash attention needs a GPU, so eager functions of its signatures stand in for it: transformers calls them as it does
+those of flash_attention_2.
+"""
+
+import math
+
+import pytest
+import torch
+
+from fused_rl.trainers import dpo, kto
+from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.data.marked import Marked
+from fused_rl.trainers.data.preferences import Pair
+from fused_rl.trainers.models import packing
+from tests.device import steps
+from tests.trainers import tiny
+from tests.trainers.steps import Plain
+from tests.trainers.test_packing import assert_same, batch, model, scores_and_gradients
+
+CPU = torch.device("cpu")
+
+
+def attention(q, k, v, scale, window):
+    """Causal attention of one sequence: (T, heads, width) each, of fewer keys than queries where these are shared."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * (scale or 1 / math.sqrt(q.shape[-1]))
+    place = torch.arange(len(q))
+    distance = place[:, None] - place
+    seen = distance >= 0
+    if window[0] >= 0:
+        seen &= distance <= window[0]
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+CALLS: list[dict] = []
+
+
+def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1)):
+    assert causal and not dropout_p
+    rows = zip(q, k, v, strict=True)
+    return torch.stack([attention(*row, softmax_scale, window_size) for row in rows])
+
+
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+):
+    assert causal and not dropout_p and cu_seqlens_q is cu_seqlens_k
+    lengths = cu_seqlens_q.diff().tolist()
+    CALLS.append(
+        {"offsets": cu_seqlens_q, "longest": (max_seqlen_q, max_seqlen_k), "tokens": len(q)}
+    )
+    parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+    return torch.cat([attention(*part, softmax_scale, window_size) for part in parts])
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    """flash_attention_2 as eager functions; the arguments of the calls of its varlen form."""
+    import transformers
+    from transformers import modeling_flash_attention_utils as utils
+
+    functions = flash_attn_func, flash_attn_varlen_func, None, None, None
+    process = utils._lazy_define_process_function(flash_attn_varlen_func)
+    monkeypatch.setattr(
+        utils, "lazy_import_flash_attention", lambda *_, **__: (functions, (process, process))
+    )
+    # Availability and the GPU are checked when a model is made.
+    monkeypatch.setattr(
+        transformers.PreTrainedModel, "_flash_attn_can_dispatch", lambda *_, **__: True
+    )
+    monkeypatch.setattr(
+        transformers.modeling_utils, "lazy_import_flash_attention", lambda *_, **__: None
+    )
+    CALLS.clear()
+    return CALLS
+
+
+APART = {"share_prompts": False}
+FLASH = {"attn_implementation": "flash_attention_2"}
+
+
+def as_flash(lm):
+    lm.config._attn_implementation = "flash_attention_2"
+    return lm
+
+
+@pytest.mark.parametrize("loss_from", ["linear", "logits"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("Llama", {}), ("Qwen3", {}), ("Mistral", {"sliding_window": 4}), ("GPTNeoX", {})],
+)
+def test_rows_without_padding_give_the_scores_and_gradients_of_padded_ones(
+    kind, options, loss_from, flash
+):
+    given = batch()
+    expected = scores_and_gradients(model(kind, **options), loss_from, None, given)
+    lm = as_flash(model(kind, **options))
+    assert packing.unpadded_costs(lm).masked is False
+    flash.clear()
+    unpadded = packing.unpad(given)
+    assert_same(scores_and_gradients(lm, loss_from, unpadded, given), expected, 1e-5)
+    fed = given.prompt_lengths + (given.response_lengths - 1).clamp(min=0)
+    for call in flash:
+        assert call["offsets"].dtype == torch.int32
+        assert call["offsets"].tolist() == [0, *fed.cumsum(0).tolist()]
+        assert call["longest"] == (fed.max(), fed.max()) and call["tokens"] == fed.sum()
+    assert flash
+
+
+def test_a_row_holds_the_sequences_one_after_the_other():
+    given = packing.make_batch([[5, 6], [7]], [[8, 1], [9, 9, 1]], 0, "cpu")
+    row = packing.unpad(given)
+    assert row.input_ids.tolist() == [[5, 6, 8, 7, 9, 9]]
+    assert row.position_ids.tolist() == [[0, 1, 2, 0, 1, 2]]
+    assert (row.offsets.tolist(), row.longest, row.tokens) == ([0, 3, 6], 3, 6)
+    assert row.states.tolist() == [1, 2, 3, 4, 5]
+    whole = packing.unpad_whole([[5, 6, 8], [7]], "cpu")
+    assert (whole.input_ids.tolist(), whole.states.tolist()) == ([[5, 6, 8, 7]], [2, 3])
+
+
+def test_a_model_that_sees_beyond_its_sequence_stays_padded(flash, capsys):
+    # Mamba's state goes on through the row.
+    import transformers
+
+    assert packing.unpadded_costs(model("Llama")) is None  # sdpa
+    config = transformers.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2)
+    lm = transformers.AutoModelForCausalLM.from_config(config)
+    assert packing.unpadded_costs(as_flash(lm)) is None
+    assert capsys.readouterr().out.startswith("rows are padded: ")
+
+
+@pytest.mark.parametrize("wanted", [None, True, False])
+@pytest.mark.parametrize("option", ["packing", "share_prompts"])
+def test_prompts_are_not_shared_without_a_mask(option, wanted, flash):
+    lm, words = as_flash(model("Llama")), {"option": option, "otherwise": "padded"}
+    if option == "share_prompts" and wanted:
+        with pytest.raises(
+            InputError, match="share_prompts: attn_implementation=flash_attention_2"
+        ):
+            packing.packing_costs(lm, 30, wanted, **words)
+        return
+    costs = packing.packing_costs(lm, 30, wanted, **words)
+    assert (costs is None) == (option == "packing" and wanted is False)
+
+
+# A step of every trainer, beside one with sdpa on padded rows.
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unpadded")
+    made = tiny.model_folder(folder / "model")
+    return made, tiny.reward_folder(folder / "reward", made)
+
+
+@pytest.mark.parametrize("name", ["sft", "reward", "ppo", "grpo", "gspo"])
+def test_a_step_is_that_of_padded_rows(name, folders, flash, monkeypatch):
+    makes = {"gspo": steps.grpo_step} | {
+        n: vars(steps)[f"{n}_step"] for n in ("sft", "reward", "ppo", "grpo")
+    }
+    options = {
+        "gspo": {"preset": "gspo", **APART},
+        "grpo": APART,
+        "ppo": {"critic": folders[1]},
+    }.get(name, {})
+    if name in ("sft", "reward"):
+        options = {"packed": False}
+    found = []
+    with steps.process_group():
+        responses = steps.responses_of(steps.small_config("grpo", folders[0]))
+        for attn in ({}, FLASH, FLASH | {"micro_batch_tokens": 50}):
+            if attn and name in ("sft", "reward"):
+                options = {"packed": True}
+                monkeypatch.setattr(
+                    packing, "costs_of", lambda lm: packing.Costs(1.0, 0.0, masked=False)
+                )
+            torch.manual_seed(0)
+            step = makes[name](folders[0], CPU, responses, **attn, **options)
+            torch.manual_seed(1)
+            found.append(step())
+    assert CALLS
+    for other in found[1:]:
+        assert other.metrics["perf/padding"] == 0 < found[0].metrics["perf/padding"]
+        a, b = (
+            {k: v for k, v in m.metrics.items() if k[:5] not in ("time/", "perf/")}
+            for m in (found[0], other)
+        )
+        assert b == pytest.approx(a, rel=1e-4, abs=1e-6)
+        for ours, theirs in zip(other.modules, found[0].modules, strict=True):
+            for (key, x), y in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize("trainer", [dpo, kto])
+def test_losses_of_whole_responses_are_those_of_padded_rows(trainer, folders, flash, tmp_path):
+    draw = torch.Generator().manual_seed(4)
+
+    def ids(count):
+        return torch.randint(5, 90, (count,), generator=draw).tolist()
+
+    prompts = [ids(3 + i) for i in range(6)]
+    sides = [((p, ids(2 + i)), (p, ids(9 - i))) for i, p in enumerate(prompts)]
+    gradients, numbers = [], []
+    for attn in ({}, FLASH, FLASH | {"micro_batch_tokens": 40}):
+        kind = dpo.DPOConfig if trainer is dpo else kto.KTOConfig
+        given = {"model": str(folders[0]), "dataset": "d", "output_dir": "o", "micro_batch_size": 4}
+        config = kind(**given, **attn)
+        lm = tiny.load_lm(config)
+        lm.unpadded_costs = packing.unpadded_costs(lm.base)
+        reference = torch.zeros(6, 2)
+        if trainer is dpo:
+            pairs = [Pair(*pair, 0.0, "a row") for pair in sides]
+            found = dpo.measure(Plain(lm), pairs, config, reference).tolist()
+        else:
+            rows = [Marked(*pair, i % 2 == 0, "a row") for i, pair in enumerate(sides)]
+            found = kto.update(Plain(lm), rows, reference.double(), config, backward=True)
+        numbers.append(found)
+        gradients.append(torch.cat([p.grad.flatten() for p in lm.parameters()]))
+    assert CALLS
+    for other, gradient in zip(numbers[1:], gradients[1:], strict=True):
+        assert (gradient - gradients[0]).norm() <= 1e-5 * gradients[0].norm()
+        if trainer is kto:
+            assert other == pytest.approx(numbers[0], rel=1e-5)
+        else:
+            torch.testing.assert_close(
+                torch.tensor(other), torch.tensor(numbers[0]), rtol=1e-5, atol=1e-5
+            )
