@@ -614,6 +614,24 @@ MUTATIONS = {
         "if 0 < status < 400 or",
         "tests/trainers/test_servers.py -k faults",
     ),
+    "an update's error gives way to that of the resume after it": Mutation(
+        "trainers/servers/inference.py",
+        "contextlib.suppress(InputError)",
+        "contextlib.suppress()",
+        "tests/trainers/test_servers.py -k not_repeated",
+    ),
+    "a tied head is published as no tensor": Mutation(
+        "trainers/servers/sampler.py",
+        "                self.tied.untie(folder)\n",
+        "                pass\n",
+        "tests/trainers/test_servers.py -k tied_head",
+    ),
+    "a server that sleeps is paused, and loads into no memory": Mutation(
+        "trainers/servers/kinds.py",
+        "if not self.asleep:",
+        "if True:",
+        "tests/trainers/test_servers.py -k until_new_weights",
+    ),
     "SGLang gets a request that never stops": Mutation(
         "trainers/servers/kinds.py",
         '"ignore_eos": not sampling.stop_ids,',

@@ -246,14 +246,17 @@ def train_step(
     if prompts:
         rollout = policy.roll_out(prompts, policy.sampling, policy.config.group_size)
         metrics, samples = rollout_metrics(rollout, {}, step), rollout.samples + given
+    policy.rest()
     sampled = time.monotonic()
     metrics |= accumulate(policy, teachers, samples, step) | policy.optimizer_step(step)
+    metrics["time/train"] = time.monotonic() - sampled
     # The teacher is to correct the student's own mistakes, so the sampler gets the new weights.
-    policy.publish(step)
-    ended = time.monotonic()
-    metrics["perf/tokens_per_second"] = metrics["distill/num_tokens"] / (ended - began)
-    metrics["perf/padding"] = policy.padding.share()
-    return metrics | {"time/train": ended - sampled}
+    metrics |= policy.publish(step)
+    seconds = time.monotonic() - began
+    return metrics | {
+        "perf/tokens_per_second": metrics["distill/num_tokens"] / seconds,
+        "perf/padding": policy.padding.share(),
+    }
 
 
 def train(

@@ -251,6 +251,7 @@ def train_step(
     config = policy.config
     began = time.monotonic()
     groups = collect(policy, prompts, more, step)
+    policy.rest()
     sampled = time.monotonic()
 
     # What ratios and KL are taken against: https://arxiv.org/abs/2402.03300, algorithm 1.
@@ -275,11 +276,12 @@ def train_step(
 
     # Train; the sampler gets the new weights.
     metrics = update(policy, groups, measured, advantages, updates, step)
-    policy.publish(step)
+    metrics["time/train"] = time.monotonic() - sampled
+    metrics |= policy.publish(step)
     ended = time.monotonic()
 
     # Beside what the update measured: what was sampled, and what became of the reward.
-    metrics |= groups.metrics | mismatch | {"time/train": ended - sampled}
+    metrics |= groups.metrics | mismatch
     if charged is not None:
         metrics["objective/kl"] = _per_response(charged, groups.included)
     tokens = ranks.global_sum(groups.rollout.lengths[groups.included].sum()).item()

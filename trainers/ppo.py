@@ -243,6 +243,7 @@ def train_step(
     config = policy.config
     began = time.monotonic()
     rollout = policy.roll_out(prompts, policy.sampling, config.group_size)
+    policy.rest()
     sampled = time.monotonic()
 
     # What was expected of each token, and what it earned: arXiv:1909.08593, section 2.2.
@@ -255,7 +256,8 @@ def train_step(
 
     # Train; the sampler gets the new weights.
     metrics = update(policy, critic, experience, updates, kl_coef, step)
-    policy.publish(step)
+    trained = time.monotonic()
+    metrics |= policy.publish(step)
     ended = time.monotonic()
 
     # Beside what the update measured: what was sampled, and what became of the reward.
@@ -264,7 +266,7 @@ def train_step(
     penalty = -kl_coef * metrics["objective/kl"]
     return metrics | {
         "time/measure": judged - sampled,
-        "time/train": ended - judged,
+        "time/train": trained - judged,
         "perf/tokens_per_second": tokens / (ended - began),
         "perf/padding": policy.padding.share(),
         "objective/kl_coef": kl_coef,

@@ -25,7 +25,8 @@ class Servers:
     def __call__(self, *flags: str) -> vllm_server.Serving:
         if self.flags != flags:
             self.stop()
-            log = self.logs / f"{'_'.join(flags) or 'plain'}.log"
+            name = "_".join(flags).replace("/", "_") or "plain"
+            log = self.logs / f"{name}.log"
             self.serving = self.running.enter_context(vllm_server.serving(self.model, log, *flags))
             self.flags = flags
         return self.serving

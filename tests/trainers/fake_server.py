@@ -38,14 +38,24 @@ class Fake:
             function of the right answer, bytes to send in its place, or "hang", "close".
         flaws: raw, stale, unseeded, deaf, warm, unfinished, no sets.
         connections: how many have been opened.
+        loaded: (folder, its tensors) of each update.
+        asleep: what of its memory is freed: weights, kv_cache.
+        device: on a "cpu", vLLM keeps the head of its first folder until another folder has a tensor of that name.
     """
 
-    def __init__(self, kind: str, folder: str, *, max_model_len: int = 128, key=None):
+    def __init__(
+        self, kind: str, folder: str, *, max_model_len: int = 128, key=None, device="cuda"
+    ):
         self.kind, self.max_model_len, self.key = kind, max_model_len, key
+        self.folder, self.device, self.can_sleep = folder, device, True
+        self.asleep: set[str] = set()
+        self.loaded: list[tuple[Path, dict[str, torch.Tensor]]] = []
         self.lm = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32
         ).eval()
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        if device == "cpu":
+            self.lm.lm_head.weight = torch.nn.Parameter(self.lm.lm_head.weight.clone())
         self.eos = self.lm.config.eos_token_id
         self.paused, self.connections = False, 0
         self.calls: list[tuple[str, dict | None]] = []
@@ -146,9 +156,13 @@ class Fake:
         """Load weights into the model: what the folder lacks stays."""
         if not Path(folder).is_dir():
             raise Refusal(500, f"no folder {folder}")
+        if "weights" in self.asleep:
+            raise Refusal(500, "weights are asleep")
         if "deaf" not in self.flaws:
             self.lm = copy.deepcopy(self.lm)
-            self.lm.load_state_dict(load_file(Path(folder) / "model.safetensors"), strict=False)
+            tensors = tensors_of(folder)
+            self.lm.load_state_dict(tensors, strict=False)
+            self.loaded.append((Path(folder), tensors))
 
     def reset(self) -> None:
         """Forget prompts."""
@@ -156,8 +170,32 @@ class Fake:
             self.kept.clear()
 
     def pause(self, paused: bool) -> dict:
+        if self.asleep and not paused:
+            raise Refusal(500, "it is asleep")
         self.paused = paused
         return {"status": "paused" if paused else "resumed"}
+
+    def sleep(self) -> dict:
+        """Drop weights and prompts."""
+        self.paused, self.asleep = True, {"weights", "kv_cache"}
+        self.kept.clear()
+        for weight in self.lm.parameters():
+            weight.fill_(float("nan"))
+        return {"status": "sleeping"}
+
+    def wake(self, *tags: str) -> dict:
+        """Get the memory of these back, without what was in it; the last one ends the pause."""
+        self.asleep -= set(tags)
+        self.paused = bool(self.asleep)
+        return {"status": "sleeping" if self.asleep else "awake"}
+
+
+def tensors_of(folder: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of all files of a folder."""
+    found = {}
+    for file in Path(folder).glob("*.safetensors"):
+        found |= load_file(file)
+    return found
 
 
 def _card(fake: Fake, body) -> dict:
@@ -222,7 +260,19 @@ def _rpc(fake: Fake, body: dict) -> dict:
     return {"results": [None]}
 
 
+def _info(fake: Fake, body) -> dict:
+    sections = {"device_config": {"device": fake.device}}
+    return {"vllm_config": sections | {"model_config": {"enable_sleep_mode": fake.can_sleep}}}
+
+
+def _checksums(fake: Fake, body: dict) -> dict:
+    assert body == {"action": "checksum"}
+    return {"checksums": dict.fromkeys(tensors_of(fake.folder), "0")}
+
+
 def _reset(fake: Fake, body) -> dict:
+    if fake.asleep:
+        raise Refusal(500, "the cache is asleep")
     fake.reset()
     return {"success": True}
 
@@ -259,6 +309,13 @@ VLLM = {
     "/inference/v1/generate": _tokens_out,
     "/pause?mode=wait": lambda fake, body: fake.pause(True),
     "/resume": lambda fake, body: fake.pause(False),
+    "/is_paused": lambda fake, body: {"is_paused": fake.paused},
+    "/sleep?level=2": lambda fake, body: fake.sleep(),
+    "/wake_up?tags=weights": lambda fake, body: fake.wake("weights"),
+    "/wake_up?tags=kv_cache": lambda fake, body: fake.wake("kv_cache"),
+    "/wake_up": lambda fake, body: fake.wake("weights", "kv_cache"),
+    "/server_info?config_format=json": _info,
+    "/weight_checker": _checksums,
     "/collective_rpc": _rpc,
     "/reset_prefix_cache": _reset,
 }

@@ -15,10 +15,10 @@ from tests.trainers import tiny
 
 
 def connected(fake, *, timeout: float = 20.0, **options) -> Server:
-    """Return a server that waits for nobody."""
+    """Return a server that waits for nobody; it may be asleep."""
     http = Http(timeout, **options)
     http.pause = 0.0
-    return connect(http, fake.url)
+    return connect(http, fake.url, sleeps=True)
 
 
 def sampled(server: Server, prompt: list[int], sampling: Sampling, *seeds: int | None):
@@ -69,11 +69,11 @@ class Policy:
 
 
 def sampler_of(
-    urls, policy: Policy, folder: Path, *, sampling=None, exact=True, longest=64
+    urls, policy: Policy, folder: Path, *, sampling=None, exact=True, longest=64, sleeps=False
 ) -> ServerSampler:
     """Return a sampler of these servers, with its weights in `folder`, a run's, as `published`."""
     http = Http(20.0)
     http.pause = 0.0
     folder.mkdir(parents=True, exist_ok=True)
     probe = policy.probe(sampling or Sampling(0.9, 1, ()), exact)
-    return ServerSampler(urls, http, folder / "published", probe, longest)
+    return ServerSampler(urls, http, folder / "published", probe, longest, sleeps=sleeps)

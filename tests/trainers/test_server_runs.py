@@ -10,6 +10,7 @@ import torch
 
 from fused_rl.trainers import grpo, ppo
 from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.policy import policy
 from fused_rl.trainers.rollouts.mismatch import check_bound
 from fused_rl.trainers.run import store
 from fused_rl.trainers.servers.inference import Http
@@ -33,7 +34,8 @@ def test_a_run_learns_from_what_its_server_sampled(files, tmp_path, monkeypatch,
     ]
     assert [row["rollout/weight_version"] for row in steps] == [0, 1]
     assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in steps)
-    published = tiny.weights(tmp_path / "run/published/step-2")
+    folder, published = fake.loaded[-1]
+    assert folder.name == "step-2"
     if lora_rank:  # merged into what is published
         assert published.keys() == tiny.weights(Path(files[0])).keys()
     else:  # what was published last is the trained model
@@ -42,6 +44,64 @@ def test_a_run_learns_from_what_its_server_sampled(files, tmp_path, monkeypatch,
             torch.equal(model[name], published[name]) for name in model
         )
     assert not any(b"sk-secret" in content for content in runs.contents(tmp_path / "run").values())
+
+
+@pytest.mark.slow
+def test_servers_that_sleep_while_the_policy_is_trained_change_no_result(files, tmp_path):
+    """And nothing is left where weights are published, whether the run ends or fails."""
+    memory = tmp_path / "memory"
+    asleep_in_training = []
+    take_step = policy.Policy.optimizer_step
+
+    def stepped(self, step):
+        asleep_in_training.append(bool(fake.asleep))
+        return take_step(self, step)
+
+    for sleeps in (False, True):
+        options = {"server_sleeps": sleeps, "published_dir": str(memory), "eval_size": 2}
+        with fake_server.serving("vllm", files[0]) as fake, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(policy.Policy, "optimizer_step", stepped)
+            grpo.train(
+                runs.grpo_config(
+                    files, tmp_path / str(sleeps), server=[fake.url], steps=2, **SMALL, **options
+                )
+            )
+            assert {folder.parent.parent for folder, _ in fake.loaded} == {memory}
+            assert list(memory.iterdir()) == []
+    assert asleep_in_training == [False] * 4 + [True] * 4  # two minibatches in each step
+    one, other = (tiny.read_metrics(tmp_path / str(sleeps)) for sleeps in (False, True))
+    assert tiny.untimed(one) == tiny.untimed(other) and "time/publish" in one[-1]
+    runs.assert_same_weights(tmp_path / "False", tmp_path / "True", atol=0)
+
+    # A run that fails, with its servers asleep: the next one wakes them.
+    with fake_server.serving("vllm", files[0]) as fake:
+        fake.script = [("/wake_up?tags=kv_cache", 500)]
+        config = runs.grpo_config(
+            files, tmp_path / "failed", server=[fake.url], steps=1, **SMALL, **options
+        )
+        with pytest.raises(InputError, match="HTTP 500.*did not load the weights"):
+            grpo.train(config)
+        assert fake.paused and len(list(memory.iterdir())) == 1
+        store.unlock()  # as the command does when it ends
+        assert list(memory.iterdir()) == []
+        grpo.train(config.replace(overwrite=True))
+        store.unlock()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"server_sleeps": True}, "server_sleeps=True means nothing without --server"),
+        ({"published_dir": "/tmp"}, "published_dir=/tmp means nothing without --server"),
+        (
+            {"server_sleeps": True, "server": "http://127.0.0.1:1", "lag": 1},
+            "server_sleeps=True has no meaning with lag",
+        ),
+    ],
+)
+def test_options_of_servers_need_one(options, message):
+    with pytest.raises(InputError, match=message):
+        grpo.GRPOConfig(model="m", dataset="d", output_dir="o", verifiers="math", **options)
 
 
 RESUMED = [

@@ -1,6 +1,8 @@
 """Calls to inference servers of both kinds, weight updates and the probe: against fakes with scripted faults."""
 
+import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.rollouts.sampling import Sampling
+from fused_rl.trainers.servers import published
 from tests.marks import SLOW
 from tests.trainers import fake_server, served, tiny
 
@@ -155,10 +158,11 @@ def test_a_failure_cancels_the_other_calls(fake, server):
         served.sampled(server, PROMPT, SAMPLING, 0, 1)  # without waiting 20 s for the first one
 
 
-def test_a_paused_server_is_waited_for(fake, server):
+def test_a_paused_server_is_waited_for(fake, server, capsys):
     (expected,) = served.sampled(server, PROMPT, SAMPLING, 0)
     fake.script = [(SAMPLE[fake.kind], 503)] * 9
     assert served.sampled(server, PROMPT, SAMPLING, 0) == [expected]
+    assert capsys.readouterr().out.count("it loads or is paused, and is asked again for 20 s") == 1
     fake.paused, server.http.timeout = True, 0.5
     with pytest.raises(InputError, match="HTTP 503: .*paused"):
         served.sampled(server, PROMPT, SAMPLING, 0)
@@ -170,6 +174,50 @@ def test_a_paused_server_is_waited_for(fake, server):
 def test_a_server_that_is_loading_is_waited_for(fake):
     fake.script = [("/v1/models", "close")] * 5 + [("/health", 503), ("/ready", 503)] * 5
     assert served.connected(fake).kind.lower() == fake.kind
+
+
+def test_a_server_of_another_model_is_named(folder, tmp_path):
+    """In every error: it may lack tokens, or have other weights."""
+    with fake_server.serving("vllm", folder) as fake:
+        fake.script = [("/v1/models", lambda right: with_root(right, "org/other"))]
+        server = served.connected(fake)
+        with pytest.raises(
+            InputError,
+            match="HTTP 400.*out of vocabulary.*vLLM with org/other.* must serve the model that is trained",
+        ):
+            served.sampled(server, [10**6], SAMPLING, 0)
+        fake.script = [("/v1/models", lambda right: with_root(right, "org/other"))]
+        sampler = served.sampler_of([fake.url], served.Policy(folder), tmp_path)
+        fake.flaws = {"warm"}
+        with pytest.raises(InputError, match="vLLM with org/other.*not the policy's"):
+            sampler.publish(0, sampler.probe.model.save)
+
+
+def with_root(answer, name):
+    return {"data": [answer["data"][0] | {"root": name}]}
+
+
+def test_a_server_that_cannot_be_updated_is_refused_when_the_run_begins(folder, tmp_path):
+    policy = served.Policy(folder)
+    with fake_server.serving("vllm", folder) as fake:
+        fake.script = [("/is_paused", 404)]
+        with pytest.raises(
+            InputError,
+            match="none of the calls that load weights.*start it with VLLM_SERVER_DEV_MO",
+        ):
+            served.sampler_of([fake.url], policy, tmp_path)
+        fake.paused = True
+        with pytest.raises(InputError, match=f"is paused or asleep.*POST {fake.url}/wake_up"):
+            served.sampler_of([fake.url], policy, tmp_path)
+        assert fake.bodies("/v1/completions") == []
+
+
+@pytest.mark.parametrize("status", [403, 404])
+def test_kept_sets_that_a_server_refuses_have_a_remedy(fake, server, status):
+    path = "/inference/v1/generate" if fake.kind == "vllm" else "/generate"
+    fake.script = [(path, status)]
+    with pytest.raises(InputError, match=f"HTTP {status}.*; kept sets need --"):
+        served.sampled(server, PROMPT, TRUNCATED, 0)
 
 
 @pytest.mark.parametrize(
@@ -242,10 +290,145 @@ def test_an_update_gives_a_server_the_weights(fake, server, folders):
     ],
 )
 def test_an_update_that_fails_is_not_repeated(fake, server, folders, wrong, message):
+    """And its own error is the one that is shown, whether or not the server resumes after it."""
     fake.script = [(UPDATE[fake.kind], wrong)]
     with pytest.raises(InputError, match=message):
         server.http.run([server.push(Path(folders[1]))])
     assert len(fake.bodies(UPDATE[fake.kind])) <= 1 and not fake.paused
+    fake.script = [(UPDATE[fake.kind], wrong), (server.resume, 410)]
+    with pytest.raises(InputError, match=message) as refused:
+        server.http.run([server.push(Path(folders[1]))])
+    assert "410" not in str(refused.value) and fake.script == []
+
+
+# Sleep.
+
+
+def test_a_server_sleeps_until_new_weights_come(folders, tmp_path):
+    policy = served.Policy(folders[1])
+    with fake_server.serving("vllm", folders[0]) as fake:
+        sampler = served.sampler_of([fake.url], policy, tmp_path, sleeps=True)
+        sampler.publish(0, policy.save)
+        sampler.rest()
+        assert fake.asleep == {"weights", "kv_cache"}
+        sampler.http.timeout = 0.5
+        with pytest.raises(InputError, match="HTTP 503"):
+            sampler.sample([PROMPT], GREEDY)
+        before = len(fake.calls)
+        policy.change(1)
+        sampler.publish(1, policy.save)  # the probe verifies the weights
+        paths = [path for path, _ in fake.calls[before:]]
+        assert paths[:5] == [
+            "/wake_up?tags=weights",
+            "/collective_rpc",
+            "/wake_up?tags=kv_cache",
+            "/reset_prefix_cache",
+            "/resume",
+        ]
+        assert not fake.asleep and not fake.paused
+        sampler.publish(2, policy.save)  # as it is awake, it is paused
+
+        # One whose update fails stays asleep, and the next run wakes it.
+        sampler.rest()
+        fake.script = [("/collective_rpc", 500)]
+        with pytest.raises(InputError, match="HTTP 500.*did not load the weights"):
+            sampler.publish(3, policy.save)
+        assert fake.paused and fake.asleep == {"kv_cache"}
+        served.sampler_of([fake.url], policy, tmp_path, sleeps=True).publish(3, policy.save)
+        assert not fake.asleep and not fake.paused
+
+
+def test_servers_that_cannot_sleep_are_refused(folder, tmp_path):
+    policy = served.Policy(folder)
+    for kind, message in (("sglang", "is for vLLM"), ("vllm", "start .* --enable-sleep-mode")):
+        with fake_server.serving(kind, folder) as fake:
+            fake.can_sleep = False
+            with pytest.raises(InputError, match=message):
+                served.sampler_of([fake.url], policy, tmp_path, sleeps=True)
+            # One that sleeps needs no such flag, and a server that says nothing of itself may have it.
+            fake.script = [("/server_info?config_format=json", 404)]
+            if kind == "vllm":
+                served.sampler_of([fake.url], policy, tmp_path, sleeps=True)
+
+
+# Where weights are published.
+
+
+def test_weights_go_to_shared_memory_where_all_servers_are_here(folder, tmp_path, monkeypatch):
+    lm = tiny.load_lm(served.GRPOConfig(model=folder, dataset="", output_dir="")).base
+    memory, run, other = (tmp_path / name for name in ("memory", "run", "other"))
+    for made in (memory, run, other):
+        made.mkdir()
+    monkeypatch.setattr(published, "SHARED_MEMORY", memory)
+    size = sum(weight.numel() * 4 for weight in lm.parameters())
+    free = [3 * size]
+    usage = lambda path: SimpleNamespace(free=free[0])  # noqa: E731
+    monkeypatch.setattr(published.shutil, "disk_usage", usage)
+    here = [
+        "http://127.0.0.1:8000",
+        "http://LOCALHOST:1",
+        f"http://{socket.gethostname()}",
+        "http://[::1]:8",
+    ]
+
+    found = published.folder_of(here, None, run, lm)
+    assert found.parent == memory and found == published.folder_of(here, None, run, lm)
+    assert found != published.folder_of(here, None, other, lm)
+    # What a killed run has left there goes first.
+    (found / "step-3").mkdir(parents=True)
+    published.folder_of(here, None, run, lm)
+    assert list(memory.iterdir()) == []
+
+    # Otherwise weights stay in the run's folder: without room, for another machine, without shared memory.
+    free[0] = 2 * size
+    assert published.folder_of(here, None, run, lm) == run / "published"
+    free[0] = 3 * size
+    assert published.folder_of([*here, "http://10.0.0.1"], None, run, lm) == run / "published"
+    given = published.folder_of(["http://10.0.0.1"], str(tmp_path / "given"), run, lm)
+    assert given == tmp_path / "given" / found.name
+    monkeypatch.setattr(published, "SHARED_MEMORY", tmp_path / "none")
+    assert published.folder_of(here, None, run, lm) == run / "published"
+
+
+# A tied head.
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_an_untied_copy_is_the_same_model(sharded, tmp_path):
+    import transformers
+
+    folder = Path(tiny.model_folder(tmp_path / "tied", tie=True))
+    if sharded:
+        lm = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        (folder / "model.safetensors").unlink()
+        lm.save_pretrained(folder, max_shard_size="5KB")
+        assert (folder / "model.safetensors.index.json").exists()
+    published.write_untied(str(folder), tmp_path / "untied")
+    tied, untied = (
+        transformers.AutoModelForCausalLM.from_pretrained(made).eval()
+        for made in (folder, tmp_path / "untied")
+    )
+    assert untied.lm_head.weight is not untied.model.embed_tokens.weight
+    ids = torch.tensor([PROMPT])
+    assert torch.equal(tied(ids).logits, untied(ids).logits)
+    with pytest.raises(InputError, match="has a weight of its own"):
+        published.write_untied(str(tmp_path / "untied"), tmp_path / "again")
+
+
+def test_a_tied_head_reaches_a_vllm_on_a_cpu_or_is_refused(tmp_path):
+    folder = tiny.model_folder(tmp_path / "tied", tie=True)
+    published.write_untied(folder, tmp_path / "untied")
+    policy = served.Policy(folder)
+    with fake_server.serving("vllm", folder, device="cpu") as fake:
+        with pytest.raises(InputError, match="would keep the old LM head.*published MODEL FOLDER"):
+            served.sampler_of([fake.url], policy, tmp_path / "run")
+        assert fake.bodies("/collective_rpc") == []
+    for started_from, device in ((tmp_path / "untied", "cpu"), (folder, "cuda")):
+        with fake_server.serving("vllm", str(started_from), device=device) as fake:
+            sampler = served.sampler_of([fake.url], policy, tmp_path / "run")
+            for step in range(2):
+                policy.change(step)
+                sampler.publish(step, policy.save)  # the probe verifies the head
 
 
 # The probe.
@@ -345,7 +528,7 @@ def test_prompts_go_to_the_servers_in_turn_and_a_rollout_repeats(
     sampling = Sampling(0.9, 5, (3,), seeds=tuple(range(100, 108)))
     shares = [sorted(PROMPTS[:2] + PROMPTS[4:6]), sorted(PROMPTS[2:4] + PROMPTS[6:])]
     for rank in (1, 0):  # each begins with another server
-        monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(ranks, "process", lambda rank=rank: rank)
         for fake in pair:
             fake.calls.clear()
         first = sampler.sample(PROMPTS, sampling)

@@ -1,6 +1,7 @@
 """The policy of PPO and GRPO: its pass with the loss, its reference, its sampler, and what is measured of it."""
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -71,6 +72,8 @@ class Policy:
     """The step whose weights the next responses are of; None before they were published."""
     padding: Padding = field(default_factory=Padding)
     """Of the training passes of a step."""
+    resting: float = 0.0
+    """Seconds that the sampler took to rest since the last weights were published."""
     sample_rows: list[dict] = field(default_factory=list)
     """Lines of samples.jsonl, of this rank's last rollout; empty before there was one."""
 
@@ -106,10 +109,21 @@ class Policy:
         units = index.view(-1, together).tolist()
         return [torch.tensor(indices) for indices in by_tokens(units, tokens_of, most)]
 
-    def publish(self, step: int) -> None:
-        """From now on the weights after `step`, which are those of now, are sampled; for all ranks at once."""
+    def rest(self) -> None:
+        """Nothing is sampled until new weights are published; for all ranks at once."""
+        began = time.monotonic()
+        self.sampler.rest()
+        self.resting = time.monotonic() - began
+
+    def publish(self, step: int) -> dict[str, float]:
+        """From now on the weights after `step`, which are those of now, are sampled; for all ranks at once.
+
+        Returns `time/publish`, with the time to rest.
+        """
+        began = time.monotonic()
         self.sampler.publish(step, self.save)
         self.published = self.trained = step
+        return {"time/publish": time.monotonic() - began + self.resting}
 
     def save(self, folder: Path, *, merged: bool = True) -> None:
         """Write the model in the Hub format, complete or not at all; adapters alone unless `merged`. For all ranks."""

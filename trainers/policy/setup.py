@@ -30,9 +30,10 @@ from fused_rl.trainers.rollouts.roll_out import prompts_of
 from fused_rl.trainers.rollouts.sampling import Seeds
 from fused_rl.trainers.rollouts.types import Prompt, Sampler, Scorer
 from fused_rl.trainers.run.loop import Run
-from fused_rl.trainers.run.store import EMPTY
+from fused_rl.trainers.run.store import EMPTY, remove_at_end
 from fused_rl.trainers.servers.inference import Http
 from fused_rl.trainers.servers.probe import TEXT, Probe
+from fused_rl.trainers.servers.published import folder_of
 from fused_rl.trainers.servers.sampler import ServerSampler
 
 CORRECTIONS = ("rollout_correction", "rollout_low", "rollout_high", "rollout_gate", "old_logprobs")
@@ -74,7 +75,15 @@ def divided(config: PolicyConfig, world: int) -> dict[str, object]:
         "optimizer updates per step": updates,
         "optimizer updates in the run": config.in_run(updates),
         "responses in the run": config.in_run(local * world),
-    } | ({} if config.server is None else {"servers, not asked yet": " ".join(config.server)})
+    } | _served(config)
+
+
+def _served(config: PolicyConfig) -> dict[str, object]:
+    """Return the lines of a dry run on servers; none without them."""
+    if config.server is None:
+        return {}
+    where = config.published_dir or "/dev/shm if the servers are on this machine and it has room"
+    return {"servers, not asked yet": " ".join(config.server), "weights for the servers": where}
 
 
 @dataclass
@@ -242,9 +251,13 @@ def build_sampler(
         # The probe finds a server with other weights or a stale cache, which raises no error.
         ids = tokenizer.encode(TEXT, add_special_tokens=False)
         probe = Probe(model, ids, lm.dtype == torch.float32, config.sampling(1, ()))
-        folder = Path(config.output_dir) / "published"
+        output_dir = Path(config.output_dir)
+        folder = folder_of(config.server, config.published_dir, output_dir, lm)
+        if folder.parent != output_dir and ranks.process() == 0:
+            remove_at_end(folder)
         longest = config.max_prompt_length + config.max_new_tokens
-        built = ServerSampler(config.server, http_of(config), folder, probe, longest)
+        sleeps = config.server_sleeps
+        built = ServerSampler(config.server, http_of(config), folder, probe, longest, sleeps=sleeps)
     elif config.lag:
         # The next rollout is sampled while the policy is trained, so from a copy.
         built = CopySampler(lm, **options)

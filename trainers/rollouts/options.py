@@ -54,6 +54,11 @@ class SamplerConfig(SamplingConfig):
     """Seconds for one call to a server, and for a server that is still loading."""
     server_concurrency: PositiveInt = 256
     """Requests to the servers at the same time, by each process."""
+    server_sleeps: bool = False
+    """Send vLLM servers to sleep during training, for those on the trainers' GPU (--enable-sleep-mode)."""
+    published_dir: str | None = None
+    """Folder for the weights that servers read, which they must see; the default is /dev/shm where all servers are on
+    this machine and it has room, else published/ in output_dir."""
     sampler: str | None = None
     """Your own sampler, my_module:name, called with the sampler of the other options and the tokenizer; it may hold a
     conversation, for example (docs/rollouts.md)."""
@@ -61,13 +66,24 @@ class SamplerConfig(SamplingConfig):
     """Sample the responses of a step with the weights of this many steps earlier, during the steps in between;
     rollout_correction corrects for the difference (docs/rollouts.md)."""
 
-    needs: ClassVar = tuple(
+    needs: ClassVar = (
+        *(
+            Needs(
+                option,
+                lambda config: config.server or config.served,
+                "means nothing without --server",
+            )
+            for option in ("server_api_key_env", "server_timeout", "server_concurrency")
+        ),
+        *(
+            Needs(option, lambda config: config.server, "means nothing without --server")
+            for option in ("server_sleeps", "published_dir")
+        ),
         Needs(
-            option,
-            lambda config: config.server or config.served,
-            "means nothing without --server",
-        )
-        for option in ("server_api_key_env", "server_timeout", "server_concurrency")
+            "server_sleeps",
+            lambda config: config.lag == 0,
+            "has no meaning with lag, which samples while the policy is trained; drop one of them",
+        ),
     )
 
     @property

@@ -88,8 +88,10 @@ class Sampler:
     is_checked: bool = True
     """Every response is compared with what `Response` promises; the policy's own need no check."""
 
+    built: Any = None
+
     def __init__(self, built: "Sampler | None" = None, tokenizer: Any = None):
-        self.built: Any = built
+        self.built = built
         self.tokenizer = tokenizer
         if built is not None:
             self.tells_logprobs = built.tells_logprobs
@@ -98,6 +100,11 @@ class Sampler:
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Response]:
         """Return one response per prompt (token ids), in their order."""
         raise NotImplementedError
+
+    def rest(self) -> None:
+        """The policy is about to be trained: no response is sampled until the next `publish`. All ranks call it."""
+        if self.built is not None:
+            self.built.rest()
 
     def publish(self, step: int, save: Callable[[Path], None]) -> None:
         """The policy's weights have changed: after an update, when a run begins, and after a resume.

@@ -11,6 +11,7 @@ resumed run moves what it will write again. A run deletes its own older checkpoi
 its name when all its files are on the disk, so the one with the most steps is the latest.
 """
 
+import atexit
 import contextlib
 import functools
 import json
@@ -58,6 +59,7 @@ MAY_CHANGE = frozenset(
             "loss_from",
         ),
         *("server", "server_api_key_env", "server_timeout", "server_concurrency"),
+        *("server_sleeps", "published_dir"),
         # Where the inputs are: their hashes say whether they are the same.
         *("model", "critic", "dataset", "reference_dataset"),
         # What is measured, kept and shown.
@@ -82,11 +84,27 @@ MAY_CHANGE = frozenset(
 )
 EMPTY: Mapping = MappingProxyType({})
 _lock: filelock.FileLock | None = None  # of this process, which runs one training at a time
+_outside: Path | None = None  # what its run keeps outside of that folder
+
+
+def remove_at_end(folder: Path) -> None:
+    """Remove a folder outside of the run's when the run ends, in whatever way but a kill."""
+    global _outside
+    _outside = folder
+    atexit.register(_remove_outside)  # an error in a notebook, for example, unlocks nothing
+
+
+def _remove_outside() -> None:
+    global _outside
+    if _outside is not None:
+        shutil.rmtree(_outside, ignore_errors=True)
+        _outside = None
 
 
 def unlock() -> None:
     """Unlock the folder that this process has locked, if any; remove it if nothing was written into it."""
     global _lock
+    _remove_outside()
     if _lock is not None:
         path = Path(_lock.lock_file)
         path.unlink(missing_ok=True)

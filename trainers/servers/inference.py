@@ -1,9 +1,11 @@
 """HTTP calls to inference servers, and what all kinds of them (kinds.py) have in common; ids go in and come out."""
 
 import asyncio
+import contextlib
 import ssl
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Coroutine, Iterable
 from pathlib import Path
 from typing import ClassVar
@@ -11,12 +13,21 @@ from typing import ClassVar
 import httpx2
 
 from fused_rl import TokenSupport
+from fused_rl.trainers.base.screen import print_line
 from fused_rl.trainers.base.text import InputError, in_a_line
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Response, shortened
 
 TRIES = 3  # of a call that had no answer, or HTTP 5xx
 IDLE = 3.0  # seconds that an idle connection is kept; servers close theirs after 5
+
+
+class HttpError(InputError):
+    """A call that a server did not answer as it should, with its HTTP status; 0 where there was no answer."""
+
+    def __init__(self, message: str, status: int = 0):  # one argument is enough to unpickle it
+        super().__init__(message)
+        self.status = status
 
 
 class Http:
@@ -30,6 +41,7 @@ class Http:
         self.timeout = timeout
         self.key = key
         self.pause = 1.0  # seconds between two tries
+        self.waited_for: set[str] = set()  # URLs that answered 503, which is printed once
         self.slots = asyncio.Semaphore(concurrency)
         self.client = httpx2.AsyncClient(
             headers=None if key is None else {"Authorization": f"Bearer {key}"},
@@ -81,7 +93,11 @@ class Http:
                 tries -= status != 503
                 if 0 < status < 500 or tries <= 0 or time.monotonic() >= end:
                     problem = problem if self.key is None else problem.replace(self.key, "***")
-                    raise InputError(f"{method} {url}: {problem[:400]}")
+                    raise HttpError(f"{method} {url}: {problem[:400]}", status)
+                if status == 503 and url not in self.waited_for:
+                    self.waited_for.add(url)
+                    until = f"it loads or is paused, and is asked again for {self.timeout:g} s"
+                    print_line(f"{method} {url}: {problem[:200]}; {until}")
                 await asyncio.sleep(self.pause)
 
 
@@ -95,15 +111,29 @@ class Server:
     margin: ClassVar[int] = 0  # tokens of its context that no response gets
     ready: ClassVar[str]  # the path that answers 200 when it can sample
     resume: ClassVar[str]  # the path that ends a pause
+    is_paused: ClassVar[str | None] = None  # the path that tells of a pause, if there is one
+    wake: ClassVar[str | None] = None  # the path that ends sleep
+    sleep: ClassVar[str | None] = None  # the path that frees its memory
     flags: ClassVar[str]  # how to start it, at the end of every error
+    kept_sets: ClassVar[str]  # what it needs to report kept sets
     without_cache: ClassVar[str]
 
     def __init__(self, http: Http, url: str, card: dict):
         self.http = http
         self.url = url
-        self.name = f"server {url} ({self.kind})"
+        self.name = f"server {url} ({self.kind} with {card.get('root') or card['id']})"
         self.model = str(card["id"])
+        self.asleep = False
         self.room = int(card["max_model_len"]) - self.margin
+
+    def config(self) -> dict[str, dict]:
+        """Return the sections of the config that a vLLM server was started with; those that it does not tell are {}."""
+        url = f"{self.url}/server_info?config_format=json"
+        try:
+            (answer,) = self.http.run([self.http.call("GET", url)])
+        except HttpError:
+            answer = {}
+        return defaultdict(dict, answer.get("vllm_config", {}))
 
     def request(
         self, prompt_ids: list[int], sampling: Sampling, seed: int | None
@@ -123,7 +153,15 @@ class Server:
         """Return the response to one request; a request for several would give them related or equal seeds."""
         # Whatever an answer lacks or has otherwise, the server is another release than those that are known.
         path, body = self.request(prompt_ids, sampling, seed)
-        answer = await self.http.call("POST", self.url + path, body)
+        try:
+            answer = await self.http.call("POST", self.url + path, body)
+        except HttpError as error:
+            remedies = {400: f"{self.name} must serve the model that is trained"}
+            if sampling.truncates:
+                remedies |= dict.fromkeys((403, 404), self.kept_sets)
+            if error.status in remedies:
+                raise InputError(f"{error}; {remedies[error.status]}") from error
+            raise
         try:
             ids, logprobs, sets, finish = self.parse(answer, sampling)
             scores: list[float | None] = [float(value) for value in logprobs]
@@ -146,13 +184,27 @@ class Server:
 
     async def push(self, folder: Path) -> None:
         """Load the weights of a folder that the server sees too. A call that fails is not repeated."""
+        calls = [*self.update(folder.resolve()), (self.resume, {})]
         try:
-            for path, body in self.update(folder.resolve()):
+            for path, body in calls:
                 answer = await self.http.call("POST", self.url + path, body, tries=1)
                 if isinstance(answer, dict) and answer.get("success") is False:
                     raise InputError(f"POST {self.url}{path}: {shortened(answer)}")
-        except InputError as error:
-            remedy = f"it must see {folder}, and serve this run alone; {self.flags}"
+        except BaseException as error:
+            # A call that was cancelled comes here too. The first error is the one that is shown, and a server without
+            # its weights stays asleep.
+            if not self.asleep:
+                with contextlib.suppress(InputError):
+                    await self.http.call("POST", self.url + self.resume, {}, tries=1)
+            if not isinstance(error, InputError):
+                raise
+            remedy = (
+                f"it must see {folder} (--published_dir), and serve this run alone; {self.flags}"
+            )
             raise InputError(f"{error}; {self.name} did not load the weights: {remedy}") from error
-        finally:
-            await self.http.call("POST", self.url + self.resume, {}, tries=1)
+        self.asleep = False
+
+    async def rest(self) -> None:
+        """Free the memory of weights and cache, until the next weights are loaded."""
+        await self.http.call("POST", f"{self.url}{self.sleep}", {}, tries=1)
+        self.asleep = True

@@ -25,10 +25,16 @@ class VLLM(Server):
     kind = "vLLM"
     ready = "/health"
     resume = "/resume"
+    is_paused = "/is_paused"  # also of a server that is asleep
+    wake = "/wake_up"  # which ends a pause, too
+    sleep = "/sleep?level=2"  # drops weights and cache: new weights come in any case
+    kept_sets = (
+        "kept sets need --enable-scale-out --return-sampling-mask, this run's --top_k and a GPU (vLLM on a CPU "
+        "reports none)"
+    )
     flags = (
         "start it with VLLM_SERVER_DEV_MODE=1, --logprobs-mode processed_logprobs and a --max-model-len for prompt and "
-        "response; kept sets need --enable-scale-out --return-sampling-mask and this run's --top_k, seeds on a GPU "
-        "VLLM_BATCH_INVARIANT=1"
+        f"response; {kept_sets}; seeds need VLLM_BATCH_INVARIANT=1 on a GPU"
     )
     without_cache = "--no-enable-prefix-caching"
 
@@ -61,12 +67,14 @@ class VLLM(Server):
         return choice["token_ids"], logprobs, choice.get("sampling_mask"), choice["finish_reason"]
 
     def update(self, folder: Path) -> list[tuple[str, dict | None]]:
-        load = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        return [
-            ("/pause?mode=wait", None),
-            ("/collective_rpc", load),
-            ("/reset_prefix_cache", None),
-        ]
+        arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        load = ("/collective_rpc", arguments)
+        empty = ("/reset_prefix_cache", None)
+        if not self.asleep:
+            return [("/pause?mode=wait", None), load, empty]
+        # The cache comes back last: until then its memory is free for the weights that are read.
+        weights, cache = (f"{self.wake}?tags={tag}" for tag in ("weights", "kv_cache"))
+        return [(weights, None), load, (cache, None), empty]
 
 
 class SGLang(Server):
@@ -76,9 +84,10 @@ class SGLang(Server):
     ready = "/ready"
     resume = "/continue_generation"
     margin = 2  # it cuts max_new_tokens to context - 2 - prompt, without an error
+    kept_sets = "kept sets need --sampling-mask-max-tokens and this run's --top_k"
     flags = (
         "start it with --enable-deterministic-inference, SGLANG_RETURN_ORIGINAL_LOGPROB unset and a --context-length "
-        "for prompt, response and 2; kept sets need --sampling-mask-max-tokens and this run's --top_k"
+        f"for prompt, response and 2; {kept_sets}"
     )
     without_cache = "--disable-radix-cache"
 

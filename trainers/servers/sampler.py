@@ -1,4 +1,4 @@
-"""A sampler behind inference servers; weights go through `published/step-7` in the run's folder, on a shared disk."""
+"""A sampler behind inference servers; weights go through a folder, `step-7`, that all of them see (published.py)."""
 
 import math
 import shutil
@@ -12,13 +12,17 @@ from fused_rl.trainers.base.screen import print_line
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Response, Sampler, shortened
-from fused_rl.trainers.servers.inference import Http, Server
+from fused_rl.trainers.servers.inference import Http, HttpError, Server
 from fused_rl.trainers.servers.kinds import VLLM, SGLang
 from fused_rl.trainers.servers.probe import Probe
+from fused_rl.trainers.servers.published import TiedHead
 
 
-def connect(http: Http, url: str) -> Server:
-    """Wait until a server can sample, and return it as its kind; refuse one of no known kind."""
+def connect(http: Http, url: str, *, sleeps: bool = False) -> Server:
+    """Wait until a server can sample, and return it as its kind; refuse one of no known kind, and one that is paused.
+
+    A server that `sleeps` during training may be asleep: it wakes at the first publication.
+    """
     url = url.rstrip("/")
     (answer,) = http.run([http.call("GET", f"{url}/v1/models", tries=math.inf)])
     try:
@@ -29,33 +33,103 @@ def connect(http: Http, url: str) -> Server:
         came = f"GET /v1/models answered {shortened(answer)}"
         raise InputError(f"server {url} is neither vLLM nor SGLang: {came}") from error
     http.run([http.call("GET", url + server.ready, tries=math.inf)])
+    if server.is_paused is None:
+        return server
+    try:
+        (state,) = http.run([http.call("GET", url + server.is_paused)])
+    except HttpError as error:
+        if error.status != 404:
+            raise
+        raise InputError(
+            f"{server.name} has none of the calls that load weights ({error}); {server.flags}"
+        ) from error
+    server.asleep = state["is_paused"]
+    if server.asleep and not sleeps:
+        raise InputError(
+            f"{server.name} is paused or asleep. A run that was killed may have left it so: curl -X POST "
+            f"{url}{server.wake}; or another run uses it: give each run servers of its own"
+        )
     return server
+
+
+def check_sleeps(server: Server) -> None:
+    """Refuse a server that cannot free its memory."""
+    if server.sleep is None:
+        raise InputError(
+            f"server_sleeps=True is for vLLM, and {server.name} is another server; leave it out"
+        )
+    config = server.config()
+    # vLLM on a CPU takes no such flag: it falls asleep without it, and frees nothing.
+    enabled = config["model_config"].get("enable_sleep_mode", True)
+    if not enabled and config["device_config"].get("device") != "cpu":
+        raise InputError(f"server_sleeps=True: start {server.name} with --enable-sleep-mode")
+
+
+def needs_untied(server: Server, tied: TiedHead) -> bool:
+    """Return True if a tied head must be published as a tensor of its own; refuse a server that would not load it."""
+    # published.py says why. A parameter that is tied has no name of its own on the server.
+    if server.kind != "vLLM" or server.config()["device_config"].get("device") != "cpu":
+        return False
+    (found,) = server.http.run(
+        [server.http.call("POST", f"{server.url}/weight_checker", {"action": "checksum"})]
+    )
+    if not any(name.endswith(tied.head) for name in found["checksums"]):
+        raise InputError(
+            f"{server.name} would keep the old LM head at every update, as vLLM does on a CPU if the head is tied to "
+            "the embedding: start it with an untied copy of the model, which `python -m "
+            "fused_rl.trainers.servers.published MODEL FOLDER` writes; --model stays as it is"
+        )
+    return True
 
 
 class ServerSampler(Sampler):
     """Samples from the servers at `urls`, whose weights are those of the last `publish`, which `probe` verifies.
 
-    Weights are written to `folder`, in the run's; prompt and response together have at most `longest` tokens.
+    Weights are written to `folder`; prompt and response together have at most `longest` tokens. Servers that `sleep` do
+    so from `rest` to `publish`.
     """
 
     tells_logprobs = True
     records_support = True
 
-    def __init__(self, urls: Sequence[str], http: Http, folder: Path, probe: Probe, longest: int):
+    def __init__(
+        self,
+        urls: Sequence[str],
+        http: Http,
+        folder: Path,
+        probe: Probe,
+        longest: int,
+        *,
+        sleeps: bool = False,
+    ):
         self.http = http
         self.folder = folder
         self.probe = probe
+        self.sleeps = sleeps
         if ranks.process() == 0:
             print_line(f"waiting at most {http.timeout:g} s for {', '.join(urls)}")
-        self.servers = [connect(http, url) for url in urls]
+        self.servers = [connect(http, url, sleeps=sleeps) for url in urls]
         for server in self.servers:
             if server.room < longest:
                 raise InputError(
                     f"{server.name} has room for {server.room} tokens, but max_prompt_length and max_new_tokens are "
                     f"{longest} together; give it a length of {longest + server.margin}; {server.flags}"
                 )
-        # Cache entries of the weights before the first update: the probe after it must not find them.
-        ranks.on_first_rank(lambda: http.run(probe.sample(server, 0) for server in self.servers))
+        # Beside what servers refuse: cache entries of the weights before the first update, for the probe after it not
+        # to find them.
+        self.tied = None
+        ranks.on_first_rank(self._look)
+
+    def _look(self) -> None:
+        """See on the first rank how the servers must be treated, and sample from those that are awake."""
+        tied = TiedHead.of(self.probe.model.module.base)
+        for server in self.servers:
+            if self.sleeps:
+                check_sleeps(server)
+            if tied is not None and needs_untied(server, tied):
+                self.tied = tied
+        awake = [server for server in self.servers if not server.asleep]
+        self.http.run(self.probe.sample(server, 0) for server in awake)
 
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Response]:
         """Return one response per prompt, in their order; its place decides a prompt's server, so a run repeats."""
@@ -67,6 +141,12 @@ class ServerSampler(Sampler):
             server.sample(prompt, sampling, seed) for server, prompt, seed in calls
         )
 
+    def rest(self) -> None:
+        """Send servers that sleep during training to sleep, when no rank samples any more; `publish` wakes them."""
+        if self.sleeps:
+            ranks.barrier()
+            ranks.on_first_rank(lambda: self.http.run(server.rest() for server in self.servers))
+
     def publish(self, step: int, save: Callable[[Path], None]) -> None:
         """Write the weights, have all servers load them, and verify that they did; all ranks call this together."""
         folder = self.folder / f"step-{step}"
@@ -74,6 +154,8 @@ class ServerSampler(Sampler):
             if ranks.process() == 0:
                 shutil.rmtree(folder, ignore_errors=True)  # of the same step, before a resume
             save(folder)
+            if self.tied is not None:  # on the first rank
+                self.tied.untie(folder)
         found: list[list[Response]] = []
 
         def push() -> None:
