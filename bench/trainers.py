@@ -8,7 +8,8 @@ loss is 0, the starting model's mean log-probability of TRL's first responses.
 
 `needed` is a lower bound for a phase of GRPO, of the model alone on a step's micro-batches: `rollout` needs the passes
 that sample the step's responses token by token, `measure` the forward passes of policy and reference without the exact
-KL, `update` a forward and a backward pass with the fused head and -log p as the loss. Tables have medians of time/need.
+KL, `update` a forward and a backward pass with the fused head and -log p as the loss, and the passes of the reference
+beside it. Tables have medians of time/need.
 """
 
 import contextlib
@@ -114,7 +115,7 @@ def run_ours(
         return metrics
 
     def noted_measure(policy, batch, parts, *, exact_kl=True, skipped=0):
-        last.update(parts=parts, skipped=0 if exact_kl else skipped)
+        last.update(parts=parts, skipped=skipped, exact_kl=exact_kl)
         return measure(policy, batch, parts, exact_kl=exact_kl, skipped=skipped)
 
     def noted_rollout(*args, **kwargs):
@@ -150,20 +151,22 @@ def needed(policy: Policy, last: dict) -> dict[str, float]:
         timed(found, "rollout", lm.base), prompts, responses, policy.tokenizer.pad_token_id
     )
 
-    # Forward passes: of the policy where the step ran it, and of the reference.
+    # Forward passes: of the policy where the step ran it, and of the reference, which with the exact KL stands beside
+    # the update's pass of what is trained on first.
     inputs = [policy.inputs(last["rollout"].batch.rows(part)) for part in last["parts"]]
     with torch.no_grad():
         for given in inputs[last["skipped"] :]:
             timed(found, "measure", lm)(**given)
-        for given in inputs:
-            timed(found, "measure", policy.reference.model)(**given)
+        for number, given in enumerate(inputs):
+            is_beside = last["exact_kl"] and number < last["skipped"]
+            timed(found, "update" if is_beside else "measure", policy.reference.model)(**given)
     lm.train()
     weights = [weight for weight in lm.parameters() if weight.requires_grad]
     began = seconds()
     for given in inputs:
         scored = lm(**given, token_loss=lambda logprobs, _: -logprobs)
         torch.autograd.grad(scored.loss, weights)
-    found["update"] = seconds() - began
+    found["update"] += seconds() - began
     return found
 
 

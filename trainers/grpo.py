@@ -54,7 +54,7 @@ from fused_rl.trainers.policy.policy import (
     with_entropy_threshold,
 )
 from fused_rl.trainers.policy.setup import RowsLike, SamplerFactory, divided, setup
-from fused_rl.trainers.rollouts.types import Prompt
+from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.metrics import POLICY, Sums, with_logged_names
 from fused_rl.trainers.scorers.load import check_scorers, checked_prompts, load_for_policy
@@ -104,21 +104,25 @@ def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
     return {"processes": world, "reward": reward, "advantage": advantage} | batch
 
 
+def trains_before_measuring(config: GRPOConfig, rollout: Rollout) -> bool:
+    """Return True if the training pass of the first minibatch gives its old log-probabilities and its exact KL.
+
+    It is trained on by the policy that it would be measured with. Rewards that pay for the KL, a threshold of
+    `top_entropy`, and log-probabilities to compare with those of the sampler need them before.
+    """
+    needed_before = config.kl_in == "reward" or config.top_entropy is not None
+    return rollout.rollout_logprobs is None and not needed_before
+
+
 def measure_first(
     policy: Policy, groups: Groups, updates: list[list[torch.Tensor]], step: int
 ) -> BeforeUpdate:
-    """The baselines of ratios and KL, measured before the first update.
-
-    The first minibatch is trained on by the policy that it would be measured with, so its training pass gives its old
-    log-probabilities. Rewards that pay for the KL, and a threshold of `top_entropy`, need them before.
-    """
+    """The baselines of ratios and KL, measured before the first update unless its pass gives them."""
     config = policy.config
     rollout = groups.rollout
     first_pass = sum(updates[: config.minibatches], [])
     exact_kl = config.kl_every > 0 and step % config.kl_every == 0
-    needed_before = config.kl_in == "reward" or config.top_entropy is not None
-    uses_fresh_logprobs = rollout.rollout_logprobs is None and not needed_before
-    skipped = len(updates[0]) if uses_fresh_logprobs else 0
+    skipped = len(updates[0]) if trains_before_measuring(config, rollout) else 0
     return measure(policy, rollout.batch, first_pass, exact_kl=exact_kl, skipped=skipped)
 
 
@@ -196,6 +200,8 @@ def accumulate(
     rollout_logprobs = groups.rollout.rollout_logprobs
     # A sampler that reports log-probabilities may be another policy, even in the first update.
     ratio_is_one = on_policy and rollout_logprobs is None
+    is_unmeasured = on_policy and trains_before_measuring(config, groups.rollout)
+    compares = is_unmeasured and measured.kl is not None
     if config.old_logprobs == "sampler":
         rollout_logprobs = None  # they are the old ones, so that nothing is left to correct
 
@@ -220,6 +226,7 @@ def accumulate(
             advantages[micro.rows],
             micro.of(mask),
             on_policy=ratio_is_one,
+            compares=compares,
             ref_logprobs=before.ref_logprobs,
             rollout_logprobs=micro.of(rollout_logprobs),
             group_lengths=lengths[micro.rows],
@@ -233,6 +240,9 @@ def accumulate(
         # Later epochs are measured against this pass: arXiv:2402.03300, algorithm 1.
         if ratio_is_one:
             measured.old_logprobs[micro.place] = output.logprobs
+        if compares:
+            measured.ref_logprobs[micro.place] = output.ref_logprobs
+            measured.kl[micro.place] = output.kl
 
     # Of the responses trained on: one that is left out is no response with a KL of 0.
     metrics = sums.over_ranks()

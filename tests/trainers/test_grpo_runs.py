@@ -144,3 +144,45 @@ def test_the_size_of_micro_batches_changes_nothing(folder, rows, tmp_path, optio
     weights = tiny.weights(tmp_path / "3" / "model")
     for name, weight in tiny.weights(tmp_path / "8" / "model").items():
         torch.testing.assert_close(weights[name], weight, atol=1e-4, rtol=0, msg=name)
+
+
+BESIDE = {
+    "a token loss": {"kl_coef": 0.1, "minibatches": 1},
+    "two minibatches": {"kl_coef": 0.1, "minibatches": 2, "epochs": 2},
+    "a loss of sequences": {"preset": "gspo"},
+    "kept sets": {"top_p": 0.9},
+    "whole logits, kept sets": {"loss_from": "logits", "top_p": 0.9},
+    "adapters": {"lora_rank": 2, "gradient_checkpointing": True, "save_merged": True},
+    "partitioned": {"zero_stage": 3},
+}
+SLOW = [pytest.param(options, id=name, marks=pytest.mark.slow) for name, options in BESIDE.items()]
+
+
+@pytest.mark.parametrize(
+    "options", [pytest.param(BESIDE["a token loss"], id="a token loss"), *SLOW[1:]]
+)
+def test_what_is_trained_on_first_is_compared_in_its_own_pass(
+    folder, rows, tmp_path, monkeypatch, options
+):
+    """Without a pass of the policy before: every metric, the exact KL among them, and the weights stay."""
+    passes = []
+    score = language_model.LanguageModel.score
+
+    def noted(self, *inputs, **requests):
+        passes.append("reference" in requests)
+        return score(self, *inputs, **requests)
+
+    monkeypatch.setattr(language_model.LanguageModel, "score", noted)
+    counts = []
+    for name in ("beside", "before"):
+        if name == "before":
+            monkeypatch.setattr(grpo, "trains_before_measuring", lambda *_: False)
+        passes.clear()
+        config = runs.grpo_config((folder, rows), tmp_path / name, steps=2, eval_size=0, **options)
+        grpo.train(config)
+        counts.append(len(passes))
+    runs.assert_same_metrics(tmp_path / "beside", tmp_path / "before", 1e-6)
+    runs.assert_same_weights(tmp_path / "beside", tmp_path / "before", 1e-6)
+    # Two steps of two micro-batches, or as many of the first of two minibatches.
+    minibatches = options.get("minibatches", 2)
+    assert counts[1] - counts[0] == 4 // minibatches

@@ -19,8 +19,6 @@ from fused_rl.trainers.models.packing import Costs, InRows
 from fused_rl.trainers.models.sequences import Divided, divided_by
 from fused_rl.trainers.options import RunConfig
 
-SCORES = ("logprobs", "entropy", "ref_logprobs", "kl", "likeliest")  # of `Scored`, one per token
-
 
 class Scored(NamedTuple):
     """The scores of tokens, (B, T - 1) in nats, 0 where masked."""
@@ -114,6 +112,7 @@ class LanguageModel(nn.Module):
         token_loss: Callable | None = None,
         per_token: Sequence[torch.Tensor] = (),
         reference: ReferenceStates | None = None,
+        loss_beside: Callable[[torch.Tensor], tuple] | None = None,
         want_likeliest: bool = False,
     ) -> Scored:
         """Score each token by those before it: row t of (B, T - 1) is token t + 1.
@@ -127,8 +126,10 @@ class LanguageModel(nn.Module):
             support: the set that each of the mask.sum() tokens was sampled from; the softmax is over these sets.
             token_loss: a loss of single tokens, as `fused_rl.linear_token_loss` takes it; requests `loss`.
             per_token: (B, T - 1) tensors that `token_loss` takes.
-            reference: what it computed for the same tokens; requests its log-probabilities and the exact KL, and
-                nothing then has a gradient.
+            reference: what it computed for the same tokens; requests its log-probabilities and the exact KL, which
+                have no gradient.
+            loss_beside: returns `token_loss` and `per_token` for the log-probabilities (B, T - 1) of the reference, or
+                for None without one.
             want_likeliest: request the likeliest token at each place; nothing then has a gradient.
         """
         places = mask.flatten().nonzero()[:, 0] if places is None else places
@@ -139,38 +140,44 @@ class LanguageModel(nn.Module):
         targets = input_ids[:, 1:].flatten()[places]
         states = self._states(input_ids, places, packed)
 
+        def at_places(values):
+            """(N,) -> (B, T - 1), 0 where masked; all parts then have the scores of whole sequences."""
+            nothing = values.new_zeros(mask.numel())
+            scores = nothing.index_copy(0, places, values).view(mask.shape)
+            return scores if self.divided is None else self.divided.sum(scores)
+
+        # What a reference says comes first, as the loss may depend on it.
+        compared = None
+        beside = {}
+        if reference is not None:
+            compared = compare(self, states.detach(), targets, temperature, support, reference)
+            beside = {name: at_places(getattr(compared, name)) for name in ("ref_logprobs", "kl")}
+        if loss_beside is not None:
+            token_loss, per_token = loss_beside(beside.get("ref_logprobs"))
+
         # The scores of the N tokens that count, each by the way that gives what was requested.
         loss = None
-        if reference is not None:
-            rows = compare(self, states, targets, temperature, support, reference)
-        elif want_likeliest:
-            rows = read_likeliest(self, states, targets, temperature)
         # The fused loss keeps no logits, and knows whole vocabularies alone.
-        elif token_loss is not None and support is None and self.loss_from == "linear":
+        if token_loss is not None and support is None and self.loss_from == "linear":
             weights = (tensor.flatten()[places] for tensor in per_token)
             options = self._head_options(temperature)
             operands = states, self.head.weight, targets
             rows = fused_rl.linear_token_loss(*operands, token_loss, *weights, **options)
-            loss = rows.loss
+            loss = rows.loss if self.divided is None else self.divided.sum(rows.loss)
+        elif compared is not None and not states.requires_grad:
+            rows = compared
+        elif want_likeliest:
+            rows = read_likeliest(self, states, targets, temperature)
+            beside["likeliest"] = at_places(rows.likeliest)
         else:
             rows = self.rows_of(states, targets, temperature, support)
-
-        # Back at their places in (B, T - 1).
-        scores = {}
-        for name in SCORES:
-            if (values := getattr(rows, name, None)) is not None:
-                nothing = values.new_zeros(mask.numel())
-                scores[name] = nothing.index_copy(0, places, values).view(mask.shape)
-        # From here on all parts have the scores of whole sequences.
-        if self.divided is not None:
-            scores = {name: self.divided.sum(values) for name, values in scores.items()}
-            loss = None if loss is None else self.divided.sum(loss)
+        logprobs, entropy = at_places(rows.logprobs), at_places(rows.entropy)
         # Where nothing was fused the loss is formed here; what stands beside it has no gradient.
         if token_loss is not None and loss is None:
-            of_tokens = token_loss(scores["logprobs"], scores["entropy"], *per_token)
+            of_tokens = token_loss(logprobs, entropy, *per_token)
             loss = fused_rl.masked_sum(of_tokens, mask)
-            scores = {name: values.detach() for name, values in scores.items()}
-        return Scored(**scores, loss=loss)
+            logprobs, entropy = logprobs.detach(), entropy.detach()
+        return Scored(logprobs, entropy, loss, **beside)
 
     def compute_under_head(
         self,

@@ -79,11 +79,14 @@ class Tiles:
         options = {"temperature": temperature, "softcap": self.softcap}
         return fused_rl.token_logprobs(logits, targets, **options)[:2]
 
-    def keep_only(self, logits: torch.Tensor, support: fused_rl.TokenSupport | None) -> None:
-        """Cap the logits of a tile and set those outside of the kept sets to -inf, in place."""
+    def kept(self, logits: torch.Tensor, support: fused_rl.TokenSupport | None) -> torch.Tensor:
+        """Return the logits of a tile with the cap, -inf outside of the kept sets; in the memory of the tile."""
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        if self.formed is None and support is not None:
+            logits = logits.clone()  # a loss needs them as they are
         keep_only(logits, support)
+        return logits
 
 
 @torch.no_grad()
@@ -137,8 +140,8 @@ def compare(
             options = targets[rows], temperature
             logprobs[rows], entropy[rows] = pair[0].statistics(logits, *options)
             ref_logprobs[rows] = pair[1].statistics(ref_logits, *options)[0]
-        for formed, tile in zip(pair, (logits, ref_logits), strict=True):
-            formed.keep_only(tile, kept)
+        logits = pair[0].kept(logits, kept)
+        ref_logits = pair[1].kept(ref_logits, kept)
         kl[rows] = fused_rl.token_kl(logits, ref_logits, temperature=temperature)
     return Reading(logprobs, entropy, ref_logprobs, kl)
 

@@ -1,5 +1,6 @@
 """The policy of PPO and GRPO: its pass with the loss, its reference, its sampler, and what is measured of it."""
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +41,10 @@ class PolicyOutput(NamedTuple):
     """Metrics of `fused_rl.policy_loss`; and `drift`, the mean of ratio - 1 to the given old log-probabilities."""
     logprobs: torch.Tensor
     """(b, T - 1) nats, detached."""
+    ref_logprobs: torch.Tensor | None = None
+    """(b, T - 1) nats, of a reference that was compared with."""
+    kl: torch.Tensor | None = None
+    """(b, T - 1) nats, the exact divergence from it."""
 
 
 @dataclass
@@ -183,6 +188,7 @@ class Policy:
         mask: torch.Tensor,
         *,
         on_policy: bool = False,
+        compares: bool = False,
         **options,
     ) -> PolicyOutput:
         """The policy's forward pass and its loss.
@@ -197,6 +203,8 @@ class Policy:
             mask: (b, T - 1) bool: the tokens that are trained on.
             on_policy: the policy is the one that sampled: the old log-probabilities are those of this very pass, and
                 the given ones are only compared with it.
+            compares: the reference is run beside this pass, for the exact KL and for its log-probabilities, which then
+                replace those of `options`.
             **options: of `fused_rl.policy_loss`, its denominators among them.
         """
         # The forward pass, by the way that the loss allows.
@@ -204,21 +212,32 @@ class Policy:
         loss_options = options["options"]
         is_users = callable(loss_options.surrogate)  # which may read anything
         is_token_level = option_beyond_a_token(loss_options) is None and not is_users
-        # A frozen policy is only measured, so no graph is kept for a backward pass.
         inputs = self.inputs(batch)
         fed = inputs["packed"] or batch
         self.padding.add(fed.input_ids, fed.tokens)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
+
+        def token_loss(ref_logprobs):
+            if ref_logprobs is not None:
+                options["ref_logprobs"] = ref_logprobs
+            return fused_rl.policy_token_loss(*tokens, **options)
+
+        # A frozen policy is only measured, so no graph is kept for a backward pass.
+        with contextlib.ExitStack() as during:
+            has_graph = torch.is_grad_enabled() and not self.frozen
+            during.enter_context(torch.set_grad_enabled(has_graph))
+            if compares:
+                inputs["reference"] = during.enter_context(self.reference.beside(inputs))
             # The head forms the gradient; the loss is computed again for its metrics alone.
             if options.get("rollout_logprobs") is None and is_token_level:
-                token_loss, per_token = fused_rl.policy_token_loss(*tokens, **options)
-                scored = self.model(**inputs, token_loss=token_loss, per_token=per_token)
+                scored = self.model(**inputs, loss_beside=token_loss)
                 _, metrics = fused_rl.policy_loss(
                     scored.logprobs, *tokens, entropy=scored.entropy, **options
                 )
                 loss = scored.loss
             else:
                 scored = self.model(**inputs)
+                if compares:
+                    options["ref_logprobs"] = scored.ref_logprobs
                 loss, metrics = fused_rl.policy_loss(
                     scored.logprobs, *tokens, entropy=scored.entropy, **options
                 )
@@ -228,7 +247,8 @@ class Policy:
         was_run = mask & (old_logprobs != 0) & old_logprobs.isfinite()
         ratio_minus_1 = torch.expm1((logprobs - old_logprobs).double())
         drift = torch.where(was_run, ratio_minus_1, 0).sum()
-        return PolicyOutput(loss, metrics | {"drift": drift / options["num_tokens"]}, logprobs)
+        metrics["drift"] = drift / options["num_tokens"]
+        return PolicyOutput(loss, metrics, logprobs, scored.ref_logprobs, scored.kl)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of the loss of a micro-batch, over its denominators of all ranks."""
@@ -342,14 +362,19 @@ def measure(
     exact_kl: bool = True,
     skipped: int = 0,
 ) -> BeforeUpdate:
-    """Score `batch` with policy and reference; the policy skips the first micro-batches, unless the KL is exact."""
+    """Score `batch` with policy and reference. The policy skips the first micro-batches, and where the KL is exact so
+    does the reference.
+    """
     policy.model.module.eval()  # as what was sampled: not every sampler has left it so
     shape = batch.response_mask.shape
     old_logprobs, entropy, ref_logprobs, kl = (
         torch.zeros(shape, device=policy.device) for _ in range(4)
     )
-    # What is skipped is trained on before any update, and that pass gives the same numbers.
+    # What is skipped is trained on before any update, and that pass gives the same numbers. There the
+    # reference runs beside it, as its hidden states of a whole minibatch would take more memory.
     for number, micro in enumerate(micro_batches(batch, minibatch)):
+        if exact_kl and number < skipped:
+            continue
         inputs = policy.inputs(micro.batch)
         scored = None
         if exact_kl:

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.models.language_model import Scored, without_engine
 from fused_rl.trainers.models.logits import ReferenceStates
@@ -31,6 +33,7 @@ class Reference:
         with engine.whole(*lm.head.parameters(recurse=False)):
             yield ReferenceStates(lm, states)
 
+    @torch.no_grad()
     def _states(self, inputs: dict):
         sequences = {name: inputs[name] for name in SEQUENCES}
         return self.model(**sequences, under_head=lambda states, _: states)
