@@ -225,7 +225,7 @@ class Critic(RewardModel):
         `packed` are the same sequences in rows, and `places` (N,) the True places of the flattened mask.
         """
         if self.divided is not None:
-            places = mask.flatten().nonzero()[:, 0]
+            places = mask.flatten().nonzero()[:, 0] if places is None else places
             values = self.divided.scores_of(
                 self.classifier.base_model, input_ids, places, self.scores_of
             )
