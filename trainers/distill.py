@@ -23,6 +23,7 @@ import torch
 
 from fused_rl.ops.kl import Direction
 from fused_rl.trainers.base import ranks
+from fused_rl.trainers.base.memory import Footprint, Held
 from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.reading import RowsLike
@@ -39,7 +40,11 @@ from fused_rl.trainers.rollouts.types import Prompt, Response, Sample
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.metrics import Sums
 from fused_rl.trainers.scorers.load import check_scorers, checked_prompts, load_for_policy
-from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
+from fused_rl.trainers.scorers.options import (
+    ScorerConfig,
+    holding_reward_models,
+    with_scorers,
+)
 
 
 class DistillConfig(ScorerConfig, SamplingRunConfig):
@@ -54,7 +59,6 @@ class DistillConfig(ScorerConfig, SamplingRunConfig):
         "prompts_per_step",
         "max_new_tokens",
     )
-    outside_footprint: ClassVar = "tiles of logits and the teacher"
     minibatches: ClassVar = 1
     epochs: ClassVar = 1
 
@@ -147,6 +151,14 @@ class DistillConfig(ScorerConfig, SamplingRunConfig):
             raise BadRow(reason, "name the right column with --teacher_column")
         expected = f"expected the name of a teacher: {', '.join(self.teachers)}"
         raise BadRow(f"column {column!r} is {row[column]!r:.80}", expected)
+
+    def footprint(self) -> Footprint:
+        held = {}
+        for name, model in self.teachers.items():
+            if not is_url(model):
+                what = f"teacher {name}".strip()
+                held[what] = Held(model, in_4bit=self.teacher_in_4bit, keeps_head=True)
+        return holding_reward_models(self, super().footprint()).holding(**held)
 
     @property
     def served(self) -> bool:

@@ -58,7 +58,11 @@ from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.metrics import POLICY, Sums, with_logged_names
 from fused_rl.trainers.scorers.load import check_scorers, checked_prompts, load_for_policy
-from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
+from fused_rl.trainers.scorers.options import (
+    ScorerConfig,
+    holding_reward_models,
+    with_scorers,
+)
 
 KLS = ("kl", "kl1", "kl2", "kl3", "kl4")  # of `policy_loss`, nats per response
 
@@ -73,16 +77,11 @@ class GRPOConfig(ScorerConfig, GroupConfig, ReferenceConfig, PolicyConfig):
     rollout_correction; None takes those of the policy before the update."""
 
     def footprint(self) -> Footprint:
-        has_copy = needs_reference(self) and not self.lora_rank
         shares_prompts = self.share_prompts is not False and self.sequence_parallel == 1
-        return (
-            super()
-            .footprint()
-            ._replace(
-                responses_per_prompt=self.group_size if shares_prompts else 1,
-                frozen_models=int(has_copy),
-            )
-        )
+        together = self.group_size if shares_prompts else 1
+        footprint = super().footprint()._replace(responses_per_prompt=together)
+        footprint = holding_reward_models(self, footprint)
+        return self.with_reference(footprint) if needs_reference(self) else footprint
 
 
 def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:

@@ -29,7 +29,7 @@ from pydantic.types import AllowInfNan
 from typing_extensions import Self
 
 from fused_rl.base import checks
-from fused_rl.trainers.base import engine, memory, ranks
+from fused_rl.trainers.base import engine, memory, ranks, zero
 from fused_rl.trainers.base.text import InputError, name_of, unknown
 
 # A dataset that ends so is a file, any other a name.
@@ -521,9 +521,6 @@ MAIN = (
 class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig, ModelConfig):
     """The options of every trainer."""
 
-    outside_footprint: ClassVar[str] = "tiles of logits"
-    """What `footprint` does not count."""
-
     seed: Seed = 1
     """Random seed of weights, data order and sampling; on a CPU the same seed gives the same run, bit for bit."""
     eval_every: PositiveInt = 50
@@ -536,17 +533,24 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
         return self
 
     def footprint(self) -> memory.Footprint:
-        """Return what the run keeps on each device, and the lengths of its sequences."""
+        """Return which models the run holds on each device, and the lengths of its sequences."""
         sixteen_bits = engine.torch_dtype(self) == torch.bfloat16
+        is_deepspeeds = self.zero_stage > 0 and not zero.own_step(
+            self.zero_stage, offload=self.offload
+        )
+        policy = memory.Held(self.model, self.revision, is_trained=True, in_4bit=self.load_in_4bit)
         return memory.Footprint(
+            models={"policy": policy},
             zero_stage=self.zero_stage,
             processes=ranks.processes(),
             sixteen_bits=sixteen_bits,
-            has_masters=sixteen_bits or (self.zero_stage > 0 and torch.cuda.is_available()),
+            has_masters=sixteen_bits or is_deepspeeds,
+            bucket=memory.BUCKET if is_deepspeeds else 0,
             checkpointing=self.gradient_checkpointing,
             prompt_tokens=self.max_prompt_length,
             lora_rank=self.lora_rank,
             sequence_parallel=self.sequence_parallel,
+            whole_logits=self.loss_from == "logits",
         )
 
     def resolve(self) -> None:
@@ -554,7 +558,7 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
         if self.micro_batch_size is not None:
             return
         footprint = self.footprint()
-        self.micro_batch_size = memory.fitting_micro_batch(self.model, self.revision, footprint)
+        self.micro_batch_size = memory.fitting_micro_batch(footprint)
         # On a CPU long micro-batches save nothing, and runs keep their bits.
         if self.micro_batch_tokens is None and torch.cuda.is_available():
             self.micro_batch_tokens = memory.tokens_of(footprint, self.micro_batch_size)

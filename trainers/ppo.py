@@ -26,7 +26,7 @@ import torch
 import fused_rl
 from fused_rl.objectives.presets import PresetName
 from fused_rl.trainers.base import engine
-from fused_rl.trainers.base.memory import Footprint
+from fused_rl.trainers.base.memory import Footprint, Held
 from fused_rl.trainers.base.ranks import global_counts, processes
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.models.reward_model import save_reward_model
@@ -57,7 +57,11 @@ from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.metrics import PPO, Sums, with_logged_names
 from fused_rl.trainers.scorers.load import check_scorers, checked_prompts, load_for_policy
-from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
+from fused_rl.trainers.scorers.options import (
+    ScorerConfig,
+    holding_reward_models,
+    with_scorers,
+)
 
 
 class PPOConfig(ScorerConfig, CreditConfig, CriticConfig, PolicyConfig):
@@ -86,8 +90,10 @@ class PPOConfig(ScorerConfig, CreditConfig, CriticConfig, PolicyConfig):
     )
 
     def footprint(self) -> Footprint:
-        has_copy = self.kl_coef > 0 and not self.lora_rank
-        return super().footprint()._replace(trained_models=2, frozen_models=int(has_copy))
+        start = (self.model, self.revision) if self.critic is None else (self.critic, None)
+        critic = Held(*start, is_trained=True, scores=True)
+        footprint = holding_reward_models(self, super().footprint())
+        return self.with_reference(footprint).holding(critic=critic)
 
     def planned(self) -> "PPOConfig":
         """Return the config with the steps of `critic_only`, where they are given."""

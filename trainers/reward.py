@@ -17,6 +17,7 @@ import torch
 import fused_rl
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import as_json, write_atomically
+from fused_rl.trainers.base.memory import Footprint
 from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.micro_batches import Padding
@@ -73,6 +74,12 @@ class RewardConfig(PairsConfig):
         Needs("load_in_4bit", lambda config: False, MERGED),
         Needs("save_merged", lambda config: False, MERGED),
     )
+
+    def footprint(self) -> Footprint:
+        # The two sides of a pair are a row, where that is cheaper.
+        together = 1 if self.share_prompts is False else 2
+        footprint = super().footprint()._replace(responses_per_prompt=together)
+        return footprint.holding(policy=footprint.models["policy"]._replace(scores=True))
 
 
 def train_step(

@@ -1,13 +1,20 @@
 """What a layer saves for its backward pass, as `--dry_run` counts it, beside what autograd keeps."""
 
+import importlib
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 
-from fused_rl.trainers.base import memory
+from fused_rl.trainers import cli
+from fused_rl.trainers.base import engine, memory
+from fused_rl.trainers.data.encode import Encoder, load_tokenizer
+from fused_rl.trainers.data.reading import load_train_eval
 from fused_rl.trainers.grpo import GRPOConfig
+from tests.trainers import tiny
+from tests.trainers.peaks import peak_of
+from tests.trainers.runs import VERIFIER
 
 SHAPE = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 4}
 
@@ -39,7 +46,7 @@ def test_a_layer_saves_what_is_counted(kv_heads, tmp_path):
     config.save_pretrained(tmp_path)
     lm = transformers.LlamaForCausalLM(config)
     sizes = memory.sizes_of(str(tmp_path), None)
-    assert sizes.weights == sum(p.numel() for p in lm.parameters())
+    assert sizes.weights + sizes.head == sum(p.numel() for p in lm.parameters())
     assert sizes.saved == pytest.approx(kept(3, kv_heads) - kept(2, kv_heads), rel=0.05)
 
 
@@ -77,6 +84,76 @@ def test_a_gpu_gets_the_micro_batch_that_it_holds(gib, chosen, tmp_path, monkeyp
     given = GRPOConfig(**options, dtype="bfloat16", micro_batch_tokens=4096)
     given.resolve()
     assert given.micro_batch_tokens == 4096
-    sizes = memory.sizes_of(config.model, None)
-    needed = memory.bytes_per_process(sizes, config.footprint(), chosen)
+    needed = memory.bytes_per_process(config.footprint(), chosen)
     assert chosen == 1 or sum(needed.values()) < 0.75 * (gib << 30)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A model whose weights, optimizer and activations all take megabytes, a reward model, and rows of one length."""
+    folder = tmp_path_factory.mktemp("measured")
+    sizes = SHAPE | {"vocab_size": 2000, "hidden_size": 256, "intermediate_size": 704}
+    config = transformers.Qwen2Config(**sizes, num_hidden_layers=6, num_key_value_heads=2)
+    torch.manual_seed(0)
+    transformers.Qwen2ForCausalLM(config).save_pretrained(folder / "model")
+    tiny.tokenizer().save_pretrained(folder / "model")
+    tiny.reward_folder(folder / "reward", str(folder / "model"))
+    answer = "a" * 90
+    row = {"question": "q" * 20, "answer": answer}
+    tiny.jsonl(folder / "rows.jsonl", [row] * 24)
+    pair = {"prompt": "q" * 20, "chosen": answer, "rejected": "b" * 90}
+    tiny.jsonl(folder / "pairs.jsonl", [pair] * 24)
+    return folder
+
+
+SAMPLED = {"max_new_tokens": 80, "prompts_per_step": 4, "group_size": 4}
+GRPO = SAMPLED | {"verifiers": VERIFIER, "kl_coef": 0.1}
+# A run's trainer and its options.
+RUNS = {
+    "all weights": ("sft", {}),
+    "checkpointing": ("sft", {"gradient_checkpointing": True}),
+    "adapters": ("sft", {"lora_rank": 8, "zero_stage": 2}),
+    "16 bits": ("sft", {"dtype": "bfloat16", "zero_stage": 2}),
+    "scores": ("reward", {"share_prompts": False, "zero_stage": 1}),
+    "a reference, shared prompts": ("grpo", GRPO),
+    "a critic, a reward model": ("ppo", SAMPLED),
+    "partitioned": ("sft", {"zero_stage": 3}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("trainer", "options"), RUNS.values(), ids=RUNS)
+def test_what_is_counted_is_what_a_step_takes(trainer, options, measured, tmp_path, monkeypatch):
+    """Within a tenth of the most that a step allocates, models and rows included."""
+    # DeepSpeed's own bucket would hide everything else.
+    small = 100_000
+    monkeypatch.setattr(memory, "BUCKET", small)
+    deepspeed_config = engine._deepspeed_config
+
+    def with_small_bucket(*arguments, **keywords):
+        config = deepspeed_config(*arguments, **keywords)
+        config["zero_optimization"]["reduce_bucket_size"] = small
+        return config
+
+    monkeypatch.setattr(engine, "_deepspeed_config", with_small_bucket)
+    if trainer == "ppo":
+        options = options | {"verifiers": f"reward_model:{measured}/reward"}
+    rows = {"sft": {"completion_column": "answer"}}.get(trainer, {})
+    rows |= {} if "group_size" in options else {"batch_size": 16}
+    config = tiny.config_of(
+        trainer,
+        str(measured / "model"),
+        str(measured / ("pairs.jsonl" if trainer == "reward" else "rows.jsonl")),
+        str(tmp_path / "run"),
+        **({"steps": 2, "eval_size": 0, "save_every": 0, "micro_batch_size": 8} | rows | options),
+    )
+    peak = peak_of(config)
+
+    module = importlib.import_module(cli.TRAINERS[trainer].module)
+    _, _, _, read = module.main.args
+    encoder = Encoder.of(config, load_tokenizer(config.model))
+    train, _ = load_train_eval(config)
+    examples = read(config, train, encoder)
+    sequences = [pair for example in examples for pair in example.sequences().values()]
+    needed = memory.bytes_per_process(config.footprint().for_rows(sequences), 8)
+    assert 0.9 * peak <= sum(needed.values()) <= 1.1 * peak, (peak, needed)

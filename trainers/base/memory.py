@@ -1,30 +1,67 @@
 """The memory of a run on one device, estimated: what `--dry_run` prints, and how large a micro-batch is."""
 
+import functools
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from fused_rl.ops import tiles
+
 DEFAULT_MICRO_BATCH = 8  # on a CPU, and where the model's config cannot be read
 LARGEST_MICRO_BATCH = 256
-USED = 0.75  # of a GPU's memory: the estimate leaves out tiles of logits and fragments
+USED = 0.75  # of a GPU's memory: the estimate leaves out fragments, and what libraries hold
+# Elements that DeepSpeed's ZeRO 3 keeps gathered at most (stage3_max_live_parameters).
+MOST_GATHERED = 1_000_000_000
+# Elements of its buffer for gradients on their way to other processes (reduce_bucket_size).
+BUCKET = 500_000_000
+BYTES_OF_4_BITS = 0.516  # of a weight with its scales, quantised twice
 
 
 class Sizes(NamedTuple):
-    """A causal language model, counted without its weights."""
+    """Counts of elements of a causal language model."""
 
     weights: int
+    """Without its head, unless that is tied to the embedding."""
+    embedding: int
+    """Of `weights`, those of the embedding."""
+    head: int
+    """Weights of the head alone; 0 if it is tied to the embedding."""
     adapters: int
     """Weights that a rank of 1 adds to the linear layers."""
     saved: int
     """Elements of a token that a layer saves for its backward pass, without the norms' fp32 inputs."""
+    repeated: int
+    """Elements of a token by which keys and values grow where attention has a mask of its own: one head per query."""
+    inner: int
+    """Width of the MLP."""
+    past: int
+    """Elements of a token that a layer keeps while sampling: its key and its value."""
     layers: int
     hidden: int
+    vocab: int
+    """Rows of the head."""
+
+
+class Held(NamedTuple):
+    """A model that each process of a run holds, whole or its part."""
+
+    model: str
+    """A local folder or a Hub name."""
+    revision: str | None = None
+    is_trained: bool = False
+    scores: bool = False
+    """A critic or a reward model, with a head of one row."""
+    in_4bit: bool = False
+    keeps_head: bool = False
+    """A whole copy of its head stands beside its partitioned weights."""
 
 
 class Footprint(NamedTuple):
-    """What a run keeps on each device beside the model's sizes, and how long its sequences are."""
+    """The models that a run holds on each device, and how long its sequences are."""
 
+    models: dict[str, Held]
+    """By what they are: the policy first."""
     zero_stage: int
     processes: int
     """Processes that ZeRO divides over."""
@@ -35,28 +72,49 @@ class Footprint(NamedTuple):
     checkpointing: bool
     """Activations are computed again in the backward pass."""
     prompt_tokens: int
-    """Most tokens of a prompt."""
+    """Most tokens of a prompt; 0 where `response_tokens` counts them, too."""
     response_tokens: int = 0
     """Most tokens of a response."""
     responses_per_prompt: int = 1
     """Responses in a row that share their prompt."""
+    samples: bool = False
+    """Responses are sampled, and may become as long as the options allow."""
+    sampled_together: int = 0
+    """Responses that this process samples at once; 0 if another does, or if that is chosen by its memory."""
     lora_rank: int = 0
+    bucket: int = 0
+    """Elements that each engine sets aside for gradients on their way to other processes."""
     sequence_parallel: int = 1
     """Processes that each have a part of every sequence."""
-    trained_models: int = 1
-    """Models with an optimizer: 2 with a critic."""
-    frozen_models: int = 0
-    """Models of the same size that are only read: 1 with a reference."""
+    whole_logits: bool = False
+    """The loss takes the logits of all tokens of a micro-batch (loss_from=logits)."""
+
+    def holding(self, **models: Held) -> "Footprint":
+        """Return the same with more models, by what they are."""
+        return self._replace(models=self.models | models)
+
+    def for_rows(self, sequences: list[tuple[list[int], list[int]]]) -> "Footprint":
+        """Return the same for rows whose sequences are (prompt ids, response ids), no longer than the options allow."""
+        prompt = max(len(prompt) for prompt, _ in sequences)
+        response = max(len(response) for _, response in sequences)
+        if not self.prompt_tokens:
+            prompt, response = 0, max(len(prompt) + len(response) for prompt, response in sequences)
+        prompt = min(prompt, self.prompt_tokens)
+        if self.samples:
+            return self._replace(prompt_tokens=prompt)
+        response = min(response, self.response_tokens)
+        return self._replace(prompt_tokens=prompt, response_tokens=response)
 
 
-def sizes_of(model: str, revision: str | None) -> Sizes | None:
+@functools.cache
+def sizes_of(model: str, revision: str | None = None) -> Sizes | None:
     """Return the sizes of a local folder or Hub name; None where its config cannot be read."""
     import transformers
 
     try:
         config = transformers.AutoConfig.from_pretrained(model, revision=revision)
         with torch.device("meta"):
-            lm = transformers.AutoModelForCausalLM.from_config(config)
+            lm: Any = transformers.AutoModelForCausalLM.from_config(config)
         text = config.get_text_config()
         hidden = text.hidden_size
         heads = text.num_attention_heads
@@ -72,49 +130,169 @@ def sizes_of(model: str, revision: str | None) -> Sizes | None:
 
     # LoRA adapts every linear layer but the head.
     head = lm.get_output_embeddings()
+    embedding = lm.get_input_embeddings().weight
     adapters = 0
     for module in lm.modules():
         if isinstance(module, torch.nn.Linear) and module is not head:
             adapters += module.in_features + module.out_features
     weights = sum(p.numel() for p in lm.parameters())
-    return Sizes(weights, adapters, saved, layers, hidden)
+    of_head = 0 if head.weight is embedding else head.weight.numel()
+    return Sizes(
+        weights=weights - of_head,
+        embedding=embedding.numel(),
+        head=of_head,
+        adapters=adapters,
+        saved=saved,
+        repeated=2 * width * (heads - key_heads),
+        inner=inner,
+        past=2 * width * key_heads,
+        layers=layers,
+        hidden=hidden,
+        vocab=len(head.weight),
+    )
 
 
 def bytes_per_process(
-    sizes: Sizes, run: Footprint, micro_batch_size: int, micro_batch_tokens: int | None = None
-) -> dict[str, float]:
+    run: Footprint, micro_batch_size: int, micro_batch_tokens: int | None = None
+) -> dict[str, float] | None:
     """Return bytes per process, by what they hold, of steps whose sequences are as long as they may be.
 
-    A micro-batch has `micro_batch_tokens`, if they are given, or one sequence that is longer.
+    A micro-batch has `micro_batch_tokens`, if they are given, or one sequence that is longer. None where the config of
+    the policy cannot be read.
     """
-    element = 2 if run.sixteen_bits else 4
-    trained = sizes.adapters * run.lora_rank or sizes.weights
-    beside = trained if run.lora_rank else 0  # adapters stand beside the weights
-    moments_and_masters = 8 + (4 if run.has_masters else 0)
-
-    # ZeRO 1 divides the optimizer's state over the processes, ZeRO 2 gradients, too, and ZeRO 3 all weights.
-    weights = element * (sizes.weights + beside) / _divisor(run, 3)
-    gradients = element * trained / _divisor(run, 2)
-    optimizer = moments_and_masters * trained / _divisor(run, 1)
-    reference = element * sizes.weights / _divisor(run, 3)
-
+    policy = run.models["policy"]
+    sizes = sizes_of(policy.model, policy.revision)
+    if sizes is None:
+        return None
+    # Prompts are shared where that is cheaper, so not in rows whose mask of pairs would be the largest part.
+    in_row = min(run.responses_per_prompt, micro_batch_size)
+    if run.prompt_tokens + in_row * run.response_tokens > sizes.saved // 4:
+        in_row = 1
+    run = run._replace(responses_per_prompt=in_row)
     tokens = tokens_of(run, micro_batch_size)
     if micro_batch_tokens is not None:
         tokens = max(micro_batch_tokens, tokens_of(run, 1))
     tokens /= run.sequence_parallel
 
-    # What all layers save, and the gradients of one in passing; with checkpoints one layer again, and all inputs.
-    of_layer = element * sizes.saved + (4 * sizes.hidden if run.sixteen_bits else 0)
-    of_token = (sizes.layers + 2) * of_layer
+    # What is there all the time. A model whose config cannot be read is taken to be as large as the policy.
+    kept = {"weights": 0.0, "optimizer": 0.0}
+    step = {"gradients": 0.0, "activations": 0.0, "logits": 0.0, "buckets": 0.0}
+    for what, held in run.models.items():
+        of_model = sizes_of(held.model, held.revision) or sizes
+        if not held.is_trained:
+            kept[what] = _weights(of_model, held, run)
+            continue
+        trained = of_model.adapters * run.lora_rank or _elements(of_model, held)
+        kept["weights"] += _weights(of_model, held, run)
+        kept["optimizer"] += _optimizer(trained, run)
+        step["gradients"] += _gradients(trained, run)
+        step["activations"] += tokens * _saved_per_token(of_model, run)
+        # ZeRO 3 keeps its bucket; the others free theirs after each backward pass.
+        if run.zero_stage == 3 or what == "policy":
+            step["buckets"] += _element(run) * run.bucket
+    # Beside what is saved there is a tile of logits, or what a layer computes in its backward pass.
+    logits = 0.0 if policy.scores else _logits(sizes, run, tokens)
+    passing = tokens * _passing_per_token(sizes, run)
+    step["logits" if logits > passing else "activations"] += max(logits, passing)
+
+    # A step trains, or samples: what it needs more for.
+    sampling = {"sampling": _sampling(sizes, run)}
+    return kept | max(step, sampling, key=lambda needed: sum(needed.values()))
+
+
+def _elements(sizes: Sizes, held: Held) -> int:
+    """Return the number of weights of a model."""
+    return sizes.weights + (sizes.hidden if held.scores else sizes.head)
+
+
+def _weights(sizes: Sizes, held: Held, run: Footprint) -> float:
+    """Return the bytes of a model's weights, adapters beside them."""
+    element = _element(run)
+    elements = _elements(sizes, held)
+    size = element * elements
+    if held.in_4bit:
+        whole = sizes.embedding + sizes.head
+        size = element * whole + BYTES_OF_4_BITS * (elements - whole)
+    if held.is_trained:
+        size += element * sizes.adapters * run.lora_rank
+    size /= _divisor(run, 3)
+    # ZeRO 3 gathers layers ahead, and keeps those that come again soon.
+    if run.zero_stage == 3 and held.is_trained and run.processes > 1:
+        size += element * min(elements, MOST_GATHERED)
+    if held.keeps_head and run.zero_stage == 3:
+        size += element * (sizes.head or sizes.embedding)
+    return size
+
+
+def _gradients(trained: int, run: Footprint) -> float:
+    """Return the bytes of the gradients of trained weights, which ZeRO 2 divides over the processes."""
+    return _element(run) * trained / _divisor(run, 2)
+
+
+def _optimizer(trained: int, run: Footprint) -> float:
+    """Return the bytes of moments and masters of trained weights, which ZeRO 1 divides over the processes."""
+    return (8 + (4 if run.has_masters else 0)) * trained / _divisor(run, 1)
+
+
+def _saved_per_token(sizes: Sizes, run: Footprint) -> float:
+    """Return the bytes that the layers save of a token for their backward pass."""
+    of_layer = sizes.hidden * _element(run) if run.checkpointing else _layer_per_token(sizes, run)
+    # Before the first layer and after the last one there are the embedding and the last norm.
+    return sizes.layers * of_layer + 3 * sizes.hidden * _element(run)
+
+
+def _passing_per_token(sizes: Sizes, run: Footprint) -> float:
+    """Return the bytes of a token that exist for a layer at a time: its gradients, and what is computed again."""
+    passing = 2 * sizes.inner * _element(run)
     if run.checkpointing:
-        of_token = 5 * of_layer + sizes.layers * element * sizes.hidden
-    return {
-        "weights": run.trained_models * weights,
-        "gradients": run.trained_models * gradients,
-        "optimizer": run.trained_models * optimizer,
-        "reference": run.frozen_models * reference,
-        "activations": tokens * of_token,
-    }
+        # Of 16 bits there are fp32 copies on the way.
+        copies = 2 if run.sixteen_bits else 1
+        passing += copies * _layer_per_token(sizes, run)
+    return passing
+
+
+def _layer_per_token(sizes: Sizes, run: Footprint) -> float:
+    """Return the bytes that a layer saves of a token."""
+    saved = sizes.saved
+    # A norm whose weight is frozen does not save what the weight multiplies.
+    if run.lora_rank:
+        saved -= 2 * sizes.hidden
+    if run.responses_per_prompt > 1:
+        # Rows that hold several responses have a mask of pairs of tokens, which every layer saves.
+        row = run.prompt_tokens + run.responses_per_prompt * run.response_tokens
+        saved += sizes.repeated + row
+    # Norms compute in fp32.
+    return _element(run) * saved + (4 * sizes.hidden if run.sixteen_bits else 0)
+
+
+def _logits(sizes: Sizes, run: Footprint, tokens: int) -> float:
+    """Return the bytes of logits that exist at once in the loss, and of the head's gradient beside them."""
+    element = _element(run)
+    dtype = torch.bfloat16 if run.sixteen_bits else torch.float32
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    per_logit = tiles.Budget(0, tiles.default_logits_dtype(dtype, device)).per_logit(dtype)
+    every = tokens * sizes.vocab * per_logit
+    if run.whole_logits:
+        return 2 * every
+    of_head = 0 if run.lora_rank else element * sizes.vocab * sizes.hidden
+    most = tiles.CPU_WORKSPACE_MB << 20
+    if device.type == "cuda":
+        # A part of what is free, which is not known here, or what one pass of the loss needs.
+        free = _memory_of_gpu() // 4
+        most = tiles.default_workspace(free, sizes.hidden, sizes.vocab, dtype, torch.float32)
+    return min(every, most) + of_head
+
+
+def _sampling(sizes: Sizes, run: Footprint) -> float:
+    """Return the bytes of the keys and values of responses that are sampled at once, and of their next tokens."""
+    tokens = run.prompt_tokens + run.response_tokens
+    past = _element(run) * sizes.layers * sizes.past * tokens
+    return run.sampled_together * (past + 16 * sizes.vocab)
+
+
+def _element(run: Footprint) -> int:
+    """Return the bytes of a weight."""
+    return 2 if run.sixteen_bits else 4
 
 
 def tokens_of(run: Footprint, micro_batch_size: int) -> int:
@@ -129,27 +307,33 @@ def _divisor(run: Footprint, from_stage: int) -> int:
     return run.processes if run.zero_stage >= from_stage else 1
 
 
-def fitting_micro_batch(model: str, revision: str | None, run: Footprint) -> int:
+def fitting_micro_batch(run: Footprint) -> int:
     """Return the sequences of a micro-batch: 8 on a CPU, on a GPU the power of two up to 256 that fills 3/4 of it.
 
     What is free at the moment does not count, so a resumed run adds in the same order.
     """
     if not torch.cuda.is_available():
         return DEFAULT_MICRO_BATCH
-    sizes = sizes_of(model, revision)
-    if sizes is None:
-        return DEFAULT_MICRO_BATCH
-    device = int(os.environ.get("LOCAL_RANK", "0"))
-    usable = USED * torch.cuda.get_device_properties(device).total_memory
+    usable = USED * _memory_of_gpu()
     size = LARGEST_MICRO_BATCH
-    while size > 1 and sum(bytes_per_process(sizes, run, size).values()) > usable:
+    while size > 1:
+        needed = bytes_per_process(run, size)
+        if needed is None:
+            return DEFAULT_MICRO_BATCH
+        if sum(needed.values()) <= usable:
+            break
         size //= 2
     return size
 
 
-def in_words(needed: dict[str, float], left_out: str) -> str:
-    """Return the line of `--dry_run` for bytes by what they hold; `left_out` names what is not in them."""
+def _memory_of_gpu() -> int:
+    """Return the bytes of this process's GPU."""
+    device = int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.cuda.get_device_properties(device).total_memory
+
+
+def in_words(needed: dict[str, float]) -> str:
+    """Return the line of `--dry_run` for bytes by what they hold."""
     gib = {name: size / 2**30 for name, size in needed.items()}
     listed = ", ".join(f"{name} {size:.2f}" for name, size in gib.items() if size)
-    total = sum(gib.values())
-    return f"{total:.2f} GiB on paper at the longest sequences: {listed}; without {left_out}"
+    return f"{sum(gib.values()):.2f} GiB on paper at the longest sequences: {listed}"

@@ -10,7 +10,8 @@ from fused_rl.objectives.estimators import KLEstimator
 from fused_rl.objectives.presets import BOUNDS, PolicyLossOptions, PresetName, resolve_options
 from fused_rl.objectives.surrogates import SURROGATES
 from fused_rl.trainers import options as config
-from fused_rl.trainers.base.memory import Footprint
+from fused_rl.trainers.base import ranks
+from fused_rl.trainers.base.memory import Footprint, Held
 from fused_rl.trainers.base.text import InputError, load_function
 from fused_rl.trainers.options import (
     Needs,
@@ -110,7 +111,25 @@ class SamplingRunConfig(RolloutConfig, RunConfig):
         """Raise an InputError for a row that lacks what the options read of it, beside its prompt and for scorers."""
 
     def footprint(self) -> Footprint:
-        return super().footprint()._replace(response_tokens=self.max_new_tokens)
+        footprint = super().footprint()._replace(response_tokens=self.max_new_tokens, samples=True)
+        if self.server is not None:
+            return footprint
+        # Otherwise it is chosen by what a GPU has left.
+        if self.rollout_batch_size is not None:
+            responses = self.prompts_per_step * self.group_size
+            of_rank = responses // ranks.planned_ranks(self.sequence_parallel)
+            together = min(self.rollout_batch_size, of_rank)
+            footprint = footprint._replace(sampled_together=together)
+        # What is sampled while the policy is trained is sampled from a copy.
+        if self.lag and not self.lora_rank:
+            return footprint.holding(sampler=Held(self.model, self.revision))
+        return footprint
+
+    def with_reference(self, footprint: Footprint) -> Footprint:
+        """Return the footprint with the model that the run begins with, which under adapters is no second one."""
+        if self.lora_rank:
+            return footprint
+        return footprint.holding(reference=Held(self.model, self.revision))
 
 
 class PolicyConfig(LossConfig, SamplingRunConfig):

@@ -114,7 +114,7 @@ def describe(config: RunConfig, arithmetic: Arithmetic, read: ReadRows) -> str:
                 f"checked {len(sample)} of {len(train)} rows of {train.source}, evenly spaced"
             )
         counted = in_steps(config, len(examples)) if is_whole else config
-        needed = memory_line(counted)
+        needed = memory_line(counted, examples)
     divided = arithmetic(counted, world)
     if config.sequence_parallel > 1:
         together = f"groups of {config.sequence_parallel}, each of which counts as one below"
@@ -146,11 +146,12 @@ def example_lines(example: Encodable, encoder: Encoder) -> list[str]:
     return lines
 
 
-def memory_line(config: RunConfig) -> str | None:
-    """Return the estimate of a step's memory in words; None where the model's config cannot be read."""
-    sizes = memory.sizes_of(config.model, config.revision)
-    if sizes is None or config.micro_batch_size is None:
-        return None
-    largest = config.micro_batch_size, config.micro_batch_tokens
-    needed = memory.bytes_per_process(sizes, config.footprint(), *largest)
-    return memory.in_words(needed, left_out=config.outside_footprint)
+def memory_line(config: RunConfig, examples: Sequence[Encodable]) -> str | None:
+    """Return the estimate of a step's memory in words, for sequences as long as those of the rows, or as the options
+    allow them to be sampled; None where the model's config cannot be read.
+    """
+    sequences = [pair for example in examples for pair in example.sequences().values()]
+    footprint = config.footprint().for_rows(sequences)
+    assert config.micro_batch_size is not None  # resolved
+    needed = memory.bytes_per_process(footprint, config.micro_batch_size, config.micro_batch_tokens)
+    return None if needed is None else memory.in_words(needed)
