@@ -69,7 +69,8 @@ def test_a_resumed_run_is_the_same_bit_for_bit(files, tmp_path, name):
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_servers_sample_each_response_once_for_a_group(files, tmp_path, lag):
-    options = {"sampler": None, "lag": lag, "temperature": 0.9, "max_prompt_length": 64}
+    # Weights that differ by rounding may sample another token, so they stay as they are.
+    options = {"sampler": None, "lag": lag, "temperature": 0.9, "max_prompt_length": 64, "lr": 0.0}
     for processes, parts in ((1, 1), (2, 2)):
         with fake_server.serving("vllm", files["model"]) as fake:
             of_run = options | {"server": [fake.url], "sequence_parallel": parts}
