@@ -41,6 +41,8 @@ class EngineOptions(Protocol):
     def stage3_param_persistence_threshold(self) -> int: ...
     @property
     def dtype(self) -> str: ...
+    @property
+    def grad_accum_dtype(self) -> str: ...
 
 
 class TrainingOptions(EngineOptions, optim.OptimOptions, Protocol):
@@ -120,11 +122,27 @@ def torch_dtype(config: EngineOptions) -> torch.dtype:
     return getattr(torch, config.dtype)
 
 
+def widens_sums(config: EngineOptions) -> bool:
+    """Return True if gradients are of 16 bits and are added up in 32."""
+    return torch_dtype(config) == torch.bfloat16 and config.grad_accum_dtype == "float32"
+
+
 def _deepspeed_config(config: EngineOptions, *, max_grad_norm: float) -> dict:
+    has_own_step = zero.own_step(config.zero_stage, offload=config.offload)
+    stage = config.zero_stage
+    sums = {}
+    if has_own_step:
+        stage = 1
+    elif widens_sums(config):
+        # Over micro-batches, and over processes.
+        sums = {
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "communication_data_type": "fp32",
+        }
+        # Of ZeRO 1, DeepSpeed has another optimizer for it, with other checkpoints.
+        stage = max(stage, 2)
     partition = {
-        "stage": 1
-        if zero.own_step(config.zero_stage, offload=config.offload)
-        else config.zero_stage,
+        "stage": stage,
         "stage3_param_persistence_threshold": config.stage3_param_persistence_threshold,
         "stage3_gather_16bit_weights_on_model_save": True,
     }
@@ -132,7 +150,7 @@ def _deepspeed_config(config: EngineOptions, *, max_grad_norm: float) -> dict:
         partition["offload_optimizer"] = {"device": "cpu"}
         if config.zero_stage == 3:
             partition["offload_param"] = {"device": "cpu"}
-    if zero.own_step(config.zero_stage, offload=config.offload):
+    if has_own_step:
         partition["contiguous_gradients"] = (
             False  # no hooks that copy gradients: autograd adds them up
         )
@@ -145,6 +163,7 @@ def _deepspeed_config(config: EngineOptions, *, max_grad_norm: float) -> dict:
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": torch_dtype(config) == torch.bfloat16},
         "zero_optimization": partition,
+        **sums,
     }
 
 
@@ -175,7 +194,7 @@ def initialize(model: nn.Module, config: TrainingOptions, updates: int):
         )
     engine.clipping = clipping
     if zero.own_step(config.zero_stage, offload=config.offload):
-        zero.Step(engine)
+        zero.Step(engine, widens_sums=widens_sums(config))
     return engine
 
 

@@ -71,6 +71,8 @@ class Footprint(NamedTuple):
     """The optimizer keeps fp32 weights of its own."""
     checkpointing: bool
     """Activations are computed again in the backward pass."""
+    widens_sums: bool
+    """Gradients of 2 bytes are added up in 4, and divided from ZeRO 1 on."""
     prompt_tokens: int
     """Most tokens of a prompt; 0 where `response_tokens` counts them, too."""
     response_tokens: int = 0
@@ -189,7 +191,8 @@ def bytes_per_process(
         step["activations"] += tokens * _saved_per_token(of_model, run)
         # ZeRO 3 keeps its bucket; the others free theirs after each backward pass.
         if run.zero_stage == 3 or what == "policy":
-            step["buckets"] += _element(run) * run.bucket
+            is_wide = run.widens_sums and run.zero_stage == 3
+            step["buckets"] += (4 if is_wide else _element(run)) * run.bucket
     # Beside what is saved there is a tile of logits, or what a layer computes in its backward pass.
     logits = 0.0 if policy.scores else _logits(sizes, run, tokens)
     passing = tokens * _passing_per_token(sizes, run)
@@ -226,6 +229,8 @@ def _weights(sizes: Sizes, held: Held, run: Footprint) -> float:
 
 def _gradients(trained: int, run: Footprint) -> float:
     """Return the bytes of the gradients of trained weights, which ZeRO 2 divides over the processes."""
+    if run.widens_sums:
+        return 4 * trained / _divisor(run, 1)
     return _element(run) * trained / _divisor(run, 2)
 
 

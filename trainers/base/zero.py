@@ -36,7 +36,7 @@ def own_step(zero_stage: int, *, offload: bool = False) -> bool:
 class Step:
     """Replaces the step of a DeepSpeedZeroOptimizer."""
 
-    def __init__(self, engine):
+    def __init__(self, engine, *, widens_sums: bool = False):
         self.zero = zero = engine.optimizer
         self.weights = zero.single_partition_of_fp32_groups
         # What the model computes with; in fp32 one copy of the weights serves both.
@@ -45,6 +45,11 @@ class Step:
             for weight, trained in zip(self.weights, self.trained, strict=True):
                 weight.data = trained
             zero._link_all_hp_params()
+        # Autograd casts the gradient of each micro-batch before it adds it.
+        if widens_sums:
+            for parameters in zero.bit16_groups:
+                for p in parameters:
+                    p.grad_dtype = torch.float32
         longest = max(map(len, self.weights))
         self.buffer = torch.empty(min(SPAN, longest))
         self.gradients: list[list[torch.Tensor]] = []
