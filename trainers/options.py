@@ -311,11 +311,21 @@ class ModelConfig(Options):
     """Keep the weights under the adapters in 4 bits, NF4 (needs `pip install fused-rl[bnb]`)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
+    checkpoint_activations_on: Literal["device", "cpu"] = "device"
+    """Where the inputs of the layers that are recomputed wait for the backward pass: cpu frees memory of a GPU."""
     loss_from: Literal["linear", "logits"] = "linear"
     """linear: from hidden states and the LM head, one chunk of logits at a time; logits: from the whole logits."""
     head_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the logits of bfloat16 weights: float32, or bfloat16, which changes log-probabilities by about 0.01.
     auto is float32 on a GPU, bfloat16 on a CPU."""
+
+    needs: ClassVar = (
+        Needs(
+            "checkpoint_activations_on",
+            lambda config: config.gradient_checkpointing,
+            without("--gradient_checkpointing true"),
+        ),
+    )
 
     def check(self) -> None:
         super().check()
@@ -403,6 +413,8 @@ class EngineConfig(Options):
     """Keep optimizer state (ZeRO 2, 3) and weights (ZeRO 3) in CPU memory."""
     stage3_param_persistence_threshold: NonNegativeInt = 100_000
     """ZeRO 3 leaves weights with fewer elements whole on every rank."""
+    deepspeed: str | None = None
+    """JSON file of DeepSpeed's own options of speed and memory, such as bucket sizes; docs/scaling.md lists them."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of weights and activations; auto is bfloat16 on a GPU, float32 on a CPU; bfloat16 keeps fp32 masters."""
     grad_accum_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -415,6 +427,7 @@ class EngineConfig(Options):
             lambda config: config.zero_stage >= 2,
             "needs zero_stage 2 or 3, which split what is offloaded",
         ),
+        Needs("deepspeed", lambda config: config.zero_stage > 0, "is of zero_stage 1 to 3"),
     )
 
     def check(self) -> None:
@@ -537,6 +550,10 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
     dry_run: bool = False
     """Print the configuration, the batch arithmetic and one example, check all rows as the run does, and stop."""
 
+    def check(self) -> None:
+        super().check()
+        engine.check_deepspeed_file(self)
+
     def for_held_out(self) -> Self:
         """Return the config by which held-out rows are read."""
         return self
@@ -557,6 +574,7 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
             bucket=memory.BUCKET if is_deepspeeds else 0,
             checkpointing=self.gradient_checkpointing,
             widens_sums=engine.widens_sums(self),
+            checkpoints_on_cpu=self.checkpoint_activations_on == "cpu",
             prompt_tokens=self.max_prompt_length,
             lora_rank=self.lora_rank,
             sequence_parallel=self.sequence_parallel,

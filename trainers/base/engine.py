@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import nn
 
-from fused_rl.trainers.base import optim, ranks, zero
+from fused_rl.trainers.base import deepspeed_file, optim, ranks, zero
 from fused_rl.trainers.base.ranks import processes, rank
 from fused_rl.trainers.base.text import InputError
 
@@ -43,6 +43,8 @@ class EngineOptions(Protocol):
     def dtype(self) -> str: ...
     @property
     def grad_accum_dtype(self) -> str: ...
+    @property
+    def deepspeed(self) -> str | None: ...
 
 
 class TrainingOptions(EngineOptions, optim.OptimOptions, Protocol):
@@ -127,8 +129,32 @@ def widens_sums(config: EngineOptions) -> bool:
     return torch_dtype(config) == torch.bfloat16 and config.grad_accum_dtype == "float32"
 
 
+def check_deepspeed_file(config: TrainingOptions) -> None:
+    """Refuse a file of DeepSpeed's options that says something else than the run's own options."""
+    if config.deepspeed is None:
+        return
+    partition = {
+        "stage": config.zero_stage,
+        "stage3_param_persistence_threshold": config.stage3_param_persistence_threshold,
+        "stage3_gather_16bit_weights_on_model_save": True,
+        "stage3_gather_fp16_weights_on_model_save": True,
+    }
+    ours = {f"{deepspeed_file.PARTITION}.{name}": value for name, value in partition.items()}
+    ours |= {
+        "gradient_clipping": config.max_grad_norm,
+        "gradient_accumulation_steps": 1,
+        "optimizer.type": "AdamW",
+        "bf16.enabled": torch_dtype(config) == torch.bfloat16,
+        "data_types.grad_accum_dtype": "fp32" if config.grad_accum_dtype == "float32" else "bf16",
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    deepspeed_file.check(config.deepspeed, ours, config.zero_stage, ranks.processes())
+
+
 def _deepspeed_config(config: EngineOptions, *, max_grad_norm: float) -> dict:
-    has_own_step = zero.own_step(config.zero_stage, offload=config.offload)
+    passed = deepspeed_file.passed_on(config.deepspeed)
+    has_own_step = _has_own_step(config)
     stage = config.zero_stage
     sums = {}
     if has_own_step:
@@ -154,7 +180,8 @@ def _deepspeed_config(config: EngineOptions, *, max_grad_norm: float) -> dict:
         partition["contiguous_gradients"] = (
             False  # no hooks that copy gradients: autograd adds them up
         )
-    return {
+        passed = {}  # one process has nothing to communicate
+    ours = {
         "train_micro_batch_size_per_gpu": 1,  # for a data loader, which we do not use
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,  # any number of backwards, then one step
@@ -165,6 +192,12 @@ def _deepspeed_config(config: EngineOptions, *, max_grad_norm: float) -> dict:
         "zero_optimization": partition,
         **sums,
     }
+    return deepspeed_file.merged(ours, passed)
+
+
+def _has_own_step(config: EngineOptions) -> bool:
+    offload = config.offload or deepspeed_file.offloads(config.deepspeed)
+    return zero.own_step(config.zero_stage, offload=offload)
 
 
 def initialize(model: nn.Module, config: TrainingOptions, updates: int):
@@ -193,7 +226,7 @@ def initialize(model: nn.Module, config: TrainingOptions, updates: int):
             False  # which copies every gradient twice, to average one of them
         )
     engine.clipping = clipping
-    if zero.own_step(config.zero_stage, offload=config.offload):
+    if _has_own_step(config):
         zero.Step(engine, widens_sums=widens_sums(config))
     return engine
 

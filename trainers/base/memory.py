@@ -73,6 +73,8 @@ class Footprint(NamedTuple):
     """Activations are computed again in the backward pass."""
     widens_sums: bool
     """Gradients of 2 bytes are added up in 4, and divided from ZeRO 1 on."""
+    checkpoints_on_cpu: bool
+    """The layers' inputs wait in CPU memory until they are computed again."""
     prompt_tokens: int
     """Most tokens of a prompt; 0 where `response_tokens` counts them, too."""
     response_tokens: int = 0
@@ -242,6 +244,8 @@ def _optimizer(trained: int, run: Footprint) -> float:
 def _saved_per_token(sizes: Sizes, run: Footprint) -> float:
     """Return the bytes that the layers save of a token for their backward pass."""
     of_layer = sizes.hidden * _element(run) if run.checkpointing else _layer_per_token(sizes, run)
+    if run.checkpoints_on_cpu:
+        of_layer = 0
     # Before the first layer and after the last one there are the embedding and the last norm.
     return sizes.layers * of_layer + 3 * sizes.hidden * _element(run)
 

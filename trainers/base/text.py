@@ -72,7 +72,6 @@ NAMES: dict[str, str] = {
     "report_to": "--wandb_project",
     "resume_from_checkpoint": "--resume, or --resume_from step-4",
     "overwrite_output_dir": "--overwrite",
-    "deepspeed": "--zero_stage and --offload",
     "model_name_or_path": "--model",
     "dataset_name": "--dataset",
     "lora_r": "--lora_rank",

@@ -14,6 +14,7 @@ from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import whole_folder
 from fused_rl.trainers.base.text import InputError, in_a_line
 from fused_rl.trainers.models import four_bit, lora
+from fused_rl.trainers.models.checkpointing import checkpoint_activations
 from fused_rl.trainers.models.logits import ReferenceStates, compare, read_likeliest
 from fused_rl.trainers.models.packing import Costs, InRows
 from fused_rl.trainers.models.sequences import Divided, divided_by
@@ -369,9 +370,8 @@ def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) 
         lm = lora.adapted(lm, config)
     # With dropout the ratio of an unchanged policy would not be 1.
     switch_off_dropout(lm)
-    if trainable and config.gradient_checkpointing:
-        # The reentrant form has no gradient where its inputs have none, as under adapters.
-        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    if trainable:
+        checkpoint_activations(lm, config)
     head_dtype = None if config.head_dtype == "auto" else getattr(torch, config.head_dtype)
     return LanguageModel(
         lm,

@@ -16,6 +16,7 @@ from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.batch import on_device, pad
 from fused_rl.trainers.data.encode import load_tokenizer
 from fused_rl.trainers.models import lora
+from fused_rl.trainers.models.checkpointing import checkpoint_activations
 from fused_rl.trainers.models.language_model import readable, save, switch_off_dropout
 from fused_rl.trainers.models.packing import Costs, InRows, unpadded_costs
 from fused_rl.trainers.models.sequences import Divided, divided_by
@@ -262,9 +263,7 @@ def load_reward_model(
     model = model.to(device)
     model.divided = divided_by(config, model.classifier)
     model.unpadded_costs = unpadded_costs(model.classifier)
-    if config.gradient_checkpointing:
-        # As in `load_lm`: beside adapters the reentrant form would have no gradient.
-        model.classifier.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_activations(model.classifier, config)
     return model
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fused_rl.trainers.base import engine, ranks
+from fused_rl.trainers.base import deepspeed_file, engine, ranks
 from fused_rl.trainers.base.files import hash_of, hash_of_model, hash_of_rows, io_errors_in_a_line
 from fused_rl.trainers.base.screen import phase, print_line, print_rank0
 from fused_rl.trainers.base.text import InputError
@@ -71,7 +71,10 @@ class Run:
         # From here on all ranks act together: one with other options would wait for another collective, or train
         # something else.
         self.device = engine.setup(config.seed, sequence_parallel=config.sequence_parallel)
-        ranks.check_equal({"command": config.command, **config.to_dict()})
+        passed = deepspeed_file.passed_on(config.deepspeed)
+        ranks.check_equal({"command": config.command, **config.to_dict(), "deepspeed": passed})
+        if deepspeed_file.changes_sums(config.deepspeed):
+            print_rank0(deepspeed_file.changes_sums(config.deepspeed))
         if config.wandb_project is not None and importlib.util.find_spec("wandb") is None:
             raise InputError("wandb_project is set, but wandb is not installed: pip install wandb")
 

@@ -26,7 +26,7 @@ from types import MappingProxyType
 import filelock
 import torch
 
-from fused_rl.trainers.base import engine, ranks
+from fused_rl.trainers.base import deepspeed_file, engine, ranks
 from fused_rl.trainers.base.files import (
     UNFINISHED,
     delete,
@@ -56,6 +56,7 @@ MAY_CHANGE = frozenset(
             "rollout_batch_size",
             "attn_implementation",
             "gradient_checkpointing",
+            "checkpoint_activations_on",
             "loss_from",
         ),
         *("server", "server_api_key_env", "server_timeout", "server_concurrency"),
@@ -128,6 +129,8 @@ class RunFolder:
         self.config = config
         self.path = Path(config.output_dir)
         self.checkpoints = self.path / "checkpoints"
+        # Not where the file is, but what is in it when the run begins.
+        self.passed_on = deepspeed_file.passed_on(config.deepspeed)
 
     # The folder.
 
@@ -305,6 +308,7 @@ class RunFolder:
         """The options of the run, and what else must be the same when it is resumed, as JSON has them."""
         precision = str(engine.torch_dtype(self.config)).removeprefix("torch.")
         facts = {"command": self.config.command, "processes": processes(), "precision": precision}
+        facts["deepspeed"] = self.passed_on
         return json.loads(json.dumps({**vars(self.config), **facts}, default=str))
 
     def remove_checkpoints(self) -> None:

@@ -1,0 +1,38 @@
+"""Activations that are computed again in the backward pass, and where the inputs of the layers wait for it."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+
+class CheckpointingOptions(Protocol):
+    """The options of checkpoints, as `ModelConfig` declares them."""
+
+    @property
+    def gradient_checkpointing(self) -> bool: ...
+    @property
+    def checkpoint_activations_on(self) -> str: ...
+
+
+def checkpoint_activations(model: Any, config: CheckpointingOptions) -> None:
+    """Have a transformers model compute its layers again in the backward pass, if the config says so."""
+    if not config.gradient_checkpointing:
+        return
+    # The reentrant form has no gradient where its inputs have none, as under adapters.
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if config.checkpoint_activations_on == "cpu":
+        for module in model.modules():
+            checkpoint = vars(module).get("_gradient_checkpointing_func")
+            if checkpoint is not None:
+                module._gradient_checkpointing_func = _with_inputs_on_cpu(checkpoint)
+
+
+def _with_inputs_on_cpu(checkpoint: Callable) -> Callable:
+    """Return a checkpoint function whose tensors wait in CPU memory: the inputs, as it saves nothing else."""
+
+    def checkpoint_on_cpu(*inputs):
+        with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+            return checkpoint(*inputs)
+
+    return checkpoint_on_cpu
