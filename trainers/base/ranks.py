@@ -134,15 +134,26 @@ def of_parts(results: list[Item], count: int) -> list[Item]:
 
 
 def of_first_part(work: Callable[[], Item]) -> Item:
-    """Return what `work` returns on the first process of this rank, which alone does it; generators stay alike."""
+    """Return what `work` returns on the first process of this rank, which alone does it; generators stay alike.
+
+    An InputError that it raises is raised on every process of the rank.
+    """
     if _sequence_group is None:
         return work()
-    result: list = [None, None]
+    result: list = [None, None, None]
     if process() % _per_rank == 0:
-        result = [work(), torch.get_rng_state()]
+        done = refusal = None
+        try:
+            done = work()
+        except InputError as error:
+            refusal = error
+        result = [done, refusal, torch.get_rng_state()]
     dist.broadcast_object_list(result, group_src=0, group=_sequence_group)
-    torch.set_rng_state(result[1])
-    return result[0]
+    done, refusal, state = result
+    if refusal is not None:
+        raise refusal
+    torch.set_rng_state(state)
+    return done
 
 
 def check_equal(facts: Mapping[str, object]) -> None:

@@ -139,12 +139,11 @@ def roll_out(
     for scorer in scorers:
         if (log := _log_of(scorer)) is not None:
             log.progress = progress
-        of_scorer = check_scores(scorer.name, _scores_by(scorer, samples), samples)
-        scores[scorer.name] = of_scorer
+        of_scorer = scores[scorer.name] = _scores_by(scorer, samples)
         rewards = rewards + scorer.weight * of_scorer.nan_to_num()
     solved = _solved(scorers, scores, len(samples))
     incidents = _report_broken(scorers, len(samples))
-    logged, columns = _take_logs(scorers, len(samples))
+    logged, columns = _take_logs(scorers)
     scored = time.monotonic()
 
     # The batch to train on.
@@ -173,13 +172,19 @@ def _sampled(
     return ranks.of_parts(responses, len(prompts))
 
 
-def _scores_by(scorer: Scorer, samples: list[Sample]) -> list[float | None]:
-    """Return a scorer's scores; of processes that hold parts of the same sequences the first calls it, or they share
-    the work of one that says so.
+def _scores_by(scorer: Scorer, samples: list[Sample]) -> torch.Tensor:
+    """Return a scorer's scores (B,); of processes that hold parts of the same sequences the first calls it, or they
+    share the work of one that says so.
     """
-    if getattr(scorer, "shares_work", False):
-        return scorer(samples)
-    return ranks.of_first_part(lambda: scorer(samples))
+
+    def checked() -> torch.Tensor:
+        scores = check_scores(scorer.name, scorer(samples), samples)
+        if (log := _log_of(scorer)) is not None:
+            _check_columns(scorer.name, log, len(samples))
+        return scores
+
+    # What a scorer returns is checked where it was called: a generator cannot be sent, and a tensor may be on a GPU.
+    return checked() if getattr(scorer, "shares_work", False) else ranks.of_first_part(checked)
 
 
 def _solved(scorers: Sequence[Scorer], scores: dict[str, torch.Tensor], count: int) -> torch.Tensor:
@@ -317,7 +322,16 @@ def _log_of(scorer: Scorer) -> ScorerLog | None:
     return getattr(scorer, "log", None)
 
 
-def _take_logs(scorers: Sequence[Scorer], count: int) -> tuple[dict, dict]:
+def _check_columns(name: str, log: ScorerLog, count: int) -> None:
+    """Refuse columns that a scorer has logged without a value for each of `count` samples."""
+    for column, values in log.columns.items():
+        if len(values) != count:
+            raise InputError(
+                f"scorer {name!r}: log_extra({column!r}, …) gave {len(values)} values for {count} responses"
+            )
+
+
+def _take_logs(scorers: Sequence[Scorer]) -> tuple[dict, dict]:
     """Return the metrics that scorers have logged since the last call, over all ranks, and this rank's columns."""
     metrics: dict[str, tuple[float, int]] = {}
     columns: dict[str, list[object]] = {}
@@ -329,11 +343,6 @@ def _take_logs(scorers: Sequence[Scorer], count: int) -> tuple[dict, dict]:
         for of_rank in ranks.gather(log.metrics):
             sums = {name: (sum(values), len(values)) for name, values in of_rank.items()}
             metrics = added_up(metrics, sums)
-        for name, values in log.columns.items():
-            if len(values) != count:
-                raise InputError(
-                    f"scorer {scorer.name!r}: log_extra({name!r}, …) gave {len(values)} values for {count} responses"
-                )
         columns |= log.columns
         log.metrics, log.columns = {}, {}
     return metrics, columns
