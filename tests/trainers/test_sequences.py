@@ -10,6 +10,9 @@ from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.models import packing, sequences
 from fused_rl.trainers.models.language_model import LanguageModel
 from fused_rl.trainers.models.reward_model import Critic, RewardModel
+from fused_rl.trainers.rollouts import roll_out
+from fused_rl.trainers.rollouts.types import Response, Sample
+from fused_rl.trainers.scorers.functions import FunctionScorer
 from tests.distributed import run_distributed
 from tests.trainers import divided, tiny
 
@@ -95,11 +98,26 @@ SMALL = {
     "vocab_size": 64,
     "initializer_range": 0.2,
 }
+# Ropes that turn otherwise in sequences of more than 13 tokens.
+LENGTH = 13
+LONGER = {"max_position_embeddings": LENGTH, "head_dim": 8}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
+NESTED = {"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default"}}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 100.0}
+LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+ORIGINAL = {
+    "max_position_embeddings": 64,
+    "original_max_position_embeddings": LENGTH,
+    "pad_token_id": 0,
+}
 # Models and options that the parts would be wrong for, and what each is told.
 REFUSED = [
     ("Qwen2Config", {"attn_implementation": "eager"}, "eager needs a mask of all pairs"),
     ("Qwen2Config", {"num_attention_heads": 1, "num_key_value_heads": 1}, "head count 1"),
     ("MistralConfig", {"sliding_window": 8}, "sliding_window=8 is shorter"),
+    ("LlamaConfig", LONGER | {"rope_parameters": DYNAMIC}, "rope_type=dynamic depends"),
+    ("Gemma3TextConfig", LONGER | {"rope_parameters": NESTED}, "rope_type=dynamic depends"),
+    ("Phi3Config", {"rope_parameters": LONGROPE} | ORIGINAL, "rope_type=longrope depends"),
     ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}, "tokens meet otherwise"),
 ]
 
@@ -163,6 +181,79 @@ def test_what_parts_would_be_wrong_for_is_refused():
         assert "does not pass on to its attention" in of_options
     # The reason, of the second process, which has the second sequence of a row.
     assert float(difference) > 1e-2
+
+
+# Models that know positions up to the longest sequence, which two parts pad by one token.
+GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": LENGTH, "vocab_size": 64}
+NO_BIAS = {"enable_bias": False}  # the gradient of a bias of keys is rounding alone
+EVERY_KEY = {name: SMALL[name] for name in SMALL if name != "num_key_value_heads"}
+AT_THE_END = [
+    ("LlamaConfig", SMALL | LONGER | {"rope_parameters": DYNAMIC}),
+    ("Phi3Config", SMALL | ORIGINAL | {"rope_parameters": LONGROPE}),
+    ("GPT2Config", GPT2),
+    ("GPTBigCodeConfig", GPT2),
+    ("GPTNeoXConfig", EVERY_KEY),
+    ("OPTConfig", EVERY_KEY | LONGER | {"ffn_dim": 32, "word_embed_proj_dim": 32} | NO_BIAS),
+]
+
+
+def scored_at_the_end(rank, world) -> dict[str, float]:
+    """Differences of models' scores of sequences that are as long as they may be, and of a reward model's."""
+    engine.setup(1, sequence_parallel=world)
+    ids = torch.randint(3, 60, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, LENGTH - 1, dtype=torch.bool)
+    worst = {}
+    for config_class, options in AT_THE_END:
+        torch.manual_seed(0)
+        config = getattr(transformers, config_class)(**options)
+        lm = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        model = LanguageModel(lm.eval(), "linear", divided=sequences.Divided(lm, LENGTH))
+        worst[config_class] = max(in_both_forms(model, lambda m: m(ids, mask)[:2]))
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(**GPT2, num_labels=1)
+    classifier = transformers.GPT2ForSequenceClassification(config).eval()
+    model = RewardModel(classifier)
+    model.divided = sequences.Divided(classifier, LENGTH)
+    worst["reward"] = max(in_both_forms(model, lambda m: [m(ids, torch.ones_like(ids))]))
+    return worst
+
+
+def test_positions_end_with_the_longest_sequence():
+    for worst in run_distributed(scored_at_the_end, 2):
+        assert max(worst.values()) < 2e-5, worst
+
+
+def of_many(completions, log_extra):
+    """Columns of a wrong length, where the text asks for them."""
+    log_extra("column", [1] * (len(completions) - completions.count("short")))
+    scores = {"text": "12", "short": [1.0, 1.0]}
+    return scores.get(completions[0], (float(len(text)) for text in completions))
+
+
+def what_scorers_return(rank, world) -> list:
+    engine.setup(1, sequence_parallel=world)
+    scorer = FunctionScorer("my:f", of_many)
+    found = []
+    for texts in (["a", "bcd"], ["text", "b"], ["short", "b"]):
+        samples = [
+            Sample({}, [], Response([5], "stop"), text, f"line {i}", "q")
+            for i, text in enumerate(texts)
+        ]
+        try:
+            found.append(roll_out._scores_by(scorer, samples).tolist())
+        except InputError as error:
+            found.append(str(error))
+        scorer.log.columns = {}
+    return found
+
+
+def test_what_a_scorer_returns_is_that_of_each_part():
+    first, second = run_distributed(what_scorers_return, 2)
+    assert first == second
+    scores, of_text, of_columns = first
+    assert scores == [1.0, 3.0]
+    assert "returned '12'; it must return a list" in of_text
+    assert "gave 1 values for 2 responses" in of_columns
 
 
 def test_processes_that_it_does_not_divide_and_a_teacher_are_refused(monkeypatch):

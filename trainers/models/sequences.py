@@ -6,6 +6,7 @@ computed of single tokens is then summed over the parts, so that losses and metr
 that hold several sequences, which attention by `sdpa` would not keep apart here.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,19 @@ def _register(name: str) -> None:
     AttentionInterface.register(name, attention)
 
 
+def _changing_ropes(text: Any) -> dict[str, int]:
+    """Return the kinds of rope that turn otherwise in a longer sequence, and from which length on each does."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    found = {}
+    # There is one of all layers, or one of each kind of layer.
+    for rope in (parameters, *parameters.values()):
+        kind = rope.get("rope_type", "") if isinstance(rope, dict) else ""
+        if kind == "longrope" or "dynamic" in kind:
+            most = text.max_position_embeddings
+            found[kind] = min(most, rope.get("original_max_position_embeddings", most))
+    return found
+
+
 def divided_by(config: RunConfig, lm: Any) -> "Divided | None":
     """Return how a run divides the sequences of a transformers model, whose weights are whole; None if it does not."""
     if config.sequence_parallel == 1:
@@ -90,15 +104,27 @@ class Divided:
             if by_mask and 0 < (getattr(text, window, None) or 0) < longest:
                 what = f"{window}={getattr(text, window)} is shorter than the longest sequence"
                 return f"{what} ({longest} tokens), and attn_implementation={name} has it in a mask"
+        # transformers looks at the last position that it is given, which only the last part has.
+        ropes = _changing_ropes(text)
+        for rope, length in ropes.items():
+            if length < longest:
+                what = f"the longest sequence has {longest} tokens"
+                return f"{what}, and beyond {length} rope_type={rope} depends on its length"
+        # How many positions the model knows: those of a table, where it has no ropes.
+        self.positions = min(ropes.values(), default=sys.maxsize)
+        if not getattr(text, "rope_parameters", None):
+            table = getattr(text, "max_position_embeddings", None)
+            self.positions = table or self.positions
         _register(name)
         heads = text.num_attention_heads
+        key_heads = 1 if getattr(text, "multi_query", False) else heads
         try:
             self.ulysses = UlyssesSPAttentionHF(
                 attn=_whole[name],
                 batch_size=1,
                 attn_head_count=heads,
                 attn_head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
-                kv_head_count=getattr(text, "num_key_value_heads", None) or heads,
+                kv_head_count=getattr(text, "num_key_value_heads", None) or key_heads,
                 num_hidden_layers=text.num_hidden_layers,
                 process_group=self.group,
                 seq_length_is_variable=True,
@@ -152,13 +178,18 @@ class Divided:
         for name in ("required_query_shape", "required_key_value_shape", "required_context_shape"):
             tokens, _, *rest = getattr(ulysses, name)
             setattr(ulysses, name, torch.Size([tokens, len(query), *rest]))
+        # It asks for positions, which GPT-2 keeps from its attention; of pads, too, they must be in order, or flash
+        # attention sees several sequences.
+        options["position_ids"] = self._positions(len(query), query.shape[2], query.device)
         # Where it repeats heads of keys, it leaves the module with another number of queries to each.
         groups = getattr(module, "num_key_value_groups", None)
         try:
-            return ulysses(module, query, key, value, None, **options)
+            states, weights = ulysses(module, query, key, value, None, **options)
         finally:
             if groups is not None:
                 module.num_key_value_groups = groups
+        # It joins the heads, which GPT-2 does itself.
+        return states.unflatten(-1, (query.shape[1], -1)), weights
 
     def own(self, places: torch.Tensor, tokens: int) -> torch.Tensor:
         """Return which of the places of a flattened (B, tokens - 1) mask this part predicts, (n,) int64."""
@@ -169,6 +200,11 @@ class Divided:
         """Return the tokens of a part of sequences of so many."""
         return -(-tokens // self.parts)
 
+    def _positions(self, rows: int, width: int, device: torch.device) -> torch.Tensor:
+        """Return the positions (rows, width) of this part's tokens in their sequences."""
+        begin = self.part * width
+        return torch.arange(begin, begin + width, device=device).repeat(rows, 1)
+
     def states_of(self, module: Any, output: str, input_ids, places) -> torch.Tensor:
         """(n, ·): what `module` of a transformers model puts out at n places of the flattened mask, this part's own."""
         # The parts are equally wide, so the last one may end in more pads.
@@ -176,10 +212,12 @@ class Divided:
         width = self._width(tokens)
         padded = torch.nn.functional.pad(input_ids, (0, width * self.parts - tokens))
         begin = self.part * width
-        positions = torch.arange(begin, begin + width, device=input_ids.device)
+        # Pads have no positions past those that the model knows. The last token predicts none, so it may be a pad.
+        last = max(self.positions, tokens - 1) - 1
+        positions = self._positions(len(input_ids), width, input_ids.device)
         outputs = module(
             input_ids=padded[:, begin : begin + width],
-            position_ids=positions.repeat(len(input_ids), 1),
+            position_ids=positions.clamp(max=last),
             use_cache=False,
             divided=self,
         )
