@@ -727,8 +727,20 @@ MUTATIONS = {
     ),
     "each part begins at the first position": Mutation(
         "trainers/models/sequences.py",
-        "positions = torch.arange(begin, begin + width,",
-        "positions = torch.arange(0, width,",
+        "position_ids=positions.clamp(max=last)",
+        "position_ids=(positions - begin).clamp(max=last)",
+        SEQUENCES,
+    ),
+    "pads have positions past those that the model knows": Mutation(
+        "trainers/models/sequences.py",
+        "position_ids=positions.clamp(max=last)",
+        "position_ids=positions",
+        SEQUENCES,
+    ),
+    "a rope that depends on the length of a sequence is taken": Mutation(
+        "trainers/models/sequences.py",
+        "if length < longest:",
+        "if False:",
         SEQUENCES,
     ),
     "a model that keeps options to itself is taken": Mutation(
