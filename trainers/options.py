@@ -29,7 +29,7 @@ from pydantic.types import AllowInfNan
 from typing_extensions import Self
 
 from fused_rl.base import checks
-from fused_rl.trainers.base import engine, memory, ranks, zero
+from fused_rl.trainers.base import engine, memory, ranks
 from fused_rl.trainers.base.text import InputError, name_of, unknown
 
 # A dataset that ends so is a file, any other a name.
@@ -82,6 +82,8 @@ class Options(pydantic.BaseModel):
     """The options that --help lists; none is all of them."""
     needs: ClassVar[tuple[Needs, ...]] = ()
     """The needs of this group's options."""
+    replaces: ClassVar[dict[str, str]] = {}
+    """Options that, given on the command line, take the place of another one in a file."""
 
     if not typing.TYPE_CHECKING:  # a type checker has the fields
 
@@ -436,6 +438,8 @@ class EngineConfig(Options):
             what = "grad_accum_dtype=bfloat16 is of bfloat16 weights, and dtype=float32 has none"
             raise InputError(f"{what}; leave it out")
 
+    replaces: ClassVar = {"micro_batch_size": "micro_batch_tokens"}
+
     def micro_batches_of(self, sequences: int) -> str:
         """Return in words how so many sequences of a process are divided."""
         if self.micro_batch_tokens is not None:
@@ -561,9 +565,7 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
     def footprint(self) -> memory.Footprint:
         """Return which models the run holds on each device, and the lengths of its sequences."""
         sixteen_bits = engine.torch_dtype(self) == torch.bfloat16
-        is_deepspeeds = self.zero_stage > 0 and not zero.own_step(
-            self.zero_stage, offload=self.offload
-        )
+        is_deepspeeds = self.zero_stage > 0 and not engine.uses_own_step(self)
         policy = memory.Held(self.model, self.revision, is_trained=True, in_4bit=self.load_in_4bit)
         return memory.Footprint(
             models={"policy": policy},
@@ -581,6 +583,11 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
             whole_logits=self.loss_from == "logits",
         )
 
+    @property
+    def may_divide_updates(self) -> bool:
+        """Return True if an update may have any number of micro-batches."""
+        return True
+
     def resolve(self) -> None:
         """Choose the micro-batch's size where none is given, when a run begins: on a GPU this reads the model."""
         if self.micro_batch_size is not None:
@@ -588,7 +595,8 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
         footprint = self.footprint()
         self.micro_batch_size = memory.fitting_micro_batch(footprint)
         # On a CPU long micro-batches save nothing, and runs keep their bits.
-        if self.micro_batch_tokens is None and torch.cuda.is_available():
+        is_free = self.micro_batch_tokens is None and self.may_divide_updates
+        if is_free and torch.cuda.is_available():
             self.micro_batch_tokens = memory.tokens_of(footprint, self.micro_batch_size)
 
 

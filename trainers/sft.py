@@ -155,7 +155,8 @@ def micro_batches(
         count = len(chosen)
         mixed = [indices[begin::count] for begin in range(count)]
         if most is not None:
-            mixed = fill(fed, max(most, *fed))
+            # An eighth of a micro-batch is left for the pads between rows.
+            mixed = fill(fed, max([most * 7 // 8, *fed]))
         packed = 0.0
         for part in mixed:
             lengths = [fed[i] for i in part]

@@ -53,6 +53,9 @@ REFUSED = [
     ({"data_types": {"grad_accum_dtype": "bf16"}}, "--grad_accum_dtype"),
     ({"zero_optimization": {"stage": 3}}, "--zero_stage"),
     ({"zero_optimization": {"cpu_offload": True}}, "--offload"),
+    ({"zero_optimization": {"stage3_new": 1}}, "docs/scaling.md"),
+    ({"zero_optimization": {"reduce_bucket_size": float("inf")}}, "whole number"),
+    ({"gradient_clipping": False}, "--max_grad_norm"),
     ({"zero_optimization": {"zero_quantized_gradients": True}}, "docs/scaling.md"),
     ({"zero_optimisation": {"reduce_bucket_size": 10}}, "docs/scaling.md"),
     ({"reduce_bucket_size": 10}, "docs/scaling.md"),
@@ -86,6 +89,15 @@ def test_what_is_not_passed_on_is_refused_with_its_name_here(tmp_path, contents,
     with pytest.raises(InputError, match=message) as caught:
         config_with(tmp_path, contents)
     assert "\n" not in str(caught.value)
+
+
+def test_what_switches_off_an_option_that_is_given_is_refused(tmp_path):
+    contents = {"zero_optimization": {"offload_optimizer": {"device": "none"}}}
+    config_with(tmp_path, contents)
+    with pytest.raises(InputError, match="says otherwise than --offload true"):
+        config_with(tmp_path, contents, offload=True)
+    with pytest.raises(InputError, match="give --dtype"):
+        config_with(tmp_path, {"bf16": {"enabled": False}}, dtype="bfloat16")
 
 
 def test_all_reasons_come_at_once(tmp_path):

@@ -12,6 +12,8 @@ from fused_rl.trainers.base import engine, memory
 from fused_rl.trainers.data.encode import Encoder, load_tokenizer
 from fused_rl.trainers.data.reading import load_train_eval
 from fused_rl.trainers.grpo import GRPOConfig
+from fused_rl.trainers.options import to_yaml
+from fused_rl.trainers.run.parse import parse
 from tests.trainers import tiny
 from tests.trainers.peaks import peak_of
 from tests.trainers.runs import VERIFIER
@@ -50,7 +52,7 @@ def test_a_layer_saves_what_is_counted(kv_heads, tmp_path):
     assert sizes.saved == pytest.approx(kept(3, kv_heads) - kept(2, kv_heads), rel=0.05)
 
 
-@pytest.mark.parametrize(("gib", "chosen"), [(4, 1), (24, 16), (80, 64), (1000, 256)])
+@pytest.mark.parametrize(("gib", "chosen"), [(4, 1), (24, 8), (80, 64), (1000, 256)])
 def test_a_gpu_gets_the_micro_batch_that_it_holds(gib, chosen, tmp_path, monkeypatch):
     shape = {
         "hidden_size": 896,
@@ -84,6 +86,15 @@ def test_a_gpu_gets_the_micro_batch_that_it_holds(gib, chosen, tmp_path, monkeyp
     given = GRPOConfig(**options, dtype="bfloat16", micro_batch_tokens=4096)
     given.resolve()
     assert given.micro_batch_tokens == 4096
+    # A surrogate that reads a whole update gets micro-batches by sequences, of which there may be one.
+    whole = GRPOConfig(**options, dtype="bfloat16", surrogate="kl-cov")
+    whole.resolve()
+    assert (whole.micro_batch_size, whole.micro_batch_tokens) == (chosen, None)
+    # Fewer sequences, given beside the file of a run in which tokens were chosen, are taken.
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config))
+    parsed = parse(GRPOConfig, ["--config", str(file), "--micro_batch_size", "2"])
+    assert (parsed.micro_batch_size, parsed.micro_batch_tokens) == (2, None)
     needed = memory.bytes_per_process(config.footprint(), chosen)
     assert chosen == 1 or sum(needed.values()) < 0.75 * (gib << 30)
 

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from fused_rl.trainers import sft
 from fused_rl.trainers.data.micro_batches import by_tokens, padded_tokens
 from fused_rl.trainers.models import packing
 from tests.device import steps
@@ -104,3 +105,21 @@ def test_a_step_is_the_same_in_micro_batches_by_tokens(folders, name):
     # One sequence, or one pair, is not padded to the length of another one.
     if name != "reward" and "sft" not in name:
         assert found[1].metrics["perf/padding"] == 0
+
+
+@pytest.mark.parametrize("costs", [None, packing.Costs(token=1.0, pair=0.01)])
+def test_no_rows_are_no_micro_batches(costs):
+    config = steps.small_config("sft", "model", micro_batch_tokens=60)
+    assert sft.micro_batches([], config, 0, CPU, costs) == []
+
+
+def test_packed_rows_leave_room_for_their_pads():
+    draw = random.Random(0)
+    completions = [[1] * draw.randint(2, 60) for _ in range(200)]
+    examples = [sft.Example([1], completion, "") for completion in completions]
+    config = steps.small_config("sft", "model", micro_batch_tokens=512)
+    made = sft.micro_batches(examples, config, 0, CPU, packing.Costs(token=1.0, pair=1e-4))
+    packed = [part.packed for part in made if part.packed is not None]
+    # In one row everything would be compared with everything.
+    assert sum(len(rows.input_ids) > 1 for rows in packed) > len(made) / 2
+    assert all(rows.input_ids.numel() <= 512 for rows in packed)

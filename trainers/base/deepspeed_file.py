@@ -5,6 +5,7 @@ Every other one has an option here, and is refused with its name: DeepSpeed woul
 """
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,13 +54,13 @@ PRINTED = (
 )
 COMMUNICATED = "communication_data_type"
 
-# The option that says it here, by the key or the beginning of the key.
+# The option that says it here, by the key or its section.
 NAMES = {
     "train_batch_size": "--batch_size or --prompts_per_step",
     "train_micro_batch_size_per_gpu": "--micro_batch_size",
     "gradient_accumulation_steps": "--batch_size or --prompts_per_step, and --micro_batch_size",
     "gradient_clipping": "--max_grad_norm",
-    "sequence_parallel": "--sequence_parallel",
+    "sequence_parallel_size": "--sequence_parallel",
     "data_parallel_size": "--sequence_parallel",
     "optimizer": "--lr, --weight_decay, --adam_beta2 and --adam_eps",
     "scheduler": "--lr_schedule and --warmup_steps",
@@ -72,6 +73,7 @@ NAMES = {
     f"{PARTITION}.stage3_param_persistence_threshold": "--stage3_param_persistence_threshold",
     f"{PARTITION}.stage": "--zero_stage",
     f"{PARTITION}.cpu_offload": "--offload",
+    f"{PARTITION}.cpu_offload_params": "--offload",
 }
 
 
@@ -87,7 +89,9 @@ def check(path: str, ours: Mapping[str, object], zero_stage: int, processes: int
     keys_of: dict[str, list[str]] = {}
     for key, value in _flat(_read(path)).items():
         repeats = value == "auto" or (key in ours and value == ours[key])
-        problem = None if repeats else _problem(key, value, zero_stage, processes)
+        problem = None
+        if not repeats:
+            problem = _problem(key, value, ours.get(key), zero_stage, processes)
         if problem is not None:
             keys_of.setdefault(problem, []).append(f"{key}={json.dumps(value)}")
     if keys_of:
@@ -161,14 +165,15 @@ def _is_passed(key: str) -> bool:
     )
 
 
-def _problem(key: str, value: object, zero_stage: int, processes: int) -> str | None:
+def _problem(key: str, value: object, here: object, zero_stage: int, processes: int) -> str | None:
     """Return what is wrong with an option, and what to do; None if it is passed on, or says what holds anyway."""
     name = key.removeprefix(f"{PARTITION}.")
     if not _is_passed(key):
-        # Switched off, as it is here.
-        if value is None or value is False:
+        # Switched off, as it is here; whole weights are saved in any case.
+        is_off = value is None or value is False
+        if is_off and (not here or name.endswith("weights_on_model_save")):
             return None
-        meant = [option for start, option in NAMES.items() if key.startswith(start)]
+        meant = [option for start, option in NAMES.items() if f"{key}.".startswith(f"{start}.")]
         if meant:
             return f"take it out and give {meant[0]}"
         return "take it out, it is not among what is passed on (docs/scaling.md)"
@@ -178,6 +183,8 @@ def _problem(key: str, value: object, zero_stage: int, processes: int) -> str | 
         return "expected true or false"
     if name in DEVICES and value not in ("cpu", "none"):
         return "expected cpu or none"
+    if value == "none" and here == "cpu":
+        return "says otherwise than --offload true; take one of them out"
     if key == COMMUNICATED and value not in ("fp32", "bf16"):
         return "expected fp32 or bf16"
 
@@ -192,7 +199,7 @@ def _problem(key: str, value: object, zero_stage: int, processes: int) -> str | 
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _put(sections: dict[str, Any], key: str, value: Any) -> None:

@@ -149,12 +149,15 @@ def check_deepspeed_file(config: TrainingOptions) -> None:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
+    if config.offload:
+        ours |= {f"{deepspeed_file.PARTITION}.offload_optimizer.device": "cpu"}
+        ours |= {f"{deepspeed_file.PARTITION}.offload_param.device": "cpu"}
     deepspeed_file.check(config.deepspeed, ours, config.zero_stage, ranks.processes())
 
 
 def _deepspeed_config(config: EngineOptions, *, max_grad_norm: float) -> dict:
     passed = deepspeed_file.passed_on(config.deepspeed)
-    has_own_step = _has_own_step(config)
+    has_own_step = uses_own_step(config)
     stage = config.zero_stage
     sums = {}
     if has_own_step:
@@ -195,7 +198,8 @@ def _deepspeed_config(config: EngineOptions, *, max_grad_norm: float) -> dict:
     return deepspeed_file.merged(ours, passed)
 
 
-def _has_own_step(config: EngineOptions) -> bool:
+def uses_own_step(config: EngineOptions) -> bool:
+    """Return True if the optimizer's step is the one of `zero`, and not DeepSpeed's."""
     offload = config.offload or deepspeed_file.offloads(config.deepspeed)
     return zero.own_step(config.zero_stage, offload=offload)
 
@@ -226,7 +230,7 @@ def initialize(model: nn.Module, config: TrainingOptions, updates: int):
             False  # which copies every gradient twice, to average one of them
         )
     engine.clipping = clipping
-    if _has_own_step(config):
+    if uses_own_step(config):
         zero.Step(engine, widens_sums=widens_sums(config))
     return engine
 

@@ -135,6 +135,11 @@ class SamplingRunConfig(RolloutConfig, RunConfig):
 class PolicyConfig(LossConfig, SamplingRunConfig):
     """Rollouts, their evaluation, and the policy loss."""
 
+    @property
+    def may_divide_updates(self) -> bool:
+        surrogate = SURROGATES.get(str(loss_options(self).surrogate))
+        return not getattr(surrogate, "needs_batch", False)
+
 
 def loss_options(config: LossConfig, **changes) -> PolicyLossOptions:
     """Return the options of `fused_rl.policy_loss` that the config and `changes` give, checked."""

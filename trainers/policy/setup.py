@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from fused_rl.objectives.surrogates import SURROGATES
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.ranks import divide_over
 from fused_rl.trainers.base.screen import phase
@@ -60,9 +59,7 @@ def divided(config: PolicyConfig, world: int) -> dict[str, object]:
         longest = config.max_prompt_length + config.max_new_tokens
         largest = max(1, config.micro_batch_tokens // longest)
     micro_batches = math.ceil(minibatch / largest)
-    if micro_batches * world > 1 and getattr(
-        SURROGATES.get(config.surrogate), "needs_batch", False
-    ):
+    if micro_batches * world > 1 and not config.may_divide_updates:
         raise InputError(
             f"surrogate={config.surrogate} compares all tokens of an update, {minibatch * world} responses: give one "
             f"process and --micro_batch_size {minibatch * world} without --micro_batch_tokens, or another surrogate"

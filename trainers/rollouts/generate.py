@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fused_rl import TokenSupport
+from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import bar
 from fused_rl.trainers.data.batch import on_device, pad
 from fused_rl.trainers.rollouts.options import ROLLOUT_BATCH_SIZE
@@ -85,6 +86,9 @@ class TransformersSampler(Sampler):
         by_length = list(chain.from_iterable(runs))
 
         longest = max(map(len, prompts), default=0)
+        if self.synced_gpus:
+            # Every batch gathers weights with the other processes, so all of them have batches of one size.
+            longest = max(ranks.gather_processes(longest))
         batch_size = self.batch_size or responses_together(
             self.lm, longest + sampling.max_new_tokens
         )

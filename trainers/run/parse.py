@@ -52,6 +52,11 @@ def parse(config_class: type[Config], argv: list[str]) -> Config:
         elif name != "local_rank":
             given[name] = _value(config_class, name, value)
 
+    # A file may hold what a machine chose in place of what is given now.
+    for name, other in config_class.replaces.items():
+        if name in given and other not in given:
+            from_files.pop(other, None)
+
     # A file may spell out every default, as a run's own config.yaml does: those were not given.
     fields = config_class.model_fields
     given = {
