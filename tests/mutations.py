@@ -708,8 +708,8 @@ MUTATIONS = {
     ),
     "ranks that leave nothing out meet once less": Mutation(
         "trainers/grpo.py",
-        "    return Included(mask, *counts)\n",
-        "    _ = trained.all() or ranks.global_sum(trained.sum())\n    return Included(mask, *counts)\n",
+        "    return Included(mask, trained, *counts)\n",
+        "    _ = trained.all() or ranks.global_sum(trained.sum())\n    return Included(mask, trained, *counts)\n",
         "tests/trainers/test_grpo_step.py -k equally_often",
     ),
     "the KL in the reward is paid twice": Mutation(

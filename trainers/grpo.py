@@ -50,6 +50,7 @@ from fused_rl.trainers.policy.policy import (
     group_lengths,
     measure,
     micro_batches,
+    needed_passes,
     plan,
     with_entropy_threshold,
 )
@@ -164,6 +165,8 @@ class Included(NamedTuple):
 
     mask: torch.Tensor
     """(B, T - 1) bool."""
+    trained: torch.Tensor
+    """(B,) bool on the CPU: the responses with tokens that are trained on."""
     num_tokens: float
     num_sequences: float
     """Responses that count in the loss's mean, truncated ones among them."""
@@ -181,7 +184,7 @@ def loss_mask_and_denominators(policy: Policy, groups: Groups, minibatch: torch.
     mask = batch.response_mask & trained.to(policy.device, non_blocking=True)[:, None]
     tokens = (batch.token_counts * trained)[minibatch].sum()
     counts = ranks.global_counts(tokens, groups.included[minibatch].sum(), trained[minibatch].sum())
-    return Included(mask, *counts)
+    return Included(mask, trained, *counts)
 
 
 def accumulate(
@@ -206,7 +209,7 @@ def accumulate(
 
     # The denominators and the entropies' threshold are of the whole minibatch, over all ranks.
     indices = torch.cat(minibatch)
-    mask, num_tokens, num_sequences, num_trained = loss_mask_and_denominators(
+    mask, trained, num_tokens, num_sequences, num_trained = loss_mask_and_denominators(
         policy, groups, indices
     )
     rows = indices.to(policy.device, non_blocking=True)
@@ -217,24 +220,30 @@ def accumulate(
 
     # Rows, loss, backward, sums; the loss is arXiv:2402.03300, eq. 3, or the preset's.
     sums = Sums(step)
-    for micro in micro_batches(groups.rollout.batch, minibatch):
+    # Groups with equal rewards have no gradient. The first pass is also read for the entropy.
+    read = groups.included if ratio_is_one else trained
+    running, backward = needed_passes(loss_options, advantages, trained, read, minibatch)
+    passes = zip(micro_batches(groups.rollout.batch, running), backward, strict=True)
+    for micro, has_gradient in passes:
         before = measured.of(micro)
-        output = policy.loss(
-            micro.batch,
-            before.old_logprobs,
-            advantages[micro.rows],
-            micro.of(mask),
-            on_policy=ratio_is_one,
-            compares=compares,
-            ref_logprobs=before.ref_logprobs,
-            rollout_logprobs=micro.of(rollout_logprobs),
-            group_lengths=lengths[micro.rows],
-            options=loss_options,
-            num_tokens=num_tokens,
-            num_sequences=num_sequences,
-            max_length=config.max_new_tokens,
-        )
-        policy.backward(output.loss)
+        with torch.set_grad_enabled(has_gradient):
+            output = policy.loss(
+                micro.batch,
+                before.old_logprobs,
+                advantages[micro.rows],
+                micro.of(mask),
+                on_policy=ratio_is_one,
+                compares=compares,
+                ref_logprobs=before.ref_logprobs,
+                rollout_logprobs=micro.of(rollout_logprobs),
+                group_lengths=lengths[micro.rows],
+                options=loss_options,
+                num_tokens=num_tokens,
+                num_sequences=num_sequences,
+                max_length=config.max_new_tokens,
+            )
+        if has_gradient:
+            policy.backward(output.loss)
         sums.add(output.metrics, micro.batch.where)
         # Later epochs are measured against this pass: arXiv:2402.03300, algorithm 1.
         if ratio_is_one:

@@ -28,21 +28,23 @@ STEPS = {
     "reward": (steps.reward_step, {}, 3),  # scores; the norm of the gradient, twice
     "reward, padded": (steps.reward_step, {"packed": False}, 3 + 4 * 2),  # lengths; transformers
     "ppo": (steps.ppo_step, {"critic": "reward"}, 15 + 4 * (3 + 2)),
-    # Two updates: metrics, and the norm of the gradient, twice; entropy and KL.
+    # Two updates: what has a gradient, metrics, and the norm of the gradient, twice; entropy and KL.
     "grpo": (
         steps.grpo_step,
         {},
-        8,
+        10,
     ),
-    "grpo, prompts apart": (steps.grpo_step, {"share_prompts": False}, 8 + 4 * 3),
-    "grpo, from logits": (steps.grpo_step, {"loss_from": "logits"}, 8),
-    "grpo, top_p and top_k": (steps.grpo_step, {"top_p": 0.9, "top_k": 20}, 8 + 4 * (3 + 1)),
-    "grpo, KL in the reward": (steps.grpo_step, {"kl_in": "reward", "kl_coef": 0.1}, 9),
-    "gspo": (steps.grpo_step, {"preset": "gspo"}, 8),
+    # Policy and reference; before the second update, once more.
+    "grpo, prompts apart": (steps.grpo_step, {"share_prompts": False}, 10 + 4 * 2 + 2),
+    "grpo, from logits": (steps.grpo_step, {"loss_from": "logits"}, 10),
+    # One of the four has no gradient, and no way back.
+    "grpo, top_p and top_k": (steps.grpo_step, {"top_p": 0.9, "top_k": 20}, 10 + 4 * (3 + 1) - 2),
+    "grpo, KL in the reward": (steps.grpo_step, {"kl_in": "reward", "kl_coef": 0.1}, 11),
+    "gspo": (steps.grpo_step, {"preset": "gspo"}, 10),
     "dapo": (
         steps.grpo_step,
         {"preset": "dapo", "mask_truncated": True, "zero_variance": "drop"},
-        8,
+        10,
     ),
     "grpo, top entropy": (steps.grpo_step, {"top_entropy": 0.2, "entropy_coef": 0.01}, 10),
 }

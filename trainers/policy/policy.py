@@ -1,6 +1,7 @@
 """The policy of PPO and GRPO: its pass with the loss, its reference, its sampler, and what is measured of it."""
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,9 @@ from fused_rl.trainers.rollouts.mismatch import check_bound, mismatch
 from fused_rl.trainers.rollouts.roll_out import roll_out, sample_rows_of
 from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
 from fused_rl.trainers.rollouts.types import Progress, Prompt, Rollout, Sampler, Scorer
+
+# Surrogates with a gradient at an advantage of 0, by the log-ratio or by what other responses have.
+NOT_OF_ADVANTAGES = ("ipo", "dro", "kl-cov", "clip-cov")
 
 
 class PolicyOutput(NamedTuple):
@@ -281,6 +285,37 @@ def with_entropy_threshold(
     # Between the last one that is kept and the next, so that rounding moves neither across it.
     threshold = entropies[kept - 1 : kept + 1].double().mean().item() if dropped > 0 else 0.0
     return replace(options, top_entropy=None, entropy_threshold=threshold)
+
+
+def needed_passes(
+    options: PolicyLossOptions,
+    advantages: torch.Tensor,
+    trained: torch.Tensor,
+    read: torch.Tensor,
+    minibatch: list[torch.Tensor],
+) -> tuple[list[torch.Tensor], list[bool]]:
+    """Return the micro-batches that must run, and which of these have a gradient; the same numbers on every rank.
+
+    A response (B,) has one if it is `trained` on and its advantage is not 0, or the loss has other terms. Without, it
+    runs forward alone if its numbers are `read`. One micro-batch has a gradient, as the optimizer needs one, be it 0.
+    """
+    # A user's own surrogate may be anything.
+    is_of_advantages = isinstance(options.surrogate, str) and (
+        options.surrogate not in NOT_OF_ADVANTAGES
+    )
+    has_gradient = trained
+    if is_of_advantages and not options.kl_coef and not options.entropy_coef:
+        has_gradient = trained & (advantages != 0).cpu()
+    of_responses = torch.stack([has_gradient, has_gradient | read])
+    of_micro_batches = torch.stack([of_responses[:, rows].any(1) for rows in minibatch], 1)
+    # Each pass gathers weights or reduces gradients with all ranks.
+    backward, runs = (ranks.global_sum(of_micro_batches) > 0).tolist()
+    if not any(backward):
+        backward[0] = runs[0] = True
+    return (
+        [*itertools.compress(minibatch, runs)],
+        [*itertools.compress(backward, runs)],
+    )
 
 
 def group_lengths(lengths: torch.Tensor, group_size: int) -> torch.Tensor:
