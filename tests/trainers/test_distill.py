@@ -331,6 +331,14 @@ def test_a_server_with_another_tokenizer_is_refused(folder, tmp_path):
             trained(folder, tmp_path, teacher=fake.url)
 
 
+@pytest.mark.parametrize("path", ["/v1/models", "/tokenize"])
+def test_a_teacher_that_is_no_vllm_is_refused(folder, tmp_path, path):
+    with fake_server.serving("vllm", str(folder / "model")) as fake:
+        fake.script += [(path, lambda answer: {"status": "fine"})]
+        with pytest.raises(InputError, match=f"{path} answered {{'status'.*expected a vLLM server"):
+            trained(folder, tmp_path, teacher=fake.url)
+
+
 def test_another_vocabulary_is_refused_with_the_tokens_that_differ(folder, tmp_path):
     from transformers import AutoTokenizer
 

@@ -6,7 +6,8 @@ import torch
 from torch.nn.functional import linear
 
 import fused_rl
-from fused_rl.trainers.base import engine
+from fused_rl.trainers.base import engine, ranks
+from fused_rl.trainers.base.screen import print_line
 from fused_rl.trainers.base.text import InputError, in_a_line
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, on_device
@@ -178,13 +179,22 @@ def _loaded(config, name: str, policy: Policy) -> Teacher:
 
 def _served(config, url: str, policy: Policy) -> ServedTeacher:
     url, http = url.rstrip("/"), http_of(config)
+    if ranks.process() == 0:
+        print_line(f"waiting at most {http.timeout:g} s for teacher={url}")
     # The server may still be loading its model, so this call is repeated until it answers.
-    (models,) = http.run([http.call("GET", f"{url}/v1/models", tries=float("inf"))])
-    name = models["data"][0]["id"]
-    # Sequences are sent as token ids, which are other words to another tokenizer.
-    body = {"model": name, "prompt": TEXT, "add_special_tokens": False}
-    (answer,) = http.run([http.call("POST", f"{url}/tokenize", body)])
-    if answer["tokens"] != policy.tokenizer.encode(TEXT, add_special_tokens=False):
+    path = "GET /v1/models"
+    (answer,) = http.run([http.call("GET", f"{url}/v1/models", tries=float("inf"))])
+    try:
+        name = answer["data"][0]["id"]
+        # Sequences are sent as token ids, which are other words to another tokenizer.
+        path = "POST /tokenize"
+        body = {"model": name, "prompt": TEXT, "add_special_tokens": False}
+        (answer,) = http.run([http.call("POST", f"{url}/tokenize", body)])
+        tokens = answer["tokens"]
+    except (KeyError, IndexError, TypeError) as error:
+        came = f"{path} answered {shortened(answer)}"
+        raise InputError(f"teacher={url}: {came}; expected a vLLM server") from error
+    if tokens != policy.tokenizer.encode(TEXT, add_special_tokens=False):
         raise InputError(
             f"teacher={url} has other tokens than model={config.model}; choose a model with its tokenizer"
         )
