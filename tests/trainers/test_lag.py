@@ -107,6 +107,7 @@ def test_a_rollout_is_of_the_weights_of_its_schedule(k, kind, monkeypatch):
     sampler = Recorder()
     ahead = LaggedSampler(sampler, k)
     ahead.publish(0, nothing)
+    ahead.rest()  # which a sampler that goes on sampling is not told
     found = walked(ahead, Counted(), range(1, 8))
     assert found == {
         step: (max(0, step - 1 - k), 2 * step - 2, 2 * step - 1) for step in range(1, 8)

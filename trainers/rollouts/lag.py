@@ -105,6 +105,9 @@ class LaggedSampler(Sampler):
         self.due = None
         return pending.responses.result()
 
+    def rest(self) -> None:
+        """Do nothing: the thread samples while the policy is trained."""
+
     def publish(self, step: int, save: Callable[[Path], None]) -> None:
         """Publish new weights, after the rollouts that were begun have ended; raises what the sampler raised."""
         # The thread reads the weights that are about to change, or the server that is about to load others.

@@ -102,7 +102,9 @@ class Sampler:
         raise NotImplementedError
 
     def rest(self) -> None:
-        """The policy is about to be trained: no response is sampled until the next `publish`. All ranks call it."""
+        """The policy is about to be trained: no response is sampled until the next `publish`. All ranks call it, but
+        under `lag` none does, as responses are sampled meanwhile.
+        """
         if self.built is not None:
             self.built.rest()
 
