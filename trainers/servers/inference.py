@@ -114,6 +114,7 @@ class Server:
     is_paused: ClassVar[str | None] = None  # the path that tells of a pause, if there is one
     wake: ClassVar[str | None] = None  # the path that ends sleep
     sleep: ClassVar[str | None] = None  # the path that frees its memory
+    no_room: ClassVar[str] = ""  # what to do if it does not wake
     flags: ClassVar[str]  # how to start it, at the end of every error
     kept_sets: ClassVar[str]  # what it needs to report kept sets
     without_cache: ClassVar[str]
@@ -185,6 +186,7 @@ class Server:
     async def push(self, folder: Path) -> None:
         """Load the weights of a folder that the server sees too. A call that fails is not repeated."""
         calls = [*self.update(folder.resolve()), (self.resume, {})]
+        path = ""
         try:
             for path, body in calls:
                 answer = await self.http.call("POST", self.url + path, body, tries=1)
@@ -201,10 +203,16 @@ class Server:
             remedy = (
                 f"it must see {folder} (--published_dir), and serve this run alone; {self.flags}"
             )
+            if self.wake is not None and path.startswith(self.wake):
+                raise InputError(f"{error}; {self.name} did not wake: {self.no_room}") from error
             raise InputError(f"{error}; {self.name} did not load the weights: {remedy}") from error
         self.asleep = False
 
     async def rest(self) -> None:
         """Free the memory of weights and cache, until the next weights are loaded."""
-        await self.http.call("POST", f"{self.url}{self.sleep}", {}, tries=1)
+        try:
+            await self.http.call("POST", f"{self.url}{self.sleep}", {}, tries=1)
+        except InputError as error:
+            remedy = "its log says why; start it again, or leave out --server_sleeps"
+            raise InputError(f"{error}; {self.name} did not fall asleep: {remedy}") from error
         self.asleep = True

@@ -28,6 +28,10 @@ class VLLM(Server):
     is_paused = "/is_paused"  # also of a server that is asleep
     wake = "/wake_up"  # which ends a pause, too
     sleep = "/sleep?level=2"  # drops weights and cache: new weights come in any case
+    no_room = (
+        "if its log says that the GPU has no room, lower its --gpu-memory-utilization, or this run's "
+        "--micro_batch_tokens or --micro_batch_size, and start it again"
+    )
     kept_sets = (
         "kept sets need --enable-scale-out --return-sampling-mask, this run's --top_k and a GPU (vLLM on a CPU "
         "reports none)"

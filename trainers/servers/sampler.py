@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 
+import torch
+
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.files import io_errors_in_a_line
 from fused_rl.trainers.base.screen import print_line
@@ -156,6 +158,10 @@ class ServerSampler(Sampler):
             save(folder)
             if self.tied is not None:  # on the first rank
                 self.tied.untie(folder)
+        if self.sleeps:
+            # What the allocator keeps for later is no room for a server; every process may be on its GPU.
+            torch.cuda.empty_cache()
+            ranks.barrier()
         found: list[list[Response]] = []
 
         def push() -> None:
