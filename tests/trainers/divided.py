@@ -11,6 +11,7 @@ import transformers
 
 from fused_rl.trainers import cli
 from fused_rl.trainers.rollouts.types import Response, Sampler
+from fused_rl.trainers.run import store
 from tests.trainers import tiny
 from tests.trainers.runs import assert_same_weights, on_ranks
 
@@ -164,7 +165,10 @@ def train_all(rank: int, world: int, files: dict[str, str], runs: list[tuple]) -
     seconds = []
     for output, trainer, options in runs:
         began = time.monotonic()
-        train(rank, world, files, output, trainer, options)
+        try:
+            train(rank, world, files, output, trainer, options)
+        finally:
+            store.unlock()  # its process ends without its exit functions
         seconds.append(time.monotonic() - began)
     return seconds
 

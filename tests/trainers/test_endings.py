@@ -1,5 +1,6 @@
 """The end of a run, however it comes, and a run beside one that lives."""
 
+import multiprocessing
 import os
 import signal
 import time
@@ -9,7 +10,7 @@ import pytest
 from fused_rl.trainers import sft
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.models import language_model
-from fused_rl.trainers.run import store
+from fused_rl.trainers.run import command, store
 from fused_rl.trainers.run.logger import Logger
 from tests.trainers import killed
 from tests.trainers.runs import assert_equal_runs, names, refused, run_config
@@ -74,6 +75,31 @@ def test_a_run_that_dies_at_any_step_gives_the_signals_back(files, tmp_path, mon
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     kept.clear()
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+@pytest.mark.parametrize("ends", ["signal", "child"])
+def test_what_is_outside_of_its_folder_goes_when_a_run_ends(ends, tmp_path):
+    """By a SIGTERM between its steps, or with a process of `multiprocessing`."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+
+    def train(config):
+        store.remove_at_end(outside)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    if ends == "child":
+        child = multiprocessing.get_context("fork").Process(
+            target=store.remove_at_end, args=(outside,)
+        )
+        child.start()
+        child.join()
+    else:
+        words = ["--model", "m", "--dataset", "d.jsonl", "--output_dir", str(tmp_path / "run")]
+        with pytest.raises(SystemExit) as ended:
+            command.run(sft.SFTConfig, sft.arithmetic, train, sft.encoded, words)
+        assert ended.value.code == 128 + signal.SIGTERM
+    assert not outside.exists() and signal.getsignal(signal.SIGTERM) == before
 
 
 # Beside a run that lives.

@@ -79,7 +79,7 @@ def test_servers_that_sleep_while_the_policy_is_trained_change_no_result(files, 
         config = runs.grpo_config(
             files, tmp_path / "failed", server=[fake.url], steps=1, **SMALL, **options
         )
-        with pytest.raises(InputError, match="HTTP 500.*did not load the weights"):
+        with pytest.raises(InputError, match="HTTP 500.*did not wake"):
             grpo.train(config)
         assert fake.paused and len(list(memory.iterdir())) == 1
         store.unlock()  # as the command does when it ends
@@ -93,6 +93,7 @@ def test_servers_that_sleep_while_the_policy_is_trained_change_no_result(files, 
     [
         ({"server_sleeps": True}, "server_sleeps=True means nothing without --server"),
         ({"published_dir": "/tmp"}, "published_dir=/tmp means nothing without --server"),
+        ({"published_dir": "", "server": "http://127.0.0.1:1"}, "published_dir='' is empty"),
         (
             {"server_sleeps": True, "server": "http://127.0.0.1:1", "lag": 1},
             "server_sleeps=True has no meaning with lag",

@@ -328,14 +328,37 @@ def test_a_server_sleeps_until_new_weights_come(folders, tmp_path):
         assert not fake.asleep and not fake.paused
         sampler.publish(2, policy.save)  # as it is awake, it is paused
 
-        # One whose update fails stays asleep, and the next run wakes it.
+        # One that cannot fall asleep, or get its memory back, says so: the folder is not the cause.
+        fake.script = [("/sleep?level=2", 500)]
+        with pytest.raises(InputError, match="HTTP 500.*did not fall asleep: its log"):
+            sampler.rest()
         sampler.rest()
+        for tag in ("weights", "kv_cache"):
+            fake.script = [(f"/wake_up?tags={tag}", 500)]
+            with pytest.raises(InputError, match="did not wake.*lower its --gpu-memory-util") as no:
+                sampler.publish(3, policy.save)
+            assert "published_dir" not in str(no.value) and fake.asleep
+
+        # One whose update fails stays asleep, and the next run wakes it.
         fake.script = [("/collective_rpc", 500)]
         with pytest.raises(InputError, match="HTTP 500.*did not load the weights"):
             sampler.publish(3, policy.save)
         assert fake.paused and fake.asleep == {"kv_cache"}
         served.sampler_of([fake.url], policy, tmp_path, sleeps=True).publish(3, policy.save)
         assert not fake.asleep and not fake.paused
+
+
+def test_the_trainers_cache_is_empty_before_a_server_wakes(folders, tmp_path, monkeypatch):
+    policy = served.Policy(folders[1])
+    asleep = []
+    with fake_server.serving("vllm", folders[0]) as fake:
+        sampler = served.sampler_of([fake.url], policy, tmp_path, sleeps=True)
+        sampler.publish(0, policy.save)
+        sampler.rest()
+        emptied = lambda: asleep.append((sorted(fake.asleep), len(list(tmp_path.glob("*/step-1")))))  # noqa: E731
+        monkeypatch.setattr(torch.cuda, "empty_cache", emptied)
+        sampler.publish(1, policy.save)
+    assert asleep == [(["kv_cache", "weights"], 1)]
 
 
 def test_servers_that_cannot_sleep_are_refused(folder, tmp_path):
@@ -375,9 +398,14 @@ def test_weights_go_to_shared_memory_where_all_servers_are_here(folder, tmp_path
     assert found.parent == memory and found == published.folder_of(here, None, run, lm)
     assert found != published.folder_of(here, None, other, lm)
     # What a killed run has left there goes first.
-    (found / "step-3").mkdir(parents=True)
+    (found / "step-3").mkdir()
     published.folder_of(here, None, run, lm)
-    assert list(memory.iterdir()) == []
+    assert found.is_dir() and list(found.iterdir()) == []
+
+    # Machines of one image may share a disk, and number their folders alike.
+    with monkeypatch.context() as patch:
+        patch.setattr(published.socket, "gethostname", lambda: "another")
+        assert published.folder_of(here[:1], None, run, lm).name != found.name
 
     # Otherwise weights stay in the run's folder: without room, for another machine, without shared memory.
     free[0] = 2 * size
@@ -386,6 +414,11 @@ def test_weights_go_to_shared_memory_where_all_servers_are_here(folder, tmp_path
     assert published.folder_of([*here, "http://10.0.0.1"], None, run, lm) == run / "published"
     given = published.folder_of(["http://10.0.0.1"], str(tmp_path / "given"), run, lm)
     assert given == tmp_path / "given" / found.name
+    # And with what somebody else has put there, which stays.
+    (other / "kept").touch()
+    found.symlink_to(other)
+    assert published.folder_of(here, None, run, lm) == run / "published"
+    assert list(other.iterdir()) == [other / "kept"]
     monkeypatch.setattr(published, "SHARED_MEMORY", tmp_path / "none")
     assert published.folder_of(here, None, run, lm) == run / "published"
 

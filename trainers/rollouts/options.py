@@ -91,6 +91,14 @@ class SamplerConfig(SamplingConfig):
         """Return True if a model that only gives log-probabilities is behind a server."""
         return False
 
+    @pydantic.field_validator("published_dir")
+    @classmethod
+    def _is_named(cls, value: str | None) -> str | None:
+        """Refuse an empty name, which would be the current folder."""
+        if value == "":
+            raise InputError("published_dir='' is empty; give it a value, or leave it out")
+        return value
+
     @pydantic.field_validator("server")
     @classmethod
     def _urls(cls, value: str | list[str] | None) -> list[str] | None:

@@ -1,6 +1,7 @@
 """The `main` of every command: options, errors in one line, the exit status of an interruption."""
 
 import contextlib
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -60,12 +61,20 @@ def run(
         if config.dry_run:
             print_line(describe(config, arithmetic, read), as_is=True)
             return
+        # Between its steps SIGTERM ends a run as an error does, and so what it keeps outside of its folder is removed.
+        before = signal.signal(signal.SIGTERM, _end)
         try:
             train(config)
         finally:
+            signal.signal(signal.SIGTERM, before)
             unlock()
         # A process that exits while another is still in a collective makes that one abort.
         ranks.barrier()
+
+
+def _end(number: int, _frame) -> None:
+    """End the process with the usual status of a signal."""
+    sys.exit(128 + number)
 
 
 @contextlib.contextmanager

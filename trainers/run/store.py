@@ -11,7 +11,6 @@ resumed run moves what it will write again. A run deletes its own older checkpoi
 its name when all its files are on the disk, so the one with the most steps is the latest.
 """
 
-import atexit
 import contextlib
 import functools
 import json
@@ -20,6 +19,7 @@ import random
 import re
 import shutil
 from collections.abc import Mapping
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import MappingProxyType
 
@@ -92,7 +92,8 @@ def remove_at_end(folder: Path) -> None:
     """Remove a folder outside of the run's when the run ends, in whatever way but a kill."""
     global _outside
     _outside = folder
-    atexit.register(_remove_outside)  # an error in a notebook, for example, unlocks nothing
+    # An error in a notebook, for example, unlocks nothing. A child of `multiprocessing` ends without `atexit`.
+    Finalize(None, _remove_outside, exitpriority=0)
 
 
 def _remove_outside() -> None:

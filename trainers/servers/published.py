@@ -8,6 +8,7 @@ none: it would stay the old one, without an error. So such a server must be star
 and then gets untied weights. The run trains MODEL itself, with one weight for both.
 """
 
+import contextlib
 import json
 import shutil
 import socket
@@ -44,24 +45,45 @@ def folder_of(urls: Sequence[str], published_dir: str | None, output_dir: Path, 
     found = []
 
     def look() -> None:
-        # Two runs never have one name, and a run that is resumed has the one that it had before it was killed.
+        # Two runs never have one name, and a run that is resumed on its machine has the one that it had before it was
+        # killed. Machines of one image may number their folders alike.
         of_run = output_dir.stat()
-        name = f"fused-rl-{of_run.st_dev:x}-{of_run.st_ino:x}"
-        outside = Path(published_dir or SHARED_MEMORY) / name
-        with io_errors_in_a_line("the weights for the servers", outside):
-            if outside.exists():
-                shutil.rmtree(outside)
-            fits = published_dir is not None or (all(map(is_here, urls)) and _fits(lm))
-            found.append(outside if fits else output_dir / "published")
+        name = f"fused-rl-{socket.gethostname()}-{of_run.st_dev:x}-{of_run.st_ino:x}"
+        if published_dir is not None:
+            chosen = Path(published_dir) / name
+            with io_errors_in_a_line("the weights for the servers", chosen):
+                _remove(chosen)
+        else:
+            chosen = SHARED_MEMORY / name
+            if not (all(map(is_here, urls)) and _is_made(chosen, lm)):
+                chosen = output_dir / "published"
+        found.append(chosen)
 
     ranks.on_first_rank(look)
     return ranks.gather_processes(found)[0][0]
 
 
-def _fits(lm) -> bool:
-    """Return True if there is shared memory with room for two publications and a half."""
-    if not SHARED_MEMORY.is_dir():
+def _remove(folder: Path) -> None:
+    """Remove what a killed run has left."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(folder)
+
+
+def _is_made(folder: Path, lm) -> bool:
+    """Make an empty folder in shared memory; return False without room, or with something of another's in its place."""
+    # Everyone may write there, and the name can be known: no link is followed, and what is not this user's stays.
+    try:
+        _remove(folder)
+        if not _fits(lm):
+            return False
+        folder.mkdir(mode=0o755)  # servers may be another user's
+    except OSError:
         return False
+    return True
+
+
+def _fits(lm) -> bool:
+    """Return True if shared memory has room for two publications and a half."""
     total = 0
     for weight in lm.parameters():
         elements = getattr(weight, "ds_numel", weight.numel())  # ZeRO 3 leaves a part of them here
