@@ -28,10 +28,11 @@ WINDOWS = ("sliding_window", "attention_chunk_size")
 MASKED = ("sdpa", "eager")
 # Widths of rows that are tried, as multiples of the longest sequence.
 ROOM_FACTORS = (1, 1.5, 2, 4)
-# Largest difference of packed and single states, in deviations of the states: rounding moves them
-# by less.
-SAME_STATES = {torch.float32: 1e-3}
-SAME_STATES_IN_16_BITS = 0.05
+
+
+def same_states(dtype: torch.dtype) -> float:
+    """Return a difference that rounding stays below, of states computed in two ways, in deviations of the states."""
+    return 1e-3 if dtype == torch.float32 else 0.05
 
 
 class Packed(NamedTuple):
@@ -422,7 +423,7 @@ def _differs(lm: Any, rows_of: Callable[[Batch], InRows], prompt_tokens: int = 5
     finally:
         lm.train(training)
     difference = (alone - together).abs().max() / alone.std()
-    if difference <= SAME_STATES.get(lm.dtype, SAME_STATES_IN_16_BITS):
+    if difference <= same_states(lm.dtype):
         return None
     reason = "computes other states, and so other logits, in rows of several sequences"
     return f"{type(lm).__name__} {reason}"

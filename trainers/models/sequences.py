@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.models.packing import SAME_STATES, WINDOWS
+from fused_rl.trainers.models.packing import WINDOWS, same_states
 from fused_rl.trainers.options import RunConfig
 
 # The attention functions of transformers by name, as they were before `_register`.
@@ -160,7 +160,7 @@ class Divided:
         if self.calls < text.num_hidden_layers:
             return f"{name} has layers whose tokens meet otherwise than in attention"
         difference = (states.flatten(0, 1)[own] - parts).abs().max() / states.std()
-        if self._largest(difference) > SAME_STATES:
+        if self._largest(difference) > same_states(lm.dtype):
             return f"{name} computes other states from parts of a sequence than from the whole"
         return None
 
