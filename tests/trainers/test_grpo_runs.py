@@ -111,10 +111,6 @@ def test_the_reward_that_is_trained_on_is_less_by_the_kl_and_logged(
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    reason="the pass that the first training pass was compared with is left out by default",
-    strict=False,
-)
 def test_a_forward_pass_that_does_not_repeat_itself_is_reported(
     folder, rows, tmp_path, monkeypatch, capsys
 ):
@@ -125,7 +121,7 @@ def test_a_forward_pass_that_does_not_repeat_itself_is_reported(
     forward = language_model.LanguageModel.forward
 
     def noisy(self, *inputs, **more):
-        if more.get("token_loss") is not None:
+        if "loss_beside" in more:
             with torch.no_grad():
                 self.base.get_output_embeddings().weight.add_(1e-3)
                 self.base.get_output_embeddings().weight[::2].mul_(0.9)
