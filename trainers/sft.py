@@ -232,7 +232,7 @@ def evaluate(model, parts: list[MicroBatch]) -> dict[str, float]:
             totals += torch.stack([nll, hit.sum(), tokens]).cpu()
         # Sums are added up and not means averaged, because the ranks' shares differ in length.
         loss, hits, tokens = ranks.global_sum(totals).tolist()
-        found |= {"eval/loss": loss / tokens, "eval/accuracy": hits / tokens}
+        found |= {"eval/loss": loss / tokens, "eval/token_accuracy": hits / tokens}
     return found
 
 

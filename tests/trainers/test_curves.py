@@ -2,8 +2,8 @@
 
 from matplotlib.figure import Figure
 
-from fused_rl.trainers import cli
-from fused_rl.trainers.run.logger import columns_of, draw_curves
+from fused_rl.trainers import cli, grpo
+from fused_rl.trainers.run.logger import Logger, columns_of, draw_curves
 from fused_rl.trainers.run.metrics import METRICS, keys_by
 from tests.trainers import figures, tiny
 
@@ -34,7 +34,23 @@ def test_a_panel_has_the_keys_that_the_run_has(monkeypatch, tmp_path):
         "eval/accuracy_greedy": [[0, 0.1], [2, 0.5]],
         "policy/entropy_avg": [[2, 1.0]],
     }
-    assert columns_of(HISTORY[0] | HISTORY[2]) == "reward 0.4  held-out 0.5"
+    assert columns_of(HISTORY[2]) == "reward 0.4  held-out greedy 0.5"
+
+
+def test_a_line_shows_a_held_out_figure_only_where_it_was_measured(tmp_path, capsys):
+    config = grpo.GRPOConfig(model="m", dataset="d", output_dir=str(tmp_path), steps=9)
+    logger = Logger(config, 0)
+    evaluation = {"eval/accuracy_greedy": 0.5, "eval/accuracy_sampled": 0.25, "eval/score": 0.75}
+    logger.log(3, {"reward": 0.1})
+    # Printed although the last line is not 10 seconds old.
+    logger.log(4, {"reward": 0.2} | evaluation)
+    logger.log(9, {"reward": 0.3})
+    logger.close()
+    assert capsys.readouterr().out.splitlines() == [
+        "step 3/9  reward 0.1",
+        "step 4/9  reward 0.2  held-out greedy 0.5  sampled 0.25  score 0.75",
+        "step 9/9  reward 0.3",
+    ]
 
 
 def test_what_is_shown_is_logged_and_every_trainer_has_a_loss_that_the_doctor_reads():

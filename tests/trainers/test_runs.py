@@ -151,7 +151,7 @@ def test_without_a_kl_no_reference_is_loaded_and_none_is_logged(files, tmp_path,
 def test_sft_learns_and_its_metrics_have_exactly_these_names(files, tmp_path):
     sft.train(sft_config(files, tmp_path, steps=30, lr=1e-2, eval_every=15))
     metrics = tiny.read_metrics(tmp_path)
-    evaluation = {"eval/loss", "eval/accuracy"}
+    evaluation = {"eval/loss", "eval/token_accuracy"}
     assert (
         set(metrics[0]) == {"step"} | evaluation
         and set(metrics[1]) == {"step", *tiny.usual("sft")} - evaluation
@@ -162,7 +162,7 @@ def test_sft_learns_and_its_metrics_have_exactly_these_names(files, tmp_path):
     for model, found in ((files[0], metrics[0]), (str(tmp_path / "model"), metrics[-1])):
         loss, accuracy = held_out_by_definition(sft_config((model, files[1]), tmp_path))
         assert found["eval/loss"] == pytest.approx(loss, rel=1e-5)
-        assert found["eval/accuracy"] == pytest.approx(accuracy)
+        assert found["eval/token_accuracy"] == pytest.approx(accuracy)
     assert accuracy > 0.5
 
 

@@ -15,7 +15,7 @@ from fused_rl.trainers.base.files import as_json, unfinished, write_rows
 from fused_rl.trainers.base.screen import print_line
 from fused_rl.trainers.base.text import escaped
 from fused_rl.trainers.options import RunConfig
-from fused_rl.trainers.run.metrics import keys_by
+from fused_rl.trainers.run.metrics import HELD_OUT, keys_by
 from fused_rl.trainers.run.rules import Watch, too_easy_or_too_hard
 
 # Panels of curves.png beside each other.
@@ -31,7 +31,7 @@ class Logger:
         self.folder = Path(config.output_dir)
         self.steps = config.steps
         self.group_size = max(config.to_dict().get("group_size", 1), 8)
-        self.last, self.last_printed = {}, 0.0
+        self.last_printed = 0.0
         self.history = _cut(self.folder / "metrics.jsonl", start)
         _cut(self.folder / "samples.jsonl", start)
 
@@ -94,12 +94,14 @@ class Logger:
         for finding in self.watch.see(entry):
             print_line(f"warning: {finding}")
 
-        # Not every entry has every column, so the line shows the last value of each.
-        self.last.update(metrics)
-        columns = columns_of(self.last)
+        # What this step measured; an older value would be taken for a new one. So the line of an evaluation must not be
+        # left out, and beside the bar, which shows the next step soon, it is printed as well.
+        columns = columns_of(metrics)
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=step, columns=columns)
-        elif columns and (step == self.steps or time.monotonic() - self.last_printed > 10):
+        is_due = step == self.steps or time.monotonic() - self.last_printed > 10
+        is_evaluation = any(key.startswith("eval/") for key in metrics)
+        if columns and (is_evaluation or (is_due and self.bar is None)):
             self.last_printed = time.monotonic()
             print_line(f"step {step}/{self.steps}  {columns}")
 
@@ -168,12 +170,16 @@ def _cut(path: Path, start: int) -> list[dict]:
 def columns_of(metrics: Mapping[str, float]) -> str:
     """Return the metrics that are printed, in one line."""
     parts = []
+    before = ""
     for header, keys in keys_by("column").items():
         found = [metrics[key] for key in keys if key in metrics]
-        if found:
-            parts.append(
-                f"{header} {found[0]:.0f}" if abs(found[0]) >= 1000 else f"{header} {found[0]:.3g}"
-            )
+        if not found:
+            continue
+        follows = before.startswith(HELD_OUT)
+        label = header.removeprefix(HELD_OUT) if follows else header
+        value = f"{found[0]:.0f}" if abs(found[0]) >= 1000 else f"{found[0]:.3g}"
+        parts.append(f"{label} {value}")
+        before = header
     return "  ".join(parts)
 
 

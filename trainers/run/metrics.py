@@ -20,10 +20,15 @@ class Metric(NamedTuple):
     """Header on the screen; of several metrics under one header the first that a run has is printed."""
     meaning: Literal["", "loss", "gradient norm", "held-out accuracy"] = ""
     """What the doctor's conditions take it for."""
+    better: Literal["", "higher", "lower"] = ""
+    """Which way a held-out figure improves; "" where no figure of it is a goal."""
 
 
 KL = "KL to the reference (nats per response)"
 WITHOUT_SIGNAL = "groups that teach nothing"
+ACCURACY = "held-out accuracy"
+# How the headers of held-out figures begin; on the screen those that follow each other share it.
+HELD_OUT = "held-out "
 # Panels and columns stand in the order in which they come up here.
 METRICS = {
     "train/loss": Metric("loss", "loss", "loss"),
@@ -31,11 +36,11 @@ METRICS = {
     "train/dpo/loss": Metric("loss", "loss", "loss"),
     "train/kto/loss": Metric("loss", "loss", "loss"),
     "distill/kl": Metric("loss", "loss", "loss"),
-    "eval/loss": Metric("loss"),
-    "eval/rm/loss": Metric("loss"),
-    "eval/dpo/loss": Metric("loss"),
-    "eval/kto/loss": Metric("loss"),
-    "eval/distill/kl": Metric("loss"),
+    "eval/loss": Metric("loss", better="lower"),
+    "eval/rm/loss": Metric("loss", better="lower"),
+    "eval/dpo/loss": Metric("loss", better="lower"),
+    "eval/kto/loss": Metric("loss", better="lower"),
+    "eval/distill/kl": Metric("loss", f"{HELD_OUT}KL", better="lower"),
     "loss/total_avg": Metric(meaning="loss"),
     "loss/value_avg": Metric(meaning="loss"),
     "optim/grad_norm": Metric(meaning="gradient norm"),
@@ -43,23 +48,31 @@ METRICS = {
     "reward": Metric("reward (mean of a step)", "reward"),
     "objective/scores": Metric("reward (mean of a step)", "reward"),
     "objective/rlhf_reward": Metric("reward (mean of a step)"),
-    "eval/accuracy_greedy": Metric("held-out accuracy", "held-out", "held-out accuracy"),
-    "eval/accuracy_sampled": Metric("held-out accuracy"),
-    "eval/pass_at_k": Metric("held-out accuracy"),
-    "eval/accuracy": Metric("held-out accuracy", "held-out", "held-out accuracy"),
+    "eval/accuracy_greedy": Metric(ACCURACY, f"{HELD_OUT}greedy", "held-out accuracy", "higher"),
+    "eval/accuracy_sampled": Metric(ACCURACY, f"{HELD_OUT}sampled", better="higher"),
+    "eval/pass_at_k": Metric(ACCURACY, better="higher"),
+    "eval/token_accuracy": Metric(
+        "held-out token accuracy", f"{HELD_OUT}token accuracy", "held-out accuracy", "higher"
+    ),
     "train/kto/accuracy": Metric("accuracy on marked responses"),
-    "eval/kto/accuracy": Metric("accuracy on marked responses", "held-out", "held-out accuracy"),
+    "eval/kto/accuracy": Metric(
+        "accuracy on marked responses", f"{HELD_OUT}accuracy", "held-out accuracy", "higher"
+    ),
     "train/rm/accuracy": Metric("accuracy on pairs"),
     "train/dpo/accuracy": Metric("accuracy on pairs"),
-    "eval/rm/accuracy": Metric("accuracy on pairs", "held-out", "held-out accuracy"),
-    "eval/dpo/accuracy": Metric("accuracy on pairs", "held-out", "held-out accuracy"),
+    "eval/rm/accuracy": Metric(
+        "accuracy on pairs", f"{HELD_OUT}accuracy", "held-out accuracy", "higher"
+    ),
+    "eval/dpo/accuracy": Metric(
+        "accuracy on pairs", f"{HELD_OUT}accuracy", "held-out accuracy", "higher"
+    ),
     "train/rm/chosen_rewards": Metric("scores"),
     "train/rm/rejected_rewards": Metric("scores"),
     "train/dpo/chosen_rewards": Metric("scores"),
     "train/dpo/rejected_rewards": Metric("scores"),
     "train/kto/desirable_rewards": Metric("scores"),
     "train/kto/undesirable_rewards": Metric("scores"),
-    "eval/score": Metric("scores", "held-out"),
+    "eval/score": Metric("scores", f"{HELD_OUT}score", better="higher"),
     "perf/tokens_per_second": Metric(column="tokens/s"),
     "objective/kl": Metric(KL),
     "objective/kl1_avg": Metric(KL),

@@ -60,7 +60,7 @@ class Watch:
         (first, key, start), (last, _, now) = self.held_out[0], self.held_out[-1]
         figures = []
         for accuracy in (start, now):
-            known = problems and key != "eval/accuracy"  # which is over tokens
+            known = problems and key != "eval/token_accuracy"  # which is over tokens
             error = f" ± {math.sqrt(accuracy * (1 - accuracy) / problems):.2g}" if known else ""
             figures.append(f"{accuracy:.3g}{error}")
         # Where there is a reference, how far the policy went for that.
