@@ -20,7 +20,8 @@ def random_logits(n, vocab=VOCAB, seed=0, scale=3.0):
 
 
 def upstream_of(targets, seed=2):
-    return torch.randn(3, *targets.shape, generator=torch.Generator().manual_seed(seed)).unbind()
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(3, *targets.shape, generator=generator).to(targets.device).unbind()
 
 
 def outputs_and_gradient(module, logits, targets, upstream, inplace=False, **options):

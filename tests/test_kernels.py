@@ -133,6 +133,7 @@ def test_split_and_in_place_touch_no_element_twice(vocab, monkeypatch):
     assert not logits[1].any()
 
 
+@watched_alone
 @pytest.mark.slow
 def test_the_rows_of_the_last_wave_are_split_and_those_before_are_not(monkeypatch):
     """Eight rows where six programs fit, each row of its own, one of the two that are split masked."""
