@@ -151,7 +151,7 @@ def _as_yaml_value(value: Any) -> Any:
     return name_of(value) if callable(value) else value
 
 
-def _choices(kind: Any) -> tuple[Any, ...]:
+def choices_of(kind: Any) -> tuple[Any, ...]:
     """Return the types X and Y of X | Y | None."""
     is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
     choices = typing.get_args(kind) if is_union else (kind,)
@@ -166,11 +166,12 @@ PLURALS = {str: "texts", float: "finite numbers", Any: "values"}
 def in_words(kind: Any) -> str:
     """Return the values that an option of this type takes, in words; None, which most take, goes without saying."""
     names = []
-    for choice in _choices(kind):
+    for choice in choices_of(kind):
         arguments = typing.get_args(choice)
         origin = typing.get_origin(choice)
         if origin is Literal:
-            names.append("one of " + ", ".join(map(str, arguments)))
+            words = ", ".join(map(str, arguments))
+            names.append(f"one of {words}" if len(arguments) > 1 else words)
         elif origin is Annotated:
             names.append(_number_in_words(*arguments))
         elif origin is list:
@@ -183,7 +184,7 @@ def in_words(kind: Any) -> str:
 
 
 def _plural(kind: Any) -> str:
-    (choice,) = _choices(kind)
+    (choice,) = choices_of(kind)
     base = typing.get_args(choice)[0] if typing.get_origin(choice) is Annotated else choice
     allows_none = type(None) in typing.get_args(kind)
     return PLURALS[base] + (", or of null" if allows_none else "")
@@ -541,6 +542,9 @@ MAIN = (
     "num_train_epochs",
     "lr",
     "micro_batch_size",
+    "resume",
+    "overwrite",
+    "dry_run",
 )
 
 
@@ -549,10 +553,11 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
 
     seed: Seed = 1
     """Random seed of weights, data order and sampling; on a CPU the same seed gives the same run, bit for bit."""
-    eval_every: PositiveInt = 50
-    """Steps between evaluations; there is always one before and one after."""
-    dry_run: bool = False
-    """Print the configuration, the batch arithmetic and one example, check all rows as the run does, and stop."""
+    eval_every: NonNegativeInt = 50
+    """Steps between evaluations, beside one before and one after the training; 0 is for these two alone."""
+    dry_run: bool | Literal["all"] = False
+    """Check options, rows and scorers as the run does, print what was resolved and one example, and stop. It prints the
+    options that were given or follow from others; `--dry_run all` prints all of them."""
 
     def check(self) -> None:
         super().check()
@@ -606,11 +611,11 @@ ACTIONS = ("resume", "resume_from", "accept_changes", "overwrite", "dry_run")
 FIRST = ("model", "dataset", "output_dir")
 
 
-def to_yaml(config: Options) -> str:
+def to_yaml(config: Options, *, everything: bool = True) -> str:
     """Return the config as YAML that `--config` reads back.
 
     Options that have no meaning beside the others, such as those of a surrogate that is not chosen, are left out unless
-    they were given.
+    they were given. Without `everything` so are all that have their default value.
     """
     values = config.to_dict()
     if values.get("num_train_epochs") is not None:
@@ -622,6 +627,6 @@ def to_yaml(config: Options) -> str:
     others = {
         name: value
         for name, value in values.items()
-        if name in config.model_fields_set or config.has_meaning(name)
+        if name in config.model_fields_set or (everything and config.has_meaning(name))
     }
     return yaml.safe_dump(first | others, sort_keys=False, allow_unicode=True)

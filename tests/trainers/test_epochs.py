@@ -67,7 +67,7 @@ def test_a_dry_run_counts_the_rows_of_a_file(files, tmp_path, capsys):
         sft.main(command)
     sft.main([*command, "--completion_column", "answer"])
     printed = capsys.readouterr().out
-    assert "# optimizer steps: 9\n" in printed and "\nsteps: null\n" in printed
+    assert "# optimizer steps: 9\n" in printed and "\nnum_train_epochs: 2.1\n" in printed
 
 
 @pytest.mark.slow

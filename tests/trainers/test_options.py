@@ -221,17 +221,24 @@ def test_dry_run_prints_the_resolved_config(files, tmp_path, capsys):
         "http://127.0.0.1:9,http://127.0.0.1:10",
     ]
     grpo.main([*argv, "--dry_run"])
+    short = capsys.readouterr().out
+    assert re.match(r"# the options .*\nmodel: .*\ndataset: .*\noutput_dir: ", short)
+    # What follows from other options is in it, and what has its default is not.
+    assert "\nmicro_batch_size: " in short and "\nkl_every: " not in short
+    grpo.main([*argv, "--dry_run", "all"])
     printed = capsys.readouterr().out
     assert re.match(r"model: .*\ndataset: .*\noutput_dir: ", printed)
     assert "server_timeout" in printed and "sapo_temperature_pos" not in printed
+    assert {*short.splitlines()[1:]} < {*printed.splitlines()}
     assert "lr: 0.25" in printed and "verifiers:\n- fused_rl.recipes.gym:score\n" in printed
     assert "# responses per step: 256 = 32 prompts x 8" in printed
     assert "# servers, not asked yet: http://127.0.0.1:9 http://127.0.0.1:10" in printed
-    (tmp_path / "printed.yaml").write_text(printed)
-    again = parse(grpo.GRPOConfig, ["--config", str(tmp_path / "printed.yaml"), "--overwrite"])
     config = parse(grpo.GRPOConfig, argv)
     config.resolve()
-    assert again == config
+    for text in (short, printed):
+        (tmp_path / "printed.yaml").write_text(text)
+        again = parse(grpo.GRPOConfig, ["--config", str(tmp_path / "printed.yaml"), "--overwrite"])
+        assert again == config
 
 
 def test_every_recipe_parses():

@@ -74,6 +74,7 @@ class EvalConfig(ScorerConfig, SamplingConfig):
         "verifiers",
         "samples",
         "max_new_tokens",
+        "overwrite",
     )
     model: str
     """A causal language model, or adapters to one: a Hub name or a local folder."""

@@ -90,8 +90,9 @@ class SamplingRunConfig(RolloutConfig, RunConfig):
 
     eval_samples: PositiveInt = 4
     """Sampled responses per held-out problem: k of pass@k."""
-    show_samples: PositiveInt = 4
-    """Responses shown at each evaluation: half from the same held-out rows each time, half from the step's rollout."""
+    show_samples: NonNegativeInt = 4
+    """Responses shown at each evaluation: half from the same held-out rows each time, half from the step's rollout. 0
+    shows none."""
 
     needs: ClassVar = (
         Needs(

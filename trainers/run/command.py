@@ -131,7 +131,10 @@ def describe(config: RunConfig, arithmetic: Arithmetic, read: ReadRows) -> str:
     lines = [f"# {key}: {value}" for key, value in divided.items()]
     lines += [] if needed is None else [f"# memory per process: {needed}"]
     lines += ["#", *example_lines(examples[0], encoder)]
-    return "\n".join([to_yaml(config), "# batch arithmetic", *lines])
+    everything = config.dry_run == "all"
+    title = "# the options that were given or follow from others; --dry_run all prints all of them"
+    options = to_yaml(config, everything=everything)
+    return "\n".join([*([] if everything else [title]), options, "# batch arithmetic", *lines])
 
 
 def example_lines(example: Encodable, encoder: Encoder) -> list[str]:

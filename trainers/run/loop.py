@@ -151,7 +151,8 @@ class Run:
     @property
     def evaluates(self) -> bool:
         """Return True if an evaluation follows this step."""
-        return self.step % self.config.eval_every == 0 or self.last
+        every = self.config.eval_every
+        return self.last or (every > 0 and self.step % every == 0)
 
     @property
     def last(self) -> bool:

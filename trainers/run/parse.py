@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import yaml
 
 from fused_rl.trainers.base.text import InputError, unknown
-from fused_rl.trainers.options import FIRST, Options, in_words, kinds_of
+from fused_rl.trainers.options import FIRST, Options, choices_of, in_words, kinds_of
 
 Config = TypeVar("Config", bound=Options)
 
@@ -76,7 +76,7 @@ def _value(config_class: type[Options], name: str, text: str | None) -> Any:
     kind = kinds_of(config_class)[name]
     # An option without a value is a flag.
     if text is None:
-        if kind is bool:
+        if bool in choices_of(kind):
             return True
         raise InputError(f"{name}: expected {in_words(kind)} after --{name}")
     choices = typing.get_args(kind) or (kind,)
