@@ -30,7 +30,7 @@ from typing_extensions import Self
 
 from fused_rl.base import checks
 from fused_rl.trainers.base import engine, memory, ranks
-from fused_rl.trainers.base.text import InputError, name_of, unknown
+from fused_rl.trainers.base.text import InputError, name_of, refusal_of
 
 # A dataset that ends so is a file, any other a name.
 FILES = (".jsonl", ".json", ".csv", ".parquet")
@@ -240,12 +240,15 @@ def _constrained(kind: Any) -> Any:
 def first_of(
     error: pydantic.ValidationError, config_class: type[Options], options: dict[str, Any]
 ) -> InputError:
-    """Return the first of the errors in one line: the option, its value, what was expected."""
-    first = error.errors()[0]
+    """Return all names that are no options, or the first error: the option, its value, what was expected."""
+    errors = error.errors()
+    # No such options when a config is made, or when an attribute is set: all of them at once.
+    nameless = ("extra_forbidden", "no_such_attribute")
+    strange = [str(each["loc"][0]) for each in errors if each["type"] in nameless]
+    if strange:
+        return refusal_of(strange, config_class.model_fields)
+    first = errors[0]
     name = str(first["loc"][0])
-    # No such option when a config is made, or when an attribute is set.
-    if first["type"] in ("extra_forbidden", "no_such_attribute"):
-        return InputError(unknown(name, config_class.model_fields))
     if first["type"] == "missing":
         return InputError(f"{name} is missing; give --{name}, or {name}: … in the file of --config")
     # A validator of the option has said it better.

@@ -3,9 +3,12 @@
 import difflib
 import importlib
 import os
+import re
 import sys
 import unicodedata
 from collections.abc import Callable, Collection
+
+from fused_rl.trainers.base import trl
 
 
 class InputError(ValueError):
@@ -54,58 +57,46 @@ def name_of(function: Callable) -> str:
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
-# The names of TRL's options that people type, and what each is called here; docs/from_trl.md has the differences.
-NAMES: dict[str, str] = {
-    # Every trainer.
-    "learning_rate": "--lr",
-    "max_steps": "--steps",
-    "per_device_train_batch_size": "--micro_batch_size; the batch of a step is --batch_size or --prompts_per_step",
-    "gradient_accumulation_steps": "--batch_size or --prompts_per_step, the batch of a whole step",
-    "warmup_ratio": "--warmup_steps, in updates",
-    "lr_scheduler_type": "--lr_schedule: constant, linear or cosine",
-    "adam_epsilon": "--adam_eps",
-    "save_steps": "--save_every",
-    "save_total_limit": "--keep_checkpoints",
-    "eval_steps": "--eval_every",
-    "eval_strategy": "--eval_every; --eval_size 0 evaluates never",
-    "bf16": "--dtype bfloat16",
-    "report_to": "--wandb_project",
-    "resume_from_checkpoint": "--resume, or --resume_from step-4",
-    "overwrite_output_dir": "--overwrite",
-    "model_name_or_path": "--model",
-    "dataset_name": "--dataset",
-    "lora_r": "--lora_rank",
-    "lora_target_modules": "--lora_targets",
-    # SFT and reward.
-    "max_seq_length": "--max_length",
-    "assistant_only_loss": "--assistant_turns all",
-    "center_rewards_coefficient": "--centering",
-    # GRPO, PPO and distillation.
-    "beta": "--kl_coef; in distill --direction and --jsd_beta",
-    "teacher_model_name_or_path": "--teacher",
-    "num_generations": "--group_size",
-    "num_iterations": "--epochs",
-    "steps_per_generation": "--minibatches",
-    "max_completion_length": "--max_new_tokens",
-    "reward_funcs": "--verifiers",
-    "reward_weights": "--verifier_weights",
-    "loss_type": "--preset",
-    "scale_rewards": "--advantage: group-std, group-mean-batch-std or group-mean",
-    "epsilon": "--clip_low and --clip_high",
-    "epsilon_high": "--clip_high",
-    "mask_truncated_completions": "--mask_truncated",
-    "use_vllm": "--server, with the URL of a server",
-    "vllm_server_base_url": "--server",
-}
+class UnknownOptions(InputError):
+    """Several names that are no options, each in a line of its own."""
 
 
-def unknown(name: str, names: Collection[str]) -> str:
-    """Return the message for an option that is not among the `names`, with the one that is meant if that is clear."""
+def refusal_of(names: Collection[str], known: Collection[str], where: str = "") -> InputError:
+    """Return the error for names that are no options, all of them at once; `where` says where they stand."""
+    names = list(dict.fromkeys(names))
+    if len(names) == 1:
+        return InputError(where + unknown(names[0], known))
+    lines = [f"{where}{len(names)} unknown options"]
+    lines += [f"--{name}; {meant_by(name, known)}" for name in names]
+    if any(name.replace("-", "_") in trl.NAMES for name in names):
+        lines.append("`fused-rl from-trl FILE` converts a whole config or script of TRL")
+    return UnknownOptions("\n  ".join(map(escaped, lines)))
+
+
+def unknown(name: str, known: Collection[str]) -> str:
+    """Return the message for an option that is not `known`, with the one that is meant if that is clear."""
+    return f"unknown option --{name}; {meant_by(name, known)}"
+
+
+def meant_by(name: str, known: Collection[str]) -> str:
+    """Return what is meant by a name that is no option: its name here, why it has none, or the nearest one."""
     meant = name.replace("-", "_")
-    nearest = difflib.get_close_matches(meant, [*names, *NAMES], n=1)
-    remedy = f"did you mean --{nearest[0]}?" if nearest else "--help all lists the options"
-    if meant in NAMES:
-        remedy = f"its name here is {NAMES[meant]}"
-    elif nearest and nearest[0] in NAMES:
-        remedy = f"did you mean {nearest[0]}, as in TRL? its name here is {NAMES[nearest[0]]}"
-    return f"unknown option --{name}; {remedy}"
+    if meant in trl.NAMES:
+        return _name_here(meant, known)
+    reason = trl.reason_of(meant)
+    if reason is not None:
+        return f"it has no counterpart: {reason}"
+    nearest = difflib.get_close_matches(meant, [*known, *trl.NAMES], n=1)
+    if not nearest:
+        return "--help all lists the options"
+    if nearest[0] in trl.NAMES:
+        return f"did you mean {nearest[0]}, as in TRL? {_name_here(nearest[0], known)}"
+    return f"did you mean --{nearest[0]}?"
+
+
+def _name_here(name: str, known: Collection[str]) -> str:
+    """Return the name of one of TRL's options here, for the trainer whose options are `known`."""
+    clauses = trl.NAMES[name].split("; ")
+    fitting = [text for text in clauses if {*re.findall(r"--(\w+)", text)} <= {*known}]
+    text = "; ".join(fitting or clauses)
+    return f"its name here is {text}" if text.startswith("--") else f"here it is {text}"

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from fused_rl.trainers.base import memory, ranks
 from fused_rl.trainers.base.screen import print_line, print_rank0
-from fused_rl.trainers.base.text import InputError, escaped
+from fused_rl.trainers.base.text import InputError, UnknownOptions, escaped
 from fused_rl.trainers.data.encode import Encoded, Encoder, load_tokenizer
 from fused_rl.trainers.data.order import in_steps
 from fused_rl.trainers.data.reading import BadRows, Reading, load_train_eval
@@ -82,11 +82,11 @@ def around(prog: str, lost: str = "nothing was written") -> Iterator[None]:
     """Make an InputError of a whole command one line; Ctrl-C has its usual status and says what is lost."""
     try:
         yield
-    except BadRows as error:
+    except (BadRows, UnknownOptions) as error:
         if ranks.process() == 0:
             sys.exit(f"{prog}: error: {error}")  # its lines are escaped
-        # All ranks have read the same rows. A launcher ends the others as soon as one has ended, so rank 0 gets the
-        # time to print the whole block.
+        # All ranks read the same rows and words. A launcher ends the others as soon as one has ended, so rank 0 gets
+        # the time to print the whole block.
         time.sleep(SECONDS_TO_PRINT)
         title, _, _ = str(error).partition("\n")
         sys.exit(f"{prog}: error: {title}")

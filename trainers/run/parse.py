@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from fused_rl.trainers.base.text import InputError, unknown
+from fused_rl.trainers.base.text import InputError, refusal_of
 from fused_rl.trainers.options import FIRST, Options, choices_of, in_words, kinds_of
 
 Config = TypeVar("Config", bound=Options)
@@ -36,21 +36,38 @@ def parse(config_class: type[Config], argv: list[str]) -> Config:
         raise SystemExit(0)
 
     # Word by word, so that a later file or option wins over an earlier one.
-    from_files, given = {}, {}
+    fields = config_class.model_fields
+    from_files: dict[str, Any] = {}
+    texts: dict[str, str | None] = {}
+    strange: list[str] = []
+    where = ""
     while words:
         word = words.pop(0)
         name, is_joined, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not name:
             raise InputError(f"expected --option value, got {word!r}; --help lists the options")
-        if not is_joined:
-            value = words.pop(0) if words and not words[0].startswith("--") else None
+        values = [value] if is_joined else []
+        # An option takes one value, and an unknown one all that follow.
+        is_strange = name not in (*fields, "config", "local_rank")
+        while words and not words[0].startswith("--") and (is_strange or not values):
+            values.append(words.pop(0))
         if name == "config":
-            read = read_file(Path(value or ""), config_class)
+            path = Path(*values)
+            read = read_file(path)
+            in_file = [option for option in read if option not in fields]
+            where = f"{path}: " if in_file and not strange else ""
+            strange += in_file
             from_files |= read
-            given = {option: came for option, came in given.items() if option not in read}
+            texts = {option: text for option, text in texts.items() if option not in read}
+        elif is_strange:
+            strange.append(name)
+            where = ""
         # DeepSpeed's launcher adds --local_rank, which is read from the environment.
         elif name != "local_rank":
-            given[name] = _value(config_class, name, value)
+            texts[name] = values[0] if values else None
+    if strange:
+        raise refusal_of(strange, fields, where)
+    given = {name: _value(config_class, name, text) for name, text in texts.items()}
 
     # A file may hold what a machine chose in place of what is given now.
     for name, other in config_class.replaces.items():
@@ -58,7 +75,6 @@ def parse(config_class: type[Config], argv: list[str]) -> Config:
             from_files.pop(other, None)
 
     # A file may spell out every default, as a run's own config.yaml does: those were not given.
-    fields = config_class.model_fields
     given = {
         name: came for name, came in from_files.items() if came != fields[name].default
     } | given
@@ -71,8 +87,6 @@ def parse(config_class: type[Config], argv: list[str]) -> Config:
 
 def _value(config_class: type[Options], name: str, text: str | None) -> Any:
     """Return the value of a word for an option: YAML, but an option that may be text takes text that is no list."""
-    if name not in config_class.model_fields:
-        raise InputError(unknown(name, config_class.model_fields))
     kind = kinds_of(config_class)[name]
     # An option without a value is a flag.
     if text is None:
@@ -97,7 +111,7 @@ def _value(config_class: type[Options], name: str, text: str | None) -> Any:
         raise InputError(f"{name}={text!r}: expected {in_words(kind)}") from error
 
 
-def read_file(path: Path, config_class: type[Options]) -> dict[str, Any]:
+def read_file(path: Path) -> dict[str, Any]:
     """Return what a file of `option: value` lines says."""
     # Every way in which a file can be unreadable ends in one line that names it.
     try:
@@ -108,10 +122,7 @@ def read_file(path: Path, config_class: type[Options]) -> dict[str, Any]:
         raise InputError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise InputError(f"{path}: expected lines of `option: value`")
-    known = config_class.model_fields
-    for name in values.keys() - known.keys():
-        raise InputError(f"{path}: {unknown(str(name), known)}")
-    return values
+    return {str(name): value for name, value in values.items()}
 
 
 def help_text(config_class: type[Options], *, everything: bool) -> str:
