@@ -62,8 +62,12 @@ def hash_of_model(name: str, revision: str | None = None) -> str:
         files: set[Path] = set()
         for pattern in OF_A_MODEL:
             files |= set(folder.glob(pattern))
-        model_hash = hash_of([(file.name, *fingerprint(file)) for file in sorted(files)])
+        try:
+            model_hash = hash_of([(file.name, *fingerprint(file)) for file in sorted(files)])
+        except OSError as error:
+            raise InputError(f"{error.filename} cannot be read: {error.strerror}") from error
     else:
+        check_exists(name)
         from huggingface_hub import snapshot_download
 
         try:
@@ -76,10 +80,7 @@ def hash_of_model(name: str, revision: str | None = None) -> str:
             ) from error
         model_hash = folder.name  # a snapshot's folder is named by its commit
     # Adapters of the same bytes on other weights are another model.
-    adapters = folder / "adapter_config.json"
-    if not adapters.is_file():
-        return model_hash
-    config = json.loads(adapters.read_bytes())
+    config = _adapter_config(folder)
     base, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not base:  # reading the model refuses them
         return model_hash
@@ -100,6 +101,7 @@ def base_of_adapters(folder: str | Path, base: str, revision: str | None = None)
     if beside.is_dir():
         return str(beside.resolve())
     try:
+        check_exists(base)
         cached_file(base, "config.json", revision=revision)
     # Of the network, the Hub, or a name that cannot be one.
     except (OSError, ValueError) as error:
@@ -109,6 +111,39 @@ def base_of_adapters(folder: str | Path, base: str, revision: str | None = None)
             f"{what} (the current folder) or in {folder}, nor found on the Hub; {remedy}"
         ) from error
     return base
+
+
+def is_missing_path(name: str) -> bool:
+    """Return True for a local path at which nothing lies; a name that the Hub may have is no path."""
+    path = Path(name)
+    try:
+        in_a_folder = "/" in name and path.parent.is_dir()
+        is_path = in_a_folder or name.startswith((".", os.sep)) or name.count("/") > 1
+        return is_path and not path.exists()
+    except OSError as error:
+        raise InputError(f"{name} cannot be read: {error.strerror}") from error
+
+
+def check_exists(name: str) -> None:
+    """Refuse a local path at which nothing lies: the Hub would be asked for it, without a network for minutes."""
+    if is_missing_path(name):
+        raise InputError(f"{name} does not exist; the current folder is {os.getcwd()}")
+
+
+def weights_below(name: str) -> str | None:
+    """Return the local folder of the weights that the adapters in a local folder belong to, or None."""
+    base = _adapter_config(Path(name)).get("base_model_name_or_path") or ""
+    folders = [folder for folder in (Path(base), Path(name, base)) if base and folder.is_dir()]
+    return str(folders[0]) if folders else None
+
+
+def _adapter_config(folder: Path) -> dict:
+    """Return what says to which model the adapters in a folder belong; {} where there are none."""
+    file = folder / "adapter_config.json"
+    try:
+        return json.loads(file.read_bytes()) if file.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file} cannot be read: {in_a_line(error)}") from error
 
 
 def sync(path: Path) -> None:

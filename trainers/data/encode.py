@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from fused_rl.trainers.base.files import base_of_adapters
+from fused_rl.trainers.base.files import base_of_adapters, check_exists
 from fused_rl.trainers.base.text import InputError, in_a_line
 from fused_rl.trainers.data.forms import FIX, Message, Prompt, Reader, conversation
 from fused_rl.trainers.data.rows import BadRow, Rows
@@ -46,6 +46,7 @@ def load_tokenizer(name: str, revision: str | None = None):
     """Return the tokenizer of a model; without a pad token EOS is one, because pads are never read."""
     from transformers import AutoTokenizer
 
+    check_exists(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
     # OSError, ValueError, KeyError, JSON errors: as many as ways to be broken.

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fused_rl.trainers.base.files import check_exists
 from fused_rl.trainers.base.screen import print_rank0
 from fused_rl.trainers.base.text import InputError, in_a_line
 from fused_rl.trainers.options import FILES
@@ -196,6 +197,7 @@ def load_rows(
     Lines that hold no row are added to `bad_rows`, and so are later those that cannot be used; without such a list the
     first one is raised.
     """
+    check_exists(name)
     path = Path(name)
     if path.is_file() != is_file_name(name):
         raise InputError(
@@ -204,7 +206,10 @@ def load_rows(
     kind = Path(name.removesuffix(".gz")).suffix
     if kind not in (".jsonl", ".json"):
         return checked(Rows(read_dataset(name, config_name, split), name, bad=bad_rows))
-    content = path.read_bytes()
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"dataset file {name} cannot be read: {error.strerror}") from error
     if path.suffix == ".gz":
         try:
             content = gzip.decompress(content)

@@ -11,7 +11,7 @@ from torch import nn
 import fused_rl
 from fused_rl.ops import tiles
 from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.base.files import whole_folder
+from fused_rl.trainers.base.files import check_exists, whole_folder
 from fused_rl.trainers.base.text import InputError, in_a_line
 from fused_rl.trainers.models import four_bit, lora
 from fused_rl.trainers.models.checkpointing import checkpoint_activations
@@ -261,6 +261,7 @@ class WideHead(nn.Linear):
 @contextlib.contextmanager
 def readable(name: str, attention: str | None = None):
     """Turn errors of transformers reading the model `name` into one line."""
+    check_exists(name)
     try:
         yield
     except InputError:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fused_rl.trainers.base.files import base_of_adapters
+from fused_rl.trainers.base.files import base_of_adapters, is_missing_path
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.options import ModelConfig
 
@@ -31,6 +31,8 @@ def find(name: str, revision: str | None = None) -> "LoraConfig | None":
     import peft
     from transformers.utils.peft_utils import find_adapter_config_file
 
+    if is_missing_path(name):
+        return None  # reading the model says so
     try:
         if find_adapter_config_file(name, revision=revision) is None:
             return None

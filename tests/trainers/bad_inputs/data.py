@@ -73,6 +73,8 @@ TRIAN = ("--dataset", "saved", "--dataset_split", "trian")
 DATA = [
     # Files.
     *words("sft", "--dataset rows", "dataset='rows' .* cannot be read"),
+    *words("sft", "--dataset model/rows", "model/rows does not exist; the current folder is"),
+    *words("sft", "--eval_dataset ./rows", "./rows does not exist; the current folder is"),
     *words(ALL, "--dataset none.jsonl", "dataset file none.jsonl does not exist"),
     *words("sft", "--eval_dataset none.jsonl", "dataset file none.jsonl does not exist"),
     *of(
