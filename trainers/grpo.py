@@ -27,7 +27,7 @@ import fused_rl
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.memory import Footprint
 from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.models import language_model
+from fused_rl.trainers.models import language_model, lora
 from fused_rl.trainers.policy.evaluate import evaluate
 from fused_rl.trainers.policy.groups import (
     GroupConfig,
@@ -99,6 +99,11 @@ def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
             f"minibatches={config.minibatches} would split groups, which share their prompt: it does not divide the "
             f"{config.prompts_per_step // world} prompts of each process; choose another number, or drop "
             "--share_prompts"
+        )
+    if config.ref_sync_every and lora.find(config.model, config.revision) is not None:
+        raise InputError(
+            f"ref_sync_every={config.ref_sync_every} needs a reference of its own, but model={config.model} holds "
+            "adapters, and the reference is the weights under them; merge them first, or leave the option out"
         )
     reward = check_scorers(config)
     return {"processes": world, "reward": reward, "advantage": advantage} | batch

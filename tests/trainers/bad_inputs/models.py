@@ -11,7 +11,10 @@ from tests.trainers.bad_inputs.cases import ALL, Case, of, words
 def model(commands: str, change: Callable[[Path], None], message: str, **fields) -> list[Case]:
     """A model folder that is not as it should be."""
     title = "a model " + change.__name__.replace("_", " ")
-    return of(commands, title, message, spoil=lambda folder: change(folder / "model"), **fields)
+    options = fields.pop("options", ())
+    return of(
+        commands, title, message, *options, spoil=lambda folder: change(folder / "model"), **fields
+    )
 
 
 def change_config(folder: Path, **changes) -> None:
@@ -99,6 +102,27 @@ def another(folder: Path, kind: str, **sizes) -> None:
     getattr(transformers, kind.replace("-", ""))(config).save_pretrained(folder)
 
 
+def whose_adapters_are_damaged(folder):
+    (folder / "adapter_config.json").write_text('{"base_')
+
+
+def of_adapters(folder):
+    import peft
+    import transformers
+
+    lm = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    shutil.copytree(folder, folder.parent / "base")
+    (folder / "model.safetensors").unlink()
+    peft.get_peft_model(lm, config).save_pretrained(folder)
+    file = folder / "adapter_config.json"
+    text = file.read_text().replace(
+        json.dumps(str(folder)), json.dumps(str(folder.parent / "base"))
+    )
+    file.write_text(text)
+
+
+SYNCED = ("--ref_sync_every", "1", "--kl_coef", "0.1")
 SMALL = {
     "hidden_size": 16,
     "num_hidden_layers": 1,
@@ -130,6 +154,11 @@ MODELS = [
     ),
     *of("sft", "a model whose name is empty", "model", "--model", ""),
     *model(ALL, is_not_there, "model"),
+    *words(ALL, "--model run/modle", "run/modle does not exist; the current folder is"),
+    *words("distill", "--teacher ./none", "./none does not exist"),
+    *words("ppo", "--critic run/critik", "run/critik does not exist"),
+    *model("sft", whose_adapters_are_damaged, "adapter_config.json cannot be read: JSONDecode"),
+    *model("grpo", of_adapters, "ref_sync_every=1 needs .* holds adapters", options=SYNCED),
     *model("sft reward", of_other_shapes, "model.*damaged"),
     *model("sft reward", that_asks_for_remote_code, "model.*(neither|cannot be loaded)"),
     *model("sft reward", without_a_layer, "model.*(missing|lacks) weights"),
