@@ -21,6 +21,20 @@ class _Values(yaml.SafeLoader):
     """YAML 1.1, which reads 1e-6 as a text, with numbers as everybody writes them."""
 
 
+def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    """Return a mapping; refuse a key that stands twice in it, of which PyYAML takes the last without a word."""
+    lines: dict[str, int] = {}
+    for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            continue
+        line = key.start_mark.line + 1
+        if key.value in lines:
+            raise ValueError(f"{key.value} stands in line {lines[key.value]} and in line {line}")
+        lines[key.value] = line
+    return loader.construct_mapping(node, deep=True)
+
+
+_Values.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 _Values.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+|[-+]?inf|nan"),
@@ -109,6 +123,8 @@ def _value(config_class: type[Options], name: str, text: str | None) -> Any:
         return yaml.load(text, _Values)
     except yaml.YAMLError as error:
         raise InputError(f"{name}={text!r}: expected {in_words(kind)}") from error
+    except ValueError as error:  # a key that stands twice, or a date that is none
+        raise InputError(f"{name}={text!r}: {error}") from error
 
 
 def read_file(path: Path) -> dict[str, Any]:

@@ -208,4 +208,8 @@ OPTIONS = [
     *yaml("sft", "steps: true\n", "steps=True: expected a whole number"),
     *yaml("sft", b"lr: 1\nmodel: \xff\n", "c.yaml: not YAML|c.yaml.*UTF-8"),
     *yaml("sft", "model: !!python/object/apply:os.system [true]\n", "c.yaml|python/object"),
+    *yaml(ALL, "seed: 1\n\nseed: 2\n", "c.yaml: not YAML: seed stands in line 1 and in line 3"),
+    *yaml("sft", "chat_template_kwargs: {a: 1, a: 2}\n", "a stands in line 1 and in line 1"),
+    *yaml("sft", "? [lr]\n: 1\n", "c.yaml: not YAML"),
+    *of("sft", "a key that stands twice", "a stands", "--chat_template_kwargs", "{a: 1, a: 2}"),
 ]
