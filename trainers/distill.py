@@ -17,8 +17,10 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
+import pydantic
 import torch
 
 from fused_rl.ops.kl import Direction
@@ -35,6 +37,7 @@ from fused_rl.trainers.policy.options import SamplingRunConfig
 from fused_rl.trainers.policy.policy import Policy
 from fused_rl.trainers.policy.setup import SamplerFactory, Setup, setup
 from fused_rl.trainers.policy.teacher import is_url, load_teachers, teacher_divergence
+from fused_rl.trainers.rollouts.options import check_url
 from fused_rl.trainers.rollouts.roll_out import batch_of, rollout_metrics
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sample
 from fused_rl.trainers.run import command
@@ -132,6 +135,16 @@ class DistillConfig(ScorerConfig, SamplingRunConfig):
             "has no meaning here: leave it out",
         ),
     )
+
+    @pydantic.field_validator("teacher")
+    @classmethod
+    def _is_url(cls, value: str | dict[str, str]) -> str | dict[str, str]:
+        """Refuse a teacher that is meant as a URL, and is none."""
+        for teacher in value.values() if isinstance(value, dict) else [value]:
+            # No name on the Hub has an @.
+            if "://" in teacher or ("@" in teacher and not Path(teacher).exists()):
+                check_url("teacher", teacher)
+        return value
 
     @property
     def trained_column(self) -> str | None:

@@ -52,6 +52,10 @@ NonNegativeInt = Annotated[int, Ge(0)]
 Seed = Annotated[int, Ge(0), Le(2**31 - 1)]
 
 
+# A URL with what may be a secret, also of a scorer.
+SECRET = re.compile(r"(reward_model:)?[A-Za-z][A-Za-z0-9+.-]*://\S*[@?]\S*")
+
+
 class Needs(NamedTuple):
     """An option that means something only beside another one."""
 
@@ -129,6 +133,17 @@ class Options(pydantic.BaseModel):
         # A text with spaces, such as a system prompt, is no path.
         is_home = isinstance(value, str) and re.fullmatch(r"~/\S*", value)
         return os.path.expanduser(value) if is_home else value
+
+    @pydantic.field_validator("*", mode="before")
+    @classmethod
+    def _holds_no_secret(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        """Refuse URLs with a user, password or query: options are printed, and saved in several places."""
+        values = [*value.values()] if isinstance(value, dict) else value
+        for text in values if isinstance(values, list) else [values]:
+            if isinstance(text, str) and SECRET.fullmatch(text):
+                expected = "expected a URL without a user, password or query, as options are saved"
+                raise InputError(f"{info.field_name}: {expected}; see --server_api_key_env")
+        return value
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options as YAML and metrics have them, a function by its name."""

@@ -11,12 +11,14 @@ from fused_rl.objectives.presets import PolicyLossOptions, resolve_options
 from fused_rl.objectives.surrogates import SURROGATES
 from fused_rl.trainers import cli, grpo, ppo, sft
 from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.commands.eval import EvalConfig
 from fused_rl.trainers.data import preferences
 from fused_rl.trainers.options import in_words, kinds_of, to_yaml
 from fused_rl.trainers.policy import options
 from fused_rl.trainers.run.parse import parse
 from tests.trainers import tiny
 from tests.trainers.bad_inputs import CASES
+from tests.trainers.runs import trainers
 from tests.trainers.test_faults import GOOD
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -276,3 +278,35 @@ def test_what_is_set_later_is_checked_as_what_is_given(tmp_path):
     config.steps, config.num_train_epochs = 3, 2
     with pytest.raises(InputError, match="num_train_epochs=2.0 and steps=3 are both given"):
         grpo.train(config)
+
+
+SECRETS = [
+    "http://user:hunter2@host:8000",
+    "https://host/v1?key=hunter2",
+    "reward_model:https://hunter2@host/rm",
+]
+
+
+@pytest.mark.parametrize("url", SECRETS)
+@pytest.mark.parametrize("config_class", [*trainers(), EvalConfig])
+def test_no_option_takes_a_url_with_a_secret_and_no_error_repeats_it(config_class, url):
+    for name in config_class.model_fields:
+        for value in (url, [url], {"math": url}):
+            with pytest.raises(InputError) as refused:
+                config_class(**{"model": "model", "output_dir": "run"} | {name: value})
+            assert "hunter2" not in str(refused.value), name
+    for words in (
+        [url],
+        ["--lr", url],
+        [f"--{url}"],
+        ["--config", url],
+        ["--verifiers", f"[{url}"],
+    ):
+        with pytest.raises(InputError) as refused:
+            parse(config_class, words)
+        assert "hunter2" not in str(refused.value), words
+
+
+def test_what_is_no_secret_stays_in_an_error():
+    line = "server=['http://a:1/v1', 'http://b']: a?b, me@home, and https://huggingface.co/org/name"
+    assert str(InputError(line)) == line

@@ -22,6 +22,16 @@ from fused_rl.trainers.rollouts.sampling import Sampling
 ROLLOUT_BATCH_SIZE = 64
 
 
+def check_url(option: str, url: str) -> None:
+    """Refuse what is no URL of a server; one that may hold a secret is not repeated."""
+    expected = "expected a URL such as http://127.0.0.1:8000"
+    if "@" in url or "?" in url:
+        without = "without a user, password or query; see --server_api_key_env"
+        raise InputError(f"{option}: {expected}, {without}")
+    if not re.fullmatch(r"https?://[^/?#\s]+[^?#\s]*", url):
+        raise InputError(f"{option}={url!r}: {expected}")
+
+
 class SamplingConfig(Options):
     """The distribution that each token of a response is sampled from."""
 
@@ -105,12 +115,6 @@ class SamplerConfig(SamplingConfig):
         """Refuse what is no URL of a server; one that may hold a password is not repeated."""
         # On the command line several are joined by commas; a path is allowed, as behind a proxy, and a query is not.
         urls = [url.strip() for url in value.split(",")] if isinstance(value, str) else value
-        expected = "expected a URL such as http://127.0.0.1:8000"
         for url in urls or []:
-            if "@" in url:
-                raise InputError(
-                    f"server: {expected}, without a user or password; see --server_api_key_env"
-                )
-            if not re.fullmatch(r"https?://[^/?#\s]+[^?#\s]*", url):
-                raise InputError(f"server={url!r}: {expected}")
+            check_url("server", url)
         return urls

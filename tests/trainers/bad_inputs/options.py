@@ -186,8 +186,12 @@ OPTIONS = [
     *words(
         "grpo",
         "--server http://user:word@host:1",
-        "server: expected a URL .*, without a user or password",
+        "server: expected a URL without a user, password or query",
     ),
+    *words(
+        "distill", "--teacher user:word@host:1", "teacher: expected a URL .*, without a user, pass"
+    ),
+    *words("distill", "--teacher http://", "teacher='http://': expected a URL such as"),
     *words("grpo", "--server_timeout 5", "server_timeout=5.0 means nothing without --server"),
     *words(
         "grpo",
@@ -204,12 +208,12 @@ OPTIONS = [
     ),
     *yaml(ALL, "learning_rate: 1\n", "c.yaml: unknown option --learning_rate; "),
     *yaml(ALL, "seed: [1\n", "c.yaml: not YAML"),
-    *yaml("sft", "- lr\n- 1\n", "c.yaml"),
-    *yaml("sft", "steps: true\n", "steps=True: expected a whole number"),
-    *yaml("sft", b"lr: 1\nmodel: \xff\n", "c.yaml: not YAML|c.yaml.*UTF-8"),
-    *yaml("sft", "model: !!python/object/apply:os.system [true]\n", "c.yaml|python/object"),
     *yaml(ALL, "seed: 1\n\nseed: 2\n", "c.yaml: not YAML: seed stands in line 1 and in line 3"),
     *yaml("sft", "chat_template_kwargs: {a: 1, a: 2}\n", "a stands in line 1 and in line 1"),
     *yaml("sft", "? [lr]\n: 1\n", "c.yaml: not YAML"),
     *of("sft", "a key that stands twice", "a stands", "--chat_template_kwargs", "{a: 1, a: 2}"),
+    *yaml("sft", "- lr\n- 1\n", "c.yaml"),
+    *yaml("sft", "steps: true\n", "steps=True: expected a whole number"),
+    *yaml("sft", b"lr: 1\nmodel: \xff\n", "c.yaml: not YAML|c.yaml.*UTF-8"),
+    *yaml("sft", "model: !!python/object/apply:os.system [true]\n", "c.yaml|python/object"),
 ]
