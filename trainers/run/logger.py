@@ -15,6 +15,7 @@ from fused_rl.trainers.base.files import as_json, unfinished, write_rows
 from fused_rl.trainers.base.screen import print_line
 from fused_rl.trainers.base.text import escaped
 from fused_rl.trainers.options import RunConfig
+from fused_rl.trainers.run.board import Board
 from fused_rl.trainers.run.metrics import HELD_OUT, keys_by
 from fused_rl.trainers.run.rules import Watch, too_easy_or_too_hard
 
@@ -26,8 +27,6 @@ class Logger:
     """Writes a run's metrics from step `start` on. On one rank."""
 
     def __init__(self, config: RunConfig, start: int):
-        from torch.utils.tensorboard import SummaryWriter
-
         self.folder = Path(config.output_dir)
         self.steps = config.steps
         self.group_size = max(config.to_dict().get("group_size", 1), 8)
@@ -42,8 +41,8 @@ class Logger:
             self.watch.see(entry)
 
         # TensorBoard hides the points from `purge_step` on, which a resumed run writes again.
-        self.board = SummaryWriter(
-            str(self.folder / "tensorboard"), purge_step=start + 1 if config.resume else None
+        self.board = Board(
+            self.folder / "tensorboard", purge_step=start + 1 if config.resume else None
         )
         self.wandb = None
         if config.wandb_project is not None:

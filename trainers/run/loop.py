@@ -139,9 +139,14 @@ class Run:
             self.step, self.order.position = restored["step"], restored["position"]
 
         # Only when the checkpoint has been read may what comes after it be moved away.
-        ranks.on_first_rank(lambda: self.store.move_old_content(self.step))
-        self.logger = Logger(self.config, self.step) if ranks.process() == 0 else None
+        self.logger = None
+        ranks.on_first_rank(self._open_logs)
         return restored
+
+    def _open_logs(self) -> None:
+        with io_errors_in_a_line("the run", self.store.path):
+            self.store.move_old_content(self.step)
+            self.logger = Logger(self.config, self.step)
 
     @property
     def begins(self) -> bool:
