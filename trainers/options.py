@@ -484,7 +484,8 @@ class OutputConfig(Options):
     accept_changes: bool = False
     """With resume: continue although rows, models or the chat template have changed since."""
     overwrite: bool = False
-    """Start again in an `output_dir` that is not empty: what is in it is moved to <output_dir>.1."""
+    """Start again in an `output_dir` that is not empty: what is in it is moved to <output_dir>.1, or to
+    <output_dir>/earlier-1 in a mounted volume."""
     wandb_project: str | None = None
     """Also log to this Weights & Biases project (needs `pip install wandb`)."""
     push_to_hub: bool = False

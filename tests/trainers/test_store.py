@@ -1,8 +1,10 @@
 """The folder of a run: what a run refuses, moves, writes and deletes there, and how it continues from a checkpoint."""
 
 import contextlib
+import errno
 import json
 import os
+import re
 import resource
 import shutil
 from pathlib import Path
@@ -13,7 +15,7 @@ import yaml
 
 from fused_rl.trainers import grpo, sft
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.files import unfinished
+from fused_rl.trainers.base.files import io_errors_in_a_line, unfinished
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.options import ACTIONS
 from fused_rl.trainers.run import store
@@ -21,10 +23,11 @@ from fused_rl.trainers.run.logger import read_metrics
 from fused_rl.trainers.run.parse import parse
 from tests.distributed import run_distributed
 from tests.marks import slow
-from tests.trainers import tiny
+from tests.trainers import mounts, tiny
 from tests.trainers.runs import (
     assert_equal_runs,
     contents,
+    grpo_config,
     names,
     refused,
     resumed,
@@ -62,9 +65,120 @@ def test_overwrite_moves_everything_away_once_all_inputs_are_read(files, run, tm
     assert contents(run) == before
     for number in (1, 2):
         kept = contents(run)
-        sft.train(run_config((str(run / "model"), files[1]), run, overwrite=True, steps=1))
+        sft.train(run_config(files, run, overwrite=True, steps=1))
         assert contents(run.with_name(f"run.{number}")) == kept
     assert [entry["step"] for entry in read_metrics(run / "metrics.jsonl")] == [0, 1]
+
+
+@pytest.mark.parametrize("option", store.READ)
+def test_what_a_run_reads_is_not_moved_away(option, files, run, tmp_path, monkeypatch):
+    """By its path, through a link to it, and as the weights under adapters."""
+    config = run_config(files, run, overwrite=True)
+    inside = run / "model"
+    (tmp_path / "link").symlink_to(inside)
+    adapters = tmp_path / "adapters"
+    adapters.mkdir()
+    base = json.dumps({"base_model_name_or_path": str(inside)})
+    (adapters / "adapter_config.json").write_text(base)
+    before = contents(run)
+    for path in (inside, tmp_path / "link", adapters):
+        options = config.to_dict() | {option: str(path)}
+        monkeypatch.setattr(sft.SFTConfig, "to_dict", lambda _, options=options: options)
+        output = store.RunFolder(config)
+        with pytest.raises(InputError, match=f"{option}={path} reads .*, which overwrite would"):
+            output.check()
+    assert contents(run) == before
+
+
+def test_every_option_that_names_a_file_is_looked_at_before_a_folder_is_moved():
+    names = {
+        name
+        for config_class in trainers()
+        for name, field in config_class.model_fields.items()
+        if re.search("[Ff]older|[Ff]ile|Hub name", field.description or "")
+    }
+    assert names - {*store.READ} == {"output_dir", "published_dir", "verifiers", "eval_split"}
+
+
+def test_the_folder_of_a_reward_model_and_the_current_folder_are_not_moved_away(
+    files, run, monkeypatch
+):
+    scorer = f"reward_model:{run / 'model'}"
+    config = grpo_config(files, run, overwrite=True, verifiers=[scorer])
+    with pytest.raises(InputError, match=f"verifiers={run / 'model'} reads"):
+        store.RunFolder(config).check()
+    for current in (run, run / "model"):
+        monkeypatch.chdir(current)
+        refused(run_config(files, run, overwrite=True), "is the current folder, or holds it")
+
+
+def from_a_volume(folder: Path, monkeypatch) -> contextlib.AbstractContextManager:
+    return mounts.tmpfs(folder)
+
+
+def where_nothing_may_leave(folder: Path, monkeypatch) -> contextlib.AbstractContextManager:
+    """As below a parent that is read-only, which is nothing to root."""
+    rename = Path.rename
+
+    def refusing(path, target):
+        if not Path(target).resolve().is_relative_to(folder):
+            raise OSError(errno.EROFS, "Read-only file system")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refusing)
+    return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("place", [from_a_volume, where_nothing_may_leave])
+def test_what_cannot_leave_the_folder_is_moved_inside(
+    place, files, whole, tmp_path, capsys, monkeypatch
+):
+    run = tmp_path / "run"
+    run.mkdir()
+    with place(run, monkeypatch):
+        shutil.copytree(whole, run, dirs_exist_ok=True)
+        sft.train(run_config(files, run, resume_from="step-2"))
+        assert f"to {run / 'earlier-1'}" in capsys.readouterr().out
+        assert_equal_runs(whole, run)
+        assert names(run / "earlier-1") == ["step-3", "step-4"]
+        kept = contents(run)
+        sft.train(run_config(files, run, overwrite=True))
+        assert_equal_runs(whole, run)
+        moved = {
+            name.removeprefix("earlier-2/"): content
+            for name, content in contents(run).items()
+            if name.startswith(("earlier-1/", "earlier-2/"))
+        }
+        assert moved == kept
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+        # What was there before is no content of a new run's folder.
+        for path in run.iterdir():
+            if not path.name.startswith("earlier-"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        sft.train(run_config(files, run, steps=1))
+
+
+def test_a_volume_inside_the_folder_is_not_moved(files, run):
+    with mounts.tmpfs(run / "checkpoints"):
+        refused(run_config(files, run, overwrite=True), "checkpoints/ in it is a volume")
+
+
+def test_a_folder_that_is_a_link_keeps_its_content_beside_the_folder(files, run, tmp_path):
+    before = contents(run)
+    link = tmp_path / "link"
+    link.symlink_to(run)
+    sft.train(run_config(files, link, overwrite=True, steps=1))
+    assert link.is_symlink() and contents(run.with_name("run.1")) == before
+
+
+@pytest.mark.parametrize("kilobytes", [4, 8, 16, 64])
+def test_a_disk_that_is_full_at_the_start_is_one_line(kilobytes, files, tmp_path, capfd):
+    run = tmp_path / "run"
+    run.mkdir()
+    with mounts.tmpfs(run, kilobytes):
+        line = refused(run_config(files, run, steps=1, save_every=0), "could not be written to")
+        assert "No space left" in line or "is the disk full" in line
+        assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_resumed_run_moves_later_checkpoints_and_its_model_away(files, whole, run, capsys):
@@ -136,6 +250,14 @@ def test_a_kill_between_the_new_name_and_the_deletion_of_the_old_leaves_both_int
     assert names(run) == ["step-4", "step-5"]
 
 
+def test_a_kill_after_the_name_of_the_last_checkpoint_leaves_none_too_many(files, whole, run):
+    """Nothing more is saved then, so nothing else would delete the older ones."""
+    shutil.rmtree(run / "model")
+    sft.train(run_config(files, run, resume=True, keep_checkpoints=2))
+    assert names(run) == ["step-3", "step-4"]
+    assert_equal_runs(whole, run)
+
+
 def test_files_are_on_the_disk_before_they_are_named(files, tmp_path, monkeypatch):
     events, fsync, rename = [], os.fsync, os.rename
 
@@ -170,6 +292,33 @@ def no_file_above(size: int):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_an_error_of_a_save_has_its_own_cause(tmp_path):
+    """Those of gloo and NCCL are of another process; no memory, or a slip of ours, is not of the disk."""
+    for error, raised, line in (
+        (
+            RuntimeError("[/third_party/gloo/pair.cc:553] Connection closed"),
+            InputError,
+            "another pr",
+        ),
+        (
+            torch.distributed.DistBackendError("NCCL error"),
+            InputError,
+            "another process of the run",
+        ),
+        (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError, "out of memory"),
+        (RuntimeError("sizes differ"), RuntimeError, "^sizes differ"),
+        (OSError(errno.ENOSPC, "No space left"), InputError, "model could not .*: No space left"),
+    ):
+        with pytest.raises(raised, match=line), io_errors_in_a_line("model", tmp_path):
+            raise error
+    with (
+        no_file_above(1000),
+        pytest.raises(InputError, match="model could not .*is the disk full"),
+        io_errors_in_a_line("model", tmp_path),
+    ):
+        torch.save(torch.zeros(10_000), tmp_path / "weights.pt")
 
 
 @pytest.mark.slow
@@ -246,6 +395,8 @@ def test_the_config_of_a_run_is_complete_and_reads_back(files, whole):
 
 CHANGED = [
     ({"seed": 2}, "options: seed 1 -> 2;"),
+    ({"weight_decay": 0.1}, "options: weight_decay 0.0 -> 0.1;"),
+    ({"eval_size": 2}, r"rows \(eval_size 4 -> 2 leaves others to train on\); restore them"),
     (
         {"batch_size": 4, "dtype": "float32", "lr": 1.0},
         "options: batch_size 8 -> 4, dtype auto -> float32;",
@@ -258,10 +409,12 @@ CHANGED = [
 
 
 @pytest.mark.parametrize(("options", "line"), CHANGED)
-def test_what_must_not_change_is_named_with_both_values(files, run, options, line):
+def test_what_must_not_change_is_named_with_both_values(files, run, options, line, capsys):
     before = contents(run)
     refused(run_config(files, run, **{"resume": True, "steps": 6, **options}), line)
     assert contents(run) == before
+    # Nothing was printed as if it had been taken.
+    assert not [name for name in options if f"resume: {name}" in capsys.readouterr().out]
 
 
 def test_another_trainer_is_refused_in_the_folder(files, run):
@@ -378,8 +531,9 @@ def test_damage_in_any_file_of_a_checkpoint_is_named_with_the_other_ones(files, 
             path.write_bytes(good)
             tried += 1
     assert tried == 20
-    (run / "checkpoints" / "step-4" / "manifest.json").write_text('{"policy": 1}')
-    refused(config, "step-4 is damaged")
+    for manifest in ('{"policy": 1}', "{}", "[]", "1"):
+        (run / "checkpoints" / "step-4" / "manifest.json").write_text(manifest)
+        refused(config, "step-4 is damaged")
 
 
 def test_a_damaged_line_of_the_metrics_is_reported_and_no_other_is_lost(files, run, capsys):

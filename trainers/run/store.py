@@ -6,9 +6,10 @@
                               rank-0.pt       each rank's generators, and what its parts keep
                               policy/         what DeepSpeed writes of each engine
 
-A run writes into an empty folder or continues its own run. `--overwrite` moves the old content to runs/a.1, and a
-resumed run moves what it will write again. A run deletes its own older checkpoints and nothing else. A checkpoint gets
-its name when all its files are on the disk, so the one with the most steps is the latest.
+A run writes into an empty folder or continues its own run. `--overwrite` moves the old content to runs/a.1, or to
+runs/a/earlier-1 where runs/a is a volume of its own, and a resumed run moves what it will write again. A run deletes
+its own older checkpoints and nothing else. A checkpoint gets its name when all its files are on the disk, so the one
+with the most steps is the latest.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ import operator
 import random
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import MappingProxyType
@@ -33,6 +34,7 @@ from fused_rl.trainers.base.files import (
     fingerprint,
     io_errors_in_a_line,
     unfinished,
+    weights_below,
     whole_folder,
     write_atomically,
 )
@@ -43,6 +45,10 @@ from fused_rl.trainers.options import ACTIONS, RunConfig, to_yaml
 
 LOCK = ".fused-rl.lock"
 SAVED_AT_THE_END = ("model", "critic")
+EARLIER = "earlier-"  # and a number: what was in a mounted output_dir before
+# Options that name files which a run reads.
+READ = ("model", "critic", "teacher", "dataset", "eval_dataset", "reference_dataset")
+READ += ("deepspeed", "order")
 # Options that may have another value in a resumed run, from the next step on.
 MAY_CHANGE = frozenset(
     (
@@ -148,10 +154,41 @@ class RunFolder:
             raise InputError(
                 f"resume: there is no checkpoint in {self.checkpoints}; give --overwrite in place of --resume"
             )
+        if config.overwrite:
+            self._check_may_move()
         if self._contents() and not (config.resume or config.overwrite):
             resume = "continue its run with --resume, " if steps_in(self.checkpoints) else ""
             remedy = f"{resume}move its content away with --overwrite, or choose another folder"
             raise InputError(f"output_dir={self.path} is not empty: {remedy}")
+
+    def _check_may_move(self) -> None:
+        """Refuse to move away what the run reads, the current folder, or a volume."""
+        folder = self.path.resolve()
+        if Path.cwd().is_relative_to(folder):
+            what = "is the current folder, or holds it, and overwrite would move all that is in it"
+            raise InputError(f"output_dir={self.path} {what}; give the run a folder of its own")
+        for path in filter(Path.is_mount, self._contents()):
+            what = f"{path.name}/ in it is a volume of its own, which overwrite cannot move away"
+            raise InputError(f"output_dir={self.path}: {what}; mount the volume at output_dir")
+        for option, name in self._names_read():
+            # Adapters are read together with the weights that they belong to.
+            for path in (name, weights_below(name)):
+                if path and Path(path).resolve().is_relative_to(folder) and Path(path).exists():
+                    what = f"{option}={name} reads {path}, which overwrite would move away"
+                    remedy = "choose another output_dir, or move first what is read"
+                    raise InputError(f"output_dir={self.path}: {what}; {remedy}")
+
+    def _names_read(self) -> Iterator[tuple[str, str]]:
+        """Each file, folder or Hub name that the run reads, after the option that gives it."""
+        options = self.config.to_dict()
+        for option in filter(options.get, READ):
+            value = options[option]
+            names = value.values() if isinstance(value, dict) else value
+            for name in [names] if isinstance(names, str) else names:
+                yield option, name
+        for verifier in options.get("verifiers") or ():
+            if verifier.startswith("reward_model:"):
+                yield "verifiers", verifier.removeprefix("reward_model:")
 
     def open(self) -> None:
         """Lock the folder for this run; refuse to resume from a checkpoint that is damaged, or of a run with other
@@ -165,6 +202,8 @@ class RunFolder:
         problems = []
         try:
             sums = json.loads((self.chosen / "manifest.json").read_bytes())
+            if "state.json" not in sums:
+                problems.append("manifest.json does not list its files")
             for name in sorted(sums)[process() :: processes()]:
                 found = list(fingerprint(self.chosen / name))
                 if found != sums[name]:
@@ -191,24 +230,25 @@ class RunFolder:
         for name in now.keys() & before.keys() - {*ACTIONS}:
             if before[name] != now[name]:
                 changed[name] = f"{name} {before[name]} -> {now[name]}"
-        refused = [changed[name] for name in sorted(changed.keys() - MAY_CHANGE)]
+        fixed = changed.keys() - MAY_CHANGE
+        # With a decay the optimizer has two groups of weights, without one a single group, and its state is by group.
+        if not before["weight_decay"] or not now["weight_decay"]:
+            fixed |= changed.keys() & {"weight_decay"}
+        refused = [changed[name] for name in sorted(fixed)]
         if refused:
             raise InputError(
                 f"resume: {self.chosen} was made with other options: {', '.join(refused)}; give the first value of "
                 f"each again (--config {self.path / 'config.yaml'} --resume), or start again with --overwrite"
             )
-        print_rank0(
-            f"resume: from {self.chosen}, which is intact",
-            *(f"resume: {line}" for line in changed.values()),
-        )
+        print_rank0(f"resume: from {self.chosen}, which is intact")
+        self.changes = changed
 
     def _contents(self) -> list[Path]:
         with io_errors_in_a_line("the run", self.path):
-            return (
-                [path for path in self.path.iterdir() if path.name != LOCK]
-                if self.path.exists()
-                else []
-            )
+            if not self.path.exists():
+                return []
+            names_of_ours = re.compile(f"{re.escape(LOCK)}|{EARLIER}[0-9]+|lost\\+found")
+            return [path for path in self.path.iterdir() if not names_of_ours.fullmatch(path.name)]
 
     def _open(self) -> None:
         global _lock
@@ -222,7 +262,22 @@ class RunFolder:
             except filelock.Timeout as error:
                 problem = f"output_dir={self.path} is in use by another process"
                 raise InputError(f"{problem}; wait for it, or choose another folder") from error
-        _lock = lock
+            _lock = lock
+            # Known before any model is loaded: whether what is here can leave the folder.
+            self.moves_out = not self._contents() or self._may_leave()
+
+    def _may_leave(self) -> bool:
+        """Return True if files can be moved out of the folder: not from a volume, nor if its parent is read-only."""
+        folder = self.path.resolve()
+        probe = unfinished(folder / "probe")
+        probe.touch()
+        try:
+            outside = probe.rename(unfinished(folder))
+        except OSError:
+            probe.unlink()
+            return False
+        outside.unlink()
+        return True
 
     def move_old_content(self, step: int) -> None:
         """Make the folder that of this run, which has read all its inputs and begins after `step`. On one rank."""
@@ -240,10 +295,10 @@ class RunFolder:
             for leftover in self.checkpoints.glob(f"{UNFINISHED}*"):
                 shutil.rmtree(leftover)
 
-        # To the first of runs/a.1, runs/a.2, … that does not exist.
+        # To the first of runs/a.1, runs/a.2, …, or of the names inside, that does not exist.
         folder = self.path.resolve()
         number = 1
-        while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+        while (aside := self._aside(folder, number)).exists():
             number += 1
         for path in old:
             target = aside / path.relative_to(self.path)
@@ -251,12 +306,21 @@ class RunFolder:
             path.rename(target)
         if aside.exists():
             print_line(f"moved what was in {self.path} before to {aside}")
+        # A run that was killed between the name of its last checkpoint and the deletion has nothing more to save.
+        if self.config.resume:
+            self._delete_older()
 
         precision = self._options()["precision"]
         header = (
             f"# fused-rl {self.config.command} --config <this file>\n# precision: {precision}\n"
         )
         write_atomically(self.path / "config.yaml", header + to_yaml(self.config))
+
+    def _aside(self, folder: Path, number: int) -> Path:
+        """Return where what was in `folder` before goes, at the `number`-th time."""
+        if self.moves_out:
+            return folder.with_name(f"{folder.name}.{number}")
+        return folder / f"{EARLIER}{number}"
 
     # Writing checkpoints.
 
@@ -301,9 +365,13 @@ class RunFolder:
                         json.dumps(functools.reduce(operator.or_, parts), indent=1)
                     )
             if process() == 0:
-                for old in steps_in(self.checkpoints)[: -self.config.keep_checkpoints]:
-                    delete(self.checkpoints / f"step-{old}")
+                self._delete_older()
         barrier()
+
+    def _delete_older(self) -> None:
+        """Delete the checkpoints before the latest `keep_checkpoints`."""
+        for step in steps_in(self.checkpoints)[: -self.config.keep_checkpoints]:
+            delete(self.checkpoints / f"step-{step}")
 
     def _options(self) -> dict[str, object]:
         """The options of the run, and what else must be the same when it is resumed, as JSON has them."""
@@ -343,6 +411,12 @@ class RunFolder:
         """Return the inputs that are not those of the checkpoint; refuse them unless the run accepts such changes."""
         recorded = self.state()["inputs"]
         changed = [name for name in recorded | inputs if recorded.get(name) != inputs.get(name)]
+        # What is not held out of the rows is trained on.
+        held_out = [
+            self.changes[name] for name in ("eval_size", "eval_dataset") if name in self.changes
+        ]
+        if "rows" in changed and held_out:
+            changed[changed.index("rows")] += f" ({', '.join(held_out)} leaves others to train on)"
         if changed and not self.config.accept_changes:
             raise InputError(
                 f"resume: these inputs are not those of {self.chosen}: {', '.join(changed)}; restore them, continue "
@@ -367,6 +441,10 @@ class RunFolder:
             raise InputError(
                 f"resume: steps={config.steps}{epochs}, but {chosen} has done {state['step']} already"
             )
+
+        # Nothing is refused from here on, so new options are taken.
+        for line in self.changes.values():
+            print_rank0(f"resume: {line}")
 
         # First the engines, with weights and optimizers, then this rank's generators and objects.
         for name, trained in engines.items():
