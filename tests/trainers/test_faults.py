@@ -1,5 +1,6 @@
 """A saboteur: bad inputs, and kills at random moments. `make test-faults`; counts stand at the end."""
 
+import contextlib
 import functools
 import importlib
 import os
@@ -15,7 +16,7 @@ import torch
 
 from fused_rl.trainers import cli
 from fused_rl.trainers.run import store
-from tests.trainers import tiny
+from tests.trainers import mounts, tiny
 from tests.trainers.bad_inputs import CASES, JUDGES, Case
 from tests.trainers.killed import UNDISTURBED, Moment, run
 
@@ -153,6 +154,7 @@ RUNS = {
     "grpo": [*GOOD["grpo"], *LONG, "--minibatches", "2", "--eval_samples", "1"],
     "reward": [*GOOD["reward"], *LONG, "--zero_stage", "2"],
     "dpo": [*GOOD["dpo"], *LONG],
+    "kto": [*GOOD["kto"], *LONG],
     "distill": [*GOOD["distill"], *LONG],
     "ppo": [*GOOD["ppo"], *LONG],
 }
@@ -173,6 +175,7 @@ AIMED = {
         Moment(1, "curves.png"),
     ],
     "dpo": [Moment(2, "unfinished-step-2"), Moment(1, "unfinished-model", 0.01)],
+    "kto": [Moment(1, "unfinished-step-3"), Moment(2, "metrics.jsonl")],
     "distill": [Moment(2, "unfinished-step-3"), Moment(1, "curves.png")],
     "ppo": [Moment(1, "unfinished-critic"), Moment(1, "unfinished-model")],
 }
@@ -222,11 +225,17 @@ def assert_equal_runs(folder: Path, expected: Path) -> None:
         assert torch.equal(weights[name], expected_weights[name]), name
     assert tiny.untimed(tiny.read_metrics(a)) == tiny.untimed(tiny.read_metrics(b))
     assert (a / "samples.jsonl").read_bytes() == (b / "samples.jsonl").read_bytes()
-    names = [
-        {str(p.relative_to(of)) for p in of.rglob("*") if "tensorboard" not in p.parts}
-        for of in (a, b)
-    ]
-    assert names[0] == names[1]
+    assert names_of(a) == names_of(b)
+
+
+def names_of(run: Path) -> set[str]:
+    """What a run has in its folder, without what was there before."""
+    names = set()
+    for path in run.rglob("*"):
+        name = path.relative_to(run)
+        if name.parts[0] != "tensorboard" and not name.parts[0].startswith(store.EARLIER):
+            names.add(str(name))
+    return names
 
 
 def moments_of(command: str, operations: int) -> list[list[Moment]]:
@@ -272,29 +281,115 @@ def test_a_killed_run_goes_on_bit_for_bit(command, options, whole, good, tmp_pat
     assert not failures
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize(("rank", "stage"), [(0, 2), (1, 3)])
-def test_two_ranks_one_of_which_gets_a_signal(rank, stage, sent, whole, good, tmp_path, tally):
-    options = WHOLE if stage == 3 else ("--zero_stage", str(stage))
-    expected = whole("sft", 2, *options)
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_kill_after_a_checkpoint_is_named_and_before_the_one_before_is_deleted(
+    step, whole, good, tmp_path, tally
+):
+    """After the last checkpoint nothing more is saved, and still the folder is that of a whole run."""
+    options = ("--keep_checkpoints", "1")
+    expected = whole("sft", 1, *options)
     folder = Path(shutil.copytree(good, tmp_path / "folder"))
     shutil.rmtree(folder / "run")
-    if sent is signal.SIGKILL:
-        moment = Moment(1, f"unfinished-step-2/rank-{rank}", rank=rank)
-        statuses = run("sft", argv_to_go_on("sft", folder, *options), folder, moment, ranks=2)
-        assert statuses[rank] == -sent and statuses[1 - rank] not in (0, None)
-    else:
-        moment = Moment(1, "unfinished-step-1", signal=sent, rank=rank)
-        assert run("sft", argv_to_go_on("sft", folder, *options), folder, moment, ranks=2) == [
-            130,
-            130,
-        ], log_of(folder)
-        assert re.search("stopped after step [12]; continue with --resume", log_of(folder))
-    assert run("sft", argv_to_go_on("sft", folder, *options), folder, ranks=2) == [0, 0], log_of(
-        folder
-    )
+    moment = Moment(1, f"checkpoints/step-{step}")
+    assert run("sft", argv_to_go_on("sft", folder, *options), folder, moment) == [-signal.SIGKILL]
+    assert store.steps_in(folder / "run" / "checkpoints") == [step, step + 1]
+    assert run("sft", argv_to_go_on("sft", folder, *options), folder) == [0], log_of(folder)
     assert_equal_runs(folder, expected)
-    tally(f"{sent.name} to one of two ranks", "goes on bit for bit")
+    tally("kill -9 before a checkpoint is deleted", "goes on bit for bit")
+
+
+@contextlib.contextmanager
+def on_a_volume(folder: Path):
+    (folder / "run").mkdir()
+    with mounts.tmpfs(folder / "run"):
+        yield folder / "run"
+
+
+@contextlib.contextmanager
+def behind_a_link(folder: Path):
+    (folder / "elsewhere").mkdir()
+    (folder / "run").symlink_to(folder / "elsewhere")
+    yield folder
+
+
+PLACES = [on_a_volume, behind_a_link]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_killed_run_goes_on_bit_for_bit_there_too(place, whole, good, tmp_path, tally):
+    expected = whole("sft")
+    operations = int((expected / "operations-0").read_text())
+    for number, moments in enumerate(moments_of("sft", operations)):
+        folder = Path(shutil.copytree(good, tmp_path / str(number)))
+        shutil.rmtree(folder / "run")
+        with place(folder):
+            for moment in [*moments, UNDISTURBED]:
+                (status,) = run("sft", argv_to_go_on("sft", folder), folder, moment)
+                if status == 0:
+                    break
+                assert status == -signal.SIGKILL, log_of(folder)
+            assert status == 0, log_of(folder)
+            assert_equal_runs(folder, expected)
+        tally(f"kill -9 {place.__name__}", "goes on bit for bit")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("moved", ["checkpoints", "model", "metrics.jsonl", "config.yaml"])
+def test_a_kill_while_the_old_content_is_moved_loses_nothing(
+    moved, place, whole, good, tmp_path, tally
+):
+    expected = whole("sft")
+    folder = Path(shutil.copytree(good, tmp_path / "folder"))
+    shutil.rmtree(folder / "run")
+    with place(folder) as holds_old:
+        shutil.copytree(good / "run", folder / "run", dirs_exist_ok=True)
+        before = contents(folder / "run")
+        assert run("sft", RUNS["sft"], folder, Moment(1, f"run/{moved}")) == [-signal.SIGKILL]
+        assert run("sft", RUNS["sft"], folder) == [0], log_of(folder)
+        assert_equal_runs(folder, expected)
+        kept = {}
+        for number in ("1", "2"):
+            names = (f"{store.EARLIER}{number}", f"elsewhere.{number}")
+            for old in (holds_old / name for name in names):
+                kept |= contents(old)
+        assert kept == before
+    tally(f"kill -9 while content is moved, {place.__name__}", "nothing is lost")
+
+
+OF_TWO = {
+    "ZeRO 2": (0, ("--zero_stage", "2")),
+    "ZeRO 3": (1, WHOLE),
+    "sequence parallel": (1, ("--zero_stage", "2", "--sequence_parallel", "2")),
+}
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("kind", OF_TWO)
+def test_two_ranks_one_of_which_gets_a_signal(kind, sent, whole, good, tmp_path, tally):
+    rank, options = OF_TWO[kind]
+    expected = whole("sft", 2, *options)
+    dice = random.Random(f"{SEED} {kind}")
+    anywhere = dice.randint(1, int((expected / f"operations-{rank}").read_text()))
+    moments = [Moment(1, "unfinished-step-1", signal=sent, rank=rank)]
+    if sent is signal.SIGKILL:
+        moments = [
+            Moment(1, "unfinished-step-2", rank=rank),
+            Moment(anywhere, rank=rank),
+        ]
+    for number, moment in enumerate(moments):
+        folder = Path(shutil.copytree(good, tmp_path / str(number)))
+        shutil.rmtree(folder / "run")
+        statuses = run("sft", argv_to_go_on("sft", folder, *options), folder, moment, ranks=2)
+        if sent is signal.SIGKILL:
+            assert statuses[rank] == -sent and statuses[1 - rank] not in (0, None)
+            assert "is the disk full" not in log_of(folder)
+        else:
+            assert statuses == [130, 130], log_of(folder)
+            assert re.search("stopped after step [12]; continue with --resume", log_of(folder))
+        argv = argv_to_go_on("sft", folder, *options)
+        assert run("sft", argv, folder, ranks=2) == [0, 0], log_of(folder)
+        assert_equal_runs(folder, expected)
+        tally(f"{sent.name} to one of two ranks, {kind}", "goes on bit for bit")
 
 
 JUDGE = """
