@@ -358,7 +358,7 @@ def test_another_vocabulary_is_refused_with_the_tokens_that_differ(folder, tmp_p
         ({"teacher": {}}, "teacher={} names no teacher"),
         (
             {"teacher": "no/such/teacher"},
-            "'no/such/teacher' is neither a folder nor found on the Hub",
+            "no/such/teacher does not exist; the current folder is",
         ),
         ({"jsd_beta": 0.3}, "jsd_beta=0.3 has no meaning without --direction jensen-shannon"),
         ({"jsd_beta": 1.0}, "jsd_beta=1.0: expected a number above 0, below 1"),
