@@ -31,6 +31,7 @@ from typing_extensions import Self
 from fused_rl.base import checks
 from fused_rl.trainers.base import engine, memory, ranks
 from fused_rl.trainers.base.text import InputError, name_of, refusal_of
+from fused_rl.trainers.run.metrics import METRICS, Goal, parse_goal
 
 # A dataset that ends so is a file, any other a name.
 FILES = (".jsonl", ".json", ".csv", ".parquet")
@@ -525,6 +526,9 @@ class StepsConfig(Options):
     """Optimizer updates; of grpo and ppo rollouts; None is 100, or follows from num_train_epochs."""
     num_train_epochs: Positive | None = None
     """Passes over the training rows, such as 1.5; replaces steps."""
+    until: str | None = None
+    """Held-out figure at which the run ends before its last step, such as sampled_accuracy=0.2 or loss=1.5: with the
+    first evaluation that is as good or better. It saves what a whole run saves."""
 
     @property
     def rows_per_step(self) -> int:
@@ -578,9 +582,27 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
     """Check options, rows and scorers as the run does, print what was resolved and one example, and stop. It prints the
     options that were given or follow from others; `--dry_run all` prints all of them."""
 
+    needs: ClassVar = (
+        Needs(
+            "until",
+            lambda config: config.eval_size > 0 and config.eval_every > 0,
+            "is compared with the figures of evaluations; give --eval_size and --eval_every above 0",
+        ),
+    )
+
     def check(self) -> None:
         super().check()
         engine.check_deepspeed_file(self)
+
+    @property
+    def figures(self) -> list[str]:
+        """Return the keys of the held-out figures that `until` may name."""
+        begin = "eval/rm/" if self.command == "reward" else f"eval/{self.command}/"
+        return [key for key, metric in METRICS.items() if key.startswith(begin) and metric.better]
+
+    def goal(self) -> Goal | None:
+        """Return what `until` says, when a run begins and its scorers are known; refuse what no evaluation measures."""
+        return None if self.until is None else parse_goal(self.until, self.figures)
 
     def for_held_out(self) -> Self:
         """Return the config by which held-out rows are read."""

@@ -3,11 +3,13 @@
     fused-rl sft --config recipes/demo_sft.yaml
     torchrun --nproc-per-node 2 -m fused_rl.trainers.sft --model ... --dataset ... --output_dir ...
 
-Rows of unequal length are packed where that is cheaper, each seeing itself alone. Left out: loss on prompts.
+Rows of unequal length are packed where that is cheaper, each seeing itself alone. With --verifiers an evaluation also
+samples responses to the held-out prompts and scores them. Left out: loss on prompts.
 """
 
 import functools
 import time
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -38,13 +40,39 @@ from fused_rl.trainers.models.packing import (
     unpad,
 )
 from fused_rl.trainers.models.scoring import share_of_rank
-from fused_rl.trainers.options import MAIN, EngineConfig, PositiveInt, RunConfig
+from fused_rl.trainers.options import (
+    MAIN,
+    EngineConfig,
+    Needs,
+    NonNegativeInt,
+    PositiveInt,
+    RunConfig,
+    without,
+)
+from fused_rl.trainers.policy.evaluate import evaluate as evaluate_samples
+from fused_rl.trainers.policy.evaluate import share_of_rank as prompts_of_rank
+from fused_rl.trainers.policy.setup import policy_to_evaluate
+from fused_rl.trainers.rollouts.options import SamplingConfig
+from fused_rl.trainers.rollouts.types import Prompt, Scorer
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.loop import Run
-from fused_rl.trainers.run.metrics import Sums
+from fused_rl.trainers.run.metrics import OF_RESPONSES, Sums
+from fused_rl.trainers.scorers.load import (
+    check_scorers,
+    checked_scorers,
+    load_for_policy,
+    scored_prompts,
+)
+from fused_rl.trainers.scorers.options import ScorerConfig, holding_reward_models
+
+# Options of the responses that an evaluation samples.
+OF_SAMPLES = (
+    *("verifier_weights", "solved_at", "answer_column", *SamplingConfig.model_fields),
+    *("max_new_tokens", "rollout_batch_size", "eval_samples", "show_samples"),
+)
 
 
-class SFTConfig(RunConfig):
+class SFTConfig(ScorerConfig, SamplingConfig, RunConfig):
     """Supervised fine-tuning of a causal language model on prompts and completions."""
 
     command: ClassVar = "sft"
@@ -67,8 +95,31 @@ class SFTConfig(RunConfig):
     """Put several demonstrations into one row of the model's input, where that is cheaper than padding; none sees
     another. None packs if the model's attention allows it."""
 
+    verifiers: str | list[str] | None = None
+    """Scorers of responses that each evaluation samples to the held-out prompts, as of grpo (docs/verifiers.md): they
+    show accuracy and score, and nothing is trained on them. None samples none."""
+    max_new_tokens: PositiveInt = 256
+    """Maximum length of these responses in tokens."""
+    rollout_batch_size: PositiveInt | None = None
+    """Responses generated together. The default is 64 on a CPU, and on a GPU as many as fit into its memory."""
+    eval_samples: PositiveInt = 4
+    """Sampled responses per held-out prompt, beside the greedy one."""
+    show_samples: NonNegativeInt = 4
+    """Greedy responses shown at each evaluation; 0 shows none."""
+
+    needs: ClassVar = tuple(
+        Needs(name, lambda config: config.verifiers is not None, without("--verifiers"))
+        for name in OF_SAMPLES
+    )
+
+    @property
+    def figures(self) -> list[str]:
+        sampled = OF_RESPONSES if self.verifiers else ()
+        return ["eval/loss", "eval/token_accuracy", *sampled]
+
     def footprint(self) -> Footprint:
-        return super().footprint()._replace(prompt_tokens=0, response_tokens=self.max_length)
+        footprint = super().footprint()._replace(prompt_tokens=0, response_tokens=self.max_length)
+        return holding_reward_models(self, footprint)
 
 
 def arithmetic(config: SFTConfig, world: int) -> dict[str, object]:
@@ -80,6 +131,7 @@ def arithmetic(config: SFTConfig, world: int) -> dict[str, object]:
         "micro-batches per process and step": config.micro_batches_of(local),
         "rows in the run": config.in_run(config.batch_size),
         "optimizer steps": config.in_run(1),
+        "scores, which are only shown": check_scorers(config) if config.verifiers else "none",
     }
 
 
@@ -236,6 +288,18 @@ def evaluate(model, parts: list[MicroBatch]) -> dict[str, float]:
     return found
 
 
+def prompts_to_sample(
+    config: SFTConfig, held_out: Rows, encoder: encode.Encoder, scorers: Sequence[Scorer]
+) -> list[Prompt]:
+    """Return the held-out prompts that an evaluation samples responses to; none without scorers."""
+    return scored_prompts(config, held_out, encoder, scorers) if config.verifiers else []
+
+
+def check(config: SFTConfig, encoder: encode.Encoder, held_out: Rows) -> None:
+    """Refuse what a run refuses beside the rows that it trains on."""
+    prompts_to_sample(config, held_out, encoder, checked_scorers(config))
+
+
 def train(config: SFTConfig, dataset: RowsLike = None, eval_dataset: RowsLike = None) -> str:
     """Run the whole training, on rows that are given or that the config names; returns the model's folder."""
     run = Run(config, arithmetic)
@@ -244,18 +308,22 @@ def train(config: SFTConfig, dataset: RowsLike = None, eval_dataset: RowsLike = 
     with phase("read tokenizer and rows"), Reading(config.bad_rows) as reading:
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         encoder = encode.Encoder.of(config, tokenizer)
-        pairs, held_out = (
-            encoded(config, rows, encoder)
-            for rows in load_train_eval(config, dataset, eval_dataset, reading)
-        )
+        train_rows, held_out_rows = load_train_eval(config, dataset, eval_dataset, reading)
+        pairs, held_out = (encoded(config, rows, encoder) for rows in (train_rows, held_out_rows))
+        scorers = load_for_policy(config, tokenizer, run.device) if config.verifiers else []
+        prompts = prompts_to_sample(config, held_out_rows, encoder, scorers)
     # Ranks must have read the same rows, and a resumed run those that it began with.
-    config = run.check_inputs(config, tokenizer, {}, rows=pairs, held_out=held_out)
+    models = config.reward_models()
+    config = run.check_inputs(config, tokenizer, models, rows=pairs, held_out=[*held_out, *prompts])
     with phase("loaded the model"):
         lm = language_model.load_lm(config, run.device)
         rows = (
             (example.prompt + example.completion, example.where) for example in [*pairs, *held_out]
         )
         language_model.check_fits(lm.base, tokenizer, rows, 0, "max_length")
+        asked = ((prompt.ids, prompt.where) for prompt in prompts)
+        remedy = "max_new_tokens or max_prompt_length"
+        language_model.check_fits(lm.base, tokenizer, asked, config.max_new_tokens, remedy)
         # This tries whether packing leaves hidden states as they are, while the weights are whole.
         otherwise = "demonstrations are padded, not packed"
         costs = packing_costs(
@@ -265,20 +333,33 @@ def train(config: SFTConfig, dataset: RowsLike = None, eval_dataset: RowsLike = 
     # Every evaluation is of the same rows, so they are put into micro-batches once.
     pad_id = tokenizer.pad_token_id
     held_out = micro_batches(held_out_share(held_out), config, pad_id, run.device, costs)
+    policy = policy_to_evaluate(config, model, tokenizer, run.device, scorers)
+    prompts = prompts_of_rank(prompts)
+
+    def evaluation() -> tuple[dict[str, float], list[dict]]:
+        """Return the figures of the held-out rows, with those of sampled responses if there are scorers, and some."""
+        found = evaluate(model, held_out)
+        if not prompts.prompts:
+            return found, []
+        policy.trained = run.step
+        sampled, samples = evaluate_samples(policy, prompts)
+        return found | sampled, samples
 
     # The run. Its first evaluation is of the model before training, which says what was gained.
     run.start({"policy": model})
     if run.begins and held_out:
-        run.log(evaluate(model, held_out))
+        run.log(*evaluation())
     for step, indices in run:
         began = time.monotonic()
         mine = [pairs[i] for i in indices[ranks.rank() :: ranks.world_size()]]
         metrics = train_step(model, micro_batches(mine, config, pad_id, run.device, costs), step)
         metrics["time/train"] = time.monotonic() - began
         metrics["perf/tokens_per_second"] = metrics["train/num_tokens"] / metrics["time/train"]
+        samples = []
         if run.evaluates and held_out:
-            metrics |= evaluate(model, held_out)
-        run.log(metrics)
+            found, samples = evaluation()
+            metrics |= found
+        run.log(metrics, samples)
     return run.finish(
         lambda model_folder: language_model.save_lm(
             model, tokenizer, model_folder, merged=config.save_merged
@@ -286,7 +367,7 @@ def train(config: SFTConfig, dataset: RowsLike = None, eval_dataset: RowsLike = 
     )
 
 
-main = functools.partial(command.run, SFTConfig, arithmetic, train, encoded)
+main = functools.partial(command.run, SFTConfig, arithmetic, train, encoded, check=check)
 
 if __name__ == "__main__":
     main()

@@ -54,6 +54,8 @@ class Reading(contextlib.AbstractContextManager):
 
     def finish(self) -> None:
         """Raise or print what cannot be used, and print what was read."""
+        # A row may have been read twice, to be trained on and to be sampled for.
+        self.bad = list({error.where: error for error in self.bad}.values())
         # What is no row, such as half a line of JSON, is not among the rows that were read.
         total = sum(map(len, self.read)) + sum(error.reason in NO_ROW for error in self.bad)
         counts = f"{len(self.bad)} of {total}"

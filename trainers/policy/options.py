@@ -24,6 +24,7 @@ from fused_rl.trainers.options import (
     without,
 )
 from fused_rl.trainers.rollouts.options import SamplerConfig
+from fused_rl.trainers.run.metrics import OF_RESPONSES
 
 LOSS = tuple(PolicyLossOptions.__dataclass_fields__)
 OF_SURROGATES = {name for surrogate in SURROGATES.values() for name in surrogate.reads}
@@ -110,6 +111,10 @@ class SamplingRunConfig(RolloutConfig, RunConfig):
 
     def check_row(self, row: dict) -> None:
         """Raise an InputError for a row that lacks what the options read of it, beside its prompt and for scorers."""
+
+    @property
+    def figures(self) -> list[str]:
+        return [*super().figures, *OF_RESPONSES]
 
     def footprint(self) -> Footprint:
         footprint = super().footprint()._replace(response_tokens=self.max_new_tokens, samples=True)

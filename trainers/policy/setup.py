@@ -233,6 +233,28 @@ def load_policy(
     )
 
 
+def policy_to_evaluate(config: Any, model, tokenizer, device, scorers: Sequence[Scorer]) -> Policy:
+    """Return the policy of a trainer that samples for its evaluations alone, from the engine around its model."""
+    lm = model.module.base
+    stop_ids = tuple(encode.stop_ids(tokenizer, lm.saved_generation_config))
+    sampler = TransformersSampler(
+        lm,
+        pad_id=tokenizer.pad_token_id,
+        batch_size=config.rollout_batch_size,
+        synced_gpus=model.zero_optimization_stage() == 3,
+    )
+    return Policy(
+        config=config,
+        model=model,
+        reference=None,
+        sampler=sampler,
+        sampling=config.sampling(config.max_new_tokens, stop_ids),
+        scorers=scorers,
+        tokenizer=tokenizer,
+        device=device,
+    )
+
+
 def build_sampler(
     config: SamplingRunConfig, model, tokenizer, users_sampler: SamplerFactory | None = None
 ) -> Sampler:

@@ -42,6 +42,8 @@ class Encodable(Protocol):
         ...
 
 
+Check = Callable[[Any, Encoder, Rows], None]
+"""(config, encoder, held-out rows) -> refuses what a run refuses before it loads a model, beside the rows."""
 ReadRows = Callable[[Any, Rows, Encoder], Sequence[Encodable]]
 """(config, rows, encoder) -> what the trainer makes of the rows that can be used."""
 
@@ -52,6 +54,8 @@ def run(
     train: Callable[..., str],
     read: ReadRows,
     argv: list[str] | None = None,
+    *,
+    check: Check | None = None,
 ) -> None:
     """Parse `argv`, or the process's command line, then either describe the run or train."""
     argv = sys.argv[1:] if argv is None else argv
@@ -59,7 +63,7 @@ def run(
         # Both describe and train get the same config, so a dry run refuses what the run would.
         config = parse(config_class, argv)
         if config.dry_run:
-            print_line(describe(config, arithmetic, read), as_is=True)
+            print_line(describe(config, arithmetic, read, check), as_is=True)
             return
         # Between its steps SIGTERM ends a run as an error does, and so what it keeps outside of its folder is removed.
         before = signal.signal(signal.SIGTERM, _end)
@@ -99,7 +103,9 @@ def around(prog: str, lost: str = "nothing was written") -> Iterator[None]:
         sys.exit(INTERRUPTED)
 
 
-def describe(config: RunConfig, arithmetic: Arithmetic, read: ReadRows) -> str:
+def describe(
+    config: RunConfig, arithmetic: Arithmetic, read: ReadRows, check: Check | None = None
+) -> str:
     """Return the resolved config as YAML that `--config` reads back, with arithmetic and an example as comments."""
     # What reading the rows prints goes to stderr, because stdout is the YAML that --config reads back.
     with contextlib.redirect_stdout(sys.stderr):
@@ -108,6 +114,7 @@ def describe(config: RunConfig, arithmetic: Arithmetic, read: ReadRows) -> str:
         # Options that contradict each other are said before anything takes time.
         world = ranks.planned_ranks(config.sequence_parallel)
         arithmetic(config, world)
+        goal = config.goal()
         tokenizer = load_tokenizer(config.model, config.revision)
         encoder = Encoder.of(config, tokenizer)
         with Reading(config.bad_rows) as reading:
@@ -115,6 +122,8 @@ def describe(config: RunConfig, arithmetic: Arithmetic, read: ReadRows) -> str:
             sample = train.sampled(MOST_ROWS)
             examples = read(config, sample, encoder)
             read(config.for_held_out(), held_out, encoder)
+            if check is not None:
+                check(config, encoder, held_out)
 
         # Of a sample it is not known how many examples the rows come to.
         is_whole = len(sample) == len(train)
@@ -125,6 +134,8 @@ def describe(config: RunConfig, arithmetic: Arithmetic, read: ReadRows) -> str:
         counted = in_steps(config, len(examples)) if is_whole else config
         needed = memory_line(counted, examples)
     divided = arithmetic(counted, world)
+    if goal is not None:
+        divided["ends before"] = f"with an evaluation that finds {goal}"
     if config.sequence_parallel > 1:
         together = f"groups of {config.sequence_parallel}, each of which counts as one below"
         divided["processes"] = f"{ranks.processes()}, in {world} {together}"

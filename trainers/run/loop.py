@@ -17,6 +17,7 @@ The `for` stays in the trainer, and so does the algorithm.
 
 import contextlib
 import importlib.util
+import math
 import os
 import signal
 import time
@@ -32,6 +33,7 @@ from fused_rl.trainers.data.order import RowOrder, in_steps
 from fused_rl.trainers.options import RunConfig
 from fused_rl.trainers.run import hub
 from fused_rl.trainers.run.logger import Logger, draw_curves
+from fused_rl.trainers.run.metrics import Goal
 from fused_rl.trainers.run.store import EMPTY, RunFolder, unlock
 
 Arithmetic = Callable[[Any, int], dict[str, object]]
@@ -67,6 +69,7 @@ class Run:
             )
         config.resolve()
         arithmetic(config, ranks.planned_ranks(config.sequence_parallel))
+        self.goal = config.goal()
 
         # From here on all ranks act together: one with other options would wait for another collective, or train
         # something else.
@@ -86,6 +89,7 @@ class Run:
         self.step = 0
         self.save_seconds = 0.0
         self.stopping = False
+        self.reached = False
 
     def check_inputs(
         self,
@@ -137,6 +141,9 @@ class Run:
         if self.config.resume:
             restored = self.store.load(engines, rank_state)
             self.step, self.order.position = restored["step"], restored["position"]
+            # A run that ended at its goal is whole; with another goal it continues.
+            until = self.config.until
+            self.reached = until is not None and restored.get("until") == until
 
         # Only when the checkpoint has been read may what comes after it be moved away.
         self.logger = None
@@ -162,7 +169,7 @@ class Run:
     @property
     def last(self) -> bool:
         """Return True if this step is the last one."""
-        return self.step >= self.config.steps
+        return self.reached or self.step >= self.config.steps
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         # A run that died may have left its handlers, because a traceback keeps it alive.
@@ -182,6 +189,7 @@ class Run:
                 if stop or self.last or (every and self.step % every == 0):
                     began = time.monotonic()
                     state = {"position": self.order.position, "inputs": self.inputs, **self.state()}
+                    state |= {"until": self.config.until} if self.reached else {}
                     self.store.save(self.engines, self.step, state, self.rank_state)
                     self.save_seconds = time.monotonic() - began
                 if stop:
@@ -208,7 +216,11 @@ class Run:
                 )
 
     def log(self, metrics: dict[str, float], samples: Sequence[dict] = ()) -> None:
-        """Write one line of metrics and show a few responses; an evaluation also draws the curves."""
+        """Write one line of metrics and show a few responses; an evaluation also draws the curves, and may end the run
+        at its goal. For all ranks at once.
+        """
+        if self.goal is not None and any(key.startswith("eval/") for key in metrics):
+            self._compare(self.goal, metrics)
         if self.logger is None:
             return
         timed = {} if self.begins else {"time/save": self.save_seconds}
@@ -218,6 +230,17 @@ class Run:
             # The curves after the last step are those that `finish` draws.
             if self.evaluates and not self.begins and not self.last:
                 draw_curves(self.logger.history, self.logger.folder / "curves.png")
+
+    def _compare(self, goal: Goal, metrics: dict[str, float]) -> None:
+        """End the run if the figures of an evaluation meet its goal: on all processes, if on any of them."""
+        # Accuracy, for example, is not measured where no scorer says what is solved.
+        if goal.key not in metrics and self.begins:
+            measured = ", ".join(key for key in metrics if key.startswith("eval/"))
+            raise InputError(f"until: the evaluation has no {goal.key}, but {measured}")
+        figure = metrics.get(goal.key, math.nan)
+        self.reached = ranks.on_any_process(flag=goal.is_met(figure))
+        if self.reached:
+            print_rank0(f"until: {goal} is met at step {self.step} with {figure:.4g}: the run ends")
 
     def finish(self, save: Callable[[Path], None]) -> str:
         """Draw the curves, save the trained model with `save(folder)`, push it if requested; return its folder."""

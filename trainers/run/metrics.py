@@ -87,6 +87,49 @@ METRICS = {
 }
 
 
+# Of responses to held-out prompts.
+OF_RESPONSES = ("eval/accuracy_greedy", "eval/accuracy_sampled", "eval/pass_at_k", "eval/score")
+# Names of figures as they are also said.
+ALSO_CALLED = {"sampled_accuracy": "accuracy_sampled", "greedy_accuracy": "accuracy_greedy"}
+
+
+class Goal(NamedTuple):
+    """A held-out figure, and the value at which a run ends."""
+
+    key: str
+    """In metrics.jsonl."""
+    value: float
+
+    def is_met(self, figure: float) -> bool:
+        """Return True if the figure is as good as the value, or better."""
+        rises = METRICS[self.key].better == "higher"
+        return figure >= self.value if rises else figure <= self.value
+
+    def __str__(self) -> str:
+        direction = "least" if METRICS[self.key].better == "higher" else "most"
+        return f"{self.key} of at {direction} {self.value:g}"
+
+
+def parse_goal(text: str, keys: Sequence[str]) -> Goal:
+    """Return the goal that `FIGURE=VALUE` names among the figures with these keys."""
+    # A figure is called by the last part of its key: accuracy is eval/rm/accuracy in a run of reward.
+    figures = {key.rpartition("/")[2]: key for key in keys}
+    said, _, number = text.partition("=")
+    name = said.strip().rpartition("/")[2]
+    name = ALSO_CALLED.get(name, name)
+    try:
+        value = float(number)
+    except ValueError:
+        value = math.nan
+    if name not in figures or not math.isfinite(value):
+        known = ", ".join(figures)
+        needs = ""
+        if name not in figures and f"eval/{name}" in OF_RESPONSES:
+            needs = "; this figure needs --verifiers"
+        raise InputError(f"until={text!r}: expected FIGURE=VALUE, the figure one of {known}{needs}")
+    return Goal(figures[name], value)
+
+
 def keys_by(field: Literal["panel", "column", "meaning"]) -> dict[str, list[str]]:
     """Return the keys of `METRICS` by what they have in a field, in their order; without those that have nothing."""
     found: dict[str, list[str]] = {}

@@ -77,6 +77,7 @@ MAY_CHANGE = frozenset(
             "eval_size",
             "eval_every",
             "eval_samples",
+            "until",
         ),
         *(
             "show_samples",

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fused_rl.trainers.base.text import InputError, load_function, name_of
@@ -140,12 +140,23 @@ def load_scorers(options: ScorerConfig, **reading) -> list[Scorer]:
     return models + verifiers
 
 
+def checked_scorers(config: ScorerConfig) -> list[Scorer]:
+    """Return the scorers with which a dry run checks rows: all but the models that score."""
+    specs = parse_scorers(config) if config.verifiers else []
+    return [spec.load(config.answer_column) for spec in specs if spec.kind != REWARD_MODEL]
+
+
+def scored_prompts(
+    config: Any, rows: Rows, encoder: Encoder, scorers: Sequence[Scorer]
+) -> list[Prompt]:
+    """Return the prompts of rows whose responses are scored; each scorer checks every row."""
+    column, length = config.prompt_column, config.max_prompt_length
+    return prompts_of(rows, encoder, scorers, column=column, max_length=length)
+
+
 def checked_prompts(config: Any, rows: Rows, encoder: Encoder) -> list[Prompt]:
     """Return the prompts of rows as a dry run reads them: with all that checks rows, but no model that scores."""
-    scorers = []
-    for spec in parse_scorers(config) if config.verifiers else ():
-        if spec.kind != REWARD_MODEL:
-            scorers.append(spec.load(config.answer_column))
+    scorers = checked_scorers(config)
     return prompts_of(
         rows,
         encoder,
