@@ -1,13 +1,18 @@
 """From TRL: the names that people type are answered with ours, and the options that the page names exist."""
 
+import dataclasses
+import importlib
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from fused_rl.trainers import cli, grpo
 from fused_rl.trainers.base.text import InputError, unknown
-from fused_rl.trainers.base.trl import NAMES
+from fused_rl.trainers.base.trl import ABSENT, NAMES, reason_of
+from fused_rl.trainers.commands import from_trl
+from fused_rl.trainers.commands.trl_files import CONFIGS, Found, read
 from fused_rl.trainers.run.parse import parse
 from tests.trainers import tiny
 
@@ -61,14 +66,179 @@ def test_all_unknown_options_are_named_at_once(tmp_path):
     assert str(from_python.value).split("\n  ")[1:3] == lines[:2]
 
 
-def test_the_table_and_the_page_name_options_that_exist():
+def test_the_table_has_options_that_exist_and_the_page_has_the_table():
     for theirs, ours in NAMES.items():
         assert theirs not in set.intersection(*OPTIONS), theirs  # DPO has a beta of its own
         assert set(re.findall(r"--(\w+)", ours)) <= KNOWN, theirs
-    table = PAGE.split("## Options that have another name")[1].split("## What does not exist")[0]
-    for row in table.splitlines()[4:]:
-        ours = re.findall(r"`(?:--)?(\w+)", row.split(" | ")[1]) if row.startswith("|") else []
-        assert not row.startswith("|") or set(ours) & KNOWN, row
+    renamed, absent = PAGE.split("## Options that have another name")[1].split("## What does not")
+    rows = [row.split(" | ") for row in renamed.splitlines() if row.startswith(("| `", "| PPO"))]
+    on_page = {}
+    for names, ours, *_ in rows:
+        for name in re.findall(r"`(\w+)`", names):
+            on_page[name] = set(re.findall(r"`(?:--)?(\w+)", ours))
+    assert on_page.keys() == NAMES.keys()
+    for name, options in on_page.items():
+        assert options & {*re.findall(r"--(\w+)", NAMES[name])}, name
+    assert re.findall(r"^- \*\*(.*?)\*\*", absent, re.MULTILINE) == [*ABSENT]
+    for name in re.findall(r"`(\w+)`", " ".join(re.findall(r"\*\* \((.*?)\)", absent, re.DOTALL))):
+        assert reason_of(name) is not None, name
+
+
+def converted(config: str, processes: int | None = None, rows: int | None = None, **options):
+    """Return our options for a config of TRL, and everything that is said about them."""
+    made = from_trl.convert(Found(config, "here", options), processes, rows)
+    return made.options, from_trl.script_of(made)
+
+
+GIVEN = {"model_name_or_path": "m", "dataset_name": "d.jsonl", "output_dir": "o"}
+CASES = [
+    ("SFTConfig", {"max_seq_length": 2048, "assistant_only_loss": True}, "--max_length 2048"),
+    ("SFTConfig", {"gradient_accumulation_steps": 3}, "--batch_size 24"),
+    ("SFTConfig", {"warmup_ratio": 0.1, "max_steps": 50}, "--warmup_steps 5"),
+    ("SFTConfig", {"warmup_steps": 0.1, "max_steps": 55}, "--warmup_steps 6"),
+    ("SFTConfig", {"eval_strategy": "steps", "eval_steps": 7}, "--eval_every 7"),
+    ("SFTConfig", {"save_strategy": "no"}, "--save_every 0"),
+    ("RewardConfig", {"center_rewards_coefficient": 0.01}, "--centering 0.01 --lr 0.0001"),
+    ("DPOConfig", {"loss_type": ["apo_zero"], "max_length": 1500}, "--loss_type apo-zero"),
+    ("DPOConfig", {"max_length": 1500}, "--max_response_length 988"),
+    ("DPOConfig", {"per_device_train_batch_size": 2}, "--batch_size 2 --micro_batch_size 4"),
+    ("CPOConfig", {"loss_type": "simpo", "cpo_alpha": 0.0}, "--loss_type simpo --margin 0.5"),
+    ("ORPOConfig", {"beta": 0.2}, "--loss_type orpo --nll_coef 1 --beta 0.2"),
+    ("KTOConfig", {"undesirable_weight": 2.0}, "--undesirable_weight 2"),
+    ("GKDConfig", {"teacher_model_name_or_path": "t"}, "--teacher t --on_policy 0.5"),
+    ("GKDConfig", {"teacher_model_name_or_path": "t", "beta": 0.9}, "--jsd_beta 0.9"),
+    ("DistillationConfig", {"teacher_model_name_or_path": "t", "beta": 0.0}, "--direction forward"),
+    ("GRPOConfig", {"loss_type": "dr_grpo"}, "--preset dr_grpo --advantage group-std"),
+    ("GRPOConfig", {"loss_type": "cispo", "epsilon_high": 5.0}, "--preset cispo --clip_high 4"),
+    ("GRPOConfig", {"loss_type": "luspo"}, "--ratio_level token --clip_low 0.2 --clip_high 0.2"),
+    ("GRPOConfig", {"scale_rewards": False}, "--advantage group-mean --preset dapo"),
+    ("GRPOConfig", {"beta": 0.04, "use_bias_correction_kl": False}, "--kl_coef 0.04"),
+    ("GRPOConfig", {"reward_funcs": ["accuracy_reward", "a.b"]}, "--verifiers '[math, a:b]'"),
+    ("GRPOConfig", {"use_vllm": True, "vllm_server_port": 9}, "--server http://127.0.0.1:9"),
+    ("RLOOConfig", {"num_generations": 4}, "--preset rloo --kl_in reward --kl_coef 0.05"),
+]
+
+
+@pytest.mark.parametrize(("config", "options", "words"), CASES, ids=lambda value: str(value)[:40])
+def test_a_config_of_trl_is_a_command_that_ours_takes(config, options, words):
+    made, script = converted(config, **GIVEN, **options)
+    command = script.partition("\nfused-rl ")[2].replace("\\\n    ", "")
+    assert all(f"--{each.strip()} " in f"{command} " for each in words.split("--")[1:]), script
+    parse(cli.TRAINERS[command.split()[0]].config_class(), shlex.split(command)[1:])
+    assert "refuses" not in script and {"model", "dataset", "output_dir"} <= made.keys()
+
+
+def test_the_arithmetic_of_a_rollout_is_that_of_trl():
+    """2 processes x 4 x 8 / 8 prompts; 4 minibatches of 2 accumulated; 3 iterations: 12 updates of a rollout."""
+    options = {"per_device_train_batch_size": 4, "steps_per_generation": 8, "num_generations": 8}
+    options |= {"gradient_accumulation_steps": 2, "num_iterations": 3, "warmup_ratio": 0.1}
+    options |= {"max_steps": 1200, "save_steps": 240, "sync_ref_model": True}
+    made, script = converted("GRPOConfig", 2, **GIVEN, **options, ref_model_sync_steps=24, beta=0.1)
+    expected = {"prompts_per_step": 8, "minibatches": 4, "epochs": 3, "steps": 100}
+    expected |= {"save_every": 20, "warmup_steps": 120, "ref_sync_every": 2}
+    assert {name: made[name] for name in expected} == expected
+    assert "steps 100 = max_steps 1200 / 12 updates of a rollout" in script
+    assert "deepspeed --num_gpus 2 --module fused_rl.trainers.grpo" in script
+    del options["max_steps"]
+    made, script = converted("GRPOConfig", 2, 800, **GIVEN, **options, num_train_epochs=2)
+    assert made["num_train_epochs"] == 2 and made["warmup_steps"] == 240 and "200 steps" in script
+    made, script = converted("GRPOConfig", **GIVEN, num_generations=32)
+    assert "0.25, and must be a whole number" in script and "--processes N" in script
+
+
+SCRIPT = """
+'''Nothing of this file is run.'''
+import torch
+from datasets import load_dataset
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+from trl.rewards import accuracy_reward
+raise SystemExit(model_id)
+model_id = "m"
+def brief(completions, **columns):
+    return [-len(each) for each in completions]
+train, test = load_dataset("d.jsonl", split=["train", "test"])
+config = GRPOConfig("o", num_generations=4, learning_rate=2 * 1e-6, bf16=True, run_name=f"{model_id}-1")
+config.max_steps = 30
+config.epsilon = args.eps
+adapters = LoraConfig(r=4)
+rewards = [accuracy_reward, brief]
+GRPOTrainer(model_id, args=config, reward_funcs=rewards, train_dataset=train, peft_config=adapters)
+"""
+YAML = """
+model_name_or_path: m
+dataset_name: d.jsonl
+dataset_train_split: train
+output_dir: o
+num_generations: 4
+learning_rate: 2e-6
+bf16: true
+run_name: m-1
+max_steps: 30
+reward_funcs: [accuracy_reward, script.brief]
+use_peft: true
+lora_r: 4
+lora_alpha: 8
+"""
+WORDS = """
+# a comment
+accelerate launch --num_processes 1 train.py other
+trl grpo --model_name_or_path m --dataset_name d.jsonl --output_dir o --bf16 --run_name m-1 \\
+    --num_generations 4 --learning_rate 2e-6 --max_steps 30 --reward_funcs accuracy_reward script.brief \\
+    --use_peft --lora_r=4 --lora_alpha 8
+"""
+
+
+def test_a_script_a_file_and_a_command_line_come_to_the_same(tmp_path, capsys):
+    files = {"script.py": SCRIPT, "grpo.yaml": YAML, "run.sh": WORDS}
+    made = {}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+        (found,) = read(tmp_path / name, None)
+        made[name] = from_trl.convert(found).options
+    assert made["script.py"] == made["grpo.yaml"] == made["run.sh"]
+    expected = {"lr": 2e-6, "steps": 30, "lora_rank": 4, "verifiers": ["math", "script:brief"]}
+    assert {name: made["script.py"][name] for name in expected} == expected
+    from_trl.main([str(tmp_path / "script.py")])
+    said = capsys.readouterr().out
+    assert "epsilon=args.eps: its value is known when the script runs; epsilon=0.2 is" in said
+    assert "run_name=m-1: every step is logged" in said
+    (tmp_path / "none.py").write_text("print(1)")
+    with pytest.raises(InputError, match="found no config"):
+        read(tmp_path / "none.py", None)
+
+
+@pytest.mark.slow
+def test_every_option_of_trl_is_converted_or_named(tmp_path):
+    """Of TRL itself: all options at their defaults as it prints them, and each changed; its defaults are those here."""
+    trl = pytest.importorskip("trl")
+    for config in dict.fromkeys(CONFIGS.values()):
+        room = f"trl.experimental.{config.removesuffix('Config').lower()}"
+        config_class = getattr(
+            trl if hasattr(trl, config) else importlib.import_module(room), config
+        )
+        fields = {each.name: each.default for each in dataclasses.fields(config_class)}
+        for name, default in (from_trl.OF_ALL | from_trl.DEFAULTS[config]).items():
+            if (config, name) != ("DPOConfig", "loss_type") and name != "output_dir":
+                assert fields[name] == default, (config, name)
+        changed = dict(GIVEN)
+        for name, default in fields.items():
+            is_number = isinstance(default, int | float) and not isinstance(default, bool)
+            other = 8 if "batch" in name or "steps" in name else "x"
+            value = not default if isinstance(default, bool) else other
+            changed.setdefault(name, default if is_number or isinstance(default, str) else value)
+        _, script = converted(config, **changed)
+        assert "not among the options of TRL" not in script, script
+    printed = str(trl.GRPOConfig(str(tmp_path), bf16=False, report_to="none", learning_rate=3e-6))
+    (tmp_path / "printed.txt").write_text(printed)
+    (found,) = read(tmp_path / "printed.txt", None)
+    found.options |= GIVEN
+    of_printed = from_trl.convert(found)
+    found = Found("GRPOConfig", "here", GIVEN | {"learning_rate": 3e-6})
+    of_given = from_trl.convert(found)
+    size = {"micro_batch_size": 8, "seed": 42}  # which are given there
+    assert of_printed.options == of_given.options | size
+    assert not of_printed.absent
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ NAMES: dict[str, str] = {
     "gradient_accumulation_steps": "no option, but a part of --batch_size, the rows of an update; no option, but a "
     "part of --prompts_per_step, the prompts of a rollout",
     "generation_batch_size": "--prompts_per_step, after division by --group_size",
-    "auto_find_batch_size": "--micro_batch_size, which a GPU's memory chooses",
+    "auto_find_batch_size": "no option, as a GPU's memory chooses --micro_batch_size",
     # What is written and when.
     "save_steps": "--save_every",
     "save_strategy": "--save_every, in steps",
@@ -197,6 +197,10 @@ ABSENT: dict[str, tuple[str, tuple[str, ...]]] = {
         + ("group_by_length", "train_sampling_strategy", "length_column_name", "label_names")
         + ("packing_strategy", "eval_packing", "completion_only_loss", "ignore_data_skip")
         + ("is_encoder_decoder", "ignore_bias_buffers"),
+    ),
+    "Mixtures of datasets": (
+        "write the rows into one file",
+        ("datasets", "dataset_mixture", "dataset_mixer", "dataset_splits", "dataset_configs"),
     ),
     "Evaluation by the Trainer": (
         "there is one before, one after, and one every --eval_every steps",

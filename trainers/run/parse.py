@@ -17,7 +17,7 @@ from fused_rl.trainers.options import FIRST, Options, choices_of, in_words, kind
 Config = TypeVar("Config", bound=Options)
 
 
-class _Values(yaml.SafeLoader):
+class Values(yaml.SafeLoader):
     """YAML 1.1, which reads 1e-6 as a text, with numbers as everybody writes them."""
 
 
@@ -34,10 +34,10 @@ def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     return loader.construct_mapping(node, deep=True)
 
 
-_Values.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
-_Values.add_implicit_resolver(
+Values.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+Values.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+|[-+]?inf|nan"),
+    re.compile(r"(?:[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+|[-+]?inf|nan)$"),
     list("-+.0123456789in"),
 )
 
@@ -120,7 +120,7 @@ def _value(config_class: type[Options], name: str, text: str | None) -> Any:
     if str in choices and not text.startswith(of_several):
         return text
     try:
-        return yaml.load(text, _Values)
+        return yaml.load(text, Values)
     except yaml.YAMLError as error:
         raise InputError(f"{name}={text!r}: expected {in_words(kind)}") from error
     except ValueError as error:  # a key that stands twice, or a date that is none
@@ -131,7 +131,7 @@ def read_file(path: Path) -> dict[str, Any]:
     """Return what a file of `option: value` lines says."""
     # Every way in which a file can be unreadable ends in one line that names it.
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _Values) or {}
+        values = yaml.load(path.read_text(encoding="utf-8"), Values) or {}
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:

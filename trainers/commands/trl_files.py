@@ -1,0 +1,463 @@
+"""The options of TRL in a script, a YAML file, a command line or a printed config; no code of theirs is run."""
+
+import ast
+import operator
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.run.parse import Values, read_file
+
+# The classes of TRL's options, by the word that names them in commands and in names of files.
+CONFIGS = {
+    "sft": "SFTConfig",
+    "reward": "RewardConfig",
+    "dpo": "DPOConfig",
+    "cpo": "CPOConfig",
+    "orpo": "ORPOConfig",
+    "kto": "KTOConfig",
+    "gkd": "GKDConfig",
+    "distillation": "DistillationConfig",
+    "rloo": "RLOOConfig",
+    "gspo": "GRPOConfig",
+    "grpo": "GRPOConfig",
+}
+# Options that only one class has, to tell whose a YAML file is.
+OF_ONE = {
+    "lmbda": "GKDConfig",
+    "teacher_model_name_or_path": "DistillationConfig",
+    "desirable_weight": "KTOConfig",
+    "center_rewards_coefficient": "RewardConfig",
+    "simpo_gamma": "CPOConfig",
+    "num_generations": "GRPOConfig",
+    "reward_funcs": "GRPOConfig",
+    "precompute_ref_log_probs": "DPOConfig",
+    "packing": "SFTConfig",
+    "assistant_only_loss": "SFTConfig",
+    "max_seq_length": "SFTConfig",
+}
+# What a trainer of TRL is given beside its config, by the option that says it on a command line.
+ARGUMENTS = {"model": "model_name_or_path", "teacher_model": "teacher_model_name_or_path"}
+ADAPTERS = {"r": "lora_r", "target_modules": "lora_target_modules"}
+OF_MODELS = {"torch_dtype": "dtype", "revision": "model_revision", "model_name": "model"}
+# What says nothing that the config does not say.
+SILENT = (
+    "args",
+    "processing_class",
+    "tokenizer",
+    "bias",
+    "task_type",
+    "use_cache",
+    "device_map",
+    "num_labels",
+)
+OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Pow: operator.pow,
+}
+
+
+class Unread(NamedTuple):
+    """A value that is known only when a script runs."""
+
+    source: str
+
+
+@dataclass
+class Found:
+    """The options of one run of TRL."""
+
+    config: str
+    """The class of TRL's options."""
+    where: str
+    options: dict[str, Any] = field(default_factory=dict)
+    processes: int | None = None
+    is_printed: bool = False
+    """True if every option is there, those at their defaults too."""
+
+
+def read(path: Path, trainer: str | None) -> list[Found]:
+    """Return what a file says, one for each config or command line in it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: {error}") from error
+    if path.suffix in (".yaml", ".yml"):
+        found = [Found("", str(path), read_file(path))]
+    elif path.suffix == ".py":
+        found = Script(text, path).found()
+    else:
+        found = list(printed(text, str(path))) or list(commands(text, str(path), path.parent))
+    for run in found:
+        run.config = CONFIGS[trainer] if trainer else run.config or config_of(run, path)
+    if not found:
+        names = ", ".join(dict.fromkeys(CONFIGS.values()))
+        raise InputError(f"{path}: found no config that is converted ({names}), nor a command line")
+    return found
+
+
+def config_of(found: Found, path: Path) -> str:
+    """Return the class of the options that a file or a command line has, by its options or else its name."""
+    for option, config in OF_ONE.items():
+        if option in found.options:
+            return "RLOOConfig" if config == "GRPOConfig" and "rloo" in str(path) else config
+    for word, config in CONFIGS.items():
+        if word in str(path).lower():
+            return config
+    raise InputError(f"{path}: which trainer is it for? give --trainer {'|'.join(CONFIGS)}")
+
+
+def value_of(text: str) -> Any:
+    """Return the value of a word, as YAML has it."""
+    try:
+        return yaml.load(text, Values)
+    except (yaml.YAMLError, ValueError):
+        return text
+
+
+def printed(text: str, where: str) -> Iterator[Found]:
+    """Yield the configs that were printed, in which no text is quoted: a name and its value in each line."""
+    for head, body in re.findall(r"(\w+Config)\(\s*\n(.*?)^\)", text, re.DOTALL | re.MULTILINE):
+        options = {}
+        for name, value in re.findall(r"^(\w+)=(.*?),?$", body, re.MULTILINE):
+            value = re.sub(r"^\w+\.([A-Z_]+)$", lambda member: member[1].lower(), value)
+            options[name] = None if value == "None" else value_of(value.strip("'\""))
+        if head in CONFIGS.values():
+            yield Found(head, where, options, is_printed=True)
+
+
+def commands(text: str, where: str, folder: Path, config: str = "") -> Iterator[Found]:
+    """Yield the runs that command lines start, of `trl NAME` or of a script."""
+    joined = re.sub(r"\\\s*\n", " ", text)
+    for line in joined.splitlines():
+        starts = re.search(r"\btrl \w+ --|\.py\b|-m trl\.", line)
+        if starts is None or " --" not in line:
+            continue
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:
+            continue
+        # The launcher's options, then the script or TRL's command, then what is converted.
+        at = next((i for i, word in enumerate(words) if is_program(words, i)), 0)
+        name = Path(words[at]).stem.rpartition(".")[2]
+        of_trl = next((CONFIGS[word] for word in CONFIGS if word in name), "")
+        found = Found(config or of_trl, where, words_as_options(words[at + 1 :]))
+        if not found.options:
+            continue
+        launched(found, words_as_options(words[:at]), folder)
+        if "config" in found.options:
+            file = folder / str(found.options.pop("config"))
+            found.options = read_file(file) | found.options
+        yield found
+
+
+def is_program(words: list[str], i: int) -> bool:
+    """Return True if a word of a command line is a script, or names one of TRL's commands."""
+    return words[i].endswith(".py") or words[i].startswith("trl.") or words[i - 1 : i] == ["trl"]
+
+
+def launched(found: Found, options: dict[str, Any], folder: Path) -> None:
+    """Take the number of processes and ZeRO's stage from the options of accelerate or torchrun."""
+    for name in ("num_processes", "nproc_per_node", "nproc-per-node", "num_gpus"):
+        found.processes = options.get(name, found.processes)
+    file = str(options.get("config_file", ""))
+    stage = re.search(r"zero_?([0-3])", file)
+    if stage:
+        found.options.setdefault("deepspeed", f"zero{stage[1]}")
+    paths = [path for path in (Path(file), folder / file) if file and path.is_file()]
+    if paths:
+        found.processes = found.processes or read_file(paths[0]).get("num_processes")
+
+
+def words_as_options(words: list[str]) -> dict[str, Any]:
+    """Return the options of a command line: True without a value, and a list of several."""
+    options: dict[str, Any] = {}
+    name = None
+    for word in words:
+        if word.startswith("--"):
+            name, is_joined, value = word.removeprefix("--").partition("=")
+            options[name] = [value] if is_joined else []
+        elif name is not None:
+            options[name].append(word.rstrip(","))
+    for name, values in list(options.items()):
+        read = [value_of(value) for value in values]
+        options[name] = True if not read else read[0] if len(read) == 1 else read
+        if not values and name.startswith("no_"):
+            options[name.removeprefix("no_")] = not options.pop(name)
+    return options
+
+
+class Script:
+    """A Python script, in which constants are followed, and nothing is run."""
+
+    def __init__(self, text: str, path: Path):
+        try:
+            self.tree = ast.parse(text)
+        except SyntaxError as error:
+            raise InputError(f"{path}: not Python: {error}") from error
+        self.text = text
+        self.path = path
+        self.calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+        self.assigned: dict[str, list[tuple[int, ast.expr]]] = {}
+        self.attributes: dict[str, Any] = {}
+        """Defaults of a dataclass's fields and of argparse's options, and the options of a command line."""
+        self.functions: dict[str, str] = {}
+        """Functions by name: the module that defines them."""
+        for node in ast.walk(self.tree):
+            self._note(node)
+        for call in self.calls:
+            if name_of(call.func) == "add_argument" and call.args:
+                option = self.value(call.args[0])
+                default = keyword(call, "default")
+                if isinstance(option, str) and default is not None:
+                    self.attributes[option.lstrip("-").replace("-", "_")] = self.value(default)
+
+    def _note(self, node: ast.AST) -> None:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                self.assigned.setdefault(name, []).append((node.lineno, value))
+            case ast.Assign(targets=[ast.Tuple(elts=names)], value=value):
+                for i, name in enumerate(names):
+                    if isinstance(name, ast.Name):
+                        element = ast.Subscript(value, ast.Constant(i), lineno=node.lineno)
+                        self.assigned.setdefault(name.id, []).append((node.lineno, element))
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                self.assigned.setdefault(name, []).append((node.lineno, value))
+                self.attributes.setdefault(name, self.value(value))
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                self.functions[name] = self.path.stem
+            case ast.ImportFrom(module=str(module)):
+                for alias in node.names:
+                    self.functions[alias.asname or alias.name] = f"{module}:{alias.name}"
+
+    def found(self) -> list[Found]:
+        """Return the configs that the script makes, and the command lines in its docstring if it parses its options."""
+        made = [call for call in self.calls if name_of(call.func) in CONFIGS.values()]
+        runs = []
+        for call in made:
+            run = Found(name_of(call.func), f"{self.path} line {call.lineno}")
+            run.options = self.keywords(call, first="output_dir")
+            run.options |= self.set_later(call)
+            self.add_trainer(run, call)
+            runs.append(run)
+        if runs:
+            return runs
+
+        # A script that parses its options: its usage has them.
+        names = [node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)]
+        parsed = next((name for name in names if name in CONFIGS.values()), None)
+        trainers = [name_of(call.func).replace("Trainer", "Config") for call in self.calls]
+        config = parsed or next((name for name in trainers if name in CONFIGS.values()), None)
+        if config is None:
+            return []
+        comments = "\n".join(re.findall(r"^# ?(.*)$", self.text, re.MULTILINE))
+        usage = ast.get_docstring(self.tree) or comments
+        runs = list(commands(usage, str(self.path), self.path.parent, config))
+        for run in runs or [Found(config, str(self.path))]:
+            self.attributes |= run.options
+            self.add_trainer(run, None)
+            runs = runs or [run]
+        return runs
+
+    def add_trainer(self, found: Found, config: ast.Call | None) -> None:
+        """Add what the trainer is given beside its config: the model, the rows, the rewards, adapters."""
+        named = found.config.replace("Config", "Trainer")
+        trainers = [call for call in self.calls if name_of(call.func).endswith("Trainer")]
+        own = [call for call in trainers if config is not None and self.is_given(call, config)]
+        own = own or [call for call in trainers if name_of(call.func) == named]
+        for call in own[:1]:
+            arguments = {each.arg: each.value for each in call.keywords if each.arg}
+            if call.args:
+                arguments.setdefault("model", call.args[0])
+            for name, node in arguments.items():
+                evaluates = found.options.get("eval_strategy", "no") != "no"
+                if isinstance(node, ast.IfExp) and name == "eval_dataset" and not evaluates:
+                    continue
+                for option, value in self.argument(name, node).items():
+                    # What is not on the command line has its default.
+                    is_parsed = config is None and is_unread(value) and "_args." in value.source
+                    if option not in SILENT and not is_parsed:
+                        found.options.setdefault(option, value)
+
+    def is_given(self, trainer: ast.Call, config: ast.Call) -> bool:
+        """Return True if a trainer's `args` are this config."""
+        given = keyword(trainer, "args")
+        return given is not None and self.followed(given) is config
+
+    def argument(self, name: str, node: ast.expr) -> dict[str, Any]:
+        """Return the options that an argument of a trainer comes to."""
+        call = self.followed(node)
+        is_call = isinstance(call, ast.Call)
+        if name in ("model", "teacher_model"):
+            options = {}
+            if is_call and name_of(call.func) in ("from_pretrained", "get_peft_model"):
+                options = self.keywords(call, first="model")
+                known = {OF_MODELS.get(option, option): value for option, value in options.items()}
+                model = known.pop("model", Unread(ast.unparse(node)))
+                known = {option: value for option, value in known.items() if not is_unread(value)}
+                return {ARGUMENTS[name]: model} | (known if name == "model" else {})
+            return {ARGUMENTS[name]: self.value(node)}
+        if name in ("train_dataset", "eval_dataset"):
+            return self.rows(node, is_train=name == "train_dataset")
+        if name == "peft_config":
+            if is_call and name_of(call.func) == "LoraConfig":
+                options = self.keywords(call)
+                made = {ADAPTERS.get(option, option): value for option, value in options.items()}
+                return {"use_peft": True, "lora_r": 8, "lora_alpha": 8} | made
+            # get_peft_config reads the options of the command line, which are there.
+            return {}
+        if name == "reward_funcs":
+            nodes = call.elts if isinstance(call, ast.List | ast.Tuple) else [node]
+            return {name: [self.reward(each) for each in nodes]}
+        value = self.value(node)
+        return {} if name == "quantization_config" and is_unread(value) else {name: value}
+
+    def reward(self, node: ast.expr) -> Any:
+        """Return a reward function as module:name, or a reward model's name."""
+        value = self.value(node)
+        name = node.id if isinstance(node, ast.Name) else ""
+        module = self.functions.get(name)
+        if not is_unread(value) or module is None:
+            return value
+        return module if ":" in module else f"{module}:{name}"
+
+    def rows(self, node: ast.expr, *, is_train: bool) -> dict[str, Any]:
+        """Return the dataset that load_dataset reads, through what the script does with it afterwards."""
+        changes: list[str] = []
+        split, line = None, node.lineno + 1
+        for _ in range(50):
+            if isinstance(node, ast.Name):
+                node, line = self.before(node.id, line)
+            elif isinstance(node, ast.Subscript):
+                split = self.value(node.slice) if split is None else split
+                node = node.value
+            elif isinstance(node, ast.IfExp):
+                node = node.body
+            elif isinstance(node, ast.Call) and name_of(node.func) == "load_dataset":
+                break
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                changes.append(node.func.attr)
+                node = node.func.value
+            else:
+                return {}
+        options = self.keywords(node, first="path", second="name")
+        splits = options.get("split", split)
+        split = splits[split] if isinstance(splits, list) and isinstance(split, int) else splits
+        names = ("dataset_name", "dataset_config", "dataset_train_split")
+        if not is_train:
+            names = ("eval_dataset", "eval_dataset_config", "eval_split")
+        values = (options.get("path"), options.get("name"), split)
+        made = {name: value for name, value in zip(names, values, strict=True) if value is not None}
+        kept = [change for change in dict.fromkeys(changes) if change not in ("shuffle",)]
+        return made | (
+            {f"{names[0]} after": ", ".join(reversed(kept))} if kept and is_train else {}
+        )
+
+    def set_later(self, config: ast.Call) -> dict[str, Any]:
+        """Return the options that are set on the config after it is made."""
+        names = [name for name, nodes in self.assigned.items() if (config.lineno, config) in nodes]
+        later = {}
+        for node in ast.walk(self.tree):
+            match node:
+                case ast.Assign(targets=[ast.Attribute(value=ast.Name(id=name), attr=option)]):
+                    if name in names:
+                        later[option] = self.value(node.value)
+        return later
+
+    def keywords(self, call: ast.Call, first: str = "", second: str = "") -> dict[str, Any]:
+        """Return the arguments of a call by name."""
+        values = {}
+        for name, node in zip((first, second), call.args, strict=False):
+            if name:
+                values[name] = self.value(node)
+        for each in call.keywords:
+            value = self.value(each.value)
+            if each.arg is not None:
+                values[each.arg] = value
+            elif isinstance(value, dict):
+                values |= value
+            else:
+                values[f"**{ast.unparse(each.value)}"] = value
+        return values
+
+    def before(self, name: str, line: int) -> tuple[ast.expr, int]:
+        """Return what a name was last assigned above a line, and the line of it."""
+        above = [(at, node) for at, node in self.assigned.get(name, []) if at < line]
+        if not above:
+            return ast.Constant(Unread(name)), 0
+        at, node = max(above, key=lambda assigned: assigned[0])
+        return node, at
+
+    def followed(self, node: ast.expr) -> ast.expr:
+        """Return the expression that a name stands for."""
+        line = node.lineno + 1
+        while isinstance(node, ast.Name):
+            node, line = self.before(node.id, line)
+        return node
+
+    def value(self, node: ast.expr) -> Any:
+        """Return the value of an expression, or Unread."""
+        try:
+            return self._value(node)
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError):
+            return Unread(ast.unparse(node))
+
+    def _value(self, node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=value):
+                return value
+            case ast.Name(id=name):
+                known, _ = self.before(name, node.lineno + 1)
+                value = self.value(known)
+                return Unread(name) if is_unread(value) else value
+            case ast.Attribute(value=ast.Name(id="torch"), attr=name):
+                return name
+            case ast.Attribute(attr=name):
+                return self.attributes[name]
+            case ast.List(elts=nodes) | ast.Tuple(elts=nodes):
+                return [self._value(each) for each in nodes]
+            case ast.Dict(keys=keys, values=nodes):
+                values = [self.value(each) for each in nodes]
+                return dict(zip([self._value(key) for key in keys if key], values, strict=True))
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -self._value(operand)
+            case ast.BinOp(left=left, op=op, right=right):
+                return OPERATORS[type(op)](self._value(left), self._value(right))
+            case ast.JoinedStr(values=parts):
+                return "".join(str(self._text(part)) for part in parts)
+            case ast.Call(func=ast.Name(id="dict")):
+                return self.keywords(node)
+            case ast.Call(func=ast.Name(id="str" | "int" | "float"), args=[operand]):
+                return self._value(operand)
+        raise ValueError(node)
+
+    def _text(self, part: ast.expr) -> Any:
+        value = self._value(part.value if isinstance(part, ast.FormattedValue) else part)
+        if is_unread(value):
+            raise ValueError(part)
+        return value
+
+
+def keyword(call: ast.Call, name: str) -> ast.expr | None:
+    """Return the node of a keyword's value."""
+    return next((each.value for each in call.keywords if each.arg == name), None)
+
+
+def name_of(function: ast.expr) -> str:
+    """Return the last name of what is called."""
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def is_unread(value: Any) -> bool:
+    """Return True for a value that is known only when the script runs."""
+    return isinstance(value, Unread)
