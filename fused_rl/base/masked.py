@@ -20,7 +20,7 @@ def at_least_fp32(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum of `values` where `mask` is True; what stands elsewhere, NaN and inf included, has no effect.
+    """Sum of `values` where `mask` is True; other values, NaN and inf included, have no effect.
 
     Args:
         values: (...) floating point.
@@ -80,15 +80,15 @@ def whiten(
 ) -> Tensor:
     """Scale `values` to variance 1, and to mean 0 unless `shift_mean=False`, over the elements where `mask` is True.
 
-    The variance is the unbiased one, over n - 1, as `torch.var`'s; 0 where fewer than two elements count.
+    The variance is unbiased (divided by n - 1), as in `torch.var`, and 0 where fewer than two elements count.
 
     Args:
         values: (...) floating point.
         mask: same shape, bool.
         shift_mean: False keeps the mean (as for rewards).
         eps: added to the variance.
-        std_floor: a standard deviation below this counts as this, so that small differences stay small.
-        process_group: the moments are then those over all its ranks.
+        std_floor: a standard deviation below this value is replaced by it, so that small differences stay small.
+        process_group: if given, the moments are those over all its ranks.
 
     Returns:
         Same shape, at least fp32, 0 where `mask` is False. The moments are constants to autograd.

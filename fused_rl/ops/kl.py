@@ -45,43 +45,45 @@ def token_kl(
     """Exact divergence between policy and reference, row by row over the whole vocabulary, in nats.
 
     With pi = softmax(cap(logits) / temperature), cap(z) = softcap * tanh(z / softcap) where there is a softcap, and ref
-    the same of ref_logits: "reverse" is KL(pi || ref),
-    "forward" KL(ref || pi), "jensen-shannon" beta KL(ref || m) + (1 - beta) KL(pi || m) with the mixture
-    m = beta ref + (1 - beta) pi (arXiv:2306.13649, eq. 1), at most log 2 for the default beta of 1/2. No value is
-    negative; equal logits give exactly 0, and so do logits that differ by a constant when that difference is exact.
-    Close distributions keep their relative precision, about 1e-6 down to 1e-12 nats. A divergence that is small beside
-    the distance D = |max logits - max ref_logits| / temperature is right to 1e-7 D, and NaN where D is above 1e7 and it
-    is below D / 100: nothing of it is known. (Jensen-Shannon is NaN where its KL(pi || ref) is.)
+    the same of ref_logits: "reverse" is KL(pi || ref), "forward" KL(ref || pi), "jensen-shannon" beta KL(ref || m) + (1
+        - beta) KL(pi || m) with the mixture m = beta ref + (1 - beta) pi (arXiv:2306.13649, eq. 1), at most log 2 for
+        the default beta of 1/2. No value is negative; equal logits give exactly 0, and so do logits that differ by a
+        constant when that difference is exact. Close distributions keep their relative precision, about 1e-6 down to
+        1e-12 nats. A divergence that is small beside the distance D = |max logits - max ref_logits| / temperature is
+        accurate to 1e-7 D. It is NaN where D is above 1e7 and the divergence is below D / 100, because nothing is known
+        of it there. (Jensen-Shannon is NaN where its KL(pi || ref) is.)
 
     A column where both logits are -inf adds nothing. Where the second distribution of a KL is -inf and the first is
-    not, that KL is inf, however small the probability; such a row gets a gradient of exactly 0, as no step along it
-    would make the KL finite. A row that is -inf throughout is no distribution: KL(it || other) is 0, KL(other || it)
-    inf, without gradient. NaN or +inf in an unmasked row makes it NaN, and so does a logit above 1e19, which is more
-    than differences can tell from a ban. Logits of -1e20 and below count as -inf, every other one as what it is: a mask
-    of -1e9 in one of the rows costs no digits.
+    not, that KL is inf, however small the probability. Such a row gets a gradient of exactly 0, because no step along
+    it would make the KL finite. A row that is -inf throughout is not a distribution: KL(it || other) is 0 and KL(other
+    || it) is inf, without a gradient. NaN or +inf in an unmasked row makes it NaN, and so does a logit above 1e19,
+    because differences of such logits cannot be told from a ban. Logits of -1e20 and below count as -inf, and every
+    other logit counts as it is, so a mask of -1e9 in one of the rows costs no precision.
 
     Args:
-        logits: (..., V), bf16, fp16 or fp32, of the policy. Any strides; copied only when a stride of the last
-            dimension is not 1, when more than three dimensions do not merge, or, on a GPU, where rows do not begin at
-            16 bytes although V is a multiple of 16.
-        ref_logits: like logits, same shape and device; detach it (or compute it under no_grad) to save its gradient.
+        logits: (..., V), bf16, fp16 or fp32, of the policy. Rows may have any strides; logits are copied only if the
+            stride of the last dimension is not 1, if more than three dimensions do not merge, or, on a GPU, if rows do
+            not begin at 16 bytes although V is a multiple of 16.
+        ref_logits: like logits, with the same shape and device; detach it (or compute it under no_grad) to save the
+            cost of its gradient.
         direction: "reverse", "forward" or "jensen-shannon".
         jsd_beta: above 0 and below 1, the weight of the reference in the mixture of "jensen-shannon".
-        temperature: a number from 1e-6 to 1e6, or a tensor of such, broadcastable to (...), one per row (not
+        temperature: a number from 1e-6 to 1e6, or a tensor of such numbers, one per row, which broadcasts to (...) (not
             differentiated). It divides both logits.
         mask: (...) bool, True where a row counts. Any other row is not read, returns 0 and gets a gradient of 0.
-        softcap: a number > 0, of both logits, or None. A logit of -inf then is one of -softcap, so that nothing is
-            banned, and the divergence is that of capped logits as fp32 holds them: to an ulp of the softcap each.
+        softcap: a number > 0 for both logits, or None. A logit of -inf then becomes -softcap, so nothing is banned, and
+            the divergence is that of the capped logits in fp32, which are known to an ulp of the softcap each.
         shift: logits (B, T, V) of whole sequences, of which the last position predicts no token: outputs, mask and
-            per-row temperature are (B, T - 1), the gradient is written once to all T positions, zeros at the last.
+            per-row temperature are (B, T - 1), and the gradient is written once to all T positions, with zeros at the
+            last.
 
     Returns:
         (...) fp32, or (B, T - 1) for `shift`; differentiable once with respect to logits, and to ref_logits where it
         requires grad.
 
     Raises:
-        ValueError: a direction, shape, dtype or device that does not fit; a temperature out of range (on a GPU one
-            per row is not looked at: its row is NaN).
+        ValueError: a direction, shape, dtype or device that does not fit; a temperature out of range (on a GPU,
+            temperatures per row are not checked, and the row of a wrong one is NaN).
     """
     beta = check_direction(direction, jsd_beta)
     rows = check_logits_pair(logits, ref_logits, mask, softcap, shift)

@@ -518,42 +518,43 @@ def linear_token_logprobs(
     """Log-probability of each target, entropy and log-sum-exp in nats, from hidden states and the output head.
 
     The logits are recomputed in the backward pass (8 H FLOP per logit in all), so any loss can follow, and a retained
-    graph can be used again. Where the loss is one of single tokens, `linear_token_loss` needs 6 H.
+    graph can be used again. If the loss is a sum over single tokens, `linear_token_loss` needs only 6 H.
 
     Args:
-        hidden: (..., H) fp32, bf16 or fp16. Under autocast `hidden`, `weight` and `bias` are cast as autocast casts.
-        weight: (V, H), as in `torch.nn.Linear`; may be tied, frozen, a DeepSpeed ZeRO-3 parameter (call this inside
-            the forward of the module given to DeepSpeed), or an FSDP2 shard (DTensor: gathered here in the forward
-            and in the backward pass, its gradient averaged over the mesh).
-        targets: (...) integers below V, or (..., K), K of them per row; only those under the mask are read.
+        hidden: (..., H) fp32, bf16 or fp16. Under autocast, `hidden`, `weight` and `bias` are cast as autocast does.
+        weight: (V, H), as in `torch.nn.Linear`. It may be tied or frozen. It may be a DeepSpeed ZeRO-3 parameter (then
+            call this function inside the forward of the module that DeepSpeed was given), or an FSDP2 shard (DTensor),
+            which is gathered here in the forward and in the backward pass, and whose gradient is averaged over the
+            mesh.
+        targets: (...) integers below V, or (..., K), K targets per row; only those under the mask are read.
         bias: (V,).
-        temperature: a number, or a tensor broadcastable to (...), one per token. A scale s of the logits is
+        temperature: a number, or a tensor that broadcasts to (...), one per token. To scale the logits by s, give
             `temperature / s`, and with soft-capping also `softcap / s`.
         mask: (...) bool, True where a token counts; others are dropped before any work and get a gradient of 0.
         softcap: logits become softcap * tanh(logits / softcap), before the temperature.
         shift: hidden (B, T, H) at t scores targets (B, T) at t + 1, or (B, T, K). Outputs, mask and per-row temperature
             are (B, T - 1); for `support` it has the rows of all T targets.
-        workspace_mb: MiB that may exist beside inputs, outputs and gradients: tiles of logits, copies of the rows that
-            count, fp32 sums of low-precision gradients. It changes results within rounding only. None means 512 on a
-            CPU. On a GPU it means an eighth of the free memory, rounded down to three binary digits, or what one pass
-            of `linear_token_loss` needs if that is more (and at most half of the free memory). Where a number holds
-            less, one row of logits is used forward, and backward a quarter of it for logits beside sums of
-            4 min(N, V) H bytes.
-        logits_dtype: of the logits of 16-bit operands: torch.float32, as the sums of their products are, or the
-            operands', to which each logit is rounded: 7e-3 to 4e-2 of a log-probability. None is float32 on CUDA and
-            ROCm (torch 2.10 or newer), whose products return it, and the operands' on a CPU, which casts them
-            (docs/numerics.md has both errors and costs). Gradients of logits are rounded to the operands' dtype in
-            any case, for products in it.
-        support: the ids that a truncated sampler kept for each of the targets, its target among them; all three
-            outputs are then over these alone, and tokens outside the set get no gradient. Of the weight only kept
-            rows are read: no logits, no GEMM over V. The weight's gradient has the same bits in any order of the
-            tokens; on a CPU, what no set touches of a large one is memory that was never written. A row with an empty
-            range, or with so many ids that a GEMM is cheaper, goes through tiles with its like.
+        workspace_mb: MiB that may be used beside inputs, outputs and gradients, for tiles of logits, copies of the rows
+            that count, and fp32 sums of low-precision gradients. It changes results only within rounding. None means
+            512 on a CPU. On a GPU it means an eighth of the free memory, rounded down to three binary digits, or what
+            one pass of `linear_token_loss` needs if that is more (and at most half of the free memory). If a number is
+            too small for that, the forward pass uses one row of logits, and the backward pass uses a quarter of the
+            workspace for logits beside sums of 4 min(N, V) H bytes.
+        logits_dtype: the dtype of the logits of 16-bit operands. torch.float32 is that of the sums of their products.
+            With the operands' dtype each logit is rounded, which moves a log-probability by 7e-3 to 4e-2. None means
+            float32 on CUDA and ROCm (torch 2.10 or newer), whose products return it, and the operands' dtype on a CPU,
+            which has to cast them (docs/numerics.md has both errors and costs). The gradients of the logits are in any
+            case rounded to the operands' dtype, because their products are in it.
+        support: the ids that a truncated sampler kept for each of the targets, including the target. All three outputs
+            are then over these ids alone, and tokens outside the set get no gradient. Only the kept rows of the weight
+            are read, without logits and without a GEMM over V. The weight's gradient has the same bits in any order of
+            the tokens; on a CPU, the rows of a large gradient that no set touches are memory that was never written.
+            Rows with an empty range, and rows with so many ids that a GEMM is cheaper, go through tiles together.
 
     Returns:
-        TokenLogprobs(logprobs, entropy, lse), fp32, 0 where masked: logprobs as the targets, the others (...); all
-        three are differentiable once with respect to hidden, weight and bias. Gradients come in the inputs' dtypes,
-        from sums in fp32.
+        TokenLogprobs(logprobs, entropy, lse), fp32, 0 where masked: logprobs have the shape of the targets, and the
+        others (...). All three are differentiable once with respect to hidden, weight and bias. Gradients have the
+        dtypes of the inputs and are summed in fp32.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; an option out of range; on CPU, or with
@@ -602,11 +603,11 @@ def linear_token_loss(
 ) -> LinearTokenLoss:
     """Sum of a loss of single tokens over the mask, its gradients formed in the forward pass: 6 H FLOP per logit.
 
-    `token_loss(logprobs, entropy, *per_token)` gets (n,) fp32 tensors of some of the tokens that count, logprobs
-    (n, K) where there are K targets per token, and those tokens of each `per_token`; it returns (n,) values, each of
-    its own token only (a mean, or a ratio over a sequence, is not: use `linear_token_logprobs`). Denominators belong
-    into a per-token weight, or onto the returned loss: a factor there scales every gradient. Only `logprobs` and
-    `entropy` carry gradients.
+    `token_loss(logprobs, entropy, *per_token)` gets (n,) fp32 tensors for some of the tokens that count, or (n, K)
+    logprobs if there are K targets per token, and the values of each `per_token` for the same tokens. It returns (n,)
+    values, each of which depends on its own token only. (A mean, or a ratio over a sequence, does not; use
+    `linear_token_logprobs` for these.) Denominators belong into a weight per token, or onto the returned loss, where a
+    factor scales every gradient. Only `logprobs` and `entropy` carry gradients.
 
         def clipped(logprobs, entropy, old_logprobs, advantages):
             ratio = (logprobs - old_logprobs).exp()
@@ -615,23 +616,24 @@ def linear_token_loss(
         loss, *_ = linear_token_loss(hidden, weight, targets, clipped, old_logprobs, advantages, mask=mask)
 
     Args:
-        hidden, weight, targets, bias, temperature, mask, softcap, shift, workspace_mb, logits_dtype: as
-            `linear_token_logprobs`. When more than one tile is needed, the fp32 sum of the weight's gradient of bf16 or
-            fp16 inputs (4 V H bytes) is part of the workspace; where it leaves less than 512 rows of logits, the logits
-            are formed twice, in 8 H FLOP.
-        token_loss: the function above; it may be called several times, and any metric it needs can be computed from
-            the returned tensors.
-        per_token: (..., *) tensors without gradients, whatever the loss needs per token; (B, T - 1, *) for `shift`.
+        hidden, weight, targets, bias, temperature, mask, softcap, shift, workspace_mb, logits_dtype: as in
+            `linear_token_logprobs`. If more than one tile is needed, the fp32 sum of the weight's gradient of bf16 or
+            fp16 inputs (4 V H bytes) is part of the workspace. If it leaves room for less than 512 rows of logits, the
+            logits are formed twice, in 8 H FLOP.
+        token_loss: the function described above; it may be called several times. Metrics can be computed from the
+            returned tensors.
+        per_token: (..., *) tensors without gradients, which hold what the loss needs per token; (B, T - 1, *) with
+            `shift`.
 
     Returns:
         LinearTokenLoss(loss, logprobs, entropy): the sum () fp32, differentiable once with respect to hidden, weight
-        and bias; and detached fp32 log-probabilities, as the targets, and entropy (...) in nats, 0 where masked. A
-        retained graph may be used again, which recomputes the logits. In fp16 the gradients are formed before any later
-        loss scale.
+        and bias; and detached, in fp32 and 0 where masked, the log-probabilities in the shape of the targets and the
+        entropy (...) in nats. A retained graph may be used again, which recomputes the logits. In fp16 the gradients
+        are formed before any later loss scale is applied.
 
     Raises:
-        ValueError: as `linear_token_logprobs`; per_token of another shape or requiring a gradient; token_loss
-            returning another shape.
+        ValueError: as `linear_token_logprobs`; a per_token that has another shape or requires a gradient; a token_loss
+            that returns another shape.
     """
     check_tensors(hidden=hidden, targets=targets)
     check_head_tensors(weight=weight, bias=bias)

@@ -52,24 +52,24 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Mean cross-entropy in nats of the targets, as `torch.nn.functional.cross_entropy`, from hidden states and head.
 
-    Its gradients are formed in the forward pass, in 6 H FLOP per logit, as those of `linear_token_loss`. Per token, of
-    V logits x with log-probabilities log p and weights w of the classes (1 by default), and a target y:
+    Its gradients are formed in the forward pass, in 6 H FLOP per logit, like those of `linear_token_loss`. For a token
+    with V logits x, log-probabilities log p, weights w of the classes (1 by default) and a target y, the loss is
 
         -(1 - label_smoothing) w[y] log p[y] - label_smoothing / V * sum(w * log p) + z_loss * logsumexp(x)^2
 
     Args:
-        hidden, weight, bias, temperature, softcap, shift, workspace_mb, logits_dtype: as `linear_token_logprobs`.
+        hidden, weight, bias, temperature, softcap, shift, workspace_mb, logits_dtype: as in `linear_token_logprobs`.
         targets: (...) integers below V, or `ignore_index`.
         label_smoothing: the part of each target that is spread over all classes, from 0 to 1. The loss is infinite
             where a class has a logit of -inf and a weight, as torch's is; its gradients are finite.
-        z_loss: coefficient of the squared log-sum-exp in nats^2, of the logits as capped and over the temperature;
-            Liger calls it lse_square_scale.
+        z_loss: coefficient of the squared log-sum-exp in nats^2 of the logits, after the softcap and divided by the
+            temperature; Liger calls it lse_square_scale.
         class_weight: (V,) floating point, a weight for each class, as `weight` of torch's function.
         ignore_index: the target of a token that does not count.
-        num_tokens: what the sum over tokens is divided by, for example the tokens of the whole batch, over
-            micro-batches and processes; 1 returns the sum. None means those of this call, or with class weights the sum
-            of their targets' weights, as torch has it (z_loss is a mean over the tokens in any case). A tensor holds
-            one number; it gets no gradient.
+        num_tokens: the number by which the sum over tokens is divided, for example the tokens of the whole batch, over
+            micro-batches and processes; 1 returns the sum. None means the tokens of this call, or with class weights
+            the sum of their targets' weights, as in torch (z_loss is a mean over the tokens in any case). A tensor must
+            hold one number; it gets no gradient.
         mask: (...) bool, True where a token counts, beside `ignore_index`; (B, T - 1) for `shift`.
 
     Returns:

@@ -125,15 +125,16 @@ def linear_token_kl(
 ) -> Tensor:
     """Exact divergence per token between a policy and a reference in nats, from the hidden states and head of each.
 
-    As `token_kl` of the two heads' logits, which exist a tile at a time, for distillation and for an exact KL penalty.
+    This is `token_kl` of the logits of both heads, of which only a tile exists at a time. It serves distillation and an
+    exact KL penalty.
 
     Args:
         hidden, weight, bias: (..., H), (V, H), (V,) of the policy, as in `linear_token_logprobs`.
-        ref_hidden, ref_weight, ref_bias: (..., H'), (V, H'), (V,) of the reference, constants: whether or not they
-            require a gradient, they get none. H' may differ. For gradients on both sides use `token_kl`.
+        ref_hidden, ref_weight, ref_bias: (..., H'), (V, H'), (V,) of the reference. They are constants and get no
+            gradient, even if they require one. H' may differ from H. For gradients on both sides use `token_kl`.
         direction, jsd_beta, temperature, mask, softcap, shift: as in `token_kl`; for `shift` hidden (B, T, H) and
             ref_hidden (B, T, H') are of whole sequences, and the last position counts for nothing.
-        workspace_mb, logits_dtype: as in `linear_token_logprobs`; of both heads' logits.
+        workspace_mb, logits_dtype: as in `linear_token_logprobs`, for the logits of both heads.
 
     Returns:
         (...) fp32, 0 where masked, differentiable once with respect to hidden, weight and bias. A loss of any form can

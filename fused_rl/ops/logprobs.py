@@ -4,8 +4,8 @@ For one row, x = logits / temperature, m = max x, p = softmax(x), H the entropy,
 
     dx_j = [ dlp (1{j = target} - p_j) - dH p_j (log p_j + H) + dlse p_j ] / temperature
 
-`token_logprobs` checks its arguments and takes one of three ways to the row functions of `fused_rl.ops.rows`, of which
-what the backward pass needs is O(rows), the `RowStatistics` m and rest, and of a support its logits:
+`token_logprobs` checks its arguments and reaches the row functions of `fused_rl.ops.rows` in one of three ways. The
+backward pass needs O(rows) of their results: the `RowStatistics` m and rest, and the logits of a support.
 
 - `torch.ops.fused_rl.token_logprobs` and `token_logprobs_backward`: registered, so that `torch.compile` sees two opaque
   calls with known shapes;
@@ -66,46 +66,46 @@ def token_logprobs(
     """Log-probability of each target, entropy and log-sum-exp of each row of logits, in nats.
 
     A row scores x = cap(logits) / temperature with cap(z) = softcap * tanh(z / softcap). -inf logits (banned tokens)
-    are legal anywhere; a target there has log-probability -inf. A row that is -inf throughout returns (-inf, 0, -inf)
-    and gets a gradient of 0. NaN or +inf in an unmasked row makes its outputs NaN. Every finite logit counts as what it
-    is, however large; an output beyond fp32 is infinite.
+    are allowed anywhere, and a target there has log-probability -inf. A row that is -inf throughout returns (-inf, 0,
+    -inf) and gets a gradient of 0. NaN or +inf in an unmasked row makes its outputs NaN. Every finite logit counts,
+    however large; an output beyond fp32 is infinite.
 
     Args:
-        logits: (..., V), bf16, fp16 or fp32. Rows may have any strides; only a last dimension whose stride is not 1
-            is copied. fp64 logits are taken too, through `fused_rl.reference`: outputs and gradient are fp64, several
-            times the logits' memory is held, and `inplace` has no effect.
-        targets: (...), integers in [0, V) wherever the mask is True; or (..., K), K of them per row: with as many
-            dimensions as the logits. K may be 0, and thousands; ids may come in any order, and more than once.
-        temperature: a number from 1e-6 to 1e6, or a tensor of such, broadcastable to the rows' shape, one per row
-            (not differentiated).
-        mask: bool, of the rows' shape, True where a row counts. Any other row is not read forward, returns 0 and
-            gets a gradient of exactly 0, whatever its logits and target are.
+        logits: (..., V), bf16, fp16 or fp32. Rows may have any strides; logits are copied only if the stride of the
+            last dimension is not 1. fp64 logits are computed by `fused_rl.reference`: outputs and gradient are then
+            fp64, several times the memory of the logits is used, and `inplace` has no effect.
+        targets: (...), integers in [0, V) wherever the mask is True; or (..., K), K targets per row, with as many
+            dimensions as the logits. K may be 0 or thousands, and ids may come in any order and more than once.
+        temperature: a number from 1e-6 to 1e6, or a tensor of such numbers, one per row, which broadcasts to the rows'
+            shape (not differentiated).
+        mask: bool, of the rows' shape, True where a row counts. The forward pass does not read any other row; it
+            returns 0 and gets a gradient of exactly 0, whatever its logits and target are.
         softcap: a number > 0, or None.
         shift: logits (B, T, V) at t score targets (B, T) at t + 1, or (B, T, K). Outputs, mask and per-row temperature
             are (B, T - 1); the gradient is written once to all T positions, zeros at the last.
-        inplace: the gradient takes the storage of the logits, which must not be a leaf. Once it is computed, a second
-            backward, and the backward of anything else that saved the logits, raise through autograd's version
-            counter; reading the logits yields the gradient. No effect without a gradient. Not under torch.compile.
-        support: the ids that a truncated sampler kept in each row of the targets, its target among them; all three
-            outputs are then over these alone, K reads per row. Tokens outside the set get no gradient, as the sampler
-            could not draw them. A row with an empty range keeps the whole vocabulary, with the bits that it has
-            without `support`. For `shift` it has the rows of all T targets.
+        inplace: the gradient takes the storage of the logits, which must not be a leaf. Once it is computed, the logits
+            hold the gradient, and autograd's version counter raises at a second backward pass and at that of anything
+            else that saved the logits. It has no effect without a gradient, and is refused under torch.compile.
+        support: the ids that a truncated sampler kept in each row of the targets, including the target. All three
+            outputs are then over these ids alone, which takes K reads per row. Tokens outside the set get no gradient,
+            because the sampler could not choose them. A row with an empty range keeps the whole vocabulary, with the
+            same bits as without `support`. With `shift` it has the rows of all T targets.
 
     Returns:
-        `TokenLogprobs(logprobs, entropy, lse)`, each fp32 (of fp64 logits fp64): logprobs of the shape of the targets,
-        the others one per row; (B, T - 1) for `shift`; each differentiable once with respect to the logits. Several
-        targets take one read forward, one read and one write backward, as one does; upstream gradients of an id that
-        comes more than once add up, with the same bits each time. entropy >= 0 and logprobs <= 0 exactly.
-        Between forward and backward, O(rows) are kept beyond the logits; none of it is an output, so these may be
-        modified in place.
+        `TokenLogprobs(logprobs, entropy, lse)`, each fp32 (fp64 for fp64 logits): logprobs have the shape of the
+        targets, and the others have one value per row, (B, T - 1) with `shift`. Each is differentiable once with
+        respect to the logits. Like a single target, several targets take one read in the forward pass, and one read and
+        one write in the backward pass. The upstream gradients of an id that comes more than once add up, with the same
+        bits each time. entropy >= 0 and logprobs <= 0 hold exactly. Between forward and backward, O(rows) values are
+        kept beside the logits. The outputs are not among them, so they may be modified in place.
 
     Raises:
         RuntimeError: a second derivative, torch.func transforms and forward-mode differentiation.
         ValueError: a shape, dtype or device that does not fit; a temperature out of range, or a softcap that is not
             positive and finite; a target outside the vocabulary, or outside its kept set, in an unmasked row, or an id
-            of the set outside the vocabulary. What needs the values of a tensor (targets, sets, per-row temperature)
-            is checked on CPU tensors. For GPU tensors a bad target's log-probability and the outputs of a bad id or
-            temperature are NaN, and FUSED_RL_CHECKED=1 in the environment turns on the same checks, at the price of a
+            of the set outside the vocabulary. Checks that need the values of a tensor (targets, sets, temperatures per
+            row) are made on CPU tensors. For GPU tensors, the log-probability of a bad target and the outputs of a bad
+            id or temperature are NaN; FUSED_RL_CHECKED=1 in the environment turns on the same checks, at the price of a
             synchronisation per call.
     """
     if not isinstance(inplace, bool):
