@@ -1,7 +1,7 @@
-"""Answers to mathematical questions, compared by math-verify in processes of pebble's.
+"""Compare answers to mathematical questions by math-verify, in processes that pebble manages.
 
-Each process is under a limit of CPU time and of memory. It is forked from this one, so what it needs is imported
-before.
+Each process has a limit of CPU time and of memory. It is forked from this one, so the modules that it needs are
+imported before.
 """
 
 import ctypes
@@ -36,8 +36,8 @@ def judge(
 ) -> list[float]:
     """Return 1.0 for each response whose final answer equals the reference answer by math-verify, else 0.0.
 
-    Nothing that a response contains can hang the caller: a comparison that takes too much CPU time or memory ends with
-    its process and scores 0.0. Call it from any reward function, also of another trainer.
+    Nothing that a response contains can make the caller hang: a comparison that takes too much CPU time or memory ends
+        together with its process and scores 0.0. You can call it from any reward function, also of another trainer.
 
     Args:
         responses: whole texts; the final answer follows the last "####", or is what math-verify finds.

@@ -20,25 +20,25 @@ def tf_adam_epsilon(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         p -= lr * sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(v) + eps)
 
     PyTorch adds it to sqrt(v / (1 - beta2^t)), so its epsilon is in effect smaller by sqrt(1 - beta2^t): 31.6 times at
-    the first step of beta2 = 0.999, 3.2 times at the 100th. The two forms are one where epsilon is
-    eps / sqrt(1 - beta2^t): that is what each parameter group has while `optimizer.step()` runs, and its own eps again
-    afterwards, so a state dict holds nothing new, and a resumed run continues.
+    the first step of beta2 = 0.999, and 3.2 times at the 100th. The two forms are equal if epsilon is eps / sqrt(1 -
+    beta2^t). Each parameter group has this epsilon while `optimizer.step()` runs, and its own eps again afterwards, so
+    a state dict holds nothing new, and a resumed run continues.
 
-    t is read from the optimizer's state, per parameter group, so it counts optimizer steps, survives a resume, and is
-    right where DeepSpeed's ZeRO calls `step()` once per group (1, 2) or sub-group (3).
+    t is read from the optimizer's state, per parameter group. So it counts optimizer steps, survives a resume, and is
+    correct where DeepSpeed's ZeRO calls `step()` once per group (1, 2) or sub-group (3).
 
     Args:
         optimizer: torch's Adam or AdamW (plain, foreach, fused), DeepSpeed's FusedAdam or DeepSpeedCPUAdam, or another
-            that divides by sqrt(v / (1 - beta2^t)) + eps and keeps t as `state[p]["step"]`. Of an optimizer that
-            DeepSpeed wraps, the inner one, before `deepspeed.initialize`.
+            that divides by sqrt(v / (1 - beta2^t)) + eps and keeps t as `state[p]["step"]`. If DeepSpeed wraps an
+            optimizer, pass the inner one, before `deepspeed.initialize`.
 
     Returns:
         The same optimizer, changed.
 
     Raises:
-        ValueError: no optimizer; Adamax or RAdam, whose epsilon is elsewhere; a group without bias correction; a
-            second call; at a step, parameters of one group that have taken different numbers of
-            steps, which one epsilon cannot serve.
+        ValueError: an object that is no optimizer; Adamax or RAdam, whose epsilon is elsewhere; a group without bias
+            correction; a second call; at a step, parameters of one group that have taken different numbers of steps,
+            for which no single epsilon is right.
 
     Source: https://github.com/vwxyzjn/minimal-adam-difference; arXiv:1412.6980, section 2, its last remark.
     """

@@ -1,4 +1,5 @@
-"""Every op again in a few lines of plain PyTorch: same names and arguments, fp64 included; the oracle of the tests.
+"""Every op once more in a few lines of plain PyTorch, with the same names and arguments, also in fp64: the oracle of
+the tests.
 
 Nothing here is fast or small in memory. What is masked is computed from zeros and then dropped.
 """

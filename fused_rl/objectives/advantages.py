@@ -49,7 +49,7 @@ def group_advantages(
         normalize: divide by the group's standard deviation (unbiased) plus `eps`, as GRPO does (arXiv:2402.03300);
             False is Dr. GRPO (arXiv:2503.20783).
         eps: added to the standard deviation.
-        std_floor: a standard deviation below this counts as this, so that small differences stay small.
+        std_floor: a standard deviation below this value is replaced by it, so that small differences stay small.
 
     Returns:
         (B,) in at least fp32, not differentiable. Exactly 0 in a group whose rewards are all equal.
@@ -101,7 +101,7 @@ class AdvantageOptions:
     """The options that only some advantages read, which `reads` names."""
 
     std_floor: NonNegative = 0.0
-    """A standard deviation of rewards below this counts as this, so that small differences stay small."""
+    """A standard deviation of rewards below this value is replaced by it, so that small differences stay small."""
 
 
 class Responses(NamedTuple):
@@ -298,7 +298,7 @@ def response_advantages(
     """Advantage of each response by the name that a preset gives it: `PRESETS[preset].advantage`.
 
     Args:
-        rewards: (B,) floating point; the responses to one prompt are adjacent. For "gdpo" (K, B), K rewards of each.
+        rewards: (B,) floating point, with the responses to one prompt adjacent; for "gdpo" (K, B), K rewards of each.
         advantage: "group-std", reward less the group's mean over its standard deviation (GRPO); "group-mean", without
             the division (Dr. GRPO); "leave-one-out", reward less the mean of the group's others (RLOO); "batch-std",
             rewards of all prompts whitened together (REINFORCE++, arXiv:2501.03262), as `whiten` does;
@@ -307,18 +307,20 @@ def response_advantages(
             arXiv:2601.05242); "maxrl", reward less the group's mean over that mean (arXiv:2602.02710);
             "opo", reward less the group's mean weighted by length (arXiv:2505.23585); "pass-at-k", of the best response
             alone, its reward less the second best, over the group's deviation (arXiv:2503.19595).
-        group_size: G, responses per prompt; B is a multiple of it for all, though "batch-std" compares no groups.
-        process_group: the ranks whose rewards those of the batch take together, all of which call; None: this rank's.
-        lengths: (B,) tokens of each response, which "opo" alone reads and needs.
-        weights: (K,) of the rewards, which "gdpo" alone reads and needs.
+        group_size: G, responses per prompt. B must be a multiple of it, also for "batch-std", which does not compare
+            groups.
+        process_group: the ranks over which advantages of the whole batch are computed, all of which must call this;
+            None means this rank alone.
+        lengths: (B,) tokens of each response; "opo" needs it, and no other advantage reads it.
+        weights: (K,) of the rewards; "gdpo" needs it, and no other advantage reads it.
         **options: fields of `AdvantageOptions`: std_floor, for an advantage that divides by a standard deviation.
 
     Returns:
         (B,) in at least fp32, not differentiable. Exactly 0 where all rewards that are compared are equal.
 
     Raises:
-        ValueError: "gae" and names that are not in `ADVANTAGES`; rewards that do not fit; an option that
-            the advantage does not read; as `group_advantages`.
+        ValueError: "gae" and names that are not in `ADVANTAGES`; rewards that do not fit; an option that the advantage
+            does not read; and as `group_advantages`.
     """
     check_choice("advantage", advantage, ADVANTAGES)
     # The one name that is per token: a preset may have it, this function may not.
@@ -373,12 +375,12 @@ def gae(
 
         advantage_t = r_t + gamma value_{t+1} - value_t + gamma gae_lambda advantage_{t+1},
 
-    so masked positions, also in the middle, are as if they were not there. Sums are fp64.
+    so masked positions, also in the middle, have the same effect as if they were not there. Sums are fp64.
 
     Args:
         rewards: (B, T) floating point.
         values: (B, T) floating point, the value function before each token.
-        mask: (B, T) bool, True where a token counts; rewards and values elsewhere, NaN included, reach nothing.
+        mask: (B, T) bool, True where a token counts; other rewards and values, NaN included, have no effect.
         gamma: discount, 0 to 1.
         gae_lambda: 1 is the Monte-Carlo return less the value, 0 the one-step error; 0 to 1.
 

@@ -290,9 +290,9 @@ def aggregate(
     Args:
         losses: (B, T) floating point.
         mask: (B, T) bool.
-        loss_agg: token-mean, sum / num_tokens; seq-mean-token-mean, the sum over sequences of their means /
-            num_sequences; seq-mean-token-sum, sum / num_sequences; seq-mean-token-sum-norm, the same / max_length;
-            prompt-mean, the sum of each token over its `group_lengths` / num_sequences; token-sum, the sum alone.
+        loss_agg: token-mean is sum / num_tokens; seq-mean-token-mean is the sum over sequences of their means /
+            num_sequences; seq-mean-token-sum is sum / num_sequences; seq-mean-token-sum-norm is the same / max_length;
+            prompt-mean is the sum of each token over its `group_lengths` / num_sequences; token-sum is the sum alone.
 
     Returns:
         A scalar, differentiable; 0, still attached to the graph, where nothing counts.

@@ -77,15 +77,15 @@ def kl_estimate(
     | k1+ | k1 | d | straight-through: k1's value, k2's gradient |
     | k3+ | k3 | d | straight-through: k3's value, k2's gradient |
 
-    Overflow: beyond 20 nats exp(-d) and r continue as their tangents (linear, C1), as values and where the table has
-    them in a gradient; the gradients of k4 and rk3 are the table's, r a factor. Values and gradients stay finite, and
-    the gradient never switches off, as it would under a clamp, nor turns round, as that of the product r k3 would where
-    its two halves, r k3 - r expm1(-d), no longer cancel.
+    Overflow: beyond 20 nats, exp(-d) and r continue as their tangents (linear, C1), both in values and where the table
+        has them in a gradient. The gradients of k4 and rk3 are those of the table, with r as a factor. Values and
+        gradients stay finite. The gradient never becomes 0, as it would under a clamp, and never changes its sign, as
+        that of the product r k3 would where its two halves, r k3 - r expm1(-d), no longer cancel.
 
     Args:
         logprobs: (...) of the policy, floating point.
         ref_logprobs: same shape, of the reference; a constant.
-        kl_estimator: one of the names above; the default is that of every loss here. Inside a reward take k1.
+        kl_estimator: one of the names above; every loss here has the same default. Inside a reward, use k1.
         old_logprobs: same shape, of the policy that sampled the tokens; a constant, used by k4 and rk3 only. None
             means that `logprobs` is that policy (on-policy).
 

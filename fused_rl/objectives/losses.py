@@ -1,9 +1,9 @@
 """RL losses on (B, T) log-probabilities: ratio level x surrogate x aggregation, each chosen on its own.
 
-A loss is unreduced until it is divided, once, by an explicit denominator. Pass the denominators of the whole optimizer
-step (`num_tokens`, `num_sequences`) and the gradients of any split into micro-batches add up to the same sum. So do
-the metrics, detached scalars under bare names. The ratio levels and surrogates are in surrogates.py, the options and
-the known algorithms in presets.py.
+A loss is not reduced until it is divided, once, by an explicit denominator. If the denominators are those of the whole
+optimizer step (`num_tokens`, `num_sequences`), the gradients of any split into micro-batches add up to the same sum.
+The metrics, which are detached scalars under bare names, add up in the same way. The ratio levels and surrogates are in
+surrogates.py, and the options and the known algorithms are in presets.py.
 """
 
 import warnings
@@ -131,50 +131,53 @@ def policy_loss(
 
         policy_loss(logprobs, old_logprobs, advantages, mask, preset="grpo", kl_coef=0.04, ref_logprobs=ref)
 
-    Where the mask is False no input has any effect, NaN included. The masks and weights below act on the surrogate; the
-    KL term and the entropy bonus stay on every token that counts, and no mask changes a denominator. A token that
-    counts with log-probability -inf, a banned one, makes the loss NaN or inf: mask it, or pass `skip_impossible=True`.
+    Where the mask is False no input has any effect, NaN included. The masks and weights below act only on the
+    surrogate: the KL term and the entropy bonus are of every token that counts, and no mask changes a denominator. A
+    token that counts and has log-probability -inf, because it is banned, makes the loss NaN or inf. Mask it, or pass
+    `skip_impossible=True`.
 
     Args:
         logprobs: (B, T) floating point, nats, of the policy.
-        old_logprobs: (B, T) of the policy that sampled, or None: `logprobs` themselves, detached. This and all that
-            follows but `entropy` is a constant.
-        advantages: (B,) per sequence or (B, T) per token. With ratio_level="sequence" and (B, T) the gradient is that
-            of GSPO-token (arXiv:2507.18071, eq. 13): each token's own advantage weighs it, as in the value.
+        old_logprobs: (B, T) of the policy that sampled; None means `logprobs` themselves, detached. This argument and
+            all that follow are constants, except `entropy`.
+        advantages: (B,) per sequence or (B, T) per token. With ratio_level="sequence" and (B, T), the gradient is that
+            of GSPO-token (arXiv:2507.18071, eq. 13): each token is weighted by its own advantage, as in the value.
         mask: (B, T) bool, True where a response token counts.
         preset: a row of `PRESETS`, or its name.
         options: `PolicyLossOptions` instead of a preset.
         num_tokens: tokens that count in the whole optimizer step, over all micro-batches and ranks (token-mean): a
             number or a tensor (); 0 only where none counts.
         num_sequences: sequences in the whole optimizer step (the seq-mean aggregations).
-        max_length: L of seq-mean-token-sum-norm. For None, all three are those of this batch: B sequences, L = T.
+        max_length: L of seq-mean-token-sum-norm. If these three are None, they are those of this batch, with B
+            sequences and L = T.
         ref_logprobs: (B, T) of the reference policy, for the KL term and its metrics.
         entropy: (B, T) nats, for the entropy bonus, the top-entropy mask and the metric.
         rollout_logprobs: (B, T) as the inference engine reported them, for `rollout_correction`.
-        truncated: (B,) bool, True for responses cut at the length limit: none of their tokens counts.
-        sequence_ids: (B, T) int64 in [0, B * T) for packed rows: tokens of one id are one sequence, whatever the row,
-            negative: none; `advantages`, `truncated` and `group_lengths` are then (S,), indexed by id, or (B, T).
+        truncated: (B,) bool, True for responses that were cut at the length limit, none of whose tokens then count.
+        sequence_ids: (B, T) int64 in [0, B * T) for packed rows. Tokens with the same id are one sequence, in whichever
+            row they are, and tokens with a negative id are in none. `advantages`, `truncated` and `group_lengths` are
+            then (S,), indexed by id, or (B, T).
         group_lengths: (B,) for prompt-mean: the mean number of tokens that count over the responses to the same prompt.
-        **changes: fields of `PolicyLossOptions`, which override preset or options.
+        **changes: fields of `PolicyLossOptions`, which override the preset or the options.
 
     Returns:
         The loss, a scalar in at least fp32, differentiable in `logprobs` and `entropy`; and a dict of detached scalars,
-        divided by the same denominators, so that over micro-batches and ranks they add up, as the losses do. A token
+        which are divided by the same denominators and so add up over micro-batches and ranks as the losses do. A token
         mean is a sum over the tokens that count / num_tokens:
 
-        - `loss`, the whole; `policy_loss`, the surrogate alone, by the loss's aggregation;
+        - `loss`, the whole loss; `policy_loss`, the surrogate alone, aggregated like the loss;
         - `approx_kl`, token mean of (logprobs - old_logprobs)^2 / 2, nats;
-        - `clipfrac`, of what the surrogate's bounds change, where it has some: for "clip" ratios beyond the bound on
-          the side of the advantage, and beyond `delta`; for "cispo" weights; for "geo-mean" log-ratios;
+        - `clipfrac`, the fraction of what the surrogate's bounds change, if it has bounds: for "clip", ratios beyond
+          the bound on the side of the advantage or beyond `delta`; for "cispo", weights; for "geo-mean", log-ratios;
         - `ratio_minus_1`, `ratio_minus_1_square`, fp64: token means of r - 1 and (r - 1)^2, r at the ratio level, from
           which the ratio's mean and variance follow: E[(r - 1)^2] - E[r - 1]^2;
         - `entropy`, token mean, where it is given;
         - with `ref_logprobs`, sums over a sequence's tokens / num_sequences: `kl` by `kl_estimator`; `kl1` to `kl4`.
 
     Raises:
-        ValueError: shapes, dtypes, devices or options that do not fit; an option that nothing reads, such as
-            `clip_high` beside a surrogate that clips nothing; a surrogate of yours that does not return
-            (B, T) losses in their dtype; on CPU, or with FUSED_RL_CHECKED=1, advantages that are not finite.
+        ValueError: shapes, dtypes, devices or options that do not fit; an option that the loss does not read, such as
+            `clip_high` with a surrogate that does not clip; a surrogate of yours that does not return (B, T) losses in
+            their dtype; on CPU, or with FUSED_RL_CHECKED=1, advantages that are not finite.
     """
     chosen = resolve_options(preset, changes, options)
     _check_needs(chosen, ref_logprobs, entropy, rollout_logprobs)
@@ -335,16 +338,17 @@ def policy_token_loss(
         token_loss, per_token = policy_token_loss(old_logprobs, advantages, mask, preset="dapo", num_tokens=n)
         loss, logprobs, entropy = linear_token_loss(hidden, weight, targets, token_loss, *per_token, mask=mask)
 
-    Arguments as `policy_loss`; its metrics come from `policy_loss` on the logprobs and entropy returned above. With
-    `skip_impossible`, a token that only the policy itself gives no probability stays in what is counted here.
+    The arguments are those of `policy_loss`. For the metrics, call `policy_loss` with the logprobs and the entropy that
+    are returned above. With `skip_impossible`, tokens that only the policy itself gives a probability of 0 are still
+    counted here.
 
     Returns:
         The function of (logprobs, entropy, *per_token), and the tuple of (B, T) tensors it takes.
 
     Raises:
-        ValueError: also where a token's loss depends on the rest of its sequence or batch: a ratio level other than
-            token, a surrogate that `needs_sequences`, off_policy_threshold, top_entropy. Use
-            `linear_token_logprobs` and `policy_loss` there.
+        ValueError: as `policy_loss`, and also where a token's loss depends on the rest of its sequence or batch: for a
+            ratio level other than token, a surrogate that `needs_sequences`, off_policy_threshold and top_entropy. Use
+            `linear_token_logprobs` and `policy_loss` for these.
     """
     check_tensors(mask=mask)
     # What looks beyond a token is refused here, not approximated.
@@ -413,7 +417,7 @@ def entropy_bonus(
     sequence_ids: Tensor | None = None,
     group_lengths: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-entropy_coef times the aggregated entropy: add it to a loss. Arguments as `aggregate`.
+    """-entropy_coef times the aggregated entropy, to be added to a loss. The other arguments are those of `aggregate`.
 
     Args:
         entropy: (B, T) nats, from `token_logprobs`.
@@ -452,7 +456,7 @@ def value_loss(
         old_values: (B, T) at the time of the rollout; a constant.
         returns: (B, T); a constant.
         mask: (B, T) bool.
-        value_clip: how far from `old_values` the gain may come; None is the plain squared error.
+        value_clip: the largest change from `old_values` that the loss rewards; None means the plain squared error.
         num_tokens: as in `policy_loss`.
 
     Returns:

@@ -102,22 +102,23 @@ def preference_loss(
         chosen_scores: (B,) floating point; for "orpo" a response's mean log-probability per token, at most 0.
         rejected_scores: (B,).
         loss_type: a name of the table.
-        margin: (B,) or a number by which the chosen one should lead (Llama 2, arXiv:2307.09288, eq. 2); a constant,
-            which "apo-zero" and "apo-down" do not have.
+        margin: (B,) or a number by which the chosen score should lead (Llama 2, arXiv:2307.09288, eq. 2). It is a
+            constant, and "apo-zero" and "apo-down" do not have one.
         label_smoothing: the probability e that a label is wrong: (1 - e) of the loss, and e of that of the pair
             exchanged, which for "squared" is the same.
         centering: weight of mean((chosen + rejected)^2), which keeps scores around 0 (arXiv:2312.09244).
-        num_sequences: pairs in the whole optimizer step; None: B.
+        num_sequences: pairs in the whole optimizer step; None means B.
 
     Returns:
-        The loss, a scalar in at least fp32, differentiable in both; and a dict of detached scalars. Sums over pairs /
-        num_sequences, which over micro-batches and ranks add up: `loss`; `accuracy`, of chosen > rejected, a tie half;
-        `reward_margin`, of chosen - rejected; `chosen_rewards`, `rejected_rewards`; `mean_reward`, the mean of these
-        two. `min_reward` and `max_reward` are those of this batch and reduce by min and max.
+        The loss, a scalar in at least fp32, differentiable in both scores; and a dict of detached scalars. These are
+        sums over pairs / num_sequences, which add up over micro-batches and ranks: `loss`; `accuracy`, of chosen >
+        rejected, where a tie counts half; `reward_margin`, of chosen - rejected; `chosen_rewards` and
+        `rejected_rewards`; `mean_reward`, the mean of these two. `min_reward` and `max_reward` are those of this batch
+        and reduce by min and max.
 
     Raises:
-        ValueError: scores that are not (B,), an unknown loss_type, a margin or label_smoothing that it does
-            not have, label_smoothing outside [0, 0.5).
+        ValueError: scores that are not (B,), an unknown loss_type, a margin or label_smoothing for a loss_type that has
+            none, or label_smoothing outside [0, 0.5).
     """
     check_floating("chosen_scores", chosen_scores, "(B,)")
     check_like("rejected_scores", rejected_scores, "chosen_scores", chosen_scores)
@@ -197,18 +198,20 @@ def unpaired_preference_loss(
     Args:
         scores: (N,) floating point, beta (log pi - log pi_ref) of each response, summed over its tokens.
         desirable: (N,) bool, True for a good response.
-        baseline: the score with which all are compared, a number or (); a constant: `kl_baseline` of mismatched
-            responses. 0 makes it the unpaired form of APO-zero (arXiv:2408.06266).
+        baseline: the score with which all scores are compared, a number or (), usually `kl_baseline` of mismatched
+            responses; a constant. With 0 the loss is the unpaired form of APO-zero (arXiv:2408.06266).
         desirable_weight: weight of good responses.
-        undesirable_weight: weight of the others. The paper keeps the ratio of the two sums of weights within 1 to 4/3.
-        num_sequences: responses in the whole optimizer step; None: N.
+        undesirable_weight: weight of the other responses. The paper keeps the ratio of the two sums of weights between
+            1 and 4/3.
+        num_sequences: responses in the whole optimizer step; None means N.
 
     Returns:
-        The loss, a scalar in at least fp32, differentiable in `scores`; and a dict of detached scalars, sums over
-        responses / num_sequences, which over micro-batches and ranks add up: `loss`; `accuracy`, of scores on the right
-        side of the baseline, on it half; `desirable`, the fraction of good responses; `desirable_rewards` and
-        `undesirable_rewards`, the scores of either kind. The mean score of the good responses is
-        desirable_rewards / desirable, that of the others undesirable_rewards / (1 - desirable).
+        The loss, a scalar in at least fp32, differentiable in `scores`; and a dict of detached scalars, which are sums
+        over responses / num_sequences and add up over micro-batches and ranks: `loss`; `accuracy`, of scores on the
+        right side of the baseline, where a score on it counts half; `desirable`, the fraction of good responses;
+        `desirable_rewards` and `undesirable_rewards`, the scores of the good and of the other responses. The mean score
+        of the good responses is desirable_rewards / desirable, and that of the others is undesirable_rewards / (1 -
+        desirable).
 
     Raises:
         ValueError: scores and labels that are not (N,), a weight or baseline that is not a finite number.
@@ -258,12 +261,14 @@ def kl_baseline(
 ) -> Tensor:
     """Baseline of `unpaired_preference_loss`: the mean score of mismatched responses, at least 0.
 
-    A mismatched response is that of another prompt, such as the next row's. Its score is of the policy that is trained,
-    measured without gradients. Over a step, the mean estimates the KL to the reference (arXiv:2402.01306, section 4.2).
+    A mismatched response is one to another prompt, such as that of the next row. Its score is that of the policy that
+    is trained, measured without gradients. Over a step, the mean estimates the KL to the reference (arXiv:2402.01306,
+    section 4.2).
 
     Args:
         scores: (N,) floating point, beta (log pi - log pi_ref) of each mismatched response.
-        process_group: the mean is then that over all its ranks, all of which call; a rank may have none.
+        process_group: if given, the mean is over all its ranks, all of which must call this; a rank may have no
+            response.
 
     Returns:
         (), at least fp32, not differentiable; 0 where there is no response.

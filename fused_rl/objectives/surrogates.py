@@ -91,9 +91,9 @@ def declares(
 ) -> Callable[[Callable[..., Tensor]], Surrogate]:
     """Decorator for a surrogate of the library: the options that it reads, and the tokens that its bounds change.
 
-    Options that only other surrogates read have no meaning beside it. `clipped` is a function of (log_ratio,
-    advantages, logprobs, options) to (B, T) bool, for the metric `clipfrac`. A surrogate that `needs_batch` compares
-    the tokens of a whole update, which must therefore be one call. A surrogate of yours may read any option.
+    Options that only other surrogates read are refused with it. `clipped` is a function of (log_ratio, advantages,
+    logprobs, options) to (B, T) bool, for the metric `clipfrac`. A surrogate that `needs_batch` compares the tokens of
+    a whole update, which must therefore be one call. A surrogate of your own may read any option.
     """
 
     def declared(surrogate: Any) -> Surrogate:

@@ -16,13 +16,13 @@ from fused_rl.kernels.states import RowSupport
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenSupport:
-    """Kept sets: row i keeps `ids[offsets[i]:offsets[i + 1]]`, or the whole vocabulary where that is empty.
+    """Kept sets: row i keeps `ids[offsets[i]:offsets[i + 1]]`, or the whole vocabulary if that range is empty.
 
-    Rows are those of `targets.flatten()`. Under `torch.compile`, make it outside of the compiled function: the values
-    of what is made inside are not checked.
+    The rows are those of `targets.flatten()`. With `torch.compile`, build it outside of the compiled function, because
+    values are not checked inside.
 
     Args:
-        ids: (M,) integers, the ids of all rows in turn, within a row in any order, none twice.
+        ids: (M,) integers, the ids of all rows one after the other; within a row in any order, and none twice.
         offsets: (N + 1,) int64 from 0 to M, not decreasing.
 
     Raises:
@@ -55,11 +55,12 @@ class TokenSupport:
         """The finite entries of scores that a sampler's filters have processed.
 
         Args:
-            scores: (..., V), the filtered entries -inf; or T tensors (B, V), one per step, as transformers'
+            scores: (..., V), with -inf at the filtered entries; or T tensors (B, V), one per step, as transformers'
                 `generate(output_scores=True)` returns them, for targets (B, T).
 
         Returns:
-            Sets of all rows, ids ascending; a row without a filtered entry has an empty range: the whole vocabulary.
+            The sets of all rows, with ascending ids; a row without a filtered entry has an empty range, which means the
+            whole vocabulary.
 
         Raises:
             ValueError: a shape or dtype that does not fit; a row without any finite entry.
@@ -111,7 +112,7 @@ class TokenSupport:
 
     @classmethod
     def cat(cls, parts: Iterable["TokenSupport"]) -> "TokenSupport":
-        """The rows of several on one device, in turn."""
+        """The rows of several supports on one device, one after the other."""
         parts = list(parts)
         if not parts:
             return cls.from_lists([])
@@ -120,7 +121,7 @@ class TokenSupport:
         return _of_valid(ids, _offsets(lengths))
 
     def split(self, sizes: Sequence[int]) -> list["TokenSupport"]:
-        """The rows in runs of these sizes; each part has memory of its own, so that it alone is sent or kept.
+        """Split the rows into parts of these sizes; each part has memory of its own, so it can be sent or kept alone.
 
         Raises:
             ValueError: sizes that do not add up to the number of rows.
@@ -140,7 +141,8 @@ class TokenSupport:
         return parts
 
     def spread(self, mask: Tensor) -> "TokenSupport":
-        """The sets at the True places of a mask (...), in its order; elsewhere empty. A row per place of the mask.
+        """The sets at the True places of a mask (...), in its order, and empty ranges elsewhere: one row per place of
+        the mask.
 
         Raises:
             ValueError: a mask that is not bool, or with another number of True places than there are rows.

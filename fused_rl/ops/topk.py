@@ -1,6 +1,6 @@
 """The divergence of two distributions of which only K log-probabilities each are known: distillation from a server.
 
-What is not among the K tokens is one further outcome, the tail, with probability 1 - sum_k p_k. Each of the K + 1
+All tokens other than the K are one further outcome, the tail, with probability 1 - sum_k p_k. Each of the K + 1
 outcomes adds a term that is not negative, so that nothing cancels:
 
     KL(P || Q) = sum_i p_i log(p_i / q_i) = sum_i [ p_i (e^-d_i - 1 + d_i) ],  d_i = log(p_i / q_i)
@@ -44,28 +44,29 @@ def topk_kl(
 ) -> Tensor:
     """Divergence between policy and reference over K tokens and the tail of all others, per row, in nats.
 
-    The outcomes are the K tokens, with the probabilities given, and "any other token", with what remains of 1:
-    "reverse" is KL(pi || ref), "forward" KL(ref || pi), "jensen-shannon" the mean of KL(pi || mean) and KL(ref ||
-    mean). Never negative, never above `token_kl` of the whole vocabulary beyond rounding, equal to it where the K
-    tokens are all, and larger the more tokens there are. Without the tail a sum over K tokens is no divergence: it
-    turns negative, and "reverse" is minimised by taking mass away from the K tokens.
+    The outcomes are the K tokens, with the given probabilities, and "any other token", with the remaining probability.
+    "reverse" is KL(pi || ref), "forward" is KL(ref || pi), and "jensen-shannon" is the mean of KL(pi || mean) and
+    KL(ref || mean). The value is never negative and, up to rounding, never above `token_kl` of the whole vocabulary. It
+    grows with the number of tokens, and equals `token_kl` if the K tokens are all. Without the tail, a sum over K
+    tokens is not a divergence: it becomes negative, and "reverse" is minimised by taking mass away from the K tokens.
 
         logprobs = fused_rl.token_logprobs(logits, teacher_ids).logprobs  # ids (B, T, K): normalised over all tokens
         loss = fused_rl.masked_mean(fused_rl.topk_kl(logprobs, teacher_logprobs, direction="forward", mask=mask), mask)
 
-    The log-probabilities count as right to their own last bits, as `token_logprobs` returns them: the tail of one at
-    -1e-9 is 1e-9. A tail below their rounding is unknown. Two such tails add nothing; where that of the second
-    distribution of a KL alone is, it counts as large as the rounding: value and gradient are finite, and the value is a
-    lower bound. A token of probability 0 (-inf) adds nothing where both have it; where only the second distribution of
-    a KL has it, that KL is inf, with a gradient of exactly 0.
+    The log-probabilities are taken as accurate to their last bits, as `token_logprobs` returns them: the tail of one
+    token at -1e-9 is 1e-9. A tail that is smaller than their rounding is unknown. Two unknown tails add nothing. If
+    only the tail of the second distribution of a KL is unknown, it counts as large as the rounding, so value and
+    gradient are finite, and the value is a lower bound. A token whose probability is 0 (-inf) on both sides adds
+    nothing. If it is 0 only in the second distribution of a KL, that KL is inf, with a gradient of exactly 0.
 
     Args:
         logprobs: (..., K) floating point, of K different tokens under the policy, each normalised over the whole
             vocabulary.
-        ref_logprobs: same shape, of the same tokens under the reference; detach it to save its gradient.
+        ref_logprobs: same shape, of the same tokens under the reference; detach it to save the cost of its gradient.
         direction: "reverse", "forward" or "jensen-shannon", as in `token_kl`.
         mask: (...) bool, True where a row counts. Any other row returns 0 and gets a gradient of 0.
-        ids: (..., K) integers, the tokens, which are only checked: one that comes twice would count twice.
+        ids: (..., K) integers, the tokens. They are only used for a check, because a token that comes twice would count
+            twice.
 
     Returns:
         (...) in the inputs' dtype, at least fp32; differentiable in both.
@@ -73,8 +74,8 @@ def topk_kl(
     Raises:
         ValueError: an unknown direction; shapes that differ. On CPU, or with FUSED_RL_CHECKED=1 in the environment, in
             rows that count: NaN, a log-probability above 0, or K of them whose probabilities sum above 1, each beyond
-            rounding; an id that comes twice, unless both sides have -inf there. On a GPU, and under torch.compile, a
-            row of bad numbers is NaN, and `ids` are not looked at.
+                rounding; an id that comes twice, unless both sides have -inf there. On a GPU, and under torch.compile,
+                a row of bad numbers is NaN, and `ids` are not checked.
     """
     check_choice("direction", direction, DIRECTIONS)
     check_floating("logprobs", logprobs)

@@ -55,17 +55,19 @@ def vocab_parallel_token_logprobs(
 
     Args:
         local_logits: (..., V_rank) bf16, fp16 or fp32: columns vocab_start to vocab_start + V_rank of the logits. The
-            shards need not be of one size; together they cover each column once.
-        targets: (...) or (..., K) integers in the whole vocabulary, the same on every rank, as all that follows is.
+            shards may differ in size; together they cover each column once.
+        targets: (...) or (..., K) integers in the whole vocabulary. They are the same on every rank, and so are the
+            arguments that follow, except vocab_start.
         vocab_start: this rank's first column.
-        process_group: of the ranks of the split; None is the default group. All its ranks call.
+        process_group: the ranks of the split, all of which must call this; None is the default group.
         temperature, mask, softcap, shift: as in `token_logprobs`.
-        support: the kept sets, of ids in the whole vocabulary, the same on every rank; as in `token_logprobs`. It takes
-            one more all-reduce, of how many ids of each row the ranks hold.
+        support: as in `token_logprobs`, with ids in the whole vocabulary, and the same on every rank. It takes one more
+            all-reduce, of how many ids of each row the ranks hold.
 
     Returns:
-        `TokenLogprobs`, fp32, on every rank what `token_logprobs` of the whole logits gives; differentiable once
-        with respect to local_logits, without communication, given the same upstream gradients on every rank.
+        `TokenLogprobs`, fp32, which has on every rank what `token_logprobs` of the whole logits returns. It is
+        differentiable once with respect to local_logits, without communication, if the upstream gradients are the same
+        on every rank.
 
     Raises:
         ValueError: as `token_logprobs`; a target or a kept id that is on no rank, or on several, is NaN on a GPU.
@@ -123,12 +125,12 @@ def vocab_parallel_token_kl(
     Args:
         local_logits: (..., V_rank) bf16, fp16 or fp32, this rank's columns; shards may differ in size.
         local_ref_logits: like local_logits, the same columns.
-        process_group: of the ranks of the split; None is the default group. All its ranks call.
+        process_group: the ranks of the split, all of which must call this; None is the default group.
         direction, jsd_beta, temperature, mask, softcap, shift: as in `token_kl`, the same on every rank.
 
     Returns:
-        (...) fp32, the same on every rank; differentiable once with respect to local_logits, and to local_ref_logits
-        where it requires grad, without communication, given the same upstream gradient on every rank.
+        (...) fp32, the same on every rank. It is differentiable once with respect to local_logits, and to
+        local_ref_logits if it requires grad, without communication, if the upstream gradient is the same on every rank.
 
     Raises:
         ValueError: as `token_kl`.
