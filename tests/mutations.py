@@ -430,8 +430,8 @@ MUTATIONS = {
     ),
     "a signal in the last step ends the run without its model": Mutation(
         "trainers/run/loop.py",
-        "ranks.on_any_process(flag=self.stopping) and not self.last",
-        "ranks.on_any_process(flag=self.stopping)",
+        "any(failures) or (any(signals) and not self.last)",
+        "any(failures) or any(signals)",
         "tests/trainers/test_endings.py -k signal_in_the_last",
     ),
     "a critic's learning rate of 0 is the policy's": Mutation(

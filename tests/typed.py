@@ -7,6 +7,7 @@ import torch
 import fused_rl
 from fused_rl.trainers import grpo, ppo, reward, sft
 from fused_rl.trainers.commands.eval import EvalConfig, evaluate
+from fused_rl.trainers.run.hooks import Step
 
 X, IDS, MASK = (
     torch.randn(2, 3, 5),
@@ -17,6 +18,17 @@ X, IDS, MASK = (
 
 def score(response: str, row: dict[str, str]) -> float:
     return float(response == row["answer"])
+
+
+def stop(step: Step) -> dict[str, float] | None:
+    if step.metrics["eval/loss"] > step.history[-1]["eval/loss"]:
+        step.stop()
+        return {"own/step": step.number}
+    return None
+
+
+def halved(update: int, total: int) -> float:
+    return 0.5
 
 
 out = fused_rl.token_logprobs(X, IDS, mask=MASK)
@@ -37,6 +49,8 @@ grpo.train(
 )
 ppo.train(ppo.PPOConfig(model="m", output_dir="o", critic=None), scorers=["math", score])
 sft.train(sft.SFTConfig(model="m", output_dir="o", lr=1e-5, packing=None), dataset="rows.jsonl")
+sft.train(sft.SFTConfig(model="m", output_dir="o", lr_schedule=halved, order="file"), on_step=stop)
+grpo.train(grpo.GRPOConfig(model="m", output_dir="o", lr_schedule="m:f"), on_step=stop)
 reward.train(reward.RewardConfig(model="m", output_dir="o", too_long="truncate"))
 accuracy: float = evaluate(EvalConfig(model="m", samples=1))["accuracy_greedy"]
 
@@ -56,3 +70,5 @@ grpo.GRPOConfig(model="m", output_dir="o", group_size="8")  # pyright: ignore
 grpo.GRPOConfig(model="m")  # pyright: ignore
 grpo.GRPOConfig(model="m", output_dir="o", beta=0.1)  # pyright: ignore
 sft.train(sft.SFTConfig(model="m", output_dir="o"), scorers=[score])  # pyright: ignore
+sft.train(sft.SFTConfig(model="m", output_dir="o"), on_step=score)  # pyright: ignore
+sft.SFTConfig(model="m", output_dir="o", lr_schedule=score)  # pyright: ignore

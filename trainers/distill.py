@@ -41,6 +41,7 @@ from fused_rl.trainers.rollouts.options import check_url
 from fused_rl.trainers.rollouts.roll_out import batch_of, rollout_metrics
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sample
 from fused_rl.trainers.run import command
+from fused_rl.trainers.run.hooks import OnStep
 from fused_rl.trainers.run.metrics import OF_RESPONSES, Sums
 from fused_rl.trainers.scorers.load import check_scorers, checked_prompts, load_for_policy
 from fused_rl.trainers.scorers.options import (
@@ -296,6 +297,7 @@ def train(
     eval_dataset: RowsLike = None,
     scorers: Sequence[Callable[..., object] | str] | None = None,
     sampler: SamplerFactory | None = None,
+    on_step: OnStep | None = None,
 ) -> str:
     """Run the whole training, on what is given or on what the config names; return the trained model's folder."""
     # Tokenizer, scorers, rows, models.
@@ -308,7 +310,8 @@ def train(
         for name, model in config.teachers.items()
         if not is_url(model)
     }
-    prepared = setup(config, arithmetic, load, (dataset, eval_dataset), sampler, models)
+    rows = (dataset, eval_dataset)
+    prepared = setup(config, arithmetic, load, rows, sampler, models, on_step=on_step)
     config, run, held_out = prepared.config, prepared.run, prepared.held_out
     given = given_samples(prepared) if config.on_policy < 1 else []
     # There is no reference, because the student is compared with the teacher.

@@ -41,6 +41,7 @@ from fused_rl.trainers.models.reward_model import check_finite
 from fused_rl.trainers.models.scoring import logprobs_of
 from fused_rl.trainers.options import Needs, NonNegative, Positive
 from fused_rl.trainers.run import command
+from fused_rl.trainers.run.hooks import OnStep
 from fused_rl.trainers.run.loop import Run
 
 LossType = Literal["sigmoid", "hinge", "ipo", "simpo", "orpo", "apo-zero", "apo-down"]
@@ -170,9 +171,15 @@ def evaluate(
     return metrics
 
 
-def train(config: DPOConfig, dataset: RowsLike = None, eval_dataset: RowsLike = None) -> str:
+def train(
+    config: DPOConfig,
+    dataset: RowsLike = None,
+    eval_dataset: RowsLike = None,
+    *,
+    on_step: OnStep | None = None,
+) -> str:
     """Run the whole training, on pairs that are given or that the config names; return the trained model's folder."""
-    run = Run(config, arithmetic)
+    run = Run(config, arithmetic, on_step)
 
     # What is read: tokenizer, pairs, model.
     with phase("read tokenizer and pairs"), Reading(config.bad_rows) as reading:

@@ -33,6 +33,7 @@ from fused_rl.trainers.models.reward_model import check_finite
 from fused_rl.trainers.models.scoring import logprobs_of
 from fused_rl.trainers.options import NonNegative, Positive
 from fused_rl.trainers.run import command
+from fused_rl.trainers.run.hooks import OnStep
 from fused_rl.trainers.run.loop import Run
 
 
@@ -118,9 +119,15 @@ def evaluate(
     return {f"eval/kto/{name}": value for name, value in metrics.items()}
 
 
-def train(config: KTOConfig, dataset: RowsLike = None, eval_dataset: RowsLike = None) -> str:
+def train(
+    config: KTOConfig,
+    dataset: RowsLike = None,
+    eval_dataset: RowsLike = None,
+    *,
+    on_step: OnStep | None = None,
+) -> str:
     """Run the whole training, on rows that are given or that the config names; return the trained model's folder."""
-    run = Run(config, arithmetic)
+    run = Run(config, arithmetic, on_step)
 
     # What is read: tokenizer, rows, model.
     with phase("read tokenizer and rows"), Reading(config.bad_rows) as reading:

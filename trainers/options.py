@@ -29,8 +29,8 @@ from pydantic.types import AllowInfNan
 from typing_extensions import Self
 
 from fused_rl.base import checks
-from fused_rl.trainers.base import engine, memory, ranks
-from fused_rl.trainers.base.text import InputError, name_of, refusal_of
+from fused_rl.trainers.base import engine, memory, optim, ranks
+from fused_rl.trainers.base.text import InputError, import_name_of, refusal_of
 from fused_rl.trainers.run.metrics import METRICS, Goal, parse_goal
 
 # A dataset that ends so is a file, any other a name.
@@ -164,7 +164,7 @@ def kinds_of(config_class: type[Options]) -> dict[str, Any]:
 
 
 def _as_yaml_value(value: Any) -> Any:
-    return name_of(value) if callable(value) else value
+    return import_name_of(value) if callable(value) else value
 
 
 def choices_of(kind: Any) -> tuple[Any, ...]:
@@ -401,8 +401,9 @@ class OptimConfig(Options):
 
     lr: NonNegative = 1e-6
     """Peak learning rate of AdamW."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """After the warm-up: constant, or annealed to zero at the last update."""
+    lr_schedule: Literal["constant", "linear", "cosine"] | str | optim.Schedule = "linear"
+    """After the warm-up: constant, or annealed to zero at the last update; or a function as module:function, which
+    returns the factor of lr for (update, number of updates) (docs/hooks.md)."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer updates with a rising learning rate."""
     weight_decay: NonNegative = 0.0
@@ -415,6 +416,14 @@ class OptimConfig(Options):
     """Epsilon outside the bias correction, as in TensorFlow 1: smaller first updates (fused_rl.tf_adam_epsilon)."""
     max_grad_norm: NonNegative = 1.0
     """Gradients are scaled down to this norm; 0 switches it off."""
+
+    @pydantic.field_validator("lr_schedule")
+    @classmethod
+    def _named(cls, value: str | optim.Schedule) -> str | optim.Schedule:
+        if isinstance(value, str) and value not in optim.SCHEDULES and ":" not in value:
+            names = ", ".join(optim.SCHEDULES)
+            raise InputError(f"lr_schedule={value!r}: expected one of {names}, or module:function")
+        return value
 
 
 class EngineConfig(Options):
@@ -529,6 +538,9 @@ class StepsConfig(Options):
     until: str | None = None
     """Held-out figure at which the run ends before its last step, such as sampled_accuracy=0.2 or loss=1.5: with the
     first evaluation that is as good or better. It saves what a whole run saves."""
+    order: str = "shuffled"
+    """Order of the rows: shuffled anew in each pass; `file`, as they stand in the dataset; or a text file with the
+    number of a row in each line, the first being 1 (docs/hooks.md)."""
 
     @property
     def rows_per_step(self) -> int:
@@ -578,6 +590,8 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
     """Random seed of weights, data order and sampling; on a CPU the same seed gives the same run, bit for bit."""
     eval_every: NonNegativeInt = 50
     """Steps between evaluations, beside one before and one after the training; 0 is for these two alone."""
+    on_step: str | None = None
+    """The user's function that is called after each step, as module:function (docs/hooks.md)."""
     dry_run: bool | Literal["all"] = False
     """Check options, rows and scorers as the run does, print what was resolved and one example, and stop. It prints the
     options that were given or follow from others; `--dry_run all` prints all of them."""

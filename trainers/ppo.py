@@ -55,6 +55,7 @@ from fused_rl.trainers.policy.policy import (
 from fused_rl.trainers.policy.setup import RowsLike, SamplerFactory, divided, setup
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
+from fused_rl.trainers.run.hooks import OnStep
 from fused_rl.trainers.run.metrics import PPO, Sums, with_logged_names
 from fused_rl.trainers.scorers.load import check_scorers, checked_prompts, load_for_policy
 from fused_rl.trainers.scorers.options import (
@@ -300,12 +301,14 @@ def train(
     eval_dataset: RowsLike = None,
     scorers: Sequence[Callable[..., object] | str] | None = None,
     sampler: SamplerFactory | None = None,
+    on_step: OnStep | None = None,
 ) -> str:
     """Run the whole training, on what is given or on what the config names; return the trained model's folder."""
     # Tokenizer, scorers, rows, models.
     config = with_scorers(config.planned(), scorers)
     critics = {} if config.critic is None else {"critic": config.critic}
-    prepared = setup(config, arithmetic, load_for_policy, (dataset, eval_dataset), sampler, critics)
+    rows = (dataset, eval_dataset)
+    prepared = setup(config, arithmetic, load_for_policy, rows, sampler, critics, on_step=on_step)
     config, run, held_out = prepared.config, prepared.run, prepared.held_out
     critic = load_critic(config, prepared.tokenizer, run.device, prepared.updates)
     policy = prepared.load_policy(frozen=config.critic_only > 0)

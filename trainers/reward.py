@@ -43,6 +43,7 @@ from fused_rl.trainers.models.reward_model import (
 from fused_rl.trainers.models.scoring import of_all_ranks, score_all, share_of_rank
 from fused_rl.trainers.options import Needs, NonNegative, NonNegativeInt
 from fused_rl.trainers.run import command
+from fused_rl.trainers.run.hooks import OnStep
 from fused_rl.trainers.run.loop import Run
 from fused_rl.trainers.scorers.reward_model import RewardScorer
 
@@ -190,9 +191,15 @@ def normalize(model, pairs: list[Pair], micro_batch_size: int) -> list[float]:
     return [model.module.score_mean, model.module.score_std]
 
 
-def train(config: RewardConfig, dataset: RowsLike = None, eval_dataset: RowsLike = None) -> str:
+def train(
+    config: RewardConfig,
+    dataset: RowsLike = None,
+    eval_dataset: RowsLike = None,
+    *,
+    on_step: OnStep | None = None,
+) -> str:
     """Run the whole training, on rows that are given or that the config names; returns the model's folder."""
-    run = Run(config, arithmetic)
+    run = Run(config, arithmetic, on_step)
 
     # What is read: tokenizer, pairs, model.
     with phase("read tokenizer and pairs"), Reading(config.bad_rows) as reading:

@@ -55,6 +55,7 @@ from fused_rl.trainers.policy.setup import policy_to_evaluate
 from fused_rl.trainers.rollouts.options import SamplingConfig
 from fused_rl.trainers.rollouts.types import Prompt, Scorer
 from fused_rl.trainers.run import command
+from fused_rl.trainers.run.hooks import OnStep
 from fused_rl.trainers.run.loop import Run
 from fused_rl.trainers.run.metrics import OF_RESPONSES, Sums
 from fused_rl.trainers.scorers.load import (
@@ -300,9 +301,15 @@ def check(config: SFTConfig, encoder: encode.Encoder, held_out: Rows) -> None:
     prompts_to_sample(config, held_out, encoder, checked_scorers(config))
 
 
-def train(config: SFTConfig, dataset: RowsLike = None, eval_dataset: RowsLike = None) -> str:
+def train(
+    config: SFTConfig,
+    dataset: RowsLike = None,
+    eval_dataset: RowsLike = None,
+    *,
+    on_step: OnStep | None = None,
+) -> str:
     """Run the whole training, on rows that are given or that the config names; returns the model's folder."""
-    run = Run(config, arithmetic)
+    run = Run(config, arithmetic, on_step)
 
     # What is read: tokenizer, rows, model.
     with phase("read tokenizer and rows"), Reading(config.bad_rows) as reading:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PAGES = ("README.md", "docs/tutorial.md")
+PAGES = ("README.md", "docs/tutorial.md", "docs/hooks.md")
 MOST = 84
 
 

@@ -1,12 +1,18 @@
 """AdamW, its schedule and clipping."""
 
 import math
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 import fused_rl
+from fused_rl.trainers.base.text import InputError, load_function, name_of
+
+SCHEDULES = ("constant", "linear", "cosine")
+Schedule = Callable[[int, int], float]
+"""(update, number of updates in the run) -> the learning rate over its peak; updates are counted from 0."""
 
 
 class OptimOptions(Protocol):
@@ -15,7 +21,7 @@ class OptimOptions(Protocol):
     @property
     def lr(self) -> float: ...
     @property
-    def lr_schedule(self) -> str: ...
+    def lr_schedule(self) -> str | Schedule: ...
     @property
     def warmup_steps(self) -> int: ...
     @property
@@ -49,13 +55,34 @@ def adamw(parameters: list[nn.Parameter], config: OptimOptions) -> torch.optim.O
 
 
 def schedule(optimizer: torch.optim.Optimizer, config: OptimOptions, updates: int):
-    """Return the learning rate's schedule over `updates` steps: a warm-up, then constant or annealed to zero."""
+    """Return the learning rate's schedule over `updates` steps: a warm-up, then constant, annealed, or the user's."""
     from transformers import get_scheduler
 
-    name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
-    return get_scheduler(
-        name, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=updates
-    )
+    chosen = config.lr_schedule
+    if isinstance(chosen, str) and chosen not in SCHEDULES:
+        chosen = load_function("lr_schedule", chosen)
+    if isinstance(chosen, str):
+        name = "constant_with_warmup" if chosen == "constant" else chosen
+        return get_scheduler(
+            name, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=updates
+        )
+    factors = _factors(chosen, config.warmup_steps, updates)
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: factors[update])
+
+
+def _factors(function: Schedule, warmup_steps: int, updates: int) -> list[float]:
+    """Return the factors of all updates, and of the one after the last, which the schedule is asked for as well."""
+    # All of them now: an error in a late one ends the run before it begins.
+    factors = []
+    for update in range(updates + 1):
+        value = function(update, updates)
+        is_number = isinstance(value, (int, float)) and math.isfinite(value)
+        if not is_number or value < 0:
+            what = f"{name_of(function)}({update}, {updates}) returned {value!r}"
+            raise InputError(f"lr_schedule: {what}; expected a finite number, 0 or more")
+        rising = min(1.0, update / warmup_steps) if warmup_steps else 1.0
+        factors.append(float(value) * rising)
+    return factors
 
 
 class Clipping:

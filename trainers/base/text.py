@@ -69,8 +69,13 @@ def load_function(option: str, name: str) -> Callable:
 
 
 def name_of(function: Callable) -> str:
-    """Return the function's name in metrics and in config.yaml."""
+    """Return the function's name in metrics."""
     return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def import_name_of(function: Callable) -> str:
+    """Return the function's name in config.yaml, as `load_function` takes it."""
+    return f"{function.__module__}:{name_of(function)}"
 
 
 class UnknownOptions(InputError):

@@ -34,6 +34,11 @@ class RewardModel(nn.Module):
         self.unpadded_costs: Costs | None = None  # where its rows need no padding
         switch_off_dropout(classifier)
 
+    @property
+    def base(self) -> Any:
+        """Return the stock classifier, a model of transformers as `LanguageModel.base` is."""
+        return self.classifier
+
     @classmethod
     def from_pretrained(
         cls,

@@ -28,6 +28,7 @@ from fused_rl.trainers.rollouts.lag import CopySampler, LaggedSampler
 from fused_rl.trainers.rollouts.roll_out import prompts_of
 from fused_rl.trainers.rollouts.sampling import Seeds
 from fused_rl.trainers.rollouts.types import Prompt, Sampler, Scorer
+from fused_rl.trainers.run.hooks import OnStep
 from fused_rl.trainers.run.loop import Run
 from fused_rl.trainers.run.store import EMPTY, remove_at_end
 from fused_rl.trainers.servers.inference import Http
@@ -134,9 +135,10 @@ def setup(
     rows: tuple[RowsLike, RowsLike] = (None, None),
     sampler: SamplerFactory | None = None,
     models: Mapping[str, str] = EMPTY,  # beside those of the config, by option
+    on_step: OnStep | None = None,
 ) -> Setup:
     """Begin a run, read all but its models, and compare it with the other processes and the run that is resumed."""
-    run = Run(config, arithmetic)
+    run = Run(config, arithmetic, on_step)
     with phase("read tokenizer, scorers and rows"), Reading(config.bad_rows) as reading:
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         read = load_train_eval(config, *rows, reading)

@@ -11,10 +11,11 @@ from fused_rl.trainers.base import memory, ranks
 from fused_rl.trainers.base.screen import print_line, print_rank0
 from fused_rl.trainers.base.text import InputError, UnknownOptions, escaped
 from fused_rl.trainers.data.encode import Encoded, Encoder, load_tokenizer
-from fused_rl.trainers.data.order import in_steps
+from fused_rl.trainers.data.order import RowOrder, in_steps
 from fused_rl.trainers.data.reading import BadRows, Reading, load_train_eval
 from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.options import RunConfig, to_yaml
+from fused_rl.trainers.run import hooks
 from fused_rl.trainers.run.loop import Arithmetic, Stopped
 from fused_rl.trainers.run.parse import parse
 from fused_rl.trainers.run.store import RunFolder, unlock
@@ -111,6 +112,7 @@ def describe(
     with contextlib.redirect_stdout(sys.stderr):
         RunFolder(config).check()
         config.resolve()
+        hooks.check(config)
         # Options that contradict each other are said before anything takes time.
         world = ranks.planned_ranks(config.sequence_parallel)
         arithmetic(config, world)
@@ -131,7 +133,7 @@ def describe(
             print_rank0(
                 f"checked {len(sample)} of {len(train)} rows of {train.source}, evenly spaced"
             )
-        counted = in_steps(config, len(examples)) if is_whole else config
+        counted = in_steps(config, RowOrder.of(config, examples).size) if is_whole else config
         needed = memory_line(counted, examples)
     divided = arithmetic(counted, world)
     if goal is not None:

@@ -1,6 +1,7 @@
 """The output of a run: metrics.jsonl, samples.jsonl, TensorBoard, Weights & Biases, curves.png, the screen."""
 
 import json
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,11 @@ class Logger:
         self.steps = config.steps
         self.group_size = max(config.to_dict().get("group_size", 1), 8)
         self.last_printed = 0.0
-        self.history = _cut(self.folder / "metrics.jsonl", start)
+        # What is null in the file was not finite.
+        self.history = []
+        for entry in _cut(self.folder / "metrics.jsonl", start):
+            values = {key: math.nan if value is None else value for key, value in entry.items()}
+            self.history.append(values)
         _cut(self.folder / "samples.jsonl", start)
 
         # What earlier entries show was printed when they were written, so the watch sees them and nothing is printed.

@@ -23,15 +23,15 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from fused_rl.trainers.base import deepspeed_file, engine, ranks
 from fused_rl.trainers.base.files import hash_of, hash_of_model, hash_of_rows, io_errors_in_a_line
 from fused_rl.trainers.base.screen import phase, print_line, print_rank0
-from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.base.text import InputError, import_name_of
 from fused_rl.trainers.data.order import RowOrder, in_steps
 from fused_rl.trainers.options import RunConfig
-from fused_rl.trainers.run import hub
+from fused_rl.trainers.run import hooks, hub
 from fused_rl.trainers.run.logger import Logger, draw_curves
 from fused_rl.trainers.run.metrics import Goal
 from fused_rl.trainers.run.store import EMPTY, RunFolder, unlock
@@ -45,7 +45,7 @@ _handlers: dict[int, Any] = {}
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal has stopped the run: every rank has ended the same step and saved it."""
+    """The run was stopped, by a signal or by an error of `on_step`: every process has ended and saved the same step."""
 
 
 def restore_signals() -> None:
@@ -58,7 +58,9 @@ def restore_signals() -> None:
 class Run:
     """A run of a trainer, and an iterator over (step, indices of the step's rows)."""
 
-    def __init__(self, config: RunConfig, arithmetic: Arithmetic):
+    def __init__(
+        self, config: RunConfig, arithmetic: Arithmetic, on_step: hooks.OnStep | None = None
+    ):
         """Meet the other processes and lock the folder."""
         # Options may have been set since the config was made, from Python. What can be refused without the other
         # processes is refused before they are waited for.
@@ -68,6 +70,9 @@ class Run:
                 f"dry_run is for the command: fused-rl {config.command} … --dry_run; leave it out"
             )
         config.resolve()
+        hooks.check(config)
+        self.on_step = hooks.chosen(config, on_step)
+        self.hook_name = None if self.on_step is None else import_name_of(self.on_step)
         arithmetic(config, ranks.planned_ranks(config.sequence_parallel))
         self.goal = config.goal()
 
@@ -90,6 +95,8 @@ class Run:
         self.save_seconds = 0.0
         self.stopping = False
         self.reached = False
+        self.ending = self.ended = False  # by on_step: on this process, and on all
+        self.hook_error: BaseException | None = None
 
     def check_inputs(
         self,
@@ -113,6 +120,9 @@ class Run:
                 name: hash_of_rows(of) for name, of in {"rows": rows, **other_rows}.items()
             }
             self.inputs["chat_template"] = hash_of(tokenizer.chat_template)
+            self.order = RowOrder.of(config, rows)
+            if self.order.fixed is not None:
+                self.inputs["order"] = hash_of(self.order.fixed)
 
         # Processes on two machines may read two states of one file.
         ranks.check_equal(self.inputs | {"held_out": hash_of_rows(held_out)})
@@ -120,10 +130,10 @@ class Run:
         if changed:
             print_rank0(f"resume: continues with other inputs: {', '.join(changed)}")
 
-        # The number of rows is known now, and with it the steps of so many epochs and the order of the rows.
+        # The number of rows in a pass is known now, and with it the steps of so many passes.
         self.problems = len(held_out)
-        self.config = self.store.config = in_steps(config, len(rows))
-        self.order = RowOrder(len(rows), config.rows_per_step, config.seed)
+        self.tokenizer = tokenizer
+        self.config = self.store.config = in_steps(config, self.order.size)
         return self.config
 
     def start(
@@ -141,9 +151,10 @@ class Run:
         if self.config.resume:
             restored = self.store.load(engines, rank_state)
             self.step, self.order.position = restored["step"], restored["position"]
-            # A run that ended at its goal is whole; with another goal it continues.
+            # A run that ended at its goal, or by its hook, is whole; with another goal or hook it continues.
             until = self.config.until
             self.reached = until is not None and restored.get("until") == until
+            self.ended = self.on_step is not None and restored.get("ended_by") == self.hook_name
 
         # Only when the checkpoint has been read may what comes after it be moved away.
         self.logger = None
@@ -169,7 +180,7 @@ class Run:
     @property
     def last(self) -> bool:
         """Return True if this step is the last one."""
-        return self.reached or self.step >= self.config.steps
+        return self.reached or self.ended or self.step >= self.config.steps
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         # A run that died may have left its handlers, because a traceback keeps it alive.
@@ -178,31 +189,54 @@ class Run:
             {number: signal.signal(number, self._stop_after_step) for number in SIGNALS}
         )
         try:
+            # What has been logged so far is the evaluation before training, of which no checkpoint is needed.
+            if self._stops():
+                self._stop()
             while not self.last:
                 self.step += 1
                 yield self.step, next(self.order)
 
                 # Save a checkpoint on schedule, before stopping, and at the end, when the model is not saved yet.
-                # A signal may have reached some ranks and not others: they decide together.
-                stop = ranks.on_any_process(flag=self.stopping) and not self.last
+                stop = self._stops()
                 every = self.config.save_every
                 if stop or self.last or (every and self.step % every == 0):
                     began = time.monotonic()
                     state = {"position": self.order.position, "inputs": self.inputs, **self.state()}
                     state |= {"until": self.config.until} if self.reached else {}
+                    state |= {"ended_by": self.hook_name} if self.ended else {}
                     self.store.save(self.engines, self.step, state, self.rank_state)
                     self.save_seconds = time.monotonic() - began
                 if stop:
-                    if self.logger is not None:
-                        self.logger.close()
-                    unlock()
-                    print_rank0(f"stopped after step {self.step}; continue with --resume")
-                    ranks.barrier()  # else two processes can abort at exit
-                    raise Stopped
+                    self._stop()
         # After the last step the handlers stay, since the model is still to be saved; `finish` restores them.
         except BaseException:
             restore_signals()
             raise
+
+    def _stops(self) -> bool:
+        """Return True if the run is stopped here, on all processes; if one of them ends it, this step is the last."""
+        # A signal may have reached some processes and not others, and a hook runs on one: they decide together.
+        requests = (self.stopping, self.ending, self.hook_error is not None)
+        signals, endings, failures = zip(*ranks.gather_processes(requests), strict=True)
+        if any(endings) and not self.last:
+            self.ended = True
+            print_rank0(f"on_step has ended the run after step {self.step}")
+        return any(failures) or (any(signals) and not self.last)
+
+    def _stop(self) -> NoReturn:
+        """Raise what the hook has raised, or that a signal has stopped the run, when all that is open is closed."""
+        if self.logger is not None:
+            self.logger.close()
+        unlock()
+        remedy = "continue with --resume" if self.step else "nothing was trained"
+        cause = "" if self.hook_error is None else ", because on_step raised an error"
+        print_rank0(f"stopped after step {self.step}{cause}; {remedy}")
+        ranks.barrier()  # else two processes can abort at exit
+        raise self.hook_error or Stopped
+
+    def end(self) -> None:
+        """End the run after this step, on all processes, with checkpoint and model; one process may ask alone."""
+        self.ending = True
 
     def _stop_after_step(self, _number, _frame) -> None:
         """Note the first signal; the next one stops at once."""
@@ -223,9 +257,13 @@ class Run:
             self._compare(self.goal, metrics)
         if self.logger is None:
             return
-        timed = {} if self.begins else {"time/save": self.save_seconds}
+        if not self.begins:
+            metrics = metrics | {"time/save": self.save_seconds}
+        if self.on_step is not None:
+            added = self._call_hook(self.on_step, metrics, samples, self.logger.history)
+            metrics = metrics | added
         with io_errors_in_a_line("metrics", self.store.path):
-            self.logger.log(self.step, metrics | timed)
+            self.logger.log(self.step, metrics)
             self.logger.samples(self.step, samples)
             # The curves after the last step are those that `finish` draws.
             if self.evaluates and not self.begins and not self.last:
@@ -241,6 +279,45 @@ class Run:
         self.reached = ranks.on_any_process(flag=goal.is_met(figure))
         if self.reached:
             print_rank0(f"until: {goal} is met at step {self.step} with {figure:.4g}: the run ends")
+
+    def _call_hook(
+        self,
+        on_step: hooks.OnStep,
+        metrics: dict[str, float],
+        samples: Sequence[dict],
+        earlier: list[dict],
+    ) -> dict[str, float]:
+        """Return what `on_step` adds to the metrics; an error of it is raised when the step has its checkpoint."""
+        entry = {name: float(value) for name, value in metrics.items()}
+        step = hooks.Step(
+            number=self.step,
+            metrics=entry,
+            samples=samples,
+            history=[*earlier, {"step": self.step, **entry}],
+            tokenizer=self.tokenizer,
+            stop=self.end,
+            get_model=self._whole_model,
+        )
+        try:
+            with hooks.kept_as_it_is(self._trained_model()):
+                return hooks.call(on_step, step)
+        # `sys.exit` too; on this process alone it would leave the others waiting.
+        except (Exception, SystemExit) as error:
+            self.hook_error = error
+            return {}
+
+    def _trained_model(self) -> Any:
+        """Return the model of transformers in the first engine, the policy's."""
+        return next(iter(self.engines.values())).module.base
+
+    def _whole_model(self) -> Any:
+        """Return it for one process to run; refuse one that is divided over processes."""
+        if self.config.zero_stage == 3 or self.config.sequence_parallel > 1:
+            raise InputError(
+                "on_step: step.model needs a model that is whole on process 0; choose --zero_stage 2, and leave "
+                "--sequence_parallel out"
+            )
+        return self._trained_model()
 
     def finish(self, save: Callable[[Path], None]) -> str:
         """Draw the curves, save the trained model with `save(folder)`, push it if requested; return its folder."""

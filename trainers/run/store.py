@@ -68,7 +68,7 @@ MAY_CHANGE = frozenset(
         *("server", "server_api_key_env", "server_timeout", "server_concurrency"),
         *("server_sleeps", "published_dir"),
         # Where the inputs are: their hashes say whether they are the same.
-        *("model", "critic", "dataset", "reference_dataset"),
+        *("model", "critic", "dataset", "reference_dataset", "order"),
         # What is measured, kept and shown.
         *(
             "eval_dataset",
@@ -81,6 +81,7 @@ MAY_CHANGE = frozenset(
         ),
         *(
             "show_samples",
+            "on_step",
             "kl_every",
             "save_every",
             "keep_checkpoints",
@@ -379,7 +380,7 @@ class RunFolder:
         precision = str(engine.torch_dtype(self.config)).removeprefix("torch.")
         facts = {"command": self.config.command, "processes": processes(), "precision": precision}
         facts["deepspeed"] = self.passed_on
-        return json.loads(json.dumps({**vars(self.config), **facts}, default=str))
+        return json.loads(json.dumps({**self.config.to_dict(), **facts}))
 
     def remove_checkpoints(self) -> None:
         """Delete all of them: without a schedule they were to be there until the model was saved."""

@@ -31,7 +31,15 @@ def yaml(commands: str, text: str | bytes, message: str) -> list[Case]:
 
 OPTIONS = [
     *option(TRAINERS, "lr", "nan inf -1 many", FINITE),
-    *option("sft", "lr_schedule", "cosin 1", "one of constant, linear, cosine"),
+    *option(
+        TRAINERS, "lr_schedule", "cosin 1", "one of constant, linear, cosine, or module:function"
+    ),
+    *words(TRAINERS, "--lr_schedule nowhere:f", "lr_schedule 'nowhere:f': there is no module 'now"),
+    *words(TRAINERS, "--on_step nowhere:f", "on_step 'nowhere:f': there is no module 'nowhere'"),
+    *words(TRAINERS, "--on_step json:f", "on_step 'json:f': .* has no function 'f'"),
+    *words("sft", "--on_step json:__name__", "on_step .* has no function '__name__'"),
+    *words("sft", "--on_step json", "on_step 'json': expected module:function"),
+    *words(TRAINERS, "--order no.txt", "order=no.txt: expected shuffled, file, or a text file"),
     *option(TRAINERS, "steps", "0 -3 2.5 x", WHOLE),
     *option("sft", "zero_stage", "4 -1 two", "one of 0, 1, 2, 3"),
     *option("sft", "resume", "maybe 3", "true or false"),

@@ -1,0 +1,105 @@
+"""`on_step`, the user's function that a run calls after each of its entries: what it gets, and what it may return.
+
+    def on_step(step: Step) -> dict[str, float] | None: ...
+
+It is called on process 0 alone, before training and after each step. docs/hooks.md has examples.
+"""
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from fused_rl.trainers.base.optim import SCHEDULES
+from fused_rl.trainers.base.text import InputError, load_function
+from fused_rl.trainers.data.order import ORDERS, read_order
+from fused_rl.trainers.options import RunConfig
+
+
+@dataclass(frozen=True)
+class Step:
+    """What `on_step` gets: a run after one of its steps."""
+
+    number: int
+    """The step; 0 is the evaluation before training."""
+    metrics: Mapping[str, float]
+    """The step's metrics; those of the held-out rows are among them only where the step evaluates."""
+    samples: Sequence[Mapping[str, object]]
+    """The responses that the step shows, as in samples.jsonl; empty where it does not evaluate."""
+    history: Sequence[Mapping[str, float]]
+    """The metrics of all steps so far, each with its `step`, this one last. A resumed run has those before it, too."""
+    tokenizer: Any
+    """The tokenizer of the model."""
+    stop: Callable[[], None]
+    """End the run after this step, on all processes, with a checkpoint and the model."""
+    get_model: Callable[[], Any]
+
+    @property
+    def model(self) -> Any:
+        """The model of transformers that is trained, to be read; raises where it is divided over processes."""
+        return self.get_model()
+
+
+OnStep: TypeAlias = Callable[[Step], Mapping[str, float] | None]
+"""Returns further metrics of the step, or None."""
+
+
+def check(config: RunConfig) -> None:
+    """Refuse a function or a file of row numbers that the options name and that cannot be loaded."""
+    if config.on_step is not None:
+        load_function("on_step", config.on_step)
+    if isinstance(config.lr_schedule, str) and config.lr_schedule not in SCHEDULES:
+        load_function("lr_schedule", config.lr_schedule)
+    if config.order not in ORDERS:
+        read_order(Path(config.order))
+
+
+def chosen(config: RunConfig, on_step: OnStep | None) -> OnStep | None:
+    """Return the function that Python gave or that the options name; None without either."""
+    if config.on_step is None:
+        return on_step
+    if on_step is not None:
+        raise InputError(
+            f"on_step={config.on_step} and a function given to train() are two; give one of them"
+        )
+    return load_function("on_step", config.on_step)
+
+
+@contextlib.contextmanager
+def kept_as_it_is(model: torch.nn.Module) -> Iterator[None]:
+    """Put the generators and the model's mode back: a hook that draws or evaluates must not change the run."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    state = random.getstate()
+    was_training = model.training
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(state)
+            if model.training != was_training:
+                model.train(was_training)
+
+
+def call(on_step: OnStep, step: Step) -> dict[str, float]:
+    """Return the metrics that the hook returns for a step."""
+    returned = on_step(step)
+    if returned is None:
+        return {}
+    expected = "expected None, or a mapping from names to numbers"
+    if not isinstance(returned, Mapping):
+        raise InputError(f"on_step returned {type(returned).__name__}: {expected}")
+    metrics: dict[str, float] = {}
+    for name, value in returned.items():
+        if name in step.metrics or name == "step":
+            raise InputError(
+                f"on_step returned {name!r}, which is a metric of the run; choose another name"
+            )
+        try:
+            metrics[str(name)] = float(value)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"on_step returned {name}={value!r}: {expected}") from error
+    return metrics
