@@ -319,8 +319,8 @@ class ModelConfig(Options):
     revision: str | None = None
     """Branch, tag or commit of `model` on the Hub, for its weights, tokenizer and config."""
     attn_implementation: str | None = None
-    """Attention of every model, by its name in transformers: eager, sdpa, flash_attention_2, …; None is the model's
-    own."""
+    """Attention of every model, by its name in transformers: eager, sdpa, flash_attention_2, …; None is the default of
+    the model."""
     lora_rank: NonNegativeInt = 0
     """Train low-rank adapters (peft) instead of the weights; 0 for none, or for those that `model` holds."""
     lora_alpha: Positive = 32.0
@@ -339,7 +339,7 @@ class ModelConfig(Options):
     """linear: from hidden states and the LM head, one chunk of logits at a time; logits: from the whole logits."""
     head_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the logits of bfloat16 weights: float32, or bfloat16, which changes log-probabilities by about 0.01.
-    auto is float32 on a GPU, bfloat16 on a CPU."""
+    auto is float32 on a GPU and bfloat16 on a CPU."""
 
     needs: ClassVar = (
         Needs(
@@ -407,7 +407,7 @@ class OptimConfig(Options):
     warmup_steps: NonNegativeInt = 0
     """Optimizer updates with a rising learning rate."""
     weight_decay: NonNegative = 0.0
-    """Decoupled weight decay of all weights but norms and biases."""
+    """Decoupled weight decay of all weights except norms and biases."""
     adam_beta2: Decay = 0.999
     """Decay of the second moment."""
     adam_eps: Positive = 1e-8
@@ -430,16 +430,17 @@ class EngineConfig(Options):
     """Memory, precision and the division over processes."""
 
     micro_batch_size: PositiveInt | None = None
-    """Sequences per forward and backward pass, which changes no result: 8 on a CPU, on a GPU what its memory holds."""
+    """Sequences per forward and backward pass; the result does not depend on it. None is 8 on a CPU, and on a GPU as
+    many as its memory holds."""
     micro_batch_tokens: PositiveInt | None = None
-    """Tokens per forward and backward pass, pads included, in place of micro_batch_size: sequences of similar length go
-    together, and a longer one goes alone. None is micro_batch_size on a CPU, on a GPU what its memory holds, unless
-    micro_batch_size is given."""
+    """Tokens per forward and backward pass, pads included, instead of micro_batch_size: sequences of similar length go
+    together, and a longer one goes alone. None means micro_batch_size on a CPU, and on a GPU as many as its memory
+    holds, unless micro_batch_size is given."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     """DeepSpeed ZeRO: what is partitioned over the ranks (1 optimizer state, 2 gradients, 3 weights)."""
     sequence_parallel: PositiveInt = 1
-    """Neighbouring processes that hold parts of the same sequences, for long ones (DeepSpeed Ulysses): activations are
-    divided by it, and it divides the attention's heads."""
+    """Number of neighbouring processes that each hold a part of the same sequences, for long sequences (DeepSpeed
+    Ulysses). It divides the activations, and must divide the number of attention heads."""
     offload: bool = False
     """Keep optimizer state (ZeRO 2, 3) and weights (ZeRO 3) in CPU memory."""
     stage3_param_persistence_threshold: NonNegativeInt = 100_000
@@ -447,7 +448,7 @@ class EngineConfig(Options):
     deepspeed: str | None = None
     """JSON file of DeepSpeed's own options of speed and memory, such as bucket sizes; docs/scaling.md lists them."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of weights and activations; auto is bfloat16 on a GPU, float32 on a CPU; bfloat16 keeps fp32 masters."""
+    """Dtype of weights and activations: auto is bfloat16 on a GPU and float32 on a CPU; bfloat16 keeps fp32 masters."""
     grad_accum_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients of bfloat16 weights are added up over micro-batches and processes. bfloat16 takes half
     the memory and communication, and then micro_batch_size changes the gradient by 0.3 to 0.8 %."""
@@ -501,9 +502,9 @@ class OutputConfig(Options):
     push_to_hub: bool = False
     """Upload `model/` to the Hub when it is saved; the token is checked when the run begins."""
     hub_model_id: str | None = None
-    """Repository: owner/name, or a name of yours; None is the name of `output_dir`."""
+    """Repository: owner/name, or a name in your own account; None is the name of `output_dir`."""
     hub_private_repo: bool = False
-    """Make that repository a private one; one that is public already is refused."""
+    """Make that repository private; one that is already public is refused."""
 
     needs: ClassVar = (
         Needs(
@@ -532,11 +533,11 @@ class StepsConfig(Options):
     """The option that says how many rows a step takes."""
 
     steps: PositiveInt | None = None
-    """Optimizer updates; of grpo and ppo rollouts; None is 100, or follows from num_train_epochs."""
+    """Optimizer updates, in grpo and ppo rollouts; None is 100, or follows from num_train_epochs."""
     num_train_epochs: Positive | None = None
     """Passes over the training rows, such as 1.5; replaces steps."""
     until: str | None = None
-    """Held-out figure at which the run ends before its last step, such as sampled_accuracy=0.2 or loss=1.5: with the
+    """Held-out figure, such as sampled_accuracy=0.2 or loss=1.5, at which the run ends before its last step: after the
     first evaluation that is as good or better. It saves what a whole run saves."""
     order: str = "shuffled"
     """Order of the rows: shuffled anew in each pass; `file`, as they stand in the dataset; or a text file with the
@@ -589,7 +590,7 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
     seed: Seed = 1
     """Random seed of weights, data order and sampling; on a CPU the same seed gives the same run, bit for bit."""
     eval_every: NonNegativeInt = 50
-    """Steps between evaluations, beside one before and one after the training; 0 is for these two alone."""
+    """Steps between evaluations; there is also one before and one after the training, and 0 leaves only these two."""
     on_step: str | None = None
     """The user's function that is called after each step, as module:function (docs/hooks.md)."""
     dry_run: bool | Literal["all"] = False

@@ -29,7 +29,7 @@ def unfinished(path: Path) -> Path:
 
 
 def fingerprint(path: Path) -> tuple[int, int]:
-    """Return the size in bytes and the CRC-32 of a file: 1 GB/s and core, three times as fast as BLAKE2."""
+    """Return the size in bytes and the CRC-32 of a file, at about 1 GB/s per core, three times as fast as BLAKE2."""
     size = crc = 0
     with path.open("rb") as file:
         while block := file.read(1 << 22):
