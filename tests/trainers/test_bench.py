@@ -38,10 +38,9 @@ def test_trl_trains_on_the_same_rows_with_the_same_losses():
         parts = [value for part, value in row["ms"].items() if part != "step"]
         assert not parts or sum(parts) == pytest.approx(row["ms"]["step"], rel=0.2)
     ours = rows[4]
-    assert (
-        set(ours["needed_ms"]) == {"rollout", "measure", "update"}
-        and ours["over_needed"]["update"] > 0.9
-    )
+    # With one minibatch nothing is measured before the update: the reference's pass is part of it.
+    assert set(ours["needed_ms"]) == {"rollout", "update"}
+    assert ours["over_needed"]["update"] > 0.9
     titles, cells = results.steps(rows[4:])
     assert {"update / needed", "steps / TRL steps"} <= set(titles) and len(cells) == 3
 

@@ -60,6 +60,8 @@ def test_noise_is_found_and_is_status_1(files, tmp_path, monkeypatch, capsys):
 
     def noisy(self, *args, **options):
         scored = forward(self, *args, **options)
+        if isinstance(scored, torch.Tensor):  # what lies under the reference's head
+            return scored
         return scored._replace(logprobs=scored.logprobs + 1e-3 * torch.randn(scored.logprobs.shape))
 
     monkeypatch.setattr(LanguageModel, "forward", noisy)
