@@ -173,11 +173,12 @@ def evaluate(
     stride = math.ceil(len(pairs) / 4)
     for pair, (chosen, rejected) in zip(pairs[::stride], scores[::stride].tolist(), strict=True):
         row = {
+            "row": pair.where,
             "prompt": tokenizer.decode(pair.chosen[0]),
             "chosen": tokenizer.decode(pair.chosen[1]),
-            "score": round(chosen, 3),
+            "score": chosen,
             "rejected": tokenizer.decode(pair.rejected[1]),
-            "its score": round(rejected, 3),
+            "its score": rejected,
         }
         samples.append(row)
     return metrics, samples

@@ -86,6 +86,8 @@ def test_every_metric_is_its_definition(monkeypatch, capsys):
     )
     assert [row["of"] for row in shown] == ["held-out, greedy", "training"]
     assert shown[0]["reward"] in (0.5, 0.125) and shown[1] == trained[0]
+    assert shown[0]["row"] == "a row" and shown[0]["prompt_tokens"] == 2
+    assert shown[0]["scores"] == {judge.name: 2 * shown[0]["reward"]}  # by its weight, half
     assert shown[0]["prompt"] in [tokenizer.decode([1, 60 + i]) for i in range(2)]
     capsys.readouterr()
 
@@ -103,7 +105,7 @@ def test_every_metric_is_its_definition(monkeypatch, capsys):
 
 def test_what_is_shown_is_drawn_at_random_and_the_same_for_a_seed():
     samples = [Sample({}, [i], Response([i, EOS], "stop"), "") for i in range(50)]
-    rollout = SimpleNamespace(samples=samples, rewards=torch.arange(50) / 10, columns={})
+    rollout = SimpleNamespace(samples=samples, rewards=torch.arange(50) / 10, scores={}, columns={})
     tokenizer = SimpleNamespace(decode=lambda ids: ids)
 
     def shown(count, seed, among=50):

@@ -226,8 +226,14 @@ def test_what_is_logged_under_a_name_of_the_run_stands_beside_it():
     rollout = rolled_out(function)
     found = rollout_metrics(rollout, {}, 1)
     assert (found["val/stop_rate"], found["logged/val/stop_rate"]) == (0, 7)
-    (row,) = sample_rows_of("training", rollout, [1], 1, 1, tiny.tokenizer())
-    assert (row["reward"], row["logged/reward"]) == (0.0, "b")
+    scorers = [FunctionScorer("my:f", function)]
+    rollout.samples[1].row = {"answer": "so: #### 7"}
+    (row,) = sample_rows_of("training", rollout, [1], 1, 1, tiny.tokenizer(), scorers)
+    assert (row["reward"], row["logged/reward"], row["answer"]) == (0.0, "b", "7")
+    assert row["scores"] == {"my:f": 0.0} and row["row"] == rollout.samples[1].where
+    rollout.samples[1].row = {}
+    (row,) = sample_rows_of("training", rollout, [1], 1, 1, tiny.tokenizer(), scorers)
+    assert "answer" not in row
 
 
 def test_a_column_has_a_value_for_each_response():

@@ -31,11 +31,14 @@ def test_control_characters_are_shown(capsys, tmp_path):
     config = sft.SFTConfig(model="m", dataset="d", output_dir=str(tmp_path))
     logger = Logger(config, 0)
     logger.samples(1, [{"prompt": HOSTILE, "response": f"two\nlines {HOSTILE}"}])
-    logger.samples(2, [{"reward": 0.8999999761581421}])
+    logger.samples(
+        2, [{"reward": 0.8999999761581421, "scores": {"f": 1 / 3}, "row": "in no table"}]
+    )
     logger.close()
     out = capsys.readouterr().out
-    assert " 0.9 " in out and "0.8999" not in out  # short on the screen, exact in the file
-    assert "0.8999999761581421" in (tmp_path / "samples.jsonl").read_text()
+    assert " 0.9 " in out and "in no table" not in out
+    kept = (tmp_path / "samples.jsonl").read_text()
+    assert '"reward": 0.9, "scores": {"f": 0.333333}, "row": "in no table"}' in kept
     assert "\\x1b[2J" in out and not set(HOSTILE) - set("[2J]5;caGk= 1mb") & set(out)
 
 

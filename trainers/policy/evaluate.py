@@ -76,9 +76,8 @@ def evaluate(
 
     # To look at: always the same held-out problems, and some of what the last step trained on.
     most = config.show_samples - len(policy.sample_rows)
-    rows = sample_rows_of(
-        "held-out, greedy", greedy, range(count), most, config.seed, policy.tokenizer
-    )
+    known = policy.tokenizer, policy.scorers
+    rows = sample_rows_of("held-out, greedy", greedy, range(count), most, config.seed, *known)
     return metrics, rows + policy.sample_rows
 
 

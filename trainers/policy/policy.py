@@ -179,8 +179,9 @@ class Policy:
         )
         if sampling.temperature and seeds is None:
             count, seed = self.config.show_samples // 2, f"{self.config.seed} {self.published}"
+            places = range(len(rollout.samples))
             self.sample_rows = sample_rows_of(
-                "training", rollout, range(len(rollout.samples)), count, seed, self.tokenizer
+                "training", rollout, places, count, seed, self.tokenizer, self.scorers
             )
         return rollout
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -406,11 +406,17 @@ def rollout_metrics(
 
 
 def sample_rows_of(
-    of: str, rollout: Rollout, places: Sequence[int], count: int, seed: object, tokenizer
+    of: str,
+    rollout: Rollout,
+    places: Sequence[int],
+    count: int,
+    seed: object,
+    tokenizer,
+    scorers: Sequence[Scorer] = (),
 ) -> list[dict]:
     """Return lines of samples.jsonl: `count` of the samples at `places`, chosen by a generator of their own.
 
-    They say what they are `of`; their text has its special tokens.
+    They say what they are `of` and which answer the `scorers` read in the row; their text has its special tokens.
     """
     # With a generator of its own the choice neither depends on how often samples are shown nor changes what is sampled.
     rows = []
@@ -421,8 +427,14 @@ def sample_rows_of(
             "prompt": tokenizer.decode(sample.prompt_ids),
             "response": tokenizer.decode(sample.response.ids),
         }
-        reward = rollout.rewards[i].item()
-        row = {"of": of, **texts, "reward": reward}
+        row: dict[str, Any] = {"of": of, "row": sample.where, **texts}
+        answers = [scorer.answer(sample.row) for scorer in scorers if hasattr(scorer, "answer")]
+        if known := [answer for answer in answers if answer is not None]:
+            row["answer"] = known[0]
+        scores = {name: values[i].item() for name, values in rollout.scores.items()}
+        row |= {"reward": rollout.rewards[i].item(), "scores": scores}
+        row["prompt_tokens"] = len(sample.prompt_ids)
+        row["tokens"] = len(sample.response.ids)
         logged = {name: values[i] for name, values in rollout.columns.items()}
         rows.append(row | _beside((*row, "step"), logged))
     return rows

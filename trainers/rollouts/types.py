@@ -147,7 +147,8 @@ class Scorer(Protocol):
     One that works under limits lists in `broken` (list[str]) each sample that broke one, and how; a rollout empties it.
     Processes that hold parts of the same sequences call it on the first of them, unless it has `shares_work`, and then
     scores what `ranks.part_of` says and gathers the rest itself.
-    One that reads the run's progress, or reports more than scores, has a `log` (`ScorerLog`).
+    One that reads the run's progress, or reports more than scores, has a `log` (`ScorerLog`); one that may know a row's
+    answer returns it, or None, with `answer(row)`.
     """
 
     name: str

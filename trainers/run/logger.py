@@ -22,6 +22,8 @@ from fused_rl.trainers.run.rules import Watch, too_easy_or_too_hard
 
 # Panels of curves.png beside each other.
 IN_A_ROW = 4
+# What samples.jsonl says of a sample, and the table on the screen has no room for.
+IN_FILE_ALONE = ("row", "scores", "prompt_tokens", "tokens")
 
 
 class Logger:
@@ -117,6 +119,7 @@ class Logger:
         from rich.table import Table
         from rich.text import Text
 
+        rows = [rounded(row) for row in rows]
         _append(self.folder / "samples.jsonl", [{"step": step, **row} for row in rows])
         for number, row in enumerate(rows):
             text = "\n\n".join(
@@ -126,7 +129,9 @@ class Logger:
 
         # On the screen the end of a long text, which has the answer, with control characters escaped.
         # What scorers logged may be there for some of them alone.
-        names = list(dict.fromkeys(chain.from_iterable(rows)))
+        names = [
+            name for name in dict.fromkeys(chain.from_iterable(rows)) if name not in IN_FILE_ALONE
+        ]
         table = Table(*names, title=f"samples at step {step}", title_justify="left")
         for row in rows:
             values = []
@@ -145,6 +150,18 @@ class Logger:
         if self.wandb is not None:
             self.wandb.finish()
         draw_curves(self.history, self.folder / "curves.png")
+
+
+def rounded(row: Mapping[str, object]) -> dict[str, object]:
+    """Return a sample with numbers of six digits: more of a score would be the rounding of fp32."""
+    values: dict[str, object] = {}
+    for name, value in row.items():
+        if isinstance(value, float):
+            value = float(f"{value:.6g}")
+        elif isinstance(value, Mapping):
+            value = rounded(value)
+        values[name] = value
+    return values
 
 
 def _append(path: Path, entries: list[dict]) -> None:

@@ -100,6 +100,13 @@ class BaseScorer:
         self.solved_at = 1.0 if solved_at is None and self.compares else solved_at
         self.answer_column = answer_column
 
+    def answer(self, row: dict) -> str | None:
+        """Return the row's answer, which samples are shown with; None if it has none."""
+        try:
+            return answer_of(row, self.answer_column)
+        except BadRow:
+            return None
+
     @property
     def columns(self) -> Collection[str] | None:
         """The columns of a row that the scorer may read; None is any."""
