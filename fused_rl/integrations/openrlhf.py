@@ -1,11 +1,11 @@
-"""OpenRLHF 0.10 and 0.11: its log-probabilities, entropies and KL estimates by ours; all else stays its own.
+"""OpenRLHF 0.10 and 0.11 with our log-probabilities, entropies and KL estimates; everything else stays its own.
 
     import fused_rl.integrations.openrlhf
     fused_rl.integrations.openrlhf.patch()
 
-PPO trains in Ray's worker processes, so they are what must be patched: start Ray yourself, before OpenRLHF does, with
+PPO trains in Ray's worker processes, so these must be patched. Start Ray yourself, before OpenRLHF does, with
 `ray.init(runtime_env={"worker_process_setup_hook": "fused_rl.integrations.openrlhf.patch"})`. SFT, DPO and reward
-modelling train in the process that deepspeed starts: there, the two lines above.
+modelling train in the process that deepspeed starts, so the two lines above belong there.
 """
 
 from collections.abc import Iterator
@@ -28,14 +28,14 @@ _UTILS = "openrlhf.models.utils"
 
 
 def patch(*, strict: bool = False) -> Applied:
-    """Replace OpenRLHF's primitives in this process; nothing if they are replaced. In a `with`, as long as it lasts.
+    """Replace OpenRLHF's primitives in this process, unless they are replaced already; in a `with`, until its end.
 
     Args:
         strict: raise for a release that this integration does not know. Otherwise each function is tried beside
             OpenRLHF's on a few numbers, and a warning names those that stay OpenRLHF's.
 
     Raises:
-        ImportError: OpenRLHF is absent; with `strict`, not as this integration knows it.
+        ImportError: OpenRLHF is not installed; with `strict`, it differs from what this integration knows.
     """
     return _PATCH.apply(strict=strict)
 
@@ -48,8 +48,8 @@ def unpatch() -> None:
 def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
     """OpenRLHF's function of this name, for logits (..., V) and labels (...); a temperature scales the logits in place.
 
-    What changes: fp32 for 16-bit logits, where OpenRLHF returns the logits' dtype. Labels of -100 give 0, as with
-    flash-attn, which OpenRLHF requires.
+    Differences: 16-bit logits give fp32, where OpenRLHF returns the dtype of the logits. Labels of -100 give 0, as with
+        flash-attn, which OpenRLHF requires.
     """
     if not is_served(logits, labels) or labels.shape != logits.shape[:-1]:
         return _PATCH.original(f"{_UTILS}.log_probs_from_logits")(logits, labels, temperature)
@@ -62,7 +62,8 @@ def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1
 def compute_entropy(logits: Tensor) -> Tensor:
     """OpenRLHF's function of this name, (..., V) -> (...), without its torch.compile.
 
-    What changes: never below 0; finite for rows with -inf columns, where OpenRLHF's is NaN; fp32 for 16-bit logits.
+    Differences: the entropy is never below 0, is finite for rows with -inf columns, where OpenRLHF's is NaN, and is
+        fp32 for 16-bit logits.
     """
     if not is_served(logits):
         return _PATCH.original(f"{_UTILS}.compute_entropy")(logits)
@@ -88,9 +89,9 @@ def compute_approx_kl(
     With `unbiased_gradient` the gradient is that of w k2, with w = exp(log_probs - log_probs_old) at most 10, as in
     OpenRLHF.
 
-    What changes: k3 without cancellation near 0. And the gradient without `unbiased_gradient`: OpenRLHF's ends where
-    the value is capped, for k3 as soon as a token has become 14 times less likely than under the base; here it stays
-    what it is at the cap (`capped_kl`).
+    Differences: k3 does not cancel near 0. Without `unbiased_gradient`, OpenRLHF's gradient is 0 where the value is
+        capped, for k3 as soon as a token has become 14 times less likely than under the base; here it stays what it is
+        at the cap (`capped_kl`).
     """
     if not _takes_kl(log_probs, log_probs_base, kl_estimator):
         host = _PATCH.original(f"{_UTILS}.compute_approx_kl")

@@ -129,16 +129,17 @@ class Patch:
             )
 
     def apply(self, *, strict: bool = False, **options: object) -> "Applied":
-        """Replace what agrees, or nothing if the host is patched. The result restores when used in a `with`.
+        """Replace what agrees, or nothing if the host is patched already. Used in a `with`, the result restores the
+        host at its end.
 
-        In a known release names and parameters are compared, and in every other one the self-test runs too. What does
-        not agree stays the host's, and a warning says so.
+        In a known release names and parameters are compared, and in every other one the self-test runs as well.
+        Functions that do not agree stay the host's, and a warning says so.
 
         Args:
             strict: raise instead of leaving anything to the host, and for a release that is not known.
 
         Raises:
-            ImportError: a host that is absent; with `strict`, one that is not as the tests know it.
+            ImportError: a host that is not installed; with `strict`, one that differs from what the tests know.
             ValueError: a host that is patched with other options.
         """
         if strict:

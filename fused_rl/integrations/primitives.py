@@ -68,8 +68,9 @@ def with_gradient_of(value: Tensor, carrier: Tensor) -> Tensor:
 def capped_kl(logprobs: Tensor, ref_logprobs: Tensor, kl_estimator: KLEstimator) -> Tensor:
     """k1, k2 or k3 (`kl_estimate`) capped at 10 nats (k1 also at -10), with a gradient that the cap does not end.
 
-    Beyond the cap the value is constant and the gradient that at the cap, of k3 -12.6 below and 1 above: a clamp sets
-    it to 0, and lets go of exactly the tokens that the policy has moved furthest from the reference.
+    Beyond the cap the value is constant, and the gradient is that at the cap, which for k3 is -12.6 below and 1 above.
+    A clamp would set it to 0, and so let go of exactly the tokens that the policy has moved furthest from the
+    reference.
 
     Args:
         logprobs: (...) fp32 or fp64.

@@ -51,12 +51,12 @@ def causal_lm_loss(
     Args:
         outputs: what the model returned; its `logits` (B, T, V) at t score the label at t + 1.
         labels: (B, T) int64, the input ids, `ignore_index` where a token does not count.
-        num_items_in_batch: labels that count in the whole batch, over micro-batches and processes, as `Trainer` passes
-            it; None means those of this call.
+        num_items_in_batch: number of labels that count in the whole batch, over micro-batches and processes, as
+            `Trainer` passes it; None means those of this call.
         ignore_index: the label of a token that does not count.
-        shift_labels: (B, T) int64, shifted already, in place of `labels`: the logits at t score the one at t. So the
-            shards of a sequence that accelerate's context parallelism and DeepSpeed's sequence parallelism make have
-            them, because the label of a shard's last token is in the next one.
+        shift_labels: (B, T) int64, labels that are already shifted, in place of `labels`: the logits at t score the
+            label at t. accelerate's context parallelism and DeepSpeed's sequence parallelism pass them for the shards
+            of a sequence, because the label of a shard's last token is in the next shard.
         label_smoothing, z_loss: as in `fused_rl.linear_cross_entropy`; the first reads the logits once more, and needs
             memory for another gradient of them.
 
@@ -114,12 +114,12 @@ def patch(
 
     Evaluation, gradient checkpointing, autocast, LoRA, gradient accumulation, several threads and processes work as
     before, and checkpoints are the same. Calls without labels (generation, and losses that take the labels away: label
-    smoothing, `compute_loss_func`) form logits as before. Of a call with labels under `torch.no_grad()`,
-    `outputs.logits` are formed when something first uses them, such as `compute_metrics`, and from then on are a tensor
-    as any other. To use those of a training step is an error, and `nn.DataParallel` returns none.
+    smoothing, `compute_loss_func`) form logits as before. In a call with labels under `torch.no_grad()`,
+    `outputs.logits` are formed when something first uses them, such as `compute_metrics`, and from then on they are a
+    tensor like any other. Using those of a training step is an error, and `nn.DataParallel` returns none.
 
-    The loss is that of transformers also where no label counts: 0, or NaN where `num_items_in_batch` is None or 0. The
-    gradients are then 0, so that such a batch or shard adds nothing to those of others.
+    The loss is that of transformers also if no label counts: 0, or NaN if `num_items_in_batch` is None or 0. The
+        gradients are then 0, so that such a batch or shard adds nothing to those of others.
 
     Args:
         model: a causal LM of transformers, or a peft model around one; before Trainer or accelerate wrap it, before or
@@ -127,13 +127,13 @@ def patch(
         workspace_mb: MiB for tiles of logits; None as in `fused_rl.linear_token_loss`.
         logits_dtype: of the logits that the loss is made of, as there; `outputs.logits` are the head's own.
         label_smoothing: as in `fused_rl.linear_cross_entropy`, in place of `TrainingArguments(label_smoothing_factor)`,
-            with which Trainer makes a loss of its own of logits.
+            with which Trainer computes a loss of its own from logits.
         z_loss: coefficient of the squared log-sum-exp of the logits that is added to each token's loss, as there.
         strict: raise for a release of transformers that this integration does not know. Otherwise a model of a few
             hundred weights is tried first, patched and not.
 
     Returns:
-        What a `with` statement takes: on leaving it, the model is as before.
+        A context manager: at the end of its `with`, the model is as before.
 
     Raises:
         ImportError: a release of transformers in which that model's loss or gradients differ, or any unknown one with

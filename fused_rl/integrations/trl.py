@@ -10,8 +10,8 @@ logits into numbers per token, in TRL 1.16:
 
 `_TABLE` says where other releases have them: until 1.14 most trainers read the functions of logits.
 
-Each has TRL's signature and meaning. What an op here does not serve, TRL's own function does; the functions `_serves*`
-say what that is.
+Each has TRL's signature and meaning. Inputs that our ops do not serve go to TRL's own function; the functions
+`_serves*` say which these are.
 """
 
 import contextlib
@@ -61,20 +61,20 @@ _OUTPUTS = {"log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1"
 def patch(*, logits_dtype: torch.dtype | None = None, strict: bool = False) -> Applied:
     """Put fused_rl's log-probabilities, entropies and divergences into TRL, until `unpatch()`.
 
-    Call it before or after importing TRL's trainers, and before training; `with patch():` undoes itself, also when it
-    raises. Patching twice is patching once. A function that your own code imported from TRL by name stays what it was.
+    Call it before training, either before or after importing TRL's trainers. `with patch():` undoes itself, also after
+    an exception. A second call has no effect. A function that your own code imported from TRL by name is not replaced.
 
     Args:
-        logits_dtype: of the head's logits where its products are of 16 bits, as in `fused_rl.linear_token_logprobs`.
-            With TRL's `cast_lm_head_to_fp32` the products themselves are in fp32, and so are the logits. Those of the
-            divergences are in fp32 in any case.
+        logits_dtype: dtype of the head's logits if its products are of 16 bits, as in `fused_rl.linear_token_logprobs`.
+            With TRL's `cast_lm_head_to_fp32` the products themselves are in fp32, and so are the logits. The logits of
+            the divergences are in fp32 in any case.
         strict: raise for a release that this integration does not know. Otherwise each function is tried beside TRL's
             on a few numbers, and a warning names those that stay TRL's.
 
     Raises:
-        ImportError: TRL is not installed; with `strict`, not as this integration knows it.
-        ValueError: a logits_dtype that no head has; TRL is patched with another one; later, one that the products do
-            not allow.
+        ImportError: TRL is not installed; with `strict`, it differs from what this integration knows.
+        ValueError: a logits_dtype that no head can have; a patch with another logits_dtype is active; later, one that
+            the products do not allow.
     """
     if logits_dtype not in (None, *LOGITS_DTYPES):
         allowed = "None, torch.float32, or the dtype of the head's products, torch.bfloat16 or torch.float16"

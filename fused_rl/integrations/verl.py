@@ -1,11 +1,11 @@
-"""verl 0.7 to 0.9: its log-probabilities, entropies, k3 and fused head by ours; its losses, masks and metrics stay.
+"""verl 0.7 to 0.9 with our log-probabilities, entropies, k3 and fused head; its losses, masks and metrics stay.
 
     import fused_rl.integrations.verl
     fused_rl.integrations.verl.patch()
 
-verl trains in Ray's worker processes, so they are what must be patched:
+verl trains in Ray's worker processes, so these must be patched:
 `+ray_kwargs.ray_init.runtime_env.worker_process_setup_hook=fused_rl.integrations.verl.patch` on verl's command line.
-Patch before an engine is built: it compiles the entropy that it finds then.
+Patch before an engine is built, because the engine compiles the entropy that it finds then.
 
 Not replaced: Megatron's vocabulary-parallel functions (`verl.utils.megatron`), and everything on an NPU.
 """
@@ -34,7 +34,7 @@ _LINEAR = "verl.utils.kernel.linear_cross_entropy.linear_cross_entropy"
 
 
 def patch(*, logits_dtype: torch.dtype | None = None, strict: bool = False) -> Applied:
-    """Replace verl's primitives in this process; nothing if they are replaced. In a `with`, only as long as it lasts.
+    """Replace verl's primitives in this process, unless they are replaced already; in a `with`, only until its end.
 
     Args:
         logits_dtype: of the fused heads' logits, as in `fused_rl.linear_token_logprobs`.
@@ -42,7 +42,7 @@ def patch(*, logits_dtype: torch.dtype | None = None, strict: bool = False) -> A
             on a few numbers, and a warning names those that stay verl's.
 
     Raises:
-        ImportError: verl is absent; with `strict`, not as this integration knows it.
+        ImportError: verl is not installed; with `strict`, it differs from what this integration knows.
         ValueError: verl is patched with another logits_dtype; later, one that the head's dtype does not allow.
     """
     return _PATCH.apply(strict=strict, logits_dtype=logits_dtype)
@@ -75,9 +75,10 @@ def _flash_attn_is_used():
 def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
     """verl's function of this name, for logits (..., V) and labels (...).
 
-    What changes: fp32 for 16-bit logits, where verl without flash-attn returns the logits' dtype; labels of -100 give
-    0, as with flash-attn alone. `inplace_backward` has its effect where flash-attn is installed, as in verl; a backward
-    pass that then needs the overwritten logits raises instead of using the gradient in their place.
+    Differences: 16-bit logits give fp32, where verl without flash-attn returns the dtype of the logits, and labels of
+        -100 give 0, which verl does only with flash-attn. `inplace_backward` has its effect if flash-attn is installed,
+        as in verl; a backward pass that then needs the overwritten logits raises instead of using the gradient in their
+        place.
     """
     if not _takes_logprobs(logits, labels):
         return _PATCH.original(f"{_FUNCTIONAL}.logprobs_from_logits")(
@@ -115,7 +116,8 @@ def logprobs_from_logits_v2(logits: Tensor, labels: Tensor) -> Tensor:
 def entropy_from_logits(logits: Tensor) -> Tensor:
     """verl's function of this name, (..., V) -> (...).
 
-    What changes: never below 0; finite for rows with -inf columns, where verl's is NaN; fp32 for 16-bit logits.
+    Differences: the entropy is never below 0, is finite for rows with -inf columns, where verl's is NaN, and is fp32
+        for 16-bit logits.
     """
     if not is_served(logits):
         return _PATCH.original(f"{_FUNCTIONAL}.entropy_from_logits")(logits)
@@ -136,10 +138,10 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
 
     `kl_penalty` calls it, so that k3+ is k3's value here, and k2's gradient as before.
 
-    What changes in k3: no cancellation near 0, where fp32 loses most digits of exp(x) - x - 1; fp32 for 16-bit inputs;
-    and the gradient. verl's value stops at 10 nats and its gradient with it, as soon as a token has become 14 times
-    less likely than under the reference. The value still stops there; the gradient stays what it is at the cap
-    (`capped_kl`).
+    Differences in k3: it does not cancel near 0, where fp32 loses most digits of exp(x) - x - 1, and it is fp32 for
+        16-bit inputs. verl's value stops at 10 nats, and its gradient becomes 0 there, as soon as a token is 14 times
+        less likely than under the reference. Here the value stops as well, but the gradient stays what it is at the cap
+        (`capped_kl`).
     """
     # `capped_kl` takes the reference as a constant; where it has a gradient, verl's own is used.
     differentiated = ref_logprob.requires_grad and torch.is_grad_enabled()
@@ -181,8 +183,9 @@ class FusedLinearForPPOFunction:
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies (...) of hidden states (..., H) under a head (V, H).
 
-        What changes: the entropy is fp32, where verl rounds it to the hidden states' dtype; gradients of 16-bit inputs
-        are rounded once, from sums in fp32; `chunk_size` has no effect: tiles are cut by bytes, not by rows.
+        Differences: the entropy is fp32, where verl rounds it to the dtype of the hidden states. Gradients of 16-bit
+            inputs are rounded once, from sums in fp32. `chunk_size` has no effect, because tiles are cut by bytes and
+            not by rows.
         """
         per_row = isinstance(temperature, Tensor) and temperature.dim() > 0
         if per_row or not _takes_head(hidden_states, vocab_weights, input_ids):
@@ -227,8 +230,8 @@ def linear_cross_entropy(
     """verl's fused head (`use_fused_kernels` with the Triton backend): (N,) log-probabilities, N the tokens of all
     leading dimensions, or their sum or mean; (N,) entropies.
 
-    What changes: runs on CPU tensors too, and for hidden sizes that 128 does not divide. A head that is split over the
-    ranks of `dist_process_group` stays verl's.
+    Differences: it also runs on CPU tensors, and for hidden sizes that 128 does not divide. A head that is split over
+        the ranks of `dist_process_group` stays verl's.
     """
     # A rank of a split head has a part of the vocabulary, and the sums go over the ranks.
     split = dist_process_group is not None and dist.get_world_size(dist_process_group) > 1
