@@ -189,6 +189,33 @@ trl grpo --model_name_or_path m --dataset_name d.jsonl --output_dir o --bf16 --r
 """
 
 
+OLDER = """
+import argparse
+from datasets import load_dataset
+from transformers import TrainingArguments
+parser = argparse.ArgumentParser()
+parser.add_argument("--lr", default=5e-6)
+options = parser.parse_args()
+model, tokenizer = FastLanguageModel.from_pretrained(model_name="m", load_in_4bit=True)
+model = FastLanguageModel.get_peft_model(model, r=4, target_modules=["q_proj"], lora_alpha=8)
+rows = load_dataset("json", data_files="d.jsonl", split="train").map(print)
+given = dict(warmup_steps=5, max_steps=60)
+arguments = TrainingArguments("o", learning_rate=options.lr, optim="adamw_8bit", **given)
+SFTTrainer(model, args=arguments, train_dataset=rows, tokenizer=tokenizer, max_seq_length=2048)
+"""
+
+
+def test_an_older_script_is_followed_through_its_model_rows_and_options(tmp_path):
+    (tmp_path / "train.py").write_text(OLDER)
+    (found,) = read(tmp_path / "train.py", None)
+    made = from_trl.convert(found)
+    expected = {"model": "m", "dataset": "d.jsonl", "lr": 5e-6, "max_length": 2048, "steps": 60}
+    expected |= {"lora_rank": 4, "lora_alpha": 8, "lora_targets": "q_proj", "load_in_4bit": True}
+    assert made.command == "sft" and expected | made.options == made.options
+    script = from_trl.script_of(made)
+    assert "the script changes the rows (map)" in script and "optim=adamw_8bit" in script
+
+
 def test_a_script_a_file_and_a_command_line_come_to_the_same(tmp_path, capsys):
     files = {"script.py": SCRIPT, "grpo.yaml": YAML, "run.sh": WORDS}
     made = {}

@@ -45,6 +45,7 @@ OF_ONE = {
 # What a trainer of TRL is given beside its config, by the option that says it on a command line.
 ARGUMENTS = {"model": "model_name_or_path", "teacher_model": "teacher_model_name_or_path"}
 ADAPTERS = {"r": "lora_r", "target_modules": "lora_target_modules"}
+OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_target_modules", "lora_dropout")
 OF_MODELS = {"torch_dtype": "dtype", "revision": "model_revision", "model_name": "model"}
 # What says nothing that the config does not say.
 SILENT = (
@@ -242,10 +243,19 @@ class Script:
 
     def found(self) -> list[Found]:
         """Return the configs that the script makes, and the command lines in its docstring if it parses its options."""
-        made = [call for call in self.calls if name_of(call.func) in CONFIGS.values()]
+        made = {call: name_of(call.func) for call in self.calls}
+        for trainer in self.calls:
+            # Older scripts give a trainer of TRL the arguments of transformers.
+            config = name_of(trainer.func).replace("Trainer", "Config")
+            given = keyword(trainer, "args")
+            call = None if given is None else self.followed(given)
+            if made.get(call) == "TrainingArguments":
+                made[call] = config
         runs = []
-        for call in made:
-            run = Found(name_of(call.func), f"{self.path} line {call.lineno}")
+        for call, config in made.items():
+            if config not in CONFIGS.values():
+                continue
+            run = Found(config, f"{self.path} line {call.lineno}")
             run.options = self.keywords(call, first="output_dir")
             run.options |= self.set_later(call)
             self.add_trainer(run, call)
@@ -299,14 +309,7 @@ class Script:
         call = self.followed(node)
         is_call = isinstance(call, ast.Call)
         if name in ("model", "teacher_model"):
-            options = {}
-            if is_call and name_of(call.func) in ("from_pretrained", "get_peft_model"):
-                options = self.keywords(call, first="model")
-                known = {OF_MODELS.get(option, option): value for option, value in options.items()}
-                model = known.pop("model", Unread(ast.unparse(node)))
-                known = {option: value for option, value in known.items() if not is_unread(value)}
-                return {ARGUMENTS[name]: model} | (known if name == "model" else {})
-            return {ARGUMENTS[name]: self.value(node)}
+            return self.model(name, node, node.lineno + 1)
         if name in ("train_dataset", "eval_dataset"):
             return self.rows(node, is_train=name == "train_dataset")
         if name == "peft_config":
@@ -321,6 +324,26 @@ class Script:
             return {name: [self.reward(each) for each in nodes]}
         value = self.value(node)
         return {} if name == "quantization_config" and is_unread(value) else {name: value}
+
+    def model(self, name: str, node: ast.expr, line: int) -> dict[str, Any]:
+        """Return the options of a model that is named, or loaded and perhaps given adapters above a line."""
+        call = self.followed(node, line)
+        if not isinstance(call, ast.Call):
+            return {ARGUMENTS[name]: self.value(node)}
+        if name_of(call.func) == "get_peft_model" and call.args:
+            adapters = self.keywords(call)
+            made = {ADAPTERS.get(option, option): value for option, value in adapters.items()}
+            adapted = self.model(name, call.args[0], call.lineno)
+            return (
+                adapted
+                | {"use_peft": True}
+                | {option: made[option] for option in made if option in OF_ADAPTERS}
+            )
+        options = self.keywords(call, first="model")
+        known = {OF_MODELS.get(option, option): value for option, value in options.items()}
+        model = known.pop("model", Unread(ast.unparse(node)))
+        known = {option: value for option, value in known.items() if not is_unread(value)}
+        return {ARGUMENTS[name]: model} | (known if name == "model" else {})
 
     def reward(self, node: ast.expr) -> Any:
         """Return a reward function as module:name, or a reward model's name."""
@@ -353,6 +376,11 @@ class Script:
         options = self.keywords(node, first="path", second="name")
         splits = options.get("split", split)
         split = splits[split] if isinstance(splits, list) and isinstance(split, int) else splits
+        # load_dataset("json", data_files=…) reads files.
+        files = options.get("data_files")
+        if isinstance(files, str):
+            options = {"path": files}
+            split = None
         names = ("dataset_name", "dataset_config", "dataset_train_split")
         if not is_train:
             names = ("eval_dataset", "eval_dataset_config", "eval_split")
@@ -398,11 +426,16 @@ class Script:
         at, node = max(above, key=lambda assigned: assigned[0])
         return node, at
 
-    def followed(self, node: ast.expr) -> ast.expr:
-        """Return the expression that a name stands for."""
-        line = node.lineno + 1
-        while isinstance(node, ast.Name):
-            node, line = self.before(node.id, line)
+    def followed(self, node: ast.expr, line: int = 0) -> ast.expr:
+        """Return the expression that a name stands for above a line, by default its own."""
+        line = line or node.lineno + 1
+        for _ in range(50):
+            if isinstance(node, ast.Name):
+                node, line = self.before(node.id, line)
+            elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Call):
+                node = node.value  # the first of several that a call returns
+            else:
+                break
         return node
 
     def value(self, node: ast.expr) -> Any:
