@@ -70,11 +70,11 @@ class DistillConfig(ScorerConfig, SamplingRunConfig):
     """A causal language model with the student's tokens, or adapters to one: a Hub name, a local folder, or the URL of
     a vLLM server. Several by name, {math: models/a, code: models/b}, are chosen by a column of the rows."""
     teacher_column: str = "teacher"
-    """Column with the name of a row's teacher, where there are several."""
+    """Column that names a row's teacher, if there are several."""
     teacher_in_4bit: bool = False
     """Keep the weights of teachers in 4 bits (NF4, needs bitsandbytes)."""
     teacher_top_k: PositiveInt = 20
-    """Tokens whose log-probabilities a teacher behind a server tells; all others are compared as one."""
+    """Number of tokens whose log-probabilities a teacher behind a server returns; all others are compared as one."""
     direction: Direction = "reverse"
     """Divergence of a token: reverse KL(student || teacher), forward KL(teacher || student), or jensen-shannon."""
     jsd_beta: Fraction = 0.5
@@ -82,7 +82,7 @@ class DistillConfig(ScorerConfig, SamplingRunConfig):
     distill_temperature: Temperature = 1.0
     """Temperature of both distributions in the divergence."""
     packing: bool | None = None
-    """Put several sequences into one row of the models' inputs; None is where that is cheaper."""
+    """Put several sequences into one row of the models' inputs; None does so where that is cheaper."""
     on_policy: Unit = 1.0
     """Share of rows trained on sampled responses; the others are trained on the completion that they have."""
     completion_column: str = "completion"

@@ -61,9 +61,11 @@ class DPOConfig(PairsConfig):
     loss_type: LossType = "sigmoid"
     """Loss of a pair. ipo, simpo and orpo score a response by its mean per token; simpo and orpo have no reference."""
     beta: Positive = 0.1
-    """Scale of the scores: the larger, the closer to the reference. For orpo, the weight of the loss of pairs."""
+    """Scale of the scores: the larger it is, the closer the policy stays to the reference. For orpo, the weight of the
+    loss of pairs."""
     margin: NonNegative = 0.0
-    """Least lead of every chosen score, in addition to margin_column: gamma of simpo; not for apo-zero and apo-down."""
+    """By how much every chosen score should lead at least, in addition to margin_column: gamma of simpo; not for
+    apo-zero and apo-down."""
     nll_coef: NonNegative = 0.0
     """Weight of the chosen responses' negative log-likelihood per token."""
 

@@ -75,7 +75,7 @@ class GRPOConfig(ScorerConfig, GroupConfig, ReferenceConfig, PolicyConfig):
     command: ClassVar = "grpo"
     main: ClassVar = (*MAIN, "group_size", "preset", "kl_coef")
     old_logprobs: Literal["sampler"] | None = None
-    """Take ratios to the log-probabilities that the sampler reported, as dppo-tv, dppo-kl and ipo expect, without
+    """Compute ratios to the log-probabilities that the sampler reported, as dppo-tv, dppo-kl and ipo expect, without
     rollout_correction; None takes those of the policy before the update."""
 
     def footprint(self) -> Footprint:

@@ -44,7 +44,7 @@ class KTOConfig(MarkedConfig):
     main: ClassVar = (*MarkedConfig.main, "beta")
 
     beta: Positive = 0.1
-    """Scale of the scores; the larger, the closer to the reference."""
+    """Scale of the scores: the larger it is, the closer the policy stays to the reference."""
     desirable_weight: NonNegative = 1.0
     """Weight of good responses."""
     undesirable_weight: NonNegative = 1.0

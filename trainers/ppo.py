@@ -75,11 +75,11 @@ class PPOConfig(ScorerConfig, CreditConfig, CriticConfig, PolicyConfig):
     advantage: str = "gae"
     """Generalised advantage estimation, the only choice here; GRPO has the group advantages."""
     kl_coef: NonNegative = 0.05
-    """Weight of the KL to the starting model; with kl_target the first value of it."""
+    """Weight of the KL to the starting model; with kl_target, its first value."""
     target_kl: Positive | None = None
     """Stop the updates on a rollout after one with an approximate KL to the sampling policy above this, in nats."""
     stop_token: str | None = None
-    """Token that ends a response, beside EOS; given as text."""
+    """Token that ends a response in addition to EOS, given as text."""
 
     needs: ClassVar = (
         Needs(

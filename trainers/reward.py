@@ -62,10 +62,11 @@ class RewardConfig(PairsConfig):
     centering: NonNegative = 0.0
     """Weight of (chosen + rejected)^2, which keeps scores around 0."""
     share_prompts: bool | None = None
-    """Compute what both sides of a pair begin with once, where that is cheaper. None does where the model's attention
-    allows it."""
+    """Compute the tokens with which both sides of a pair begin only once, where that is cheaper. None does so if the
+    model's attention allows it."""
     normalize_pairs: NonNegativeInt = 128
-    """Number of reference pairs that give scores mean 0 and deviation 1, before and after training; 0 for none."""
+    """Number of reference pairs whose scores get mean 0 and standard deviation 1, before and after training; 0 for
+    none."""
     reference_dataset: str | None = None
     """File or Hub name of the reference pairs; None takes the first training pairs."""
 

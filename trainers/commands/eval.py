@@ -83,7 +83,7 @@ class EvalConfig(ScorerConfig, SamplingConfig):
     attn_implementation: str | None = None
     """Attention, by its name in transformers: eager, sdpa, flash_attention_2, …; None is the model's own."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of weights and activations; auto is bfloat16 on a GPU, float32 on a CPU."""
+    """Dtype of weights and activations: auto is bfloat16 on a GPU and float32 on a CPU."""
     dataset: str | None = None
     """A local file (.jsonl, .json, .csv or .parquet, each also with .gz), a folder of such files or from save_to_disk,
     or the name of a Hub dataset."""
@@ -92,7 +92,7 @@ class EvalConfig(ScorerConfig, SamplingConfig):
     dataset_split: str = "test"
     """The Hub dataset's split."""
     max_rows: PositiveInt | None = None
-    """Number of rows to evaluate on, from the first on; None is all."""
+    """Number of rows to evaluate on, beginning with the first; None takes all."""
     prompt_column: str | None = None
     """Text or messages; None is the run's if `model` is from a run, else the first of prompt, messages, conversations,
     question, instruction and problem that a row has."""
@@ -105,7 +105,7 @@ class EvalConfig(ScorerConfig, SamplingConfig):
     max_prompt_length: PositiveInt = 2048
     """Longer prompts (in tokens) are dropped, counted and reported."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
-    """Rows that cannot be used end the evaluation, or are skipped; both print every reason."""
+    """Whether rows that cannot be used end the evaluation or are skipped; both print every reason."""
     verifiers: str | list[str] | None = None
     """Scorers as in grpo (docs/verifiers.md); None takes the run's, with its weights and thresholds, if `model` is
     of a run."""

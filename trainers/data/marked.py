@@ -37,8 +37,8 @@ class MarkedConfig(RunConfig):
     completion_column: str = "completion"
     """Text of the response, or its messages."""
     label_column: str = "label"
-    """true or 1 for a good response, false or 0 for a bad one. Rows without this column may have chosen and rejected
-    responses: each is then two rows, a good and a bad one."""
+    """true or 1 for a good response, false or 0 for a bad one. A row without this column may have a chosen and a
+    rejected response, and is then read as two rows, a good and a bad one."""
     max_length: PositiveInt = 1024
     """Longer rows (prompt and response, in tokens) are dropped, counted and reported."""
     batch_size: PositiveInt = 32

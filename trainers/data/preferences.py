@@ -40,7 +40,7 @@ class PairsConfig(RunConfig):
     rejected_column: str = "rejected"
     """The worse response, in the same form as the better one."""
     margin_column: str = "margin"
-    """Least lead of the chosen score; rows without this column have 0."""
+    """By how much the chosen score should lead at least; 0 for rows without this column."""
     max_response_length: PositiveInt = 512
     """Maximum length of each response in tokens, EOS included."""
     too_long: Literal["drop", "truncate"] = "drop"

@@ -170,8 +170,8 @@ class KLConfig(LossConfig):
     """How the KL to the reference counts."""
 
     kl_in: Literal["loss", "reward"] = "loss"
-    """loss: per token in the loss, by rk3 unless kl_estimator is given; reward: subtracted from the reward before the
-    advantages are computed, by k1. It is measured in any case."""
+    """loss: the KL is added to the loss per token, by rk3 unless kl_estimator is given; reward: it is subtracted from
+    the reward before the advantages are computed, by k1. It is measured in any case."""
 
     needs: ClassVar = (Needs("kl_in", lambda config: config.kl_coef > 0, NOTHING_PAID),)
 
@@ -196,12 +196,13 @@ class ReferenceConfig(KLConfig):
     """The reference, and when the KL to it is measured."""
 
     kl_every: NonNegativeInt = 1
-    """Steps between measurements of the exact KL to the reference, each one more pass of both models. 0 is never, and
-    loads no reference unless kl_coef needs it."""
+    """Steps between measurements of the exact KL to the reference, each of which takes one more pass of both models. 0
+    never measures it, and loads no reference unless kl_coef needs it."""
     ref_sync_every: NonNegativeInt = 0
-    """Steps between updates of the reference, at first the starting model, from the policy; 0 is never."""
+    """Steps between updates of the reference, which is at first the starting model, from the policy; 0 never updates
+    it."""
     ref_mixup_alpha: PositiveFraction = 1.0
-    """Mixture of such an update: reference = alpha * policy + (1 - alpha) * reference. 1 is a copy."""
+    """alpha of such an update: reference = alpha * policy + (1 - alpha) * reference; 1 copies the policy."""
 
     needs: ClassVar = (
         Needs(

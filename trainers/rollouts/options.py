@@ -38,12 +38,12 @@ class SamplingConfig(Options):
     temperature: Temperature = 1.0
     """Sampling temperature, also of every log-probability in the loss."""
     top_p: PositiveFraction = 1.0
-    """Sample from the fewest likeliest tokens with this much probability together; 1 is all. If this, top_k or min_p
-    leaves tokens out, every log-probability, entropy and KL is over the rest."""
+    """Sample from the smallest set of most likely tokens that together have this probability; 1 keeps all. If top_p,
+    top_k or min_p leaves tokens out, every log-probability, entropy and KL is over the rest."""
     top_k: NonNegativeInt = 0
-    """Sample from this many of the likeliest tokens; 0 is all."""
+    """Sample from this number of most likely tokens; 0 keeps all."""
     min_p: Unit = 0.0
-    """Sample from tokens with at least this fraction of the likeliest one's probability; 0 is all."""
+    """Sample from tokens with at least this fraction of the most likely token's probability; 0 keeps all."""
 
     def sampling(self, max_new_tokens: int, stop_ids: tuple[int, ...]) -> Sampling:
         """Return the options as a sampler takes them."""
@@ -61,14 +61,14 @@ class SamplerConfig(SamplingConfig):
     server_api_key_env: str | None = None
     """Environment variable with the servers' API key, which is never printed or saved."""
     server_timeout: Positive = 600.0
-    """Seconds for one call to a server, and for a server that is still loading."""
+    """Seconds that one call to a server may take, and that the run waits for a server that is still loading."""
     server_concurrency: PositiveInt = 256
     """Requests to the servers at the same time, by each process."""
     server_sleeps: bool = False
-    """Send vLLM servers to sleep during training, for those on the trainers' GPU (--enable-sleep-mode)."""
+    """Send vLLM servers to sleep during training, if they share the trainers' GPU (--enable-sleep-mode)."""
     published_dir: str | None = None
-    """Folder for the weights that servers read, which they must see; the default is /dev/shm where all servers are on
-    this machine and it has room, else published/ in output_dir."""
+    """Folder for the weights that servers read, which they must see. The default is /dev/shm if all servers are on this
+    machine and it has room, and otherwise published/ in output_dir."""
     sampler: str | None = None
     """Your own sampler, my_module:name, called with the sampler of the other options and the tokenizer; it may hold a
     conversation, for example (docs/rollouts.md)."""

@@ -28,10 +28,10 @@ class ScorerConfig(Options):
     verifier_weights: list[Finite] | None = None
     """Weight of each verifier's score in the reward; 0 only logs the score. None is 1 for each."""
     solved_at: list[Finite | None] | None = None
-    """Score from which a response counts as solved, for each verifier; null is the verifier's own."""
+    """Score from which a response counts as solved, for each verifier; null means the verifier's usual one."""
     answer_column: str | None = None
-    """Answers for the verifiers, a column or a path into nested ones, such as reward_model.ground_truth; None takes
-    ground_truth, answer or solution. Of `... #### 42` the part after the marks."""
+    """Answers for the verifiers: a column, or a path into nested columns such as reward_model.ground_truth; None takes
+    ground_truth, answer or solution. Of `... #### 42`, the part after the marks is read."""
 
     @pydantic.field_validator("verifiers")
     @classmethod
