@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch._functorch.config as functorch_config
 import torch.nn.functional as F
 
 from bench import plain, results
@@ -154,9 +155,15 @@ def plain_torch(device):
     return plain_logprobs
 
 
+def by_inductor(function):
+    """Compile a function so that its graph may be kept: on a GPU, backward passes are timed alone, again and again."""
+    functorch_config.donated_buffer = False
+    return torch.compile(function, dynamic=True)
+
+
 @listed(LOGPROBS, "torch.compile", needs=needs_inductor, compiles=True)
 def compiled(device):
-    return torch.compile(plain_logprobs, dynamic=True)
+    return by_inductor(plain_logprobs)
 
 
 @listed(LOGPROBS, "F.cross_entropy", note="no entropy; result in the logits' dtype")
@@ -247,7 +254,7 @@ def kl_of_plain_torch(device):
 
 @listed(KL, "torch.compile", needs=needs_inductor, compiles=True)
 def compiled_kl(device):
-    return torch.compile(plain_kl, dynamic=True)
+    return by_inductor(plain_kl)
 
 
 @listed(
@@ -297,7 +304,7 @@ def head_of_plain_torch(device):
 
 @listed(LINEAR, "torch.compile", note="no entropy", needs=needs_inductor, compiles=True)
 def compiled_head(device):
-    return torch.compile(plain_head, dynamic=True)
+    return by_inductor(plain_head)
 
 
 @listed(
@@ -392,7 +399,7 @@ def exact_of_plain_torch(device):
 
 @listed(EXACT, "torch.compile", needs=needs_inductor, compiles=True)
 def compiled_exact(device):
-    return torch.compile(plain_exact, dynamic=True)
+    return by_inductor(plain_exact)
 
 
 @listed(

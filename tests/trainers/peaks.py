@@ -21,7 +21,9 @@ def allocated() -> int:
             for tensor in (found, found.grad):
                 if tensor is not None and tensor.is_leaf:
                     storage = tensor.untyped_storage()
-                    with contextlib.suppress(RuntimeError):  # some fake ones have no address, others 0
+                    with contextlib.suppress(
+                        RuntimeError
+                    ):  # some fake ones have no address, others 0
                         storages[storage.data_ptr()] = storage.nbytes()
     storages.pop(0, None)
     return sum(storages.values())
