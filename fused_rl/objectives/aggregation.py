@@ -190,7 +190,7 @@ class TokenBatch:
     def advantages(self, tensor: Tensor) -> Tensor:
         """(B, T), or one value per sequence -> as `constant`."""
         advantages = self._constant_of_sequences("advantages", tensor)
-        check_finite("advantages", advantages, "mask the token, or mend its reward")
+        check_finite("advantages", advantages, "mask the token, or correct its reward")
         return advantages
 
     def shares(self, loss_agg: LossAgg) -> Tensor:

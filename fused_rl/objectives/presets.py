@@ -287,7 +287,7 @@ def resolve_options(
     """The options of a preset, or those given, overridden by `changes`; what is unknown is a ValueError."""
     if preset is not None and options is not None:
         raise ValueError(
-            "give preset or options, not both; what is to differ from either is an argument by its name"
+            "give preset or options, not both; pass an option that should differ as an argument of its name"
         )
     if options is not None and not isinstance(options, PolicyLossOptions):
         raise ValueError(

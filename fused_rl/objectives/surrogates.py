@@ -77,7 +77,7 @@ def needs_sequences(surrogate):
 
 
 class NoSequences:
-    """Stands for `sequences` where a loss is formed token by token: a surrogate that reaches for it hears why not."""
+    """Stands for `sequences` where a loss is formed token by token: a surrogate that uses it raises an error."""
 
     def __getattr__(self, name):
         raise ValueError(

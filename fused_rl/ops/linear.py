@@ -274,7 +274,7 @@ def _check_head(hidden, weight, targets, bias, mask, shift):
     dtypes = [t.dtype for t in operands]
     if len(set(dtypes)) > 1 or hidden.dtype not in LOGITS_DTYPES:
         raise ValueError(
-            "hidden, weight and bias must have one dtype, float32, bfloat16 or float16, or stand under autocast; got "
+            "hidden, weight and bias must have one dtype, float32, bfloat16 or float16, or be under autocast; got "
             + ", ".join(map(str, dtypes))
             + "; cast the hidden states to the head's, hidden.to(weight.dtype)"
         )

@@ -96,7 +96,7 @@ def linear_cross_entropy(
     check_range("z_loss", z_loss, "a finite number, 0 or more")
     if label_smoothing and softcap is not None:
         raise ValueError(
-            "label_smoothing needs logits without a softcap; make the loss of the logits themselves, with "
+            "label_smoothing needs logits without a softcap; compute the loss from the logits, with "
             "torch.nn.functional.cross_entropy"
         )
     vocab = len(weight)

@@ -146,7 +146,7 @@ def _check_values(name, x):
         f"{name}[{', '.join(map(str, at))}] has the maximum {x[at].max().item():g}, and the sum of its probabilities "
         f"is {total:.9g}, {total - 1:.3g} above 1 where rounding explains {slack:.2g}; expected log-probabilities (no "
         f"logits) of {x.shape[-1]} different tokens, normalised over the whole vocabulary. {int(bad.sum())} of "
-        f"{bad.numel()} rows are so. {MASKED}"
+        f"{bad.numel()} rows are like this. {MASKED}"
     )
 
 
@@ -170,7 +170,7 @@ def _check_distinct(ids, possible):
     row = ", ".join(map(str, at[:-1]))
     raise ValueError(
         f"ids[{row}] has {ranked[at].item()} twice, whose probability would count twice; expected {ids.shape[-1]} "
-        f"different tokens. {int(again.any(-1).sum())} of {again[..., 0].numel()} rows are so. {MASKED}"
+        f"different tokens. {int(again.any(-1).sum())} of {again[..., 0].numel()} rows are like this. {MASKED}"
     )
 
 

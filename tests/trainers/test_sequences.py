@@ -118,7 +118,7 @@ REFUSED = [
     ("LlamaConfig", LONGER | {"rope_parameters": DYNAMIC}, "rope_type=dynamic depends"),
     ("Gemma3TextConfig", LONGER | {"rope_parameters": NESTED}, "rope_type=dynamic depends"),
     ("Phi3Config", {"rope_parameters": LONGROPE} | ORIGINAL, "rope_type=longrope depends"),
-    ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}, "tokens meet otherwise"),
+    ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}, "tokens meet outside of attention"),
 ]
 
 

@@ -162,7 +162,7 @@ def test_a_paused_server_is_waited_for(fake, server, capsys):
     (expected,) = served.sampled(server, PROMPT, SAMPLING, 0)
     fake.script = [(SAMPLE[fake.kind], 503)] * 9
     assert served.sampled(server, PROMPT, SAMPLING, 0) == [expected]
-    assert capsys.readouterr().out.count("it loads or is paused, and is asked again for 20 s") == 1
+    assert capsys.readouterr().out.count("it is loading or paused; trying again for 20 s") == 1
     fake.paused, server.http.timeout = True, 0.5
     with pytest.raises(InputError, match="HTTP 503: .*paused"):
         served.sampled(server, PROMPT, SAMPLING, 0)

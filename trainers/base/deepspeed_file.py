@@ -129,7 +129,7 @@ def changes_sums(path: str | None) -> str | None:
     dtype = passed_on(path).get(COMMUNICATED)
     if dtype is None:
         return None
-    return f"deepspeed: {COMMUNICATED}={dtype}: processes add gradients up in it, which rounds otherwise"
+    return f"deepspeed: {COMMUNICATED}={dtype}: processes add up gradients in it, which changes their rounding"
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def _problem(key: str, value: object, here: object, zero_stage: int, processes: 
     if name in DEVICES and value not in ("cpu", "none"):
         return "expected cpu or none"
     if value == "none" and here == "cpu":
-        return "says otherwise than --offload true; take one of them out"
+        return "contradicts --offload true; remove one of them"
     if key == COMMUNICATED and value not in ("fp32", "bf16"):
         return "expected fp32 or bf16"
 

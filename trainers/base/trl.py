@@ -41,7 +41,7 @@ NAMES: dict[str, str] = {
     "save_strategy": "--save_every, in steps",
     "save_total_limit": "--keep_checkpoints",
     "eval_steps": "--eval_every",
-    "eval_strategy": "--eval_every, in steps; --eval_size 0 evaluates never",
+    "eval_strategy": "--eval_every, in steps; --eval_size 0 never evaluates",
     "report_to": "--wandb_project; TensorBoard and metrics.jsonl are always written",
     "resume_from_checkpoint": "--resume, or --resume_from step-4",
     "overwrite_output_dir": "--overwrite",
@@ -137,7 +137,7 @@ ABSENT: dict[str, tuple[str, tuple[str, ...]]] = {
         ("truncation_mode", "pad_to_multiple_of", "padding_free", "padding_value", "max_pixels"),
     ),
     "Tools and environments": (
-        "a sampler of your own converses (docs/rollouts.md)",
+        "a sampler of your own can hold the conversation (docs/rollouts.md)",
         ("tools", "environment_factory", "rollout_func", "max_tool_calling_iterations"),
     ),
     "Callbacks, collators, custom losses": (

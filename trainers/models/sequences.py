@@ -158,7 +158,7 @@ class Divided:
         if not self.calls:
             return f"{name} does not pass on to its attention how sequences are divided"
         if self.calls < text.num_hidden_layers:
-            return f"{name} has layers whose tokens meet otherwise than in attention"
+            return f"{name} has layers in which tokens meet outside of attention"
         difference = (states.flatten(0, 1)[own] - parts).abs().max() / states.std()
         if self._largest(difference) > same_states(lm.dtype):
             return f"{name} computes other states from parts of a sequence than from the whole"

@@ -96,7 +96,7 @@ class Http:
                     raise HttpError(f"{method} {url}: {problem[:400]}", status)
                 if status == 503 and url not in self.waited_for:
                     self.waited_for.add(url)
-                    until = f"it loads or is paused, and is asked again for {self.timeout:g} s"
+                    until = f"it is loading or paused; trying again for {self.timeout:g} s"
                     print_line(f"{method} {url}: {problem[:200]}; {until}")
                 await asyncio.sleep(self.pause)
 
