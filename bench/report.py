@@ -20,17 +20,17 @@ Compare implementations within a row: they took turns in one run. A cell holds t
 with the gradient, as a multiple of the logits or in MB. "10.1 ×" means 10.1 times as long as ours: the median over the
 turns, each compared with our time in the same turn. † marks a wrong answer: a log-probability or KL off by more than
 0.001 nats, or a gradient off by more than 1 % of its largest element. Empty cells were not measured: the implementation
-needs a GPU, is not installed, or had no time left. The figures of a GPU are from one H100, on
-which only some operations were measured so far, in bf16.
+needs a GPU, is not installed, or ran out of time. The figures of a GPU are from one H100, on which only some operations
+were measured so far, in bf16.
 """
 TIMED = {
     "kernels": "Forward and backward of log-probability and entropy. With few rows of a vocabulary below about 2,000 "
     "tokens the time is that of calling the op, and the library is no faster than plain torch: on one thread of an "
     "AMD EPYC with AVX2, 8 × 1000 takes 1.03 to 1.16 times plain torch's time, 8 × 64 takes 1.2 to 1.5 times, "
     "8 × 4000 takes 0.7 to 0.96 times, 64 × 2000 takes 0.4 to 0.9 times.",
-    "kernels, gpu": "A call costs the host 0.2 ms forward and 0.7 ms with its way back, where `F.cross_entropy` costs "
-    "0.03 ms forward. With 1,024 rows that is most of the time shown here; beside a model's pass it hides, because the "
-    "host does not wait for the GPU.",
+    "kernels, gpu": "A call costs the host 0.2 ms in the forward pass and 0.7 ms with the backward pass, where the "
+    "forward pass of `F.cross_entropy` costs 0.03 ms. With 1,024 rows this is most of the time in the table. Beside a "
+    "model's pass it is hidden, because the host does not wait for the GPU.",
     "kl": "Forward and backward of `token_kl`, the KL of two logits tensors.",
     "support": "Log-probability and entropy over kept sets of ids, from logits and, with memory in MB, from hidden "
     "states. Memory can be below 0: untouched rows of the returned gradient take none.",
