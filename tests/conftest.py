@@ -32,6 +32,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--on-device", action="store_true", help="leave out tests of the CPU path (`make gpu`)"
     )
+    parser.addoption("--part", default="0/1", help="2/5 with --on-device: the third part of five")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -41,7 +42,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         values = item.callspec.params if hasattr(item, "callspec") else {}
         chosen["cpu" not in (values.get("backend"), values.get("path"))].append(item)
-    items[:] = chosen[True]
+    part, parts = map(int, config.getoption("--part").split("/"))
+    items[:] = chosen[True][part::parts]
     config.hook.pytest_deselected(items=chosen[False])
 
 

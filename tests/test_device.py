@@ -21,20 +21,20 @@ COMMAND = [
     "no:cacheprovider",
     "tests/device",
     "-m",
+    "not slow",
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("selected", ["not slow", "slow"])
-def test_on_a_device_that_is_not_there(selected):
-    """`make test-device` shows them one by one."""
+def test_on_a_device_that_is_not_there():
+    """Its quick tests; `make test-device` runs the slow ones too, and shows them one by one."""
     if reason := process.missing():
         pytest.skip(reason)
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("PYTEST")
     }
     done = subprocess.run(
-        [sys.executable, *COMMAND, selected],
+        [sys.executable, *COMMAND],
         cwd=ROOT,
         env=environment,
         capture_output=True,
