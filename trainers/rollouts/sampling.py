@@ -38,11 +38,11 @@ class Sampling:
     stop_ids: tuple[int, ...]
     """A response ends with (and includes) the first of these."""
     top_p: float = 1.0
-    """The fewest of the likeliest ids with this much probability together; 1 is all."""
+    """The smallest set of most likely ids that together have this probability; 1 keeps all."""
     top_k: int = 0
-    """This many of the likeliest ids; 0 is all."""
+    """This number of most likely ids; 0 keeps all."""
     min_p: float = 0.0
-    """The ids with at least this fraction of the likeliest one's probability; 0 is all."""
+    """The ids with at least this fraction of the most likely id's probability; 0 keeps all."""
     seeds: tuple[int, ...] | None = None
     """One for each response, for samplers with generators of their own; None for greedy responses."""
 

@@ -46,12 +46,12 @@ class Response:
     logprobs: list[float | None] | None = None
     """Log-probability of each id, in nats, under the distribution that it was sampled from; None if not reported."""
     support: TokenSupport | list[list[int]] | None = None
-    """The ids that each token was sampled from, itself among them; those of a token may be empty, for the whole
-    vocabulary, and None is that for all tokens. Lists are taken too, but long responses by the thousand are slow so."""
+    """The ids that each token was sampled from, including the token itself. An empty set means the whole vocabulary,
+    and None means that for all tokens. Lists are accepted too, but are slow for thousands of long responses."""
     trained: list[bool] | None = None
-    """True for each id that the policy sampled; None is that for all. Other ids, an environment's turn or a tool's
-    answer, are context: they get no gradient and count in no mean, and their logprobs and kept sets, which are there,
-    are not read. A stop token of the policy ends its turn; `finish` says how the last turn ended."""
+    """True for each id that the policy sampled; None means all of them. Other ids, such as an environment's turn or a
+    tool's answer, are context: they get no gradient and do not count in any mean. They have entries in logprobs and
+    kept sets, which are not read. A stop token of the policy ends its turn; `finish` says how the last turn ended."""
 
     def sampled(self, of_ids: Sequence[Value]) -> list[Value]:
         """Return the values of the ids that the policy sampled, of values of all ids."""
@@ -77,7 +77,7 @@ class Sampler:
     """Samples responses; every rank calls it with its own prompts. A sampler of your own is a subclass.
 
     Args:
-        built: the sampler that the options make, to sample from; what that one declares, this one does.
+        built: the sampler that the options describe, to sample from; this one declares what that one does.
         tokenizer: the policy's.
     """
 
@@ -102,14 +102,14 @@ class Sampler:
         raise NotImplementedError
 
     def rest(self) -> None:
-        """The policy is about to be trained: no response is sampled until the next `publish`. All ranks call it, but
-        under `lag` none does, as responses are sampled meanwhile.
+        """The policy is about to be trained: no response is sampled until the next `publish`. All ranks call it, except
+        under `lag`, where responses are sampled meanwhile.
         """
         if self.built is not None:
             self.built.rest()
 
     def publish(self, step: int, save: Callable[[Path], None]) -> None:
-        """The policy's weights have changed: after an update, when a run begins, and after a resume.
+        """Take the policy's new weights: after an update, when a run begins, and after a resume.
 
         `save(folder)` writes them in the Hub format, gathered and with adapters merged, complete or not at all; all
         ranks call it together, or none.
@@ -121,7 +121,7 @@ class Progress(NamedTuple):
     """How far a run is, for scorers that change with it."""
 
     step: int = 0
-    """Steps that are done."""
+    """Steps that have been taken."""
     steps: int = 0
     """Steps of the whole run; 0 outside of a run."""
     steps_per_epoch: float = 1.0
@@ -244,11 +244,11 @@ def of_turn(
 
 
 def after_turn(before: Response | None, turn: Response, said: Sequence[int] = ()) -> Response:
-    """Return a response that is longer by a turn of the policy's and by what somebody else said to it.
+    """Return a response with one more turn of the policy, and with what somebody else then said to it.
 
     Args:
-        before: the turns until then; None where this is the first.
-        turn: as the sampler that the options make returns it.
+        before: the turns until then; None if this is the first.
+        turn: the policy's turn, as `Sampler.built` returns it.
         said: token ids that the policy did not sample.
     """
     # The turns so far, none at first; `finish` is that of the last turn.

@@ -144,8 +144,9 @@ class Pattern(BaseScorer):
     """1.0 where a regular expression matches, else 0.0.
 
     Args:
-        pattern: of the package `regex`, which reads Python's `re` and more. A pattern with a group is compared with the
-            row's answer: the group named `answer`, or the first one, in the last place where the pattern matches.
+        pattern: a pattern of the package `regex`, which reads those of Python's `re` and more. If it has a group, the
+            group named `answer`, or else the first one, is compared with the row's answer, in the last place where the
+            pattern matches.
         **common: as `BaseScorer` takes them.
     """
 
