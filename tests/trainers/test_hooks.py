@@ -229,6 +229,7 @@ def test_a_schedule_of_ones_own_is_that_of_its_name(files, tmp_path):
         values = []
         for _ in range(11):
             values += schedule.get_last_lr()
+            optimizer.step()
             schedule.step() if len(values) < 11 else None
         return values
 

@@ -141,7 +141,7 @@ ABSENT: dict[str, tuple[str, tuple[str, ...]]] = {
         ("tools", "environment_factory", "rollout_func", "max_tool_calling_iterations"),
     ),
     "Callbacks, collators, custom losses": (
-        "scorers, a sampler and a surrogate of your own take their place",
+        "--on_step (docs/hooks.md), scorers, a sampler and a surrogate of your own take their place",
         ("callbacks", "compute_loss_func", "data_collator", "compute_metrics", "formatting_func")
         + ("preprocess_logits_for_metrics", "optimizers"),
     ),
