@@ -89,12 +89,17 @@ class Pool:
         # Before multiprocessing waits for its processes, which pebble would replace.
         self.close = util.Finalize(self, _end, (self.pool,), exitpriority=10)
 
-    def judge(self, cases: Sequence[Sequence]) -> list[tuple[float, str | None]]:
-        """Return the score of each case, and in words the limit that it broke; then the score is 0."""
+    def judge(
+        self, cases: Sequence[Sequence], judge: Callable[..., float] | None = None
+    ) -> list[tuple[float, str | None]]:
+        """Return the score of each case, and in words the limit that it broke; then the score is 0.
+
+        `judge`, of a case, takes the place of the pool's own.
+        """
         # All are scheduled before the first is waited for, so that every core has one.
         futures = []
         for case in cases:
-            arguments = (self.judge_one, case, self.cpu_seconds)
+            arguments = (judge or self.judge_one, case, self.cpu_seconds)
             futures.append(self.pool.schedule(_judge_in_time, arguments, timeout=WALL_SECONDS))
         verdicts = []
         for future in futures:
@@ -168,3 +173,10 @@ def agrees(response: str, answer: str) -> bool:
     # sympy raises anything on nonsense, which is a wrong answer.
     except Exception:
         return False
+
+
+def has_answer(response: str) -> bool:
+    """Return True if math-verify finds an answer in a response."""
+    from math_verify import parse
+
+    return bool(parse(response.rsplit("####", 1)[-1], parsing_timeout=NO_LIMIT))

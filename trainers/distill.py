@@ -42,6 +42,7 @@ from fused_rl.trainers.rollouts.roll_out import batch_of, rollout_metrics
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sample
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
+from fused_rl.trainers.run.learned import Evaluation
 from fused_rl.trainers.run.metrics import OF_RESPONSES, Sums
 from fused_rl.trainers.scorers.load import check_scorers, checked_prompts, load_for_policy
 from fused_rl.trainers.scorers.options import (
@@ -217,9 +218,16 @@ def given_samples(prepared: Setup) -> list[Sample]:
 
 
 def accumulate(
-    policy: Policy, teachers: Mapping[str, Any], samples: list[Sample], step: int
+    policy: Policy,
+    teachers: Mapping[str, Any],
+    samples: list[Sample],
+    step: int,
+    of_responses: torch.Tensor | None = None,
 ) -> dict[str, float]:
-    """Run forward, and where gradients are enabled backward, on this rank's samples; return metrics over all ranks."""
+    """Run forward, and where gradients are enabled backward, on this rank's samples; return metrics over all ranks.
+
+    `of_responses` (N, 2), if given, gets the divergence and the number of tokens of each sample.
+    """
     # The divergence is over the whole vocabulary, whatever the sampling left out.
     batch = dataclasses.replace(
         batch_of(samples, policy.tokenizer.pad_token_id, policy.device), support=None
@@ -236,6 +244,10 @@ def accumulate(
     for rows in policy.divide(batch, by_length):
         micro = batch.rows(rows)
         terms = teacher_divergence(policy, list(teachers.values()), micro, teacher_of[rows])
+        of_sequences = terms.pop("kl_of_sequences")
+        if of_responses is not None:
+            of_responses[rows, 0] = of_sequences.cpu()
+            of_responses[rows, 1] = batch.token_counts[rows].double()
         terms["kl"] = terms["kl"] / num_tokens
         if torch.is_grad_enabled():
             policy.backward(terms["kl"])
@@ -254,13 +266,17 @@ def accumulate(
 @torch.no_grad()
 def compare(
     policy: Policy, teachers: Mapping[str, Any], samples: list[Sample], count: int
-) -> dict[str, float]:
-    """Return `distill/*` of the first `count` responses of this rank; the others only make the ranks even."""
+) -> tuple[dict[str, float], torch.Tensor]:
+    """Return `distill/*` of the first `count` responses of this rank, of all ranks, and of each of them the divergence
+    and the tokens (count, 2); the others only make the ranks even.
+    """
     # An empty response keeps the ranks' passes equal in number, and adds 0 to every sum.
     fill = [
         dataclasses.replace(sample, response=Response([], "length")) for sample in samples[count:]
     ]
-    return accumulate(policy, teachers, samples[:count] + fill, policy.published)
+    of_responses = torch.zeros(len(samples), 2, dtype=torch.float64)
+    metrics = accumulate(policy, teachers, samples[:count] + fill, policy.published, of_responses)
+    return metrics, of_responses[:count]
 
 
 def train_step(
@@ -346,8 +362,8 @@ def train(
         metrics = train_step(policy, teachers, prompts, [given[i] for i in mine[due:]], step)
         # Episodes are of sampled responses alone.
         metrics["episode"] = round(share * step) * ranks.world_size() * config.group_size
-        found, samples = judge() if run.evaluates and held_out.prompts else ({}, [])
-        run.log(metrics | found, samples)
+        evaluation = judge() if run.evaluates and held_out.prompts else Evaluation()
+        run.log(metrics | evaluation.metrics, *evaluation[1:])
     return run.finish(lambda folder: policy.save(folder, merged=config.save_merged))
 
 

@@ -38,10 +38,11 @@ from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.packing import unpadded_costs
 from fused_rl.trainers.models.reward_model import check_finite
-from fused_rl.trainers.models.scoring import logprobs_of
+from fused_rl.trainers.models.scoring import chosen_is_higher, logprobs_of
 from fused_rl.trainers.options import Needs, NonNegative, Positive
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
+from fused_rl.trainers.run.learned import Evaluation
 from fused_rl.trainers.run.loop import Run
 
 LossType = Literal["sigmoid", "hinge", "ipo", "simpo", "orpo", "apo-zero", "apo-down"]
@@ -125,17 +126,7 @@ def pair_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss of pairs from their (b, 2), as a share of that of all pairs of the step, and its metrics."""
     loss_type = config.loss_type
-    scores = logprobs
-    # beta log(pi / pi_ref) is the reward under which the policy would be optimal, but for a term of
-    # the prompt, which cancels in a pair: arXiv:2305.18290, eq. 5.
-    if loss_type not in WITHOUT_REFERENCE:
-        scores = scores - reference.to(logprobs.device)
-    # A sum grows with the length, so that a short and a long response would not compare.
-    if loss_type in OF_MEANS:
-        scores = scores / torch.tensor([pair.predicted() for pair in pairs]).to(logprobs.device)
-    # In ipo beta decides the margin instead, and in orpo it is the weight of the whole loss.
-    if loss_type not in ("ipo", "orpo"):
-        scores = config.beta * scores
+    scores = scores_of(logprobs, reference, pairs, config)
     options = {
         "loss_type": PREFERENCE_LOSSES.get(loss_type, loss_type),
         "label_smoothing": config.label_smoothing,
@@ -155,6 +146,23 @@ def pair_loss(
     return loss, metrics | {"loss": loss, "nll": nll}
 
 
+def scores_of(
+    logprobs: torch.Tensor, reference: torch.Tensor, pairs: list[Pair], config: DPOConfig
+) -> torch.Tensor:
+    """Return the scores (b, 2) of the sides of pairs, which the loss compares, from their log-probabilities."""
+    loss_type = config.loss_type
+    scores = logprobs
+    # beta log(pi / pi_ref) is the reward under which the policy would be optimal, but for a term of
+    # the prompt, which cancels in a pair: arXiv:2305.18290, eq. 5.
+    if loss_type not in WITHOUT_REFERENCE:
+        scores = scores - reference.to(logprobs.device)
+    # A sum grows with the length, so that a short and a long response would not compare.
+    if loss_type in OF_MEANS:
+        scores = scores / torch.tensor([pair.predicted() for pair in pairs]).to(logprobs.device)
+    # In ipo beta decides the margin instead, and in orpo it is the weight of the whole loss.
+    return scores if loss_type in ("ipo", "orpo") else config.beta * scores
+
+
 def pair_metrics(
     logprobs, reference, pairs: list[Pair], config: DPOConfig, prefix: str
 ) -> dict[str, float]:
@@ -163,14 +171,15 @@ def pair_metrics(
     return {prefix + name: value.item() for name, value in metrics.items()}
 
 
-def evaluate(
-    model, pairs: list[Pair], reference: torch.Tensor, config: DPOConfig
-) -> dict[str, float]:
+def evaluate(model, pairs: list[Pair], reference: torch.Tensor, config: DPOConfig) -> Evaluation:
     """Return `eval/dpo/*` of the held-out pairs."""
     with phase("evaluated on held-out pairs") as found:
-        metrics = pair_metrics(measure(model, pairs, config), reference, pairs, config, "eval/dpo/")
+        logprobs = measure(model, pairs, config)
+        metrics = pair_metrics(logprobs, reference, pairs, config, "eval/dpo/")
         found["accuracy"] = metrics["eval/dpo/accuracy"]
-    return metrics
+    scores = scores_of(logprobs.double(), reference.double(), pairs, config)
+    right = chosen_is_higher(scores).tolist()
+    return Evaluation(metrics, by_row={"eval/dpo/accuracy": [right]})
 
 
 def train(
@@ -213,7 +222,7 @@ def train(
     # The run.
     run.start({"policy": model})
     if run.begins and held_out:
-        run.log(evaluate(model, held_out, reference[len(pairs) :], config))
+        run.log(*evaluate(model, held_out, reference[len(pairs) :], config))
     for step, indices in run:
         began = time.monotonic()
         batch = [pairs[i] for i in indices]
@@ -225,9 +234,10 @@ def train(
         metrics["time/train"] = time.monotonic() - began
         metrics["perf/padding"] = padding.share()
         metrics["perf/tokens_per_second"] = sum(map(Pair.tokens, batch)) / metrics["time/train"]
+        evaluation = Evaluation()
         if run.evaluates and held_out:
-            metrics |= evaluate(model, held_out, reference[len(pairs) :], config)
-        run.log(metrics)
+            evaluation = evaluate(model, held_out, reference[len(pairs) :], config)
+        run.log(metrics | evaluation.metrics, *evaluation[1:])
     return run.finish(
         lambda folder: language_model.save_lm(model, tokenizer, folder, merged=config.save_merged)
     )

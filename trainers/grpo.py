@@ -58,6 +58,7 @@ from fused_rl.trainers.policy.setup import RowsLike, SamplerFactory, divided, se
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
+from fused_rl.trainers.run.learned import Evaluation
 from fused_rl.trainers.run.metrics import POLICY, Sums, with_logged_names
 from fused_rl.trainers.scorers.load import check_scorers, checked_prompts, load_for_policy
 from fused_rl.trainers.scorers.options import (
@@ -344,7 +345,7 @@ def train(
     run.start(engines, rank_state=policy.rank_state)
     policy.publish(run.step)
     if run.begins and held_out.prompts:
-        run.log(*evaluate(policy, held_out))
+        run.log(*evaluate(policy, held_out, says_signal=True))
 
     def more(count: int) -> list[Prompt]:
         return prepared.prompts_of_rank(
@@ -355,12 +356,11 @@ def train(
     for step, indices in run:
         policy.begin_step(step, lambda later: prepared.prompts_of_rank(run.order.after(later)))
         metrics = train_step(policy, prepared.prompts_of_rank(indices), step, more)
-        samples = []
         metrics["episode"] = run.order.position * config.group_size
+        evaluation = Evaluation()
         if run.evaluates and held_out.prompts:
-            found, samples = evaluate(policy, held_out)
-            metrics |= found
-        run.log(metrics, samples)
+            evaluation = evaluate(policy, held_out)
+        run.log(metrics | evaluation.metrics, *evaluation[1:])
         if config.ref_sync_every and step % config.ref_sync_every == 0:
             language_model.sync(policy.reference.model, policy.model, config.ref_mixup_alpha)
     return run.finish(lambda folder: policy.save(folder, merged=config.save_merged))

@@ -34,6 +34,7 @@ from fused_rl.trainers.models.scoring import logprobs_of
 from fused_rl.trainers.options import NonNegative, Positive
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
+from fused_rl.trainers.run.learned import Evaluation
 from fused_rl.trainers.run.loop import Run
 
 
@@ -59,10 +60,12 @@ def update(
     *,
     backward: bool,
     padding: Padding | None = None,
+    right: list[float] | None = None,
 ) -> dict[str, float]:
     """Run forward, and if wanted `backward`, on the rows of all ranks; return the metrics of the loss.
 
-    `reference` (N, 2) has the reference's log-probabilities of the rows' own and of their mismatched responses.
+    `reference` (N, 2) has the reference's log-probabilities of the rows' own and of their mismatched responses;
+    `right`, if given, gets 1 for each row on the right side of the point of comparison, 1/2 for one on it.
     """
     # The point of comparison: it moves with the policy, but no gradient flows through it.
     where = [row.where for row in rows]
@@ -93,6 +96,10 @@ def update(
     )
     check_finite(logprobs, where)
     _, metrics = loss_and_metrics(logprobs, range(len(rows)))
+    if right is not None:
+        for i in range(len(rows)):
+            _, of_row = loss_and_metrics(logprobs[i : i + 1], [i])
+            right.append(of_row["accuracy"].item() * len(rows))
     # The baseline is a mean of scores, and they are beta times nats.
     return mean_scores(metrics) | {"kl": baseline / config.beta}
 
@@ -109,14 +116,14 @@ def mean_scores(metrics: dict[str, torch.Tensor]) -> dict[str, float]:
     return found
 
 
-def evaluate(
-    model, rows: list[Marked], reference: torch.Tensor, config: KTOConfig
-) -> dict[str, float]:
+def evaluate(model, rows: list[Marked], reference: torch.Tensor, config: KTOConfig) -> Evaluation:
     """Return `eval/kto/*` of the held-out rows."""
+    right = []
     with phase("evaluated on held-out rows") as found:
-        metrics = update(model, rows, reference, config, backward=False)
+        metrics = update(model, rows, reference, config, backward=False, right=right)
         found["accuracy"] = metrics["accuracy"]
-    return {f"eval/kto/{name}": value for name, value in metrics.items()}
+    metrics = {f"eval/kto/{name}": value for name, value in metrics.items()}
+    return Evaluation(metrics, by_row={"eval/kto/accuracy": [right]})
 
 
 def train(
@@ -165,7 +172,7 @@ def train(
     run.start({"policy": model})
     held_out_reference = reference[len(rows) :]
     if run.begins and held_out:
-        run.log(evaluate(model, held_out, held_out_reference, config))
+        run.log(*evaluate(model, held_out, held_out_reference, config))
     for step, indices in run:
         began = time.monotonic()
         batch = [rows[i] for i in indices]
@@ -176,9 +183,10 @@ def train(
         metrics["time/train"] = time.monotonic() - began
         metrics["perf/padding"] = padding.share()
         metrics["perf/tokens_per_second"] = sum(map(Marked.tokens, batch)) / metrics["time/train"]
+        evaluation = Evaluation()
         if run.evaluates and held_out:
-            metrics |= evaluate(model, held_out, held_out_reference, config)
-        run.log(metrics)
+            evaluation = evaluate(model, held_out, held_out_reference, config)
+        run.log(metrics | evaluation.metrics, *evaluation[1:])
     return run.finish(
         lambda folder: language_model.save_lm(model, tokenizer, folder, merged=config.save_merged)
     )

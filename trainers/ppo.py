@@ -56,6 +56,7 @@ from fused_rl.trainers.policy.setup import RowsLike, SamplerFactory, divided, se
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
+from fused_rl.trainers.run.learned import Evaluation
 from fused_rl.trainers.run.metrics import PPO, Sums, with_logged_names
 from fused_rl.trainers.scorers.load import check_scorers, checked_prompts, load_for_policy
 from fused_rl.trainers.scorers.options import (
@@ -323,7 +324,7 @@ def train(
     controller.kl_coef = restored.get("kl_coef", config.kl_coef)
     policy.publish(run.step)
     if run.begins and held_out.prompts:
-        run.log(*evaluate(policy, held_out))
+        run.log(*evaluate(policy, held_out, says_signal=True))
 
     # Step by step; the weight of the KL may follow it: arXiv:1909.08593, section 2.2.
     for step, indices in run:
@@ -332,11 +333,10 @@ def train(
         metrics = train_step(policy, critic, prompts, step, controller.kl_coef)
         responses = config.prompts_per_step * config.group_size
         controller.update(metrics["objective/kl"], responses)
-        samples = []
+        evaluation = Evaluation()
         if run.evaluates and held_out.prompts:
-            found, samples = evaluate(policy, held_out)
-            metrics |= found
-        run.log(metrics, samples)
+            evaluation = evaluate(policy, held_out)
+        run.log(metrics | evaluation.metrics, *evaluation[1:])
 
     def save(model_folder):
         policy.save(model_folder, merged=config.save_merged)

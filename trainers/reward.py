@@ -40,10 +40,16 @@ from fused_rl.trainers.models.reward_model import (
     load_reward_model,
     save_reward_model,
 )
-from fused_rl.trainers.models.scoring import of_all_ranks, score_all, share_of_rank
+from fused_rl.trainers.models.scoring import (
+    chosen_is_higher,
+    of_all_ranks,
+    score_all,
+    share_of_rank,
+)
 from fused_rl.trainers.options import Needs, NonNegative, NonNegativeInt
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
+from fused_rl.trainers.run.learned import Evaluation
 from fused_rl.trainers.run.loop import Run
 from fused_rl.trainers.scorers.reward_model import RewardScorer
 
@@ -160,9 +166,7 @@ def score_pairs(model, pairs: list[Pair], micro_batch_size: int) -> torch.Tensor
     return scores
 
 
-def evaluate(
-    model, tokenizer, pairs: list[Pair], config: RewardConfig
-) -> tuple[dict[str, float], list[dict]]:
+def evaluate(model, tokenizer, pairs: list[Pair], config: RewardConfig) -> Evaluation:
     """Return the metrics `eval/rm/*` of the held-out pairs and a few of these with their scores."""
     with phase("evaluated on held-out pairs") as found:
         scores = score_pairs(model, pairs, config.micro_batch_size)
@@ -182,7 +186,7 @@ def evaluate(
             "its score": rejected,
         }
         samples.append(row)
-    return metrics, samples
+    return Evaluation(metrics, samples, {"eval/rm/accuracy": [chosen_is_higher(scores).tolist()]})
 
 
 def normalize(model, pairs: list[Pair], micro_batch_size: int) -> list[float]:
@@ -234,22 +238,23 @@ def train(
 
     found = {}
     if run.begins and held_out:
-        run.log(evaluate(model, tokenizer, held_out, config)[0])
+        before = evaluate(model, tokenizer, held_out, config)
+        run.log(before.metrics, by_row=before.by_row)
     for step, indices in run:
         began = time.monotonic()
         batch = [pairs[i] for i in indices]
         metrics = train_step(model, batch, config, step, costs)
         metrics["time/train"] = time.monotonic() - began
         metrics["perf/tokens_per_second"] = sum(map(Pair.tokens, batch)) / metrics["time/train"]
-        samples = []
+        evaluation = Evaluation()
         if run.evaluates and held_out:
-            found, samples = evaluate(model, tokenizer, held_out, config)
-            metrics |= found
-        run.log(metrics, samples)
+            evaluation = evaluate(model, tokenizer, held_out, config)
+            found = evaluation.metrics
+        run.log(metrics | evaluation.metrics, *evaluation[1:])
 
     # The evaluation of the last step is in the scale of the training loss.
     if held_out and not found:  # resumed when nothing was left to do
-        found, _ = evaluate(model, tokenizer, held_out, config)
+        found = evaluate(model, tokenizer, held_out, config).metrics
     # Training has moved the scores, so the model is saved with constants of its own.
     constants["after"] = normalize(model, reference, config.micro_batch_size)
     if held_out and ranks.process() == 0:

@@ -56,6 +56,7 @@ from fused_rl.trainers.rollouts.options import SamplingConfig
 from fused_rl.trainers.rollouts.types import Prompt, Scorer
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
+from fused_rl.trainers.run.learned import Evaluation
 from fused_rl.trainers.run.loop import Run
 from fused_rl.trainers.run.metrics import OF_RESPONSES, Sums
 from fused_rl.trainers.scorers.load import (
@@ -270,10 +271,11 @@ def train_step(model, parts: list[MicroBatch], step: int) -> dict[str, float]:
 
 
 @torch.no_grad()
-def evaluate(model, parts: list[MicroBatch]) -> dict[str, float]:
+def evaluate(model, parts: list[MicroBatch]) -> Evaluation:
     """Return loss and token accuracy on the held-out rows, of which each rank has a share in `parts`."""
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64)
+    of_rows = []  # where a row is from, its loss, and its tokens
     with phase("evaluated on held-out rows") as found:
         for part in parts:
             rows = model(**part.inputs(), want_likeliest=True)
@@ -283,10 +285,16 @@ def evaluate(model, parts: list[MicroBatch]) -> dict[str, float]:
             nll = -rows.logprobs.sum()
             tokens = mask.sum()
             totals += torch.stack([nll, hit.sum(), tokens]).cpu()
+            columns = torch.stack([-rows.logprobs.double().sum(1), mask.sum(1)]).cpu()
+            of_rows += zip(part.batch.where, *columns.tolist(), strict=True)
         # Sums are added up and not means averaged, because the ranks' shares differ in length.
         loss, hits, tokens = ranks.global_sum(totals).tolist()
         found |= {"eval/loss": loss / tokens, "eval/token_accuracy": hits / tokens}
-    return found
+    # In one order at every evaluation, whatever the micro-batches; what fills a share up has no tokens.
+    counted = [row for row in sum(ranks.gather(of_rows), []) if row[2]]
+    in_order = sorted(counted, key=lambda row: row[0])
+    losses, counts = ([row[column] for row in in_order] for column in (1, 2))
+    return Evaluation(dict(found), by_row={"eval/loss": [losses, counts]})
 
 
 def prompts_to_sample(
@@ -343,14 +351,15 @@ def train(
     policy = policy_to_evaluate(config, model, tokenizer, run.device, scorers)
     prompts = prompts_of_rank(prompts)
 
-    def evaluation() -> tuple[dict[str, float], list[dict]]:
+    def evaluation() -> Evaluation:
         """Return the figures of the held-out rows, with those of sampled responses if there are scorers, and some."""
         found = evaluate(model, held_out)
         if not prompts.prompts:
-            return found, []
+            return found
         policy.trained = run.step
-        sampled, samples = evaluate_samples(policy, prompts)
-        return found | sampled, samples
+        sampled = evaluate_samples(policy, prompts)
+        by_row = {**found.by_row, **sampled.by_row}
+        return Evaluation(found.metrics | sampled.metrics, sampled.samples, by_row)
 
     # The run. Its first evaluation is of the model before training, which says what was gained.
     run.start({"policy": model})
@@ -362,11 +371,8 @@ def train(
         metrics = train_step(model, micro_batches(mine, config, pad_id, run.device, costs), step)
         metrics["time/train"] = time.monotonic() - began
         metrics["perf/tokens_per_second"] = metrics["train/num_tokens"] / metrics["time/train"]
-        samples = []
-        if run.evaluates and held_out:
-            found, samples = evaluation()
-            metrics |= found
-        run.log(metrics, samples)
+        evaluated = evaluation() if run.evaluates and held_out else Evaluation()
+        run.log(metrics | evaluated.metrics, *evaluated[1:])
     return run.finish(
         lambda model_folder: language_model.save_lm(
             model, tokenizer, model_folder, merged=config.save_merged

@@ -85,6 +85,8 @@ def test_the_figures_are_those_by_hand(folder, tmp_path, monkeypatch, capsys):
         "mean_length_solved": (12 * 2 + 2) / 14,
         "mean_length_unsolved": (3 * 6 + 3 * 5) / 6,
     }
+    expected |= {"score_error": (0.425 / 4 / 5) ** 0.5, "score_std": (0.7 * 0.3) ** 0.5}
+    expected |= {"frac_reward_zero_std": 2 / 5}
     written = summary.pop("options")
     assert summary == pytest.approx(expected)
     assert written["verifiers"] == ["exact_match"] and written["max_new_tokens"] == 9

@@ -64,7 +64,7 @@ def test_every_metric_is_its_definition(monkeypatch, capsys):
     policy.divide = lambda batch, index: list(index.split(config.micro_batch_size))
     # The third problem is another rank's.
     held_out = evaluate.HeldOut([Prompt([1, 60 + i], {}) for i in range(3)], 2)
-    metrics, shown = evaluate.evaluate(policy, held_out)
+    metrics, shown, by_row = evaluate.evaluate(policy, held_out)
     by_token = sum(2**i * (i % 4 + 1) for i in range(8))
     assert metrics == pytest.approx(
         {
@@ -76,6 +76,8 @@ def test_every_metric_is_its_definition(monkeypatch, capsys):
             / 2,  # of the second problem 3 of 6 pairs hold the right one
             "eval/pass_at_4": 1.0,
             "eval/score": (4 * 0.5 + 4 * 0.125) / 8,
+            "eval/score_std": 0.1875,  # half of the scores is 0.5, half 0.125
+            "eval/frac_reward_zero_std": 0.0,
             "eval/kl_exact": by_token / 8,
             "eval/entropy": 3 * by_token / 20,
             "eval/mean_length": 20 / 8,
@@ -84,6 +86,11 @@ def test_every_metric_is_its_definition(monkeypatch, capsys):
             "eval/clipped_ratio": 2 / 8,
         }
     )
+    assert by_row == {
+        "eval/accuracy_greedy": [[1.0, 0.0]],
+        "eval/accuracy_sampled": [[0.75, 0.25]],
+        "eval/score": [[pytest.approx(0.40625), pytest.approx(0.21875)]],
+    }
     assert [row["of"] for row in shown] == ["held-out, greedy", "training"]
     assert shown[0]["reward"] in (0.5, 0.125) and shown[1] == trained[0]
     assert shown[0]["row"] == "a row" and shown[0]["prompt_tokens"] == 2
@@ -97,7 +104,7 @@ def test_every_metric_is_its_definition(monkeypatch, capsys):
         (1.0, "judge returned None for all 10 responses"),
     ):
         monkeypatch.setattr(Judge, "__call__", lambda self, samples: [None] * len(samples))
-        found, _ = evaluate.evaluate(policy, held_out)
+        found = evaluate.evaluate(policy, held_out).metrics
         gone = {name for name in metrics if name not in found}
         assert gone == {name for name in metrics if re.search("accuracy|pass_at|solved", name)}
         assert capsys.readouterr().out.splitlines()[-1].startswith(f"solved: {why}")

@@ -1,5 +1,6 @@
 """docs/metrics.md describes every key that a run logs, and none that no run logs."""
 
+import json
 import re
 
 import pytest
@@ -75,6 +76,16 @@ def test_every_key_that_a_run_logs_stands_in_the_table_and_every_row_is_logged(f
     )
 
     for trainer, folder in folders.items():
+        # What held_out.jsonl has of each row is what the evaluation has of them all.
+        logged = {entry["step"]: entry for entry in tiny.read_metrics(folder)}
+        lines = [json.loads(line) for line in (folder / "held_out.jsonl").read_text().splitlines()]
+        assert {line["step"] for line in lines} == {0, max(logged)}, trainer
+        for line in lines:
+            step = line.pop("step")
+            for key, (sums, *weights) in line.items():
+                count = sum(weights[0]) if weights else len(sums)
+                assert sum(sums) / count == pytest.approx(logged[step][key], rel=1e-5), key
+
         rows, named = tiny.documented(trainer), set()
         for key in set().union(*tiny.read_metrics(folder)) - {"step"}:
             fitting = [

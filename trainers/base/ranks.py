@@ -213,6 +213,18 @@ def global_sums(values: dict[str, torch.Tensor]) -> dict[str, float]:
     return dict(zip(values, totals.tolist(), strict=True))
 
 
+def of_all_rows(values: torch.Tensor) -> torch.Tensor:
+    """Return (N, ...) fp64 on the CPU of every rank's `values` (n, ...), where row i of N is rank i % world's.
+
+    The ranks have equally many rows, or the last of them one less.
+    """
+    values = values.detach().double().cpu()
+    total = int(global_sum(torch.tensor(len(values))).item())
+    rows = torch.zeros(total, *values.shape[1:], dtype=torch.float64)
+    rows[rank() :: world_size()] = values
+    return global_sum(rows)
+
+
 def global_counts(*counts: torch.Tensor) -> list[int]:
     """Return the sums of scalars over all ranks, each at least 1: the denominators of a whole minibatch."""
     return global_sum(stacked_on_cpu(counts)).clamp(min=1).tolist()

@@ -1,6 +1,6 @@
 """Findings about a run, or about this machine, and what to change.
 
-    fused-rl doctor runs/demo/grpo              what its metrics show: exit status 0 no finding, 1 findings, 2 no run
+    fused-rl doctor runs/demo/grpo              whether it learned, and what its metrics show
     fused-rl doctor                             what this machine lacks
 
 Imports are inside of functions: the doctor of the machine must start where packages are missing.
@@ -13,13 +13,13 @@ from pathlib import Path
 
 
 def of_run(folder: Path) -> bool:
-    """Print what was examined, held-out accuracy at the start and now, and the findings; return True without any."""
+    """Print whether the run learned, what was examined, and the findings; return True without any."""
     import yaml
 
     from fused_rl.trainers import cli
     from fused_rl.trainers.base.screen import print_line
     from fused_rl.trainers.base.text import InputError
-    from fused_rl.trainers.run.logger import read_metrics
+    from fused_rl.trainers.run.logger import read_metrics, rows_by_step
     from fused_rl.trainers.run.rules import RULES, Watch
 
     # What the run left: its options, with what dtype auto was, and its metrics.
@@ -38,18 +38,19 @@ def of_run(folder: Path) -> bool:
 
     # The same conditions, in the same order of entries, as while the run trained, so its warnings come up again.
     history = read_metrics(folder / "metrics.jsonl")
+    by_row = rows_by_step(read_metrics(folder / "held_out.jsonl"))
     watch = Watch(config)
     for entry in history:
-        watch.see(entry)
+        watch.see(entry, by_row.get(entry["step"], {}))
+    watch.conclude()
 
-    # What was examined, the one figure that says whether the run learned, and the findings. That none was found is no
-    # praise: a run that learned nothing may have none.
+    # The one figure that says whether the run learned, what was examined, and the findings.
     steps = history[-1]["step"] if history else 0
-    print_line(f"{folder}: {command[1]}, {steps} of {config.get('steps') or '?'} steps")
+    print_line(f"{folder}: {watch.learned()}")
     print_line(
-        f"  examined: {len(history)} lines of metrics.jsonl, for {len(RULES)} conditions (docs/doctor.md)"
+        f"  {command[1]}, {steps} of {config.get('steps') or '?'} steps; examined: {len(history)} lines of "
+        f"metrics.jsonl, for {len(RULES)} conditions (docs/doctor.md)"
     )
-    print_line(f"  {watch.learned()}")
     if not (folder / "model").exists():
         print_line(
             "  unfinished: there is no model/ yet; a run that was stopped continues with --resume"
@@ -57,9 +58,7 @@ def of_run(folder: Path) -> bool:
     for finding in watch.found.values():
         print_line(f"  finding: {finding}")
     if not watch.found:
-        print_line(
-            "  no condition holds; whether it learned its task is what the held-out figures say"
-        )
+        print_line("  no condition holds")
     return not watch.found and (folder / "model").exists()
 
 

@@ -36,6 +36,7 @@ from fused_rl.trainers.options import (
     check_revision,
     without,
 )
+from fused_rl.trainers.policy import signal
 from fused_rl.trainers.policy.evaluate import share_of_rank, solved_metrics, solved_sums
 from fused_rl.trainers.rollouts.generate import TransformersSampler
 from fused_rl.trainers.rollouts.options import SamplingConfig
@@ -44,7 +45,6 @@ from fused_rl.trainers.rollouts.solved import has_verdict
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.parse import parse
-from fused_rl.trainers.run.rules import too_easy_or_too_hard
 from fused_rl.trainers.scorers.load import load_scorers
 from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
 
@@ -210,6 +210,10 @@ def evaluate(
         {"problems": len(problems)} | solved_metrics(judges, ranks.global_sums(sums)) | incidents
     )
     figures |= means_of(logged, figures)
+    in_groups = torch.tensor([row["score"] for row in responses]).view(len(problems), -1).double()
+    rewards = in_groups[:, 1:]  # the first one of each problem is greedy
+    if judges:
+        figures |= {"score_error": _error(rewards.mean(1))} | signal.spread(rewards)
     # The standard errors are over problems, because the responses to one problem depend on each other.
     if "accuracy_greedy" in figures:
         right = (
@@ -218,17 +222,22 @@ def evaluate(
             .double()
         )
         for name, values in (("greedy", right[:, 0]), ("sampled", right[:, 1:].mean(1))):
-            error = (values.std() / len(problems) ** 0.5).item() if len(problems) > 1 else 0.0
-            figures[f"accuracy_{name}_error"] = error
+            figures[f"accuracy_{name}_error"] = _error(values)
     print_rank0("\n".join(f"{name:<24}{value:.4g}" for name, value in figures.items()))
-    if (few := too_easy_or_too_hard(figures.get("accuracy_sampled", 0.5), 8)) is not None:
-        print_rank0(few)
+    if judges and ranks.process() == 0:
+        texts = [row["response"] for row in responses if row["decoding"] == "sampled"]
+        signal.say(judges, rewards, figures, texts, length)
     if out is not None and ranks.process() == 0:
         write_rows(out / "responses.jsonl", responses)
         summary = figures | {"options": config.to_dict() | {"max_new_tokens": length}}
         write_atomically(out / "summary.json", as_json(summary, indent=2) + "\n")
         print_line(f"responses: {out / 'responses.jsonl'}, figures: {out / 'summary.json'}")
     return figures
+
+
+def _error(values: torch.Tensor) -> float:
+    """Return the standard error of the mean of one value per problem; 0 of a single one."""
+    return (values.std() / len(values) ** 0.5).item() if len(values) > 1 else 0.0
 
 
 def _sample(

@@ -132,3 +132,9 @@ def logprobs_of(
         is_padded = tokens is not None and costs is None
         lengths.append(len(row) * max(of_sequences) if is_padded else sum(of_sequences))
     return score_all(lengths, size, score, progress, tokens=tokens, costs=costs)
+
+
+def chosen_is_higher(scores: torch.Tensor) -> torch.Tensor:
+    """Return (N,): 1 where the first of a pair's scores, (N, 2), is higher, 1/2 for a tie, else 0."""
+    chosen, rejected = scores.unbind(1)
+    return torch.heaviside(chosen - rejected, scores.new_full((), 0.5))

@@ -8,11 +8,13 @@ import torch
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import phase, print_rank0
 from fused_rl.trainers.models import scoring
+from fused_rl.trainers.policy import signal
 from fused_rl.trainers.policy.policy import Policy, measure
 from fused_rl.trainers.rollouts.roll_out import added_up, means_of, sample_rows_of
 from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
 from fused_rl.trainers.rollouts.solved import has_verdict, outcome_sums, outcomes, pass_at
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sample, Scorer
+from fused_rl.trainers.run.learned import Evaluation
 
 
 @dataclass
@@ -35,10 +37,16 @@ def share_of_rank(prompts: list[Prompt]) -> HeldOut:
 def evaluate(
     policy: Policy,
     held_out: HeldOut,
-    further: Callable[[list[Sample], int], dict[str, float]] | None = None,
-) -> tuple[dict[str, float], list[dict]]:
-    """Greedy and sampled accuracy on held-out problems, a few responses, and what `further` returns of those sampled
-    here, of which the first so many count; leaves the random state as it was.
+    further: Callable[[list[Sample], int], tuple[dict[str, float], torch.Tensor]] | None = None,
+    *,
+    says_signal: bool = False,
+) -> Evaluation:
+    """Greedy and sampled accuracy on held-out problems, and a few responses; leaves the random state as it was.
+
+    Args:
+        further: returns more metrics of the responses sampled here, of which the first so many count, and a sum and a
+            weight of each (N, 2) for `distill/kl`.
+        says_signal: prints what training will have to learn from, and what to change if that is little.
     """
     config = policy.config
     k = config.eval_samples
@@ -71,14 +79,43 @@ def evaluate(
         found["kl_exact"] = totals["kl_exact"] / totals["problems"]
     found |= {key: struck + sampled.incidents[key] for key, struck in greedy.incidents.items()}
     found |= means_of(added_up(greedy.logged, sampled.logged), found)
-    found |= {} if further is None else further(sampled.samples, count * k)
+    rewards = ranks.of_all_rows(sampled.rewards.view(-1, k)[:count])
+    by_row = rows_of(greedy, sampled, count, rewards) if policy.scorers else {}
+    if further is not None:
+        more, of_responses = further(sampled.samples, count * k)
+        found |= more
+        of_problems = ranks.of_all_rows(of_responses.view(-1, k, 2).sum(1)[:count])
+        by_row["distill/kl"] = of_problems.T.tolist()
+    if policy.scorers:
+        found |= signal.spread(rewards)
     metrics = {f"eval/{name}": value for name, value in found.items()}
+    if says_signal and ranks.process() == 0:
+        texts = [sample.text for sample in sampled.samples]
+        limit = policy.sampling.max_new_tokens
+        signal.say(policy.scorers, rewards, found, texts, limit, config.group_size)
 
     # To look at: always the same held-out problems, and some of what the last step trained on.
     most = config.show_samples - len(policy.sample_rows)
     known = policy.tokenizer, policy.scorers
     rows = sample_rows_of("held-out, greedy", greedy, range(count), most, config.seed, *known)
-    return metrics, rows + policy.sample_rows
+    by_row = {
+        f"eval/{name}": columns for name, columns in by_row.items() if f"eval/{name}" in metrics
+    }
+    return Evaluation(metrics, rows + policy.sample_rows, by_row)
+
+
+def rows_of(
+    greedy: Rollout, sampled: Rollout, count: int, rewards: torch.Tensor
+) -> dict[str, list[list[float]]]:
+    """Return the figures of each problem, of all ranks; `rewards` (N, k) are those of the sampled responses."""
+    right = sampled.solved.view(len(greedy.samples), -1)[:count].double().mean(1)
+    solved = ranks.of_all_rows(torch.stack([greedy.solved[:count].double(), right], 1))
+    of_greedy, of_sampled = solved.T.tolist()
+    return {
+        "accuracy_greedy": [of_greedy],
+        "accuracy_sampled": [of_sampled],
+        "score": [rewards.mean(1).tolist()],
+    }
 
 
 def solved_sums(

@@ -38,7 +38,9 @@ class Teacher(NamedTuple):
         return (self.model(**inputs, under_head=lambda hidden, _: hidden),)
 
     def compare(self, config, student, student_hidden, compared, states) -> dict[str, torch.Tensor]:
-        """Return sums: of the divergence at the student's hidden states (N, H), and of metrics at those `compared`."""
+        """Return sums: of the divergence at the student's hidden states (N, H), and of metrics at those `compared`; and
+        the divergence at each state, `kl_of_tokens` (N,).
+        """
         # Heads may be padded to different numbers of rows; those in common are compared.
         weight, bias = _first(len(self.head[0]), student.head.weight, student.head.bias)
         likeliest = _likeliest(student_hidden[compared], weight, bias)
@@ -52,7 +54,12 @@ class Teacher(NamedTuple):
         options |= {"direction": config.direction, "jsd_beta": config.jsd_beta}
         # The op works in tiles of tokens, so neither model's logits are ever whole.
         kl = fused_rl.linear_token_kl(*operands, **options)
-        return {"kl": kl.sum(), "agrees": agrees.sum(), "mass": torch.ones_like(agrees).sum()}
+        return {
+            "kl": kl.sum(),
+            "agrees": agrees.sum(),
+            "mass": torch.ones_like(agrees).sum(),
+            "kl_of_tokens": kl.detach(),
+        }
 
 
 class ServedTeacher(NamedTuple):
@@ -107,7 +114,7 @@ class ServedTeacher(NamedTuple):
     def compare(
         self, config, student, student_hidden, compared, ids, ref_logprobs
     ) -> dict[str, torch.Tensor]:
-        """Return the sums that `Teacher.compare` does; all tokens but the K are one outcome."""
+        """Return what `Teacher.compare` does; all tokens but the K are one outcome."""
         head = student.head
         options = {
             "bias": head.bias,
@@ -122,7 +129,8 @@ class ServedTeacher(NamedTuple):
         likeliest = _likeliest(student_hidden[compared], head.weight, head.bias)
         agrees = likeliest == ids[compared, 0]
         mass = ref_logprobs[compared].exp().sum()
-        return {"kl": kl.sum(), "agrees": agrees.sum(), "mass": mass}
+        sums = {"kl": kl.sum(), "agrees": agrees.sum(), "mass": mass}
+        return sums | {"kl_of_tokens": kl.detach()}
 
 
 def load_teachers(config, policy: Policy) -> dict[str, Teacher | ServedTeacher]:
@@ -204,7 +212,8 @@ def _served(config, url: str, policy: Policy) -> ServedTeacher:
 def teacher_divergence(
     policy: Policy, teachers: list, batch: Batch, teacher_of: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Return sums over the tokens of a micro-batch: of the divergence from the teachers, in nats, and of metrics.
+    """Return sums over the tokens of a micro-batch: of the divergence from the teachers, in nats, and of metrics; and
+    the divergence of each sequence, `kl_of_sequences` (b,) fp64.
 
     `teacher_of` (b,) int64 says which of the `teachers`, as `load_teachers` returns them, each sequence has.
     """
@@ -237,13 +246,18 @@ def teacher_divergence(
     def compare_under_head(hidden, student):
         """In the student's forward pass, where its head is whole."""
         sums = []
+        of_sequences = hidden.new_zeros(len(teacher_of), dtype=torch.float64)
         for teacher, tokens, reading in zip(teachers, tokens_of, readings, strict=True):
             student_hidden = hidden
             if len(teachers) > 1:
                 student_hidden = hidden[on_device(tokens, policy.device)]
             places = on_device(compared[tokens].nonzero()[:, 0], policy.device)
-            sums.append(teacher.compare(policy.config, student, student_hidden, places, *reading))
-        return {name: sum(of_teacher[name] for of_teacher in sums) for name in sums[0]}
+            found = teacher.compare(policy.config, student, student_hidden, places, *reading)
+            sequences = on_device(row[tokens], policy.device)
+            of_sequences.index_add_(0, sequences, found.pop("kl_of_tokens").double())
+            sums.append(found)
+        total = {name: sum(of_teacher[name] for of_teacher in sums) for name in sums[0]}
+        return total | {"kl_of_sequences": of_sequences}
 
     sums = policy.model(**inputs, under_head=compare_under_head)
     return sums | {"compared": compared.sum().to(policy.device, non_blocking=True)}

@@ -1,4 +1,4 @@
-"""The output of a run: metrics.jsonl, samples.jsonl, TensorBoard, Weights & Biases, curves.png, the screen."""
+"""The output of a run: its JSONL files, TensorBoard, Weights & Biases, curves.png, the screen."""
 
 import json
 import math
@@ -17,8 +17,9 @@ from fused_rl.trainers.base.screen import print_line
 from fused_rl.trainers.base.text import escaped
 from fused_rl.trainers.options import RunConfig
 from fused_rl.trainers.run.board import Board
+from fused_rl.trainers.run.learned import NOTHING, ByRow
 from fused_rl.trainers.run.metrics import HELD_OUT, keys_by
-from fused_rl.trainers.run.rules import Watch, too_easy_or_too_hard
+from fused_rl.trainers.run.rules import Watch
 
 # Panels of curves.png beside each other.
 IN_A_ROW = 4
@@ -32,7 +33,6 @@ class Logger:
     def __init__(self, config: RunConfig, start: int):
         self.folder = Path(config.output_dir)
         self.steps = config.steps
-        self.group_size = max(config.to_dict().get("group_size", 1), 8)
         self.last_printed = 0.0
         # What is null in the file was not finite.
         self.history = []
@@ -40,12 +40,13 @@ class Logger:
             values = {key: math.nan if value is None else value for key, value in entry.items()}
             self.history.append(values)
         _cut(self.folder / "samples.jsonl", start)
+        by_row = rows_by_step(_cut(self.folder / "held_out.jsonl", start))
 
         # What earlier entries show was printed when they were written, so the watch sees them and nothing is printed.
         dtype = str(torch_dtype(config)).removeprefix("torch.")  # of `auto` on this machine
         self.watch = Watch(config.to_dict() | {"dtype": dtype})
         for entry in self.history:
-            self.watch.see(entry)
+            self.watch.see(entry, by_row.get(entry["step"], NOTHING))
 
         # TensorBoard hides the points from `purge_step` on, which a resumed run writes again.
         self.board = Board(
@@ -74,8 +75,10 @@ class Logger:
             self.bar.add_task("train", total=config.steps, completed=start, columns="")
             self.bar.start()
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write one line of metrics.jsonl and a point of each curve; move the bar, or print a line now and then."""
+    def log(self, step: int, metrics: dict[str, float], by_row: ByRow = NOTHING) -> None:
+        """Write one line of metrics.jsonl, of an evaluation one of held_out.jsonl, and a point of each curve; move the
+        bar, or print a line now and then.
+        """
         if torch.cuda.is_initialized():
             metrics = metrics | {"perf/peak_memory_gb": torch.cuda.max_memory_allocated() / 2**30}
 
@@ -83,21 +86,15 @@ class Logger:
         entry = {"step": step, **{key: float(value) for key, value in metrics.items()}}
         self.history.append(entry)
         _append(self.folder / "metrics.jsonl", [entry])
+        if by_row:
+            _append(self.folder / "held_out.jsonl", [{"step": step, **shortened(by_row)}])
         for key, value in metrics.items():
             self.board.add_scalar(key, value, step)
         if self.wandb is not None:
             self.wandb.log(metrics, step=step)
 
-        # Warnings, each once: groups without a signal before training, and the doctor's conditions.
-        from_rewards = step == 0 and "preset" in self.watch.config
-        few = (
-            too_easy_or_too_hard(entry.get("eval/accuracy_sampled", 0.5), self.group_size)
-            if from_rewards
-            else None
-        )
-        if few is not None:
-            print_line(f"step 0: {few}")
-        for finding in self.watch.see(entry):
+        # The doctor's conditions, each once.
+        for finding in self.watch.see(entry, by_row):
             print_line(f"warning: {finding}")
 
         # What this step measured; an older value would be taken for a new one. So the line of an evaluation must not be
@@ -179,6 +176,19 @@ def read_metrics(path: Path) -> list[dict]:
         except ValueError:  # not JSON, or not UTF-8
             print_line(f"{path}, line {number} is damaged and left out")
     return entries
+
+
+def shortened(by_row: ByRow) -> dict[str, list[list[float]]]:
+    """Return the rows' values with six digits, which is more than an error has."""
+    short = {}
+    for key, columns in by_row.items():
+        short[key] = [[float(f"{value:.6g}") for value in column] for column in columns]
+    return short
+
+
+def rows_by_step(entries: list[dict]) -> dict[int, dict]:
+    """Return the entries of a held_out.jsonl by their step, without it."""
+    return {entry.pop("step"): entry for entry in entries}
 
 
 def _cut(path: Path, start: int) -> list[dict]:

@@ -32,6 +32,7 @@ from fused_rl.trainers.base.text import InputError, import_name_of
 from fused_rl.trainers.data.order import RowOrder, in_steps
 from fused_rl.trainers.options import RunConfig
 from fused_rl.trainers.run import hooks, hub
+from fused_rl.trainers.run.learned import NOTHING, ByRow
 from fused_rl.trainers.run.logger import Logger, draw_curves
 from fused_rl.trainers.run.metrics import Goal
 from fused_rl.trainers.run.store import EMPTY, RunFolder, unlock
@@ -131,7 +132,6 @@ class Run:
             print_rank0(f"resume: continues with other inputs: {', '.join(changed)}")
 
         # The number of rows in a pass is known now, and with it the steps of so many passes.
-        self.problems = len(held_out)
         self.tokenizer = tokenizer
         self.config = self.store.config = in_steps(config, self.order.size)
         return self.config
@@ -249,9 +249,16 @@ class Run:
                     1, b"\nstopping after this step, with a checkpoint; again to stop at once\n"
                 )
 
-    def log(self, metrics: dict[str, float], samples: Sequence[dict] = ()) -> None:
+    def log(
+        self,
+        metrics: dict[str, float],
+        samples: Sequence[dict] = (),
+        by_row: ByRow = NOTHING,
+    ) -> None:
         """Write one line of metrics and show a few responses; an evaluation also draws the curves, and may end the run
         at its goal. For all ranks at once.
+
+        `by_row` are the held-out figures of each row, from which the error of a change is known.
         """
         if self.goal is not None and any(key.startswith("eval/") for key in metrics):
             self._compare(self.goal, metrics)
@@ -263,7 +270,7 @@ class Run:
             added = self._call_hook(self.on_step, metrics, samples, self.logger.history)
             metrics = metrics | added
         with io_errors_in_a_line("metrics", self.store.path):
-            self.logger.log(self.step, metrics)
+            self.logger.log(self.step, metrics, by_row)
             self.logger.samples(self.step, samples)
             # The curves after the last step are those that `finish` draws.
             if self.evaluates and not self.begins and not self.last:
@@ -339,11 +346,13 @@ class Run:
             checkpoints = self.store.checkpoints
             kept = f", checkpoints: {checkpoints}" if checkpoints.exists() else ""
             watch, folder = self.logger.watch, self.store.path
+            concluded = [f"warning: {finding}" for finding in watch.conclude()]
             print_line(
-                watch.learned(self.problems),
+                watch.learned(),
+                *concluded,
                 f"model: {model}, curves: {folder / 'curves.png'}{kept}",
             )
-            findings = ", ".join(watch.found) or "no findings"
+            findings = ", ".join(watch.found) or "no other findings"
             print_line(
                 f"next: fused-rl doctor {folder} ({findings}), or tensorboard --logdir {folder}"
             )

@@ -18,14 +18,15 @@ class Metric(NamedTuple):
     """Title of its panel in curves.png; "" is none."""
     column: str = ""
     """Header on the screen; of several metrics under one header the first that a run has is printed."""
-    meaning: Literal["", "loss", "gradient norm", "held-out accuracy"] = ""
+    meaning: Literal["", "loss", "gradient norm"] = ""
     """What the doctor's conditions take it for."""
     better: Literal["", "higher", "lower"] = ""
     """Which way a held-out figure improves; "" where no figure of it is a goal."""
 
 
 KL = "KL to the reference (nats per response)"
-WITHOUT_SIGNAL = "groups that teach nothing"
+WITHOUT_SIGNAL = "groups whose rewards are all equal"
+ONE_OUTCOME = "groups all solved, and none solved"
 ACCURACY = "held-out accuracy"
 # How the headers of held-out figures begin; on the screen those that follow each other share it.
 HELD_OUT = "held-out "
@@ -48,24 +49,20 @@ METRICS = {
     "reward": Metric("reward (mean of a step)", "reward"),
     "objective/scores": Metric("reward (mean of a step)", "reward"),
     "objective/rlhf_reward": Metric("reward (mean of a step)"),
-    "eval/accuracy_greedy": Metric(ACCURACY, f"{HELD_OUT}greedy", "held-out accuracy", "higher"),
+    "eval/accuracy_greedy": Metric(ACCURACY, f"{HELD_OUT}greedy", better="higher"),
     "eval/accuracy_sampled": Metric(ACCURACY, f"{HELD_OUT}sampled", better="higher"),
     "eval/pass_at_k": Metric(ACCURACY, better="higher"),
     "eval/token_accuracy": Metric(
-        "held-out token accuracy", f"{HELD_OUT}token accuracy", "held-out accuracy", "higher"
+        "held-out token accuracy", f"{HELD_OUT}token accuracy", better="higher"
     ),
     "train/kto/accuracy": Metric("accuracy on marked responses"),
     "eval/kto/accuracy": Metric(
-        "accuracy on marked responses", f"{HELD_OUT}accuracy", "held-out accuracy", "higher"
+        "accuracy on marked responses", f"{HELD_OUT}accuracy", better="higher"
     ),
     "train/rm/accuracy": Metric("accuracy on pairs"),
     "train/dpo/accuracy": Metric("accuracy on pairs"),
-    "eval/rm/accuracy": Metric(
-        "accuracy on pairs", f"{HELD_OUT}accuracy", "held-out accuracy", "higher"
-    ),
-    "eval/dpo/accuracy": Metric(
-        "accuracy on pairs", f"{HELD_OUT}accuracy", "held-out accuracy", "higher"
-    ),
+    "eval/rm/accuracy": Metric("accuracy on pairs", f"{HELD_OUT}accuracy", better="higher"),
+    "eval/dpo/accuracy": Metric("accuracy on pairs", f"{HELD_OUT}accuracy", better="higher"),
     "train/rm/chosen_rewards": Metric("scores"),
     "train/rm/rejected_rewards": Metric("scores"),
     "train/dpo/chosen_rewards": Metric("scores"),
@@ -80,9 +77,10 @@ METRICS = {
     "policy/entropy_avg": Metric("entropy (nats per token)"),
     "train/entropy": Metric("entropy (nats per token)"),
     "val/var_explained": Metric("explained variance of the returns"),
-    "frac_groups_all_solved": Metric(WITHOUT_SIGNAL),
-    "frac_groups_none_solved": Metric(WITHOUT_SIGNAL),
     "frac_reward_zero_std": Metric(WITHOUT_SIGNAL),
+    "eval/frac_reward_zero_std": Metric(WITHOUT_SIGNAL),
+    "frac_groups_all_solved": Metric(ONE_OUTCOME),
+    "frac_groups_none_solved": Metric(ONE_OUTCOME),
     "completions/mean_length": Metric("response length (tokens)"),
 }
 

@@ -1,7 +1,7 @@
-"""Twelve signs that a run goes wrong, each of which a reader can check in metrics.jsonl.
+"""Signs that a run goes wrong, and whether it learned, which a reader can check in metrics.jsonl and held_out.jsonl.
 
-The conditions read logged metrics alone, so a resumed run repeats no finding and misses none. No number here was fitted
-to runs: a run without findings may still learn nothing, which held-out accuracy shows.
+The conditions read these files alone, so a resumed run repeats no finding and misses none. No number here was fitted to
+runs.
 """
 
 import math
@@ -11,11 +11,23 @@ from statistics import mean
 from typing import Any
 
 from fused_rl.objectives.presets import PRESETS
+from fused_rl.trainers.run.learned import (
+    BESIDE,
+    CRITIC,
+    HELD_OUT,
+    NOTHING,
+    TRAINING,
+    ByRow,
+    Change,
+    held_out_change,
+    training_change,
+)
 from fused_rl.trainers.run.metrics import keys_by
 
 # Steps that a mean is taken over: single steps say little.
 WINDOW = 10
 KEYS = keys_by("meaning")
+EVALUATED = {figure.key for figure in HELD_OUT} | {*BESIDE, "eval/kl_exact"}
 
 
 class Watch:
@@ -25,19 +37,22 @@ class Watch:
         self.config = config
         self.now: Mapping[str, Any] = {}
         self.values: dict[str, list[float]] = {}
-        # (step, metric, accuracy) of each evaluation.
-        self.held_out: list[tuple[int, str, float]] = []
+        # Step, figures and rows of the first evaluation and of the last one.
+        self.evaluations: list[tuple[int, dict[str, float], ByRow]] = []
         # Rule -> step, what is seen, what to change.
         self.found: dict[str, str] = {}
 
-    def see(self, entry: Mapping[str, Any]) -> list[str]:
-        """Add one entry of metrics.jsonl; return a line for each condition that holds for the first time."""
+    def see(self, entry: Mapping[str, Any], by_row: ByRow = NOTHING) -> list[str]:
+        """Add one entry of metrics.jsonl, with that of held_out.jsonl if it is of an evaluation; return a line for each
+        condition that holds for the first time.
+        """
         self.now = entry
         for key, value in entry.items():
             self.values.setdefault(key, []).append(number(value))
-        accuracies = [key for key in KEYS["held-out accuracy"] if key in entry]
-        for key in accuracies[:1]:
-            self.held_out.append((entry["step"], key, number(entry[key])))
+        figures = {key: number(entry[key]) for key in EVALUATED if key in entry}
+        figures = {key: value for key, value in figures.items() if math.isfinite(value)}
+        if figures:
+            self.evaluations[1:] = [(entry["step"], figures, by_row)]
 
         # A condition that goes on holding is reported in the first step alone.
         new = {}
@@ -53,22 +68,81 @@ class Watch:
         values = self.values.get(key, [])[-count:]
         return mean(values) if len(values) == count else math.nan
 
-    def learned(self, problems: int = 0) -> str:
-        """Return a line of held-out accuracy at the start and now, ± the standard error over `problems`, and the KL."""
-        if len(self.held_out) < 2:
-            return "held-out: no two evaluations of accuracy, so nothing here shows whether the run learned"
-        (first, key, start), (last, _, now) = self.held_out[0], self.held_out[-1]
-        figures = []
-        for accuracy in (start, now):
-            known = problems and key != "eval/token_accuracy"  # which is over tokens
-            error = f" ± {math.sqrt(accuracy * (1 - accuracy) / problems):.2g}" if known else ""
-            figures.append(f"{accuracy:.3g}{error}")
-        # Where there is a reference, how far the policy went for that.
-        kl = [
-            f"; KL {value:.3g} nats per response"
-            for value in self.values.get("eval/kl_exact", [])[-1:]
-        ]
-        return f"held-out: {key} {figures[0]} at step {first}, {figures[1]} at step {last}{''.join(kl)}"
+    def recent(self, key: str) -> float:
+        """The mean of the values of the last steps, at most two windows; NaN without any."""
+        values = self.values.get(key, [])[-2 * WINDOW :]
+        return mean(values) if values else math.nan
+
+    @property
+    def held_out(self) -> Change | None:
+        """What became of the held-out figure; None without two evaluations of it."""
+        if len(self.evaluations) < 2 or self.config.get("critic_only"):
+            return None
+        first, last = self.evaluations
+        both = {key: (first[1][key], last[1][key]) for key in first[1] if key in last[1]}
+        # A scorer that grades may never give what counts as solved, and then its score says more.
+        if both.get("eval/accuracy_sampled") == (0, 0) and "eval/score" in both:
+            del both["eval/accuracy_sampled"]
+        for figure in HELD_OUT:
+            if figure.key in both:
+                return held_out_change(figure, first, last, number(self.config.get("eval_size")))
+        return None
+
+    @property
+    def trained(self) -> Change | None:
+        """What became of the figure on training rows; None in a run of few steps."""
+        figures = (CRITIC,) if self.config.get("critic_only") else TRAINING
+        for figure in figures:
+            if figure.key in self.values:
+                values = self.values[figure.key]
+                # Every step has one, but the evaluation before training, which comes first.
+                steps = map(int, self.values["step"][-len(values) :])
+                finite = [pair for pair in zip(steps, values, strict=True) if pair[1] == pair[1]]
+                return training_change(figure, finite)
+        return None
+
+    def learned(self) -> str:
+        """Return a line that says whether the run learned, and by which figure."""
+        if change := self.held_out:
+            answer = "yes" if change.learned else "no"
+            return f"did it learn? {answer}: held-out {change.described()}{self.beside(change)}"
+        none = "no held-out figure was measured twice"
+        if self.config.get("critic_only"):
+            none = "the critic alone was trained"
+        elif self.config.get("eval_size") == 0:
+            none = "there are no held-out rows (eval_size 0)"
+        if change := self.trained:
+            return f"did it learn? {none}; in training the {change.described()}"
+        return f"did it learn? Nothing here shows it: {none}, and too few steps to compare"
+
+    def beside(self, change: Change) -> str:
+        """Return the other figures of the first and the last evaluation, and how far the policy went."""
+        (_, before, _), (_, after, _) = self.evaluations
+        others = []
+        for key, name in BESIDE.items():
+            # Where a scorer says right or wrong, the score is the accuracy.
+            is_new = after.get(key) != change.end or before.get(key) != change.start
+            if key in before and key in after and key != change.figure.key and is_new:
+                others.append(f"{name} {before[key]:.3g} → {after[key]:.3g}")
+        if "eval/kl_exact" in after:
+            others.append(f"KL {after['eval/kl_exact']:.3g} nats per response")
+        return "".join(f"; {other}" for other in others)
+
+    def conclude(self) -> list[str]:
+        """At the end of a run, return a finding with its causes if the run did not learn."""
+        change = self.held_out or self.trained
+        if change is None or change.learned or {"not-learned", "held-out-worse"} & {*self.found}:
+            return []
+        seen = f"the {change.figure.name} in training"
+        if self.held_out:
+            seen = f"the held-out {change.figure.name}"
+        seen += (
+            " did not change beyond its error"
+            if change.verdict == "no change"
+            else f" {change.verdict}"
+        )
+        self.found["not-learned"] = f"step {self.now['step']}: {seen}; {'; '.join(causes(self))}"
+        return [self.found["not-learned"]]
 
     def in_fp32(self) -> bool:
         """Return True if a second forward pass repeats the first one to fp32 rounding."""
@@ -82,17 +156,6 @@ def number(value: object) -> float:
         if isinstance(value, (int, float)) and not isinstance(value, bool)
         else math.nan
     )
-
-
-def too_easy_or_too_hard(accuracy: float, size: int) -> str | None:
-    """Return a line if at most a quarter of the groups of `size` can have right and wrong answers before training."""
-    # The share of groups with both kinds is concave in the accuracy, so questions of unequal difficulty have fewer.
-    share = 1 - accuracy**size - (1 - accuracy) ** size
-    seen = f"{accuracy:.1%} of the sampled answers are correct: at most {share:.0%} of groups of {size} teach anything"
-    remedy = "train SFT longer, pick easier rows, or use a scorer that grades"
-    if accuracy > 0.5:
-        remedy = "pick harder rows"
-    return f"{seen}; {remedy}" if share < 0.25 else None
 
 
 # The conditions: (watch) -> what is seen, in words, or None.
@@ -127,16 +190,14 @@ def equal_rewards(watch: Watch) -> str | None:
     return seen if equal >= 0.75 and advantage not in ("batch-std", "gdpo") else None
 
 
-def accuracy_lost(watch: Watch) -> str | None:
-    """The last held-out accuracy against the one before training; one standard error is allowed."""
+def held_out_worse(watch: Watch) -> str | None:
+    """The last held-out figure against the one before training."""
     # Only in the step of an evaluation, else the step of the finding would not be that of what it shows.
-    if len(watch.held_out) < 2 or watch.held_out[-1][0] != watch.now["step"]:
+    change = watch.held_out
+    if change is None or watch.evaluations[-1][0] != watch.now["step"]:
         return None
-    (_, key, start), (_, _, now) = watch.held_out[0], watch.held_out[-1]
-    problems = max(number(watch.config.get("eval_size")), 1)
-    error = math.sqrt(max(start * (1 - start), 0) / problems)
-    seen = f"{key} is {now:.3g}; before training it was {start:.3g} (standard error {error:.2g})"
-    return seen if now < start - error else None
+    is_worse = change.verdict not in ("no change", change.figure.better)
+    return f"held-out {change.described()}" if is_worse else None
 
 
 def kl_high(watch: Watch) -> str | None:
@@ -211,8 +272,8 @@ RULES: dict[str, tuple[Callable[[Watch], str | None], str]] = {
         over_ten_steps("val/stop_rate", lambda share: share < 0.5),
         "most responses reach the length limit: raise max_new_tokens, or warm start with sft so that they end",
     ),
-    "accuracy-lost": (
-        accuracy_lost,
+    "held-out-worse": (
+        held_out_worse,
         "read samples.jsonl: what is rewarded may not be what is evaluated",
     ),
     "kl-high": (kl_high, "lower lr or raise kl_coef, and read samples.jsonl"),
@@ -234,3 +295,60 @@ RULES: dict[str, tuple[Callable[[Watch], str | None], str]] = {
         "compare dtype, temperature and weights of the server (docs/rollouts.md)",
     ),
 }
+
+
+def causes(watch: Watch) -> list[str]:
+    """Return what kept a run from learning, the likeliest first: each with what shows it and what to change."""
+    found = []
+    change = watch.held_out
+
+    # Nothing was left to learn, or nothing told good responses from bad ones.
+    if change and "accuracy" in change.figure.key and change.start >= 0.98:
+        found.append("nothing was left to learn: take harder rows")
+    elif signal := no_signal(watch):
+        found.append(signal)
+
+    # Training improved, and what is held out did not.
+    trained = watch.trained
+    if change and trained and trained.learned:
+        found.append(
+            f"in training the {trained.described()}, so it fits the training rows or exploits the scorer: take more "
+            "rows or fewer passes, and read samples.jsonl"
+        )
+    found += too_small(watch)
+    return found or ["raise lr or steps, and read samples.jsonl"]
+
+
+def no_signal(watch: Watch) -> str | None:
+    """Return why most groups, or all scores, were equal."""
+    equal = watch.recent("frac_reward_zero_std")
+    spreads = [watch.recent(key) for key in watch.values if re.fullmatch("rewards/.*/std", key)]
+    if equal >= 0.75:
+        seen = f"{equal:.0%} of the groups had equal rewards"
+    elif spreads and max(spreads) < 1e-6:
+        seen = "all responses had the same score"
+    else:
+        return None
+    if watch.recent("completions/clipped_ratio") >= 0.5:
+        return f"{seen}, and most responses were cut: raise max_new_tokens"
+    if watch.recent("frac_groups_all_solved") >= 0.5:
+        return f"{seen}, being solved: take harder rows"
+    return f"{seen}: warm start longer with sft, take easier rows, or a scorer that grades"
+
+
+def too_small(watch: Watch) -> list[str]:
+    """Return what may have kept the weights from moving: the KL's weight, the learning rate, the number of steps."""
+    found = []
+    coefficient = number(watch.config.get("kl_coef"))
+    moved = watch.recent("objective/kl_exact")
+    penalty = abs(watch.recent("objective/non_score_reward"))
+    spread = watch.recent("reward_std")
+    if coefficient >= 1 or (coefficient > 0 and penalty > spread):
+        found.append(f"the KL may outweigh the reward (kl_coef {coefficient:g}): lower kl_coef")
+    if moved < 0.01:
+        found.append(f"the policy hardly moved ({moved:.2g} nats per response): raise lr or steps")
+    elif (trained := watch.trained) and not math.isfinite(moved) and not trained.learned:
+        found.append(f"in training the {trained.described()}: raise lr or steps")
+    if watch.now["step"] < 20:
+        found.append(f"only {watch.now['step']} steps were made: raise steps")
+    return found

@@ -1,0 +1,165 @@
+"""Whether a run learned: errors against many draws, verdicts, causes, and what is said before training."""
+
+import random
+from statistics import stdev
+
+import pytest
+import torch
+
+from fused_rl.trainers.policy import signal
+from fused_rl.trainers.run.learned import error_of, residuals
+from fused_rl.trainers.run.rules import Watch
+from fused_rl.trainers.scorers.builtin import ExactMatch, Pattern
+
+
+def evaluation(rng, hard, lift):
+    """Sums and weights of rows: each row's own difficulty, what training changed, and the noise of sampling."""
+    weights = [rng.randint(1, 9) for _ in hard]
+    sums = [(h + lift + rng.gauss(0, 0.1)) * w for h, w in zip(hard, weights, strict=True)]
+    return [sums, weights]
+
+
+def ratio(columns):
+    return sum(columns[0]) / sum(columns[1])
+
+
+def test_the_error_of_a_change_is_what_many_draws_of_rows_show():
+    rng = random.Random(1)
+    changes, errors, alone = [], [], []
+    for _ in range(400):
+        hard = [rng.gauss(2, 1) for _ in range(60)]
+        before, after = evaluation(rng, hard, 0.0), evaluation(rng, hard, -0.3)
+        after[1] = before[1]
+        after[0] = [(h - 0.3 + rng.gauss(0, 0.1)) * w for h, w in zip(hard, after[1], strict=True)]
+        changes.append(ratio(after) - ratio(before))
+        both = residuals(before), residuals(after)
+        errors.append(error_of([b - a for a, b in zip(*both, strict=True)]))
+        alone.append(error_of(both[0]))
+    assert sum(errors) / 400 == pytest.approx(stdev(changes), rel=0.1)
+    # Rows differ far more from each other than training changed each of them.
+    assert sum(alone) > 5 * sum(errors)
+
+
+def watched(before, after, training=(), **config):
+    """A watch that has seen an evaluation, steps of training, and an evaluation: each {key: sums of rows}."""
+    watch = Watch({"dtype": "float32", "eval_size": 8} | config)
+    steps = [{}, *training] if training else [{}, {}]
+    for step, entry in enumerate(steps):
+        rows = {0: before, len(steps) - 1: after}.get(step, {})
+        figures = {key: sum(sums) / len(sums) for key, sums in rows.items()}
+        watch.see({"step": step, **entry, **figures}, {key: [sums] for key, sums in rows.items()})
+    watch.conclude()
+    return watch
+
+
+ACCURACY, LOSS = "eval/accuracy_sampled", "eval/loss"
+HALF, NONE, ALL = [1.0, 0.0] * 4, [0.0] * 8, [1.0] * 8
+
+
+@pytest.mark.parametrize(
+    ("key", "before", "after", "said", "found"),
+    [
+        (ACCURACY, NONE, ALL, "yes: held-out accuracy of sampled responses rose", []),
+        (ACCURACY, NONE, NONE, "no: held-out accuracy of sampled responses shows no", ["not-learned"]),
+        (ACCURACY, HALF, HALF[::-1], "no: held-out accuracy of sampled", ["not-learned"]),
+        (ACCURACY, ALL, NONE, "no: held-out accuracy of sampled responses fell", ["held-out-worse"]),
+        (LOSS, [2.0] * 8, [1.9, 1.8] * 4, "yes: held-out loss (nats per token) fell", []),
+        (LOSS, [2.0] * 8, [2.1, 2.2] * 4, "no: held-out loss (nats per token) rose", ["held-out-worse"]),
+        ("eval/distill/kl", [3.0, 1.0] * 4, [2.5, 0.6] * 4, "yes: held-out KL to the teacher", []),
+        ("eval/dpo/accuracy", [0.5] * 8, ALL, "yes: held-out accuracy on pairs rose from 0.5 ± 0", []),
+    ],
+)  # fmt: skip
+def test_the_verdict_is_that_of_the_change_beyond_two_errors(key, before, after, said, found):
+    watch = watched({key: before}, {key: after})
+    assert watch.learned().startswith(f"did it learn? {said}")
+    assert [*watch.found] == found
+
+
+def steps(count=40, **columns):
+    """Steps of training; a metric is a number or a function of the step."""
+    made = []
+    for step in range(count):
+        made.append({k: v(step) if callable(v) else v for k, v in columns.items()})
+    return made
+
+
+@pytest.mark.parametrize(
+    ("training", "config", "cause"),
+    [
+        (steps(frac_reward_zero_std=0.9), {}, "90% of the groups had equal rewards: warm start"),
+        (
+            steps(frac_reward_zero_std=0.9, **{"completions/clipped_ratio": 0.9}),
+            {},
+            "and most responses were cut: raise max_new_tokens",
+        ),
+        (steps(frac_reward_zero_std=0.9, frac_groups_all_solved=0.9), {}, "being solved: take"),
+        (steps(**{"rewards/a/std": 0.0}), {}, "all responses had the same score: warm start"),
+        (steps(reward=lambda step: step / 40), {}, "in training the reward rose"),
+        (
+            steps(**{"objective/kl_exact": 1e-4}),
+            {"kl_coef": 5.0},
+            "the KL may outweigh the reward (kl_coef 5): lower kl_coef; the policy hardly moved",
+        ),
+        (steps(5, lr=1e-3), {}, "only 5 steps were made"),
+    ],
+)  # fmt: skip
+def test_a_run_that_did_not_learn_names_what_its_metrics_show(training, config, cause):
+    watch = watched({ACCURACY: HALF}, {ACCURACY: HALF}, training, **config)
+    assert cause in watch.found["not-learned"]
+
+
+def test_a_run_without_held_out_rows_says_so_and_what_training_shows():
+    rising = watched({}, {}, steps(reward=lambda step: step / 40), eval_size=0)
+    assert rising.learned().startswith(
+        "did it learn? there are no held-out rows (eval_size 0); in training the reward rose from 0.1"
+    )
+    assert not rising.found
+    flat = watched({}, {}, steps(reward=lambda step: step % 2), eval_size=0)
+    assert "not-learned" in flat.found
+    assert "too few steps to compare" in watched({}, {}, eval_size=0).learned()
+
+
+def test_a_scorer_that_grades_is_followed_by_its_score():
+    before = {ACCURACY: NONE, "eval/score": [0.1, 0.2] * 4}
+    after = {ACCURACY: NONE, "eval/score": [0.4, 0.6] * 4}
+    said = watched(before, after).learned()
+    assert said.startswith("did it learn? yes: held-out score of sampled responses rose")
+    assert said.endswith("solved 0 → 0")
+
+
+def said_of(capsys, rewards, cut=0.0, scorer=None, texts=("the answer",), accuracy=None):
+    rewards = torch.tensor(rewards, dtype=torch.float64)
+    figures = {"clipped_ratio": cut, "score": rewards.mean().item()} | signal.spread(rewards)
+    if accuracy is not None:
+        figures["accuracy_sampled"] = accuracy
+    signal.say([scorer or ExactMatch(name="exact_match")], rewards, figures, texts, 12)
+    return capsys.readouterr().out
+
+
+def test_the_advice_follows_from_what_was_sampled(capsys):
+    graded = [[i / 10, 0.5, 0.6, 0.7] for i in range(4)]
+    right, wrong = [[1.0] * 4] * 4, [[0.0] * 4] * 4
+    said = said_of(capsys, graded, accuracy=0.0)
+    assert said.startswith("signal: in 100% of 4 groups of 4 responses the scores differ (mean 0.4")
+    assert said.count("\n") == 1
+    said = said_of(capsys, wrong, accuracy=0.0)
+    assert (
+        "in 0% of 4 groups" in said
+        and "0.0% of the responses are correct: train SFT longer" in said
+    )
+    assert "one response: 'the answer'" in said
+    assert "raise max_new_tokens" in said_of(capsys, wrong, cut=0.9, accuracy=0.0)
+    assert "100.0% of the responses are correct: take harder" in said_of(
+        capsys, right, accuracy=1.0
+    )
+    number = Pattern(r"(\d+)", name="regex")
+    assert "regex finds an answer in 0% of the responses" in said_of(capsys, wrong, scorer=number)
+    said = said_of(capsys, wrong, scorer=number, texts=("it is 5",), accuracy=0.0)
+    assert "train SFT longer" in said
+    # A single response to each prompt has no group.
+    assert said_of(capsys, [[0.0], [1.0]]).startswith("signal: the scores of 2 responses have mean")
+
+
+def test_math_says_in_which_responses_it_finds_an_answer():
+    verifier = pytest.importorskip("fused_rl.trainers.scorers.math").MathVerifier()
+    assert verifier.finds(["so it is \\boxed{7}", "no idea", ""]) == [True, False, False]

@@ -1,0 +1,88 @@
+"""What RL could learn from: the scores of responses that were sampled before training, and what to change if that is
+little.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from fused_rl.trainers.base.screen import print_line
+from fused_rl.trainers.policy.groups import equal_rewards
+from fused_rl.trainers.rollouts.types import Scorer, shortened
+
+# Below this share of groups with a signal, of eight or more responses, training hardly moves (docs/tutorial.md).
+ENOUGH = 0.25
+GROUP = 8
+# Responses in which an answer is looked for.
+LOOKED_AT = 256
+
+
+def spread(rewards: torch.Tensor) -> dict[str, float]:
+    """Return the standard deviation of rewards (N, k), and the share of the N groups whose k rewards are equal."""
+    found = {"score_std": rewards.std(correction=0).item()}
+    k = rewards.shape[1]
+    if k > 1:
+        equal = equal_rewards(rewards.flatten(), k)
+        found["frac_reward_zero_std"] = equal.double().mean().item()
+    return found
+
+
+def say(
+    scorers: Sequence[Scorer],
+    rewards: torch.Tensor,
+    figures: Mapping[str, float],
+    texts: Sequence[str],
+    max_new_tokens: int,
+    group_size: int = GROUP,
+) -> None:
+    """Print what was measured, and what to change first if most groups of `group_size` would have no signal.
+
+    Args:
+        scorers: those that gave the rewards.
+        rewards: (N, k) fp64, of k responses to each of N problems.
+        figures: of an evaluation, with those of `spread`.
+        texts: some of the responses.
+        max_new_tokens: the length at which responses were cut.
+        group_size: responses to a prompt in training.
+    """
+    count, k = rewards.shape
+    cut = figures["clipped_ratio"]
+    spread_of_scores = f"mean {figures['score']:.3g}, standard deviation {figures['score_std']:.2g}"
+    seen = f"the scores of {count} responses have {spread_of_scores}"
+    is_little = figures["score_std"] == 0
+    if k > 1:
+        differ = 1 - figures["frac_reward_zero_std"]
+        seen = f"in {differ:.0%} of {count} groups of {k} responses the scores differ ({spread_of_scores})"
+        # Small groups differ less often: about in proportion, where few responses differ from the others.
+        is_little = differ < ENOUGH * min(1, k / max(group_size, GROUP))
+    print_line(f"signal: {seen}; {cut:.0%} of the responses were cut at {max_new_tokens} tokens")
+    if cut >= 0.5:
+        print_line(
+            "signal: most responses are cut before they end, which comes before all else: raise max_new_tokens, or "
+            "warm start with sft so that they end"
+        )
+    elif is_little:
+        print_line(
+            f"signal: {remedy(scorers, figures, texts)}; one response: {shortened(texts[0])}"
+        )
+
+
+def remedy(scorers: Sequence[Scorer], figures: Mapping[str, float], texts: Sequence[str]) -> str:
+    """Return what to change where most scores are equal and few responses were cut."""
+    for scorer in scorers:
+        # Of a scorer that looks for an answer, where it finds one.
+        finds = getattr(scorer, "finds", None)
+        if finds is None:
+            continue
+        found = sum(finds(texts[:LOOKED_AT])) / len(texts[:LOOKED_AT])
+        if found < 0.1:
+            return (
+                f"{scorer.name} finds an answer in {found:.0%} of the responses: change the scorer, or the form that "
+                "prompts and demonstrations ask for"
+            )
+    if "accuracy_sampled" not in figures:
+        return "most scores are equal: use a scorer that grades, other rows, or a longer warm start"
+    accuracy = f"{figures['accuracy_sampled']:.1%} of the responses are correct"
+    if figures["accuracy_sampled"] > 0.5:
+        return f"{accuracy}: take harder rows"
+    return f"{accuracy}: train SFT longer, take easier rows, or use a scorer that grades"

@@ -1,0 +1,174 @@
+"""Did a run learn? Its held-out figure at the beginning and at the end, with the error of the difference.
+
+A figure is a ratio of two sums over rows, `sums / weights`: solved problems by problems, or nats by tokens. Its error
+is that of a ratio over independent rows; the error of a change is that of the rows' differences where both evaluations
+have the same rows, because a row that was hard stays hard.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import mean, stdev
+from typing import Any, NamedTuple
+
+ByRow = Mapping[str, Sequence[Sequence[float]]]
+"""Key of an evaluation -> its sum of each row, and the weight of each row where that is not 1."""
+NOTHING: dict[str, Any] = {}
+
+
+class Evaluation(NamedTuple):
+    """What `Run.log` takes of an evaluation."""
+
+    metrics: dict[str, float] = NOTHING
+    samples: Sequence[dict] = ()
+    by_row: ByRow = NOTHING
+
+
+# A change counts from so many standard errors on: about 95 %.
+ERRORS = 2
+# At most so many steps at either end of a run stand for its training figure.
+WINDOW = 10
+
+
+class Figure(NamedTuple):
+    """What says whether a run learned."""
+
+    key: str
+    name: str
+    better: str = "rose"
+
+
+# The first of them that a run has is its figure. Sampled accuracy comes before greedy accuracy, which reaches its
+# highest value first, and before the score, which also pays for other things.
+HELD_OUT = (
+    Figure("eval/distill/kl", "KL to the teacher (nats per token)", "fell"),
+    Figure("eval/accuracy_sampled", "accuracy of sampled responses"),
+    Figure("eval/score", "score of sampled responses"),
+    Figure("eval/rm/accuracy", "accuracy on pairs"),
+    Figure("eval/dpo/accuracy", "accuracy on pairs"),
+    Figure("eval/kto/accuracy", "accuracy on marked responses"),
+    Figure("eval/loss", "loss (nats per token)", "fell"),
+)
+# Beside the figure, without a verdict.
+BESIDE = {
+    "eval/accuracy_sampled": "solved",
+    "eval/accuracy_greedy": "greedy",
+    "eval/score": "score",
+    "eval/dpo/loss": "loss",
+    "eval/kto/loss": "loss",
+    "eval/rm/loss": "loss",
+    "eval/loss": "loss",
+}
+# Of training, for a run without held-out rows.
+TRAINING = (
+    Figure("reward", "reward"),
+    Figure("objective/scores", "score"),
+    Figure("distill/kl", "KL to the teacher (nats per token)", "fell"),
+    Figure("train/rm/loss", "loss", "fell"),
+    Figure("train/dpo/loss", "loss", "fell"),
+    Figure("train/kto/loss", "loss", "fell"),
+    Figure("train/loss", "loss (nats per token)", "fell"),
+)
+# A run that trains its critic alone.
+CRITIC = Figure("val/var_explained", "explained variance of the critic")
+
+
+class Change(NamedTuple):
+    """A figure at the beginning and at the end of a run. An error that is not known is NaN."""
+
+    figure: Figure
+    when: tuple[str, str]
+    start: float
+    end: float
+    start_error: float = math.nan
+    end_error: float = math.nan
+    error: float = math.nan
+    """Standard error of the difference."""
+    rows: int = 0
+
+    @property
+    def verdict(self) -> str:
+        """Return "rose", "fell" or "no change", which is one within the error."""
+        difference = self.end - self.start
+        # A difference of which no error is known counts.
+        allowed = 0.0 if math.isnan(self.error) else ERRORS * self.error
+        if abs(difference) <= allowed:
+            return "no change"
+        return "rose" if difference > 0 else "fell"
+
+    @property
+    def learned(self) -> bool:
+        """Return True if the figure is better than it was."""
+        return self.verdict == self.figure.better
+
+    def described(self) -> str:
+        """Return what became of the figure, in words."""
+        start = f"{with_error(self.start, self.start_error)} ({self.when[0]})"
+        end = f"{with_error(self.end, self.end_error)} ({self.when[1]})"
+        verdict = self.verdict
+        if verdict == "no change":
+            verdict = "shows no change beyond the error:"
+        line = f"{self.figure.name} {verdict} from {start} to {end}"
+        if math.isnan(self.error):
+            return f"{line}, error unknown"
+        by = with_error(self.end - self.start, self.error, sign="+")
+        return f"{line}, a change of {by}" + (f" on {self.rows} rows" if self.rows else "")
+
+
+def with_error(value: float, error: float, sign: str = "") -> str:
+    """Return a value and its standard error, which is left out where it is not known."""
+    text = f"{value:{sign}.3g}"
+    return text if math.isnan(error) else f"{text} ± {error:.2g}"
+
+
+def residuals(columns: Sequence[Sequence[float]]) -> list[float]:
+    """Return how far each row moves its figure, times the number of rows; their mean is 0."""
+    sums = columns[0]
+    weights = columns[1] if len(columns) > 1 else [1.0] * len(sums)
+    scale = len(sums) / sum(weights)
+    ratio = sum(sums) / sum(weights)
+    return [(s - ratio * w) * scale for s, w in zip(sums, weights, strict=True)]
+
+
+def error_of(values: Sequence[float]) -> float:
+    """Return the standard error of the mean of independent values; NaN of fewer than two."""
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+
+
+def held_out_change(
+    figure: Figure,
+    first: tuple[int, Mapping[str, Any], ByRow],
+    last: tuple[int, Mapping[str, Any], ByRow],
+    eval_size: float,
+) -> Change:
+    """Compare two evaluations, each its step, its metrics and its rows; without rows, an accuracy has the error of
+    `eval_size` independent rows.
+    """
+    (begin, before, rows_before), (end, after, rows_after) = first, last
+    values = float(before[figure.key]), float(after[figure.key])
+    known = Change(figure, (f"step {begin}", f"step {end}"), *values)
+    if figure.key in rows_before and figure.key in rows_after:
+        both = residuals(rows_before[figure.key]), residuals(rows_after[figure.key])
+        errors = error_of(both[0]), error_of(both[1])
+        error = math.hypot(*errors)
+        # The same rows: what they have in common cancels.
+        if len(both[0]) == len(both[1]):
+            error = error_of([b - a for a, b in zip(*both, strict=True)])
+        return known._replace(
+            start_error=errors[0], end_error=errors[1], error=error, rows=len(both[1])
+        )
+    if "accuracy" in figure.key and eval_size > 0:
+        errors = [math.sqrt(max(value * (1 - value), 0) / eval_size) for value in values]
+        return known._replace(start_error=errors[0], end_error=errors[1], error=math.hypot(*errors))
+    return known
+
+
+def training_change(figure: Figure, values: Sequence[tuple[int, float]]) -> Change | None:
+    """Compare the first steps of a run with its last ones; None where there are fewer than four."""
+    count = min(WINDOW, len(values) // 2)
+    if count < 2:
+        return None
+    first, last = values[:count], values[-count:]
+    start, end = ([value for _, value in part] for part in (first, last))
+    errors = error_of(start), error_of(end)
+    when = f"steps {first[0][0]} to {first[-1][0]}", f"steps {last[0][0]} to {last[-1][0]}"
+    return Change(figure, when, mean(start), mean(end), *errors, math.hypot(*errors))
