@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -78,7 +79,9 @@ def test_every_key_that_a_run_logs_stands_in_the_table_and_every_row_is_logged(f
     for trainer, folder in folders.items():
         # What held_out.jsonl has of each row is what the evaluation has of them all.
         logged = {entry["step"]: entry for entry in tiny.read_metrics(folder)}
-        lines = [json.loads(line) for line in (folder / "held_out.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line) for line in (Path(folder) / "held_out.jsonl").read_text().splitlines()
+        ]
         assert {line["step"] for line in lines} == {0, max(logged)}, trainer
         for line in lines:
             step = line.pop("step")

@@ -346,7 +346,7 @@ class Run:
             checkpoints = self.store.checkpoints
             kept = f", checkpoints: {checkpoints}" if checkpoints.exists() else ""
             watch, folder = self.logger.watch, self.store.path
-            concluded = [f"warning: {finding}" for finding in watch.conclude()]
+            concluded = [f"finding: {finding}" for finding in watch.conclude()]
             print_line(
                 watch.learned(),
                 *concluded,
