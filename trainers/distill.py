@@ -28,15 +28,27 @@ from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.memory import Footprint, Held
 from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.reading import RowsLike
-from fused_rl.trainers.data.rows import BadRow
+from fused_rl.trainers.data.rows import BadRow, Rows
 from fused_rl.trainers.models.language_model import check_fits
 from fused_rl.trainers.options import MAIN, Fraction, Needs, PositiveInt, Temperature, Unit, without
 from fused_rl.trainers.policy.evaluate import evaluate
 from fused_rl.trainers.policy.options import SamplingRunConfig
 from fused_rl.trainers.policy.policy import Policy
-from fused_rl.trainers.policy.setup import SamplerFactory, Setup, setup
-from fused_rl.trainers.policy.teacher import is_url, load_teachers, teacher_divergence
+from fused_rl.trainers.policy.setup import (
+    SamplerFactory,
+    Setup,
+    check_prompts_fit,
+    check_sampling,
+    setup,
+)
+from fused_rl.trainers.policy.teacher import (
+    check_teacher,
+    is_url,
+    load_teachers,
+    teacher_divergence,
+)
 from fused_rl.trainers.rollouts.options import check_url
 from fused_rl.trainers.rollouts.roll_out import batch_of, rollout_metrics
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sample
@@ -44,7 +56,12 @@ from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
 from fused_rl.trainers.run.learned import Evaluation
 from fused_rl.trainers.run.metrics import OF_RESPONSES, Sums
-from fused_rl.trainers.scorers.load import check_scorers, checked_prompts, load_for_policy
+from fused_rl.trainers.scorers.load import (
+    check_reward_models,
+    check_scorers,
+    checked_prompts,
+    load_for_policy,
+)
 from fused_rl.trainers.scorers.options import (
     ScorerConfig,
     holding_reward_models,
@@ -306,6 +323,18 @@ def train_step(
     }
 
 
+def check(
+    config: DistillConfig, encoder: encode.Encoder, examples: Sequence, held_out: Rows
+) -> None:
+    """Refuse what a run refuses beside the rows that it reads."""
+    check_sampling(config)
+    check_reward_models(config, encoder.tokenizer)
+    for name in config.teachers.values():
+        if not is_url(name):
+            check_teacher(config, name, encoder.tokenizer)
+    check_prompts_fit(config, encoder.tokenizer, examples)
+
+
 def train(
     config: DistillConfig,
     *,
@@ -367,7 +396,7 @@ def train(
     return run.finish(lambda folder: policy.save(folder, merged=config.save_merged))
 
 
-main = functools.partial(command.run, DistillConfig, arithmetic, train, checked_prompts)
+main = functools.partial(command.run, DistillConfig, arithmetic, train, checked_prompts, check)
 
 if __name__ == "__main__":
     main()

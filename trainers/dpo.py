@@ -17,6 +17,7 @@ The reference is the model that the run begins with: its log-probabilities are m
 
 import functools
 import time
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -35,6 +36,7 @@ from fused_rl.trainers.data.preferences import (
     sides_of,
 )
 from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval
+from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.packing import unpadded_costs
 from fused_rl.trainers.models.reward_model import check_finite
@@ -243,7 +245,14 @@ def train(
     )
 
 
-main = functools.partial(command.run, DPOConfig, arithmetic, train, pairs_of)
+def check(config: DPOConfig, encoder: encode.Encoder, examples: Sequence, held_out: Rows) -> None:
+    """Refuse what a run refuses beside the rows that it reads."""
+    language_model.check_sequences_fit(
+        config, encoder, examples, "max_prompt_length or max_response_length"
+    )
+
+
+main = functools.partial(command.run, DPOConfig, arithmetic, train, pairs_of, check)
 
 if __name__ == "__main__":
     main()

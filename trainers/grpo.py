@@ -27,6 +27,8 @@ import fused_rl
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.memory import Footprint
 from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.data import encode
+from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.models import language_model, lora
 from fused_rl.trainers.policy.evaluate import evaluate
 from fused_rl.trainers.policy.groups import (
@@ -54,13 +56,25 @@ from fused_rl.trainers.policy.policy import (
     plan,
     with_entropy_threshold,
 )
-from fused_rl.trainers.policy.setup import RowsLike, SamplerFactory, divided, setup
+from fused_rl.trainers.policy.setup import (
+    RowsLike,
+    SamplerFactory,
+    check_prompts_fit,
+    check_sampling,
+    divided,
+    setup,
+)
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
 from fused_rl.trainers.run.learned import Evaluation
 from fused_rl.trainers.run.metrics import POLICY, Sums, with_logged_names
-from fused_rl.trainers.scorers.load import check_scorers, checked_prompts, load_for_policy
+from fused_rl.trainers.scorers.load import (
+    check_reward_models,
+    check_scorers,
+    checked_prompts,
+    load_for_policy,
+)
 from fused_rl.trainers.scorers.options import (
     ScorerConfig,
     holding_reward_models,
@@ -320,6 +334,13 @@ def train_step(
     }
 
 
+def check(config: GRPOConfig, encoder: encode.Encoder, examples: Sequence, held_out: Rows) -> None:
+    """Refuse what a run refuses beside the rows that it reads."""
+    check_sampling(config)
+    check_reward_models(config, encoder.tokenizer)
+    check_prompts_fit(config, encoder.tokenizer, examples)
+
+
 def train(
     config: GRPOConfig,
     *,
@@ -366,7 +387,7 @@ def train(
     return run.finish(lambda folder: policy.save(folder, merged=config.save_merged))
 
 
-main = functools.partial(command.run, GRPOConfig, arithmetic, train, checked_prompts)
+main = functools.partial(command.run, GRPOConfig, arithmetic, train, checked_prompts, check)
 
 if __name__ == "__main__":
     main()

@@ -27,6 +27,7 @@ from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.marked import Marked, MarkedConfig, arithmetic, marked_rows
 from fused_rl.trainers.data.micro_batches import Padding
 from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval
+from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.packing import unpadded_costs
 from fused_rl.trainers.models.reward_model import check_finite
@@ -192,7 +193,12 @@ def train(
     )
 
 
-main = functools.partial(command.run, KTOConfig, arithmetic, train, marked_rows)
+def check(config: KTOConfig, encoder: encode.Encoder, examples: Sequence, held_out: Rows) -> None:
+    """Refuse what a run refuses beside the rows that it reads."""
+    language_model.check_sequences_fit(config, encoder, examples, "max_length")
+
+
+main = functools.partial(command.run, KTOConfig, arithmetic, train, marked_rows, check)
 
 if __name__ == "__main__":
     main()

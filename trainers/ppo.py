@@ -29,6 +29,8 @@ from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.memory import Footprint, Held
 from fused_rl.trainers.base.ranks import global_counts, processes
 from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.data import encode
+from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.models.reward_model import save_reward_model
 from fused_rl.trainers.options import Needs, NonNegative, Positive
 from fused_rl.trainers.policy.critic import (
@@ -37,6 +39,7 @@ from fused_rl.trainers.policy.critic import (
     Experience,
     KLController,
     advantages_and_returns,
+    check_critic,
     experience_metrics,
     load_critic,
     token_rewards,
@@ -52,13 +55,25 @@ from fused_rl.trainers.policy.policy import (
     plan,
     with_entropy_threshold,
 )
-from fused_rl.trainers.policy.setup import RowsLike, SamplerFactory, divided, setup
+from fused_rl.trainers.policy.setup import (
+    RowsLike,
+    SamplerFactory,
+    check_prompts_fit,
+    check_sampling,
+    divided,
+    setup,
+)
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
 from fused_rl.trainers.run.learned import Evaluation
 from fused_rl.trainers.run.metrics import PPO, Sums, with_logged_names
-from fused_rl.trainers.scorers.load import check_scorers, checked_prompts, load_for_policy
+from fused_rl.trainers.scorers.load import (
+    check_reward_models,
+    check_scorers,
+    checked_prompts,
+    load_for_policy,
+)
 from fused_rl.trainers.scorers.options import (
     ScorerConfig,
     holding_reward_models,
@@ -295,6 +310,15 @@ def stop_ids_of(config: PPOConfig, tokenizer, stop_ids: tuple[int, ...]) -> tupl
     return (*stop_ids, *ids)
 
 
+def check(config: PPOConfig, encoder: encode.Encoder, examples: Sequence, held_out: Rows) -> None:
+    """Refuse what a run refuses beside the rows that it reads."""
+    check_sampling(config)
+    check_reward_models(config, encoder.tokenizer)
+    check_critic(config, encoder.tokenizer)
+    stop_ids_of(config, encoder.tokenizer, ())
+    check_prompts_fit(config, encoder.tokenizer, examples)
+
+
 def train(
     config: PPOConfig,
     *,
@@ -346,7 +370,7 @@ def train(
     return run.finish(save)
 
 
-main = functools.partial(command.run, PPOConfig, arithmetic, train, checked_prompts)
+main = functools.partial(command.run, PPOConfig, arithmetic, train, checked_prompts, check)
 
 if __name__ == "__main__":
     main()

@@ -10,6 +10,7 @@ that ends in EOS. Left out: rankings of more than two, process rewards, ensemble
 import functools
 import math
 import time
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -30,8 +31,8 @@ from fused_rl.trainers.data.preferences import (
     sides_of,
 )
 from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval
-from fused_rl.trainers.data.rows import load_rows
-from fused_rl.trainers.models.language_model import check_fits
+from fused_rl.trainers.data.rows import Rows, load_rows
+from fused_rl.trainers.models.language_model import check_fits, check_sequences_fit
 from fused_rl.trainers.models.packing import Costs, pack_pairs, packing_costs, unpad_whole
 from fused_rl.trainers.models.reward_model import (
     RewardModel,
@@ -280,7 +281,14 @@ def _load(config: RewardConfig, device: torch.device, tokenizer, pairs: list[Pai
         return engine.initialize(model, config, config.steps), costs
 
 
-main = functools.partial(command.run, RewardConfig, arithmetic, train, pairs_of)
+def check(
+    config: RewardConfig, encoder: encode.Encoder, examples: Sequence, held_out: Rows
+) -> None:
+    """Refuse what a run refuses beside the rows that it reads."""
+    check_sequences_fit(config, encoder, examples, "max_prompt_length or max_response_length")
+
+
+main = functools.partial(command.run, RewardConfig, arithmetic, train, pairs_of, check)
 
 if __name__ == "__main__":
     main()

@@ -51,7 +51,7 @@ from fused_rl.trainers.options import (
 )
 from fused_rl.trainers.policy.evaluate import evaluate as evaluate_samples
 from fused_rl.trainers.policy.evaluate import share_of_rank as prompts_of_rank
-from fused_rl.trainers.policy.setup import policy_to_evaluate
+from fused_rl.trainers.policy.setup import check_prompts_fit, policy_to_evaluate
 from fused_rl.trainers.rollouts.options import SamplingConfig
 from fused_rl.trainers.rollouts.types import Prompt, Scorer
 from fused_rl.trainers.run import command
@@ -60,6 +60,7 @@ from fused_rl.trainers.run.learned import Evaluation
 from fused_rl.trainers.run.loop import Run
 from fused_rl.trainers.run.metrics import OF_RESPONSES, Sums
 from fused_rl.trainers.scorers.load import (
+    check_reward_models,
     check_scorers,
     checked_scorers,
     load_for_policy,
@@ -304,9 +305,14 @@ def prompts_to_sample(
     return scored_prompts(config, held_out, encoder, scorers) if config.verifiers else []
 
 
-def check(config: SFTConfig, encoder: encode.Encoder, held_out: Rows) -> None:
+def check(config: SFTConfig, encoder: encode.Encoder, examples: Sequence, held_out: Rows) -> None:
     """Refuse what a run refuses beside the rows that it trains on."""
-    prompts_to_sample(config, held_out, encoder, checked_scorers(config))
+    prompts = prompts_to_sample(config, held_out, encoder, checked_scorers(config))
+    check_reward_models(config, encoder.tokenizer)
+    # The model comes last, as in the run.
+    language_model.check_sequences_fit(config, encoder, examples, "max_length")
+    if prompts:
+        check_prompts_fit(config, encoder.tokenizer, prompts)
 
 
 def train(
@@ -380,7 +386,7 @@ def train(
     )
 
 
-main = functools.partial(command.run, SFTConfig, arithmetic, train, encoded, check=check)
+main = functools.partial(command.run, SFTConfig, arithmetic, train, encoded, check)
 
 if __name__ == "__main__":
     main()

@@ -1,6 +1,10 @@
 """A dry run reads the rows as the run does: it refuses what the run refuses, and shows what the run trains."""
 
 import importlib
+import importlib.util
+import re
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +27,8 @@ def words_of(name, folder, dataset, tmp_path) -> list[str]:
     words = ["--model", folder, "--dataset", dataset, "--output_dir", str(tmp_path / "run")]
     if name == "distill":
         words += ["--teacher", folder, "--on_policy", "0.5"]
+    if name in ("distill", "ppo", "grpo"):
+        words += ["--max_new_tokens", "8"]
     return [*words, "--eval_size", "4", *OPTIONS.get(name, [])]
 
 
@@ -56,15 +62,82 @@ def test_a_dry_run_says_what_the_run_would_say(name, folder, tmp_path, capsys):
     assert "left out 3 of 40 rows" in printed.err and "one example: " in printed.out
 
 
-def test_the_example_has_every_token_and_says_which_are_trained(folder, tmp_path, capsys):
-    rows = [{"prompt": "a b", "completion": f"c\n{'d' * 300}"}] * 10
+def of_other_tokens(model: str, to: Path) -> str:
+    """Return a copy of a model whose tokenizer has one more word."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["zebra"])
+    shutil.copytree(model, to)
+    tokenizer.save_pretrained(to)
+    return str(to)
+
+
+SERVED = ["--server", "http://127.0.0.1:9"]
+# Of what a run refuses beside its rows, before it loads a model or while it does: the command, the options, the line.
+REFUSED = [
+    ("grpo", ["--verifiers", "null"], "verifiers is missing"),
+    ("grpo", ["--wandb_project", "p"], "wandb_project needs wandb, which is not installed"),
+    ("grpo", [*SERVED, "--top_p", "0.9"], "top_p=0.9 .* with servers needs --top_k"),
+    ("grpo", [*SERVED, "--server_api_key_env", "NO_SUCH_KEY"], "NO_SUCH_KEY: that variable holds"),
+    ("grpo", ["--server", "127.0.0.1:9"], "server=.*expected a URL"),
+    ("ppo", ["--sampler", "json:no_such"], "sampler 'json:no_such': .* has no function"),
+    ("grpo", ["--rollout_correction", "token-truncate"], "corrects for a sampler that differs"),
+    ("grpo", ["--until", "loss=1"], "until='loss=1': expected FIGURE=VALUE"),
+    ("ppo", ["--critic", "OTHER"], "critic '.*' has another tokenizer than the policy"),
+    ("ppo", ["--critic", "./no-such-critic"], "no-such-critic"),
+    ("ppo", ["--stop_token", "a b"], "stop_token='a b' is 3 tokens"),
+    ("grpo", ["--max_new_tokens", "9999"], "up to 9999 more, but the model has .* positions"),
+    ("ppo", ["--verifiers", "reward_model:OTHER"], "reward model '.*' has another tokenizer"),
+    ("sft", ["--verifiers", "reward_model:OTHER"], "reward model '.*' has another tokenizer"),
+    (
+        "distill",
+        ["--teacher", "OTHER"],
+        "teacher=.* has .* tokens and model=",
+    ),
+    ("distill", ["--teacher", "http://"], "teacher='http://': expected a URL"),
+    (
+        "sft",
+        ["--verifiers", "exact_match"],
+        "4 of 40 rows cannot be used .* 'ground_truth' is missing",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "line"), REFUSED)
+def test_a_dry_run_refuses_the_options_that_the_run_refuses(
+    name, options, line, folder, tmp_path, monkeypatch
+):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else find(name, *a)
+    )
+    if "OTHER" in "".join(options):
+        other = of_other_tokens(folder, tmp_path / "other")
+        options = [word.replace("OTHER", other) for word in options]
+    rows = tiny.jsonl(tmp_path / "rows.jsonl", [ROWS[READS.get(name, "answers")]] * 40)
+    main = importlib.import_module(cli.TRAINERS[name].module).main
+    said = []
+    for action in ([], ["--dry_run"]):
+        with pytest.raises(SystemExit) as refused:
+            main([*words_of(name, folder, rows, tmp_path), *options, *action])
+        said.append(str(refused.value))
+    assert said[0] == said[1] and re.search(line, said[0], re.DOTALL)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_example_has_every_token_and_says_which_are_trained(
+    folder, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(command, "MOST_TOKENS", 40)
+    rows = [{"prompt": "a b", "completion": f"c\n{'d' * 100}"}] * 10
     words = words_of("sft", folder, tiny.jsonl(tmp_path / "rows.jsonl", rows), tmp_path)
     sft.main([*words, "--batch_size", "2", "--dry_run"])
     example = capsys.readouterr().out.split("# one example: ")[1].splitlines()
     assert example[0].startswith(f"{tmp_path}/rows.jsonl, line 1")
     assert example[1:] == [
         "# demonstration, prompt (8 tokens): <bos>|<user>|a| |b|<end>|\\n|<assistant>",
-        f"# demonstration, trained (303 tokens): c|\\n|{'d|' * 98}… 103 more …|{'d|' * 99}<end>",
+        f"# demonstration, trained (103 tokens): c|\\n|{'d|' * 18}… 63 more …|{'d|' * 19}<end>",
     ]
 
 

@@ -29,7 +29,10 @@ def sft_config(files, output_dir, **options) -> sft.SFTConfig:
         ({"lora_rank": 0}, "load_in_4bit: weights of 4 bits are not trained.*give --lora_rank"),
         ({"zero_stage": 3}, "load_in_4bit: ZeRO 3 would split.*use zero_stage 2"),
         ({"save_merged": True}, "save_merged: weights of 4 bits"),
-        ({}, r"load_in_4bit needs bitsandbytes: pip install 'fused-rl\[bnb\]'"),
+        (
+            {},
+            r"load_in_4bit needs bitsandbytes, which is not installed: pip install 'fused-rl\[bnb\]'",
+        ),
     ],
 )
 def test_what_cannot_be_in_4_bits_is_refused_in_a_line(

@@ -141,7 +141,7 @@ def test_wandb_that_is_not_installed_is_named_before_anything_is_read(tmp_path, 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     config = config_of("no-such-model", "no-such-rows.jsonl", tmp_path / "run", wandb_project="p")
     with pytest.raises(
-        InputError, match="wandb_project is set, but wandb is not installed: pip install"
+        InputError, match="wandb_project needs wandb, which is not installed: pip install wandb"
     ):
         sft.train(config)
     assert not (tmp_path / "run").exists()

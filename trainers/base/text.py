@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import importlib.util
 import os
 import re
 import sys
@@ -66,6 +67,12 @@ def load_function(option: str, name: str) -> Callable:
     if not callable(vars(imported).get(attribute)):
         raise InputError(f"{option} {name!r}: {imported.__file__} has no function {attribute!r}")
     return vars(imported)[attribute]
+
+
+def check_installed(option: str, package: str, install: str) -> None:
+    """Refuse an option whose package is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise InputError(f"{option} needs {package}, which is not installed: pip install {install}")
 
 
 def name_of(function: Callable) -> str:

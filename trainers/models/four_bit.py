@@ -3,13 +3,12 @@
 Left out: 8 bits, other formats, paged optimizers; reward models and critics, which are saved whole.
 """
 
-import importlib.util
 from typing import Any
 
 import torch
 
-from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.options import RunConfig
+from fused_rl.trainers.base.text import InputError, check_installed
+from fused_rl.trainers.options import FOUR_BIT_PACKAGE, RunConfig
 
 
 def reading_options(
@@ -43,8 +42,7 @@ def quantized(
     dtype: torch.dtype, device: torch.device, option: str = "load_in_4bit"
 ) -> dict[str, object]:
     """Return the arguments of `from_pretrained` for weights of 4 bits, which an option requests."""
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise InputError(f"{option} needs bitsandbytes: pip install 'fused-rl[bnb]'")
+    check_installed(option, *FOUR_BIT_PACKAGE)
     from transformers import BitsAndBytesConfig
 
     # NF4, double quantisation and products in the dtype of the run, as in the paper, section 3.

@@ -18,7 +18,7 @@ from fused_rl.trainers.models.checkpointing import checkpoint_activations
 from fused_rl.trainers.models.logits import ReferenceStates, compare, read_likeliest
 from fused_rl.trainers.models.packing import Costs, InRows
 from fused_rl.trainers.models.sequences import Divided, divided_by
-from fused_rl.trainers.options import RunConfig
+from fused_rl.trainers.options import ModelConfig, RunConfig
 
 
 class Scored(NamedTuple):
@@ -304,6 +304,34 @@ def check_fits(
             raise InputError(
                 f"{where}: {tokens}, but the model has {limit} positions; lower {remedy}"
             )
+
+
+def check_fits_unloaded(
+    config: ModelConfig,
+    tokenizer,
+    rows: Iterable[tuple[list[int], str]],
+    more: int,
+    remedy: str,
+) -> None:
+    """Refuse what `check_fits` refuses, for a dry run, which reads the model's config alone."""
+    import transformers
+
+    try:
+        read = transformers.AutoConfig.from_pretrained(config.model, revision=config.revision)
+        with torch.device("meta"):
+            lm = transformers.AutoModelForCausalLM.from_config(read)
+    except (OSError, ValueError, AttributeError):  # of adapters, or a model of another kind
+        return
+    check_fits(lm, tokenizer, rows, more, remedy)
+
+
+def check_sequences_fit(config: ModelConfig, encoder: Any, examples: Iterable, remedy: str) -> None:
+    """Refuse, for a dry run, examples whose prompt and response do not fit into the model."""
+    rows = []
+    for example in examples:
+        for prompt, response in example.sequences().values():
+            rows.append((prompt + response, example.where))
+    check_fits_unloaded(config, encoder.tokenizer, rows, 0, remedy)
 
 
 def switch_off_dropout(model: nn.Module) -> None:

@@ -55,6 +55,12 @@ class CriticConfig(OptimConfig):
     """Train the critic alone, on this many rollouts of the unchanged policy, and save it; 0 trains both."""
 
 
+def check_critic(config: Any, tokenizer) -> None:
+    """Refuse a critic of another tokenizer, to which the policy's token ids are other words."""
+    if config.critic is not None:
+        check_reads_policy("critic", config.critic, tokenizer, config.model)
+
+
 def load_critic(config: Any, tokenizer, device: torch.device, updates: int):
     """Return the critic in an engine with an optimizer of its own, for `updates` optimizer steps; refuse one that reads
     tokens otherwise than the policy.
@@ -68,10 +74,8 @@ def load_critic(config: Any, tokenizer, device: torch.device, updates: int):
         if value is not None:
             start = start.replace(**{option: value})
     with phase("loaded the critic"):
+        check_critic(config, tokenizer)
         critic = load_reward_model(start, device, kind=Critic)
-        if config.critic is not None:
-            # The critic reads the policy's token ids, which are other words to another tokenizer.
-            check_reads_policy("critic", config.critic, tokenizer, config.model)
         return engine.initialize(critic, start, updates)
 
 

@@ -17,7 +17,7 @@ from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval
 from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.models import language_model
-from fused_rl.trainers.models.language_model import check_fits
+from fused_rl.trainers.models.language_model import check_fits, check_fits_unloaded
 from fused_rl.trainers.models.packing import packing_costs
 from fused_rl.trainers.policy.evaluate import HeldOut, share_of_rank
 from fused_rl.trainers.policy.options import PolicyConfig, SamplingRunConfig
@@ -41,6 +41,7 @@ WITHOUT = {  # what is done instead, for the message that says why the option is
     "share_prompts": "prompts are computed once per response",
     "packing": "sequences are padded",
 }
+REMEDY = "max_new_tokens or max_prompt_length"  # for prompts that leave no room
 SamplerFactory = Callable[[Sampler, object], Sampler]
 """(the sampler that the options make, the tokenizer) -> the sampler of the run."""
 
@@ -117,9 +118,8 @@ class Setup:
         policy.steps_per_epoch = len(self.prompts) / self.config.prompts_per_step
         # A prompt that does not fit is found now, and not at the step that comes to it.
         rows = ((prompt.ids, prompt.where) for prompt in (*self.prompts, *self.held_out.prompts))
-        remedy = "max_new_tokens or max_prompt_length"
         check_fits(
-            policy.model.module.base, self.tokenizer, rows, self.config.max_new_tokens, remedy
+            policy.model.module.base, self.tokenizer, rows, self.config.max_new_tokens, REMEDY
         )
         return policy
 
@@ -145,14 +145,60 @@ def setup(
         # The scorers come before the prompts, because each of them checks every row.
         scorers = load_scorers(config, tokenizer, run.device)
         prompts, held_out = load_prompts(config, tokenizer, scorers, read)
-        # A function that does not exist is refused before the minutes in which a model is read.
-        if config.sampler is not None:
-            load_function("sampler", config.sampler)
+        check_sampling(config, sampler)
     # All processes must have read the same, and a resumed run what it began with.
     config = run.check_inputs(
         config, tokenizer, config.reward_models() | models, rows=prompts, held_out=held_out
     )
     return Setup(run, config, tokenizer, scorers, prompts, share_of_rank(held_out), sampler)
+
+
+def check_prompts_fit(config: Any, tokenizer, prompts: Sequence[Prompt]) -> None:
+    """Refuse, for a dry run, prompts that leave the model no room for a response."""
+    rows = ((prompt.ids, prompt.where) for prompt in prompts)
+    check_fits_unloaded(config, tokenizer, rows, config.max_new_tokens, REMEDY)
+
+
+def check_sampling(config: SamplingRunConfig, users_sampler: SamplerFactory | None = None) -> None:
+    """Refuse, before the minutes in which a model is read, what the sampler would refuse after them; a dry run too."""
+    if config.server is not None or config.served:
+        http_of(config)
+    if config.sampler is not None:
+        load_function("sampler", config.sampler)
+    if config.sampler is not None or users_sampler is not None:
+        return  # which declares what it reports when it is made
+    if config.server is not None:
+        check_sampler(config, ServerSampler)
+        # Servers return the set of a token only up to a number of ids.
+        if config.sampling(1, ()).truncates and not config.top_k:
+            raise InputError(
+                f"top_p={config.top_p:g} min_p={config.min_p:g} with servers needs --top_k, the most ids that they "
+                "return of the set of a token: give one, such as --top_k 100, or leave top_p and min_p out"
+            )
+    else:
+        check_sampler(config, CopySampler if config.lag else TransformersSampler)
+
+
+def check_sampler(config: SamplingRunConfig, sampler: Sampler | type[Sampler]) -> None:
+    """Refuse options that need what a sampler does not record or report."""
+    kind = sampler if isinstance(sampler, type) else type(sampler)
+    if config.sampling(1, ()).truncates and not sampler.records_support:
+        raise InputError(
+            f"top_p={config.top_p:g} top_k={config.top_k} min_p={config.min_p:g} with a sampler that reports no kept "
+            f"sets ({kind.__name__}): every log-probability would be off by -ln(kept mass); drop the option, or "
+            "have the sampler record the sets"
+        )
+    given = [name for name in CORRECTIONS if getattr(config, name, None) is not None]
+    if given and not sampler.tells_logprobs:
+        raise InputError(
+            f"{', '.join(given)} corrects for a sampler that differs from the policy, but here the policy itself is "
+            "sampled; leave it out"
+        )
+    if config.lag and not sampler.tells_logprobs:
+        raise InputError(
+            f"lag={config.lag} trains on responses of earlier weights, whose log-probabilities must be known, and the "
+            "sampler declares tells_logprobs = False; have it report them, or leave lag out"
+        )
 
 
 def load_prompts(
@@ -293,24 +339,7 @@ def build_sampler(
             raise InputError(
                 f"sampler: {came}; expected a fused_rl.trainers.rollouts.types.Sampler"
             )
-    # What the options need and the sampler does not record or report.
-    if config.sampling(1, ()).truncates and not built.records_support:
-        raise InputError(
-            f"top_p={config.top_p:g} top_k={config.top_k} min_p={config.min_p:g} with a sampler that reports no kept "
-            f"sets ({type(built).__name__}): every log-probability would be off by -ln(kept mass); drop the option, or "
-            "have the sampler record the sets"
-        )
-    given = [name for name in CORRECTIONS if getattr(config, name, None) is not None]
-    if given and not built.tells_logprobs:
-        raise InputError(
-            f"{', '.join(given)} corrects for a sampler that differs from the policy, but here the policy itself is "
-            "sampled; leave it out"
-        )
-    if config.lag and not built.tells_logprobs:
-        raise InputError(
-            f"lag={config.lag} trains on responses of earlier weights, whose log-probabilities must be known, and the "
-            "sampler declares tells_logprobs = False; have it report them, or leave lag out"
-        )
+    check_sampler(config, built)
     return LaggedSampler(built, config.lag) if config.lag else built
 
 

@@ -147,9 +147,10 @@ def is_url(teacher: str) -> bool:
     return teacher.startswith(("http://", "https://"))
 
 
-def _loaded(config, name: str, policy: Policy) -> Teacher:
+def check_teacher(config, name: str, tokenizer) -> None:
+    """Refuse a teacher in this process that has other tokens than the student."""
     # Distributions over two vocabularies cannot be compared token by token.
-    tokens = set(policy.tokenizer.get_vocab().items())
+    tokens = set(tokenizer.get_vocab().items())
     others = set(encode.load_tokenizer(name).get_vocab().items())
     if differing := sorted({token for token, _ in tokens ^ others}):
         what = f"teacher={name} has {len(others)} tokens and model={config.model} {len(tokens)}"
@@ -157,6 +158,10 @@ def _loaded(config, name: str, policy: Policy) -> Teacher:
         raise InputError(
             f"{what}, and {len(differing)} differ: {some}; choose a teacher with the student's tokenizer"
         )
+
+
+def _loaded(config, name: str, policy: Policy) -> Teacher:
+    check_teacher(config, name, policy.tokenizer)
     reading = {
         "dtype": engine.torch_dtype(config),
         "attn_implementation": config.attn_implementation,

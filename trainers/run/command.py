@@ -15,8 +15,7 @@ from fused_rl.trainers.data.order import RowOrder, in_steps
 from fused_rl.trainers.data.reading import BadRows, Reading, load_train_eval
 from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.options import RunConfig, to_yaml
-from fused_rl.trainers.run import hooks
-from fused_rl.trainers.run.loop import Arithmetic, Stopped
+from fused_rl.trainers.run.loop import Arithmetic, Stopped, check_start
 from fused_rl.trainers.run.parse import parse
 from fused_rl.trainers.run.store import RunFolder, unlock
 
@@ -43,8 +42,8 @@ class Encodable(Protocol):
         ...
 
 
-Check = Callable[[Any, Encoder, Rows], None]
-"""(config, encoder, held-out rows) -> refuses what a run refuses before it loads a model, beside the rows."""
+Check = Callable[[Any, Encoder, Sequence[Any], Rows], None]
+"""(config, encoder, what was made of all rows, held-out rows) -> refuses what the run refuses beside the rows."""
 ReadRows = Callable[[Any, Rows, Encoder], Sequence[Encodable]]
 """(config, rows, encoder) -> what the trainer makes of the rows that can be used."""
 
@@ -54,9 +53,8 @@ def run(
     arithmetic: Arithmetic,
     train: Callable[..., str],
     read: ReadRows,
+    check: Check,
     argv: list[str] | None = None,
-    *,
-    check: Check | None = None,
 ) -> None:
     """Parse `argv`, or the process's command line, then either describe the run or train."""
     argv = sys.argv[1:] if argv is None else argv
@@ -104,28 +102,21 @@ def around(prog: str, lost: str = "nothing was written") -> Iterator[None]:
         sys.exit(INTERRUPTED)
 
 
-def describe(
-    config: RunConfig, arithmetic: Arithmetic, read: ReadRows, check: Check | None = None
-) -> str:
+def describe(config: RunConfig, arithmetic: Arithmetic, read: ReadRows, check: Check) -> str:
     """Return the resolved config as YAML that `--config` reads back, with arithmetic and an example as comments."""
     # What reading the rows prints goes to stderr, because stdout is the YAML that --config reads back.
     with contextlib.redirect_stdout(sys.stderr):
         RunFolder(config).check()
-        config.resolve()
-        hooks.check(config)
-        # Options that contradict each other are said before anything takes time.
+        goal = check_start(config, arithmetic)
         world = ranks.planned_ranks(config.sequence_parallel)
-        arithmetic(config, world)
-        goal = config.goal()
         tokenizer = load_tokenizer(config.model, config.revision)
         encoder = Encoder.of(config, tokenizer)
         with Reading(config.bad_rows) as reading:
             train, held_out = load_train_eval(config, reading=reading)
             sample = train.sampled(MOST_ROWS)
             examples = read(config, sample, encoder)
-            read(config.for_held_out(), held_out, encoder)
-            if check is not None:
-                check(config, encoder, held_out)
+            evaluated = read(config.for_held_out(), held_out, encoder)
+            check(config, encoder, [*examples, *evaluated], held_out)
 
         # Of a sample it is not known how many examples the rows come to.
         is_whole = len(sample) == len(train)

@@ -16,7 +16,6 @@ The `for` stays in the trainer, and so does the algorithm.
 """
 
 import contextlib
-import importlib.util
 import math
 import os
 import signal
@@ -28,9 +27,9 @@ from typing import Any, NoReturn, TypeVar
 from fused_rl.trainers.base import deepspeed_file, engine, ranks
 from fused_rl.trainers.base.files import hash_of, hash_of_model, hash_of_rows, io_errors_in_a_line
 from fused_rl.trainers.base.screen import phase, print_line, print_rank0
-from fused_rl.trainers.base.text import InputError, import_name_of
+from fused_rl.trainers.base.text import InputError, check_installed, import_name_of
 from fused_rl.trainers.data.order import RowOrder, in_steps
-from fused_rl.trainers.options import RunConfig
+from fused_rl.trainers.options import FOUR_BIT_PACKAGE, RunConfig
 from fused_rl.trainers.run import hooks, hub
 from fused_rl.trainers.run.learned import NOTHING, ByRow
 from fused_rl.trainers.run.logger import Logger, draw_curves
@@ -56,6 +55,21 @@ def restore_signals() -> None:
             signal.signal(number, _handlers.pop(number))
 
 
+def check_start(config: RunConfig, arithmetic: Arithmetic) -> Goal | None:
+    """Refuse options that contradict each other or need what is not there, before anything is read, as a dry run does
+    too; return the goal of the run.
+    """
+    config.check()  # options may have been set since the config was made, from Python
+    config.resolve()
+    hooks.check(config)
+    arithmetic(config, ranks.planned_ranks(config.sequence_parallel))
+    if config.wandb_project is not None:
+        check_installed("wandb_project", "wandb", "wandb")
+    if config.load_in_4bit:
+        check_installed("load_in_4bit", *FOUR_BIT_PACKAGE)
+    return config.goal()
+
+
 class Run:
     """A run of a trainer, and an iterator over (step, indices of the step's rows)."""
 
@@ -63,19 +77,14 @@ class Run:
         self, config: RunConfig, arithmetic: Arithmetic, on_step: hooks.OnStep | None = None
     ):
         """Meet the other processes and lock the folder."""
-        # Options may have been set since the config was made, from Python. What can be refused without the other
-        # processes is refused before they are waited for.
-        config.check()
+        # What can be refused without the other processes is refused before they are waited for.
         if config.dry_run:
             raise InputError(
                 f"dry_run is for the command: fused-rl {config.command} … --dry_run; leave it out"
             )
-        config.resolve()
-        hooks.check(config)
+        self.goal = check_start(config, arithmetic)
         self.on_step = hooks.chosen(config, on_step)
         self.hook_name = None if self.on_step is None else import_name_of(self.on_step)
-        arithmetic(config, ranks.planned_ranks(config.sequence_parallel))
-        self.goal = config.goal()
 
         # From here on all ranks act together: one with other options would wait for another collective, or train
         # something else.
@@ -84,9 +93,6 @@ class Run:
         ranks.check_equal({"command": config.command, **config.to_dict(), "deepspeed": passed})
         if deepspeed_file.changes_sums(config.deepspeed):
             print_rank0(deepspeed_file.changes_sums(config.deepspeed))
-        if config.wandb_project is not None and importlib.util.find_spec("wandb") is None:
-            raise InputError("wandb_project is set, but wandb is not installed: pip install wandb")
-
         # A token that may not write is found now, and not after hours of training.
         if config.push_to_hub:
             ranks.on_first_rank(lambda: hub.make_repository(config))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from fused_rl.trainers.base.text import InputError, load_function, name_of
 from fused_rl.trainers.data.encode import Encoder
 from fused_rl.trainers.data.rows import Rows
+from fused_rl.trainers.models.reward_model import check_reads_policy
 from fused_rl.trainers.rollouts.options import ROLLOUT_BATCH_SIZE
 from fused_rl.trainers.rollouts.roll_out import prompts_of
 from fused_rl.trainers.rollouts.types import Prompt, Scorer
@@ -144,6 +145,12 @@ def checked_scorers(config: ScorerConfig) -> list[Scorer]:
     """Return the scorers with which a dry run checks rows: all but the models that score."""
     specs = parse_scorers(config) if config.verifiers else []
     return [spec.load(config.answer_column) for spec in specs if spec.kind != REWARD_MODEL]
+
+
+def check_reward_models(config: Any, tokenizer) -> None:
+    """Refuse reward models that score and have another tokenizer than the policy; they are not loaded."""
+    for folder in config.reward_models().values():
+        check_reads_policy("reward model", folder, tokenizer, config.model)
 
 
 def scored_prompts(

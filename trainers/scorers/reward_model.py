@@ -83,10 +83,10 @@ def load_reward_model(
     """Return the reward model in a folder, which reads the responses of a policy; refuse one of other tokens."""
     options = {"dtype": engine.torch_dtype(held), "attn_implementation": policy.attn_implementation}
     # It reads token ids, so its tokenizer must be the policy's, and a head that was never trained has no opinion.
+    check_reads_policy("reward model", folder, tokenizer, policy.model)
     model = RewardModel.from_pretrained(folder, **options)
     if not has_score_head(model.classifier.config):
         what = "a language model without a head for scores; train it first with fused-rl reward"
         raise InputError(f"reward_model:{folder}: {what}")
-    check_reads_policy("reward model", folder, tokenizer, policy.model)
     frozen = engine.initialize_frozen(model.to(device).requires_grad_(False).eval(), held)
     return RewardModelScorer(scorer=RewardScorer(frozen, batch_size), **common)
