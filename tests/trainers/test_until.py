@@ -40,8 +40,8 @@ def test_a_run_ends_at_its_goal_as_if_its_steps_were_done_and_resumes(files, tmp
     stopped = tmp_path / "stopped"
     log = Run.log
 
-    def failing(run, metrics, samples=()):
-        log(run, metrics, samples)
+    def failing(run, metrics, *more):
+        log(run, metrics, *more)
         if run.step == 3:
             raise InputError("stopped")
 
