@@ -16,6 +16,7 @@ import contextlib
 import gc
 import io
 import itertools
+import os
 import statistics
 import tempfile
 import time
@@ -44,6 +45,8 @@ from fused_rl.trainers.run.parse import parse
 
 OURS, LEAN = "fused_rl", "fused_rl --kl_every 0"
 WORK = machine.ROOT / "runs" / "bench-trainers"
+# The folder that `make test-real` converts, where it is another one.
+REAL_MODEL = "FUSED_RL_REAL_MODEL"
 
 
 def seconds() -> float:
@@ -439,6 +442,43 @@ def large_grpo(folder: Path, seed: int, vocabulary=151_936, hidden_size=896, dty
     )
 
 
+QUESTIONS = (
+    "What is the capital of France, and what is it known for?",
+    "Explain in a few sentences why the sky is blue.",
+    "Write a short story about a dog that learns to swim.",
+    "How do I make a cup of tea?",
+)
+
+
+def real_grpo(folder: Path, seed: int):
+    """Return GRPO of SmolLM2-135M-Instruct, 4 prompts of 4 responses of up to 64 tokens in fp32."""
+    model = Path(os.environ.get(REAL_MODEL, machine.ROOT / ".venv-real" / "model"))
+    if not model.is_dir():
+        raise peers.Unavailable(f"no model in {model}: make test-real, or set {REAL_MODEL}")
+    prompts = [QUESTIONS[(seed + i) % len(QUESTIONS)] for i in range(64)]
+    return grpo.GRPOConfig(
+        model=str(model),
+        dataset=write_rows(folder / "rows.jsonl", [{"question": prompt} for prompt in prompts]),
+        output_dir=str(folder),
+        raw_prompt=True,  # as TRL takes a text
+        verifiers="bench.trainers:odd_letters",
+        seed=seed,
+        prompts_per_step=4,
+        group_size=4,
+        minibatches=1,
+        micro_batch_size=16,
+        max_new_tokens=64,
+        kl_coef=0.04,
+        dtype="float32",
+        eval_size=0,
+    )
+
+
+def odd_letters(response: str, row: dict) -> float:
+    """Return the share of characters with odd codes, so that no group has equal rewards."""
+    return sum(ord(letter) % 2 for letter in response) / max(1, len(response))
+
+
 def save_model(folder: Path, sizes: dict, words: int) -> None:
     """Write a Llama of these sizes with random weights, and a tokenizer of the words w2, w3, …"""
     import tokenizers
@@ -470,6 +510,7 @@ TASKS = {
     ("sft", "demo"): (demo_sft, 8),
     ("reward", "demo"): (demo_rewards, 8),
     ("grpo", "large head"): (large_grpo, 3),
+    ("grpo", "real model"): (real_grpo, 3),
 }
 
 
@@ -481,7 +522,10 @@ def run_task(
     for seed in seeds:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            config = make(folder, seed).replace(steps=steps, warmup_steps=0)
+            try:
+                config = make(folder, seed).replace(steps=steps, warmup_steps=0)
+            except peers.Unavailable as reason:
+                return [results.not_run(OURS, reason.status, str(reason), op, task)]
             kinds = {OURS: {"kl_every": 1}, LEAN: {"kl_every": 0}} if op == "grpo" else {OURS: {}}
             for implementation, changed in kinds.items():
                 for run in itertools.chain.from_iterable(runs.values()):
@@ -552,9 +596,9 @@ def command(args) -> int:
     print(machine.heading("cpu"), flush=True)
     for (op, task), (make, steps) in TASKS.items():
         found = run_task(op, task, make, args.steps or steps, args.seeds, args.peers)
-        print(
-            f"\n{op}, {task}: CPU time of a step\n{results.table(*results.steps(results.measured(found)))}"
-        )
+        measured = results.measured(found)
+        if measured:
+            print(f"\n{op}, {task}: CPU time of a step\n{results.table(*results.steps(measured))}")
         results.show_missing(found)
         rows += found
         results.save(args, rows)
