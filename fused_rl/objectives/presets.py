@@ -1,7 +1,6 @@
 """The options of `policy_loss`, and the known algorithms as a table of changes to them."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 from fused_rl.base.checks import (
@@ -24,6 +23,7 @@ from fused_rl.objectives.surrogates import (
     SURROGATES,
     RatioLevel,
     RolloutGate,
+    SurrogateFunction,
     SurrogateOptions,
 )
 
@@ -41,7 +41,7 @@ class PolicyLossOptions(SurrogateOptions):
 
     ratio_level: RatioLevel = "token"
     """Ratio of a token: its own (token), its sequence's geometric mean (sequence) or product (sequence-sum)."""
-    surrogate: str | Callable = "clip"
+    surrogate: str | SurrogateFunction = "clip"
     """clip, cispo, sapo, vespo, geo-mean, policy-gradient, ipo, dro, topr, kl-cov, clip-cov, cispo-masked, dppo-tv,
     dppo-kl, aspo, or your own function, on the command line module:function (docs/losses.md)."""
     loss_agg: LossAgg = "token-mean"
@@ -312,7 +312,7 @@ def resolve_options(
     return PolicyLossOptions(**{**read, **changes})
 
 
-def surrogate_of(chosen: PolicyLossOptions) -> Callable:
+def surrogate_of(chosen: PolicyLossOptions) -> SurrogateFunction:
     return chosen.surrogate if callable(chosen.surrogate) else SURROGATES[chosen.surrogate]
 
 

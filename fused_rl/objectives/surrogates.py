@@ -49,7 +49,8 @@ def by_token(level, log_ratio):
 
 
 # Surrogate: (log_ratio, advantages, logprobs, sequences, options), tensors (B, T) -> (B, T) loss,
-# lower is better.
+# lower is better; one of yours may return metrics beside it.
+SurrogateFunction = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
 
 
 class Surrogate(Protocol):
@@ -378,7 +379,7 @@ SURROGATES: dict[str, Surrogate] = {
 
 
 def evaluate(
-    surrogate: Callable, log_ratio, advantages, logprobs, sequences, options
+    surrogate: SurrogateFunction, log_ratio, advantages, logprobs, sequences, options
 ) -> tuple[Tensor, dict]:
     """The loss of each token, and metrics of each token by name, which a user's surrogate may return beside it.
 
