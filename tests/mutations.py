@@ -847,7 +847,7 @@ MUTATIONS = {
     ),
     "a resumed run forgets what it has printed": Mutation(
         "trainers/run/logger.py",
-        "            self.watch.see(entry)\n\n",
+        '            self.watch.see(entry, by_row.get(entry["step"], NOTHING))\n\n',
         "            pass\n\n",
         "tests/trainers/test_doctor.py -k resumed",
     ),

@@ -20,7 +20,13 @@ def found(history, config=FP32) -> dict[str, int]:
     watch, steps = Watch(config), {}
     for step, entry in enumerate(history):
         before = set(watch.found)
-        assert len(watch.see({"step": step, **entry})) == len(watch.found) - len(before)
+        # The rows of an evaluation stand around its figure, with a spread that no change here is within.
+        rows = {
+            key: [[value - 0.01, value + 0.01] * 4]
+            for key, value in entry.items()
+            if key.startswith("eval/") and not key.endswith("sampled")
+        }
+        assert len(watch.see({"step": step, **entry}, rows)) == len({*watch.found} - before)
         steps |= dict.fromkeys(set(watch.found) - before, step)
     return steps
 
@@ -55,6 +61,7 @@ CASES = [
     (of("val/stop_rate", 0.5, count=10), FP32, {}),
     (of(EVAL, 0.5, 0.6, 0.41), FP32, {"held-out-worse": 2}),
     (of(EVAL, 0.5, 0.6, 0.42), FP32, {}),  # within two standard errors of 0.044
+    (of(EVAL, 0.5, 0.3, 0.7), FP32, {"held-out-worse": 1}),  # and is withdrawn
     (of("eval/rm/accuracy", 0.5, 0.3), FP32, {"held-out-worse": 1}),
     (of("eval/dpo/accuracy", 0.5, 0.3), FP32, {"held-out-worse": 1}),
     (of("eval/loss", 2.0, 2.1), FP32, {"held-out-worse": 1}),
@@ -63,6 +70,17 @@ CASES = [
     (of(KL, 7.9, count=20, **LONG), FP32, {}),
     (of(KL, 1.0, 6.0, count=10, **LONG), FP32, {"kl-high": 16}),
     (of(KL, 0.1, 3.0, count=10, **LONG), FP32, {}),
+    (of("train/loss", 5.5, 54.0), FP32, {}),
+    (of("train/loss", 5.5, 56.0), FP32, {"exploding": 1}),
+    (of("train/rm/loss", 0.7, 9.9), FP32, {}),
+    (of("distill/kl", 0.7, 11.0), FP32, {"exploding": 1}),
+    (of("optim/grad_norm", 0.0, 0.5, 499.0), FP32, {}),
+    (of("optim/grad_norm", 0.0, 0.5, 501.0), FP32, {"exploding": 2}),
+    (
+        [{"eval/entropy": 5.0}, *of("policy/entropy_avg", 0.1, count=10)],
+        FP32,
+        {"entropy-collapsed": 10},
+    ),
     (of("policy/entropy_avg", 2.0, 0.1, count=10), FP32, {"entropy-collapsed": 19}),
     (of("policy/entropy_avg", 2.0, 0.1, count=10, frac_groups_all_solved=0.6), FP32, {}),
     (of("policy/clipfrac_avg", 0.6, count=10), FP32, {"clipped": 9}),
@@ -135,7 +153,7 @@ def test_a_run_that_learned_nothing_is_not_called_healthy(tmp_path, capsys):
         "finding: step 20: 90% of the groups of the last 20 steps have equal rewards (1% are"
     )
     assert lines[3] == (
-        "finding: step 100: the held-out accuracy of sampled responses did not change beyond its error; 90% of the "
+        "finding: step 100: the held-out accuracy of sampled responses shows no change beyond the error; 90% of the "
         "groups had equal rewards: warm start longer with sft, take easier rows, or a scorer that grades"
     )
     assert len(lines) == 4
@@ -152,8 +170,25 @@ def test_a_run_without_findings_says_that_it_learned_and_is_not_praised(tmp_path
     status, said, _ = run_doctor(
         capsys, good, made(tmp_path / "other", [{"step": 1, "lr": 10**400}])
     )
-    assert status == 1 and "unfinished: there is no model/ yet" in said
+    assert status == 1 and "unfinished: the run has not ended, and has no model/" in said
+    assert "did it learn? so far yes: held-out" in said
+    assert "there is no checkpoint to continue from" in said and "--resume" not in said
     assert "did it learn? Nothing here shows it: no held-out figure was measured twice" in said
+    assert "no condition holds, and nothing shows whether it learned" in said
+    (good / "checkpoints" / "step-5").mkdir(parents=True)
+    assert "continues with --resume" in run_doctor(capsys, good)[1]
+
+
+def test_a_run_that_died_of_its_learning_rate_is_told_so(tmp_path, capsys):
+    history = [{"step": 0, "eval/loss": 5.47}]
+    for step, loss, norm in ((1, 5.49, 2.97), (2, 6180.0, 12900.0)):
+        history.append({"step": step, "train/loss": loss, "optim/grad_norm": norm, "lr": 30.0})
+    config = "# fused-rl sft --config <this file>\nsteps: 30\neval_size: 16\n"
+    folder = made(tmp_path / "run", history, config)
+    (folder / "model").rmdir()
+    status, said, _ = run_doctor(capsys, folder)
+    assert status == 1 and "the run has not ended" in said and "of step 2" in said
+    assert "train/loss is 6.18e+03; in the first step it was 5.49; lr (30) is probably too" in said
 
 
 @pytest.mark.parametrize("name", cli.TRAINERS)

@@ -6,8 +6,10 @@ from statistics import stdev
 import pytest
 import torch
 
+from fused_rl.trainers.options import RunConfig
 from fused_rl.trainers.policy import signal
 from fused_rl.trainers.run.learned import error_of, residuals
+from fused_rl.trainers.run.logger import Logger, read_metrics, rows_by_step
 from fused_rl.trainers.run.rules import Watch
 from fused_rl.trainers.scorers.builtin import ExactMatch, Pattern
 
@@ -53,6 +55,7 @@ def watched(before, after, training=(), **config):
 
 
 ACCURACY, LOSS = "eval/accuracy_sampled", "eval/loss"
+UNKNOWN = "unknown: one held-out row has no error: held-out loss (nats per token) went from"
 HALF, NONE, ALL = [1.0, 0.0] * 4, [0.0] * 8, [1.0] * 8
 
 
@@ -67,6 +70,12 @@ HALF, NONE, ALL = [1.0, 0.0] * 4, [0.0] * 8, [1.0] * 8
         (LOSS, [2.0] * 8, [2.1, 2.2] * 4, "no: held-out loss (nats per token) rose", ["held-out-worse"]),
         ("eval/distill/kl", [3.0, 1.0] * 4, [2.5, 0.6] * 4, "yes: held-out KL to the teacher", []),
         ("eval/dpo/accuracy", [0.5] * 8, ALL, "yes: held-out accuracy on pairs rose from 0.5 ± 0", []),
+        # A change that the printed figures do not show, however surely it was measured.
+        (LOSS, [5.47] * 8, [5.469, 5.4691] * 4, "no: held-out loss (nats per token) changed by", ["not-learned"]),
+        # One row has no error.
+        (LOSS, [5.47], [5.2], f"{UNKNOWN} 5.47", []),
+        (LOSS, [5.2], [5.47], f"{UNKNOWN} 5.2", []),
+        (ACCURACY, [0.0], [0.0], "no: held-out accuracy of sampled", ["not-learned"]),
     ],
 )  # fmt: skip
 def test_the_verdict_is_that_of_the_change_beyond_two_errors(key, before, after, said, found):
@@ -93,8 +102,25 @@ def steps(count=40, **columns):
             "and most responses were cut: raise max_new_tokens",
         ),
         (steps(frac_reward_zero_std=0.9, frac_groups_all_solved=0.9), {}, "being solved: take"),
-        (steps(**{"rewards/a/std": 0.0}), {}, "all responses had the same score: warm start"),
+        (
+            steps(**{"rewards/a/std": 0.0, "objective/scores": 0.0}),
+            {},
+            "all responses had the same score (0): warm start longer with sft, take easier rows, or a scorer that",
+        ),
+        # What was cut does not explain it.
+        (
+            steps(**{"rewards/a/std": 0.0, "objective/scores": 0.3, "completions/clipped_ratio": 1.0}),
+            {},
+            "all responses had the same score (0.3): look at what the scorer reads",
+        ),
+        (
+            steps(frac_reward_zero_std=0.9, frac_groups_all_solved=0.9, **{"completions/clipped_ratio": 1.0}),
+            {},
+            "being solved: take harder",
+        ),
         (steps(reward=lambda step: step / 40), {}, "in training the reward rose"),
+        (steps(lr=0.0, **{"completions/clipped_ratio": 1.0}), {}, "error; lr was 0 in every step"),
+        (steps(lr=2.0, **{"policy/clipfrac_avg": 0.9}), {}, "too far (clipped): lr (2) is probably too large"),
         (
             steps(**{"objective/kl_exact": 1e-4}),
             {"kl_coef": 5.0},
@@ -127,6 +153,56 @@ def test_a_scorer_that_grades_is_followed_by_its_score():
     assert said.endswith("solved 0 → 0")
 
 
+def test_a_scorer_that_grades_is_followed_also_where_some_are_solved_and_the_accuracy_stands_beside_it():
+    before = {ACCURACY: HALF, "eval/score": [0.1, 0.2, 0.3, 0.4] * 2}
+    after = {ACCURACY: HALF[::-1], "eval/score": [0.6, 0.8, 0.9, 0.7] * 2}
+    said = watched(before, after).learned()
+    assert said.startswith("did it learn? yes: held-out score of sampled responses rose")
+    assert said.endswith("solved 0.5 → 0.5")
+    # Two scorers, of which the other may pay for the form alone.
+    both = steps(**{"rewards/a/std": 0.1, "rewards/b/std": 0.1, "reward": lambda step: step})
+    watch = watched(before, after, both)
+    assert watch.learned().startswith("did it learn? no: held-out accuracy of sampled responses")
+    assert "but the held-out score of sampled responses rose" in watch.found["not-learned"]
+    assert "exploits" not in watch.found["not-learned"]
+    # Right or wrong is no grade: the score is a line through the accuracy.
+    signs = {ACCURACY: HALF, "eval/score": [1.0, -1.0] * 4}, {ACCURACY: ALL, "eval/score": ALL}
+    assert "yes: held-out accuracy" in watched(*signs).learned()
+
+
+def test_the_advice_fits_what_the_run_has():
+    graded = {ACCURACY: NONE, "eval/score": [0.1, 0.2] * 4}
+    watch = watched(graded, graded, steps(frac_reward_zero_std=0.9))
+    assert "take easier rows" in watch.found["not-learned"]
+    assert "scorer that grades" not in watch.found["not-learned"]
+    fits = {LOSS: [2.0, 3.0] * 4}, {LOSS: [3.0, 2.0] * 4}
+    learns = steps(**{"train/loss": lambda step: 2 - step / 40})
+    assert "fits the training rows: take" in watched(*fits, learns).found["not-learned"]
+    assert (
+        watched({LOSS: [5.0]}, {LOSS: [4.0]}, learns)
+        .learned()
+        .endswith("a change of -0.75 ± 0.034")
+    )
+    assert watched({}, {}).no_condition.endswith(", and nothing shows whether it learned")
+    assert watched({ACCURACY: NONE}, {ACCURACY: ALL}).no_condition == "no condition holds"
+
+
+def test_what_the_run_has_seen_is_what_its_file_holds(tmp_path):
+    config = RunConfig(model="m", dataset="d", output_dir=str(tmp_path), steps=1)
+    logger = Logger(config, 0)
+    rng = random.Random(0)
+    for step in range(2):
+        sums = [5 + 1e-7 * rng.random() for _ in range(8)]
+        logger.log(step, {LOSS: sum(sums) / 8}, {LOSS: [sums, [1.0] * 8]})
+    logger.close()
+    watch = Watch({"dtype": "float32"})
+    by_row = rows_by_step(read_metrics(tmp_path / "held_out.jsonl"))
+    for entry in read_metrics(tmp_path / "metrics.jsonl"):
+        watch.see(entry, by_row[entry["step"]])
+    assert watch.evaluations == logger.watch.evaluations
+    assert watch.learned() == logger.watch.learned()
+
+
 def said_of(capsys, rewards, cut=0.0, scorer=None, texts=("the answer",), accuracy=None):
     rewards = torch.tensor(rewards, dtype=torch.float64)
     figures = {"clipped_ratio": cut, "score": rewards.mean().item()} | signal.spread(rewards)
@@ -156,6 +232,16 @@ def test_the_advice_follows_from_what_was_sampled(capsys):
     assert "regex finds an answer in 0% of the responses" in said_of(capsys, wrong, scorer=number)
     said = said_of(capsys, wrong, scorer=number, texts=("it is 5",), accuracy=0.0)
     assert "train SFT longer" in said
+    # What being cut does not explain comes first, and without a cause it may be one.
+    same = said_of(capsys, [[0.3] * 4] * 4, cut=1.0, accuracy=0.0)
+    assert "every response has the score 0.3: look at" in same and "max_new_tokens" not in same
+    solved = said_of(capsys, right, cut=1.0, accuracy=1.0)
+    assert "take harder" in solved and "max_new_tokens" not in solved
+    both = said_of(capsys, wrong, cut=1.0, scorer=number, accuracy=0.0)
+    assert both.index("raise max_new_tokens") < both.index("finds an answer in 0%")
+    # A scorer that grades, without differences in a group.
+    said = said_of(capsys, [[i / 10] * 4 for i in range(4)], accuracy=0.0)
+    assert "take easier rows" in said and "scorer that grades" not in said
     # A single response to each prompt has no group.
     assert said_of(capsys, [[0.0], [1.0]]).startswith("signal: the scores of 2 responses have mean")
 

@@ -21,6 +21,7 @@ def of_run(folder: Path) -> bool:
     from fused_rl.trainers.base.text import InputError
     from fused_rl.trainers.run.logger import read_metrics, rows_by_step
     from fused_rl.trainers.run.rules import RULES, Watch
+    from fused_rl.trainers.run.store import steps_in
 
     # What the run left: its options, with what dtype auto was, and its metrics.
     if not (folder / "metrics.jsonl").is_file():
@@ -46,20 +47,24 @@ def of_run(folder: Path) -> bool:
 
     # The one figure that says whether the run learned, what was examined, and the findings.
     steps = history[-1]["step"] if history else 0
-    print_line(f"{folder}: {watch.learned()}")
+    has_model = (folder / "model").exists()
+    print_line(f"{folder}: {watch.learned(ended=has_model)}")
     print_line(
         f"  {command[1]}, {steps} of {config.get('steps') or '?'} steps; examined: {len(history)} lines of "
         f"metrics.jsonl, for {len(RULES)} conditions (docs/doctor.md)"
     )
-    if not (folder / "model").exists():
+    if not has_model:
+        remedy = "there is no checkpoint to continue from"
+        if steps_in(folder / "checkpoints"):
+            remedy = "one that was stopped continues with --resume"
         print_line(
-            "  unfinished: there is no model/ yet; a run that was stopped continues with --resume"
+            f"  unfinished: the run has not ended, and has no model/; its last line is of step {steps}; {remedy}"
         )
     for finding in watch.found.values():
         print_line(f"  finding: {finding}")
     if not watch.found:
-        print_line("  no condition holds")
-    return not watch.found and (folder / "model").exists()
+        print_line(f"  {watch.no_condition}")
+    return not watch.found and has_model
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -9,12 +9,16 @@ import torch
 from fused_rl.trainers.base.screen import print_line
 from fused_rl.trainers.policy.groups import equal_rewards
 from fused_rl.trainers.rollouts.types import Scorer, shortened
+from fused_rl.trainers.run.learned import FAILED
 
 # Below this share of groups with a signal, of eight or more responses, training hardly moves (docs/tutorial.md).
 ENOUGH = 0.25
 GROUP = 8
 # Responses in which an answer is looked for.
 LOOKED_AT = 256
+
+
+CUT = "most responses are cut before they end: raise max_new_tokens, or warm start with sft so that they end"
 
 
 def spread(rewards: torch.Tensor) -> dict[str, float]:
@@ -56,19 +60,33 @@ def say(
         # Small groups differ less often: about in proportion, where few responses differ from the others.
         is_little = differ < ENOUGH * min(1, k / max(group_size, GROUP))
     print_line(f"signal: {seen}; {cut:.0%} of the responses were cut at {max_new_tokens} tokens")
-    if cut >= 0.5:
-        print_line(
-            "signal: most responses are cut before they end, which comes before all else: raise max_new_tokens, or "
-            "warm start with sft so that they end"
-        )
-    elif is_little:
-        print_line(
-            f"signal: {remedy(scorers, figures, texts)}; one response: {shortened(texts[0])}"
-        )
+    advice = []
+    if is_little:
+        advice = remedies(scorers, rewards, figures, texts)
+    elif cut >= 0.5:
+        advice = [CUT]
+    shown = "" if advice == [CUT] else f"; one response: {shortened(texts[0])}"
+    if advice:
+        print_line(f"signal: {'; '.join(advice)}{shown}")
 
 
-def remedy(scorers: Sequence[Scorer], figures: Mapping[str, float], texts: Sequence[str]) -> str:
-    """Return what to change where most scores are equal and few responses were cut."""
+def remedies(
+    scorers: Sequence[Scorer],
+    rewards: torch.Tensor,
+    figures: Mapping[str, float],
+    texts: Sequence[str],
+) -> list[str]:
+    """Return what to change where most scores are equal, the likeliest first."""
+    # What being cut does not explain: responses that are right, and one score that no failure has.
+    solved = figures.get("accuracy_sampled", 0)
+    if solved > 0.5:
+        return [f"{solved:.1%} of the responses are correct: take harder rows"]
+    if figures["score_std"] == 0 and figures["score"] not in FAILED:
+        return [
+            f"every response has the score {figures['score']:.3g}: look at what the scorer reads and returns"
+        ]
+    is_cut = figures["clipped_ratio"] >= 0.5
+    unless_longer = [CUT] if is_cut else []
     for scorer in scorers:
         # Of a scorer that looks for an answer, where it finds one.
         finds = getattr(scorer, "finds", None)
@@ -76,13 +94,15 @@ def remedy(scorers: Sequence[Scorer], figures: Mapping[str, float], texts: Seque
             continue
         found = sum(finds(texts[:LOOKED_AT])) / len(texts[:LOOKED_AT])
         if found < 0.1:
-            return (
+            return [
+                *unless_longer,
                 f"{scorer.name} finds an answer in {found:.0%} of the responses: change the scorer, or the form that "
-                "prompts and demonstrations ask for"
-            )
+                "prompts and demonstrations ask for",
+            ]
+    if is_cut:
+        return unless_longer
+    # Right or wrong are two scores; more of them are of a scorer that grades.
+    finer = "" if len(rewards.unique()) > 2 else ", or use a scorer that grades"
     if "accuracy_sampled" not in figures:
-        return "most scores are equal: use a scorer that grades, other rows, or a longer warm start"
-    accuracy = f"{figures['accuracy_sampled']:.1%} of the responses are correct"
-    if figures["accuracy_sampled"] > 0.5:
-        return f"{accuracy}: take harder rows"
-    return f"{accuracy}: train SFT longer, take easier rows, or use a scorer that grades"
+        return [f"most scores are equal: take other rows, a longer warm start{finer}"]
+    return [f"{solved:.1%} of the responses are correct: train SFT longer, take easier rows{finer}"]

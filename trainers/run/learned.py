@@ -25,6 +25,10 @@ class Evaluation(NamedTuple):
 
 # A change counts from so many standard errors on: about 95 %.
 ERRORS = 2
+# And from such a share of the figure on: a smaller one does not show in three digits, however small its error.
+SMALLEST = 1e-3
+# What scorers give a response without an answer.
+FAILED = (0, -1)
 # At most so many steps at either end of a run stand for its training figure.
 WINDOW = 10
 
@@ -48,6 +52,8 @@ HELD_OUT = (
     Figure("eval/kto/accuracy", "accuracy on marked responses"),
     Figure("eval/loss", "loss (nats per token)", "fell"),
 )
+# All that have an error of their own.
+WITH_ERROR = (*HELD_OUT, Figure("eval/accuracy_greedy", "accuracy of greedy responses"))
 # Beside the figure, without a verdict.
 BESIDE = {
     "eval/accuracy_sampled": "solved",
@@ -87,29 +93,46 @@ class Change(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Return "rose", "fell" or "no change", which is one within the error."""
+        """Return "rose", "fell", "no change", which is one within the error, or "unknown" without an error."""
         difference = self.end - self.start
-        # A difference of which no error is known counts.
-        allowed = 0.0 if math.isnan(self.error) else ERRORS * self.error
-        if abs(difference) <= allowed:
+        if self.is_small or abs(difference) <= ERRORS * self.error:
             return "no change"
+        if math.isnan(self.error):
+            return "unknown"
         return "rose" if difference > 0 else "fell"
+
+    @property
+    def is_small(self) -> bool:
+        """Return True if the change is too small a part of the figure to count, whatever its error."""
+        return abs(self.end - self.start) <= SMALLEST * max(abs(self.start), abs(self.end))
 
     @property
     def learned(self) -> bool:
         """Return True if the figure is better than it was."""
         return self.verdict == self.figure.better
 
+    @property
+    def in_words(self) -> str:
+        """Return the verdict as the verb of a sentence."""
+        if self.verdict == "unknown":
+            return "went"
+        if self.verdict != "no change":
+            return self.verdict
+        is_seen = abs(self.end - self.start) > ERRORS * self.error
+        return (
+            f"changed by less than {SMALLEST:.1%}"
+            if is_seen
+            else "shows no change beyond the error"
+        )
+
     def described(self) -> str:
         """Return what became of the figure, in words."""
         start = f"{with_error(self.start, self.start_error)} ({self.when[0]})"
         end = f"{with_error(self.end, self.end_error)} ({self.when[1]})"
-        verdict = self.verdict
-        if verdict == "no change":
-            verdict = "shows no change beyond the error:"
-        line = f"{self.figure.name} {verdict} from {start} to {end}"
+        colon = ":" if self.verdict == "no change" else ""
+        line = f"{self.figure.name} {self.in_words}{colon} from {start} to {end}"
         if math.isnan(self.error):
-            return f"{line}, error unknown"
+            return line
         by = with_error(self.end - self.start, self.error, sign="+")
         return f"{line}, a change of {by}" + (f" on {self.rows} rows" if self.rows else "")
 

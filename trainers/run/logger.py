@@ -86,8 +86,10 @@ class Logger:
         entry = {"step": step, **{key: float(value) for key, value in metrics.items()}}
         self.history.append(entry)
         _append(self.folder / "metrics.jsonl", [entry])
+        # What is concluded here and from the file is concluded from the same rows.
+        by_row = shortened(by_row)
         if by_row:
-            _append(self.folder / "held_out.jsonl", [{"step": step, **shortened(by_row)}])
+            _append(self.folder / "held_out.jsonl", [{"step": step, **by_row}])
         for key, value in metrics.items():
             self.board.add_scalar(key, value, step)
         if self.wandb is not None:

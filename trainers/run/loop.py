@@ -358,7 +358,7 @@ class Run:
                 *concluded,
                 f"model: {model}, curves: {folder / 'curves.png'}{kept}",
             )
-            findings = ", ".join(watch.found) or "no other findings"
+            findings = ", ".join(watch.found) or watch.no_condition
             print_line(
                 f"next: fused-rl doctor {folder} ({findings}), or tensorboard --logdir {folder}"
             )

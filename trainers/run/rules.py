@@ -14,11 +14,14 @@ from fused_rl.objectives.presets import PRESETS
 from fused_rl.trainers.run.learned import (
     BESIDE,
     CRITIC,
+    FAILED,
     HELD_OUT,
     NOTHING,
     TRAINING,
+    WITH_ERROR,
     ByRow,
     Change,
+    Figure,
     held_out_change,
     training_change,
 )
@@ -26,6 +29,10 @@ from fused_rl.trainers.run.metrics import keys_by
 
 # Steps that a mean is taken over: single steps say little.
 WINDOW = 10
+# Losses that are not negative, so that a multiple of the first one means something.
+LOSSES = "train/loss|train/(rm|dpo|kto)/loss|distill/kl"
+# Findings of a policy that went too far.
+TOO_FAR = ("exploding", "kl-high", "entropy-collapsed", "clipped")
 KEYS = keys_by("meaning")
 EVALUATED = {figure.key for figure in HELD_OUT} | {*BESIDE, "eval/kl_exact"}
 
@@ -54,12 +61,16 @@ class Watch:
         if figures:
             self.evaluations[1:] = [(entry["step"], figures, by_row)]
 
+        # A run that has recovered is not worse; if it gets worse again, that is news.
+        if figures and not held_out_worse(self):
+            self.found.pop("held-out-worse", None)
         # A condition that goes on holding is reported in the first step alone.
         new = {}
         for rule, (condition, change) in RULES.items():
             seen = None if rule in self.found else condition(self)
             if seen:
-                new[rule] = f"step {entry['step']}: {seen}; {change}"
+                advice = change if isinstance(change, str) else change(self)
+                new[rule] = f"step {entry['step']}: {seen}; {advice}"
         self.found |= new
         return [*new.values()]
 
@@ -79,14 +90,45 @@ class Watch:
         if len(self.evaluations) < 2 or self.config.get("critic_only"):
             return None
         first, last = self.evaluations
-        both = {key: (first[1][key], last[1][key]) for key in first[1] if key in last[1]}
-        # A scorer that grades may never give what counts as solved, and then its score says more.
-        if both.get("eval/accuracy_sampled") == (0, 0) and "eval/score" in both:
-            del both["eval/accuracy_sampled"]
-        for figure in HELD_OUT:
-            if figure.key in both:
-                return held_out_change(figure, first, last, number(self.config.get("eval_size")))
-        return None
+        known = {figure.key: figure for figure in HELD_OUT if figure.key in self.in_both}
+        # The score of one scorer that grades is what it trains for, and no response may count as solved. Several of
+        # them are also paid for other things, such as the form of an answer.
+        sampled = "eval/accuracy_sampled"
+        none_solved = sampled in known and first[1][sampled] == last[1][sampled] == 0
+        if "eval/score" in known and (none_solved or (self.grades and len(self.spreads()) < 2)):
+            known.pop(sampled, None)
+        return self.change_of(next(iter(known.values()))) if known else None
+
+    @property
+    def in_both(self) -> set[str]:
+        """Keys of the first evaluation and of the last one."""
+        return {key for key in self.evaluations[0][1] if key in self.evaluations[-1][1]}
+
+    def change_of(self, figure: Figure) -> Change:
+        """What became of a figure that both evaluations have."""
+        first, last = self.evaluations
+        return held_out_change(figure, first, last, number(self.config.get("eval_size")))
+
+    @property
+    def grades(self) -> bool:
+        """True if held-out problems with equally many solved responses have different scores."""
+        seen: set[tuple[float, float]] = set()
+        for _, _, rows in self.evaluations:
+            scores = rows.get("eval/score", [[]])[0]
+            solved = rows.get("eval/accuracy_sampled", [[0.0] * len(scores)])[0]
+            seen |= {*zip(solved, scores, strict=bool(scores))}
+        return len(seen) > len({solved for solved, _ in seen})
+
+    def spreads(self) -> list[float]:
+        """The standard deviation of each scorer's scores in the last steps."""
+        return [self.recent(key) for key in self.values if re.fullmatch("rewards/.*/std", key)]
+
+    @property
+    def no_condition(self) -> str:
+        """What is said of a run without findings."""
+        shows = [change for change in (self.held_out, self.trained) if change]
+        is_known = any(change.verdict != "unknown" for change in shows)
+        return "no condition holds" + ("" if is_known else ", and nothing shows whether it learned")
 
     @property
     def trained(self) -> Change | None:
@@ -101,11 +143,19 @@ class Watch:
                 return training_change(figure, finite)
         return None
 
-    def learned(self) -> str:
-        """Return a line that says whether the run learned, and by which figure."""
+    def learned(self, *, ended: bool = True) -> str:
+        """Return a line that says whether the run learned, and by which figure; or whether it has so far."""
         if change := self.held_out:
-            answer = "yes" if change.learned else "no"
-            return f"did it learn? {answer}: held-out {change.described()}{self.beside(change)}"
+            answer = ("" if ended else "so far ") + ("yes" if change.learned else "no")
+            in_training = ""
+            if change.verdict == "unknown":
+                answer = "unknown: no error of the figure is known"
+                if change.rows == 1:
+                    answer = "unknown: one held-out row has no error"
+                if trained := self.trained:
+                    in_training = f"; in training the {trained.described()}"
+            line = f"did it learn? {answer}: held-out {change.described()}"
+            return f"{line}{self.beside(change)}{in_training}"
         none = "no held-out figure was measured twice"
         if self.config.get("critic_only"):
             none = "the critic alone was trained"
@@ -125,24 +175,27 @@ class Watch:
             if key in before and key in after and key != change.figure.key and is_new:
                 others.append(f"{name} {before[key]:.3g} → {after[key]:.3g}")
         if "eval/kl_exact" in after:
-            others.append(f"KL {after['eval/kl_exact']:.3g} nats per response")
+            others.append(f"held-out KL {after['eval/kl_exact']:.3g} nats per response")
         return "".join(f"; {other}" for other in others)
 
     def conclude(self) -> list[str]:
         """At the end of a run, return a finding with its causes if the run did not learn."""
         change = self.held_out or self.trained
-        if change is None or change.learned or {"not-learned", "held-out-worse"} & {*self.found}:
+        if change is None or change.learned or change.verdict == "unknown":
+            return []
+        if {"not-learned", "held-out-worse"} & {*self.found}:
             return []
         seen = f"the {change.figure.name} in training"
         if self.held_out:
             seen = f"the held-out {change.figure.name}"
-        seen += (
-            " did not change beyond its error"
-            if change.verdict == "no change"
-            else f" {change.verdict}"
-        )
+        seen += f" {change.in_words}"
         self.found["not-learned"] = f"step {self.now['step']}: {seen}; {'; '.join(causes(self))}"
         return [self.found["not-learned"]]
+
+    @property
+    def has_rewards(self) -> bool:
+        """True in a run that samples responses and scores them."""
+        return "objective/scores" in self.values
 
     def in_fp32(self) -> bool:
         """Return True if a second forward pass repeats the first one to fp32 rounding."""
@@ -196,31 +249,39 @@ def held_out_worse(watch: Watch) -> str | None:
     change = watch.held_out
     if change is None or watch.evaluations[-1][0] != watch.now["step"]:
         return None
-    is_worse = change.verdict not in ("no change", change.figure.better)
+    is_worse = change.verdict not in ("no change", "unknown", change.figure.better)
     return f"held-out {change.described()}" if is_worse else None
 
 
 def kl_high(watch: Watch) -> str | None:
-    """Nats per response token: above 2, or above 1 and three times as many as ten steps before."""
+    """Nats per response token: above 2, or above 1 and three times as many as in the ten steps before."""
     # The metric is per response, and long responses have more of it without being further away.
     length = watch.mean("completions/mean_length")
     values = watch.values.get("objective/kl_exact", [])
     if len(values) < WINDOW or not length > 0:
         return None
     now = mean(values[-WINDOW:]) / length
-    before = mean(values[-2 * WINDOW : -WINDOW] or values) / length
-    seen = f"the KL to the starting model is {now:.2g} nats per token; ten steps before it was {before:.2g}"
+    seen = f"the KL to the starting model is {now:.2g} nats per token, the mean over the last ten steps"
+    before = math.inf
+    if earlier := values[-2 * WINDOW : -WINDOW]:
+        before = mean(earlier) / length
+        seen += f"; before that it was {before:.2g}"
     return seen if now > 2 or now > max(1, 3 * before) else None
 
 
 def entropy_collapsed(watch: Watch) -> str | None:
     """A tenth of its start; not where most problems are solved, as little is left to be unsure about."""
     start = mean(watch.values.get("policy/entropy_avg", [0])[:WINDOW])
+    since = "in the first ten it was"
+    # With too large a learning rate the first ten steps are too late.
+    before = watch.values.get("eval/entropy", [0])[0]
+    if before > start:
+        start, since = before, "before training, on held-out prompts, it was"
     now = watch.mean("policy/entropy_avg")
     solved = []
     for key in ("eval/accuracy_sampled", "frac_groups_all_solved"):
         solved.append(watch.values.get(key, [0])[-1])
-    seen = f"policy/entropy_avg is {now:.2g} nats over the last ten steps; in the first ten it was {start:.2g}"
+    seen = f"policy/entropy_avg is {now:.2g} nats over the last ten steps; {since} {start:.2g}"
     return seen if now < start / 10 and max(solved) <= 0.5 else None
 
 
@@ -243,6 +304,32 @@ def not_finite(watch: Watch) -> str | None:
     return over_ten_steps(norms, lambda norm: norm == 0)(watch)
 
 
+def exploding(watch: Watch) -> str | None:
+    """A loss of ten times the first one, or a gradient norm of a thousand times the largest before it."""
+    for key in watch.now:
+        earlier = [value for value in watch.values[key][:-1] if math.isfinite(value)]
+        value = number(watch.now[key])
+        if re.fullmatch(LOSSES, key) and earlier and value > 10 * max(earlier[0], 1):
+            return f"{key} is {value:.3g}; in the first step it was {earlier[0]:.3g}"
+        if key in KEYS["gradient norm"] and math.inf > value > 1000 * max(earlier, default=0) > 0:
+            return f"{key} is {value:.3g}; before, it was at most {max(earlier):.3g}"
+    return None
+
+
+def lower_lr(watch: Watch) -> str:
+    """Return what to do about a learning rate that is too large, with its value."""
+    largest = max(watch.values.get("lr", [math.nan]))
+    value = "" if math.isnan(largest) else f" ({largest:.2g})"
+    return f"lr{value} is probably too large: try a tenth of it"
+
+
+def why_worse(watch: Watch) -> str:
+    """Return what to do about a held-out figure that got worse."""
+    if watch.has_rewards:
+        return "read samples.jsonl: what is rewarded may not be what is evaluated"
+    return "lower lr, or take more rows or fewer passes over them"
+
+
 def sampler_differs(watch: Watch) -> str | None:
     """With lag the sampler has other weights on purpose."""
     nats = watch.mean("rollout/logprob_diff_abs", 3)
@@ -251,15 +338,18 @@ def sampler_differs(watch: Watch) -> str | None:
     return seen if nats > allowed and not watch.config.get("lag") else None
 
 
-RULES: dict[str, tuple[Callable[[Watch], str | None], str]] = {
+# What to change, or a function that says so.
+Advice = str | Callable[[Watch], str]
+RULES: dict[str, tuple[Callable[[Watch], str | None], Advice]] = {
     "first-ratio": (
         first_ratio,
         "the model's forward does not repeat itself: look for dropout, or use float32",
     ),
     "gradient": (
         not_finite,
-        "where not finite, lower lr and read the rows; where 0, look at the rewards",
+        "where not finite, lower lr and read the rows; where 0, the rewards are equal or no token of the rows counts",
     ),
+    "exploding": (exploding, lower_lr),
     "equal-rewards": (
         equal_rewards,
         "solved: take harder prompts; else warm start with sft, or a finer scorer",
@@ -274,7 +364,7 @@ RULES: dict[str, tuple[Callable[[Watch], str | None], str]] = {
     ),
     "held-out-worse": (
         held_out_worse,
-        "read samples.jsonl: what is rewarded may not be what is evaluated",
+        why_worse,
     ),
     "kl-high": (kl_high, "lower lr or raise kl_coef, and read samples.jsonl"),
     "entropy-collapsed": (entropy_collapsed, "lower lr, or raise kl_coef or entropy_coef"),
@@ -302,38 +392,66 @@ def causes(watch: Watch) -> list[str]:
     found = []
     change = watch.held_out
 
+    # Without a learning rate, or with too large a one, nothing else explains anything.
+    if max(watch.values.get("lr", [1])) == 0 and not watch.config.get("critic_only"):
+        return ["lr was 0 in every step, so no weight moved: raise lr"]
+    if too_far := [rule for rule in TOO_FAR if rule in watch.found]:
+        return [f"the run went too far ({', '.join(too_far)}): {lower_lr(watch)}"]
+
     # Nothing was left to learn, or nothing told good responses from bad ones.
     if change and "accuracy" in change.figure.key and change.start >= 0.98:
         found.append("nothing was left to learn: take harder rows")
     elif signal := no_signal(watch):
         found.append(signal)
+    silent = bool(found)
 
     # Training improved, and what is held out did not.
     trained = watch.trained
-    if change and trained and trained.learned:
+    better = [
+        watch.change_of(figure)
+        for figure in WITH_ERROR
+        if change and figure != change.figure and figure.key in watch.in_both
+    ]
+    better = [other for other in better if other.learned]
+    if better:
+        others = ", and ".join(f"the held-out {other.described()}" for other in better)
+        found.append(f"but {others}: raise steps, or eval_size, for a smaller error")
+    elif change and trained and trained.learned and watch.has_rewards:
         found.append(
             f"in training the {trained.described()}, so it fits the training rows or exploits the scorer: take more "
             "rows or fewer passes, and read samples.jsonl"
         )
-    found += too_small(watch)
-    return found or ["raise lr or steps, and read samples.jsonl"]
+    elif change and trained and trained.learned:
+        found.append(
+            f"in training the {trained.described()}, so it fits the training rows: take more rows or fewer passes"
+        )
+    # Where the rewards say nothing, a larger learning rate learns nothing faster.
+    if not silent:
+        found += too_small(watch)
+    samples = ", and read samples.jsonl" if watch.has_rewards else ""
+    return found or [f"raise lr or steps{samples}"]
 
 
 def no_signal(watch: Watch) -> str | None:
     """Return why most groups, or all scores, were equal."""
     equal = watch.recent("frac_reward_zero_std")
-    spreads = [watch.recent(key) for key in watch.values if re.fullmatch("rewards/.*/std", key)]
-    if equal >= 0.75:
+    score = watch.recent("objective/scores")
+    is_constant = max(watch.spreads(), default=1) < 1e-6
+    if is_constant:
+        seen = f"all responses had the same score ({score:.3g})"
+    elif equal >= 0.75:
         seen = f"{equal:.0%} of the groups had equal rewards"
-    elif spreads and max(spreads) < 1e-6:
-        seen = "all responses had the same score"
     else:
         return None
-    if watch.recent("completions/clipped_ratio") >= 0.5:
-        return f"{seen}, and most responses were cut: raise max_new_tokens"
     if watch.recent("frac_groups_all_solved") >= 0.5:
         return f"{seen}, being solved: take harder rows"
-    return f"{seen}: warm start longer with sft, take easier rows, or a scorer that grades"
+    # A response that was cut fails, so it does not explain any other score.
+    if is_constant and round(score, 6) not in FAILED:
+        return f"{seen}: look at what the scorer reads and returns"
+    if watch.recent("completions/clipped_ratio") >= 0.5:
+        return f"{seen}, and most responses were cut: raise max_new_tokens"
+    finer = "" if watch.grades else ", or a scorer that grades"
+    return f"{seen}: warm start longer with sft, take easier rows{finer}"
 
 
 def too_small(watch: Watch) -> list[str]:
@@ -348,7 +466,8 @@ def too_small(watch: Watch) -> list[str]:
     if moved < 0.01:
         found.append(f"the policy hardly moved ({moved:.2g} nats per response): raise lr or steps")
     elif (trained := watch.trained) and not math.isfinite(moved) and not trained.learned:
-        found.append(f"in training the {trained.described()}: raise lr or steps")
+        change = "raise lr or steps" if trained.verdict == "no change" else "lower lr"
+        found.append(f"in training the {trained.described()}: {change}")
     if watch.now["step"] < 20:
         found.append(f"only {watch.now['step']} steps were made: raise steps")
     return found
