@@ -218,6 +218,7 @@ def arithmetic(config: DistillConfig, world: int) -> dict[str, object]:
     return {
         "processes": world,
         "rows per step": f"{config.prompts_per_step} = {world} processes x {local}",
+        "optimizer steps": config.in_run(1),
         "sampled responses": f"{config.group_size} to each of {config.on_policy:.0%} of the rows",
         "scores, which are only shown": check_scorers(config) if config.verifiers else "none",
     }

@@ -67,6 +67,22 @@ class Needs(NamedTuple):
     """The message after `option=value` if it does not: why, and what to do."""
 
 
+def is_file_name(name: str) -> bool:
+    """Return True for a name that ends as files of rows do, packed with gzip or not."""
+    return name.removesuffix(".gz").endswith(FILES)
+
+
+def splits(option: str, dataset: str, default: str) -> Needs:
+    """Return the need of a split, which only a folder or a Hub dataset has."""
+    return Needs(
+        option,
+        lambda config: (
+            getattr(config, option) == default or not is_file_name(getattr(config, dataset) or "")
+        ),
+        f"has no meaning, as {dataset} is a file, without splits; write the rows you want into a file of their own",
+    )
+
+
 def without(condition: str) -> str:
     """Return the usual message of an unmet need."""
     return f"has no meaning without {condition}; give it, or leave the option out"
@@ -393,7 +409,16 @@ class DataConfig(Options):
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """Let rows that cannot be used end the run before a model is loaded, or skip them. Both print the reasons."""
 
-    needs: ClassVar = TEMPLATE_NEEDS
+    needs: ClassVar = (
+        *TEMPLATE_NEEDS,
+        splits("dataset_split", "dataset", "train"),
+        splits("eval_split", "eval_dataset", "test"),
+        Needs(
+            "eval_split",
+            lambda config: config.eval_split == "test" or config.eval_dataset is not None,
+            without("eval_dataset"),
+        ),
+    )
 
 
 class OptimConfig(Options):

@@ -57,9 +57,10 @@ def test_a_dry_run_says_what_the_run_would_say(name, folder, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
     capsys.readouterr()
-    main([*words, "--bad_rows", "skip", "--dry_run"])
+    main([*words, "--bad_rows", "skip", "--dry_run", "--warmup_steps", "99999"])
     printed = capsys.readouterr()
     assert "left out 3 of 40 rows" in printed.err and "one example: " in printed.out
+    assert "# warmup_steps: 99999 is not below the run's " in printed.out
 
 
 def of_other_tokens(model: str, to: Path) -> str:
@@ -145,8 +146,9 @@ def test_of_many_rows_a_sample_is_checked(folder, tmp_path, capsys, monkeypatch)
     monkeypatch.setattr(command, "MOST_ROWS", 6)
     rows = [{"prompt": f"{i}", "completion": "c"} for i in range(30)]
     words = words_of("sft", folder, tiny.jsonl(tmp_path / "rows.jsonl", rows), tmp_path)
-    sft.main([*words, "--batch_size", "8", "--dry_run"])
-    assert "checked 6 of 26 rows of " in capsys.readouterr().err
+    sft.main([*words, "--batch_size", "8", "--steps", "9", "--warmup_steps", "8", "--dry_run"])
+    printed = capsys.readouterr()
+    assert "checked 6 of 26 rows of " in printed.err and "is not below" not in printed.out
 
 
 def test_a_run_says_which_form_it_read_and_which_columns_it_did_not(folder, tmp_path, capsys):

@@ -2,21 +2,24 @@
 
 import dataclasses
 import importlib
+import math
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
-from fused_rl.trainers import cli, grpo
+from fused_rl.trainers import cli, grpo, sft
 from fused_rl.trainers.base.text import InputError, unknown
 from fused_rl.trainers.base.trl import ABSENT, NAMES, reason_of
 from fused_rl.trainers.commands import from_trl
 from fused_rl.trainers.commands.trl_files import CONFIGS, Found, read
+from fused_rl.trainers.data.order import in_steps
 from fused_rl.trainers.run.parse import parse
 from tests.trainers import tiny
 
 OPTIONS = [{*trainer.config_class().model_fields} for trainer in cli.TRAINERS.values()]
+GRPO = grpo.GRPOConfig.model_fields
 KNOWN = set().union(*OPTIONS)
 PAGE = (Path(__file__).parents[2] / "docs" / "from_trl.md").read_text(encoding="utf-8")
 
@@ -140,10 +143,112 @@ def test_the_arithmetic_of_a_rollout_is_that_of_trl():
     assert "steps 100 = max_steps 1200 / 12 updates of a rollout" in script
     assert "deepspeed --num_gpus 2 --module fused_rl.trainers.grpo" in script
     del options["max_steps"]
-    made, script = converted("GRPOConfig", 2, 800, **GIVEN, **options, num_train_epochs=2)
+    options["save_steps"] = 0.003
+    made, script = converted("GRPOConfig", 2, 864, **GIVEN, **options, num_train_epochs=2)
     assert made["num_train_epochs"] == 2 and made["warmup_steps"] == 240 and "200 steps" in script
-    made, script = converted("GRPOConfig", **GIVEN, num_generations=32)
-    assert "0.25, and must be a whole number" in script and "--processes N" in script
+    assert made["save_every"] == 1 and "0.003 x 2400 updates / 12 updates of a rollout" in script
+
+
+@pytest.mark.parametrize(("processes", "of_printing"), [(1, 1), (4, 1), (2, 8)])
+def test_a_printed_rollout_follows_the_processes_that_are_given(processes, of_printing):
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+    options |= {"generation_batch_size": 32 * of_printing, "steps_per_generation": 8}
+    made, script = converted("GRPOConfig", processes, **GIVEN, **options)
+    prompts = made.get("prompts_per_step", GRPO["prompts_per_step"].default)
+    assert prompts == 4 * processes and "whole" not in script
+    disagree = f"generation_batch_size={32 * of_printing} was resolved on {of_printing};"
+    assert (disagree in script) == (processes != of_printing)
+
+
+@pytest.mark.parametrize("group", [3, 7, 14, 32, 48])
+def test_groups_that_are_not_whole_name_the_processes_that_make_them_so(group):
+    script = converted("GRPOConfig", 1, **GIVEN, num_generations=group)[1]
+    fitting = int(re.search(r"its processes, (\d+) or a multiple", script)[1])
+    for processes in range(1, fitting + 1):
+        script = converted("GRPOConfig", processes, **GIVEN, num_generations=group)[1]
+        assert ("no whole groups" in script) == (processes < fitting)
+
+
+@pytest.mark.parametrize("epochs", [0.3, 1, 2.5])
+@pytest.mark.parametrize("held_out", [None, "e.jsonl"])
+def test_epochs_are_the_steps_of_our_run(epochs, held_out):
+    options = GIVEN | {"num_train_epochs": epochs, "warmup_ratio": 1.0, "save_steps": 0.3}
+    options |= {} if held_out is None else {"eval_dataset": held_out, "eval_strategy": "epoch"}
+    made, script = converted("SFTConfig", 1, 1003, **options)
+    trained = 1003 if held_out else 1003 - 64
+    config = sft.SFTConfig(model="m", output_dir="o", num_train_epochs=epochs, batch_size=8)
+    steps = in_steps(config, trained).steps
+    assert made["warmup_steps"] == steps and made["save_every"] == math.ceil(0.3 * steps)
+    assert f"{steps} steps = " in script and f"save_steps 0.3 x {steps} updates" in script
+
+
+@pytest.mark.parametrize(
+    ("config", "loss", "trained"),
+    [
+        ("CPOConfig", "sigmoid", "--loss_type sigmoid"),
+        ("CPOConfig", "hinge", "--loss_type sigmoid"),
+        ("DPOConfig", ["bco_pair"], "--loss_type sigmoid"),
+        ("DPOConfig", ["ipo", "sigmoid"], "ipo"),
+        ("SFTConfig", "dft", "negative log-likelihood"),
+        ("KTOConfig", "apo_zero_unpaired", "KTO's"),
+    ],
+)
+def test_another_loss_is_named_before_everything_else(config, loss, trained):
+    made, script = converted(config, **GIVEN, loss_type=loss)
+    first = script.splitlines()[1]
+    assert first.startswith("# ANOTHER LOSS than ") and trained in first
+    assert config in ("SFTConfig", "KTOConfig") or made["loss_type"] in first
+
+
+def test_held_out_rows_are_those_that_are_evaluated():
+    rows = GIVEN | {"dataset_test_split": "dev"}
+    for unevaluated in ({}, {"eval_strategy": "no"}):
+        made, script = converted("SFTConfig", **rows, **unevaluated, eval_dataset="e")
+        assert not {"eval_dataset", "eval_split"} & made.keys() and "last 64 rows" in script
+    rows["dataset_name"] = "hub/rows"
+    made, script = converted("SFTConfig", **rows, eval_strategy="epoch")
+    assert made["eval_dataset"] == "hub/rows" and made["eval_split"] == "dev"
+
+
+def test_reasons_name_what_to_do():
+    """Of each option that had another one's reason, a word of its own."""
+    words = {
+        "lr_scheduler_kwargs": "--lr_schedule module:function",
+        "use_cpu": "GPUs that it finds",
+    }
+    words |= {"gradient_checkpointing_kwargs": "--checkpoint_activations_on"}
+    words |= {"per_device_eval_batch_size": "a run evaluates", "chat_template": "save_pretrained"}
+    script = converted("SFTConfig", **GIVEN, **dict.fromkeys(words, "x"))[1]
+    for name, word in words.items():
+        assert [line for line in script.splitlines() if f"{name}=x" in line and word in line]
+    wandb = {"report_to": "wandb", "wandb_project": "p"}
+    made, script = converted("SFTConfig", **GIVEN, **wandb)
+    assert made["wandb_project"] == "p" and "report_to" not in script
+
+
+def test_defaults_that_differ_are_given():
+    rows = PAGE.split("## Defaults that differ")[1].split("## Options that have")[0]
+    for name, of in re.findall(r"^\| `(\w+)` of (\w+)", rows, re.MULTILINE):
+        defaults = from_trl.OF_ALL | (from_trl.DEFAULTS["GRPOConfig"] if of == "all" else {})
+        assert name in (defaults | from_trl.DEFAULTS.get(of, {})) or name.startswith("vllm_")
+    made, script = converted("SFTConfig", **GIVEN)
+    assert made["seed"] == 42 and "differ from those here: " in script and "--seed" in script
+    assert "seed" not in converted("SFTConfig", **GIVEN, seed=1)[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("# This file has been moved to https://a/b.py #\n", "moved to https://a/b.py; give that"),
+        ('"""Old name."""\nfrom trl.scripts.dpo import main\n', "imports from trl.scripts.dpo"),
+        ("from trl import PPOConfig\nPPOConfig()", "PPO is not converted; docs/from_trl.md"),
+        ("from trl import XYConfig, XYTrainer\nXYConfig()", "; XYConfig has no counterpart"),
+    ],
+)
+def test_a_file_without_a_config_says_where_to_look(tmp_path, text, said):
+    (tmp_path / "a.py").write_text(text)
+    with pytest.raises(InputError, match=said):
+        read(tmp_path / "a.py", None)
 
 
 SCRIPT = """
@@ -214,6 +319,25 @@ def test_an_older_script_is_followed_through_its_model_rows_and_options(tmp_path
     assert made.command == "sft" and expected | made.options == made.options
     script = from_trl.script_of(made)
     assert "the script changes the rows (map)" in script and "optim=adamw_8bit" in script
+    assert "push_to_hub" not in script
+
+
+def test_held_out_rows_that_a_script_makes_and_its_upload_are_named(tmp_path):
+    given = 'optim="adamw_8bit"'
+    text = OLDER.replace(given, 'eval_strategy="steps"').replace(
+        "print)", "print).train_test_split(9)"
+    )
+    text = text.replace(
+        "train_dataset=rows", 'train_dataset=rows["train"], eval_dataset=rows["test"]'
+    )
+    (tmp_path / "train.py").write_text(f"{text}model.push_to_hub('name')\n")
+    (found,) = read(tmp_path / "train.py", None)
+    made = from_trl.convert(found)
+    script = from_trl.script_of(made)
+    for rows, option in (("rows", "dataset"), ("held-out rows", "eval_dataset")):
+        assert f"changes the {rows} (map, train_test_split)" in script
+        assert f"as --{option}, without a split" in script
+    assert "eval_dataset" not in made.options and "the script calls push_to_hub()" in script
 
 
 def test_a_script_a_file_and_a_command_line_come_to_the_same(tmp_path, capsys):

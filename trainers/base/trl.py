@@ -25,6 +25,7 @@ NAMES: dict[str, str] = {
     # The optimizer, and the length of a run.
     "learning_rate": "--lr",
     "lr_scheduler_type": "--lr_schedule: constant, linear or cosine",
+    "lr_scheduler_kwargs": "a function of your own, --lr_schedule module:function (docs/hooks.md)",
     "warmup_ratio": "--warmup_steps, in updates",
     "adam_epsilon": "--adam_eps",
     "max_steps": "--steps, which count updates, or rollouts where responses are sampled",
@@ -152,7 +153,7 @@ ABSENT: dict[str, tuple[str, tuple[str, ...]]] = {
         + ("reward_processing_classes", "precompute_ref_*", "force_use_ref_model"),
     ),
     "Special tokens and templates": (
-        "save the tokenizer with them in the model's folder",
+        "set them on the tokenizer, save it and the model into one folder by save_pretrained, and give that as --model",
         ("eos_token", "pad_token", "chat_template", "chat_template_path"),
     ),
     "Distribution": (
@@ -162,12 +163,28 @@ ABSENT: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "Other optimizers": (
         "AdamW only, with the moments' first decay at 0.9",
-        ("optim", "optim_*", "adam_beta1", "lr_scheduler_kwargs"),
+        ("optim", "optim_*", "adam_beta1"),
     ),
     "Compilation and Liger": (
         "the loss comes from kernels of this project",
-        ("torch_compile*", "use_liger_*", "liger_kernel_config", "activation_checkpointing_kwargs")
-        + ("gradient_checkpointing_kwargs", "use_cache", "torch_empty_cache_steps"),
+        ("torch_compile*", "use_liger_*", "liger_kernel_config"),
+    ),
+    "How memory is saved": (
+        "--gradient_checkpointing and --checkpoint_activations_on choose; training keeps no cache of keys and values",
+        ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs", "use_cache")
+        + ("torch_empty_cache_steps",),
+    ),
+    "The device": (
+        "a run takes the GPUs that it finds, and a CPU without any; CUDA_VISIBLE_DEVICES chooses among them",
+        ("use_cpu", "no_cuda"),
+    ),
+    "Code of models": (
+        "models are those of transformers, whose code is installed; no code of a model's folder is run",
+        ("trust_remote_code",),
+    ),
+    "Reproducing and measuring": (
+        "--seed is all that a run's chance follows from; measure a run with tools of your own",
+        ("full_determinism", "debug", "benchmark", "benchmark_*"),
     ),
     "Half precision and 8 bits": (
         "bfloat16 or float32, and 4 bits under adapters by --load_in_4bit",
@@ -200,19 +217,19 @@ ABSENT: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "Mixtures of datasets": (
         "write the rows into one file",
-        ("datasets", "dataset_mixture", "dataset_mixer", "dataset_splits", "dataset_configs"),
+        ("datasets", "dataset_mixture", "dataset_mixer", "dataset_splits", "dataset_configs")
+        + ("concatenate_datasets",),
     ),
     "Evaluation by the Trainer": (
-        "there is one before, one after, and one every --eval_every steps",
+        "a run evaluates before its first step, after its last and every --eval_every steps, and chooses the batches",
         ("per_device_eval_batch_size", "eval_*", "do_*", "prediction_loss_only")
         + ("batch_eval_metrics", "skip_memory_metrics"),
     ),
     "The Hub and files": (
         "--push_to_hub uploads the model at the end; checkpoints hold all that a resumed run needs",
-        ("hub_*", "save_only_model", "save_safetensors", "save_on_each_node", "trust_remote_code")
+        ("hub_*", "save_only_model", "save_safetensors", "save_on_each_node")
         + ("model_init_kwargs", "teacher_model_init_kwargs", "teacher_model_revision")
-        + ("restore_callback_states_from_checkpoint", "enable_jit_checkpoint", "full_determinism")
-        + ("use_cpu", "debug", "benchmark", "benchmark_*", "concatenate_datasets"),
+        + ("restore_callback_states_from_checkpoint", "enable_jit_checkpoint"),
     ),
 }
 

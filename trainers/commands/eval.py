@@ -34,6 +34,7 @@ from fused_rl.trainers.options import (
     PositiveInt,
     Seed,
     check_revision,
+    splits,
     without,
 )
 from fused_rl.trainers.policy import signal
@@ -124,6 +125,7 @@ class EvalConfig(ScorerConfig, SamplingConfig):
 
     needs: ClassVar = (
         *TEMPLATE_NEEDS,
+        splits("dataset_split", "dataset", "test"),
         *(
             Needs(name, lambda config: config.verifiers is not None, without("--verifiers"))
             for name in SCORING[1:]

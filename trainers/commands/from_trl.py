@@ -21,6 +21,7 @@ from fused_rl.trainers import cli
 from fused_rl.trainers.base import trl
 from fused_rl.trainers.base.text import InputError, escaped
 from fused_rl.trainers.commands.trl_files import CONFIGS, Found, Unread, is_unread, read
+from fused_rl.trainers.data.order import steps_of as steps_of_passes
 from fused_rl.trainers.options import FIRST
 from fused_rl.trainers.run.command import around
 from fused_rl.trainers.run.parse import parse
@@ -40,6 +41,7 @@ OF_ALL: dict[str, Any] = {
     "eval_strategy": "no",
     "logging_steps": 10,
     "gradient_checkpointing": True,
+    "seed": 42,
 }
 OF_ROLLOUTS = {"max_completion_length": 512, "temperature": 1.0}
 OF_GROUPS = OF_ROLLOUTS | {"num_generations": 8, "num_iterations": 1, "epsilon": 0.2, "beta": 0.0}
@@ -78,6 +80,14 @@ REWARDS = {
     "think_format_reward": r"regex:(?s)^<think>(?!.*<think>).*?</think>.*$",
     "format": "format",
 }
+# What evaluations read in TRL.
+OF_EVALUATIONS = (
+    "eval_dataset",
+    "eval_dataset_config",
+    "eval_split",
+    "dataset_test_split",
+    "eval_dataset after",
+)
 # Values that ask for nothing, so that no comment is made of them.
 IDLE = (None, False, "", "none", "no", "auto", [], {})
 # Defaults of options without a counterpart, which a printed config has.
@@ -121,6 +131,8 @@ class Conversion:
         self.defaults = OF_ALL | DEFAULTS[found.config]
         self.options: dict[str, Any] = {}
         self.arithmetic: list[str] = []
+        self.another_loss: list[str] = []
+        """Losses of TRL that are not here, each with the one that the command trains."""
         self.comments: list[str] = []
         self.from_defaults: list[str] = []
         self.absent: dict[str, list[str]] = {}
@@ -189,18 +201,31 @@ def model_and_rows(made: Conversion) -> None:
     made.options["model"] = "MODEL" if model is None else model
     if model is None:
         made.comments.append("MODEL: the name or the folder of the model; give it yourself")
-    changed = made.left.pop("dataset_name after", None)
+    if not made.has("eval_strategy"):
+        for name in OF_EVALUATIONS:
+            made.left.pop(name, None)
+    changed = {
+        option: made.left.pop(f"{name} after", None)
+        for option, name in (("dataset", "dataset_name"), ("eval_dataset", "eval_dataset"))
+    }
     dataset = made.take("dataset_name")
     made.options["dataset"] = "DATASET" if dataset is None else dataset
     if dataset is None:
         made.comments.append("DATASET: a file, a folder or a name on the Hub; give it yourself")
-    if changed:
-        made.comments.append(
-            f"the script changes the rows ({changed}): save them by `to_json` and give that file as --dataset"
-        )
+    for option, changes in changed.items():
+        if changes:
+            rows = "rows" if option == "dataset" else "held-out rows"
+            made.comments.append(
+                f"the script changes the {rows} ({changes}): save them by `to_json` and give that file as --{option}, "
+                "without a split"
+            )
     made.options["output_dir"] = made.take("output_dir")
     made.renamed("dataset_train_split", "dataset_split")
-    made.renamed("dataset_test_split", "eval_split")
+    if "dataset_test_split" in made.left:
+        made.left.setdefault("eval_dataset", dataset)
+        made.left.setdefault("eval_split", made.left.pop("dataset_test_split"))
+    made.renamed("eval_dataset", "eval_dataset")
+    made.renamed("eval_split", "eval_split")
     revision = made.take("model_revision")
     made.give("revision", None if revision == "main" else revision)
 
@@ -248,10 +273,16 @@ def optimizer(made: Conversion) -> None:
     known = {"linear", "cosine", "constant"}
     kind = schedule if schedule in known else schedule.partition("_with")[0]
     if kind not in known:
-        made.say("lr_scheduler_type", "there are constant, linear and cosine; linear is taken")
+        made.say(
+            "lr_scheduler_type",
+            "linear is taken, not constant or cosine; --lr_schedule module:function takes yours (docs/hooks.md)",
+        )
         kind = "linear"
     elif kind != schedule and kind != "constant":
-        made.say("lr_scheduler_type", f"{kind} is taken, which ends at 0")
+        made.say(
+            "lr_scheduler_type",
+            f"{kind} is taken, which ends at 0; --lr_schedule module:function takes yours (docs/hooks.md)",
+        )
     made.give("lr_schedule", kind)
 
 
@@ -268,14 +299,18 @@ def length(made: Conversion, rows_of_step: int, updates: float, *, sampled: bool
     # The length, in TRL's updates if it is known.
     most, epochs = made.take("max_steps"), made.take("num_train_epochs")
     total = most if most > 0 else None
+    held_out = 0 if "eval_dataset" in made.options else made.known["eval_size"].default
+    trained = None if made.rows is None else max(1, made.rows - held_out)
+    rows = f"{made.rows} rows" if not held_out else f"({made.rows} - {held_out} held-out) rows"
     if most > 0:
         made.options["steps"] = steps_of(most, "max_steps", "steps")
     else:
         made.give("num_train_epochs", float(epochs), "num_train_epochs")
-        if made.rows is not None:
-            total = math.ceil(made.rows / rows_of_step) * epochs * updates
+        if trained is not None:
+            steps = steps_of_passes(float(epochs), trained, rows_of_step)
+            total = steps * updates
             made.arithmetic.append(
-                f"{total / updates:g} steps = {epochs:g} epochs x {made.rows} rows / {rows_of_step} rows of a step"
+                f"{steps} steps = {epochs:g} epochs x {rows} / {rows_of_step} rows of a step, rounded up"
             )
 
     # The warm-up, in updates; a fraction is one of all updates.
@@ -289,20 +324,28 @@ def length(made: Conversion, rows_of_step: int, updates: float, *, sampled: bool
         )
     elif ratio and not warmup:
         warmup = math.ceil(ratio * total)
-        made.arithmetic.append(f"warmup_steps {warmup} = {ratio:g} x {total:g} updates")
+        made.arithmetic.append(f"warmup_steps {warmup} = {ratio:g} x {total:g} updates, rounded up")
     made.give("warmup_steps", int(warmup))
 
     for kind, option in (("save", "save_every"), ("eval", "eval_every")):
         strategy = made.take(f"{kind}_strategy")
         every = made.take(f"{kind}_steps") or made.defaults["logging_steps"]
-        if strategy == "epoch" and made.rows is not None:
-            made.options[option] = max(1, made.rows // rows_of_step)
+        if strategy == "epoch" and trained is not None:
+            every = max(1, trained // rows_of_step)
+            made.options[option] = every
+            made.arithmetic.append(
+                f"{option} {every} = an epoch of {rows} / {rows_of_step} rows of a step, rounded down"
+            )
         elif strategy == "epoch":
             made.comments.append(
                 f"{kind}_strategy=epoch: --{option} counts {unit}; give --rows N to from-trl, or --{option} yourself"
             )
         elif strategy == "steps" and every < 1 and total is not None:
-            made.options[option] = steps_of(every * total, f"{kind}_steps", option)
+            steps = math.ceil(every * total / updates)
+            made.options[option] = steps
+            made.arithmetic.append(
+                f"{option} {steps} = {kind}_steps {every:g} x {total:g} updates{of_updates}, rounded up"
+            )
         elif strategy == "steps" and every >= 1:
             made.give(
                 option,
@@ -311,12 +354,15 @@ def length(made: Conversion, rows_of_step: int, updates: float, *, sampled: bool
                 f"{kind}_strategy",
             )
         elif strategy == "steps":
-            made.say(f"{kind}_steps", f"of all steps; give --{option} yourself")
+            made.say(
+                f"{kind}_steps",
+                f"a part of all steps; give --rows N to from-trl, or --{option} yourself",
+            )
         elif strategy == "best":
             made.say("save_strategy", "the last step's model is saved, and checkpoints have others")
         elif kind == "save":
             made.options[option] = 0
-    if not made.has("eval_strategy") and "eval_dataset" not in made.found.options:
+    if not made.has("eval_strategy"):
         made.comments.append(
             "eval_strategy is no: here the last 64 rows are held out and evaluated; --eval_size 0 trains on all rows"
         )
@@ -327,13 +373,18 @@ def output(made: Conversion) -> None:
     report_to = made.take("report_to") or []
     report_to = [report_to] if isinstance(report_to, str) else report_to
     others = [name for name in report_to if name not in ("none", "tensorboard", "all", "wandb")]
-    if "wandb" in report_to:
+    if "wandb" in report_to and not made.has("wandb_project"):
         made.comments.append("report_to=wandb: give --wandb_project and the project's name")
     if others:
         made.say("report_to", "TensorBoard, metrics.jsonl and Weights & Biases are written")
     if made.take("resume_from_checkpoint"):
         made.comments.append("resume_from_checkpoint: add --resume when you continue the run")
     made.left.pop("hub_token", None)
+    made.renamed("seed", "seed")
+    if made.left.pop("push_to_hub()", False) and not made.has("push_to_hub"):
+        made.comments.append(
+            "the script calls push_to_hub(): --push_to_hub true uploads the model at the end of the run"
+        )
 
 
 def update(made: Conversion, *, pairs: bool = False) -> int:
@@ -380,7 +431,7 @@ def sft(made: Conversion) -> None:
     made.give("prompt_column", None if column == "text" else column)
     loss = made.take("loss_type")
     if loss not in (None, "nll", "chunked_nll"):
-        made.say("loss_type", "the loss is the negative log-likelihood")
+        made.another_loss.append(f"{loss} of SFTConfig; the negative log-likelihood is trained")
     if made.left.pop("completion_only_loss", None) is False:
         made.say("completion_only_loss", "the prompt of a row is never trained")
     length(made, update(made), 1, sampled=False)
@@ -423,11 +474,15 @@ def dpo(made: Conversion) -> None:
         elif loss in listed and not is_cpo:
             made.give("loss_type", loss)
         else:
-            made.comments.append(
-                f"loss_type={losses[0]} of {made.found.config}: there is no such loss; --loss_type lists them"
+            made.options["loss_type"] = "sigmoid"
+            made.another_loss.append(
+                f"{losses[0]} of {made.found.config}; --loss_type sigmoid is DPO's, with a reference model"
             )
         if [name for name in losses[1:] if name != "sft"]:
-            made.say("loss_type", f"losses are not added up; {losses[0]} is taken")
+            summed = " + ".join(losses)
+            made.another_loss.append(
+                f"{summed}, as losses are not added up; {made.options.get('loss_type', loss)} is trained"
+            )
         if is_cpo:
             made.give("nll_coef", float(made.take("cpo_alpha")), "cpo_alpha")
         made.left.pop("simpo_gamma", None)
@@ -452,7 +507,7 @@ def kto(made: Conversion) -> None:
     made.renamed("beta", "beta")
     loss = made.take("loss_type")
     if loss != "kto":
-        made.say("loss_type", "the loss is KTO's, arXiv:2402.01306")
+        made.another_loss.append(f"{loss} of KTOConfig; KTO's, arXiv:2402.01306, is trained")
     made.left.pop("max_completion_length", None)
     length(made, update(made), 1, sampled=False)
 
@@ -534,9 +589,23 @@ def rollouts(made: Conversion) -> float:
     at_once = of_device * made.processes
     responses = made.take("generation_batch_size")
     per_rollout = made.take("steps_per_generation")
-    if responses is not None:
+    # A printed config has both, resolved for the processes that printed it.
+    if per_rollout is not None and responses not in (None, at_once * per_rollout):
+        made.comments.append(
+            f"generation_batch_size={responses} was resolved on {responses / (of_device * per_rollout):g}; "
+            f"steps_per_generation={per_rollout} is taken, which is {at_once * per_rollout} responses on "
+            f"{processes_of(made)}"
+        )
+    is_fixed = responses is not None and per_rollout is None
+    if is_fixed:
         per_rollout = responses / at_once
     per_rollout = per_rollout or accumulated
+    if per_rollout < accumulated:
+        made.arithmetic.append(
+            f"an update of TRL is on {accumulated / per_rollout:g} rollouts of {per_rollout:g} steps_per_generation; "
+            f"here it is one rollout, of {accumulated} gradient_accumulation_steps"
+        )
+        per_rollout = accumulated
     group = made.take("num_generations")
     made.give("group_size", group, "num_generations")
     prompts = made.whole(
@@ -544,12 +613,23 @@ def rollouts(made: Conversion) -> float:
         f"prompts_per_step {{}} = {of_device} per device x {per_rollout:g} steps_per_generation x "
         f"{processes_of(made)} / {group} num_generations",
     )
-    if at_once * per_rollout < group:
+    if at_once * per_rollout % group:
+        fitting = group // math.gcd(group, int(of_device * per_rollout))
+        remedy = (
+            "choose another num_generations"
+            if is_fixed
+            else f"give the number of its processes, {fitting} or a multiple of it, by --processes N of from-trl"
+        )
         made.comments.append(
-            f"{processes_of(made)} with {at_once * per_rollout:g} responses make no group of {group}: say how many "
-            "processes the script has, by --processes N of from-trl"
+            f"the {at_once * per_rollout:g} responses of {processes_of(made)} make no whole groups of {group}, and TRL "
+            f"refuses that; {remedy}"
         )
     made.give("prompts_per_step", prompts)
+    if prompts % made.processes:
+        made.comments.append(
+            f"{prompts} prompts do not divide over {processes_of(made)}, as a run here needs: start it on "
+            f"{math.gcd(prompts, made.processes)}, or give another --prompts_per_step"
+        )
     minibatches = made.whole(
         per_rollout / accumulated,
         f"minibatches {{}} = {per_rollout:g} steps_per_generation / {accumulated} gradient_accumulation_steps",
@@ -761,6 +841,7 @@ def is_default_of_transformers(name: str, value: Any) -> bool:
 def script_of(made: Conversion) -> str:
     """Return the shell script: comments, and the command."""
     lines = [f"# {made.found.config} of {made.found.where}, on {processes_of(made)}."]
+    lines += [f"# ANOTHER LOSS than {text}" for text in made.another_loss]
     lines += [f"#   {text}" for text in dict.fromkeys(made.arithmetic)]
     if made.from_defaults:
         names = " ".join(dict.fromkeys(made.from_defaults))

@@ -102,9 +102,33 @@ def read(path: Path, trainer: str | None) -> list[Found]:
     for run in found:
         run.config = CONFIGS[trainer] if trainer else run.config or config_of(run, path)
     if not found:
-        names = ", ".join(dict.fromkeys(CONFIGS.values()))
-        raise InputError(f"{path}: found no config that is converted ({names}), nor a command line")
+        raise InputError(f"{path}: {nothing_in(text)}")
     return found
+
+
+def nothing_in(text: str) -> str:
+    """Return why a file has nothing that is converted: it points elsewhere, or is of a trainer that is not here."""
+    moved = re.search(r"\bmoved to\s+(\S+)", text)
+    if moved:
+        return f"it says that it has moved to {moved[1]}; give that file"
+    imports = re.findall(r"^from (\S+) import .*$", text, re.MULTILINE)
+    others = [line for line in text.splitlines() if re.match(r"[^\s#\"')]", line)]
+    if imports and all(re.match(r"from|import|__all__", line) for line in others):
+        return f"it only imports from {', '.join(dict.fromkeys(imports))}; give the file of that"
+    names = dict.fromkeys(CONFIGS.values())
+    known = f"found no config that is converted ({', '.join(names)}), nor a command line"
+    if re.search(r"\bPPO(Config|Trainer)\b|\btrl ppo\b", text):
+        return (
+            "PPO is not converted; docs/from_trl.md has its options by name, in the table of options that have "
+            "another name, for fused-rl ppo"
+        )
+    given = re.findall(r"\b(\w+)(?:Config|Trainer)\(", text)
+    classes = re.findall(r"^from trl\S* import (.*)$", text, re.MULTILINE)
+    strange = [name for name in dict.fromkeys(given) if f"{name}Config" in " ".join(classes)]
+    there = (
+        f"; {', '.join(f'{name}Config' for name in strange)} has no counterpart" if strange else ""
+    )
+    return known + there
 
 
 def config_of(found: Found, path: Path) -> str:
@@ -281,6 +305,11 @@ class Script:
 
     def add_trainer(self, found: Found, config: ast.Call | None) -> None:
         """Add what the trainer is given beside its config: the model, the rows, the rewards, adapters."""
+        asked = [node for node in ast.walk(self.tree) if isinstance(node, ast.If)]
+        asked = [node for node in asked if "push_to_hub" in ast.unparse(node.test)]
+        conditional = {call for node in asked for call in ast.walk(node)}
+        if any(name_of(call.func) == "push_to_hub" for call in {*self.calls} - conditional):
+            found.options["push_to_hub()"] = True
         named = found.config.replace("Config", "Trainer")
         trainers = [call for call in self.calls if name_of(call.func).endswith("Trainer")]
         own = [call for call in trainers if config is not None and self.is_given(call, config)]
@@ -290,9 +319,6 @@ class Script:
             if call.args:
                 arguments.setdefault("model", call.args[0])
             for name, node in arguments.items():
-                evaluates = found.options.get("eval_strategy", "no") != "no"
-                if isinstance(node, ast.IfExp) and name == "eval_dataset" and not evaluates:
-                    continue
                 for option, value in self.argument(name, node).items():
                     # What is not on the command line has its default.
                     is_parsed = config is None and is_unread(value) and "_args." in value.source
@@ -387,9 +413,10 @@ class Script:
         values = (options.get("path"), options.get("name"), split)
         made = {name: value for name, value in zip(names, values, strict=True) if value is not None}
         kept = [change for change in dict.fromkeys(changes) if change not in ("shuffle",)]
-        return made | (
-            {f"{names[0]} after": ", ".join(reversed(kept))} if kept and is_train else {}
-        )
+        # The split of the file is then that of the training rows.
+        if "train_test_split" in kept and not is_train:
+            made = {}
+        return made | ({f"{names[0]} after": ", ".join(reversed(kept))} if kept else {})
 
     def set_later(self, config: ast.Call) -> dict[str, Any]:
         """Return the options that are set on the config after it is made."""

@@ -137,6 +137,13 @@ def read_order(path: Path) -> list[int]:
 Config = TypeVar("Config", bound=StepsConfig)
 
 
+def steps_of(passes: float, rows: int, per_step: int) -> int:
+    """Return the steps that so many passes over rows come to."""
+    # 0.1 of 30 rows is 3 rows, and not the 3.0000000000000002 of binary numbers, which would be a
+    # step more.
+    return math.ceil(Fraction(str(passes)) * rows / per_step)
+
+
 def in_steps(config: Config, rows: int) -> Config:
     """Return the config with the steps that its passes over `rows` rows come to; refuse a step of more than these."""
     per_step = config.rows_per_step
@@ -145,10 +152,7 @@ def in_steps(config: Config, rows: int) -> Config:
         raise InputError(f"{what}: a step would take some of them twice; choose at most {rows}")
     if config.num_train_epochs is None:
         return config
-    # 0.1 of 30 rows is 3 rows, and not the 3.0000000000000002 of binary numbers, which would be a
-    # step more.
-    passes = Fraction(str(config.num_train_epochs))
-    resolved = config.replace(steps=math.ceil(passes * rows / per_step))
+    resolved = config.replace(steps=steps_of(config.num_train_epochs, rows, per_step))
     what = f"num_train_epochs={config.num_train_epochs:g} of {rows} rows, {config.batch_option}={per_step}"
     print_rank0(f"{what}: {resolved.steps} steps")
     return resolved

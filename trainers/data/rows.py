@@ -12,7 +12,7 @@ from pathlib import Path
 from fused_rl.trainers.base.files import check_exists
 from fused_rl.trainers.base.screen import print_rank0
 from fused_rl.trainers.base.text import InputError, in_a_line
-from fused_rl.trainers.options import FILES
+from fused_rl.trainers.options import FILES, is_file_name
 
 # Reasons of lines that hold no row at all.
 NOT_JSON, NO_OBJECT = NO_ROW = ("not JSON in UTF-8", "expected a JSON object")
@@ -184,11 +184,6 @@ def checked(rows: Rows) -> Rows:
                 raise BadRow(NO_OBJECT, remedy, came=f"got {type(row).__name__}")
             objects.append(i)
     return rows if len(objects) == len(rows) else rows.subset(objects)
-
-
-def is_file_name(name: str) -> bool:
-    """Return True for a name that ends as files of rows do, packed with gzip or not."""
-    return name.removesuffix(".gz").endswith(FILES)
 
 
 def load_rows(

@@ -134,6 +134,13 @@ def describe(config: RunConfig, arithmetic: Arithmetic, read: ReadRows, check: C
         divided["processes"] = f"{ranks.processes()}, in {world} {together}"
     lines = [f"# {key}: {value}" for key, value in divided.items()]
     lines += [] if needed is None else [f"# memory per process: {needed}"]
+    updates = divided.get("optimizer updates in the run", divided.get("optimizer steps"))
+    for name in ("warmup_steps", "critic_warmup_steps"):
+        rising = getattr(config, name, None)
+        if rising and isinstance(updates, int) and rising >= updates:
+            lines.append(
+                f"# {name}: {rising} is not below the run's {updates} updates, so the learning rate rises to the end"
+            )
     lines += ["#", *example_lines(examples[0], encoder)]
     everything = config.dry_run == "all"
     title = "# the options that were given or follow from others; --dry_run all prints all of them"

@@ -1,7 +1,10 @@
+import re
+
 import pytest
 
 from fused_rl.trainers import sft
 from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.commands.eval import EvalConfig
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.encode import Encoder
 from fused_rl.trainers.data.order import RowOrder
@@ -54,6 +57,19 @@ def test_a_folder_of_several_configurations(tmp_path):
         with pytest.raises(InputError, match=f"{list(wrong.values())[0]}") as refused:
             read(**wrong)
         assert "\n" not in str(refused.value)
+
+
+def test_a_split_that_a_file_does_not_have_is_refused_at_once():
+    files = {"dataset": "d.jsonl", "eval_dataset": "e.csv.gz"}
+    assert DataConfig(**files, dataset_split="train", eval_split="test").eval_split == "test"
+    for split in ("train[:5%]", "test"):
+        with pytest.raises(InputError, match=f"^dataset_split={re.escape(split)} has no meaning"):
+            DataConfig(**files, dataset_split=split)
+    for others in (files, {"dataset": "hub/name"}):
+        with pytest.raises(InputError, match=r"^eval_split=dev has no meaning"):
+            DataConfig(**others, eval_split="dev")
+    with pytest.raises(InputError, match=r"^dataset_split=train has no meaning"):
+        EvalConfig(model="m", dataset="d.jsonl", dataset_split="train")
 
 
 def text_of(tokenizer, ids):
