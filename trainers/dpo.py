@@ -105,6 +105,7 @@ def measure(
         )
         return loss
 
+    assert config.micro_batch_size is not None  # resolved
     logprobs = logprobs_of(
         model,
         [(pair.chosen, pair.rejected) for pair in pairs],
@@ -203,6 +204,7 @@ def train(
             for rows in load_train_eval(config, dataset, eval_dataset, reading)
         )
     config = run.check_inputs(config, tokenizer, {}, rows=pairs, held_out=held_out)
+    assert config.steps is not None  # resolved
     with phase("loaded the model"):
         lm = language_model.load_lm(config, run.device)
         lm.unpadded_costs = unpadded_costs(lm.base)

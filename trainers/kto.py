@@ -71,6 +71,7 @@ def update(
     # The point of comparison: it moves with the policy, but no gradient flows through it.
     where = [row.where for row in rows]
     size, tokens = config.micro_batch_size, config.micro_batch_tokens
+    assert size is not None  # resolved
     logprobs = logprobs_of(model, [(row.mismatched,) for row in rows], size, tokens=tokens)
     check_finite(logprobs, where)
     baseline = fused_rl.kl_baseline(config.beta * (logprobs[:, 0] - reference[:, 1])).item()
@@ -147,6 +148,7 @@ def train(
             for part in load_train_eval(config, dataset, eval_dataset, reading)
         )
     config = run.check_inputs(config, tokenizer, {}, rows=rows, held_out=held_out)
+    assert config.steps is not None and config.micro_batch_size is not None  # resolved
     everything = [*rows, *held_out]
     with phase("loaded the model"):
         lm = language_model.load_lm(config, run.device)

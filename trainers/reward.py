@@ -129,6 +129,7 @@ def train_step(
     is_padded = costs is None or costs.masked
     if tokens is not None and is_padded:
         lengths = [pair.padded_tokens() for pair in pairs]
+    assert config.micro_batch_size is not None  # resolved
     size = pairs_at_once(config.micro_batch_size)
     scores = score_all(lengths, size, score, tokens=tokens, costs=costs)
     if not scores.isfinite().all():
@@ -169,6 +170,7 @@ def score_pairs(model, pairs: list[Pair], micro_batch_size: int) -> torch.Tensor
 
 def evaluate(model, tokenizer, pairs: list[Pair], config: RewardConfig) -> Evaluation:
     """Return the metrics `eval/rm/*` of the held-out pairs and a few of these with their scores."""
+    assert config.micro_batch_size is not None  # resolved
     with phase("evaluated on held-out pairs") as found:
         scores = score_pairs(model, pairs, config.micro_batch_size)
         metrics = pair_metrics(scores, pairs, config, "eval/rm/")
@@ -225,6 +227,7 @@ def train(
     config = run.check_inputs(
         config, tokenizer, {}, rows=pairs, held_out=held_out, reference_rows=reference
     )
+    assert config.micro_batch_size is not None  # resolved
     model, costs = _load(config, run.device, tokenizer, [*pairs, *held_out, *reference])
 
     # The run: `constants` normalise the scores, before training and again after it.
@@ -266,6 +269,7 @@ def train(
 
 def _load(config: RewardConfig, device: torch.device, tokenizer, pairs: list[Pair]) -> tuple:
     """Return the engine with the model, and what shared prompts cost in it or None."""
+    assert config.steps is not None  # resolved
     with phase("loaded the model"):
         model = load_reward_model(config, device)
         check_fits(

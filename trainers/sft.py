@@ -198,6 +198,7 @@ def micro_batches(
     most = config.micro_batch_tokens
     if most is None:
         size = config.micro_batch_size
+        assert size is not None  # resolved
         chosen = [indices[begin : begin + size] for begin in range(0, len(examples), size)]
     else:
         chosen = by_tokens([[i] for i in indices], tokens_by(tokens, costs), most)
@@ -336,6 +337,7 @@ def train(
     # Ranks must have read the same rows, and a resumed run those that it began with.
     models = config.reward_models()
     config = run.check_inputs(config, tokenizer, models, rows=pairs, held_out=[*held_out, *prompts])
+    assert config.steps is not None  # resolved
     with phase("loaded the model"):
         lm = language_model.load_lm(config, run.device)
         rows = (

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterable
 from numbers import Real
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,7 +82,7 @@ def _shortened(text):
     return shown if len(shown) <= 60 else shown[:60] + "…"
 
 
-def check_tensor(name: str, x: object, or_else: str = "") -> None:
+def check_tensor(name: str, x: Any, or_else: str = "") -> None:
     """`or_else`: what else it may have been, such as " or None"; the caller lets that pass."""
     if type(x) in PLAIN and x.layout == torch.strided:
         return
@@ -116,7 +116,7 @@ def is_number(x: object) -> bool:
     return isinstance(x, (int, float, Real)) and not isinstance(x, bool)
 
 
-def check_range(name: str, x: object, words: str, remedy: str = "") -> None:
+def check_range(name: str, x: Any, words: str, remedy: str = "") -> None:
     """Check a number of `RANGES`, in this one call: a loss has twenty of them."""
     low, high, ends = RANGES[words]
     # The exact types come first, because they need no further call.

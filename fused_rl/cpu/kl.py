@@ -16,6 +16,8 @@ Two paths: rows.c, and eager PyTorch, a few rows at a time, for machines without
 copied a few rows at a time on both.
 """
 
+from typing import Any
+
 import torch
 
 from fused_rl.cpu import native
@@ -117,7 +119,7 @@ def kl_bwd(
     `sums` are those of `js_fwd` with the same `shares`, or None for KL.
     """
     wanted = [side for side, wants in enumerate((wants_dx, wants_dy)) if wants]
-    gradients = [None, None]
+    gradients: list[Any] = [None, None]
     if softcap is None and native.takes(x, y):
         pair = native_pair(x, y, mask, inv_t, shares)
         means = (None, None) if sums is None else JensenShannonSums(*sums.contiguous())[1:]

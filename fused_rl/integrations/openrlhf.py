@@ -130,7 +130,7 @@ def _kl_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
     log_probs = torch.linspace(-6, 0, 24, device="cpu").to(dtype).requires_grad_()
     # Under the cap, beyond which the gradients differ.
     base = log_probs.detach() + torch.tensor([-2.0, -1.0, 1.0, 2.0], device="cpu").repeat(6)
-    tensors = {
+    tensors: dict[str, object] = {
         "log_probs": log_probs,
         "log_probs_base": base.to(dtype),
         "log_probs_old": log_probs.detach() - 0.3,

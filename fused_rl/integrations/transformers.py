@@ -265,7 +265,7 @@ class _FusedForward:
         if vars(self.model).get("forward") is self:
             del self.model.forward
 
-    def replicate(self) -> nn.Module:
+    def replicate(self) -> "PreTrainedModel":
         """The model's replica in `nn.DataParallel`, patched: this forward would run the model that was copied."""
         replica = type(self.model)._replicate_for_data_parallel(self.model)
         if vars(replica)["forward"] is not self:
@@ -343,7 +343,12 @@ def _self_test() -> str:
     """Compare loss and gradient of a Llama of a few hundred weights, patched and stock: "passed", or what differs."""
     import transformers
 
-    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 37}
+    shape: dict[str, Any] = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "vocab_size": 37,
+    }
     config = transformers.LlamaConfig(**shape, num_attention_heads=1, num_key_value_heads=1)
     with torch.random.fork_rng(), torch.device("cpu"):
         model = transformers.LlamaForCausalLM(config)

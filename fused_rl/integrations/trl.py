@@ -206,7 +206,7 @@ _PLAIN = "last_hidden weight targets temperature chunk_size logit_scale"
 
 def _head_logprobs(
     hidden, weight, bias, targets, temperature, softcap, scale, outputs, dtype
-) -> tuple[Tensor | None, ...] | None:
+) -> tuple[Any, ...] | None:
     """What `ChunkedLogProbFunction` returns; None for what is left to TRL."""
     if not _serves_head(hidden, dtype, scale, softcap) or not set(outputs) <= _OUTPUTS:
         return None
@@ -317,9 +317,8 @@ def _cross_entropy_loss(upcasts: bool):
             hidden, targets = hidden_states, shift_labels
         dtype = _compute_dtype(hidden_states, upcasts=upcasts)
         of_head = final_logit_softcapping, logit_scale
-        served = targets is not None and is_served(hidden_states, lm_head_weight)
         found = None
-        if served:
+        if targets is not None and is_served(hidden_states, lm_head_weight):
             counts = targets != IGNORED
             head = hidden[counts], lm_head_weight, lm_head_bias
             with _gathering()(lm_head_weight, lm_head_bias):

@@ -71,7 +71,9 @@ def divergence_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
         for shapes in (((5, 8), (37, 8), (37,)), ((5, 6), (37, 6), (37,)))
     )
     names = "hidden", "weight", "bias"
-    heads = {f"student_{name}": x.requires_grad_() for name, x in zip(names, student, strict=True)}
+    heads: dict[str, object] = {
+        f"student_{name}": x.requires_grad_() for name, x in zip(names, student, strict=True)
+    }
     heads |= {f"teacher_{name}": x for name, x in zip(names, teacher, strict=True)}
     options = {
         "temperature": 0.7,
@@ -92,7 +94,7 @@ def head_loss_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
     )
     labels = torch.randint(37, (2, 5), generator=generator, device="cpu")
     labels[0, :3] = -100
-    common = {
+    common: dict[str, object] = {
         "hidden_states": hidden,
         "lm_head_weight": weight,
         "lm_head_bias": bias,

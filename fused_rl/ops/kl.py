@@ -198,13 +198,13 @@ def _token_kl_backward(
     arguments = as_rows(x, y, mask, temperature, row_temperature)
     g = g.reshape(-1).contiguous()
     divergence = divergence.reshape(-1)
-    of_mixture = (None, None) if jsd_beta is None else (sums, shares_of(jsd_beta))
-    sums, shares = of_mixture
+    kept, shares = (None, None) if jsd_beta is None else (sums, shares_of(jsd_beta))
     backend = backend_of(x.device)
     gradients = backend.kl.kl_bwd(
-        g, *arguments, divergence, state, sums, wants_dx, wants_dy, softcap, shares
+        g, *arguments, divergence, state, kept, wants_dx, wants_dy, softcap, shares
     )
-    return tuple(x.new_empty(0) if d is None else d.view(x.shape) for d in gradients)
+    dx, dy = (x.new_empty(0) if d is None else d.view(x.shape) for d in gradients)
+    return dx, dy
 
 
 @_token_kl_backward.register_fake

@@ -7,7 +7,7 @@ backward where the gradient is formed in the forward pass (`linear_token_loss`),
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,14 +77,14 @@ def _token_gradients(token_loss, statistics, per_token):
     # Hooks of a checkpoint around the op would run its forward pass again for this graph, which ends here.
     own = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
     with torch.enable_grad(), own:
-        leaves = [None if x is None else x.detach().requires_grad_() for x in statistics]
+        leaves: list[Any] = [None if x is None else x.detach().requires_grad_() for x in statistics]
         values = token_loss(*leaves, *per_token)
         rows = statistics[1].shape
         if not isinstance(values, Tensor) or values.shape != rows:
             wanted = f"one value per token, {tuple(rows)}, unreduced"
             raise ValueError(f"token_loss must return {wanted}; got {described(values)}")
         total = values.float().sum()
-        gradients = [None] * len(leaves)
+        gradients: list[Any] = [None] * len(leaves)
         if total.requires_grad:  # a constant loss has no gradient
             used = [i for i, x in enumerate(leaves) if x is not None]
             found = torch.autograd.grad(total, [leaves[i] for i in used], allow_unused=True)
@@ -135,7 +135,7 @@ def _gradients_at_once(needs, hidden, weight, bias, targets, options, token_loss
     dentropy = torch.zeros_like(entropy)
     dlse = torch.zeros_like(entropy) if token_loss.takes_lse else None
     dmean = None if mean is None else torch.zeros_like(entropy)
-    upstream = dlogprobs, dentropy, dlse, dmean
+    upstream: tuple[Any, ...] = dlogprobs, dentropy, dlse, dmean
     for rows in tiles.blocks(n, step):
         # the tile's statistics, its loss, and the gradient of its logits
         inv_t = tiles.at(inv_temperature, rows)

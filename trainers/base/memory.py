@@ -274,7 +274,7 @@ def _layer_per_token(sizes: Sizes, run: Footprint) -> float:
     return _element(run) * saved + (4 * sizes.hidden if run.sixteen_bits else 0)
 
 
-def _logits(sizes: Sizes, run: Footprint, tokens: int) -> float:
+def _logits(sizes: Sizes, run: Footprint, tokens: float) -> float:
     """Return the bytes of logits that exist at once in the loss, and of the head's gradient beside them."""
     element = _element(run)
     dtype = torch.bfloat16 if run.sixteen_bits else torch.float32

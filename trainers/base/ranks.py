@@ -7,7 +7,7 @@ denominators and metrics are of ranks; files, printing, the engine's mean of gra
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,10 @@ Item = TypeVar("Item")
 
 
 _per_rank = 1  # processes that hold parts of the same sequences
-_sequence_group = None  # the process group of these
-_part_group = None  # the process group of those that hold the same part of each rank's sequences
+_sequence_group: Any = None  # the process group of these
+_part_group: Any = (
+    None  # the process group of those that hold the same part of each rank's sequences
+)
 
 
 def form(per_rank: int) -> None:
@@ -36,7 +38,7 @@ def form(per_rank: int) -> None:
     _part_group = part_groups[process() % per_rank]
 
 
-def sequence_group():
+def sequence_group() -> "dist.ProcessGroup | None":
     """Return the process group of those that hold parts of this rank's sequences; None if each is whole."""
     return _sequence_group
 

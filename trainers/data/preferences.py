@@ -57,6 +57,7 @@ class PairsConfig(RunConfig):
 def arithmetic(config: PairsConfig, world: int) -> dict[str, object]:
     """How the batch divides; raises on what does not."""
     local = ranks.divide_over("batch_size", config.batch_size, world)
+    assert config.micro_batch_size is not None  # resolved
     size = pairs_at_once(config.micro_batch_size)
     micro_batches = f"{math.ceil(local / size)} of {size} pairs = {2 * size} sequences"
     if config.micro_batch_tokens is not None:

@@ -113,7 +113,7 @@ class Costs:
     masked: bool = True
     """False if a row needs no mask, and so costs what its sequences do: they are not padded (`unpad`)."""
 
-    def flop(self, rows: int, width: int) -> float:
+    def flop(self, rows: int, width: float) -> float:
         """Return the cost of rows of `width` tokens, with attention over whole rows: a mask saves none of it."""
         return rows * width * (self.token + self.pair * width)
 

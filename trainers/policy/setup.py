@@ -60,6 +60,7 @@ def divided(config: PolicyConfig, world: int) -> dict[str, object]:
         # Of sequences that are as long as they may be.
         longest = config.max_prompt_length + config.max_new_tokens
         largest = max(1, config.micro_batch_tokens // longest)
+    assert largest is not None  # resolved
     micro_batches = math.ceil(minibatch / largest)
     if micro_batches * world > 1 and not config.may_divide_updates:
         raise InputError(
