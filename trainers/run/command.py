@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 from fused_rl.trainers.base import memory, ranks
 from fused_rl.trainers.base.screen import print_line, print_rank0
-from fused_rl.trainers.base.text import InputError, UnknownOptions, escaped
+from fused_rl.trainers.base.text import InputError, UnknownOptions, check_installed, escaped
 from fused_rl.trainers.data.encode import Encoded, Encoder, load_tokenizer
 from fused_rl.trainers.data.order import RowOrder, in_steps
 from fused_rl.trainers.data.reading import BadRows, Reading, load_train_eval
 from fused_rl.trainers.data.rows import Rows
-from fused_rl.trainers.options import RunConfig, to_yaml
+from fused_rl.trainers.options import FOUR_BIT_PACKAGE, RunConfig, to_yaml
 from fused_rl.trainers.run.loop import Arithmetic, Stopped, check_start
 from fused_rl.trainers.run.parse import parse
 from fused_rl.trainers.run.store import RunFolder, unlock
@@ -108,6 +108,8 @@ def describe(config: RunConfig, arithmetic: Arithmetic, read: ReadRows, check: C
     with contextlib.redirect_stdout(sys.stderr):
         RunFolder(config).check()
         goal = check_start(config, arithmetic)
+        if config.load_in_4bit:  # the run finds it missing when it loads the model
+            check_installed("load_in_4bit", *FOUR_BIT_PACKAGE)
         world = ranks.planned_ranks(config.sequence_parallel)
         tokenizer = load_tokenizer(config.model, config.revision)
         encoder = Encoder.of(config, tokenizer)

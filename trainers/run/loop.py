@@ -29,7 +29,7 @@ from fused_rl.trainers.base.files import hash_of, hash_of_model, hash_of_rows, i
 from fused_rl.trainers.base.screen import phase, print_line, print_rank0
 from fused_rl.trainers.base.text import InputError, check_installed, import_name_of
 from fused_rl.trainers.data.order import RowOrder, in_steps
-from fused_rl.trainers.options import FOUR_BIT_PACKAGE, RunConfig
+from fused_rl.trainers.options import RunConfig
 from fused_rl.trainers.run import hooks, hub
 from fused_rl.trainers.run.learned import NOTHING, ByRow
 from fused_rl.trainers.run.logger import Logger, draw_curves
@@ -65,8 +65,6 @@ def check_start(config: RunConfig, arithmetic: Arithmetic) -> Goal | None:
     arithmetic(config, ranks.planned_ranks(config.sequence_parallel))
     if config.wandb_project is not None:
         check_installed("wandb_project", "wandb", "wandb")
-    if config.load_in_4bit:
-        check_installed("load_in_4bit", *FOUR_BIT_PACKAGE)
     return config.goal()
 
 
