@@ -12,11 +12,11 @@ export TOKENIZERS_PARALLELISM := false
 ALL_CORES := $(if $(filter file,$(origin OMP_NUM_THREADS)),env -u OMP_NUM_THREADS)
 
 .PHONY: help
-# It fits a screen: targets that few people need stand after `#:`, and only their names are listed.
+# It fits a screen: targets that few people need stand after `#:`, and only their names are listed, in the last line.
 help:
 	@echo "make TARGET, where TARGET is one of"
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@awk -F ':.*#: ' '/^[a-z-]+:.*#: / {printf "%s %s", (n++ ? "" : "  also:"), $$1} END {print ""}' $(MAKEFILE_LIST)
+	@awk -F ':.*#: ' '/^[a-z-]+:.*#: / {printf "%s%s", (n++ ? " " : ""), $$1} END {print ""}' $(MAKEFILE_LIST)
 
 # Every target that needs .venv makes it, once, and again only when the requirements change.
 .PHONY: install
@@ -85,6 +85,10 @@ test-mutations: $(VENV)/installed  ## break the code, one slip at a time; a test
 .PHONY: test-faults
 test-faults: $(VENV)/installed  ## bad inputs and kills: some 500 faults of runs
 	FUSED_RL_FAULT_SEED=$${FUSED_RL_FAULT_SEED:-$$(date +%s)} $(BIN)/python -m pytest -q --show-capture=no tests/trainers/test_faults.py
+
+.PHONY: test-doctor
+test-doctor: $(VENV)/installed  #: what the doctor says of small broken and healthy runs of all trainers: 8 minutes
+	$(BIN)/python -m tests.trainers.doctor_corpus
 
 # A minute without an answer counts as a broken network, so nothing else may run meanwhile; it needs iproute2 and root.
 .PHONY: test-nodes
