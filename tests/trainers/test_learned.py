@@ -175,6 +175,10 @@ def test_the_advice_fits_what_the_run_has():
     watch = watched(graded, graded, steps(frac_reward_zero_std=0.9))
     assert "take easier rows" in watch.found["not-learned"]
     assert "scorer that grades" not in watch.found["not-learned"]
+    fell = {ACCURACY: ALL}, {ACCURACY: NONE}
+    assert "fewer passes" in watched(*fell).found["held-out-worse"]
+    rewarded = watched(*fell, steps(**{"objective/scores": 1.0})).found["held-out-worse"]
+    assert "what is rewarded may not be" in rewarded
     fits = {LOSS: [2.0, 3.0] * 4}, {LOSS: [3.0, 2.0] * 4}
     learns = steps(**{"train/loss": lambda step: 2 - step / 40})
     assert "fits the training rows: take" in watched(*fits, learns).found["not-learned"]
@@ -183,6 +187,8 @@ def test_the_advice_fits_what_the_run_has():
         .learned()
         .endswith("a change of -0.75 ± 0.034")
     )
+    far = steps(lr=3.0, **{"objective/kl_exact": 40.0, "completions/mean_length": 4.0})
+    assert "lr (3) is probably too large" in watched(*fell, far).found["held-out-worse"]
     assert watched({}, {}).no_condition.endswith(", and nothing shows whether it learned")
     assert watched({ACCURACY: NONE}, {ACCURACY: ALL}).no_condition == "no condition holds"
 

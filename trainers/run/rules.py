@@ -325,6 +325,8 @@ def lower_lr(watch: Watch) -> str:
 
 def why_worse(watch: Watch) -> str:
     """Return what to do about a held-out figure that got worse."""
+    if kl_high(watch) or entropy_collapsed(watch) or "exploding" in watch.found:
+        return f"{lower_lr(watch)}, since other signs of it hold as well"
     if watch.has_rewards:
         return "read samples.jsonl: what is rewarded may not be what is evaluated"
     return "lower lr, or take more rows or fewer passes over them"
