@@ -40,7 +40,7 @@ OPTIONS = {
 }  # fmt: skip
 
 # Name -> what is changed, and what the doctor must say.
-LR0, SMALL, LARGE = "lr was 0 in every step", "raise lr or steps", "probably too large"
+LR0, SMALL, LARGE = "lr was 0 in every step", "raise lr or steps", "probably too large|; lower lr"
 BROKEN = {
     "sft-lr-0": ({"lr": 0}, LR0),
     "sft-lr-small": ({"lr": 1e-9}, SMALL),
@@ -59,7 +59,7 @@ BROKEN = {
     "distill-lr-0": ({"lr": 0}, LR0),
     "distill-lr-large": ({"lr": 10}, LARGE),
     "grpo-lr-0": ({"lr": 0}, LR0),
-    "grpo-lr-large": ({"lr": 3}, f"{LARGE}|lower lr"),
+    "grpo-lr-large": ({"lr": 3}, LARGE),
     "grpo-constant": ({"verifiers": f"{MODULE}:constant"}, "look at what the scorer reads"),
     "grpo-solved": ({"verifiers": f"{MODULE}:ones"}, "take harder rows"),
     "grpo-none": ({"verifiers": f"{MODULE}:none"}, "the scorer judges nothing"),
