@@ -128,7 +128,7 @@ def words_of(command: str, options: dict, folder: Path, name: str) -> list[str]:
             "eval_dataset": "held_out_pairs.jsonl",
         }
     if command == "distill":
-        given["teacher"] = folder / "teacher"
+        given |= {"model": "half-warm", "teacher": folder / "warm"}
     given |= options
     for key in ("model", "dataset", "eval_dataset"):
         given[key] = folder / given[key]
@@ -159,7 +159,7 @@ def trained(command: str, options: dict, folder: Path, name: str) -> Path:
 
 
 def make_files(folder: Path) -> None:
-    """Sums and pairs, models of random weights, and one that answers sums with digits and then ends."""
+    """Sums and pairs, models of random weights, and two that answer sums with digits and then end, one more often."""
     # Numbers of two digits.
     sums = [{"question": f"{i}+{i % 7}?", "answer": str(i + i % 7)} for i in range(10, 80)]
     held_out, rows = sums[::4], [row for i, row in enumerate(sums) if i % 4]
@@ -173,9 +173,9 @@ def make_files(folder: Path) -> None:
     tiny.jsonl(folder / "swapped.jsonl", swapped)
     reward_runs.make_model(folder / "pairs")
     tiny.model_folder(folder / "model", pad_is_eos=True)
-    tiny.model_folder(folder / "teacher", pad_is_eos=True, seed=1)
-    warm = trained("sft", {"steps": 60, "eval_size": 0}, folder, "warm-start")
-    (warm / "model").rename(folder / "warm")
+    for name, steps in (("half-warm", 30), ("warm", 60)):
+        run = trained("sft", {"steps": steps, "eval_size": 0}, folder, f"start-{name}")
+        (run / "model").rename(folder / name)
 
 
 def says(run: Path) -> str:
