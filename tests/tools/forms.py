@@ -61,7 +61,7 @@ def examples(page: str) -> dict[str, dict]:
 def refusal(trainer: Trainer, row: dict, encoder: Encoder) -> str | None:
     """Return why a trainer cannot use a row, without its place and its columns; None if it trains on it."""
     # main has what a dry run reads the rows with.
-    config_class, _, _, read = trainer.module.main.args
+    config_class, _, _, read, *_ = trainer.module.main.args
     config = config_class(model="m", dataset="d", output_dir="o", **trainer.options)
     with contextlib.redirect_stdout(io.StringIO()):
         try:

@@ -161,7 +161,7 @@ def test_what_is_counted_is_what_a_step_takes(trainer, options, measured, tmp_pa
     peak = peak_of(config)
 
     module = importlib.import_module(cli.TRAINERS[trainer].module)
-    _, _, _, read = module.main.args
+    _, _, _, read, *_ = module.main.args
     encoder = Encoder.of(config, load_tokenizer(config.model))
     train, _ = load_train_eval(config)
     examples = read(config, train, encoder)

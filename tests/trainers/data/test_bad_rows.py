@@ -37,7 +37,7 @@ def lines_of(rows) -> bytes:
 
 def read(trainer: forms.Trainer, path, bad_rows="refuse") -> int:
     """The number of examples of a file, as a dry run reads it."""
-    config_class, _, _, read_rows = trainer.module.main.args
+    config_class, _, _, read_rows, *_ = trainer.module.main.args
     config = config_class(model="m", dataset="d", output_dir="o", **trainer.options)
     with Reading(bad_rows) as reading:
         rows = reading.add(load_rows(str(path), bad_rows=reading.bad))
