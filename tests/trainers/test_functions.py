@@ -339,7 +339,8 @@ def test_scorers_are_objects_in_python_and_stand_by_name_in_the_config():
         ("half", 2),
         ("Judge", 3),
     ]
-    assert "verifiers:\n- math\n- half\n- Judge\n" in to_yaml(given) and config.verifiers is None
+    named = f"verifiers:\n- math\n- {__name__}:half\n- {__name__}:Judge\n"
+    assert named in to_yaml(given) and config.verifiers is None
     (scorer,) = load_scorers(with_scorers(ScorerConfig(), [half]))
     assert scorer.function is half and (scorer.name, scorer.solved_at) == ("half", 1.0)
     with pytest.raises(InputError, match="are both given"):
