@@ -387,14 +387,14 @@ def output(made: Conversion) -> None:
         )
 
 
-def update(made: Conversion, *, pairs: bool = False) -> int:
+def update(made: Conversion, *, batch: str = "batch_size", pairs: bool = False) -> int:
     """The batch of trainers without a rollout; returns its rows."""
     of_device = made.take("per_device_train_batch_size")
     accumulated = made.take("gradient_accumulation_steps")
     rows = of_device * accumulated * made.processes
-    made.give("batch_size", rows)
+    made.give(batch, rows)
     made.arithmetic.append(
-        f"batch_size {rows} = {of_device} per device x {accumulated} gradient_accumulation_steps x "
+        f"{batch} {rows} = {of_device} per device x {accumulated} gradient_accumulation_steps x "
         f"{processes_of(made)}"
     )
     if made.has("per_device_train_batch_size"):
@@ -736,16 +736,7 @@ def distill(made: Conversion) -> None:
     made.options["teacher"] = "TEACHER" if teacher is None else teacher
     if teacher is None:
         made.comments.append("TEACHER: the name or the folder of the teacher; give it yourself")
-    of_device = made.take("per_device_train_batch_size")
-    accumulated = made.take("gradient_accumulation_steps")
-    prompts = of_device * accumulated * made.processes
-    made.give("prompts_per_step", prompts)
-    made.arithmetic.append(
-        f"prompts_per_step {prompts} = {of_device} per device x {accumulated} gradient_accumulation_steps x "
-        f"{processes_of(made)}"
-    )
-    if made.has("per_device_train_batch_size"):
-        made.options["micro_batch_size"] = of_device
+    prompts = update(made, batch="prompts_per_step")
     length(made, prompts, 1, sampled=False)
     beta = float(made.take("beta"))
     if 0 < beta < 1:
