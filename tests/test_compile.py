@@ -151,8 +151,7 @@ def test_ops_at_several_lengths(form, dynamic, backend):
         assert_same(step(compiled, *arguments), step(call, *arguments))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TOKENS)
+@pytest.mark.parametrize("name", [n if n == "policy_loss, gspo" else slow(n) for n in TOKENS])
 def test_functions_of_tokens_at_several_lengths(name):
     function = hostile_tokens.FUNCTIONS[name]
     # this test's own loss selects the tokens that count

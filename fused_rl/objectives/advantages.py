@@ -25,7 +25,7 @@ from fused_rl.base.checks import (
     described,
 )
 from fused_rl.base.masked import global_moments, whiten
-from fused_rl.objectives.options import arguments_of, check_names, check_ranges
+from fused_rl.objectives.options import RangedOptions, arguments_of, check_names, check_ranges
 
 Baseline = Literal["mean", "leave-one-out"]
 _ALONE = "group_size=1 has no other response to compare with; use group_size >= 2"
@@ -97,7 +97,7 @@ def _zero_where_equal(groups, advantages):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdvantageOptions:
+class AdvantageOptions(RangedOptions):
     """The options that only some advantages read, which `reads` names."""
 
     std_floor: NonNegative = 0.0

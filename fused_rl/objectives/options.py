@@ -3,10 +3,9 @@
 The public functions take these options as keywords, and the trainers make options of a run from the same fields.
 """
 
-import functools
 import typing
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any, ParamSpec, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, ParamSpec, TypeVar, get_args
 
 from fused_rl.base.checks import RANGES, check_choice, check_range
 
@@ -25,21 +24,25 @@ def arguments_of(
     return declared
 
 
-@functools.cache
-def ranges_of(options_class: type) -> dict[str, str]:
-    """Return the ranges of the options that are numbers, in the words of `checks.RANGES`."""
-    ranges = {}
-    for name, hint in typing.get_type_hints(options_class, include_extras=True).items():
-        for kind in (hint, *get_args(hint)):  # X, or one of X | None
-            if typing.get_origin(kind) is Annotated:
-                ranges[name] = kind.__metadata__[0]
-    return ranges
+class RangedOptions:
+    """Base of a dataclass of options that knows their ranges."""
+
+    ranges: ClassVar[dict[str, str]] = {}
+    """Option that is a number -> its range, in the words of `checks.RANGES`."""
+
+    def __init_subclass__(cls) -> None:
+        # Here, once, and not in a call of a loss: torch.compile could not trace the reading of type hints.
+        cls.ranges = {}
+        for name, hint in typing.get_type_hints(cls, include_extras=True).items():
+            for kind in (hint, *get_args(hint)):  # X, or one of X | None
+                if typing.get_origin(kind) is Annotated:
+                    cls.ranges[name] = kind.__metadata__[0]
 
 
-def check_ranges(options: Any) -> None:
+def check_ranges(options: RangedOptions) -> None:
     """Check every option of a dataclass that is a number and not its default, which may be None."""
     defaults = type(options)
-    for name, words in ranges_of(defaults).items():
+    for name, words in options.ranges.items():
         value = getattr(options, name)
         if value is getattr(defaults, name):
             continue

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fused_rl.base.checks import Finite, Fraction, MayBeInf, NonNegative, Positive, described
 from fused_rl.objectives.estimators import k3, sigmoid, tangent_exp
+from fused_rl.objectives.options import RangedOptions
 
 # Ratio level: (B, T) log-ratios of tokens -> (B, T); all but the token level give a sequence's
 # tokens one value.
@@ -105,7 +106,7 @@ def declares(
 
 
 @dataclass(frozen=True, kw_only=True)
-class SurrogateOptions:
+class SurrogateOptions(RangedOptions):
     """The options that only some surrogates read, which `declares` names."""
 
     sapo_temperature_pos: Positive = 1.0
