@@ -8,7 +8,7 @@ import torch
 
 from fused_rl.trainers.options import RunConfig
 from fused_rl.trainers.policy import signal
-from fused_rl.trainers.run.learned import error_of, residuals
+from fused_rl.trainers.run.learned import Figure, error_of, held_out_change, residuals
 from fused_rl.trainers.run.logger import Logger, read_metrics, rows_by_step
 from fused_rl.trainers.run.rules import Watch
 from fused_rl.trainers.scorers.builtin import ExactMatch, Pattern
@@ -40,6 +40,18 @@ def test_the_error_of_a_change_is_what_many_draws_of_rows_show():
     assert sum(errors) / 400 == pytest.approx(stdev(changes), rel=0.1)
     # Rows differ far more from each other than training changed each of them.
     assert sum(alone) > 5 * sum(errors)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4, 8, 64])
+def test_of_runs_that_changed_nothing_one_in_twenty_is_said_to_have_changed(rows):
+    rng = random.Random(rows)
+    verdicts = []
+    for _ in range(1000):
+        both = [[[rng.gauss(2, 1) for _ in range(rows)]] for _ in range(2)]
+        means = [{LOSS: ratio([*each, [1] * rows])} for each in both]
+        known = zip((0, 9), means, ({LOSS: each} for each in both), strict=True)
+        verdicts.append(held_out_change(Figure(LOSS, "loss", "fell"), *known, rows).verdict)
+    assert 0.03 < 1 - verdicts.count("no change") / 1000 < 0.07
 
 
 def watched(before, after, training=(), **config):

@@ -117,7 +117,7 @@ def test_the_same_seed_is_the_same_run_and_leaves_its_files(files, grpo_run, tmp
     evaluated = ["eval/accuracy_greedy" in m for m in tiny.read_metrics(grpo_run)]
     assert evaluated == [True, False, True, True]
     said = capsys.readouterr().out
-    assert "warning" not in said  # the first ratio is 1
+    assert "first_ratio" not in said
     ending = r"did it learn\? \w+: held-out .* on 4 rows; .*KL .* response\n(?:finding.*\n)?model: .*\nnext: fused-rl"
     assert len(re.findall(ending, said)) == 2
     for name in (

@@ -23,8 +23,9 @@ class Evaluation(NamedTuple):
     by_row: ByRow = NOTHING
 
 
-# A change counts from so many standard errors on: about 95 %.
-ERRORS = 2
+# A change counts from so many standard errors on, about 95 %: Student's quantile by the degrees of freedom up to which
+# it holds, since the error of few rows is itself uncertain. Of more of them it is 2.
+STUDENT = {1: 12.7, 2: 4.3, 3: 3.2, 4: 2.8, 6: 2.5, 10: 2.3, 30: 2.1}
 # And from such a share of the figure on: a smaller one does not show in three digits, however small its error.
 SMALLEST = 1e-3
 # What scorers give a response without an answer.
@@ -90,16 +91,24 @@ class Change(NamedTuple):
     error: float = math.nan
     """Standard error of the difference."""
     rows: int = 0
+    freedom: float = math.inf
+    """Degrees of freedom of that error."""
 
     @property
     def verdict(self) -> str:
         """Return "rose", "fell", "no change", which is one within the error, or "unknown" without an error."""
         difference = self.end - self.start
-        if self.is_small or abs(difference) <= ERRORS * self.error:
+        if self.is_small or not (math.isnan(self.error) or self.is_seen):
             return "no change"
         if math.isnan(self.error):
             return "unknown"
         return "rose" if difference > 0 else "fell"
+
+    @property
+    def is_seen(self) -> bool:
+        """Return True if the change is beyond its error."""
+        errors = next((many for most, many in STUDENT.items() if self.freedom <= most), 2)
+        return abs(self.end - self.start) > errors * self.error
 
     @property
     def is_small(self) -> bool:
@@ -118,10 +127,9 @@ class Change(NamedTuple):
             return "went"
         if self.verdict != "no change":
             return self.verdict
-        is_seen = abs(self.end - self.start) > ERRORS * self.error
         return (
             f"changed by less than {SMALLEST:.1%}"
-            if is_seen
+            if self.is_seen
             else "shows no change beyond the error"
         )
 
@@ -176,8 +184,9 @@ def held_out_change(
         # The same rows: what they have in common cancels.
         if len(both[0]) == len(both[1]):
             error = error_of([b - a for a, b in zip(*both, strict=True)])
+        rows = len(both[1])
         return known._replace(
-            start_error=errors[0], end_error=errors[1], error=error, rows=len(both[1])
+            start_error=errors[0], end_error=errors[1], error=error, rows=rows, freedom=rows - 1
         )
     if "accuracy" in figure.key and eval_size > 0:
         errors = [math.sqrt(max(value * (1 - value), 0) / eval_size) for value in values]
@@ -194,4 +203,5 @@ def training_change(figure: Figure, values: Sequence[tuple[int, float]]) -> Chan
     start, end = ([value for _, value in part] for part in (first, last))
     errors = error_of(start), error_of(end)
     when = f"steps {first[0][0]} to {first[-1][0]}", f"steps {last[0][0]} to {last[-1][0]}"
-    return Change(figure, when, mean(start), mean(end), *errors, math.hypot(*errors))
+    known = Change(figure, when, mean(start), mean(end), *errors, math.hypot(*errors))
+    return known._replace(freedom=2 * (count - 1))
