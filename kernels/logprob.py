@@ -3,11 +3,10 @@
 Forward (2 bytes per bf16 logit): a program per row streams tiles of K * LANES columns through the lanes of `online.py`
 and reduces them once at the end. `logprob_gradient.py` has the backward pass.
 
-A row's result has the same bits in any batch, at any stride and alignment, whether or not it is split over programs:
-- which columns meet in a lane, and in which order, follows from the column's number alone (`lanes.py` has the windows);
-- SEGMENT tiles make a segment, and V alone decides how many segments a row has; these are merged lane by lane and in
-  order, whether one program holds them all or each program holds one;
-- the sum over the lanes has the same bits in any order (`online.exact_sum`).
+A row's result has the same bits in any batch, at any stride and alignment, and split over programs or not:
+- which columns meet in a lane, and in which order, follows from the column's number alone: `lanes.py` has the windows;
+- SEGMENT tiles make a segment: V alone says how many; they merge lane by lane, in order, in one program or in many;
+- the reduction of the lanes is free of order.
 """
 
 import torch
@@ -55,12 +54,12 @@ from fused_rl.kernels.states import RowStatistics
 
 __all__ = ["logprob_bwd", "logprob_fwd"]
 
-TAIL = tl.constexpr(4)  # windows per tile in the masked end of a row; a tile has K of them elsewhere
+TAIL = tl.constexpr(4)  # windows per tile in the masked end of a row, where K are elsewhere
 
 
 @triton.jit
 def load_tile(window_ptr, tile, stop, K: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr):
-    """Return the windows of a tile in the bits that memory has; nothing is read from tile `stop` on."""
+    """The windows of a tile as they are in memory; from tile `stop` on nothing is read."""
     raw = ()
     for k in tl.static_range(K):
         raw = raw + (
@@ -86,10 +85,9 @@ def segment_state(
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Return the lane states over one segment, folded to one lane per thread, and the last window that was read.
+    """Lane states over one segment, and the last window read; the row begins `head` elements after `window_ptr`.
 
-    The row begins `head` elements after `window_ptr`, and `carry` is the window before the segment's next one. The
-    first `inside` tiles of the row, and the window after them, lie in the row whatever `head` is.
+    The first `inside` tiles lie in the row together with the window after them, wherever it begins.
     """
     lane = tl.arange(0, LANES)
     m, rest, t = start(LANES)
@@ -98,7 +96,6 @@ def segment_state(
     # whole tiles: where the row begins at a window, each window is loaded for itself
     if head == 0:
         if AHEAD:
-            # the loads of the next tile are under way while this one is computed
             raw = load_tile(window_ptr, first, whole, K, LANES, VEC)
             for i in tl.range(first, whole, num_stages=1):
                 after = load_tile(window_ptr, i + 1, whole, K, LANES, VEC)
@@ -117,10 +114,9 @@ def segment_state(
                         ),
                     )
                 m, rest, t = step(m, rest, t, xs, scale, K)
-        # the masked end below uses each window one step after it is loaded, so it needs the one where it begins
         if (first <= inside) & (inside < first + SEGMENT):
             carry = load_window(window_ptr, whole * K, 0, vocab, softcap, LANES, VEC)
-    # where it does not, a lane below `head` takes its element from the next window
+    # and where it does not, a lane below `head` takes its element from the next window
     else:
         for i in tl.range(first, whole, num_stages=STAGES):
             xs = ()
@@ -129,7 +125,7 @@ def segment_state(
                 xs = xs + (tl.where(lane < head, x, carry),)
                 carry = x
             m, rest, t = step(m, rest, t, xs, scale, K)
-    # the end of the row, where columns past it are masked
+    # the row's end, masked
     stop = tl.minimum((first + SEGMENT) * K, tl.cdiv(vocab, LANES))
     for i in tl.range(whole * K, stop, TAIL, num_stages=1):
         xs = ()
@@ -149,14 +145,14 @@ def segment_state(
 
 @triton.jit
 def wide_row(x_ptr, vocab, scale, scale_low, softcap, LANES: tl.constexpr):
-    """Return what `reduce_lanes` returns, but from two more reads of the row, which is right for logits of any size."""
+    """`reduce_lanes` from two more reads of the row, which makes it right for all logits."""
     lane = tl.arange(0, LANES)
     lane_m = tl.full((LANES,), float("-inf"), tl.float32)
     for begin in tl.range(0, vocab, LANES, num_stages=1):
         lane_m = tl.maximum(lane_m, load_columns(x_ptr, begin + lane, vocab, softcap))
     m = tl.max(lane_m, 0)
 
-    # the sums relative to the maximum; a logit of +inf or NaN makes them NaN
+    # about the maximum; +inf and NaN become NaN in the sums
     about = tl.where(m == float("-inf"), 0.0, m)
     off = scale_low / scale
     ties = tl.zeros((LANES,), tl.int32)
@@ -168,9 +164,8 @@ def wide_row(x_ptr, vocab, scale, scale_low, softcap, LANES: tl.constexpr):
         d = tl.fma(d, off, d)
         p = tl.exp2(d)
         ties += (x == m).to(tl.int32)
-        rest += tl.where(x == m, p - 1.0, p)  # p - 1 is 0, or NaN where the maximum is inf
+        rest += tl.where(x == m, p - 1.0, p)  # NaN from inf - inf
         t = tl.fma(p, -d, t)
-    # one element at the maximum is held out of `rest`; any others add 1 each
     more = tl.maximum(tl.sum(ties, 0) - 1, 0).to(tl.float32)
     return m, exact_sum(rest) + more, -LN2 * exact_sum(t)
 
@@ -195,9 +190,8 @@ def store_row(
     m, rest, t = reduce_lanes(lane_m, lane_rest, lane_t, scale, scale_low)
     if in_range(m, rest, t, scale) == 0:
         m, rest, t = wide_row(x_ptr, vocab, scale, scale_low, softcap, LANES)
-    banned = (m == float("-inf")) & (rest == rest)  # every logit of the row is -inf
+    banned = (m == float("-inf")) & (rest == rest)  # nothing but -inf
     target = tl.load(target_ptr + row)
-    # a target outside the vocabulary gets NaN
     known = (target >= 0) & (target < vocab)
     x = cap(tl.load(x_ptr + target, mask=known, other=0.0).to(tl.float32), softcap)
     log1 = log1p(rest)
@@ -212,7 +206,6 @@ def store_row(
 
 @triton.jit
 def store_zeros(outputs, row):
-    """Store 0 in the five outputs of a masked row."""
     for i in tl.static_range(5):
         tl.store(outputs[i] + row, 0.0)
 
@@ -240,10 +233,10 @@ def logprob_fwd_kernel(
     lse_ptr,
     m_ptr,
     rest_ptr,
-    lanes_ptr,  # (N - whole, segments, 3, THREADS) fp32: a program that has one segment leaves its lanes here
-    whole,  # the number of rows that have one program each; the rows after them have one program per segment
+    lanes_ptr,  # (N - whole, segments, 3, THREADS) fp32: where the programs of a segment leave its lanes
+    whole,  # rows that have a program each; those after them have one per segment
     segments,
-    shift,  # x begins this many elements after x_ptr, which is aligned to 16 bytes
+    shift,  # x begins so many elements after x_ptr, which is aligned to 16 bytes
     vocab,
     x_stride: tl.int64,
     inv_t,
@@ -254,7 +247,7 @@ def logprob_fwd_kernel(
     LANES: tl.constexpr,
     VEC: tl.constexpr,  # elements in 16 bytes
     SEGMENT: tl.constexpr,
-    STAGES: tl.constexpr,  # `launch.VARIANTS` describes this and the next
+    STAGES: tl.constexpr,  # this and the next: `launch.VARIANTS`
     AHEAD: tl.constexpr,
 ):
     THREADS: tl.constexpr = LANES // VEC
@@ -267,11 +260,9 @@ def logprob_fwd_kernel(
             return
     inv_t, scale, scale_low = row_scale(inv_t_ptr, row, inv_t, scale, scale_low)
     row_ptr, window_ptr, head = locate(x_ptr, shift, row, x_stride, VEC)
-    # a load of 16 bytes that begins in the first `streamed` columns ends in the row; the last columns come at the end
+    # columns; a whole load that begins in them ends in the row
     streamed = tl.maximum(vocab - 2 * VEC, 0)
     inside = tl.maximum(streamed - LANES, 0) // (K * LANES)
-    # the first window of this program, whose lanes below `head` lie before its columns and begin empty; where head
-    # is 0, it is needed only by a program that begins beyond the whole tiles
     column = first * SEGMENT * K * LANES + tl.arange(0, LANES) - head
     fresh = (column >= first * SEGMENT * K * LANES) & (column < streamed)
     fresh = fresh & ((head > 0) | (first * SEGMENT > inside))
@@ -374,18 +365,10 @@ def logprob_merge_kernel(
 
 
 def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
-    """Return the `RowStatistics` of the rows of logits, each (N,) fp32, with zeros in masked rows.
-
-    Args:
-        logits: (N, V) bf16, fp16 or fp32.
-        targets: (N,) int64; the log-probability of a target outside the vocabulary is NaN.
-        mask: (N,) bool, True for the rows that count, or None for all.
-        inv_temperature: 1 / temperature, a float or (N,) fp32.
-        softcap: logits x become softcap * tanh(x / softcap); None leaves them as they are.
-    """
+    """(N, V), (N,) int64, (N,) bool | None, float | (N,) fp32 -> statistics, (N,) fp32 each."""
     n, vocab = logits.shape
     new = [torch.empty(n, dtype=torch.float32, device=logits.device) for _ in RowStatistics._fields]
-    # separate tensors, not rows of one: each is aligned to 16 bytes, and an operator may not return views of one tensor
+    # tensors of their own: each begins at 16 bytes, and an operator may return them
     outputs = RowStatistics(*new)
     if n == 0:
         return outputs
