@@ -1,16 +1,17 @@
 """Generalised advantage estimation (arXiv:1506.02438, eq. 16) over the tokens that count, from the last to the first.
 
-With z = (1 - lambda) value + lambda return, a token needs one number of the next one that counts:
+With z = (1 - lambda) value + lambda return, a token needs only one number of the next token that counts:
 
     return_t = r_t + gamma z_{t+1},    advantage_t = return_t - value_t,
     z_t = b_t + rho z_{t+1},    b_t = (1 - lambda) value_t + lambda r_t,    rho = gamma lambda,
 
-z = 0 beyond the last, and a masked position hands z on. Within a block, with i_t the number of tokens before t that
-count, rho^i_t z_t is the sum of rho^i_j b_j over j >= t and of what comes from behind the block. Sums toward the front
-only add larger weights to smaller ones, so nothing cancels; a block is short enough for rho^i to stay within fp64.
+z is 0 beyond the last token, and a masked position passes z on unchanged. Within a block, with i_t the number of tokens
+before t that count, rho^i_t z_t is the sum of rho^i_j b_j over j >= t, plus what comes from behind the block. The sums
+run from the back, so larger weights are added to smaller ones, and a block is short enough for rho^i to stay within
+fp64.
 
-Bytes: rewards, values and mask are read once (their neighbours come from the cache) and two outputs written. Sums are
-fp64: a return may add up 10^5 rewards.
+Bytes: rewards, values and mask are read once (their neighbours come from the cache), and two outputs are written. The
+sums are fp64, because a return may add up 10^5 rewards.
 """
 
 import math
@@ -22,6 +23,7 @@ import triton.language as tl
 
 @triton.jit
 def _load(rewards_ptr, values_ptr, mask_ptr, t, T):
+    """Return reward and value of positions t in fp64, 0 where they do not count, and which of them count."""
     counts = tl.load(mask_ptr + t, mask=t < T, other=0) != 0
     r = tl.load(rewards_ptr + t, mask=counts, other=0.0).to(tl.float64)
     v = tl.load(values_ptr + t, mask=counts, other=0.0).to(tl.float64)
@@ -40,7 +42,7 @@ def gae_kernel(
     stride_v: tl.int64,
     stride_m: tl.int64,
     gamma,
-    gamma_low,  # scalars are fp32: each number comes as a sum of two
+    gamma_low,  # scalars arrive as fp32, so each number comes as a sum of two
     gae_lambda,
     gae_lambda_low,
     log2_rho,
@@ -56,9 +58,10 @@ def gae_kernel(
     log2_rho_64 = log2_rho.to(tl.float64) + log2_rho_low.to(tl.float64)
     cols = tl.arange(0, BLOCK)
     blocks = tl.cdiv(T, BLOCK)
-    z_behind = gamma_64 * 0
+    z_behind = gamma_64 * 0  # a zero in fp64
     for back in tl.range(0, blocks, num_stages=1):
         t = (blocks - 1 - back) * BLOCK + cols
+        # z_{t+1}, from the tokens one position later
         r, v, counts = _load(rewards_ptr, values_ptr, mask_ptr, t + 1, T)
         one = counts.to(tl.int32)
         i = tl.cumsum(one, 0) - one
@@ -76,19 +79,27 @@ def gae_kernel(
 
 
 def _split(x):
+    """Return a number as the sum of two that survive a cast to fp32."""
     high = float(torch.tensor(x, dtype=torch.float32, device="cpu"))
     return high, x - high
 
 
 def gae(rewards, values, mask, gamma, gae_lambda, dtype):
-    """(B, T), (B, T), (B, T) bool, floats -> advantages, returns, (B, T) in `dtype`; strides of T are 1."""
+    """Return advantages and returns, (B, T) in `dtype` and contiguous, with 0 where a token does not count.
+
+    Args:
+        rewards, values: (B, T) of any floating dtype; the stride of T must be 1, for the mask too.
+        mask: (B, T) bool, True for the tokens that count.
+        gamma, gae_lambda: floats in [0, 1].
+    """
     rows, length = rewards.shape
     advantages = torch.empty(rows, length, device=rewards.device, dtype=dtype)
     returns = torch.empty_like(advantages)
-    # against log2(0); the difference is far below fp64's resolution
+    # log2(0) would be infinite, and rho^1 of 2^-100 is 0 beside the other terms in fp64
     rho = max(gamma * gae_lambda, 2.0**-100)
     log2_rho = math.log2(rho)
     block = max(8, min(1024, triton.next_power_of_2(length)))
+    # rho^i of a block must not underflow: fp64 reaches down to 2^-1022
     while block * -log2_rho > 900:
         block //= 2
     if advantages.numel():

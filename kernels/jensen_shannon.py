@@ -1,17 +1,17 @@
-"""The Jensen-Shannon divergence of rows of logits x, y, over the state that the forward of `kl.py` leaves.
+"""The Jensen-Shannon divergence of rows of logits x, y, from the state that the forward pass of `kl.py` keeps.
 
-With p, q the probabilities, s and r = 1 - s their shares in the mixture m = s p + r q (arXiv:2306.13649, eq. 1, where
-r is beta), delta = log(p / q), a = log(p / m), b = log(q / m) and g the upstream gradient of the divergence
-s sum(p a) + r sum(q b):
+Let p, q be the probabilities, s and r = 1 - s their shares in the mixture m = s p + r q (arXiv:2306.13649, eq. 1, where
+r is beta), delta = log(p / q), a = log(p / m) and b = log(q / m). The divergence is s sum(p a) + r sum(q b), and with
+its upstream gradient g
 
     dx = g s p (a - sum(p a)) / T    dy = g r q (b - sum(q b)) / T
 
-The terms of a column cancel where p and q are close. With t = m / p - 1 and t' = m / q - 1, for which s p t + r q t'
-is 0, they are s p [t - log1p(t)] + r q [t' - log1p(t')], and neither is negative. Of halves the sum over the larger of
-p and q is a polynomial of |delta|, with half of the instructions.
+The two terms of a column cancel where p and q are close. With t = m / p - 1 and t' = m / q - 1, for which
+s p t + r q t' = 0, they are s p [t - log1p(t)] + r q [t' - log1p(t')], and neither is negative. If both shares are one
+half, their sum divided by the larger of p and q is a polynomial in |delta|, which takes half the instructions.
 
-Bytes: the terms need both normalisers first, so after KL's sweep over both rows comes a second one, two more reads
-forward; `kl_bwd_kernel` forms the gradient.
+Bytes: the terms need both normalisers first, so a second sweep over both rows follows that of KL, with one more read of
+each. `kl_bwd_kernel` forms the gradients.
 """
 
 import torch
@@ -44,19 +44,22 @@ AT_DIVERGENCE = tl.constexpr(JensenShannonSums._fields.index("divergence"))
 AT_P_A = tl.constexpr(JensenShannonSums._fields.index("p_a"))
 AT_Q_B = tl.constexpr(JensenShannonSums._fields.index("q_b"))
 
-SEGMENT = 32  # tiles of 16 bytes per thread; V alone says how a row is cut
+SEGMENT = 32  # tiles of 16 bytes per thread; V alone decides how a row is cut
 
 
 @triton.jit
 def _larger(distance):
-    """log(larger / mean) of two numbers whose logarithms are `distance` apart: -log((1 + exp(-distance)) / 2)."""
+    """Return log(larger / mean) of two numbers whose logarithms are `distance` apart.
+
+    It is -log((1 + exp(-distance)) / 2).
+    """
     near = tl.fma(distance, -2.16920087e-04, -1.92123653e-04)  # minimax on [0, 1], 8e-8 relative
     near = tl.fma(distance, near, 5.32027427e-03)
     near = tl.fma(distance, near, -2.83246651e-05)
     near = tl.fma(distance, near, -1.24997403e-01)
     near = tl.fma(distance, near, 4.99999961e-01) * distance
     ratio = tl.exp2(distance * -LOG2E)
-    # log1p(ratio) / -ratio, minimax below exp(-1); a log takes 20
+    # log1p(ratio) / -ratio, minimax below exp(-1), because a log takes about 20 instructions
     far = tl.fma(ratio, 6.26193626e-02, -1.57825792e-01)
     far = tl.fma(ratio, far, 2.40578864e-01)
     far = tl.fma(ratio, far, -3.32213895e-01)
@@ -67,7 +70,10 @@ def _larger(distance):
 
 @triton.jit
 def _near(distance):
-    """[p log(p / mean) + q log(q / mean)] / max(p, q) for |log p - log q| <= 1, whose terms would cancel."""
+    """Return [p log(p / mean) + q log(q / mean)] / max(p, q) where distance = |log p - log q| <= 1.
+
+    A polynomial, because the two terms would cancel.
+    """
     near = tl.fma(distance, -1.06589424e-04, 7.91226737e-04)  # minimax, 5e-8 relative
     near = tl.fma(distance, near, -5.16750586e-03)
     near = tl.fma(distance, near, 3.12400975e-02)
@@ -77,7 +83,10 @@ def _near(distance):
 
 @triton.jit
 def _cubic(z):
-    """log1p(t) / 2 - z for t = 2 z / (1 - z), |z| < 0.4626: z^3 / 3 + z^5 / 5 + ..., 4e-8 of t - log1p(t)."""
+    """Return log1p(t) / 2 - z for t = 2 z / (1 - z) and |z| < 0.4626, within 4e-8 of t - log1p(t).
+
+    The series is z^3 / 3 + z^5 / 5 + ...
+    """
     w = z * z
     series = tl.fma(w, 0.1485572, 0.0991994976)
     series = tl.fma(w, series, 0.143808395)
@@ -87,7 +96,10 @@ def _cubic(z):
 
 @triton.jit
 def _sides(delta, p_share, q_share):
-    """log(larger / m), and shares of the larger and of the other, other / larger - 1, t and z = t / (2 + t) of it."""
+    """Return log(larger / m) for the larger of p and q, and what it is made of.
+
+    These are the share of the larger and that of the other, other / larger - 1, t = m / larger - 1, and t / (2 + t).
+    """
     distance = tl.abs(delta)
     share = tl.where(delta > 0, p_share, q_share)
     other = tl.where(delta > 0, q_share, p_share)
@@ -95,7 +107,7 @@ def _sides(delta, p_share, q_share):
     less = tl.where(distance < 1, excess(distance) - distance, ratio - 1)
     t = other * less
     z = t / (2 + t)
-    # log1p(t) by its series; where t is near -1 its digits are in share + other * ratio
+    # -log1p(t) by its series; where t is near -1, share + other * ratio has the digits that 1 + t has lost
     far = -tl.log(tl.fma(other, ratio, share))
     larger = tl.where(t > -0.63, -2 * (z + _cubic(z)), far)
     return larger, share, other, less, t, z
@@ -103,7 +115,7 @@ def _sides(delta, p_share, q_share):
 
 @triton.jit
 def _near_of(share, other, less, t, z):
-    """The column's terms over the larger of p and q, for |log p - log q| <= 1."""
+    """Return the two terms of a column divided by the larger of p and q, for |log p - log q| <= 1."""
     z_other = -share * less / tl.fma(2 - share, less, 2.0)
     cubic = tl.fma(share, _cubic(z), other * (1 + less) * _cubic(z_other))
     return tl.fma(t * share, z - z_other, -2 * cubic)
@@ -111,7 +123,7 @@ def _near_of(share, other, less, t, z):
 
 @triton.jit
 def js_logs(delta, p_share, q_share):
-    """a = log(p / m) and b = log(q / m); no shares: halves."""
+    """Return a = log(p / m) and b = log(q / m); shares of None are halves."""
     distance = tl.abs(delta)
     if p_share is None:
         larger = _larger(distance)
@@ -123,9 +135,9 @@ def js_logs(delta, p_share, q_share):
 
 @triton.jit
 def _step(js, p_sum, q_sum, x, y, state, inv_t, p_share, q_share, EXACT: tl.constexpr):
-    """Twice the divergence, sum(p a) and sum(q b), (threads,), with one more window (threads, columns).
+    """Return twice the divergence, sum(p a) and sum(q b), (threads,) each, after one more window (threads, columns).
 
-    Sums of two dimensions, carried through the loops, would lead some compilers to change their layout in each.
+    The sums have one dimension because some compilers would change the layout of two-dimensional ones in every loop.
     """
     m, w_all, offset, c, n, s, k = state
     p, q, u, delta, expm1 = p_q_delta(x, y, m, w_all, offset, c, n, s, k, inv_t, EXACT)
@@ -162,7 +174,7 @@ def js_kernel(
     inv_t,
     wide,
     softcap,
-    p_share,  # with the next the shares in the mixture, or None: halves
+    p_share,  # this and the next are the shares in the mixture, or None for halves
     q_share,
     THREADS: tl.constexpr,
     VEC: tl.constexpr,  # elements in 16 bytes
@@ -204,7 +216,13 @@ def js_kernel(
 
 
 def js_fwd(x, y, mask, inv_t, state, softcap=None, shares=None):
-    """(B, T, V) twice, (N,) bool | None, float | (N,) fp32, state (9, N) of `kl_fwd` -> sums (3, N) fp32."""
+    """Return the `JensenShannonSums` (3, N) fp32 in nats, N = B T, clamped to their range.
+
+    Args:
+        x, y: (B, T, V) logits, as `mask`, `inv_t` and `softcap` the arguments of `kl_fwd`.
+        state: (9, N) fp32, the `KLState` that `kl_fwd` returned for them.
+        shares: the `Shares` of the mixture, or None for halves.
+    """
     n, vocab, vec = x.shape[0] * x.shape[1], x.shape[2], 16 // x.element_size()
     segments = triton.cdiv(vocab, SEGMENT * THREADS * vec)
     parts = torch.empty(
@@ -217,6 +235,6 @@ def js_fwd(x, y, mask, inv_t, state, softcap=None, shares=None):
             numbers = *numbers, *(shares or (None, None))
             js_kernel[(n, segments)](x, y, mask, inv_t, state, parts, *numbers, **layout)
     sums = parts[0]
-    for part in parts[1:]:  # in this order in any batch
+    for part in parts[1:]:  # always in this order, so that a row has the same bits in any batch
         sums = sums + part
     return bounded(sums, shares)

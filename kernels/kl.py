@@ -4,26 +4,26 @@ With w = exp((x - m) / T), W = sum w, d = x - y, c = sum(w d) / (W T) the mean o
 
     KL(P || Q) = log E_P[exp(-u)] = log1p(F / W),    F = sum w (exp(-u) - 1 + u),
 
-for any two rows, however far apart. Every term of F is >= 0, so KL >= 0, and it is 0 when all d are equal; nothing
-cancels when P and Q are close: the relative error is that of the terms. c is known at the end only, so partial sums
-move from their own mean to the common one, h = c_new - c, as the variance does in Welford's algorithm:
+for any two rows, however far apart. Every term of F is >= 0, so KL >= 0, and it is 0 when all d are equal. Nothing
+cancels when P and Q are close, so the relative error is that of the terms. c is known only at the end, so partial sums
+move from their own mean to the common one, by h = c_new - c, as the variance does in Welford's algorithm:
 
     F(c_new) = exp(h) F(c) + W (exp(h) - 1 - h),    again a sum of terms >= 0.
 
-exp(-u) overflows, so F is kept as f = scale F with scale = exp((m - n) / T - c), n = max y: what a column adds to f is
-at most exp((y - n) / T), and that is what it adds where P is 0. E_P[exp(-u)] >= 1, so W scale <= number of columns.
+exp(-u) may overflow, so F is kept as f = scale F with scale = exp((m - n) / T - c) and n = max y. A column then adds at
+most exp((y - n) / T) to f, and exactly that where P is 0. As E_P[exp(-u)] >= 1, W scale <= the number of columns.
 
-Gradients, with p, q the probabilities, delta = log(p / q) = u + k where k = KL, and g the upstream gradient:
+The gradients, with p, q the probabilities, delta = log(p / q) = u + k where k = KL, and g the upstream gradient, are
 
     dx = g p u / T    dy = g (q - p) / T = g p expm1(-delta) / T
 
-`kl_lanes.py` has the sums, `kl_gradient.py` the gradients.
+`kl_lanes.py` has the sums and `kl_gradient.py` the gradients.
 
-Bytes: both rows are read once. Where a segment of a row holds what the fast sums cannot (a banned column, q / p or its
-inverse beyond 2^60 of the lane's likeliest), it is read three times more, from the cache.
+Bytes: both rows are read once. A segment of a row that the fast sums cannot represent is read three times more, from
+the cache: one with a banned column, or with q / p or its inverse beyond 2^60 times their typical value in the lane.
 
-The bits of a row are its own: V alone says which columns meet in a lane and in which order, and segments merge lane by
-lane, in one program or in many.
+A row has the same bits in any batch: V alone decides which columns meet in a lane and in which order, and segments
+merge lane by lane, in one program or in many.
 """
 
 import torch
@@ -74,23 +74,25 @@ from fused_rl.kernels.states import KLState
 
 __all__ = ["kl_bwd", "kl_fwd"]
 
-NONE = tl.constexpr(-1e10)  # log(p / q) where P has no mass: far from BANNED, beyond every logit
-MOST = tl.constexpr(1e19)  # of a logit; above, d could not be told from that of a banned column
-TOO_FAR = tl.constexpr(1e7)  # nats: the rounding of c has the size of what it is taken from
+NONE = tl.constexpr(-1e10)  # log(p / q) where P has no mass: far from BANNED, and beyond any logit
+MOST = tl.constexpr(1e19)  # the largest logit; above it d could be that of a banned column
+# nats between the maxima of two rows; beyond it c is rounded by about as much as a small KL between them
+TOO_FAR = tl.constexpr(1e7)
 
-# of a thread, as `launch.REGISTERS`: sm_100 needs no more than four programs leave
+# Registers per thread, as in `launch.REGISTERS`. On sm_100 the kernel needs no more than four programs leave it.
 REGISTERS = (168, 128)
-CAPPED_REGISTERS = (232, 232)  # two tanh more of each column
-K = 4  # windows of 16 bytes that a thread reads at once of each row
-SEGMENT = 8  # tiles of K windows per thread; V alone says which columns meet in a lane, and in which order
+CAPPED_REGISTERS = (232, 232)  # a soft cap computes two more tanh per column
+K = 4  # windows of 16 bytes that a thread reads at once from each row
+SEGMENT = 8  # tiles of K windows per thread
 
 
 @triton.jit
 def _offset(x_ptr, y_ptr, V, inv_t, softcap):
-    """x - y at one of the first columns that both allow: a constant between the rows then costs c and u no bits.
+    """Return x - y at one of the first columns that both rows allow, so that a constant between them costs no bits.
 
-    Of these, at the one whose smaller probability is largest. Where x and y are far apart there, it may be a mask's,
-    and says nothing of the other columns: then the difference of the rows' maxima, from one more look at each column.
+    Of these columns it is the one whose smaller probability is largest. If x and y are far apart even there, one of the
+    two may be a mask such as -1e9, which says nothing about the other columns. Then the difference of the rows' maxima
+    is returned, which takes one more look at each column.
     """
     offset = -float("inf")
     begin = 0
@@ -114,10 +116,10 @@ def _offset(x_ptr, y_ptr, V, inv_t, softcap):
 
 @triton.jit
 def _divergence(m, w, c, left, n, f, offset, inv_t):
-    """log1p(F / W) over the columns that both allow, without overflow of F; 0 where there is none.
+    """Return log1p(F / W) over the columns that both rows allow, without overflow of F, or 0 if there are none.
 
-    F is about c, which fp32 leaves h = `left` short of the mean: about the mean, F / W is e^h (F / W + 1 - h) - 1.
-    Where the row is apart (`kl_lanes.py`), f is the sum of q, and KL = log(sum q / W) about the mean.
+    F is relative to c, which in fp32 is short of the true mean by h = `left`; relative to the true mean, F / W is
+    e^h (F / W + 1 - h) - 1. Where the row is apart (`kl_lanes.py`), f is the sum of q, and KL = log(sum q / W).
     """
     z = -exponent(m, c, n, offset, inv_t)
     r = tl.where(w > 0, f / w, 1.0)
@@ -133,7 +135,7 @@ def _divergence(m, w, c, left, n, f, offset, inv_t):
 
 @triton.jit
 def _inside(ptr, mask, softcap):
-    """(lanes, columns) of a row, capped; NOWHERE past its end."""
+    """Return a tile (lanes, columns) of a row in fp32, capped, with NOWHERE past the end of the row."""
     x = tl.load(ptr, mask=mask, other=NOWHERE).to(tl.float32)
     return x if softcap is None else tl.where(mask, cap(x, softcap), NOWHERE)
 
@@ -155,14 +157,15 @@ def _segment(
     VEC: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):
-    """`Lane` of the columns of a segment."""
+    """Return the `Lane` of the columns of a segment."""
     EXACT: tl.constexpr = True if softcap is not None else x_row.dtype.element_ty != tl.bfloat16
     TILE: tl.constexpr = THREADS * K * VEC
     first = segment * SEGMENT
     whole = tl.minimum(V // TILE, first + SEGMENT)
     k = inv_t * LOG2E
     m, w, c, a, f, far = start(THREADS)
-    # whole tiles: neighbouring columns in a thread where its 16 bytes begin at a boundary, else in neighbouring threads
+    # whole tiles: if rows begin at 16-byte boundaries, a thread reads 16 bytes of neighbouring columns; otherwise
+    # neighbouring threads read neighbouring columns
     apart = tl.arange(0, THREADS)[:, None] + tl.arange(0, VEC)[None, :] * THREADS
     x_apart, y_apart = x_row + apart, y_row + apart
     if wide:
@@ -181,7 +184,7 @@ def _segment(
                 xs = xs + (cap(tl.load(x_apart + at).to(tl.float32), softcap),)
                 ys = ys + (cap(tl.load(y_apart + at).to(tl.float32), softcap),)
             m, w, c, a, f, far = step(m, w, c, a, f, far, xs, ys, None, offset, k, EXACT, K)
-    # the row's end
+    # the end of the row, less than a tile
     stop = tl.minimum(V, (first + SEGMENT) * TILE)
     if whole * TILE < stop:
         xs, ys, inside = (), (), ()
@@ -193,7 +196,7 @@ def _segment(
             inside = inside + (mask,)
         m, w, c, a, f, far = step(m, w, c, a, f, far, xs, ys, inside, offset, k, EXACT, K)
     right = held(m, w, a, f, far, k)
-    if not EXACT:  # x - y as it rounds
+    if not EXACT:  # x - y is rounded, which is accurate enough only if the offset is small
         right = right & (tl.abs(offset) * inv_t <= KNOWN)
     m, w, w_all, c, left, n, s, f, lone = settled(m, w, c, a, f, offset, k, inv_t)
     if right == 0:
@@ -210,13 +213,15 @@ def _store_row(kl_ptr, state_ptr, row, N, lanes, offset, inv_t):
     kl = _divergence(m, w, c, left, n, f, offset, inv_t)
     distance = tl.abs(m - n) * inv_t
     kl = tl.where((w > 0) & (distance > TOO_FAR) & (kl < 0.01 * distance), float("nan"), kl)
-    lone = lone > 0  # however little P's mass there
-    # 0, or NaN where a logit is NaN or inf: the rest of the state may have dropped it
+    # Q bans a column that P allows: KL is infinite, however little mass P has there
+    lone = lone > 0
+    # `nan` is 0, or NaN if a logit is NaN or inf, which the other numbers may have lost
     nan = (w_all - w_all) + (s - s)
     nan += tl.where(tl.maximum(m, n) > MOST, float("nan"), 0.0)
     tl.store(kl_ptr + row, tl.where(lone, float("inf"), kl) + nan)
-    f = tl.where(within(c), f, s * (1 - tl.exp(-kl)))  # F about the mean, which KL is log1p of
-    # c / inv_t goes into the offset, so that c + left is small and keeps its bits for the gradient
+    # F about the mean, which follows from KL = log1p(F / W)
+    f = tl.where(within(c), f, s * (1 - tl.exp(-kl)))
+    # c / inv_t moves into the offset, so that c + left is small and keeps its bits for the gradient
     mean = offset + c / inv_t
     moved = offset - mean
     c = tl.fma(moved, inv_t, c) + tl.fma(difference(offset, mean, moved, True), inv_t, left)
@@ -229,14 +234,14 @@ def _store_row(kl_ptr, state_ptr, row, N, lanes, offset, inv_t):
     tl.store(state_ptr + AT_N * N, n)
     tl.store(state_ptr + AT_F * N, f)
     tl.store(state_ptr + AT_S * N, s)
-    # delta = u + k; without a mean, every column that is not P's alone belongs to Q alone
+    # delta = u + k; where no column is allowed by both rows, each belongs to one of them alone
     k = tl.where(w > 0, kl + tl.where(lone, tl.log(w / w_all), 0.0), NONE)
     tl.store(state_ptr + AT_K * N, k)
 
 
 @triton.jit
 def _nothing(LANES: tl.constexpr):
-    """`Lane` of no columns."""
+    """Return the `Lane` of no columns."""
     zero = tl.zeros((LANES,), tl.float32)
     return zero + FLOOR, zero, zero, zero, zero, zero + FLOOR, zero, zero, zero
 
@@ -249,8 +254,8 @@ def kl_fwd_kernel(
     inv_t_ptr,  # (N,) fp32 or None
     kl_ptr,  # (N,) fp32
     state_ptr,  # (9, N) fp32, see KLState
-    lanes_ptr,  # (n, segments, 9, THREADS) fp32: a program per segment leaves its lanes there; None: a program per row
-    begin,  # the first of n rows of this launch
+    lanes_ptr,  # (n, segments, 9, THREADS) fp32, where each program leaves the lanes of a segment; None: one per row
+    begin,  # the first of the n rows of this launch
     N,
     T,
     V,
@@ -376,7 +381,14 @@ def kl_merge_kernel(
 
 
 def kl_fwd(x, y, mask, inv_t, softcap=None):
-    """(B, T, V) twice, (N,) bool | None, float | (N,) fp32 -> KL(P || Q) (N,) fp32, state (9, N) fp32."""
+    """Return KL(P || Q) per row, (N,) fp32 in nats with N = B T, and the `KLState` (9, N) fp32; 0 in masked rows.
+
+    Args:
+        x, y: (B, T, V) bf16, fp16 or fp32, the logits of P and of Q.
+        mask: (N,) bool, True for the rows that count, or None for all.
+        inv_t: 1 / temperature, a float or (N,) fp32.
+        softcap: logits x become softcap * tanh(x / softcap); None leaves them as they are.
+    """
     n, vocab = x.shape[0] * x.shape[1], x.shape[2]
     kl = torch.empty(n, device=x.device, dtype=torch.float32)
     new = torch.empty if mask is None else torch.zeros  # masked rows stay zero

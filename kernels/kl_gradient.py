@@ -1,6 +1,7 @@
-"""The gradients of KL and of Jensen-Shannon, from the state that their forward passes leave: `kl.py` has the formulas.
+"""The gradients of KL and of Jensen-Shannon, from the state that their forward passes keep.
 
-Bytes: both rows are read, and what is asked for is written.
+`kl.py` and `jensen_shannon.py` derive the formulas. Bytes: both rows are read once, and each gradient that is wanted is
+written once.
 """
 
 import torch
@@ -26,8 +27,8 @@ from fused_rl.kernels.pair import (
     warps,
 )
 
-BLOCK = 1024  # columns of a program at once
-RESIDENT = 16  # programs of so few registers that fit on a multiprocessor
+BLOCK = 1024  # columns that a program handles at once
+RESIDENT = 16  # programs that fit on a multiprocessor at once, because each needs few registers
 
 
 @triton.jit
@@ -45,6 +46,7 @@ def _gradients(
     JS: tl.constexpr,
     EXACT: tl.constexpr,
 ):
+    """Return the gradients of one tile of x and of y, for Jensen-Shannon where JS is set and for KL elsewhere."""
     m, w_all, offset, c, n, s, k = state
     p, q, u, delta, expm1 = p_q_delta(x, y, m, w_all, offset, c, n, s, k, inv_t, EXACT)
     if JS:
@@ -53,7 +55,7 @@ def _gradients(
         of_q = 0.5 if q_share is None else q_share
         dx, dy = of_p * g * p * (a - a_mean), of_q * g * q * (b - b_mean)
     else:
-        # where KL is large its digits, and those of delta, are not for p - q
+        # where KL is large, u and k cancel in delta and leave it few digits, so q - p is formed directly
         near = tl.where(k > 8, 0.0, 1.0)
         dx, dy = g * p * u, g * tl.where(tl.abs(delta) < near, p * expm1, q - p)
     if softcap is not None:
@@ -63,6 +65,7 @@ def _gradients(
 
 @triton.jit
 def _store(dx_ptr, dy_ptr, dx, dy, cols, mask):
+    """Store the gradients that are wanted, rounded to the dtype of their tensors."""
     if dx_ptr is not None:
         tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if dy_ptr is not None:
@@ -71,14 +74,14 @@ def _store(dx_ptr, dy_ptr, dx, dy, cols, mask):
 
 @triton.jit(do_not_specialize=[*RUNTIME, *SHARES])
 def kl_bwd_kernel(
-    g_ptr,  # (N,) fp32, gradient of the divergence
+    g_ptr,  # (N,) fp32, the upstream gradient of the divergence
     x_ptr,  # (B, T, V)
     y_ptr,  # (B, T, V)
     mask_ptr,  # (N,) bool or None
     inv_t_ptr,  # (N,) fp32 or None
     divergence_ptr,  # (N,) fp32
     state_ptr,  # (9, N) fp32, see KLState
-    sums_ptr,  # (3, N) fp32, see JensenShannonSums, or None: KL
+    sums_ptr,  # (3, N) fp32, see JensenShannonSums, or None for KL
     dx_ptr,  # (N, V) or None
     dy_ptr,  # (N, V) or None
     N,
@@ -93,7 +96,7 @@ def kl_bwd_kernel(
     inv_t,
     wide,
     softcap,
-    p_share,  # with the next the shares in the mixture, or None: halves
+    p_share,  # this and the next are the shares in the mixture, or None for halves
     q_share,
     BLOCK: tl.constexpr,
     THREADS: tl.constexpr,
@@ -104,9 +107,10 @@ def kl_bwd_kernel(
     alive = is_masked(mask_ptr, row) == 0
     if inv_t_ptr is not None:
         inv_t = valid(tl.load(inv_t_ptr + row, mask=alive, other=1.0))
-    # of a masked row nothing is read, so that its constants are 0, and its gradient
+    # nothing is read of a masked row, so its constants are 0, and its gradient is too
     g = tl.load(g_ptr + row, mask=alive, other=0.0) * inv_t
-    none = tl.load(state_ptr + AT_W_ALL * N + row, mask=alive, other=0.0) == 0  # P bans everything
+    none = tl.load(state_ptr + AT_W_ALL * N + row, mask=alive, other=0.0) == 0  # P bans all columns
+    # a divergence that is infinite has the gradient 0, not NaN
     infinite = tl.load(divergence_ptr + row, mask=alive, other=0.0) == float("inf")
     g = tl.where(infinite | none, 0.0, g)
     a_mean, b_mean = 0.0, 0.0
@@ -119,7 +123,8 @@ def kl_bwd_kernel(
     if JS:
         state = about_the_maxima(state, inv_t)
 
-    # whole blocks between two 16-byte boundaries, if all have these at the same columns; then the columns around
+    # first the whole blocks between two 16-byte boundaries, if x, y and the gradients have these at the same columns;
+    # then the columns before and after them
     x_at = row_offset(row, T, stride_xb, stride_xt, x_shift)
     y_at = row_offset(row, T, stride_yb, stride_yt, y_shift)
     out = row.to(tl.int64) * V
@@ -160,9 +165,17 @@ def kl_bwd_kernel(
 def kl_bwd(
     g, x, y, mask, inv_t, divergence, state, sums, wants_dx, wants_dy, softcap=None, shares=None
 ):
-    """Gradients (B, T, V) of x and of y, None where not wanted; g (N,) fp32.
+    """Return the gradients (B, T, V) of x and of y in their dtypes, or None for one that is not wanted.
 
-    `sums` are those of `js_fwd` with the same `shares`, or None for KL.
+    Args:
+        g: (N,) fp32 with N = B T, the upstream gradient of the divergence.
+        x, y: (B, T, V) logits.
+        mask: (N,) bool, or None; a masked row has zeros as its gradient.
+        inv_t: 1 / temperature, a float or (N,) fp32.
+        divergence, state: (N,) and (9, N) fp32, the results of the forward pass; `state` is that of `kl_fwd`.
+        sums: (3, N) fp32, the result of `js_fwd` with the same `shares`, or None for KL.
+        wants_dx, wants_dy: which of the two gradients to compute.
+        shares: the `Shares` of Jensen-Shannon, or None for halves.
     """
     dx = torch.empty(x.shape, device=x.device, dtype=x.dtype) if wants_dx else None
     dy = torch.empty(y.shape, device=y.device, dtype=y.dtype) if wants_dy else None

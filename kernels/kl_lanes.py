@@ -1,22 +1,26 @@
-"""The sums of KL over columns, spread over lanes (a lane is a thread): fast, careful, merged. `kl.py` has the formulas.
+"""The sums of KL over columns, spread over lanes (a lane is a thread). `kl.py` derives the formulas.
 
-A lane carries `Lane`, each (lanes,) fp32. Two ways lead there from some columns:
+What a lane knows of its columns are nine numbers, each (lanes,) fp32, which are called a `Lane` in this module and are
+listed at NUMBERS. There are two ways to compute them from some columns.
 
-`start`, `step`, `settled`: one look at each column, in units of p about the lane's largest x, t = -u in log2 units:
+`start`, `step` and `settled` look at each column once. They count in units of p relative to the lane's largest x, and
+with t = -u in log2 units they add up
 
     W = sum p        A = sum p t        F = sum p (2^t - 1 - t ln 2)
 
-sum q is W + F + A ln 2 and is not added up, nor is there an exponent or a maximum of y: 2^t is q / p. A tile of columns
-is kept in registers: p and the mean of t first, then A and F about it, so that only what the lane had before is moved.
-The centre may be any number near the mean, as A holds the rest. This is right while q / p and its inverse stay below
-2^FARTHEST, the centre within it, and no column is banned; `held` tells, because whatever it does not cover leaves inf,
-NaN, a large |t| or a large centre.
+The sum of q is W + F + A ln 2 and is not added up itself; no exponential or maximum of y is needed either, because
+2^t is q / p. A tile of columns is kept in registers: first come p and the mean of t, then A and F about that mean, so
+that only the sums that the lane had before are moved. The centre may be any number near the mean, as A holds the rest.
+This is right while q / p and its inverse stay below 2^FARTHEST, the centre is within that, and no column is banned.
+`held` tells whether it was right, because every other case leaves inf, NaN, a large |t| or a large centre.
 
-`careful`: any logits, from three looks at each column: maxima, mean, sums about it, with p and q scaled for themselves.
+`careful` is right for any logits. It looks at each column three times, for the maxima, for the mean and for the sums
+about it, and scales p and q separately.
 
-q is p 2^t as long as x - y - offset has digits for it. Where a lane's mean is beyond KNOWN it has not: where x alone is
-a mask of -1e9, x - y knows nothing of y. Such a lane is apart: its f is the sum of q itself, and stays so as lanes
-merge, until the mean of all is within KNOWN, where F = sum q - W (1 + h - left) cancels nothing, as h is large.
+q is p 2^t as long as x - y - offset has enough digits. It has not where a lane's mean is beyond KNOWN: for example,
+where x alone is a mask of -1e9, x - y holds nothing of y. Such a lane is called apart: its f is the sum of q itself,
+and stays so as lanes merge, until the mean of all is within KNOWN. There F = sum q - W (1 + h - left) cancels nothing,
+because h is large.
 """
 
 import triton
@@ -26,24 +30,24 @@ from fused_rl.kernels.pair import BANNED, LN2, LOG2E, difference, excess, load
 
 # the maximum of nothing, next to BANNED: exp2(BANNED - FLOOR) is 0
 FLOOR = tl.constexpr(-9.999999e19)
-TINY = tl.constexpr(1e-30)  # P's mass on columns that Q allows, below which it counts as none
+TINY = tl.constexpr(1e-30)  # P's mass on columns that Q allows; less counts as none
 FARTHEST = tl.constexpr(60.0)  # log2 units
-# nats from the offset, a little more than FARTHEST: x - y is right to 2e-6 there
+# nats from the offset, a little more than FARTHEST: x - y is accurate to 2e-6 there
 KNOWN = tl.constexpr(42.0)
 LARGEST = tl.constexpr(16777216.0)  # log2 units from 0: a reference there is off by 1 at most
 NOWHERE = tl.constexpr(-1e30)  # stands in fast sums for a column past the row's end
 
-# The numbers of a lane: m, w, w_all, c, left, n, s, f as in `KLState` (left: the mean beyond c; f: the sum of q where
-# the lane is apart), and `lone`, above 0 where Q bans a column that P does not.
+# The numbers of a `Lane`: m, w, w_all, c, left, n, s and f as in `KLState`, where left is the mean of d / T beyond c
+# and f is the sum of q if the lane is apart; and `lone`, above 0 where Q bans a column that P allows.
 NUMBERS = tl.constexpr(9)
 
 
-# ------------------------------------------------------------------------------------------- one look at each column
+# One look at each column
 
 
 @triton.jit
 def excess2(t):
-    """2^t - 1 - t ln 2 for |t| <= 1 by a polynomial (minimax, 1.7e-7 relative): exp2 would cancel."""
+    """Return 2^t - 1 - t ln 2 for |t| <= 1, by a polynomial (minimax, 1.7e-7 relative) because exp2 would cancel."""
     p = tl.fma(t, 1.5303376e-05, 1.5602181e-04)
     p = tl.fma(t, p, 1.3334262e-03)
     p = tl.fma(t, p, 9.6173873e-03)
@@ -54,17 +58,20 @@ def excess2(t):
 
 @triton.jit
 def start(LANES: tl.constexpr):
-    """Lanes that have seen nothing: (m, w, c, a, f, far)."""
+    """Return lanes that have seen nothing: (m, w, c, a, f, far), where far is the largest |t| and |c| so far."""
     zero = tl.zeros((LANES,), tl.float32)
     return zero + FLOOR, zero, zero, zero, zero, zero
 
 
 @triton.jit
 def step(m, w, c, a, f, far, xs, ys, inside, offset, k, EXACT: tl.constexpr, K: tl.constexpr):
-    """The lanes after one more tile; xs, ys: K windows (lanes, columns) each; inside: the same, bool, or None.
+    """Return the lanes after one more tile.
 
-    No sum begins from zeros, which the compiler would add; nothing is negated, which costs it a subtraction.
+    xs and ys are tuples of K windows (lanes, columns) fp32. `inside` has the same shapes, bool, and is None where all
+    columns lie in the row. No sum begins from zeros, because the compiler would add them, and nothing is negated,
+    because that costs a subtraction.
     """
+    # p relative to the new maximum, and the sum of p d
     old = tl.fma(m, k, 0.0)
     top = xs[0]
     for i in tl.static_range(1, K):
@@ -82,7 +89,7 @@ def step(m, w, c, a, f, far, xs, ys, inside, offset, k, EXACT: tl.constexpr, K: 
         pv_sum = tl.fma(ps[i], vs[i], pv_sum)
     w_tile = tl.sum(p_sum, 1)
 
-    # about a centre near the mean of lane and tile
+    # A and F of the tile, about a centre near the mean of both lane and tile
     rescale = tl.exp2(old - ref)
     w_old, a_old, f_old = w * rescale, a * rescale, f * rescale
     w = w_old + w_tile
@@ -99,7 +106,7 @@ def step(m, w, c, a, f, far, xs, ys, inside, offset, k, EXACT: tl.constexpr, K: 
                 tl.maximum(most, tl.abs(t)),
             )
 
-    # what the lane had, moved there: 2^h of F, as F and (2^h - 1) F would cancel where the centre falls far
+    # what the lane had before, moved to that centre: 2^h F, because F + (2^h - 1) F cancels where the centre falls far
     h = centre - c
     grown = tl.exp2(h)
     g = tl.where(tl.abs(h) < 1, excess2(h), tl.fma(h, -LN2, grown - 1))
@@ -111,7 +118,7 @@ def step(m, w, c, a, f, far, xs, ys, inside, offset, k, EXACT: tl.constexpr, K: 
 
 @triton.jit
 def held(m, w, a, f, far, k):
-    """Return True if `step` was right in all lanes."""
+    """Return True if what `step` added up is right in all lanes."""
     right = (far < FARTHEST) & (tl.abs(m * k) < LARGEST) & (w > 0)
     right = right & (w - w == 0) & (a - a == 0) & (f - f == 0)
     return tl.min(right.to(tl.int32), 0) == 1
@@ -119,7 +126,8 @@ def held(m, w, a, f, far, k):
 
 @triton.jit
 def settled(m, w, c, a, f, offset, k, inv_t):
-    """`Lane` of what `step` gathered; its c is in nats, right to the last bits as log2 units, too."""
+    """Return the `Lane` of what `step` added up, with c in nats, as accurate as it was in log2 units."""
+    # `step` counted relative to the rounded m k; from here on sums are relative to m itself
     _, rounded = _times(m, k)
     unit = tl.exp2(-rounded)
     w, a, f = w * unit, a * unit, f * unit
@@ -128,28 +136,28 @@ def settled(m, w, c, a, f, offset, k, inv_t):
     c_nats, c_low = _times(c, nats)
     c_low = tl.fma(c, nats_low, c_low)
 
-    # F moves with the centre, by c_low
+    # the centre moves by c_low, which the conversion to nats rounded off, and F moves with it
     moment = -LN2 * a
     f += w * (0.5 * c_low * c_low) - c_low * (f - moment)
     left = tl.where(w > 0, moment / w, 0.0) + c_low
-    n = m - offset - c_nats / inv_t  # where p and q are alike
+    n = m - offset - c_nats / inv_t  # stands for the maximum of y: there the scale of f is 1
     unit = scale(w, m, c_nats, n, offset, inv_t)
     return m, w, w, c_nats, left, n, unit * (f + w * (1 - left)), unit * f, tl.zeros_like(w)
 
 
 @triton.jit
 def _times(a, b):
-    """The product and what its rounding took."""
+    """Return the product and what its rounding took off."""
     product = tl.fma(a, b, 0.0)  # an fma, which the compiler does not contract into another one
     return product, tl.fma(a, b, -product)
 
 
-# ----------------------------------------------------------------------------------------- three looks at each column
+# Three looks at each column
 
 
 @triton.jit
 def careful(x_ptr, y_ptr, begin, stop, offset, inv_t, softcap, LANES: tl.constexpr):
-    """`Lane` of the columns from `begin` to `stop`."""
+    """Return the `Lane` of the columns from `begin` to `stop`, for any logits."""
     COLUMNS: tl.constexpr = 8
     cols = tl.arange(0, LANES)[:, None] + tl.arange(0, COLUMNS)[None, :] * LANES
     zero = tl.zeros((LANES,), tl.float32)
@@ -172,9 +180,9 @@ def careful(x_ptr, y_ptr, begin, stop, offset, inv_t, softcap, LANES: tl.constex
         lone = tl.maximum(lone, tl.max(tl.where(y > BANNED, 0.0, x - y), 1))
     some = w > TINY
     c = tl.where(some, c / w * inv_t, 0.0)
-    w = tl.where(some, w, 0.0)  # NaN in w_all or s tells that this was NaN
+    w = tl.where(some, w, 0.0)  # if this drops a NaN, w_all or s has one too
 
-    # f about it
+    # f about that mean
     together = some & within(c)
     left, s, f, f_q = zero, zero, zero, zero
     for at in tl.range(begin, stop, LANES * COLUMNS, num_stages=1):
@@ -192,12 +200,12 @@ def careful(x_ptr, y_ptr, begin, stop, offset, inv_t, softcap, LANES: tl.constex
     return m, w, w_all, c, left, n, s, f, lone
 
 
-# --------------------------------------------------------------------------------------------------------- together
+# Lanes together
 
 
 @triton.jit
 def exponent(m, c, n, offset, inv_t):
-    """(m - n - offset) / T - c, right to its own last bits, where its terms may be hundreds of nats."""
+    """Return (m - n - offset) / T - c, accurate to its own fp32 rounding though its terms may be hundreds of nats."""
     d = m - n
     back = d - m
     low = (m - (d - back)) - (n + back)
@@ -209,21 +217,25 @@ def exponent(m, c, n, offset, inv_t):
 
 @triton.jit
 def scale(w, m, c, n, offset, inv_t):
-    """exp(m / T - c - n / T), 0 where P has no mass: bounded, because w scale <= the number of columns."""
+    """Return the scale of f, exp((m - n - offset) / T - c), or 0 where P has no mass.
+
+    It does not overflow, because w scale is at most the number of columns.
+    """
     return tl.where(w > 0, tl.exp2(exponent(m, c, n, offset, inv_t) * LOG2E), 0.0)
 
 
 @triton.jit
 def within(c):
-    """Return True if F is known about c, else a lane is apart; False for NaN."""
+    """Return True if f is F about c, and False if the lane is apart or c is NaN."""
     return tl.abs(c) <= KNOWN
 
 
 @triton.jit
 def _moved(own, w, unit, h, left, some):
-    """Return what a part with weight w adds to f by moving by h: w scale (exp(h) - 1 - h), whose first term is `own`.
+    """Return what a lane of weight w adds to f as its centre moves by h: w scale (exp(h) - 1 - h).
 
-    `left`: its mean beyond its c, a first moment that counts where h is large.
+    `own` is the first term of that product, and `unit` is the scale. `left` is the lane's mean beyond its c, a first
+    moment that matters where h is large.
     """
     near = w * unit * excess(-h)
     far = tl.fma(-own, left, own) - w * unit * (1 + (h - left))
@@ -232,7 +244,7 @@ def _moved(own, w, unit, h, left, some):
 
 @triton.jit
 def merge(one, other, offset, inv_t):
-    """Lane by lane, of the columns of both."""
+    """Return, lane by lane, the `Lane` of the columns of both."""
     m, w, w_all, c, left, n, s, f, lone = one
     m2, w2, w_all2, c2, left2, n2, s2, f2, lone2 = other
     k = inv_t * LOG2E
@@ -260,7 +272,7 @@ def merge(one, other, offset, inv_t):
 
 @triton.jit
 def reduce_lanes(lanes, offset, inv_t):
-    """`Lane` of the row, scalars."""
+    """Return the `Lane` of the whole row, as scalars."""
     m, w, w_all, c, left, n, s, f, lone = lanes
     k = inv_t * LOG2E
     m_row = tl.max(m, 0)
@@ -275,7 +287,7 @@ def reduce_lanes(lanes, offset, inv_t):
     left_row = tl.where(some, tl.sum(w * ((c - c_row) + left), 0) / w_row, 0.0)
     w_row = tl.where(some, w_row, 0.0)
     unit = scale(w_row, m_row, c_row, n_row, offset, inv_t)
-    # Triton's own interpreter takes no scalar truth beside others
+    # one tensor of truth values, because Triton's interpreter cannot combine a scalar one with a tensor
     near = tl.where(known, tl.where(some, 1, 0), 0) > 0
     f = tl.sum(f * y_unit + _moved(own, w, unit, c_row - c, left, near), 0)
     w_all = tl.sum(w_all * x_unit, 0)

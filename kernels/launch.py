@@ -1,4 +1,4 @@
-"""How rows of logits are handed to a kernel: compile-time options, alignment, temperature, programs per row."""
+"""How kernels over rows of logits are launched: compile-time options, alignment, temperature, programs per row."""
 
 import contextlib
 import struct
@@ -8,16 +8,16 @@ import triton
 import triton.language as tl
 
 THREADS = 128  # per program
-K = 8  # windows of a tile: one rescaling per K elements of a lane
-SEGMENT = 3  # tiles; one in a short row
+K = 8  # windows per tile: the sums of a lane are rescaled once per K elements
+SEGMENT = 3  # tiles per segment; a short row has segments of one
 SHORT = 32768  # columns: a row of no more is cut finer, so that a few hundred of them fill a device
-WAVES = 8  # of programs: from there on the last one, however empty, is a small part of the time
-SATURATING = 0.5  # the share of the programs that fit whose loads in flight suffice, a model
-# of a thread of the row kernels; the second on sm_100, the Blackwell of data centres
+WAVES = 8  # from so many waves of programs on, the last one takes a small part of the time, however empty it is
+SATURATING = 0.5  # the share of the resident programs that saturates the memory, in our model
+# Registers per thread of the row kernels; the second number is for sm_100, the data-centre Blackwell.
 REGISTERS = (128, None)
 
-# Ways to stream the forward pass that counts do not tell apart from the default far enough: all return the same bits.
-# REGISTERS in its place; AHEAD: a tile is loaded before the one before it is computed, STAGES: into shared memory
+# Ways to stream the forward pass, which only a measurement on a device can rank; all return the same bits. REGISTERS
+# replaces that above; with AHEAD a tile is loaded before the previous one is computed; STAGES loads into shared memory.
 VARIANTS = {
     "default": {},
     "prefetch": {"REGISTERS": (168, 168), "AHEAD": True},
@@ -31,7 +31,7 @@ _chosen = VARIANTS["default"]
 
 @contextlib.contextmanager
 def variant(name: str):
-    """Inside, `logprob_fwd`, and what calls it, streams as VARIANTS[name] says; for benchmarks.
+    """Stream `logprob_fwd`, and whatever calls it, as VARIANTS[name] says while inside; this is for benchmarks.
 
     for name in launch.VARIANTS:
         with launch.variant(name):
@@ -46,14 +46,17 @@ def variant(name: str):
 
 
 def streaming() -> dict:
-    """The compile-time arguments of the chosen variant."""
+    """Return the compile-time arguments of the variant in use."""
     return {"STAGES": _chosen.get("STAGES", 1), "AHEAD": _chosen.get("AHEAD", False)}
 
 
 def launch_options(x, registers=None):
-    """Compile-time arguments and options of a launch over the rows of x; `registers`: of a thread, as REGISTERS."""
+    """Return the compile-time arguments and options of a launch over the rows of x.
+
+    `registers` per thread are a pair like REGISTERS, which is the default.
+    """
     vec = 16 // x.element_size()
-    # more stages would go through shared memory
+    # more than one stage would make the loads go through shared memory
     shape = {
         "LANES": THREADS * vec,
         "VEC": vec,
@@ -61,8 +64,8 @@ def launch_options(x, registers=None):
     }
     if torch.version.hip:
         return shape | {"num_warps": THREADS // 64}
-    # 128 registers are four programs on a multiprocessor. On sm_100, whose paired arithmetic needs registers in pairs,
-    # ptxas spills under most limits; without a limit it takes 142, which are three programs.
+    # With 128 registers four programs fit on a multiprocessor. On sm_100, whose paired arithmetic needs registers in
+    # pairs, ptxas spills under most limits; without a limit it takes 142 registers, and three programs fit.
     if registers is None:
         registers = _chosen.get("REGISTERS", REGISTERS)
     most = registers[(10, 0) <= capability(x.device) < (12, 0)]
@@ -70,11 +73,12 @@ def launch_options(x, registers=None):
 
 
 def capability(device):
+    """Return the compute capability of a CUDA device, and (0, 0) for any other device."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def aligned(x):
-    """x from the 16-byte boundary before it on, and the elements between the two."""
+    """Return a view of x that begins at the 16-byte boundary at or before it, and the number of elements between."""
     shift = x.data_ptr() % 16 // x.element_size()
     if shift == 0:
         return x, 0
@@ -84,7 +88,10 @@ def aligned(x):
 
 
 def temperature_scales(inv_temperature):
-    """inv_t_ptr or None, inv_t, and log2(e) * inv_t as a sum of two fp32."""
+    """Return inv_t_ptr or None, inv_t, and log2(e) * inv_t as a sum of two fp32 numbers.
+
+    With a tensor (N,) the three numbers are 0, as `lanes.row_scale` computes those of each row in the kernel.
+    """
     if isinstance(inv_temperature, torch.Tensor):
         return inv_temperature.contiguous(), 0.0, 0.0, 0.0
     exact = inv_temperature * 1.4426950408889634
@@ -93,7 +100,7 @@ def temperature_scales(inv_temperature):
 
 
 def slots(device, options) -> int:
-    """Programs that are resident at once, by their registers; 0 where there is no device to fill."""
+    """Return how many programs are resident at once, from their registers; 0 where there is no device to fill."""
     if torch.version.hip:
         return 4 * multiprocessors(device)
     each = 65536 // (32 * options["num_warps"] * options.get("maxnreg", 168))
@@ -101,15 +108,18 @@ def slots(device, options) -> int:
 
 
 def waves(programs: int, resident: int) -> float:
-    """Time of equal programs, in that of `resident` ones at once; below SATURATING of them each has its own rate."""
+    """Return the time of equal programs as a multiple of the time that `resident` ones take at once.
+
+    Fewer than SATURATING of these do not saturate the memory, so they finish no sooner than SATURATING of them would.
+    """
     full, left = divmod(programs, resident)
     return full + max(left / resident, SATURATING) if left else full
 
 
 def whole_rows(rows: int, segments: int, resident: int) -> int:
-    """How many rows, from the first one, get a program each; those after them get one per segment.
+    """Return how many rows, from the first one, get one program each; the rows after them get one per segment.
 
-    Whole rows fill every wave but the last. The rows of that one are split where this ends it sooner.
+    Whole rows fill every wave but the last. The rows of the last wave are split if it ends sooner that way.
     """
     if resident == 0:
         return rows
@@ -119,13 +129,13 @@ def whole_rows(rows: int, segments: int, resident: int) -> int:
 
 
 def parts_of_row(rows: int, most: int, resident: int) -> int:
-    """Programs per row where splitting costs nothing: enough for WAVES, `most` at most."""
+    """Return the programs per row of a kernel for which splitting is free: enough for WAVES, but at most `most`."""
     return max(1, min(most, WAVES * resident // max(1, rows)))
 
 
 @triton.jit
 def share_of(whole, segments):
-    """Return the program's row, first segment and end, and True if it has the whole row."""
+    """Return the program's row, its first segment, the end of its segments, and True if it has the whole row."""
     program = tl.program_id(0)
     beyond = tl.maximum(program - whole, 0)
     alone = program < whole
@@ -135,6 +145,7 @@ def share_of(whole, segments):
 
 
 def multiprocessors(device):
+    """Return the number of multiprocessors of a CUDA device, and 0 for any other device."""
     return (
         torch.cuda.get_device_properties(device).multi_processor_count
         if device.type == "cuda"

@@ -3,10 +3,11 @@
 Forward (2 bytes per bf16 logit): a program per row streams tiles of K * LANES columns through the lanes of `online.py`
 and reduces them once at the end. `logprob_gradient.py` has the backward pass.
 
-A row's result has the same bits in any batch, at any stride and alignment, and split over programs or not:
-- which columns meet in a lane, and in which order, follows from the column's number alone: `lanes.py` has the windows;
-- SEGMENT tiles make a segment: V alone says how many; they merge lane by lane, in order, in one program or in many;
-- the reduction of the lanes is free of order.
+A row's result has the same bits in any batch, at any stride and alignment, whether or not it is split over programs:
+- which columns meet in a lane, and in which order, follows from the column's number alone (`lanes.py` has the windows);
+- SEGMENT tiles make a segment, and V alone decides how many segments a row has; these are merged lane by lane and in
+  order, whether one program holds them all or each program holds one;
+- the sum over the lanes has the same bits in any order (`online.exact_sum`).
 """
 
 import torch
@@ -54,12 +55,13 @@ from fused_rl.kernels.states import RowStatistics
 
 __all__ = ["logprob_bwd", "logprob_fwd"]
 
-TAIL = tl.constexpr(4)  # windows per tile in the masked end of a row, where K are elsewhere
+# windows per tile in the masked end of a row; elsewhere a tile has K of them
+TAIL = tl.constexpr(4)
 
 
 @triton.jit
 def load_tile(window_ptr, tile, stop, K: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr):
-    """The windows of a tile as they are in memory; from tile `stop` on nothing is read."""
+    """Return the windows of a tile in the bits that memory has; nothing is read from tile `stop` on."""
     raw = ()
     for k in tl.static_range(K):
         raw = raw + (
@@ -85,9 +87,10 @@ def segment_state(
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Lane states over one segment, and the last window read; the row begins `head` elements after `window_ptr`.
+    """Return the lane states over one segment, folded to one lane per thread, and the last window that was read.
 
-    The first `inside` tiles lie in the row together with the window after them, wherever it begins.
+    The row begins `head` elements after `window_ptr`, and `carry` is the window in which the segment begins. The first
+    `inside` tiles of the row, and the window after them, lie in the row whatever `head` is.
     """
     lane = tl.arange(0, LANES)
     m, rest, t = start(LANES)
@@ -96,6 +99,7 @@ def segment_state(
     # whole tiles: where the row begins at a window, each window is loaded for itself
     if head == 0:
         if AHEAD:
+            # the loads of the next tile are under way while this one is computed
             raw = load_tile(window_ptr, first, whole, K, LANES, VEC)
             for i in tl.range(first, whole, num_stages=1):
                 after = load_tile(window_ptr, i + 1, whole, K, LANES, VEC)
@@ -114,9 +118,10 @@ def segment_state(
                         ),
                     )
                 m, rest, t = step(m, rest, t, xs, scale, K)
+        # the masked end below uses each window one step after it is loaded, so it needs the one where it begins
         if (first <= inside) & (inside < first + SEGMENT):
             carry = load_window(window_ptr, whole * K, 0, vocab, softcap, LANES, VEC)
-    # and where it does not, a lane below `head` takes its element from the next window
+    # where it does not, a lane below `head` takes its element from the next window
     else:
         for i in tl.range(first, whole, num_stages=STAGES):
             xs = ()
@@ -125,7 +130,7 @@ def segment_state(
                 xs = xs + (tl.where(lane < head, x, carry),)
                 carry = x
             m, rest, t = step(m, rest, t, xs, scale, K)
-    # the row's end, masked
+    # the end of the row, where columns past it are masked
     stop = tl.minimum((first + SEGMENT) * K, tl.cdiv(vocab, LANES))
     for i in tl.range(whole * K, stop, TAIL, num_stages=1):
         xs = ()
@@ -145,14 +150,14 @@ def segment_state(
 
 @triton.jit
 def wide_row(x_ptr, vocab, scale, scale_low, softcap, LANES: tl.constexpr):
-    """`reduce_lanes` from two more reads of the row, which makes it right for all logits."""
+    """Return what `reduce_lanes` returns, but from two more reads of the row, which is right for logits of any size."""
     lane = tl.arange(0, LANES)
     lane_m = tl.full((LANES,), float("-inf"), tl.float32)
     for begin in tl.range(0, vocab, LANES, num_stages=1):
         lane_m = tl.maximum(lane_m, load_columns(x_ptr, begin + lane, vocab, softcap))
     m = tl.max(lane_m, 0)
 
-    # about the maximum; +inf and NaN become NaN in the sums
+    # the sums relative to the maximum; a logit of +inf or NaN makes them NaN
     about = tl.where(m == float("-inf"), 0.0, m)
     off = scale_low / scale
     ties = tl.zeros((LANES,), tl.int32)
@@ -164,8 +169,9 @@ def wide_row(x_ptr, vocab, scale, scale_low, softcap, LANES: tl.constexpr):
         d = tl.fma(d, off, d)
         p = tl.exp2(d)
         ties += (x == m).to(tl.int32)
-        rest += tl.where(x == m, p - 1.0, p)  # NaN from inf - inf
+        rest += tl.where(x == m, p - 1.0, p)  # p - 1 is 0, or NaN where the maximum is inf
         t = tl.fma(p, -d, t)
+    # one element at the maximum is held out of `rest`; any others add 1 each
     more = tl.maximum(tl.sum(ties, 0) - 1, 0).to(tl.float32)
     return m, exact_sum(rest) + more, -LN2 * exact_sum(t)
 
@@ -190,8 +196,9 @@ def store_row(
     m, rest, t = reduce_lanes(lane_m, lane_rest, lane_t, scale, scale_low)
     if in_range(m, rest, t, scale) == 0:
         m, rest, t = wide_row(x_ptr, vocab, scale, scale_low, softcap, LANES)
-    banned = (m == float("-inf")) & (rest == rest)  # nothing but -inf
+    banned = (m == float("-inf")) & (rest == rest)  # every logit of the row is -inf
     target = tl.load(target_ptr + row)
+    # a target outside the vocabulary gets NaN
     known = (target >= 0) & (target < vocab)
     x = cap(tl.load(x_ptr + target, mask=known, other=0.0).to(tl.float32), softcap)
     log1 = log1p(rest)
@@ -206,6 +213,7 @@ def store_row(
 
 @triton.jit
 def store_zeros(outputs, row):
+    """Store 0 in the five outputs of a masked row."""
     for i in tl.static_range(5):
         tl.store(outputs[i] + row, 0.0)
 
@@ -233,10 +241,10 @@ def logprob_fwd_kernel(
     lse_ptr,
     m_ptr,
     rest_ptr,
-    lanes_ptr,  # (N - whole, segments, 3, THREADS) fp32: where the programs of a segment leave its lanes
-    whole,  # rows that have a program each; those after them have one per segment
+    lanes_ptr,  # (N - whole, segments, 3, THREADS) fp32: a program that has one segment leaves its lanes here
+    whole,  # the number of rows that have one program each; the rows after them have one program per segment
     segments,
-    shift,  # x begins so many elements after x_ptr, which is aligned to 16 bytes
+    shift,  # x begins this many elements after x_ptr, which is aligned to 16 bytes
     vocab,
     x_stride: tl.int64,
     inv_t,
@@ -247,7 +255,7 @@ def logprob_fwd_kernel(
     LANES: tl.constexpr,
     VEC: tl.constexpr,  # elements in 16 bytes
     SEGMENT: tl.constexpr,
-    STAGES: tl.constexpr,  # this and the next: `launch.VARIANTS`
+    STAGES: tl.constexpr,  # `launch.VARIANTS` describes this and the next
     AHEAD: tl.constexpr,
 ):
     THREADS: tl.constexpr = LANES // VEC
@@ -260,9 +268,11 @@ def logprob_fwd_kernel(
             return
     inv_t, scale, scale_low = row_scale(inv_t_ptr, row, inv_t, scale, scale_low)
     row_ptr, window_ptr, head = locate(x_ptr, shift, row, x_stride, VEC)
-    # columns; a whole load that begins in them ends in the row
+    # a load of 16 bytes that begins in the first `streamed` columns ends in the row; the last columns come at the end
     streamed = tl.maximum(vocab - 2 * VEC, 0)
     inside = tl.maximum(streamed - LANES, 0) // (K * LANES)
+    # the first window of this program, whose lanes below `head` lie before its columns and begin empty; where head
+    # is 0, it is needed only by a program that begins beyond the whole tiles
     column = first * SEGMENT * K * LANES + tl.arange(0, LANES) - head
     fresh = (column >= first * SEGMENT * K * LANES) & (column < streamed)
     fresh = fresh & ((head > 0) | (first * SEGMENT > inside))
@@ -365,10 +375,18 @@ def logprob_merge_kernel(
 
 
 def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
-    """(N, V), (N,) int64, (N,) bool | None, float | (N,) fp32 -> statistics, (N,) fp32 each."""
+    """Return the `RowStatistics` of the rows of logits, each (N,) fp32, with zeros in masked rows.
+
+    Args:
+        logits: (N, V) bf16, fp16 or fp32.
+        targets: (N,) int64; the log-probability of a target outside the vocabulary is NaN.
+        mask: (N,) bool, True for the rows that count, or None for all.
+        inv_temperature: 1 / temperature, a float or (N,) fp32.
+        softcap: logits x become softcap * tanh(x / softcap); None leaves them as they are.
+    """
     n, vocab = logits.shape
     new = [torch.empty(n, dtype=torch.float32, device=logits.device) for _ in RowStatistics._fields]
-    # tensors of their own: each begins at 16 bytes, and an operator may return them
+    # separate tensors, not rows of one: each is aligned to 16 bytes, and an operator may not return views of one tensor
     outputs = RowStatistics(*new)
     if n == 0:
         return outputs

@@ -1,10 +1,12 @@
-"""The gradient of `logprob.py`'s outputs, 4 bytes per bf16 logit: one read and one write.
+"""The gradient of the outputs of `logprob.py`, 4 bytes per bf16 logit: one read and one write.
 
-With p_j = softmax(x)_j and x = logits / temperature,
+With p_j = softmax(x)_j and x = logits / temperature, and with the upstream gradients dlp of the log-probability, dH of
+the entropy and dlse of the log-sum-exp,
 
-    dx_j = [ dlp (1{j = target} - p_j) - dH p_j (log p_j + H) + dlse p_j ] / temperature  =  2^d_j (a + b d_j)
+    dx_j = [ dlp (1{j = target} - p_j) - dH p_j (log p_j + H) + dlse p_j ] / temperature
 
-off the target, where d_j is the forward's distance to the maximum in log2 units and a, b are constants of the row.
+Off the target this is 2^d_j (a + b d_j), where d_j is the distance to the maximum in log2 units, as in the forward
+pass, and a, b are constants of the row. The target's own element is computed apart and stored last.
 """
 
 import torch
@@ -24,31 +26,36 @@ from fused_rl.kernels.launch import (
 )
 from fused_rl.kernels.online import FAR, LN2, NAN, log1p
 
-# of a thread, as `launch.REGISTERS`: above what it takes, so that its loads stay together
+# Registers per thread, as in `launch.REGISTERS`. The limit is above what the kernel needs, so that its loads stay
+# together.
 REGISTERS = (128, 128)
 
 
 @triton.jit
 def gradient(x, m, scale, a, b, softcap):
-    """2^d (a + b d) with d = (x - m) * scale, through the soft cap."""
+    """Return 2^d (a + b d) with d = (cap(x) - m) * scale, times the derivative of the soft cap; b None stands for 0."""
     y = cap(x, softcap)
     d = (y - m) * scale
     if b is None:
         g = tl.exp2(d) * a
     else:
-        d = tl.maximum(d, FAR, propagate_nan=NAN)  # 0 * -inf
+        d = tl.maximum(d, FAR, propagate_nan=NAN)  # because 0 * -inf would be NaN
         g = tl.exp2(d) * tl.fma(b, d, a)
     return g if softcap is None else g * uncap(y, softcap)
 
 
 @triton.jit
 def upstream(ptr, row, alive):
+    """Return the upstream gradient of a row, 0 where there is none or the row is not alive."""
     return 0.0 if ptr is None else tl.load(ptr + row, mask=alive, other=0.0)
 
 
 @triton.jit
 def target_gradient(x, m, rest, entropy, dlogprob, dentropy, dlse, inv_t, softcap):
-    """The gradient of the target's logit x, with 1 - p = rest / (1 + rest) exactly where x is the maximum."""
+    """Return the gradient of the target's logit x.
+
+    Where x is the maximum, 1 - p is formed as rest / (1 + rest), because the subtraction would cancel.
+    """
     y = tl.minimum(cap(x, softcap), m, propagate_nan=NAN)
     p_m = 1.0 / (1.0 + rest)
     s = tl.maximum((y - m) * inv_t, FAR, propagate_nan=NAN)
@@ -60,7 +67,7 @@ def target_gradient(x, m, rest, entropy, dlogprob, dentropy, dlse, inv_t, softca
 
 @triton.jit
 def owns(target, lead, tiles, first, last, part, parts, TILE: tl.constexpr, LANES: tl.constexpr):
-    """Return True if this program writes the target's column: in its whole tiles, or its share of the others."""
+    """Return True if this program writes the target's column, be it in its whole tiles or in its share of the rest."""
     column = target - lead
     if (column < 0) | (column >= tiles * TILE):
         around = tl.where(column < 0, target, target - tiles * TILE)
@@ -92,7 +99,7 @@ def logprob_bwd_kernel(
     rest_ptr,
     inv_t_ptr,  # (N,) fp32, or None: inv_t and scale hold for all rows
     dx_ptr,  # (N, V), may be x
-    x_shift,  # x begins so many elements after x_ptr, which is aligned to 16 bytes, and dx likewise
+    x_shift,  # x begins this many elements after x_ptr, which is aligned to 16 bytes; dx_shift is the same for dx
     dx_shift,
     vocab,
     x_stride: tl.int64,
@@ -114,7 +121,7 @@ def logprob_bwd_kernel(
     if mask_ptr is not None:
         alive = alive & (tl.load(mask_ptr + row) != 0)
 
-    # of a dead row nothing else is read, so that its constants are 0, and its gradient
+    # a row that is masked or all -inf is not alive: nothing else is read of it, so its constants and gradient are 0
     m, scale = tl.where(alive, m, 0.0), tl.where(alive, scale, 0.0)
     rest = tl.load(rest_ptr + row, mask=alive, other=0.0)
     entropy = tl.load(entropy_ptr + row, mask=alive, other=0.0)
@@ -124,7 +131,8 @@ def logprob_bwd_kernel(
     a = norm * (dlse - dlogprob - dentropy * (entropy - log1p(rest)))
     b = None if dentropy_ptr is None else norm * dentropy * -LN2
 
-    # whole tiles between two 16-byte boundaries, if x and dx have these at the same columns; then the columns around
+    # first the whole tiles between two 16-byte boundaries, if x and dx have these at the same columns; then the columns
+    # before and after them
     lead = tl.minimum((VEC - x_offset % VEC) % VEC, vocab).to(tl.int32)
     tiles = tl.where(x_offset % VEC == dx_offset % VEC, (vocab - lead) // TILE, 0)
     first, last = part * tiles // parts, (part + 1) * tiles // parts
@@ -172,7 +180,14 @@ def logprob_bwd(
     softcap,
     out=None,
 ):
-    """Gradient of the logits (N, V); upstream gradients are (N,) fp32 or None, `out` the logits or of any dtype."""
+    """Return the gradient of the logits, (N, V), in `out` or else in a new tensor of the logits' dtype.
+
+    Args:
+        dlogprobs, dentropy, dlse: (N,) fp32, the upstream gradients, each None where there is none.
+        logits: (N, V), as `targets` (N,), `mask`, `inv_temperature` and `softcap` the arguments of `logprob_fwd`.
+        entropy, m, rest: (N,) fp32, results of `logprob_fwd`.
+        out: (N, V) of any floating dtype, or the logits themselves, which are then overwritten.
+    """
     n, vocab = logits.shape
     out = torch.empty_like(logits) if out is None else out
     if n == 0:

@@ -1,36 +1,36 @@
-"""Online softmax statistics of one row, spread over lanes: the step, the merge, and a sum that no order can change.
+"""Online softmax statistics of one row, spread over lanes: the step, the merge, and a sum that is free of order.
 
 A lane carries, over the elements x that it has seen,
 
-    m     their maximum, itself held out of the two sums (a second element equal to m is in them)
-    ref   fl(m * scale), in log2 units: what the sums are relative to; scale = log2(e) / temperature
-    rest  sum of 2^d          with d = x * scale - ref, rounded once (fma)
-    t     sum of 2^d * d
+    m     their maximum, which is itself held out of the two sums (a second element equal to m is in them)
+    ref   fl(m * scale) in log2 units, what the sums are relative to; scale = log2(e) / temperature
+    rest  the sum of 2^d          with d = x * scale - ref, rounded once (fma)
+    t     the sum of 2^d * d
 
-Holding the maximum out keeps sum(exp(x - m)) - 1 right to the last bits when one token has all the mass, and costs a
-minimum per element: max(m, x) stays in the lane, min(m, x) goes into the sums. A reference of its own per lane needs no
-communication until the row's end. ref is off by delta = m * scale - ref, which fma gives exactly and `reduce_lanes`
-takes out again, so that a constant added to all logits cancels.
+Holding the maximum out keeps sum(exp(x - m)) - 1 accurate to fp32 rounding when one token has all the mass. It costs a
+minimum per element: max(m, x) stays in the lane, and min(m, x) goes into the sums. As each lane has its own reference,
+lanes do not communicate until the row ends. ref is off by delta = m * scale - ref, which an fma gives exactly and
+`reduce_lanes` takes out again, so that a constant added to all logits cancels.
 
-An element of -inf adds nothing; a lane that saw nothing else has m = NEG. NaN reaches rest and stays there.
+An element of -inf adds nothing, and a lane that has seen nothing else has m = NEG. NaN reaches rest and stays there.
 
-Lanes are right while |ref| < 2^31: beyond, delta is more than the exponent of a sum holds. `in_range` tells; a row that
-is not is read again by `wide_row`, about its true maximum.
+Lanes are right while |ref| < 2^31; beyond, 2^delta is more than the exponent of a sum can hold. `in_range` tells which
+rows are right, and `wide_row` reads the others again, relative to their true maximum.
 """
 
 import triton
 import triton.language as tl
 
-# finite, also times any scale: no inf - inf. Nothing below it becomes a lane's maximum
+# The least maximum of a lane, below every usual logit. It is finite, also times any scale, so inf - inf cannot arise.
 NEG = tl.constexpr(-1.0e30)
-FAR = tl.constexpr(-1.0e4)  # log2 units: 2^FAR is 0, and FAR times any upstream gradient finite
+FAR = tl.constexpr(-1.0e4)  # log2 units: 2^FAR is 0, and FAR times any upstream gradient is finite
 LN2 = tl.constexpr(0.6931471805599453)
 NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 
 @triton.jit
 def widen(words):
-    """(n,) int32, each two bf16 -> (2n,) fp32 in memory order: one instruction per element instead of 1.5."""
+    """Return (2n,) fp32 in memory order from (n,) int32 of two bf16 each, with one instruction per element, not 1.5."""
     return tl.interleave(
         (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
     )
@@ -38,22 +38,22 @@ def widen(words):
 
 @triton.jit
 def reference(m, scale):
-    """ref = fl(m * scale), and what the rounding took, bounded so that 2^delta is finite."""
-    # an fma, because ptxas would contract a product into the differences that follow
+    """Return ref = fl(m * scale), and delta, what its rounding took off, bounded so that 2^delta is finite."""
+    # an fma, because ptxas would contract a plain product into the differences that follow
     ref = tl.fma(m, scale, 0.0)
     return ref, tl.minimum(tl.maximum(tl.fma(m, scale, -ref), -100.0), 100.0)
 
 
 @triton.jit
 def start(LANES: tl.constexpr):
-    """Lanes that have seen nothing: (m, rest, t), each (LANES,) fp32."""
+    """Return lanes that have seen nothing: (m, rest, t), each (LANES,) fp32."""
     zero = tl.zeros((LANES,), tl.float32)
     return zero + NEG, zero, zero
 
 
 @triton.jit
 def step(m, rest, t, xs, scale, K: tl.constexpr):
-    """The state after K more elements per lane; xs: tuple of K tensors (LANES,) fp32."""
+    """Return the lanes after K more elements each; xs is a tuple of K tensors (LANES,) fp32."""
     old, _ = reference(m, scale)
     lows = ()
     for k in tl.static_range(K):
@@ -68,22 +68,22 @@ def step(m, rest, t, xs, scale, K: tl.constexpr):
 
 @triton.jit
 def add(rest, t, d):
-    """One more element at distance d (log2 units) from the reference."""
-    d = tl.maximum(d, NEG, propagate_nan=NAN)  # 2^-inf * -inf would be NaN
+    """Return the sums (rest, t) with one more element at distance d (log2 units) from the reference."""
+    d = tl.maximum(d, NEG, propagate_nan=NAN)  # because 2^-inf * -inf would be NaN
     p = tl.exp2(d)
     return rest + p, tl.fma(p, d, t)
 
 
 @triton.jit
 def rescale(rest, t, d):
-    """The sums relative to a reference that is -d higher."""
+    """Return the sums (rest, t) relative to a reference that is higher by -d (log2 units)."""
     a = tl.exp2(d)
     return rest * a, tl.fma(rest, d, t) * a
 
 
 @triton.jit
 def merge(m, rest, t, m2, rest2, t2, scale):
-    """Lane by lane, (m, rest, t) over the elements of both; ref follows from m."""
+    """Return, lane by lane, (m, rest, t) over the elements of both; ref follows from m."""
     ref, _ = reference(m, scale)
     ref2, _ = reference(m2, scale)
     low = tl.minimum(m, m2)
@@ -97,14 +97,14 @@ def merge(m, rest, t, m2, rest2, t2, scale):
 
 @triton.jit
 def from_below(low, ref, scale):
-    """Distance of a maximum that another one, with reference `ref`, has replaced."""
-    # between equal maxima that is what rounded off ref; where both are NEG it is anything
+    """Return the distance (log2 units) of a maximum from the reference `ref` of the maximum that has replaced it."""
+    # for equal maxima the distance is what rounding took off ref; where both are NEG it has no meaning
     return tl.minimum(tl.fma(low, scale, -ref), tl.where(low > NEG, 100.0, 1.0))
 
 
 @triton.jit
 def fold(m, rest, t, scale, VEC: tl.constexpr):
-    """Lanes (n * VEC,) -> (n,), each of VEC neighbours: as `merge`, with one rescaling of each."""
+    """Return lanes (n,) from (n * VEC,), each merged from VEC neighbours, which are rescaled only once each."""
     ms, rests, ts = neighbours(m, VEC), neighbours(rest, VEC), neighbours(t, VEC)
     m, lows = ms[0], ()
     for k in tl.static_range(1, VEC):
@@ -122,13 +122,14 @@ def fold(m, rest, t, scale, VEC: tl.constexpr):
 
 @triton.jit
 def neighbours(x, VEC: tl.constexpr):
-    """(n * VEC,) -> VEC tensors (n,): the elements of each group of neighbours, in an order of their own."""
+    """Return VEC tensors (n,) from (n * VEC,), which hold the elements of each group of neighbours in a fixed order."""
     xs = halves(halves((x,)))
     return halves(xs) if VEC == 8 else xs
 
 
 @triton.jit
 def halves(xs):
+    """Return the even and the odd elements of each tensor of a tuple."""
     out = ()
     for i in tl.static_range(len(xs)):
         even, odd = tl.split(tl.reshape(xs[i], (xs[i].shape[0] // 2, 2)))
@@ -138,20 +139,22 @@ def halves(xs):
 
 @triton.jit
 def reduce_lanes(m, rest, t, scale, scale_low):
-    """(LANES,) states -> scalars: the row's maximum, rest = sum(exp(s)) - 1 and t = sum(exp(s) * s), s = (x - m) / T.
+    """Reduce the lanes (LANES,) of a row to its maximum m, rest = sum(exp(s)) - 1 and t = sum(exp(s) * s), scalars.
 
-    scale + scale_low is log2(e) / T. What rounding the scale does to e^-30 is 30 times its half ulp: sums of s and s^2
-    take it out again (the latter as if all of the rest were at one s, where the error is largest).
+    Here s = (x - m) / T, and scale + scale_low is log2(e) / T. The rounding of the scale changes e^-30 by 30 times half
+    an ulp; sums of s and s^2 take that out again (the latter as if all of the rest were at one s, where the error is
+    largest).
 
     Every reduction is free of order, so lanes may be permuted and split over programs without changing a bit.
     """
+    # each lane's sums, relative to the exact m * scale instead of its rounded ref
     _, delta = reference(m, scale)
     rest, t = rescale(rest, t, -delta)
     t = tl.minimum(t, 0.0, propagate_nan=NAN)
     top = tl.max(m, 0)
     d = (m - top) * scale
     w = tl.exp2(d)
-    # one of the lanes at the top holds the row's maximum out; what the others hold out are ties
+    # of the lanes at the top one holds the row's maximum out; what the others hold out are ties, which add 1 each
     below = m < top
     rest_top = tl.where(below, w * (rest + 1.0), rest)
     t_top = tl.where(below, w * tl.fma(d, rest + 1.0, t), t)
@@ -165,21 +168,24 @@ def reduce_lanes(m, rest, t, scale, scale_low):
 
 @triton.jit
 def valid(inv_t):
-    """1 / temperature as it is, and NaN where a temperature per row is outside what `fused_rl.base.checks` allows."""
+    """Return 1 / temperature of a row, or NaN where it is outside the range that `fused_rl.base.checks` allows."""
     return tl.where((inv_t > 0.99e-6) & (inv_t < 1.01e6), inv_t, float("nan"))
 
 
 @triton.jit
 def in_range(m, rest, t, scale):
-    """Return True if the lanes of a row are valid: its maximum, and sums that are finite."""
-    # 2^30: lanes of smaller maxima have room up to 2^31
+    """Return True if the lanes of a row are right: its maximum is in range, and its sums are finite."""
+    # 2^30, because lanes with other maxima may reach up to 2^31
     held = (m > NEG) & (tl.abs(m * scale) < 1073741824.0)
     return held & (rest - rest == 0) & (t - t == 0)
 
 
 @triton.jit
 def exact_sum(x):
-    """Sum of x >= 0 in 64-bit fixed point, 40 bits below the largest: the same bits in any order; NaN if any is NaN."""
+    """Return the sum of x >= 0, with the same bits in any order, or NaN if any is NaN.
+
+    It is added in 64-bit fixed point whose unit is 40 bits below the largest x; integer addition is associative.
+    """
     largest = tl.max(tl.where(x < float("inf"), x, float("inf")), 0)
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 127
     exponent = tl.minimum(tl.maximum(exponent, -80), 80)
@@ -191,7 +197,10 @@ def exact_sum(x):
 
 @triton.jit
 def log1p(x):
-    """log(1 + x) for x >= 0 to an ulp, small x included (the device's log is an approximation; as fdlibm's log1pf)."""
+    """Return log(1 + x) for x >= 0 to about an ulp, small x included, as fdlibm's log1pf does.
+
+    The device's own log is an approximation.
+    """
     u = 1.0 + x
     # u = 2^k (1 + f) with 1 + f in [0.7, 1.4); below that range x itself is f, and no bit of it is lost in u
     k = ((u.to(tl.int32, bitcast=True) - 0x3F3504F3) >> 23).to(tl.float32)
@@ -211,12 +220,13 @@ def log1p(x):
 
 @triton.jit
 def tanh(x):
-    """tanh to a few ulp, small x included; the core language has none."""
+    """Return tanh(x) to a few ulp, small x included; Triton's core language has none."""
     z = x * x
     odd = tl.fma(z, tl.fma(z, -5.70498872745e-3, 2.06390887954e-2), -5.37397155531e-2)
     small = tl.fma(x * z, tl.fma(z, tl.fma(z, odd, 1.33314422036e-1), -3.33332819422e-1), x)
     y = tl.exp2(tl.minimum(tl.abs(x), 20.0) * (2.0 * 1.4426950408889634)) + 1.0
-    r = tl.rsqrt(y)  # 1 / y by rsqrt and one Newton step: a division takes twice the instructions
+    # 1 / y by rsqrt and one Newton step: a division takes twice the instructions
+    r = tl.rsqrt(y)
     r = r * r
     big = tl.fma(-2.0 * r, tl.fma(-y, r, 2.0), 1.0)
     big = tl.where(x < 0, -big, big)

@@ -1,7 +1,7 @@
-"""The base of the kernels of KL and Jensen-Shannon: two rows of logits x and y, read together, as p and q.
+"""What the kernels of KL and Jensen-Shannon share: they read two rows of logits x and y together, as p and q.
 
-`fused_rl.kernels.kl` has the formulas. `state` is what its forward leaves per row, a tensor (9, N) fp32; `KLState`
-names its rows on the host, `AT_M` to `AT_K` in a kernel.
+`fused_rl.kernels.kl` has the formulas. `state` is what its forward pass keeps of each row, a tensor (9, N) fp32, whose
+rows are named by `KLState` on the host and by `AT_M` to `AT_K` in a kernel.
 """
 
 import torch
@@ -15,7 +15,7 @@ from fused_rl.kernels.states import KLState
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-BANNED = tl.constexpr(-1e20)  # stands for -inf, and for whatever is below: differences stay finite
+BANNED = tl.constexpr(-1e20)  # stands for -inf and all below it, so that differences stay finite
 ALL_NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 # The row of each number in `state`: a kernel cannot read a NamedTuple.
@@ -34,17 +34,18 @@ THREADS = 128  # per program
 # A new length, batch, vocabulary or temperature must not compile anything.
 RUNTIME = ("N", "T", "V", "x_shift", "y_shift", "stride_xb", "stride_xt", "stride_yb", "stride_yt")
 RUNTIME += ("inv_t", "wide", "softcap")
-SHARES = ("p_share", "q_share")  # of Jensen-Shannon alone, and likewise
+SHARES = ("p_share", "q_share")  # the same for the arguments that only Jensen-Shannon has
 
 
 @triton.jit
 def banned_as_finite(x):
+    """Return x in fp32 with BANNED in place of -inf."""
     return tl.maximum(x.to(tl.float32), BANNED, propagate_nan=ALL_NAN)
 
 
 @triton.jit
 def as_logits(x, mask, softcap):
-    """In fp32, with the numbers that stand for -inf; capped, where nothing is banned but what the mask leaves out."""
+    """Return x in fp32, with BANNED for -inf; or capped, in which case only what the mask leaves out is banned."""
     if softcap is None:
         return banned_as_finite(x)
     else:  # noqa: RET505
@@ -54,7 +55,7 @@ def as_logits(x, mask, softcap):
 
 @triton.jit
 def load(x_ptr, y_ptr, cols, stop, softcap):
-    """Columns of both rows in fp32, capped; those from `stop` on are banned. None: there are none."""
+    """Return columns of both rows in fp32, capped; those from `stop` on are banned, or none if `stop` is None."""
     mask = None if stop is None else cols < stop
     other = None if stop is None else float("-inf")
     x = tl.load(x_ptr + cols, mask=mask, other=other)
@@ -64,7 +65,7 @@ def load(x_ptr, y_ptr, cols, stop, softcap):
 
 @triton.jit
 def load_together(ptr, THREADS: tl.constexpr, VEC: tl.constexpr):
-    """(THREADS, VEC) fp32 in memory order from `ptr` on, which is at a 16-byte boundary: a load per thread."""
+    """Return (THREADS, VEC) fp32 in memory order from `ptr` on, a 16-byte boundary, with one load per thread."""
     thread = tl.arange(0, THREADS)[:, None]
     if ptr.dtype.element_ty == tl.bfloat16:
         words = thread * (VEC // 2) + tl.arange(0, VEC // 2)[None, :]
@@ -75,7 +76,10 @@ def load_together(ptr, THREADS: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def difference(x, y, offset, EXACT: tl.constexpr):
-    """x - y - offset, with what x - y rounds off (Knuth's TwoSum) but for bf16, where that is next to nothing."""
+    """Return x - y - offset; if EXACT, it includes what the rounding of x - y takes off (Knuth's TwoSum).
+
+    The kernels leave that out for bf16 logits, where it is almost always 0.
+    """
     d = x - y
     if not EXACT:
         return d - offset
@@ -84,9 +88,11 @@ def difference(x, y, offset, EXACT: tl.constexpr):
 
 
 @triton.jit
-def excess(
-    u,
-):  # exp(-u) - 1 + u for |u| <= 1 by a polynomial (Chebyshev fit, 1.2e-7 relative): exp would cancel
+def excess(u):
+    """Return exp(-u) - 1 + u for |u| <= 1, by a polynomial because exp would cancel.
+
+    It is a Chebyshev fit with a relative error of 1.2e-7.
+    """
     p = tl.fma(u, 2.5358644e-05, -2.0329202e-04)
     p = tl.fma(u, p, 1.3885394e-03)
     p = tl.fma(u, p, -8.3308844e-03)
@@ -97,18 +103,20 @@ def excess(
 
 @triton.jit
 def is_masked(mask_ptr, row):
+    """Return True if the row does not count."""
     return False if mask_ptr is None else tl.load(mask_ptr + row) == 0
 
 
 @triton.jit
 def row_offset(row, T, stride_b, stride_t, shift):
+    """Return where row b T + t of a tensor (B, T, V) begins, in elements from the pointer."""
     row = row.to(tl.int64)
     return (row // T) * stride_b + (row % T) * stride_t + shift
 
 
 @triton.jit
 def p_q_delta(x, y, m, w_all, offset, c, n, s, k, inv_t, EXACT: tl.constexpr):
-    """p, q, u, delta = u + k = log(p / q) of a tile, and expm1(-delta) where |delta| < 1."""
+    """Return p, q, u and delta = u + k = log(p / q) of a tile, and expm1(-delta), which is right where |delta| < 1."""
     p = tl.exp2((x - m) * (inv_t * LOG2E)) * tl.where(w_all == 0, 0.0, 1 / w_all)
     q = tl.exp2((y - n) * (inv_t * LOG2E)) * tl.where(s == 0, 0.0, 1 / s)
     u = tl.fma(difference(x, y, offset, EXACT), inv_t, -c)
@@ -118,7 +126,7 @@ def p_q_delta(x, y, m, w_all, offset, c, n, s, k, inv_t, EXACT: tl.constexpr):
 
 @triton.jit
 def load_state(state_ptr, row, N, alive):
-    """Load the part of `KLState` that the gradients read; zeros where not alive."""
+    """Load the part of `KLState` that the gradients read, or zeros if the row is not alive."""
     state_ptr += row
     m = tl.load(state_ptr + AT_M * N, mask=alive, other=0.0)
     w_all = tl.load(state_ptr + AT_W_ALL * N, mask=alive, other=0.0)
@@ -132,7 +140,10 @@ def load_state(state_ptr, row, N, alive):
 
 @triton.jit
 def about_the_maxima(state, inv_t):
-    """The state about the rows' maxima where KL is large: u and k would cancel where the two distributions meet."""
+    """Return the state relative to the rows' maxima where KL is large.
+
+    Otherwise u and k would cancel in delta at the columns where both distributions have mass.
+    """
     m, w_all, offset, c, n, s, k = state
     far = k > 8
     apart = m - n
@@ -142,13 +153,15 @@ def about_the_maxima(state, inv_t):
 
 
 def warps():
+    """Return the warps of a program, which have 64 threads on AMD devices and 32 elsewhere."""
     return THREADS // (64 if torch.version.hip else 32)
 
 
 def launch_arguments(x, y, inv_t, softcap):
-    """x, y from a 16-byte boundary on; inv_t_ptr or None; the numbers that every kernel here takes, in this order.
+    """Return x and y from a 16-byte boundary on, inv_t_ptr or None, and the numbers that every kernel here takes.
 
-    They are the sizes; where x and y begin, in elements; strides; inv_t; whether all rows begin at 16 bytes; softcap.
+    These are in the kernels' order: the sizes; where x and y begin, in elements; the strides; inv_t; whether all rows
+    begin at 16-byte boundaries; and the soft cap.
     """
     b, t, vocab = x.shape
     wide = vocab % 16 == 0
@@ -163,6 +176,9 @@ def launch_arguments(x, y, inv_t, softcap):
 
 
 def from_16_bytes(x):
-    """x, or a copy whose rows all begin at 16 bytes: wide loads, and columns in one order, hence one set of bits."""
+    """Return x, or a copy of it if not all rows begin at 16-byte boundaries.
+
+    Loads are then wide, and columns meet in one order whatever the strides, so the result has the same bits.
+    """
     begins = x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in x.stride()[:2])
     return x if begins else x.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""The per-row results that the gradients read, by name; the CPU path imports this without Triton."""
+"""Named tuples of the per-row results that the gradients read; the CPU path imports this module without Triton."""
 
 import functools
 import math
@@ -9,57 +9,67 @@ from torch import Tensor
 
 
 class RowStatistics(NamedTuple):
-    """Results of `logprob_fwd`, (N,) fp32 each, nats; with x the capped logits and s = (x - max x) / temperature."""
+    """The results of `logprob_fwd`, each (N,) fp32.
+
+    Here x are the logits after the soft cap, and s = (x - max x) / temperature.
+    """
 
     logprobs: Tensor
+    """The log-probability of each row's target in nats; (N, K) from `targets_fwd`."""
     entropy: Tensor
+    """In nats."""
     lse: Tensor
+    """The log-sum-exp of x / temperature in nats."""
     m: Tensor
     """max x, before the temperature."""
     rest: Tensor
-    """sum(exp(s)) - 1: the maximum is left out, so that it does not drown the others."""
+    """sum(exp(s)) - 1: the maximum is left out, because beside it small terms would lose their digits."""
 
 
 class KLState(NamedTuple):
-    """Results of `kl_fwd`, rows of a tensor (9, N) fp32; `fused_rl.kernels.kl` has the formulas. T is the temperature.
+    """What `kl_fwd` keeps of each row for the gradients: the rows of a tensor (9, N) fp32.
 
-    P are the probabilities of x, Q those of y, d = x - y, and u = d / T - mean with mean = offset / T + c.
+    `fused_rl.kernels.kl` derives the formulas. T is the temperature, P are the probabilities of x and Q those of y,
+    d = x - y, and u = d / T - mean with mean = offset / T + c. A column is banned where its logit is -inf.
     """
 
     m: Tensor
     """max x."""
     w: Tensor
-    """sum of exp((x - m) / T) over the columns that Q allows."""
+    """The sum of exp((x - m) / T) over the columns that Q allows."""
     w_all: Tensor
-    """The same over all columns."""
+    """The same sum over all columns."""
     offset: Tensor
-    """Subtracted from d before it is scaled, so that c is small and keeps its bits."""
+    """A constant that is subtracted from d before the temperature, so that c is small and keeps its bits."""
     c: Tensor
     """The mean of d / T under P, minus offset / T."""
     n: Tensor
     """max y."""
     f: Tensor
-    """sum w (exp(-u) - 1 + u), times exp((m - n) / T - mean)."""
+    """The sum of w (exp(-u) - 1 + u), times exp((m - n) / T - mean), where w = exp((x - m) / T) is per column."""
     s: Tensor
-    """sum of exp((y - n) / T)."""
+    """The sum of exp((y - n) / T)."""
     k: Tensor
-    """log(P / Q) = u + k."""
+    """The constant of the row in log(P / Q) = u + k."""
 
 
 class JensenShannonSums(NamedTuple):
-    """Results of `js_fwd`, rows of a tensor (3, N) fp32, with a = log(p / m), b = log(q / m) and m the mixture."""
+    """The results of `js_fwd` in nats, which are the rows of a tensor (3, N) fp32.
+
+    With p, q the probabilities of the two rows and m their mixture, a = log(p / m) and b = log(q / m).
+    """
 
     divergence: Tensor
     p_a: Tensor
-    """sum of p a."""
+    """The sum of p a, which is KL(p || m)."""
     q_b: Tensor
-    """sum of q b."""
+    """The sum of q b, which is KL(q || m)."""
 
 
 class Shares(NamedTuple):
-    """The weights of P and Q in the mixture of Jensen-Shannon, both above 0, with a sum of 1.
+    """The weights of P and Q in the mixture of the Jensen-Shannon divergence: both are above 0, and they sum to 1.
 
-    Functions of the row take None for halves: these need less than half of the arithmetic.
+    Kernels take None in place of two halves, because halves need less than half of the arithmetic.
     """
 
     p: float
@@ -67,12 +77,12 @@ class Shares(NamedTuple):
 
 
 def shares_of(jsd_beta: float) -> Shares | None:
-    """Return the weights of a mixture whose weight of Q is `jsd_beta`; None for halves."""
+    """Return the weights of a mixture in which Q has the weight `jsd_beta`, or None where both are one half."""
     return None if jsd_beta == 0.5 else Shares(1 - jsd_beta, jsd_beta)
 
 
 def bounded(sums: Tensor, shares: Shares | None = None) -> Tensor:
-    """`JensenShannonSums` (3, N), in place: what rounding took out of its range is at the bound."""
+    """Clamp the `JensenShannonSums` (3, N) in place to the range of the exact sums, which rounding may leave."""
     p, q = shares or Shares(0.5, 0.5)
     of_p, of_q = -math.log(p), -math.log(q)  # p / m is at most 1 / share of p
     sums[0].clamp_(0, _fp32_below(p * of_p + q * of_q))
@@ -91,19 +101,19 @@ def _fp32_below(bound: float) -> float:
 
 
 class RowSupport(NamedTuple):
-    """The support of rows: row i keeps ids[begin[i]:end[i]], or the whole vocabulary where that is empty."""
+    """The kept ids of each row: row i keeps ids[begin[i]:end[i]], or the whole vocabulary where that is empty."""
 
     ids: Tensor
-    """(M,) integers."""
+    """(M,) integers, the kept ids of all rows one after another."""
     begin: Tensor
-    """(...) int64, as end: one per row."""
+    """(...) int64, one number per row, as in `end`."""
     end: Tensor
 
     def at(self, rows) -> "RowSupport":
-        """That of some rows."""
+        """Return the support of the rows with these indices alone."""
         return self._replace(begin=self.begin[rows], end=self.end[rows])
 
     def whole(self, mask: Tensor | None) -> Tensor:
-        """(N,) bool: rows that keep the whole vocabulary and count."""
+        """Return which rows keep the whole vocabulary and are not masked, (N,) bool."""
         whole = self.begin == self.end
         return whole if mask is None else whole & mask

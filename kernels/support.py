@@ -1,10 +1,11 @@
-"""Row statistics over kept sets of ids, from logits or from hidden states: K reads per row, nothing of a row's width.
+"""Row statistics over kept sets of ids, from logits or from hidden states, with reads of the K kept ids per row alone.
 
-Forward: a program per row goes over its ids twice, the maximum first (which gathers the logits into x (M,) fp32), then
-the sums about it, the maximum held out of them as in `online.py`. Backward: `logprob_gradient.py`'s 2^d_j (a + b d_j)
-for the ids alone; zeros around them, and rows that keep the whole vocabulary, are `logprob_bwd`'s. From hidden states:
-x_j = h . W[id_j], and with dx the gradients of x, dh = sum_j dx_j W[id_j] and dW[id] = the sum of dx_j h over all
-entries of an id, which come sorted, so that no two programs add to one row and the order is given.
+Forward: one program per row goes over its ids twice. The first pass finds the maximum and gathers the logits into x
+(M,) fp32; the second adds up the sums about the maximum, which is held out of them as in `online.py`. Backward: the
+gradient 2^d_j (a + b d_j) of `logprob_gradient.py` for the kept ids alone; the zeros around them, and the rows that
+keep the whole vocabulary, are left to `logprob_bwd`. From hidden states, x_j = h . W[id_j]. With dx the gradients of x,
+dh = sum_j dx_j W[id_j], and dW[id] is the sum of dx_j h over all entries of an id. The entries come sorted by id, so
+that no two programs add to the same row of dW and the order of the sum is fixed.
 """
 
 import torch
@@ -18,19 +19,19 @@ from fused_rl.kernels.logprob_gradient import gradient, target_gradient, upstrea
 from fused_rl.kernels.online import FAR, LN2, NAN, exact_sum, log1p
 from fused_rl.kernels.states import RowStatistics, RowSupport
 
-LANES = 128  # ids at a time; one warp, as most sets are shorter
-# a tile of the head, rows x hidden; programs that share a long set's products
+LANES = 128  # ids at a time, in one warp because most sets are shorter
+# A tile of the head is IDS rows x WIDTH columns of the hidden size; PARTS programs share the products of a long set.
 IDS, WIDTH, PARTS = (
     16,
     256,
     4,
 )
-FAR_ID = 2**62  # every id is below
+FAR_ID = 2**62  # above every id
 
 
 @triton.jit
 def load_ids(ids_ptr, at, end, first, vocab):
-    """Ids, and whether they are in the set, and in the columns first .. first + vocab."""
+    """Return ids, which of them are in the set, and which are also in the columns first .. first + vocab."""
     inside = at < end
     ids = tl.load(ids_ptr + at, mask=inside, other=-1).to(tl.int64)
     known = inside & (ids >= first) & (ids < first + vocab)
@@ -39,7 +40,7 @@ def load_ids(ids_ptr, at, end, first, vocab):
 
 @triton.jit
 def kept_values(x, inside, known, softcap, SHARD: tl.constexpr):
-    """Capped logits of a set; what stands in other ranks' columns adds nothing, an id in nobody's is NaN."""
+    """Return the capped logits of a set; an id in the columns of other ranks adds nothing, one in nobody's is NaN."""
     if SHARD:
         return tl.where(known, cap(x, softcap), float("-inf"))
     else:  # noqa: RET505
@@ -50,7 +51,7 @@ def kept_values(x, inside, known, softcap, SHARD: tl.constexpr):
     do_not_specialize=["first", "vocab", "x_stride", "inv_t", "scale", "scale_low", "softcap"]
 )
 def kept_fwd_kernel(
-    logits_ptr,  # (N, V) bf16, fp16 or fp32, or None: x is given
+    logits_ptr,  # (N, V) bf16, fp16 or fp32, or None where x has the logits already
     x_ptr,  # (M,) fp32
     ids_ptr,  # (M,) integers
     begin_ptr,  # (N,) int64
@@ -70,7 +71,7 @@ def kept_fwd_kernel(
     scale,
     scale_low,
     softcap,
-    SHARD: tl.constexpr,  # other columns are on other ranks
+    SHARD: tl.constexpr,  # the other columns of the vocabulary are on other ranks
     LANES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -101,9 +102,9 @@ def kept_fwd_kernel(
         chosen = tl.maximum(chosen, tl.where(ids == target, x, float("-inf")))
         held += (inside & (ids == target)).to(tl.int32)
     m, target_x = tl.max(lane_m, 0), tl.max(chosen, 0)
-    tl.debug_barrier()  # x is read by other threads than those that stored it
+    tl.debug_barrier()  # other threads read x than those that stored it
 
-    # about the maximum; +inf and NaN become NaN in the sums
+    # the sums relative to the maximum; a logit of +inf or NaN makes them NaN
     about = tl.where(m == float("-inf"), 0.0, m)
     off = scale_low / scale
     ties, rest, t = (
@@ -116,19 +117,21 @@ def kept_fwd_kernel(
         x = tl.load(x_ptr + at + lane, mask=inside, other=0.0)
         x = kept_values(x, inside, known, softcap, SHARD)
         d = tl.maximum((x - about) * scale, FAR, propagate_nan=NAN)
-        # few terms do not average it out
+        # what rounding took off d is added back, because the errors of a few terms do not average out
         low = tl.where(d > FAR, tl.fma(d, off, tl.fma(x - about, scale, -d)), 0.0)
         p = tl.exp2(d)
         p = tl.fma(p, low * LN2, p)
         ties += (x == m).to(tl.int32)
-        rest += tl.where(x == m, p - 1.0, p)  # NaN from inf - inf
+        rest += tl.where(x == m, p - 1.0, p)  # p - 1 is 0, or NaN where the maximum is inf
         t = tl.fma(p, -d - low, t)
+    # one id at the maximum is held out of `rest`; any others add 1 each
     more = tl.maximum(tl.sum(ties, 0) - 1, 0).to(tl.float32)
     rest, t = exact_sum(rest) + more, -LN2 * exact_sum(t)
 
-    banned = (m == float("-inf")) & (rest == rest)  # nothing but -inf
+    banned = (m == float("-inf")) & (rest == rest)  # every logit of the set is -inf
     log1 = log1p(rest)
     logprob = tl.where(banned, float("-inf"), (target_x - m) * inv_t - log1)
+    # a target outside its set is an error, unless another rank may have it
     if not SHARD:
         logprob = tl.where(tl.max(held, 0) > 0, logprob, float("nan"))
     tl.store(logprob_ptr + row, logprob)
@@ -153,7 +156,7 @@ def kept_bwd_kernel(
     m_ptr,
     rest_ptr,
     inv_t_ptr,  # (N,) fp32, or None
-    dx_ptr,  # (N, V) zeros where a row has a set, or (M,) fp32
+    dx_ptr,  # (N, V), already 0 in the rows that have a set, or (M,) fp32
     first,
     vocab,
     dx_stride: tl.int64,
@@ -174,7 +177,7 @@ def kept_bwd_kernel(
     m, target = tl.load(m_ptr + row), tl.load(target_ptr + row)
     alive = m != float("-inf")
 
-    # the row's constants, as `logprob_bwd_kernel` has them; all 0 for a dead row
+    # the row's constants, as in `logprob_bwd_kernel`; all are 0 where every logit of the set is -inf
     m, scale = tl.where(alive, m, 0.0), tl.where(alive, scale, 0.0)
     rest, entropy = tl.load(rest_ptr + row), tl.load(entropy_ptr + row)
     dlogprob, dlse = upstream(dlogprob_ptr, row, alive), upstream(dlse_ptr, row, alive)
@@ -199,7 +202,7 @@ def kept_bwd_kernel(
 
 
 def whole_fwd(logits, targets, whole, inv_temperature, softcap):
-    """`logprob_fwd` of the rows `whole` (N,) bool; 0 in all others."""
+    """Return the statistics of `logprob_fwd` for the rows in `whole` (N,) bool, and 0 for all others."""
     return logprob.logprob_fwd(logits, targets, whole, inv_temperature, softcap)
 
 
@@ -217,7 +220,10 @@ def whole_bwd(
     softcap,
     out,
 ):
-    """`logprob_bwd` of the rows `whole` (N,) bool; zeros in all others. `out` may be the logits."""
+    """Return the gradient of `logprob_bwd` for the rows in `whole` (N,) bool, and zeros for all others.
+
+    `out` may be the logits, which are then overwritten.
+    """
     upstream, state = (dlogprobs, dentropy, dlse), (entropy, m, rest)
     return logprob.logprob_bwd(
         *upstream, logits, targets, whole, *state, inv_temperature, softcap, out
@@ -235,12 +241,17 @@ def kept_fwd(
     first=None,
     into=None,
 ):
-    """Statistics (N,) fp32 over kept sets, into `into` where given; other rows stay as they are there, or 0.
+    """Return the `RowStatistics` (N,) fp32 over kept sets, written into `into` where that is given.
+
+    Rows that are masked or keep the whole vocabulary stay as they are in `into`, or are 0.
 
     Args:
-        x: (M,) fp32, the kept logits; filled from `logits` (N, V) where these are given.
-        first: the logits are the columns from `first` on, and other ranks have the others: an id of theirs adds
-            nothing. None: they are all columns, and another id makes its row NaN.
+        x: (M,) fp32, the kept logits; they are gathered from `logits` (N, V) where these are given.
+        support: the `RowSupport` of the rows.
+        targets: (N,) int64; the log-probability of a target outside its set is NaN, or -inf with `first`.
+        mask, inv_temperature, softcap: as for `logprob_fwd`.
+        first: `logits` are the columns from `first` on and other ranks have the others, whose ids add nothing. With
+            None they are all the columns, and an id outside them makes its row NaN.
     """
     n, softcap = len(targets), None if softcap is None else float(softcap)
     if into is None:
@@ -285,7 +296,11 @@ def kept_bwd(
     out,
     first=None,
 ):
-    """Gradients of the kept logits into `out`: (M,) fp32, or (N, V) that is 0 in rows with a set."""
+    """Write the gradients of the kept logits into `out` and return it.
+
+    `out` is (M,) fp32, or (N, V) and already 0 in the rows that have a set. The upstream gradients are (N,) fp32 or
+    None, `x` is what `kept_fwd` left there, and `entropy`, `m` and `rest` are its results.
+    """
     n, softcap = len(targets), None if softcap is None else float(softcap)
     if n == 0:
         return out
@@ -378,10 +393,10 @@ def kept_hidden_kernel(
 
 @triton.jit(do_not_specialize=["vocab"])
 def kept_head_kernel(
-    dx_ptr,  # (M,) fp32, sorted by id, as the next
-    row_ptr,  # (M,) int64, the row of each
-    id_ptr,  # (U,) int64, the ids once each
-    end_ptr,  # (U,) int64, where the entries of each end
+    dx_ptr,  # (M,) fp32, sorted by id, as is the next
+    row_ptr,  # (M,) int64, the row of each entry
+    id_ptr,  # (U,) int64, the different ids
+    end_ptr,  # (U,) int64, where the entries of each id end
     hidden_ptr,  # (N, H) bf16, fp16 or fp32
     dweight_ptr,  # (V, H) or None
     dbias_ptr,  # (V,) or None
@@ -389,7 +404,7 @@ def kept_head_kernel(
     width,
     hidden_stride: tl.int64,
     dweight_stride: tl.int64,
-    ADD: tl.constexpr,  # to what dweight and dbias hold
+    ADD: tl.constexpr,  # add to what dweight and dbias hold, instead of overwriting it
     IDS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -423,11 +438,18 @@ def kept_head_kernel(
 
 
 def _unit(x):
+    """Return x with a stride of 1 in its last dimension, copied if it has another."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def kept_dot(x, hidden, weight, bias, support):
-    """Fills x (M,) fp32 with the logits of the kept ids, from hidden states (N, H) and the head (V, H), (V,) | None."""
+    """Fill x (M,) fp32 with the logits of the kept ids.
+
+    Args:
+        hidden: (N, H) hidden states.
+        weight, bias: (V, H), and (V,) or None, the LM head.
+        support: the `RowSupport` of the rows; an id outside the vocabulary becomes NaN.
+    """
     hidden, weight = _unit(hidden), _unit(weight)
     if len(hidden):
         ranges = [r.contiguous() for r in support]
@@ -439,7 +461,7 @@ def kept_dot(x, hidden, weight, bias, support):
 
 
 def kept_hidden(dx, weight, support):
-    """Gradient of the hidden states, (N, H) in the head's dtype, from that of the kept logits (M,) fp32."""
+    """Return the gradient of the hidden states, (N, H) in the head's dtype, from that of the kept logits, (M,) fp32."""
     weight, n = _unit(weight), support.begin.numel()
     dhidden = torch.empty(n, weight.shape[1], dtype=weight.dtype, device=weight.device)
     if n:
@@ -460,12 +482,15 @@ def kept_hidden(dx, weight, support):
 
 
 def kept_head(dx, rows, ids, ends, hidden, vocab, dweight, dbias, wants):
-    """Gradients (V, H) and (V,) of the head, None where not wanted: what there was or zeros, and sums for `ids` (U,).
+    """Return the gradients of the LM head, (V, H) and (V,), each None where it is neither wanted nor given.
 
     Args:
-        dx, rows: (M,) gradients of the kept logits, and the rows of `hidden` (N, H) they belong to, sorted by id.
-        ends: (U,) int64, where the entries of each id end.
-        dweight, dbias: gradients to add to, or None.
+        dx, rows: (M,) fp32 and int64, the gradients of the kept logits and the rows of `hidden` (N, H) that they
+            belong to, sorted by id.
+        ids, ends: (U,) int64, the different ids in order, and where the entries of each one end.
+        vocab: V, the rows of the head.
+        dweight, dbias: gradients to add to in place, or None to begin from zeros.
+        wants: whether the gradient of the weight and that of the bias are wanted.
     """
     hidden, add = _unit(hidden), dweight is not None or dbias is not None
     if wants[0] and dweight is None:

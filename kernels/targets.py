@@ -1,13 +1,14 @@
-"""Log-probabilities of K targets of each row: the row kernels of `logprob.py`, and K elements more.
+"""Log-probabilities of K targets per row, from the row kernels of `logprob.py` and K more elements per row.
 
-Forward: the row's statistics, then a read of K logits (a sector of 32 bytes each). Backward, with D_c the sum of the
-upstream gradients of all targets that are column c, and S that of all targets:
+The forward pass computes the row's statistics and then reads K logits (a sector of 32 bytes each). For the backward
+pass, let D_c be the sum of the upstream gradients of all targets that are column c, and S the sum over all targets:
 
     dx_j = [ (D_j - p_j S) - dH p_j (log p_j + H) + dlse p_j ] / temperature
 
-which off the targets is the row kernel's gradient for dlse - S. So: the gradients of the K targets' logits, while the
-logits still stand; the row kernel for dlse - S; and the K stored over it, each rounded once. Targets are sorted in each
-row, so that equal ones are neighbours: their sum has one order, and one of them stores it.
+Off the targets this is the row kernel's gradient with dlse - S in place of dlse. So the backward pass takes three
+steps: it computes the gradients of the K targets' logits before these may be overwritten, runs the row kernel with
+dlse - S, and stores the K gradients over its result, each rounded once. The targets of a row are sorted, so that equal
+ones are neighbours: their gradients are added in one order, and the first of them stores the sum.
 """
 
 import torch
@@ -20,7 +21,7 @@ from fused_rl.kernels.logprob import logprob_bwd, logprob_fwd
 from fused_rl.kernels.logprob_gradient import target_gradient, upstream
 from fused_rl.kernels.online import NAN, log1p
 
-BLOCK = 128  # targets
+BLOCK = 128  # targets per program
 
 
 @triton.jit(do_not_specialize=["shift", "vocab", "count", "x_stride", "inv_t", "softcap"])
@@ -32,7 +33,7 @@ def targets_fwd_kernel(
     rest_ptr,
     inv_t_ptr,  # (N,) fp32, or None: inv_t holds for all rows
     logprob_ptr,  # (N, K) fp32
-    shift,  # x begins so many elements after x_ptr
+    shift,  # x begins this many elements after x_ptr
     vocab,
     count,  # K
     x_stride: tl.int64,
@@ -49,7 +50,7 @@ def targets_fwd_kernel(
             return
     inv_t, _scale, _low = row_scale(inv_t_ptr, row, inv_t, 0.0, 0.0)
     m, rest = tl.load(m_ptr + row), tl.load(rest_ptr + row)
-    banned = (m == float("-inf")) & (rest == rest)  # nothing but -inf
+    banned = (m == float("-inf")) & (rest == rest)  # every logit of the row is -inf
     target = tl.load(target_ptr + at, mask=inside, other=-1)
     known = (target >= 0) & (target < vocab)
     x = tl.load(x_ptr + shift + row * x_stride + target, mask=known, other=0.0).to(tl.float32)
@@ -60,7 +61,7 @@ def targets_fwd_kernel(
 
 @triton.jit
 def load_targets(x_row, id_ptr, order_ptr, dlogprob_ptr, first, k, inside, vocab):
-    """Load a row's targets in order of their ids: id, upstream gradient and logit, 0 where there is none."""
+    """Load a row's targets in ascending order of ids: id, upstream gradient, logit, and if it is in the vocabulary."""
     target = tl.load(id_ptr + first + k, mask=inside, other=-1)
     order = tl.load(order_ptr + first + k, mask=inside, other=0)
     d = tl.load(dlogprob_ptr + first + order, mask=inside, other=0.0).to(tl.float64)
@@ -71,7 +72,7 @@ def load_targets(x_row, id_ptr, order_ptr, dlogprob_ptr, first, k, inside, vocab
 
 @triton.jit
 def first_of_its_id(id_ptr, first, k, target, known):
-    """Return True if a target is the first of its equals, which stores for all of them."""
+    """Return True for the first of equal targets, which stores the gradient of all of them."""
     before = tl.load(id_ptr + first + k - 1, mask=known & (k > 0), other=-1)
     return known & (before != target)
 
@@ -83,15 +84,15 @@ def targets_bwd_kernel(
     dlse_ptr,
     x_ptr,  # (N, V) bf16, fp16 or fp32
     id_ptr,  # (N, K) int64, the targets of each row in ascending order
-    order_ptr,  # (N, K) int64, where they stood
+    order_ptr,  # (N, K) int64, their positions before they were sorted
     mask_ptr,  # (N,) bool, or None
     entropy_ptr,  # (N,) fp32, as the next two
     m_ptr,
     rest_ptr,
     inv_t_ptr,  # (N,) fp32, or None: inv_t holds for all rows
-    dtarget_ptr,  # (N, K) fp32, at the first of equal ids: the gradient of that logit
-    dtotal_ptr,  # (N,) fp32: dlse - S
-    shift,  # x begins so many elements after x_ptr
+    dtarget_ptr,  # (N, K) fp32, the gradient of a target's logit at the first of equal ids
+    dtotal_ptr,  # (N,) fp32, dlse - S
+    shift,  # x begins this many elements after x_ptr
     vocab,
     count,  # K
     x_stride: tl.int64,
@@ -112,9 +113,10 @@ def targets_bwd_kernel(
     dentropy, dlse = upstream(dentropy_ptr, row, True), upstream(dlse_ptr, row, True)
     x_row, first = x_ptr + shift + row * x_stride, row * count
 
-    # S, and the part of it that belongs to tokens below a maximum with most of the mass, beside which S less its own
-    # share would have lost them; of two at the maximum (rest >= 1) neither has most, and each is the other's other.
-    # Sums of thousands of terms are held in fp64
+    # A target's gradient needs the sum over all the other targets. Where the maximum has most of the mass (rest < 1),
+    # S - D of the maximum would lose the small terms, so the targets below it are summed on their own, in `below`. Of
+    # two equal maxima (rest >= 1) neither has most of the mass, so S - D serves. The sums may have thousands of terms
+    # and are fp64.
     top = tl.where(rest < 1.0, m, float("inf"))
     total, below = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
     for begin in tl.range(0, count, BLOCK, num_stages=1):
@@ -133,7 +135,7 @@ def targets_bwd_kernel(
             x_row, id_ptr, order_ptr, dlogprob_ptr, first, k, k < count, vocab
         )
         head = first_of_its_id(id_ptr, first, k, target, known)
-        # equal ids follow; the walk ends with the longest run
+        # equal ids follow one another: add up each run from its first, until the longest run ends
         same, ahead = head, k + 1
         while tl.max(same.to(tl.int32), 0) > 0:
             same = same & (ahead < count)
@@ -156,7 +158,7 @@ def targets_store_kernel(
     mask_ptr,  # (N,) bool, or None
     m_ptr,  # (N,) fp32
     dx_ptr,  # (N, V) bf16, fp16 or fp32
-    shift,  # dx begins so many elements after dx_ptr
+    shift,  # dx begins this many elements after dx_ptr
     vocab,
     count,  # K
     dx_stride: tl.int64,
@@ -179,7 +181,7 @@ def _contiguous(*tensors):
 
 
 def targets_fwd(logits, targets, mask, inv_temperature, softcap):
-    """`logprob_fwd` for targets (N, K): the statistics' logprobs are (N, K)."""
+    """Return what `logprob_fwd` returns, for targets (N, K) and with log-probabilities (N, K) fp32 in nats."""
     n, count = targets.shape
     statistics = logprob_fwd(logits, targets.new_zeros(n), mask, inv_temperature, softcap)
     logprobs = torch.empty(n, count, dtype=torch.float32, device=logits.device)
@@ -212,7 +214,7 @@ def targets_bwd(
     softcap,
     out=None,
 ):
-    """`logprob_bwd` for dlogprobs and targets (N, K); ids outside the vocabulary get no gradient of their own."""
+    """Return what `logprob_bwd` returns, for dlogprobs and targets (N, K); ids outside the vocabulary add nothing."""
     n, count = targets.shape
     out = torch.empty_like(logits) if out is None else out
     rows = (logits, targets.new_zeros(n), mask, entropy, m, rest, inv_temperature, softcap)
