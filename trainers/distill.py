@@ -61,6 +61,7 @@ from fused_rl.trainers.scorers.load import (
     check_scorers,
     checked_prompts,
     load_for_policy,
+    try_scorers,
 )
 from fused_rl.trainers.scorers.options import (
     ScorerConfig,
@@ -334,6 +335,7 @@ def check(
         if not is_url(name):
             check_teacher(config, name, encoder.tokenizer)
     check_prompts_fit(config, encoder.tokenizer, examples)
+    try_scorers(config, encoder.tokenizer, examples)
 
 
 def train(

@@ -74,6 +74,7 @@ from fused_rl.trainers.scorers.load import (
     check_scorers,
     checked_prompts,
     load_for_policy,
+    try_scorers,
 )
 from fused_rl.trainers.scorers.options import (
     ScorerConfig,
@@ -339,6 +340,7 @@ def check(config: GRPOConfig, encoder: encode.Encoder, examples: Sequence, held_
     check_sampling(config)
     check_reward_models(config, encoder.tokenizer)
     check_prompts_fit(config, encoder.tokenizer, examples)
+    try_scorers(config, encoder.tokenizer, examples)
 
 
 def train(

@@ -73,6 +73,7 @@ from fused_rl.trainers.scorers.load import (
     check_scorers,
     checked_prompts,
     load_for_policy,
+    try_scorers,
 )
 from fused_rl.trainers.scorers.options import (
     ScorerConfig,
@@ -317,6 +318,7 @@ def check(config: PPOConfig, encoder: encode.Encoder, examples: Sequence, held_o
     check_critic(config, encoder.tokenizer)
     stop_ids_of(config, encoder.tokenizer, ())
     check_prompts_fit(config, encoder.tokenizer, examples)
+    try_scorers(config, encoder.tokenizer, examples)
 
 
 def train(

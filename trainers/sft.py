@@ -65,6 +65,7 @@ from fused_rl.trainers.scorers.load import (
     checked_scorers,
     load_for_policy,
     scored_prompts,
+    try_scorers,
 )
 from fused_rl.trainers.scorers.options import ScorerConfig, holding_reward_models
 
@@ -314,6 +315,7 @@ def check(config: SFTConfig, encoder: encode.Encoder, examples: Sequence, held_o
     language_model.check_sequences_fit(config, encoder, examples, "max_length")
     if prompts:
         check_prompts_fit(config, encoder.tokenizer, prompts)
+        try_scorers(config, encoder.tokenizer, prompts)
 
 
 def train(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fused_rl.trainers import cli, distill, sft
+from fused_rl.trainers import cli, distill, grpo, sft
 from fused_rl.trainers.run import command
 from tests.trainers import tiny
 
@@ -103,6 +103,82 @@ REFUSED = [
         "4 of 40 rows cannot be used .* 'ground_truth' is missing",
     ),
 ]
+
+
+# What scorers of the user's own do wrong, which only their scores show.
+
+
+def not_a_number(response, row):
+    return float("nan")
+
+
+def text(response, row):
+    return "1.0"
+
+
+def of_the_last_word(response, row):
+    return float(response.split()[-1] == row["answer"])
+
+
+def none_of_many(completions, **columns):
+    return None
+
+
+def one_too_few(completions, **columns):
+    return [1.0] * (len(completions) - 1)
+
+
+def forgets_to_return(response, row):
+    _ = response == row["answer"]
+
+
+def of_progress(completions, trainer_state, **columns):
+    return [trainer_state.global_step / trainer_state.max_steps] * len(completions)
+
+
+MISTAKES = [
+    (not_a_number, "returned nan .* as the score of .*rows.jsonl, line .*, not a finite number"),
+    (text, "returned '1.0' .* as the score of .*line 1, not a finite number"),
+    (none_of_many, "returned None; it must return a list of scores"),
+    (one_too_few, "returned 7 scores for 8 responses"),
+    (of_the_last_word, "list index out of range"),
+]
+SCORED = [("grpo", *mistake) for mistake in MISTAKES]
+SCORED += [(name, *MISTAKES[0]) for name in ("sft", "distill", "ppo")]
+
+
+@pytest.mark.parametrize(("name", "scorer", "line"), SCORED)
+def test_a_dry_run_refuses_scores_that_the_run_refuses(
+    name, scorer, line, folder, tmp_path, capsys
+):
+    rows = tiny.jsonl(tmp_path / "rows.jsonl", [ROWS["answers"]] * 40)
+    words = [*words_of(name, folder, rows, tmp_path), "--verifiers"]
+    main = importlib.import_module(cli.TRAINERS[name].module).main
+    with pytest.raises((SystemExit, IndexError), match=line):
+        main([*words, f"{__name__}:{scorer.__name__}", "--max_new_tokens", "8", "--dry_run"])
+    printed = capsys.readouterr().err
+    assert "scoring 8 made-up responses" in printed
+    assert (f"{scorer.__name__}' raised on the response to " in printed) == (
+        scorer is of_the_last_word
+    )
+
+
+def test_a_dry_run_calls_no_scorer_in_vain(folder, tmp_path, capsys):
+    rows = tiny.jsonl(tmp_path / "rows.jsonl", [ROWS["answers"]] * 40)
+    reward = tiny.reward_folder(tmp_path / "reward", folder)
+    words = [*words_of("grpo", folder, rows, tmp_path), "--dry_run"]
+
+    def said(*more):
+        grpo.main([*words, *more])
+        return capsys.readouterr().err
+
+    # A model is not loaded, and what a sampler of the user's own returns is not known.
+    assert "made-up" not in said("--verifiers", f"reward_model:{reward}")
+    own = ["--sampler", f"{__name__}:of_progress"]
+    assert "made-up" not in said("--verifiers", f"{__name__}:not_a_number", *own)
+    found = said("--verifiers", f"[{__name__}:forgets_to_return, {__name__}:of_progress]")
+    assert f"{__name__}:forgets_to_return returned None for all" in found
+    assert "of_progress returned" not in found
 
 
 @pytest.mark.parametrize(("name", "options", "line"), REFUSED)

@@ -9,6 +9,7 @@ import pytest
 
 from fused_rl.objectives.presets import PolicyLossOptions, resolve_options
 from fused_rl.objectives.surrogates import SURROGATES
+from fused_rl.recipes import gym
 from fused_rl.trainers import cli, grpo, ppo, sft
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.commands.eval import EvalConfig
@@ -203,7 +204,7 @@ def test_batch_arithmetic():
         assert found["micro-batches per process and step"] == f"{expected} sequences"
 
 
-def test_dry_run_prints_the_resolved_config(files, tmp_path, capsys):
+def test_dry_run_prints_the_resolved_config(files, tmp_path, capsys, monkeypatch):
     argv = [
         "--config",
         str(RECIPES / "demo_grpo.yaml"),
@@ -215,7 +216,10 @@ def test_dry_run_prints_the_resolved_config(files, tmp_path, capsys):
     ]
     with pytest.raises(SystemExit, match="error: dataset file .*none.jsonl does not exist"):
         grpo.main([*argv, "none.jsonl", "--dry_run"])
-    argv += [tiny.jsonl(tmp_path / "rows.jsonl", tiny.sums(40)), "--eval_dataset", files[1]]
+    # The recipe's scorer, which takes over a second to import, is called with the rows of its data set.
+    monkeypatch.setattr(gym, "judge_of", lambda dataset: lambda response, row: 1.0)
+    rows = [row | {"metadata": {"source_dataset": "chain_sum"}} for row in tiny.sums(40)]
+    argv += [tiny.jsonl(tmp_path / "rows.jsonl", rows), "--eval_dataset", files[1]]
     argv += [
         "--output_dir",
         str(tmp_path / "run"),

@@ -5,13 +5,17 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
+from fused_rl.trainers.base.screen import print_rank0
 from fused_rl.trainers.base.text import InputError, load_function, name_of
 from fused_rl.trainers.data.encode import Encoder
 from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.models.reward_model import check_reads_policy
 from fused_rl.trainers.rollouts.options import ROLLOUT_BATCH_SIZE
-from fused_rl.trainers.rollouts.roll_out import prompts_of
-from fused_rl.trainers.rollouts.types import Prompt, Scorer
+from fused_rl.trainers.rollouts.roll_out import prompts_of, roll_out
+from fused_rl.trainers.rollouts.sampling import Sampling
+from fused_rl.trainers.rollouts.types import Progress, Prompt, Response, Sampler, Scorer
 from fused_rl.trainers.scorers import builtin
 from fused_rl.trainers.scorers.functions import FunctionScorer
 from fused_rl.trainers.scorers.math import MathVerifier
@@ -32,6 +36,9 @@ SCORERS: dict[str, Callable[..., Scorer]] = {
 KINDS = {spelling.partition(":")[0] for spelling in SCORERS}
 FUNCTION = "function"
 EXPECTED = f"{', '.join(SCORERS)} or module:function"
+# Rows whose responses a dry run makes up, and the response to one without an answer.
+TRIED = 4
+SHORT = "1"
 
 
 class ScorerSpec(NamedTuple):
@@ -151,6 +158,54 @@ def check_reward_models(config: Any, tokenizer) -> None:
     """Refuse reward models that score and have another tokenizer than the policy; they are not loaded."""
     for folder in config.reward_models().values():
         check_reads_policy("reward model", folder, tokenizer, config.model)
+
+
+class _MadeUp(Sampler):
+    """Returns responses that nobody sampled."""
+
+    is_checked = False
+
+    def __init__(self, responses: list[Response]):
+        super().__init__()
+        self.responses = responses
+
+    def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Response]:
+        return self.responses
+
+
+def try_scorers(config: Any, tokenizer, prompts: Sequence[Prompt]) -> None:
+    """Refuse, for a dry run, scorers whose scores a run would refuse, by responses that are made up: the answers of the
+    first rows, and empty ones.
+
+    No model scores them. What a sampler of the user's own returns cannot be made up.
+    """
+    scorers = checked_scorers(config)
+    if not scorers or getattr(config, "sampler", None) is not None:
+        return
+    tried = list(prompts[:TRIED])
+    responses = []
+    for prompt in tried:
+        answers = [scorer.answer(prompt.row) for scorer in scorers if hasattr(scorer, "answer")]
+        said = next(filter(None, answers), SHORT)
+        for text in (said, ""):
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            responses.append(Response(ids, "stop"))
+    print_rank0(
+        f"scoring {len(responses)} made-up responses to the first rows: answers, and empty ones"
+    )
+    rollout = roll_out(
+        _MadeUp(responses),
+        scorers,
+        tried,
+        Sampling(0.0, config.max_new_tokens, ()),
+        tokenizer,
+        torch.device("cpu"),
+        copies=2,
+        progress=Progress(0, config.steps or 1),  # as in the evaluation before training
+    )
+    for name, scores in rollout.scores.items():
+        if scores.isnan().all():
+            print_rank0(f"{name} returned None for all of them (is a `return` missing?)")
 
 
 def scored_prompts(
