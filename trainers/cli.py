@@ -92,33 +92,42 @@ COMMANDS = TRAINERS | {
         "fused_rl.recipes.demo_distill", "the demo's model teaches its own warm start"
     ),
 }
-# Extra -> what it brings that a command imports, and the commands that import it.
-TRAIN = (
-    "pydantic",
-    "deepspeed",
-    "transformers",
-    "datasets",
-    "peft",
-    "rich",
-    "tensorboard",
-    "matplotlib",
-)
-DEMOS = tuple(name for name in COMMANDS if name.startswith("demo"))
-EXTRAS = {"train": (TRAIN, tuple(COMMANDS)), "demo": (("reasoning_gym",), DEMOS)}
+# Extra -> the distributions that it brings, as pyproject.toml lists them, by the names that they are imported by.
+EXTRAS = {
+    "train": {
+        "deepspeed": "deepspeed",
+        "transformers": "transformers",
+        "datasets": "datasets",
+        "peft": "peft",
+        "pydantic": "pydantic",
+        "rich": "rich",
+        "tensorboard": "tensorboard",
+        "matplotlib": "matplotlib",
+        "safetensors": "safetensors",
+        "math_verify": "math-verify",
+        "pebble": "pebble",
+        "httpx2": "httpx2",
+        "regex": "regex",
+        "filelock": "filelock",
+    },
+    "demo": {"reasoning_gym": "reasoning-gym"},
+}
 
 
-def lacking(command: str) -> tuple[list[str], list[str]]:
-    """The packages that a command needs and that are not installed, and the extras that bring them."""
-    packages, extras = [], []
-    for extra, (brought, commands) in EXTRAS.items():
-        absent = [
-            name
-            for name in brought
-            if command in commands and importlib.util.find_spec(name) is None
-        ]
-        packages += absent
-        extras += [extra] if absent else []
-    return packages, extras
+def lacking(extra: str) -> list[str]:
+    """Return the distributions of an extra that are not installed."""
+    brought = EXTRAS[extra].items()
+    return [name for module, name in brought if importlib.util.find_spec(module) is None]
+
+
+def check_installed(command: str) -> None:
+    """End the process with one line if a command needs packages that are not installed."""
+    extras = ["train", "demo"] if command.startswith("demo") else ["train"]
+    missing = {extra: lacking(extra) for extra in extras}
+    packages = sum(missing.values(), [])
+    if packages:
+        install = f"pip install 'fused-rl[{','.join(filter(missing.get, extras))}]'"
+        sys.exit(f"fused-rl {command}: error: not installed: {', '.join(packages)}; {install}")
 
 
 def main() -> None:
@@ -136,9 +145,6 @@ def main() -> None:
     elif command not in COMMANDS:
         sys.exit(f"fused-rl: error: unknown command {command!r}; there are {', '.join(COMMANDS)}")
     else:
-        looks_at_machine = sys.argv[1:] == ["doctor"]  # which lists what is missing
-        packages, extras = ([], []) if looks_at_machine else lacking(command)
-        if packages:
-            install = f"pip install 'fused-rl[{','.join(extras)}]'"
-            sys.exit(f"fused-rl {command}: error: not installed: {', '.join(packages)}; {install}")
+        if sys.argv[1:] != ["doctor"]:  # which lists what is missing
+            check_installed(command)
         importlib.import_module(COMMANDS[command].module).main(sys.argv[2:])

@@ -1,6 +1,7 @@
 """`fused-rl doctor` alone: versions, device, compiler, a kernel against its definition, and what is missing."""
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
@@ -9,20 +10,7 @@ import torch
 
 import fused_rl
 from fused_rl import reference
-
-EXTRAS = {
-    "train": (
-        "triton",
-        "deepspeed",
-        "transformers",
-        "datasets",
-        "peft",
-        "pydantic",
-        "tensorboard",
-        "math-verify",
-    ),
-    "demo": ("reasoning-gym",),
-}
+from fused_rl.trainers import cli
 
 
 def errors(device: str) -> tuple[float, float]:
@@ -48,12 +36,22 @@ def errors(device: str) -> tuple[float, float]:
     return tuple((values - exact).abs().max().item() for values in found)
 
 
+def version_of(distribution: str) -> str:
+    """Return the version that is installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:  # such as a checkout on PYTHONPATH
+        return "without a version"
+
+
 def look() -> int:
     """Print the report; return 1 if the kernel is wrong, else 0."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    print(
-        f"fused_rl {fused_rl.__version__}, Python {platform.python_version()}, torch {torch.__version__}"
-    )
+    triton = "no Triton"
+    if importlib.util.find_spec("triton") is not None:
+        triton = f"Triton {version_of('triton')}"
+    python = platform.python_version()
+    print(f"fused_rl {fused_rl.__version__}, Python {python}, torch {torch.__version__}, {triton}")
     print(
         f"device: {torch.cuda.get_device_name() if device == 'cuda' else f'{os.cpu_count()} CPU cores, no GPU'}"
     )
@@ -62,14 +60,11 @@ def look() -> int:
     )
     print(f"compiler: {compiler}")
 
-    # What each extra brings, by the names of distributions, of which a name may be spelled with - or _.
-    distributions = list(importlib.metadata.distributions())
-    installed = {found.name.lower().replace("_", "-"): found.version for found in distributions}
-    for extra, packages in EXTRAS.items():
-        missing = [name for name in packages if name not in installed]
-        print(
-            f"[{extra}]: {', '.join(f'{name} {installed[name]}' for name in packages if name in installed)}"
-        )
+    # What each extra brings.
+    for extra, packages in cli.EXTRAS.items():
+        missing = cli.lacking(extra)
+        present = [name for name in packages.values() if name not in missing]
+        print(f"[{extra}]: {', '.join(f'{name} {version_of(name)}' for name in present)}")
         if missing:
             print(f"  missing: {', '.join(missing)}; pip install 'fused-rl[{extra}]'")
 
