@@ -107,6 +107,8 @@ def figures(row: dict) -> dict:
         found["rate"] = row["gb_per_s"]["both"]
         found["share"] = f"{share:.0f} %"
         found["finer share"] = f"{share:.1f} %"
+    if "host_ms" in row:
+        found["host"] = row["host_ms"].get("both", row["host_ms"]["forward"])
     extra = row.get("extra_bytes")
     if extra is not None:
         found["extra MB"] = extra / 1e6

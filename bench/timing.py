@@ -163,6 +163,24 @@ def phases_gpu(run: Run, ms: int = 100) -> dict:
     return samples
 
 
+def host(run: Run, times: int = 3) -> dict[str, float]:
+    """{phase: ms} that a call on a GPU keeps the host busy, which waits for nothing meanwhile."""
+
+    def busy(call):
+        call()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(times):
+            call()
+        return 1e3 * (time.perf_counter() - began) / times
+
+    x = run.inputs[0]
+    found = {"forward": busy(lambda: run.forward(x))}
+    if run.backward is not None:
+        found["both"] = busy(lambda: run.backward(run.forward(x), x))
+    return found
+
+
 def in_a_graph(run: Run) -> float | None:
     """The ms of a forward pass within a CUDA graph, without the host's part; None where it cannot be captured."""
     from triton.testing import do_bench_cudagraph

@@ -27,6 +27,7 @@ class RowsCase(Case):
         "forward ms": "forward",
         "backward ms": "backward",
         "both ms": "both",
+        "host ms": "host",
         "runs": "runs",
         "GB/s": "rate",
         "of copy": "share",

@@ -85,6 +85,12 @@ class Clock:
         self.now += 3 * max(ms / 1e3 + 0.03 + 6 * seconds, 7 * seconds)
         return {"forward": [1e3 * seconds]}
 
+    def host(self, timed: timing.Run) -> dict:
+        """Pass the time of `timing.host`, whose calls end before the next implementation begins."""
+        seconds = 8 * self.seconds(*timed.forward)
+        self.now += seconds
+        return {"forward": 1e3 * seconds / 8}
+
 
 def virtual(kind: type[Case]) -> type[Case]:
     """Return a kind of cases without tensors, which has the specs, weights and warm-ups of the real one."""
@@ -141,6 +147,7 @@ def measured(step: gpu.Step, of: Machine) -> tuple[set, set]:
     patches = [
         *((machine, name, lambda *_, value=value: value) for name, value in nothing.items()),
         (run, "time", now), (timing, "time", now), (run, "attempt", clock.attempt), (timing, "alone", clock.alone),
+        (timing, "host", clock.host),
         (run, "run_once", lambda case, peer: clock.attempt(case, peer)), (timing, "in_a_graph", lambda timed: None),
         (run, "describe", lambda *_, **__: None), (run, "show", lambda *_: None), (results, "save", save),
         (run.options, "arguments", lambda *_: args), (peers, "find", lambda *_, **__: ([], [])),
