@@ -59,9 +59,9 @@ from fused_rl.trainers.run.metrics import OF_RESPONSES, Sums
 from fused_rl.trainers.scorers.load import (
     check_reward_models,
     check_scorers,
+    check_scores_of_run,
     checked_prompts,
     load_for_policy,
-    try_scorers,
 )
 from fused_rl.trainers.scorers.options import (
     ScorerConfig,
@@ -335,7 +335,7 @@ def check(
         if not is_url(name):
             check_teacher(config, name, encoder.tokenizer)
     check_prompts_fit(config, encoder.tokenizer, examples)
-    try_scorers(config, encoder.tokenizer, examples)
+    check_scores_of_run(config, encoder.tokenizer, examples)
 
 
 def train(

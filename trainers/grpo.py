@@ -72,9 +72,9 @@ from fused_rl.trainers.run.metrics import POLICY, Sums, with_logged_names
 from fused_rl.trainers.scorers.load import (
     check_reward_models,
     check_scorers,
+    check_scores_of_run,
     checked_prompts,
     load_for_policy,
-    try_scorers,
 )
 from fused_rl.trainers.scorers.options import (
     ScorerConfig,
@@ -340,7 +340,7 @@ def check(config: GRPOConfig, encoder: encode.Encoder, examples: Sequence, held_
     check_sampling(config)
     check_reward_models(config, encoder.tokenizer)
     check_prompts_fit(config, encoder.tokenizer, examples)
-    try_scorers(config, encoder.tokenizer, examples)
+    check_scores_of_run(config, encoder.tokenizer, examples)
 
 
 def train(

@@ -71,9 +71,9 @@ from fused_rl.trainers.run.metrics import PPO, Sums, with_logged_names
 from fused_rl.trainers.scorers.load import (
     check_reward_models,
     check_scorers,
+    check_scores_of_run,
     checked_prompts,
     load_for_policy,
-    try_scorers,
 )
 from fused_rl.trainers.scorers.options import (
     ScorerConfig,
@@ -318,7 +318,7 @@ def check(config: PPOConfig, encoder: encode.Encoder, examples: Sequence, held_o
     check_critic(config, encoder.tokenizer)
     stop_ids_of(config, encoder.tokenizer, ())
     check_prompts_fit(config, encoder.tokenizer, examples)
-    try_scorers(config, encoder.tokenizer, examples)
+    check_scores_of_run(config, encoder.tokenizer, examples)
 
 
 def train(

@@ -62,10 +62,10 @@ from fused_rl.trainers.run.metrics import OF_RESPONSES, Sums
 from fused_rl.trainers.scorers.load import (
     check_reward_models,
     check_scorers,
+    check_scores_of_run,
     checked_scorers,
     load_for_policy,
     scored_prompts,
-    try_scorers,
 )
 from fused_rl.trainers.scorers.options import ScorerConfig, holding_reward_models
 
@@ -315,7 +315,7 @@ def check(config: SFTConfig, encoder: encode.Encoder, examples: Sequence, held_o
     language_model.check_sequences_fit(config, encoder, examples, "max_length")
     if prompts:
         check_prompts_fit(config, encoder.tokenizer, prompts)
-        try_scorers(config, encoder.tokenizer, prompts)
+        check_scores_of_run(config, encoder.tokenizer, prompts)
 
 
 def train(

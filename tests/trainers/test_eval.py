@@ -199,7 +199,7 @@ def test_the_options_of_the_run_are_those_of_its_model(folder, tmp_path, capsys)
     assert (found.max_new_tokens, found.prompt_column, found.raw_prompt) == (3, "text", True)
     assert (found.verifiers, found.verifier_weights) == (["regex:(a)", "regex:b, c"], [1.0, 0.5])
     assert (
-        "prompt_column text, raw_prompt True, max_new_tokens 3, verifiers"
+        "where not given here: prompt_column text, raw_prompt True, max_new_tokens 3, verifiers"
         in capsys.readouterr().out
     )
     given = {
@@ -248,6 +248,41 @@ def test_what_cannot_be_evaluated_is_refused_in_a_line(line, folder, tmp_path, m
     assert said.startswith("fused-rl eval: error: ") and "\n" not in said
     assert re.search(REFUSED[line], said), said
     assert sorted(here.rglob("*")) == before
+
+
+def reads_result(response, row):
+    return float(response == row["result"])
+
+
+def takes_result(completions, result):
+    return [1.0] * len(completions)
+
+
+def returns_text(response, row):
+    return "right"
+
+
+MISFITS = {
+    f"{__name__}:reads_result": "reads the column 'result', which .*rows.jsonl, line 1 does not have: "
+    r"it has \['answer', 'question'\]; rename a column of the data set, or give another scorer",
+    f"{__name__}:takes_result": "takes the column 'result'; the row has .*; rename a column of the",
+    f"{__name__}:returns_text": "returned 'right' .* as the score of .*, not a finite number",
+    "exact_match, 'reward_model:no-such-folder'": "5 of 5 rows cannot be used; the first of each .*"
+    "column 'result' is missing or null; the row has .*; name another with --answer_column",
+}
+
+
+@pytest.mark.parametrize("verifiers", MISFITS)
+def test_a_runs_scorers_that_do_not_fit_the_rows_are_refused_before_models_are_loaded(
+    verifiers, folder, tmp_path, monkeypatch
+):
+    run = tmp_path / "run"
+    shutil.copytree(folder / "model", run / "model")
+    (run / "config.yaml").write_text(f"verifiers: [{verifiers}]\nanswer_column: result\n")
+    monkeypatch.setattr(language_model, "load_to_sample", None)
+    with pytest.raises(SystemExit) as refused:
+        command.main(options(folder, model=run / "model", verifiers=None))
+    assert re.search(MISFITS[verifiers], refused.value.code, re.DOTALL), refused.value.code
 
 
 def evaluate_on(rank, world, argv):

@@ -46,7 +46,7 @@ from fused_rl.trainers.rollouts.solved import has_verdict
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.parse import parse
-from fused_rl.trainers.scorers.load import load_scorers
+from fused_rl.trainers.scorers.load import checked_scorers, load_scorers, try_scorers
 from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
 
 MAX_NEW_TOKENS = 512
@@ -149,9 +149,8 @@ def with_run_options(config: EvalConfig) -> EvalConfig:
     names = [name for name in PROMPTING if getattr(config, name) is None]
     names += SCORING if config.verifiers is None else ()
     taken = {name: run[name] for name in names if run.get(name) is not None}
-    print_rank0(
-        f"as in {described}: {', '.join(f'{name} {value}' for name, value in taken.items())}"
-    )
+    shown = ", ".join(f"{name} {value}" for name, value in taken.items())
+    print_rank0(f"as in {described}, where not given here: {shown}")
     return config.replace(**taken)
 
 
@@ -186,11 +185,14 @@ def evaluate(
         named = (config.dataset, config.dataset_config, config.dataset_split)
         rows = chosen_rows("dataset", dataset, *named, reader.bad)
         rows = reader.add(rows.subset(range(len(rows))[: config.max_rows]))
-        reading = {"tokenizer": tokenizer, "device": device, "batch_size": config.batch_size}
-        judges = load_scorers(config, policy=config, held=held, **reading)
+        checking = checked_scorers(config)
         chosen = {"column": config.prompt_column, "max_length": config.max_prompt_length}
-        problems = prompts_of(rows, encode.Encoder.of(config, tokenizer), judges, **chosen)
+        problems = prompts_of(rows, encode.Encoder.of(config, tokenizer), checking, **chosen)
     ranks.check_equal({"rows": hash_of_rows(problems)})
+    # A run's scorers may not fit other rows: that is found before the minutes in which models are read.
+    try_scorers(checking, tokenizer, problems)
+    reading = {"tokenizer": tokenizer, "device": device, "batch_size": config.batch_size}
+    judges = load_scorers(config, policy=config, held=held, **reading)
     with phase("loaded the model"):
         options = {"revision": config.revision, "attn_implementation": config.attn_implementation}
         lm = language_model.load_to_sample(

@@ -63,7 +63,8 @@ class Reading(contextlib.AbstractContextManager):
             # One row's reason is a line.
             if len(self.bad) == 1:
                 raise self.bad[0]
-            title = f"{counts} rows cannot be used (--bad_rows skip leaves them out); the first of each kind:"
+            remedy = "" if len(self.bad) == total else " (--bad_rows skip leaves them out)"
+            title = f"{counts} rows cannot be used{remedy}; the first of each kind:"
             raise BadRows("\n".join([title, *self._kinds()]))
         if self.bad:
             title = f"left out {counts} rows that cannot be used; the first of each kind:"

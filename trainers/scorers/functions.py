@@ -24,6 +24,20 @@ from fused_rl.trainers.scorers.builtin import BaseScorer
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
 
 
+RENAME = "rename a column of the data set, or give another scorer"
+
+
+class ColumnMissing(KeyError):
+    """A function has read a column that the row does not have."""
+
+
+class Row(dict):
+    """A row for a function of the user's own, which knows that a missing key is a missing column."""
+
+    def __missing__(self, name):
+        raise ColumnMissing(name)
+
+
 class FunctionScorer(BaseScorer):
     """A function of the user's own; None as a score is "not applicable"."""
 
@@ -64,7 +78,7 @@ class FunctionScorer(BaseScorer):
         missing = [name for name in self.needs if self.takes_many and name not in (*GIVEN, *row)]
         if missing:
             raise InputError(
-                f"verifier {self.name!r} takes the column {missing[0]!r}; the row has {sorted(row)}"
+                f"verifier {self.name!r} takes the column {missing[0]!r}; the row has {sorted(row)}; {RENAME}"
             )
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
@@ -78,14 +92,20 @@ class FunctionScorer(BaseScorer):
         scores = []
         for sample in samples:
             with self._named(sample):
-                scores.append(self.function(sample.text, dict(sample.row)))
+                scores.append(self.function(sample.text, Row(sample.row)))
         return scores
 
     @contextlib.contextmanager
     def _named(self, sample: Sample) -> Iterator[None]:
-        """Say which row it was before the traceback of the user's function."""
+        """Say which row it was before the traceback of the user's function; a column that it lacks is one line."""
         try:
             yield
+        except ColumnMissing as error:
+            name = error.args[0]
+            raise InputError(
+                f"verifier {self.name!r} reads the column {name!r}, which {sample.where} does not have: it has "
+                f"{sorted(sample.row)}; {RENAME}"
+            ) from error
         except Exception:
             print_line(
                 f"verifier {self.name!r} raised on the response to {sample.where}:", to_errors=True
@@ -95,7 +115,7 @@ class FunctionScorer(BaseScorer):
     async def _all(self, samples: Sequence[Sample]) -> list[float | None]:
         async def one(sample: Sample):
             with self._named(sample):
-                return await self.function(sample.text, dict(sample.row))
+                return await self.function(sample.text, Row(sample.row))
 
         return await asyncio.gather(*map(one, samples))
 

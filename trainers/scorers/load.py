@@ -15,7 +15,14 @@ from fused_rl.trainers.models.reward_model import check_reads_policy
 from fused_rl.trainers.rollouts.options import ROLLOUT_BATCH_SIZE
 from fused_rl.trainers.rollouts.roll_out import prompts_of, roll_out
 from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.rollouts.types import Progress, Prompt, Response, Sampler, Scorer
+from fused_rl.trainers.rollouts.types import (
+    OUTSIDE_OF_A_RUN,
+    Progress,
+    Prompt,
+    Response,
+    Sampler,
+    Scorer,
+)
 from fused_rl.trainers.scorers import builtin
 from fused_rl.trainers.scorers.functions import FunctionScorer
 from fused_rl.trainers.scorers.math import MathVerifier
@@ -173,21 +180,22 @@ class _MadeUp(Sampler):
         return self.responses
 
 
-def try_scorers(config: Any, tokenizer, prompts: Sequence[Prompt]) -> None:
-    """Refuse, for a dry run, scorers whose scores a run would refuse, by responses that are made up: the answers of the
-    first rows, and empty ones.
-
-    No model scores them. What a sampler of the user's own returns cannot be made up.
+def try_scorers(
+    scorers: Sequence[Scorer],
+    tokenizer,
+    prompts: Sequence[Prompt],
+    progress: Progress = OUTSIDE_OF_A_RUN,
+) -> None:
+    """Refuse functions of the user's own whose scores would be refused, by responses that are made up: the answers of
+    the first rows, and empty ones.
     """
-    scorers = checked_scorers(config)
-    if not scorers or getattr(config, "sampler", None) is not None:
+    functions = [scorer for scorer in scorers if isinstance(scorer, FunctionScorer)]
+    if not functions:
         return
     tried = list(prompts[:TRIED])
     responses = []
     for prompt in tried:
-        answers = [scorer.answer(prompt.row) for scorer in scorers if hasattr(scorer, "answer")]
-        said = next(filter(None, answers), SHORT)
-        for text in (said, ""):
+        for text in (functions[0].answer(prompt.row) or SHORT, ""):
             ids = tokenizer.encode(text, add_special_tokens=False)
             responses.append(Response(ids, "stop"))
     print_rank0(
@@ -195,17 +203,25 @@ def try_scorers(config: Any, tokenizer, prompts: Sequence[Prompt]) -> None:
     )
     rollout = roll_out(
         _MadeUp(responses),
-        scorers,
+        functions,
         tried,
-        Sampling(0.0, config.max_new_tokens, ()),
+        Sampling(0.0, max_new_tokens=1, stop_ids=()),
         tokenizer,
         torch.device("cpu"),
         copies=2,
-        progress=Progress(0, config.steps or 1),  # as in the evaluation before training
+        progress=progress,
     )
     for name, scores in rollout.scores.items():
         if scores.isnan().all():
             print_rank0(f"{name} returned None for all of them (is a `return` missing?)")
+
+
+def check_scores_of_run(config: Any, tokenizer, prompts: Sequence[Prompt]) -> None:
+    """Try, for a dry run, the scorers, unless what they score is what a sampler of the user's own returns."""
+    if getattr(config, "sampler", None) is None:
+        # As in the evaluation before training.
+        progress = Progress(0, config.steps or 1)
+        try_scorers(checked_scorers(config), tokenizer, prompts, progress)
 
 
 def scored_prompts(
