@@ -1,6 +1,7 @@
-"""Curves and texts for TensorBoard, written at once.
+"""Curves and texts for TensorBoard, which are written to the disk at once.
 
-torch's SummaryWriter writes in a thread, which on a full disk prints a traceback of its own and fails at the next call.
+PyTorch's SummaryWriter writes in a thread instead. On a full disk that thread prints its own traceback, and the error
+is raised only by the next call.
 """
 
 import os
@@ -10,7 +11,11 @@ from pathlib import Path
 
 
 class Board:
-    """A file of TensorBoard's events in a folder; a resumed run hides what earlier ones have from `purge_step` on."""
+    """A file of TensorBoard events in a folder.
+
+    TensorBoard then hides what the earlier files in the folder have from `purge_step` on, which a resumed run writes
+    again.
+    """
 
     def __init__(self, folder: Path, purge_step: int | None = None):
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -18,7 +23,7 @@ class Board:
 
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
-        # Without a buffer, which would be written, and fail, once more when it is deleted.
+        # Without a buffer: on a full disk, one would be written and fail once more when it is deleted.
         self.file = (folder / name).open("wb", buffering=0)
         self.records = RecordWriter(self.file)
         self.event = Event

@@ -1,4 +1,7 @@
-"""The `main` of every command: options, errors in one line, the exit status of an interruption."""
+"""The `main` of every command: it reads options, prints errors in one line, and sets the exit status.
+
+`run` is that of the trainers, with `describe` for their `--dry_run`; `around` handles the errors of every command.
+"""
 
 import contextlib
 import signal
@@ -21,31 +24,31 @@ from fused_rl.trainers.run.store import RunFolder, unlock
 
 LOST = "what was done since the last checkpoint is lost"
 INTERRUPTED = 130  # the usual status of a command that Ctrl-C ended
-# What rank 0 may lag behind the others when it reads rows.
+# How far rank 0 may be behind the other ranks when all of them read rows.
 SECONDS_TO_PRINT = 3
-# A dry run encodes all rows up to this many, and of more a sample.
+# A dry run encodes all rows up to this number, and a sample of them above it.
 MOST_ROWS = 100_000
-# It prints the first and the last tokens of longer sequences.
+# A dry run prints only the first and the last tokens of a sequence that is longer than this.
 MOST_TOKENS = 200
 
 
 class Encodable(Protocol):
-    """What a trainer makes of a row."""
+    """What a trainer makes of a row: token sequences that know where they come from."""
 
     @property
     def where(self) -> str:
-        """The file and line that it comes from."""
+        """The file and line of the row."""
         ...
 
     def sequences(self) -> dict[str, Encoded]:
-        """Return the token ids of prompt and response of each sequence, by its name."""
+        """Return the token ids of prompt and response of each sequence, by the name of the sequence."""
         ...
 
 
 Check = Callable[[Any, Encoder, Sequence[Any], Rows], None]
-"""(config, encoder, what was made of all rows, held-out rows) -> refuses what the run refuses beside the rows."""
+"""(config, encoder, the examples of all rows, held-out rows) -> None; raises what else the run would raise."""
 ReadRows = Callable[[Any, Rows, Encoder], Sequence[Encodable]]
-"""(config, rows, encoder) -> what the trainer makes of the rows that can be used."""
+"""(config, rows, encoder) -> the trainer's examples of the rows that can be used."""
 
 
 def run(
@@ -56,15 +59,24 @@ def run(
     check: Check,
     argv: list[str] | None = None,
 ) -> None:
-    """Parse `argv`, or the process's command line, then either describe the run or train."""
+    """Parse `argv`, or the process's command line, and then either describe the run or train.
+
+    Args:
+        config_class: the options of the trainer.
+        arithmetic: returns how the batch divides over the processes.
+        train: runs the training of a config.
+        read: returns the trainer's examples of rows.
+        check: raises for what else the run would refuse.
+    """
     argv = sys.argv[1:] if argv is None else argv
     with around(f"fused-rl {config_class.command}", LOST):
-        # Both describe and train get the same config, so a dry run refuses what the run would.
+        # Describing and training use the same config, so a dry run refuses whatever the run would.
         config = parse(config_class, argv)
         if config.dry_run:
             print_line(describe(config, arithmetic, read, check), as_is=True)
             return
-        # Between its steps SIGTERM ends a run as an error does, and so what it keeps outside of its folder is removed.
+        # Before and after the steps, SIGTERM must end the process like an error, which removes what the run keeps
+        # outside of its folder. During the steps `Run` handles it.
         before = signal.signal(signal.SIGTERM, _end)
         try:
             train(config)
@@ -76,20 +88,23 @@ def run(
 
 
 def _end(number: int, _frame) -> None:
-    """End the process with the usual status of a signal."""
+    """End the process with the usual exit status of a signal."""
     sys.exit(128 + number)
 
 
 @contextlib.contextmanager
 def around(prog: str, lost: str = "nothing was written") -> Iterator[None]:
-    """Make an InputError of a whole command one line; Ctrl-C has its usual status and says what is lost."""
+    """Print the user's errors of a whole command in one line, and end the process with a status.
+
+    Ctrl-C ends it with the usual status, and the line says what is `lost`.
+    """
     try:
         yield
     except (BadRows, UnknownOptions) as error:
         if ranks.process() == 0:
-            sys.exit(f"{prog}: error: {error}")  # its lines are escaped
-        # All ranks read the same rows and words. A launcher ends the others as soon as one has ended, so rank 0 gets
-        # the time to print the whole block.
+            sys.exit(f"{prog}: error: {error}")  # its lines are escaped already
+        # All ranks fail on the same rows and words. A launcher ends the others as soon as one has ended, so they wait
+        # until rank 0 has printed the whole block.
         time.sleep(SECONDS_TO_PRINT)
         title, _, _ = str(error).partition("\n")
         sys.exit(f"{prog}: error: {title}")
@@ -103,12 +118,15 @@ def around(prog: str, lost: str = "nothing was written") -> Iterator[None]:
 
 
 def describe(config: RunConfig, arithmetic: Arithmetic, read: ReadRows, check: Check) -> str:
-    """Return the resolved config as YAML that `--config` reads back, with arithmetic and an example as comments."""
-    # What reading the rows prints goes to stderr, because stdout is the YAML that --config reads back.
+    """Return what `--dry_run` prints: the resolved config as YAML, then batch arithmetic and an example as comments.
+
+    `--config` reads the text back. Raises whatever the run would raise before it loads the model.
+    """
+    # What is printed while the rows are read goes to stderr, because stdout is the YAML that --config reads back.
     with contextlib.redirect_stdout(sys.stderr):
         RunFolder(config).check()
         goal = check_start(config, arithmetic)
-        if config.load_in_4bit:  # the run finds it missing when it loads the model
+        if config.load_in_4bit:  # the run notices a missing package only when it loads the model
             check_installed("load_in_4bit", *FOUR_BIT_PACKAGE)
         world = ranks.planned_ranks(config.sequence_parallel)
         tokenizer = load_tokenizer(config.model, config.revision)
@@ -120,7 +138,7 @@ def describe(config: RunConfig, arithmetic: Arithmetic, read: ReadRows, check: C
             evaluated = read(config.for_held_out(), held_out, encoder)
             check(config, encoder, [*examples, *evaluated], held_out)
 
-        # Of a sample it is not known how many examples the rows come to.
+        # A sample does not say how many examples all rows come to, so the steps of an epoch stay open.
         is_whole = len(sample) == len(train)
         if not is_whole:
             print_rank0(
@@ -151,7 +169,10 @@ def describe(config: RunConfig, arithmetic: Arithmetic, read: ReadRows, check: C
 
 
 def example_lines(example: Encodable, encoder: Encoder) -> list[str]:
-    """Return an example as comments: the tokens of its prompt and those that are trained, on a terminal in colours."""
+    """Return an example as comment lines, with the tokens of its prompt and those that are trained.
+
+    On a terminal the two have different colours.
+    """
     colors = {"prompt": "\x1b[36m", "trained": "\x1b[32m"} if sys.stdout.isatty() else {}
     lines = [f"# one example: {example.where}, its tokens between bars"]
     for name, (prompt, response) in example.sequences().items():
@@ -172,8 +193,9 @@ def example_lines(example: Encodable, encoder: Encoder) -> list[str]:
 
 
 def memory_line(config: RunConfig, examples: Sequence[Encodable]) -> str | None:
-    """Return the estimate of a step's memory in words, for sequences as long as those of the rows, or as the options
-    allow them to be sampled; None where the model's config cannot be read.
+    """Return the estimated memory of a step per process, in words, or None if the model's config cannot be read.
+
+    The sequences are taken to be as long as those of the rows, or as long as the options allow them to be sampled.
     """
     sequences = [pair for example in examples for pair in example.sequences().values()]
     footprint = config.footprint().for_rows(sequences)

@@ -1,8 +1,9 @@
-"""`on_step`, the user's function that a run calls after each of its entries: what it gets, and what it may return.
+"""`on_step`, a function of the user's that a run calls after each step: what it gets, and what it may return.
 
     def on_step(step: Step) -> dict[str, float] | None: ...
 
-It is called on process 0 alone, before training and after each step. docs/hooks.md has examples.
+It is called on process 0 alone, once for the evaluation before training and once after each step. docs/hooks.md has
+examples.
 """
 
 import contextlib
@@ -22,34 +23,40 @@ from fused_rl.trainers.options import RunConfig
 
 @dataclass(frozen=True)
 class Step:
-    """What `on_step` gets: a run after one of its steps."""
+    """What `on_step` gets: the state of the run after one of its steps."""
 
     number: int
-    """The step; 0 is the evaluation before training."""
+    """The number of the step; 0 is the evaluation before training."""
     metrics: Mapping[str, float]
-    """The step's metrics; those of the held-out rows are among them only where the step evaluates."""
+    """The metrics of the step; those of held-out rows are among them only if the step evaluates."""
     samples: Sequence[Mapping[str, object]]
-    """The responses that the step shows, as in samples.jsonl; empty where it does not evaluate."""
+    """The responses that the step shows, as in samples.jsonl; empty if it does not evaluate."""
     history: Sequence[Mapping[str, float]]
-    """The metrics of all steps so far, each with its `step`, this one last. A resumed run has those before it, too."""
+    """The metrics of all steps so far, each with its `step`; this step comes last. In a resumed run they include the
+    steps before it was resumed."""
     tokenizer: Any
     """The tokenizer of the model."""
     stop: Callable[[], None]
-    """End the run after this step, on all processes, with a checkpoint and the model."""
+    """Ends the run after this step on all processes, with a checkpoint and the saved model."""
     get_model: Callable[[], Any]
+    """Returns `model`."""
 
     @property
     def model(self) -> Any:
-        """The model of transformers that is trained, to be read; raises where it is divided over processes."""
+        """The transformers model that is trained, to be read and not changed.
+
+        Raises:
+            InputError: the model is divided over processes (ZeRO-3 or sequence parallelism).
+        """
         return self.get_model()
 
 
 OnStep: TypeAlias = Callable[[Step], Mapping[str, float] | None]
-"""Returns further metrics of the step, or None."""
+"""Takes a `Step` and returns further metrics of it by name, or None."""
 
 
 def check(config: RunConfig) -> None:
-    """Refuse a function or a file of row numbers that the options name and that cannot be loaded."""
+    """Raise `InputError` if a function or a file of row numbers that the options name cannot be loaded."""
     if config.on_step is not None:
         load_function("on_step", config.on_step)
     if isinstance(config.lr_schedule, str) and config.lr_schedule not in SCHEDULES:
@@ -59,7 +66,7 @@ def check(config: RunConfig) -> None:
 
 
 def chosen(config: RunConfig, on_step: OnStep | None) -> OnStep | None:
-    """Return the function that Python gave or that the options name; None without either."""
+    """Return the function that was passed from Python or that the options name, or None if there is neither."""
     if config.on_step is None:
         return on_step
     if on_step is not None:
@@ -71,7 +78,10 @@ def chosen(config: RunConfig, on_step: OnStep | None) -> OnStep | None:
 
 @contextlib.contextmanager
 def kept_as_it_is(model: torch.nn.Module) -> Iterator[None]:
-    """Put the generators and the model's mode back: a hook that draws or evaluates must not change the run."""
+    """Restore the random generators and the model's mode at the end of the block.
+
+    A hook that samples, or that calls `model.eval()`, must not change what the run computes next.
+    """
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     state = random.getstate()
     was_training = model.training
@@ -85,7 +95,7 @@ def kept_as_it_is(model: torch.nn.Module) -> Iterator[None]:
 
 
 def call(on_step: OnStep, step: Step) -> dict[str, float]:
-    """Return the metrics that the hook returns for a step."""
+    """Call the hook and return its metrics as floats by name; raise `InputError` for any other return value."""
     returned = on_step(step)
     if returned is None:
         return {}

@@ -1,4 +1,4 @@
-"""The trained model on the Hugging Face Hub: its repository is made when the run begins, and gets the model at the end.
+"""The trained model on the Hugging Face Hub: a run makes its repository at the start and uploads the model at the end.
 
 Left out: pushing checkpoints, model cards, pull requests.
 """
@@ -11,7 +11,12 @@ from fused_rl.trainers.options import OutputConfig
 
 
 def make_repository(config: OutputConfig) -> str:
-    """Make the repository unless it exists, and return its full name; a token that may not write fails here."""
+    """Make the repository unless it exists, and return its full name, such as user/name.
+
+    Raises:
+        InputError: the repository cannot be made, for example because the token may not write, or it exists and is
+            public although a private one is wanted.
+    """
     import huggingface_hub
 
     api = huggingface_hub.HfApi()
@@ -21,8 +26,8 @@ def make_repository(config: OutputConfig) -> str:
             name, private=config.hub_private_repo or None, exist_ok=True
         ).repo_id
         is_private = api.model_info(repository).private
-    # No token, no right to write, no network, a name that is none: the Hub's client has an exception for each of them,
-    # and all have the same remedy.
+    # No token, no right to write, no network, an invalid name: the Hub's client has an exception for each of these, and
+    # the remedy is the same for all.
     except Exception as error:
         problem = f"push_to_hub: the repository {name} cannot be made: {in_a_line(error)}"
         raise InputError(
@@ -36,7 +41,7 @@ def make_repository(config: OutputConfig) -> str:
 
 
 def push(config: OutputConfig, model: Path, message: str) -> None:
-    """Upload the folder of the trained model, under a commit's message. On one rank."""
+    """Upload the folder of the trained model in one commit with this message. Call it on one rank alone."""
     import huggingface_hub
 
     try:
@@ -44,7 +49,7 @@ def push(config: OutputConfig, model: Path, message: str) -> None:
         huggingface_hub.HfApi().upload_folder(
             repo_id=repository, folder_path=str(model), commit_message=message
         )
-    # The model is on the disk, so the push alone is lost, and the error says how to repeat it.
+    # The model is on the disk and only the upload is missing, so the error says how to repeat that.
     except Exception as error:
         target = f"{config.hub_model_id or 'REPOSITORY'} {model}{' --private' if config.hub_private_repo else ''}"
         problem = f"the model is in {model}, but could not be pushed: {in_a_line(error)}"

@@ -1,8 +1,8 @@
-"""Did a run learn? Its held-out figure at the beginning and at the end, with the error of the difference.
+"""Whether a run learned: its held-out figure at the beginning and at the end, with the error of the difference.
 
-A figure is a ratio of two sums over rows, `sums / weights`: solved problems by problems, or nats by tokens. Its error
-is that of a ratio over independent rows; the error of a change is that of the rows' differences where both evaluations
-have the same rows, because a row that was hard stays hard.
+A figure is a ratio of two sums over rows, `sums / weights`: for example, solved problems divided by problems, or nats
+divided by tokens. Its standard error is that of a ratio over independent rows. If both evaluations have the same rows,
+the error of the change is that of the rows' differences, because a row that was hard stays hard.
 """
 
 import math
@@ -11,39 +11,43 @@ from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 ByRow = Mapping[str, Sequence[Sequence[float]]]
-"""Key of an evaluation -> its sum of each row, and the weight of each row where that is not 1."""
+"""The key of a figure -> one list with the sum of each row, and a second one with its weight if that is not 1."""
 NOTHING: dict[str, Any] = {}
 
 
 class Evaluation(NamedTuple):
-    """What `Run.log` takes of an evaluation."""
+    """The results of an evaluation, as `Run.log` takes them."""
 
     metrics: dict[str, float] = NOTHING
     samples: Sequence[dict] = ()
     by_row: ByRow = NOTHING
 
 
-# A change counts from so many standard errors on, about 95 %: Student's quantile by the degrees of freedom up to which
-# it holds, since the error of few rows is itself uncertain. Of more of them it is 2.
+# The number of standard errors beyond which a change counts, with about 95 % confidence: Student's quantile, because
+# the error of few rows is itself uncertain. A quantile holds up to the degrees of freedom that are its key; above the
+# last key it is 2.
 STUDENT = {1: 12.7, 2: 4.3, 3: 3.2, 4: 2.8, 6: 2.5, 10: 2.3, 30: 2.1}
-# And from such a share of the figure on: a smaller one does not show in three digits, however small its error.
+# A change must also be a larger share of the figure than this; a smaller one does not show in three digits.
 SMALLEST = 1e-3
-# What scorers give a response without an answer.
+# The scores that scorers give a response without an answer.
 FAILED = (0, -1)
-# At most so many steps at either end of a run stand for its training figure.
+# The training figure is compared over at most this many steps at either end of a run.
 WINDOW = 10
 
 
 class Figure(NamedTuple):
-    """What says whether a run learned."""
+    """A metric that says whether a run learned."""
 
     key: str
+    """Its key in metrics.jsonl."""
     name: str
+    """Its name in a sentence."""
     better: str = "rose"
+    """The verdict that is an improvement: "rose" or "fell"."""
 
 
-# The first of them that a run has is its figure. Sampled accuracy comes before greedy accuracy, which reaches its
-# highest value first, and before the score, which also pays for other things.
+# The first of these that a run has is its held-out figure. Sampled accuracy is preferred to greedy accuracy, which
+# stops rising earlier, and it comes before the score, which also pays for other things.
 HELD_OUT = (
     Figure("eval/distill/kl", "KL to the teacher (nats per token)", "fell"),
     Figure("eval/accuracy_sampled", "accuracy of sampled responses"),
@@ -53,9 +57,9 @@ HELD_OUT = (
     Figure("eval/kto/accuracy", "accuracy on marked responses"),
     Figure("eval/loss", "loss (nats per token)", "fell"),
 )
-# All that have an error of their own.
+# All figures whose error is known.
 WITH_ERROR = (*HELD_OUT, Figure("eval/accuracy_greedy", "accuracy of greedy responses"))
-# Beside the figure, without a verdict.
+# Figures that are printed beside that of the run, without a verdict, and their names there.
 BESIDE = {
     "eval/accuracy_sampled": "solved",
     "eval/accuracy_greedy": "greedy",
@@ -65,7 +69,7 @@ BESIDE = {
     "eval/rm/loss": "loss",
     "eval/loss": "loss",
 }
-# Of training, for a run without held-out rows.
+# The figures on training rows, for a run without held-out ones; again the first one counts.
 TRAINING = (
     Figure("reward", "reward"),
     Figure("objective/scores", "score"),
@@ -75,28 +79,30 @@ TRAINING = (
     Figure("train/kto/loss", "loss", "fell"),
     Figure("train/loss", "loss (nats per token)", "fell"),
 )
-# A run that trains its critic alone.
+# The figure of a run that trains only its critic.
 CRITIC = Figure("val/var_explained", "explained variance of the critic")
 
 
 class Change(NamedTuple):
-    """A figure at the beginning and at the end of a run. An error that is not known is NaN."""
+    """A figure at the beginning and at the end of a run, with standard errors, which are NaN if they are not known."""
 
     figure: Figure
     when: tuple[str, str]
+    """The names of both moments, such as "step 0"."""
     start: float
     end: float
     start_error: float = math.nan
     end_error: float = math.nan
     error: float = math.nan
-    """Standard error of the difference."""
+    """The standard error of the difference."""
     rows: int = 0
+    """The number of held-out rows; 0 for a figure of training."""
     freedom: float = math.inf
     """Degrees of freedom of that error."""
 
     @property
     def verdict(self) -> str:
-        """Return "rose", "fell", "no change", which is one within the error, or "unknown" without an error."""
+        """Return "rose", "fell", "no change" (none beyond the error), or "unknown" if the error is not known."""
         difference = self.end - self.start
         if self.is_small or not (math.isnan(self.error) or self.is_seen):
             return "no change"
@@ -122,7 +128,7 @@ class Change(NamedTuple):
 
     @property
     def in_words(self) -> str:
-        """Return the verdict as the verb of a sentence."""
+        """Return the verdict as the verb of a sentence about the figure."""
         if self.verdict == "unknown":
             return "went"
         if self.verdict != "no change":
@@ -134,7 +140,7 @@ class Change(NamedTuple):
         )
 
     def described(self) -> str:
-        """Return what became of the figure, in words."""
+        """Return the change of the figure in words, with both values and their errors."""
         start = f"{with_error(self.start, self.start_error)} ({self.when[0]})"
         end = f"{with_error(self.end, self.end_error)} ({self.when[1]})"
         colon = ":" if self.verdict == "no change" else ""
@@ -146,13 +152,17 @@ class Change(NamedTuple):
 
 
 def with_error(value: float, error: float, sign: str = "") -> str:
-    """Return a value and its standard error, which is left out where it is not known."""
+    """Return a value and its standard error as text, without the error if it is not known."""
     text = f"{value:{sign}.3g}"
     return text if math.isnan(error) else f"{text} ± {error:.2g}"
 
 
 def residuals(columns: Sequence[Sequence[float]]) -> list[float]:
-    """Return how far each row moves its figure, times the number of rows; their mean is 0."""
+    """Return how much each row moves its figure, times the number of rows; the mean of these numbers is 0.
+
+    `columns` are the sums of the rows, and optionally their weights, as in `ByRow`.
+    """
+    # The linearisation of sum(sums) / sum(weights), whose residuals have the error of the ratio.
     sums = columns[0]
     weights = columns[1] if len(columns) > 1 else [1.0] * len(sums)
     scale = len(sums) / sum(weights)
@@ -161,7 +171,7 @@ def residuals(columns: Sequence[Sequence[float]]) -> list[float]:
 
 
 def error_of(values: Sequence[float]) -> float:
-    """Return the standard error of the mean of independent values; NaN of fewer than two."""
+    """Return the standard error of the mean of independent values; NaN if there are fewer than two."""
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
@@ -171,8 +181,10 @@ def held_out_change(
     last: tuple[int, Mapping[str, Any], ByRow],
     eval_size: float,
 ) -> Change:
-    """Compare two evaluations, each its step, its metrics and its rows; without rows, an accuracy has the error of
-    `eval_size` independent rows.
+    """Return the change of a figure between two evaluations, each given as its step, its metrics and its rows.
+
+    If the rows of the figure are not known, an accuracy has the error of `eval_size` independent rows, and any other
+    figure has none.
     """
     (begin, before, rows_before), (end, after, rows_after) = first, last
     values = float(before[figure.key]), float(after[figure.key])
@@ -181,7 +193,7 @@ def held_out_change(
         both = residuals(rows_before[figure.key]), residuals(rows_after[figure.key])
         errors = error_of(both[0]), error_of(both[1])
         error = math.hypot(*errors)
-        # The same rows: what they have in common cancels.
+        # Both have the same rows, so the difficulty of each row cancels in its difference.
         if len(both[0]) == len(both[1]):
             error = error_of([b - a for a, b in zip(*both, strict=True)])
         rows = len(both[1])
@@ -195,7 +207,10 @@ def held_out_change(
 
 
 def training_change(figure: Figure, values: Sequence[tuple[int, float]]) -> Change | None:
-    """Compare the first steps of a run with its last ones; None where there are fewer than four."""
+    """Return the change of a figure from the first steps of a run to its last ones; None for fewer than four steps.
+
+    `values` are pairs of a step and the figure in it.
+    """
     count = min(WINDOW, len(values) // 2)
     if count < 2:
         return None

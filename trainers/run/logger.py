@@ -1,4 +1,4 @@
-"""The output of a run: its JSONL files, TensorBoard, Weights & Biases, curves.png, the screen."""
+"""The output of a run: its JSONL files, TensorBoard, Weights & Biases, curves.png, and what the screen shows."""
 
 import json
 import math
@@ -21,20 +21,20 @@ from fused_rl.trainers.run.learned import NOTHING, ByRow
 from fused_rl.trainers.run.metrics import HELD_OUT, keys_by
 from fused_rl.trainers.run.rules import Watch
 
-# Panels of curves.png beside each other.
+# The number of panels of curves.png in a row.
 IN_A_ROW = 4
-# What samples.jsonl says of a sample, and the table on the screen has no room for.
+# Columns of samples.jsonl for which the table on the screen has no room.
 IN_FILE_ALONE = ("row", "scores", "prompt_tokens", "tokens")
 
 
 class Logger:
-    """Writes a run's metrics from step `start` on. On one rank."""
+    """Writes and shows the metrics of a run that continues after step `start` (0 for a new run). It is for one rank."""
 
     def __init__(self, config: RunConfig, start: int):
         self.folder = Path(config.output_dir)
         self.steps = config.steps
         self.last_printed = 0.0
-        # What is null in the file was not finite.
+        # JSON has no NaN or infinity, so a null in the file stands for a number that was not finite.
         self.history = []
         for entry in _cut(self.folder / "metrics.jsonl", start):
             values = {key: math.nan if value is None else value for key, value in entry.items()}
@@ -42,8 +42,8 @@ class Logger:
         _cut(self.folder / "samples.jsonl", start)
         by_row = rows_by_step(_cut(self.folder / "held_out.jsonl", start))
 
-        # What earlier entries show was printed when they were written, so the watch sees them and nothing is printed.
-        dtype = str(torch_dtype(config)).removeprefix("torch.")  # of `auto` on this machine
+        # Findings of earlier entries were printed when these were written, so here they are not printed again.
+        dtype = str(torch_dtype(config)).removeprefix("torch.")  # what `auto` is on this machine
         self.watch = Watch(config.to_dict() | {"dtype": dtype})
         for entry in self.history:
             self.watch.see(entry, by_row.get(entry["step"], NOTHING))
@@ -61,7 +61,7 @@ class Logger:
             )
         self.bar = None
         if sys.stdout.isatty():
-            # It fits 80 columns: the count and the time left are whole, the metrics may be cut.
+            # The bar fits 80 columns: count and remaining time are never cut, but the metrics may be.
             from rich import progress
             from rich.table import Column
 
@@ -76,17 +76,18 @@ class Logger:
             self.bar.start()
 
     def log(self, step: int, metrics: dict[str, float], by_row: ByRow = NOTHING) -> None:
-        """Write one line of metrics.jsonl, of an evaluation one of held_out.jsonl, and a point of each curve; move the
-        bar, or print a line now and then.
+        """Write the metrics of a step to all files, and show the progress as a bar, or as a line now and then.
+
+        `by_row` has the held-out figures of each row after an evaluation; it goes to held_out.jsonl.
         """
         if torch.cuda.is_initialized():
             metrics = metrics | {"perf/peak_memory_gb": torch.cuda.max_memory_allocated() / 2**30}
 
-        # To the files first: whatever fails after that, the entry is kept.
+        # The file comes first, so that the entry is kept whatever fails after that.
         entry = {"step": step, **{key: float(value) for key, value in metrics.items()}}
         self.history.append(entry)
         _append(self.folder / "metrics.jsonl", [entry])
-        # What is concluded here and from the file is concluded from the same rows.
+        # Rounded as in the file, so that the run and the doctor conclude the same from these rows.
         by_row = shortened(by_row)
         if by_row:
             _append(self.folder / "held_out.jsonl", [{"step": step, **by_row}])
@@ -95,12 +96,12 @@ class Logger:
         if self.wandb is not None:
             self.wandb.log(metrics, step=step)
 
-        # The doctor's conditions, each once.
+        # The conditions of the doctor, each of which is reported once.
         for finding in self.watch.see(entry, by_row):
             print_line(f"warning: {finding}")
 
-        # What this step measured; an older value would be taken for a new one. So the line of an evaluation must not be
-        # left out, and beside the bar, which shows the next step soon, it is printed as well.
+        # Only what this step has measured is shown, because an older value would be taken for a new one. So the line of
+        # an evaluation must not be left out. It is printed even with a bar, which soon shows the next step.
         columns = columns_of(metrics)
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=step, columns=columns)
@@ -111,7 +112,7 @@ class Logger:
             print_line(f"step {step}/{self.steps}  {columns}")
 
     def samples(self, step: int, rows: Sequence[dict[str, object]]) -> None:
-        """Print a table of a few responses, and keep them in samples.jsonl and TensorBoard."""
+        """Print a table of a few responses, and write them to samples.jsonl and TensorBoard."""
         if not rows:
             return
         import rich
@@ -126,8 +127,8 @@ class Logger:
             )
             self.board.add_text(f"samples/{number}", text, step)
 
-        # On the screen the end of a long text, which has the answer, with control characters escaped.
-        # What scorers logged may be there for some of them alone.
+        # The screen shows the end of a long text, which has the answer, with control characters escaped. Scorers may
+        # have logged columns for some of the rows only.
         names = [
             name for name in dict.fromkeys(chain.from_iterable(rows)) if name not in IN_FILE_ALONE
         ]
@@ -142,7 +143,7 @@ class Logger:
 
     def close(self) -> None:
         """Flush everything and draw curves.png."""
-        # The bar first: it writes over lines that are printed after it.
+        # The bar stops first, because it would write over lines that are printed after it.
         if self.bar is not None:
             self.bar.stop()
         self.board.close()
@@ -152,7 +153,7 @@ class Logger:
 
 
 def rounded(row: Mapping[str, object]) -> dict[str, object]:
-    """Return a sample with numbers of six digits: more of a score would be the rounding of fp32."""
+    """Return a sample with its floats rounded to six digits, as more digits of a score would be fp32 rounding."""
     values: dict[str, object] = {}
     for name, value in row.items():
         if isinstance(value, float):
@@ -164,12 +165,16 @@ def rounded(row: Mapping[str, object]) -> dict[str, object]:
 
 
 def _append(path: Path, entries: list[dict]) -> None:
+    """Append entries to a JSONL file in one write."""
     with path.open("a") as file:
         file.write("".join(as_json(entry) + "\n" for entry in entries))
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Return the entries of a metrics.jsonl; a damaged line, as a kill leaves the last one, is named and left out."""
+    """Return the entries of a metrics.jsonl; a damaged line is named on the screen and left out.
+
+    A run that was killed may leave its last line damaged.
+    """
     entries = []
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     for number, line in enumerate(lines, 1):
@@ -181,7 +186,7 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def shortened(by_row: ByRow) -> dict[str, list[list[float]]]:
-    """Return the rows' values with six digits, which is more than an error has."""
+    """Return the values of rows rounded to six digits, which are more than the error of a figure leaves."""
     short = {}
     for key, columns in by_row.items():
         short[key] = [[float(f"{value:.6g}") for value in column] for column in columns]
@@ -189,19 +194,19 @@ def shortened(by_row: ByRow) -> dict[str, list[list[float]]]:
 
 
 def rows_by_step(entries: list[dict]) -> dict[int, dict]:
-    """Return the entries of a held_out.jsonl by their step, without it."""
+    """Return the entries of a held_out.jsonl by their step, which is removed from the entries."""
     return {entry.pop("step"): entry for entry in entries}
 
 
 def _cut(path: Path, start: int) -> list[dict]:
-    """Return the entries up to step `start`, where the run begins; later ones are cut from the file."""
+    """Return a file's entries up to step `start`, after which the run continues, and cut later ones from the file."""
     entries = [entry for entry in read_metrics(path) if entry["step"] <= start]
     write_rows(path, entries)
     return entries
 
 
 def columns_of(metrics: Mapping[str, float]) -> str:
-    """Return the metrics that are printed, in one line."""
+    """Return the line in which a step's metrics are printed; "" if none of them has a column."""
     parts = []
     before = ""
     for header, keys in keys_by("column").items():
@@ -217,10 +222,15 @@ def columns_of(metrics: Mapping[str, float]) -> str:
 
 
 def draw_curves(history: list[dict], path: Path) -> None:
-    """Write a PNG with one panel per title of the lines of a metrics.jsonl, in which keys may be missing or None."""
+    """Write a PNG of the curves, with one panel per title in `METRICS`.
+
+    Args:
+        history: the lines of a metrics.jsonl, in which a key may be missing or None.
+        path: the file to write.
+    """
     from matplotlib.figure import Figure
 
-    # A run has few of the table's metrics, and a panel is drawn for those that it has.
+    # A run has only some of the table's metrics, and a panel is drawn if it has one of them.
     known = {key for line in history for key, value in line.items() if value is not None}
     panels = {
         title: known.intersection(keys)

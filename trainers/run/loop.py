@@ -1,4 +1,4 @@
-"""A run, the same for every trainer: how it begins and resumes, when it evaluates, logs, saves and stops.
+"""What a run is for every trainer: how it begins and resumes, and when it evaluates, logs, saves and stops.
 
     run = Run(config, arithmetic)            # the processes meet and lock the folder
     …                                        # read tokenizer and rows
@@ -12,7 +12,7 @@
         run.log(metrics)
     return run.finish(save)
 
-The `for` stays in the trainer, and so does the algorithm.
+The `for` loop and the algorithm stay in the trainer.
 """
 
 import contextlib
@@ -37,15 +37,18 @@ from fused_rl.trainers.run.metrics import Goal
 from fused_rl.trainers.run.store import EMPTY, RunFolder, unlock
 
 Arithmetic = Callable[[Any, int], dict[str, object]]
-"""(config, number of processes) -> how the batch divides; raises InputError if it does not."""
+"""(config, number of processes) -> how the batch divides, in lines by title; raises `InputError` if it does not."""
 Config = TypeVar("Config", bound=RunConfig)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# What the signals did before a run of this process handled them.
+# The handlers of these signals before a run of this process replaced them.
 _handlers: dict[int, Any] = {}
 
 
 class Stopped(KeyboardInterrupt):
-    """The run was stopped, by a signal or by an error of `on_step`: every process has ended and saved the same step."""
+    """The run was stopped by a signal, or by an error of `on_step`, after the same step on every process.
+
+    If the step was one of training, it has a checkpoint.
+    """
 
 
 def restore_signals() -> None:
@@ -56,10 +59,12 @@ def restore_signals() -> None:
 
 
 def check_start(config: RunConfig, arithmetic: Arithmetic) -> Goal | None:
-    """Refuse options that contradict each other or need what is not there, before anything is read, as a dry run does
-    too; return the goal of the run.
+    """Check the options before anything is read, as a dry run does too, and return the goal of the run, if it has one.
+
+    Raises:
+        InputError: options contradict each other, or need a package or function that is not there.
     """
-    config.check()  # options may have been set since the config was made, from Python
+    config.check()  # once more, because Python code may have set options since the config was made
     config.resolve()
     hooks.check(config)
     arithmetic(config, ranks.planned_ranks(config.sequence_parallel))
@@ -74,8 +79,14 @@ class Run:
     def __init__(
         self, config: RunConfig, arithmetic: Arithmetic, on_step: hooks.OnStep | None = None
     ):
-        """Meet the other processes and lock the folder."""
-        # What can be refused without the other processes is refused before they are waited for.
+        """Check the options, meet the other processes, and lock the folder.
+
+        Args:
+            config: the options of the run.
+            arithmetic: returns how the batch divides over the processes.
+            on_step: a function to call after each step, as `--on_step` names one.
+        """
+        # Errors that need no other process are raised before this one waits for them.
         if config.dry_run:
             raise InputError(
                 f"dry_run is for the command: fused-rl {config.command} … --dry_run; leave it out"
@@ -84,14 +95,14 @@ class Run:
         self.on_step = hooks.chosen(config, on_step)
         self.hook_name = None if self.on_step is None else import_name_of(self.on_step)
 
-        # From here on all ranks act together: one with other options would wait for another collective, or train
-        # something else.
+        # From here on all ranks act together. A rank with other options would wait in another collective or train
+        # something else, so the options are compared.
         self.device = engine.setup(config.seed, sequence_parallel=config.sequence_parallel)
         passed = deepspeed_file.passed_on(config.deepspeed)
         ranks.check_equal({"command": config.command, **config.to_dict(), "deepspeed": passed})
         if deepspeed_file.changes_sums(config.deepspeed):
             print_rank0(deepspeed_file.changes_sums(config.deepspeed))
-        # A token that may not write is found now, and not after hours of training.
+        # A token that may not write must fail now, and not after hours of training.
         if config.push_to_hub:
             ranks.on_first_rank(lambda: hub.make_repository(config))
         self.store = RunFolder(config)
@@ -100,7 +111,7 @@ class Run:
         self.save_seconds = 0.0
         self.stopping = False
         self.reached = False
-        self.ending = self.ended = False  # by on_step: on this process, and on all
+        self.ending = self.ended = False  # on_step has ended the run: on this process, and on all
         self.hook_error: BaseException | None = None
 
     def check_inputs(
@@ -113,10 +124,18 @@ class Run:
         held_out: Sequence,
         **other_rows: Sequence,
     ) -> Config:
-        """Refuse inputs that differ from those of the other processes, or of the run that is resumed.
+        """Compare the inputs with those of the other processes and of the run that is resumed, by their hashes.
 
-        `models` are read beside `config.model`, by option; `held_out` may differ from those of the run that is resumed.
-        Returns the config with the steps that `num_train_epochs` comes to.
+        Args:
+            config: the options, which are returned with the steps that `num_train_epochs` comes to.
+            tokenizer: the tokenizer, whose chat template is one of the inputs.
+            models: the further models that the run reads, by the option that names them.
+            rows: the examples to train on.
+            held_out: the held-out examples, which may differ from those of the run that is resumed.
+            other_rows: further examples, by name.
+
+        Raises:
+            InputError: the inputs of two processes differ, or those of a resumed run do without `--accept_changes`.
         """
         with phase("hashed models and rows"):
             self.inputs = {"model": hash_of_model(config.model, config.revision)}
@@ -129,13 +148,13 @@ class Run:
             if self.order.fixed is not None:
                 self.inputs["order"] = hash_of(self.order.fixed)
 
-        # Processes on two machines may read two states of one file.
+        # Processes on two machines may have read different versions of a file.
         ranks.check_equal(self.inputs | {"held_out": hash_of_rows(held_out)})
         changed = self.store.check_inputs(self.inputs) if config.resume else []
         if changed:
             print_rank0(f"resume: continues with other inputs: {', '.join(changed)}")
 
-        # The number of rows in a pass is known now, and with it the steps of so many passes.
+        # The number of rows in an epoch is known now, and with it the number of steps.
         self.tokenizer = tokenizer
         self.config = self.store.config = in_steps(config, self.order.size)
         return self.config
@@ -143,24 +162,27 @@ class Run:
     def start(
         self, engines: Mapping, state: Callable[[], dict] = dict, rank_state: Mapping = EMPTY
     ) -> dict:
-        """Restore the checkpoint if the run is resumed, and open its logs; return its state, {} for a new run.
+        """Restore the checkpoint if the run is resumed, and open its logs.
 
         Args:
-            engines: DeepSpeed engines by name, which checkpoints hold.
-            state: returns what else the trainer needs to continue, as JSON.
-            rank_state: objects with `state_dict` and `load_state_dict` that each rank keeps for itself, by name.
+            engines: the DeepSpeed engines that checkpoints hold, by name.
+            state: returns what else the trainer needs to continue, as a dict that JSON can hold.
+            rank_state: objects with `state_dict` and `load_state_dict` that each rank saves for itself, by name.
+
+        Returns:
+            The checkpoint's state, with what `state` had returned; {} for a new run.
         """
         self.engines, self.state, self.rank_state = engines, state, rank_state
         restored = {}
         if self.config.resume:
             restored = self.store.load(engines, rank_state)
             self.step, self.order.position = restored["step"], restored["position"]
-            # A run that ended at its goal, or by its hook, is whole; with another goal or hook it continues.
+            # A run that was ended by its goal or its hook is complete; with another goal or hook it continues.
             until = self.config.until
             self.reached = until is not None and restored.get("until") == until
             self.ended = self.on_step is not None and restored.get("ended_by") == self.hook_name
 
-        # Only when the checkpoint has been read may what comes after it be moved away.
+        # What was written after the checkpoint may be moved away only once the checkpoint has been read.
         self.logger = None
         ranks.on_first_rank(self._open_logs)
         return restored
@@ -172,7 +194,7 @@ class Run:
 
     @property
     def begins(self) -> bool:
-        """Return True if nothing has been trained yet: the time for the evaluation before training."""
+        """Return True if nothing has been trained yet, which is the time for the evaluation before training."""
         return self.step == 0
 
     @property
@@ -187,20 +209,21 @@ class Run:
         return self.reached or self.ended or self.step >= self.config.steps
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        # A run that died may have left its handlers, because a traceback keeps it alive.
+        """Yield each step's number and the indices of its rows, and save a checkpoint after steps that need one."""
+        # An earlier run of this process that failed may have left its handlers, because its traceback keeps it alive.
         restore_signals()
         _handlers.update(
             {number: signal.signal(number, self._stop_after_step) for number in SIGNALS}
         )
         try:
-            # What has been logged so far is the evaluation before training, of which no checkpoint is needed.
+            # The run may be stopped after the evaluation before training, when there is nothing to save yet.
             if self._stops():
                 self._stop()
             while not self.last:
                 self.step += 1
                 yield self.step, next(self.order)
 
-                # Save a checkpoint on schedule, before stopping, and at the end, when the model is not saved yet.
+                # Save a checkpoint on schedule, before the run stops, and at the end, because the model is saved later.
                 stop = self._stops()
                 every = self.config.save_every
                 if stop or self.last or (every and self.step % every == 0):
@@ -212,14 +235,14 @@ class Run:
                     self.save_seconds = time.monotonic() - began
                 if stop:
                     self._stop()
-        # After the last step the handlers stay, since the model is still to be saved; `finish` restores them.
+        # After the last step the handlers stay until the model is saved; `finish` restores the earlier ones.
         except BaseException:
             restore_signals()
             raise
 
     def _stops(self) -> bool:
-        """Return True if the run is stopped here, on all processes; if one of them ends it, this step is the last."""
-        # A signal may have reached some processes and not others, and a hook runs on one: they decide together.
+        """Return True, on all processes, if the run must stop here; note if `on_step` makes this the last step."""
+        # A signal may have reached only some of the processes, and a hook runs on one of them, so they decide together.
         requests = (self.stopping, self.ending, self.hook_error is not None)
         signals, endings, failures = zip(*ranks.gather_processes(requests), strict=True)
         if any(endings) and not self.last:
@@ -228,25 +251,25 @@ class Run:
         return any(failures) or (any(signals) and not self.last)
 
     def _stop(self) -> NoReturn:
-        """Raise what the hook has raised, or that a signal has stopped the run, when all that is open is closed."""
+        """Close the logs, unlock the folder, and raise the hook's error on its process, and else `Stopped`."""
         if self.logger is not None:
             self.logger.close()
         unlock()
         remedy = "continue with --resume" if self.step else "nothing was trained"
         cause = "" if self.hook_error is None else ", because on_step raised an error"
         print_rank0(f"stopped after step {self.step}{cause}; {remedy}")
-        ranks.barrier()  # else two processes can abort at exit
+        ranks.barrier()  # because a process that exits while others are in a collective makes them abort
         raise self.hook_error or Stopped
 
     def end(self) -> None:
-        """End the run after this step, on all processes, with checkpoint and model; one process may ask alone."""
+        """End the run after this step on all processes, with checkpoint and model; one process may call this alone."""
         self.ending = True
 
     def _stop_after_step(self, _number, _frame) -> None:
-        """Note the first signal; the next one stops at once."""
+        """Note the first signal, and leave the next one to the earlier handler, which stops the process at once."""
         self.stopping = True
         restore_signals()
-        # By os.write, because the signal may have interrupted a print, whose buffer must not be entered again.
+        # With os.write, because the signal may have interrupted a print, whose buffer must not be entered again.
         if ranks.process() == 0:
             with contextlib.suppress(OSError):
                 os.write(
@@ -259,10 +282,14 @@ class Run:
         samples: Sequence[dict] = (),
         by_row: ByRow = NOTHING,
     ) -> None:
-        """Write one line of metrics and show a few responses; an evaluation also draws the curves, and may end the run
-        at its goal. For all ranks at once.
+        """Write the metrics of a step, show a few responses, and call `on_step`. All ranks must call this.
 
-        `by_row` are the held-out figures of each row, from which the error of a change is known.
+        After an evaluation it also draws the curves, and ends the run if the goal is met.
+
+        Args:
+            metrics: the step's metrics by their keys in metrics.jsonl.
+            samples: the responses to show and to keep in samples.jsonl.
+            by_row: the held-out figures of each row, which give the error of a change.
         """
         if self.goal is not None and any(key.startswith("eval/") for key in metrics):
             self._compare(self.goal, metrics)
@@ -276,13 +303,13 @@ class Run:
         with io_errors_in_a_line("metrics", self.store.path):
             self.logger.log(self.step, metrics, by_row)
             self.logger.samples(self.step, samples)
-            # The curves after the last step are those that `finish` draws.
+            # After the last step `finish` draws the curves.
             if self.evaluates and not self.begins and not self.last:
                 draw_curves(self.logger.history, self.logger.folder / "curves.png")
 
     def _compare(self, goal: Goal, metrics: dict[str, float]) -> None:
-        """End the run if the figures of an evaluation meet its goal: on all processes, if on any of them."""
-        # Accuracy, for example, is not measured where no scorer says what is solved.
+        """End the run on all processes if the figures of an evaluation meet its goal on any of them."""
+        # Not every run measures each figure: there is no accuracy, for example, if no scorer says what is solved.
         if goal.key not in metrics and self.begins:
             measured = ", ".join(key for key in metrics if key.startswith("eval/"))
             raise InputError(f"until: the evaluation has no {goal.key}, but {measured}")
@@ -298,7 +325,7 @@ class Run:
         samples: Sequence[dict],
         earlier: list[dict],
     ) -> dict[str, float]:
-        """Return what `on_step` adds to the metrics; an error of it is raised when the step has its checkpoint."""
+        """Return what `on_step` adds to the metrics; its error is kept, to be raised when the step has a checkpoint."""
         entry = {name: float(value) for name, value in metrics.items()}
         step = hooks.Step(
             number=self.step,
@@ -312,17 +339,17 @@ class Run:
         try:
             with hooks.kept_as_it_is(self._trained_model()):
                 return hooks.call(on_step, step)
-        # `sys.exit` too; on this process alone it would leave the others waiting.
+        # SystemExit too, because a `sys.exit` on this process alone would leave the others waiting.
         except (Exception, SystemExit) as error:
             self.hook_error = error
             return {}
 
     def _trained_model(self) -> Any:
-        """Return the model of transformers in the first engine, the policy's."""
+        """Return the transformers model in the first engine, which is that of the policy."""
         return next(iter(self.engines.values())).module.base
 
     def _whole_model(self) -> Any:
-        """Return it for one process to run; refuse one that is divided over processes."""
+        """Return the trained model for one process to run; raise `InputError` if it is divided over processes."""
         if self.config.zero_stage == 3 or self.config.sequence_parallel > 1:
             raise InputError(
                 "on_step: step.model needs a model that is whole on process 0; choose --zero_stage 2, and leave "
@@ -331,21 +358,24 @@ class Run:
         return self._trained_model()
 
     def finish(self, save: Callable[[Path], None]) -> str:
-        """Draw the curves, save the trained model with `save(folder)`, push it if requested; return its folder."""
+        """Draw the curves, save the trained model, push it if requested, and return its folder.
+
+        `save(folder)` writes the model into a folder; all ranks call it.
+        """
         model = self.store.path / "model"
         try:
             with io_errors_in_a_line("model", self.store.path), phase("saved the model"):
                 if self.logger is not None:
                     self.logger.close()
                 save(model)
-            # Without a schedule there is one checkpoint, of the last step, until the model is safe.
+            # Without a schedule of checkpoints, that of the last step is needed only until the model is saved.
             if not self.config.save_every:
                 self.store.remove_checkpoints()
         finally:
             restore_signals()
             unlock()
 
-        # What was learned, where everything is, and what to look at next.
+        # Print whether the run learned, where everything is, and what to look at next.
         if ranks.process() == 0:
             checkpoints = self.store.checkpoints
             kept = f", checkpoints: {checkpoints}" if checkpoints.exists() else ""

@@ -1,4 +1,4 @@
-"""The table of the metrics that a run shows, and the metrics of losses, added up over micro-batches and ranks."""
+"""The table of the metrics that a run shows, and the sums of a loss's metrics over micro-batches and ranks."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,22 +15,22 @@ class Metric(NamedTuple):
     """What curves.png, the screen and the doctor do with a key of metrics.jsonl."""
 
     panel: str = ""
-    """Title of its panel in curves.png; "" is none."""
+    """The title of its panel in curves.png; "" if it is not drawn."""
     column: str = ""
-    """Header on the screen; of several metrics under one header the first that a run has is printed."""
+    """Its header on the screen, or ""; of several metrics with one header, the first that a run has is printed."""
     meaning: Literal["", "loss", "gradient norm"] = ""
-    """What the doctor's conditions take it for."""
+    """What kind of metric it is for the conditions of the doctor."""
     better: Literal["", "higher", "lower"] = ""
-    """Which way a held-out figure improves; "" where no figure of it is a goal."""
+    """The direction in which a held-out figure improves; "" for a metric that `--until` cannot name."""
 
 
 KL = "KL to the reference (nats per response)"
 WITHOUT_SIGNAL = "groups whose rewards are all equal"
 ONE_OUTCOME = "groups all solved, and none solved"
 ACCURACY = "held-out accuracy"
-# How the headers of held-out figures begin; on the screen those that follow each other share it.
+# How the headers of held-out figures begin. On the screen, headers that follow one another share this word.
 HELD_OUT = "held-out "
-# Panels and columns stand in the order in which they come up here.
+# Panels and columns appear in the order of this table.
 METRICS = {
     "train/loss": Metric("loss", "loss", "loss"),
     "train/rm/loss": Metric("loss", "loss", "loss"),
@@ -85,17 +85,17 @@ METRICS = {
 }
 
 
-# Of responses to held-out prompts.
+# Figures that are measured on responses to held-out prompts, and so need a scorer.
 OF_RESPONSES = ("eval/accuracy_greedy", "eval/accuracy_sampled", "eval/pass_at_k", "eval/score")
-# Names of figures as they are also said.
+# Other names under which `--until` knows figures.
 ALSO_CALLED = {"sampled_accuracy": "accuracy_sampled", "greedy_accuracy": "accuracy_greedy"}
 
 
 class Goal(NamedTuple):
-    """A held-out figure, and the value at which a run ends."""
+    """A held-out figure and the value at which a run ends, as `--until` gives them."""
 
     key: str
-    """In metrics.jsonl."""
+    """The figure's key in metrics.jsonl."""
     value: float
 
     def is_met(self, figure: float) -> bool:
@@ -109,8 +109,12 @@ class Goal(NamedTuple):
 
 
 def parse_goal(text: str, keys: Sequence[str]) -> Goal:
-    """Return the goal that `FIGURE=VALUE` names among the figures with these keys."""
-    # A figure is called by the last part of its key: accuracy is eval/rm/accuracy in a run of reward.
+    """Return the goal that `FIGURE=VALUE` describes; the figure must be one of those with these keys.
+
+    Raises:
+        InputError: the figure is none of them, or the value is not a finite number.
+    """
+    # A figure is named by the last part of its key: accuracy is eval/rm/accuracy in a run of the reward trainer.
     figures = {key.rpartition("/")[2]: key for key in keys}
     said, _, number = text.partition("=")
     name = said.strip().rpartition("/")[2]
@@ -129,7 +133,7 @@ def parse_goal(text: str, keys: Sequence[str]) -> Goal:
 
 
 def keys_by(field: Literal["panel", "column", "meaning"]) -> dict[str, list[str]]:
-    """Return the keys of `METRICS` by what they have in a field, in their order; without those that have nothing."""
+    """Return the keys of `METRICS` by the value of a field, in the order of the table, without those that have none."""
     found: dict[str, list[str]] = {}
     for key, metric in METRICS.items():
         if value := getattr(metric, field):
@@ -137,7 +141,7 @@ def keys_by(field: Literal["panel", "column", "meaning"]) -> dict[str, list[str]
     return found
 
 
-# Key of metrics.jsonl -> name in the metrics of a loss.
+# The key in metrics.jsonl -> the name among the metrics that a loss returns.
 POLICY = {
     "objective/kl": "kl",
     "objective/kl1_avg": "kl1",
@@ -150,20 +154,25 @@ POLICY = {
     "loss/policy_avg": "policy_loss",
     "loss/total_avg": "loss",
 }
-# The KL of PPO is that of the rollout, before the update, so none of a loss has its key.
+# PPO logs the KL of the rollout, before the update, under objective/kl, so the KL of its loss has no key.
 PPO = {key: name for key, name in POLICY.items() if name != "kl"}
 PPO |= {"loss/value_avg": "value_loss", "val/clipfrac_avg": "value_clipfrac"}
 
 
 def with_logged_names(table: Mapping[str, str], sums: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a policy's loss under their keys, and the moments of the ratio."""
-    # A surrogate that clips nothing has no clipfrac, for example: what a loss does not compute has no key.
+    """Return the metrics of a policy's loss under their keys in metrics.jsonl, with the mean and variance of the ratio.
+
+    Args:
+        table: `POLICY` or `PPO`.
+        sums: the metrics of the loss by their own names, as means over the tokens of the optimizer step.
+    """
+    # A loss need not compute all of them: a surrogate that clips nothing has no clipfrac, for example.
     found = {key: sums[name] for key, name in table.items() if name in sums}
     found |= {
         key: value for key, value in sums.items() if key.startswith("surrogate/")
     }  # of a user's surrogate
 
-    # Losses add up the ratio's distance from 1, which is exact near 1, where its own sum would be rounded.
+    # Losses add up the distance of the ratio from 1, because a sum of ratios near 1 would be rounded.
     found["val/ratio"] = 1 + sums["ratio_minus_1"]
     found["val/first_ratio"] = 1 + sums["drift"]
     found["val/ratio_var"] = sums["ratio_minus_1_square"] - sums["ratio_minus_1"] ** 2
@@ -185,14 +194,18 @@ class Sums:
         self.parts.append((torch.stack(values), where))
 
     def over_ranks(self) -> dict[str, float]:
-        """Return the sums, the same on every rank; refuse a sum that is NaN or infinite on any of them."""
-        # The device is waited for once in a step, here.
+        """Return the sums over all micro-batches and ranks, the same on every rank.
+
+        Raises:
+            InputError: a sum is NaN or infinite; the message names each rank's first such micro-batch and its rows.
+        """
+        # This is the one place in a step that waits for the device.
         columns = torch.stack([values for values, _ in self.parts]).cpu()
         total = global_sum(sum(columns))
         if total.isfinite().all():
             return dict(zip(self.names, total.tolist(), strict=True))
 
-        # Some part is NaN or infinite: the first one of each rank is named, with the rows that were in it.
+        # Some micro-batch is NaN or infinite: name the first one of each rank, with the rows that were in it.
         found = []
         for number, (values, (_, where)) in enumerate(
             zip(columns.tolist(), self.parts, strict=True), 1

@@ -1,6 +1,6 @@
-"""The command line, YAML files and --help of a command: every refusal is one line.
+"""The command line, the YAML files and the --help of a command; an error of the user is one line.
 
-Left out: subcommands inside YAML, environment variables, configs that include configs.
+Left out: subcommands inside YAML, environment variables, and configs that include configs.
 """
 
 import re
@@ -18,11 +18,11 @@ Config = TypeVar("Config", bound=Options)
 
 
 class Values(yaml.SafeLoader):
-    """YAML 1.1, which reads 1e-6 as a text, with numbers as everybody writes them."""
+    """Reads YAML 1.1, but also takes numbers such as 1e-6, which YAML 1.1 reads as text."""
 
 
 def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    """Return a mapping; refuse a key that stands twice in it, of which PyYAML takes the last without a word."""
+    """Return a mapping, and refuse one with a key twice, for which PyYAML silently takes the last value."""
     lines: dict[str, int] = {}
     for key, _ in node.value:
         if not isinstance(key, yaml.ScalarNode):
@@ -43,7 +43,16 @@ Values.add_implicit_resolver(
 
 
 def parse(config_class: type[Config], argv: list[str]) -> Config:
-    """Return the config that `--config file.yaml` and `--key value` describe; later ones win."""
+    """Return the config that `--config file.yaml` and `--key value` describe; later ones replace earlier ones.
+
+    Args:
+        config_class: the options of the command.
+        argv: the words after the command.
+
+    Raises:
+        InputError: a word, a file or a value that is not valid, or `UnknownOptions` with all unknown options at once.
+        SystemExit: after `--help` has printed its text.
+    """
     words = list(argv)
     if words and words[0] in ("-h", "--help"):
         print(help_text(config_class, everything=words[1:] == ["all"]))
@@ -61,7 +70,7 @@ def parse(config_class: type[Config], argv: list[str]) -> Config:
         if not word.startswith("--") or not name:
             raise InputError(f"expected --option value, got {word!r}; --help lists the options")
         values = [value] if is_joined else []
-        # An option takes one value, and an unknown one all that follow.
+        # An option takes one value. An unknown one takes all that follow, so that no value is reported as a stray word.
         is_strange = name not in (*fields, "config", "local_rank")
         while words and not words[0].startswith("--") and (is_strange or not values):
             values.append(words.pop(0))
@@ -76,19 +85,20 @@ def parse(config_class: type[Config], argv: list[str]) -> Config:
         elif is_strange:
             strange.append(name)
             where = ""
-        # DeepSpeed's launcher adds --local_rank, which is read from the environment.
+        # DeepSpeed's launcher adds --local_rank, which we read from the environment instead.
         elif name != "local_rank":
             texts[name] = values[0] if values else None
     if strange:
         raise refusal_of(strange, fields, where)
     given = {name: _value(config_class, name, text) for name, text in texts.items()}
 
-    # A file may hold what a machine chose in place of what is given now.
+    # A run's config.yaml may hold a value that was chosen for its machine, such as micro_batch_tokens. An option given
+    # now that stands in its place, here micro_batch_size, removes it.
     for name, other in config_class.replaces.items():
         if name in given and other not in given:
             from_files.pop(other, None)
 
-    # A file may spell out every default, as a run's own config.yaml does: those were not given.
+    # A file may spell out every default, as a run's own config.yaml does; those do not count as given.
     given = {
         name: came for name, came in from_files.items() if came != fields[name].default
     } | given
@@ -100,9 +110,12 @@ def parse(config_class: type[Config], argv: list[str]) -> Config:
 
 
 def _value(config_class: type[Options], name: str, text: str | None) -> Any:
-    """Return the value of a word for an option: YAML, but an option that may be text takes text that is no list."""
+    """Return the value of a word for an option: the word read as YAML, or the word itself if the option takes text.
+
+    `text` is None for an option without a value.
+    """
     kind = kinds_of(config_class)[name]
-    # An option without a value is a flag.
+    # Only a flag may stand without a value.
     if text is None:
         if bool in choices_of(kind):
             return True
@@ -111,8 +124,8 @@ def _value(config_class: type[Options], name: str, text: str | None) -> Any:
     if text == "null" and type(None) in choices:
         return None
 
-    # Text stays as it is, without YAML's quotes and escapes, unless it begins as a list or mapping that the option
-    # takes.
+    # YAML's quotes and escapes do not apply to text, so it stays as it is, unless it begins like a list or a mapping
+    # that the option takes as well.
     brackets = {list: "[", dict: "{"}
     of_several = tuple(
         brackets[kind] for kind in map(typing.get_origin, choices) if kind in brackets
@@ -123,13 +136,13 @@ def _value(config_class: type[Options], name: str, text: str | None) -> Any:
         return yaml.load(text, Values)
     except yaml.YAMLError as error:
         raise InputError(f"{name}={text!r}: expected {in_words(kind)}") from error
-    except ValueError as error:  # a key that stands twice, or a date that is none
+    except ValueError as error:  # a key that stands twice, or an impossible date
         raise InputError(f"{name}={text!r}: {error}") from error
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return what a file of `option: value` lines says."""
-    # Every way in which a file can be unreadable ends in one line that names it.
+    """Return the options in a file of `option: value` lines; raise `InputError` if it cannot be read as that."""
+    # However a file is unreadable, the error is one line that names it.
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Values) or {}
     except OSError as error:
@@ -142,7 +155,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def help_text(config_class: type[Options], *, everything: bool) -> str:
-    """Return what `--help` prints: the main options, or `everything` in groups."""
+    """Return what `--help` prints: the main options, or all options in groups if `everything` is set."""
     doc = (config_class.__doc__ or "").strip().splitlines()[0]
     lines = [
         f"usage: fused-rl {config_class.command} [--config FILE] [--key value ...]",
@@ -151,7 +164,7 @@ def help_text(config_class: type[Options], *, everything: bool) -> str:
         "",
     ]
 
-    # In short: the options that every run has to think about, each with the first sentence of its docstring.
+    # The short help has the options that matter to every run, each with the first sentence of its docstring.
     if config_class.main and not everything:
         for name in config_class.main:
             lines += _described(config_class, name, in_short=True)
@@ -162,7 +175,8 @@ def help_text(config_class: type[Options], *, everything: bool) -> str:
         ]
         return "\n".join(lines)
 
-    # All of them: what a reader looks for first, and then group by group, the base classes of the config last to first.
+    # The long help has first what a reader looks for first, then the groups: the base classes of the config, from the
+    # most general one on.
     lines += ["The model, the rows, and the folder of the run.", ""]
     for name in FIRST:
         lines += _described(config_class, name, in_short=False)
@@ -184,7 +198,7 @@ def help_text(config_class: type[Options], *, everything: bool) -> str:
 
 
 def _described(config_class: type[Options], name: str, *, in_short: bool) -> list[str]:
-    """Return an option's help in lines of 110 characters."""
+    """Return an option's help in lines of at most 110 characters."""
     field = config_class.model_fields[name]
     default = (
         "required"

@@ -1,7 +1,7 @@
-"""Signs that a run goes wrong, and whether it learned, which a reader can check in metrics.jsonl and held_out.jsonl.
+"""Signs that a run goes wrong, and whether it learned, from what metrics.jsonl and held_out.jsonl have of it.
 
-The conditions read these files alone, so a resumed run repeats no finding and misses none. No number here was fitted to
-runs.
+The conditions read these two files alone. So a reader can check every finding, the doctor comes to the same findings as
+the run, and a resumed run repeats none and misses none. None of the thresholds was fitted to runs.
 """
 
 import math
@@ -27,11 +27,11 @@ from fused_rl.trainers.run.learned import (
 )
 from fused_rl.trainers.run.metrics import keys_by
 
-# Steps that a mean is taken over: single steps say little.
+# The number of steps that a mean is taken over, because single steps say little.
 WINDOW = 10
-# Losses that are not negative, so that a multiple of the first one means something.
+# Losses that are never negative, so that a multiple of the first one means something.
 LOSSES = "train/loss|train/(rm|dpo|kto)/loss|distill/kl"
-# Findings of a policy that went too far.
+# The findings which say that the policy went too far.
 TOO_FAR = ("exploding", "kl-high", "entropy-collapsed", "clipped")
 KEYS = keys_by("meaning")
 EVALUATED = {figure.key for figure in HELD_OUT} | {*BESIDE, "eval/kl_exact"}
@@ -44,14 +44,15 @@ class Watch:
         self.config = config
         self.now: Mapping[str, Any] = {}
         self.values: dict[str, list[float]] = {}
-        # Step, figures and rows of the first evaluation and of the last one.
+        # The step, the figures and the rows of the first evaluation and of the last one.
         self.evaluations: list[tuple[int, dict[str, float], ByRow]] = []
-        # Rule -> step, what is seen, what to change.
+        # The name of a rule -> its finding: the step, what was seen, and what to change.
         self.found: dict[str, str] = {}
 
     def see(self, entry: Mapping[str, Any], by_row: ByRow = NOTHING) -> list[str]:
-        """Add one entry of metrics.jsonl, with that of held_out.jsonl if it is of an evaluation; return a line for each
-        condition that holds for the first time.
+        """Add one entry of metrics.jsonl, and return a line for each condition that holds for the first time.
+
+        `by_row` is the entry of held_out.jsonl for the same step, if that evaluated.
         """
         self.now = entry
         for key, value in entry.items():
@@ -61,10 +62,10 @@ class Watch:
         if figures:
             self.evaluations[1:] = [(entry["step"], figures, by_row)]
 
-        # A run that has recovered is not worse; if it gets worse again, that is news.
+        # A run that has recovered is no longer worse, and if it gets worse again, that is a new finding.
         if figures and not held_out_worse(self):
             self.found.pop("held-out-worse", None)
-        # A condition that goes on holding is reported in the first step alone.
+        # A condition that keeps holding is reported only in its first step.
         new = {}
         for rule, (condition, change) in RULES.items():
             seen = None if rule in self.found else condition(self)
@@ -75,24 +76,25 @@ class Watch:
         return [*new.values()]
 
     def mean(self, key: str, count: int = WINDOW) -> float:
-        """The mean of the last `count` values; NaN where there are fewer, or one is not a number."""
+        """Return the mean of the last `count` values of a metric; NaN if there are fewer, or one of them is NaN."""
         values = self.values.get(key, [])[-count:]
         return mean(values) if len(values) == count else math.nan
 
     def recent(self, key: str) -> float:
-        """The mean of the values of the last steps, at most two windows; NaN without any."""
+        """Return the mean of a metric's last values, of at most two windows of steps; NaN if it has none."""
         values = self.values.get(key, [])[-2 * WINDOW :]
         return mean(values) if values else math.nan
 
     @property
     def held_out(self) -> Change | None:
-        """What became of the held-out figure; None without two evaluations of it."""
+        """How the held-out figure changed from the first evaluation to the last; None without two evaluations of it."""
         if len(self.evaluations) < 2 or self.config.get("critic_only"):
             return None
         first, last = self.evaluations
         known = {figure.key: figure for figure in HELD_OUT if figure.key in self.in_both}
-        # The score of one scorer that grades is what it trains for, and no response may count as solved. Several of
-        # them are also paid for other things, such as the form of an answer.
+        # With one scorer that grades, the score is what the run trains for, and possibly no response ever counts as
+        # solved. With several scorers the score also pays for other things, such as the form of an answer, so there the
+        # accuracy stays the figure.
         sampled = "eval/accuracy_sampled"
         none_solved = sampled in known and first[1][sampled] == last[1][sampled] == 0
         if "eval/score" in known and (none_solved or (self.grades and len(self.spreads()) < 2)):
@@ -101,17 +103,17 @@ class Watch:
 
     @property
     def in_both(self) -> set[str]:
-        """Keys of the first evaluation and of the last one."""
+        """The keys that both the first evaluation and the last one have."""
         return {key for key in self.evaluations[0][1] if key in self.evaluations[-1][1]}
 
     def change_of(self, figure: Figure) -> Change:
-        """What became of a figure that both evaluations have."""
+        """Return how a figure changed that both the first evaluation and the last one have."""
         first, last = self.evaluations
         return held_out_change(figure, first, last, number(self.config.get("eval_size")))
 
     @property
     def grades(self) -> bool:
-        """True if held-out problems with equally many solved responses have different scores."""
+        """True if the scorer grades: held-out problems with equally many solved responses have different scores."""
         seen: set[tuple[float, float]] = set()
         for _, _, rows in self.evaluations:
             scores = rows.get("eval/score", [[]])[0]
@@ -120,31 +122,34 @@ class Watch:
         return len(seen) > len({solved for solved, _ in seen})
 
     def spreads(self) -> list[float]:
-        """The standard deviation of each scorer's scores in the last steps."""
+        """Return the standard deviation of each scorer's scores, as a mean over the last steps."""
         return [self.recent(key) for key in self.values if re.fullmatch("rewards/.*/std", key)]
 
     @property
     def no_condition(self) -> str:
-        """What is said of a run without findings."""
+        """The words for a run without findings."""
         shows = [change for change in (self.held_out, self.trained) if change]
         is_known = any(change.verdict != "unknown" for change in shows)
         return "no condition holds" + ("" if is_known else ", and nothing shows whether it learned")
 
     @property
     def trained(self) -> Change | None:
-        """What became of the figure on training rows; None in a run of few steps."""
+        """How the figure on training rows changed; None in a run of too few steps to compare."""
         figures = (CRITIC,) if self.config.get("critic_only") else TRAINING
         for figure in figures:
             if figure.key in self.values:
                 values = self.values[figure.key]
-                # Every step has one, but the evaluation before training, which comes first.
+                # The figure is missing only in the entry of the evaluation before training, which is the first one.
                 steps = map(int, self.values["step"][-len(values) :])
                 finite = [pair for pair in zip(steps, values, strict=True) if pair[1] == pair[1]]
                 return training_change(figure, finite)
         return None
 
     def learned(self, *, ended: bool = True) -> str:
-        """Return a line that says whether the run learned, and by which figure; or whether it has so far."""
+        """Return a line that says whether the run learned, and by which figure.
+
+        `ended` is False for a run that has not ended yet, of which the line says whether it has learned so far.
+        """
         if change := self.held_out:
             answer = ("" if ended else "so far ") + ("yes" if change.learned else "no")
             in_training = ""
@@ -170,7 +175,7 @@ class Watch:
         (_, before, _), (_, after, _) = self.evaluations
         others = []
         for key, name in BESIDE.items():
-            # Where a scorer says right or wrong, the score is the accuracy.
+            # If a scorer only says right or wrong, the score equals the accuracy and is not repeated.
             is_new = after.get(key) != change.end or before.get(key) != change.start
             if key in before and key in after and key != change.figure.key and is_new:
                 others.append(f"{name} {before[key]:.3g} → {after[key]:.3g}")
@@ -179,7 +184,7 @@ class Watch:
         return "".join(f"; {other}" for other in others)
 
     def conclude(self) -> list[str]:
-        """At the end of a run, return a finding with its causes if the run did not learn."""
+        """Return, at the end of a run, the finding "not-learned" with its causes; nothing if the run learned."""
         change = self.held_out or self.trained
         if change is None or change.learned or change.verdict == "unknown":
             return []
@@ -203,7 +208,7 @@ class Watch:
 
 
 def number(value: object) -> float:
-    """A metric as a float; NaN for null and for what a damaged file may hold."""
+    """Return a metric as a float; NaN for null, and for anything else that a damaged file may hold."""
     return (
         float(str(value))
         if isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -211,11 +216,14 @@ def number(value: object) -> float:
     )
 
 
-# The conditions: (watch) -> what is seen, in words, or None.
+# The conditions are functions (watch) -> what was seen, in words, or None if the condition does not hold.
 
 
 def over_ten_steps(pattern: str, beyond: Callable[[float], bool], *, unless: str = ""):
-    """A condition on the mean of the last ten values of each metric whose name matches; not in runs with an option."""
+    """Return a condition that holds if the mean of a metric's last ten values is `beyond` a threshold.
+
+    It looks at each metric of the step whose key matches `pattern`, but not in runs that set the option `unless`.
+    """
 
     def condition(watch: Watch) -> str | None:
         if watch.config.get(unless):
@@ -229,8 +237,8 @@ def over_ten_steps(pattern: str, beyond: Callable[[float], bool], *, unless: str
 
 
 def equal_rewards(watch: Watch) -> str | None:
-    """Groups of equal rewards have advantages of 0, but with batch-std, which compares across groups."""
-    # The option, else the preset's; a run of another trainer has neither.
+    """Most groups have equal rewards, and so advantages of 0, unless the advantage also compares across groups."""
+    # The kind of advantage is the option's, or else the preset's; a run of another trainer has neither.
     advantage = watch.config.get("advantage")
     presets: Mapping[str, Any] = PRESETS
     preset = str(watch.config.get("preset"))
@@ -244,8 +252,8 @@ def equal_rewards(watch: Watch) -> str | None:
 
 
 def held_out_worse(watch: Watch) -> str | None:
-    """The last held-out figure against the one before training."""
-    # Only in the step of an evaluation, else the step of the finding would not be that of what it shows.
+    """The last held-out figure is worse than the one before training."""
+    # Only in the step of an evaluation, so that the finding names the step that it describes.
     change = watch.held_out
     if change is None or watch.evaluations[-1][0] != watch.now["step"]:
         return None
@@ -254,8 +262,8 @@ def held_out_worse(watch: Watch) -> str | None:
 
 
 def kl_high(watch: Watch) -> str | None:
-    """Nats per response token: above 2, or above 1 and three times as many as in the ten steps before."""
-    # The metric is per response, and long responses have more of it without being further away.
+    """The KL per response token is above 2 nats, or above 1 nat and three times that of the ten steps before."""
+    # The metric is per response, and a longer response has more of it although the policy is no further away.
     length = watch.mean("completions/mean_length")
     values = watch.values.get("objective/kl_exact", [])
     if len(values) < WINDOW or not length > 0:
@@ -270,10 +278,10 @@ def kl_high(watch: Watch) -> str | None:
 
 
 def entropy_collapsed(watch: Watch) -> str | None:
-    """A tenth of its start; not where most problems are solved, as little is left to be unsure about."""
+    """The entropy is below a tenth of its start, unless most problems are solved and little uncertainty is left."""
     start = mean(watch.values.get("policy/entropy_avg", [0])[:WINDOW])
     since = "in the first ten it was"
-    # With too large a learning rate the first ten steps are too late.
+    # With too large a learning rate it may have collapsed within these ten steps.
     before = watch.values.get("eval/entropy", [0])[0]
     if before > start:
         start, since = before, "before training, on held-out prompts, it was"
@@ -286,8 +294,9 @@ def entropy_collapsed(watch: Watch) -> str | None:
 
 
 def first_ratio(watch: Watch) -> str | None:
-    """In fp32 a pass repeats itself to 1e-6, in bfloat16 to some hundredths."""
-    # Against the sampler's log-probabilities the ratio differs by what two programs differ, which another rule reads.
+    """The first ratio of a step is not 1: a forward pass should repeat itself, to 1e-6 in fp32 or 5e-2 in bfloat16."""
+    # With the sampler's log-probabilities the ratio also holds the difference between two programs, which has a rule of
+    # its own (`sampler_differs`).
     if watch.config.get("old_logprobs") == "sampler":
         return None
     off = number(watch.now.get("val/first_ratio", 1)) - 1
@@ -296,7 +305,7 @@ def first_ratio(watch: Watch) -> str | None:
 
 
 def not_finite(watch: Watch) -> str | None:
-    """A loss or gradient that is no number, in one step; or gradients of 0 in ten."""
+    """A loss or a gradient norm is NaN or infinite in one step, or gradients are 0 over ten steps."""
     for key in (*KEYS["loss"], *KEYS["gradient norm"]):
         if not math.isfinite(number(watch.now.get(key, 1))):
             return f"{key} is not finite"
@@ -305,7 +314,7 @@ def not_finite(watch: Watch) -> str | None:
 
 
 def exploding(watch: Watch) -> str | None:
-    """A loss of ten times the first one, or a gradient norm of a thousand times the largest before it."""
+    """A loss is ten times the first one, or a gradient norm is a thousand times the largest one before it."""
     for key in watch.now:
         earlier = [value for value in watch.values[key][:-1] if math.isfinite(value)]
         value = number(watch.now[key])
@@ -317,14 +326,14 @@ def exploding(watch: Watch) -> str | None:
 
 
 def lower_lr(watch: Watch) -> str:
-    """Return what to do about a learning rate that is too large, with its value."""
+    """Return the advice for a learning rate that is too large, with its value."""
     largest = max(watch.values.get("lr", [math.nan]))
     value = "" if math.isnan(largest) else f" ({largest:.2g})"
     return f"lr{value} is probably too large: try a tenth of it"
 
 
 def why_worse(watch: Watch) -> str:
-    """Return what to do about a held-out figure that got worse."""
+    """Return the advice for a held-out figure that got worse."""
     if kl_high(watch) or entropy_collapsed(watch) or "exploding" in watch.found:
         return f"{lower_lr(watch)}, since other signs of it hold as well"
     if watch.has_rewards:
@@ -333,14 +342,14 @@ def why_worse(watch: Watch) -> str:
 
 
 def sampler_differs(watch: Watch) -> str | None:
-    """With lag the sampler has other weights on purpose."""
+    """The sampler's log-probabilities differ from the policy's, unless a lag gives it other weights on purpose."""
     nats = watch.mean("rollout/logprob_diff_abs", 3)
     allowed = 1e-3 if watch.in_fp32() else 0.05
     seen = f"the sampler's log-probabilities are {nats:.2g} nats from the policy's over three steps"
     return seen if nats > allowed and not watch.config.get("lag") else None
 
 
-# What to change, or a function that says so.
+# What to change, in words, or a function (watch) -> such words.
 Advice = str | Callable[[Watch], str]
 RULES: dict[str, tuple[Callable[[Watch], str | None], Advice]] = {
     "first-ratio": (
@@ -390,24 +399,27 @@ RULES: dict[str, tuple[Callable[[Watch], str | None], Advice]] = {
 
 
 def causes(watch: Watch) -> list[str]:
-    """Return what kept a run from learning, the likeliest first: each with what shows it and what to change."""
+    """Return what may have kept a run from learning, the likeliest cause first.
+
+    Each cause says what shows it and what to change.
+    """
     found = []
     change = watch.held_out
 
-    # Without a learning rate, or with too large a one, nothing else explains anything.
+    # A learning rate of 0, or one that is too large, explains the run on its own.
     if max(watch.values.get("lr", [1])) == 0 and not watch.config.get("critic_only"):
         return ["lr was 0 in every step, so no weight moved: raise lr"]
     if too_far := [rule for rule in TOO_FAR if rule in watch.found]:
         return [f"the run went too far ({', '.join(too_far)}): {lower_lr(watch)}"]
 
-    # Nothing was left to learn, or nothing told good responses from bad ones.
+    # There was nothing left to learn, or no signal that separates good responses from bad ones.
     if change and "accuracy" in change.figure.key and change.start >= 0.98:
         found.append("nothing was left to learn: take harder rows")
     elif signal := no_signal(watch):
         found.append(signal)
     silent = bool(found)
 
-    # Training improved, and what is held out did not.
+    # Training improved, or another held-out figure did, but the held-out figure of the run did not.
     trained = watch.trained
     better = [
         watch.change_of(figure)
@@ -427,7 +439,7 @@ def causes(watch: Watch) -> list[str]:
         found.append(
             f"in training the {trained.described()}, so it fits the training rows: take more rows or fewer passes"
         )
-    # Where the rewards say nothing, a larger learning rate learns nothing faster.
+    # Without a signal in the rewards, a larger learning rate does not help.
     if not silent:
         found += too_small(watch)
     samples = ", and read samples.jsonl" if watch.has_rewards else ""
@@ -435,7 +447,7 @@ def causes(watch: Watch) -> list[str]:
 
 
 def no_signal(watch: Watch) -> str | None:
-    """Return why most groups, or all scores, were equal."""
+    """Return why most groups had equal rewards, or all responses had equal scores; None if they had not."""
     equal = watch.recent("frac_reward_zero_std")
     score = watch.recent("objective/scores")
     is_constant = max(watch.spreads(), default=1) < 1e-6
@@ -447,7 +459,8 @@ def no_signal(watch: Watch) -> str | None:
         return None
     if watch.recent("frac_groups_all_solved") >= 0.5:
         return f"{seen}, being solved: take harder rows"
-    # A response that was cut fails, so it does not explain any other score.
+    # Responses that were cut at the length limit fail, so they cannot explain a constant score other than that of a
+    # failed response.
     if is_constant and round(score, 6) not in FAILED:
         return f"{seen}: look at what the scorer reads and returns"
     if watch.recent("completions/clipped_ratio") >= 0.5:
@@ -457,7 +470,7 @@ def no_signal(watch: Watch) -> str | None:
 
 
 def too_small(watch: Watch) -> list[str]:
-    """Return what may have kept the weights from moving: the KL's weight, the learning rate, the number of steps."""
+    """Return what may have kept the weights from moving: the KL coefficient, the learning rate, the number of steps."""
     found = []
     coefficient = number(watch.config.get("kl_coef"))
     moved = watch.recent("objective/kl_exact")

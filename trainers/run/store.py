@@ -3,13 +3,13 @@
     runs/a/config.yaml, metrics.jsonl, curves.png, model/, …
     runs/a/checkpoints/step-4/manifest.json   size and checksum of every file below
                               state.json      the step, the options, the hashes of the inputs, the position in the data
-                              rank-0.pt       each rank's generators, and what its parts keep
-                              policy/         what DeepSpeed writes of each engine
+                              rank-0.pt       the random generators of each rank, and the states of its own objects
+                              policy/         the files that DeepSpeed writes for each engine
 
-A run writes into an empty folder or continues its own run. `--overwrite` moves the old content to runs/a.1, or to
-runs/a/earlier-1 where runs/a is a volume of its own, and a resumed run moves what it will write again. A run deletes
-its own older checkpoints and nothing else. A checkpoint gets its name when all its files are on the disk, so the one
-with the most steps is the latest.
+A run writes into an empty folder or continues the run that is there. `--overwrite` moves the old content to runs/a.1,
+or to runs/a/earlier-1 if runs/a is a mounted volume, and a resumed run moves what it will write again. A run deletes
+its own older checkpoints and nothing else. A checkpoint gets its name only when all its files are on the disk, so the
+one with the most steps is the latest complete one.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ from fused_rl.trainers.options import ACTIONS, RunConfig, to_yaml
 
 LOCK = ".fused-rl.lock"
 SAVED_AT_THE_END = ("model", "critic")
-EARLIER = "earlier-"  # and a number: what was in a mounted output_dir before
+EARLIER = "earlier-"  # and a number: the folder in a mounted output_dir for what was in it before
 # Options that name files which a run reads.
 READ = ("model", "critic", "teacher", "dataset", "eval_dataset", "reference_dataset")
 READ += ("deepspeed", "order")
@@ -55,7 +55,7 @@ MAY_CHANGE = frozenset(
         # The optimizer's options, and the schedule at the update where the run is.
         *("steps", "num_train_epochs", "lr", "lr_schedule", "warmup_steps", "weight_decay"),
         *("adam_beta2", "adam_eps", "max_grad_norm", "critic_lr", "critic_warmup_steps"),
-        # Speed and memory: the same sums rounded in another order, the same distribution sampled in another order.
+        # Speed and memory: they change only the order in which sums are rounded, or responses are sampled.
         *(
             "micro_batch_size",
             "micro_batch_tokens",
@@ -67,7 +67,7 @@ MAY_CHANGE = frozenset(
         ),
         *("server", "server_api_key_env", "server_timeout", "server_concurrency"),
         *("server_sleeps", "published_dir"),
-        # Where the inputs are: their hashes say whether they are the same.
+        # Where the inputs are; their hashes tell if they are the same.
         *("model", "critic", "dataset", "reference_dataset", "order"),
         # What is measured, kept and shown.
         *(
@@ -93,18 +93,20 @@ MAY_CHANGE = frozenset(
 )
 EMPTY: Mapping = MappingProxyType({})
 _lock: filelock.FileLock | None = None  # of this process, which runs one training at a time
-_outside: Path | None = None  # what its run keeps outside of that folder
+_outside: Path | None = None  # the folder that its run keeps outside of output_dir
 
 
 def remove_at_end(folder: Path) -> None:
-    """Remove a folder outside of the run's when the run ends, in whatever way but a kill."""
+    """Remove a folder outside of output_dir when the run ends, in any way but a kill."""
     global _outside
     _outside = folder
-    # An error in a notebook, for example, unlocks nothing. A child of `multiprocessing` ends without `atexit`.
+    # `unlock` removes it, but an error in a notebook, for example, does not unlock. It is no `atexit` function, because
+    # a child process of `multiprocessing` ends without calling those.
     Finalize(None, _remove_outside, exitpriority=0)
 
 
 def _remove_outside() -> None:
+    """Remove the folder that `remove_at_end` was given, once."""
     global _outside
     if _outside is not None:
         shutil.rmtree(_outside, ignore_errors=True)
@@ -112,46 +114,46 @@ def _remove_outside() -> None:
 
 
 def unlock() -> None:
-    """Unlock the folder that this process has locked, if any; remove it if nothing was written into it."""
+    """Unlock the folder that this process has locked, if any, and remove it if nothing was written into it."""
     global _lock
     _remove_outside()
     if _lock is not None:
         path = Path(_lock.lock_file)
         path.unlink(missing_ok=True)
         _lock.release()
-        # A folder that was made for a run that has written nothing is removed; any other is not empty, and stays.
+        # rmdir removes the folder only if it is empty, so only if it was made for a run that has written nothing.
         with contextlib.suppress(OSError):
             path.parent.rmdir()
         _lock = None
 
 
 def steps_in(folder: Path) -> list[int]:
-    """The steps that have a checkpoint in a folder of checkpoints, in order."""
+    """Return the steps that have a checkpoint in a folder of checkpoints, in ascending order."""
     names = [path.name for path in folder.glob("step-*") if path.is_dir()]
     return sorted(int(name[5:]) for name in names if re.fullmatch(r"step-[0-9]+", name))
 
 
 class RunFolder:
-    """The output folder of a run."""
+    """The output folder of a run: its lock, its old content, and its checkpoints."""
 
     def __init__(self, config: RunConfig):
         self.config = config
         self.path = Path(config.output_dir)
         self.checkpoints = self.path / "checkpoints"
-        # Not where the file is, but what is in it when the run begins.
+        # What the file holds when the run begins; a resumed run compares that, not where the file is.
         self.passed_on = deepspeed_file.passed_on(config.deepspeed)
 
     # The folder.
 
     def check(self) -> None:
-        """Refuse what `open` refuses, and change nothing."""
+        """Raise the `InputError` that `open` would raise about the options and the folder, and change nothing."""
         config = self.config
         if config.resume and config.overwrite:
             raise InputError(
                 "resume continues the run in output_dir and overwrite moves it away: give one of them; "
                 "--overwrite false takes back what a config file says"
             )
-        # Nothing to resume from is an error, as the run would otherwise begin anew without a word.
+        # Nothing to resume from is an error, because the run would otherwise silently start from the beginning.
         if config.resume and not steps_in(self.checkpoints):
             raise InputError(
                 f"resume: there is no checkpoint in {self.checkpoints}; give --overwrite in place of --resume"
@@ -164,7 +166,7 @@ class RunFolder:
             raise InputError(f"output_dir={self.path} is not empty: {remedy}")
 
     def _check_may_move(self) -> None:
-        """Refuse to move away what the run reads, the current folder, or a volume."""
+        """Raise `InputError` if `--overwrite` would move what the run reads, the current folder, or a volume."""
         folder = self.path.resolve()
         if Path.cwd().is_relative_to(folder):
             what = "is the current folder, or holds it, and overwrite would move all that is in it"
@@ -173,7 +175,7 @@ class RunFolder:
             what = f"{path.name}/ in it is a volume of its own, which overwrite cannot move away"
             raise InputError(f"output_dir={self.path}: {what}; mount the volume at output_dir")
         for option, name in self._names_read():
-            # Adapters are read together with the weights that they belong to.
+            # Adapters are read together with their base weights, which may lie in the folder, too.
             for path in (name, weights_below(name)):
                 if path and Path(path).resolve().is_relative_to(folder) and Path(path).exists():
                     what = f"{option}={name} reads {path}, which overwrite would move away"
@@ -181,7 +183,7 @@ class RunFolder:
                     raise InputError(f"output_dir={self.path}: {what}; {remedy}")
 
     def _names_read(self) -> Iterator[tuple[str, str]]:
-        """Each file, folder or Hub name that the run reads, after the option that gives it."""
+        """Yield each file, folder or Hub name that the run reads, as a pair (option, name)."""
         options = self.config.to_dict()
         for option in filter(options.get, READ):
             value = options[option]
@@ -193,14 +195,16 @@ class RunFolder:
                 yield "verifiers", verifier.removeprefix("reward_model:")
 
     def open(self) -> None:
-        """Lock the folder for this run; refuse to resume from a checkpoint that is damaged, or of a run with other
-        options. For all ranks at once.
+        """Lock the folder for this run, and check the checkpoint that it resumes from. All ranks must call this.
+
+        Raises:
+            InputError: the folder cannot be used, or the checkpoint is damaged or belongs to a run with other options.
         """
         ranks.on_first_rank(self._open)
         if not self.config.resume:
             return
 
-        # The files: each rank reads its share, and all of them name the same first problem.
+        # The files: each rank reads its share of them, and all ranks then name the same problem.
         problems = []
         try:
             sums = json.loads((self.chosen / "manifest.json").read_bytes())
@@ -225,7 +229,7 @@ class RunFolder:
             )
             raise InputError(f"resume: {self.chosen} is damaged, {problem}; {remedy}")
 
-        # The options: those that change what is computed must be the same, the others are taken and printed.
+        # The options: those that change what is computed must be the same; others take their new value and are printed.
         before = self.state()["options"]
         now = self._options()
         changed = {}
@@ -233,7 +237,7 @@ class RunFolder:
             if before[name] != now[name]:
                 changed[name] = f"{name} {before[name]} -> {now[name]}"
         fixed = changed.keys() - MAY_CHANGE
-        # With a decay the optimizer has two groups of weights, without one a single group, and its state is by group.
+        # With weight decay the optimizer has two groups of weights, without it one, and its state is saved by group.
         if not before["weight_decay"] or not now["weight_decay"]:
             fixed |= changed.keys() & {"weight_decay"}
         refused = [changed[name] for name in sorted(fixed)]
@@ -246,6 +250,7 @@ class RunFolder:
         self.changes = changed
 
     def _contents(self) -> list[Path]:
+        """Return what is in the folder, except our lock, earlier content that was moved, and a volume's lost+found."""
         with io_errors_in_a_line("the run", self.path):
             if not self.path.exists():
                 return []
@@ -253,6 +258,7 @@ class RunFolder:
             return [path for path in self.path.iterdir() if not names_of_ours.fullmatch(path.name)]
 
     def _open(self) -> None:
+        """Check, make and lock the folder. On one rank."""
         global _lock
         unlock()
         self.check()
@@ -265,11 +271,11 @@ class RunFolder:
                 problem = f"output_dir={self.path} is in use by another process"
                 raise InputError(f"{problem}; wait for it, or choose another folder") from error
             _lock = lock
-            # Known before any model is loaded: whether what is here can leave the folder.
+            # Decide before any model is loaded whether the old content can be moved out of the folder.
             self.moves_out = not self._contents() or self._may_leave()
 
     def _may_leave(self) -> bool:
-        """Return True if files can be moved out of the folder: not from a volume, nor if its parent is read-only."""
+        """Return True if files can be moved out of the folder, which fails on a volume or under a read-only parent."""
         folder = self.path.resolve()
         probe = unfinished(folder / "probe")
         probe.touch()
@@ -282,10 +288,13 @@ class RunFolder:
         return True
 
     def move_old_content(self, step: int) -> None:
-        """Make the folder that of this run, which has read all its inputs and begins after `step`. On one rank."""
+        """Move the old content away and write config.yaml, when all inputs have been read. Call it on one rank alone.
+
+        A resumed run continues after `step` and moves only what it will write again.
+        """
         old = self._contents()
-        # A resumed run moves what it will write again: checkpoints after the one that it continues from, the latest
-        # first so that a kill in between leaves no gap, and the model at the end.
+        # These are the saved models, and the checkpoints after the one that it continues from, the latest first, so
+        # that a kill in between leaves no gap.
         if self.config.resume:
             later = [
                 self.checkpoints / f"step-{s}"
@@ -293,11 +302,11 @@ class RunFolder:
                 if s > step
             ]
             old = [*later, *(path for path in old if path.name in SAVED_AT_THE_END)]
-            # A run that was killed in a save has left an unfinished folder.
+            # A run that was killed while it saved has left an unfinished folder.
             for leftover in self.checkpoints.glob(f"{UNFINISHED}*"):
                 shutil.rmtree(leftover)
 
-        # To the first of runs/a.1, runs/a.2, …, or of the names inside, that does not exist.
+        # The content goes to the first of runs/a.1, runs/a.2, …, or of runs/a/earlier-1, …, that does not exist.
         folder = self.path.resolve()
         number = 1
         while (aside := self._aside(folder, number)).exists():
@@ -308,7 +317,8 @@ class RunFolder:
             path.rename(target)
         if aside.exists():
             print_line(f"moved what was in {self.path} before to {aside}")
-        # A run that was killed between the name of its last checkpoint and the deletion has nothing more to save.
+        # A run that was killed after its last checkpoint got its name, but before older ones were deleted, saves no
+        # other checkpoint, so they are deleted here.
         if self.config.resume:
             self._delete_older()
 
@@ -319,7 +329,7 @@ class RunFolder:
         write_atomically(self.path / "config.yaml", header + to_yaml(self.config))
 
     def _aside(self, folder: Path, number: int) -> Path:
-        """Return where what was in `folder` before goes, at the `number`-th time."""
+        """Return the folder to which the old content of `folder` moves the `number`-th time."""
         if self.moves_out:
             return folder.with_name(f"{folder.name}.{number}")
         return folder / f"{EARLIER}{number}"
@@ -327,16 +337,22 @@ class RunFolder:
     # Writing checkpoints.
 
     def save(self, engines: Mapping, step: int, state: dict, own: Mapping) -> None:
-        """Write the checkpoint of a step, and delete those that are older than `keep_checkpoints`; for all ranks.
+        """Write the checkpoint of a step, and delete all but the latest `keep_checkpoints`. All ranks must call this.
 
-        If the disk is full, nothing of this checkpoint is left, and older ones are intact. Arguments as of `Run.start`.
+        If the disk is full, nothing of this checkpoint stays behind, and the older ones are intact.
+
+        Args:
+            engines: the DeepSpeed engines by name.
+            step: the number of the step, which names the checkpoint.
+            state: what else is needed to continue, which is written to state.json.
+            own: this rank's objects with a `state_dict`, by name.
         """
         folder = self.checkpoints / f"step-{step}"
         place = unfinished(folder)
         whole = whole_folder(folder) if process() == 0 else contextlib.nullcontext()
         with io_errors_in_a_line(f"checkpoint {folder.name}", self.checkpoints):
             with whole:
-                # All files, from every rank; then their checksums.
+                # Every rank writes its files; when all are there, each rank computes the checksums of a share of them.
                 barrier()
                 for name, trained in engines.items():
                     trained.save_checkpoint(str(place), tag=name, save_latest=False)
@@ -376,18 +392,18 @@ class RunFolder:
             delete(self.checkpoints / f"step-{step}")
 
     def _options(self) -> dict[str, object]:
-        """The options of the run, and what else must be the same when it is resumed, as JSON has them."""
+        """Return the options of the run, and what else must be the same when it is resumed, as JSON reads them back."""
         precision = str(engine.torch_dtype(self.config)).removeprefix("torch.")
         facts = {"command": self.config.command, "processes": processes(), "precision": precision}
         facts["deepspeed"] = self.passed_on
         return json.loads(json.dumps({**self.config.to_dict(), **facts}))
 
     def remove_checkpoints(self) -> None:
-        """Delete all of them: without a schedule they were to be there until the model was saved."""
+        """Delete all checkpoints of a run without a schedule, which has them only until the model is saved."""
         if process() == 0:
             for step in steps_in(self.checkpoints):
                 delete(self.checkpoints / f"step-{step}")
-            # Where something of the user's is in it, the folder stays.
+            # The folder stays if the user has put something into it.
             with contextlib.suppress(OSError):
                 self.checkpoints.rmdir()
         barrier()
@@ -396,7 +412,7 @@ class RunFolder:
 
     @property
     def chosen(self) -> Path:
-        """The checkpoint to resume from."""
+        """The checkpoint to resume from: the one that `resume_from` names, or the latest."""
         names = [f"step-{step}" for step in steps_in(self.checkpoints)]
         name = self.config.resume_from or names[-1]
         if name not in names:
@@ -406,14 +422,21 @@ class RunFolder:
         return self.checkpoints / name
 
     def state(self) -> dict:
-        """Return what is in the checkpoint's state.json."""
+        """Return the content of the state.json of the checkpoint to resume from."""
         return json.loads((self.chosen / "state.json").read_bytes())
 
     def check_inputs(self, inputs: Mapping[str, str]) -> list[str]:
-        """Return the inputs that are not those of the checkpoint; refuse them unless the run accepts such changes."""
+        """Return the names of the inputs that differ from those of the checkpoint.
+
+        Args:
+            inputs: the hash of each input, by name.
+
+        Raises:
+            InputError: an input differs, and the run does not accept such changes.
+        """
         recorded = self.state()["inputs"]
         changed = [name for name in recorded | inputs if recorded.get(name) != inputs.get(name)]
-        # What is not held out of the rows is trained on.
+        # Rows that are not held out are trained on, so other held-out rows may be why the training rows differ.
         held_out = [
             self.changes[name] for name in ("eval_size", "eval_dataset") if name in self.changes
         ]
@@ -427,9 +450,16 @@ class RunFolder:
         return changed
 
     def load(self, engines: Mapping, own: Mapping) -> dict:
-        """Restore engines, this rank's generators and its own objects; return the saved state of the trainer.
+        """Restore the engines, this rank's random generators and its own objects, and return the content of state.json.
 
         The options of the optimizers (learning rate, betas, weight decay, schedule) stay those of this run.
+
+        Args:
+            engines: the DeepSpeed engines by name.
+            own: this rank's objects with a `load_state_dict`, by name.
+
+        Raises:
+            InputError: the checkpoint has more steps than the run.
         """
         chosen = self.chosen
         state = self.state()
@@ -444,11 +474,11 @@ class RunFolder:
                 f"resume: steps={config.steps}{epochs}, but {chosen} has done {state['step']} already"
             )
 
-        # Nothing is refused from here on, so new options are taken.
+        # No error of the user can follow, so it is safe to say that the new options hold.
         for line in self.changes.values():
             print_rank0(f"resume: {line}")
 
-        # First the engines, with weights and optimizers, then this rank's generators and objects.
+        # First the engines, with weights and optimizers, and then what this rank keeps for itself.
         for name, trained in engines.items():
             engine.load_engine(trained, chosen, name)
         kept = torch.load(chosen / f"rank-{process()}.pt", weights_only=True)
