@@ -1,8 +1,8 @@
-"""The critic of PPO, and what each token earns: rewards of scores and KL, advantages and returns.
+"""The critic of PPO, and the credit of each token: rewards from scores and KL, advantages, and returns.
 
-The critic expects, before each token, the reward that the rest of the response brings. It is a reward model that is
-read at every token, and saved as one, so either can start the other. Left out: heads of more than one layer,
-distributions over values, a value head on the backbone of the policy.
+Before each token the critic estimates the reward that the rest of the response will bring. It is a reward model that is
+read at every token, and it is saved as one, so that either can be the start of the other. Left out: heads of more than
+one layer, distributions over values, and a value head on the backbone of the policy.
 """
 
 import math
@@ -35,8 +35,9 @@ from fused_rl.trainers.rollouts.solved import win_rate
 from fused_rl.trainers.rollouts.types import Rollout
 from fused_rl.trainers.run.metrics import Sums
 
-APART = ("lr", "warmup_steps")  # options that the critic has of its own
-LARGEST_ERROR = 0.2  # of the controller of kl_coef, as a fraction of its target
+# Options that the critic may have of its own, as critic_lr and critic_warmup_steps.
+APART = ("lr", "warmup_steps")
+LARGEST_ERROR = 0.2  # of the KL in the controller of kl_coef, as a fraction of its target
 
 
 class CriticConfig(OptimConfig):
@@ -56,18 +57,20 @@ class CriticConfig(OptimConfig):
 
 
 def check_critic(config: Any, tokenizer) -> None:
-    """Refuse a critic of another tokenizer, to which the policy's token ids are other words."""
+    """Raise `InputError` if the critic has another tokenizer, for which the policy's token ids mean other text."""
     if config.critic is not None:
         check_reads_policy("critic", config.critic, tokenizer, config.model)
 
 
 def load_critic(config: Any, tokenizer, device: torch.device, updates: int):
-    """Return the critic in an engine with an optimizer of its own, for `updates` optimizer steps; refuse one that reads
-    tokens otherwise than the policy.
+    """Return the critic in a DeepSpeed engine with an optimizer of its own, for `updates` optimizer steps.
+
+    Raises:
+        InputError: the critic has another tokenizer than the policy.
     """
     start = config
     if config.critic is not None:
-        # The option `revision` is of the policy's model, and has no meaning for another one.
+        # The option `revision` belongs to the policy's model, and has no meaning for another one.
         start = config.replace(model=config.critic, revision=None)
     for option in APART:
         value = getattr(config, f"critic_{option}")
@@ -80,7 +83,7 @@ def load_critic(config: Any, tokenizer, device: torch.device, updates: int):
 
 
 def values_of(critic, batch: Batch) -> torch.Tensor:
-    """Return the expected return (b, T - 1) fp32 before each token of a micro-batch, 0 where masked."""
+    """Return the critic's value before each token of a micro-batch, (b, T - 1) fp32, 0 where masked; differentiable."""
     inputs = batch.input_ids, batch.response_mask
     if critic.module.unpadded_costs is None:
         return critic(*inputs)
@@ -130,22 +133,27 @@ class CreditConfig(KLConfig, RolloutConfig):
 
 @dataclass
 class Experience:
-    """A rollout with all that the update needs of it; (B, T - 1) fp32, 0 where masked, unless it says otherwise."""
+    """A rollout with all that the update needs.
+
+    Tensors are (B, T - 1) fp32 and 0 where masked, unless their docstrings say otherwise.
+    """
 
     rollout: Rollout
     measured: BeforeUpdate
     mask: torch.Tensor
-    """bool: the tokens that are trained on."""
+    """(B, T - 1) bool, True for the tokens that are trained on."""
     scores: torch.Tensor
-    """(B,), with what a missing stop token costs."""
+    """(B,), after the penalty for a missing stop token."""
     kl: torch.Tensor
-    """To the reference, by the estimator in use."""
+    """The KL to the reference in nats, by the estimator in use."""
     values: torch.Tensor
+    """The critic's values before the update."""
     advantages: torch.Tensor
     returns: torch.Tensor
+    """The targets of the critic."""
 
     def of(self, micro: MicroBatch) -> "Experience":
-        """Return what a micro-batch has of it; the rollout and its scores stay whole."""
+        """Return the part of a micro-batch; the rollout and its scores stay whole."""
         names = ("mask", "kl", "values", "advantages", "returns")
         of_tokens = {name: micro.of(getattr(self, name)) for name in names}
         return replace(self, measured=self.measured.of(micro), **of_tokens)
@@ -154,9 +162,16 @@ class Experience:
 def token_rewards(
     scores: torch.Tensor, kl: torch.Tensor, mask: torch.Tensor, kl_coef: float
 ) -> torch.Tensor:
-    """(B, T - 1): minus each token's KL, and the score (B,) at the last one; an empty response gets nothing."""
-    # The score is paid once, at the last token that counts; at each it would grow with the length.
-    later = mask.flip(1).cumsum(1).flip(1)  # tokens of the response from here on
+    """Return the reward of each token, (B, T - 1): minus its KL times `kl_coef`, plus the score at the last token.
+
+    Args:
+        scores: (B,) the score of each response; that of an empty response is paid to no token.
+        kl: (B, T - 1) nats.
+        mask: (B, T - 1) bool, the tokens that count.
+        kl_coef: the weight of the KL.
+    """
+    # The score is paid once, at the last token that counts; paid at each token it would grow with the length.
+    later = mask.flip(1).cumsum(1).flip(1)  # tokens of the response from this one on
     scores = scores[:, None].to(kl.device, non_blocking=True)
     return -kl_coef * kl + torch.where(mask & (later == 1), scores, 0)
 
@@ -164,10 +179,17 @@ def token_rewards(
 def advantages_and_returns(
     config: CreditConfig, rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both (B, T - 1), from `rewards` and `values` (B, T - 1): each with its own lambda; whitened over all ranks."""
+    """Return advantages and returns, (B, T - 1) each, which may have lambdas of their own.
+
+    Args:
+        config: the options; whitening is over all ranks.
+        rewards: (B, T - 1) the reward of each token.
+        values: (B, T - 1) the critic's value before each token.
+        mask: (B, T - 1) bool, the tokens that count.
+    """
     whiten = fused_rl.whiten
     everyone = ranks.all_ranks()
-    # Rewards keep their mean, or each further token would be paid or charged the same.
+    # Rewards keep their mean: a shift would reward or punish every further token by the same amount.
     if config.whiten_rewards:
         rewards = whiten(rewards, mask, shift_mean=False, process_group=everyone)
     # Advantages: arXiv:1506.02438, eq. 16. The critic's targets are these plus its values.
@@ -177,7 +199,7 @@ def advantages_and_returns(
     if config.value_gae_lambda is not None:
         gae_lambda = config.value_gae_lambda
         _, returns = fused_rl.gae(rewards, values, mask, gamma=config.gamma, gae_lambda=gae_lambda)
-    # Whitening comes last, so that the returns keep the scale of the rewards.
+    # Advantages are whitened last, so that the returns keep the scale of the rewards.
     return whiten(
         advantages, mask, process_group=everyone
     ) if config.whiten_advantages else advantages, returns
@@ -185,7 +207,7 @@ def advantages_and_returns(
 
 @dataclass
 class KLController:
-    """The weight of the KL: constant, or adapted so that the KL comes to a target (arXiv:1909.08593, section 2.2)."""
+    """The weight of the KL: constant, or adapted so that the KL reaches a target (arXiv:1909.08593, section 2.2)."""
 
     kl_coef: float
     target: float | None = None
@@ -194,23 +216,23 @@ class KLController:
     """Number of responses over which the weight changes by a factor of at most e^0.2."""
 
     def update(self, kl: float, responses: int) -> None:
-        """Take account of `responses` whose KL was `kl` nats on average."""
+        """Adapt the weight after `responses` responses whose KL was `kl` nats on average."""
         if self.target is None:
             return
-        # The error is clipped: no step may throw the weight off (arXiv:1909.08593, section 2.2).
+        # The error is clipped, so that no single step changes the weight by much (arXiv:1909.08593, section 2.2).
         error = min(max(kl / self.target - 1, -LARGEST_ERROR), LARGEST_ERROR)
         self.kl_coef *= 1 + error * responses / self.horizon
 
     def state(self) -> dict[str, float]:
-        """Return what a checkpoint keeps."""
+        """Return the state that a checkpoint keeps."""
         return {"kl_coef": self.kl_coef}
 
 
 def experience_metrics(experience: Experience, group_size: int, step: int) -> dict[str, float]:
-    """Return the metrics of what was sampled and what it earned, over all ranks."""
+    """Return the metrics of a rollout and its credit, over all ranks."""
     rollout = experience.rollout
     measured = experience.measured
-    # A column is summed over the tokens of a response, and averaged over responses.
+    # Each of these is summed over the tokens of a response, and averaged over responses.
     columns = {
         "objective/scores": experience.scores,
         "objective/kl": experience.kl,
@@ -218,7 +240,7 @@ def experience_metrics(experience: Experience, group_size: int, step: int) -> di
         "objective/entropy": -measured.old_logprobs,
     }
     metrics = rollout_metrics(rollout, columns, step)
-    # The loss is called for its moments, which add up over ranks, as explained variances do not.
+    # The value loss is called for its moments, because these add up over ranks and explained variances do not.
     values = experience.values
     mask = experience.mask
     tokens = ranks.global_sum(mask.sum()).item()
@@ -232,7 +254,10 @@ def experience_metrics(experience: Experience, group_size: int, step: int) -> di
 
 
 def explained_variance(sums: Mapping[str, float]) -> float:
-    """Return 1 - Var(R - v) / Var(R) from the moments of `fused_rl.value_loss`; NaN if R is constant."""
+    """Return 1 - Var(R - v) / Var(R) of returns R and values v; NaN if R is constant.
+
+    `sums` are the moments that `fused_rl.value_loss` returns as metrics.
+    """
     error = sums["value_error_square"] - sums["value_error"] ** 2
     spread = sums["return_square"] - sums["return"] ** 2
     return 1 - error / spread if spread > 0 else float("nan")

@@ -1,4 +1,4 @@
-"""Held-out evaluation: of a policy during a run, and what it shares with `fused-rl eval`."""
+"""Held-out evaluation of a policy during a run, and what `fused-rl eval` shares with it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ class HeldOut:
     """This rank's share of the held-out prompts."""
 
     prompts: list[Prompt]
-    """Equally many on every rank, because they must call `generate` equally often."""
+    """Equally many on every rank, because all ranks must call `generate` equally often."""
     count: int
-    """How many of them are this rank's own; those after them only fill the share up, and are not counted."""
+    """The number of them that belong to this rank; those after them only fill the share up, and are not counted."""
 
 
 def share_of_rank(prompts: list[Prompt]) -> HeldOut:
-    """Every prompt is one rank's own; a share that is one short is filled up with the first prompt."""
+    """Return this rank's share of the prompts, each of which belongs to one rank; a short share is filled up."""
     count = len(range(ranks.rank(), len(prompts), ranks.world_size()))
     return HeldOut([prompts[i] for i in scoring.share_of_rank(len(prompts))], count)
 
@@ -41,31 +41,35 @@ def evaluate(
     *,
     says_signal: bool = False,
 ) -> Evaluation:
-    """Greedy and sampled accuracy on held-out problems, and a few responses; leaves the random state as it was.
+    """Measure greedy and sampled accuracy on held-out problems, and choose a few responses to show.
+
+    The random state stays as it was. All ranks must call this.
 
     Args:
-        further: returns more metrics of the responses sampled here, of which the first so many count, and a sum and a
-            weight of each (N, 2) for `distill/kl`.
-        says_signal: prints what training will have to learn from, and what to change if that is little.
+        policy: the policy.
+        held_out: this rank's problems.
+        further: (N samples, count) -> more metrics of the sampled responses, of which the first `count` are counted,
+            and (N, 2) a sum and a weight of each response for the figure `distill/kl`.
+        says_signal: True to print the signal that training will have, and what to change if it is weak.
     """
     config = policy.config
     k = config.eval_samples
     count = held_out.count
     greedy_sampling = Sampling(0.0, policy.sampling.max_new_tokens, policy.sampling.stop_ids)
     with phase("sampled responses to held-out prompts"):
-        # Each evaluation draws the same random numbers, and takes none from the training.
+        # Each evaluation draws the same random numbers, and takes none of those of training.
         with torch.random.fork_rng():
             torch.manual_seed(config.seed + ranks.rank())
             greedy = policy.roll_out(held_out.prompts, greedy_sampling, 1)
             sampled = policy.roll_out(
                 held_out.prompts, policy.sampling, k, Seeds(config.seed + ranks.rank())
             )
-        # Greedy responses are no sample of the policy, so entropy and KL are of the others alone.
+        # Greedy responses are no sample of the policy, so entropy and KL are measured on the sampled ones.
         rows = policy.divide(sampled.batch, torch.arange(len(sampled.samples)))
         has_reference = policy.reference is not None
         measured = measure(policy, sampled.batch, rows, exact_kl=has_reference)
 
-    # What only fills the shares up would count a prompt twice, so it is left out.
+    # Prompts that only fill a share up are left out, because they would count twice.
     sums = solved_sums(policy.scorers, greedy, sampled, count)
     first = slice(count * k)
     sums["entropy"] = measured.entropy[first].sum().cpu()
@@ -94,7 +98,7 @@ def evaluate(
         limit = policy.sampling.max_new_tokens
         signal.say(policy.scorers, rewards, found, texts, limit, config.group_size)
 
-    # To look at: always the same held-out problems, and some of what the last step trained on.
+    # The responses to show are of the same held-out problems each time, and of some that the last step trained on.
     most = config.show_samples - len(policy.sample_rows)
     known = policy.tokenizer, policy.scorers
     rows = sample_rows_of("held-out, greedy", greedy, range(count), most, config.seed, *known)
@@ -107,7 +111,10 @@ def evaluate(
 def rows_of(
     greedy: Rollout, sampled: Rollout, count: int, rewards: torch.Tensor
 ) -> dict[str, list[list[float]]]:
-    """Return the figures of each problem, of all ranks; `rewards` (N, k) are those of the sampled responses."""
+    """Return the figures of each problem over all ranks, as in `ByRow`.
+
+    `count` of this rank's problems count; `rewards` (N, k) are those of the k sampled responses to all N problems.
+    """
     right = sampled.solved.view(len(greedy.samples), -1)[:count].double().mean(1)
     solved = ranks.of_all_rows(torch.stack([greedy.solved[:count].double(), right], 1))
     of_greedy, of_sampled = solved.T.tolist()
@@ -121,7 +128,7 @@ def rows_of(
 def solved_sums(
     scorers: Sequence[Scorer], greedy: Rollout, sampled: Rollout, count: int
 ) -> dict[str, torch.Tensor]:
-    """Return sums over the first `count` problems, with one greedy response and k adjacent sampled ones to each."""
+    """Return sums over the first `count` problems, which have one greedy and k neighbouring sampled responses each."""
     k = len(sampled.samples) // len(greedy.samples)
     right = sampled.solved.view(-1, k)[:count]
     first = slice(count * k)
@@ -141,8 +148,10 @@ def solved_sums(
 
 
 def solved_metrics(scorers: Sequence[Scorer], totals: dict[str, float]) -> dict[str, float]:
-    """Return accuracy, pass@k, score and lengths from sums over all ranks; no accuracy if no response was judged."""
-    # Without a verdict there is no accuracy: 0 would look like a policy that fails everything.
+    """Return accuracy, pass@k, score and lengths from the sums of `solved_sums` over all ranks.
+
+    There is no accuracy if no scorer says what is solved; 0 would look like a policy that fails everything.
+    """
     known = totals["judged"] > 0
     judges = [scorer.name for scorer in scorers if scorer.solved_at is not None]
     names = ["score"] if scorers else []

@@ -1,7 +1,8 @@
 """Groups of responses to one prompt: their rewards and advantages, and which groups GRPO trains on.
 
-Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): a group whose rewards are all equal has no advantage, so a step
-of many such groups is a small one; new prompts are drawn in their place, up to a bound. The algorithm is in grpo.py.
+A group whose rewards are all equal has advantages of 0, so a step with many such groups learns little. With dynamic
+sampling (DAPO, arXiv:2503.14476, section 3.2) new prompts are sampled in their place, up to a bound. The algorithm that
+trains on the groups is in grpo.py.
 """
 
 import functools
@@ -36,7 +37,7 @@ from fused_rl.trainers.rollouts.roll_out import added_up, batch_of, rollout_metr
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Scorer
 
 ADVANTAGES = get_args(ResponseAdvantage)
-# The options of single advantages, and their defaults.
+# The options that only some kinds of advantage read, and their defaults.
 ADVANTAGE_OPTIONS = vars(AdvantageOptions())
 if TYPE_CHECKING:
 
@@ -116,7 +117,11 @@ class GroupConfig(LossConfig, _OfAdvantages, RolloutConfig):
 
 
 def advantage_of(config: GroupConfig) -> ResponseAdvantage:
-    """The advantage that the option names, else the preset's; refuses what needs a critic."""
+    """Return the kind of advantage that the option names, or else that of the preset.
+
+    Raises:
+        InputError: the preset's advantage needs a critic.
+    """
     advantage = config.advantage or fused_rl.PRESETS[config.preset].advantage
     if advantage == "gae":
         raise InputError(
@@ -127,7 +132,10 @@ def advantage_of(config: GroupConfig) -> ResponseAdvantage:
 
 
 def overlong_penalty(config: GroupConfig, lengths: torch.Tensor) -> torch.Tensor:
-    """(B,) fp32, 0 or more, of whole responses of `lengths` (B,): soft overlong punishment (2503.14476, eq. 13)."""
+    """Return what is subtracted from the reward of a long response: (B,) fp32, 0 or more.
+
+    This is the soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13); `lengths` (B,) are in tokens.
+    """
     if not config.overlong_buffer:
         return torch.zeros(len(lengths))
     beyond = lengths - (config.max_new_tokens - config.overlong_buffer)
@@ -135,7 +143,10 @@ def overlong_penalty(config: GroupConfig, lengths: torch.Tensor) -> torch.Tensor
 
 
 def equal_rewards(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
-    """(B,) -> (B / G,) bool: groups without a signal. Equality: a rounded deviation of equal rewards need not be 0."""
+    """Return which groups have no signal, (B / G,) bool, from rewards (B,) in which a group's are neighbours.
+
+    The rewards are compared, because the rounded standard deviation of equal rewards need not be 0.
+    """
     groups = rewards.view(-1, group_size)
     return (groups == groups[:, :1]).all(1)
 
@@ -147,17 +158,22 @@ def advantages_of(
     rollout: Rollout | None = None,
     scorers: Sequence[Scorer] = (),
 ) -> torch.Tensor:
-    """(B,) of `rewards` (B,) over all ranks; 0 where `included` (B,), of whole groups and on the CPU, is False.
+    """Return the advantage of each response, (B,), with statistics over all ranks where the advantage has any.
 
-    `rollout` has the lengths for opo and, of the `scorers`, the scores for gdpo; one that does not apply scores 0.
+    Args:
+        config: the options, which name the kind of advantage.
+        rewards: (B,), in which the responses of a group are neighbours.
+        included: (B,) bool on the CPU, the same within a group; the advantages of other responses are 0.
+        rollout: has the lengths for opo, and the scores for gdpo, in which a scorer that does not apply scores 0.
+        scorers: the scorers whose scores gdpo uses.
     """
-    # What does not count is left out before means and deviations are taken, or it would move them.
+    # Responses that do not count are left out before means and deviations are taken, which they would change.
     rows = included.nonzero()[:, 0].to(rewards.device, non_blocking=True)
     advantage = advantage_of(config)
     options = {name: getattr(config, name) for name in ADVANTAGE_OPTIONS}
-    # A batch is of all ranks' responses: the number of processes changes no advantage.
+    # Statistics of a batch are over all ranks, so the number of processes changes no advantage.
     options |= {"group_size": config.group_size, "process_group": ranks.all_ranks()}
-    # OPO weighs rewards by length (arXiv:2505.23585); GDPO needs them by scorer (arXiv:2601.05242).
+    # OPO weights rewards by length (arXiv:2505.23585); GDPO normalises the scores of each scorer (arXiv:2601.05242).
     compared = rewards
     if advantage == "opo":
         options["lengths"] = rollout.lengths.to(rewards.device)[rows]
@@ -170,7 +186,7 @@ def advantages_of(
 
 
 def keeps_groups(config: GroupConfig, world: int) -> bool:
-    """Return True if every minibatch is of whole groups, as it must be to share prompts."""
+    """Return True if every minibatch consists of whole groups, as is needed to share their prompts."""
     # Otherwise two updates would share some group, and each would compute its prompt again.
     return (
         config.share_prompts is not False
@@ -179,7 +195,7 @@ def keeps_groups(config: GroupConfig, world: int) -> bool:
 
 
 def group_metrics(config: GroupConfig, rollout: Rollout, step: int) -> dict[str, float]:
-    """Return the metrics of all responses of a step over all ranks; `rollout.rewards` are those after the penalty."""
+    """Return the metrics of all responses of a step over all ranks; rewards are those after the overlong penalty."""
     size = config.group_size
     rewards = rollout.rewards.double().view(-1, size)
     solved = rollout.solved.view(-1, size)
@@ -201,14 +217,14 @@ def group_metrics(config: GroupConfig, rollout: Rollout, step: int) -> dict[str,
 
 @dataclass
 class Groups:
-    """This rank's groups of a step."""
+    """The groups of a step that this rank trains on."""
 
     rollout: Rollout
-    """Its rewards are those after the overlong penalty."""
+    """The groups' responses; their rewards are after the overlong penalty."""
     included: torch.Tensor
-    """(B,) bool: whether the response counts; where it does not, its group only makes the ranks even."""
+    """(B,) bool, False for responses whose group is there only to give every rank the same number of groups."""
     metrics: dict[str, float]
-    """Metrics of all sampled responses, over all ranks."""
+    """The metrics of all responses that were sampled, over all ranks."""
 
 
 def collect(
@@ -217,13 +233,20 @@ def collect(
     more: Callable[[int], list[Prompt]] | None,
     step: int,
 ) -> Groups:
-    """Sample and score a step's groups; draw `more` prompts of this rank in place of groups without a signal."""
+    """Sample and score the groups of a step, and choose those that are trained on.
+
+    Args:
+        policy: the policy to sample.
+        prompts: this rank's prompts of the step.
+        more: returns this rank's share of a number of further prompts, for refills; None without refills.
+        step: the number of the step.
+    """
     config = policy.config
     wanted = config.prompts_per_step
     refills = config.max_refills if config.zero_variance == "refill" else 0
 
-    # Every rank knows how many are missing, so that all of them sample equally often, until the
-    # step is full or the bound is reached.
+    # Sample until the step is full or the bound is reached. The groups are counted over all ranks, so that all of them
+    # sample equally often.
     rollouts = []
     with_signal = 0
     while not rollouts or (with_signal < wanted and len(rollouts) <= refills):
@@ -239,22 +262,22 @@ def collect(
             f"(max_refills={refills}); the step is trained on those"
         )
 
-    # Metrics are of all that was sampled, also where a part of it is left out of the update.
+    # Metrics are those of all that was sampled, even if a part of it is left out of the update.
     everything = rollouts[0] if len(rollouts) == 1 else _joined(policy, rollouts)
     metrics = group_metrics(config, everything, step)
     # A group without a signal has advantage 0, and still counts in the loss's denominators.
     if config.zero_variance == "keep":
         metrics["groups/trained"] = float(wanted)
         return Groups(everything, torch.ones(len(everything.samples), dtype=torch.bool), metrics)
-    # Otherwise only groups with a signal count, dealt out again: ranks need equally many passes.
+    # Otherwise only groups with a signal count. They are divided again, because all ranks need equally many passes.
     share, included = _share(config, everything)
     metrics["groups/trained"] = float(min(with_signal, wanted))
     return Groups(_joined(policy, share), included, metrics)
 
 
 def _joined(policy: Policy, rollouts: list[Rollout]) -> Rollout:
-    """Return several rollouts, or the groups of several, as one."""
-    # The batch is made anew, because each rollout was padded to its own longest response.
+    """Return several rollouts, or single groups of them, as one rollout."""
+    # The batch is built again, because each rollout was padded to its own longest response.
     samples = sum((rollout.samples for rollout in rollouts), [])
     names = rollouts[0].scores
     seconds = rollouts[0].seconds
@@ -272,9 +295,9 @@ def _joined(policy: Policy, rollouts: list[Rollout]) -> Rollout:
 
 
 def _share(config: GroupConfig, rollout: Rollout) -> tuple[list[Rollout], torch.Tensor]:
-    """Return this rank's groups among those with a signal, equally many on all ranks, and which responses count."""
+    """Return this rank's share of the groups with a signal, equally many on all ranks, and which responses count."""
     size = config.group_size
-    groups = []  # (whether it has a signal, the group)
+    groups = []  # pairs (whether the group has a signal, the group)
     for i, is_equal in enumerate(equal_rewards(rollout.rewards, size).tolist()):
         responses = slice(i * size, (i + 1) * size)
         group = replace(
@@ -282,7 +305,7 @@ def _share(config: GroupConfig, rollout: Rollout) -> tuple[list[Rollout], torch.
             samples=rollout.samples[responses],
             rewards=rollout.rewards[responses],
             solved=rollout.solved[responses],
-            # What no group of its own needs, as every rank gets all of them.
+            # These are left empty, because no group is used alone and every rank receives all groups.
             batch=None,
             scores={},
             seconds={},
@@ -291,20 +314,20 @@ def _share(config: GroupConfig, rollout: Rollout) -> tuple[list[Rollout], torch.
             columns={},
         )
         groups.append((not is_equal, group))
-    # One rank may have found many groups with a signal and another few, so they are pooled.
+    # One rank may have many groups with a signal and another few, so all of them are pooled.
     of_all_ranks = sum(ranks.gather(groups), [])
 
-    # Those with a signal first, and of them no more than a step has.
+    # The groups with a signal come first, and no more of them than a step has.
     kept = [group for group in of_all_ranks if group[0]][: config.prompts_per_step]
     others = [group for group in of_all_ranks if not group[0]]
 
-    # The fewest groups that hold them, as many for each rank, and that divide into the minibatches.
+    # The number of groups is the smallest that holds them, divides over the ranks, and divides into minibatches.
     world = ranks.world_size()
     whole_groups = config.minibatches if keeps_groups(config, world) else 1
     whole_responses = config.minibatches // math.gcd(config.minibatches, size)
     multiple = world * math.lcm(whole_groups, whole_responses)
     count = multiple * max(1, math.ceil(len(kept) / multiple))
     share = (kept + others)[:count][ranks.rank() :: world]
-    # Groups without a signal fill the last shares up, and are left out of loss and denominators.
+    # Groups without a signal fill up the last shares, and are left out of the loss and its denominators.
     included = torch.tensor([has_signal for has_signal, _ in share]).repeat_interleave(size)
     return [group for _, group in share], included

@@ -1,4 +1,4 @@
-"""The policy of PPO and GRPO: its pass with the loss, its reference, its sampler, and what is measured of it."""
+"""The policy of PPO and GRPO: its forward pass with the loss, its reference, its sampler, and its measurements."""
 
 import contextlib
 import itertools
@@ -32,7 +32,7 @@ from fused_rl.trainers.rollouts.roll_out import roll_out, sample_rows_of
 from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
 from fused_rl.trainers.rollouts.types import Progress, Prompt, Rollout, Sampler, Scorer
 
-# Surrogates with a gradient at an advantage of 0, by the log-ratio or by what other responses have.
+# Surrogates whose gradient need not be 0 at an advantage of 0, because they also read the log-ratio or other responses.
 NOT_OF_ADVANTAGES = ("ipo", "dro", "kl-cov", "clip-cov")
 
 
@@ -40,51 +40,51 @@ class PolicyOutput(NamedTuple):
     """The results of one forward pass of a micro-batch of b sequences."""
 
     loss: torch.Tensor
-    """A scalar, differentiable."""
+    """A differentiable scalar."""
     metrics: dict[str, torch.Tensor]
-    """Metrics of `fused_rl.policy_loss`; and `drift`, the mean of ratio - 1 to the given old log-probabilities."""
+    """The metrics of `fused_rl.policy_loss`, and `drift`, the mean of ratio - 1 to the given old log-probabilities."""
     logprobs: torch.Tensor
     """(b, T - 1) nats, detached."""
     ref_logprobs: torch.Tensor | None = None
-    """(b, T - 1) nats, of a reference that was compared with."""
+    """(b, T - 1) nats, the log-probabilities of the reference if it ran beside this pass."""
     kl: torch.Tensor | None = None
-    """(b, T - 1) nats, the exact divergence from it."""
+    """(b, T - 1) nats, the exact divergence from that reference."""
 
 
 @dataclass
 class Policy:
-    """A policy in training, with all that sampling from it and judging its samples needs."""
+    """A policy in training, with all that is needed to sample from it and to score its samples."""
 
     config: Any
     """The options of its trainer, a `PolicyConfig`."""
     model: Any
     """The DeepSpeed engine around a `LanguageModel`."""
     reference: Reference | None
-    """None where nothing is measured against it."""
+    """None if the policy is not compared with a reference."""
     sampler: Sampler
     sampling: Sampling
     scorers: Sequence[Scorer]
     tokenizer: Any
     device: torch.device
     costs: Costs | None = None
-    """Sizes of the model, by which prompts are shared; None if every response has its own prompt."""
+    """The costs of the model by which sequences are packed; None if every response has a row of its own."""
     frozen: bool = False
     """True while only the critic is trained."""
     seeds: Seeds = field(default_factory=Seeds)
-    """Seeds of the responses that are trained on."""
+    """The seeds of the responses that are trained on."""
     rank_state: Mapping[str, Any] = field(default_factory=dict)
-    """Objects that each rank keeps in checkpoints for itself."""
+    """Objects that each rank saves in checkpoints for itself, by name."""
     trained: int = 0
-    """Steps that are done."""
+    """The number of steps that are done."""
     steps_per_epoch: float = 1.0
     published: int | None = None
-    """The step whose weights the next responses are of; None before they were published."""
+    """The step whose weights the next responses are sampled with; None before any were published."""
     padding: Padding = field(default_factory=Padding)
-    """Of the training passes of a step."""
+    """Counts the padding in the training passes of a step."""
     resting: float = 0.0
-    """Seconds that the sampler took to rest since the last weights were published."""
+    """The seconds that the sampler took to rest since weights were last published."""
     sample_rows: list[dict] = field(default_factory=list)
-    """Lines of samples.jsonl, of this rank's last rollout; empty before there was one."""
+    """Lines of samples.jsonl from this rank's last rollout; empty before the first one."""
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """Return the inputs with which model and reference score the sequences of a micro-batch."""
@@ -92,10 +92,10 @@ class Policy:
         if self.costs is not None and not self.costs.masked:
             packed = unpad(batch)
         elif self.costs is not None and batch.token_counts.any():
-            # Prompts are shared where that is cheaper. The lengths are on the CPU: nothing waits.
+            # Prompts are shared where that is cheaper. The lengths are on the CPU, so the device is not waited for.
             in_row = in_row_of(batch, self.costs)
             packed = pack(batch, in_row) if in_row > 1 else None
-        # At another temperature, or over other sets, the first ratio would not be 1.
+        # Temperature and kept sets are those of the sampling; with others the first ratio would not be 1.
         scored = {
             "input_ids": batch.input_ids,
             "mask": batch.response_mask,
@@ -104,9 +104,18 @@ class Policy:
         return scored | {"packed": packed, "places": batch.places(), "support": batch.support}
 
     def divide(self, batch: Batch, index: torch.Tensor, *, together: int = 1) -> list[torch.Tensor]:
-        """Return the CPU indices (n,) of sequences as micro-batches, as many on every rank; `together` share a prompt.
+        """Divide sequences into micro-batches, equally many on every rank.
 
-        Of a number of sequences these are neighbours, of a number of tokens they have similar lengths.
+        Micro-batches of a number of sequences consist of neighbours; those of a number of tokens consist of sequences
+        of similar lengths.
+
+        Args:
+            batch: the sequences.
+            index: (n,) int64 on the CPU, the sequences to divide.
+            together: so many neighbours in `index` share a prompt and stay in one micro-batch of a number of tokens.
+
+        Returns:
+            The CPU indices of each micro-batch.
         """
         most = self.config.micro_batch_tokens
         if most is None:
@@ -119,15 +128,16 @@ class Policy:
         return [torch.tensor(indices) for indices in by_tokens(units, tokens_of, most)]
 
     def rest(self) -> None:
-        """Nothing is sampled until new weights are published; for all ranks at once."""
+        """Let the sampler rest, as nothing is sampled until new weights are published. All ranks must call this."""
         began = time.monotonic()
         self.sampler.rest()
         self.resting = time.monotonic() - began
 
     def publish(self, step: int) -> dict[str, float]:
-        """From now on the weights after `step`, which are those of now, are sampled; for all ranks at once.
+        """Publish the current weights, which are those after `step`, to the sampler. All ranks must call this.
 
-        Returns `time/publish`, with the time to rest.
+        Returns:
+            The metric `time/publish` in seconds, which includes the time that the sampler took to rest.
         """
         began = time.monotonic()
         self.sampler.publish(step, self.save)
@@ -135,30 +145,42 @@ class Policy:
         return {"time/publish": time.monotonic() - began + self.resting}
 
     def save(self, folder: Path, *, merged: bool = True) -> None:
-        """Write the model in the Hub format, complete or not at all; adapters alone unless `merged`. For all ranks."""
+        """Write the model in the Hub format, completely or not at all. All ranks must call this.
+
+        With LoRA, `merged` writes the weights with the adapters in them, and otherwise the adapters alone are written.
+        """
         language_model.save_lm(self.model, self.tokenizer, folder, merged=merged)
 
     def mismatch(self, rollout: Rollout, old_logprobs: torch.Tensor) -> dict[str, float]:
-        """Return how far the sampler's log-probabilities are from the policy's; refuse a server's that are too far."""
-        # The raw difference is measured: a correction would hide a sampler of other weights.
+        """Return metrics of how far the sampler's log-probabilities are from the policy's.
+
+        `old_logprobs` are (B, T - 1) nats. The dict is empty if the sampler reports none.
+
+        Raises:
+            InputError: those of a server are too far from the policy's.
+        """
+        # The difference is measured before any correction, which would hide a sampler with other weights.
         metrics = mismatch(rollout, old_logprobs, self.loss_options(self.config.kl_coef))
         if metrics:
             metrics["rollout/weight_version"] = float(self.published)
-        # With `lag` the weights differ by more than rounding, and the probe alone verifies them.
+        # With `lag` the weights differ by more than rounding, so that only the probe can verify them.
         if self.config.server is not None and not self.config.lag:
             check_bound(metrics, exact=self.model.module.base.dtype == torch.float32)
         return metrics
 
     def loss_options(self, kl_coef: float) -> PolicyLossOptions:
-        """Return the options of the loss with this weight of the KL."""
-        # A KL that the rewards already pay for must not be paid for again in the loss.
+        """Return the options of the loss with `kl_coef` as the weight of the KL."""
+        # A KL that is already subtracted from the rewards must not be counted again in the loss.
         in_loss = kl_coef if self.config.kl_in == "loss" else 0.0
         return loss_options(self.config, kl_estimator=self.config.estimator, kl_coef=in_loss)
 
     def begin_step(self, step: int, prompts_of: Callable[[int], list[Prompt]]) -> None:
-        """Begin a step; with `lag`, sample later rollouts meanwhile, of the prompts so many steps after it."""
+        """Begin a step; with `lag`, also start to sample the rollouts of later steps, up to `lag` steps ahead.
+
+        `prompts_of` returns this rank's prompts of a step.
+        """
         if self.config.lag:
-            # A resumed run draws the same seeds, as their generator is in the checkpoint.
+            # A resumed run draws the same seeds, because their generator is in the checkpoint.
             known = (step, self.config.steps, prompts_of, self.config.group_size)
             self.published = self.sampler.begin(
                 *known, lambda n: replace(self.sampling, seeds=self.seeds.draw(n))
@@ -167,8 +189,15 @@ class Policy:
     def roll_out(
         self, prompts: list[Prompt], sampling: Sampling, copies: int, seeds: Seeds | None = None
     ) -> Rollout:
-        """`copies` scored responses to each of this rank's prompts; an evaluation has `seeds` of its own."""
-        # An evaluation takes none of the training's seeds, or it would change the run.
+        """Sample and score responses to this rank's prompts.
+
+        Args:
+            prompts: the prompts.
+            sampling: temperature, kept sets, length and stop tokens.
+            copies: the number of responses to each prompt.
+            seeds: those of an evaluation; None uses the seeds of training.
+        """
+        # An evaluation takes none of training's seeds, because that would change the run.
         if sampling.temperature:
             sampling = replace(sampling, seeds=(seeds or self.seeds).draw(copies * len(prompts)))
         vocab = self.model.module.base.config.get_text_config().vocab_size
@@ -196,26 +225,26 @@ class Policy:
         compares: bool = False,
         **options,
     ) -> PolicyOutput:
-        """The policy's forward pass and its loss.
+        """Run the policy's forward pass and compute its loss.
 
-        Where a token's loss depends on that token alone, its gradient is formed in the forward pass: a quarter less
-        work in the head, and no logits to keep. Otherwise the loss is taken of the log-probabilities.
+        If the loss of a token depends on that token alone, its gradient is formed in the forward pass, which saves a
+        quarter of the work in the head and keeps no logits. Otherwise the loss is computed from the log-probabilities.
 
         Args:
             batch: b sequences.
-            old_logprobs: (b, T - 1), 0 where the policy was not run.
+            old_logprobs: (b, T - 1) nats, 0 where the policy was not run.
             advantages: (b,) or (b, T - 1).
-            mask: (b, T - 1) bool: the tokens that are trained on.
-            on_policy: the policy is the one that sampled: the old log-probabilities are those of this very pass, and
-                the given ones are only compared with it.
-            compares: the reference is run beside this pass, for the exact KL and for its log-probabilities, which then
-                replace those of `options`.
-            **options: of `fused_rl.policy_loss`, its denominators among them.
+            mask: (b, T - 1) bool, True for the tokens that are trained on.
+            on_policy: True if the policy has not changed since it sampled. The old log-probabilities are then those of
+                this very pass, and the given ones are only compared with them.
+            compares: True to run the reference beside this pass, for the exact KL and for its log-probabilities, which
+                then replace those in `options`.
+            **options: further arguments of `fused_rl.policy_loss`, its denominators among them.
         """
-        # The forward pass, by the way that the loss allows.
+        # The forward pass, in the way that the loss allows.
         tokens = (None if on_policy else old_logprobs, advantages, mask)
         loss_options = options["options"]
-        is_users = callable(loss_options.surrogate)  # which may read anything
+        is_users = callable(loss_options.surrogate)  # a user's own surrogate may read anything
         is_token_level = option_beyond_a_token(loss_options) is None and not is_users
         inputs = self.inputs(batch)
         fed = inputs["packed"] or batch
@@ -232,7 +261,7 @@ class Policy:
             during.enter_context(torch.set_grad_enabled(has_graph))
             if compares:
                 inputs["reference"] = during.enter_context(self.reference.beside(inputs))
-            # The head forms the gradient; the loss is computed again for its metrics alone.
+            # The head forms the gradient here, and the loss is computed once more, only for its metrics.
             if options.get("rollout_logprobs") is None and is_token_level:
                 scored = self.model(**inputs, loss_beside=token_loss)
                 _, metrics = fused_rl.policy_loss(
@@ -247,7 +276,7 @@ class Policy:
                     scored.logprobs, *tokens, entropy=scored.entropy, **options
                 )
 
-        # How far the pass is from what was reported before, where 0 means that there was no pass.
+        # How far this pass is from the old log-probabilities, in which 0 means that the policy was not run.
         logprobs = scored.logprobs.detach()
         was_run = mask & (old_logprobs != 0) & old_logprobs.isfinite()
         ratio_minus_1 = torch.expm1((logprobs - old_logprobs).double())
@@ -256,14 +285,14 @@ class Policy:
         return PolicyOutput(loss, metrics, logprobs, scored.ref_logprobs, scored.kl)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Gradients of the loss of a micro-batch, over its denominators of all ranks."""
+        """Add the gradients of a micro-batch's loss, whose denominators are counted over all ranks."""
         if not self.frozen:
-            # The engine averages gradients over ranks, but the denominators already count the
-            # tokens of all ranks, so the gradients must be added up.
+            # The engine averages gradients over ranks. As the denominators already count the tokens of all ranks, the
+            # gradients must be added up instead.
             self.model.backward(loss * ranks.processes())
 
     def optimizer_step(self, step: int) -> dict[str, float]:
-        """One update; the learning rate and the norm of the gradient."""
+        """Update the weights, and return the metrics `lr` and `optim/grad_norm`."""
         return (
             {"lr": 0.0, "optim/grad_norm": 0.0}
             if self.frozen
@@ -274,16 +303,19 @@ class Policy:
 def with_entropy_threshold(
     options: PolicyLossOptions, entropy: torch.Tensor, mask: torch.Tensor
 ) -> PolicyLossOptions:
-    """Return the options with `top_entropy` as a threshold on `entropy` (b, T - 1), the same for the whole update."""
+    """Return the options with the share `top_entropy` replaced by a threshold in nats, the same for the whole update.
+
+    `entropy` and `mask` are (b, T - 1). All ranks must call this.
+    """
     if options.top_entropy is None:
         return options
-    # The quantile is of the whole update (arXiv:2506.01939): that of a micro-batch would depend on
-    # the split. No entropy is below 0, so -1 marks what is masked.
-    of_rank = torch.where(mask, entropy, -1).cpu()  # from the device at once
+    # The quantile is over the whole update (arXiv:2506.01939), because that of a micro-batch would depend on the split.
+    # No entropy is below 0, so -1 marks masked tokens.
+    of_rank = torch.where(mask, entropy, -1).cpu()  # one copy from the device
     entropies = torch.cat(ranks.gather(of_rank[of_rank >= 0])).sort(descending=True).values
     dropped = math.ceil((1 - options.top_entropy) * (len(entropies) - 1))
-    kept = len(entropies) - dropped  # as many as are not below the quantile
-    # Between the last one that is kept and the next, so that rounding moves neither across it.
+    kept = len(entropies) - dropped  # the number that is not below the quantile
+    # The threshold lies between the last one that is kept and the next, so that rounding moves neither across it.
     threshold = entropies[kept - 1 : kept + 1].double().mean().item() if dropped > 0 else 0.0
     return replace(options, top_entropy=None, entropy_threshold=threshold)
 
@@ -295,12 +327,19 @@ def needed_passes(
     read: torch.Tensor,
     minibatch: list[torch.Tensor],
 ) -> tuple[list[torch.Tensor], list[bool]]:
-    """Return the micro-batches that must run, and which of these have a gradient; the same numbers on every rank.
+    """Return the micro-batches that must run, and which of these have a gradient, the same numbers on every rank.
 
-    A response (B,) has one if it is `trained` on and its advantage is not 0, or the loss has other terms. Without, it
-    runs forward alone if its numbers are `read`. One micro-batch has a gradient, as the optimizer needs one, be it 0.
+    A response has a gradient if it is trained on and its advantage is not 0, or if the loss has other terms. Otherwise
+    it runs forward only if its log-probabilities are read. At least one micro-batch runs backward, because the
+    optimizer needs a gradient, even if it is 0.
+
+    Args:
+        options: the options of the loss.
+        advantages: (B,) on the device.
+        trained, read: (B,) bool on the CPU.
+        minibatch: the CPU indices of each micro-batch.
     """
-    # A user's own surrogate may be anything.
+    # A user's own surrogate may have a gradient anywhere.
     is_of_advantages = isinstance(options.surrogate, str) and (
         options.surrogate not in NOT_OF_ADVANTAGES
     )
@@ -309,7 +348,7 @@ def needed_passes(
         has_gradient = trained & (advantages != 0).cpu()
     of_responses = torch.stack([has_gradient, has_gradient | read])
     of_micro_batches = torch.stack([of_responses[:, rows].any(1) for rows in minibatch], 1)
-    # Each pass gathers weights or reduces gradients with all ranks.
+    # A micro-batch must run on all ranks or on none, because its pass gathers weights or reduces gradients.
     backward, runs = (ranks.global_sum(of_micro_batches) > 0).tolist()
     if not any(backward):
         backward[0] = runs[0] = True
@@ -320,7 +359,7 @@ def needed_passes(
 
 
 def group_lengths(lengths: torch.Tensor, group_size: int) -> torch.Tensor:
-    """(B,) -> (B,) fp32: the mean length of the responses to each one's prompt in the whole rollout."""
+    """Return, for each response, the mean length in tokens of the responses to its prompt, (B,) fp32 from (B,)."""
     return lengths.float().view(-1, group_size).mean(1).repeat_interleave(group_size)
 
 
@@ -330,14 +369,18 @@ def plan(
     divide: Callable[[torch.Tensor], list[torch.Tensor]],
     together: int = 1,
 ) -> list[list[torch.Tensor]]:
-    """Return each update's micro-batches as CPU indices into `count` responses; so many neighbours stay `together`.
+    """Return the micro-batches of each update of a step, as CPU indices of responses.
 
-    `divide` returns the indices of a minibatch as micro-batches, as `Policy.divide` does.
+    Args:
+        config: the options; the step has `epochs` x `minibatches` updates.
+        count: the number of responses.
+        divide: returns the indices of a minibatch as micro-batches, as `Policy.divide` does.
+        together: so many neighbouring responses stay in one minibatch.
     """
     responses = torch.arange(count).view(-1, together)
     updates = []
     for _ in range(config.epochs):
-        # In each epoch a response meets others in its minibatch than in the last.
+        # Each epoch has a new order, so that the minibatches consist of other responses.
         order = responses[torch.randperm(len(responses))].flatten()
         for minibatch in order.split(count // config.minibatches):
             updates.append(divide(minibatch))
@@ -350,39 +393,39 @@ class MicroBatch(NamedTuple):
     batch: Batch
     """The b sequences, padded no wider than they need."""
     rows: torch.Tensor
-    """(b,) int64 on the device: which of the rollout's B sequences they are."""
+    """(b,) int64 on the device, the indices of these sequences among the B of the rollout."""
 
     @property
     def place(self) -> tuple[torch.Tensor, slice]:
-        """Return the index of the tokens of `batch` in a tensor (B, T - 1) of the rollout."""
+        """The index of the tokens of `batch` in a tensor (B, T - 1) of the rollout."""
         return self.rows, slice(self.batch.response_mask.shape[1])
 
     def of(self, values: torch.Tensor | None) -> Any:
-        """Return what `values` (B, T - 1) of the rollout hold for `batch`; None of None."""
+        """Return the part for `batch` of a tensor (B, T - 1) of the rollout, or None of None."""
         return None if values is None else values[self.place]
 
 
 def micro_batches(batch: Batch, minibatch: list[torch.Tensor]) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of a minibatch, which lists the CPU indices (b,) of each, as `plan` does."""
+    """Yield the micro-batches of a minibatch, which is a list of the CPU indices (b,) of each, as in `plan`."""
     for rows in minibatch:
         yield MicroBatch(batch.rows(rows), on_device(rows, batch.input_ids.device))
 
 
 @dataclass
 class BeforeUpdate:
-    """Measurements of a rollout before training; each (B, T - 1) fp32 in nats, 0 where masked.
+    """Measurements of a rollout before training, each (B, T - 1) fp32 in nats and 0 where masked.
 
-    Where tokens were drawn from kept sets, everything is of the distributions over these.
+    Where tokens were sampled from kept sets, all of them are for the distributions over these sets.
     """
 
     old_logprobs: torch.Tensor
-    """0 also where the policy was not run."""
+    """The policy's log-probabilities; 0 also where the policy was not run."""
     entropy: torch.Tensor
-    """0 also where the policy was not run."""
+    """The policy's entropy; 0 also where the policy was not run."""
     ref_logprobs: torch.Tensor | None
-    """None if no reference is needed."""
+    """The reference's log-probabilities; None if no reference is needed."""
     kl: torch.Tensor | None
-    """Exact, over the set that the token was sampled from; None if not requested."""
+    """The exact KL to the reference, over the set that the token was sampled from; None if it is not measured."""
 
     def of(self, micro: MicroBatch) -> "BeforeUpdate":
         """Return the measurements of a micro-batch."""
@@ -398,23 +441,29 @@ def measure(
     exact_kl: bool = True,
     skipped: int = 0,
 ) -> BeforeUpdate:
-    """Score `batch` with policy and reference. The policy skips the first micro-batches, and where the KL is exact so
-    does the reference.
+    """Score a batch with policy and reference before training.
+
+    Args:
+        policy: the policy.
+        batch: B sequences.
+        minibatch: the CPU indices of each micro-batch.
+        exact_kl: True to measure the exact KL to the reference, which runs beside the policy then.
+        skipped: the policy does not run on the first so many micro-batches, and neither does a reference beside it.
     """
-    policy.model.module.eval()  # as what was sampled: not every sampler has left it so
+    policy.model.module.eval()  # the mode in which responses are sampled, and which not every sampler leaves
     shape = batch.response_mask.shape
     old_logprobs, entropy, ref_logprobs, kl = (
         torch.zeros(shape, device=policy.device) for _ in range(4)
     )
-    # What is skipped is trained on before any update, and that pass gives the same numbers. There the
-    # reference runs beside it, as its hidden states of a whole minibatch would take more memory.
+    # Skipped micro-batches are trained on before any update, and that pass gives the same numbers. The reference then
+    # runs beside that pass, because to keep its hidden states for a whole minibatch would take more memory.
     for number, micro in enumerate(micro_batches(batch, minibatch)):
         if exact_kl and number < skipped:
             continue
         inputs = policy.inputs(micro.batch)
         scored = None
         if exact_kl:
-            # The logits of both models meet tile by tile; their hidden states alone are whole.
+            # The logits of both models are compared tile by tile, so that only the hidden states are whole.
             with policy.reference.beside(inputs) as reference:
                 scored = policy.model(**inputs, reference=reference)
             kl[micro.place] = scored.kl

@@ -1,4 +1,4 @@
-"""The reference that a policy is compared with: the model that the run begins with, frozen."""
+"""The reference that a policy is compared with: a frozen copy of the model that the run begins with."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,47 +11,55 @@ from fused_rl.trainers.base import engine
 from fused_rl.trainers.models.language_model import Scored, without_engine
 from fused_rl.trainers.models.logits import ReferenceStates
 
-SEQUENCES = ("input_ids", "mask", "packed", "places")  # the inputs that states depend on
+SEQUENCES = ("input_ids", "mask", "packed", "places")  # the inputs that hidden states depend on
 
 
 @dataclass
 class Reference:
-    """A frozen model beside the policy; under ZeRO 3 `model` is an engine around it."""
+    """A frozen model beside the policy."""
 
     model: Any
+    """A `LanguageModel`; under ZeRO 3 an engine around it."""
 
     def score(self, inputs: dict) -> Scored:
-        """Return the scores of what the policy scored from the same `inputs`."""
+        """Return the reference's scores of the sequences in `inputs`, which are those of `Policy.inputs`."""
         return self.model(**inputs)
 
     @contextlib.contextmanager
     def beside(self, inputs: dict) -> Iterator[ReferenceStates]:
-        """Yield what the policy is compared with in its pass over the same `inputs`, inside of the block."""
+        """Yield the reference's hidden states and head for the policy's pass over the same `inputs`.
+
+        That pass must run inside of the block.
+        """
         lm = without_engine(self.model)
         states = self._states(inputs)
-        # Under ZeRO 3 the policy's pass gathers its own head alone.
+        # Under ZeRO 3 the policy's pass gathers only the policy's head, so that of the reference is gathered here.
         with engine.whole(*lm.head.parameters(recurse=False)):
             yield ReferenceStates(lm, states)
 
     @torch.no_grad()
     def _states(self, inputs: dict):
+        """Return the reference's hidden states at the tokens that count."""
         sequences = {name: inputs[name] for name in SEQUENCES}
         return self.model(**sequences, under_head=lambda states, _: states)
 
 
 class PolicyWithoutAdapters(Reference):
-    """With LoRA, the engine of the policy while its adapters are off: no second model is held."""
+    """The reference of a policy with LoRA: the policy's engine with its adapters off, so no second model is held."""
 
     def score(self, inputs: dict) -> Scored:
-        """Return the scores of what the policy scored from the same `inputs`."""
-        # Training changes the adapters alone, so the weights under them are the reference's own.
+        """Return the reference's scores of the sequences in `inputs`, which are those of `Policy.inputs`."""
+        # Training changes only the adapters, so the weights under them are still those of the reference.
         with self.model.module.lm.disable_adapter():
             return self.model(**inputs)
 
     @contextlib.contextmanager
     def beside(self, inputs: dict) -> Iterator[ReferenceStates]:
-        """Yield what the policy is compared with in its pass over the same `inputs`, inside of the block."""
+        """Yield the reference's hidden states and head for the policy's pass over the same `inputs`.
+
+        That pass must run inside of the block.
+        """
         with self.model.module.lm.disable_adapter():
             states = self._states(inputs)
-        # Its head is the policy's, which is whole in the policy's pass.
+        # The head is the policy's own, which the policy's pass gathers.
         yield ReferenceStates(self.model.module, states)

@@ -1,4 +1,4 @@
-"""The setup of every trainer that samples: a step's batch, the rows and scorers, the policy and its sampler."""
+"""The setup of every trainer that samples: how a batch divides, the rows and scorers, the policy and its sampler."""
 
 import math
 import os
@@ -37,19 +37,23 @@ from fused_rl.trainers.servers.published import folder_of
 from fused_rl.trainers.servers.sampler import ServerSampler
 
 CORRECTIONS = ("rollout_correction", "rollout_low", "rollout_high", "rollout_gate", "old_logprobs")
-WITHOUT = {  # what is done instead, for the message that says why the option is off
+WITHOUT = {  # what happens without an option, for the message that says why the option is off
     "share_prompts": "prompts are computed once per response",
     "packing": "sequences are padded",
 }
-REMEDY = "max_new_tokens or max_prompt_length"  # for prompts that leave no room
+REMEDY = "max_new_tokens or max_prompt_length"  # what to change if a prompt leaves no room for its response
 SamplerFactory = Callable[[Sampler, object], Sampler]
-"""(the sampler that the options make, the tokenizer) -> the sampler of the run."""
+"""(the sampler that the options describe, the tokenizer) -> the sampler of the run."""
 
 
 def divided(config: PolicyConfig, world: int) -> dict[str, object]:
-    """Return how the batch of a step divides over ranks, minibatches and micro-batches; refuse one that does not."""
+    """Return how the batch of a step divides over `world` processes, minibatches and micro-batches, by title.
+
+    Raises:
+        InputError: it does not divide, or the surrogate needs all tokens of an update at once.
+    """
     local = divide_over("prompts_per_step", config.prompts_per_step, world) * config.group_size
-    # A remainder would be an update of its own, of fewer responses at the same learning rate.
+    # A remainder would become an update of its own, with fewer responses at the same learning rate.
     if local % config.minibatches:
         what = f"does not divide the {local} responses of each process; choose a number that does"
         raise InputError(f"minibatches={config.minibatches} {what}")
@@ -57,7 +61,7 @@ def divided(config: PolicyConfig, world: int) -> dict[str, object]:
     updates = config.minibatches * config.epochs
     largest = config.micro_batch_size
     if config.micro_batch_tokens is not None:
-        # Of sequences that are as long as they may be.
+        # The sequences are taken to be as long as they may be.
         longest = config.max_prompt_length + config.max_new_tokens
         largest = max(1, config.micro_batch_tokens // longest)
     assert largest is not None  # resolved
@@ -79,7 +83,7 @@ def divided(config: PolicyConfig, world: int) -> dict[str, object]:
 
 
 def _served(config: PolicyConfig) -> dict[str, object]:
-    """Return the lines of a dry run on servers; none without them."""
+    """Return the lines of a dry run about servers, if there are any."""
     if config.server is None:
         return {}
     where = config.published_dir or "/dev/shm if the servers are on this machine and it has room"
@@ -88,24 +92,28 @@ def _served(config: PolicyConfig) -> dict[str, object]:
 
 @dataclass
 class Setup:
-    """A run with everything but its models."""
+    """A run and all that it has read, except its models."""
 
     run: Run
     config: Any
-    """With the steps that its passes over the prompts come to, and the scorers that were chosen."""
+    """The options, in which the number of steps and the scorers are resolved."""
     tokenizer: Any
     scorers: Sequence[Scorer]
     prompts: list[Prompt]
     held_out: HeldOut
     users_sampler: SamplerFactory | None = None
+    """The sampler that was passed to `train`, if any."""
 
     @property
     def updates(self) -> int:
-        """Return the number of optimizer updates in the whole run."""
+        """The number of optimizer updates in the whole run."""
         return self.config.steps * self.config.minibatches * self.config.epochs
 
     def load_policy(self, **options) -> Policy:
-        """Return the policy, which has room for every prompt and its response; options as of `load_policy`."""
+        """Return the policy, which has room for every prompt and its response.
+
+        `options` are those of the function `load_policy`.
+        """
         with phase("loaded the policy"):
             policy = load_policy(
                 self.config,
@@ -117,7 +125,7 @@ class Setup:
                 **options,
             )
         policy.steps_per_epoch = len(self.prompts) / self.config.prompts_per_step
-        # A prompt that does not fit is found now, and not at the step that comes to it.
+        # A prompt that does not fit must be found now, and not only at the step that samples it.
         rows = ((prompt.ids, prompt.where) for prompt in (*self.prompts, *self.held_out.prompts))
         check_fits(
             policy.model.module.base, self.tokenizer, rows, self.config.max_new_tokens, REMEDY
@@ -138,7 +146,17 @@ def setup(
     models: Mapping[str, str] = EMPTY,  # beside those of the config, by option
     on_step: OnStep | None = None,
 ) -> Setup:
-    """Begin a run, read all but its models, and compare it with the other processes and the run that is resumed."""
+    """Begin a run, read all but its models, and compare that with the other processes and with a resumed run.
+
+    Args:
+        config: the options.
+        arithmetic: returns how the batch divides, such as `divided`.
+        load_scorers: (config, tokenizer, device) -> the scorers.
+        rows: the training rows and the held-out rows, if they come from Python.
+        sampler: a sampler from Python.
+        models: the models that the run reads beside those of the config, by option.
+        on_step: the hook, if it comes from Python.
+    """
     run = Run(config, arithmetic, on_step)
     with phase("read tokenizer, scorers and rows"), Reading(config.bad_rows) as reading:
         tokenizer = encode.load_tokenizer(config.model, config.revision)
@@ -147,7 +165,7 @@ def setup(
         scorers = load_scorers(config, tokenizer, run.device)
         prompts, held_out = load_prompts(config, tokenizer, scorers, read)
         check_sampling(config, sampler)
-    # All processes must have read the same, and a resumed run what it began with.
+    # All processes must have read the same, and a resumed run must read what it began with.
     config = run.check_inputs(
         config, tokenizer, config.reward_models() | models, rows=prompts, held_out=held_out
     )
@@ -155,22 +173,22 @@ def setup(
 
 
 def check_prompts_fit(config: Any, tokenizer, prompts: Sequence[Prompt]) -> None:
-    """Refuse, for a dry run, prompts that leave the model no room for a response."""
+    """Raise `InputError`, in a dry run, if a prompt leaves the model no room for a response."""
     rows = ((prompt.ids, prompt.where) for prompt in prompts)
     check_fits_unloaded(config, tokenizer, rows, config.max_new_tokens, REMEDY)
 
 
 def check_sampling(config: SamplingRunConfig, users_sampler: SamplerFactory | None = None) -> None:
-    """Refuse, before the minutes in which a model is read, what the sampler would refuse after them; a dry run too."""
+    """Raise the errors of the sampler's options now, because the sampler is made only after the model is loaded."""
     if config.server is not None or config.served:
         http_of(config)
     if config.sampler is not None:
         load_function("sampler", config.sampler)
     if config.sampler is not None or users_sampler is not None:
-        return  # which declares what it reports when it is made
+        return  # a user's sampler declares what it reports only when it is made
     if config.server is not None:
         check_sampler(config, ServerSampler)
-        # Servers return the set of a token only up to a number of ids.
+        # Servers report the kept set of a token only up to a given number of ids.
         if config.sampling(1, ()).truncates and not config.top_k:
             raise InputError(
                 f"top_p={config.top_p:g} min_p={config.min_p:g} with servers needs --top_k, the most ids that they "
@@ -181,7 +199,7 @@ def check_sampling(config: SamplingRunConfig, users_sampler: SamplerFactory | No
 
 
 def check_sampler(config: SamplingRunConfig, sampler: Sampler | type[Sampler]) -> None:
-    """Refuse options that need what a sampler does not record or report."""
+    """Raise `InputError` for options that need something which the sampler does not record or report."""
     kind = sampler if isinstance(sampler, type) else type(sampler)
     if config.sampling(1, ()).truncates and not sampler.records_support:
         raise InputError(
@@ -208,7 +226,10 @@ def load_prompts(
     scorers: Sequence[Scorer],
     rows: tuple[Rows, Rows] | None = None,
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the prompts to train on and the held-out ones; every scorer checks each row."""
+    """Return the prompts to train on and the held-out ones; every scorer checks each row.
+
+    `rows` are the training rows and the held-out ones; None reads those of the config.
+    """
     encoder = encode.Encoder.of(config, tokenizer)
     train, held_out = rows or load_train_eval(config)
     prompts = []
@@ -239,19 +260,29 @@ def load_policy(
     frozen: bool = False,
     users_sampler: SamplerFactory | None = None,
 ) -> Policy:
-    """Return the policy in an engine for `updates` optimizer steps, with its reference and its sampler.
+    """Return the policy in a DeepSpeed engine, with its reference and its sampler. All ranks must call this.
 
-    `packing` is the value of `packing_option`, which puts several sequences into a row; None is where the model can.
+    Args:
+        config: the options.
+        tokenizer: the tokenizer.
+        scorers: the scorers of its responses.
+        device: the device of this rank.
+        updates: the number of optimizer steps, by which the learning rate is scheduled.
+        packing_option: the option which puts several sequences into a row.
+        packing: the value of that option; None packs if the model can.
+        needs_reference: whether the policy is compared with the model that it starts from.
+        frozen: True if the policy is not trained.
+        users_sampler: a sampler from Python, which is built around that of the options.
     """
     # The model, its reference, and its engine.
     lm = language_model.load_lm(config, device)
     stop_ids = tuple(encode.stop_ids(tokenizer, lm.base.saved_generation_config))
     longest = config.max_prompt_length + config.max_new_tokens
-    # Costs are counted while the weights are whole: an engine under ZeRO 3 partitions them.
+    # Costs are counted before there is an engine, which under ZeRO 3 partitions the weights.
     costs = packing_costs(
         lm.base, longest, packing, option=packing_option, otherwise=WITHOUT[packing_option]
     )
-    # With LoRA the policy without its adapters is the reference, else it is a second, frozen model.
+    # With LoRA the policy without its adapters is the reference; otherwise it is a second, frozen model.
     starting = None
     if needs_reference and not lm.lora:
         starting = language_model.load_lm(config, device, trainable=False)
@@ -261,8 +292,8 @@ def load_policy(
     if needs_reference:
         reference = PolicyWithoutAdapters(model) if lm.lora else Reference(starting)
 
-    # Its sampler, and what each rank keeps in checkpoints for itself. The seeds differ by rank, or
-    # equal prompts would get equal responses.
+    # The sampler, and what each rank saves in checkpoints for itself. The seeds differ by rank, because otherwise equal
+    # prompts on two ranks would get equal responses.
     sampler = build_sampler(config, model, tokenizer, users_sampler)
     seeds = Seeds(config.seed + ranks.rank() * 100_003)
     rank_state = {"seeds": seeds} | ({"rollouts": sampler} if config.lag else {})
@@ -283,7 +314,7 @@ def load_policy(
 
 
 def policy_to_evaluate(config: Any, model, tokenizer, device, scorers: Sequence[Scorer]) -> Policy:
-    """Return the policy of a trainer that samples for its evaluations alone, from the engine around its model."""
+    """Return the policy of a trainer that samples only in its evaluations; `model` is the engine around its model."""
     lm = model.module.base
     stop_ids = tuple(encode.stop_ids(tokenizer, lm.saved_generation_config))
     sampler = TransformersSampler(
@@ -307,7 +338,7 @@ def policy_to_evaluate(config: Any, model, tokenizer, device, scorers: Sequence[
 def build_sampler(
     config: SamplingRunConfig, model, tokenizer, users_sampler: SamplerFactory | None = None
 ) -> Sampler:
-    """Return the run's sampler: the policy in this process, servers, or the user's own. Call on all ranks."""
+    """Return the run's sampler: the policy in this process, servers, or the user's own. All ranks must call this."""
     if config.sampler is not None and users_sampler is not None:
         raise InputError(
             f"sampler={config.sampler} and a sampler given to train() are two; give one of them"
@@ -316,7 +347,7 @@ def build_sampler(
     lm = model.module.base
     options = {"pad_id": tokenizer.pad_token_id, "batch_size": config.rollout_batch_size}
     if config.server is not None:
-        # The probe finds a server with other weights or a stale cache, which raises no error.
+        # A server with other weights or a stale cache raises no error, so a probe compares what it returns.
         ids = tokenizer.encode(TEXT, add_special_tokens=False)
         probe = Probe(model, ids, lm.dtype == torch.float32, config.sampling(1, ()))
         output_dir = Path(config.output_dir)
@@ -327,12 +358,12 @@ def build_sampler(
         sleeps = config.server_sleeps
         built = ServerSampler(config.server, http_of(config), folder, probe, longest, sleeps=sleeps)
     elif config.lag:
-        # The next rollout is sampled while the policy is trained, so from a copy.
+        # The next rollout is sampled while the policy is trained, so it needs a copy of the weights.
         built = CopySampler(lm, **options)
     else:
-        # Under ZeRO 3 a rank that has finished goes on, as the others gather weights with it.
+        # Under ZeRO 3 a rank that has finished keeps generating, because the others gather weights together with it.
         built = TransformersSampler(lm, **options, synced_gpus=model.zero_optimization_stage() == 3)
-    # The user's own is built around it, and may sample by it.
+    # The user's own sampler is built around this one, and may use it.
     if config.sampler is not None or users_sampler is not None:
         built = (users_sampler or load_function("sampler", config.sampler))(built, tokenizer)
         if not isinstance(built, Sampler):
@@ -345,9 +376,13 @@ def build_sampler(
 
 
 def http_of(config: SamplingRunConfig) -> Http:
-    """Return the calls to servers, with the key that the options name."""
+    """Return the HTTP client for servers, with the API key that the options name.
+
+    Raises:
+        InputError: the environment variable that should hold the key is empty or not set.
+    """
     key = None
-    # The option names a variable, because the run keeps its config, in which no key may stand.
+    # The option names a variable, because the run keeps its config on the disk, where no key may stand.
     if config.server_api_key_env is not None:
         key = os.environ.get(config.server_api_key_env, "").strip()
         if not key:

@@ -1,6 +1,4 @@
-"""What RL could learn from: the scores of responses that were sampled before training, and what to change if that is
-little.
-"""
+"""The signal for RL: how the scores of responses differ before training, and what to change if most are equal."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,10 +9,11 @@ from fused_rl.trainers.policy.groups import equal_rewards
 from fused_rl.trainers.rollouts.types import Scorer, shortened
 from fused_rl.trainers.run.learned import FAILED
 
-# Below this share of groups with a signal, of eight or more responses, training hardly moves (docs/tutorial.md).
+# With a smaller share of groups that have a signal, training hardly moves (docs/tutorial.md); this holds for groups of
+# GROUP responses or more.
 ENOUGH = 0.25
 GROUP = 8
-# Responses in which an answer is looked for.
+# The number of responses in which an answer is looked for.
 LOOKED_AT = 256
 
 
@@ -39,15 +38,15 @@ def say(
     max_new_tokens: int,
     group_size: int = GROUP,
 ) -> None:
-    """Print what was measured, and what to change first if most groups of `group_size` would have no signal.
+    """Print the signal that was measured, and what to change first if most groups of `group_size` would have none.
 
     Args:
-        scorers: those that gave the rewards.
-        rewards: (N, k) fp64, of k responses to each of N problems.
-        figures: of an evaluation, with those of `spread`.
+        scorers: the scorers that gave the rewards.
+        rewards: (N, k) fp64, the rewards of k responses to each of N problems.
+        figures: the metrics of an evaluation without their prefix, with those of `spread`.
         texts: some of the responses.
-        max_new_tokens: the length at which responses were cut.
-        group_size: responses to a prompt in training.
+        max_new_tokens: the length in tokens at which responses were cut.
+        group_size: the number of responses to a prompt in training.
     """
     count, k = rewards.shape
     cut = figures["clipped_ratio"]
@@ -57,7 +56,7 @@ def say(
     if k > 1:
         differ = 1 - figures["frac_reward_zero_std"]
         seen = f"in {differ:.0%} of {count} groups of {k} responses the scores differ ({spread_of_scores})"
-        # Small groups differ less often: about in proportion, where few responses differ from the others.
+        # Small groups differ less often, about in proportion to their size if few responses differ from the others.
         is_little = differ < ENOUGH * min(1, k / max(group_size, GROUP))
     print_line(f"signal: {seen}; {cut:.0%} of the responses were cut at {max_new_tokens} tokens")
     advice = []
@@ -76,8 +75,9 @@ def remedies(
     figures: Mapping[str, float],
     texts: Sequence[str],
 ) -> list[str]:
-    """Return what to change where most scores are equal, the likeliest first."""
-    # What being cut does not explain: responses that are right, and one score that no failure has.
+    """Return what to change when most scores are equal, the likeliest remedy first; arguments as of `say`."""
+    # First two cases that the length limit does not explain: correct responses, and a constant score that is not that
+    # of a failed response.
     solved = figures.get("accuracy_sampled", 0)
     if solved > 0.5:
         return [f"{solved:.1%} of the responses are correct: take harder rows"]
@@ -88,7 +88,7 @@ def remedies(
     is_cut = figures["clipped_ratio"] >= 0.5
     unless_longer = [CUT] if is_cut else []
     for scorer in scorers:
-        # Of a scorer that looks for an answer, where it finds one.
+        # A scorer that looks for an answer in the text can say in which responses it finds one.
         finds = getattr(scorer, "finds", None)
         if finds is None:
             continue
@@ -101,7 +101,7 @@ def remedies(
             ]
     if is_cut:
         return unless_longer
-    # Right or wrong are two scores; more of them are of a scorer that grades.
+    # More than two different scores show that a scorer grades, and does not only say right or wrong.
     finer = "" if len(rewards.unique()) > 2 else ", or use a scorer that grades"
     if "accuracy_sampled" not in figures:
         return [f"most scores are equal: take other rows, a longer warm start{finer}"]

@@ -1,4 +1,4 @@
-"""The teachers of a distillation: frozen models in the process, or vLLM servers that tell their K likeliest tokens."""
+"""The teachers of a distillation: frozen models in this process, or vLLM servers that report their likeliest tokens."""
 
 from typing import Any, NamedTuple
 
@@ -19,29 +19,43 @@ from fused_rl.trainers.rollouts.types import shortened
 from fused_rl.trainers.servers.inference import Http
 from fused_rl.trainers.servers.probe import TEXT
 
-ROWS = 256  # whose logits exist at once to find the likeliest token
+ROWS = 256  # the rows whose logits exist at once while the likeliest tokens are found
 COMPARED = 8  # in training the likeliest tokens are compared at every eighth token of a response
 
 
 class Teacher(NamedTuple):
-    """A frozen `LanguageModel`, and weight (V, H) and bias (V,) or None of its head, whole under ZeRO 3 too."""
+    """A frozen model in this process."""
 
     model: Any
+    """A `LanguageModel`, or under ZeRO 3 an engine around it."""
     head: tuple[torch.Tensor, torch.Tensor | None]
+    """Weight (V, H) and bias (V,) or None of its LM head, which are whole under ZeRO 3, too."""
     packs: bool
-    """True if its rows may hold several sequences."""
+    """True if one row of its input may hold several sequences."""
 
     @torch.no_grad()
     def read(self, inputs: dict, batch: Batch) -> tuple[torch.Tensor, ...]:
-        """Return the hidden states (N, H) that predict the batch's tokens that count."""
-        # Hidden states are kept and not logits, which are V / H times as large.
+        """Return the hidden states (N, H) that predict the N tokens of the batch that count."""
+        # Hidden states are kept instead of logits, which are V / H times as large.
         return (self.model(**inputs, under_head=lambda hidden, _: hidden),)
 
     def compare(self, config, student, student_hidden, compared, states) -> dict[str, torch.Tensor]:
-        """Return sums: of the divergence at the student's hidden states (N, H), and of metrics at those `compared`; and
-        the divergence at each state, `kl_of_tokens` (N,).
+        """Return sums of the divergence and of metrics over N tokens, and the divergence of each one.
+
+        Args:
+            config: the options, such as `direction` and `distill_temperature`.
+            student: the student's `LanguageModel`, whose head is whole here.
+            student_hidden: (N, H) its hidden states.
+            compared: (n,) int64, the indices of the tokens at which the likeliest tokens are compared.
+            states: (N, H') hidden states of the teacher, from `read`.
+
+        Returns:
+            kl: the sum of the divergence in nats, differentiable.
+            agrees: how often student and teacher have the same likeliest token, of the n `compared`.
+            mass: the sum of the teacher's probability that the comparison uses, which is n.
+            kl_of_tokens: (N,) nats, detached.
         """
-        # Heads may be padded to different numbers of rows; those in common are compared.
+        # Heads may be padded to different numbers of rows; the rows that both have are compared.
         weight, bias = _first(len(self.head[0]), student.head.weight, student.head.bias)
         likeliest = _likeliest(student_hidden[compared], weight, bias)
         agrees = likeliest == _likeliest(states[compared], *self.head)
@@ -52,7 +66,7 @@ class Teacher(NamedTuple):
         options = {"temperature": config.distill_temperature, "softcap": student.softcap} | biases
         options["logits_dtype"] = student.head_dtype
         options |= {"direction": config.direction, "jsd_beta": config.jsd_beta}
-        # The op works in tiles of tokens, so neither model's logits are ever whole.
+        # The op works in tiles of tokens, so the logits of neither model exist as a whole.
         kl = fused_rl.linear_token_kl(*operands, **options)
         return {
             "kl": kl.sum(),
@@ -63,21 +77,30 @@ class Teacher(NamedTuple):
 
 
 class ServedTeacher(NamedTuple):
-    """The model of a vLLM server, which tells the `count` likeliest tokens at every place of a sequence."""
+    """The model of a vLLM server, which reports its `count` likeliest tokens at every position of a sequence."""
 
     http: Http
     url: str
     name: str
+    """The server's name for the model."""
     count: int
+    """K, the number of likeliest tokens."""
     packs: bool = True
 
     def read(self, inputs: dict, batch: Batch) -> tuple[torch.Tensor, ...]:
-        """Return the likeliest tokens at each of N tokens that count, (N, K), and their log-probabilities."""
+        """Return the teacher's K likeliest tokens at each of the N tokens that count, and their log-probabilities.
+
+        Returns:
+            (N, K) int64 and (N, K) fp32 in nats, the likeliest token first.
+
+        Raises:
+            InputError: the server's answer has another form, for example fewer than K tokens.
+        """
         # A server would read pads as text, so the sequences are sent without them.
         ends = (batch.prompt_lengths + batch.response_lengths).tolist()
         padded = batch.input_ids.tolist()
         sequences = [ids[:end] for ids, end in zip(padded, ends, strict=True)]
-        # A server must generate at least one token, which nobody reads.
+        # A server generates at least one token, which is ignored here.
         body = {
             "model": self.name,
             "max_tokens": 1,
@@ -94,7 +117,8 @@ class ServedTeacher(NamedTuple):
             ids = []
             logprobs = []
             for i, j in zip(rows.tolist(), columns.tolist(), strict=True):
-                # Of token j + 1. Beside the K likeliest the server reports the one that is there.
+                # Column j predicts token j + 1. The server also reports the token that stands there, if it is not one
+                # of the K likeliest.
                 reported = places[i][j + 1].items()
                 ranked = sorted(reported, key=lambda token: token[1]["rank"])[: self.count]
                 ids.append([int(token) for token, _ in ranked])
@@ -114,14 +138,17 @@ class ServedTeacher(NamedTuple):
     def compare(
         self, config, student, student_hidden, compared, ids, ref_logprobs
     ) -> dict[str, torch.Tensor]:
-        """Return what `Teacher.compare` does; all tokens but the K are one outcome."""
+        """Return what `Teacher.compare` returns, with all tokens but the teacher's K likeliest as one outcome.
+
+        `ids` and `ref_logprobs` (N, K) are from `read`; `mass` is the probability of the K tokens.
+        """
         head = student.head
         options = {
             "bias": head.bias,
             "softcap": student.softcap,
             "logits_dtype": student.head_dtype,
         }
-        # A sum over the K tokens alone could be negative, so all others are one more outcome.
+        # A sum over the K tokens alone could be negative, so all other tokens together are one more outcome.
         logprobs = fused_rl.linear_token_logprobs(
             student_hidden, head.weight, ids, **options
         ).logprobs
@@ -134,7 +161,11 @@ class ServedTeacher(NamedTuple):
 
 
 def load_teachers(config, policy: Policy) -> dict[str, Teacher | ServedTeacher]:
-    """Return the teachers by name, "" for a single one; refuse one of other tokens than the student's."""
+    """Return the teachers by name, which is "" if there is only one.
+
+    Raises:
+        InputError: a teacher has another tokenizer or logit cap than the student, or its server is not a vLLM server.
+    """
     named = config.teachers.items()
     return {
         name: (_served if is_url(model) else _loaded)(config, model, policy)
@@ -143,12 +174,12 @@ def load_teachers(config, policy: Policy) -> dict[str, Teacher | ServedTeacher]:
 
 
 def is_url(teacher: str) -> bool:
-    """Return True for a teacher behind a server."""
+    """Return True if the teacher is the URL of a server."""
     return teacher.startswith(("http://", "https://"))
 
 
 def check_teacher(config, name: str, tokenizer) -> None:
-    """Refuse a teacher in this process that has other tokens than the student."""
+    """Raise `InputError` if a teacher in this process does not have the student's vocabulary."""
     # Distributions over two vocabularies cannot be compared token by token.
     tokens = set(tokenizer.get_vocab().items())
     others = set(encode.load_tokenizer(name).get_vocab().items())
@@ -161,6 +192,7 @@ def check_teacher(config, name: str, tokenizer) -> None:
 
 
 def _loaded(config, name: str, policy: Policy) -> Teacher:
+    """Load a teacher into this process."""
     check_teacher(config, name, policy.tokenizer)
     reading = {
         "dtype": engine.torch_dtype(config),
@@ -170,20 +202,20 @@ def _loaded(config, name: str, policy: Policy) -> Teacher:
         reading |= four_bit.quantized(reading["dtype"], policy.device, "teacher_in_4bit")
     lm = language_model.load_to_sample(name, device=policy.device, **reading).requires_grad_(False)
     teacher = language_model.LanguageModel(lm, "linear")
-    # The divergence caps the logits of both sides alike, so their caps must be the same.
+    # The divergence applies one cap to the logits of both models, so their caps must be the same.
     student = policy.model.module
     if teacher.softcap != student.softcap:
         what = f"caps its logits at {teacher.softcap}, and the student at {student.softcap}"
         raise InputError(f"teacher={name} {what}; choose a teacher of the student's family")
 
-    # Student and teacher read the same rows, so both must keep the sequences in one apart.
+    # Student and teacher read the same packed rows, so both must keep the sequences of a row apart.
     rows = {"option": "packing", "otherwise": f"sequences are padded for teacher={name}"}
     packs = (
         packing_costs(lm, config.max_prompt_length + config.max_new_tokens, config.packing, **rows)
         is not None
     )
 
-    # One head may be padded to more rows. ZeRO 3 partitions parameters, but not these tensors.
+    # A head may be padded to more rows than the vocabulary has. ZeRO 3 partitions parameters, but not these tensors.
     vocab = student.base.config.get_text_config().vocab_size
     bias = None if teacher.head.bias is None else teacher.head.bias.detach()
     head = _first(vocab, teacher.head.weight.detach(), bias)
@@ -191,6 +223,7 @@ def _loaded(config, name: str, policy: Policy) -> Teacher:
 
 
 def _served(config, url: str, policy: Policy) -> ServedTeacher:
+    """Wait for a teacher's server, and check that its model has the student's tokenizer."""
     url, http = url.rstrip("/"), http_of(config)
     if ranks.process() == 0:
         print_line(f"waiting at most {http.timeout:g} s for teacher={url}")
@@ -199,7 +232,7 @@ def _served(config, url: str, policy: Policy) -> ServedTeacher:
     (answer,) = http.run([http.call("GET", f"{url}/v1/models", tries=float("inf"))])
     try:
         name = answer["data"][0]["id"]
-        # Sequences are sent as token ids, which are other words to another tokenizer.
+        # Sequences are sent as token ids, which mean other text to another tokenizer.
         path = "POST /tokenize"
         body = {"model": name, "prompt": TEXT, "add_special_tokens": False}
         (answer,) = http.run([http.call("POST", f"{url}/tokenize", body)])
@@ -217,19 +250,27 @@ def _served(config, url: str, policy: Policy) -> ServedTeacher:
 def teacher_divergence(
     policy: Policy, teachers: list, batch: Batch, teacher_of: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Return sums over the tokens of a micro-batch: of the divergence from the teachers, in nats, and of metrics; and
-    the divergence of each sequence, `kl_of_sequences` (b,) fp64.
+    """Return sums over the tokens of a micro-batch, of the divergence from the teachers and of metrics.
 
-    `teacher_of` (b,) int64 says which of the `teachers`, as `load_teachers` returns them, each sequence has.
+    Args:
+        policy: the student.
+        teachers: the teachers of `load_teachers`, in a list.
+        batch: b sequences.
+        teacher_of: (b,) int64, the number of each sequence's teacher in that list.
+
+    Returns:
+        The sums of `Teacher.compare` by name, of which `kl` (nats) is differentiable; `compared`, the number of tokens
+        at which the likeliest tokens are compared; and `kl_of_sequences` (b,) fp64, the divergence of each sequence in
+        nats, detached.
     """
     costs = policy.costs if all(teacher.packs for teacher in teachers) else None
     row, column = batch.response_tokens()
-    # Whether the likeliest tokens agree costs products with the heads, so training samples it.
+    # To find the likeliest tokens takes products with the heads, so training does it at some tokens only.
     stride = COMPARED if torch.is_grad_enabled() else 1
     compared = (column + 1 - batch.prompt_lengths[row]) % stride == 0
 
-    # Each teacher reads its own sequences. One that has none here reads another, as ZeRO 3 needs
-    # all ranks to read.
+    # Each teacher reads its own sequences. A teacher without any in this batch reads the first one, because under
+    # ZeRO 3 all ranks must run each model.
     inputs = inputs_of(batch, costs)
     if torch.is_grad_enabled():
         fed = inputs["packed"] or batch
@@ -245,11 +286,11 @@ def teacher_divergence(
             its_inputs = inputs_of(its_batch, costs)
         reading = teacher.read(its_inputs, its_batch)
         tokens_of.append(tokens)
-        # Nothing is kept of a sequence that was read for the sake of the other ranks.
+        # Nothing is kept of a sequence that was read only for the sake of the other ranks.
         readings.append([values[: len(tokens)] for values in reading])
 
     def compare_under_head(hidden, student):
-        """In the student's forward pass, where its head is whole."""
+        """Compare with each teacher; this runs in the student's forward pass, because there its head is whole."""
         sums = []
         of_sequences = hidden.new_zeros(len(teacher_of), dtype=torch.float64)
         for teacher, tokens, reading in zip(teachers, tokens_of, readings, strict=True):
@@ -269,13 +310,13 @@ def teacher_divergence(
 
 
 def inputs_of(batch: Batch, costs: Costs | None) -> dict[str, Any]:
-    """Return the inputs of student and teacher, packed where that is cheaper."""
+    """Return the inputs with which student and teacher read a batch, packed into fewer rows where that is cheaper."""
     inputs = {"input_ids": batch.input_ids, "mask": batch.response_mask, "places": batch.places()}
     if costs is None:
         return inputs | {"packed": None}
     if not costs.masked:
         return inputs | {"packed": unpad(batch)}
-    # The last token of a sequence predicts none, so it is not fed.
+    # The last token of a sequence predicts no other token, so it is not fed to the models.
     fed = batch.prompt_lengths + (batch.response_lengths - 1).clamp(min=0)
     lengths = fed.tolist()
     rows = arrange(lengths, costs)
@@ -284,7 +325,10 @@ def inputs_of(batch: Batch, costs: Costs | None) -> dict[str, Any]:
 
 
 def _first(vocab: int, weight, bias):
-    """Return the first rows of a head; itself where it has no more, as the gradient of a slice is a copy."""
+    """Return the first `vocab` rows of a head, or the head itself if it has no more.
+
+    A slice is avoided then, because its gradient would be a copy of the whole head.
+    """
     if len(weight) <= vocab:
         return weight, bias
     return weight[:vocab], None if bias is None else bias[:vocab]
@@ -292,5 +336,5 @@ def _first(vocab: int, weight, bias):
 
 @torch.no_grad()
 def _likeliest(hidden, weight, bias) -> torch.Tensor:
-    """Return the likeliest token of each hidden state, (n,)."""
+    """Return the likeliest token of each hidden state (n, H), as (n,) int64."""
     return torch.cat([linear(rows, weight, bias).argmax(-1) for rows in hidden.split(ROWS)])
