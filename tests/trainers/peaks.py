@@ -13,25 +13,26 @@ from fused_rl.trainers.run.loop import Run
 from tests.trainers import figures
 
 
-def allocated() -> int:
-    """Return the bytes of all tensors that Python holds, but for fake ones, which another test may have left."""
-    storages = {}
+def storages() -> dict[int, int]:
+    """Return {address: bytes} of all tensors that Python holds, but for fake ones."""
+    gc.collect()
+    found_at = {}
     for found in gc.get_objects():
         if issubclass(type(found), torch.Tensor) and found.layout == torch.strided:
             for tensor in (found, found.grad):
                 if tensor is not None and tensor.is_leaf:
                     storage = tensor.untyped_storage()
-                    with contextlib.suppress(
-                        RuntimeError
-                    ):  # some fake ones have no address, others 0
-                        storages[storage.data_ptr()] = storage.nbytes()
-    storages.pop(0, None)
-    return sum(storages.values())
+                    # some fake ones have no address, others 0
+                    with contextlib.suppress(RuntimeError):
+                        found_at[storage.data_ptr()] = storage.nbytes()
+    found_at.pop(0, None)
+    return found_at
 
 
 def peak_of(config) -> int:
     """Train for two steps, and return the most bytes of tensors in the second, when the optimizer has its state."""
     log = Run.log
+    left = storages()  # by other tests of this process
     steps = 0
     before = most = 0
     recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
@@ -41,8 +42,7 @@ def peak_of(config) -> int:
         log(run, *metrics)
         steps += 1
         if steps == 1:
-            gc.collect()
-            before = allocated()
+            before = sum(size for _, size in storages().items() - left.items())
             recorded.start()
         elif steps == 2:
             recorded.stop()
