@@ -1,10 +1,10 @@
 """`make demo`: from nothing to a small model that GRPO teaches to add and subtract, in minutes on two CPU cores.
 
-1. Problems of reasoning-gym's chain_sum (three one-digit numbers), some of them held out.
-2. A small Llama with random weights, warm-started by `fused-rl sft` on the answers of a teacher who miscounts in most
-   subtractions: half of the demonstrations are wrong, and the model learns to miscount too.
-3. `fused-rl grpo`: sampled answers and reasoning-gym's own `score_answer`, no demonstrations. The model must learn from
-   its right answers what its teacher mostly got wrong.
+1. It makes problems of reasoning-gym's chain_sum (three one-digit numbers), and holds some of them out.
+2. A small Llama with random weights is warm-started by `fused-rl sft` on the answers of a teacher who miscounts in most
+   subtractions. Half of the demonstrations are wrong, and the model learns to miscount too.
+3. `fused-rl grpo` trains it on its own sampled answers, scored by reasoning-gym's `score_answer`, without any
+   demonstrations. From its right answers the model must learn what its teacher mostly got wrong.
 """
 
 import argparse
@@ -26,13 +26,16 @@ from fused_rl.trainers.run.parse import parse
 
 RECIPES = Path(__file__).parent
 NUM_TRAIN, NUM_EVAL = 3000, 256
+# The probability with which the teacher miscounts in a subtraction.
 MISCOUNTS = 0.6
 
 
 def problems(seed: int, count: int) -> list[dict]:
-    """Distinct problems as reasoning-gym makes them: question, answer, metadata."""
+    """Return distinct problems as reasoning-gym makes them, each with question, answer and metadata."""
     gym = import_reasoning_gym()
     options = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
+    # The generator repeats itself, so many more problems are generated than are returned. They are made one at a time,
+    # and the loop ends as soon as there are enough.
     distinct: dict[str, dict] = {}
     for entry in gym.create_dataset(
         "chain_sum", size=100 * count, seed=seed * 1_000_003, **options
@@ -46,22 +49,26 @@ def problems(seed: int, count: int) -> list[dict]:
 
 
 def careless_answer(entry: dict, rng: random.Random) -> str:
-    """The teacher's answer: counting back from 8 by 3 as "8, 7, 6" makes 8 - 3 one too large, in most subtractions."""
+    """Return the teacher's answer, which is one too large for each subtraction in which the teacher miscounts.
+
+    Such a mistake is to count back from 8 by 3 as "8, 7, 6", which makes 8 - 3 equal to 6.
+    """
     subtractions = entry["metadata"]["expression"].count("-")
     too_many = sum(rng.random() < MISCOUNTS for _ in range(subtractions))
     return str(int(entry["answer"]) + too_many)
 
 
 def build_model(folder: Path, texts: list[str], seed: int, layers: int = 2) -> str:
-    """A small Llama with random weights and a tokenizer of the problems' digits and letters; returns its folder."""
+    """Write a small Llama with random weights and a tokenizer that is learned from `texts`, and return its folder."""
     tokenizer = tiny_model.learn_tokenizer(texts, 192, chat=False)
     tiny_model.save_llama(folder, tokenizer, seed, layers=layers, hidden_size=128, positions=64)
     return str(folder)
 
 
 def prepare(folder: Path, seed: int) -> None:
-    """Problems, demonstrations, tokenizer and the untrained model, as files."""
+    """Write the problems, the demonstrations, and the untrained model with its tokenizer into a folder."""
     made = problems(seed, NUM_TRAIN + NUM_EVAL)
+    # All problems are distinct, so none that is held out is trained on.
     train = made[:NUM_TRAIN]
     held_out = made[NUM_TRAIN:]
     rng = random.Random(seed)
@@ -79,17 +86,18 @@ def prepare(folder: Path, seed: int) -> None:
 
 
 def report(folder: Path, seconds: float) -> None:
-    """The table at the end: held-out problems before and after GRPO."""
+    """Print the table at the end: the figures on held-out problems before and after GRPO, and where the files are."""
     import rich
     import rich.table
 
+    # Only steps with an evaluation have these figures: the first one is before training, the last one after it.
     history = read_metrics(folder / "metrics.jsonl")
     evaluations = [metrics for metrics in history if "eval/accuracy_greedy" in metrics]
     table = rich.table.Table(
         "", "before GRPO", "after GRPO", "change", title=f"{NUM_EVAL} held-out problems"
     )
 
-    # What is better when larger, and what it cost.
+    # First the shares, which are better when larger, and then what they cost, in nats.
     shares = {
         "accuracy, greedy": "eval/accuracy_greedy",
         "accuracy, sampled at temperature 1": "eval/accuracy_sampled",
@@ -116,7 +124,7 @@ def report(folder: Path, seconds: float) -> None:
 
 @around("fused-rl demo", LOST)
 def main(argv: list[str] | None = None) -> None:
-    """`fused-rl demo`, `make demo`."""
+    """Run `fused-rl demo`, which `make demo` calls."""
     parser = argparse.ArgumentParser(
         prog="fused-rl demo", description=str(__doc__).split("\n", 1)[0]
     )
@@ -129,14 +137,15 @@ def main(argv: list[str] | None = None) -> None:
     folder = options.output_dir
     seed = options.seed
     engine.quiet()
-    # Of so small a model two threads win little, and lose tenfold where another process has one of the two cores.
+    # For so small a model a second thread is of little use, and if another process needs one of the two cores, the
+    # threads that wait for each other take ten times as long.
     torch.set_num_threads(1)
     _run(folder, seed)
     report(folder / "grpo", time.monotonic() - began)
 
 
 def warm_start(folder: Path, seed: int) -> None:
-    """Problems, and a model that has learnt from the careless teacher: `folder`/data and `folder`/sft/model."""
+    """Write the problems to `folder`/data, and train a model on the careless teacher's answers: `folder`/sft/model."""
     print("1/3 problems from reasoning-gym, an untrained model")
     prepare(folder, seed)
     print("2/3 warm start: fused-rl sft --config recipes/demo_sft.yaml")
@@ -149,7 +158,7 @@ def warm_start(folder: Path, seed: int) -> None:
 
 
 def grpo_config(folder: Path, seed: int) -> grpo.GRPOConfig:
-    """The recipe of the reinforcement, on what `warm_start` has left in `folder`."""
+    """Return the recipe of GRPO for the files that `warm_start` has written to `folder`."""
     paths = {
         "model": folder / "sft" / "model",
         "dataset": folder / "data" / "train.jsonl",
@@ -160,13 +169,15 @@ def grpo_config(folder: Path, seed: int) -> grpo.GRPOConfig:
 
 
 def _run(folder: Path, seed: int) -> None:
+    """Run the three steps of the demo."""
     warm_start(folder, seed)
     print("3/3 reinforcement: fused-rl grpo --config recipes/demo_grpo.yaml")
     grpo.train(grpo_config(folder, seed))
 
 
 def arguments(recipe: str, seed: int, options: Mapping[str, object]) -> list[str]:
-    """The command line of one recipe."""
+    """Return the command line of a recipe, whose paths and seed are replaced by `options` and `seed`."""
+    # As on a command line, an option after --config replaces that of the file.
     spelled = [f"--{key}={value}" for key, value in options.items()]
     return ["--config", str(RECIPES / recipe), "--seed", str(seed), *spelled]
 

@@ -1,7 +1,8 @@
 """`make demo-distill`, `fused-rl demo-distill`: the model of `make demo` teaches its own warm start.
 
-1. `make demo`, unless its models are there: a warm start that miscounts, and the same model after GRPO.
-2. `fused-rl distill`: the warm start samples answers, and the model after GRPO corrects every token of them.
+1. Run `make demo` unless its models are there: a warm start that miscounts, and the same model after GRPO.
+2. In `fused-rl distill` the warm start samples answers, and the model after GRPO, as the teacher, gives its own
+   distribution at every token of them.
 """
 
 import argparse
@@ -19,7 +20,8 @@ from fused_rl.trainers.run.parse import parse
 
 
 def run(teacher: Path, folder: Path, seed: int) -> None:
-    """Make the demo's models in `teacher` if they are missing, and distil one into the other in `folder`."""
+    """Make the demo's models in `teacher` if they are missing, and distil one into the other, in `folder`."""
+    # Student and teacher have the same tokenizer, because both began as the demo's untrained model.
     print(f"1/2 student and teacher: {teacher}/sft/model, {teacher}/grpo/model (of `make demo`)")
     if not (teacher / "grpo" / "model").is_dir():
         demo.warm_start(teacher, seed)
@@ -36,11 +38,12 @@ def run(teacher: Path, folder: Path, seed: int) -> None:
 
 
 def report(teacher: Path, folder: Path) -> None:
-    """Print the table at the end: held-out problems of the student, before and after, and of the teacher."""
+    """Print the table at the end: the held-out figures of the student before and after, and of the teacher."""
     import rich
     import rich.table
 
     def evaluations(of: Path) -> list[dict]:
+        """Return the metrics of the steps of a run that evaluated."""
         return [
             metrics
             for metrics in read_metrics(of / "metrics.jsonl")
@@ -63,7 +66,7 @@ def report(teacher: Path, folder: Path) -> None:
 
 @around("fused-rl demo-distill", LOST)
 def main(argv: list[str] | None = None) -> None:
-    """`make demo-distill`."""
+    """Run `fused-rl demo-distill`, which `make demo-distill` calls."""
     parser = argparse.ArgumentParser(
         prog="fused-rl demo-distill", description=str(__doc__).split("\n", 1)[0]
     )
@@ -80,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     began = time.monotonic()
     engine.quiet()
-    torch.set_num_threads(1)  # of so small a model two threads win little
+    torch.set_num_threads(1)  # for so small a model a second thread is of little use
     run(options.demo_dir, options.output_dir, options.seed)
     report(options.demo_dir, options.output_dir)
     seconds = time.monotonic() - began

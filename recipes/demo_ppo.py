@@ -1,9 +1,10 @@
-"""`make demo-ppo`, `fused-rl demo-ppo`: PPO against a reward model that was learnt, with the truth beside it.
+"""`make demo-ppo`, `fused-rl demo-ppo`: PPO against a learned reward model, with the true score beside it.
 
-1. The demo's problems and its warm start: `fused-rl sft` on the answers of a teacher who miscounts.
-2. A reward model from right and wrong answers to those problems: `fused-rl reward`, longer than in `make demo-reward`.
-3. `fused-rl ppo` against that reward model, which is also where the critic starts. reasoning-gym's own scorer sees each
-   answer too, with weight 0: it pays nothing, and shows how far the score can be trusted.
+1. The demo's problems and its warm start: `fused-rl sft` trains on the answers of a teacher who miscounts.
+2. `fused-rl reward` trains a reward model on right and wrong answers to those problems, longer than `make demo-reward`.
+3. `fused-rl ppo` trains the policy against that reward model, from which the critic starts, too. reasoning-gym's own
+   scorer also sees each answer, with a weight of 0: it adds nothing to the reward, but it shows how far the reward
+   model's score can be trusted.
 """
 
 import argparse
@@ -20,11 +21,12 @@ from fused_rl.trainers.run.command import LOST, around
 from fused_rl.trainers.run.logger import read_metrics
 from fused_rl.trainers.run.parse import parse
 
+# The metrics of the score that PPO maximises, and of the true one.
 PROXY, TRUTH = "objective/scores", "rewards/fused_rl.recipes.gym:score/mean"
 
 
 def run(folder: Path, seed: int) -> list[dict]:
-    """Warm start, reward model and PPO of one seed; returns PPO's metrics."""
+    """Run warm start, reward model and PPO with one seed, and return the metrics of PPO, one dict per step."""
     print(
         "1/3 problems, an untrained model, and a warm start: fused-rl sft --config recipes/demo_sft.yaml"
     )
@@ -41,7 +43,7 @@ def run(folder: Path, seed: int) -> list[dict]:
     problems = demo.problems(seed, demo.NUM_TRAIN + demo.NUM_EVAL)
     pairs = demo_reward.make_pairs(problems, seed)
     pairs["train"] += miscounts(problems[: demo.NUM_TRAIN])
-    # Four layers: with the policy's two, it distinguishes sums that are one off too rarely.
+    # It has four layers, because with two, as in the policy, it too rarely tells sums apart that differ by one.
     texts = [entry["question"] + entry["answer"] for entry in problems]
     untrained = demo.build_model(folder / "judge", texts, seed, layers=4)
     paths = {"model": untrained, "output_dir": folder / "reward"}
@@ -64,7 +66,10 @@ def run(folder: Path, seed: int) -> list[dict]:
 
 
 def miscounts(problems: list[dict]) -> list[dict]:
-    """Right answers against those next to them: the warm-started policy errs there, so there it must be judged well."""
+    """Return pairs of the right answer and one next to it.
+
+    The warm-started policy makes these mistakes, so the reward model must recognise them.
+    """
     rows = []
     for entry in problems:
         right = int(entry["answer"])
@@ -80,7 +85,7 @@ def miscounts(problems: list[dict]) -> list[dict]:
 
 
 def row_of(history: list[dict]) -> list[str]:
-    """A seed's row of the table: held-out problems before and after, and the KL that it cost."""
+    """Return a seed's row of the table: the figures on held-out problems before and after PPO, and the KL of that."""
     evaluations = [metrics for metrics in history if "eval/score" in metrics]
     before = evaluations[0]
     after = evaluations[-1]
@@ -92,13 +97,14 @@ def row_of(history: list[dict]) -> list[str]:
 
 
 def draw(histories: dict[str, list[dict]], path: Path) -> None:
-    """Draw the score against accuracy over the steps of PPO, each point at its KL to the reference."""
+    """Draw three panels over the steps of PPO: score and true accuracy by KL, score by length, and win rate by KL."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 3.6), layout="constrained")
     proxy, length, wins = figure.subplots(1, 3)
 
-    # Three panels, a colour per seed: the score beside the truth, lengths, and how often a pair is ranked right.
+    # Each seed has a colour. If score and truth part as the KL grows, or the score grows with the length, the policy
+    # exploits the reward model.
     for name, history in histories.items():
         steps = [metrics for metrics in history if PROXY in metrics]
         kl = [metrics["objective/kl_exact"] for metrics in steps]
@@ -130,7 +136,7 @@ def draw(histories: dict[str, list[dict]], path: Path) -> None:
 
 @around("fused-rl demo-ppo", LOST)
 def main(argv: list[str] | None = None) -> None:
-    """`make demo-ppo`."""
+    """Run `fused-rl demo-ppo`, which `make demo-ppo` calls."""
     import rich
     import rich.table
 
@@ -146,7 +152,7 @@ def main(argv: list[str] | None = None) -> None:
     folder = options.output_dir
     histories = {}
     engine.quiet()
-    torch.set_num_threads(1)  # of so small a model two threads win little
+    torch.set_num_threads(1)  # for so small a model a second thread is of little use
     for seed in options.seeds:
         place = folder if len(options.seeds) == 1 else folder / f"seed-{seed}"
         histories[f"seed {seed}"] = run(place, seed)

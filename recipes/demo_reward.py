@@ -1,7 +1,7 @@
 """`make demo-reward`, `fused-rl demo-reward`: a small reward model learns to tell right sums from wrong ones.
 
-Problems are reasoning-gym's; a right answer is paired with each of several kinds of wrong ones, and every pair with
-reasoning-gym's own `score_answer`. Problems of the held-out pairs are not trained on.
+The problems are reasoning-gym's. The right answer is paired with each of several kinds of wrong answers, if
+reasoning-gym's own `score_answer` confirms which of the two is better. No problem of a held-out pair is trained on.
 """
 
 import argparse
@@ -24,7 +24,7 @@ NUM_TRAIN, NUM_EVAL = 3000, 256
 
 
 def evaluate(terms: list[str]) -> int:
-    """`["3", "-", "4", "+", "1"]` from the left."""
+    """Return the value of a chain such as `["3", "-", "4", "+", "1"]`, evaluated from the left."""
     value = int(terms[0])
     for sign, term in zip(terms[1::2], terms[2::2], strict=True):
         value += int(term) if sign == "+" else -int(term)
@@ -32,16 +32,19 @@ def evaluate(terms: list[str]) -> int:
 
 
 def wrong_answers(entry: dict, rng: random.Random) -> dict[str, str]:
-    """Answers that a careless pupil gives, by kind; those that happen to be right are left out."""
+    """Return wrong answers that a careless pupil might give, by the kind of mistake.
+
+    A mistake whose result happens to be right is left out.
+    """
     terms = entry["metadata"]["expression"].split()
     right = int(entry["answer"])
 
-    # One sign the other way round.
+    # One sign is read the other way round.
     misread = list(terms)
     position = rng.randrange(1, len(terms), 2)
     misread[position] = "+" if terms[position] == "-" else "-"
 
-    # As if there were brackets around the last two, then around the last three.
+    # The chain is evaluated from the right, as if there were brackets around its last two terms, and so on.
     grouped = int(terms[-1])
     for sign, term in zip(terms[-2::-2], terms[-3::-2], strict=True):
         grouped = int(term) + grouped if sign == "+" else int(term) - grouped
@@ -57,12 +60,13 @@ def wrong_answers(entry: dict, rng: random.Random) -> dict[str, str]:
 
 
 def make_pairs(problems: list[dict], seed: int) -> dict[str, list[dict]]:
-    """Preference pairs, "train" and "eval", about the first `NUM_TRAIN` problems and about the others."""
+    """Return preference pairs: "train" about the first `NUM_TRAIN` problems, and "eval" about the others."""
     rng = random.Random(seed)
     pairs = {"train": [], "eval": []}
     for i, entry in enumerate(problems):
         for kind, answer in wrong_answers(entry, rng).items():
             right = entry["answer"]
+            # The gym has the last word on which answer is better, so that no pair is the wrong way round.
             if gym.score(right, entry) > gym.score(answer, entry):
                 row = {
                     "question": entry["question"],
@@ -75,7 +79,7 @@ def make_pairs(problems: list[dict], seed: int) -> dict[str, list[dict]]:
 
 
 def prepare(folder: Path, seed: int) -> None:
-    """Preference pairs, tokenizer and the untrained model, as files."""
+    """Write the preference pairs, and the untrained model with its tokenizer, into a folder."""
     made = demo.problems(seed, NUM_TRAIN + NUM_EVAL)
     pairs = make_pairs(made, seed)
     for split, rows in pairs.items():
@@ -87,9 +91,10 @@ def prepare(folder: Path, seed: int) -> None:
 
 
 def accuracy_by_kind(config: reward.RewardConfig) -> dict[str, float]:
-    """Return how often the right answer wins on held-out pairs, scored by the saved model as in PPO."""
+    """Return how often the right answer has the higher score, by the kind of wrong answer, on held-out pairs."""
     rows = load_rows(config.eval_dataset)
     pairs = preferences.PairEncoder(config, encode.load_tokenizer(config.model)).pairs(rows)
+    # The saved model scores here, in the way in which it would score responses in PPO.
     scorer = RewardScorer(RewardModel.from_pretrained(f"{config.output_dir}/model"), 256)
     chosen = scorer([pair.chosen[0] for pair in pairs], [pair.chosen[1] for pair in pairs])
     rejected = scorer([pair.rejected[0] for pair in pairs], [pair.rejected[1] for pair in pairs])
@@ -100,7 +105,7 @@ def accuracy_by_kind(config: reward.RewardConfig) -> dict[str, float]:
 
 
 def run(folder: Path, seed: int) -> dict[str, float]:
-    """One reward model from nothing: its held-out accuracy by kind of wrong answer."""
+    """Train one reward model from nothing, and return its held-out accuracy by the kind of wrong answer."""
     prepare(folder, seed)
     paths = {
         "model": folder / "init",
@@ -115,7 +120,7 @@ def run(folder: Path, seed: int) -> dict[str, float]:
 
 @around("fused-rl demo-reward", LOST)
 def main(argv: list[str] | None = None) -> None:
-    """`make demo-reward`."""
+    """Run `fused-rl demo-reward`, which `make demo-reward` calls."""
     import rich
     import rich.table
 

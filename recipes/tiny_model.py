@@ -2,7 +2,8 @@
 
     python -m fused_rl.recipes.tiny_model --dataset train.jsonl --output_dir tiny
 
-It has a chat template, and every trainer takes its folder. It knows nothing: begin with `fused-rl sft`.
+It has a chat template, and every trainer takes its folder as a model. It knows nothing yet, so begin with
+`fused-rl sft`.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from fused_rl.trainers.run.command import around
 
 PAD, EOS = "<pad>", "<eos>"
 CHAT = (PAD, EOS, "<system>", "<user>", "<assistant>")
+# A message begins with its role, and only those of the assistant end with EOS, which is where generation stops.
 TEMPLATE = (
     "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ '<eos>' }}{% endif %}{% endfor %}"
@@ -23,10 +25,10 @@ TEMPLATE = (
 
 
 def learn_tokenizer(texts: Iterable[str], vocab_size: int, *, chat: bool):
-    """Byte pairs of these texts, digits one by one, at most `vocab_size` tokens.
+    """Return a byte-pair tokenizer of at most `vocab_size` tokens that is learned from texts; each digit is a token.
 
-    With `chat` there is a chat template, every text can be spelled, and no token crosses a word. Else the tokens are of
-    the letters in `texts` alone, and may hold several words.
+    With `chat` it has a chat template, it can encode any text, and no token crosses the border of a word. Otherwise it
+    can only encode characters that are in `texts`, and a token may hold several words.
     """
     import tokenizers
     import transformers
@@ -55,7 +57,16 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int, *, chat: bool):
 def save_llama(
     folder: Path, tokenizer, seed: int, *, layers: int, hidden_size: int, positions: int
 ) -> int:
-    """Write a Llama with random weights, and its tokenizer, in the Hub's format; returns how many weights it has."""
+    """Write a Llama with random weights and its tokenizer in the Hub format, and return the number of its weights.
+
+    Args:
+        folder: the folder of the model.
+        tokenizer: its tokenizer, whose size is that of the vocabulary.
+        seed: the seed of the weights.
+        layers: the number of layers.
+        hidden_size: the width of the hidden states, a multiple of 32, the size of an attention head.
+        positions: the longest sequence, in tokens.
+    """
     import transformers
 
     transformers.set_seed(seed)
@@ -66,7 +77,8 @@ def save_llama(
         num_hidden_layers=layers,
         num_attention_heads=hidden_size // 32,
         num_key_value_heads=hidden_size // 32,
-        # The slowest rotation turns about once over all positions: of so few no two are far apart.
+        # The base of the rotary embeddings is chosen so that the slowest rotation turns about once over all positions.
+        # With the usual base, which is for thousands of positions, the slow rotations would hardly turn at all.
         rope_parameters={"rope_type": "default", "rope_theta": positions / 6.4},
         max_position_embeddings=positions,
         tie_word_embeddings=False,
@@ -81,7 +93,7 @@ def save_llama(
 
 
 def texts_of(value: object) -> Iterator[str]:
-    """Every text in a row, those of its messages too."""
+    """Yield every text in a row, including those of its messages."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (list, dict)):
@@ -91,7 +103,7 @@ def texts_of(value: object) -> Iterator[str]:
 
 @around("tiny_model")
 def main(argv: list[str] | None = None) -> None:
-    """`python -m fused_rl.recipes.tiny_model`."""
+    """Run `python -m fused_rl.recipes.tiny_model`."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
     parser.add_argument(
         "--dataset", required=True, help="rows whose texts the tokenizer learns from"

@@ -1,10 +1,10 @@
 """`python -m fused_rl.recipes.tool`: GRPO of a model that learns to use a calculator.
 
-1. A small Llama with random weights, warm-started on conversations in which a question is mostly answered by a guess,
-   and in three of ten by a call, `calc 17 + 26`, which the calculator answers. It guesses, and its guesses are wrong.
-2. GRPO: the few responses that call the calculator are right, so calls are reinforced.
+1. A small Llama with random weights is warm-started on conversations. In seven of ten the question is answered by a
+   random guess; in three of ten the answer is a call such as `calc 57 + 86`, to which the calculator replies.
+2. In GRPO the responses that call the calculator are right and the guesses are not, so calls are reinforced.
 
-The calculator's answer is in the response, written by the model's chat template, and is not trained.
+The calculator's reply is part of the response, written as the model's chat template writes it, but not trained on.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from fused_rl.trainers.run.parse import parse
 
 CALL = re.compile(r"calc (\d+) \+ (\d+)")
 NUM_WARM, NUM_TRAIN, NUM_EVAL = 2700, 1900, 200
-# Of the demonstrations, so many call the calculator.
+# The share of the demonstrations that call the calculator.
 CALLS = 0.3
 
 
@@ -35,11 +35,13 @@ class Calculator(Sampler):
     """A sampler of responses in which the policy may call the calculator once."""
 
     def __init__(self, built, tokenizer):
+        """Wrap the sampler that the options describe, `built`, which generates the turns of the policy."""
         super().__init__(built, tokenizer)
         self.conversation = Conversation(tokenizer)
 
     def sample(self, prompts, sampling):
         """Return one response per prompt: an answer, or a call, its result and an answer."""
+        # The first turn of all responses, which has room for a call.
         everyone = range(len(prompts))
         first = self.built.sample(prompts, of_turn(sampling, 0, everyone, max_new_tokens=12))
         responses = []
@@ -47,11 +49,13 @@ class Calculator(Sampler):
         for i, turn in enumerate(first):
             call = CALL.fullmatch(self.conversation.text(turn).strip())
             said = []
+            # The reply is in the tokens of the chat template, so that the model reads what it was warm-started on.
             if call is not None:
                 result = int(call[1]) + int(call[2])
                 said = self.conversation.reply(turn, str(result), role="tool")
                 called.append(i)
             responses.append(after_turn(None, turn, said))
+        # The second turn of those that called, which reads the calculator's reply.
         longer = [prompts[i] + responses[i].ids for i in called]
         second = self.built.sample(longer, of_turn(sampling, 1, called, max_new_tokens=6))
         for i, turn in zip(called, second, strict=True):
@@ -60,17 +64,18 @@ class Calculator(Sampler):
 
 
 def right(response: str, row: dict) -> float:
-    """1 where the last turn is the sum."""
+    """Return 1 if the last turn is the right sum, else 0."""
     return float(response.split("<assistant>")[-1].strip() == row["answer"])
 
 
 def prepare(folder: Path, seed: int) -> None:
     """Write questions, conversations for the warm start, and a model with random weights and a chat template."""
     rng = random.Random(seed)
-    # Sums of three digits, so that a small model soon learns to copy them.
+    # All sums have three digits, so that a small model soon learns to copy them.
     pairs = [(a, b) for a in range(10, 100) for b in range(100 - a, 100) if b >= 10]
     rng.shuffle(pairs)
     rows = [{"question": f"{a} + {b}", "answer": str(a + b)} for a, b in pairs]
+    # The questions of the warm start are not used again in GRPO, nor are those that are held out.
     demonstrations = []
     for row in rows[:NUM_WARM]:
         messages = [{"role": "user", "content": row["question"]}]
@@ -92,7 +97,7 @@ def prepare(folder: Path, seed: int) -> None:
 
 
 def configs(folder: Path, seed: int) -> tuple[sft.SFTConfig, grpo.GRPOConfig]:
-    """Return the two recipes on what `prepare` has left in `folder`."""
+    """Return the recipes of the warm start and of GRPO for the files that `prepare` has written to `folder`."""
     data = folder / "data"
     warm = {"model": folder / "init", "dataset": data / "warm.jsonl", "output_dir": folder / "sft"}
     paths = {
@@ -109,14 +114,14 @@ def configs(folder: Path, seed: int) -> tuple[sft.SFTConfig, grpo.GRPOConfig]:
 
 @around("tool", LOST)
 def main(argv: list[str] | None = None) -> None:
-    """`python -m fused_rl.recipes.tool`."""
+    """Run `python -m fused_rl.recipes.tool`."""
     parser = argparse.ArgumentParser(prog="tool", description=str(__doc__).split("\n", 1)[0])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output_dir", type=Path, default=Path("runs/tool"))
     options = parser.parse_args(argv)
     began, folder = time.process_time(), options.output_dir
     engine.quiet()
-    torch.set_num_threads(1)  # of so small a model two threads win little
+    torch.set_num_threads(1)  # for so small a model a second thread is of little use
     prepare(folder, options.seed)
     warm_start, reinforcement = configs(folder, options.seed)
     sft.train(warm_start)

@@ -1,8 +1,8 @@
 """`python -m fused_rl.recipes.turns`: GRPO of a model that learns to guess a digit in three turns.
 
-After each guess the environment, which is this file, says whether the digit is smaller (<), larger (>) or the one (=).
-Its answer is in the response, where the next guess reads it, and is not trained. A model of random weights finds the
-digit in one game of six; guessing the middle finds it in seven of ten.
+After each guess the environment, which is this file, says that the digit is smaller (<), larger (>) or found (=). Its
+answer is part of the response, where the next guess can read it, but it is not trained on. A model with random weights
+finds the digit in about one game of six; a player who always guesses the middle finds it in seven of ten.
 """
 
 import argparse
@@ -26,14 +26,21 @@ TURNS = 3
 
 
 class Guessing(Sampler):
-    """A sampler of whole games: the policy guesses, one token a turn, and the environment answers."""
+    """A sampler of whole games: in each turn the policy guesses with one token, and the environment answers."""
 
     def sample(self, prompts, sampling):
-        """One game per prompt; those of one prompt are about one digit."""
+        """Return one game per prompt, as a response that has the guesses and the answers.
+
+        Args:
+            prompts: lists of token ids; a group's games have equal prompts.
+            sampling: the options of the sampling, with a seed per prompt.
+        """
+        # Games with equal prompts are about the same digit, so a group's rewards compare how well that was guessed.
         digits = [random.Random(str(prompt)).randrange(10) for prompt in prompts]
         games = [None] * len(prompts)
         going = list(range(len(prompts)))
         for turn in range(TURNS):
+            # All games that are not over are sampled together, each from its prompt and its turns so far.
             contexts = [prompts[i] + (games[i].ids if turn else []) for i in going]
             guesses = self.built.sample(contexts, of_turn(sampling, turn, going, max_new_tokens=1))
             over = set()
@@ -44,23 +51,26 @@ class Guessing(Sampler):
                 )
                 over |= {i} if said == "=" else set()
             going = [i for i in going if i not in over]
+        # A game ends by its rules, so none of them counts as cut at the length limit.
         return [replace(game, finish="stop") for game in games]
 
 
 def answer(guess: str, digit: int) -> str:
-    """Return the environment's answer to a guess."""
+    """Return the environment's answer to a guess: =, <, >, or ? if the guess is not a digit."""
     if guess not in set("0123456789"):
         return "?"
     return "=" if int(guess) == digit else "<" if digit < int(guess) else ">"
 
 
 def won(response: str, row: dict) -> float:
-    """1 where the digit was found: every second character is the environment's, whatever the policy says."""
+    """Return 1 if the digit was found, else 0."""
+    # Every second character is the environment's, so a policy that says "=" itself wins nothing.
     return float("=" in response[1::2])
 
 
 def prepare(folder: Path, seed: int) -> None:
-    """Games, which have a number and no digit that could be read off it, and a model of random weights."""
+    """Write the rows of the games and a model with random weights into a folder."""
+    # The prompt is only the number of the game: the digit is hidden, as it follows from a hash of the prompt.
     numbers = [{"prompt": f"{number:04d}"} for number in range(2000)]
     random.Random(seed).shuffle(numbers)
     write_rows(folder / "data" / "train.jsonl", numbers[:1800])
@@ -70,14 +80,14 @@ def prepare(folder: Path, seed: int) -> None:
 
 @around("turns", LOST)
 def main(argv: list[str] | None = None) -> None:
-    """`python -m fused_rl.recipes.turns`."""
+    """Run `python -m fused_rl.recipes.turns`."""
     parser = argparse.ArgumentParser(prog="turns", description=str(__doc__).split("\n", 1)[0])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output_dir", type=Path, default=Path("runs/turns"))
     options = parser.parse_args(argv)
     began, folder = time.monotonic(), options.output_dir
     engine.quiet()
-    torch.set_num_threads(1)  # of so small a model two threads win little
+    torch.set_num_threads(1)  # for so small a model a second thread is of little use
     prepare(folder, options.seed)
     grpo.train(config_of(folder, options.seed))
     found = [
@@ -90,7 +100,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def config_of(folder: Path, seed: int) -> grpo.GRPOConfig:
-    """The recipe on what `prepare` has left in `folder`."""
+    """Return the recipe for the files that `prepare` has written to `folder`."""
     data = folder / "data"
     paths = {
         "model": folder / "init",
