@@ -3,7 +3,7 @@
     fused-rl doctor runs/demo/grpo              whether it learned, and what its metrics show
     fused-rl doctor                             what this machine lacks
 
-Imports are inside of functions: the doctor of the machine must start where packages are missing.
+Imports are inside of functions, because the doctor of the machine must start even where packages are missing.
 """
 
 import argparse
@@ -13,7 +13,11 @@ from pathlib import Path
 
 
 def of_run(folder: Path) -> bool:
-    """Print whether the run learned, what was examined, and the findings; return True without any."""
+    """Print whether a run learned, what was examined, and the findings; return True if it has ended without a finding.
+
+    Raises:
+        InputError: the folder is not the output_dir of a run.
+    """
     import yaml
 
     from fused_rl.trainers import cli
@@ -23,7 +27,7 @@ def of_run(folder: Path) -> bool:
     from fused_rl.trainers.run.rules import RULES, Watch
     from fused_rl.trainers.run.store import steps_in
 
-    # What the run left: its options, with what dtype auto was, and its metrics.
+    # What the run has left: its options, with the dtype that `auto` was on its machine, and its metrics.
     if not (folder / "metrics.jsonl").is_file():
         raise InputError(
             f"{folder} is not a run: it holds no metrics.jsonl; give the output_dir of a run"
@@ -37,7 +41,7 @@ def of_run(folder: Path) -> bool:
     if precision := re.search(r"^# precision: (\w+)$", text, re.MULTILINE):
         config["dtype"] = precision[1]
 
-    # The same conditions, in the same order of entries, as while the run trained, so its warnings come up again.
+    # The watch reads the same entries in the same order as while the run trained, so it finds the same again.
     history = read_metrics(folder / "metrics.jsonl")
     by_row = rows_by_step(read_metrics(folder / "held_out.jsonl"))
     watch = Watch(config)
@@ -45,7 +49,7 @@ def of_run(folder: Path) -> bool:
         watch.see(entry, by_row.get(entry["step"], {}))
     watch.conclude()
 
-    # The one figure that says whether the run learned, what was examined, and the findings.
+    # Print the one figure that says whether the run learned, then what was examined, then the findings.
     steps = history[-1]["step"] if history else 0
     has_model = (folder / "model").exists()
     print_line(f"{folder}: {watch.learned(ended=has_model)}")
@@ -68,7 +72,7 @@ def of_run(folder: Path) -> bool:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """`fused-rl doctor`."""
+    """Run `fused-rl doctor`."""
     parser = argparse.ArgumentParser(
         prog="fused-rl doctor",
         description=str(__doc__).split("\n", 1)[0],
@@ -76,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
         "unfinished, 2 for what is no run.",
     )
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="the output_dir of a run")
-    # The machine is looked at without what a run needs, since that may be what is missing.
+    # The machine is examined without importing what a run needs, because that may be what is missing.
     folders = parser.parse_args(argv).runs
     if not folders:
         from fused_rl.trainers.commands import machine

@@ -1,11 +1,11 @@
-r"""The accuracy of a model: greedily and of several samples, with every response written down.
+r"""The accuracy of a model with greedy decoding and over several samples, with every response written to a file.
 
     fused-rl eval --model runs/demo/grpo/model --dataset runs/demo/data/eval.jsonl --output_dir runs/eval
     torchrun --nproc-per-node 8 -m fused_rl.trainers.commands.eval \
         --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k
 
 The prompts, the sampler and the scorers are those of GRPO and PPO; docs/evaluation.md defines the figures. Left out:
-ZeRO (a model must fit on one device), an inference server, several turns.
+ZeRO (the model must fit on one device), inference servers, and responses of several turns.
 """
 
 import dataclasses
@@ -50,8 +50,8 @@ from fused_rl.trainers.scorers.load import checked_scorers, load_scorers, try_sc
 from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
 
 MAX_NEW_TOKENS = 512
-# Options that a model's run may have: of the scorers all are taken or none, since weights and thresholds stand beside
-# their verifiers, and of the prompts each that was not given.
+# Options that are taken from the run of a model if they are not given. Those of the scorers are taken all together or
+# not at all, because weights and thresholds belong to their verifiers; those of the prompts are taken one by one.
 SCORING = ("verifiers", "verifier_weights", "solved_at")
 PROMPTING = (
     "prompt_column",
@@ -138,14 +138,14 @@ class EvalConfig(ScorerConfig, SamplingConfig):
 
 
 def with_run_options(config: EvalConfig) -> EvalConfig:
-    """Return the config with the options of the run that made the model, where none are given."""
-    # A run saves its model as RUN/model, beside the config with which it began.
+    """Return the config with options from the run that made the model, for those that were not given."""
+    # A run saves its model as RUN/model, beside its config.yaml.
     described = Path(config.model).parent / "config.yaml"
     if Path(config.model).name != "model" or not described.is_file():
         return config
     run = yaml.safe_load(described.read_text(encoding="utf-8"))
 
-    # What was given here wins, so a model can be evaluated on other prompts or by other scorers than in its run.
+    # Options that are given win, so a model can be evaluated with other prompts or other scorers than those of its run.
     names = [name for name in PROMPTING if getattr(config, name) is None]
     names += SCORING if config.verifiers is None else ()
     taken = {name: run[name] for name in names if run.get(name) is not None}
@@ -160,10 +160,19 @@ def evaluate(
     dataset: RowsLike = None,
     scorers: Sequence[Callable[..., object] | str] | None = None,
 ) -> dict[str, float]:
-    """Run the whole evaluation, of rows and scorers that are given or that the config names; return the figures."""
+    """Run the whole evaluation, print and write its results, and return the figures by name.
+
+    Args:
+        config: the options of `fused-rl eval`.
+        dataset: rows from Python, in place of those that the config names.
+        scorers: scorers from Python, in place of those that the config names.
+
+    Raises:
+        InputError: an option, a row or a scorer cannot be used, or `output_dir` already has results.
+    """
     config = with_scorers(config, scorers)
 
-    # The options that count, on all ranks, and a folder whose files would be lost; both before anything is read.
+    # Before anything is read, compare the options of all ranks, and refuse a folder whose files would be replaced.
     device = engine.setup(config.seed, trains=False)
     ranks.check_equal(config.to_dict())
     config = with_run_options(config)
@@ -199,7 +208,7 @@ def evaluate(
             config.model, device=device, dtype=engine.torch_dtype(held), **options
         )
 
-    # How responses are sampled: GRPO's sampler on a model that is not trained.
+    # Responses are sampled as in GRPO, but from a model that is not trained.
     length = _response_length(config, lm, tokenizer, problems)
     sampling = config.sampling(
         length, tuple(encode.stop_ids(tokenizer, lm.saved_generation_config))
@@ -209,13 +218,13 @@ def evaluate(
         config, problems, sampler, judges, sampling, tokenizer, device
     )
 
-    # The figures of all ranks.
+    # The figures, from the sums of all ranks.
     figures = (
         {"problems": len(problems)} | solved_metrics(judges, ranks.global_sums(sums)) | incidents
     )
     figures |= means_of(logged, figures)
     in_groups = torch.tensor([row["score"] for row in responses]).view(len(problems), -1).double()
-    rewards = in_groups[:, 1:]  # the first one of each problem is greedy
+    rewards = in_groups[:, 1:]  # the first response of each problem is the greedy one
     if judges:
         figures |= {"score_error": _error(rewards.mean(1))} | signal.spread(rewards)
     # The standard errors are over problems, because the responses to one problem depend on each other.
@@ -240,21 +249,21 @@ def evaluate(
 
 
 def _error(values: torch.Tensor) -> float:
-    """Return the standard error of the mean of one value per problem; 0 of a single one."""
+    """Return the standard error of the mean of values (N,), one per problem; 0 for a single problem."""
     return (values.std() / len(values) ** 0.5).item() if len(values) > 1 else 0.0
 
 
 def _sample(
     config, problems, sampler, scorers, sampling, tokenizer, device
 ) -> tuple[list, dict, dict, dict]:
-    """Return the responses of all ranks, this rank's sums, and incidents and what scorers logged.
+    """Return the responses of all ranks, the sums of this rank, its incidents, and what its scorers logged.
 
-    Problems of like length are sampled together, and every rank gets some of each length.
+    Problems of similar lengths are sampled together, and every rank gets some of each length.
     """
     greedy_sampling = dataclasses.replace(sampling, temperature=0.0)
 
-    # Every rank samples as many problems as the others, for the collectives inside; a rank with fewer of its own has
-    # copies after them, which no figure counts.
+    # All ranks sample equally many problems, because they meet in collectives. A rank with fewer problems of its own
+    # has copies of others after them, which no figure counts.
     order = sorted(range(len(problems)), key=lambda i: len(problems[i].ids))
     share = share_of_rank([problems[i] for i in order])
     own = order[ranks.rank() :: ranks.world_size()]
@@ -270,7 +279,7 @@ def _sample(
             sums[name] = sums.get(name, 0.0) + value.double()
         for rollout, kind, copies in ((greedy, "greedy", 1), (sampled, "sampled", config.samples)):
             known = has_verdict(scorers, rollout).tolist()
-            # Each rank writes down its own problems, and all ranks' rows are brought in order at the end.
+            # Each rank keeps the rows of its own problems; those of all ranks are sorted at the end.
             responses += _rows_of(rollout, kind, own[part], copies, known, tokenizer)
             for key, count in rollout.incidents.items():
                 incidents[key] = incidents.get(key, 0.0) + count
@@ -285,11 +294,11 @@ def _sample(
 
 
 def _response_length(config: EvalConfig, lm, tokenizer, problems: list[Prompt]) -> int:
-    """Return the most tokens of a response; refuse prompts that leave the model no position for it."""
-    # By default what the model's positions leave after the longest prompt, so that no problem is refused.
+    """Return the maximum length of a response in tokens; raise `InputError` for a prompt that leaves no room for it."""
+    # By default this is what the longest prompt leaves of the model's positions, so that no problem is refused.
     length = config.max_new_tokens
     if length is None:
-        # Some models, with relative positions, have no limit of their own.
+        # Some models, such as those with relative positions, have no limit of their own.
         positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
         longest = max(len(problem.ids) for problem in problems)
         length = MAX_NEW_TOKENS
@@ -297,7 +306,7 @@ def _response_length(config: EvalConfig, lm, tokenizer, problems: list[Prompt]) 
             length = max(1, min(length, positions - longest))
         print_rank0(f"max_new_tokens: {length}")
 
-    # Prompts that leave no position for a response are refused, and not cut.
+    # A prompt that leaves no room for a response is an error; it is not cut.
     rows = ((problem.ids, problem.where) for problem in problems)
     language_model.check_fits(lm, tokenizer, rows, length, "max_new_tokens or max_prompt_length")
     return length
@@ -306,7 +315,16 @@ def _response_length(config: EvalConfig, lm, tokenizer, problems: list[Prompt]) 
 def _rows_of(
     rollout: Rollout, kind: str, problems: list[int], copies: int, known: list[bool], tokenizer
 ) -> list[dict]:
-    """Return lines of responses.jsonl, `copies` to each of the problems; later samples only fill up a rank's share."""
+    """Return lines of responses.jsonl, with `copies` responses to each of the problems.
+
+    Args:
+        rollout: the responses; those after the problems' own only fill up the rank's share.
+        kind: "greedy" or "sampled".
+        problems: the numbers of the problems.
+        copies: responses per problem.
+        known: whether a scorer decided if a response solves its problem.
+        tokenizer: decodes the prompts.
+    """
     # JSON has no NaN, so a score that does not apply is null, and so is `solved` where no scorer decides it.
     rows = []
     for i, sample in enumerate(rollout.samples[: len(problems) * copies]):
@@ -332,7 +350,7 @@ def _rows_of(
 
 
 def main(argv: list[str] | None = None) -> None:
-    """`fused-rl eval`."""
+    """Run `fused-rl eval`."""
     with command.around("fused-rl eval"):
         evaluate(parse(EvalConfig, sys.argv[1:] if argv is None else argv))
         # A process that exits while another is still in a collective makes that one abort.

@@ -1,4 +1,4 @@
-"""`fused-rl doctor` alone: versions, device, compiler, a kernel against its definition, and what is missing."""
+"""`fused-rl doctor` without a run: versions, device, compiler, a kernel against its definition, missing packages."""
 
 import importlib.metadata
 import importlib.util
@@ -14,20 +14,24 @@ from fused_rl.trainers import cli
 
 
 def errors(device: str) -> tuple[float, float]:
-    """Return the largest errors against fp64, in nats: of `token_logprobs` on a device, and of PyTorch in fp32."""
-    # A vocabulary of several blocks and a tail, by a generator of its own.
+    """Return the largest errors against fp64, of `token_logprobs` on a device and of PyTorch in fp32.
+
+    They are of log-probabilities and entropies, in nats, and of the gradient of their sum.
+    """
+    # The vocabulary has several blocks and a tail. The generator is separate, so that the global one stays as it is.
     generator = torch.Generator().manual_seed(0)
     logits = 5 * torch.randn(64, 5003, generator=generator)
     targets = torch.arange(64)
 
     def of(op, dtype: torch.dtype, place: str) -> torch.Tensor:
+        """Return the values and the gradient of an op in one fp64 vector."""
         x = logits.to(place, dtype, copy=True).requires_grad_()
         rows = op(x, targets.to(place))
         (rows.logprobs.sum() + rows.entropy.sum()).backward()
         found = torch.cat([rows.logprobs, rows.entropy, x.grad.flatten()])
         return found.detach().double().cpu()
 
-    # The kernel's values and gradient, and those of plain fp32, each against fp64 on the CPU.
+    # Values and gradient of the kernel, and of plain PyTorch in fp32, are each compared with fp64 on the CPU.
     exact = of(reference.token_logprobs, torch.float64, "cpu")
     found = (
         of(fused_rl.token_logprobs, torch.float32, device),
@@ -45,7 +49,7 @@ def version_of(distribution: str) -> str:
 
 
 def look() -> int:
-    """Print the report; return 1 if the kernel is wrong, else 0."""
+    """Print the report about this machine, and return 1 if the kernel is wrong and 0 otherwise."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     triton = "no Triton"
     if importlib.util.find_spec("triton") is not None:
@@ -68,7 +72,7 @@ def look() -> int:
         if missing:
             print(f"  missing: {', '.join(missing)}; pip install 'fused-rl[{extra}]'")
 
-    # The kernel may err twice as much as plain PyTorch in the same dtype.
+    # The kernel's error may be twice that of plain PyTorch in the same dtype.
     error, allowed = errors(device)
     right = error <= 2 * allowed
     print(
