@@ -87,7 +87,9 @@ def test_every_key_that_a_run_logs_stands_in_the_table_and_every_row_is_logged(f
             step = line.pop("step")
             for key, (sums, *weights) in line.items():
                 count = sum(weights[0]) if weights else len(sums)
-                assert sum(sums) / count == pytest.approx(logged[step][key], rel=1e-5), key
+                of_rows = sum(sums) / count
+                # A KL of equal models is rounding alone.
+                assert of_rows == pytest.approx(logged[step][key], rel=1e-5, abs=1e-7), key
 
         rows, named = tiny.documented(trainer), set()
         for key in set().union(*tiny.read_metrics(folder)) - {"step"}:
