@@ -50,6 +50,7 @@ def report(teacher: Path, folder: Path) -> None:
             if "eval/accuracy_greedy" in metrics
         ]
 
+    # The first evaluation of a run is before training, and the last one is after it.
     before, *_, after = evaluations(folder)
     *_, taught = evaluations(teacher / "grpo")
     columns = ("", "student before", "student after", "teacher")

@@ -42,6 +42,7 @@ def run(folder: Path, seed: int) -> list[dict]:
     print("2/3 reward model: fused-rl reward --config recipes/demo_reward.yaml")
     problems = demo.problems(seed, demo.NUM_TRAIN + demo.NUM_EVAL)
     pairs = demo_reward.make_pairs(problems, seed)
+    # Only training pairs are added, so the held-out accuracy is on the same pairs as in `make demo-reward`.
     pairs["train"] += miscounts(problems[: demo.NUM_TRAIN])
     # It has four layers, because with two, as in the policy, it too rarely tells sums apart that differ by one.
     texts = [entry["question"] + entry["answer"] for entry in problems]
@@ -52,6 +53,7 @@ def run(folder: Path, seed: int) -> list[dict]:
     reward.train(parse(reward.RewardConfig, demo.arguments("demo_reward.yaml", seed, paths)))
 
     print("3/3 PPO: fused-rl ppo --config recipes/demo_ppo.yaml")
+    # The reward model scores the responses, and the critic starts from it, too.
     judge = folder / "reward" / "model"
     paths = {
         "model": folder / "sft" / "model",
@@ -92,6 +94,7 @@ def row_of(history: list[dict]) -> list[str]:
     cells = [f"{before['eval/score']:.2f} -> {after['eval/score']:.2f}"]
     for key in ("eval/accuracy_greedy", "eval/accuracy_sampled"):
         cells.append(f"{100 * before[key]:.1f} -> {100 * after[key]:.1f} %")
+    # With an adaptive weight the KL may have been larger on the way than at the end.
     highest = max(metrics["eval/kl_exact"] for metrics in evaluations)
     return [*cells, f"{after['eval/kl_exact']:.2f} (at most {highest:.2f})"]
 
@@ -153,6 +156,7 @@ def main(argv: list[str] | None = None) -> None:
     histories = {}
     engine.quiet()
     torch.set_num_threads(1)  # for so small a model a second thread is of little use
+    # Several seeds get a folder each, so that none replaces the files of another.
     for seed in options.seeds:
         place = folder if len(options.seeds) == 1 else folder / f"seed-{seed}"
         histories[f"seed {seed}"] = run(place, seed)

@@ -39,7 +39,7 @@ def wrong_answers(entry: dict, rng: random.Random) -> dict[str, str]:
     terms = entry["metadata"]["expression"].split()
     right = int(entry["answer"])
 
-    # One sign is read the other way round.
+    # One sign is read the other way round; signs are at the odd positions.
     misread = list(terms)
     position = rng.randrange(1, len(terms), 2)
     misread[position] = "+" if terms[position] == "-" else "-"
@@ -133,6 +133,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("runs/demo_reward"))
     arguments = parser.parse_args(argv)
     began = time.monotonic()
+    # Several seeds get a folder each, so that none replaces the files of another.
     several = len(arguments.seeds) > 1
     found = {}
     engine.quiet()

@@ -35,10 +35,12 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int, *, chat: bool):
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
     tokenizer = tokenizers.Tokenizer(models.BPE())
+    # Each digit is a token, so that a small model can learn to calculate.
     digits = pre_tokenizers.Digits(individual_digits=True)
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=chat)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, letters])
     tokenizer.decoder = decoders.ByteLevel()
+    # With every byte in the alphabet any text can be encoded. Without, the few tokens are spent on what occurs.
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(CHAT if chat else (PAD, EOS)),
