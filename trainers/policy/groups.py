@@ -42,7 +42,7 @@ ADVANTAGE_OPTIONS = vars(AdvantageOptions())
 if TYPE_CHECKING:
 
     class _OfAdvantages(AdvantageOptions, Options):  # pyright: ignore
-        """The fields as a type checker sees them."""
+        """The options of the advantages, as a type checker sees them."""
 
 else:
     _OfAdvantages = options_from(AdvantageOptions, **ADVANTAGE_OPTIONS)

@@ -1,4 +1,4 @@
-"""The options that PPO and GRPO share: rollouts, which distillation has too, the loss, and the KL to a reference."""
+"""The options that PPO and GRPO share: rollouts (which distillation has, too), the loss, and the KL to a reference."""
 
 import functools
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -27,12 +27,14 @@ from fused_rl.trainers.rollouts.options import SamplerConfig
 from fused_rl.trainers.run.metrics import OF_RESPONSES
 
 LOSS = tuple(PolicyLossOptions.__dataclass_fields__)
+# Options that only some surrogates read.
 OF_SURROGATES = {name for surrogate in SURROGATES.values() for name in surrogate.reads}
-# Two weights are numbers, on which other options depend; what is None is the preset's.
+# The options of the loss default to None, which takes the preset's value. The two weights are numbers, because other
+# options depend on them.
 if TYPE_CHECKING:
 
     class _OfTheLoss(PolicyLossOptions, Options):  # pyright: ignore
-        """The fields as a type checker sees them."""
+        """The options of the loss, as a type checker sees them."""
 
 else:
     _OfTheLoss = options_from(PolicyLossOptions, kl_coef=0.0, entropy_coef=0.0)
@@ -76,8 +78,9 @@ class LossConfig(_OfTheLoss):
     """Passes over a rollout."""
 
     def has_meaning(self, name: str) -> bool:
+        """Return True if the loss with these options reads the option of this name."""
         if name in OF_SURROGATES:
-            # A user's own surrogate may read any of these, so none is refused beside it.
+            # A user's own surrogate may read any of these, so all of them are accepted beside it.
             surrogate = SURROGATES.get(str(loss_options(self).surrogate))
             return surrogate is None or name in surrogate.reads
         for switch, bounds in BOUNDS.items():
@@ -106,33 +109,35 @@ class SamplingRunConfig(RolloutConfig, RunConfig):
 
     @property
     def trained_column(self) -> str | None:
-        """The column of completions that are trained beside sampled ones; None where all are sampled."""
+        """The column of completions that are trained on beside sampled ones; None if all responses are sampled."""
         return None
 
     def check_row(self, row: dict) -> None:
-        """Raise an InputError for a row that lacks what the options read of it, beside its prompt and for scorers."""
+        """Raise `InputError` for a row that lacks what the options need beside its prompt and the scorers' columns."""
 
     @property
     def figures(self) -> list[str]:
+        """The keys of the held-out figures that `--until` may name."""
         return [*super().figures, *OF_RESPONSES]
 
     def footprint(self) -> Footprint:
+        """Return what a step holds in memory, by which it is estimated."""
         footprint = super().footprint()._replace(response_tokens=self.max_new_tokens, samples=True)
         if self.server is not None:
             return footprint
-        # Otherwise it is chosen by what a GPU has left.
+        # Without rollout_batch_size the number of responses is chosen by the memory that a GPU has left.
         if self.rollout_batch_size is not None:
             responses = self.prompts_per_step * self.group_size
             of_rank = responses // ranks.planned_ranks(self.sequence_parallel)
             together = min(self.rollout_batch_size, of_rank)
             footprint = footprint._replace(sampled_together=together)
-        # What is sampled while the policy is trained is sampled from a copy.
+        # With a lag, responses are sampled from a copy of the policy while it is trained.
         if self.lag and not self.lora_rank:
             return footprint.holding(sampler=Held(self.model, self.revision))
         return footprint
 
     def with_reference(self, footprint: Footprint) -> Footprint:
-        """Return the footprint with the model that the run begins with, which under adapters is no second one."""
+        """Return the footprint with the reference; with LoRA that is no second model, so nothing is added."""
         if self.lora_rank:
             return footprint
         return footprint.holding(reference=Held(self.model, self.revision))
@@ -143,16 +148,21 @@ class PolicyConfig(LossConfig, SamplingRunConfig):
 
     @property
     def may_divide_updates(self) -> bool:
+        """True unless the surrogate needs all tokens of an update at once."""
         surrogate = SURROGATES.get(str(loss_options(self).surrogate))
         return not getattr(surrogate, "needs_batch", False)
 
 
 def loss_options(config: LossConfig, **changes) -> PolicyLossOptions:
-    """Return the options of `fused_rl.policy_loss` that the config and `changes` give, checked."""
+    """Return the options of `fused_rl.policy_loss`, from the preset, the config's own values and `changes`.
+
+    Raises:
+        InputError: the options contradict each other, or a user's surrogate cannot be loaded.
+    """
     given = {name: getattr(config, name) for name in LOSS}
     given = {name: value for name, value in given.items() if value is not None}
     given.setdefault("kl_estimator", PolicyLossOptions.kl_estimator)
-    # A user's own surrogate is named module:function; wrapped, it keeps its name and declarations.
+    # A user's own surrogate is named module:function. Wrapped with its arguments, it keeps its name and declarations.
     if ":" in str(given.get("surrogate")):
         given["surrogate"] = load_function("surrogate", str(given["surrogate"]))
     if config.surrogate_options:
@@ -167,7 +177,7 @@ def loss_options(config: LossConfig, **changes) -> PolicyLossOptions:
 
 
 class KLConfig(LossConfig):
-    """How the KL to the reference counts."""
+    """Where the KL to the reference counts: in the loss or in the reward."""
 
     kl_in: Literal["loss", "reward"] = "loss"
     """loss: the KL is added to the loss per token, by rk3 unless kl_estimator is given; reward: it is subtracted from
@@ -177,23 +187,29 @@ class KLConfig(LossConfig):
 
     @property
     def estimator(self) -> KLEstimator:
-        """Return the chosen estimator, or the right one for `kl_in`."""
-        # As a reward k1 is the unbiased estimate. In a loss its expected gradient is 0, and rk3 has
-        # the gradient of the KL itself.
+        """The estimator that is chosen, or else the right one for `kl_in`."""
+        # In a reward, k1 is the unbiased estimate. In a loss its expected gradient would be 0, whereas rk3 has the
+        # gradient of the KL itself.
         in_the_loss = fused_rl.PolicyLossOptions.kl_estimator
         return self.kl_estimator or ("k1" if self.kl_in == "reward" else in_the_loss)
 
     def kl_of_tokens(
         self, old: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """Return (B, T - 1) nats, 0 where masked: the KL in the reward, from log-probabilities before the update."""
-        # The policy is here the one that sampled, so the ratio in k4 and rk3 is 1.
+        """Return the KL of each token in the reward, (B, T - 1) nats, 0 where masked.
+
+        Args:
+            old: (B, T - 1) the policy's log-probabilities before the update.
+            reference: (B, T - 1) those of the reference.
+            mask: (B, T - 1) bool, the tokens that count.
+        """
+        # Before the update the policy is the one that sampled, so the ratio in k4 and rk3 is 1.
         found = fused_rl.kl_estimate(old, reference, self.estimator, old_logprobs=old)
         return torch.where(mask, found, 0)
 
 
 class ReferenceConfig(KLConfig):
-    """The reference, and when the KL to it is measured."""
+    """The reference: when the KL to it is measured, and when it is updated."""
 
     kl_every: NonNegativeInt = 1
     """Steps between measurements of the exact KL to the reference, each of which takes one more pass of both models. 0
@@ -228,5 +244,5 @@ class ReferenceConfig(KLConfig):
 
 
 def needs_reference(config: ReferenceConfig) -> bool:
-    """Return True if a reference is needed."""
+    """Return True if the run compares the policy with a reference."""
     return config.kl_coef > 0 or config.kl_every > 0

@@ -50,7 +50,7 @@ def parse(config_class: type[Config], argv: list[str]) -> Config:
         argv: the words after the command.
 
     Raises:
-        InputError: a word, a file or a value that is not valid, or `UnknownOptions` with all unknown options at once.
+        InputError: a word, a file, an option or a value is not valid; all unknown options are named at once.
         SystemExit: after `--help` has printed its text.
     """
     words = list(argv)
