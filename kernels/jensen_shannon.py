@@ -192,9 +192,12 @@ def js_kernel(
     state = about_the_maxima(load_state(state_ptr, row, N, alive), inv_t)
     js = tl.zeros((THREADS,), tl.float32)
     p_sum, q_sum = js, js
+    # this program's segment of the row, of which nothing is read if the row is masked
     begin = segment * SEGMENT * TILE
     stop = tl.where(alive, tl.minimum(V, begin + SEGMENT * TILE), begin)
     whole = begin + (stop - begin) // TILE * TILE
+    # whole tiles: if rows begin at 16-byte boundaries, a thread reads 16 bytes of neighbouring columns; otherwise
+    # neighbouring threads read neighbouring columns
     if wide:
         x_wide, y_wide = x_ptr + x_at // VEC * VEC, y_ptr + y_at // VEC * VEC
         for at in tl.range(begin, whole, TILE, num_stages=1):
@@ -207,6 +210,7 @@ def js_kernel(
         for at in tl.range(begin, whole, TILE, num_stages=1):
             x, y = load(x_apart, y_apart, at, None, softcap)
             js, p_sum, q_sum = _step(js, p_sum, q_sum, x, y, state, inv_t, p_share, q_share, EXACT)
+    # the end of the segment, less than a tile
     if whole < stop:
         x, y = load(x_ptr + x_at, y_ptr + y_at, whole + apart, stop, softcap)
         js, p_sum, q_sum = _step(js, p_sum, q_sum, x, y, state, inv_t, p_share, q_share, EXACT)

@@ -285,6 +285,7 @@ def kl_fwd_kernel(
     x_row, x_wide = x_ptr + x_at, x_ptr + x_at // VEC * VEC
     y_row, y_wide = y_ptr + y_at, y_ptr + y_at // VEC * VEC
     offset = _offset(x_row, y_row, V, inv_t, softcap)
+    # a program with one segment leaves its lanes to `kl_merge_kernel`; one with the whole row merges them itself
     if lanes_ptr is not None:
         segment = tl.program_id(1)
         part = _segment(

@@ -249,9 +249,11 @@ def merge(one, other, offset, inv_t):
     m2, w2, w_all2, c2, left2, n2, s2, f2, lone2 = other
     k = inv_t * LOG2E
     m_new, n_new = tl.maximum(m, m2), tl.maximum(n, n2)
+    # w scale of each lane about its own centre, in the unit of the common n; a lane that is apart has no f to move
     known, known2 = within(c), within(c2)
     own = tl.where(known, w * scale(w, m, c, n_new, offset, inv_t), 0.0)
     own2 = tl.where(known2, w2 * scale(w2, m2, c2, n_new, offset, inv_t), 0.0)
+    # the sums relative to the common maxima, and the mean of both lanes
     x_unit, x_unit2 = tl.exp2((m - m_new) * k), tl.exp2((m2 - m_new) * k)
     y_unit, y_unit2 = tl.exp2((n - n_new) * k), tl.exp2((n2 - n_new) * k)
     w, w2 = w * x_unit, w2 * x_unit2
@@ -260,6 +262,7 @@ def merge(one, other, offset, inv_t):
     c_new = tl.where(some, c + (c2 - c) * (w2 / w_new), 0.0)
     left_new = tl.where(some, (w * ((c - c_new) + left) + w2 * ((c2 - c_new) + left2)) / w_new, 0.0)
     w_new = tl.where(some, w_new, 0.0)
+    # f of both about the new centre, or the sum of q if that is too far from the offset
     unit = scale(w_new, m_new, c_new, n_new, offset, inv_t)
     f = f * y_unit + f2 * y_unit2
     f += _moved(own, w, unit, c_new - c, left, some & known)
@@ -273,6 +276,7 @@ def merge(one, other, offset, inv_t):
 @triton.jit
 def reduce_lanes(lanes, offset, inv_t):
     """Return the `Lane` of the whole row, as scalars."""
+    # as `merge`, but of all lanes at once
     m, w, w_all, c, left, n, s, f, lone = lanes
     k = inv_t * LOG2E
     m_row = tl.max(m, 0)

@@ -297,6 +297,7 @@ def logprob_fwd_kernel(
             AHEAD,
         )
         part_m, part_rest, part_t = part
+        # a program with one segment leaves its lanes to `logprob_merge_kernel`
         if alone == 0:
             at = (
                 lanes_ptr
@@ -307,6 +308,7 @@ def logprob_fwd_kernel(
             tl.store(at + THREADS, part_rest)
             tl.store(at + 2 * THREADS, part_t)
         m, rest, t = merge(m, rest, t, part_m, part_rest, part_t, scale)
+    # the last columns, which were not streamed
     if alone:
         x = load_columns(row_ptr, streamed + tl.arange(0, THREADS), vocab, softcap)
         state = step(m, rest, t, (x,), scale, 1)
@@ -365,6 +367,7 @@ def logprob_merge_kernel(
         at = lanes_ptr + (nth * segments + segment) * 3 * THREADS + tl.arange(0, THREADS)
         part_m, part_rest, part_t = tl.load(at), tl.load(at + THREADS), tl.load(at + 2 * THREADS)
         m, rest, t = merge(m, rest, t, part_m, part_rest, part_t, scale)
+    # the last columns, which the programs of the segments have not read
     row_ptr, _window_ptr, _head = locate(x_ptr, shift, row, x_stride, VEC)
     streamed = tl.maximum(vocab - 2 * VEC, 0)
     x = load_columns(row_ptr, streamed + tl.arange(0, THREADS), vocab, softcap)

@@ -415,6 +415,7 @@ def kept_head_kernel(
     if (token < 0) | (token >= vocab):
         return
     inside = column < width
+    # the gradient of one row of the head: the hidden states of all entries of its id, weighted by their gradients
     total, of_bias = tl.zeros((WIDTH,), tl.float32), tl.zeros((IDS,), tl.float32)
     for at in tl.range(begin, end, IDS, num_stages=1):
         i = at + tl.arange(0, IDS)
@@ -429,6 +430,7 @@ def kept_head_kernel(
         if ADD:
             total += tl.load(dw_ptr, mask=inside, other=0.0).to(tl.float32)
         tl.store(dw_ptr, total.to(dweight_ptr.dtype.element_ty), mask=inside)
+    # every program of an id has the whole sum of the bias, and the first one stores it
     if dbias_ptr is not None:  # noqa: SIM102
         if tl.program_id(1) == 0:
             bias = tl.sum(of_bias, 0)
