@@ -206,6 +206,20 @@ def of_case(name: str, folder: Path) -> dict:
     return digest(folder / "runs" / name)
 
 
+def unlike_stored(name: str, found: dict) -> list[str]:
+    """Name what of a case's digest is not as it is stored: of this code path the bits, of another near values."""
+    stored = json.loads(STORED.read_text())
+    exact = stored["code_path"] == code_path() and name in stored["cases"]
+    kinds = ["cases"] if exact else ["cases", "elsewhere"]
+    options = {"exact": exact, "tolerance": tolerance(name)}
+    differing = []
+    for kind in kinds:
+        if name in stored[kind]:
+            differing.append([*differences(stored[kind][name], found, **options)])
+    # It is enough to be as it is on one of the two machines.
+    return min(differing, key=len)
+
+
 def code_path() -> str:
     """What decides how a GEMM on this CPU rounds."""
     cpu = Path("/proc/cpuinfo")

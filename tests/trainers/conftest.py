@@ -1,6 +1,5 @@
 """The trainers are tested on the CPU path: the interpreter would only be slow here, and tests/ covers the kernels."""
 
-import os
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -9,9 +8,6 @@ import pytest
 
 from tests.trainers import tiny
 from tests.trainers.fixtures import cpu_path, no_figures  # noqa: F401
-
-# Of the random moments in test_faults.py: those of every run are the same, others by `make test-faults`.
-os.environ.setdefault("FUSED_RL_FAULT_SEED", "1")
 
 
 @pytest.fixture(scope="session")

@@ -147,7 +147,8 @@ def test_a_bad_input_is_one_line_and_changes_nothing(group, case, folder, capfd,
 
 # Kills.
 
-SEED = int(os.environ["FUSED_RL_FAULT_SEED"])
+# Random moments beside those that are aimed at an operation come only with a seed, which `make test-faults` gives.
+SEED = os.environ.get("FUSED_RL_FAULT_SEED")
 LONG = shlex.split("--steps 3 --save_every 1 --eval_every 2 --keep_checkpoints 9 --eval_size 2")
 RUNS = {
     "sft": [*GOOD["sft"], *LONG],
@@ -245,12 +246,10 @@ def moments_of(command: str, operations: int) -> list[list[Moment]]:
     def anywhere() -> Moment:
         return Moment(dice.randint(1, operations), delay=dice.choice([0, dice.uniform(0, 0.05)]))
 
-    return [
-        *([moment] for moment in AIMED[command]),
-        [anywhere()],
-        [anywhere()],
-        [anywhere(), anywhere()],
-    ]
+    aimed = [[moment] for moment in AIMED[command]]
+    if SEED is None:
+        return aimed
+    return [*aimed, [anywhere()], [anywhere()], [anywhere(), anywhere()]]
 
 
 @pytest.mark.parametrize(("command", "options"), KILLED, ids=lambda value: "".join(value)[:20])
@@ -277,7 +276,8 @@ def test_a_killed_run_goes_on_bit_for_bit(command, options, whole, good, tmp_pat
             if failures and failures[-1][0] is moments
             else "goes on bit for bit"
         )
-        tally(f"kill -9 (FUSED_RL_FAULT_SEED={SEED})", outcome)
+        seeded = f" (FUSED_RL_FAULT_SEED={SEED})" if SEED else ""
+        tally(f"kill -9{seeded}", outcome)
     assert not failures
 
 
@@ -372,10 +372,9 @@ def test_two_ranks_one_of_which_gets_a_signal(kind, sent, whole, good, tmp_path,
     anywhere = dice.randint(1, int((expected / f"operations-{rank}").read_text()))
     moments = [Moment(1, "unfinished-step-1", signal=sent, rank=rank)]
     if sent is signal.SIGKILL:
-        moments = [
-            Moment(1, "unfinished-step-2", rank=rank),
-            Moment(anywhere, rank=rank),
-        ]
+        moments = [Moment(1, "unfinished-step-2", rank=rank)]
+    if sent is signal.SIGKILL and SEED is not None:
+        moments.append(Moment(anywhere, rank=rank))
     for number, moment in enumerate(moments):
         folder = Path(shutil.copytree(good, tmp_path / str(number)))
         shutil.rmtree(folder / "run")
@@ -408,8 +407,8 @@ def test_ctrl_c_while_answers_are_judged(whole, good, tmp_path, tally):
         tmp_path / "judge.py",
         ("--verifiers", "math", "--group_size", "8", "--steps", "8"),
     )
-    expected, dice = whole("grpo", 1, *options, judge=judge), random.Random(SEED)
-    for number in range(3):
+    expected, dice = whole("grpo", 1, *options, judge=judge), random.Random(f"{SEED}")
+    for number in range(1 if SEED is None else 3):
         folder = Path(shutil.copytree(good, tmp_path / str(number)))
         shutil.rmtree(folder / "run")
         # In a step from 2 to 4.
