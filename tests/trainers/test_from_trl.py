@@ -260,10 +260,12 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.rewards import accuracy_reward
 raise SystemExit(model_id)
 model_id = "m"
+rate = 1e-6
+rate = 2 * rate
 def brief(completions, **columns):
     return [-len(each) for each in completions]
 train, test = load_dataset("d.jsonl", split=["train", "test"])
-config = GRPOConfig("o", num_generations=4, learning_rate=2 * 1e-6, bf16=True, run_name=f"{model_id}-1")
+config = GRPOConfig("o", num_generations=4, learning_rate=rate, bf16=True, run_name=f"{model_id}-1")
 config.max_steps = 30
 config.epsilon = args.eps
 adapters = LoraConfig(r=4)

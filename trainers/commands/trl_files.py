@@ -43,9 +43,13 @@ OF_ONE = {
     "max_seq_length": "SFTConfig",
 }
 # What a trainer of TRL is given beside its config, by the option that says it on a command line.
-ARGUMENTS = {"model": "model_name_or_path", "teacher_model": "teacher_model_name_or_path"}
+MODELS = {"model": "model_name_or_path", "teacher_model": "teacher_model_name_or_path"}
+ROWS = {
+    "train_dataset": ("dataset_name", "dataset_config", "dataset_train_split"),
+    "eval_dataset": ("eval_dataset", "eval_dataset_config", "eval_split"),
+}
 ADAPTERS = {"r": "lora_r", "target_modules": "lora_target_modules"}
-OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_target_modules", "lora_dropout")
+OF_ADAPTERS = ("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "lora_dropout")
 OF_MODELS = {"torch_dtype": "dtype", "revision": "model_revision", "model_name": "model"}
 # What says nothing that the config does not say.
 SILENT = (
@@ -232,173 +236,170 @@ class Script:
             raise InputError(f"{path}: not Python: {error}") from error
         self.text = text
         self.path = path
-        self.calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
         self.assigned: dict[str, list[tuple[int, ast.expr]]] = {}
+        """By name, the line of each assignment and its value."""
+        self.set_later: list[tuple[ast.Name, str, ast.expr]] = []
+        """What is set on an object: its name, the attribute and the value."""
         self.attributes: dict[str, Any] = {}
         """Defaults of a dataclass's fields and of argparse's options, and the options of a command line."""
         self.functions: dict[str, str] = {}
-        """Functions by name: the module that defines them."""
-        for node in ast.walk(self.tree):
+        """Functions by name: module:function."""
+        self.if_asked: set[ast.AST] = set()
+        """What is run only where an option asks for an upload."""
+        self.statement_of: dict[ast.AST, int] = {}
+        """Of each node the line on which its statement begins, above which its names are assigned."""
+        nodes = [*ast.walk(self.tree)]
+        self.calls = [node for node in nodes if isinstance(node, ast.Call)]
+        self.trainers = [call for call in self.calls if name_of(call.func).endswith("Trainer")]
+        # Outer statements come before those in them, so that the innermost one counts.
+        for node in nodes:
+            if isinstance(node, ast.stmt):
+                self.statement_of |= dict.fromkeys(ast.walk(node), node.lineno)
+        for node in nodes:
             self._note(node)
-        for call in self.calls:
-            if name_of(call.func) == "add_argument" and call.args:
-                option = self.value(call.args[0])
-                default = keyword(call, "default")
-                if isinstance(option, str) and default is not None:
-                    self.attributes[option.lstrip("-").replace("-", "_")] = self.value(default)
 
     def _note(self, node: ast.AST) -> None:
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                self.assigned.setdefault(name, []).append((node.lineno, value))
+                self._assign(name, node, value)
             case ast.Assign(targets=[ast.Tuple(elts=names)], value=value):
-                for i, name in enumerate(names):
-                    if isinstance(name, ast.Name):
-                        element = ast.Subscript(value, ast.Constant(i), lineno=node.lineno)
-                        self.assigned.setdefault(name.id, []).append((node.lineno, element))
+                for i, target in enumerate(names):
+                    if isinstance(target, ast.Name):
+                        self._assign(target.id, node, ast.Subscript(value, ast.Constant(i)))
+            case ast.Assign(targets=[ast.Attribute(value=ast.Name() as owner, attr=name)]):
+                self.set_later.append((owner, name, node.value))
             case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
-                self.assigned.setdefault(name, []).append((node.lineno, value))
+                self._assign(name, node, value)
                 self.attributes.setdefault(name, self.value(value))
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                self.functions[name] = self.path.stem
+                self.functions[name] = f"{self.path.stem}:{name}"
             case ast.ImportFrom(module=str(module)):
                 for alias in node.names:
                     self.functions[alias.asname or alias.name] = f"{module}:{alias.name}"
+            case ast.If(test=test) if "push_to_hub" in ast.unparse(test):
+                self.if_asked.update(ast.walk(node))
+            case ast.Call(
+                func=ast.Attribute(attr="add_argument"), args=[ast.Constant(value=str(option)), *_]
+            ):
+                default = keyword(node, "default")
+                if default is not None:
+                    self.attributes[option.lstrip("-").replace("-", "_")] = self.value(default)
+
+    def _assign(self, name: str, statement: ast.stmt, value: ast.expr) -> None:
+        self.assigned.setdefault(name, []).append((statement.lineno, value))
 
     def found(self) -> list[Found]:
         """Return the configs that the script makes, and the command lines in its docstring if it parses its options."""
-        made = {call: name_of(call.func) for call in self.calls}
-        for trainer in self.calls:
-            # Older scripts give a trainer of TRL the arguments of transformers.
-            config = name_of(trainer.func).replace("Trainer", "Config")
-            given = keyword(trainer, "args")
-            call = None if given is None else self.followed(given)
-            if made.get(call) == "TrainingArguments":
-                made[call] = config
+        trainer_of = {}
+        for trainer in self.trainers:
+            trainer_of.setdefault(self.followed(keyword(trainer, "args")), trainer)
         runs = []
-        for call, config in made.items():
-            if config not in CONFIGS.values():
-                continue
-            run = Found(config, f"{self.path} line {call.lineno}")
-            run.options = self.keywords(call, first="output_dir")
-            run.options |= self.set_later(call)
-            self.add_trainer(run, call)
-            runs.append(run)
-        if runs:
-            return runs
+        for call in self.calls:
+            config = name_of(call.func)
+            # Older scripts give a trainer of TRL the arguments of transformers.
+            if config == "TrainingArguments" and call in trainer_of:
+                config = config_named(trainer_of[call])
+            if config in CONFIGS.values():
+                run = Found(config, f"{self.path} line {call.lineno}")
+                run.options = self.keywords(call, first="output_dir")
+                for owner, option, value in self.set_later:
+                    if self.followed(owner) is call:
+                        run.options[option] = self.value(value)
+                self.add_trainer(run, trainer_of.get(call))
+                runs.append(run)
+        return runs or self.parsed()
 
-        # A script that parses its options: its usage has them.
+    def parsed(self) -> list[Found]:
+        """Return the runs of a script that parses its options: its usage has them."""
         names = [node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)]
-        parsed = next((name for name in names if name in CONFIGS.values()), None)
-        trainers = [name_of(call.func).replace("Trainer", "Config") for call in self.calls]
-        config = parsed or next((name for name in trainers if name in CONFIGS.values()), None)
+        names += map(config_named, self.trainers)
+        config = next((name for name in names if name in CONFIGS.values()), None)
         if config is None:
             return []
         comments = "\n".join(re.findall(r"^# ?(.*)$", self.text, re.MULTILINE))
         usage = ast.get_docstring(self.tree) or comments
-        runs = list(commands(usage, str(self.path), self.path.parent, config))
-        for run in runs or [Found(config, str(self.path))]:
+        where = str(self.path)
+        runs = [*commands(usage, where, self.path.parent, config)] or [Found(config, where)]
+        for run in runs:
             self.attributes |= run.options
-            self.add_trainer(run, None)
-            runs = runs or [run]
+            self.add_trainer(run, None, is_parsed=True)
         return runs
 
-    def add_trainer(self, found: Found, config: ast.Call | None) -> None:
+    def add_trainer(self, run: Found, trainer: ast.Call | None, *, is_parsed: bool = False) -> None:
         """Add what the trainer is given beside its config: the model, the rows, the rewards, adapters."""
-        asked = [node for node in ast.walk(self.tree) if isinstance(node, ast.If)]
-        asked = [node for node in asked if "push_to_hub" in ast.unparse(node.test)]
-        conditional = {call for node in asked for call in ast.walk(node)}
-        if any(name_of(call.func) == "push_to_hub" for call in {*self.calls} - conditional):
-            found.options["push_to_hub()"] = True
-        named = found.config.replace("Config", "Trainer")
-        trainers = [call for call in self.calls if name_of(call.func).endswith("Trainer")]
-        own = [call for call in trainers if config is not None and self.is_given(call, config)]
-        own = own or [call for call in trainers if name_of(call.func) == named]
-        for call in own[:1]:
+        pushes = [call for call in self.calls if name_of(call.func) == "push_to_hub"]
+        if not self.if_asked.issuperset(pushes):
+            run.options["push_to_hub()"] = True
+        of_class = [call for call in self.trainers if config_named(call) == run.config]
+        for call in ([trainer] if trainer else of_class)[:1]:
             arguments = {each.arg: each.value for each in call.keywords if each.arg}
             if call.args:
                 arguments.setdefault("model", call.args[0])
             for name, node in arguments.items():
                 for option, value in self.argument(name, node).items():
                     # What is not on the command line has its default.
-                    is_parsed = config is None and is_unread(value) and "_args." in value.source
-                    if option not in SILENT and not is_parsed:
-                        found.options.setdefault(option, value)
-
-    def is_given(self, trainer: ast.Call, config: ast.Call) -> bool:
-        """Return True if a trainer's `args` are this config."""
-        given = keyword(trainer, "args")
-        return given is not None and self.followed(given) is config
+                    is_default = is_parsed and is_unread(value) and "_args." in value.source
+                    if option not in SILENT and not is_default:
+                        run.options.setdefault(option, value)
 
     def argument(self, name: str, node: ast.expr) -> dict[str, Any]:
         """Return the options that an argument of a trainer comes to."""
-        call = self.followed(node)
-        is_call = isinstance(call, ast.Call)
-        if name in ("model", "teacher_model"):
-            return self.model(name, node, node.lineno + 1)
-        if name in ("train_dataset", "eval_dataset"):
-            return self.rows(node, is_train=name == "train_dataset")
+        if name in MODELS:
+            return self.model(name, node)
+        if name in ROWS:
+            return self.rows(name, node)
+        followed = self.followed(node)
         if name == "peft_config":
-            if is_call and name_of(call.func) == "LoraConfig":
-                options = self.keywords(call)
-                made = {ADAPTERS.get(option, option): value for option, value in options.items()}
-                return {"use_peft": True, "lora_r": 8, "lora_alpha": 8} | made
             # get_peft_config reads the options of the command line, which are there.
-            return {}
+            is_made = isinstance(followed, ast.Call) and name_of(followed.func) == "LoraConfig"
+            return {"lora_r": 8, "lora_alpha": 8} | self.adapters(followed) if is_made else {}
         if name == "reward_funcs":
-            nodes = call.elts if isinstance(call, ast.List | ast.Tuple) else [node]
+            nodes = followed.elts if isinstance(followed, ast.List | ast.Tuple) else [node]
             return {name: [self.reward(each) for each in nodes]}
         value = self.value(node)
         return {} if name == "quantization_config" and is_unread(value) else {name: value}
 
-    def model(self, name: str, node: ast.expr, line: int) -> dict[str, Any]:
-        """Return the options of a model that is named, or loaded and perhaps given adapters above a line."""
-        call = self.followed(node, line)
+    def adapters(self, call: ast.Call) -> dict[str, Any]:
+        """Return the options of LoRA in a call."""
+        options = self.keywords(call)
+        return {"use_peft": True} | {ADAPTERS.get(name, name): options[name] for name in options}
+
+    def model(self, name: str, node: ast.expr) -> dict[str, Any]:
+        """Return the options of a model that is named, or loaded and perhaps given adapters."""
+        call = self.followed(node)
         if not isinstance(call, ast.Call):
-            return {ARGUMENTS[name]: self.value(node)}
+            return {MODELS[name]: self.value(node)}
         if name_of(call.func) == "get_peft_model" and call.args:
-            adapters = self.keywords(call)
-            made = {ADAPTERS.get(option, option): value for option, value in adapters.items()}
-            adapted = self.model(name, call.args[0], call.lineno)
-            return (
-                adapted
-                | {"use_peft": True}
-                | {option: made[option] for option in made if option in OF_ADAPTERS}
-            )
-        options = self.keywords(call, first="model")
-        known = {OF_MODELS.get(option, option): value for option, value in options.items()}
-        model = known.pop("model", Unread(ast.unparse(node)))
-        known = {option: value for option, value in known.items() if not is_unread(value)}
-        return {ARGUMENTS[name]: model} | (known if name == "model" else {})
+            adapters = self.adapters(call)
+            kept = {option: adapters[option] for option in OF_ADAPTERS if option in adapters}
+            return self.model(name, call.args[0]) | kept
+        options = of_model(self.keywords(call, first="model"))
+        model = options.pop("model", Unread(ast.unparse(node)))
+        read = {option: value for option, value in options.items() if not is_unread(value)}
+        return {MODELS[name]: model} | (read if name == "model" else {})
 
     def reward(self, node: ast.expr) -> Any:
         """Return a reward function as module:name, or a reward model's name."""
         value = self.value(node)
-        name = node.id if isinstance(node, ast.Name) else ""
-        module = self.functions.get(name)
-        if not is_unread(value) or module is None:
-            return value
-        return module if ":" in module else f"{module}:{name}"
+        return self.functions.get(value.source, value) if is_unread(value) else value
 
-    def rows(self, node: ast.expr, *, is_train: bool) -> dict[str, Any]:
+    def rows(self, name: str, node: ast.expr) -> dict[str, Any]:
         """Return the dataset that load_dataset reads, through what the script does with it afterwards."""
-        changes: list[str] = []
-        split, line = None, node.lineno + 1
-        for _ in range(50):
-            if isinstance(node, ast.Name):
-                node, line = self.before(node.id, line)
-            elif isinstance(node, ast.Subscript):
-                split = self.value(node.slice) if split is None else split
-                node = node.value
-            elif isinstance(node, ast.IfExp):
-                node = node.body
-            elif isinstance(node, ast.Call) and name_of(node.func) == "load_dataset":
-                break
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                changes.append(node.func.attr)
-                node = node.func.value
-            else:
-                return {}
+        changes: dict[str, None] = {}
+        split = None
+        while not (isinstance(node, ast.Call) and name_of(node.func) == "load_dataset"):
+            match node:
+                case ast.Name():
+                    node = self.before(node)
+                case ast.Subscript():
+                    split = self.value(node.slice) if split is None else split
+                    node = node.value
+                case ast.IfExp():
+                    node = node.body
+                case ast.Call(func=ast.Attribute(value=node, attr=change)):
+                    changes[change] = None
+                case _:
+                    return {}
         options = self.keywords(node, first="path", second="name")
         splits = options.get("split", split)
         split = splits[split] if isinstance(splits, list) and isinstance(split, int) else splits
@@ -407,34 +408,18 @@ class Script:
         if isinstance(files, str):
             options = {"path": files}
             split = None
-        names = ("dataset_name", "dataset_config", "dataset_train_split")
-        if not is_train:
-            names = ("eval_dataset", "eval_dataset_config", "eval_split")
-        values = (options.get("path"), options.get("name"), split)
-        made = {name: value for name, value in zip(names, values, strict=True) if value is not None}
-        kept = [change for change in dict.fromkeys(changes) if change not in ("shuffle",)]
+        made = dict(zip(ROWS[name], (options.get("path"), options.get("name"), split), strict=True))
+        made = {option: value for option, value in made.items() if value is not None}
+        changes.pop("shuffle", None)
         # The split of the file is then that of the training rows.
-        if "train_test_split" in kept and not is_train:
+        if "train_test_split" in changes and name == "eval_dataset":
             made = {}
-        return made | ({f"{names[0]} after": ", ".join(reversed(kept))} if kept else {})
-
-    def set_later(self, config: ast.Call) -> dict[str, Any]:
-        """Return the options that are set on the config after it is made."""
-        names = [name for name, nodes in self.assigned.items() if (config.lineno, config) in nodes]
-        later = {}
-        for node in ast.walk(self.tree):
-            match node:
-                case ast.Assign(targets=[ast.Attribute(value=ast.Name(id=name), attr=option)]):
-                    if name in names:
-                        later[option] = self.value(node.value)
-        return later
+        return made | ({f"{ROWS[name][0]} after": ", ".join(reversed(changes))} if changes else {})
 
     def keywords(self, call: ast.Call, first: str = "", second: str = "") -> dict[str, Any]:
         """Return the arguments of a call by name."""
-        values = {}
-        for name, node in zip((first, second), call.args, strict=False):
-            if name:
-                values[name] = self.value(node)
+        positional = zip((first, second), call.args, strict=False)
+        values = {name: self.value(node) for name, node in positional if name}
         for each in call.keywords:
             value = self.value(each.value)
             if each.arg is not None:
@@ -445,24 +430,20 @@ class Script:
                 values[f"**{ast.unparse(each.value)}"] = value
         return values
 
-    def before(self, name: str, line: int) -> tuple[ast.expr, int]:
-        """Return what a name was last assigned above a line, and the line of it."""
-        above = [(at, node) for at, node in self.assigned.get(name, []) if at < line]
-        if not above:
-            return ast.Constant(Unread(name)), 0
-        at, node = max(above, key=lambda assigned: assigned[0])
-        return node, at
+    def before(self, name: ast.Name) -> ast.expr:
+        """Return what a name was last assigned above the statement that it is in."""
+        line = self.statement_of[name]
+        above = [assigned for assigned in self.assigned.get(name.id, []) if assigned[0] < line]
+        unread = (0, ast.Constant(Unread(name.id)))
+        return max(above, key=lambda assigned: assigned[0], default=unread)[1]
 
-    def followed(self, node: ast.expr, line: int = 0) -> ast.expr:
-        """Return the expression that a name stands for above a line, by default its own."""
-        line = line or node.lineno + 1
-        for _ in range(50):
-            if isinstance(node, ast.Name):
-                node, line = self.before(node.id, line)
-            elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Call):
-                node = node.value  # the first of several that a call returns
-            else:
-                break
+    def followed(self, node: ast.expr | None) -> ast.expr | None:
+        """Return the expression that a name stands for."""
+        match node:
+            case ast.Name():
+                return self.followed(self.before(node))
+            case ast.Subscript(value=ast.Call() as call):
+                return call  # the first of several that a call returns
         return node
 
     def value(self, node: ast.expr) -> Any:
@@ -477,8 +458,7 @@ class Script:
             case ast.Constant(value=value):
                 return value
             case ast.Name(id=name):
-                known, _ = self.before(name, node.lineno + 1)
-                value = self.value(known)
+                value = self.value(self.before(node))
                 return Unread(name) if is_unread(value) else value
             case ast.Attribute(value=ast.Name(id="torch"), attr=name):
                 return name
@@ -487,22 +467,24 @@ class Script:
             case ast.List(elts=nodes) | ast.Tuple(elts=nodes):
                 return [self._value(each) for each in nodes]
             case ast.Dict(keys=keys, values=nodes):
-                values = [self.value(each) for each in nodes]
+                values = map(self.value, nodes)
                 return dict(zip([self._value(key) for key in keys if key], values, strict=True))
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return -self._value(operand)
             case ast.BinOp(left=left, op=op, right=right):
                 return OPERATORS[type(op)](self._value(left), self._value(right))
             case ast.JoinedStr(values=parts):
-                return "".join(str(self._text(part)) for part in parts)
+                return "".join(str(self._known(part)) for part in parts)
+            case ast.FormattedValue(value=part):
+                return self._value(part)
             case ast.Call(func=ast.Name(id="dict")):
                 return self.keywords(node)
             case ast.Call(func=ast.Name(id="str" | "int" | "float"), args=[operand]):
                 return self._value(operand)
         raise ValueError(node)
 
-    def _text(self, part: ast.expr) -> Any:
-        value = self._value(part.value if isinstance(part, ast.FormattedValue) else part)
+    def _known(self, part: ast.expr) -> Any:
+        value = self._value(part)
         if is_unread(value):
             raise ValueError(part)
         return value
@@ -516,6 +498,16 @@ def keyword(call: ast.Call, name: str) -> ast.expr | None:
 def name_of(function: ast.expr) -> str:
     """Return the last name of what is called."""
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def config_named(trainer: ast.Call) -> str:
+    """Return the class of the options that a trainer has by its name."""
+    return name_of(trainer.func).replace("Trainer", "Config")
+
+
+def of_model(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that load a model, by their names in TRL."""
+    return {OF_MODELS.get(name, name): value for name, value in arguments.items()}
 
 
 def is_unread(value: Any) -> bool:
