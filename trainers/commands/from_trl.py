@@ -20,7 +20,7 @@ from typing import Any
 from fused_rl.trainers import cli
 from fused_rl.trainers.base import trl
 from fused_rl.trainers.base.text import InputError, escaped
-from fused_rl.trainers.commands.trl_files import CONFIGS, Found, Unread, is_unread, read
+from fused_rl.trainers.commands.trl_files import CONFIGS, Found, is_unread, of_model, read
 from fused_rl.trainers.data.order import steps_of as steps_of_passes
 from fused_rl.trainers.options import FIRST
 from fused_rl.trainers.run.command import around
@@ -80,6 +80,20 @@ REWARDS = {
     "think_format_reward": r"regex:(?s)^<think>(?!.*<think>).*?</think>.*$",
     "format": "format",
 }
+# What TRL's RLOO is here, and what scales its rewards.
+RLOO = {
+    "preset": "rloo",
+    "surrogate": "clip",
+    "ratio_level": "sequence-sum",
+    "loss_agg": "seq-mean-token-mean",
+}
+ADVANTAGES = {
+    "group": "group-std",
+    "True": "group-std",
+    "batch": "group-mean-batch-std",
+    "none": "group-mean",
+    "False": "group-mean",
+}
 # What evaluations read in TRL.
 OF_EVALUATIONS = (
     "eval_dataset",
@@ -128,27 +142,35 @@ class Conversion:
         self.processes = int(processes or found.processes or 1)
         self.rows = rows
         self.left = dict(found.options)
+        """Options that are not converted yet."""
         self.defaults = OF_ALL | DEFAULTS[found.config]
+        """Those of TRL, of options that are not converted yet."""
         self.options: dict[str, Any] = {}
         self.arithmetic: list[str] = []
         self.another_loss: list[str] = []
         """Losses of TRL that are not here, each with the one that the command trains."""
         self.comments: list[str] = []
-        self.from_defaults: list[str] = []
+        self.from_defaults: set[str] = set()
         self.absent: dict[str, list[str]] = {}
         """Options of TRL that are left out, by the reason."""
 
     def take(self, name: str) -> Any:
         """Return the value of an option of TRL, its default if it is not given; nothing more is said about it."""
-        default = self.defaults.get(name)
+        default = self.defaults.pop(name, None)
         value = self.left.pop(name, None)
         if is_unread(value):
-            remedy = f"{name}={default} is assumed" if default is not None else "give it yourself"
+            remedy = "give it yourself" if default is None else f"{name}={default} is assumed"
             self.comments.append(
                 f"{name}={value.source}: its value is known when the script runs; {remedy}"
             )
             return default
         return default if value is None else value
+
+    def drop(self, *names: str) -> None:
+        """Say nothing about options of TRL that mean nothing beside the others."""
+        for name in names:
+            self.left.pop(name, None)
+            self.defaults.pop(name, None)
 
     def has(self, name: str) -> bool:
         """Return True if an option of TRL is given, and asks for something."""
@@ -160,11 +182,19 @@ class Conversion:
             return
         self.options[option] = value
         if names and not any(name in self.found.options for name in names):
-            self.from_defaults.append(f"--{option}")
+            self.from_defaults.add(option)
 
     def renamed(self, name: str, option: str) -> None:
         """Give an option of ours the value of one of TRL's."""
         self.give(option, self.take(name), name)
+
+    def needed(self, name: str, option: str, what: str) -> Any:
+        """Return the value of an option that every run needs, and give it; its name in capitals stands for it."""
+        value = self.take(name)
+        self.options[option] = option.upper() if value is None else value
+        if value is None:
+            self.comments.append(f"{option.upper()}: {what}; give it yourself")
+        return value
 
     def say(self, name: str, text: str) -> None:
         """Comment on an option of TRL by its value."""
@@ -181,7 +211,7 @@ class Conversion:
 def shown(value: Any) -> str:
     """Return a value of TRL's as a comment says it."""
     values = value if isinstance(value, list) else [value]
-    texts = [each.source if isinstance(each, Unread) else str(each) for each in values]
+    texts = [each.source if is_unread(each) else str(each) for each in values]
     text = " ".join(", ".join(texts).split())
     return text if len(text) <= 60 else f"{text[:60]}…"
 
@@ -190,53 +220,41 @@ def shown(value: Any) -> str:
 
 
 def model_and_rows(made: Conversion) -> None:
-    """The model, its adapters, and the rows."""
-    for name in ("model_init_kwargs", "teacher_model_init_kwargs"):
-        kwargs = made.left.pop(name, None)
-        if name == "model_init_kwargs" and isinstance(kwargs, dict):
-            renames = {"torch_dtype": "dtype", "revision": "model_revision"}
-            for key, value in kwargs.items():
-                made.left.setdefault(renames.get(key, key), value)
-    model = made.take("model_name_or_path")
-    made.options["model"] = "MODEL" if model is None else model
-    if model is None:
-        made.comments.append("MODEL: the name or the folder of the model; give it yourself")
+    """The model, the rows to train on, and those that are held out."""
+    kwargs = made.left.pop("model_init_kwargs", None)
+    if isinstance(kwargs, dict):
+        made.left |= of_model(kwargs) | made.left
+    made.drop("teacher_model_init_kwargs")
+    made.needed("model_name_or_path", "model", "the name or the folder of the model")
     if not made.has("eval_strategy"):
-        for name in OF_EVALUATIONS:
-            made.left.pop(name, None)
-    changed = {
-        option: made.left.pop(f"{name} after", None)
-        for option, name in (("dataset", "dataset_name"), ("eval_dataset", "eval_dataset"))
-    }
-    dataset = made.take("dataset_name")
-    made.options["dataset"] = "DATASET" if dataset is None else dataset
-    if dataset is None:
-        made.comments.append("DATASET: a file, a folder or a name on the Hub; give it yourself")
-    for option, changes in changed.items():
+        made.drop(*OF_EVALUATIONS)
+    dataset = made.needed("dataset_name", "dataset", "a file, a folder or a name on the Hub")
+    for name, option, kind in (
+        ("dataset_name after", "dataset", "rows"),
+        ("eval_dataset after", "eval_dataset", "held-out rows"),
+    ):
+        changes = made.left.pop(name, None)
         if changes:
-            rows = "rows" if option == "dataset" else "held-out rows"
             made.comments.append(
-                f"the script changes the {rows} ({changes}): save them by `to_json` and give that file as --{option}, "
+                f"the script changes the {kind} ({changes}): save them by `to_json` and give that file as --{option}, "
                 "without a split"
             )
-    made.options["output_dir"] = made.take("output_dir")
-    made.renamed("dataset_train_split", "dataset_split")
     if "dataset_test_split" in made.left:
         made.left.setdefault("eval_dataset", dataset)
         made.left.setdefault("eval_split", made.left.pop("dataset_test_split"))
     made.renamed("eval_dataset", "eval_dataset")
-    made.renamed("eval_split", "eval_split")
+
+
+def weights_and_memory(made: Conversion) -> None:
+    """The dtype of weights, adapters, activations and DeepSpeed."""
     revision = made.take("model_revision")
     made.give("revision", None if revision == "main" else revision)
-
-    # Weights: 16 bits, or 4 under adapters.
     dtype = str(made.take("dtype") or made.take("torch_dtype") or "").removeprefix("torch.")
-    made.left.pop("torch_dtype", None)
     if made.take("bf16") or dtype == "bfloat16":
         made.options["dtype"] = "bfloat16"
     if dtype == "float16":
         made.comments.append("dtype=float16: weights are bfloat16 or float32 here")
-    if made.take("use_peft") or any(name in made.left for name in ("lora_r", "lora_alpha")):
+    if made.take("use_peft") or not made.left.keys().isdisjoint(("lora_r", "lora_alpha")):
         made.options["lora_rank"] = made.take("lora_r") or 16
         made.give("lora_alpha", made.take("lora_alpha") or 32)
         targets = made.take("lora_target_modules")
@@ -246,50 +264,39 @@ def model_and_rows(made: Conversion) -> None:
                 "--lora_targets is all-linear"
             )
         made.give("lora_targets", ",".join(targets) if isinstance(targets, list) else targets)
-    for name in ("lora_r", "lora_alpha", "lora_target_modules"):
-        made.left.pop(name, None)
-    made.renamed("gradient_checkpointing", "gradient_checkpointing")
+    made.drop("torch_dtype", "lora_r", "lora_alpha", "lora_target_modules")
     if made.take("activation_offloading"):
-        made.options |= {"gradient_checkpointing": True, "checkpoint_activations_on": "cpu"}
+        made.left["gradient_checkpointing"] = True
+        made.options["checkpoint_activations_on"] = "cpu"
 
-    # DeepSpeed: of its file the stage, by its name if it is not here.
+    # Of DeepSpeed's file the stage, by its name, as the file may not be here.
     deepspeed = made.take("deepspeed")
-    if deepspeed is not None:
-        text = str(deepspeed)
-        stage = next((digit for digit in "0123" if f"zero{digit}" in text.replace("_", "")), None)
-        if stage is not None:
-            made.give("zero_stage", int(stage))
-        if not text.startswith("zero"):
-            made.say(
-                "deepspeed",
-                "--zero_stage and --offload say this here; the rest of such a file is chosen",
-            )
+    stage = re.search(r"zero_?([0-3])", str(deepspeed))
+    if stage is not None:
+        made.give("zero_stage", int(stage[1]))
+    if deepspeed is not None and not str(deepspeed).startswith("zero"):
+        made.say(
+            "deepspeed",
+            "--zero_stage and --offload say this here; the rest of such a file is chosen",
+        )
 
 
 def optimizer(made: Conversion) -> None:
-    """The optimizer and its schedule but for the warm-up."""
-    made.renamed("learning_rate", "lr")
+    """The schedule of the learning rate but for the warm-up."""
     schedule = str(made.take("lr_scheduler_type"))
-    known = {"linear", "cosine", "constant"}
-    kind = schedule if schedule in known else schedule.partition("_with")[0]
-    if kind not in known:
-        made.say(
-            "lr_scheduler_type",
-            "linear is taken, not constant or cosine; --lr_schedule module:function takes yours (docs/hooks.md)",
-        )
+    kind = schedule.partition("_with")[0]
+    remedy = "--lr_schedule module:function takes yours (docs/hooks.md)"
+    if kind not in ("linear", "cosine", "constant"):
+        made.say("lr_scheduler_type", f"linear is taken, not constant or cosine; {remedy}")
         kind = "linear"
-    elif kind != schedule and kind != "constant":
-        made.say(
-            "lr_scheduler_type",
-            f"{kind} is taken, which ends at 0; --lr_schedule module:function takes yours (docs/hooks.md)",
-        )
+    elif kind not in (schedule, "constant"):
+        made.say("lr_scheduler_type", f"{kind} is taken, which ends at 0; {remedy}")
     made.give("lr_schedule", kind)
 
 
-def length(made: Conversion, rows_of_step: int, updates: float, *, sampled: bool) -> None:
+def length(made: Conversion, rows_of_step: int, updates: float = 1, unit: str = "updates") -> None:
     """Steps, the warm-up, checkpoints and evaluations; a step has so many rows and updates."""
-    unit = "rollouts" if sampled else "updates"
-    of_updates = f" / {updates:g} updates of a rollout" if sampled else ""
+    of_updates = f" / {updates:g} updates of a rollout" if unit == "rollouts" else ""
 
     def steps_of(count: float, name: str, option: str) -> int:
         if updates == 1:
@@ -297,21 +304,20 @@ def length(made: Conversion, rows_of_step: int, updates: float, *, sampled: bool
         return made.whole(count / updates, f"{option} {{}} = {name} {count:g}{of_updates}")
 
     # The length, in TRL's updates if it is known.
-    most, epochs = made.take("max_steps"), made.take("num_train_epochs")
-    total = most if most > 0 else None
+    total, epochs = made.take("max_steps"), float(made.take("num_train_epochs"))
     held_out = 0 if "eval_dataset" in made.options else made.known["eval_size"].default
-    trained = None if made.rows is None else max(1, made.rows - held_out)
-    rows = f"{made.rows} rows" if not held_out else f"({made.rows} - {held_out} held-out) rows"
-    if most > 0:
-        made.options["steps"] = steps_of(most, "max_steps", "steps")
+    trained = made.rows and max(1, made.rows - held_out)
+    counted = f"({made.rows} - {held_out} held-out)" if held_out else made.rows
+    per_step = f"{counted} rows / {rows_of_step} rows of a step"
+    if total > 0:
+        made.options["steps"] = steps_of(total, "max_steps", "steps")
     else:
-        made.give("num_train_epochs", float(epochs), "num_train_epochs")
-        if trained is not None:
-            steps = steps_of_passes(float(epochs), trained, rows_of_step)
+        made.give("num_train_epochs", epochs, "num_train_epochs")
+        total = None
+        if trained:
+            steps = steps_of_passes(epochs, trained, rows_of_step)
             total = steps * updates
-            made.arithmetic.append(
-                f"{steps} steps = {epochs:g} epochs x {rows} / {rows_of_step} rows of a step, rounded up"
-            )
+            made.arithmetic.append(f"{steps} steps = {epochs:g} epochs x {per_step}, rounded up")
 
     # The warm-up, in updates; a fraction is one of all updates.
     ratio, warmup = made.take("warmup_ratio") or 0, made.take("warmup_steps")
@@ -327,36 +333,27 @@ def length(made: Conversion, rows_of_step: int, updates: float, *, sampled: bool
         made.arithmetic.append(f"warmup_steps {warmup} = {ratio:g} x {total:g} updates, rounded up")
     made.give("warmup_steps", int(warmup))
 
+    # Checkpoints and evaluations.
     for kind, option in (("save", "save_every"), ("eval", "eval_every")):
         strategy = made.take(f"{kind}_strategy")
-        every = made.take(f"{kind}_steps") or made.defaults["logging_steps"]
-        if strategy == "epoch" and trained is not None:
-            every = max(1, trained // rows_of_step)
-            made.options[option] = every
+        name = f"{kind}_steps"
+        every = made.take(name) or made.defaults["logging_steps"]
+        remedy = f"give --rows N to from-trl, or --{option} yourself"
+        if strategy == "epoch" and trained:
+            made.options[option] = max(1, trained // rows_of_step)
             made.arithmetic.append(
-                f"{option} {every} = an epoch of {rows} / {rows_of_step} rows of a step, rounded down"
+                f"{option} {made.options[option]} = an epoch of {per_step}, rounded down"
             )
         elif strategy == "epoch":
-            made.comments.append(
-                f"{kind}_strategy=epoch: --{option} counts {unit}; give --rows N to from-trl, or --{option} yourself"
-            )
-        elif strategy == "steps" and every < 1 and total is not None:
-            steps = math.ceil(every * total / updates)
-            made.options[option] = steps
-            made.arithmetic.append(
-                f"{option} {steps} = {kind}_steps {every:g} x {total:g} updates{of_updates}, rounded up"
-            )
+            made.comments.append(f"{kind}_strategy=epoch: --{option} counts {unit}; {remedy}")
         elif strategy == "steps" and every >= 1:
-            made.give(
-                option,
-                steps_of(every, f"{kind}_steps", option),
-                f"{kind}_steps",
-                f"{kind}_strategy",
-            )
+            made.give(option, steps_of(every, name, option), name, f"{kind}_strategy")
+        elif strategy == "steps" and total is None:
+            made.say(name, f"a part of all steps; {remedy}")
         elif strategy == "steps":
-            made.say(
-                f"{kind}_steps",
-                f"a part of all steps; give --rows N to from-trl, or --{option} yourself",
+            made.options[option] = math.ceil(every * total / updates)
+            made.arithmetic.append(
+                f"{option} {made.options[option]} = {name} {every:g} x {total:g} updates{of_updates}, rounded up"
             )
         elif strategy == "best":
             made.say("save_strategy", "the last step's model is saved, and checkpoints have others")
@@ -370,31 +367,30 @@ def length(made: Conversion, rows_of_step: int, updates: float, *, sampled: bool
 
 def output(made: Conversion) -> None:
     """Where a run reports, and what is not an option of a run."""
+    made.options["output_dir"] = made.take("output_dir")
     report_to = made.take("report_to") or []
-    report_to = [report_to] if isinstance(report_to, str) else report_to
-    others = [name for name in report_to if name not in ("none", "tensorboard", "all", "wandb")]
+    report_to = {report_to} if isinstance(report_to, str) else {*report_to}
     if "wandb" in report_to and not made.has("wandb_project"):
         made.comments.append("report_to=wandb: give --wandb_project and the project's name")
-    if others:
+    if report_to - {"none", "tensorboard", "all", "wandb"}:
         made.say("report_to", "TensorBoard, metrics.jsonl and Weights & Biases are written")
     if made.take("resume_from_checkpoint"):
         made.comments.append("resume_from_checkpoint: add --resume when you continue the run")
-    made.left.pop("hub_token", None)
-    made.renamed("seed", "seed")
-    if made.left.pop("push_to_hub()", False) and not made.has("push_to_hub"):
+    made.drop("hub_token")
+    if made.take("push_to_hub()") and not made.has("push_to_hub"):
         made.comments.append(
             "the script calls push_to_hub(): --push_to_hub true uploads the model at the end of the run"
         )
 
 
-def update(made: Conversion, *, batch: str = "batch_size", pairs: bool = False) -> int:
-    """The batch of trainers without a rollout; returns its rows."""
+def update(made: Conversion, *, batch: str = "batch_size", pairs: bool = False) -> None:
+    """The batch and the length of trainers without a rollout."""
     of_device = made.take("per_device_train_batch_size")
     accumulated = made.take("gradient_accumulation_steps")
-    rows = of_device * accumulated * made.processes
-    made.give(batch, rows)
+    rows_of_step = of_device * accumulated * made.processes
+    made.give(batch, rows_of_step)
     made.arithmetic.append(
-        f"{batch} {rows} = {of_device} per device x {accumulated} gradient_accumulation_steps x "
+        f"{batch} {rows_of_step} = {of_device} per device x {accumulated} gradient_accumulation_steps x "
         f"{processes_of(made)}"
     )
     if made.has("per_device_train_batch_size"):
@@ -403,7 +399,7 @@ def update(made: Conversion, *, batch: str = "batch_size", pairs: bool = False) 
             made.arithmetic.append(
                 f"micro_batch_size {2 * of_device} sequences = {of_device} pairs"
             )
-    return rows
+    length(made, rows_of_step)
 
 
 def processes_of(made: Conversion) -> str:
@@ -418,9 +414,6 @@ def sft(made: Conversion) -> None:
     """SFTConfig."""
     if "max_seq_length" in made.left:
         made.left.setdefault("max_length", made.left.pop("max_seq_length"))
-    made.renamed("max_length", "max_length")
-    if made.take("assistant_only_loss"):
-        made.options["assistant_turns"] = "all"
     if made.take("packing"):
         made.options["packing"] = True
         made.say(
@@ -432,13 +425,13 @@ def sft(made: Conversion) -> None:
     loss = made.take("loss_type")
     if loss not in (None, "nll", "chunked_nll"):
         made.another_loss.append(f"{loss} of SFTConfig; the negative log-likelihood is trained")
-    if made.left.pop("completion_only_loss", None) is False:
+    if made.take("completion_only_loss") is False:
         made.say("completion_only_loss", "the prompt of a row is never trained")
-    length(made, update(made), 1, sampled=False)
+    update(made)
 
 
-def pair_lengths(made: Conversion) -> None:
-    """The length of prompt and response, of which TRL bounds the sum."""
+def pairs(made: Conversion) -> None:
+    """The length of prompt and response, of which TRL bounds the sum, and the batch."""
     most, prompt = made.take("max_length"), made.take("max_prompt_length")
     response = made.take("max_completion_length")
     if prompt is None:
@@ -451,95 +444,77 @@ def pair_lengths(made: Conversion) -> None:
         )
     made.give("max_prompt_length", prompt)
     made.give("max_response_length", response)
+    update(made, pairs=True)
 
 
 def dpo(made: Conversion) -> None:
     """DPOConfig, CPOConfig and ORPOConfig."""
-    pair_lengths(made)
-    made.renamed("beta", "beta")
     if made.found.config == "ORPOConfig":
         made.options |= {"loss_type": "orpo", "nll_coef": 1.0}
     else:
-        losses = made.take("loss_type")
-        losses = losses if isinstance(losses, list) else [losses]
-        weights = made.left.pop("loss_weights", None) or [1.0] * len(losses)
-        weight_of = dict(zip(losses, weights, strict=False))
-        if "sft" in weight_of:
-            made.give("nll_coef", float(weight_of["sft"]))
-        loss = losses[0].replace("_", "-")
-        is_cpo = made.found.config == "CPOConfig"
-        listed = ("sigmoid", "hinge", "ipo", "apo-zero", "apo-down")
-        if loss == "simpo" and is_cpo:
-            made.options |= {"loss_type": loss, "margin": float(made.take("simpo_gamma"))}
-        elif loss in listed and not is_cpo:
-            made.give("loss_type", loss)
-        else:
-            made.options["loss_type"] = "sigmoid"
-            made.another_loss.append(
-                f"{losses[0]} of {made.found.config}; --loss_type sigmoid is DPO's, with a reference model"
-            )
-        if [name for name in losses[1:] if name != "sft"]:
-            summed = " + ".join(losses)
-            made.another_loss.append(
-                f"{summed}, as losses are not added up; {made.options.get('loss_type', loss)} is trained"
-            )
-        if is_cpo:
-            made.give("nll_coef", float(made.take("cpo_alpha")), "cpo_alpha")
-        made.left.pop("simpo_gamma", None)
-        made.give("nll_coef", made.take("rpo_alpha"))
+        preference_loss(made)
     if made.take("sync_ref_model"):
         made.say("sync_ref_model", "the reference of pairs stays the starting model")
-    for name in ("ref_model_sync_steps", "ref_model_mixup_alpha"):
-        made.left.pop(name, None)
-    length(made, update(made, pairs=True), 1, sampled=False)
+    made.drop("ref_model_sync_steps", "ref_model_mixup_alpha")
+    pairs(made)
 
 
-def reward(made: Conversion) -> None:
-    """RewardConfig."""
-    pair_lengths(made)
-    made.renamed("center_rewards_coefficient", "centering")
-    length(made, update(made, pairs=True), 1, sampled=False)
+def preference_loss(made: Conversion) -> None:
+    """The loss of DPOConfig and CPOConfig, of which TRL may add up several."""
+    losses = made.take("loss_type")
+    losses = losses if isinstance(losses, list) else [losses]
+    weights = made.take("loss_weights") or [1.0] * len(losses)
+    weight_of = dict(zip(losses, weights, strict=False))
+    made.give("nll_coef", weight_of.get("sft"))
+    is_cpo = made.found.config == "CPOConfig"
+    trained = ("simpo",) if is_cpo else ("sigmoid", "hinge", "ipo", "apo-zero", "apo-down")
+    loss = losses[0].replace("_", "-")
+    if loss not in trained:
+        loss = made.options["loss_type"] = "sigmoid"
+        made.another_loss.append(
+            f"{losses[0]} of {made.found.config}; --loss_type sigmoid is DPO's, with a reference model"
+        )
+    made.give("loss_type", loss)
+    if loss == "simpo":
+        made.options["margin"] = made.take("simpo_gamma")
+    made.drop("simpo_gamma")
+    if {*losses[1:]} - {"sft"}:
+        made.another_loss.append(
+            f"{' + '.join(losses)}, as losses are not added up; {loss} is trained"
+        )
 
 
 def kto(made: Conversion) -> None:
     """KTOConfig."""
-    made.renamed("max_length", "max_length")
-    made.renamed("beta", "beta")
     loss = made.take("loss_type")
     if loss != "kto":
         made.another_loss.append(f"{loss} of KTOConfig; KTO's, arXiv:2402.01306, is trained")
-    made.left.pop("max_completion_length", None)
-    length(made, update(made), 1, sampled=False)
+    made.drop("max_completion_length")
+    update(made)
 
 
 def sampling(made: Conversion) -> None:
     """How responses are sampled, and by whom."""
     made.give("max_new_tokens", made.take("max_completion_length") or made.take("max_new_tokens"))
-    made.left.pop("max_new_tokens", None)
     if made.has("max_prompt_length"):
         made.say("max_prompt_length", "longer prompts are dropped and counted, not cut")
-    made.renamed("temperature", "temperature")
-    for name, off in (("top_k", (-1, 0)), ("top_p", ()), ("min_p", ())):
-        value = made.take(name)
-        made.give(name, None if value in off else value)
+    if made.left.get("top_k") in (-1, 0):
+        made.take("top_k")
     if made.take("use_vllm"):
         url = made.take("vllm_server_base_url")
         host, port = made.take("vllm_server_host"), made.take("vllm_server_port")
         if url is None and (host or port):
             url = f"http://{'127.0.0.1' if host in (None, '0.0.0.0') else host}:{port or 8000}"
+        made.give("server", url)
         if url is None:
             made.say(
                 "use_vllm",
                 "start an unmodified vLLM server yourself and add --server URL (docs/rollouts.md)",
             )
-        made.give("server", url)
-        if url is not None:
+        else:
             made.renamed("vllm_server_timeout", "server_timeout")
-            if made.take("vllm_enable_sleep_mode"):
-                made.options["server_sleeps"] = True
-    for name in ("vllm_mode", "vllm_server_host", "vllm_server_port", "vllm_server_timeout"):
-        made.left.pop(name, None)
-    made.left.pop("vllm_server_base_url", None)
+    made.drop("max_new_tokens", "vllm_mode", "vllm_server_base_url", "vllm_server_timeout")
+    made.drop("vllm_server_host", "vllm_server_port")
 
 
 def rewards(made: Conversion) -> None:
@@ -547,8 +522,8 @@ def rewards(made: Conversion) -> None:
     verifiers = []
     functions = made.take("reward_funcs") or []
     for reward in functions if isinstance(functions, list) else [functions]:
-        name = reward.source if isinstance(reward, Unread) else str(reward)
-        short = name.rpartition(":")[2].rpartition(".")[2]
+        name = reward.source if is_unread(reward) else str(reward)
+        short = re.split("[:.]", name)[-1]
         if short in REWARDS:
             verifiers.append(REWARDS[short])
         elif short.startswith("get_soft_overlong_punishment"):
@@ -606,14 +581,18 @@ def rollouts(made: Conversion) -> float:
             f"here it is one rollout, of {accumulated} gradient_accumulation_steps"
         )
         per_rollout = accumulated
+    responses = at_once * per_rollout
+
+    # Groups.
     group = made.take("num_generations")
     made.give("group_size", group, "num_generations")
     prompts = made.whole(
-        at_once * per_rollout / group,
+        responses / group,
         f"prompts_per_step {{}} = {of_device} per device x {per_rollout:g} steps_per_generation x "
         f"{processes_of(made)} / {group} num_generations",
     )
-    if at_once * per_rollout % group:
+    made.give("prompts_per_step", prompts)
+    if responses % group:
         fitting = group // math.gcd(group, int(of_device * per_rollout))
         remedy = (
             "choose another num_generations"
@@ -621,51 +600,50 @@ def rollouts(made: Conversion) -> float:
             else f"give the number of its processes, {fitting} or a multiple of it, by --processes N of from-trl"
         )
         made.comments.append(
-            f"the {at_once * per_rollout:g} responses of {processes_of(made)} make no whole groups of {group}, and TRL "
+            f"the {responses:g} responses of {processes_of(made)} make no whole groups of {group}, and TRL "
             f"refuses that; {remedy}"
         )
-    made.give("prompts_per_step", prompts)
     if prompts % made.processes:
         made.comments.append(
             f"{prompts} prompts do not divide over {processes_of(made)}, as a run here needs: start it on "
             f"{math.gcd(prompts, made.processes)}, or give another --prompts_per_step"
         )
+
+    # Updates.
     minibatches = made.whole(
         per_rollout / accumulated,
         f"minibatches {{}} = {per_rollout:g} steps_per_generation / {accumulated} gradient_accumulation_steps",
     )
     made.give("minibatches", minibatches)
-    made.renamed("num_iterations", "epochs")
+    iterations = made.take("num_iterations")
+    made.give("epochs", iterations, "num_iterations")
     if made.has("per_device_train_batch_size"):
         made.options["micro_batch_size"] = of_device
-    length(made, prompts, minibatches * made.take("num_iterations"), sampled=True)
-    return minibatches * made.take("num_iterations")
+    length(made, prompts, minibatches * iterations, "rollouts")
+    return minibatches * iterations
 
 
 def grpo(made: Conversion) -> None:
     """GRPOConfig and RLOOConfig."""
-    iterations = made.found.options.get("num_iterations")
-    if isinstance(iterations, int):
-        made.defaults["num_iterations"] = iterations
     updates = rollouts(made)
     sampling(made)
     rewards(made)
-
-    # The loss: a preset, and what TRL's loss of that name does otherwise.
+    is_rloo = made.found.config == "RLOOConfig"
     low = made.take("epsilon")
     high = made.take("epsilon_high")
     high = low if high is None else high
-    if made.found.config == "RLOOConfig":
-        made.options |= {"preset": "rloo", "surrogate": "clip", "ratio_level": "sequence-sum"}
-        made.options |= {"loss_agg": "seq-mean-token-mean"}
+    if is_rloo:
+        made.options |= RLOO
         made.give("clip_low", low if low != 0.2 else None)
         made.give("clip_high", high if high != 0.2 else None)
     else:
         grpo_loss(made, low, high)
+
+    # The reference.
     kl_coef = made.take("beta")
-    made.give("kl_coef", float(kl_coef), "beta")
+    made.give("kl_coef", kl_coef, "beta")
     corrects = made.take("use_bias_correction_kl")
-    if kl_coef and made.found.config == "RLOOConfig":
+    if kl_coef and is_rloo:
         made.options["kl_in"] = "reward"
     elif kl_coef and corrects is False:
         made.options["kl_estimator"] = "k3"
@@ -675,14 +653,13 @@ def grpo(made: Conversion) -> None:
             every / updates, f"ref_sync_every {{}} = ref_model_sync_steps {every} / {updates:g}"
         )
         made.renamed("ref_model_mixup_alpha", "ref_mixup_alpha")
-    for name in ("ref_model_sync_steps", "ref_model_mixup_alpha"):
-        made.left.pop(name, None)
+    made.drop("ref_model_sync_steps", "ref_model_mixup_alpha")
 
     # What corrects for a server's log-probabilities.
     mode = made.take("vllm_importance_sampling_mode")
     high, low = (made.take(f"vllm_importance_sampling_clip_{end}") for end in ("max", "min"))
     corrected = made.take("vllm_importance_sampling_correction") is not False
-    made.left.pop("vllm_importance_sampling_cap", None)
+    made.drop("vllm_importance_sampling_cap")
     if "server" in made.options and corrected:
         made.options["rollout_correction"] = str(mode or "sequence_mask").replace("_", "-")
         made.options["rollout_high"] = float(high or 3.0)
@@ -707,59 +684,50 @@ def grpo_loss(made: Conversion, low: float, high: float) -> None:
         options |= {"clip_low": low, "clip_high": high}
         if level == "sequence" or preset == "luspo":
             options["ratio_level"] = level
-    defaults = {"clip_low": 0.2, "clip_high": 0.2}
-    if preset == "dapo":
-        defaults.pop("clip_high")
-    if preset == "luspo" or options["preset"] == "gspo":
-        defaults = {}
-    is_default = {name for name, value in defaults.items() if options.get(name) == value}
-    made.options |= {name: value for name, value in options.items() if name not in is_default}
+    # Bounds that the preset has by itself.
+    bounds = {"dapo": ("clip_low",), "gspo": (), "luspo": ()}
+    for name in bounds.get(options["preset"], ("clip_low", "clip_high")):
+        if options.get(name) == 0.2:
+            del options[name]
+    made.options |= options
     if "loss_type" not in made.found.options:
-        made.from_defaults += [f"--{name}" for name in options if name not in is_default]
+        made.from_defaults.update(options)
 
     scale = made.take("scale_rewards")
-    scale = {True: "group", False: "none"}.get(scale, scale) if isinstance(scale, bool) else scale
-    advantages = {"group": "group-std", "batch": "group-mean-batch-std", "none": "group-mean"}
-    advantage = advantages.get(scale)
+    advantage = ADVANTAGES.get(str(scale))
     if made.take("multi_objective_aggregation") == "normalize_then_sum":
         advantage = "gdpo"
     usual = "group-mean" if preset == "dr_grpo" else "group-std"
-    if advantage is not None and advantage != usual:
+    if advantage not in (None, usual):
         made.options["advantage"] = advantage
-    if made.take("top_entropy_quantile") not in (None, 1.0):
-        made.options["top_entropy"] = made.found.options["top_entropy_quantile"]
+    quantile = made.take("top_entropy_quantile")
+    made.give("top_entropy", None if quantile == 1.0 else quantile)
 
 
 def distill(made: Conversion) -> None:
     """GKDConfig and DistillationConfig."""
-    teacher = made.take("teacher_model_name_or_path")
-    made.options["teacher"] = "TEACHER" if teacher is None else teacher
-    if teacher is None:
-        made.comments.append("TEACHER: the name or the folder of the teacher; give it yourself")
-    prompts = update(made, batch="prompts_per_step")
-    length(made, prompts, 1, sampled=False)
-    beta = float(made.take("beta"))
+    what = "the name or the folder of the teacher"
+    made.needed("teacher_model_name_or_path", "teacher", what)
+    update(made, batch="prompts_per_step")
+    beta = made.take("beta")
     if 0 < beta < 1:
-        made.options |= {"direction": "jensen-shannon"}
+        made.options["direction"] = "jensen-shannon"
         made.give("jsd_beta", beta, "beta")
     else:
         made.give("direction", "reverse" if beta == 1 else "forward")
     if made.found.config == "GKDConfig":
-        made.options["distill_temperature"] = made.defaults["temperature"]
-        if made.has("temperature"):
-            made.options["distill_temperature"] = made.found.options["temperature"]
-        made.renamed("lmbda", "on_policy")
-        if "lmbda" not in made.found.options:
-            made.from_defaults.append("--on_policy")
-        most = made.take("max_length")
-        if most is not None:
+        temperature = made.take("temperature")
+        made.options["distill_temperature"] = temperature
+        made.give("temperature", temperature, "temperature")
+        if made.take("max_length") is not None:
             made.say("max_length", "--max_prompt_length and --max_new_tokens bound a row")
     sampling(made)
 
 
+EVERY = (model_and_rows, weights_and_memory, optimizer, output)
 TRAINERS: dict[str, Callable[[Conversion], None]] = {
     "sft": sft,
-    "reward": reward,
+    "reward": pairs,
     "dpo": dpo,
     "kto": kto,
     "grpo": grpo,
@@ -770,14 +738,23 @@ TRAINERS: dict[str, Callable[[Conversion], None]] = {
 def convert(found: Found, processes: int | None = None, rows: int | None = None) -> Conversion:
     """Return our options for a run of TRL's."""
     made = Conversion(found, processes, rows)
-    model_and_rows(made)
-    optimizer(made)
-    output(made)
-    TRAINERS[made.command](made)
+    for part in (*EVERY, TRAINERS[made.command]):
+        part(made)
+    for name in [*made.defaults]:
+        option, _ = option_of(made, name)
+        if option is not None:
+            made.renamed(name, option)
     for name, value in list(made.left.items()):
         remaining(made, name, value)
     leave_out_meaningless(made)
     return made
+
+
+def option_of(made: Conversion, name: str) -> tuple[str | None, str | None]:
+    """Return our name for an option of TRL, if its value needs no more than that, and the value that true is."""
+    renamed = re.match(r"--(\w+)(?: (\w+))?", trl.NAMES.get(name, ""))
+    option, of_true = (name, None) if renamed is None or name in made.known else renamed.groups()
+    return (option if option in made.known else None), of_true
 
 
 def remaining(made: Conversion, name: str, value: Any) -> None:
@@ -785,21 +762,14 @@ def remaining(made: Conversion, name: str, value: Any) -> None:
     idle = value in IDLE or IDLE_OF.get(name) == value
     if idle and (name not in made.known or made.found.is_printed):
         return
+    option, of_true = option_of(made, name)
     if is_unread(value):
         made.take(name)
-        return
-    option = name if name in made.known else None
-    clause = trl.NAMES.get(name, "").split("; ")[0]
-    words = clause.removeprefix("--").replace(",", " ").replace(":", " ").split()
-    if option is None and clause.startswith("--") and words[0] in made.known:
-        option = words[0]
-    if option is not None:
-        made.give(option, value)
-    elif made.found.is_printed and is_default_of_transformers(name, value):
-        return
-    else:
-        told = trl.NAMES.get(name) or trl.reason_of(name)
-        reason = told or "not among the options of TRL that this command knows"
+    elif option is not None:
+        made.give(option, of_true if of_true and value is True else value)
+    elif not (made.found.is_printed and is_default_of_transformers(name, value)):
+        reason = trl.NAMES.get(name) or trl.reason_of(name)
+        reason = reason or "not among the options of TRL that this command knows"
         made.absent.setdefault(reason, []).append(f"{name}={shown(value)}")
 
 
@@ -834,13 +804,16 @@ def script_of(made: Conversion) -> str:
     lines = [f"# {made.found.config} of {made.found.where}, on {processes_of(made)}."]
     lines += [f"# ANOTHER LOSS than {text}" for text in made.another_loss]
     lines += [f"#   {text}" for text in dict.fromkeys(made.arithmetic)]
-    if made.from_defaults:
-        names = " ".join(dict.fromkeys(made.from_defaults))
-        lines.append(f"# From TRL's defaults, which differ from those here: {names}")
+    names = sorted(made.options, key=[*FIRST, *made.known].index)
+    defaults = " ".join(f"--{name}" for name in names if name in made.from_defaults)
+    if defaults:
+        lines.append(f"# From TRL's defaults, which differ from those here: {defaults}")
     if made.comments or made.absent:
         lines.append("# What has no counterpart, or is for you to look at:")
         lines += [f"#   {text}" for text in dict.fromkeys(made.comments)]
-        lines += [f"#   {', '.join(names)}: {reason}" for reason, names in made.absent.items()]
+        lines += [
+            f"#   {', '.join(left_out)}: {reason}" for reason, left_out in made.absent.items()
+        ]
     refused = refusal(made)
     if refused is not None:
         lines.append(f"# fused-rl {made.command} refuses this: {refused}")
@@ -848,7 +821,6 @@ def script_of(made: Conversion) -> str:
     if made.processes > 1:
         module = cli.TRAINERS[made.command].module
         words = [f"deepspeed --num_gpus {made.processes} --module {module}"]
-    names = sorted(made.options, key=[*FIRST, *made.known].index)
     words += [f"--{name} {word_of(made.options[name])}" for name in names]
     return "\n".join([*(escaped(line) for line in lines), " \\\n    ".join(words)])
 
