@@ -358,7 +358,7 @@ def train(
     # Every evaluation is of the same rows, so they are put into micro-batches once.
     pad_id = tokenizer.pad_token_id
     held_out = micro_batches(held_out_share(held_out), config, pad_id, run.device, costs)
-    policy = policy_to_evaluate(config, model, tokenizer, run.device, scorers)
+    policy = policy_to_evaluate(config, model, tokenizer, scorers=scorers, device=run.device)
     prompts = prompts_of_rank(prompts)
 
     def evaluation() -> Evaluation:

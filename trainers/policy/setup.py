@@ -276,7 +276,6 @@ def load_policy(
     """
     # The model, its reference, and its engine.
     lm = language_model.load_lm(config, device)
-    stop_ids = tuple(encode.stop_ids(tokenizer, lm.base.saved_generation_config))
     longest = config.max_prompt_length + config.max_new_tokens
     # Costs are counted before there is an engine, which under ZeRO 3 partitions the weights.
     costs = packing_costs(
@@ -297,14 +296,13 @@ def load_policy(
     sampler = build_sampler(config, model, tokenizer, users_sampler)
     seeds = Seeds(config.seed + ranks.rank() * 100_003)
     rank_state = {"seeds": seeds} | ({"rollouts": sampler} if config.lag else {})
-    return Policy(
-        config=config,
-        model=model,
+    return policy_of(
+        config,
+        model,
+        tokenizer,
         reference=reference,
         sampler=sampler,
-        sampling=config.sampling(config.max_new_tokens, stop_ids),
         scorers=scorers,
-        tokenizer=tokenizer,
         device=device,
         costs=costs,
         frozen=frozen,
@@ -313,25 +311,34 @@ def load_policy(
     )
 
 
-def policy_to_evaluate(config: Any, model, tokenizer, device, scorers: Sequence[Scorer]) -> Policy:
-    """Return the policy of a trainer that samples only in its evaluations; `model` is the engine around its model."""
-    lm = model.module.base
-    stop_ids = tuple(encode.stop_ids(tokenizer, lm.saved_generation_config))
-    sampler = TransformersSampler(
-        lm,
+def policy_to_evaluate(config: Any, model, tokenizer, **options) -> Policy:
+    """Return the policy of a trainer that samples only in its evaluations; the arguments are those of `policy_of`."""
+    sampler = policy_sampler(config, model, tokenizer)
+    return policy_of(config, model, tokenizer, reference=None, sampler=sampler, **options)
+
+
+def policy_of(config: Any, model, tokenizer, **options) -> Policy:
+    """Return the policy whose responses end at its model's stop ids.
+
+    Args:
+        config: the trainer's options.
+        model: the engine around the policy's model.
+        tokenizer: the model's.
+        options: the other fields of `Policy`.
+    """
+    stop_ids = tuple(encode.stop_ids(tokenizer, model.module.base.saved_generation_config))
+    sampling = config.sampling(config.max_new_tokens, stop_ids)
+    return Policy(config=config, model=model, tokenizer=tokenizer, sampling=sampling, **options)
+
+
+def policy_sampler(config: Any, model, tokenizer) -> Sampler:
+    """Return a sampler of the policy in this process; `model` is the engine around its model."""
+    return TransformersSampler(
+        model.module.base,
         pad_id=tokenizer.pad_token_id,
         batch_size=config.rollout_batch_size,
+        # Under ZeRO 3 a rank that has finished keeps generating, because the others gather weights together with it.
         synced_gpus=model.zero_optimization_stage() == 3,
-    )
-    return Policy(
-        config=config,
-        model=model,
-        reference=None,
-        sampler=sampler,
-        sampling=config.sampling(config.max_new_tokens, stop_ids),
-        scorers=scorers,
-        tokenizer=tokenizer,
-        device=device,
     )
 
 
@@ -345,7 +352,6 @@ def build_sampler(
         )
     # The policy in this process, or servers.
     lm = model.module.base
-    options = {"pad_id": tokenizer.pad_token_id, "batch_size": config.rollout_batch_size}
     if config.server is not None:
         # A server with other weights or a stale cache raises no error, so a probe compares what it returns.
         ids = tokenizer.encode(TEXT, add_special_tokens=False)
@@ -359,10 +365,10 @@ def build_sampler(
         built = ServerSampler(config.server, http_of(config), folder, probe, longest, sleeps=sleeps)
     elif config.lag:
         # The next rollout is sampled while the policy is trained, so it needs a copy of the weights.
-        built = CopySampler(lm, **options)
+        at_once = config.rollout_batch_size
+        built = CopySampler(lm, pad_id=tokenizer.pad_token_id, batch_size=at_once)
     else:
-        # Under ZeRO 3 a rank that has finished keeps generating, because the others gather weights together with it.
-        built = TransformersSampler(lm, **options, synced_gpus=model.zero_optimization_stage() == 3)
+        built = policy_sampler(config, model, tokenizer)
     # The user's own sampler is built around this one, and may use it.
     if config.sampler is not None or users_sampler is not None:
         built = (users_sampler or load_function("sampler", config.sampler))(built, tokenizer)
