@@ -386,10 +386,7 @@ def demo_grpo(folder: Path, seed: int):
 def demo_sft(folder: Path, seed: int):
     """Return the recipe of the demo's warm start."""
     demo.prepare(folder, seed)
-    paths = {"model": folder / "init", "dataset": folder / "data" / "demonstrations.jsonl"}
-    return parse(
-        sft.SFTConfig, demo.arguments("demo_sft.yaml", seed, paths | {"output_dir": folder})
-    )
+    return demo.sft_config(folder, seed)
 
 
 def demo_rewards(folder: Path, seed: int):
@@ -424,21 +421,18 @@ def large_grpo(folder: Path, seed: int, vocabulary=151_936, hidden_size=896, dty
     ids = torch.randint(
         2, vocabulary, (64, 48), generator=torch.Generator().manual_seed(seed)
     ).tolist()
-    rows = [{"question": " ".join(f"w{i}" for i in row)} for row in ids]
-    return grpo.GRPOConfig(
-        model=str(model),
-        dataset=write_rows(folder / "rows.jsonl", rows),
-        output_dir=str(folder),
+    return grpo_of_questions(
+        folder,
+        seed,
+        model,
+        [" ".join(f"w{i}" for i in row) for row in ids],
         verifiers="bench.trainers:odd_words",
-        seed=seed,
         prompts_per_step=1,
-        minibatches=1,
         micro_batch_size=8,
         max_new_tokens=8,
         kl_coef=0.001,
         dtype=dtype,
         zero_stage=1 if dtype == "bfloat16" else 0,
-        eval_size=0,
     )
 
 
@@ -455,22 +449,33 @@ def real_grpo(folder: Path, seed: int):
     model = Path(os.environ.get(REAL_MODEL, machine.ROOT / ".venv-real" / "model"))
     if not model.is_dir():
         raise peers.Unavailable(f"no model in {model}: make test-real, or set {REAL_MODEL}")
-    prompts = [QUESTIONS[(seed + i) % len(QUESTIONS)] for i in range(64)]
-    return grpo.GRPOConfig(
-        model=str(model),
-        dataset=write_rows(folder / "rows.jsonl", [{"question": prompt} for prompt in prompts]),
-        output_dir=str(folder),
+    return grpo_of_questions(
+        folder,
+        seed,
+        model,
+        [QUESTIONS[(seed + i) % len(QUESTIONS)] for i in range(64)],
         raw_prompt=True,  # as TRL takes a text
         verifiers="bench.trainers:odd_letters",
-        seed=seed,
         prompts_per_step=4,
         group_size=4,
-        minibatches=1,
         micro_batch_size=16,
         max_new_tokens=64,
         kl_coef=0.04,
         dtype="float32",
+    )
+
+
+def grpo_of_questions(folder: Path, seed: int, model: Path, questions: list[str], **options):
+    """Return GRPO of a model on these questions, one update a step, without held-out rows."""
+    rows = [{"question": question} for question in questions]
+    return grpo.GRPOConfig(
+        model=str(model),
+        dataset=write_rows(folder / "rows.jsonl", rows),
+        output_dir=str(folder),
+        seed=seed,
+        minibatches=1,
         eval_size=0,
+        **options,
     )
 
 

@@ -125,23 +125,28 @@ def report(folder: Path, seconds: float) -> None:
 @around("fused-rl demo", LOST)
 def main(argv: list[str] | None = None) -> None:
     """Run `fused-rl demo`, which `make demo` calls."""
-    parser = argparse.ArgumentParser(
-        prog="fused-rl demo", description=str(__doc__).split("\n", 1)[0]
-    )
+    folder, seed = begin("fused-rl demo", __doc__, argv)
+    began = time.monotonic()
+    warm_start(folder, seed)
+    print("3/3 reinforcement: fused-rl grpo --config recipes/demo_grpo.yaml")
+    grpo.train(grpo_config(folder, seed))
+    report(folder / "grpo", time.monotonic() - began)
+
+
+def begin(program: str, description: str | None, argv: list[str] | None) -> tuple[Path, int]:
+    """Parse a recipe's command line and limit the process to one thread; return the output folder and the seed."""
+    parser = argparse.ArgumentParser(prog=program, description=str(description).split("\n", 1)[0])
     parser.add_argument(
         "--seed", type=int, default=1, help="of problems, weights, data order and sampling"
     )
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/demo"))
+    folder = Path("runs") / program.removeprefix("fused-rl ")
+    parser.add_argument("--output_dir", type=Path, default=folder)
     options = parser.parse_args(argv)
-    began = time.monotonic()
-    folder = options.output_dir
-    seed = options.seed
     engine.quiet()
     # For so small a model a second thread is of little use, and if another process needs one of the two cores, the
     # threads that wait for each other take ten times as long.
     torch.set_num_threads(1)
-    _run(folder, seed)
-    report(folder / "grpo", time.monotonic() - began)
+    return options.output_dir, options.seed
 
 
 def warm_start(folder: Path, seed: int) -> None:
@@ -149,30 +154,32 @@ def warm_start(folder: Path, seed: int) -> None:
     print("1/3 problems from reasoning-gym, an untrained model")
     prepare(folder, seed)
     print("2/3 warm start: fused-rl sft --config recipes/demo_sft.yaml")
+    sft.train(sft_config(folder, seed))
+
+
+def sft_config(
+    folder: Path, seed: int, recipe: str = "demo_sft.yaml", rows: str = "demonstrations.jsonl"
+) -> sft.SFTConfig:
+    """Return the recipe of a warm start for the model and the rows that `prepare` has written to `folder`."""
     paths = {
         "model": folder / "init",
-        "dataset": folder / "data" / "demonstrations.jsonl",
+        "dataset": folder / "data" / rows,
         "output_dir": folder / "sft",
     }
-    sft.train(parse(sft.SFTConfig, arguments("demo_sft.yaml", seed, paths)))
+    return parse(sft.SFTConfig, arguments(recipe, seed, paths))
 
 
-def grpo_config(folder: Path, seed: int) -> grpo.GRPOConfig:
-    """Return the recipe of GRPO for the files that `warm_start` has written to `folder`."""
+def grpo_config(
+    folder: Path, seed: int, recipe: str = "demo_grpo.yaml", model: str = "sft/model"
+) -> grpo.GRPOConfig:
+    """Return the recipe of GRPO for the files that `prepare` and the warm start have written to `folder`."""
     paths = {
-        "model": folder / "sft" / "model",
+        "model": folder / model,
         "dataset": folder / "data" / "train.jsonl",
         "eval_dataset": folder / "data" / "eval.jsonl",
         "output_dir": folder / "grpo",
     }
-    return parse(grpo.GRPOConfig, arguments("demo_grpo.yaml", seed, paths))
-
-
-def _run(folder: Path, seed: int) -> None:
-    """Run the three steps of the demo."""
-    warm_start(folder, seed)
-    print("3/3 reinforcement: fused-rl grpo --config recipes/demo_grpo.yaml")
-    grpo.train(grpo_config(folder, seed))
+    return parse(grpo.GRPOConfig, arguments(recipe, seed, paths))
 
 
 def arguments(recipe: str, seed: int, options: Mapping[str, object]) -> list[str]:

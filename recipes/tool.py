@@ -7,23 +7,18 @@
 The calculator's reply is part of the response, written as the model's chat template writes it, but not trained on.
 """
 
-import argparse
 import random
 import re
 import time
 from pathlib import Path
 
-import torch
-
 from fused_rl.recipes import demo, tiny_model
 from fused_rl.trainers import grpo, sft
-from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.files import write_rows
 from fused_rl.trainers.rollouts.turns import Conversation
 from fused_rl.trainers.rollouts.types import Sampler, after_turn, of_turn
 from fused_rl.trainers.run.command import LOST, around
 from fused_rl.trainers.run.logger import read_metrics
-from fused_rl.trainers.run.parse import parse
 
 CALL = re.compile(r"calc (\d+) \+ (\d+)")
 NUM_WARM, NUM_TRAIN, NUM_EVAL = 2700, 1900, 200
@@ -96,36 +91,14 @@ def prepare(folder: Path, seed: int) -> None:
     tiny_model.save_llama(folder / "init", tokenizer, seed, **sizes)
 
 
-def configs(folder: Path, seed: int) -> tuple[sft.SFTConfig, grpo.GRPOConfig]:
-    """Return the recipes of the warm start and of GRPO for the files that `prepare` has written to `folder`."""
-    data = folder / "data"
-    warm = {"model": folder / "init", "dataset": data / "warm.jsonl", "output_dir": folder / "sft"}
-    paths = {
-        "model": folder / "sft" / "model",
-        "dataset": data / "train.jsonl",
-        "eval_dataset": data / "eval.jsonl",
-        "output_dir": folder / "grpo",
-    }
-    return (
-        parse(sft.SFTConfig, demo.arguments("tool_sft.yaml", seed, warm)),
-        parse(grpo.GRPOConfig, demo.arguments("tool_grpo.yaml", seed, paths)),
-    )
-
-
 @around("tool", LOST)
 def main(argv: list[str] | None = None) -> None:
     """Run `python -m fused_rl.recipes.tool`."""
-    parser = argparse.ArgumentParser(prog="tool", description=str(__doc__).split("\n", 1)[0])
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/tool"))
-    options = parser.parse_args(argv)
-    began, folder = time.process_time(), options.output_dir
-    engine.quiet()
-    torch.set_num_threads(1)  # for so small a model a second thread is of little use
-    prepare(folder, options.seed)
-    warm_start, reinforcement = configs(folder, options.seed)
-    sft.train(warm_start)
-    grpo.train(reinforcement)
+    folder, seed = demo.begin("tool", __doc__, argv)
+    began = time.process_time()
+    prepare(folder, seed)
+    sft.train(demo.sft_config(folder, seed, "tool_sft.yaml", rows="warm.jsonl"))
+    grpo.train(demo.grpo_config(folder, seed, "tool_grpo.yaml"))
     history = read_metrics(folder / "grpo" / "metrics.jsonl")
     found = [metrics for metrics in history if "eval/accuracy_greedy" in metrics]
     for name in ("greedy", "sampled"):

@@ -5,22 +5,17 @@ answer is part of the response, where the next guess can read it, but it is not 
 finds the digit in about one game of six; a player who always guesses the middle finds it in seven of ten.
 """
 
-import argparse
 import random
 import time
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from fused_rl.recipes import demo
 from fused_rl.trainers import grpo
-from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.files import write_rows
 from fused_rl.trainers.rollouts.types import Sampler, after_turn, of_turn
 from fused_rl.trainers.run.command import LOST, around
 from fused_rl.trainers.run.logger import read_metrics
-from fused_rl.trainers.run.parse import parse
 
 TURNS = 3
 
@@ -81,15 +76,10 @@ def prepare(folder: Path, seed: int) -> None:
 @around("turns", LOST)
 def main(argv: list[str] | None = None) -> None:
     """Run `python -m fused_rl.recipes.turns`."""
-    parser = argparse.ArgumentParser(prog="turns", description=str(__doc__).split("\n", 1)[0])
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/turns"))
-    options = parser.parse_args(argv)
-    began, folder = time.monotonic(), options.output_dir
-    engine.quiet()
-    torch.set_num_threads(1)  # for so small a model a second thread is of little use
-    prepare(folder, options.seed)
-    grpo.train(config_of(folder, options.seed))
+    folder, seed = demo.begin("turns", __doc__, argv)
+    began = time.monotonic()
+    prepare(folder, seed)
+    grpo.train(demo.grpo_config(folder, seed, "turns_grpo.yaml", model="init"))
     found = [
         m for m in read_metrics(folder / "grpo" / "metrics.jsonl") if "eval/accuracy_sampled" in m
     ]
@@ -97,18 +87,6 @@ def main(argv: list[str] | None = None) -> None:
     print(
         f"found in three guesses: {first} before, {last} after; {time.monotonic() - began:.0f} seconds"
     )
-
-
-def config_of(folder: Path, seed: int) -> grpo.GRPOConfig:
-    """Return the recipe for the files that `prepare` has written to `folder`."""
-    data = folder / "data"
-    paths = {
-        "model": folder / "init",
-        "dataset": data / "train.jsonl",
-        "eval_dataset": data / "eval.jsonl",
-    }
-    paths["output_dir"] = folder / "grpo"
-    return parse(grpo.GRPOConfig, demo.arguments("turns_grpo.yaml", seed, paths))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import torch
 
 import fused_rl
 from fused_rl import TokenSupport, reference
+from fused_rl.recipes import demo
 from fused_rl.recipes import tool as tool_recipe
 from fused_rl.recipes import turns as recipe
 from fused_rl.trainers import grpo, ppo
@@ -315,7 +316,7 @@ def test_each_turn_has_seeds_of_its_own():
 @pytest.mark.slow
 def test_the_recipe_s_games_are_what_their_environment_says(tmp_path):
     recipe.prepare(tmp_path, 1)
-    config = recipe.config_of(tmp_path, 1)
+    config = demo.grpo_config(tmp_path, 1, "turns_grpo.yaml", model="init")
     small = {"steps": 2, "prompts_per_step": 4, "eval_size": 8, "group_size": 4, "eval_samples": 2}
     grpo.train(config.replace(**small))
     metrics = read_metrics(tmp_path / "grpo" / "metrics.jsonl")
