@@ -54,7 +54,6 @@ from fused_rl.trainers.rollouts.roll_out import batch_of, rollout_metrics
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sample
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
-from fused_rl.trainers.run.learned import Evaluation
 from fused_rl.trainers.run.metrics import OF_RESPONSES, Sums
 from fused_rl.trainers.scorers.load import (
     check_reward_models,
@@ -381,7 +380,7 @@ def train(
     run.start({"policy": policy.model}, rank_state=policy.rank_state)
     policy.publish(run.step)
     if run.begins and held_out.prompts:
-        run.log(*judge())
+        run.log({}, judge())
 
     # Step by step; where the share is no whole number of rows, its remainder comes later.
     share = config.on_policy * config.prompts_per_step / ranks.world_size()
@@ -394,8 +393,8 @@ def train(
         metrics = train_step(policy, teachers, prompts, [given[i] for i in mine[due:]], step)
         # Episodes are of sampled responses alone.
         metrics["episode"] = round(share * step) * ranks.world_size() * config.group_size
-        evaluation = judge() if run.evaluates and held_out.prompts else Evaluation()
-        run.log(metrics | evaluation.metrics, *evaluation[1:])
+        evaluation = judge() if run.evaluates and held_out.prompts else None
+        run.log(metrics, evaluation)
     return run.finish(lambda folder: policy.save(folder, merged=config.save_merged))
 
 

@@ -226,7 +226,7 @@ def train(
     # The run.
     run.start({"policy": model})
     if run.begins and held_out:
-        run.log(*evaluate(model, held_out, reference[len(pairs) :], config))
+        run.log({}, evaluate(model, held_out, reference[len(pairs) :], config))
     for step, indices in run:
         began = time.monotonic()
         batch = [pairs[i] for i in indices]
@@ -238,10 +238,10 @@ def train(
         metrics["time/train"] = time.monotonic() - began
         metrics["perf/padding"] = padding.share()
         metrics["perf/tokens_per_second"] = sum(map(Pair.tokens, batch)) / metrics["time/train"]
-        evaluation = Evaluation()
+        evaluation = None
         if run.evaluates and held_out:
             evaluation = evaluate(model, held_out, reference[len(pairs) :], config)
-        run.log(metrics | evaluation.metrics, *evaluation[1:])
+        run.log(metrics, evaluation)
     return run.finish(
         lambda folder: language_model.save_lm(model, tokenizer, folder, merged=config.save_merged)
     )

@@ -67,7 +67,6 @@ from fused_rl.trainers.policy.setup import (
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
-from fused_rl.trainers.run.learned import Evaluation
 from fused_rl.trainers.run.metrics import POLICY, Sums, with_logged_names
 from fused_rl.trainers.scorers.load import (
     check_reward_models,
@@ -368,7 +367,7 @@ def train(
     run.start(engines, rank_state=policy.rank_state)
     policy.publish(run.step)
     if run.begins and held_out.prompts:
-        run.log(*evaluate(policy, held_out, says_signal=True))
+        run.log({}, evaluate(policy, held_out, says_signal=True))
 
     def more(count: int) -> list[Prompt]:
         return prepared.prompts_of_rank(
@@ -380,10 +379,10 @@ def train(
         policy.begin_step(step, lambda later: prepared.prompts_of_rank(run.order.after(later)))
         metrics = train_step(policy, prepared.prompts_of_rank(indices), step, more)
         metrics["episode"] = run.order.position * config.group_size
-        evaluation = Evaluation()
+        evaluation = None
         if run.evaluates and held_out.prompts:
             evaluation = evaluate(policy, held_out)
-        run.log(metrics | evaluation.metrics, *evaluation[1:])
+        run.log(metrics, evaluation)
         if config.ref_sync_every and step % config.ref_sync_every == 0:
             language_model.sync(policy.reference.model, policy.model, config.ref_mixup_alpha)
     return run.finish(lambda folder: policy.save(folder, merged=config.save_merged))

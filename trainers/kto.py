@@ -175,7 +175,7 @@ def train(
     run.start({"policy": model})
     held_out_reference = reference[len(rows) :]
     if run.begins and held_out:
-        run.log(*evaluate(model, held_out, held_out_reference, config))
+        run.log({}, evaluate(model, held_out, held_out_reference, config))
     for step, indices in run:
         began = time.monotonic()
         batch = [rows[i] for i in indices]
@@ -186,10 +186,10 @@ def train(
         metrics["time/train"] = time.monotonic() - began
         metrics["perf/padding"] = padding.share()
         metrics["perf/tokens_per_second"] = sum(map(Marked.tokens, batch)) / metrics["time/train"]
-        evaluation = Evaluation()
+        evaluation = None
         if run.evaluates and held_out:
             evaluation = evaluate(model, held_out, held_out_reference, config)
-        run.log(metrics | evaluation.metrics, *evaluation[1:])
+        run.log(metrics, evaluation)
     return run.finish(
         lambda folder: language_model.save_lm(model, tokenizer, folder, merged=config.save_merged)
     )

@@ -66,7 +66,6 @@ from fused_rl.trainers.policy.setup import (
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
-from fused_rl.trainers.run.learned import Evaluation
 from fused_rl.trainers.run.metrics import PPO, Sums, with_logged_names
 from fused_rl.trainers.scorers.load import (
     check_reward_models,
@@ -350,7 +349,7 @@ def train(
     controller.kl_coef = restored.get("kl_coef", config.kl_coef)
     policy.publish(run.step)
     if run.begins and held_out.prompts:
-        run.log(*evaluate(policy, held_out, says_signal=True))
+        run.log({}, evaluate(policy, held_out, says_signal=True))
 
     # Step by step; the weight of the KL may follow it: arXiv:1909.08593, section 2.2.
     for step, indices in run:
@@ -359,10 +358,10 @@ def train(
         metrics = train_step(policy, critic, prompts, step, controller.kl_coef)
         responses = config.prompts_per_step * config.group_size
         controller.update(metrics["objective/kl"], responses)
-        evaluation = Evaluation()
+        evaluation = None
         if run.evaluates and held_out.prompts:
             evaluation = evaluate(policy, held_out)
-        run.log(metrics | evaluation.metrics, *evaluation[1:])
+        run.log(metrics, evaluation)
 
     def save(model_folder):
         policy.save(model_folder, merged=config.save_merged)

@@ -243,18 +243,18 @@ def train(
     found = {}
     if run.begins and held_out:
         before = evaluate(model, tokenizer, held_out, config)
-        run.log(before.metrics, by_row=before.by_row)
+        run.log({}, before._replace(samples=()))
     for step, indices in run:
         began = time.monotonic()
         batch = [pairs[i] for i in indices]
         metrics = train_step(model, batch, config, step, costs)
         metrics["time/train"] = time.monotonic() - began
         metrics["perf/tokens_per_second"] = sum(map(Pair.tokens, batch)) / metrics["time/train"]
-        evaluation = Evaluation()
+        evaluation = None
         if run.evaluates and held_out:
             evaluation = evaluate(model, tokenizer, held_out, config)
             found = evaluation.metrics
-        run.log(metrics | evaluation.metrics, *evaluation[1:])
+        run.log(metrics, evaluation)
 
     # The evaluation of the last step is in the scale of the training loss.
     if held_out and not found:  # resumed when nothing was left to do

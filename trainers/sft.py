@@ -374,15 +374,15 @@ def train(
     # The run. Its first evaluation is of the model before training, which says what was gained.
     run.start({"policy": model})
     if run.begins and held_out:
-        run.log(*evaluation())
+        run.log({}, evaluation())
     for step, indices in run:
         began = time.monotonic()
         mine = [pairs[i] for i in indices[ranks.rank() :: ranks.world_size()]]
         metrics = train_step(model, micro_batches(mine, config, pad_id, run.device, costs), step)
         metrics["time/train"] = time.monotonic() - began
         metrics["perf/tokens_per_second"] = metrics["train/num_tokens"] / metrics["time/train"]
-        evaluated = evaluation() if run.evaluates and held_out else Evaluation()
-        run.log(metrics | evaluated.metrics, *evaluated[1:])
+        evaluated = evaluation() if run.evaluates and held_out else None
+        run.log(metrics, evaluated)
     return run.finish(
         lambda model_folder: language_model.save_lm(
             model, tokenizer, model_folder, merged=config.save_merged

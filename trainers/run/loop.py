@@ -31,7 +31,7 @@ from fused_rl.trainers.base.text import InputError, check_installed, import_name
 from fused_rl.trainers.data.order import RowOrder, in_steps
 from fused_rl.trainers.options import RunConfig
 from fused_rl.trainers.run import hooks, hub
-from fused_rl.trainers.run.learned import NOTHING, ByRow
+from fused_rl.trainers.run.learned import Evaluation
 from fused_rl.trainers.run.logger import Logger, draw_curves
 from fused_rl.trainers.run.metrics import Goal
 from fused_rl.trainers.run.store import EMPTY, RunFolder, unlock
@@ -276,21 +276,17 @@ class Run:
                     1, b"\nstopping after this step, with a checkpoint; again to stop at once\n"
                 )
 
-    def log(
-        self,
-        metrics: dict[str, float],
-        samples: Sequence[dict] = (),
-        by_row: ByRow = NOTHING,
-    ) -> None:
+    def log(self, metrics: dict[str, float], evaluation: Evaluation | None = None) -> None:
         """Write the metrics of a step, show a few responses, and call `on_step`. All ranks must call this.
 
         After an evaluation it also draws the curves, and ends the run if the goal is met.
 
         Args:
             metrics: the step's metrics by their keys in metrics.jsonl.
-            samples: the responses to show and to keep in samples.jsonl.
-            by_row: the held-out figures of each row, which give the error of a change.
+            evaluation: the held-out figures after the step, if it is evaluated.
         """
+        evaluated, samples, by_row = evaluation or Evaluation()
+        metrics = metrics | evaluated
         if self.goal is not None and any(key.startswith("eval/") for key in metrics):
             self._compare(self.goal, metrics)
         if self.logger is None:
