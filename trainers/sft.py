@@ -346,9 +346,7 @@ def train(
             (example.prompt + example.completion, example.where) for example in [*pairs, *held_out]
         )
         language_model.check_fits(lm.base, tokenizer, rows, 0, "max_length")
-        asked = ((prompt.ids, prompt.where) for prompt in prompts)
-        remedy = "max_new_tokens or max_prompt_length"
-        language_model.check_fits(lm.base, tokenizer, asked, config.max_new_tokens, remedy)
+        check_prompts_fit(config, tokenizer, prompts, lm.base)
         # This tries whether packing leaves hidden states as they are, while the weights are whole.
         otherwise = "demonstrations are padded, not packed"
         costs = packing_costs(

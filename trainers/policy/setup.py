@@ -41,7 +41,6 @@ WITHOUT = {  # what happens without an option, for the message that says why the
     "share_prompts": "prompts are computed once per response",
     "packing": "sequences are padded",
 }
-REMEDY = "max_new_tokens or max_prompt_length"  # what to change if a prompt leaves no room for its response
 SamplerFactory = Callable[[Sampler, object], Sampler]
 """(the sampler that the options describe, the tokenizer) -> the sampler of the run."""
 
@@ -126,10 +125,8 @@ class Setup:
             )
         policy.steps_per_epoch = len(self.prompts) / self.config.prompts_per_step
         # A prompt that does not fit must be found now, and not only at the step that samples it.
-        rows = ((prompt.ids, prompt.where) for prompt in (*self.prompts, *self.held_out.prompts))
-        check_fits(
-            policy.model.module.base, self.tokenizer, rows, self.config.max_new_tokens, REMEDY
-        )
+        prompts = (*self.prompts, *self.held_out.prompts)
+        check_prompts_fit(self.config, self.tokenizer, prompts, policy.model.module.base)
         return policy
 
     def prompts_of_rank(self, indices: list[int]) -> list[Prompt]:
@@ -172,10 +169,14 @@ def setup(
     return Setup(run, config, tokenizer, scorers, prompts, share_of_rank(held_out), sampler)
 
 
-def check_prompts_fit(config: Any, tokenizer, prompts: Sequence[Prompt]) -> None:
-    """Raise `InputError`, in a dry run, if a prompt leaves the model no room for a response."""
+def check_prompts_fit(config: Any, tokenizer, prompts: Sequence[Prompt], base=None) -> None:
+    """Raise `InputError` if a prompt leaves the model no room for a response; a dry run has not loaded its `base`."""
     rows = ((prompt.ids, prompt.where) for prompt in prompts)
-    check_fits_unloaded(config, tokenizer, rows, config.max_new_tokens, REMEDY)
+    remedy = "max_new_tokens or max_prompt_length"
+    if base is None:
+        check_fits_unloaded(config, tokenizer, rows, config.max_new_tokens, remedy)
+    else:
+        check_fits(base, tokenizer, rows, config.max_new_tokens, remedy)
 
 
 def check_sampling(config: SamplingRunConfig, users_sampler: SamplerFactory | None = None) -> None:
