@@ -3,8 +3,9 @@
     fused-rl from-trl train.py
     fused-rl from-trl config.yaml --trainer grpo --processes 8 --rows 7473 > run.sh
 
-It prints a shell script: the arithmetic and what has no counterpart as comments, then the command. Nothing in FILE is
-run. Options that have another name follow fused_rl/trainers/base/trl.py; here stands what takes more than a name.
+It prints a shell script: comments with the arithmetic and with what has no counterpart here, and then the command.
+Nothing in FILE is run. Options that only have another name are in fused_rl/trainers/base/trl.py; this module has those
+whose conversion takes more than a name.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from fused_rl.trainers.options import FIRST
 from fused_rl.trainers.run.command import around
 from fused_rl.trainers.run.parse import parse
 
-# TRL's defaults, where they matter here.
+# TRL's defaults of the options whose value matters for the conversion.
 OF_ALL: dict[str, Any] = {
     "output_dir": "trainer_output",
     "per_device_train_batch_size": 8,
@@ -72,7 +73,7 @@ COMMANDS = {
     "GKDConfig": "distill",
     "DistillationConfig": "distill",
 }
-# What TRL's own rewards are called here.
+# The names of TRL's own rewards here.
 REWARDS = {
     "accuracy_reward": "math",
     "accuracy": "math",
@@ -80,13 +81,14 @@ REWARDS = {
     "think_format_reward": r"regex:(?s)^<think>(?!.*<think>).*?</think>.*$",
     "format": "format",
 }
-# What TRL's RLOO is here, and what scales its rewards.
+# The options that make grpo compute TRL's RLOO.
 RLOO = {
     "preset": "rloo",
     "surrogate": "clip",
     "ratio_level": "sequence-sum",
     "loss_agg": "seq-mean-token-mean",
 }
+# The advantage here for each value of TRL's scale_rewards.
 ADVANTAGES = {
     "group": "group-std",
     "True": "group-std",
@@ -94,7 +96,7 @@ ADVANTAGES = {
     "none": "group-mean",
     "False": "group-mean",
 }
-# What evaluations read in TRL.
+# Options that TRL reads only if it evaluates.
 OF_EVALUATIONS = (
     "eval_dataset",
     "eval_dataset_config",
@@ -102,9 +104,9 @@ OF_EVALUATIONS = (
     "dataset_test_split",
     "eval_dataset after",
 )
-# Values that ask for nothing, so that no comment is made of them.
+# Values that request nothing, so that they need no comment.
 IDLE = (None, False, "", "none", "no", "auto", [], {})
-# Defaults of options without a counterpart, which a printed config has.
+# Defaults of options without a counterpart. A printed config has all of these, so they need no comment either.
 IDLE_OF = {
     "logging_strategy": "steps",
     "logging_steps": 10,
@@ -133,7 +135,7 @@ IDLE_OF = {
 
 
 class Conversion:
-    """Our options for those of one run of TRL, and what is to be said about them."""
+    """The options here for one run of TRL, and the comments about them, while they are converted one after another."""
 
     def __init__(self, found: Found, processes: int | None, rows: int | None):
         self.found = found
@@ -142,20 +144,23 @@ class Conversion:
         self.processes = int(processes or found.processes or 1)
         self.rows = rows
         self.left = dict(found.options)
-        """Options that are not converted yet."""
+        """TRL's options that are given and not converted yet."""
         self.defaults = OF_ALL | DEFAULTS[found.config]
-        """Those of TRL, of options that are not converted yet."""
+        """TRL's defaults of the options that are not converted yet."""
         self.options: dict[str, Any] = {}
+        """The options of our command."""
         self.arithmetic: list[str] = []
+        """Lines that show how numbers were computed."""
         self.another_loss: list[str] = []
-        """Losses of TRL that are not here, each with the one that the command trains."""
+        """Losses of TRL that do not exist here, each with the loss that the command trains instead."""
         self.comments: list[str] = []
         self.from_defaults: set[str] = set()
+        """Our options whose value is a default of TRL."""
         self.absent: dict[str, list[str]] = {}
-        """Options of TRL that are left out, by the reason."""
+        """TRL's options that are left out, by the reason."""
 
     def take(self, name: str) -> Any:
-        """Return the value of an option of TRL, its default if it is not given; nothing more is said about it."""
+        """Return the value of an option of TRL, or TRL's default if it is not given, and mark it as converted."""
         default = self.defaults.pop(name, None)
         value = self.left.pop(name, None)
         if is_unread(value):
@@ -167,17 +172,21 @@ class Conversion:
         return default if value is None else value
 
     def drop(self, *names: str) -> None:
-        """Say nothing about options of TRL that mean nothing beside the others."""
+        """Mark options of TRL as converted that have no meaning beside the others."""
         for name in names:
             self.left.pop(name, None)
             self.defaults.pop(name, None)
 
     def has(self, name: str) -> bool:
-        """Return True if an option of TRL is given, and asks for something."""
+        """Return True if an option of TRL is given with a value that requests something."""
         return name in self.found.options and self.found.options[name] not in IDLE
 
     def give(self, option: str, value: Any, *names: str) -> None:
-        """Give an option of ours, unless it is the default; `names` are TRL's, of which none may be given."""
+        """Set an option of ours, unless its value is None or our default.
+
+        `names` are the options of TRL from which the value comes. If the file gives none of them, the script says that
+        the value is a default of TRL.
+        """
         if value is None or value == self.known[option].default:
             return
         self.options[option] = value
@@ -185,11 +194,14 @@ class Conversion:
             self.from_defaults.add(option)
 
     def renamed(self, name: str, option: str) -> None:
-        """Give an option of ours the value of one of TRL's."""
+        """Set an option of ours to the value of an option of TRL."""
         self.give(option, self.take(name), name)
 
     def needed(self, name: str, option: str, what: str) -> Any:
-        """Return the value of an option that every run needs, and give it; its name in capitals stands for it."""
+        """Set an option that every run needs, and return its value, or None if the file does not say it.
+
+        The command then has the option's name in capitals, for the user to replace; `what` says by what.
+        """
         value = self.take(name)
         self.options[option] = option.upper() if value is None else value
         if value is None:
@@ -197,11 +209,15 @@ class Conversion:
         return value
 
     def say(self, name: str, text: str) -> None:
-        """Comment on an option of TRL by its value."""
+        """Add a comment on an option of TRL, with its value."""
         self.comments.append(f"{name}={shown(self.found.options.get(name))}: {text}")
 
     def whole(self, value: float, words: str) -> int:
-        """Return a number as a whole one, and say where that changes it; `words` say what it is and comes from."""
+        """Return a number rounded down to a whole one of at least 1, and add its arithmetic and what rounding changes.
+
+        `words` say what the number is and where it comes from; {} stands for the number.
+        """
+        # A quotient that should be whole may be just below it.
         number = max(1, math.floor(value + 1e-9))
         changed = "" if number == value else f" = {value:.4g}, and must be a whole number"
         self.arithmetic.append(f"{words.format(number)}{changed}")
@@ -209,23 +225,25 @@ class Conversion:
 
 
 def shown(value: Any) -> str:
-    """Return a value of TRL's as a comment says it."""
+    """Return a value of TRL in the words of a comment, cut to 60 characters."""
     values = value if isinstance(value, list) else [value]
     texts = [each.source if is_unread(each) else str(each) for each in values]
     text = " ".join(", ".join(texts).split())
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
-# Every trainer.
+# Parts of every trainer's options. Each function here converts some options of TRL into options of `made`.
 
 
 def model_and_rows(made: Conversion) -> None:
-    """The model, the rows to train on, and those that are held out."""
+    """Convert the model, the rows to train on, and those that are held out."""
+    # The arguments that load the model are options of their own, unless these are given, too.
     kwargs = made.left.pop("model_init_kwargs", None)
     if isinstance(kwargs, dict):
         made.left |= of_model(kwargs) | made.left
     made.drop("teacher_model_init_kwargs")
     made.needed("model_name_or_path", "model", "the name or the folder of the model")
+    # A script may prepare held-out rows that it never evaluates on.
     if not made.has("eval_strategy"):
         made.drop(*OF_EVALUATIONS)
     dataset = made.needed("dataset_name", "dataset", "a file, a folder or a name on the Hub")
@@ -239,6 +257,7 @@ def model_and_rows(made: Conversion) -> None:
                 f"the script changes the {kind} ({changes}): save them by `to_json` and give that file as --{option}, "
                 "without a split"
             )
+    # In TRL the held-out rows may be another split of the training rows' dataset.
     if "dataset_test_split" in made.left:
         made.left.setdefault("eval_dataset", dataset)
         made.left.setdefault("eval_split", made.left.pop("dataset_test_split"))
@@ -246,14 +265,16 @@ def model_and_rows(made: Conversion) -> None:
 
 
 def weights_and_memory(made: Conversion) -> None:
-    """The dtype of weights, adapters, activations and DeepSpeed."""
+    """Convert the dtype of the weights, adapters, activation checkpointing and DeepSpeed."""
     revision = made.take("model_revision")
     made.give("revision", None if revision == "main" else revision)
+    # "dtype" was "torch_dtype" before, and a training flag has the same effect here.
     dtype = str(made.take("dtype") or made.take("torch_dtype") or "").removeprefix("torch.")
     if made.take("bf16") or dtype == "bfloat16":
         made.options["dtype"] = "bfloat16"
     if dtype == "float16":
         made.comments.append("dtype=float16: weights are bfloat16 or float32 here")
+    # A config of LoRA without use_peft still means that there are adapters; 16 and 32 are TRL's defaults.
     if made.take("use_peft") or not made.left.keys().isdisjoint(("lora_r", "lora_alpha")):
         made.options["lora_rank"] = made.take("lora_r") or 16
         made.give("lora_alpha", made.take("lora_alpha") or 32)
@@ -269,7 +290,7 @@ def weights_and_memory(made: Conversion) -> None:
         made.left["gradient_checkpointing"] = True
         made.options["checkpoint_activations_on"] = "cpu"
 
-    # Of DeepSpeed's file the stage, by its name, as the file may not be here.
+    # Only the stage of ZeRO is taken, by the name of DeepSpeed's file, because the file itself may not be here.
     deepspeed = made.take("deepspeed")
     stage = re.search(r"zero_?([0-3])", str(deepspeed))
     if stage is not None:
@@ -282,8 +303,9 @@ def weights_and_memory(made: Conversion) -> None:
 
 
 def optimizer(made: Conversion) -> None:
-    """The schedule of the learning rate but for the warm-up."""
+    """Convert the schedule of the learning rate, without its warm-up."""
     schedule = str(made.take("lr_scheduler_type"))
+    # Schedules such as cosine_with_restarts have the shape of their first word.
     kind = schedule.partition("_with")[0]
     remedy = "--lr_schedule module:function takes yours (docs/hooks.md)"
     if kind not in ("linear", "cosine", "constant"):
@@ -295,15 +317,24 @@ def optimizer(made: Conversion) -> None:
 
 
 def length(made: Conversion, rows_of_step: int, updates: float = 1, unit: str = "updates") -> None:
-    """Steps, the warm-up, checkpoints and evaluations; a step has so many rows and updates."""
+    """Convert the steps, the warm-up, checkpoints and evaluations.
+
+    TRL counts optimizer updates. A step here is a rollout in trainers that sample, and may have several updates.
+
+    Args:
+        rows_of_step: the number of rows in a step here.
+        updates: the number of optimizer updates in a step here.
+        unit: the name of a step here, "updates" or "rollouts".
+    """
     of_updates = f" / {updates:g} updates of a rollout" if unit == "rollouts" else ""
 
     def steps_of(count: float, name: str, option: str) -> int:
+        """Return a number of TRL's updates as steps here."""
         if updates == 1:
             return max(1, int(count))
         return made.whole(count / updates, f"{option} {{}} = {name} {count:g}{of_updates}")
 
-    # The length, in TRL's updates if it is known.
+    # The length: `total` is the number of updates, or None if the number of rows, on which it depends, is not known.
     total, epochs = made.take("max_steps"), float(made.take("num_train_epochs"))
     held_out = 0 if "eval_dataset" in made.options else made.known["eval_size"].default
     trained = made.rows and max(1, made.rows - held_out)
@@ -319,7 +350,7 @@ def length(made: Conversion, rows_of_step: int, updates: float = 1, unit: str = 
             total = steps * updates
             made.arithmetic.append(f"{steps} steps = {epochs:g} epochs x {per_step}, rounded up")
 
-    # The warm-up, in updates; a fraction is one of all updates.
+    # The warm-up, which is in updates here, too; a fraction is a part of all updates.
     ratio, warmup = made.take("warmup_ratio") or 0, made.take("warmup_steps")
     if 0 < warmup < 1:
         ratio, warmup = warmup, 0
@@ -333,10 +364,11 @@ def length(made: Conversion, rows_of_step: int, updates: float = 1, unit: str = 
         made.arithmetic.append(f"warmup_steps {warmup} = {ratio:g} x {total:g} updates, rounded up")
     made.give("warmup_steps", int(warmup))
 
-    # Checkpoints and evaluations.
+    # Checkpoints and evaluations: every epoch, every so many updates, or a fraction of all updates.
     for kind, option in (("save", "save_every"), ("eval", "eval_every")):
         strategy = made.take(f"{kind}_strategy")
         name = f"{kind}_steps"
+        # TRL evaluates as often as it logs unless it is told otherwise.
         every = made.take(name) or made.defaults["logging_steps"]
         remedy = f"give --rows N to from-trl, or --{option} yourself"
         if strategy == "epoch" and trained:
@@ -366,7 +398,7 @@ def length(made: Conversion, rows_of_step: int, updates: float = 1, unit: str = 
 
 
 def output(made: Conversion) -> None:
-    """Where a run reports, and what is not an option of a run."""
+    """Convert where a run writes and reports, and what is not an option of a run here."""
     made.options["output_dir"] = made.take("output_dir")
     report_to = made.take("report_to") or []
     report_to = {report_to} if isinstance(report_to, str) else {*report_to}
@@ -384,7 +416,7 @@ def output(made: Conversion) -> None:
 
 
 def update(made: Conversion, *, batch: str = "batch_size", pairs: bool = False) -> None:
-    """The batch and the length of trainers without a rollout."""
+    """Convert the batch and the length of trainers without a rollout; `pairs` count as two sequences each."""
     of_device = made.take("per_device_train_batch_size")
     accumulated = made.take("gradient_accumulation_steps")
     rows_of_step = of_device * accumulated * made.processes
@@ -393,6 +425,7 @@ def update(made: Conversion, *, batch: str = "batch_size", pairs: bool = False) 
         f"{batch} {rows_of_step} = {of_device} per device x {accumulated} gradient_accumulation_steps x "
         f"{processes_of(made)}"
     )
+    # A default of TRL's fits no particular model, so the micro-batch is then left to our own choice.
     if made.has("per_device_train_batch_size"):
         made.options["micro_batch_size"] = of_device * (2 if pairs else 1)
         if pairs:
@@ -403,15 +436,16 @@ def update(made: Conversion, *, batch: str = "batch_size", pairs: bool = False) 
 
 
 def processes_of(made: Conversion) -> str:
-    """Return the number of processes in words."""
+    """Return the number of processes with its noun."""
     return f"{made.processes} process" + ("es" if made.processes > 1 else "")
 
 
-# Each trainer.
+# The options of each trainer.
 
 
 def sft(made: Conversion) -> None:
-    """SFTConfig."""
+    """Convert an SFTConfig."""
+    # The option had this name in earlier versions of TRL.
     if "max_seq_length" in made.left:
         made.left.setdefault("max_length", made.left.pop("max_seq_length"))
     if made.take("packing"):
@@ -420,6 +454,7 @@ def sft(made: Conversion) -> None:
             "packing",
             "TRL counts packed rows of max_length in a batch, which hold several rows each; --batch_size counts rows",
         )
+    # TRL's default is a column "text", which is read here without an option.
     column = made.take("dataset_text_field")
     made.give("prompt_column", None if column == "text" else column)
     loss = made.take("loss_type")
@@ -431,7 +466,8 @@ def sft(made: Conversion) -> None:
 
 
 def pairs(made: Conversion) -> None:
-    """The length of prompt and response, of which TRL bounds the sum, and the batch."""
+    """Convert the batch of pairs, and the lengths of prompt and response, of which TRL bounds only the sum."""
+    # Without a bound of its own, the prompt gets 512 tokens, or half of the sum if that is smaller.
     most, prompt = made.take("max_length"), made.take("max_prompt_length")
     response = made.take("max_completion_length")
     if prompt is None:
@@ -448,7 +484,7 @@ def pairs(made: Conversion) -> None:
 
 
 def dpo(made: Conversion) -> None:
-    """DPOConfig, CPOConfig and ORPOConfig."""
+    """Convert a DPOConfig, CPOConfig or ORPOConfig."""
     if made.found.config == "ORPOConfig":
         made.options |= {"loss_type": "orpo", "nll_coef": 1.0}
     else:
@@ -460,7 +496,8 @@ def dpo(made: Conversion) -> None:
 
 
 def preference_loss(made: Conversion) -> None:
-    """The loss of DPOConfig and CPOConfig, of which TRL may add up several."""
+    """Convert the loss of a DPOConfig or CPOConfig, of which TRL may add up several."""
+    # Only a sum with the negative log-likelihood ("sft") has a counterpart, which is nll_coef.
     losses = made.take("loss_type")
     losses = losses if isinstance(losses, list) else [losses]
     weights = made.take("loss_weights") or [1.0] * len(losses)
@@ -485,7 +522,7 @@ def preference_loss(made: Conversion) -> None:
 
 
 def kto(made: Conversion) -> None:
-    """KTOConfig."""
+    """Convert a KTOConfig."""
     loss = made.take("loss_type")
     if loss != "kto":
         made.another_loss.append(f"{loss} of KTOConfig; KTO's, arXiv:2402.01306, is trained")
@@ -494,7 +531,7 @@ def kto(made: Conversion) -> None:
 
 
 def sampling(made: Conversion) -> None:
-    """How responses are sampled, and by whom."""
+    """Convert how responses are sampled, and if a server samples them."""
     made.give("max_new_tokens", made.take("max_completion_length") or made.take("max_new_tokens"))
     if made.has("max_prompt_length"):
         made.say("max_prompt_length", "longer prompts are dropped and counted, not cut")
@@ -503,6 +540,7 @@ def sampling(made: Conversion) -> None:
     if made.take("use_vllm"):
         url = made.take("vllm_server_base_url")
         host, port = made.take("vllm_server_host"), made.take("vllm_server_port")
+        # 0.0.0.0 is an address to listen on, not one to connect to.
         if url is None and (host or port):
             url = f"http://{'127.0.0.1' if host in (None, '0.0.0.0') else host}:{port or 8000}"
         made.give("server", url)
@@ -518,11 +556,12 @@ def sampling(made: Conversion) -> None:
 
 
 def rewards(made: Conversion) -> None:
-    """The scorers."""
+    """Convert the rewards to scorers, which a command line names as module:function."""
     verifiers = []
     functions = made.take("reward_funcs") or []
     for reward in functions if isinstance(functions, list) else [functions]:
         name = reward.source if is_unread(reward) else str(reward)
+        # TRL's own rewards are known by their last name, wherever they are imported from.
         short = re.split("[:.]", name)[-1]
         if short in REWARDS:
             verifiers.append(REWARDS[short])
@@ -532,6 +571,7 @@ def rewards(made: Conversion) -> None:
             )
         elif is_unread(reward):
             made.comments.append(f"reward {shown(reward)}: give it as --verifiers module:function")
+        # A function of the script, a reward model on the Hub, or a name whose module must be guessed.
         elif ":" in name:
             verifiers.append(name)
         elif "/" in name:
@@ -543,6 +583,7 @@ def rewards(made: Conversion) -> None:
             )
     model = made.take("reward_model_name_or_path")
     verifiers += [f"reward_model:{model}"] if model else []
+    # To load such a reward, our command imports the script, which may not be meant for that.
     module = Path(made.found.where.partition(" line ")[0]).stem
     if any(text.startswith(f"{module}:") for text in verifiers):
         made.comments.append(
@@ -558,13 +599,16 @@ def rewards(made: Conversion) -> None:
 
 
 def rollouts(made: Conversion) -> float:
-    """The batch of trainers that sample groups; returns the updates of a rollout."""
+    """Convert the batch of trainers that sample groups, and return the number of optimizer updates per rollout.
+
+    TRL counts responses per device and updates; here a rollout has a number of prompts, which minibatches divide.
+    """
     of_device = made.take("per_device_train_batch_size")
     accumulated = made.take("gradient_accumulation_steps")
     at_once = of_device * made.processes
     responses = made.take("generation_batch_size")
     per_rollout = made.take("steps_per_generation")
-    # A printed config has both, resolved for the processes that printed it.
+    # A printed config has both options, resolved for the number of processes that printed it.
     if per_rollout is not None and responses not in (None, at_once * per_rollout):
         made.comments.append(
             f"generation_batch_size={responses} was resolved on {responses / (of_device * per_rollout):g}; "
@@ -575,6 +619,7 @@ def rollouts(made: Conversion) -> float:
     if is_fixed:
         per_rollout = responses / at_once
     per_rollout = per_rollout or accumulated
+    # TRL may accumulate an update over several rollouts, which here are one larger rollout.
     if per_rollout < accumulated:
         made.arithmetic.append(
             f"an update of TRL is on {accumulated / per_rollout:g} rollouts of {per_rollout:g} steps_per_generation; "
@@ -583,7 +628,7 @@ def rollouts(made: Conversion) -> float:
         per_rollout = accumulated
     responses = at_once * per_rollout
 
-    # Groups.
+    # The groups: TRL counts responses, and prompts_per_step counts the groups of responses to one prompt.
     group = made.take("num_generations")
     made.give("group_size", group, "num_generations")
     prompts = made.whole(
@@ -609,7 +654,7 @@ def rollouts(made: Conversion) -> float:
             f"{math.gcd(prompts, made.processes)}, or give another --prompts_per_step"
         )
 
-    # Updates.
+    # The updates: minibatches of a rollout, and passes over it.
     minibatches = made.whole(
         per_rollout / accumulated,
         f"minibatches {{}} = {per_rollout:g} steps_per_generation / {accumulated} gradient_accumulation_steps",
@@ -624,11 +669,12 @@ def rollouts(made: Conversion) -> float:
 
 
 def grpo(made: Conversion) -> None:
-    """GRPOConfig and RLOOConfig."""
+    """Convert a GRPOConfig or an RLOOConfig."""
     updates = rollouts(made)
     sampling(made)
     rewards(made)
     is_rloo = made.found.config == "RLOOConfig"
+    # In TRL the upper bound is the lower one unless it is given.
     low = made.take("epsilon")
     high = made.take("epsilon_high")
     high = low if high is None else high
@@ -639,7 +685,7 @@ def grpo(made: Conversion) -> None:
     else:
         grpo_loss(made, low, high)
 
-    # The reference.
+    # The reference: the weight of the KL and its estimator, and when the reference is updated.
     kl_coef = made.take("beta")
     made.give("kl_coef", kl_coef, "beta")
     corrects = made.take("use_bias_correction_kl")
@@ -655,7 +701,7 @@ def grpo(made: Conversion) -> None:
         made.renamed("ref_model_mixup_alpha", "ref_mixup_alpha")
     made.drop("ref_model_sync_steps", "ref_model_mixup_alpha")
 
-    # What corrects for a server's log-probabilities.
+    # TRL corrects for the difference of a server's log-probabilities unless it is told not to.
     mode = made.take("vllm_importance_sampling_mode")
     high, low = (made.take(f"vllm_importance_sampling_clip_{end}") for end in ("max", "min"))
     corrected = made.take("vllm_importance_sampling_correction") is not False
@@ -667,7 +713,10 @@ def grpo(made: Conversion) -> None:
 
 
 def grpo_loss(made: Conversion, low: float, high: float) -> None:
-    """The loss of GRPOConfig: the preset of the same name, and how TRL's differs from it."""
+    """Convert the loss of a GRPOConfig to the preset of the same name, and to options where TRL's loss differs from it.
+
+    `low` and `high` are the distances of the clip bounds from 1.
+    """
     preset = str(made.take("loss_type"))
     options: dict[str, Any] = {"preset": preset}
     level = made.take("importance_sampling_level") or "token"
@@ -684,7 +733,7 @@ def grpo_loss(made: Conversion, low: float, high: float) -> None:
         options |= {"clip_low": low, "clip_high": high}
         if level == "sequence" or preset == "luspo":
             options["ratio_level"] = level
-    # Bounds that the preset has by itself.
+    # Bounds of 0.2 are left out where they are the preset's own.
     bounds = {"dapo": ("clip_low",), "gspo": (), "luspo": ()}
     for name in bounds.get(options["preset"], ("clip_low", "clip_high")):
         if options.get(name) == 0.2:
@@ -693,6 +742,7 @@ def grpo_loss(made: Conversion, low: float, high: float) -> None:
     if "loss_type" not in made.found.options:
         made.from_defaults.update(options)
 
+    # The advantages, which the option names only where they are not the preset's.
     scale = made.take("scale_rewards")
     advantage = ADVANTAGES.get(str(scale))
     if made.take("multi_objective_aggregation") == "normalize_then_sum":
@@ -705,10 +755,11 @@ def grpo_loss(made: Conversion, low: float, high: float) -> None:
 
 
 def distill(made: Conversion) -> None:
-    """GKDConfig and DistillationConfig."""
+    """Convert a GKDConfig or a DistillationConfig."""
     what = "the name or the folder of the teacher"
     made.needed("teacher_model_name_or_path", "teacher", what)
     update(made, batch="prompts_per_step")
+    # TRL's beta is the direction of the divergence: 0 is forward, 1 is reverse, and Jensen-Shannon lies between.
     beta = made.take("beta")
     if 0 < beta < 1:
         made.options["direction"] = "jensen-shannon"
@@ -736,7 +787,14 @@ TRAINERS: dict[str, Callable[[Conversion], None]] = {
 
 
 def convert(found: Found, processes: int | None = None, rows: int | None = None) -> Conversion:
-    """Return our options for a run of TRL's."""
+    """Return the conversion of one run of TRL.
+
+    Args:
+        found: the options of the run.
+        processes: the number of its processes, if that is given; it replaces the number in the file.
+        rows: the number of training rows, if that is given, to turn epochs into steps.
+    """
+    # First what takes arithmetic or depends on other options, then what only has another name, then what is absent.
     made = Conversion(found, processes, rows)
     for part in (*EVERY, TRAINERS[made.command]):
         part(made)
@@ -751,14 +809,18 @@ def convert(found: Found, processes: int | None = None, rows: int | None = None)
 
 
 def option_of(made: Conversion, name: str) -> tuple[str | None, str | None]:
-    """Return our name for an option of TRL, if its value needs no more than that, and the value that true is."""
+    """Return our name for an option of TRL whose value can stay, and the value here that replaces a true one, if any.
+
+    The name is None if there is no such option.
+    """
     renamed = re.match(r"--(\w+)(?: (\w+))?", trl.NAMES.get(name, ""))
     option, of_true = (name, None) if renamed is None or name in made.known else renamed.groups()
     return (option if option in made.known else None), of_true
 
 
 def remaining(made: Conversion, name: str, value: Any) -> None:
-    """Convert an option that takes no more than a name, or say why there is none."""
+    """Convert an option of TRL that only needs another name, or note why there is no such option here."""
+    # An idle value is converted only if a user wrote it for an option that we have, too.
     idle = value in IDLE or IDLE_OF.get(name) == value
     if idle and (name not in made.known or made.found.is_printed):
         return
@@ -774,7 +836,8 @@ def remaining(made: Conversion, name: str, value: Any) -> None:
 
 
 def leave_out_meaningless(made: Conversion) -> None:
-    """Leave out what means nothing beside the others here, such as where to push a model that is not pushed."""
+    """Leave out options without a meaning beside the others, such as the repository of a model that is not pushed."""
+    # Our command refuses one option at a time, so this is repeated as often as there can be such options.
     kept = dict(made.options)
     for name in made.found.options:
         refused = refusal(made)
@@ -791,7 +854,7 @@ def leave_out_meaningless(made: Conversion) -> None:
 
 
 def is_default_of_transformers(name: str, value: Any) -> bool:
-    """Return True for an option that asks for nothing, as a printed config has all of them."""
+    """Return True if an option has transformers' own default, as most options of a printed config have."""
     import transformers
 
     fields = {each.name: each for each in dataclasses.fields(transformers.TrainingArguments)}
@@ -800,7 +863,7 @@ def is_default_of_transformers(name: str, value: Any) -> bool:
 
 
 def script_of(made: Conversion) -> str:
-    """Return the shell script: comments, and the command."""
+    """Return the shell script of a conversion: first comments, then the command."""
     lines = [f"# {made.found.config} of {made.found.where}, on {processes_of(made)}."]
     lines += [f"# ANOTHER LOSS than {text}" for text in made.another_loss]
     lines += [f"#   {text}" for text in dict.fromkeys(made.arithmetic)]
@@ -817,6 +880,7 @@ def script_of(made: Conversion) -> str:
     refused = refusal(made)
     if refused is not None:
         lines.append(f"# fused-rl {made.command} refuses this: {refused}")
+    # Several processes need a launcher, which starts the module of the trainer.
     words = [f"fused-rl {made.command}"]
     if made.processes > 1:
         module = cli.TRAINERS[made.command].module
@@ -826,13 +890,14 @@ def script_of(made: Conversion) -> str:
 
 
 def word_of(value: Any) -> str:
-    """Return a value as a shell's word, which our command line reads back."""
+    """Return a value as a word for the shell, which our command line reads back as the same value."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, dict):
         return shlex.quote(json.dumps(value))
+    # A list of one is written as its element, as a user would.
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, list):
@@ -841,20 +906,20 @@ def word_of(value: Any) -> str:
 
 
 def quoted(value: Any) -> str:
-    """Return a value in a list of YAML, in which backslashes of patterns stay."""
+    """Return a value as an element of a YAML list, quoted so that the backslashes of patterns stay."""
     if isinstance(value, str) and not re.fullmatch(r"[\w./:-]+", value):
         return "'" + value.replace("'", "''") + "'"
     return str(value)
 
 
 def config_of(made: Conversion) -> Any:
-    """Return our config of the command."""
+    """Return the config that our command makes of the options."""
     words = " ".join(f"--{name} {word_of(value)}" for name, value in made.options.items())
     return parse(cli.TRAINERS[made.command].config_class(), shlex.split(words))
 
 
 def refusal(made: Conversion) -> str | None:
-    """Return why our command refuses these options; None if it takes them."""
+    """Return why our command refuses the options, or None if it accepts them."""
     try:
         config_of(made)
     except InputError as error:
@@ -864,7 +929,7 @@ def refusal(made: Conversion) -> str | None:
 
 @around("fused-rl from-trl")
 def main(argv: list[str] | None = None) -> None:
-    """`fused-rl from-trl`."""
+    """Run `fused-rl from-trl`."""
     parser = argparse.ArgumentParser(
         prog="fused-rl from-trl", description=str(__doc__).split("\n", 1)[0]
     )

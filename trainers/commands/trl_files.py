@@ -1,4 +1,4 @@
-"""The options of TRL in a script, a YAML file, a command line or a printed config; no code of theirs is run."""
+"""Reads the options of TRL from a script, a YAML file, command lines or a printed config; none of their code is run."""
 
 import ast
 import operator
@@ -14,7 +14,7 @@ import yaml
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.run.parse import Values, read_file
 
-# The classes of TRL's options, by the word that names them in commands and in names of files.
+# The classes of TRL's options, by the word that names them in commands and file names.
 CONFIGS = {
     "sft": "SFTConfig",
     "reward": "RewardConfig",
@@ -28,7 +28,7 @@ CONFIGS = {
     "gspo": "GRPOConfig",
     "grpo": "GRPOConfig",
 }
-# Options that only one class has, to tell whose a YAML file is.
+# Options that only one class has, which tell the class of a YAML file.
 OF_ONE = {
     "lmbda": "GKDConfig",
     "teacher_model_name_or_path": "DistillationConfig",
@@ -42,16 +42,17 @@ OF_ONE = {
     "assistant_only_loss": "SFTConfig",
     "max_seq_length": "SFTConfig",
 }
-# What a trainer of TRL is given beside its config, by the option that says it on a command line.
+# Arguments of TRL's trainers beside their config, and the options that say the same on a command line.
 MODELS = {"model": "model_name_or_path", "teacher_model": "teacher_model_name_or_path"}
 ROWS = {
     "train_dataset": ("dataset_name", "dataset_config", "dataset_train_split"),
     "eval_dataset": ("eval_dataset", "eval_dataset_config", "eval_split"),
 }
+# Arguments of LoRA and of models whose options have other names on a command line.
 ADAPTERS = {"r": "lora_r", "target_modules": "lora_target_modules"}
 OF_ADAPTERS = ("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "lora_dropout")
 OF_MODELS = {"torch_dtype": "dtype", "revision": "model_revision", "model_name": "model"}
-# What says nothing that the config does not say.
+# Arguments that add nothing to the config.
 SILENT = (
     "args",
     "processing_class",
@@ -73,9 +74,10 @@ OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 class Unread(NamedTuple):
-    """A value that is known only when a script runs."""
+    """A value that is only known when the script runs."""
 
     source: str
+    """The expression of it in the script."""
 
 
 @dataclass
@@ -83,16 +85,27 @@ class Found:
     """The options of one run of TRL."""
 
     config: str
-    """The class of TRL's options."""
+    """The class of TRL's options, such as GRPOConfig."""
     where: str
+    """The file, and for a config in a script its line."""
     options: dict[str, Any] = field(default_factory=dict)
+    """The values of TRL's options, which may be `Unread`."""
     processes: int | None = None
+    """The number of processes, if a launcher's options say it."""
     is_printed: bool = False
-    """True if every option is there, those at their defaults too."""
+    """True if all options are there, even those that have their defaults."""
 
 
 def read(path: Path, trainer: str | None) -> list[Found]:
-    """Return what a file says, one for each config or command line in it."""
+    """Return the runs of TRL that a file describes, one for each config or command line in it.
+
+    Args:
+        path: a script (.py), a YAML file, or text with command lines or printed configs.
+        trainer: the key in `CONFIGS` of the trainer, which is otherwise told from the file.
+
+    Raises:
+        InputError: the file cannot be read, or it has no such config or command line.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -111,7 +124,8 @@ def read(path: Path, trainer: str | None) -> list[Found]:
 
 
 def nothing_in(text: str) -> str:
-    """Return why a file has nothing that is converted: it points elsewhere, or is of a trainer that is not here."""
+    """Return why a file has nothing to convert: it points to another file, or its trainer has no counterpart here."""
+    # Example scripts of TRL that have moved say so, or only import from the new place.
     moved = re.search(r"\bmoved to\s+(\S+)", text)
     if moved:
         return f"it says that it has moved to {moved[1]}; give that file"
@@ -119,6 +133,7 @@ def nothing_in(text: str) -> str:
     others = [line for line in text.splitlines() if re.match(r"[^\s#\"')]", line)]
     if imports and all(re.match(r"from|import|__all__", line) for line in others):
         return f"it only imports from {', '.join(dict.fromkeys(imports))}; give the file of that"
+    # Otherwise name what would be converted, and what is there instead.
     names = dict.fromkeys(CONFIGS.values())
     known = f"found no config that is converted ({', '.join(names)}), nor a command line"
     if re.search(r"\bPPO(Config|Trainer)\b|\btrl ppo\b", text):
@@ -136,7 +151,7 @@ def nothing_in(text: str) -> str:
 
 
 def config_of(found: Found, path: Path) -> str:
-    """Return the class of the options that a file or a command line has, by its options or else its name."""
+    """Return the class of the options in a file or command line, by options that only one class has or by the name."""
     for option, config in OF_ONE.items():
         if option in found.options:
             return "RLOOConfig" if config == "GRPOConfig" and "rloo" in str(path) else config
@@ -147,7 +162,7 @@ def config_of(found: Found, path: Path) -> str:
 
 
 def value_of(text: str) -> Any:
-    """Return the value of a word, as YAML has it."""
+    """Return the value of a word in YAML, or the word itself if it is no valid YAML."""
     try:
         return yaml.load(text, Values)
     except (yaml.YAMLError, ValueError):
@@ -155,10 +170,11 @@ def value_of(text: str) -> Any:
 
 
 def printed(text: str, where: str) -> Iterator[Found]:
-    """Yield the configs that were printed, in which no text is quoted: a name and its value in each line."""
+    """Yield the configs that were printed, which have a name and its value in each line and no quotes around text."""
     for head, body in re.findall(r"(\w+Config)\(\s*\n(.*?)^\)", text, re.DOTALL | re.MULTILINE):
         options = {}
         for name, value in re.findall(r"^(\w+)=(.*?),?$", body, re.MULTILINE):
+            # A member of an enumeration is printed by its class, such as IntervalStrategy.NO.
             value = re.sub(r"^\w+\.([A-Z_]+)$", lambda member: member[1].lower(), value)
             options[name] = None if value == "None" else value_of(value.strip("'\""))
         if head in CONFIGS.values():
@@ -166,17 +182,26 @@ def printed(text: str, where: str) -> Iterator[Found]:
 
 
 def commands(text: str, where: str, folder: Path, config: str = "") -> Iterator[Found]:
-    """Yield the runs that command lines start, of `trl NAME` or of a script."""
+    """Yield the runs that command lines start, with `trl NAME` or with a script.
+
+    Args:
+        text: the text that has the command lines.
+        where: what to call the text in messages.
+        folder: the folder from which the command lines name other files.
+        config: the class of the options, if it is known.
+    """
+    # A backslash at the end of a line continues it.
     joined = re.sub(r"\\\s*\n", " ", text)
     for line in joined.splitlines():
         starts = re.search(r"\btrl \w+ --|\.py\b|-m trl\.", line)
         if starts is None or " --" not in line:
             continue
+        # A sentence that mentions a script may have an apostrophe, which shlex takes for a quote without an end.
         try:
             words = shlex.split(line, comments=True)
         except ValueError:
             continue
-        # The launcher's options, then the script or TRL's command, then what is converted.
+        # A command line has the launcher's options, then the script or TRL's command, then the options to convert.
         at = next((i for i, word in enumerate(words) if is_program(words, i)), 0)
         name = Path(words[at]).stem.rpartition(".")[2]
         of_trl = next((CONFIGS[word] for word in CONFIGS if word in name), "")
@@ -184,6 +209,7 @@ def commands(text: str, where: str, folder: Path, config: str = "") -> Iterator[
         if not found.options:
             continue
         launched(found, words_as_options(words[:at]), folder)
+        # As in TRL, the command line replaces what a file of options says.
         if "config" in found.options:
             file = folder / str(found.options.pop("config"))
             found.options = read_file(file) | found.options
@@ -191,14 +217,15 @@ def commands(text: str, where: str, folder: Path, config: str = "") -> Iterator[
 
 
 def is_program(words: list[str], i: int) -> bool:
-    """Return True if a word of a command line is a script, or names one of TRL's commands."""
+    """Return True if a word of a command line is a script or the name of a command of TRL."""
     return words[i].endswith(".py") or words[i].startswith("trl.") or words[i - 1 : i] == ["trl"]
 
 
 def launched(found: Found, options: dict[str, Any], folder: Path) -> None:
-    """Take the number of processes and ZeRO's stage from the options of accelerate or torchrun."""
+    """Set the number of processes and ZeRO's stage of a run from the options of accelerate or torchrun."""
     for name in ("num_processes", "nproc_per_node", "nproc-per-node", "num_gpus"):
         found.processes = options.get(name, found.processes)
+    # A file of accelerate need not be here; TRL's own are named by their stage, such as deepspeed_zero2.yaml.
     file = str(options.get("config_file", ""))
     stage = re.search(r"zero_?([0-3])", file)
     if stage:
@@ -209,7 +236,7 @@ def launched(found: Found, options: dict[str, Any], folder: Path) -> None:
 
 
 def words_as_options(words: list[str]) -> dict[str, Any]:
-    """Return the options of a command line: True without a value, and a list of several."""
+    """Return the options of a command line; one without a value is True, and one with several has a list."""
     options: dict[str, Any] = {}
     name = None
     for word in words:
@@ -221,13 +248,14 @@ def words_as_options(words: list[str]) -> dict[str, Any]:
     for name, values in list(options.items()):
         read = [value_of(value) for value in values]
         options[name] = True if not read else read[0] if len(read) == 1 else read
+        # The parser of transformers spells a false flag x as --no_x.
         if not values and name.startswith("no_"):
             options[name.removeprefix("no_")] = not options.pop(name)
     return options
 
 
 class Script:
-    """A Python script, in which constants are followed, and nothing is run."""
+    """A Python script, which is parsed and never run; the values of its names are followed to their assignments."""
 
     def __init__(self, text: str, path: Path):
         try:
@@ -237,17 +265,17 @@ class Script:
         self.text = text
         self.path = path
         self.assigned: dict[str, list[tuple[int, ast.expr]]] = {}
-        """By name, the line of each assignment and its value."""
+        """The assignments to each name, as pairs of a line and the value."""
         self.set_later: list[tuple[ast.Name, str, ast.expr]] = []
-        """What is set on an object: its name, the attribute and the value."""
+        """Assignments to attributes: the name of the object, the attribute and the value."""
         self.attributes: dict[str, Any] = {}
-        """Defaults of a dataclass's fields and of argparse's options, and the options of a command line."""
+        """Defaults of dataclass fields and of argparse's options, and the options of a command line, by name."""
         self.functions: dict[str, str] = {}
-        """Functions by name: module:function."""
+        """The name module:function of each function that the script defines or imports."""
         self.if_asked: set[ast.AST] = set()
-        """What is run only where an option asks for an upload."""
+        """The nodes that run only if an option requests an upload."""
         self.statement_of: dict[ast.AST, int] = {}
-        """Of each node the line on which its statement begins, above which its names are assigned."""
+        """The line on which the statement of each node begins; the names in it are assigned above that line."""
         nodes = [*ast.walk(self.tree)]
         self.calls = [node for node in nodes if isinstance(node, ast.Call)]
         self.trainers = [call for call in self.calls if name_of(call.func).endswith("Trainer")]
@@ -259,15 +287,18 @@ class Script:
             self._note(node)
 
     def _note(self, node: ast.AST) -> None:
+        """Record what a node assigns, defines, imports or gives a default."""
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
                 self._assign(name, node, value)
+            # Each name of a tuple is the element at its place.
             case ast.Assign(targets=[ast.Tuple(elts=names)], value=value):
                 for i, target in enumerate(names):
                     if isinstance(target, ast.Name):
                         self._assign(target.id, node, ast.Subscript(value, ast.Constant(i)))
             case ast.Assign(targets=[ast.Attribute(value=ast.Name() as owner, attr=name)]):
                 self.set_later.append((owner, name, node.value))
+            # This may be a field of a dataclass, whose options a script reads as attributes.
             case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
                 self._assign(name, node, value)
                 self.attributes.setdefault(name, self.value(value))
@@ -286,17 +317,18 @@ class Script:
                     self.attributes[option.lstrip("-").replace("-", "_")] = self.value(default)
 
     def _assign(self, name: str, statement: ast.stmt, value: ast.expr) -> None:
+        """Record the assignment of a value to a name."""
         self.assigned.setdefault(name, []).append((statement.lineno, value))
 
     def found(self) -> list[Found]:
-        """Return the configs that the script makes, and the command lines in its docstring if it parses its options."""
+        """Return a run for each config that the script makes, or those of its usage if it parses its options."""
         trainer_of = {}
         for trainer in self.trainers:
             trainer_of.setdefault(self.followed(keyword(trainer, "args")), trainer)
         runs = []
         for call in self.calls:
             config = name_of(call.func)
-            # Older scripts give a trainer of TRL the arguments of transformers.
+            # Older scripts pass the TrainingArguments of transformers to a trainer of TRL.
             if config == "TrainingArguments" and call in trainer_of:
                 config = config_named(trainer_of[call])
             if config in CONFIGS.values():
@@ -310,7 +342,7 @@ class Script:
         return runs or self.parsed()
 
     def parsed(self) -> list[Found]:
-        """Return the runs of a script that parses its options: its usage has them."""
+        """Return the runs of a script that parses its options, from the command lines in its docstring or comments."""
         names = [node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)]
         names += map(config_named, self.trainers)
         config = next((name for name in names if name in CONFIGS.values()), None)
@@ -326,7 +358,14 @@ class Script:
         return runs
 
     def add_trainer(self, run: Found, trainer: ast.Call | None, *, is_parsed: bool = False) -> None:
-        """Add what the trainer is given beside its config: the model, the rows, the rewards, adapters."""
+        """Add to a run what its trainer gets beside the config: the model, the rows, the rewards and adapters.
+
+        Args:
+            run: the run.
+            trainer: the call that makes the trainer; None takes the first one of the run's class.
+            is_parsed: True if the script parses its options from a command line.
+        """
+        # A call that uploads the model without a condition is a wish that no option says.
         pushes = [call for call in self.calls if name_of(call.func) == "push_to_hub"]
         if not self.if_asked.issuperset(pushes):
             run.options["push_to_hub()"] = True
@@ -337,20 +376,20 @@ class Script:
                 arguments.setdefault("model", call.args[0])
             for name, node in arguments.items():
                 for option, value in self.argument(name, node).items():
-                    # What is not on the command line has its default.
+                    # A parsed option that is not on the command line has its default and needs no conversion.
                     is_default = is_parsed and is_unread(value) and "_args." in value.source
                     if option not in SILENT and not is_default:
                         run.options.setdefault(option, value)
 
     def argument(self, name: str, node: ast.expr) -> dict[str, Any]:
-        """Return the options that an argument of a trainer comes to."""
+        """Return the options that say the same as an argument of a trainer."""
         if name in MODELS:
             return self.model(name, node)
         if name in ROWS:
             return self.rows(name, node)
         followed = self.followed(node)
         if name == "peft_config":
-            # get_peft_config reads the options of the command line, which are there.
+            # get_peft_config reads options of the command line, which are converted anyway.
             is_made = isinstance(followed, ast.Call) and name_of(followed.func) == "LoraConfig"
             return {"lora_r": 8, "lora_alpha": 8} | self.adapters(followed) if is_made else {}
         if name == "reward_funcs":
@@ -360,15 +399,16 @@ class Script:
         return {} if name == "quantization_config" and is_unread(value) else {name: value}
 
     def adapters(self, call: ast.Call) -> dict[str, Any]:
-        """Return the options of LoRA in a call."""
+        """Return the options of LoRA that are arguments of a call."""
         options = self.keywords(call)
         return {"use_peft": True} | {ADAPTERS.get(name, name): options[name] for name in options}
 
     def model(self, name: str, node: ast.expr) -> dict[str, Any]:
-        """Return the options of a model that is named, or loaded and perhaps given adapters."""
+        """Return the options of a model that is named by text, or loaded by a call and perhaps given adapters."""
         call = self.followed(node)
         if not isinstance(call, ast.Call):
             return {MODELS[name]: self.value(node)}
+        # get_peft_model(model, …) wraps a model, whose own options are in its first argument.
         if name_of(call.func) == "get_peft_model" and call.args:
             adapters = self.adapters(call)
             kept = {option: adapters[option] for option in OF_ADAPTERS if option in adapters}
@@ -379,12 +419,17 @@ class Script:
         return {MODELS[name]: model} | (read if name == "model" else {})
 
     def reward(self, node: ast.expr) -> Any:
-        """Return a reward function as module:name, or a reward model's name."""
+        """Return a reward function as module:function, or the name of a reward model."""
+        # A function has no value here, but its name tells where it is defined.
         value = self.value(node)
         return self.functions.get(value.source, value) if is_unread(value) else value
 
     def rows(self, name: str, node: ast.expr) -> dict[str, Any]:
-        """Return the dataset that load_dataset reads, through what the script does with it afterwards."""
+        """Return the options of the dataset that `load_dataset` reads, found back through what is done with it later.
+
+        An option "… after" names the methods that change the rows, such as map.
+        """
+        # From the rows back to load_dataset: through names, a chosen split, a condition, and methods of a dataset.
         changes: dict[str, None] = {}
         split = None
         while not (isinstance(node, ast.Call) and name_of(node.func) == "load_dataset"):
@@ -403,27 +448,29 @@ class Script:
         options = self.keywords(node, first="path", second="name")
         splits = options.get("split", split)
         split = splits[split] if isinstance(splits, list) and isinstance(split, int) else splits
-        # load_dataset("json", data_files=…) reads files.
+        # load_dataset("json", data_files=…) reads a file, whose path is the dataset here.
         files = options.get("data_files")
         if isinstance(files, str):
             options = {"path": files}
             split = None
         made = dict(zip(ROWS[name], (options.get("path"), options.get("name"), split), strict=True))
         made = {option: value for option, value in made.items() if value is not None}
+        # A run shuffles its rows itself.
         changes.pop("shuffle", None)
-        # The split of the file is then that of the training rows.
+        # The held-out rows are then a part of the training rows, so the split in the file is not theirs.
         if "train_test_split" in changes and name == "eval_dataset":
             made = {}
         return made | ({f"{ROWS[name][0]} after": ", ".join(reversed(changes))} if changes else {})
 
     def keywords(self, call: ast.Call, first: str = "", second: str = "") -> dict[str, Any]:
-        """Return the arguments of a call by name."""
+        """Return the values of a call's arguments by name; `first` and `second` name the positional ones."""
         positional = zip((first, second), call.args, strict=False)
         values = {name: self.value(node) for name, node in positional if name}
         for each in call.keywords:
             value = self.value(each.value)
             if each.arg is not None:
                 values[each.arg] = value
+            # **kwargs, if they are a dictionary that can be read.
             elif isinstance(value, dict):
                 values |= value
             else:
@@ -431,35 +478,37 @@ class Script:
         return values
 
     def before(self, name: ast.Name) -> ast.expr:
-        """Return what a name was last assigned above the statement that it is in."""
+        """Return the value that was last assigned to a name above the statement in which it is used."""
         line = self.statement_of[name]
         above = [assigned for assigned in self.assigned.get(name.id, []) if assigned[0] < line]
         unread = (0, ast.Constant(Unread(name.id)))
         return max(above, key=lambda assigned: assigned[0], default=unread)[1]
 
     def followed(self, node: ast.expr | None) -> ast.expr | None:
-        """Return the expression that a name stands for."""
+        """Return the expression that a name stands for, or the node itself if it is no name."""
         match node:
             case ast.Name():
                 return self.followed(self.before(node))
             case ast.Subscript(value=ast.Call() as call):
-                return call  # the first of several that a call returns
+                return call  # one of several values that a call returns
         return node
 
     def value(self, node: ast.expr) -> Any:
-        """Return the value of an expression, or Unread."""
+        """Return the value of an expression, or `Unread` if it is only known when the script runs."""
         try:
             return self._value(node)
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError):
             return Unread(ast.unparse(node))
 
     def _value(self, node: ast.expr) -> Any:
+        """Return the value of an expression; raise one of the errors that `value` catches if it is not known."""
         match node:
             case ast.Constant(value=value):
                 return value
             case ast.Name(id=name):
                 value = self.value(self.before(node))
                 return Unread(name) if is_unread(value) else value
+            # torch.bfloat16, for example, is an option's value by its last name.
             case ast.Attribute(value=ast.Name(id="torch"), attr=name):
                 return name
             case ast.Attribute(attr=name):
@@ -484,6 +533,7 @@ class Script:
         raise ValueError(node)
 
     def _known(self, part: ast.expr) -> Any:
+        """Return the value of a part of an f-string, all of which must be known."""
         value = self._value(part)
         if is_unread(value):
             raise ValueError(part)
@@ -491,25 +541,25 @@ class Script:
 
 
 def keyword(call: ast.Call, name: str) -> ast.expr | None:
-    """Return the node of a keyword's value."""
+    """Return the value of a keyword argument of a call as a node, or None if it is not given."""
     return next((each.value for each in call.keywords if each.arg == name), None)
 
 
 def name_of(function: ast.expr) -> str:
-    """Return the last name of what is called."""
+    """Return the last name of a called function, such as b of a.b()."""
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def config_named(trainer: ast.Call) -> str:
-    """Return the class of the options that a trainer has by its name."""
+    """Return the class of the options of a trainer, by the name of the trainer."""
     return name_of(trainer.func).replace("Trainer", "Config")
 
 
 def of_model(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that load a model, by their names in TRL."""
+    """Return the arguments that load a model by the names of the options in TRL."""
     return {OF_MODELS.get(name, name): value for name, value in arguments.items()}
 
 
 def is_unread(value: Any) -> bool:
-    """Return True for a value that is known only when the script runs."""
+    """Return True for a value that is only known when the script runs."""
     return isinstance(value, Unread)
