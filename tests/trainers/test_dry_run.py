@@ -100,7 +100,7 @@ REFUSED = [
     (
         "sft",
         ["--verifiers", "exact_match"],
-        "4 of 40 rows cannot be used .* 'ground_truth' is missing",
+        "4 of 40 rows cannot be used .* no answer in ground_truth, answer or solution",
     ),
 ]
 

@@ -75,7 +75,7 @@ def test_the_ground_truths_column():
         (
             {"x": 1},
             None,
-            "^column 'ground_truth' is missing or null; the row has .'x'.; name another",
+            "^there is no answer in ground_truth, answer or solution; the row has .'x'.; name its",
         ),
         ({"x": 1}, "y", "^column 'y' is missing"),
         ({"a": {"b": 1}, "c": 2}, "a.c", "^column 'a.c' is missing or null; a has .'b'.; name an"),

@@ -483,6 +483,8 @@ def too_small(watch: Watch) -> list[str]:
     elif (trained := watch.trained) and not math.isfinite(moved) and not trained.learned:
         change = "raise lr or steps" if trained.verdict == "no change" else "lower lr"
         found.append(f"in training the {trained.described()}: {change}")
-    if watch.now["step"] < 20:
-        found.append(f"only {watch.now['step']} steps were made: raise steps")
+    steps = watch.now["step"]
+    if steps < 20:
+        made = "1 step was" if steps == 1 else f"{steps} steps were"
+        found.append(f"only {made} made: raise steps")
     return found

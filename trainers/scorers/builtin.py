@@ -32,8 +32,12 @@ def answer_of(row: dict, column: str | None) -> str:
     name = next((name for name in columns if row.get(name) is not None), columns[0])
     value, where, level = _at_path(row, name)
     if value is None:
+        missing = f"column {name!r} is missing or null"
         remedy = "name another with --answer_column, or fix the row"
-        raise BadRow(f"column {name!r} is missing or null", remedy, came=f"{where} {level}")
+        if column is None:
+            missing = f"there is no answer in {', '.join(columns[:-1])} or {columns[-1]}"
+            remedy = "name its column with --answer_column, or fix the row"
+        raise BadRow(missing, remedy, came=f"{where} {level}")
     # A bool would be compared as the text True, and NaN is how a missing cell of a table is read.
     if isinstance(value, bool) or not isinstance(value, (str, numbers.Number)) or value != value:
         came = f"got {shortened(value)} ({type(value).__name__})"

@@ -74,5 +74,11 @@ VERIFIERS = [
         "--verifiers",
         "null",
     ),
-    *cell("grpo", "answer", None, "is missing or null", options=("--verifiers", "math")),
+    *cell(
+        "grpo",
+        "answer",
+        None,
+        "there is no answer in ground_truth, answer or solution",
+        options=("--verifiers", "math"),
+    ),
 ]
