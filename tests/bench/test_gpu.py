@@ -77,12 +77,15 @@ def test_on_a_gpu_each_is_timed_alone_and_one_without_memory_costs_no_other_row(
 
     monkeypatch.setattr(machine, "peak_extra_bytes", lambda run, device: run())
     monkeypatch.setattr(timing, "alone", alone)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     rows = run.run_case(case, "plain torch", 1e9, 10.0)
     assert [row["status"] for row in rows] == [results.OK] * 3
     assert ["ms" in row for row in rows] == [True, False, True] and rows[2]["time_over"] == {
         "fused_rl": 1.0
     }
     assert all(20 <= ms <= 200 for ms in calls)
+    assert ["host_ms" in row for row in rows] == [True, False, True]
+    assert rows[0]["host_ms"]["both"] > 0
 
 
 @pytest.mark.parametrize("machine", virtual_clock.MACHINES)

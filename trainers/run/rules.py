@@ -363,7 +363,7 @@ RULES: dict[str, tuple[Callable[[Watch], str | None], Advice]] = {
     "exploding": (exploding, lower_lr),
     "equal-rewards": (
         equal_rewards,
-        "solved: take harder prompts; else warm start with sft, or a finer scorer",
+        "if they are solved, take harder prompts; if not, warm start with sft, or grade the scores more finely",
     ),
     "scores-none": (
         over_ten_steps("rewards/.*/none", lambda share: share == 1),
