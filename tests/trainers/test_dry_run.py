@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import os
 import re
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fused_rl.trainers import cli, distill, grpo, sft
+from fused_rl.trainers.base import zero
 from fused_rl.trainers.run import command
 from tests.trainers import tiny
 
@@ -201,6 +203,27 @@ def test_a_dry_run_refuses_the_options_that_the_run_refuses(
         said.append(str(refused.value))
     assert said[0] == said[1] and re.search(line, said[0], re.DOTALL)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("action", [[], ["--dry_run"]])
+def test_other_libraries_are_quiet_before_deepspeed_is_imported(
+    action, folder, tmp_path, monkeypatch
+):
+    class Imported(Exception):
+        pass
+
+    def import_deepspeed(*args, **options):
+        assert os.environ["DS_ACCELERATOR"] == "cpu"  # else it warns that it found no GPU
+        raise Imported
+
+    # What it is first imported for, in a process that has not.
+    monkeypatch.setattr(zero, "own_step", import_deepspeed)
+    monkeypatch.setenv("DS_ACCELERATOR", "")  # so that what the run sets is undone
+    monkeypatch.delenv("DS_ACCELERATOR")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    rows = tiny.jsonl(tmp_path / "rows.jsonl", [ROWS["demonstrations"]] * 40)
+    with pytest.raises(Imported):
+        sft.main([*words_of("sft", folder, rows, tmp_path), *action])
 
 
 def test_the_example_has_every_token_and_says_which_are_trained(

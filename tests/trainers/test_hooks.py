@@ -171,32 +171,53 @@ def test_the_model_is_not_given_where_it_is_divided(files, tmp_path):
         run._whole_model()
 
 
-def stopping_ranks(rank: int, world: int, files, folder: str) -> list[str]:
-    """How a run that process 0 stops, and one in which its hook fails, end on this process."""
-    ends = []
-    for number, ended in enumerate((lambda step: step.stop(), lambda step: 1 / 0)):
+def ask_of_the_model(step: Step) -> None:
+    step.model.generate()
 
-        def hook(step: Step, ended=ended) -> None:
+
+ENDS = {
+    "1 stop": (1, lambda step: step.stop()),
+    "3 stop": (3, lambda step: step.stop()),
+    "3 fail": (3, lambda step: 1 / 0),
+    "3 model": (3, ask_of_the_model),
+}
+
+
+def stopping_ranks(rank: int, world: int, files, folder: str) -> list[str]:
+    """How runs that process 0 stops, and runs in which its hook fails, end on this process."""
+    ends = []
+    for name, (zero_stage, ended) in ENDS.items():
+
+        def hook(step: Step, ended=ended) -> dict[str, float]:
             assert rank == 0
             if step.number == 2:
                 ended(step)
+            return {"own/steps": len(step.history)}
 
-        output_dir = Path(folder, str(number))
+        output_dir = Path(folder, name)
+        config = run_config(files, output_dir, save_every=0, zero_stage=zero_stage)
         try:
-            sft.train(run_config(files, output_dir, save_every=0, zero_stage=1), on_step=hook)
+            sft.train(config, on_step=hook)
             ends.append("model")
-        except (ZeroDivisionError, KeyboardInterrupt) as error:
+        except (ZeroDivisionError, InputError, KeyboardInterrupt) as error:
             ends.append(f"{type(error).__name__} {names(output_dir)}")
+        if name == "3 fail":
+            sft.train(config.replace(resume=True))
+            sft.train(config.replace(output_dir=str(Path(folder, "whole"))))
     return ends
 
 
 @pytest.mark.slow
 def test_two_processes_end_together_when_the_first_asks_or_fails(files, tmp_path):
     first, second = run_distributed(undrawn, 2, stopping_ranks, files, str(tmp_path))
-    assert first == ["model", "ZeroDivisionError ['step-2']"]
-    assert second == ["model", "Stopped ['step-2']"]
-    for number in "01":
-        assert tiny.read_metrics(tmp_path / number)[-1]["step"] == 2
+    failed = " ['step-2']"
+    assert first == ["model", "model", f"ZeroDivisionError{failed}", f"InputError{failed}"]
+    assert second == ["model", "model", f"Stopped{failed}", f"Stopped{failed}"]
+    for name in ("1 stop", "3 stop", "3 model"):
+        *_, before, last = tiny.read_metrics(tmp_path / name)
+        assert last["step"] == 2 == before["own/steps"]
+    # What was stopped by an error under ZeRO 3 goes on as if nothing had happened.
+    assert_same_weights(tmp_path / "3 fail", tmp_path / "whole")
 
 
 # What is refused.

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -9,8 +10,15 @@ from fused_rl.trainers import distill, grpo, reward, sft
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.run.loop import Run
 from fused_rl.trainers.run.metrics import METRICS
-from tests.trainers import tiny
-from tests.trainers.runs import assert_same_weights, names, run_config
+from tests.trainers import killed, tiny
+from tests.trainers.runs import (
+    assert_same_weights,
+    grpo_config,
+    names,
+    on_ranks,
+    refused,
+    run_config,
+)
 
 LONG = {"steps": 8, "eval_every": 2, "lr": 1e-2, "lr_schedule": "constant"}
 SAMPLED = {"verifiers": "tests.trainers.tiny:odd_characters", "max_new_tokens": 6}
@@ -76,6 +84,39 @@ def test_sampled_accuracy_of_sft_ends_a_warm_start_and_changes_no_bit_of_it(file
     assert (began / "model" / "config.json").exists()
 
 
+def test_responses_are_scored_by_the_held_out_rows_of_another_file(files, tmp_path, capsys):
+    # The rows that are trained on have no answer and another form.
+    demonstrations = [{"prompt": f"{i}?", "completion": "ab"} for i in range(16)]
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "ab"}]
+    problems = [{"messages": turns, "answer": "abc"[: i % 4]} for i in range(1, 4)]
+    dataset = tiny.jsonl(tmp_path / "train.jsonl", demonstrations)
+    held_out = tiny.jsonl(tmp_path / "held.jsonl", problems)
+    options = {"eval_dataset": held_out, "eval_size": 3, "max_new_tokens": 6, "eval_samples": 2}
+    options |= {"completion_column": "completion", "steps": 1, "verifiers": "exact_match"}
+
+    config = run_config((files[0], dataset), tmp_path / "run", **options)
+    sft.train(config)
+    found = tiny.read_metrics(tmp_path / "run")[-1]
+    assert {"eval/accuracy_greedy", "eval/accuracy_sampled", "eval/token_accuracy"} <= found.keys()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]
+    rows = {line["row"]: line["answer"] for line in lines}
+    assert rows == {f"{held_out}, line {i}": "abc"[:i] for i in (1, 2, 3)}
+    words = killed.words_of(config.replace(output_dir=str(tmp_path / "dry"), deepspeed=None))
+    capsys.readouterr()
+    sft.main([*words, "--dry_run"])
+    printed = capsys.readouterr()
+    assert "# scores, which are only shown: 1*exact_match" in printed.out
+    assert f"{held_out}: messages\n" in printed.err and "unused" not in printed.err
+
+    # An answer that is missing is missing there alone.
+    tiny.jsonl(tmp_path / "held.jsonl", [*problems[:2], {"messages": turns}])
+    refused(
+        config.replace(output_dir=str(tmp_path / "other")), "held.jsonl, line 3: .*'ground_truth'"
+    )
+    with pytest.raises(SystemExit, match="held.jsonl, line 3: .*'ground_truth' is missing"):
+        sft.main([*words, "--dry_run"])
+
+
 @pytest.mark.parametrize(
     ("config_class", "until", "key"),
     [
@@ -107,3 +148,32 @@ def test_a_goal_needs_what_measures_it():
             sft.SFTConfig(**FILES, until="loss=1", **off)
     with pytest.raises(InputError, match="^eval_samples=8 has no meaning without --verifiers"):
         sft.SFTConfig(**FILES, eval_samples=8)
+
+
+def ends_at_its_goal(rank: int, world: int, files, folder: str) -> list[int]:
+    """Train SFT and GRPO for two steps, then until the figure that these end with; return the last steps of all."""
+    ends = []
+    finish = Run.finish
+
+    def recorded(run, save):
+        ends.append(run.step)
+        return finish(run, save)
+
+    Run.finish = recorded  # in a process of its own
+    options = LONG | {"zero_stage": 2, "save_every": 0}
+    for name, made, key in (("sft", run_config, "eval/loss"), ("grpo", grpo_config, "eval/score")):
+        train = {"sft": sft, "grpo": grpo}[name].train
+        given, until = Path(folder, name), Path(folder, f"{name}-until")
+        train(made(files, given, **options | {"steps": 2}))
+        figures = at_steps(given, key)
+        best = min if name == "sft" else max
+        assert best(figures.values()) == figures[2] != figures[0]
+        train(made(files, until, **options, until=f"{key}={figures[2]}"))
+    return ends
+
+
+@pytest.mark.slow
+def test_two_processes_end_at_their_goal_together_as_if_its_steps_were_done(files, tmp_path):
+    assert on_ranks(ends_at_its_goal, 2, files, str(tmp_path)) == [[2] * 4] * 2
+    for name in ("sft", "grpo"):
+        assert_same_weights(tmp_path / name, tmp_path / f"{name}-until")

@@ -65,6 +65,7 @@ def check_start(config: RunConfig, arithmetic: Arithmetic) -> Goal | None:
         InputError: options contradict each other, or need a package or function that is not there.
     """
     config.check()  # once more, because Python code may have set options since the config was made
+    engine.quiet()  # what follows imports DeepSpeed
     config.resolve()
     hooks.check(config)
     arithmetic(config, ranks.planned_ranks(config.sequence_parallel))
