@@ -13,7 +13,7 @@ from fused_rl.trainers import cli, grpo, sft
 from fused_rl.trainers.base.text import InputError, unknown
 from fused_rl.trainers.base.trl import ABSENT, NAMES, reason_of
 from fused_rl.trainers.commands import from_trl
-from fused_rl.trainers.commands.trl_files import CONFIGS, Found, read
+from fused_rl.trainers.commands.trl_files import CONFIGS, Found, Unread, read
 from fused_rl.trainers.data.order import in_steps
 from fused_rl.trainers.run.parse import parse
 from tests.trainers import tiny
@@ -235,6 +235,14 @@ def test_defaults_that_differ_are_given():
     made, script = converted("SFTConfig", **GIVEN)
     assert made["seed"] == 42 and "differ from those here: " in script and "--seed" in script
     assert "seed" not in converted("SFTConfig", **GIVEN, seed=1)[0]
+
+
+@pytest.mark.parametrize("config", dict.fromkeys(CONFIGS.values()))
+def test_a_value_that_only_the_script_knows_is_the_default(config):
+    names = from_trl.OF_ALL | from_trl.DEFAULTS[config]
+    made, script = converted(config, **dict.fromkeys(names, Unread("args.x")))
+    made.pop("micro_batch_size")  # which is ours to choose, unless TRL's is given
+    assert made == converted(config)[0] and "Unread" not in script
 
 
 @pytest.mark.parametrize(
