@@ -114,6 +114,7 @@ CASES = [
     ("GRPOConfig", {"loss_type": "dr_grpo"}, "--preset dr_grpo --advantage group-std"),
     ("GRPOConfig", {"loss_type": "cispo", "epsilon_high": 5.0}, "--preset cispo --clip_high 4"),
     ("GRPOConfig", {"cast_lm_head_to_fp32": True}, "--head_dtype float32"),
+    ("GRPOConfig", {"loss_type": "cispo"}, "--preset cispo --minibatches 1"),
     ("GRPOConfig", {"loss_type": "luspo"}, "--ratio_level token --clip_low 0.2 --clip_high 0.2"),
     ("GRPOConfig", {"scale_rewards": False}, "--advantage group-mean --preset dapo"),
     ("GRPOConfig", {"beta": 0.04, "use_bias_correction_kl": False}, "--kl_coef 0.04"),

@@ -720,7 +720,12 @@ def grpo_loss(made: Conversion, low: float, high: float) -> None:
     preset = str(made.take("loss_type"))
     options: dict[str, Any] = {"preset": preset}
     level = made.take("importance_sampling_level") or "token"
-    if preset == "cispo":
+    if preset == "cispo" and high < 1:
+        made.comments.append(
+            f"epsilon_high {high:g}: TRL bounds the weight to it; here the bound is at least 1, "
+            "and that of the preset stays"
+        )
+    elif preset == "cispo":
         options["clip_high"] = high - 1
         made.arithmetic.append(
             f"clip_high {high - 1:g} = epsilon_high {high:g} - 1, an offset here"
