@@ -15,6 +15,7 @@ from fused_rl.trainers.base.trl import ABSENT, NAMES, reason_of
 from fused_rl.trainers.commands import from_trl
 from fused_rl.trainers.commands.trl_files import CONFIGS, Found, Unread, read
 from fused_rl.trainers.data.order import in_steps
+from fused_rl.trainers.policy.options import LossConfig, loss_options
 from fused_rl.trainers.run.parse import parse
 from tests.trainers import tiny
 
@@ -115,6 +116,11 @@ CASES = [
     ("GRPOConfig", {"loss_type": "cispo", "epsilon_high": 5.0}, "--preset cispo --clip_high 4"),
     ("GRPOConfig", {"cast_lm_head_to_fp32": True}, "--head_dtype float32"),
     ("GRPOConfig", {"loss_type": "cispo"}, "--preset cispo --minibatches 1"),
+    (
+        "GRPOConfig",
+        {"loss_type": "cispo", "epsilon_high": 5.0, "delta": 1.5},
+        "--preset cispo --clip_high 4",
+    ),
     ("GRPOConfig", {"loss_type": "luspo"}, "--ratio_level token --clip_low 0.2 --clip_high 0.2"),
     ("GRPOConfig", {"scale_rewards": False}, "--advantage group-mean --preset dapo"),
     ("GRPOConfig", {"beta": 0.04, "use_bias_correction_kl": False}, "--kl_coef 0.04"),
@@ -129,7 +135,9 @@ def test_a_config_of_trl_is_a_command_that_ours_takes(config, options, words):
     made, script = converted(config, **GIVEN, **options)
     command = script.partition("\nfused-rl ")[2].replace("\\\n    ", "")
     assert all(f"--{each.strip()} " in f"{command} " for each in words.split("--")[1:]), script
-    parse(cli.TRAINERS[command.split()[0]].config_class(), shlex.split(command)[1:])
+    ours = parse(cli.TRAINERS[command.split()[0]].config_class(), shlex.split(command)[1:])
+    if isinstance(ours, LossConfig):
+        loss_options(ours)
     assert "refuses" not in script and {"model", "dataset", "output_dir"} <= made.keys()
 
 

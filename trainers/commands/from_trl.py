@@ -24,6 +24,7 @@ from fused_rl.trainers.base.text import InputError, escaped
 from fused_rl.trainers.commands.trl_files import CONFIGS, Found, is_unread, of_model, read
 from fused_rl.trainers.data.order import steps_of as steps_of_passes
 from fused_rl.trainers.options import FIRST
+from fused_rl.trainers.policy.options import LossConfig, loss_options
 from fused_rl.trainers.run.command import around
 from fused_rl.trainers.run.parse import parse
 
@@ -926,7 +927,10 @@ def config_of(made: Conversion) -> Any:
 def refusal(made: Conversion) -> str | None:
     """Return why our command refuses the options, or None if it accepts them."""
     try:
-        config_of(made)
+        config = config_of(made)
+        # The options of the loss are checked together when a run begins.
+        if isinstance(config, LossConfig):
+            loss_options(config)
     except InputError as error:
         return " ".join(str(error).split())
     return None
