@@ -426,7 +426,7 @@ def test_another_trainer_is_refused_in_the_folder(files, run):
     store.unlock()
 
 
-@pytest.mark.parametrize("stage", [0, slow(1), slow(2), slow(3)])
+@pytest.mark.parametrize("stage", [0, slow(2), slow(3)])
 def test_new_options_of_the_optimizer_are_used_from_the_next_step_on(
     files, tmp_path, capsys, stage
 ):
