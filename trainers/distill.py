@@ -334,7 +334,7 @@ def check(
         if not is_url(name):
             check_teacher(config, name, encoder.tokenizer)
     check_prompts_fit(config, encoder.tokenizer, examples)
-    check_scores_of_run(config, encoder.tokenizer, examples)
+    check_scores_of_run(config, encoder.tokenizer, examples, held_out)
 
 
 def train(

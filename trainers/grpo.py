@@ -339,7 +339,7 @@ def check(config: GRPOConfig, encoder: encode.Encoder, examples: Sequence, held_
     check_sampling(config)
     check_reward_models(config, encoder.tokenizer)
     check_prompts_fit(config, encoder.tokenizer, examples)
-    check_scores_of_run(config, encoder.tokenizer, examples)
+    check_scores_of_run(config, encoder.tokenizer, examples, held_out)
 
 
 def train(

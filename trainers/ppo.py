@@ -317,7 +317,7 @@ def check(config: PPOConfig, encoder: encode.Encoder, examples: Sequence, held_o
     check_critic(config, encoder.tokenizer)
     stop_ids_of(config, encoder.tokenizer, ())
     check_prompts_fit(config, encoder.tokenizer, examples)
-    check_scores_of_run(config, encoder.tokenizer, examples)
+    check_scores_of_run(config, encoder.tokenizer, examples, held_out)
 
 
 def train(

@@ -315,7 +315,7 @@ def check(config: SFTConfig, encoder: encode.Encoder, examples: Sequence, held_o
     language_model.check_sequences_fit(config, encoder, examples, "max_length")
     if prompts:
         check_prompts_fit(config, encoder.tokenizer, prompts)
-        check_scores_of_run(config, encoder.tokenizer, prompts)
+        check_scores_of_run(config, encoder.tokenizer, prompts, held_out)
 
 
 def train(

@@ -165,6 +165,34 @@ def test_a_dry_run_refuses_scores_that_the_run_refuses(
     )
 
 
+@pytest.mark.parametrize("name", ["grpo", "ppo", "distill", "sft"])
+@pytest.mark.parametrize(
+    ("options", "count", "line"),
+    [
+        (["--prompt_column", "tsak"], 40, "column 'tsak' is missing"),
+        (["--answer_column", "anser"], 40, "column 'anser' is missing or null"),
+        ([], 1, "line 6: the prompt is empty"),
+    ],
+)
+def test_rows_are_refused_before_a_response_is_scored(
+    name, options, count, line, folder, tmp_path, capsys
+):
+    row = ROWS["answers"]
+    rows = [row | {"prompt": ""} if i == 5 and not options else row for i in range(40)]
+    words = words_of(name, folder, tiny.jsonl(tmp_path / "rows.jsonl", rows), tmp_path)
+    words += [*options, "--verifiers", f"{__name__}:of_the_last_word", "--max_new_tokens", "8"]
+    main = importlib.import_module(cli.TRAINERS[name].module).main
+    said = []
+    for action in ([], ["--dry_run"]):
+        with pytest.raises(SystemExit, match=line) as refused:
+            main([*words, *action])
+        said.append(str(refused.value))
+    assert said[0] == said[1]
+    # The answers are only of the held-out rows that sft samples responses to.
+    assert count == 1 or f"{4 if name == 'sft' and 'anser' in line else count} of" in said[0]
+    assert "made-up" not in capsys.readouterr().err
+
+
 def test_a_dry_run_calls_no_scorer_in_vain(folder, tmp_path, capsys):
     rows = tiny.jsonl(tmp_path / "rows.jsonl", [ROWS["answers"]] * 40)
     reward = tiny.reward_folder(tmp_path / "reward", folder)

@@ -166,7 +166,7 @@ def _train_and_held_out(
         "dataset", dataset, config.dataset, config.dataset_config, config.dataset_split, bad_rows
     )
     if not config.eval_size:
-        return train, Rows([], train.source)
+        return train, train.subset([])
     # Held out from the end of the rows: the same rows, whatever the seed.
     if config.eval_dataset is None and eval_dataset is None:
         cut = len(train) - config.eval_size

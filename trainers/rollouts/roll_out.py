@@ -69,6 +69,10 @@ def prompts_of(
         # None is any column.
         columns = set().union(*rows.rows) if scorer.columns is None else scorer.columns
         rows.columns_read.update(columns)
+        # A scorer may do without an answer in some rows, but a named column that no row has is a wrong name.
+        check_column = getattr(scorer, "check_answer_column", None)
+        if check_column is not None and all(_is_refused(check_column, row) for row in rows.rows):
+            checks.append(check_column)
     kept = []
     dropped = 0
     for i, row in enumerate(bar(rows.rows, "reading prompts")):
@@ -89,6 +93,14 @@ def prompts_of(
                 dropped += 1
     log_dropped(rows, dropped, "longer than max_prompt_length")
     return kept
+
+
+def _is_refused(check: Callable[[dict], None], row: dict) -> bool:
+    try:
+        check(row)
+    except InputError:
+        return True
+    return False
 
 
 @torch.no_grad()

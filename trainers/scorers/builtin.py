@@ -25,8 +25,8 @@ THINK_THEN_ANSWER = (
 BOXED = regex.compile(r"\\boxed\{((?:[^{}]|\{(?1)\})*)\}")
 
 
-def answer_of(row: dict, column: str | None) -> str:
-    """Return the row's ground truth; of a worked solution what follows `####`, as in gsm8k, or its last box."""
+def cell_of_answer(row: dict, column: str | None) -> tuple[str, object]:
+    """Return the column or path of the row's answer, and what is in it; refuse a row that has none."""
     # A column that is there and null is passed over, as in tables that several datasets were joined to.
     columns = ANSWER_COLUMNS if column is None else (column,)
     name = next((name for name in columns if row.get(name) is not None), columns[0])
@@ -38,6 +38,12 @@ def answer_of(row: dict, column: str | None) -> str:
             missing = f"there is no answer in {', '.join(columns[:-1])} or {columns[-1]}"
             remedy = "name its column with --answer_column, or fix the row"
         raise BadRow(missing, remedy, came=f"{where} {level}")
+    return name, value
+
+
+def answer_of(row: dict, column: str | None) -> str:
+    """Return the row's ground truth; of a worked solution what follows `####`, as in gsm8k, or its last box."""
+    name, value = cell_of_answer(row, column)
     # A bool would be compared as the text True, and NaN is how a missing cell of a table is read.
     if isinstance(value, bool) or not isinstance(value, (str, numbers.Number)) or value != value:
         came = f"got {shortened(value)} ({type(value).__name__})"
@@ -110,6 +116,11 @@ class BaseScorer:
             return answer_of(row, self.answer_column)
         except BadRow:
             return None
+
+    def check_answer_column(self, row: dict) -> None:
+        """Check that the row has the column of the answer, if one was named."""
+        if self.answer_column is not None:
+            cell_of_answer(row, self.answer_column)
 
     @property
     def columns(self) -> Collection[str] | None:

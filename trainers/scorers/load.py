@@ -216,9 +216,11 @@ def try_scorers(
             print_rank0(f"{name} returned None for all of them (is a `return` missing?)")
 
 
-def check_scores_of_run(config: Any, tokenizer, prompts: Sequence[Prompt]) -> None:
+def check_scores_of_run(config: Any, tokenizer, prompts: Sequence[Prompt], held_out: Rows) -> None:
     """Try, for a dry run, the scorers, unless what they score is what a sampler of the user's own returns."""
-    if getattr(config, "sampler", None) is None:
+    # Bad rows are refused before any response is scored, and all rows of a run are collected in one list.
+    refuses_rows = bool(held_out.bad) and config.bad_rows == "refuse"
+    if prompts and not refuses_rows and getattr(config, "sampler", None) is None:
         # As in the evaluation before training.
         progress = Progress(0, config.steps or 1)
         try_scorers(checked_scorers(config), tokenizer, prompts, progress)
