@@ -124,7 +124,7 @@ CASES = [
     ("GRPOConfig", {"loss_type": "luspo"}, "--ratio_level token --clip_low 0.2 --clip_high 0.2"),
     ("GRPOConfig", {"scale_rewards": False}, "--advantage group-mean --preset dapo"),
     ("GRPOConfig", {"beta": 0.04, "use_bias_correction_kl": False}, "--kl_coef 0.04"),
-    ("GRPOConfig", {"reward_funcs": ["accuracy_reward", "a.b"]}, "--verifiers '[math, a:b]'"),
+    ("GRPOConfig", {"reward_funcs": ["accuracy_reward", "a.b.c"]}, "--verifiers '[math, a.b:c]'"),
     ("GRPOConfig", {"use_vllm": True, "vllm_server_port": 9}, "--server http://127.0.0.1:9"),
     ("RLOOConfig", {"num_generations": 4}, "--preset rloo --kl_in reward --kl_coef 0.05"),
 ]
@@ -306,7 +306,7 @@ lora_r: 4
 lora_alpha: 8
 """
 WORDS = """
-# a comment
+# a comment, and train.py --with an option
 accelerate launch --num_processes 1 train.py other
 trl grpo --model_name_or_path m --dataset_name d.jsonl --output_dir o --bf16 --run_name m-1 \\
     --num_generations 4 --learning_rate 2e-6 --max_steps 30 --reward_funcs accuracy_reward script.brief \\
@@ -377,6 +377,47 @@ def test_a_script_a_file_and_a_command_line_come_to_the_same(tmp_path, capsys):
     (tmp_path / "none.py").write_text("print(1)")
     with pytest.raises(InputError, match="found no config"):
         read(tmp_path / "none.py", None)
+
+
+def read_one(folder: Path, name: str, text: str):
+    """Return the conversion of a file with one run, and its script."""
+    (folder / name).write_text(text)
+    (found,) = read(folder / name, None)
+    made = from_trl.convert(found)
+    return made, from_trl.script_of(made)
+
+
+REWARDED = """
+import scoring
+import trl.rewards
+from trl import GRPOConfig, GRPOTrainer, rewards
+from trl.rewards import accuracy_reward, think_format_reward as think
+def reasoning_accuracy_reward(completions, **columns):
+    return [0.0] * len(completions)
+partial = make(accuracy_reward)
+GRPOTrainer("m", {}, GRPOConfig("o"), "rows")
+"""
+OF_TRL = ("accuracy_reward", "trl.rewards.accuracy_reward", "rewards.accuracy_reward")
+
+
+@pytest.mark.parametrize("trainer", ["GRPO", "RLOO"])
+@pytest.mark.parametrize(
+    ("reward", "verifier"),
+    [
+        *((name, "math") for name in OF_TRL),
+        ("think", from_trl.REWARDS["think_format_reward"]),
+        ("reasoning_accuracy_reward", "train:reasoning_accuracy_reward"),
+        ("scoring.accuracy_reward", "scoring:accuracy_reward"),
+        ("partial", None),
+    ],
+)
+def test_only_rewards_of_trl_are_taken_for_those_of_trl(tmp_path, trainer, reward, verifier):
+    """Of the names in a script, given by their place; a function of its own may have the name of one of TRL's."""
+    text = REWARDED.replace("{}", f"[{reward}]").replace("GRPO", trainer)
+    made, script = read_one(tmp_path, "train.py", text)
+    assert made.options.get("verifiers") == (verifier and [verifier]), script
+    assert made.options["output_dir"] == "o" and made.command == "grpo"
+    assert (f"reward {reward}: give it as --verifiers" in script) == (verifier is None)
 
 
 @pytest.mark.slow

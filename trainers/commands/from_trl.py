@@ -562,11 +562,12 @@ def rewards(made: Conversion) -> None:
     functions = made.take("reward_funcs") or []
     for reward in functions if isinstance(functions, list) else [functions]:
         name = reward.source if is_unread(reward) else str(reward)
-        # TRL's own rewards are known by their last name, wherever they are imported from.
-        short = re.split("[:.]", name)[-1]
-        if short in REWARDS:
+        # A name without a module is one of TRL's rewards in a file or a command line, but a script may define its own.
+        module, _, short = name.replace(":", ".").rpartition(".")
+        is_of_trl = module.startswith("trl.") or not (module or is_unread(reward))
+        if is_of_trl and short in REWARDS:
             verifiers.append(REWARDS[short])
-        elif short.startswith("get_soft_overlong_punishment"):
+        elif name.startswith("get_soft_overlong_punishment"):
             made.comments.append(
                 f"{name}: give --overlong_buffer, with the tokens of its soft_punish_cache"
             )
@@ -578,7 +579,7 @@ def rewards(made: Conversion) -> None:
         elif "/" in name:
             verifiers.append(f"reward_model:{name}")
         else:
-            verifiers.append(name.replace(".", ":", 1) if "." in name else f"rewards:{name}")
+            verifiers.append(f"{module or 'rewards'}:{short}")
             made.comments.append(
                 f"reward {name}: --verifiers takes module:function; name its module"
             )

@@ -48,6 +48,12 @@ ROWS = {
     "train_dataset": ("dataset_name", "dataset_config", "dataset_train_split"),
     "eval_dataset": ("eval_dataset", "eval_dataset_config", "eval_split"),
 }
+# The names of the arguments that a trainer takes by their place, by the class of its options.
+PLACES = dict.fromkeys(CONFIGS.values(), ("model", "args", "data_collator"))
+PLACES |= dict.fromkeys(("DPOConfig", "KTOConfig"), ("model", "ref_model", "args", "data_collator"))
+PLACES |= {"GKDConfig": ("model", "teacher_model", "args", "data_collator")}
+PLACES |= dict.fromkeys(("GRPOConfig", "RLOOConfig"), ("model", "reward_funcs", "args"))
+PLACES |= {"DistillationConfig": ("model", "teacher_model", "args")}
 # Arguments of LoRA and of models whose options have other names on a command line.
 ADAPTERS = {"r": "lora_r", "target_modules": "lora_target_modules"}
 OF_ADAPTERS = ("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "lora_dropout")
@@ -201,6 +207,9 @@ def commands(text: str, where: str, folder: Path, config: str = "") -> Iterator[
             words = shlex.split(line, comments=True)
         except ValueError:
             continue
+        # A comment that names a script leaves no words.
+        if not words:
+            continue
         # A command line has the launcher's options, then the script or TRL's command, then the options to convert.
         at = next((i for i, word in enumerate(words) if is_program(words, i)), 0)
         name = Path(words[at]).stem.rpartition(".")[2]
@@ -271,7 +280,7 @@ class Script:
         self.attributes: dict[str, Any] = {}
         """Defaults of dataclass fields and of argparse's options, and the options of a command line, by name."""
         self.functions: dict[str, str] = {}
-        """The name module:function of each function that the script defines or imports."""
+        """The name module:function of each function that the script defines or imports, and the modules it imports."""
         self.if_asked: set[ast.AST] = set()
         """The nodes that run only if an option requests an upload."""
         self.statement_of: dict[ast.AST, int] = {}
@@ -307,6 +316,9 @@ class Script:
             case ast.ImportFrom(module=str(module)):
                 for alias in node.names:
                     self.functions[alias.asname or alias.name] = f"{module}:{alias.name}"
+            case ast.Import():
+                for alias in node.names:
+                    self.functions[alias.asname or alias.name] = alias.name
             case ast.If(test=test) if "push_to_hub" in ast.unparse(test):
                 self.if_asked.update(ast.walk(node))
             case ast.Call(
@@ -324,7 +336,7 @@ class Script:
         """Return a run for each config that the script makes, or those of its usage if it parses its options."""
         trainer_of = {}
         for trainer in self.trainers:
-            trainer_of.setdefault(self.followed(keyword(trainer, "args")), trainer)
+            trainer_of.setdefault(self.followed(arguments_of(trainer).get("args")), trainer)
         runs = []
         for call in self.calls:
             config = name_of(call.func)
@@ -371,10 +383,7 @@ class Script:
             run.options["push_to_hub()"] = True
         of_class = [call for call in self.trainers if config_named(call) == run.config]
         for call in ([trainer] if trainer else of_class)[:1]:
-            arguments = {each.arg: each.value for each in call.keywords if each.arg}
-            if call.args:
-                arguments.setdefault("model", call.args[0])
-            for name, node in arguments.items():
+            for name, node in arguments_of(call).items():
                 for option, value in self.argument(name, node).items():
                     # A parsed option that is not on the command line has its default and needs no conversion.
                     is_default = is_parsed and is_unread(value) and "_args." in value.source
@@ -422,7 +431,12 @@ class Script:
         """Return a reward function as module:function, or the name of a reward model."""
         # A function has no value here, but its name tells where it is defined.
         value = self.value(node)
-        return self.functions.get(value.source, value) if is_unread(value) else value
+        if not is_unread(value):
+            return value
+        owner, _, name = value.source.rpartition(".")
+        if owner in self.functions:
+            return f"{self.functions[owner].replace(':', '.')}:{name}"
+        return self.functions.get(value.source, value)
 
     def rows(self, name: str, node: ast.expr) -> dict[str, Any]:
         """Return the options of the dataset that `load_dataset` reads, found back through what is done with it later.
@@ -543,6 +557,14 @@ class Script:
 def keyword(call: ast.Call, name: str) -> ast.expr | None:
     """Return the value of a keyword argument of a call as a node, or None if it is not given."""
     return next((each.value for each in call.keywords if each.arg == name), None)
+
+
+def arguments_of(trainer: ast.Call) -> dict[str, ast.expr]:
+    """Return the arguments of the call that makes a trainer by their names, also of those given by their place."""
+    rows = ("train_dataset", "eval_dataset", "processing_class")
+    places = (*PLACES.get(config_named(trainer), ("model", "args")), *rows)
+    named = {each.arg: each.value for each in trainer.keywords if each.arg}
+    return dict(zip(places, trainer.args, strict=False)) | named
 
 
 def name_of(function: ast.expr) -> str:
