@@ -57,6 +57,7 @@ CASES = [
     (of(EQUAL, 1.0, count=25, frac_groups_all_solved=0.0), FP32 | {"advantage": "batch-std"}, {}),
     (of(NONE, 1.0, count=10), FP32, {"scores-none": 9}),
     (of(NONE, 1.0, 0.9, count=9), FP32, {}),
+    (of(EQUAL, 1.0, count=25, frac_groups_all_solved=0.0, **{NONE: 1.0}), FP32, {"scores-none": 9}),
     (of("val/stop_rate", 0.4, count=10), FP32, {"length-limit": 9}),
     (of("val/stop_rate", 0.5, count=10), FP32, {}),
     (of(EVAL, 0.5, 0.6, 0.41), FP32, {"held-out-worse": 2}),

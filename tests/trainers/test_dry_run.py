@@ -160,7 +160,7 @@ def test_a_dry_run_refuses_scores_that_the_run_refuses(
         main([*words, f"{__name__}:{scorer.__name__}", "--max_new_tokens", "8", "--dry_run"])
     printed = capsys.readouterr().err
     assert "scoring 8 made-up responses" in printed
-    assert (f"{scorer.__name__}' raised on the response to " in printed) == (
+    assert (f"{scorer.__name__}' raised on the response '' to " in printed) == (
         scorer is of_the_last_word
     )
 

@@ -254,7 +254,8 @@ async def async_raises(response, row):
 def test_what_a_function_raises_is_its_own_and_the_row_is_named(function, capsys):
     with pytest.raises(ZeroDivisionError):
         called(function, "ok", "bad", "ok")
-    assert capsys.readouterr().err == "verifier 'my:f' raised on the response to d.jsonl, line 2:\n"
+    said = "verifier 'my:f' raised on the response 'bad' to d.jsonl, line 2:\n"
+    assert capsys.readouterr().err == said
 
 
 def test_async_calls_go_on_together_on_one_loop():

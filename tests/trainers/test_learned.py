@@ -131,6 +131,11 @@ def steps(count=40, **columns):
             "being solved: take harder",
         ),
         (steps(reward=lambda step: step / 40), {}, "in training the reward rose"),
+        (
+            steps(frac_reward_zero_std=1.0, **{"rewards/a/std": 0.0, "objective/scores": 0.0, "rewards/a/none": 1.0}),
+            {},
+            "the error; every scorer returned None for all responses: see that each ends in `return`",
+        ),
         (steps(lr=0.0, **{"completions/clipped_ratio": 1.0}), {}, "error; lr was 0 in every step"),
         (steps(lr=2.0, **{"policy/clipfrac_avg": 0.9}), {}, "too far (clipped): lr (2) is probably too large"),
         (
@@ -165,6 +170,26 @@ def test_a_scorer_that_grades_is_followed_by_its_score():
     assert said.endswith("solved 0 → 0")
 
 
+def test_a_change_as_large_as_in_training_is_no_fit_to_the_training_rows():
+    before, after = [0.1, 0.4, 0.2, 0.5] * 2, [0.4, 0.4, 0.7, 0.4] * 2
+    some = {ACCURACY: NONE, "eval/score": before}, {ACCURACY: NONE, "eval/score": after}
+    rises = steps(reward=lambda step: step / 100, **{"objective/scores": 0.5})
+    cause = watched(*some, rises).found["not-learned"]
+    assert "in training the reward rose" in cause and "equals within the errors: raise" in cause
+    same = {ACCURACY: NONE, "eval/score": before}
+    cause = watched(same, same, rises).found["not-learned"]
+    assert "exploits the scorer: take more rows or fewer passes, and read samples.jsonl" in cause
+
+
+def test_an_accuracy_that_falls_while_the_score_rises_is_named():
+    greedy = "eval/accuracy_greedy"
+    before = {ACCURACY: NONE, "eval/score": [0.1, 0.2] * 4, greedy: ALL}
+    after = {ACCURACY: NONE, "eval/score": [0.4, 0.6] * 4}
+    hint = "; but the accuracy of greedy responses fell beyond the error: read samples.jsonl"
+    assert watched(before, after | {greedy: NONE}).learned().endswith(hint)
+    assert hint not in watched(before, after | {greedy: [1.0] * 7 + [0.0]}).learned()
+
+
 def test_a_scorer_that_grades_is_followed_also_where_some_are_solved_and_the_accuracy_stands_beside_it():
     before = {ACCURACY: HALF, "eval/score": [0.1, 0.2, 0.3, 0.4] * 2}
     after = {ACCURACY: HALF[::-1], "eval/score": [0.6, 0.8, 0.9, 0.7] * 2}
@@ -193,6 +218,9 @@ def test_the_advice_fits_what_the_run_has():
     assert "what is rewarded may not be" in rewarded
     fits = {LOSS: [2.0, 3.0] * 4}, {LOSS: [3.0, 2.0] * 4}
     learns = steps(**{"train/loss": lambda step: 2 - step / 40})
+    # Its loss fell by 0.75, and the held-out one by 0 ± 0.38, which are the same within the errors.
+    assert "raise steps, or eval_size" in watched(*fits, learns).found["not-learned"]
+    fits = {LOSS: [2.0, 2.1] * 4}, {LOSS: [2.1, 2.0] * 4}
     assert "fits the training rows: take" in watched(*fits, learns).found["not-learned"]
     assert (
         watched({LOSS: [5.0]}, {LOSS: [4.0]}, learns)
@@ -221,12 +249,14 @@ def test_what_the_run_has_seen_is_what_its_file_holds(tmp_path):
     assert watch.learned() == logger.watch.learned()
 
 
-def said_of(capsys, rewards, cut=0.0, scorer=None, texts=("the answer",), accuracy=None):
+def said_of(capsys, rewards, cut=0.0, scorer=None, texts=("the answer",), accuracy=None, nones=0):
     rewards = torch.tensor(rewards, dtype=torch.float64)
     figures = {"clipped_ratio": cut, "score": rewards.mean().item()} | signal.spread(rewards)
     if accuracy is not None:
         figures["accuracy_sampled"] = accuracy
-    signal.say([scorer or ExactMatch(name="exact_match")], rewards, figures, texts, 12)
+    scorer = scorer or ExactMatch(name="exact_match")
+    totals = {"responses": 16, f"none/{scorer.name}": nones}
+    signal.say([scorer], rewards, figures, texts, 12, totals)
     return capsys.readouterr().out
 
 
@@ -260,6 +290,10 @@ def test_the_advice_follows_from_what_was_sampled(capsys):
     # A scorer that grades, without differences in a group.
     said = said_of(capsys, [[i / 10] * 4 for i in range(4)], accuracy=0.0)
     assert "take easier rows" in said and "scorer that grades" not in said
+    # What a scorer did not judge is no matter of the policy.
+    said = said_of(capsys, graded, nones=4)
+    assert "signal: exact_match returned None for 25.0% of the responses" in said
+    assert said_of(capsys, wrong, nones=16).count("\n") == 1
     # A single response to each prompt has no group.
     assert said_of(capsys, [[0.0], [1.0]]).startswith("signal: the scores of 2 responses have mean")
 

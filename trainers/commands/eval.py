@@ -175,6 +175,8 @@ def evaluate(
     # Before anything is read, compare the options of all ranks, and refuse a folder whose files would be replaced.
     device = engine.setup(config.seed, trains=False)
     ranks.check_equal(config.to_dict())
+    # A run's column of answers was named for the run's rows.
+    names_answers = config.answer_column is not None
     config = with_run_options(config)
     out = None if config.output_dir is None else Path(config.output_dir)
     existing = [
@@ -195,8 +197,14 @@ def evaluate(
         rows = chosen_rows("dataset", dataset, *named, reader.bad)
         rows = reader.add(rows.subset(range(len(rows))[: config.max_rows]))
         checking = checked_scorers(config)
-        chosen = {"column": config.prompt_column, "max_length": config.max_prompt_length}
-        problems = prompts_of(rows, encode.Encoder.of(config, tokenizer), checking, **chosen)
+        problems = prompts_of(
+            rows,
+            encode.Encoder.of(config, tokenizer),
+            checking,
+            column=config.prompt_column,
+            max_length=config.max_prompt_length,
+            names_answers=names_answers,
+        )
     ranks.check_equal({"rows": hash_of_rows(problems)})
     # A run's scorers may not fit other rows: that is found before the minutes in which models are read.
     try_scorers(checking, tokenizer, problems)
@@ -219,9 +227,8 @@ def evaluate(
     )
 
     # The figures, from the sums of all ranks.
-    figures = (
-        {"problems": len(problems)} | solved_metrics(judges, ranks.global_sums(sums)) | incidents
-    )
+    totals = ranks.global_sums(sums)
+    figures = {"problems": len(problems)} | solved_metrics(judges, totals) | incidents
     figures |= means_of(logged, figures)
     in_groups = torch.tensor([row["score"] for row in responses]).view(len(problems), -1).double()
     rewards = in_groups[:, 1:]  # the first response of each problem is the greedy one
@@ -239,7 +246,7 @@ def evaluate(
     print_rank0("\n".join(f"{name:<24}{value:.4g}" for name, value in figures.items()))
     if judges and ranks.process() == 0:
         texts = [row["response"] for row in responses if row["decoding"] == "sampled"]
-        signal.say(judges, rewards, figures, texts, length)
+        signal.say(judges, rewards, figures, texts, length, totals)
     if out is not None and ranks.process() == 0:
         write_rows(out / "responses.jsonl", responses)
         summary = figures | {"options": config.to_dict() | {"max_new_tokens": length}}

@@ -96,7 +96,7 @@ def evaluate(
     if says_signal and ranks.process() == 0:
         texts = [sample.text for sample in sampled.samples]
         limit = policy.sampling.max_new_tokens
-        signal.say(policy.scorers, rewards, found, texts, limit, config.group_size)
+        signal.say(policy.scorers, rewards, found, texts, limit, totals, config.group_size)
 
     # The responses to show are of the same held-out problems each time, and of some that the last step trained on.
     most = config.show_samples - len(policy.sample_rows)
@@ -141,6 +141,7 @@ def solved_sums(
         "judged": has_verdict(scorers, greedy)[:count].sum()
         + has_verdict(scorers, sampled)[first].sum(),
     }
+    sums |= {f"none/{name}": scores[first].isnan().sum() for name, scores in sampled.scores.items()}
     sums |= {name: of_problems.sum() for name, of_problems in pass_at(right).items()}
     return sums | outcome_sums(
         sampled.solved[first], sampled.lengths[first], sampled.stopped[first]

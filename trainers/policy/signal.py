@@ -36,6 +36,7 @@ def say(
     figures: Mapping[str, float],
     texts: Sequence[str],
     max_new_tokens: int,
+    totals: Mapping[str, float],
     group_size: int = GROUP,
 ) -> None:
     """Print the signal that was measured, and what to change first if most groups of `group_size` would have none.
@@ -46,6 +47,7 @@ def say(
         figures: the metrics of an evaluation without their prefix, with those of `spread`.
         texts: some of the responses.
         max_new_tokens: the length in tokens at which responses were cut.
+        totals: the sums of an evaluation over all ranks.
         group_size: the number of responses to a prompt in training.
     """
     count, k = rewards.shape
@@ -59,6 +61,17 @@ def say(
         # Small groups differ less often, about in proportion to their size if few responses differ from the others.
         is_little = differ < ENOUGH * min(1, k / max(group_size, GROUP))
     print_line(f"signal: {seen}; {cut:.0%} of the responses were cut at {max_new_tokens} tokens")
+    nones = {}
+    for scorer in scorers:
+        nones[scorer.name] = totals.get(f"none/{scorer.name}", 0) / totals["responses"]
+    # Where nothing was judged, as another line says, equal scores say nothing of the responses.
+    if all(share == 1 for share in nones.values()):
+        return
+    for name, share in nones.items():
+        if share > 0:
+            print_line(
+                f"signal: {name} returned None for {share:.1%} of the responses, which adds 0 to their reward"
+            )
     advice = []
     if is_little:
         advice = remedies(scorers, rewards, figures, texts)

@@ -52,6 +52,7 @@ def prompts_of(
     max_length: int,
     completion_column: str | None = None,
     check: Callable[[dict], None] | None = None,
+    names_answers: bool = True,
 ) -> list[Prompt]:
     """Return a prompt for every row that is short enough.
 
@@ -63,6 +64,7 @@ def prompts_of(
         max_length: of a prompt, in tokens.
         completion_column: of the completion that each row must have; None reads none.
         check: raises an InputError for a row that cannot be used.
+        names_answers: whether the scorers' column of answers, if any, was named for these rows.
     """
     checks = [scorer.check for scorer in scorers] + ([] if check is None else [check])
     for scorer in scorers:
@@ -70,7 +72,7 @@ def prompts_of(
         columns = set().union(*rows.rows) if scorer.columns is None else scorer.columns
         rows.columns_read.update(columns)
         # A scorer may do without an answer in some rows, but a named column that no row has is a wrong name.
-        check_column = getattr(scorer, "check_answer_column", None)
+        check_column = getattr(scorer, "check_answer_column", None) if names_answers else None
         if check_column is not None and all(_is_refused(check_column, row) for row in rows.rows):
             checks.append(check_column)
     kept = []

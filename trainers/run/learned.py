@@ -83,6 +83,11 @@ TRAINING = (
 CRITIC = Figure("val/var_explained", "explained variance of the critic")
 
 
+def quantile(freedom: float) -> float:
+    """Return the number of standard errors beyond which a change with so many degrees of freedom counts."""
+    return next((errors for most, errors in STUDENT.items() if freedom <= most), 2)
+
+
 class Change(NamedTuple):
     """A figure at the beginning and at the end of a run, with standard errors, which are NaN if they are not known."""
 
@@ -113,8 +118,13 @@ class Change(NamedTuple):
     @property
     def is_seen(self) -> bool:
         """Return True if the change is beyond its error."""
-        errors = next((many for most, many in STUDENT.items() if self.freedom <= most), 2)
-        return abs(self.end - self.start) > errors * self.error
+        return abs(self.end - self.start) > quantile(self.freedom) * self.error
+
+    def may_equal(self, other: "Change") -> bool:
+        """Return True if this change and another one of the same kind may be equally large, within their errors."""
+        difference = (self.end - self.start) - (other.end - other.start)
+        error = math.hypot(self.error, other.error)
+        return abs(difference) <= quantile(min(self.freedom, other.freedom)) * error
 
     @property
     def is_small(self) -> bool:

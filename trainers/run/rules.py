@@ -126,6 +126,12 @@ class Watch:
         return [self.recent(key) for key in self.values if re.fullmatch("rewards/.*/std", key)]
 
     @property
+    def judges_nothing(self) -> bool:
+        """True if every scorer has returned None for all responses of the last steps."""
+        shares = [key for key in self.values if re.fullmatch("rewards/.*/none", key)]
+        return bool(shares) and all(self.recent(key) == 1 for key in shares)
+
+    @property
     def no_condition(self) -> str:
         """The words for a run without findings."""
         shows = [change for change in (self.held_out, self.trained) if change]
@@ -160,7 +166,7 @@ class Watch:
                 if trained := self.trained:
                     in_training = f"; in training the {trained.described()}"
             line = f"did it learn? {answer}: held-out {change.described()}"
-            return f"{line}{self.beside(change)}{in_training}"
+            return f"{line}{self.beside(change)}{in_training}{self.at_the_cost(change)}"
         none = "no held-out figure was measured twice"
         if self.config.get("critic_only"):
             none = "the critic alone was trained"
@@ -182,6 +188,17 @@ class Watch:
         if "eval/kl_exact" in after:
             others.append(f"held-out KL {after['eval/kl_exact']:.3g} nats per response")
         return "".join(f"; {other}" for other in others)
+
+    def at_the_cost(self, change: Change) -> str:
+        """Return a hint, if the figure of the run became better while an accuracy beside it fell."""
+        fell = []
+        for figure in WITH_ERROR:
+            is_beside = figure != change.figure and figure.key in self.in_both
+            if is_beside and "accuracy" in figure.key and self.change_of(figure).verdict == "fell":
+                fell.append(figure.name)
+        if not change.learned or not fell:
+            return ""
+        return f"; but the {' and the '.join(fell)} fell beyond the error: read samples.jsonl"
 
     def conclude(self) -> list[str]:
         """Return, at the end of a run, the finding "not-learned" with its causes; nothing if the run learned."""
@@ -238,6 +255,9 @@ def over_ten_steps(pattern: str, beyond: Callable[[float], bool], *, unless: str
 
 def equal_rewards(watch: Watch) -> str | None:
     """Most groups have equal rewards, and so advantages of 0, unless the advantage also compares across groups."""
+    # Of responses that nothing was judged of, another finding says so.
+    if watch.judges_nothing:
+        return None
     # The kind of advantage is the option's, or else the preset's; a run of another trainer has neither.
     advantage = watch.config.get("advantage")
     presets: Mapping[str, Any] = PRESETS
@@ -409,6 +429,8 @@ def causes(watch: Watch) -> list[str]:
     # A learning rate of 0, or one that is too large, explains the run on its own.
     if max(watch.values.get("lr", [1])) == 0 and not watch.config.get("critic_only"):
         return ["lr was 0 in every step, so no weight moved: raise lr"]
+    if watch.judges_nothing:
+        return ["every scorer returned None for all responses: see that each ends in `return`"]
     if too_far := [rule for rule in TOO_FAR if rule in watch.found]:
         return [f"the run went too far ({', '.join(too_far)}): {lower_lr(watch)}"]
 
@@ -430,20 +452,27 @@ def causes(watch: Watch) -> list[str]:
     if better:
         others = ", and ".join(f"the held-out {other.described()}" for other in better)
         found.append(f"but {others}: raise steps, or eval_size, for a smaller error")
-    elif change and trained and trained.learned and watch.has_rewards:
-        found.append(
-            f"in training the {trained.described()}, so it fits the training rows or exploits the scorer: take more "
-            "rows or fewer passes, and read samples.jsonl"
-        )
     elif change and trained and trained.learned:
-        found.append(
-            f"in training the {trained.described()}, so it fits the training rows: take more rows or fewer passes"
-        )
+        found.append(f"in training the {trained.described()}, {why_not_held_out(watch, change)}")
     # Without a signal in the rewards, a larger learning rate does not help.
     if not silent:
         found += too_small(watch)
     samples = ", and read samples.jsonl" if watch.has_rewards else ""
     return found or [f"raise lr or steps{samples}"]
+
+
+def why_not_held_out(watch: Watch, change: Change) -> str:
+    """Return why a figure became better in training and not on held-out rows, and what to change."""
+    trained = watch.trained
+    # A held-out change that may be as large as that in training shows no difference between the two kinds of rows.
+    if trained and trained.figure.better == change.figure.better and change.may_equal(trained):
+        return "which the held-out change equals within the errors: raise steps, or eval_size, for a smaller error"
+    remedy = "take more rows or fewer passes"
+    if watch.has_rewards:
+        return (
+            f"so it fits the training rows or exploits the scorer: {remedy}, and read samples.jsonl"
+        )
+    return f"so it fits the training rows: {remedy}"
 
 
 def no_signal(watch: Watch) -> str | None:

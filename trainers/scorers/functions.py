@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import print_line
 from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.rollouts.types import Sample, ScorerLog
+from fused_rl.trainers.rollouts.types import Sample, ScorerLog, shortened
 from fused_rl.trainers.scorers.builtin import BaseScorer
 
 # What a function of TRL's kind is given beside the columns of the dataset.
@@ -83,8 +83,9 @@ class FunctionScorer(BaseScorer):
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         if self.takes_many:
-            scores = self.function(**self._columns(samples))
-            return self.loop.run_until_complete(scores) if self.is_async else scores
+            with self._named(*samples):
+                scores = self.function(**self._columns(samples))
+                return self.loop.run_until_complete(scores) if self.is_async else scores
         if self.is_async:
             return self.loop.run_until_complete(self._all(samples))
 
@@ -96,8 +97,10 @@ class FunctionScorer(BaseScorer):
         return scores
 
     @contextlib.contextmanager
-    def _named(self, sample: Sample) -> Iterator[None]:
-        """Say which row it was before the traceback of the user's function; a column that it lacks is one line."""
+    def _named(self, sample: Sample, *others: Sample) -> Iterator[None]:
+        """Say which response it was before the traceback of the user's function, the first if it was given several; a
+        column that the row lacks is one line.
+        """
         try:
             yield
         except ColumnMissing as error:
@@ -107,9 +110,10 @@ class FunctionScorer(BaseScorer):
                 f"{sorted(sample.row)}; {RENAME}"
             ) from error
         except Exception:
-            print_line(
-                f"verifier {self.name!r} raised on the response to {sample.where}:", to_errors=True
-            )
+            response = f"the response {shortened(sample.text)} to {sample.where}"
+            if others:
+                response = f"{1 + len(others)} responses, the first of them {response}"
+            print_line(f"verifier {self.name!r} raised on {response}:", to_errors=True)
             raise
 
     async def _all(self, samples: Sequence[Sample]) -> list[float | None]:
