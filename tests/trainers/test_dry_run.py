@@ -1,5 +1,6 @@
 """A dry run reads the rows as the run does: it refuses what the run refuses, and shows what the run trains."""
 
+import asyncio
 import importlib
 import importlib.util
 import os
@@ -122,6 +123,23 @@ def of_the_last_word(response, row):
     return float(response.split()[-1] == row["answer"])
 
 
+def of_the_first_column(completions, **columns):
+    return [1 / 0]
+
+
+async def of_a_server(response, row):
+    await asyncio.sleep(0)
+    raise RuntimeError("no answer")
+
+
+async def of_several_servers(completions, **columns):
+    await asyncio.sleep(0)
+    raise RuntimeError("no answer")
+
+
+RAISING = (of_the_last_word, of_the_first_column, of_a_server, of_several_servers)
+
+
 def none_of_many(completions, **columns):
     return None
 
@@ -144,6 +162,9 @@ MISTAKES = [
     (none_of_many, "returned None; it must return a list of scores"),
     (one_too_few, "returned 7 scores for 8 responses"),
     (of_the_last_word, "list index out of range"),
+    (of_the_first_column, "ZeroDivisionError: division by zero"),
+    (of_a_server, "RuntimeError: no answer"),
+    (of_several_servers, "RuntimeError: no answer"),
 ]
 SCORED = [("grpo", *mistake) for mistake in MISTAKES]
 SCORED += [(name, *MISTAKES[0]) for name in ("sft", "distill", "ppo")]
@@ -156,13 +177,16 @@ def test_a_dry_run_refuses_scores_that_the_run_refuses(
     rows = tiny.jsonl(tmp_path / "rows.jsonl", [ROWS["answers"]] * 40)
     words = [*words_of(name, folder, rows, tmp_path), "--verifiers"]
     main = importlib.import_module(cli.TRAINERS[name].module).main
-    with pytest.raises((SystemExit, IndexError), match=line):
+    with pytest.raises(SystemExit, match=line) as refused:
         main([*words, f"{__name__}:{scorer.__name__}", "--max_new_tokens", "8", "--dry_run"])
     printed = capsys.readouterr().err
     assert "scoring 8 made-up responses" in printed
-    assert (f"{scorer.__name__}' raised on the response '' to " in printed) == (
-        scorer is of_the_last_word
-    )
+    assert (f"{scorer.__name__}' raised on " in printed) == (scorer in RAISING)
+    if scorer is of_the_last_word:
+        assert "raised on the response '' to " in printed
+    # The traceback of a function of the user's own has its frames alone.
+    frames = re.findall('File "(.*?)"', refused.value.code)
+    assert frames == ([__file__] if scorer in RAISING else [])
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "distill", "sft"])

@@ -25,7 +25,7 @@ def of_run(folder: Path) -> bool:
     from fused_rl.trainers.base.text import InputError
     from fused_rl.trainers.run.logger import read_metrics, rows_by_step
     from fused_rl.trainers.run.rules import RULES, Watch
-    from fused_rl.trainers.run.store import steps_in
+    from fused_rl.trainers.run.store import ERROR, steps_in
 
     # What the run has left: its options, with the dtype that `auto` was on its machine, and its metrics.
     if not (folder / "metrics.jsonl").is_file():
@@ -64,11 +64,15 @@ def of_run(folder: Path) -> bool:
         print_line(
             f"  unfinished: the run has not ended, and has no model/; its last line is of step {steps}; {remedy}"
         )
-    for finding in watch.found.values():
+    findings = [*watch.found.values()]
+    if (folder / ERROR).is_file():
+        error = (folder / ERROR).read_text(encoding="utf-8", errors="replace")
+        findings.insert(0, f"the run ended with an error: {' '.join(error.split())}")
+    for finding in findings:
         print_line(f"  finding: {finding}")
-    if not watch.found:
+    if not findings:
         print_line(f"  {watch.no_condition}")
-    return not watch.found and has_model
+    return not findings and has_model
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -3,11 +3,14 @@
 `run` is that of the trainers, with `describe` for their `--dry_run`; `around` handles the errors of every command.
 """
 
+import asyncio
 import contextlib
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from fused_rl.trainers.base import memory, ranks
@@ -20,10 +23,14 @@ from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.options import FOUR_BIT_PACKAGE, RunConfig, to_yaml
 from fused_rl.trainers.run.loop import Arithmetic, Stopped, check_start
 from fused_rl.trainers.run.parse import parse
-from fused_rl.trainers.run.store import RunFolder, unlock
+from fused_rl.trainers.run.store import RunFolder, note_error, unlock
 
 LOST = "what was done since the last checkpoint is lost"
 INTERRUPTED = 130  # the usual status of a command that Ctrl-C ended
+# The modules that call functions of the user's own.
+CALLERS = {
+    str(Path(__file__).parents[1] / name) for name in ("scorers/functions.py", "run/hooks.py")
+}
 # How far rank 0 may be behind the other ranks when all of them read rows.
 SECONDS_TO_PRINT = 3
 # A dry run encodes all rows up to this number, and a sample of them above it.
@@ -80,6 +87,9 @@ def run(
         before = signal.signal(signal.SIGTERM, _end)
         try:
             train(config)
+        except Exception as error:
+            note_error(error)
+            raise
         finally:
             signal.signal(signal.SIGTERM, before)
             unlock()
@@ -115,6 +125,28 @@ def around(prog: str, lost: str = "nothing was written") -> Iterator[None]:
     except KeyboardInterrupt:
         print_line(f"{prog}: stopped at once; {lost}", to_errors=True)
         sys.exit(INTERRUPTED)
+    except Exception as error:
+        text = traceback_of_user(error)
+        if text is None:
+            raise
+        sys.exit(text)
+
+
+def traceback_of_user(error: Exception) -> str | None:
+    """Return the traceback of an error in a function of the user's own, from its frames on; None for other errors."""
+    frames, of_user = error.__traceback__, None
+    while frames is not None:
+        if frames.tb_frame.f_code.co_filename in CALLERS:
+            of_user = frames.tb_next
+        frames = frames.tb_next
+    # Between the call and a function that is async stands the event loop.
+    loop = asyncio.__path__[0]
+    while of_user is not None and of_user.tb_frame.f_code.co_filename.startswith(loop):
+        of_user = of_user.tb_next
+    if of_user is None:
+        return None
+    lines = traceback.format_exception(type(error), error, of_user)
+    return escaped("".join(lines).rstrip(), keep="\n")
 
 
 def describe(config: RunConfig, arithmetic: Arithmetic, read: ReadRows, check: Check) -> str:

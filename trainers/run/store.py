@@ -40,7 +40,7 @@ from fused_rl.trainers.base.files import (
 )
 from fused_rl.trainers.base.ranks import barrier, process, processes
 from fused_rl.trainers.base.screen import print_line, print_rank0
-from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.base.text import InputError, in_a_line, without_secrets
 from fused_rl.trainers.options import ACTIONS, RunConfig, to_yaml
 
 LOCK = ".fused-rl.lock"
@@ -91,8 +91,10 @@ MAY_CHANGE = frozenset(
         *("wandb_project", "push_to_hub", "hub_model_id", "hub_private_repo"),
     )
 )
+ERROR = "error.txt"  # what ended the run, until it is resumed
 EMPTY: Mapping = MappingProxyType({})
 _lock: filelock.FileLock | None = None  # of this process, which runs one training at a time
+_begun: Path | None = None  # the folder in which its run has begun to write
 _outside: Path | None = None  # the folder that its run keeps outside of output_dir
 
 
@@ -115,8 +117,9 @@ def _remove_outside() -> None:
 
 def unlock() -> None:
     """Unlock the folder that this process has locked, if any, and remove it if nothing was written into it."""
-    global _lock
+    global _lock, _begun
     _remove_outside()
+    _begun = None
     if _lock is not None:
         path = Path(_lock.lock_file)
         path.unlink(missing_ok=True)
@@ -125,6 +128,15 @@ def unlock() -> None:
         with contextlib.suppress(OSError):
             path.parent.rmdir()
         _lock = None
+
+
+def note_error(error: Exception) -> None:
+    """Write what ends the run of this process into its folder, for the doctor, if the run has begun."""
+    if _begun is not None:
+        text = str(error) if isinstance(error, InputError) else without_secrets(in_a_line(error))
+        # The error may be that the disk is full, and it must not be replaced by another one.
+        with contextlib.suppress(OSError):
+            (_begun / ERROR).write_text(text + "\n", encoding="utf-8")
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -321,12 +333,15 @@ class RunFolder:
         # other checkpoint, so they are deleted here.
         if self.config.resume:
             self._delete_older()
+            (self.path / ERROR).unlink(missing_ok=True)
 
         precision = self._options()["precision"]
         header = (
             f"# fused-rl {self.config.command} --config <this file>\n# precision: {precision}\n"
         )
         write_atomically(self.path / "config.yaml", header + to_yaml(self.config))
+        global _begun
+        _begun = self.path
 
     def _aside(self, folder: Path, number: int) -> Path:
         """Return the folder to which the old content of `folder` moves the `number`-th time."""
