@@ -210,6 +210,31 @@ def test_another_loss_is_named_before_everything_else(config, loss, trained):
     assert config in ("SFTConfig", "KTOConfig") or made["loss_type"] in first
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "every token, if the rows are messages"),
+        ({"completion_only_loss": False}, "every token, completion_only_loss=False"),
+        ({"completion_only_loss": True}, None),
+        ({"assistant_only_loss": True}, None),
+    ],
+)
+def test_the_tokens_that_sft_does_not_train_are_another_loss(options, said):
+    first = converted("SFTConfig", **GIVEN, **options)[1].splitlines()[1]
+    assert said in first if said else "ANOTHER LOSS" not in first
+
+
+@pytest.mark.parametrize("config", dict.fromkeys(CONFIGS.values()))
+def test_a_bound_that_is_taken_away_is_named(config):
+    """Of each trainer whose rows TRL cuts unless an option is None; and what it reads otherwise than ours is said."""
+    script = converted(config, **GIVEN, max_length=None, warmup_steps=0.1, use_peft=True)[1]
+    is_cut = "max_length" in from_trl.DEFAULTS[config]
+    assert ("max_length=None: TRL sets no bound" in script) == is_cut
+    assert "--raw_prompt true" in script and "warmup_steps=0.1: of all" in script
+    assert "lora_dropout=0.05: adapters are plain" in script
+    assert "lora_dropout" not in converted(config, **GIVEN, use_peft=True, lora_dropout=0.0)[1]
+
+
 def test_held_out_rows_are_those_that_are_evaluated():
     rows = GIVEN | {"dataset_test_split": "dev"}
     for unevaluated in ({}, {"eval_strategy": "no"}):
@@ -340,6 +365,17 @@ def test_an_older_script_is_followed_through_its_model_rows_and_options(tmp_path
     script = from_trl.script_of(made)
     assert "the script changes the rows (map)" in script and "optim=adamw_8bit" in script
     assert "push_to_hub" not in script
+
+
+def test_what_a_script_says_beside_its_config_is_heeded(tmp_path):
+    text = OLDER.replace("print)", "print).train_test_split(9)").replace('"adamw_8bit"', '"x"')
+    text = text.replace("max_steps=60", "num_train_epochs=2, eval_strategy='epoch'")
+    text = text.replace("tokenizer=tok", "eval_dataset=rows['test'], tokenizer=tok")
+    (tmp_path / "train.py").write_text(text + "trainer.train(resume_from_checkpoint=True)\n")
+    (found,) = read(tmp_path / "train.py", None)
+    script = from_trl.script_of(from_trl.convert(found, rows=800))
+    assert "add --resume when you continue" in script and "lora_dropout" not in script
+    assert "200 steps = 2 epochs x 800 rows / 8 rows of a step" in script  # none held out of them
 
 
 def test_held_out_rows_that_a_script_makes_and_its_upload_are_named(tmp_path):

@@ -150,7 +150,11 @@ ABSENT: dict[str, tuple[str, tuple[str, ...]]] = {
         "the reference is the starting model and the tokenizer is in its folder; both are loaded by name, so that a "
         "run can resume",
         ("ref_model", "ref_model_init_kwargs", "processing_class", "tokenizer")
-        + ("reward_processing_classes", "precompute_ref_*", "force_use_ref_model"),
+        + ("reward_processing_classes", "force_use_ref_model"),
+    ),
+    "Scores of the reference beforehand": (
+        "a run on pairs or marked responses always measures the reference once, before its first step",
+        ("precompute_ref_*",),
     ),
     "Special tokens and templates": (
         "set them on the tokenizer, save it and the model into one folder by save_pretrained, and give that as --model",
@@ -192,7 +196,7 @@ ABSENT: dict[str, tuple[str, tuple[str, ...]]] = {
         + ("quantization_config",),
     ),
     "Other adapters": (
-        "adapters are LoRA without dropout, on linear layers",
+        "adapters are plain LoRA on linear layers, without dropout, and no whole layer is trained beside them",
         ("lora_dropout", "lora_modules_to_save", "lora_task_type", "use_rslora", "use_dora")
         + ("lora_target_parameters", "bias", "task_type"),
     ),
@@ -200,12 +204,19 @@ ABSENT: dict[str, tuple[str, tuple[str, ...]]] = {
         "the model of the last step is saved, and checkpoints have the others",
         ("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
     ),
-    "Dropout, NEFTune, adaptive entropy, auxiliary losses and clipped scores": (
-        "they are not here",
-        ("neftune_noise_alpha", "use_adaptive_entropy", "entropy_coef_*", "entropy_target")
-        + ("router_aux_loss_coef", "reward_clip_range", "normalize_advantages", "ld_alpha")
+    "Dropout and NEFTune": (
+        "a run trains without dropout, and without noise on the embeddings",
+        ("neftune_noise_alpha", "disable_dropout"),
+    ),
+    "Other terms of the loss": (
+        "the loss here has no such term, weight or divergence, and is trained without it",
+        ("use_adaptive_entropy", "entropy_coef_*", "entropy_target", "router_aux_loss_coef")
         + ("f_divergence_type", "f_alpha_divergence_coef", "use_weighting", "discopop_tau")
-        + ("loss_weights", "label_smoothing_factor", "seq_kd", "alpha", "disable_dropout"),
+        + ("loss_weights", "label_smoothing_factor", "seq_kd", "alpha", "ld_alpha"),
+    ),
+    "Clipped and normalized scores": (
+        "scores are taken as they are, and --advantage says how they are compared; a scorer can bound its own",
+        ("reward_clip_range", "normalize_advantages"),
     ),
     "Loading of rows": (
         "rows are read, encoded and shuffled by the run itself",

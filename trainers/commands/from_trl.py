@@ -157,6 +157,8 @@ class Conversion:
         self.comments: list[str] = []
         self.from_defaults: set[str] = set()
         """Our options whose value is a default of TRL."""
+        self.holds_out = True
+        """True if the run holds out the last of the rows, as there are no others to evaluate on."""
         self.absent: dict[str, list[str]] = {}
         """TRL's options that are left out, by the reason."""
 
@@ -247,6 +249,7 @@ def model_and_rows(made: Conversion) -> None:
     # A script may prepare held-out rows that it never evaluates on.
     if not made.has("eval_strategy"):
         made.drop(*OF_EVALUATIONS)
+    made.holds_out = made.left.keys().isdisjoint(OF_EVALUATIONS)
     dataset = made.needed("dataset_name", "dataset", "a file, a folder or a name on the Hub")
     for name, option, kind in (
         ("dataset_name after", "dataset", "rows"),
@@ -263,6 +266,10 @@ def model_and_rows(made: Conversion) -> None:
         made.left.setdefault("eval_dataset", dataset)
         made.left.setdefault("eval_split", made.left.pop("dataset_test_split"))
     made.renamed("eval_dataset", "eval_dataset")
+    made.comments.append(
+        "prompts that are text: TRL leaves them as they are; here each is a user's message if the tokenizer has a chat "
+        "template, unless you give --raw_prompt true"
+    )
 
 
 def weights_and_memory(made: Conversion) -> None:
@@ -286,6 +293,7 @@ def weights_and_memory(made: Conversion) -> None:
                 "--lora_targets is all-linear"
             )
         made.give("lora_targets", ",".join(targets) if isinstance(targets, list) else targets)
+        made.left.setdefault("lora_dropout", 0.05)  # the default of a command line
     made.drop("torch_dtype", "lora_r", "lora_alpha", "lora_target_modules")
     if made.take("activation_offloading"):
         made.left["gradient_checkpointing"] = True
@@ -337,7 +345,7 @@ def length(made: Conversion, rows_of_step: int, updates: float = 1, unit: str = 
 
     # The length: `total` is the number of updates, or None if the number of rows, on which it depends, is not known.
     total, epochs = made.take("max_steps"), float(made.take("num_train_epochs"))
-    held_out = 0 if "eval_dataset" in made.options else made.known["eval_size"].default
+    held_out = made.known["eval_size"].default if made.holds_out else 0
     trained = made.rows and max(1, made.rows - held_out)
     counted = f"({made.rows} - {held_out} held-out)" if held_out else made.rows
     per_step = f"{counted} rows / {rows_of_step} rows of a step"
@@ -353,16 +361,19 @@ def length(made: Conversion, rows_of_step: int, updates: float = 1, unit: str = 
 
     # The warm-up, which is in updates here, too; a fraction is a part of all updates.
     ratio, warmup = made.take("warmup_ratio") or 0, made.take("warmup_steps")
+    warmup_name = "warmup_ratio"
     if 0 < warmup < 1:
-        ratio, warmup = warmup, 0
+        ratio, warmup, warmup_name = warmup, 0, "warmup_steps"
     if ratio and not warmup and total is None:
         made.comments.append(
-            f"warmup_ratio={ratio:g}: of all updates, whose number follows from the rows; give --rows N to from-trl, "
+            f"{warmup_name}={ratio:g}: of all updates, whose number follows from the rows; give --rows N to from-trl, "
             "or --warmup_steps yourself"
         )
     elif ratio and not warmup:
         warmup = math.ceil(ratio * total)
-        made.arithmetic.append(f"warmup_steps {warmup} = {ratio:g} x {total:g} updates, rounded up")
+        made.arithmetic.append(
+            f"warmup_steps {warmup} = {warmup_name} {ratio:g} x {total:g} updates, rounded up"
+        )
     made.give("warmup_steps", int(warmup))
 
     # Checkpoints and evaluations: every epoch, every so many updates, or a fraction of all updates.
@@ -461,8 +472,18 @@ def sft(made: Conversion) -> None:
     loss = made.take("loss_type")
     if loss not in (None, "nll", "chunked_nll"):
         made.another_loss.append(f"{loss} of SFTConfig; the negative log-likelihood is trained")
-    if made.take("completion_only_loss") is False:
-        made.say("completion_only_loss", "the prompt of a row is never trained")
+    # Without these options TRL trains every token of a conversation, whose columns are not known here.
+    of_completions = made.take("completion_only_loss")
+    if of_completions is False and not made.has("assistant_only_loss"):
+        made.another_loss.append(
+            "that of every token, completion_only_loss=False; of messages and of prompts with completions, only what "
+            "the assistant says is trained (a column text of rendered rows is trained whole)"
+        )
+    elif of_completions is None and not made.has("assistant_only_loss"):
+        made.another_loss.append(
+            "that of every token, if the rows are messages: the assistant's last turn is trained (--assistant_turns "
+            "all: each of its turns); rows of prompt and completion, or of text, are trained as in TRL"
+        )
     update(made)
 
 
@@ -803,6 +824,12 @@ def convert(found: Found, processes: int | None = None, rows: int | None = None)
     """
     # First what takes arithmetic or depends on other options, then what only has another name, then what is absent.
     made = Conversion(found, processes, rows)
+    for name, bound in DEFAULTS[found.config].items():
+        if name in found.options and found.options[name] is None and name.startswith("max_"):
+            made.comments.append(
+                f"{name}=None: TRL sets no bound; here there is always one, and TRL's default of {bound} is taken: "
+                "give that of your longest row"
+            )
     for part in (*EVERY, TRAINERS[made.command]):
         part(made)
     for name in [*made.defaults]:

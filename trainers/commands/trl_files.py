@@ -381,14 +381,21 @@ class Script:
         pushes = [call for call in self.calls if name_of(call.func) == "push_to_hub"]
         if not self.if_asked.issuperset(pushes):
             run.options["push_to_hub()"] = True
+        given: dict[str, Any] = {}
+        for call in self.calls:
+            resumed = keyword(call, "resume_from_checkpoint")
+            if resumed is not None and name_of(call.func) == "train":
+                given["resume_from_checkpoint"] = self.value(resumed)
         of_class = [call for call in self.trainers if config_named(call) == run.config]
         for call in ([trainer] if trainer else of_class)[:1]:
             for name, node in arguments_of(call).items():
                 for option, value in self.argument(name, node).items():
-                    # A parsed option that is not on the command line has its default and needs no conversion.
-                    is_default = is_parsed and is_unread(value) and "_args." in value.source
-                    if option not in SILENT and not is_default:
-                        run.options.setdefault(option, value)
+                    given.setdefault(option, value)
+        for option, value in given.items():
+            # A parsed option that is not on the command line has its default and needs no conversion.
+            is_default = is_parsed and is_unread(value) and "_args." in value.source
+            if option not in SILENT and not is_default:
+                run.options.setdefault(option, value)
 
     def argument(self, name: str, node: ast.expr) -> dict[str, Any]:
         """Return the options that say the same as an argument of a trainer."""
@@ -410,7 +417,9 @@ class Script:
     def adapters(self, call: ast.Call) -> dict[str, Any]:
         """Return the options of LoRA that are arguments of a call."""
         options = self.keywords(call)
-        return {"use_peft": True} | {ADAPTERS.get(name, name): options[name] for name in options}
+        return {"use_peft": True, "lora_dropout": 0.0} | {
+            ADAPTERS.get(name, name): options[name] for name in options
+        }
 
     def model(self, name: str, node: ast.expr) -> dict[str, Any]:
         """Return the options of a model that is named by text, or loaded by a call and perhaps given adapters."""
