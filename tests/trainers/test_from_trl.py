@@ -423,6 +423,26 @@ def read_one(folder: Path, name: str, text: str):
     return made, from_trl.script_of(made)
 
 
+LAUNCHED = """
+export NGPU=4
+MODEL="m"
+LR=3e-6
+OUT=runs/${MODEL}
+accelerate launch --config_file zero2.yaml --num_processes $NGPU -m trl.scripts.sft --output_dir $OUT \\
+    --model_name_or_path $MODEL --dataset_name ${DATA} --learning_rate ${LR} --max_steps 4
+"""
+
+
+def test_variables_of_the_shell_are_followed_or_named(tmp_path):
+    made, script = read_one(tmp_path, "launch.sh", LAUNCHED)
+    expected = {"model": "m", "lr": 3e-6, "output_dir": "runs/m", "dataset": "DATASET"}
+    assert made.command == "sft" and expected | made.options == made.options
+    assert made.processes == 4 and "config_file=zero2.yaml: " in script
+    assert "dataset_name=${DATA}: its value is known when the script runs" in script
+    made, script = read_one(tmp_path, "launch.sh", LAUNCHED.replace("export NGPU=4", ""))
+    assert made.processes == 1 and "processes $NGPU: 1 is assumed" in script
+
+
 REWARDED = """
 import scoring
 import trl.rewards

@@ -142,7 +142,14 @@ class Conversion:
         self.found = found
         self.command = COMMANDS[found.config]
         self.known = cli.TRAINERS[self.command].config_class().model_fields
-        self.processes = int(processes or found.processes or 1)
+        self.comments: list[str] = []
+        self.processes = processes or 1
+        if isinstance(found.processes, int) and not processes:
+            self.processes = found.processes
+        elif found.processes and not processes:
+            self.comments.append(
+                f"processes {shown(found.processes)}: 1 is assumed; give --processes N to from-trl"
+            )
         self.rows = rows
         self.left = dict(found.options)
         """TRL's options that are given and not converted yet."""
@@ -154,7 +161,6 @@ class Conversion:
         """Lines that show how numbers were computed."""
         self.another_loss: list[str] = []
         """Losses of TRL that do not exist here, each with the loss that the command trains instead."""
-        self.comments: list[str] = []
         self.from_defaults: set[str] = set()
         """Our options whose value is a default of TRL."""
         self.holds_out = True
@@ -300,6 +306,11 @@ def weights_and_memory(made: Conversion) -> None:
         made.options["checkpoint_activations_on"] = "cpu"
 
     # Only the stage of ZeRO is taken, by the name of DeepSpeed's file, because the file itself may not be here.
+    if made.take("config_file"):
+        made.say(
+            "config_file",
+            "of a launcher's file, only the number of processes and a stage of ZeRO in its name are taken",
+        )
     deepspeed = made.take("deepspeed")
     stage = re.search(r"zero_?([0-3])", str(deepspeed))
     if stage is not None:

@@ -198,7 +198,12 @@ def commands(text: str, where: str, folder: Path, config: str = "") -> Iterator[
     """
     # A backslash at the end of a line continues it.
     joined = re.sub(r"\\\s*\n", " ", text)
+    variables: dict[str, str] = {}
     for line in joined.splitlines():
+        line = re.sub(r"\$\{?(\w+)\}?", lambda name: variables.get(name[1], name[0]), line)
+        assigned = re.match(r"\s*(?:export\s+)?(\w+)=([\"']?)([^\s\"';$]*)\2\s*(?:$|#|;)", line)
+        if assigned is not None:
+            variables[assigned[1]] = assigned[3]
         starts = re.search(r"\btrl \w+ --|\.py\b|-m trl\.", line)
         if starts is None or " --" not in line:
             continue
@@ -212,7 +217,7 @@ def commands(text: str, where: str, folder: Path, config: str = "") -> Iterator[
             continue
         # A command line has the launcher's options, then the script or TRL's command, then the options to convert.
         at = next((i for i, word in enumerate(words) if is_program(words, i)), 0)
-        name = Path(words[at]).stem.rpartition(".")[2]
+        name = Path(words[at]).name.removesuffix(".py").rpartition(".")[2]
         of_trl = next((CONFIGS[word] for word in CONFIGS if word in name), "")
         found = Found(config or of_trl, where, words_as_options(words[at + 1 :]))
         if not found.options:
@@ -236,6 +241,8 @@ def launched(found: Found, options: dict[str, Any], folder: Path) -> None:
         found.processes = options.get(name, found.processes)
     # A file of accelerate need not be here; TRL's own are named by their stage, such as deepspeed_zero2.yaml.
     file = str(options.get("config_file", ""))
+    if file:
+        found.options["config_file"] = file
     stage = re.search(r"zero_?([0-3])", file)
     if stage:
         found.options.setdefault("deepspeed", f"zero{stage[1]}")
@@ -252,10 +259,14 @@ def words_as_options(words: list[str]) -> dict[str, Any]:
         if word.startswith("--"):
             name, is_joined, value = word.removeprefix("--").partition("=")
             options[name] = [value] if is_joined else []
+        elif re.fullmatch("-[a-zA-Z]+", word):
+            name = None  # a flag of a launcher, such as -m
         elif name is not None:
             options[name].append(word.rstrip(","))
     for name, values in list(options.items()):
-        read = [value_of(value) for value in values]
+        # A shell's variable that the file does not assign is known only to the shell.
+        is_unknown = any(re.search(r"\$[\w{(@*]", value) for value in values)
+        read = [Unread(" ".join(values))] if is_unknown else [value_of(value) for value in values]
         options[name] = True if not read else read[0] if len(read) == 1 else read
         # The parser of transformers spells a false flag x as --no_x.
         if not values and name.startswith("no_"):
