@@ -423,6 +423,62 @@ def read_one(folder: Path, name: str, text: str):
     return made, from_trl.script_of(made)
 
 
+LATER = """
+given = dict(max_steps=4, num_generations=4)
+if True:
+    given["learning_rate"] = 1e-5
+given.update(weight_decay=0.5)
+given |= {"seed": 3}
+rate = 1.0
+rate *= 2
+config = GRPOConfig("o", **given, max_grad_norm=rate)
+config.beta = 0.5
+setattr(config, "temperature", 0.5)
+config.epsilon *= 2
+GRPOTrainer("m", args=config, train_dataset=rows)
+"""
+PARSED = """
+parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig))
+script_args, config, model_args = parser.parse_args_and_config()
+config.beta = 0.5
+config.model_init_kwargs = model_args.kwargs
+GRPOTrainer(model_args.model_name_or_path, args=config)
+"""
+
+
+def test_options_that_a_script_sets_later_are_taken_or_named(tmp_path):
+    made, script = read_one(tmp_path, "later.py", LATER)
+    expected = {"lr": 1e-5, "seed": 3, "weight_decay": 0.5, "max_grad_norm": 2.0, "kl_coef": 0.5}
+    expected |= {"temperature": 0.5, "group_size": 4, "steps": 4}
+    assert expected | made.options == made.options
+    assert "epsilon=config.epsilon *= 2: its value is known when" in script
+    made, script = read_one(tmp_path, "parsed.py", PARSED)
+    assert made.options["kl_coef"] == 0.5 and "kwargs" not in script
+
+
+@pytest.mark.parametrize(
+    ("arguments", "dataset", "said"),
+    [
+        ('data_files="d.jsonl", split="train[:80%]"', "d.jsonl", "rows (split train[:80%])"),
+        ('data_files={"train": "d.jsonl", "test": "e.jsonl"}', "d.jsonl", ""),
+        ('data_files={"test": "e.jsonl"}', "DATASET", "train of data_files"),
+        ('data_files=["d.jsonl", "e.jsonl"]', "DATASET", "the files"),
+        ("data_files=args.train_file", "d.jsonl", ""),
+        ("data_files=other.file", "DATASET", "other.file"),
+    ],
+)
+def test_the_rows_of_a_script_are_its_file_or_named(tmp_path, arguments, dataset, said):
+    text = f"""
+class Arguments:
+    train_file: str = field(default="d.jsonl")
+rows = load_dataset("json", {arguments})
+GRPOTrainer("m", args=GRPOConfig("o"), train_dataset=rows)
+"""
+    made, script = read_one(tmp_path, "train.py", text)
+    assert made.options["dataset"] == dataset and said in script
+    assert "dataset_split" not in made.options and "refuses" not in script
+
+
 LAUNCHED = """
 export NGPU=4
 MODEL="m"

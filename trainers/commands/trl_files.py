@@ -76,6 +76,7 @@ OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
     ast.Pow: operator.pow,
+    ast.BitOr: operator.or_,
 }
 
 
@@ -318,6 +319,27 @@ class Script:
                         self._assign(target.id, node, ast.Subscript(value, ast.Constant(i)))
             case ast.Assign(targets=[ast.Attribute(value=ast.Name() as owner, attr=name)]):
                 self.set_later.append((owner, name, node.value))
+            # names["key"] = value and names.update(key=value) are names | {"key": value}.
+            case ast.Assign(targets=[ast.Subscript(value=ast.Name(id=name) as owner, slice=key)]):
+                added = ast.Dict([key], [node.value])
+                self._assign(name, node, ast.BinOp(owner, ast.BitOr(), added))
+            case ast.Expr(
+                ast.Call(
+                    func=ast.Attribute(value=ast.Name(id=name) as owner, attr="update")
+                ) as call
+            ):
+                named = ast.Call(ast.Name("dict", ast.Load()), [], call.keywords)
+                added = call.args[0] if call.args else named
+                self._assign(name, node, ast.BinOp(owner, ast.BitOr(), added))
+            case ast.AugAssign(target=ast.Name(id=name) as owner, op=op, value=value):
+                self._assign(name, node, ast.BinOp(owner, op, value))
+            case ast.AugAssign(target=ast.Attribute(value=ast.Name() as owner, attr=name)):
+                self.set_later.append((owner, name, ast.Constant(Unread(ast.unparse(node)))))
+            case ast.Call(
+                func=ast.Name(id="setattr"),
+                args=[ast.Name() as owner, ast.Constant(value=str(name)), value],
+            ):
+                self.set_later.append((owner, name, value))
             # This may be a field of a dataclass, whose options a script reads as attributes.
             case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
                 self._assign(name, node, value)
@@ -377,6 +399,13 @@ class Script:
         runs = [*commands(usage, where, self.path.parent, config)] or [Found(config, where)]
         for run in runs:
             self.attributes |= run.options
+            # What the script sets after it has parsed its options comes last.
+            for owner, option, node in self.set_later:
+                call = self.followed(owner)
+                value = self.value(node)
+                is_default = is_unread(value) and "_args." in value.source
+                if isinstance(call, ast.Call) and "parse" in name_of(call.func) and not is_default:
+                    run.options[option] = value
             self.add_trainer(run, None, is_parsed=True)
         return runs
 
@@ -477,6 +506,9 @@ class Script:
                     node = node.body
                 case ast.Call(func=ast.Attribute(value=node, attr=change)):
                     changes[change] = None
+                # Rows to which an item is assigned.
+                case ast.BinOp(left=node):
+                    changes["[…] = …"] = None
                 case _:
                     return {}
         options = self.keywords(node, first="path", second="name")
@@ -484,8 +516,15 @@ class Script:
         split = splits[split] if isinstance(splits, list) and isinstance(split, int) else splits
         # load_dataset("json", data_files=…) reads a file, whose path is the dataset here.
         files = options.get("data_files")
-        if isinstance(files, str):
-            options = {"path": files}
+        if isinstance(files, dict):
+            part = str(split or "train").partition("[")[0]
+            files = files.get(part, Unread(f"{part} of data_files"))
+        if files is not None:
+            is_known = isinstance(files, str | Unread)
+            options = {"path": files if is_known else Unread(f"the files {files}")}
+            # A file has no split, and a part of it has to be written.
+            if isinstance(split, str) and "[" in split:
+                changes[f"split {split}"] = None
             split = None
         made = dict(zip(ROWS[name], (options.get("path"), options.get("name"), split), strict=True))
         made = {option: value for option, value in made.items() if value is not None}
@@ -560,6 +599,9 @@ class Script:
                 return "".join(str(self._known(part)) for part in parts)
             case ast.FormattedValue(value=part):
                 return self._value(part)
+            # The default of a field of a dataclass.
+            case ast.Call(func=ast.Name(id="field")) if default := keyword(node, "default"):
+                return self._value(default)
             case ast.Call(func=ast.Name(id="dict")):
                 return self.keywords(node)
             case ast.Call(func=ast.Name(id="str" | "int" | "float"), args=[operand]):
