@@ -465,13 +465,15 @@ def test_options_that_a_script_sets_later_are_taken_or_named(tmp_path):
         ('data_files=["d.jsonl", "e.jsonl"]', "DATASET", "the files"),
         ("data_files=args.train_file", "d.jsonl", ""),
         ("data_files=other.file", "DATASET", "other.file"),
+        ('path="a/b", data_files="d.jsonl"', "DATASET", "the files d.jsonl of a/b"),
     ],
 )
 def test_the_rows_of_a_script_are_its_file_or_named(tmp_path, arguments, dataset, said):
+    path = "" if "path=" in arguments else '"json", '
     text = f"""
 class Arguments:
     train_file: str = field(default="d.jsonl")
-rows = load_dataset("json", {arguments})
+rows = load_dataset({path}{arguments})
 GRPOTrainer("m", args=GRPOConfig("o"), train_dataset=rows)
 """
     made, script = read_one(tmp_path, "train.py", text)

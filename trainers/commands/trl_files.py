@@ -48,6 +48,8 @@ ROWS = {
     "train_dataset": ("dataset_name", "dataset_config", "dataset_train_split"),
     "eval_dataset": ("eval_dataset", "eval_dataset_config", "eval_split"),
 }
+# The names by which load_dataset reads files of one's own.
+FORMATS = ("json", "csv", "parquet", "text", "arrow")
 # The names of the arguments that a trainer takes by their place, by the class of its options.
 PLACES = dict.fromkeys(CONFIGS.values(), ("model", "args", "data_collator"))
 PLACES |= dict.fromkeys(("DPOConfig", "KTOConfig"), ("model", "ref_model", "args", "data_collator"))
@@ -520,8 +522,10 @@ class Script:
             part = str(split or "train").partition("[")[0]
             files = files.get(part, Unread(f"{part} of data_files"))
         if files is not None:
-            is_known = isinstance(files, str | Unread)
-            options = {"path": files if is_known else Unread(f"the files {files}")}
+            # A list of files, or files of a dataset on the Hub, have no name here.
+            path = options.get("path")
+            is_one = isinstance(files, str | Unread) and (path in FORMATS or is_unread(path))
+            options = {"path": files if is_one else Unread(f"the files {files} of {path}")}
             # A file has no split, and a part of it has to be written.
             if isinstance(split, str) and "[" in split:
                 changes[f"split {split}"] = None
