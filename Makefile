@@ -56,11 +56,11 @@ demo-distill: $(VENV)/installed  #: after the demo, its model teaches its own wa
 	$(BIN)/python -m fused_rl.recipes.demo_distill
 
 .PHONY: test
-test: $(VENV)/installed  ## the cheapest test of every guarantee: 3 minutes on 2 cores
+test: $(VENV)/installed  ## the cheapest test of every guarantee: 7 minutes on 2 cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not mutations and not server"
 
 .PHONY: test-slow
-test-slow: $(VENV)/installed  ## the other tests, with whole runs: 22 minutes on 2 cores
+test-slow: $(VENV)/installed  ## the other tests, with whole runs: 40 minutes on 2 cores
 	$(BIN)/python -m pytest -n 2 -m "slow and not gpu"
 
 .PHONY: lint
