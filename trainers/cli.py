@@ -80,11 +80,6 @@ COMMANDS = TRAINERS | {
         "problems of a run, or of this machine",
         page="doctor.md",
     ),
-    "from-trl": Command(
-        "fused_rl.trainers.commands.from_trl",
-        "the command for a script or a config of TRL",
-        page="from_trl.md",
-    ),
     "demo": Command("fused_rl.recipes.demo", "a small model learns sums by grpo, on two CPU cores"),
     "demo-reward": Command("fused_rl.recipes.demo_reward", "a reward model for these sums"),
     "demo-ppo": Command("fused_rl.recipes.demo_ppo", "ppo against that reward model"),

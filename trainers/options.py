@@ -16,7 +16,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -30,7 +30,7 @@ from typing_extensions import Self
 
 from fused_rl.base import checks
 from fused_rl.trainers.base import engine, memory, optim, ranks
-from fused_rl.trainers.base.text import InputError, import_name_of, refusal_of
+from fused_rl.trainers.base.text import InputError, import_name_of
 from fused_rl.trainers.run.metrics import METRICS, Goal, parse_goal
 
 # A dataset that ends so is a file, any other a name.
@@ -269,6 +269,15 @@ def _constrained(kind: Any) -> Any:
     return Annotated[(base, *constraints)]
 
 
+def unknown_options_error(
+    names: Collection[str], known: Collection[str], where: str = ""
+) -> InputError:
+    """Return the error for names that are no options, all of them at once; `where` says where they stand."""
+    from fused_rl.trainers.commands import trl_names  # of which only this error needs anything
+
+    return trl_names.unknown_options_error(names, known, where)
+
+
 def first_of(
     error: pydantic.ValidationError, config_class: type[Options], options: dict[str, Any]
 ) -> InputError:
@@ -278,7 +287,7 @@ def first_of(
     nameless = ("extra_forbidden", "no_such_attribute")
     strange = [str(each["loc"][0]) for each in errors if each["type"] in nameless]
     if strange:
-        return refusal_of(strange, config_class.model_fields)
+        return unknown_options_error(strange, config_class.model_fields)
     first = errors[0]
     name = str(first["loc"][0])
     if first["type"] == "missing":

@@ -30,7 +30,7 @@ def test_the_doctor_and_the_trainers_miss_the_same_packages(absent, monkeypatch,
     output = capsys.readouterr().out
     assert f"  missing: {missing}; {install}\n" in output and "apt install g++" in output
     assert f"fused_rl {fused_rl.__version__}, " in output and ": right: within " in output
-    for command in ("sft", "grpo", "eval", "from-trl"):
+    for command in ("sft", "grpo", "eval"):
         with pytest.raises(SystemExit) as refused:
             cli.check_installed(command)
         assert str(refused.value) == (

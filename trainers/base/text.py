@@ -1,15 +1,12 @@
-"""Text from users and libraries: errors in one line, no control characters, options and functions by their names."""
+"""Text from users and libraries: errors in one line, no control characters, functions by their names."""
 
-import difflib
 import importlib
 import importlib.util
 import os
 import re
 import sys
 import unicodedata
-from collections.abc import Callable, Collection
-
-from fused_rl.trainers.base import trl
+from collections.abc import Callable
 
 
 class InputError(ValueError):
@@ -87,44 +84,3 @@ def import_name_of(function: Callable) -> str:
 
 class UnknownOptions(InputError):
     """Several names that are no options, each in a line of its own."""
-
-
-def refusal_of(names: Collection[str], known: Collection[str], where: str = "") -> InputError:
-    """Return the error for names that are no options, all of them at once; `where` says where they stand."""
-    names = list(dict.fromkeys(names))
-    if len(names) == 1:
-        return InputError(where + unknown(names[0], known))
-    lines = [f"{where}{len(names)} unknown options"]
-    lines += [f"--{name}; {meant_by(name, known)}" for name in names]
-    if any(name.replace("-", "_") in trl.NAMES for name in names):
-        lines.append("`fused-rl from-trl FILE` converts a whole config or script of TRL")
-    return UnknownOptions("\n  ".join(map(escaped, lines)))
-
-
-def unknown(name: str, known: Collection[str]) -> str:
-    """Return the message for an option that is not `known`, with the one that is meant if that is clear."""
-    return f"unknown option --{name}; {meant_by(name, known)}"
-
-
-def meant_by(name: str, known: Collection[str]) -> str:
-    """Return what is meant by a name that is no option: its name here, why it has none, or the nearest one."""
-    meant = name.replace("-", "_")
-    if meant in trl.NAMES:
-        return _name_here(meant, known)
-    reason = trl.reason_of(meant)
-    if reason is not None:
-        return f"it has no counterpart: {reason}"
-    nearest = difflib.get_close_matches(meant, [*known, *trl.NAMES], n=1)
-    if not nearest:
-        return "--help all lists the options"
-    if nearest[0] in trl.NAMES:
-        return f"did you mean {nearest[0]}, as in TRL? {_name_here(nearest[0], known)}"
-    return f"did you mean --{nearest[0]}?"
-
-
-def _name_here(name: str, known: Collection[str]) -> str:
-    """Return the name of one of TRL's options here, for the trainer whose options are `known`."""
-    clauses = trl.NAMES[name].split("; ")
-    fitting = [text for text in clauses if {*re.findall(r"--(\w+)", text)} <= {*known}]
-    text = "; ".join(fitting or clauses)
-    return f"its name here is {text}" if text.startswith("--") else f"here it is {text}"

@@ -11,8 +11,15 @@ from typing import Any, TypeVar
 
 import yaml
 
-from fused_rl.trainers.base.text import InputError, refusal_of
-from fused_rl.trainers.options import FIRST, Options, choices_of, in_words, kinds_of
+from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.options import (
+    FIRST,
+    Options,
+    choices_of,
+    in_words,
+    kinds_of,
+    unknown_options_error,
+)
 
 Config = TypeVar("Config", bound=Options)
 
@@ -89,7 +96,7 @@ def parse(config_class: type[Config], argv: list[str]) -> Config:
         elif name != "local_rank":
             texts[name] = values[0] if values else None
     if strange:
-        raise refusal_of(strange, fields, where)
+        raise unknown_options_error(strange, fields, where)
     given = {name: _value(config_class, name, text) for name, text in texts.items()}
 
     # A run's config.yaml may hold a value that was chosen for its machine, such as micro_batch_tokens. An option given

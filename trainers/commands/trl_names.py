@@ -1,8 +1,14 @@
 """TRL's options: what each is called here, and why some have no counterpart.
 
-This is the one table of names. The message for an unknown option reads it, `fused-rl from-trl` converts by it, and
-docs/from_trl.md prints it.
+This is the one table of names. docs/from_trl.md prints it, and the error for an unknown option reads it: a run whose
+options are all known never imports this file.
 """
+
+import difflib
+import re
+from collections.abc import Collection
+
+from fused_rl.trainers.base.text import InputError, UnknownOptions, escaped
 
 # TRL's name -> ours. A clause after "; " is for the trainers that have the options in it. A text that does not begin
 # with an option says where the value goes.
@@ -253,3 +259,46 @@ def reason_of(name: str) -> str | None:
             if name == listed or is_beginning:
                 return reason
     return None
+
+
+def unknown_options_error(
+    names: Collection[str], known: Collection[str], where: str = ""
+) -> InputError:
+    """Return the error for names that are no options, all of them at once; `where` says where they stand."""
+    names = list(dict.fromkeys(names))
+    if len(names) == 1:
+        return InputError(where + unknown(names[0], known))
+    lines = [f"{where}{len(names)} unknown options"]
+    lines += [f"--{name}; {suggestion_for(name, known)}" for name in names]
+    if any(name.replace("-", "_") in NAMES for name in names):
+        lines.append("docs/from_trl.md has all names of TRL, and how batch sizes and steps convert")
+    return UnknownOptions("\n  ".join(map(escaped, lines)))
+
+
+def unknown(name: str, known: Collection[str]) -> str:
+    """Return the message for an option that is not `known`, with the one that is meant if that is clear."""
+    return f"unknown option --{name}; {suggestion_for(name, known)}"
+
+
+def suggestion_for(name: str, known: Collection[str]) -> str:
+    """Return what is meant by a name that is no option: its name here, why it has none, or the nearest one."""
+    meant = name.replace("-", "_")
+    if meant in NAMES:
+        return _name_here(meant, known)
+    reason = reason_of(meant)
+    if reason is not None:
+        return f"it has no counterpart: {reason}"
+    nearest = difflib.get_close_matches(meant, [*known, *NAMES], n=1)
+    if not nearest:
+        return "--help all lists the options"
+    if nearest[0] in NAMES:
+        return f"did you mean {nearest[0]}, as in TRL? {_name_here(nearest[0], known)}"
+    return f"did you mean --{nearest[0]}?"
+
+
+def _name_here(name: str, known: Collection[str]) -> str:
+    """Return the name of one of TRL's options here, for the trainer whose options are `known`."""
+    clauses = NAMES[name].split("; ")
+    fitting = [text for text in clauses if {*re.findall(r"--(\w+)", text)} <= {*known}]
+    text = "; ".join(fitting or clauses)
+    return f"its name here is {text}" if text.startswith("--") else f"here it is {text}"
