@@ -165,7 +165,7 @@ def linear_cross_entropy(
     z = z_loss * torch.logsumexp(x, -1).square().sum() if z_loss else 0
     if num_tokens is None:
         return loss / own + z / kept.sum()
-    return (loss + z) / torch.as_tensor(num_tokens, dtype=x.dtype)
+    return (loss + z) / torch.as_tensor(num_tokens, dtype=x.dtype, device=x.device)
 
 
 def kl_estimate(logprobs, ref_logprobs, kl_estimator="rk3", *, old_logprobs=None):

@@ -392,8 +392,8 @@ def kl_fwd(x, y, mask, inv_t, softcap=None):
     """
     n, vocab = x.shape[0] * x.shape[1], x.shape[2]
     kl = torch.empty(n, device=x.device, dtype=torch.float32)
-    new = torch.empty if mask is None else torch.zeros  # masked rows stay zero
-    state = new(len(KLState._fields), n, device=x.device, dtype=torch.float32)
+    new = kl.new_empty if mask is None else kl.new_zeros  # masked rows stay zero
+    state = new(len(KLState._fields), n)
     if n == 0:
         return kl, state
     vec = 16 // x.element_size()
@@ -401,9 +401,7 @@ def kl_fwd(x, y, mask, inv_t, softcap=None):
     tiles = SEGMENT if vocab > SHORT else SEGMENT // 2
     segments = triton.cdiv(vocab, tiles * K * vec * THREADS)
     whole = whole_rows(n, segments, slots(x.device, layout))
-    lanes = torch.empty(
-        n - whole, segments, NUMBERS.value, THREADS, device=x.device, dtype=torch.float32
-    )
+    lanes = kl.new_empty(n - whole, segments, NUMBERS.value, THREADS)
     x, y, inv_t, numbers = launch_arguments(x, y, inv_t, softcap)
     rows = (x, y, mask, inv_t, kl, state)
     del layout["LANES"], layout["VEC"]

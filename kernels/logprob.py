@@ -400,9 +400,7 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
     tiles = SEGMENT if vocab > SHORT else 1
     segments = triton.cdiv(vocab, tiles * K * launch["LANES"])
     whole = whole_rows(n, segments, slots(logits.device, launch))
-    lanes = torch.empty(
-        n - whole, segments, 3, launch["LANES"] // launch["VEC"], device=logits.device
-    )
+    lanes = outputs[0].new_empty(n - whole, segments, 3, launch["LANES"] // launch["VEC"])
     x, shift = aligned(logits)
     rows = (x, targets, mask, inv_t_ptr, *outputs, lanes, whole, segments)
     scalars = (shift, vocab, logits.stride(0), *scales, softcap)

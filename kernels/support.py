@@ -255,7 +255,7 @@ def kept_fwd(
     """
     n, softcap = len(targets), None if softcap is None else float(softcap)
     if into is None:
-        into = RowStatistics(*(torch.zeros(n, device=x.device) for _ in RowStatistics._fields))
+        into = RowStatistics(*(x.new_zeros(n) for _ in RowStatistics._fields))
     if n == 0:
         return into
     stride, vocab = (0, FAR_ID) if logits is None else (logits.stride(0), logits.shape[1])

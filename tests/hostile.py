@@ -393,7 +393,8 @@ def cross_entropy_of_head(op, batch, hidden, weight, bias, shift=False):
     targets = torch.where(ids % 5 == 4, -100, batch.targets)
     classes = torch.arange(len(weight), device=weight.device)
     smoothing = 0.0 if batch.softcap else 0.2
-    more = {"label_smoothing": smoothing, "z_loss": 1e-3, "class_weight": 0.5 + classes % 3 / 2}
+    class_weight = 0.5 + (classes % 3).float() / 2
+    more = {"label_smoothing": smoothing, "z_loss": 1e-3, "class_weight": class_weight}
     # The sum: a mean without tokens is NaN.
     more |= {"num_tokens": 1, "bias": bias}
     if not shift:

@@ -108,6 +108,18 @@ MUTATIONS = {
         "row_temperature.reshape(-1)",
         "tests/test_hostile.py -k 'token_kl and cpu and test_ops'",
     ),
+    "a scratch tensor has the default dtype": Mutation(
+        "fused_rl/cpu/kl.py",
+        "kl = x.new_zeros(n, dtype=torch.float32)",
+        "kl = torch.zeros(n)",
+        "tests/test_architecture.py -k allocation",
+    ),
+    "a view of a leaf is overwritten": Mutation(
+        "fused_rl/ops/logprobs.py",
+        "return logits.is_leaf or (logits._base is not None and logits._base.is_leaf)",
+        "return logits.is_leaf",
+        "tests/test_checks.py -k overwrite",
+    ),
     "forward is reverse": Mutation(
         "fused_rl/ops/kl.py",
         '(ref_logits, logits) if direction == "forward"',

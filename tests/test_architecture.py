@@ -228,3 +228,36 @@ def test_the_setup_of_tests_imports_nothing_of_the_benchmark():
             ours = [ROOT / f"{name.replace('.', '/')}.py" for name in names if name[:6] == "tests."]
             waiting += [file for file in ours if file.exists() and file not in seen]
     assert len(seen) > 2
+
+
+# What makes a tensor of the default dtype, or of that of what it is given; and what has a dtype, but no device.
+OF_A_DTYPE = {
+    "empty",
+    "empty_strided",
+    "eye",
+    "full",
+    "linspace",
+    "ones",
+    "rand",
+    "randn",
+    "scalar_tensor",
+}
+OF_A_DTYPE |= {"tensor", "zeros"}
+OF_A_DEVICE = {"arange", "as_tensor", "randint", "randperm"}
+
+
+@pytest.mark.parametrize("folder", ["kernels", "fused_rl"])
+def test_every_allocation_names_its_dtype_and_device(folder):
+    """A model's code may call torch.set_default_dtype and torch.set_default_device; Tensor.new_zeros has both."""
+    wrong = []
+    for path in files(folder):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        calls = {node.func: node for node in nodes if isinstance(node, ast.Call)}
+        for node in nodes:
+            if not isinstance(node, ast.Attribute) or ast.unparse(node.value) != "torch":
+                continue
+            needed = {"dtype", "device"} if node.attr in OF_A_DTYPE else {"device"}
+            named = {keyword.arg for keyword in calls[node].keywords} if node in calls else set()
+            if node.attr in OF_A_DTYPE | OF_A_DEVICE and not needed <= named:
+                wrong.append(f"{path}:{node.lineno}: torch.{node.attr} without {needed - named}")
+    assert wrong == []

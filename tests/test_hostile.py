@@ -1,5 +1,7 @@
 """Every public op on hostile inputs (tests/hostile.py), kernels and CPU path, values and gradients, against fp64."""
 
+import functools
+import itertools
 import os
 
 import pytest
@@ -37,7 +39,9 @@ def run(op, call, batch, leaves, seed):
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     outputs = [*call(op, batch, *leaves)]
     generator = torch.Generator().manual_seed(seed)
-    upstream = [torch.randn(o.shape, generator=generator).to(o) for o in outputs]
+    upstream = [
+        torch.randn(o.shape, generator=generator, dtype=torch.float32).to(o) for o in outputs
+    ]
     used = [(o, g) for o, g in zip(outputs, upstream, strict=True) if o.requires_grad]
     options = {"allow_unused": True, "materialize_grads": True}
     gradients = torch.autograd.grad([o for o, _ in used], leaves, [g for _, g in used], **options)
@@ -211,6 +215,62 @@ def test_ops(backend, name):
     settings(max_examples=examples)(given(cases())(lambda case: check(OPS[name], case, backend)))()
 
 
+DEFAULTS = [torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.fixture(params=DEFAULTS, ids=str)
+def default_dtype(request):
+    """Return another default dtype, and restore torch's own after the test."""
+    yield request.param
+    torch.set_default_dtype(torch.float32)
+
+
+# Rows of `WHOLE`: of several blocks and a tail; with a soft cap; and of Jensen-Shannon with shares of its own.
+SMALL = [
+    WHOLE[3]._replace(vocab=33, softcap=30.0),
+    WHOLE[0]._replace(vocab=2100, temperature=0.7),
+    WHOLE[3]._replace(vocab=33, direction="jensen-shannon", jsd_beta=0.1),
+]
+
+
+def assert_same_bits(ran, default_dtype):
+    """Assert that the tensors which `ran()` returns do not depend on the default dtype."""
+    usual = ran()
+    torch.set_default_dtype(default_dtype)
+    other = ran()
+    torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(other, usual, rtol=0, atol=0, equal_nan=True)
+
+
+# On the kernels each op that is fast there, under one of the three.
+UNDER_DEFAULTS = []
+for i, (name, dtype) in enumerate(itertools.product(OPS, DEFAULTS)):
+    fast = not name.startswith("vocab_parallel") and DEFAULTS[i // 3 % 3] == dtype
+    UNDER_DEFAULTS.append(("cpu", name, dtype))
+    UNDER_DEFAULTS.append(("kernel", name, dtype) if fast else slow("kernel", name, dtype))
+
+
+@pytest.mark.parametrize(
+    ("backend", "name", "default_dtype"), UNDER_DEFAULTS, indirect=["backend", "default_dtype"]
+)
+def test_ops_under_a_default_dtype(backend, name, default_dtype, monkeypatch):
+    """Values and gradients on the kernels, on rows.c and in eager mode, whatever dtype a model's code has set."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    op, seed = OPS[name], 0
+
+    def ran():
+        return run(op.ours, op.call, batch, leaves, seed)
+
+    for case in SMALL[: 1 if interpreted else None]:
+        batch = op.prepare(placed(build(case), backend))
+        leaves = op.leaves(batch)
+        assert_same_bits(ran, default_dtype)
+        with monkeypatch.context() as patched:
+            patched.setattr("fused_rl.cpu.native.takes", lambda *matrices: False)
+            if not interpreted:
+                assert_same_bits(ran, default_dtype)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPS)
 def test_ops_at_length(backend, name):
@@ -221,30 +281,45 @@ def test_ops_at_length(backend, name):
     )()
 
 
+def run_tokens(call, batch, dtype, leaf):
+    """Outputs with the inputs in a dtype, and the gradient of the leaf for the sum of all."""
+    floats = [name for name in batch._fields if name != "mask"]
+    batch = batch._replace(**{name: getattr(batch, name).to(dtype) for name in floats})
+    leaf = getattr(batch, leaf).requires_grad_()
+    outputs = call(leaf, batch)
+    outputs = [outputs] if isinstance(outputs, torch.Tensor) else [*outputs]
+    total = sum(o.sum() for o in outputs)
+    (gradient,) = (
+        torch.autograd.grad(total, leaf) if total.requires_grad else (torch.zeros_like(leaf),)
+    )
+    return [o.detach() for o in outputs] + [gradient]
+
+
 def check_tokens(function, case):
     """fp32 arithmetic: 2e-5 of each element, and four times the error of the definition in fp32."""
     case = case._replace(dtype=torch.float32) if function.single else case
-    batch, ran = hostile_tokens.build(case), []
+    batch = hostile_tokens.build(case)
     plain = hostile_tokens.numbers(batch)
-    for call, inputs, dtype in (
-        (function.ours, batch, case.dtype),
-        (function.definition, plain, torch.float64),
-        (function.definition, plain, torch.promote_types(case.dtype, torch.float32)),
-    ):
-        floats = [name for name in batch._fields if name != "mask"]
-        inputs = inputs._replace(**{name: getattr(inputs, name).to(dtype) for name in floats})
-        leaf = getattr(inputs, function.leaf).requires_grad_()
-        outputs = call(leaf, inputs)
-        outputs = [outputs] if isinstance(outputs, torch.Tensor) else [*outputs]
-        total = sum(o.sum() for o in outputs)
-        (gradient,) = (
-            torch.autograd.grad(total, leaf) if total.requires_grad else (torch.zeros_like(leaf),)
-        )
-        ran.append([o.detach() for o in outputs] + [gradient])
+    wide = torch.promote_types(case.dtype, torch.float32)
+    ran = [
+        run_tokens(function.ours, batch, case.dtype, function.leaf),
+        run_tokens(function.definition, plain, torch.float64, function.leaf),
+        run_tokens(function.definition, plain, wide, function.leaf),
+    ]
     for i, (ours, exact, naive) in enumerate(zip(*ran, strict=True)):
         error = (naive.double() - exact).abs().amax() if exact.numel() else 0
         rounding = 2e-5 + 2 * torch.finfo(ours.dtype).eps
         assert_within(f"output {i}", ours, exact, rounding * exact.abs() + 4 * error + 1e-12)
+
+
+@pytest.mark.parametrize("name", hostile_tokens.FUNCTIONS)
+def test_functions_of_tokens_under_a_default_dtype(name, default_dtype):
+    function = hostile_tokens.FUNCTIONS[name]
+    for dtype in (torch.float32,) if function.single else (torch.float32, torch.bfloat16):
+        case = hostile_tokens.Case(1.0, (4, 7), "half", dtype, seed=0)
+        batch = hostile_tokens.build(case)
+        ran = functools.partial(run_tokens, function.ours, batch, dtype, function.leaf)
+        assert_same_bits(ran, default_dtype)
 
 
 @pytest.mark.parametrize("examples", [6, slow(120)])

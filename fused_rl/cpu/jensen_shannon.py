@@ -11,7 +11,7 @@ HALVES = 0.5, 0.5
 
 def js_fwd(x, y, mask, inv_t, state, softcap=None, shares=None):
     """`JensenShannonSums` as (3, N) fp32; with the state (9, N) of `kl_fwd`."""
-    sums = torch.zeros(len(JensenShannonSums._fields), x.shape[0] * x.shape[1])
+    sums = state.new_zeros(len(JensenShannonSums._fields), x.shape[0] * x.shape[1])
     if softcap is None and native.takes(x, y):
         pair = native_pair(x, y, mask, inv_t, shares)
         native.call("js_fwd", x.numel(), pair, state.contiguous(), sums)
@@ -47,6 +47,8 @@ def _logs(p, q, delta, p_share, q_share):
     """a = log(p / m), b = log(q / m), and p_share p a + q_share q b for |delta| < 1: see the kernels' module."""
     above = delta > 0
     distance = delta.abs()
+    # a tensor: of two numbers torch.where has the default dtype
+    p_share = p.new_full((), p_share)
     share = torch.where(above, p_share, q_share)  # of the larger
     other = torch.where(above, q_share, p_share)
     ratio = (-distance).exp()

@@ -44,8 +44,8 @@ TOO_FAR = 1e7  # nats, as in the kernels
 def kl_fwd(x, y, mask, inv_t, softcap=None):
     """(B, T, V) twice, (N,) bool | None, float | (N,) fp32 -> KL(P || Q) (N,) fp32, state (9, N) fp32."""
     n = x.shape[0] * x.shape[1]
-    kl = torch.zeros(n)
-    state = torch.zeros(len(KLState._fields), n)
+    kl = x.new_zeros(n, dtype=torch.float32)
+    state = kl.new_zeros(len(KLState._fields), n)
     if softcap is None and native.takes(x, y):
         pair = native_pair(x, y, mask, inv_t)
         native.call("kl_fwd", x.numel(), pair, kl, state)
@@ -125,14 +125,14 @@ def kl_bwd(
         means = (None, None) if sums is None else JensenShannonSums(*sums.contiguous())[1:]
         per_row = [z.contiguous() for z in (g, divergence, state)]
         for side in wanted:
-            out = in_huge_pages(torch.empty(x.shape, dtype=x.dtype))
+            out = in_huge_pages(x.new_empty(x.shape))
             native.call("pair_bwd", x.numel(), pair, *per_row, means[side], side, out)
             gradients[side] = out
         return gradients
 
-    new = torch.empty if mask is None else torch.zeros
+    new = x.new_empty if mask is None else x.new_zeros
     for side in wanted:
-        gradients[side] = in_huge_pages(new(x.shape, dtype=x.dtype))
+        gradients[side] = in_huge_pages(new(x.shape))
     for rows, x_rows, y_rows, t in chunks(x, y, mask, inv_t, softcap):
         function = kl_bwd if native.takes(x_rows, y_rows) else _eager_bwd
         sums_rows = None if sums is None else sums[:, rows]

@@ -23,7 +23,8 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
     n = logits.shape[0]
     if softcap is None and native.takes(logits):
         # plain loops and calls of torch: at a few rows each call of Python's counts
-        outputs = list(map(torch.empty, [n] * len(RowStatistics._fields)))  # no views
+        # no views
+        outputs = [torch.empty(n, dtype=torch.float32, device="cpu") for _ in RowStatistics._fields]
         native.call(
             "logprob_fwd",
             logits.numel(),
@@ -39,7 +40,7 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
         return RowStatistics(*outputs)
 
     # eager: fp32 sums of each block, merged in fp64
-    rows = torch.arange(n) if mask is None else mask.nonzero()[:, 0]
+    rows = torch.arange(n, device="cpu") if mask is None else mask.nonzero()[:, 0]
     inv_t = fp64_per_row(inv_temperature, n)[rows]
     with torch.no_grad():
         blocks = _statistics(logits.detach(), rows, inv_t.float(), softcap)
@@ -56,7 +57,7 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
     lse = m * inv_t + log1p
     statistics = [z.float() for z in (logprobs, entropy, lse, m, rest)]
     if mask is not None:
-        statistics = [torch.zeros(n).index_copy_(0, rows, z) for z in statistics]
+        statistics = [z.new_zeros(n).index_copy_(0, rows, z) for z in statistics]
     return RowStatistics(*statistics)
 
 
@@ -98,7 +99,7 @@ def logprob_bwd(
     live = m != -torch.inf
     if mask is not None:
         live = mask & live
-    zero = torch.zeros(n, dtype=torch.float64)
+    zero = m.new_zeros(n, dtype=torch.float64)
     dlp, dh, dlse = (zero if d is None else d.double() for d in (dlogprobs, dentropy, dlse))
     inv_t = fp64_per_row(inv_temperature, n)
     rest = rest.double()
@@ -132,7 +133,7 @@ def logprob_bwd(
 
 def fp64_per_row(inv_temperature, n):
     """Return a number, or one per row, as (n,) fp64."""
-    return torch.as_tensor(inv_temperature, dtype=torch.float64).expand(n)
+    return torch.as_tensor(inv_temperature, dtype=torch.float64, device="cpu").expand(n)
 
 
 def finite(m):
@@ -153,7 +154,7 @@ def either(inv_temperature):
 
 def row_sums(x, inv_t):
     """(R, V), (R,) fp32 -> maximum and, without one maximum, sum of exp(s): (R,) fp64."""
-    rows = torch.arange(len(x))
+    rows = torch.arange(len(x), device="cpu")
     m, rest, _ = _merge(inv_t.double(), *_statistics(x, rows, inv_t, None))
     return m, rest
 
@@ -163,8 +164,8 @@ def _chunked_statistics(x, rows, inv_t, softcap):
     n = rows.numel()
     step = max(1, compiled.CHUNK // x.shape[1:].numel())
     every = n == x.shape[0]
-    sums = torch.empty(4, n, x.shape[1])
-    work = torch.empty(3, min(step, n), *x.shape[1:])
+    sums = inv_t.new_empty(4, n, x.shape[1])
+    work = inv_t.new_empty(3, min(step, n), *x.shape[1:])
     for begin in range(0, n, step):
         c = slice(begin, begin + step)
         m, ties, others, t = sums[:, c]
@@ -186,7 +187,7 @@ def _chunked_gradient(x, out, live, softcap, m, inv_t, scale, mean, a, b):
     """out = p (a - b (s - mean)), p = exp(s) scale; rows that are not live become 0."""
     n, vocab = x.shape
     step = max(1, compiled.CHUNK // vocab)
-    work = torch.empty(2, min(step, n), vocab)
+    work = m.new_empty(2, min(step, n), vocab)
     for begin in range(0, n, step):
         c = slice(begin, begin + step)
         s, p = work[:, : m[c].shape[0]]
@@ -209,7 +210,7 @@ def _chunked_gradient(x, out, live, softcap, m, inv_t, scale, mean, a, b):
 
 def capped(x, softcap, out=None):
     """fp32 logits after the soft cap, in memory of their own."""
-    out = torch.empty(x.shape) if out is None else out
+    out = x.new_empty(x.shape, dtype=torch.float32) if out is None else out
     out.copy_(x)
     if softcap is not None:
         out.div_(softcap).tanh_().mul_(softcap)

@@ -81,7 +81,7 @@ def call(name: str, elements: int, *arguments: torch.Tensor | Pair | float | Non
 
 def squares(x: torch.Tensor) -> torch.Tensor:
     """Sums of the squares of a contiguous tensor's spans, (spans,) fp64."""
-    sums = torch.empty(-(-x.numel() // _SPAN), dtype=torch.float64)
+    sums = x.new_empty(-(-x.numel() // _SPAN), dtype=torch.float64)
     call("squares", x.numel(), x, DTYPES[x.dtype], x.numel(), sums)
     return sums
 

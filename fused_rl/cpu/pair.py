@@ -30,8 +30,8 @@ def chunks(x, y, mask, inv_t, softcap):
     """A few rows that count at a time: which (R,), their capped logits (1, R, V) fp32 twice, 1 / temperature (R,)."""
     _, length, vocab = x.shape
     n = x.shape[:2].numel()
-    counted = torch.arange(n) if mask is None else mask.nonzero()[:, 0]
-    t = torch.as_tensor(inv_t, dtype=torch.float32).expand(n)
+    counted = torch.arange(n, device="cpu") if mask is None else mask.nonzero()[:, 0]
+    t = torch.as_tensor(inv_t, dtype=torch.float32, device="cpu").expand(n)
     for rows in counted.split(max(1, compiled.CHUNK // vocab)):
         index = rows // max(1, length), rows % max(1, length)
         pair = [capped(z.detach()[index], softcap)[None] for z in (x, y)]

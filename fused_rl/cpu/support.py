@@ -40,7 +40,7 @@ def _entries(support, rows):
         at = slice(first, first + len(row))
         ids = support.ids[at]
     else:
-        at = starts.index_select(0, row).add_(torch.arange(len(row)))
+        at = starts.index_select(0, row).add_(torch.arange(len(row), device=row.device))
         ids = support.ids.index_select(0, at)
     return _Entries(at, row, ids.long(), offsets, rows)
 
@@ -153,7 +153,7 @@ def kept_fwd(
             nothing. None: they are all columns.
     """
     if into is None:
-        into = RowStatistics(*(torch.zeros(len(targets)) for _ in RowStatistics._fields))
+        into = RowStatistics(*(x.new_zeros(len(targets)) for _ in RowStatistics._fields))
     with torch.no_grad():
         for entries in _chunks(support, mask):
             # the kept logits, saved uncapped in x: the gradient reads them there
@@ -236,7 +236,7 @@ def kept_bwd(
 ):
     """Gradients of the kept logits into `out`: (M,) fp32, or (N, V) that is 0 in rows with a set."""
     upstream = dlogprobs, dentropy, dlse
-    none = torch.zeros((), dtype=torch.float64)
+    none = m.new_zeros((), dtype=torch.float64)
     with torch.no_grad():
         for entries in _chunks(support, mask):
             rows = entries.rows
@@ -300,9 +300,9 @@ def kept_dot(x, hidden, weight, bias, support):
     for entries in _chunks(support, None):
         rows = _each(entries.rows, entries.row)
         n = len(rows)
-        total = torch.empty(n)
+        total = x.new_empty(n)
         # both factors of a few dot products, copied out side by side
-        weights, states = torch.empty(2, min(step, n), width, dtype=hidden.dtype)
+        weights, states = hidden.new_empty(2, min(step, n), width)
         for begin in range(0, n, step):
             c = slice(begin, min(begin + step, n))
             a = weights[: c.stop - begin]
@@ -363,7 +363,7 @@ def zeros_for_rows(n: int, width: int, dtype: torch.dtype, touched: int) -> Tens
     # a row begins and ends within a page
     touched_bytes = touched * (row_bytes / page + 2) * page
     if sys.platform != "linux" or size < (1 << 25) or touched_bytes * 4 > size:
-        return in_huge_pages(torch.empty(n, width, dtype=dtype)).zero_()
+        return in_huge_pages(torch.empty(n, width, dtype=dtype, device="cpu")).zero_()
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page is zeroed whole for one row in it
     return torch.frombuffer(memory, dtype=dtype).view(n, width)

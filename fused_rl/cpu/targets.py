@@ -65,12 +65,12 @@ def targets_bwd(
     total = dlogprobs.sum(1, dtype=torch.float64)
 
     # the gradients of the targets' logits, while these still stand, a few rows at a time
-    dentropy = torch.zeros(n) if dentropy is None else dentropy
-    dlse = torch.zeros(n) if dlse is None else dlse
+    dentropy = m.new_zeros(n) if dentropy is None else dentropy
+    dlse = m.new_zeros(n) if dlse is None else dlse
     inv_t = fp64_per_row(inv_temperature, n)
     per_row = total, dentropy, dlse, entropy, m, rest, inv_t
     per_row = [values.double()[:, None] for values in per_row]
-    dx = torch.empty(ids.shape, dtype=logits.dtype)
+    dx = logits.new_empty(ids.shape)
     step = max(1, _CHUNK // targets.shape[1])
     for begin in range(0, n, step):
         c = slice(begin, begin + step)
@@ -83,7 +83,7 @@ def targets_bwd(
     # the row first, which may take the logits' place, then the targets: equal ids write equal values
     dlse_of_row = (dlse - total).float()
     out = logprob_bwd(None, dentropy, dlse_of_row, logits, ids[:, 0], *statistics, out=out)
-    rows = torch.arange(n)[:, None]
+    rows = torch.arange(n, device="cpu")[:, None]
     out[rows, ids] = dx.to(out.dtype)  # scatter_ would copy the row first
     return out
 
@@ -112,11 +112,11 @@ def _gradient(x, d_of_id, d, softcap, total, dentropy, dlse, entropy, m, rest, i
 
 def _summed_by_id(ids, d, vocab):
     """(N, K), (N, K) fp32 -> fp64, for each element the sum over all of its row that have its id."""
-    d_of_id = torch.empty(d.shape, dtype=torch.float64)
+    d_of_id = torch.empty_like(d, dtype=torch.float64)
     step = max(1, compiled.CHUNK // vocab)
     # a place for every id of a few rows, zeroed again after use where something was added
-    sums = torch.zeros(min(step, len(d)) * vocab, dtype=torch.float64)
-    row_begins = torch.arange(0, len(sums), vocab)[:, None]
+    sums = d_of_id.new_zeros(min(step, len(d)) * vocab)
+    row_begins = torch.arange(0, len(sums), vocab, device="cpu")[:, None]
     for begin in range(0, len(d), step):
         rows = slice(begin, begin + step)
         chunk_ids = ids[rows]

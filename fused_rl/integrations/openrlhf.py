@@ -121,15 +121,19 @@ def _older_approx_kl(log_probs: Tensor, log_probs_base: Tensor, kl_estimator: st
 
 def _logits_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(2, 3, 37, generator=generator, device="cpu") * 3
+    logits = torch.randn(2, 3, 37, generator=generator, dtype=torch.float32, device="cpu") * 3
     labels = torch.randint(37, (2, 3), generator=generator, device="cpu")
     yield {"logits": logits.to(dtype).requires_grad_(), "labels": labels, "temperature": 0.7}
 
 
 def _kl_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
-    log_probs = torch.linspace(-6, 0, 24, device="cpu").to(dtype).requires_grad_()
+    log_probs = (
+        torch.linspace(-6, 0, 24, dtype=torch.float32, device="cpu").to(dtype).requires_grad_()
+    )
     # Under the cap, beyond which the gradients differ.
-    base = log_probs.detach() + torch.tensor([-2.0, -1.0, 1.0, 2.0], device="cpu").repeat(6)
+    base = log_probs.detach() + torch.tensor(
+        [-2.0, -1.0, 1.0, 2.0], dtype=torch.float32, device="cpu"
+    ).repeat(6)
     tensors: dict[str, object] = {
         "log_probs": log_probs,
         "log_probs_base": base.to(dtype),

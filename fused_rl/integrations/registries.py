@@ -108,9 +108,8 @@ def _megatron(module, more, preset, args, batch, logits, sum_of_sample_mean):
     # The gradient of the host's reduction is what it multiplies each token's loss by.
     (weights,) = torch.autograd.grad(sum_of_sample_mean(ones), ones)
     # The tokens of all responses stand in one row, where ids say which response is whose.
-    ids = torch.arange(len(scored["log_probs"])).repeat_interleave(
-        torch.tensor(batch["response_lengths"])
-    )
+    lengths = torch.tensor(batch["response_lengths"], dtype=torch.int64, device="cpu")
+    ids = torch.arange(len(lengths), device="cpu").repeat_interleave(lengths)
     given = {
         "entropy": entropy,
         "entropy_coef": args.entropy_coef,
@@ -148,7 +147,9 @@ def _weighted(preset, tokens, weights, **given):
 def _estimated(advantage, token_level_rewards, response_mask, index, **given):
     """verl's and SkyRL's estimator: rewards and mask (B, T), group names (B,) -> advantages and returns, (B, T)."""
     numbers = {name: number for number, name in enumerate(dict.fromkeys(index))}
-    groups = torch.tensor([numbers[name] for name in index], device=response_mask.device)
+    groups = torch.tensor(
+        [numbers[name] for name in index], dtype=torch.int64, device=response_mask.device
+    )
     # The hosts may shuffle a batch, and `response_advantages` takes groups of neighbours.
     order, sizes = groups.argsort(stable=True), groups.bincount()
     if (sizes != sizes[0]).any():

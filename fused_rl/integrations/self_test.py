@@ -105,7 +105,9 @@ def _run(function, given, device, metrics):
 
 def _upstream(x):
     generator = torch.Generator().manual_seed(x.numel())
-    return torch.randn(x.shape, generator=generator, device="cpu").to(x.device, x.dtype)
+    return torch.randn(x.shape, generator=generator, dtype=torch.float32, device="cpu").to(
+        x.device, x.dtype
+    )
 
 
 def _gap(theirs, ours, tolerance, compares_flags):

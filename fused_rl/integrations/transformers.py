@@ -366,12 +366,12 @@ def _self_test() -> str:
 
     def samples(dtype):
         generator = torch.Generator().manual_seed(0)
-        embedded = torch.randn(2, 5, 8, generator=generator, device="cpu")
+        embedded = torch.randn(2, 5, 8, generator=generator, dtype=torch.float32, device="cpu")
         labels = torch.randint(37, (2, 5), generator=generator, device="cpu")
         labels[0, 2] = IGNORED
         batch = {"inputs_embeds": embedded.to(dtype).requires_grad_(), "labels": labels}
         # None in evaluation; in training Trainer passes a tensor.
-        for items in (None, torch.tensor(11, device="cpu")):
+        for items in (None, torch.tensor(11, dtype=torch.int64, device="cpu")):
             yield batch | {"num_items_in_batch": items}
 
     return self_test(theirs, ours, samples)

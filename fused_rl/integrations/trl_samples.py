@@ -16,9 +16,11 @@ __all__ = [
 
 def logits_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(2, 3, 37, generator=generator, device="cpu") * 3
+    logits = torch.randn(2, 3, 37, generator=generator, dtype=torch.float32, device="cpu") * 3
     index = torch.randint(37, (2, 3), generator=generator, device="cpu")
-    row_mask = torch.tensor([[True, False, True], [True, True, True]], device="cpu")
+    row_mask = torch.tensor(
+        [[True, False, True], [True, True, True]], dtype=torch.bool, device="cpu"
+    )
     yield {
         "logits": logits.to(dtype).requires_grad_(),
         "index": index,
@@ -40,14 +42,16 @@ def targets_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
 def _spread_logits(dtype: torch.dtype) -> torch.Tensor:
     """Logits whose least likely tokens are at -40 nats and below."""
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(2, 3, 37, generator=generator, device="cpu") * 12
+    logits = torch.randn(2, 3, 37, generator=generator, dtype=torch.float32, device="cpu") * 12
     return logits.to(dtype).requires_grad_()
 
 
 def head_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
     generator = torch.Generator().manual_seed(0)
     hidden, weight, bias = (
-        torch.randn(shape, generator=generator, device="cpu").to(dtype).requires_grad_()
+        torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        .to(dtype)
+        .requires_grad_()
         for shape in ((5, 8), (37, 8), (37,))
     )
     common = {
@@ -67,7 +71,10 @@ def head_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
 def divergence_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
     generator = torch.Generator().manual_seed(0)
     student, teacher = (
-        [torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in shapes]
+        [
+            torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
+            for shape in shapes
+        ]
         for shapes in (((5, 8), (37, 8), (37,)), ((5, 6), (37, 6), (37,)))
     )
     names = "hidden", "weight", "bias"
@@ -89,7 +96,9 @@ def divergence_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
 def head_loss_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
     generator = torch.Generator().manual_seed(0)
     hidden, weight, bias = (
-        torch.randn(shape, generator=generator, device="cpu").to(dtype).requires_grad_()
+        torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        .to(dtype)
+        .requires_grad_()
         for shape in ((2, 5, 8), (37, 8), (37,))
     )
     labels = torch.randint(37, (2, 5), generator=generator, device="cpu")
@@ -104,12 +113,19 @@ def head_loss_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
     }
     yield common | {"num_items_in_batch": None, "final_logit_softcapping": None}
     yield common | {"num_items_in_batch": 11, "final_logit_softcapping": 4.0}
-    yield common | {"shift_labels": labels.roll(1, 0), "num_items_in_batch": torch.tensor(3)}
+    yield common | {
+        "shift_labels": labels.roll(1, 0),
+        "num_items_in_batch": torch.tensor(3, dtype=torch.int64, device="cpu"),
+    }
 
 
 def divergence_loss_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
-    mask = torch.tensor([1, 0, 1, 1, 0], device="cpu")
-    for sample, items in zip(divergence_samples(dtype), (None, 11, torch.tensor(3)), strict=True):
+    mask = torch.tensor([1, 0, 1, 1, 0], dtype=torch.int64, device="cpu")
+    for sample, items in zip(
+        divergence_samples(dtype),
+        (None, 11, torch.tensor(3, dtype=torch.int64, device="cpu")),
+        strict=True,
+    ):
         renamed = {
             name.replace("hidden", "hidden_states")
             .replace("weight", "lm_head_weight")

@@ -253,7 +253,7 @@ _REDUCTIONS = {"none": lambda logprobs: logprobs, "sum": Tensor.sum, "mean": Ten
 
 def _logits_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(6, 37, generator=generator, device="cpu") * 3
+    logits = torch.randn(6, 37, generator=generator, dtype=torch.float32, device="cpu") * 3
     labels = torch.randint(37, (6,), generator=generator, device="cpu")
     yield {
         "logits": logits.to(dtype).requires_grad_(),
@@ -264,10 +264,13 @@ def _logits_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
 
 
 def _kl_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
-    logprob = torch.linspace(-6, 0, 24, device="cpu").to(dtype).requires_grad_()
+    logprob = (
+        torch.linspace(-6, 0, 24, dtype=torch.float32, device="cpu").to(dtype).requires_grad_()
+    )
     # Under the cap, beyond which the gradients differ, and where 16 bits have digits of k3.
     ref_logprob = (
-        logprob.detach() + torch.tensor([-2.0, -1.0, 1.0, 2.0], device="cpu").repeat(6)
+        logprob.detach()
+        + torch.tensor([-2.0, -1.0, 1.0, 2.0], dtype=torch.float32, device="cpu").repeat(6)
     ).to(dtype)
     yield {"logprob": logprob, "ref_logprob": ref_logprob, "kl_penalty": "low_var_kl"}
 
@@ -275,8 +278,8 @@ def _kl_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
 def _head_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
     generator = torch.Generator().manual_seed(0)
     # verl's Triton head takes hidden sizes that 128 divides.
-    hidden = torch.randn(6, 128, generator=generator, device="cpu")
-    weight = torch.randn(37, 128, generator=generator, device="cpu") / 4
+    hidden = torch.randn(6, 128, generator=generator, dtype=torch.float32, device="cpu")
+    weight = torch.randn(37, 128, generator=generator, dtype=torch.float32, device="cpu") / 4
     labels = torch.randint(37, (6,), generator=generator, device="cpu")
     hidden, weight = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
     # The same three under the names of each head.

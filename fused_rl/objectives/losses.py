@@ -364,7 +364,7 @@ def policy_token_loss(
     if chosen.skip_impossible:
         mask = without_impossible(mask, old_logprobs, ref_logprobs, rollout_logprobs)
     # The log-probabilities do not exist yet; they will be fp32, as every op's are.
-    like = torch.empty(mask.shape, device=mask.device)
+    like = torch.empty(mask.shape, dtype=torch.float32, device=mask.device)
     counts = num_tokens, num_sequences, max_length
     batch = TokenBatch("mask", like, mask, truncated, sequence_ids, *counts, group_lengths)
     old = batch.optional("old_logprobs", old_logprobs)

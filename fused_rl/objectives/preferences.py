@@ -237,9 +237,9 @@ def unpaired_preference_loss(
     count = divisor(scores.numel() if num_sequences is None else num_sequences)
 
     # A bad response shall fall below the baseline as a good one shall rise above it.
-    sign = torch.where(desirable, 1.0, -1.0).to(scores.dtype)
+    sign = torch.where(desirable, scores.new_ones(()), -1)
     lead = sign * (scores - baseline)
-    weights = torch.where(desirable, desirable_weight, undesirable_weight).to(scores.dtype)
+    weights = torch.where(desirable, scores.new_full((), desirable_weight), undesirable_weight)
     # sigmoid(-x) is 1 - sigmoid(x), and keeps its digits where that is near 0.
     loss = (weights * sigmoid(-lead)).sum() / count
 

@@ -346,7 +346,7 @@ def _clip_cov(log_ratio, advantages, logprobs, sequences, options):
     clipped = _beyond_the_minimum(log_ratio, advantages, logprobs, options)
     candidates = (within & ~clipped).flatten().nonzero()[:, 0]
     # Of the CPU's generator, whose state a checkpoint has: a resumed run drops the same tokens.
-    order = torch.randperm(len(candidates)).to(candidates.device)
+    order = torch.randperm(len(candidates), device="cpu").to(candidates.device)
     dropped = _first_tokens(candidates[order], sequences.mask, options)
     return torch.where(dropped, 0, _clip(log_ratio, advantages, logprobs, sequences, options))
 

@@ -125,12 +125,12 @@ def _gradients_at_once(needs, hidden, weight, bias, targets, options, token_loss
     gradients = tiles.Gradients(needs, hidden, weight, bias, (step, vocab))
     formed = tiles.Logits(weight, bias, step * vocab, budget, softcap)
     mean = token_loss.mean(weight, bias)
-    loss = torch.zeros((), device=hidden.device)
+    loss = hidden.new_zeros((), dtype=torch.float32)
     # no views of one tensor: they are returned
-    entropy = torch.zeros(n, device=hidden.device)
+    entropy = loss.new_zeros(n)
     m = torch.zeros_like(entropy)
     rest = torch.zeros_like(entropy)
-    logprobs = torch.zeros(targets.shape, device=hidden.device)
+    logprobs = loss.new_zeros(targets.shape)
     dlogprobs = torch.zeros_like(logprobs)
     dentropy = torch.zeros_like(entropy)
     dlse = torch.zeros_like(entropy) if token_loss.takes_lse else None

@@ -111,8 +111,8 @@ def linear_cross_entropy(
     rows = rows_that_count(hidden, weight, targets, bias, *options)
     states, _, _, ids, *_ = rows.arguments
     n = len(ids)
-    weights = torch.ones(n, device=ids.device)
-    share = torch.full((vocab,), 1 / max(1, vocab), device=ids.device)
+    weights = weight.new_ones(n, dtype=torch.float32)
+    share = weights.new_full((vocab,), 1 / max(1, vocab))
     if class_weight is not None:
         weights = class_weight.float()[ids]
         share = class_weight.float() / vocab
@@ -121,11 +121,9 @@ def linear_cross_entropy(
     # denominators: a loss without tokens is 0 / 0 where they are its own, with a gradient of 0
     own = n if class_weight is None else weights.sum()
     count = own if num_tokens is None else num_tokens
-    if isinstance(count, Tensor):
-        count = count.to(ids.device, torch.float32)
-    else:  # no upload, which a device would wait for
-        count = torch.full((), count, dtype=torch.float32, device=ids.device)
-    fraction = 1 / count.reshape(()) if n else torch.zeros((), device=ids.device)
+    # of a number no upload, which a device would wait for
+    count = count.to(weights) if isinstance(count, Tensor) else weights.new_full((), count)
+    fraction = 1 / count.reshape(()) if n else weights.new_zeros(())
     # of the tokens' mean beside a sum over weights
     z_scale = z_loss if num_tokens is not None else z_loss * own / max(1, n)
     # A share of a large batch times a small probability is 0 in fp16, where the caller's loss scale comes too late:

@@ -41,9 +41,9 @@ class _LinearTokenKL(torch.autograd.Function):
         of_policy = tiles.Logits(*head, size, budget, softcap)
         of_reference = tiles.Logits(*ref_head, size, budget, softcap)
         # what a call without rows returns, and what tiles are appended to
-        divergence = [torch.zeros(0, device=hidden.device)]
-        state = [torch.zeros(len(KLState._fields), 0, device=hidden.device)]
-        sums = [torch.zeros(len(JensenShannonSums._fields), 0, device=hidden.device)]
+        divergence = [hidden.new_zeros(0, dtype=torch.float32)]
+        state = [divergence[0].new_zeros(len(KLState._fields), 0)]
+        sums = [divergence[0].new_zeros(len(JensenShannonSums._fields), 0)]
         for rows in tiles.blocks(n, step):
             logits = of_policy.tile(hidden[rows])
             ref_logits = of_reference.tile(ref_hidden[rows])

@@ -30,10 +30,10 @@ class LinearSupport(torch.autograd.Function):
         head = gather(weight, bias)
         support = RowSupport(ids, begin, end)
         ctx.options = inv_temperature, softcap, budget
-        x = torch.zeros(len(ids), device=hidden.device)
+        x = hidden.new_zeros(len(ids), dtype=torch.float32)
         n = len(targets)
         # no views: they are returned
-        outputs = [torch.zeros(n, device=hidden.device) for _ in RowStatistics._fields]
+        outputs = [x.new_zeros(n) for _ in RowStatistics._fields]
         ctx.parts, ctx.gathered = _parts(support, head[0])
         for rows, statistics in zip(ctx.parts, (_gathered, tiles.statistics), strict=True):
             if rows is not None and len(rows) == 0:

@@ -289,7 +289,7 @@ class MeanLogit:
 
     def __init__(self, weight, bias, share):
         self.share = share
-        self.head = torch.zeros(weight.shape[1], device=weight.device)
+        self.head = weight.new_zeros(weight.shape[1], dtype=torch.float32)
         # in place and into `out`, which autocast leaves alone
         for columns in blocks(len(weight), self._step):
             self.head.addmv_(weight[columns].float().t(), share[columns])
@@ -301,7 +301,7 @@ class MeanLogit:
         return max(1, _PARTIAL_BYTES // (4 * max(1, len(self.head))))
 
     def of(self, hidden, inv_temperature):  # (n, H) -> (n,) fp32
-        means = torch.zeros(len(hidden), device=hidden.device)
+        means = self.head.new_zeros(len(hidden))
         for rows in blocks(len(hidden), self._step):
             torch.mv(hidden[rows].float(), self.head, out=means[rows])
         return means.add_(self.bias).mul_(inv_temperature)
@@ -388,9 +388,9 @@ def statistics(
     """
     n, vocab = hidden.shape[0], weight.shape[0]
     # no views: they are returned
-    logprobs = torch.zeros(targets.shape, device=hidden.device)
+    logprobs = hidden.new_zeros(targets.shape, dtype=torch.float32)
     outputs = [logprobs]
-    outputs += [torch.zeros(n, device=hidden.device) for _ in RowStatistics._fields[1:]]
+    outputs += [logprobs.new_zeros(n) for _ in RowStatistics._fields[1:]]
     step = forward_rows(hidden, vocab, budget)
     logits = Logits(weight, bias, step * vocab, budget, softcap)
     for rows in blocks(n, step):

@@ -46,8 +46,8 @@ class TokenSupport:
             ValueError: as TokenSupport.
         """
         rows = [_row_of_ids(i, row) for i, row in enumerate(lists)]
-        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-        ids = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64, device="cpu")
+        ids = torch.cat(rows) if rows else lengths.new_empty(0)
         return cls(ids, _offsets(lengths))
 
     @classmethod
@@ -132,7 +132,7 @@ class TokenSupport:
                 f"sizes must be 0 or more and add up to the {len(self)} rows, got a sum of {bounds[-1]}"
             )
         # one wait for the device for all parts
-        places = torch.tensor(bounds, device=self.offsets.device)
+        places = self.offsets.new_tensor(bounds)
         id_bounds = self.offsets[places].tolist()
         parts = []
         for (begin, end), (first, last) in zip(pairwise(bounds), pairwise(id_bounds), strict=True):
@@ -258,7 +258,7 @@ def check_support_values(
 
 def _row_of_ids(row, ids):
     """(K,) int64; what is not a row of whole numbers would be made one in silence."""
-    row_ids = torch.as_tensor([] if ids is None else ids)
+    row_ids = torch.as_tensor([] if ids is None else ids, device="cpu")
     if row_ids.dim() != 1 or len(row_ids) and row_ids.dtype not in INTEGERS:
         raise ValueError(
             f"row {row} of lists must be a list of ids, whole numbers, or None, got {described(ids)}"

@@ -115,7 +115,7 @@ def topk_kl(
     sides = [torch.where(legal[..., None], side, -torch.inf) for side in sides]
     empty = [side[..., :0].clone() for side in sides]
     value = _TopkKL.apply(*sides, direction, rounding, *empty)
-    elsewhere = torch.where(mask, torch.nan, 0.0)
+    elsewhere = torch.zeros_like(value).masked_fill(mask, torch.nan)
     return torch.where(legal, value, elsewhere)
 
 

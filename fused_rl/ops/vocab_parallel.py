@@ -232,7 +232,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         astray = False
         if support is not None:
             astray = _check_held(support, columns, counts, group)
-            x = torch.zeros(len(support.ids), device=logits.device)
+            x = logits.new_zeros(len(support.ids), dtype=torch.float32)
 
         # this rank's statistics, then those of all columns
         statistics = row_fwd(logits, targets, mask, inv_t, softcap, support, x, first=vocab_start)
