@@ -397,7 +397,10 @@ REFUSED = [
         {"temperature": torch.ones(3, requires_grad=True)},
         r"temperature.detach\(\)",
     ),
-    ("token_logprobs", {"logits": LEAF, "inplace": True}, "overwrite a leaf"),
+    *(
+        ("token_logprobs", {"logits": logits, "inplace": True}, "overwrite a leaf")
+        for logits in (LEAF, LEAF[:], LEAF.flatten().view(2, 3, 50))
+    ),
     (
         "token_logprobs",
         {"logits": (LEAF * 1)[:, :1].expand(2, 3, 50), "inplace": True},

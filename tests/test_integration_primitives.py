@@ -65,3 +65,14 @@ def test_an_absent_host_is_named_with_the_versions_that_are_known(monkeypatch):
         ImportError, match=r"verl is not installed; install verl(<0\.10,>=0\.7|>=0\.7,<0\.10)"
     ):
         verl.patch()
+
+
+def test_the_gradient_takes_no_memory_that_a_leaf_shares():
+    leaf, labels = torch.randn(3, 5, requires_grad=True), torch.tensor([0, 4, 2])
+    before = leaf.detach().clone()
+    for logits in (leaf, leaf[:], (leaf * 1)[:, :]):
+        primitives.label_logprobs(logits, labels, inplace=True).sum().backward()
+    assert torch.equal(leaf, before)
+    logits = leaf * 1
+    primitives.label_logprobs(logits, labels, inplace=True).sum().backward()
+    assert not torch.equal(logits, before)

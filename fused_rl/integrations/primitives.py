@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fused_rl.objectives.estimators import KLEstimator, kl_estimate
-from fused_rl.ops.logprobs import token_logprobs
+from fused_rl.ops.logprobs import shares_leaf, token_logprobs
 
 # The label to skip, of torch's cross-entropy, of transformers and of flash-attn.
 IGNORED = -100
@@ -30,8 +30,8 @@ def is_served(*tensors: Tensor) -> bool:
 def label_logprobs(logits: Tensor, labels: Tensor, inplace: bool = False) -> Tensor:
     """Log-probability of each label, (...) fp32 (fp64 of fp64 logits); 0, without gradient, for `IGNORED` labels.
 
-    With `inplace` the gradient takes the logits' storage where autograd allows that: not a leaf's, not a strided
-    view's, and not under torch.compile.
+    With `inplace` the gradient takes the logits' storage where autograd allows that: not a leaf's or of a view of one,
+    not a strided view's, and not under torch.compile.
     """
     wanted = (
         inplace
@@ -39,7 +39,7 @@ def label_logprobs(logits: Tensor, labels: Tensor, inplace: bool = False) -> Ten
         and logits.requires_grad
         and torch.is_grad_enabled()
     )
-    inplace = wanted and not logits.is_leaf and logits.is_contiguous()
+    inplace = wanted and not shares_leaf(logits) and logits.is_contiguous()
     return token_logprobs(logits, labels, mask=labels != IGNORED, inplace=inplace).logprobs
 
 

@@ -83,9 +83,10 @@ def token_logprobs(
         softcap: a number > 0, or None.
         shift: logits (B, T, V) at t score targets (B, T) at t + 1, or (B, T, K). Outputs, mask and per-row temperature
             are (B, T - 1); the gradient is written once to all T positions, zeros at the last.
-        inplace: the gradient takes the storage of the logits, which must not be a leaf. Once it is computed, the logits
-            hold the gradient, and autograd's version counter raises at a second backward pass and at that of anything
-            else that saved the logits. It has no effect without a gradient, and is refused under torch.compile.
+        inplace: the gradient takes the storage of the logits, which must be neither a leaf nor a view of one. Once it
+            is computed, the logits hold the gradient, and autograd's version counter raises at a second backward pass
+            and at that of anything else that saved the logits. It has no effect without a gradient, and is refused
+            under torch.compile.
         support: the ids that a truncated sampler kept in each row of the targets, including the target. All three
             outputs are then over these ids alone, which takes K reads per row. Tokens outside the set get no gradient,
             because the sampler could not choose them. A row with an empty range keeps the whole vocabulary, with the
@@ -162,6 +163,11 @@ def check_row_arguments(
     return split_temperature(temperature, rows, logits.device)
 
 
+def shares_leaf(logits: Tensor) -> bool:
+    """Return True for a leaf of autograd and for a view of one, which torch lets nothing write to either."""
+    return logits.is_leaf or (logits._base is not None and logits._base.is_leaf)
+
+
 def _check_inplace(logits):
     if torch.compiler.is_compiling():
         raise ValueError(
@@ -169,9 +175,10 @@ def _check_inplace(logits):
         )
     if not (logits.requires_grad and torch.is_grad_enabled()):
         return
-    if logits.is_leaf:
+    if shares_leaf(logits):
         raise ValueError(
-            "inplace=True would overwrite a leaf by its gradient; leave it out, or pass logits computed from the leaf"
+            "inplace=True would overwrite a leaf by its gradient, which views of it share; leave it out, or pass "
+            "logits computed from the leaf"
         )
     leading = zip(logits.shape[:-1], logits.stride()[:-1], strict=True)
     overlapping = [n > 1 and stride < logits.shape[-1] for n, stride in leading]
