@@ -18,6 +18,9 @@ def test_tensorboard_has_curves_and_samples(files, tmp_path):
     logger = Logger(sft_config(files, tmp_path), 0)
     for step, loss in ((1, 2.5), (2, 1.25)):
         logger.log(step, {"train/loss": loss, "lr": 0.5})
+    # What is logged is on the disk before the writer is closed, because a run may be killed.
+    read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert len(read.Scalars("train/loss")) == 2
     logger.samples(2, [{"prompt": "1+1", "response": "a\n<b>2</b>"}])
     logger.board.close()
     read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()

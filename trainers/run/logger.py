@@ -16,7 +16,6 @@ from fused_rl.trainers.base.files import as_json, unfinished, write_rows
 from fused_rl.trainers.base.screen import print_line
 from fused_rl.trainers.base.text import escaped
 from fused_rl.trainers.options import RunConfig
-from fused_rl.trainers.run.board import Board
 from fused_rl.trainers.run.learned import NOTHING, ByRow
 from fused_rl.trainers.run.metrics import HELD_OUT, keys_by
 from fused_rl.trainers.run.rules import Watch
@@ -49,9 +48,10 @@ class Logger:
             self.watch.see(entry, by_row.get(entry["step"], NOTHING))
 
         # TensorBoard hides the points from `purge_step` on, which a resumed run writes again.
-        self.board = Board(
-            self.folder / "tensorboard", purge_step=start + 1 if config.resume else None
-        )
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge_step = start + 1 if config.resume else None
+        self.board = SummaryWriter(self.folder / "tensorboard", purge_step=purge_step)
         self.wandb = None
         if config.wandb_project is not None:
             import wandb
@@ -93,6 +93,7 @@ class Logger:
             _append(self.folder / "held_out.jsonl", [{"step": step, **by_row}])
         for key, value in metrics.items():
             self.board.add_scalar(key, value, step)
+        self.board.flush()  # its thread writes every two minutes, and a run may be killed before
         if self.wandb is not None:
             self.wandb.log(metrics, step=step)
 
