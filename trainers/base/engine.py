@@ -23,7 +23,7 @@ from torch import nn
 
 from fused_rl.trainers.base import deepspeed_file, optim, ranks, zero
 from fused_rl.trainers.base.ranks import processes, rank
-from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.base.text import InputError, in_a_line
 
 TIMEOUT = timedelta(
     minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "30"))
@@ -130,61 +130,38 @@ def widens_sums(config: EngineOptions) -> bool:
 
 
 def check_deepspeed_file(config: TrainingOptions) -> None:
-    """Refuse a file of DeepSpeed's options that says something else than the run's own options."""
+    """Refuse a file of DeepSpeed's options that has other values than the run, or that DeepSpeed refuses."""
     if config.deepspeed is None:
         return
-    partition = {
-        "stage": config.zero_stage,
-        "stage3_param_persistence_threshold": config.stage3_param_persistence_threshold,
-        "stage3_gather_16bit_weights_on_model_save": True,
-        "stage3_gather_fp16_weights_on_model_save": True,
-    }
-    ours = {f"{deepspeed_file.PARTITION}.{name}": value for name, value in partition.items()}
-    ours |= {
-        "gradient_clipping": config.max_grad_norm,
-        "gradient_accumulation_steps": 1,
-        "optimizer.type": "AdamW",
-        "bf16.enabled": torch_dtype(config) == torch.bfloat16,
-        "data_types.grad_accum_dtype": "fp32" if config.grad_accum_dtype == "float32" else "bf16",
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    if config.offload:
-        ours |= {f"{deepspeed_file.PARTITION}.offload_optimizer.device": "cpu"}
-        ours |= {f"{deepspeed_file.PARTITION}.offload_param.device": "cpu"}
-    deepspeed_file.check(config.deepspeed, ours, config.zero_stage, ranks.processes())
+    quiet()
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    theirs = deepspeed_file.read(config.deepspeed)
+    ours = _our_deepspeed_config(config, max_grad_norm=config.max_grad_norm)
+    deepspeed_file.check(config.deepspeed, theirs, ours | {"optimizer": {"type": "AdamW"}})
+    try:
+        DeepSpeedConfig(deepspeed_file.merged(theirs, ours))
+    except (ValueError, AssertionError) as error:
+        raise InputError(f"deepspeed={config.deepspeed}: {in_a_line(error)}") from error
 
 
-def _deepspeed_config(config: EngineOptions, *, max_grad_norm: float) -> dict:
-    passed = deepspeed_file.passed_on(config.deepspeed)
-    has_own_step = uses_own_step(config)
-    stage = config.zero_stage
+def _our_deepspeed_config(config: EngineOptions, *, max_grad_norm: float) -> dict:
     sums = {}
-    if has_own_step:
-        stage = 1
-    elif widens_sums(config):
+    if widens_sums(config) and not uses_own_step(config):
         # Over micro-batches, and over processes.
         sums = {
             "data_types": {"grad_accum_dtype": "fp32"},
             "communication_data_type": "fp32",
         }
-        # Of ZeRO 1, DeepSpeed has another optimizer for it, with other checkpoints.
-        stage = max(stage, 2)
     partition = {
-        "stage": stage,
+        "stage": config.zero_stage,
         "stage3_param_persistence_threshold": config.stage3_param_persistence_threshold,
-        "stage3_gather_16bit_weights_on_model_save": True,
     }
     if config.offload:
         partition["offload_optimizer"] = {"device": "cpu"}
         if config.zero_stage == 3:
             partition["offload_param"] = {"device": "cpu"}
-    if has_own_step:
-        partition["contiguous_gradients"] = (
-            False  # no hooks that copy gradients: autograd adds them up
-        )
-        passed = {}  # one process has nothing to communicate
-    ours = {
+    return {
         "train_micro_batch_size_per_gpu": 1,  # for a data loader, which we do not use
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,  # any number of backwards, then one step
@@ -195,12 +172,25 @@ def _deepspeed_config(config: EngineOptions, *, max_grad_norm: float) -> dict:
         "zero_optimization": partition,
         **sums,
     }
-    return deepspeed_file.merged(ours, passed)
+
+
+def _deepspeed_config(config: EngineOptions, *, max_grad_norm: float) -> dict:
+    theirs = deepspeed_file.read(config.deepspeed)
+    ours = _our_deepspeed_config(config, max_grad_norm=max_grad_norm)
+    if uses_own_step(config):
+        # One process has nothing to communicate, and no hooks copy its gradients: autograd adds them up.
+        ours["zero_optimization"] |= {"stage": 1, "contiguous_gradients": False}
+        return ours
+    if widens_sums(config) and config.zero_stage == 1:
+        # DeepSpeed has another optimizer for it, with other checkpoints.
+        ours["zero_optimization"]["stage"] = 2
+    return deepspeed_file.merged(theirs, ours)
 
 
 def uses_own_step(config: EngineOptions) -> bool:
     """Return True if the optimizer's step is the one of `zero`, and not DeepSpeed's."""
-    offload = config.offload or deepspeed_file.offloads(config.deepspeed)
+    partition = deepspeed_file.read(config.deepspeed).get("zero_optimization", {})
+    offload = config.offload or "offload" in str(partition)
     return zero.own_step(config.zero_stage, offload=offload)
 
 

@@ -99,10 +99,8 @@ class Run:
         # From here on all ranks act together. A rank with other options would wait in another collective or train
         # something else, so the options are compared.
         self.device = engine.setup(config.seed, sequence_parallel=config.sequence_parallel)
-        passed = deepspeed_file.passed_on(config.deepspeed)
+        passed = deepspeed_file.read(config.deepspeed)
         ranks.check_equal({"command": config.command, **config.to_dict(), "deepspeed": passed})
-        if deepspeed_file.changes_sums(config.deepspeed):
-            print_rank0(deepspeed_file.changes_sums(config.deepspeed))
         # A token that may not write must fail now, and not after hours of training.
         if config.push_to_hub:
             ranks.on_first_rank(lambda: hub.make_repository(config))

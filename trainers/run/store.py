@@ -153,7 +153,7 @@ class RunFolder:
         self.path = Path(config.output_dir)
         self.checkpoints = self.path / "checkpoints"
         # What the file holds when the run begins; a resumed run compares that, not where the file is.
-        self.passed_on = deepspeed_file.passed_on(config.deepspeed)
+        self.deepspeed_options = deepspeed_file.read(config.deepspeed)
 
     # The folder.
 
@@ -410,7 +410,7 @@ class RunFolder:
         """Return the options of the run, and what else must be the same when it is resumed, as JSON reads them back."""
         precision = str(engine.torch_dtype(self.config)).removeprefix("torch.")
         facts = {"command": self.config.command, "processes": processes(), "precision": precision}
-        facts["deepspeed"] = self.passed_on
+        facts["deepspeed"] = self.deepspeed_options
         return json.loads(json.dumps({**self.config.to_dict(), **facts}))
 
     def remove_checkpoints(self) -> None:
