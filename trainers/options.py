@@ -37,7 +37,7 @@ from fused_rl.trainers.run.metrics import METRICS, Goal, parse_goal
 FILES = (".jsonl", ".json", ".csv", ".parquet")
 
 
-# Numbers with a range; NaN is in none of them, and `in_words` says each one in --help and in errors.
+# Numbers with a range; NaN is in none of them.
 IsFinite = AllowInfNan(allow_inf_nan=False)
 Finite = Annotated[float, IsFinite]
 Positive = Annotated[float, Gt(0), IsFinite]
@@ -190,65 +190,25 @@ def choices_of(kind: Any) -> tuple[Any, ...]:
     return tuple(choice for choice in choices if choice is not type(None))
 
 
-# A value of a simple type, and several of them.
-NAMES = {bool: "true or false", str: "text", Any: "a value"}
-PLURALS = {str: "texts", float: "finite numbers", Any: "values"}
+SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
 def in_words(kind: Any) -> str:
-    """Return the values that an option of this type takes, in words; None, which most take, goes without saying."""
+    """Return the type of an option and its range, as --help prints them; None, which most take, goes without saying."""
     names = []
     for choice in choices_of(kind):
-        arguments = typing.get_args(choice)
-        origin = typing.get_origin(choice)
+        origin, arguments = typing.get_origin(choice), typing.get_args(choice)
         if origin is Literal:
-            words = ", ".join(map(str, arguments))
-            names.append(f"one of {words}" if len(arguments) > 1 else words)
+            names += map(str, arguments)
         elif origin is Annotated:
-            names.append(_number_in_words(*arguments))
-        elif origin is list:
-            names.append("a list of " + _plural(arguments[0]))
-        elif origin is dict:
-            names.append("a mapping from names to " + _plural(arguments[1]))
-        elif choice in NAMES:  # a function, which a command line cannot give, has no name
-            names.append(NAMES[choice])
-    return ", or ".join(names)
-
-
-def _plural(kind: Any) -> str:
-    (choice,) = choices_of(kind)
-    base = typing.get_args(choice)[0] if typing.get_origin(choice) is Annotated else choice
-    allows_none = type(None) in typing.get_args(kind)
-    return PLURALS[base] + (", or of null" if allows_none else "")
-
-
-def _number_in_words(base: type, *constraints: Any) -> str:
-    """Return a range as words."""
-    limits: dict[str, Any] = {}
-    for constraint in constraints:
-        limits |= dataclasses.asdict(constraint)
-    for name, limit in limits.items():
-        limits[name] = f"{limit:g}" if isinstance(limit, float) else str(limit)
-    noun = "a whole number" if base is int else "a number"
-    match limits:
-        case {"ge": low, "le": high}:
-            return f"{noun} from {low} to {high}"
-        case {"ge": low, "lt": high}:
-            return f"{noun} from {low} to below {high}"
-        case {"gt": low, "le": high}:
-            return f"{noun} above {low}, at most {high}"
-        case {"gt": low, "lt": high}:
-            return f"{noun} above {low}, below {high}"
-
-    # Without an upper end: is infinity a value?
-    noun = "a finite number" if "allow_inf_nan" in limits else noun
-    match limits:
-        case {"ge": low}:
-            or_infinite = ", or inf" if noun == "a number" else ""
-            return f"{noun}, {low} or more{or_infinite}"
-        case {"gt": low}:
-            return f"{noun} above {low}"
-    return noun
+            limits = [item for limit in arguments[1:] for item in dataclasses.asdict(limit).items()]
+            signs = [f"{SIGNS[name]} {end}" for name, end in limits if name in SIGNS]
+            names.append(" ".join([arguments[0].__name__, *signs]))
+        elif origin in (list, dict):
+            names.append(f"{origin.__name__} of {in_words(arguments[-1])}")
+        elif origin is None:  # a function, which a command line cannot give, has one
+            names.append(choice.__name__)
+    return " or ".join(names)
 
 
 def _constrained(kind: Any) -> Any:
@@ -281,7 +241,7 @@ def unknown_options_error(
 def first_of(
     error: pydantic.ValidationError, config_class: type[Options], options: dict[str, Any]
 ) -> InputError:
-    """Return all names that are no options, or the first error: the option, its value, what was expected."""
+    """Return all names that are no options, or the first error: the option, its value, and what pydantic says of it."""
     errors = error.errors()
     # No such options when a config is made, or when an attribute is set: all of them at once.
     nameless = ("extra_forbidden", "no_such_attribute")
@@ -296,9 +256,10 @@ def first_of(
     raised = first.get("ctx", {}).get("error")
     if isinstance(raised, InputError):
         return raised
-    return InputError(
-        f"{name}={options[name]!r}: expected {in_words(kinds_of(config_class)[name])}"
-    )
+    # Of X | Y there is a message for each.
+    of_option = [each["msg"] for each in errors if each["loc"][0] == name]
+    wanted = dict.fromkeys(message.removeprefix("Input should be ") for message in of_option)
+    return InputError(f"{name}={options[name]!r} should be {', or '.join(wanted)}")
 
 
 def options_from(source: type, **defaults: Any) -> type[Options]:
@@ -480,7 +441,7 @@ class EngineConfig(Options):
     stage3_param_persistence_threshold: NonNegativeInt = 100_000
     """ZeRO 3 leaves weights with fewer elements whole on every rank."""
     deepspeed: str | None = None
-    """JSON file of DeepSpeed's own options of speed and memory, such as bucket sizes; docs/scaling.md lists them."""
+    """JSON file of DeepSpeed's own options of speed and memory, such as bucket sizes (docs/scaling.md)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of weights and activations: auto is bfloat16 on a GPU and float32 on a CPU; bfloat16 keeps fp32 masters."""
     grad_accum_dtype: Literal["float32", "bfloat16"] = "float32"

@@ -361,7 +361,7 @@ def test_another_vocabulary_is_refused_with_the_tokens_that_differ(folder, tmp_p
             "no/such/teacher does not exist; the current folder is",
         ),
         ({"jsd_beta": 0.3}, "jsd_beta=0.3 has no meaning without --direction jensen-shannon"),
-        ({"jsd_beta": 1.0}, "jsd_beta=1.0: expected a number above 0, below 1"),
+        ({"jsd_beta": 1.0}, "jsd_beta=1.0 should be less than 1"),
         (
             {"completion_column": "answer"},
             "completion_column=answer has no meaning without --on_policy below 1",

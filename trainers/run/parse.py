@@ -126,7 +126,7 @@ def _value(config_class: type[Options], name: str, text: str | None) -> Any:
     if text is None:
         if bool in choices_of(kind):
             return True
-        raise InputError(f"{name}: expected {in_words(kind)} after --{name}")
+        raise InputError(f"{name}: expected a value after --{name}: {in_words(kind)}")
     choices = typing.get_args(kind) or (kind,)
     if text == "null" and type(None) in choices:
         return None
