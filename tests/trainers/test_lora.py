@@ -133,6 +133,65 @@ def test_merged_weights_are_those_of_the_model_with_its_adapters(
     assert encode.load_tokenizer(folder).chat_template == tiny.CHAT_TEMPLATE
 
 
+def model_of(family: str, folder: Path) -> str:
+    """A model whose layers peft wraps in another way: experts as parameters, or matrices that stand transposed."""
+    import transformers
+
+    tokenizer = tiny.tokenizer()
+    sizes = {"vocab_size": len(tokenizer), "bos_token_id": 1, "eos_token_id": 1}
+    sizes |= {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"initializer_range": 0.2}
+    if family == "gpt2":
+        config = transformers.GPT2Config(**sizes)
+    else:
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+        config = transformers.Qwen3MoeConfig(
+            num_key_value_heads=1, intermediate_size=32, head_dim=8, **experts, **sizes
+        )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        lm = transformers.AutoModelForCausalLM.from_config(config)
+    lm.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3_moe", {"zero_stage": 0}),
+        ("gpt2", {"zero_stage": 0}),
+        pytest.param("qwen3_moe", {"zero_stage": 2, "dtype": "bfloat16"}, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", {"zero_stage": 3}, marks=pytest.mark.slow),
+        pytest.param("gpt2", {"zero_stage": 3}, marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_on_every_layer_are_merged_and_read_as_peft_reads_them(
+    family, options, files, tmp_path
+):
+    base = model_of(family, tmp_path / "base")
+    adapters, merged = (
+        sft.train(
+            sft_config((base, files[1]), tmp_path / str(merges), save_merged=merges, **options)
+        )
+        for merges in (False, True)
+    )
+    trained = with_peft(base, adapters)
+    moved = (trained - stock(base)).abs().max()
+    rounding = 2e-5 if "dtype" not in options else moved / 10
+    assert moved > 1e-2
+    assert tiny.weights(tmp_path / "True/model").keys() == tiny.weights(Path(base)).keys()
+    torch.testing.assert_close(stock(merged).float(), trained, atol=rounding, rtol=0)
+
+    # A run, a teacher and `eval` read the adapters as well.
+    again = tiny.load_lm(sft_config((adapters, files[1]), tmp_path / "again", lora_rank=0))
+    torch.testing.assert_close(logits(again.lm), trained, atol=2e-5, rtol=0)
+    sampled = language_model.load_to_sample(
+        adapters, device=torch.device("cpu"), dtype=torch.float32
+    )
+    torch.testing.assert_close(logits(sampled), trained, atol=2e-5, rtol=0)
+
+
 # A folder of adapters as the model.
 
 

@@ -12,6 +12,7 @@ from transformers import (
     LlamaConfig,
     OPTConfig,
     Qwen2Config,
+    Qwen3MoeConfig,
 )
 
 from fused_rl.trainers.models.reward_model import RewardModel, check_finite
@@ -30,6 +31,9 @@ ROPE = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "bos_token_i
 CONFIGS = {
     "llama": LlamaConfig(**ROPE),
     "qwen2": Qwen2Config(**ROPE),
+    "qwen3_moe": Qwen3MoeConfig(
+        **ROPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8
+    ),
     # 24 absolute positions for rows of up to 12 tokens and 8 pads; dropout on, as the Hub's checkpoints have it
     "gpt2": GPT2Config(
         vocab_size=VOCAB,
@@ -160,7 +164,10 @@ def test_what_is_saved_opens_as_a_stock_classifier(name, lora_rank, tmp_path):
     ids = torch.randint(3, VOCAB, (4, 9))
     raw = model(ids, torch.ones_like(ids))
     model.set_normalization(0.25, 3.0)
+    weights = {key: weight.clone() for key, weight in model.state_dict().items()}
     model.save_pretrained(tmp_path / "reward")
+    # What is merged is a copy.
+    assert all(torch.equal(weights[key], weight) for key, weight in model.state_dict().items())
 
     again = RewardModel.from_pretrained(tmp_path / "reward")
     assert (again.score_mean, again.score_std) == (0.25, 3.0)

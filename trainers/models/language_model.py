@@ -453,23 +453,22 @@ def save_lm(trained, tokenizer, folder: Path, *, merged: bool = False) -> None:
     model = trained.module
 
     def write(unfinished: Path, state: dict | None) -> None:
-        lm = model.lm
-        base = model.base
+        base, lm = model.base, model.lm
+        merges = merged and model.lora
         if state is not None:
             # The gathered weights have the names of the wrapper's, and the file those of the model.
-            state = {name.removeprefix("lm."): value for name, value in state.items()}
+            prefix = "lm.base_model.model." if merges else "lm."
+            state = {name.removeprefix(prefix): value for name, value in state.items()}
         options = {}
-        if merged and model.lora:
-            whole = lm.state_dict() if state is None else state
-            whole = {name.removeprefix("base_model.model."): value for name, value in whole.items()}
-            lm = base
-            state = lora.merged(whole, base)
+        if merges:
+            lm, state = lora.merged(base, state), None
         elif getattr(base, "saves_embeddings", False):
             # What was read beside the adapters belongs to them; otherwise peft decides.
             options["save_embedding_layers"] = True
         # The Hub's sampling defaults, which training leaves out, belong to the saved model.
+        written = lm if merges else base
         training_config = base.generation_config
-        base.generation_config = base.saved_generation_config
+        written.generation_config = base.saved_generation_config
         lm.save_pretrained(unfinished, state_dict=state, **options)
         base.generation_config = training_config
 

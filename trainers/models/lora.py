@@ -1,5 +1,6 @@
 """Low-rank adapters (peft): which layers get them, those that a folder holds, and whole weights with them merged in."""
 
+import copy
 import dataclasses
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,8 @@ ALL_LINEAR = "all-linear"
 PLAIN = {
     *("task_type", "peft_type", "auto_mapping", "peft_version", "inference_mode", "runtime_config"),
     *("base_model_name_or_path", "revision", "r", "lora_alpha", "rank_pattern", "alpha_pattern"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("target_modules", "target_parameters", "exclude_modules"),
+    *("layers_to_transform", "layers_pattern"),
     *("lora_dropout", "fan_in_fan_out", "use_rslora", "eva_config"),
 }
 # Other ways to begin (PiSSA, OLoRA, LoftQ, …) change W itself, so without its adapters the model would be another one.
@@ -50,7 +52,7 @@ def find(name: str, revision: str | None = None) -> "LoraConfig | None":
 
 
 def _beyond_plain_lora(config) -> str | None:
-    """Return what of saved adapters `merged` would lose, in words, or None."""
+    """Return what of saved adapters a run could not train or save as they are, in words, or None."""
     import peft
 
     if not isinstance(config, peft.LoraConfig):
@@ -93,7 +95,6 @@ def check_options(options: ModelConfig, adapters: "LoraConfig | None") -> None:
 def continued(lm: Any, name: str, revision: str | None, adapters: "LoraConfig") -> Any:
     """Return `lm` with the adapters that were saved under a name, trainable; `adapters` are what `find` found there."""
     import peft
-    from transformers.pytorch_utils import Conv1D
 
     lm.saves_embeddings = _with_saved_rows(lm, name, revision)
     with warnings.catch_warnings():
@@ -102,15 +103,6 @@ def continued(lm: Any, name: str, revision: str | None, adapters: "LoraConfig") 
         adapted = peft.PeftModel.from_pretrained(
             lm, name, revision=revision, config=adapters, is_trainable=True
         )
-    for layer, module in lm.named_modules():
-        if is_adapted(module):
-            base_layer = module.get_base_layer()
-            if not isinstance(base_layer, (nn.Linear, Conv1D, nn.Embedding)):
-                what = f"adapters on {layer}, a {type(base_layer).__name__}"
-                remedy = "merge them with peft first (merge_and_unload)"
-                raise InputError(
-                    f"{name!r} holds {what}; linear layers and embeddings are read: {remedy}"
-                )
     _untie(lm)
     return adapted
 
@@ -198,30 +190,21 @@ def _new(model: Any, head: Any, task: str, options: ModelConfig):
     )
 
 
-def merged(state: dict, model: Any) -> dict:
-    """Return the plain model's state from the whole `state` of one with adapters: W becomes W + scale * B A."""
-    plain = {}
-    for key, value in state.items():
-        if ".lora_" in key:
-            continue
-        # peft keeps the layer that it wraps under this name.
-        if ".base_layer." in key:
-            name, _, kind = key.rpartition(".base_layer.")
-            if kind == "weight":
-                # In fp32, rounded once: in bf16 most of a small update would be lost.
-                layer = model.get_submodule(name)
-                update = layer.scaling["default"] * _product(state, name).to(value.device)
-                of_embedding = f"{name}.lora_embedding_A.default" in state
-                update = update.T if layer.fan_in_fan_out or of_embedding else update
-                value = (value.float() + update).to(value.dtype)
-            key = f"{name}.{kind}"
-        plain[key] = value
-    return plain
+def merged(model: Any, state: dict | None) -> Any:
+    """Return a plain copy of a transformers model with adapters, which peft has merged into its weights.
 
+    `state` is the whole state of a partitioned model. Weights without adapters are shared with `model`.
+    """
+    import peft
 
-def _product(state: dict, name: str) -> torch.Tensor:
-    """Return B A in fp32, (out, in) of a linear layer and (H, V) of an embedding."""
-    a, b = f"{name}.lora_A.default.weight", f"{name}.lora_B.default.weight"
-    if a not in state:
-        a, b = f"{name}.lora_embedding_A.default", f"{name}.lora_embedding_B.default"
-    return state[b].float() @ state[a].float()
+    config = copy.deepcopy(model.peft_config["default"])
+    config.init_lora_weights = True
+    with torch.device("meta"):
+        plain = type(model)(model.config)
+        adapted = peft.LoraModel(plain, config, "default")
+    # A name that one side lacks is an error, so nothing that was trained can be left out.
+    plain.load_state_dict(model.state_dict() if state is None else state, assign=True)
+    # transformers saves weights under the names by which it has read them.
+    plain._weight_conversions = getattr(model, "_weight_conversions", None)
+    # Safe means that sums are new tensors: the weights of `model` stay as they are.
+    return adapted.merge_and_unload(safe_merge=True)

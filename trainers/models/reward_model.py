@@ -29,6 +29,7 @@ class RewardModel(nn.Module):
     def __init__(self, classifier: Any):
         super().__init__()
         self.classifier = classifier
+        self.lora = False
         self.divided: Divided | None = None
         """How sequences are divided over processes; None where each is whole."""
         self.unpadded_costs: Costs | None = None  # where its rows need no padding
@@ -102,6 +103,7 @@ class RewardModel(nn.Module):
             model.reset_head()
         if adapters is not None and adapters.lora_rank:
             lora.adapt_in_place(classifier, adapters)
+            model.lora = True
         return model
 
     @torch.no_grad()
@@ -205,10 +207,13 @@ class RewardModel(nn.Module):
 
     def save_pretrained(self, folder: Path | str, state_dict: dict | None = None) -> None:
         """Write what `AutoModelForSequenceClassification` opens; `state_dict` is that of a partitioned model."""
-        state = self.state_dict() if state_dict is None else state_dict
-        state = {key.removeprefix("classifier."): value for key, value in state.items()}
-        # The folder holds whole weights, so adapters are merged into them.
-        self.classifier.save_pretrained(folder, state_dict=lora.merged(state, self.classifier))
+        classifier, state = self.classifier, state_dict
+        if state is not None:
+            state = {key.removeprefix("classifier."): value for key, value in state.items()}
+        if self.lora:
+            # The folder holds whole weights, so adapters are merged into them.
+            classifier, state = lora.merged(classifier, state), None
+        classifier.save_pretrained(folder, state_dict=state)
 
 
 class Critic(RewardModel):
