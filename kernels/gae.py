@@ -20,6 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fused_rl.kernels.launch import launch, split
+
 
 @triton.jit
 def _load(rewards_ptr, values_ptr, mask_ptr, t, T):
@@ -78,12 +80,6 @@ def gae_kernel(
         tl.store(returns_ptr + row * T + t, returns, mask=t < T)
 
 
-def _split(x):
-    """Return a number as the sum of two that survive a cast to fp32."""
-    high = float(torch.tensor(x, dtype=torch.float32, device="cpu"))
-    return high, x - high
-
-
 def gae(rewards, values, mask, gamma, gae_lambda, dtype):
     """Return advantages and returns, (B, T) in `dtype` and contiguous, with 0 where a token does not count.
 
@@ -98,15 +94,13 @@ def gae(rewards, values, mask, gamma, gae_lambda, dtype):
     # log2(0) would be infinite, and rho^1 of 2^-100 is 0 beside the other terms in fp64
     rho = max(gamma * gae_lambda, 2.0**-100)
     log2_rho = math.log2(rho)
-    block = max(8, min(1024, triton.next_power_of_2(length)))
+    block = max(8, min(1024, 1 << (length - 1).bit_length()))
     # rho^i of a block must not underflow: fp64 reaches down to 2^-1022
     while block * -log2_rho > 900:
         block //= 2
     if advantages.numel():
         numbers = (length, rewards.stride(0), values.stride(0), mask.stride(0))
-        numbers += (*_split(gamma), *_split(gae_lambda), *_split(log2_rho))
-        with torch.cuda.device_of(rewards):
-            gae_kernel[(rows,)](
-                rewards, values, mask, advantages, returns, *numbers, BLOCK=block, num_warps=4
-            )
+        numbers += (*split(gamma), *split(gae_lambda), *split(log2_rho))
+        pointers = (rewards, values, mask, advantages, returns)
+        launch(gae_kernel, (rows,), pointers, numbers, {"BLOCK": block, "num_warps": 4})
     return advantages, returns

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fused_rl.kernels.launch import cdiv, launch
 from fused_rl.kernels.online import valid
 from fused_rl.kernels.pair import (
     LN2,
@@ -228,16 +229,15 @@ def js_fwd(x, y, mask, inv_t, state, softcap=None, shares=None):
         shares: the `Shares` of the mixture, or None for halves.
     """
     n, vocab, vec = x.shape[0] * x.shape[1], x.shape[2], 16 // x.element_size()
-    segments = triton.cdiv(vocab, SEGMENT * THREADS * vec)
+    segments = cdiv(vocab, SEGMENT * THREADS * vec)
     parts = torch.empty(
         segments, len(JensenShannonSums._fields), n, device=x.device, dtype=torch.float32
     )
     x, y, inv_t, numbers = launch_arguments(x, y, inv_t, softcap)
     if n:
-        layout = {"THREADS": THREADS, "VEC": vec, "SEGMENT": SEGMENT, "num_warps": warps()}
-        with torch.cuda.device_of(x):
-            numbers = *numbers, *(shares or (None, None))
-            js_kernel[(n, segments)](x, y, mask, inv_t, state, parts, *numbers, **layout)
+        options = {"THREADS": THREADS, "VEC": vec, "SEGMENT": SEGMENT, "num_warps": warps()}
+        numbers = *numbers, *(shares or (None, None))
+        launch(js_kernel, (n, segments), (x, y, mask, inv_t, state, parts), numbers, options)
     sums = parts[0]
     for part in parts[1:]:  # always in this order, so that a row has the same bits in any batch
         sums = sums + part

@@ -47,7 +47,7 @@ from fused_rl.kernels.kl_lanes import (
     within,
 )
 from fused_rl.kernels.lanes import cap
-from fused_rl.kernels.launch import SHORT, launch_options, slots, whole_rows
+from fused_rl.kernels.launch import SHORT, cdiv, launch, launch_options, slots, whole_rows
 from fused_rl.kernels.online import log1p, valid
 from fused_rl.kernels.pair import (
     AT_C,
@@ -399,18 +399,18 @@ def kl_fwd(x, y, mask, inv_t, softcap=None):
     vec = 16 // x.element_size()
     layout = launch_options(x, REGISTERS if softcap is None else CAPPED_REGISTERS)
     tiles = SEGMENT if vocab > SHORT else SEGMENT // 2
-    segments = triton.cdiv(vocab, tiles * K * vec * THREADS)
+    segments = cdiv(vocab, tiles * K * vec * THREADS)
     whole = whole_rows(n, segments, slots(x.device, layout))
-    lanes = kl.new_empty(n - whole, segments, NUMBERS.value, THREADS)
     x, y, inv_t, numbers = launch_arguments(x, y, inv_t, softcap)
     rows = (x, y, mask, inv_t, kl, state)
-    del layout["LANES"], layout["VEC"]
-    layout["THREADS"] = THREADS
-    shape = {"K": K, "VEC": vec, "SEGMENT": tiles}
-    with torch.cuda.device_of(x):
-        if whole:
-            kl_fwd_kernel[(whole,)](*rows, None, 0, *numbers, **shape, **layout)
-        if whole < n:
-            kl_fwd_kernel[(n - whole, segments)](*rows, lanes, whole, *numbers, **shape, **layout)
-            kl_merge_kernel[(n - whole,)](*rows, lanes, whole, segments, *numbers, **layout)
+    merging = {"THREADS": THREADS} | layout
+    del merging["LANES"], merging["VEC"]
+    options = merging | {"K": K, "VEC": vec, "SEGMENT": tiles}
+    if whole:
+        launch(kl_fwd_kernel, (whole,), (*rows, None), (0, *numbers), options)
+    if whole < n:
+        shape = (n - whole, segments, NUMBERS.value, THREADS)
+        rows += (kl.new_empty(shape),)
+        launch(kl_fwd_kernel, shape[:2], rows, (whole, *numbers), options)
+        launch(kl_merge_kernel, shape[:1], rows, (whole, segments, *numbers), merging)
     return kl, state

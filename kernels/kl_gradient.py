@@ -10,7 +10,7 @@ import triton.language as tl
 
 from fused_rl.kernels.jensen_shannon import AT_P_A, AT_Q_B, js_logs
 from fused_rl.kernels.lanes import uncap
-from fused_rl.kernels.launch import multiprocessors, parts_of_row
+from fused_rl.kernels.launch import cdiv, launch, multiprocessors, parts_of_row
 from fused_rl.kernels.online import valid
 from fused_rl.kernels.pair import (
     AT_W_ALL,
@@ -183,13 +183,9 @@ def kl_bwd(
     x, y, inv_t, numbers = launch_arguments(x, y, inv_t, softcap)
     n, _, vocab, *_ = numbers
     if n:
-        parts = parts_of_row(
-            n, triton.cdiv(vocab, 32 * BLOCK), RESIDENT * multiprocessors(x.device)
-        )
+        parts = parts_of_row(n, cdiv(vocab, 32 * BLOCK), RESIDENT * multiprocessors(x.device))
         numbers = *numbers, *(shares or (None, None))
-        arguments = (g, x, y, mask, inv_t, divergence, state, sums, dx, dy, *numbers)
-        with torch.cuda.device_of(x):
-            kl_bwd_kernel[(n, parts)](
-                *arguments, BLOCK=BLOCK, THREADS=THREADS, VEC=vec, num_warps=warps()
-            )
+        pointers = (g, x, y, mask, inv_t, divergence, state, sums, dx, dy)
+        options = {"BLOCK": BLOCK, "THREADS": THREADS, "VEC": vec, "num_warps": warps()}
+        launch(kl_bwd_kernel, (n, parts), pointers, numbers, options)
     return dx, dy

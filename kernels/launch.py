@@ -1,11 +1,13 @@
 """How kernels over rows of logits are launched: compile-time options, alignment, temperature, programs per row."""
 
 import contextlib
+import functools
 import struct
 
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import driver
 
 THREADS = 128  # per program
 K = 8  # windows per tile: the sums of a lane are rescaled once per K elements
@@ -51,27 +53,68 @@ def streaming() -> dict:
 
 
 def launch_options(x, registers=None):
-    """Return the compile-time arguments and options of a launch over the rows of x.
+    """Return the compile-time arguments and options of a launch over the rows of x, in a dict that nobody changes.
 
     `registers` per thread are a pair like REGISTERS, which is the default.
     """
-    vec = 16 // x.element_size()
+    if registers is None:
+        registers = _chosen.get("REGISTERS", REGISTERS)
+    return _options(
+        x.element_size(), THREADS, registers, capability(x.device), bool(torch.version.hip)
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _options(itemsize, threads, registers, capability, hip):
+    vec = 16 // itemsize
     # more than one stage would make the loads go through shared memory
     shape = {
-        "LANES": THREADS * vec,
+        "LANES": threads * vec,
         "VEC": vec,
         "num_stages": 1,
     }
-    if torch.version.hip:
-        return shape | {"num_warps": THREADS // 64}
+    if hip:
+        return shape | {"num_warps": threads // 64}
     # With 128 registers four programs fit on a multiprocessor. On sm_100, whose paired arithmetic needs registers in
     # pairs, ptxas spills under most limits; without a limit it takes 142 registers, and three programs fit.
-    if registers is None:
-        registers = _chosen.get("REGISTERS", REGISTERS)
-    most = registers[(10, 0) <= capability(x.device) < (12, 0)]
-    return shape | {"num_warps": THREADS // 32} | ({"maxnreg": most} if most else {})
+    most = registers[(10, 0) <= capability < (12, 0)]
+    return shape | {"num_warps": threads // 32} | ({"maxnreg": most} if most else {})
 
 
+# Compiled kernels and their compile-time arguments, by what Triton compiled them for.
+_compiled = {}
+
+
+def launch(kernel, grid, pointers, numbers, options):
+    """Run kernel[grid](*pointers, *numbers, **options) on the device of the first pointer, which is never None.
+
+    Triton looks at all arguments of a launch, which takes 23 us of the host. Here it does so at the first launch of
+    each kind: it compiles for the dtype of a pointer, for its alignment to 16 bytes, and for what is None. A number
+    counts by its type, or by its value if the kernel has no list `do_not_specialize`.
+    """
+    # no function for a pointer's kind: at a small launch each call of Python's counts
+    kinds = [None if x is None else (x.dtype, x.data_ptr() & 15 == 0) for x in pointers]
+    with torch.cuda.device_of(pointers[0]):
+        if not isinstance(kernel, triton.JITFunction):  # it is interpreted
+            kernel[grid](*pointers, *numbers, **options)
+            return
+        kinds += map(type, numbers) if kernel.do_not_specialize else numbers
+        key = id(kernel), driver.active.get_current_device(), *kinds, *options.values()
+        compiled, constants = _compiled.get(key, (None, ()))
+        if compiled is not None:
+            compiled[(*grid, 1, 1)[:3]](*pointers, *numbers, *constants)
+            return
+        compiled = kernel[grid](*pointers, *numbers, **options)
+        names = kernel.arg_names[len(pointers) + len(numbers) :]
+        _compiled[key] = compiled, [options[name] for name in names]
+
+
+def cdiv(a: int, b: int) -> int:
+    """Return a / b rounded up; `triton.cdiv`, which kernels may call too, takes 4 us of the host."""
+    return -(-a // b)
+
+
+@functools.lru_cache(maxsize=64)
 def capability(device):
     """Return the compute capability of a CUDA device, and (0, 0) for any other device."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
@@ -87,6 +130,11 @@ def aligned(x):
     return x.as_strided((size,), (1,), x.storage_offset() - shift), shift
 
 
+def contiguous(*tensors):
+    """Return the tensors without gaps between their elements, copied if they have some; None stays None."""
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
 def temperature_scales(inv_temperature):
     """Return inv_t_ptr or None, inv_t, and log2(e) * inv_t as a sum of two fp32 numbers.
 
@@ -94,9 +142,13 @@ def temperature_scales(inv_temperature):
     """
     if isinstance(inv_temperature, torch.Tensor):
         return inv_temperature.contiguous(), 0.0, 0.0, 0.0
-    exact = inv_temperature * 1.4426950408889634
-    scale = struct.unpack("f", struct.pack("f", exact))[0]
-    return None, float(inv_temperature), scale, exact - scale
+    return None, float(inv_temperature), *split(inv_temperature * 1.4426950408889634)
+
+
+def split(x: float) -> tuple[float, float]:
+    """Return a number as the sum of two that survive a cast to fp32."""
+    (high,) = struct.unpack("f", struct.pack("f", x))
+    return high, x - high
 
 
 def slots(device, options) -> int:
@@ -116,6 +168,7 @@ def waves(programs: int, resident: int) -> float:
     return full + max(left / resident, SATURATING) if left else full
 
 
+@functools.lru_cache(maxsize=1024)
 def whole_rows(rows: int, segments: int, resident: int) -> int:
     """Return how many rows, from the first one, get one program each; the rows after them get one per segment.
 
@@ -144,6 +197,7 @@ def share_of(whole, segments):
     return row, first, tl.where(alone, segments, first + 1), alone
 
 
+@functools.lru_cache(maxsize=64)
 def multiprocessors(device):
     """Return the number of multiprocessors of a CUDA device, and 0 for any other device."""
     return (

@@ -30,6 +30,9 @@ from fused_rl.kernels.launch import (
     SHORT,
     K,
     aligned,
+    cdiv,
+    contiguous,
+    launch,
     launch_options,
     share_of,
     slots,
@@ -393,20 +396,22 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
     outputs = RowStatistics(*new)
     if n == 0:
         return outputs
-    launch = launch_options(logits)
+    options = launch_options(logits)
     softcap = None if softcap is None else float(softcap)
     inv_t_ptr, *scales = temperature_scales(inv_temperature)
-    targets, mask = targets.contiguous(), None if mask is None else mask.contiguous()
     tiles = SEGMENT if vocab > SHORT else 1
-    segments = triton.cdiv(vocab, tiles * K * launch["LANES"])
-    whole = whole_rows(n, segments, slots(logits.device, launch))
-    lanes = outputs[0].new_empty(n - whole, segments, 3, launch["LANES"] // launch["VEC"])
+    segments = cdiv(vocab, tiles * K * options["LANES"])
+    whole = whole_rows(n, segments, slots(logits.device, options))
+    lanes = outputs.rest  # for nothing: every row has one program
+    if whole < n:
+        shape = (n - whole, segments, 3, options["LANES"] // options["VEC"])
+        lanes = outputs.rest.new_empty(shape)
     x, shift = aligned(logits)
-    rows = (x, targets, mask, inv_t_ptr, *outputs, lanes, whole, segments)
-    scalars = (shift, vocab, logits.stride(0), *scales, softcap)
-    with torch.cuda.device_of(logits):
-        grid = (whole + (n - whole) * segments,)
-        logprob_fwd_kernel[grid](*rows, *scalars, K=K, SEGMENT=tiles, **streaming(), **launch)
-        if whole < n:
-            logprob_merge_kernel[(n - whole,)](*rows, *scalars, **launch)
+    pointers = (x, *contiguous(targets, mask), inv_t_ptr, *outputs, lanes)
+    numbers = (whole, segments, shift, vocab, logits.stride(0), *scales, softcap)
+    grid = (whole + (n - whole) * segments,)
+    of_rows = options | streaming() | {"K": K, "SEGMENT": tiles}
+    launch(logprob_fwd_kernel, grid, pointers, numbers, of_rows)
+    if whole < n:
+        launch(logprob_merge_kernel, (n - whole,), pointers, numbers, options)
     return outputs

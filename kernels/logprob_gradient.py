@@ -19,6 +19,9 @@ from fused_rl.kernels.launch import (
     SHORT,
     K,
     aligned,
+    cdiv,
+    contiguous,
+    launch,
     launch_options,
     parts_of_row,
     slots,
@@ -88,10 +91,10 @@ def owns(target, lead, tiles, first, last, part, parts, TILE: tl.constexpr, LANE
     ],
 )
 def logprob_bwd_kernel(
+    x_ptr,  # (N, V) bf16, fp16 or fp32
     dlogprob_ptr,  # (N,) fp32 or None, as the next two
     dentropy_ptr,
     dlse_ptr,
-    x_ptr,  # (N, V) bf16, fp16 or fp32
     target_ptr,  # (N,) int64
     mask_ptr,  # (N,) bool, or None
     entropy_ptr,  # (N,) fp32, as the next two
@@ -192,31 +195,16 @@ def logprob_bwd(
     out = torch.empty_like(logits) if out is None else out
     if n == 0:
         return out
-    launch = launch_options(logits, REGISTERS)
+    options = launch_options(logits, REGISTERS)
     softcap = None if softcap is None else float(softcap)
     inv_t_ptr, inv_t, scale, _ = temperature_scales(inv_temperature)
-    upstream = [None if d is None else d.contiguous() for d in (dlogprobs, dentropy, dlse)]
-    per_row = [
-        None if r is None else r.contiguous() for r in (targets, mask, entropy, m, rest, inv_t_ptr)
-    ]
+    per_row = (dlogprobs, dentropy, dlse, targets, mask, entropy, m, rest, inv_t_ptr)
     x, x_shift = aligned(logits)
     dx, dx_shift = aligned(out)
+    most = cdiv(vocab, (SEGMENT if vocab > SHORT else 1) * K * options["LANES"])
+    grid = (n, parts_of_row(n, most, slots(logits.device, options)))
+    pointers = (x, *contiguous(*per_row), dx)
     strides = (logits.stride(0), out.stride(0))
-    most = triton.cdiv(vocab, (SEGMENT if vocab > SHORT else 1) * K * launch["LANES"])
-    grid = (n, parts_of_row(n, most, slots(logits.device, launch)))
-    with torch.cuda.device_of(logits):
-        logprob_bwd_kernel[grid](
-            *upstream,
-            x,
-            *per_row,
-            dx,
-            x_shift,
-            dx_shift,
-            vocab,
-            *strides,
-            inv_t,
-            scale,
-            softcap,
-            **launch,
-        )
+    numbers = (x_shift, dx_shift, vocab, *strides, inv_t, scale, softcap)
+    launch(logprob_bwd_kernel, grid, pointers, numbers, options)
     return out

@@ -14,18 +14,15 @@ import triton.language as tl
 
 from fused_rl.kernels import logprob
 from fused_rl.kernels.lanes import cap, row_scale
-from fused_rl.kernels.launch import temperature_scales
+from fused_rl.kernels.launch import cdiv, contiguous, launch, temperature_scales
 from fused_rl.kernels.logprob_gradient import gradient, target_gradient, upstream
 from fused_rl.kernels.online import FAR, LN2, NAN, exact_sum, log1p
 from fused_rl.kernels.states import RowStatistics, RowSupport
 
 LANES = 128  # ids at a time, in one warp because most sets are shorter
 # A tile of the head is IDS rows x WIDTH columns of the hidden size; PARTS programs share the products of a long set.
-IDS, WIDTH, PARTS = (
-    16,
-    256,
-    4,
-)
+IDS, WIDTH, PARTS = 16, 256, 4
+OPTIONS = {"IDS": IDS, "WIDTH": WIDTH, "num_warps": 4}
 FAR_ID = 2**62  # above every id
 
 
@@ -51,8 +48,8 @@ def kept_values(x, inside, known, softcap, SHARD: tl.constexpr):
     do_not_specialize=["first", "vocab", "x_stride", "inv_t", "scale", "scale_low", "softcap"]
 )
 def kept_fwd_kernel(
-    logits_ptr,  # (N, V) bf16, fp16 or fp32, or None where x has the logits already
     x_ptr,  # (M,) fp32
+    logits_ptr,  # (N, V) bf16, fp16 or fp32, or None where x has the logits already
     ids_ptr,  # (M,) integers
     begin_ptr,  # (N,) int64
     end_ptr,  # (N,) int64
@@ -143,10 +140,10 @@ def kept_fwd_kernel(
 
 @triton.jit(do_not_specialize=["first", "vocab", "dx_stride", "inv_t", "scale", "softcap"])
 def kept_bwd_kernel(
+    x_ptr,  # (M,) fp32
     dlogprob_ptr,  # (N,) fp32 or None, as the next two
     dentropy_ptr,
     dlse_ptr,
-    x_ptr,  # (M,) fp32
     ids_ptr,  # (M,) integers
     begin_ptr,  # (N,) int64
     end_ptr,  # (N,) int64
@@ -260,23 +257,10 @@ def kept_fwd(
         return into
     stride, vocab = (0, FAR_ID) if logits is None else (logits.stride(0), logits.shape[1])
     inv_t_ptr, *scales = temperature_scales(inv_temperature)
-    rows = [None if r is None else r.contiguous() for r in (*support, targets, mask, inv_t_ptr)]
-    shard, first = first is not None, first or 0
-    with torch.cuda.device_of(x):
-        kept_fwd_kernel[(n,)](
-            logits,
-            x,
-            *rows,
-            *into,
-            first,
-            vocab,
-            stride,
-            *scales,
-            softcap,
-            SHARD=shard,
-            LANES=LANES,
-            num_warps=1,
-        )
+    pointers = (x, logits, *contiguous(*support, targets, mask, inv_t_ptr), *into)
+    numbers = (first or 0, vocab, stride, *scales, softcap)
+    options = {"SHARD": first is not None, "LANES": LANES, "num_warps": 1}
+    launch(kept_fwd_kernel, (n,), pointers, numbers, options)
     return into
 
 
@@ -307,20 +291,14 @@ def kept_bwd(
     spread = out.dim() == 2
     stride, vocab = (out.stride(0), out.shape[1]) if spread else (0, FAR_ID)
     inv_t_ptr, inv_t, scale, _ = temperature_scales(inv_temperature)
-    grads = [None if d is None else d.contiguous() for d in (dlogprobs, dentropy, dlse)]
-    per_row = [
-        None if r is None else r.contiguous() for r in (targets, mask, entropy, m, rest, inv_t_ptr)
-    ]
-    ranges = [r.contiguous() for r in support]
-    with torch.cuda.device_of(x):
-        kept_bwd_kernel[(n,)](
-            *grads, x, *ranges, *per_row, out, first or 0, vocab, stride, inv_t, scale, softcap,
-            SPREAD=spread, LANES=LANES, num_warps=1,
-        )  # fmt: skip
+    per_row = (dlogprobs, dentropy, dlse, *support, targets, mask, entropy, m, rest, inv_t_ptr)
+    numbers = (first or 0, vocab, stride, inv_t, scale, softcap)
+    options = {"SPREAD": spread, "LANES": LANES, "num_warps": 1}
+    launch(kept_bwd_kernel, (n,), (x, *contiguous(*per_row), out), numbers, options)
     return out
 
 
-@triton.jit(do_not_specialize=["vocab"])
+@triton.jit
 def kept_dot_kernel(
     hidden_ptr,  # (N, H) bf16, fp16 or fp32
     weight_ptr,  # (V, H)
@@ -360,7 +338,7 @@ def kept_dot_kernel(
         tl.store(x_ptr + i, tl.where(known, x, float("nan")), mask=i < end)
 
 
-@triton.jit(do_not_specialize=["vocab"])
+@triton.jit
 def kept_hidden_kernel(
     dx_ptr,  # (M,) fp32
     weight_ptr,  # (V, H) bf16, fp16 or fp32
@@ -391,7 +369,7 @@ def kept_hidden_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["vocab"])
+@triton.jit
 def kept_head_kernel(
     dx_ptr,  # (M,) fp32, sorted by id, as is the next
     row_ptr,  # (M,) int64, the row of each entry
@@ -454,12 +432,9 @@ def kept_dot(x, hidden, weight, bias, support):
     """
     hidden, weight = _unit(hidden), _unit(weight)
     if len(hidden):
-        ranges = [r.contiguous() for r in support]
-        with torch.cuda.device_of(hidden):
-            kept_dot_kernel[(len(hidden), PARTS)](
-                hidden, weight, bias, *ranges, x, *weight.shape, hidden.stride(0), weight.stride(0),
-                IDS=IDS, WIDTH=WIDTH, num_warps=4,
-            )  # fmt: skip
+        pointers = (hidden, weight, bias, *contiguous(*support), x)
+        numbers = (*weight.shape, hidden.stride(0), weight.stride(0))
+        launch(kept_dot_kernel, (len(hidden), PARTS), pointers, numbers, OPTIONS)
 
 
 def kept_hidden(dx, weight, support):
@@ -467,19 +442,9 @@ def kept_hidden(dx, weight, support):
     weight, n = _unit(weight), support.begin.numel()
     dhidden = torch.empty(n, weight.shape[1], dtype=weight.dtype, device=weight.device)
     if n:
-        ranges = [r.contiguous() for r in support]
-        with torch.cuda.device_of(weight):
-            kept_hidden_kernel[(n, triton.cdiv(weight.shape[1], WIDTH))](
-                dx,
-                weight,
-                *ranges,
-                dhidden,
-                *weight.shape,
-                weight.stride(0),
-                IDS=IDS,
-                WIDTH=WIDTH,
-                num_warps=4,
-            )
+        pointers = (dx, weight, *contiguous(*support), dhidden)
+        grid, numbers = (n, cdiv(weight.shape[1], WIDTH)), (*weight.shape, weight.stride(0))
+        launch(kept_hidden_kernel, grid, pointers, numbers, OPTIONS)
     return dhidden
 
 
@@ -500,9 +465,9 @@ def kept_head(dx, rows, ids, ends, hidden, vocab, dweight, dbias, wants):
     if wants[1] and dbias is None:
         dbias = hidden.new_zeros(vocab)
     if len(ids):
-        with torch.cuda.device_of(hidden):
-            kept_head_kernel[(len(ids), triton.cdiv(hidden.shape[1], WIDTH))](
-                dx, rows, ids, ends, hidden, dweight, dbias, vocab, hidden.shape[1], hidden.stride(0),
-                hidden.shape[1], ADD=add, IDS=IDS, WIDTH=WIDTH, num_warps=4,
-            )  # fmt: skip
+        width = hidden.shape[1]
+        pointers = (dx, rows, ids, ends, hidden, dweight, dbias)
+        numbers = (vocab, width, hidden.stride(0), width)
+        grid = (len(ids), cdiv(width, WIDTH))
+        launch(kept_head_kernel, grid, pointers, numbers, {"ADD": add} | OPTIONS)
     return dweight, dbias

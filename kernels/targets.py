@@ -16,12 +16,13 @@ import triton
 import triton.language as tl
 
 from fused_rl.kernels.lanes import cap, row_scale
-from fused_rl.kernels.launch import aligned, temperature_scales
+from fused_rl.kernels.launch import aligned, cdiv, contiguous, launch, temperature_scales
 from fused_rl.kernels.logprob import logprob_bwd, logprob_fwd
 from fused_rl.kernels.logprob_gradient import target_gradient, upstream
 from fused_rl.kernels.online import NAN, log1p
 
 BLOCK = 128  # targets per program
+OPTIONS = {"BLOCK": BLOCK, "num_warps": 1}
 
 
 @triton.jit(do_not_specialize=["shift", "vocab", "count", "x_stride", "inv_t", "softcap"])
@@ -176,10 +177,6 @@ def targets_store_kernel(
     tl.store(dx_ptr + shift + row * dx_stride + target, g.to(dx_ptr.dtype.element_ty), mask=head)
 
 
-def _contiguous(*tensors):
-    return [None if x is None else x.contiguous() for x in tensors]
-
-
 def targets_fwd(logits, targets, mask, inv_temperature, softcap):
     """Return what `logprob_fwd` returns, for targets (N, K) and with log-probabilities (N, K) fp32 in nats."""
     n, count = targets.shape
@@ -187,16 +184,12 @@ def targets_fwd(logits, targets, mask, inv_temperature, softcap):
     logprobs = torch.empty(n, count, dtype=torch.float32, device=logits.device)
     if n and count:
         inv_t_ptr, inv_t, *_ = temperature_scales(inv_temperature)
-        targets, mask = _contiguous(targets, mask)
         x, shift = aligned(logits)
-        per_row = (mask, statistics.m, statistics.rest, inv_t_ptr)
+        per_row = (statistics.m, statistics.rest, inv_t_ptr)
+        pointers = (x, *contiguous(targets, mask), *per_row, logprobs)
         softcap = None if softcap is None else float(softcap)
-        scalars = (shift, logits.shape[1], count, logits.stride(0), inv_t, softcap)
-        grid = (n, triton.cdiv(count, BLOCK))
-        with torch.cuda.device_of(logits):
-            targets_fwd_kernel[grid](
-                x, targets, *per_row, logprobs, *scalars, BLOCK=BLOCK, num_warps=1
-            )
+        numbers = (shift, logits.shape[1], count, logits.stride(0), inv_t, softcap)
+        launch(targets_fwd_kernel, (n, cdiv(count, BLOCK)), pointers, numbers, OPTIONS)
     return statistics._replace(logprobs=logprobs)
 
 
@@ -221,22 +214,17 @@ def targets_bwd(
     if dlogprobs is None or targets.numel() == 0:
         return logprob_bwd(None, dentropy, dlse, *rows, out=out)
     ids, order = targets.sort(stable=True)
-    upstream = _contiguous(dlogprobs, dentropy, dlse)
+    upstream = contiguous(dlogprobs, dentropy, dlse)
     dtargets, dtotal = torch.empty_like(upstream[0]), torch.empty_like(m)
     inv_t_ptr, inv_t, *_ = temperature_scales(inv_temperature)
-    mask, entropy, m, rest = _contiguous(mask, entropy, m, rest)
+    mask, entropy, m, rest = contiguous(mask, entropy, m, rest)
     vocab, softcap = logits.shape[1], None if softcap is None else float(softcap)
     (x, x_shift), (dx, dx_shift) = aligned(logits), aligned(out)
-    scalars = (x_shift, vocab, count, logits.stride(0), inv_t, softcap)
     per_row = (mask, entropy, m, rest, inv_t_ptr)
-    options = {"BLOCK": BLOCK, "num_warps": 1}
-    with torch.cuda.device_of(logits):
-        targets_bwd_kernel[(n,)](
-            *upstream, x, ids, order, *per_row, dtargets, dtotal, *scalars, **options
-        )
-        logprob_bwd(None, dentropy, dtotal, *rows, out=out)
-        grid = (n, triton.cdiv(count, BLOCK))
-        targets_store_kernel[grid](
-            dtargets, ids, mask, m, dx, dx_shift, vocab, count, out.stride(0), **options
-        )
+    pointers = (*upstream, x, ids, order, *per_row, dtargets, dtotal)
+    numbers = (x_shift, vocab, count, logits.stride(0), inv_t, softcap)
+    launch(targets_bwd_kernel, (n,), pointers, numbers, OPTIONS)
+    logprob_bwd(None, dentropy, dtotal, *rows, out=out)
+    pointers, numbers = (dtargets, ids, mask, m, dx), (dx_shift, vocab, count, out.stride(0))
+    launch(targets_store_kernel, (n, cdiv(count, BLOCK)), pointers, numbers, OPTIONS)
     return out

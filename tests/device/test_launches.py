@@ -5,7 +5,7 @@ import torch
 
 import fused_rl
 from fused_rl import TokenLogprobs, reference
-from tests.device import driver, process, tensors
+from tests.device import driver, tensors
 from tests.device.on_device import on_device
 from tests.device.tensors import OnDevice, put, values
 from tests.hostile import OPS, VIEWS, Case, Row
@@ -40,6 +40,39 @@ def test_one_kernel_is_compiled_checked_and_executed(kernels):
         torch.testing.assert_close(a.inner, b.float(), rtol=1e-5, atol=1e-5)
     assert names(kernels.launches) == kernels.compiled == ["gae_kernel"]
     assert kernels.launches[0].grid == (2, 1, 1)
+
+
+# Whatever Triton compiles apart, in turn with what was launched before.
+KINDS = {
+    "as the first": {},
+    "a target that begins at 8 bytes": {"skip": 1},
+    "without a mask": {"mask": None},
+    "temperatures per row": {"inv_t": torch.tensor([0.5, 2.0])},
+    "a soft cap": {"softcap": 3.0},
+    "fp16": {"dtype": torch.float16},
+    "other compile-time arguments": {"variant": "prefetch"},
+}
+
+
+def test_a_launch_of_another_kind_gets_a_kernel_of_its_own(kernels):
+    """`launch` keeps compiled kernels by what they were compiled for; all but the first and its repeat are compiled."""
+    from fused_rl.cpu import logprob as cpu
+    from fused_rl.kernels import launch, logprob
+
+    logits, targets = random_rows(2, 100, torch.bfloat16, "cpu")
+    for kind in [*KINDS, *KINDS]:
+        given = {"skip": 0, "mask": torch.tensor([True, False]), "inv_t": 0.7, "softcap": None}
+        given |= {"dtype": torch.bfloat16, "variant": "default"} | KINDS[kind]
+        x = logits.to(given["dtype"])
+        rows = [x, targets, given["mask"], given["inv_t"], given["softcap"]]
+        wanted = cpu.logprob_fwd(*rows)
+        rows = [put(x) if isinstance(x, torch.Tensor) else x for x in rows]
+        rows[1] = put(torch.cat([targets[: given["skip"]], targets]))[given["skip"] :]
+        with launch.variant(given["variant"]):
+            found = logprob.logprob_fwd(*rows)
+        for ours, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(values(ours), theirs, rtol=1e-5, atol=1e-5, msg=kind)
+    assert kernels.compiled == ["logprob_fwd_kernel"] * len(KINDS)
 
 
 @pytest.mark.slow
@@ -84,7 +117,10 @@ SPREAD = [
 @pytest.mark.parametrize(("form", "programs"), SPREAD)
 @pytest.mark.parametrize("name", [*ON_LOGITS, "token_kl"])
 def test_long_rows(kernels, monkeypatch, name, form, programs):
-    monkeypatch.setattr(process.PROPERTIES, "multi_processor_count", PROGRAMS[programs])
+    from fused_rl.kernels import kl_gradient, launch
+
+    for module in (launch, kl_gradient):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: PROGRAMS[programs])
     check(of_device(OPS[name]), PLAIN._replace(**LONG[form]))
     merged = any(launch.name.endswith("merge_kernel") for launch in kernels.launches)
     segment = 16384 if name == "token_kl" else 8192  # columns of two bytes in a short row
