@@ -27,13 +27,55 @@ def panels(count: int, size: tuple[float, float], **options):
     return figure, figure.subplots(1, count, squeeze=False, **options)[0]
 
 
+def column(heights: list[int], size: tuple[float, float]):
+    """Return a figure and its axes below one another, whose heights are in these proportions."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)
+    return figure, axes[:, 0]
+
+
 def save(figure, name):
     """Into docs or to a path, without the frames' upper and right sides; legends where lines have names."""
+    import matplotlib
+
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         if axes.get_legend_handles_labels()[1] and not (axes.get_legend() or figure.legends):
             axes.legend(fontsize=7, frameon=False)
-    figure.savefig(DOCS / name, dpi=120)
+    # Neither the date nor random names of its parts, so that a figure of the same results is the same file.
+    stable = {"metadata": {"Date": None}} if str(name).endswith(".svg") else {}
+    with matplotlib.rc_context({"svg.hashsalt": str(name)}):
+        figure.savefig(DOCS / name, dpi=120, **stable)
+
+
+def shares_of_a_copy(shown: dict[str, dict[str, float]], name: str):
+    """Draw {title: {implementation: share of a copy's bandwidth}} as bars, a panel per title, into a file of docs.
+
+    The figure is narrow and its letters are large, because README is read on phones too.
+    """
+    heights = list(map(len, shown.values()))
+    figure, panels = column(heights, (5.6, 0.8 + 0.34 * sum(heights)))
+    for axes, (title, shares) in zip(panels, shown.items(), strict=True):
+        colours = [
+            LOOKS[0][0] if implementation.startswith("fused_rl") else "0.62"
+            for implementation in shares
+        ]
+        bars = axes.barh(list(shares), list(shares.values()), color=colours, height=0.7)
+        axes.axvline(1, color="black", lw=1.5, ls="--")
+        # A label stands behind its bar, unless the line of a copy would cross it.
+        inside = [f"{share:.0%}" if share > 0.8 else "" for share in shares.values()]
+        behind = [f"{share:.0%}" if share <= 0.8 else "" for share in shares.values()]
+        axes.bar_label(bars, behind, padding=4, fontsize=11)
+        axes.bar_label(bars, inside, padding=-36, fontsize=11, color="white")
+        axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
+        axes.set(xlim=(0, 1.12), xticks=[])
+        axes.spines["bottom"].set_visible(False)
+        axes.tick_params(left=False, labelsize=11)
+        axes.invert_yaxis()
+    panels[-1].set_xticks([0, 0.5, 1], ["0", "half", "as fast as a copy"])
+    save(figure, name)
 
 
 def roofline(shown: dict, value, roof: tuple[float, str], label: str, name: str):

@@ -72,6 +72,8 @@ REAL = (
     "during its last step, and the resumed run had the same bits. The accuracy is that of greedy responses to "
     "twelve questions."
 )
+# What an implementation of the figure of a GPU leaves out.
+NAMES = {"F.cross_entropy": "F.cross_entropy\n(no entropy)"}
 ALGORITHMS = {
     "grpo": "GRPO: greedy answers that are right",
     "reward": "reward model: pairs ordered rightly",
@@ -151,12 +153,32 @@ def cell(row) -> str:
 
 
 def kernels(result) -> str:
+    if device(result) == "gpu":
+        return f"{draw_shares()}\n\n{timed(result)}"
     roof = (result["copy_bytes_per_s"] / 1e9, "a plain copy")
     axis = "useful GB/s, forward + backward (right is faster)"
-    file = f"benchmarks-{device(result)}.png"
+    file = "benchmarks-cpu.png"
     plots.roofline(cases_of(result), lambda row: row["gb_per_s"]["both"], roof, axis, file)
     picture = f"![GB/s of each implementation against the bandwidth of a copy]({file})"
     return f"{picture}\n\n{timed(result)}"
+
+
+def draw_shares() -> str:
+    """Draw the first, largest case of each op on a GPU beside a copy, for README too; return the picture's line."""
+    shown = {}
+    for path in (RESULTS / "kernels-gpu.json", RESULTS / "kl-gpu.json"):
+        if not path.exists():
+            continue
+        case = next(iter(cases_of(results.load(path)).values()))
+        shown[case[0]["op"]] = {
+            NAMES.get(row["implementation"], row["implementation"]): row["copy_fraction"]["both"]
+            for row in case
+            if row["implementation"] != "fused_rl inplace"
+        }
+    for op, shares in shown.items():  # the fastest comes first
+        shown[op] = dict(sorted(shares.items(), key=lambda item: -item[1]))
+    plots.shares_of_a_copy(shown, "benchmarks-gpu.svg")
+    return "![Bandwidth of token_logprobs and token_kl on a GPU, as a share of a copy's](benchmarks-gpu.svg)"
 
 
 def traffic(result) -> str:

@@ -367,13 +367,14 @@ def run_blocks(page, **namespace):
     return namespace
 
 
-def test_the_loss_of_the_readme_prints_what_the_readme_says(monkeypatch, capsys):
+def test_the_loss_of_the_readme_runs(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    run_blocks("README.md")
-    assert (
-        f"```text\n{capsys.readouterr().out}```"
-        in (Path(__file__).parent.parent / "README.md").read_text()
-    )
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    block = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert block and len(block[1].splitlines()) <= 10
+    namespace: dict = {}
+    exec(block[1], namespace)
+    assert namespace["logits"].grad.abs().sum() > 0
 
 
 def test_the_step_on_paper_prints_what_its_page_says(capsys):

@@ -12,6 +12,7 @@ import pytest
 import fused_rl
 from fused_rl.trainers import cli
 from fused_rl.trainers.run.parse import parse
+from tests.trainers import tiny
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -93,6 +94,18 @@ def test_the_list_of_trainers_has_every_file_that_trains_and_their_pages():
     assert [CONFIGS[name].command for name in CONFIGS] == [*CONFIGS]
     pages = {listed.page for listed in cli.TRAINERS.values()}
     assert pages == {f"trainers/{path.name}" for path in (DOCS / "trainers").iterdir()}
+
+
+def test_the_run_of_the_readme_trains_and_the_first_page_has_the_same(tmp_path):
+    """On a tiny model, for a step; the first page of the site has the same lines."""
+    example = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    assert example in (DOCS / "index.md").read_text()
+    model = tiny.model_folder(tmp_path / "model")
+    folder = f"{tmp_path}/run"
+    source = example.replace("Qwen/Qwen2.5-0.5B-Instruct", model)
+    small = f'steps=1, prompts_per_step=2, max_new_tokens=4, eval_size=2, output_dir="{folder}"'
+    exec(source.replace('output_dir="runs/products"', small), {})
+    assert Path(folder, "model", "config.json").exists()
 
 
 def prints(output, line):
