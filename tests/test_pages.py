@@ -104,7 +104,7 @@ def test_the_run_of_the_readme_trains_and_the_first_page_has_the_same(tmp_path):
     folder = f"{tmp_path}/run"
     source = example.replace("Qwen/Qwen2.5-0.5B-Instruct", model)
     small = f'steps=1, prompts_per_step=2, max_new_tokens=4, eval_size=2, output_dir="{folder}"'
-    exec(source.replace('output_dir="runs/products"', small), {})
+    exec(source.replace('output_dir="runs/squares"', small), {})
     assert Path(folder, "model", "config.json").exists()
 
 
