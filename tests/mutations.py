@@ -846,10 +846,10 @@ MUTATIONS = {
         DEFINITIONS,
     ),
     "a gradient below its limit is scaled up": Mutation(
-        "trainers/base/zero.py",
-        "self.excess > 1",
-        "self.excess > 0",
-        "tests/trainers/test_zero.py -k bits",
+        "trainers/base/optim.py",
+        "elif norm + 1e-6 > 0.99 * self.limit:",
+        "else:",
+        "tests/trainers/test_optimizer.py -k clipped",
     ),
     "a finding is printed at every step": Mutation(
         "trainers/run/rules.py",

@@ -621,7 +621,7 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
     def footprint(self) -> memory.Footprint:
         """Return which models the run holds on each device, and the lengths of its sequences."""
         sixteen_bits = engine.torch_dtype(self) == torch.bfloat16
-        is_deepspeeds = self.zero_stage > 0 and not engine.uses_own_step(self)
+        is_deepspeeds = engine.effective_zero_stage(self) > 0
         policy = memory.Held(self.model, self.revision, is_trained=True, in_4bit=self.load_in_4bit)
         return memory.Footprint(
             models={"policy": policy},

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from fused_rl.trainers import cli, distill, grpo, sft
-from fused_rl.trainers.base import zero
 from fused_rl.trainers.run import command
 from tests.trainers import tiny
 
@@ -261,15 +260,15 @@ def test_a_dry_run_refuses_the_options_that_the_run_refuses(
 def test_other_libraries_are_quiet_before_deepspeed_is_imported(
     action, folder, tmp_path, monkeypatch
 ):
-    class Imported(Exception):
+    class Imported(BaseException):  # no error of a tokenizer
         pass
 
-    def import_deepspeed(*args, **options):
-        assert os.environ["DS_ACCELERATOR"] == "cpu"  # else it warns that it found no GPU
+    def read_tokenizer(*args, **options):
+        assert os.environ["DS_ACCELERATOR"] == "cpu"  # else DeepSpeed warns that it found no GPU
         raise Imported
 
-    # What it is first imported for, in a process that has not.
-    monkeypatch.setattr(zero, "own_step", import_deepspeed)
+    # What transformers, which imports DeepSpeed, does first.
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", read_tokenizer)
     monkeypatch.setenv("DS_ACCELERATOR", "")  # so that what the run sets is undone
     monkeypatch.delenv("DS_ACCELERATOR")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

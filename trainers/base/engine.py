@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import nn
 
-from fused_rl.trainers.base import deepspeed_file, optim, ranks, zero
+from fused_rl.trainers.base import deepspeed_file, optim, ranks
 from fused_rl.trainers.base.ranks import processes, rank
 from fused_rl.trainers.base.text import InputError, in_a_line
 
@@ -129,6 +129,13 @@ def widens_sums(config: EngineOptions) -> bool:
     return torch_dtype(config) == torch.bfloat16 and config.grad_accum_dtype == "float32"
 
 
+def effective_zero_stage(config: EngineOptions) -> int:
+    """Return the stage of ZeRO that DeepSpeed gets: 0 for one fp32 process, which has nothing to divide or to widen."""
+    is_alone = processes() == 1 and torch_dtype(config) == torch.float32
+    keeps_all = not config.offload and not deepspeed_file.read(config.deepspeed)
+    return 0 if is_alone and keeps_all and config.zero_stage < 3 else config.zero_stage
+
+
 def check_deepspeed_file(config: TrainingOptions) -> None:
     """Refuse a file of DeepSpeed's options that has other values than the run, or that DeepSpeed refuses."""
     if config.deepspeed is None:
@@ -147,7 +154,7 @@ def check_deepspeed_file(config: TrainingOptions) -> None:
 
 def _our_deepspeed_config(config: EngineOptions, *, max_grad_norm: float) -> dict:
     sums = {}
-    if widens_sums(config) and not uses_own_step(config):
+    if widens_sums(config):
         # Over micro-batches, and over processes.
         sums = {
             "data_types": {"grad_accum_dtype": "fp32"},
@@ -177,21 +184,11 @@ def _our_deepspeed_config(config: EngineOptions, *, max_grad_norm: float) -> dic
 def _deepspeed_config(config: EngineOptions, *, max_grad_norm: float) -> dict:
     theirs = deepspeed_file.read(config.deepspeed)
     ours = _our_deepspeed_config(config, max_grad_norm=max_grad_norm)
-    if uses_own_step(config):
-        # One process has nothing to communicate, and no hooks copy its gradients: autograd adds them up.
-        ours["zero_optimization"] |= {"stage": 1, "contiguous_gradients": False}
-        return ours
-    if widens_sums(config) and config.zero_stage == 1:
-        # DeepSpeed has another optimizer for it, with other checkpoints.
-        ours["zero_optimization"]["stage"] = 2
+    stage = effective_zero_stage(config)
+    if widens_sums(config) and stage == 1:
+        stage = 2  # DeepSpeed has another optimizer for it, with other checkpoints
+    ours["zero_optimization"]["stage"] = stage
     return deepspeed_file.merged(theirs, ours)
-
-
-def uses_own_step(config: EngineOptions) -> bool:
-    """Return True if the optimizer's step is the one of `zero`, and not DeepSpeed's."""
-    partition = deepspeed_file.read(config.deepspeed).get("zero_optimization", {})
-    offload = config.offload or "offload" in str(partition)
-    return zero.own_step(config.zero_stage, offload=offload)
 
 
 def initialize(model: nn.Module, config: TrainingOptions, updates: int):
@@ -201,27 +198,24 @@ def initialize(model: nn.Module, config: TrainingOptions, updates: int):
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = optim.adamw(parameters, config)
     clipping = None
-    if not config.zero_stage:  # DeepSpeed neither clips nor measures the norm there
+    has_zero = effective_zero_stage(config) > 0
+    if not has_zero:  # DeepSpeed neither clips nor measures the norm there
         clipping = optim.Clipping(optimizer, parameters, config.max_grad_norm)
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
         lr_scheduler=optim.schedule(optimizer, config, updates),
-        config=_deepspeed_config(
-            config, max_grad_norm=config.max_grad_norm if config.zero_stage else 0.0
-        ),
+        config=_deepspeed_config(config, max_grad_norm=config.max_grad_norm if has_zero else 0.0),
     )
     for group in list(
         c10d._world.pg_map
     ):  # DeepSpeed's own groups ignore the timeout of init_distributed
         c10d._set_pg_timeout(TIMEOUT, group)
-    if processes() == 1 and not config.zero_stage:
+    if processes() == 1 and not has_zero:
         engine.enable_backward_allreduce = (
             False  # which copies every gradient twice, to average one of them
         )
     engine.clipping = clipping
-    if uses_own_step(config):
-        zero.Step(engine, widens_sums=widens_sums(config))
     return engine
 
 
