@@ -1,4 +1,4 @@
-"""Additions to optimizers: Adam's epsilon as in TensorFlow, and the norm of a gradient in one read."""
+"""An addition to optimizers: Adam's epsilon as in TensorFlow."""
 
 import math
 import weakref
@@ -6,12 +6,9 @@ import weakref
 import torch
 
 from fused_rl.base.checks import described
-from fused_rl.cpu import native
 
 # Weak references: the set must not keep an optimizer alive.
 _CHANGED = weakref.WeakSet()
-# So many elements are in fp64 at a time.
-_PART = 1 << 18
 
 
 def tf_adam_epsilon(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -99,23 +96,3 @@ def _distinct(steps) -> set[int]:
         if not isinstance(step, torch.Tensor) or step.device.type == "cpu"
     }
     return here | {int(step) for step in torch.stack(there).tolist()} if there else here
-
-
-def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
-    """Sum of the squares of a tensor, in fp64, without a copy of it in fp64.
-
-    Args:
-        x: (...), bf16, fp16 or fp32, on any device.
-
-    Returns:
-        () fp64, on the device of `x`; not differentiable. Any element that is not finite makes it so.
-    """
-    x = x.detach().reshape(-1)
-    if x.device.type == "cpu" and x.numel() and x.dtype in native.DTYPES and native.takes(x[None]):
-        return native.squares(x).sum()
-    total = torch.zeros((), dtype=torch.float64, device=x.device)
-    # In parts, because a copy in fp64 would be four times a bf16 tensor.
-    for part in x.split(_PART):
-        wide = part.double()
-        total += torch.dot(wide, wide)
-    return total

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import fused_rl
-from fused_rl.optim import sum_of_squares
 from tests.distributed import run_distributed, zero_engine
 from tests.marks import slow
 
@@ -223,32 +222,3 @@ def test_steps_through_zero_with_groups_and_sub_groups(stage, steps):
         for p, expected in zip(found, (once, once, thrice), strict=True):
             # fp32 against fp64: 200 roundings of a displacement of up to 2e-3
             torch.testing.assert_close(torch.tensor(p).double(), expected, atol=3e-9, rtol=2e-5)
-
-
-@pytest.mark.parametrize("compiled", [True, False], ids=["rows.c", "eager"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_sum_of_squares_is_that_of_fp64(monkeypatch, dtype, compiled):
-    if not compiled:
-        monkeypatch.setattr("fused_rl.cpu.native.takes", lambda *matrices: False)
-        monkeypatch.setattr("fused_rl.optim._PART", 1000)
-    # Vectors, blocks and spans, with and without a tail.
-    for count in (
-        0,
-        1,
-        15,
-        17,
-        511,
-        513,
-        2**16 + 9,
-    ):
-        x = torch.randn(count, generator=torch.Generator().manual_seed(count)).to(dtype)
-        expected = x.double().square().sum()
-        torch.testing.assert_close(sum_of_squares(x), expected, rtol=1e-13, atol=0)
-    for spoilt in (math.nan, math.inf):
-        x[2**16 + 3] = spoilt
-        assert not sum_of_squares(x).isfinite()
-    strided = torch.randn(6, 4).to(dtype).t()
-    torch.testing.assert_close(
-        sum_of_squares(strided), strided.double().square().sum(), rtol=1e-13, atol=0
-    )
-    assert sum_of_squares(torch.zeros(1, dtype=dtype).expand(5)) == 0

@@ -30,7 +30,6 @@ _FLAGS = [
     "-Wno-psabi",
 ]
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as rows.c counts them
-_SPAN = 1 << 16  # as rows.c has it
 _SERIAL = 1 << 15  # elements; below, waking other threads takes longer than the work
 
 _log = logging.getLogger(__name__)
@@ -79,13 +78,6 @@ def call(name: str, elements: int, *arguments: torch.Tensor | Pair | float | Non
     _function(name)(*addresses, threads)
 
 
-def squares(x: torch.Tensor) -> torch.Tensor:
-    """Sums of the squares of a contiguous tensor's spans, (spans,) fp64."""
-    sums = x.new_empty(-(-x.numel() // _SPAN), dtype=torch.float64)
-    call("squares", x.numel(), x, DTYPES[x.dtype], x.numel(), sums)
-    return sums
-
-
 _POINTER, _SIZE, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
 _TEMPERATURE = [_POINTER, _DOUBLE]  # one per row, or a number
 _ARGUMENTS = {
@@ -96,7 +88,6 @@ _ARGUMENTS = {
     "kl_fwd": [_POINTER] * 3,
     "js_fwd": [_POINTER] * 3,
     "pair_bwd": [*[_POINTER] * 5, _INT, _POINTER],
-    "squares": [_POINTER, _INT, _SIZE, _POINTER],
 }  # fmt: skip
 
 

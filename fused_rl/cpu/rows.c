@@ -16,8 +16,6 @@ typedef float vec __attribute__((vector_size(4 * WIDTH), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t uvec __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t half_vec __attribute__((vector_size(2 * WIDTH)));
-typedef float short_vec __attribute__((vector_size(32)));
-typedef double wide_vec __attribute__((vector_size(64)));
 
 // ---------------------------------------------------------------- values of any dtype, a block at a time
 
@@ -546,39 +544,5 @@ void pair_bwd(const Tensors *all, const float *g, const float *divergence, const
             row.rest = state[C * n + i] / row.inverse_temperature;
             pair_gradient(&row, KL_DX, slope, 0, out, i * vocab);
         }
-    }
-}
-
-// ---------------------------------------------------------------- no rows: a tensor as one vector
-
-enum { SPAN = 1 << 16 };
-
-// sums[i] is the sum of the squares of span i in fp64: the same bits for any number of threads.
-void squares(const void *x, int dtype, int64_t n, double *sums, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t begin = 0; begin < n; begin += SPAN) {
-        int64_t end = begin + SPAN < n ? begin + SPAN : n;
-        float block[BLOCK] __attribute__((aligned(64)));
-        wide_vec total[BLOCK / 64] = {{0}};  // enough of them that no sum waits for the one before
-        for (int64_t i = begin; i < end; i += BLOCK) {
-            int count = end - i < BLOCK ? (int)(end - i) : BLOCK;
-            const float *values = block;
-            if (dtype == FP32 && count == BLOCK) {
-                values = (const float *)x + i;
-            } else {
-                load(block, x, i, count, dtype);
-                for (int j = count; j < BLOCK; j++) block[j] = 0;
-            }
-            for (int j = 0; j < BLOCK; j += 8) {
-                short_vec v;
-                memcpy(&v, values + j, sizeof v);
-                wide_vec wide = __builtin_convertvector(v, wide_vec);
-                total[j / 8 % (BLOCK / 64)] += wide * wide;
-            }
-        }
-        double sum = 0;
-        for (int k = 0; k < BLOCK / 64; k++)
-            for (int j = 0; j < 8; j++) sum += total[k][j];
-        sums[begin / SPAN] = sum;
     }
 }
