@@ -5,14 +5,14 @@
 - prime-rl: `import_path = "fused_rl.integrations.registries.prime_dapo"`.
 - slime, miles: `--custom-loss-function-path fused_rl.integrations.registries.slime_dapo`, or `miles_dapo`.
 
-Ratio, surrogate and clipping are the preset's; so is the aggregation in verl. The others reduce tokens their own way.
+Ratio, surrogate and clipping are the preset's; the aggregation is the host's, by its own option.
 """
 
 from functools import partial
 from importlib import import_module
-from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from fused_rl.objectives.advantages import ADVANTAGES, response_advantages
@@ -48,25 +48,22 @@ def _verl(
     config,
     rollout_is_weights=None,
 ):
-    # Every preset is linear in the advantages, so weights on them are weights on the losses.
-    weights = 1 if rollout_is_weights is None else rollout_is_weights
-    info, mask = config.global_batch_info, response_mask.bool()
-    # Gradients are averaged over the ranks, so a global count is divided by their number.
-    world = info.get("dp_size", 1)
-    counts: dict[str, Any] = {
-        "num_tokens": info.get("batch_num_tokens"),
-        "num_sequences": info.get("global_batch_size"),
-    }
-    counts = {name: count if count is None else count / world for name, count in counts.items()}
-    tokens = log_prob, old_log_prob, advantages * weights, mask
-    loss, metrics = policy_loss(
-        *tokens, preset=preset, max_length=info.get("loss_scale_factor"), **counts
-    )
-    # verl averages metrics over micro-batches: each share of the step becomes a mean of its own.
-    local = (counts["num_tokens"] or mask.sum()) / mask.sum().clamp(min=1)
-    return loss, {
-        f"actor/{name}": (metrics[name] * local).item() for name in _REPORTED if name in metrics
-    }
+    host = import_module("verl.trainer.ppo.core_algos")
+    # verl's own losses of these kinds are means over sequences, whatever the option says; gspo was one before 0.9.1.
+    fixed = ["sapo", "gmpo"]
+    if Version(import_module("verl").__version__) < Version("0.9.1"):
+        fixed.append("gspo")
+    mode = "seq-mean-token-mean" if preset in fixed else loss_agg_mode
+
+    def reduce(losses):
+        return host.agg_loss(losses, response_mask, mode, **config.global_batch_info)
+
+    weights = _token_weights(reduce, log_prob)
+    if rollout_is_weights is not None:
+        weights = weights * rollout_is_weights
+    tokens = log_prob, old_log_prob, advantages, response_mask.bool()
+    loss, found = _weighted(preset, tokens, weights)
+    return loss, {f"actor/{name}": value.item() for name, value in found.items()}
 
 
 def _skyrl(
@@ -104,9 +101,7 @@ def _megatron(module, more, preset, args, batch, logits, sum_of_sample_mean):
     scored = scored[1] if isinstance(scored, tuple) else scored
     logprobs, entropy = (torch.cat(scored[name]) for name in ("log_probs", "entropy"))
     old = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
-    ones = torch.ones_like(logprobs, requires_grad=True)
-    # The gradient of the host's reduction is what it multiplies each token's loss by.
-    (weights,) = torch.autograd.grad(sum_of_sample_mean(ones), ones)
+    weights = _token_weights(sum_of_sample_mean, logprobs)
     # The tokens of all responses stand in one row, where ids say which response is whose.
     lengths = torch.tensor(batch["response_lengths"], dtype=torch.int64, device="cpu")
     ids = torch.arange(len(lengths), device="cpu").repeat_interleave(lengths)
@@ -135,6 +130,12 @@ def _megatron(module, more, preset, args, batch, logits, sum_of_sample_mean):
     tokens = logprobs, old, torch.cat(batch["advantages"]), torch.cat(batch["loss_masks"]).bool()
     loss, metrics = _weighted(preset, (each[None] for each in tokens), weights[None], **given)
     return loss, metrics | {"loss": loss.detach()}
+
+
+def _token_weights(reduce, logprobs):
+    """Return what a host's reduction multiplies each token's loss by, which is its gradient."""
+    ones = torch.ones_like(logprobs, requires_grad=True)
+    return torch.autograd.grad(reduce(ones), ones)[0]
 
 
 def _weighted(preset, tokens, weights, **given):

@@ -3,7 +3,6 @@
 import functools
 import inspect
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ import verl.utils.kernel.linear_cross_entropy as linear_module
 import verl.utils.torch_functional as verl_F
 from verl.trainer.ppo import core_algos
 from verl.utils.experimental.torch_functional import FusedLinearForPPO
+from verl.workers.config import FSDPActorConfig
 
 from fused_rl.integrations import verl as integration
 from tests.hosts import cases
@@ -270,27 +270,43 @@ def test_verl_has_no_backend_of_a_fused_head_that_is_not_replaced():
         FusedLinearForPPO(impl_backend="another")
 
 
-def test_our_losses_and_advantages_in_verl_s_registries():
-    """Where verl has the same, it says the same: grpo, which is vanilla over means of sequences, and two estimators."""
+@pytest.fixture(scope="module")
+def registered():
+    """Register once per process: verl refuses another function of the same name."""
     integration.register()
+
+
+# Ours, verl's own of the same formula, and the bounds of ours.
+SAME_LOSSES = [
+    ("fused_grpo", "vanilla", 0.2, 0.2),
+    ("fused_gspo", "gspo", 3e-4, 4e-4),
+    ("fused_sapo", "sapo", 0.2, 0.2),
+]
+
+
+@pytest.mark.parametrize(
+    "mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+)
+@pytest.mark.parametrize(("mine", "other", "low", "high"), SAME_LOSSES)
+def test_our_losses_in_verl_s_registry(registered, mine, other, low, high, mode):
+    """Where verl has the same loss, it says the same, for every way to aggregate and in every release."""
     generator = torch.Generator().manual_seed(0)
     old = -3 * torch.rand(8, 6, generator=generator)
     logprobs = old + 0.3 * torch.randn(8, 6, generator=generator)
     mask = torch.arange(6) < torch.tensor([6, 3, 1, 5, 2, 6, 4, 3])[:, None]
-    advantages = torch.randn(8, 1, generator=generator).expand(8, 6)
-    config = SimpleNamespace(
-        clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.2, get=lambda name, default: default
-    )
-    config.global_batch_info = {
+    info = {
         "dp_size": 2,
         "batch_num_tokens": 50,
         "global_batch_size": 12,
         "loss_scale_factor": None,
     }
+    clips = {"clip_ratio": low, "clip_ratio_low": low, "clip_ratio_high": high}
+    config = FSDPActorConfig(strategy="fsdp", rollout_n=4, ppo_micro_batch_size_per_gpu=8, **clips)
+    config.global_batch_info.update(info)
     given = {
-        "advantages": advantages,
+        "advantages": torch.randn(8, 1, generator=generator).expand(8, 6),
         "response_mask": mask,
-        "loss_agg_mode": "seq-mean-token-mean",
+        "loss_agg_mode": mode,
         "config": config,
     }
 
@@ -298,9 +314,13 @@ def test_our_losses_and_advantages_in_verl_s_registries():
         function = core_algos.get_policy_loss_fn(name)
         return value_and_gradient(lambda x: function(old, x, **given)[0], logprobs, torch.ones(()))
 
-    for mine, other in zip(graded("fused_grpo"), graded("vanilla"), strict=True):
-        assert_close(mine, other, 1e-5)
+    for got, want in zip(graded(mine), graded(other), strict=True):
+        assert_close(got, want, 1e-5)
 
+
+def test_our_advantages_in_verl_s_registry(registered):
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.arange(6) < torch.tensor([6, 3, 1, 5, 2, 6, 4, 3])[:, None]
     rewards = torch.rand(8, generator=generator)
     last = torch.zeros(8, 6).scatter(1, mask.sum(1, keepdim=True) - 1, rewards[:, None])
     groups = {

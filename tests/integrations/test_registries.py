@@ -1,6 +1,7 @@
 """Our losses in other trainers, whose modules stand-ins replace: their signatures, registries and reductions."""
 
 import functools
+import itertools
 import sys
 from argparse import Namespace
 from types import ModuleType
@@ -81,41 +82,50 @@ def decorator_into(registry):
     return register
 
 
-def verl_registered(host):
+def agg_loss(losses, mask, mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor):
+    """verl's reduction of a rank's micro-batch: the ranks' mean is the reduction of the whole batch."""
+    losses = losses * mask
+    if mode == "token-mean":
+        return losses.sum() / batch_num_tokens * dp_size
+    over = {"seq-mean-token-mean": mask.sum(1, keepdim=True), "seq-mean-token-sum": 1}
+    over["seq-mean-token-sum-norm"] = loss_scale_factor
+    return (losses / over[mode]).sum() / global_batch_size * dp_size
+
+
+def verl_registered(host, release="0.9.1"):
     losses, estimators = {}, {}
     functions = {
+        "agg_loss": agg_loss,
         "register_policy_loss": decorator_into(losses),
         "register_adv_est": decorator_into(estimators),
     }
+    host("verl", __version__=release)
     host("verl.trainer.ppo.core_algos", **functions)
     integration.register()
     return losses, estimators
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("ranks", [0, 1, 2])
-def test_verl_has_every_preset(host, preset, ranks):
-    """verl 0.9.1 calls by name; the gradients of two ranks, averaged, are those of the whole batch. 0: no counts."""
+MODES = "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+
+
+@pytest.mark.parametrize(("preset", "mode"), itertools.product(PRESETS, MODES))
+def test_verl_has_every_preset(host, preset, mode):
+    """verl calls by name, and reduces by its option; the gradients of two ranks, averaged, are those of the batch."""
     losses, _ = verl_registered(host)
     assert {*losses} == {f"fused_{name}" for name in PRESETS}
-    info = {
-        "dp_size": ranks,
-        "batch_num_tokens": int(MASK.sum()),
-        "global_batch_size": B,
-        "loss_scale_factor": 20,
-    }
-    config = Namespace(global_batch_info=info if ranks else {"loss_scale_factor": 20})
+    info = {"dp_size": 2, "batch_num_tokens": int(MASK.sum())}
+    info |= {"global_batch_size": B, "loss_scale_factor": 20}
 
     def theirs(logprobs):
         total = 0
-        for rows in torch.arange(B).chunk(ranks or 1):
+        for rows in torch.arange(B).chunk(2):
             loss, metrics = losses[f"fused_{preset}"](
                 old_log_prob=OLD[rows],
                 log_prob=logprobs[rows],
                 advantages=ADVANTAGES[rows],
                 response_mask=MASK[rows].long(),
-                loss_agg_mode="token-mean",
-                config=config,
+                loss_agg_mode=mode,
+                config=Namespace(global_batch_info=info),
                 rollout_is_weights=WEIGHTS[rows] if preset == "dapo" else None,
             )
             assert all(isinstance(value, float) for value in metrics.values())
@@ -123,14 +133,29 @@ def test_verl_has_every_preset(host, preset, ranks):
             assert metrics["actor/approx_kl"] == pytest.approx(
                 (log_ratio.square() / 2).mean().item()
             )
-            total = total + loss / (ranks or 1)
+            total = total + loss / 2
         return total
 
+    chosen = {"preset": preset, "max_length": 20}
+    # verl's own sapo and geo_mean do not read the option.
+    chosen["loss_agg"] = "seq-mean-token-mean" if preset in ("sapo", "gmpo") else mode
     scaled = ADVANTAGES * WEIGHTS if preset == "dapo" else ADVANTAGES
-    ours = graded(
-        lambda x: fused_rl.policy_loss(x, OLD, scaled, MASK, preset=preset, max_length=20)[0]
-    )
+    ours = graded(lambda x: fused_rl.policy_loss(x, OLD, scaled, MASK, **chosen)[0])
     torch.testing.assert_close(graded(theirs), ours)
+
+
+@pytest.mark.parametrize(
+    ("release", "loss_agg"), [("0.9.0", "seq-mean-token-mean"), ("0.9.1", "token-mean")]
+)
+def test_gspo_follows_verl_s_option_from_0_9_1_on(host, release, loss_agg):
+    losses, _ = verl_registered(host, release)
+    info = {"dp_size": 1, "batch_num_tokens": MASK.sum(), "global_batch_size": B}
+    config = Namespace(global_batch_info=info | {"loss_scale_factor": None})
+    call = functools.partial(losses["fused_gspo"], OLD, loss_agg_mode="token-mean", config=config)
+    theirs = graded(lambda x: call(x, advantages=ADVANTAGES, response_mask=MASK)[0])
+    chosen = {"preset": "gspo", "loss_agg": loss_agg}
+    ours = graded(lambda x: fused_rl.policy_loss(x, OLD, ADVANTAGES, MASK, **chosen)[0])
+    torch.testing.assert_close(theirs, ours)
 
 
 @pytest.mark.parametrize(
