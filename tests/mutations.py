@@ -114,11 +114,47 @@ MUTATIONS = {
         "kl = torch.zeros(n)",
         "tests/test_architecture.py -k allocation",
     ),
+    "verl's option of aggregation is not read": Mutation(
+        "fused_rl/integrations/registries.py",
+        'mode = "seq-mean-token-mean" if preset in fixed else loss_agg_mode',
+        'mode = "seq-mean-token-mean"',
+        "tests/integrations/test_registries.py -k verl",
+    ),
     "a view of a leaf is overwritten": Mutation(
         "fused_rl/ops/logprobs.py",
         "return logits.is_leaf or (logits._base is not None and logits._base.is_leaf)",
         "return logits.is_leaf",
         "tests/test_checks.py -k overwrite",
+    ),
+    "gradients are stored as if their rows began where the logits' do": Mutation(
+        "kernels/kl_gradient.py",
+        "alike = (x_at % VEC == y_at % VEC) & (x_at % VEC == out % VEC)",
+        "alike = x_at % VEC == y_at % VEC",
+        "tests/test_kl.py -k odd_vocabulary",
+    ),
+    "the merge of a row's programs forgets its own temperature": Mutation(
+        "kernels/kl.py",
+        "        inv_t = valid(tl.load(inv_t_ptr + row))\n    x_row = x_ptr",
+        "        inv_t = 1.0\n    x_row = x_ptr",
+        "tests/test_kl.py -k 'several_programs and reverse-1'",
+    ),
+    "the merge of a row's log-probability forgets its own temperature": Mutation(
+        "kernels/logprob.py",
+        "    inv_t, scale, scale_low = row_scale(inv_t_ptr, row, inv_t, scale, scale_low)\n    m, rest",
+        "    m, rest",
+        "tests/test_kernels.py -k several_programs",
+    ),
+    "targets are compared with the maximum before the soft cap": Mutation(
+        "kernels/targets.py",
+        "below += tl.where(cap(x, softcap) < top, d, 0.0)",
+        "below += tl.where(x < top, d, 0.0)",
+        "tests/test_targets.py -k certainty",
+    ),
+    "an infinite logit of a kept set is a maximum like any other": Mutation(
+        "kernels/support.py",
+        "rest += tl.where(x == m, p - 1.0, p)",
+        "rest += tl.where(x == m, 0.0, p)",
+        "tests/test_support.py -k no_number",
     ),
     "forward is reverse": Mutation(
         "fused_rl/ops/kl.py",

@@ -90,6 +90,15 @@ def test_bits_do_not_depend_on_alignment_batch_or_split(dtype, vocab, monkeypatc
         assert_same_bits(both(at(vocab + 3, row), target, inplace=True), expected)
 
 
+def test_a_row_in_several_programs_keeps_its_own_temperature(monkeypatch):
+    rows = torch.cat([one_row(2 * 4096 + 100, torch.bfloat16, seed)[0] for seed in range(2)])
+    targets, inv_t = torch.tensor([5, 9], device=DEVICE), torch.tensor([0.3, 1.7], device=DEVICE)
+    split(monkeypatch, False)
+    expected = both(rows, targets, inv_t=inv_t)
+    split(monkeypatch, True)
+    assert_same_bits(both(rows, targets, inv_t=inv_t), expected)
+
+
 def test_a_target_may_be_the_first_or_last_column_of_anything(monkeypatch):
     """Of the row, a program, a tile, or the columns around the tiles, which two programs share."""
     split(monkeypatch, True)

@@ -169,6 +169,18 @@ def test_rows_do_not_depend_on_batch_mask_or_strides(backend, direction):
             assert torch.equal(ours.view_as(best)[1, 2], best[1, 2])
 
 
+@on_backends("direction", DIRECTIONS, most=1)
+def test_all_rows_but_the_last_of_an_odd_vocabulary(backend, direction):
+    """Rows of x and y begin alike, and those of the gradients elsewhere; each has a whole block and columns around."""
+    x, y = pair(2, 4, 1501, device=backend)
+    x, y = x[:, :-1], y[:, :-1]
+    upstream = torch.randn(2, 3, device=backend)
+    got = both_gradients(fused_rl.token_kl, x, y, upstream, direction=direction)
+    for cut in ((x.clone(), y), (x.clone(), y.clone())):
+        want = both_gradients(fused_rl.token_kl, *cut, upstream, direction=direction)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 # neighbouring columns in neighbouring threads, or in one
 @on_backends("dtype, vocab", [torch.bfloat16, torch.float32], [5001, 5008], most=1)
 def test_rows_have_the_same_bits_at_any_alignment(backend, dtype, vocab):
@@ -201,13 +213,13 @@ def test_a_row_in_several_programs_has_the_bits_of_one(direction, segment, monke
     x[:, 5000 * segment], y[:, 5000 * segment] = -torch.inf, -torch.inf
     x[1, 6250 * segment], y[1, 7500 * segment] = 300.0, 250.0
     upstream = torch.randn(2)
-    one = both_gradients(fused_rl.token_kl, x, y, upstream, direction=direction)
+    options = {"direction": direction, "temperature": torch.tensor([0.8, 1.3])}
+    one = both_gradients(fused_rl.token_kl, x, y, upstream, **options)
     for module in (launch, kernels[1]):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 100)
     with interpreter.check_memory():
-        many = both_gradients(fused_rl.token_kl, x, y, upstream, direction=direction)
+        many = both_gradients(fused_rl.token_kl, x, y, upstream, **options)
     assert all(torch.equal(a, b) for a, b in zip(one, many, strict=True))
-    options = {"direction": direction}
     want = both_gradients(reference.token_kl, x.double(), y.double(), upstream, **options)
     torch.testing.assert_close(one[0].double(), want[0], rtol=2e-6, atol=1e-38)
     for gradient, exact_gradient in zip(one[1:], want[1:], strict=True):

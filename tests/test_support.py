@@ -214,6 +214,17 @@ def test_one_token_with_all_the_mass(backend, gap, size):
         torch.testing.assert_close(certain, p.sum() / (1 + p.sum()), rtol=5e-6, atol=0)
 
 
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_what_is_no_number_shows_in_its_own_row(backend, bad):
+    """Once and twice in a set; beside a set nobody reads it."""
+    logits = random_logits(3, 40).to(backend)
+    logits[0, 4] = logits[1, 4] = logits[1, 30] = logits[2, 5] = bad
+    support = TokenSupport.from_lists([[3, 4, 30]] * 3).to(backend)
+    targets = torch.tensor([3, 3, 3], device=backend)
+    for output in fused_rl.token_logprobs(logits, targets, support=support):
+        assert output.isnan().tolist() == [True, True, False]
+
+
 def test_every_finite_logit_counts(backend):
     """Far beyond what the lanes of a whole row hold, and ties of the maximum."""
     logits = torch.zeros(1, 40)
