@@ -377,14 +377,6 @@ def test_the_loss_of_the_readme_runs(monkeypatch):
     assert namespace["logits"].grad.abs().sum() > 0
 
 
-def test_the_step_on_paper_prints_what_its_page_says(capsys):
-    run_blocks("docs/scaling.md")
-    assert (
-        f"```text\n{capsys.readouterr().out}```"
-        in (Path(__file__).parent.parent / "docs/scaling.md").read_text()
-    )
-
-
 def test_the_kept_sets_of_the_documentation_run(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     config = LlamaConfig(

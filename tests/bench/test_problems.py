@@ -15,11 +15,13 @@ from bench.repro import kl_estimators
 from fused_rl.trainers import cli
 
 FOLDER = machine.ROOT / "docs" / "problems"
-PAGES = {path.stem: path.read_text() for path in FOLDER.glob("*.md") if path.stem != "index"}
+PAGES = {path.stem: path.read_text() for path in FOLDER.glob("*.md")}
 
 
 def commands_of(page):
-    """The lines of its last part that stand as code."""
+    """Return the commands of a page: in its section "Command", or in the tables of the first page."""
+    if page == "index":
+        return re.findall(r"`((?:python|make|fused-rl) [^`…]+)", PAGES[page])
     part = PAGES[page].split("## Command\n")[1]
     return [line.strip() for line in part.splitlines() if line.startswith("    ")]
 
