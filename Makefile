@@ -16,7 +16,7 @@ ALL_CORES := $(if $(filter file,$(origin OMP_NUM_THREADS)),env -u OMP_NUM_THREAD
 help:
 	@echo "make TARGET, where TARGET is one of"
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@awk -F ':.*#: ' '/^[a-z-]+:.*#: / {printf "%s%s", (n++ ? " " : ""), $$1} END {print ""}' $(MAKEFILE_LIST)
+	@awk -F ':.*#: ' '/^[a-z-]+:.*#: / {printf "%s%s", (n++ ? " " : ""), $$1} END {print ""}' $(MAKEFILE_LIST) | fold -s -w 79
 
 # Every target that needs .venv makes it, once, and again only when the requirements change.
 .PHONY: install
@@ -57,11 +57,20 @@ demo-distill: $(VENV)/installed  #: after the demo, its model teaches its own wa
 
 .PHONY: test
 test: $(VENV)/installed  ## the cheapest test of every guarantee: 7 minutes on 2 cores
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not mutations and not server"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not mutations and not server" --durations=20
 
 .PHONY: test-slow
-test-slow: $(VENV)/installed  ## the other tests, with whole runs: 40 minutes on 2 cores
-	$(BIN)/python -m pytest -n 2 -m "slow and not gpu"
+test-slow: $(VENV)/installed test-compiled  ## the other tests, with whole runs: 40 minutes on 2 cores
+	$(BIN)/python -m pytest -n 2 -m "slow and not gpu and not release and not compiled" --durations=20
+
+# Where nothing has changed since tests/compiled.sha256 was written, it ends at once.
+.PHONY: test-compiled
+test-compiled: $(VENV)/installed  #: what compilers make of the kernels, where kernels/ changed: 5 minutes
+	$(BIN)/python -m tests.tools.compiled
+
+.PHONY: test-release
+test-release: $(VENV)/installed  #: what takes long and other tests see first: the tutorial, many hostile inputs
+	$(BIN)/python -m pytest -n 2 -m release --durations=20
 
 .PHONY: lint
 lint: $(VENV)/installed  ## ruff: rules and formatting
@@ -96,7 +105,7 @@ test-nodes: $(VENV)/installed  #: two nodes in network namespaces lose their net
 	FUSED_RL_NODES=1 $(BIN)/python -m pytest -q tests/trainers/test_two_nodes.py
 
 .PHONY: test-long
-test-long: $(VENV)/installed  ## sequences divided over processes, beside one: 10 minutes
+test-long: $(VENV)/installed  #: sequences divided over processes, beside one: 10 minutes
 	FUSED_RL_LONG=1 $(BIN)/python -m pytest -q tests/trainers/test_long.py
 
 # Tensors that say `cuda:0` and hold CPU values: what mixes devices, and how often the host waits for the device.

@@ -35,6 +35,12 @@ def pytest_addoption(parser):
     parser.addoption("--part", default="0/1", help="2/5 with --on-device: the third part of five")
 
 
+def pytest_itemcollected(item):
+    """What has a target of its own is not in the fast suite either."""
+    if item.get_closest_marker("release") or item.get_closest_marker("compiled"):
+        item.add_marker(pytest.mark.slow)
+
+
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("--on-device"):
         return

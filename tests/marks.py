@@ -12,6 +12,11 @@ def slow(*values):
     return pytest.param(*values, marks=SLOW)
 
 
+def release(*values):
+    """Return a cell that `make test-release` runs."""
+    return pytest.param(*values, marks=pytest.mark.release)
+
+
 # For a test that asks nothing of the kernels that other tests do not ask: interpreted, they are slow here.
 cpu_fast = pytest.mark.parametrize("backend", [slow("kernel"), "cpu"], indirect=True)
 

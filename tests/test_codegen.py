@@ -4,13 +4,36 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.tools import codegen  # noqa: E402
+from tests.tools import codegen, compiled  # noqa: E402
 
 
 @pytest.fixture(scope="module")
-def compiled():
+def figures():
     rows = codegen.subprocess_lines("--only", "bf16")
     return {(row["case"], row["target"]): row for row in rows}
+
+
+def test_the_tests_of_compiled_code_ran_after_the_last_change():
+    if compiled.changed():
+        pytest.skip("kernels/ has changed: `make test-compiled` tests what compilers make of it")
+
+
+def test_any_kernel_tool_or_compiler_changes_the_hash(tmp_path):
+    before = compiled.current()
+    for path in [*compiled.sources(), compiled.ROOT / "constraints.txt"]:
+        copy = tmp_path / path.relative_to(compiled.ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    assert compiled.current(tmp_path) == before
+    hashes = {before}
+    for path in [*compiled.sources(tmp_path)[::5], tmp_path / "constraints.txt"]:
+        text = path.read_text()
+        path.write_text(
+            text.replace("triton==", "triton==9") if path.suffix == ".txt" else f"#{text}"
+        )
+        hashes.add(compiled.current(tmp_path))
+        path.write_text(text)
+    assert len(hashes) == 2 + len(compiled.sources()[::5])
 
 
 def test_one_kernel_compiles_without_a_spill():
@@ -19,16 +42,16 @@ def test_one_kernel_compiles_without_a_spill():
     assert_backward_within_budget(row)
 
 
-@pytest.mark.slow
-def test_no_kernel_spills_anywhere(compiled):
-    assert {target for _, target in compiled} == set(codegen.TARGETS)
-    assert [key for key, row in compiled.items() if row["spills"]] == []
+@pytest.mark.compiled
+def test_no_kernel_spills_anywhere(figures):
+    assert {target for _, target in figures} == set(codegen.TARGETS)
+    assert [key for key, row in figures.items() if row["spills"]] == []
 
 
-@pytest.mark.slow
-def test_forward_budget(compiled):
+@pytest.mark.compiled
+def test_forward_budget(figures):
     """Of 13.8 instructions and 1.72 exponentials per element at an H200's memory roof."""
-    row = compiled["logprob_fwd bf16", "sm_90"]
+    row = figures["logprob_fwd bf16", "sm_90"]
     # Rows that begin at 16 bytes (V = 151936), and all others (V = 50257)
     aligned, rotated = row["loops"]
     assert aligned["instructions"] <= 9.5 and aligned["special"] <= 1.25
@@ -42,43 +65,43 @@ def assert_backward_within_budget(row):
         assert loop["instructions"] <= 9 and loop["special"] <= 1.0 and loop["barriers"] == 0
 
 
-@pytest.mark.slow
-def test_16_bytes_per_load_and_store_on_every_target(compiled):
+@pytest.mark.compiled
+def test_16_bytes_per_load_and_store_on_every_target(figures):
     for target in codegen.TARGETS:
         forward, backward = (
-            compiled[f"logprob_{way} bf16", target]["loops"] for way in ("fwd", "bwd")
+            figures[f"logprob_{way} bf16", target]["loops"] for way in ("fwd", "bwd")
         )
         assert len(forward) == 2 and {loop["load"] for loop in forward} == {16}
         assert {(loop["load"], loop["store"]) for loop in backward} == {(16, 16)}
         forward, backward, js = (
-            compiled[f"{case} bf16", target]["loops"] for case in ("kl_fwd", "kl_bwd", "js_fwd")
+            figures[f"{case} bf16", target]["loops"] for case in ("kl_fwd", "kl_bwd", "js_fwd")
         )
         # of two rows together, those that do not begin at 16 bytes are read by neighbouring threads, 2 bytes each
         assert [loop["load"] for loop in forward] == [loop["load"] for loop in js] == [16, 2]
         assert {(loop["load"], loop["store"]) for loop in backward} == {(16, 16)}
 
 
-@pytest.mark.slow
-def test_divergence_budget(compiled):
+@pytest.mark.compiled
+def test_divergence_budget(figures):
     """Of 27.6 instructions per column of two bf16 rows at an H200's memory roof."""
-    wide, other = compiled["kl_fwd bf16", "sm_90"]["loops"]
+    wide, other = figures["kl_fwd bf16", "sm_90"]["loops"]
     assert wide["instructions"] <= 27.2 and wide["special"] <= 2.2
     assert other["instructions"] <= 29.5
-    assert max(compiled["kl_fwd bf16", "sm_90"]["headroom"]) >= 1.0
-    wide, other = compiled["js_fwd bf16", "sm_90"]["loops"]
+    assert max(figures["kl_fwd bf16", "sm_90"]["headroom"]) >= 1.0
+    wide, other = figures["js_fwd bf16", "sm_90"]["loops"]
     assert wide["instructions"] <= 53 and other["instructions"] <= 57 and other["special"] <= 3
 
 
-@pytest.mark.slow
-def test_divergences_are_alike_on_every_target(compiled):
+@pytest.mark.compiled
+def test_divergences_are_alike_on_every_target(figures):
     """No barrier in a main loop, no more instructions than on sm_90: what a compiler moves costs both."""
     for target in codegen.TARGETS:
         for case in ("kl_fwd", "kl_bwd", "js_fwd"):
-            assert not any(loop["barriers"] for loop in compiled[f"{case} bf16", target]["loops"])
-        assert compiled["kl_fwd bf16", target]["loops"][0]["instructions"] <= 27.2
+            assert not any(loop["barriers"] for loop in figures[f"{case} bf16", target]["loops"])
+        assert figures["kl_fwd bf16", target]["loops"][0]["instructions"] <= 27.2
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_every_way_to_launch_compiles():
     """Types, temperatures per row, soft caps, splits, missing upstream gradients; the interpreter accepts too much."""
     rows = codegen.subprocess_lines("--variants", "--targets", "sm_90,sm_100,gfx942")
@@ -89,7 +112,7 @@ def test_every_way_to_launch_compiles():
         assert not any(loop["barriers"] for loop in row["loops"])
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_lengths_temperatures_and_vocabularies_never_compile():
     """20 lengths, 5 temperatures and 3 vocabularies: one kernel backward, and forward one more for short rows."""
     [row] = codegen.subprocess_lines("--count")

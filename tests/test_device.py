@@ -25,7 +25,7 @@ COMMAND = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_on_a_device_that_is_not_there():
     """Its quick tests; `make test-device` runs the slow ones too, and shows them one by one."""
     if reason := process.missing():

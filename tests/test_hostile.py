@@ -29,7 +29,7 @@ from tests.hostile import (
     topk_promise,
 )
 from tests.hostile import OTHERS as OTHER_ROWS
-from tests.marks import diagonal, slow
+from tests.marks import diagonal, release, slow
 
 OF_HEAD = (sizes_of_head, sizes_of_cross_entropy)
 
@@ -271,7 +271,7 @@ def test_ops_under_a_default_dtype(backend, name, default_dtype, monkeypatch):
                 assert_same_bits(ran, default_dtype)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("name", OPS)
 def test_ops_at_length(backend, name):
     """Ten times as many on the CPU path, a dozen on the kernels; more by `python -m tests.test_hostile 1000`."""
@@ -322,7 +322,7 @@ def test_functions_of_tokens_under_a_default_dtype(name, default_dtype):
         assert_same_bits(ran, default_dtype)
 
 
-@pytest.mark.parametrize("examples", [6, slow(120)])
+@pytest.mark.parametrize("examples", [6, release(120)])
 @pytest.mark.parametrize("name", hostile_tokens.FUNCTIONS)
 def test_functions_of_tokens(name, examples):
     function = hostile_tokens.FUNCTIONS[name]

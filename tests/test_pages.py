@@ -117,7 +117,7 @@ def prints(output, line):
     return found is not None and all(abs(float(a) - float(b)) <= 0.1 for a, b in pairs)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_tutorial_prints_what_it_says(tmp_path):
     """Every block, in order, in an empty folder: bash as it stands, Python as a file, whose first line may name it."""
     paths = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

@@ -9,7 +9,7 @@ from fused_rl import reference, token_kl, token_logprobs, topk_kl
 from fused_rl.ops.kl import DIRECTIONS
 from tests.drawn import given, settings, st
 from tests.logits import FLOATS
-from tests.marks import on_backends, slow
+from tests.marks import on_backends, release
 
 
 def distributions(n, vocab, dtype=torch.float64, seed=0, distance=1.0):
@@ -115,7 +115,7 @@ def check_never_negative_never_above_and_larger_with_more_tokens(
     assert (values.diff(dim=0) >= -rounding - open_[:-1] - open_[1:]).all()
 
 
-@pytest.mark.parametrize("examples", [15, slow(120)])
+@pytest.mark.parametrize("examples", [15, release(120)])
 def test_never_negative_never_above_and_larger_with_more_tokens(examples):
     drawn = check_never_negative_never_above_and_larger_with_more_tokens
     settings(max_examples=examples)(drawn)()

@@ -11,7 +11,7 @@ def rows_of(folder, name):
     return [json.loads(line) for line in (folder / "data" / name).read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_demos_problems_teacher_and_tokenizer(tmp_path, capsys):
     demo.prepare(tmp_path, seed=3)
     train, held_out = rows_of(tmp_path, "train.jsonl"), rows_of(tmp_path, "eval.jsonl")

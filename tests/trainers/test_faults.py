@@ -20,7 +20,7 @@ from tests.trainers import mounts, tiny
 from tests.trainers.bad_inputs import CASES, JUDGES, Case
 from tests.trainers.killed import UNDISTURBED, Moment, run
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 
 TRAIN = shlex.split(
     "--model model --output_dir run --overwrite --steps 1 --zero_stage 0 --save_every 0 --eval_size 2"
