@@ -266,19 +266,20 @@ def accumulate(
         if of_responses is not None:
             of_responses[rows, 0] = of_sequences.cpu()
             of_responses[rows, 1] = batch.token_counts[rows].double()
-        terms["kl"] = terms["kl"] / num_tokens
+        terms["kl"] = terms["kl"] / max(num_tokens, 1)
         if torch.is_grad_enabled():
             policy.backward(terms["kl"])
         sums.add(terms, micro.where)
     totals = sums.over_ranks()
+    metrics = {"distill/num_tokens": num_tokens}
+    # Without a token there is no mean, which would look like a student that is its teacher.
+    if num_tokens:
+        metrics["distill/kl"] = totals["kl"]
     # The likeliest tokens are compared at some tokens only, which are counted apart.
-    compared = max(totals["compared"], 1)
-    return {
-        "distill/kl": totals["kl"],
-        "distill/top1_agreement": totals["agrees"] / compared,
-        "distill/topk_mass": totals["mass"] / compared,
-        "distill/num_tokens": num_tokens,
-    }
+    if compared := totals["compared"]:
+        metrics["distill/top1_agreement"] = totals["agrees"] / compared
+        metrics["distill/topk_mass"] = totals["mass"] / compared
+    return metrics
 
 
 @torch.no_grad()

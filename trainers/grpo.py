@@ -67,7 +67,7 @@ from fused_rl.trainers.policy.setup import (
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
-from fused_rl.trainers.run.metrics import POLICY, Sums, with_logged_names
+from fused_rl.trainers.run.metrics import POLICY, Sums, means_of_updates, with_logged_names
 from fused_rl.trainers.scorers.load import (
     check_reward_models,
     check_scorers,
@@ -165,20 +165,19 @@ def update(
         history.append(with_logged_names(POLICY, sums) | policy.optimizer_step(step))
 
     # The step's metrics: means over its updates; entropy and exact KL are of before them.
-    means = {key: sum(metrics[key] for metrics in history) / len(history) for key in history[0]}
-    means["objective/entropy"] = _per_response(-measured.old_logprobs.sum(1), groups.included)
+    means = means_of_updates(history) | {"lr": history[-1]["lr"]}
+    before = {"objective/entropy": -measured.old_logprobs}
     if measured.kl is not None:
-        means["objective/kl_exact"] = _per_response(measured.kl.sum(1), groups.included)
-    return means | {"lr": history[-1]["lr"], "val/first_ratio": history[0]["val/first_ratio"]}
+        before["objective/kl_exact"] = measured.kl
+    return means | _per_response(before, groups.included)
 
 
-def _per_response(values: torch.Tensor, included: torch.Tensor) -> float:
-    """The mean of (B,) of every rank over the responses that count."""
-    included_values = values.cpu()[included]
-    total, count = ranks.global_sum(
-        torch.stack([included_values.sum().double(), included.sum().double()])
-    )
-    return (total / count.clamp(min=1)).item()
+def _per_response(columns: dict[str, torch.Tensor], included: torch.Tensor) -> dict[str, float]:
+    """The means over all ranks of the sums of (B, T), of the responses that count; {} if none does."""
+    sums = {name: values.sum(1).cpu()[included].sum() for name, values in columns.items()}
+    totals = ranks.global_sums(sums | {"": included.sum()})
+    count = totals.pop("")
+    return {name: total / count for name, total in totals.items() if count}
 
 
 class Included(NamedTuple):
@@ -188,10 +187,10 @@ class Included(NamedTuple):
     """(B, T - 1) bool."""
     trained: torch.Tensor
     """(B,) bool on the CPU: the responses with tokens that are trained on."""
-    num_tokens: float
-    num_sequences: float
+    num_tokens: int
+    num_sequences: int
     """Responses that count in the loss's mean, truncated ones among them."""
-    num_trained: float
+    num_trained: int
     """Responses with a token that is trained on."""
 
 
@@ -259,8 +258,8 @@ def accumulate(
                 rollout_logprobs=micro.of(rollout_logprobs),
                 group_lengths=lengths[micro.rows],
                 options=loss_options,
-                num_tokens=num_tokens,
-                num_sequences=num_sequences,
+                num_tokens=max(num_tokens, 1),
+                num_sequences=max(num_sequences, 1),
                 max_length=config.max_new_tokens,
             )
         if has_gradient:
@@ -274,7 +273,7 @@ def accumulate(
             measured.kl[micro.place] = output.kl
 
     # Of the responses trained on: one that is left out is no response with a KL of 0.
-    metrics = sums.over_ranks()
+    metrics = sums.over_ranks(num_tokens)
     kls = {name: metrics[name] for name in KLS if name in metrics}
     return metrics | {name: kl * (num_sequences / num_trained) for name, kl in kls.items()}
 
@@ -322,7 +321,7 @@ def train_step(
     # Beside what the update measured: what was sampled, and what became of the reward.
     metrics |= groups.metrics | mismatch
     if charged is not None:
-        metrics["objective/kl"] = _per_response(charged, groups.included)
+        metrics |= _per_response({"objective/kl": charged[:, None]}, groups.included)
     tokens = ranks.global_sum(groups.rollout.lengths[groups.included].sum()).item()
     penalty = -config.kl_coef * metrics.get("objective/kl", 0.0) - metrics["overlong_penalty"]
     return metrics | {

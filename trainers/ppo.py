@@ -66,7 +66,7 @@ from fused_rl.trainers.policy.setup import (
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
-from fused_rl.trainers.run.metrics import PPO, Sums, with_logged_names
+from fused_rl.trainers.run.metrics import PPO, Sums, means_of_updates, with_logged_names
 from fused_rl.trainers.scorers.load import (
     check_reward_models,
     check_scorers,
@@ -191,7 +191,7 @@ def update(
         # stop.
         if (
             policy.config.target_kl is not None
-            and history[-1]["policy/approxkl_avg"] > policy.config.target_kl
+            and history[-1].get("policy/approxkl_avg", 0) > policy.config.target_kl
         ):
             break
     for _ in updates[len(history) :]:  # schedules count planned updates, and still end at zero
@@ -199,11 +199,8 @@ def update(
         critic.lr_scheduler.step()
 
     # The step's metrics: means over its updates.
-    means = {key: sum(metrics[key] for metrics in history) / len(history) for key in history[0]}
-    # The learning rate is that of the last update, and only the first one's ratio must be 1.
-    last = {key: history[-1][key] for key in history[-1] if key.endswith("lr")}
-    last["val/first_ratio"] = history[0]["val/first_ratio"]
-    return means | last | {"optim/updates": len(history)}
+    last = {key: history[-1][key] for key in ("lr", "optim/critic_lr")}
+    return means_of_updates(history) | last | {"optim/updates": len(history)}
 
 
 def accumulate(
@@ -239,7 +236,7 @@ def accumulate(
             rollout_logprobs=micro.of(rollout.rollout_logprobs),
             group_lengths=lengths[micro.rows],
             options=loss_options,
-            num_tokens=num_tokens,
+            num_tokens=max(num_tokens, 1),
             num_sequences=num_sequences,
             max_length=config.max_new_tokens,
         )
@@ -249,13 +246,13 @@ def accumulate(
             before.returns,
             before.mask,
             value_clip=config.value_clip,
-            num_tokens=num_tokens,
+            num_tokens=max(num_tokens, 1),
         )
         # The engine averages gradients over ranks, but num_tokens is already that of all ranks.
         critic.backward(value_loss * processes())
         policy.backward(output.loss)
         sums.add(output.metrics | value_metrics, micro.batch.where)
-    return sums.over_ranks()
+    return sums.over_ranks(num_tokens)
 
 
 def train_step(

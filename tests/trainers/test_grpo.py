@@ -229,5 +229,6 @@ def test_the_ranks_have_each_prompt_of_a_step_once(monkeypatch):
 
 def test_a_mean_per_response_is_over_those_that_are_included():
     included = torch.tensor([True, True, False])
-    assert grpo._per_response(torch.tensor([1.0, 2.0, 30.0]), included) == 1.5
-    assert grpo._per_response(torch.ones(3), included & False) == 0
+    columns = {"kl": torch.tensor([[1.0], [2.0], [30.0]])}
+    assert grpo._per_response(columns, included) == {"kl": 1.5}
+    assert grpo._per_response(columns, included & False) == {}

@@ -241,6 +241,29 @@ def test_a_step_without_any_signal_is_a_step_of_gradients_0(folder, exact):
     assert all((p.grad == 0).all() for p in lm.parameters() if p.grad is not None)
 
 
+def test_an_update_without_tokens_changes_no_mean_of_tokens(folder, exact):
+    """Of responses that were all cut, and are left out."""
+    config = config_of(folder, mask_truncated=True, kl_coef=0.1)
+    cut, others = [torch.tensor([0, 3, 6])], [torch.tensor([1, 2, 4, 5, 7])]
+    found = []
+    for updates in ([others], [others, cut], [cut, others]):
+        made = fake_policy(config, Plain(tiny.load_lm(config)), exact["responses"], exact["scores"])
+        made.optimizer_step = lambda step: {"lr": 0.0, "optim/grad_norm": 0.0}
+        drawn = groups.collect(made, exact["prompts"], None, 1)
+        measured = measured_of(exact, drawn.rollout.batch)
+        found.append(grpo.update(made, drawn, measured, torch.ones(8), updates, 1))
+    alone, before, after = found
+    assert before.keys() == after.keys() == alone.keys() and alone["policy/entropy_avg"] > 1
+    for key, value in before.items():
+        # The loss of the update without a token was 0.
+        share = 0.5 if key.startswith("loss/") else 1
+        assert value == pytest.approx(share * alone[key], rel=1e-4, abs=1e-6), key
+    # The update that comes first is no longer the one whose ratio is 1.
+    for key in ("policy/entropy_avg", "objective/kl1_avg"):
+        assert after[key] == pytest.approx(alone[key], rel=1e-4)
+    assert after["val/first_ratio"] == after["val/ratio"]
+
+
 # The KL in the reward, and the reference.
 
 

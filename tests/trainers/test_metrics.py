@@ -1,6 +1,7 @@
 """Every metric of a GRPO step against its definition in fp64, where ratio and KL are far from 1 and 0."""
 
 import functools
+import importlib
 import math
 
 import pytest
@@ -234,6 +235,36 @@ def test_every_metric_of_a_step_is_its_definition_in_two_micro_batches_on_two_ra
     for key, value in expected.items():
         assert first[key] == pytest.approx(value, rel=2e-5, abs=1e-7), key
         assert second[key] == first[key], key
+
+
+class Silent(tiny.Sampler):
+    """Nothing but empty responses."""
+
+    def sample(self, prompts, sampling):
+        return [Response([], "length") for _ in prompts]
+
+
+def judge_none(response, row):
+    return None
+
+
+@pytest.mark.parametrize("trainer", ["grpo", "ppo", "distill"])
+def test_a_mean_over_nothing_is_left_out(trainer, files, tmp_path):
+    given = {"steps": 1, "eval_size": 2, "eval_samples": 2, "save_every": 0, "max_new_tokens": 4}
+    given |= {"prompts_per_step": 2, "group_size": 2}
+    if trainer == "distill":
+        given |= {"teacher": files[0]}
+    else:
+        given |= {"verifiers": f"{__name__}:judge_none"}
+    config = tiny.config_of(trainer, *files, tmp_path / "run", **given)
+    train = importlib.import_module(f"fused_rl.trainers.{trainer}").train
+    train(config, sampler=lambda *_: Silent())
+    of_tokens = {"policy/entropy_avg", "val/ratio", "val/first_ratio", "policy/clipfrac_avg"}
+    of_tokens |= {"distill/kl", "distill/top1_agreement", "eval/distill/kl", "eval/entropy"}
+    of_tokens |= {"rewards/judge_none/mean", "rewards/judge_none/std"}
+    for metrics in tiny.read_metrics(tmp_path / "run"):
+        assert not metrics.keys() & of_tokens
+        assert metrics.get("distill/num_tokens", 0) == 0
 
 
 class Read(dict):

@@ -228,8 +228,8 @@ def of_all_rows(values: torch.Tensor) -> torch.Tensor:
 
 
 def global_counts(*counts: torch.Tensor) -> list[int]:
-    """Return the sums of scalars over all ranks, each at least 1: the denominators of a whole minibatch."""
-    return global_sum(stacked_on_cpu(counts)).clamp(min=1).tolist()
+    """Return the sums of scalars over all ranks: the denominators of a whole minibatch."""
+    return global_sum(stacked_on_cpu(counts)).tolist()
 
 
 def stacked_on_cpu(scalars: Sequence[torch.Tensor]) -> torch.Tensor:

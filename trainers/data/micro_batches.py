@@ -26,7 +26,7 @@ class Padding:
             torch.tensor(self.computed), torch.tensor(self.tokens)
         )
         self.computed = self.tokens = 0
-        return 1 - tokens / computed
+        return (computed - tokens) / max(computed, 1)
 
 
 TokensOf = Callable[[list[int]], int]

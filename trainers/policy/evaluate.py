@@ -76,9 +76,9 @@ def evaluate(
     if measured.kl is not None:
         sums["kl_exact"] = measured.kl[first].sum().cpu() / k
     totals = ranks.global_sums(sums)
-    found = solved_metrics(policy.scorers, totals) | {
-        "entropy": totals["entropy"] / max(totals["tokens"], 1)
-    }
+    found = solved_metrics(policy.scorers, totals)
+    if totals["tokens"]:
+        found["entropy"] = totals["entropy"] / totals["tokens"]
     if measured.kl is not None:
         found["kl_exact"] = totals["kl_exact"] / totals["problems"]
     found |= {key: struck + sampled.incidents[key] for key, struck in greedy.incidents.items()}

@@ -62,6 +62,8 @@ def mismatch(
         beyond = (ratio < options.rollout_low) | (ratio > options.rollout_high)
         sums["rollout/correction_cut"] = (mask & beyond).sum()
     totals = ranks.global_sums(sums | {"tokens": mask.sum()})
-    tokens = max(totals.pop("tokens"), 1)
+    tokens = totals.pop("tokens")
+    if not tokens:
+        return {}
     metrics = {name: total / tokens for name, total in totals.items()}
     return metrics | {"rollout/logprob_diff_max": ranks.global_max(difference.abs().max())}

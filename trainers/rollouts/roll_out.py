@@ -410,11 +410,11 @@ def rollout_metrics(
         moments.append(values.isnan().double().sum())
         summed = ranks.global_sum(torch.stack(moments))
         applied, total, square, none = summed.tolist()
-        mean = total / max(applied, 1)
-        mean_square = square / max(applied, 1)
-        metrics[f"rewards/{name}/mean"] = mean
-        metrics[f"rewards/{name}/std"] = math.sqrt(max(mean_square - mean**2, 0))
-        metrics[f"rewards/{name}/none"] = none / max(applied + none, 1)
+        if applied:
+            mean = total / applied
+            metrics[f"rewards/{name}/mean"] = mean
+            metrics[f"rewards/{name}/std"] = math.sqrt(max(square / applied - mean**2, 0))
+        metrics[f"rewards/{name}/none"] = none / (applied + none)
     metrics |= rollout.incidents | rollout.seconds
     return metrics | means_of(rollout.logged, metrics)
 

@@ -164,7 +164,8 @@ def with_logged_names(table: Mapping[str, str], sums: Mapping[str, float]) -> di
 
     Args:
         table: `POLICY` or `PPO`.
-        sums: the metrics of the loss by their own names, as means over the tokens of the optimizer step.
+        sums: the metrics of the loss by their own names, as means over the tokens of the optimizer step; without a
+            token these are the losses alone.
     """
     # A loss need not compute all of them: a surrogate that clips nothing has no clipfrac, for example.
     found = {key: sums[name] for key, name in table.items() if name in sums}
@@ -173,10 +174,23 @@ def with_logged_names(table: Mapping[str, str], sums: Mapping[str, float]) -> di
     }  # of a user's surrogate
 
     # Losses add up the distance of the ratio from 1, because a sum of ratios near 1 would be rounded.
+    if "drift" not in sums:
+        return found
     found["val/ratio"] = 1 + sums["ratio_minus_1"]
     found["val/first_ratio"] = 1 + sums["drift"]
     found["val/ratio_var"] = sums["ratio_minus_1_square"] - sums["ratio_minus_1"] ** 2
     return found
+
+
+def means_of_updates(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each metric over those updates of a step that have it."""
+    values = {}
+    for metrics in history:
+        for key, value in metrics.items():
+            values.setdefault(key, []).append(value)
+    means = {key: sum(of_updates) / len(of_updates) for key, of_updates in values.items()}
+    # Only in the first update is the policy the one that was sampled.
+    return means | {key: values[key][0] for key in ("val/first_ratio",) if key in values}
 
 
 @dataclass
@@ -193,8 +207,8 @@ class Sums:
         values = [value.detach().double() for value in metrics.values()]
         self.parts.append((torch.stack(values), where))
 
-    def over_ranks(self) -> dict[str, float]:
-        """Return the sums over all micro-batches and ranks, the same on every rank.
+    def over_ranks(self, num_tokens: int = 1) -> dict[str, float]:
+        """Return the sums over all micro-batches and ranks, the same on every rank; without tokens only the losses.
 
         Raises:
             InputError: a sum is NaN or infinite; the message names each rank's first such micro-batch and its rows.
@@ -203,7 +217,9 @@ class Sums:
         columns = torch.stack([values for values, _ in self.parts]).cpu()
         total = global_sum(sum(columns))
         if total.isfinite().all():
-            return dict(zip(self.names, total.tolist(), strict=True))
+            # A mean over no token is no 0: it would drag down those of other updates.
+            of_all = zip(self.names, total.tolist(), strict=True)
+            return {name: value for name, value in of_all if num_tokens or name.endswith("loss")}
 
         # Some micro-batch is NaN or infinite: name the first one of each rank, with the rows that were in it.
         found = []
