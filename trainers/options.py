@@ -67,6 +67,14 @@ class Needs(NamedTuple):
     """The message after `option=value` if it does not: why, and what to do."""
 
 
+MAY_CHANGE: Any = {"may_change": True}
+
+
+def may_change(default: Any) -> Any:
+    """Return the field of an option that may have another value in a resumed run, from the next step on."""
+    return pydantic.Field(default, json_schema_extra=MAY_CHANGE)
+
+
 def is_file_name(name: str) -> bool:
     """Return True for a name that ends as files of rows do, packed with gzip or not."""
     return name.removesuffix(".gz").endswith(FILES)
@@ -170,6 +178,12 @@ class Options(pydantic.BaseModel):
                 [*map(_as_yaml_value, value)] if isinstance(value, list) else _as_yaml_value(value)
             )
         return values
+
+
+def changeable(config_class: type[Options]) -> set[str]:
+    """Return the names of the options that may change when a run resumes."""
+    fields = config_class.model_fields.items()
+    return {name for name, field in fields if field.json_schema_extra == MAY_CHANGE}
 
 
 @functools.cache
@@ -300,11 +314,11 @@ def check_revision(model: str, revision: str | None) -> None:
 class ModelConfig(Options):
     """The model, and which of its weights are trained."""
 
-    model: str
+    model: str = pydantic.Field(json_schema_extra=MAY_CHANGE)
     """A causal language model, or adapters to one: a Hub name or a local folder."""
     revision: str | None = None
     """Branch, tag or commit of `model` on the Hub, for its weights, tokenizer and config."""
-    attn_implementation: str | None = None
+    attn_implementation: str | None = may_change(None)
     """Attention of every model, by its name in transformers: eager, sdpa, flash_attention_2, …; None is the default of
     the model."""
     lora_rank: NonNegativeInt = 0
@@ -313,15 +327,15 @@ class ModelConfig(Options):
     """Scale of the adapters: alpha / rank."""
     lora_targets: str = "all-linear"
     """Linear layers with adapters: names such as q_proj,v_proj, or all-linear."""
-    save_merged: bool = False
+    save_merged: bool = may_change(False)
     """Save whole weights with the adapters merged in, not the adapters alone. Reward models are always merged."""
     load_in_4bit: bool = False
     """Keep the weights under the adapters in 4 bits, NF4 (needs `pip install fused-rl[bnb]`)."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = may_change(False)
     """Recompute activations in the backward pass."""
-    checkpoint_activations_on: Literal["device", "cpu"] = "device"
+    checkpoint_activations_on: Literal["device", "cpu"] = may_change("device")
     """Where the inputs of the layers that are recomputed wait for the backward pass: cpu frees memory of a GPU."""
-    loss_from: Literal["linear", "logits"] = "linear"
+    loss_from: Literal["linear", "logits"] = may_change("linear")
     """linear: from hidden states and the LM head, one chunk of logits at a time; logits: from the whole logits."""
     head_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the logits of bfloat16 weights: float32, or bfloat16, which changes log-probabilities by about 0.01.
@@ -353,20 +367,20 @@ TEMPLATE_NEEDS = tuple(
 class DataConfig(Options):
     """The rows, and how they become prompts."""
 
-    dataset: str | None = None
+    dataset: str | None = may_change(None)
     """A local file (.jsonl, .json, .csv or .parquet, each also with .gz), a folder of such files or from save_to_disk,
     or the name of a Hub dataset."""
     dataset_config: str | None = None
     """Configuration of the Hub dataset; None takes its only one, or the one named default or main."""
     dataset_split: str = "train"
     """The Hub dataset's split to train on."""
-    eval_dataset: str | None = None
+    eval_dataset: str | None = may_change(None)
     """File or Hub name of the held-out rows; None holds out the last `eval_size` rows of `dataset`."""
-    eval_dataset_config: str | None = None
+    eval_dataset_config: str | None = may_change(None)
     """Configuration of `eval_dataset`; None takes dataset_config if both name the same dataset."""
-    eval_split: str = "test"
+    eval_split: str = may_change("test")
     """The split of `eval_dataset`, if that is a Hub name."""
-    eval_size: NonNegativeInt = 64
+    eval_size: NonNegativeInt = may_change(64)
     """Number of held-out rows to evaluate on; 0 for no evaluation."""
     raw_prompt: bool = False
     """Give text prompts to the model unchanged, even if its tokenizer has a chat template."""
@@ -394,22 +408,24 @@ class DataConfig(Options):
 class OptimConfig(Options):
     """The optimizer."""
 
-    lr: NonNegative = 1e-6
+    lr: NonNegative = may_change(1e-6)
     """Peak learning rate of AdamW."""
-    lr_schedule: Literal["constant", "linear", "cosine"] | str | optim.Schedule = "linear"
+    lr_schedule: Literal["constant", "linear", "cosine"] | str | optim.Schedule = may_change(
+        "linear"
+    )
     """After the warm-up: constant, or annealed to zero at the last update; or a function as module:function, which
     returns the factor of lr for (update, number of updates) (docs/hooks.md)."""
-    warmup_steps: NonNegativeInt = 0
+    warmup_steps: NonNegativeInt = may_change(0)
     """Optimizer updates with a rising learning rate."""
-    weight_decay: NonNegative = 0.0
+    weight_decay: NonNegative = may_change(0.0)
     """Decoupled weight decay of all weights except norms and biases."""
-    adam_beta2: Decay = 0.999
+    adam_beta2: Decay = may_change(0.999)
     """Decay of the second moment."""
-    adam_eps: Positive = 1e-8
+    adam_eps: Positive = may_change(1e-8)
     """Adam's epsilon."""
     tf_adam: bool = False
     """Epsilon outside the bias correction, as in TensorFlow 1: smaller first updates (fused_rl.tf_adam_epsilon)."""
-    max_grad_norm: NonNegative = 1.0
+    max_grad_norm: NonNegative = may_change(1.0)
     """Gradients are scaled down to this norm; 0 switches it off."""
 
     @pydantic.field_validator("lr_schedule")
@@ -424,10 +440,10 @@ class OptimConfig(Options):
 class EngineConfig(Options):
     """Memory, precision and the division over processes."""
 
-    micro_batch_size: PositiveInt | None = None
+    micro_batch_size: PositiveInt | None = may_change(None)
     """Sequences per forward and backward pass; the result does not depend on it. None is 8 on a CPU, and on a GPU as
     many as its memory holds."""
-    micro_batch_tokens: PositiveInt | None = None
+    micro_batch_tokens: PositiveInt | None = may_change(None)
     """Tokens per forward and backward pass, pads included, instead of micro_batch_size: sequences of similar length go
     together, and a longer one goes alone. None means micro_batch_size on a CPU, and on a GPU as many as its memory
     holds, unless micro_batch_size is given."""
@@ -477,28 +493,27 @@ class EngineConfig(Options):
 class OutputConfig(Options):
     """What a run writes, and whether it resumes."""
 
-    output_dir: str
+    output_dir: str = pydantic.Field(json_schema_extra=MAY_CHANGE)
     """Folder for metrics.jsonl, TensorBoard, curves.png, checkpoints/ and the trained model/."""
-    save_every: NonNegativeInt = 100
+    save_every: NonNegativeInt = may_change(100)
     """Steps between checkpoints; 0 saves one only when the run is interrupted."""
-    keep_checkpoints: PositiveInt = 2
+    keep_checkpoints: PositiveInt = may_change(2)
     """Number of checkpoints to keep; older ones are deleted."""
     resume: bool = False
     """Continue from the latest checkpoint in `output_dir`; docs/training.md lists the options that may change."""
     resume_from: str | None = None
-    """Continue from this checkpoint instead, such as step-4; later ones are moved to <output_dir>.1."""
+    """Continue from this checkpoint instead, such as step-4; later ones are moved to <output_dir>/earlier-1."""
     accept_changes: bool = False
     """With resume: continue although rows, models or the chat template have changed since."""
     overwrite: bool = False
-    """Start again in an `output_dir` that is not empty: what is in it is moved to <output_dir>.1, or to
-    <output_dir>/earlier-1 in a mounted volume."""
-    wandb_project: str | None = None
+    """Start again in an `output_dir` that is not empty: what is in it is moved to <output_dir>/earlier-1."""
+    wandb_project: str | None = may_change(None)
     """Also log to this Weights & Biases project (needs `pip install wandb`)."""
-    push_to_hub: bool = False
+    push_to_hub: bool = may_change(False)
     """Upload `model/` to the Hub when it is saved; the token is checked when the run begins."""
-    hub_model_id: str | None = None
+    hub_model_id: str | None = may_change(None)
     """Repository: owner/name, or a name in your own account; None is the name of `output_dir`."""
-    hub_private_repo: bool = False
+    hub_private_repo: bool = may_change(False)
     """Make that repository private; one that is already public is refused."""
 
     needs: ClassVar = (
@@ -527,14 +542,14 @@ class StepsConfig(Options):
     batch_option: ClassVar[str]
     """The option that says how many rows a step takes."""
 
-    steps: PositiveInt | None = None
+    steps: PositiveInt | None = may_change(None)
     """Optimizer updates, in grpo and ppo rollouts; None is 100, or follows from num_train_epochs."""
-    num_train_epochs: Positive | None = None
+    num_train_epochs: Positive | None = may_change(None)
     """Passes over the training rows, such as 1.5; replaces steps."""
-    until: str | None = None
+    until: str | None = may_change(None)
     """Held-out figure, such as sampled_accuracy=0.2 or loss=1.5, at which the run ends before its last step: after the
     first evaluation that is as good or better. It saves what a whole run saves."""
-    order: str = "shuffled"
+    order: str = may_change("shuffled")
     """Order of the rows: shuffled anew in each pass; `file`, as they stand in the dataset; or a text file with the
     number of a row in each line, the first being 1 (docs/hooks.md)."""
 
@@ -584,9 +599,9 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
 
     seed: Seed = 1
     """Random seed of weights, data order and sampling; on a CPU the same seed gives the same run, bit for bit."""
-    eval_every: NonNegativeInt = 50
+    eval_every: NonNegativeInt = may_change(50)
     """Steps between evaluations; there is also one before and one after the training, and 0 leaves only these two."""
-    on_step: str | None = None
+    on_step: str | None = may_change(None)
     """The user's function that is called after each step, as module:function (docs/hooks.md)."""
     dry_run: bool | Literal["all"] = False
     """Check options, rows and scorers as the run does, print what was resolved and one example, and stop. It prints the

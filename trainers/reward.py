@@ -47,7 +47,7 @@ from fused_rl.trainers.models.scoring import (
     score_all,
     share_of_rank,
 )
-from fused_rl.trainers.options import Needs, NonNegative, NonNegativeInt
+from fused_rl.trainers.options import Needs, NonNegative, NonNegativeInt, may_change
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
 from fused_rl.trainers.run.learned import Evaluation
@@ -74,7 +74,7 @@ class RewardConfig(PairsConfig):
     normalize_pairs: NonNegativeInt = 128
     """Number of reference pairs whose scores get mean 0 and standard deviation 1, before and after training; 0 for
     none."""
-    reference_dataset: str | None = None
+    reference_dataset: str | None = may_change(None)
     """File or Hub name of the reference pairs; None takes the first training pairs."""
 
     needs: ClassVar = (

@@ -47,6 +47,7 @@ from fused_rl.trainers.options import (
     NonNegativeInt,
     PositiveInt,
     RunConfig,
+    may_change,
     without,
 )
 from fused_rl.trainers.policy.evaluate import evaluate as evaluate_samples
@@ -104,11 +105,11 @@ class SFTConfig(ScorerConfig, SamplingConfig, RunConfig):
     show accuracy and score, and nothing is trained on them. None samples none."""
     max_new_tokens: PositiveInt = 256
     """Maximum length of these responses in tokens."""
-    rollout_batch_size: PositiveInt | None = None
+    rollout_batch_size: PositiveInt | None = may_change(None)
     """Responses generated together. The default is 64 on a CPU, and on a GPU as many as fit into its memory."""
-    eval_samples: PositiveInt = 4
+    eval_samples: PositiveInt = may_change(4)
     """Sampled responses per held-out prompt, beside the greedy one."""
-    show_samples: NonNegativeInt = 4
+    show_samples: NonNegativeInt = may_change(4)
     """Greedy responses shown at each evaluation; 0 shows none."""
 
     needs: ClassVar = tuple(

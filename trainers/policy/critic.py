@@ -26,6 +26,7 @@ from fused_rl.trainers.options import (
     OptimConfig,
     Positive,
     Unit,
+    may_change,
     without,
 )
 from fused_rl.trainers.policy.options import KLConfig, RolloutConfig
@@ -43,12 +44,12 @@ LARGEST_ERROR = 0.2  # of the KL in the controller of kl_coef, as a fraction of 
 class CriticConfig(OptimConfig):
     """The start and the optimizer of the critic."""
 
-    critic: str | None = None
+    critic: str | None = may_change(None)
     """Where the critic starts: a causal language model (with a head of zeros), a reward model or a saved critic (with
     their heads); None is the policy's starting model."""
-    critic_lr: NonNegative | None = None
+    critic_lr: NonNegative | None = may_change(None)
     """Peak learning rate of the critic; None is the policy's."""
-    critic_warmup_steps: NonNegativeInt | None = None
+    critic_warmup_steps: NonNegativeInt | None = may_change(None)
     """Optimizer updates of the critic with a rising learning rate; None is the policy's."""
     value_clip: NonNegative | None = 0.2
     """Largest distance of a value from its value before the update that the loss still rewards; None is no bound."""

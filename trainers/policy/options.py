@@ -20,6 +20,7 @@ from fused_rl.trainers.options import (
     PositiveFraction,
     PositiveInt,
     RunConfig,
+    may_change,
     options_from,
     without,
 )
@@ -92,9 +93,9 @@ class LossConfig(_OfTheLoss):
 class SamplingRunConfig(RolloutConfig, RunConfig):
     """Rollouts, and their evaluation."""
 
-    eval_samples: PositiveInt = 4
+    eval_samples: PositiveInt = may_change(4)
     """Sampled responses per held-out problem: k of pass@k."""
-    show_samples: NonNegativeInt = 4
+    show_samples: NonNegativeInt = may_change(4)
     """Responses shown at each evaluation: half from the same held-out rows each time, half from the step's rollout. 0
     shows none."""
 
@@ -211,7 +212,7 @@ class KLConfig(LossConfig):
 class ReferenceConfig(KLConfig):
     """The reference: when the KL to it is measured, and when it is updated."""
 
-    kl_every: NonNegativeInt = 1
+    kl_every: NonNegativeInt = may_change(1)
     """Steps between measurements of the exact KL to the reference, each of which takes one more pass of both models. 0
     never measures it, and loads no reference unless kl_coef needs it."""
     ref_sync_every: NonNegativeInt = 0

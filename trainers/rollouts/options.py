@@ -15,6 +15,7 @@ from fused_rl.trainers.options import (
     PositiveInt,
     Temperature,
     Unit,
+    may_change,
 )
 from fused_rl.trainers.rollouts.sampling import Sampling
 
@@ -54,19 +55,19 @@ class SamplingConfig(Options):
 class SamplerConfig(SamplingConfig):
     """The sampler of responses."""
 
-    rollout_batch_size: PositiveInt | None = None
+    rollout_batch_size: PositiveInt | None = may_change(None)
     """Responses generated together. The default is 64 on a CPU, and on a GPU as many as fit into its memory."""
-    server: str | list[str] | None = None
+    server: str | list[str] | None = may_change(None)
     """URL or URLs of inference servers that sample instead of this process."""
-    server_api_key_env: str | None = None
+    server_api_key_env: str | None = may_change(None)
     """Environment variable with the servers' API key, which is never printed or saved."""
-    server_timeout: Positive = 600.0
+    server_timeout: Positive = may_change(600.0)
     """Seconds that one call to a server may take, and that the run waits for a server that is still loading."""
-    server_concurrency: PositiveInt = 256
+    server_concurrency: PositiveInt = may_change(256)
     """Requests to the servers at the same time, by each process."""
-    server_sleeps: bool = False
+    server_sleeps: bool = may_change(False)
     """Send vLLM servers to sleep during training, if they share the trainers' GPU (--enable-sleep-mode)."""
-    published_dir: str | None = None
+    published_dir: str | None = may_change(None)
     """Folder for the weights that servers read, which they must see. The default is /dev/shm if all servers are on this
     machine and it has room, and otherwise published/ in output_dir."""
     sampler: str | None = None

@@ -6,10 +6,10 @@
                               rank-0.pt       the random generators of each rank, and the states of its own objects
                               policy/         the files that DeepSpeed writes for each engine
 
-A run writes into an empty folder or continues the run that is there. `--overwrite` moves the old content to runs/a.1,
-or to runs/a/earlier-1 if runs/a is a mounted volume, and a resumed run moves what it will write again. A run deletes
-its own older checkpoints and nothing else. A checkpoint gets its name only when all its files are on the disk, so the
-one with the most steps is the latest complete one.
+A run writes into an empty folder or continues the run that is there. `--overwrite` moves the old content to
+runs/a/earlier-1, and a resumed run moves what it will write again: renames within a folder work on volumes, too. A run
+deletes its own older checkpoints and nothing else. A checkpoint gets its name only when all its files are on the disk,
+so the one with the most steps is the latest complete one.
 """
 
 import contextlib
@@ -41,56 +41,16 @@ from fused_rl.trainers.base.files import (
 from fused_rl.trainers.base.ranks import barrier, process, processes
 from fused_rl.trainers.base.screen import print_line, print_rank0
 from fused_rl.trainers.base.text import InputError, in_a_line, without_secrets
-from fused_rl.trainers.options import ACTIONS, RunConfig, to_yaml
+from fused_rl.trainers.options import ACTIONS, RunConfig, changeable, to_yaml
 
 LOCK = ".fused-rl.lock"
 SAVED_AT_THE_END = ("model", "critic")
-EARLIER = "earlier-"  # and a number: the folder in a mounted output_dir for what was in it before
+EARLIER = "earlier-"  # and a number: the folder in output_dir for what was in it before
+# In a folder that counts as empty: our lock, earlier content that was moved, and a volume's lost+found.
+STAYS = re.compile(f"{re.escape(LOCK)}|{EARLIER}[0-9]+|lost\\+found")
 # Options that name files which a run reads.
 READ = ("model", "critic", "teacher", "dataset", "eval_dataset", "reference_dataset")
 READ += ("deepspeed", "order")
-# Options that may have another value in a resumed run, from the next step on.
-MAY_CHANGE = frozenset(
-    (
-        # The optimizer's options, and the schedule at the update where the run is.
-        *("steps", "num_train_epochs", "lr", "lr_schedule", "warmup_steps", "weight_decay"),
-        *("adam_beta2", "adam_eps", "max_grad_norm", "critic_lr", "critic_warmup_steps"),
-        # Speed and memory: they change only the order in which sums are rounded, or responses are sampled.
-        *(
-            "micro_batch_size",
-            "micro_batch_tokens",
-            "rollout_batch_size",
-            "attn_implementation",
-            "gradient_checkpointing",
-            "checkpoint_activations_on",
-            "loss_from",
-        ),
-        *("server", "server_api_key_env", "server_timeout", "server_concurrency"),
-        *("server_sleeps", "published_dir"),
-        # Where the inputs are; their hashes tell if they are the same.
-        *("model", "critic", "dataset", "reference_dataset", "order"),
-        # What is measured, kept and shown.
-        *(
-            "eval_dataset",
-            "eval_dataset_config",
-            "eval_split",
-            "eval_size",
-            "eval_every",
-            "eval_samples",
-            "until",
-        ),
-        *(
-            "show_samples",
-            "on_step",
-            "kl_every",
-            "save_every",
-            "keep_checkpoints",
-            "output_dir",
-            "save_merged",
-        ),
-        *("wandb_project", "push_to_hub", "hub_model_id", "hub_private_repo"),
-    )
-)
 ERROR = "error.txt"  # what ended the run, until it is resumed
 EMPTY: Mapping = MappingProxyType({})
 _lock: filelock.FileLock | None = None  # of this process, which runs one training at a time
@@ -186,10 +146,13 @@ class RunFolder:
         for path in filter(Path.is_mount, self._contents()):
             what = f"{path.name}/ in it is a volume of its own, which overwrite cannot move away"
             raise InputError(f"output_dir={self.path}: {what}; mount the volume at output_dir")
+        moved = [folder / path.name for path in self._contents()]
         for option, name in self._names_read():
             # Adapters are read together with their base weights, which may lie in the folder, too.
-            for path in (name, weights_below(name)):
-                if path and Path(path).resolve().is_relative_to(folder) and Path(path).exists():
+            for path in filter(None, (name, weights_below(name))):
+                place = Path(path).resolve()
+                is_moved = place == folder or any(map(place.is_relative_to, moved))
+                if is_moved and place.exists():
                     what = f"{option}={name} reads {path}, which overwrite would move away"
                     remedy = "choose another output_dir, or move first what is read"
                     raise InputError(f"output_dir={self.path}: {what}; {remedy}")
@@ -248,7 +211,7 @@ class RunFolder:
         for name in now.keys() & before.keys() - {*ACTIONS}:
             if before[name] != now[name]:
                 changed[name] = f"{name} {before[name]} -> {now[name]}"
-        fixed = changed.keys() - MAY_CHANGE
+        fixed = changed.keys() - changeable(type(self.config))
         # With weight decay the optimizer has two groups of weights, without it one, and its state is saved by group.
         if not before["weight_decay"] or not now["weight_decay"]:
             fixed |= changed.keys() & {"weight_decay"}
@@ -262,12 +225,11 @@ class RunFolder:
         self.changes = changed
 
     def _contents(self) -> list[Path]:
-        """Return what is in the folder, except our lock, earlier content that was moved, and a volume's lost+found."""
+        """Return what is in the folder and would be moved."""
         with io_errors_in_a_line("the run", self.path):
             if not self.path.exists():
                 return []
-            names_of_ours = re.compile(f"{re.escape(LOCK)}|{EARLIER}[0-9]+|lost\\+found")
-            return [path for path in self.path.iterdir() if not names_of_ours.fullmatch(path.name)]
+            return [path for path in self.path.iterdir() if not STAYS.fullmatch(path.name)]
 
     def _open(self) -> None:
         """Check, make and lock the folder. On one rank."""
@@ -283,21 +245,6 @@ class RunFolder:
                 problem = f"output_dir={self.path} is in use by another process"
                 raise InputError(f"{problem}; wait for it, or choose another folder") from error
             _lock = lock
-            # Decide before any model is loaded whether the old content can be moved out of the folder.
-            self.moves_out = not self._contents() or self._may_leave()
-
-    def _may_leave(self) -> bool:
-        """Return True if files can be moved out of the folder, which fails on a volume or under a read-only parent."""
-        folder = self.path.resolve()
-        probe = unfinished(folder / "probe")
-        probe.touch()
-        try:
-            outside = probe.rename(unfinished(folder))
-        except OSError:
-            probe.unlink()
-            return False
-        outside.unlink()
-        return True
 
     def move_old_content(self, step: int) -> None:
         """Move the old content away and write config.yaml, when all inputs have been read. Call it on one rank alone.
@@ -318,17 +265,16 @@ class RunFolder:
             for leftover in self.checkpoints.glob(f"{UNFINISHED}*"):
                 shutil.rmtree(leftover)
 
-        # The content goes to the first of runs/a.1, runs/a.2, …, or of runs/a/earlier-1, …, that does not exist.
-        folder = self.path.resolve()
+        # The content goes to the first of runs/a/earlier-1, runs/a/earlier-2, … that does not exist.
         number = 1
-        while (aside := self._aside(folder, number)).exists():
+        while (earlier := self.path / f"{EARLIER}{number}").exists():
             number += 1
         for path in old:
-            target = aside / path.relative_to(self.path)
+            target = earlier / path.relative_to(self.path)
             target.parent.mkdir(parents=True, exist_ok=True)
             path.rename(target)
-        if aside.exists():
-            print_line(f"moved what was in {self.path} before to {aside}")
+        if earlier.exists():
+            print_line(f"moved what was in {self.path} before to {earlier}")
         # A run that was killed after its last checkpoint got its name, but before older ones were deleted, saves no
         # other checkpoint, so they are deleted here.
         if self.config.resume:
@@ -342,12 +288,6 @@ class RunFolder:
         write_atomically(self.path / "config.yaml", header + to_yaml(self.config))
         global _begun
         _begun = self.path
-
-    def _aside(self, folder: Path, number: int) -> Path:
-        """Return the folder to which the old content of `folder` moves the `number`-th time."""
-        if self.moves_out:
-            return folder.with_name(f"{folder.name}.{number}")
-        return folder / f"{EARLIER}{number}"
 
     # Writing checkpoints.
 
