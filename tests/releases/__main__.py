@@ -1,7 +1,9 @@
 """Every release of a host that an integration knows, each in a process of its own: `make test-releases [ONLY=trl-1.7]`.
 
 A release is installed into a folder, before the packages of a common environment, with what it pins below that one.
-What each prints is a row of the table in docs/integrations.md, which this command writes.
+What each prints is a row of table.md beside this file, which this command writes. The difference is the largest one of
+losses and gradients, relative where a value is above 1; the seconds include imports. Two functions of verl and one of
+TRL 1.15 are not compared without a GPU or flash-attn, which the host's own functions need.
 """
 
 import json
@@ -14,8 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = ROOT / "docs" / "integrations.md"
-BEGIN, END = "<!-- releases: begin -->", "<!-- releases: end -->"
+TABLE = Path(__file__).parent / "table.md"
 HEADER = "| release | self-tests | steps | largest difference | seconds |\n|---|---|---|---|---|\n"
 SECONDS = 300  # of one release, its installation aside
 # TRL's clients of vLLM import it.
@@ -131,21 +132,17 @@ def row(release: Release, result: dict) -> str:
     return f"| {label} | {passed} | {steps} | {max(differences):.0e} | {result['seconds']} |"
 
 
-def rows_of(page: str) -> dict[str, str]:
-    """Return the rows of the page's table by release, as "host version"."""
-    (table,) = re.findall(f"{BEGIN}\n(.*){END}", page, re.DOTALL)
-    rows = [line for line in table.removeprefix(HEADER).splitlines() if line]
-    return {line.split("|")[1].strip(): line for line in rows}
+def rows() -> dict[str, str]:
+    """Return the rows of the table by release, as "host version"."""
+    lines = TABLE.read_text().removeprefix(HEADER).splitlines()
+    return {line.split("|")[1].strip(): line for line in lines}
 
 
-def write(rows: dict[str, str]) -> None:
-    """Put rows into the page, in place of those of the same releases; one of a release that is not tested goes."""
-    page = PAGE.read_text()
-    rows = rows_of(page) | rows
+def write(new: dict[str, str]) -> None:
+    """Put rows into the table, in place of those of the same releases; one of a release that is not tested goes."""
+    found = rows() | new
     labels = map(_label, RELEASES)
-    table = HEADER + "".join(f"{rows[label]}\n" for label in labels if label in rows)
-    before, after = page.split(BEGIN)[0], page.split(END)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n{table}{END}{after}")
+    TABLE.write_text(HEADER + "".join(f"{found[label]}\n" for label in labels if label in found))
 
 
 def main(only: list[str]) -> int:
