@@ -147,11 +147,12 @@ def documented(trainer: str) -> set[str]:
     keys = set()
     for section in page.split("\n## ")[1:]:
         trainers = re.search(r"^In runs of (.*)\.$", section, re.MULTILINE)[1]
-        keys |= (
-            set(re.findall(r"^- \*\*`(.+?)`\*\*", section, re.MULTILINE))
-            if f"`{trainer}`" in trainers
-            else set()
-        )
+        if f"`{trainer}`" not in trainers:
+            continue
+        named = set(re.findall(r"^- \*\*`(.+?)`\*\*", section, re.MULTILINE))
+        if "has a twin of held-out" in section:
+            named |= {key.replace("train/", "eval/", 1) for key in named}
+        keys |= named
     return keys - {"perf/peak_memory_gb"}  # of GPUs
 
 
