@@ -92,8 +92,10 @@ def launch(kernel, grid, pointers, numbers, options):
     each kind: it compiles for the dtype of a pointer, for its alignment to 16 bytes, and for what is None. A number
     counts by its type, or by its value if the kernel has no list `do_not_specialize`.
     """
-    # no function for a pointer's kind: at a small launch each call of Python's counts
-    kinds = [None if x is None else (x.dtype, x.data_ptr() & 15 == 0) for x in pointers]
+    # the dtype alone says that it begins at 16 bytes: at a small launch each object counts
+    kinds = [
+        x if x is None else x.dtype if x.data_ptr() & 15 == 0 else (x.dtype,) for x in pointers
+    ]
     with torch.cuda.device_of(pointers[0]):
         if not isinstance(kernel, triton.JITFunction):  # it is interpreted
             kernel[grid](*pointers, *numbers, **options)

@@ -391,9 +391,9 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
         softcap: logits x become softcap * tanh(x / softcap); None leaves them as they are.
     """
     n, vocab = logits.shape
-    new = [torch.empty(n, dtype=torch.float32, device=logits.device) for _ in RowStatistics._fields]
     # separate tensors, not rows of one: each is aligned to 16 bytes, and an operator may not return views of one tensor
-    outputs = RowStatistics(*new)
+    logprobs = torch.empty(n, dtype=torch.float32, device=logits.device)
+    outputs = RowStatistics(logprobs, *map(torch.empty_like, [logprobs] * 4))
     if n == 0:
         return outputs
     options = launch_options(logits)

@@ -9,6 +9,7 @@ import torch
 
 import fused_rl
 from fused_rl import reference, token_logprobs
+from fused_rl.base import checks
 from tests.logits import (
     OUTPUTS,
     VIEWS,
@@ -236,7 +237,7 @@ def test_targets_outside_the_vocabulary_on_a_gpu(monkeypatch):
     targets[1] = 50
     outputs = token_logprobs(logits, targets)
     assert outputs.logprobs.isnan().tolist() == [False, True, False]
-    monkeypatch.setenv("FUSED_RL_CHECKED", "1")
+    monkeypatch.setattr(checks, "CHECKED", True)
     with pytest.raises(ValueError, match=r"logits\[1\] is 50"):
         token_logprobs(logits, targets)
 

@@ -20,6 +20,7 @@ FLOATING = (*LOGITS_DTYPES, torch.float64)
 # Within these logits / temperature and its gradient stay far from the ends of fp32.
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e6
 MASKED = "Give positions to ignore False in mask"
+CHECKED = os.environ.get("FUSED_RL_CHECKED") == "1"
 _SHIFTED_MASK = "; shift=True takes mask[:, 1:] of a mask over all T tokens"
 _SHIFTED_TARGETS = "; shift=True takes the targets of all T positions and drops the first itself"
 # Tensors of exactly these types have memory of their own: the checks look no further. Nothing but a
@@ -337,7 +338,7 @@ def check_finite(name: str, x: Tensor, remedy: str) -> None:
 
 def values_are_checked(device: torch.device) -> bool:
     """Return True where reading a tensor's values costs nothing, or is switched on."""
-    return device.type == "cpu" or os.environ.get("FUSED_RL_CHECKED") == "1"
+    return CHECKED or device.type == "cpu"
 
 
 def check_target_values(

@@ -1,4 +1,4 @@
-"""The results of the ops, as named tuples."""
+"""The results of the ops, as named tuples, and how a gradient reads one of them."""
 
 from typing import NamedTuple
 
@@ -23,3 +23,11 @@ class LinearTokenLoss(NamedTuple):
     loss: Tensor
     logprobs: Tensor
     entropy: Tensor
+
+
+def unless_modified(output: Tensor, version: int) -> Tensor | None:
+    """Return a detached output that the backward pass reads, or None if the caller has modified it since `version`.
+
+    Outputs may be modified, and a copy of one would be one more kernel at each call.
+    """
+    return output if output._version == version else None

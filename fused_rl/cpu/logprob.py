@@ -24,7 +24,8 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
     if softcap is None and native.takes(logits):
         # plain loops and calls of torch: at a few rows each call of Python's counts
         # no views
-        outputs = [torch.empty(n, dtype=torch.float32, device="cpu") for _ in RowStatistics._fields]
+        logprobs = torch.empty(n, dtype=torch.float32, device="cpu")
+        outputs = [logprobs, *map(torch.empty_like, [logprobs] * 4)]
         native.call(
             "logprob_fwd",
             logits.numel(),

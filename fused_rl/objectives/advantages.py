@@ -24,6 +24,7 @@ from fused_rl.base.checks import (
     check_tensor,
     described,
 )
+from fused_rl.base.graphs import skips_dispatcher
 from fused_rl.base.masked import global_moments, whiten
 from fused_rl.objectives.options import RangedOptions, arguments_of, check_names, check_ranges
 
@@ -398,14 +399,14 @@ def gae(
     check_device("values", values, rewards.device, "rewards")
     check_range("gamma", gamma, "a number from 0 to 1")
     check_range("gae_lambda", gae_lambda, "a number from 0 to 1")
-    return _gae(rewards.detach(), values.detach(), mask, float(gamma), float(gae_lambda))
+    inputs = rewards.detach(), values.detach(), mask, float(gamma), float(gae_lambda)
+    return _gae(*inputs) if skips_dispatcher(*inputs[:3]) else torch.ops.fused_rl.gae(*inputs)
 
 
 def _gae_dtype(rewards, values):
     return torch.promote_types(torch.promote_types(rewards.dtype, values.dtype), torch.float32)
 
 
-@torch.library.custom_op("fused_rl::gae", mutates_args=())
 def _gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda: float
 ) -> tuple[Tensor, Tensor]:
@@ -415,7 +416,10 @@ def _gae(
     return backend_of(rewards.device).gae.gae(*rows, gamma, gae_lambda, dtype)
 
 
-@_gae.register_fake
+_operator = torch.library.custom_op("fused_rl::gae", _gae, mutates_args=())
+
+
+@_operator.register_fake
 def _gae_fake(rewards, values, mask, gamma, gae_lambda):
     # Shapes and dtypes alone, for torch.compile.
     dtype = _gae_dtype(rewards, values)

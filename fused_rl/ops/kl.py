@@ -1,7 +1,7 @@
 """The exact divergence between two logits tensors, row by row, and its gradient.
 
-The registered operators `fused_rl::token_kl` and `fused_rl::token_kl_backward` stand between the public function and
-the functions of a backend, so that `torch.compile` sees two opaque calls with known shapes. `fused_rl.kernels.kl` has
+`torch.compile` sees the registered operators `fused_rl::token_kl` and `fused_rl::token_kl_backward`, two opaque calls
+with known shapes; `_Unregistered` does the same where nobody looks at operators. `fused_rl.kernels.kl` has
 the formulas, `fused_rl.kernels.states` what a row leaves for the gradient.
 """
 
@@ -24,6 +24,8 @@ from fused_rl.base.checks import (
     no_second_derivative,
     split_temperature,
 )
+from fused_rl.base.graphs import skips_dispatcher
+from fused_rl.base.outputs import unless_modified
 from fused_rl.kernels.states import JensenShannonSums, KLState, shares_of
 from fused_rl.ops.rows import inverse, unit_stride, without_last
 
@@ -95,8 +97,13 @@ def token_kl(
 
     # forward is reverse with the two exchanged
     first, second = (ref_logits, logits) if direction == "forward" else (logits, ref_logits)
-    op = torch.ops.fused_rl.token_kl.default
-    divergence = op(first, second, mask, temperature, row_temperature, beta, softcap)[0]
+    inputs = first, second, mask, temperature, row_temperature, beta, softcap
+    if not skips_dispatcher(logits, ref_logits):
+        divergence, *_ = torch.ops.fused_rl.token_kl.default(*inputs)
+    elif torch.is_grad_enabled() and (logits.requires_grad or ref_logits.requires_grad):
+        divergence = _Unregistered.apply(*inputs)
+    else:
+        divergence, *_ = _divergence(*inputs)
     return divergence[:, :-1] if shift else divergence
 
 
@@ -141,6 +148,8 @@ def as_rows(x, y, mask, temperature, row_temperature):
 
 def _three_dimensions(x):
     x = unit_stride(x)
+    if x.dim() == 2:  # as a rule
+        return x.unsqueeze(0)
     return x[(None,) * (3 - x.dim())].flatten(0, -3)
 
 
@@ -156,19 +165,26 @@ def _token_kl(
 ) -> tuple[
     Tensor, Tensor, Tensor
 ]:  # divergence of x's distribution from y's (...), state (9, N), sums (3, N), fp32
+    divergence, state, sums = _divergence(
+        x, y, mask, temperature, row_temperature, jsd_beta, softcap
+    )
+    if sums is None:
+        sums = state.new_empty(len(JensenShannonSums._fields), 0)
+    return divergence, state, sums
+
+
+def _divergence(x, y, mask, temperature, row_temperature, jsd_beta, softcap):
+    """Return the operator's results, with None for the sums of a KL."""
     rows = as_rows(x, y, mask, temperature, row_temperature)
     backend = backend_of(x.device)
     divergence, state = backend.kl.kl_fwd(*rows, softcap)
-    sums = state.new_empty(len(JensenShannonSums._fields), 0)
+    sums = None
     if jsd_beta is not None:
         sums = backend.jensen_shannon.js_fwd(*rows, state, softcap, shares_of(jsd_beta))
         divergence = JensenShannonSums(*sums).divergence.clone()
-    # no view, which could not be modified in place
-    return (
-        divergence.resize_(x.shape[:-1]),
-        state,
-        sums,
-    )
+    if x.dim() != 2:  # no view, which could not be modified in place
+        divergence = divergence.resize_(x.shape[:-1])
+    return divergence, state, sums
 
 
 @_token_kl.register_fake
@@ -187,7 +203,7 @@ def _token_kl_backward(
     mask: Tensor | None,  # (...) bool
     divergence: Tensor,  # (...) fp32
     state: Tensor,  # (9, N) fp32
-    sums: Tensor,  # (3, N) fp32, or (3, 0) for KL
+    sums: Tensor | None,  # (3, N) fp32; not read for KL
     temperature: float,
     row_temperature: Tensor | None,
     jsd_beta: float | None,
@@ -195,6 +211,27 @@ def _token_kl_backward(
     wants_dy: bool,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # (..., V) like x and y; (0,) where not wanted
+    inputs = g, x, y, mask, divergence, state, sums, temperature, row_temperature, jsd_beta
+    dx, dy = _gradients(*inputs, wants_dx, wants_dy, softcap)
+    return x.new_empty(0) if dx is None else dx, x.new_empty(0) if dy is None else dy
+
+
+def _gradients(
+    g,
+    x,
+    y,
+    mask,
+    divergence,
+    state,
+    sums,
+    temperature,
+    row_temperature,
+    jsd_beta,
+    wants_dx,
+    wants_dy,
+    softcap,
+):
+    """Return the operator's gradients, with None for one that is not wanted."""
     arguments = as_rows(x, y, mask, temperature, row_temperature)
     g = g.reshape(-1).contiguous()
     divergence = divergence.reshape(-1)
@@ -203,8 +240,7 @@ def _token_kl_backward(
     gradients = backend.kl.kl_bwd(
         g, *arguments, divergence, state, kept, wants_dx, wants_dy, softcap, shares
     )
-    dx, dy = (x.new_empty(0) if d is None else d.view(x.shape) for d in gradients)
-    return dx, dy
+    return [None if d is None else d.view(x.shape) for d in gradients]
 
 
 @_token_kl_backward.register_fake
@@ -214,40 +250,58 @@ def _token_kl_backward_fake(g, x, y, *arguments):
     return tuple(torch.empty(shape, dtype=x.dtype, device=x.device) for shape in shapes)
 
 
-def _token_kl_context(ctx, inputs, output):
+def _setup_context(ctx, inputs, kept, state, sums):
     x, y, mask, ctx.temperature, row_temperature, ctx.jsd_beta, ctx.softcap = inputs
-    divergence, state, sums = output
-    kept = divergence.clone()  # the caller may modify the output
-    ctx.save_for_backward(x, y, mask, row_temperature, kept, state, sums)
-    ctx.mark_non_differentiable(state, sums)
+    ctx.save_for_backward(x, y, mask, kept, state, sums, row_temperature)
     ctx.set_materialize_grads(False)
 
 
-def _token_kl_gradient(ctx, g, *_):
+def _registered_context(ctx, inputs, output):
+    divergence, state, sums = output
+    _setup_context(ctx, inputs, divergence.clone(), state, sums)  # the caller may modify the output
+    ctx.mark_non_differentiable(state, sums)
+
+
+def _registered_gradient(ctx, g, *_):
     if g is None:
         return (None,) * 7
-    x, y, mask, row_temperature, divergence, state, sums = ctx.saved_tensors
+    *saved, row_temperature = ctx.saved_tensors
+    return _by_operator(ctx, g, *saved, ctx.temperature, row_temperature, ctx.jsd_beta)
+
+
+def _by_operator(ctx, *inputs):
     wants = ctx.needs_input_grad[:2]
-    gradients = torch.ops.fused_rl.token_kl_backward(
-        g,
-        x,
-        y,
-        mask,
-        divergence,
-        state,
-        sums,
-        ctx.temperature,
-        row_temperature,
-        ctx.jsd_beta,
-        *wants,
-        ctx.softcap,
-    )
-    return *(d if wanted else None for d, wanted in zip(gradients, wants, strict=True)), *(
-        None,
-    ) * 5
+    gradients = torch.ops.fused_rl.token_kl_backward(*inputs, *wants, ctx.softcap)
+    wanted = [d if wants_it else None for d, wants_it in zip(gradients, wants, strict=True)]
+    return *wanted, *(None,) * 5
 
 
-_token_kl.register_autograd(_token_kl_gradient, setup_context=_token_kl_context)
+_token_kl.register_autograd(_registered_gradient, setup_context=_registered_context)
+
+
+class _Unregistered(torch.autograd.Function):
+    """The same without the operators' dispatch."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        divergence, state, sums = _divergence(*inputs)
+        _setup_context(ctx, inputs, None, state, sums)
+        ctx.divergence = divergence.detach(), divergence._version
+        return divergence
+
+    @staticmethod
+    def backward(ctx, g):
+        if g is None:
+            return (None,) * 7
+        x, y, mask, _, state, sums, row_temperature = ctx.saved_tensors
+        options = ctx.temperature, row_temperature, ctx.jsd_beta
+        divergence = unless_modified(*ctx.divergence)
+        if divergence is None:
+            divergence = _divergence(x, y, mask, *options, ctx.softcap)[0]
+        inputs = g, x, y, mask, divergence, state, sums, *options
+        if torch.is_grad_enabled():  # create_graph=True: else a second derivative would go missing
+            return _by_operator(ctx, *inputs)
+        return *_gradients(*inputs, *ctx.needs_input_grad[:2], ctx.softcap), *(None,) * 5
 
 
 _token_kl_backward.register_autograd(no_second_derivative("token_kl"))

@@ -9,7 +9,7 @@ backward pass needs O(rows) of their results: the `RowStatistics` m and rest, an
 
 - `torch.ops.fused_rl.token_logprobs` and `token_logprobs_backward`: registered, so that `torch.compile` sees two opaque
   calls with known shapes;
-- `_Unregistered`, on a CPU where nobody looks at operators: a small input takes half as long;
+- `_Unregistered`, where nobody looks at operators: their dispatch takes as long as a kernel over a hundred rows;
 - `_Unregistered` in place: a registered operator may not return what it was given, and this gradient is the logits.
 """
 
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from fused_rl import reference
 from fused_rl.base.checks import (
@@ -36,7 +35,8 @@ from fused_rl.base.checks import (
     split_temperature,
     values_are_checked,
 )
-from fused_rl.base.outputs import TokenLogprobs
+from fused_rl.base.graphs import skips_dispatcher
+from fused_rl.base.outputs import TokenLogprobs, unless_modified
 from fused_rl.cpu.compiled import in_huge_pages
 from fused_rl.kernels.states import RowStatistics, RowSupport
 from fused_rl.ops.rows import (
@@ -130,7 +130,7 @@ def token_logprobs(
         targets = next_targets(targets)
 
     inputs = logits, targets.long(), mask, temperature, row_temperature, softcap, *row_support
-    if not (inplace or _skips_dispatcher(logits)):
+    if not (inplace or skips_dispatcher(logits)):
         outputs = torch.ops.fused_rl.token_logprobs.default(*inputs)
     elif logits.requires_grad and torch.is_grad_enabled():
         outputs = _Unregistered.apply(logits, inplace, inputs)
@@ -214,13 +214,6 @@ def _check_values(logits, targets, mask, row_temperature, support):
         check_support_values(support, targets, mask, logits.shape[-1])
 
 
-def _skips_dispatcher(logits):
-    """Return True if nothing observes operators, whose dispatch is half the time of a small input."""
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
-        return False
-    return logits.is_cpu and type(logits) in (Tensor, torch.nn.Parameter)
-
-
 @torch.library.custom_op("fused_rl::token_logprobs", mutates_args=())
 def _token_logprobs(
     logits: Tensor,  # (..., V)
@@ -289,8 +282,8 @@ def _matrix_statistics(logits, targets, mask, temperature, row_temperature, soft
         mask = None if mask is None else mask.reshape(-1)
     outputs = row_fwd(rows, targets, mask, inverse(temperature, row_temperature), softcap)
     if leading != 1:
-        for output in outputs:  # no views, which could not be modified in place
-            output.resize_(logits.shape[:-1] + output.shape[1:])
+        # no views, which could not be modified in place
+        outputs = [output.resize_(logits.shape[:-1] + output.shape[1:]) for output in outputs]
     return outputs
 
 
@@ -335,11 +328,15 @@ def _gradient_into(dlogits, *arguments):
     logits = given.pop(3)
     if logits.numel() == 0:
         return dlogits
-    if ids is None and logits.dim() == 2:
-        upstream, (targets, mask), state = given[:3], given[3:5], given[5:]
+    # all rows at once where they are a matrix, as in the forward pass
+    if ids is None and (logits.dim() == 2 or logits.is_contiguous()):
+        rows, out = unit_stride(logits), dlogits
+        if logits.dim() != 2:
+            rows, out = (x.view(-1, x.shape[-1]) for x in (logits, dlogits))
+            given = of_slab((), rows, logits.dim() - 1, *given)
         inv_t = inverse(temperature, row_temperature)
-        rows = unit_stride(logits)
-        return row_bwd(upstream, rows, targets, mask, state, inv_t, softcap, dlogits)
+        row_bwd(given[:3], rows, *given[3:5], given[5:], inv_t, softcap, out)
+        return dlogits
     for at, rows, out in slabs(logits, dlogits):
         parts = of_slab(at, rows, logits.dim() - 1, *given, row_temperature, begin, end)
         *upstream, targets, mask, entropy, m, rest, temperatures, begins, ends = parts
@@ -349,10 +346,9 @@ def _gradient_into(dlogits, *arguments):
     return dlogits
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx, inputs, output, kept_entropy):
     logits, targets, mask, ctx.temperature, row_temperature, ctx.softcap, *support = inputs
-    _, entropy, _, m, rest, x = output
-    kept_entropy = entropy.clone()  # the caller may modify the output
+    *_, m, rest, x = output
     ctx.save_for_backward(
         logits, targets, mask, kept_entropy, m, rest, row_temperature, x, *support
     )
@@ -366,7 +362,7 @@ def _saved(ctx):
 
 
 def _registered_context(ctx, inputs, output):
-    _setup_context(ctx, inputs, output)
+    _setup_context(ctx, inputs, output, output[1].clone())  # the caller may modify the output
     ctx.mark_non_differentiable(*output[3:])
 
 
@@ -386,22 +382,28 @@ class _Unregistered(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, inplace, inputs):
         ctx.inplace, output = inplace, _statistics(*inputs)
-        _setup_context(ctx, inputs, output)
+        _setup_context(ctx, inputs, output, None)
+        ctx.entropy = output[1].detach(), output[1]._version
         return output[:3]
 
     @staticmethod
     def backward(ctx, *upstream):
         if all(d is None for d in upstream):
             return None, None, None
+        logits, targets, mask, _, *state = _saved(ctx)
+        entropy = unless_modified(*ctx.entropy)
+        if entropy is None:
+            _, _, *options, _, ids, begin, end = state
+            entropy = _statistics(logits, targets, mask, *options, ids, begin, end)[1]
+        saved = logits, targets, mask, entropy, *state
         if torch.is_grad_enabled():  # create_graph=True: else a second derivative would go missing
             if ctx.inplace:
                 raise RuntimeError(
                     "inplace=True leaves no logits to differentiate again; leave out create_graph"
                 )
-            return _registered_gradient(ctx, *upstream)[0], None, None
-        logits, *saved = _saved(ctx)
+            return torch.ops.fused_rl.token_logprobs_backward(*upstream, *saved), None, None
         dlogits = logits.detach() if ctx.inplace else _empty_gradient(logits)
-        _gradient_into(dlogits, *upstream, logits, *saved)
+        _gradient_into(dlogits, *upstream, *saved)
         if ctx.inplace:
             # a kernel's store is invisible to the version counter
             torch.autograd.graph.increment_version(logits)
