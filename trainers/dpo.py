@@ -218,10 +218,11 @@ def train(
     every = [*pairs, *held_out]
     reference = torch.zeros(len(every), 2)
     if config.loss_type not in WITHOUT_REFERENCE:
-        # Pairs that the run does not come to are not measured.
-        taken = run.order.first(config.steps) + [*range(len(pairs), len(every))]
+        # Pairs that the run does not come to are not measured. Held-out ones are measured as an evaluation
+        # does, so that each score is exactly 0 before training, and not a rounding error.
         with phase("measured the reference"):
-            reference[taken] = measure(model, [every[i] for i in taken], config)
+            for taken in (run.order.first(config.steps), range(len(pairs), len(every))):
+                reference[taken] = measure(model, [every[i] for i in taken], config)
 
     # The run.
     run.start({"policy": model})

@@ -16,7 +16,7 @@ Left out: responses marked by a number.
 import functools
 import time
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -69,11 +69,7 @@ def update(
     `right`, if given, gets 1 for each row on the right side of the point of comparison, 1/2 for one on it.
     """
     # The point of comparison: it moves with the policy, but no gradient flows through it.
-    where = [row.where for row in rows]
-    size, tokens = config.micro_batch_size, config.micro_batch_tokens
-    assert size is not None  # resolved
-    logprobs = logprobs_of(model, [(row.mismatched,) for row in rows], size, tokens=tokens)
-    check_finite(logprobs, where)
+    logprobs = measure(model, rows, "mismatched", config)
     baseline = fused_rl.kl_baseline(config.beta * (logprobs[:, 0] - reference[:, 1])).item()
 
     def loss_and_metrics(logprobs: torch.Tensor, indices: Sequence[int]):
@@ -88,15 +84,8 @@ def update(
         )
 
     # Losses are shares of the step's, by micro-batch; metrics are of all responses at once.
-    logprobs = logprobs_of(
-        model,
-        [(row.matched,) for row in rows],
-        size,
-        loss=(lambda *micro_batch: loss_and_metrics(*micro_batch)[0]) if backward else None,
-        tokens=tokens,
-        padding=padding,
-    )
-    check_finite(logprobs, where)
+    loss = (lambda *micro_batch: loss_and_metrics(*micro_batch)[0]) if backward else None
+    logprobs = measure(model, rows, "matched", config, loss=loss, padding=padding)
     _, metrics = loss_and_metrics(logprobs, range(len(rows)))
     if right is not None:
         for i in range(len(rows)):
@@ -104,6 +93,18 @@ def update(
             right.append(of_row["accuracy"].item() * len(rows))
     # The baseline is a mean of scores, and they are beta times nats.
     return mean_scores(metrics) | {"kl": baseline / config.beta}
+
+
+def measure(
+    model, rows: list[Marked], kind: Literal["matched", "mismatched"], config: KTOConfig, **options
+) -> torch.Tensor:
+    """Return log pi (N, 1) in nats of the rows' responses of a kind, over all ranks; options as of `logprobs_of`."""
+    sequences = [(getattr(row, kind),) for row in rows]
+    size, tokens = config.micro_batch_size, config.micro_batch_tokens
+    assert size is not None  # resolved
+    logprobs = logprobs_of(model, sequences, size, tokens=tokens, **options)
+    check_finite(logprobs, [row.where for row in rows])
+    return logprobs
 
 
 def mean_scores(metrics: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -148,7 +149,7 @@ def train(
             for part in load_train_eval(config, dataset, eval_dataset, reading)
         )
     config = run.check_inputs(config, tokenizer, {}, rows=rows, held_out=held_out)
-    assert config.steps is not None and config.micro_batch_size is not None  # resolved
+    assert config.steps is not None  # resolved
     everything = [*rows, *held_out]
     with phase("loaded the model"):
         lm = language_model.load_lm(config, run.device)
@@ -162,14 +163,15 @@ def train(
         language_model.check_fits(lm.base, tokenizer, sequences, 0, "max_length")
         model = engine.initialize(lm, config, config.steps)
 
-    # The reference is the model as it is now, before a checkpoint replaces its weights.
-    taken = [*run.order.first(config.steps), *range(len(rows), len(everything))]
-    both = [(everything[i].matched, everything[i].mismatched) for i in taken]
+    # The reference is the model as it is now, before a checkpoint replaces its weights. Held-out rows are measured as
+    # an evaluation does, so that each score is exactly 0 before training, and not a rounding error.
     reference = torch.zeros(len(everything), 2, dtype=torch.float64)
     with phase("measured the reference"):
-        at_once = max(1, config.micro_batch_size // 2)  # rows of two sequences each
-        tokens = config.micro_batch_tokens
-        reference[taken] = logprobs_of(model, both, at_once, progress="rows", tokens=tokens)
+        for taken in (run.order.first(config.steps), range(len(rows), len(everything))):
+            part = [everything[i] for i in taken]
+            for column, kind in enumerate(("matched", "mismatched")):
+                measured = measure(model, part, kind, config, progress=f"{kind} responses")
+                reference[taken, column] = measured[:, 0]
 
     # The run.
     run.start({"policy": model})

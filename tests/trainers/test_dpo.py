@@ -84,6 +84,30 @@ def test_metrics_have_exactly_these_names_and_the_policy_learns(run):
     assert last["eval/dpo/loss"] < first["eval/dpo/loss"] and last["eval/dpo/reward_margin"] > 0
 
 
+@pytest.mark.parametrize("micro_batch", [1, 3, 8])
+def test_before_training_all_scores_are_equal_and_the_accuracy_is_a_half(
+    micro_batch, folder, tmp_path, monkeypatch
+):
+    evaluations, evaluate = [], dpo.evaluate
+
+    def noted(*arguments):
+        evaluations.append(evaluate(*arguments))
+        return evaluations[-1]
+
+    monkeypatch.setattr(dpo, "evaluate", noted)
+    options = {"eval_size": 11, "steps": 2, "eval_every": 1, "save_every": 0, "lr": 1e-2}
+    sizes = {"micro_batch_size": micro_batch}
+    trained(folder, f"halves-{micro_batch}", **options, **sizes)
+    before, *after = evaluations
+    assert before.by_row["eval/dpo/accuracy"] == [[0.5] * 11]
+    assert before.metrics["eval/dpo/accuracy"] == 0.5
+    # The figure is the mean of its rows.
+    for evaluation in after:
+        (rows,) = evaluation.by_row["eval/dpo/accuracy"]
+        assert sum(rows) / 11 == pytest.approx(evaluation.metrics["eval/dpo/accuracy"])
+    assert evaluation.metrics["eval/dpo/accuracy"] != 0.5
+
+
 def test_a_stopped_run_goes_on_bit_for_bit(folder, run, tmp_path):
     forget_after(folder / "whole", tmp_path / "run", 2)
     config = dpo_config(folder, resume=True)

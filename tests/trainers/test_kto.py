@@ -67,6 +67,30 @@ def test_metrics_have_exactly_these_names_and_the_policy_learns(run):
     assert last["eval/kto/loss"] < first["eval/kto/loss"]
 
 
+@pytest.mark.parametrize("micro_batch", [1, 3, 8])
+def test_before_training_all_scores_are_equal_and_the_accuracy_is_a_half(
+    micro_batch, folder, tmp_path, monkeypatch
+):
+    evaluations, evaluate = [], kto.evaluate
+
+    def noted(*arguments):
+        evaluations.append(evaluate(*arguments))
+        return evaluations[-1]
+
+    monkeypatch.setattr(kto, "evaluate", noted)
+    options = {"eval_size": 11, "steps": 2, "eval_every": 1, "save_every": 0, "lr": 1e-2}
+    sizes = {"micro_batch_size": micro_batch}
+    trained(folder, f"halves-{micro_batch}", **options, **sizes)
+    before, *after = evaluations
+    assert before.by_row["eval/kto/accuracy"] == [[0.5] * 11]
+    assert before.metrics["eval/kto/accuracy"] == 0.5
+    # The figure is the mean of its rows.
+    for evaluation in after:
+        (rows,) = evaluation.by_row["eval/kto/accuracy"]
+        assert sum(rows) / 11 == pytest.approx(evaluation.metrics["eval/kto/accuracy"])
+    assert evaluation.metrics["eval/kto/accuracy"] != 0.5
+
+
 def test_a_stopped_run_goes_on_bit_for_bit(folder, run, tmp_path):
     forget_after(folder / "whole", tmp_path / "run", 2)
     config = kto_config(folder, resume=True)
@@ -94,6 +118,15 @@ def test_a_pair_is_two_rows_and_mismatched_responses_answer_another_prompt(folde
     assert [row.mismatched for row in rows] == [
         (row.matched[0], other) for row, other in zip(rows, others, strict=True)
     ]
+    # That is so where the first and the last row have one prompt, too.
+    rows = [{"prompt": p, "completion": r, "label": True} for p, r in ("pA", "qB", "rC", "pD")]
+    responses = [row.matched[1] for row in read(folder, rows)]
+    assert [row.mismatched[1] for row in read(folder, rows)] == [responses[i] for i in (2, 0, 1, 2)]
+    for alone in (rows[:1], [rows[0], rows[3]]):
+        with pytest.raises(
+            InputError, match="rows have the prompt of rows.jsonl, line .; .*several"
+        ):
+            read(folder, alone)
     # A response to a shorter prompt is cut where the row would be too long.
     long = [
         {"prompt": p, "completion": r, "label": True} for p, r in (("a" * 6, "b"), ("a", "b" * 6))

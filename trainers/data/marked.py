@@ -14,6 +14,7 @@ from typing import ClassVar
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.memory import Footprint
 from fused_rl.trainers.base.screen import bar
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.encode import Encoded, Encoder, fit
 from fused_rl.trainers.data.forms import FIX, Reader, columns_of, state_of
 from fused_rl.trainers.data.preferences import pair_sides
@@ -92,17 +93,21 @@ def marked_rows(config: MarkedConfig, rows: Rows, encoder: Encoder) -> list[Mark
                 dropped += 1
     log_dropped(rows, dropped, "longer than max_prompt_length or max_length")
 
-    # The mismatched response is that of the row before. Neighbours with one prompt, as from a pair,
-    # have the same.
-    marked = []
-    mismatched = kept[-1][1] if kept else []
-    for before, (prompt, response, desirable, where) in itertools.pairwise(kept[-1:] + kept):
+    if kept and all(prompt == kept[0][0] for prompt, *_ in kept):
+        what = f"all {len(kept)} rows have the prompt of {kept[0][-1]}"
+        why = "KTO also measures responses to other prompts"
+        raise InputError(f"{what}; {why}: give several, and hold several out (--eval_size)")
+
+    # The mismatched response is that of the last row before with another prompt. The rows go round twice, as
+    # those before the first are the last ones.
+    marked, mismatched = [], []
+    for before, (prompt, response, desirable, where) in itertools.pairwise(kept + kept):
         if before[0] != prompt:
             mismatched = before[1]
         # The other response only estimates KTO's KL baseline (arXiv:2402.01306), so it may be cut.
         other = prompt, mismatched[: config.max_length - len(prompt)]
         marked.append(Marked((prompt, response), other, desirable, where))
-    return marked
+    return marked[-len(kept) :]
 
 
 def _read(config: MarkedConfig, rows: Rows, i: int, encoder: Encoder) -> list[tuple[Encoded, bool]]:
