@@ -8,7 +8,13 @@ from fused_rl.trainers import grpo
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.rollouts import generate
-from fused_rl.trainers.rollouts.roll_out import Sampling, check_responses, roll_out, rollout_metrics
+from fused_rl.trainers.rollouts.roll_out import (
+    Sampling,
+    check_responses,
+    right_answer,
+    roll_out,
+    rollout_metrics,
+)
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from tests.trainers import tiny
 
@@ -365,3 +371,16 @@ def test_a_rollout_without_a_scorer_has_responses_and_no_reward(folder):
         metrics["reward"] == 0
         and metrics["completions/mean_length"] == rollout.lengths.double().mean()
     )
+
+
+def test_a_sample_shows_the_answer_or_what_scorers_may_read():
+    row = {"prompt": "1+1?", "note": "easy", "answer": "so #### 2", "empty": None}
+    judge = SimpleNamespace(columns=("answer",), answer=lambda row: row["answer"][-1])
+    reads = [SimpleNamespace(columns=("note",)), SimpleNamespace(columns=())]
+    assert right_answer(row, "1+1?", [reads[0], judge]) == {"answer": "2"}
+    assert right_answer(row, "1+1?", reads) == {"columns": {"note": "easy"}}
+    everything = right_answer(
+        row, [{"role": "user", "content": "1+1?"}], [SimpleNamespace(columns=None)]
+    )
+    assert everything == {"columns": {"note": "easy", "answer": "so #### 2"}}
+    assert right_answer(row, "1+1?", []) == right_answer({"prompt": "x"}, "x", reads) == {}

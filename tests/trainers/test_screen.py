@@ -34,11 +34,19 @@ def test_control_characters_are_shown(capsys, tmp_path):
     logger.samples(
         2, [{"reward": 0.8999999761581421, "scores": {"f": 1 / 3}, "row": "in no table"}]
     )
+    logger.samples(3, [{"prompt": "как?", "columns": {"answer": "так", "kind": "слово"}}])
     logger.close()
     out = capsys.readouterr().out
     assert " 0.9 " in out and "in no table" not in out
     kept = (tmp_path / "samples.jsonl").read_text()
     assert '"reward": 0.9, "scores": {"f": 0.333333}, "row": "in no table"}' in kept
+    # Columns of the row are shown, and what is no control character stands as it reads.
+    assert "так" in out and "слово" in out and "columns" not in out
+    assert '"как?", "columns": {"answer": "так", "kind": "слово"}' in kept
+    assert (
+        json.loads(kept.splitlines()[0])["prompt"] == HOSTILE
+        and kept.replace("\n", "").isprintable()
+    )
     assert "\\x1b[2J" in out and not set(HOSTILE) - set("[2J]5;caGk= 1mb") & set(out)
 
 
@@ -49,11 +57,14 @@ def test_json_is_strict():
             "b": [float("-inf"), 1.5, (float("inf"),)],
             "c": {"d": None},
             "e": Path("x"),
+            "f": "\ud800",
         }
     )
+    assert text.encode()
     assert json.loads(text, parse_constant=pytest.fail) == {
         "a": None,
         "b": [None, 1.5, [None]],
         "c": {"d": None},
         "e": "x",
+        "f": "\ud800",
     }

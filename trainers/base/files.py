@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 from fused_rl.trainers.base.text import InputError, in_a_line
 
 UNFINISHED = ".unfinished-"  # how names begin until all is written; nobody else uses such names
+UNUSUAL = re.compile(r"[^ -~\n]")
 OF_A_MODEL = (
     "*.safetensors",
     "*.bin",
@@ -172,8 +174,12 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def as_json(value, *, indent: int | None = None) -> str:
-    """Return strict JSON: NaN and infinite numbers are null, unknown objects are text."""
-    return json.dumps(_finite(value), indent=indent, default=str, allow_nan=False)
+    """Return strict JSON in UTF-8: NaN and infinite numbers are null, and unknown objects are text."""
+    text = json.dumps(
+        _finite(value), indent=indent, default=str, allow_nan=False, ensure_ascii=False
+    )
+    # A file that is printed must not steer the terminal, and half of a surrogate pair is no UTF-8.
+    return UNUSUAL.sub(lambda m: m[0] if m[0].isprintable() else json.dumps(m[0])[1:-1], text)
 
 
 def _finite(value):

@@ -419,6 +419,22 @@ def rollout_metrics(
     return metrics | means_of(rollout.logged, metrics)
 
 
+def right_answer(row: dict, prompt: Any, scorers: Sequence[Scorer]) -> dict[str, Any]:
+    """Return the answer that a scorer finds in a row, or else the "columns" that scorers may read beside the prompt."""
+    answers = [scorer.answer(row) for scorer in scorers if hasattr(scorer, "answer")]
+    known = [answer for answer in answers if answer is not None]
+    if known:
+        return {"answer": known[0]}
+    turns = prompt if isinstance(prompt, list) else []
+    texts = [prompt, *(turn.get("content") for turn in turns)]
+    columns = {}
+    for name, value in row.items():
+        is_read = any(scorer.columns is None or name in scorer.columns for scorer in scorers)
+        if is_read and value not in (None, "", *texts):
+            columns[name] = value
+    return {"columns": columns} if columns else {}
+
+
 def sample_rows_of(
     of: str,
     rollout: Rollout,
@@ -430,7 +446,7 @@ def sample_rows_of(
 ) -> list[dict]:
     """Return lines of samples.jsonl: `count` of the samples at `places`, chosen by a generator of their own.
 
-    They say what they are `of` and which answer the `scorers` read in the row; their text has its special tokens.
+    They say what they are `of` and what the `scorers` read in the row; their text has its special tokens.
     """
     # With a generator of its own the choice neither depends on how often samples are shown nor changes what is sampled.
     rows = []
@@ -442,9 +458,7 @@ def sample_rows_of(
             "response": tokenizer.decode(sample.response.ids),
         }
         row: dict[str, Any] = {"of": of, "row": sample.where, **texts}
-        answers = [scorer.answer(sample.row) for scorer in scorers if hasattr(scorer, "answer")]
-        if known := [answer for answer in answers if answer is not None]:
-            row["answer"] = known[0]
+        row |= right_answer(sample.row, sample.prompt, scorers)
         scores = {name: values[i].item() for name, values in rollout.scores.items()}
         row |= {"reward": rollout.rewards[i].item(), "scores": scores}
         row["prompt_tokens"] = len(sample.prompt_ids)

@@ -23,7 +23,7 @@ from fused_rl.trainers.run.rules import Watch
 # The number of panels of curves.png in a row.
 IN_A_ROW = 4
 # Columns of samples.jsonl for which the table on the screen has no room.
-IN_FILE_ALONE = ("row", "scores", "prompt_tokens", "tokens")
+IN_FILE_ALONE = ("columns", "row", "scores", "prompt_tokens", "tokens")
 
 
 class Logger:
@@ -129,7 +129,8 @@ class Logger:
             self.board.add_text(f"samples/{number}", text, step)
 
         # The screen shows the end of a long text, which has the answer, with control characters escaped. Scorers may
-        # have logged columns for some of the rows only.
+        # have logged columns for some of the rows only, and columns of the dataset's row stand among the others.
+        rows = [row.get("columns", {}) | row for row in rows]
         names = [
             name for name in dict.fromkeys(chain.from_iterable(rows)) if name not in IN_FILE_ALONE
         ]
@@ -167,7 +168,7 @@ def rounded(row: Mapping[str, object]) -> dict[str, object]:
 
 def _append(path: Path, entries: list[dict]) -> None:
     """Append entries to a JSONL file in one write."""
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         file.write("".join(as_json(entry) + "\n" for entry in entries))
 
 
