@@ -57,7 +57,7 @@ demo-distill: $(VENV)/installed  #: after the demo, its model teaches its own wa
 
 .PHONY: test
 test: $(VENV)/installed  ## the cheapest test of every guarantee: 7 minutes on 2 cores
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not mutations and not server" --durations=20
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not server" --durations=20
 
 .PHONY: test-slow
 test-slow: $(VENV)/installed test-compiled  ## the other tests, with whole runs: 40 minutes on 2 cores
@@ -85,10 +85,10 @@ types: $(VENV)/installed  ## pyright on the product, the README and the tutorial
 size:  ## how much code there is, by folder and by room
 	@$(PYTHON) -m tests.tools.size
 
-# Not in CI: it says what the tests see, not whether the code is right.
+# Not in CI: it says what the tests see, not whether the code is right. ONLY="words of a name or a file" chooses slips.
 .PHONY: test-mutations
 test-mutations: $(VENV)/installed  ## break the code, one slip at a time; a test must fail
-	$(BIN)/python -m pytest -q -n 2 -m mutations tests/test_mutations.py
+	$(BIN)/python -m tests.tools.slips $(ONLY)
 
 # The moments of its kills follow from a seed, which it prints: FUSED_RL_FAULT_SEED=123 make test-faults repeats them.
 .PHONY: test-faults

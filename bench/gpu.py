@@ -47,8 +47,6 @@ PYTEST = [
     "-p",
     "no:cacheprovider",
     "--on-device",
-    "-m",
-    "not mutations",
 ]
 PARTS = {"tests/test_hostile.py": 5}
 """Files whose tests compile for minutes, and in how many processes."""

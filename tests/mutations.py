@@ -1,4 +1,4 @@
-"""Small semantic changes to the code, each with the tests that should see it: `make test-mutations`.
+"""Small semantic changes to the code, each of which some test should see: `make test-mutations`.
 
 A mutation is a plausible slip (a sign, a mask, a shift, the world size, a variance divided by n, the wrong token) that
 leaves the code running. `old` stands once in its file. One that no test sees is a hole in the tests, not in the code.
@@ -13,8 +13,8 @@ class Mutation(NamedTuple):
     file: str
     old: str
     new: str
-    tests: str
-    """Arguments of pytest, as one would type them."""
+    tests: str = ""
+    """Arguments of pytest, as one would type them, where the tests that execute the change do not see it."""
 
 
 ADVANTAGES = "tests/test_advantages.py"
