@@ -712,8 +712,8 @@ MUTATIONS = {
         "tests/trainers/test_turns.py -k in_between",
     ),
     "a log-probability that is NaN passes": Mutation(
-        "trainers/rollouts/roll_out.py",
-        "value is None or not -math.inf < value <= ROUNDING",
+        "trainers/rollouts/returned.py",
+        "value is None or not MINUS_INFINITY < value <= ROUNDING",
         "value is None or value > ROUNDING",
         "tests/trainers/test_rollout.py -k breaks_its_promises",
     ),

@@ -17,8 +17,8 @@ from fused_rl.trainers.data.encode import Encoder
 from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.options import to_yaml
 from fused_rl.trainers.policy import options
+from fused_rl.trainers.rollouts.returned import check_scores
 from fused_rl.trainers.rollouts.roll_out import (
-    check_scores,
     prompts_of,
     roll_out,
     rollout_metrics,
@@ -312,9 +312,11 @@ def test_a_score_may_be_any_one_number(score):
 
 
 BROKEN = {
-    "None": "returned None; it must return a list",
-    "'11'": "returned '11'; it must return a list",
-    "[1.0]": "returned 1 scores for 2 responses",
+    "None": "returned None; expected a list of scores .is a `return` missing",
+    "'11'": "returned '11'; expected a list of scores",
+    # Its keys would be read as scores.
+    "{0: 1.0, 1: 2.0}": "returned {0: 1.0, 1: 2.0}; expected a list of scores",
+    "[1.0]": "returned 1 scores, expected 2",
     "[1.0, '1']": "returned '1' .str. as the score of d.jsonl, line 2",
     "[1.0, float('nan')]": "returned nan .float. as the score of d.jsonl, line 2",
     "[1.0, 1e39]": "returned 1e.39 .float. as the score of d.jsonl, line 2",
@@ -348,6 +350,22 @@ def test_scorers_are_objects_in_python_and_stand_by_name_in_the_config():
         with_scorers(ScorerConfig(verifiers="math"), [half])
     with pytest.raises(InputError, match="verifiers names 'half' twice"):
         parse_scorers(with_scorers(ScorerConfig(), [half, half]))
+
+
+def times(response, row, factor):
+    return factor * len(response)
+
+
+def test_functions_that_share_a_name_are_told_apart():
+    named = functools.partial(times, factor=1)
+    named.__name__ = "once"
+    functions = [named, *(functools.partial(times, factor=factor) for factor in (2, 3))]
+    functions += [Judge(), Judge(), lambda response, row: 1.0]
+    names = [one.name for one in parse_scorers(with_scorers(ScorerConfig(), functions))]
+    lambda_name = f"{test_functions_that_share_a_name_are_told_apart.__name__}.<locals>.<lambda>"
+    assert names == ["once", "times", "times_3", "Judge", "Judge_5", lambda_name]
+    scorers = load_scorers(with_scorers(ScorerConfig(), functions[:3]))
+    assert [scorer(samples("ab"))[0] for scorer in scorers] == [2, 4, 6]
 
 
 three = 3

@@ -1,5 +1,6 @@
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 
@@ -8,9 +9,9 @@ from fused_rl.trainers import grpo
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.rollouts import generate
+from fused_rl.trainers.rollouts.returned import check_responses
 from fused_rl.trainers.rollouts.roll_out import (
     Sampling,
-    check_responses,
     right_answer,
     roll_out,
     rollout_metrics,
@@ -316,8 +317,19 @@ BROKEN = [
     (Response([5, 264], "length"), "ids must be whole numbers from 0 to below 264, got 264"),
     (
         Response([5], "length", logprobs=[float("nan")]),
-        "a logprob is nan; it must be finite, and at most 0",
+        "a logprob is nan; it must be above -9999, and at most 0",
     ),
+    # vLLM's minus infinity, and no numbers.
+    (Response([5], "length", logprobs=[-9999.0]), "a logprob is -9999.0; it must be above -9999"),
+    (Response([5], "length", logprobs=["-1.0"]), "a logprob is nan; it must be"),
+    (Response([5], "length", logprobs=-1.0), "logprobs must be a list, got -1.0"),
+    (Response([5], "abort"), "finish='abort'; expected stop or length"),
+    (Response([5], None), "finish=None; expected stop or length"),
+    (Response("5", "length"), "ids must be a list, got '5'"),
+    (Response([5.0], "length"), "ids must be whole numbers from 0 to below 264, got 5.0"),
+    (Response([5], "length", trained=["True"]), "trained must be True or False for each id, got"),
+    (Response([5, 6], "length", support=[[5], [7, 8]]), "the kept set of token 1 is .* its id, 6"),
+    (None, "expected a Response, got None"),
     (Response([5], "length", logprobs=[-0.1, -0.2]), "2 logprobs for 1 ids"),
     (Response([5, 6], "length", support=[[5]]), "1 support for 2 ids"),
     (Response([5, 6], "length", [-0.1, None], trained=[False, True]), "a logprob is None"),
@@ -335,15 +347,21 @@ def checked(*responses, tells_logprobs=False, **options):
 @pytest.mark.parametrize(("response", "message"), BROKEN)
 def test_a_response_that_breaks_its_promises_names_the_row(response, message):
     with pytest.raises(InputError, match=f"^the sampler's response to d.jsonl, line 4: {message}"):
-        checked(response, tells_logprobs=response.logprobs is not None)
+        checked(response, tells_logprobs=getattr(response, "logprobs", None) is not None)
+
+
+@pytest.mark.parametrize("kind", [tuple, torch.tensor, numpy.array, iter])
+def test_a_response_may_have_any_kind_of_list(kind):
+    response = Response(kind([5, 6]), "length", kind([-0.5, -1.0]), trained=kind([True, True]))
+    checked(response, tells_logprobs=True)
+    assert response == Response([5, 6], "length", [-0.5, -1.0], trained=[True, True])
+    assert [type(token) for token in response.ids] == [int, int]
 
 
 def test_responses_are_one_for_each_prompt_with_what_the_sampler_declares():
     checked(Response([5, 3], "stop"), Response([], "length"))
     for kept in (KEPT, TokenSupport.from_lists(KEPT), [[], [3]]):
         checked(Response([90, 3], "stop", support=kept), Response([], "length"), top_p=0.9)
-    with pytest.raises(InputError, match="returned 3 responses to 2 prompts"):
-        checked(*[Response([5], "length")] * 3)
     with pytest.raises(InputError, match="no kept sets, though the sampling truncates"):
         checked(Response([5], "length"), top_k=2)
     with pytest.raises(

@@ -11,9 +11,11 @@ from fused_rl.trainers import grpo
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.policy import setup
 from fused_rl.trainers.rollouts.mismatch import mismatch
+from fused_rl.trainers.rollouts.returned import sampled_by
 from fused_rl.trainers.rollouts.roll_out import batch_of
 from fused_rl.trainers.rollouts.sampling import Seeds
 from fused_rl.trainers.rollouts.types import Response, Rollout, Sample
+from fused_rl.trainers.run.command import traceback_of_user
 from fused_rl.trainers.run.parse import parse
 from tests.trainers import tiny
 from tests.trainers.runs import VERIFIER, assert_equal_runs, forget_after, grpo_config
@@ -125,6 +127,18 @@ def number(built, tokenizer):
 class Late(Half):
     def sample(self, prompts, sampling):
         raise KeyError("the game")
+class Forgetful(Half):
+    def sample(self, prompts, sampling):
+        super().sample(prompts, sampling)
+class Short(Half):
+    def sample(self, prompts, sampling):
+        return super().sample(prompts, sampling)[1:]
+class Async(Half):
+    async def sample(self, prompts, sampling):
+        return super().sample(prompts, sampling)
+class OneByOne(Half):
+    def sample(self, prompts, sampling):
+        yield from super().sample(prompts, sampling)
 """
 
 
@@ -151,13 +165,35 @@ def test_a_sampler_that_hands_everything_on_is_the_run_without_it(files, tmp_pat
             "own_sampler:number returned int; expected a .*types.Sampler",
         ),
         ("own_sampler:Late", KeyError, "the game"),
+        ("own_sampler:Forgetful", InputError, "^the sampler returned None; .* `return` missing"),
+        ("own_sampler:Short", InputError, "^the sampler returned 15 responses, expected 16"),
+        (
+            "own_sampler:Async",
+            InputError,
+            "^the sampler returned <coroutine .*; expected a list of responses",
+        ),
     ],
 )
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 def test_a_sampler_that_is_none_is_a_line_and_what_it_raises_is_its_own(
     files, tmp_path, own, name, error, message
 ):
     with pytest.raises(error, match=message):
         grpo.train(grpo_config(files, tmp_path / "run", sampler=name, steps=1, eval_size=0))
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_sampler_may_be_a_generator(files, tmp_path, own, lag):
+    options = {"steps": 2, "eval_size": 0, "save_every": 1, "lag": lag}
+    grpo.train(grpo_config(files, tmp_path / "run", sampler="own_sampler:OneByOne", **options))
+
+
+def test_what_a_sampler_raises_is_shown_with_its_own_frames(own):
+    import own_sampler
+
+    with pytest.raises(KeyError) as error:
+        sampled_by(own_sampler.Late(), [[7]], None)
+    assert traceback_of_user(error.value).count("File ") == 1
 
 
 def test_two_samplers_are_one_too_many_and_servers_are_a_list(own):

@@ -16,7 +16,8 @@ from fused_rl.trainers.data import encode
 from fused_rl.trainers.models import packing
 from fused_rl.trainers.policy import critic, groups, policy
 from fused_rl.trainers.policy.critic import Critic
-from fused_rl.trainers.rollouts.roll_out import batch_of, check_responses
+from fused_rl.trainers.rollouts.returned import check_responses
+from fused_rl.trainers.rollouts.roll_out import batch_of
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sample, after_turn, of_turn
 from fused_rl.trainers.run.logger import read_metrics

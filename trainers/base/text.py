@@ -1,5 +1,6 @@
 """Text from users and libraries: errors in one line, no control characters, functions by their names."""
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -73,8 +74,10 @@ def check_installed(option: str, package: str, install: str) -> None:
 
 
 def name_of(function: Callable) -> str:
-    """Return the function's name in metrics."""
-    return str(getattr(function, "__qualname__", type(function).__qualname__))
+    """Return the function's name in metrics; of functools.partial it is the function inside."""
+    inner = function.func if isinstance(function, functools.partial) else type(function)
+    own = [getattr(function, name, None) for name in ("__qualname__", "__name__")]
+    return own[0] or own[1] or name_of(inner)
 
 
 def import_name_of(function: Callable) -> str:

@@ -25,6 +25,7 @@ from fused_rl import TokenSupport
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.rollouts.generate import TransformersSampler, keeps_keys_and_values
+from fused_rl.trainers.rollouts.returned import sampled_by
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sampler
 
@@ -93,7 +94,7 @@ class LaggedSampler(Sampler):
         for pending, sampling in missing:
             try:
                 copies = [list(ids) for ids in pending.prompts]  # for a sampler to change
-                pending.responses.set_result(self.built.sample(copies, sampling))
+                pending.responses.set_result(sampled_by(self.built, copies, sampling))
             except BaseException as error:
                 pending.responses.set_exception(error)
 

@@ -7,7 +7,7 @@ reward model) or the dataset's row. Neither knows of the other, nor of the algor
 import math
 import random
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
 from fused_rl.trainers.data.reading import log_dropped
 from fused_rl.trainers.data.rows import BadRow, Rows
+from fused_rl.trainers.rollouts.returned import check_responses, check_scores, sampled_by
 from fused_rl.trainers.rollouts.sampling import NoDistribution, Sampling
 from fused_rl.trainers.rollouts.types import (
     OUTSIDE_OF_A_RUN,
@@ -32,15 +33,12 @@ from fused_rl.trainers.rollouts.types import (
     Sampler,
     Scorer,
     ScorerLog,
-    shortened,
     support_of,
 )
 
 Item = TypeVar("Item")
 Logged = Mapping[str, tuple[float, int]]
 """Sum and number of the values of each metric that scorers logged."""
-# Nats by which a log-probability may be above 0: servers round the softmax of 16-bit logits.
-ROUNDING = 1e-4
 
 
 def prompts_of(
@@ -171,7 +169,7 @@ def _sampled(
 ) -> list[Response]:
     """Return a response to each prompt; processes that hold parts of the same sequences share the work."""
     if ranks.sequence_group() is None:
-        return sampler.sample(prompts, sampling)
+        return sampled_by(sampler, prompts, sampling)
     mine = ranks.part_of(len(prompts))
     seeds = sampling.seeds and tuple(sampling.seeds[i] for i in mine)
     # Copies of a prompt must not be sampled by the same random numbers, and the processes' generators stay alike.
@@ -179,7 +177,8 @@ def _sampled(
     with torch.random.fork_rng(devices):
         torch.manual_seed(seeds[0] if seeds else 0)
         try:
-            responses = sampler.sample([prompts[i] for i in mine], replace(sampling, seeds=seeds))
+            of_mine = [prompts[i] for i in mine]
+            responses = sampled_by(sampler, of_mine, replace(sampling, seeds=seeds))
         except NoDistribution as error:
             broken = [mine[number] for number in error.responses]
             raise NoDistribution(broken, error.step) from error
@@ -212,94 +211,6 @@ def _solved(scorers: Sequence[Scorer], scores: dict[str, torch.Tensor], count: i
             solved |= passed
             wrong |= ~passed & ~scores[scorer.name].isnan()
     return solved & ~wrong
-
-
-def check_responses(
-    responses: list[Response],
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-    vocab: float,
-    *,
-    tells_logprobs: bool,
-) -> None:
-    """Refuse responses that no loss can be computed of; an error names the row."""
-    # With another number of responses it is not known which prompt each belongs to.
-    if len(responses) != len(prompts):
-        raise InputError(
-            f"the sampler returned {len(responses)} responses to {len(prompts)} prompts"
-        )
-    for response, prompt in zip(responses, prompts, strict=True):
-        problem = _problem_of(response, sampling, vocab, tells_logprobs)
-        if problem is not None:
-            raise InputError(f"the sampler's response to {prompt.where}: {problem}")
-
-
-def _problem_of(
-    response: Response, sampling: Sampling, vocab: float, tells_logprobs: bool
-) -> str | None:
-    """Return what is wrong with a response, in words."""
-    # The ids, and what stands beside each of them.
-    ids = response.ids
-    if len(ids) > sampling.max_new_tokens:
-        return f"{len(ids)} tokens, but max_new_tokens is {sampling.max_new_tokens}"
-    bad = [token for token in ids if not (isinstance(token, int) and 0 <= token < vocab)]
-    if bad:
-        return f"ids must be whole numbers from 0 to below {vocab}, got {shortened(bad[0])}"
-    beside = {"logprobs": response.logprobs, "trained": response.trained}
-    for name, values in (beside | {"support": response.support}).items():
-        if values is not None and len(values) != len(ids):
-            return f"{len(values)} {name} for {len(ids)} ids"
-
-    # What the sampler has declared: log-probabilities, and kept sets where the sampling truncates.
-    reports = response.logprobs is not None
-    if reports != tells_logprobs:
-        return f"{'' if reports else 'no '}logprobs, but the sampler declares tells_logprobs = {tells_logprobs}"
-    reported = response.sampled(response.logprobs or [])
-    bad = [value for value in reported if value is None or not -math.inf < value <= ROUNDING]
-    if bad:
-        return f"a logprob is {bad[0]}; it must be finite, and at most 0"
-    if sampling.truncates and response.support is None and response.sampled(ids):
-        return "no kept sets, though the sampling truncates"
-
-    # Of one turn the stop token is the last id; of several each turn may have had one.
-    stops = [i for i, token in enumerate(ids) if token in sampling.stop_ids]
-    expected = [len(ids) - 1] if response.finish == "stop" else []
-    if response.trained is None and stops != expected:
-        return (
-            f"finish={response.finish!r} and stop tokens at {stops} of {len(ids)}; "
-            "only the last one may be, with stop"
-        )
-    return None
-
-
-def check_scores(
-    name: str, scores: Iterable[float | None], samples: Sequence[Sample]
-) -> torch.Tensor:
-    """Return the scores as (B,) fp32, NaN for None; refuse what is not one finite number or None for each sample."""
-    if isinstance(scores, str) or not isinstance(scores, Iterable):
-        raise InputError(
-            f"scorer {name!r} returned {shortened(scores)}; it must return a list of scores"
-        )
-    # Any iterable will do: a list, a tuple, an array, a tensor.
-    scores = list(scores)
-    if len(scores) != len(samples):
-        raise InputError(
-            f"scorer {name!r} returned {len(scores)} scores for {len(samples)} responses"
-        )
-    # Numbers of any kind pass: bool, numpy's and tensors' scalars. Text such as "1" does not, though float() takes it.
-    values = []
-    for score, sample in zip(scores, samples, strict=True):
-        try:
-            value = 0.0 if score is None else float(score)
-        except (TypeError, ValueError):
-            value = math.nan
-        if isinstance(score, str) or not abs(value) <= torch.finfo(torch.float32).max:
-            came = f"{shortened(score)} ({type(score).__name__}) as the score of {sample.where}"
-            raise InputError(
-                f"scorer {name!r} returned {came}, not a finite number; return None where it cannot score"
-            )
-        values.append(math.nan if score is None else value)
-    return torch.tensor(values, dtype=torch.float32)
 
 
 def batch_of(samples: list[Sample], pad_id: int, device: torch.device) -> Batch:

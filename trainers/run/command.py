@@ -29,7 +29,8 @@ LOST = "what was done since the last checkpoint is lost"
 INTERRUPTED = 130  # the usual status of a command that Ctrl-C ended
 # The modules that call functions of the user's own.
 CALLERS = {
-    str(Path(__file__).parents[1] / name) for name in ("scorers/functions.py", "run/hooks.py")
+    str(Path(__file__).parents[1] / name)
+    for name in ("scorers/functions.py", "rollouts/returned.py", "run/hooks.py")
 }
 # How far rank 0 may be behind the other ranks when all of them read rows.
 SECONDS_TO_PRINT = 3

@@ -88,11 +88,15 @@ def parse_scorers(options: ScorerConfig) -> list[ScorerSpec]:
     weights = options.verifier_weights or [1.0] * len(given)
     thresholds = options.solved_at or [None] * len(given)
     specs: dict[str, ScorerSpec] = {}
-    for (kind, text, make), weight, solved_at in zip(parsed, weights, thresholds, strict=True):
+    rows = zip(given, parsed, weights, thresholds, strict=True)
+    for one, (kind, text, make), weight, solved_at in rows:
         # Two patterns are told apart in metrics by all of their text, a single one is called by its kind.
         name = kind if kind != FUNCTION and kinds.count(kind) == 1 else text
-        if name in specs:
+        if given.count(one) > 1 or (name in specs and not callable(one)):
             raise InputError(f"verifiers names {text!r} twice; for a weight: verifier_weights")
+        # Two functions of one name, such as lambdas, get a number.
+        while name in specs:
+            name = f"{text}_{len(specs) + 1}"
         specs[name] = ScorerSpec(text, kind, make, name, weight, solved_at)
     return list(specs.values())
 
