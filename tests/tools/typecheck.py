@@ -26,7 +26,10 @@ def write_blocks() -> None:
         for number, block in enumerate(
             re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.M)
         ):
-            (folder / f"{Path(page).stem.lower()}{number}.py").write_text(head + block)
+            # A block whose first line names a file is imported by others under that name.
+            named = re.match(r"# (\w+)\.py\n", block)
+            name = named[1] if named else f"{Path(page).stem.lower()}{number}"
+            (folder / f"{name}.py").write_text(head + block)
 
 
 def errors() -> list[tuple[str, str]]:
