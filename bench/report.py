@@ -49,8 +49,8 @@ ACCURACY = (
 TRAINERS = (
     "CPU time of one thread: medians over the steps of three seeds, without each run's first step. Our first GRPO row "
     "is the recipe, which measures the exact KL at each step; the second leaves it out, as TRL does. `needed` is a "
-    "lower bound for a phase: the model's passes alone on the same micro-batches, with the fused head that the trainer uses "
-    "(`bench/trainers.py`). The large head has Qwen2.5-0.5B's width and vocabulary over two layers, in bf16; TRL "
+    "lower bound for a phase: the model's passes alone on the same micro-batches, with the fused head that the trainer "
+    "uses (`bench/trainers.py`). The large head has Qwen2.5-0.5B's width and vocabulary over two layers, in bf16; TRL "
     "trains bf16 weights there, ours keeps fp32 masters. Fewer steps were timed there, so the times vary more."
 )
 QUALITY = (
