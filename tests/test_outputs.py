@@ -30,6 +30,22 @@ def linear_logprobs(module, logits, hidden, weight, targets, **options):
     return module.linear_token_logprobs(hidden, weight, targets, **options)
 
 
+def kept_sets(targets):
+    """Each target and its neighbours, and the whole vocabulary for every third row."""
+    ids = [
+        None if i % 3 == 2 else [*{t, t // 2, 7}] for i, t in enumerate(targets.flatten().tolist())
+    ]
+    return fused_rl.TokenSupport.from_lists(ids).to(targets.device)
+
+
+def supported(module, logits, hidden, weight, targets):
+    return module.token_logprobs(logits, targets, support=kept_sets(targets))
+
+
+def supported_head(module, logits, hidden, weight, targets):
+    return module.linear_token_logprobs(hidden, weight, targets, support=kept_sets(targets))
+
+
 def divergence(module, logits, hidden, weight, targets, **options):
     return [module.token_kl(logits, (logits + logits.sin()).detach(), **options)]
 
@@ -45,10 +61,13 @@ def linear_divergence(module, logits, hidden, weight, targets, **options):
 OPS = {
     "token_logprobs": (logprobs, {"shift": True}),
     "token_logprobs inplace": (inplace_logprobs, {}),
+    "token_logprobs support": (supported, {}),
     "linear_token_logprobs": (linear_logprobs, {}),
+    "linear_token_logprobs support": (supported_head, {}),
     "token_kl": (divergence, {}),
     "token_kl jensen-shannon": (divergence, {"direction": "jensen-shannon"}),
     "linear_token_kl": (linear_divergence, {}),
+    "linear_token_kl jensen-shannon": (linear_divergence, {"direction": "jensen-shannon"}),
 }
 
 

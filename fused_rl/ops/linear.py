@@ -33,7 +33,7 @@ from fused_rl.base.checks import (
     values_are_checked,
 )
 from fused_rl.base.graphs import breaks_graph
-from fused_rl.base.outputs import LinearTokenLoss, TokenLogprobs
+from fused_rl.base.outputs import LinearTokenLoss, TokenLogprobs, unless_modified
 from fused_rl.base.shards import gather, may_be_sharded, scatter
 from fused_rl.kernels.states import RowStatistics
 from fused_rl.ops import tiles
@@ -49,27 +49,29 @@ class _LinearTokenLogprobs(torch.autograd.Function):
         logprobs, entropy, lse, m, rest = tiles.statistics(
             hidden, *gather(weight, bias), targets, *ctx.options
         )
-        kept = entropy.clone()  # the caller may modify the output
-        ctx.save_for_backward(hidden, weight, bias, targets, kept, m, rest)
+        ctx.save_for_backward(hidden, weight, bias, targets, m, rest)
+        ctx.entropy = entropy.detach(), entropy._version
         ctx.set_materialize_grads(False)
         return logprobs, entropy, lse
 
     @staticmethod
     @once_differentiable("linear_token_logprobs")
     def backward(ctx, *upstream):
-        hidden, weight, bias, targets, *statistics = ctx.saved_tensors
+        hidden, weight, bias, targets, m, rest = ctx.saved_tensors
         if all(d is None for d in upstream):
             return (None,) * 7
+        inputs = hidden, *gather(weight, bias), targets
+        entropy = _entropy(ctx, inputs)
         dhidden, dweight, dbias = tiles.recomputed(
-            ctx.needs_input_grad,
-            upstream,
-            hidden,
-            *gather(weight, bias),
-            targets,
-            statistics,
-            *ctx.options,
+            ctx.needs_input_grad, upstream, *inputs, (entropy, m, rest), *ctx.options
         ).take()
         return dhidden, scatter(dweight, weight), scatter(dbias, bias), None, None, None, None
+
+
+def _entropy(ctx, inputs):
+    """Return the entropy that the forward pass returned, computed again where the caller has modified it."""
+    entropy = unless_modified(*ctx.entropy)
+    return tiles.statistics(*inputs, *ctx.options).entropy if entropy is None else entropy
 
 
 def _token_gradients(token_loss, statistics, per_token):
@@ -125,17 +127,11 @@ def _gradients_at_once(needs, hidden, weight, bias, targets, options, token_loss
     gradients = tiles.Gradients(needs, hidden, weight, bias, (step, vocab))
     formed = tiles.Logits(weight, bias, step * vocab, budget, softcap)
     mean = token_loss.mean(weight, bias)
-    loss = hidden.new_zeros((), dtype=torch.float32)
-    # no views of one tensor: they are returned
-    entropy = loss.new_zeros(n)
-    m = torch.zeros_like(entropy)
-    rest = torch.zeros_like(entropy)
-    logprobs = loss.new_zeros(targets.shape)
-    dlogprobs = torch.zeros_like(logprobs)
-    dentropy = torch.zeros_like(entropy)
-    dlse = torch.zeros_like(entropy) if token_loss.takes_lse else None
-    dmean = None if mean is None else torch.zeros_like(entropy)
-    upstream: tuple[Any, ...] = dlogprobs, dentropy, dlse, dmean
+    if step != n:  # else the only tile has the results; no views of one tensor: they are returned
+        loss = hidden.new_zeros((), dtype=torch.float32)
+        of_targets = [loss.new_zeros(targets.shape) for _ in range(2)]
+        entropy, m, rest, *others = (loss.new_zeros(n) for _ in range(6))
+        results: list[Any] = [of_targets[0], entropy, m, rest, of_targets[1], *others]
     for rows in tiles.blocks(n, step):
         # the tile's statistics, its loss, and the gradient of its logits
         inv_t = tiles.at(inv_temperature, rows)
@@ -150,17 +146,18 @@ def _gradients_at_once(needs, hidden, weight, bias, targets, options, token_loss
         row_bwd(of_rows[:3], logits, targets[rows], None, state, inv_t, softcap, out=dlogits)
         gradients.add(dlogits, hidden[rows], weight, rows, slice(0, vocab))
         # what is returned, and what a second backward pass would need
+        of_tile = found.logprobs, *state, *of_rows
+        if step == n:
+            loss, results = value, [*of_tile]
+            break
         loss += value
-        logprobs[rows] = found.logprobs
-        entropy[rows] = found.entropy
-        m[rows] = found.m
-        rest[rows] = found.rest
-        for total, d in zip(upstream, of_rows, strict=True):
-            if d is not None:
-                total[rows] = d
+        for total, values in zip(results, of_tile, strict=True):
+            if values is not None:
+                total[rows] = values
+    statistics, upstream = results[:4], results[4:]
     if mean is not None:
-        mean.add_gradient(gradients, dmean, hidden, inv_temperature)
-    return loss, gradients, upstream, (logprobs, entropy, m, rest)
+        mean.add_gradient(gradients, upstream[3], hidden, inv_temperature)
+    return loss, gradients, upstream, statistics
 
 
 def _recomputed(needs, upstream, hidden, weight, bias, targets, state, options, mean):
@@ -208,8 +205,8 @@ class LinearLoss(torch.autograd.Function):
         # the backward pass only scales these, once: a graph that is used again starts from the statistics
         dhidden, dweight, dbias = gradients.take()
         ctx.gradients = dhidden, scatter(dweight, weight), scatter(dbias, bias)
-        kept = entropy.clone()  # the caller may modify the output
-        ctx.save_for_backward(hidden, weight, bias, targets, kept, m, rest, *upstream)
+        ctx.save_for_backward(hidden, weight, bias, targets, m, rest, *upstream)
+        ctx.entropy = entropy.detach(), entropy._version
         ctx.options = options
         ctx.token_loss = token_loss
         ctx.mark_non_differentiable(logprobs, entropy)
@@ -233,19 +230,13 @@ def loss_backward(ctx, dloss):
             gradients = [None if d is None else d.mul_(dloss) for d in gradients]
         return *gradients, *rest_of_inputs
     # the gradients formed in the forward pass belong to their first user
-    hidden, weight, bias, targets, entropy, m, rest, *upstream = ctx.saved_tensors
+    hidden, weight, bias, targets, m, rest, *upstream = ctx.saved_tensors
     upstream = [None if d is None else d * dloss for d in upstream]
     head = gather(weight, bias)
-    gradients = _recomputed(
-        ctx.needs_input_grad,
-        upstream,
-        hidden,
-        *head,
-        targets,
-        (entropy, m, rest),
-        ctx.options,
-        ctx.token_loss.mean(*head),
-    )
+    inputs = hidden, *head, targets
+    state = _entropy(ctx, inputs), m, rest
+    mean = ctx.token_loss.mean(*head)
+    gradients = _recomputed(ctx.needs_input_grad, upstream, *inputs, state, ctx.options, mean)
     dhidden, dweight, dbias = gradients.take()
     return dhidden, scatter(dweight, weight), scatter(dbias, bias), *rest_of_inputs
 

@@ -14,7 +14,8 @@ from fused_rl.base.checks import (
     once_differentiable,
 )
 from fused_rl.base.graphs import breaks_graph
-from fused_rl.kernels.states import JensenShannonSums, KLState, shares_of
+from fused_rl.base.outputs import unless_modified
+from fused_rl.kernels.states import JensenShannonSums, shares_of
 from fused_rl.ops import tiles
 from fused_rl.ops.kl import Direction, check_direction
 from fused_rl.ops.linear import gather, rows_that_count, scatter
@@ -31,49 +32,59 @@ def _pair(logits, ref_logits, direction):
 class _LinearTokenKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, ref_hidden, ref_weight, ref_bias, *options):
-        inv_temperature, direction, jsd_beta, softcap, budget = ctx.options = options
-        head = gather(weight, bias)
-        ref_head = gather(ref_weight, ref_bias)
-        n, vocab = hidden.shape[0], weight.shape[0]
-        backend = backend_of(hidden.device)
-        step = tiles.forward_rows(hidden, vocab, budget, copies=_TILES)
-        size = step * vocab
-        of_policy = tiles.Logits(*head, size, budget, softcap)
-        of_reference = tiles.Logits(*ref_head, size, budget, softcap)
-        # what a call without rows returns, and what tiles are appended to
-        divergence = [hidden.new_zeros(0, dtype=torch.float32)]
-        state = [divergence[0].new_zeros(len(KLState._fields), 0)]
-        sums = [divergence[0].new_zeros(len(JensenShannonSums._fields), 0)]
-        for rows in tiles.blocks(n, step):
-            logits = of_policy.tile(hidden[rows])
-            ref_logits = of_reference.tile(ref_hidden[rows])
-            x, y = _pair(logits, ref_logits, direction)
-            inv_t = tiles.at(inv_temperature, rows)
-            of_rows, state_rows = backend.kl.kl_fwd(x, y, None, inv_t, softcap)
-            # Jensen-Shannon is a second pass over the tile, which needs the state of the first
-            if jsd_beta is not None:
-                pair = x, y, None, inv_t, state_rows, softcap
-                sums_rows = backend.jensen_shannon.js_fwd(*pair, shares_of(jsd_beta))
-                sums.append(sums_rows)
-                of_rows = JensenShannonSums(*sums_rows).divergence
-            divergence.append(of_rows)
-            state.append(state_rows)
-        divergence = torch.cat(divergence)
-        kept = divergence.clone()  # the caller may modify the output
-        statistics = kept, torch.cat(state, 1), torch.cat(sums, 1)
-        ctx.save_for_backward(hidden, weight, bias, ref_hidden, ref_weight, ref_bias, *statistics)
+        ctx.options = options
+        heads = *gather(weight, bias), *gather(ref_weight, ref_bias)
+        divergence, *state = _statistics(hidden, ref_hidden, heads, options)
+        ctx.save_for_backward(hidden, weight, bias, ref_hidden, ref_weight, ref_bias, *state)
+        ctx.divergence = divergence.detach(), divergence._version
         return divergence
 
     @staticmethod
     @once_differentiable("linear_token_kl")
     def backward(ctx, g):
-        hidden, weight, bias, ref_hidden, ref_weight, ref_bias, *statistics = ctx.saved_tensors
-        heads = *gather(weight, bias), *gather(ref_weight, ref_bias)
+        hidden, weight, bias, ref_hidden, ref_weight, ref_bias, *state = ctx.saved_tensors
+        inputs = hidden, ref_hidden, (*gather(weight, bias), *gather(ref_weight, ref_bias))
+        divergence = unless_modified(*ctx.divergence)
+        if divergence is None:
+            divergence, *_ = _statistics(*inputs, ctx.options)
+        statistics = divergence, *state
         gradients = _gradients(
-            ctx.needs_input_grad, g.contiguous(), hidden, ref_hidden, heads, statistics, ctx.options
+            ctx.needs_input_grad, g.contiguous(), *inputs, statistics, ctx.options
         )
         dhidden, dweight, dbias = gradients.take()
         return dhidden, scatter(dweight, weight), scatter(dbias, bias), *(None,) * 8
+
+
+def _statistics(hidden, ref_hidden, heads, options):
+    """Return the divergence (n,), `KLState` (9, n), and `JensenShannonSums` (3, n) or None."""
+    weight, bias, ref_weight, ref_bias = heads
+    inv_temperature, direction, jsd_beta, softcap, budget = options
+    n, vocab = hidden.shape[0], weight.shape[0]
+    backend = backend_of(hidden.device)
+    step = tiles.forward_rows(hidden, vocab, budget, copies=_TILES)
+    of_policy = tiles.Logits(weight, bias, step * vocab, budget, softcap)
+    of_reference = tiles.Logits(ref_weight, ref_bias, step * vocab, budget, softcap)
+    divergence, state, sums = [], [], []
+    for rows in tiles.blocks(max(n, 1), step):  # without rows, too, there is a tile
+        logits = of_policy.tile(hidden[rows])
+        ref_logits = of_reference.tile(ref_hidden[rows])
+        x, y = _pair(logits, ref_logits, direction)
+        inv_t = tiles.at(inv_temperature, rows)
+        of_rows, state_rows = backend.kl.kl_fwd(x, y, None, inv_t, softcap)
+        # Jensen-Shannon is a second pass over the tile, which needs the state of the first
+        if jsd_beta is not None:
+            pair = x, y, None, inv_t, state_rows, softcap
+            sums_rows = backend.jensen_shannon.js_fwd(*pair, shares_of(jsd_beta))
+            sums.append(sums_rows)
+            of_rows = JensenShannonSums(*sums_rows).divergence.clone()  # no view: it is returned
+        divergence.append(of_rows)
+        state.append(state_rows)
+    return _joined(divergence), _joined(state), _joined(sums) if sums else None
+
+
+def _joined(parts):
+    """Return the rows of all tiles, without a copy of those of a single one."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 def _gradients(needs, g, hidden, ref_hidden, heads, statistics, options):
@@ -88,8 +99,10 @@ def _gradients(needs, g, hidden, ref_hidden, heads, statistics, options):
     of_reference = tiles.Logits(ref_weight, ref_bias, size, budget, softcap)
     wants = (False, True) if direction == "forward" else (True, False)
     for rows in tiles.blocks(n, max(1, tile[0])):
-        divergence, state, sums = (s[..., rows].contiguous() for s in statistics)
-        sums, shares = (None, None) if jsd_beta is None else (sums, shares_of(jsd_beta))
+        divergence, state, sums = (
+            None if s is None else s[..., rows].contiguous() for s in statistics
+        )
+        shares = None if jsd_beta is None else shares_of(jsd_beta)
         inv_t = tiles.at(inv_temperature, rows)
         # both heads' logits again, and the gradient of the policy's
         for columns in tiles.blocks(vocab, tile[1]):

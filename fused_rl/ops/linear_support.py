@@ -9,6 +9,7 @@ import torch
 
 from fused_rl.base.backend import backend_of
 from fused_rl.base.checks import once_differentiable
+from fused_rl.base.outputs import unless_modified
 from fused_rl.base.shards import gather, scatter
 from fused_rl.kernels.states import RowStatistics, RowSupport
 from fused_rl.ops import tiles
@@ -31,29 +32,19 @@ class LinearSupport(torch.autograd.Function):
         support = RowSupport(ids, begin, end)
         ctx.options = inv_temperature, softcap, budget
         x = hidden.new_zeros(len(ids), dtype=torch.float32)
-        n = len(targets)
-        # no views: they are returned
-        outputs = [x.new_zeros(n) for _ in RowStatistics._fields]
         ctx.parts, ctx.gathered = _parts(support, head[0])
-        for rows, statistics in zip(ctx.parts, (_gathered, tiles.statistics), strict=True):
-            if rows is not None and len(rows) == 0:
-                continue
-            states, row_targets, sets, inv_t = _of(rows, hidden, targets, support, inv_temperature)
-            of_rows = statistics(
-                states, *head, row_targets, inv_t, softcap, budget, support=sets, x=x
-            )
-            for output, values in zip(outputs, of_rows, strict=True):
-                output.copy_(values) if rows is None else output.index_copy_(0, rows, values)
-        logprobs, entropy, lse, m, rest = outputs
-        kept_entropy = entropy.clone()  # the caller may modify the output
-        ctx.save_for_backward(hidden, weight, bias, targets, *support, x, kept_entropy, m, rest)
+        logprobs, entropy, lse, m, rest = _statistics(
+            ctx.parts, hidden, head, targets, support, x, *ctx.options
+        )
+        ctx.save_for_backward(hidden, weight, bias, targets, *support, x, m, rest)
+        ctx.entropy = entropy.detach(), entropy._version
         ctx.set_materialize_grads(False)
         return logprobs, entropy, lse
 
     @staticmethod
     @once_differentiable("linear_token_logprobs")
     def backward(ctx, *upstream):
-        hidden, weight, bias, targets, ids, begin, end, x, *statistics = ctx.saved_tensors
+        hidden, weight, bias, targets, ids, begin, end, x, m, rest = ctx.saved_tensors
         if all(d is None for d in upstream):
             return (None,) * 10
         upstream = tuple(None if d is None else d.contiguous() for d in upstream)
@@ -62,6 +53,12 @@ class LinearSupport(torch.autograd.Function):
         needs = ctx.needs_input_grad[:3]
         inv_temperature, softcap, budget = ctx.options
         short, tiled = ctx.parts
+        entropy = unless_modified(*ctx.entropy)
+        if entropy is None:
+            again = torch.zeros_like(x)
+            inputs = ctx.parts, hidden, head, targets, support, again, *ctx.options
+            entropy = _statistics(*inputs).entropy
+        statistics = entropy, m, rest
         dhidden = dweight = dbias = None
 
         # rows in tiles first: their gradient of the head is whole, and the others' sums are added to it
@@ -109,6 +106,23 @@ def _parts(support, weight):
     if count == 0:
         return (short, None), gathered
     return (short, tiled), gathered
+
+
+def _statistics(parts, hidden, head, targets, support, x, inv_temperature, softcap, budget):
+    """`RowStatistics` of all rows; x (M,) is filled with the logits of the sets."""
+    outputs = []
+    for rows, statistics in zip(parts, (_gathered, tiles.statistics), strict=True):
+        if rows is not None and len(rows) == 0:
+            continue
+        states, row_targets, sets, inv_t = _of(rows, hidden, targets, support, inv_temperature)
+        of_rows = statistics(states, *head, row_targets, inv_t, softcap, budget, support=sets, x=x)
+        if rows is None:
+            return of_rows
+        # no views: they are returned
+        outputs = outputs or [x.new_zeros(len(targets)) for _ in RowStatistics._fields]
+        for output, values in zip(outputs, of_rows, strict=True):
+            output.index_copy_(0, rows, values)
+    return RowStatistics(*outputs)
 
 
 def _some(rows, *values):

@@ -387,11 +387,11 @@ def statistics(
     `visit(rows, tile)` sees every tile, whole rows of it, without what `Logits` leaves out.
     """
     n, vocab = hidden.shape[0], weight.shape[0]
-    # no views: they are returned
-    logprobs = hidden.new_zeros(targets.shape, dtype=torch.float32)
-    outputs = [logprobs]
-    outputs += [logprobs.new_zeros(n) for _ in RowStatistics._fields[1:]]
     step = forward_rows(hidden, vocab, budget)
+    if step != n:  # else the only tile has the outputs; no views: they are returned
+        logprobs = hidden.new_zeros(targets.shape, dtype=torch.float32)
+        others = [logprobs.new_zeros(n) for _ in RowStatistics._fields[1:]]
+        outputs = RowStatistics(logprobs, *others)
     logits = Logits(weight, bias, step * vocab, budget, softcap)
     for rows in blocks(n, step):
         tile = logits.tile(hidden[rows])
@@ -399,11 +399,13 @@ def statistics(
         sets = None if support is None else support.at(rows)
         of_rows = row_fwd(tile, targets[rows], None, inv_t, softcap, sets, x)
         of_rows = logits.with_common(of_rows, hidden[rows], inv_t)
-        for output, values in zip(outputs, of_rows, strict=True):
-            output[rows] = values
         if visit is not None:
             visit(rows, tile)
-    return RowStatistics(*outputs)
+        if step == n:
+            return of_rows
+        for output, values in zip(outputs, of_rows, strict=True):
+            output[rows] = values
+    return outputs
 
 
 def recomputed(
@@ -436,7 +438,9 @@ def recomputed(
         for columns in blocks(vocab, tile[1]):
             logits = formed.tile(hidden[rows], columns)
             dlogits = formed.gradient(logits)
-            where = {"out": dlogits, "support": sets, "x": x, "first": columns.start}
+            # in all columns no target stands elsewhere
+            first = None if tile[1] == vocab else columns.start
+            where = {"out": dlogits, "support": sets, "x": x, "first": first}
             row_bwd(upstream_rows, logits, targets[rows], None, state, *options, **where)
             gradients.add(dlogits, hidden[rows], weight[columns], rows, columns)
     return gradients

@@ -251,9 +251,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         lse = torch.where(counts, merged.lse, 0).float()
 
         # with the merged state the gradient of the local columns needs no other rank
-        kept_entropy = entropy.clone()  # the caller may modify the output
         sets = (None, None, None) if support is None else support
-        state = kept_entropy, merged.m.float(), merged.rest.float()
+        state = merged.entropy, merged.m, merged.rest
         ctx.save_for_backward(logits, targets, mask, x, *sets, *state)
         ctx.inv_t = inv_t
         ctx.softcap = softcap
@@ -269,6 +268,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             return (None,) * 8
         support = None if ids is None else RowSupport(ids, begin, end)
         upstream = [None if d is None else d.contiguous() for d in upstream]
+        state = [s.float() for s in state]
         where = {"support": support, "x": x, "first": ctx.first}
         dlogits = row_bwd(upstream, logits, targets, mask, state, ctx.inv_t, ctx.softcap, **where)
         return dlogits, *(None,) * 7
