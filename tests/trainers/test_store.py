@@ -159,6 +159,32 @@ def test_a_folder_that_is_a_link_keeps_its_content(files, run, tmp_path):
     assert link.is_symlink() and contents(run / "earlier-1") == before
 
 
+def test_a_checkpoint_that_is_a_link_is_deleted_as_a_link(files, whole, run, tmp_path):
+    checkpoints = run / "checkpoints"
+    for step in (1, 4):
+        (checkpoints / f"step-{step}").rename(tmp_path / f"on-another-disk-{step}")
+    (checkpoints / "step-1").symlink_to(tmp_path / "on-another-disk-1")
+    # What a run that was killed while it deleted such a link has left.
+    (checkpoints / ".unfinished-step-9").symlink_to(tmp_path / "on-another-disk-4")
+    sft.train(run_config(files, run, resume=True, keep_checkpoints=1))
+    assert names(run) == ["step-4"] and not (checkpoints / "step-4").is_symlink()
+    for step in (1, 4):
+        assert (tmp_path / f"on-another-disk-{step}" / "manifest.json").exists()
+
+
+def test_a_run_stays_in_its_folder_where_own_code_changes_the_current_one(
+    files, tmp_path, monkeypatch
+):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    config = run_config(files, "run", steps=2, eval_every=1)
+    sft.train(config, on_step=lambda step: os.chdir(tmp_path / "elsewhere"))
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    written = {"model", "checkpoints", "metrics.jsonl", "held_out.jsonl", "curves.png"}
+    assert written <= {path.name for path in (tmp_path / "run").iterdir()}
+    assert [row["step"] for row in tiny.read_metrics(tmp_path / "run")] == [0, 1, 2]
+
+
 @pytest.mark.parametrize("kilobytes", [4, 8, 16, 64])
 def test_a_disk_that_is_full_at_the_start_is_one_line(kilobytes, files, tmp_path, capfd):
     run = tmp_path / "run"
