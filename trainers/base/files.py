@@ -197,18 +197,26 @@ def write_rows(path: Path, rows: list[dict]) -> str:
     return str(path)
 
 
+def remove(path: Path) -> None:
+    """Remove a folder, if there is one; of a link the link alone."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
 def delete(path: Path) -> None:
     """Delete a folder; it loses its name first, so that no half of it is taken for the whole."""
-    shutil.rmtree(unfinished(path), ignore_errors=True)
+    remove(unfinished(path))
     os.rename(path, unfinished(path))
-    shutil.rmtree(unfinished(path))
+    remove(unfinished(path))
 
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """Yield a new folder to write into. It gets its name when the block ends; if the block raises, nothing is left."""
     new = unfinished(folder)
-    shutil.rmtree(new, ignore_errors=True)
+    remove(new)
     new.mkdir(parents=True)
     try:
         yield new

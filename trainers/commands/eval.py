@@ -178,7 +178,7 @@ def evaluate(
     # A run's column of answers was named for the run's rows.
     names_answers = config.answer_column is not None
     config = with_run_options(config)
-    out = None if config.output_dir is None else Path(config.output_dir)
+    out = None if config.output_dir is None else Path(config.output_dir).absolute()
     existing = [
         name
         for name in ("responses.jsonl", "summary.json")

@@ -84,19 +84,10 @@ class Reader:
         """Return row i's prompt and its completion, a conversation that ends with the assistant, or a text alone."""
         row = self._readable(i)
         others = (*PROMPT_COLUMNS, completion_column)
-<<<<<<< Updated upstream
         has_others = any(row.get(name) is not None for name in others)
         if column is None and isinstance(row.get("text"), str) and not has_others:
             self._uses("text")
             return self._noted(Read("texts", None, responses=(row["text"],)))
-=======
-        is_text = column is None and all(row.get(name) is None for name in others)
-        if text_column is not None or (is_text and isinstance(row.get("text"), str)):
-            text = self.cell(text_column or "text", "text_column")
-            if not isinstance(text, str):
-                raise BadRow(f"column {text_column!r} must be text", FIX, came=f"got {text!r:.80}")
-            return self._noted(Read("texts", None, responses=(text,)))
->>>>>>> Stashed changes
 
         read = self._prompt(row, column)
         # Alpaca's rows name it so; any other column must be given by name.
@@ -119,16 +110,11 @@ class Reader:
                 remedy = "end it with the assistant's turn, or name the completion's column with --completion_column"
                 reason = f"the conversation ends with the {last}'s turn, and {state}"
                 raise BadRow(reason, remedy, came=f"the last roles are {', '.join(roles[-8:])}")
-<<<<<<< Updated upstream
         cell = self._cell(row, completion_column, "completion_column")
-=======
-        cell = self.cell(completion_column, "completion_column")
->>>>>>> Stashed changes
         completion = response_of(cell, completion_column)
         form = "prompts and completions" if read.form == "prompts" else read.form
         return self._noted(read._replace(form=form, responses=(completion,)))
 
-<<<<<<< Updated upstream
     def pair(self, i: int, column: str | None, sides: dict[str, str]) -> Read:
         """Return row i's prompt with its chosen and its rejected response; `sides` has their columns by option."""
         row = self._readable(i)
@@ -141,14 +127,6 @@ class Reader:
                 )
                 raise BadRow(reason, "remove the weight, or the row")
         chosen, rejected = cells
-=======
-    def pair(self, column: str | None, sides: dict[str, str]) -> Read:
-        """Return the row's prompt with its chosen and its rejected response; `sides` has their columns by option."""
-        self._check_readable()
-        chosen, rejected = (
-            response_of(self.cell(name, option), name) for option, name in sides.items()
-        )
->>>>>>> Stashed changes
         if isinstance(chosen, str) != isinstance(rejected, str):
             reason = "one response is text and the other one is messages"
             raise BadRow(reason, "give both in the same form")
@@ -193,17 +171,10 @@ class Reader:
             raise BadRow("column 'chat_template_kwargs' is not read", remedy, came=came)
         return row
 
-<<<<<<< Updated upstream
     def _prompt(self, row: dict, named: str | None) -> Read:
         column = named or prompt_column_of(row)
         cell = self._cell(row, column, "prompt_column")
         system = self._system(row)
-=======
-    def _prompt(self, named: str | None) -> Read:
-        column = named or prompt_column_of(self.row)
-        cell = self.cell(column, "prompt_column")
-        system = self._system()
->>>>>>> Stashed changes
         if not isinstance(cell, str):
             messages = with_system(messages_of(cell, column), system)
             is_sharegpt = isinstance(cell, list) and "from" in cell[0]
@@ -269,11 +240,7 @@ class Reader:
             wrapped_tools.append({"type": "function", "function": tool} if is_bare else tool)
         return wrapped_tools
 
-<<<<<<< Updated upstream
     def _cell(self, row: dict, column: str, option: str) -> Any:
-=======
-    def cell(self, column: str, option: str) -> Any:
->>>>>>> Stashed changes
         """Return a cell that must be there; an error names the option that names another column."""
         self._uses(column)
         if row.get(column) is None:

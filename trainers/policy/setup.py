@@ -357,7 +357,7 @@ def build_sampler(
         # A server with other weights or a stale cache raises no error, so a probe compares what it returns.
         ids = tokenizer.encode(TEXT, add_special_tokens=False)
         probe = Probe(model, ids, lm.dtype == torch.float32, config.sampling(1, ()))
-        output_dir = Path(config.output_dir)
+        output_dir = Path(config.output_dir).absolute()
         folder = folder_of(config.server, config.published_dir, output_dir, lm)
         if folder != output_dir / "published" and ranks.process() == 0:
             remove_at_end(folder)

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from fused_rl.trainers.base import memory, ranks
 from fused_rl.trainers.base.screen import print_line, print_rank0
@@ -40,7 +40,6 @@ MOST_ROWS = 100_000
 MOST_TOKENS = 200
 
 
-@runtime_checkable
 class Encodable(Protocol):
     """What a trainer makes of a row: token sequences that know where they come from."""
 
@@ -60,16 +59,12 @@ ReadRows = Callable[[Any, Rows, Encoder], Sequence[Encodable]]
 """(config, rows, encoder) -> the trainer's examples of the rows that can be used."""
 
 
-def no_check(*_: object) -> None:
-    """Refuse nothing: the check of a trainer whose runs refuse only what their rows and options are refused for."""
-
-
 def run(
     config_class: type[RunConfig],
     arithmetic: Arithmetic,
     train: Callable[..., str],
     read: ReadRows,
-    check: Check = no_check,
+    check: Check,
     argv: list[str] | None = None,
 ) -> None:
     """Parse `argv`, or the process's command line, and then either describe the run or train.
@@ -80,7 +75,6 @@ def run(
         train: runs the training of a config.
         read: returns the trainer's examples of rows.
         check: raises for what else the run would refuse.
-        argv: the words of the command line.
     """
     argv = sys.argv[1:] if argv is None else argv
     with around(f"fused-rl {config_class.command}", LOST):
@@ -200,26 +194,21 @@ def describe(config: RunConfig, arithmetic: Arithmetic, read: ReadRows, check: C
             lines.append(
                 f"# {name}: {rising} is not below the run's {updates} updates, so the learning rate rises to the end"
             )
-    lines += ["#", *example_lines(examples, encoder)]
+    lines += ["#", *example_lines(examples[0], encoder)]
     everything = config.dry_run == "all"
     title = "# the options that were given or follow from others; --dry_run all prints all of them"
     options = to_yaml(config, everything=everything)
     return "\n".join([*([] if everything else [title]), options, "# batch arithmetic", *lines])
 
 
-def example_lines(examples: Examples, encoder: Encoder) -> list[str]:
-    """Return the first example as comment lines, with the tokens of its prompt and those that are trained.
+def example_lines(example: Encodable, encoder: Encoder) -> list[str]:
+    """Return an example as comment lines, with the tokens of its prompt and those that are trained.
 
     On a terminal the two have different colours.
     """
     colors = {"prompt": "\x1b[36m", "trained": "\x1b[32m"} if sys.stdout.isatty() else {}
-    lines = [f"# one example: {examples.where(0)}, its tokens between bars"]
-    # An example of a trainer of the user's own may be anything; its token ids stand in the table all the same.
-    example = examples[0]
-    sequences = (
-        example.sequences() if isinstance(example, Encodable) else {"example": examples.ids(0)[:2]}
-    )
-    for name, (prompt, response) in sequences.items():
+    lines = [f"# one example: {example.where}, its tokens between bars"]
+    for name, (prompt, response) in example.sequences().items():
         parts = {"prompt": prompt, "trained": response}
         for part, ids in parts.items():
             if not ids:

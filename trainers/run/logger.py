@@ -30,7 +30,7 @@ class Logger:
     """Writes and shows the metrics of a run that continues after step `start` (0 for a new run). It is for one rank."""
 
     def __init__(self, config: RunConfig, start: int):
-        self.folder = Path(config.output_dir)
+        self.folder = Path(config.output_dir).absolute()
         self.steps = config.steps
         self.last_printed = 0.0
         # JSON has no NaN or infinity, so a null in the file stands for a number that was not finite.

@@ -372,14 +372,15 @@ class Run:
 
         # Print whether the run learned, where everything is, and what to look at next.
         if ranks.process() == 0:
-            checkpoints = self.store.checkpoints
-            kept = f", checkpoints: {checkpoints}" if checkpoints.exists() else ""
-            watch, folder = self.logger.watch, self.store.path
+            watch, folder = self.logger.watch, Path(self.config.output_dir)
+            kept = ""
+            if self.store.checkpoints.exists():
+                kept = f", checkpoints: {folder / 'checkpoints'}"
             concluded = [f"finding: {finding}" for finding in watch.conclude()]
             print_line(
                 watch.learned(),
                 *concluded,
-                f"model: {model}, curves: {folder / 'curves.png'}{kept}",
+                f"model: {folder / 'model'}, curves: {folder / 'curves.png'}{kept}",
             )
             findings = ", ".join(watch.found) or watch.no_condition
             print_line(

@@ -33,6 +33,7 @@ from fused_rl.trainers.base.files import (
     delete,
     fingerprint,
     io_errors_in_a_line,
+    remove,
     unfinished,
     weights_below,
     whole_folder,
@@ -110,7 +111,8 @@ class RunFolder:
 
     def __init__(self, config: RunConfig):
         self.config = config
-        self.path = Path(config.output_dir)
+        # A function of the user's own may change the current folder.
+        self.path = Path(config.output_dir).absolute()
         self.checkpoints = self.path / "checkpoints"
         # What the file holds when the run begins; a resumed run compares that, not where the file is.
         self.deepspeed_options = deepspeed_file.read(config.deepspeed)
@@ -263,7 +265,7 @@ class RunFolder:
             old = [*later, *(path for path in old if path.name in SAVED_AT_THE_END)]
             # A run that was killed while it saved has left an unfinished folder.
             for leftover in self.checkpoints.glob(f"{UNFINISHED}*"):
-                shutil.rmtree(leftover)
+                remove(leftover)
 
         # The content goes to the first of runs/a/earlier-1, runs/a/earlier-2, … that does not exist.
         number = 1

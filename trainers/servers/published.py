@@ -50,7 +50,7 @@ def folder_of(urls: Sequence[str], published_dir: str | None, output_dir: Path, 
         of_run = output_dir.stat()
         name = f"fused-rl-{socket.gethostname()}-{of_run.st_dev:x}-{of_run.st_ino:x}"
         if published_dir is not None:
-            chosen = Path(published_dir) / name
+            chosen = Path(published_dir).absolute() / name
             with io_errors_in_a_line("the weights for the servers", chosen):
                 _remove(chosen)
         else:
