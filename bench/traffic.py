@@ -133,11 +133,11 @@ def counted():
 
 def count(run, logits) -> dict:
     """{"forward": (read, written), "backward": ...} of `run(logits) -> outputs`, in multiples of the logits' size."""
-    logits = logits.clone().requires_grad_()
+    # neither a leaf nor a view of one, which no gradient may overwrite
+    logits = logits.clone().add_(logits.new_zeros((), requires_grad=True))
     size = logits.numel() * logits.element_size()
     with counted() as forward:
-        # Not a leaf, which a gradient in place could not overwrite.
-        outputs = run(logits.view_as(logits))
+        outputs = run(logits)
     outputs = [output for output in outputs if output is not None and output.requires_grad]
     upstream = [torch.rand_like(output) for output in outputs]
     with counted() as backward:

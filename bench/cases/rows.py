@@ -99,8 +99,9 @@ class RowsCase(Case):
         """Logits for it to run on: shared, unless its gradient overwrites them, which a leaf forbids."""
         if not peer.overwrites:
             return [x.detach().requires_grad_() for x in self.logits]
-        leaf = self.logits[0].clone().requires_grad_()
-        return [leaf.view_as(leaf)]
+        # neither a leaf nor a view of one, which no gradient may overwrite
+        zero = self.logits[0].new_zeros((), requires_grad=True)
+        return [self.logits[0].clone().add_(zero)]
 
     def backward_of(self, peer):
         return self.backward
