@@ -8,9 +8,10 @@
 Every answer is checked against fp64 before anything is timed: an op of ours that fails is not timed, a peer that is
 wrong is timed and its row says by how much. Implementations take turns, three each at least; times are medians, and
 how many times longer one takes than ours is the median over the turns, each beside ours of the same round. A group
-keeps to its time with all that it does: a row without three turns says why. Bytes are those the operation cannot avoid,
-the same for every row of a case; so GB/s and the share of the copy bandwidth compare implementations, not how much they
-waste.
+keeps to its time with all that it does: a row without three turns says why. On a machine so slow that a case takes a
+minute more than its time, the case ends after the call that runs, and its other rows say that it ran out of time.
+Bytes are those the operation cannot avoid, the same for every row of a case; so GB/s and the share of the copy
+bandwidth compare implementations, not how much they waste.
 """
 
 import contextlib
@@ -40,6 +41,7 @@ IMPORTS = 5  # seconds until a group begins
 SHORT = 0.1  # ms of a forward pass, below which the host may be what is timed
 LONG = 5.0  # ms of a forward pass, from which the host's part does not matter
 OF_A_CASE = 5.0  # seconds that each case has, however late it is
+GRACE = 60.0  # seconds beyond those of a case, after which no call of it begins
 
 
 class Once(NamedTuple):
@@ -86,12 +88,13 @@ def judged(case: Case, peer: peers.Peer, errors: dict) -> dict:
     return {"status": status, "reason": ", ".join(over)}
 
 
-def attempt(case: Case, peer: peers.Peer) -> tuple[dict, Once | None]:
+def attempt(case: Case, peer: peers.Peer, end: float) -> tuple[dict, Once | None]:
     """The row of one implementation, with its errors or what it raised; how the run went, where it may be timed."""
     try:
-        if peer.role == "ours" or peer.compiles:
-            run_once(case, peer)  # ours compiles, too
         once = run_once(case, peer)
+        # ours compiles, too
+        if (peer.role == "ours" or peer.compiles) and time.perf_counter() < end:
+            once = run_once(case, peer)
         errors = case.errors(peer, once.outputs, once.gradient)
     except Exception as reason:  # noqa: BLE001 - each fails in its own way; ours makes the group fail
         status, message = results.failure(reason)
@@ -110,6 +113,7 @@ def attempt(case: Case, peer: peers.Peer) -> tuple[dict, Once | None]:
 def run_case(case: Case, wanted: str, copy_bytes_per_s: float, seconds: float) -> list[dict]:
     """The rows of every implementation of one case, checked, then measured within about these seconds."""
     started = time.perf_counter()
+    end = started + seconds + GRACE
     found, rows = case.contenders(wanted)
 
     # Each once: its errors, its memory, and how long it takes.
@@ -118,12 +122,15 @@ def run_case(case: Case, wanted: str, copy_bytes_per_s: float, seconds: float) -
     memory = {}
     kept = []
     for peer in found:
-        if peer.role == "peer" and time.perf_counter() - started > seconds:
+        now = time.perf_counter()
+        if now > end or (peer.role == "peer" and now - started > seconds):
             reason = "left out for time; --budget gives more"
+            if now > end:
+                reason = f"ran out of time: the case has taken {now - started:.0f} s"
             row = results.not_run(peer.name, results.NO_TIME, reason, case.op, case.label())
             rows.append(row)
             continue
-        row, once = attempt(case, peer)
+        row, once = attempt(case, peer, end)
         rows.append(row)
         if once is None:
             continue
@@ -139,7 +146,7 @@ def run_case(case: Case, wanted: str, copy_bytes_per_s: float, seconds: float) -
     on_cpu, facts = case.device == "cpu", {}
     if on_cpu:
         turns = {name: timing.phases_cpu(run) for name, run in runs.items()}
-        samples = timing.interleaved(turns, left, first, kept)
+        samples = timing.interleaved(turns, left, first, kept, end)
     else:
         # Ours alone come first, and leave time for the peers.
         most = 50.0 if wanted == "none" else 200.0

@@ -1,6 +1,7 @@
 """Time: runs that take turns, ratios of what ran side by side, a budget shared among parts; on CPU and GPU."""
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -44,13 +45,13 @@ MOST = 9
 BLOCK = 0.03  # seconds that a run is repeated for in its turn: of microseconds alone a clock says little
 
 
-def interleaved(runs: dict, budget_s: float, first: dict, keep=()) -> dict:
+def interleaved(runs: dict, budget_s: float, first: dict, keep=(), end: float = math.inf) -> dict:
     """Samples in ms of each run: name -> {phase: [ms, ...]}, one for each of its turns.
 
     Each run is a function that returns {phase: seconds}; `first` holds what it returned when it ran before. In every
     round each has its turn, so that what slows the machine slows all, and sample i of one stands beside sample i of
     another. What has no time for `LEAST` turns keeps its first sample, the slowest first; those in `keep`, to which
-    others are compared, have theirs in any case.
+    others are compared, have theirs in any case, unless it is `end` by the clock.
     """
     times = {name: max(1, int(BLOCK / max(1e-9, whole(first[name])))) for name in runs}
     costs = {name: times[name] * whole(first[name]) for name in runs}
@@ -74,7 +75,8 @@ def interleaved(runs: dict, budget_s: float, first: dict, keep=()) -> dict:
             break
         late = taken > 2 * budget_s
         for name in runs:
-            if name in turning and (name in keep or not late):
+            in_time = time.perf_counter() < end and (name in keep or not late)
+            if name in turning and in_time:
                 add_turn(samples[name], runs[name], times[name])
 
     # What never ran again is known from before.

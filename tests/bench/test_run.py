@@ -69,6 +69,35 @@ def broken_nan(case, x):
     return logprobs, entropy_ * float("nan")
 
 
+def test_a_case_ends_on_a_machine_that_is_too_slow_for_it(clock, monkeypatch):
+    """Where each call takes 50 s, no call begins a minute after the case's time, and every row says what it has."""
+    case, calls = one_case(), []
+
+    def slow(name):
+        def call(x):
+            calls.append(name)
+            clock.now += 50
+            return case.call(x)
+
+        return call
+
+    names = ["floor", "fused_rl", "fused_rl inplace", "plain torch"]
+    roles = ["floor", "ours", "ours", "peer"]
+    contend(
+        monkeypatch,
+        case,
+        *(peers.Peer(n, "0", slow(n), role=r) for n, r in zip(names, roles, strict=True)),
+    )
+    monkeypatch.setattr(case, "errors", lambda *_: {})
+    monkeypatch.setattr(machine, "peak_extra_bytes", lambda work, device: work())
+    rows = {row["implementation"]: row for row in run.run_case(case, "all", 1e9, 30.0)}
+    assert calls == ["floor", "fused_rl"], "which had 30 + 60 s"
+    assert [*rows] == names and "1 of 3 turns" in rows["fused_rl"]["few"]
+    for name in names[2:]:
+        assert rows[name]["status"] == results.NO_TIME
+        assert rows[name]["reason"] == "ran out of time: the case has taken 100 s"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "what"),

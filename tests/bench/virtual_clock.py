@@ -58,7 +58,7 @@ class Clock:
         size = logits * (4 if case.spec.dtype == "fp32" else 2)
         return KINDS[type(case).__name__][name] * size / 3e12 + flop / 650e12 + 1e-4
 
-    def attempt(self, case: Case, peer: peers.Peer):
+    def attempt(self, case: Case, peer: peers.Peer, end: float):
         """Pass the time of `run.attempt`: to compile, to draw and to check."""
         key = (type(case).__name__, case.spec.dtype, case.spec.masked > 0, peer.name)
         if key not in self.compiled and "compile" in peer.name:
@@ -148,7 +148,8 @@ def measured(step: gpu.Step, of: Machine) -> tuple[set, set]:
         *((machine, name, lambda *_, value=value: value) for name, value in nothing.items()),
         (run, "time", now), (timing, "time", now), (run, "attempt", clock.attempt), (timing, "alone", clock.alone),
         (timing, "host", clock.host),
-        (run, "run_once", lambda case, peer: clock.attempt(case, peer)), (timing, "in_a_graph", lambda timed: None),
+        (run, "run_once", lambda case, peer: clock.attempt(case, peer, math.inf)),
+        (timing, "in_a_graph", lambda timed: None),
         (run, "describe", lambda *_, **__: None), (run, "show", lambda *_: None), (results, "save", save),
         (run.options, "arguments", lambda *_: args), (peers, "find", lambda *_, **__: ([], [])),
     ]  # fmt: skip
