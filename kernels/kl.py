@@ -19,8 +19,9 @@ The gradients, with p, q the probabilities, delta = log(p / q) = u + k where k =
 
 `kl_lanes.py` has the sums and `kl_gradient.py` the gradients.
 
-Bytes: both rows are read once. A segment of a row that the fast sums cannot represent is read three times more, from
-the cache: one with a banned column, or with q / p or its inverse beyond 2^60 times their typical value in the lane.
+Bytes: both rows are read once; where V is no multiple of 16, a second time from the cache. A segment of a row that the
+fast sums cannot represent is read three times more, from the cache: one with a banned column, or with q / p or its
+inverse beyond 2^60 times their typical value in the lane.
 
 A row has the same bits in any batch: V alone decides which columns meet in a lane and in which order, and segments
 merge lane by lane, in one program or in many.
@@ -67,6 +68,7 @@ from fused_rl.kernels.pair import (
     is_masked,
     launch_arguments,
     load,
+    load_rotated,
     load_together,
     row_offset,
 )
@@ -146,6 +148,8 @@ def _segment(
     y_row,
     x_wide,
     y_wide,
+    x_head,
+    y_head,
     segment,
     V,
     wide,
@@ -161,11 +165,12 @@ def _segment(
     EXACT: tl.constexpr = True if softcap is not None else x_row.dtype.element_ty != tl.bfloat16
     TILE: tl.constexpr = THREADS * K * VEC
     first = segment * SEGMENT
-    whole = tl.minimum(V // TILE, first + SEGMENT)
+    # the loads of rows that begin anywhere end VEC columns later
+    whole = tl.minimum((V if wide else V - VEC) // TILE, first + SEGMENT)
+    whole = tl.maximum(whole, first)
     k = inv_t * LOG2E
     m, w, c, a, f, far = start(THREADS)
-    # whole tiles: if rows begin at 16-byte boundaries, a thread reads 16 bytes of neighbouring columns; otherwise
-    # neighbouring threads read neighbouring columns
+    # whole tiles: a thread has 16 bytes of neighbouring columns, wherever the rows begin
     apart = tl.arange(0, THREADS)[:, None] + tl.arange(0, VEC)[None, :] * THREADS
     x_apart, y_apart = x_row + apart, y_row + apart
     if wide:
@@ -181,10 +186,10 @@ def _segment(
             xs, ys = (), ()
             for j in tl.static_range(K):
                 at = (i * K + j) * (THREADS * VEC)
-                xs = xs + (cap(tl.load(x_apart + at).to(tl.float32), softcap),)
-                ys = ys + (cap(tl.load(y_apart + at).to(tl.float32), softcap),)
+                xs = xs + (cap(load_rotated(x_wide + at, x_head, THREADS, VEC), softcap),)
+                ys = ys + (cap(load_rotated(y_wide + at, y_head, THREADS, VEC), softcap),)
             m, w, c, a, f, far = step(m, w, c, a, f, far, xs, ys, None, offset, k, EXACT, K)
-    # the end of the row, less than a tile
+    # the end of the row, a tile at most, where neighbouring threads read neighbouring columns
     stop = tl.minimum(V, (first + SEGMENT) * TILE)
     if whole * TILE < stop:
         xs, ys, inside = (), (), ()
@@ -195,7 +200,8 @@ def _segment(
             ys = ys + (_inside(y_apart + at, mask, softcap),)
             inside = inside + (mask,)
         m, w, c, a, f, far = step(m, w, c, a, f, far, xs, ys, inside, offset, k, EXACT, K)
-    right = held(m, w, a, f, far, k)
+    # where V is up to VEC more than whole tiles, the end is more than a tile
+    right = held(m, w, a, f, far, k) & (stop - whole * TILE <= TILE)
     if not EXACT:  # x - y is rounded, which is accurate enough only if the offset is small
         right = right & (tl.abs(offset) * inv_t <= KNOWN)
     m, w, w_all, c, left, n, s, f, lone = settled(m, w, c, a, f, offset, k, inv_t)
@@ -282,8 +288,8 @@ def kl_fwd_kernel(
         inv_t = valid(tl.load(inv_t_ptr + row))
     x_at = row_offset(row, T, stride_xb, stride_xt, x_shift)
     y_at = row_offset(row, T, stride_yb, stride_yt, y_shift)
-    x_row, x_wide = x_ptr + x_at, x_ptr + x_at // VEC * VEC
-    y_row, y_wide = y_ptr + y_at, y_ptr + y_at // VEC * VEC
+    x_row, x_wide, x_head = x_ptr + x_at, x_ptr + x_at // VEC * VEC, (x_at % VEC).to(tl.int32)
+    y_row, y_wide, y_head = y_ptr + y_at, y_ptr + y_at // VEC * VEC, (y_at % VEC).to(tl.int32)
     offset = _offset(x_row, y_row, V, inv_t, softcap)
     # a program with one segment leaves its lanes to `kl_merge_kernel`; one with the whole row merges them itself
     if lanes_ptr is not None:
@@ -293,6 +299,8 @@ def kl_fwd_kernel(
             y_row,
             x_wide,
             y_wide,
+            x_head,
+            y_head,
             segment,
             V,
             wide,
@@ -316,6 +324,8 @@ def kl_fwd_kernel(
                 y_row,
                 x_wide,
                 y_wide,
+                x_head,
+                y_head,
                 segment,
                 V,
                 wide,

@@ -75,6 +75,65 @@ def load_together(ptr, THREADS: tl.constexpr, VEC: tl.constexpr):
 
 
 @triton.jit
+def load_rotated(ptr, head, THREADS: tl.constexpr, VEC: tl.constexpr):
+    """Return what `load_together` would `head` elements after `ptr`, a 16-byte boundary, for any head below VEC.
+
+    A thread loads its 16 bytes and those of the next thread, which the cache has, and takes its elements out of both.
+    The last of these loads ends VEC elements after the last element that is returned.
+    """
+    words = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    words += tl.arange(0, THREADS)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    ws = _columns(tl.load(words)) + _columns(tl.load(words + 4))
+    # past two words, past one, and past half a word
+    skipped = head * 4 // VEC
+    ws = _from(_from(ws, skipped >= 2, 2), skipped % 2 == 1, 1)
+    if VEC == 8:
+        ws = _halves_later(ws, head % 2 * 16)
+    words = tl.join(tl.join(ws[0], ws[2]), tl.join(ws[1], ws[3]))
+    return _as_fp32(tl.reshape(words, (THREADS, 4)), ptr.dtype.element_ty)
+
+
+@triton.jit
+def _columns(words):
+    """Return the four columns (THREADS,) of words (THREADS, 4) as a tuple."""
+    even, odd = tl.split(tl.reshape(words, (words.shape[0], 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _from(words, later, n: tl.constexpr):
+    """Return the words of a tuple without the last n, or without the first n where `later` is set."""
+    found = ()
+    for i in tl.static_range(len(words) - n):
+        found = found + (tl.where(later, words[i + n], words[i]),)
+    return found
+
+
+@triton.jit
+def _halves_later(words, bits):
+    """Return the words that begin `bits` bits later, 0 or 16, one fewer."""
+    found = ()
+    for i in tl.static_range(len(words) - 1):
+        pair = (words[i + 1].to(tl.int64) << 32) | (words[i].to(tl.int64) & 0xFFFFFFFF)
+        found = found + ((pair >> bits).to(tl.int32),)
+    return found
+
+
+@triton.jit
+def _as_fp32(words, dtype: tl.constexpr):
+    """Return the elements of words (THREADS, 4) in memory order: (THREADS, 4) of fp32, (THREADS, 8) of 16 bits."""
+    if dtype == tl.float32:
+        return words.to(tl.float32, bitcast=True)
+    elif dtype == tl.bfloat16:  # noqa: RET505
+        return widen(words)
+    else:
+        low, high = words.to(tl.int16), (words >> 16).to(tl.int16)
+        return tl.interleave(low, high).to(dtype, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def difference(x, y, offset, EXACT: tl.constexpr):
     """Return x - y - offset; if EXACT, it includes what the rounding of x - y takes off (Knuth's TwoSum).
 

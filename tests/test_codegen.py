@@ -76,8 +76,10 @@ def test_16_bytes_per_load_and_store_on_every_target(figures):
         forward, backward, js = (
             figures[f"{case} bf16", target]["loops"] for case in ("kl_fwd", "kl_bwd", "js_fwd")
         )
-        # of two rows together, those that do not begin at 16 bytes are read by neighbouring threads, 2 bytes each
-        assert [loop["load"] for loop in forward] == [loop["load"] for loop in js] == [16, 2]
+        # of two rows together, those that do not begin at 16 bytes are loaded twice; Jensen-Shannon, which is bound by
+        # its instructions, has neighbouring threads load neighbouring columns, 2 bytes each
+        assert [loop["load"] for loop in forward] == [16, 16]
+        assert [loop["load"] for loop in js] == [16, 2]
         assert {(loop["load"], loop["store"]) for loop in backward} == {(16, 16)}
 
 
@@ -86,7 +88,7 @@ def test_divergence_budget(figures):
     """Of 27.6 instructions per column of two bf16 rows at an H200's memory roof."""
     wide, other = figures["kl_fwd bf16", "sm_90"]["loops"]
     assert wide["instructions"] <= 27.2 and wide["special"] <= 2.2
-    assert other["instructions"] <= 29.5
+    assert other["instructions"] <= 31
     assert max(figures["kl_fwd bf16", "sm_90"]["headroom"]) >= 1.0
     wide, other = figures["js_fwd bf16", "sm_90"]["loops"]
     assert wide["instructions"] <= 53 and other["instructions"] <= 57 and other["special"] <= 3

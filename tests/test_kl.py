@@ -1,5 +1,6 @@
 """Exact KL and Jensen-Shannon of two logits tensors: values, every gradient, and what no value may ever be."""
 
+import contextlib
 import tempfile
 
 import pytest
@@ -182,7 +183,8 @@ def test_all_rows_but_the_last_of_an_odd_vocabulary(backend, direction):
 
 
 # neighbouring columns in neighbouring threads, or in one
-@on_backends("dtype, vocab", [torch.bfloat16, torch.float32], [5001, 5008], most=1)
+# and whole tiles of both dtypes with a few columns, fewer than a load may be ahead
+@on_backends("dtype, vocab", [torch.bfloat16, torch.float32], [5001, 5008, 4099], most=3)
 def test_rows_have_the_same_bits_at_any_alignment(backend, dtype, vocab):
     """Both rows at 0, 1 and 5 elements from a 16-byte boundary, and at different ones; with a banned column, too."""
     x, y = pair(2, vocab, dtype=dtype, device=backend)
@@ -192,7 +194,8 @@ def test_rows_have_the_same_bits_at_any_alignment(backend, dtype, vocab):
         shifted = [
             torch.cat([z.new_zeros(2, a), z], 1)[:, a:] for a, z in zip(at, (x, y), strict=True)
         ]
-        assert torch.equal(fused_rl.token_kl(*shifted), want), at
+        with contextlib.nullcontext() if torch.cuda.is_available() else interpreter.check_memory():
+            assert torch.equal(fused_rl.token_kl(*shifted), want), at
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a device decides by its own count")
@@ -245,7 +248,7 @@ def test_an_offset_of_masked_columns_is_looked_for_once_more(first, reads):
 @pytest.mark.parametrize("far", [-80.0, slow(-torch.inf)])
 def test_only_segments_that_need_it_are_read_again(far):
     """Three times more: a banned column, or one 80 nats off in one row, in one segment of three."""
-    vocab, segment, column = 2 * 32768 + 77, 32768, 40000
+    vocab, segment, column = 2 * 32768 + 80, 32768, 40000
     x, y = pair(1, vocab, dtype=torch.bfloat16)
     with interpreter.count_traffic() as launches:
         fused_rl.token_kl(x, y)
