@@ -125,6 +125,22 @@ def test_packing_changes_no_loss_and_no_metric():
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-15)
 
 
+def test_a_sequence_without_a_token_that_counts_is_a_sequence_packed_as_well():
+    mask, _, advantages, _, drift = batch("partial")
+    mask = mask.clone()
+    mask[2] = False
+    logprobs = torch.randn(B, T, dtype=F64) - 3
+    old = logprobs + drift[0]
+    ids = torch.arange(B)[:, None].expand(B, T).reshape(1, -1)
+    for loss_agg in ("seq-mean-token-mean", "seq-mean-token-sum"):
+        want = fused_rl.policy_loss(logprobs, old, advantages, mask, loss_agg=loss_agg)
+        rows = [t.reshape(1, B * T) for t in (logprobs, old, mask)]
+        got = fused_rl.policy_loss(
+            *rows[:2], advantages, rows[2], sequence_ids=ids, loss_agg=loss_agg
+        )
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-15)
+
+
 def test_truncated_responses_count_as_masked():
     mask, _, advantages, _, drift = batch("partial")
     logprobs = torch.randn(B, T, dtype=F64) - 3

@@ -2,10 +2,10 @@
 
 import inspect
 import typing
+from typing import NamedTuple
 
 import pytest
 import torch
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import fused_rl
 from tests.distributed import run_distributed
@@ -17,8 +17,16 @@ TARGETS = torch.zeros(2, 3, dtype=torch.int64)
 HIDDEN, HEAD = torch.zeros(2, 3, 4), torch.nn.Linear(4, 50)
 ROWS, MASK = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
 SCORES = torch.zeros(4)
+
+
+class CausalLMOutputWithPast(NamedTuple):
+    """As a model of transformers returns it."""
+
+    logits: torch.Tensor
+
+
 CAME = {
-    "CausalLMOutputWithPast, whose .logits is a tensor": CausalLMOutputWithPast(logits=LOGITS),
+    "CausalLMOutputWithPast, whose .logits is a tensor": CausalLMOutputWithPast(LOGITS),
     "TokenLogprobs, whose .logprobs is a tensor": fused_rl.token_logprobs(LOGITS, TARGETS),
     "Linear, whose .weight is a tensor": HEAD,
     "Sequential Sequential( ": torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)),

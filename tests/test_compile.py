@@ -151,7 +151,7 @@ def test_ops_at_several_lengths(form, dynamic, backend):
         assert_same(step(compiled, *arguments), step(call, *arguments))
 
 
-@pytest.mark.parametrize("name", [n if n == "policy_loss, gspo" else slow(n) for n in TOKENS])
+@pytest.mark.parametrize("name", [n if n == "preference_loss" else slow(n) for n in TOKENS])
 def test_functions_of_tokens_at_several_lengths(name):
     function = hostile_tokens.FUNCTIONS[name]
     # this test's own loss selects the tokens that count
@@ -237,8 +237,9 @@ class Policy(nn.Module):
         return loss + bonus + 0.1 * kl.sum() + 0.01 * nll - 0.01 * of_logits.mean()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", slow("inductor")])
-@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_trains_as_in_eager_mode(dtype, backend):
     torch.manual_seed(0)
     eager = Policy()

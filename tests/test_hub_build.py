@@ -4,6 +4,7 @@ import importlib.util
 import subprocess
 import sys
 
+import pytest
 import torch
 
 import fused_rl
@@ -27,6 +28,7 @@ print([name for name in sys.modules if name.split(".")[0] in ("fused_rl", "kerne
 """
 
 
+@pytest.mark.slow
 def test_a_build_imports_nothing_of_an_installed_library(tmp_path):
     hub.build(tmp_path / "hub")
     place = tmp_path / "hub" / "torch-cpu"

@@ -1,11 +1,12 @@
 """TRL's heads and divergences, ours in their place: what each returned, or should have."""
 
 import contextlib
-import sys
 
 import pytest
 import torch
 
+from fused_rl.integrations import trl as integration
+from fused_rl.ops import tiles
 from tests.integrations import formulas
 from tests.integrations.trl_heads import (
     ALL,
@@ -23,18 +24,13 @@ from tests.integrations.trl_heads import (
     same_bits,
     upstream_of,
 )
+from tests.lazy import Lazy, needs_trl
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
-trl = pytest.importorskip("trl", reason="TRL needs Python 3.11")
-pytestmark = pytest.mark.usefixtures("cpu")
-
-import trl.trainer.utils as trl_utils  # noqa: E402
-from trl.kernels.chunked_divergence import ChunkedDivergenceFunction  # noqa: E402
-from trl.kernels.chunked_logprob import ChunkedLogProbFunction  # noqa: E402
-
-from fused_rl.integrations import trl as integration  # noqa: E402
-from fused_rl.ops import tiles  # noqa: E402
+chunked_divergence = Lazy("trl.kernels.chunked_divergence", "trl.trainer.utils")
+chunked_logprob = Lazy("trl.kernels.chunked_logprob", "trl.trainer.utils")
+pytestmark = [pytest.mark.usefixtures("cpu"), needs_trl]
 
 # temperature, soft cap, scale of the logits; with a bias, with banned tokens
 HEADS = {
@@ -56,7 +52,9 @@ def head_on_both(name, dtype, n):
     head = make_head(dtype, bias, banned, n=n)
     targets = make_targets(head, options)
     exact = exact_head(head, targets, options)
-    theirs = run_head(ChunkedLogProbFunction.apply, leaves_of(head, dtype), targets, options)
+    theirs = run_head(
+        chunked_logprob.ChunkedLogProbFunction.apply, leaves_of(head, dtype), targets, options
+    )
     ours = run_head(
         integration.ChunkedLogProbFunction.apply, leaves_of(head, dtype), targets, options
     )
@@ -98,7 +96,11 @@ def test_outputs_that_are_not_needed_are_none(outputs):
         integration.ChunkedLogProbFunction.apply, leaves_of(head, FP32), targets, options, outputs
     )
     theirs = run_head(
-        ChunkedLogProbFunction.apply, leaves_of(head, FP32), targets, options, outputs
+        chunked_logprob.ChunkedLogProbFunction.apply,
+        leaves_of(head, FP32),
+        targets,
+        options,
+        outputs,
     )
     assert [x is None for x in ours] == [x is None for x in theirs]
     for one, other in zip(ours, theirs, strict=True):
@@ -115,7 +117,7 @@ def test_top1_is_the_first_of_equal_tokens():
     targets = torch.tensor([1, 2, 3, 0, 0])
     weight, nothing = torch.eye(4), torch.zeros(1, 4)
     found = []
-    for function in (ChunkedLogProbFunction, integration.ChunkedLogProbFunction):
+    for function in (chunked_logprob.ChunkedLogProbFunction, integration.ChunkedLogProbFunction):
         rows = []
         for row, target in zip(logits, targets[:, None], strict=True):
             rows.append(function.apply(nothing, weight, row, target, 1.0, 4, None, 1.0, ALL)[-1])
@@ -160,12 +162,15 @@ def test_dtypes_that_differ(name, monkeypatch):
     exact = exact_head(head, targets, options)
     teacher = make_head(BF16, seed=1, n=1500)
     exact += exact_divergence(head, teacher, 0.0, 0.8)
-    found, head_leaves = [], None  # ours, then TRL's, which this module has under the same names
-    for module in (integration, sys.modules[__name__]):
+    found, head_leaves = [], None
+    for of_head, of_divergence in (
+        (integration.ChunkedLogProbFunction, integration.ChunkedDivergenceFunction),
+        (chunked_logprob.ChunkedLogProbFunction, chunked_divergence.ChunkedDivergenceFunction),
+    ):
         leaves, again = ([x.detach().clone().requires_grad_() for x in head] for _ in range(2))
         with torch.autocast("cpu", enabled=autocast):
-            outputs = module.ChunkedLogProbFunction.apply(*leaves, targets, 0.8, 64, None, 1.0, ALL)
-            divergence = module.ChunkedDivergenceFunction.apply(*again, *teacher, 0.0, 0.8)
+            outputs = of_head.apply(*leaves, targets, 0.8, 64, None, 1.0, ALL)
+            divergence = of_divergence.apply(*again, *teacher, 0.0, 0.8)
         backward_of(outputs[:2])
         backward_of(divergence[:1])
         found.append([*outputs, *gradients(leaves), *divergence, *gradients(again)])
@@ -217,7 +222,7 @@ def test_a_sharded_head_is_gathered_again_in_the_backward_pass(monkeypatch):
         for p in parameters:
             p.data = p.data.new_empty(0)
 
-    monkeypatch.setattr(trl_utils, "maybe_gather_lm_head_ctx", gather)
+    monkeypatch.setattr("trl.trainer.utils.maybe_gather_lm_head_ctx", gather)
     head = make_head(FP32)
     options = (1.0, None, 1.0)
     teacher = make_head(FP32, seed=1)
@@ -264,7 +269,12 @@ def divergence_on_both(beta, dtype, scales, n):
     teacher = make_head(dtype, not bias, seed=1, width=24, n=n)
     exact = exact_divergence(student, teacher, beta, 0.7, scales)
     theirs = run_divergence(
-        ChunkedDivergenceFunction.apply, leaves_of(student, dtype), teacher, beta, 0.7, scales
+        chunked_divergence.ChunkedDivergenceFunction.apply,
+        leaves_of(student, dtype),
+        teacher,
+        beta,
+        0.7,
+        scales,
     )
     leaves = leaves_of(student, dtype)
     ours = run_divergence(
@@ -312,7 +322,7 @@ def test_other_heads_are_the_hosts(changed):
             options,
             changed.get("outputs", ALL),
         )
-        for function in (integration.ChunkedLogProbFunction, ChunkedLogProbFunction)
+        for function in (integration.ChunkedLogProbFunction, chunked_logprob.ChunkedLogProbFunction)
     )
     assert all(map(same_bits, ours, theirs))
 
@@ -321,7 +331,10 @@ def test_other_divergences_are_the_hosts():
     student, teacher = make_head(FP32), make_head(FP32, seed=1)
     ours, theirs = (
         run_divergence(function.apply, leaves_of(student, FP32), teacher, 0.5, -1.0)
-        for function in (integration.ChunkedDivergenceFunction, ChunkedDivergenceFunction)
+        for function in (
+            integration.ChunkedDivergenceFunction,
+            chunked_divergence.ChunkedDivergenceFunction,
+        )
     )
     assert all(map(same_bits, ours, theirs))
     with pytest.raises(ValueError, match="math domain"):  # TRL's

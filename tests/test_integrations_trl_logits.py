@@ -5,18 +5,16 @@ import math
 import pytest
 import torch
 
+from bench.repro.integrations import trl as hard
+from fused_rl.integrations import trl as integration
 from tests.integrations import formulas
 from tests.integrations.trl_heads import assert_near_the_host, backward_of, error
+from tests.lazy import Lazy, needs_trl
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
-trl = pytest.importorskip("trl", reason="TRL needs Python 3.11")
-pytestmark = pytest.mark.usefixtures("cpu")
-
-import trl.trainer.utils as trl_utils  # noqa: E402
-
-from bench.repro.integrations import trl as hard  # noqa: E402
-from fused_rl.integrations import trl as integration  # noqa: E402
+trl_utils = Lazy("trl.trainer.utils")
+pytestmark = [pytest.mark.usefixtures("cpu"), needs_trl]
 
 
 def make_logits(dtype, banned=False):

@@ -5,17 +5,16 @@ import inspect
 import pytest
 import torch
 
-from tests.integrations import formulas
-
-pytest.importorskip("trl", reason="TRL needs Python 3.11")
-pytestmark = pytest.mark.usefixtures("cpu")
-
-from fused_rl.integrations import trl as integration  # noqa: E402
-from fused_rl.integrations.trl_samples import (  # noqa: E402
+from fused_rl.integrations import trl as integration
+from fused_rl.integrations.trl_samples import (
     divergence_loss_samples,
     head_loss_samples,
     head_samples,
 )
+from tests.integrations import formulas
+from tests.lazy import needs_trl
+
+pytestmark = [pytest.mark.usefixtures("cpu"), needs_trl]
 
 FP32, FP64 = torch.float32, torch.float64
 HEADS = [row for row in integration._TABLE if row.name == integration._OLDER_LOGPROB]

@@ -8,19 +8,17 @@ import warnings
 import pytest
 import torch
 
+from fused_rl.integrations import trl as integration
+from fused_rl.integrations.self_test import self_test
 from tests.integrations.trl_heads import leaves_of, make_head, make_targets, run_head, same_bits
+from tests.lazy import Lazy, needs_trl
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
-trl = pytest.importorskip("trl", reason="TRL needs Python 3.11")
-pytestmark = pytest.mark.usefixtures("cpu")
-
-import trl.trainer.utils as trl_utils  # noqa: E402
-from trl.kernels.chunked_divergence import ChunkedDivergenceFunction  # noqa: E402
-from trl.kernels.chunked_logprob import ChunkedLogProbFunction  # noqa: E402
-
-from fused_rl.integrations import trl as integration  # noqa: E402
-from fused_rl.integrations.self_test import self_test  # noqa: E402
+trl_utils = Lazy("trl.trainer.utils")
+chunked_divergence = Lazy("trl.kernels.chunked_divergence", "trl.trainer.utils")
+chunked_logprob = Lazy("trl.kernels.chunked_logprob", "trl.trainer.utils")
+pytestmark = [pytest.mark.usefixtures("cpu"), needs_trl]
 
 # What imports the primitives by name, in TRL and in its experimental trainers.
 USERS = [f"trainer.{name}_trainer" for name in ("distillation", "grpo", "sft", "dpo")]
@@ -53,8 +51,8 @@ def attributes():
 def test_every_copy_is_replaced_and_every_attribute_restored(host_modules):
     before = attributes()
     originals = [
-        ChunkedLogProbFunction,
-        ChunkedDivergenceFunction,
+        chunked_logprob.ChunkedLogProbFunction,
+        chunked_divergence.ChunkedDivergenceFunction,
         *(getattr(trl_utils, name) for name in OURS[2:]),
     ]
     copies = {
@@ -126,7 +124,9 @@ def test_the_hosts_own_function_is_reached_while_patched():
     # A temperature that is not positive is TRL's to treat.
     options = -1.0, None, 1.0
     targets = make_targets(head, (1.0, None, 1.0))
-    theirs = run_head(ChunkedLogProbFunction.apply, leaves_of(head, FP32), targets, options)
+    theirs = run_head(
+        chunked_logprob.ChunkedLogProbFunction.apply, leaves_of(head, FP32), targets, options
+    )
     with integration.patch():
         function = trl_utils._ChunkedLogProbFunction
         ours = run_head(function.apply, leaves_of(head, FP32), targets, options)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import fused_rl
 from fused_rl import reference
@@ -47,6 +46,8 @@ def test_operators_pass_opcheck(backend, jsd_beta, masked):
 
 def test_compiles_once_for_all_lengths_and_temperatures(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     compiled = CompileCounterWithBackend("aot_eager")
 
     @torch.compile(fullgraph=True, dynamic=True, backend=compiled)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from fused_rl import token_logprobs
 from tests.logits import FLOATS, random_rows, run, upstream_of
@@ -115,6 +114,8 @@ def test_operators_pass_opcheck(backend):
 
 @cpu_fast
 def test_one_graph_for_all_lengths_and_temperatures(backend, request):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     counter = CompileCounterWithBackend("aot_eager")
 
     def loss(logits, targets, mask, temperature):

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import fused_rl
 from fused_rl import reference
 from fused_rl.objectives import presets
 from fused_rl.objectives.aggregation import LOSS_AGGS
 from fused_rl.objectives.surrogates import RATIO_LEVELS, SURROGATES
+from tests.lazy import transformers
 from tests.marks import diagonal
 from tests.papers import F64, GROUP_LENGTHS, MASKS, PAPERS, B, T, batch, head
 
@@ -379,11 +379,11 @@ def test_the_loss_of_the_readme_runs(monkeypatch):
 
 def test_the_kept_sets_of_the_documentation_run(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         **{"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1},
         **{"num_attention_heads": 2, "eos_token_id": None, "pad_token_id": 0},
     )
-    model = LlamaForCausalLM(config).eval()
+    model = transformers.LlamaForCausalLM(config).eval()
     model.generation_config.max_new_tokens = 4
     hidden, prompts = torch.randn(3, 4, 16), torch.randint(50, (3, 5))
     found = run_blocks(

@@ -3,11 +3,11 @@
 import json
 
 import pytest
-import transformers
 
 from fused_rl.recipes import tiny_model
 from fused_rl.trainers.data.encode import Encoder, load_tokenizer
 from fused_rl.trainers.data.rows import Rows
+from tests.lazy import transformers
 
 ROWS = [
     {"messages": [{"role": "user", "content": f"how much is {i} + {i}"}], "answer": str(2 * i)}

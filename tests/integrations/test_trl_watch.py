@@ -4,9 +4,9 @@ import inspect
 import math
 
 import pytest
-from transformers import TrainerState, trainer
 
 from fused_rl.integrations.trl_watch import FINDINGS, MISMATCH, WINDOW, Watch
+from tests.lazy import transformers
 
 HEALTHY = {
     MISMATCH: 0.01,
@@ -30,7 +30,7 @@ def logged(logs, *, main=True):
     """The lines of a run that logs these, one after the other, with an empty log between (as of an evaluation)."""
     lines = []
     watch = Watch(lines.append)
-    state = TrainerState(is_world_process_zero=main)
+    state = transformers.TrainerState(is_world_process_zero=main)
     for state.global_step, entry in enumerate(logs, 1):
         watch.on_log(None, state, None, logs=entry)
         watch.on_log(None, state, None, logs={"eval_loss": 1.0, "kl": None})
@@ -60,5 +60,5 @@ def test_the_end_sums_up_what_was_logged():
 
 def test_these_are_the_names_that_trl_logs():
     grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer")
-    source = inspect.getsource(grpo_trainer) + inspect.getsource(trainer)
+    source = inspect.getsource(grpo_trainer) + inspect.getsource(transformers.trainer)
     assert [key for key in FINDINGS if f'"{key}"' not in source] == []

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from fused_rl.trainers import cli
 from fused_rl.trainers.rollouts.types import Response, Sampler
 from fused_rl.trainers.run import store
+from tests.lazy import transformers
 from tests.trainers import tiny
 from tests.trainers.runs import assert_same_weights, on_ranks
 

@@ -17,10 +17,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import torch
-import transformers
 from safetensors.torch import load_file
 
 from fused_rl.trainers.rollouts.sampling import Sampling, processed_scores
+from tests.lazy import transformers
 
 BLOCK = 16  # tokens of a prompt from which on it is kept
 

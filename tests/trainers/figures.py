@@ -1,13 +1,24 @@
 """Runs without their figures: three quarters of a run this small would go into drawing them."""
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
-draw = Figure.savefig
 OF_RUNS = ("curves", "scores")
+
+
+@functools.cache
+def _drawing():
+    """The class of figures, and its own way to save one."""
+    from matplotlib.figure import Figure
+
+    return Figure, Figure.savefig
+
+
+def draw(figure, path, **options) -> None:
+    _, save = _drawing()
+    save(figure, path, **options)
 
 
 def _name(figure, path, **options) -> None:
@@ -20,14 +31,16 @@ def _name(figure, path, **options) -> None:
 
 def leave_out() -> None:
     """For the rest of this process."""
-    Figure.savefig = _name
+    figures, _ = _drawing()
+    figures.savefig = _name
 
 
 @contextmanager
 def drawn() -> Iterator[None]:
     """Inside, figures are drawn."""
-    before, Figure.savefig = Figure.savefig, draw
+    figures, save = _drawing()
+    before, figures.savefig = figures.savefig, save
     try:
         yield
     finally:
-        Figure.savefig = before
+        figures.savefig = before

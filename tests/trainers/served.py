@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from fused_rl.trainers.grpo import GRPOConfig
@@ -11,6 +10,7 @@ from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.servers.inference import Http, Server
 from fused_rl.trainers.servers.probe import TEXT, Probe
 from fused_rl.trainers.servers.sampler import ServerSampler, connect
+from tests.lazy import transformers
 from tests.trainers import tiny
 
 

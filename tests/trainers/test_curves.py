@@ -1,7 +1,5 @@
 """What stands in curves.png."""
 
-from matplotlib.figure import Figure
-
 from fused_rl.trainers import cli, grpo
 from fused_rl.trainers.run.logger import Logger, columns_of, draw_curves
 from fused_rl.trainers.run.metrics import METRICS, keys_by
@@ -16,6 +14,8 @@ HISTORY = [
 
 
 def test_a_panel_has_the_keys_that_the_run_has(monkeypatch, tmp_path):
+    from matplotlib.figure import Figure
+
     made = []
     monkeypatch.setattr(
         Figure,

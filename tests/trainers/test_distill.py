@@ -14,6 +14,7 @@ from fused_rl.trainers.models import packing
 from fused_rl.trainers.policy import teacher
 from fused_rl.trainers.policy.policy import Policy
 from fused_rl.trainers.run.parse import parse
+from tests.marks import slow
 from tests.trainers import fake_server, tiny
 from tests.trainers.runs import assert_equal_runs, division, forget_after, on_ranks
 
@@ -300,7 +301,7 @@ def test_packed_sequences_are_the_same_training(folder, tmp_path, monkeypatch):
     assert len(rows) == 2 * 4
 
 
-@pytest.mark.parametrize("direction", ["reverse", "forward", "jensen-shannon"])
+@pytest.mark.parametrize("direction", ["reverse", slow("forward"), slow("jensen-shannon")])
 def test_a_teacher_behind_a_server_corrects_its_likeliest_tokens(folder, tmp_path, direction):
     """With all tokens it is the model in the process; with three the divergence is smaller, and never negative."""
     options = {"direction": direction, "eval_size": 0, "steps": 2, "save_every": 0}

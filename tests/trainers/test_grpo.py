@@ -98,8 +98,10 @@ class Judge:
     """Scores that differ within a group where the prompt's number is odd; all 1 where it is divisible by 4."""
 
     name, weight, solved_at = "judge", 1.0, 1.0
+    broken = ()
 
     def __call__(self, samples):
+        self.broken = ["a time-out in each rollout"]
         scores = []
         for sample in samples:
             number, copy = sample.response.ids[0], sample.response.ids[1] - 100
@@ -159,6 +161,7 @@ def test_groups_of_equal_rewards_are_kept_dropped_or_refilled(folder, capsys):
     )
     assert refills == [2, 1, 1] and of_groups == [11, 13, 15, 17] and drawn.included.all()
     assert (drawn.metrics["groups/sampled"], drawn.metrics["groups/trained"]) == (8, 4)
+    assert drawn.metrics["verifier/judge/timeouts"] == 1 + len(refills)
     assert drawn.metrics["episode"] == 8 * GROUP and "rollouts" not in capsys.readouterr().out
 
 

@@ -55,12 +55,10 @@ def test_mathematics_is_compared_by_value(verifier):
 
 
 def test_anyones_reward_function_judges_the_same():
-    endless = "\\boxed{(10^{10})!}"
-    responses = [*(case[0] for case in CASES), endless]
-    answers = [*(case[1] for case in CASES), "7"]
     # Enough CPU time for the first case of a process, which imports sympy, on a slow machine, too.
-    verdicts = fused_rl.judge(responses, answers, cpu_seconds=5.0)
-    assert verdicts == [*(case[2] for case in CASES), 0]
+    responses, answers, verdicts = zip(*CASES, strict=True)
+    assert fused_rl.judge([*responses], [*answers], cpu_seconds=5.0) == [*verdicts]
+    assert fused_rl.judge(["\\boxed{(10^{10})!}"], ["7"], cpu_seconds=0.5) == [0]
 
 
 def test_an_answer_that_math_verify_cannot_read_is_refused(verifier):

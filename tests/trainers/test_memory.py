@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
 
 from fused_rl.trainers import cli
 from fused_rl.trainers.base import engine, memory
@@ -14,6 +13,7 @@ from fused_rl.trainers.data.reading import load_train_eval
 from fused_rl.trainers.grpo import GRPOConfig
 from fused_rl.trainers.options import to_yaml
 from fused_rl.trainers.run.parse import parse
+from tests.lazy import transformers
 from tests.trainers import tiny
 from tests.trainers.peaks import peak_of
 from tests.trainers.runs import VERIFIER

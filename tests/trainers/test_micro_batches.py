@@ -9,7 +9,7 @@ import torch
 from fused_rl import PolicyLossOptions, policy_loss
 from fused_rl.objectives import surrogates
 from fused_rl.trainers import grpo, sft
-from fused_rl.trainers.data.micro_batches import by_tokens, padded_tokens
+from fused_rl.trainers.data.micro_batches import Padding, by_tokens, padded_tokens
 from fused_rl.trainers.models import packing
 from fused_rl.trainers.policy import policy as policies
 from tests.device import steps
@@ -39,6 +39,13 @@ def test_a_micro_batch_has_no_more_tokens_than_it_may(together):
         longest = [max(lengths[i] for i in unit) for unit in units]
         if together == 1:
             assert [lengths[i] for part in found for i in part] == sorted(longest)
+
+
+def test_the_padding_of_a_step_is_of_that_step_alone():
+    padding = Padding()
+    for tokens in (3, 6, 9):
+        padding.add(torch.zeros(3, 4), tokens)
+        assert padding.share() == 1 - tokens / 12
 
 
 def divided_on_ranks(rank, world):

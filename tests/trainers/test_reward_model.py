@@ -5,19 +5,11 @@ import math
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    GPT2Config,
-    LlamaConfig,
-    OPTConfig,
-    Qwen2Config,
-    Qwen3MoeConfig,
-)
 
 from fused_rl.trainers.models.reward_model import RewardModel, check_finite
 from fused_rl.trainers.options import ModelConfig
 from fused_rl.trainers.scorers.reward_model import RewardScorer
+from tests.lazy import transformers
 
 VOCAB, EOS, PAD = 61, 2, 1
 SMALL = {
@@ -29,13 +21,13 @@ SMALL = {
 }
 ROPE = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "bos_token_id": None}
 CONFIGS = {
-    "llama": LlamaConfig(**ROPE),
-    "qwen2": Qwen2Config(**ROPE),
-    "qwen3_moe": Qwen3MoeConfig(
+    "llama": lambda: transformers.LlamaConfig(**ROPE),
+    "qwen2": lambda: transformers.Qwen2Config(**ROPE),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
         **ROPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8
     ),
     # 24 absolute positions for rows of up to 12 tokens and 8 pads; dropout on, as the Hub's checkpoints have it
-    "gpt2": GPT2Config(
+    "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCAB,
         n_embd=32,
         n_layer=2,
@@ -44,7 +36,7 @@ CONFIGS = {
         eos_token_id=EOS,
         bos_token_id=EOS,
     ),
-    "opt": OPTConfig(
+    "opt": lambda: transformers.OPTConfig(
         **SMALL, ffn_dim=48, max_position_embeddings=24, word_embed_proj_dim=32, layerdrop=0.5
     ),
 }
@@ -53,9 +45,9 @@ PADDINGS = ("none", "right", "left", "middle", "middle + right")
 
 def reward_model(name: str) -> RewardModel:
     torch.manual_seed(3)
-    config = type(CONFIGS[name]).from_dict(CONFIGS[name].to_dict())
+    config = CONFIGS[name]()
     config.num_labels = 1
-    model = RewardModel(AutoModelForSequenceClassification.from_config(config))
+    model = RewardModel(transformers.AutoModelForSequenceClassification.from_config(config))
     for (
         parameter
     ) in model.parameters():  # the stock start (std 0.02) hides wrong positions: they hardly count
@@ -146,7 +138,7 @@ def test_arguments_are_checked():
 @torch.no_grad()
 def test_what_is_saved_opens_as_a_stock_classifier(name, lora_rank, tmp_path):
     torch.manual_seed(6)
-    base = AutoModelForCausalLM.from_config(CONFIGS[name])
+    base = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
     base.save_pretrained(tmp_path / "base")
     model = RewardModel.from_pretrained(
         tmp_path / "base", adapters=ModelConfig(model="m", lora_rank=lora_rank)
@@ -174,7 +166,9 @@ def test_what_is_saved_opens_as_a_stock_classifier(name, lora_rank, tmp_path):
     torch.testing.assert_close(
         again(ids, torch.ones_like(ids)), (raw - 0.25) / 3, atol=1e-5, rtol=0
     )
-    stock = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward").eval()
+    stock = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "reward"
+    ).eval()
     assert stock.config.num_labels == 1
     logits = torch.cat([stock(ids[i : i + 1]).logits for i in range(4)])
     assert logits.shape == (4, 1)

@@ -50,6 +50,18 @@ def test_control_characters_are_shown(capsys, tmp_path):
     assert "\\x1b[2J" in out and not set(HOSTILE) - set("[2J]5;caGk= 1mb") & set(out)
 
 
+def test_what_a_run_wrote_after_its_checkpoint_is_cut(tmp_path):
+    files = [tmp_path / f"{name}.jsonl" for name in ("metrics", "samples", "held_out")]
+    for file in files:
+        file.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3)))
+    Logger(sft.SFTConfig(model="m", dataset="d", output_dir=str(tmp_path)), 2).close()
+    for file in files:
+        assert [json.loads(line) for line in file.read_text().splitlines()] == [
+            {"step": 1},
+            {"step": 2},
+        ]
+
+
 def test_json_is_strict():
     text = as_json(
         {

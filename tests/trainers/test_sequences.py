@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import transformers
 
 from fused_rl import TokenSupport
 from fused_rl.trainers.base import engine, ranks
@@ -14,6 +13,7 @@ from fused_rl.trainers.rollouts import roll_out
 from fused_rl.trainers.rollouts.types import Response, Sample
 from fused_rl.trainers.scorers.functions import FunctionScorer
 from tests.distributed import run_distributed
+from tests.lazy import transformers
 from tests.trainers import divided, tiny
 
 

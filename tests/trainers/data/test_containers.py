@@ -4,11 +4,11 @@ import gzip
 import json
 import re
 
-import datasets
 import pytest
 
 from fused_rl.trainers import distill, dpo, grpo, kto, ppo, reward, sft
 from fused_rl.trainers.data.reading import Reading, chosen_rows
+from tests.lazy import datasets
 from tests.tools import forms
 
 PAGE = forms.PAGE.read_text()

@@ -2,7 +2,6 @@
 
 import json
 
-import datasets
 import pytest
 
 from fused_rl.trainers import sft
@@ -10,6 +9,7 @@ from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.encode import Encoder
 from fused_rl.trainers.data.rows import Rows, load_rows
 from fused_rl.trainers.scorers.builtin import answer_of
+from tests.lazy import datasets
 from tests.trainers import tiny
 from tests.trainers.runs import sft_config
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-import transformers
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 
 from fused_rl.trainers.data import encode
@@ -17,6 +16,7 @@ from fused_rl.trainers.data.encode import Encoder
 from fused_rl.trainers.data.preferences import pair_sides
 from fused_rl.trainers.data.rows import BadRow, Rows
 from fused_rl.trainers.data.templates import spellings
+from tests.lazy import transformers
 from tests.trainers import tiny
 
 trl = pytest.importorskip("trl", reason="TRL needs Python 3.11")
