@@ -25,7 +25,6 @@ import torch
 
 from fused_rl.ops.kl import Direction
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.memory import Footprint, Held
 from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode
@@ -64,7 +63,6 @@ from fused_rl.trainers.scorers.load import (
 )
 from fused_rl.trainers.scorers.options import (
     ScorerConfig,
-    holding_reward_models,
     with_scorers,
 )
 
@@ -188,14 +186,6 @@ class DistillConfig(ScorerConfig, SamplingRunConfig):
     def figures(self) -> list[str]:
         names = super().figures
         return names if self.verifiers else [name for name in names if name not in OF_RESPONSES]
-
-    def footprint(self) -> Footprint:
-        held = {}
-        for name, model in self.teachers.items():
-            if not is_url(model):
-                what = f"teacher {name}".strip()
-                held[what] = Held(model, in_4bit=self.teacher_in_4bit, keeps_head=True)
-        return holding_reward_models(self, super().footprint()).holding(**held)
 
     @property
     def served(self) -> bool:
@@ -378,6 +368,7 @@ def train(
     )
 
     # Where the run begins, or goes on.
+    run.fit_micro_batches(policy.model)
     run.start({"policy": policy.model}, rank_state=policy.rank_state)
     policy.publish(run.step)
     if run.begins and held_out.prompts:

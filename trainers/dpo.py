@@ -213,6 +213,7 @@ def train(
             lm.base, tokenizer, rows, 0, "max_prompt_length or max_response_length"
         )
         model = engine.initialize(lm, config, config.steps)
+        run.fit_micro_batches(model)
 
     # The reference is the model as it is now, before a checkpoint replaces its weights.
     every = [*pairs, *held_out]

@@ -25,7 +25,6 @@ import torch
 
 import fused_rl
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.memory import Footprint
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.rows import Rows
@@ -77,7 +76,6 @@ from fused_rl.trainers.scorers.load import (
 )
 from fused_rl.trainers.scorers.options import (
     ScorerConfig,
-    holding_reward_models,
     with_scorers,
 )
 
@@ -92,13 +90,6 @@ class GRPOConfig(ScorerConfig, GroupConfig, ReferenceConfig, PolicyConfig):
     old_logprobs: Literal["sampler"] | None = None
     """Compute ratios to the log-probabilities that the sampler reported, as dppo-tv, dppo-kl and ipo expect, without
     rollout_correction; None takes those of the policy before the update."""
-
-    def footprint(self) -> Footprint:
-        shares_prompts = self.share_prompts is not False and self.sequence_parallel == 1
-        together = self.group_size if shares_prompts else 1
-        footprint = super().footprint()._replace(responses_per_prompt=together)
-        footprint = holding_reward_models(self, footprint)
-        return self.with_reference(footprint) if needs_reference(self) else footprint
 
 
 def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
@@ -363,6 +354,7 @@ def train(
     engines = {"policy": policy.model}  # what checkpoints hold
     if config.ref_sync_every:
         engines["reference"] = language_model.SavedReference(policy.reference.model)
+    run.fit_micro_batches(policy.model)
     run.start(engines, rank_state=policy.rank_state)
     policy.publish(run.step)
     if run.begins and held_out.prompts:

@@ -162,6 +162,7 @@ def train(
         )
         language_model.check_fits(lm.base, tokenizer, sequences, 0, "max_length")
         model = engine.initialize(lm, config, config.steps)
+        run.fit_micro_batches(model)
 
     # The reference is the model as it is now, before a checkpoint replaces its weights. Held-out rows are measured as
     # an evaluation does, so that each score is exactly 0 before training, and not a rounding error.

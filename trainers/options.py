@@ -29,10 +29,11 @@ from pydantic.types import AllowInfNan
 from typing_extensions import Self
 
 from fused_rl.base import checks
-from fused_rl.trainers.base import engine, memory, optim, ranks
+from fused_rl.trainers.base import engine, optim
 from fused_rl.trainers.base.text import InputError, import_name_of
 from fused_rl.trainers.run.metrics import METRICS, Goal, parse_goal
 
+DEFAULT_MICRO_BATCH = 8  # sequences, where memory is not measured
 # A dataset that ends so is a file, any other a name.
 FILES = (".jsonl", ".json", ".csv", ".parquet")
 
@@ -442,11 +443,11 @@ class EngineConfig(Options):
 
     micro_batch_size: PositiveInt | None = may_change(None)
     """Sequences per forward and backward pass; the result does not depend on it. None is 8 on a CPU, and on a GPU as
-    many as its memory holds."""
+    many as fit into its memory, which is measured when the run begins."""
     micro_batch_tokens: PositiveInt | None = may_change(None)
     """Tokens per forward and backward pass, pads included, instead of micro_batch_size: sequences of similar length go
-    together, and a longer one goes alone. None means micro_batch_size on a CPU, and on a GPU as many as its memory
-    holds, unless micro_batch_size is given."""
+    together, and a longer one goes alone. None means micro_batch_size on a CPU, and on a GPU as many as fit into its
+    memory, unless micro_batch_size is given."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     """DeepSpeed ZeRO: what is partitioned over the ranks (1 optimizer state, 2 gradients, 3 weights)."""
     sequence_parallel: PositiveInt = 1
@@ -486,7 +487,8 @@ class EngineConfig(Options):
         if self.micro_batch_tokens is not None:
             return f"as many as hold at most {self.micro_batch_tokens} tokens"
         size = self.micro_batch_size
-        assert size is not None  # resolved
+        if size is None:
+            return "as many as fit, which is measured when the model is loaded"
         return f"{math.ceil(sequences / size)} of at most {size}"
 
 
@@ -633,42 +635,27 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
         """Return the config by which held-out rows are read."""
         return self
 
-    def footprint(self) -> memory.Footprint:
-        """Return which models the run holds on each device, and the lengths of its sequences."""
-        sixteen_bits = engine.torch_dtype(self) == torch.bfloat16
-        is_deepspeeds = engine.effective_zero_stage(self) > 0
-        policy = memory.Held(self.model, self.revision, is_trained=True, in_4bit=self.load_in_4bit)
-        return memory.Footprint(
-            models={"policy": policy},
-            zero_stage=self.zero_stage,
-            processes=ranks.processes(),
-            sixteen_bits=sixteen_bits,
-            has_masters=sixteen_bits or is_deepspeeds,
-            bucket=memory.BUCKET if is_deepspeeds else 0,
-            checkpointing=self.gradient_checkpointing,
-            widens_sums=engine.widens_sums(self),
-            checkpoints_on_cpu=self.checkpoint_activations_on == "cpu",
-            prompt_tokens=self.max_prompt_length,
-            lora_rank=self.lora_rank,
-            sequence_parallel=self.sequence_parallel,
-            whole_logits=self.loss_from == "logits",
-        )
-
     @property
     def may_divide_updates(self) -> bool:
         """Return True if an update may have any number of micro-batches."""
         return True
 
+    @property
+    def longest_sequence(self) -> int:
+        """Return the most tokens of a sequence that the options allow."""
+        raise NotImplementedError
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Return the most tokens that are sampled after a row and trained on; 0 where the row has all of them."""
+        return 0
+
     def resolve(self) -> None:
-        """Choose the micro-batch's size where none is given, when a run begins: on a GPU this reads the model."""
-        if self.micro_batch_size is not None:
-            return
-        footprint = self.footprint()
-        self.micro_batch_size = memory.fitting_micro_batch(footprint)
-        # On a CPU long micro-batches save nothing, and runs keep their bits.
-        is_free = self.micro_batch_tokens is None and self.may_divide_updates
-        if is_free and torch.cuda.is_available():
-            self.micro_batch_tokens = memory.tokens_of(footprint, self.micro_batch_size)
+        """Choose the micro-batch's size where none is given, when a run begins; on a GPU a run measures it later."""
+        is_measured = torch.cuda.is_available() and self.may_divide_updates
+        if self.micro_batch_size is None and (self.micro_batch_tokens or not is_measured):
+            # On a CPU long micro-batches save nothing.
+            self.micro_batch_size = DEFAULT_MICRO_BATCH
 
 
 # The package of 4-bit weights, and how it is installed.

@@ -26,7 +26,6 @@ import torch
 import fused_rl
 from fused_rl.objectives.presets import PresetName
 from fused_rl.trainers.base import engine
-from fused_rl.trainers.base.memory import Footprint, Held
 from fused_rl.trainers.base.ranks import global_counts, processes
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode
@@ -76,7 +75,6 @@ from fused_rl.trainers.scorers.load import (
 )
 from fused_rl.trainers.scorers.options import (
     ScorerConfig,
-    holding_reward_models,
     with_scorers,
 )
 
@@ -105,12 +103,6 @@ class PPOConfig(ScorerConfig, CreditConfig, CriticConfig, PolicyConfig):
             "epochs",
         ),
     )
-
-    def footprint(self) -> Footprint:
-        start = (self.model, self.revision) if self.critic is None else (self.critic, None)
-        critic = Held(*start, is_trained=True, scores=True)
-        footprint = holding_reward_models(self, super().footprint())
-        return self.with_reference(footprint).holding(critic=critic)
 
     def planned(self) -> "PPOConfig":
         """Return the config with the steps of `critic_only`, where they are given."""
@@ -341,6 +333,7 @@ def train(
     # Where the run begins, or goes on.
     controller = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
     engines = {"policy": policy.model, "critic": critic}  # what checkpoints hold
+    run.fit_micro_batches(*([critic] if config.critic_only else engines.values()))
     restored = run.start(engines, controller.state, policy.rank_state)
     # A resumed run goes on with the weight as it was adapted so far.
     controller.kl_coef = restored.get("kl_coef", config.kl_coef)

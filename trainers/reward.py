@@ -18,7 +18,6 @@ import torch
 import fused_rl
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import as_json, write_atomically
-from fused_rl.trainers.base.memory import Footprint
 from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.micro_batches import Padding
@@ -83,12 +82,6 @@ class RewardConfig(PairsConfig):
         Needs("load_in_4bit", lambda config: False, MERGED),
         Needs("save_merged", lambda config: False, MERGED),
     )
-
-    def footprint(self) -> Footprint:
-        # The two sides of a pair are a row, where that is cheaper.
-        together = 1 if self.share_prompts is False else 2
-        footprint = super().footprint()._replace(responses_per_prompt=together)
-        return footprint.holding(policy=footprint.models["policy"]._replace(scores=True))
 
 
 def train_step(
@@ -227,8 +220,9 @@ def train(
     config = run.check_inputs(
         config, tokenizer, {}, rows=pairs, held_out=held_out, reference_rows=reference
     )
-    assert config.micro_batch_size is not None  # resolved
     model, costs = _load(config, run.device, tokenizer, [*pairs, *held_out, *reference])
+    run.fit_micro_batches(model)
+    assert config.micro_batch_size is not None  # resolved
 
     # The run: `constants` normalise the scores, before training and again after it.
     constants = {}

@@ -15,7 +15,6 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 
 from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.base.memory import Footprint
 from fused_rl.trainers.base.ranks import divide_over
 from fused_rl.trainers.base.screen import bar, phase
 from fused_rl.trainers.data import encode
@@ -68,7 +67,7 @@ from fused_rl.trainers.scorers.load import (
     load_for_policy,
     scored_prompts,
 )
-from fused_rl.trainers.scorers.options import ScorerConfig, holding_reward_models
+from fused_rl.trainers.scorers.options import ScorerConfig
 
 # Options of the responses that an evaluation samples.
 OF_SAMPLES = (
@@ -122,9 +121,9 @@ class SFTConfig(ScorerConfig, SamplingConfig, RunConfig):
         sampled = OF_RESPONSES if self.verifiers else ()
         return ["eval/loss", "eval/token_accuracy", *sampled]
 
-    def footprint(self) -> Footprint:
-        footprint = super().footprint()._replace(prompt_tokens=0, response_tokens=self.max_length)
-        return holding_reward_models(self, footprint)
+    @property
+    def longest_sequence(self) -> int:
+        return self.max_length
 
 
 def arithmetic(config: SFTConfig, world: int) -> dict[str, object]:
@@ -354,6 +353,7 @@ def train(
             lm.base, config.max_length, config.packing, option="packing", otherwise=otherwise
         )
         model = engine.initialize(lm, config, config.steps)
+        run.fit_micro_batches(model)
     # Every evaluation is of the same rows, so they are put into micro-batches once.
     pad_id = tokenizer.pad_token_id
     held_out = micro_batches(held_out_share(held_out), config, pad_id, run.device, costs)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from fused_rl.trainers.base import memory
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.models.reward_model import load_reward_model
 from fused_rl.trainers.sft import SFTConfig
@@ -85,11 +84,3 @@ def test_a_reward_model_does_so_too(folder, monkeypatch):
 def test_without_checkpoints_it_has_no_meaning(folder, where):
     with pytest.raises(InputError, match="without --gradient_checkpointing true"):
         config_of(folder, where).replace(gradient_checkpointing=False).check()
-
-
-def test_on_paper_checkpoints_leave_the_device(folder):
-    footprints = [config_of(folder, where).footprint() for where in WHERE]
-    kept, moved_away = (memory.bytes_per_process(run, 4)["activations"] for run in footprints)
-    sizes = memory.sizes_of(folder, None)
-    tokens = memory.tokens_of(footprints[0], 4)
-    assert kept - moved_away == tokens * sizes.layers * sizes.hidden * 4

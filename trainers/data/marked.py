@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.memory import Footprint
 from fused_rl.trainers.base.screen import bar
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.encode import Encoded, Encoder, fit
@@ -45,9 +44,9 @@ class MarkedConfig(RunConfig):
     batch_size: PositiveInt = 32
     """Rows per optimizer step, over all ranks."""
 
-    def footprint(self) -> Footprint:
-        """Return the same with sequences of `max_length`."""
-        return super().footprint()._replace(prompt_tokens=0, response_tokens=self.max_length)
+    @property
+    def longest_sequence(self) -> int:
+        return self.max_length
 
 
 def arithmetic(config: MarkedConfig, world: int) -> dict[str, object]:

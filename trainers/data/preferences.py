@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.memory import Footprint
 from fused_rl.trainers.base.screen import bar, print_rank0
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode
@@ -50,18 +49,18 @@ class PairsConfig(RunConfig):
     label_smoothing: Smoothing = 0.0
     """Probability that a label is wrong."""
 
-    def footprint(self) -> Footprint:
-        return super().footprint()._replace(response_tokens=self.max_response_length)
+    @property
+    def longest_sequence(self) -> int:
+        return self.max_prompt_length + self.max_response_length
 
 
 def arithmetic(config: PairsConfig, world: int) -> dict[str, object]:
     """How the batch divides; raises on what does not."""
     local = ranks.divide_over("batch_size", config.batch_size, world)
-    assert config.micro_batch_size is not None  # resolved
-    size = pairs_at_once(config.micro_batch_size)
-    micro_batches = f"{math.ceil(local / size)} of {size} pairs = {2 * size} sequences"
-    if config.micro_batch_tokens is not None:
-        micro_batches = config.micro_batches_of(2 * local)
+    micro_batches = config.micro_batches_of(2 * local)
+    if config.micro_batch_size is not None and config.micro_batch_tokens is None:
+        size = pairs_at_once(config.micro_batch_size)
+        micro_batches = f"{math.ceil(local / size)} of {size} pairs = {2 * size} sequences"
     return {
         "processes": world,
         "pairs per step": f"{config.batch_size} = {world} processes x {local}",

@@ -95,6 +95,11 @@ class LanguageModel(nn.Module):
         """The linear layer from hidden states to logits."""
         return self.base.get_output_embeddings()
 
+    def trial_inputs(self, input_ids: torch.Tensor) -> dict[str, Any]:
+        """Return the inputs of a training pass over sequences (B, T) without pads, by which memory is measured."""
+        mask = torch.ones_like(input_ids[:, 1:], dtype=torch.bool)
+        return {"input_ids": input_ids, "mask": mask, "token_loss": lambda logprobs, _: -logprobs}
+
     def forward(self, *inputs, under_head: Callable | None = None, **options):
         """Score the input, or compute `under_head`: only inside of this call ZeRO 3 gathers the weights for either."""
         if under_head is not None:

@@ -113,6 +113,10 @@ class RewardModel(nn.Module):
         with engine.whole(head.weight, written=True):
             head.weight.normal_(std=1 / math.sqrt(head.in_features + 1))
 
+    def trial_inputs(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the inputs of a training pass over sequences (B, T) without pads, by which memory is measured."""
+        return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -223,6 +227,11 @@ class Critic(RewardModel):
     def reset_head(self) -> None:
         """Set the head to zero."""
         self.classifier.score.weight.zero_()
+
+    def trial_inputs(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the same for the values before each token."""
+        mask = torch.ones_like(input_ids[:, 1:], dtype=torch.bool)
+        return {"input_ids": input_ids, "mask": mask}
 
     def forward(
         self,

@@ -71,8 +71,7 @@ def divided_by(config: RunConfig, lm: Any) -> "Divided | None":
     """Return how a run divides the sequences of a transformers model, whose weights are whole; None if it does not."""
     if config.sequence_parallel == 1:
         return None
-    run = config.footprint()
-    return Divided(lm, run.prompt_tokens + run.response_tokens)
+    return Divided(lm, config.longest_sequence)
 
 
 class Divided:

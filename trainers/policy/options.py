@@ -10,8 +10,6 @@ from fused_rl.objectives.estimators import KLEstimator
 from fused_rl.objectives.presets import BOUNDS, PolicyLossOptions, PresetName, resolve_options
 from fused_rl.objectives.surrogates import SURROGATES
 from fused_rl.trainers import options as config
-from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.memory import Footprint, Held
 from fused_rl.trainers.base.text import InputError, load_function
 from fused_rl.trainers.options import (
     Needs,
@@ -121,27 +119,13 @@ class SamplingRunConfig(RolloutConfig, RunConfig):
         """The keys of the held-out figures that `--until` may name."""
         return [*super().figures, *OF_RESPONSES]
 
-    def footprint(self) -> Footprint:
-        """Return what a step holds in memory, by which it is estimated."""
-        footprint = super().footprint()._replace(response_tokens=self.max_new_tokens, samples=True)
-        if self.server is not None:
-            return footprint
-        # Without rollout_batch_size the number of responses is chosen by the memory that a GPU has left.
-        if self.rollout_batch_size is not None:
-            responses = self.prompts_per_step * self.group_size
-            of_rank = responses // ranks.planned_ranks(self.sequence_parallel)
-            together = min(self.rollout_batch_size, of_rank)
-            footprint = footprint._replace(sampled_together=together)
-        # With a lag, responses are sampled from a copy of the policy while it is trained.
-        if self.lag and not self.lora_rank:
-            return footprint.holding(sampler=Held(self.model, self.revision))
-        return footprint
+    @property
+    def longest_sequence(self) -> int:
+        return self.max_prompt_length + self.max_new_tokens
 
-    def with_reference(self, footprint: Footprint) -> Footprint:
-        """Return the footprint with the reference; with LoRA that is no second model, so nothing is added."""
-        if self.lora_rank:
-            return footprint
-        return footprint.holding(reference=Held(self.model, self.revision))
+    @property
+    def sampled_tokens(self) -> int:
+        return self.max_new_tokens
 
 
 class PolicyConfig(LossConfig, SamplingRunConfig):

@@ -63,8 +63,7 @@ def divided(config: PolicyConfig, world: int) -> dict[str, object]:
         # The sequences are taken to be as long as they may be.
         longest = config.max_prompt_length + config.max_new_tokens
         largest = max(1, config.micro_batch_tokens // longest)
-    assert largest is not None  # resolved
-    micro_batches = math.ceil(minibatch / largest)
+    micro_batches = 1 if largest is None else math.ceil(minibatch / largest)
     if micro_batches * world > 1 and not config.may_divide_updates:
         raise InputError(
             f"surrogate={config.surrogate} compares all tokens of an update, {minibatch * world} responses: give one "

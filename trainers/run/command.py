@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from fused_rl.trainers.base import memory, ranks
+from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import print_line, print_rank0
 from fused_rl.trainers.base.text import InputError, UnknownOptions, check_installed, escaped
 from fused_rl.trainers.data.encode import Encoded, Encoder, load_tokenizer
@@ -178,7 +178,6 @@ def describe(config: RunConfig, arithmetic: Arithmetic, read: ReadRows, check: C
                 f"checked {len(sample)} of {len(train)} rows of {train.source}, evenly spaced"
             )
         counted = in_steps(config, RowOrder.of(config, examples).size) if is_whole else config
-        needed = memory_line(counted, examples)
     divided = arithmetic(counted, world)
     if goal is not None:
         divided["ends before"] = f"with an evaluation that finds {goal}"
@@ -186,7 +185,6 @@ def describe(config: RunConfig, arithmetic: Arithmetic, read: ReadRows, check: C
         together = f"groups of {config.sequence_parallel}, each of which counts as one below"
         divided["processes"] = f"{ranks.processes()}, in {world} {together}"
     lines = [f"# {key}: {value}" for key, value in divided.items()]
-    lines += [] if needed is None else [f"# memory per process: {needed}"]
     updates = divided.get("optimizer updates in the run", divided.get("optimizer steps"))
     for name in ("warmup_steps", "critic_warmup_steps"):
         rising = getattr(config, name, None)
@@ -223,15 +221,3 @@ def example_lines(example: Encodable, encoder: Encoder) -> list[str]:
             end = "\x1b[0m" if color else ""
             lines.append(f"# {label} ({len(ids)} tokens): {color}{'|'.join(texts)}{end}")
     return lines
-
-
-def memory_line(config: RunConfig, examples: Sequence[Encodable]) -> str | None:
-    """Return the estimated memory of a step per process, in words, or None if the model's config cannot be read.
-
-    The sequences are taken to be as long as those of the rows, or as long as the options allow them to be sampled.
-    """
-    sequences = [pair for example in examples for pair in example.sequences().values()]
-    footprint = config.footprint().for_rows(sequences)
-    assert config.micro_batch_size is not None  # resolved
-    needed = memory.bytes_per_process(footprint, config.micro_batch_size, config.micro_batch_tokens)
-    return None if needed is None else memory.in_words(needed)

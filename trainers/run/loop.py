@@ -31,6 +31,7 @@ from fused_rl.trainers.base.text import InputError, check_installed, import_name
 from fused_rl.trainers.data.order import RowOrder, in_steps
 from fused_rl.trainers.options import RunConfig
 from fused_rl.trainers.run import hooks, hub
+from fused_rl.trainers.run.fitting import fitting_tokens
 from fused_rl.trainers.run.learned import Evaluation
 from fused_rl.trainers.run.logger import Logger, draw_curves
 from fused_rl.trainers.run.metrics import Goal
@@ -154,9 +155,25 @@ class Run:
             print_rank0(f"resume: continues with other inputs: {', '.join(changed)}")
 
         # The number of rows in an epoch is known now, and with it the number of steps.
-        self.tokenizer = tokenizer
+        self.tokenizer, self.rows = tokenizer, rows
         self.config = self.store.config = in_steps(config, self.order.size)
         return self.config
+
+    def fit_micro_batches(self, *engines: Any) -> None:
+        """Choose the micro-batches, if no option has, by what passes of the models that are trained together need."""
+        config = self.config
+        if config.micro_batch_size is not None:
+            return
+        longest = 0
+        for row in self.rows:
+            for prompt, response in row.sequences().values():
+                longest = max(longest, len(prompt) + len(response))
+        longest += config.sampled_tokens
+        config.micro_batch_tokens = fitting_tokens(engines, longest)
+        config.micro_batch_size = max(1, config.micro_batch_tokens // longest)
+        print_rank0(
+            f"micro-batches of {config.micro_batch_tokens} tokens fit (--micro_batch_tokens)"
+        )
 
     def start(
         self, engines: Mapping, state: Callable[[], dict] = dict, rank_state: Mapping = EMPTY

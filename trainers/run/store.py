@@ -208,6 +208,10 @@ class RunFolder:
 
         # The options: those that change what is computed must be the same; others take their new value and are printed.
         before = self.state()["options"]
+        # What the run has measured, it keeps.
+        if self.config.micro_batch_size is None:
+            for name in ("micro_batch_size", "micro_batch_tokens"):
+                setattr(self.config, name, before[name])
         now = self._options()
         changed = {}
         for name in now.keys() & before.keys() - {*ACTIONS}:

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 import pydantic
 
-from fused_rl.trainers.base.memory import Footprint, Held
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.options import Finite, Options
 
@@ -43,12 +42,6 @@ class ScorerConfig(Options):
         named = [text for text in self.verifiers or [] if isinstance(text, str)]
         begin = f"{REWARD_MODEL}:"
         return {text: text.removeprefix(begin) for text in named if text.startswith(begin)}
-
-
-def holding_reward_models(config: ScorerConfig, footprint: Footprint) -> Footprint:
-    """Return the footprint with the reward models that score."""
-    models = {text: Held(folder, scores=True) for text, folder in config.reward_models().items()}
-    return footprint.holding(**models)
 
 
 def with_scorers(config: Config, scorers: Sequence[Callable[..., object] | str] | None) -> Config:

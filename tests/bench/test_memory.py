@@ -1,18 +1,13 @@
-"""What a layer saves for its backward pass, as `--dry_run` counts it, beside what autograd keeps."""
-
-import importlib
-from types import SimpleNamespace
+"""The memory of a run on paper: what a layer saves beside what autograd keeps, and what whole steps allocate."""
 
 import pytest
 import torch
+import yaml
 
+from bench import memory
 from fused_rl.trainers import cli
-from fused_rl.trainers.base import engine, memory
-from fused_rl.trainers.data.encode import Encoder, load_tokenizer
-from fused_rl.trainers.data.reading import load_train_eval
-from fused_rl.trainers.grpo import GRPOConfig
-from fused_rl.trainers.options import to_yaml
-from fused_rl.trainers.run.parse import parse
+from fused_rl.trainers.base import engine
+from fused_rl.trainers.run.loop import Run
 from tests.lazy import transformers
 from tests.trainers import tiny
 from tests.trainers.peaks import peak_of
@@ -52,51 +47,49 @@ def test_a_layer_saves_what_is_counted(kv_heads, tmp_path):
     assert sizes.saved == pytest.approx(kept(3, kv_heads) - kept(2, kv_heads), rel=0.05)
 
 
-@pytest.mark.parametrize(("gib", "chosen"), [(4, 1), (24, 8), (80, 64), (1000, 256)])
-def test_a_gpu_gets_the_micro_batch_that_it_holds(gib, chosen, tmp_path, monkeypatch):
-    shape = {
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-    }
-    config = transformers.LlamaConfig(
-        **shape, vocab_size=151936, num_hidden_layers=24, tie_word_embeddings=True
-    )
+def on_paper(trainer: str, tmp_path, **options) -> dict[str, float]:
+    """Return the forecast for a small Llama."""
+    config = transformers.LlamaConfig(**SHAPE, num_hidden_layers=2)
     config.save_pretrained(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gib << 30)
+    given = {"model": str(tmp_path), "dataset": "rows.jsonl", "output_dir": "run"}
+    config = cli.TRAINERS[trainer].config_class()(**given, **options)
+    needed = memory.bytes_per_process(memory.footprint_of(config), 4)
+    assert needed is not None
+    return needed
+
+
+def test_what_is_offloaded_leaves_the_device(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    options = {"dtype": "bfloat16"}
+    for stage in (2, 3):
+        kept = on_paper("sft", tmp_path, zero_stage=stage, **options)
+        offloaded = on_paper("sft", tmp_path, zero_stage=stage, offload=True, **options)
+        assert kept["optimizer"] > 0 == offloaded["optimizer"] == offloaded["gradients"]
+        assert (offloaded["weights"] < kept["weights"]) == (stage == 3)
+        assert offloaded["activations"] == kept["activations"]
+
+
+def test_checkpoints_leave_the_device(tmp_path):
+    where = ({}, {"checkpoint_activations_on": "cpu"})
+    options = {"gradient_checkpointing": True, "max_length": 32}
+    kept, moved_away = (on_paper("sft", tmp_path, **options, **one) for one in where)
+    layers, hidden = 2, SHAPE["hidden_size"]
+    assert kept["activations"] - moved_away["activations"] == 4 * 32 * layers * hidden * 4
+
+
+@pytest.mark.parametrize("command", cli.TRAINERS)
+def test_every_trainer_has_a_forecast_which_the_command_prints(command, tmp_path, capsys):
+    transformers.LlamaConfig(**SHAPE, num_hidden_layers=2).save_pretrained(tmp_path)
+    given = {"model": str(tmp_path), "dataset": "rows.jsonl", "output_dir": "run"}
+    given |= {"teacher": str(tmp_path)} if command == "distill" else {}
+    (tmp_path / "config.yaml").write_text(
+        f"# fused-rl {command} --config <this file>\n{yaml.safe_dump(given)}"
     )
-    options = {
-        "model": str(tmp_path),
-        "dataset": "rows.jsonl",
-        "output_dir": "run",
-        "verifiers": "exact",
-    }
-    config = GRPOConfig(**options, dtype="bfloat16")
-    assert config.micro_batch_size is None  # making a config reads no model
-    config.resolve()
-    assert config.micro_batch_size == chosen
-    # As many tokens as so many sequences of the most tokens have, which share their prompt by eights.
-    assert config.micro_batch_tokens == chosen * 256 + -(-chosen // 8) * 512
-    given = GRPOConfig(**options, micro_batch_size=3)
-    given.resolve()
-    assert (given.micro_batch_size, given.micro_batch_tokens) == (3, None)
-    given = GRPOConfig(**options, dtype="bfloat16", micro_batch_tokens=4096)
-    given.resolve()
-    assert given.micro_batch_tokens == 4096
-    # A surrogate that reads a whole update gets micro-batches by sequences, of which there may be one.
-    whole = GRPOConfig(**options, dtype="bfloat16", surrogate="kl-cov")
-    whole.resolve()
-    assert (whole.micro_batch_size, whole.micro_batch_tokens) == (chosen, None)
-    # Fewer sequences, given beside the file of a run in which tokens were chosen, are taken.
-    file = tmp_path / "config.yaml"
-    file.write_text(to_yaml(config))
-    parsed = parse(GRPOConfig, ["--config", str(file), "--micro_batch_size", "2"])
-    assert (parsed.micro_batch_size, parsed.micro_batch_tokens) == (2, None)
-    needed = memory.bytes_per_process(config.footprint(), chosen)
-    assert chosen == 1 or sum(needed.values()) < 0.75 * (gib << 30)
+    assert memory.command("memory", ["--config", str(tmp_path / "config.yaml")]) == 0
+    printed = capsys.readouterr().out
+    models = {"ppo": "reference 0.00", "distill": "teacher 0.00"}
+    assert "GiB on paper at the longest sequences: weights" in printed
+    assert models.get(command, "") in printed
 
 
 @pytest.fixture(scope="module")
@@ -158,13 +151,22 @@ def test_what_is_counted_is_what_a_step_takes(trainer, options, measured, tmp_pa
         str(tmp_path / "run"),
         **({"steps": 2, "eval_size": 0, "save_every": 0, "micro_batch_size": 8} | rows | options),
     )
+    rows_read = []
+    check_inputs = Run.check_inputs
+
+    def noting(*arguments, **read):
+        rows_read.extend(read["rows"])
+        return check_inputs(*arguments, **read)
+
+    monkeypatch.setattr(Run, "check_inputs", noting)
     peak = peak_of(config)
 
-    module = importlib.import_module(cli.TRAINERS[trainer].module)
-    _, _, _, read, *_ = module.main.args
-    encoder = Encoder.of(config, load_tokenizer(config.model))
-    train, _ = load_train_eval(config)
-    examples = read(config, train, encoder)
-    sequences = [pair for example in examples for pair in example.sequences().values()]
-    needed = memory.bytes_per_process(config.footprint().for_rows(sequences), 8)
+    # The rows have one length.
+    ((prompt, response), *_) = rows_read[0].sequences().values()
+    footprint = memory.footprint_of(config)
+    lengths = {"prompt_tokens": len(prompt) * bool(footprint.prompt_tokens)}
+    if not footprint.samples:
+        whole = len(response) if footprint.prompt_tokens else len(prompt) + len(response)
+        lengths["response_tokens"] = whole
+    needed = memory.bytes_per_process(footprint._replace(**lengths), 8)
     assert 0.9 * peak <= sum(needed.values()) <= 1.1 * peak, (peak, needed)

@@ -1,16 +1,27 @@
-"""The memory of a run on one device, estimated: what `--dry_run` prints, and how large a micro-batch is."""
+"""The memory of a run on one device, on paper.
+
+    WORLD_SIZE=4 python -m bench memory grpo --config run.yaml --micro_batch_size 4
+
+The name of the trainer may be left out for the config.yaml of a run, whose first line has it. A run itself measures
+what fits (trainers/run/fitting.py).
+"""
 
 import functools
 import os
+import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from fused_rl.ops import tiles
+from fused_rl.trainers import cli
+from fused_rl.trainers.base import engine, ranks
+from fused_rl.trainers.policy.options import needs_reference
+from fused_rl.trainers.policy.teacher import is_url
+from fused_rl.trainers.run.command import around
+from fused_rl.trainers.run.parse import parse
 
-DEFAULT_MICRO_BATCH = 8  # on a CPU, and where the model's config cannot be read
-LARGEST_MICRO_BATCH = 256
-USED = 0.75  # of a GPU's memory: the estimate leaves out fragments, and what libraries hold
 # Elements that DeepSpeed's ZeRO 3 keeps gathered at most (stage3_max_live_parameters).
 MOST_GATHERED = 1_000_000_000
 # Elements of its buffer for gradients on their way to other processes (reduce_bucket_size).
@@ -90,24 +101,14 @@ class Footprint(NamedTuple):
     """Elements that each engine sets aside for gradients on their way to other processes."""
     sequence_parallel: int = 1
     """Processes that each have a part of every sequence."""
+    offload: bool = False
+    """The optimizer's state and gradients wait in CPU memory, and under ZeRO 3 the weights, too."""
     whole_logits: bool = False
     """The loss takes the logits of all tokens of a micro-batch (loss_from=logits)."""
 
     def holding(self, **models: Held) -> "Footprint":
         """Return the same with more models, by what they are."""
         return self._replace(models=self.models | models)
-
-    def for_rows(self, sequences: list[tuple[list[int], list[int]]]) -> "Footprint":
-        """Return the same for rows whose sequences are (prompt ids, response ids), no longer than the options allow."""
-        prompt = max(len(prompt) for prompt, _ in sequences)
-        response = max(len(response) for _, response in sequences)
-        if not self.prompt_tokens:
-            prompt, response = 0, max(len(prompt) + len(response) for prompt, response in sequences)
-        prompt = min(prompt, self.prompt_tokens)
-        if self.samples:
-            return self._replace(prompt_tokens=prompt)
-        response = min(response, self.response_tokens)
-        return self._replace(prompt_tokens=prompt, response_tokens=response)
 
 
 @functools.cache
@@ -221,6 +222,8 @@ def _weights(sizes: Sizes, held: Held, run: Footprint) -> float:
     if held.is_trained:
         size += element * sizes.adapters * run.lora_rank
     size /= _divisor(run, 3)
+    if run.offload and run.zero_stage == 3:
+        size = 0.0
     # ZeRO 3 gathers layers ahead, and keeps those that come again soon.
     if run.zero_stage == 3 and held.is_trained and run.processes > 1:
         size += element * min(elements, MOST_GATHERED)
@@ -231,6 +234,8 @@ def _weights(sizes: Sizes, held: Held, run: Footprint) -> float:
 
 def _gradients(trained: int, run: Footprint) -> float:
     """Return the bytes of the gradients of trained weights, which ZeRO 2 divides over the processes."""
+    if run.offload:
+        return 0.0  # they leave through the buckets
     if run.widens_sums:
         return 4 * trained / _divisor(run, 1)
     return _element(run) * trained / _divisor(run, 2)
@@ -238,7 +243,7 @@ def _gradients(trained: int, run: Footprint) -> float:
 
 def _optimizer(trained: int, run: Footprint) -> float:
     """Return the bytes of moments and masters of trained weights, which ZeRO 1 divides over the processes."""
-    return (8 + (4 if run.has_masters else 0)) * trained / _divisor(run, 1)
+    return 0.0 if run.offload else (8 + (4 if run.has_masters else 0)) * trained / _divisor(run, 1)
 
 
 def _saved_per_token(sizes: Sizes, run: Footprint) -> float:
@@ -316,25 +321,6 @@ def _divisor(run: Footprint, from_stage: int) -> int:
     return run.processes if run.zero_stage >= from_stage else 1
 
 
-def fitting_micro_batch(run: Footprint) -> int:
-    """Return the sequences of a micro-batch: 8 on a CPU, on a GPU the power of two up to 256 that fills 3/4 of it.
-
-    What is free at the moment does not count, so a resumed run adds in the same order.
-    """
-    if not torch.cuda.is_available():
-        return DEFAULT_MICRO_BATCH
-    usable = USED * _memory_of_gpu()
-    size = LARGEST_MICRO_BATCH
-    while size > 1:
-        needed = bytes_per_process(run, size)
-        if needed is None:
-            return DEFAULT_MICRO_BATCH
-        if sum(needed.values()) <= usable:
-            break
-        size //= 2
-    return size
-
-
 def _memory_of_gpu() -> int:
     """Return the bytes of this process's GPU."""
     device = int(os.environ.get("LOCAL_RANK", "0"))
@@ -342,7 +328,93 @@ def _memory_of_gpu() -> int:
 
 
 def in_words(needed: dict[str, float]) -> str:
-    """Return the line of `--dry_run` for bytes by what they hold."""
+    """Return a line for bytes by what they hold."""
     gib = {name: size / 2**30 for name, size in needed.items()}
     listed = ", ".join(f"{name} {size:.2f}" for name, size in gib.items() if size)
     return f"{sum(gib.values()):.2f} GiB on paper at the longest sequences: {listed}"
+
+
+def footprint_of(config: Any) -> Footprint:
+    """Return which models a run holds on each device, and the lengths of its sequences."""
+    sixteen_bits = engine.torch_dtype(config) == torch.bfloat16
+    is_deepspeeds = engine.effective_zero_stage(config) > 0
+    samples = hasattr(config, "prompts_per_step")
+    prompt, response = lengths_of(config)
+    shares = getattr(config, "share_prompts", None) is not False and config.sequence_parallel == 1
+    grouped = {"grpo": getattr(config, "group_size", 1), "reward": 2}
+    run = Footprint(
+        models=models_of(config),
+        zero_stage=config.zero_stage,
+        processes=ranks.processes(),
+        sixteen_bits=sixteen_bits,
+        has_masters=sixteen_bits or is_deepspeeds,
+        bucket=BUCKET if is_deepspeeds else 0,
+        checkpointing=config.gradient_checkpointing,
+        widens_sums=engine.widens_sums(config),
+        checkpoints_on_cpu=config.checkpoint_activations_on == "cpu",
+        prompt_tokens=prompt,
+        response_tokens=response,
+        samples=samples,
+        responses_per_prompt=grouped.get(config.command, 1) if shares else 1,
+        lora_rank=config.lora_rank,
+        sequence_parallel=config.sequence_parallel,
+        offload=config.offload,
+        whole_logits=config.loss_from == "logits",
+    )
+    # Without rollout_batch_size the number of responses is chosen by the memory that a GPU has left.
+    if samples and config.server is None and config.rollout_batch_size is not None:
+        responses = config.prompts_per_step * config.group_size
+        of_rank = responses // ranks.planned_ranks(config.sequence_parallel)
+        run = run._replace(sampled_together=min(config.rollout_batch_size, of_rank))
+    return run
+
+
+def lengths_of(config: Any) -> tuple[int, int]:
+    """Return the most tokens of a prompt and of a response; 0 for a prompt that the other counts."""
+    if config.command in ("sft", "kto"):
+        return 0, config.max_length
+    names = ("max_new_tokens", "max_response_length")
+    return config.max_prompt_length, next(
+        getattr(config, name) for name in names if hasattr(config, name)
+    )
+
+
+def models_of(config: Any) -> dict[str, Held]:
+    """Return the models of a run by what they are, the policy first."""
+    command = config.command
+    policy = Held(config.model, config.revision)
+    models = {
+        "policy": policy._replace(
+            is_trained=True, in_4bit=config.load_in_4bit, scores=command == "reward"
+        )
+    }
+    # With a lag, responses are sampled from a copy of the policy; with LoRA it is its own reference.
+    if not config.lora_rank:
+        if getattr(config, "lag", 0) and config.server is None:
+            models["sampler"] = policy
+        if command == "ppo" or (command == "grpo" and needs_reference(config)):
+            models["reference"] = policy
+    if command == "ppo":
+        start = policy if config.critic is None else Held(config.critic)
+        models["critic"] = start._replace(is_trained=True, scores=True)
+    for name, model in getattr(config, "teachers", {}).items():
+        if not is_url(model):
+            held = Held(model, in_4bit=config.teacher_in_4bit, keeps_head=True)
+            models[f"teacher {name}".strip()] = held
+    scorers = config.reward_models() if hasattr(config, "reward_models") else {}
+    return models | {name: Held(folder, scores=True) for name, folder in scorers.items()}
+
+
+def command(_: str, words: list[str]) -> int:
+    """Print the forecast of a run."""
+    with around("bench memory"):
+        if not words or words[0].startswith("--"):
+            text = Path(words[words.index("--config") + 1]).read_text(encoding="utf-8")
+            words = [re.findall(r"fused-rl (\w+)", text)[0], *words]
+        config = parse(cli.TRAINERS[words[0]].config_class(), words[1:])
+        config.micro_batch_size = config.micro_batch_size or 8
+        needed = bytes_per_process(
+            footprint_of(config), config.micro_batch_size, config.micro_batch_tokens
+        )
+        print("the config of the model cannot be read" if needed is None else in_words(needed))
+    return 0
