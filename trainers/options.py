@@ -620,6 +620,11 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
     def check(self) -> None:
         super().check()
         engine.check_deepspeed_file(self)
+        if self.head_dtype == "bfloat16" and engine.torch_dtype(self) == torch.float32:
+            raise InputError(
+                f"head_dtype=bfloat16 is of bfloat16 weights, and those of dtype={self.dtype} are float32 here; "
+                "leave it out, or give --dtype bfloat16"
+            )
 
     @property
     def figures(self) -> list[str]:

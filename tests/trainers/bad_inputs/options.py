@@ -101,6 +101,11 @@ OPTIONS = [
     *words("reward", "--loss_from logits", "loss_from=logits has no meaning"),
     *words("reward", "--head_dtype float32", "head_dtype=float32 has no meaning"),
     *words(
+        "sft dpo grpo",
+        "--head_dtype bfloat16",
+        "head_dtype=bfloat16 is of bfloat16 weights, and those of dtype=.* are float32",
+    ),
+    *words(
         "sft",
         "--loss_from logits --head_dtype float32",
         "head_dtype=float32 has no meaning with loss_from=logits",
