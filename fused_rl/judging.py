@@ -173,10 +173,3 @@ def agrees(response: str, answer: str) -> bool:
     # sympy raises anything on nonsense, which is a wrong answer.
     except Exception:
         return False
-
-
-def has_answer(response: str) -> bool:
-    """Return True if math-verify finds an answer in a response."""
-    from math_verify import parse
-
-    return bool(parse(response.rsplit("####", 1)[-1], parsing_timeout=NO_LIMIT))

@@ -889,13 +889,13 @@ MUTATIONS = {
     ),
     "a finding is printed at every step": Mutation(
         "trainers/run/rules.py",
-        "None if rule in self.found else condition(self)",
-        "condition(self)",
+        "rule.name in self.found or is_excused",
+        "is_excused",
         "tests/trainers/test_doctor.py",
     ),
     "a resumed run forgets what it has printed": Mutation(
         "trainers/run/logger.py",
-        '            self.watch.see(entry, by_row.get(entry["step"], NOTHING))\n\n',
+        '            self.watch.update(entry, by_row.get(entry["step"], NOTHING))\n\n',
         "            pass\n\n",
         "tests/trainers/test_doctor.py -k resumed",
     ),

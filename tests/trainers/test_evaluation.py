@@ -84,6 +84,7 @@ def test_every_metric_is_its_definition(monkeypatch, capsys):
             "eval/mean_length_solved": (1 + 2 + 3 + 2) / 4,
             "eval/mean_length_unsolved": (4 + 1 + 3 + 4) / 4,
             "eval/clipped_ratio": 2 / 8,
+            "eval/commonest_ratio": 2 / 8,
         }
     )
     assert by_row == {

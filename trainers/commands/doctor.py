@@ -46,7 +46,7 @@ def of_run(folder: Path) -> bool:
     by_row = rows_by_step(read_metrics(folder / "held_out.jsonl"))
     watch = Watch(config)
     for entry in history:
-        watch.see(entry, by_row.get(entry["step"], {}))
+        watch.update(entry, by_row.get(entry["step"], {}))
     watch.conclude()
 
     # Print the one figure that says whether the run learned, then what was examined, then the findings.
@@ -55,7 +55,7 @@ def of_run(folder: Path) -> bool:
     print_line(f"{folder}: {watch.learned(ended=has_model)}")
     print_line(
         f"  {command[1]}, {steps} of {config.get('steps') or '?'} steps; examined: {len(history)} lines of "
-        f"metrics.jsonl, for {len(RULES)} conditions (docs/doctor.md)"
+        f"metrics.jsonl, for {len({rule.name for rule in RULES})} conditions (docs/doctor.md)"
     )
     if not has_model:
         remedy = "there is no checkpoint to continue from"
@@ -64,14 +64,14 @@ def of_run(folder: Path) -> bool:
         print_line(
             f"  unfinished: the run has not ended, and has no model/; its last line is of step {steps}; {remedy}"
         )
-    findings = [*watch.found.values()]
+    findings = [*watch.findings.values()]
     if (folder / ERROR).is_file():
         error = (folder / ERROR).read_text(encoding="utf-8", errors="replace")
         findings.insert(0, f"the run ended with an error: {' '.join(error.split())}")
     for finding in findings:
         print_line(f"  finding: {finding}")
     if not findings:
-        print_line(f"  {watch.no_condition}")
+        print_line("  no problems found")
     return not findings and has_model
 
 

@@ -245,8 +245,8 @@ def evaluate(
             figures[f"accuracy_{name}_error"] = _error(values)
     print_rank0("\n".join(f"{name:<24}{value:.4g}" for name, value in figures.items()))
     if judges and ranks.process() == 0:
-        texts = [row["response"] for row in responses if row["decoding"] == "sampled"]
-        signal.say(judges, rewards, figures, texts, length, totals)
+        text = next(row["response"] for row in responses if row["decoding"] == "sampled")
+        signal.say(figures, totals, rewards.shape[1], text, length)
     if out is not None and ranks.process() == 0:
         write_rows(out / "responses.jsonl", responses)
         summary = figures | {"options": config.to_dict() | {"max_new_tokens": length}}

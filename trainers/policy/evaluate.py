@@ -50,7 +50,7 @@ def evaluate(
         held_out: this rank's problems.
         further: (N samples, count) -> more metrics of the sampled responses, of which the first `count` are counted,
             and (N, 2) a sum and a weight of each response for the figure `distill/kl`.
-        says_signal: True to print the signal that training will have, and what to change if it is weak.
+        says_signal: True to print the signal that training will have.
     """
     config = policy.config
     k = config.eval_samples
@@ -81,6 +81,12 @@ def evaluate(
         found["entropy"] = totals["entropy"] / totals["tokens"]
     if measured.kl is not None:
         found["kl_exact"] = totals["kl_exact"] / totals["problems"]
+    # Responses are counted by a hash that is the same on every rank.
+    hashes = [hash(tuple(sample.response.ids)) % 2**48 for sample in sampled.samples]
+    equal = ranks.of_all_rows(torch.tensor(hashes).view(-1, k)[:count]).unique(return_counts=True)[
+        1
+    ]
+    found["commonest_ratio"] = equal.max().item() / totals["responses"]
     found |= {key: struck + sampled.incidents[key] for key, struck in greedy.incidents.items()}
     found |= means_of(added_up(greedy.logged, sampled.logged), found)
     rewards = ranks.of_all_rows(sampled.rewards.view(-1, k)[:count])
@@ -94,9 +100,8 @@ def evaluate(
         found |= signal.spread(rewards)
     metrics = {f"eval/{name}": value for name, value in found.items()}
     if says_signal and ranks.process() == 0:
-        texts = [sample.text for sample in sampled.samples]
-        limit = policy.sampling.max_new_tokens
-        signal.say(policy.scorers, rewards, found, texts, limit, totals, config.group_size)
+        text, limit = sampled.samples[0].text, policy.sampling.max_new_tokens
+        signal.say(found, totals, k, text, limit, config.group_size)
 
     # The responses to show are of the same held-out problems each time, and of some that the last step trained on.
     most = config.show_samples - len(policy.sample_rows)

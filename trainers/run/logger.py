@@ -45,7 +45,7 @@ class Logger:
         dtype = str(torch_dtype(config)).removeprefix("torch.")  # what `auto` is on this machine
         self.watch = Watch(config.to_dict() | {"dtype": dtype})
         for entry in self.history:
-            self.watch.see(entry, by_row.get(entry["step"], NOTHING))
+            self.watch.update(entry, by_row.get(entry["step"], NOTHING))
 
         # TensorBoard hides the points from `purge_step` on, which a resumed run writes again.
         from torch.utils.tensorboard import SummaryWriter
@@ -98,7 +98,7 @@ class Logger:
             self.wandb.log(metrics, step=step)
 
         # The conditions of the doctor, each of which is reported once.
-        for finding in self.watch.see(entry, by_row):
+        for finding in self.watch.update(entry, by_row):
             print_line(f"warning: {finding}")
 
         # Only what this step has measured is shown, because an older value would be taken for a new one. So the line of

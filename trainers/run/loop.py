@@ -399,7 +399,7 @@ class Run:
                 *concluded,
                 f"model: {folder / 'model'}, curves: {folder / 'curves.png'}{kept}",
             )
-            findings = ", ".join(watch.found) or watch.no_condition
+            findings = ", ".join(watch.findings) or "no problems found"
             print_line(
                 f"next: fused-rl doctor {folder} ({findings}), or tensorboard --logdir {folder}"
             )

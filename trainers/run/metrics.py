@@ -12,14 +12,12 @@ from fused_rl.trainers.base.text import InputError
 
 
 class Metric(NamedTuple):
-    """What curves.png, the screen and the doctor do with a key of metrics.jsonl."""
+    """What curves.png and the screen do with a key of metrics.jsonl."""
 
     panel: str = ""
     """The title of its panel in curves.png; "" if it is not drawn."""
     column: str = ""
     """Its header on the screen, or ""; of several metrics with one header, the first that a run has is printed."""
-    meaning: Literal["", "loss", "gradient norm"] = ""
-    """What kind of metric it is for the conditions of the doctor."""
     better: Literal["", "higher", "lower"] = ""
     """The direction in which a held-out figure improves; "" for a metric that `--until` cannot name."""
 
@@ -32,20 +30,16 @@ ACCURACY = "held-out accuracy"
 HELD_OUT = "held-out "
 # Panels and columns appear in the order of this table.
 METRICS = {
-    "train/loss": Metric("loss", "loss", "loss"),
-    "train/rm/loss": Metric("loss", "loss", "loss"),
-    "train/dpo/loss": Metric("loss", "loss", "loss"),
-    "train/kto/loss": Metric("loss", "loss", "loss"),
-    "distill/kl": Metric("loss", "loss", "loss"),
+    "train/loss": Metric("loss", "loss"),
+    "train/rm/loss": Metric("loss", "loss"),
+    "train/dpo/loss": Metric("loss", "loss"),
+    "train/kto/loss": Metric("loss", "loss"),
+    "distill/kl": Metric("loss", "loss"),
     "eval/loss": Metric("loss", better="lower"),
     "eval/rm/loss": Metric("loss", better="lower"),
     "eval/dpo/loss": Metric("loss", better="lower"),
     "eval/kto/loss": Metric("loss", better="lower"),
     "eval/distill/kl": Metric("loss", f"{HELD_OUT}KL/token", better="lower"),
-    "loss/total_avg": Metric(meaning="loss"),
-    "loss/value_avg": Metric(meaning="loss"),
-    "optim/grad_norm": Metric(meaning="gradient norm"),
-    "optim/critic_grad_norm": Metric(meaning="gradient norm"),
     "reward": Metric("reward (mean of a step)", "reward"),
     "objective/scores": Metric("reward (mean of a step)", "reward"),
     "objective/rlhf_reward": Metric("reward (mean of a step)"),
@@ -132,7 +126,7 @@ def parse_goal(text: str, keys: Sequence[str]) -> Goal:
     return Goal(figures[name], value)
 
 
-def keys_by(field: Literal["panel", "column", "meaning"]) -> dict[str, list[str]]:
+def keys_by(field: Literal["panel", "column"]) -> dict[str, list[str]]:
     """Return the keys of `METRICS` by the value of a field, in the order of the table, without those that have none."""
     found: dict[str, list[str]] = {}
     for key, metric in METRICS.items():

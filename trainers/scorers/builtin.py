@@ -189,10 +189,6 @@ class Pattern(BaseScorer):
             scores.append(float(right))
         return scores
 
-    def finds(self, texts: Sequence[str]) -> list[bool]:
-        """Return which responses have an answer that could be right or wrong."""
-        return [self.pattern.search(text) is not None for text in texts]
-
 
 class Format(Pattern):
     """1.0 where the whole response is one <think> and one <answer>, else 0.0."""

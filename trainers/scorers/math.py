@@ -55,8 +55,3 @@ class MathVerifier(BaseScorer):
             f"{sample.where} {why}" for sample, why in zip(samples, reasons, strict=True) if why
         ]
         return [verdicts[case][0] for case in cases]
-
-    def finds(self, texts: Sequence[str]) -> list[bool]:
-        """Return in which responses math-verify reads an answer."""
-        cases = [(text,) for text in texts]
-        return [score > 0 for score, _ in self.pool.judge(cases, judging.has_answer)]
