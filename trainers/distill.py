@@ -53,7 +53,7 @@ from fused_rl.trainers.rollouts.roll_out import batch_of, rollout_metrics
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sample
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
-from fused_rl.trainers.run.metrics import OF_RESPONSES, Sums
+from fused_rl.trainers.run.metrics import Sums
 from fused_rl.trainers.scorers.load import (
     check_reward_models,
     check_scorers,
@@ -181,11 +181,6 @@ class DistillConfig(ScorerConfig, SamplingRunConfig):
             raise BadRow(reason, "name the right column with --teacher_column")
         expected = f"expected the name of a teacher: {', '.join(self.teachers)}"
         raise BadRow(f"column {column!r} is {row[column]!r:.80}", expected)
-
-    @property
-    def figures(self) -> list[str]:
-        names = super().figures
-        return names if self.verifiers else [name for name in names if name not in OF_RESPONSES]
 
     @property
     def served(self) -> bool:

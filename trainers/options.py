@@ -31,7 +31,6 @@ from typing_extensions import Self
 from fused_rl.base import checks
 from fused_rl.trainers.base import engine, optim
 from fused_rl.trainers.base.text import InputError, import_name_of
-from fused_rl.trainers.run.metrics import METRICS, Goal, parse_goal
 
 DEFAULT_MICRO_BATCH = 8  # sequences, where memory is not measured
 # A dataset that ends so is a file, any other a name.
@@ -548,9 +547,6 @@ class StepsConfig(Options):
     """Optimizer updates, in grpo and ppo rollouts; None is 100, or follows from num_train_epochs."""
     num_train_epochs: Positive | None = may_change(None)
     """Passes over the training rows, such as 1.5; replaces steps."""
-    until: str | None = may_change(None)
-    """Held-out figure, such as sampled_accuracy=0.2 or loss=1.5, at which the run ends before its last step: after the
-    first evaluation that is as good or better. It saves what a whole run saves."""
     order: str = may_change("shuffled")
     """Order of the rows: shuffled anew in each pass; `file`, as they stand in the dataset; or a text file with the
     number of a row in each line, the first being 1 (docs/hooks.md)."""
@@ -609,14 +605,6 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
     """Check options, rows and scorers as the run does, print what was resolved and one example, and stop. It prints the
     options that were given or follow from others; `--dry_run all` prints all of them."""
 
-    needs: ClassVar = (
-        Needs(
-            "until",
-            lambda config: config.eval_size > 0 and config.eval_every > 0,
-            "is compared with the figures of evaluations; give --eval_size and --eval_every above 0",
-        ),
-    )
-
     def check(self) -> None:
         super().check()
         engine.check_deepspeed_file(self)
@@ -625,16 +613,6 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
                 f"head_dtype=bfloat16 is of bfloat16 weights, and those of dtype={self.dtype} are float32 here; "
                 "leave it out, or give --dtype bfloat16"
             )
-
-    @property
-    def figures(self) -> list[str]:
-        """Return the keys of the held-out figures that `until` may name."""
-        begin = "eval/rm/" if self.command == "reward" else f"eval/{self.command}/"
-        return [key for key, metric in METRICS.items() if key.startswith(begin) and metric.better]
-
-    def goal(self) -> Goal | None:
-        """Return what `until` says, when a run begins and its scorers are known; refuse what no evaluation measures."""
-        return None if self.until is None else parse_goal(self.until, self.figures)
 
     def for_held_out(self) -> Self:
         """Return the config by which held-out rows are read."""

@@ -58,7 +58,7 @@ from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
 from fused_rl.trainers.run.learned import Evaluation
 from fused_rl.trainers.run.loop import Run
-from fused_rl.trainers.run.metrics import OF_RESPONSES, Sums
+from fused_rl.trainers.run.metrics import Sums
 from fused_rl.trainers.scorers.load import (
     check_reward_models,
     check_scorers,
@@ -115,11 +115,6 @@ class SFTConfig(ScorerConfig, SamplingConfig, RunConfig):
         Needs(name, lambda config: config.verifiers is not None, without("--verifiers"))
         for name in OF_SAMPLES
     )
-
-    @property
-    def figures(self) -> list[str]:
-        sampled = OF_RESPONSES if self.verifiers else ()
-        return ["eval/loss", "eval/token_accuracy", *sampled]
 
     @property
     def longest_sequence(self) -> int:

@@ -86,7 +86,6 @@ REFUSED = [
     ("grpo", ["--server", "127.0.0.1:9"], "server=.*expected a URL"),
     ("ppo", ["--sampler", "json:no_such"], "sampler 'json:no_such': .* has no function"),
     ("grpo", ["--rollout_correction", "token-truncate"], "corrects for a sampler that differs"),
-    ("grpo", ["--until", "loss=1"], "until='loss=1': expected FIGURE=VALUE"),
     ("ppo", ["--critic", "OTHER"], "critic '.*' has another tokenizer than the policy"),
     ("ppo", ["--critic", "./no-such-critic"], "no-such-critic"),
     ("ppo", ["--stop_token", "a b"], "stop_token='a b' is 3 tokens"),

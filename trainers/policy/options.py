@@ -23,7 +23,6 @@ from fused_rl.trainers.options import (
     without,
 )
 from fused_rl.trainers.rollouts.options import SamplerConfig
-from fused_rl.trainers.run.metrics import OF_RESPONSES
 
 LOSS = tuple(PolicyLossOptions.__dataclass_fields__)
 # Options that only some surrogates read.
@@ -113,11 +112,6 @@ class SamplingRunConfig(RolloutConfig, RunConfig):
 
     def check_row(self, row: dict) -> None:
         """Raise `InputError` for a row that lacks what the options need beside its prompt and the scorers' columns."""
-
-    @property
-    def figures(self) -> list[str]:
-        """The keys of the held-out figures that `--until` may name."""
-        return [*super().figures, *OF_RESPONSES]
 
     @property
     def longest_sequence(self) -> int:

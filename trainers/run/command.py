@@ -158,7 +158,7 @@ def describe(config: RunConfig, arithmetic: Arithmetic, read: ReadRows, check: C
     # What is printed while the rows are read goes to stderr, because stdout is the YAML that --config reads back.
     with contextlib.redirect_stdout(sys.stderr):
         RunFolder(config).check()
-        goal = check_start(config, arithmetic)
+        check_start(config, arithmetic)
         if config.load_in_4bit:  # the run notices a missing package only when it loads the model
             check_installed("load_in_4bit", *FOUR_BIT_PACKAGE)
         world = ranks.planned_ranks(config.sequence_parallel)
@@ -179,8 +179,6 @@ def describe(config: RunConfig, arithmetic: Arithmetic, read: ReadRows, check: C
             )
         counted = in_steps(config, RowOrder.of(config, examples).size) if is_whole else config
     divided = arithmetic(counted, world)
-    if goal is not None:
-        divided["ends before"] = f"with an evaluation that finds {goal}"
     if config.sequence_parallel > 1:
         together = f"groups of {config.sequence_parallel}, each of which counts as one below"
         divided["processes"] = f"{ranks.processes()}, in {world} {together}"

@@ -16,7 +16,6 @@ The `for` loop and the algorithm stay in the trainer.
 """
 
 import contextlib
-import math
 import os
 import signal
 import time
@@ -34,7 +33,6 @@ from fused_rl.trainers.run import hooks, hub
 from fused_rl.trainers.run.fitting import fitting_tokens
 from fused_rl.trainers.run.learned import Evaluation
 from fused_rl.trainers.run.logger import Logger, draw_curves
-from fused_rl.trainers.run.metrics import Goal
 from fused_rl.trainers.run.store import EMPTY, RunFolder, unlock
 
 Arithmetic = Callable[[Any, int], dict[str, object]]
@@ -59,8 +57,8 @@ def restore_signals() -> None:
             signal.signal(number, _handlers.pop(number))
 
 
-def check_start(config: RunConfig, arithmetic: Arithmetic) -> Goal | None:
-    """Check the options before anything is read, as a dry run does too, and return the goal of the run, if it has one.
+def check_start(config: RunConfig, arithmetic: Arithmetic) -> None:
+    """Check the options before anything is read, as a dry run does too.
 
     Raises:
         InputError: options contradict each other, or need a package or function that is not there.
@@ -72,7 +70,6 @@ def check_start(config: RunConfig, arithmetic: Arithmetic) -> Goal | None:
     arithmetic(config, ranks.planned_ranks(config.sequence_parallel))
     if config.wandb_project is not None:
         check_installed("wandb_project", "wandb", "wandb")
-    return config.goal()
 
 
 class Run:
@@ -93,7 +90,7 @@ class Run:
             raise InputError(
                 f"dry_run is for the command: fused-rl {config.command} … --dry_run; leave it out"
             )
-        self.goal = check_start(config, arithmetic)
+        check_start(config, arithmetic)
         self.on_step = hooks.chosen(config, on_step)
         self.hook_name = None if self.on_step is None else import_name_of(self.on_step)
 
@@ -110,7 +107,6 @@ class Run:
         self.step = 0
         self.save_seconds = 0.0
         self.stopping = False
-        self.reached = False
         self.ending = self.ended = False  # on_step has ended the run: on this process, and on all
         self.hook_error: BaseException | None = None
 
@@ -193,9 +189,7 @@ class Run:
         if self.config.resume:
             restored = self.store.load(engines, rank_state)
             self.step, self.order.position = restored["step"], restored["position"]
-            # A run that was ended by its goal or its hook is complete; with another goal or hook it continues.
-            until = self.config.until
-            self.reached = until is not None and restored.get("until") == until
+            # A run that was ended by its hook is complete; with another hook it continues.
             self.ended = self.on_step is not None and restored.get("ended_by") == self.hook_name
 
         # What was written after the checkpoint may be moved away only once the checkpoint has been read.
@@ -222,7 +216,7 @@ class Run:
     @property
     def last(self) -> bool:
         """Return True if this step is the last one."""
-        return self.reached or self.ended or self.step >= self.config.steps
+        return self.ended or self.step >= self.config.steps
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         """Yield each step's number and the indices of its rows, and save a checkpoint after steps that need one."""
@@ -245,7 +239,6 @@ class Run:
                 if stop or self.last or (every and self.step % every == 0):
                     began = time.monotonic()
                     state = {"position": self.order.position, "inputs": self.inputs, **self.state()}
-                    state |= {"until": self.config.until} if self.reached else {}
                     state |= {"ended_by": self.hook_name} if self.ended else {}
                     self.store.save(self.engines, self.step, state, self.rank_state)
                     self.save_seconds = time.monotonic() - began
@@ -295,7 +288,7 @@ class Run:
     def log(self, metrics: dict[str, float], evaluation: Evaluation | None = None) -> None:
         """Write the metrics of a step, show a few responses, and call `on_step`. All ranks must call this.
 
-        After an evaluation it also draws the curves, and ends the run if the goal is met.
+        After an evaluation it also draws the curves.
 
         Args:
             metrics: the step's metrics by their keys in metrics.jsonl.
@@ -303,8 +296,6 @@ class Run:
         """
         evaluated, samples, by_row = evaluation or Evaluation()
         metrics = metrics | evaluated
-        if self.goal is not None and any(key.startswith("eval/") for key in metrics):
-            self._compare(self.goal, metrics)
         if self.logger is None:
             return
         if not self.begins:
@@ -318,17 +309,6 @@ class Run:
             # After the last step `finish` draws the curves.
             if self.evaluates and not self.begins and not self.last:
                 draw_curves(self.logger.history, self.logger.folder / "curves.png")
-
-    def _compare(self, goal: Goal, metrics: dict[str, float]) -> None:
-        """End the run on all processes if the figures of an evaluation meet its goal on any of them."""
-        # Not every run measures each figure: there is no accuracy, for example, if no scorer says what is solved.
-        if goal.key not in metrics and self.begins:
-            measured = ", ".join(key for key in metrics if key.startswith("eval/"))
-            raise InputError(f"until: the evaluation has no {goal.key}, but {measured}")
-        figure = metrics.get(goal.key, math.nan)
-        self.reached = ranks.on_any_process(flag=goal.is_met(figure))
-        if self.reached:
-            print_rank0(f"until: {goal} is met at step {self.step} with {figure:.4g}: the run ends")
 
     def _call_hook(
         self,

@@ -18,8 +18,6 @@ class Metric(NamedTuple):
     """The title of its panel in curves.png; "" if it is not drawn."""
     column: str = ""
     """Its header on the screen, or ""; of several metrics with one header, the first that a run has is printed."""
-    better: Literal["", "higher", "lower"] = ""
-    """The direction in which a held-out figure improves; "" for a metric that `--until` cannot name."""
 
 
 KL = "KL to the reference (nats per response)"
@@ -35,35 +33,31 @@ METRICS = {
     "train/dpo/loss": Metric("loss", "loss"),
     "train/kto/loss": Metric("loss", "loss"),
     "distill/kl": Metric("loss", "loss"),
-    "eval/loss": Metric("loss", better="lower"),
-    "eval/rm/loss": Metric("loss", better="lower"),
-    "eval/dpo/loss": Metric("loss", better="lower"),
-    "eval/kto/loss": Metric("loss", better="lower"),
-    "eval/distill/kl": Metric("loss", f"{HELD_OUT}KL/token", better="lower"),
+    "eval/loss": Metric("loss"),
+    "eval/rm/loss": Metric("loss"),
+    "eval/dpo/loss": Metric("loss"),
+    "eval/kto/loss": Metric("loss"),
+    "eval/distill/kl": Metric("loss", f"{HELD_OUT}KL/token"),
     "reward": Metric("reward (mean of a step)", "reward"),
     "objective/scores": Metric("reward (mean of a step)", "reward"),
     "objective/rlhf_reward": Metric("reward (mean of a step)"),
-    "eval/accuracy_greedy": Metric(ACCURACY, f"{HELD_OUT}greedy", better="higher"),
-    "eval/accuracy_sampled": Metric(ACCURACY, f"{HELD_OUT}sampled", better="higher"),
-    "eval/pass_at_k": Metric(ACCURACY, better="higher"),
-    "eval/token_accuracy": Metric(
-        "held-out token accuracy", f"{HELD_OUT}token accuracy", better="higher"
-    ),
+    "eval/accuracy_greedy": Metric(ACCURACY, f"{HELD_OUT}greedy"),
+    "eval/accuracy_sampled": Metric(ACCURACY, f"{HELD_OUT}sampled"),
+    "eval/pass_at_k": Metric(ACCURACY),
+    "eval/token_accuracy": Metric("held-out token accuracy", f"{HELD_OUT}token accuracy"),
     "train/kto/accuracy": Metric("accuracy on marked responses"),
-    "eval/kto/accuracy": Metric(
-        "accuracy on marked responses", f"{HELD_OUT}accuracy", better="higher"
-    ),
+    "eval/kto/accuracy": Metric("accuracy on marked responses", f"{HELD_OUT}accuracy"),
     "train/rm/accuracy": Metric("accuracy on pairs"),
     "train/dpo/accuracy": Metric("accuracy on pairs"),
-    "eval/rm/accuracy": Metric("accuracy on pairs", f"{HELD_OUT}accuracy", better="higher"),
-    "eval/dpo/accuracy": Metric("accuracy on pairs", f"{HELD_OUT}accuracy", better="higher"),
+    "eval/rm/accuracy": Metric("accuracy on pairs", f"{HELD_OUT}accuracy"),
+    "eval/dpo/accuracy": Metric("accuracy on pairs", f"{HELD_OUT}accuracy"),
     "train/rm/chosen_rewards": Metric("scores"),
     "train/rm/rejected_rewards": Metric("scores"),
     "train/dpo/chosen_rewards": Metric("scores"),
     "train/dpo/rejected_rewards": Metric("scores"),
     "train/kto/desirable_rewards": Metric("scores"),
     "train/kto/undesirable_rewards": Metric("scores"),
-    "eval/score": Metric("scores", f"{HELD_OUT}score", better="higher"),
+    "eval/score": Metric("scores", f"{HELD_OUT}score"),
     "perf/tokens_per_second": Metric(column="tokens/s"),
     "objective/kl": Metric(KL),
     "objective/kl1_avg": Metric(KL),
@@ -77,53 +71,6 @@ METRICS = {
     "frac_groups_none_solved": Metric(ONE_OUTCOME),
     "completions/mean_length": Metric("response length (tokens)"),
 }
-
-
-# Figures that are measured on responses to held-out prompts, and so need a scorer.
-OF_RESPONSES = ("eval/accuracy_greedy", "eval/accuracy_sampled", "eval/pass_at_k", "eval/score")
-# Other names under which `--until` knows figures.
-ALSO_CALLED = {"sampled_accuracy": "accuracy_sampled", "greedy_accuracy": "accuracy_greedy"}
-
-
-class Goal(NamedTuple):
-    """A held-out figure and the value at which a run ends, as `--until` gives them."""
-
-    key: str
-    """The figure's key in metrics.jsonl."""
-    value: float
-
-    def is_met(self, figure: float) -> bool:
-        """Return True if the figure is as good as the value, or better."""
-        rises = METRICS[self.key].better == "higher"
-        return figure >= self.value if rises else figure <= self.value
-
-    def __str__(self) -> str:
-        direction = "least" if METRICS[self.key].better == "higher" else "most"
-        return f"{self.key} of at {direction} {self.value:g}"
-
-
-def parse_goal(text: str, keys: Sequence[str]) -> Goal:
-    """Return the goal that `FIGURE=VALUE` describes; the figure must be one of those with these keys.
-
-    Raises:
-        InputError: the figure is none of them, or the value is not a finite number.
-    """
-    # A figure is named by the last part of its key: accuracy is eval/rm/accuracy in a run of the reward trainer.
-    figures = {key.rpartition("/")[2]: key for key in keys}
-    said, _, number = text.partition("=")
-    name = said.strip().rpartition("/")[2]
-    name = ALSO_CALLED.get(name, name)
-    try:
-        value = float(number)
-    except ValueError:
-        value = math.nan
-    if name not in figures or not math.isfinite(value):
-        known = ", ".join(figures)
-        needs = ""
-        if name not in figures and f"eval/{name}" in OF_RESPONSES:
-            needs = "; this figure needs --verifiers"
-        raise InputError(f"until={text!r}: expected FIGURE=VALUE, the figure one of {known}{needs}")
-    return Goal(figures[name], value)
 
 
 def keys_by(field: Literal["panel", "column"]) -> dict[str, list[str]]:
