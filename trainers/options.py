@@ -547,9 +547,8 @@ class StepsConfig(Options):
     """Optimizer updates, in grpo and ppo rollouts; None is 100, or follows from num_train_epochs."""
     num_train_epochs: Positive | None = may_change(None)
     """Passes over the training rows, such as 1.5; replaces steps."""
-    order: str = may_change("shuffled")
-    """Order of the rows: shuffled anew in each pass; `file`, as they stand in the dataset; or a text file with the
-    number of a row in each line, the first being 1 (docs/hooks.md)."""
+    order: Literal["shuffled", "file"] = "shuffled"
+    """Order of the rows: shuffled anew in each pass, or `file`, as they stand in the dataset."""
 
     @property
     def rows_per_step(self) -> int:

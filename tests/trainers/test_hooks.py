@@ -58,18 +58,16 @@ CASES.append(pytest.param("reward-zero2", marks=pytest.mark.slow))
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """The models and rows of all cases, and an order that leaves rows out and names one twice."""
+    """The models and rows of all cases."""
     folder = tmp_path_factory.mktemp("hooks")
     digests.make_files(folder)
-    numbers = [*range(30, 3, -1), 30]
-    (folder / "order.txt").write_text("\n".join(map(str, numbers)))
     return folder
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_with_own_code_is_resumed_bit_for_bit(name, made):
     command, options, world = digests.CASES[name]
-    options = options | HOOKED | {"order": made / "order.txt", "steps": 4, "save_every": 2}
+    options = options | HOOKED | {"order": "file", "steps": 4, "save_every": 2}
     whole, resumed = made / name, made / f"{name}-resumed"
 
     def train(output_dir, *resuming):
@@ -271,57 +269,15 @@ def test_a_function_from_python_has_a_name_that_reads_back(files, tmp_path):
 # The order of the rows.
 
 
-class Row:
-    def __init__(self, number: int):
-        self.where = f"rows.jsonl, line {number}"
+def test_the_order_of_the_file_is_that_of_each_pass():
+    config = tiny.config_of("sft", order="file", batch_size=3)
+    order = RowOrder.of(config, range(4))
+    assert [next(order) for _ in range(3)] == [[0, 1, 2], [3, 0, 1], [2, 3, 0]]
+    assert order.first(9) == [0, 1, 2, 3] and order.after(1) == [1, 2, 3]
 
 
-def order_of(folder: Path, text: str, rows: list[int], *, batch_size: int = 3) -> RowOrder:
-    (folder / "order.txt").write_text(text)
-    config = tiny.config_of("sft", order=str(folder / "order.txt"), batch_size=batch_size)
-    return RowOrder.of(config, [Row(number) for number in rows])
-
-
-def test_an_order_counts_rows_of_the_file_and_is_that_of_each_pass(tmp_path, capsys):
-    # Row 2 is too long, row 3 has two turns that are trained; an empty line is none.
-    rows = [1, 3, 3, 4]
-    order = order_of(tmp_path, "4\n\n 3\n2\n4\n", rows)
-    assert [next(order) for _ in range(3)] == [[3, 1, 2], [3, 3, 1], [2, 3, 3]]
-    assert (
-        "1 of its 4 rows are not trained on, as they are held out, too long or not there; the"
-        in (capsys.readouterr().out)
-    )
-    assert order_of(tmp_path, "4\n3\n4\n", rows).first(9) == [3, 1, 2]
-    as_in_file = RowOrder.of(tiny.config_of("sft", order="file", batch_size=4), [*map(Row, rows)])
-    assert [next(as_in_file) for _ in range(2)] == [[0, 1, 2, 3]] * 2
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("1\n0\n", "line 2: expected the number of a row, the first being 1, got '0'"),
-        ("1\nrow 2\n", "line 2: expected the number of a row, the first being 1, got 'row 2'"),
-        ("7\n8\n", "none of its 2 rows is trained on"),
-        ("", "none of its 0 rows is trained on"),
-    ],
-)
-def test_an_order_of_no_rows_is_refused(text, message, tmp_path):
-    with pytest.raises(InputError, match=message):
-        order_of(tmp_path, text, [1, 2])
-
-
-def test_another_order_is_refused_on_resume_and_the_same_one_may_lie_elsewhere(
-    files, run, tmp_path, capsys
-):
-    for name, numbers in (("same", range(1, 17)), ("other", range(16, 0, -1))):
-        (tmp_path / name).write_text("\n".join(map(str, numbers)))
-    refused(run_config(files, run, resume=True, order="file"), "not those of .*step-4: order;")
-    shutil.rmtree(run)
-    sft.train(run_config(files, run, steps=2, order="file"))
-    other = run_config(files, run, resume=True, order=str(tmp_path / "other"))
-    refused(other, "not those of .*step-2: order;")
-    sft.train(run_config(files, run, resume=True, steps=3, order=str(tmp_path / "same")))
-    assert "resume: order file -> " in capsys.readouterr().out
+def test_another_order_is_refused_on_resume(files, run):
+    refused(run_config(files, run, resume=True, order="file"), "order")
 
 
 # The page.
@@ -364,8 +320,10 @@ def test_the_examples_of_the_page_do_what_they_say(files, tmp_path, monkeypatch,
         Path(name).write_text(source)
     shutil.copy(files[1], "train.jsonl")
     importlib.import_module("curriculum")
-    numbers = [int(line) for line in Path("order.txt").read_text().split()]
-    assert numbers[0] == 1 and sorted(numbers) == [*range(1, 21)]
+    lengths = [
+        len(json.loads(line)["question"]) for line in Path("sorted.jsonl").read_text().splitlines()
+    ]
+    assert lengths == sorted(lengths) and len(lengths) == 20
 
     def train(on_step, **options):
         name = on_step.partition(":")[0]
@@ -373,8 +331,11 @@ def test_the_examples_of_the_page_do_what_they_say(files, tmp_path, monkeypatch,
         return tiny.read_metrics(name)[-1]["step"]
 
     # With a learning rate of 0 no evaluation is better than the first, and the fourth ends the run.
-    assert train("slack:report", steps=2, lr_schedule="schedule:restarts", order="order.txt") == 2
+    assert train("slack:report", steps=2, lr_schedule="schedule:restarts", order="file") == 2
     assert train("early:stop", steps=9, lr=0.0) == 3
+    sure = importlib.import_module("goal")
+    monkeypatch.setattr(sure, "GOAL", 0.0)
+    assert train("goal:reach", steps=9) == 0
     assert train("quiz:ask", steps=2) == 2
     scores = [entry["eval/score"] for entry in tiny.read_metrics("slack")]
     assert webhook == [f"step {n}: held-out score {scores[n]:.3f}" for n in range(3)]

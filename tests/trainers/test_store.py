@@ -105,7 +105,13 @@ def test_every_option_that_names_a_file_is_looked_at_before_a_folder_is_moved():
         for name, field in config_class.model_fields.items()
         if re.search("[Ff]older|[Ff]ile|Hub name", field.description or "")
     }
-    assert names - {*store.READ} == {"output_dir", "published_dir", "verifiers", "eval_split"}
+    assert names - {*store.READ} == {
+        "output_dir",
+        "published_dir",
+        "verifiers",
+        "eval_split",
+        "order",
+    }
 
 
 def test_the_folder_of_a_reward_model_and_the_current_folder_are_not_moved_away(

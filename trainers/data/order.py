@@ -1,51 +1,35 @@
 """The order in which rows are trained on, across passes, and how many steps `num_train_epochs` passes come to."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sized
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 from fused_rl.trainers.base.screen import print_rank0
-from fused_rl.trainers.base.text import InputError, in_a_line
-from fused_rl.trainers.data.rows import number_in
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.options import RunConfig, StepsConfig
-
-SHUFFLED, AS_IN_FILE = ORDERS = ("shuffled", "file")
-
-
-class Located(Protocol):
-    """What a trainer makes of a row."""
-
-    @property
-    def where(self) -> str:
-        """The file and line that it comes from, as `Rows.where` says it."""
-        ...
 
 
 @dataclass
 class RowOrder:
-    """Endless batches of row indices, the same on every rank, resumable anywhere: in each pass a fresh permutation, or
-    the same order.
-    """
+    """Endless batches of row indices, the same on every rank, resumable anywhere."""
 
     size: int
     batch_size: int
     seed: int
     position: int = 0
     epoch: int = -1
-    fixed: list[int] | None = None
-    """The indices of each pass, `size` of them; None for permutations."""
+    is_shuffled: bool = True
+    """Each pass is a fresh permutation; False if all have the order of the rows."""
 
     @classmethod
-    def of(cls, config: RunConfig, rows: Sequence[Located]) -> "RowOrder":
+    def of(cls, config: RunConfig, rows: Sized) -> "RowOrder":
         """Return the order in which a run takes its rows."""
-        fixed = fixed_order(config.order, rows)
-        size = len(rows) if fixed is None else len(fixed)
-        return cls(size, config.rows_per_step, config.seed, fixed=fixed)
+        is_shuffled = config.order == "shuffled"
+        return cls(len(rows), config.rows_per_step, config.seed, is_shuffled=is_shuffled)
 
     def __next__(self) -> list[int]:
         return self.take(self.batch_size)
@@ -66,17 +50,16 @@ class RowOrder:
         return batch
 
     def _permutation(self, epoch: int) -> torch.Tensor:
-        if self.fixed is not None:
-            return torch.tensor(self.fixed)
+        if not self.is_shuffled:
+            return torch.arange(self.size)
         # The factor keeps the epochs of one seed apart from those of its neighbours.
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         return torch.randperm(self.size, generator=generator)
 
     def first(self, batches: int) -> list[int]:
         """Return the indices that the first `batches` of a run take, each once."""
-        begin = RowOrder(self.size, self.batch_size, self.seed, fixed=self.fixed)
-        # A file may name a row twice.
-        return [*dict.fromkeys(begin.take(min(self.size, batches * self.batch_size)))]
+        begin = RowOrder(self.size, self.batch_size, self.seed, is_shuffled=self.is_shuffled)
+        return begin.take(min(self.size, batches * self.batch_size))
 
     def after(self, batches: int) -> list[int]:
         """Return the batch that comes `batches` after the last one, without taking it; 0 is the last one."""
@@ -87,51 +70,6 @@ class RowOrder:
         ahead = next(self)
         self.position = position
         return ahead
-
-
-def fixed_order(order: str, rows: Sequence[Located]) -> list[int] | None:
-    """Return the indices of the rows in the order of each pass, None where each pass shuffles them."""
-    if order == SHUFFLED:
-        return None
-    if order == AS_IN_FILE:
-        return list(range(len(rows)))
-
-    # A row of the dataset may come to several things to train on, or to none.
-    indices: dict[int, list[int]] = {}
-    for index, row in enumerate(rows):
-        indices.setdefault(number_in(row.where), []).append(index)
-    numbers = read_order(Path(order))
-    fixed = []
-    absent = []
-    for number in numbers:
-        fixed += indices.get(number, [])
-        absent += [] if number in indices else [number]
-    if not fixed:
-        raise InputError(f"order={order}: none of its {len(numbers)} rows is trained on")
-    if absent:
-        what = f"{len(absent)} of its {len(numbers)} rows are not trained on"
-        print_rank0(
-            f"order={order}: {what}, as they are held out, too long or not there; the first is {absent[0]}"
-        )
-    return fixed
-
-
-def read_order(path: Path) -> list[int]:
-    """Return the numbers of rows in a file, one in each line."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeError) as error:
-        expected = "expected shuffled, file, or a text file with the number of a row in each line"
-        raise InputError(f"order={path}: {expected}; {in_a_line(error)}") from error
-    numbers = []
-    for place, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        if not line.strip().isdecimal() or int(line) < 1:
-            expected = "expected the number of a row, the first being 1"
-            raise InputError(f"order={path}, line {place}: {expected}, got {line.strip()[:40]!r}")
-        numbers.append(int(line))
-    return numbers
 
 
 Config = TypeVar("Config", bound=StepsConfig)

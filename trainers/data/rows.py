@@ -45,11 +45,6 @@ class BadRow(InputError):
         return cls(error.reason, error.remedy, came=error.came, where=error.where or where)
 
 
-def number_in(where: str) -> int:
-    """Return the number of the row that `Rows.where` has named."""
-    return int(where.rpartition(" ")[2])
-
-
 @dataclass
 class Rows:
     """Rows as dictionaries, each knowing where it came from, so that an error can say so."""

@@ -10,14 +10,12 @@ import contextlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
 from fused_rl.trainers.base.optim import SCHEDULES
 from fused_rl.trainers.base.text import InputError, load_function
-from fused_rl.trainers.data.order import ORDERS, read_order
 from fused_rl.trainers.options import RunConfig
 
 
@@ -56,13 +54,11 @@ OnStep: TypeAlias = Callable[[Step], Mapping[str, float] | None]
 
 
 def check(config: RunConfig) -> None:
-    """Raise `InputError` if a function or a file of row numbers that the options name cannot be loaded."""
+    """Raise `InputError` if a function that the options name cannot be loaded."""
     if config.on_step is not None:
         load_function("on_step", config.on_step)
     if isinstance(config.lr_schedule, str) and config.lr_schedule not in SCHEDULES:
         load_function("lr_schedule", config.lr_schedule)
-    if config.order not in ORDERS:
-        read_order(Path(config.order))
 
 
 def chosen(config: RunConfig, on_step: OnStep | None) -> OnStep | None:

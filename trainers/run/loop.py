@@ -141,8 +141,6 @@ class Run:
             }
             self.inputs["chat_template"] = hash_of(tokenizer.chat_template)
             self.order = RowOrder.of(config, rows)
-            if self.order.fixed is not None:
-                self.inputs["order"] = hash_of(self.order.fixed)
 
         # Processes on two machines may have read different versions of a file.
         ranks.check_equal(self.inputs | {"held_out": hash_of_rows(held_out)})

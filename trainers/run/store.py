@@ -50,8 +50,7 @@ EARLIER = "earlier-"  # and a number: the folder in output_dir for what was in i
 # In a folder that counts as empty: our lock, earlier content that was moved, and a volume's lost+found.
 STAYS = re.compile(f"{re.escape(LOCK)}|{EARLIER}[0-9]+|lost\\+found")
 # Options that name files which a run reads.
-READ = ("model", "critic", "teacher", "dataset", "eval_dataset", "reference_dataset")
-READ += ("deepspeed", "order")
+READ = ("model", "critic", "teacher", "dataset", "eval_dataset", "reference_dataset", "deepspeed")
 ERROR = "error.txt"  # what ended the run, until it is resumed
 EMPTY: Mapping = MappingProxyType({})
 _lock: filelock.FileLock | None = None  # of this process, which runs one training at a time
