@@ -186,6 +186,11 @@ def on_first_rank(work: Callable[[], object]) -> None:
         raise refusal
 
 
+def on_any_process(*, flag: bool) -> bool:
+    """Return True if the flag is set on any process."""
+    return any(gather_processes(flag))
+
+
 def global_sum(values: torch.Tensor) -> torch.Tensor:
     """Return the sum over ranks of a tensor of any shape, in fp64 on the CPU."""
     return _reduced(values, dist.ReduceOp.SUM)
