@@ -40,7 +40,7 @@ class Fake:
         connections: how many have been opened.
         loaded: (folder, its tensors) of each update.
         asleep: what of its memory is freed: weights, kv_cache.
-        device: on a "cpu", vLLM keeps the head of its first folder until another folder has a tensor of that name.
+        device: what vLLM says that it runs on.
     """
 
     def __init__(
@@ -54,8 +54,6 @@ class Fake:
             folder, dtype=torch.float32
         ).eval()
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        if device == "cpu":
-            self.lm.lm_head.weight = torch.nn.Parameter(self.lm.lm_head.weight.clone())
         self.eos = self.lm.config.eos_token_id
         self.paused, self.connections = False, 0
         self.calls: list[tuple[str, dict | None]] = []
@@ -265,11 +263,6 @@ def _info(fake: Fake, body) -> dict:
     return {"vllm_config": sections | {"model_config": {"enable_sleep_mode": fake.can_sleep}}}
 
 
-def _checksums(fake: Fake, body: dict) -> dict:
-    assert body == {"action": "checksum"}
-    return {"checksums": dict.fromkeys(tensors_of(fake.folder), "0")}
-
-
 def _reset(fake: Fake, body) -> dict:
     if fake.asleep:
         raise Refusal(500, "the cache is asleep")
@@ -315,7 +308,6 @@ VLLM = {
     "/wake_up?tags=kv_cache": lambda fake, body: fake.wake("kv_cache"),
     "/wake_up": lambda fake, body: fake.wake("weights", "kv_cache"),
     "/server_info?config_format=json": _info,
-    "/weight_checker": _checksums,
     "/collective_rpc": _rpc,
     "/reset_prefix_cache": _reset,
 }

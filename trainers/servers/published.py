@@ -1,31 +1,14 @@
-"""Where the weights for servers are written, and how a head that is tied to its embedding becomes a tensor of its own.
-
-vLLM on a CPU packs its LM head once. At an update it packs again what the folder has a tensor for, and a tied head has
-none: it would stay the old one, without an error. So such a server must be started from an untied copy of the model,
-
-    python -m fused_rl.trainers.servers.published MODEL FOLDER
-
-and then gets untied weights. The run trains MODEL itself, with one weight for both.
-"""
+"""Where the weights for servers are written."""
 
 import contextlib
-import json
 import shutil
 import socket
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.files import (
-    as_json,
-    io_errors_in_a_line,
-    whole_folder,
-    write_atomically,
-)
-from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.base.files import io_errors_in_a_line
 
 SHARED_MEMORY = Path("/dev/shm")
 # Copies of the weights: two publications exist at once, and others write there too.
@@ -96,69 +79,3 @@ def is_here(url: str) -> bool:
     host = urlsplit(url).hostname or ""
     names = ("localhost", "::1", socket.gethostname().lower())
     return host.startswith("127.") or host in names
-
-
-class TiedHead(NamedTuple):
-    """The names of an embedding, which a folder has, and of the head that is tied to it."""
-
-    embedding: str
-    head: str
-
-    @classmethod
-    def of(cls, lm) -> "TiedHead | None":
-        """Return the names of a model; None if its head has a weight of its own."""
-        embedding, head = lm.get_input_embeddings(), lm.get_output_embeddings()
-        if head is None or head.weight is not embedding.weight:
-            return None
-        names = {module: name for name, module in lm.named_modules()}
-        return cls(f"{names[embedding]}.weight", f"{names[head]}.weight")
-
-    def untie(self, folder: Path) -> None:
-        """Give the head a tensor of its own in a saved model, and say so in its config."""
-        from safetensors import safe_open
-        from safetensors.torch import save_file
-
-        # A model in one file gets an index, as one in several has.
-        index_file = folder / "model.safetensors.index.json"
-        if not index_file.exists():
-            first = folder / "model-00001-of-00001.safetensors"
-            (folder / "model.safetensors").rename(first)
-            with safe_open(first, "pt") as file:
-                index = {"metadata": {}, "weight_map": dict.fromkeys(file.keys(), first.name)}
-        else:
-            index = json.loads(index_file.read_bytes())
-        places = index["weight_map"]
-        if self.embedding not in places:
-            raise InputError(f"{folder} has no tensor {self.embedding}, to which the head is tied")
-        with safe_open(folder / places[self.embedding], "pt") as file:
-            weight = file.get_tensor(self.embedding)
-        places[self.head] = "model-head.safetensors"
-        save_file({self.head: weight}, folder / places[self.head], {"format": "pt"})
-        write_atomically(index_file, as_json(index, indent=2))
-
-        config_file = folder / "config.json"
-        config = json.loads(config_file.read_bytes())
-        for part in (config, config.get("text_config")):
-            if part is not None:
-                part["tie_word_embeddings"] = False
-        write_atomically(config_file, as_json(config, indent=2))
-
-
-def write_untied(model: str, folder: Path) -> None:
-    """Write an untied copy of a model, a name on the Hub or a folder, for a server on a CPU."""
-    import transformers
-
-    lm: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto")
-    tied = TiedHead.of(lm)
-    if tied is None:
-        raise InputError(f"the head of {model} has a weight of its own: it can be served as it is")
-    with whole_folder(folder) as unfinished:
-        lm.save_pretrained(unfinished)
-        transformers.AutoTokenizer.from_pretrained(model).save_pretrained(unfinished)
-        tied.untie(unfinished)
-
-
-if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit("usage: python -m fused_rl.trainers.servers.published MODEL FOLDER")
-    write_untied(sys.argv[1], Path(sys.argv[2]))

@@ -17,7 +17,6 @@ from fused_rl.trainers.rollouts.types import Response, Sampler, shortened
 from fused_rl.trainers.servers.inference import Http, HttpError, Server
 from fused_rl.trainers.servers.kinds import VLLM, SGLang
 from fused_rl.trainers.servers.probe import Probe
-from fused_rl.trainers.servers.published import TiedHead
 
 
 def connect(http: Http, url: str, *, sleeps: bool = False) -> Server:
@@ -67,21 +66,20 @@ def check_sleeps(server: Server) -> None:
         raise InputError(f"server_sleeps=True: start {server.name} with --enable-sleep-mode")
 
 
-def needs_untied(server: Server, tied: TiedHead) -> bool:
-    """Return True if a tied head must be published as a tensor of its own; refuse a server that would not load it."""
-    # published.py says why. A parameter that is tied has no name of its own on the server.
-    if server.kind != "vLLM" or server.config()["device_config"].get("device") != "cpu":
-        return False
-    (found,) = server.http.run(
-        [server.http.call("POST", f"{server.url}/weight_checker", {"action": "checksum"})]
-    )
-    if not any(name.endswith(tied.head) for name in found["checksums"]):
+def check_head(server: Server, lm) -> None:
+    """Refuse a vLLM on a CPU if the policy's head is tied to its embedding.
+
+    It packs its LM head once, and packs again what a folder has a tensor for. A tied head has none, so it would stay
+    the old one at every update, without an error.
+    """
+    is_tied = lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
+    if not is_tied or server.kind != "vLLM":
+        return
+    if server.config()["device_config"].get("device") == "cpu":
         raise InputError(
             f"{server.name} would keep the old LM head at every update, as vLLM does on a CPU if the head is tied to "
-            "the embedding: start it with an untied copy of the model, which `python -m "
-            "fused_rl.trainers.servers.published MODEL FOLDER` writes; --model stays as it is"
+            "the embedding: serve it on a GPU, leave --server out, or train a model whose head has its own weight"
         )
-    return True
 
 
 class ServerSampler(Sampler):
@@ -119,17 +117,14 @@ class ServerSampler(Sampler):
                 )
         # Beside what servers refuse: cache entries of the weights before the first update, for the probe after it not
         # to find them.
-        self.tied = None
         ranks.on_first_rank(self._look)
 
     def _look(self) -> None:
         """See on the first rank how the servers must be treated, and sample from those that are awake."""
-        tied = TiedHead.of(self.probe.model.module.base)
         for server in self.servers:
             if self.sleeps:
                 check_sleeps(server)
-            if tied is not None and needs_untied(server, tied):
-                self.tied = tied
+            check_head(server, self.probe.model.module.base)
         awake = [server for server in self.servers if not server.asleep]
         self.http.run(self.probe.sample(server, 0) for server in awake)
 
@@ -156,8 +151,6 @@ class ServerSampler(Sampler):
             if ranks.process() == 0:
                 shutil.rmtree(folder, ignore_errors=True)  # of the same step, before a resume
             save(folder)
-            if self.tied is not None:  # on the first rank
-                self.tied.untie(folder)
         if self.sleeps:
             # What the allocator keeps for later is no room for a server; every process may be on its GPU.
             torch.cuda.empty_cache()
