@@ -28,6 +28,7 @@ from bench.machine import ROOT
 # Words that stand for a module with `command(name, words)`; imported only then, as each chooses how triton runs.
 COMMANDS = {name: group.module for name, group in GROUPS.items()}
 COMMANDS |= {name: f"bench.{name}" for name in ("quality", "report", "gpu", "passes", "memory")}
+COMMANDS["host"] = "bench.run"  # for a GPU alone
 
 
 def run_group(group: str, given: list[str]) -> str:

@@ -24,6 +24,7 @@ import torch
 
 from bench import machine, options, peers, results, timing
 from bench.cases.case import Case
+from bench.cases.host import HostHead, HostKL, HostLogprobs
 from bench.cases.kl import KLCase
 from bench.cases.linear import ExactHead, LinearCase
 from bench.cases.logprobs import LogprobsCase, TopkCase
@@ -31,6 +32,7 @@ from bench.cases.support import KeptHead, KeptLogits
 from bench.groups import GROUPS
 
 CASES = {
+    "host": (HostLogprobs, HostKL, HostHead),
     "kernels": (LogprobsCase,),
     "linear": (ExactHead, LinearCase),
     "support": (KeptLogits, KeptHead),
@@ -244,7 +246,7 @@ def passes(device: str, wanted: str) -> list[str]:
 def command(group: str, words: list[str] | None = None) -> int:
     """Run a group by its command line; 1 where an answer of ours is wrong or missing."""
     args = options.arguments(__doc__, group, words)
-    seconds = args.budget or GROUPS[group].seconds
+    seconds = args.budget or (GROUPS[group].seconds if group in GROUPS else OF_A_CASE)
     copy = machine.copy_bandwidth(args.device)
     roofs = {"copy_bytes_per_s": copy}
     if args.device != "cpu":

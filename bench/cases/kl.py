@@ -18,6 +18,7 @@ class KLCase(RowsCase):
     gpu = [
         Spec((8192, 151936), "bf16"),
         Spec((8192, 50257), "bf16"),
+        Spec((8192, 50304), "bf16"),
     ]
 
     def more_inputs(self):

@@ -30,6 +30,16 @@ def test_the_default_head_takes_one_pass_of_few_bytes(shape, most):
     assert found["/ three GEMMs"] < most + 0.005
 
 
+def test_every_row_that_is_predicted_is_measured():
+    """And the order of the steps is that in which their figures are missed."""
+    assert [step.name for step in gpu.STEPS[:5]] == ["tests", "host", "kernels", "kl", "linear"]
+    for group, rows in gpu.PREDICTED.items():
+        specs = [spec for kind in run.CASES[group] for spec in kind.gpu]
+        known = {results.sizes(spec.shape) for spec in specs}
+        known |= {kind.op.removeprefix("host, ") for kind in run.CASES[group]}
+        assert {*rows} <= known, group
+
+
 def test_without_a_gpu_one_line_says_so(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu.command("gpu", ["--out", str(tmp_path)]) == 1
@@ -58,6 +68,8 @@ def test_steps_end_on_their_own(tmp_path, monkeypatch, capfd):
     assert gpu.command("gpu", ["--out", str(tmp_path)]) == 1
     environment, *found = map(json.loads, (tmp_path / gpu.FACTS_FILE).read_text().splitlines())
     assert environment == {"device": "a GPU"}
+    predicted, *found = found
+    assert predicted == {"predicted": dict.fromkeys(code)}, "before anything runs"
     ended = [(fact["step"], fact["ended"].rsplit(",", 1)[0]) for fact in found]
     assert ended == [("good", "ok"), ("bad", "exit status 3"), ("slow", "stopped after 1 s")]
     assert (tmp_path / "groups.txt").read_text() == "fine\n"
