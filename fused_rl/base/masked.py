@@ -37,10 +37,15 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return sum_where(mask, values, dim)
 
 
-def sum_where(mask: Tensor, values: Tensor, dim: int | None = None) -> Tensor:
+def sum_where(
+    mask: Tensor,
+    values: Tensor,
+    dim: int | tuple[int, ...] | None = None,
+    zero: Tensor | int = 0,
+) -> Tensor:
     """Return `masked_sum` of values that are known to have the mask's shape and at least fp32."""
     # No product with the mask: 0 * NaN is NaN.
-    values = torch.where(mask, values, 0)
+    values = torch.where(mask, values, zero)
     return values.sum() if dim is None else values.sum(dim)
 
 

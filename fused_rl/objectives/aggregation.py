@@ -65,7 +65,7 @@ class Sequences:
             self.mask = mask  # (B, T) bool
             self.ids = None
             self.count = mask.shape[0]
-            self.lengths = mask.long().sum(1)  # (S,) int64, tokens that count
+            self.lengths = mask.sum(1)  # (S,) int64, tokens that count
             return
         self.mask = mask & (sequence_ids >= 0)
         self.ids = sequence_ids.clamp(min=0)
@@ -74,7 +74,7 @@ class Sequences:
         present = mask.new_zeros(mask.numel() + 1)
         self.count = present.index_fill(0, sequence_ids.flatten() + 1, True)[1:].sum()
         counts = self.mask.long().flatten()
-        self.lengths = counts.new_zeros(mask.numel()).index_add(0, self.ids.flatten(), counts)
+        self.lengths = counts.new_zeros(len(counts)).index_add(0, self.ids.flatten(), counts)
 
     def sum(self, values: Tensor) -> Tensor:
         """(B, T) -> (S,): the sum over each sequence's tokens that count."""
@@ -124,6 +124,9 @@ class TokenBatch:
         check_count("max_length", max_length, mask)
         # Sums of thousands of 16-bit losses would lose their last ones.
         self.dtype = torch.promote_types(like.dtype, torch.float32)
+        # where() would fill a number of its own at each call.
+        self.zero = mask.new_zeros((), dtype=self.dtype)
+        self._shares = {}
         self.like = like
         self.sequences = Sequences(mask, sequence_ids)
         # A truncated response leaves the tokens that count but stays a sequence: num_sequences is
@@ -170,7 +173,7 @@ class TokenBatch:
         if tensor is not self.like:
             check_like(name, tensor, "the mask", self.mask)
         # where() and no product: 0 * NaN is NaN, in the value and in the gradient.
-        return torch.where(self.mask, tensor.to(self.dtype), 0)
+        return torch.where(self.mask, tensor.to(self.dtype), self.zero)
 
     def constant(self, name: str, tensor: Tensor) -> Tensor:
         """The same, without gradient."""
@@ -185,7 +188,7 @@ class TokenBatch:
         spread = self._spread(name, tensor)
         if spread.dtype not in FLOATING:
             check_floating(name, spread)
-        return torch.where(self.mask, spread.to(self.dtype), 0).detach()
+        return torch.where(self.mask, spread.to(self.dtype), self.zero).detach()
 
     def advantages(self, tensor: Tensor) -> Tensor:
         """(B, T), or one value per sequence -> as `constant`."""
@@ -219,20 +222,30 @@ class TokenBatch:
         """(B, T) -> (): reduced once."""
         # Elsewhere every share is 1, and a product by it would be one more pass over the tokens.
         if LOSS_AGGS[loss_agg].over is not None:
-            losses = losses * self.shares(loss_agg)
-        return sum_where(self.mask, losses) / self.denominator(loss_agg)
+            if loss_agg not in self._shares:
+                self._shares[loss_agg] = self.shares(loss_agg)
+            losses = losses * self._shares[loss_agg]
+        return sum_where(self.mask, losses, zero=self.zero) / self.denominator(loss_agg)
 
     def sums(self, metrics: dict[str, Tensor], loss_agg: LossAgg) -> dict[str, Tensor]:
         """(B, T) -> () of each: their sums over the denominator."""
         denominator = self.denominator(loss_agg)
-        return {
-            name: sum_where(self.mask, values) / denominator for name, values in metrics.items()
-        }
+        by_dtype = {}
+        for name, values in metrics.items():
+            by_dtype.setdefault(values.dtype, []).append(name)
+        sums = {}
+        for names in by_dtype.values():
+            values = torch.stack([metrics[name].expand(self.mask.shape) for name in names])
+            totals = sum_where(self.mask, values, (1, 2), self.zero) / denominator
+            sums |= zip(names, totals.unbind(), strict=True)
+        return {name: sums[name] for name in metrics}
 
 
 def divisor(count: float | Tensor) -> float | Tensor:
     """1 for 0: an empty batch is 0 and not NaN."""
-    return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1
+    if not isinstance(count, Tensor):
+        return count or 1
+    return count + (count == 0) if count.is_floating_point() else count.clamp(min=1)
 
 
 def _is_read(values):

@@ -1,6 +1,7 @@
 """Estimates of KL(policy || reference) per token, from the log-probabilities of the tokens that were sampled."""
 
 import math
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
@@ -10,23 +11,22 @@ from fused_rl.base.checks import check_choice, check_floating, check_like
 
 KLEstimator = Literal["k1", "k2", "k3", "k4", "rk3", "k1+", "k3+"]
 KL_ESTIMATORS = get_args(KLEstimator)
-_LINEAR_BEYOND = (
-    20.0  # nats; beyond it an exponential continues as its tangent: value and slope stay finite
-)
+# nats; beyond it an exponential continues as its tangent: value and slope stay finite
+_LINEAR_BEYOND = 20.0
+_SERIES_BELOW = 0.1  # nats; below it exp(x) - 1 - x would cancel
 
 
 def tangent_exp(x: Tensor) -> Tensor:
     """exp, continued by its tangent beyond `_LINEAR_BEYOND`: C1, never inf, and its gradient never becomes 0."""
-    far = x > _LINEAR_BEYOND
     tangent = math.exp(_LINEAR_BEYOND) * (1 + x - _LINEAR_BEYOND)
-    # where() on the input too: exp's backward multiplies by the value, and 0 * inf would be nan
-    near = torch.where(far, 0, x).exp()
-    return torch.where(far, tangent, near)
+    # clamp() on the input: exp's backward multiplies by the value, and 0 * inf would be nan
+    return torch.where(x > _LINEAR_BEYOND, tangent, x.clamp(max=_LINEAR_BEYOND).exp())
 
 
 def tangent_expm1(x: Tensor) -> Tensor:
     """`tangent_exp` less 1, to the last bits also where x is near 0; in the dtype of x, not meant for gradients."""
-    return torch.where(x > _LINEAR_BEYOND, tangent_exp(x) - 1, x.clamp(max=_LINEAR_BEYOND).expm1())
+    tangent = math.exp(_LINEAR_BEYOND) * (1 + x - _LINEAR_BEYOND) - 1
+    return torch.where(x > _LINEAR_BEYOND, tangent, x.clamp(max=_LINEAR_BEYOND).expm1())
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -40,19 +40,22 @@ def sigmoid(x: Tensor) -> Tensor:
 def k3(d: Tensor) -> Tensor:
     """expm1(-d) + d without cancellation near 0, continued by its tangent where exp(-d) would overflow."""
     x = -d
-    near, far = x.abs() < 0.1, x > _LINEAR_BEYOND
-    # where() on the inputs: a branch that is not taken must not turn the gradient into nan
-    small = torch.where(near, x, 0)
-    middle = torch.where(near | far, 1, x)
-    series = torch.ones_like(
-        x
-    )  # x^2/2 (1 + x/3 (1 + x/4 (...))): the first term left out is below 1e-16 relative
-    for n in range(11, 2, -1):
-        series = 1 + small / n * series
+    # clamp() on the inputs: a branch that is not taken must not turn the gradient into nan
+    small = x.clamp(-_SERIES_BELOW, _SERIES_BELOW)
+    middle = x.clamp(max=_LINEAR_BEYOND)
+    # x^2/2 (1 + x/3 (1 + x/4 (...))): the first term left out is below 1e-16 relative
+    series = 1 + small / 11
+    if small.requires_grad:
+        quotients = [small / n for n in range(10, 2, -1)]
+    else:  # in one kernel; the gradient would be summed in another order
+        divisors = torch.arange(10, 2, -1, dtype=x.dtype, device=x.device)
+        quotients = (small[..., None] / divisors).unbind(-1)
+    for quotient in quotients:
+        series = 1 + quotient * series
     slope = math.expm1(_LINEAR_BEYOND)
     tangent = slope - _LINEAR_BEYOND + slope * (x - _LINEAR_BEYOND)
-    beyond = torch.where(far, tangent, torch.expm1(middle) - middle)
-    return torch.where(near, small.square() / 2 * series, beyond)
+    beyond = torch.where(x > _LINEAR_BEYOND, tangent, torch.expm1(middle) - middle)
+    return torch.where(x.abs() < _SERIES_BELOW, small.square() / 2 * series, beyond)
 
 
 def kl_estimate(
@@ -103,30 +106,63 @@ def kl_estimate(
     sampled = logprobs if old_logprobs is None else old_logprobs
     for name, x in (("ref_logprobs", ref_logprobs), ("old_logprobs", sampled)):
         check_like(name, x, "logprobs", logprobs)
-    return estimate(logprobs, ref_logprobs, kl_estimator, old_logprobs)
+    return Estimates(logprobs, ref_logprobs, kl_estimator, old_logprobs).chosen
 
 
-def estimate(
-    logprobs: Tensor,
-    ref_logprobs: Tensor,
-    kl_estimator: KLEstimator,
-    old_logprobs: Tensor | None = None,
-) -> Tensor:
-    """Return `kl_estimate` of tensors that were checked before."""
-    if logprobs.dtype != torch.float64:
-        logprobs = logprobs.float()
-    d = logprobs - ref_logprobs.detach()
-    k2 = d.square() / 2
-    if kl_estimator == "k2":
-        return k2
-    value = d if kl_estimator in ("k1", "k1+", "k4") else k3(d)
-    if kl_estimator in ("k1", "k3"):
-        return value
-    if kl_estimator in ("k1+", "k3+"):
-        return k2 + (value - k2).detach()  # the value of one, the gradient of the other
-    old_logprobs = logprobs if old_logprobs is None else old_logprobs
-    ratio = tangent_exp((logprobs - old_logprobs).detach())
-    slope = (
-        k2 if kl_estimator == "rk3" else k2 + d
-    )  # d, or 1 + d: what the product rule leaves, in one term
-    return ratio * (value.detach() + (slope - slope.detach()))
+class Estimates:
+    """`kl_estimate` of tensors that were checked before, and all that estimates are made of, each computed once."""
+
+    def __init__(
+        self,
+        logprobs: Tensor,
+        ref_logprobs: Tensor,
+        kl_estimator: KLEstimator,
+        old_logprobs: Tensor | None = None,
+    ):
+        self.logprobs = logprobs if logprobs.dtype == torch.float64 else logprobs.float()
+        self.old_logprobs = self.logprobs if old_logprobs is None else old_logprobs
+        self.kl_estimator = kl_estimator
+        self.k1 = self.logprobs - ref_logprobs.detach()
+        self._computed: dict[str, Tensor] = {}
+
+    def _once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
+        # functools.cached_property has a lock, which torch.compile cannot trace
+        if name not in self._computed:
+            self._computed[name] = compute()
+        return self._computed[name]
+
+    @property
+    def k2(self) -> Tensor:
+        return self._once("k2", lambda: self.k1.square() / 2)
+
+    @property
+    def k3(self) -> Tensor:
+        # as a part of another estimate it has no gradient
+        d = self.k1 if self.kl_estimator == "k3" else self.k1.detach()
+        return self._once("k3", lambda: k3(d))
+
+    @property
+    def ratio(self) -> Tensor:
+        """That of the policy to the one that sampled; a constant."""
+        return self._once("ratio", self._ratio)
+
+    def _ratio(self):
+        return tangent_exp((self.logprobs - self.old_logprobs).detach())
+
+    @property
+    def chosen(self) -> Tensor:
+        """That of `kl_estimator`, with its gradient."""
+        return self._once("chosen", self._chosen)
+
+    def _chosen(self):
+        name = self.kl_estimator
+        if name in ("k1", "k2", "k3"):
+            return getattr(self, name)
+        value = self.k1 if name in ("k1+", "k4") else self.k3
+        if name in ("k1+", "k3+"):
+            return (
+                self.k2 + (value - self.k2).detach()
+            )  # the value of one, the gradient of the other
+        # d, or 1 + d: what the product rule leaves, in one term
+        slope = self.k1 * self.k1.detach() if name == "rk3" else self.k2 + self.k1
+        return self.ratio * (value.detach() + (slope - slope.detach()))

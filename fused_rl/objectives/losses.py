@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fused_rl.base.checks import check_choice, check_range, check_tensors
 from fused_rl.objectives.aggregation import LossAgg, TokenBatch, aggregate, without_impossible
-from fused_rl.objectives.estimators import estimate, tangent_exp, tangent_expm1
+from fused_rl.objectives.estimators import Estimates, tangent_exp, tangent_expm1
 from fused_rl.objectives.options import arguments_of
 from fused_rl.objectives.presets import (
     BOUNDS,
@@ -215,10 +215,12 @@ def policy_loss(
         logprobs, behaviour, token_advantages, batch.sequences, chosen
     )
     weights = weights * entropy_gate(entropy, batch.mask, chosen)
-    surrogate = surrogate * weights
+    if isinstance(weights, Tensor):
+        surrogate = surrogate * weights
 
     # Reduced once, over the denominators of the whole step.
-    losses = surrogate + _regularisers(logprobs, old, ref, entropy, chosen)
+    estimates = None if ref is None else Estimates(logprobs, ref, chosen.kl_estimator, old)
+    losses = _regularised(surrogate, estimates, entropy, chosen)
     loss = batch.aggregate(losses, chosen.loss_agg)
 
     # Detached scalars, which add up over micro-batches and ranks as the loss does.
@@ -227,15 +229,11 @@ def policy_loss(
             "loss": loss.detach(),
             "policy_loss": batch.aggregate(surrogate, chosen.loss_agg),
         }
-        metrics |= _ratio_metrics(
-            level, log_ratio, token_advantages, logprobs, entropy, batch, chosen
-        )
-        metrics |= batch.sums(
-            {f"surrogate/{name}": values for name, values in surrogate_metrics.items()},
-            "token-mean",
-        )
-        if ref is not None:
-            metrics |= _kl_metrics(logprobs, ref, old, batch, chosen.kl_estimator)
+        per_token = _ratio_metrics(level, log_ratio, token_advantages, logprobs, entropy, chosen)
+        per_token |= {f"surrogate/{name}": values for name, values in surrogate_metrics.items()}
+        metrics |= batch.sums(per_token, "token-mean")
+        if estimates is not None:
+            metrics |= batch.sums(_kl_metrics(estimates), "seq-mean-token-sum")
     return loss, metrics
 
 
@@ -275,17 +273,17 @@ def _check_needs(chosen, ref_logprobs, entropy, rollout_logprobs):
         )
 
 
-def _regularisers(logprobs, old, ref, entropy, chosen):
+def _regularised(surrogate, estimates, entropy, chosen):
     # A term that is switched off is not computed: 0 * inf would be NaN.
-    losses = torch.zeros_like(logprobs)
+    terms = 0
     if chosen.kl_coef:
-        losses = losses + chosen.kl_coef * estimate(logprobs, ref, chosen.kl_estimator, old)
+        terms = chosen.kl_coef * estimates.chosen
     if chosen.entropy_coef:
-        losses = losses - chosen.entropy_coef * entropy
-    return losses
+        terms = terms - chosen.entropy_coef * entropy
+    return surrogate + terms if isinstance(terms, Tensor) else surrogate
 
 
-def _ratio_metrics(level, log_ratio, advantages, logprobs, entropy, batch, chosen):
+def _ratio_metrics(level, log_ratio, advantages, logprobs, entropy, chosen):
     # fp64, and less 1: a variance of 1e-8 around a mean of 1 would drown in E[r^2] - E[r]^2.
     ratio_minus_1 = tangent_expm1(level.double())
     metrics = {
@@ -299,20 +297,13 @@ def _ratio_metrics(level, log_ratio, advantages, logprobs, entropy, batch, chose
         metrics["clipfrac"] = clipped(level, advantages, logprobs, chosen).to(level.dtype)
     if entropy is not None:
         metrics["entropy"] = entropy
-    return batch.sums(metrics, "token-mean")
+    return metrics
 
 
-def _kl_metrics(logprobs, ref, old, batch, kl_estimator):
-    """Sums per sequence, averaged: the KL optimised, `kl`, and k1 to k4 whatever is optimised."""
-    estimates = {k: estimate(logprobs, ref, k) for k in ("k1", "k2", "k3")}
-    # The two that weigh tokens by the ratio of the policy to the one that sampled.
-    ratio = tangent_exp(logprobs - old)
-    estimates |= {"k4": ratio * estimates["k1"], "rk3": ratio * estimates["k3"]}
-    optimised = estimates.get(kl_estimator)
-    if optimised is None:
-        optimised = estimate(logprobs, ref, kl_estimator)
-    metrics = {"kl": optimised, **{f"kl{i}": estimates[f"k{i}"] for i in (1, 2, 3, 4)}}
-    return batch.sums(metrics, "seq-mean-token-sum")
+def _kl_metrics(estimates):
+    """The KL optimised, `kl`, and k1 to k4 whatever is optimised."""
+    metrics = {"kl": estimates.chosen, "kl1": estimates.k1, "kl2": estimates.k2}
+    return metrics | {"kl3": estimates.k3, "kl4": estimates.ratio * estimates.k1}
 
 
 @arguments_of(PolicyTokenLossArguments)
@@ -398,9 +389,13 @@ def policy_token_loss(
         old = token.get("old", logprobs.detach())
         arguments = logprobs - old, token["advantages"], logprobs, NoSequences(), chosen
         surrogate, _ = evaluate(surrogate_of(chosen), *arguments)
-        surrogate = surrogate * token.get("weights", 1) * entropy_gate(entropy, None, chosen)
-        losses = surrogate + _regularisers(logprobs, old, token.get("ref"), entropy, chosen)
-        return token["shares"] * losses
+        weights = token.get("weights", 1) * entropy_gate(entropy, None, chosen)
+        if isinstance(weights, Tensor):
+            surrogate = surrogate * weights
+        estimates = None
+        if ref is not None:
+            estimates = Estimates(logprobs, token["ref"], chosen.kl_estimator, old)
+        return token["shares"] * _regularised(surrogate, estimates, entropy, chosen)
 
     return token_loss, tuple(per_token.values())
 

@@ -215,7 +215,9 @@ def _clip(log_ratio, advantages, logprobs, sequences, options):
     # negative ones alone.
     if options.delta is not None:
         ratio = ratio.clamp(max=options.delta)
-    return -torch.minimum(ratio * advantages, clipped * advantages)
+    gain, bound = ratio * advantages, clipped * advantages
+    # Of equal ones minimum() would give each half the gradient, which takes three times as many kernels.
+    return -torch.where(bound < gain, bound, gain)
 
 
 @declares(*_RATIO_AND_BOUNDS, clipped=_beyond_the_bounds)
