@@ -1,5 +1,9 @@
 """Public ops on the device: compiled for sm_90, every launch checked, its PTX executed and compared with fp64."""
 
+import functools
+import sys
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -261,3 +265,150 @@ def test_a_gradient_of_more_than_32_bits_of_elements(direction):
         found = kl_gradient.kl_bwd(again[0], *far, None, 1.0, *again[1:], True, True)
     for ours, theirs in zip(found, wanted, strict=True):
         assert torch.equal(values(ours)[0, -1], values(theirs)[0, 0])
+
+
+# --- how much a call asks of the host --------------------------------------------------------------------------------
+
+N, V, H, K = 4, 100, 16, 3
+# operators that launch nothing
+FREE = {"view", "_unsafe_view", "expand", "unsqueeze", "squeeze", "detach", "alias", "select"}
+FREE |= {
+    "slice",
+    "as_strided",
+    "t",
+    "unbind",
+    "lift_fresh",
+    "empty",
+    "empty_like",
+    "empty_strided",
+}
+FREE |= {"new_empty", "_local_scalar_dense", "_reshape_alias", "resize_"}
+
+
+class Counts(NamedTuple):
+    """Of a call with its backward pass: launches of kernels, of other operators, and calls of our functions forward."""
+
+    kernels: int
+    others: int
+    most_calls: int
+
+
+def rows(*shape):
+    return put(torch.randn(shape).requires_grad_())
+
+
+def ids(*shape):
+    return put(torch.randint(V, shape))
+
+
+def kept_sets(targets):
+    lists = [[*{t, (t + 1) % V}] for t in values(targets).tolist()]
+    cpu = fused_rl.TokenSupport.from_lists(lists)
+    return fused_rl.TokenSupport(put(cpu.ids), put(cpu.offsets))
+
+
+def with_sets(op, *leaves):
+    targets = ids(N)
+    return op(*leaves, targets, support=kept_sets(targets)).logprobs
+
+
+def loss_of_token(logprobs, entropy, weights):
+    return -logprobs * weights
+
+
+def loss_of_head(*leaves):
+    return fused_rl.linear_token_loss(*leaves, ids(N), loss_of_token, rows(N).detach()).loss
+
+
+def loss_of_policy(logprobs, entropy):
+    old, ref = rows(N, 5).detach(), rows(N, 5).detach()
+    options = {"ref_logprobs": ref, "kl_coef": 0.04, "entropy_coef": 0.01, "preset": "grpo"}
+    mask = put(torch.ones(N, 5, dtype=torch.bool))
+    advantages = rows(N).detach()
+    return fused_rl.policy_loss(logprobs, old, advantages, mask, entropy=entropy, **options)[0]
+
+
+LOGITS, PAIR, HEAD, HEADS = [(N, V)], [(N, V)] * 2, [(N, H), (V, H)], [(N, H), (V, H)] * 2
+logprobs, head = fused_rl.token_logprobs, fused_rl.linear_token_logprobs
+mask = functools.partial(torch.ones, 2, 5, dtype=torch.bool)
+# An op of leaves with these shapes, whose output is differentiated; the products of a head are four of the others.
+OF_HOST = {
+    "token_logprobs": (LOGITS, lambda x: logprobs(x, ids(N)).logprobs, Counts(2, 0, 33)),
+    "token_logprobs, in sequences": (
+        [(2, N, V)],
+        lambda x: logprobs(x, ids(2, N)).logprobs,
+        Counts(2, 0, 33),
+    ),
+    "token_logprobs, K targets": (
+        LOGITS,
+        lambda x: logprobs(x, ids(N, K)).logprobs,
+        Counts(5, 3, 42),
+    ),
+    "token_logprobs, support": (LOGITS, lambda x: with_sets(logprobs, x), Counts(4, 3, 76)),
+    "token_kl": (PAIR, fused_rl.token_kl, Counts(2, 0, 38)),
+    "token_kl, Jensen-Shannon": (
+        PAIR,
+        lambda x, y: fused_rl.token_kl(x, y, direction="jensen-shannon"),
+        Counts(3, 4, 49),
+    ),
+    "linear_token_logprobs": (HEAD, lambda h, w: head(h, w, ids(N)).logprobs, Counts(2, 4, 70)),
+    "linear_token_logprobs, support": (
+        HEAD,
+        functools.partial(with_sets, head),
+        Counts(5, 52, 104),
+    ),
+    "linear_token_loss": (HEAD, loss_of_head, Counts(2, 13, 110)),
+    "linear_token_kl": (HEADS, fused_rl.linear_token_kl, Counts(2, 7, 102)),
+    "topk_kl": (
+        [(N, K)] * 2,
+        lambda x, y: fused_rl.topk_kl(x.log_softmax(-1), y.log_softmax(-1)),
+        Counts(0, 257, 38),
+    ),
+    "policy_loss": ([(N, 5)] * 2, loss_of_policy, Counts(0, 165, 122)),
+    "kl_estimate": ([(N, 5)] * 2, fused_rl.kl_estimate, Counts(0, 51, 28)),
+    "gae": (
+        [(2, 5)] * 2,
+        lambda r, v: fused_rl.gae(r, v, put(mask()), gamma=1.0, gae_lambda=0.9)[0],
+        Counts(1, 0, 49),
+    ),
+    "group_advantages": ([(8,)], lambda r: fused_rl.group_advantages(r, 4), Counts(0, 10, 19)),
+}
+
+
+@pytest.mark.parametrize("name", OF_HOST)
+def test_a_call_asks_little_of_the_host(kernels, monkeypatch, name):
+    """Each launch takes the host 5 us, each call of ours 0.1: counts, because no test depends on a machine's speed.
+
+    As for plain tensors, nothing goes through the dispatcher of registered operators.
+    """
+    from fused_rl.objectives import advantages
+    from fused_rl.ops import kl
+    from fused_rl.ops import logprobs as of_logprobs
+
+    for module in (advantages, kl, of_logprobs):
+        monkeypatch.setattr(module, "skips_dispatcher", lambda *x: True)
+    monkeypatch.setattr(tensors, "_registered", lambda name, *_: pytest.fail(name))
+    shapes, call, wanted = OF_HOST[name]
+    leaves = [rows(*shape) for shape in shapes]
+    call(*leaves)  # fills caches
+    folders, calls = tuple(str(tensors.ROOT / f) for f in ("fused_rl", "kernels")), []
+
+    def watch(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(folders):
+            calls.append(frame.f_code.co_name)
+
+    before = len(kernels.launches)
+    with tensors.counted() as waits:
+        sys.setprofile(watch)
+        try:
+            output = call(*leaves)
+        finally:
+            sys.setprofile(None)
+        if output.requires_grad:
+            upstream = put(torch.ones(output.shape))
+            needs = [leaf for leaf in leaves if leaf.requires_grad]
+            torch.autograd.grad(output, needs, upstream, allow_unused=True)
+    others = {name: n for name, n in waits.launches.items() if name not in FREE}
+    found = Counts(len(kernels.launches) - before, sum(others.values()), len(calls))
+    assert found[:2] == wanted[:2], others
+    assert found.most_calls <= wanted.most_calls, calls
