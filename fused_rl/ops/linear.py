@@ -285,11 +285,14 @@ class _Rows(NamedTuple):
     shape: torch.Size  # of the rows, as the caller has them
 
     def select(self, per_row):  # (..., *rest) -> (n, *rest)
-        rest = per_row.shape[len(self.shape) :]
-        per_row = per_row.reshape(self.shape.numel(), *rest)
+        if len(self.shape) != 1:
+            rest = per_row.shape[len(self.shape) :]
+            per_row = per_row.reshape(self.shape.numel(), *rest)
         return per_row if self.kept is None else per_row[self.kept]
 
     def restore(self, values):  # (n, *rest) -> (..., *rest), 0 where masked
+        if self.kept is None and len(self.shape) == 1:
+            return values
         rest = values.shape[1:]
         if self.kept is not None:
             zeros = values.new_zeros(self.shape.numel(), *rest)
