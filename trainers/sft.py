@@ -3,8 +3,8 @@
     fused-rl sft --config recipes/demo_sft.yaml
     torchrun --nproc-per-node 2 -m fused_rl.trainers.sft --model ... --dataset ... --output_dir ...
 
-Rows of unequal length are packed where that is cheaper, each seeing itself alone. With --verifiers an evaluation also
-samples responses to the held-out prompts and scores them. Left out: loss on prompts.
+Rows of unequal length are packed where that is cheaper, each seeing itself alone. Left out: loss on prompts, and
+sampled responses, which `fused-rl eval` measures.
 """
 
 import functools
@@ -42,41 +42,17 @@ from fused_rl.trainers.models.scoring import share_of_rank
 from fused_rl.trainers.options import (
     MAIN,
     EngineConfig,
-    Needs,
-    NonNegativeInt,
     PositiveInt,
     RunConfig,
-    may_change,
-    without,
 )
-from fused_rl.trainers.policy.evaluate import evaluate as evaluate_samples
-from fused_rl.trainers.policy.evaluate import share_of_rank as prompts_of_rank
-from fused_rl.trainers.policy.setup import check_prompts_fit, policy_to_evaluate
-from fused_rl.trainers.rollouts.options import SamplingConfig
-from fused_rl.trainers.rollouts.types import Prompt, Scorer
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
 from fused_rl.trainers.run.learned import Evaluation
 from fused_rl.trainers.run.loop import Run
 from fused_rl.trainers.run.metrics import Sums
-from fused_rl.trainers.scorers.load import (
-    check_reward_models,
-    check_scorers,
-    check_scores_of_run,
-    checked_scorers,
-    load_for_policy,
-    scored_prompts,
-)
-from fused_rl.trainers.scorers.options import ScorerConfig
-
-# Options of the responses that an evaluation samples.
-OF_SAMPLES = (
-    *("verifier_weights", "solved_at", "answer_column", *SamplingConfig.model_fields),
-    *("max_new_tokens", "rollout_batch_size", "eval_samples", "show_samples"),
-)
 
 
-class SFTConfig(ScorerConfig, SamplingConfig, RunConfig):
+class SFTConfig(RunConfig):
     """Supervised fine-tuning of a causal language model on prompts and completions."""
 
     command: ClassVar = "sft"
@@ -99,23 +75,6 @@ class SFTConfig(ScorerConfig, SamplingConfig, RunConfig):
     """Put several demonstrations into one row of the model's input, where that is cheaper than padding; none sees
     another. None packs if the model's attention allows it."""
 
-    verifiers: str | list[str] | None = None
-    """Scorers of responses that each evaluation samples to the held-out prompts, as of grpo (docs/verifiers.md): they
-    show accuracy and score, and nothing is trained on them. None samples none."""
-    max_new_tokens: PositiveInt = 256
-    """Maximum length of these responses in tokens."""
-    rollout_batch_size: PositiveInt | None = may_change(None)
-    """Responses generated together. The default is 64 on a CPU, and on a GPU as many as fit into its memory."""
-    eval_samples: PositiveInt = may_change(4)
-    """Sampled responses per held-out prompt, beside the greedy one."""
-    show_samples: NonNegativeInt = may_change(4)
-    """Greedy responses shown at each evaluation; 0 shows none."""
-
-    needs: ClassVar = tuple(
-        Needs(name, lambda config: config.verifiers is not None, without("--verifiers"))
-        for name in OF_SAMPLES
-    )
-
     @property
     def longest_sequence(self) -> int:
         return self.max_length
@@ -130,7 +89,6 @@ def arithmetic(config: SFTConfig, world: int) -> dict[str, object]:
         "micro-batches per process and step": config.micro_batches_of(local),
         "rows in the run": config.in_run(config.batch_size),
         "optimizer steps": config.in_run(1),
-        "scores, which are only shown": check_scorers(config) if config.verifiers else "none",
     }
 
 
@@ -295,22 +253,9 @@ def evaluate(model, parts: list[MicroBatch]) -> Evaluation:
     return Evaluation(dict(found), by_row={"eval/loss": [losses, counts]})
 
 
-def prompts_to_sample(
-    config: SFTConfig, held_out: Rows, encoder: encode.Encoder, scorers: Sequence[Scorer]
-) -> list[Prompt]:
-    """Return the held-out prompts that an evaluation samples responses to; none without scorers."""
-    return scored_prompts(config, held_out, encoder, scorers) if config.verifiers else []
-
-
 def check(config: SFTConfig, encoder: encode.Encoder, examples: Sequence, held_out: Rows) -> None:
     """Refuse what a run refuses beside the rows that it trains on."""
-    prompts = prompts_to_sample(config, held_out, encoder, checked_scorers(config))
-    check_reward_models(config, encoder.tokenizer)
-    # The model comes last, as in the run.
     language_model.check_sequences_fit(config, encoder, examples, "max_length")
-    if prompts:
-        check_prompts_fit(config, encoder.tokenizer, prompts)
-        check_scores_of_run(config, encoder.tokenizer, prompts, held_out)
 
 
 def train(
@@ -329,11 +274,8 @@ def train(
         encoder = encode.Encoder.of(config, tokenizer)
         train_rows, held_out_rows = load_train_eval(config, dataset, eval_dataset, reading)
         pairs, held_out = (encoded(config, rows, encoder) for rows in (train_rows, held_out_rows))
-        scorers = load_for_policy(config, tokenizer, run.device) if config.verifiers else []
-        prompts = prompts_to_sample(config, held_out_rows, encoder, scorers)
     # Ranks must have read the same rows, and a resumed run those that it began with.
-    models = config.reward_models()
-    config = run.check_inputs(config, tokenizer, models, rows=pairs, held_out=[*held_out, *prompts])
+    config = run.check_inputs(config, tokenizer, {}, rows=pairs, held_out=held_out)
     assert config.steps is not None  # resolved
     with phase("loaded the model"):
         lm = language_model.load_lm(config, run.device)
@@ -341,7 +283,6 @@ def train(
             (example.prompt + example.completion, example.where) for example in [*pairs, *held_out]
         )
         language_model.check_fits(lm.base, tokenizer, rows, 0, "max_length")
-        check_prompts_fit(config, tokenizer, prompts, lm.base)
         # This tries whether packing leaves hidden states as they are, while the weights are whole.
         otherwise = "demonstrations are padded, not packed"
         costs = packing_costs(
@@ -352,30 +293,18 @@ def train(
     # Every evaluation is of the same rows, so they are put into micro-batches once.
     pad_id = tokenizer.pad_token_id
     held_out = micro_batches(held_out_share(held_out), config, pad_id, run.device, costs)
-    policy = policy_to_evaluate(config, model, tokenizer, scorers=scorers, device=run.device)
-    prompts = prompts_of_rank(prompts)
-
-    def evaluation() -> Evaluation:
-        """Return the figures of the held-out rows, with those of sampled responses if there are scorers, and some."""
-        found = evaluate(model, held_out)
-        if not prompts.prompts:
-            return found
-        policy.trained = run.step
-        sampled = evaluate_samples(policy, prompts)
-        by_row = {**found.by_row, **sampled.by_row}
-        return Evaluation(found.metrics | sampled.metrics, sampled.samples, by_row)
 
     # The run. Its first evaluation is of the model before training, which says what was gained.
     run.start({"policy": model})
     if run.begins and held_out:
-        run.log({}, evaluation())
+        run.log({}, evaluate(model, held_out))
     for step, indices in run:
         began = time.monotonic()
         mine = [pairs[i] for i in indices[ranks.rank() :: ranks.world_size()]]
         metrics = train_step(model, micro_batches(mine, config, pad_id, run.device, costs), step)
         metrics["time/train"] = time.monotonic() - began
         metrics["perf/tokens_per_second"] = metrics["train/num_tokens"] / metrics["time/train"]
-        evaluated = evaluation() if run.evaluates and held_out else None
+        evaluated = evaluate(model, held_out) if run.evaluates and held_out else None
         run.log(metrics, evaluated)
     return run.finish(
         lambda model_folder: language_model.save_lm(

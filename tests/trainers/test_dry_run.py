@@ -91,7 +91,6 @@ REFUSED = [
     ("ppo", ["--stop_token", "a b"], "stop_token='a b' is 3 tokens"),
     ("grpo", ["--max_new_tokens", "9999"], "up to 9999 more, but the model has .* positions"),
     ("ppo", ["--verifiers", "reward_model:OTHER"], "reward model '.*' has another tokenizer"),
-    ("sft", ["--verifiers", "reward_model:OTHER"], "reward model '.*' has another tokenizer"),
     (
         "distill",
         ["--teacher", "OTHER"],

@@ -410,7 +410,6 @@ def test_the_config_of_a_run_is_complete_and_reads_back(files, whole):
     # What the other options leave no meaning is left out, as where to push a model that is not pushed.
     without_meaning = {"hub_model_id", "hub_private_repo", "offload"}
     without_meaning |= {"deepspeed", "checkpoint_activations_on"}
-    without_meaning |= {*sft.OF_SAMPLES}  # nothing is sampled without a scorer
     expected = set(sft.SFTConfig.model_fields) - set(ACTIONS) - without_meaning
     assert yaml.safe_load(path.read_text()).keys() == expected
     assert parse(sft.SFTConfig, ["--config", str(path)]) == config

@@ -311,12 +311,6 @@ def load_policy(
     )
 
 
-def policy_to_evaluate(config: Any, model, tokenizer, **options) -> Policy:
-    """Return the policy of a trainer that samples only in its evaluations; the arguments are those of `policy_of`."""
-    sampler = policy_sampler(config, model, tokenizer)
-    return policy_of(config, model, tokenizer, reference=None, sampler=sampler, **options)
-
-
 def policy_of(config: Any, model, tokenizer, **options) -> Policy:
     """Return the policy whose responses end at its model's stop ids.
 

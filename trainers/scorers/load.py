@@ -230,14 +230,6 @@ def check_scores_of_run(config: Any, tokenizer, prompts: Sequence[Prompt], held_
         try_scorers(checked_scorers(config), tokenizer, prompts, progress)
 
 
-def scored_prompts(
-    config: Any, rows: Rows, encoder: Encoder, scorers: Sequence[Scorer]
-) -> list[Prompt]:
-    """Return the prompts of rows whose responses are scored; each scorer checks every row."""
-    column, length = config.prompt_column, config.max_prompt_length
-    return prompts_of(rows, encoder, scorers, column=column, max_length=length)
-
-
 def checked_prompts(config: Any, rows: Rows, encoder: Encoder) -> list[Prompt]:
     """Return the prompts of rows as a dry run reads them: with all that checks rows, but no model that scores."""
     scorers = checked_scorers(config)
