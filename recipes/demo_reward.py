@@ -15,10 +15,9 @@ from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.files import write_rows
 from fused_rl.trainers.data import encode, preferences
 from fused_rl.trainers.data.rows import load_rows
-from fused_rl.trainers.models.reward_model import RewardModel
+from fused_rl.trainers.models.reward_model import RewardModel, RewardScorer
 from fused_rl.trainers.run.command import LOST, around
 from fused_rl.trainers.run.parse import parse
-from fused_rl.trainers.scorers.reward_model import RewardScorer
 
 NUM_TRAIN, NUM_EVAL = 3000, 256
 

@@ -54,6 +54,21 @@ ALGORITHMS = {
 HOSTS = ("deepspeed", "transformers", "datasets")
 
 
+# What a run needs only where an option or a command names it, by module or by room of trainers/. Imported inside of a
+# function, it is nothing that a reader of an algorithm has to know.
+SATELLITES = {
+    "commands": "a command of its own; trl_names by an option that is unknown",
+    "servers": "--server",
+    "rollouts.lag": "--lag",
+    "models.four_bit": "--load_in_4bit",
+    "models.sequences": "--sequence_parallel",
+    "run.hub": "--push_to_hub",
+    "run.rules": "the doctor, on rank 0",
+    "scorers.math": "--verifiers math",
+    "scorers.reward_model": "--verifiers reward_model:FOLDER",
+}
+
+
 class Import(NamedTuple):
     """An import statement of one module."""
 
@@ -195,6 +210,38 @@ def test_rooms_import_those_below_and_trainers_no_trainer():
             if target in above or not (allowed or folder_of(target) != "trainers"):
                 wrong.append(f"{path} imports {target}")
     assert wrong == [] and {"sft", "reward", "grpo", "ppo"} <= ALGORITHMS
+
+
+def top_level(path):
+    """Return the modules of ours that a file imports when it is imported itself: none of those inside of functions."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names & MODULES.keys()
+
+
+def test_an_algorithm_reaches_a_satellite_only_where_an_option_names_it():
+    begins = tuple(f"fused_rl.trainers.{name}" for name in SATELLITES)
+    assert all(any(module.startswith(each) for module in MODULES) for each in begins)
+    wrong = []
+    for algorithm in ALGORITHMS:
+        waiting, seen = [f"fused_rl.trainers.{algorithm}"], set()
+        while waiting:
+            module = waiting.pop()
+            seen.add(module)
+            for target in top_level(MODULES[module]) - seen:
+                if target.startswith(begins):
+                    wrong.append(f"{algorithm}: {module} imports {target}")
+                waiting.append(target)
+    assert wrong == []
+
+
+def test_options_import_nothing_of_a_run():
+    names = top_level(MODULES["fused_rl.trainers.options"])
+    assert {room_of(name) for name in names} <= {None, "base"}
 
 
 def test_rooms_of_the_library_import_those_below():

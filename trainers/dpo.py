@@ -44,8 +44,8 @@ from fused_rl.trainers.models.scoring import chosen_is_higher, logprobs_of
 from fused_rl.trainers.options import Needs, NonNegative, Positive
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
-from fused_rl.trainers.run.learned import Evaluation
 from fused_rl.trainers.run.loop import Run
+from fused_rl.trainers.run.metrics import Evaluation
 
 LossType = Literal["sigmoid", "hinge", "ipo", "simpo", "orpo", "apo-zero", "apo-down"]
 # Names of `preference_loss` for those that it calls otherwise.

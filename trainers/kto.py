@@ -35,8 +35,8 @@ from fused_rl.trainers.models.scoring import logprobs_of
 from fused_rl.trainers.options import NonNegative, Positive
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
-from fused_rl.trainers.run.learned import Evaluation
 from fused_rl.trainers.run.loop import Run
+from fused_rl.trainers.run.metrics import Evaluation
 
 
 class KTOConfig(MarkedConfig):

@@ -35,6 +35,7 @@ from fused_rl.trainers.models.language_model import check_fits, check_sequences_
 from fused_rl.trainers.models.packing import Costs, pack_pairs, packing_costs, unpad_whole
 from fused_rl.trainers.models.reward_model import (
     RewardModel,
+    RewardScorer,
     check_finite,
     collate,
     load_reward_model,
@@ -49,9 +50,8 @@ from fused_rl.trainers.models.scoring import (
 from fused_rl.trainers.options import Needs, NonNegative, NonNegativeInt, may_change
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
-from fused_rl.trainers.run.learned import Evaluation
 from fused_rl.trainers.run.loop import Run
-from fused_rl.trainers.scorers.reward_model import RewardScorer
+from fused_rl.trainers.run.metrics import Evaluation
 
 __all__ = ["RewardConfig", "RewardModel", "RewardScorer", "train"]
 

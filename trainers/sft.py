@@ -47,9 +47,8 @@ from fused_rl.trainers.options import (
 )
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
-from fused_rl.trainers.run.learned import Evaluation
 from fused_rl.trainers.run.loop import Run
-from fused_rl.trainers.run.metrics import Sums
+from fused_rl.trainers.run.metrics import Evaluation, Sums
 
 
 class SFTConfig(RunConfig):

@@ -12,8 +12,7 @@ from fused_rl.trainers import reward
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode, preferences
 from fused_rl.trainers.data.reading import load_train_eval
-from fused_rl.trainers.models.reward_model import RewardModel
-from fused_rl.trainers.scorers.reward_model import RewardScorer
+from fused_rl.trainers.models.reward_model import RewardModel, RewardScorer
 from tests.distributed import run_distributed
 from tests.trainers import figures, tiny
 from tests.trainers.reward_runs import comparable, make_config, make_model, weights, write_pairs

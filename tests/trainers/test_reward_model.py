@@ -6,9 +6,8 @@ import math
 import pytest
 import torch
 
-from fused_rl.trainers.models.reward_model import RewardModel, check_finite
+from fused_rl.trainers.models.reward_model import RewardModel, RewardScorer, check_finite
 from fused_rl.trainers.options import ModelConfig
-from fused_rl.trainers.scorers.reward_model import RewardScorer
 from tests.lazy import transformers
 
 VOCAB, EOS, PAD = 61, 2, 1

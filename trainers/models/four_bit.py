@@ -11,16 +11,8 @@ from fused_rl.trainers.base.text import InputError, check_installed
 from fused_rl.trainers.options import FOUR_BIT_PACKAGE, RunConfig
 
 
-def reading_options(
-    config: RunConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    adapters: bool,
-) -> dict[str, object]:
-    """Return the arguments of `from_pretrained` for 4 bits, none if the weights stay as they are."""
-    if not config.load_in_4bit:
-        return {}
+def check_options(config: RunConfig, *, adapters: bool) -> None:
+    """Refuse options that weights of 4 bits cannot have."""
     if not adapters:
         raise InputError(
             "load_in_4bit: weights of 4 bits are not trained, only adapters to them; give --lora_rank"
@@ -35,7 +27,6 @@ def reading_options(
         raise InputError(
             "save_merged: weights of 4 bits cannot be merged; save the adapters, and merge them later"
         )
-    return quantized(dtype, device)
 
 
 def quantized(

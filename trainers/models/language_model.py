@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,12 +13,14 @@ from fused_rl.ops import tiles
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import check_exists, whole_folder
 from fused_rl.trainers.base.text import InputError, in_a_line
-from fused_rl.trainers.models import four_bit, lora
+from fused_rl.trainers.models import lora
 from fused_rl.trainers.models.checkpointing import checkpoint_activations
 from fused_rl.trainers.models.logits import ReferenceStates, compare, read_likeliest
 from fused_rl.trainers.models.packing import Costs, InRows
-from fused_rl.trainers.models.sequences import Divided, divided_by
 from fused_rl.trainers.options import ModelConfig, RunConfig
+
+if TYPE_CHECKING:
+    from fused_rl.trainers.models.sequences import Divided
 
 
 class Scored(NamedTuple):
@@ -48,7 +50,7 @@ class LanguageModel(nn.Module):
         *,
         lora: bool = False,
         head_dtype: torch.dtype | None = None,
-        divided: Divided | None = None,
+        divided: "Divided | None" = None,
     ):
         super().__init__()
         self.lm = lm
@@ -369,6 +371,8 @@ def _read_lm(name: str, revision: str | None, adapters, device: torch.device, **
             what = f"{len(keys)} {kind} weights for {type(lm).__name__}: {', '.join(keys[:5])}"
             raise InputError(f"model={name!r} has {what}{hint}")
     if "quantization_config" in options:
+        from fused_rl.trainers.models import four_bit
+
         four_bit.keep_trainable(lm)
 
     # The Hub's sampling defaults (top_k, repetition_penalty, ...) would bias the rollout: `save_lm`
@@ -389,9 +393,11 @@ def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) 
     }
     if trainable:
         lora.check_options(config, adapters)
-        reading |= four_bit.reading_options(
-            config, reading["dtype"], device, adapters=with_adapters
-        )
+        if config.load_in_4bit:
+            from fused_rl.trainers.models import four_bit
+
+            four_bit.check_options(config, adapters=with_adapters)
+            reading |= four_bit.quantized(reading["dtype"], device)
     lm = _read_lm(config.model, config.revision, adapters, device, **reading)
 
     # What of it is trained.
@@ -406,13 +412,19 @@ def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) 
     switch_off_dropout(lm)
     if trainable:
         checkpoint_activations(lm, config)
+    divided = None
+    if config.sequence_parallel > 1:
+        from fused_rl.trainers.models.sequences import Divided
+
+        whole = lm.get_base_model() if with_adapters else lm
+        divided = Divided(whole, config.longest_sequence)
     head_dtype = None if config.head_dtype == "auto" else getattr(torch, config.head_dtype)
     return LanguageModel(
         lm,
         config.loss_from,
         lora=with_adapters,
         head_dtype=head_dtype,
-        divided=divided_by(config, lm.get_base_model() if with_adapters else lm),
+        divided=divided,
     )
 
 

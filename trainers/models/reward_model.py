@@ -6,12 +6,12 @@ encoders, bidirectional models, heads of more than one layer or label.
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from fused_rl.trainers.base import engine
+from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.batch import on_device, pad
 from fused_rl.trainers.data.encode import load_tokenizer
@@ -19,8 +19,10 @@ from fused_rl.trainers.models import lora
 from fused_rl.trainers.models.checkpointing import checkpoint_activations
 from fused_rl.trainers.models.language_model import readable, save, switch_off_dropout
 from fused_rl.trainers.models.packing import Costs, InRows, unpadded_costs
-from fused_rl.trainers.models.sequences import Divided, divided_by
 from fused_rl.trainers.options import ModelConfig, RunConfig
+
+if TYPE_CHECKING:
+    from fused_rl.trainers.models.sequences import Divided
 
 
 class RewardModel(nn.Module):
@@ -280,7 +282,10 @@ def load_reward_model(
         attn_implementation=config.attn_implementation,
     )
     model = model.to(device)
-    model.divided = divided_by(config, model.classifier)
+    if config.sequence_parallel > 1:
+        from fused_rl.trainers.models.sequences import Divided
+
+        model.divided = Divided(model.classifier, config.longest_sequence)
     model.unpadded_costs = unpadded_costs(model.classifier)
     checkpoint_activations(model.classifier, config)
     return model
@@ -322,3 +327,38 @@ def check_reads_policy(what: str, name: str, tokenizer, policy: str) -> None:
             f"{what} {name!r} has another tokenizer than the policy {policy!r} ({len(differing)} entries differ: "
             f"{examples}); train it from a model with the policy's tokenizer: fused-rl reward --model {policy}"
         )
+
+
+class RewardScorer:
+    """Scores (prompt ids, response ids) with a reward model, batched by length: what PPO and GRPO ask for rewards."""
+
+    def __init__(self, model: Any, batch_size: int = 16):
+        """model: a `RewardModel`, or the DeepSpeed engine around one (under ZeRO 3 every rank must call together)."""
+        self.model = model
+        self.batch_size = batch_size
+        self.in_step = not isinstance(model, RewardModel) and model.zero_optimization_stage() == 3
+
+    def __call__(self, prompt_ids: list[list[int]], response_ids: list[list[int]]) -> torch.Tensor:
+        """Return the scores (N,) of N prompts with their responses, EOS included, fp32 on the CPU; all are finite."""
+        scores = self.unchecked(prompt_ids, response_ids)
+        check_finite(scores, [f"row {i}" for i in range(len(scores))])
+        return scores
+
+    @torch.no_grad()
+    def unchecked(self, prompt_ids: list[list[int]], response_ids: list[list[int]]) -> torch.Tensor:
+        """Return the same, NaN and Inf included."""
+        # In order of length, so that a batch has little padding.
+        device = next(self.model.parameters()).device
+        sequences = [[*p, *r] for p, r in zip(prompt_ids, response_ids, strict=True)]
+        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
+        batches = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
+        scores = torch.zeros(len(sequences))
+        for indices in batches:
+            scores[indices] = self.model(*collate([sequences[i] for i in indices], device)).cpu()
+
+        # ZeRO 3 gathers weights in every forward, so all ranks need the same number of them.
+        if self.in_step:
+            most = int(ranks.global_max(torch.tensor(float(len(batches)))))
+            for _ in range(most - len(batches)):
+                self.model(*collate([[0]], device))
+        return scores

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.models.packing import WINDOWS, same_states
-from fused_rl.trainers.options import RunConfig
 
 # The attention functions of transformers by name, as they were before `_register`.
 _whole: dict[str, Callable] = {}
@@ -65,13 +64,6 @@ def _changing_ropes(text: Any) -> dict[str, int]:
             most = text.max_position_embeddings
             found[kind] = min(most, rope.get("original_max_position_embeddings", most))
     return found
-
-
-def divided_by(config: RunConfig, lm: Any) -> "Divided | None":
-    """Return how a run divides the sequences of a transformers model, whose weights are whole; None if it does not."""
-    if config.sequence_parallel == 1:
-        return None
-    return Divided(lm, config.longest_sequence)
 
 
 class Divided:

@@ -14,7 +14,7 @@ from fused_rl.trainers.rollouts.roll_out import added_up, means_of, sample_rows_
 from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
 from fused_rl.trainers.rollouts.solved import has_verdict, outcome_sums, outcomes, pass_at
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sample, Scorer
-from fused_rl.trainers.run.learned import Evaluation
+from fused_rl.trainers.run.metrics import Evaluation
 
 
 @dataclass

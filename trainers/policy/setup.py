@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,17 +24,15 @@ from fused_rl.trainers.policy.options import PolicyConfig, SamplingRunConfig
 from fused_rl.trainers.policy.policy import Policy
 from fused_rl.trainers.policy.reference import PolicyWithoutAdapters, Reference
 from fused_rl.trainers.rollouts.generate import TransformersSampler
-from fused_rl.trainers.rollouts.lag import CopySampler, LaggedSampler
 from fused_rl.trainers.rollouts.roll_out import prompts_of
 from fused_rl.trainers.rollouts.sampling import Seeds
 from fused_rl.trainers.rollouts.types import Prompt, Sampler, Scorer
 from fused_rl.trainers.run.hooks import OnStep
 from fused_rl.trainers.run.loop import Run
 from fused_rl.trainers.run.store import EMPTY, remove_at_end
-from fused_rl.trainers.servers.inference import Http
-from fused_rl.trainers.servers.probe import TEXT, Probe
-from fused_rl.trainers.servers.published import folder_of
-from fused_rl.trainers.servers.sampler import ServerSampler
+
+if TYPE_CHECKING:
+    from fused_rl.trainers.servers.inference import Http
 
 CORRECTIONS = ("rollout_correction", "rollout_low", "rollout_high", "rollout_gate", "old_logprobs")
 WITHOUT = {  # what happens without an option, for the message that says why the option is off
@@ -187,6 +185,8 @@ def check_sampling(config: SamplingRunConfig, users_sampler: SamplerFactory | No
     if config.sampler is not None or users_sampler is not None:
         return  # a user's sampler declares what it reports only when it is made
     if config.server is not None:
+        from fused_rl.trainers.servers.sampler import ServerSampler
+
         check_sampler(config, ServerSampler)
         # Servers report the kept set of a token only up to a given number of ids.
         if config.sampling(1, ()).truncates and not config.top_k:
@@ -194,8 +194,12 @@ def check_sampling(config: SamplingRunConfig, users_sampler: SamplerFactory | No
                 f"top_p={config.top_p:g} min_p={config.min_p:g} with servers needs --top_k, the most ids that they "
                 "return of the set of a token: give one, such as --top_k 100, or leave top_p and min_p out"
             )
+    elif config.lag:
+        from fused_rl.trainers.rollouts.lag import CopySampler
+
+        check_sampler(config, CopySampler)
     else:
-        check_sampler(config, CopySampler if config.lag else TransformersSampler)
+        check_sampler(config, TransformersSampler)
 
 
 def check_sampler(config: SamplingRunConfig, sampler: Sampler | type[Sampler]) -> None:
@@ -347,6 +351,10 @@ def build_sampler(
     # The policy in this process, or servers.
     lm = model.module.base
     if config.server is not None:
+        from fused_rl.trainers.servers.probe import TEXT, Probe
+        from fused_rl.trainers.servers.published import folder_of
+        from fused_rl.trainers.servers.sampler import ServerSampler
+
         # A server with other weights or a stale cache raises no error, so a probe compares what it returns.
         ids = tokenizer.encode(TEXT, add_special_tokens=False)
         probe = Probe(model, ids, lm.dtype == torch.float32, config.sampling(1, ()))
@@ -358,6 +366,8 @@ def build_sampler(
         sleeps = config.server_sleeps
         built = ServerSampler(config.server, http_of(config), folder, probe, longest, sleeps=sleeps)
     elif config.lag:
+        from fused_rl.trainers.rollouts.lag import CopySampler
+
         # The next rollout is sampled while the policy is trained, so it needs a copy of the weights.
         at_once = config.rollout_batch_size
         built = CopySampler(lm, pad_id=tokenizer.pad_token_id, batch_size=at_once)
@@ -372,15 +382,21 @@ def build_sampler(
                 f"sampler: {came}; expected a fused_rl.trainers.rollouts.types.Sampler"
             )
     check_sampler(config, built)
-    return LaggedSampler(built, config.lag) if config.lag else built
+    if config.lag:
+        from fused_rl.trainers.rollouts.lag import LaggedSampler
+
+        return LaggedSampler(built, config.lag)
+    return built
 
 
-def http_of(config: SamplingRunConfig) -> Http:
+def http_of(config: SamplingRunConfig) -> "Http":
     """Return the HTTP client for servers, with the API key that the options name.
 
     Raises:
         InputError: the environment variable that should hold the key is empty or not set.
     """
+    from fused_rl.trainers.servers.inference import Http
+
     key = None
     # The option names a variable, because the run keeps its config on the disk, where no key may stand.
     if config.server_api_key_env is not None:

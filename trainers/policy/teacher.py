@@ -1,6 +1,6 @@
 """The teachers of a distillation: frozen models in this process, or vLLM servers that report their likeliest tokens."""
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.functional import linear
@@ -11,13 +11,14 @@ from fused_rl.trainers.base.screen import print_line
 from fused_rl.trainers.base.text import InputError, in_a_line
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, on_device
-from fused_rl.trainers.models import four_bit, language_model
+from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.packing import Costs, arrange, pack_whole, packing_costs, price, unpad
 from fused_rl.trainers.policy.policy import Policy
 from fused_rl.trainers.policy.setup import http_of
 from fused_rl.trainers.rollouts.types import shortened
-from fused_rl.trainers.servers.inference import Http
-from fused_rl.trainers.servers.probe import TEXT
+
+if TYPE_CHECKING:
+    from fused_rl.trainers.servers.inference import Http
 
 ROWS = 256  # the rows whose logits exist at once while the likeliest tokens are found
 COMPARED = 8  # in training the likeliest tokens are compared at every eighth token of a response
@@ -79,7 +80,7 @@ class Teacher(NamedTuple):
 class ServedTeacher(NamedTuple):
     """The model of a vLLM server, which reports its `count` likeliest tokens at every position of a sequence."""
 
-    http: Http
+    http: "Http"
     url: str
     name: str
     """The server's name for the model."""
@@ -199,6 +200,8 @@ def _loaded(config, name: str, policy: Policy) -> Teacher:
         "attn_implementation": config.attn_implementation,
     }
     if config.teacher_in_4bit:
+        from fused_rl.trainers.models import four_bit
+
         reading |= four_bit.quantized(reading["dtype"], policy.device, "teacher_in_4bit")
     lm = language_model.load_to_sample(name, device=policy.device, **reading).requires_grad_(False)
     teacher = language_model.LanguageModel(lm, "linear")
@@ -224,6 +227,8 @@ def _loaded(config, name: str, policy: Policy) -> Teacher:
 
 def _served(config, url: str, policy: Policy) -> ServedTeacher:
     """Wait for a teacher's server, and check that its model has the student's tokenizer."""
+    from fused_rl.trainers.servers.probe import TEXT
+
     url, http = url.rstrip("/"), http_of(config)
     if ranks.process() == 0:
         print_line(f"waiting at most {http.timeout:g} s for teacher={url}")

@@ -10,18 +10,7 @@ from collections.abc import Mapping, Sequence
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
-ByRow = Mapping[str, Sequence[Sequence[float]]]
-"""The key of a figure -> one list with the sum of each row, and a second one with its weight if that is not 1."""
-NOTHING: dict[str, Any] = {}
-
-
-class Evaluation(NamedTuple):
-    """The results of an evaluation, as `Run.log` takes them."""
-
-    metrics: dict[str, float] = NOTHING
-    samples: Sequence[dict] = ()
-    by_row: ByRow = NOTHING
-
+from fused_rl.trainers.run.metrics import ByRow
 
 # The number of standard errors beyond which a change counts, with about 95 % confidence: Student's quantile, because
 # the error of few rows is itself uncertain. A quantile holds up to the degrees of freedom that are its key.

@@ -16,9 +16,7 @@ from fused_rl.trainers.base.files import as_json, unfinished, write_rows
 from fused_rl.trainers.base.screen import print_line
 from fused_rl.trainers.base.text import escaped
 from fused_rl.trainers.options import RunConfig
-from fused_rl.trainers.run.learned import NOTHING, ByRow
-from fused_rl.trainers.run.metrics import HELD_OUT, keys_by
-from fused_rl.trainers.run.rules import Watch
+from fused_rl.trainers.run.metrics import HELD_OUT, NOTHING, ByRow, keys_by
 
 # The number of panels of curves.png in a row.
 IN_A_ROW = 4
@@ -40,6 +38,8 @@ class Logger:
             self.history.append(values)
         _cut(self.folder / "samples.jsonl", start)
         by_row = rows_by_step(_cut(self.folder / "held_out.jsonl", start))
+
+        from fused_rl.trainers.run.rules import Watch  # the doctor's, which only rank 0 needs
 
         # Findings of earlier entries were printed when these were written, so here they are not printed again.
         dtype = str(torch_dtype(config)).removeprefix("torch.")  # what `auto` is on this machine

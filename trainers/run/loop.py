@@ -29,10 +29,10 @@ from fused_rl.trainers.base.screen import phase, print_line, print_rank0
 from fused_rl.trainers.base.text import InputError, check_installed, import_name_of
 from fused_rl.trainers.data.order import RowOrder, in_steps
 from fused_rl.trainers.options import RunConfig
-from fused_rl.trainers.run import hooks, hub
+from fused_rl.trainers.run import hooks
 from fused_rl.trainers.run.fitting import fitting_tokens
-from fused_rl.trainers.run.learned import Evaluation
 from fused_rl.trainers.run.logger import Logger, draw_curves
+from fused_rl.trainers.run.metrics import Evaluation
 from fused_rl.trainers.run.store import EMPTY, RunFolder, unlock
 
 Arithmetic = Callable[[Any, int], dict[str, object]]
@@ -101,6 +101,8 @@ class Run:
         ranks.check_equal({"command": config.command, **config.to_dict(), "deepspeed": passed})
         # A token that may not write must fail now, and not after hours of training.
         if config.push_to_hub:
+            from fused_rl.trainers.run import hub
+
             ranks.on_first_rank(lambda: hub.make_repository(config))
         self.store = RunFolder(config)
         self.store.open()
@@ -382,6 +384,8 @@ class Run:
                 f"next: fused-rl doctor {folder} ({findings}), or tensorboard --logdir {folder}"
             )
         if self.config.push_to_hub:
+            from fused_rl.trainers.run import hub
+
             message = f"fused-rl {self.config.command}, step {self.step}"
             ranks.on_first_rank(lambda: hub.push(self.config, model, message))
         return str(model)

@@ -3,12 +3,24 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from fused_rl.trainers.base.ranks import gather, global_sum, rank
 from fused_rl.trainers.base.text import InputError
+
+ByRow = Mapping[str, Sequence[Sequence[float]]]
+"""The key of a figure -> one list with the sum of each row, and a second one with its weight if that is not 1."""
+NOTHING: dict[str, Any] = {}
+
+
+class Evaluation(NamedTuple):
+    """The results of an evaluation, as `Run.log` takes them."""
+
+    metrics: dict[str, float] = NOTHING
+    samples: Sequence[dict] = ()
+    by_row: ByRow = NOTHING
 
 
 class Metric(NamedTuple):

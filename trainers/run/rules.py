@@ -16,14 +16,13 @@ from fused_rl.trainers.run.learned import (
     CRITIC,
     GREEDY,
     HELD_OUT,
-    NOTHING,
     TRAINING,
-    ByRow,
     Change,
     Figure,
     held_out_change,
     training_change,
 )
+from fused_rl.trainers.run.metrics import NOTHING, ByRow
 
 # Shares of the held-out responses that cast doubt on a figure which became better, if they are as large as this.
 NEARLY_ALL = 0.9

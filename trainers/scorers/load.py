@@ -11,7 +11,6 @@ from fused_rl.trainers.base.screen import print_rank0
 from fused_rl.trainers.base.text import InputError, load_function, name_of
 from fused_rl.trainers.data.encode import Encoder
 from fused_rl.trainers.data.rows import Rows
-from fused_rl.trainers.models.reward_model import check_reads_policy
 from fused_rl.trainers.rollouts.options import ROLLOUT_BATCH_SIZE
 from fused_rl.trainers.rollouts.roll_out import prompts_of, roll_out
 from fused_rl.trainers.rollouts.sampling import Sampling
@@ -25,19 +24,32 @@ from fused_rl.trainers.rollouts.types import (
 )
 from fused_rl.trainers.scorers import builtin
 from fused_rl.trainers.scorers.functions import FunctionScorer
-from fused_rl.trainers.scorers.math import MathVerifier
 from fused_rl.trainers.scorers.options import REWARD_MODEL, ScorerConfig
-from fused_rl.trainers.scorers.reward_model import load_reward_model
+
+
+def _math(**common: Any) -> Scorer:
+    """Return the scorer that compares answers by math-verify, which brings a pool of processes."""
+    from fused_rl.trainers.scorers.math import MathVerifier
+
+    return MathVerifier(**common)
+
+
+def _reward_model(*of_folder: Any, **common: Any) -> Scorer:
+    """Return a reward model as a scorer."""
+    from fused_rl.trainers.scorers.reward_model import load_reward_model
+
+    return load_reward_model(*of_folder, **common)
+
 
 # How a scorer is spelled -> what makes it, called with the text in place of <...> and the common arguments by name.
 SCORERS: dict[str, Callable[..., Scorer]] = {
-    "math": MathVerifier,
+    "math": _math,
     "exact_match": builtin.ExactMatch,
     "exact_match:ignore_case": functools.partial(builtin.ExactMatch, ignore_case=True),
     "regex:<pattern>": builtin.Pattern,
     "format": builtin.Format,
     "length:<tokens>": builtin.Length,
-    f"{REWARD_MODEL}:<folder>": load_reward_model,
+    f"{REWARD_MODEL}:<folder>": _reward_model,
 }
 # Names that no function can have, so that a misspelt detail is not taken for one.
 KINDS = {spelling.partition(":")[0] for spelling in SCORERS}
@@ -168,6 +180,8 @@ def checked_scorers(config: ScorerConfig) -> list[Scorer]:
 def check_reward_models(config: Any, tokenizer) -> None:
     """Refuse reward models that score and have another tokenizer than the policy; they are not loaded."""
     for folder in config.reward_models().values():
+        from fused_rl.trainers.models.reward_model import check_reads_policy
+
         check_reads_policy("reward model", folder, tokenizer, config.model)
 
 

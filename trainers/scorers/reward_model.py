@@ -9,49 +9,13 @@ from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.models.reward_model import (
     RewardModel,
-    check_finite,
+    RewardScorer,
     check_reads_policy,
-    collate,
     has_score_head,
 )
 from fused_rl.trainers.options import EngineConfig, ModelConfig
 from fused_rl.trainers.rollouts.types import Sample
 from fused_rl.trainers.scorers.builtin import BaseScorer
-
-
-class RewardScorer:
-    """Scores (prompt ids, response ids) with a reward model, batched by length: what PPO and GRPO ask for rewards."""
-
-    def __init__(self, model: Any, batch_size: int = 16):
-        """model: a `RewardModel`, or the DeepSpeed engine around one (under ZeRO 3 every rank must call together)."""
-        self.model = model
-        self.batch_size = batch_size
-        self.in_step = not isinstance(model, RewardModel) and model.zero_optimization_stage() == 3
-
-    def __call__(self, prompt_ids: list[list[int]], response_ids: list[list[int]]) -> torch.Tensor:
-        """Return the scores (N,) of N prompts with their responses, EOS included, fp32 on the CPU; all are finite."""
-        scores = self.unchecked(prompt_ids, response_ids)
-        check_finite(scores, [f"row {i}" for i in range(len(scores))])
-        return scores
-
-    @torch.no_grad()
-    def unchecked(self, prompt_ids: list[list[int]], response_ids: list[list[int]]) -> torch.Tensor:
-        """Return the same, NaN and Inf included."""
-        # In order of length, so that a batch has little padding.
-        device = next(self.model.parameters()).device
-        sequences = [[*p, *r] for p, r in zip(prompt_ids, response_ids, strict=True)]
-        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
-        batches = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
-        scores = torch.zeros(len(sequences))
-        for indices in batches:
-            scores[indices] = self.model(*collate([sequences[i] for i in indices], device)).cpu()
-
-        # ZeRO 3 gathers weights in every forward, so all ranks need the same number of them.
-        if self.in_step:
-            most = int(ranks.global_max(torch.tensor(float(len(batches)))))
-            for _ in range(most - len(batches)):
-                self.model(*collate([[0]], device))
-        return scores
 
 
 class RewardModelScorer(BaseScorer):
