@@ -121,3 +121,12 @@ def test_stays_inside_its_tensors():
 
 def test_operator_registration():
     torch.library.opcheck(torch.ops.fused_rl.gae.default, (*batch(2, 9, device=DEVICE), 0.9, 0.8))
+
+
+def test_what_lies_behind_a_block_reaches_it(backend):
+    """Rows of more than 1024 tokens are read in blocks; a reward of the last token reaches the first."""
+    rewards = torch.zeros(1, 1100, device=backend)
+    rewards[0, -1] = 1.0
+    mask = torch.ones_like(rewards, dtype=torch.bool)
+    _, returns = fused_rl.gae(rewards, torch.zeros_like(rewards), mask, gamma=1.0, gae_lambda=1.0)
+    assert torch.equal(returns, torch.ones_like(rewards))

@@ -235,3 +235,12 @@ def test_every_finite_logit_counts(backend):
     )
     torch.testing.assert_close(out.logprobs.cpu(), -torch.tensor([2.0]).log(), rtol=2e-7, atol=0)
     torch.testing.assert_close(out.entropy.cpu(), torch.tensor([2.0]).log(), rtol=2e-7, atol=0)
+
+
+def test_a_set_without_a_finite_logit_has_no_entropy(backend):
+    logits = torch.zeros(1, 50, device=backend)
+    logits[0, [3, 7]] = -torch.inf
+    targets = torch.tensor([3], device=backend)
+    support = fused_rl.TokenSupport.from_lists([[3, 7]])
+    found = fused_rl.token_logprobs(logits, targets, support=support)
+    assert (found.logprobs.item(), found.entropy.item()) == (-torch.inf, 0.0)
