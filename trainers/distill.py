@@ -27,10 +27,8 @@ from fused_rl.ops.kl import Direction
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.reading import RowsLike
-from fused_rl.trainers.data.rows import BadRow, Rows
-from fused_rl.trainers.models.language_model import check_fits
+from fused_rl.trainers.data.rows import BadRow
 from fused_rl.trainers.options import MAIN, Fraction, Needs, PositiveInt, Temperature, Unit, without
 from fused_rl.trainers.policy.evaluate import evaluate
 from fused_rl.trainers.policy.options import SamplingRunConfig
@@ -38,8 +36,6 @@ from fused_rl.trainers.policy.policy import Policy
 from fused_rl.trainers.policy.setup import (
     SamplerFactory,
     Setup,
-    check_prompts_fit,
-    check_sampling,
     setup,
 )
 from fused_rl.trainers.policy.teacher import (
@@ -50,15 +46,12 @@ from fused_rl.trainers.policy.teacher import (
 )
 from fused_rl.trainers.rollouts.options import check_url
 from fused_rl.trainers.rollouts.roll_out import batch_of, rollout_metrics
-from fused_rl.trainers.rollouts.types import Prompt, Response, Sample
+from fused_rl.trainers.rollouts.types import Prompt, Response, Sample, Scorer
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
 from fused_rl.trainers.run.metrics import Sums
 from fused_rl.trainers.scorers.load import (
-    check_reward_models,
     check_scorers,
-    check_scores_of_run,
-    checked_prompts,
     load_for_policy,
 )
 from fused_rl.trainers.scorers.options import (
@@ -310,19 +303,6 @@ def train_step(
     }
 
 
-def check(
-    config: DistillConfig, encoder: encode.Encoder, examples: Sequence, held_out: Rows
-) -> None:
-    """Refuse what a run refuses beside the rows that it reads."""
-    check_sampling(config)
-    check_reward_models(config, encoder.tokenizer)
-    for name in config.teachers.values():
-        if not is_url(name):
-            check_teacher(config, name, encoder.tokenizer)
-    check_prompts_fit(config, encoder.tokenizer, examples)
-    check_scores_of_run(config, encoder.tokenizer, examples, held_out)
-
-
 def train(
     config: DistillConfig,
     *,
@@ -335,8 +315,15 @@ def train(
     """Run the whole training, on what is given or on what the config names; return the trained model's folder."""
     # Tokenizer, scorers, rows, models.
     config = with_scorers(config, scorers)
+
     # Scorers only show accuracy, because the teacher alone is learned from.
-    load = load_for_policy if config.verifiers else lambda *_: []
+    def load(config: DistillConfig, tokenizer, device) -> Sequence[Scorer]:
+        """Return the scorers, once the teachers are known to have the student's tokens."""
+        for name in config.teachers.values():
+            if not is_url(name):
+                check_teacher(config, name, tokenizer)
+        return load_for_policy(config, tokenizer, device) if config.verifiers else []
+
     # A resumed run must have the same teachers, but the weights behind a URL cannot be hashed.
     models = {
         f"teacher {name}".strip(): model
@@ -351,10 +338,6 @@ def train(
     policy = prepared.load_policy(
         needs_reference=False, packing_option="packing", packing=config.packing
     )
-    # A token without an embedding is found now, and not at the step that comes to it.
-    completions = ((sample.prompt_ids + sample.response.ids, sample.where) for sample in given)
-    remedy = "max_new_tokens or max_prompt_length"
-    check_fits(policy.model.module.base, prepared.tokenizer, completions, 0, remedy)
     with phase("loaded the teacher"):
         teachers = load_teachers(config, policy)
     # An evaluation compares the student with its teachers, too, on what it samples.
@@ -385,7 +368,7 @@ def train(
     return run.finish(lambda folder: policy.save(folder, merged=config.save_merged))
 
 
-main = functools.partial(command.run, DistillConfig, arithmetic, train, checked_prompts, check)
+main = functools.partial(command.run, DistillConfig, train)
 
 if __name__ == "__main__":
     main()

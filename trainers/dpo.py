@@ -17,7 +17,6 @@ The reference is the model that the run begins with: its log-probabilities are m
 
 import functools
 import time
-from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -33,10 +32,8 @@ from fused_rl.trainers.data.preferences import (
     arithmetic,
     pairs_at_once,
     pairs_of,
-    sides_of,
 )
 from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval
-from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.packing import unpadded_costs
 from fused_rl.trainers.models.reward_model import check_finite
@@ -208,10 +205,6 @@ def train(
     with phase("loaded the model"):
         lm = language_model.load_lm(config, run.device)
         lm.unpadded_costs = unpadded_costs(lm.base)
-        rows = sides_of([*pairs, *held_out])
-        language_model.check_fits(
-            lm.base, tokenizer, rows, 0, "max_prompt_length or max_response_length"
-        )
         model = engine.initialize(lm, config, config.steps)
         run.fit_micro_batches(model)
 
@@ -249,14 +242,7 @@ def train(
     )
 
 
-def check(config: DPOConfig, encoder: encode.Encoder, examples: Sequence, held_out: Rows) -> None:
-    """Refuse what a run refuses beside the rows that it reads."""
-    language_model.check_sequences_fit(
-        config, encoder, examples, "max_prompt_length or max_response_length"
-    )
-
-
-main = functools.partial(command.run, DPOConfig, arithmetic, train, pairs_of, check)
+main = functools.partial(command.run, DPOConfig, train)
 
 if __name__ == "__main__":
     main()

@@ -26,8 +26,6 @@ import torch
 import fused_rl
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.data import encode
-from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.models import language_model, lora
 from fused_rl.trainers.policy.evaluate import evaluate
 from fused_rl.trainers.policy.groups import (
@@ -58,8 +56,6 @@ from fused_rl.trainers.policy.policy import (
 from fused_rl.trainers.policy.setup import (
     RowsLike,
     SamplerFactory,
-    check_prompts_fit,
-    check_sampling,
     divided,
     setup,
 )
@@ -68,10 +64,7 @@ from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
 from fused_rl.trainers.run.metrics import POLICY, Sums, means_of_updates, with_logged_names
 from fused_rl.trainers.scorers.load import (
-    check_reward_models,
     check_scorers,
-    check_scores_of_run,
-    checked_prompts,
     load_for_policy,
 )
 from fused_rl.trainers.scorers.options import (
@@ -324,14 +317,6 @@ def train_step(
     }
 
 
-def check(config: GRPOConfig, encoder: encode.Encoder, examples: Sequence, held_out: Rows) -> None:
-    """Refuse what a run refuses beside the rows that it reads."""
-    check_sampling(config)
-    check_reward_models(config, encoder.tokenizer)
-    check_prompts_fit(config, encoder.tokenizer, examples)
-    check_scores_of_run(config, encoder.tokenizer, examples, held_out)
-
-
 def train(
     config: GRPOConfig,
     *,
@@ -379,7 +364,7 @@ def train(
     return run.finish(lambda folder: policy.save(folder, merged=config.save_merged))
 
 
-main = functools.partial(command.run, GRPOConfig, arithmetic, train, checked_prompts, check)
+main = functools.partial(command.run, GRPOConfig, train)
 
 if __name__ == "__main__":
     main()

@@ -27,7 +27,6 @@ from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.marked import Marked, MarkedConfig, arithmetic, marked_rows
 from fused_rl.trainers.data.micro_batches import Padding
 from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval
-from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.packing import unpadded_costs
 from fused_rl.trainers.models.reward_model import check_finite
@@ -154,13 +153,6 @@ def train(
     with phase("loaded the model"):
         lm = language_model.load_lm(config, run.device)
         lm.unpadded_costs = unpadded_costs(lm.base)
-        # A mismatched response after its prompt may be the longest sequence of all.
-        sequences = (
-            (prompt + response, row.where)
-            for row in everything
-            for prompt, response in (row.matched, row.mismatched)
-        )
-        language_model.check_fits(lm.base, tokenizer, sequences, 0, "max_length")
         model = engine.initialize(lm, config, config.steps)
         run.fit_micro_batches(model)
 
@@ -198,12 +190,7 @@ def train(
     )
 
 
-def check(config: KTOConfig, encoder: encode.Encoder, examples: Sequence, held_out: Rows) -> None:
-    """Refuse what a run refuses beside the rows that it reads."""
-    language_model.check_sequences_fit(config, encoder, examples, "max_length")
-
-
-main = functools.partial(command.run, KTOConfig, arithmetic, train, marked_rows, check)
+main = functools.partial(command.run, KTOConfig, train)
 
 if __name__ == "__main__":
     main()

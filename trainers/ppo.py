@@ -28,8 +28,6 @@ from fused_rl.objectives.presets import PresetName
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.ranks import global_counts, processes
 from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.data import encode
-from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.models.reward_model import save_reward_model
 from fused_rl.trainers.options import Needs, NonNegative, Positive
 from fused_rl.trainers.policy.critic import (
@@ -57,20 +55,15 @@ from fused_rl.trainers.policy.policy import (
 from fused_rl.trainers.policy.setup import (
     RowsLike,
     SamplerFactory,
-    check_prompts_fit,
-    check_sampling,
     divided,
     setup,
 )
-from fused_rl.trainers.rollouts.types import Prompt, Rollout
+from fused_rl.trainers.rollouts.types import Prompt, Rollout, Scorer
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
 from fused_rl.trainers.run.metrics import PPO, Sums, means_of_updates, with_logged_names
 from fused_rl.trainers.scorers.load import (
-    check_reward_models,
     check_scorers,
-    check_scores_of_run,
-    checked_prompts,
     load_for_policy,
 )
 from fused_rl.trainers.scorers.options import (
@@ -299,16 +292,6 @@ def stop_ids_of(config: PPOConfig, tokenizer, stop_ids: tuple[int, ...]) -> tupl
     return (*stop_ids, *ids)
 
 
-def check(config: PPOConfig, encoder: encode.Encoder, examples: Sequence, held_out: Rows) -> None:
-    """Refuse what a run refuses beside the rows that it reads."""
-    check_sampling(config)
-    check_reward_models(config, encoder.tokenizer)
-    check_critic(config, encoder.tokenizer)
-    stop_ids_of(config, encoder.tokenizer, ())
-    check_prompts_fit(config, encoder.tokenizer, examples)
-    check_scores_of_run(config, encoder.tokenizer, examples, held_out)
-
-
 def train(
     config: PPOConfig,
     *,
@@ -321,9 +304,16 @@ def train(
     """Run the whole training, on what is given or on what the config names; return the trained model's folder."""
     # Tokenizer, scorers, rows, models.
     config = with_scorers(config.planned(), scorers)
+
+    def load_scorers(config: PPOConfig, tokenizer, device) -> Sequence[Scorer]:
+        """Return the scorers, once the tokenizer is known to have the stop token and to be the critic's."""
+        stop_ids_of(config, tokenizer, ())
+        check_critic(config, tokenizer)
+        return load_for_policy(config, tokenizer, device)
+
     critics = {} if config.critic is None else {"critic": config.critic}
     rows = (dataset, eval_dataset)
-    prepared = setup(config, arithmetic, load_for_policy, rows, sampler, critics, on_step=on_step)
+    prepared = setup(config, arithmetic, load_scorers, rows, sampler, critics, on_step=on_step)
     config, run, held_out = prepared.config, prepared.run, prepared.held_out
     critic = load_critic(config, prepared.tokenizer, run.device, prepared.updates)
     policy = prepared.load_policy(frozen=config.critic_only > 0)
@@ -361,7 +351,7 @@ def train(
     return run.finish(save)
 
 
-main = functools.partial(command.run, PPOConfig, arithmetic, train, checked_prompts, check)
+main = functools.partial(command.run, PPOConfig, train)
 
 if __name__ == "__main__":
     main()

@@ -10,7 +10,6 @@ that ends in EOS. Left out: rankings of more than two, process rewards, ensemble
 import functools
 import math
 import time
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -30,8 +29,7 @@ from fused_rl.trainers.data.preferences import (
     sides_of,
 )
 from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval
-from fused_rl.trainers.data.rows import Rows, load_rows
-from fused_rl.trainers.models.language_model import check_fits, check_sequences_fit
+from fused_rl.trainers.data.rows import load_rows
 from fused_rl.trainers.models.packing import Costs, pack_pairs, packing_costs, unpad_whole
 from fused_rl.trainers.models.reward_model import (
     RewardModel,
@@ -220,7 +218,7 @@ def train(
     config = run.check_inputs(
         config, tokenizer, {}, rows=pairs, held_out=held_out, reference_rows=reference
     )
-    model, costs = _load(config, run.device, tokenizer, [*pairs, *held_out, *reference])
+    model, costs = _load(config, run.device)
     run.fit_micro_batches(model)
     assert config.micro_batch_size is not None  # resolved
 
@@ -261,32 +259,18 @@ def train(
     return run.finish(lambda model_folder: save_reward_model(model, tokenizer, model_folder))
 
 
-def _load(config: RewardConfig, device: torch.device, tokenizer, pairs: list[Pair]) -> tuple:
+def _load(config: RewardConfig, device: torch.device) -> tuple:
     """Return the engine with the model, and what shared prompts cost in it or None."""
     assert config.steps is not None  # resolved
     with phase("loaded the model"):
         model = load_reward_model(config, device)
-        check_fits(
-            model.classifier,
-            tokenizer,
-            sides_of(pairs),
-            0,
-            "max_prompt_length or max_response_length",
-        )
         longest = config.max_prompt_length + config.max_response_length
         options = {"option": "share_prompts", "otherwise": "prompts are computed once per response"}
         costs = packing_costs(model.classifier, longest, config.share_prompts, **options)
         return engine.initialize(model, config, config.steps), costs
 
 
-def check(
-    config: RewardConfig, encoder: encode.Encoder, examples: Sequence, held_out: Rows
-) -> None:
-    """Refuse what a run refuses beside the rows that it reads."""
-    check_sequences_fit(config, encoder, examples, "max_prompt_length or max_response_length")
-
-
-main = functools.partial(command.run, RewardConfig, arithmetic, train, pairs_of, check)
+main = functools.partial(command.run, RewardConfig, train)
 
 if __name__ == "__main__":
     main()

@@ -9,7 +9,6 @@ sampled responses, which `fused-rl eval` measures.
 
 import functools
 import time
-from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -252,11 +251,6 @@ def evaluate(model, parts: list[MicroBatch]) -> Evaluation:
     return Evaluation(dict(found), by_row={"eval/loss": [losses, counts]})
 
 
-def check(config: SFTConfig, encoder: encode.Encoder, examples: Sequence, held_out: Rows) -> None:
-    """Refuse what a run refuses beside the rows that it trains on."""
-    language_model.check_sequences_fit(config, encoder, examples, "max_length")
-
-
 def train(
     config: SFTConfig,
     dataset: RowsLike = None,
@@ -278,10 +272,6 @@ def train(
     assert config.steps is not None  # resolved
     with phase("loaded the model"):
         lm = language_model.load_lm(config, run.device)
-        rows = (
-            (example.prompt + example.completion, example.where) for example in [*pairs, *held_out]
-        )
-        language_model.check_fits(lm.base, tokenizer, rows, 0, "max_length")
         # This tries whether packing leaves hidden states as they are, while the weights are whole.
         otherwise = "demonstrations are padded, not packed"
         costs = packing_costs(
@@ -312,7 +302,7 @@ def train(
     )
 
 
-main = functools.partial(command.run, SFTConfig, arithmetic, train, encoded, check)
+main = functools.partial(command.run, SFTConfig, train)
 
 if __name__ == "__main__":
     main()

@@ -4,13 +4,18 @@ import contextlib
 import io
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from fused_rl.trainers import distill, dpo, grpo, kto, ppo, reward, sft
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.encode import Encoder
+from fused_rl.trainers.data.marked import marked_rows
+from fused_rl.trainers.data.preferences import pairs_of
 from fused_rl.trainers.data.rows import BadRow, Rows
+from fused_rl.trainers.rollouts.roll_out import prompts_of
+from fused_rl.trainers.scorers.load import load_scorers
 from tests.trainers import tiny
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "data.md"
@@ -26,23 +31,41 @@ class Trainer(NamedTuple):
     name: str
     module: object
     options: dict
+    read: Callable
+    """(config, rows, encoder) -> what the trainer makes of rows."""
 
 
 # A template of all that the examples say.
 TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}
 {%- if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}<end>
 {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+def prompts(config, rows: Rows, encoder: Encoder) -> list:
+    """Return the prompts of rows, which every scorer has checked."""
+    scorers = load_scorers(config) if config.verifiers else []
+    return prompts_of(
+        rows,
+        encoder,
+        scorers,
+        column=config.prompt_column,
+        max_length=config.max_prompt_length,
+        completion_column=config.trained_column,
+        check=config.check_row,
+    )
+
+
 # Scorers that compare with an answer need one beside the prompt.
 SCORED = {"verifiers": ["format"]}
 TRAINERS = (
-    Trainer("sft", sft, {}),
-    Trainer("dpo", dpo, {}),
-    Trainer("reward", reward, {}),
-    Trainer("kto", kto, {}),
-    Trainer("grpo", grpo, SCORED),
-    Trainer("ppo", ppo, SCORED),
-    Trainer("distill", distill, {"teacher": "t"}),
-    Trainer("distill, `on_policy` below 1", distill, {"teacher": "t", "on_policy": 0.5}),
+    Trainer("sft", sft, {}, sft.encoded),
+    Trainer("dpo", dpo, {}, pairs_of),
+    Trainer("reward", reward, {}, pairs_of),
+    Trainer("kto", kto, {}, marked_rows),
+    Trainer("grpo", grpo, SCORED, prompts),
+    Trainer("ppo", ppo, SCORED, prompts),
+    Trainer("distill", distill, {"teacher": "t"}, prompts),
+    Trainer("distill, `on_policy` below 1", distill, {"teacher": "t", "on_policy": 0.5}, prompts),
 )
 
 
@@ -60,12 +83,10 @@ def examples(page: str) -> dict[str, dict]:
 
 def refusal(trainer: Trainer, row: dict, encoder: Encoder) -> str | None:
     """Return why a trainer cannot use a row, without its place and its columns; None if it trains on it."""
-    # main has what a dry run reads the rows with.
-    config_class, _, _, read, *_ = trainer.module.main.args
-    config = config_class(model="m", dataset="d", output_dir="o", **trainer.options)
+    config = trainer.module.main.args[0](model="m", dataset="d", output_dir="o", **trainer.options)
     with contextlib.redirect_stdout(io.StringIO()):
         try:
-            read(config, Rows([row], "rows.jsonl"), encoder)
+            trainer.read(config, Rows([row], "rows.jsonl"), encoder)
         except BadRow as error:
             return f"{error.reason}; {error.remedy}" if error.remedy else error.reason
         except InputError as error:

@@ -1,6 +1,5 @@
 """A dry run reads the rows as the run does: it refuses what the run refuses, and shows what the run trains."""
 
-import asyncio
 import importlib
 import importlib.util
 import os
@@ -10,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fused_rl.trainers import cli, distill, grpo, sft
-from fused_rl.trainers.run import command
+from fused_rl.trainers import cli, distill, sft
+from fused_rl.trainers.run import dry_run
 from tests.trainers import tiny
 
 SAID = {"role": "user", "content": "q"}
@@ -97,96 +96,14 @@ REFUSED = [
         "teacher=.* has .* tokens and model=",
     ),
     ("distill", ["--teacher", "http://"], "teacher='http://': expected a URL"),
-    (
-        "sft",
-        ["--verifiers", "exact_match"],
-        "4 of 40 rows cannot be used .* no answer in ground_truth, answer or solution",
-    ),
 ]
-
-
-# What scorers of the user's own do wrong, which only their scores show.
-
-
-def not_a_number(response, row):
-    return float("nan")
-
-
-def text(response, row):
-    return "1.0"
 
 
 def of_the_last_word(response, row):
     return float(response.split()[-1] == row["answer"])
 
 
-def of_the_first_column(completions, **columns):
-    return [1 / 0]
-
-
-async def of_a_server(response, row):
-    await asyncio.sleep(0)
-    raise RuntimeError("no answer")
-
-
-async def of_several_servers(completions, **columns):
-    await asyncio.sleep(0)
-    raise RuntimeError("no answer")
-
-
-RAISING = (of_the_last_word, of_the_first_column, of_a_server, of_several_servers)
-
-
-def none_of_many(completions, **columns):
-    return None
-
-
-def one_too_few(completions, **columns):
-    return [1.0] * (len(completions) - 1)
-
-
-def forgets_to_return(response, row):
-    _ = response == row["answer"]
-
-
-def of_progress(completions, trainer_state, **columns):
-    return [trainer_state.global_step / trainer_state.max_steps] * len(completions)
-
-
-MISTAKES = [
-    (not_a_number, "returned nan .* as the score of .*rows.jsonl, line .*, not a finite number"),
-    (text, "returned '1.0' .* as the score of .*line 1, not a finite number"),
-    (none_of_many, "returned None; it must return a list of scores"),
-    (one_too_few, "returned 7 scores for 8 responses"),
-    (of_the_last_word, "list index out of range"),
-    (of_the_first_column, "ZeroDivisionError: division by zero"),
-    (of_a_server, "RuntimeError: no answer"),
-    (of_several_servers, "RuntimeError: no answer"),
-]
-SCORED = [("grpo", *mistake) for mistake in MISTAKES]
-SCORED += [(name, *MISTAKES[0]) for name in ("sft", "distill", "ppo")]
-
-
-@pytest.mark.parametrize(("name", "scorer", "line"), SCORED)
-def test_a_dry_run_refuses_scores_that_the_run_refuses(
-    name, scorer, line, folder, tmp_path, capsys
-):
-    rows = tiny.jsonl(tmp_path / "rows.jsonl", [ROWS["answers"]] * 40)
-    words = [*words_of(name, folder, rows, tmp_path), "--verifiers"]
-    main = importlib.import_module(cli.TRAINERS[name].module).main
-    with pytest.raises(SystemExit, match=line) as refused:
-        main([*words, f"{__name__}:{scorer.__name__}", "--max_new_tokens", "8", "--dry_run"])
-    printed = capsys.readouterr().err
-    assert "scoring 8 made-up responses" in printed
-    assert (f"{scorer.__name__}' raised on " in printed) == (scorer in RAISING)
-    if scorer is of_the_last_word:
-        assert "raised on the response '' to " in printed
-    # The traceback of a function of the user's own has its frames alone.
-    frames = re.findall('File "(.*?)"', refused.value.code)
-    assert frames == ([__file__] if scorer in RAISING else [])
-
-
-@pytest.mark.parametrize("name", ["grpo", "ppo", "distill", "sft"])
+@pytest.mark.parametrize("name", ["grpo", "ppo", "distill"])
 @pytest.mark.parametrize(
     ("options", "count", "line"),
     [
@@ -209,27 +126,7 @@ def test_rows_are_refused_before_a_response_is_scored(
             main([*words, *action])
         said.append(str(refused.value))
     assert said[0] == said[1]
-    # The answers are only of the held-out rows that sft samples responses to.
-    assert count == 1 or f"{4 if name == 'sft' and 'anser' in line else count} of" in said[0]
-    assert "made-up" not in capsys.readouterr().err
-
-
-def test_a_dry_run_calls_no_scorer_in_vain(folder, tmp_path, capsys):
-    rows = tiny.jsonl(tmp_path / "rows.jsonl", [ROWS["answers"]] * 40)
-    reward = tiny.reward_folder(tmp_path / "reward", folder)
-    words = [*words_of("grpo", folder, rows, tmp_path), "--dry_run"]
-
-    def said(*more):
-        grpo.main([*words, *more])
-        return capsys.readouterr().err
-
-    # A model is not loaded, and what a sampler of the user's own returns is not known.
-    assert "made-up" not in said("--verifiers", f"reward_model:{reward}")
-    own = ["--sampler", f"{__name__}:of_progress"]
-    assert "made-up" not in said("--verifiers", f"{__name__}:not_a_number", *own)
-    found = said("--verifiers", f"[{__name__}:forgets_to_return, {__name__}:of_progress]")
-    assert f"{__name__}:forgets_to_return returned None for all" in found
-    assert "of_progress returned" not in found
+    assert count == 1 or f"{count} of" in said[0]
 
 
 @pytest.mark.parametrize(("name", "options", "line"), REFUSED)
@@ -278,7 +175,7 @@ def test_other_libraries_are_quiet_before_deepspeed_is_imported(
 def test_the_example_has_every_token_and_says_which_are_trained(
     folder, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(command, "MOST_TOKENS", 40)
+    monkeypatch.setattr(dry_run, "MOST_TOKENS", 40)
     rows = [{"prompt": "a b", "completion": f"c\n{'d' * 100}"}] * 10
     words = words_of("sft", folder, tiny.jsonl(tmp_path / "rows.jsonl", rows), tmp_path)
     sft.main([*words, "--batch_size", "2", "--dry_run"])
@@ -288,15 +185,6 @@ def test_the_example_has_every_token_and_says_which_are_trained(
         "# demonstration, prompt (8 tokens): <bos>|<user>|a| |b|<end>|\\n|<assistant>",
         f"# demonstration, trained (103 tokens): c|\\n|{'d|' * 18}… 63 more …|{'d|' * 19}<end>",
     ]
-
-
-def test_of_many_rows_a_sample_is_checked(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command, "MOST_ROWS", 6)
-    rows = [{"prompt": f"{i}", "completion": "c"} for i in range(30)]
-    words = words_of("sft", folder, tiny.jsonl(tmp_path / "rows.jsonl", rows), tmp_path)
-    sft.main([*words, "--batch_size", "8", "--steps", "9", "--warmup_steps", "8", "--dry_run"])
-    printed = capsys.readouterr()
-    assert "checked 6 of 26 rows of " in printed.err and "is not below" not in printed.out
 
 
 def test_a_run_says_which_form_it_read_and_which_columns_it_did_not(folder, tmp_path, capsys):

@@ -97,7 +97,7 @@ def test_what_is_outside_of_its_folder_goes_when_a_run_ends(ends, tmp_path):
     else:
         words = ["--model", "m", "--dataset", "d.jsonl", "--output_dir", str(tmp_path / "run")]
         with pytest.raises(SystemExit) as ended:
-            command.run(sft.SFTConfig, sft.arithmetic, train, sft.encoded, sft.check, words)
+            command.run(sft.SFTConfig, train, words)
         assert ended.value.code == 128 + signal.SIGTERM
     assert not outside.exists() and signal.getsignal(signal.SIGTERM) == before
 

@@ -250,25 +250,14 @@ def test_what_cannot_be_evaluated_is_refused_in_a_line(line, folder, tmp_path, m
     assert sorted(here.rglob("*")) == before
 
 
-def reads_result(response, row):
-    return float(response == row["result"])
-
-
 def takes_result(completions, result):
     return [1.0] * len(completions)
 
 
-def returns_text(response, row):
-    return "right"
-
-
 MISFITS = {
-    f"{__name__}:reads_result": "reads the column 'result', which .*rows.jsonl, line 1 does not have: "
-    r"it has \['answer', 'question'\]; rename a column of the data set, or give another scorer",
     f"{__name__}:takes_result": "takes the column 'result'; the row has .*; rename a column of the",
-    f"{__name__}:returns_text": "returned 'right' .* as the score of .*, not a finite number",
-    "exact_match, 'reward_model:no-such-folder'": "5 of 5 rows cannot be used; the first of each .*"
-    "column 'result' is missing or null; the row has .*; name another with --answer_column",
+    "exact_match": "5 of 5 rows cannot be used; the first of each .*column 'result' is missing "
+    "or null; the row has .*; name another with --answer_column",
 }
 
 

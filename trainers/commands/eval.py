@@ -45,8 +45,9 @@ from fused_rl.trainers.rollouts.roll_out import added_up, means_of, prompts_of, 
 from fused_rl.trainers.rollouts.solved import has_verdict
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
+from fused_rl.trainers.run.fitting import check_fits
 from fused_rl.trainers.run.parse import parse
-from fused_rl.trainers.scorers.load import checked_scorers, load_scorers, try_scorers
+from fused_rl.trainers.scorers.load import load_scorers
 from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
 
 MAX_NEW_TOKENS = 512
@@ -196,20 +197,17 @@ def evaluate(
         named = (config.dataset, config.dataset_config, config.dataset_split)
         rows = chosen_rows("dataset", dataset, *named, reader.bad)
         rows = reader.add(rows.subset(range(len(rows))[: config.max_rows]))
-        checking = checked_scorers(config)
+        reading = {"tokenizer": tokenizer, "device": device, "batch_size": config.batch_size}
+        judges = load_scorers(config, policy=config, held=held, **reading)
         problems = prompts_of(
             rows,
             encode.Encoder.of(config, tokenizer),
-            checking,
+            judges,
             column=config.prompt_column,
             max_length=config.max_prompt_length,
             names_answers=names_answers,
         )
     ranks.check_equal({"rows": hash_of_rows(problems)})
-    # A run's scorers may not fit other rows: that is found before the minutes in which models are read.
-    try_scorers(checking, tokenizer, problems)
-    reading = {"tokenizer": tokenizer, "device": device, "batch_size": config.batch_size}
-    judges = load_scorers(config, policy=config, held=held, **reading)
     with phase("loaded the model"):
         options = {"revision": config.revision, "attn_implementation": config.attn_implementation}
         lm = language_model.load_to_sample(
@@ -314,8 +312,7 @@ def _response_length(config: EvalConfig, lm, tokenizer, problems: list[Prompt]) 
         print_rank0(f"max_new_tokens: {length}")
 
     # A prompt that leaves no room for a response is an error; it is not cut.
-    rows = ((problem.ids, problem.where) for problem in problems)
-    language_model.check_fits(lm, tokenizer, rows, length, "max_new_tokens or max_prompt_length")
+    check_fits(config, tokenizer, problems, length)
     return length
 
 

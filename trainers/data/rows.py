@@ -73,12 +73,6 @@ class Rows:
         chosen = [self.rows[i] for i in indices]
         return Rows(chosen, self.source, [numbers[i] for i in indices], bad=self.bad)
 
-    def sampled(self, most: int) -> "Rows":
-        """Return at most so many of the rows, evenly spaced."""
-        if len(self) <= most:
-            return self
-        return self.subset([i * len(self) // most for i in range(most)])
-
     @contextlib.contextmanager
     def at(self, i: int) -> Iterator[None]:
         """Give an InputError of the block the place of row i."""

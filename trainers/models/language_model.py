@@ -1,7 +1,7 @@
 """The causal language model that the trainers share: loading, scoring its own input, saving in the Hub format."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +17,7 @@ from fused_rl.trainers.models import lora
 from fused_rl.trainers.models.checkpointing import checkpoint_activations
 from fused_rl.trainers.models.logits import ReferenceStates, compare, read_likeliest
 from fused_rl.trainers.models.packing import Costs, InRows
-from fused_rl.trainers.options import ModelConfig, RunConfig
+from fused_rl.trainers.options import RunConfig
 
 if TYPE_CHECKING:
     from fused_rl.trainers.models.sequences import Divided
@@ -280,65 +280,6 @@ def readable(name: str, attention: str | None = None):
         if attention is not None and of_attention:
             problem = f"attn_implementation={attention} cannot be used for model={name!r}"
         raise InputError(f"{problem}: {in_a_line(error)}") from error
-
-
-def check_fits(
-    lm: Any,
-    tokenizer,
-    rows: Iterable[tuple[list[int], str]],
-    more: int,
-    remedy: str,
-) -> None:
-    """Refuse token ids without an embedding, and rows that with `more` tokens are longer than the model's positions."""
-    embedding = lm.get_input_embeddings()
-    embedded = getattr(embedding, "base_layer", embedding).num_embeddings  # under adapters
-    limit = getattr(lm.config.get_text_config(), "max_position_embeddings", None) or float("inf")
-    special = [tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.vocab_size - 1]
-    # On a GPU an id without an embedding is an assertion in a kernel that names nothing.
-    if max(special) >= embedded:
-        raise InputError(
-            f"the tokenizer has ids up to {max(special)}, but the model embeds {embedded}: is tokenizer_config.json "
-            "missing, or model.resize_token_embeddings forgotten?"
-        )
-    for ids, where in rows:
-        if max(ids) >= embedded:
-            token = tokenizer.convert_ids_to_tokens(max(ids))
-            raise InputError(
-                f"{where}: token {token!r} has id {max(ids)}, but the model embeds ids below {embedded}"
-            )
-        if len(ids) + more > limit:
-            tokens = f"{len(ids)} tokens and up to {more} more" if more else f"{len(ids)} tokens"
-            raise InputError(
-                f"{where}: {tokens}, but the model has {limit} positions; lower {remedy}"
-            )
-
-
-def check_fits_unloaded(
-    config: ModelConfig,
-    tokenizer,
-    rows: Iterable[tuple[list[int], str]],
-    more: int,
-    remedy: str,
-) -> None:
-    """Refuse what `check_fits` refuses, for a dry run, which reads the model's config alone."""
-    import transformers
-
-    try:
-        read = transformers.AutoConfig.from_pretrained(config.model, revision=config.revision)
-        with torch.device("meta"):
-            lm = transformers.AutoModelForCausalLM.from_config(read)
-    except (OSError, ValueError, AttributeError):  # of adapters, or a model of another kind
-        return
-    check_fits(lm, tokenizer, rows, more, remedy)
-
-
-def check_sequences_fit(config: ModelConfig, encoder: Any, examples: Iterable, remedy: str) -> None:
-    """Refuse, for a dry run, examples whose prompt and response do not fit into the model."""
-    rows = []
-    for example in examples:
-        for prompt, response in example.sequences().values():
-            rows.append((prompt + response, example.where))
-    check_fits_unloaded(config, encoder.tokenizer, rows, 0, remedy)
 
 
 def switch_off_dropout(model: nn.Module) -> None:

@@ -78,7 +78,6 @@ def load_critic(config: Any, tokenizer, device: torch.device, updates: int):
         if value is not None:
             start = start.replace(**{option: value})
     with phase("loaded the critic"):
-        check_critic(config, tokenizer)
         critic = load_reward_model(start, device, kind=Critic)
         return engine.initialize(critic, start, updates)
 

@@ -17,7 +17,6 @@ from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval
 from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.models import language_model
-from fused_rl.trainers.models.language_model import check_fits, check_fits_unloaded
 from fused_rl.trainers.models.packing import packing_costs
 from fused_rl.trainers.policy.evaluate import HeldOut, share_of_rank
 from fused_rl.trainers.policy.options import PolicyConfig, SamplingRunConfig
@@ -121,9 +120,6 @@ class Setup:
                 **options,
             )
         policy.steps_per_epoch = len(self.prompts) / self.config.prompts_per_step
-        # A prompt that does not fit must be found now, and not only at the step that samples it.
-        prompts = (*self.prompts, *self.held_out.prompts)
-        check_prompts_fit(self.config, self.tokenizer, prompts, policy.model.module.base)
         return policy
 
     def prompts_of_rank(self, indices: list[int]) -> list[Prompt]:
@@ -164,16 +160,6 @@ def setup(
         config, tokenizer, config.reward_models() | models, rows=prompts, held_out=held_out
     )
     return Setup(run, config, tokenizer, scorers, prompts, share_of_rank(held_out), sampler)
-
-
-def check_prompts_fit(config: Any, tokenizer, prompts: Sequence[Prompt], base=None) -> None:
-    """Raise `InputError` if a prompt leaves the model no room for a response; a dry run has not loaded its `base`."""
-    rows = ((prompt.ids, prompt.where) for prompt in prompts)
-    remedy = "max_new_tokens or max_prompt_length"
-    if base is None:
-        check_fits_unloaded(config, tokenizer, rows, config.max_new_tokens, remedy)
-    else:
-        check_fits(base, tokenizer, rows, config.max_new_tokens, remedy)
 
 
 def check_sampling(config: SamplingRunConfig, users_sampler: SamplerFactory | None = None) -> None:

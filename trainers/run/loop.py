@@ -28,9 +28,10 @@ from fused_rl.trainers.base.files import hash_of, hash_of_model, hash_of_rows, i
 from fused_rl.trainers.base.screen import phase, print_line, print_rank0
 from fused_rl.trainers.base.text import InputError, check_installed, import_name_of
 from fused_rl.trainers.data.order import RowOrder, in_steps
-from fused_rl.trainers.options import RunConfig
+from fused_rl.trainers.options import FOUR_BIT_PACKAGE, RunConfig
 from fused_rl.trainers.run import hooks
-from fused_rl.trainers.run.fitting import fitting_tokens
+from fused_rl.trainers.run.dry_run import DryRun, described
+from fused_rl.trainers.run.fitting import check_fits, fitting_tokens
 from fused_rl.trainers.run.logger import Logger, draw_curves
 from fused_rl.trainers.run.metrics import Evaluation
 from fused_rl.trainers.run.store import EMPTY, RunFolder, unlock
@@ -68,6 +69,8 @@ def check_start(config: RunConfig, arithmetic: Arithmetic) -> None:
     config.resolve()
     hooks.check(config)
     arithmetic(config, ranks.planned_ranks(config.sequence_parallel))
+    if config.load_in_4bit:
+        check_installed("load_in_4bit", *FOUR_BIT_PACKAGE)
     if config.wandb_project is not None:
         check_installed("wandb_project", "wandb", "wandb")
 
@@ -86,11 +89,9 @@ class Run:
             on_step: a function to call after each step, as `--on_step` names one.
         """
         # Errors that need no other process are raised before this one waits for them.
-        if config.dry_run:
-            raise InputError(
-                f"dry_run is for the command: fused-rl {config.command} … --dry_run; leave it out"
-            )
         check_start(config, arithmetic)
+        world = ranks.planned_ranks(config.sequence_parallel)
+        self.divide = lambda config: arithmetic(config, world)
         self.on_step = hooks.chosen(config, on_step)
         self.hook_name = None if self.on_step is None else import_name_of(self.on_step)
 
@@ -100,12 +101,12 @@ class Run:
         passed = deepspeed_file.read(config.deepspeed)
         ranks.check_equal({"command": config.command, **config.to_dict(), "deepspeed": passed})
         # A token that may not write must fail now, and not after hours of training.
-        if config.push_to_hub:
+        if config.push_to_hub and not config.dry_run:
             from fused_rl.trainers.run import hub
 
             ranks.on_first_rank(lambda: hub.make_repository(config))
         self.store = RunFolder(config)
-        self.store.open()
+        self.store.check() if config.dry_run else self.store.open()
         self.step = 0
         self.save_seconds = 0.0
         self.stopping = False
@@ -133,8 +134,14 @@ class Run:
             other_rows: further examples, by name.
 
         Raises:
-            InputError: the inputs of two processes differ, or those of a resumed run do without `--accept_changes`.
+            InputError: a row does not fit into the model, the inputs of two processes differ, or those of a resumed run
+                do without `--accept_changes`.
+            DryRun: the run is a dry one.
         """
+        check_fits(config, tokenizer, [*rows, *held_out], getattr(config, "max_new_tokens", 0))
+        if config.dry_run:
+            config = in_steps(config, RowOrder.of(config, rows).size)
+            raise DryRun(described(config, self.divide(config), rows, tokenizer))
         with phase("hashed models and rows"):
             self.inputs = {"model": hash_of_model(config.model, config.revision)}
             self.inputs |= {option: hash_of_model(name) for option, name in models.items()}

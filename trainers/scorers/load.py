@@ -2,24 +2,12 @@
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
-
-from fused_rl.trainers.base.screen import print_rank0
 from fused_rl.trainers.base.text import InputError, load_function, name_of
-from fused_rl.trainers.data.encode import Encoder
-from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.rollouts.options import ROLLOUT_BATCH_SIZE
-from fused_rl.trainers.rollouts.roll_out import prompts_of, roll_out
-from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import (
-    OUTSIDE_OF_A_RUN,
-    Progress,
-    Prompt,
-    Response,
-    Sampler,
     Scorer,
 )
 from fused_rl.trainers.scorers import builtin
@@ -55,9 +43,6 @@ SCORERS: dict[str, Callable[..., Scorer]] = {
 KINDS = {spelling.partition(":")[0] for spelling in SCORERS}
 FUNCTION = "function"
 EXPECTED = f"{', '.join(SCORERS)} or module:function"
-# Rows whose responses a dry run makes up, and the response to one without an answer.
-TRIED = 4
-SHORT = "1"
 
 
 class ScorerSpec(NamedTuple):
@@ -169,93 +154,6 @@ def load_scorers(options: ScorerConfig, **reading) -> list[Scorer]:
             if not isinstance(scorer, builtin.Length):
                 scorer.solved_at = 1.0
     return models + verifiers
-
-
-def checked_scorers(config: ScorerConfig) -> list[Scorer]:
-    """Return the scorers with which a dry run checks rows: all but the models that score."""
-    specs = parse_scorers(config) if config.verifiers else []
-    return [spec.load(config.answer_column) for spec in specs if spec.kind != REWARD_MODEL]
-
-
-def check_reward_models(config: Any, tokenizer) -> None:
-    """Refuse reward models that score and have another tokenizer than the policy; they are not loaded."""
-    for folder in config.reward_models().values():
-        from fused_rl.trainers.models.reward_model import check_reads_policy
-
-        check_reads_policy("reward model", folder, tokenizer, config.model)
-
-
-class _MadeUp(Sampler):
-    """Returns responses that nobody sampled."""
-
-    is_checked = False
-
-    def __init__(self, responses: list[Response]):
-        super().__init__()
-        self.responses = responses
-
-    def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Response]:
-        return self.responses
-
-
-def try_scorers(
-    scorers: Sequence[Scorer],
-    tokenizer,
-    prompts: Sequence[Prompt],
-    progress: Progress = OUTSIDE_OF_A_RUN,
-) -> None:
-    """Refuse functions of the user's own whose scores would be refused, by responses that are made up: the answers of
-    the first rows, and empty ones.
-    """
-    functions = [scorer for scorer in scorers if isinstance(scorer, FunctionScorer)]
-    if not functions:
-        return
-    tried = list(prompts[:TRIED])
-    responses = []
-    for prompt in tried:
-        for text in (functions[0].answer(prompt.row) or SHORT, ""):
-            ids = tokenizer.encode(text, add_special_tokens=False)
-            responses.append(Response(ids, "stop"))
-    print_rank0(
-        f"scoring {len(responses)} made-up responses to the first rows: answers, and empty ones"
-    )
-    rollout = roll_out(
-        _MadeUp(responses),
-        functions,
-        tried,
-        Sampling(0.0, max_new_tokens=1, stop_ids=()),
-        tokenizer,
-        torch.device("cpu"),
-        copies=2,
-        progress=progress,
-    )
-    for name, scores in rollout.scores.items():
-        if scores.isnan().all():
-            print_rank0(f"{name} returned None for all of them (is a `return` missing?)")
-
-
-def check_scores_of_run(config: Any, tokenizer, prompts: Sequence[Prompt], held_out: Rows) -> None:
-    """Try, for a dry run, the scorers, unless what they score is what a sampler of the user's own returns."""
-    # Bad rows are refused before any response is scored, and all rows of a run are collected in one list.
-    refuses_rows = bool(held_out.bad) and config.bad_rows == "refuse"
-    if prompts and not refuses_rows and getattr(config, "sampler", None) is None:
-        # As in the evaluation before training.
-        progress = Progress(0, config.steps or 1)
-        try_scorers(checked_scorers(config), tokenizer, prompts, progress)
-
-
-def checked_prompts(config: Any, rows: Rows, encoder: Encoder) -> list[Prompt]:
-    """Return the prompts of rows as a dry run reads them: with all that checks rows, but no model that scores."""
-    scorers = checked_scorers(config)
-    return prompts_of(
-        rows,
-        encoder,
-        scorers,
-        column=config.prompt_column,
-        max_length=config.max_prompt_length,
-        completion_column=config.trained_column,
-        check=config.check_row,
-    )
 
 
 def load_for_policy(config: Any, tokenizer, device) -> list[Scorer]:

@@ -36,12 +36,11 @@ def lines_of(rows) -> bytes:
 
 
 def read(trainer: forms.Trainer, path, bad_rows="refuse") -> int:
-    """The number of examples of a file, as a dry run reads it."""
-    config_class, _, _, read_rows, *_ = trainer.module.main.args
-    config = config_class(model="m", dataset="d", output_dir="o", **trainer.options)
+    """The number of examples of a file."""
+    config = trainer.module.main.args[0](model="m", dataset="d", output_dir="o", **trainer.options)
     with Reading(bad_rows) as reading:
         rows = reading.add(load_rows(str(path), bad_rows=reading.bad))
-        return len(read_rows(config, rows, forms.encoder()))
+        return len(trainer.read(config, rows, forms.encoder()))
 
 
 @pytest.mark.parametrize("trainer", forms.TRAINERS, ids=[one.name for one in forms.TRAINERS])

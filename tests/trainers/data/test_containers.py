@@ -105,7 +105,7 @@ WITHOUT_TEXT = (list, dict)
 
 def ids(trainer: forms.Trainer, rows) -> list:
     """The token ids that a trainer makes of rows from a file or from Python."""
-    read = trainer.module.main.args[3]
+    read = trainer.read
     config = trainer.module.main.args[0](model="m", output_dir="o", **trainer.options)
     with Reading() as reading:
         given = None if isinstance(rows, str) else rows
