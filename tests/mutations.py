@@ -213,14 +213,14 @@ MUTATIONS = {
     ),
     "k4's ratio is upside down": Mutation(
         "fused_rl/objectives/estimators.py",
-        "tangent_exp((logprobs - old_logprobs).detach())",
-        "tangent_exp((old_logprobs - logprobs).detach())",
+        "tangent_exp((self.logprobs - self.old_logprobs).detach())",
+        "tangent_exp((self.old_logprobs - self.logprobs).detach())",
         "tests/test_kl_estimate.py",
     ),
     "rk3 pushes as k4 does": Mutation(
         "fused_rl/objectives/estimators.py",
-        'k2 if kl_estimator == "rk3" else k2 + d',
-        "k2 + d",
+        'self.k1 * self.k1.detach() if name == "rk3" else self.k2 + self.k1',
+        "self.k2 + self.k1",
         "tests/test_kl_estimate.py",
     ),
     "K targets that tie leave the others out": Mutation(
@@ -231,8 +231,8 @@ MUTATIONS = {
     ),
     "the clip is optimistic": Mutation(
         "fused_rl/objectives/surrogates.py",
-        "-torch.minimum(ratio * adv",
-        "-torch.maximum(ratio * adv",
+        "-torch.where(bound < gain, bound, gain)",
+        "-torch.where(bound > gain, bound, gain)",
         LOSSES,
     ),
     "clip_high is clip_low": Mutation(
@@ -261,14 +261,14 @@ MUTATIONS = {
     ),
     "the policy is held to the KL with the wrong sign": Mutation(
         "fused_rl/objectives/losses.py",
-        "losses = losses + chosen.kl_coef",
-        "losses = losses - chosen.kl_coef",
+        "terms = chosen.kl_coef * estimates.chosen",
+        "terms = -chosen.kl_coef * estimates.chosen",
         LOSSES,
     ),
     "entropy is punished": Mutation(
         "fused_rl/objectives/losses.py",
-        "losses = losses - chosen.entropy_coef",
-        "losses = losses + chosen.entropy_coef",
+        "terms - chosen.entropy_coef * entropy",
+        "terms + chosen.entropy_coef * entropy",
         LOSSES,
     ),
     "a long sequence is far however near its tokens are": Mutation(
@@ -291,8 +291,8 @@ MUTATIONS = {
     ),
     "lengths of sequences count padding": Mutation(
         "fused_rl/objectives/aggregation.py",
-        "self.lengths = mask.long().sum(1)",
-        "self.lengths = mask.long().sum(1) * 0 + mask.shape[1]",
+        "self.lengths = mask.sum(1)",
+        "self.lengths = mask.sum(1) * 0 + mask.shape[1]",
         LOSSES,
     ),
     "truncated responses count": Mutation(
@@ -1107,11 +1107,6 @@ MUTATIONS = {
         "sum(of_updates) / len(of_updates) for",
         "sum(of_updates) / len(history) for",
     ),
-    "a goal from below is met from above": Mutation(
-        "trainers/run/metrics.py",
-        "return figure >= self.value if rises else figure <= self.value",
-        "return figure >= self.value if rises else figure >= self.value",
-    ),
     "a checkpoint before the last step is not resumed at its row": Mutation(
         "trainers/run/loop.py",
         '{"position": self.order.position, "inputs"',
@@ -1184,13 +1179,13 @@ MUTATIONS = {
     ),
     "the error of a change is not paired": Mutation(
         "trainers/run/learned.py",
-        "if len(both[0]) == len(both[1]):",
-        "if len(both[0]) != len(both[1]):",
+        "error_of([b - a for a, b in zip(*moved, strict=True)])",
+        "math.hypot(*map(error_of, moved))",
     ),
-    "rows without weights weigh by their sums": Mutation(
+    "the error of a ratio forgets its rows' weights": Mutation(
         "trainers/run/learned.py",
-        "return [(s - ratio * w) * scale for",
-        "return [(s - ratio) * scale for",
+        "return [(s - ratio * w) / mean",
+        "return [(s - ratio) / mean",
     ),
     "pass-at-k leads by the third": Mutation(
         "fused_rl/objectives/advantages.py",
@@ -1212,10 +1207,11 @@ MUTATIONS = {
         "variance.clamp(min=std_floor**2)",
         "variance.clamp(min=std_floor)",
     ),
-    "kl4 is weighted by the mirrored ratio": Mutation(
+    "kl4 is not weighted by the ratio": Mutation(
         "fused_rl/objectives/losses.py",
-        "ratio = tangent_exp(logprobs - old)\n    estimates",
-        "ratio = tangent_exp(old - logprobs)\n    estimates",
+        '"kl4": estimates.ratio * estimates.k1',
+        '"kl4": estimates.k1',
+        METRICS,
     ),
     "GSPO's tokens share the advantage": Mutation(
         "fused_rl/objectives/losses.py",
