@@ -92,13 +92,14 @@ def prepare(folder: Path, seed: int) -> None:
 def accuracy_by_kind(config: reward.RewardConfig) -> dict[str, float]:
     """Return how often the right answer has the higher score, by the kind of wrong answer, on held-out pairs."""
     rows = load_rows(config.eval_dataset)
-    pairs = preferences.PairEncoder(config, encode.load_tokenizer(config.model)).pairs(rows)
+    encoder = encode.Encoder.of(config, encode.load_tokenizer(config.model))
+    pairs = preferences.pairs_of(config, rows, encoder)
     # The saved model scores here, in the way in which it would score responses in PPO.
     scorer = RewardScorer(RewardModel.from_pretrained(f"{config.output_dir}/model"), 256)
     chosen = scorer([pair.chosen[0] for pair in pairs], [pair.chosen[1] for pair in pairs])
     rejected = scorer([pair.rejected[0] for pair in pairs], [pair.rejected[1] for pair in pairs])
     won = {"all": (chosen > rejected).tolist()}
-    for row, hit in zip(rows.rows, won["all"], strict=True):
+    for row, hit in zip(rows, won["all"], strict=True):
         won.setdefault(row["kind"], []).append(hit)
     return {kind: sum(hits) / len(hits) for kind, hits in won.items()}
 

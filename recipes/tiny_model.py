@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> None:
     given = parser.parse_args(argv)
     if given.output_dir.exists():
         raise InputError(f"{given.output_dir} exists; give --output_dir a new folder")
-    tokenizer = learn_tokenizer(texts_of(load_rows(given.dataset).rows), 512, chat=True)
+    tokenizer = learn_tokenizer(texts_of([*load_rows(given.dataset)]), 512, chat=True)
     sizes = {
         "layers": given.layers,
         "hidden_size": given.hidden_size,

@@ -1079,8 +1079,8 @@ MUTATIONS = {
     ),
     "SFT counts rows that fill a share up": Mutation(
         "trainers/sft.py",
-        "None if example.counted else [False]",
-        "None if True else [False]",
+        "trained=[False] * len(one.completion)",
+        "trained=None",
     ),
     "two epochs have one order": Mutation(
         "trainers/data/order.py",

@@ -6,8 +6,8 @@ import pytest
 
 from fused_rl.recipes import tiny_model
 from fused_rl.trainers.data.encode import Encoder, load_tokenizer
-from fused_rl.trainers.data.rows import Rows
 from tests.lazy import transformers
+from tests.trainers import tiny
 
 ROWS = [
     {"messages": [{"role": "user", "content": f"how much is {i} + {i}"}], "answer": str(2 * i)}
@@ -31,8 +31,8 @@ def test_every_text_can_be_spelled_and_the_template_ends_where_it_must(tmp_path)
     assert tokenizer.decode(tokenizer(text).input_ids) == text
     assert "how" in {token.strip("Ġ") for token in tokenizer.get_vocab()}, "learned from messages"
     encoder = Encoder(tokenizer, system_prompt="be short")
-    ((prompt, completion),) = encoder.pairs(
-        Rows([{"prompt": "hi", "completion": "ho"}], "r"), 0, None, "completion"
+    ((prompt, completion),) = tiny.pairs(
+        encoder, {"prompt": "hi", "completion": "ho"}, None, "completion"
     )
     assert tokenizer.decode(prompt) == "<system>be short<user>hi<assistant>"
     assert tokenizer.decode(completion) == "ho<eos>"

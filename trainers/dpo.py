@@ -20,6 +20,7 @@ import time
 from typing import ClassVar, Literal
 
 import torch
+from torch.utils.data import ConcatDataset
 
 import fused_rl
 from fused_rl.trainers.base import engine
@@ -209,7 +210,7 @@ def train(
         run.fit_micro_batches(model)
 
     # The reference is the model as it is now, before a checkpoint replaces its weights.
-    every = [*pairs, *held_out]
+    every = ConcatDataset([pairs, held_out])
     reference = torch.zeros(len(every), 2)
     if config.loss_type not in WITHOUT_REFERENCE:
         # Pairs that the run does not come to are not measured. Held-out ones are measured as an evaluation

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import torch
+from torch.utils.data import ConcatDataset
 
 import fused_rl
 from fused_rl.trainers.base import engine
@@ -147,9 +148,11 @@ def train(
             marked_rows(config, part, encoder)
             for part in load_train_eval(config, dataset, eval_dataset, reading)
         )
+        for part in (rows, held_out):
+            part.check_prompts()
     config = run.check_inputs(config, tokenizer, {}, rows=rows, held_out=held_out)
     assert config.steps is not None  # resolved
-    everything = [*rows, *held_out]
+    everything = ConcatDataset([rows, held_out])
     with phase("loaded the model"):
         lm = language_model.load_lm(config, run.device)
         lm.unpadded_costs = unpadded_costs(lm.base)

@@ -34,7 +34,7 @@ from fused_rl.trainers.base.text import InputError, import_name_of
 
 DEFAULT_MICRO_BATCH = 8  # sequences, where memory is not measured
 # A dataset that ends so is a file, any other a name.
-FILES = (".jsonl", ".json", ".csv", ".parquet")
+FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
 
 # Numbers with a range; NaN is in none of them.
@@ -85,7 +85,7 @@ def splits(option: str, dataset: str, default: str) -> Needs:
     return Needs(
         option,
         lambda config: (
-            getattr(config, option) == default or not is_file_name(getattr(config, dataset) or "")
+            getattr(config, option) == default or not is_file_name(str(getattr(config, dataset)))
         ),
         f"has no meaning, as {dataset} is a file, without splits; write the rows you want into a file of their own",
     )
@@ -367,15 +367,15 @@ TEMPLATE_NEEDS = tuple(
 class DataConfig(Options):
     """The rows, and how they become prompts."""
 
-    dataset: str | None = may_change(None)
-    """A local file (.jsonl, .json, .csv or .parquet, each also with .gz), a folder of such files or from save_to_disk,
-    or the name of a Hub dataset."""
+    dataset: str | list[str] | None = may_change(None)
+    """A local file (.jsonl, .json, .csv, .tsv or .parquet, each also with .gz), a pattern such as data/*.jsonl, a
+    folder of such files or from save_to_disk, or a name on the Hub; several of these are read one after the other."""
     dataset_config: str | None = None
     """Configuration of the Hub dataset; None takes its only one, or the one named default or main."""
     dataset_split: str = "train"
     """The Hub dataset's split to train on."""
-    eval_dataset: str | None = may_change(None)
-    """File or Hub name of the held-out rows; None holds out the last `eval_size` rows of `dataset`."""
+    eval_dataset: str | list[str] | None = may_change(None)
+    """The held-out rows, named as in `dataset`; None holds out the last `eval_size` rows of `dataset`."""
     eval_dataset_config: str | None = may_change(None)
     """Configuration of `eval_dataset`; None takes dataset_config if both name the same dataset."""
     eval_split: str = may_change("test")
@@ -389,7 +389,7 @@ class DataConfig(Options):
     chat_template_kwargs: dict[str, Any] | None = None
     """Further arguments of the chat template, as YAML or JSON: {enable_thinking: false}."""
     max_prompt_length: PositiveInt = 512
-    """Longer prompts (in tokens) are dropped, counted and reported."""
+    """Longer prompts (in tokens) are dropped, counted and reported; sft and kto have max_length alone."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """Let rows that cannot be used end the run before a model is loaded, or skip them. Both print the reasons."""
 

@@ -26,7 +26,6 @@ from fused_rl.trainers.data.preferences import (
     arithmetic,
     pairs_at_once,
     pairs_of,
-    sides_of,
 )
 from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval
 from fused_rl.trainers.data.rows import load_rows
@@ -92,7 +91,7 @@ def train_step(
 
     def score(indices: list[int]) -> torch.Tensor:
         # Both sides go through the model at once, because the loss compares them.
-        sides = [ids for ids, _ in sides_of([pairs[i] for i in indices])]
+        sides = [prompt + ids for i in indices for prompt, ids in pairs[i].sequences().values()]
         packed = None
         if costs is not None:
             packed = (
@@ -213,10 +212,15 @@ def train(
         if config.reference_dataset is not None:
             rows = reading.add(load_rows(config.reference_dataset, bad_rows=reading.bad))
             reference = pairs_of(config, rows, encoder)
-        reference = reference[: config.normalize_pairs]
+        reference = reference.chosen(slice(config.normalize_pairs))
     # The reference pairs decide the scale of the scores, so a resumed run compares them, too.
     config = run.check_inputs(
-        config, tokenizer, {}, rows=pairs, held_out=held_out, reference_rows=reference
+        config,
+        tokenizer,
+        {},
+        rows=pairs,
+        held_out=held_out,
+        reference_rows=reference.digests,
     )
     model, costs = _load(config, run.device)
     run.fit_micro_batches(model)

@@ -9,21 +9,24 @@ sampled responses, which `fused-rl eval` measures.
 
 import functools
 import time
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.ranks import divide_over
-from fused_rl.trainers.base.screen import bar, phase
+from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
+from fused_rl.trainers.data.examples import Examples, Record, encode_rows
+from fused_rl.trainers.data.forms import Reader
 from fused_rl.trainers.data.micro_batches import (
     Padding,
     as_many_on_all_ranks,
     by_tokens,
 )
-from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval, log_dropped
+from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval
 from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.packing import (
@@ -65,6 +68,8 @@ class SFTConfig(RunConfig):
     ends with the assistant's turn."""
     assistant_turns: Literal["last", "all"] = "last"
     """Train the last turn of the assistant in a conversation, or each of its turns with all that came before it."""
+    text_column: str | None = None
+    """A column of whole texts, whose tokens are trained; None takes text of rows that have no prompt."""
     max_length: PositiveInt = 1024
     """Longer rows (prompt and completion, in tokens) are dropped, counted and reported."""
     batch_size: PositiveInt = 32
@@ -96,8 +101,8 @@ class Example(NamedTuple):
     prompt: list[int]
     completion: list[int]
     where: str
-    counted: bool = True
-    """False for one that only makes the ranks' shares of the held-out rows even."""
+    trained: list[bool] | None = None
+    """Which tokens of the completion count, where others speak in it too; None if all do."""
 
     def sequences(self) -> dict[str, encode.Encoded]:
         """Return the demonstration by its name."""
@@ -108,22 +113,29 @@ class Example(NamedTuple):
         return len(self.prompt) + len(self.completion)
 
 
-def encoded(config: SFTConfig, rows: Rows, encoder: encode.Encoder) -> list[Example]:
-    """Every row that is short enough."""
-    kept = []
-    dropped = 0
-    for i in bar(range(len(rows)), "reading rows"):
-        with rows.collecting(i):
-            pairs = encoder.pairs(
-                rows, i, config.prompt_column, config.completion_column, config.assistant_turns
-            )
-            # A conversation of several turns is kept as a whole or not at all.
-            if encode.fit(pairs, config.max_prompt_length, config.max_length):
-                kept += [Example(*pair, rows.where(i)) for pair in pairs]
-            else:
-                dropped += 1
-    log_dropped(rows, dropped, "longer than max_prompt_length or max_length")
-    return kept
+def encoded(config: SFTConfig, rows: Rows, encoder: encode.Encoder) -> Examples:
+    """Return an `Example` of every row that is short enough."""
+    read = functools.partial(
+        _read_example,
+        encoder,
+        column=config.prompt_column,
+        completion_column=config.completion_column,
+        turns=config.assistant_turns,
+        text_column=config.text_column,
+    )
+    examples = encode_rows(rows, encoder.key, read, _example)
+    return examples.fitting("row", {"tokens": ("max_length", config.max_length)})
+
+
+def _read_example(encoder: encode.Encoder, reader: Reader, **options) -> list[Record]:
+    found = encoder.demonstrations(reader, **options)
+    flags = [[*map(int, one.trained or [])] for one in found]
+    return [Record([one.prompt, one.response, of]) for one, of in zip(found, flags, strict=True)]
+
+
+def _example(ids: list[list[int]], _, rows: Rows, i: int) -> Example:
+    prompt, completion, trained = ids
+    return Example(prompt, completion, rows.where(i), [*map(bool, trained)] or None)
 
 
 class MicroBatch(NamedTuple):
@@ -183,10 +195,7 @@ def micro_batches(
         prompts = [example.prompt for example in part]
         completions = [example.completion for example in part]
         where = [example.where for example in part]
-        # A row that only fills the rank's share up has no token that counts.
-        trained = [
-            None if example.counted else [False] * len(example.completion) for example in part
-        ]
+        trained = [example.trained for example in part]
         batch = make_batch(prompts, completions, pad_id, device, where=where, trained=trained)
         packed = None if rows is None else pack_whole(batch, rows)
         if costs is not None and not costs.masked:
@@ -195,19 +204,20 @@ def micro_batches(
     return micro_batches
 
 
-def held_out_share(examples: list[Example]) -> list[Example]:
+def held_out_share(examples: Sequence[Example]) -> list[Example]:
     """Return this rank's share of the held-out rows, as many on every rank; what fills a share up is not counted."""
     # Under ZeRO 3 every pass gathers weights from all ranks, which must run equally many.
     share = [examples[i] for i in share_of_rank(len(examples))]
     count = len(range(ranks.rank(), len(examples), ranks.world_size()))
-    return share[:count] + [example._replace(counted=False) for example in share[count:]]
+    uncounted = [one._replace(trained=[False] * len(one.completion)) for one in share[count:]]
+    return share[:count] + uncounted
 
 
 def train_step(model, parts: list[MicroBatch], step: int) -> dict[str, float]:
     """One optimizer step over this rank's micro-batches; returns means over all ranks."""
     # The mean is over the tokens of the whole step on all ranks. In a mean of the micro-batches'
     # means, a token of a short completion would weigh more.
-    num_tokens = ranks.global_sum(sum(part.batch.response_lengths.sum() for part in parts)).item()
+    num_tokens = ranks.global_sum(sum(part.batch.token_counts.sum() for part in parts)).item()
     sums, padding = Sums(step), Padding()
     model.train()
     for part in parts:

@@ -36,10 +36,10 @@ def words_of(name, folder, dataset, tmp_path) -> list[str]:
 @pytest.mark.parametrize("name", cli.TRAINERS)
 def test_a_dry_run_says_what_the_run_would_say(name, folder, tmp_path, capsys):
     row = ROWS[READS.get(name, "answers")]
-    rows = [row] * 40
     # One in the middle, one among the held-out rows, and one that is no row.
     faults = {11: row | {"prompt": ""}, 38: row | {"prompt": [SAID | {"role": "bot"}]}, 20: [row]}
-    rows = [faults.get(i, row) for i in range(40)]
+    # KTO needs several prompts.
+    rows = [faults.get(i, row | {"prompt": f"q{i % 2}"}) for i in range(40)]
     words = words_of(name, folder, tiny.jsonl(tmp_path / "rows.jsonl", rows), tmp_path)
     main = importlib.import_module(cli.TRAINERS[name].module).main
     said = []

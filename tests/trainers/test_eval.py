@@ -138,7 +138,7 @@ def test_responses_are_those_of_the_model_and_equal_seeds_are_equal(folder, tmp_
     tokenizer = encode.load_tokenizer(str(folder / "model"))
     lm = language_model.load_to_sample(str(folder / "model"), device="cpu", dtype=torch.float32)
     encoder, rows = encode.Encoder(tokenizer), load_rows(str(folder / "rows.jsonl"))
-    prompts = [encoder.prompt(rows, i, None) for i in range(5)]
+    prompts = [tiny.prompt(encoder, rows[i], None) for i in range(5)]
     sampling = Sampling(0.0, 4, tuple(encode.stop_ids(tokenizer, lm.saved_generation_config)))
     greedy = tiny.generate(lm, prompts, sampling, batch_size=1)
     assert [row["tokens"] for row in a] == [len(ids) for ids in greedy]
@@ -217,14 +217,14 @@ def test_a_response_may_be_as_long_as_the_model_has_positions(folder, tmp_path, 
     command.main(options(folder, dataset=rows, samples=1))
     printed = capsys.readouterr().out
     encoder = encode.Encoder(encode.load_tokenizer(str(folder / "model")))
-    prompt = encoder.prompt(load_rows(rows), 0, None)
+    prompt = tiny.prompt(encoder, load_rows(rows)[0], None)
     assert f"max_new_tokens: {128 - len(prompt)}\n" in printed  # the model has 128 positions
 
 
 REFUSED = {
     "--verifier_weights [1]": "verifier_weights=.1.0. has no meaning without --verifiers",
     "--solved_at [1]": "solved_at=.1.0. has no meaning without --verifiers",
-    "--verifiers format --max_prompt_length 2": "rows.jsonl: all 5 rows are longer than max_prompt_length",
+    "--verifiers format --max_prompt_length 2": "no prompt is left of 5: 5 with a prompt longer than",
     "--verifiers format --max_new_tokens 200": "the model has 128 positions; lower max_new_tokens",
     "--model model --revision main": "revision=main is of a model on the Hub, and model=model is a folder",
     "--output_dir model": r"output_dir=model already holds summary.json; replace",

@@ -126,7 +126,7 @@ def test_a_pair_is_two_rows_and_mismatched_responses_answer_another_prompt(folde
         with pytest.raises(
             InputError, match="rows have the prompt of rows.jsonl, line .; .*several"
         ):
-            read(folder, alone)
+            read(folder, alone).check_prompts()
     # A response to a shorter prompt is cut where the row would be too long.
     long = [
         {"prompt": p, "completion": r, "label": True} for p, r in (("a" * 6, "b"), ("a", "b" * 6))

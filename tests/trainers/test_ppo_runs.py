@@ -283,7 +283,10 @@ def test_a_prompt_over_the_limit_is_dropped_and_counted(files, tmp_path, capsys)
             (files[0], rows, files[2]), tmp_path / "run", eval_size=0, steps=1, max_prompt_length=40
         )
     )
-    assert "dropped 1 of 10 rows longer than max_prompt_length" in capsys.readouterr().out
+    assert (
+        "dropped 1 of 10 prompts: 1 with a prompt longer than max_prompt_length="
+        in capsys.readouterr().out
+    )
 
 
 def other_tokenizer(folder, model):

@@ -55,7 +55,9 @@ def test_metrics_have_exactly_these_names(run):
 
 def held_out_pairs(config) -> list[preferences.Pair]:
     tokenizer = encode.load_tokenizer(config.model)
-    return preferences.PairEncoder(config, tokenizer).pairs(load_train_eval(config)[1])
+    return preferences.pairs_of(
+        config, load_train_eval(config)[1], encode.Encoder.of(config, tokenizer)
+    )
 
 
 def test_the_scorer_gives_the_trainers_scores(run):

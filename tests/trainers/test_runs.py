@@ -174,7 +174,7 @@ def held_out_by_definition(config: sft.SFTConfig) -> tuple[float, float]:
     _, held_out = load_train_eval(config)
     encoder, losses, hits = encode.Encoder(encode.load_tokenizer(config.model)), [], []
     for i in range(len(held_out)):
-        prompt, completion = encoder.pairs(held_out, i, None, "answer")[0]
+        prompt, completion = tiny.pairs(encoder, held_out[i], None, "answer")[0]
         logprobs = (
             lm.base(input_ids=torch.tensor([prompt + completion]))
             .logits[0]

@@ -22,7 +22,7 @@ def scored_together(rank, world):
 
         scores = scoring.score_all(LENGTHS[:count], 2, score)
         examples = [sft.Example([1], [i], f"row {i}") for i in range(count)]
-        counted = [e.where for e in sft.held_out_share(examples) if e.counted]
+        counted = [e.where for e in sft.held_out_share(examples) if e.trained is None]
         found.append((scores.tolist(), seen, counted))
     return found
 

@@ -6,6 +6,7 @@ import torch
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out, rollout_metrics
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sample
+from fused_rl.trainers.scorers import builtin
 from fused_rl.trainers.scorers.builtin import answer_of
 from fused_rl.trainers.scorers.load import load_scorers as load
 from fused_rl.trainers.scorers.options import ScorerConfig
@@ -85,15 +86,29 @@ def test_the_ground_truths_column():
         (
             {"a": {"b": {"c": 1}}},
             "a.b",
-            "^column 'a.b' must be text or a number, got .'c': 1. .dict.",
+            "^column 'a.b' must be text, .* got .'c': 1. .dict.",
         ),
-        ({"answer": [1]}, None, "^column 'answer' must be text or a number, got .1. .list."),
-        ({"answer": float("nan")}, None, "^column 'answer' must be text or a number, got nan"),
+        ({"answer": [{}]}, None, "^column 'answer' must be text, .* got {} .dict."),
+        ({"answer": []}, None, r"^column 'answer' has no answer, got \[\]"),
+        ({"answer": float("nan")}, None, "^column 'answer' must be text, .* got nan"),
         ({"answer": "6*7\n####"}, None, "^column 'answer' has no answer"),
         ({"answer": None}, "answer", "^column 'answer' is missing or null"),
     ):
         with pytest.raises(InputError, match=message):
             answer_of(row, column)
+
+
+def test_any_of_several_answers_counts_and_a_bool_is_a_word():
+    scorer = builtin.ExactMatch(name="exact_match")
+    row = {"answer": ["Paris", "the city of light"]}
+    assert [scorer.is_right(text, row) for text in ("Paris", "the city  of light", "Rome")] == [
+        True,
+        True,
+        False,
+    ]
+    assert (
+        scorer.is_right("true", {"answer": True}) and answer_of({"answer": False}, None) == "false"
+    )
 
 
 def test_an_answer_may_stand_in_nested_columns():

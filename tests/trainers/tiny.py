@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 
 from fused_rl.trainers import cli
+from fused_rl.trainers.data.encode import Encoder
+from fused_rl.trainers.data.forms import Reader
 from fused_rl.trainers.rollouts import types
 
 CHAT_TEMPLATE = (
@@ -225,3 +227,16 @@ class Telling(Sampler):
 
     def reported(self, prompt, ids, sampling) -> list[float]:
         return [-5.0] * len(ids)
+
+
+def pairs(
+    encoder: Encoder, row: dict, column: str | None, completion_column: str, turns: str = "last"
+) -> list[tuple[list[int], list[int]]]:
+    """The token ids of each turn that a row trains, apart from the others."""
+    read = encoder.demonstrations(Reader(row), column, completion_column, turns, joined=False)
+    return [(one.prompt, one.response) for one in read]
+
+
+def prompt(encoder: Encoder, row: dict, column: str | None) -> list[int]:
+    """The token ids of a row's prompt."""
+    return encoder.prompt(Reader(row), column)[1]

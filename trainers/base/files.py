@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -44,17 +44,6 @@ def hash_of(value: object) -> str:
     """Return the hash of what JSON can write, such as a chat template."""
     text = json.dumps(value, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def hash_of_rows(rows: Iterable) -> str:
-    """Return the hash of rows as a trainer keeps them, in order, without where they came from."""
-    total = hashlib.blake2b(digest_size=16)
-    for row in rows:
-        # Where a row came from is left out: a moved file has the same rows.
-        kept = row._asdict() if isinstance(row, tuple) else vars(row)
-        text = json.dumps(kept | {"where": None}, sort_keys=True, default=str)
-        total.update(text.encode())
-    return total.hexdigest()
 
 
 def hash_of_model(name: str, revision: str | None = None) -> str:

@@ -21,7 +21,7 @@ import torch
 import yaml
 
 from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.base.files import as_json, hash_of_rows, write_atomically, write_rows
+from fused_rl.trainers.base.files import as_json, hash_of, write_atomically, write_rows
 from fused_rl.trainers.base.screen import phase, print_line, print_rank0
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode
@@ -207,7 +207,7 @@ def evaluate(
             max_length=config.max_prompt_length,
             names_answers=names_answers,
         )
-    ranks.check_equal({"rows": hash_of_rows(problems)})
+    ranks.check_equal({"rows": hash_of(problems.digests)})
     with phase("loaded the model"):
         options = {"revision": config.revision, "attn_implementation": config.attn_implementation}
         lm = language_model.load_to_sample(
@@ -305,14 +305,14 @@ def _response_length(config: EvalConfig, lm, tokenizer, problems: list[Prompt]) 
     if length is None:
         # Some models, such as those with relative positions, have no limit of their own.
         positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
-        longest = max(len(problem.ids) for problem in problems)
+        longest = int(problems.column("prompt").max())
         length = MAX_NEW_TOKENS
         if positions is not None:
             length = max(1, min(length, positions - longest))
         print_rank0(f"max_new_tokens: {length}")
 
     # A prompt that leaves no room for a response is an error; it is not cut.
-    check_fits(config, tokenizer, problems, length)
+    check_fits(config, tokenizer, [problems], length)
     return length
 
 

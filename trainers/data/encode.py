@@ -5,29 +5,29 @@ A prompt has the ids that generation will see, and a completion those that follo
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-from fused_rl.trainers.base.files import base_of_adapters, check_exists
+from fused_rl.trainers.base.files import base_of_adapters, check_exists, hash_of
 from fused_rl.trainers.base.text import InputError, in_a_line
 from fused_rl.trainers.data.forms import FIX, Message, Prompt, Reader, conversation
-from fused_rl.trainers.data.rows import BadRow, Rows
+from fused_rl.trainers.data.rows import BadRow
 from fused_rl.trainers.data.templates import (
     BEGINS_REASONING,
-    CALLS,
     CLOSED,
     KEEPS_REASONING,
     MARK,
     OPEN,
     REASONING,
-    REASONING_BEGINS,
+    TOOLS_LOST,
     continuation,
-    left_out,
-    missing,
+    lost,
+    misses,
     opens_reasoning,
     reads,
     reasoning_apart,
@@ -37,9 +37,9 @@ from fused_rl.trainers.data.templates import (
 
 Encoded: TypeAlias = tuple[list[int], list[int]]
 """Token ids of a prompt and of its response."""
-# Marks a text that is given as a prompt and goes to the model as it is.
-RENDERED = "is_rendered"
 READ_AS_IT_IS = "give the prompt as the exact text that the model reads, with --raw_prompt"
+# The pieces of texts whose ids are remembered, such as a template's own system prompt.
+MOST_PIECES = 10_000
 
 
 def load_tokenizer(name: str, revision: str | None = None):
@@ -103,8 +103,17 @@ def saved_stop_ids(name: str, revision: str | None, tokenizer) -> list[int]:
     return [tokenizer.eos_token_id]
 
 
+class Demonstration(NamedTuple):
+    """Token ids of a prompt and of what follows it."""
+
+    prompt: list[int]
+    response: list[int]
+    trained: list[bool] | None = None
+    """Which tokens of the response are the assistant's, where others speak in it too; None if all are."""
+
+
 class Encoder:
-    """Encodes prompts and completions; raises a BadRow with the file and line of a row that it cannot encode."""
+    """Encodes prompts and completions; raises a BadRow for a row that it cannot encode."""
 
     def __init__(
         self,
@@ -135,14 +144,18 @@ class Encoder:
 
         # The tokens that end a response, by their text; and those with which no text of a user begins.
         self.stop_ids = {tokenizer.eos_token_id, *stop_ids}
-        special = {
-            i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special
-        }
-        special[tokenizer.eos_token_id] = tokenizer.eos_token
-        self.stop_tokens = {special[i]: i for i in sorted(self.stop_ids) if i in special}
+        special = {i: t for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+        contents = {i: token.content for i, token in special.items()}
+        contents[tokenizer.eos_token_id] = tokenizer.eos_token
+        self.stop_tokens = {contents[i]: i for i in sorted(self.stop_ids) if i in contents}
         self.stop_pattern = re.compile("|".join(map(re.escape, self.stop_tokens)))
-        self.special_tokens = tuple(special.values())
-        self._tools_written: dict[str, bool] = {}
+        self._special_tokens = tuple(contents.values())
+
+        # A text is tokenized in pieces that begin with a special token, which nothing before it changes.
+        begins = [t.content for t in special.values() if not (t.normalized or t.lstrip)]
+        begins = sorted(filter(None, begins), key=len, reverse=True)
+        self._pieces = re.compile("|".join(map(re.escape, begins)) or r"(?!)")
+        self._ids_of_pieces: dict[str, list[int]] = {}
 
     @classmethod
     def of(cls, config: Any, tokenizer) -> "Encoder":
@@ -155,79 +168,113 @@ class Encoder:
             stop_ids=saved_stop_ids(config.model, config.revision, tokenizer),
         )
 
+    @functools.cached_property
+    def key(self) -> str:
+        """The hash of all that decides which ids a row has."""
+        tokenizer = self.tokenizer
+        vocabulary = (
+            tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab()
+        )
+        options = [self.chat, self.system_prompt, self.template_kwargs, sorted(self.stop_ids)]
+        return hash_of([vocabulary, tokenizer.chat_template, tokenizer.special_tokens_map, options])
+
     # Rows.
 
-    def prompt(self, rows: Rows, i: int, column: str | None) -> list[int]:
-        """Return the token ids of row i's prompt, up to where the response begins."""
-        _, ids = self.read_prompt(rows, i, column)
-        return ids
+    def prompt(self, reader: Reader, column: str | None) -> tuple[Prompt | None, list[int]]:
+        """Return a row's prompt, text or messages, and its token ids up to where the response begins."""
+        read = reader.prompt(column)
+        return read.prompt, self._prompt(self.messages(read.prompt), read.tools)
 
-    def read_prompt(
-        self, rows: Rows, i: int, column: str | None
-    ) -> tuple[Prompt | None, list[int]]:
-        """Return row i's prompt, text or messages, and its token ids."""
-        with rows.at(i):
-            read = Reader(rows).prompt(i, column)
-            return read.prompt, self._prompt(self.messages(read.prompt), read.tools)
-
-    def pairs(
+    def demonstrations(
         self,
-        rows: Rows,
-        i: int,
+        reader: Reader,
         column: str | None,
         completion_column: str,
         turns: str = "last",
-    ) -> list[Encoded]:
-        """Return the token ids of each prompt and completion that row i trains, with the token that ends a turn.
+        text_column: str | None = None,
+        *,
+        joined: bool = True,
+    ) -> list[Demonstration]:
+        """Return what a row trains, with the token that ends each turn.
 
         Of a conversation the assistant's last turn is trained, or with turns="all" each of its turns after the first
-        message; of a completion in messages each of its turns. A text alone is trained after its first token.
+        message; of a completion in messages each of its turns. A text alone is trained after its first token. Turns
+        that are `joined` are one sequence where the prompt of each begins with the ids of those before it.
         """
-        with rows.at(i):
-            read = Reader(rows).completion(i, column, completion_column)
-            if read.prompt is None:
-                (text,) = read.responses
-                self.check_no_system_prompt("a text")
-                ids = self.whole_text(str(text))
-                return [(ids[:1], ids[1:])]
-            messages = self.messages(read.prompt)
-            # A first message of the assistant answers nothing, so it is not trained.
-            answers = range(1, len(messages))
-            for completion in read.responses:
-                messages = messages + as_turns(completion)
-                answers, turns = range(answers.stop, len(messages)), "all"
-            trained = [i for i in answers if messages[i]["role"] == "assistant"]
-            trained = [i for i in trained if "weight" not in messages[i]]
-            if not trained:
-                reason = "no turn of the assistant can be trained: each has weight 0, or nothing comes before it"
-                raise BadRow(reason, "remove the row")
-            ends = trained if turns == "all" else trained[-1:]
-            return [self.pair(messages[: i + 1], read.tools) for i in ends]
+        read = reader.completion(column, completion_column, text_column)
+        if read.prompt is None:
+            (text,) = read.responses
+            self._check_no_system_prompt("a text")
+            ids = self.whole_text(str(text))
+            return [Demonstration(ids[:1], ids[1:])]
+        messages = self.messages(read.prompt)
+        # A first message of the assistant answers nothing, so it is not trained.
+        answers = range(1, len(messages))
+        for completion in read.responses:
+            messages = messages + as_turns(completion)
+            answers, turns = range(answers.stop, len(messages)), "all"
+        trained = [i for i in answers if messages[i]["role"] == "assistant"]
+        trained = [i for i in trained if "weight" not in messages[i]]
+        if not trained:
+            reason = "no turn of the assistant can be trained: each has weight 0, or nothing comes before it"
+            raise BadRow(reason, "remove the row")
+        ends = trained if turns == "all" else trained[-1:]
+        found: list[Demonstration] = []
+        for end in ends:
+            prompt, response = self.pair(messages[: end + 1], read.tools)
+            if found and joined:
+                first, earlier, flags = found[-1]
+                before = first + earlier
+                if prompt[: len(before)] == before:
+                    flags = flags or [True] * len(earlier)
+                    between = prompt[len(before) :]
+                    flags = [*flags, *[False] * len(between), *[True] * len(response)]
+                    found[-1] = Demonstration(first, [*earlier, *between, *response], flags)
+                    continue
+            found.append(Demonstration(prompt, response))
+        return found
 
     def messages(self, prompt: Prompt | None) -> list[Message]:
         """Return a prompt as messages, with the run's system prompt before a text."""
         messages = conversation(prompt)
         if isinstance(prompt, list):
-            self.check_no_system_prompt("a prompt of messages")
-            begins = self.generation_prompt.strip()
-            for message in messages:
-                text = (message["content"] or "").rstrip()
-                if begins and text.endswith(begins) and self.is_rendered(text):
-                    reason = "a message is a whole prompt that a chat template has written"
-                    raise BadRow(reason, "give it as text, without a system prompt beside it")
-            return messages
-        if self.chat and self.is_rendered(str(prompt)):
-            self.check_no_system_prompt("a prompt that a chat template has written")
-            return [messages[0] | {RENDERED: True}]
-        if self.system_prompt is None:
-            return messages
-        return [{"role": "system", "content": self.system_prompt}, *messages]
+            self._check_no_system_prompt("a prompt of messages")
+        elif self.system_prompt is not None:
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        for message in messages if self.chat else []:
+            text = message["content"] or ""
+            if message["role"] == "user" and text.startswith(self._heads):
+                reason = "a user's message begins as only a chat template writes it"
+                raise BadRow(reason, READ_AS_IT_IS, came=f"got {text!r:.80}")
+        return messages
 
-    def check_no_system_prompt(self, beside: str) -> None:
+    @functools.cached_property
+    def _heads(self) -> tuple[str, ...]:
+        """Special tokens, and what the template writes before a user's first message."""
+        head = ""
+        # Some templates want more than a user's message.
+        with contextlib.suppress(BadRow):
+            asked = [{"role": "user", "content": MARK}]
+            head = self.render(asked, None, add_generation_prompt=False).partition(MARK)[0].strip()
+        return (*self._special_tokens, *filter(None, [head]))
+
+    def _check_no_system_prompt(self, beside: str) -> None:
         """Refuse a row in which the run's system prompt has no place."""
         if self.system_prompt is not None:
             remedy = "begin the row with a message of role system, or leave the option out"
             raise BadRow(f"system_prompt has no meaning for {beside}", remedy)
+
+    def whole_texts(self, texts: Sequence[str]) -> list[Encoded]:
+        """Return two texts as their prompt, the tokens that both begin with, and the rest of each."""
+        self._check_no_system_prompt("a pair of whole texts")
+        sides = [self.whole_text(text) for text in texts]
+        # Each has a token left besides its end, even if one text is the beginning of the other.
+        most = max(0, min(map(len, sides)) - 2)
+        shared = len(os.path.commonprefix([ids[:most] for ids in sides]))
+        for ids in sides:
+            if not self.tokenizer.decode(ids[shared:-1]).strip():
+                raise empty_completion()
+        return [(ids[:shared], ids[shared:]) for ids in sides]
 
     # One sequence.
 
@@ -240,17 +287,11 @@ class Encoder:
         """
         *earlier, last = messages
         # The template writes the ends of earlier turns itself.
-        earlier = [message for message, _ in map(self._split_end, earlier)]
+        earlier = [self._without_end(message)[0] for message in earlier]
         turn, end = self._without_end(last)
-        if self._is_raw(earlier):
-            prompt = self._prompt(earlier, tools)
-            for name in (*REASONING, *CALLS):
-                if turn.get(name):
-                    reason = f"the assistant's turn has {name}, but there is no chat template to write it"
-                    raise BadRow(reason, "give text, or a model with a chat template")
-            if not self.chat:
-                return prompt, [*self.ids(turn["content"]), end]
-            return self._after_rendered(earlier[0]["content"], turn, end)
+        self._check_turn(turn)
+        if not self.chat:
+            return self._prompt(earlier, tools), [*self.ids(turn["content"]), end]
 
         # The response is what the template adds to the text that generation would see.
         before = self.render(earlier, tools, add_generation_prompt=True)
@@ -264,7 +305,11 @@ class Encoder:
             raise self._not_continued(before, whole)
         self._check_said(turn, before, response)
         prompt = self._prompt(earlier, tools, before)
-        completion = self._ended(self._behind(prompt, response, self.ids(before + response)))
+        ids = self.ids(before + response)
+        # A tokenizer may merge characters across the border, where a sampler would begin a token.
+        follows = ids[: len(prompt)] == prompt
+        completion = ids[len(prompt) :] if follows else self._continued(response)
+        completion = self._ended(completion)
         if start is None or start == len(earlier):
             return prompt, completion
 
@@ -272,126 +317,41 @@ class Encoder:
         ids = prompt + completion
         prompt = self._prompt(messages[:start], tools)
         others = [message for message in messages[start:-1] if message["role"] == "assistant"]
-        if ids[: len(prompt)] != prompt or any(missing(message, whole) for message in others):
+        if ids[: len(prompt)] != prompt or any(misses(message, whole) for message in others):
             reason = "the chat template rewrites earlier turns, so several turns do not continue their prompt"
             raise BadRow(reason, self._switch(KEEPS_REASONING) or "give responses of one turn")
         return prompt, ids[len(prompt) :]
-
-    def _after_rendered(self, before: str, turn: Message, end: int) -> Encoded:
-        """Return the token ids of a prompt that a template has written, and of the turn after it as it stands."""
-        response = content = turn["content"]
-        # The response closes the reasoning that such a prompt has opened, unless it does so in its own words.
-        is_whole = content.lstrip().startswith(OPEN) or CLOSED not in content
-        if opens_reasoning(before) and is_whole:
-            whole = before[: before.rfind(OPEN)] + content
-            response = continuation(before, whole, turn)
-            if response is None:
-                raise self._not_continued(before, whole)
-        if end == self.tokenizer.eos_token_id:
-            end = self.end_of_turn
-        # After such a prompt, white space is as it stands.
-        return self._begun(before), [*self._continued(response), end]
-
-    @functools.cached_property
-    def end_of_turn(self) -> int:
-        """The id of the token by which the template ends the assistant's turn, or EOS."""
-        said = [{"role": "user", "content": MARK}, {"role": "assistant", "content": MARK}]
-        ids = []
-        with contextlib.suppress(BadRow):
-            text = self.render(said, None, add_generation_prompt=False)
-            ids = self.ids(text.rpartition(MARK)[2])
-        return next((i for i in ids if i in self.stop_ids), self.tokenizer.eos_token_id)
 
     def whole_text(self, text: str) -> list[int]:
         """Return the token ids of a text with one token that begins it and one that ends it."""
         # Without a token of its own it would only teach to end at once.
         if not self.stop_pattern.sub("", text).strip():
             raise BadRow("the text is empty", "remove the row")
-        return self._closed(self._begun(self.ended_text(text)))
-
-    def ended_text(self, text: str) -> str:
-        """Return a text without a turn of the assistant that a template has begun behind all that is said."""
-        if not self.is_rendered(text):
-            return text
-        begun = self.stop_pattern.split(self.generation_prompt)[-1]
-        return text.removesuffix(begun) if begun.strip() else text
-
-    def rendered_prompt(self, text: str) -> str | None:
-        """Return a text that the template has written up to where the assistant's last turn begins; None for others.
-
-        It ends as generation would see it.
-        """
-        head, reasoning = self._head_and_reasoning
-        end = text.rfind(head) + len(head)
-        if not head.strip() or end < len(head):
-            return None
-        return text[:end] + reasoning
-
-    def ends_turn(self, text: str) -> bool:
-        """Return True for a rendered text in which the assistant's last turn has ended."""
-        head, _ = self._head_and_reasoning
-        return self.stop_pattern.search(text[text.rfind(head) + len(head) :]) is not None
-
-    @functools.cached_property
-    def _head_and_reasoning(self) -> tuple[str, str]:
-        """The generation prompt up to where it opens reasoning, and from there on."""
-        opened = REASONING_BEGINS.search(self.generation_prompt)
-        cut = len(self.generation_prompt) if opened is None else opened.start()
-        return self.generation_prompt[:cut], self.generation_prompt[cut:]
-
-    def rendered_pair(self, before: str, text: str) -> Encoded:
-        """Return the token ids of the prompt `before`, and of the response that the rendered text adds to it."""
-        response = continuation(before, text, {"content": None})
-        if response is None:
-            raise self._not_continued(before, text)
-        said = self.stop_pattern.split(response)[0]
-        if not said.replace(CLOSED, "").strip():
-            raise empty_completion()
-        prompt = self._begun(before)
-        return prompt, self._closed(self._behind(prompt, response, self._begun(before + response)))
+        if text.rstrip().endswith((*self.stop_tokens,)):
+            text = text.rstrip()
+        ids = self._begun(text)
+        return ids if ids[-1] in self.stop_ids else [*ids, self.tokenizer.eos_token_id]
 
     def ids(self, text: str) -> list[int]:
         """Return the token ids of a text without any that the tokenizer would add."""
-        return self._tokenized(text, add_special_tokens=False)
+        starts = [0, *(match.start() for match in self._pieces.finditer(text)), len(text)]
+        ids: list[int] = []
+        for start, end in itertools.pairwise(starts):
+            piece = text[start:end]
+            found = self._ids_of_pieces.get(piece)
+            if found is None:
+                found = self._tokenized(piece, add_special_tokens=False) if piece else []
+                if len(self._ids_of_pieces) == MOST_PIECES:
+                    self._ids_of_pieces.clear()
+                self._ids_of_pieces[piece] = found
+            ids += found
+        return ids
 
     @functools.cached_property
-    def wants_parts(self) -> bool:
+    def _wants_parts(self) -> bool:
         """True if the template writes a content only as a list of parts."""
         write = functools.partial(self.tokenizer.apply_chat_template, tokenize=False)
         return wants_parts(functools.partial(write, **self.template_kwargs))
-
-    @functools.cached_property
-    def generation_prompt(self) -> str:
-        """What the template writes between a user's message and the answer, or its end; empty without a template."""
-        before, after = "", ""
-        asked = [{"role": "user", "content": MARK}]
-        # Some templates want more than a user's message; texts are read without them all the same.
-        with contextlib.suppress(BadRow):
-            if self.chat:
-                before = self.render(asked, None, add_generation_prompt=False)
-                after = self.render(asked, None, add_generation_prompt=True)
-        # Some templates end with EOS what nothing follows, and some begin an answer without a word.
-        before = before.removesuffix(self.tokenizer.eos_token)
-        return after.removeprefix(before) or after.partition(MARK)[2]
-
-    @functools.cached_property
-    def openings(self) -> tuple[str, ...]:
-        """What the template writes before a first message, of a user or of the system."""
-        openings = []
-        for role in ("user", "system"):
-            messages = [{"role": role, "content": MARK}, {"role": "user", "content": ""}]
-            messages = messages[: 1 if role == "user" else 2]
-            # Some templates take no system message.
-            with contextlib.suppress(BadRow):
-                text = self.render(messages, None, add_generation_prompt=False)
-                openings.append(text.partition(MARK)[0])
-        return tuple(opening for opening in openings if opening.strip())
-
-    def is_rendered(self, text: str) -> bool:
-        """Return True for a text that begins as only a chat template writes it."""
-        if self.tokenizer.chat_template is None:
-            return False
-        return text.startswith(self.special_tokens) or text.startswith(self.openings)
 
     def render(
         self, messages: Sequence[Message], tools: list | None, *, add_generation_prompt: bool
@@ -400,12 +360,9 @@ class Encoder:
         options = self.template_kwargs | {"add_generation_prompt": add_generation_prompt}
         if tools:
             options["tools"] = tools
-            if not self._writes_tools(messages, options):
-                reason = "the row has tools, but the chat template does not read them"
-                raise BadRow(reason, "remove the column")
         write = functools.partial(self.tokenizer.apply_chat_template, tokenize=False, **options)
         problem: BadRow | None = None
-        for spelled in spellings(messages, in_parts=self.wants_parts):
+        for spelled in spellings(messages, in_parts=self._wants_parts):
             try:
                 text = write(spelled)
             # Templates raise of their own, such as "roles must alternate", and so does Jinja.
@@ -415,34 +372,13 @@ class Encoder:
                 remedy = "use a template that accepts them, or remove the row"
                 problem = problem or BadRow(reason, remedy, came=in_a_line(error))
                 continue
-            lost = left_out(write, spelled, text)
-            if lost is None:
+            reason = lost(messages, tools, text)
+            if reason is None:
                 return text
-            problem = BadRow(lost, "use another chat template, or remove the row")
+            remedy = "remove the column" if reason == TOOLS_LOST else "remove the row"
+            problem = BadRow(reason, f"{remedy}, or use another chat template")
         assert problem is not None
         raise problem
-
-    def _writes_tools(self, messages: Sequence[Message], options: dict) -> bool:
-        """Return True if the template writes the tools among its options; each set of tools is tried once.
-
-        A template may write them only with a system message, or only without one.
-        """
-        begins = messages[:1] if messages[0]["role"] == "system" else []
-        key = json.dumps([len(begins), options["tools"]], sort_keys=True, default=str)
-        if key not in self._tools_written:
-            write = functools.partial(self.tokenizer.apply_chat_template, tokenize=False)
-            asked = [*begins, {"role": "user", "content": MARK}]
-            texts = []
-            for given in (options, {name: options[name] for name in options if name != "tools"}):
-                # A template that refuses the messages says so when the row itself is written.
-                with contextlib.suppress(Exception):
-                    texts.append(write(asked, **given))
-            self._tools_written[key] = len(texts) < 2 or texts[0] != texts[1]
-        return self._tools_written[key]
-
-    def _is_raw(self, messages: list[Message]) -> bool:
-        """Return True for a prompt that goes to the model as it is: one text, without a template or written by it."""
-        return not self.chat or any(RENDERED in message for message in messages[:1])
 
     def _prompt(
         self, messages: list[Message], tools: list | None, rendered: str | None = None
@@ -450,20 +386,15 @@ class Encoder:
         last = messages[-1] if messages else None
         if last is None or (last["role"] == "user" and not last["content"]):
             ids = []  # a template may write a token all the same
-        elif not self._is_raw(messages):
+        elif self.chat:
             if rendered is None:
                 rendered = self.render(messages, tools, add_generation_prompt=True)
             ids = self.ids(rendered)
-        elif tools and not self.chat:
-            reason = "the row has tools, but there is no chat template to write them"
-            raise BadRow(reason, "remove the column, or give a model with a chat template")
-        elif len(messages) > 1 and self.chat:
-            reason = "messages follow a prompt that a chat template has written"
-            raise BadRow(reason, "give all of the conversation as messages")
-        elif len(messages) > 1:
-            reason = "the prompt has several messages, but there is no chat template to write them"
-            raise BadRow(reason, "give text, or a model with a chat template")
         else:
+            needless = {"tools": tools, "several messages": len(messages) > 1}
+            for what in filter(needless.get, needless):
+                reason = f"the row has {what}, but there is no chat template to write them"
+                raise BadRow(reason, "give text, or a model with a chat template")
             ids = self._begun(last["content"])
         if not ids:
             raise BadRow("the prompt is empty", FIX)
@@ -474,11 +405,6 @@ class Encoder:
         bos, eos = self.tokenizer.bos_token, self.tokenizer.eos_token_id
         if bos is not None and text.startswith(bos):
             return self.ids(text)
-        if self.is_rendered(text):
-            # A template's BOS may have been taken off, because a tokenizer would add a second one.
-            begins = [bos is not None and opening.startswith(bos) for opening in self.openings]
-            has_bos = bool(begins) and all(begins)
-            return [self.tokenizer.bos_token_id] * has_bos + self.ids(text)
         ids = self._tokenized(text)
         # What goes on has not ended, so an EOS that the tokenizer adds is taken off.
         adds_eos = len(ids) > 1 and ids[-1] == eos != self.tokenizer.bos_token_id
@@ -498,47 +424,12 @@ class Encoder:
         end = next((i for i, token in enumerate(ids) if token in self.stop_ids), None)
         return [*ids, self.tokenizer.eos_token_id] if end is None else ids[: end + 1]
 
-    def _closed(self, ids: list[int]) -> list[int]:
-        """Return a text with one token that ends it; white space and further ends behind are left out."""
-        end = len(ids)
-        for i in reversed(range(len(ids))):
-            if ids[i] in self.stop_ids:
-                end = i
-            elif self.tokenizer.decode(ids[i]).strip():
-                break
-        return [*ids, self.tokenizer.eos_token_id] if end == len(ids) else ids[: end + 1]
-
-    def _behind(self, prompt: list[int], response: str, ids: list[int]) -> list[int]:
-        """Return the token ids of a response, given those of prompt and response as one text."""
-        # A tokenizer may merge characters across the border, where a sampler would begin a token.
-        follows = ids[: len(prompt)] == prompt
-        return ids[len(prompt) :] if follows else self._continued(response)
-
     def _continued(self, text: str) -> list[int]:
         """Return the token ids of a text that follows others, without the space that some tokenizers begin with."""
         ahead, ids = self.ids("\n"), self.ids(f"\n{text}")
         return ids[len(ahead) :] if ids[: len(ahead)] == ahead else self.ids(text)
 
-    def _without_end(self, turn: Message) -> tuple[Message, int]:
-        """Return the assistant's turn without a token that ends it, and that token's id or EOS."""
-        turn, end = self._split_end(turn)
-        content = turn["content"]
-        # The template writes the head of the turn itself.
-        head = self.generation_prompt
-        if content and head.strip():
-            content = content.removeprefix(head)
-            turn = turn | {"content": content}
-        says = any(turn.get(name) for name in (*REASONING, *CALLS))
-        if not says and not (content or "").strip():
-            raise empty_completion()
-        # What follows such a token would never be trained on.
-        for token in self.stop_tokens:
-            if token in str(turn):
-                reason = f"the completion contains {token!r}, the token that ends a response"
-                raise BadRow(reason, FIX)
-        return turn, end
-
-    def _split_end(self, message: Message) -> tuple[Message, int]:
+    def _without_end(self, message: Message) -> tuple[Message, int]:
         """Return a message without the token that ends an assistant's turn, and that token's id or EOS."""
         content = (message["content"] or "").rstrip()
         if message["role"] == "assistant":
@@ -547,23 +438,32 @@ class Encoder:
                     return message | {"content": content.removesuffix(token)}, i
         return message, self.tokenizer.eos_token_id
 
+    def _check_turn(self, turn: Message) -> None:
+        """Refuse a turn of the assistant that says nothing, or that contains the token that ends it."""
+        beside = [name for name in (*REASONING, "tool_calls") if turn.get(name)]
+        if not beside and not (turn["content"] or "").strip():
+            raise empty_completion()
+        if beside and not self.chat:
+            reason = (
+                f"the assistant's turn has {beside[0]}, but there is no chat template to write it"
+            )
+            raise BadRow(reason, "give text, or a model with a chat template")
+        # What follows such a token would never be trained on.
+        for token in self.stop_tokens:
+            if token in str(turn):
+                reason = f"the completion contains {token!r}, the token that ends a response"
+                raise BadRow(reason, FIX)
+
     def _check_said(self, turn: Message, before: str, response: str) -> None:
-        """Refuse a response that lacks what its turn says, which a template may leave out without a word."""
+        """Refuse a response that does not say once what its turn says."""
         opened = before[before.rfind(OPEN) :] if opens_reasoning(before) else ""
         said = self.stop_pattern.split(response)[0]
-        name = missing(turn, opened + said)
-        if name is None:
-            return
-        if missing(turn, opened + response) is None:
-            does = "writes it after a token that ends a response"
-        elif name == "content" and not any(turn.get(key) for key in CALLS):
-            reason = "the chat template rewrites the assistant's turn"
-            raise BadRow(reason, READ_AS_IT_IS, came=difference(turn["content"], response))
-        else:
-            does = "leaves it out"
-        reason = f"the assistant's turn has {name}, but the chat template {does}"
-        into = "put it into the content, " if name in REASONING else ""
-        raise BadRow(reason, f"{into}use a template that writes it, or remove the row")
+        name = misses(turn, opened + said)
+        if name is not None:
+            reason = f"the assistant's turn has {name}, but the chat template does not write it once in the turn"
+            into = "put it into the content, " if name in REASONING else ""
+            remedy = f"{into}use a template that writes it, or remove the row"
+            raise BadRow(reason, remedy, came=difference(turn["content"] or "", response))
 
     def _not_continued(self, before: str, whole: str) -> BadRow:
         """Return the error of a conversation whose text does not begin with what generation would see."""
@@ -586,12 +486,6 @@ class Encoder:
             ),
             None,
         )
-
-
-def fit(sequences: Iterable[Encoded], max_prompt_length: int, max_length: int) -> bool:
-    """Return True if no prompt, and no prompt with its response, has more tokens than that."""
-    lengths = [(len(prompt), len(prompt) + len(response)) for prompt, response in sequences]
-    return all(prompt <= max_prompt_length and both <= max_length for prompt, both in lengths)
 
 
 def as_turns(response: Prompt) -> list[Message]:

@@ -12,11 +12,12 @@
 A row is read by its own columns, so a file may mix forms. docs/data.md shows each by example.
 """
 
+import contextlib
 import json
 import re
 from typing import Any, NamedTuple, TypeAlias
 
-from fused_rl.trainers.data.rows import BadRow, Rows
+from fused_rl.trainers.data.rows import BadRow
 
 Message: TypeAlias = dict[str, Any]
 """role, content, and what chat templates read besides."""
@@ -32,6 +33,8 @@ ROLES |= {"developer": "system", "function": "tool", "ipython": "tool"}
 ROLES |= {role: role for role in ("system", "user", "assistant", "tool")}
 # Keys by which OpenAI, ms-swift, LLaMA-Factory and axolotl say whether a turn is trained.
 WEIGHTS = ("weight", "loss", "loss_scale", "loss_weight", "train")
+# Kinds of parts of a content that are text.
+PARTS = ("text", "reasoning", "tool_call")
 # Columns of what a prompt shows besides its text.
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 # Messages that went through a .csv file come back as the text that spells them.
@@ -52,8 +55,6 @@ class Read(NamedTuple):
     tools: list[dict] | None = None
     responses: tuple[Prompt, ...] = ()
     """Texts or messages that follow the prompt: a completion, or a chosen and a rejected one."""
-    own_prompts: tuple[list[Message], ...] = ()
-    """The prompt of each response where the two of a pair differ in it."""
 
 
 def prompt_column_of(row: dict) -> str:
@@ -64,37 +65,70 @@ def prompt_column_of(row: dict) -> str:
     return (filled or present or PROMPT_COLUMNS)[0]
 
 
+def at_path(row: dict, path: str) -> tuple[Any, str, str]:
+    """Return the value at a path through nested columns, or None; and where the path ended, and what is there.
+
+    In `reward_model.ground_truth` a column that itself has a dot in its name comes first. Some files keep a nested
+    column as JSON text.
+    """
+    level: Any = row
+    names = path.split(".")
+    taken = 0
+    while taken < len(names):
+        where = ".".join(names[:taken]) or "the row"
+        if isinstance(level, str):
+            with contextlib.suppress(ValueError):
+                level = json.loads(level)
+        if not isinstance(level, dict):
+            return None, where, f"is {level!r:.80}, which has no columns"
+        for end in range(len(names), taken, -1):
+            inner = level.get(".".join(names[taken:end]))
+            if inner is not None:
+                break
+        else:
+            return None, where, f"has {columns_of(level)}"
+        level, taken = inner, end
+    return level, path, ""
+
+
 class Reader:
-    """Reads the rows of one source, and notes in these which forms and columns it has read."""
+    """Reads one row, and knows afterwards in which form it was, and which of its columns were read."""
 
-    def __init__(self, rows: Rows):
-        self.rows = rows
+    def __init__(self, row: dict):
+        self.row = row
+        self.form = ""
+        self.columns: set[str] = set()
 
-    def prompt(self, i: int, column: str | None) -> Read:
-        """Return row i's prompt alone, without the assistant's last turn."""
-        row = self._readable(i)
-        read = self._prompt(row, column)
+    def prompt(self, column: str | None) -> Read:
+        """Return the row's prompt alone, without the assistant's last turn."""
+        self._check_readable()
+        read = self._prompt(column)
         prompt = read.prompt
         # A conversation that was written for training ends with the answer, which a prompt must not give away.
         if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
             prompt = prompt[:-1]
         return self._noted(read._replace(prompt=prompt))
 
-    def completion(self, i: int, column: str | None, completion_column: str) -> Read:
-        """Return row i's prompt and its completion, a conversation that ends with the assistant, or a text alone."""
-        row = self._readable(i)
+    def completion(
+        self, column: str | None, completion_column: str, text_column: str | None = None
+    ) -> Read:
+        """Return the row's prompt and completion, a conversation that ends with the assistant, or a text alone."""
+        self._check_readable()
+        row = self.row
         others = (*PROMPT_COLUMNS, completion_column)
-        has_others = any(row.get(name) is not None for name in others)
-        if column is None and isinstance(row.get("text"), str) and not has_others:
-            self._uses("text")
-            return self._noted(Read("texts", None, responses=(row["text"],)))
+        is_text = column is None and all(row.get(name) is None for name in others)
+        if text_column is not None or (is_text and isinstance(row.get("text"), str)):
+            text = self._cell(text_column or "text", "text_column")
+            if not isinstance(text, str):
+                raise BadRow(f"column {text_column!r} must be text", FIX, came=f"got {text!r:.80}")
+            return self._noted(Read("texts", None, responses=(text,)))
 
-        read = self._prompt(row, column)
+        read = self._prompt(column)
         # Alpaca's rows name it so; any other column must be given by name.
         is_alpaca = read.form == "Alpaca instructions" and row.get("output") is not None
         if is_alpaca and row.get(completion_column) is None:
             completion_column = "output"
-        cell = row.get(completion_column)
+        cell, _, _ = at_path(row, completion_column)
         if read.form in CONVERSATIONS:
             roles = [message["role"] for message in conversation(read.prompt)]
             last = roles[-1]
@@ -110,35 +144,29 @@ class Reader:
                 remedy = "end it with the assistant's turn, or name the completion's column with --completion_column"
                 reason = f"the conversation ends with the {last}'s turn, and {state}"
                 raise BadRow(reason, remedy, came=f"the last roles are {', '.join(roles[-8:])}")
-        cell = self._cell(row, completion_column, "completion_column")
+        cell = self._cell(completion_column, "completion_column")
         completion = response_of(cell, completion_column)
         form = "prompts and completions" if read.form == "prompts" else read.form
         return self._noted(read._replace(form=form, responses=(completion,)))
 
-    def pair(self, i: int, column: str | None, sides: dict[str, str]) -> Read:
-        """Return row i's prompt with its chosen and its rejected response; `sides` has their columns by option."""
-        row = self._readable(i)
-        cells = []
-        for option, name in sides.items():
-            cells.append(response_of(self._cell(row, name, option), name))
-            if isinstance(cells[-1], list) and any("weight" in one for one in cells[-1]):
-                reason = (
-                    f"a message of column {name!r} has weight 0, but a response counts as a whole"
-                )
-                raise BadRow(reason, "remove the weight, or the row")
-        chosen, rejected = cells
+    def pair(self, column: str | None, sides: dict[str, str]) -> Read:
+        """Return the row's prompt with its chosen and its rejected response; `sides` has their columns by option."""
+        self._check_readable()
+        chosen, rejected = (
+            response_of(self._cell(name, option), name) for option, name in sides.items()
+        )
         if isinstance(chosen, str) != isinstance(rejected, str):
             reason = "one response is text and the other one is messages"
             raise BadRow(reason, "give both in the same form")
 
         # Whole conversations or texts hold their prompt.
-        has_prompt = column is not None or row.get(prompt_column_of(row)) is not None
+        has_prompt = column is not None or self.row.get(prompt_column_of(self.row)) is not None
         if isinstance(chosen, str) and not has_prompt:
             return self._noted(Read("pairs of whole texts", None, responses=(chosen, rejected)))
         if not has_prompt and chosen[0]["role"] != "assistant":
-            whole = [with_system(messages, self._system(row)) for messages in cells]
-            return self._noted(_split(*whole, tools=self._tools(row)))
-        read = self._prompt(row, column)
+            whole = [with_system(messages, self._system()) for messages in (chosen, rejected)]
+            return self._noted(_split(*whole, tools=self._tools()))
+        read = self._prompt(column)
         prompt = conversation(read.prompt)
         if prompt[-1]["role"] == "assistant" and (
             isinstance(chosen, str) or chosen[0]["role"] == "assistant"
@@ -149,56 +177,53 @@ class Reader:
         if isinstance(chosen, str):
             return self._noted(read._replace(form=form, responses=(chosen, rejected)))
         # Both may begin with the prompt, and go on for some turns in the same words.
-        whole = [after_prompt(prompt, messages) for messages in cells]
+        whole = [after_prompt(prompt, messages) for messages in (chosen, rejected)]
         return self._noted(_split(*whole, tools=read.tools)._replace(form=form))
 
-    def value(self, i: int, column: str) -> Any:
+    def value(self, column: str) -> Any:
         """Return a cell that has no meaning here, such as a label; None where the row has none."""
-        self._uses(column)
-        return self.rows.rows[i].get(column)
+        self.columns.add(column)
+        return self.row.get(column)
 
-    def _readable(self, i: int) -> dict:
-        """Return row i, unless it has a column that belongs to the prompt and cannot be read."""
-        row = self.rows.rows[i]
+    def _check_readable(self) -> None:
+        """Refuse a row with a column that belongs to the prompt and cannot be read."""
         for name in MEDIA:
-            if row.get(name):
+            if self.row.get(name):
                 remedy = "remove the column if the text makes sense without it, or remove the row"
                 raise BadRow(f"column {name!r} is filled, and only text can be read", remedy)
         # TRL's and ms-swift's options of the chat template for one row.
-        if row.get("chat_template_kwargs"):
-            came = f"got {row['chat_template_kwargs']!r:.80}"
+        if self.row.get("chat_template_kwargs"):
+            came = f"got {self.row['chat_template_kwargs']!r:.80}"
             remedy = "remove it, and give --chat_template_kwargs, which applies to all rows"
             raise BadRow("column 'chat_template_kwargs' is not read", remedy, came=came)
-        return row
 
-    def _prompt(self, row: dict, named: str | None) -> Read:
-        column = named or prompt_column_of(row)
-        cell = self._cell(row, column, "prompt_column")
-        system = self._system(row)
+    def _prompt(self, named: str | None) -> Read:
+        column = named or prompt_column_of(self.row)
+        cell = self._cell(column, "prompt_column")
+        system = self._system()
         if not isinstance(cell, str):
             messages = with_system(messages_of(cell, column), system)
             is_sharegpt = isinstance(cell, list) and "from" in cell[0]
             form = "ShareGPT conversations" if is_sharegpt else "messages"
-            return Read(form, messages, self._tools(row, wrapped=is_sharegpt))
+            return Read(form, messages, self._tools(wrapped=is_sharegpt))
         check_not_spelled(cell, column)
         form, prompt, earlier = "prompts", cell, []
         if column == "instruction":
             form = "Alpaca instructions"
-            prompt, earlier = self._alpaca(row)
+            prompt, earlier = self._alpaca()
         if system is None and not earlier:
-            return Read(form, prompt, self._tools(row))
+            return Read(form, prompt, self._tools())
         messages = [*earlier, {"role": "user", "content": prompt}]
-        return Read(form, with_system(messages, system), self._tools(row))
+        return Read(form, with_system(messages, system), self._tools())
 
-    def _alpaca(self, row: dict) -> tuple[str, list[Message]]:
+    def _alpaca(self) -> tuple[str, list[Message]]:
         """Return an instruction with its input, and the earlier turns."""
-        prompt = row["instruction"]
-        self._uses("input", "history")
-        context = text_of(row, "input")
+        prompt = self.row["instruction"]
+        context = self._text("input")
         if context:
             prompt = f"{prompt}\n\n{context}" if prompt else context
         earlier = []
-        history = row.get("history") or []
+        history = self.value("history") or []
         if not isinstance(history, list) or any(
             not isinstance(turn, list) or [*map(type, turn)] != [str, str] for turn in history
         ):
@@ -211,20 +236,16 @@ class Reader:
             earlier.append({"role": "assistant", "content": answer})
         return prompt, earlier
 
-    def _system(self, row: dict) -> str | None:
-        self._uses(*SYSTEM_COLUMNS)
-        texts = {text_of(row, name) for name in SYSTEM_COLUMNS} - {None, ""}
-        if len(texts) > 1:
-            raise BadRow("columns 'system' and 'system_prompt' differ", "remove one of them")
-        return next(iter(texts), None)
+    def _system(self) -> str | None:
+        texts = [self._text(name) for name in SYSTEM_COLUMNS]
+        return next(filter(None, texts), None)
 
-    def _tools(self, row: dict, *, wrapped: bool = False) -> list[dict] | None:
+    def _tools(self, *, wrapped: bool = False) -> list[dict] | None:
         """Return the schemas of the tools that the row offers, bare ones as OpenAI wraps them."""
-        self._uses("tools", "functions")
-        cell = row.get("tools")
+        cell, functions = self.value("tools"), self.value("functions")
         # OpenAI's earlier name, under which schemas were bare.
         if cell is None:
-            cell, wrapped = row.get("functions"), True
+            cell, wrapped = functions, True
         tools = parsed_json(cell) if isinstance(cell, str) and cell.strip() else cell
         if not tools:
             return None
@@ -240,21 +261,26 @@ class Reader:
             wrapped_tools.append({"type": "function", "function": tool} if is_bare else tool)
         return wrapped_tools
 
-    def _cell(self, row: dict, column: str, option: str) -> Any:
+    def _cell(self, column: str, option: str) -> Any:
         """Return a cell that must be there; an error names the option that names another column."""
-        self._uses(column)
-        if row.get(column) is None:
-            reason = f"column {column!r} {state_of(row, column)}"
+        self.columns |= {column, column.partition(".")[0]}
+        cell, _, _ = at_path(self.row, column)
+        if cell is None:
+            reason = f"column {column!r} {state_of(self.row, column)}"
             remedy = f"name the right column with --{option}"
-            remedy += ", or remove the row" if column in row else ""
-            raise BadRow(reason, remedy, came=f"the row has {columns_of(row)}")
-        return row[column]
+            remedy += ", or remove the row" if column in self.row else ""
+            raise BadRow(reason, remedy, came=f"the row has {columns_of(self.row)}")
+        return cell
 
-    def _uses(self, *columns: str) -> None:
-        self.rows.columns_read.update(columns)
+    def _text(self, column: str) -> str | None:
+        """Return the text of a column that a row may lack."""
+        cell = self.value(column)
+        if cell is not None and not isinstance(cell, str):
+            raise BadRow(f"column {column!r} must be text", FIX, came=f"got {cell!r:.80}")
+        return cell
 
     def _noted(self, read: Read) -> Read:
-        self.rows.forms[read.form] += 1
+        self.form = read.form
         return read
 
 
@@ -268,14 +294,6 @@ def columns_of(row: dict) -> str:
     names = sorted(map(str, row))
     others = f" and {len(names) - 20} more" if len(names) > 20 else ""
     return f"{names[:20]}{others}"
-
-
-def text_of(row: dict, column: str) -> str | None:
-    """Return the text of a column that a row may lack."""
-    cell = row.get(column)
-    if cell is not None and not isinstance(cell, str):
-        raise BadRow(f"column {column!r} must be text", FIX, came=f"got {cell!r:.80}")
-    return cell
 
 
 def conversation(prompt: Prompt | None) -> list[Message]:
@@ -297,13 +315,6 @@ def with_system(messages: list[Message], system: str | None) -> list[Message]:
     return [{"role": "system", "content": system}, *messages]
 
 
-def must_end_with_assistant(messages: list[Message], column: str) -> None:
-    """Refuse messages whose last one is not the assistant's."""
-    if messages[-1]["role"] != "assistant":
-        reason = f"the messages of column {column!r} end with the {messages[-1]['role']}'s turn"
-        raise BadRow(reason, "end them with the assistant's")
-
-
 def _split(chosen: list[Message], rejected: list[Message], tools: list[dict] | None) -> Read:
     """Return two conversations as the turns that they share and those in which they differ."""
     shared = 0
@@ -312,15 +323,10 @@ def _split(chosen: list[Message], rejected: list[Message], tools: list[dict] | N
     while shared < most and said_by(chosen[shared]) == said_by(rejected[shared]):
         shared += 1
     sides = chosen[shared:], rejected[shared:]
-    form = "pairs of conversations"
-    if all(side[0]["role"] == "assistant" for side in sides):
-        return Read(form, chosen[:shared], tools, sides)
-    # They are answers to different prompts.
-    ends = (chosen[-1:], rejected[-1:])
-    if len(chosen) == 1 or len(rejected) == 1:
-        reason = "one response is a whole conversation, and the other one is a single turn"
-        raise BadRow(reason, "give both in the same form")
-    return Read(form, None, tools, ends, own_prompts=(chosen[:-1], rejected[:-1]))
+    if any(side[0]["role"] != "assistant" for side in sides):
+        reason = "the two conversations differ before the assistant's turn"
+        raise BadRow(reason, "a pair answers one prompt: remove the row")
+    return Read("pairs of conversations", chosen[:shared], tools, sides)
 
 
 def said_by(message: Message) -> Message:
@@ -331,16 +337,7 @@ def said_by(message: Message) -> Message:
 
 def after_prompt(prompt: list[Message], messages: list[Message]) -> list[Message]:
     """Return the conversation of a prompt and the messages that follow it, or that begin with it as well."""
-    begins = [said_by(message) for message in messages[: len(prompt)]]
-    if begins == [*map(said_by, prompt)]:
-        return messages
-    # The prompt may have a system message that the conversation lacks, or the other way round.
-    asked = [said_by(message) for message in prompt if message["role"] != "system"]
-    others = [message for message in messages if message["role"] != "system"]
-    if [*map(said_by, others[: len(asked)])] == asked:
-        return messages if others != messages else [*prompt[: len(prompt) - len(asked)], *messages]
-    # A prompt's column may repeat the last question of a longer conversation.
-    if all(turn in map(said_by, others[:-1]) for turn in asked):
+    if [*map(said_by, messages[: len(prompt)])] == [*map(said_by, prompt)]:
         return messages
     if messages[0]["role"] in ("assistant", "tool"):
         return prompt + messages
@@ -354,7 +351,10 @@ def response_of(cell: Any, column: str) -> Prompt:
         check_not_spelled(cell, column)
         return cell
     messages = messages_of(cell, column)
-    must_end_with_assistant(messages, column)
+    last = messages[-1]["role"]
+    if last != "assistant":
+        reason = f"the messages of column {column!r} end with the {last}'s turn"
+        raise BadRow(reason, "end them with the assistant's")
     return messages
 
 
@@ -368,6 +368,9 @@ def check_not_spelled(text: str, column: str) -> None:
 def messages_of(cell: Any, column: str) -> list[Message]:
     """Return messages in transformers' form, of a list of OpenAI's or ShareGPT's, or of a single one."""
     cell = [cell] if isinstance(cell, dict) else cell
+    # A list of turns, each a list of its messages, as in the Berkeley function calling leaderboard.
+    if isinstance(cell, list) and len(cell) == 1 and isinstance(cell[0], list):
+        (cell,) = cell
     if not isinstance(cell, list) or not cell or not all(isinstance(one, dict) for one in cell):
         reason = (
             f"column {column!r} must be text or a list of messages with role and content, both text"
@@ -401,10 +404,6 @@ def _message_of(message: dict, column: str) -> Message:
         others["tool_calls"] = _spelled_calls(content)
         content = None
 
-    # What the assistant says in place of a text; a single call has OpenAI's earlier name.
-    if isinstance(others.get("function_call"), dict):
-        call = {"type": "function", "function": others.pop("function_call")}
-        others.setdefault("tool_calls", [call])
     calls = others.pop("tool_calls", None)
     calls = parsed_json(calls) if isinstance(calls, str) else calls
     weights = {key: others.pop(key) for key in WEIGHTS if key in others}
@@ -416,31 +415,33 @@ def _message_of(message: dict, column: str) -> Message:
         others["weight"] = 0
     if calls:
         others["tool_calls"] = [_call_of(call) for call in as_list(calls)]
-    content = _text_of(content, column)
-    says_otherwise = {"tool_calls", "function_call"} & set(others)
-    if content is None and not says_otherwise:
+    if not isinstance(content, str) and content is not None:
+        content, others = _text_of_parts(content, column, others)
+    if content is None and not others.get("tool_calls"):
         reason = f"a message of column {column!r} has no content"
         raise BadRow(reason, "give its text", came=f"got {message!r:.80}")
     return {"role": role, "content": content, **others}
 
 
-def _text_of(content: Any, column: str) -> str | None:
-    """Return the text of a message's content, which may come as parts."""
-    if content is None or isinstance(content, str):
-        return content
-    texts = []
-    for part in content if isinstance(content, list) else [content]:
+def _text_of_parts(content: Any, column: str, others: Message) -> tuple[str, Message]:
+    """Return the text of a content in parts, and what else a message says with its reasoning and calls in parts."""
+    said: dict[str, list[str]] = {kind: [] for kind in PARTS}
+    for part in as_list(content):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind != "text" or not isinstance(part.get("text"), str):
-            reason = f"a message of column {column!r} has content of type {kind!r:.40}"
-            if kind == "text":
-                reason = f"a message of column {column!r} has a part of type text without a text"
-            raise BadRow(reason, "only text can be read", came=f"got {part!r:.80}")
-        if any(part.get(key) is not None for key in WEIGHTS):
-            reason = f"a message of column {column!r} has a weight on a part of its content"
-            raise BadRow(reason, "give the weight to the whole message", came=f"got {part!r:.80}")
-        texts.append(part["text"])
-    return "".join(texts)
+        # OpenAI's key, and LLaMA-Factory's. A table fills in null for the other one.
+        texts_of_part = [part.get(key) for key in ("text", "value")] if kind in PARTS else []
+        text = next((text for text in texts_of_part if isinstance(text, str)), None)
+        if text is None:
+            problem = f"a message of column {column!r} has content of type {kind!r:.40}"
+            problem += " without a text" if kind in PARTS else ""
+            raise BadRow(problem, "only text can be read", came=f"got {part!r:.80}")
+        said[kind].append(text)
+    if said["reasoning"]:
+        others = others | {"reasoning_content": "".join(said["reasoning"])}
+    if said["tool_call"]:
+        calls = [call for text in said["tool_call"] for call in _spelled_calls(text)]
+        others = others | {"tool_calls": [*map(_call_of, calls)]}
+    return "".join(said["text"]), others
 
 
 def _call_of(call: Any) -> dict:
@@ -453,9 +454,11 @@ def _call_of(call: Any) -> dict:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRow("a tool call has no name", FIX, came=f"got {call!r:.80}")
     arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        # What is written in a text is no null of a table.
-        function = function | {"arguments": parsed_json(arguments) if arguments.strip() else {}}
+    # What is written in a text is no null of a table. Some files quote it twice.
+    spelled = arguments
+    while isinstance(spelled, str):
+        spelled = parsed_json(spelled) if spelled.strip() else {}
+        function = function | {"arguments": spelled}
     function = {key: value for key, value in function.items() if value is not None}
     if not isinstance(function.get("arguments", {}), dict):
         reason = "the arguments of a tool call must be an object"

@@ -7,22 +7,24 @@
 Messages that end with the assistant's need no completion. A pair of chosen and rejected without a label is two rows.
 """
 
-import itertools
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy
+
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.screen import bar
 from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.data.encode import Encoded, Encoder, fit
+from fused_rl.trainers.data.encode import Encoded, Encoder
+from fused_rl.trainers.data.examples import Examples, Record, encode_rows
 from fused_rl.trainers.data.forms import FIX, Reader, columns_of, state_of
 from fused_rl.trainers.data.preferences import pair_sides
-from fused_rl.trainers.data.reading import log_dropped
 from fused_rl.trainers.data.rows import BadRow, Rows
 from fused_rl.trainers.options import MAIN, PositiveInt, RunConfig
 
 # The sides of a pair, good and bad, in the order in which they are encoded.
 SIDES = ("chosen", "rejected")
+LABELS = {"true": True, "1": True, "false": False, "0": False}
 
 
 class MarkedConfig(RunConfig):
@@ -78,53 +80,88 @@ class Marked:
         return sum(map(len, (*self.matched, *self.mismatched)))
 
 
-def marked_rows(config: MarkedConfig, rows: Rows, encoder: Encoder) -> list[Marked]:
-    """Return every row that is short enough; print how many are not."""
-    kept, dropped = [], 0
-    for i in bar(range(len(rows)), "reading rows"):
-        with rows.collecting(i):
-            responses = _read(config, rows, i, encoder)
-            encoded_responses = [encoded for encoded, _ in responses]
-            if fit(encoded_responses, config.max_prompt_length, config.max_length):
-                for encoded, desirable in responses:
-                    kept.append((*encoded, desirable, rows.where(i)))
-            else:
-                dropped += 1
-    log_dropped(rows, dropped, "longer than max_prompt_length or max_length")
+class MarkedRows(Examples):
+    """Rows that fit, each with the response to another prompt beside its own."""
 
-    if kept and all(prompt == kept[0][0] for prompt, *_ in kept):
-        what = f"all {len(kept)} rows have the prompt of {kept[0][-1]}"
-        why = "KTO also measures responses to other prompts"
-        raise InputError(f"{what}; {why}: give several, and hold several out (--eval_size)")
+    def __init__(self, examples: Examples, max_length: int):
+        super().__init__(examples.rows, examples.table, examples.make, examples.index)
+        self.max_length = max_length
+        groups = examples.column("group").tolist()
+        # The mismatched response is that of the last row before with another prompt. The rows go round twice, as those
+        # before the first are the last ones.
+        mismatched, other = [], -1
+        for i in range(2 * len(groups)):
+            i %= len(groups)
+            if groups[i - 1] != groups[i]:
+                other = i - 1
+            mismatched.append(other % len(groups))
+        self.mismatched = mismatched[len(groups) :]
 
-    # The mismatched response is that of the last row before with another prompt. The rows go round twice, as
-    # those before the first are the last ones.
-    marked, mismatched = [], []
-    for before, (prompt, response, desirable, where) in itertools.pairwise(kept + kept):
-        if before[0] != prompt:
-            mismatched = before[1]
+    def check_prompts(self) -> None:
+        """Refuse rows that all have one prompt."""
+        if len({*self.column("group")}) == 1:
+            what = f"all {len(self)} rows have the prompt of {self.where(0)}"
+            why = "KTO also measures responses to other prompts"
+            raise InputError(f"{what}; {why}: give several, and hold several out (--eval_size)")
+
+    def __getitem__(self, i):
+        if isinstance(i, slice):
+            return super().__getitem__(i)
+        prompt, response, desirable, where = super().__getitem__(i)
+        _, mismatched, _, _ = super().__getitem__(self.mismatched[i])
         # The other response only estimates KTO's KL baseline (arXiv:2402.01306), so it may be cut.
-        other = prompt, mismatched[: config.max_length - len(prompt)]
-        marked.append(Marked((prompt, response), other, desirable, where))
-    return marked[-len(kept) :]
+        other = prompt, mismatched[: self.max_length - len(prompt)]
+        return Marked((prompt, response), other, desirable, where)
+
+    def column(self, name: str) -> numpy.ndarray:
+        """Return a column of the table, with the mismatched response as one of the row's."""
+        column = super().column(name)
+        if name == "tokens" and len(column):
+            others = super().column("prompt") + super().column("response")[self.mismatched]
+            column = numpy.maximum(column, others.clip(max=self.max_length))
+        return column
 
 
-def _read(config: MarkedConfig, rows: Rows, i: int, encoder: Encoder) -> list[tuple[Encoded, bool]]:
-    """Return the responses of row i with their marks: one, or both of a pair that has no label."""
-    label = Reader(rows).value(i, config.label_column)
-    is_pair = all(rows.rows[i].get(side) is not None for side in SIDES)
-    if label is None and is_pair:
+def marked_rows(config: MarkedConfig, rows: Rows, encoder: Encoder) -> MarkedRows:
+    """Return every row that is short enough; print how many are not."""
+    read = functools.partial(
+        _read_marked,
+        encoder,
+        prompt_column=config.prompt_column,
+        completion_column=config.completion_column,
+        label_column=config.label_column,
+    )
+    examples = encode_rows(rows, encoder.key, read, _marked)
+    limits = {"tokens": ("max_length", config.max_length)}
+    return MarkedRows(examples.fitting("row", limits), config.max_length)
+
+
+def _marked(ids: list[list[int]], desirable: bool, rows: Rows, i: int) -> tuple:
+    return ids[0], ids[1], desirable, rows.where(i)
+
+
+def _read_marked(
+    encoder: Encoder,
+    reader: Reader,
+    *,
+    prompt_column: str | None,
+    completion_column: str,
+    label_column: str,
+) -> list[Record]:
+    """Return the responses of a row with their marks: one, or both of a pair that has no label."""
+    label = reader.value(label_column)
+    if label is None and all(reader.row.get(side) is not None for side in SIDES):
         columns = {f"{side}_column": side for side in SIDES}
-        chosen, rejected = pair_sides(encoder, rows, i, config.prompt_column, columns)
-        return [(chosen, True), (rejected, False)]
-    # 0 and 1 are equal to these.
+        chosen, rejected = pair_sides(encoder, reader, prompt_column, columns)
+        return [Record(chosen, True), Record(rejected, False)]
+    # A .csv file has text; 0 and 1 are equal to these.
+    label = LABELS.get(label.lower(), label) if isinstance(label, str) else label
     if label not in (False, True):
-        column = config.label_column
         if label is None:
-            reason = f"column {column!r} {state_of(rows.rows[i], column)}"
+            reason = f"column {label_column!r} {state_of(reader.row, label_column)}"
             remedy = "name the right column with --label_column"
-            raise BadRow(reason, remedy, came=f"the row has {columns_of(rows.rows[i])}")
-        reason = f"column {column!r} must be true or false"
+            raise BadRow(reason, remedy, came=f"the row has {columns_of(reader.row)}")
+        reason = f"column {label_column!r} must be true or false"
         raise BadRow(reason, FIX, came=f"got {label!r:.80}")
-    encoded = encoder.pairs(rows, i, config.prompt_column, config.completion_column)
-    return [(one, bool(label)) for one in encoded]
+    found = encoder.demonstrations(reader, prompt_column, completion_column, joined=False)
+    return [Record([one.prompt, one.response], bool(label)) for one in found]

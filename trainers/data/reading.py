@@ -1,19 +1,21 @@
 """Reading all rows of a run: those that cannot be used are collected, and reported together at the end."""
 
 import contextlib
-import sys
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import datasets
+import pandas
 
 from fused_rl.trainers.base.screen import print_rank0
 from fused_rl.trainers.base.text import InputError, escaped
-from fused_rl.trainers.data.rows import NO_ROW, BadRow, Rows, checked, load_rows
+from fused_rl.trainers.data.rows import BadRow, Rows, load_rows, rows_of_sources
 from fused_rl.trainers.options import DataConfig
 
-if TYPE_CHECKING:
-    import datasets
-
-RowsLike: TypeAlias = "str | list[dict[str, Any]] | datasets.Dataset | None"
+RowsLike: TypeAlias = (
+    str | Iterable[Any] | datasets.Dataset | datasets.DatasetDict | pandas.DataFrame | None
+)
 """Rows in Python: a name, or the rows themselves."""
 
 # Kinds of reasons that are listed one by one.
@@ -56,13 +58,14 @@ class Reading(contextlib.AbstractContextManager):
         """Raise or print what cannot be used, and print what was read."""
         # A row may have been read twice, to be trained on and to be sampled for.
         self.bad = list({error.where: error for error in self.bad}.values())
-        # What is no row, such as half a line of JSON, is not among the rows that were read.
-        total = sum(map(len, self.read)) + sum(error.reason in NO_ROW for error in self.bad)
+        total = sum(map(len, self.read))
         counts = f"{len(self.bad)} of {total}"
         if self.bad and not self.skips:
             # One row's reason is a line.
             if len(self.bad) == 1:
-                raise self.bad[0]
+                (bad,) = self.bad
+                remedy = f"{bad.remedy}, or --bad_rows skip" if total > 1 else bad.remedy
+                raise BadRow(bad.reason, remedy, came=bad.came, where=bad.where)
             remedy = "" if len(self.bad) == total else " (--bad_rows skip leaves them out)"
             title = f"{counts} rows cannot be used{remedy}; the first of each kind:"
             raise BadRows("\n".join([title, *self._kinds()]))
@@ -104,8 +107,8 @@ class Reading(contextlib.AbstractContextManager):
             if len(forms) > 1:
                 names = [f"{count} {name}" for name, count in forms.most_common()]
             read = set().union(*(rows.columns_read for rows in parts))
-            unused = {name: None for rows in parts for name in rows.unused_columns()}
-            unused = [name for name in unused if name not in read]
+            filled = {name: None for rows in parts for name in rows.columns_filled}
+            unused = [name for name in filled if name not in read]
             label = "rows" if len(sources) == 1 else source
             line = f"{label}: {', '.join(names)}"
             lines.append(f"{line}; unused columns: {', '.join(unused)}" if unused else line)
@@ -115,7 +118,7 @@ class Reading(contextlib.AbstractContextManager):
 def chosen_rows(
     option: str,
     rows: RowsLike,
-    name: str | None,
+    name: str | list[str] | None,
     config_name: str | None,
     split: str,
     bad_rows: list[BadRow] | None = None,
@@ -128,16 +131,23 @@ def chosen_rows(
         )
     if isinstance(named, str):
         return load_rows(named, config_name, split, bad_rows)
-    # Who has a Dataset has imported `datasets`; importing it here would cost everybody else a
-    # second.
-    if "datasets" in sys.modules and isinstance(named, sys.modules["datasets"].Dataset):
-        named = named.to_list()
-    if not isinstance(named, list):
-        expected = (
-            "the name of a file or of a Hub dataset, a datasets.Dataset, or a list of dictionaries"
-        )
+    if isinstance(named, datasets.DatasetDict):
+        if len(named) > 1:
+            raise InputError(f"{option}: expected one split, got {sorted(named)}; give one of them")
+        (named,) = named.values()
+    if isinstance(named, pandas.DataFrame):
+        named = datasets.Dataset.from_pandas(named, preserve_index=False)
+    if isinstance(named, datasets.Dataset):
+        return rows_of_sources([named], [option], bad_rows)
+    if isinstance(named, dict) or not isinstance(named, Iterable):
+        expected = "names of files or of Hub datasets, a Dataset, a DataFrame, or dictionaries"
         raise InputError(f"{option}: expected {expected}, got {type(named).__name__}")
-    return checked(Rows(list(named), option, bad=bad_rows))
+    named = [*named]
+    if named and all(isinstance(one, str) for one in named):
+        return load_rows(named, config_name, split, bad_rows)
+    if not named:
+        raise InputError(f"dataset {option} has no rows")
+    return Rows(named, option, bad=bad_rows)
 
 
 def load_train_eval(
@@ -166,7 +176,7 @@ def _train_and_held_out(
         "dataset", dataset, config.dataset, config.dataset_config, config.dataset_split, bad_rows
     )
     if not config.eval_size:
-        return train, train.subset([])
+        return train, train.subset(range(0))
     # Held out from the end of the rows: the same rows, whatever the seed.
     if config.eval_dataset is None and eval_dataset is None:
         cut = len(train) - config.eval_size
@@ -193,11 +203,3 @@ def _train_and_held_out(
             f"{held_out.source}: evaluated on {evaluated} of {len(held_out)} held-out rows (--eval_size)"
         )
     return train, held_out.subset(range(evaluated))
-
-
-def log_dropped(rows: Rows, dropped: int, reason: str) -> None:
-    """Print how many rows are left out, and why; refuse to leave out all of them."""
-    if dropped and dropped == len(rows):
-        raise InputError(f"{rows.source}: all {len(rows)} rows are {reason}")
-    if dropped:
-        print_rank0(f"{rows.source}: dropped {dropped} of {len(rows)} rows {reason}")

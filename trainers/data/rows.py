@@ -1,26 +1,41 @@
-"""Rows as dictionaries that know where they came from: .jsonl and .json files, and what `datasets` reads."""
+"""Rows as JSON text in one memory-mapped column, in the order of their files; nothing about their form is guessed."""
 
 import contextlib
+import csv
+import functools
+import glob
 import gzip
+import io
 import json
-import tempfile
+import os
+import re
+import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import IO, Any
 
-from fused_rl.trainers.base.files import check_exists
+import datasets
+import numpy
+
+from fused_rl.trainers.base.files import check_exists, fingerprint, hash_of
+from fused_rl.trainers.base.ranks import process
 from fused_rl.trainers.base.screen import print_rank0
 from fused_rl.trainers.base.text import InputError, in_a_line
 from fused_rl.trainers.options import FILES, is_file_name
 
-# Reasons of lines that hold no row at all.
-NOT_JSON, NO_OBJECT = NO_ROW = ("not JSON in UTF-8", "expected a JSON object")
-# What a table has in the columns that a row does without.
-EMPTY = (None, "", [], {})
-# Columns of a .csv file in which numbers are text, too.
-TEXTS = ("prompt", "question", "problem", "instruction", "input", "output", "system", "text")
-TEXTS += ("system_prompt", "completion", "chosen", "rejected")
+# Where the column of text and the token ids of large files are kept, as `datasets` keeps what it reads.
+CACHE = Path(datasets.config.HF_DATASETS_CACHE, "fused_rl")
+# Rows of fewer bytes are read and encoded in about a second, so they are kept in memory.
+SMALL = 1 << 20
+BLOCK = 1 << 24  # characters that are read at once of a file that holds one list
+FEATURES = datasets.Features(
+    row=datasets.Value("binary"), file=datasets.Value("int32"), number=datasets.Value("int64")
+)
+SEPARATORS = re.compile(r"[\s,]*")
+# Words by which files and folders are named after a split, as `datasets` knows them.
+SPLITS = {"train": ("train", "training"), "test": ("test", "testing", "eval", "evaluation")}
+SPLITS["validation"] = ("validation", "valid", "val", "dev")
 
 
 class BadRow(InputError):
@@ -38,111 +53,245 @@ class BadRow(InputError):
         super().__init__(f"{problem}; {remedy}" if remedy else problem)
 
     @classmethod
-    def located(cls, error: InputError, where: str) -> "BadRow":
+    def located(cls, error: InputError, where: str = "") -> "BadRow":
         """Return the error of a row with the place of the row, if it does not have one yet."""
         if not isinstance(error, BadRow):
             return cls(str(error), where=where)
         return cls(error.reason, error.remedy, came=error.came, where=error.where or where)
 
 
-@dataclass
-class Rows:
-    """Rows as dictionaries, each knowing where it came from, so that an error can say so."""
+class Rows(Sequence[dict]):
+    """Rows that are parsed when one is asked for, each knowing where it came from, so that an error can say so."""
 
-    rows: list[dict]
-    source: str
-    numbers: Sequence[int] | None = None
-    """The line or row number of each in the source, counted from 1; None if they are 1, 2, 3, …"""
-    forms: Counter[str] = field(default_factory=Counter)
-    """How many rows were read in which form (forms.py)."""
-    columns_read: set[str] = field(default_factory=set)
-    bad: list[BadRow] | None = None
-    """Collects the rows that cannot be used; None raises the first one."""
+    def __init__(
+        self,
+        rows: Iterable[Any] | datasets.Dataset,
+        *sources: str,
+        key: str | None = None,
+        bad: list[BadRow] | None = None,
+    ):
+        """Take rows, or a table of `FEATURES`, and the names of their files.
+
+        Args:
+            rows: the rows.
+            sources: the names, by the number in the column `file`.
+            key: what the cached token ids of the rows are named after; None caches none.
+            bad: collects the rows that cannot be used; None raises the first one.
+        """
+        if not isinstance(rows, datasets.Dataset):
+            rows = datasets.Dataset.from_list(
+                [{"row": text_of(row), "file": 0, "number": i} for i, row in enumerate(rows, 1)],
+                FEATURES,
+            )
+        self.table = rows
+        self.sources = sources
+        self.key = key
+        self.bad = bad
+        self.forms: Counter[str] = Counter()
+        """How many rows were read in which form (forms.py)."""
+        self.columns_read: set[str] = set()
+        self.columns_filled: dict[str, None] = {}
+
+    @property
+    def source(self) -> str:
+        """The names of the files."""
+        return ", ".join(self.sources)
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.table)
+
+    def __getitem__(self, i):
+        return parsed(self.table[i]["row"])
+
+    def __iter__(self) -> Iterator[dict]:
+        for rows in self.table.iter(1000):
+            yield from map(parsed, rows["row"])
+
+    @functools.cached_property
+    def numbers(self) -> numpy.ndarray:
+        """The line or row number of each row in its file, counted from 1."""
+        return self.table.data.column("number").to_numpy()
+
+    @functools.cached_property
+    def _files(self) -> numpy.ndarray:
+        return self.table.data.column("file").to_numpy()
 
     def where(self, i: int) -> str:
         """Return `file.jsonl, line 3` or `openai/gsm8k, row 3`, counted from 1."""
-        unit = "line" if self.source.endswith((".jsonl", ".jsonl.gz")) else "row"
-        return f"{self.source}, {unit} {i + 1 if self.numbers is None else self.numbers[i]}"
+        source = self.sources[self._files[i]]
+        unit = "line" if source.endswith((".jsonl", ".jsonl.gz")) else "row"
+        return f"{source}, {unit} {self.numbers[i]}"
 
-    def subset(self, indices: Sequence[int]) -> "Rows":
-        """Return some of the rows; they keep their numbers in the file, so that errors name the right line."""
-        numbers = range(1, len(self) + 1) if self.numbers is None else self.numbers
-        chosen = [self.rows[i] for i in indices]
-        return Rows(chosen, self.source, [numbers[i] for i in indices], bad=self.bad)
-
-    @contextlib.contextmanager
-    def at(self, i: int) -> Iterator[None]:
-        """Give an InputError of the block the place of row i."""
-        try:
-            yield
-        except InputError as error:
-            raise BadRow.located(error, self.where(i)) from error
+    def subset(self, indices: range) -> "Rows":
+        """Return neighbouring rows; they keep their numbers in the file, so that errors name the right line."""
+        key = None if self.key is None else f"{self.key}-{indices.start}-{indices.stop}"
+        return Rows(self.table.select(indices), *self.sources, key=key, bad=self.bad)
 
     @contextlib.contextmanager
     def collecting(self, i: int) -> Iterator[None]:
         """Collect an InputError of the block, which is about row i, so that the other rows are read as well."""
         try:
-            with self.at(i):
-                yield
-        except BadRow as error:
+            yield
+        except InputError as error:
+            located = BadRow.located(error, self.where(i))
             if self.bad is None:
-                raise
-            self.bad.append(error)
-
-    def unused_columns(self) -> list[str]:
-        """Return the columns in which some row has a value and that nothing has read."""
-        filled: dict[str, None] = {}
-        for row in self.rows:
-            filled |= {name: None for name, value in row.items() if value not in EMPTY}
-        return [name for name in filled if name not in self.columns_read]
+                raise located from error
+            self.bad.append(located)
 
 
-def _parse(content: bytes, where: str):
+@contextlib.contextmanager
+def quiet_datasets(*, is_quick: bool = False) -> Iterator[None]:
+    """Show the bars of `datasets` on rank 0 alone, and for what is quick none."""
+    shows = datasets.is_progress_bar_enabled()
+    if is_quick or process():
+        datasets.disable_progress_bars()
     try:
-        return json.loads(content)
+        yield
+    finally:
+        if shows:
+            datasets.enable_progress_bars()
+
+
+def text_of(row: Any) -> bytes:
+    """Return a row as JSON; arrays become lists, and what JSON does not know becomes text."""
+    return json.dumps(
+        row, default=lambda v: v.tolist() if hasattr(v, "tolist") else str(v)
+    ).encode()
+
+
+def parsed(text: bytes) -> dict:
+    """Return the row that a text of JSON says."""
+    try:
+        row = json.loads(text)
     except ValueError as error:
         remedy = "give one object per line, or one list or object in a .json file"
-        raise BadRow(NOT_JSON, remedy, came=str(error), where=where) from error
+        raise BadRow("not JSON in UTF-8", remedy, came=str(error)) from error
+    if not isinstance(row, dict):
+        remedy = 'a row is an object with columns, such as {"messages": [...]}'
+        raise BadRow("expected a JSON object", remedy, came=f"got {type(row).__name__}")
+    return row
 
 
-def _cell_of_text(cell: str) -> str | None:
-    return cell or None
+# Files, each as texts of rows.
 
 
-def read_dataset(name: str, config_name: str | None, split: str) -> list[dict]:
-    """Return the rows that `datasets` reads from a .csv or .parquet file, a folder or the Hub."""
-    # Imported here, because it takes a second that a .jsonl file does not need.
-    import datasets
-
-    datasets.disable_progress_bars()
-    kind = Path(name).suffix
+def rows_of_file(name: str) -> Iterator[tuple[int, bytes]]:
+    """Yield the rows of a file as JSON, after their numbers."""
     try:
-        if kind == ".gz":
-            # `datasets` opens what is packed only for some of the formats.
-            with tempfile.TemporaryDirectory() as folder:
-                unpacked = Path(folder, Path(name).stem)
-                unpacked.write_bytes(gzip.decompress(Path(name).read_bytes()))
-                return read_dataset(str(unpacked), None, split)
-        if kind in FILES:
-            options = {}
-            if kind == ".csv":
-                # Without these NA is a missing value, and a first column without a header an index.
-                options = {"keep_default_na": False, "na_values": [""], "index_col": False}
-                options["converters"] = dict.fromkeys(TEXTS, _cell_of_text)
-            loaded = datasets.load_dataset(kind[1:], data_files=name, split="train", **options)
-        elif Path(name, "state.json").is_file() or Path(name, "dataset_dict.json").is_file():
-            # A folder of save_to_disk, which load_dataset would read as loose files.
+        read = READERS[Path(name.removesuffix(".gz")).suffix]
+        with gzip.open(name) if name.endswith(".gz") else open(name, "rb") as file:
+            # An empty line is no row, and keeps its number.
+            yield from ((number, row) for number, row in enumerate(read(file), 1) if row.strip())
+    except (OSError, EOFError, ValueError, csv.Error) as error:
+        reason = getattr(error, "strerror", None) or in_a_line(error)
+        raise InputError(f"dataset file {name} cannot be read: {reason}") from error
+
+
+def _json(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the rows of a file of one list, of one object over many lines, or of one object in each line."""
+    first = next((line for line in file if line.strip(b"\xef\xbb\xbf \t\r\n")), b"")
+    file.seek(0)
+    begin = first.lstrip(b"\xef\xbb\xbf \t")
+    if begin.startswith(b"["):
+        yield from map(str.encode, _elements(io.TextIOWrapper(file, "utf-8-sig")))
+    elif begin.rstrip().endswith(b"}"):
+        yield from file
+    else:
+        content = file.read()
+        lists = []
+        with contextlib.suppress(ValueError, AttributeError):
+            # A list of objects in an object without other columns of rows, as in {"version": 1, "data": [...]}.
+            lists = [v for k, v in json.loads(content).items() if _is_list_of_rows(k, v)]
+        yield from map(text_of, lists[0]) if len(lists) == 1 else [content]
+
+
+def _is_list_of_rows(column: str, value: Any) -> bool:
+    """Return True for a list of objects that are no messages."""
+    is_list = isinstance(value, list) and value and all(isinstance(one, dict) for one in value)
+    return bool(is_list) and not {"role", "from"} & set(value[0]) and column != "tools"
+
+
+def _elements(file: IO[str]) -> Iterator[str]:
+    """Yield the text of each value in a list, holding no more of the file than a block and a value."""
+    decode = json.JSONDecoder().raw_decode
+    text = file.read(BLOCK).lstrip()[1:]
+    at = number = 0
+    while True:
+        at = SEPARATORS.match(text, at).end()  # type: ignore[union-attr]
+        if text.startswith("]", at):
+            return
+        problem = "the list does not end"
+        try:
+            _, end = decode(text, at)
+        except ValueError as error:
+            problem, end = str(error), len(text)
+        # What reaches the end of a block may go on in the next one.
+        if end == len(text):
+            more = file.read(BLOCK)
+            if not more:
+                raise BadRow("not JSON in UTF-8", f"fix row {number + 1}", came=problem)
+            text, at = text[at:] + more, 0
+            continue
+        number += 1
+        yield text[at:end]
+        at = end
+
+
+def _csv(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the rows of a table whose cells are text, as they are written; empty ones are null."""
+    text = io.TextIOWrapper(file, "utf-8-sig", newline="")
+    header = text.readline()
+    text.seek(0)
+    csv.field_size_limit(sys.maxsize)
+    for row in csv.DictReader(text, delimiter=max(",;\t", key=header.count)):
+        if None in row:
+            raise ValueError(f"a row has more cells than the header has names: {row[None]!r:.80}")
+        yield text_of({name: cell or None for name, cell in row.items() if name})
+
+
+def _parquet(file: IO[bytes]) -> Iterator[bytes]:
+    import pyarrow.parquet
+
+    is_packed = isinstance(file, gzip.GzipFile)
+    table = pyarrow.parquet.ParquetFile(io.BytesIO(file.read()) if is_packed else file)
+    for batch in table.iter_batches(1000):
+        yield from map(text_of, batch.to_pylist())
+
+
+READERS: dict[str, Callable[[IO[bytes]], Iterator[bytes]]] = {
+    # Lines of bytes: those of text would also end at characters that JSON allows in strings.
+    **{".jsonl": iter, ".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet}
+}
+
+
+# Names, each of a file, a folder, a pattern or a Hub dataset.
+
+
+def files_of(folder: Path, split: str) -> list[str]:
+    """Return the files of rows in a folder, but for those whose names say that they are of another split."""
+    chosen, others = [], []
+    for path in sorted(folder.rglob("*")):
+        inside = path.relative_to(folder)
+        if not path.is_file() or not is_file_name(path.name) or inside.as_posix().startswith("."):
+            continue
+        words = [re.split(r"[-._0-9]", part.lower(), maxsplit=1)[0] for part in inside.parts]
+        named = {name for name, known in SPLITS.items() if {*words} & {*known}} or {"train"}
+        (chosen if split in named else others).append(str(path))
+    if chosen and others:
+        print_rank0(f"{folder}: {len(others)} files of other splits than {split} are not read")
+    return chosen
+
+
+def read_dataset(name: str, config_name: str | None, split: str) -> datasets.Dataset:
+    """Return the rows of a folder from `save_to_disk`, of one with configurations, or of the Hub."""
+    try:
+        if _is_saved(Path(name)):
             loaded = datasets.load_from_disk(name)
-            loaded = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-        else:
-            # Datasets such as gsm8k call their usual configuration main, and `datasets` would
-            # refuse to choose.
-            if config_name is None and "main" in datasets.get_dataset_config_names(name):
-                config_name = "main"
-            loaded = datasets.load_dataset(name, config_name, split=split)
+            return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        # Datasets such as gsm8k call their usual configuration main, and `datasets` would refuse to choose.
+        if config_name is None and "main" in datasets.get_dataset_config_names(name):
+            config_name = "main"
+        return datasets.load_dataset(name, config_name, split=split)
     # A missing split is a ValueError there, a missing file a DataFilesNotFoundError, …
     except Exception as error:
         what = f"dataset={name!r} (configuration {config_name}, split {split}) cannot be read as a file"
@@ -150,80 +299,83 @@ def read_dataset(name: str, config_name: str | None, split: str) -> list[dict]:
         raise InputError(
             f"{what} ({', '.join(FILES)}), a folder or a Hub dataset: {reason}"
         ) from error
-    # A .csv file has no types, and those that `datasets` guesses change what is written.
-    if loaded.info.builder_name == "csv":
-        columns = loaded.features.items()
-        numbers = [name for name, feature in columns if not feature.dtype.endswith("string")]
-        if numbers:
-            print_rank0(
-                f"{name}: read as numbers (007 becomes 7): {', '.join(numbers)}; a .jsonl file keeps text as it is"
-            )
-    return loaded.to_list()
 
 
-def checked(rows: Rows) -> Rows:
-    """Return the rows that are objects; the others are collected, or the first of them is raised."""
-    if not len(rows) and not rows.bad:
-        raise InputError(f"dataset {rows.source} has no rows")
-    objects = []
-    for i, row in enumerate(rows.rows):
-        with rows.collecting(i):
-            if not isinstance(row, dict):
-                remedy = 'a row is an object with columns, such as {"messages": [...]}'
-                raise BadRow(NO_OBJECT, remedy, came=f"got {type(row).__name__}")
-            objects.append(i)
-    return rows if len(objects) == len(rows) else rows.subset(objects)
+def _is_saved(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
-def load_rows(
-    name: str,
-    config_name: str | None = None,
-    split: str = "train",
-    bad_rows: list[BadRow] | None = None,
-) -> Rows:
-    """Return the rows of a file, a folder or a Hub dataset.
-
-    Lines that hold no row are added to `bad_rows`, and so are later those that cannot be used; without such a list the
-    first one is raised.
-    """
+def _sources(name: str, config_name: str | None, split: str) -> list[str | datasets.Dataset]:
+    """Return the files that a name stands for, or the `Dataset` that it names."""
+    if glob.has_magic(name) and not os.path.lexists(name):
+        files: list[str | datasets.Dataset] = [*sorted(glob.glob(name, recursive=True))]
+        if not files:
+            raise InputError(f"dataset={name} matches no file; the current folder is {os.getcwd()}")
+        return files
     check_exists(name)
     path = Path(name)
     if path.is_file() != is_file_name(name):
         raise InputError(
             f"dataset file {name} does not exist, or its name ends in none of {', '.join(FILES)} (each also with .gz)"
         )
-    kind = Path(name.removesuffix(".gz")).suffix
-    if kind not in (".jsonl", ".json"):
-        return checked(Rows(read_dataset(name, config_name, split), name, bad=bad_rows))
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"dataset file {name} cannot be read: {error.strerror}") from error
-    if path.suffix == ".gz":
-        try:
-            content = gzip.decompress(content)
-        except (OSError, EOFError) as error:
-            raise InputError(f"{name} cannot be unpacked: {in_a_line(error)}") from error
+    if path.is_file():
+        return [name]
+    card = path / "README.md"
+    is_saved = _is_saved(path) or config_name or (card.is_file() and "configs:" in card.read_text())
+    files = [] if is_saved else [*files_of(path, split)]
+    return files or [read_dataset(name, config_name, split)]
 
-    # Many .json files hold one object per line, too; others one object or one list over many lines.
-    if kind == ".json":
-        first = content.lstrip(b"\xef\xbb\xbf \t\r\n").split(b"\n", 1)[0]
-        if first.startswith(b"["):
-            return checked(Rows(_parse(content, name), name, bad=bad_rows))
-        if first.startswith(b"{") and not first.rstrip().endswith(b"}"):
-            return checked(Rows([_parse(content, name)], name, bad=bad_rows))
-    rows, numbers = [], []
-    # Lines of bytes: those of text would also end at characters that JSON allows in strings.
-    for number, line in enumerate(content.splitlines(), 1):
-        # An empty line is no row, and keeps its number.
-        if not line.strip():
-            continue
-        try:
-            rows.append(_parse(line, f"{name}, line {number}"))
-        except BadRow as error:
-            if bad_rows is None:
-                raise
-            bad_rows.append(error)
-        else:
-            numbers.append(number)
-    return checked(Rows(rows, name, numbers, bad=bad_rows))
+
+def load_rows(
+    names: str | Sequence[str],
+    config_name: str | None = None,
+    split: str = "train",
+    bad_rows: list[BadRow] | None = None,
+) -> Rows:
+    """Return the rows of files, folders and Hub datasets, one after the other.
+
+    Rows that cannot be used are added to `bad_rows`; without such a list the first one is raised.
+    """
+    names = [names] if isinstance(names, str) else names
+    sources, labels = [], []
+    for name in names:
+        found = _sources(name, config_name, split)
+        sources += found
+        labels += [name if isinstance(source, datasets.Dataset) else source for source in found]
+    rows = rows_of_sources(sources, labels, bad_rows)
+    if len(labels) > 1:
+        counts = numpy.bincount(rows.table.data.column("file").to_numpy(), minlength=len(labels))
+        for label, count in zip(labels, counts, strict=True):
+            print_rank0(f"{label}: {count} rows")
+    return rows
+
+
+def rows_of_sources(
+    sources: Sequence[str | datasets.Dataset], labels: Sequence[str], bad: list[BadRow] | None
+) -> Rows:
+    """Return the rows of files and tables; large ones are kept in the cache, by their content."""
+
+    def rows() -> Iterator[dict]:
+        for file, source in enumerate(sources):
+            is_file = isinstance(source, str)
+            texts = rows_of_file(source) if is_file else enumerate(map(text_of, source), 1)
+            for number, text in texts:
+                yield {"row": text, "file": file, "number": number}
+
+    sizes = [os.path.getsize(s) if isinstance(s, str) else s.data.nbytes for s in sources]
+    key = None
+    if sum(sizes) < SMALL:
+        table = datasets.Dataset.from_list([*rows()], FEATURES)
+    else:
+        contents = [
+            [*Path(s).suffixes, *fingerprint(Path(s))] if isinstance(s, str) else [s._fingerprint]
+            for s in sources
+        ]
+        key = hash_of(["rows", contents])
+        with quiet_datasets():
+            table = datasets.Dataset.from_generator(
+                rows, features=FEATURES, cache_dir=str(CACHE), fingerprint=key
+            )
+    if not len(table):
+        raise InputError(f"dataset {', '.join(labels)} has no rows")
+    return Rows(table, *labels, key=key, bad=bad)

@@ -1,21 +1,26 @@
-"""What chat templates read and write: how they want messages to be written, and which parts they leave out."""
+"""What chat templates read and write: how they want messages to be written, and where a response begins."""
 
 import contextlib
 import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from fused_rl.trainers.data.forms import Message
 
-# What an assistant has to say in a turn besides the content: as a text, and as calls.
+# What an assistant may say besides the content, as a text.
 REASONING = ("reasoning_content", "thinking", "reasoning")
-CALLS = ("tool_calls", "function_call")
+# A user's message that marks a place in what a template writes.
+MARK = "a message"
 OPEN, CLOSED = "<think>", "</think>"
 # Where a generation prompt opens reasoning, and what it writes where the model is not to reason.
 REASONING_BEGINS = re.compile(rf"{OPEN}|<\|channel>")
 SKIPPED = re.compile(rf"(?:{OPEN}\s*{CLOSED}|<\|channel>thought\s*<channel\|>)\s*\Z")
 NO_REASONING = re.compile(rf"{OPEN}\s*{CLOSED}")
+# White space, as it stands or as JSON writes it, and the marks by which JSON quotes.
+SPACE = re.compile(r"\\+[nrt]|\\+|\s+")
+TOOLS_LOST = "the row has tools, but the chat template does not read them"
 # Words by which a template is told to begin a turn with reasoning, and to keep that of earlier turns.
 BEGINS_REASONING = ("enable_thinking", "thinking")
 KEEPS_REASONING = {
@@ -23,8 +28,6 @@ KEEPS_REASONING = {
     "clear_thinking": "false",
     "truncate_history_thinking": "false",
 }
-# A user's message that marks a place in what a template writes.
-MARK = "a message"
 
 Write = Callable[[Sequence[Message]], str]
 """Messages to the text that a template makes of them."""
@@ -53,7 +56,7 @@ def spellings(messages: Sequence[Message], *, in_parts: bool) -> Iterator[Sequen
     The arguments of a call are an object or the text of JSON, and a turn that has calls alone has an empty content or
     null.
     """
-    has_calls = any(message.get(name) for message in messages for name in CALLS)
+    has_calls = any(message.get("tool_calls") for message in messages)
     for as_text in (False, True) if has_calls else (False,):
         for empty in ("", None) if has_calls else ("",):
             yield [_spelled(message, in_parts, as_text, empty) for message in messages]
@@ -80,59 +83,78 @@ def _with_text_arguments(call: dict) -> dict:
     return call | {"function": function} if "function" in call else function
 
 
-# What a template leaves out.
+# What a template leaves out, or writes too often.
 
 
-def left_out(write: Write, messages: Sequence[Message], text: str) -> str | None:
-    """Return what of the messages is lost in the text that a template wrote of them; None if nothing is.
+def lost(messages: Sequence[Message], tools: list[dict] | None, whole: str) -> str | None:
+    """Return what of the messages and tools is not in the text that a template wrote of them, or None.
 
-    Reasoning does not count, because many templates leave that of earlier turns out on purpose.
+    Each has to be there as often as it was said. Reasoning does not count, because many templates leave that of earlier
+    turns out on purpose.
     """
-    for i, message in enumerate(messages):
-        for name in [name for name in CALLS if message.get(name)]:
-            silent = {key: value for key, value in message.items() if key != name}
-            if _writes_the_same(write, messages, i, silent, text):
-                return f"the assistant's turn has {name}, but the chat template leaves it out"
-        calls = message.get("tool_calls") or []
-        if calls[1:] and _writes_the_same(
-            write, messages, i, message | {"tool_calls": calls[:-1]}, text
+    contents = [(message["content"] or "").rpartition(CLOSED)[2] for message in messages]
+    functions = [tool.get("function", tool) for tool in tools or []]
+    schemas = [squeezed(f.get(key) or "") for f in functions for key in ("name", "description")]
+    calls = [call.get("function", call) for m in messages for call in m.get("tool_calls") or []]
+    values = [value for call in calls for value in _texts_of(call)]
+    if schemas or values:
+        written, said = squeezed(whole), [*map(squeezed, contents)]
+        for texts, reason in (
+            (schemas, TOOLS_LOST),
+            (values, "the assistant's turn has tool_calls, but the chat template leaves one out"),
         ):
-            return (
-                "the assistant's turn has several tool_calls, but the chat template writes only one"
-            )
-        for call in calls:
-            arguments = call.get("function", call).get("arguments")
-            if isinstance(arguments, dict) and arguments and str(arguments) in text:
-                return "the chat template writes tool calls as Python dictionaries, not as JSON"
-        # An assistant's turn may lose its reasoning; others may be reworded, but not left out.
-        content, other = message["content"], MARK
-        if isinstance(content, list):
-            content, other = content[0]["text"], _parts(MARK)
-        is_said = message["role"] == "assistant" or (content or "").strip() in text
-        if not is_said and _writes_the_same(write, messages, i, message | {"content": other}, text):
+            said += texts
+            for text in filter(None, {*texts}):
+                if written.count(text) < sum(other.count(text) for other in said):
+                    return reason
+    for call in calls:
+        arguments = call.get("arguments")
+        if isinstance(arguments, dict) and arguments and str(arguments) in whole:
+            return "the chat template writes tool calls as Python dictionaries, not as JSON"
+    for message, content in zip(messages, contents, strict=True):
+        if not _is_in(content, whole):
             return f"the chat template leaves out what the {message['role']} says"
     return None
 
 
-def _writes_the_same(
-    write: Write, messages: Sequence[Message], i: int, other: Message, text: str
-) -> bool:
-    # A template that cannot do without a field reads it.
-    with contextlib.suppress(Exception):
-        return write([*messages[:i], other, *messages[i + 1 :]]) == text
-    return False
+def _is_in(text: str, whole: str) -> bool:
+    # Nearly all templates write a text as it stands, which is found out at once.
+    return text.strip() in whole or squeezed(text) in squeezed(whole)
 
 
-def missing(turn: Message, text: str) -> str | None:
-    """Return the field of an assistant's turn whose text is not in what a template wrote, or None."""
-    written = squeezed(text)
-    fields = (*REASONING, "content")
-    return next((name for name in fields if squeezed(turn.get(name) or "") not in written), None)
+def _texts_of(value: Any) -> Iterator[str]:
+    """Yield the name of a call and each text of its arguments, squeezed."""
+    if isinstance(value, str):
+        yield squeezed(value)
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            if key not in ("id", "type"):
+                yield from _texts_of(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts_of(inner)
+
+
+def misses(turn: Message, text: str) -> str | None:
+    """Return the field of an assistant's turn that what a template wrote does not have, or has twice; or None."""
+    fields = {name: turn[name] for name in (*REASONING, "content") if turn.get(name)}
+    for name, said in fields.items():
+        if not _is_in(said, text):
+            return name
+    begins, closed, _ = (turn["content"] or "").partition(CLOSED)
+    reasoning = [said for name, said in fields.items() if name != "content"]
+    reasoning += [begins.strip().removeprefix(OPEN) + closed] * bool(closed and begins.strip())
+    for said in map(squeezed, reasoning):
+        once = sum(squeezed(field).count(said) for field in fields.values())
+        if said and squeezed(text).count(said) > once:
+            return "reasoning that is written twice"
+    return None
 
 
 def squeezed(text: str) -> str:
-    """Return a text without white space and empty reasoning, which templates write as they like."""
-    return "".join(NO_REASONING.sub("", text).split())
+    """Return a text without white space, quotes of JSON and empty reasoning, which templates write as they like."""
+    text = NO_REASONING.sub("", text) if OPEN in text else text
+    return SPACE.sub("", text) if "\\" in text else "".join(text.split())
 
 
 # Where a response begins.
@@ -158,6 +180,8 @@ def continuation(before: str, whole: str, turn: Message) -> str | None:
     if rest.lstrip().startswith(OPEN):
         rest = rest.lstrip().removeprefix(OPEN)
         return rest[len(os.path.commonprefix([rest, space])) :]
+    if CLOSED in rest:
+        return rest
 
     # The template has left the reasoning out: it stands in the content, or in a field of its own.
     reasoning, closed, _ = (turn["content"] or "").partition(CLOSED)
@@ -167,7 +191,8 @@ def continuation(before: str, whole: str, turn: Message) -> str | None:
     else:
         reasoning = next((turn[name].strip() for name in REASONING if turn.get(name)), "")
         reasoning = f"{reasoning}\n"
-    gap = "" if rest[:1].isspace() else "\n\n"
+    # White space that an answer begins with stays behind the end of the reasoning, unless the row has put it there.
+    gap = "" if rest.startswith("\n") or (closed and rest[:1].isspace()) else "\n\n"
     return f"{reasoning}{CLOSED}{gap}{rest}"
 
 

@@ -14,6 +14,7 @@ from fused_rl.trainers.base.ranks import divide_over
 from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.base.text import InputError, load_function
 from fused_rl.trainers.data import encode
+from fused_rl.trainers.data.examples import Examples
 from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval
 from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.models import language_model
@@ -94,7 +95,7 @@ class Setup:
     """The options, in which the number of steps and the scorers are resolved."""
     tokenizer: Any
     scorers: Sequence[Scorer]
-    prompts: list[Prompt]
+    prompts: Examples
     held_out: HeldOut
     users_sampler: SamplerFactory | None = None
     """The sampler that was passed to `train`, if any."""
@@ -215,7 +216,7 @@ def load_prompts(
     tokenizer,
     scorers: Sequence[Scorer],
     rows: tuple[Rows, Rows] | None = None,
-) -> tuple[list[Prompt], list[Prompt]]:
+) -> tuple[Examples, Examples]:
     """Return the prompts to train on and the held-out ones; every scorer checks each row.
 
     `rows` are the training rows and the held-out ones; None reads those of the config.

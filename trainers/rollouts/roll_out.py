@@ -4,6 +4,7 @@ A sampler may be this process's model (generate.py) or a server; a scorer may re
 reward model) or the dataset's row. Neither knows of the other, nor of the algorithm.
 """
 
+import functools
 import math
 import random
 import time
@@ -12,14 +13,16 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar
 
+import numpy
 import torch
 
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.screen import bar, print_rank0
+from fused_rl.trainers.base.screen import print_rank0
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, make_batch
-from fused_rl.trainers.data.reading import log_dropped
+from fused_rl.trainers.data.examples import Examples, Record, encode_rows
+from fused_rl.trainers.data.forms import Reader
 from fused_rl.trainers.data.rows import BadRow, Rows
 from fused_rl.trainers.rollouts.returned import check_responses, check_scores, sampled_by
 from fused_rl.trainers.rollouts.sampling import NoDistribution, Sampling
@@ -51,8 +54,8 @@ def prompts_of(
     completion_column: str | None = None,
     check: Callable[[dict], None] | None = None,
     names_answers: bool = True,
-) -> list[Prompt]:
-    """Return a prompt for every row that is short enough.
+) -> Examples:
+    """Return a `Prompt` for every row that is short enough.
 
     Args:
         rows: the rows.
@@ -65,34 +68,46 @@ def prompts_of(
         names_answers: whether the scorers' column of answers, if any, was named for these rows.
     """
     checks = [scorer.check for scorer in scorers] + ([] if check is None else [check])
+    read = functools.partial(
+        _read_prompt, encoder, column=column, completion_column=completion_column
+    )
+    prompts = encode_rows(rows, encoder.key, read, _prompt)
     for scorer in scorers:
         # None is any column.
-        columns = set().union(*rows.rows) if scorer.columns is None else scorer.columns
-        rows.columns_read.update(columns)
+        rows.columns_read.update(rows.columns_filled if scorer.columns is None else scorer.columns)
         # A scorer may do without an answer in some rows, but a named column that no row has is a wrong name.
         check_column = getattr(scorer, "check_answer_column", None) if names_answers else None
-        if check_column is not None and all(_is_refused(check_column, row) for row in rows.rows):
+        if check_column is not None and all(
+            _is_refused(check_column, row) for _, row in prompts.parsed_rows()
+        ):
             checks.append(check_column)
-    kept = []
-    dropped = 0
-    for i, row in enumerate(bar(rows.rows, "reading prompts")):
-        with rows.collecting(i):
-            # A row that a scorer cannot score is found here, and does not stop the run hours later.
-            for check_row in checks:
-                check_row(row)
-            prompt, ids = encoder.read_prompt(rows, i, column)
-            completion = None
-            if completion_column is not None:
-                *earlier, (_, completion) = encoder.pairs(rows, i, column, completion_column)
-                if earlier:
-                    reason = "the completion has several turns of the assistant"
-                    raise BadRow(reason, "give one")
-            if len(ids) <= max_length:
-                kept.append(Prompt(ids, row, rows.where(i), prompt, completion))
-            else:
-                dropped += 1
-    log_dropped(rows, dropped, "longer than max_prompt_length")
-    return kept
+    # A row that a scorer cannot score is found here, and does not stop the run hours later.
+    if checks:
+        passed = numpy.zeros(len(rows), bool)
+        for i, row in prompts.parsed_rows():
+            with rows.collecting(i):
+                for check_row in checks:
+                    check_row(row)
+                passed[i] = True
+        prompts = prompts.chosen(passed[prompts.column("row")])
+    return prompts.fitting("prompt", {"prompt": ("max_prompt_length", max_length)})
+
+
+def _read_prompt(
+    encoder: encode.Encoder, reader: Reader, *, column: str | None, completion_column: str | None
+) -> list[Record]:
+    prompt, ids = encoder.prompt(reader, column)
+    completion: list[int] = []
+    if completion_column is not None:
+        found = encoder.demonstrations(reader, column, completion_column, joined=False)
+        if len(found) > 1:
+            raise BadRow("the completion has several turns of the assistant", "give one")
+        completion = found[0].response
+    return [Record([ids, completion], prompt)]
+
+
+def _prompt(ids: list[list[int]], prompt: Any, rows: Rows, i: int) -> Prompt:
+    return Prompt(ids[0], rows[i], rows.where(i), prompt, ids[1] or None)
 
 
 def _is_refused(check: Callable[[dict], None], row: dict) -> bool:

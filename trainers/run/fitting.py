@@ -4,7 +4,7 @@ Two trial passes measure what a token takes, and so how many tokens fit. The los
 it adds gradients of 0 and nothing has to be undone.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.files import weights_below
 from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.data.examples import Examples
 
 USED = 0.75  # of a GPU's memory: fragments, and what libraries hold, are not measured
 MOST_SEQUENCES = 256  # of a micro-batch
@@ -19,7 +20,7 @@ MOST_SEQUENCES = 256  # of a micro-batch
 LIMITS = ("max_new_tokens", "max_length", "max_prompt_length", "max_response_length")
 
 
-def check_fits(config: Any, tokenizer, rows: Iterable[Any], sampled: int = 0) -> None:
+def check_fits(config: Any, tokenizer, parts: Sequence[Examples], sampled: int = 0) -> None:
     """Refuse token ids without an embedding, and sequences that are longer than the model's positions.
 
     It reads the model's config alone, so that a run ends before weights are read.
@@ -27,7 +28,7 @@ def check_fits(config: Any, tokenizer, rows: Iterable[Any], sampled: int = 0) ->
     Args:
         config: the options, with the name of the model.
         tokenizer: the tokenizer.
-        rows: what has `sequences()` and `where`.
+        parts: the examples, of each kind.
         sampled: the most tokens that are sampled after a prompt without a response.
     """
     from transformers import AutoConfig
@@ -48,20 +49,23 @@ def check_fits(config: Any, tokenizer, rows: Iterable[Any], sampled: int = 0) ->
             "missing, or model.resize_token_embeddings forgotten?"
         )
     limits = " or ".join(name for name in LIMITS if name in type(config).model_fields)
-    for row in rows:
-        for prompt, response in row.sequences().values():
-            ids = [*prompt, *response]
-            if max(ids) >= embedded:
-                token = tokenizer.convert_ids_to_tokens(max(ids))
-                raise InputError(
-                    f"{row.where}: token {token!r} has id {max(ids)}, but the model embeds ids below {embedded}"
-                )
-            more = 0 if response else sampled
-            if len(ids) + more > limit:
-                tokens = f"{len(ids)} tokens" + (f" and up to {more} more" if more else "")
-                raise InputError(
-                    f"{row.where}: {tokens}, but the model has {limit} positions; lower {limits}"
-                )
+    for examples in filter(len, parts):
+        largest, tokens = examples.column("largest"), examples.column("tokens")
+        # A prompt without a response has the longest one still to come.
+        more = sampled * (examples.column("response") == 0)
+        i, longest = int(largest.argmax()), int((tokens + more).argmax())
+        if largest[i] >= embedded:
+            token = tokenizer.convert_ids_to_tokens(int(largest[i]))
+            raise InputError(
+                f"{examples.where(i)}: token {token!r} has id {largest[i]}, but the model embeds ids below {embedded}"
+            )
+        if tokens[longest] + more[longest] > limit:
+            text = f"{tokens[longest]} tokens"
+            text += f" and up to {more[longest]} more" if more[longest] else ""
+            where = examples.where(longest)
+            raise InputError(
+                f"{where}: {text}, but the model has {limit} positions; lower {limits}"
+            )
 
 
 def fitting_tokens(engines: Sequence[Any], longest: int) -> int:

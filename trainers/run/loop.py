@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from fused_rl.trainers.base import deepspeed_file, engine, ranks
-from fused_rl.trainers.base.files import hash_of, hash_of_model, hash_of_rows, io_errors_in_a_line
+from fused_rl.trainers.base.files import hash_of, hash_of_model, io_errors_in_a_line
 from fused_rl.trainers.base.screen import phase, print_line, print_rank0
 from fused_rl.trainers.base.text import InputError, check_installed, import_name_of
+from fused_rl.trainers.data.examples import Examples
 from fused_rl.trainers.data.order import RowOrder, in_steps
 from fused_rl.trainers.options import FOUR_BIT_PACKAGE, RunConfig
 from fused_rl.trainers.run import hooks
@@ -119,9 +120,9 @@ class Run:
         tokenizer,
         models: Mapping[str, str],
         *,
-        rows: Sequence,
-        held_out: Sequence,
-        **other_rows: Sequence,
+        rows: Examples,
+        held_out: Examples,
+        **other_rows: list[str],
     ) -> Config:
         """Compare the inputs with those of the other processes and of the run that is resumed, by their hashes.
 
@@ -131,14 +132,14 @@ class Run:
             models: the further models that the run reads, by the option that names them.
             rows: the examples to train on.
             held_out: the held-out examples, which may differ from those of the run that is resumed.
-            other_rows: further examples, by name.
+            other_rows: the digests of further examples, by name.
 
         Raises:
             InputError: a row does not fit into the model, the inputs of two processes differ, or those of a resumed run
                 do without `--accept_changes`.
             DryRun: the run is a dry one.
         """
-        check_fits(config, tokenizer, [*rows, *held_out], getattr(config, "max_new_tokens", 0))
+        check_fits(config, tokenizer, [rows, held_out], getattr(config, "max_new_tokens", 0))
         if config.dry_run:
             config = in_steps(config, RowOrder.of(config, rows).size)
             raise DryRun(described(config, self.divide(config), rows, tokenizer))
@@ -146,13 +147,13 @@ class Run:
             self.inputs = {"model": hash_of_model(config.model, config.revision)}
             self.inputs |= {option: hash_of_model(name) for option, name in models.items()}
             self.inputs |= {
-                name: hash_of_rows(of) for name, of in {"rows": rows, **other_rows}.items()
+                name: hash_of(of) for name, of in {"rows": rows.digests, **other_rows}.items()
             }
             self.inputs["chat_template"] = hash_of(tokenizer.chat_template)
             self.order = RowOrder.of(config, rows)
 
         # Processes on two machines may have read different versions of a file.
-        ranks.check_equal(self.inputs | {"held_out": hash_of_rows(held_out)})
+        ranks.check_equal(self.inputs | {"held_out": hash_of(held_out.digests)})
         changed = self.store.check_inputs(self.inputs) if config.resume else []
         if changed:
             print_rank0(f"resume: continues with other inputs: {', '.join(changed)}")
@@ -167,11 +168,7 @@ class Run:
         config = self.config
         if config.micro_batch_size is not None:
             return
-        longest = 0
-        for row in self.rows:
-            for prompt, response in row.sequences().values():
-                longest = max(longest, len(prompt) + len(response))
-        longest += config.sampled_tokens
+        longest = int(self.rows.column("tokens").max()) + config.sampled_tokens
         config.micro_batch_tokens = fitting_tokens(engines, longest)
         config.micro_batch_size = max(1, config.micro_batch_tokens // longest)
         print_rank0(

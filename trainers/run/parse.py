@@ -68,7 +68,7 @@ def parse(config_class: type[Config], argv: list[str]) -> Config:
     # Word by word, so that a later file or option wins over an earlier one.
     fields = config_class.model_fields
     from_files: dict[str, Any] = {}
-    texts: dict[str, str | None] = {}
+    texts: dict[str, Any] = {}
     strange: list[str] = []
     where = ""
     while words:
@@ -77,9 +77,11 @@ def parse(config_class: type[Config], argv: list[str]) -> Config:
         if not word.startswith("--") or not name:
             raise InputError(f"expected --option value, got {word!r}; --help lists the options")
         values = [value] if is_joined else []
-        # An option takes one value. An unknown one takes all that follow, so that no value is reported as a stray word.
+        # An option takes one value, or one that takes a list several. An unknown one takes all that follow, so that no
+        # value is reported as a stray word.
         is_strange = name not in (*fields, "config", "local_rank")
-        while words and not words[0].startswith("--") and (is_strange or not values):
+        takes_all = is_strange or _takes_a_list(config_class, name)
+        while words and not words[0].startswith("--") and (takes_all or not values):
             values.append(words.pop(0))
         if name == "config":
             path = Path(*values)
@@ -94,10 +96,13 @@ def parse(config_class: type[Config], argv: list[str]) -> Config:
             where = ""
         # DeepSpeed's launcher adds --local_rank, which we read from the environment instead.
         elif name != "local_rank":
-            texts[name] = values[0] if values else None
+            texts[name] = (values[0] if values else None) if len(values) < 2 else values
     if strange:
         raise unknown_options_error(strange, fields, where)
-    given = {name: _value(config_class, name, text) for name, text in texts.items()}
+    given = {
+        name: text if isinstance(text, list) else _value(config_class, name, text)
+        for name, text in texts.items()
+    }
 
     # A run's config.yaml may hold a value that was chosen for its machine, such as micro_batch_tokens. An option given
     # now that stands in its place, here micro_batch_size, removes it.
@@ -114,6 +119,12 @@ def parse(config_class: type[Config], argv: list[str]) -> Config:
         if value == "" and name != "system_prompt":
             raise InputError(f"{name}='' is empty; give it a value, or leave it out")
     return config_class(**given)
+
+
+def _takes_a_list(config_class: type[Options], name: str) -> bool:
+    """Return True for an option that takes a list of texts."""
+    choices = typing.get_args(kinds_of(config_class).get(name)) or ()
+    return any(choice == list[str] for choice in choices)
 
 
 def _value(config_class: type[Options], name: str, text: str | None) -> Any:

@@ -5,8 +5,6 @@ r"""Scorers by name that compare a response with the row's answer, or look at it
 Each is a `Scorer` (rollouts/types.py). docs/verifiers.md has their definitions.
 """
 
-import contextlib
-import json
 import numbers
 import unicodedata
 from collections.abc import Collection, Sequence
@@ -14,6 +12,7 @@ from collections.abc import Collection, Sequence
 import regex
 
 from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.data.forms import FIX, at_path
 from fused_rl.trainers.data.rows import BadRow
 from fused_rl.trainers.rollouts.types import Sample, shortened
 
@@ -30,7 +29,7 @@ def cell_of_answer(row: dict, column: str | None) -> tuple[str, object]:
     # A column that is there and null is passed over, as in tables that several datasets were joined to.
     columns = ANSWER_COLUMNS if column is None else (column,)
     name = next((name for name in columns if row.get(name) is not None), columns[0])
-    value, where, level = _at_path(row, name)
+    value, where, level = at_path(row, name)
     if value is None:
         missing = f"column {name!r} is missing or null"
         remedy = "name another with --answer_column, or fix the row"
@@ -41,49 +40,34 @@ def cell_of_answer(row: dict, column: str | None) -> tuple[str, object]:
     return name, value
 
 
-def answer_of(row: dict, column: str | None) -> str:
-    """Return the row's ground truth; of a worked solution what follows `####`, as in gsm8k, or its last box."""
+def answers_of(row: dict, column: str | None) -> list[str]:
+    """Return the row's right answers; of a worked solution what follows `####`, as in gsm8k, or its last box."""
     name, value = cell_of_answer(row, column)
-    # A bool would be compared as the text True, and NaN is how a missing cell of a table is read.
-    if isinstance(value, bool) or not isinstance(value, (str, numbers.Number)) or value != value:
+    answers = [_answer(name, one) for one in (value if isinstance(value, list) else [value])]
+    if not answers:
+        raise BadRow(f"column {name!r} has no answer", FIX, came="got []")
+    return answers
+
+
+def answer_of(row: dict, column: str | None) -> str:
+    """Return the first of the row's right answers."""
+    return answers_of(row, column)[0]
+
+
+def _answer(name: str, value: object) -> str:
+    # NaN is how a missing cell of a table is read.
+    if not isinstance(value, (str, numbers.Number)) or value != value:
         came = f"got {shortened(value)} ({type(value).__name__})"
-        raise BadRow(f"column {name!r} must be text or a number", came=came)
+        raise BadRow(f"column {name!r} must be text, a number, true or false, or a list", came=came)
 
     # Of a worked solution what follows the last marks, or the last box; other answers are taken whole.
-    answer = str(value).rsplit("####", 1)[-1].strip()
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    answer = text.rsplit("####", 1)[-1].strip()
     if name.rpartition(".")[2] == "solution":
         answer = ([answer] + BOXED.findall(answer))[-1].strip()
     if not answer:
-        raise BadRow(
-            f"column {name!r} has no answer", "fix or remove the row", came=f"got {value!r:.80}"
-        )
+        raise BadRow(f"column {name!r} has no answer", FIX, came=f"got {value!r:.80}")
     return answer
-
-
-def _at_path(row: dict, path: str) -> tuple[object, str, str]:
-    """Return the value at a path through nested columns, or None; and where the path ended, and what is there.
-
-    In `reward_model.ground_truth` a column that itself has a dot in its name comes first. Some files keep a nested
-    column as JSON text.
-    """
-    level: object = row
-    names = path.split(".")
-    taken = 0
-    while taken < len(names):
-        where = ".".join(names[:taken]) or "the row"
-        if isinstance(level, str):
-            with contextlib.suppress(ValueError):
-                level = json.loads(level)
-        if not isinstance(level, dict):
-            return None, where, f"is {shortened(level)}, which has no columns"
-        for end in range(len(names), taken, -1):
-            inner = level.get(".".join(names[taken:end]))
-            if inner is not None:
-                break
-        else:
-            return None, where, f"has {sorted(level)}"
-        level, taken = inner, end
-    return level, path, ""
 
 
 def normalized(text: str) -> str:
@@ -95,7 +79,8 @@ class BaseScorer:
     """The base of scorers: what `Scorer` names, and the column of the row's answer (None: `ANSWER_COLUMNS`)."""
 
     compares = False
-    """With the row's answer; then a score of 1 is solved."""
+    """With the row's answers, of which any counts; then a score of 1 is solved."""
+    ignore_case = False
 
     def __init__(
         self,
@@ -130,6 +115,14 @@ class BaseScorer:
         column = self.answer_column
         return ANSWER_COLUMNS if column is None else (column, column.partition(".")[0])
 
+    def is_right(self, text: str, row: dict) -> bool:
+        """Return True if a text is one of the row's answers."""
+        # Both sides are normalised alike, so how a dataset was typed does not matter.
+        texts = [normalized(one) for one in (text, *answers_of(row, self.answer_column))]
+        if self.ignore_case:
+            texts = [one.casefold() for one in texts]
+        return texts[0] in texts[1:]
+
     def check(self, row: dict) -> None:
         """Check that the row has an answer, if this scorer compares with one."""
         if self.compares:
@@ -146,13 +139,7 @@ class ExactMatch(BaseScorer):
         self.ignore_case = ignore_case
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
-        # Both sides are normalised alike, so how a dataset was typed does not matter.
-        pairs = [
-            (normalized(s.text), normalized(answer_of(s.row, self.answer_column))) for s in samples
-        ]
-        if self.ignore_case:
-            pairs = [(text.casefold(), answer.casefold()) for text, answer in pairs]
-        return [float(text == answer) for text, answer in pairs]
+        return [float(self.is_right(sample.text, sample.row)) for sample in samples]
 
 
 class Pattern(BaseScorer):
@@ -184,8 +171,7 @@ class Pattern(BaseScorer):
             right = bool(places)
             if self.compares and places:
                 last = places[-1][self.group]
-                answer = answer_of(sample.row, self.answer_column)
-                right = last is not None and normalized(last) == normalized(answer)
+                right = last is not None and self.is_right(last, sample.row)
             scores.append(float(right))
         return scores
 

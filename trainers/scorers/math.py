@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 from fused_rl import judging
 from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.data.rows import BadRow
 from fused_rl.trainers.rollouts.types import Sample
-from fused_rl.trainers.scorers.builtin import BaseScorer, answer_of
+from fused_rl.trainers.scorers.builtin import BaseScorer, answers_of
 
 NUMBER = re.compile(r"[-+]?[\d,]*\.?\d+%?")
 # LaTeX's commands, whole texts in it among them: what is left of a formula has no three letters in a row.
@@ -30,28 +31,32 @@ class MathVerifier(BaseScorer):
 
     def check(self, row: dict) -> None:
         """Check that the row has an answer that math-verify reads as a number or a formula."""
-        answer = answer_of(row, self.answer_column)
-        if NUMBER.fullmatch(answer):
-            return
-
-        # math-verify would read a word as a product of variables, in which the order of letters does not matter.
-        words = re.findall(r"[^\W\d_]{3,}", COMMANDS.sub(" ", answer))
-        if words or not judging.parsed(answer):
-            what = f"has the word {words[0]!r}" if words else "cannot be parsed"
-            remedy = (
-                "write it as a number or in LaTeX, or compare it as text: --verifiers exact_match"
-            )
-            raise InputError(f"verifier 'math': the answer {answer!r:.80} {what}; {remedy}")
+        for answer in answers_of(row, self.answer_column):
+            if not NUMBER.fullmatch(answer):
+                _check_formula(answer)
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         # The responses of a group often agree, so each distinct case is judged once.
-        cases = [(sample.text, answer_of(sample.row, self.answer_column)) for sample in samples]
-        distinct = list(dict.fromkeys(cases))
+        cases = [
+            [(sample.text, answer) for answer in answers_of(sample.row, self.answer_column)]
+            for sample in samples
+        ]
+        distinct = list(dict.fromkeys(case for of_sample in cases for case in of_sample))
         verdicts = dict(zip(distinct, self.pool.judge(distinct), strict=True))
 
-        # Cases that broke a limit score 0, and are counted with the row and the reason of each.
-        reasons = [verdicts[case][1] for case in cases]
+        # Any of the answers counts. Cases that broke a limit score 0, and are counted with the row and the reason.
+        judged = [[verdicts[case] for case in of_sample] for of_sample in cases]
+        best = [max(of_sample, key=lambda verdict: verdict[0]) for of_sample in judged]
         self.broken += [
-            f"{sample.where} {why}" for sample, why in zip(samples, reasons, strict=True) if why
+            f"{sample.where} {why}" for sample, (_, why) in zip(samples, best, strict=True) if why
         ]
-        return [verdicts[case][0] for case in cases]
+        return [score for score, _ in best]
+
+
+def _check_formula(answer: str) -> None:
+    # math-verify would read a word as a product of variables, in which the order of letters does not matter.
+    words = re.findall(r"[^\W\d_]{3,}", COMMANDS.sub(" ", answer))
+    if words or not judging.parsed(answer):
+        what = "has a word" if words else "cannot be parsed"
+        remedy = "write it as a number or in LaTeX, or compare it as text: --verifiers exact_match"
+        raise BadRow(f"verifier 'math': the answer {what}", remedy, came=f"got {answer!r:.80}")

@@ -82,7 +82,7 @@ def test_every_kind_of_reason_is_one_line_with_its_count_and_first_row(trainer, 
 
 def test_rows_beyond_the_held_out_ones_are_read_with_their_own_numbers():
     bad = []
-    rows = Rows([{"prompt": "a"}] * 4, "d.jsonl", bad=bad).subset([2, 3]).subset([1])
+    rows = Rows([{"prompt": "a"}] * 4, "d.jsonl", bad=bad).subset(range(2, 4)).subset(range(1, 2))
     with rows.collecting(0):
         raise InputError("x")
     assert [str(error) for error in bad] == ["d.jsonl, line 4: x"]

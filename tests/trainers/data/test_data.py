@@ -22,14 +22,10 @@ def test_an_empty_prompt_is_refused_and_an_empty_system_message_is_none(chat):
     for prompt in ("", [{"role": "system", "content": "s"}, *said[1:]], [user, *said])[
         : 3 if chat else 1
     ]:
-        with pytest.raises(
-            InputError, match="x.parquet, row 1: the prompt is empty; fix or remove the row"
-        ):
-            encoder.prompt(Rows([{"prompt": prompt}], "x.parquet"), 0, "prompt")
+        with pytest.raises(InputError, match="^the prompt is empty; fix or remove the row"):
+            tiny.prompt(encoder, {"prompt": prompt}, "prompt")
     if chat:
-        assert encoder.prompt(
-            Rows([{"prompt": [{"role": "system", "content": ""}, user]}], "x"), 0, "prompt"
-        )
+        assert tiny.prompt(encoder, {"prompt": [{"role": "system", "content": ""}, user]}, "prompt")
 
 
 def test_a_folder_of_several_configurations(tmp_path):
@@ -48,7 +44,7 @@ def test_a_folder_of_several_configurations(tmp_path):
 
     def read(**options):
         config = DataConfig(dataset=str(folder), eval_dataset=str(folder), **options)
-        return [rows.rows[0]["prompt"] for rows in load_train_eval(config)]
+        return [rows[0]["prompt"] for rows in load_train_eval(config)]
 
     assert read() == ["main train", "main test"]
     assert read(dataset_config="b") == ["b train", "b test"]
@@ -81,26 +77,26 @@ def test_text_becomes_a_chat_with_each_special_token_once():
     tokenizer = tiny.tokenizer(adds_bos=True)
     rows = Rows([{"prompt": "hi", "completion": "yo"}], "x")
     encoder = Encoder(tokenizer, system_prompt="S")
-    ((prompt, completion),) = encoder.pairs(rows, 0, None, "completion")
+    ((prompt, completion),) = tiny.pairs(encoder, rows[0], None, "completion")
     assert text_of(tokenizer, prompt) == "<bos><system>S<end>\n<user>hi<end>\n<assistant>"
     # The template's newline after EOS is not to be learnt.
     assert text_of(tokenizer, completion) == "yo<end>"
-    assert encoder.prompt(rows, 0, "prompt") == prompt
+    assert tiny.prompt(encoder, rows[0], "prompt") == prompt
 
 
 @pytest.mark.parametrize("text", ["hi", "<bos>hi"])
 def test_a_raw_prompt_has_one_bos(text):
     tokenizer = tiny.tokenizer(chat=False, adds_bos=True)
     rows = Rows([{"prompt": text, "completion": "yo"}], "x")
-    ((prompt, completion),) = Encoder(tokenizer).pairs(rows, 0, "prompt", "completion")
+    ((prompt, completion),) = tiny.pairs(Encoder(tokenizer), rows[0], "prompt", "completion")
     assert (text_of(tokenizer, prompt), text_of(tokenizer, completion)) == ("<bos>hi", "yo<eos>")
 
 
 def test_messages_and_system_prompts_need_a_template():
     tokenizer = tiny.tokenizer(chat=False)
     with pytest.raises(InputError, match="no chat template"):
-        Encoder(tokenizer).prompt(
-            Rows([{"prompt": [{"role": "user", "content": "x"}] * 2}], "x"), 0, "prompt"
+        tiny.prompt(
+            Encoder(tokenizer), {"prompt": [{"role": "user", "content": "x"}] * 2}, "prompt"
         )
     with pytest.raises(InputError, match="need a tokenizer with a chat template"):
         Encoder(tokenizer, system_prompt="S")
@@ -119,9 +115,9 @@ def test_a_chat_template_that_raises_is_a_line_with_the_row(template, reason):
     rows = Rows([{"prompt": "hi", "completion": "yo"}], "x.parquet")
     with pytest.raises(
         InputError,
-        match=rf"x.parquet, row 1: the chat template does not accept .*[(]user[)].*{reason}",
+        match=rf"^the chat template does not accept .*[(]user[)].*{reason}",
     ) as error:
-        Encoder(tokenizer).pairs(rows, 0, None, "completion")
+        tiny.pairs(Encoder(tokenizer), rows[0], None, "completion")
     assert "\n" not in str(error.value)
 
 
@@ -138,13 +134,13 @@ def test_the_order_visits_every_row_once_per_epoch_and_continues_anywhere():
 
 
 def test_what_is_as_long_as_its_limit_is_kept_and_one_token_more_is_dropped():
-    config = tiny.config_of("sft", max_prompt_length=4, max_length=9)
+    config = tiny.config_of("sft", max_length=9)
     rows = []
     for prompt, completion in ((4, 4), (5, 3), (4, 5), (3, 5), (5, 4)):  # EOS not counted
         rows.append({"prompt": "a" * prompt, "completion": "b" * completion})
     rows, encoder = Rows(rows, "x"), Encoder(tiny.tokenizer(chat=False))
     assert [example.where for example in sft.encoded(config, rows, encoder)] == [
-        rows.where(i) for i in (0, 3)
+        rows.where(i) for i in (0, 1, 3)
     ]
     prompts = prompts_of(rows, encoder, [], column="prompt", max_length=4)
     assert [prompt.where for prompt in prompts] == [rows.where(i) for i in (0, 2, 3)]
@@ -173,7 +169,7 @@ def test_the_chat_template_gets_the_arguments_of_the_run(folder):
     tokenizer = with_template(THINKING)
     for given, expected in ((None, "<assistant>"), ({"enable_thinking": False}, "<assistant>!")):
         config = tiny.config_of("sft", model=folder, chat_template_kwargs=given)
-        prompt = Encoder.of(config, tokenizer).prompt(Rows([{"prompt": "q"}], "x"), 0, None)
+        prompt = tiny.prompt(Encoder.of(config, tokenizer), {"prompt": "q"}, None)
         assert tokenizer.decode(prompt) == f"<bos><user>q<end>\n{expected}"
 
 
@@ -198,10 +194,10 @@ def test_a_completion_is_the_turn_with_its_tool_calls_and_the_prompt_has_the_too
     in_parquet = [ASKED | {"tool_calls": None, "name": None}, nothing_but_calls | {"name": None}]
     for messages in ([ASKED, CALL], [ASKED, nothing_but_calls], in_parquet):
         rows = Rows([{"messages": messages, "tools": [{"name": "g"}]}], "d.jsonl")
-        ((prompt, completion),) = Encoder(tokenizer).pairs(rows, 0, None, "completion")
+        ((prompt, completion),) = tiny.pairs(Encoder(tokenizer), rows[0], None, "completion")
         assert tokenizer.decode(prompt) == "<bos>g<user>a<end>\n<assistant>"
         assert tokenizer.decode(completion) == "f!<end>"
-        assert Encoder(tokenizer).prompt(rows, 0, None) == prompt
+        assert tiny.prompt(Encoder(tokenizer), rows[0], None) == prompt
 
 
 def test_a_word_that_the_template_does_not_read_is_refused():

@@ -2,12 +2,17 @@
 
 import json
 
+import numpy
+import pandas
 import pytest
 
 from fused_rl.trainers import sft
 from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.data import examples, rows
 from fused_rl.trainers.data.encode import Encoder
+from fused_rl.trainers.data.reading import chosen_rows
 from fused_rl.trainers.data.rows import Rows, load_rows
+from fused_rl.trainers.run.parse import parse
 from fused_rl.trainers.scorers.builtin import answer_of
 from tests.lazy import datasets
 from tests.trainers import tiny
@@ -47,20 +52,21 @@ WRITERS = {
 def test_a_file_or_folder_holds_the_rows_that_were_written(name, tmp_path):
     WRITERS[name](ROWS, tmp_path / name)
     read = load_rows(str(tmp_path / name))
-    assert read.rows == ROWS, "no number is guessed, and no word is a null"
+    assert list(read) == ROWS, "no number is guessed, and no word is a null"
     assert read.where(1).endswith("line 2" if name == "lines.jsonl" else "row 2")
 
 
-def test_columns_of_a_csv_that_became_numbers_are_printed(tmp_path, capsys):
-    path = tmp_path / "d.csv"
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_the_cells_of_a_csv_file_are_text_as_it_is_written(separator, tmp_path):
+    path = tmp_path / ("d.tsv" if separator == "\t" else "d.csv")
     # As a spreadsheet writes it.
-    path.write_bytes("\ufeffprompt,answer,id\r\na,007,NA\r\nb,,\r\n".encode())
-    rows = [{"prompt": "a", "answer": 7, "id": "NA"}, {"prompt": "b", "answer": None, "id": None}]
-    assert load_rows(str(path)).rows == rows
-    assert (
-        "d.csv: read as numbers (007 becomes 7): answer; a .jsonl file keeps text as it is"
-        in capsys.readouterr().out
-    )
+    text = "\ufeffprompt,answer,id\r\na,007,NA\r\nb,,\r\n".replace(",", separator)
+    path.write_bytes(text.encode())
+    rows = [
+        {"prompt": "a", "answer": "007", "id": "NA"},
+        {"prompt": "b", "answer": None, "id": None},
+    ]
+    assert list(load_rows(str(path))) == rows
 
 
 # Prompts and completions.
@@ -71,7 +77,9 @@ def test_a_completion_is_text_or_one_message(prompt):
     tokenizer = tiny.tokenizer()
     message = {"role": "assistant", "content": "5", "tool_calls": None}
     forms = [Rows([{"prompt": prompt, "completion": form}], "d.jsonl") for form in ("5", [message])]
-    text, conversation = (Encoder(tokenizer).pairs(rows, 0, None, "completion") for rows in forms)
+    text, conversation = (
+        tiny.pairs(Encoder(tokenizer), rows[0], None, "completion") for rows in forms
+    )
     assert text == conversation
     assert said(tokenizer, text) == [("<bos><user>2+3?<end>\n<assistant>", "5<end>")]
 
@@ -88,10 +96,10 @@ CONVERSATION = [
 def test_every_turn_of_the_assistant_is_trained_once_with_all_turns():
     tokenizer = tiny.tokenizer()
     encoder, rows = Encoder(tokenizer), Rows([{"messages": CONVERSATION}], "d.jsonl")
-    first, last = said(tokenizer, encoder.pairs(rows, 0, None, "completion", "all"))
+    first, last = said(tokenizer, tiny.pairs(encoder, rows[0], None, "completion", "all"))
     assert first == ("<bos><assistant>hi<end>\n<user>a<end>\n<assistant>", "b<end>")
     assert last == (f"{first[0]}b<end>\n<user>c<end>\n<assistant>", "d<end>")
-    assert said(tokenizer, encoder.pairs(rows, 0, None, "completion")) == [last]
+    assert said(tokenizer, tiny.pairs(encoder, rows[0], None, "completion")) == [last]
 
 
 def test_a_conversation_that_is_too_long_is_dropped_whole(files, tmp_path):
@@ -99,14 +107,19 @@ def test_a_conversation_that_is_too_long_is_dropped_whole(files, tmp_path):
     encoder = Encoder(tiny.tokenizer())
     last = sft.encoded(sft_config(files, tmp_path), rows, encoder)
     each = sft.encoded(sft_config(files, tmp_path, assistant_turns="all"), rows, encoder)
-    assert [example.where for example in each] == ["d.jsonl, line 1"] * 2 + ["d.jsonl, line 2"]
-    assert last == each[1:]
-    assert (
-        sft.encoded(
-            sft_config(files, tmp_path, assistant_turns="all", max_length=15), rows, encoder
-        )
-        == each[2:]
-    )
+    assert [example.where for example in each] == ["d.jsonl, line 1", "d.jsonl, line 2"]
+    assert [*last][1:] == each[1:]
+    short = sft_config(files, tmp_path, assistant_turns="all", max_length=15)
+    assert [*sft.encoded(short, rows, encoder)] == each[1:]
+
+
+def test_turns_are_one_sequence_in_which_only_the_assistants_tokens_are_trained(files, tmp_path):
+    tokenizer, config = tiny.tokenizer(), sft_config(files, tmp_path, assistant_turns="all")
+    (whole,) = sft.encoded(config, Rows([{"messages": CONVERSATION}], "x"), Encoder(tokenizer))
+    assert tokenizer.decode(whole.prompt) == "<bos><assistant>hi<end>\n<user>a<end>\n<assistant>"
+    trained = [i for i, flag in zip(whole.completion, whole.trained, strict=True) if flag]
+    assert tokenizer.decode(trained) == "b<end>d<end>"
+    assert tokenizer.decode(whole.completion) == "b<end>\n<user>c<end>\n<assistant>d<end>"
 
 
 def test_a_row_of_text_is_trained_after_its_first_token():
@@ -118,15 +131,20 @@ def test_a_row_of_text_is_trained_after_its_first_token():
             "d.jsonl",
         )
         encoder = Encoder(tokenizer)
-        pairs = said(tokenizer, [encoder.pairs(rows, i, None, "completion")[0] for i in range(3)])
+        pairs = said(
+            tokenizer, [tiny.pairs(encoder, rows[i], None, "completion")[0] for i in range(3)]
+        )
         if bos:
             assert pairs[0] == ("<bos>", f"ab{eos}") and pairs[2] == ("<bos>", f"a{eos}")
         else:
-            assert pairs == [("a", f"b{eos}"), ("<bos>", f"<user>a{eos}b{eos}"), ("a", eos)]
-            with pytest.raises(InputError, match="^d.jsonl, line 4: the text is empty"):
-                encoder.pairs(rows, 3, None, "completion")
+            assert pairs == [("a", f"b{eos}"), ("<user>", f"a{eos}b{eos}"), ("a", eos)]
+            with pytest.raises(InputError, match="^the text is empty"):
+                tiny.pairs(encoder, rows[3], None, "completion")
     both = Rows([{"text": "ab", "question": "a", "completion": "b"}], "d.jsonl")
-    assert said(tokenizer, Encoder(tokenizer).pairs(both, 0, None, "completion"))[0][1] == f"b{eos}"
+    assert (
+        said(tokenizer, tiny.pairs(Encoder(tokenizer), both[0], None, "completion"))[0][1]
+        == f"b{eos}"
+    )
 
 
 # Answers.
@@ -157,18 +175,101 @@ def test_a_response_follows_reasoning_that_the_prompt_closes_and_the_template_do
     )
     encoder = Encoder(tokenizer)
     rows = Rows([{"prompt": "a", "completion": "b"}], "d.jsonl")
-    pairs = said(tokenizer, encoder.pairs(rows, 0, None, "completion"))
+    pairs = said(tokenizer, tiny.pairs(encoder, rows[0], None, "completion"))
     assert pairs == [(f"<bos><user>a<end>\n<assistant>{skipped}", "b<end>")]
     if "think" in skipped:
-        rows.rows[0]["completion"] = "<think>c</think>b"
+        row = {"prompt": "a", "completion": "<think>c</think>b"}
         with pytest.raises(InputError, match="does not continue its own generation prompt"):
-            encoder.pairs(rows, 0, None, "completion")
+            tiny.pairs(encoder, row, None, "completion")
 
 
-def test_a_turn_that_a_template_begins_behind_the_last_one_is_not_trained():
-    tokenizer = tiny.tokenizer()
-    always = "{% if add_generation_prompt or true %}"
-    tokenizer.chat_template = tiny.CHAT_TEMPLATE.replace("{% if add_generation_prompt %}", always)
-    rows = Rows([{"text": "<bos><user>a<end>\n<assistant>b<end>\n<assistant>"}], "d.jsonl")
-    pairs = said(tokenizer, Encoder(tokenizer).pairs(rows, 0, None, "completion"))
-    assert pairs == [("<bos>", "<user>a<end>\n<assistant>b<end>")]
+# Several files.
+
+
+def contents(rows) -> list[str]:
+    return [row["prompt"] for row in rows]
+
+
+def test_a_folder_is_read_whole_whatever_its_files_are_called(tmp_path, capsys):
+    for name in (
+        "more.jsonl",
+        "train/a.jsonl",
+        "math_test_cases.json",
+        "test.jsonl",
+        "dev-0.jsonl",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        tiny.jsonl(tmp_path / name, [{"prompt": name}])
+    datasets.Dataset.from_list([{"prompt": "parquet"}] * 2).to_parquet(tmp_path / "b.parquet")
+    train = contents(load_rows(str(tmp_path)))
+    assert train == ["parquet"] * 2 + ["math_test_cases.json", "more.jsonl", "train/a.jsonl"]
+    printed = capsys.readouterr().out
+    assert f"{tmp_path}: 2 files of other splits than train are not read\n" in printed
+    assert f"{tmp_path}/b.parquet: 2 rows\n{tmp_path}/math_test_cases.json: 1 rows\n" in printed
+    assert contents(load_rows(str(tmp_path), split="validation")) == ["dev-0.jsonl"]
+
+
+def test_several_data_sets_and_patterns_are_read_one_after_the_other(tmp_path):
+    names = [tiny.jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name}]) for name in "bca"]
+    read = load_rows(names)
+    assert contents(read) == ["b", "c", "a"]
+    assert read.where(1) == f"{tmp_path}/c.jsonl, line 1"
+    assert contents(load_rows(f"{tmp_path}/*.jsonl")) == ["a", "b", "c"]
+    with pytest.raises(InputError, match="matches no file"):
+        load_rows(f"{tmp_path}/*.json")
+    config = parse(sft.SFTConfig, ["--model", "m", "--output_dir", "o", "--dataset", *names])
+    assert config.dataset == names
+
+
+def test_rows_in_an_object_are_rows_and_a_conversation_in_one_is_a_row(tmp_path):
+    path = tmp_path / "d.json"
+    path.write_text(
+        json.dumps({"version": 1, "data": [{"prompt": "a"}, {"prompt": "b"}]}, indent=1)
+    )
+    assert contents(load_rows(str(path))) == ["a", "b"]
+    path.write_text(json.dumps({"messages": CONVERSATION}, indent=1))
+    assert list(load_rows(str(path))) == [{"messages": CONVERSATION}]
+
+
+@pytest.mark.parametrize("block", [3, 16, 1 << 24])
+def test_a_list_is_read_in_blocks(block, tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "BLOCK", block)
+    path, expected = tmp_path / "d.json", [{"prompt": "a\n]é"}, {"prompt": "{", "n": [1, [2]]}]
+    path.write_text(json.dumps(expected, indent=2, ensure_ascii=False))
+    assert list(load_rows(str(path))) == expected
+    path.write_text('[{"prompt": "a"}, {"prompt": ')
+    with pytest.raises(InputError, match="fix row 2"):
+        load_rows(str(path))
+
+
+def test_a_large_file_is_encoded_once_with_the_ids_of_a_small_one(files, tmp_path, monkeypatch):
+    path = tiny.jsonl(tmp_path / "d.jsonl", [{"prompt": f"{i}", "answer": "b"} for i in range(9)])
+    config, encoder = sft_config(files, tmp_path), Encoder(tiny.tokenizer())
+    small = sft.encoded(config, load_rows(path), encoder)
+    monkeypatch.setattr(rows, "SMALL", 0)
+    monkeypatch.setattr(rows, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(examples, "CACHE", tmp_path / "cache")
+    first = sft.encoded(config, load_rows(path), encoder)
+    assert [*first] == [*small] and first.digests == small.digests
+    # From then on the tokenizer is not asked.
+    monkeypatch.setattr(encoder, "demonstrations", None)
+    assert [*sft.encoded(config, load_rows(path), encoder)] == [*small]
+    tiny.jsonl(tmp_path / "d.jsonl", [{"prompt": "other", "answer": "b"}] * 9)
+    with pytest.raises(TypeError):
+        sft.encoded(config, load_rows(path), encoder)
+
+
+def test_rows_from_python_may_be_of_many_kinds():
+    expected = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
+    table = datasets.Dataset.from_list(expected)
+    for given in (
+        table,
+        datasets.DatasetDict({"train": table}),
+        pandas.DataFrame(expected),
+        (row for row in expected),
+        [{"prompt": numpy.str_("a"), "n": numpy.int64(1)}, {"prompt": "b", "n": numpy.array(2)}],
+    ):
+        assert list(chosen_rows("dataset", given, None, None, "train")) == expected
+    for refused in (7, {"prompt": "a"}, datasets.DatasetDict({"a": table, "b": table})):
+        with pytest.raises(InputError, match="^dataset: expected"):
+            chosen_rows("dataset", refused, None, None, "train")

@@ -18,7 +18,7 @@ TOOL = {"name": "f", "parameters": {"type": "object", "properties": {}}}
 
 
 def completion(row: dict):
-    return Reader(Rows([row], "d.jsonl")).completion(0, None, "completion")
+    return Reader(row).completion(None, "completion")
 
 
 def turn(**keys) -> dict:
@@ -34,11 +34,10 @@ REFUSED = {
     "column 'chat_template_kwargs' is not read, got": turn() | {"chat_template_kwargs": {"a": 1}},
     "the weight of a message must be 0 or 1, got -1": turn(weight=-1),
     "the loss_scale of a message must be 0 or 1, got 2.0": turn(loss_scale=2.0),
-    "has a weight on a part of its content": part(weight=-1),
     "has content of type 'image_url'": part(type="image_url"),
-    "has a part of type text without a text": part(text=None, value="ok"),
+    "has content of type 'text' without a text": part(text=None),
     "the arguments of a tool call must be an object, got": turn(
-        tool_calls=[{"function": CALL | {"arguments": json.dumps(json.dumps({"x": 1}))}}]
+        tool_calls=[{"function": CALL | {"arguments": "[1]"}}]
     ),
     "column 'system' must be text, got 7": {"prompt": "a", "completion": "b", "system": 7},
     "column 'input' must be text, got 7": {"instruction": "a", "input": 7, "output": "b"},
@@ -64,7 +63,7 @@ def test_earlier_names_of_openai_are_read_as_the_later_ones():
         "messages": [
             {"role": "developer", "content": "be kind"},
             USER,
-            {"role": "assistant", "content": None, "function_call": CALL},
+            CALLS,
             {"role": "function", "name": "f", "content": "1"},
             ANSWER,
         ],
@@ -74,7 +73,7 @@ def test_earlier_names_of_openai_are_read_as_the_later_ones():
         "messages": [
             {"role": "system", "content": "be kind"},
             USER,
-            CALLS | {"tool_calls": [{"type": "function", "function": CALL}]},
+            CALLS,
             {"role": "tool", "name": "f", "content": "1"},
             ANSWER,
         ],
@@ -94,7 +93,7 @@ def test_earlier_names_of_openai_are_read_as_the_later_ones():
 def test_without_a_chat_template_only_text_can_be_trained(row, what):
     encoder = Encoder(tiny.tokenizer(chat=False))
     with pytest.raises(BadRow, match=f"has {what}, but there is no chat template"):
-        encoder.pairs(Rows([row], "d.jsonl"), 0, None, "completion")
+        tiny.pairs(encoder, row, None, "completion")
 
 
 def test_columns_of_text_in_a_csv_file_keep_their_digits(tmp_path):
@@ -104,7 +103,7 @@ def test_columns_of_text_in_a_csv_file_keep_their_digits(tmp_path):
         {"system": "007", "instruction": "1", "input": "2.50", "output": "1e3"},
         {"system": None, "instruction": "2", "input": None, "output": "4"},
     ]
-    assert load_rows(str(path)).rows == rows
+    assert list(load_rows(str(path))) == rows
 
 
 # What is refused, or read as it is meant, where the tokens would be wrong without a word.
@@ -125,7 +124,7 @@ def answered(text: str, **others) -> dict:
     ("row", "reason"),
     [
         ({"prompt": "a", "completion": SPELLED}, "'completion' is a text that spells messages"),
-        ({"prompt": WRITTEN, "completion": "b", "system": "s"}, "a message is a whole prompt"),
+        ({"prompt": WRITTEN, "completion": "b", "system": "s"}, "begins as only a chat template"),
         ({"text": "<end>\n"}, "the text is empty"),
         (
             {
@@ -134,15 +133,11 @@ def answered(text: str, **others) -> dict:
             },
             "another one in",
         ),
-        (
-            {"question": "a", "completion": "b", "system": "s", "system_prompt": "t"},
-            "differ; remove",
-        ),
     ],
 )
 def test_a_demonstration_whose_tokens_would_be_wrong_is_refused(row, reason):
     with pytest.raises(BadRow, match=reason):
-        Encoder(tiny.tokenizer()).pairs(Rows([row], "x"), 0, None, "completion")
+        tiny.pairs(Encoder(tiny.tokenizer()), row, None, "completion")
 
 
 @pytest.mark.parametrize(
@@ -161,8 +156,11 @@ def test_a_demonstration_whose_tokens_would_be_wrong_is_refused(row, reason):
             "do not begin",
         ),
         (
-            {"prompt": "a", "chosen": [answered("b", weight=0)], "rejected": [answered("c")]},
-            "weight 0",
+            {
+                "chosen": [asked("a"), answered("b")],
+                "rejected": [asked("c"), answered("b")],
+            },
+            "differ before the assistant's turn",
         ),
         (
             {"messages": [asked("a"), answered("b")], "chosen": "c", "rejected": "d"},
@@ -178,36 +176,42 @@ def test_a_pair_whose_tokens_would_be_wrong_is_refused(row, reason):
 
 def both(encoder: Encoder, row: dict) -> list:
     columns = {"chosen_column": "chosen", "rejected_column": "rejected"}
-    sides = pair_sides(encoder, Rows([row], "x"), 0, None, columns)
+    sides = pair_sides(encoder, Reader(row), None, columns)
     return [tuple(map(encoder.tokenizer.decode, side)) for side in sides]
 
 
 def test_the_context_of_a_response_is_whole_and_has_each_end_once():
     encoder = Encoder(tiny.tokenizer())
-    system = {"role": "system", "content": "s"}
-    ends = [asked("a"), answered("b<end>"), asked("c"), answered("<assistant>d<end>")]
-    ((prompt, completion),) = encoder.pairs(Rows([{"messages": ends}], "x"), 0, None, "completion")
+    ends = [asked("a"), answered("b<end>"), asked("c"), answered("d<end>")]
+    ((prompt, completion),) = tiny.pairs(encoder, {"messages": ends}, None, "completion")
     assert encoder.tokenizer.decode(prompt).endswith("<assistant>b<end>\n<user>c<end>\n<assistant>")
     assert encoder.tokenizer.decode(completion) == "d<end>"
-    # Without BOS, which some take off a rendered text; with a marker that a user writes.
-    ((prompt, _),) = encoder.pairs(Rows([{"text": WRITTEN[5:] + "b"}], "x"), 0, None, "completion")
-    assert encoder.tokenizer.decode(prompt) == "<bos>"
-    messages = [asked("<user> is what?"), answered("b")]
-    ((prompt, _),) = encoder.pairs(Rows([{"messages": messages}], "x"), 0, None, "completion")
-    assert encoder.tokenizer.decode(prompt) == "<bos><user><user> is what?<end>\n<assistant>"
+    # A marker that a user writes.
+    messages = [asked("what is <user>?"), answered("b")]
+    ((prompt, _),) = tiny.pairs(encoder, {"messages": messages}, None, "completion")
+    assert encoder.tokenizer.decode(prompt) == "<bos><user>what is <user>?<end>\n<assistant>"
 
-    # A prompt that the conversations have as well, but for its system message; ids of messages; other questions.
-    conversations = {"chosen": [asked("a"), answered("b")], "rejected": [asked("a"), answered("c")]}
-    begins = "<bos><system>s<end>\n<user>a<end>\n<assistant>"
-    expected = [(begins, "b<end>"), (begins, "c<end>")]
-    assert both(encoder, {"prompt": [system, asked("a")], **conversations}) == expected
+    # Ids of messages make no other question of one.
     ids = {"chosen": "1", "rejected": "2"}
     named = {
         side: [asked("a"), answered("x", id=i), asked("b"), answered(i)] for side, i in ids.items()
     }
     assert [response for _, response in both(encoder, named)] == ["1<end>", "2<end>"]
-    texts = {side: f"<bos><user>{i}<end>\n<assistant>b<end>" for side, i in ids.items()}
-    assert [response for _, response in both(encoder, texts)] == ["b<end>", "b<end>"]
+
+
+def test_spellings_of_parts_calls_and_nested_lists_say_the_same():
+    part = {"type": "text", "text": None, "value": "ok"}
+    assert completion(turn(content=[part])) == completion(turn())
+    thought = {"type": "reasoning", "value": "hm"}
+    assert completion(turn(content=[thought, part])) == completion(turn(reasoning_content="hm"))
+    call = {"type": "tool_call", "value": json.dumps(CALL)}
+    calls = [{"type": "function", "function": CALL}]
+    assert completion(turn(content=[call])) == completion(turn(content="", tool_calls=calls))
+    twice = CALL | {"arguments": json.dumps(json.dumps(CALL["arguments"]))}
+    spelled = [{"type": "function", "function": twice}]
+    assert completion(turn(tool_calls=spelled)) == completion(turn(tool_calls=calls))
+    nested = {"input": {"messages": [[USER]]}, "completion": "ok"}
+    assert Reader(nested).completion("input.messages", "completion").prompt == [USER]
 
 
 def test_tools_that_a_template_only_mentions_are_refused():
@@ -216,7 +220,7 @@ def test_tools_that_a_template_only_mentions_are_refused():
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     rows = Rows([{"prompt": "a", "completion": "b", "tools": [tool]}], "x")
     with pytest.raises(BadRow, match="the row has tools, but the chat template does not read them"):
-        Encoder(tokenizer).pairs(rows, 0, None, "completion")
+        tiny.pairs(Encoder(tokenizer), rows[0], None, "completion")
 
 
 def test_reasoning_is_closed_once_where_the_template_writes_it_after_white_space():
@@ -225,7 +229,7 @@ def test_reasoning_is_closed_once_where_the_template_writes_it_after_white_space
     written = "('\\n<think>\\n\\n</think>\\n' if m['role'] == 'assistant' else '') + m['content']"
     tokenizer.chat_template = opened.replace("m['content']", written)
     rows = Rows([{"prompt": "a", "completion": "b"}], "x")
-    ((_, completion),) = Encoder(tokenizer).pairs(rows, 0, None, "completion")
+    ((_, completion),) = tiny.pairs(Encoder(tokenizer), rows[0], None, "completion")
     assert tokenizer.decode(completion) == "\n</think>\nb<end>"
 
 
@@ -240,7 +244,7 @@ def test_tools_that_a_template_writes_only_beside_some_first_message_are_found_t
     refused = []
     for i in range(2):
         try:
-            Encoder(tokenizer).pairs(rows, i, None, "completion")
+            tiny.pairs(Encoder(tokenizer), rows[i], None, "completion")
         except BadRow as error:
             refused.append((i, error.reason))
     number = 1 if beside == "system" else 0

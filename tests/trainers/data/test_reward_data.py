@@ -32,6 +32,10 @@ FORMS = [
 ]
 
 
+def read(config, tokenizer, rows: Rows):
+    return preferences.pairs_of(config, rows, encode.Encoder.of(config, tokenizer))
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.parametrize("form", FORMS)
 def test_the_hubs_forms_are_read_to_the_token(form, suffix, tmp_path):
@@ -48,7 +52,7 @@ def test_the_hubs_forms_are_read_to_the_token(form, suffix, tmp_path):
             pyarrow.Table.from_pylist([{**row, "margin": None}, {**row, "margin": 2.0}]), path
         )
     tokenizer = encode.load_tokenizer(make_model(tmp_path / "model", chat=chat))
-    pairs = preferences.PairEncoder(make_config(tmp_path), tokenizer).pairs(load_rows(str(path)))
+    pairs = read(make_config(tmp_path), tokenizer, load_rows(str(path)))
     assert [p.margin for p in pairs] == [0, 2]
     assert pairs[1].where == f"{path}, " + ("line 3" if suffix == "jsonl" else "row 2")
 
@@ -70,12 +74,11 @@ def test_a_beginning_of_sequence_is_written_once(tmp_path):
     tokenizer._tokenizer.post_processor = TemplateProcessing(
         single="<bos> $A", special_tokens=[("<bos>", bos)]
     )
-    encoder = preferences.PairEncoder(make_config(tmp_path), tokenizer)
     rows = [
         {"prompt": "hi", "chosen": "yo", "rejected": "no"},
         {"chosen": "hi yo", "rejected": "hi no"},
     ]
-    for pair in encoder.pairs(Rows(rows, "x")):
+    for pair in read(make_config(tmp_path), tokenizer, Rows(rows, "x")):
         whole = [*pair.chosen[0], *pair.chosen[1]]
         assert (
             whole[0] == bos and whole.count(bos) == 1 and whole[-1] == eos and whole.count(eos) == 1
@@ -99,21 +102,21 @@ def test_truncation_keeps_eos_or_drops_the_pair_and_says_so(tmp_path, capsys):
     limits = {"max_prompt_length": 7, "max_response_length": 5}
 
     def responses(too_long):
-        encoder = preferences.PairEncoder(
-            make_config(tmp_path, too_long=too_long, **limits), tokenizer
-        )
-        return [tokenizer.decode(p.chosen[1]) for p in encoder.pairs(Rows(rows, "x"))]
+        config = make_config(tmp_path, too_long=too_long, **limits)
+        pairs = read(config, tokenizer, Rows(rows, "x"))
+        return [tokenizer.decode(pair.chosen[1]) for pair in pairs]
 
     assert responses("drop") == ["bcde<eos>"]
     output = capsys.readouterr().out
-    assert "x: dropped 4 of 5 pairs: 2 with a response longer than max_response_length" in output
     assert (
-        "1 with a prompt longer than max_prompt_length, 1 whose two sides are the same tokens"
-        in output
+        "x: dropped 4 of 5 pairs: 1 with a prompt longer than max_prompt_length=7 (the longest has 8 tokens), "
+        "2 with a response longer than max_response_length=5 (the longest has 6 tokens), "
+        "1 whose two sides are the same tokens" in output
     )
     assert responses("truncate") == ["bcde<eos>", "bcde<eos>"]
     output = capsys.readouterr().out
-    assert "dropped 3 of 5 pairs: 2 whose two sides are the same tokens, 1 with a prompt" in output
+    assert "dropped 3 of 5 pairs: 1 with a prompt longer" in output
+    assert "2 whose two sides are the same tokens" in output
     assert "cut 3 of 10 responses to max_response_length" in output
 
 
@@ -121,8 +124,8 @@ def test_a_margin_column_that_is_named_exists_and_the_usual_one_need_not(tmp_pat
     tokenizer = encode.load_tokenizer(make_model(tmp_path / "model"))
     rows = Rows([{"prompt": "a", "chosen": "b", "rejected": "c"}], "x")
     # As a run's config.yaml repeats it.
-    usual = preferences.PairEncoder(make_config(tmp_path, margin_column="margin"), tokenizer)
-    assert [pair.margin for pair in usual.pairs(rows)] == [0.0]
-    other = preferences.PairEncoder(make_config(tmp_path, margin_column="lead"), tokenizer)
+    usual = make_config(tmp_path, margin_column="margin")
+    assert [pair.margin for pair in read(usual, tokenizer, rows)] == [0.0]
+    other = make_config(tmp_path, margin_column="lead")
     with pytest.raises(InputError, match="x: no row has the column 'lead' of --margin_column"):
-        other.pairs(rows)
+        read(other, tokenizer, rows)

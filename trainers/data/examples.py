@@ -1,0 +1,238 @@
+"""Rows as examples: encoded once by all cores, and read from the disk when one is asked for."""
+
+import array
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import filelock
+import numpy
+import pyarrow
+
+from fused_rl.trainers.base.files import hash_of
+from fused_rl.trainers.base.screen import print_rank0
+from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.data.forms import Reader
+from fused_rl.trainers.data.rows import CACHE, BadRow, Rows, parsed, quiet_datasets
+
+# What a table has in the columns that a row does without.
+EMPTY = (None, "", [], {})
+INT = datasets.Value("int32")
+FEATURES = datasets.Features(
+    row=datasets.Value("int64"),
+    ids=datasets.List(datasets.List(INT)),
+    **dict.fromkeys(("prompt", "response", "tokens", "largest"), INT),
+    **dict.fromkeys(("beside", "unusable", "group", "digest"), datasets.Value("string")),
+    **dict.fromkeys(("error", "notes"), datasets.Value("string")),
+)
+# What the options of lengths limit, in words.
+LIMITED = {"tokens": "", "prompt": "a prompt ", "response": "a response "}
+
+
+class Record(NamedTuple):
+    """What a trainer makes of a row, or of a part of it."""
+
+    ids: Sequence[list[int]]
+    """Prompt and response of one sequence or of two; further lists are of the trainer's own."""
+    beside: Any = None
+    """What else belongs to it, as JSON can write it."""
+    unusable: str | None = None
+    """Why it is left out without an error."""
+
+
+Read = functools.partial[list[Record]]
+"""Calls a function of an encoder, a row's Reader and options, which name the cached ids."""
+Make = Callable[[list[list[int]], Any, Rows, int], Any]
+"""(ids, beside, rows, index of the row) -> the trainer's example."""
+
+
+class Examples(Sequence[Any]):
+    """Examples of one kind in the order of their rows."""
+
+    def __init__(self, rows: Rows, table: datasets.Dataset, make: Make, index: numpy.ndarray):
+        """Take the table of `FEATURES` and the places in it that are examples."""
+        self.rows = rows
+        self.table = table
+        self.make = make
+        self.index = index
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, i):
+        if isinstance(i, slice):
+            return [self[place] for place in range(*i.indices(len(self)))]
+        record = self.table[int(self.index[i])]
+        return self.make(record["ids"], json.loads(record["beside"]), self.rows, record["row"])
+
+    def column(self, name: str) -> numpy.ndarray:
+        """Return a column of the table: lengths of the prompt, of the response and of both, the largest id, …"""
+        return self.table.data.column(name).to_numpy()[self.index]
+
+    @property
+    def digests(self) -> list[str]:
+        """The hash of each example, without where it came from: a moved file has the same rows."""
+        return self.column("digest").tolist()
+
+    def where(self, i: int) -> str:
+        """Return the file and line of an example."""
+        return self.rows.where(int(self.column("row")[i]))
+
+    def fitting(self, noun: str, limits: dict[str, tuple[str, int]]) -> "Examples":
+        """Return the examples of rows that fit; print how many do not, and why. `limits` are options by column."""
+        keep = numpy.ones(len(self), bool)
+        # What is longest in a row stands in each of its records, so a row is kept as a whole or not at all.
+        is_first = numpy.diff(self.column("row"), prepend=-1) != 0
+        reasons = {}
+        for name, (option, limit) in limits.items():
+            lengths = self.column(name)
+            over = keep & (lengths > limit)
+            if over.any():
+                longest = f"the longest has {lengths[over].max()} tokens"
+                text = f"with {LIMITED[name]}longer" if LIMITED[name] else "longer"
+                reasons[f"{text} than {option}={limit} ({longest})"] = over
+            keep &= ~over
+        unusable = self.column("unusable")
+        for reason in sorted({*unusable[keep]} - {None}):
+            reasons[reason] = keep & (unusable == reason)
+        keep &= unusable == None  # noqa: E711 (elementwise)
+        counts = ", ".join(f"{(of & is_first).sum()} {reason}" for reason, of in reasons.items())
+        if reasons and not keep.any():
+            raise InputError(f"{self.rows.source}: no {noun} is left of {len(self.rows)}: {counts}")
+        if reasons:
+            dropped = (is_first & ~keep).sum()
+            print_rank0(
+                f"{self.rows.source}: dropped {dropped} of {len(self.rows)} {noun}s: {counts}"
+            )
+        return self.chosen(keep)
+
+    def chosen(self, mask: numpy.ndarray) -> "Examples":
+        """Return the examples at which a mask is True."""
+        return Examples(self.rows, self.table, self.make, self.index[mask])
+
+    def parsed_rows(self) -> Iterator[tuple[int, dict]]:
+        """Yield the index and the columns of each row that has an example."""
+        usable = {*self.column("row").tolist()}
+        texts = (text for rows in self.rows.table.iter(1000) for text in rows["row"])
+        yield from ((i, parsed(text)) for i, text in enumerate(texts) if i in usable)
+
+
+def encode_rows(rows: Rows, key: str, read: Read, make: Make) -> Examples:
+    """Return the examples of all rows; those that cannot be used are collected, or the first of them is raised.
+
+    Ids of large files are cached by the rows, the encoder's `key`, and the options of `read`.
+    """
+    processes = min(len(os.sched_getaffinity(0)), len(rows) // 1000)
+    options: dict[str, Any] = {
+        "function": functools.partial(_encode, read=read),
+        "with_indices": True,
+        "batched": True,
+        "remove_columns": rows.table.column_names,
+        "features": FEATURES,
+        "num_proc": processes if processes > 1 else None,
+        "desc": "encoding rows",
+    }
+    if not len(rows):
+        table = datasets.Dataset.from_dict({name: [] for name in FEATURES}, FEATURES)
+    elif rows.key is None:
+        with quiet_datasets(is_quick=processes < 2):
+            table = rows.table.map(**options, new_fingerprint="in memory")
+    else:
+        version = importlib.metadata.version("transformers"), _code_hash()
+        name = hash_of([rows.key, key, read.func.__qualname__, read.keywords, version])
+        CACHE.mkdir(parents=True, exist_ok=True)
+        # One rank of a node encodes, and the others wait for its file.
+        with filelock.FileLock(CACHE / f"{name}.lock"), quiet_datasets():
+            table = rows.table.map(
+                **options,
+                cache_file_name=str(CACHE / f"{name}.arrow"),
+                new_fingerprint=name,
+            )
+    return Examples(rows, table, make, _usable(rows, table))
+
+
+@functools.cache
+def _code_hash() -> str:
+    """Return the hash of the code that makes ids of rows."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hash_of([file.read_text() for file in files])
+
+
+def _encode(batch: dict[str, list], indices: list[int], read: Read) -> pyarrow.Table:
+    """Return the columns of `FEATURES` of some rows."""
+    records = [
+        record
+        for text, index in zip(batch["row"], indices, strict=True)
+        for record in _records(text, index, read)
+    ]
+    return pyarrow.Table.from_pylist(records, FEATURES.arrow_schema)
+
+
+def _records(text: bytes, index: int, read: Read) -> Iterator[dict[str, Any]]:
+    reader = Reader({})
+    try:
+        reader = Reader(parsed(text))
+        records, error = read(reader), None
+    except InputError as refusal:
+        bad = BadRow.located(refusal)
+        records, error = [Record(([], []))], json.dumps([bad.reason, bad.remedy, bad.came])
+    filled = [name for name, value in reader.row.items() if value not in EMPTY]
+    notes = json.dumps([reader.form, sorted(reader.columns), filled])
+
+    # Two lists are a sequence.
+    sequences = [
+        ids[i : i + 2]
+        for ids in (record.ids for record in records)
+        for i in range(0, len(ids) - 1, 2)
+    ]
+    of_row = {
+        "row": index,
+        "prompt": max(len(prompt) for prompt, _ in sequences),
+        "response": max(len(response) for _, response in sequences),
+        "tokens": max(len(prompt) + len(response) for prompt, response in sequences),
+        "largest": max((max(ids) for pair in sequences for ids in pair if ids), default=0),
+        "error": error,
+    }
+    for record in records:
+        beside = json.dumps(record.beside)
+        yield of_row | {
+            "ids": record.ids,
+            "beside": beside,
+            "unusable": record.unusable,
+            "group": _digest(record.ids[:1], ""),
+            "digest": _digest(record.ids, beside),
+            "notes": notes,
+        }
+        notes = None
+
+
+def _digest(lists: Sequence[list[int]], beside: str) -> str:
+    total = hashlib.blake2b(beside.encode(), digest_size=16)
+    for ids in lists:
+        total.update(array.array("q", [len(ids), *ids]))
+    return total.hexdigest()
+
+
+def _usable(rows: Rows, table: datasets.Dataset) -> numpy.ndarray:
+    """Return the places of a table's examples; what its rows say of themselves goes to `rows`."""
+    for found in table.data.column("notes").value_counts().to_pylist():
+        if found["values"] is None:
+            continue
+        form, read, filled = json.loads(found["values"])
+        if form:
+            rows.forms[form] += found["counts"]
+        rows.columns_read.update(read)
+        rows.columns_filled |= dict.fromkeys(filled)
+    is_bad = table.data.column("error").is_valid().to_numpy()
+    for place in is_bad.nonzero()[0]:
+        record = table[int(place)]
+        reason, remedy, came = json.loads(record["error"])
+        with rows.collecting(record["row"]):
+            raise BadRow(reason, remedy, came=came)
+    return (~is_bad).nonzero()[0]
