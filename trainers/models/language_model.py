@@ -282,10 +282,13 @@ def readable(name: str, attention: str | None = None):
         raise InputError(f"{problem}: {in_a_line(error)}") from error
 
 
-def switch_off_dropout(model: nn.Module) -> None:
-    """Set every dropout and layer-drop probability in a model to 0."""
+def prepare_modules(model: nn.Module) -> None:
+    """Set every dropout and layer-drop probability in a model to 0, and give every row of an embedding a gradient."""
     # By name, as models keep them in attributes of many names, also apart from nn.Dropout.
     for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            # Pads are never read here, and many models pad with EOS, which is read.
+            module.padding_idx = None
         for name, value in vars(module).items():
             is_dropout = "drop" in name or (name == "p" and isinstance(module, nn.Dropout))
             if isinstance(value, float) and is_dropout:
@@ -350,7 +353,7 @@ def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) 
     elif with_adapters:
         lm = lora.adapted(lm, config)
     # With dropout the ratio of an unchanged policy would not be 1.
-    switch_off_dropout(lm)
+    prepare_modules(lm)
     if trainable:
         checkpoint_activations(lm, config)
     divided = None

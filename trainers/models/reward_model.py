@@ -17,7 +17,7 @@ from fused_rl.trainers.data.batch import on_device, pad
 from fused_rl.trainers.data.encode import load_tokenizer
 from fused_rl.trainers.models import lora
 from fused_rl.trainers.models.checkpointing import checkpoint_activations
-from fused_rl.trainers.models.language_model import readable, save, switch_off_dropout
+from fused_rl.trainers.models.language_model import prepare_modules, readable, save
 from fused_rl.trainers.models.packing import Costs, InRows, unpadded_costs
 from fused_rl.trainers.options import ModelConfig, RunConfig
 
@@ -35,7 +35,7 @@ class RewardModel(nn.Module):
         self.divided: Divided | None = None
         """How sequences are divided over processes; None where each is whole."""
         self.unpadded_costs: Costs | None = None  # where its rows need no padding
-        switch_off_dropout(classifier)
+        prepare_modules(classifier)
 
     @property
     def base(self) -> Any:
