@@ -74,6 +74,13 @@ class Reading(contextlib.AbstractContextManager):
             print_rank0(title, *self._kinds())
         if self.bad and len(self.bad) == total:
             raise InputError(f"no row can be used; {self.bad[0]}")
+        # Without a single held-out row nothing would be evaluated, and nothing would say so.
+        bad = {error.where: error for error in self.bad}
+        for rows in self.read:
+            places = [rows.where(i) for i in range(len(rows))] if bad else []
+            if places and all(place in bad for place in places):
+                what = f"no row from {places[0]} to {places[-1]} can be used"
+                raise InputError(f"{what}; {bad[places[0]]}")
         print_rank0(*self._forms())
 
     def _kinds(self) -> list[str]:

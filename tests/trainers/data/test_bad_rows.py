@@ -9,6 +9,7 @@ from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.reading import BadRows, Reading
 from fused_rl.trainers.data.rows import Rows, load_rows
 from tests.tools import forms
+from tests.trainers import runs, tiny
 
 USER = {"role": "user", "content": "a"}
 GOOD = {"completion": "b", "chosen": "b", "rejected": "c", "label": True}
@@ -78,6 +79,26 @@ def test_every_kind_of_reason_is_one_line_with_its_count_and_first_row(trainer, 
     path.write_bytes(lines_of(faults))
     with pytest.raises(InputError, match="no row can be used; .*d.jsonl, line "):
         read(trainer, path, "skip")
+
+
+@pytest.mark.parametrize("held_out", ["eval_dataset", "dataset"])
+def test_held_out_rows_that_are_all_bad_are_refused_where_bad_rows_are_skipped(
+    held_out, files, tmp_path
+):
+    good, bad = tiny.sums(6), [{"question": 3, "answer": "b"}] * 3
+    if held_out == "dataset":
+        good, bad = good + bad, []
+    else:
+        tiny.jsonl(tmp_path / "test.jsonl", bad)
+    rows = tiny.jsonl(tmp_path / "rows.jsonl", good)
+    options = {"eval_size": 3, "bad_rows": "skip"}
+    if bad:
+        options["eval_dataset"] = str(tmp_path / "test.jsonl")
+    source = (
+        "test.jsonl, line 1 to .*test.jsonl, line 3" if bad else "rows.jsonl, line 7 to .*line 9"
+    )
+    message = f"no row from .*{source} can be used; .*column 'question' must be text"
+    runs.refused(runs.sft_config((files[0], rows), tmp_path / "run", **options), message)
 
 
 def test_rows_beyond_the_held_out_ones_are_read_with_their_own_numbers():
