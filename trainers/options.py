@@ -473,12 +473,6 @@ class EngineConfig(Options):
         Needs("deepspeed", lambda config: config.zero_stage > 0, "is of zero_stage 1 to 3"),
     )
 
-    def check(self) -> None:
-        super().check()
-        if self.grad_accum_dtype == "bfloat16" and self.dtype == "float32":
-            what = "grad_accum_dtype=bfloat16 is of bfloat16 weights, and dtype=float32 has none"
-            raise InputError(f"{what}; leave it out")
-
     replaces: ClassVar = {"micro_batch_size": "micro_batch_tokens"}
 
     def micro_batches_of(self, sequences: int) -> str:
@@ -518,6 +512,11 @@ class OutputConfig(Options):
     """Make that repository private; one that is already public is refused."""
 
     needs: ClassVar = (
+        Needs(
+            "accept_changes",
+            lambda config: config.resume or config.resume_from is not None,
+            without("--resume"),
+        ),
         Needs(
             "hub_model_id",
             lambda config: config.push_to_hub,
@@ -633,7 +632,14 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
         return 0
 
     def resolve(self) -> None:
-        """Choose the micro-batch's size where none is given, when a run begins; on a GPU a run measures it later."""
+        """Choose the micro-batch's size where none is given, when a run begins; on a GPU a run measures it later.
+
+        Refuse options of bfloat16 weights where `dtype=auto` is float32 on this machine.
+        """
+        for option in ("head_dtype", "grad_accum_dtype"):
+            if getattr(self, option) == "bfloat16" and engine.torch_dtype(self) == torch.float32:
+                what = f"{option}=bfloat16 is of bfloat16 weights, and dtype={self.dtype} has none"
+                raise InputError(f"{what} here; leave it out")
         is_measured = torch.cuda.is_available() and self.may_divide_updates
         if self.micro_batch_size is None and (self.micro_batch_tokens or not is_measured):
             # On a CPU long micro-batches save nothing.

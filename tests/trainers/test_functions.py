@@ -381,6 +381,7 @@ three = 3
         (f"{HERE}:none_such", ".*test_functions.py has no function 'none_such'"),
         (f"{HERE}:three", ".*test_functions.py has no function 'three'"),
         ("own.py:f", "expected module:function"),
+        (":", "expected module:function"),
         ("own", "expected module:function"),
     ],
 )

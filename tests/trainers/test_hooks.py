@@ -21,7 +21,7 @@ from fused_rl.trainers.data.order import RowOrder
 from fused_rl.trainers.run.hooks import Step
 from tests import digests
 from tests.distributed import run_distributed
-from tests.trainers import tiny
+from tests.trainers import runs, tiny
 from tests.trainers.runs import (
     assert_equal_runs,
     assert_same_weights,
@@ -225,6 +225,18 @@ def test_a_function_of_the_options_and_one_of_python_are_two(files, tmp_path):
     config = run_config(files, tmp_path / "run", on_step=HOOKED["on_step"])
     with pytest.raises(InputError, match="on_step=.*summing and a function given to train"):
         sft.train(config, on_step=summing)
+
+
+def takes_nothing():
+    return 1.0
+
+
+@pytest.mark.parametrize("option", ["on_step", "lr_schedule"])
+def test_a_function_without_parameters_is_refused_at_the_start(option, files, tmp_path):
+    options = {option: f"{__name__}:takes_nothing"}
+    runs.refused(
+        runs.sft_config(files, tmp_path / "run", **options), f"^{option}: takes_nothing must take"
+    )
 
 
 @pytest.mark.parametrize("value", [float("nan"), -0.1, None, "1"])

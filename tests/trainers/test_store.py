@@ -574,3 +574,16 @@ def test_a_damaged_line_of_the_metrics_is_reported_and_no_other_is_lost(files, r
     ]
     sft.train(run_config(files, run, resume_from="step-3"))
     assert [entry["step"] for entry in tiny.read_metrics(run)] == [0, 1, 2, 3, 4]
+
+
+def test_a_line_of_the_metrics_that_is_no_entry_is_left_out(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('7\n{"loss": 1}\n{"step": 1, "loss": 2}\n')
+    assert read_metrics(path) == [{"step": 1, "loss": 2}]
+    assert capsys.readouterr().out.count("is damaged and left out") == 2
+
+
+def test_changes_are_accepted_of_a_run_that_is_resumed(files, tmp_path):
+    with pytest.raises(InputError, match="^accept_changes=True .*--resume"):
+        run_config(files, tmp_path, accept_changes=True)
+    run_config(files, tmp_path, accept_changes=True, resume_from="step-1")

@@ -110,8 +110,11 @@ def test_sums_in_bf16_are_an_option():
     assert one < 3e-3 < 5e-3 < many
 
 
-def test_the_option_is_one_of_bf16_weights():
-    given = {"model": "m", "dataset": "d", "output_dir": "o", "grad_accum_dtype": "bfloat16"}
-    with pytest.raises(InputError, match="grad_accum_dtype=bfloat16 .*dtype=float32"):
-        SFTConfig(**given, dtype="float32")
-    SFTConfig(**given)
+@pytest.mark.parametrize("option", ["grad_accum_dtype", "head_dtype"])
+def test_the_option_is_one_of_bf16_weights(option):
+    given = {"model": "m", "dataset": "d", "output_dir": "o", option: "bfloat16"}
+    # On a CPU, auto is float32.
+    for dtype in ("float32", "auto"):
+        with pytest.raises(InputError, match=f"{option}=bfloat16 .*dtype={dtype} has none here"):
+            SFTConfig(**given, dtype=dtype, micro_batch_size=1).resolve()
+    SFTConfig(**given, dtype="bfloat16", micro_batch_size=1).resolve()

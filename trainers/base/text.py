@@ -48,8 +48,8 @@ def escaped(text: object, keep: str = "") -> str:
 
 def load_function(option: str, name: str) -> Callable:
     """Return what `module:name` names; an installed command also looks in the folder that it is called from."""
-    module, colon, attribute = name.partition(":")
-    if not colon or module.endswith(".py"):
+    module, _, attribute = name.partition(":")
+    if not (module and attribute) or module.endswith(".py"):
         raise InputError(
             f"{option} {name!r}: expected module:function, the module named as in `import`"
         )

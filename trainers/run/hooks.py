@@ -7,6 +7,7 @@ examples.
 """
 
 import contextlib
+import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 
 from fused_rl.trainers.base.optim import SCHEDULES
-from fused_rl.trainers.base.text import InputError, load_function
+from fused_rl.trainers.base.text import InputError, load_function, name_of
 from fused_rl.trainers.options import RunConfig
 
 
@@ -54,11 +55,17 @@ OnStep: TypeAlias = Callable[[Step], Mapping[str, float] | None]
 
 
 def check(config: RunConfig) -> None:
-    """Raise `InputError` if a function that the options name cannot be loaded."""
-    if config.on_step is not None:
-        load_function("on_step", config.on_step)
-    if isinstance(config.lr_schedule, str) and config.lr_schedule not in SCHEDULES:
-        load_function("lr_schedule", config.lr_schedule)
+    """Raise `InputError` if a function that the options name cannot be loaded, or called with what it is given."""
+    for option, parameters in (("on_step", ["step"]), ("lr_schedule", ["update", "updates"])):
+        function = getattr(config, option)
+        if isinstance(function, str) and function not in SCHEDULES:
+            function = load_function(option, function)
+        if callable(function):
+            try:
+                inspect.signature(function).bind(*parameters)
+            except TypeError as error:
+                what = f"{option}: {name_of(function)} must take ({', '.join(parameters)})"
+                raise InputError(f"{what}: {error}") from error
 
 
 def chosen(config: RunConfig, on_step: OnStep | None) -> OnStep | None:

@@ -181,8 +181,9 @@ def read_metrics(path: Path) -> list[dict]:
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
-            entries += [json.loads(line)] if line else []
-        except ValueError:  # not JSON, or not UTF-8
+            entry = json.loads(line) if line else None
+            entries += [] if entry is None else [{"step": entry["step"]} | entry]
+        except (ValueError, TypeError, KeyError):  # not JSON, not UTF-8, or no entry
             print_line(f"{path}, line {number} is damaged and left out")
     return entries
 
