@@ -606,11 +606,12 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
     def check(self) -> None:
         super().check()
         engine.check_deepspeed_file(self)
-        if self.head_dtype == "bfloat16" and engine.torch_dtype(self) == torch.float32:
-            raise InputError(
-                f"head_dtype=bfloat16 is of bfloat16 weights, and those of dtype={self.dtype} are float32 here; "
-                "leave it out, or give --dtype bfloat16"
-            )
+        for option in ("head_dtype", "grad_accum_dtype"):
+            if getattr(self, option) == "bfloat16" and engine.torch_dtype(self) == torch.float32:
+                raise InputError(
+                    f"{option}=bfloat16 is of bfloat16 weights, and those of dtype={self.dtype} are float32 here; "
+                    "leave it out, or give --dtype bfloat16"
+                )
 
     def for_held_out(self) -> Self:
         """Return the config by which held-out rows are read."""
@@ -632,14 +633,7 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
         return 0
 
     def resolve(self) -> None:
-        """Choose the micro-batch's size where none is given, when a run begins; on a GPU a run measures it later.
-
-        Refuse options of bfloat16 weights where `dtype=auto` is float32 on this machine.
-        """
-        for option in ("head_dtype", "grad_accum_dtype"):
-            if getattr(self, option) == "bfloat16" and engine.torch_dtype(self) == torch.float32:
-                what = f"{option}=bfloat16 is of bfloat16 weights, and dtype={self.dtype} has none"
-                raise InputError(f"{what} here; leave it out")
+        """Choose the micro-batch's size where none is given, when a run begins; on a GPU a run measures it later."""
         is_measured = torch.cuda.is_available() and self.may_divide_updates
         if self.micro_batch_size is None and (self.micro_batch_tokens or not is_measured):
             # On a CPU long micro-batches save nothing.
