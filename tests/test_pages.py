@@ -1,5 +1,7 @@
 """The pages of docs/: links lead somewhere, names exist, and the tutorial runs."""
 
+import importlib
+import inspect
 import os
 import re
 import shlex
@@ -8,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import fused_rl
 from fused_rl.trainers import cli
@@ -106,6 +109,79 @@ def test_the_run_of_the_readme_trains_and_the_first_page_has_the_same(tmp_path):
     small = f'steps=1, prompts_per_step=2, max_new_tokens=4, eval_size=2, output_dir="{folder}"'
     exec(source.replace('output_dir="runs/squares"', small), {})
     assert Path(folder, "model", "config.json").exists()
+
+
+OWN = (DOCS / "own_trainer.md").read_text()
+
+
+def test_the_stable_names_have_the_arguments_that_the_page_says():
+    table = OWN[OWN.index("| module | names |") :]
+    rows = [line.split("|")[1:3] for line in table.splitlines()[2:] if line]
+    assert len(rows) > 15
+    for modules, names in rows:
+        for module in re.findall(r"`([\w.]+)`", modules):
+            for name, given in re.findall(r"`([\w.]+)(?:\(([\w, ]*)\))?`", names):
+                found = importlib.import_module(f"fused_rl.trainers.{module}")
+                for part in name.split("."):
+                    found = getattr(found, part)
+                if f"`{name}`" in names:  # a class whose constructor is not promised
+                    continue
+                parameters = dict(inspect.signature(found).parameters)
+                parameters.pop("self", None)
+                promised = [word for word in given.split(", ") if word]
+                assert [*parameters][: len(promised)] == promised, f"{module}.{name}"
+
+
+def run_own_trainer(folder, *words, processes=1):
+    """Run the page's trainer as it is written, in a folder outside of the repository; return what it prints."""
+    launch = [sys.executable]
+    if processes > 1:
+        launch += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    done = subprocess.run(
+        [*launch, "weighted.py", "--model", "model", "--dataset", "rows.jsonl", *words],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture
+def own_trainer(tmp_path):
+    """A folder with the page's trainer, a model, and rows whose odd ones count."""
+    (tmp_path / "weighted.py").write_text(re.findall(r"```python\n(.*?)```", OWN, re.DOTALL)[0])
+    tiny.model_folder(tmp_path / "model")
+    rows = [
+        {"prompt": f"{i}?", "completion": str(i), "weight": i % 2, "note": "unread"}
+        for i in range(40)
+    ]
+    tiny.jsonl(tmp_path / "rows.jsonl", rows)
+    return tmp_path
+
+
+def test_an_own_trainer_has_a_dry_run_that_knows_its_column(own_trainer):
+    printed = run_own_trainer(own_trainer, "--output_dir", "run", "--eval_size", "8", "--dry_run")
+    assert "unused columns: note" in printed and "# one example: rows.jsonl, line 1" in printed
+    assert "0|<end>" in printed
+
+
+@pytest.mark.slow
+def test_an_own_trainer_resumes_on_two_ranks_bit_for_bit(own_trainer):
+    words = ["--eval_size", "8", "--batch_size", "8", "--lr", "1e-3", "--steps", "4"]
+    words += ["--eval_every", "2", "--output_dir"]
+    printed = run_own_trainer(own_trainer, *words, "whole", processes=2)
+    assert "did it learn? yes: held-out loss" in printed
+    (own_trainer / "half.py").write_text("def stop(step):\n    step.number == 2 and step.stop()\n")
+    run_own_trainer(own_trainer, *words, "parts", "--on_step", "half:stop", processes=2)
+    run_own_trainer(own_trainer, *words, "parts", "--resume", processes=2)
+    run_own_trainer(own_trainer, *words, "one")
+    whole, parts, one = (
+        tiny.weights(own_trainer / name / "model") for name in ("whole", "parts", "one")
+    )
+    assert all(whole[name].equal(parts[name]) for name in whole)
+    assert all(torch.allclose(whole[name], one[name], atol=1e-5) for name in whole)
 
 
 def prints(output, line):
