@@ -118,7 +118,7 @@ class Reader:
         others = (*PROMPT_COLUMNS, completion_column)
         is_text = column is None and all(row.get(name) is None for name in others)
         if text_column is not None or (is_text and isinstance(row.get("text"), str)):
-            text = self._cell(text_column or "text", "text_column")
+            text = self.cell(text_column or "text", "text_column")
             if not isinstance(text, str):
                 raise BadRow(f"column {text_column!r} must be text", FIX, came=f"got {text!r:.80}")
             return self._noted(Read("texts", None, responses=(text,)))
@@ -144,7 +144,7 @@ class Reader:
                 remedy = "end it with the assistant's turn, or name the completion's column with --completion_column"
                 reason = f"the conversation ends with the {last}'s turn, and {state}"
                 raise BadRow(reason, remedy, came=f"the last roles are {', '.join(roles[-8:])}")
-        cell = self._cell(completion_column, "completion_column")
+        cell = self.cell(completion_column, "completion_column")
         completion = response_of(cell, completion_column)
         form = "prompts and completions" if read.form == "prompts" else read.form
         return self._noted(read._replace(form=form, responses=(completion,)))
@@ -153,7 +153,7 @@ class Reader:
         """Return the row's prompt with its chosen and its rejected response; `sides` has their columns by option."""
         self._check_readable()
         chosen, rejected = (
-            response_of(self._cell(name, option), name) for option, name in sides.items()
+            response_of(self.cell(name, option), name) for option, name in sides.items()
         )
         if isinstance(chosen, str) != isinstance(rejected, str):
             reason = "one response is text and the other one is messages"
@@ -199,7 +199,7 @@ class Reader:
 
     def _prompt(self, named: str | None) -> Read:
         column = named or prompt_column_of(self.row)
-        cell = self._cell(column, "prompt_column")
+        cell = self.cell(column, "prompt_column")
         system = self._system()
         if not isinstance(cell, str):
             messages = with_system(messages_of(cell, column), system)
@@ -261,7 +261,7 @@ class Reader:
             wrapped_tools.append({"type": "function", "function": tool} if is_bare else tool)
         return wrapped_tools
 
-    def _cell(self, column: str, option: str) -> Any:
+    def cell(self, column: str, option: str) -> Any:
         """Return a cell that must be there; an error names the option that names another column."""
         self.columns |= {column, column.partition(".")[0]}
         cell, _, _ = at_path(self.row, column)

@@ -116,9 +116,6 @@ class Rows(Sequence[dict]):
     def _files(self) -> numpy.ndarray:
         return self.table.data.column("file").to_numpy()
 
-    def __getitem__(self, i: int) -> dict:
-        return self.rows[i]
-
     def where(self, i: int) -> str:
         """Return `file.jsonl, line 3` or `openai/gsm8k, row 3`, counted from 1."""
         source = self.sources[self._files[i]]
