@@ -117,6 +117,11 @@ DATA = [
     *words("reward", "--prompt_column q", "line 1: column 'q' is missing; .*--prompt_column"),
     *words("sft", "--prompt_column q", "line 1: column 'q' is missing; .*--prompt_column"),
     *words(
+        "sft",
+        "--prompt_column q --completion_column c",
+        "line 1: columns 'q' and 'c' are missing or null; .*--prompt_column and --completion_column",
+    ),
+    *words(
         "grpo",
         "--answer_column a --verifiers math",
         "line 1: column 'a' is missing or null; .*--answer_column",
