@@ -1127,10 +1127,10 @@ MUTATIONS = {
         '"truncated": (~stopped).sum()',
         '"truncated": stopped.sum()',
     ),
-    "logs of refills count once": Mutation(
-        "trainers/rollouts/roll_out.py",
-        "both[name] = (total + more, count + further)",
-        "both[name] = (total + more, count)",
+    "what scorers log of greedy responses is lost": Mutation(
+        "trainers/policy/evaluate.py",
+        "greedy.logged + sampled.logged",
+        "sampled.logged",
     ),
     "weights of scorers are forgotten": Mutation(
         "trainers/rollouts/roll_out.py",

@@ -113,7 +113,7 @@ def test_every_metric_is_its_definition(monkeypatch, capsys):
 
 def test_what_is_shown_is_drawn_at_random_and_the_same_for_a_seed():
     samples = [Sample({}, [i], Response([i, EOS], "stop"), "") for i in range(50)]
-    rollout = SimpleNamespace(samples=samples, rewards=torch.arange(50) / 10, scores={}, columns={})
+    rollout = SimpleNamespace(samples=samples, rewards=torch.arange(50) / 10, scores={})
     tokenizer = SimpleNamespace(decode=lambda ids: ids)
 
     def shown(count, seed, among=50):

@@ -209,7 +209,7 @@ def test_a_metric_is_the_mean_over_the_calls_of_all_ranks(monkeypatch):
         log_metric("mine", 1)
         return [0.0] * len(completions)
 
-    of_other = {"mine": [3.0, 8.0], "other": [5.0]}
+    of_other = [("mine", 3.0), ("mine", 8.0), ("other", 5.0)]
     monkeypatch.setattr(ranks, "gather", lambda mine: [mine, of_other])
     rollout = rolled_out(function)
     monkeypatch.undo()

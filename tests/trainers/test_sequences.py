@@ -243,7 +243,6 @@ def what_scorers_return(rank, world) -> list:
             found.append(roll_out._scores_by(scorer, samples).tolist())
         except InputError as error:
             found.append(str(error))
-        scorer.log.columns = {}
     return found
 
 
@@ -252,7 +251,7 @@ def test_what_a_scorer_returns_is_that_of_each_part():
     assert first == second
     scores, of_text, of_columns = first
     assert scores == [1.0, 3.0]
-    assert "returned '12'; it must return a list" in of_text
+    assert "returned '12'; expected a list" in of_text
     assert "gave 1 values for 2 responses" in of_columns
 
 

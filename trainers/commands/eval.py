@@ -41,7 +41,7 @@ from fused_rl.trainers.policy import signal
 from fused_rl.trainers.policy.evaluate import share_of_rank, solved_metrics, solved_sums
 from fused_rl.trainers.rollouts.generate import TransformersSampler
 from fused_rl.trainers.rollouts.options import SamplingConfig
-from fused_rl.trainers.rollouts.roll_out import added_up, means_of, prompts_of, roll_out
+from fused_rl.trainers.rollouts.roll_out import means_of, prompts_of, roll_out
 from fused_rl.trainers.rollouts.solved import has_verdict
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
@@ -260,7 +260,7 @@ def _error(values: torch.Tensor) -> float:
 
 def _sample(
     config, problems, sampler, scorers, sampling, tokenizer, device
-) -> tuple[list, dict, dict, dict]:
+) -> tuple[list, dict, dict, list]:
     """Return the responses of all ranks, the sums of this rank, its incidents, and what its scorers logged.
 
     Problems of similar lengths are sampled together, and every rank gets some of each length.
@@ -273,7 +273,7 @@ def _sample(
     share = share_of_rank([problems[i] for i in order])
     own = order[ranks.rank() :: ranks.world_size()]
     responses, sums, incidents, printed = [], {}, {}, time.monotonic()
-    logged: dict[str, tuple[float, int]] = {}
+    logged: list[tuple[str, float]] = []
     for start in range(0, len(share.prompts), config.batch_size):
         part = slice(start, start + config.batch_size)
         greedy, sampled = (
@@ -288,7 +288,7 @@ def _sample(
             responses += _rows_of(rollout, kind, own[part], copies, known, tokenizer)
             for key, count in rollout.incidents.items():
                 incidents[key] = incidents.get(key, 0.0) + count
-            logged = added_up(logged, rollout.logged)
+            logged += rollout.logged
         if time.monotonic() - printed > 10:
             printed = time.monotonic()
             print_rank0(
@@ -347,8 +347,8 @@ def _rows_of(
             "finish": sample.response.finish,
             "tokens": len(sample.response.ids),
         }
-        if rollout.columns:
-            row["logged"] = {name: values[i] for name, values in rollout.columns.items()}
+        if sample.logged:
+            row["logged"] = sample.logged
         rows.append(row)
     return rows
 

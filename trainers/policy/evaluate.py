@@ -10,7 +10,7 @@ from fused_rl.trainers.base.screen import phase, print_rank0
 from fused_rl.trainers.models import scoring
 from fused_rl.trainers.policy import signal
 from fused_rl.trainers.policy.policy import Policy, measure
-from fused_rl.trainers.rollouts.roll_out import added_up, means_of, sample_rows_of
+from fused_rl.trainers.rollouts.roll_out import means_of, sample_rows_of
 from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
 from fused_rl.trainers.rollouts.solved import has_verdict, outcome_sums, outcomes, pass_at
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sample, Scorer
@@ -88,7 +88,7 @@ def evaluate(
     ]
     found["commonest_ratio"] = equal.max().item() / totals["responses"]
     found |= {key: struck + sampled.incidents[key] for key, struck in greedy.incidents.items()}
-    found |= means_of(added_up(greedy.logged, sampled.logged), found)
+    found |= means_of(greedy.logged + sampled.logged, found)
     rewards = ranks.of_all_rows(sampled.rewards.view(-1, k)[:count])
     by_row = rows_of(greedy, sampled, count, rewards) if policy.scorers else {}
     if further is not None:

@@ -5,7 +5,6 @@ sampling (DAPO, arXiv:2503.14476, section 3.2) new prompts are sampled in their 
 trains on the groups is in grpo.py.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +32,7 @@ from fused_rl.trainers.options import (
 )
 from fused_rl.trainers.policy.options import LossConfig, RolloutConfig
 from fused_rl.trainers.policy.policy import Policy
-from fused_rl.trainers.rollouts.roll_out import added_up, batch_of, rollout_metrics
+from fused_rl.trainers.rollouts.roll_out import batch_of, rollout_metrics
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Scorer
 
 ADVANTAGES = get_args(ResponseAdvantage)
@@ -290,7 +289,7 @@ def _joined(policy: Policy, rollouts: list[Rollout]) -> Rollout:
         torch.cat([rollout.solved for rollout in rollouts]),
         {name: sum(rollout.seconds[name] for rollout in rollouts) for name in seconds},
         {name: sum(rollout.incidents[name] for rollout in rollouts) for name in incidents},
-        functools.reduce(added_up, [rollout.logged for rollout in rollouts]),
+        sum((rollout.logged for rollout in rollouts), []),
     )
 
 
@@ -310,8 +309,7 @@ def _share(config: GroupConfig, rollout: Rollout) -> tuple[list[Rollout], torch.
             scores={},
             seconds={},
             incidents={},
-            logged={},
-            columns={},
+            logged=[],
         )
         groups.append((not is_equal, group))
     # One rank may have many groups with a signal and another few, so all of them are pooled.

@@ -8,9 +8,10 @@ import functools
 import math
 import random
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import chain
+from statistics import fmean
 from typing import Any, TypeVar
 
 import numpy
@@ -35,13 +36,10 @@ from fused_rl.trainers.rollouts.types import (
     Sample,
     Sampler,
     Scorer,
-    ScorerLog,
     support_of,
 )
 
 Item = TypeVar("Item")
-Logged = Mapping[str, tuple[float, int]]
-"""Sum and number of the values of each metric that scorers logged."""
 
 
 def prompts_of(
@@ -164,19 +162,18 @@ def roll_out(
     scores = {}
     rewards = torch.zeros(len(samples))
     for scorer in scorers:
-        if (log := _log_of(scorer)) is not None:
-            log.progress = progress
+        scorer.progress = progress
         of_scorer = scores[scorer.name] = _scores_by(scorer, samples)
         rewards = rewards + scorer.weight * of_scorer.nan_to_num()
     solved = _solved(scorers, scores, len(samples))
     incidents = _report_broken(scorers, len(samples))
-    logged, columns = _take_logs(scorers)
+    logged = _take_logged(scorers)
     scored = time.monotonic()
 
     # The batch to train on.
     batch = batch_of(samples, tokenizer.pad_token_id, device)
     seconds = {"time/rollout": sampled - began, "time/score": scored - sampled}
-    return Rollout(samples, batch, scores, rewards, solved, seconds, incidents, logged, columns)
+    return Rollout(samples, batch, scores, rewards, solved, seconds, incidents, logged)
 
 
 def _sampled(
@@ -206,10 +203,7 @@ def _scores_by(scorer: Scorer, samples: list[Sample]) -> torch.Tensor:
     """
 
     def checked() -> torch.Tensor:
-        scores = check_scores(scorer.name, scorer(samples), samples)
-        if (log := _log_of(scorer)) is not None:
-            _check_columns(scorer.name, log, len(samples))
-        return scores
+        return check_scores(scorer.name, scorer(samples), samples)
 
     # What a scorer returns is checked where it was called: a generator cannot be sent, and a tensor may be on a GPU.
     return checked() if getattr(scorer, "shares_work", False) else ranks.of_first_part(checked)
@@ -258,50 +252,22 @@ def _report_broken(scorers: Sequence[Scorer], count: int) -> dict[str, float]:
     return metrics
 
 
-def _log_of(scorer: Scorer) -> ScorerLog | None:
-    return getattr(scorer, "log", None)
-
-
-def _check_columns(name: str, log: ScorerLog, count: int) -> None:
-    """Refuse columns that a scorer has logged without a value for each of `count` samples."""
-    for column, values in log.columns.items():
-        if len(values) != count:
-            raise InputError(
-                f"scorer {name!r}: log_extra({column!r}, …) gave {len(values)} values for {count} responses"
-            )
-
-
-def _take_logs(scorers: Sequence[Scorer]) -> tuple[dict, dict]:
-    """Return the metrics that scorers have logged since the last call, over all ranks, and this rank's columns."""
-    metrics: dict[str, tuple[float, int]] = {}
-    columns: dict[str, list[object]] = {}
+def _take_logged(scorers: Sequence[Scorer]) -> list[tuple[str, float]]:
+    """Return the metrics that scorers have logged since the last call, over all ranks."""
+    logged = []
     for scorer in scorers:
-        log = _log_of(scorer)
-        if log is None:
-            continue
-        # A name may be logged on some ranks and not on others.
-        for of_rank in ranks.gather(log.metrics):
-            sums = {name: (sum(values), len(values)) for name, values in of_rank.items()}
-            metrics = added_up(metrics, sums)
-        columns |= log.columns
-        log.metrics, log.columns = {}, {}
-    return metrics, columns
+        if hasattr(scorer, "logged"):
+            logged += chain.from_iterable(ranks.gather(scorer.logged))
+            scorer.logged = []
+    return logged
 
 
-def added_up(a: Logged, b: Logged) -> dict[str, tuple[float, int]]:
-    """Return the sums and numbers of the metrics that scorers logged in two rollouts as those of one."""
-    none = (0.0, 0)
-    both = {}
-    for name in {**a, **b}:
-        (total, count), (more, further) = a.get(name, none), b.get(name, none)
-        both[name] = (total + more, count + further)
-    return both
-
-
-def means_of(logged: Logged, own: Collection[str]) -> dict[str, float]:
+def means_of(logged: Sequence[tuple[str, float]], own: Collection[str]) -> dict[str, float]:
     """Return the means of the metrics that scorers logged, beside the run's `own` ones."""
-    means = {name: total / count for name, (total, count) in logged.items()}
-    return _beside(own, means)
+    values: dict[str, list[float]] = {}
+    for name, value in logged:
+        values.setdefault(name, []).append(value)
+    return _beside(own, {name: fmean(of_name) for name, of_name in values.items()})
 
 
 def _beside(own: Collection[str], logged: dict[str, Item]) -> dict[str, Item]:
@@ -389,6 +355,5 @@ def sample_rows_of(
         row |= {"reward": rollout.rewards[i].item(), "scores": scores}
         row["prompt_tokens"] = len(sample.prompt_ids)
         row["tokens"] = len(sample.response.ids)
-        logged = {name: values[i] for name, values in rollout.columns.items()}
-        rows.append(row | _beside((*row, "step"), logged))
+        rows.append(row | _beside((*row, "step"), sample.logged))
     return rows

@@ -71,6 +71,8 @@ class Sample:
     """Where its prompt comes from."""
     prompt: str | list[dict] | None = None
     """Its prompt as the row has it, text or messages by their usual names; None in a sample that is made by hand."""
+    logged: dict[str, object] = field(default_factory=dict)
+    """What scorers say of it beside their scores, by the name of the column."""
 
 
 class Sampler:
@@ -130,24 +132,13 @@ class Progress(NamedTuple):
 OUTSIDE_OF_A_RUN = Progress()
 
 
-@dataclass
-class ScorerLog:
-    """What a scorer reports beside its scores, until a rollout takes it."""
-
-    progress: Progress = OUTSIDE_OF_A_RUN
-    """A rollout sets it."""
-    metrics: dict[str, list[float]] = field(default_factory=dict)
-    columns: dict[str, list[object]] = field(default_factory=dict)
-    """Values for each sample of the rollout."""
-
-
 class Scorer(Protocol):
     """Scores samples, and knows what its own scores mean.
 
     One that works under limits lists in `broken` (list[str]) each sample that broke one, and how; a rollout empties it.
     Processes that hold parts of the same sequences call it on the first of them, unless it has `shares_work`, and then
     scores what `ranks.part_of` says and gathers the rest itself.
-    One that reads the run's progress, or reports more than scores, has a `log` (`ScorerLog`); one that may know a row's
+    One that reports metrics lists their names and values in `logged`; a rollout empties it. One that may know a row's
     answer returns it, or None, with `answer(row)`.
     """
 
@@ -156,6 +147,8 @@ class Scorer(Protocol):
     """Weight of its score in the reward."""
     solved_at: float | None
     """A sample counts as solved from this score on; None: this scorer does not tell right from wrong."""
+    progress: Progress
+    """A rollout sets it."""
 
     @property
     def columns(self) -> Collection[str] | None:
@@ -185,10 +178,8 @@ class Rollout:
     seconds: dict[str, float]
     incidents: dict[str, float] = field(default_factory=dict)
     """`verifier/<name>/timeouts` of the scorers that work under limits, over all ranks."""
-    logged: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """Sum and number of the values of each metric that scorers logged, over all ranks."""
-    columns: dict[str, list[object]] = field(default_factory=dict)
-    """B values of each column that scorers logged."""
+    logged: list[tuple[str, float]] = field(default_factory=list)
+    """The names and values of the metrics that scorers logged, over all ranks."""
 
     @property
     def stopped(self) -> torch.Tensor:

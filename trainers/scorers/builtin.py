@@ -14,7 +14,7 @@ import regex
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.forms import FIX, at_path
 from fused_rl.trainers.data.rows import BadRow
-from fused_rl.trainers.rollouts.types import Sample, shortened
+from fused_rl.trainers.rollouts.types import OUTSIDE_OF_A_RUN, Progress, Sample, shortened
 
 ANSWER_COLUMNS = ("ground_truth", "answer", "solution")
 # One <think> and one <answer>, in this order, and nothing outside them. `(?s)` lets the dot match ends of lines.
@@ -81,6 +81,7 @@ class BaseScorer:
     compares = False
     """With the row's answers, of which any counts; then a score of 1 is solved."""
     ignore_case = False
+    progress: Progress = OUTSIDE_OF_A_RUN
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import print_line
 from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.rollouts.types import Sample, ScorerLog, shortened
+from fused_rl.trainers.rollouts.types import Sample, shortened
 from fused_rl.trainers.scorers.builtin import BaseScorer
 
 # What a function of TRL's kind is given beside the columns of the dataset.
@@ -44,7 +44,7 @@ class FunctionScorer(BaseScorer):
     def __init__(self, name: str, function: Callable, **common):
         super().__init__(name, **common)
         self.function = function
-        self.log = ScorerLog()
+        self.logged: list[tuple[str, float]] = []
 
         # Which of the two kinds it is, and which columns it takes, its parameters say by their names.
         parameters = inspect.signature(function).parameters.values()
@@ -83,9 +83,20 @@ class FunctionScorer(BaseScorer):
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         if self.takes_many:
+            extra: dict[str, list] = {}
             with self._named(*samples):
-                scores = self.function(**self._columns(samples))
-                return self.loop.run_until_complete(scores) if self.is_async else scores
+                scores = self.function(**self._columns(samples, extra))
+                if self.is_async:
+                    scores = self.loop.run_until_complete(scores)
+            for column, values in extra.items():
+                if len(values) != len(samples):
+                    raise InputError(
+                        f"scorer {self.name!r}: log_extra({column!r}, …) gave {len(values)} values for "
+                        f"{len(samples)} responses"
+                    )
+                for sample, value in zip(samples, values, strict=True):
+                    sample.logged[column] = value
+            return scores
         if self.is_async:
             return self.loop.run_until_complete(self._all(samples))
 
@@ -123,8 +134,18 @@ class FunctionScorer(BaseScorer):
 
         return await asyncio.gather(*map(one, samples))
 
-    def _columns(self, samples: Sequence[Sample]) -> dict[str, object]:
-        """Return what TRL gives a reward function and this one takes; completions are messages where prompts are."""
+    def _columns(self, samples: Sequence[Sample], extra: dict[str, list]) -> dict[str, object]:
+        """Return what TRL gives a reward function and this one takes; completions are messages where prompts are.
+
+        What the function logs of each sample is put into `extra`.
+        """
+
+        def log_metric(name: str, value: float) -> None:
+            self.logged.append((name, float(value)))
+
+        def log_extra(column: str, values: Sequence) -> None:
+            extra.setdefault(column, []).extend(values)
+
         # Rows may differ in their columns; what a row lacks is None, as in TRL. The prompt is in `prompts`.
         columns = set().union(*(sample.row for sample in samples)) - {"prompt"}
         given: dict[str, object] = {}
@@ -139,7 +160,7 @@ class FunctionScorer(BaseScorer):
         given |= {"prompts": prompts, "completions": completions}
         given["completion_ids"] = [list(sample.response.ids) for sample in samples]
         # trl/trainer/grpo_trainer.py, _calculate_rewards.
-        given |= {"log_metric": self._log_metric, "log_extra": self._log_extra}
+        given |= {"log_metric": log_metric, "log_extra": log_extra}
         given["trainer_state"] = self._trainer_state()
         return {name: given[name] for name in given if self.takes_all or name in self.takes}
 
@@ -147,7 +168,7 @@ class FunctionScorer(BaseScorer):
         """Return the run's progress as TRL gives it; a step here is one rollout."""
         from transformers import TrainerState
 
-        step, steps, steps_per_epoch = self.log.progress
+        step, steps, steps_per_epoch = self.progress
         return TrainerState(
             epoch=step / steps_per_epoch,
             global_step=step,
@@ -157,11 +178,3 @@ class FunctionScorer(BaseScorer):
             is_local_process_zero=os.environ.get("LOCAL_RANK", "0") == "0",  # a launcher's
             is_world_process_zero=ranks.process() == 0,
         )
-
-    def _log_metric(self, name: str, value: float) -> None:
-        """Log a number; a step's metric is the mean of all of its values."""
-        self.log.metrics.setdefault(name, []).append(float(value))
-
-    def _log_extra(self, column: str, values: Sequence) -> None:
-        """Log a value for each sample, which stands beside it where samples are shown."""
-        self.log.columns.setdefault(column, []).extend(values)
