@@ -227,7 +227,7 @@ REFUSED = {
     "--verifiers format --max_prompt_length 2": "no prompt is left of 5: 5 with a prompt longer than",
     "--verifiers format --max_new_tokens 200": "the model has 128 positions; lower max_new_tokens",
     "--model model --revision main": "revision=main is of a model on the Hub, and model=model is a folder",
-    "--output_dir model": r"output_dir=model already holds summary.json; replace",
+    "--output_dir model": r"output_dir=.*model already holds summary.json; replace",
 }
 
 
