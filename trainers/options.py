@@ -446,7 +446,8 @@ class EngineConfig(Options):
     micro_batch_tokens: PositiveInt | None = may_change(None)
     """Tokens per forward and backward pass, pads included, instead of micro_batch_size: sequences of similar length go
     together, and a longer one goes alone. None means micro_batch_size on a CPU, and on a GPU as many as fit into its
-    memory, unless micro_batch_size is given."""
+    memory, unless micro_batch_size is given. Beside it, micro_batch_size still says how many sequences `fused-rl
+    reward` scores at a time without training on them: held-out pairs, and those of the normalization."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     """DeepSpeed ZeRO: what is partitioned over the ranks (1 optimizer state, 2 gradients, 3 weights)."""
     sequence_parallel: PositiveInt = 1
