@@ -400,6 +400,12 @@ def test_a_relative_model_below_adapters_is_looked_for_in_both_places(
     named("base")
     assert base_of_adapters(made, "base") == "base" == lora.find(str(made)).base_model_name_or_path
 
+    for own in ("../adapters", str(made)):
+        named(own)
+        for read in (hash_of_model, lora.find):
+            with pytest.raises(InputError, match=f"{made}' holds adapters to its own folder; give"):
+                read(str(made))
+
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     named("models/none")
     where = f"neither a folder in {elsewhere} .the current folder. or in {made}, nor found on the"
