@@ -111,7 +111,7 @@ def linear_cross_entropy(
     rows = rows_that_count(hidden, weight, targets, bias, *options)
     states, _, _, ids, *_ = rows.arguments
     n = len(ids)
-    weights = weight.new_ones(n, dtype=torch.float32)
+    weights = states.new_ones(n, dtype=torch.float32)  # the weight may be a shard
     share = weights.new_full((vocab,), 1 / max(1, vocab))
     if class_weight is not None:
         weights = class_weight.float()[ids]
