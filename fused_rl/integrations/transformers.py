@@ -4,10 +4,11 @@
     patch(model)  # from hidden states and LM head: the logits never exist
 
 `patch` lets the model's own forward run. Only two things in it are replaced while it runs with labels: the LM head
-returns `UnformedLogits`, which know what the forward then does to logits (a soft cap, a scale, a cast), and the
-model's `loss_function` makes the loss of them. What the backbone does, how an auxiliary loss is added, what is
-returned: all that stays the model's. A forward that does anything else to its logits is refused by the operation's
-name, so there is no list of known architectures to fall behind, and no model whose loss is silently another one.
+returns `UnformedLogits` where gradients are recorded, which know what the forward then does to logits (a soft cap, a
+scale, a cast), and the model's `loss_function` makes the loss of them. What the backbone does, how an auxiliary loss is
+added, what is returned: all that stays the model's. A forward that does anything else to its logits is refused by the
+operation's name, so there is no list of known architectures to fall behind, and no model whose loss is silently
+another one.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import functools
 import inspect
 import sys
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +26,7 @@ from fused_rl.base.checks import check_range
 from fused_rl.integrations.patching import Applied, Patch
 from fused_rl.integrations.primitives import IGNORED
 from fused_rl.integrations.self_test import self_test
-from fused_rl.integrations.unformed import INSTEAD, Call, UnformedLogits, attribute
+from fused_rl.integrations.unformed import INSTEAD, UnformedLogits
 from fused_rl.ops.logprobs import token_logprobs
 
 if TYPE_CHECKING:
@@ -114,9 +116,9 @@ def patch(
 
     Evaluation, gradient checkpointing, autocast, LoRA, gradient accumulation, several threads and processes work as
     before, and checkpoints are the same. Calls without labels (generation, and losses that take the labels away: label
-    smoothing, `compute_loss_func`) form logits as before. In a call with labels under `torch.no_grad()`,
-    `outputs.logits` are formed when something first uses them, such as `compute_metrics`, and from then on they are a
-    tensor like any other. Using those of a training step is an error, and `nn.DataParallel` returns none.
+    smoothing, `compute_loss_func`) and calls under `torch.no_grad()` form logits as before, so that `compute_metrics`
+    gets them. A training step with labels has none: using its `outputs.logits` is an error, and `nn.DataParallel`
+    returns none.
 
     The loss is that of transformers also if no label counts: 0, or NaN if `num_items_in_batch` is None or 0. The
         gradients are then 0, so that such a batch or shard adds nothing to those of others.
@@ -125,7 +127,7 @@ def patch(
         model: a causal LM of transformers, or a peft model around one; before Trainer or accelerate wrap it, before or
             after peft does. Its class, config and weights stay as they are. A model patched twice is patched once.
         workspace_mb: MiB for tiles of logits; None as in `fused_rl.linear_token_loss`.
-        logits_dtype: of the logits that the loss is made of, as there; `outputs.logits` are the head's own.
+        logits_dtype: of the logits that the loss of a training step is made of, as there.
         label_smoothing: as in `fused_rl.linear_cross_entropy`, in place of `TrainingArguments(label_smoothing_factor)`,
             with which Trainer computes a loss of its own from logits.
         z_loss: coefficient of the squared log-sum-exp of the logits that is added to each token's loss, as there.
@@ -223,32 +225,30 @@ class _FusedForward:
         # Without labels there is no loss, and generation needs the logits.
         if labels is None or not self.active:
             return type(self.model).forward(self.model, *args, **kwargs)
-        call = Call(lock=self.calls.lock)
-        try:
-            # The modules are not another call's while it runs.
-            with call.lock:
-                outputs = self._forward(call, *args, **kwargs)
-        finally:
-            call.running = False
-        if not call.losses:
+        # The loss function leaves its results here.
+        losses: list[Tensor] = []
+        # The modules are not another call's while it runs.
+        with self.calls.lock:
+            outputs = self._forward(losses, *args, **kwargs)
+        if not losses:
             raise RuntimeError(
                 f"{type(self.model).__name__}.forward did not give the logits of its LM head to its loss_function: "
                 f"there is nothing to fuse; {INSTEAD}"
             )
         # nn.DataParallel gathers what its replicas return.
         is_replica = getattr(self.model, "_is_replica", False)
-        return _without_logits(outputs) if is_replica and call.recorded else outputs
+        return _without_logits(outputs) if is_replica else outputs
 
-    def _forward(self, call: Call, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, losses: list[Tensor], *args: Any, **kwargs: Any) -> Any:
         _check_loss_function(self.model)
         # Attributes of the instances hide the originals while the forward runs, so classes,
         # checkpoints and other models stay what they are.
         with contextlib.ExitStack() as stack:
             for linear in _linears(self.model):
-                forward = functools.partial(_head_forward, call, threading.get_ident(), linear)
-                stack.enter_context(attribute(linear, "forward", forward))
-            loss_function = functools.partial(_loss_function, call.losses, self.options)
-            stack.enter_context(attribute(self.model, "_loss_function", loss_function))
+                forward = functools.partial(_head_forward, threading.get_ident(), linear)
+                stack.enter_context(_attribute(linear, "forward", forward))
+            loss_function = functools.partial(_loss_function, losses, self.options)
+            stack.enter_context(_attribute(self.model, "_loss_function", loss_function))
             return type(self.model).forward(self.model, *args, **kwargs)
 
     def install(self) -> None:
@@ -277,22 +277,33 @@ class _FusedForward:
         return replica
 
 
+@contextlib.contextmanager
+def _attribute(owner: object, name: str, value: object) -> Iterator[None]:
+    """An attribute of the instance, for a while."""
+    attributes = vars(owner)
+    before = {name: attributes[name]} if name in attributes else {}
+    attributes[name] = value
+    try:
+        yield
+    finally:
+        del attributes[name]
+        attributes.update(before)
+
+
 def _without_logits(outputs: Any) -> Any:
     """What a model returned in a training step, less its logits."""
     if isinstance(outputs, tuple):
         return tuple(value for value in outputs if not isinstance(value, UnformedLogits))
-    values = {
-        name: value for name, value in outputs.items() if not isinstance(value, UnformedLogits)
-    }
-    return type(outputs)(**values)
+    names = [name for name, value in outputs.items() if not isinstance(value, UnformedLogits)]
+    return type(outputs)(**{name: outputs[name] for name in names})
 
 
 @torch.compiler.disable
-def _head_forward(call: Call, thread: int, linear: nn.Linear, hidden: Tensor) -> Tensor:
+def _head_forward(thread: int, linear: nn.Linear, hidden: Tensor) -> Tensor | UnformedLogits:
     # A call without labels may run in another thread.
-    if threading.get_ident() != thread:
+    if threading.get_ident() != thread or not torch.is_grad_enabled():
         return nn.Linear.forward(linear, hidden)
-    return UnformedLogits.of_head(call, linear, hidden)
+    return UnformedLogits(linear, hidden)
 
 
 # torch.compile would break its graph at every one of our operators.
@@ -308,7 +319,14 @@ def _loss_function(
     shift_labels=None,
     **_,
 ):
-    """`ForCausalLMLoss` of logits that were not formed; leaves a trace in `losses`."""
+    """`ForCausalLMLoss` of logits that were not formed, or without gradients of those that were; leaves a trace in
+    `losses`.
+    """
+    if not (isinstance(logits, UnformedLogits) or torch.is_grad_enabled()):
+        kinds = {name: options[name] for name in ("label_smoothing", "z_loss") if name in options}
+        shifted = {"ignore_index": ignore_index, "shift_labels": shift_labels}
+        losses.append(causal_lm_loss((logits,), labels, num_items_in_batch, **shifted, **kinds))
+        return losses[-1]
     if not isinstance(logits, UnformedLogits):
         raise RuntimeError(
             f"the forward does more to its logits than scale, cap and cast them; {INSTEAD}"
@@ -322,7 +340,7 @@ def _loss_function(
         if shift_labels is None
         else shift_labels
     )
-    targets = targets.to(logits.source.hidden.device)
+    targets = targets.to(logits.device)
     loss = logits.mean_loss(targets, num_items_in_batch, ignore_index=ignore_index, **options)
     losses.append(loss)
     return loss

@@ -12,7 +12,7 @@ import torch
 from bench import plain
 from bench.repro.integrations.turns import cost
 from fused_rl.integrations.transformers import causal_lm_loss, patch
-from fused_rl.integrations.unformed import Call, UnformedLogits
+from fused_rl.integrations.unformed import UnformedLogits
 
 WAYS = ("stock", "compute_loss_func", "patch")
 ROWS = 4
@@ -88,7 +88,7 @@ def gradient(way: str, hidden, weight, labels, dtype=torch.bfloat16) -> torch.Te
     states = hidden.to(dtype)
     if way == "patch":
         targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-        logits = UnformedLogits.of_head(Call(), head, states)
+        logits = UnformedLogits(head, states)
         loss = logits.mean_loss(targets, workspace_mb=WORKSPACE_MB)
     elif way == "stock":
         loss = loss_utils.ForCausalLMLoss(head(states), labels, len(weight))
