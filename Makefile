@@ -136,7 +136,7 @@ gpu:  ## the first checks on a GPU: 10 minutes, or MINUTES=30, 45
 
 .PHONY: hub
 hub: $(VENV)/installed  #: the library as a repository of Hugging Face's kernels, in build/hub
-	$(BIN)/python -m fused_rl.integrations.hub build/hub
+	$(BIN)/python -m tests.tools.hub_build build/hub
 
 .PHONY: clean
 clean:  ## remove the virtual environments, caches and builds

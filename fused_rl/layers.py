@@ -1,6 +1,6 @@
 """Layers for Hugging Face's `kernels` library: modules without state whose forward takes the place of another's.
 
-`python -m fused_rl.integrations.hub` builds the library as a repository from which `kernelize` loads them.
+`make hub` builds the library as a repository from which `kernelize` loads them.
 """
 
 from typing import Any

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fused_rl
-from fused_rl.integrations import hub
 from fused_rl.layers import FusedForCausalLMLossLayer
+from tests.tools import hub_build
 
 ALONE = """
 import importlib.util, sys, torch
@@ -30,7 +30,7 @@ print([name for name in sys.modules if name.split(".")[0] in ("fused_rl", "kerne
 
 @pytest.mark.slow
 def test_a_build_imports_nothing_of_an_installed_library(tmp_path):
-    hub.build(tmp_path / "hub")
+    hub_build.build(tmp_path / "hub")
     place = tmp_path / "hub" / "torch-cpu"
     words = [sys.executable, "-c", ALONE, str(place / "__init__.py"), str(place)]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -38,8 +38,8 @@ def test_a_build_imports_nothing_of_an_installed_library(tmp_path):
 
 
 def test_a_build_beside_an_installed_library_has_operators_of_its_own(tmp_path):
-    prefix = hub.build(tmp_path)
-    assert prefix == hub.build(tmp_path), "the same sources, the same prefix"
+    prefix = hub_build.build(tmp_path)
+    assert prefix == hub_build.build(tmp_path), "the same sources, the same prefix"
     place = tmp_path / "torch-cuda"
     spec = importlib.util.spec_from_file_location(
         prefix, place / "__init__.py", submodule_search_locations=[str(place)]

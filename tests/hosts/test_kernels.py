@@ -4,7 +4,6 @@ import sys
 
 import torch
 
-from fused_rl.integrations import hub
 from kernels import (
     LocalLayerRepository,
     Mode,
@@ -13,6 +12,7 @@ from kernels import (
     use_kernel_forward_from_hub,
 )
 from kernels import use_kernel_mapping as mapping
+from tests.tools import hub_build
 
 
 @use_kernel_forward_from_hub("ForCausalLMLoss")
@@ -33,7 +33,7 @@ class Loss(torch.nn.Module):
 
 
 def test_the_build_is_loaded_beside_the_installed_library(tmp_path):
-    hub.build(tmp_path)
+    hub_build.build(tmp_path)
     loaded = get_local_kernel(tmp_path, backend="cpu", trust_remote_code=True)
     logits, targets = torch.randn(6, 1000), torch.randint(1000, (6,))
     ours = sys.modules["fused_rl"].token_logprobs(logits, targets)
@@ -45,7 +45,7 @@ def test_the_build_is_loaded_beside_the_installed_library(tmp_path):
 
 
 def test_kernelize_finds_the_layer(tmp_path):
-    hub.build(tmp_path)
+    hub_build.build(tmp_path)
     model = torch.nn.ModuleList([Loss()])
     layer = LocalLayerRepository(repo_path=tmp_path, layer_name="FusedForCausalLMLossLayer")
     with mapping({"ForCausalLMLoss": {"cpu": layer}}):

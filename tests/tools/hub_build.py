@@ -1,6 +1,6 @@
 """The library as a repository of Hugging Face's `kernels`, which loads it without an installation.
 
-    python -m fused_rl.integrations.hub build/hub
+    python -m tests.tools.hub_build build/hub
 
     from kernels import get_local_kernel
     fused_rl = get_local_kernel(Path("build/hub"))
