@@ -52,12 +52,7 @@ SYNCED = {
     "kl_in": "reward",
     "advantage": "group-mean-batch-std",
 }
-REFILLED = {
-    "preset": "dapo",
-    "zero_variance": "refill",
-    "overlong_buffer": 2,
-    "overlong_factor": 0.25,
-}
+REFILLED = {"preset": "dapo", "zero_variance": "refill", "overlong_buffer": 2}
 KEPT = {"top_p": 0.8, "top_k": 20, "temperature": 0.7}
 
 # Name -> (command, options beside those that all have, processes).

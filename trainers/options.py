@@ -276,8 +276,8 @@ def first_of(
     return InputError(f"{name}={options[name]!r} should be {', or '.join(wanted)}")
 
 
-def options_from(source: type, **defaults: Any) -> type[Options]:
-    """Return the group of options that a dataclass declares; without a default an option is None."""
+def options_from(source: type, left_out: Collection[str] = (), **defaults: Any) -> type[Options]:
+    """Return the group of options that a dataclass declares, less some; without a default an option is None."""
     # The docstring of each field, which Python does not keep: it is read from the source.
     docs = {}
     kinds = typing.get_type_hints(source, include_extras=True)
@@ -295,6 +295,8 @@ def options_from(source: type, **defaults: Any) -> type[Options]:
     # The fields, as pydantic takes them.
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(source):
+        if field.name in left_out:
+            continue
         name, kind = field.name, _constrained(kinds[field.name])
         described = pydantic.Field(default=defaults.get(name), description=docs[name])
         fields[name] = (kind if name in defaults else kind | None, described)
@@ -371,13 +373,12 @@ class DataConfig(Options):
     """A local file (.jsonl, .json, .csv, .tsv or .parquet, each also with .gz), a pattern such as data/*.jsonl, a
     folder of such files or from save_to_disk, or a name on the Hub; several of these are read one after the other."""
     dataset_config: str | None = None
-    """Configuration of the Hub dataset; None takes its only one, or the one named default or main."""
+    """Configuration of the Hub dataset, also of eval_dataset if that has its name; None takes the only one, or the one
+    named default or main."""
     dataset_split: str = "train"
     """The Hub dataset's split to train on."""
     eval_dataset: str | list[str] | None = may_change(None)
     """The held-out rows, named as in `dataset`; None holds out the last `eval_size` rows of `dataset`."""
-    eval_dataset_config: str | None = may_change(None)
-    """Configuration of `eval_dataset`; None takes dataset_config if both name the same dataset."""
     eval_split: str = may_change("test")
     """The split of `eval_dataset`, if that is a Hub name."""
     eval_size: NonNegativeInt = may_change(64)

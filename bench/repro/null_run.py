@@ -39,14 +39,12 @@ DROPPED = {
     *("wandb_project", "num_train_epochs", "lr_schedule", "warmup_steps", "keep_checkpoints"),
     *(
         "eval_dataset",
-        "eval_dataset_config",
         "eval_split",
         "eval_every",
         "eval_samples",
-        "show_samples",
     ),
     *("critic_lr", "critic_warmup_steps", "critic_only", "ref_sync_every", "ref_mixup_alpha"),
-    *("target_kl", "zero_variance", "max_refills", "mask_truncated", "epochs"),
+    *("target_kl", "zero_variance", "mask_truncated", "epochs"),
 }
 AT_REST = {"lr": 0.0, "steps": STEPS, "eval_size": 0, "save_every": 0}
 # Metric -> its value where nothing is learned; those that a run does not log are not looked at.

@@ -46,7 +46,8 @@ class Judge:
 
 def test_every_metric_is_its_definition(monkeypatch, capsys):
     tokenizer, device, judge = tiny.tokenizer(), torch.device("cpu"), Judge()
-    config = SimpleNamespace(eval_samples=4, seed=1, micro_batch_size=5, show_samples=2)
+    config = SimpleNamespace(eval_samples=4, seed=1, micro_batch_size=5)
+    monkeypatch.setattr(evaluate, "SHOWN", 2)
 
     def sampled(prompts, sampling, copies, seeds=None):
         return roll_out(Sampler(), [judge], prompts, sampling, tokenizer, device, copies=copies)

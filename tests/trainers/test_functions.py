@@ -158,9 +158,7 @@ class LogsAsync:
 @pytest.mark.parametrize("options", [{}, {"lag": 1}])
 def test_a_function_of_trl_sees_the_step_and_what_it_logs_is_kept(options, files, tmp_path):
     # 16 rows for training are 4 steps of 4, and the 8 steps are two passes over them.
-    config = runs.grpo_config(
-        files, tmp_path, steps=8, eval_every=4, show_samples=2, verifiers=None, **options
-    )
+    config = runs.grpo_config(files, tmp_path, steps=8, eval_every=4, verifiers=None, **options)
     grpo.train(config, scorers=[logs, LogsAsync()])
     metrics = tiny.read_metrics(tmp_path)
     # The step's own metrics are those of the rollout, before its update; an evaluation is after it.

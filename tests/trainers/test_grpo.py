@@ -52,12 +52,11 @@ def test_advantages_are_those_of_the_op_and_groups_that_do_not_count_reach_none(
 
 
 def test_the_overlong_penalty_is_dapos():
-    """arXiv:2503.14476, eq. 13, with L_max = 10 and L_cache = 4; a factor of 1/2."""
-    config = config_of(max_new_tokens=10, overlong_buffer=4, overlong_factor=0.5)
+    """arXiv:2503.14476, eq. 13, with L_max = 10 and L_cache = 4."""
+    config = config_of(max_new_tokens=10, overlong_buffer=4)
     lengths = torch.tensor([0, 5, 6, 7, 8, 9, 10])
-    expected = [-0.5 * (0 if n <= 6 else ((10 - 4) - n) / 4) for n in lengths.tolist()]
-    assert groups.overlong_penalty(config, lengths).tolist() == [-2 * -0.5 * e for e in expected]
-    assert groups.overlong_penalty(config, lengths)[-1] == 0.5
+    expected = [0 if n <= 6 else (n - (10 - 4)) / 4 for n in lengths.tolist()]
+    assert groups.overlong_penalty(config, lengths).tolist() == expected
     assert (groups.overlong_penalty(config_of(), lengths) == 0).all()
 
 
@@ -165,11 +164,10 @@ def test_groups_of_equal_rewards_are_kept_dropped_or_refilled(folder, capsys):
     assert drawn.metrics["episode"] == 8 * GROUP and "rollouts" not in capsys.readouterr().out
 
 
-def test_refilling_is_bounded_says_so_and_goes_on_with_what_there_is(folder, capsys):
+def test_refilling_is_bounded_says_so_and_goes_on_with_what_there_is(folder, capsys, monkeypatch):
+    monkeypatch.setattr(groups, "MAX_REFILLS", 2)
     numbers = [11, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 13]
-    config = config_of(
-        folder, zero_variance="refill", max_refills=2, prompts_per_step=4, minibatches=2
-    )
+    config = config_of(folder, zero_variance="refill", prompts_per_step=4, minibatches=2)
     drawn, of_groups, refills = drawn_by(config, numbers)
     assert (
         refills == [3, 3]
@@ -179,8 +177,8 @@ def test_refilling_is_bounded_says_so_and_goes_on_with_what_there_is(folder, cap
     assert of_groups == [11, 12]  # minibatches are of whole groups here, so a second one fills up
     assert drawn.included.tolist() == [True] * GROUP + [False] * GROUP
     line = (
-        "step 1: 1 of 4 groups have rewards that differ after 3 rollouts (max_refills=2); "
-        "the step is trained on those"
+        "step 1: 1 of 4 groups have rewards that differ after 3 rollouts "
+        "(the most in a step); it is trained on those"
     )
     assert line in capsys.readouterr().out
 
@@ -193,7 +191,8 @@ REFILLED = [
 
 
 def draw_here(rank, world, folder):
-    config = config_of(folder, zero_variance="refill", prompts_per_step=4, max_refills=1)
+    groups.MAX_REFILLS = 1  # of this process
+    config = config_of(folder, zero_variance="refill", prompts_per_step=4)
     found = []
     for numbers in REFILLED:
         drawn, of_groups, refills = drawn_by(config, numbers, rank, world)

@@ -35,12 +35,7 @@ def rows(tmp_path_factory):
     return tiny.jsonl(tmp_path_factory.mktemp("rows") / "rows.jsonl", tiny.sums(11))
 
 
-REFILLED = {
-    "zero_variance": "refill",
-    "max_refills": 2,
-    "overlong_buffer": 2,
-    "overlong_factor": 0.25,
-}
+REFILLED = {"zero_variance": "refill", "overlong_buffer": 2}
 
 
 SYNCED = {"kl_coef": 0.1, "ref_sync_every": 2, "ref_mixup_alpha": 0.6}

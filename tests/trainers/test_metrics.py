@@ -20,7 +20,7 @@ from tests.trainers import steps, tiny
 
 EOS, GROUP, LENGTH = 3, 4, 6
 KL_COEF, ENTROPY_COEF, CLIP_LOW, CLIP_HIGH = 0.3, 0.05, 0.2, 0.3
-BUFFER, FACTOR = 4, 0.7
+BUFFER = 4
 
 
 def case(rank: int) -> dict:
@@ -80,7 +80,6 @@ config_of = functools.partial(
     clip_low=CLIP_LOW,
     clip_high=CLIP_HIGH,
     overlong_buffer=BUFFER,
-    overlong_factor=FACTOR,
     lr=1e-3,
     steps=4,
     max_grad_norm=0.0,
@@ -134,7 +133,7 @@ def definitions(folder: str, ranks=(0, 1)) -> dict[str, float]:
     lengths = torch.tensor(sizes, dtype=torch.float64)
     scores = torch.tensor([math.nan if score is None else score for score in scores]).double()
     judged, scores = scores[~scores.isnan()], scores.nan_to_num()
-    penalties = FACTOR * (lengths - (LENGTH - BUFFER)).clamp(min=0) / BUFFER
+    penalties = (lengths - (LENGTH - BUFFER)).clamp(min=0) / BUFFER
     rewards = 0.5 * scores - penalties
     solved = (scores >= 1).view(-1, GROUP)
     groups = rewards.view(-1, GROUP)

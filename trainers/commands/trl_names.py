@@ -89,6 +89,13 @@ NAMES: dict[str, str] = {
     "importance_sampling_level": "--ratio_level",
     "mask_truncated_completions": "--mask_truncated",
     "top_entropy_quantile": "--top_entropy",
+    **dict.fromkeys(
+        (
+            *("sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_k_neg"),
+            *("vespo_lambda_pos", "vespo_lambda_neg"),
+        ),
+        "--surrogate_options, by the same name",
+    ),
     "off_policy_mask_threshold": "--off_policy_threshold",
     "vllm_importance_sampling_correction": "--rollout_correction",
     "vllm_importance_sampling_mode": "--rollout_correction: sequence-mask, …",

@@ -193,9 +193,7 @@ def _train_and_held_out(
             raise InputError(f"{what}: {has}; hold out fewer, or --eval_size 0 for none")
         return train.subset(range(cut)), train.subset(range(cut, len(train)))
     # Or of a dataset of its own, which has the same configuration if it has the same name.
-    configuration = config.eval_dataset_config
-    if configuration is None and config.eval_dataset == config.dataset:
-        configuration = config.dataset_config
+    configuration = config.dataset_config if config.eval_dataset == config.dataset else None
     held_out = chosen_rows(
         "eval_dataset",
         eval_dataset,

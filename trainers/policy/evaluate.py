@@ -9,7 +9,7 @@ from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import phase, print_rank0
 from fused_rl.trainers.models import scoring
 from fused_rl.trainers.policy import signal
-from fused_rl.trainers.policy.policy import Policy, measure
+from fused_rl.trainers.policy.policy import SHOWN, Policy, measure
 from fused_rl.trainers.rollouts.roll_out import means_of, sample_rows_of
 from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
 from fused_rl.trainers.rollouts.solved import has_verdict, outcome_sums, outcomes, pass_at
@@ -104,7 +104,7 @@ def evaluate(
         signal.say(found, totals, k, text, limit, config.group_size)
 
     # The responses to show are of the same held-out problems each time, and of some that the last step trained on.
-    most = config.show_samples - len(policy.sample_rows)
+    most = SHOWN - len(policy.sample_rows)
     known = policy.tokenizer, policy.scorers
     rows = sample_rows_of("held-out, greedy", greedy, range(count), most, config.seed, *known)
     by_row = {

@@ -8,27 +8,19 @@ trains on the groups is in grpo.py.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 
 import fused_rl
-from fused_rl.objectives.advantages import (
-    RESPONSE_ADVANTAGES,
-    AdvantageOptions,
-    ResponseAdvantage,
-)
+from fused_rl.objectives.advantages import ResponseAdvantage
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import print_rank0
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.options import (
     Needs,
     NonNegativeInt,
-    Options,
-    Positive,
     PositiveInt,
-    options_from,
-    without,
 )
 from fused_rl.trainers.policy.options import LossConfig, RolloutConfig
 from fused_rl.trainers.policy.policy import Policy
@@ -36,18 +28,10 @@ from fused_rl.trainers.rollouts.roll_out import batch_of, rollout_metrics
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Scorer
 
 ADVANTAGES = get_args(ResponseAdvantage)
-# The options that only some kinds of advantage read, and their defaults.
-ADVANTAGE_OPTIONS = vars(AdvantageOptions())
-if TYPE_CHECKING:
-
-    class _OfAdvantages(AdvantageOptions, Options):  # pyright: ignore
-        """The options of the advantages, as a type checker sees them."""
-
-else:
-    _OfAdvantages = options_from(AdvantageOptions, **ADVANTAGE_OPTIONS)
+MAX_REFILLS = 3  # further rollouts in a step, each of as many prompts as groups are missing
 
 
-class GroupConfig(LossConfig, _OfAdvantages, RolloutConfig):
+class GroupConfig(LossConfig, RolloutConfig):
     """How the scores of a group become rewards and advantages, and which groups are trained on."""
 
     group_size: PositiveInt = 8
@@ -56,28 +40,14 @@ class GroupConfig(LossConfig, _OfAdvantages, RolloutConfig):
     """How rewards become advantages (docs/losses.md); None is the preset's."""
     zero_variance: Literal["keep", "drop", "refill"] = "keep"
     """Groups with equal rewards have no signal. keep counts them in the loss's denominators; drop leaves them out;
-    refill also samples new prompts in their place (dynamic sampling, DAPO)."""
-    max_refills: PositiveInt = 3
-    """Maximum number of further rollouts in a step with refill, each of as many prompts as groups are missing."""
+    refill also samples new prompts in their place (dynamic sampling, DAPO), in at most three further rollouts."""
     overlong_buffer: NonNegativeInt = 0
-    """Length, at the end of max_new_tokens, over which the reward falls linearly (DAPO, eq. 13); 0 for no penalty."""
-    overlong_factor: Positive = 1.0
-    """Penalty of a response of max_new_tokens."""
+    """Length, at the end of max_new_tokens, over which the reward falls by 1 (DAPO, eq. 13); 0 for no penalty."""
     share_prompts: bool | None = None
     """Compute a prompt once for several of its responses, where that is cheaper; minibatches are then of whole groups,
     otherwise of responses drawn at random. None shares where the model's attention and minibatches allow it."""
 
     needs: ClassVar = (
-        *(
-            Needs(
-                option,
-                lambda config, option=option: (
-                    option in RESPONSE_ADVANTAGES[advantage_of(config)].reads
-                ),
-                "has no meaning with this advantage, which does not read it; leave it out, or choose another",
-            )
-            for option in ADVANTAGE_OPTIONS
-        ),
         Needs(
             "zero_variance",
             lambda config: advantage_of(config) not in ("batch-std", "gdpo"),
@@ -93,19 +63,9 @@ class GroupConfig(LossConfig, _OfAdvantages, RolloutConfig):
             "is of the scorers' rewards alone: give no overlong_buffer, and --kl_in loss",
         ),
         Needs(
-            "max_refills",
-            lambda config: config.zero_variance == "refill",
-            without("--zero_variance refill"),
-        ),
-        Needs(
             "lag",
             lambda config: config.zero_variance != "refill",
             "draws before refills are known; drop one of them",
-        ),
-        Needs(
-            "overlong_factor",
-            lambda config: config.overlong_buffer > 0,
-            without("--overlong_buffer"),
         ),
         Needs(
             "overlong_buffer",
@@ -138,7 +98,7 @@ def overlong_penalty(config: GroupConfig, lengths: torch.Tensor) -> torch.Tensor
     if not config.overlong_buffer:
         return torch.zeros(len(lengths))
     beyond = lengths - (config.max_new_tokens - config.overlong_buffer)
-    return config.overlong_factor * beyond.clamp(min=0).float() / config.overlong_buffer
+    return beyond.clamp(min=0).float() / config.overlong_buffer
 
 
 def equal_rewards(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
@@ -169,9 +129,8 @@ def advantages_of(
     # Responses that do not count are left out before means and deviations are taken, which they would change.
     rows = included.nonzero()[:, 0].to(rewards.device, non_blocking=True)
     advantage = advantage_of(config)
-    options = {name: getattr(config, name) for name in ADVANTAGE_OPTIONS}
     # Statistics of a batch are over all ranks, so the number of processes changes no advantage.
-    options |= {"group_size": config.group_size, "process_group": ranks.all_ranks()}
+    options = {"group_size": config.group_size, "process_group": ranks.all_ranks()}
     # OPO weights rewards by length (arXiv:2505.23585); GDPO normalises the scores of each scorer (arXiv:2601.05242).
     compared = rewards
     if advantage == "opo":
@@ -242,7 +201,7 @@ def collect(
     """
     config = policy.config
     wanted = config.prompts_per_step
-    refills = config.max_refills if config.zero_variance == "refill" else 0
+    refills = MAX_REFILLS if config.zero_variance == "refill" else 0
 
     # Sample until the step is full or the bound is reached. The groups are counted over all ranks, so that all of them
     # sample equally often.
@@ -258,7 +217,7 @@ def collect(
     if refills and with_signal < wanted:
         print_rank0(
             f"step {step}: {with_signal} of {wanted} groups have rewards that differ after {len(rollouts)} rollouts "
-            f"(max_refills={refills}); the step is trained on those"
+            "(the most in a step); it is trained on those"
         )
 
     # Metrics are those of all that was sampled, even if a part of it is left out of the update.

@@ -7,8 +7,9 @@ import torch
 
 import fused_rl
 from fused_rl.objectives.estimators import KLEstimator
+from fused_rl.objectives.options import check_names
 from fused_rl.objectives.presets import BOUNDS, PolicyLossOptions, PresetName, resolve_options
-from fused_rl.objectives.surrogates import SURROGATES
+from fused_rl.objectives.surrogates import SURROGATES, SurrogateOptions
 from fused_rl.trainers import options as config
 from fused_rl.trainers.base.text import InputError, load_function
 from fused_rl.trainers.options import (
@@ -24,7 +25,10 @@ from fused_rl.trainers.options import (
 )
 from fused_rl.trainers.rollouts.options import SamplerConfig
 
-LOSS = tuple(PolicyLossOptions.__dataclass_fields__)
+# Of a single surrogate, which `surrogate_options` has; a threshold in nats, which a run computes by `top_entropy`; and
+# impossible tokens, which no sampler draws.
+LEFT_OUT = {*SurrogateOptions.__dataclass_fields__, "entropy_threshold", "skip_impossible"}
+LOSS = [name for name in PolicyLossOptions.__dataclass_fields__ if name not in LEFT_OUT]
 # Options that only some surrogates read.
 OF_SURROGATES = {name for surrogate in SURROGATES.values() for name in surrogate.reads}
 # The options of the loss default to None, which takes the preset's value. The two weights are numbers, because other
@@ -35,7 +39,7 @@ if TYPE_CHECKING:
         """The options of the loss, as a type checker sees them."""
 
 else:
-    _OfTheLoss = options_from(PolicyLossOptions, kl_coef=0.0, entropy_coef=0.0)
+    _OfTheLoss = options_from(PolicyLossOptions, LEFT_OUT, kl_coef=0.0, entropy_coef=0.0)
 NO_REFERENCE = (
     "has no meaning with kl_coef=0 and kl_every=0, where no reference is loaded; "
     "leave it out, or give --kl_coef"
@@ -65,7 +69,8 @@ class LossConfig(_OfTheLoss):
     """The loss of a policy, and how often a rollout is trained on. An option that is None is the preset's."""
 
     surrogate_options: dict[str, Any] | None = None
-    """Further arguments of your own surrogate, as YAML or JSON: {delta: 0.1}."""
+    """Options that only this surrogate reads (docs/losses.md), or further arguments of your own one, as YAML or JSON:
+    {sapo_temperature_pos: 0.9}."""
     preset: PresetName = "grpo"
     """A row of fused_rl.PRESETS: it chooses ratio, surrogate, clipping, aggregation and advantages."""
     mask_truncated: bool = False
@@ -92,9 +97,6 @@ class SamplingRunConfig(RolloutConfig, RunConfig):
 
     eval_samples: PositiveInt = may_change(4)
     """Sampled responses per held-out problem: k of pass@k."""
-    show_samples: NonNegativeInt = may_change(4)
-    """Responses shown at each evaluation: half from the same held-out rows each time, half from the step's rollout. 0
-    shows none."""
 
     needs: ClassVar = (
         Needs(
@@ -144,13 +146,15 @@ def loss_options(config: LossConfig, **changes) -> PolicyLossOptions:
     # A user's own surrogate is named module:function. Wrapped with its arguments, it keeps its name and declarations.
     if ":" in str(given.get("surrogate")):
         given["surrogate"] = load_function("surrogate", str(given["surrogate"]))
-    if config.surrogate_options:
-        function = given["surrogate"]
+    further = config.surrogate_options or {}
+    if further and callable(function := given.get("surrogate")):
         given["surrogate"] = functools.update_wrapper(
-            functools.partial(function, **config.surrogate_options), function
+            functools.partial(function, **further), function
         )
+        further = {}
     try:
-        return resolve_options(config.preset, given | changes)
+        check_names(further, SurrogateOptions)
+        return resolve_options(config.preset, given | further | changes)
     except ValueError as error:
         raise InputError(str(error)) from error
 

@@ -33,6 +33,8 @@ from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
 from fused_rl.trainers.rollouts.types import Progress, Prompt, Rollout, Sampler, Scorer
 
 # Surrogates whose gradient need not be 0 at an advantage of 0, because they also read the log-ratio or other responses.
+# Responses shown at each evaluation: half from the same held-out rows each time, half from the step's rollout.
+SHOWN = 4
 NOT_OF_ADVANTAGES = ("ipo", "dro", "kl-cov", "clip-cov")
 
 
@@ -207,7 +209,7 @@ class Policy:
             self.sampler, self.scorers, prompts, sampling, self.tokenizer, self.device, **known
         )
         if sampling.temperature and seeds is None:
-            count, seed = self.config.show_samples // 2, f"{self.config.seed} {self.published}"
+            count, seed = SHOWN // 2, f"{self.config.seed} {self.published}"
             places = range(len(rollout.samples))
             self.sample_rows = sample_rows_of(
                 "training", rollout, places, count, seed, self.tokenizer, self.scorers

@@ -392,4 +392,4 @@ def http_of(config: SamplingRunConfig) -> "Http":
             raise InputError(
                 f"server_api_key_env={config.server_api_key_env}: that variable holds no key; export it"
             )
-    return Http(config.server_timeout, config.server_concurrency, key)
+    return Http(config.server_timeout, key=key)

@@ -63,8 +63,6 @@ class SamplerConfig(SamplingConfig):
     """Environment variable with the servers' API key, which is never printed or saved."""
     server_timeout: Positive = may_change(600.0)
     """Seconds that one call to a server may take, and that the run waits for a server that is still loading."""
-    server_concurrency: PositiveInt = may_change(256)
-    """Requests to the servers at the same time, by each process."""
     server_sleeps: bool = may_change(False)
     """Send vLLM servers to sleep during training, if they share the trainers' GPU (--enable-sleep-mode)."""
     published_dir: str | None = may_change(None)
@@ -84,7 +82,7 @@ class SamplerConfig(SamplingConfig):
                 lambda config: config.server or config.served,
                 "means nothing without --server",
             )
-            for option in ("server_api_key_env", "server_timeout", "server_concurrency")
+            for option in ("server_api_key_env", "server_timeout")
         ),
         *(
             Needs(option, lambda config: config.server, "means nothing without --server")

@@ -64,9 +64,6 @@ OPTIONS = [
         "zero_variance=drop has no meaning with advantage=b",
     ),
     *words(
-        "grpo", "--max_refills 2", "max_refills=2 has no meaning without --zero_variance refill"
-    ),
-    *words(
         "grpo",
         "--lag 1 --zero_variance refill",
         "lag=1 draws before refills are known; drop one of them",
@@ -75,11 +72,6 @@ OPTIONS = [
         "grpo ppo",
         "--lag 1 --zero_stage 3",
         "lag=1 with zero_stage=3 .* give --server, or --zero_stage 2",
-    ),
-    *words(
-        "grpo",
-        "--overlong_factor 2",
-        "overlong_factor=2.0 has no meaning without --overlong_buffer",
     ),
     *words("grpo", "--overlong_buffer 5", "overlong_buffer=5 is more than max_new_tokens"),
     *words(
@@ -92,8 +84,13 @@ OPTIONS = [
     ),
     *words(
         "grpo",
-        "--sapo_temperature_pos 2",
+        '--surrogate_options {"sapo_temperature_pos":2.0}',
         "sapo_temperature_pos=2.0 has no meaning with surrogate=clip",
+    ),
+    *words(
+        "grpo",
+        '--surrogate_options {"sapo_temperature":2.0}',
+        "unknown option 'sapo_temperature'.*sapo_temperature_pos",
     ),
     *words("grpo", "--minibatches 3", "minibatches=3 does not divide the 4 responses"),
     *words("sft", "--offload --zero_stage 1", "offload=True needs zero_stage 2 or 3"),

@@ -48,7 +48,6 @@ def test_a_folder_of_several_configurations(tmp_path):
 
     assert read() == ["main train", "main test"]
     assert read(dataset_config="b") == ["b train", "b test"]
-    assert read(dataset_config="b", eval_dataset_config="main") == ["b train", "main test"]
     for wrong in ({"dataset_config": "c"}, {"eval_split": "dev"}):
         with pytest.raises(InputError, match=f"{list(wrong.values())[0]}") as refused:
             read(**wrong)
