@@ -180,6 +180,16 @@ def test_models_without_keys_values_and_positions_are_sampled_by_transformers():
         ids.append(token)
 
 
+def test_an_encoder_is_refused_where_it_should_sample():
+    import transformers
+
+    sizes = {"vocab_size": 264, "hidden_size": 16, "num_attention_heads": 2}
+    config = transformers.BertConfig(num_hidden_layers=1, intermediate_size=16, **sizes)
+    lm = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(InputError, match="BertLMHeadModel .* expected a causal language model"):
+        tiny.generate(lm, [[1, 70, 71]], Sampling(0.0, 4, (3,)), batch_size=1)
+
+
 @pytest.mark.parametrize("by_transformers", [False, True])
 @pytest.mark.parametrize("way", [{}, {"temperature": 0.0}, {"top_p": 0.9, "top_k": 50}], ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

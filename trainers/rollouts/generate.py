@@ -16,6 +16,7 @@ from torch import nn
 from fused_rl import TokenSupport
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import bar
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.batch import on_device, pad
 from fused_rl.trainers.rollouts.options import ROLLOUT_BATCH_SIZE
 from fused_rl.trainers.rollouts.sampling import NoDistribution, Record, Sampling, processed_scores
@@ -318,6 +319,9 @@ class _Rows:
             to_come = (0, sampling.max_new_tokens)
             self.mask = nn.functional.pad(mask[row], to_come, value=1)
         self.cache = output.past_key_values
+        if self.cache is None:
+            what = f"{type(lm).__name__} returned no keys and values"
+            raise InputError(f"{what}, as encoders do; expected a causal language model")
         most = self.width + sampling.max_new_tokens
         waits = lm.device.type != "cpu"
         in_place(self.cache, row, most, maskable=self.mask is not None and waits)
