@@ -17,6 +17,13 @@ def _per_column(temperature):
     return temperature[..., None] if per_row else temperature
 
 
+def _kept(rows, mask, shift=False):
+    """(...) bool: the rows (..., n) that count; for `shift` not the last position."""
+    if mask is None:
+        return torch.ones(rows.shape[:-1], dtype=torch.bool, device=rows.device)
+    return torch.nn.functional.pad(mask, (0, 1)) if shift else mask
+
+
 def _allowed(support, shape):
     """(..., V) bool: the ids that each row keeps."""
     lengths = support.offsets.diff()
@@ -46,11 +53,7 @@ def token_logprobs(
         targets = targets[:, 1:]
     several = targets.dim() == logits.dim()
     targets = targets if several else targets[..., None]
-    mask = (
-        torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
-        if mask is None
-        else mask
-    )
+    mask = _kept(logits, mask)
     # A row whose columns are all banned has no distribution; a softcap makes every column finite.
     banned_columns = logits.detach() == -torch.inf
     if allowed is not None:
@@ -89,38 +92,24 @@ def _head(hidden, weight, bias, logits_dtype):
     return torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype), bias)
 
 
-def _kept(hidden, mask, shift):
-    """(...) bool: the rows of hidden that count; for `shift` not the last position."""
-    if mask is None:
-        return torch.ones(hidden.shape[:-1], dtype=torch.bool, device=hidden.device)
-    return torch.nn.functional.pad(mask, (0, 1)) if shift else mask
-
-
 def linear_token_logprobs(
     hidden,
     weight,
     targets,
     *,
     bias=None,
-    temperature=1.0,
     mask=None,
-    softcap=None,
     shift=False,
     workspace_mb=None,
     logits_dtype=None,
-    support=None,
+    **options,
 ):
-    """`fused_rl.linear_token_logprobs` in the inputs' dtype on every device; `workspace_mb` has no effect."""
+    """`fused_rl.linear_token_logprobs` in the inputs' dtype on every device; `workspace_mb` has no effect, and
+    `options` are as in `token_logprobs`.
+    """
     kept = _kept(hidden, mask, shift)
     logits = _head(torch.where(kept[..., None], hidden, 0), weight, bias, logits_dtype)
-    options = {
-        "temperature": temperature,
-        "mask": mask,
-        "softcap": softcap,
-        "shift": shift,
-        "support": support,
-    }
-    return token_logprobs(logits, targets, **options)
+    return token_logprobs(logits, targets, mask=mask, shift=shift, **options)
 
 
 def linear_token_loss(hidden, weight, targets, token_loss, *per_token, mask=None, **options):
@@ -336,11 +325,7 @@ def token_kl(
     """`fused_rl.token_kl` in the dtype of `logits`, for rows that are not -inf throughout."""
     if shift:
         logits, ref_logits = logits[:, :-1], ref_logits[:, :-1]
-    mask = (
-        torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
-        if mask is None
-        else mask
-    )
+    mask = _kept(logits, mask)
     # A NaN in a masked row would pass through the divergence into the gradient.
     pair = (torch.where(mask[..., None], x, 0) for x in (logits, ref_logits))
     pair = pair if softcap is None else (softcap * torch.tanh(x / softcap) for x in pair)
@@ -350,11 +335,7 @@ def token_kl(
 
 def topk_kl(logprobs, ref_logprobs, *, direction="reverse", mask=None):
     """`fused_rl.topk_kl` for K tokens that are not all: the K outcomes, and the tail as one more."""
-    mask = (
-        torch.ones(logprobs.shape[:-1], dtype=torch.bool, device=logprobs.device)
-        if mask is None
-        else mask
-    )
+    mask = _kept(logprobs, mask)
     # Masked rows keep the tail alone, so that nothing of theirs reaches a gradient.
     given = (torch.where(mask[..., None], x, -torch.inf) for x in (logprobs, ref_logprobs))
     # Without the tail as an outcome this would be no KL, and could be negative.
