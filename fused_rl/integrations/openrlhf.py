@@ -21,6 +21,7 @@ from fused_rl.integrations.primitives import (
     row_entropy,
     with_gradient_of,
 )
+from fused_rl.integrations.self_test import normal
 
 __all__ = ["patch", "unpatch"]
 
@@ -121,9 +122,9 @@ def _older_approx_kl(log_probs: Tensor, log_probs_base: Tensor, kl_estimator: st
 
 def _logits_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(2, 3, 37, generator=generator, dtype=torch.float32, device="cpu") * 3
+    logits = normal(generator, dtype, 2, 3, 37, scale=3)
     labels = torch.randint(37, (2, 3), generator=generator, device="cpu")
-    yield {"logits": logits.to(dtype).requires_grad_(), "labels": labels, "temperature": 0.7}
+    yield {"logits": logits, "labels": labels, "temperature": 0.7}
 
 
 def _kl_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:

@@ -6,12 +6,20 @@ import inspect
 import torch
 from torch import Tensor
 
-__all__ = ["parameters_of", "self_test"]
+__all__ = ["normal", "parameters_of", "self_test"]
 
 # Relative to the largest element, for the host's rounding: in bf16 it may round logits, products and results.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.04}
 # Numbers below it are compared absolutely.
 LEAST_SIZE = 1e-2
+
+
+def normal(
+    generator: torch.Generator, dtype: torch.dtype, *shape: int, scale: float = 1.0
+) -> Tensor:
+    """Return a leaf of normal numbers, which are the same in both dtypes but for rounding."""
+    numbers = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * scale
+    return numbers.to(dtype).requires_grad_()
 
 
 def parameters_of(function) -> list[inspect.Parameter]:
@@ -105,9 +113,7 @@ def _run(function, given, device, metrics):
 
 def _upstream(x):
     generator = torch.Generator().manual_seed(x.numel())
-    return torch.randn(x.shape, generator=generator, dtype=torch.float32, device="cpu").to(
-        x.device, x.dtype
-    )
+    return normal(generator, x.dtype, *x.shape).detach().to(x.device)
 
 
 def _gap(theirs, ours, tolerance, compares_flags):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fused_rl.base.checks import check_range
 from fused_rl.integrations.patching import Applied, Patch
 from fused_rl.integrations.primitives import IGNORED
-from fused_rl.integrations.self_test import self_test
+from fused_rl.integrations.self_test import normal, self_test
 from fused_rl.integrations.unformed import INSTEAD, UnformedLogits
 from fused_rl.ops.logprobs import token_logprobs
 
@@ -384,10 +384,10 @@ def _self_test() -> str:
 
     def samples(dtype):
         generator = torch.Generator().manual_seed(0)
-        embedded = torch.randn(2, 5, 8, generator=generator, dtype=torch.float32, device="cpu")
+        embedded = normal(generator, dtype, 2, 5, 8)
         labels = torch.randint(37, (2, 5), generator=generator, device="cpu")
         labels[0, 2] = IGNORED
-        batch = {"inputs_embeds": embedded.to(dtype).requires_grad_(), "labels": labels}
+        batch = {"inputs_embeds": embedded, "labels": labels}
         # None in evaluation; in training Trainer passes a tensor.
         for items in (None, torch.tensor(11, dtype=torch.int64, device="cpu")):
             yield batch | {"num_items_in_batch": items}

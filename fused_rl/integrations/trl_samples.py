@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 import torch
 
+from fused_rl.integrations.self_test import normal
+
 __all__ = [
     "divergence_loss_samples",
     "divergence_samples",
@@ -16,13 +18,13 @@ __all__ = [
 
 def logits_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(2, 3, 37, generator=generator, dtype=torch.float32, device="cpu") * 3
+    logits = normal(generator, dtype, 2, 3, 37, scale=3)
     index = torch.randint(37, (2, 3), generator=generator, device="cpu")
     row_mask = torch.tensor(
         [[True, False, True], [True, True, True]], dtype=torch.bool, device="cpu"
     )
     yield {
-        "logits": logits.to(dtype).requires_grad_(),
+        "logits": logits,
         "index": index,
         "entropy_requires_grad": True,
         "temperature": 0.7,
@@ -42,18 +44,13 @@ def targets_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
 def _spread_logits(dtype: torch.dtype) -> torch.Tensor:
     """Logits whose least likely tokens are at -40 nats and below."""
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(2, 3, 37, generator=generator, dtype=torch.float32, device="cpu") * 12
-    return logits.to(dtype).requires_grad_()
+    return normal(generator, dtype, 2, 3, 37, scale=12)
 
 
 def head_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
     generator = torch.Generator().manual_seed(0)
-    hidden, weight, bias = (
-        torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-        .to(dtype)
-        .requires_grad_()
-        for shape in ((5, 8), (37, 8), (37,))
-    )
+    shapes = ((5, 8), (37, 8), (37,))
+    hidden, weight, bias = (normal(generator, dtype, *shape) for shape in shapes)
     common = {
         "hidden": hidden,
         "last_hidden": hidden,
@@ -71,17 +68,13 @@ def head_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
 def divergence_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
     generator = torch.Generator().manual_seed(0)
     student, teacher = (
-        [
-            torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
-            for shape in shapes
-        ]
+        [normal(generator, dtype, *shape) for shape in shapes]
         for shapes in (((5, 8), (37, 8), (37,)), ((5, 6), (37, 6), (37,)))
     )
     names = "hidden", "weight", "bias"
-    heads: dict[str, object] = {
-        f"student_{name}": x.requires_grad_() for name, x in zip(names, student, strict=True)
-    }
-    heads |= {f"teacher_{name}": x for name, x in zip(names, teacher, strict=True)}
+    heads: dict[str, object] = {}
+    for name, of_student, of_teacher in zip(names, student, teacher, strict=True):
+        heads |= {f"student_{name}": of_student, f"teacher_{name}": of_teacher.detach()}
     options = {
         "temperature": 0.7,
         "student_logit_scale": 0.8,
@@ -95,12 +88,8 @@ def divergence_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
 
 def head_loss_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
     generator = torch.Generator().manual_seed(0)
-    hidden, weight, bias = (
-        torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-        .to(dtype)
-        .requires_grad_()
-        for shape in ((2, 5, 8), (37, 8), (37,))
-    )
+    shapes = ((2, 5, 8), (37, 8), (37,))
+    hidden, weight, bias = (normal(generator, dtype, *shape) for shape in shapes)
     labels = torch.randint(37, (2, 5), generator=generator, device="cpu")
     labels[0, :3] = -100
     common: dict[str, object] = {

@@ -21,6 +21,7 @@ from fused_rl.base.checks import LOGITS_DTYPES
 from fused_rl.integrations.patching import Applied, Patch, Replacement
 from fused_rl.integrations.primitives import capped_kl, is_served, label_logprobs, row_entropy
 from fused_rl.integrations.registries import register as register_in
+from fused_rl.integrations.self_test import normal
 from fused_rl.ops.linear import linear_token_logprobs
 
 __all__ = ["patch", "register", "unpatch"]
@@ -253,10 +254,10 @@ _REDUCTIONS = {"none": lambda logprobs: logprobs, "sum": Tensor.sum, "mean": Ten
 
 def _logits_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(6, 37, generator=generator, dtype=torch.float32, device="cpu") * 3
+    logits = normal(generator, dtype, 6, 37, scale=3)
     labels = torch.randint(37, (6,), generator=generator, device="cpu")
     yield {
-        "logits": logits.to(dtype).requires_grad_(),
+        "logits": logits,
         "labels": labels,
         "inplace_backward": False,
         "chunk_size": 2,
@@ -278,10 +279,9 @@ def _kl_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
 def _head_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
     generator = torch.Generator().manual_seed(0)
     # verl's Triton head takes hidden sizes that 128 divides.
-    hidden = torch.randn(6, 128, generator=generator, dtype=torch.float32, device="cpu")
-    weight = torch.randn(37, 128, generator=generator, dtype=torch.float32, device="cpu") / 4
+    hidden = normal(generator, dtype, 6, 128)
+    weight = normal(generator, dtype, 37, 128, scale=0.25)
     labels = torch.randint(37, (6,), generator=generator, device="cpu")
-    hidden, weight = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
     # The same three under the names of each head.
     yield {
         **dict.fromkeys(("hidden_states", "hidden", "_input"), hidden),
