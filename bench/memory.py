@@ -361,7 +361,7 @@ def footprint_of(config: Any) -> Footprint:
         offload=config.offload,
         whole_logits=config.loss_from == "logits",
     )
-    # Without rollout_batch_size the number of responses is chosen by the memory that a GPU has left.
+    # Without rollout_batch_size they are 256 on a GPU, and their memory is not counted.
     if samples and config.server is None and config.rollout_batch_size is not None:
         responses = config.prompts_per_step * config.group_size
         of_rank = responses // ranks.planned_ranks(config.sequence_parallel)

@@ -121,27 +121,6 @@ def test_greedy_takes_the_most_likely_token_whatever_the_batch_and_returns_the_p
             ids.append(token)
 
 
-@pytest.mark.parametrize(("gib", "responses"), [(8, 64), (79, 1024), (139, 2048)])
-def test_a_gpu_samples_as_many_responses_together_as_it_surely_holds(gib, responses, monkeypatch):
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    sizes = {
-        "vocab_size": 151936,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-    }
-    config = Qwen2Config(
-        **sizes, num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True
-    )
-    with torch.device("meta"):
-        lm = Qwen2ForCausalLM(config).bfloat16()
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gib << 30)
-    )
-    assert generate.responses_together(lm, 1024) == responses
-
-
 def test_responses_to_one_prompt_are_those_of_the_prompt_alone(folder):
     # Neighbours that are equal are computed once; rows that have ended leave the batch while others go on.
     lm, prompts = (

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 from fused_rl import TokenSupport
-from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import bar
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.batch import on_device, pad
@@ -47,7 +46,7 @@ class TransformersSampler(Sampler):
     Args:
         lm: a transformers causal LM; where it is trained, the one inside of the engine.
         pad_id: fills batches; may equal a stop token.
-        batch_size: responses generated together, of similar length; None is what `responses_together` returns.
+        batch_size: responses generated together, of similar length; None is 64 on a CPU and 256 on a GPU.
         synced_gpus: ranks keep in step though their responses end at different lengths (needed under ZeRO 3).
         poll_every: tokens between two polls of which responses have ended; None is 1 on a CPU, and 16 where the host
             would wait for the device.
@@ -86,13 +85,8 @@ class TransformersSampler(Sampler):
         runs.sort(key=lambda run: len(prompts[run[0]]))
         by_length = list(chain.from_iterable(runs))
 
-        longest = max(map(len, prompts), default=0)
-        if self.synced_gpus:
-            # Every batch gathers weights with the other processes, so all of them have batches of one size.
-            longest = max(ranks.gather_processes(longest))
-        batch_size = self.batch_size or responses_together(
-            self.lm, longest + sampling.max_new_tokens
-        )
+        default = ROLLOUT_BATCH_SIZE * (1 if self.lm.device.type == "cpu" else 4)
+        batch_size = self.batch_size or default
 
         # Kept sets stay on the device between two polls, so where they would fill its memory the polls come sooner.
         every = self.poll_every
@@ -223,34 +217,6 @@ class TransformersSampler(Sampler):
     def publish(self, step: int, save: Callable[[Path], None]) -> None:
         """Note the step, for errors: the weights are the policy's."""
         self.step = step
-
-
-def responses_together(lm, tokens: int) -> int:
-    """Return how many responses are sampled together by default, at so many `tokens` each with the prompt.
-
-    On a GPU they take at most a quarter of what its memory holds beside a training of the model: 16 bytes of each
-    trained weight for gradient and optimizer, and a copy of the model as reference. Free memory is not read, so a
-    resumed run samples the same. At least 64; a power of two.
-    """
-    if lm.device.type == "cpu" or not keeps_keys_and_values(lm):
-        return ROLLOUT_BATCH_SIZE
-
-    # Bytes of a response: its keys and values, and what its next token is sampled from, which is logits, scores,
-    # probabilities and random numbers in fp32.
-    config = lm.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    past = 2 * config.num_hidden_layers * heads * width * lm.dtype.itemsize * tokens
-    drawing = 16 * config.vocab_size
-
-    # Bytes of the training beside it; a weight that ZeRO 3 has split knows how large it is as a whole.
-    trained = 0
-    for weight in lm.parameters():
-        elements = getattr(weight, "ds_numel", weight.numel())
-        trained += (2 * weight.element_size() + 16 * weight.requires_grad) * elements
-    left = torch.cuda.get_device_properties(lm.device).total_memory - trained
-    fitting = max(1, left // 4 // (past + drawing))
-    return max(ROLLOUT_BATCH_SIZE, 1 << fitting.bit_length() - 1)
 
 
 def keeps_keys_and_values(lm) -> bool:

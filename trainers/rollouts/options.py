@@ -19,7 +19,7 @@ from fused_rl.trainers.options import (
 )
 from fused_rl.trainers.rollouts.sampling import Sampling
 
-# Responses sampled together on a CPU, and at least so many on a GPU.
+# Responses sampled together on a CPU; a GPU takes four times as many, a step of the default size.
 ROLLOUT_BATCH_SIZE = 64
 
 
@@ -56,7 +56,7 @@ class SamplerConfig(SamplingConfig):
     """The sampler of responses."""
 
     rollout_batch_size: PositiveInt | None = may_change(None)
-    """Responses generated together. The default is 64 on a CPU, and on a GPU as many as fit into its memory."""
+    """Responses generated together. The default is 64 on a CPU and 256 on a GPU."""
     server: str | list[str] | None = may_change(None)
     """URL or URLs of inference servers that sample instead of this process."""
     server_api_key_env: str | None = may_change(None)
