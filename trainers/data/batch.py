@@ -103,13 +103,12 @@ class Batch:
 
     def response_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows and columns, (N,) int64 each on the CPU, of the True places of `response_mask` in order."""
-        if self.included is not None:
-            row, column = self.included.nonzero(as_tuple=True)
-            return row, column
-        # Nothing predicts the first token of a sequence, so a response without a prompt begins with
-        # its second.
-        end = self.prompt_lengths.clamp(min=1) + self.response_lengths
-        mask = mask_of(self.prompt_lengths, end, self.input_ids.shape[1])
+        mask = self.included
+        if mask is None:
+            # Nothing predicts the first token of a sequence, so a response without a prompt begins
+            # with its second.
+            end = self.prompt_lengths.clamp(min=1) + self.response_lengths
+            mask = mask_of(self.prompt_lengths, end, self.input_ids.shape[1])
         row, column = mask.nonzero(as_tuple=True)
         return row, column
 

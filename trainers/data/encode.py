@@ -155,7 +155,6 @@ class Encoder:
         begins = [t.content for t in special.values() if not (t.normalized or t.lstrip)]
         begins = sorted(filter(None, begins), key=len, reverse=True)
         self._pieces = re.compile("|".join(map(re.escape, begins)) or r"(?!)")
-        self._ids_of_pieces: dict[str, list[int]] = {}
 
     @classmethod
     def of(cls, config: Any, tokenizer) -> "Encoder":
@@ -222,16 +221,16 @@ class Encoder:
         found: list[Demonstration] = []
         for end in ends:
             prompt, response = self.pair(messages[: end + 1], read.tools)
+            flags: list[bool] | None = None
             if found and joined:
-                first, earlier, flags = found[-1]
-                before = first + earlier
-                if prompt[: len(before)] == before:
-                    flags = flags or [True] * len(earlier)
-                    between = prompt[len(before) :]
-                    flags = [*flags, *[False] * len(between), *[True] * len(response)]
-                    found[-1] = Demonstration(first, [*earlier, *between, *response], flags)
-                    continue
-            found.append(Demonstration(prompt, response))
+                first, earlier, flags_before = found[-1]
+                between = prompt[len(first + earlier) :]
+                if prompt == first + earlier + between:
+                    flags = flags_before or [True] * len(earlier)
+                    flags = flags + [False] * len(between) + [True] * len(response)
+                    prompt, response = first, earlier + between + response
+                    found.pop()
+            found.append(Demonstration(prompt, response, flags))
         return found
 
     def messages(self, prompt: Prompt | None) -> list[Message]:
@@ -335,17 +334,12 @@ class Encoder:
     def ids(self, text: str) -> list[int]:
         """Return the token ids of a text without any that the tokenizer would add."""
         starts = [0, *(match.start() for match in self._pieces.finditer(text)), len(text)]
-        ids: list[int] = []
-        for start, end in itertools.pairwise(starts):
-            piece = text[start:end]
-            found = self._ids_of_pieces.get(piece)
-            if found is None:
-                found = self._tokenized(piece, add_special_tokens=False) if piece else []
-                if len(self._ids_of_pieces) == MOST_PIECES:
-                    self._ids_of_pieces.clear()
-                self._ids_of_pieces[piece] = found
-            ids += found
-        return ids
+        pieces = (text[start:end] for start, end in itertools.pairwise(starts))
+        return [*itertools.chain.from_iterable(map(self._ids_of_piece, pieces))]
+
+    @functools.lru_cache(MOST_PIECES)  # noqa: B019 (a process has few encoders)
+    def _ids_of_piece(self, piece: str) -> list[int]:
+        return self._tokenized(piece, add_special_tokens=False)
 
     @functools.cached_property
     def _wants_parts(self) -> bool:
@@ -468,11 +462,11 @@ class Encoder:
     def _not_continued(self, before: str, whole: str) -> BadRow:
         """Return the error of a conversation whose text does not begin with what generation would see."""
         reason = "the chat template does not continue its own generation prompt"
-        # It has closed the reasoning that the row goes on with, or begun some that the row does not have.
-        reasons = str(before.rstrip().endswith(CLOSED)).lower()
-        remedy = self._switch(dict.fromkeys(BEGINS_REASONING, reasons))
-        if not opens_reasoning(before):
-            remedy = None
+        remedy = None
+        if opens_reasoning(before):
+            # It has closed the reasoning that the row goes on with, or begun some that the row does not have.
+            reasons = str(before.rstrip().endswith(CLOSED)).lower()
+            remedy = self._switch(dict.fromkeys(BEGINS_REASONING, reasons))
         return BadRow(reason, remedy or READ_AS_IT_IS, came=difference(before, whole))
 
     def _switch(self, values: dict[str, str]) -> str | None:

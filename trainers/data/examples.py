@@ -1,9 +1,8 @@
 """Rows as examples: encoded once by all cores, and read from the disk when one is asked for."""
 
-import array
 import functools
-import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +31,11 @@ FEATURES = datasets.Features(
     **dict.fromkeys(("error", "notes"), datasets.Value("string")),
 )
 # What the options of lengths limit, in words.
-LIMITED = {"tokens": "", "prompt": "a prompt ", "response": "a response "}
+LIMITED = {
+    "tokens": "longer",
+    "prompt": "with a prompt longer",
+    "response": "with a response longer",
+}
 
 
 class Record(NamedTuple):
@@ -44,6 +47,8 @@ class Record(NamedTuple):
     """What else belongs to it, as JSON can write it."""
     unusable: str | None = None
     """Why it is left out without an error."""
+    group: str | None = None
+    """What says the same of the records of one prompt."""
 
 
 Read = functools.partial[list[Record]]
@@ -95,8 +100,7 @@ class Examples(Sequence[Any]):
             over = keep & (lengths > limit)
             if over.any():
                 longest = f"the longest has {lengths[over].max()} tokens"
-                text = f"with {LIMITED[name]}longer" if LIMITED[name] else "longer"
-                reasons[f"{text} than {option}={limit} ({longest})"] = over
+                reasons[f"{LIMITED[name]} than {option}={limit} ({longest})"] = over
             keep &= ~over
         unusable = self.column("unusable")
         for reason in sorted({*unusable[keep]} - {None}):
@@ -118,9 +122,8 @@ class Examples(Sequence[Any]):
 
     def parsed_rows(self) -> Iterator[tuple[int, dict]]:
         """Yield the index and the columns of each row that has an example."""
-        usable = {*self.column("row").tolist()}
-        texts = (text for rows in self.rows.table.iter(1000) for text in rows["row"])
-        yield from ((i, parsed(text)) for i, text in enumerate(texts) if i in usable)
+        usable = [*dict.fromkeys(self.column("row").tolist())]
+        return zip(usable, Rows(self.rows.table.select(usable)), strict=True)
 
 
 def encode_rows(rows: Rows, key: str, read: Read, make: Make) -> Examples:
@@ -186,11 +189,8 @@ def _records(text: bytes, index: int, read: Read) -> Iterator[dict[str, Any]]:
     notes = json.dumps([reader.form, sorted(reader.columns), filled])
 
     # Two lists are a sequence.
-    sequences = [
-        ids[i : i + 2]
-        for ids in (record.ids for record in records)
-        for i in range(0, len(ids) - 1, 2)
-    ]
+    pairs = (zip(record.ids[::2], record.ids[1::2], strict=False) for record in records)
+    sequences = [*itertools.chain.from_iterable(pairs)]
     of_row = {
         "row": index,
         "prompt": max(len(prompt) for prompt, _ in sequences),
@@ -200,23 +200,16 @@ def _records(text: bytes, index: int, read: Read) -> Iterator[dict[str, Any]]:
         "error": error,
     }
     for record in records:
-        beside = json.dumps(record.beside)
-        yield of_row | {
-            "ids": record.ids,
-            "beside": beside,
-            "unusable": record.unusable,
-            "group": _digest(record.ids[:1], ""),
-            "digest": _digest(record.ids, beside),
-            "notes": notes,
-        }
+        yield (
+            of_row
+            | record._asdict()
+            | {
+                "beside": json.dumps(record.beside),
+                "digest": hash_of([record.ids, record.beside]),
+                "notes": notes,
+            }
+        )
         notes = None
-
-
-def _digest(lists: Sequence[list[int]], beside: str) -> str:
-    total = hashlib.blake2b(beside.encode(), digest_size=16)
-    for ids in lists:
-        total.update(array.array("q", [len(ids), *ids]))
-    return total.hexdigest()
 
 
 def _usable(rows: Rows, table: datasets.Dataset) -> numpy.ndarray:

@@ -295,10 +295,8 @@ def state_of(row: dict, column: str) -> str:
 
 
 def columns_of(row: dict) -> str:
-    """Return the names of a row's columns in words, the first ones of very many."""
-    names = sorted(map(str, row))
-    others = f" and {len(names) - 20} more" if len(names) > 20 else ""
-    return f"{names[:20]}{others}"
+    """Return the names of a row's columns, the first ones of very many."""
+    return f"{sorted(map(str, row))!s:.400}"
 
 
 def conversation(prompt: Prompt | None) -> list[Message]:
@@ -386,25 +384,22 @@ def messages_of(cell: Any, column: str) -> list[Message]:
 
 def _message_of(message: dict, column: str) -> Message:
     """Return one message with its role by transformers' name, its text, and what else it says."""
+    # A table fills in null for what other rows' messages have.
+    others = {key: value for key, value in message.items() if value is not None}
+    name, content = others.pop("role", None), others.pop("content", None)
     # ShareGPT's keys.
-    if message.get("role") is None and "from" in message:
-        message = {**message, "role": message["from"], "content": message.get("value")}
-        message = {key: value for key, value in message.items() if key not in ("from", "value")}
-    name = message.get("role")
-    name = name.lower() if isinstance(name, str) else name
+    if name is None and "from" in others:
+        name, content = others.pop("from"), others.pop("value", None)
     if name is None:
         reason = f"a message of column {column!r} has no role"
         remedy = "give messages with role and content, or with ShareGPT's from and value"
         raise BadRow(reason, remedy, came=f"it has {columns_of(message)}")
-    role = ROLES.get(name) if isinstance(name, str) else None
+    name = str(name).lower()
+    role = ROLES.get(name)
     if role is None:
         known = "system, user, assistant or tool, or ShareGPT's human, gpt, function_call or observation"
         reason = f"a message of column {column!r} has an unknown role"
         raise BadRow(reason, f"expected {known}", came=f"got {name!r:.40}")
-    # A table fills in null for what other rows' messages have.
-    others = {key: value for key, value in message.items() if key not in ("role", "content")}
-    others = {key: value for key, value in others.items() if value is not None}
-    content = message.get("content")
     if name == "function_call":
         others["tool_calls"] = _spelled_calls(content)
         content = None
@@ -434,9 +429,9 @@ def _text_of_parts(content: Any, column: str, others: Message) -> tuple[str, Mes
     for part in as_list(content):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         # OpenAI's key, and LLaMA-Factory's. A table fills in null for the other one.
-        texts_of_part = [part.get(key) for key in ("text", "value")] if kind in PARTS else []
-        text = next((text for text in texts_of_part if isinstance(text, str)), None)
-        if text is None:
+        key = "value" if kind in PARTS and part.get("text") is None else "text"
+        text = part.get(key) if kind in PARTS else None
+        if not isinstance(text, str):
             problem = f"a message of column {column!r} has content of type {kind!r:.40}"
             problem += " without a text" if kind in PARTS else ""
             raise BadRow(problem, "only text can be read", came=f"got {part!r:.80}")

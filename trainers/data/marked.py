@@ -14,6 +14,7 @@ from typing import ClassVar
 import numpy
 
 from fused_rl.trainers.base import ranks
+from fused_rl.trainers.base.files import hash_of
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.encode import Encoded, Encoder
 from fused_rl.trainers.data.examples import Examples, Record, encode_rows
@@ -153,7 +154,7 @@ def _read_marked(
     if label is None and all(reader.row.get(side) is not None for side in SIDES):
         columns = {f"{side}_column": side for side in SIDES}
         chosen, rejected = pair_sides(encoder, reader, prompt_column, columns)
-        return [Record(chosen, True), Record(rejected, False)]
+        return [_record(chosen, True), _record(rejected, False)]
     # A .csv file has text; 0 and 1 are equal to these.
     label = LABELS.get(label.lower(), label) if isinstance(label, str) else label
     if label not in (False, True):
@@ -164,4 +165,8 @@ def _read_marked(
         reason = f"column {label_column!r} must be true or false"
         raise BadRow(reason, FIX, came=f"got {label!r:.80}")
     found = encoder.demonstrations(reader, prompt_column, completion_column, joined=False)
-    return [Record([one.prompt, one.response], bool(label)) for one in found]
+    return [_record(one[:2], bool(label)) for one in found]
+
+
+def _record(ids: Encoded, desirable: bool) -> Record:
+    return Record(ids, desirable, group=hash_of(ids[0]))

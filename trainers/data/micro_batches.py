@@ -67,14 +67,10 @@ def as_many_on_all_ranks(micro_batches: list[list[int]]) -> list[list[int]]:
     """
     # A pass gathers weights and reduces gradients with all ranks, so they must run equally many.
     count = int(ranks.global_max(torch.tensor(len(micro_batches))))
+    micro_batches = [*micro_batches]
     while len(micro_batches) < count:
         largest = max(range(len(micro_batches)), key=lambda i: len(micro_batches[i]))
         indices = micro_batches[largest]
         half = len(indices) // 2
-        micro_batches = [
-            *micro_batches[:largest],
-            indices[:half],
-            indices[half:],
-            *micro_batches[largest + 1 :],
-        ]
+        micro_batches[largest : largest + 1] = indices[:half], indices[half:]
     return micro_batches

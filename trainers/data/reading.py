@@ -3,7 +3,7 @@
 import contextlib
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import datasets
 import pandas
@@ -24,13 +24,6 @@ MOST_KINDS = 12
 
 class BadRows(InputError):
     """The rows that end a run; the message is a block of several lines, its parts escaped."""
-
-
-class Kind(NamedTuple):
-    """Rows that cannot be used for one reason."""
-
-    first: BadRow
-    count: int
 
 
 class Reading(contextlib.AbstractContextManager):
@@ -57,7 +50,8 @@ class Reading(contextlib.AbstractContextManager):
     def finish(self) -> None:
         """Raise or print what cannot be used, and print what was read."""
         # A row may have been read twice, to be trained on and to be sampled for.
-        self.bad = list({error.where: error for error in self.bad}.values())
+        bad_places = {error.where: error for error in self.bad}
+        self.bad = [*bad_places.values()]
         total = sum(map(len, self.read))
         counts = f"{len(self.bad)} of {total}"
         if self.bad and not self.skips:
@@ -75,30 +69,23 @@ class Reading(contextlib.AbstractContextManager):
         if self.bad and len(self.bad) == total:
             raise InputError(f"no row can be used; {self.bad[0]}")
         # Without a single held-out row nothing would be evaluated, and nothing would say so.
-        bad = {error.where: error for error in self.bad}
-        for rows in self.read:
-            places = [rows.where(i) for i in range(len(rows))] if bad else []
-            if places and all(place in bad for place in places):
+        for rows in self.read if bad_places else ():
+            places = [rows.where(i) for i in range(len(rows))]
+            if places and all(place in bad_places for place in places):
                 what = f"no row from {places[0]} to {places[-1]} can be used"
-                raise InputError(f"{what}; {bad[places[0]]}")
+                raise InputError(f"{what}; {bad_places[places[0]]}")
         print_rank0(*self._forms())
 
     def _kinds(self) -> list[str]:
         """Return a line for each reason: how many rows it has, and the first of them with what to do."""
-        kinds: dict[tuple[str, str], Kind] = {}
+        kinds: dict[tuple[str, str], list[BadRow]] = {}
         for error in self.bad:
-            key = error.reason, error.remedy
-            count = kinds[key].count if key in kinds else 0
-            first = kinds[key].first if key in kinds else error
-            kinds[key] = Kind(first, count + 1)
-        ordered = sorted(kinds.values(), key=lambda kind: -kind.count)
-        lines = []
-        for kind in ordered[:MOST_KINDS]:
-            lines.append(escaped(f"{kind.count:>6}  {kind.first}"))
+            kinds.setdefault((error.reason, error.remedy), []).append(error)
+        ordered = sorted(kinds.values(), key=len, reverse=True)
+        lines = [escaped(f"{len(kind):>6}  {kind[0]}") for kind in ordered[:MOST_KINDS]]
         others = ordered[MOST_KINDS:]
         if others:
-            count = sum(kind.count for kind in others)
-            lines.append(f"{count:>6}  for {len(others)} other reasons")
+            lines.append(f"{sum(map(len, others)):>6}  for {len(others)} other reasons")
         return lines
 
     def _forms(self) -> list[str]:
@@ -113,7 +100,7 @@ class Reading(contextlib.AbstractContextManager):
             # Numbers say more than names only where there are several forms.
             if len(forms) > 1:
                 names = [f"{count} {name}" for name, count in forms.most_common()]
-            read = set().union(*(rows.columns_read for rows in parts))
+            read = {name for rows in parts for name in rows.columns_read}
             filled = {name: None for rows in parts for name in rows.columns_filled}
             unused = [name for name in filled if name not in read]
             label = "rows" if len(sources) == 1 else source
@@ -164,47 +151,32 @@ def load_train_eval(
     reading: Reading | None = None,
 ) -> tuple[Rows, Rows]:
     """Return the rows to train on and the held-out rows: those given, or those that a run config names."""
-    train, held_out = _train_and_held_out(
-        config, dataset, eval_dataset, None if reading is None else reading.bad
-    )
-    if reading is not None:
-        reading.add(train)
-        reading.add(held_out)
-    return train, held_out
-
-
-def _train_and_held_out(
-    config: DataConfig,
-    dataset: RowsLike,
-    eval_dataset: RowsLike,
-    bad_rows: list[BadRow] | None,
-) -> tuple[Rows, Rows]:
+    bad = None if reading is None else reading.bad
     train = chosen_rows(
-        "dataset", dataset, config.dataset, config.dataset_config, config.dataset_split, bad_rows
+        "dataset", dataset, config.dataset, config.dataset_config, config.dataset_split, bad
     )
     if not config.eval_size:
-        return train, train.subset(range(0))
+        held_out = train.subset(range(0))
     # Held out from the end of the rows: the same rows, whatever the seed.
-    if config.eval_dataset is None and eval_dataset is None:
+    elif config.eval_dataset is None and eval_dataset is None:
         cut = len(train) - config.eval_size
         if cut <= 0:
             what = f"eval_size={config.eval_size} leaves nothing to train on"
             has = f"{train.source} has {len(train)} rows"
             raise InputError(f"{what}: {has}; hold out fewer, or --eval_size 0 for none")
-        return train.subset(range(cut)), train.subset(range(cut, len(train)))
+        train, held_out = train.subset(range(cut)), train.subset(range(cut, len(train)))
     # Or of a dataset of its own, which has the same configuration if it has the same name.
-    configuration = config.dataset_config if config.eval_dataset == config.dataset else None
-    held_out = chosen_rows(
-        "eval_dataset",
-        eval_dataset,
-        config.eval_dataset,
-        configuration,
-        config.eval_split,
-        bad_rows,
-    )
-    evaluated = min(len(held_out), config.eval_size)
-    if len(held_out) != config.eval_size:
-        print_rank0(
-            f"{held_out.source}: evaluated on {evaluated} of {len(held_out)} held-out rows (--eval_size)"
+    else:
+        name = config.eval_dataset
+        configuration = config.dataset_config if name == config.dataset else None
+        held_out = chosen_rows(
+            "eval_dataset", eval_dataset, name, configuration, config.eval_split, bad
         )
-    return train, held_out.subset(range(evaluated))
+        evaluated = min(len(held_out), config.eval_size)
+        if len(held_out) != config.eval_size:
+            what = f"evaluated on {evaluated} of {len(held_out)} held-out rows (--eval_size)"
+            print_rank0(f"{held_out.source}: {what}")
+        held_out = held_out.subset(range(evaluated))
+    if reading is not None:
+        reading.read += [train, held_out]
+    return train, held_out
