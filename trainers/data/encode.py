@@ -404,14 +404,21 @@ class Encoder:
         adds_eos = len(ids) > 1 and ids[-1] == eos != self.tokenizer.bos_token_id
         return ids[:-1] if adds_eos and not text.endswith(self.tokenizer.eos_token) else ids
 
-    def _tokenized(self, text: str, **options) -> list[int]:
+    def _tokenized(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
             half = text[error.start].encode("unicode_escape").decode()
             reason = "the text has half of a character, as if an emoji had been cut in two"
             raise BadRow(reason, FIX, came=half) from error
-        return self.tokenizer(text, **options).input_ids
+        if not self.tokenizer.is_fast:
+            return self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids
+        # As transformers calls it, but without the places of tokens in the text, a third of the time.
+        backend = self.tokenizer.backend_tokenizer
+        if backend.truncation or backend.padding:
+            backend.no_truncation()
+            backend.no_padding()
+        return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def _ended(self, ids: list[int]) -> list[int]:
         """Return a response up to the first token that ends it; what a template writes behind is not sampled."""

@@ -83,6 +83,15 @@ def test_text_becomes_a_chat_with_each_special_token_once():
     assert tiny.prompt(encoder, rows[0], "prompt") == prompt
 
 
+def test_a_tokenizer_that_cuts_and_pads_for_others_does_not_do_so_to_rows():
+    row = {"prompt": "hi", "completion": "yo"}
+    tokenizer = tiny.tokenizer()
+    expected = tiny.pairs(Encoder(tokenizer), row, None, "completion")
+    for options in ({"truncation": True, "max_length": 1}, {"padding": "max_length"}):
+        tokenizer("hello", **{"max_length": 99} | options)
+        assert tiny.pairs(Encoder(tokenizer), row, None, "completion") == expected
+
+
 @pytest.mark.parametrize("text", ["hi", "<bos>hi"])
 def test_a_raw_prompt_has_one_bos(text):
     tokenizer = tiny.tokenizer(chat=False, adds_bos=True)
