@@ -169,24 +169,23 @@ def check_sampling(config: SamplingRunConfig, users_sampler: SamplerFactory | No
         http_of(config)
     if config.sampler is not None:
         load_function("sampler", config.sampler)
-    if config.sampler is not None or users_sampler is not None:
-        return  # a user's sampler declares what it reports only when it is made
+    # A user's sampler declares what it reports only when it is made.
+    if config.sampler is None and users_sampler is None:
+        check_sampler(config, sampler_kind(config))
+
+
+def sampler_kind(config: SamplingRunConfig) -> Any:
+    """Return the class of the sampler that the options describe, imported when one names it."""
     if config.server is not None:
         from fused_rl.trainers.servers.sampler import ServerSampler
 
-        check_sampler(config, ServerSampler)
-        # Servers report the kept set of a token only up to a given number of ids.
-        if config.sampling(1, ()).truncates and not config.top_k:
-            raise InputError(
-                f"top_p={config.top_p:g} min_p={config.min_p:g} with servers needs --top_k, the most ids that they "
-                "return of the set of a token: give one, such as --top_k 100, or leave top_p and min_p out"
-            )
-    elif config.lag:
+        return ServerSampler
+    if config.lag:
+        # The next rollout is sampled while the policy is trained, so it needs a copy of the weights.
         from fused_rl.trainers.rollouts.lag import CopySampler
 
-        check_sampler(config, CopySampler)
-    else:
-        check_sampler(config, TransformersSampler)
+        return CopySampler
+    return TransformersSampler
 
 
 def check_sampler(config: SamplingRunConfig, sampler: Sampler | type[Sampler]) -> None:
@@ -316,17 +315,6 @@ def policy_of(config: Any, model, tokenizer, **options) -> Policy:
     return Policy(config=config, model=model, tokenizer=tokenizer, sampling=sampling, **options)
 
 
-def policy_sampler(config: Any, model, tokenizer) -> Sampler:
-    """Return a sampler of the policy in this process; `model` is the engine around its model."""
-    return TransformersSampler(
-        model.module.base,
-        pad_id=tokenizer.pad_token_id,
-        batch_size=config.rollout_batch_size,
-        # Under ZeRO 3 a rank that has finished keeps generating, because the others gather weights together with it.
-        synced_gpus=model.zero_optimization_stage() == 3,
-    )
-
-
 def build_sampler(
     config: SamplingRunConfig, model, tokenizer, users_sampler: SamplerFactory | None = None
 ) -> Sampler:
@@ -337,10 +325,18 @@ def build_sampler(
         )
     # The policy in this process, or servers.
     lm = model.module.base
-    if config.server is not None:
+    kind = sampler_kind(config)
+    if config.server is None:
+        built = kind(
+            lm,
+            pad_id=tokenizer.pad_token_id,
+            batch_size=config.rollout_batch_size,
+            # Under ZeRO 3 a rank that has finished keeps generating, because the others gather weights with it.
+            synced_gpus=model.zero_optimization_stage() == 3,
+        )
+    else:
         from fused_rl.trainers.servers.probe import TEXT, Probe
         from fused_rl.trainers.servers.published import folder_of
-        from fused_rl.trainers.servers.sampler import ServerSampler
 
         # A server with other weights or a stale cache raises no error, so a probe compares what it returns.
         ids = tokenizer.encode(TEXT, add_special_tokens=False)
@@ -351,15 +347,7 @@ def build_sampler(
             remove_at_end(folder)
         longest = config.max_prompt_length + config.max_new_tokens
         sleeps = config.server_sleeps
-        built = ServerSampler(config.server, http_of(config), folder, probe, longest, sleeps=sleeps)
-    elif config.lag:
-        from fused_rl.trainers.rollouts.lag import CopySampler
-
-        # The next rollout is sampled while the policy is trained, so it needs a copy of the weights.
-        at_once = config.rollout_batch_size
-        built = CopySampler(lm, pad_id=tokenizer.pad_token_id, batch_size=at_once)
-    else:
-        built = policy_sampler(config, model, tokenizer)
+        built = kind(config.server, http_of(config), folder, probe, longest, sleeps=sleeps)
     # The user's own sampler is built around this one, and may use it.
     if config.sampler is not None or users_sampler is not None:
         built = (users_sampler or load_function("sampler", config.sampler))(built, tokenizer)

@@ -153,13 +153,13 @@ class CopySampler(TransformersSampler):
 
     tells_logprobs = True
 
-    def __init__(self, policy, *, pad_id: int, batch_size: int):
+    def __init__(self, policy, **options):
         if not keeps_keys_and_values(policy):
             raise InputError(
                 f"lag: {type(policy).__name__} keeps its past in another form than keys and values, and transformers "
                 "would sample it with the process's own generator, in a thread; give --server, or drop --lag"
             )
-        super().__init__(policy, pad_id=pad_id, batch_size=batch_size)
+        super().__init__(policy, **options)
         self.policy = policy
 
     @torch.no_grad()

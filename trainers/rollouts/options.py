@@ -19,6 +19,10 @@ from fused_rl.trainers.options import (
 )
 from fused_rl.trainers.rollouts.sampling import Sampling
 
+NO_TOP_K = (
+    "with servers needs --top_k, the most ids that they return of the set of a token: give one, such as --top_k 100, "
+    "or leave it out"
+)
 # Responses sampled together on a CPU; a GPU takes four times as many, a step of the default size.
 ROLLOUT_BATCH_SIZE = 64
 
@@ -88,6 +92,11 @@ class SamplerConfig(SamplingConfig):
             Needs(option, lambda config: config.server, "means nothing without --server")
             for option in ("server_sleeps", "published_dir")
         ),
+        # Servers report the kept set of a token only up to a given number of ids; min_p=0 asks for none.
+        Needs(
+            "top_p", lambda config: not config.server or config.top_k or config.top_p == 1, NO_TOP_K
+        ),
+        Needs("min_p", lambda config: not config.server or config.top_k, NO_TOP_K),
         Needs(
             "server_sleeps",
             lambda config: config.lag == 0,
