@@ -20,7 +20,6 @@ from fused_rl.trainers.data.rows import BadRow
 from fused_rl.trainers.data.templates import (
     BEGINS_REASONING,
     CLOSED,
-    KEEPS_REASONING,
     MARK,
     OPEN,
     REASONING,
@@ -318,7 +317,7 @@ class Encoder:
         others = [message for message in messages[start:-1] if message["role"] == "assistant"]
         if ids[: len(prompt)] != prompt or any(misses(message, whole) for message in others):
             reason = "the chat template rewrites earlier turns, so several turns do not continue their prompt"
-            raise BadRow(reason, self._switch(KEEPS_REASONING) or "give responses of one turn")
+            raise BadRow(reason, "give responses of one turn")
         return prompt, ids[len(prompt) :]
 
     def whole_text(self, text: str) -> list[int]:
@@ -469,24 +468,14 @@ class Encoder:
     def _not_continued(self, before: str, whole: str) -> BadRow:
         """Return the error of a conversation whose text does not begin with what generation would see."""
         reason = "the chat template does not continue its own generation prompt"
-        remedy = None
-        if opens_reasoning(before):
-            # It has closed the reasoning that the row goes on with, or begun some that the row does not have.
-            reasons = str(before.rstrip().endswith(CLOSED)).lower()
-            remedy = self._switch(dict.fromkeys(BEGINS_REASONING, reasons))
-        return BadRow(reason, remedy or READ_AS_IT_IS, came=difference(before, whole))
-
-    def _switch(self, values: dict[str, str]) -> str | None:
-        """Return the option that sets the first of these words that the template reads, or None."""
+        remedy = READ_AS_IT_IS
         template = self.tokenizer.get_chat_template()
-        return next(
-            (
-                f"give --chat_template_kwargs '{{{name}: {value}}}'"
-                for name, value in values.items()
-                if reads(template, name)
-            ),
-            None,
-        )
+        names = [name for name in BEGINS_REASONING if reads(template, name)]
+        if names and opens_reasoning(before):
+            # It has closed the reasoning that the row goes on with, or begun some that the row does not have.
+            value = str(before.rstrip().endswith(CLOSED)).lower()
+            remedy = f"give --chat_template_kwargs '{{{names[0]}: {value}}}'"
+        return BadRow(reason, remedy, came=difference(before, whole))
 
 
 def as_turns(response: Prompt) -> list[Message]:

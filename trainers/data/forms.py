@@ -228,18 +228,10 @@ class Reader:
         if context:
             prompt = f"{prompt}\n\n{context}" if prompt else context
         earlier = []
-        history = self.value("history") or []
-        if not isinstance(history, list) or any(
-            not isinstance(turn, list) or [*map(type, turn)] != [str, str] for turn in history
-        ):
-            reason = (
-                "column 'history' must be a list of pairs of text, each a question and its answer"
-            )
-            raise BadRow(reason, FIX, came=f"got {history!r:.80}")
-        for question, answer in history:
+        for question, answer in self.value("history") or []:
             earlier.append({"role": "user", "content": question})
             earlier.append({"role": "assistant", "content": answer})
-        return prompt, earlier
+        return prompt, messages_of(earlier, "history") if earlier else []
 
     def _system(self) -> str | None:
         texts = [self._text(name) for name in SYSTEM_COLUMNS]

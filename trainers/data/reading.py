@@ -18,9 +18,6 @@ RowsLike: TypeAlias = (
 )
 """Rows in Python: a name, or the rows themselves."""
 
-# Kinds of reasons that are listed one by one.
-MOST_KINDS = 12
-
 
 class BadRows(InputError):
     """The rows that end a run; the message is a block of several lines, its parts escaped."""
@@ -82,11 +79,7 @@ class Reading(contextlib.AbstractContextManager):
         for error in self.bad:
             kinds.setdefault((error.reason, error.remedy), []).append(error)
         ordered = sorted(kinds.values(), key=len, reverse=True)
-        lines = [escaped(f"{len(kind):>6}  {kind[0]}") for kind in ordered[:MOST_KINDS]]
-        others = ordered[MOST_KINDS:]
-        if others:
-            lines.append(f"{sum(map(len, others)):>6}  for {len(others)} other reasons")
-        return lines
+        return [escaped(f"{len(kind):>6}  {kind[0]}") for kind in ordered]
 
     def _forms(self) -> list[str]:
         """Return a line for each source: the forms of its rows, and the columns that nothing has read."""

@@ -21,13 +21,8 @@ NO_REASONING = re.compile(rf"{OPEN}\s*{CLOSED}")
 # White space, as it stands or as JSON writes it, and the marks by which JSON quotes.
 SPACE = re.compile(r"\\+[nrt]|\\+|\s+")
 TOOLS_LOST = "the row has tools, but the chat template does not read them"
-# Words by which a template is told to begin a turn with reasoning, and to keep that of earlier turns.
+# Words by which templates are asked to begin a turn with reasoning.
 BEGINS_REASONING = ("enable_thinking", "thinking")
-KEEPS_REASONING = {
-    "preserve_thinking": "true",
-    "clear_thinking": "false",
-    "truncate_history_thinking": "false",
-}
 
 Write = Callable[[Sequence[Message]], str]
 """Messages to the text that a template makes of them."""
@@ -107,10 +102,8 @@ def lost(messages: Sequence[Message], tools: list[dict] | None, whole: str) -> s
             for text in filter(None, {*texts}):
                 if written.count(text) < sum(other.count(text) for other in said):
                     return reason
-    for call in calls:
-        arguments = call.get("arguments")
-        if isinstance(arguments, dict) and arguments and str(arguments) in whole:
-            return "the chat template writes tool calls as Python dictionaries, not as JSON"
+    if any(call.get("arguments") and str(call["arguments"]) in whole for call in calls):
+        return "the chat template writes tool calls as Python dictionaries, not as JSON"
     for message, content in zip(messages, contents, strict=True):
         if not _is_in(content, whole):
             return f"the chat template leaves out what the {message['role']} says"
