@@ -28,7 +28,13 @@ def _whole(parameter):
     return parameter.full_tensor() if is_dtensor(parameter) else parameter
 
 
-def scatter(gradient, parameter):
+def scatter(gradients, weight, bias):
+    """The gradients of hidden states, whole weight and whole bias, the last two as this rank's of its own."""
+    dhidden, dweight, dbias = gradients
+    return dhidden, _scattered(dweight, weight), _scattered(dbias, bias)
+
+
+def _scattered(gradient, parameter):
     """This rank's gradient of the whole tensor as the tensor's own kind; over shards the mean, as FSDP2 reduces."""
     if gradient is None or not is_dtensor(parameter):
         return gradient

@@ -88,22 +88,14 @@ def token_kl(
             temperatures per row are not checked, and the row of a wrong one is NaN).
     """
     beta = check_direction(direction, jsd_beta)
-    rows = check_logits_pair(logits, ref_logits, mask, softcap, shift)
-    temperature, row_temperature = split_temperature(temperature, rows, logits.device)
-    if logits.device.type == "cpu" and not torch.compiler.is_compiling():
-        check_temperature_values(row_temperature, None)
-    if shift:
-        mask, row_temperature = without_last(logits, mask, row_temperature)
-
-    # forward is reverse with the two exchanged
-    first, second = (ref_logits, logits) if direction == "forward" else (logits, ref_logits)
-    inputs = first, second, mask, temperature, row_temperature, beta, softcap
+    options = per_row_options(logits, ref_logits, temperature, mask, softcap, shift)
+    inputs = *in_order(logits, ref_logits, direction), *options, beta, softcap
     if not skips_dispatcher(logits, ref_logits):
         divergence, *_ = torch.ops.fused_rl.token_kl.default(*inputs)
     elif torch.is_grad_enabled() and (logits.requires_grad or ref_logits.requires_grad):
         divergence = _Unregistered.apply(*inputs)
     else:
-        divergence, *_ = _divergence(*inputs)
+        divergence, *_ = _forward(*inputs)
     return divergence[:, :-1] if shift else divergence
 
 
@@ -122,10 +114,20 @@ def check_direction(direction: str, jsd_beta: float) -> float | None:
     return None
 
 
-def check_logits_pair(
-    logits: Tensor, ref_logits: Tensor, mask: Tensor | None, softcap: float | None, shift: bool
-) -> tuple[int, ...]:
-    """The shape of the rows, (...) or for `shift` (B, T - 1)."""
+def in_order(policy: Tensor, reference: Tensor, direction: str) -> tuple[Tensor, Tensor]:
+    """Return the two as x and y of KL(x || y): forward is reverse with them exchanged."""
+    return (reference, policy) if direction == "forward" else (policy, reference)
+
+
+def per_row_options(
+    logits: Tensor,
+    ref_logits: Tensor,
+    temperature: float | Tensor,
+    mask: Tensor | None,
+    softcap: float | None,
+    shift: bool,
+) -> tuple[Tensor | None, float, Tensor | None]:
+    """Check `token_kl`'s arguments; return mask, temperature and temperatures per row, with `shift` of T positions."""
     check_logits("logits", logits)
     check_logits("ref_logits", ref_logits)
     check_shape("ref_logits", ref_logits, "logits", logits.shape)
@@ -137,7 +139,12 @@ def check_logits_pair(
     rows = check_rows(logits, mask, shift)
     check_softcap(softcap)
     check_transforms("token_kl", logits, ref_logits)
-    return rows
+    temperature, row_temperature = split_temperature(temperature, rows, logits.device)
+    if logits.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_temperature_values(row_temperature, None)
+    if shift:
+        mask, row_temperature = without_last(logits, mask, row_temperature)
+    return mask, temperature, row_temperature
 
 
 def as_rows(x, y, mask, temperature, row_temperature):
@@ -153,8 +160,20 @@ def _three_dimensions(x):
     return x[(None,) * (3 - x.dim())].flatten(0, -3)
 
 
-@torch.library.custom_op("fused_rl::token_kl", mutates_args=())
-def _token_kl(
+def divergence_fwd(x, y, mask, inv_temperature, jsd_beta, softcap):
+    """Of (B, T, V): divergence (N,), state (9, N) and for Jensen-Shannon sums (3, N), else None."""
+    backend = backend_of(x.device)
+    divergence, state = backend.kl.kl_fwd(x, y, mask, inv_temperature, softcap)
+    if jsd_beta is None:
+        return divergence, state, None
+    # a second pass, which needs the state of the first
+    options = state, softcap, shares_of(jsd_beta)
+    sums = backend.jensen_shannon.js_fwd(x, y, mask, inv_temperature, *options)
+    # no view, which could not be modified in place
+    return JensenShannonSums(*sums).divergence.clone(), state, sums
+
+
+def _forward(
     x: Tensor,  # (..., V)
     y: Tensor,  # (..., V)
     mask: Tensor | None,  # (...) bool
@@ -165,26 +184,16 @@ def _token_kl(
 ) -> tuple[
     Tensor, Tensor, Tensor
 ]:  # divergence of x's distribution from y's (...), state (9, N), sums (3, N), fp32
-    divergence, state, sums = _divergence(
-        x, y, mask, temperature, row_temperature, jsd_beta, softcap
-    )
+    rows = as_rows(x, y, mask, temperature, row_temperature)
+    divergence, state, sums = divergence_fwd(*rows, jsd_beta, softcap)
+    if x.dim() != 2:  # no view, which could not be modified in place
+        divergence = divergence.resize_(x.shape[:-1])
     if sums is None:
         sums = state.new_empty(len(JensenShannonSums._fields), 0)
     return divergence, state, sums
 
 
-def _divergence(x, y, mask, temperature, row_temperature, jsd_beta, softcap):
-    """Return the operator's results, with None for the sums of a KL."""
-    rows = as_rows(x, y, mask, temperature, row_temperature)
-    backend = backend_of(x.device)
-    divergence, state = backend.kl.kl_fwd(*rows, softcap)
-    sums = None
-    if jsd_beta is not None:
-        sums = backend.jensen_shannon.js_fwd(*rows, state, softcap, shares_of(jsd_beta))
-        divergence = JensenShannonSums(*sums).divergence.clone()
-    if x.dim() != 2:  # no view, which could not be modified in place
-        divergence = divergence.resize_(x.shape[:-1])
-    return divergence, state, sums
+_token_kl = torch.library.custom_op("fused_rl::token_kl", _forward, mutates_args=())
 
 
 @_token_kl.register_fake
@@ -195,8 +204,7 @@ def _token_kl_fake(x, y, mask, temperature, row_temperature, jsd_beta, softcap=N
     return divergence, divergence.new_empty(len(KLState._fields), n), sums
 
 
-@torch.library.custom_op("fused_rl::token_kl_backward", mutates_args=())
-def _token_kl_backward(
+def _backward(
     g: Tensor,  # (...) fp32
     x: Tensor,  # (..., V)
     y: Tensor,  # (..., V)
@@ -211,36 +219,20 @@ def _token_kl_backward(
     wants_dy: bool,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # (..., V) like x and y; (0,) where not wanted
-    inputs = g, x, y, mask, divergence, state, sums, temperature, row_temperature, jsd_beta
-    dx, dy = _gradients(*inputs, wants_dx, wants_dy, softcap)
-    return x.new_empty(0) if dx is None else dx, x.new_empty(0) if dy is None else dy
-
-
-def _gradients(
-    g,
-    x,
-    y,
-    mask,
-    divergence,
-    state,
-    sums,
-    temperature,
-    row_temperature,
-    jsd_beta,
-    wants_dx,
-    wants_dy,
-    softcap,
-):
-    """Return the operator's gradients, with None for one that is not wanted."""
     arguments = as_rows(x, y, mask, temperature, row_temperature)
     g = g.reshape(-1).contiguous()
     divergence = divergence.reshape(-1)
     kept, shares = (None, None) if jsd_beta is None else (sums, shares_of(jsd_beta))
-    backend = backend_of(x.device)
-    gradients = backend.kl.kl_bwd(
+    dx, dy = backend_of(x.device).kl.kl_bwd(
         g, *arguments, divergence, state, kept, wants_dx, wants_dy, softcap, shares
     )
-    return [None if d is None else d.view(x.shape) for d in gradients]
+    dx = x.new_empty(0) if dx is None else dx.view(x.shape)
+    return dx, y.new_empty(0) if dy is None else dy.view(x.shape)
+
+
+_token_kl_backward = torch.library.custom_op(
+    "fused_rl::token_kl_backward", _backward, mutates_args=()
+)
 
 
 @_token_kl_backward.register_fake
@@ -266,12 +258,13 @@ def _registered_gradient(ctx, g, *_):
     if g is None:
         return (None,) * 7
     *saved, row_temperature = ctx.saved_tensors
-    return _by_operator(ctx, g, *saved, ctx.temperature, row_temperature, ctx.jsd_beta)
+    options = ctx.temperature, row_temperature, ctx.jsd_beta
+    return _gradients(ctx, torch.ops.fused_rl.token_kl_backward, g, *saved, *options)
 
 
-def _by_operator(ctx, *inputs):
+def _gradients(ctx, backward, *inputs):
     wants = ctx.needs_input_grad[:2]
-    gradients = torch.ops.fused_rl.token_kl_backward(*inputs, *wants, ctx.softcap)
+    gradients = backward(*inputs, *wants, ctx.softcap)
     wanted = [d if wants_it else None for d, wants_it in zip(gradients, wants, strict=True)]
     return *wanted, *(None,) * 5
 
@@ -284,7 +277,7 @@ class _Unregistered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):
-        divergence, state, sums = _divergence(*inputs)
+        divergence, state, sums = _forward(*inputs)
         _setup_context(ctx, inputs, None, state, sums)
         ctx.divergence = divergence.detach(), divergence._version
         return divergence
@@ -297,11 +290,10 @@ class _Unregistered(torch.autograd.Function):
         options = ctx.temperature, row_temperature, ctx.jsd_beta
         divergence = unless_modified(*ctx.divergence)
         if divergence is None:
-            divergence = _divergence(x, y, mask, *options, ctx.softcap)[0]
-        inputs = g, x, y, mask, divergence, state, sums, *options
-        if torch.is_grad_enabled():  # create_graph=True: else a second derivative would go missing
-            return _by_operator(ctx, *inputs)
-        return *_gradients(*inputs, *ctx.needs_input_grad[:2], ctx.softcap), *(None,) * 5
+            divergence = _forward(x, y, mask, *options, ctx.softcap)[0]
+        # create_graph=True: else a second derivative would go missing
+        backward = torch.ops.fused_rl.token_kl_backward if torch.is_grad_enabled() else _backward
+        return _gradients(ctx, backward, g, x, y, mask, divergence, state, sums, *options)
 
 
 _token_kl_backward.register_autograd(no_second_derivative("token_kl"))

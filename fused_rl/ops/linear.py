@@ -62,10 +62,10 @@ class _LinearTokenLogprobs(torch.autograd.Function):
             return (None,) * 7
         inputs = hidden, *gather(weight, bias), targets
         entropy = _entropy(ctx, inputs)
-        dhidden, dweight, dbias = tiles.recomputed(
+        gradients = tiles.recomputed(
             ctx.needs_input_grad, upstream, *inputs, (entropy, m, rest), *ctx.options
-        ).take()
-        return dhidden, scatter(dweight, weight), scatter(dbias, bias), None, None, None, None
+        )
+        return *scatter(gradients.take(), weight, bias), None, None, None, None
 
 
 def _entropy(ctx, inputs):
@@ -170,12 +170,19 @@ def _recomputed(needs, upstream, hidden, weight, bias, targets, state, options, 
     return gradients
 
 
-def _gradients_in_two(needs, hidden, weight, bias, targets, options, token_loss, per_token):
-    """`_gradients_at_once` with the logits formed a second time: no sum of the weight's gradient over rows."""
-    found = tiles.statistics(hidden, weight, bias, targets, *options)
+def _value(hidden, weight, bias, targets, options, token_loss, per_token):
+    """Statistics, `MeanLogit` or None, the loss, and its gradients by the statistics."""
+    statistics = tiles.statistics(hidden, weight, bias, targets, *options)
     mean = token_loss.mean(weight, bias)
     means = None if mean is None else mean.of(hidden, options[0])
-    loss, upstream = token_loss.gradients(found, means, per_token)
+    return statistics, mean, *token_loss.gradients(statistics, means, per_token)
+
+
+def _gradients_in_two(needs, hidden, weight, bias, targets, options, token_loss, per_token):
+    """`_gradients_at_once` with the logits formed a second time: no sum of the weight's gradient over rows."""
+    found, mean, loss, upstream = _value(
+        hidden, weight, bias, targets, options, token_loss, per_token
+    )
     state = found.entropy, found.m, found.rest
     gradients = _recomputed(needs, upstream, hidden, weight, bias, targets, state, options, mean)
     return loss, gradients, upstream, (found.logprobs, *state)
@@ -190,10 +197,7 @@ class LinearLoss(torch.autograd.Function):
         needs = ctx.needs_input_grad[:3]
         options = inv_temperature, softcap, budget
         if not any(needs):
-            found = tiles.statistics(hidden, *head, targets, *options)
-            mean = token_loss.mean(*head)
-            means = None if mean is None else mean.of(hidden, inv_temperature)
-            loss, _ = token_loss.gradients(found, means, per_token)
+            found, _, loss, _ = _value(hidden, *head, targets, options, token_loss, per_token)
             return loss, found.logprobs, found.entropy
         at_once = tiles.one_pass_rows(hidden, len(weight), needs, budget)
         form = _gradients_at_once if at_once else _gradients_in_two
@@ -203,8 +207,7 @@ class LinearLoss(torch.autograd.Function):
         logprobs, entropy, m, rest = statistics
 
         # the backward pass only scales these, once: a graph that is used again starts from the statistics
-        dhidden, dweight, dbias = gradients.take()
-        ctx.gradients = dhidden, scatter(dweight, weight), scatter(dbias, bias)
+        ctx.gradients = scatter(gradients.take(), weight, bias)
         ctx.save_for_backward(hidden, weight, bias, targets, m, rest, *upstream)
         ctx.entropy = entropy.detach(), entropy._version
         ctx.options = options
@@ -237,8 +240,7 @@ def loss_backward(ctx, dloss):
     state = _entropy(ctx, inputs), m, rest
     mean = ctx.token_loss.mean(*head)
     gradients = _recomputed(ctx.needs_input_grad, upstream, *inputs, state, ctx.options, mean)
-    dhidden, dweight, dbias = gradients.take()
-    return dhidden, scatter(dweight, weight), scatter(dbias, bias), *rest_of_inputs
+    return *scatter(gradients.take(), weight, bias), *rest_of_inputs
 
 
 def _autocast(hidden, weight, bias):

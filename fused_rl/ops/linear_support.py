@@ -83,7 +83,7 @@ class LinearSupport(torch.autograd.Function):
                 dhidden = torch.empty_like(hidden)
                 dhidden.index_copy_(0, short, of_short)
                 dhidden.index_copy_(0, tiled, of_tiled)
-        return dhidden, scatter(dweight, weight), scatter(dbias, bias), *(None,) * 7
+        return *scatter((dhidden, dweight, dbias), weight, bias), *(None,) * 7
 
 
 def _parts(support, weight):

@@ -14,9 +14,7 @@ from fused_rl.base.backend import backend_of
 from fused_rl.base.checks import (
     check_process_group,
     check_range,
-    check_temperature_values,
     once_differentiable,
-    split_temperature,
     values_are_checked,
 )
 from fused_rl.base.graphs import breaks_graph
@@ -30,7 +28,7 @@ from fused_rl.kernels.states import (
     bounded,
     shares_of,
 )
-from fused_rl.ops.kl import Direction, as_rows, check_direction, check_logits_pair
+from fused_rl.ops.kl import Direction, as_rows, check_direction, in_order, per_row_options
 from fused_rl.ops.logprobs import check_row_arguments
 from fused_rl.ops.rows import inverse, next_targets, row_bwd, row_fwd, unit_stride, without_last
 from fused_rl.ops.token_support import TokenSupport, check_support, check_support_values
@@ -137,20 +135,9 @@ def vocab_parallel_token_kl(
     """
     beta = check_direction(direction, jsd_beta)
     check_process_group(process_group)
-    rows = check_logits_pair(local_logits, local_ref_logits, mask, softcap, shift)
-    temperature, row_temperature = split_temperature(temperature, rows, local_logits.device)
-    if local_logits.device.type == "cpu":
-        check_temperature_values(row_temperature, None)
-    if shift:
-        mask, row_temperature = without_last(local_logits, mask, row_temperature)
-
-    # forward is reverse with the two exchanged
-    first, second = (
-        (local_ref_logits, local_logits)
-        if direction == "forward"
-        else (local_logits, local_ref_logits)
-    )
-    x, y, mask, inv_t = as_rows(first, second, mask, temperature, row_temperature)
+    pair = in_order(local_logits, local_ref_logits, direction)
+    options = per_row_options(local_logits, local_ref_logits, temperature, mask, softcap, shift)
+    x, y, mask, inv_t = as_rows(*pair, *options)
     kl = _VocabParallelKL.apply(x, y, mask, inv_t, beta, softcap, process_group)
     kl = kl.view(local_logits.shape[:-1])
     return kl[:, :-1] if shift else kl
