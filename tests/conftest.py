@@ -3,6 +3,7 @@
 import os
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -51,6 +52,14 @@ def pytest_collection_modifyitems(config, items):
     part, parts = map(int, config.getoption("--part").split("/"))
     items[:] = chosen[True][part::parts]
     config.hook.pytest_deselected(items=chosen[False])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment_of_the_file():
+    """Keeps what a run leaves in the environment, such as a launcher's LOCAL_RANK, from the tests of other files."""
+    with mock.patch.dict(os.environ):
+        os.environ.pop("LOCAL_RANK", None)  # of a run in a fixture of the session
+        yield
 
 
 @pytest.fixture(params=["kernel", "cpu"])

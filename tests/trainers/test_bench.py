@@ -16,7 +16,6 @@ from bench import machine, results, trainers
 def test_trl_trains_on_the_same_rows_with_the_same_losses():
     words = [sys.executable, "-W", "ignore", "-m", "tests.trainers.bench_pairs"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    environment.pop("LOCAL_RANK", None)  # an earlier run in this process may have said so
     done = subprocess.run(words, cwd=machine.ROOT, env=environment, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()[-2000:]
     rows = json.loads(done.stdout.decode().splitlines()[-1])
