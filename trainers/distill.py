@@ -249,7 +249,7 @@ def accumulate(
             policy.backward(terms["kl"])
         sums.add(terms, micro.where)
     totals = sums.over_ranks()
-    metrics = {"distill/num_tokens": num_tokens}
+    metrics: dict[str, float] = {"distill/num_tokens": num_tokens}
     # Without a token there is no mean, which would look like a student that is its teacher.
     if num_tokens:
         metrics["distill/kl"] = totals["kl"]

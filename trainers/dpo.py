@@ -17,7 +17,8 @@ The reference is the model that the run begins with: its log-probabilities are m
 
 import functools
 import time
-from typing import ClassVar, Literal
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch.utils.data import ConcatDataset
@@ -90,7 +91,7 @@ class DPOConfig(PairsConfig):
 
 def measure(
     model,
-    pairs: list[Pair],
+    pairs: Sequence[Pair],
     config: DPOConfig,
     reference: torch.Tensor | None = None,
     padding: Padding | None = None,
@@ -121,8 +122,8 @@ def measure(
 def pair_loss(
     logprobs: torch.Tensor,
     reference: torch.Tensor,
-    pairs: list[Pair],
-    step: list[Pair],
+    pairs: Sequence[Pair],
+    step: Sequence[Pair],
     config: DPOConfig,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss of pairs from their (b, 2), as a share of that of all pairs of the step, and its metrics."""
@@ -148,7 +149,7 @@ def pair_loss(
 
 
 def scores_of(
-    logprobs: torch.Tensor, reference: torch.Tensor, pairs: list[Pair], config: DPOConfig
+    logprobs: torch.Tensor, reference: torch.Tensor, pairs: Sequence[Pair], config: DPOConfig
 ) -> torch.Tensor:
     """Return the scores (b, 2) of the sides of pairs, which the loss compares, from their log-probabilities."""
     loss_type = config.loss_type
@@ -165,14 +166,16 @@ def scores_of(
 
 
 def pair_metrics(
-    logprobs, reference, pairs: list[Pair], config: DPOConfig, prefix: str
+    logprobs, reference, pairs: Sequence[Pair], config: DPOConfig, prefix: str
 ) -> dict[str, float]:
     """Return `train/dpo/*` or `eval/dpo/*` of all pairs, from their (N, 2)."""
     _, metrics = pair_loss(logprobs.double(), reference.double(), pairs, pairs, config)
     return {prefix + name: value.item() for name, value in metrics.items()}
 
 
-def evaluate(model, pairs: list[Pair], reference: torch.Tensor, config: DPOConfig) -> Evaluation:
+def evaluate(
+    model, pairs: Sequence[Pair], reference: torch.Tensor, config: DPOConfig
+) -> Evaluation:
     """Return `eval/dpo/*` of the held-out pairs."""
     with phase("evaluated on held-out pairs") as found:
         logprobs = measure(model, pairs, config)
@@ -210,7 +213,7 @@ def train(
         run.fit_micro_batches(model)
 
     # The reference is the model as it is now, before a checkpoint replaces its weights.
-    every = ConcatDataset([pairs, held_out])
+    every: Any = ConcatDataset([pairs, held_out])
     reference = torch.zeros(len(every), 2)
     if config.loss_type not in WITHOUT_REFERENCE:
         # Pairs that the run does not come to are not measured. Held-out ones are measured as an evaluation

@@ -16,7 +16,7 @@ Left out: responses marked by a number.
 import functools
 import time
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch.utils.data import ConcatDataset
@@ -55,7 +55,7 @@ class KTOConfig(MarkedConfig):
 
 def update(
     model,
-    rows: list[Marked],
+    rows: Sequence[Marked],
     reference: torch.Tensor,
     config: KTOConfig,
     *,
@@ -96,7 +96,11 @@ def update(
 
 
 def measure(
-    model, rows: list[Marked], kind: Literal["matched", "mismatched"], config: KTOConfig, **options
+    model,
+    rows: Sequence[Marked],
+    kind: Literal["matched", "mismatched"],
+    config: KTOConfig,
+    **options,
 ) -> torch.Tensor:
     """Return log pi (N, 1) in nats of the rows' responses of a kind, over all ranks; options as of `logprobs_of`."""
     sequences = [(getattr(row, kind),) for row in rows]
@@ -119,7 +123,9 @@ def mean_scores(metrics: dict[str, torch.Tensor]) -> dict[str, float]:
     return found
 
 
-def evaluate(model, rows: list[Marked], reference: torch.Tensor, config: KTOConfig) -> Evaluation:
+def evaluate(
+    model, rows: Sequence[Marked], reference: torch.Tensor, config: KTOConfig
+) -> Evaluation:
     """Return `eval/kto/*` of the held-out rows."""
     right = []
     with phase("evaluated on held-out rows") as found:
@@ -152,7 +158,7 @@ def train(
             part.check_prompts()
     config = run.check_inputs(config, tokenizer, {}, rows=rows, held_out=held_out)
     assert config.steps is not None  # resolved
-    everything = ConcatDataset([rows, held_out])
+    everything: Any = ConcatDataset([rows, held_out])
     with phase("loaded the model"):
         lm = language_model.load_lm(config, run.device)
         lm.unpadded_costs = unpadded_costs(lm.base)

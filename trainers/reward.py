@@ -10,6 +10,7 @@ that ends in EOS. Left out: rankings of more than two, process rewards, ensemble
 import functools
 import math
 import time
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -82,7 +83,7 @@ class RewardConfig(PairsConfig):
 
 
 def train_step(
-    model, pairs: list[Pair], config: RewardConfig, step: int, costs: Costs | None = None
+    model, pairs: Sequence[Pair], config: RewardConfig, step: int, costs: Costs | None = None
 ) -> dict[str, float]:
     """Do one optimizer step on all its `pairs`; by `costs`, if given, the sides of a pair may share a row."""
     device = next(model.parameters()).device
@@ -137,7 +138,7 @@ def preference_loss(chosen, rejected, margin, config: RewardConfig, **counts):
 
 
 def pair_metrics(
-    scores: torch.Tensor, pairs: list[Pair], config: RewardConfig, prefix: str
+    scores: torch.Tensor, pairs: Sequence[Pair], config: RewardConfig, prefix: str
 ) -> dict[str, float]:
     """`train/rm/*` or `eval/rm/*` of scores (N, 2), chosen and rejected."""
     margin = torch.tensor([pair.margin for pair in pairs], dtype=torch.float64)
@@ -146,7 +147,7 @@ def pair_metrics(
     return {prefix + name: value.item() for name, value in metrics.items()}
 
 
-def score_pairs(model, pairs: list[Pair], micro_batch_size: int) -> torch.Tensor:
+def score_pairs(model, pairs: Sequence[Pair], micro_batch_size: int) -> torch.Tensor:
     """Scores (N, 2) fp64 of chosen and rejected, computed by all ranks together, the same on each."""
     share = share_of_rank(len(pairs))
     sides = [pairs[i].chosen for i in share] + [pairs[i].rejected for i in share]
@@ -158,7 +159,7 @@ def score_pairs(model, pairs: list[Pair], micro_batch_size: int) -> torch.Tensor
     return scores
 
 
-def evaluate(model, tokenizer, pairs: list[Pair], config: RewardConfig) -> Evaluation:
+def evaluate(model, tokenizer, pairs: Sequence[Pair], config: RewardConfig) -> Evaluation:
     """Return the metrics `eval/rm/*` of the held-out pairs and a few of these with their scores."""
     assert config.micro_batch_size is not None  # resolved
     with phase("evaluated on held-out pairs") as found:
@@ -182,7 +183,7 @@ def evaluate(model, tokenizer, pairs: list[Pair], config: RewardConfig) -> Evalu
     return Evaluation(metrics, samples, {"eval/rm/accuracy": [chosen_is_higher(scores).tolist()]})
 
 
-def normalize(model, pairs: list[Pair], micro_batch_size: int) -> list[float]:
+def normalize(model, pairs: Sequence[Pair], micro_batch_size: int) -> list[float]:
     """Give the reference pairs' scores mean 0 and std 1; returns the model's constants, mean and std."""
     # The loss is of differences, so the mean of the scores is arbitrary until it is set.
     if pairs:

@@ -152,7 +152,11 @@ class MicroBatch(NamedTuple):
 
 
 def micro_batches(
-    examples: list[Example], config: EngineConfig, pad_id: int, device, costs: Costs | None = None
+    examples: Sequence[Example],
+    config: EngineConfig,
+    pad_id: int,
+    device,
+    costs: Costs | None = None,
 ) -> list[MicroBatch]:
     """Return the rank's rows as micro-batches: padded at similar lengths, or packed if that `costs` less."""
     # Padded: a micro-batch holds what is of similar length.

@@ -110,12 +110,15 @@ def _parts(support, weight):
 
 def _statistics(parts, hidden, head, targets, support, x, inv_temperature, softcap, budget):
     """`RowStatistics` of all rows; x (M,) is filled with the logits of the sets."""
+    weight, bias = head
     outputs = []
     for rows, statistics in zip(parts, (_gathered, tiles.statistics), strict=True):
         if rows is not None and len(rows) == 0:
             continue
         states, row_targets, sets, inv_t = _of(rows, hidden, targets, support, inv_temperature)
-        of_rows = statistics(states, *head, row_targets, inv_t, softcap, budget, support=sets, x=x)
+        of_rows = statistics(
+            states, weight, bias, row_targets, inv_t, softcap, budget, support=sets, x=x
+        )
         if rows is None:
             return of_rows
         # no views: they are returned

@@ -335,7 +335,7 @@ def _gradient_into(dlogits, *arguments):
             rows, out = (x.view(-1, x.shape[-1]) for x in (logits, dlogits))
             given = of_slab((), rows, logits.dim() - 1, *given)
         inv_t = inverse(temperature, row_temperature)
-        row_bwd(given[:3], rows, *given[3:5], given[5:], inv_t, softcap, out)
+        row_bwd(given[:3], rows, given[3], given[4], given[5:], inv_t, softcap, out)
         return dlogits
     for at, rows, out in slabs(logits, dlogits):
         parts = of_slab(at, rows, logits.dim() - 1, *given, row_temperature, begin, end)

@@ -160,7 +160,7 @@ def _our_deepspeed_config(config: EngineOptions, *, max_grad_norm: float) -> dic
             "data_types": {"grad_accum_dtype": "fp32"},
             "communication_data_type": "fp32",
         }
-    partition = {
+    partition: dict[str, object] = {
         "stage": config.zero_stage,
         "stage3_param_persistence_threshold": config.stage3_param_persistence_threshold,
     }

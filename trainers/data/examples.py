@@ -60,25 +60,25 @@ Make = Callable[[list[list[int]], Any, Rows, int], Any]
 class Examples(Sequence[Any]):
     """Examples of one kind in the order of their rows."""
 
-    def __init__(self, rows: Rows, table: datasets.Dataset, make: Make, index: numpy.ndarray):
+    def __init__(self, rows: Rows, table: datasets.Dataset, make: Make, places: numpy.ndarray):
         """Take the table of `FEATURES` and the places in it that are examples."""
         self.rows = rows
         self.table = table
         self.make = make
-        self.index = index
+        self.places = places
 
     def __len__(self) -> int:
-        return len(self.index)
+        return len(self.places)
 
-    def __getitem__(self, i):
+    def __getitem__(self, i) -> Any:
         if isinstance(i, slice):
             return [self[place] for place in range(*i.indices(len(self)))]
-        record = self.table[int(self.index[i])]
+        record = self.table[int(self.places[i])]
         return self.make(record["ids"], json.loads(record["beside"]), self.rows, record["row"])
 
     def column(self, name: str) -> numpy.ndarray:
         """Return a column of the table: lengths of the prompt, of the response and of both, the largest id, …"""
-        return self.table.data.column(name).to_numpy()[self.index]
+        return self.table.data.column(name).to_numpy()[self.places]
 
     @property
     def digests(self) -> list[str]:
@@ -116,9 +116,9 @@ class Examples(Sequence[Any]):
             )
         return self.chosen(keep)
 
-    def chosen(self, mask: numpy.ndarray) -> "Examples":
-        """Return the examples at which a mask is True."""
-        return Examples(self.rows, self.table, self.make, self.index[mask])
+    def chosen(self, mask: numpy.ndarray | slice) -> "Examples":
+        """Return the examples at which a mask is True, or those of a slice."""
+        return Examples(self.rows, self.table, self.make, self.places[mask])
 
     def parsed_rows(self) -> Iterator[tuple[int, dict]]:
         """Yield the index and the columns of each row that has an example."""

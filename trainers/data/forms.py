@@ -157,9 +157,10 @@ class Reader:
     def pair(self, column: str | None, sides: dict[str, str]) -> Read:
         """Return the row's prompt with its chosen and its rejected response; `sides` has their columns by option."""
         self._check_readable()
-        chosen, rejected = (
+        responses: list[Any] = [
             response_of(self.cell(name, option), name) for option, name in sides.items()
-        )
+        ]
+        chosen, rejected = responses
         if isinstance(chosen, str) != isinstance(rejected, str):
             reason = "one response is text and the other one is messages"
             raise BadRow(reason, "give both in the same form")
@@ -417,7 +418,7 @@ def _message_of(message: dict, column: str) -> Message:
 
 def _text_of_parts(content: Any, column: str, others: Message) -> tuple[str, Message]:
     """Return the text of a content in parts, and what else a message says with its reasoning and calls in parts."""
-    said: dict[str, list[str]] = {kind: [] for kind in PARTS}
+    said: dict[Any, list[str]] = {kind: [] for kind in PARTS}
     for part in as_list(content):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         # OpenAI's key, and LLaMA-Factory's. A table fills in null for the other one.

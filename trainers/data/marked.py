@@ -9,7 +9,7 @@ Messages that end with the assistant's need no completion. A pair of chosen and 
 
 import functools
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy
 
@@ -85,7 +85,7 @@ class MarkedRows(Examples):
     """Rows that fit, each with the response to another prompt beside its own."""
 
     def __init__(self, examples: Examples, max_length: int):
-        super().__init__(examples.rows, examples.table, examples.make, examples.index)
+        super().__init__(examples.rows, examples.table, examples.make, examples.places)
         self.max_length = max_length
         groups = examples.column("group").tolist()
         # The mismatched response is that of the last row before with another prompt. The rows go round twice, as those
@@ -105,7 +105,7 @@ class MarkedRows(Examples):
             why = "KTO also measures responses to other prompts"
             raise InputError(f"{what}; {why}: give several, and hold several out (--eval_size)")
 
-    def __getitem__(self, i):
+    def __getitem__(self, i) -> Any:
         if isinstance(i, slice):
             return super().__getitem__(i)
         prompt, response, desirable, where = super().__getitem__(i)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import datasets
+import datasets.config
 import numpy
 
 from fused_rl.trainers.base.files import check_exists, fingerprint, hash_of
@@ -83,7 +83,7 @@ class Rows(Sequence[dict]):
                 [{"row": text_of(row), "file": 0, "number": i} for i, row in enumerate(rows, 1)],
                 FEATURES,
             )
-        self.table = rows
+        self.table: Any = rows
         self.sources = sources
         self.key = key
         self.bad = bad
@@ -100,7 +100,7 @@ class Rows(Sequence[dict]):
     def __len__(self) -> int:
         return len(self.table)
 
-    def __getitem__(self, i):
+    def __getitem__(self, i: int) -> dict:
         return parsed(self.table[i]["row"])
 
     def __iter__(self) -> Iterator[dict]:

@@ -237,9 +237,8 @@ def batch_of(samples: list[Sample], pad_id: int, device: torch.device) -> Batch:
 def _report_broken(scorers: Sequence[Scorer], count: int) -> dict[str, float]:
     """Return the metrics of limits that were broken on any rank since the last call; rank 0 prints a line of them."""
     metrics = {}
-    for scorer in scorers:
-        if not hasattr(scorer, "broken"):
-            continue
+    limited: list[Any] = [scorer for scorer in scorers if hasattr(scorer, "broken")]
+    for scorer in limited:
         # What is reported once is forgotten, so that the next rollout counts its own.
         of_ranks, counts = zip(*ranks.gather((scorer.broken, count)), strict=True)
         scorer.broken = []
@@ -255,10 +254,10 @@ def _report_broken(scorers: Sequence[Scorer], count: int) -> dict[str, float]:
 def _take_logged(scorers: Sequence[Scorer]) -> list[tuple[str, float]]:
     """Return the metrics that scorers have logged since the last call, over all ranks."""
     logged = []
-    for scorer in scorers:
-        if hasattr(scorer, "logged"):
-            logged += chain.from_iterable(ranks.gather(scorer.logged))
-            scorer.logged = []
+    reporting: list[Any] = [scorer for scorer in scorers if hasattr(scorer, "logged")]
+    for scorer in reporting:
+        logged += chain.from_iterable(ranks.gather(scorer.logged))
+        scorer.logged = []
     return logged
 
 

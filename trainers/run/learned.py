@@ -150,7 +150,7 @@ def training_change(figure: Figure, values: Sequence[tuple[int, float]]) -> Chan
     if count < 2:
         return None
     ends = values[:count], values[-count:]
-    when = tuple(f"steps {part[0][0]} to {part[-1][0]}" for part in ends)
+    first, last = (f"steps {part[0][0]} to {part[-1][0]}" for part in ends)
     start, end = ([value for _, value in part] for part in ends)
     error = math.hypot(error_of(start), error_of(end))
-    return Change(figure, when, mean(start), mean(end), error, freedom=2 * (count - 1))
+    return Change(figure, (first, last), mean(start), mean(end), error, freedom=2 * (count - 1))

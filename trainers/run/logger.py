@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from textwrap import indent
+from typing import Any
 
 import torch
 
@@ -112,7 +113,7 @@ class Logger:
             self.last_printed = time.monotonic()
             print_line(f"step {step}/{self.steps}  {columns}")
 
-    def samples(self, step: int, rows: Sequence[dict[str, object]]) -> None:
+    def samples(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
         """Print a table of a few responses, and write them to samples.jsonl and TensorBoard."""
         if not rows:
             return
@@ -154,7 +155,7 @@ class Logger:
         draw_curves(self.history, self.folder / "curves.png")
 
 
-def rounded(row: Mapping[str, object]) -> dict[str, object]:
+def rounded(row: Mapping[str, object]) -> dict[str, Any]:
     """Return a sample with its floats rounded to six digits, as more digits of a score would be fp32 rounding."""
     values: dict[str, object] = {}
     for name, value in row.items():
