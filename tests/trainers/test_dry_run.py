@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fused_rl.trainers import cli, distill, sft
+from fused_rl.trainers import cli, distill, grpo, sft
 from fused_rl.trainers.run import dry_run
 from tests.trainers import tiny
 
@@ -185,6 +185,26 @@ def test_the_example_has_every_token_and_says_which_are_trained(
         "# demonstration, prompt (8 tokens): <bos>|<user>|a| |b|<end>|\\n|<assistant>",
         f"# demonstration, trained (103 tokens): c|\\n|{'d|' * 18}… 63 more …|{'d|' * 19}<end>",
     ]
+
+
+@pytest.mark.parametrize(
+    ("scorer", "column", "read"),
+    [
+        ("math", "answer", ["answer, which scorers read: 7"]),
+        (f"{__name__}:of_a_column", "kind", ["kind, which scorers read: so\\n#### 7"]),
+        ("length:4", "kind", []),
+    ],
+)
+def test_the_example_has_what_its_scorers_read(scorer, column, read, folder, tmp_path, capsys):
+    row = {"prompt": "3+4?", column: "so\n#### 7", "note": "x"}
+    words = words_of("grpo", folder, tiny.jsonl(tmp_path / "rows.jsonl", [row] * 20), tmp_path)
+    grpo.main([*words[:-1], scorer, "--prompts_per_step", "4", "--dry_run"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if ", which scorers read: " in line] == [f"# {x}" for x in read]
+
+
+def of_a_column(completions, kind):
+    return [1.0] * len(completions)
 
 
 def test_a_run_says_which_form_it_read_and_which_columns_it_did_not(folder, tmp_path, capsys):

@@ -186,7 +186,7 @@ def test_the_signal_of_what_was_sampled(capsys):
         rewards = torch.tensor(rewards, dtype=torch.float64)
         figures = {"clipped_ratio": cut, "score": rewards.mean().item()} | signal.spread(rewards)
         totals = {"responses": 16, "none/exact_match": nones}
-        signal.say(figures, totals, rewards.shape[1], "the answer", 12)
+        signal.say(figures, totals, rewards.shape[1], "said", {"answer": "7"}, 12)
         return capsys.readouterr().out
 
     said = said_of([[i / 10, 0.5, 0.6, 0.7] for i in range(4)])
@@ -194,7 +194,9 @@ def test_the_signal_of_what_was_sampled(capsys):
         "signal: in 100% of the groups of 4 responses the scores differ: mean 0.4"
     )
     assert said.count("\n") == 1
-    little = "little to learn from (docs/doctor.md#before-training); one response: 'the answer'"
+    little = (
+        "little to learn from (docs/doctor.md#before-training); one response: 'said'; answer: '7'"
+    )
     assert little in said_of([[0.0] * 4] * 4) and little in said_of([[0.0] * 4] * 4, cut=0.9)
     # Of groups of four an eighth is enough.
     assert said_of([[0.0] * 4] * 7 + [[1.0] + [0.0] * 3]).count("\n") == 1

@@ -25,6 +25,7 @@ from fused_rl.trainers.base.files import as_json, hash_of, write_atomically, wri
 from fused_rl.trainers.base.screen import phase, print_line, print_rank0
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode
+from fused_rl.trainers.data.examples import Examples
 from fused_rl.trainers.data.reading import Reading, RowsLike, chosen_rows
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options import (
@@ -41,9 +42,9 @@ from fused_rl.trainers.policy import signal
 from fused_rl.trainers.policy.evaluate import share_of_rank, solved_metrics, solved_sums
 from fused_rl.trainers.rollouts.generate import TransformersSampler
 from fused_rl.trainers.rollouts.options import SamplingConfig
-from fused_rl.trainers.rollouts.roll_out import means_of, prompts_of, roll_out
+from fused_rl.trainers.rollouts.roll_out import means_of, prompts_of, right_answer, roll_out
 from fused_rl.trainers.rollouts.solved import has_verdict
-from fused_rl.trainers.rollouts.types import Prompt, Rollout
+from fused_rl.trainers.rollouts.types import Rollout
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.fitting import check_fits
 from fused_rl.trainers.run.parse import parse
@@ -243,8 +244,10 @@ def evaluate(
             figures[f"accuracy_{name}_error"] = _error(values)
     print_rank0("\n".join(f"{name:<24}{value:.4g}" for name, value in figures.items()))
     if judges and ranks.process() == 0:
-        text = next(row["response"] for row in responses if row["decoding"] == "sampled")
-        signal.say(figures, totals, rewards.shape[1], text, length)
+        one = next(row for row in responses if row["decoding"] == "sampled")
+        problem = problems[one["problem"]]
+        answer = right_answer(problem.row, problem.prompt, judges)
+        signal.say(figures, totals, rewards.shape[1], one["response"], answer, length)
     if out is not None and ranks.process() == 0:
         write_rows(out / "responses.jsonl", responses)
         summary = figures | {"options": config.to_dict() | {"max_new_tokens": length}}
@@ -298,7 +301,7 @@ def _sample(
     return in_order, sums, incidents, logged
 
 
-def _response_length(config: EvalConfig, lm, tokenizer, problems: list[Prompt]) -> int:
+def _response_length(config: EvalConfig, lm, tokenizer, problems: Examples) -> int:
     """Return the maximum length of a response in tokens; raise `InputError` for a prompt that leaves no room for it."""
     # By default this is what the longest prompt leaves of the model's positions, so that no problem is refused.
     length = config.max_new_tokens

@@ -10,7 +10,7 @@ from fused_rl.trainers.base.screen import phase, print_rank0
 from fused_rl.trainers.models import scoring
 from fused_rl.trainers.policy import signal
 from fused_rl.trainers.policy.policy import SHOWN, Policy, measure
-from fused_rl.trainers.rollouts.roll_out import means_of, sample_rows_of
+from fused_rl.trainers.rollouts.roll_out import means_of, right_answer, sample_rows_of
 from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
 from fused_rl.trainers.rollouts.solved import has_verdict, outcome_sums, outcomes, pass_at
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sample, Scorer
@@ -27,7 +27,7 @@ class HeldOut:
     """The number of them that belong to this rank; those after them only fill the share up, and are not counted."""
 
 
-def share_of_rank(prompts: list[Prompt]) -> HeldOut:
+def share_of_rank(prompts: Sequence[Prompt]) -> HeldOut:
     """Return this rank's share of the prompts, each of which belongs to one rank; a short share is filled up."""
     count = len(range(ranks.rank(), len(prompts), ranks.world_size()))
     return HeldOut([prompts[i] for i in scoring.share_of_rank(len(prompts))], count)
@@ -100,8 +100,9 @@ def evaluate(
         found |= signal.spread(rewards)
     metrics = {f"eval/{name}": value for name, value in found.items()}
     if says_signal and ranks.process() == 0:
-        text, limit = sampled.samples[0].text, policy.sampling.max_new_tokens
-        signal.say(found, totals, k, text, limit, config.group_size)
+        one, limit = sampled.samples[0], policy.sampling.max_new_tokens
+        answer = right_answer(one.row, one.prompt, policy.scorers)
+        signal.say(found, totals, k, one.text, answer, limit, config.group_size)
 
     # The responses to show are of the same held-out problems each time, and of some that the last step trained on.
     most = SHOWN - len(policy.sample_rows)

@@ -24,7 +24,7 @@ from fused_rl.trainers.policy.options import PolicyConfig, SamplingRunConfig
 from fused_rl.trainers.policy.policy import Policy
 from fused_rl.trainers.policy.reference import PolicyWithoutAdapters, Reference
 from fused_rl.trainers.rollouts.generate import TransformersSampler
-from fused_rl.trainers.rollouts.roll_out import prompts_of
+from fused_rl.trainers.rollouts.roll_out import prompts_of, right_answer
 from fused_rl.trainers.rollouts.sampling import Seeds
 from fused_rl.trainers.rollouts.types import Prompt, Sampler, Scorer
 from fused_rl.trainers.run.hooks import OnStep
@@ -157,8 +157,15 @@ def setup(
         prompts, held_out = load_prompts(config, tokenizer, scorers, read)
         check_sampling(config, sampler)
     # All processes must have read the same, and a resumed run must read what it began with.
+    first = prompts[0]
+    answer = right_answer(first.row, first.prompt, scorers)
     config = run.check_inputs(
-        config, tokenizer, config.reward_models() | models, rows=prompts, held_out=held_out
+        config,
+        tokenizer,
+        config.reward_models() | models,
+        rows=prompts,
+        held_out=held_out,
+        scorers_read=answer.get("columns", answer),
     )
     return Setup(run, config, tokenizer, scorers, prompts, share_of_rank(held_out), sampler)
 

@@ -29,6 +29,7 @@ def say(
     totals: Mapping[str, float],
     k: int,
     response: str,
+    answer: Mapping[str, object],
     limit: int,
     group_size: int = GROUP,
 ) -> None:
@@ -39,6 +40,7 @@ def say(
         totals: the sums of an evaluation over all ranks.
         k: the number of responses to each problem.
         response: one of the responses.
+        answer: its `right_answer`.
         limit: the length in tokens at which responses were cut.
         group_size: the number of responses to a prompt in training.
     """
@@ -60,6 +62,8 @@ def say(
     is_little = differ < ENOUGH * min(1, k / max(group_size, GROUP))
     if is_little or cut >= 0.5:
         said = "little to learn from" if is_little else "most responses are cut"
-        print_line(
-            f"signal: {said} (docs/doctor.md#before-training); one response: {shortened(response)}"
+        shown = "; ".join(
+            f"{name}: {shortened(value)}"
+            for name, value in {"one response": response, **answer}.items()
         )
+        print_line(f"signal: {said} (docs/doctor.md#before-training); {shown}")

@@ -35,9 +35,13 @@ class DryRun(Exception):
 
 
 def described(
-    config: RunConfig, divided: Mapping[str, object], examples: Sequence[Encodable], tokenizer: Any
+    config: RunConfig,
+    divided: Mapping[str, object],
+    examples: Sequence[Encodable],
+    tokenizer: Any,
+    scorers_read: Mapping[str, object],
 ) -> str:
-    """Return what a dry run prints, where the batch is `divided` so, by title."""
+    """Return what a dry run prints: how the batch is `divided`, by title, and the first example."""
     divided = dict(divided)
     if config.sequence_parallel > 1:
         together = f"groups of {config.sequence_parallel}, each of which counts as one below"
@@ -51,6 +55,8 @@ def described(
                 f"# {name}: {rising} is not below the run's {updates} updates, so the learning rate rises to the end"
             )
     lines += ["#", *example_lines(examples[0], tokenizer)]
+    for name, value in scorers_read.items():
+        lines.append(f"# {name}, which scorers read: {escaped(value):.200}")
     everything = config.dry_run == "all"
     title = "# the options that were given or follow from others; --dry_run all prints all of them"
     options = to_yaml(config, everything=everything)

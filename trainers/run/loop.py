@@ -122,6 +122,7 @@ class Run:
         *,
         rows: Examples,
         held_out: Examples,
+        scorers_read: Mapping[str, object] = {},
         **other_rows: list[str],
     ) -> Config:
         """Compare the inputs with those of the other processes and of the run that is resumed, by their hashes.
@@ -132,6 +133,7 @@ class Run:
             models: the further models that the run reads, by the option that names them.
             rows: the examples to train on.
             held_out: the held-out examples, which may differ from those of the run that is resumed.
+            scorers_read: what scorers read in the first row beside the prompt, by its name; a dry run shows it.
             other_rows: the digests of further examples, by name.
 
         Raises:
@@ -142,7 +144,7 @@ class Run:
         check_fits(config, tokenizer, [rows, held_out], getattr(config, "max_new_tokens", 0))
         if config.dry_run:
             config = in_steps(config, RowOrder.of(config, rows).size)
-            raise DryRun(described(config, self.divide(config), rows, tokenizer))
+            raise DryRun(described(config, self.divide(config), rows, tokenizer, scorers_read))
         with phase("hashed models and rows"):
             self.inputs = {"model": hash_of_model(config.model, config.revision)}
             self.inputs |= {option: hash_of_model(name) for option, name in models.items()}
