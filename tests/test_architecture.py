@@ -57,11 +57,14 @@ HOSTS = ("deepspeed", "transformers", "datasets")
 # What a run needs only where an option or a command names it, by module or by room of trainers/. Imported inside of a
 # function, it is nothing that a reader of an algorithm has to know.
 SATELLITES = {
+    "base.deepspeed_file": "--deepspeed",
     "commands": "a command of its own; trl_names by an option that is unknown",
     "servers": "--server",
+    "policy.signal": "an evaluation before training",
     "rollouts.lag": "--lag",
     "models.four_bit": "--load_in_4bit",
     "models.sequences": "--sequence_parallel",
+    "run.fitting": "a GPU, whose micro-batches are measured",
     "run.hub": "--push_to_hub",
     "run.rules": "the doctor, on rank 0",
     "scorers.math": "--verifiers math",

@@ -10,7 +10,7 @@ from fused_rl.trainers import sft
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.models.reward_model import Critic, RewardModel
 from fused_rl.trainers.options import EngineConfig, OptimConfig
-from fused_rl.trainers.run import fitting, loop
+from fused_rl.trainers.run import fitting
 from tests.trainers import tiny
 from tests.trainers.runs import run_config
 
@@ -137,7 +137,7 @@ def test_a_resumed_run_keeps_what_was_measured(files, tmp_path, monkeypatch):
         measured.append(longest)
         return 5 * longest
 
-    monkeypatch.setattr(loop, "fitting_tokens", fitting_tokens)
+    monkeypatch.setattr(fitting, "fitting_tokens", fitting_tokens)
     monkeypatch.setattr(sft.SFTConfig, "resolve", lambda self: None)  # as on a GPU
     run = tmp_path / "run"
     options = {"micro_batch_size": None, "save_every": 1}

@@ -8,6 +8,7 @@ import torch
 
 from fused_rl.trainers.options import RunConfig
 from fused_rl.trainers.policy import signal
+from fused_rl.trainers.policy.groups import spread
 from fused_rl.trainers.run.learned import Figure, error_of, held_out_change, residuals
 from fused_rl.trainers.run.logger import Logger, read_metrics, rows_by_step
 from fused_rl.trainers.run.rules import Watch
@@ -184,7 +185,7 @@ def test_what_the_run_has_seen_is_what_its_file_holds(tmp_path):
 def test_the_signal_of_what_was_sampled(capsys):
     def said_of(rewards, cut=0.0, nones=0):
         rewards = torch.tensor(rewards, dtype=torch.float64)
-        figures = {"clipped_ratio": cut, "score": rewards.mean().item()} | signal.spread(rewards)
+        figures = {"clipped_ratio": cut, "score": rewards.mean().item()} | spread(rewards)
         totals = {"responses": 16, "none/exact_match": nones}
         signal.say(figures, totals, rewards.shape[1], "said", {"answer": "7"}, 12)
         return capsys.readouterr().out

@@ -32,10 +32,8 @@ NAMES = {
 }
 
 
-def read(path: str | None) -> dict[str, Any]:
-    """Return the sections of a file, without values of `auto`; none without a file."""
-    if path is None:
-        return {}
+def read(path: str) -> dict[str, Any]:
+    """Return the sections of a file, without values of `auto`."""
     try:
         contents = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import nn
 
-from fused_rl.trainers.base import deepspeed_file, optim, ranks
+from fused_rl.trainers.base import optim, ranks
 from fused_rl.trainers.base.ranks import processes, rank
 from fused_rl.trainers.base.text import InputError, in_a_line
 
@@ -132,8 +132,17 @@ def widens_sums(config: EngineOptions) -> bool:
 def effective_zero_stage(config: EngineOptions) -> int:
     """Return the stage of ZeRO that DeepSpeed gets: 0 for one fp32 process, which has nothing to divide or to widen."""
     is_alone = processes() == 1 and torch_dtype(config) == torch.float32
-    keeps_all = not config.offload and not deepspeed_file.read(config.deepspeed)
+    keeps_all = not config.offload and not deepspeed_options(config.deepspeed)
     return 0 if is_alone and keeps_all and config.zero_stage < 3 else config.zero_stage
+
+
+def deepspeed_options(path: str | None) -> dict:
+    """Return what a file of DeepSpeed's options holds; nothing without a file."""
+    if path is None:
+        return {}
+    from fused_rl.trainers.base import deepspeed_file
+
+    return deepspeed_file.read(path)
 
 
 def check_deepspeed_file(config: TrainingOptions) -> None:
@@ -142,6 +151,8 @@ def check_deepspeed_file(config: TrainingOptions) -> None:
         return
     quiet()
     from deepspeed.runtime.config import DeepSpeedConfig
+
+    from fused_rl.trainers.base import deepspeed_file
 
     theirs = deepspeed_file.read(config.deepspeed)
     ours = _our_deepspeed_config(config, max_grad_norm=config.max_grad_norm)
@@ -182,13 +193,16 @@ def _our_deepspeed_config(config: EngineOptions, *, max_grad_norm: float) -> dic
 
 
 def _deepspeed_config(config: EngineOptions, *, max_grad_norm: float) -> dict:
-    theirs = deepspeed_file.read(config.deepspeed)
     ours = _our_deepspeed_config(config, max_grad_norm=max_grad_norm)
     stage = effective_zero_stage(config)
     if widens_sums(config) and stage == 1:
         stage = 2  # DeepSpeed has another optimizer for it, with other checkpoints
     ours["zero_optimization"]["stage"] = stage
-    return deepspeed_file.merged(theirs, ours)
+    if config.deepspeed is None:
+        return ours
+    from fused_rl.trainers.base import deepspeed_file
+
+    return deepspeed_file.merged(deepspeed_file.read(config.deepspeed), ours)
 
 
 def initialize(model: nn.Module, config: TrainingOptions, updates: int):

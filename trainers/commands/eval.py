@@ -38,16 +38,16 @@ from fused_rl.trainers.options import (
     splits,
     without,
 )
-from fused_rl.trainers.policy import signal
 from fused_rl.trainers.policy.evaluate import share_of_rank, solved_metrics, solved_sums
+from fused_rl.trainers.policy.groups import spread
 from fused_rl.trainers.rollouts.generate import TransformersSampler
 from fused_rl.trainers.rollouts.options import SamplingConfig
 from fused_rl.trainers.rollouts.roll_out import means_of, prompts_of, right_answer, roll_out
 from fused_rl.trainers.rollouts.solved import has_verdict
 from fused_rl.trainers.rollouts.types import Rollout
 from fused_rl.trainers.run import command
-from fused_rl.trainers.run.fitting import check_fits
 from fused_rl.trainers.run.parse import parse
+from fused_rl.trainers.run.positions import check_fits
 from fused_rl.trainers.scorers.load import load_scorers
 from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
 
@@ -232,7 +232,7 @@ def evaluate(
     in_groups = torch.tensor([row["score"] for row in responses]).view(len(problems), -1).double()
     rewards = in_groups[:, 1:]  # the first response of each problem is the greedy one
     if judges:
-        figures |= {"score_error": _error(rewards.mean(1))} | signal.spread(rewards)
+        figures |= {"score_error": _error(rewards.mean(1))} | spread(rewards)
     # The standard errors are over problems, because the responses to one problem depend on each other.
     if "accuracy_greedy" in figures:
         right = (
@@ -244,6 +244,8 @@ def evaluate(
             figures[f"accuracy_{name}_error"] = _error(values)
     print_rank0("\n".join(f"{name:<24}{value:.4g}" for name, value in figures.items()))
     if judges and ranks.process() == 0:
+        from fused_rl.trainers.policy import signal
+
         one = next(row for row in responses if row["decoding"] == "sampled")
         problem = problems[one["problem"]]
         answer = right_answer(problem.row, problem.prompt, judges)

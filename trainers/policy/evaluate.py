@@ -8,7 +8,7 @@ import torch
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import phase, print_rank0
 from fused_rl.trainers.models import scoring
-from fused_rl.trainers.policy import signal
+from fused_rl.trainers.policy.groups import spread
 from fused_rl.trainers.policy.policy import SHOWN, Policy, measure
 from fused_rl.trainers.rollouts.roll_out import means_of, right_answer, sample_rows_of
 from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
@@ -97,9 +97,11 @@ def evaluate(
         of_problems = ranks.of_all_rows(of_responses.view(-1, k, 2).sum(1)[:count])
         by_row["distill/kl"] = of_problems.T.tolist()
     if policy.scorers:
-        found |= signal.spread(rewards)
+        found |= spread(rewards)
     metrics = {f"eval/{name}": value for name, value in found.items()}
     if says_signal and ranks.process() == 0:
+        from fused_rl.trainers.policy import signal
+
         one, limit = sampled.samples[0], policy.sampling.max_new_tokens
         answer = right_answer(one.row, one.prompt, policy.scorers)
         signal.say(found, totals, k, one.text, answer, limit, config.group_size)

@@ -101,6 +101,16 @@ def overlong_penalty(config: GroupConfig, lengths: torch.Tensor) -> torch.Tensor
     return beyond.clamp(min=0).float() / config.overlong_buffer
 
 
+def spread(rewards: torch.Tensor) -> dict[str, float]:
+    """Return the standard deviation of rewards (N, k), and the share of the N groups whose k rewards are equal."""
+    found = {"score_std": rewards.std(correction=0).item()}
+    k = rewards.shape[1]
+    if k > 1:
+        equal = equal_rewards(rewards.flatten(), k)
+        found["frac_reward_zero_std"] = equal.double().mean().item()
+    return found
+
+
 def equal_rewards(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
     """Return which groups have no signal, (B / G,) bool, from rewards (B,) in which a group's are neighbours.
 

@@ -2,26 +2,13 @@
 
 from collections.abc import Mapping
 
-import torch
-
 from fused_rl.trainers.base.screen import print_line
-from fused_rl.trainers.policy.groups import equal_rewards
 from fused_rl.trainers.rollouts.types import shortened
 
 # With a smaller share of groups that have a signal, training hardly moves (docs/tutorial.md); this holds for groups of
 # GROUP responses or more. Small groups differ less often, about in proportion to their size.
 ENOUGH = 0.25
 GROUP = 8
-
-
-def spread(rewards: torch.Tensor) -> dict[str, float]:
-    """Return the standard deviation of rewards (N, k), and the share of the N groups whose k rewards are equal."""
-    found = {"score_std": rewards.std(correction=0).item()}
-    k = rewards.shape[1]
-    if k > 1:
-        equal = equal_rewards(rewards.flatten(), k)
-        found["frac_reward_zero_std"] = equal.double().mean().item()
-    return found
 
 
 def say(

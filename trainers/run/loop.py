@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from fused_rl.trainers.base import deepspeed_file, engine, ranks
+from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import hash_of, hash_of_model, io_errors_in_a_line
 from fused_rl.trainers.base.screen import phase, print_line, print_rank0
 from fused_rl.trainers.base.text import InputError, check_installed, import_name_of
@@ -32,9 +32,9 @@ from fused_rl.trainers.data.order import RowOrder, in_steps
 from fused_rl.trainers.options import FOUR_BIT_PACKAGE, RunConfig
 from fused_rl.trainers.run import hooks
 from fused_rl.trainers.run.dry_run import DryRun, described
-from fused_rl.trainers.run.fitting import check_fits, fitting_tokens
 from fused_rl.trainers.run.logger import Logger, draw_curves
 from fused_rl.trainers.run.metrics import Evaluation
+from fused_rl.trainers.run.positions import check_fits
 from fused_rl.trainers.run.store import EMPTY, RunFolder, unlock
 
 Arithmetic = Callable[[Any, int], dict[str, object]]
@@ -99,7 +99,7 @@ class Run:
         # From here on all ranks act together. A rank with other options would wait in another collective or train
         # something else, so the options are compared.
         self.device = engine.setup(config.seed, sequence_parallel=config.sequence_parallel)
-        passed = deepspeed_file.read(config.deepspeed)
+        passed = engine.deepspeed_options(config.deepspeed)
         ranks.check_equal({"command": config.command, **config.to_dict(), "deepspeed": passed})
         # A token that may not write must fail now, and not after hours of training.
         if config.push_to_hub and not config.dry_run:
@@ -170,6 +170,8 @@ class Run:
         config = self.config
         if config.micro_batch_size is not None:
             return
+        from fused_rl.trainers.run.fitting import fitting_tokens
+
         longest = int(self.rows.column("tokens").max()) + config.sampled_tokens
         config.micro_batch_tokens = fitting_tokens(engines, longest)
         config.micro_batch_size = max(1, config.micro_batch_tokens // longest)

@@ -27,7 +27,7 @@ from types import MappingProxyType
 import filelock
 import torch
 
-from fused_rl.trainers.base import deepspeed_file, engine, ranks
+from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import (
     UNFINISHED,
     delete,
@@ -114,7 +114,7 @@ class RunFolder:
         self.path = Path(config.output_dir).absolute()
         self.checkpoints = self.path / "checkpoints"
         # What the file holds when the run begins; a resumed run compares that, not where the file is.
-        self.deepspeed_options = deepspeed_file.read(config.deepspeed)
+        self.deepspeed_options = engine.deepspeed_options(config.deepspeed)
 
     # The folder.
 
