@@ -158,8 +158,8 @@ MUTATIONS = {
     ),
     "forward is reverse": Mutation(
         "fused_rl/ops/kl.py",
-        '(reference, policy) if direction == "forward"',
-        '(policy, reference) if direction == ""',
+        '(ref_logits, logits) if direction == "forward"',
+        '(logits, ref_logits) if direction == ""',
         KL,
     ),
     "a rank of the vocabulary adds its maximum twice": Mutation(

@@ -30,6 +30,8 @@ def _whole(parameter):
 
 def scatter(gradients, weight, bias):
     """The gradients of hidden states, whole weight and whole bias, the last two as this rank's of its own."""
+    if not (is_dtensor(weight) or is_dtensor(bias)):
+        return gradients
     dhidden, dweight, dbias = gradients
     return dhidden, _scattered(dweight, weight), _scattered(dbias, bias)
 

@@ -5,6 +5,7 @@ with known shapes; `_Unregistered` does the same where nobody looks at operators
 the formulas, `fused_rl.kernels.states` what a row leaves for the gradient.
 """
 
+import functools
 from typing import Literal, get_args
 
 import torch
@@ -89,7 +90,9 @@ def token_kl(
     """
     beta = check_direction(direction, jsd_beta)
     options = per_row_options(logits, ref_logits, temperature, mask, softcap, shift)
-    inputs = *in_order(logits, ref_logits, direction), *options, beta, softcap
+    # as `in_order`, written out because each call of Python's counts here
+    pair = (ref_logits, logits) if direction == "forward" else (logits, ref_logits)
+    inputs = *pair, *options, beta, softcap
     if not skips_dispatcher(logits, ref_logits):
         divergence, *_ = torch.ops.fused_rl.token_kl.default(*inputs)
     elif torch.is_grad_enabled() and (logits.requires_grad or ref_logits.requires_grad):
@@ -150,7 +153,8 @@ def per_row_options(
 def as_rows(x, y, mask, temperature, row_temperature):
     """Return a backend's arguments: x and y as (B, T, V), mask as (N,), 1 / temperature as a number or (N,) fp32."""
     mask = None if mask is None else mask.reshape(-1).contiguous()
-    return _three_dimensions(x), _three_dimensions(y), mask, inverse(temperature, row_temperature)
+    inv_t = 1.0 / temperature if row_temperature is None else inverse(temperature, row_temperature)
+    return _three_dimensions(x), _three_dimensions(y), mask, inv_t
 
 
 def _three_dimensions(x):
@@ -188,19 +192,29 @@ def _forward(
     divergence, state, sums = divergence_fwd(*rows, jsd_beta, softcap)
     if x.dim() != 2:  # no view, which could not be modified in place
         divergence = divergence.resize_(x.shape[:-1])
-    if sums is None:
-        sums = state.new_empty(len(JensenShannonSums._fields), 0)
     return divergence, state, sums
 
 
-_token_kl = torch.library.custom_op("fused_rl::token_kl", _forward, mutates_args=())
+def _operator(name, launcher):
+    """Register a launcher, whose results that are None, which no operator may return, become (0,)."""
+
+    @functools.wraps(launcher)
+    def body(*inputs, **options):
+        outputs = launcher(*inputs, **options)
+        like = next(x for x in outputs if x is not None)
+        return tuple(like.new_empty(0) if x is None else x for x in outputs)
+
+    return torch.library.custom_op(name, body, mutates_args=())
+
+
+_token_kl = _operator("fused_rl::token_kl", _forward)
 
 
 @_token_kl.register_fake
 def _token_kl_fake(x, y, mask, temperature, row_temperature, jsd_beta, softcap=None):
     divergence = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     n = divergence.numel()
-    sums = divergence.new_empty(len(JensenShannonSums._fields), 0 if jsd_beta is None else n)
+    sums = divergence.new_empty(0 if jsd_beta is None else (len(JensenShannonSums._fields), n))
     return divergence, divergence.new_empty(len(KLState._fields), n), sums
 
 
@@ -226,13 +240,10 @@ def _backward(
     dx, dy = backend_of(x.device).kl.kl_bwd(
         g, *arguments, divergence, state, kept, wants_dx, wants_dy, softcap, shares
     )
-    dx = x.new_empty(0) if dx is None else dx.view(x.shape)
-    return dx, y.new_empty(0) if dy is None else dy.view(x.shape)
+    return None if dx is None else dx.view(x.shape), None if dy is None else dy.view(x.shape)
 
 
-_token_kl_backward = torch.library.custom_op(
-    "fused_rl::token_kl_backward", _backward, mutates_args=()
-)
+_token_kl_backward = _operator("fused_rl::token_kl_backward", _backward)
 
 
 @_token_kl_backward.register_fake
@@ -259,12 +270,12 @@ def _registered_gradient(ctx, g, *_):
         return (None,) * 7
     *saved, row_temperature = ctx.saved_tensors
     options = ctx.temperature, row_temperature, ctx.jsd_beta
-    return _gradients(ctx, torch.ops.fused_rl.token_kl_backward, g, *saved, *options)
+    return _by_operator(ctx, g, *saved, *options)
 
 
-def _gradients(ctx, backward, *inputs):
+def _by_operator(ctx, *inputs):
     wants = ctx.needs_input_grad[:2]
-    gradients = backward(*inputs, *wants, ctx.softcap)
+    gradients = torch.ops.fused_rl.token_kl_backward(*inputs, *wants, ctx.softcap)
     wanted = [d if wants_it else None for d, wants_it in zip(gradients, wants, strict=True)]
     return *wanted, *(None,) * 5
 
@@ -291,9 +302,10 @@ class _Unregistered(torch.autograd.Function):
         divergence = unless_modified(*ctx.divergence)
         if divergence is None:
             divergence = _forward(x, y, mask, *options, ctx.softcap)[0]
-        # create_graph=True: else a second derivative would go missing
-        backward = torch.ops.fused_rl.token_kl_backward if torch.is_grad_enabled() else _backward
-        return _gradients(ctx, backward, g, x, y, mask, divergence, state, sums, *options)
+        inputs = g, x, y, mask, divergence, state, sums, *options
+        if torch.is_grad_enabled():  # create_graph=True: else a second derivative would go missing
+            return _by_operator(ctx, *inputs)
+        return *_backward(*inputs, *ctx.needs_input_grad[:2], ctx.softcap), *(None,) * 5
 
 
 _token_kl_backward.register_autograd(no_second_derivative("token_kl"))

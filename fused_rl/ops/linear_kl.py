@@ -15,9 +15,9 @@ from fused_rl.base.checks import (
 )
 from fused_rl.base.graphs import breaks_graph
 from fused_rl.base.outputs import unless_modified
-from fused_rl.kernels.states import shares_of
+from fused_rl.kernels.states import JensenShannonSums, shares_of
 from fused_rl.ops import tiles
-from fused_rl.ops.kl import Direction, check_direction, divergence_fwd, in_order
+from fused_rl.ops.kl import Direction, check_direction
 from fused_rl.ops.linear import gather, rows_that_count, scatter
 
 _TILES = 3  # of one size at once: the logits of both heads and the gradient of one
@@ -25,7 +25,8 @@ _TILES = 3  # of one size at once: the logits of both heads and the gradient of 
 
 def _pair(logits, ref_logits, direction):
     """(1, n, V) each: the distribution whose divergence is taken, then from which."""
-    return [x[None] for x in in_order(logits, ref_logits, direction)]
+    pair = (ref_logits, logits) if direction == "forward" else (logits, ref_logits)
+    return [x[None] for x in pair]
 
 
 class _LinearTokenKL(torch.autograd.Function):
@@ -58,22 +59,31 @@ def _statistics(hidden, ref_hidden, heads, options):
     weight, bias, ref_weight, ref_bias = heads
     inv_temperature, direction, jsd_beta, softcap, budget = options
     n, vocab = hidden.shape[0], weight.shape[0]
+    backend = backend_of(hidden.device)
     step = tiles.forward_rows(hidden, vocab, budget, copies=_TILES)
     of_policy = tiles.Logits(weight, bias, step * vocab, budget, softcap)
     of_reference = tiles.Logits(ref_weight, ref_bias, step * vocab, budget, softcap)
-    statistics = []
+    divergence, state, sums = [], [], []
     for rows in tiles.blocks(max(n, 1), step):  # without rows, too, there is a tile
         logits = of_policy.tile(hidden[rows])
         ref_logits = of_reference.tile(ref_hidden[rows])
         x, y = _pair(logits, ref_logits, direction)
         inv_t = tiles.at(inv_temperature, rows)
-        statistics.append(divergence_fwd(x, y, None, inv_t, jsd_beta, softcap))
-    return [_joined(parts) for parts in zip(*statistics, strict=True)]
+        of_rows, state_rows = backend.kl.kl_fwd(x, y, None, inv_t, softcap)
+        # Jensen-Shannon is a second pass over the tile, which needs the state of the first
+        if jsd_beta is not None:
+            pair = x, y, None, inv_t, state_rows, softcap
+            sums_rows = backend.jensen_shannon.js_fwd(*pair, shares_of(jsd_beta))
+            sums.append(sums_rows)
+            of_rows = JensenShannonSums(*sums_rows).divergence.clone()  # no view: it is returned
+        divergence.append(of_rows)
+        state.append(state_rows)
+    return _joined(divergence), _joined(state), _joined(sums) if sums else None
 
 
 def _joined(parts):
     """Return the rows of all tiles, without a copy of those of a single one."""
-    return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts, -1)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 def _gradients(needs, g, hidden, ref_hidden, heads, statistics, options):
