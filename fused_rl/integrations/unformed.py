@@ -15,7 +15,7 @@ __all__ = ["INSTEAD", "UnformedLogits"]
 INSTEAD = "or use Trainer(compute_loss_func=causal_lm_loss) instead of patch(model)"
 
 
-def _refusal(operation: str) -> str:
+def _refusal(operation: str | None) -> str:
     return (
         f"these logits were not formed, and {operation} needs them: a patched model has none in a training step with "
         "labels, and may only scale, cap (tanh) and cast them on the way to the loss; call the model under "

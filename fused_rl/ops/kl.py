@@ -192,7 +192,8 @@ def _forward(
     divergence, state, sums = divergence_fwd(*rows, jsd_beta, softcap)
     if x.dim() != 2:  # no view, which could not be modified in place
         divergence = divergence.resize_(x.shape[:-1])
-    return divergence, state, sums
+    # the operator has no None: `_operator`
+    return divergence, state, sums  # type: ignore[return-value]
 
 
 def _operator(name, launcher):
@@ -240,7 +241,8 @@ def _backward(
     dx, dy = backend_of(x.device).kl.kl_bwd(
         g, *arguments, divergence, state, kept, wants_dx, wants_dy, softcap, shares
     )
-    return None if dx is None else dx.view(x.shape), None if dy is None else dy.view(x.shape)
+    gradients = [None if d is None else d.view(x.shape) for d in (dx, dy)]
+    return tuple(gradients)  # type: ignore[return-value]
 
 
 _token_kl_backward = _operator("fused_rl::token_kl_backward", _backward)
