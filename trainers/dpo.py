@@ -219,7 +219,8 @@ def train(
         # Pairs that the run does not come to are not measured. Held-out ones are measured as an evaluation
         # does, so that each score is exactly 0 before training, and not a rounding error.
         with phase("measured the reference"):
-            for taken in (run.order.first(config.steps), range(len(pairs), len(every))):
+            of_held_out = range(len(pairs), len(every))
+            for taken in filter(len, (run.order.first(config.steps), of_held_out)):
                 reference[taken] = measure(model, [every[i] for i in taken], config)
 
     # The run.

@@ -169,7 +169,8 @@ def train(
     # an evaluation does, so that each score is exactly 0 before training, and not a rounding error.
     reference = torch.zeros(len(everything), 2, dtype=torch.float64)
     with phase("measured the reference"):
-        for taken in (run.order.first(config.steps), range(len(rows), len(everything))):
+        of_held_out = range(len(rows), len(everything))
+        for taken in filter(len, (run.order.first(config.steps), of_held_out)):
             part = [everything[i] for i in taken]
             for column, kind in enumerate(("matched", "mismatched")):
                 measured = measure(model, part, kind, config, progress=f"{kind} responses")

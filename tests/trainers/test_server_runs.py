@@ -171,8 +171,8 @@ def trained_on_rank(rank, world, files, folder, url):
     return None
 
 
-def quick(self, init, *args):
-    init(self, *args)
+def quick(self, init, *args, **options):
+    init(self, *args, **options)
     self.pause = 0.0
 
 
