@@ -339,8 +339,8 @@ MUTATIONS = {
     ),
     "a resumed run is held to the policy of its checkpoint": Mutation(
         "trainers/dpo.py",
-        "for taken in (run.order.first(config.steps),",
-        "for taken in (run.order.first(1),",
+        "(run.order.first(config.steps), of_held_out)",
+        "(run.order.first(1), of_held_out)",
         "tests/trainers/test_dpo.py -k 'stopped or trls'",
     ),
     "a student is corrected at its own temperature": Mutation(
