@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import random
+import re
 import resource
 import subprocess
 import sys
@@ -34,7 +35,7 @@ class Taken(NamedTuple):
     wall: float
     """Seconds."""
     megabytes: int
-    """The largest memory of one of them."""
+    """The memory of the one with most, at its end, without the pages of files that it has mapped."""
 
 
 def command(name: str, words: list[str]) -> int:
@@ -70,7 +71,7 @@ def command(name: str, words: list[str]) -> int:
             per_row = 1000 * (taken.cpu - len(parts) * base.cpu) / args.rows
             print(
                 f"{label:14} {per_row:6.3f} ms of CPU a row ({per_row / floor:.2f} of the floor), "
-                f"{taken.wall:.0f} s, at most {taken.megabytes} MB in a process (imports {base.megabytes})"
+                f"{taken.wall:.0f} s, {taken.megabytes} MB in a process (imports {base.megabytes})"
             )
     return 0
 
@@ -109,8 +110,9 @@ def run_parts(model: str, *parts: str) -> tuple[Taken, str]:
 
 
 def done(value: float = 0.0) -> None:
-    """Print a figure, and the memory that this process took at most."""
-    print(value, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+    """Print a figure, and the memory that is this process's own, without the pages of files that it has mapped."""
+    (kilobytes,) = re.findall(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
+    print(value, int(kilobytes) // 1024)
 
 
 def measure_floor(model: str) -> None:
