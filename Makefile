@@ -8,6 +8,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # because OpenMP threads spin while they wait for each other.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
+# These tests have a process of their own, which believes in a GPU.
+ON_DEVICE = $(BIN)/python -m pytest -q -p tests.device.process tests/device
 # A benchmark uses every core, as its users' programs do, unless OMP_NUM_THREADS was given.
 ALL_CORES := $(if $(filter file,$(origin OMP_NUM_THREADS)),env -u OMP_NUM_THREADS)
 
@@ -58,10 +60,12 @@ demo-distill: $(VENV)/installed  #: after the demo, its model teaches its own wa
 .PHONY: test
 test: $(VENV)/installed  ## the cheapest test of every guarantee: 7 minutes on 2 cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not server" --durations=20
+	$(ON_DEVICE) -m "not slow"
 
 .PHONY: test-slow
 test-slow: $(VENV)/installed test-compiled  ## the other tests, with whole runs: 40 minutes on 2 cores
 	$(BIN)/python -m pytest -n 2 -m "slow and not gpu and not release and not compiled" --durations=20
+	$(ON_DEVICE) -m slow
 
 # Where nothing has changed since tests/compiled.sha256 was written, it ends at once.
 .PHONY: test-compiled
@@ -111,7 +115,7 @@ test-long: $(VENV)/installed  #: sequences divided over processes, beside one: 1
 # Tensors that say `cuda:0` and hold CPU values: what mixes devices, and how often the host waits for the device.
 .PHONY: test-device
 test-device: $(VENV)/installed  ## every op and trainer on a fake GPU: 2 minutes
-	$(BIN)/python -m pytest -q -p tests.device.process tests/device
+	$(ON_DEVICE)
 
 .PHONY: bench
 bench: $(VENV)/installed-bench  ## the benchmarks, with peers that install here: 16 minutes

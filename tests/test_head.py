@@ -273,8 +273,8 @@ def test_tiles_are_counted_in_fp32():
     hidden = torch.empty(1024, 64, dtype=BF16)
     plain = tiles.Budget(48 << 20, BF16)
     wide = tiles.Budget(48 << 20, FP32)
-    assert tiles.forward_rows(hidden, 65536, plain) == 384
-    assert tiles.forward_rows(hidden, 65536, wide) == 192
+    assert tiles.tile_rows(hidden, 65536 * 2, plain.bytes) == 384
+    assert tiles.tile_rows(hidden, 65536 * 4, wide.bytes) == 192
     assert wide.per_logit(BF16) == 6
     assert wide.per_logit(FP32) == 4
     assert plain.per_logit(BF16) == 2

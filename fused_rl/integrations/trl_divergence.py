@@ -84,7 +84,9 @@ class _Tiles:
         hidden, weight = student[:2]
         # States are kept by block, so both passes have to cut the same blocks.
         budget = tiles.budget(None, hidden, len(weight), False, torch.float32)
-        self.rows = tiles.forward_rows(hidden, len(weight), budget, copies=_TILES)
+        self.rows = tiles.tile_rows(
+            hidden, len(weight) * _TILES * budget.dtype.itemsize, budget.bytes
+        )
         self.buffers = hidden.new_empty(2, self.rows * len(weight), dtype=torch.float32)
 
     def __iter__(self):

@@ -118,12 +118,11 @@ class TokenLoss(NamedTuple):
         return total, (*gradients, *missing)
 
 
-def _gradients_at_once(needs, hidden, weight, bias, targets, options, token_loss, per_token):
-    """Loss, gradients, upstream gradients and statistics, each tile of logits formed once."""
+def _gradients_at_once(step, needs, hidden, weight, bias, targets, options, token_loss, per_token):
+    """Loss, gradients, upstream gradients and statistics, each tile of `step` rows of logits formed once."""
     # one tile of logits, used again and again, and what all tiles add to
     inv_temperature, softcap, budget = options
     n, vocab = hidden.shape[0], weight.shape[0]
-    step = tiles.one_pass_rows(hidden, vocab, needs, budget)
     gradients = tiles.Gradients(needs, hidden, weight, bias, (step, vocab))
     formed = tiles.Logits(weight, bias, step * vocab, budget, softcap)
     mean = token_loss.mean(weight, bias)
@@ -199,8 +198,8 @@ class LinearLoss(torch.autograd.Function):
         if not any(needs):
             found, _, loss, _ = _value(hidden, *head, targets, options, token_loss, per_token)
             return loss, found.logprobs, found.entropy
-        at_once = tiles.one_pass_rows(hidden, len(weight), needs, budget)
-        form = _gradients_at_once if at_once else _gradients_in_two
+        step = tiles.one_pass_rows(hidden, len(weight), needs, budget)
+        form = functools.partial(_gradients_at_once, step) if step else _gradients_in_two
         loss, gradients, upstream, statistics = form(
             needs, hidden, *head, targets, options, token_loss, per_token
         )

@@ -60,7 +60,7 @@ def _statistics(hidden, ref_hidden, heads, options):
     inv_temperature, direction, jsd_beta, softcap, budget = options
     n, vocab = hidden.shape[0], weight.shape[0]
     backend = backend_of(hidden.device)
-    step = tiles.forward_rows(hidden, vocab, budget, copies=_TILES)
+    step = tiles.tile_rows(hidden, vocab * _TILES * budget.dtype.itemsize, budget.bytes)
     of_policy = tiles.Logits(weight, bias, step * vocab, budget, softcap)
     of_reference = tiles.Logits(ref_weight, ref_bias, step * vocab, budget, softcap)
     divergence, state, sums = [], [], []

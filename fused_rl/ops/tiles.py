@@ -329,9 +329,12 @@ def sum_bytes(n, width, size):
     return 4 * n * width + min(_PARTIAL_BYTES, product_bytes)
 
 
-def forward_rows(hidden, vocab, budget, copies=1):
-    row_bytes = vocab * copies * budget.dtype.itemsize
-    return max(1, min(hidden.shape[0], budget.bytes // row_bytes))
+def tile_rows(hidden, row_bytes, size):
+    """Rows of a tile of `size` bytes: all, or a multiple of four, so that what each row has begins at 16 bytes in every
+    tile; where it does not, Triton compiles the kernels again."""
+    n = hidden.shape[0]
+    rows = max(1, min(n, size // row_bytes))
+    return rows if rows == n else rows - rows % 4 or rows
 
 
 def backward_tile(hidden, vocab, needs, budget, copies=1):
@@ -344,7 +347,7 @@ def backward_tile(hidden, vocab, needs, budget, copies=1):
     if size == 4:
         # logits of fp32 operands must come out of the product that the statistics came from, else exp(x - m) inherits
         # the difference; rounding to 16 bits, of logits or of their gradient, hides it
-        return forward_rows(hidden, vocab, budget, copies), vocab
+        return tile_rows(hidden, vocab * per_logit, budget.bytes), vocab
 
     # blocks of columns sum the gradient of hidden in fp32, blocks of rows that of the weight: whichever is smaller
     by_columns = sum_bytes(n, width, size) if needs[0] else 0
@@ -352,7 +355,7 @@ def backward_tile(hidden, vocab, needs, budget, copies=1):
     # a sum beyond the budget must not starve the GEMM
     tile_bytes = max(budget.bytes - min(by_columns, by_rows), budget.bytes // 4)
     if by_rows < by_columns:
-        return max(1, tile_bytes // (vocab * per_logit)), vocab
+        return tile_rows(hidden, vocab * per_logit, tile_bytes), vocab
     columns = tile_bytes // (n * per_logit)
     columns -= columns % (128 if columns >= 128 else 16)  # whole vectors in every row
     return n, min(vocab, max(16, columns))
@@ -363,10 +366,10 @@ def one_pass_rows(hidden, vocab, needs, budget):
     n, width = hidden.shape
     size = hidden.element_size()
     row_bytes = vocab * budget.per_logit(hidden.dtype)
-    rows = max(1, min(n, budget.bytes // row_bytes))
+    rows = tile_rows(hidden, row_bytes, budget.bytes)
     if rows >= n or size == 4 or not needs[1]:
         return rows
-    rows = max(0, budget.bytes - sum_bytes(vocab, width, size)) // row_bytes
+    rows = tile_rows(hidden, row_bytes, budget.bytes - sum_bytes(vocab, width, size))
     return rows if rows >= _ONE_PASS_ROWS else 0
 
 
@@ -387,7 +390,7 @@ def statistics(
     `visit(rows, tile)` sees every tile, whole rows of it, without what `Logits` leaves out.
     """
     n, vocab = hidden.shape[0], weight.shape[0]
-    step = forward_rows(hidden, vocab, budget)
+    step = tile_rows(hidden, vocab * budget.dtype.itemsize, budget.bytes)
     if step != n:  # else the only tile has the outputs; no views: they are returned
         logprobs = hidden.new_zeros(targets.shape, dtype=torch.float32)
         others = [logprobs.new_zeros(n) for _ in RowStatistics._fields[1:]]

@@ -1,6 +1,6 @@
 """These tests believe in a CUDA device that is not there, in a process of its own: see process.py.
 
-Elsewhere they are not collected; tests/test_device.py runs each file of them in such a process.
+Elsewhere they are not collected.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """A pytest plugin that makes its process believe in CUDA devices: `pytest -p tests.device.process tests/device`.
 
 torch asks for its CUDA guard and hooks once in a process and keeps the answer, and Triton chooses its interpreter when
-it is imported: neither can be undone, so tests/device has a process of its own (tests/test_device.py starts it).
+it is imported: neither can be undone, so tests/device has a process of its own (`make test`, `make test-device`).
 """
 
 import ctypes
@@ -28,7 +28,7 @@ PROPERTIES = SimpleNamespace(
 
 
 def missing() -> str | None:
-    """Why there can be no such process here."""
+    """Why there can be no such process here: then pytest ends at once."""
     compiler = os.environ.get("CXX", "g++")
     if sys.platform != "linux":
         return "needs Linux"
@@ -122,10 +122,14 @@ def _over_gloo(backend: str, device: int) -> str:
 
 def pytest_configure(config) -> None:
     """Too late, unless pytest loads this module as a plugin before conftest.py imports torch."""
+    if reason := missing():
+        import pytest
+
+        pytest.exit(f"tests/device {reason}", returncode=0)
     if not begun:
         raise RuntimeError("torch was imported before: pytest -p tests.device.process")
 
 
-begun = "torch" not in sys.modules  # tests/test_device.py imports this module for `missing` alone
+begun = "torch" not in sys.modules and missing() is None
 if begun and "pytest" in sys.modules:
     begin()

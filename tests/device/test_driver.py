@@ -33,22 +33,19 @@ def loss_of(logprobs, entropy, weights):
 
 @pytest.mark.slow
 def test_micro_batches_of_any_length_never_compile(unexecuted):
-    """A pass without gradients, and a loss with: tiles of whatever is left over."""
+    """A pass without gradients, and a loss with: of 55 rows, which the budget allows, some would begin at 4 bytes."""
     weight = torch.empty(1000, 8, dtype=torch.bfloat16, device="cuda").requires_grad_()
     for rows in range(50, 1500, 97):
         hidden = torch.empty(rows, 8, dtype=torch.bfloat16, device="cuda").requires_grad_()
         targets = torch.zeros(rows, dtype=torch.int64, device="cuda")
         with torch.no_grad():
-            fused_rl.linear_token_logprobs(hidden, weight, targets, workspace_mb=0.2)
+            fused_rl.linear_token_logprobs(hidden, weight, targets, workspace_mb=0.21)
         ones = torch.ones(rows, device="cuda")
         fused_rl.linear_token_loss(
-            hidden, weight, targets, loss_of, ones, workspace_mb=0.2
+            hidden, weight, targets, loss_of, ones, workspace_mb=0.21
         ).loss.backward()
-    # In the loss the entropy has no gradient.
-    wanted = {
-        "logprob_fwd_kernel": 1,
-        "logprob_bwd_kernel": 2,
-    }
+    # In the loss the entropy has no gradient, nor has lse in tiles of all columns.
+    wanted = {"logprob_fwd_kernel": 1, "logprob_bwd_kernel": 2}
     assert collections.Counter(unexecuted.compiled) == wanted
 
 

@@ -123,7 +123,7 @@ def test_the_exact_kl_is_that_of_whole_logits_in_any_tiles(
     for lm in lms:
         lm.head.bias = torch.nn.Parameter(torch.linspace(-1, 1, len(lm.head.weight)))
         lm.softcap = None if loss_from == "logits" else 1.5
-    monkeypatch.setattr(tiles, "forward_rows", lambda *_: rows)
+    monkeypatch.setattr(tiles, "tile_rows", lambda *_: rows)
     found = compared(lms[0], Reference(lms[1]), support=support)
 
     given = batch()

@@ -66,7 +66,9 @@ class Tiles:
             vocab = len(weight)
             budget = tiles.budget(None, states, vocab, False, lm.head_dtype)
             self.softcap = lm.softcap
-            self.step = tiles.forward_rows(states, vocab, budget, copies)
+            self.step = tiles.tile_rows(
+                states, vocab * copies * budget.dtype.itemsize, budget.bytes
+            )
             self.formed = tiles.Logits(weight, bias, self.step * vocab, budget, lm.softcap)
 
     def at(self, rows: slice) -> torch.Tensor:
