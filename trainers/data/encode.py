@@ -243,7 +243,7 @@ class Encoder:
             text = message["content"] or ""
             if message["role"] == "user" and text.startswith(self._heads):
                 reason = "a user's message begins as only a chat template writes it"
-                raise BadRow(reason, READ_AS_IT_IS, came=f"got {text!r:.80}")
+                raise BadRow(reason, READ_AS_IT_IS, got=f"got {text!r:.80}")
         return messages
 
     @functools.cached_property
@@ -285,8 +285,8 @@ class Encoder:
         """
         *earlier, last = messages
         # The template writes the ends of earlier turns itself.
-        earlier = [self._without_end(message)[0] for message in earlier]
-        turn, end = self._without_end(last)
+        earlier = [self._without_stop(message)[0] for message in earlier]
+        turn, end = self._without_stop(last)
         self._check_turn(turn)
         if not self.chat:
             return self._prompt(earlier, tools), [*self.ids(turn["content"]), end]
@@ -306,8 +306,8 @@ class Encoder:
         ids = self.ids(before + response)
         # A tokenizer may merge characters across the border, where a sampler would begin a token.
         follows = ids[: len(prompt)] == prompt
-        completion = ids[len(prompt) :] if follows else self._continued(response)
-        completion = self._ended(completion)
+        completion = ids[len(prompt) :] if follows else self._continuation_ids(response)
+        completion = self._cut_after_stop(completion)
         if start is None or start == len(earlier):
             return prompt, completion
 
@@ -327,7 +327,7 @@ class Encoder:
             raise BadRow("the text is empty", "remove the row")
         if text.rstrip().endswith((*self.stop_tokens,)):
             text = text.rstrip()
-        ids = self._begun(text)
+        ids = self._with_bos(text)
         return ids if ids[-1] in self.stop_ids else [*ids, self.tokenizer.eos_token_id]
 
     def ids(self, text: str) -> list[int]:
@@ -363,7 +363,7 @@ class Encoder:
                 roles = ", ".join(message["role"] for message in messages[:8])
                 reason = f"the chat template does not accept these messages ({roles})"
                 remedy = "use a template that accepts them, or remove the row"
-                problem = problem or BadRow(reason, remedy, came=in_a_line(error))
+                problem = problem or BadRow(reason, remedy, got=in_a_line(error))
                 continue
             reason = lost(messages, tools, text)
             if reason is None:
@@ -388,12 +388,12 @@ class Encoder:
             for what in filter(needless.get, needless):
                 reason = f"the row has {what}, but there is no chat template to write them"
                 raise BadRow(reason, "give text, or a model with a chat template")
-            ids = self._begun(last["content"])
+            ids = self._with_bos(last["content"])
         if not ids:
             raise BadRow("the prompt is empty", FIX)
         return ids
 
-    def _begun(self, text: str) -> list[int]:
+    def _with_bos(self, text: str) -> list[int]:
         """Return the token ids of a text with the tokenizer's own beginning, unless the text spells one."""
         bos, eos = self.tokenizer.bos_token, self.tokenizer.eos_token_id
         if bos is not None and text.startswith(bos):
@@ -409,7 +409,7 @@ class Encoder:
         except UnicodeEncodeError as error:
             half = text[error.start].encode("unicode_escape").decode()
             reason = "the text has half of a character, as if an emoji had been cut in two"
-            raise BadRow(reason, FIX, came=half) from error
+            raise BadRow(reason, FIX, got=half) from error
         if not self.tokenizer.is_fast:
             return self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids
         # As transformers calls it, but without the places of tokens in the text, a third of the time.
@@ -419,17 +419,17 @@ class Encoder:
             backend.no_padding()
         return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
-    def _ended(self, ids: list[int]) -> list[int]:
+    def _cut_after_stop(self, ids: list[int]) -> list[int]:
         """Return a response up to the first token that ends it; what a template writes behind is not sampled."""
         end = next((i for i, token in enumerate(ids) if token in self.stop_ids), None)
         return [*ids, self.tokenizer.eos_token_id] if end is None else ids[: end + 1]
 
-    def _continued(self, text: str) -> list[int]:
+    def _continuation_ids(self, text: str) -> list[int]:
         """Return the token ids of a text that follows others, without the space that some tokenizers begin with."""
         ahead, ids = self.ids("\n"), self.ids(f"\n{text}")
         return ids[len(ahead) :] if ids[: len(ahead)] == ahead else self.ids(text)
 
-    def _without_end(self, message: Message) -> tuple[Message, int]:
+    def _without_stop(self, message: Message) -> tuple[Message, int]:
         """Return a message without the token that ends an assistant's turn, and that token's id or EOS."""
         content = (message["content"] or "").rstrip()
         if message["role"] == "assistant":
@@ -463,7 +463,7 @@ class Encoder:
             reason = f"the assistant's turn has {name}, but the chat template does not write it once in the turn"
             into = "put it into the content, " if name in REASONING else ""
             remedy = f"{into}use a template that writes it, or remove the row"
-            raise BadRow(reason, remedy, came=difference(turn["content"] or "", response))
+            raise BadRow(reason, remedy, got=difference(turn["content"] or "", response))
 
     def _not_continued(self, before: str, whole: str) -> BadRow:
         """Return the error of a conversation whose text does not begin with what generation would see."""
@@ -475,7 +475,7 @@ class Encoder:
             # It has closed the reasoning that the row goes on with, or begun some that the row does not have.
             value = str(before.rstrip().endswith(CLOSED)).lower()
             remedy = f"give --chat_template_kwargs '{{{names[0]}: {value}}}'"
-        return BadRow(reason, remedy, came=difference(before, whole))
+        return BadRow(reason, remedy, got=difference(before, whole))
 
 
 def as_turns(response: Prompt) -> list[Message]:

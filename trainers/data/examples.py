@@ -188,7 +188,7 @@ def _records(text: bytes, index: int, read: Read) -> Iterator[dict[str, Any]]:
         records, error = read(reader), None
     except InputError as refusal:
         bad = BadRow.located(refusal)
-        records, error = [Record(([], []))], json.dumps([bad.reason, bad.remedy, bad.came])
+        records, error = [Record(([], []))], json.dumps([bad.reason, bad.remedy, bad.got])
     filled = [name for name, value in reader.row.items() if value not in EMPTY]
     notes = json.dumps([reader.form, sorted(reader.columns), filled])
 
@@ -229,7 +229,7 @@ def _usable(rows: Rows, table: datasets.Dataset) -> numpy.ndarray:
     is_bad = table.data.column("error").is_valid().to_numpy()
     for place in is_bad.nonzero()[0]:
         record = table[int(place)]
-        reason, remedy, came = json.loads(record["error"])
+        reason, remedy, got = json.loads(record["error"])
         with rows.collecting(record["row"]):
-            raise BadRow(reason, remedy, came=came)
+            raise BadRow(reason, remedy, got=got)
     return (~is_bad).nonzero()[0]

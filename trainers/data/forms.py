@@ -107,7 +107,7 @@ class Reader:
         # A conversation that was written for training ends with the answer, which a prompt must not give away.
         if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
             prompt = prompt[:-1]
-        return self._noted(read._replace(prompt=prompt))
+        return self._count_form(read._replace(prompt=prompt))
 
     def completion(
         self, column: str | None, completion_column: str, text_column: str | None = None
@@ -120,14 +120,14 @@ class Reader:
         if text_column is not None or (is_text and isinstance(row.get("text"), str)):
             text = self.cell(text_column or "text", "text_column")
             if not isinstance(text, str):
-                raise BadRow(f"column {text_column!r} must be text", FIX, came=f"got {text!r:.80}")
-            return self._noted(Read("texts", None, responses=(text,)))
+                raise BadRow(f"column {text_column!r} must be text", FIX, got=f"got {text!r:.80}")
+            return self._count_form(Read("texts", None, responses=(text,)))
 
         prompt_column = column or prompt_column_of(row)
         if row.get(prompt_column) is None and at_path(row, completion_column)[0] is None:
             both = f"columns {prompt_column!r} and {completion_column!r} are missing or null"
             remedy = "name the right ones with --prompt_column and --completion_column"
-            raise BadRow(both, remedy, came=f"the row has {columns_of(row)}")
+            raise BadRow(both, remedy, got=f"the row has {columns_of(row)}")
         read = self._prompt(column)
         # Alpaca's rows name it so; any other column must be given by name.
         is_alpaca = read.form == "Alpaca instructions" and row.get("output") is not None
@@ -140,7 +140,7 @@ class Reader:
             if last == "assistant" and (
                 cell is None or completion_column == (column or "messages")
             ):
-                return self._noted(read)
+                return self._count_form(read)
             if last == "assistant":
                 reason = f"the conversation ends with the assistant's turn, and column {completion_column!r}"
                 raise BadRow(f"{reason} has one too", "remove one of them")
@@ -148,11 +148,11 @@ class Reader:
                 state = f"column {completion_column!r} {state_of(row, completion_column)}"
                 remedy = "end it with the assistant's turn, or name the completion's column with --completion_column"
                 reason = f"the conversation ends with the {last}'s turn, and {state}"
-                raise BadRow(reason, remedy, came=f"the last roles are {', '.join(roles[-8:])}")
+                raise BadRow(reason, remedy, got=f"the last roles are {', '.join(roles[-8:])}")
         cell = self.cell(completion_column, "completion_column")
         completion = response_of(cell, completion_column)
         form = "prompts and completions" if read.form == "prompts" else read.form
-        return self._noted(read._replace(form=form, responses=(completion,)))
+        return self._count_form(read._replace(form=form, responses=(completion,)))
 
     def pair(self, column: str | None, sides: dict[str, str]) -> Read:
         """Return the row's prompt with its chosen and its rejected response; `sides` has their columns by option."""
@@ -168,10 +168,12 @@ class Reader:
         # Whole conversations or texts hold their prompt.
         has_prompt = column is not None or self.row.get(prompt_column_of(self.row)) is not None
         if isinstance(chosen, str) and not has_prompt:
-            return self._noted(Read("pairs of whole texts", None, responses=(chosen, rejected)))
+            return self._count_form(
+                Read("pairs of whole texts", None, responses=(chosen, rejected))
+            )
         if not has_prompt and chosen[0]["role"] != "assistant":
             whole = [with_system(messages, self._system()) for messages in (chosen, rejected)]
-            return self._noted(_split(*whole, tools=self._tools()))
+            return self._count_form(_split(*whole, tools=self._tools()))
         read = self._prompt(column)
         prompt = conversation(read.prompt)
         if prompt[-1]["role"] == "assistant" and (
@@ -181,10 +183,10 @@ class Reader:
             raise BadRow(reason, "remove that turn, or name the right column with --prompt_column")
         form = f"pairs after {read.form}"
         if isinstance(chosen, str):
-            return self._noted(read._replace(form=form, responses=(chosen, rejected)))
+            return self._count_form(read._replace(form=form, responses=(chosen, rejected)))
         # Both may begin with the prompt, and go on for some turns in the same words.
         whole = [after_prompt(prompt, messages) for messages in (chosen, rejected)]
-        return self._noted(_split(*whole, tools=read.tools)._replace(form=form))
+        return self._count_form(_split(*whole, tools=read.tools)._replace(form=form))
 
     def value(self, column: str) -> Any:
         """Return a cell that has no meaning here, such as a label; None where the row has none."""
@@ -199,9 +201,9 @@ class Reader:
                 raise BadRow(f"column {name!r} is filled, and only text can be read", remedy)
         # TRL's and ms-swift's options of the chat template for one row.
         if self.row.get("chat_template_kwargs"):
-            came = f"got {self.row['chat_template_kwargs']!r:.80}"
+            got = f"got {self.row['chat_template_kwargs']!r:.80}"
             remedy = "remove it, and give --chat_template_kwargs, which applies to all rows"
-            raise BadRow("column 'chat_template_kwargs' is not read", remedy, came=came)
+            raise BadRow("column 'chat_template_kwargs' is not read", remedy, got=got)
 
     def _prompt(self, named: str | None) -> Read:
         column = named or prompt_column_of(self.row)
@@ -249,7 +251,7 @@ class Reader:
             return None
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             reason = "column 'tools' must be a list of JSON schemas, as objects or as JSON text"
-            raise BadRow(reason, FIX, came=f"got {cell!r:.80}")
+            raise BadRow(reason, FIX, got=f"got {cell!r:.80}")
         # Nulls in a text were written; those in objects may be a table's.
         tools = tools if isinstance(cell, str) else without_nulls(tools)
         # Some templates write nothing of a bare schema, and what OpenAI's servers show a model is wrapped.
@@ -267,17 +269,17 @@ class Reader:
             reason = f"column {column!r} {state_of(self.row, column)}"
             remedy = f"name the right column with --{option}"
             remedy += ", or remove the row" if column in self.row else ""
-            raise BadRow(reason, remedy, came=f"the row has {columns_of(self.row)}")
+            raise BadRow(reason, remedy, got=f"the row has {columns_of(self.row)}")
         return cell
 
     def _text(self, column: str) -> str | None:
         """Return the text of a column that a row may lack."""
         cell = self.value(column)
         if cell is not None and not isinstance(cell, str):
-            raise BadRow(f"column {column!r} must be text", FIX, came=f"got {cell!r:.80}")
+            raise BadRow(f"column {column!r} must be text", FIX, got=f"got {cell!r:.80}")
         return cell
 
-    def _noted(self, read: Read) -> Read:
+    def _count_form(self, read: Read) -> Read:
         self.form = read.form
         return read
 
@@ -371,7 +373,7 @@ def messages_of(cell: Any, column: str) -> list[Message]:
         reason = (
             f"column {column!r} must be text or a list of messages with role and content, both text"
         )
-        raise BadRow(reason, "name another column, or fix the row", came=f"got {cell!r:.80}")
+        raise BadRow(reason, "name another column, or fix the row", got=f"got {cell!r:.80}")
     return [_message_of(message, column) for message in cell]
 
 
@@ -386,13 +388,13 @@ def _message_of(message: dict, column: str) -> Message:
     if name is None:
         reason = f"a message of column {column!r} has no role"
         remedy = "give messages with role and content, or with ShareGPT's from and value"
-        raise BadRow(reason, remedy, came=f"it has {columns_of(message)}")
+        raise BadRow(reason, remedy, got=f"it has {columns_of(message)}")
     name = str(name).lower()
     role = ROLES.get(name)
     if role is None:
         known = "system, user, assistant or tool, or ShareGPT's human, gpt, function_call or observation"
         reason = f"a message of column {column!r} has an unknown role"
-        raise BadRow(reason, f"expected {known}", came=f"got {name!r:.40}")
+        raise BadRow(reason, f"expected {known}", got=f"got {name!r:.40}")
     if name == "function_call":
         others["tool_calls"] = _spelled_calls(content)
         content = None
@@ -403,7 +405,7 @@ def _message_of(message: dict, column: str) -> Message:
     for key, weight in weights.items():
         if weight not in (0, 1):
             reason = f"the {key} of a message must be 0 or 1"
-            raise BadRow(reason, FIX, came=f"got {weight!r:.40}")
+            raise BadRow(reason, FIX, got=f"got {weight!r:.40}")
     if not all(weights.values()):
         others["weight"] = 0
     if calls:
@@ -412,7 +414,7 @@ def _message_of(message: dict, column: str) -> Message:
         content, others = _text_of_parts(content, column, others)
     if content is None and not others.get("tool_calls"):
         reason = f"a message of column {column!r} has no content"
-        raise BadRow(reason, "give its text", came=f"got {message!r:.80}")
+        raise BadRow(reason, "give its text", got=f"got {message!r:.80}")
     return {"role": role, "content": content, **others}
 
 
@@ -427,7 +429,7 @@ def _text_of_parts(content: Any, column: str, others: Message) -> tuple[str, Mes
         if not isinstance(text, str):
             problem = f"a message of column {column!r} has content of type {kind!r:.40}"
             problem += " without a text" if kind in PARTS else ""
-            raise BadRow(problem, "only text can be read", came=f"got {part!r:.80}")
+            raise BadRow(problem, "only text can be read", got=f"got {part!r:.80}")
         said[kind].append(text)
     if said["reasoning"]:
         others = others | {"reasoning_content": "".join(said["reasoning"])}
@@ -440,12 +442,12 @@ def _text_of_parts(content: Any, column: str, others: Message) -> tuple[str, Mes
 def _call_of(call: Any) -> dict:
     """Return a tool call with its arguments as an object, without a table's nulls."""
     if not isinstance(call, dict):
-        raise BadRow("a tool call must be an object", FIX, came=f"got {call!r:.80}")
+        raise BadRow("a tool call must be an object", FIX, got=f"got {call!r:.80}")
     call = {key: value for key, value in call.items() if value is not None}
     # OpenAI's have the function inside; others are the function.
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadRow("a tool call has no name", FIX, came=f"got {call!r:.80}")
+        raise BadRow("a tool call has no name", FIX, got=f"got {call!r:.80}")
     arguments = function.get("arguments")
     # What is written in a text is no null of a table. Some files quote it twice.
     spelled = arguments
@@ -455,7 +457,7 @@ def _call_of(call: Any) -> dict:
     function = {key: value for key, value in function.items() if value is not None}
     if not isinstance(function.get("arguments", {}), dict):
         reason = "the arguments of a tool call must be an object"
-        raise BadRow(reason, FIX, came=f"got {arguments!r:.80}")
+        raise BadRow(reason, FIX, got=f"got {arguments!r:.80}")
     if not isinstance(arguments, str):
         function = without_nulls(function)
     return call | {"function": function} if "function" in call else function
@@ -478,7 +480,7 @@ def parsed_json(text: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         reason = "the tools or a tool call cannot be parsed as JSON"
-        raise BadRow(reason, FIX, came=f"got {text!r:.80}") from error
+        raise BadRow(reason, FIX, got=f"got {text!r:.80}") from error
 
 
 def without_nulls(value: Any) -> Any:

@@ -161,9 +161,9 @@ def _read_marked(
         if label is None:
             reason = f"column {label_column!r} {state_of(reader.row, label_column)}"
             remedy = "name the right column with --label_column"
-            raise BadRow(reason, remedy, came=f"the row has {columns_of(reader.row)}")
+            raise BadRow(reason, remedy, got=f"the row has {columns_of(reader.row)}")
         reason = f"column {label_column!r} must be true or false"
-        raise BadRow(reason, FIX, came=f"got {label!r:.80}")
+        raise BadRow(reason, FIX, got=f"got {label!r:.80}")
     found = encoder.demonstrations(reader, prompt_column, completion_column, joined=False)
     return [_record(one[:2], bool(label)) for one in found]
 

@@ -148,7 +148,7 @@ def _margin(reader: Reader, column: str) -> float:
     with contextlib.suppress(TypeError, ValueError):
         if math.isfinite(float(margin)):
             return float(margin)
-    raise BadRow(f"column {column!r} must be a number", FIX, came=f"got {margin!r:.80}")
+    raise BadRow(f"column {column!r} must be a number", FIX, got=f"got {margin!r:.80}")
 
 
 def _pair(ids: list[list[int]], beside: tuple[float, int], rows: Rows, i: int) -> Pair:

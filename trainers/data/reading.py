@@ -56,7 +56,7 @@ class Reading(contextlib.AbstractContextManager):
             if len(self.bad) == 1:
                 (bad,) = self.bad
                 remedy = f"{bad.remedy}, or --bad_rows skip" if total > 1 else bad.remedy
-                raise BadRow(bad.reason, remedy, came=bad.came, where=bad.where)
+                raise BadRow(bad.reason, remedy, got=bad.got, where=bad.where)
             remedy = "" if len(self.bad) == total else " (--bad_rows skip leaves them out)"
             title = f"{counts} rows cannot be used{remedy}; the first of each kind:"
             raise BadRows("\n".join([title, *self._kinds()]))

@@ -41,14 +41,14 @@ SPLITS["validation"] = ("validation", "valid", "val", "dev")
 class BadRow(InputError):
     """A row that cannot be used: a reason that other rows may share, what came in this one, what to do, and where."""
 
-    def __init__(self, reason: str, remedy: str = "", *, came: str = "", where: str = ""):
+    def __init__(self, reason: str, remedy: str = "", *, got: str = "", where: str = ""):
         self.reason = reason
         self.remedy = remedy
-        self.came = came
+        self.got = got
         self.where = where
-        if came:
-            mark = ", " if came.startswith("got ") else "; " if " has " in came else ": "
-            reason = f"{reason}{mark}{came}"
+        if got:
+            mark = ", " if got.startswith("got ") else "; " if " has " in got else ": "
+            reason = f"{reason}{mark}{got}"
         problem = f"{where}: {reason}" if where else reason
         super().__init__(f"{problem}; {remedy}" if remedy else problem)
 
@@ -57,7 +57,7 @@ class BadRow(InputError):
         """Return the error of a row with the place of the row, if it does not have one yet."""
         if not isinstance(error, BadRow):
             return cls(str(error), where=where)
-        return cls(error.reason, error.remedy, came=error.came, where=error.where or where)
+        return cls(error.reason, error.remedy, got=error.got, where=error.where or where)
 
 
 class Rows(Sequence[dict]):
@@ -165,10 +165,10 @@ def parsed(text: bytes) -> dict:
         row = json.loads(text)
     except ValueError as error:
         remedy = "give one object per line, or one list or object in a .json file"
-        raise BadRow("not JSON in UTF-8", remedy, came=str(error)) from error
+        raise BadRow("not JSON in UTF-8", remedy, got=str(error)) from error
     if not isinstance(row, dict):
         remedy = 'a row is an object with columns, such as {"messages": [...]}'
-        raise BadRow("expected a JSON object", remedy, came=f"got {type(row).__name__}")
+        raise BadRow("expected a JSON object", remedy, got=f"got {type(row).__name__}")
     return row
 
 
@@ -229,7 +229,7 @@ def _elements(file: IO[str]) -> Iterator[str]:
         if end == len(text):
             more = file.read(BLOCK)
             if not more:
-                raise BadRow("not JSON in UTF-8", f"fix row {number + 1}", came=problem)
+                raise BadRow("not JSON in UTF-8", f"fix row {number + 1}", got=problem)
             text, at = text[at:] + more, 0
             continue
         number += 1

@@ -36,7 +36,7 @@ def cell_of_answer(row: dict, column: str | None) -> tuple[str, object]:
         if column is None:
             missing = f"there is no answer in {', '.join(columns[:-1])} or {columns[-1]}"
             remedy = "name its column with --answer_column, or fix the row"
-        raise BadRow(missing, remedy, came=f"{where} {level}")
+        raise BadRow(missing, remedy, got=f"{where} {level}")
     return name, value
 
 
@@ -45,7 +45,7 @@ def answers_of(row: dict, column: str | None) -> list[str]:
     name, value = cell_of_answer(row, column)
     answers = [_answer(name, one) for one in (value if isinstance(value, list) else [value])]
     if not answers:
-        raise BadRow(f"column {name!r} has no answer", FIX, came="got []")
+        raise BadRow(f"column {name!r} has no answer", FIX, got="got []")
     return answers
 
 
@@ -57,8 +57,8 @@ def answer_of(row: dict, column: str | None) -> str:
 def _answer(name: str, value: object) -> str:
     # NaN is how a missing cell of a table is read.
     if not isinstance(value, (str, numbers.Number)) or value != value:
-        came = f"got {shortened(value)} ({type(value).__name__})"
-        raise BadRow(f"column {name!r} must be text, a number, true or false, or a list", came=came)
+        got = f"got {shortened(value)} ({type(value).__name__})"
+        raise BadRow(f"column {name!r} must be text, a number, true or false, or a list", got=got)
 
     # Of a worked solution what follows the last marks, or the last box; other answers are taken whole.
     text = str(value).lower() if isinstance(value, bool) else str(value)
@@ -66,7 +66,7 @@ def _answer(name: str, value: object) -> str:
     if name.rpartition(".")[2] == "solution":
         answer = ([answer] + BOXED.findall(answer))[-1].strip()
     if not answer:
-        raise BadRow(f"column {name!r} has no answer", FIX, came=f"got {value!r:.80}")
+        raise BadRow(f"column {name!r} has no answer", FIX, got=f"got {value!r:.80}")
     return answer
 
 

@@ -59,4 +59,4 @@ def _check_formula(answer: str) -> None:
     if words or not judging.parsed(answer):
         what = "has a word" if words else "cannot be parsed"
         remedy = "write it as a number or in LaTeX, or compare it as text: --verifiers exact_match"
-        raise BadRow(f"verifier 'math': the answer {what}", remedy, came=f"got {answer!r:.80}")
+        raise BadRow(f"verifier 'math': the answer {what}", remedy, got=f"got {answer!r:.80}")
