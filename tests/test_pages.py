@@ -164,7 +164,7 @@ def own_trainer(tmp_path):
 def test_an_own_trainer_has_a_dry_run_that_knows_its_column(own_trainer):
     printed = run_own_trainer(own_trainer, "--output_dir", "run", "--eval_size", "8", "--dry_run")
     assert "unused columns: note" in printed and "# one example: rows.jsonl, line 1" in printed
-    assert "0|<end>" in printed
+    assert "# beside its tokens: 0.0" in printed and "0|<end>" in printed
 
 
 @pytest.mark.slow
@@ -172,7 +172,9 @@ def test_an_own_trainer_resumes_on_two_ranks_bit_for_bit(own_trainer):
     words = ["--eval_size", "8", "--batch_size", "8", "--lr", "1e-3", "--steps", "4"]
     words += ["--eval_every", "2", "--output_dir"]
     printed = run_own_trainer(own_trainer, *words, "whole", processes=2)
-    assert "did it learn? yes: held-out loss" in printed
+    assert (
+        "did it learn? yes, and still improving (--resume --steps 8 goes on): held-out" in printed
+    )
     (own_trainer / "half.py").write_text("def stop(step):\n    step.number == 2 and step.stop()\n")
     run_own_trainer(own_trainer, *words, "parts", "--on_step", "half:stop", processes=2)
     run_own_trainer(own_trainer, *words, "parts", "--resume", processes=2)

@@ -92,7 +92,9 @@ def train_step(
 
     def score(indices: list[int]) -> torch.Tensor:
         # Both sides go through the model at once, because the loss compares them.
-        sides = [prompt + ids for i in indices for prompt, ids in pairs[i].sequences().values()]
+        sides = [
+            prompt + ids for i in indices for prompt, ids in (pairs[i].chosen, pairs[i].rejected)
+        ]
         packed = None
         if costs is not None:
             packed = (

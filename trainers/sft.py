@@ -104,10 +104,6 @@ class Example(NamedTuple):
     trained: list[bool] | None = None
     """Which tokens of the completion count, where others speak in it too; None if all do."""
 
-    def sequences(self) -> dict[str, encode.Encoded]:
-        """Return the demonstration by its name."""
-        return {"demonstration": (self.prompt, self.completion)}
-
     def tokens(self) -> int:
         """Return the length of both."""
         return len(self.prompt) + len(self.completion)

@@ -155,14 +155,14 @@ def test_what_is_counted_is_what_a_step_takes(trainer, options, measured, tmp_pa
     check_inputs = Run.check_inputs
 
     def noting(*arguments, **read):
-        rows_read.extend(read["rows"])
+        rows_read.append(read["rows"])
         return check_inputs(*arguments, **read)
 
     monkeypatch.setattr(Run, "check_inputs", noting)
     peak = peak_of(config)
 
     # The rows have one length.
-    ((prompt, response), *_) = rows_read[0].sequences().values()
+    prompt, response, *_ = rows_read[0].record(0)["ids"]
     footprint = memory.footprint_of(config)
     lengths = {"prompt_tokens": len(prompt) * bool(footprint.prompt_tokens)}
     if not footprint.samples:

@@ -58,10 +58,9 @@ def test_a_dry_run_says_what_the_run_would_say(name, folder, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
     capsys.readouterr()
-    main([*words, "--bad_rows", "skip", "--dry_run", "--warmup_steps", "99999"])
+    main([*words, "--bad_rows", "skip", "--dry_run"])
     printed = capsys.readouterr()
     assert "left out 3 of 40 rows" in printed.err and "one example: " in printed.out
-    assert "# warmup_steps: 99999 is not below the run's " in printed.out
 
 
 def of_other_tokens(model: str, to: Path) -> str:
@@ -182,8 +181,8 @@ def test_the_example_has_every_token_and_says_which_are_trained(
     example = capsys.readouterr().out.split("# one example: ")[1].splitlines()
     assert example[0].startswith(f"{tmp_path}/rows.jsonl, line 1")
     assert example[1:] == [
-        "# demonstration, prompt (8 tokens): <bos>|<user>|a| |b|<end>|\\n|<assistant>",
-        f"# demonstration, trained (103 tokens): c|\\n|{'d|' * 18}… 63 more …|{'d|' * 19}<end>",
+        "# prompt (8 tokens): <bos>|<user>|a| |b|<end>|\\n|<assistant>",
+        f"# trained (103 tokens): c|\\n|{'d|' * 18}… 63 more …|{'d|' * 19}<end>",
     ]
 
 

@@ -74,8 +74,12 @@ class Examples(Sequence[Any]):
     def __getitem__(self, i) -> Any:
         if isinstance(i, slice):
             return [self[place] for place in range(*i.indices(len(self)))]
-        record = self.table[int(self.places[i])]
+        record = self.record(i)
         return self.make(record["ids"], json.loads(record["beside"]), self.rows, record["row"])
+
+    def record(self, i: int) -> dict[str, Any]:
+        """Return what the table has of an example."""
+        return self.table[int(self.places[i])]
 
     def column(self, name: str) -> numpy.ndarray:
         """Return a column of the table: lengths of the prompt, of the response and of both, the largest id, …"""

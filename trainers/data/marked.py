@@ -72,10 +72,6 @@ class Marked:
     desirable: bool
     where: str
 
-    def sequences(self) -> dict[str, Encoded]:
-        """Return the sequence that is trained, by its mark."""
-        return {"good" if self.desirable else "bad": self.matched}
-
     def tokens(self) -> int:
         """Return the number of tokens of both sequences."""
         return sum(map(len, (*self.matched, *self.mismatched)))

@@ -93,12 +93,8 @@ class Pair:
     def padded_tokens(self) -> int:
         """Return the number of tokens of both sequences, padded to the same length."""
         return 2 * max(
-            len(prompt) + len(response) for prompt, response in self.sequences().values()
+            len(prompt) + len(response) for prompt, response in (self.chosen, self.rejected)
         )
-
-    def sequences(self) -> dict[str, Encoded]:
-        """Return both sequences by their name."""
-        return {"chosen": self.chosen, "rejected": self.rejected}
 
     def predicted(self) -> list[int]:
         """Return the number of response tokens, chosen and rejected, that something predicts."""

@@ -30,10 +30,6 @@ class Prompt:
     completion: list[int] | None = None
     """Token ids of the row's own completion, where that is trained."""
 
-    def sequences(self) -> dict[str, tuple[list[int], list[int]]]:
-        """Return the prompt by its name, with the completion that is trained."""
-        return {"prompt": (self.ids, self.completion or [])}
-
 
 @dataclass
 class Response:

@@ -4,30 +4,18 @@ A dry run is the run itself, up to where all but the models that are trained has
 back.
 """
 
+import json
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.text import escaped
-from fused_rl.trainers.data.encode import Encoded
+from fused_rl.trainers.data.examples import Examples
 from fused_rl.trainers.options import RunConfig, to_yaml
 
 # Only the first and the last tokens of a sequence that is longer than this are printed.
 MOST_TOKENS = 200
-
-
-class Encodable(Protocol):
-    """What a trainer makes of a row: token sequences that know where they come from."""
-
-    @property
-    def where(self) -> str:
-        """The file and line of the row."""
-        ...
-
-    def sequences(self) -> dict[str, Encoded]:
-        """Return the token ids of prompt and response of each sequence, by the name of the sequence."""
-        ...
 
 
 class DryRun(Exception):
@@ -37,7 +25,7 @@ class DryRun(Exception):
 def described(
     config: RunConfig,
     divided: Mapping[str, object],
-    examples: Sequence[Encodable],
+    examples: Examples,
     tokenizer: Any,
     scorers_read: Mapping[str, object],
 ) -> str:
@@ -47,14 +35,7 @@ def described(
         together = f"groups of {config.sequence_parallel}, each of which counts as one below"
         divided["processes"] = f"{ranks.processes()}, in {divided['processes']} {together}"
     lines = [f"# {key}: {value}" for key, value in divided.items()]
-    updates = divided.get("optimizer updates in the run", divided.get("optimizer steps"))
-    for name in ("warmup_steps", "critic_warmup_steps"):
-        rising = getattr(config, name, None)
-        if rising and isinstance(updates, int) and rising >= updates:
-            lines.append(
-                f"# {name}: {rising} is not below the run's {updates} updates, so the learning rate rises to the end"
-            )
-    lines += ["#", *example_lines(examples[0], tokenizer)]
+    lines += ["#", *example_lines(examples, tokenizer)]
     for name, value in scorers_read.items():
         lines.append(f"# {name}, which scorers read: {escaped(value):.200}")
     everything = config.dry_run == "all"
@@ -63,25 +44,28 @@ def described(
     return "\n".join([*([] if everything else [title]), options, "# batch arithmetic", *lines])
 
 
-def example_lines(example: Encodable, tokenizer: Any) -> list[str]:
-    """Return an example as comment lines, with the tokens of its prompt and those that are trained.
+def example_lines(examples: Examples, tokenizer: Any) -> list[str]:
+    """Return the first example as comment lines, with the tokens of its prompts and those that are trained.
 
     On a terminal the two have different colours.
     """
     colors = {"prompt": "\x1b[36m", "trained": "\x1b[32m"} if sys.stdout.isatty() else {}
-    lines = [f"# one example: {example.where}, its tokens between bars"]
-    for name, (prompt, response) in example.sequences().items():
-        parts = {"prompt": prompt, "trained": response}
-        for part, ids in parts.items():
-            if not ids:
-                continue
-            texts = [escaped(tokenizer.decode(i)) for i in ids]
-            if len(texts) > MOST_TOKENS:
-                left_out = len(texts) - MOST_TOKENS
-                half = MOST_TOKENS // 2
-                texts = [*texts[:half], f"… {left_out} more …", *texts[-half:]]
-            label = part if name == "prompt" else f"{name}, {part}"
-            color = colors.get(part, "")
-            end = "\x1b[0m" if color else ""
-            lines.append(f"# {label} ({len(ids)} tokens): {color}{'|'.join(texts)}{end}")
+    lines = [f"# one example: {examples.where(0)}, its tokens between bars"]
+    record = examples.record(0)
+    ids_of_example, beside = record["ids"], json.loads(record["beside"])
+    if isinstance(beside, int | float):
+        lines.append(f"# beside its tokens: {beside}")
+    names = ["chosen, ", "rejected, "] if len(ids_of_example) > 3 else [""]
+    labels = [name + part for name in names for part in ("prompt", "trained")]
+    for label, ids in zip(labels, ids_of_example, strict=False):
+        if not ids:
+            continue
+        texts = [escaped(tokenizer.decode(i)) for i in ids]
+        if len(texts) > MOST_TOKENS:
+            left_out = len(texts) - MOST_TOKENS
+            half = MOST_TOKENS // 2
+            texts = [*texts[:half], f"… {left_out} more …", *texts[-half:]]
+        color = colors.get(label.split()[-1], "")
+        end = "\x1b[0m" if color else ""
+        lines.append(f"# {label} ({len(ids)} tokens): {color}{'|'.join(texts)}{end}")
     return lines

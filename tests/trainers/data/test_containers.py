@@ -112,7 +112,7 @@ def ids(trainer: forms.Trainer, rows) -> list:
         name = rows if isinstance(rows, str) else None
         found = reading.add(chosen_rows("dataset", given, name, None, "train", reading.bad))
         examples = read(config, found, forms.encoder())
-    return [list(example.sequences().values()) for example in examples]
+    return [examples.record(i)["ids"] for i in range(len(examples))]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
