@@ -54,9 +54,7 @@ CASES = [
     (of("val/first_ratio", 1.0, 1 + 1e-5, 1.04), BF16, {}),
     (of("train/loss", 2.0, None), FP32, {"not-finite": 1}),
     (of("optim/grad_norm", 2.0, math.inf), FP32, {"not-finite": 1}),
-    (of("loss/total_avg", "high", [1]), FP32, {"not-finite": 0}),
-    (of("optim/critic_grad_norm", 0.0, count=10), FP32, {"no-gradient": 9}),
-    (of("optim/grad_norm", 0.0, 0.1, count=9), FP32, {}),
+    (of("loss/total_avg", None), FP32, {"not-finite": 0}),
     (of(EQUAL, 0.75, count=25, frac_groups_all_solved=0.0), FP32, {"equal-rewards": 19}),
     (of(EQUAL, 0.7, count=25, frac_groups_all_solved=0.0), FP32, {}),
     (of(EQUAL, 1.0, count=25, frac_groups_all_solved=0.0), FP32 | {"advantage": "batch-std"}, {}),
@@ -70,7 +68,7 @@ CASES = [
         FP32,
         {"all-solved": 19, "equal-rewards": 19},
     ),
-    (of(STD, 0.0, count=25, **{"optim/grad_norm": 0.0}), FP32, {"same-score": 9, "no-gradient": 9}),
+    (of(STD, 0.0, count=25), FP32, {"same-score": 9}),
     (of(STD, 0.1, *[0.0] * 12), FP32, {}),  # a policy that has become certain
     (of(STD, 0.0, count=10, **{EVAL: 1.0}), FP32, {}),
     (of("val/stop_rate", 0.4, count=10), FP32, {"length-limit": 9}),
@@ -86,10 +84,11 @@ CASES = [
     (of(KL, 7.9, count=20, **LONG), FP32, {}),
     (of(KL, 1.0, 6.0, count=10, **LONG), FP32, {"kl-high": 16}),
     (of(KL, 0.1, 3.0, count=10, **LONG), FP32, {}),
-    (of("train/loss", 5.5, 54.0), FP32, {}),
-    (of("train/loss", 5.5, 56.0), FP32, {"exploding": 1}),
+    (of("train/loss", 5.5, 8.4), FP32, {}),
+    (of("train/loss", 5.5, 8.6), FP32, {"exploding": 1}),
     (of("train/rm/loss", 0.7, 9.9), FP32, {}),
-    (of("distill/kl", 0.7, 11.0), FP32, {"exploding": 1}),
+    (of("train/rm/loss", 0.7, 10.1), FP32, {"exploding": 1}),
+    (of("distill/kl", 0.7, 3.8), FP32, {"exploding": 1}),
     (of("optim/grad_norm", 0.0, 0.5, 499.0), FP32, {}),
     (of("optim/grad_norm", 0.0, 0.5, 501.0), FP32, {"exploding": 2}),
     (
@@ -133,6 +132,8 @@ def test_what_may_be_the_cause_of_the_others_is_named_first():
         watch.update({"step": step, "val/stop_rate": 0.1, "train/loss": loss, "lr": 1e-2})
     assert [*watch.found] == ["length-limit", "exploding"]
     assert [*watch.findings] == ["exploding", "length-limit"]
+    assert "try a tenth of it (docs" in watch.findings["exploding"]
+    assert "at first 0.1; perhaps because of exploding (docs" in watch.findings["length-limit"]
 
 
 def made(
@@ -141,8 +142,7 @@ def made(
     """A folder as a finished run leaves it."""
     (folder / "model").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    if config is not None:
-        (folder / "config.yaml").write_text(config)
+    (folder / "config.yaml").write_text(config)
     return folder
 
 
@@ -182,7 +182,7 @@ def test_a_run_that_learned_nothing_is_not_called_healthy(tmp_path, capsys):
         f"{tmp_path / 'run'}: did it learn? no: held-out accuracy of sampled responses shows no change beyond the "
         "error: from 0.15 (step 0) to 0.1 (step 100), a change of -0.05 ± 0.11 on 20 rows"
     )
-    assert lines[1].startswith("grpo, 100 of 100 steps; examined: 101 lines of metrics.jsonl, for")
+    assert lines[1] == "grpo, 100 of 100 steps; examined: 101 lines of metrics.jsonl"
     assert lines[2] == (
         f"finding: step 20: equal-rewards: {EQUAL} is 0.9 over the last 20 steps, at first 0.9; they teach nothing: "
         "change the rows, the warm start, or the scorer (docs/doctor.md#equal-rewards)"
@@ -192,24 +192,17 @@ def test_a_run_that_learned_nothing_is_not_called_healthy(tmp_path, capsys):
 
 
 def test_a_run_without_findings_says_that_it_learned_and_is_not_praised(tmp_path, capsys):
-    good = made(
-        tmp_path / "good", [{"step": 0, EVAL: 0.2}, {"step": 5, EVAL: 0.6, "x": {"nested": 1}}]
-    )
+    good = made(tmp_path / "good", [{"step": 0, EVAL: 0.2}, {"step": 5, EVAL: 0.6}])
     rows = [{"step": 0, EVAL: [[0.2, 0.2]]}, {"step": 5, EVAL: [[0.6, 0.6]]}]
     (good / "held_out.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
     status, said, _ = run_doctor(capsys, good)
     assert status == 0 and "did it learn? yes: held-out accuracy of sampled" in said
     assert "rose from 0.2 (step 0) to 0.6" in said and "no problems found" in said
     (good / "model").rmdir()
-    status, said, _ = run_doctor(
-        capsys, good, made(tmp_path / "other", [{"step": 1, "lr": 10**400}])
-    )
-    assert status == 1 and "unfinished: the run has not ended, and has no model/" in said
-    assert "did it learn? so far yes: held-out" in said
-    assert "there is no checkpoint to continue from" in said and "--resume" not in said
+    status, said, _ = run_doctor(capsys, good, made(tmp_path / "other", [{"step": 1, "lr": 1.0}]))
+    assert status == 1 and "did it learn? so far yes: held-out" in said
+    assert "unfinished: the run has no model/ yet; one that was stopped continues with" in said
     assert "did it learn? Nothing here shows it: no held-out figure was measured twice" in said
-    (good / "checkpoints" / "step-5").mkdir(parents=True)
-    assert "continues with --resume" in run_doctor(capsys, good)[1]
 
 
 def test_a_run_that_died_of_its_learning_rate_is_told_so(tmp_path, capsys):
@@ -220,11 +213,13 @@ def test_a_run_that_died_of_its_learning_rate_is_told_so(tmp_path, capsys):
     folder = made(tmp_path / "run", history, config)
     (folder / "model").rmdir()
     status, said, _ = run_doctor(capsys, folder)
-    assert status == 1 and "the run has not ended" in said and "of step 2" in said
+    assert status == 1 and "unfinished: the run has no model/" in said
     assert "exploding: train/loss is 6.18e+03, at first 5.49; lr is probably too large" in said
 
 
-@pytest.mark.parametrize("name", cli.TRAINERS)
+@pytest.mark.parametrize(
+    "name", [*cli.TRAINERS, "weighted"]
+)  # and of a trainer outside of the repository
 def test_a_run_of_every_trainer_is_read(name, tmp_path, capsys):
     config = f"# fused-rl {name} --config <this file>\nsteps: 1\n"
     folder = made(tmp_path / "run", [{"step": 1, "lr": 1e-3}], config)
@@ -237,21 +232,9 @@ def test_a_run_of_every_trainer_is_read(name, tmp_path, capsys):
 
 def test_what_is_no_run_is_one_line_and_status_2(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
-    entry = [{"step": 1, "train/loss": 2.0}]
-    for folder, message in (
-        (tmp_path / "none", "holds no metrics.jsonl"),
-        (tmp_path / "empty", "holds no metrics.jsonl"),
-        (
-            made(tmp_path / "bare", entry, None),
-            f"is not the config of a run of {', '.join(cli.TRAINERS)}",
-        ),
-        (
-            made(tmp_path / "unknown", entry, "# fused-rl other\nsteps: 3\n"),
-            "is not the config of a run of",
-        ),
-    ):
+    for folder in (tmp_path / "none", tmp_path / "empty"):
         status, said, error = run_doctor(capsys, folder)
-        assert status == 2 and said == "" and message in error, folder
+        assert status == 2 and said == "" and "holds no metrics.jsonl" in error, folder
         assert error.startswith(f"fused-rl doctor: error: {folder}")
     assert run_doctor(capsys, "--no_such_option")[0] == 2
 

@@ -111,7 +111,7 @@ def steps(count=40, **columns):
 def test_a_run_without_held_out_rows_says_so_and_what_training_shows():
     rising = watched({}, {}, steps(reward=lambda step: step / 40), eval_size=0)
     assert rising.learned().startswith(
-        "did it learn? there are no held-out rows (eval_size 0); in training the reward rose from 0.1"
+        "did it learn? no held-out figure was measured twice; in training the reward rose from 0.1"
     )
     assert not rising.found
     flat = watched({}, {}, steps(reward=lambda step: step % 2), eval_size=0)
@@ -136,19 +136,40 @@ def test_a_yes_says_in_the_same_line_what_casts_doubt_on_it():
         watched(before, after | {greedy: NONE})
         .learned()
         .startswith(
-            "did it learn? yes, but the accuracy of greedy responses fell beyond the error: held-out"
+            "did it learn? yes, but most problems are unsolved (greedy 0%), but the accuracy of greedy responses fell "
+            "beyond the error: held-out"
         )
     )
     almost = {greedy: [1.0] * 7 + [0.0]}
     assert watched(before, after | almost).learned().startswith("did it learn? yes: held-out")
-    for key, said in (
-        ("clipped", "96% of the responses were cut at max_new_tokens"),
-        ("commonest", "96% of the responses are one and the same text"),
+    for key, most, said in (
+        ("clipped", 0.5, "50% of the responses were cut at max_new_tokens"),
+        ("commonest", 0.9, "90% of the responses are one and the same text"),
     ):
-        shares = [after | almost | {f"eval/{key}_ratio": [share] * 8} for share in (0.96, 0.8)]
+        shares = [
+            after | almost | {f"eval/{key}_ratio": [share] * 8} for share in (most, most - 0.01)
+        ]
         doubtful, fine = (watched(before, each).learned() for each in shares)
         assert doubtful.startswith(f"did it learn? yes, but {said}: held-out")
         assert fine.startswith("did it learn? yes: held-out")
+
+
+@pytest.mark.parametrize(
+    ("latest", "goes_on"), [(0.6, True), (0.52, False), (0.5, False), (0.4, False)]
+)
+def test_a_yes_says_that_the_figure_was_still_improving(latest, goes_on):
+    watch = Watch({"dtype": "float32"})
+    for step, score in enumerate((0.1, 0.5, latest)):
+        watch.update({"step": 40 * step, "eval/score": score}, {"eval/score": [[score] * 8]})
+    assert ("yes, and still improving (--resume --steps 160 goes on)" in watch.learned()) == goes_on
+    assert "improving" not in watch.learned(ended=False)
+
+
+@pytest.mark.parametrize("rises", [True, False])
+def test_only_a_reward_that_rose_is_said_to_pay_for_something_else(rises):
+    rewards = steps(reward=lambda step: step if rises else -step)
+    said = watched({ACCURACY: ALL}, {ACCURACY: NONE}, rewards).findings["held-out-worse"]
+    assert ("while the reward rose: what is rewarded may not be what is evaluated" in said) == rises
 
 
 def test_a_scorer_that_grades_is_followed_also_where_some_are_solved_and_the_accuracy_stands_beside_it():
@@ -183,11 +204,11 @@ def test_what_the_run_has_seen_is_what_its_file_holds(tmp_path):
 
 
 def test_the_signal_of_what_was_sampled(capsys):
-    def said_of(rewards, cut=0.0, nones=0):
+    def said_of(rewards, cut=0.0, nones=0, counts=(1,) * 16, **figures):
         rewards = torch.tensor(rewards, dtype=torch.float64)
-        figures = {"clipped_ratio": cut, "score": rewards.mean().item()} | spread(rewards)
-        totals = {"responses": 16, "none/exact_match": nones}
-        signal.say(figures, totals, rewards.shape[1], "said", {"answer": "7"}, 12)
+        figures |= {"clipped_ratio": cut, "score": rewards.mean().item()} | spread(rewards)
+        totals = {"responses": 16, "problems": 64, "none/exact_match": nones}
+        signal.say(figures, totals, rewards.shape[1], "said", {"answer": "7"}, 12, counts)
         return capsys.readouterr().out
 
     said = said_of([[i / 10, 0.5, 0.6, 0.7] for i in range(4)])
@@ -204,6 +225,13 @@ def test_the_signal_of_what_was_sampled(capsys):
     assert "signal: most responses are cut (" in said_of([[0.0, 1.0]] * 4, cut=0.5)
     nones = said_of([[0.0, 1.0]] * 4, nones=4)
     assert "signal: exact_match returned None for 25.0% of the responses" in nones
+    # A model that guesses among seven days is right in a seventh of its responses; a better one is not said to guess.
+    days = {"rewards": [[0.0, 1.0]] * 4, "counts": [37] * 7}
+    guessing = "14% of the responses are right, as many as by guessing among 7 answers"
+    assert guessing in said_of(**days, accuracy_sampled=0.14)
+    for solved in (0.0, 0.3):
+        assert "guessing" not in said_of(**days, accuracy_sampled=solved)
+    assert "guessing" not in said_of([[0.0, 1.0]] * 4, counts=[1] * 60, accuracy_sampled=0.01)
     # A single response to each prompt has no group.
     assert said_of([[0.0], [1.0]]).startswith("signal: mean 0.5, standard deviation 0.5; 0% of")
     assert little in said_of([[1.0], [1.0]])

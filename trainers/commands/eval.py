@@ -13,6 +13,7 @@ import math
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -249,7 +250,8 @@ def evaluate(
         one = next(row for row in responses if row["decoding"] == "sampled")
         problem = problems[one["problem"]]
         answer = right_answer(problem.row, problem.prompt, judges)
-        signal.say(figures, totals, rewards.shape[1], one["response"], answer, length)
+        counts = Counter(row["response"] for row in responses).values()
+        signal.say(figures, totals, rewards.shape[1], one["response"], answer, length, counts)
     if out is not None and ranks.process() == 0:
         write_rows(out / "responses.jsonl", responses)
         summary = figures | {"options": config.to_dict() | {"max_new_tokens": length}}

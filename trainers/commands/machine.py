@@ -1,10 +1,10 @@
 """`fused-rl doctor` without a run: versions, device, compiler, a kernel against its definition, missing packages."""
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
 import shutil
+from importlib.metadata import version
 
 import torch
 
@@ -40,20 +40,12 @@ def errors(device: str) -> tuple[float, float]:
     return tuple((values - exact).abs().max().item() for values in found)
 
 
-def version_of(distribution: str) -> str:
-    """Return the version that is installed."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:  # such as a checkout on PYTHONPATH
-        return "without a version"
-
-
 def look() -> int:
     """Print the report about this machine, and return 1 if the kernel is wrong and 0 otherwise."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     triton = "no Triton"
     if importlib.util.find_spec("triton") is not None:
-        triton = f"Triton {version_of('triton')}"
+        triton = f"Triton {version('triton')}"
     python = platform.python_version()
     print(f"fused_rl {fused_rl.__version__}, Python {python}, torch {torch.__version__}, {triton}")
     print(
@@ -68,7 +60,7 @@ def look() -> int:
     for extra, packages in cli.EXTRAS.items():
         missing = cli.lacking(extra)
         present = [name for name in packages.values() if name not in missing]
-        print(f"[{extra}]: {', '.join(f'{name} {version_of(name)}' for name in present)}")
+        print(f"[{extra}]: {', '.join(f'{name} {version(name)}' for name in present)}")
         if missing:
             print(f"  missing: {', '.join(missing)}; pip install 'fused-rl[{extra}]'")
 

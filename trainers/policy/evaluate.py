@@ -104,7 +104,7 @@ def evaluate(
 
         one, limit = sampled.samples[0], policy.sampling.max_new_tokens
         answer = right_answer(one.row, one.prompt, policy.scorers)
-        signal.say(found, totals, k, one.text, answer, limit, config.group_size)
+        signal.say(found, totals, k, one.text, answer, limit, equal.tolist(), config.group_size)
 
     # The responses to show are of the same held-out problems each time, and of some that the last step trained on.
     most = SHOWN - len(policy.sample_rows)

@@ -1,6 +1,6 @@
 """The signal for RL: how the scores of responses differ before training."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from fused_rl.trainers.base.screen import print_line
 from fused_rl.trainers.rollouts.types import shortened
@@ -18,6 +18,7 @@ def say(
     response: str,
     answer: Mapping[str, object],
     limit: int,
+    counts: Collection[int],
     group_size: int = GROUP,
 ) -> None:
     """Print the signal that was measured, and a response if most groups of `group_size` would have none.
@@ -29,6 +30,7 @@ def say(
         response: one of the responses.
         answer: its `right_answer`.
         limit: the length in tokens at which responses were cut.
+        counts: how many responses have each of their texts.
         group_size: the number of responses to a prompt in training.
     """
     differ = 1 - figures.get("frac_reward_zero_std", figures["score_std"] == 0)
@@ -46,6 +48,16 @@ def say(
             print_line(
                 f"signal: {name[5:]} returned None for {share}, which adds 0 to their reward"
             )
+    # Two responses are alike this often, and a guess among their texts is right as often. Among more than 50 texts they
+    # are too rarely alike to tell.
+    solved, count = figures.get("accuracy_sampled", 0), sum(counts)
+    guess = sum(n * (n - 1) for n in counts) / max(1, count * (count - 1))
+    error = (guess * (1 - guess) / totals["problems"]) ** 0.5
+    if guess > 0.02 and 0 < solved < guess + 2 * error:
+        print_line(
+            f"signal: {solved:.0%} of the responses are right, as many as by guessing among {1 / guess:.0f} answers: "
+            "the model knows the form of an answer alone, so train sft longer or on more rows"
+        )
     is_little = differ < ENOUGH * min(1, k / max(group_size, GROUP))
     if is_little or cut >= 0.5:
         said = "little to learn from" if is_little else "most responses are cut"

@@ -55,9 +55,9 @@ BESIDE = {
     "eval/loss": "loss",
 }
 # The figures on training rows, for a run without held-out ones; again the first one counts.
+REWARDS = Figure("reward", "reward"), Figure("objective/scores", "score")
 TRAINING = (
-    Figure("reward", "reward"),
-    Figure("objective/scores", "score"),
+    *REWARDS,
     Figure("distill/kl", "KL to the teacher (nats per token)", -1),
     Figure("train/rm/loss", "loss", -1),
     Figure("train/dpo/loss", "loss", -1),

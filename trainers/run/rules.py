@@ -16,6 +16,7 @@ from fused_rl.trainers.run.learned import (
     CRITIC,
     GREEDY,
     HELD_OUT,
+    REWARDS,
     TRAINING,
     Change,
     Figure,
@@ -25,10 +26,9 @@ from fused_rl.trainers.run.learned import (
 from fused_rl.trainers.run.metrics import NOTHING, ByRow
 
 # Shares of the held-out responses that cast doubt on a figure which became better, if they are as large as this.
-NEARLY_ALL = 0.9
 DOUBTS = {
-    "eval/clipped_ratio": "of the responses were cut at max_new_tokens",
-    "eval/commonest_ratio": "of the responses are one and the same text",
+    "eval/clipped_ratio": (0.5, "of the responses were cut at max_new_tokens"),
+    "eval/commonest_ratio": (0.9, "of the responses are one and the same text"),
 }
 
 
@@ -41,17 +41,17 @@ class Watch:
         is_fp32 = config.get("dtype") == "float32" or config.get("zero_stage") == 0
         self.rounding = 1e-6 if is_fp32 else 5e-2
         self.values: dict[str, list[float]] = {}
-        # The step, the figures and the rows of the first evaluation and of the last one.
+        # The step, the figures and the rows of the first evaluation, of the last but one and of the last one.
         self.evaluations: list[tuple[int, dict[str, float], ByRow]] = []
         # The name of a rule -> its finding: the step, what was seen, and what to change.
-        self.found: dict[str, str] = {}
+        self.found: dict[str, tuple[int, str, str]] = {}
 
     def update(self, entry: Mapping[str, Any], by_row: ByRow = NOTHING) -> list[str]:
         """Add one entry of metrics.jsonl, and return a line for each condition that holds for the first time.
 
         `by_row` is the entry of held_out.jsonl for the same step, if that evaluated.
         """
-        now = {key: as_float(value) for key, value in entry.items()}
+        now = {key: math.nan if value is None else value for key, value in entry.items()}
         # The KL is per response, and a longer response has more of it although the policy is no further away.
         if now.get("completions/mean_length", 0) > 0 and "objective/kl_exact" in now:
             now[PER_TOKEN] = now["objective/kl_exact"] / now["completions/mean_length"]
@@ -70,29 +70,39 @@ class Watch:
                 if rule.holds(latest, values, self.rounding):
                     steps = "" if rule.steps == 1 else f" over the last {rule.steps} steps"
                     seen = f"{key} is {latest:.3g}{steps}, at first {values[0]:.3g}"
-                    self._report(rule.name, f"{seen}; {rule.advice}")
+                    self._report(rule.name, seen, rule.advice)
 
         # A run that has recovered is no longer worse, and if it gets worse again, that is a new finding.
         is_finite = {key: value for key, value in now.items() if math.isfinite(value)}
         figures = {key: value for key, value in is_finite.items() if key.startswith("eval/")}
         if figures:
-            self.evaluations[1:] = [(entry["step"], figures, by_row)]
+            self.evaluations[1:] = [*self.evaluations[-1:], (entry["step"], figures, by_row)]
             if not (change := self.held_out) or change.gain >= 0:
                 self.found.pop(WORSE, None)
             elif WORSE not in self.found:
-                self._report(WORSE, f"held-out {change}; {AT_THE_END[WORSE]}")
-        return [self.found[name] for name in self.found if name not in before]
+                seen = f"held-out {change}"
+                if (trained := self.trained) and trained.figure in REWARDS and trained.gain > 0:
+                    seen += ", while the reward rose: what is rewarded may not be what is evaluated"
+                self._report(
+                    WORSE, seen, "lower lr, or take more rows; with rewards, read samples.jsonl"
+                )
+        return [line for name, line in self.findings.items() if name not in before]
 
-    def _report(self, name: str, text: str) -> None:
-        """Add a finding, with the step and the place where the page describes it."""
-        step = round(self.values["step"][-1])
-        self.found[name] = f"step {step}: {name}: {text} (docs/doctor.md#{name})"
+    def _report(self, name: str, seen: str, advice: str) -> None:
+        """Add a finding of the latest step."""
+        self.found[name] = round(self.values["step"][-1]), seen, advice
 
     @property
     def findings(self) -> dict[str, str]:
-        """All findings by name, those first that may be the cause of others."""
-        order = [rule.name for rule in RULES] + [*AT_THE_END]
-        return {name: self.found[name] for name in dict.fromkeys(order) if name in self.found}
+        """All findings by name, causes first; what a cause may explain has no advice of its own."""
+        lines: dict[str, str] = {}
+        for name in dict.fromkeys([*(rule.name for rule in RULES), WORSE, NOT_LEARNED]):
+            if name in self.found:
+                step, seen, advice = self.found[name]
+                if cause := next(filter(CAUSES.__contains__, lines), None):
+                    advice = f"perhaps because of {cause}"
+                lines[name] = f"step {step}: {name}: {seen}; {advice} (docs/doctor.md#{name})"
+        return lines
 
     def mean(self, key: str, count: int) -> float:
         """Return the mean of the last `count` values of a metric; NaN if there are fewer, or one of them is NaN."""
@@ -104,7 +114,7 @@ class Watch:
         """How the held-out figure changed from the first evaluation to the last; None without two evaluations of it."""
         if len(self.evaluations) < 2 or self.config.get("critic_only"):
             return None
-        (_, first, _), (_, last, _) = self.evaluations
+        (_, first, _), *_, (_, last, _) = self.evaluations
         known = {figure.key: figure for figure in HELD_OUT if figure.key in first.keys() & last}
         # One scorer's score is what the run trains for, and may grade where the accuracy stays 0. With several scorers
         # the score also pays for other things, such as the form of an answer, so there the accuracy is the figure.
@@ -116,9 +126,9 @@ class Watch:
                 del known[accuracy]
         return self.change_of(next(iter(known.values()))) if known else None
 
-    def change_of(self, figure: Figure) -> Change:
-        """Return how a figure changed that both the first evaluation and the last one have."""
-        return held_out_change(figure, *self.evaluations)
+    def change_of(self, figure: Figure, since: int = 0) -> Change:
+        """Return how a figure changed from one evaluation, the first one by default, to the last one."""
+        return held_out_change(figure, self.evaluations[since], self.evaluations[-1])
 
     @property
     def trained(self) -> Change | None:
@@ -145,13 +155,15 @@ class Watch:
                 )
             elif answer == "yes":
                 answer = ", but ".join([answer, *self._doubts(change)])
+                # It goes on if the last two evaluations differ by more than the error and a tenth of all that changed.
+                latest = self.change_of(change.figure, -2)
+                is_much = 10 * abs(latest.end - latest.start) > abs(change.end - change.start)
+                if ended and latest != change and latest.gain > 0 and is_much:
+                    steps = 2 * self.evaluations[-1][0]
+                    answer += f", and still improving (--resume --steps {steps} goes on)"
             so_far = "" if ended else "so far "
             return f"did it learn? {so_far}{answer}: held-out {change}{self._beside(change)}"
         none = "no held-out figure was measured twice"
-        if self.config.get("critic_only"):
-            none = "the critic alone was trained"
-        elif self.config.get("eval_size") == 0:
-            none = "there are no held-out rows (eval_size 0)"
         if change := self.trained:
             return f"did it learn? {none}; in training the {change}"
         return f"did it learn? Nothing here shows it: {none}, and too few steps to compare"
@@ -159,9 +171,11 @@ class Watch:
     def _doubts(self, change: Change) -> list[str]:
         """Return what else must be known of a run whose figure became better."""
         found = []
-        for key, words in DOUBTS.items():
-            if (share := self.values.get(key, [0])[-1]) >= NEARLY_ALL:
+        for key, (most, words) in DOUBTS.items():
+            if (share := self.values.get(key, [0])[-1]) >= most:
                 found.append(f"{share:.0%} {words}")
+        if (solved := self.values.get(GREEDY.key, [1])[-1]) < 0.5:
+            found.append(f"most problems are unsolved (greedy {solved:.0%})")
         for figure in (HELD_OUT[1], GREEDY):
             is_measured = all(figure.key in figures for _, figures, _ in self.evaluations)
             if is_measured and figure != change.figure and self.change_of(figure).gain < 0:
@@ -170,7 +184,7 @@ class Watch:
 
     def _beside(self, change: Change) -> str:
         """Return the other figures of the first and the last evaluation, and how far the policy went."""
-        (_, before, _), (_, after, _) = self.evaluations
+        (_, before, _), *_, (_, after, _) = self.evaluations
         others = []
         for key, name in BESIDE.items():
             # If a scorer only says right or wrong, the score equals the accuracy and is not repeated.
@@ -187,14 +201,9 @@ class Watch:
         if change is None or math.isnan(change.error) or change.gain > 0 or WORSE in self.found:
             return []
         where = "held-out" if self.held_out else "in training the"
-        self._report(NOT_LEARNED, f"{where} {change}; {AT_THE_END[NOT_LEARNED]}")
-        return [self.found[NOT_LEARNED]]
-
-
-def as_float(value: object) -> float:
-    """Return a metric as a float; NaN for null, and for anything else that a damaged file may hold."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(str(value)) if is_number else math.nan
+        advice = "another finding may be the cause; if none is, look for it in this order"
+        self._report(NOT_LEARNED, f"{where} {change}", advice)
+        return [self.findings[NOT_LEARNED]]
 
 
 def compares_across_groups(watch: Watch) -> bool:
@@ -225,10 +234,14 @@ class Rule(NamedTuple):
 
 
 PER_TOKEN = "objective/kl_exact per token"
+PER_TOKEN_LOSSES = "train/loss|distill/kl"
 # Losses that are never negative, so that a multiple of the first one means something.
-LOSSES = "train/loss|train/(rm|dpo|kto)/loss|distill/kl"
+PAIR_LOSSES = "train/(rm|dpo|kto)/loss"
 NORMS = "optim/.*grad_norm"
 WORSE, NOT_LEARNED = "held-out-worse", "not-learned"
+# Findings that may explain every later one.
+CAUSES = {"scores-none", "learning-rate", "not-finite", "exploding", "kl-high", "entropy-collapsed"}
+CAUSES |= {"length-limit", "all-solved"}
 # In the order of causes: what may explain others comes before them.
 RULES = (
     Rule(
@@ -248,14 +261,22 @@ RULES = (
     ),
     Rule(
         "not-finite",
-        f"{LOSSES}|loss/.*|{NORMS}",
+        f"{PER_TOKEN_LOSSES}|{PAIR_LOSSES}|loss/.*|{NORMS}",
         1,
         lambda now, *_: not math.isfinite(now),
         "lower lr, and read the rows of that step",
     ),
+    # Three nats make a token 20 times less likely.
     Rule(
         "exploding",
-        LOSSES,
+        PER_TOKEN_LOSSES,
+        1,
+        lambda now, values, _: now > values[0] + 3,
+        "lr is probably too large: try a tenth of it",
+    ),
+    Rule(
+        "exploding",
+        PAIR_LOSSES,
         1,
         lambda now, values, _: now > 10 * max(values[0], 1),
         "lr is probably too large: try a tenth of it",
@@ -347,13 +368,6 @@ RULES = (
         compares_across_groups,
     ),
     Rule(
-        "no-gradient",
-        NORMS,
-        10,
-        lambda now, *_: now == 0,
-        "the rewards are equal, or no token of the rows counts",
-    ),
-    Rule(
         "idle-critic",
         "val/var_explained",
         10,
@@ -361,8 +375,3 @@ RULES = (
         "raise critic_lr, look at value_clip, or warm it up with critic_only",
     ),
 )
-# Findings about the figure of the run itself, which come last: the others may be their cause.
-AT_THE_END = {
-    WORSE: "lower lr, or take more rows or fewer passes; with rewards, read samples.jsonl",
-    NOT_LEARNED: "another finding may be the cause; if none is, look for it in this order",
-}
