@@ -84,6 +84,7 @@ CASES = [
     (of(KL, 7.9, count=20, **LONG), FP32, {}),
     (of(KL, 1.0, 6.0, count=10, **LONG), FP32, {"kl-high": 16}),
     (of(KL, 0.1, 3.0, count=10, **LONG), FP32, {}),
+    (of(KL, 8.1, count=10, **LONG, frac_groups_all_solved=0.6), FP32, {}),
     (of("train/loss", 5.5, 8.4), FP32, {}),
     (of("train/loss", 5.5, 8.6), FP32, {"exploding": 1}),
     (of("train/rm/loss", 0.7, 9.9), FP32, {}),

@@ -294,6 +294,7 @@ RULES = (
         10,
         lambda now, values, _: now > 2 or now > max(1, 3 * mean(values[-20:-10] or [now])),
         "lower lr or raise kl_coef, and read samples.jsonl",
+        mostly_solved,
     ),
     Rule(
         "entropy-collapsed",
