@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.rows import load_rows
 from fused_rl.trainers.run.command import around
@@ -118,6 +119,7 @@ def main(argv: list[str] | None = None) -> None:
     given = parser.parse_args(argv)
     if given.output_dir.exists():
         raise InputError(f"{given.output_dir} exists; give --output_dir a new folder")
+    engine.quiet()
     tokenizer = learn_tokenizer(texts_of([*load_rows(given.dataset)]), 512, chat=True)
     sizes = {
         "layers": given.layers,
