@@ -21,8 +21,8 @@ ADVANTAGES = "tests/test_advantages.py"
 LOSSES = "tests/test_losses.py tests/test_losses_trl.py tests/test_aggregation.py"
 SURROGATES = "tests/test_surrogates.py"
 METRICS = "tests/test_loss_metrics.py"
-KL = "tests/test_kl.py -k 'value_and_gradients or far or banned'"
-LOGPROBS = "tests/test_logprobs.py -k 'values_and_every_gradient or banned or masked or shift'"
+KL = "tests/test_hostile.py -k token_kl"
+LOGPROBS = "tests/test_hostile.py -k token_logprobs"
 LAUNCHES = "-p tests.device.process tests/device/test_launches.py"
 PPO_STEP = "tests/trainers/test_ppo_step.py"
 PPO_PARTS = "tests/trainers/test_ppo.py"
@@ -130,7 +130,7 @@ MUTATIONS = {
         "kernels/kl_gradient.py",
         "alike = (x_at % VEC == y_at % VEC) & (x_at % VEC == out % VEC)",
         "alike = x_at % VEC == y_at % VEC",
-        "tests/test_kl.py -k odd_vocabulary",
+        "tests/test_hostile.py -k token_kl",
     ),
     "the merge of a row's programs forgets its own temperature": Mutation(
         "kernels/kl.py",
@@ -184,7 +184,7 @@ MUTATIONS = {
         "fused_rl/ops/linear.py",
         "return None if len(kept) == mask.numel() else kept",
         "return None if len(kept) else kept",
-        "tests/test_linear.py -k masked",
+        "tests/test_hostile.py -k linear",
     ),
     "where the gradient of a divergence begins is counted in 32 bits": Mutation(
         "kernels/kl_gradient.py",
@@ -365,7 +365,7 @@ MUTATIONS = {
         "kernels/states.py",
         "Shares(1 - jsd_beta, jsd_beta)",
         "Shares(jsd_beta, 1 - jsd_beta)",
-        "tests/test_kl.py -k any_mixture",
+        "tests/test_hostile.py -k token_kl",
     ),
     "smoothed labels are exchanged": Mutation(
         "fused_rl/objectives/preferences.py",
@@ -383,25 +383,25 @@ MUTATIONS = {
         "fused_rl/base/masked.py",
         "squares / (count - 1).clamp(min=1)",
         "squares / count.clamp(min=1)",
-        "tests/test_masked.py",
+        "tests/test_masked.py tests/test_hostile.py -k masked",
     ),
     "the gradient of a capped divergence lacks the slope of the cap": Mutation(
         "fused_rl/cpu/kl.py",
         "gradient *= 1 - (value / softcap).square()",
         "gradient *= 1",
-        "tests/test_kl.py -k softcap",
+        "tests/test_hostile.py -k token_kl",
     ),
     "the kernels cap one of the two rows": Mutation(
         "kernels/pair.py",
         "return as_logits(x, mask, softcap), as_logits(y, mask, softcap)",
         "return as_logits(x, mask, softcap), as_logits(y, mask, None)",
-        "tests/test_kl.py -k softcap",
+        "tests/test_hostile.py -k token_kl",
     ),
     "a masked mean divides by everything": Mutation(
         "fused_rl/base/masked.py",
         "return total / count.clamp(min=1)",
         "return total / (count * 0 + mask.numel())",
-        "tests/test_masked.py",
+        "tests/test_masked.py tests/test_hostile.py -k masked",
     ),
     "leave-one-out has the mean of all": Mutation(
         "fused_rl/objectives/advantages.py",

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import fused_rl
 from tests import hostile_tokens
@@ -142,13 +143,17 @@ CELLS += [
 @pytest.mark.parametrize(("form", "dynamic", "backend"), CELLS)
 def test_ops_at_several_lengths(form, dynamic, backend):
     call = called(form)
-    options = {"dynamic": dynamic, "backend": backend, "fullgraph": not breaks_graph(form)}
-    compiled = torch.compile(call, **options)
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(
+        call, dynamic=dynamic, backend=counter, fullgraph=not breaks_graph(form)
+    )
     for rows in LENGTHS:
         batch = batch_of(rows)
         leaves = leaves_of(form, batch)
         arguments = leaves, batch, *leaves
         assert_same(step(compiled, *arguments), step(call, *arguments))
+    # One graph of the first length, and one of all others.
+    assert counter.frame_count <= 2 or breaks_graph(form)
 
 
 @pytest.mark.parametrize("name", [n if n == "preference_loss" else slow(n) for n in TOKENS])

@@ -5,11 +5,9 @@ import torch
 
 import fused_rl
 from tests.heads import (
-    CUTS,
     FP32,
     MORE_TOKENS,
     Work,
-    compare,
     kl_and_gradients,
     make,
     reference_head,
@@ -22,29 +20,6 @@ OPTIONS += [{"direction": "jensen-shannon", "jsd_beta": beta} for beta in (0.1, 
 
 def names_of(options):
     return "-".join(map(str, options.values()))
-
-
-@pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize("workspace", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("divergence", OPTIONS, ids=names_of)
-def test_kl(divergence, workspace):
-    """In fp32 with a temperature per row; what is masked is not read, and has a gradient of exactly 0."""
-    shape, workspace_mb = workspace
-    leaves, targets, mask = make(shape, FP32)
-    ref = reference_head(shape, FP32)
-    options = divergence | {"temperature": torch.linspace(0.5, 2, shape[0]), "mask": mask}
-    # logits of 20 are rounded by 1e-6, and a KL of 20 nats multiplies that: whose rounding is luckier is chance
-    atol = 1e-6 if divergence["direction"] == "jensen-shannon" else 1e-5
-    clean = compare(
-        kl_and_gradients, leaves, targets, ref, atol=atol, **options, workspace_mb=workspace_mb
-    )
-    spoilt = ref | {"ref_hidden": ref["ref_hidden"].masked_fill(~mask[:, None], torch.nan)}
-    again = kl_and_gradients(
-        fused_rl, leaves, targets, spoilt, **options, workspace_mb=workspace_mb
-    )
-    assert all(map(torch.equal, again, clean))
-    assert (clean[0][~mask] == 0).all()
-    assert (clean[1][~mask] == 0).all()
 
 
 @pytest.mark.usefixtures("cpu")

@@ -1,6 +1,5 @@
 """token_logprobs on both backends at fixed shapes, beside what tests/test_hostile.py draws: bits, offsets, extremes."""
 
-import itertools
 import sys
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import fused_rl
 from fused_rl import reference, token_logprobs
 from fused_rl.base import checks
 from tests.logits import (
-    OUTPUTS,
     VIEWS,
     assert_gradient_close,
     assert_outputs_close,
@@ -21,25 +19,6 @@ from tests.logits import (
     upstream_of,
 )
 from tests.marks import cpu_fast
-
-EVERY = [*itertools.chain(*(itertools.combinations(OUTPUTS, n) for n in (1, 2, 3)))]
-
-
-# one column; less than one block; one block of the CPU path and a tail; several tiles of the kernel and an odd tail
-@pytest.mark.parametrize(
-    ("dtype", "vocab"),
-    [(torch.float32, 1), (torch.bfloat16, 7), (torch.float16, 1000), (torch.bfloat16, 9001)],
-)
-def test_values_and_every_gradient(backend, dtype, vocab):
-    """At one size with each set of upstream gradients, of which a missing one is another kernel."""
-    logits, targets = random_rows(4, vocab, dtype, backend)
-    for names in EVERY if vocab == 1000 else [OUTPUTS]:
-        upstream = upstream_of(targets.shape, backend, names)
-        outputs, gradient = run(token_logprobs, logits, targets, upstream)
-        expected, expected_gradient = exact(logits, targets, upstream)
-        _, naive = run(reference.token_logprobs, logits, targets, upstream)
-        assert_outputs_close(outputs, expected)
-        assert_gradient_close(gradient, expected_gradient, naive)
 
 
 @pytest.mark.usefixtures("cpu")
@@ -127,25 +106,6 @@ def test_masked_rows_reach_nothing(backend):
     assert torch.equal(gradient, torch.where(mask[:, None], clean_gradient, 0))
 
 
-# one target for each row; several
-@pytest.mark.parametrize("several", [(), (4,)])
-def test_nothing_to_score(backend, several):
-    for shape in ((0,), (2, 0), (0, 3)):
-        logits = torch.randn(*shape, 9, device=backend, requires_grad=True)
-        outputs = token_logprobs(
-            logits, torch.zeros(*shape, *several, dtype=torch.long, device=backend)
-        )
-        assert outputs.logprobs.shape == (*shape, *several)
-        assert outputs.entropy.shape == outputs.lse.shape == shape
-        sum(o.sum() for o in outputs).backward()
-        assert logits.grad.shape == (*shape, 9)
-    logits, targets = random_rows(3, 50, torch.float32, backend)
-    mask = torch.zeros(3, dtype=torch.bool, device=backend)
-    outputs, gradient = run(token_logprobs, logits, targets, upstream_of((3,), backend), mask=mask)
-    assert not any(o.any() for o in outputs)
-    assert not gradient.any()
-
-
 @cpu_fast
 def test_bits_of_a_row_depend_on_the_row_alone(backend):
     vocab = 9001
@@ -176,24 +136,6 @@ def test_row_offsets_past_2_to_the_31():
     outputs, gradient = run(token_logprobs, logits, targets, upstream)
     assert all(map(torch.equal, outputs, expected))
     assert torch.equal(gradient, expected_gradient)
-
-
-@cpu_fast
-def test_shift_equals_slicing(backend):
-    """With a temperature and a mask per row; the last position scores nothing, and its gradient is exactly 0."""
-    logits, targets = random_rows(3 * 6, 800, torch.bfloat16, backend)
-    logits, targets = logits.view(3, 6, 800), targets.view(3, 6)
-    logits[:, -1] = torch.nan
-    upstream = upstream_of((3, 5), backend)
-    options = {
-        "temperature": 0.5 + torch.rand(3, 5, device=backend),
-        "mask": torch.rand(3, 5, device=backend) > 0.4,
-    }
-    outputs, gradient = run(token_logprobs, logits, targets, upstream, shift=True, **options)
-    expected, sliced = run(token_logprobs, logits[:, :-1], targets[:, 1:], upstream, **options)
-    assert all(map(torch.equal, outputs, expected))
-    assert torch.equal(gradient[:, :-1], sliced)
-    assert not gradient[:, -1].any()
 
 
 @pytest.mark.parametrize("length", [0, 1])

@@ -112,30 +112,6 @@ def test_operators_pass_opcheck(backend):
     torch.library.opcheck(torch.ops.fused_rl.token_logprobs_backward.default, arguments)
 
 
-@cpu_fast
-def test_one_graph_for_all_lengths_and_temperatures(backend, request):
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    counter = CompileCounterWithBackend("aot_eager")
-
-    def loss(logits, targets, mask, temperature):
-        outputs = token_logprobs(logits, targets, mask=mask, temperature=temperature, shift=True)
-        return (outputs.logprobs - 0.1 * outputs.entropy).sum()
-
-    compiled = torch.compile(loss, backend=counter, fullgraph=True)
-    # The interpreter is slow.
-    lengths = range(3, 5) if request.node.callspec.id == "kernel" else range(3, 23)
-    for i, length in enumerate(lengths):
-        logits, targets = random_rows(2 * length, 64, torch.float32, backend)
-        logits = logits.view(2, length, 64).requires_grad_()
-        targets = targets.view(2, length)
-        arguments = (logits, targets, targets[:, 1:] > 5, 0.5 + 0.2 * (i % 5))
-        (gradient,) = torch.autograd.grad(compiled(*arguments), logits)
-        (expected,) = torch.autograd.grad(loss(*arguments), logits)
-        torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-7)
-    assert counter.frame_count <= 2  # the first length, and all others
-
-
 def test_inplace_under_compile_raises(backend):
     logits, targets = random_rows(4, 60, torch.float32, backend)
     compiled = torch.compile(

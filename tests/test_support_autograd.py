@@ -1,6 +1,5 @@
 """Kept sets from logits in autograd: the reference itself, the registered operators, torch.compile."""
 
-import pytest
 import torch
 
 import fused_rl
@@ -56,29 +55,3 @@ def test_operators_pass_opcheck(backend):
     grads = (*upstream_of(targets)[:2], None)
     saved = (logits.detach(), *arguments[:2], entropy, m, rest, *arguments[2:], x, *kept)
     torch.library.opcheck(torch.ops.fused_rl.token_logprobs_backward.default, (*grads, *saved))
-
-
-@pytest.mark.usefixtures("cpu")
-def test_compiled_without_a_break():
-    lists, targets = some_rows(vocab=701, longest=300)
-    logits = random_logits(len(lists), 701).view(2, 6, 701)
-    targets = targets.view(2, 6)
-    support = TokenSupport.from_lists(lists)
-    upstream = torch.randn(2, 5)
-
-    def run(x, targets, support):
-        out = fused_rl.token_logprobs(x, targets, temperature=0.7, shift=True, support=support)
-        return out.logprobs + out.entropy
-
-    def gradient(function):
-        leaf = logits.clone().requires_grad_()
-        value = function(leaf, targets, support)
-        return value.detach(), *torch.autograd.grad(value, leaf, upstream)
-
-    # a compiled temperature is a tensor, 1 / 0.7 in fp32
-    for a, b in zip(
-        gradient(torch.compile(run, fullgraph=True, backend="aot_eager")),
-        gradient(run),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)

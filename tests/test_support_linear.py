@@ -4,14 +4,12 @@ import pytest
 import torch
 
 import fused_rl
-from fused_rl import TokenSupport, reference
+from fused_rl import TokenSupport
 from fused_rl.kernels.states import RowSupport
-from tests.heads import Work, assert_as_good, in_dtype, make, peak_bytes
+from tests.heads import Work, in_dtype, make, peak_bytes
 from tests.kept_sets import (
     BF16,
     FP32,
-    FP64,
-    OPTIONS,
     assert_same_bits,
     outputs_and_gradient,
     random_logits,
@@ -119,31 +117,6 @@ def sets_of(sizes, vocab=701):
     lists = [torch.randperm(vocab, generator=generator)[:size] for size in sizes]
     targets = [row[len(row) // 2] if len(row) else torch.tensor(vocab // 3) for row in lists]
     return TokenSupport.from_lists(lists), torch.stack(targets)
-
-
-# few rows have a set of their own kernel; the temperature per row and the mask stand beside whole rows
-@cpu_fast
-@pytest.mark.parametrize(("sizes", "name"), [("mixed", "per row, mask"), ("short", "plain")])
-def test_linear_values_and_gradients(backend, name, sizes):
-    sizes = {"mixed": MIXED, "short": SHORT}[sizes]
-    support, targets = sets_of(sizes)
-    options = {key: o.to(backend) for key, o in OPTIONS[name].items()}
-    options["support"] = support.to(backend)
-    leaves = make_head(12, 33, 701, FP32, backend)
-    targets = targets.to(backend)
-    upstream = [u.to(backend) for u in upstream_of(targets)]
-    found = linear(fused_rl, leaves, targets, upstream, workspace_mb=0.01, **options)
-    exact = linear(reference, in_dtype(leaves, FP64), targets, upstream, **options)
-    same = linear(reference, in_dtype(leaves, FP32), targets, upstream, **options)
-    assert_as_good(found, exact, same, atol=2e-6)
-    if sizes is SHORT:
-        certain = torch.tensor(sizes, device=backend) == 1
-        assert not found[0][certain].any()
-        assert not found[1][certain].any()
-        outside = exact[4].abs().sum(1) == 0
-        assert outside.any()
-        assert not found[4][outside].any()
-        assert not found[5][outside].any()
 
 
 @on_backends("dtype, zeros", [BF16, FP32], [False, True], most=0)
