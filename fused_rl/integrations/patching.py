@@ -36,7 +36,6 @@ class Replacement(NamedTuple):
             their own, `requires_grad` where a gradient is compared.
         optional: True where it is no news that the host lacks it, or outside of `versions` has it with other
             parameters.
-        metrics: places of the outputs that no caller differentiates, whether or not the host could.
     """
 
     name: str
@@ -44,7 +43,6 @@ class Replacement(NamedTuple):
     versions: str = ""
     samples: Callable[[torch.dtype], Iterable[Mapping[str, object]]] | None = None
     optional: bool = False
-    metrics: tuple[int, ...] = ()
 
     @property
     def function(self) -> str:
@@ -182,7 +180,7 @@ class Patch:
             if gap is not None and not is_news:
                 continue
             if gap is None and not known:
-                result = self_test(original, row.ours, row.samples, row.metrics)
+                result = self_test(original, row.ours, row.samples)
                 gap = None if result == "passed" else f"self-test {result}"
             if gap is None:
                 # A host may keep an older name beside a newer one.
@@ -216,7 +214,7 @@ class Patch:
         options, self.options = self.options, {}
         try:
             return {
-                name: self_test(original, row.ours, row.samples, row.metrics)
+                name: self_test(original, row.ours, row.samples)
                 for name, (row, original) in pairs.items()
             }
         finally:

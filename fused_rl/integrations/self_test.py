@@ -36,8 +36,8 @@ def parameters_of(function) -> list[inspect.Parameter]:
     return list(inspect.signature(function.apply).parameters.values())
 
 
-def self_test(theirs, ours, samples, metrics=()) -> str:
-    """Return "passed", or in a few words what did not agree or run; the outputs `metrics` need no gradient."""
+def self_test(theirs, ours, samples) -> str:
+    """Return "passed", or in a few words what did not agree or run."""
     if samples is None:
         return "has no inputs"
     # Once the process uses a GPU its kernels count; starting one here would forbid a later fork.
@@ -52,7 +52,7 @@ def self_test(theirs, ours, samples, metrics=()) -> str:
                 results = []
                 for function in (theirs, ours):
                     try:
-                        results.append(_run(function, given, device, metrics))
+                        results.append(_run(function, given, device))
                     # An unknown function may fail in any way, and its caller has to go on.
                     except Exception as error:
                         whose = "the host's own" if function is theirs else "ours"
@@ -88,7 +88,7 @@ def _plain_state(device):
         yield
 
 
-def _run(function, given, device, metrics):
+def _run(function, given, device):
     """The outputs, then the gradients of the inputs under random upstream ones."""
     leaves, positional, keywords = [], [], {}
     for parameter, value in given:
@@ -104,8 +104,7 @@ def _run(function, given, device, metrics):
     call = function.apply if isinstance(function, type) else function
     found = call(*positional, **keywords)
     outputs = [found] if isinstance(found, Tensor) else list(found)
-    compared = [x for i, x in enumerate(outputs) if i not in metrics]
-    differentiable = [x for x in compared if x is not None and x.requires_grad]
+    differentiable = [x for x in outputs if x is not None and x.requires_grad]
     if differentiable:
         torch.autograd.backward(differentiable, [_upstream(x) for x in differentiable])
     return outputs, [leaf.grad for leaf in leaves if leaf.requires_grad]

@@ -8,16 +8,13 @@ logits into numbers per token, in TRL 1.16:
     trl.trainer.utils.selective_log_softmax, entropy_from_logits,
         selective_log_softmax_and_entropy                          the experimental trainers
 
-`_TABLE` says where other releases have them: until 1.14 most trainers read the functions of logits.
+Until 1.14 most trainers read the functions of logits, and the fused heads of these releases stay TRL's.
 
 Each has TRL's signature and meaning. Inputs that our ops do not serve go to TRL's own function; the functions
 `_serves*` say which these are.
 """
 
-import contextlib
-import inspect
 import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -33,13 +30,11 @@ from fused_rl.base.checks import (
     values_are_checked,
 )
 from fused_rl.integrations.patching import Applied, Patch, Replacement
-from fused_rl.integrations.primitives import IGNORED, is_served, row_entropy
+from fused_rl.integrations.primitives import row_entropy
 from fused_rl.integrations.trl_divergence import HeadDivergence, Pair, Scale
 from fused_rl.integrations.trl_head import Head, HeadLogprobs
 from fused_rl.integrations.trl_samples import (
-    divergence_loss_samples,
     divergence_samples,
-    head_loss_samples,
     head_samples,
     logits_samples,
     targets_samples,
@@ -49,11 +44,8 @@ from fused_rl.ops.logprobs import token_logprobs
 __all__ = ["patch", "unpatch"]
 
 _UTILS = "trl.trainer.utils"
-_OLDER_LOGPROB = f"{_UTILS}._ChunkedLogProbFunction"
 _LOGPROB = "trl.kernels.chunked_logprob.ChunkedLogProbFunction"
 _DIVERGENCE = "trl.kernels.chunked_divergence.ChunkedDivergenceFunction"
-_SFT_LOSS = "trl.trainer.sft_trainer._chunked_cross_entropy_loss"
-_DISTILLATION_LOSS = "trl.trainer.distillation_trainer._chunked_divergence_loss"
 # The outputs that are served: a call that requests another one stays TRL's.
 _OUTPUTS = {"log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1"}
 
@@ -87,13 +79,13 @@ def unpatch() -> None:
     _PATCH.remove()
 
 
-def _compute_dtype(hidden: Tensor, autocasts: bool = True, upcasts: bool = False) -> torch.dtype:
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
     # Under autocast the products take its dtype, whatever the hidden states have.
     device = hidden.device.type
-    if autocasts and torch.is_autocast_enabled(device):
+    if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     # TRL rounds the logits of an fp64 head to fp32, and so are its results.
-    return torch.float32 if upcasts or hidden.dtype == torch.float64 else hidden.dtype
+    return torch.float32 if hidden.dtype == torch.float64 else hidden.dtype
 
 
 def _serves_temperature(temperature) -> bool:
@@ -129,17 +121,8 @@ class ChunkedLogProbFunction:
 
         `chunk_size`, the width of TRL's tiles, has no effect: tiles here follow from a budget in bytes.
         """
-        found = _head_logprobs(
-            hidden,
-            weight,
-            bias,
-            targets,
-            temperature,
-            final_logit_softcapping,
-            logit_scale,
-            outputs,
-            _compute_dtype(hidden),
-        )
+        of_head = final_logit_softcapping, logit_scale, outputs
+        found = _head_logprobs(hidden, weight, bias, targets, temperature, *of_head)
         if found is not None:
             return found
         return _PATCH.original(_LOGPROB).apply(
@@ -155,59 +138,11 @@ class ChunkedLogProbFunction:
         )
 
 
-def _older_head(parameters: str, autocasts: bool = False, entropy_has_gradient: bool = True):
-    """`ChunkedLogProbFunction` with the parameters that it had until TRL 1.14, and (log_probs, entropy)."""
-    signature = inspect.Signature(
-        [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                default=_OLDER_DEFAULTS.get(name, inspect.Parameter.empty),
-            )
-            for name in parameters.split()
-        ]
-    )
-
-    def apply(*arguments):
-        given = signature.bind(*arguments)
-        given.apply_defaults()
-        named = given.arguments
-        hidden = named["last_hidden"]
-        found = _head_logprobs(
-            hidden,
-            named["weight"],
-            named.get("bias"),
-            named["targets"],
-            named["temperature"],
-            named.get("final_logit_softcapping"),
-            named["logit_scale"],
-            ("entropy",),
-            _compute_dtype(hidden, autocasts),
-        )
-        if found is None:
-            return _PATCH.original(_OLDER_LOGPROB).apply(*arguments)
-        logprobs, entropy = found[:2]
-        return logprobs, entropy if entropy_has_gradient else entropy.detach()
-
-    apply.__signature__ = signature
-    return type(
-        "ChunkedLogProbFunction", (), {"apply": staticmethod(apply), "__module__": __name__}
-    )
-
-
-_OLDER_DEFAULTS = {"final_logit_softcapping": None, "logit_scale": 1.0}
-# Since 1.13 with a bias, since 1.5 with a cap.
-_WITH_BIAS = (
-    "last_hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale"
-)
-_WITH_CAP = "last_hidden weight targets temperature chunk_size final_logit_softcapping logit_scale"
-_PLAIN = "last_hidden weight targets temperature chunk_size logit_scale"
-
-
 def _head_logprobs(
-    hidden, weight, bias, targets, temperature, softcap, scale, outputs, dtype
+    hidden, weight, bias, targets, temperature, softcap, scale, outputs
 ) -> tuple[Any, ...] | None:
     """What `ChunkedLogProbFunction` returns; None for what is left to TRL."""
+    dtype = _compute_dtype(hidden)
     if not _serves_head(hidden, dtype, scale, softcap) or not set(outputs) <= _OUTPUTS:
         return None
     if scale <= 0:
@@ -230,16 +165,9 @@ def _head_logprobs(
 
 def _gathering() -> Callable[..., Any]:
     """TRL's context that gathers a ZeRO-3 head, for the backward pass; in the forward pass TRL has done it."""
-    from trl.trainer import utils
+    from trl.trainer.utils import maybe_gather_lm_head_ctx
 
-    # Since 1.9 it is here, from 1.6 on beside its only user; older releases cannot train a partitioned head.
-    sft_trainer = sys.modules.get("trl.trainer.sft_trainer", utils)
-    older = vars(sft_trainer).get("_maybe_gather_lm_head_ctx", _ungathered)
-    return vars(utils).get("maybe_gather_lm_head_ctx", older)
-
-
-def _ungathered(*parameters: Tensor | None) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
+    return maybe_gather_lm_head_ctx
 
 
 class ChunkedDivergenceFunction:
@@ -279,7 +207,7 @@ class ChunkedDivergenceFunction:
 
 
 def _head_divergence(
-    student, teacher, beta, temperature, of_student, of_teacher, upcasts=False
+    student, teacher, beta, temperature, of_student, of_teacher
 ) -> tuple[Tensor, Tensor] | None:
     """What `ChunkedDivergenceFunction` returns, of (hidden, weight, bias) twice; None for what is left to TRL."""
     # Outside of these TRL's beta names no divergence.
@@ -287,111 +215,13 @@ def _head_divergence(
         return None
     scales = []
     for (hidden, *_), (scale, softcap) in ((student, of_student), (teacher, of_teacher)):
-        dtype = _compute_dtype(hidden, upcasts=upcasts)
+        dtype = _compute_dtype(hidden)
         if not _serves_head(hidden, dtype, scale, softcap):
             return None
         scales.append(Scale(scale, softcap, dtype))
     pair = Pair(float(beta), 1 / temperature, *scales)
     # ZeRO 3 may partition both heads: each is gathered while its tiles are formed.
     return HeadDivergence.apply(*student, *teacher, pair, _gathering())
-
-
-def _cross_entropy_loss(upcasts: bool):
-    """SFT's loss from hidden states, which TRL 1.4 to 1.14 has beside its head; until 1.12 of products in fp32."""
-
-    def _chunked_cross_entropy_loss(
-        hidden_states: Tensor,
-        lm_head_weight: Tensor,
-        chunk_size: int,
-        labels: Tensor | None = None,
-        shift_labels: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        logit_scale: float = 1.0,
-        final_logit_softcapping: float | None = None,
-        lm_head_bias: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Loss, number of likeliest labels, sum of the entropies, number of labels that count; () each."""
-        if shift_labels is None and labels is not None:
-            hidden, targets = hidden_states[..., :-1, :], labels[..., 1:]
-        else:
-            hidden, targets = hidden_states, shift_labels
-        dtype = _compute_dtype(hidden_states, upcasts=upcasts)
-        of_head = final_logit_softcapping, logit_scale
-        found = None
-        if targets is not None and is_served(hidden_states, lm_head_weight):
-            counts = targets != IGNORED
-            head = hidden[counts], lm_head_weight, lm_head_bias
-            with _gathering()(lm_head_weight, lm_head_bias):
-                found = _head_logprobs(
-                    *head, targets[counts], 1.0, *of_head, ("entropy", "is_top1"), dtype
-                )
-        if found is None:
-            return _PATCH.original(_SFT_LOSS)(
-                hidden_states, lm_head_weight, chunk_size, labels, shift_labels, num_items_in_batch, logit_scale,
-                final_logit_softcapping, lm_head_bias,
-            )  # fmt: skip
-        logprobs, entropy, _, _, is_top1 = found
-        count = counts.sum()
-        loss = _per_item(-logprobs.sum(), count, num_items_in_batch)
-        return loss, is_top1.sum().float(), entropy.sum(), count
-
-    return _chunked_cross_entropy_loss
-
-
-def _divergence_loss(upcasts: bool):
-    """Distillation's loss from hidden states, of TRL 1.10 to 1.14; until 1.12 of products in fp32."""
-
-    def _chunked_divergence_loss(
-        student_hidden_states: Tensor,
-        teacher_hidden_states: Tensor,
-        student_lm_head_weight: Tensor,
-        teacher_lm_head_weight: Tensor,
-        completion_mask: Tensor,
-        beta: float,
-        chunk_size: int,
-        num_items_in_batch: Tensor | int | None = None,
-        student_lm_head_bias: Tensor | None = None,
-        teacher_lm_head_bias: Tensor | None = None,
-        student_logit_scale: float = 1.0,
-        teacher_logit_scale: float = 1.0,
-        student_final_logit_softcapping: float | None = None,
-        teacher_final_logit_softcapping: float | None = None,
-        temperature: float = 1.0,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, sum of the student's entropies, number of tokens that count; () each."""
-        found = None
-        if is_served(student_lm_head_weight, teacher_lm_head_weight):
-            counts = completion_mask != 0
-            found = _head_divergence(
-                (student_hidden_states[counts], student_lm_head_weight, student_lm_head_bias),
-                (teacher_hidden_states[counts], teacher_lm_head_weight, teacher_lm_head_bias),
-                beta,
-                temperature,
-                (student_logit_scale, student_final_logit_softcapping),
-                (teacher_logit_scale, teacher_final_logit_softcapping),
-                upcasts,
-            )
-        if found is None:
-            return _PATCH.original(_DISTILLATION_LOSS)(
-                student_hidden_states, teacher_hidden_states, student_lm_head_weight, teacher_lm_head_weight,
-                completion_mask, beta, chunk_size, num_items_in_batch, student_lm_head_bias, teacher_lm_head_bias,
-                student_logit_scale, teacher_logit_scale, student_final_logit_softcapping,
-                teacher_final_logit_softcapping, temperature,
-            )  # fmt: skip
-        divergence, entropy = found
-        count = counts.sum()
-        return _per_item(divergence.sum(), count, num_items_in_batch), entropy.sum(), count
-
-    return _chunked_divergence_loss
-
-
-def _per_item(total: Tensor, count: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
-    if num_items_in_batch is None:
-        # A batch without a token that counts has a loss of 0.
-        return total / count.clamp(min=1)
-    if isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(total.device)
-    return total / num_items_in_batch
 
 
 def _serves_logits(logits: Tensor, index: Tensor | None, temperature: float) -> bool:
@@ -448,35 +278,9 @@ def selective_log_softmax_and_entropy(
     return logprobs, entropy if entropy_requires_grad else entropy.detach()
 
 
-def _loss(name: str, ours: Callable[..., Any], versions: str) -> Replacement:
-    samples = head_loss_samples if name == _SFT_LOSS else divergence_loss_samples
-    # Releases that have the fused head in their trainers have none of these. The entropy is a metric.
-    return Replacement(name, ours, versions, samples, optional=True, metrics=(1, 2))
-
-
 _TABLE = (
     Replacement(_LOGPROB, ChunkedLogProbFunction, ">=1.15", head_samples),
-    Replacement(
-        _OLDER_LOGPROB, _older_head(_WITH_BIAS, autocasts=True), ">=1.14,<1.15", head_samples
-    ),
-    Replacement(_OLDER_LOGPROB, _older_head(_WITH_BIAS), ">=1.13,<1.14", head_samples),
-    Replacement(
-        _OLDER_LOGPROB,
-        _older_head(_WITH_CAP, entropy_has_gradient=False),
-        ">=1.5,<1.13",
-        head_samples,
-    ),
-    Replacement(
-        _OLDER_LOGPROB,
-        _older_head(_PLAIN, entropy_has_gradient=False),
-        ">=1.1,<1.5",
-        head_samples,
-    ),
     Replacement(_DIVERGENCE, ChunkedDivergenceFunction, ">=1.15", divergence_samples),
-    _loss(_SFT_LOSS, _cross_entropy_loss(upcasts=False), ">=1.13,<1.15"),
-    _loss(_SFT_LOSS, _cross_entropy_loss(upcasts=True), ">=1.4,<1.13"),
-    _loss(_DISTILLATION_LOSS, _divergence_loss(upcasts=False), ">=1.13,<1.15"),
-    _loss(_DISTILLATION_LOSS, _divergence_loss(upcasts=True), ">=1.10,<1.13"),
     Replacement(f"{_UTILS}.selective_log_softmax", selective_log_softmax, "", targets_samples),
     Replacement(f"{_UTILS}.entropy_from_logits", entropy_from_logits, "", logits_samples),
     Replacement(

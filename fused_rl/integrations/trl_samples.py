@@ -7,9 +7,7 @@ import torch
 from fused_rl.integrations.self_test import normal
 
 __all__ = [
-    "divergence_loss_samples",
     "divergence_samples",
-    "head_loss_samples",
     "head_samples",
     "logits_samples",
     "targets_samples",
@@ -53,7 +51,6 @@ def head_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
     hidden, weight, bias = (normal(generator, dtype, *shape) for shape in shapes)
     common = {
         "hidden": hidden,
-        "last_hidden": hidden,
         "weight": weight,
         "bias": bias,
         "targets": torch.randint(37, (5,), generator=generator, device="cpu"),
@@ -84,41 +81,3 @@ def divergence_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
     }
     for beta in (0.0, 0.3, 1.0):
         yield heads | options | {"beta": beta}
-
-
-def head_loss_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((2, 5, 8), (37, 8), (37,))
-    hidden, weight, bias = (normal(generator, dtype, *shape) for shape in shapes)
-    labels = torch.randint(37, (2, 5), generator=generator, device="cpu")
-    labels[0, :3] = -100
-    common: dict[str, object] = {
-        "hidden_states": hidden,
-        "lm_head_weight": weight,
-        "lm_head_bias": bias,
-        "chunk_size": 4,
-        "labels": labels,
-        "logit_scale": 0.8,
-    }
-    yield common | {"num_items_in_batch": None, "final_logit_softcapping": None}
-    yield common | {"num_items_in_batch": 11, "final_logit_softcapping": 4.0}
-    yield common | {
-        "shift_labels": labels.roll(1, 0),
-        "num_items_in_batch": torch.tensor(3, dtype=torch.int64, device="cpu"),
-    }
-
-
-def divergence_loss_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
-    mask = torch.tensor([1, 0, 1, 1, 0], dtype=torch.int64, device="cpu")
-    for sample, items in zip(
-        divergence_samples(dtype),
-        (None, 11, torch.tensor(3, dtype=torch.int64, device="cpu")),
-        strict=True,
-    ):
-        renamed = {
-            name.replace("hidden", "hidden_states")
-            .replace("weight", "lm_head_weight")
-            .replace("bias", "lm_head_bias"): value
-            for name, value in sample.items()
-        }
-        yield renamed | {"completion_mask": mask, "chunk_size": 4, "num_items_in_batch": items}
