@@ -10,7 +10,8 @@ from fused_rl.cpu import native
 from tests.marks import slow
 from tests.pairs import DIRECTIONS, DTYPES, assert_as_good_as_reference, both_gradients, exact, pair
 
-VOCAB = 4 * cpu.BLOCK + 77  # blocks and a tail
+BLOCK = 512  # columns, in rows.c
+VOCAB = 4 * BLOCK + 77  # blocks and a tail
 
 
 @pytest.fixture(autouse=True, params=["rows.c", "eager"])
@@ -27,9 +28,7 @@ pytestmark = pytest.mark.usefixtures("cpu", "seeded")
 
 def tops(x):
     """The column of each block's largest logit, (N, blocks)."""
-    return torch.cat(
-        [i * cpu.BLOCK + b.argmax(1, True) for i, b in enumerate(x.split(cpu.BLOCK, 1))], 1
-    )
+    return torch.cat([i * BLOCK + b.argmax(1, True) for i, b in enumerate(x.split(BLOCK, 1))], 1)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -45,7 +44,7 @@ def test_blocks_that_move_apart(where, size, direction):
     if where == "one token":
         move[range(6), x.argmax(1)] = size
     elif where == "each block alike":
-        move += size * torch.randn(6, 5).double().repeat_interleave(cpu.BLOCK, 1)[:, :VOCAB]
+        move += size * torch.randn(6, 5).double().repeat_interleave(BLOCK, 1)[:, :VOCAB]
     else:
         move.scatter_(1, top, size * torch.randn(6, top.shape[1]).double())
         if where == "all but the tops":
@@ -60,8 +59,8 @@ def test_blocks_that_move_apart(where, size, direction):
 def test_first_columns_of_blocks_far_off_the_mean(apart):
     """Without mass, where x - y is not what it is elsewhere: 5e-12 nats keep their digits."""
     x, y = pair(4, VOCAB, distance=3e-6)
-    x[:, :: cpu.BLOCK] -= 60.0
-    y[:, :: cpu.BLOCK] -= 60.0 + apart
+    x[:, ::BLOCK] -= 60.0
+    y[:, ::BLOCK] -= 60.0 + apart
     got = fused_rl.token_kl(x, y)
     torch.testing.assert_close(got.double(), exact(x, y, "reverse"), rtol=1e-6, atol=0)
 
@@ -159,9 +158,9 @@ def test_gradients_keep_their_digits_beside_a_large_divergence(spread):
 @pytest.mark.parametrize("fill", [-60.0, -65504.0, -1e9])
 def test_a_mask_on_whole_blocks_takes_no_digits(fill):
     """Where P is a mask throughout, u is y's distance from its mean, 20 nats, and Q's mass there is most of the KL."""
-    y = 4 * torch.randn(256, 4 * cpu.BLOCK)
+    y = 4 * torch.randn(256, 4 * BLOCK)
     x = y + 1e-3 * torch.randn(y.shape)
-    x[:, 2 * cpu.BLOCK : 3 * cpu.BLOCK] = fill
+    x[:, 2 * BLOCK : 3 * BLOCK] = fill
     value = fused_rl.token_kl(x, y, temperature=0.7)
     wanted = fused_rl.reference.token_kl(x.double(), y.double(), temperature=0.7)
     torch.testing.assert_close(value.double(), wanted, rtol=1e-6, atol=0)

@@ -9,7 +9,6 @@ import sys
 
 import torch
 
-BLOCK = 512  # columns whose exponentials are summed in fp32: few enough for 1e-7, enough to hide the merge
 CHUNK = 1 << 18  # elements that eager passes over again and again, in the cache
 _HUGE = 1 << 25  # bytes; below, malloc may hand out memory that it has already touched
 _MADV_HUGEPAGE = 14
