@@ -68,7 +68,7 @@ def test_a_captured_step_replays_with_the_bits_of_a_call(name):
     assert all(map(torch.equal, kept, step(call, leaves)))
 
 
-@pytest.mark.parametrize("name", OPS[::3] + OPS[-1:])
+@pytest.mark.parametrize("name", OPS[::3])
 def test_compiled_with_graphs_it_is_the_same(name):
     call, leaves = op(name)
     leaves = [leaf.requires_grad_() for leaf in leaves]

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -24,11 +24,8 @@ def skips_dispatcher(*tensors: torch.Tensor) -> bool:
     return True
 
 
-def breaks_graph(function: _Function, unless: Callable[..., Any] | None = None) -> _Function:
-    """Return the function, which under `torch.compile` runs eagerly between two graphs.
-
-    `unless` takes the same arguments and returns what a graph may hold in place of the function, or None.
-    """
+def breaks_graph(function: _Function) -> _Function:
+    """Return the function, which under `torch.compile` runs eagerly between two graphs."""
     # `torch.compiler.disable` imports the compiler, which takes seconds: only what is compiled waits for it
     eager = {}
 
@@ -36,9 +33,6 @@ def breaks_graph(function: _Function, unless: Callable[..., Any] | None = None) 
     def call(*args, **kwargs):
         if not torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        outputs = None if unless is None else unless(*args, **kwargs)
-        if outputs is not None:
-            return outputs
         if not eager:
             torch._dynamo.graph_break(msg=_REASON)  # the message of fullgraph=True
             eager[function] = torch.compiler.disable(function, reason=_REASON)

@@ -51,11 +51,6 @@ def _scattered(gradient, parameter):
     return partial.redistribute(placements=parameter.placements)
 
 
-def may_be_sharded(tensor: Tensor) -> bool:
-    """Return True for an FSDP2 shard, and for a parameter that DeepSpeed ZeRO 3 gathers while its module runs."""
-    return is_dtensor(tensor) or hasattr(tensor, "ds_id")
-
-
 def is_dtensor(tensor):
     # No DTensor exists before its module is imported.
     module = sys.modules.get("torch.distributed.tensor")

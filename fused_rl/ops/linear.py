@@ -6,7 +6,7 @@ backward where the gradient is formed in the forward pass (`linear_token_loss`),
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,15 +27,12 @@ from fused_rl.base.checks import (
     check_tensors,
     check_transforms,
     described,
-    no_second_derivative,
     once_differentiable,
-    split_temperature,
     values_are_checked,
 )
 from fused_rl.base.graphs import breaks_graph
 from fused_rl.base.outputs import LinearTokenLoss, TokenLogprobs, unless_modified
-from fused_rl.base.shards import gather, may_be_sharded, scatter
-from fused_rl.kernels.states import RowStatistics
+from fused_rl.base.shards import gather, scatter
 from fused_rl.ops import tiles
 from fused_rl.ops.linear_support import LinearSupport
 from fused_rl.ops.rows import row_bwd, row_fwd
@@ -361,141 +358,7 @@ def rows_that_count(
     return rows._replace(arguments=arguments)
 
 
-# The host waits for the number of rows that count, which a captured CUDA graph does not allow.
-_OPERATOR = {"mutates_args": (), "tags": (torch.Tag.cudagraph_unsafe,)}
-
-
-@torch.library.custom_op("fused_rl::linear_token_logprobs", **_OPERATOR)
-def _linear_token_logprobs(
-    hidden: Tensor,  # (..., H)
-    weight: Tensor,  # (V, H)
-    bias: Tensor | None,  # (V,)
-    targets: Tensor,  # (...) or (..., K) integers
-    mask: Tensor | None,  # (...) bool
-    row_temperature: Tensor | None,  # (...) fp32; replaces temperature
-    temperature: float,
-    softcap: float | None,
-    workspace_mb: float | None,
-    logits_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """fp32, 0 where masked: logprobs as the targets; entropy, lse, m, rest (...)."""
-    options = _row_options(row_temperature, temperature, mask, softcap, workspace_mb, logits_dtype)
-    with torch.autocast(hidden.device.type, enabled=False):  # the caller has cast
-        rows = rows_that_count(hidden, weight, targets, bias, *options)
-    logprobs, *others = map(rows.restore, tiles.statistics(*rows.arguments))
-    return logprobs, *others
-
-
-def _row_options(row_temperature, temperature, mask, softcap, workspace_mb, logits_dtype):
-    """The operators' options in the order of `rows_that_count`."""
-    if row_temperature is not None:
-        temperature = row_temperature
-    return temperature, mask, softcap, False, workspace_mb, logits_dtype
-
-
-@_linear_token_logprobs.register_fake
-def _empty_outputs(hidden, weight, bias, targets, *_):
-    logprobs = hidden.new_empty(targets.shape, dtype=torch.float32)
-    others = [logprobs.new_empty(hidden.shape[:-1]) for _ in RowStatistics._fields[1:]]
-    return logprobs, *others
-
-
-@torch.library.custom_op("fused_rl::linear_token_logprobs_backward", **_OPERATOR)
-def _linear_token_logprobs_backward(
-    needs: Sequence[bool],  # of hidden, weight and bias
-    dlogprobs: Tensor | None,  # as the targets, fp32
-    dentropy: Tensor | None,  # (...) fp32, as the next
-    dlse: Tensor | None,
-    entropy: Tensor,  # (...) fp32, as m and rest
-    m: Tensor,
-    rest: Tensor,
-    hidden: Tensor,  # this and what follows as in the forward operator
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    mask: Tensor | None,
-    row_temperature: Tensor | None,
-    temperature: float,
-    softcap: float | None,
-    workspace_mb: float | None,
-    logits_dtype: torch.dtype | None,
-) -> list[Tensor]:
-    """Gradients of hidden, weight and bias, empty where none is needed."""
-    options = _row_options(row_temperature, temperature, mask, softcap, workspace_mb, logits_dtype)
-    # a backward pass may stand under an autocast that the forward pass had not
-    with torch.autocast(hidden.device.type, enabled=False):
-        rows = rows_that_count(hidden, weight, targets, bias, *options)
-    upstream = [None if d is None else rows.select(d) for d in (dlogprobs, dentropy, dlse)]
-    statistics = [rows.select(s) for s in (entropy, m, rest)]
-    inputs, row_options = rows.arguments[:4], rows.arguments[4:]
-    recomputed = tiles.recomputed(needs, upstream, *inputs, statistics, *row_options)
-    dhidden, *of_head = recomputed.take()
-    dhidden = None if dhidden is None else rows.restore(dhidden)
-    return [hidden.new_empty(0) if d is None else d.contiguous() for d in (dhidden, *of_head)]
-
-
-@_linear_token_logprobs_backward.register_fake
-def _empty_gradients(needs, dlogprobs, dentropy, dlse, entropy, m, rest, hidden, weight, bias, *_):
-    inputs = hidden, weight, bias
-    shapes = [x.shape if needed else (0,) for needed, x in zip(needs, inputs, strict=True)]
-    return [hidden.new_empty(shape) for shape in shapes]
-
-
-def _operator_context(ctx, inputs, output):
-    _, entropy, _, m, rest = output
-    tensors, ctx.options = inputs[:6], inputs[6:]
-    # the caller may modify the output
-    ctx.save_for_backward(entropy.clone(), m, rest, *tensors)
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(m, rest)
-
-
-def _operator_gradient(ctx, *upstream):
-    needs = list(ctx.needs_input_grad[:3])
-    if all(d is None for d in upstream):
-        return (None,) * 10
-    backward = torch.ops.fused_rl.linear_token_logprobs_backward
-    gradients = backward(needs, *upstream[:3], *ctx.saved_tensors, *ctx.options)
-    wanted = [d if needed else None for d, needed in zip(gradients, needs, strict=True)]
-    return *wanted, *(None,) * 7
-
-
-_linear_token_logprobs.register_autograd(_operator_gradient, setup_context=_operator_context)
-_linear_token_logprobs_backward.register_autograd(no_second_derivative("linear_token_logprobs"))
-
-
-def _in_graph(
-    hidden,
-    weight,
-    targets,
-    *,
-    bias=None,
-    temperature=1.0,
-    mask=None,
-    softcap=None,
-    shift=False,
-    workspace_mb=None,
-    logits_dtype=None,
-    support=None,
-):
-    """`linear_token_logprobs` as one operator; None with kept sets, and for a head that is gathered."""
-    check_tensors(hidden=hidden, targets=targets)
-    check_head_tensors(weight=weight, bias=bias)
-    if support is not None or may_be_sharded(weight):
-        return None
-    hidden, weight, bias = _autocast(hidden, weight, bias)
-    rows = _check_head(hidden, weight, targets, bias, mask, shift)
-    temperature, row_temperature = split_temperature(temperature, rows, hidden.device)
-    if shift:
-        hidden = hidden[:, :-1]
-        targets = targets[:, 1:]
-    options = row_temperature, temperature, softcap, workspace_mb, logits_dtype
-    operator = torch.ops.fused_rl.linear_token_logprobs.default
-    logprobs, entropy, lse, *_ = operator(hidden, weight, bias, targets, mask, *options)
-    return TokenLogprobs(logprobs, entropy, lse)
-
-
-@functools.partial(breaks_graph, unless=_in_graph)
+@breaks_graph
 def linear_token_logprobs(
     hidden: Tensor,
     weight: Tensor,

@@ -17,7 +17,7 @@ IN_GRAPH = [
     for name in [*FORMS, *TOKENS]
     if not (name in OPS and breaks_graph(name)) and not name.startswith(SELECTING)
 ]
-FAST = ("token_logprobs", "linear_token_logprobs", "token_kl", "gae")
+FAST = ("token_logprobs", "token_kl", "gae")
 
 
 def fake(mode, x):
