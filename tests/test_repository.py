@@ -82,6 +82,11 @@ def test_a_release_has_one_version():
     assert fused_rl.__version__ == cited == changes[0]
 
 
-def test_the_files_that_contributing_names_exist():
-    named = re.findall(r"`([\w.]+/[\w./]+\.\w+)`", (ROOT / "CONTRIBUTING.md").read_text())
-    assert named and [path for path in named if not (ROOT / path).exists()] == []
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "tests/README.md"])
+def test_the_files_that_a_page_for_contributors_names_exist(page):
+    folders = (
+        [ROOT] if page == "CONTRIBUTING.md" else [ROOT / "tests", ROOT / "tests/trainers/data"]
+    )
+    named = re.findall(r"`(\w[\w.]*/[\w./]+\.\w+|test_\w+\.py)`", (ROOT / page).read_text())
+    files = [path for path in named for folder in folders if (folder / path).exists()]
+    assert named and {*named} == {*files}
