@@ -1,7 +1,7 @@
-"""TRL's options: what each is called here, and why some have no counterpart.
+"""TRL's options: what each is called here.
 
-This is the one table of names. docs/from_trl.md prints it, and the error for an unknown option reads it: a run whose
-options are all known never imports this file.
+This is the one table of names. docs/from_trl.md prints it, with what has no counterpart, and the error for an unknown
+option reads it: a run whose options are all known never imports this file.
 """
 
 import difflib
@@ -120,153 +120,6 @@ NAMES: dict[str, str] = {
     "reward_model_path": "--verifiers reward_model:FOLDER",
 }
 
-# What is left out -> why, and TRL's names of it. A name that ends in * stands for all that begin so.
-ABSENT: dict[str, tuple[str, tuple[str, ...]]] = {
-    "Logging": (
-        "every step is logged, and samples of each evaluation are in samples.jsonl",
-        (
-            "logging_*",
-            "log_*",
-            "num_completions_to_print",
-            "disable_tqdm",
-            "run_name",
-            "project",
-            "trackio_*",
-            "include_for_metrics",
-            "include_num_input_tokens_seen",
-            "include_tokens_per_second",
-            "generate_during_eval",
-        ),
-    ),
-    "vLLM's own options": (
-        "you start the server with them, and --server names it",
-        ("vllm_*", "use_transformers_*", "transformers_*", "cache_implementation"),
-    ),
-    "Sampling that the loss does not know": (
-        "the tokens would not come from the policy that is trained; a scorer may judge repetition and form",
-        ("repetition_penalty", "generation_kwargs"),
-    ),
-    "Cutting rows": (
-        "longer rows are dropped, counted and reported; of pairs, --too_long truncate cuts responses",
-        ("truncation_mode", "pad_to_multiple_of", "padding_free", "padding_value", "max_pixels"),
-    ),
-    "Tools and environments": (
-        "a sampler of your own can hold the conversation (docs/rollouts.md)",
-        ("tools", "environment_factory", "rollout_func", "max_tool_calling_iterations"),
-    ),
-    "Callbacks, collators, custom losses": (
-        "--on_step (docs/hooks.md), scorers, a sampler and a surrogate of your own take their place",
-        ("callbacks", "compute_loss_func", "data_collator", "compute_metrics", "formatting_func")
-        + ("preprocess_logits_for_metrics", "optimizers"),
-    ),
-    "Objects in memory": (
-        "the reference is the starting model and the tokenizer is in its folder; both are loaded by name, so that a "
-        "run can resume",
-        ("ref_model", "ref_model_init_kwargs", "processing_class", "tokenizer")
-        + ("reward_processing_classes", "force_use_ref_model"),
-    ),
-    "Scores of the reference beforehand": (
-        "a run on pairs or marked responses always measures the reference once, before its first step",
-        ("precompute_ref_*",),
-    ),
-    "Special tokens and templates": (
-        "set them on the tokenizer, save it and the model into one folder by save_pretrained, and give that as --model",
-        ("eos_token", "pad_token", "chat_template", "chat_template_path"),
-    ),
-    "Distribution": (
-        "DeepSpeed divides the work: --zero_stage, --offload, --sequence_parallel",
-        ("fsdp*", "ddp_*", "parallelism_config", "accelerator_config", "ds3_gather_for_generation")
-        + ("average_tokens_across_devices", "local_rank"),
-    ),
-    "Other optimizers": (
-        "AdamW only, with the moments' first decay at 0.9",
-        ("optim", "optim_*", "adam_beta1"),
-    ),
-    "Compilation and Liger": (
-        "the loss comes from kernels of this project",
-        ("torch_compile*", "use_liger_*", "liger_kernel_config"),
-    ),
-    "How memory is saved": (
-        "--gradient_checkpointing and --checkpoint_activations_on choose; training keeps no cache of keys and values",
-        ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs", "use_cache")
-        + ("torch_empty_cache_steps",),
-    ),
-    "The device": (
-        "a run takes the GPUs that it finds, and a CPU without any; CUDA_VISIBLE_DEVICES chooses among them",
-        ("use_cpu", "no_cuda"),
-    ),
-    "Code of models": (
-        "models are those of transformers, whose code is installed; no code of a model's folder is run",
-        ("trust_remote_code",),
-    ),
-    "Reproducing and measuring": (
-        "--seed is all that a run's chance follows from; measure a run with tools of your own",
-        ("full_determinism", "debug", "benchmark", "benchmark_*"),
-    ),
-    "Half precision and 8 bits": (
-        "bfloat16 or float32, and 4 bits under adapters by --load_in_4bit",
-        ("fp16*", "load_in_8bit", "bf16_full_eval", "tf32", "bnb_*", "use_bnb_nested_quant")
-        + ("quantization_config",),
-    ),
-    "Other adapters": (
-        "adapters are plain LoRA on linear layers, without dropout, and no whole layer is trained beside them",
-        ("lora_dropout", "lora_modules_to_save", "lora_task_type", "use_rslora", "use_dora")
-        + ("lora_target_parameters", "bias", "task_type"),
-    ),
-    "The best checkpoint": (
-        "the model of the last step is saved, and checkpoints have the others",
-        ("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
-    ),
-    "Dropout and NEFTune": (
-        "a run trains without dropout, and without noise on the embeddings",
-        ("neftune_noise_alpha", "disable_dropout"),
-    ),
-    "Other terms of the loss": (
-        "the loss here has no such term, weight or divergence, and is trained without it",
-        ("use_adaptive_entropy", "entropy_coef_*", "entropy_target", "router_aux_loss_coef")
-        + ("f_divergence_type", "f_alpha_divergence_coef", "use_weighting", "discopop_tau")
-        + ("loss_weights", "label_smoothing_factor", "seq_kd", "alpha", "ld_alpha"),
-    ),
-    "Clipped and normalized scores": (
-        "scores are taken as they are, and --advantage says how they are compared; a scorer can bound its own",
-        ("reward_clip_range", "normalize_advantages"),
-    ),
-    "Loading of rows": (
-        "rows are read, encoded and shuffled by the run itself",
-        ("dataloader_*", "dataset_num_proc", "dataset_kwargs", "dataset_streaming")
-        + ("dataset_batch_size", "remove_unused_columns", "shuffle_dataset", "data_seed")
-        + ("group_by_length", "train_sampling_strategy", "length_column_name", "label_names")
-        + ("packing_strategy", "eval_packing", "completion_only_loss", "ignore_data_skip")
-        + ("is_encoder_decoder", "ignore_bias_buffers"),
-    ),
-    "Mixtures of datasets": (
-        "write the rows into one file",
-        ("datasets", "dataset_mixture", "dataset_mixer", "dataset_splits", "dataset_configs")
-        + ("concatenate_datasets",),
-    ),
-    "Evaluation by the Trainer": (
-        "a run evaluates before its first step, after its last and every --eval_every steps, and chooses the batches",
-        ("per_device_eval_batch_size", "eval_*", "do_*", "prediction_loss_only")
-        + ("batch_eval_metrics", "skip_memory_metrics"),
-    ),
-    "The Hub and files": (
-        "--push_to_hub uploads the model at the end; checkpoints hold all that a resumed run needs",
-        ("hub_*", "save_only_model", "save_safetensors", "save_on_each_node")
-        + ("model_init_kwargs", "teacher_model_init_kwargs", "teacher_model_revision")
-        + ("restore_callback_states_from_checkpoint", "enable_jit_checkpoint"),
-    ),
-}
-
-
-def reason_of(name: str) -> str | None:
-    """Return why an option of TRL has no counterpart; None for names of other kinds."""
-    for reason, names in ABSENT.values():
-        for listed in names:
-            is_beginning = listed.endswith("*") and name.startswith(listed[:-1])
-            if name == listed or is_beginning:
-                return reason
-    return None
-
 
 def unknown_options_error(
     names: Collection[str], known: Collection[str], where: str = ""
@@ -288,16 +141,14 @@ def unknown(name: str, known: Collection[str]) -> str:
 
 
 def suggestion_for(name: str, known: Collection[str]) -> str:
-    """Return what is meant by a name that is no option: its name here, why it has none, or the nearest one."""
+    """Return what is meant by a name that is no option: its name here, or the nearest one."""
     meant = name.replace("-", "_")
     if meant in NAMES:
         return _name_here(meant, known)
-    reason = reason_of(meant)
-    if reason is not None:
-        return f"it has no counterpart: {reason}"
-    nearest = difflib.get_close_matches(meant, [*known, *NAMES], n=1)
+    # Less alike are options of TRL that have no counterpart.
+    nearest = difflib.get_close_matches(meant, [*known, *NAMES], n=1, cutoff=0.8)
     if not nearest:
-        return "--help all lists the options"
+        return "--help all lists the options, and docs/from_trl.md what TRL has and a run here does without"
     if nearest[0] in NAMES:
         return f"did you mean {nearest[0]}, as in TRL? {_name_here(nearest[0], known)}"
     return f"did you mean --{nearest[0]}?"
