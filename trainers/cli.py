@@ -1,8 +1,8 @@
-"""`fused-rl <command> --config recipes/x.yaml --key value`: the one list of commands, and what each needs installed."""
+"""`fused-rl <command> --config recipes/x.yaml --key value`: the one list of commands."""
 
 import importlib
-import importlib.util
 import sys
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import fused_rl
@@ -87,42 +87,16 @@ COMMANDS = TRAINERS | {
         "fused_rl.recipes.demo_distill", "the demo's model teaches its own warm start"
     ),
 }
-# Extra -> the distributions that it brings, as pyproject.toml lists them, by the names that they are imported by.
-EXTRAS = {
-    "train": {
-        "deepspeed": "deepspeed",
-        "transformers": "transformers",
-        "datasets": "datasets",
-        "peft": "peft",
-        "pydantic": "pydantic",
-        "rich": "rich",
-        "tensorboard": "tensorboard",
-        "matplotlib": "matplotlib",
-        "safetensors": "safetensors",
-        "math_verify": "math-verify",
-        "pebble": "pebble",
-        "httpx2": "httpx2",
-        "regex": "regex",
-        "filelock": "filelock",
-    },
-    "demo": {"reasoning_gym": "reasoning-gym"},
-}
 
 
-def lacking(extra: str) -> list[str]:
-    """Return the distributions of an extra that are not installed."""
-    brought = EXTRAS[extra].items()
-    return [name for module, name in brought if importlib.util.find_spec(module) is None]
-
-
-def check_installed(command: str) -> None:
-    """End the process with one line if a command needs packages that are not installed."""
-    extras = ["train", "demo"] if command.startswith("demo") else ["train"]
-    missing = {extra: lacking(extra) for extra in extras}
-    packages = sum(missing.values(), [])
-    if packages:
-        install = f"pip install 'fused-rl[{','.join(filter(missing.get, extras))}]'"
-        sys.exit(f"fused-rl {command}: error: not installed: {', '.join(packages)}; {install}")
+def module_of(command: str) -> ModuleType:
+    """Import the module of a command; end the process with one line if it needs a package that is not installed."""
+    try:
+        return importlib.import_module(COMMANDS[command].module)
+    except ModuleNotFoundError as error:
+        extras = "train,demo" if command.startswith("demo") else "train"
+        install = f"pip install 'fused-rl[{extras}]'"
+        sys.exit(f"fused-rl {command}: error: {error.name} is not installed: {install}")
 
 
 def main() -> None:
@@ -140,6 +114,4 @@ def main() -> None:
     elif command not in COMMANDS:
         sys.exit(f"fused-rl: error: unknown command {command!r}; there are {', '.join(COMMANDS)}")
     else:
-        if sys.argv[1:] != ["doctor"]:  # which lists what is missing
-            check_installed(command)
-        importlib.import_module(COMMANDS[command].module).main(sys.argv[2:])
+        module_of(command).main(sys.argv[2:])

@@ -11,11 +11,9 @@ from fused_rl.trainers import grpo
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.policy import setup
 from fused_rl.trainers.rollouts.mismatch import mismatch
-from fused_rl.trainers.rollouts.returned import sampled_by
 from fused_rl.trainers.rollouts.roll_out import batch_of
 from fused_rl.trainers.rollouts.sampling import Seeds
 from fused_rl.trainers.rollouts.types import Response, Rollout, Sample
-from fused_rl.trainers.run.command import traceback_of_user
 from fused_rl.trainers.run.parse import parse
 from tests.trainers import tiny
 from tests.trainers.runs import VERIFIER, assert_equal_runs, forget_after, grpo_config
@@ -186,14 +184,6 @@ def test_a_sampler_that_is_none_is_a_line_and_what_it_raises_is_its_own(
 def test_a_sampler_may_be_a_generator(files, tmp_path, own, lag):
     options = {"steps": 2, "eval_size": 0, "save_every": 1, "lag": lag}
     grpo.train(grpo_config(files, tmp_path / "run", sampler="own_sampler:OneByOne", **options))
-
-
-def test_what_a_sampler_raises_is_shown_with_its_own_frames(own):
-    import own_sampler
-
-    with pytest.raises(KeyError) as error:
-        sampled_by(own_sampler.Late(), [[7]], None)
-    assert traceback_of_user(error.value).count("File ") == 1
 
 
 def test_two_samplers_are_one_too_many_and_servers_are_a_list(own):

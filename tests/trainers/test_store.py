@@ -4,7 +4,6 @@ import contextlib
 import errno
 import json
 import os
-import re
 import resource
 import shutil
 from pathlib import Path
@@ -27,7 +26,6 @@ from tests.trainers import mounts, tiny
 from tests.trainers.runs import (
     assert_equal_runs,
     contents,
-    grpo_config,
     names,
     refused,
     resumed,
@@ -74,53 +72,7 @@ def test_overwrite_moves_everything_away_once_all_inputs_are_read(files, run, tm
     assert [entry["step"] for entry in read_metrics(run / "metrics.jsonl")] == [0, 1]
 
 
-@pytest.mark.parametrize("option", store.READ)
-def test_what_a_run_reads_is_not_moved_away(option, files, run, tmp_path, monkeypatch):
-    """By its path, through a link to it, and as the weights under adapters."""
-    config = run_config(files, run, overwrite=True)
-    inside = run / "model"
-    (tmp_path / "link").symlink_to(inside)
-    adapters = tmp_path / "adapters"
-    adapters.mkdir()
-    base = json.dumps({"base_model_name_or_path": str(inside)})
-    (adapters / "adapter_config.json").write_text(base)
-    before = contents(run)
-    for path in (inside, tmp_path / "link", adapters):
-        options = config.to_dict() | {option: str(path)}
-        monkeypatch.setattr(sft.SFTConfig, "to_dict", lambda _, options=options: options)
-        output = store.RunFolder(config)
-        with pytest.raises(InputError, match=f"{option}={path} reads .*, which overwrite would"):
-            output.check()
-    assert contents(run) == before
-    # What an earlier run left there stays where it is.
-    inside.rename(run / "earlier-1")
-    options = config.to_dict() | {option: str(run / "earlier-1")}
-    store.RunFolder(config).check()
-
-
-def test_every_option_that_names_a_file_is_looked_at_before_a_folder_is_moved():
-    names = {
-        name
-        for config_class in trainers()
-        for name, field in config_class.model_fields.items()
-        if re.search("[Ff]older|[Ff]ile|Hub name", field.description or "")
-    }
-    assert names - {*store.READ} == {
-        "output_dir",
-        "published_dir",
-        "verifiers",
-        "eval_split",
-        "order",
-    }
-
-
-def test_the_folder_of_a_reward_model_and_the_current_folder_are_not_moved_away(
-    files, run, monkeypatch
-):
-    scorer = f"reward_model:{run / 'model'}"
-    config = grpo_config(files, run, overwrite=True, verifiers=[scorer])
-    with pytest.raises(InputError, match=f"verifiers={run / 'model'} reads"):
-        store.RunFolder(config).check()
+def test_the_current_folder_is_not_moved_away(files, run, monkeypatch):
     for current in (run, run / "model"):
         monkeypatch.chdir(current)
         refused(run_config(files, run, overwrite=True), "is the current folder, or holds it")
@@ -150,11 +102,6 @@ def test_what_was_in_a_volume_stays_in_it(files, whole, tmp_path, capsys):
             if not path.name.startswith("earlier-"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         sft.train(run_config(files, run, steps=1))
-
-
-def test_a_volume_inside_the_folder_is_not_moved(files, run):
-    with mounts.tmpfs(run / "checkpoints"):
-        refused(run_config(files, run, overwrite=True), "checkpoints/ in it is a volume")
 
 
 def test_a_folder_that_is_a_link_keeps_its_content(files, run, tmp_path):

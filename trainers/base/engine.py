@@ -1,8 +1,9 @@
 """DeepSpeed, used directly: one process or many, ZeRO 0 to 3.
 
 A trainer calls `engine.backward(loss * processes())` once per micro-batch, then `engine.step()`. The loss is over a
-count over all ranks and micro-batches, so how the batch was split changes nothing. Left out: tensor and pipeline
-parallelism, DeepSpeed's own optimizers and schedulers, fp16.
+count over all ranks and micro-batches, so how the batch was split changes nothing. `config` has the options that
+`EngineConfig` and `OptimConfig` declare. Left out: tensor and pipeline parallelism, DeepSpeed's own optimizers and
+schedulers, fp16.
 """
 
 import atexit
@@ -14,7 +15,7 @@ import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,27 +29,6 @@ from fused_rl.trainers.base.text import InputError, in_a_line
 TIMEOUT = timedelta(
     minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "30"))
 )  # to start, and of a collective
-
-
-class EngineOptions(Protocol):
-    """The options of memory, precision and the division over processes, as `EngineConfig` declares them."""
-
-    @property
-    def zero_stage(self) -> int: ...
-    @property
-    def offload(self) -> bool: ...
-    @property
-    def stage3_param_persistence_threshold(self) -> int: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def grad_accum_dtype(self) -> str: ...
-    @property
-    def deepspeed(self) -> str | None: ...
-
-
-class TrainingOptions(EngineOptions, optim.OptimOptions, Protocol):
-    """The options of an engine and of its optimizer."""
 
 
 def quiet() -> None:
@@ -109,7 +89,7 @@ def _leave() -> None:
         time.sleep(0.2)  # gloo's threads must drop their last work before the interpreter goes
 
 
-def torch_dtype(config: EngineOptions) -> torch.dtype:
+def torch_dtype(config: Any) -> torch.dtype:
     """Return the dtype of weights and activations that `config.dtype` stands for on this machine."""
     if config.dtype == "auto":
         # bf16 on a GPU that computes in it (from sm_80 on): an older one would emulate it.
@@ -124,12 +104,12 @@ def torch_dtype(config: EngineOptions) -> torch.dtype:
     return getattr(torch, config.dtype)
 
 
-def widens_sums(config: EngineOptions) -> bool:
+def widens_sums(config: Any) -> bool:
     """Return True if gradients are of 16 bits and are added up in 32."""
     return torch_dtype(config) == torch.bfloat16 and config.grad_accum_dtype == "float32"
 
 
-def effective_zero_stage(config: EngineOptions) -> int:
+def effective_zero_stage(config: Any) -> int:
     """Return the stage of ZeRO that DeepSpeed gets: 0 for one fp32 process, which has nothing to divide or to widen."""
     is_alone = processes() == 1 and torch_dtype(config) == torch.float32
     keeps_all = not config.offload and not deepspeed_options(config.deepspeed)
@@ -145,7 +125,7 @@ def deepspeed_options(path: str | None) -> dict:
     return deepspeed_file.read(path)
 
 
-def check_deepspeed_file(config: TrainingOptions) -> None:
+def check_deepspeed_file(config: Any) -> None:
     """Refuse a file of DeepSpeed's options that has other values than the run, or that DeepSpeed refuses."""
     if config.deepspeed is None:
         return
@@ -163,7 +143,7 @@ def check_deepspeed_file(config: TrainingOptions) -> None:
         raise InputError(f"deepspeed={config.deepspeed}: {in_a_line(error)}") from error
 
 
-def _our_deepspeed_config(config: EngineOptions, *, max_grad_norm: float) -> dict:
+def _our_deepspeed_config(config: Any, *, max_grad_norm: float) -> dict:
     sums = {}
     if widens_sums(config):
         # Over micro-batches, and over processes.
@@ -192,7 +172,7 @@ def _our_deepspeed_config(config: EngineOptions, *, max_grad_norm: float) -> dic
     }
 
 
-def _deepspeed_config(config: EngineOptions, *, max_grad_norm: float) -> dict:
+def _deepspeed_config(config: Any, *, max_grad_norm: float) -> dict:
     ours = _our_deepspeed_config(config, max_grad_norm=max_grad_norm)
     stage = effective_zero_stage(config)
     if widens_sums(config) and stage == 1:
@@ -205,7 +185,7 @@ def _deepspeed_config(config: EngineOptions, *, max_grad_norm: float) -> dict:
     return deepspeed_file.merged(deepspeed_file.read(config.deepspeed), ours)
 
 
-def initialize(model: nn.Module, config: TrainingOptions, updates: int):
+def initialize(model: nn.Module, config: Any, updates: int):
     """Return a DeepSpeed engine that trains `model` with AdamW for `updates` optimizer steps."""
     import deepspeed
 
@@ -265,7 +245,7 @@ def optimizer_step(engine, step: int) -> dict[str, float]:
     return {"lr": lr, "optim/grad_norm": norm}
 
 
-def initialize_frozen(model: nn.Module, config: EngineOptions):
+def initialize_frozen(model: nn.Module, config: Any):
     """Return `model` for forward passes alone; ZeRO 3 partitions its weights too."""
     if config.zero_stage < 3:
         return model

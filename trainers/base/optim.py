@@ -1,42 +1,21 @@
-"""AdamW, its schedule and clipping."""
+"""AdamW, its schedule and clipping; `config` has the options that `OptimConfig` declares."""
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 import fused_rl
-from fused_rl.trainers.base.text import InputError, load_function, name_of
+from fused_rl.trainers.base.text import load_function
 
 SCHEDULES = ("constant", "linear", "cosine")
 Schedule = Callable[[int, int], float]
 """(update, number of updates in the run) -> the learning rate over its peak; updates are counted from 0."""
 
 
-class OptimOptions(Protocol):
-    """The optimizer's options, as `OptimConfig` declares them."""
-
-    @property
-    def lr(self) -> float: ...
-    @property
-    def lr_schedule(self) -> str | Schedule: ...
-    @property
-    def warmup_steps(self) -> int: ...
-    @property
-    def weight_decay(self) -> float: ...
-    @property
-    def adam_beta2(self) -> float: ...
-    @property
-    def adam_eps(self) -> float: ...
-    @property
-    def tf_adam(self) -> bool: ...
-    @property
-    def max_grad_norm(self) -> float: ...
-
-
-def adamw(parameters: list[nn.Parameter], config: OptimOptions) -> torch.optim.Optimizer:
+def adamw(parameters: list[nn.Parameter], config: Any) -> torch.optim.Optimizer:
     """Return AdamW (arXiv:1711.05101) over `parameters`; norms and biases, which have one dimension, do not decay."""
     decayed = [p for p in parameters if p.dim() > 1 or not config.weight_decay]
     spared = [p for p in parameters if p.dim() < 2 and config.weight_decay]
@@ -54,35 +33,29 @@ def adamw(parameters: list[nn.Parameter], config: OptimOptions) -> torch.optim.O
     return fused_rl.tf_adam_epsilon(optimizer) if config.tf_adam else optimizer
 
 
-def schedule(optimizer: torch.optim.Optimizer, config: OptimOptions, updates: int):
+def schedule_function(chosen: str | Schedule) -> str | Schedule:
+    """Return a schedule of the user's own as a function, and one of `SCHEDULES` by its name."""
+    is_own = isinstance(chosen, str) and chosen not in SCHEDULES
+    return load_function("lr_schedule", chosen) if is_own else chosen
+
+
+def schedule(optimizer: torch.optim.Optimizer, config: Any, updates: int):
     """Return the learning rate's schedule over `updates` steps: a warm-up, then constant, annealed, or the user's."""
     from transformers import get_scheduler
 
-    chosen = config.lr_schedule
-    if isinstance(chosen, str) and chosen not in SCHEDULES:
-        chosen = load_function("lr_schedule", chosen)
+    chosen = schedule_function(config.lr_schedule)
     if isinstance(chosen, str):
         name = "constant_with_warmup" if chosen == "constant" else chosen
         return get_scheduler(
             name, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=updates
         )
-    factors = _factors(chosen, config.warmup_steps, updates)
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: factors[update])
 
+    def factor(update: int) -> float:
+        rising = min(1.0, update / config.warmup_steps) if config.warmup_steps else 1.0
+        # After the last update torch asks once more.
+        return rising * chosen(min(update, updates - 1), updates)
 
-def _factors(function: Schedule, warmup_steps: int, updates: int) -> list[float]:
-    """Return the factors of all updates, and of the one after the last, which the schedule is asked for as well."""
-    # All of them now: an error in a late one ends the run before it begins.
-    factors = []
-    for update in range(updates + 1):
-        value = function(update, updates)
-        is_number = isinstance(value, (int, float)) and math.isfinite(value)
-        if not is_number or value < 0:
-            what = f"{name_of(function)}({update}, {updates}) returned {value!r}"
-            raise InputError(f"lr_schedule: {what}; expected a finite number, 0 or more")
-        rising = min(1.0, update / warmup_steps) if warmup_steps else 1.0
-        factors.append(float(value) * rising)
-    return factors
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 class Clipping:

@@ -1,16 +1,18 @@
-"""`fused-rl doctor` without a run: versions, device, compiler, a kernel against its definition, missing packages."""
+"""`fused-rl doctor` without a run: versions, device, compiler, and a kernel against its definition."""
 
+import importlib.metadata
 import importlib.util
 import os
 import platform
 import shutil
-from importlib.metadata import version
 
 import torch
 
 import fused_rl
 from fused_rl import reference
-from fused_rl.trainers import cli
+
+# Those on which most depends; `pip install 'fused-rl[train]'` brings all that training needs.
+PACKAGES = ("torch", "triton", "deepspeed", "transformers", "datasets", "peft", "trl", "vllm")
 
 
 def errors(device: str) -> tuple[float, float]:
@@ -40,14 +42,21 @@ def errors(device: str) -> tuple[float, float]:
     return tuple((values - exact).abs().max().item() for values in found)
 
 
+def version_of(package: str) -> str:
+    """Return the version that is installed."""
+    if importlib.util.find_spec(package) is None:
+        return "not installed"
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # such as Triton's builds for ROCm
+        return "without a version"
+
+
 def look() -> int:
     """Print the report about this machine, and return 1 if the kernel is wrong and 0 otherwise."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    triton = "no Triton"
-    if importlib.util.find_spec("triton") is not None:
-        triton = f"Triton {version('triton')}"
-    python = platform.python_version()
-    print(f"fused_rl {fused_rl.__version__}, Python {python}, torch {torch.__version__}, {triton}")
+    print(f"fused_rl {fused_rl.__version__}, Python {platform.python_version()}")
+    print(", ".join(f"{name} {version_of(name)}" for name in PACKAGES))
     print(
         f"device: {torch.cuda.get_device_name() if device == 'cuda' else f'{os.cpu_count()} CPU cores, no GPU'}"
     )
@@ -55,14 +64,6 @@ def look() -> int:
         filter(shutil.which, ("g++", "cc", "clang")), "none; on Debian and Ubuntu: apt install g++"
     )
     print(f"compiler: {compiler}")
-
-    # What each extra brings.
-    for extra, packages in cli.EXTRAS.items():
-        missing = cli.lacking(extra)
-        present = [name for name in packages.values() if name not in missing]
-        print(f"[{extra}]: {', '.join(f'{name} {version(name)}' for name in present)}")
-        if missing:
-            print(f"  missing: {', '.join(missing)}; pip install 'fused-rl[{extra}]'")
 
     # The kernel's error may be twice that of plain PyTorch in the same dtype.
     error, allowed = errors(device)

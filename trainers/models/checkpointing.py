@@ -1,21 +1,14 @@
 """Activations that are computed again in the backward pass, and where the inputs of the layers wait for it."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-
-class CheckpointingOptions(Protocol):
-    """The options of checkpoints, as `ModelConfig` declares them."""
-
-    @property
-    def gradient_checkpointing(self) -> bool: ...
-    @property
-    def checkpoint_activations_on(self) -> str: ...
+from fused_rl.trainers.options import RunConfig
 
 
-def checkpoint_activations(model: Any, config: CheckpointingOptions) -> None:
+def checkpoint_activations(model: Any, config: RunConfig) -> None:
     """Have a transformers model compute its layers again in the backward pass, if the config says so."""
     if not config.gradient_checkpointing:
         return

@@ -1,6 +1,9 @@
-"""What is read from whole rows of logits, of which a tile exists at a time: the likeliest tokens and the exact KL."""
+"""What is read from whole rows of logits, of which a tile exists at a time: the likeliest tokens and the exact KL.
 
-from typing import Any, NamedTuple, Protocol
+Each `lm` is a `LanguageModel` with its head whole.
+"""
+
+from typing import Any, NamedTuple
 
 import torch
 
@@ -8,29 +11,10 @@ import fused_rl
 from fused_rl.ops import tiles
 
 
-class Headed(Protocol):
-    """A `LanguageModel`, as much of it as makes logits of states."""
-
-    loss_from: str
-    softcap: float | None
-    head_dtype: torch.dtype | None
-
-    @property
-    def head(self) -> Any: ...
-
-    def rows_of(
-        self,
-        states: torch.Tensor,
-        targets: torch.Tensor,
-        temperature: float,
-        support: fused_rl.TokenSupport | None,
-    ) -> fused_rl.TokenLogprobs: ...
-
-
 class ReferenceStates(NamedTuple):
     """What a reference computed for the tokens that a policy is scored at."""
 
-    lm: Headed
+    lm: Any
     """The reference, with its head whole."""
     states: torch.Tensor
     """(N, ·), as `LanguageModel.compute_under_head` hands them out."""
@@ -54,7 +38,7 @@ class Tiles:
     As in `fused_rl.ops.tiles.Logits`, what all logits of a row have in common may be missing.
     """
 
-    def __init__(self, lm: Headed, states: torch.Tensor, copies: int = 1):
+    def __init__(self, lm: Any, states: torch.Tensor, copies: int = 1):
         """copies: tiles of this size that exist at once."""
         self.states = states
         # A model whose logits are read has capped them itself, and all are there.
@@ -93,7 +77,7 @@ class Tiles:
 
 @torch.no_grad()
 def read_likeliest(
-    lm: Headed, states: torch.Tensor, targets: torch.Tensor, temperature: float
+    lm: Any, states: torch.Tensor, targets: torch.Tensor, temperature: float
 ) -> Reading:
     """Return log-probabilities of `targets` (N,) at states (N, ·), and the likeliest tokens."""
     formed = Tiles(lm, states)
@@ -108,7 +92,7 @@ def read_likeliest(
 
 @torch.no_grad()
 def compare(
-    lm: Headed,
+    lm: Any,
     states: torch.Tensor,
     targets: torch.Tensor,
     temperature: float,

@@ -3,14 +3,11 @@
 `run` is that of the trainers; `around` handles the errors of every command.
 """
 
-import asyncio
 import contextlib
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import print_line
@@ -24,11 +21,6 @@ from fused_rl.trainers.run.store import note_error, unlock
 
 LOST = "what was done since the last checkpoint is lost"
 INTERRUPTED = 130  # the usual status of a command that Ctrl-C ended
-# The modules that call functions of the user's own.
-CALLERS = {
-    str(Path(__file__).parents[1] / name)
-    for name in ("scorers/functions.py", "rollouts/returned.py", "run/hooks.py")
-}
 # How far rank 0 may be behind the other ranks when all of them read rows.
 SECONDS_TO_PRINT = 3
 
@@ -82,13 +74,11 @@ def around(prog: str, lost: str = "nothing was written") -> Iterator[None]:
     try:
         yield
     except (BadRows, UnknownOptions) as error:
-        if ranks.process() == 0:
-            sys.exit(f"{prog}: error: {error}")  # its lines are escaped already
         # All ranks fail on the same rows and words. A launcher ends the others as soon as one has ended, so they wait
         # until rank 0 has printed the whole block.
-        time.sleep(SECONDS_TO_PRINT)
-        title, _, _ = str(error).partition("\n")
-        sys.exit(f"{prog}: error: {title}")
+        if ranks.process() > 0:
+            time.sleep(SECONDS_TO_PRINT)
+        sys.exit(f"{prog}: error: {error}")  # its lines are escaped already
     except InputError as error:
         sys.exit(f"{prog}: error: {escaped(error)}")
     except Stopped:
@@ -96,25 +86,3 @@ def around(prog: str, lost: str = "nothing was written") -> Iterator[None]:
     except KeyboardInterrupt:
         print_line(f"{prog}: stopped at once; {lost}", to_errors=True)
         sys.exit(INTERRUPTED)
-    except Exception as error:
-        text = traceback_of_user(error)
-        if text is None:
-            raise
-        sys.exit(text)
-
-
-def traceback_of_user(error: Exception) -> str | None:
-    """Return the traceback of an error in a function of the user's own, from its frames on; None for other errors."""
-    frames, of_user = error.__traceback__, None
-    while frames is not None:
-        if frames.tb_frame.f_code.co_filename in CALLERS:
-            of_user = frames.tb_next
-        frames = frames.tb_next
-    # Between the call and a function that is async stands the event loop.
-    loop = asyncio.__path__[0]
-    while of_user is not None and of_user.tb_frame.f_code.co_filename.startswith(loop):
-        of_user = of_user.tb_next
-    if of_user is None:
-        return None
-    lines = traceback.format_exception(type(error), error, of_user)
-    return escaped("".join(lines).rstrip(), keep="\n")

@@ -7,7 +7,6 @@ examples.
 """
 
 import contextlib
-import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fused_rl.trainers.base.optim import SCHEDULES
-from fused_rl.trainers.base.text import InputError, load_function, name_of
+from fused_rl.trainers.base.text import InputError, load_function
 from fused_rl.trainers.options import RunConfig
 
 
@@ -52,20 +50,6 @@ class Step:
 
 OnStep: TypeAlias = Callable[[Step], Mapping[str, float] | None]
 """Takes a `Step` and returns further metrics of it by name, or None."""
-
-
-def check(config: RunConfig) -> None:
-    """Raise `InputError` if a function that the options name cannot be loaded, or called with what it is given."""
-    for option, parameters in (("on_step", ["step"]), ("lr_schedule", ["update", "updates"])):
-        function = getattr(config, option)
-        if isinstance(function, str) and function not in SCHEDULES:
-            function = load_function(option, function)
-        if callable(function):
-            try:
-                inspect.signature(function).bind(*parameters)
-            except TypeError as error:
-                what = f"{option}: {name_of(function)} must take ({', '.join(parameters)})"
-                raise InputError(f"{what}: {error}") from error
 
 
 def chosen(config: RunConfig, on_step: OnStep | None) -> OnStep | None:

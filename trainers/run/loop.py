@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from fused_rl.trainers.base import engine, ranks
+from fused_rl.trainers.base import engine, optim, ranks
 from fused_rl.trainers.base.files import hash_of, hash_of_model, io_errors_in_a_line
 from fused_rl.trainers.base.screen import phase, print_line, print_rank0
 from fused_rl.trainers.base.text import InputError, check_installed, import_name_of
@@ -68,7 +68,7 @@ def check_start(config: RunConfig, arithmetic: Arithmetic) -> None:
     config.check()  # once more, because Python code may have set options since the config was made
     engine.quiet()  # what follows imports DeepSpeed
     config.resolve()
-    hooks.check(config)
+    optim.schedule_function(config.lr_schedule)
     arithmetic(config, ranks.planned_ranks(config.sequence_parallel))
     if config.load_in_4bit:
         check_installed("load_in_4bit", *FOUR_BIT_PACKAGE)

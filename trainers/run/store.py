@@ -19,7 +19,7 @@ import operator
 import random
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import MappingProxyType
@@ -35,7 +35,6 @@ from fused_rl.trainers.base.files import (
     io_errors_in_a_line,
     remove,
     unfinished,
-    weights_below,
     whole_folder,
     write_atomically,
 )
@@ -49,8 +48,6 @@ SAVED_AT_THE_END = ("model", "critic")
 EARLIER = "earlier-"  # and a number: the folder in output_dir for what was in it before
 # In a folder that counts as empty: our lock, earlier content that was moved, and a volume's lost+found.
 STAYS = re.compile(f"{re.escape(LOCK)}|{EARLIER}[0-9]+|lost\\+found")
-# Options that name files which a run reads.
-READ = ("model", "critic", "teacher", "dataset", "eval_dataset", "reference_dataset", "deepspeed")
 ERROR = "error.txt"  # what ended the run, until it is resumed
 EMPTY: Mapping = MappingProxyType({})
 _lock: filelock.FileLock | None = None  # of this process, which runs one training at a time
@@ -131,44 +128,13 @@ class RunFolder:
             raise InputError(
                 f"resume: there is no checkpoint in {self.checkpoints}; give --overwrite in place of --resume"
             )
-        if config.overwrite:
-            self._check_may_move()
+        if config.overwrite and Path.cwd().is_relative_to(self.path.resolve()):
+            what = "is the current folder, or holds it, and overwrite would move all that is in it"
+            raise InputError(f"output_dir={self.path} {what}; give the run a folder of its own")
         if self._contents() and not (config.resume or config.overwrite):
             resume = "continue its run with --resume, " if steps_in(self.checkpoints) else ""
             remedy = f"{resume}move its content away with --overwrite, or choose another folder"
             raise InputError(f"output_dir={self.path} is not empty: {remedy}")
-
-    def _check_may_move(self) -> None:
-        """Raise `InputError` if `--overwrite` would move what the run reads, the current folder, or a volume."""
-        folder = self.path.resolve()
-        if Path.cwd().is_relative_to(folder):
-            what = "is the current folder, or holds it, and overwrite would move all that is in it"
-            raise InputError(f"output_dir={self.path} {what}; give the run a folder of its own")
-        for path in filter(Path.is_mount, self._contents()):
-            what = f"{path.name}/ in it is a volume of its own, which overwrite cannot move away"
-            raise InputError(f"output_dir={self.path}: {what}; mount the volume at output_dir")
-        moved = [folder / path.name for path in self._contents()]
-        for option, name in self._names_read():
-            # Adapters are read together with their base weights, which may lie in the folder, too.
-            for path in filter(None, (name, weights_below(name))):
-                place = Path(path).resolve()
-                is_moved = place == folder or any(map(place.is_relative_to, moved))
-                if is_moved and place.exists():
-                    what = f"{option}={name} reads {path}, which overwrite would move away"
-                    remedy = "choose another output_dir, or move first what is read"
-                    raise InputError(f"output_dir={self.path}: {what}; {remedy}")
-
-    def _names_read(self) -> Iterator[tuple[str, str]]:
-        """Yield each file, folder or Hub name that the run reads, as a pair (option, name)."""
-        options = self.config.to_dict()
-        for option in filter(options.get, READ):
-            value = options[option]
-            names = value.values() if isinstance(value, dict) else value
-            for name in [names] if isinstance(names, str) else names:
-                yield option, name
-        for verifier in options.get("verifiers") or ():
-            if verifier.startswith("reward_model:"):
-                yield "verifiers", verifier.removeprefix("reward_model:")
 
     def open(self) -> None:
         """Lock the folder for this run, and check the checkpoint that it resumes from. All ranks must call this.

@@ -28,11 +28,6 @@ def lose_checkpoints(folder: Path) -> None:
     shutil.rmtree(folder / "run" / "checkpoints")
 
 
-def hold_the_model(folder: Path) -> None:
-    shutil.rmtree(folder / "run" / "model")
-    shutil.copytree(folder / "model", folder / "run" / "model")
-
-
 def unchanged(folder: Path) -> None:
     """Nothing."""
 
@@ -85,14 +80,6 @@ PLACES = [
         *GO_ON,
         "--output_dir",
         "new",
-    ),
-    *place(
-        "holds the model",
-        hold_the_model,
-        "model=run/model reads run/model, which overwrite would move away; choose another",
-        "--model",
-        "run/model",
-        commands=TRAINERS,
     ),
     *place(
         "is the current folder",
