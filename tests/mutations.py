@@ -335,7 +335,7 @@ MUTATIONS = {
         "trainers/dpo.py",
         "(run.order.first(config.steps), of_held_out)",
         "(run.order.first(1), of_held_out)",
-        "tests/trainers/test_dpo.py -k 'stopped or trls'",
+        "tests/trainers/test_resume.py -k dpo-zero0",
     ),
     "a student is corrected at its own temperature": Mutation(
         "trainers/policy/teacher.py",
