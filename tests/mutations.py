@@ -353,7 +353,7 @@ MUTATIONS = {
         "trainers/distill.py",
         "samples[:count] + fill",
         "samples",
-        "tests/trainers/test_distill.py -k agree",
+        "tests/trainers/test_distill.py -k even",
     ),
     "the teacher and the student are exchanged in the mixture": Mutation(
         "kernels/states.py",

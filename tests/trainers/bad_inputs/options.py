@@ -199,6 +199,20 @@ OPTIONS = [
         "distill", "--teacher user:word@host:1", "teacher: expected a URL .*, without a user, pass"
     ),
     *words("distill", "--teacher http://", "teacher='http://': expected a URL such as"),
+    *words("distill", "--teacher {}", "teacher={} names no teacher"),
+    *words("distill", "--jsd_beta 0.3", "jsd_beta=0.3 .* without --direction jensen-shannon"),
+    *option("distill", "jsd_beta", "1", "less than 1"),
+    *words("distill", "--completion_column a", "completion_column=a .* --on_policy below 1"),
+    *words("distill", "--lag 1 --on_policy 0.5", "lag=1 samples all rows .*--on_policy"),
+    *words("distill", "--teacher_column from", "teacher_column=from .* without several teachers"),
+    *words("distill", "--teacher_top_k 5", "teacher_top_k=5 .* without a teacher behind a server"),
+    *words(
+        "distill",
+        "--teacher http://x:1 --distill_temperature 2",
+        "distill_temperature=2.0 must be 1 with a teacher",
+    ),
+    *words("distill", "--loss_from logits", "loss_from=logits has no meaning here"),
+    *words("dpo", "--loss_type ipo --label_smoothing 0.1", "label_smoothing=0.1 .* on ipo"),
     *words("grpo", "--server_timeout 5", "server_timeout=5.0 means nothing without --server"),
     *words(
         "grpo",
