@@ -690,7 +690,7 @@ MUTATIONS = {
         "trainers/rollouts/mismatch.py",
         "    if not apart <= bound:",
         "    if apart > 1000 * bound:",
-        "tests/trainers/test_server_runs.py -k otherwise",
+        "tests/trainers/test_servers.py -k has_a_bound",
     ),
     # Who draws.
     "what another said counts one id late": Mutation(
@@ -1065,6 +1065,7 @@ MUTATIONS = {
         "trainers/kto.py",
         '{"kl": baseline / config.beta}',
         '{"kl": baseline}',
+        "tests/trainers/test_dpo.py -k 'trls and kto'",
     ),
     "the mean of undesirable scores is divided by the desirable": Mutation(
         "trainers/kto.py",

@@ -1,5 +1,7 @@
-"""Calls to inference servers of both kinds, weight updates and the probe: against fakes with scripted faults."""
+"""Inference servers of both kinds: calls, weight updates, the probe, whole runs, with scripted faults."""
 
+import copy
+import re
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,12 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fused_rl.trainers import grpo
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.policy import policy as policies
+from fused_rl.trainers.rollouts.mismatch import check_bound
 from fused_rl.trainers.rollouts.sampling import Sampling
+from fused_rl.trainers.run import store
 from fused_rl.trainers.servers import published
+from fused_rl.trainers.servers.inference import Http
 from tests.marks import SLOW
-from tests.trainers import fake_server, served, tiny
+from tests.trainers import fake_server, runs, served, tiny
 
 PROMPT = [1, 70, 71]
 SAMPLING, GREEDY = Sampling(0.7, 5, (3, 260)), Sampling(0.0, 5, ())
@@ -60,18 +67,16 @@ def test_every_option_of_sampling_is_sent(fake, server, sampling):
         )
 
 
-def test_responses_and_log_probabilities_are_the_models(fake, server):
-    for sampling, seeds in ((SAMPLING, [5, 6, 7]), (GREEDY, [None] * 3)):
-        responses = served.sampled(server, PROMPT, sampling, *seeds)
-        for response in responses:
-            expected = served.logprobs(fake.lm, PROMPT, response.ids, sampling.temperature or 1.0)
-            torch.testing.assert_close(
-                torch.tensor(response.logprobs).double(), expected, atol=1e-5, rtol=0
-            )
-        assert served.sampled(server, PROMPT, sampling, seeds[1]) == responses[1:2]
-        assert len({tuple(response.ids) for response in responses}) == (
-            3 if sampling.temperature else 1
-        )
+@pytest.mark.parametrize("sampling", [SAMPLING, GREEDY])
+def test_responses_and_log_probabilities_are_the_models(fake, server, sampling):
+    seeds = [5, 6, 7] if sampling.temperature else [None]
+    responses = served.sampled(server, PROMPT, sampling, *seeds)
+    for response in responses:
+        expected = served.logprobs(fake.lm, PROMPT, response.ids, sampling.temperature or 1.0)
+        found = torch.tensor(response.logprobs).double()
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert served.sampled(server, PROMPT, sampling, seeds[-1]) == responses[-1:]
+    assert len({tuple(response.ids) for response in responses}) == len(seeds)
 
 
 def test_stop_tokens_alone_end_a_response(fake, server):
@@ -109,46 +114,34 @@ def cut_to(ids, finish):
     return change
 
 
-# What goes wrong with a request for a response -> the line; how often it may go wrong before it ends the run.
-FAULTS = {
-    "500": (500, "HTTP 500: .*as the script says", 3),
-    "close": ("close", "no answer: .*is the server up", 3),
-    "400": (400, "HTTP 400: .*as the script says", 1),
-    "html": (b"<html>", "the answer is not JSON: <html>", 1),
-    "empty": (lambda right: {}, "an answer of an unknown form", 1),
-    "abort": (
-        cut_to([], "abort"),
-        "a response ended by 'abort' after 0 of 5 tokens, at no stop token",
-        1,
-    ),
-    "short": (
-        cut_to([9, 9], "length"),
-        "a response ended by 'length' after 2 of 5.*has no room; start it w",
-        1,
-    ),
-}
+# What goes wrong with a request for a response, the line, and how often it may before it ends the run.
+FAULTS = [
+    (500, "HTTP 500: .*as the script says", 3),
+    ("close", "no answer: .*is the server up", 3),
+    (400, "HTTP 400: .*as the script says", 1),
+    (b"<html>", "the answer is not JSON: <html>", 1),
+    (lambda right: {}, "an answer of an unknown form", 1),
+    (cut_to([], "abort"), "ended by 'abort' after 0 of 5 tokens, at no stop token", 1),
+    (cut_to([9, 9], "length"), "ended by 'length' after 2 of 5.*has no room; start it w", 1),
+]
 
 
-@pytest.mark.parametrize("case", FAULTS)
-def test_faults_of_one_answer(fake, server, case):
-    wrong, message, times = FAULTS[case]
+@pytest.mark.parametrize(("wrong", "message", "times"), FAULTS)
+def test_faults_of_one_answer(fake, server, wrong, message, times):
     (expected,) = served.sampled(server, PROMPT, SAMPLING, 0)
     fake.script = [(SAMPLE[fake.kind], wrong)] * (times - 1)  # repeated as often
     assert served.sampled(server, PROMPT, SAMPLING, 0) == [expected] and fake.script == []
     fake.script = [(SAMPLE[fake.kind], wrong)] * (times + 1)  # and no more often
     with pytest.raises(InputError, match=message) as refused:
         served.sampled(server, PROMPT, SAMPLING, 0)
-    assert (
-        len(fake.script) == 1 and fake.url in str(refused.value) and "\n" not in str(refused.value)
-    )
+    assert len(fake.script) == 1
+    assert fake.url in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_a_silent_server_ends_in_an_error(fake):
     server = served.connected(fake, timeout=0.5)
     fake.script = [(SAMPLE[fake.kind], "hang")] * 2
-    with pytest.raises(
-        InputError, match=r"no answer: ReadTimeout.*is the server up.*--server_timeout 0.5\)"
-    ):
+    with pytest.raises(InputError, match="no answer: ReadTimeout.*--server_timeout 0.5"):
         served.sampled(server, PROMPT, SAMPLING, 0)
 
 
@@ -176,64 +169,46 @@ def test_a_server_that_is_loading_is_waited_for(fake):
     assert served.connected(fake).kind.lower() == fake.kind
 
 
-def test_a_server_of_another_model_is_named(folder, tmp_path):
+def test_a_server_of_another_model_is_named(folder):
     """In every error: it may lack tokens, or have other weights."""
     with fake_server.serving("vllm", folder) as fake:
-        fake.script = [("/v1/models", lambda right: with_root(right, "org/other"))]
-        server = served.connected(fake)
-        with pytest.raises(
-            InputError,
-            match="HTTP 400.*out of vocabulary.*vLLM with org/other.* must serve the model that is trained",
-        ):
-            served.sampled(server, [10**6], SAMPLING, 0)
-        fake.script = [("/v1/models", lambda right: with_root(right, "org/other"))]
-        sampler = served.sampler_of([fake.url], served.Policy(folder), tmp_path)
-        fake.flaws = {"warm"}
-        with pytest.raises(InputError, match="vLLM with org/other.*not the policy's"):
-            sampler.publish(0, sampler.probe.model.save)
+        fake.script = [("/v1/models", with_card(root="org/other"))]
+        with pytest.raises(InputError, match="HTTP 400.*out of vocabulary.*vLLM with org/other"):
+            served.sampled(served.connected(fake), [10**6], SAMPLING, 0)
 
 
-def with_root(answer, name):
-    return {"data": [answer["data"][0] | {"root": name}]}
-
-
-def test_a_server_that_cannot_be_updated_is_refused_when_the_run_begins(folder, tmp_path):
-    policy = served.Policy(folder)
-    with fake_server.serving("vllm", folder) as fake:
-        fake.script = [("/is_paused", 404)]
-        with pytest.raises(
-            InputError,
-            match="none of the calls that load weights.*start it with VLLM_SERVER_DEV_MO",
-        ):
-            served.sampler_of([fake.url], policy, tmp_path)
-        fake.paused = True
-        with pytest.raises(InputError, match=f"is paused or asleep.*POST {fake.url}/wake_up"):
-            served.sampler_of([fake.url], policy, tmp_path)
-        assert fake.bodies("/v1/completions") == []
+def with_card(**changed):
+    return lambda answer: {"data": [answer["data"][0] | changed]}
 
 
 @pytest.mark.parametrize("status", [403, 404])
 def test_kept_sets_that_a_server_refuses_have_a_remedy(fake, server, status):
-    path = "/inference/v1/generate" if fake.kind == "vllm" else "/generate"
-    fake.script = [(path, status)]
+    fake.script = [(SENT[fake.kind, TRUNCATED][0], status)]
     with pytest.raises(InputError, match=f"HTTP {status}.*; kept sets need --"):
         served.sampled(server, PROMPT, TRUNCATED, 0)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (404, "/v1/models: HTTP 404"),
-        (
-            lambda right: {"data": [right["data"][0] | {"owned_by": "llamacpp"}]},
-            "is neither vLLM nor SGLang",
-        ),
-    ],
-)
-def test_what_is_no_inference_server_is_refused(fake, wrong, message):
-    fake.script = [("/v1/models", wrong)]
-    with pytest.raises(InputError, match=message):
-        served.connected(fake)
+# The kind of a server, what is wrong with it, options of the sampler, and the line.
+REFUSED = [
+    ("vllm", {"script": [("/is_paused", 404)]}, {}, "calls that load weights.*VLLM_SERVER_DEV_MO"),
+    ("vllm", {"paused": True}, {}, "is paused or asleep.*POST .*/wake_up"),
+    ("vllm", {"script": [("/v1/models", 404)]}, {}, "/v1/models: HTTP 404"),
+    ("vllm", {"script": [("/v1/models", with_card(owned_by="l"))]}, {}, "neither vLLM nor SGLang"),
+    ("vllm", {}, {"longest": 129}, "room for 128 tokens, but .* are 129 together; .* length of"),
+    ("sglang", {}, {"sleeps": True}, "is for vLLM"),
+    ("vllm", {"can_sleep": False}, {"sleeps": True}, "start .* --enable-sleep-mode"),
+]
+
+
+@pytest.mark.parametrize(("kind", "wrong", "options", "message"), REFUSED)
+def test_a_server_that_cannot_serve_is_refused_when_the_run_begins(
+    kind, wrong, options, message, folder, tmp_path
+):
+    with fake_server.serving(kind, folder) as fake:
+        vars(fake).update(copy.deepcopy(wrong))
+        with pytest.raises(InputError, match=message):
+            served.sampler_of([fake.url], served.Policy(folder), tmp_path, **options)
+        assert fake.bodies(SAMPLE[kind]) == []
 
 
 def test_a_key_is_sent_and_never_shown(folder):
@@ -282,11 +257,7 @@ def test_an_update_gives_a_server_the_weights(fake, server, folders):
     ("wrong", "message"),
     [
         (404, "HTTP 404.*did not load the weights: it must see /.*; start it with"),
-        (500, "HTTP 500.*did not load the weights"),
-        (
-            lambda right: {"success": False, "message": "no"},
-            "'success': False.*did not load the weights",
-        ),
+        (lambda right: {"success": False}, "'success': False.*did not load the weights"),
     ],
 )
 def test_an_update_that_fails_is_not_repeated(fake, server, folders, wrong, message):
@@ -304,8 +275,9 @@ def test_an_update_that_fails_is_not_repeated(fake, server, folders, wrong, mess
 # Sleep.
 
 
-def test_a_server_sleeps_until_new_weights_come(folders, tmp_path):
-    policy = served.Policy(folders[1])
+def test_a_server_sleeps_until_new_weights_come(folders, tmp_path, monkeypatch):
+    """And wakes into a GPU from which the trainer's cache has gone."""
+    policy, emptied = served.Policy(folders[1]), []
     with fake_server.serving("vllm", folders[0]) as fake:
         sampler = served.sampler_of([fake.url], policy, tmp_path, sleeps=True)
         sampler.publish(0, policy.save)
@@ -316,9 +288,10 @@ def test_a_server_sleeps_until_new_weights_come(folders, tmp_path):
             sampler.sample([PROMPT], GREEDY)
         before = len(fake.calls)
         policy.change(1)
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append({*fake.asleep}))
         sampler.publish(1, policy.save)  # the probe verifies the weights
-        paths = [path for path, _ in fake.calls[before:]]
-        assert paths[:5] == [
+        assert emptied == [{"weights", "kv_cache"}]
+        assert [path for path, _ in fake.calls[before:]][:5] == [
             "/wake_up?tags=weights",
             "/collective_rpc",
             "/wake_up?tags=kv_cache",
@@ -328,50 +301,22 @@ def test_a_server_sleeps_until_new_weights_come(folders, tmp_path):
         assert not fake.asleep and not fake.paused
         sampler.publish(2, policy.save)  # as it is awake, it is paused
 
-        # One that cannot fall asleep, or get its memory back, says so: the folder is not the cause.
+        # What fails is named: the published folder is not the cause.
         fake.script = [("/sleep?level=2", 500)]
         with pytest.raises(InputError, match="HTTP 500.*did not fall asleep: its log"):
             sampler.rest()
         sampler.rest()
-        for tag in ("weights", "kv_cache"):
-            fake.script = [(f"/wake_up?tags={tag}", 500)]
-            with pytest.raises(InputError, match="did not wake.*lower its --gpu-memory-util") as no:
+        for path, message in (
+            ("/wake_up?tags=weights", "did not wake.*lower its --gpu-memory-util"),
+            ("/collective_rpc", "did not load the weights"),
+        ):
+            fake.script = [(path, 500)]
+            with pytest.raises(InputError, match=f"HTTP 500.*{message}") as refused:
                 sampler.publish(3, policy.save)
-            assert "published_dir" not in str(no.value) and fake.asleep
-
-        # One whose update fails stays asleep, and the next run wakes it.
-        fake.script = [("/collective_rpc", 500)]
-        with pytest.raises(InputError, match="HTTP 500.*did not load the weights"):
-            sampler.publish(3, policy.save)
-        assert fake.paused and fake.asleep == {"kv_cache"}
+            assert fake.asleep and ("published_dir" in str(refused.value)) == ("rpc" in path)
+        # The next run wakes one whose update has failed.
         served.sampler_of([fake.url], policy, tmp_path, sleeps=True).publish(3, policy.save)
         assert not fake.asleep and not fake.paused
-
-
-def test_the_trainers_cache_is_empty_before_a_server_wakes(folders, tmp_path, monkeypatch):
-    policy = served.Policy(folders[1])
-    asleep = []
-    with fake_server.serving("vllm", folders[0]) as fake:
-        sampler = served.sampler_of([fake.url], policy, tmp_path, sleeps=True)
-        sampler.publish(0, policy.save)
-        sampler.rest()
-        emptied = lambda: asleep.append((sorted(fake.asleep), len(list(tmp_path.glob("*/step-1")))))  # noqa: E731
-        monkeypatch.setattr(torch.cuda, "empty_cache", emptied)
-        sampler.publish(1, policy.save)
-    assert asleep == [(["kv_cache", "weights"], 1)]
-
-
-def test_servers_that_cannot_sleep_are_refused(folder, tmp_path):
-    policy = served.Policy(folder)
-    for kind, message in (("sglang", "is for vLLM"), ("vllm", "start .* --enable-sleep-mode")):
-        with fake_server.serving(kind, folder) as fake:
-            fake.can_sleep = False
-            with pytest.raises(InputError, match=message):
-                served.sampler_of([fake.url], policy, tmp_path, sleeps=True)
-            # One that sleeps needs no such flag, and a server that says nothing of itself may have it.
-            fake.script = [("/server_info?config_format=json", 404)]
-            if kind == "vllm":
-                served.sampler_of([fake.url], policy, tmp_path, sleeps=True)
 
 
 # Where weights are published.
@@ -394,33 +339,35 @@ def test_weights_go_to_shared_memory_where_all_servers_are_here(folder, tmp_path
         "http://[::1]:8",
     ]
 
-    found = published.folder_of(here, None, run, lm)
-    assert found.parent == memory and found == published.folder_of(here, None, run, lm)
-    assert found != published.folder_of(here, None, other, lm)
+    def folder_of(servers=here, folder=None, output_dir=run):
+        return published.folder_of(servers, folder, output_dir, lm)
+
+    found = folder_of()
+    assert found.parent == memory and found == folder_of()
+    assert found != folder_of(output_dir=other)
     # What a killed run has left there goes first.
     (found / "step-3").mkdir()
-    published.folder_of(here, None, run, lm)
+    folder_of()
     assert found.is_dir() and list(found.iterdir()) == []
 
     # Machines of one image may share a disk, and number their folders alike.
     with monkeypatch.context() as patch:
         patch.setattr(published.socket, "gethostname", lambda: "another")
-        assert published.folder_of(here[:1], None, run, lm).name != found.name
+        assert folder_of(here[:1]).name != found.name
+    there = folder_of(["http://10.0.0.1"], str(tmp_path / "given"))
+    assert there == tmp_path / "given" / found.name
 
-    # Otherwise weights stay in the run's folder: without room, for another machine, without shared memory.
+    # Otherwise weights stay in the run's folder: for another machine, without room, without shared memory.
+    inside = run / "published"
+    assert folder_of([*here, "http://10.0.0.1"]) == inside
     free[0] = 2 * size
-    assert published.folder_of(here, None, run, lm) == run / "published"
+    assert folder_of() == inside
     free[0] = 3 * size
-    assert published.folder_of([*here, "http://10.0.0.1"], None, run, lm) == run / "published"
-    given = published.folder_of(["http://10.0.0.1"], str(tmp_path / "given"), run, lm)
-    assert given == tmp_path / "given" / found.name
-    # And with what somebody else has put there, which stays.
     (other / "kept").touch()
-    found.symlink_to(other)
-    assert published.folder_of(here, None, run, lm) == run / "published"
-    assert list(other.iterdir()) == [other / "kept"]
+    found.symlink_to(other)  # somebody else's
+    assert folder_of() == inside and (other / "kept").exists()
     monkeypatch.setattr(published, "SHARED_MEMORY", tmp_path / "none")
-    assert published.folder_of(here, None, run, lm) == run / "published"
+    assert folder_of() == inside
 
 
 # A tied head.
@@ -445,56 +392,33 @@ def test_a_tied_head_is_refused_by_a_vllm_on_a_cpu_alone(tmp_path):
 QUERIES = "model.layers.0.self_attn.q_proj.weight"
 RUN = Sampling(0.9, 1, ())
 FOUND = {
-    "raw": "not the policy's .*raw log-probabilities; start it with .*(--logprobs-mode proc|ORIGINAL_LOGPROB unset)",
+    "raw": "not the policy's .*raw log-probabilities; start it with ",
     "warm": "not the policy's .*weights, temperature, dtype",
     "deaf": "not the policy's .*weights, temperature, dtype",
     "stale": "only after the long prompt, which is cached: start it with --.*cac",
     "unseeded": "one seed gave two different responses; start it with",
     "unfinished": "a response ended by 'length' after 2 of 16 tokens",
     "partial": "not the policy's",
+    "no sets": "no kept sets, which top_p, top_k and min_p need; start it with ",
 }
-
-
-FAST = [("vllm", None, 2), ("vllm", "stale", 2), ("vllm", "raw", 0), ("vllm", "unseeded", 0)]
-MORE = [("sglang", flaw, 0) for flaw in (None, *FOUND)]
-MORE += [("vllm", flaw, 2) for flaw in ("warm", "deaf", "unfinished", "partial")]
-
-
-@pytest.mark.parametrize(
-    ("kind", "flaw", "begins"), [*FAST, *(pytest.param(*case, marks=SLOW) for case in MORE)]
-)
-def test_the_probe_detects(kind, flaw, begins, folders, tmp_path):
-    policy = served.Policy(folders[1])
-    with fake_server.serving(kind, folders[0], max_model_len=512) as fake:
-        sampler = served.sampler_of([fake.url], policy, tmp_path, sampling=RUN)
-        for step in range(3):
-            if step == begins and flaw == "partial":
-                policy.left_out = (QUERIES,)
-            elif step == begins and flaw is not None:
-                fake.flaws = {flaw}
-            policy.change(step)
-            if flaw is not None and step == begins:
-                with pytest.raises(
-                    InputError, match=f"server {fake.url} .*{FOUND[flaw]}"
-                ) as refused:
-                    sampler.publish(step, policy.save)
-                assert "\n" not in str(refused.value)
-                return
-            sampler.publish(step, policy.save)
-        assert flaw is None
+QUICK = {"stale", "raw", "unseeded", "no sets"}
+FLAWS = [flaw if flaw in QUICK else pytest.param(flaw, marks=SLOW) for flaw in FOUND]
 
 
 @pytest.mark.parametrize("kind", ["vllm", pytest.param("sglang", marks=SLOW)])
-def test_the_probe_of_truncated_sampling(kind, folders, tmp_path):
-    policy = served.Policy(folders[1])
-    with fake_server.serving(kind, folders[0]) as fake:
-        sampler = served.sampler_of([fake.url], policy, tmp_path, sampling=TRUNCATED)
-        sampler.publish(0, policy.save)
-        fake.flaws = {"no sets"}
-        with pytest.raises(
-            InputError, match="no kept sets, which top_p, top_k and min_p need; start it with "
-        ):
-            sampler.publish(1, policy.save)
+@pytest.mark.parametrize("flaw", FLAWS)
+def test_the_probe_detects(kind, flaw, folders, tmp_path):
+    policy, sampling = served.Policy(folders[1]), TRUNCATED if flaw == "no sets" else RUN
+    with fake_server.serving(kind, folders[0], max_model_len=512) as fake:
+        sampler = served.sampler_of([fake.url], policy, tmp_path, sampling=sampling)
+        for step in range(2):
+            policy.change(step)
+            sampler.publish(step, policy.save)
+        policy.change(2)
+        policy.left_out, fake.flaws = (QUERIES,) if flaw == "partial" else (), {flaw}
+        with pytest.raises(InputError, match=f"server {fake.url} .*{FOUND[flaw]}") as refused:
+            sampler.publish(2, policy.save)
+        assert "\n" not in str(refused.value)
 
 
 @pytest.mark.slow
@@ -548,38 +472,139 @@ def test_prompts_go_to_the_servers_in_turn_and_a_rollout_repeats(
     assert sampler.sample(PROMPTS, sampling) == first
 
 
-@pytest.mark.slow
-def test_the_last_folder_stays_until_all_servers_have_the_next(pair, folder, tmp_path):
+def test_an_update_that_fails_cancels_the_others_and_keeps_the_last_folder(pair, folder, tmp_path):
     policy = served.Policy(folder)
     sampler = served.sampler_of([fake.url for fake in pair], policy, tmp_path)
     sampler.publish(0, policy.save)
     (tmp_path / "published" / "mine").mkdir()
-    pair[1].script = [("/update_weights_from_disk", 500)]
+    pair[0].script = [(UPDATE["vllm"], "hang")]
+    pair[1].script = [(UPDATE["sglang"], 500)]
     with pytest.raises(InputError, match="HTTP 500"):
         sampler.publish(1, policy.save)
-    assert sorted(path.name for path in (tmp_path / "published").iterdir()) == [
-        "mine",
-        "step-0",
-        "step-1",
-    ]
-    sampler.publish(2, policy.save)
-    assert sorted(path.name for path in (tmp_path / "published").iterdir()) == ["mine", "step-2"]
-
-
-def test_a_cancelled_update_resumes_its_server(pair, folder, tmp_path):
-    policy = served.Policy(folder)
-    sampler = served.sampler_of([fake.url for fake in pair], policy, tmp_path)
-    pair[0].script, pair[1].script = (
-        [("/collective_rpc", "hang")],
-        [("/update_weights_from_disk", 500)],
-    )
-    with pytest.raises(InputError, match="HTTP 500"):
-        sampler.publish(0, policy.save)
     assert not pair[0].paused
+    names = lambda: sorted(path.name for path in (tmp_path / "published").iterdir())  # noqa: E731
+    assert names() == ["mine", "step-0", "step-1"]
+    sampler.publish(2, policy.save)
+    assert names() == ["mine", "step-2"]
 
 
-def test_a_server_with_too_little_room_is_refused(pair, folder, tmp_path):
-    with pytest.raises(
-        InputError, match="room for 126 tokens, but .* are 127 together; give it a length of 129;"
-    ):
-        served.sampler_of([fake.url for fake in pair], served.Policy(folder), tmp_path, longest=127)
+# Whole runs.
+
+SMALL = {"save_every": 1, "max_prompt_length": 64}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_run_learns_from_what_its_server_sampled(files, tmp_path, monkeypatch, lora_rank):
+    monkeypatch.setenv("SERVER_KEY", "sk-secret")
+    run = tmp_path / "run"
+    with fake_server.serving("vllm", files[0], key="sk-secret") as fake:
+        options = {"steps": 2, "lora_rank": lora_rank, "server_api_key_env": "SERVER_KEY"}
+        grpo.train(runs.grpo_config(files, run, server=[fake.url], **SMALL, **options))
+    store.unlock()
+    steps = [row for row in tiny.read_metrics(run) if "rollout/logprob_diff_max" in row]
+    assert [row["rollout/weight_version"] for row in steps] == [0, 1]
+    assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in steps)
+    folder, found = fake.loaded[-1]
+    assert folder.name == "step-2"
+    if lora_rank:  # merged into what is published
+        assert found.keys() == tiny.weights(Path(files[0])).keys()
+    else:  # what was published last is the trained model
+        model = tiny.weights(run / "model")
+        assert model.keys() == found.keys()
+        assert all(torch.equal(model[name], found[name]) for name in model)
+    assert not any(b"sk-secret" in content for content in runs.contents(run).values())
+
+
+@pytest.mark.slow
+def test_servers_that_sleep_while_the_policy_is_trained_change_no_result(
+    files, tmp_path, monkeypatch
+):
+    """And nothing is left where weights are published."""
+    memory, asleep, take_step = tmp_path / "memory", [], policies.Policy.optimizer_step
+
+    def stepped(self, step):
+        asleep.append(bool(fake.asleep))
+        return take_step(self, step)
+
+    monkeypatch.setattr(policies.Policy, "optimizer_step", stepped)
+    for sleeps in (False, True):
+        options = {
+            "server_sleeps": sleeps,
+            "published_dir": str(memory),
+            "eval_size": 2,
+            "steps": 2,
+        }
+        with fake_server.serving("vllm", files[0]) as fake:
+            options |= {"server": [fake.url]}
+            grpo.train(runs.grpo_config(files, tmp_path / str(sleeps), **SMALL, **options))
+        assert {folder.parent.parent for folder, _ in fake.loaded} == {memory}
+        assert list(memory.iterdir()) == []
+    assert asleep == [False] * 4 + [True] * 4  # two minibatches in each step
+    runs.assert_equal_runs(tmp_path / "False", tmp_path / "True")
+
+
+@pytest.mark.slow
+def test_responses_that_a_step_measures_otherwise_end_the_run(files, tmp_path):
+    """The probe of a server passes, and then it samples otherwise."""
+    with fake_server.serving("vllm", files[0]) as fake:
+        draw = fake.draw
+
+        def later(ids, chosen, most):
+            # A rollout's responses; the probe's are longer.
+            fake.flaws = {"warm"} if most == 6 else set()
+            return draw(ids, chosen, most)
+
+        fake.draw = later
+        config = runs.grpo_config(files, tmp_path / "run", server=[fake.url], eval_size=0, **SMALL)
+        with pytest.raises(InputError, match="of this step's responses are .* nats off the policy"):
+            grpo.train(config)
+    store.unlock()
+
+
+def test_a_difference_of_log_probabilities_has_a_bound():
+    for value, exact in ((9e-4, True), (0.04, False)):
+        check_bound({"rollout/logprob_diff_abs": value}, exact)
+    for value, exact in ((2e-3, True), (0.06, False), (float("nan"), False)):
+        with pytest.raises(InputError, match="nats off"):
+            check_bound({"rollout/logprob_diff_abs": value}, exact)
+
+
+def trained_on_rank(rank, world, files, folder, url):
+    """Return what a rank is told when the run ends with an error."""
+    options = {"eval_size": 0, "zero_stage": 2, "max_prompt_length": 64}
+    init = Http.__init__
+
+    def quick(self, *args, **more):
+        init(self, *args, **more)
+        self.pause = 0.0
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Http, "__init__", quick)
+            grpo.train(runs.grpo_config(files, folder, server=[url], **options))
+    except InputError as error:
+        return str(error)
+    finally:
+        store.unlock()
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [None, "/collective_rpc", "/v1/completions"])
+def test_ranks_fail_together_or_not_at_all(files, tmp_path, wrong):
+    with fake_server.serving("vllm", files[0]) as fake:
+        reset, resets = fake.reset, []
+
+        def later():
+            reset()
+            resets.append(1)
+            if wrong is not None and len(resets) == 2:  # in the second update
+                fake.script = [(wrong, 500)] * 50
+
+        fake.reset = later
+        if wrong == "/collective_rpc":
+            fake.script = [(wrong, 500)]
+        found = runs.on_ranks(trained_on_rank, 2, files, tmp_path / "run", fake.url)
+    expected = "None" if wrong is None else f"POST {fake.url}{wrong}: HTTP 500"
+    assert all(re.search(expected, str(said)) for said in found), found

@@ -214,6 +214,10 @@ OPTIONS = [
     *words("distill", "--loss_from logits", "loss_from=logits has no meaning here"),
     *words("dpo", "--loss_type ipo --label_smoothing 0.1", "label_smoothing=0.1 .* on ipo"),
     *words("grpo", "--server_timeout 5", "server_timeout=5.0 means nothing without --server"),
+    *words("grpo", "--server_sleeps", "server_sleeps=True means nothing without --server"),
+    *words("grpo", "--published_dir /tmp", "published_dir=/tmp means nothing without --server"),
+    *words("grpo", "--published_dir= --server http://a:1", "published_dir='' is empty"),
+    *words("grpo", "--server_sleeps --server http://a:1 --lag 1", "server_sleeps=True .* with lag"),
     *words(
         "grpo",
         "--server http://a:1 --server_api_key_env NO_SUCH",
