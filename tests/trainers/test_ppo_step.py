@@ -1,6 +1,5 @@
-"""A whole PPO step against a literal transcription of the published algorithm: losses, gradients and metrics, fp64."""
+"""A whole PPO step on two ranks against a literal transcription of the published algorithm, in fp64: every metric."""
 
-import functools
 import itertools
 import math
 
@@ -15,17 +14,7 @@ from fused_rl.trainers.policy.critic import Critic, load_critic
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from tests.distributed import run_distributed
 from tests.trainers import tiny
-from tests.trainers.steps import (
-    EOS,
-    LENGTH,
-    TEMPERATURE,
-    Plain,
-    Sampler,
-    Scorer,
-    assert_gradients_close,
-)
-
-config_of = functools.partial(tiny.config_of, "ppo")
+from tests.trainers.steps import EOS, LENGTH, TEMPERATURE, Sampler, Scorer
 
 
 class Stale:
@@ -72,16 +61,22 @@ OPTIONS = {
 }
 
 
-def case(rank: int) -> dict:
-    """What one of two ranks sampled: 2 prompts x 4 responses, and made-up log-probabilities from before the update."""
+def case(rank: int, sets: bool) -> dict:
+    """What one of two ranks sampled: 2 prompts x 4 responses, and made-up log-probabilities from before the update.
+
+    With `sets` every token has one: itself alone, some more, many, or (an empty one) the whole vocabulary.
+    """
     made = torch.Generator().manual_seed(rank)
     responses = []
     for i, length in enumerate(torch.randint(1, LENGTH + 1, (8,), generator=made).tolist()):
         ids = torch.randint(10, 200, (length,), generator=made).tolist()
         stops = i % 3 != 0
-        responses.append(
-            Response([*ids[:-1], EOS] if stops else ids, "stop" if stops else "length")
-        )
+        response = Response([*ids[:-1], EOS] if stops else ids, "stop" if stops else "length")
+        for nth, token in enumerate(response.ids if sets else ()):
+            others = torch.randperm(250, generator=made)[: (9, 0, 100, 3)[nth % 4]].tolist()
+            kept = [] if nth % 4 == 3 else list({token, *others})
+            response.support = [*(response.support or ()), kept]
+        responses.append(response)
     shape = (8, 3 + LENGTH - 1)
     before = {
         "old_logprobs": -5.9 + 0.3 * torch.randn(shape, generator=made),
@@ -98,17 +93,6 @@ def case(rank: int) -> dict:
     }
 
 
-def with_sets(given: dict) -> dict:
-    """The case with a set for every token: itself alone, some more, many, or (an empty one) the whole vocabulary."""
-    made = torch.Generator().manual_seed(7)
-    for response in given["responses"]:
-        response.support = []
-        for nth, token in enumerate(response.ids):
-            others = torch.randperm(250, generator=made)[: (9, 0, 100, 3)[nth % 4]].tolist()
-            response.support.append([] if nth % 4 == 3 else list({token, *others}))
-    return given
-
-
 def made_up(given):
     """`measure`, with the log-probabilities of the case."""
 
@@ -122,7 +106,7 @@ def made_up(given):
     return measure
 
 
-def rows_of(lm, critic, cases, softmax_temperature=TEMPERATURE) -> list[dict]:
+def rows_of(lm, critic, cases) -> list[dict]:
     """Of each response of the cases, one by one and without padding: what the update reads, (T,) fp64 each."""
     rows = []
     for given in cases:
@@ -131,7 +115,7 @@ def rows_of(lm, critic, cases, softmax_temperature=TEMPERATURE) -> list[dict]:
             whole = torch.tensor([prompt.ids + response.ids])
             at = slice(len(prompt.ids) - 1, len(prompt.ids) + len(response.ids) - 1)
             output = lm(input_ids=whole, output_hidden_states=True)
-            logits = output.logits[0, at] / softmax_temperature
+            logits = output.logits[0, at] / TEMPERATURE
             left_out = torch.zeros(logits.shape, dtype=torch.bool)
             for of_token, kept in zip(left_out, response.support or [], strict=False):
                 of_token[:] = bool(kept)
@@ -152,19 +136,15 @@ def gae(rewards, values, gae_lambda):
     """arXiv:1506.02438, eq. 16, from the last token to the first."""
     advantages, following, value_after = [], 0.0, 0.0
     for reward, value in zip(reversed(rewards.tolist()), reversed(values.tolist()), strict=True):
-        following = (
-            reward
-            + OPTIONS["gamma"] * value_after
-            - value
-            + OPTIONS["gamma"] * gae_lambda * following
-        )
+        delta = reward + OPTIONS["gamma"] * value_after - value
+        following = delta + OPTIONS["gamma"] * gae_lambda * following
         advantages, value_after = [following, *advantages], value
     return torch.tensor(advantages, dtype=torch.float64)
 
 
 def published(rows: list[dict], kl_in: str) -> dict[str, torch.Tensor]:
     """The losses and what they are made of, each over the tokens of all responses; PPO as the papers write it."""
-    o, parts = OPTIONS, {}
+    o = OPTIONS
     for row in rows:
         # Rewards, returns and advantages of one response.
         d_old = (row["old_logprobs"] - row["ref_logprobs"]).double()
@@ -173,18 +153,7 @@ def published(rows: list[dict], kl_in: str) -> dict[str, torch.Tensor]:
         row["kl_charged"] = d_old if kl_in == "reward" else torch.expm1(-d_old) + d_old
         row["advantage"] = gae(rewards, row["old_values"], o["gae_lambda"])
         row["return"] = gae(rewards, row["old_values"], o["value_gae_lambda"]) + row["old_values"]
-        for name in (
-            "advantage",
-            "return",
-            "values",
-            "old_values",
-            "logprobs",
-            "old_logprobs",
-            "ref_logprobs",
-        ):
-            parts.setdefault(name, []).append(row[name])
-        parts.setdefault("true_entropy", []).append(row["true_entropy"])
-    t = {name: torch.cat(values) for name, values in parts.items()}
+    t = {name: torch.cat([row[name] for row in rows]) for name in rows[0] if name != "score"}
     advantage = (t["advantage"] - t["advantage"].mean()) / (t["advantage"].var() + 1e-8).sqrt()
 
     # The policy: clip, dual clip, entropy, KL.
@@ -219,11 +188,8 @@ def published(rows: list[dict], kl_in: str) -> dict[str, torch.Tensor]:
 
 def load_fp64(folders):
     """The same policy and critic without any of our code in their forward passes, in fp64."""
-    lm = (
-        tiny.load_lm(config_of(folders[0], critic=folders[1]), trainable=False)
-        .base.double()
-        .requires_grad_(True)
-    )
+    config = tiny.config_of("ppo", folders[0], critic=folders[1])
+    lm = tiny.load_lm(config, trainable=False).base.double().requires_grad_(True)
     critic = Critic.from_pretrained(folders[1], dtype=torch.float64)
 
     def values(whole, hidden):
@@ -233,60 +199,11 @@ def load_fp64(folders):
     return lm, critic, values
 
 
-def plain_policy(folders, config, lm, given):
-    """The policy that samples and scores what the case says."""
-    sampling, tokenizer = (
-        policy.Sampling(TEMPERATURE, LENGTH, (EOS,)),
-        encode.load_tokenizer(folders[0]),
-    )
-    sampler, scorers = Sampler(given["responses"]), [Scorer(given["scores"])]
-    return policy.Policy(
-        config, Plain(lm), None, sampler, sampling, scorers, tokenizer, torch.device("cpu")
-    )
-
-
-def experience_and_parts(config, made, critic, given, monkeypatch):
-    monkeypatch.setattr(ppo, "measure", made_up(given))
-    rollout = made.roll_out(given["prompts"], made.sampling, 4)
-    parts = list(torch.arange(8).split(3))  # three unequal micro-batches
-    experience = ppo.judge(made, critic, rollout, parts, config.kl_coef)
-    micro = next(policy.micro_batches(rollout.batch, parts))
-    # Scores lie on the CPU, and the rows of a micro-batch on the device.
-    assert experience.of(micro).scores is experience.scores
-    return experience, parts
-
-
-@pytest.mark.parametrize("sets", [False, True], ids=["whole", "sets"])
-@pytest.mark.parametrize("kl_in", ["reward", "loss"])
-def test_a_step_is_the_published_algorithm_in_loss_and_gradients(folders, kl_in, sets, monkeypatch):
-    given, config = (
-        with_sets(case(0)) if sets else case(0),
-        config_of(folders[0], critic=folders[1], kl_in=kl_in, **OPTIONS),
-    )
-    lm, critic = tiny.load_lm(config), Critic.from_pretrained(folders[1])
-    made = plain_policy(folders, config, lm, given)
-    stale = Stale(Plain(critic))
-    experience, parts = experience_and_parts(config, made, stale, given, monkeypatch)
-    sums = ppo.accumulate(made, stale, experience, parts, config.kl_coef, 1)
-
-    exact_lm, exact_critic, values = load_fp64(folders)
-    exact = published(rows_of(exact_lm, values, [given]), kl_in)
-    for name in ("policy_loss", "loss", "value_loss"):
-        assert sums[name] == pytest.approx(exact[name].item(), rel=1e-5, abs=1e-7), name
-    assert 0 < exact["clipped"].mean() < 1 and 0 < exact["value_clipped"].mean() < 1
-    exact["loss"].backward()
-    exact["value_loss"].backward()
-    assert_gradients_close(lm, exact_lm, "lm.")
-    assert_gradients_close(critic.classifier, exact_critic.classifier)
-
-
-# Metrics.
-
-
-def step_of_a_rank(rank, world, folders, options):
+def step_of_a_rank(rank, world, folders, kl_in, sets):
     """The metrics of one `train_step`."""
     engine.setup(1)
-    config, given = config_of(folders[0], critic=folders[1], **(OPTIONS | options)), case(rank)
+    config = tiny.config_of("ppo", folders[0], critic=folders[1], kl_in=kl_in, **OPTIONS)
+    given = case(rank, sets)
     tokenizer = encode.load_tokenizer(folders[0])
     made = setup.load_policy(
         config, tokenizer, [Scorer(given["scores"])], torch.device("cpu"), updates=4
@@ -296,17 +213,17 @@ def step_of_a_rank(rank, world, folders, options):
     return ppo.train_step(made, critic, given["prompts"], 3, config.kl_coef)
 
 
-def definitions(folders, kl_in="reward") -> dict[str, float]:
+def definitions(folders, kl_in, sets) -> dict[str, float]:
     """Every metric from its definition, in fp64, over all 16 responses at once."""
     lm, critic, values = load_fp64(folders)
-    cases = [case(0), case(1)]
+    cases = [case(0, sets), case(1, sets)]
     rows = rows_of(lm, values, cases)
     t, per = published(rows, kl_in), torch.tensor([float(len(row["values"])) for row in rows])
-    gradient = torch.autograd.grad(t["loss"], list(lm.parameters()))
-    critic_gradient = torch.autograd.grad(t["value_loss"], list(critic.parameters()))
-    norm, critic_norm = (
-        math.sqrt(sum(g.square().sum().item() for g in gs)) for gs in (gradient, critic_gradient)
-    )
+    assert 0 < t["clipped"].mean() < 1 and 0 < t["value_clipped"].mean() < 1
+
+    def gradient_norm(loss, model):
+        gradient = torch.autograd.grad(loss, list(model.parameters()))
+        return math.sqrt(sum(g.square().sum().item() for g in gradient))
 
     def per_response(values):
         return values.sum() / len(rows)
@@ -316,7 +233,7 @@ def definitions(folders, kl_in="reward") -> dict[str, float]:
     points = torch.tensor(sum((given["scores"] for given in cases), []), dtype=torch.float32)
     responses = sum((given["responses"] for given in cases), [])
     stopped = [response.finish == "stop" for response in responses]
-    charged = per_response(torch.cat([row["kl_charged"] for row in rows]))
+    charged = per_response(t["kl_charged"])
     wins = []
     for prompt in range(4):
         pairs = itertools.product(range(4 * prompt, 4 * prompt + 4), repeat=2)
@@ -325,9 +242,9 @@ def definitions(folders, kl_in="reward") -> dict[str, float]:
     error = t["return"] - t["old_values"]
     found = {
         "lr": 1e-3,
-        "optim/grad_norm": norm,
+        "optim/grad_norm": gradient_norm(t["loss"], lm),
         "optim/critic_lr": 2e-3,
-        "optim/critic_grad_norm": critic_norm,
+        "optim/critic_grad_norm": gradient_norm(t["value_loss"], critic),
         "optim/updates": 1,
         "episode": 3 * 16,
         "objective/kl": charged,
@@ -335,7 +252,7 @@ def definitions(folders, kl_in="reward") -> dict[str, float]:
         "objective/kl2_avg": per_response(t["d"] ** 2 / 2),
         "objective/kl3_avg": per_response(t["k3"]),
         "objective/kl4_avg": per_response(t["ratio"] * t["d"]),
-        "objective/kl_exact": per_response(torch.cat([row["kl"] for row in rows])),
+        "objective/kl_exact": per_response(t["kl"]),
         "objective/entropy": per_response(-t["old_logprobs"]),
         "objective/scores": scores.mean(),
         "objective/kl_coef": 0.3,
@@ -366,20 +283,17 @@ def definitions(folders, kl_in="reward") -> dict[str, float]:
     return {key: torch.as_tensor(value).item() for key, value in found.items()}
 
 
-def timed(metrics):
-    return {key for key in metrics if key.startswith(("time/", "perf/"))}
-
-
-@pytest.mark.parametrize("kl_in", ["reward", pytest.param("loss", marks=pytest.mark.slow)])
-def test_every_metric_of_a_step_is_its_definition_in_two_micro_batches_on_two_ranks(folders, kl_in):
-    first, second = run_distributed(step_of_a_rank, 2, folders, {"kl_in": kl_in}, timeout=200)
-    expected = definitions(folders, kl_in)
+@pytest.mark.parametrize(("kl_in", "sets"), [("reward", False), ("loss", True)])
+def test_every_metric_of_a_step_is_its_definition_in_two_micro_batches_on_two_ranks(
+    folders, kl_in, sets
+):
+    first, second = run_distributed(step_of_a_rank, 2, folders, kl_in, sets, timeout=200)
+    expected = definitions(folders, kl_in, sets)
     assert abs(expected["val/ratio"] - 1) > 0.05 and abs(expected["objective/kl"]) > 0.05
-    assert first.keys() - timed(first) == expected.keys()
-    evaluated = {key for key in tiny.usual("ppo") if key.startswith("eval/")}
-    assert {key for key in first if not key.startswith("rewards/")} == tiny.usual(
-        "ppo"
-    ) - evaluated - {"time/save"}
+    named = {key for key in tiny.usual("ppo") if not key.startswith("eval/")} - {"time/save"}
+    assert {key for key in first if not key.startswith("rewards/")} == named
+    of_time = {key for key in first if key.startswith(("time/", "perf/"))}
+    assert first.keys() - of_time == expected.keys()
     for key, value in expected.items():
         assert first[key] == pytest.approx(value, rel=5e-5, abs=1e-7), key
         assert second[key] == first[key], key
