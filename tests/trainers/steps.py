@@ -8,11 +8,16 @@ import torch
 
 from fused_rl.trainers import grpo
 from fused_rl.trainers.data import encode
+from fused_rl.trainers.options import EngineConfig, OptimConfig
 from fused_rl.trainers.policy import groups, policy
 from tests.trainers import tiny
 
 EOS, LENGTH, TEMPERATURE = 3, 6, 0.8
 GROUP = 4
+
+
+class TrainingConfig(EngineConfig, OptimConfig):
+    """The options of an engine and of its optimizer."""
 
 
 class Sampler(tiny.Sampler):

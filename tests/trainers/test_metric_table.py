@@ -1,16 +1,16 @@
 """docs/metrics.md describes every key that a run logs, and none that no run logs."""
 
+import importlib
 import json
 import re
-from pathlib import Path
 
 import pytest
 
-from fused_rl.trainers import distill, dpo, grpo, kto, ppo, reward, sft
+from fused_rl.trainers import cli
 from fused_rl.trainers.run.logger import Logger
 from tests.distributed import PROCESSES
 from tests.trainers import tiny
-from tests.trainers.runs import grpo_config, sft_config
+from tests.trainers.runs import sft_config
 
 
 def test_tensorboard_has_curves_and_samples(files, tmp_path):
@@ -25,74 +25,63 @@ def test_tensorboard_has_curves_and_samples(files, tmp_path):
     logger.samples(2, [{"prompt": "1+1", "response": "a\n<b>2</b>"}])
     logger.board.close()
     read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(point.step, point.value) for point in read.Scalars("train/loss")] == [
-        (1, 2.5),
-        (2, 1.25),
-    ]
+    points = [(point.step, point.value) for point in read.Scalars("train/loss")]
+    assert points == [(1, 2.5), (2, 1.25)]
     (sample,) = read.Tensors("samples/0/text_summary")
-    assert (
-        sample.tensor_proto.string_val[0].decode()
-        == "prompt:\n\n    1+1\n\nresponse:\n\n    a\n    <b>2</b>"
-    )
+    text = sample.tensor_proto.string_val[0].decode()
+    assert text == "prompt:\n\n    1+1\n\nresponse:\n\n    a\n    <b>2</b>"
 
 
-def train_each(files, tmp_path, folders):
+OF_ROWS = {"batch_size": 8}
+SAMPLED = {
+    "prompts_per_step": 4,
+    "group_size": 4,
+    "max_new_tokens": 6,
+    "eval_samples": 2,
+    "verifiers": ["math", "tests.trainers.tiny:first_is_odd"],
+    "solved_at": [0.0, 1.0],  # so that some responses of random weights are right
+}
+CORRECTED = SAMPLED | {"rollout_correction": "token-truncate", "minibatches": 1}
+OPTIONS = {
+    "sft": OF_ROWS | {"completion_column": "answer"},
+    "reward": OF_ROWS,
+    "dpo": OF_ROWS,
+    "kto": OF_ROWS,
+    "distill": SAMPLED | {"teacher": "{model}"},
+    "grpo": CORRECTED,
+    "ppo": CORRECTED | {"critic": "{critic}"},
+}
+
+
+def train_each(files, tmp_path):
     """Train every trainer, with what makes a metric appear."""
     model, rows = files
     pairs = [{"prompt": f"{i}+1", "chosen": f"{i + 1}", "rejected": "no"} for i in range(20)]
-    few = {"eval_size": 4, "save_every": 1, "steps": 2, "zero_stage": 0, "lr": 1e-3}
     of_pairs = tiny.jsonl(tmp_path / "pairs.jsonl", pairs)
-    scorers = {
-        "verifiers": ["math", "tests.trainers.tiny:first_is_odd"],
-        "rollout_correction": "token-truncate",
-    }
-    scorers["solved_at"] = [0.0, 1.0]  # so that some responses of random weights are right
-    sft.train(sft_config(files, folders["sft"], **few))
-    reward.train(
-        reward.RewardConfig(
-            model=model, dataset=of_pairs, output_dir=folders["reward"], batch_size=8, **few
-        )
-    )
-    dpo.train(
-        dpo.DPOConfig(model=model, dataset=of_pairs, output_dir=folders["dpo"], batch_size=8, **few)
-    )
-    kto.train(
-        kto.KTOConfig(model=model, dataset=of_pairs, output_dir=folders["kto"], batch_size=8, **few)
-    )
-    grpo.train(grpo_config(files, folders["grpo"], **few, **scorers), sampler=tiny.Telling)
-    config = {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 6, "eval_samples": 2}
-    judged = {"verifiers": scorers["verifiers"], "solved_at": scorers["solved_at"]}
-    given = {"model": model, "teacher": model, "dataset": rows, "output_dir": folders["distill"]}
-    distill.train(distill.DistillConfig(**given, **config, **few, **judged))
-    config["minibatches"] = 1
-    config |= {
-        "model": model,
-        "dataset": rows,
-        "critic": tiny.reward_folder(tmp_path / "critic", model),
-    }
-    ppo.train(
-        ppo.PPOConfig(output_dir=folders["ppo"], **config, **few, **scorers), sampler=tiny.Telling
-    )
+    critic = tiny.reward_folder(tmp_path / "critic", model)
+    for trainer, options in OPTIONS.items():
+        options = {"eval_size": 4, "save_every": 1, "steps": 2, "lr": 1e-3} | options
+        for name in {"teacher", "critic"} & options.keys():
+            options[name] = options[name].format(model=model, critic=critic)
+        dataset = of_pairs if trainer in ("reward", "dpo", "kto") else rows
+        config = tiny.config_of(trainer, model, dataset, str(tmp_path / trainer), **options)
+        telling = {"sampler": tiny.Telling} if options.get("rollout_correction") else {}
+        importlib.import_module(cli.TRAINERS[trainer].module).train(config, **telling)
 
 
 @pytest.mark.slow
 def test_every_key_that_a_run_logs_stands_in_the_table_and_every_row_is_logged(files, tmp_path):
-    folders = {
-        name: str(tmp_path / name)
-        for name in ("sft", "reward", "dpo", "kto", "distill", "grpo", "ppo")
-    }
     # In a process of its own, as a process that has trained with ZeRO 3 is too large to fork math's.
-    process = PROCESSES.Process(target=train_each, args=(files, tmp_path, folders))
+    process = PROCESSES.Process(target=train_each, args=(files, tmp_path))
     process.start()
     process.join()
     assert process.exitcode == 0
 
-    for trainer, folder in folders.items():
+    for trainer in OPTIONS:
+        folder = tmp_path / trainer
         # What held_out.jsonl has of each row is what the evaluation has of them all.
         logged = {entry["step"]: entry for entry in tiny.read_metrics(folder)}
-        lines = [
-            json.loads(line) for line in (Path(folder) / "held_out.jsonl").read_text().splitlines()
-        ]
+        lines = [*map(json.loads, (folder / "held_out.jsonl").read_text().splitlines())]
         assert {line["step"] for line in lines} == {0, max(logged)}, trainer
         for line in lines:
             step = line.pop("step")
@@ -104,11 +93,8 @@ def test_every_key_that_a_run_logs_stands_in_the_table_and_every_row_is_logged(f
 
         rows, named = tiny.documented(trainer), set()
         for key in set().union(*tiny.read_metrics(folder)) - {"step"}:
-            fitting = [
-                row
-                for row in rows
-                if re.fullmatch(re.sub(r"\\\{\w+\\\}", ".+", re.escape(row)), key)
-            ]
+            patterns = {row: re.sub(r"\\\{\w+\\\}", ".+", re.escape(row)) for row in rows}
+            fitting = [row for row, pattern in patterns.items() if re.fullmatch(pattern, key)]
             assert fitting, f"{key} of {trainer} is not in docs/metrics.md"
             named |= {key} if key in rows else {*fitting}
         assert named == rows, trainer

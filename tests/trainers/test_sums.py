@@ -5,17 +5,14 @@ import torch
 
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.options import EngineConfig, OptimConfig
 from fused_rl.trainers.sft import SFTConfig
 from tests.distributed import run_distributed
+from tests.marks import slow
+from tests.trainers.steps import TrainingConfig
 
 ROWS = 64
 DIVISIONS = (64, 8, 1)  # rows of a micro-batch, over all processes
 BETA1 = 0.9
-
-
-class TrainingConfig(EngineConfig, OptimConfig):
-    """The options of an engine and of its optimizer."""
 
 
 class Tower(torch.nn.Module):
@@ -91,16 +88,11 @@ STAGES = (
 )
 
 
+@pytest.mark.parametrize("world", [1, slow(2)])
 @pytest.mark.parametrize("options", STAGES, ids=str)
-def test_a_gradient_is_as_exact_in_any_number_of_micro_batches(options):
+def test_a_gradient_is_as_exact_in_any_number_of_micro_batches_and_processes(options, world):
     """Rounding each micro-batch's gradient to bf16 leaves 2e-3; adding 64 of them up in bf16 leaves 6e-3."""
-    assert max(errors(0, 1, options)) < 3e-3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", STAGES, ids=str)
-def test_processes_add_up_in_fp32(options):
-    for of_rank in run_distributed(errors, 2, options, timeout=200):
+    for of_rank in run_distributed(errors, world, options, timeout=200):
         assert max(of_rank) < 3e-3
 
 
