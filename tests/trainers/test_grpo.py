@@ -1,6 +1,8 @@
 """GRPO's parts one by one: rewards, advantages, options that need others, which groups are trained on."""
 
+import itertools
 import math
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -137,7 +139,8 @@ def drawn_by(config, numbers, rank=0, world=1):
     return drawn, of_groups, refills
 
 
-def test_groups_of_equal_rewards_are_kept_dropped_or_refilled(folder, capsys):
+def test_groups_of_equal_rewards_are_kept_dropped_or_refilled(folder, capsys, monkeypatch):
+    monkeypatch.setattr(time, "monotonic", itertools.count().__next__)  # a second at each look
     numbers = [11, 12, 14, 13, 16, 15, 18, 17, 19, 21]
     options = {"prompts_per_step": 4, "minibatches": 2}
     drawn, of_groups, refills = drawn_by(config_of(folder, **options), numbers)
@@ -161,6 +164,7 @@ def test_groups_of_equal_rewards_are_kept_dropped_or_refilled(folder, capsys):
     assert refills == [2, 1, 1] and of_groups == [11, 13, 15, 17] and drawn.included.all()
     assert (drawn.metrics["groups/sampled"], drawn.metrics["groups/trained"]) == (8, 4)
     assert drawn.metrics["verifier/judge/timeouts"] == 1 + len(refills)
+    assert drawn.metrics["time/score"] == 1 + len(refills)
     assert drawn.metrics["episode"] == 8 * GROUP and "rollouts" not in capsys.readouterr().out
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests import digests
 
 # Each part that keeps a state of its own is in one of them: order, generators, optimizer, lag, critic, KL controller.
-FAST = {"sft-zero1"}
+FAST = {"sft-zero1", "grpo-synced"}
 CASES = [
     (name, 8, {}) if name in FAST else pytest.param(name, 8, {}, marks=pytest.mark.slow)
     for name in digests.CASES
