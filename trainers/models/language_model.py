@@ -74,18 +74,14 @@ class LanguageModel(nn.Module):
         text = self.base.config.get_text_config()
         scales = [getattr(text, name, None) for name in ("logit_scale", "logits_scaling")]
         wrong = None
-        remedy = "use --loss_from logits"
         if self.base.base_model is self.base:
             wrong = "no backbone apart from its head"
         elif any(scale not in (None, 1, 1.0) for scale in scales):
             wrong = "config.logit_scale or logits_scaling, which the linear loss leaves out"
-        elif lora.is_adapted(self.head):
-            wrong = "adapters on its LM head, which the linear loss leaves out"
-            remedy = "merge them first (peft's merge_and_unload), or use --loss_from logits"
         elif type(self.head) not in (nn.Linear, WideHead):
             wrong = f"an LM head of type {type(self.head).__name__}"
         if wrong is not None:
-            raise InputError(f"{type(self.base).__name__} has {wrong}; {remedy}")
+            raise InputError(f"{type(self.base).__name__} has {wrong}; use --loss_from logits")
 
     @property
     def base(self) -> Any:
@@ -420,17 +416,13 @@ def save_lm(trained, tokenizer, folder: Path, *, merged: bool = False) -> None:
             # The gathered weights have the names of the wrapper's, and the file those of the model.
             prefix = "lm.base_model.model." if merges else "lm."
             state = {name.removeprefix(prefix): value for name, value in state.items()}
-        options = {}
         if merges:
             lm, state = lora.merged(base, state), None
-        elif getattr(base, "saves_embeddings", False):
-            # What was read beside the adapters belongs to them; otherwise peft decides.
-            options["save_embedding_layers"] = True
         # The Hub's sampling defaults, which training leaves out, belong to the saved model.
         written = lm if merges else base
         training_config = base.generation_config
         written.generation_config = base.saved_generation_config
-        lm.save_pretrained(unfinished, state_dict=state, **options)
+        lm.save_pretrained(unfinished, state_dict=state)
         base.generation_config = training_config
 
     save(trained, tokenizer, folder, write)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 ALL_LINEAR = "all-linear"
+MERGE_FIRST = "merge them into their model with peft first (merge_and_unload)"
 # What peft's config may say of plain adapters: W becomes W + scale * B A, and nothing else of the model changes.
 PLAIN = {
     *("task_type", "peft_type", "auto_mapping", "peft_version", "inference_mode", "runtime_config"),
@@ -43,8 +44,9 @@ def find(name: str, revision: str | None = None) -> "LoraConfig | None":
         return None
     config: Any = peft.PeftConfig.from_pretrained(name, revision=revision)
     if (problem := _beyond_plain_lora(config)) is not None:
-        remedy = "merge them into their model with peft first (merge_and_unload)"
-        raise InputError(f"{name!r} holds adapters {problem}; only plain LoRA is read: {remedy}")
+        raise InputError(
+            f"{name!r} holds adapters {problem}; only plain LoRA is read: {MERGE_FIRST}"
+        )
     config.base_model_name_or_path = base_of_adapters(
         name, config.base_model_name_or_path, config.revision
     )
@@ -96,58 +98,19 @@ def continued(lm: Any, name: str, revision: str | None, adapters: "LoraConfig") 
     """Return `lm` with the adapters that were saved under a name, trainable; `adapters` are what `find` found there."""
     import peft
 
-    lm.saves_embeddings = _with_saved_rows(lm, name, revision)
+    # Merged into a weight that embedding and head share, adapters of one would change the other.
+    saved = peft.load_peft_weights(name, device="cpu", revision=revision)
+    ends = lm.get_input_embeddings(), lm.get_output_embeddings()
+    for layer, module in lm.named_modules():
+        prefix = f"base_model.model.{layer}."
+        if module in ends and any(key.startswith(prefix) for key in saved):
+            raise InputError(f"{name!r} holds adapters or rows of {layer}: {MERGE_FIRST}")
     with warnings.catch_warnings():
         # Adapters that a file lacks would be new ones, which change nothing.
         warnings.filterwarnings("error", "Found missing adapter keys")
-        adapted = peft.PeftModel.from_pretrained(
+        return peft.PeftModel.from_pretrained(
             lm, name, revision=revision, config=adapters, is_trainable=True
         )
-    _untie(lm)
-    return adapted
-
-
-def is_adapted(layer: nn.Module) -> bool:
-    """Return True for a layer that peft has wrapped."""
-    from peft.tuners.lora import LoraLayer
-
-    return isinstance(layer, LoraLayer)
-
-
-def _with_saved_rows(lm: Any, name: str, revision: str | None) -> bool:
-    """Give `lm` as many embeddings as stand beside saved adapters, where tokens were added; True if any stand there."""
-    import peft
-
-    saved = peft.load_peft_weights(name, device="cpu", revision=revision)
-    names = {module: layer for layer, module in lm.named_modules()}
-    embedding, head = lm.get_input_embeddings(), lm.get_output_embeddings()
-    rows = {}
-    for module in (embedding, head):
-        key = f"base_model.model.{names[module]}"
-        weight = saved.get(f"{key}.weight", saved.get(f"{key}.base_layer.weight"))
-        if weight is not None:
-            rows[module] = len(weight)
-    size = max(rows.values(), default=0)
-    if size and size != len(embedding.weight):
-        # Rows that were not saved would be random numbers now.
-        if len(rows) < 2 and embedding.weight is not head.weight:
-            (saved_layer,) = (names[module] for module in rows)
-            what = f"adapters for {size} tokens and the new rows of {saved_layer} alone"
-            remedy = "merge them where they were trained (merge_and_unload)"
-            raise InputError(f"{name!r} holds {what}: {remedy}")
-        lm.resize_token_embeddings(size, mean_resizing=False)
-    return bool(rows)
-
-
-def _untie(lm: Any) -> None:
-    """Give the head a weight of its own, where it shares the embedding's and one of the two has adapters."""
-    embedding, head = lm.get_input_embeddings(), lm.get_output_embeddings()
-    if embedding.weight is head.weight and (is_adapted(embedding) or is_adapted(head)):
-        # Merged into a weight that both share, the adapters of one would change the other.
-        head = getattr(head, "base_layer", head)
-        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
-        lm.config.tie_word_embeddings = False
-        lm.config.get_text_config().tie_word_embeddings = False
 
 
 def adapted(lm: Any, options: ModelConfig) -> Any:

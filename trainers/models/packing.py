@@ -258,36 +258,20 @@ def pack(batch: Batch, in_row: int) -> Packed:
 
 def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> Packed | None:
     """Return each pair of neighbours in a row, with its common beginning once; None if a row for each costs no more."""
-    # What two have in common is their prompt, whoever wrote it. Where that is nothing, each keeps a
-    # row of its own.
-    pairs = list(zip(sequences[::2], sequences[1::2], strict=True))
-    in_common = [len(commonprefix(pair)) for pair in pairs]
-
-    # Without a mask attention costs half as much, so a row for each can be cheaper.
-    lengths = []
-    for (a, b), common in zip(pairs, in_common, strict=True):
-        if common:
-            lengths.append(len(a) + len(b) - common)
-        else:
-            lengths += [len(a), len(b)]
-    together = costs.flop(len(lengths), max(lengths))
-    longest = max(map(len, sequences))
-    alone = costs.causal_flop(len(sequences), longest)
-    if together >= alone:
-        return None
-
-    # The last token predicts one that nobody reads: with it, the last state of a response is that
-    # of its last token.
     prompts = []
     responses = []
-    for (a, b), common in zip(pairs, in_common, strict=True):
-        # A prompt has one token at least.
-        common = max(1, common)
+    for a, b in zip(sequences[::2], sequences[1::2], strict=True):
+        # A prompt has one token at least; where two have none in common, each keeps a row of its own.
+        common = max(1, len(commonprefix([a, b])))
         prompts += [a[:common], b[:common]]
-        responses.append([*a[common:], 0])
-        responses.append([*b[common:], 0])
+        # The last token predicts one that nobody reads: with it, the last state is that of the response's last token.
+        responses += [[*a[common:], 0], [*b[common:], 0]]
     batch = make_batch(prompts, responses, 0, device)
     packed = pack(batch, 2)
+    # Without a mask attention costs half as much, so a row for each can be cheaper.
+    alone = costs.causal_flop(len(sequences), max(map(len, sequences)))
+    if costs.flop(*packed.input_ids.shape) >= alone:
+        return None
     last = batch.response_lengths.cumsum(0) - 1
     return packed._replace(states=packed.states[on_device(last, device)])
 
@@ -429,21 +413,10 @@ def _differs(lm: Any, rows_of: Callable[[Batch], InRows], prompt_tokens: int = 5
     return f"{type(lm).__name__} {reason}"
 
 
-def unpadded_costs(lm: Any, wanted: str | None = None) -> Costs | None:
-    """Return the costs of rows without padding; None where the attention cannot keep the sequences of a row apart.
-
-    That is refused where an option is `wanted` that needs it.
-    """
-    if not _is_flash(lm):
-        return None
-    # Layers that look back a few tokens leak most behind a short prompt.
-    reason = _differs(lm, unpad, prompt_tokens=1)
-    if reason is None:
-        return replace(costs_of(lm), masked=False)
-    if wanted is not None:
-        raise InputError(f"{wanted}: {reason}; drop --{wanted}")
-    print_rank0(f"rows are padded: {reason}")
-    return None
+def unpadded_costs(lm: Any) -> Costs | None:
+    """Return the costs of rows without padding; None where the attention cannot keep the sequences of a row apart."""
+    options = {"option": "packing", "otherwise": "rows are padded"}
+    return packing_costs(lm, 0, None, **options) if _is_flash(lm) else None
 
 
 def packing_costs(
@@ -459,13 +432,12 @@ def packing_costs(
     Flash attention pads no row, but where `packing` is not wanted; it cannot share prompts.
     """
     takes_lengths = _is_flash(lm) and not (wanted and option == "share_prompts")
-    if takes_lengths and not (wanted is False and option == "packing"):
-        return unpadded_costs(lm, option if wanted else None)
-    if wanted is False:
+    if wanted is False and (option == "packing" or not takes_lengths):
         return None
-    reason = unsupported_reason(lm, longest)
+    # Layers that look back a few tokens leak most behind a short prompt.
+    reason = _differs(lm, unpad, 1) if takes_lengths else unsupported_reason(lm, longest)
     if reason is None:
-        return costs_of(lm)
+        return replace(costs_of(lm), masked=not takes_lengths)
     if wanted:
         raise InputError(f"{option}: {reason}; drop --{option}")
     print_rank0(f"{otherwise}: {reason}")

@@ -246,22 +246,18 @@ class Critic(RewardModel):
 
         `packed` are the same sequences in rows, and `places` (N,) the True places of the flattened mask.
         """
+        backbone = self.classifier.base_model
+        if self.divided is None and packed is None:
+            # The state of the last token would be the value after it, where the episode is over.
+            hidden = backbone(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
+            return torch.where(mask, self.scores_of(hidden), 0)
+        places = mask.flatten().nonzero()[:, 0] if places is None else places
         if self.divided is not None:
-            places = mask.flatten().nonzero()[:, 0] if places is None else places
-            values = self.divided.scores_of(
-                self.classifier.base_model, input_ids, places, self.scores_of
-            )
-            return values.new_zeros(mask.numel()).index_copy(0, places, values).view(mask.shape)
-        if packed is not None:
-            states = packed.states_of(
-                self.classifier, self.classifier.base_model, "last_hidden_state"
-            )
+            values = self.divided.scores_of(backbone, input_ids, places, self.scores_of)
+        else:
+            states = packed.states_of(self.classifier, backbone, "last_hidden_state")
             values = self.scores_of(states)
-            return values.new_zeros(mask.numel()).index_copy(0, places, values).view(mask.shape)
-        backbone = self.classifier.base_model(input_ids=input_ids, use_cache=False)
-        # The state of the last token would be the value after it, where the episode is over.
-        hidden = backbone.last_hidden_state[:, :-1]
-        return torch.where(mask, self.scores_of(hidden), 0)
+        return values.new_zeros(mask.numel()).index_copy(0, places, values).view(mask.shape)
 
 
 def collate(sequences: list[list[int]], device) -> tuple[torch.Tensor, torch.Tensor]:
