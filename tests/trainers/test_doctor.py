@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fused_rl.trainers import cli, grpo, sft
-from fused_rl.trainers.base import engine
-from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers import cli, grpo
 from fused_rl.trainers.commands import doctor
-from fused_rl.trainers.options import to_yaml
 from fused_rl.trainers.run.rules import RULES, Watch
 from tests.trainers import runs
 
@@ -238,36 +235,6 @@ def test_what_is_no_run_is_one_line_and_status_2(tmp_path, capsys):
         assert status == 2 and said == "" and "holds no metrics.jsonl" in error, folder
         assert error.startswith(f"fused-rl doctor: error: {folder}")
     assert run_doctor(capsys, "--no_such_option")[0] == 2
-
-
-def test_the_error_that_ended_a_run_is_known_until_it_is_resumed(
-    files, whole, tmp_path, monkeypatch, capsys
-):
-    step_of = engine.optimizer_step
-
-    def fails(model, step):
-        if step == 3:
-            raise InputError("step 3: the norm of the gradient is inf; lower the learning rate")
-        return step_of(model, step)
-
-    run, options = tmp_path / "run", tmp_path / "options.yaml"
-    options.write_text(to_yaml(runs.run_config(files, run)))
-    words = ["--config", str(options)]
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "optimizer_step", fails)
-        with pytest.raises(SystemExit, match="step 3: the norm"):
-            sft.main(words)
-    status, said, _ = run_doctor(capsys, run)
-    findings = [line for line in said.splitlines() if line.startswith("  finding: ")]
-    assert status == 1 and "no problems" not in said
-    assert findings[0].startswith("  finding: the run ended with an error: step 3: the norm of")
-    # An error before the run begins is none of the run.
-    with pytest.raises(SystemExit, match="is not empty"):
-        sft.main(words)
-    assert "step 3" in (run / "error.txt").read_text()
-    sft.main([*words, "--resume"])
-    runs.assert_equal_runs(whole, run)
-    assert {path.name for path in run.iterdir()} == {path.name for path in whole.iterdir()}
 
 
 def nothing(response, row):

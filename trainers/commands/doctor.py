@@ -24,7 +24,6 @@ def of_run(folder: Path) -> bool:
     from fused_rl.trainers.base.text import InputError
     from fused_rl.trainers.run.logger import read_metrics, rows_by_step
     from fused_rl.trainers.run.rules import Watch
-    from fused_rl.trainers.run.store import ERROR
 
     # What the run has left: its options, with the dtype that `auto` was on its machine, and its metrics.
     if not (folder / "metrics.jsonl").is_file():
@@ -58,9 +57,6 @@ def of_run(folder: Path) -> bool:
             "  unfinished: the run has no model/ yet; one that was stopped continues with --resume"
         )
     findings = [*watch.findings.values()]
-    if (folder / ERROR).is_file():
-        error = (folder / ERROR).read_text(encoding="utf-8", errors="replace")
-        findings.insert(0, f"the run ended with an error: {' '.join(error.split())}")
     for finding in findings:
         print_line(f"  finding: {finding}")
     if not findings:

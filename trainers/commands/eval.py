@@ -12,7 +12,6 @@ import dataclasses
 import math
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ import yaml
 
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import as_json, hash_of, write_atomically, write_rows
-from fused_rl.trainers.base.screen import phase, print_line, print_rank0
+from fused_rl.trainers.base.screen import bar, phase, print_line, print_rank0
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.examples import Examples
@@ -279,9 +278,9 @@ def _sample(
     order = sorted(range(len(problems)), key=lambda i: len(problems[i].ids))
     share = share_of_rank([problems[i] for i in order])
     own = order[ranks.rank() :: ranks.world_size()]
-    responses, sums, incidents, printed = [], {}, {}, time.monotonic()
+    responses, sums, incidents = [], {}, {}
     logged: list[tuple[str, float]] = []
-    for start in range(0, len(share.prompts), config.batch_size):
+    for start in bar(range(0, len(share.prompts), config.batch_size), "sampled"):
         part = slice(start, start + config.batch_size)
         greedy, sampled = (
             roll_out(sampler, scorers, share.prompts[part], by, tokenizer, device, copies=copies)
@@ -296,11 +295,6 @@ def _sample(
             for key, count in rollout.incidents.items():
                 incidents[key] = incidents.get(key, 0.0) + count
             logged += rollout.logged
-        if time.monotonic() - printed > 10:
-            printed = time.monotonic()
-            print_rank0(
-                f"{min(part.stop, len(share.prompts))} of {len(share.prompts)} problems of this process"
-            )
     in_order = sorted(sum(ranks.gather(responses), []), key=lambda row: row["problem"])
     return in_order, sums, incidents, logged
 

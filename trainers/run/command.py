@@ -17,7 +17,7 @@ from fused_rl.trainers.options import RunConfig
 from fused_rl.trainers.run.dry_run import DryRun
 from fused_rl.trainers.run.loop import Stopped
 from fused_rl.trainers.run.parse import parse
-from fused_rl.trainers.run.store import note_error, unlock
+from fused_rl.trainers.run.store import unlock
 
 LOST = "what was done since the last checkpoint is lost"
 INTERRUPTED = 130  # the usual status of a command that Ctrl-C ended
@@ -50,9 +50,6 @@ def run(
         except DryRun as done:
             if ranks.process() == 0:
                 print_line(str(done), as_is=True)
-        except Exception as error:
-            note_error(error)
-            raise
         finally:
             signal.signal(signal.SIGTERM, before)
             unlock()

@@ -89,7 +89,7 @@ class Logger:
         self.history.append(entry)
         _append(self.folder / "metrics.jsonl", [entry])
         # Rounded as in the file, so that the run and the doctor conclude the same from these rows.
-        by_row = shortened(by_row)
+        by_row = rounded(by_row)
         if by_row:
             _append(self.folder / "held_out.jsonl", [{"step": step, **by_row}])
         for key, value in metrics.items():
@@ -155,16 +155,13 @@ class Logger:
         draw_curves(self.history, self.folder / "curves.png")
 
 
-def rounded(row: Mapping[str, object]) -> dict[str, Any]:
-    """Return a sample with its floats rounded to six digits, as more digits of a score would be fp32 rounding."""
-    values: dict[str, object] = {}
-    for name, value in row.items():
-        if isinstance(value, float):
-            value = float(f"{value:.6g}")
-        elif isinstance(value, Mapping):
-            value = rounded(value)
-        values[name] = value
-    return values
+def rounded(value: Any) -> Any:
+    """Return a value with its floats, at any depth, rounded to six digits, as more would be rounding of fp32."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, Mapping):
+        return {name: rounded(inner) for name, inner in value.items()}
+    return [rounded(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _append(path: Path, entries: list[dict]) -> None:
@@ -187,14 +184,6 @@ def read_metrics(path: Path) -> list[dict]:
         except (ValueError, TypeError, KeyError):  # not JSON, not UTF-8, or no entry
             print_line(f"{path}, line {number} is damaged and left out")
     return entries
-
-
-def shortened(by_row: ByRow) -> dict[str, list[list[float]]]:
-    """Return the values of rows rounded to six digits, which are more than the error of a figure leaves."""
-    short = {}
-    for key, columns in by_row.items():
-        short[key] = [[float(f"{value:.6g}") for value in column] for column in columns]
-    return short
 
 
 def rows_by_step(entries: list[dict]) -> dict[int, dict]:

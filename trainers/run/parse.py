@@ -28,20 +28,6 @@ class Values(yaml.SafeLoader):
     """Reads YAML 1.1, but also takes numbers such as 1e-6, which YAML 1.1 reads as text."""
 
 
-def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    """Return a mapping, and refuse one with a key twice, for which PyYAML silently takes the last value."""
-    lines: dict[str, int] = {}
-    for key, _ in node.value:
-        if not isinstance(key, yaml.ScalarNode):
-            continue
-        line = key.start_mark.line + 1
-        if key.value in lines:
-            raise ValueError(f"{key.value} stands in line {lines[key.value]} and in line {line}")
-        lines[key.value] = line
-    return loader.construct_mapping(node, deep=True)
-
-
-Values.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 Values.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"(?:[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+|[-+]?inf|nan)$"),
@@ -154,7 +140,7 @@ def _value(config_class: type[Options], name: str, text: str | None) -> Any:
         return yaml.load(text, Values)
     except yaml.YAMLError as error:
         raise InputError(f"{name}={text!r}: expected {in_words(kind)}") from error
-    except ValueError as error:  # a key that stands twice, or an impossible date
+    except ValueError as error:  # an impossible date
         raise InputError(f"{name}={text!r}: {error}") from error
 
 

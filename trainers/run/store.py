@@ -40,7 +40,7 @@ from fused_rl.trainers.base.files import (
 )
 from fused_rl.trainers.base.ranks import barrier, process, processes
 from fused_rl.trainers.base.screen import print_line, print_rank0
-from fused_rl.trainers.base.text import InputError, in_a_line, without_secrets
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.options import ACTIONS, RunConfig, changeable, to_yaml
 
 LOCK = ".fused-rl.lock"
@@ -48,10 +48,8 @@ SAVED_AT_THE_END = ("model", "critic")
 EARLIER = "earlier-"  # and a number: the folder in output_dir for what was in it before
 # In a folder that counts as empty: our lock, earlier content that was moved, and a volume's lost+found.
 STAYS = re.compile(f"{re.escape(LOCK)}|{EARLIER}[0-9]+|lost\\+found")
-ERROR = "error.txt"  # what ended the run, until it is resumed
 EMPTY: Mapping = MappingProxyType({})
 _lock: filelock.FileLock | None = None  # of this process, which runs one training at a time
-_begun: Path | None = None  # the folder in which its run has begun to write
 _outside: Path | None = None  # the folder that its run keeps outside of output_dir
 
 
@@ -74,9 +72,8 @@ def _remove_outside() -> None:
 
 def unlock() -> None:
     """Unlock the folder that this process has locked, if any, and remove it if nothing was written into it."""
-    global _lock, _begun
+    global _lock
     _remove_outside()
-    _begun = None
     if _lock is not None:
         path = Path(_lock.lock_file)
         path.unlink(missing_ok=True)
@@ -85,15 +82,6 @@ def unlock() -> None:
         with contextlib.suppress(OSError):
             path.parent.rmdir()
         _lock = None
-
-
-def note_error(error: Exception) -> None:
-    """Write what ends the run of this process into its folder, for the doctor, if the run has begun."""
-    if _begun is not None:
-        text = str(error) if isinstance(error, InputError) else without_secrets(in_a_line(error))
-        # The error may be that the disk is full, and it must not be replaced by another one.
-        with contextlib.suppress(OSError):
-            (_begun / ERROR).write_text(text + "\n", encoding="utf-8")
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -162,13 +150,7 @@ class RunFolder:
             problems.append(f"manifest.json or a file that it names cannot be read: {error}")
         problem = min(sum(ranks.gather_processes(problems), []), default=None)
         if problem is not None:
-            names = [f"step-{step}" for step in steps_in(self.checkpoints)]
-            others = " or ".join(name for name in names if name != self.chosen.name)
-            remedy = (
-                f"continue with --resume_from {others}"
-                if others
-                else "start again with --overwrite"
-            )
+            remedy = "continue from an earlier one (--resume_from), or start again with --overwrite"
             raise InputError(f"resume: {self.chosen} is damaged, {problem}; {remedy}")
 
         # The options: those that change what is computed must be the same; others take their new value and are printed.
@@ -250,15 +232,12 @@ class RunFolder:
         # other checkpoint, so they are deleted here.
         if self.config.resume:
             self._delete_older()
-            (self.path / ERROR).unlink(missing_ok=True)
 
         precision = self._options()["precision"]
         header = (
             f"# fused-rl {self.config.command} --config <this file>\n# precision: {precision}\n"
         )
         write_atomically(self.path / "config.yaml", header + to_yaml(self.config))
-        global _begun
-        _begun = self.path
 
     # Writing checkpoints.
 
@@ -362,12 +341,6 @@ class RunFolder:
         """
         recorded = self.state()["inputs"]
         changed = [name for name in recorded | inputs if recorded.get(name) != inputs.get(name)]
-        # Rows that are not held out are trained on, so other held-out rows may be why the training rows differ.
-        held_out = [
-            self.changes[name] for name in ("eval_size", "eval_dataset") if name in self.changes
-        ]
-        if "rows" in changed and held_out:
-            changed[changed.index("rows")] += f" ({', '.join(held_out)} leaves others to train on)"
         if changed and not self.config.accept_changes:
             raise InputError(
                 f"resume: these inputs are not those of {self.chosen}: {', '.join(changed)}; restore them, continue "
@@ -391,13 +364,8 @@ class RunFolder:
         state = self.state()
         config = self.config
         if state["step"] > config.steps:
-            epochs = (
-                ""
-                if config.num_train_epochs is None
-                else f" (num_train_epochs={config.num_train_epochs:g})"
-            )
             raise InputError(
-                f"resume: steps={config.steps}{epochs}, but {chosen} has done {state['step']} already"
+                f"resume: steps={config.steps}, but {chosen} has done {state['step']} already"
             )
 
         # No error of the user can follow, so it is safe to say that the new options hold.
