@@ -227,11 +227,13 @@ def test_the_signal_of_what_was_sampled(capsys):
     assert "signal: exact_match returned None for 25.0% of the responses" in nones
     # A model that guesses among seven days is right in a seventh of its responses; a better one is not said to guess.
     days = {"rewards": [[0.0, 1.0]] * 4, "counts": [37] * 7}
-    guessing = "14% of the responses are right, as many as by guessing among 7 answers"
+    guessing = (
+        "14% of the responses are right, and so are 14% of guesses among these answers: the model"
+    )
     assert guessing in said_of(**days, accuracy_sampled=0.14)
     for solved in (0.0, 0.3):
-        assert "guessing" not in said_of(**days, accuracy_sampled=solved)
-    assert "guessing" not in said_of([[0.0, 1.0]] * 4, counts=[1] * 60, accuracy_sampled=0.01)
+        assert "guesses" not in said_of(**days, accuracy_sampled=solved)
+    assert "guesses" not in said_of([[0.0, 1.0]] * 4, counts=[1] * 60, accuracy_sampled=0.01)
     # A single response to each prompt has no group.
     assert said_of([[0.0], [1.0]]).startswith("signal: mean 0.5, standard deviation 0.5; 0% of")
     assert little in said_of([[1.0], [1.0]])

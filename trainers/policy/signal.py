@@ -55,8 +55,8 @@ def say(
     error = (guess * (1 - guess) / totals["problems"]) ** 0.5
     if guess > 0.02 and 0 < solved < guess + 2 * error:
         print_line(
-            f"signal: {solved:.0%} of the responses are right, as many as by guessing among {1 / guess:.0f} answers: "
-            "the model knows the form of an answer alone, so train sft longer or on more rows"
+            f"signal: {solved:.0%} of the responses are right, and so are {guess:.0%} of guesses among these answers: "
+            "the model knows the form of an answer, not the task (docs/doctor.md#before-training)"
         )
     is_little = differ < ENOUGH * min(1, k / max(group_size, GROUP))
     if is_little or cut >= 0.5:
