@@ -37,8 +37,8 @@ def test_size_counts_tokens_of_code_and_neither_docstrings_nor_layout():
     measured = size.measure(FILE)
     assert measured.tokens == [3, 3, 5, 6, 2, 5, 1]
     assert (measured.lines, measured.comments, measured.functions) == (15, 2, 1)
-    twice = sum([measured, measured], size.Size()).row("x").split()
-    assert twice == ["x", "2", "30", "50", "3.6", "6", "28.6", "2"]
+    twice = sum([measured, measured], size.Size()).row("x", measured).split()
+    assert twice == ["x", "2", "30", "50", "3.6", "6", "28.6", "2", "+25"]
 
 
 def test_the_makefile_lists_its_targets_on_one_screen():

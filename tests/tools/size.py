@@ -1,5 +1,6 @@
 """How much code there is, and how dense it reads: `make size`, or `python -m tests.tools.size FOLDER…`.
 
+The last column is the difference in tokens to main, or on main to the commit before; a clone without either has none.
 Tokens say how much there is to understand, and lines only how it is laid out. The table informs a reviewer: nothing
 fails on it. Comments, docstrings and layout are not counted as tokens; a line of code is one that has a token.
 """
@@ -8,7 +9,10 @@ import ast
 import dataclasses
 import io
 import os
+import subprocess
 import sys
+import tarfile
+import tempfile
 import tokenize
 from pathlib import Path
 
@@ -20,7 +24,7 @@ WITH_ROOMS = ("fused_rl", "trainers")  # folders whose subfolders have a row eac
 TOP_FLOOR = "(top floor)"
 HEADINGS = (
     f"{'folder':15} {'files':>6} {'lines':>7} {'tokens':>8} {'per line':>10} {'p90':>5} "
-    f"{'comments/100':>13} {'functions':>10}"
+    f"{'comments/100':>13} {'functions':>10} {'to main':>9}"
 )
 LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
@@ -45,15 +49,16 @@ class Size:
             self.functions + other.functions,
         )
 
-    def row(self, label: str) -> str:
-        """Return the line of the table, under `HEADINGS`."""
+    def row(self, label: str, before: "Size | None") -> str:
+        """Return the line of the table, under `HEADINGS`; `before` is the size in main, None if that is not known."""
         code_lines = max(len(self.tokens), 1)
         ascending = sorted(self.tokens) or [0]
         tokens = sum(self.tokens)
         p90 = ascending[int(0.9 * len(ascending))]
         density = f"{tokens / code_lines:10.1f} {p90:5d} {100 * self.comments / code_lines:13.1f}"
         amount = f"{self.files:6d} {self.lines:7d} {tokens:8d}"
-        return f"{label:15} {amount} {density} {self.functions:10d}"
+        difference = "" if before is None else f" {tokens - sum(before.tokens):+9d}"
+        return f"{label:15} {amount} {density} {self.functions:10d}{difference}"
 
 
 def docstring_lines(tree: ast.AST) -> set[int]:
@@ -82,11 +87,30 @@ def measure(text: str) -> Size:
     return Size(1, text.count("\n"), list(per_line.values()), len(commented), len(functions))
 
 
-def rooms(folder: str) -> dict[str, Size]:
+def git(*words: str) -> bytes | None:
+    """Return what a command of git prints; None where it fails, as without a history."""
+    try:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def main_before() -> bytes | None:
+    """Return an archive of what this work began from: where it left main, or on main the commit before."""
+    begun = [git("merge-base", "HEAD", name) for name in ("main", "origin/main")]
+    # A pull request is checked out as one merge, whose first parent is main.
+    commits = [*filter(None, begun), git("rev-parse", "--verify", "HEAD^")]
+    for commit in filter(None, commits):
+        if commit != git("rev-parse", "HEAD"):
+            return git("archive", commit.decode().strip())
+    return None
+
+
+def rooms(folder: str, root: Path = ROOT) -> dict[str, Size]:
     """Return the size of each subfolder, and under TOP_FLOOR that of the files that stand beside them."""
     sizes: dict[str, Size] = {}
-    for place, subfolders, files in os.walk(ROOT / folder):  # which follows no links
-        inside = Path(place).relative_to(ROOT / folder)
+    for place, subfolders, files in os.walk(root / folder):  # which follows no links
+        inside = Path(place).relative_to(root / folder)
         if folder == "fused_rl" and not inside.parts:
             subfolders[:] = set(subfolders) - LINKED
         room = inside.parts[0] if inside.parts else TOP_FLOOR
@@ -99,12 +123,19 @@ def rooms(folder: str) -> dict[str, Size]:
 
 def main(folders: list[str]) -> None:
     print(HEADINGS)
-    for folder in folders:
-        sizes = rooms(folder)
-        print(sum(sizes.values(), Size()).row(folder))
-        if folder in WITH_ROOMS:
-            for room, size in sizes.items():
-                print(size.row(f"  {room}"))
+    archive = main_before()
+    with tempfile.TemporaryDirectory() as place:
+        if archive is not None:
+            with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+                files.extractall(place, filter="data")
+        for folder in folders:
+            sizes = rooms(folder)
+            in_main = {} if archive is None else rooms(folder, Path(place))
+            before = None if archive is None else sum(in_main.values(), Size())
+            print(sum(sizes.values(), Size()).row(folder, before))
+            if folder in WITH_ROOMS:
+                for room, size in sizes.items():
+                    print(size.row(f"  {room}", before and in_main.get(room, Size())))
 
 
 if __name__ == "__main__":
