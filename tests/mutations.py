@@ -578,7 +578,7 @@ MUTATIONS = {
         "trainers/data/batch.py",
         "support = support.select(shift + torch.arange(len(shift)))",
         "support = support.select((shift + torch.arange(len(shift))).flip(0))",
-        "tests/trainers/test_truncated.py -k 'parts_of or first_ratios or over_the_sets'",
+        "tests/trainers/test_truncated.py tests/trainers/test_turns.py -k 'parts_of or over_the_sets'",
     ),
     "a response loses its stop token": Mutation(
         "trainers/rollouts/generate.py",

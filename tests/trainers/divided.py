@@ -123,6 +123,13 @@ OPTIONS = {
     "kto": {"batch_size": 8},
     "grpo": SAMPLED,
     "ppo": SAMPLED,
+    "distill": {
+        "prompts_per_step": 8,
+        "max_new_tokens": 13,
+        "on_policy": 0.5,
+        "completion_column": "answer",
+        "sampler": "tests.trainers.divided:fixed",
+    },
 }
 
 
@@ -143,6 +150,7 @@ RUNS: dict[str, tuple[str, dict]] = {
     "dpo": ("dpo", {}),
     "kto": ("kto", {}),
     "ppo": ("ppo", {"critic": "{reward}", "verifiers": "reward_model:{reward}"}),
+    "distill": ("distill", {"teacher": "{teacher}"}),
 }
 
 
@@ -151,7 +159,7 @@ def train(rank: int, world: int, files: dict[str, str], output: str, trainer: st
     common = {"eval_size": 5, "eval_every": 2, "steps": 2, "lr": 1e-3, "save_every": 0}
     common |= {"max_grad_norm": 0.5, "micro_batch_size": 3, "zero_stage": 1}
     given = {"dataset": files["marked" if trainer == "kto" else "rows"], "model": files["model"]}
-    named = {"model", "critic", "verifiers", "resume_from"}
+    named = {"model", "critic", "verifiers", "teacher", "resume_from"}
     for name in named & options.keys():
         options = options | {name: options[name].format(**files)}
     config = tiny.config_of(
@@ -179,20 +187,21 @@ def make_files(folder: Path) -> dict[str, str]:
     return {
         "model": model,
         "reward": tiny.reward_folder(folder / "reward", model),
+        "teacher": model_folder(folder / "teacher", key_heads=4),
         "rows": tiny.jsonl(folder / "rows.jsonl", pairs(25)),
         "marked": tiny.jsonl(folder / "marked.jsonl", marked(25)),
     }
 
 
-def compare(files: dict[str, str], folder: Path, runs: dict, world: int, parts: int) -> None:
-    """Metrics and weights of runs whose sequences are in `parts` are those of one process."""
-    for processes, options in ((1, {}), (world, {"sequence_parallel": parts})):
+def compare(files: dict[str, str], folder: Path, runs: dict, world: int, **changed) -> None:
+    """Metrics and weights of runs with some options on `world` processes are those of one process without them."""
+    for kind, processes, options in (("alone", 1, {}), ("changed", world, changed)):
         jobs = []
         for name, (trainer, of_run) in runs.items():
-            jobs.append((str(folder / f"{name}-{processes}"), trainer, of_run | options))
+            jobs.append((str(folder / f"{name}-{kind}"), trainer, of_run | options))
         on_ranks(train_all, processes, files, jobs)
     for name in runs:
-        alone, together = folder / f"{name}-1", folder / f"{name}-{world}"
+        alone, together = folder / f"{name}-alone", folder / f"{name}-changed"
         for before, found in zip(metrics_of(alone), metrics_of(together), strict=True):
             assert found == pytest.approx(before, rel=1e-5, abs=1e-5), (name, before["step"])
         assert_same_weights(alone, together, atol=1e-5)

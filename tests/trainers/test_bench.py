@@ -7,7 +7,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from bench import machine, results, trainers
 
@@ -42,46 +41,6 @@ def test_trl_trains_on_the_same_rows_with_the_same_losses():
     assert ours["over_needed"]["update"] > 0.9
     titles, cells = results.steps(rows[4:])
     assert {"update / needed", "steps / TRL steps"} <= set(titles) and len(cells) == 3
-
-
-@pytest.mark.slow
-def test_the_passes_of_a_rollout_are_those_that_the_step_measured(tmp_path, monkeypatch):
-    seen = {}
-
-    def keep(policy, last):
-        samples, batch = last["rollout"].samples, last["rollout"].batch
-        found = torch.zeros(batch.response_mask.shape)
-
-        def check(logits, tokens, rows, step):
-            logprobs = torch.log_softmax(logits, -1).gather(-1, tokens[:, None])[:, 0]
-            found[rows, batch.prompt_lengths[rows] - 2 + step] = logprobs
-
-        ids, responses = [s.prompt_ids for s in samples], [s.response.ids for s in samples]
-        trainers.decode_passes(policy.model.module.eval().base, ids, responses, 0, check)
-        seen["measured"] = trainers.grpo.measure(policy, batch, last["parts"]).old_logprobs
-        seen["found"] = found
-        return {}
-
-    monkeypatch.setattr(trainers, "needed", keep)
-    config = trainers.large_grpo(tmp_path, 1, vocabulary=200, hidden_size=64, dtype="float32")
-    trainers.run_ours(
-        "grpo", config.replace(lr=0.0, steps=1, output_dir=str(tmp_path / "ours")), needs=True
-    )
-    torch.testing.assert_close(seen["found"], seen["measured"], atol=1e-5, rtol=0)
-
-
-@pytest.mark.slow
-def test_a_peer_that_is_not_installed_is_a_row(tmp_path, monkeypatch):
-    def absent(ours, folder):
-        raise trainers.peers.Unavailable("not installed", results.NOT_INSTALLED)
-
-    monkeypatch.setattr(trainers, "run_trl", absent)
-    ours, missing = trainers.run_task("sft", "demo", trainers.demo_sft, 2, [1])
-    assert ours["status"] == results.OK and ours["steps_over_trl"] == []
-    assert (missing["implementation"], missing["status"]) == (
-        "TRL SFTTrainer",
-        results.NOT_INSTALLED,
-    )
 
 
 @pytest.mark.parametrize(

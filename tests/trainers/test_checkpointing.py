@@ -1,5 +1,7 @@
 """Checkpoints of activations on the CPU: the same bits, and only the layers' inputs go there."""
 
+import functools
+
 import pytest
 import torch
 
@@ -56,31 +58,19 @@ def moved(monkeypatch):
     return shapes
 
 
-@pytest.mark.parametrize("options", [{}, {"lora_rank": 2}], ids=str)
-def test_a_language_model_saves_its_layers_inputs_alone_and_has_the_same_bits(
-    folder, monkeypatch, options
-):
-    torch.manual_seed(0)
-    expected = of_lm(folder, "device", **options)
-    shapes = moved(monkeypatch)
-    torch.manual_seed(0)
-    found = of_lm(folder, "cpu", **options)
-    assert [shape for shape in shapes if len(shape) > 1] == [(2, 16, 16)] * LAYERS
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def test_a_reward_model_does_so_too(folder, monkeypatch):
-    torch.manual_seed(0)
-    expected = of_reward_model(folder, "device")
-    shapes = moved(monkeypatch)
-    torch.manual_seed(0)
-    found = of_reward_model(folder, "cpu")
-    assert [shape for shape in shapes if len(shape) > 1] == [(2, 16, 16)] * LAYERS
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
 @pytest.mark.parametrize("where", WHERE)
 def test_without_checkpoints_it_has_no_meaning(folder, where):
     with pytest.raises(InputError, match="without --gradient_checkpointing true"):
         config_of(folder, where).replace(gradient_checkpointing=False).check()
+
+
+@pytest.mark.parametrize("of", [of_lm, functools.partial(of_lm, lora_rank=2), of_reward_model])
+def test_a_model_saves_its_layers_inputs_alone_and_has_the_same_bits(folder, monkeypatch, of):
+    torch.manual_seed(0)
+    expected = of(folder, "device")
+    shapes = moved(monkeypatch)
+    torch.manual_seed(0)
+    found = of(folder, "cpu")
+    assert [shape for shape in shapes if len(shape) > 1] == [(2, 16, 16)] * LAYERS
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

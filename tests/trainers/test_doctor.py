@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fused_rl.trainers import cli, grpo
+from fused_rl.trainers import grpo
 from fused_rl.trainers.commands import doctor
 from fused_rl.trainers.run.rules import RULES, Watch
 from tests.trainers import runs
@@ -48,8 +48,6 @@ LONG = {"completions/mean_length": 4.0}
 # (entries, config, the findings and their steps): each condition at its edge, on both sides, and where it is off.
 CASES = [
     (of("val/first_ratio", 1.0, 1 + 1e-5), FP32, {"first-ratio": 1}),
-    (of("val/first_ratio", 1.0, 1 + 1e-5, 1.04), BF16, {}),
-    (of("train/loss", 2.0, None), FP32, {"not-finite": 1}),
     (of("optim/grad_norm", 2.0, math.inf), FP32, {"not-finite": 1}),
     (of("loss/total_avg", None), FP32, {"not-finite": 0}),
     (of(EQUAL, 0.75, count=25, frac_groups_all_solved=0.0), FP32, {"equal-rewards": 19}),
@@ -57,7 +55,6 @@ CASES = [
     (of(EQUAL, 1.0, count=25, frac_groups_all_solved=0.0), FP32 | {"advantage": "batch-std"}, {}),
     (of(NONE, 1.0, count=10), FP32, {"scores-none": 9}),
     (of(NONE, 1.0, 0.9, count=9), FP32, {}),
-    (of(EQUAL, 1.0, count=19, frac_groups_all_solved=0.0, **{NONE: 1.0}), FP32, {"scores-none": 9}),
     (of("frac_groups_all_solved", 0.75, count=25), FP32, {"all-solved": 19}),
     (of("frac_groups_all_solved", 0.74, count=25), FP32, {}),
     (
@@ -73,38 +70,24 @@ CASES = [
     (of(EVAL, 0.5, 0.6, 0.41), FP32, {"held-out-worse": 2}),
     (of("eval/loss", 2.0, 2.001), FP32, {}),  # less than three digits show
     (of(EVAL, 0.5, 0.3, 0.7), FP32, {"held-out-worse": 1}),  # and is withdrawn
-    (of("eval/rm/accuracy", 0.5, 0.3), FP32, {"held-out-worse": 1}),
-    (of("eval/dpo/accuracy", 0.5, 0.3), FP32, {"held-out-worse": 1}),
     (of("eval/loss", 2.0, 2.1), FP32, {"held-out-worse": 1}),
-    (of("eval/distill/kl", 2.0, 2.1), FP32, {"held-out-worse": 1}),
     (of(KL, 8.1, count=10, **LONG), FP32, {"kl-high": 9}),
     (of(KL, 7.9, count=20, **LONG), FP32, {}),
     (of(KL, 1.0, 6.0, count=10, **LONG), FP32, {"kl-high": 16}),
-    (of(KL, 0.1, 3.0, count=10, **LONG), FP32, {}),
     (of(KL, 8.1, count=10, **LONG, frac_groups_all_solved=0.6), FP32, {}),
     (of("train/loss", 5.5, 8.4), FP32, {}),
     (of("train/loss", 5.5, 8.6), FP32, {"exploding": 1}),
-    (of("train/rm/loss", 0.7, 9.9), FP32, {}),
-    (of("train/rm/loss", 0.7, 10.1), FP32, {"exploding": 1}),
-    (of("distill/kl", 0.7, 3.8), FP32, {"exploding": 1}),
     (of("optim/grad_norm", 0.0, 0.5, 499.0), FP32, {}),
     (of("optim/grad_norm", 0.0, 0.5, 501.0), FP32, {"exploding": 2}),
-    (
-        [{"eval/entropy": 5.0}, *of("policy/entropy_avg", 0.1, count=10)],
-        FP32,
-        {},
-    ),
     (of("eval/entropy", 5.0, 0.4), FP32, {"entropy-collapsed": 1}),
     (of("eval/entropy", 5.0, 0.6), FP32, {}),
     (of("policy/entropy_avg", 2.0, 0.1, count=10), FP32, {"entropy-collapsed": 19}),
     (of("policy/entropy_avg", 2.0, 0.1, count=10, frac_groups_all_solved=0.6), FP32, {}),
     (of("policy/clipfrac_avg", 0.6, count=10), FP32, {"clipped": 9}),
     (of("val/var_explained", 0.0, count=10), FP32, {"idle-critic": 9}),
-    (of("val/var_explained", 0.1, None, count=9), FP32, {}),
     (of("lr", 0.0, count=10), FP32, {"learning-rate": 9}),
     (of("lr", 0.0, count=10), FP32 | {"critic_only": 12}, {}),
     (of("rollout/logprob_diff_abs", 2e-3, count=3), FP32, {"sampler-differs": 2}),
-    (of("rollout/logprob_diff_abs", 2e-3, count=3), BF16, {}),
     (of("rollout/logprob_diff_abs", 0.1, count=3), BF16 | {"lag": 1}, {}),
 ]
 
@@ -155,79 +138,6 @@ def run_doctor(capsys, *words):
     return status, *capsys.readouterr()
 
 
-def test_a_run_that_learned_nothing_is_not_called_healthy(tmp_path, capsys):
-    """Roman numerals with too weak a warm start: accuracy falls a little, 90 % of the groups have equal rewards."""
-    rows = (
-        {"step": 0, EVAL: [[0.0] * 17 + [1.0] * 3]},
-        {"step": 100, EVAL: [[1.0] * 2 + [0.0] * 18]},
-    )
-    history = [{"step": 0, EVAL: 0.15}]
-    for step in range(1, 101):
-        entry = {
-            "step": step,
-            EQUAL: 0.9,
-            "frac_groups_all_solved": 0.01,
-            "lr": 1e-4,
-            "optim/grad_norm": 0.3,
-        }
-        history.append(entry | ({EVAL: 0.1} if step == 100 else {}))
-    folder = made(tmp_path / "run", history)
-    (folder / "held_out.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
-    status, said, _ = run_doctor(capsys, folder)
-    lines = [line.strip() for line in said.splitlines()]
-    assert status == 1 and "healthy" not in said
-    assert lines[0] == (
-        f"{tmp_path / 'run'}: did it learn? no: held-out accuracy of sampled responses shows no change beyond the "
-        "error: from 0.15 (step 0) to 0.1 (step 100), a change of -0.05 ± 0.11 on 20 rows"
-    )
-    assert lines[1] == "grpo, 100 of 100 steps; examined: 101 lines of metrics.jsonl"
-    assert lines[2] == (
-        f"finding: step 20: equal-rewards: {EQUAL} is 0.9 over the last 20 steps, at first 0.9; they teach nothing: "
-        "change the rows, the warm start, or the scorer (docs/doctor.md#equal-rewards)"
-    )
-    assert lines[3].startswith("finding: step 100: not-learned: held-out accuracy of sampled")
-    assert lines[3].endswith("(docs/doctor.md#not-learned)") and len(lines) == 4
-
-
-def test_a_run_without_findings_says_that_it_learned_and_is_not_praised(tmp_path, capsys):
-    good = made(tmp_path / "good", [{"step": 0, EVAL: 0.2}, {"step": 5, EVAL: 0.6}])
-    rows = [{"step": 0, EVAL: [[0.2, 0.2]]}, {"step": 5, EVAL: [[0.6, 0.6]]}]
-    (good / "held_out.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
-    status, said, _ = run_doctor(capsys, good)
-    assert status == 0 and "did it learn? yes: held-out accuracy of sampled" in said
-    assert "rose from 0.2 (step 0) to 0.6" in said and "no problems found" in said
-    (good / "model").rmdir()
-    status, said, _ = run_doctor(capsys, good, made(tmp_path / "other", [{"step": 1, "lr": 1.0}]))
-    assert status == 1 and "did it learn? so far yes: held-out" in said
-    assert "unfinished: the run has no model/ yet; one that was stopped continues with" in said
-    assert "did it learn? Nothing here shows it: no held-out figure was measured twice" in said
-
-
-def test_a_run_that_died_of_its_learning_rate_is_told_so(tmp_path, capsys):
-    history = [{"step": 0, "eval/loss": 5.47}]
-    for step, loss, norm in ((1, 5.49, 2.97), (2, 6180.0, 12900.0)):
-        history.append({"step": step, "train/loss": loss, "optim/grad_norm": norm, "lr": 30.0})
-    config = "# fused-rl sft --config <this file>\nsteps: 30\neval_size: 16\n"
-    folder = made(tmp_path / "run", history, config)
-    (folder / "model").rmdir()
-    status, said, _ = run_doctor(capsys, folder)
-    assert status == 1 and "unfinished: the run has no model/" in said
-    assert "exploding: train/loss is 6.18e+03, at first 5.49; lr is probably too large" in said
-
-
-@pytest.mark.parametrize(
-    "name", [*cli.TRAINERS, "weighted"]
-)  # and of a trainer outside of the repository
-def test_a_run_of_every_trainer_is_read(name, tmp_path, capsys):
-    config = f"# fused-rl {name} --config <this file>\nsteps: 1\n"
-    folder = made(tmp_path / "run", [{"step": 1, "lr": 1e-3}], config)
-    status, said, _ = run_doctor(capsys, folder)
-    assert status == 0 and said.startswith(
-        f"{folder}: did it learn? Nothing here shows it: no held"
-    )
-    assert said.splitlines()[1].startswith(f"  {name}, 1 of 1 steps; examined: 1 lines")
-
-
 def test_what_is_no_run_is_one_line_and_status_2(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     for folder in (tmp_path / "none", tmp_path / "empty"):
@@ -261,3 +171,30 @@ def test_a_run_warns_as_it_trains_once_and_so_does_a_resumed_one(files, tmp_path
     assert (
         "finding: step 10: length-limit: val/stop_rate" in run_doctor(capsys, tmp_path / "run")[1]
     )
+
+
+def test_a_run_that_learned_is_told_from_one_that_did_not(tmp_path, capsys):
+    rows = {0: [0.0] * 17 + [1.0] * 3, 100: [1.0] * 2 + [0.0] * 18}
+    history = [{"step": 0, EVAL: 0.15}]
+    history += [
+        {"step": step, EQUAL: 0.9, "frac_groups_all_solved": 0.01} for step in range(1, 101)
+    ]
+    history[-1][EVAL] = 0.1
+    folder = made(tmp_path / "run", history)
+    lines = [json.dumps({"step": step, EVAL: [of_step]}) + "\n" for step, of_step in rows.items()]
+    (folder / "held_out.jsonl").write_text("".join(lines))
+    status, said, _ = run_doctor(capsys, folder)
+    assert status == 1 and "did it learn? no: held-out accuracy of sampled responses" in said
+    assert "from 0.15 (step 0) to 0.1 (step 100), a change of -0.05 ± 0.11 on 20 rows" in said
+    assert re.findall(r"finding: step (\d+): ([\w-]+)", said) == [
+        ("20", "equal-rewards"),
+        ("100", "not-learned"),
+    ]
+    good = made(tmp_path / "good", [{"step": 0, EVAL: 0.2}, {"step": 5, EVAL: 0.6}])
+    lines = [json.dumps({"step": step, EVAL: [[of, of]]}) for step, of in ((0, 0.2), (5, 0.6))]
+    (good / "held_out.jsonl").write_text("\n".join(lines))
+    status, said, _ = run_doctor(capsys, good)
+    assert status == 0 and "did it learn? yes" in said and "no problems found" in said
+    (good / "model").rmdir()
+    status, said, _ = run_doctor(capsys, good)
+    assert status == 1 and "did it learn? so far yes" in said and "unfinished: " in said

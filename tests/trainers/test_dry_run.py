@@ -2,14 +2,13 @@
 
 import importlib
 import importlib.util
-import os
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-from fused_rl.trainers import cli, distill, grpo, sft
+from fused_rl.trainers import cli, grpo, sft
 from fused_rl.trainers.run import dry_run
 from tests.trainers import tiny
 
@@ -98,36 +97,6 @@ REFUSED = [
 ]
 
 
-def of_the_last_word(response, row):
-    return float(response.split()[-1] == row["answer"])
-
-
-@pytest.mark.parametrize("name", ["grpo", "ppo", "distill"])
-@pytest.mark.parametrize(
-    ("options", "count", "line"),
-    [
-        (["--prompt_column", "tsak"], 40, "column 'tsak' is missing"),
-        (["--answer_column", "anser"], 40, "column 'anser' is missing or null"),
-        ([], 1, "line 6: the prompt is empty"),
-    ],
-)
-def test_rows_are_refused_before_a_response_is_scored(
-    name, options, count, line, folder, tmp_path, capsys
-):
-    row = ROWS["answers"]
-    rows = [row | {"prompt": ""} if i == 5 and not options else row for i in range(40)]
-    words = words_of(name, folder, tiny.jsonl(tmp_path / "rows.jsonl", rows), tmp_path)
-    words += [*options, "--verifiers", f"{__name__}:of_the_last_word", "--max_new_tokens", "8"]
-    main = importlib.import_module(cli.TRAINERS[name].module).main
-    said = []
-    for action in ([], ["--dry_run"]):
-        with pytest.raises(SystemExit, match=line) as refused:
-            main([*words, *action])
-        said.append(str(refused.value))
-    assert said[0] == said[1]
-    assert count == 1 or f"{count} of" in said[0]
-
-
 @pytest.mark.parametrize(("name", "options", "line"), REFUSED)
 def test_a_dry_run_refuses_the_options_that_the_run_refuses(
     name, options, line, folder, tmp_path, monkeypatch
@@ -148,27 +117,6 @@ def test_a_dry_run_refuses_the_options_that_the_run_refuses(
         said.append(str(refused.value))
     assert said[0] == said[1] and re.search(line, said[0], re.DOTALL)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("action", [[], ["--dry_run"]])
-def test_other_libraries_are_quiet_before_deepspeed_is_imported(
-    action, folder, tmp_path, monkeypatch
-):
-    class Imported(BaseException):  # no error of a tokenizer
-        pass
-
-    def read_tokenizer(*args, **options):
-        assert os.environ["DS_ACCELERATOR"] == "cpu"  # else DeepSpeed warns that it found no GPU
-        raise Imported
-
-    # What transformers, which imports DeepSpeed, does first.
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", read_tokenizer)
-    monkeypatch.setenv("DS_ACCELERATOR", "")  # so that what the run sets is undone
-    monkeypatch.delenv("DS_ACCELERATOR")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    rows = tiny.jsonl(tmp_path / "rows.jsonl", [ROWS["demonstrations"]] * 40)
-    with pytest.raises(Imported):
-        sft.main([*words_of("sft", folder, rows, tmp_path), *action])
 
 
 def test_the_example_has_every_token_and_says_which_are_trained(
@@ -204,26 +152,3 @@ def test_the_example_has_what_its_scorers_read(scorer, column, read, folder, tmp
 
 def of_a_column(completions, kind):
     return [1.0] * len(completions)
-
-
-def test_a_run_says_which_form_it_read_and_which_columns_it_did_not(folder, tmp_path, capsys):
-    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-    rows = [{"id": i, "source": "x", "conversations": turns} for i in range(12)]
-    words = words_of("sft", folder, tiny.jsonl(tmp_path / "rows.jsonl", rows), tmp_path)
-    sft.main([*words, "--batch_size", "8", "--dry_run"])
-    assert "rows: ShareGPT conversations; unused columns: id, source\n" in capsys.readouterr().err
-
-
-def test_no_row_that_can_be_used_is_an_error_with_skip_too(folder, tmp_path):
-    rows = [{"prompt": "", "completion": "a"}] * 9
-    words = words_of("sft", folder, tiny.jsonl(tmp_path / "rows.jsonl", rows), tmp_path)
-    with pytest.raises(SystemExit, match="no row can be used; .*line 1: the prompt is empty"):
-        sft.main([*words, "--bad_rows", "skip"])
-
-
-def test_held_out_rows_of_distillation_need_no_completion(folder, tmp_path, capsys):
-    row = ROWS["answers"]
-    rows = [row] * 36 + [{"prompt": "q"}] * 4
-    words = words_of("distill", folder, tiny.jsonl(tmp_path / "rows.jsonl", rows), tmp_path)
-    distill.main([*words, "--prompts_per_step", "4", "--dry_run"])
-    assert "# prompt (" in capsys.readouterr().out

@@ -56,27 +56,6 @@ def test_a_signal_in_the_last_step_or_later_does_not_keep_the_model_from_being_s
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_run_that_dies_at_any_step_gives_the_signals_back(files, tmp_path, monkeypatch):
-    """At the last step too, and while its traceback is kept: in a notebook the next Ctrl-C is the notebook's."""
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    kept = []
-    for dies_at in (1, 4):
-
-        def dies(logger, step, *_, at=dies_at):
-            if step == at:
-                raise MemoryError
-
-        with monkeypatch.context() as patch, pytest.raises(MemoryError) as error:
-            patch.setattr(Logger, "log", dies)
-            sft.train(run_config(files, tmp_path / f"run-{dies_at}"))
-        kept.append(error)
-        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-    sft.train(run_config(files, tmp_path / "run"))
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-    kept.clear()
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-
-
 @pytest.mark.parametrize("ends", ["signal", "child"])
 def test_what_is_outside_of_its_folder_goes_when_a_run_ends(ends, tmp_path):
     """By a SIGTERM between its steps, or with a process of `multiprocessing`."""
@@ -149,15 +128,3 @@ def test_a_second_run_in_the_folder_is_refused_and_a_killed_one_leaves_no_lock(f
     store.RunFolder(run_config(files, folder, overwrite=True)).open()
     store.unlock()
     assert not (folder / store.LOCK).exists()
-
-
-def test_a_run_that_never_began_leaves_no_folder(files, tmp_path):
-    store.RunFolder(run_config(files, tmp_path / "new")).open()
-    store.unlock()
-    assert not (tmp_path / "new").exists()
-
-
-def test_a_run_that_was_refused_can_be_tried_again_in_the_same_process(files, tmp_path):
-    for _ in range(2):
-        with pytest.raises(InputError, match="nobody"):
-            sft.train(run_config((str(tmp_path / "nobody"), files[1]), tmp_path / "new"))

@@ -1,21 +1,12 @@
 """Passes over the rows instead of steps: how many steps they come to, what a dry run says, and resuming."""
 
 import pytest
-import yaml
 
 from fused_rl.trainers import grpo, sft
-from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.order import in_steps
-from fused_rl.trainers.run import store
 from fused_rl.trainers.run.parse import parse
-from tests.trainers import tiny
-from tests.trainers.runs import sft_config
 
 NEEDED = ["--model", "m", "--dataset", "d.jsonl", "--output_dir", "o"]
-
-
-def run_config(files, output_dir, **options) -> sft.SFTConfig:
-    return sft_config(files, output_dir, **{"steps": None, "save_every": 100} | options)
 
 
 def parsed(config_class, *argv):
@@ -68,31 +59,3 @@ def test_a_dry_run_counts_the_rows_of_a_file(files, tmp_path, capsys):
     sft.main([*command, "--completion_column", "answer"])
     printed = capsys.readouterr().out
     assert "# optimizer steps: 9\n" in printed and "\nnum_train_epochs: 2.1\n" in printed
-
-
-@pytest.mark.slow
-def test_a_run_in_passes_is_the_run_in_steps_and_resumes_as_such(files, tmp_path, capsys):
-    sft.train(run_config(files, tmp_path / "steps", steps=3))
-    sft.train(run_config(files, tmp_path / "passes", num_train_epochs=1.2))
-    expected = tiny.untimed(tiny.read_metrics(tmp_path / "steps"))
-    assert tiny.untimed(tiny.read_metrics(tmp_path / "passes")) == expected
-    kept = yaml.safe_load((tmp_path / "passes" / "config.yaml").read_text())
-    assert (kept["steps"], kept["num_train_epochs"]) == (None, 1.2)
-
-    # More passes go on; fewer than are done are refused, whether steps or passes say so.
-    capsys.readouterr()
-    sft.train(run_config(files, tmp_path / "passes", num_train_epochs=2, resume=True))
-    output = capsys.readouterr().out
-    assert (
-        "resume: num_train_epochs 1.2 -> 2.0\n" in output
-        and "of 16 rows, batch_size=8: 4 steps\n" in output
-    )
-    assert [entry["step"] for entry in tiny.read_metrics(tmp_path / "passes")] == [0, 1, 2, 3, 4]
-    for fewer, message in (
-        ({"num_train_epochs": 0.5}, "steps=1"),
-        ({"steps": 2}, "steps=2"),
-    ):
-        with pytest.raises(InputError, match=f"{message}, but .*step-4 has done 4 already"):
-            sft.train(run_config(files, tmp_path / "passes", resume=True, **fewer))
-        store.unlock()
-        assert len(tiny.read_metrics(tmp_path / "passes")) == 5

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from fused_rl.trainers import distill, grpo, sft
+from fused_rl.trainers import sft
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.models import lora
 from tests.trainers import runs, tiny
@@ -109,58 +109,3 @@ def test_a_run_in_4_bits_resumes_bit_for_bit_and_saves_adapters(options, files, 
 
     a, b = (load_file(f"{run}/adapter_model.safetensors") for run in (folder, resumed))
     assert all(torch.equal(a[name], b[name]) for name in a | b)
-
-
-@needs_bitsandbytes
-def test_grpo_in_4_bits_starts_on_its_reference(files, tmp_path):
-    options = {
-        "verifiers": "tests.trainers.tiny:odd_characters",
-        "eval_size": 0,
-        "steps": 2,
-        "prompts_per_step": 2,
-    }
-    options |= {
-        "group_size": 2,
-        "minibatches": 1,
-        "max_new_tokens": 4,
-        "save_every": 0,
-        "zero_stage": 0,
-        "lr": 1e-2,
-    }
-    options |= {"load_in_4bit": True, "lora_rank": 2}
-    grpo.train(
-        grpo.GRPOConfig(model=files[0], dataset=files[1], output_dir=str(tmp_path), **options)
-    )
-    first, second = tiny.read_metrics(tmp_path)
-    assert (
-        first["objective/kl_exact"] == pytest.approx(0, abs=1e-6)
-        and second["objective/kl_exact"] > 1e-4
-    )
-    assert first["val/ratio"] == pytest.approx(1, abs=1e-6)
-
-
-@needs_bitsandbytes
-def test_a_teacher_in_4_bits_differs_by_what_they_round(files, tmp_path):
-    options = {
-        "dataset": files[1],
-        "eval_size": 0,
-        "steps": 1,
-        "prompts_per_step": 4,
-        "save_every": 0,
-    }
-    options |= {
-        "model": files[0],
-        "teacher": files[0],
-        "max_new_tokens": 4,
-        "zero_stage": 0,
-        "dtype": "float32",
-    }
-    for bits in (False, True):
-        config = distill.DistillConfig(
-            **options, teacher_in_4bit=bits, output_dir=str(tmp_path / str(bits))
-        )
-        distill.train(config)
-    whole, rounded = (
-        tiny.read_metrics(tmp_path / name)[0]["distill/kl"] for name in ("False", "True")
-    )
-    assert whole < 1e-9 < 1e-6 < rounded < 0.1

@@ -226,21 +226,6 @@ def test_a_dropped_group_is_as_if_it_had_not_been_drawn(folder, exact, minibatch
     assert_step_is(exact, sums["loss"], lm, per_response[:4].sum() / 4)
 
 
-def test_a_step_without_any_signal_is_a_step_of_gradients_0(folder, exact):
-    config = config_of(folder, zero_variance="drop")
-    lm = tiny.load_lm(config)
-    made = fake_policy(config, Plain(lm), exact["responses"], [1.0] * 8)
-    drawn = groups.collect(made, exact["prompts"], None, 1)
-    advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.included)
-    measured = policy.BeforeUpdate(
-        *(torch.zeros(drawn.rollout.batch.response_mask.shape) for _ in range(2)), None, None
-    )
-    parts = list(torch.arange(4).split(3))
-    sums = grpo.accumulate(made, drawn, measured, advantages, parts, 1, on_policy=True)
-    assert not drawn.included.any() and sums["loss"] == 0
-    assert all((p.grad == 0).all() for p in lm.parameters() if p.grad is not None)
-
-
 def test_an_update_without_tokens_changes_no_mean_of_tokens(folder, exact):
     """Of responses that were all cut, and are left out."""
     config = config_of(folder, mask_truncated=True, kl_coef=0.1)

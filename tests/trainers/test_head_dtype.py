@@ -8,7 +8,6 @@ from fused_rl.trainers import grpo
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.logits import ReferenceStates
-from fused_rl.trainers.rollouts import generate
 from tests.trainers import tiny
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -58,26 +57,6 @@ def test_scores_and_logits_are_those_of_an_exact_head(folder, batch):
         pair = [(x / 0.7).log_softmax(-1) for x in (truth_logits, truth_logits * 0.5)]
         kl = (pair[0].exp() * (pair[0] - pair[1])).sum(-1)
         torch.testing.assert_close(compared.kl[mask].double(), kl, rtol=0, atol=most)
-
-
-def test_what_is_drawn_is_what_is_trained(folder):
-    """The distribution that the sampler sees at each step of a response is that of the loss, to fp32's rounding."""
-    lm = load(folder, head_dtype="float32")
-    seen, scores = [], generate.processed_scores
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generate, "processed_scores", lambda *a: seen.append(scores(*a)) or seen[-1])
-        sampling = generate.Sampling(0.8, 6, (3,))
-        (response,) = tiny.generate(lm.base, [[1, 70, 71]], sampling, batch_size=1)
-    drawn = torch.cat(seen).log_softmax(-1)[range(len(response)), response]
-    made = make_batch([[1, 70, 71]], [response], 0, "cpu")
-    with torch.no_grad():
-        rows = lm(made.input_ids, made.response_mask, 0.8)
-    # the hidden states of a step and of the whole sequence are bf16 sums in another order; the head adds nothing
-    own = fused_rl.token_logprobs(
-        fp64_logits(lm, made), torch.tensor(response), temperature=0.8
-    ).logprobs
-    torch.testing.assert_close(rows.logprobs[made.response_mask].double(), own, rtol=0, atol=3e-6)
-    assert seen[0].dtype == FP32 and (drawn - own).abs().max() < 0.1
 
 
 def test_the_head_stays_the_models_own(folder, tmp_path):

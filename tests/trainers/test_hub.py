@@ -135,13 +135,3 @@ def test_wandb_gets_what_metrics_jsonl_gets(files, tmp_path, monkeypatch):
     assert options["project"] == "p" and options["config"]["model"] == files[0] and ended == [True]
     written = tiny.read_metrics(tmp_path / "run")
     assert [{"step": step, **metrics} for step, metrics in logged] == written
-
-
-def test_wandb_that_is_not_installed_is_named_before_anything_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    config = config_of("no-such-model", "no-such-rows.jsonl", tmp_path / "run", wandb_project="p")
-    with pytest.raises(
-        InputError, match="wandb_project needs wandb, which is not installed: pip install wandb"
-    ):
-        sft.train(config)
-    assert not (tmp_path / "run").exists()

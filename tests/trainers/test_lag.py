@@ -17,8 +17,9 @@ from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.run import store
 from tests.marks import slow
-from tests.trainers import fake_server, tiny
-from tests.trainers.runs import assert_equal_runs, forget_after, grpo_config, ppo_config
+from tests.trainers import tiny
+from tests.trainers.runs import assert_equal_runs, grpo_config, ppo_config
+from tests.trainers.served import logprobs
 
 
 class InTurn:
@@ -150,9 +151,7 @@ def test_rollouts_of_prompts_that_changed_are_sampled_again():
     ]
 
 
-@pytest.mark.parametrize("kind", [threading.Thread, InTurn])
-def test_what_the_sampler_raises_is_raised_where_its_rollout_is_waited_for(kind, monkeypatch):
-    monkeypatch.setattr(lag, "Thread", kind)
+def test_what_the_sampler_raises_is_raised_where_its_rollout_is_waited_for():
     sampler = Recorder()
     sampler.fails_at = 3
     ahead = LaggedSampler(sampler, 1)
@@ -163,12 +162,6 @@ def test_what_the_sampler_raises_is_raised_where_its_rollout_is_waited_for(kind,
     with pytest.raises(InputError, match="no more of 3"):
         ahead.publish(2, nothing)
     assert sampler.version == 1  # what is in doubt gets no new weights
-    sampler.fails_at = 1
-    ahead = LaggedSampler(sampler, 1)
-    ahead.publish(0, nothing)
-    ahead.begin(1, 7, prompts_of(1), 2, Counted())
-    with pytest.raises(InputError, match="no more of 1"):
-        ahead.sample([[1], [1]], Sampling(1.0, 2, ()))
 
 
 def test_batches_to_come_are_those_that_come():
@@ -198,51 +191,22 @@ def from_copy(lm, **options):
     return made
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"top_k": 20, "min_p": 0.02, "top_p": 0.9}], ids=["all", "truncated"]
-)
-def test_log_probabilities_are_of_what_was_drawn_from(lm, options):
-    sampling = Sampling(0.7, 8, (3,), seeds=(5, 6, 7, 8), **options)
-    made = from_copy(lm)
-    state, mode = torch.get_rng_state(), lm.training
+def test_log_probabilities_are_of_what_was_drawn_from(lm):
+    sampling = Sampling(0.7, 8, (3,), seeds=(5, 6, 7, 8))
+    made, state, mode = from_copy(lm), torch.get_rng_state(), lm.training
     responses = made.sample(PROMPTS, sampling)
-    assert (
-        torch.equal(torch.get_rng_state(), state) and lm.training == mode and not made.lm.training
-    )
-    again = from_copy(lm).sample(PROMPTS, sampling)
-    assert [response.ids for response in again] == [response.ids for response in responses]
-    other = from_copy(lm).sample(PROMPTS, dataclasses.replace(sampling, seeds=(5, 6, 7, 9)))
-    assert [response.ids for response in other] != [response.ids for response in responses]
+    assert torch.equal(torch.get_rng_state(), state) and lm.training == mode > made.lm.training
+    drawn = [response.ids for response in responses]
+    for seeds, same in ((sampling.seeds, True), ((5, 6, 7, 9), False)):
+        again = from_copy(lm).sample(PROMPTS, dataclasses.replace(sampling, seeds=seeds))
+        assert ([response.ids for response in again] == drawn) == same
     for prompt, response in zip(PROMPTS, responses, strict=True):
-        with torch.no_grad():
-            logits = (
-                lm(input_ids=torch.tensor([prompt + response.ids]))
-                .logits[0, len(prompt) - 1 : -1]
-                .double()
-            )
-        scores = logits / 0.7
-        if options:
-            kept = torch.full_like(scores, -torch.inf)
-            for row, ids in enumerate(
-                part.tolist()
-                for part in response.support.ids.split(response.support.offsets.diff().tolist())
-            ):
-                kept[row, ids or slice(None)] = 0.0
-            scores = scores + kept
-        expected = scores.log_softmax(-1)[
-            torch.arange(len(response.ids)), torch.tensor(response.ids)
-        ]
-        torch.testing.assert_close(
-            torch.tensor(response.logprobs).double(), expected, atol=2e-6, rtol=0
-        )
-
-
-def test_turns_of_a_conversation_draw_other_numbers(lm):
-    made, sampling = from_copy(lm), Sampling(1.0, 8, (3,), seeds=(5,))
-    assert (
-        made.generator([[1, 2]], sampling).initial_seed()
-        != made.generator([[1, 2, 4]], sampling).initial_seed()
-    )
+        expected = logprobs(lm, prompt, response.ids, 0.7)
+        reported = torch.tensor(response.logprobs).double()
+        torch.testing.assert_close(reported, expected, atol=2e-6, rtol=0)
+    # Turns of a conversation draw other numbers.
+    turns = [[1, 2]], [[1, 2, 4]]
+    assert len({made.generator(turn, sampling).initial_seed() for turn in turns}) == 2
 
 
 def test_the_copy_follows_when_it_is_published_and_not_before(folder):
@@ -337,18 +301,6 @@ def test_a_thread_is_one_after_the_other_bit_for_bit(
     assert_equal_runs(tmp_path / "turns", made(kind, k, others))
 
 
-@pytest.mark.slow
-def test_what_a_resumed_run_cannot_go_on_with_is_one_line(made, files, tmp_path):
-    stopped = tmp_path / "stopped"
-    forget_after(made("grpo", 1), stopped, 2)
-    for other in (2, 0):
-        with pytest.raises(
-            InputError, match=f"other options: lag 1 -> {other}; give the first value of each again"
-        ):
-            run("grpo", files, stopped, lag=other, **KEPT, resume=True)
-        store.unlock()  # as the command does when it ends
-
-
 class Silent(Recorder, tiny.Sampler):
     tells_logprobs = False
 
@@ -362,43 +314,3 @@ def test_a_sampler_that_tells_no_log_probabilities_is_refused(files, tmp_path):
     ):
         grpo.train(grpo_config(files, tmp_path / "run", lag=1), sampler=Silent)
     store.unlock()
-
-
-# Each trainer, each kind of server and each lag once.
-SERVED = [
-    slow("grpo", "vllm", 1),
-    slow("ppo", "sglang", 2),
-]
-
-
-@pytest.mark.parametrize(("trainer", "kind", "k"), SERVED)
-def test_through_a_server_too(trainer, kind, k, files, tmp_path, monkeypatch):
-    """In a thread, one after the other, and from a checkpoint with another server: the same run."""
-
-    def served(name, **options):
-        with fake_server.serving(kind, files[0]) as fake:
-            options |= {
-                "server": [fake.url],
-                "lag": k,
-                "steps": 3,
-                "eval_size": 0,
-                "max_prompt_length": 40,
-                **KEPT,
-            }
-            run(trainer, files, tmp_path / name, **options)
-        store.unlock()
-
-    served("thread")
-    with monkeypatch.context() as patch:
-        patch.setattr(lag, "Thread", InTurn)
-        served("turns")
-    assert_equal_runs(tmp_path / "turns", tmp_path / "thread")
-    forget_after(tmp_path / "thread", tmp_path / "stopped", 2)
-    served("stopped", resume=True)
-    assert_equal_runs(tmp_path / "stopped", tmp_path / "thread")
-
-    metrics = tiny.read_metrics(tmp_path / "thread")
-    assert [m["rollout/weight_version"] for m in metrics] == [
-        max(0, m["step"] - 1 - k) for m in metrics
-    ]
-    assert metrics[0]["rollout/logprob_diff_max"] < 1e-4 < metrics[-1]["rollout/logprob_diff_max"]

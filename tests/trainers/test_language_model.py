@@ -16,7 +16,6 @@ from fused_rl.trainers.models.logits import ReferenceStates, keep_only
 from fused_rl.trainers.models.reward_model import RewardModel
 from fused_rl.trainers.options import EngineConfig
 from fused_rl.trainers.policy.reference import Reference
-from tests.distributed import run_distributed
 from tests.trainers import tiny
 
 CPU = torch.device("cpu")
@@ -84,15 +83,6 @@ def test_every_token_that_is_read_has_a_gradient_whatever_the_model_pads_with(of
         assert gradient[config[of_config]].abs().max() > 0
 
 
-def test_a_model_that_is_not_the_runs_own_is_loaded_by_its_name_and_frozen(folders, tmp_path):
-    teacher = load(folders, folders[1], lora_rank=2)
-    assert not teacher.lora and not any(weight.requires_grad for weight in teacher.parameters())
-    weights = tiny.weights(folders[1])
-    assert torch.equal(teacher.head.weight, weights["lm_head.weight"])
-    with pytest.raises(InputError, match=f"^{tmp_path}/nothing does not exist"):
-        load(folders, f"{tmp_path}/nothing")
-
-
 def compared(policy, reference, **options):
     """What a step measures: both models' scores of a batch, and their exact KL."""
     given = batch()
@@ -147,37 +137,6 @@ def test_the_exact_kl_is_that_of_whole_logits_in_any_tiles(
         scores = getattr(found, name)
         torch.testing.assert_close(scores[mask].double(), values, atol=2e-6, rtol=1e-5)
         assert (scores[~mask] == 0).all()
-
-
-def ask_under_zero_3(rank, world, folders):
-    """Through two engines: what is compared, and the gradient of a loss."""
-    config = tiny.config_of("grpo", folders[0], zero_stage=3)
-    engine.setup(rank)
-    lm, ref_lm = load(folders, folders[0], zero_stage=3), load(folders, folders[1], zero_stage=3)
-    policy = engine.initialize(lm, config, 1)
-    reference = engine.initialize_frozen(ref_lm, config)
-    assert lm.head.weight.shape == (0,) and ref_lm.head.weight.shape == (0,)
-    rows = compared(policy, Reference(reference))
-    assert lm.head.weight.shape == (0,) and ref_lm.head.weight.shape == (0,)
-    given = batch()
-    scored = policy(given.input_ids, given.response_mask, 0.7, **LOSS)
-    policy.backward(scored.loss)
-    norm = engine.optimizer_step(policy, 1)["optim/grad_norm"]
-    return [rows.kl.tolist(), rows.logprobs.tolist(), scored.loss.item(), norm]
-
-
-@pytest.mark.slow
-def test_partitioned_models_return_the_same(folders):
-    policy, teacher, given = load(folders, folders[0]), load(folders, folders[1]), batch()
-    rows = compared(policy, Reference(teacher))
-    loss = policy(given.input_ids, given.response_mask, 0.7, **LOSS).loss
-    loss.backward()
-    norm = torch.cat([weight.grad.flatten() for weight in policy.parameters()]).norm().item()
-    expected = [rows.kl, rows.logprobs, loss]
-    for found in run_distributed(ask_under_zero_3, 2, folders, timeout=200):
-        for value, wanted in zip(found, expected, strict=False):
-            torch.testing.assert_close(torch.tensor(value), wanted.detach(), rtol=1e-5, atol=1e-5)
-        assert found[-1] == pytest.approx(norm, rel=1e-4)
 
 
 def test_a_gpu_that_only_emulates_bf16_takes_fp32_and_zero_0_keeps_no_masters(monkeypatch):

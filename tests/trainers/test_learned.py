@@ -119,14 +119,6 @@ def test_a_run_without_held_out_rows_says_so_and_what_training_shows():
     assert "too few steps to compare" in watched({}, {}, eval_size=0).learned()
 
 
-def test_a_scorer_that_grades_is_followed_by_its_score():
-    before = {ACCURACY: NONE, "eval/score": [0.1, 0.2] * 4}
-    after = {ACCURACY: NONE, "eval/score": [0.4, 0.6] * 4}
-    said = watched(before, after).learned()
-    assert said.startswith("did it learn? yes: held-out score of sampled responses rose")
-    assert said.endswith("solved 0 → 0")
-
-
 def test_a_yes_says_in_the_same_line_what_casts_doubt_on_it():
     """Responses that are nearly all cut, that are all alike, or whose accuracy fell."""
     greedy = "eval/accuracy_greedy"
@@ -163,13 +155,6 @@ def test_a_yes_says_that_the_figure_was_still_improving(latest, goes_on):
         watch.update({"step": 40 * step, "eval/score": score}, {"eval/score": [[score] * 8]})
     assert ("yes, and still improving (--resume --steps 160 goes on)" in watch.learned()) == goes_on
     assert "improving" not in watch.learned(ended=False)
-
-
-@pytest.mark.parametrize("rises", [True, False])
-def test_only_a_reward_that_rose_is_said_to_pay_for_something_else(rises):
-    rewards = steps(reward=lambda step: step if rises else -step)
-    said = watched({ACCURACY: ALL}, {ACCURACY: NONE}, rewards).findings["held-out-worse"]
-    assert ("while the reward rose: what is rewarded may not be what is evaluated" in said) == rises
 
 
 def test_a_scorer_that_grades_is_followed_also_where_some_are_solved_and_the_accuracy_stands_beside_it():
@@ -211,29 +196,17 @@ def test_the_signal_of_what_was_sampled(capsys):
         signal.say(figures, totals, rewards.shape[1], "said", {"answer": "7"}, 12, counts)
         return capsys.readouterr().out
 
+    differ, little = [[0.0, 1.0]] * 4, "little to learn from"
     said = said_of([[i / 10, 0.5, 0.6, 0.7] for i in range(4)])
-    assert said.startswith(
-        "signal: in 100% of the groups of 4 responses the scores differ: mean 0.4"
-    )
-    assert said.count("\n") == 1
-    little = (
-        "little to learn from (docs/doctor.md#before-training); one response: 'said'; answer: '7'"
-    )
-    assert little in said_of([[0.0] * 4] * 4) and little in said_of([[0.0] * 4] * 4, cut=0.9)
+    assert said.startswith("signal: in 100% of the groups of 4") and said.count("\n") == 1
+    assert little in said_of([[0.0] * 4] * 4) and little in said_of([[1.0], [1.0]])
     # Of groups of four an eighth is enough.
     assert said_of([[0.0] * 4] * 7 + [[1.0] + [0.0] * 3]).count("\n") == 1
-    assert "signal: most responses are cut (" in said_of([[0.0, 1.0]] * 4, cut=0.5)
-    nones = said_of([[0.0, 1.0]] * 4, nones=4)
-    assert "signal: exact_match returned None for 25.0% of the responses" in nones
-    # A model that guesses among seven days is right in a seventh of its responses; a better one is not said to guess.
-    days = {"rewards": [[0.0, 1.0]] * 4, "counts": [37] * 7}
-    guessing = (
-        "14% of the responses are right, and so are 14% of guesses among these answers: the model"
-    )
-    assert guessing in said_of(**days, accuracy_sampled=0.14)
-    for solved in (0.0, 0.3):
-        assert "guesses" not in said_of(**days, accuracy_sampled=solved)
-    assert "guesses" not in said_of([[0.0, 1.0]] * 4, counts=[1] * 60, accuracy_sampled=0.01)
-    # A single response to each prompt has no group.
-    assert said_of([[0.0], [1.0]]).startswith("signal: mean 0.5, standard deviation 0.5; 0% of")
-    assert little in said_of([[1.0], [1.0]])
+    assert "most responses are cut" in said_of(differ, cut=0.5)
+    assert "None for 25.0% of the responses" in said_of(differ, nones=4)
+    # A model that guesses among seven days is right in a seventh of its responses; a better one does not guess.
+    guesses = [
+        "guesses" in said_of(differ, counts=[37] * 7, accuracy_sampled=a) for a in (0.14, 0.3)
+    ]
+    assert guesses == [True, False]
+    assert "guesses" not in said_of(differ, counts=[1] * 60, accuracy_sampled=0.01)

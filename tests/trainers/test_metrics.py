@@ -7,14 +7,11 @@ import math
 import pytest
 import torch
 
-import fused_rl
 from fused_rl.trainers import grpo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.policy import policy, setup
-from fused_rl.trainers.policy.critic import explained_variance
 from fused_rl.trainers.rollouts.types import Prompt, Response
-from fused_rl.trainers.run.metrics import POLICY, PPO, with_logged_names
 from tests.distributed import run_distributed
 from tests.trainers import steps, tiny
 
@@ -264,34 +261,3 @@ def test_a_mean_over_nothing_is_left_out(trainer, files, tmp_path):
     for metrics in tiny.read_metrics(tmp_path / "run"):
         assert not metrics.keys() & of_tokens
         assert metrics.get("distill/num_tokens", 0) == 0
-
-
-class Read(dict):
-    """A dictionary that notes which of its keys were asked for."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __contains__(self, name):
-        return True
-
-    def __missing__(self, name):
-        self.names.add(name)
-        return 0.5
-
-
-def test_every_bare_name_of_the_losses_has_a_key():
-    """A metric that the table forgets would be dropped without a word."""
-    ones, mask = torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool)
-    _, policy_metrics = fused_rl.policy_loss(
-        ones, ones, ones, mask, ref_logprobs=ones, entropy=ones
-    )
-    _, value_metrics = fused_rl.value_loss(ones, ones, ones, mask)
-    of_grpo, of_ppo = Read(), Read()
-    with_logged_names(POLICY, of_grpo)
-    with_logged_names(PPO, of_ppo)
-    explained_variance(of_ppo)  # which PPO computes of the values before the update
-    assert of_grpo.names == policy_metrics.keys() | {"drift"}  # which the trainers add
-    # The KL of PPO is from before the update.
-    assert of_ppo.names == policy_metrics.keys() - {"kl"} | value_metrics.keys() | {"drift"}

@@ -16,7 +16,6 @@ from tests.device import steps
 from tests.distributed import run_distributed
 from tests.trainers import tiny
 from tests.trainers.steps import EOS
-from tests.trainers.test_packing import batch
 
 CPU = torch.device("cpu")
 
@@ -60,16 +59,6 @@ def test_every_rank_has_as_many_micro_batches_and_none_is_empty():
     for first, second in zip(*run_distributed(divided_on_ranks, 2), strict=True):
         assert len(first) == len(second) and all(first) and all(second)
         assert sorted(sum(first, [])) == sorted(sum(second, []))
-
-
-def test_the_tokens_of_shared_prompts_are_those_of_the_rows():
-    given, costs = batch(), packing.Costs(token=1.0, pair=0.0)
-    tokens_of = packing.shared_tokens(given, costs)
-    for indices in ([0, 1, 2, 3], [4, 5, 6, 7], list(range(8))):
-        rows = given.rows(torch.tensor(indices))
-        packed = packing.pack(rows, packing.in_row_of(rows, costs))
-        # The last tokens of responses, which predict nothing, are counted and not fed.
-        assert 0 <= tokens_of(indices) - packed.input_ids.numel() <= len(indices)
 
 
 @pytest.fixture(scope="module")
@@ -117,12 +106,6 @@ def test_a_step_is_the_same_in_micro_batches_by_tokens(folders, name):
     # One sequence, or one pair, is not padded to the length of another one.
     if name != "reward" and "sft" not in name:
         assert found[1].metrics["perf/padding"] == 0
-
-
-@pytest.mark.parametrize("costs", [None, packing.Costs(token=1.0, pair=0.01)])
-def test_no_rows_are_no_micro_batches(costs):
-    config = steps.small_config("sft", "model", micro_batch_tokens=60)
-    assert sft.micro_batches([], config, 0, CPU, costs) == []
 
 
 def test_packed_rows_leave_room_for_their_pads():

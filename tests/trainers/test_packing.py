@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 
-from fused_rl.trainers import sft
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.models import packing
@@ -125,22 +124,6 @@ def test_shared_prompts_give_the_scores_and_gradients_of_own_prompts(kind, loss_
         assert_same(
             scores_and_gradients(lm, loss_from, packing.pack(given, in_row), given), expected, 2e-5
         )
-
-
-def test_a_row_holds_a_prompt_once_and_no_last_token():
-    given = batch()
-    packed = packing.pack(given, 4)
-    # Prompt, and of each response all but its last token, which predicts nothing that counts.
-    lengths = [
-        prompt + sum(max(length - 1, 0) for length in responses) for prompt, responses in LENGTHS
-    ]
-    assert packed.input_ids.shape == (3, max(lengths))
-    assert (packed.input_ids > 0).sum(1).tolist() == lengths
-    assert len(packed.states) == given.response_mask.sum()
-    # The third response of the first group begins after the prompt and one token of the first.
-    assert packed.position_ids[0, :8].tolist() == [0, 1, 2, 3, 3, 4, 5, 6]
-    seen = packed.attention_mask[0, 0]
-    assert seen[5].nonzero()[:, 0].tolist() == [0, 1, 2, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -266,11 +249,6 @@ def test_rows_are_filled_with_every_sequence_once_where_that_is_cheaper():
     ]
 
 
-def test_the_longest_sequences_come_first_and_each_into_the_fullest_row_that_takes_it():
-    assert packing.fill([3, 8, 5, 2], 8) == [[2, 0], [1], [3]]
-    assert packing.fill([4, 6, 2, 4], 8) == [[1, 2], [0, 3]]
-
-
 @pytest.mark.parametrize(
     ("kind", "loss_from", "options"),
     [
@@ -291,49 +269,6 @@ def test_whole_sequences_in_a_row_give_the_scores_and_gradients_of_rows_of_their
             and len(packed.states) == given.response_mask.sum()
         )
         assert_same(scores_and_gradients(lm, loss_from, packed, given), expected, 2e-5)
-
-
-def test_a_sequence_in_a_row_sees_itself_alone():
-    given = make_batch([[5, 6], [7]], [[8, 1], [9, 9, 1]], 0, "cpu")
-    packed = packing.pack_whole(given, [[1, 0]])
-    # Without the last tokens, which predict nothing.
-    assert packed.input_ids.tolist() == [[7, 9, 9, 5, 6, 8]]
-    assert packed.position_ids.tolist() == [[0, 1, 2, 0, 1, 2]]
-    assert packed.states.tolist() == [4, 5, 0, 1, 2]
-    assert packed.attention_mask[0, 0, 4].nonzero()[:, 0].tolist() == [3, 4]
-
-
-@pytest.mark.parametrize("micro_batch_size", [16, 5])
-def test_a_step_of_sft_is_the_same_packed_and_padded(micro_batch_size, monkeypatch):
-    # EOS, 1, is the pad as well, and stands within completions.
-    generator = torch.Generator().manual_seed(3)
-    examples = []
-    for i in range(16):
-        ids = torch.randint(1, 97, (3 + 2 * (i % 7),), generator=generator).tolist()
-        examples.append(sft.Example(ids[:2], [1, *ids[2:], 1], f"row {i}"))
-    config = sft.SFTConfig(
-        model="m", dataset="d", output_dir="o", micro_batch_size=micro_batch_size
-    )
-    lm = LanguageModel(model("Qwen2"), "linear")
-    # In place of an engine: gradients are looked at, and no step is taken.
-    lm.backward = torch.Tensor.backward
-    monkeypatch.setattr(sft.engine, "optimizer_step", lambda model, step: {})
-
-    found = []
-    for costs in (None, TOKENS_ALONE):
-        lm.zero_grad()
-        parts = sft.micro_batches(examples, config, 1, "cpu", costs)
-        assert [part.packed is not None for part in parts] == [costs is not None] * len(parts)
-        assert max(len(part.batch.where) for part in parts) <= micro_batch_size
-        metrics = sft.train_step(lm, parts, 1)
-        gradients = torch.cat(
-            [weight.grad.flatten() for weight in lm.parameters() if weight.grad is not None]
-        )
-        found.append(({**metrics, **sft.evaluate(lm, parts).metrics}, gradients))
-    (metrics, gradients), (packed_metrics, packed_gradients) = found
-    assert packed_metrics.pop("perf/padding") < metrics.pop("perf/padding")
-    assert packed_metrics == pytest.approx(metrics, rel=1e-6)
-    assert (packed_gradients - gradients).norm() <= 1e-6 * gradients.norm()
 
 
 @pytest.mark.parametrize("wanted", [None, True, False])

@@ -16,13 +16,9 @@ from fused_rl.trainers.policy.critic import (
     load_critic,
     token_rewards,
 )
-from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out
 from fused_rl.trainers.rollouts.solved import win_rate
-from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.scorers.load import load_scorers
-from tests.trainers import steps, tiny
-
-ODD = "tests.trainers.tiny:odd_characters"
+from tests.trainers import tiny
 
 EOS = 3
 
@@ -60,39 +56,6 @@ def test_the_adaptive_coefficient():
 def credited(rewards, values, mask, **options):
     config = config_of(**({"gamma": 1.0, "whiten_advantages": False} | options))
     return advantages_and_returns(config, rewards, values, mask)
-
-
-def test_advantages_and_returns_have_a_lambda_each():
-    rewards, values = torch.tensor([[0.0, 0, 0, 1]]), torch.tensor([[0.1, 0.2, 0.3, 0.4]])
-    mask = torch.ones(1, 4, dtype=torch.bool)
-    table = {
-        1.0: [0.9, 0.8, 0.7, 0.6],
-        0.95: [0.799675, 0.7365, 0.67, 0.6],
-        0.0: [0.1, 0.1, 0.1, 0.6],
-    }
-    for gae_lambda, expected in table.items():
-        advantages, returns = credited(rewards, values, mask, gae_lambda=gae_lambda)
-        torch.testing.assert_close(advantages, torch.tensor([expected]))
-        torch.testing.assert_close(returns, torch.tensor([expected]) + values)
-        advantages, returns = credited(
-            rewards, values, mask, gae_lambda=0.95, value_gae_lambda=gae_lambda
-        )
-        torch.testing.assert_close(advantages, torch.tensor([table[0.95]]))
-        torch.testing.assert_close(returns, torch.tensor([expected]) + values)
-
-
-def test_advantages_are_whitened_masked_and_after_the_returns():
-    generator = torch.Generator().manual_seed(1)
-    rewards, values = torch.randn(2, 4, 9, generator=generator)
-    mask = torch.rand(4, 9, generator=generator) < 0.6
-    plain, returns = credited(rewards, values, mask)
-    white, same = credited(rewards, values, mask, whiten_advantages=True)
-    assert torch.equal(returns, same)
-    chosen = plain[mask]
-    torch.testing.assert_close(
-        white[mask], (chosen - chosen.mean()) / chosen.std(), atol=1e-6, rtol=1e-5
-    )
-    assert (white[~mask] == 0).all()
 
 
 def test_whitened_rewards_keep_their_mean():
@@ -181,29 +144,3 @@ def test_what_follows_a_response_has_value_0_and_is_never_fitted(folders):
     ].backward()
     gradient = critic.classifier.get_input_embeddings().weight.grad
     assert gradient[91].abs().sum() > 0 and gradient[EOS].abs().sum() == 0
-
-
-def test_the_score_that_ppo_sees_is_the_reward_models_own(folders):
-    from fused_rl.trainers.models.reward_model import RewardModel
-
-    model, reward = folders
-    config = config_of(
-        folders[0],
-        critic=folders[1],
-        verifiers=[f"reward_model:{reward}", ODD],
-        verifier_weights=[1, 0],
-    )
-    tokenizer = encode.load_tokenizer(model)
-    prompts = [Prompt([1, 70 + i, *[71] * i], {}) for i in range(5)]
-    responses = [Response([90, 91, EOS], "stop"), Response([92], "length"), Response([], "length")]
-    responses += [Response([EOS], "stop"), Response([93, 94, 95, 96, 97], "length")]
-    sampler = steps.Sampler(responses)
-    scorers = scorers_of(config)
-    rollout = roll_out(
-        sampler, scorers, prompts, Sampling(1.0, 5, (EOS,)), tokenizer, torch.device("cpu")
-    )
-    exact = RewardModel.from_pretrained(reward)
-    for prompt, response, score in zip(prompts, responses, rollout.rewards, strict=True):
-        ids = torch.tensor([[*prompt.ids, *response.ids]])  # no padding at all
-        assert score.item() == pytest.approx(exact(ids, torch.ones_like(ids)).item(), abs=1e-5)
-    assert set(rollout.scores) == {"reward_model", ODD}

@@ -14,9 +14,9 @@ from fused_rl.trainers.rollouts.roll_out import (
     Sampling,
     right_answer,
     roll_out,
-    rollout_metrics,
 )
 from fused_rl.trainers.rollouts.types import Prompt, Response
+from tests.lazy import transformers
 from tests.trainers import tiny
 
 
@@ -25,31 +25,11 @@ def load(folder, **options):
     return tiny.load_lm(grpo.GRPOConfig(**options), trainable=False)
 
 
-def test_a_response_ends_with_its_first_stop_token():
-    rows = torch.tensor([[7, 3, 9, 3], [7, 8, 9, 3], [7, 8, 8, 8]])
-    assert generate.until_stop(rows, [3, 9]) == [[7, 3], [7, 8, 9], [7, 8, 8, 8]]
-
-
 def test_the_end_of_sequence_counts_even_where_it_is_the_pad_token():
     eos = pad = 3
     batch = make_batch([[5, eos, 6], [5]], [[7, eos], [eos]], pad, "cpu", width=7)
     assert batch.input_ids.tolist() == [[5, 3, 6, 7, 3, 3, 3], [5, 3, 3, 3, 3, 3, 3]]
     assert batch.response_mask.int().tolist() == [[0, 0, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0]]
-
-
-def test_a_part_of_a_batch_and_its_lengths_are_what_its_mask_says():
-    prompts = [[5, 6, 7], [5, 6, 7], [8], [9, 10, 11, 12, 13, 14], []]
-    responses = [[1, 2, 3, 4], [], [1], [2], [3, 4, 5]]
-    batch = make_batch(prompts, responses, 0, "cpu", where=list("abcde"))
-    for index in ([0, 1, 2, 3, 4], [3], [2, 0], [1], [1, 2], [4, 1, 3]):
-        part = batch.rows(torch.tensor(index))
-        mask = batch.response_mask[index]
-        width = max([1, *(mask.any(0).nonzero()[:, 0] + 1).tolist()])
-        assert torch.equal(part.response_mask, mask[:, :width])
-        assert torch.equal(part.input_ids, batch.input_ids[index, : width + 1])
-        assert part.where == tuple("abcde"[i] for i in index)
-        assert torch.equal(part.response_lengths, part.response_mask.sum(1))
-        assert torch.equal(part.places(), part.response_mask.flatten().nonzero()[:, 0])
 
 
 @pytest.mark.parametrize("loss_from", ["linear", "logits"])
@@ -73,52 +53,9 @@ def test_scores_are_the_models_own_at_the_sampling_temperature(folder, loss_from
         assert (rows.logprobs[b][outside] == 0).all()
 
 
-def test_pads_between_prompt_and_batch_width_change_no_score(folder):
-    lm = load(folder)
-    narrow = make_batch([[1, 70]], [[90, 3]], 0, "cpu")
-    wide = make_batch([[1, 70]], [[90, 3]], 3, "cpu", width=104)  # 100 columns, pad = eos
-    a, b = (lm(batch.input_ids, batch.response_mask) for batch in (narrow, wide))
-    torch.testing.assert_close(a.logprobs[0], b.logprobs[0, :3], atol=1e-6, rtol=0)
-    assert b.logprobs[0, 3:].abs().sum() == 0
-
-
 def sample(lm, prompts, *, batch_size=64, **options):
     sampling = Sampling(**({"temperature": 1.0, "max_new_tokens": 6, "stop_ids": (3,)} | options))
     return tiny.generate(lm.lm, prompts, sampling, batch_size=batch_size)
-
-
-def test_sampling_is_from_the_policy_at_the_temperature_and_from_nothing_narrower(folder):
-    # The model's own generation config says top_k=1 and a repetition penalty: both must be out of force.
-    lm, prompt = load(folder), [1, 70, 71]
-    logits = lm.base(input_ids=torch.tensor([prompt])).logits[0, -1].double()
-    for temperature in (0.5, 1.0):
-        torch.manual_seed(0)
-        first = [
-            r[0]
-            for r in sample(
-                lm, [prompt] * 4000, temperature=temperature, max_new_tokens=1, batch_size=4000
-            )
-        ]
-        p = (logits / temperature).softmax(-1)
-        counts = torch.bincount(torch.tensor(first), minlength=len(p)).double()
-        likely = p * 4000 >= 5
-        chi2 = ((counts - 4000 * p).square() / (4000 * p))[likely].sum()
-        freedom = int(likely.sum())
-        assert chi2 < freedom + 5 * (2 * freedom) ** 0.5  # five standard deviations
-
-
-def test_greedy_takes_the_most_likely_token_whatever_the_batch_and_returns_the_prompts_order(
-    folder,
-):
-    lm = load(folder)
-    prompts = [[1, 70, 71, 72, 73], [1, 80], [1, 90, 91], [1, 60, 61, 62, 63, 64, 65]]
-    together, alone = (sample(lm, prompts, temperature=0.0, batch_size=size) for size in (4, 1))
-    assert together == alone
-    for prompt, response in zip(prompts, together, strict=True):
-        ids = list(prompt)
-        for token in response:
-            assert lm.base(input_ids=torch.tensor([ids])).logits[0, -1].argmax() == token
-            ids.append(token)
 
 
 def test_responses_to_one_prompt_are_those_of_the_prompt_alone(folder):
@@ -143,139 +80,15 @@ def test_responses_to_one_prompt_are_those_of_the_prompt_alone(folder):
     assert first != second  # the copies are drawn each for itself
 
 
-def test_models_without_keys_values_and_positions_are_sampled_by_transformers():
-    import transformers
-
-    sizes = {"vocab_size": 264, "hidden_size": 16, "initializer_range": 0.3}
-    config = transformers.MambaConfig(num_hidden_layers=1, state_size=4, **sizes)
-    torch.manual_seed(0)
-    lm = transformers.AutoModelForCausalLM.from_config(config).eval()
-    assert not generate.keeps_keys_and_values(lm)
-    sampling = Sampling(0.0, 4, (3,))
-    (response,) = tiny.generate(lm, [[1, 70, 71]], sampling, batch_size=1)
-    ids = [1, 70, 71]
-    for token in response:
-        assert lm(input_ids=torch.tensor([ids])).logits[0, -1].argmax() == token
-        ids.append(token)
-
-
-def test_an_encoder_is_refused_where_it_should_sample():
-    import transformers
-
-    sizes = {"vocab_size": 264, "hidden_size": 16, "num_attention_heads": 2}
-    config = transformers.BertConfig(num_hidden_layers=1, intermediate_size=16, **sizes)
-    lm = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(InputError, match="BertLMHeadModel .* expected a causal language model"):
-        tiny.generate(lm, [[1, 70, 71]], Sampling(0.0, 4, (3,)), batch_size=1)
-
-
-@pytest.mark.parametrize("by_transformers", [False, True])
-@pytest.mark.parametrize("way", [{}, {"temperature": 0.0}, {"top_p": 0.9, "top_k": 50}], ids=str)
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_logits_that_are_not_finite_are_one_line_with_step_and_rows(
-    folder, way, value, by_transformers, monkeypatch
-):
-    lm = load(folder).base
-    monkeypatch.setattr(generate, "keeps_keys_and_values", lambda lm: not by_transformers)
-    calls = []
-
-    def spoil(head, inputs, logits):
-        calls.append(len(logits))
-        if len(calls) == 3 and value > 0:
-            logits[1, ..., 7] = value
-        elif len(calls) == 3:
-            logits[1] = value
-        return logits
-
-    lm.get_output_embeddings().register_forward_hook(spoil)
-    sampler = generate.TransformersSampler(lm, pad_id=0, batch_size=4)
-    sampler.publish(6, save=None)
-    prompts = [Prompt([1, 70 + i], {}, f"d.jsonl, line {i}") for i in range(3)]
-    sampling = Sampling(**{"temperature": 1.0, "max_new_tokens": 5, "stop_ids": (), **way})
-    with pytest.raises(InputError) as refused:
-        roll_out(sampler, [], prompts, sampling, tiny.tokenizer(), torch.device("cpu"))
-    said = "sampling with the weights after step 6: the model's logits are NaN or infinite; their rows: d.jsonl, line 1"
-    assert str(refused.value) == said
-    assert len(calls) == 5  # to the end of the batch: other ranks may wait for this one
-
-
-@pytest.mark.parametrize("architecture", ["LlamaConfig", "GPT2Config", "OPTConfig"])
+@pytest.mark.parametrize("architecture", ["GPT2Config", "OPTConfig"])
 def test_no_architecture_keeps_its_dropout(architecture, tmp_path):
-    import transformers
-
-    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    options = {
-        "LlamaConfig": {"attention_dropout": 0.5},
-        "GPT2Config": {"n_inner": 16},  # drops by default
-        "OPTConfig": {
-            "ffn_dim": 16,
-            "word_embed_proj_dim": 16,
-            "dropout": 0.5,
-            "attention_dropout": 0.5,
-        },
-    }
-    config = getattr(transformers, architecture)(**sizes, **options[architecture])
+    options = {"n_inner": 16} if "GPT2" in architecture else {"ffn_dim": 16}
+    options |= {"dropout": 0.5, "attention_dropout": 0.5, "word_embed_proj_dim": 16}
+    config = getattr(transformers, architecture)(**SIZES, **options)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     lm = load(str(tmp_path)).train()
     ids, mask = torch.arange(8)[None], torch.ones(1, 7, dtype=torch.bool)
     assert torch.equal(lm(ids, mask).logprobs, lm(ids, mask).logprobs)
-
-
-def test_a_head_that_is_more_than_a_weight_needs_the_logits(tmp_path):
-    import transformers
-
-    config = transformers.CohereConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        logit_scale=0.5,
-    )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="logit_scale.*--loss_from logits"):
-        load(str(tmp_path))
-    assert load(str(tmp_path), loss_from="logits")
-
-
-def test_a_model_whose_backbone_is_not_apart_from_its_head_needs_the_logits(tmp_path):
-    import transformers
-
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "intermediate_size_mlp": 16, "head_dim": 8}
-    sizes |= {
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "num_local_experts": 2,
-    }
-    config = transformers.Llama4TextConfig(vocab_size=64, pad_token_id=0, **sizes)
-    transformers.Llama4ForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="Llama4ForCausalLM has no backbone apart from its head"):
-        load(str(tmp_path))
-    ids, mask = torch.tensor([[1, 2, 3]]), torch.ones(1, 2, dtype=torch.bool)
-    assert load(str(tmp_path), loss_from="logits")(ids, mask).logprobs.isfinite().all()
-
-
-def test_a_models_own_soft_cap_is_in_both_paths(tmp_path):
-    import transformers
-
-    config = transformers.Gemma2Config(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        final_logit_softcapping=0.3,
-        initializer_range=0.5,
-    )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    ids, mask = torch.arange(8)[None], torch.ones(1, 7, dtype=torch.bool)
-    linear, logits = (
-        load(str(tmp_path), loss_from=path)(ids, mask) for path in ("linear", "logits")
-    )
-    torch.testing.assert_close(linear.logprobs, logits.logprobs, atol=1e-5, rtol=0)
 
 
 def test_a_drawn_token_is_that_at_a_quantile_and_never_an_impossible_one():
@@ -349,6 +162,9 @@ def test_a_response_may_have_any_kind_of_list(kind):
 
 def test_responses_are_one_for_each_prompt_with_what_the_sampler_declares():
     checked(Response([5, 3], "stop"), Response([], "length"))
+    # What another says may hold stop tokens, and nothing of it is checked.
+    spoken = Response([3, 5], "length", [float("nan"), -0.1], trained=[False, True])
+    checked(spoken, tells_logprobs=True)
     for kept in (KEPT, TokenSupport.from_lists(KEPT), [[], [3]]):
         checked(Response([90, 3], "stop", support=kept), Response([], "length"), top_p=0.9)
     with pytest.raises(InputError, match="no kept sets, though the sampling truncates"):
@@ -357,27 +173,6 @@ def test_responses_are_one_for_each_prompt_with_what_the_sampler_declares():
         InputError, match="no logprobs, but the sampler declares tells_logprobs = True"
     ):
         checked(Response([5], "length"), tells_logprobs=True)
-
-
-def test_a_rollout_without_a_scorer_has_responses_and_no_reward(folder):
-    lm, prompts = load(folder), [Prompt([1, 70, 71], {}), Prompt([1, 80], {})]
-    sampler, sampling = (
-        generate.TransformersSampler(lm.base, pad_id=0, batch_size=4),
-        Sampling(1.0, 5, (3,)),
-    )
-    rollout = roll_out(
-        sampler, [], prompts, sampling, tiny.tokenizer(), torch.device("cpu"), copies=3
-    )
-    assert [sample.prompt_ids for sample in rollout.samples] == [[1, 70, 71]] * 3 + [[1, 80]] * 3
-    assert rollout.batch.response_mask.sum() == rollout.lengths.sum() > 0
-    assert (
-        rollout.scores == {} and rollout.rewards.tolist() == [0.0] * 6 and not rollout.solved.any()
-    )
-    metrics = rollout_metrics(rollout, {"reward": rollout.rewards}, 1)
-    assert (
-        metrics["reward"] == 0
-        and metrics["completions/mean_length"] == rollout.lengths.double().mean()
-    )
 
 
 def test_a_sample_shows_the_answer_or_what_scorers_may_read():
@@ -391,3 +186,46 @@ def test_a_sample_shows_the_answer_or_what_scorers_may_read():
     )
     assert everything == {"columns": {"note": "easy", "answer": "so #### 2"}}
     assert right_answer(row, "1+1?", []) == right_answer({"prompt": "x"}, "x", reads) == {}
+
+
+SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+SIZES |= {"num_attention_heads": 2}
+
+
+def test_a_head_that_is_more_than_a_weight_needs_the_logits_and_a_soft_cap_does_not(tmp_path):
+    config = transformers.CohereConfig(**SIZES, logit_scale=0.5)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="logit_scale.*--loss_from logits"):
+        load(str(tmp_path))
+    capped = {"num_key_value_heads": 1, "head_dim": 8, "final_logit_softcapping": 0.3}
+    config = transformers.Gemma2Config(**SIZES, **capped, initializer_range=0.5)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    ids, mask = torch.arange(8)[None], torch.ones(1, 7, dtype=torch.bool)
+    lms = [load(str(tmp_path), loss_from=path) for path in ("linear", "logits")]
+    linear, logits = (lm(ids, mask).logprobs for lm in lms)
+    torch.testing.assert_close(linear, logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("by_transformers", [False, True])
+def test_logits_that_are_not_finite_are_one_line_with_step_and_rows(
+    folder, by_transformers, monkeypatch
+):
+    lm, calls = load(folder).base, []
+    monkeypatch.setattr(generate, "keeps_keys_and_values", lambda lm: not by_transformers)
+
+    def spoil(head, inputs, logits):
+        calls.append(len(logits))
+        if len(calls) == 3:
+            logits[1] = torch.nan
+        return logits
+
+    lm.get_output_embeddings().register_forward_hook(spoil)
+    sampler = generate.TransformersSampler(lm, pad_id=0, batch_size=4)
+    sampler.publish(6, save=None)
+    prompts = [Prompt([1, 70 + i], {}, f"d.jsonl, line {i}") for i in range(3)]
+    sampling = Sampling(1.0, 5, ())
+    with pytest.raises(
+        InputError, match="step 6: .* NaN or infinite; their rows: d.jsonl, line 1$"
+    ):
+        roll_out(sampler, [], prompts, sampling, tiny.tokenizer(), torch.device("cpu"))
+    assert len(calls) == 5  # to the end of the batch: other ranks may wait for this one

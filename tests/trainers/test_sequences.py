@@ -268,4 +268,4 @@ def test_processes_that_it_does_not_divide_and_a_teacher_are_refused(monkeypatch
 @pytest.mark.slow
 def test_two_processes_train_as_one(tmp_path):
     runs = {name: divided.RUNS[name] for name in ("sft", "grpo")}
-    divided.compare(divided.make_files(tmp_path), tmp_path, runs, 2, 2)
+    divided.compare(divided.make_files(tmp_path), tmp_path, runs, 2, sequence_parallel=2)

@@ -4,8 +4,6 @@ import pytest
 import torch
 
 from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.sft import SFTConfig
 from tests.distributed import run_distributed
 from tests.marks import slow
 from tests.trainers.steps import TrainingConfig
@@ -100,13 +98,3 @@ def test_sums_in_bf16_are_an_option():
     options = {"zero_stage": 2, "grad_accum_dtype": "bfloat16"}
     one, _, many = errors(0, 1, options)
     assert one < 3e-3 < 5e-3 < many
-
-
-@pytest.mark.parametrize("option", ["grad_accum_dtype", "head_dtype"])
-def test_the_option_is_one_of_bf16_weights(option):
-    given = {"model": "m", "dataset": "d", "output_dir": "o", option: "bfloat16"}
-    # On a CPU, auto is float32.
-    for dtype in ("float32", "auto"):
-        with pytest.raises(InputError, match=f"{option}=bfloat16 .*dtype={dtype} are float32 here"):
-            SFTConfig(**given, dtype=dtype)
-    SFTConfig(**given, dtype="bfloat16")
