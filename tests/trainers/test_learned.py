@@ -155,6 +155,8 @@ def test_a_yes_says_that_the_figure_was_still_improving(latest, goes_on):
         watch.update({"step": 40 * step, "eval/score": score}, {"eval/score": [[score] * 8]})
     assert ("yes, and still improving (--resume --steps 160 goes on)" in watch.learned()) == goes_on
     assert "improving" not in watch.learned(ended=False)
+    watch.evaluations[1][1].clear()  # as where a scorer returned None for all responses
+    assert watch.learned().startswith("did it learn? yes: held-out score")
 
 
 def test_a_scorer_that_grades_is_followed_also_where_some_are_solved_and_the_accuracy_stands_beside_it():

@@ -156,7 +156,8 @@ class Watch:
             elif answer == "yes":
                 answer = ", but ".join([answer, *self._doubts(change)])
                 # It goes on if the last two evaluations differ by more than the error and a tenth of all that changed.
-                latest = self.change_of(change.figure, -2)
+                since = -2 if change.figure.key in self.evaluations[-2][1] else 0
+                latest = self.change_of(change.figure, since)
                 is_much = 10 * abs(latest.end - latest.start) > abs(change.end - change.start)
                 if ended and latest != change and latest.gain > 0 and is_much:
                     steps = 2 * self.evaluations[-1][0]
