@@ -37,9 +37,9 @@ def test_reference_gradients(direction):
 def test_operators_pass_opcheck(backend, jsd_beta, masked):
     (x, y), ops = pair(3, 40, device=backend), torch.ops.fused_rl
     mask = torch.tensor([True, False, True], device=backend) if masked else None
-    options = mask, 0.7, None, jsd_beta
-    saved = ops.token_kl(x, y, *options)
-    given = (saved[0].sin(), x, y, options[0], *saved, *options[1:], True, True)
+    options = mask, None, 0.7, jsd_beta, None
+    divergence, *state = ops.token_kl(x, y, *options)
+    given = (divergence.sin(), divergence, x, y, mask, None, *state, *options[2:], True, True)
     torch.library.opcheck(ops.token_kl_backward.default, given)
     torch.library.opcheck(ops.token_kl.default, (x.requires_grad_(), y.requires_grad_(), *options))
 

@@ -89,26 +89,11 @@ def test_operators_pass_opcheck(backend):
     targets = targets.view(2, 3)
     per_row = 0.5 + torch.rand(2, 3, device=backend)
     forward = torch.ops.fused_rl.token_logprobs.default
-    torch.library.opcheck(
-        forward, (logits[:, :-1], targets[:, :-1], targets[:, 1:] > 20, 1.0, per_row[:, :-1], 3.0)
-    )
-    logprobs, entropy, lse, m, rest, _ = (
-        o.detach() for o in forward(logits, targets, None, 0.7, None, None)
-    )
-    arguments = (
-        logprobs,
-        None,
-        lse,
-        logits.detach(),
-        targets,
-        None,
-        entropy,
-        m,
-        rest,
-        0.7,
-        None,
-        None,
-    )
+    given = logits[:, :-1], targets[:, :-1], targets[:, 1:] > 20, per_row[:, :-1], *[None] * 3
+    torch.library.opcheck(forward, (*given, 1.0, 3.0, False))
+    tensors, options = (logits.detach(), targets, *[None] * 5), (0.7, None, False)
+    logprobs, entropy, lse, *state = forward(*tensors, *options)
+    arguments = logprobs, None, lse, entropy, *tensors, *state, *options
     torch.library.opcheck(torch.ops.fused_rl.token_logprobs_backward.default, arguments)
 
 

@@ -1,11 +1,9 @@
 """The exact divergence between two logits tensors, row by row, and its gradient.
 
-`torch.compile` sees the registered operators `fused_rl::token_kl` and `fused_rl::token_kl_backward`, two opaque calls
-with known shapes; `_Unregistered` does the same where nobody looks at operators. `fused_rl.kernels.kl` has
-the formulas, `fused_rl.kernels.states` what a row leaves for the gradient.
+`fused_rl.ops.routes` has its two routes to the launchers below, `fused_rl.kernels.kl` the formulas, and
+`fused_rl.kernels.states` what a row leaves for the gradient.
 """
 
-import functools
 from typing import Literal, get_args
 
 import torch
@@ -22,12 +20,11 @@ from fused_rl.base.checks import (
     check_softcap,
     check_temperature_values,
     check_transforms,
-    no_second_derivative,
     split_temperature,
 )
 from fused_rl.base.graphs import skips_dispatcher
-from fused_rl.base.outputs import unless_modified
 from fused_rl.kernels.states import JensenShannonSums, KLState, shares_of
+from fused_rl.ops.routes import Op
 from fused_rl.ops.rows import inverse, unit_stride, without_last
 
 Direction = Literal["reverse", "forward", "jensen-shannon"]
@@ -96,7 +93,7 @@ def token_kl(
     if not skips_dispatcher(logits, ref_logits):
         divergence, *_ = torch.ops.fused_rl.token_kl.default(*inputs)
     elif torch.is_grad_enabled() and (logits.requires_grad or ref_logits.requires_grad):
-        divergence = _Unregistered.apply(*inputs)
+        (divergence,) = _OP.unregistered(*pair, inputs)
     else:
         divergence, *_ = _forward(*inputs)
     return divergence[:, :-1] if shift else divergence
@@ -129,8 +126,8 @@ def per_row_options(
     mask: Tensor | None,
     softcap: float | None,
     shift: bool,
-) -> tuple[Tensor | None, float, Tensor | None]:
-    """Check `token_kl`'s arguments; return mask, temperature and temperatures per row, with `shift` of T positions."""
+) -> tuple[Tensor | None, Tensor | None, float]:
+    """Check `token_kl`'s arguments; return mask, temperatures per row and temperature, with `shift` of T positions."""
     check_logits("logits", logits)
     check_logits("ref_logits", ref_logits)
     check_shape("ref_logits", ref_logits, "logits", logits.shape)
@@ -147,10 +144,10 @@ def per_row_options(
         check_temperature_values(row_temperature, None)
     if shift:
         mask, row_temperature = without_last(logits, mask, row_temperature)
-    return mask, temperature, row_temperature
+    return mask, row_temperature, temperature
 
 
-def as_rows(x, y, mask, temperature, row_temperature):
+def as_rows(x, y, mask, row_temperature, temperature):
     """Return a backend's arguments: x and y as (B, T, V), mask as (N,), 1 / temperature as a number or (N,) fp32."""
     mask = None if mask is None else mask.reshape(-1).contiguous()
     inv_t = 1.0 / temperature if row_temperature is None else inverse(temperature, row_temperature)
@@ -181,38 +178,22 @@ def _forward(
     x: Tensor,  # (..., V)
     y: Tensor,  # (..., V)
     mask: Tensor | None,  # (...) bool
-    temperature: float,
     row_temperature: Tensor | None,  # (...) fp32; replaces temperature
+    temperature: float,
     jsd_beta: float | None,  # None: KL
-    softcap: float | None = None,
+    softcap: float | None,
 ) -> tuple[
     Tensor, Tensor, Tensor
 ]:  # divergence of x's distribution from y's (...), state (9, N), sums (3, N), fp32
-    rows = as_rows(x, y, mask, temperature, row_temperature)
+    rows = as_rows(x, y, mask, row_temperature, temperature)
     divergence, state, sums = divergence_fwd(*rows, jsd_beta, softcap)
     if x.dim() != 2:  # no view, which could not be modified in place
         divergence = divergence.resize_(x.shape[:-1])
-    # the operator has no None: `_operator`
+    # the operator has no None: `Op`
     return divergence, state, sums  # type: ignore[return-value]
 
 
-def _operator(name, launcher):
-    """Register a launcher, whose results that are None, which no operator may return, become (0,)."""
-
-    @functools.wraps(launcher)
-    def body(*inputs, **options):
-        outputs = launcher(*inputs, **options)
-        like = next(x for x in outputs if x is not None)
-        return tuple(like.new_empty(0) if x is None else x for x in outputs)
-
-    return torch.library.custom_op(name, body, mutates_args=())
-
-
-_token_kl = _operator("fused_rl::token_kl", _forward)
-
-
-@_token_kl.register_fake
-def _token_kl_fake(x, y, mask, temperature, row_temperature, jsd_beta, softcap=None):
+def _empty_forward(x, y, mask, row_temperature, temperature, jsd_beta, softcap):
     divergence = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     n = divergence.numel()
     sums = divergence.new_empty(0 if jsd_beta is None else (len(JensenShannonSums._fields), n))
@@ -221,20 +202,20 @@ def _token_kl_fake(x, y, mask, temperature, row_temperature, jsd_beta, softcap=N
 
 def _backward(
     g: Tensor,  # (...) fp32
+    divergence: Tensor,  # (...) fp32
     x: Tensor,  # (..., V)
     y: Tensor,  # (..., V)
     mask: Tensor | None,  # (...) bool
-    divergence: Tensor,  # (...) fp32
+    row_temperature: Tensor | None,
     state: Tensor,  # (9, N) fp32
     sums: Tensor | None,  # (3, N) fp32; not read for KL
     temperature: float,
-    row_temperature: Tensor | None,
     jsd_beta: float | None,
+    softcap: float | None,
     wants_dx: bool,
     wants_dy: bool,
-    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # (..., V) like x and y; (0,) where not wanted
-    arguments = as_rows(x, y, mask, temperature, row_temperature)
+    arguments = as_rows(x, y, mask, row_temperature, temperature)
     g = g.reshape(-1).contiguous()
     divergence = divergence.reshape(-1)
     kept, shares = (None, None) if jsd_beta is None else (sums, shares_of(jsd_beta))
@@ -245,69 +226,17 @@ def _backward(
     return tuple(gradients)  # type: ignore[return-value]
 
 
-_token_kl_backward = _operator("fused_rl::token_kl_backward", _backward)
-
-
-@_token_kl_backward.register_fake
-def _token_kl_backward_fake(g, x, y, *arguments):
-    wants_dx, wants_dy = arguments[7:9]
-    shapes = (x.shape if wants_dx else (0,), x.shape if wants_dy else (0,))
+def _empty_backward(g, divergence, x, y, *arguments):
+    shapes = (x.shape if wanted else (0,) for wanted in arguments[-2:])
     return tuple(torch.empty(shape, dtype=x.dtype, device=x.device) for shape in shapes)
 
 
-def _setup_context(ctx, inputs, kept, state, sums):
-    x, y, mask, ctx.temperature, row_temperature, ctx.jsd_beta, ctx.softcap = inputs
-    ctx.save_for_backward(x, y, mask, kept, state, sums, row_temperature)
-    ctx.set_materialize_grads(False)
-
-
-def _registered_context(ctx, inputs, output):
-    divergence, state, sums = output
-    _setup_context(ctx, inputs, divergence.clone(), state, sums)  # the caller may modify the output
-    ctx.mark_non_differentiable(state, sums)
-
-
-def _registered_gradient(ctx, g, *_):
-    if g is None:
-        return (None,) * 7
-    *saved, row_temperature = ctx.saved_tensors
-    options = ctx.temperature, row_temperature, ctx.jsd_beta
-    return _by_operator(ctx, g, *saved, *options)
-
-
-def _by_operator(ctx, *inputs):
-    wants = ctx.needs_input_grad[:2]
-    gradients = torch.ops.fused_rl.token_kl_backward(*inputs, *wants, ctx.softcap)
-    wanted = [d if wants_it else None for d, wants_it in zip(gradients, wants, strict=True)]
-    return *wanted, *(None,) * 5
-
-
-_token_kl.register_autograd(_registered_gradient, setup_context=_registered_context)
-
-
-class _Unregistered(torch.autograd.Function):
-    """The same without the operators' dispatch."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        divergence, state, sums = _forward(*inputs)
-        _setup_context(ctx, inputs, None, state, sums)
-        ctx.divergence = divergence.detach(), divergence._version
-        return divergence
-
-    @staticmethod
-    def backward(ctx, g):
-        if g is None:
-            return (None,) * 7
-        x, y, mask, _, state, sums, row_temperature = ctx.saved_tensors
-        options = ctx.temperature, row_temperature, ctx.jsd_beta
-        divergence = unless_modified(*ctx.divergence)
-        if divergence is None:
-            divergence = _forward(x, y, mask, *options, ctx.softcap)[0]
-        inputs = g, x, y, mask, divergence, state, sums, *options
-        if torch.is_grad_enabled():  # create_graph=True: else a second derivative would go missing
-            return _by_operator(ctx, *inputs)
-        return *_backward(*inputs, *ctx.needs_input_grad[:2], ctx.softcap), *(None,) * 5
-
-
-_token_kl_backward.register_autograd(no_second_derivative("token_kl"))
+_OP = Op(
+    ("fused_rl::token_kl", "fused_rl::token_kl_backward"),
+    (_forward, _backward),
+    (_empty_forward, _empty_backward),
+    tensors=4,
+    leaves=2,
+    outputs=1,
+    kept=0,
+)

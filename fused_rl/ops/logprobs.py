@@ -4,13 +4,9 @@ For one row, x = logits / temperature, m = max x, p = softmax(x), H the entropy,
 
     dx_j = [ dlp (1{j = target} - p_j) - dH p_j (log p_j + H) + dlse p_j ] / temperature
 
-`token_logprobs` checks its arguments and reaches the row functions of `fused_rl.ops.rows` in one of three ways. The
-backward pass needs O(rows) of their results: the `RowStatistics` m and rest, and the logits of a support.
-
-- `torch.ops.fused_rl.token_logprobs` and `token_logprobs_backward`: registered, so that `torch.compile` sees two opaque
-  calls with known shapes;
-- `_Unregistered`, where nobody looks at operators: their dispatch takes as long as a kernel over a hundred rows;
-- `_Unregistered` in place: a registered operator may not return what it was given, and this gradient is the logits.
+`token_logprobs` checks its arguments and takes one of the routes of `fused_rl.ops.routes` to the row functions of
+`fused_rl.ops.rows`; in place it is not that of operators, which may not return what they were given. The backward pass
+needs O(rows) of their results: the `RowStatistics` m and rest, and the logits of a support.
 """
 
 from typing import Any
@@ -31,14 +27,14 @@ from fused_rl.base.checks import (
     check_targets,
     check_temperature_values,
     check_transforms,
-    no_second_derivative,
     split_temperature,
     values_are_checked,
 )
 from fused_rl.base.graphs import skips_dispatcher
-from fused_rl.base.outputs import TokenLogprobs, unless_modified
+from fused_rl.base.outputs import TokenLogprobs
 from fused_rl.cpu.compiled import in_huge_pages
 from fused_rl.kernels.states import RowStatistics, RowSupport
+from fused_rl.ops.routes import Op
 from fused_rl.ops.rows import (
     inverse,
     next_targets,
@@ -46,7 +42,6 @@ from fused_rl.ops.rows import (
     row_bwd,
     row_fwd,
     slabs,
-    unit_stride,
     without_last,
 )
 from fused_rl.ops.token_support import TokenSupport, check_support, check_support_values
@@ -129,17 +124,16 @@ def token_logprobs(
         mask, row_temperature = without_last(logits, mask, row_temperature)
         targets = next_targets(targets)
 
-    inputs = logits, targets.long(), mask, temperature, row_temperature, softcap, *row_support
+    options = temperature, softcap, inplace
+    inputs = logits, targets.long(), mask, row_temperature, *row_support, *options
     if not (inplace or skips_dispatcher(logits)):
         outputs = torch.ops.fused_rl.token_logprobs.default(*inputs)
     elif logits.requires_grad and torch.is_grad_enabled():
-        outputs = _Unregistered.apply(logits, inplace, inputs)
+        outputs = _OP.unregistered(logits, inputs)
     else:
         outputs = _statistics(*inputs)
-    logprobs, entropy, lse, *_ = outputs
-    if shift:
-        return TokenLogprobs(logprobs[:, :-1], entropy[:, :-1], lse[:, :-1])
-    return TokenLogprobs(logprobs, entropy, lse)
+    found = TokenLogprobs(*outputs[:3])
+    return TokenLogprobs(*(output[:, :-1] for output in found)) if shift else found
 
 
 def check_row_arguments(
@@ -197,16 +191,14 @@ def _in_fp64(
     row_support = None if support is None else support.of_rows(targets.shape, targets.device)
     if shift and row_support is not None:
         row_support = row_support.at((slice(None), slice(1, None)))
-    _check_values(logits, scored, mask, row_temperature, row_support)
+    if values_are_checked(logits.device):
+        _check_values(logits, scored, mask, row_temperature, row_support)
     temperature = temperature if row_temperature is None else row_temperature
     options = {"mask": mask, "softcap": softcap, "shift": shift, "support": support}
     return reference.token_logprobs(logits, targets, temperature=temperature, **options)
 
 
 def _check_values(logits, targets, mask, row_temperature, support):
-    """Check the tensors' values, where that costs nothing."""
-    if not values_are_checked(logits.device):
-        return
     check_target_values(targets, mask, logits.shape[-1], several=targets.dim() == logits.dim())
     if row_temperature is not None:
         check_temperature_values(row_temperature, mask)
@@ -214,197 +206,108 @@ def _check_values(logits, targets, mask, row_temperature, support):
         check_support_values(support, targets, mask, logits.shape[-1])
 
 
-@torch.library.custom_op("fused_rl::token_logprobs", mutates_args=())
-def _token_logprobs(
+def _statistics(
     logits: Tensor,  # (..., V)
     targets: Tensor,  # (...) or (..., K) int64
     mask: Tensor | None,  # (...) bool
-    temperature: float,
     row_temperature: Tensor | None,  # (...) fp32; replaces temperature
+    ids: Tensor | None,  # (M,) integers, a `RowSupport` with the next two
+    begin: Tensor | None,  # (...) int64
+    end: Tensor | None,
+    temperature: float,
     softcap: float | None,
-    ids: Tensor | None = None,  # (M,) integers, a `RowSupport` with the next two
-    begin: Tensor | None = None,  # (...) int64
-    end: Tensor | None = None,
+    inplace: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """fp32: logprobs as the targets; entropy, lse, m, rest (...); x (M,), the logits of the support."""
-    logprobs, entropy, lse, m, rest, x = _statistics(
-        logits, targets, mask, temperature, row_temperature, softcap, ids, begin, end
-    )
-    return logprobs, entropy, lse, m, rest, logprobs.new_empty(0) if x is None else x
-
-
-@_token_logprobs.register_fake
-def _empty_statistics(logits, targets, mask, temperature, row_temperature, softcap, ids=None, *_):
-    logprobs = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
-    others = [logprobs.new_empty(logits.shape[:-1]) for _ in RowStatistics._fields[1:]]
-    return logprobs, *others, logprobs.new_empty(0 if ids is None else ids.shape)
-
-
-def _statistics(*inputs):
-    """Return the operator's results for its arguments, as new tensors; without support no x."""
-    logits, targets, mask, temperature, row_temperature, softcap, *support = inputs
-    ids, begin, end = support
-    _check_values(
-        logits, targets, mask, row_temperature, None if ids is None else RowSupport(*support)
-    )
+    """fp32, new tensors: logprobs as the targets; entropy, lse, m, rest (...); x (M,), the logits of a support."""
+    support: Any = None if ids is None else RowSupport(ids, begin, end)  # type: ignore[arg-type]
+    if values_are_checked(logits.device):
+        _check_values(logits, targets, mask, row_temperature, support)
     if logits.numel() == 0:
-        return _empty_statistics(*inputs)
-    x = None if ids is None else torch.zeros(ids.shape, dtype=torch.float32, device=logits.device)
+        return _empty_statistics(logits, targets, mask, row_temperature, ids)
+    x: Any = None
     outputs: Any = None
 
-    # all rows at once where they are a matrix: a small input would wait for slabs as long as for its arithmetic
-    if ids is None and (logits.dim() == 2 or logits.is_contiguous()):
-        return *_matrix_statistics(
-            logits, targets, mask, temperature, row_temperature, softcap
-        ), None
-
-    # else a slab at a time; as a rule it is all of them
+    # a slab at a time; as a rule it is all rows
+    if ids is not None:
+        x = torch.zeros(ids.shape, dtype=torch.float32, device=logits.device)
     for at, rows in slabs(logits):
         per_row = of_slab(at, rows, logits.dim() - 1, targets, mask, row_temperature, begin, end)
-        slab_targets, slab_mask, temperatures, *ranges = per_row
-        sets = None if ids is None else RowSupport(ids, *ranges)
-        statistics = row_fwd(
-            rows, slab_targets, slab_mask, inverse(temperature, temperatures), softcap, sets, x
-        )
-        if at == ():  # no views, which could not be modified in place
-            return *(o.resize_(logits.shape[:-1] + o.shape[1:]) for o in statistics), x
-        outputs = outputs or _empty_statistics(*inputs)[:-1]
+        slab_targets, slab_mask, temperatures, begins, ends = per_row
+        sets = None if ids is None else RowSupport(ids, begins, ends)
+        inv_t = 1.0 / temperature if temperatures is None else inverse(temperature, temperatures)
+        statistics = row_fwd(rows, slab_targets, slab_mask, inv_t, softcap, sets, x)
+        if at == ():
+            if logits.dim() == 2:
+                return *statistics, x
+            outputs = []
+            for output in statistics:  # no views, which could not be modified in place
+                outputs.append(output.resize_(logits.shape[:-1] + output.shape[1:]))
+            return *outputs, x
+        outputs = outputs or _empty_statistics(logits, targets)[:-1]
         for whole, slab_output in zip(outputs, statistics, strict=True):
             whole[at].copy_(slab_output.view(whole[at].shape))
     return *outputs, x
 
 
-def _matrix_statistics(logits, targets, mask, temperature, row_temperature, softcap):
-    rows = unit_stride(logits) if logits.dim() == 2 else logits.view(-1, logits.shape[-1])
-    leading = logits.dim() - 1
-    if leading != 1:
-        targets = targets.reshape(len(rows), *targets.shape[leading:])
-        mask = None if mask is None else mask.reshape(-1)
-    outputs = row_fwd(rows, targets, mask, inverse(temperature, row_temperature), softcap)
-    if leading != 1:
-        # no views, which could not be modified in place
-        outputs = [output.resize_(logits.shape[:-1] + output.shape[1:]) for output in outputs]
-    return outputs
+def _empty_statistics(logits, targets, mask=None, row_temperature=None, ids=None, *_):
+    logprobs = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+    others = [logprobs.new_empty(logits.shape[:-1]) for _ in RowStatistics._fields[1:]]
+    return logprobs, *others, logprobs.new_empty(0 if ids is None else ids.shape)
 
 
-@torch.library.custom_op("fused_rl::token_logprobs_backward", mutates_args=())
-def _token_logprobs_backward(
+def _gradient(
     dlogprobs: Tensor | None,  # as the targets, fp32
     dentropy: Tensor | None,  # (...) fp32, as the next
     dlse: Tensor | None,
-    logits: Tensor,  # (..., V)
-    targets: Tensor,  # (...) or (..., K) int64
-    mask: Tensor | None,  # (...) bool
-    entropy: Tensor,  # (...) fp32, as m and rest
-    m: Tensor,
+    entropy: Tensor,  # (...) fp32
+    logits: Tensor,  # this and the next six as in `_statistics`
+    targets: Tensor,
+    mask: Tensor | None,
+    row_temperature: Tensor | None,
+    ids: Tensor | None,
+    begin: Tensor | None,
+    end: Tensor | None,
+    m: Tensor,  # (...) fp32, as rest
     rest: Tensor,
+    x: Tensor | None,  # (M,) fp32
     temperature: float,
-    row_temperature: Tensor | None,  # (...) fp32
     softcap: float | None,
-    x: Tensor | None = None,  # (M,) fp32
-    ids: Tensor | None = None,  # (M,) integers
-    begin: Tensor | None = None,  # (...) int64
-    end: Tensor | None = None,
-) -> Tensor:  # (..., V), contiguous, in the dtype of the logits
-    upstream = (dlogprobs, dentropy, dlse)
-    state = (entropy, m, rest)
-    dlogits = _empty_gradient(logits)
-    options = temperature, row_temperature, softcap, x, ids, begin, end
-    return _gradient_into(dlogits, *upstream, logits, targets, mask, *state, *options)
-
-
-@_token_logprobs_backward.register_fake
-def _token_logprobs_backward_fake(dlogprobs, dentropy, dlse, logits, *_):
-    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-
-
-def _empty_gradient(logits):
-    return in_huge_pages(torch.empty_like(logits, memory_format=torch.contiguous_format))
-
-
-def _gradient_into(dlogits, *arguments):
-    """The gradient, of the arguments of the operator, into dlogits (..., V), which may be the logits."""
-    *given, temperature, row_temperature, softcap, x, ids, begin, end = arguments
-    logits = given.pop(3)
+    inplace: bool,
+) -> Tensor:
+    """(..., V), contiguous, in the dtype of the logits, or in their place."""
+    # not where an operator's result is wanted, for create_graph=True
+    inplace = inplace and not torch.is_grad_enabled()
+    if inplace:
+        dlogits = logits.detach()
+        # a kernel's store is invisible to the version counter
+        torch.autograd.graph.increment_version(logits)
+    else:
+        dlogits = in_huge_pages(torch.empty_like(logits, memory_format=torch.contiguous_format))
     if logits.numel() == 0:
         return dlogits
-    # all rows at once where they are a matrix, as in the forward pass
-    if ids is None and (logits.dim() == 2 or logits.is_contiguous()):
-        rows, out = unit_stride(logits), dlogits
-        if logits.dim() != 2:
-            rows, out = (x.view(-1, x.shape[-1]) for x in (logits, dlogits))
-            given = of_slab((), rows, logits.dim() - 1, *given)
-        inv_t = inverse(temperature, row_temperature)
-        row_bwd(given[:3], rows, given[3], given[4], given[5:], inv_t, softcap, out)
-        return dlogits
+    given = dlogprobs, dentropy, dlse, targets, mask, entropy, m, rest
     for at, rows, out in slabs(logits, dlogits):
         parts = of_slab(at, rows, logits.dim() - 1, *given, row_temperature, begin, end)
-        *upstream, targets, mask, entropy, m, rest, temperatures, begins, ends = parts
+        *upstream, slab_targets, slab_mask, of_entropy, ms, rests, temperatures, begins, ends = (
+            parts
+        )
         sets = None if ids is None else RowSupport(ids, begins, ends)
+        state = of_entropy, ms, rests
         inv_t = inverse(temperature, temperatures)
-        row_bwd(upstream, rows, targets, mask, (entropy, m, rest), inv_t, softcap, out, sets, x)
+        row_bwd(upstream, rows, slab_targets, slab_mask, state, inv_t, softcap, out, sets, x)
     return dlogits
 
 
-def _setup_context(ctx, inputs, output, kept_entropy):
-    logits, targets, mask, ctx.temperature, row_temperature, ctx.softcap, *support = inputs
-    *_, m, rest, x = output
-    ctx.save_for_backward(
-        logits, targets, mask, kept_entropy, m, rest, row_temperature, x, *support
-    )
-    ctx.set_materialize_grads(False)
+def _empty_gradient(dlogprobs, dentropy, dlse, entropy, logits, *_):
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
-def _saved(ctx):
-    """The arguments of the backward operator after the upstream gradients."""
-    *state, row_temperature, x, ids, begin, end = ctx.saved_tensors
-    return *state, ctx.temperature, row_temperature, ctx.softcap, x, ids, begin, end
-
-
-def _registered_context(ctx, inputs, output):
-    _setup_context(ctx, inputs, output, output[1].clone())  # the caller may modify the output
-    ctx.mark_non_differentiable(*output[3:])
-
-
-def _registered_gradient(ctx, *upstream):
-    if all(d is None for d in upstream):
-        return (None,) * 9
-    return torch.ops.fused_rl.token_logprobs_backward(*upstream[:3], *_saved(ctx)), *(None,) * 8
-
-
-_token_logprobs.register_autograd(_registered_gradient, setup_context=_registered_context)
-_token_logprobs_backward.register_autograd(no_second_derivative("token_logprobs"))
-
-
-class _Unregistered(torch.autograd.Function):
-    """The same outside the operators: without their dispatch, or in place, which they may not be."""
-
-    @staticmethod
-    def forward(ctx, logits, inplace, inputs):
-        ctx.inplace, output = inplace, _statistics(*inputs)
-        _setup_context(ctx, inputs, output, None)
-        ctx.entropy = output[1].detach(), output[1]._version
-        return output[:3]
-
-    @staticmethod
-    def backward(ctx, *upstream):
-        if all(d is None for d in upstream):
-            return None, None, None
-        logits, targets, mask, _, *state = _saved(ctx)
-        entropy = unless_modified(*ctx.entropy)
-        if entropy is None:
-            _, _, *options, _, ids, begin, end = state
-            entropy = _statistics(logits, targets, mask, *options, ids, begin, end)[1]
-        saved = logits, targets, mask, entropy, *state
-        if torch.is_grad_enabled():  # create_graph=True: else a second derivative would go missing
-            if ctx.inplace:
-                raise RuntimeError(
-                    "inplace=True leaves no logits to differentiate again; leave out create_graph"
-                )
-            return torch.ops.fused_rl.token_logprobs_backward(*upstream, *saved), None, None
-        dlogits = logits.detach() if ctx.inplace else _empty_gradient(logits)
-        _gradient_into(dlogits, *upstream, *saved)
-        if ctx.inplace:
-            # a kernel's store is invisible to the version counter
-            torch.autograd.graph.increment_version(logits)
-        return dlogits, None, None
+_OP = Op(
+    ("fused_rl::token_logprobs", "fused_rl::token_logprobs_backward"),
+    (_statistics, _gradient),
+    (_empty_statistics, _empty_gradient),
+    tensors=7,
+    leaves=1,
+    outputs=3,
+    kept=1,
+)

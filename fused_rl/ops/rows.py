@@ -1,6 +1,6 @@
 """Rows of logits of any shape and strides as a backend takes them: matrices (N, V), and numbers (N,) per row."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,12 +17,19 @@ def unit_stride(logits: Tensor) -> Tensor:
     return logits if logits.stride(-1) == 1 or logits.shape[-1] == 1 else logits.contiguous()
 
 
-def slabs(*matrices: Tensor) -> Iterator[tuple]:
-    """Yield (at, *matrices (N, V)): all rows, at = (), if they merge without a copy, else a part at a time."""
-    matrices = tuple(map(unit_stride, matrices))
-    if matrices[0].dim() == 2:  # no view, which would take as long as a small kernel
-        yield (), *matrices
-        return
+def slabs(*matrices: Tensor) -> Iterable[tuple]:
+    """Return tuples (at, *matrices (N, V)): all rows, at = (), if they merge without a copy, else a part at a time."""
+    # plain loops: at a small input each call of Python's counts
+    merged = []
+    for x in matrices:
+        if x.dim() == 2:  # no view, which would take as long as a small kernel
+            merged.append(unit_stride(x))
+        elif x.is_contiguous():
+            merged.append(x.view(-1, x.shape[-1]))
+    return [((), *merged)] if len(merged) == len(matrices) else _walk(*map(unit_stride, matrices))
+
+
+def _walk(*matrices):
     pending = [()]
     while pending:
         at = pending.pop()
