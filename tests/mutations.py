@@ -24,7 +24,6 @@ METRICS = "tests/test_loss_metrics.py"
 KL = "tests/test_hostile.py -k token_kl"
 LOGPROBS = "tests/test_hostile.py -k token_logprobs"
 LAUNCHES = "-p tests.device.process tests/device/test_launches.py"
-PPO_STEP = "tests/trainers/test_ppo_step.py"
 PPO_PARTS = "tests/trainers/test_ppo.py"
 DEFINITIONS = "tests/trainers/test_metrics.py"
 REWARD_MODEL = "tests/trainers/test_reward_model.py"
@@ -796,13 +795,13 @@ MUTATIONS = {
         "trainers/policy/policy.py",
         "self.model.backward(loss * ranks.processes())",
         "self.model.backward(loss)",
-        PPO_STEP,
+        DEFINITIONS,
     ),
     "the critic's gradient is divided by the ranks": Mutation(
         "trainers/ppo.py",
         "critic.backward(value_loss * processes())",
         "critic.backward(value_loss)",
-        PPO_STEP,
+        DEFINITIONS,
     ),
     "the score is added at the first token": Mutation(
         "trainers/policy/critic.py",
@@ -829,7 +828,7 @@ MUTATIONS = {
         "trainers/models/reward_model.py",
         "return torch.where(mask, self.scores_of(hidden), 0)",
         "return self.scores_of(hidden)",
-        PPO_PARTS + " " + PPO_STEP,
+        PPO_PARTS + " " + DEFINITIONS,
     ),
     # Reward and SFT.
     "a reward is read one token early": Mutation(

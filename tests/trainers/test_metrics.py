@@ -1,27 +1,70 @@
-"""Every metric of a GRPO step against its definition in fp64, where ratio and KL are far from 1 and 0."""
+"""Every metric of a step of GRPO and of PPO is its definition in fp64, where ratio and KL are far from 1 and 0.
 
-import functools
+The losses are transcribed from the papers; the norms of their gradients are metrics as well.
+"""
+
 import importlib
+import itertools
 import math
 
 import pytest
 import torch
 
-from fused_rl.trainers import grpo
+from fused_rl.trainers import grpo, ppo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.policy import policy, setup
+from fused_rl.trainers.policy.critic import Critic, load_critic
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from tests.distributed import run_distributed
 from tests.trainers import steps, tiny
+from tests.trainers.steps import EOS, GROUP, LENGTH, TEMPERATURE
 
-EOS, GROUP, LENGTH = 3, 4, 6
+CPU = torch.device("cpu")
 KL_COEF, ENTROPY_COEF, CLIP_LOW, CLIP_HIGH = 0.3, 0.05, 0.2, 0.3
 BUFFER = 4
+GAMMA, GAE_LAMBDA, DELTA, VALUE_CLIP, MISSING_EOS = 0.99, 0.9, 1.5, 0.2, 0.5
+COMMON = {
+    "prompts_per_step": 4,
+    "group_size": GROUP,
+    "minibatches": 1,
+    "micro_batch_size": 4,  # two micro-batches on each rank
+    "max_new_tokens": LENGTH,
+    "temperature": TEMPERATURE,
+    "kl_coef": KL_COEF,
+    "entropy_coef": ENTROPY_COEF,
+    "clip_low": CLIP_LOW,
+    "clip_high": CLIP_HIGH,
+    "lr": 1e-3,
+    "steps": 4,
+    "max_grad_norm": 0.0,
+}
+OPTIONS = {
+    "grpo": {"overlong_buffer": BUFFER},
+    "ppo": {
+        "gamma": GAMMA,
+        "gae_lambda": GAE_LAMBDA,
+        "value_gae_lambda": 1.0,
+        "missing_eos_score": 0.0,  # which is a score, and not that of the response
+        "missing_eos_penalty": MISSING_EOS,
+        "delta": DELTA,
+        "value_clip": VALUE_CLIP,
+        "critic_lr": 2e-3,
+    },
+}
 
 
-def case(rank: int) -> dict:
-    """What one of two ranks sampled: 2 prompts x 4 responses, and made-up log-probabilities from before the update."""
+def config_of(trainer: str, folders, kl_in: str):
+    critic = {"critic": folders[1]} if trainer == "ppo" else {}
+    options = COMMON | OPTIONS[trainer] | critic
+    return tiny.config_of(trainer, folders[0], kl_in=kl_in, **options)
+
+
+def case(rank: int, sets: bool) -> dict:
+    """What one of two ranks sampled: 2 prompts x 4 responses, and made-up log-probabilities from before the update.
+
+    With `sets` every token has one: itself alone, some more, many, or (an empty one) the whole vocabulary.
+    """
     made = torch.Generator().manual_seed(rank)
     lengths = torch.randint(1 + rank, LENGTH + rank, (8,), generator=made).tolist()
     scores = torch.randint(0, 3, (8,), generator=made).tolist()
@@ -33,11 +76,13 @@ def case(rank: int) -> dict:
     responses = []
     for i, length in enumerate(lengths):
         ids = torch.randint(10, 200, (length,), generator=made).tolist()
-        stops = length < LENGTH or i % 2 == 0
-        responses.append(
-            Response([*ids[:-1], EOS] if stops else ids, "stop" if stops else "length")
-        )
-    prompts = [Prompt([1, 70 + rank, 71], {}), Prompt([1, 80 + rank], {})]
+        stops = length < LENGTH if rank else i != 1
+        response = Response([*ids[:-1], EOS] if stops else ids, "stop" if stops else "length")
+        for nth, token in enumerate(response.ids if sets else ()):
+            others = torch.randperm(250, generator=made)[: (9, 0, 100, 3)[nth % 4]].tolist()
+            kept = [] if nth % 4 == 3 else list({token, *others})
+            response.support = [*(response.support or ()), kept]
+        responses.append(response)
     shape = (8, 3 + LENGTH - 1)
     before = {
         "old_logprobs": -5.9 + 0.3 * torch.randn(shape, generator=made),
@@ -45,13 +90,15 @@ def case(rank: int) -> dict:
         "entropy": torch.rand(shape, generator=made),
         "kl": torch.rand(shape, generator=made),
     }
+    prompts = [Prompt([1, 70 + rank, 71], {}), Prompt([1, 80 + rank], {})]
     return {"prompts": prompts, "responses": responses, "scores": scores, "before": before}
+
+
+# What is tested.
 
 
 class Sampler(steps.Sampler):
     """The responses of the case."""
-
-    published = None
 
     def publish(self, step, save):
         self.published = step
@@ -63,136 +110,110 @@ class Scorer(steps.Scorer):
     solved_at = 1.0
 
 
-config_of = functools.partial(
-    tiny.config_of,
-    "grpo",
-    prompts_per_step=4,
-    group_size=GROUP,
-    minibatches=1,
-    micro_batch_size=4,  # two micro-batches on each rank
-    max_new_tokens=LENGTH,
-    temperature=0.8,
-    kl_coef=KL_COEF,
-    entropy_coef=ENTROPY_COEF,
-    clip_low=CLIP_LOW,
-    clip_high=CLIP_HIGH,
-    overlong_buffer=BUFFER,
-    lr=1e-3,
-    steps=4,
-    max_grad_norm=0.0,
-)
+class Stale:
+    """A critic whose values before the update are made up, so that clipping has something to clip."""
+
+    def __init__(self, critic):
+        self.critic = critic
+
+    def __call__(self, input_ids, mask):
+        if torch.is_grad_enabled():
+            return self.critic(input_ids, mask)
+        return torch.where(mask, stale_values(input_ids), 0)
+
+    def __getattr__(self, name):
+        return getattr(self.critic, name)
 
 
-def step_of_a_rank(rank, world, folder):
+def stale_values(input_ids):
+    """(B, T) -> (B, T - 1), of the two tokens around each position."""
+    return 0.5 * torch.cos((input_ids[:, :-1] + 3 * input_ids[:, 1:]).double()).float()
+
+
+def step_of_a_rank(rank, world, trainer, folders, kl_in, sets):
     """The metrics of one `train_step`."""
     engine.setup(1)
-    config, given = config_of(folder), case(rank)
-    tokenizer = encode.load_tokenizer(folder)
-    made = setup.load_policy(
-        config, tokenizer, [Scorer(given["scores"])], torch.device("cpu"), updates=4
-    )
+    config, given = config_of(trainer, folders, kl_in), case(rank, sets)
+    tokenizer = encode.load_tokenizer(folders[0])
+    made = setup.load_policy(config, tokenizer, [Scorer(given["scores"])], CPU, updates=4)
     made.sampler = Sampler(given["responses"])
 
     def measure(policy_, batch, parts, **options):
-        width = batch.response_mask.shape[1]
-        masked = {
-            k: torch.where(batch.response_mask, v[:, :width], 0) for k, v in given["before"].items()
-        }
+        mask, masked = batch.response_mask, {}
+        for name, values in given["before"].items():
+            masked[name] = torch.where(mask, values[:, : mask.shape[1]], 0)
         return policy.BeforeUpdate(**masked)
 
-    # As in a later minibatch, whose ratio is not 1: the old log-probabilities are those that were measured.
-    accumulate = grpo.accumulate
-    grpo.measure = measure
-    grpo.accumulate = lambda *args, on_policy: accumulate(*args, on_policy=False)
-    metrics = grpo.train_step(made, given["prompts"], 3)
+    grpo.measure = ppo.measure = measure
+    if trainer == "ppo":
+        critic = Stale(load_critic(config, tokenizer, CPU, 4))
+        metrics = ppo.train_step(made, critic, given["prompts"], 3, config.kl_coef)
+    else:
+        # As in a later minibatch, whose ratio is not 1: the old log-probabilities are those that were measured.
+        accumulate = grpo.accumulate
+        grpo.accumulate = lambda *args, on_policy: accumulate(*args, on_policy=False)
+        metrics = grpo.train_step(made, given["prompts"], 3)
     assert made.sampler.published == 3
     return metrics
 
 
-def definitions(folder: str, ranks=(0, 1)) -> dict[str, float]:
-    """Every metric from its definition, in fp64, over all responses of these ranks at once."""
-    lm = tiny.load_lm(config_of(folder), trainable=False).base.double().requires_grad_(True)
-    tokens, sequences, sizes, scores, stopped = [], [], [], [], []
-    for rank in ranks:
-        given = case(rank)
+# What it must be.
+
+
+def rows_of(cases, lm, values_of) -> list[dict]:
+    """Of each response of the cases, one by one and without padding: what the update reads, (T,) fp64 each."""
+    rows = []
+    for given in cases:
         prompts = sum(([prompt] * GROUP for prompt in given["prompts"]), [])
         for i, (prompt, response) in enumerate(zip(prompts, given["responses"], strict=True)):
             whole = torch.tensor([prompt.ids + response.ids])
             at = slice(len(prompt.ids) - 1, len(prompt.ids) + len(response.ids) - 1)
-            logp = (lm(input_ids=whole).logits[0, at] / 0.8).log_softmax(-1)
-            taken = logp.gather(1, torch.tensor(response.ids)[:, None])[:, 0]
+            logits = lm(input_ids=whole).logits[0, at] / TEMPERATURE
+            left_out = torch.zeros(logits.shape, dtype=torch.bool)
+            for of_token, kept in zip(left_out, response.support or [], strict=False):
+                of_token[:] = bool(kept)
+                of_token[kept] = False
+            logp = logits.masked_fill(left_out, -math.inf).log_softmax(-1)
             row = {name: values[i, at].double() for name, values in given["before"].items()}
-            row |= {"logprobs": taken, "true_entropy": -(logp.exp() * logp).sum(-1)}
-            tokens.append(row)
-            sizes.append(len(response.ids))
-            stopped.append(response.finish == "stop")
-        scores += given["scores"]
-    lengths = torch.tensor(sizes, dtype=torch.float64)
-    scores = torch.tensor([math.nan if score is None else score for score in scores]).double()
-    judged, scores = scores[~scores.isnan()], scores.nan_to_num()
+            row["values"] = values_of(whole)[0, at]
+            row["old_values"] = stale_values(whole)[0, at].double()
+            row["logprobs"] = logp.gather(1, torch.tensor(response.ids)[:, None])[:, 0]
+            row["true_entropy"] = -(logp.exp() * logp.clamp(min=-1e9)).sum(-1)
+            rows.append(row)
+    return rows
+
+
+def clip(t: dict[str, torch.Tensor], advantage: torch.Tensor):
+    """PPO's surrogate of each token, and which tokens are clipped."""
+    ratio = t["ratio"]
+    clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+    high, low = (advantage > 0) & (ratio > clipped), (advantage < 0) & (ratio < clipped)
+    return torch.minimum(ratio * advantage, clipped * advantage), high | low
+
+
+def of_grpo(rows, t, points, stopped, kl_in) -> dict:
+    """Sequences' means of clip + kl_coef rk3 - entropy_coef H, with rewards of groups."""
+    lengths = torch.tensor([len(row["kl"]) for row in rows])
+    scores = points.nan_to_num()
     penalties = (lengths - (LENGTH - BUFFER)).clamp(min=0) / BUFFER
     rewards = 0.5 * scores - penalties
     solved = (scores >= 1).view(-1, GROUP)
     groups = rewards.view(-1, GROUP)
     equal = (groups == groups[:, :1]).all(1, keepdim=True)
-    advantages = torch.where(
-        equal, 0, (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
-    )
-
-    # The loss: sequences' means of clip + kl_coef rk3 - entropy_coef H, and the gradient's norm.
-    per_sequence = {
-        name: []
-        for name in ("surrogate", "total", "kl", "kl1", "kl2", "kl3", "kl4", "exact", "nll")
-    }
-    per_token = {name: [] for name in ("approx", "clipped", "ratio", "entropy")}
-    for row, advantage in zip(tokens, advantages.flatten(), strict=True):
-        log_ratio, d = row["logprobs"] - row["old_logprobs"], row["logprobs"] - row["ref_logprobs"]
-        ratio, k3 = log_ratio.exp(), torch.expm1(-d) + d
-        clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
-        surrogate = -torch.minimum(ratio * advantage, clipped * advantage)
-        total = surrogate + KL_COEF * ratio * k3 - ENTROPY_COEF * row["true_entropy"]
-        per_sequence["surrogate"].append(surrogate.mean())
-        per_sequence["total"].append(total.mean())
-        estimates = {"kl": ratio * k3, "kl1": d, "kl2": d**2 / 2, "kl3": k3, "kl4": ratio * d}
-        for name, values in {**estimates, "exact": row["kl"], "nll": -row["old_logprobs"]}.items():
-            per_sequence[name].append(values.sum())
-        high, low = (
-            (advantage > 0) & (ratio > 1 + CLIP_HIGH),
-            (advantage < 0) & (ratio < 1 - CLIP_LOW),
-        )
-        per_token["clipped"].append((high | low).double())
-        per_token["approx"].append(log_ratio**2 / 2)
-        per_token["ratio"].append(ratio)
-        per_token["entropy"].append(row["true_entropy"])
-    sequences = {name: torch.stack(values).mean() for name, values in per_sequence.items()}
-    tokens = {name: torch.cat(values) for name, values in per_token.items()}
-    gradient = torch.autograd.grad(sequences["total"], list(lm.parameters()))
-    norm = math.sqrt(sum(g.square().sum().item() for g in gradient))
-
-    penalty = -KL_COEF * sequences["kl"] - penalties.mean()
-    stop_rate = sum(stopped) / len(stopped)
-    found = {
-        "lr": 1e-3,
-        "optim/grad_norm": norm,
-        "episode": 3 * len(stopped),
-        "objective/kl": sequences["kl"],
-        **{f"objective/kl{i}_avg": sequences[f"kl{i}"] for i in (1, 2, 3, 4)},
-        "objective/kl_exact": sequences["exact"],
-        "objective/entropy": sequences["nll"],
-        "objective/non_score_reward": penalty,
-        "objective/rlhf_reward": 0.5 * scores.mean() + penalty,
+    advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
+    advantages = torch.where(equal, 0, advantages).flatten()
+    surrogate, clipped = clip(t, advantages.repeat_interleave(lengths))
+    kl = t["ratio"] * t["k3"]
+    total = -surrogate + KL_COEF * kl - ENTROPY_COEF * t["true_entropy"]
+    weights = (1 / lengths).repeat_interleave(lengths) / len(rows)
+    charged = kl.sum() / len(rows)
+    return {
+        "loss/policy_avg": -(surrogate * weights).sum(),
+        "loss/total_avg": (total * weights).sum(),
+        "policy/clipfrac_avg": clipped.double().mean(),
+        "objective/kl": charged,
         "objective/scores": 0.5 * scores.mean(),
-        "objective/kl_coef": KL_COEF,
-        "policy/approxkl_avg": tokens["approx"].mean(),
-        "policy/clipfrac_avg": tokens["clipped"].mean(),
-        "policy/entropy_avg": tokens["entropy"].mean(),
-        "loss/policy_avg": sequences["surrogate"],
-        "loss/total_avg": sequences["total"],
-        "val/ratio": tokens["ratio"].mean(),
-        "val/first_ratio": tokens["ratio"].mean(),
-        "val/ratio_var": tokens["ratio"].var(unbiased=False),
-        "val/num_eos_tokens": sum(stopped),
-        "val/stop_rate": stop_rate,
+        "objective/non_score_reward": -KL_COEF * charged - penalties.mean(),
         "reward": rewards.mean(),
         "reward_std": groups.std(1).mean(),
         "frac_reward_zero_std": equal.double().mean(),
@@ -201,35 +222,158 @@ def definitions(folder: str, ranks=(0, 1)) -> dict[str, float]:
         "groups/sampled": len(groups),
         "groups/trained": len(groups),
         "overlong_penalty": penalties.mean(),
+    }
+
+
+def gae(rewards, values, gae_lambda):
+    """arXiv:1506.02438, eq. 16, from the last token to the first."""
+    advantages, following, value_after = [], 0.0, 0.0
+    for reward, value in zip(reversed(rewards.tolist()), reversed(values.tolist()), strict=True):
+        following = reward + GAMMA * value_after - value + GAMMA * gae_lambda * following
+        advantages, value_after = [following, *advantages], value
+    return torch.tensor(advantages, dtype=torch.float64)
+
+
+def of_ppo(rows, t, points, stopped, kl_in) -> dict:
+    """PPO as the papers write it, with a dual clip, means of tokens and the critic's loss."""
+    scores = torch.where(stopped, 0.5 * points.nan_to_num(), -MISSING_EOS)
+    advantages, returns, charged = [], [], []
+    for row, score in zip(rows, scores, strict=True):
+        d = row["old_logprobs"] - row["ref_logprobs"]
+        rewards = -KL_COEF * d if kl_in == "reward" else torch.zeros_like(d)
+        rewards[-1] += score
+        charged.append(d if kl_in == "reward" else torch.expm1(-d) + d)
+        advantages.append(gae(rewards, row["old_values"], GAE_LAMBDA))
+        returns.append(gae(rewards, row["old_values"], 1.0) + row["old_values"])
+    advantage, target = torch.cat(advantages), torch.cat(returns)
+    kl = torch.cat(charged).sum() / len(rows)
+
+    # The policy.
+    advantage = (advantage - advantage.mean()) / (advantage.var() + 1e-8).sqrt()
+    surrogate, clipped = clip(t, advantage)
+    dual = torch.maximum(surrogate, DELTA * advantage)
+    surrogate = torch.where(advantage < 0, dual, surrogate)
+    clipped |= (advantage < 0) & (t["ratio"] > DELTA)
+    total = -surrogate - ENTROPY_COEF * t["true_entropy"]
+    if kl_in == "loss":
+        total = total + KL_COEF * t["ratio"] * t["k3"]
+
+    # The critic.
+    old = t["old_values"]
+    near = old + (t["values"] - old).clamp(-VALUE_CLIP, VALUE_CLIP)
+    unclipped, held = (t["values"] - target) ** 2, (near - target) ** 2
+
+    # Groups: of each two responses one of which is solved, how often that one has the higher score; a tie is half.
+    wins = []
+    for first in range(0, len(rows), GROUP):
+        for i, j in itertools.product(range(first, first + GROUP), repeat=2):
+            if points[i] >= 1 and not points[j] >= 1:
+                wins.append((1 + (scores[i] - scores[j]).sign().item()) / 2)
+    return {
+        "optim/critic_lr": 2e-3,
+        "optim/updates": 1,
+        "objective/kl": kl,
+        "objective/scores": scores.mean(),
+        "objective/non_score_reward": -KL_COEF * kl,
+        "policy/clipfrac_avg": clipped.double().mean(),
+        "loss/policy_avg": -surrogate.mean(),
+        "loss/total_avg": total.mean(),
+        "loss/value_avg": torch.maximum(unclipped, held).mean() / 2,
+        "val/clipfrac_avg": (held > unclipped).double().mean(),
+        "val/var_explained": 1 - (target - old).var() / target.var(),
+        "val/win_rate": sum(wins) / len(wins),
+    }
+
+
+def definitions(trainer, folders, kl_in, sets, ranks=(0, 1)) -> dict[str, float]:
+    """Every metric from its definition, in fp64, over all responses of these ranks at once.
+
+    The policy and the critic have none of our code in their forward passes.
+    """
+    config = config_of(trainer, folders, kl_in)
+    lm = tiny.load_lm(config, trainable=False).base.double().requires_grad_(True)
+    critic = Critic.from_pretrained(folders[1], dtype=torch.float64)
+
+    def values_of(whole):
+        states = critic.classifier.base_model(input_ids=whole).last_hidden_state
+        return (critic.classifier.score(states)[..., 0] - 0.1) / 0.7
+
+    cases = [case(rank, sets) for rank in ranks]
+    rows = rows_of(cases, lm, values_of)
+    t = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+    t["d"], log_ratio = t["logprobs"] - t["ref_logprobs"], t["logprobs"] - t["old_logprobs"]
+    t["k3"], t["ratio"] = torch.expm1(-t["d"]) + t["d"], log_ratio.exp()
+    scores = sum((given["scores"] for given in cases), [])
+    points = torch.tensor([math.nan if score is None else score for score in scores]).double()
+    responses = sum((given["responses"] for given in cases), [])
+    stopped = torch.tensor([response.finish == "stop" for response in responses])
+    own = {"grpo": of_grpo, "ppo": of_ppo}[trainer](rows, t, points, stopped, kl_in)
+
+    def per_response(values):
+        return values.sum() / len(rows)
+
+    def gradient_norm(loss, model):
+        gradient = torch.autograd.grad(loss, list(model.parameters()))
+        return math.sqrt(sum(g.square().sum().item() for g in gradient))
+
+    if trainer == "ppo":
+        own["optim/critic_grad_norm"] = gradient_norm(own["loss/value_avg"], critic)
+    lengths = torch.tensor([len(response.ids) for response in responses]).double()
+    judged = points[~points.isnan()]
+    found = own | {
+        "lr": 1e-3,
+        "optim/grad_norm": gradient_norm(own["loss/total_avg"], lm),
+        "episode": 3 * len(rows),
+        "objective/kl1_avg": per_response(t["d"]),
+        "objective/kl2_avg": per_response(t["d"] ** 2 / 2),
+        "objective/kl3_avg": per_response(t["k3"]),
+        "objective/kl4_avg": per_response(t["ratio"] * t["d"]),
+        "objective/kl_exact": per_response(t["kl"]),
+        "objective/entropy": per_response(-t["old_logprobs"]),
+        "objective/rlhf_reward": own["objective/scores"] + own["objective/non_score_reward"],
+        "objective/kl_coef": KL_COEF,
+        "policy/approxkl_avg": (log_ratio**2 / 2).mean(),
+        "policy/entropy_avg": t["true_entropy"].mean(),
+        "val/ratio": t["ratio"].mean(),
+        "val/first_ratio": t["ratio"].mean(),
+        "val/ratio_var": t["ratio"].var(unbiased=False),
+        "val/num_eos_tokens": stopped.sum(),
+        "val/stop_rate": stopped.double().mean(),
         "completions/mean_length": lengths.mean(),
         "completions/min_length": lengths.min(),
         "completions/max_length": lengths.max(),
-        "completions/clipped_ratio": 1 - stop_rate,
+        "completions/clipped_ratio": 1 - stopped.double().mean(),
         "rewards/points/mean": judged.mean(),
         "rewards/points/std": judged.std(unbiased=False),
-        "rewards/points/none": 1 - len(judged) / len(scores),
+        "rewards/points/none": points.isnan().double().mean(),
     }
     return {key: torch.as_tensor(value).item() for key, value in found.items()}
 
 
-def test_every_metric_of_a_step_is_its_definition_in_two_micro_batches_on_two_ranks(tmp_path):
-    folder = tiny.model_folder(tmp_path / "model")
-    first, second = run_distributed(step_of_a_rank, 2, folder, timeout=200)
-    timings = {key for key in first if key.startswith(("time/", "perf/"))}
-    expected = definitions(folder)
-    assert abs(expected["val/ratio"] - 1) > 0.05 and expected["objective/kl1_avg"] != pytest.approx(
-        0, abs=0.05
-    )
-    assert first.keys() - timings == expected.keys()
-    one, other = (definitions(folder, [rank]) for rank in range(2))
-    alike = {key for key in expected if one[key] == pytest.approx(other[key])}
-    assert alike == {"lr", "objective/kl_coef", "episode", "groups/sampled", "groups/trained"}
-    evaluated = {key for key in tiny.usual("grpo") if key.startswith("eval/")}
-    assert {key for key in first if not key.startswith("rewards/")} == tiny.usual(
-        "grpo"
-    ) - evaluated - {"time/save"}
+SAME_ON_RANKS = {"lr", "optim/critic_lr", "objective/kl_coef", "episode", "optim/updates"}
+SAME_ON_RANKS |= {"groups/sampled", "groups/trained"}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "kl_in", "sets"),
+    [("grpo", "loss", False), ("ppo", "reward", False), ("ppo", "loss", True)],
+)
+def test_every_metric_of_a_step_is_its_definition_in_two_micro_batches_on_two_ranks(
+    trainer, kl_in, sets, folders
+):
+    given = trainer, folders, kl_in, sets
+    first, second = run_distributed(step_of_a_rank, 2, *given, timeout=200)
+    expected = definitions(*given)
+    assert abs(expected["val/ratio"] - 1) > 0.05 < abs(expected["objective/kl1_avg"])
+    assert all(0 < expected[key] < 1 for key in expected if "clipfrac" in key)
+    one, other = (definitions(*given, ranks=[rank]) for rank in range(2))
+    assert {key for key in one if one[key] == pytest.approx(other[key])} <= SAME_ON_RANKS
+    named = {key for key in tiny.usual(trainer) if not key.startswith("eval/")} - {"time/save"}
+    assert {key for key in first if not key.startswith("rewards/")} == named
+    of_time = {key for key in first if key.startswith(("time/", "perf/"))}
+    assert first.keys() - of_time == expected.keys()
     for key, value in expected.items():
-        assert first[key] == pytest.approx(value, rel=2e-5, abs=1e-7), key
+        assert first[key] == pytest.approx(value, rel=5e-5, abs=1e-7), key
         assert second[key] == first[key], key
 
 

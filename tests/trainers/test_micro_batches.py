@@ -68,46 +68,6 @@ def folders(tmp_path_factory):
     return made, tiny.reward_folder(folder / "reward", made)
 
 
-STEPS = {
-    "sft": (steps.sft_step, {}),
-    "sft, padded": (steps.sft_step, {"packed": False}),
-    "reward": (steps.reward_step, {"packed": False}),
-    "ppo": (steps.ppo_step, {"critic": "reward"}),
-    "grpo": (steps.grpo_step, {}),
-    "grpo, prompts apart": (steps.grpo_step, {"share_prompts": False}),
-    "gspo, top entropy": (steps.grpo_step, {"preset": "gspo", "top_entropy": 0.2}),
-}
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_a_step_is_the_same_in_micro_batches_by_tokens(folders, name):
-    make, options = STEPS[name]
-    options = options | ({"critic": folders[1]} if "critic" in options else {})
-    found = []
-    with steps.process_group():
-        responses = steps.responses_of(steps.small_config("grpo", folders[0]))
-        for tokens in (None, 1, 60, 10_000):
-            torch.manual_seed(0)
-            step = make(folders[0], CPU, responses, micro_batch_tokens=tokens, **options)
-            torch.manual_seed(1)
-            found.append(step())
-    expected = found[0]
-    padding = expected.metrics["perf/padding"]
-    assert 0 <= padding < 1
-    for other in found[1:]:
-        a, b = (
-            {k: v for k, v in m.metrics.items() if k[:5] not in ("time/", "perf/")}
-            for m in (expected, other)
-        )
-        assert b == pytest.approx(a, rel=1e-4, abs=1e-6)
-        for ours, theirs in zip(other.modules, expected.modules, strict=True):
-            for (key, x), y in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-                torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6, msg=key)
-    # One sequence, or one pair, is not padded to the length of another one.
-    if name != "reward" and "sft" not in name:
-        assert found[1].metrics["perf/padding"] == 0
-
-
 def test_packed_rows_leave_room_for_their_pads():
     draw = random.Random(0)
     completions = [[1] * draw.randint(2, 60) for _ in range(200)]

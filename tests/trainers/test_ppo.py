@@ -1,4 +1,4 @@
-"""The numbers that decide whether PPO works, each on its own; a whole step is in test_ppo_step.py."""
+"""The numbers that decide whether PPO works, each on its own; a whole step is in test_metrics.py."""
 
 import functools
 

@@ -155,34 +155,44 @@ def folders(tmp_path_factory):
     return made, tiny.reward_folder(folder / "reward", made)
 
 
-@pytest.mark.parametrize("name", ["sft", "reward", "ppo", "grpo", "gspo"])
-def test_a_step_is_that_of_padded_rows(name, folders, flash, monkeypatch):
-    makes = {"gspo": steps.grpo_step} | {
-        n: vars(steps)[f"{n}_step"] for n in ("sft", "reward", "ppo", "grpo")
-    }
-    options = {
-        "gspo": {"preset": "gspo", **APART},
-        "grpo": APART,
-        "ppo": {"critic": folders[1]},
-    }.get(name, {})
-    if name in ("sft", "reward"):
-        options = {"packed": False}
+# What makes a step, its options, and those of rows of several sequences.
+STEPS = {
+    "sft": (steps.sft_step, {"packed": False}, {"packed": True}),
+    "reward": (steps.reward_step, {"packed": False}, {"packed": True}),
+    "ppo": (steps.ppo_step, {"critic": "reward"}, {}),
+    "grpo": (steps.grpo_step, APART, {}),
+    "grpo, prompts shared": (steps.grpo_step, {}, {}),
+    "gspo": (steps.grpo_step, APART | {"preset": "gspo", "top_entropy": 0.2}, {}),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_is_the_same_however_its_tokens_lie_in_rows_and_micro_batches(
+    name, folders, flash, monkeypatch
+):
+    make, options, together = STEPS[name]
+    if "critic" in options:
+        options = options | {"critic": folders[1]}
+    forms = [{}, *({"micro_batch_tokens": most} for most in (1, 60, 10_000))]
+    forms.append(together | {"micro_batch_tokens": 60})
+    if "shared" not in name:  # for which flash attention has no mask
+        forms += [together | FLASH, together | FLASH | {"micro_batch_tokens": 50}]
     found = []
     with steps.process_group():
         responses = steps.responses_of(steps.small_config("grpo", folders[0]))
-        for attn in ({}, FLASH, FLASH | {"micro_batch_tokens": 50}):
-            if attn and name in ("sft", "reward"):
-                options = {"packed": True}
-                monkeypatch.setattr(
-                    packing, "costs_of", lambda lm: packing.Costs(1.0, 0.0, masked=False)
-                )
+        for form in forms:
+            costs = packing.Costs(1.0, 0.0, masked="attn_implementation" not in form)
+            monkeypatch.setattr(packing, "costs_of", lambda lm, costs=costs: costs)
             torch.manual_seed(0)
-            step = makes[name](folders[0], CPU, responses, **attn, **options)
+            step = make(folders[0], CPU, responses, **options | form)
             torch.manual_seed(1)
             found.append(step())
-    assert CALLS
+    paddings = [step.metrics["perf/padding"] for step in found]
+    if CALLS:
+        assert paddings[-2:] == [0, 0] and paddings[0] > 0
+    # One sequence is not padded to the length of another one; the sides of a pair are.
+    assert (paddings[1] == 0) == (name != "reward") and bool(CALLS) == ("shared" not in name)
     for other in found[1:]:
-        assert other.metrics["perf/padding"] == 0 < found[0].metrics["perf/padding"]
         a, b = (
             {k: v for k, v in m.metrics.items() if k[:5] not in ("time/", "perf/")}
             for m in (found[0], other)
