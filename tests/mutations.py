@@ -571,13 +571,13 @@ MUTATIONS = {
         "trainers/policy/policy.py",
         '"temperature": self.config.temperature,',
         '"temperature": 1.0,',
-        "tests/trainers/test_truncated.py tests/trainers/test_rollout.py",
+        f"{DEFINITIONS} tests/trainers/test_rollout.py",
     ),
     "the sets of a minibatch are its neighbours'": Mutation(
         "trainers/data/batch.py",
         "support = support.select(shift + torch.arange(len(shift)))",
         "support = support.select((shift + torch.arange(len(shift))).flip(0))",
-        "tests/trainers/test_truncated.py tests/trainers/test_turns.py -k 'parts_of or over_the_sets'",
+        "tests/trainers/test_turns.py -k parts_of",
     ),
     "a response loses its stop token": Mutation(
         "trainers/rollouts/generate.py",

@@ -9,15 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fused_rl.ops import tiles
 from fused_rl.trainers import cli
 from fused_rl.trainers.policy import teacher
-from tests.trainers import figures, tiny
+from tests.trainers import divided, figures, tiny
 from tests.trainers.runs import VERIFIER
 
 VOCAB = 4096
 # Micro-batches have 100 tokens or more. The weights, flattened by ZeRO, are as large as the logits of 40.
 MOST = 64 * VOCAB
-BUCKET = (
-    500_000_000  # elements that DeepSpeed sets aside for gradients on their way, whatever the model
-)
+BUCKET = 500_000_000  # elements that DeepSpeed sets aside for gradients, whatever the model
 
 ROWS = {"completion_column": "answer"}
 SAMPLED = {"verifiers": VERIFIER, "prompts_per_step": 4, "max_new_tokens": 16, "temperature": 0.7}
@@ -61,17 +59,8 @@ def files(tmp_path_factory):
     config.update({"vocab_size": VOCAB, "tie_word_embeddings": False})
     torch.manual_seed(0)
     transformers.Qwen2ForCausalLM(config).save_pretrained(model)
-    rows = []
-    for i, row in enumerate(tiny.sums(20)):
-        pair = {"prompt": row["question"], "chosen": row["answer"], "rejected": "No. " * 5}
-        rows.append(row | pair | {"label": bool(i % 2), "completion": row["answer"]})
-    for name in ("sft", "distill", "ppo", "grpo"):
-        tiny.jsonl(
-            folder / f"{name}.jsonl", [{k: r[k] for k in ("question", "answer")} for r in rows]
-        )
-    for name, columns in (("reward", "prompt chosen rejected"), ("kto", "prompt completion label")):
-        tiny.jsonl(folder / f"{name}.jsonl", [{k: r[k] for k in columns.split()} for r in rows])
-    (folder / "dpo.jsonl").write_text((folder / "reward.jsonl").read_text())
+    tiny.jsonl(folder / "rows.jsonl", divided.pairs(20))
+    tiny.jsonl(folder / "marked.jsonl", divided.marked(20))
     return folder
 
 
@@ -81,9 +70,8 @@ def largest(name: str, files, output, **options) -> Largest:
     if name == "distill":
         given["teacher"] = str(files / "model")
     given |= OPTIONS[name] | options
-    config = tiny.config_of(
-        name, str(files / "model"), str(files / f"{name}.jsonl"), str(output), **given
-    )
+    dataset = files / ("marked.jsonl" if name == "kto" else "rows.jsonl")
+    config = tiny.config_of(name, str(files / "model"), str(dataset), str(output), **given)
     module = importlib.import_module(cli.TRAINERS[name].module)
     with figures.drawn(), Largest() as found:
         module.train(config)

@@ -13,10 +13,12 @@ import torch
 from fused_rl.trainers import grpo, ppo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
+from fused_rl.trainers.models import packing
 from fused_rl.trainers.policy import policy, setup
 from fused_rl.trainers.policy.critic import Critic, load_critic
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from tests.distributed import run_distributed
+from tests.marks import slow
 from tests.trainers import steps, tiny
 from tests.trainers.steps import EOS, GROUP, LENGTH, TEMPERATURE
 
@@ -54,10 +56,9 @@ OPTIONS = {
 }
 
 
-def config_of(trainer: str, folders, kl_in: str):
+def config_of(trainer: str, folders, options):
     critic = {"critic": folders[1]} if trainer == "ppo" else {}
-    options = COMMON | OPTIONS[trainer] | critic
-    return tiny.config_of(trainer, folders[0], kl_in=kl_in, **options)
+    return tiny.config_of(trainer, folders[0], **COMMON | OPTIONS[trainer] | critic | options)
 
 
 def case(rank: int, sets: bool) -> dict:
@@ -130,13 +131,15 @@ def stale_values(input_ids):
     return 0.5 * torch.cos((input_ids[:, :-1] + 3 * input_ids[:, 1:]).double()).float()
 
 
-def step_of_a_rank(rank, world, trainer, folders, kl_in, sets):
+def step_of_a_rank(rank, world, trainer, folders, options, sets):
     """The metrics of one `train_step`."""
     engine.setup(1)
-    config, given = config_of(trainer, folders, kl_in), case(rank, sets)
+    config, given = config_of(trainer, folders, options), case(rank, sets)
     tokenizer = encode.load_tokenizer(folders[0])
     made = setup.load_policy(config, tokenizer, [Scorer(given["scores"])], CPU, updates=4)
     made.sampler = Sampler(given["responses"])
+    if options.get("share_prompts"):
+        made.costs = packing.Costs(token=1.0, pair=0.0)
 
     def measure(policy_, batch, parts, **options):
         mask, masked = batch.response_mask, {}
@@ -285,12 +288,12 @@ def of_ppo(rows, t, points, stopped, kl_in) -> dict:
     }
 
 
-def definitions(trainer, folders, kl_in, sets, ranks=(0, 1)) -> dict[str, float]:
+def definitions(trainer, folders, options, sets, ranks=(0, 1)) -> dict[str, float]:
     """Every metric from its definition, in fp64, over all responses of these ranks at once.
 
     The policy and the critic have none of our code in their forward passes.
     """
-    config = config_of(trainer, folders, kl_in)
+    config = config_of(trainer, folders, options)
     lm = tiny.load_lm(config, trainable=False).base.double().requires_grad_(True)
     critic = Critic.from_pretrained(folders[1], dtype=torch.float64)
 
@@ -307,7 +310,7 @@ def definitions(trainer, folders, kl_in, sets, ranks=(0, 1)) -> dict[str, float]
     points = torch.tensor([math.nan if score is None else score for score in scores]).double()
     responses = sum((given["responses"] for given in cases), [])
     stopped = torch.tensor([response.finish == "stop" for response in responses])
-    own = {"grpo": of_grpo, "ppo": of_ppo}[trainer](rows, t, points, stopped, kl_in)
+    own = {"grpo": of_grpo, "ppo": of_ppo}[trainer](rows, t, points, stopped, config.kl_in)
 
     def per_response(values):
         return values.sum() / len(rows)
@@ -354,14 +357,21 @@ SAME_ON_RANKS = {"lr", "optim/critic_lr", "objective/kl_coef", "episode", "optim
 SAME_ON_RANKS |= {"groups/sampled", "groups/trained"}
 
 
-@pytest.mark.parametrize(
-    ("trainer", "kl_in", "sets"),
-    [("grpo", "loss", False), ("ppo", "reward", False), ("ppo", "loss", True)],
-)
+CASES = [
+    ("grpo", {"kl_in": "loss"}, False),
+    ("grpo", {"loss_from": "logits"}, True),
+    slow("grpo", {"share_prompts": True}, True),
+    slow("grpo", {"loss_from": "logits", "share_prompts": True}, True),
+    ("ppo", {"kl_in": "reward"}, False),
+    ("ppo", {"kl_in": "loss"}, True),
+]
+
+
+@pytest.mark.parametrize(("trainer", "options", "sets"), CASES)
 def test_every_metric_of_a_step_is_its_definition_in_two_micro_batches_on_two_ranks(
-    trainer, kl_in, sets, folders
+    trainer, options, sets, folders
 ):
-    given = trainer, folders, kl_in, sets
+    given = trainer, folders, options, sets
     first, second = run_distributed(step_of_a_rank, 2, *given, timeout=200)
     expected = definitions(*given)
     assert abs(expected["val/ratio"] - 1) > 0.05 < abs(expected["objective/kl1_avg"])

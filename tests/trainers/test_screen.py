@@ -56,10 +56,7 @@ def test_what_a_run_wrote_after_its_checkpoint_is_cut(tmp_path):
         file.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3)))
     Logger(sft.SFTConfig(model="m", dataset="d", output_dir=str(tmp_path)), 2).close()
     for file in files:
-        assert [json.loads(line) for line in file.read_text().splitlines()] == [
-            {"step": 1},
-            {"step": 2},
-        ]
+        assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
 def test_json_is_strict():
@@ -73,10 +70,5 @@ def test_json_is_strict():
         }
     )
     assert text.encode()
-    assert json.loads(text, parse_constant=pytest.fail) == {
-        "a": None,
-        "b": [None, 1.5, [None]],
-        "c": {"d": None},
-        "e": "x",
-        "f": "\ud800",
-    }
+    expected = {"a": None, "b": [None, 1.5, [None]], "c": {"d": None}, "e": "x", "f": "\ud800"}
+    assert json.loads(text, parse_constant=pytest.fail) == expected
