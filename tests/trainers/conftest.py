@@ -1,7 +1,6 @@
 """The trainers are tested on the CPU path: the interpreter would only be slow here, and tests/ covers the kernels."""
 
 import shutil
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -63,26 +62,3 @@ def server(fake):
 def run(whole, tmp_path):
     """A copy of it, for a test to change."""
     return Path(shutil.copytree(whole, tmp_path / "run"))
-
-
-@pytest.fixture
-def tally(request):
-    """`tally(kind, outcome)` counts a fault that was tried, for the table at the end of the session."""
-
-    def count(kind: str, outcome: str) -> None:
-        request.node.user_properties.append(("fault", (kind, outcome)))
-
-    return count
-
-
-def pytest_terminal_summary(terminalreporter):
-    """How many faults of each kind were tried, and what came of them."""
-    reports = sum(terminalreporter.stats.values(), [])
-    called = [report for report in reports if getattr(report, "when", None) == "call"]
-    properties = sum((report.user_properties for report in called), [])
-    outcomes = Counter(tuple(value) for name, value in properties if name == "fault")
-    kinds = dict.fromkeys(kind for kind, _ in outcomes)
-    for kind in kinds:
-        of_kind = {outcome: count for (k, outcome), count in sorted(outcomes.items()) if k == kind}
-        said = ", ".join(f"{count} {outcome}" for outcome, count in of_kind.items())
-        terminalreporter.write_line(f"{kind}: {sum(of_kind.values())} tried: {said}")

@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from tests import digests
+from tests.trainers import test_hooks
 
 # Each part that keeps a state of its own is in one of them: order, generators, optimizer, lag, critic, KL controller.
 FAST = {"sft-zero1", "grpo-synced"}
@@ -15,6 +16,9 @@ CASES = [
     (name, 8, {}) if name in FAST else pytest.param(name, 8, {}, marks=pytest.mark.slow)
     for name in digests.CASES
 ]
+HOOKED = test_hooks.HOOKED | {"steps": 4}
+CASES.append(("sft-zero1", 2, HOOKED))
+CASES.append(pytest.param("grpo-zero0", 2, HOOKED, marks=pytest.mark.slow))
 CASES.append(("reward-zero0", 10, {}))  # nothing is left to train
 CASES.append(("grpo-zero0", 4, {"steps": 6, "micro_batch_tokens": 60}))
 
