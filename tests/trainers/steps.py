@@ -101,7 +101,7 @@ def fake_policy(config, module, responses, scores) -> policy.Policy:
 def measured_of(exact, batch) -> policy.BeforeUpdate:
     """Log-probabilities of a policy that sampled and of a reference, a little off those of the policy."""
     old, ref, entropy = (torch.zeros(batch.response_mask.shape) for _ in range(3))
-    for i, row in enumerate(exact["rows"]):
+    for i, row in enumerate(exact["rows"][: len(old)]):
         old[i, row["at"]] = row["logprobs"].detach().float() + row["drift"][0]
         ref[i, row["at"]] = row["logprobs"].detach().float() + row["drift"][1]
         entropy[i, row["at"]] = row["entropy"].detach().float()
@@ -115,7 +115,8 @@ def accumulated(folder, exact, **options):
     made = fake_policy(config, Plain(lm), exact["responses"], exact["scores"])
     drawn = groups.collect(made, exact["prompts"], None, 1)
     advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.included)
-    measured, parts = measured_of(exact, drawn.rollout.batch), list(torch.arange(8).split(3))
+    measured = measured_of(exact, drawn.rollout.batch)
+    parts = list(torch.arange(len(drawn.included)).split(3))
     sums = grpo.accumulate(made, drawn, measured, advantages, parts, 1, on_policy=False)
     return sums, lm, advantages
 

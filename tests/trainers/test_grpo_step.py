@@ -100,19 +100,13 @@ def test_a_step_of_every_other_surrogate_is_its_loss(folder, exact, surrogate):
     assert_step_is(exact, sums["loss"], lm, loss)
 
 
-@pytest.mark.parametrize(
-    "options", [{"micro_batch_size": 3}, {"micro_batch_size": 8, "minibatches": 2}]
-)
-def test_covariances_are_of_a_whole_update(folder, options):
-    """Of 8 responses: three micro-batches are refused, and so are two processes; one of each is not."""
+@pytest.mark.parametrize(("world", "micro_batch_size", "minibatches"), [(1, 3, 1), (2, 8, 2)])
+def test_covariances_are_of_a_whole_update(folder, world, micro_batch_size, minibatches):
+    """Micro-batches of 8 responses are refused, and so are two processes."""
+    options = {"micro_batch_size": micro_batch_size, "minibatches": minibatches}
     config = config_of(folder, surrogate="kl-cov", verifiers=["math"], **options)
-    if options["micro_batch_size"] == 8:
-        assert grpo.arithmetic(config, 1)["optimizer updates per step"] == 2
-    with pytest.raises(
-        InputError,
-        match="surrogate=kl-cov compares all tokens of an update, (8|4) responses: give one",
-    ):
-        grpo.arithmetic(config, 2 if options["micro_batch_size"] == 8 else 1)
+    with pytest.raises(InputError, match="surrogate=kl-cov compares all tokens of an update, [48]"):
+        grpo.arithmetic(config, world)
 
 
 def test_ratios_to_the_samplers_log_probabilities(folder, exact, monkeypatch):
@@ -202,21 +196,11 @@ def test_ranks_meet_equally_often_whatever_one_of_them_leaves_out(folder, exact,
 # With 2 the group that is dropped fills up the second one.
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_a_dropped_group_is_as_if_it_had_not_been_drawn(folder, exact, minibatches):
-    scores = [0.0, 2, 1, 2, 1, 1, 1, 1]
-    given = exact | {"scores": scores}
+    given = exact | {"scores": [0.0, 2, 1, 2, 1, 1, 1, 1]}
     options = {"zero_variance": "drop", "minibatches": minibatches, "mask_truncated": True}
-    config = config_of(folder, kl_coef=0.1, kl_estimator="k3", **options)
-    lm = tiny.load_lm(config)
-    made = fake_policy(config, Plain(lm), exact["responses"], scores)
-    drawn = groups.collect(made, exact["prompts"], None, 1)
-    assert len(drawn.included) == 4 * minibatches and drawn.included.sum() == 4
-    measured = measured_of(
-        given | {"rows": exact["rows"][: len(drawn.included)]}, drawn.rollout.batch
-    )
-    advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.included)
-    parts = list(torch.arange(len(drawn.included)).split(3))
-    sums = grpo.accumulate(made, drawn, measured, advantages, parts, 1, on_policy=False)
-
+    options |= {"kl_coef": 0.1, "kl_estimator": "k3"}
+    sums, lm, advantages = accumulated(folder, given, **options)
+    assert len(advantages) == 4 * minibatches
     # A mean over the four responses of the first group, of which those that were cut count 0.
     losses, there = clipped(exact, torch.cat([advantages[:4], torch.zeros(4)]))
     logprobs, _, ref, _, _ = exact_terms(exact)
