@@ -88,28 +88,9 @@ def test_what_is_outside_of_its_folder_goes_when_a_run_ends(ends, tmp_path):
 def living(files, tmp_path_factory):
     """(process, folder) of a run in another process that has made a few steps, and makes many more."""
     folder = tmp_path_factory.mktemp("living")
-    words = [
-        "--model",
-        files[0],
-        "--dataset",
-        files[1],
-        "--completion_column",
-        "answer",
-        "--eval_size",
-        "0",
-    ]
-    words += [
-        "--steps",
-        "100000",
-        "--batch_size",
-        "2",
-        "--output_dir",
-        "run",
-        "--save_every",
-        "2",
-        "--zero_stage",
-        "0",
-    ]
+    words = killed.words_of(
+        run_config(files, "run", steps=100000, eval_size=0, batch_size=2, save_every=2)
+    )
     (process,) = killed.start("sft", words, folder)
     while process.is_alive() and not store.steps_in(folder / "run" / "checkpoints"):
         time.sleep(0.05)

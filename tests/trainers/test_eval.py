@@ -102,10 +102,7 @@ def test_the_figures_are_those_by_hand(folder, tmp_path, monkeypatch, capsys):
     assert [row["finish"] for row in second] == ["stop"] * 4 + ["length"] and second[1][
         "tokens"
     ] == 2
-    printed = capsys.readouterr().out
-    assert (
-        re.search(r"\naccuracy_greedy +0.6\n", printed) and str(out / "responses.jsonl") in printed
-    )
+    assert re.search(r"\naccuracy_greedy +0.6\n", capsys.readouterr().out)
 
 
 def test_responses_are_those_of_the_model_and_equal_seeds_are_equal(folder, tmp_path):
@@ -141,35 +138,6 @@ def test_a_response_may_be_as_long_as_the_model_has_positions(folder, tmp_path, 
     encoder = encode.Encoder(encode.load_tokenizer(str(folder / "model")))
     prompt = tiny.prompt(encoder, load_rows(rows)[0], None)
     assert f"max_new_tokens: {128 - len(prompt)}\n" in printed  # the model has 128 positions
-
-
-REFUSED = {
-    "--verifier_weights [1]": "verifier_weights=.1.0. has no meaning without --verifiers",
-    "--solved_at [1]": "solved_at=.1.0. has no meaning without --verifiers",
-    "--verifiers format --max_prompt_length 2": "no prompt is left of 5: 5 with a prompt longer than",
-    "--verifiers format --max_new_tokens 200": "the model has 128 positions; lower max_new_tokens",
-    "--model model --revision main": "revision=main is of a model on the Hub, and model=model is a folder",
-    "--output_dir model": r"output_dir=.*model already holds summary.json; replace",
-}
-
-
-@pytest.mark.parametrize("line", REFUSED)
-def test_what_cannot_be_evaluated_is_refused_in_a_line(line, folder, tmp_path, monkeypatch, capsys):
-    here = shutil.copytree(folder, tmp_path / "here")
-    monkeypatch.chdir(here)
-    (here / "model" / "summary.json").write_text("{}")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    before = sorted(here.rglob("*"))
-    with pytest.raises(SystemExit) as refusal:
-        command.main(["--model", "model", "--dataset", "rows.jsonl", *line.split()])
-    said = (
-        refusal.value.code
-        if isinstance(refusal.value.code, str)
-        else capsys.readouterr().err.strip()
-    )
-    assert said.startswith("fused-rl eval: error: ") and "\n" not in said
-    assert re.search(REFUSED[line], said), said
-    assert sorted(here.rglob("*")) == before
 
 
 def evaluate_on(rank, world, argv):

@@ -121,7 +121,6 @@ def test_what_is_shown_is_drawn_at_random_and_the_same_for_a_seed():
         rows = sample_rows_of("training", rollout, range(among), count, seed, tokenizer)
         return [row["prompt"][0] for row in rows]
 
-    torch.manual_seed(1)
     before = torch.get_rng_state(), random.getstate()
     picked = [shown(8, seed) for seed in range(20)]
     assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()

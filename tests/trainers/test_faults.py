@@ -306,7 +306,8 @@ def test_two_ranks_one_of_which_gets_a_signal(kind, sent, whole, good, tmp_path)
     expected = whole("sft", 2, *options)
     folder = without_run(good, tmp_path / "folder")
     argv = argv_to_go_on("sft", folder, *options)
-    moment = Moment(1, "unfinished-step-2", signal=sent, rank=rank)
+    at = "unfinished-step-2" if sent is signal.SIGKILL else "unfinished-step-1"
+    moment = Moment(1, at, signal=sent, rank=rank)
     if SEED is not None and sent is signal.SIGKILL:
         moment = anywhere(expected, rank)
     statuses = run("sft", argv, folder, moment, ranks=2)

@@ -130,12 +130,6 @@ def test_an_example_of_the_page_is_a_command_that_ours_takes(processes, config, 
     assert trainer != "ppo" or ours.steps * batch == given["total_episodes"]
 
 
-def test_every_trainer_has_an_example():
-    assert {
-        re.search(r"(?:fused-rl |trainers\.)(\w+)", command)[1] for *_, command in EXAMPLES
-    } == {*cli.TRAINERS}
-
-
 def config_of_trl(name):
     """Return a class of TRL's options, as the release that is installed has it; None if it has none of the name."""
     trl = pytest.importorskip("trl")
@@ -143,17 +137,6 @@ def config_of_trl(name):
         return getattr(trl, name)
     room = f"trl.experimental.{name.removesuffix('Config').lower()}"
     return None if name == "PPOConfig" else getattr(importlib.import_module(room), name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("processes", "config", "given", "command"), EXAMPLES, ids=IDS)
-def test_trl_takes_its_config_of_an_example(
-    processes, config, given, command, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    config_class = config_of_trl(config)
-    if config_class is not None:
-        config_class(**eval(f"dict(output_dir={given})"), use_cpu=True)
 
 
 @pytest.mark.slow

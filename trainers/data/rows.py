@@ -365,7 +365,8 @@ def rows_of_sources(
     sizes = [os.path.getsize(s) if isinstance(s, str) else s.data.nbytes for s in sources]
     key = None
     if sum(sizes) < SMALL:
-        table = datasets.Dataset.from_list([*rows()], FEATURES)
+        few = [*rows()]
+        table = few and datasets.Dataset.from_list(few, FEATURES)  # which takes no empty list
     else:
         contents = [
             [*Path(s).suffixes, *fingerprint(Path(s))] if isinstance(s, str) else [s._fingerprint]

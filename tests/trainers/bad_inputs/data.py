@@ -94,20 +94,13 @@ DATA = [
     ),
     *of("sft", "a dataset whose name is empty", "dataset", "--dataset", ""),
     *data(ALL, "an empty file", "", "data.jsonl has no rows"),
-    *data("sft", "half a JSON list", '[{"question": "a"},\n', "data.json: not JSON", "data.json"),
-    *data(
-        "sft",
-        "CSV with an open quote",
-        'question,answer\n"1,2\n',
-        "data.csv.* cannot be read",
-        "data.csv",
-    ),
+    *data("sft", "half a JSON list", '[{"question": "a"},\n', "data.json .*not JSON", "data.json"),
     *data("sft", "half a Parquet file", b"PAR1", "data.parquet.* cannot be read", "data.parquet"),
     *data(
         "sft",
         "packed lines",
         b"\x1f\x8b",
-        "d.jsonl.gz cannot be unpacked: EOFError",
+        "d.jsonl.gz cannot be read",
         "d.jsonl.gz",
     ),
     *line(ALL, "{", "not JSON"),
@@ -165,7 +158,7 @@ DATA = [
         READERS,
         "all prompts too long",
         LONG * 12,
-        r"(all \d+ rows are longer|20\d+ tokens and up to|has 128)",
+        r"data.jsonl: no (row|prompt) is left of 1\d",
     ),
     *words(
         "reward",
@@ -201,8 +194,8 @@ DATA = [
     *line(
         "sft",
         json.dumps({"question": [USER, CALLS]}),
-        "turn has tool_calls, but the chat template leaves it out",
+        "turn has tool_calls, but the chat template leaves",
     ),
     *cell("reward", "chosen", [CALLS], "one response is text and the other one is messages"),
-    *words("sft", "--max_length 3", "rows.jsonl: all 10 rows are longer than .*max_length"),
+    *words("sft", "--max_length 3", "rows.jsonl: no row is left of 10.*max_length"),
 ]

@@ -90,7 +90,7 @@ OPTIONS = [
     *words(
         "grpo",
         '--surrogate_options {"sapo_temperature":2.0}',
-        "unknown option 'sapo_temperature'.*sapo_temperature_pos",
+        "'sapo_temperature'.*sapo_temperature_pos",
     ),
     *words("grpo", "--minibatches 3", "minibatches=3 does not divide the 4 responses"),
     *words("sft", "--offload --zero_stage 1", "offload=True needs zero_stage 2 or 3"),
@@ -148,9 +148,9 @@ OPTIONS = [
         "--lora_alpha 16",
         "lora_alpha=16.0 says how adapters are made or saved, but there are none",
     ),
-    *words(
-        "sft", "--load_in_4bit", "load_in_4bit: weights of 4 bits are not trained, only adapters"
-    ),
+    *words("sft", "--load_in_4bit", "load_in_4bit"),
+    *words("sft", "--load_in_4bit --lora_rank 2 --zero_stage 3", "load_in_4bit"),
+    *words("sft", "--load_in_4bit --lora_rank 2 --save_merged", "save_merged|load_in_4bit"),
     *words(
         "reward",
         "--load_in_4bit",
@@ -223,6 +223,11 @@ OPTIONS = [
         "--server http://a:1 --server_api_key_env NO_SUCH",
         "server_api_key_env=NO_SUCH: .* holds no key",
     ),
+    *words("eval", "--verifiers null --verifier_weights [1]", "verifier_weights=.*--verifiers"),
+    *words("eval", "--verifiers null --solved_at [1]", "solved_at=.*--verifiers"),
+    *words("eval", "--max_prompt_length 2", "no prompt is left of 12"),
+    *words("eval", "--max_new_tokens 200", "the model has 128 positions; lower max_new_tokens"),
+    *words("eval", "--revision main", "revision=main .* model=model is a folder"),
     *of("sft", "an output_dir without a name", "output_dir='' is empty", "--output_dir", ""),
     *of(
         "sft",

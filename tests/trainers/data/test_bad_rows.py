@@ -107,3 +107,8 @@ def test_rows_beyond_the_held_out_ones_are_read_with_their_own_numbers():
     with rows.collecting(0):
         raise InputError("x")
     assert [str(error) for error in bad] == ["d.jsonl, line 4: x"]
+
+
+def test_a_file_without_rows_is_named(tmp_path):
+    with pytest.raises(InputError, match="none.jsonl has no rows"):
+        load_rows(tiny.jsonl(tmp_path / "none.jsonl", []))
