@@ -223,16 +223,8 @@ def _likeliest(fake: Fake, ids: list[int], count: int) -> Iterator[dict]:
     logprobs = fake.lm(torch.tensor([ids])).logits[0].log_softmax(-1)
     ranks = logprobs.argsort(-1, descending=True).argsort(-1) + 1
     for t, token in enumerate(ids[1:]):
-        likeliest = logprobs[t].topk(count).indices.tolist()
-        told = dict.fromkeys([token, *likeliest])
-        yield {
-            str(i): {
-                "logprob": float(logprobs[t, i]),
-                "rank": int(ranks[t, i]),
-                "decoded_token": "",
-            }
-            for i in told
-        }
+        told = dict.fromkeys([token, *logprobs[t].topk(count).indices.tolist()])
+        yield {str(i): {"logprob": float(logprobs[t, i]), "rank": int(ranks[t, i])} for i in told}
 
 
 def _tokenize(fake: Fake, body: dict) -> dict:

@@ -1,7 +1,5 @@
 """Checkpoints of activations on the CPU: the same bits, and only the layers' inputs go there."""
 
-import functools
-
 import pytest
 import torch
 
@@ -24,24 +22,17 @@ def gradients(model, loss):
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def of_lm(folder, where, **options):
-    """The gradients of a language model, and the shapes of what went to the CPU."""
-    model = tiny.load_lm(config_of(folder, where, **options))
-    model.train()
+def gradients_of(folder, where, kind):
+    """Through a language model, one with adapters, or a reward model."""
+    torch.manual_seed(0)
     ids = torch.arange(8, 40).view(2, 16)
-    loss = model(ids, torch.ones(2, 15, dtype=torch.bool)).logprobs.sum()
+    if kind == "reward model":
+        model = load_reward_model(config_of(folder, where), torch.device("cpu"))
+        loss = model.train()(ids, torch.ones_like(ids)).sum()
+    else:
+        model = tiny.load_lm(config_of(folder, where, lora_rank=2 * (kind == "adapters")))
+        loss = model.train()(ids, torch.ones(2, 15, dtype=torch.bool)).logprobs.sum()
     return gradients(model, loss)
-
-
-def of_reward_model(folder, where):
-    model = load_reward_model(config_of(folder, where), torch.device("cpu"))
-    model.train()
-    return gradients(model, model(*model_inputs()).sum())
-
-
-def model_inputs():
-    ids = torch.arange(8, 40).view(2, 16)
-    return ids, torch.ones_like(ids)
 
 
 def moved(monkeypatch):
@@ -58,19 +49,17 @@ def moved(monkeypatch):
     return shapes
 
 
+@pytest.mark.parametrize("kind", ["language model", "adapters", "reward model"])
+def test_a_model_saves_its_layers_inputs_alone_and_has_the_same_bits(folder, monkeypatch, kind):
+    expected = gradients_of(folder, "device", kind)
+    shapes = moved(monkeypatch)
+    found = gradients_of(folder, "cpu", kind)
+    assert [shape for shape in shapes if len(shape) > 1] == [(2, 16, 16)] * LAYERS
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 @pytest.mark.parametrize("where", WHERE)
 def test_without_checkpoints_it_has_no_meaning(folder, where):
     with pytest.raises(InputError, match="without --gradient_checkpointing true"):
         config_of(folder, where).replace(gradient_checkpointing=False).check()
-
-
-@pytest.mark.parametrize("of", [of_lm, functools.partial(of_lm, lora_rank=2), of_reward_model])
-def test_a_model_saves_its_layers_inputs_alone_and_has_the_same_bits(folder, monkeypatch, of):
-    torch.manual_seed(0)
-    expected = of(folder, "device")
-    shapes = moved(monkeypatch)
-    torch.manual_seed(0)
-    found = of(folder, "cpu")
-    assert [shape for shape in shapes if len(shape) > 1] == [(2, 16, 16)] * LAYERS
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
