@@ -113,7 +113,8 @@ def test_a_repository_that_cannot_be_made_is_refused_before_anything_is_read(
 def test_a_push_that_fails_loses_nothing_and_says_how_to_push(files, api, tmp_path):
     api.no_upload = ConnectionError("the line\nwent dead")
     model = tmp_path / "run" / "model"
-    refused(files, tmp_path / "run", f"could not be pushed.* hf upload me/run {model}")
+    words = f"could not be pushed: .*went dead; push it with: hf upload me/own {model}"
+    refused(files, tmp_path / "run", words, hub_model_id="me/own")
     assert tiny.weights(model)
 
 
