@@ -281,11 +281,11 @@ def test_a_score_may_be_any_one_number(score):
 
 
 BROKEN = {
-    "None": "returned None; expected a list of scores .is a `return` missing",
-    "'11'": "returned '11'; expected a list of scores",
+    "None": "returned 0 scores .None.; expected a list of 2",
+    "'11'": "returned 0 scores .'11'.; expected a list of 2",
     # Its keys would be read as scores.
-    "{0: 1.0, 1: 2.0}": "returned {0: 1.0, 1: 2.0}; expected a list of scores",
-    "[1.0]": "returned 1 scores, expected 2",
+    "{0: 1.0, 1: 2.0}": "returned 0 scores .{0: 1.0, 1: 2.0}.; expected a list of 2",
+    "[1.0]": "returned 1 scores .* expected a list of 2",
     "[1.0, '1']": "returned '1' .str. as the score of d.jsonl, line 2",
     "[1.0, float('nan')]": "returned nan .float. as the score of d.jsonl, line 2",
     "[1.0, 1e39]": "returned 1e.39 .float. as the score of d.jsonl, line 2",

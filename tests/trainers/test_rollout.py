@@ -112,26 +112,24 @@ KEPT = [[5, 90], [3, 7, 8]]
 
 # A response of a sampler that reports log-probabilities where the response has some -> the line.
 BROKEN = [
-    (Response([5, 6, 7], "length"), "3 tokens, but max_new_tokens is 2"),
-    (Response([5], "stop"), r"finish='stop' and stop tokens at \[\] of 1"),
+    (Response([5, 6, 7], "length"), "expected at most 2 ids from 0 to below 264, got 3: .5, 6, 7."),
+    (Response([5], "stop"), r"finish='stop' and stop tokens at \[\] of 1; expected stop with"),
     (Response([3, 3], "stop"), r"finish='stop' and stop tokens at \[0, 1\] of 2"),
-    (Response([-1], "length"), "ids must be whole numbers from 0 to below 264, got -1"),
-    (Response([5, 264], "length"), "ids must be whole numbers from 0 to below 264, got 264"),
+    (Response([-1], "length"), "expected at most 2 ids from 0 to below 264, got 1: .-1"),
+    (Response([5, 264], "length"), "expected at most 2 ids .* got 2: .5, 264"),
     (
         Response([5], "length", logprobs=[float("nan")]),
         "a logprob is nan; it must be above -9999, and at most 0",
     ),
     # vLLM's minus infinity, and no numbers.
     (Response([5], "length", logprobs=[-9999.0]), "a logprob is -9999.0; it must be above -9999"),
-    (Response([5], "length", logprobs=["-1.0"]), "a logprob is nan; it must be"),
-    (Response([5], "length", logprobs=-1.0), "logprobs must be a list, got -1.0"),
-    (Response([5], "abort"), "finish='abort'; expected stop or length"),
-    (Response([5], None), "finish=None; expected stop or length"),
-    (Response("5", "length"), "ids must be a list, got '5'"),
-    (Response([5.0], "length"), "ids must be whole numbers from 0 to below 264, got 5.0"),
-    (Response([5], "length", trained=["True"]), "trained must be True or False for each id, got"),
-    (Response([5, 6], "length", support=[[5], [7, 8]]), "the kept set of token 1 is .* its id, 6"),
-    (None, "expected a Response, got None"),
+    (Response([5], "length", logprobs=["-1.0"]), "expected a Response of whole ids and numbers"),
+    (Response([5], "length", logprobs=-1.0), "expected a Response .*'float' object is not iterable"),
+    (Response([5], "abort"), "finish='abort' .* expected stop with"),
+    (Response("5", "length"), "expected a Response of whole ids .*'str' object"),
+    (Response([5.0], "length"), "expected a Response of whole ids .*'float' object"),
+    (Response([5], "length", trained=["True"]), "expected a Response of whole ids and numbers"),
+    (None, "expected a Response .* got None"),
     (Response([5], "length", logprobs=[-0.1, -0.2]), "2 logprobs for 1 ids"),
     (Response([5, 6], "length", support=[[5]]), "1 support for 2 ids"),
     (Response([5, 6], "length", [-0.1, None], trained=[False, True]), "a logprob is None"),
@@ -170,7 +168,7 @@ def test_responses_are_one_for_each_prompt_with_what_the_sampler_declares():
     with pytest.raises(InputError, match="no kept sets, though the sampling truncates"):
         checked(Response([5], "length"), top_k=2)
     with pytest.raises(
-        InputError, match="no logprobs, but the sampler declares tells_logprobs = True"
+        InputError, match="logprobs=None of a sampler with tells_logprobs = True"
     ):
         checked(Response([5], "length"), tells_logprobs=True)
 

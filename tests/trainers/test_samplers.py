@@ -163,12 +163,12 @@ def test_a_sampler_that_hands_everything_on_is_the_run_without_it(files, tmp_pat
             "own_sampler:number returned int; expected a .*types.Sampler",
         ),
         ("own_sampler:Late", KeyError, "the game"),
-        ("own_sampler:Forgetful", InputError, "^the sampler returned None; .* `return` missing"),
-        ("own_sampler:Short", InputError, "^the sampler returned 15 responses, expected 16"),
+        ("own_sampler:Forgetful", InputError, "^the sampler returned 0 responses .None."),
+        ("own_sampler:Short", InputError, "^the sampler returned 15 responses .* a list of 16"),
         (
             "own_sampler:Async",
             InputError,
-            "^the sampler returned <coroutine .*; expected a list of responses",
+            "^the sampler returned 0 responses .<coroutine .*; expected a list of 16",
         ),
     ],
 )

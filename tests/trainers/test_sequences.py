@@ -251,7 +251,7 @@ def test_what_a_scorer_returns_is_that_of_each_part():
     assert first == second
     scores, of_text, of_columns = first
     assert scores == [1.0, 3.0]
-    assert "returned '12'; expected a list" in of_text
+    assert "returned 0 scores ('12')" in of_text
     assert "gave 1 values for 2 responses" in of_columns
 
 
