@@ -60,12 +60,11 @@ $(VENV)-openrlhf/installed: tests/hosts/constraints-openrlhf.txt pyproject.toml 
 test-releases: $(VENV)/installed $(HOSTS:%=$(VENV)-%/installed)  ## every release of TRL and others that we patch: 13 minutes
 	VENV=$(VENV) $(BIN)/python -m tests.releases $(ONLY)
 
-# A real inference server, which our environment asks by HTTP alone. Its list is frozen for this Python. The real model is
-# that of test-real.
+# A real inference server, which our environment asks by HTTP alone. Its list is frozen for this Python.
 SERVER_PYTHON ?= python3.11
 .PHONY: test-server
-test-server: $(VENV)/installed $(VENV)-vllm/installed $(VENV)-real/installed  ## the trainers against a real vLLM on this CPU: 9 minutes
-	FUSED_RL_REAL_MODEL=$(abspath $(VENV)-real/model) $(BIN)/python -m pytest -m server tests/server
+test-server: $(VENV)/installed $(VENV)-vllm/installed  ## the trainers against a real vLLM on this CPU: 9 minutes
+	$(BIN)/python -m pytest -m server tests/server
 
 $(VENV)-vllm/installed: tests/server/requirements.txt
 	@$(SERVER_PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo "vLLM is installed for Python 3.11; $(SERVER_PYTHON) is $$($(SERVER_PYTHON) --version 2>&1). Try: make SERVER_PYTHON=/path/to/python3.11 ..."; exit 1; }

@@ -661,12 +661,6 @@ MUTATIONS = {
         "contextlib.suppress()",
         "tests/trainers/test_servers.py -k not_repeated",
     ),
-    "a vLLM on a CPU is given a tied head, which it would not load": Mutation(
-        "trainers/servers/sampler.py",
-        "if not is_tied or server.kind",
-        "if True or server.kind",
-        "tests/trainers/test_servers.py -k tied_head",
-    ),
     "a server that sleeps is paused, and loads into no memory": Mutation(
         "trainers/servers/kinds.py",
         "if not self.asleep:",

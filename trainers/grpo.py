@@ -56,7 +56,7 @@ from fused_rl.trainers.policy.policy import (
 from fused_rl.trainers.policy.setup import (
     RowsLike,
     SamplerFactory,
-    divided,
+    batch_arithmetic,
     setup,
 )
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
@@ -93,7 +93,7 @@ def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
         raise InputError(
             f"group_size={config.group_size}: a response needs others to be compared with; at least 2"
         )
-    batch = divided(config, world)
+    batch = batch_arithmetic(config, world)
     if config.share_prompts and not keeps_groups(config, world):
         raise InputError(
             f"minibatches={config.minibatches} would split groups, which share their prompt: it does not divide the "

@@ -15,7 +15,6 @@ Where arXiv:1707.06347, as in arXiv:1909.08593 and arXiv:2403.17031, is computed
 docs/trainers/ppo.md says what each option does. Left out: tools, a critic on other devices than the policy.
 """
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.ranks import global_counts, processes
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.models.reward_model import save_reward_model
-from fused_rl.trainers.options import Needs, NonNegative, Positive
+from fused_rl.trainers.options import NonNegative, Positive
 from fused_rl.trainers.policy.critic import (
     CreditConfig,
     CriticConfig,
@@ -55,7 +54,7 @@ from fused_rl.trainers.policy.policy import (
 from fused_rl.trainers.policy.setup import (
     RowsLike,
     SamplerFactory,
-    divided,
+    batch_arithmetic,
     setup,
 )
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Scorer
@@ -85,17 +84,6 @@ class PPOConfig(ScorerConfig, CreditConfig, CriticConfig, PolicyConfig):
     """Weight of the KL to the starting model; with kl_target, its first value."""
     target_kl: Positive | None = None
     """Stop the updates on a rollout after one with an approximate KL to the sampling policy above this, in nats."""
-    stop_token: str | None = None
-    """Token that ends a response in addition to EOS, given as text."""
-
-    needs: ClassVar = (
-        Needs(
-            "target_kl",
-            lambda config: config.minibatches * config.epochs > 1,
-            "has no meaning with one update per step, after which none is left to stop; give more --minibatches or "
-            "epochs",
-        ),
-    )
 
     def planned(self) -> "PPOConfig":
         """Return the config with the steps of `critic_only`, where they are given."""
@@ -115,7 +103,7 @@ def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
             f"preset={config.preset} takes its advantages from {advantage} and advantage={config.advantage}, but ppo "
             "has a critic and takes gae alone: use --preset ppo --advantage gae, or fused-rl grpo"
         )
-    batch = divided(config.planned(), world)
+    batch = batch_arithmetic(config.planned(), world)
     updates = "optimizer updates per step"
     batch[updates] = f"{batch[updates]} (at most, with target_kl)"
     return {"processes": world, "reward": check_scorers(config)} | batch
@@ -280,18 +268,6 @@ def train_step(
     }
 
 
-def stop_ids_of(config: PPOConfig, tokenizer, stop_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the ids that end a response: EOS, and the token that the option names."""
-    if config.stop_token is None:
-        return stop_ids
-    ids = tokenizer(config.stop_token, add_special_tokens=False).input_ids
-    if len(ids) != 1:
-        raise InputError(
-            f"stop_token={config.stop_token!r} is {len(ids)} tokens of {config.model!r}; it must be one"
-        )
-    return (*stop_ids, *ids)
-
-
 def train(
     config: PPOConfig,
     *,
@@ -306,8 +282,7 @@ def train(
     config = with_scorers(config.planned(), scorers)
 
     def load_scorers(config: PPOConfig, tokenizer, device) -> Sequence[Scorer]:
-        """Return the scorers, once the tokenizer is known to have the stop token and to be the critic's."""
-        stop_ids_of(config, tokenizer, ())
+        """Return the scorers, once the tokenizer is known to be the critic's."""
         check_critic(config, tokenizer)
         return load_for_policy(config, tokenizer, device)
 
@@ -317,8 +292,6 @@ def train(
     config, run, held_out = prepared.config, prepared.run, prepared.held_out
     critic = load_critic(config, prepared.tokenizer, run.device, prepared.updates)
     policy = prepared.load_policy(frozen=config.critic_only > 0)
-    stop_ids = stop_ids_of(config, prepared.tokenizer, policy.sampling.stop_ids)
-    policy.sampling = dataclasses.replace(policy.sampling, stop_ids=stop_ids)
 
     # Where the run begins, or goes on.
     controller = KLController(config.kl_coef, config.kl_target, config.kl_horizon)

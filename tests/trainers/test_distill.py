@@ -220,8 +220,11 @@ def test_a_column_of_the_rows_names_the_teacher(folder, tmp_path, monkeypatch):
 
     more = {"itself": teachers["itself"], "more": teachers["other"]}
     for chosen, message in (
-        ({"teacher": teachers, "teacher_column": "name"}, "'name' is missing; .*--teacher_column"),
-        ({"teacher": more}, r"rows.jsonl, line \d+: column 'teacher' is 'other'; .*: itself, more"),
+        ({"teacher": teachers, "teacher_column": "name"}, "'name' is None; .*--teacher_column"),
+        (
+            {"teacher": more},
+            r"rows.jsonl, line \d+: column 'teacher' is 'other'; expected one of itself, more",
+        ),
     ):
         with pytest.raises(InputError, match=message):
             trained(folder, tmp_path / "no", **chosen, **options)
@@ -280,7 +283,6 @@ REFUSED = [
     ("/v1/models", {"status": "fine"}, NO_VLLM),
     ("/tokenize", {"status": "fine"}, NO_VLLM),
     ("/tokenize", {"tokens": [1, 2]}, "has other tokens than model="),
-    ("/v1/completions", {"choices": [{}]}, "--max-logprobs 5 or more, or lower --teacher_top_k"),
 ]
 
 

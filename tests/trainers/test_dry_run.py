@@ -85,7 +85,6 @@ REFUSED = [
     ("grpo", ["--rollout_correction", "token-truncate"], "corrects for a sampler that differs"),
     ("ppo", ["--critic", "OTHER"], "critic '.*' has another tokenizer than the policy"),
     ("ppo", ["--critic", "./no-such-critic"], "no-such-critic"),
-    ("ppo", ["--stop_token", "a b"], "stop_token='a b' is 3 tokens"),
     ("grpo", ["--max_new_tokens", "9999"], "up to 9999 more, but the model has .* positions"),
     ("ppo", ["--verifiers", "reward_model:OTHER"], "reward model '.*' has another tokenizer"),
     (

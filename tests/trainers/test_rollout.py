@@ -124,7 +124,10 @@ BROKEN = [
     # vLLM's minus infinity, and no numbers.
     (Response([5], "length", logprobs=[-9999.0]), "a logprob is -9999.0; it must be above -9999"),
     (Response([5], "length", logprobs=["-1.0"]), "expected a Response of whole ids and numbers"),
-    (Response([5], "length", logprobs=-1.0), "expected a Response .*'float' object is not iterable"),
+    (
+        Response([5], "length", logprobs=-1.0),
+        "expected a Response .*'float' object is not iterable",
+    ),
     (Response([5], "abort"), "finish='abort' .* expected stop with"),
     (Response("5", "length"), "expected a Response of whole ids .*'str' object"),
     (Response([5.0], "length"), "expected a Response of whole ids .*'float' object"),
@@ -167,9 +170,7 @@ def test_responses_are_one_for_each_prompt_with_what_the_sampler_declares():
         checked(Response([90, 3], "stop", support=kept), Response([], "length"), top_p=0.9)
     with pytest.raises(InputError, match="no kept sets, though the sampling truncates"):
         checked(Response([5], "length"), top_k=2)
-    with pytest.raises(
-        InputError, match="logprobs=None of a sampler with tells_logprobs = True"
-    ):
+    with pytest.raises(InputError, match="logprobs=None of a sampler with tells_logprobs = True"):
         checked(Response([5], "length"), tells_logprobs=True)
 
 

@@ -1,7 +1,6 @@
 """The seam to whoever draws: what a sampler declares and is held to, its seeds, and a sampler of the user's own."""
 
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ import torch
 from fused_rl.objectives.presets import resolve_options
 from fused_rl.trainers import grpo
 from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.policy import setup
 from fused_rl.trainers.rollouts.mismatch import mismatch
 from fused_rl.trainers.rollouts.roll_out import batch_of
 from fused_rl.trainers.rollouts.sampling import Seeds
@@ -160,7 +158,7 @@ def test_a_sampler_that_hands_everything_on_is_the_run_without_it(files, tmp_pat
         (
             "own_sampler:number",
             InputError,
-            "own_sampler:number returned int; expected a .*types.Sampler",
+            "sampler=own_sampler:number: expected a .*types.Sampler, got 7",
         ),
         ("own_sampler:Late", KeyError, "the game"),
         ("own_sampler:Forgetful", InputError, "^the sampler returned 0 responses .None."),
@@ -186,13 +184,7 @@ def test_a_sampler_may_be_a_generator(files, tmp_path, own, lag):
     grpo.train(grpo_config(files, tmp_path / "run", sampler="own_sampler:OneByOne", **options))
 
 
-def test_two_samplers_are_one_too_many_and_servers_are_a_list(own):
-    config = SimpleNamespace(sampler="own_sampler:Half", server=None)
-    with pytest.raises(
-        InputError,
-        match="^sampler=own_sampler:Half and a sampler given to train.. are two; give one",
-    ):
-        setup.build_sampler(config, None, None, Noting)
+def test_servers_are_a_list():
     words = ["--model=m", "--dataset=d.jsonl", "--output_dir=o", f"--verifiers={VERIFIER}"]
     named = parse(grpo.GRPOConfig, [*words, "--server", "http://a:1,http://b:2", "--steps=3"])
     assert named.server == ["http://a:1", "http://b:2"] and named.steps == 3

@@ -306,14 +306,12 @@ def test_a_server_sleeps_until_new_weights_come(folders, tmp_path, monkeypatch):
         with pytest.raises(InputError, match="HTTP 500.*did not fall asleep: its log"):
             sampler.rest()
         sampler.rest()
-        for path, message in (
-            ("/wake_up?tags=weights", "did not wake.*lower its --gpu-memory-util"),
-            ("/collective_rpc", "did not load the weights"),
-        ):
+        for path in ("/wake_up?tags=weights", "/collective_rpc"):
             fake.script = [(path, 500)]
-            with pytest.raises(InputError, match=f"HTTP 500.*{message}") as refused:
+            message = "HTTP 500.*did not load the weights: .*--published_dir.*--gpu-memory-util"
+            with pytest.raises(InputError, match=message):
                 sampler.publish(3, policy.save)
-            assert fake.asleep and ("published_dir" in str(refused.value)) == ("rpc" in path)
+            assert fake.asleep
         # The next run wakes one whose update has failed.
         served.sampler_of([fake.url], policy, tmp_path, sleeps=True).publish(3, policy.save)
         assert not fake.asleep and not fake.paused
@@ -368,23 +366,6 @@ def test_weights_go_to_shared_memory_where_all_servers_are_here(folder, tmp_path
     assert folder_of() == inside and (other / "kept").exists()
     monkeypatch.setattr(published, "SHARED_MEMORY", tmp_path / "none")
     assert folder_of() == inside
-
-
-# A tied head.
-
-
-def test_a_tied_head_is_refused_by_a_vllm_on_a_cpu_alone(tmp_path):
-    folder = tiny.model_folder(tmp_path / "tied", tie=True)
-    policy = served.Policy(folder)
-    with fake_server.serving("vllm", folder, device="cpu") as fake:
-        with pytest.raises(InputError, match="would keep the old LM head.*serve it on a GPU"):
-            served.sampler_of([fake.url], policy, tmp_path / "run")
-        assert fake.bodies("/collective_rpc") == []
-    with fake_server.serving("vllm", folder, device="cuda") as fake:
-        sampler = served.sampler_of([fake.url], policy, tmp_path / "run")
-        for step in range(2):
-            policy.change(step)
-            sampler.publish(step, policy.save)  # the probe verifies the head
 
 
 # The probe.

@@ -177,8 +177,6 @@ def evaluate(
     # Before anything is read, compare the options of all ranks, and refuse a folder whose files would be replaced.
     device = engine.setup(config.seed, trains=False)
     ranks.check_equal(config.to_dict())
-    # A run's column of answers was named for the run's rows.
-    names_answers = config.answer_column is not None
     config = with_run_options(config)
     out = None if config.output_dir is None else Path(config.output_dir).absolute()
     existing = [
@@ -206,7 +204,6 @@ def evaluate(
             judges,
             column=config.prompt_column,
             max_length=config.max_prompt_length,
-            names_answers=names_answers,
         )
     ranks.check_equal({"rows": hash_of(problems.digests)})
     with phase("loaded the model"):

@@ -37,7 +37,7 @@ from fused_rl.trainers.rollouts.types import Rollout
 from fused_rl.trainers.run.metrics import Sums
 
 # Options that the critic may have of its own, as critic_lr and critic_warmup_steps.
-APART = ("lr", "warmup_steps")
+OWN_OPTIONS = ("lr", "warmup_steps")
 LARGEST_ERROR = 0.2  # of the KL in the controller of kl_coef, as a fraction of its target
 
 
@@ -73,7 +73,7 @@ def load_critic(config: Any, tokenizer, device: torch.device, updates: int):
     if config.critic is not None:
         # The option `revision` belongs to the policy's model, and has no meaning for another one.
         start = config.replace(model=config.critic, revision=None)
-    for option in APART:
+    for option in OWN_OPTIONS:
         value = getattr(config, f"critic_{option}")
         if value is not None:
             start = start.replace(**{option: value})

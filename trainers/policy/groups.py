@@ -67,11 +67,6 @@ class GroupConfig(LossConfig, RolloutConfig):
             lambda config: config.zero_variance != "refill",
             "draws before refills are known; drop one of them",
         ),
-        Needs(
-            "overlong_buffer",
-            lambda config: config.overlong_buffer <= config.max_new_tokens,
-            "is more than max_new_tokens: even an empty response would lose some of its reward; choose a smaller one",
-        ),
     )
 
 

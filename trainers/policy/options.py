@@ -214,11 +214,6 @@ class ReferenceConfig(KLConfig):
             for option in ("ref_sync_every", "kl_estimator")
         ),
         Needs(
-            "ref_sync_every",
-            lambda config: config.steps is None or config.ref_sync_every <= config.steps,
-            "is more than steps: the reference would never move; choose fewer steps between, or leave it out",
-        ),
-        Needs(
             "ref_mixup_alpha",
             lambda config: config.ref_sync_every > 0,
             without("--ref_sync_every"),

@@ -32,9 +32,9 @@ from fused_rl.trainers.rollouts.roll_out import roll_out, sample_rows_of
 from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
 from fused_rl.trainers.rollouts.types import Progress, Prompt, Rollout, Sampler, Scorer
 
-# Surrogates whose gradient need not be 0 at an advantage of 0, because they also read the log-ratio or other responses.
 # Responses shown at each evaluation: half from the same held-out rows each time, half from the step's rollout.
 SHOWN = 4
+# Surrogates whose gradient need not be 0 at an advantage of 0, because they also read the log-ratio or other responses.
 NOT_OF_ADVANTAGES = ("ipo", "dro", "kl-cov", "clip-cov")
 
 
@@ -183,9 +183,12 @@ class Policy:
         """
         if self.config.lag:
             # A resumed run draws the same seeds, because their generator is in the checkpoint.
-            known = (step, self.config.steps, prompts_of, self.config.group_size)
             self.published = self.sampler.begin(
-                *known, lambda n: replace(self.sampling, seeds=self.seeds.draw(n))
+                step,
+                self.config.steps,
+                prompts_of,
+                self.config.group_size,
+                lambda n: replace(self.sampling, seeds=self.seeds.draw(n)),
             )
 
     def roll_out(
@@ -203,10 +206,16 @@ class Policy:
         if sampling.temperature:
             sampling = replace(sampling, seeds=(seeds or self.seeds).draw(copies * len(prompts)))
         vocab = self.model.module.base.config.get_text_config().vocab_size
-        progress = Progress(self.trained, self.config.steps, self.steps_per_epoch)
-        known = {"copies": copies, "vocab": vocab, "progress": progress}
         rollout = roll_out(
-            self.sampler, self.scorers, prompts, sampling, self.tokenizer, self.device, **known
+            self.sampler,
+            self.scorers,
+            prompts,
+            sampling,
+            self.tokenizer,
+            self.device,
+            copies=copies,
+            vocab=vocab,
+            progress=Progress(self.trained, self.config.steps, self.steps_per_epoch),
         )
         if sampling.temperature and seeds is None:
             count, seed = SHOWN // 2, f"{self.config.seed} {self.published}"

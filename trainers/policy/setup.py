@@ -43,7 +43,7 @@ SamplerFactory = Callable[[Sampler, object], Sampler]
 """(the sampler that the options describe, the tokenizer) -> the sampler of the run."""
 
 
-def divided(config: PolicyConfig, world: int) -> dict[str, object]:
+def batch_arithmetic(config: PolicyConfig, world: int) -> dict[str, object]:
     """Return how the batch of a step divides over `world` processes, minibatches and micro-batches, by title.
 
     Raises:
@@ -75,15 +75,7 @@ def divided(config: PolicyConfig, world: int) -> dict[str, object]:
         "optimizer updates per step": updates,
         "optimizer updates in the run": config.in_run(updates),
         "responses in the run": config.in_run(local * world),
-    } | _served(config)
-
-
-def _served(config: PolicyConfig) -> dict[str, object]:
-    """Return the lines of a dry run about servers, if there are any."""
-    if config.server is None:
-        return {}
-    where = config.published_dir or "/dev/shm if the servers are on this machine and it has room"
-    return {"servers, not asked yet": " ".join(config.server), "weights for the servers": where}
+    }
 
 
 @dataclass
@@ -141,7 +133,7 @@ def setup(
 
     Args:
         config: the options.
-        arithmetic: returns how the batch divides, such as `divided`.
+        arithmetic: returns how the batch divides, such as `batch_arithmetic`.
         load_scorers: (config, tokenizer, device) -> the scorers.
         rows: the training rows and the held-out rows, if they come from Python.
         sampler: a sampler from Python.
@@ -155,7 +147,14 @@ def setup(
         # The scorers come before the prompts, because each of them checks every row.
         scorers = load_scorers(config, tokenizer, run.device)
         prompts, held_out = load_prompts(config, tokenizer, scorers, read)
-        check_sampling(config, sampler)
+        # What the options say of the sampler is checked now, because it is made after the model is loaded.
+        if config.server is not None or config.served:
+            http_of(config)
+        # A user's sampler declares what it reports only when it is made.
+        if config.sampler is not None:
+            load_function("sampler", config.sampler)
+        elif sampler is None:
+            check_sampler(config, sampler_kind(config))
     # All processes must have read the same, and a resumed run must read what it began with.
     first = prompts[0]
     answer = right_answer(first.row, first.prompt, scorers)
@@ -168,17 +167,6 @@ def setup(
         scorers_read=answer.get("columns", answer),
     )
     return Setup(run, config, tokenizer, scorers, prompts, share_of_rank(held_out), sampler)
-
-
-def check_sampling(config: SamplingRunConfig, users_sampler: SamplerFactory | None = None) -> None:
-    """Raise the errors of the sampler's options now, because the sampler is made only after the model is loaded."""
-    if config.server is not None or config.served:
-        http_of(config)
-    if config.sampler is not None:
-        load_function("sampler", config.sampler)
-    # A user's sampler declares what it reports only when it is made.
-    if config.sampler is None and users_sampler is None:
-        check_sampler(config, sampler_kind(config))
 
 
 def sampler_kind(config: SamplingRunConfig) -> Any:
@@ -326,10 +314,6 @@ def build_sampler(
     config: SamplingRunConfig, model, tokenizer, users_sampler: SamplerFactory | None = None
 ) -> Sampler:
     """Return the run's sampler: the policy in this process, servers, or the user's own. All ranks must call this."""
-    if config.sampler is not None and users_sampler is not None:
-        raise InputError(
-            f"sampler={config.sampler} and a sampler given to train() are two; give one of them"
-        )
     # The policy in this process, or servers.
     lm = model.module.base
     kind = sampler_kind(config)
@@ -359,9 +343,8 @@ def build_sampler(
     if config.sampler is not None or users_sampler is not None:
         built = (users_sampler or load_function("sampler", config.sampler))(built, tokenizer)
         if not isinstance(built, Sampler):
-            came = f"{config.sampler or 'the function'} returned {type(built).__name__}"
             raise InputError(
-                f"sampler: {came}; expected a fused_rl.trainers.rollouts.types.Sampler"
+                f"sampler={config.sampler}: expected a fused_rl.trainers.rollouts.types.Sampler, got {built!r:.80}"
             )
     check_sampler(config, built)
     if config.lag:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 
 from fused_rl.trainers.base.screen import print_line
-from fused_rl.trainers.rollouts.types import shortened
+from fused_rl.trainers.rollouts.types import one_line
 
 # With a smaller share of groups that have a signal, training hardly moves (docs/tutorial.md); this holds for groups of
 # GROUP responses or more. Small groups differ less often, about in proportion to their size.
@@ -62,7 +62,7 @@ def say(
     if is_little or cut >= 0.5:
         said = "little to learn from" if is_little else "most responses are cut"
         shown = "; ".join(
-            f"{name}: {shortened(value)}"
+            f"{name}: {one_line(value)}"
             for name, value in {"one response": response, **answer}.items()
         )
         print_line(f"signal: {said} (docs/doctor.md#before-training); {shown}")

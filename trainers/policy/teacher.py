@@ -8,14 +8,14 @@ from torch.nn.functional import linear
 import fused_rl
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.screen import print_line
-from fused_rl.trainers.base.text import InputError, in_a_line
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, on_device
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.packing import Costs, arrange, pack_whole, packing_costs, price, unpad
 from fused_rl.trainers.policy.policy import Policy
 from fused_rl.trainers.policy.setup import http_of
-from fused_rl.trainers.rollouts.types import shortened
+from fused_rl.trainers.rollouts.types import one_line
 
 if TYPE_CHECKING:
     from fused_rl.trainers.servers.inference import Http
@@ -60,15 +60,20 @@ class Teacher(NamedTuple):
         weight, bias = _first(len(self.head[0]), student.head.weight, student.head.bias)
         likeliest = _likeliest(student_hidden[compared], weight, bias)
         agrees = likeliest == _likeliest(states[compared], *self.head)
-        operands, biases = (
-            (student_hidden, weight, states, self.head[0]),
-            {"bias": bias, "ref_bias": self.head[1]},
-        )
-        options = {"temperature": config.distill_temperature, "softcap": student.softcap} | biases
-        options["logits_dtype"] = student.head_dtype
-        options |= {"direction": config.direction, "jsd_beta": config.jsd_beta}
         # The op works in tiles of tokens, so the logits of neither model exist as a whole.
-        kl = fused_rl.linear_token_kl(*operands, **options)
+        kl = fused_rl.linear_token_kl(
+            student_hidden,
+            weight,
+            states,
+            self.head[0],
+            bias=bias,
+            ref_bias=self.head[1],
+            temperature=config.distill_temperature,
+            softcap=student.softcap,
+            logits_dtype=student.head_dtype,
+            direction=config.direction,
+            jsd_beta=config.jsd_beta,
+        )
         return {
             "kl": kl.sum(),
             "agrees": agrees.sum(),
@@ -93,9 +98,6 @@ class ServedTeacher(NamedTuple):
 
         Returns:
             (N, K) int64 and (N, K) fp32 in nats, the likeliest token first.
-
-        Raises:
-            InputError: the server's answer has another form, for example fewer than K tokens.
         """
         # A server would read pads as text, so the sequences are sent without them.
         ends = (batch.prompt_lengths + batch.response_lengths).tolist()
@@ -112,29 +114,21 @@ class ServedTeacher(NamedTuple):
         answers = self.http.run(
             self.http.call("POST", url, body | {"prompt": ids}) for ids in sequences
         )
-        try:
-            places = [answer["choices"][0]["prompt_logprobs"] for answer in answers]
-            rows, columns = batch.response_tokens()
-            ids = []
-            logprobs = []
-            for i, j in zip(rows.tolist(), columns.tolist(), strict=True):
-                # Column j predicts token j + 1. The server also reports the token that stands there, if it is not one
-                # of the K likeliest.
-                reported = places[i][j + 1].items()
-                ranked = sorted(reported, key=lambda token: token[1]["rank"])[: self.count]
-                ids.append([int(token) for token, _ in ranked])
-                logprobs.append([about["logprob"] for _, about in ranked])
-            ids = torch.tensor(ids).view(-1, self.count)
-            logprobs = torch.tensor(logprobs).view(ids.shape)
-        except Exception as error:
-            remedy = (
-                f"start vLLM with --max-logprobs {self.count} or more, or lower --teacher_top_k"
-            )
-            came = f"{in_a_line(error)}: {shortened(answers[0])}"
-            raise InputError(
-                f"teacher {self.url}: an answer of an unknown form ({came}); {remedy}"
-            ) from error
-        return ids.to(batch.input_ids.device), logprobs.to(batch.input_ids.device)
+        reported = [answer["choices"][0]["prompt_logprobs"] for answer in answers]
+        rows, columns = batch.response_tokens()
+        ids = []
+        logprobs = []
+        for i, j in zip(rows.tolist(), columns.tolist(), strict=True):
+            # Column j predicts token j + 1. The server also reports the token that stands there, if it is not one of
+            # the K likeliest.
+            tokens = sorted(reported[i][j + 1].items(), key=lambda token: token[1]["rank"])
+            ids.append([int(token) for token, _ in tokens[: self.count]])
+            logprobs.append([about["logprob"] for _, about in tokens[: self.count]])
+        shape = (len(rows), self.count)
+        device = batch.input_ids.device
+        return torch.tensor(ids).view(shape).to(device), torch.tensor(logprobs).view(shape).to(
+            device
+        )
 
     def compare(
         self, config, student, student_hidden, compared, ids, ref_logprobs
@@ -143,22 +137,24 @@ class ServedTeacher(NamedTuple):
 
         `ids` and `ref_logprobs` (N, K) are from `read`; `mass` is the probability of the K tokens.
         """
-        head = student.head
-        options = {
-            "bias": head.bias,
-            "softcap": student.softcap,
-            "logits_dtype": student.head_dtype,
-        }
+        weight, bias = student.head.weight, student.head.bias
+        scored = fused_rl.linear_token_logprobs(
+            student_hidden,
+            weight,
+            ids,
+            bias=bias,
+            softcap=student.softcap,
+            logits_dtype=student.head_dtype,
+        )
         # A sum over the K tokens alone could be negative, so all other tokens together are one more outcome.
-        logprobs = fused_rl.linear_token_logprobs(
-            student_hidden, head.weight, ids, **options
-        ).logprobs
-        kl = fused_rl.topk_kl(logprobs, ref_logprobs, direction=config.direction)
-        likeliest = _likeliest(student_hidden[compared], head.weight, head.bias)
-        agrees = likeliest == ids[compared, 0]
-        mass = ref_logprobs[compared].exp().sum()
-        sums = {"kl": kl.sum(), "agrees": agrees.sum(), "mass": mass}
-        return sums | {"kl_of_tokens": kl.detach()}
+        kl = fused_rl.topk_kl(scored.logprobs, ref_logprobs, direction=config.direction)
+        agrees = _likeliest(student_hidden[compared], weight, bias) == ids[compared, 0]
+        return {
+            "kl": kl.sum(),
+            "agrees": agrees.sum(),
+            "mass": ref_logprobs[compared].exp().sum(),
+            "kl_of_tokens": kl.detach(),
+        }
 
 
 def load_teachers(config, policy: Policy) -> dict[str, Teacher | ServedTeacher]:
@@ -233,18 +229,17 @@ def _served(config, url: str, policy: Policy) -> ServedTeacher:
     if ranks.process() == 0:
         print_line(f"waiting at most {http.timeout:g} s for teacher={url}")
     # The server may still be loading its model, so this call is repeated until it answers.
-    path = "GET /v1/models"
     (answer,) = http.run([http.call("GET", f"{url}/v1/models", tries=float("inf"))])
     try:
         name = answer["data"][0]["id"]
         # Sequences are sent as token ids, which mean other text to another tokenizer.
-        path = "POST /tokenize"
         body = {"model": name, "prompt": TEXT, "add_special_tokens": False}
         (answer,) = http.run([http.call("POST", f"{url}/tokenize", body)])
         tokens = answer["tokens"]
     except (KeyError, IndexError, TypeError) as error:
-        came = f"{path} answered {shortened(answer)}"
-        raise InputError(f"teacher={url}: {came}; expected a vLLM server") from error
+        raise InputError(
+            f"teacher={url} answered {one_line(answer)}; expected a vLLM server"
+        ) from error
     if tokens != policy.tokenizer.encode(TEXT, add_special_tokens=False):
         raise InputError(
             f"teacher={url} has other tokens than model={config.model}; choose a model with its tokenizer"

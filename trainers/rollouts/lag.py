@@ -17,7 +17,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import torch
 
@@ -52,6 +51,8 @@ class LaggedSampler(Sampler):
         self.pending: dict[int, Pending] = {}  # by step
         self.due: int | None = None  # the step whose rollout is taken next
         self.published = 0
+        # `torch.load` reads plain data, and these, without running code.
+        torch.serialization.add_safe_globals([Response, TokenSupport])
 
     def begin(
         self,
@@ -117,34 +118,17 @@ class LaggedSampler(Sampler):
         self.built.publish(step, save)
         self.published = step
 
-    def state_dict(self) -> dict[int, dict[str, Any]]:
+    def state_dict(self) -> dict[int, tuple]:
         """Return this rank's rollouts of the steps to come, for a checkpoint."""
-        # Plain data alone, which `torch.load` reads without running code: kept sets become a dictionary of tensors.
-        state = {}
-        for step, pending in self.pending.items():
-            responses = []
-            for response in pending.responses.result():
-                support = response.support
-                if isinstance(support, TokenSupport):
-                    support = {"ids": support.ids, "offsets": support.offsets}
-                responses.append(vars(response) | {"support": support})
-            state[step] = {
-                "version": pending.version,
-                "prompts": pending.prompts,
-                "responses": responses,
-            }
-        return state
+        return {
+            step: (pending.version, pending.prompts, pending.responses.result())
+            for step, pending in self.pending.items()
+        }
 
-    def load_state_dict(self, state: dict[int, dict[str, Any]]) -> None:
+    def load_state_dict(self, state: dict[int, tuple]) -> None:
         """Take up a checkpoint's rollouts."""
-        for step, of_step in state.items():
-            self.pending[step] = Pending(of_step["version"], of_step["prompts"])
-            responses = []
-            for fields in of_step["responses"]:
-                support = fields["support"]
-                if isinstance(support, dict):
-                    support = TokenSupport(**support)
-                responses.append(Response(**fields | {"support": support}))
+        for step, (version, prompts, responses) in state.items():
+            self.pending[step] = Pending(version, prompts)
             self.pending[step].responses.set_result(responses)
 
 

@@ -86,11 +86,7 @@ class SamplerConfig(SamplingConfig):
                 lambda config: config.server or config.served,
                 "means nothing without --server",
             )
-            for option in ("server_api_key_env", "server_timeout")
-        ),
-        *(
-            Needs(option, lambda config: config.server, "means nothing without --server")
-            for option in ("server_sleeps", "published_dir")
+            for option in ("server_api_key_env", "server_timeout", "server_sleeps", "published_dir")
         ),
         # Servers report the kept set of a token only up to a given number of ids; min_p=0 asks for none.
         Needs(
@@ -108,14 +104,6 @@ class SamplerConfig(SamplingConfig):
     def served(self) -> bool:
         """Return True if a model that only gives log-probabilities is behind a server."""
         return False
-
-    @pydantic.field_validator("published_dir")
-    @classmethod
-    def _is_named(cls, value: str | None) -> str | None:
-        """Refuse an empty name, which would be the current folder."""
-        if value == "":
-            raise InputError("published_dir='' is empty; give it a value, or leave it out")
-        return value
 
     @pydantic.field_validator("server")
     @classmethod

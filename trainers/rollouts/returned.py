@@ -11,7 +11,7 @@ import torch
 
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.rollouts.types import Prompt, Response, Sample, Sampler, shortened
+from fused_rl.trainers.rollouts.types import Prompt, Response, Sample, Sampler, one_line
 
 # Nats by which a log-probability may be above 0: servers round the softmax of 16-bit logits.
 ROUNDING = 1e-4
@@ -25,7 +25,7 @@ def listed(returned: object, who: str, what: str, count: int) -> list:
     is_list = isinstance(returned, Iterable) and not isinstance(returned, str | Mapping)
     values = list(returned) if is_list else []
     if len(values) != count:
-        came = f"{len(values)} {what} ({shortened(returned)})"
+        came = f"{len(values)} {what} ({one_line(returned)})"
         raise InputError(f"{who} returned {came}; expected a list of {count}")
     return values
 
@@ -67,10 +67,10 @@ def _problem_of(
             if (values := getattr(response, name)) is not None:
                 setattr(response, name, [_number(value) for value in values])
     except (AttributeError, *NOT_A_NUMBER) as error:
-        return f"expected a Response of whole ids and numbers, got {shortened(response)} ({error})"
+        return f"expected a Response of whole ids and numbers, got {one_line(response)} ({error})"
     if len(ids) > sampling.max_new_tokens or not all(0 <= token < vocab for token in ids):
         expected = f"at most {sampling.max_new_tokens} ids from 0 to below {vocab}"
-        return f"expected {expected}, got {len(ids)}: {shortened(ids)}"
+        return f"expected {expected}, got {len(ids)}: {one_line(ids)}"
     for name in ("logprobs", "trained", "support"):
         values = getattr(response, name)
         if values is not None and len(values) != len(ids):
@@ -107,7 +107,7 @@ def check_scores(name: str, scores: object, samples: Sequence[Sample]) -> torch.
         except NOT_A_NUMBER:
             is_fine = False
         if not is_fine:
-            came = f"{shortened(score)} ({type(score).__name__}) as the score of {sample.where}"
+            came = f"{one_line(score)} ({type(score).__name__}) as the score of {sample.where}"
             raise InputError(
                 f"scorer {name!r} returned {came}, not a finite number; return None where it cannot score"
             )

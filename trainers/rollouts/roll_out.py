@@ -28,7 +28,7 @@ from fused_rl.trainers.data.rows import BadRow, Rows
 from fused_rl.trainers.rollouts.returned import check_responses, check_scores, sampled_by
 from fused_rl.trainers.rollouts.sampling import NoDistribution, Sampling
 from fused_rl.trainers.rollouts.types import (
-    OUTSIDE_OF_A_RUN,
+    NO_PROGRESS,
     Progress,
     Prompt,
     Response,
@@ -51,7 +51,6 @@ def prompts_of(
     max_length: int,
     completion_column: str | None = None,
     check: Callable[[dict], None] | None = None,
-    names_answers: bool = True,
 ) -> Examples:
     """Return a `Prompt` for every row that is short enough.
 
@@ -63,7 +62,6 @@ def prompts_of(
         max_length: of a prompt, in tokens.
         completion_column: of the completion that each row must have; None reads none.
         check: raises an InputError for a row that cannot be used.
-        names_answers: whether the scorers' column of answers, if any, was named for these rows.
     """
     checks = [scorer.check for scorer in scorers] + ([] if check is None else [check])
     read = functools.partial(
@@ -73,12 +71,6 @@ def prompts_of(
     for scorer in scorers:
         # None is any column.
         rows.columns_read.update(rows.columns_filled if scorer.columns is None else scorer.columns)
-        # A scorer may do without an answer in some rows, but a named column that no row has is a wrong name.
-        check_column = getattr(scorer, "check_answer_column", None) if names_answers else None
-        if check_column is not None and all(
-            _is_refused(check_column, row) for _, row in prompts.parsed_rows()
-        ):
-            checks.append(check_column)
     # A row that a scorer cannot score is found here, and does not stop the run hours later.
     if checks:
         passed = numpy.zeros(len(rows), bool)
@@ -108,14 +100,6 @@ def _prompt(ids: list[list[int]], prompt: Any, rows: Rows, i: int) -> Prompt:
     return Prompt(ids[0], rows[i], rows.where(i), prompt, ids[1] or None)
 
 
-def _is_refused(check: Callable[[dict], None], row: dict) -> bool:
-    try:
-        check(row)
-    except InputError:
-        return True
-    return False
-
-
 @torch.no_grad()
 def roll_out(
     sampler: Sampler,
@@ -127,7 +111,7 @@ def roll_out(
     *,
     copies: int = 1,
     vocab: float = math.inf,
-    progress: Progress = OUTSIDE_OF_A_RUN,
+    progress: Progress = NO_PROGRESS,
 ) -> Rollout:
     """Sample `copies` responses to each of this rank's prompts, with ids below `vocab`, and score them.
 

@@ -14,7 +14,7 @@ from fused_rl import TokenSupport
 from fused_rl.trainers.base.text import InputError
 
 # Seeds are below this, which every server takes.
-BELOW = 2**31
+SEED_LIMIT = 2**31
 
 
 class NoDistribution(InputError):
@@ -61,7 +61,7 @@ class Seeds:
 
     def draw(self, count: int) -> tuple[int, ...]:
         """Return the next so many, from 0 to 2^31 - 1."""
-        drawn = torch.randint(BELOW, (count,), generator=self.generator)
+        drawn = torch.randint(SEED_LIMIT, (count,), generator=self.generator)
         return tuple(drawn.tolist())
 
     def state_dict(self) -> dict[str, torch.Tensor]:

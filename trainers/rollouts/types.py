@@ -10,10 +10,10 @@ import torch
 
 from fused_rl import TokenSupport
 from fused_rl.trainers.data.batch import Batch
-from fused_rl.trainers.rollouts.sampling import BELOW, Sampling, joined
+from fused_rl.trainers.rollouts.sampling import SEED_LIMIT, Sampling, joined
 
 # The seeds of two turns of a response lie this far apart: with one seed each turn would repeat the first one's draws.
-APART = 1_000_003
+TURN_SEED_STRIDE = 1_000_003
 Value = TypeVar("Value")
 
 
@@ -125,7 +125,7 @@ class Progress(NamedTuple):
     steps_per_epoch: float = 1.0
 
 
-OUTSIDE_OF_A_RUN = Progress()
+NO_PROGRESS = Progress()
 
 
 class Scorer(Protocol):
@@ -226,7 +226,9 @@ def of_turn(
     """Return how the policy samples its `turn`, from 0, in the responses of these numbers, with so many tokens."""
     seeds = sampling.seeds
     if seeds is not None:
-        seeds = tuple((seeds[number] + turn * APART) % BELOW for number in responses)
+        seeds = tuple(
+            (seeds[number] + turn * TURN_SEED_STRIDE) % SEED_LIMIT for number in responses
+        )
     return replace(sampling, max_new_tokens=max_new_tokens, seeds=seeds)
 
 
@@ -257,7 +259,7 @@ def after_turn(before: Response | None, turn: Response, said: Sequence[int] = ()
     )
 
 
-def shortened(value) -> str:
+def one_line(value) -> str:
     """A value of somebody else's in a line of 80 characters."""
     # repr() escapes what could steer a terminal.
     text = " ".join(repr(value).split())

@@ -14,7 +14,7 @@ import regex
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.forms import FIX, at_path
 from fused_rl.trainers.data.rows import BadRow
-from fused_rl.trainers.rollouts.types import OUTSIDE_OF_A_RUN, Progress, Sample, shortened
+from fused_rl.trainers.rollouts.types import NO_PROGRESS, Progress, Sample, one_line
 
 ANSWER_COLUMNS = ("ground_truth", "answer", "solution")
 # One <think> and one <answer>, in this order, and nothing outside them. `(?s)` lets the dot match ends of lines.
@@ -57,7 +57,7 @@ def answer_of(row: dict, column: str | None) -> str:
 def _answer(name: str, value: object) -> str:
     # NaN is how a missing cell of a table is read.
     if not isinstance(value, (str, numbers.Number)) or value != value:
-        got = f"got {shortened(value)} ({type(value).__name__})"
+        got = f"got {one_line(value)} ({type(value).__name__})"
         raise BadRow(f"column {name!r} must be text, a number, true or false, or a list", got=got)
 
     # Of a worked solution what follows the last marks, or the last box; other answers are taken whole.
@@ -81,7 +81,7 @@ class BaseScorer:
     compares = False
     """With the row's answers, of which any counts; then a score of 1 is solved."""
     ignore_case = False
-    progress: Progress = OUTSIDE_OF_A_RUN
+    progress: Progress = NO_PROGRESS
 
     def __init__(
         self,
@@ -102,11 +102,6 @@ class BaseScorer:
             return answer_of(row, self.answer_column)
         except BadRow:
             return None
-
-    def check_answer_column(self, row: dict) -> None:
-        """Check that the row has the column of the answer, if one was named."""
-        if self.answer_column is not None:
-            cell_of_answer(row, self.answer_column)
 
     @property
     def columns(self) -> Collection[str] | None:

@@ -17,25 +17,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import print_line
 from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.rollouts.types import Sample, shortened
+from fused_rl.trainers.rollouts.types import Sample, one_line
 from fused_rl.trainers.scorers.builtin import BaseScorer
 
 # What a function of TRL's kind is given beside the columns of the dataset.
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
-
-
-RENAME = "rename a column of the data set, or give another scorer"
-
-
-class ColumnMissing(KeyError):
-    """A function has read a column that the row does not have."""
-
-
-class Row(dict):
-    """A row for a function of the user's own, which knows that a missing key is a missing column."""
-
-    def __missing__(self, name):
-        raise ColumnMissing(name)
 
 
 class FunctionScorer(BaseScorer):
@@ -78,7 +64,7 @@ class FunctionScorer(BaseScorer):
         missing = [name for name in self.needs if self.takes_many and name not in (*GIVEN, *row)]
         if missing:
             raise InputError(
-                f"verifier {self.name!r} takes the column {missing[0]!r}; the row has {sorted(row)}; {RENAME}"
+                f"verifier {self.name!r} takes the column {missing[0]!r}; the row has {sorted(row)}"
             )
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
@@ -104,24 +90,16 @@ class FunctionScorer(BaseScorer):
         scores = []
         for sample in samples:
             with self._named(sample):
-                scores.append(self.function(sample.text, Row(sample.row)))
+                scores.append(self.function(sample.text, dict(sample.row)))
         return scores
 
     @contextlib.contextmanager
     def _named(self, sample: Sample, *others: Sample) -> Iterator[None]:
-        """Say which response it was before the traceback of the user's function, the first if it was given several; a
-        column that the row lacks is one line.
-        """
+        """Say which response it was before the traceback of the user's function, the first of several."""
         try:
             yield
-        except ColumnMissing as error:
-            name = error.args[0]
-            raise InputError(
-                f"verifier {self.name!r} reads the column {name!r}, which {sample.where} does not have: it has "
-                f"{sorted(sample.row)}; {RENAME}"
-            ) from error
         except Exception:
-            response = f"the response {shortened(sample.text)} to {sample.where}"
+            response = f"the response {one_line(sample.text)} to {sample.where}"
             if others:
                 response = f"{1 + len(others)} responses, the first of them {response}"
             print_line(f"verifier {self.name!r} raised on {response}:", to_errors=True)
@@ -130,7 +108,7 @@ class FunctionScorer(BaseScorer):
     async def _all(self, samples: Sequence[Sample]) -> list[float | None]:
         async def one(sample: Sample):
             with self._named(sample):
-                return await self.function(sample.text, Row(sample.row))
+                return await self.function(sample.text, dict(sample.row))
 
         return await asyncio.gather(*map(one, samples))
 

@@ -104,8 +104,6 @@ def _parse_scorer(one: str | Callable) -> tuple[str, str, Callable[..., Scorer]]
         return FUNCTION, name_of(one), functools.partial(FunctionScorer, function=one)
     # Whatever follows the first colon belongs to the scorer, as a pattern may have colons of its own.
     kind, _, detail = one.partition(":")
-    if kind == "reasoning_gym":
-        raise InputError(f"verifier {one!r} is now a function: give fused_rl.recipes.gym:score")
     for spelling, make in SCORERS.items():
         name, _, after = spelling.partition(":")
         if spelling == one:

@@ -5,7 +5,6 @@ import contextlib
 import ssl
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Coroutine, Iterable
 from pathlib import Path
 from typing import ClassVar
@@ -16,7 +15,7 @@ from fused_rl import TokenSupport
 from fused_rl.trainers.base.screen import print_line
 from fused_rl.trainers.base.text import InputError, in_a_line
 from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.rollouts.types import Response, shortened
+from fused_rl.trainers.rollouts.types import Response, one_line
 
 TRIES = 3  # of a call that had no answer, or HTTP 5xx
 IDLE = 3.0  # seconds that an idle connection is kept; servers close theirs after 5
@@ -114,9 +113,7 @@ class Server:
     is_paused: ClassVar[str | None] = None  # the path that tells of a pause, if there is one
     wake: ClassVar[str | None] = None  # the path that ends sleep
     sleep: ClassVar[str | None] = None  # the path that frees its memory
-    no_room: ClassVar[str] = ""  # what to do if it does not wake
     flags: ClassVar[str]  # how to start it, at the end of every error
-    kept_sets: ClassVar[str]  # what it needs to report kept sets
     without_cache: ClassVar[str]
 
     def __init__(self, http: Http, url: str, card: dict):
@@ -126,15 +123,6 @@ class Server:
         self.model = str(card["id"])
         self.asleep = False
         self.room = int(card["max_model_len"]) - self.margin
-
-    def config(self) -> dict[str, dict]:
-        """Return the sections of the config that a vLLM server was started with; those that it does not tell are {}."""
-        url = f"{self.url}/server_info?config_format=json"
-        try:
-            (answer,) = self.http.run([self.http.call("GET", url)])
-        except HttpError:
-            answer = {}
-        return defaultdict(dict, answer.get("vllm_config", {}))
 
     def request(
         self, prompt_ids: list[int], sampling: Sampling, seed: int | None
@@ -157,19 +145,17 @@ class Server:
         try:
             answer = await self.http.call("POST", self.url + path, body)
         except HttpError as error:
-            remedies = {400: f"{self.name} must serve the model that is trained"}
-            if sampling.truncates:
-                remedies |= dict.fromkeys((403, 404), self.kept_sets)
-            if error.status in remedies:
-                raise InputError(f"{error}; {remedies[error.status]}") from error
-            raise
+            if error.status not in (400, 403, 404):
+                raise
+            remedy = f"{self.name} must serve the model that is trained; {self.flags}"
+            raise InputError(f"{error}; {remedy}") from error
         try:
             ids, logprobs, sets, finish = self.parse(answer, sampling)
             scores: list[float | None] = [float(value) for value in logprobs]
             support = None if sets is None else TokenSupport.from_lists(sets)
         except Exception as error:
             problem = f"an answer of an unknown form ({in_a_line(error)})"
-            raise InputError(f"{self.name}: {problem}: {shortened(answer)}") from error
+            raise InputError(f"{self.name}: {problem}: {one_line(answer)}") from error
         # The id decides: a stop token in the last place may be called "stop" or "length".
         stopped = bool(ids) and ids[-1] in sampling.stop_ids
         if not stopped and len(ids) != sampling.max_new_tokens:
@@ -186,12 +172,11 @@ class Server:
     async def push(self, folder: Path) -> None:
         """Load the weights of a folder that the server sees too. A call that fails is not repeated."""
         calls = [*self.update(folder.resolve()), (self.resume, {})]
-        path = ""
         try:
             for path, body in calls:
                 answer = await self.http.call("POST", self.url + path, body, tries=1)
                 if isinstance(answer, dict) and answer.get("success") is False:
-                    raise InputError(f"POST {self.url}{path}: {shortened(answer)}")
+                    raise InputError(f"POST {self.url}{path}: {one_line(answer)}")
         except BaseException as error:
             # A call that was cancelled comes here too. The first error is the one that is shown, and a server without
             # its weights stays asleep.
@@ -200,12 +185,10 @@ class Server:
                     await self.http.call("POST", self.url + self.resume, {}, tries=1)
             if not isinstance(error, InputError):
                 raise
-            remedy = (
-                f"it must see {folder} (--published_dir), and serve this run alone; {self.flags}"
-            )
-            if self.wake is not None and path.startswith(self.wake):
-                raise InputError(f"{error}; {self.name} did not wake: {self.no_room}") from error
-            raise InputError(f"{error}; {self.name} did not load the weights: {remedy}") from error
+            raise InputError(
+                f"{error}; {self.name} did not load the weights: it must see {folder} (--published_dir), serve this "
+                f"run alone, and have room on its GPU to wake (--gpu-memory-utilization); {self.flags}"
+            ) from error
         self.asleep = False
 
     async def rest(self) -> None:

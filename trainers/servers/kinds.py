@@ -28,17 +28,10 @@ class VLLM(Server):
     is_paused = "/is_paused"  # also of a server that is asleep
     wake = "/wake_up"  # which ends a pause, too
     sleep = "/sleep?level=2"  # drops weights and cache: new weights come in any case
-    no_room = (
-        "if its log says that the GPU has no room, lower its --gpu-memory-utilization, or this run's "
-        "--micro_batch_tokens or --micro_batch_size, and start it again"
-    )
-    kept_sets = (
-        "kept sets need --enable-scale-out --return-sampling-mask, this run's --top_k and a GPU (vLLM on a CPU "
-        "reports none)"
-    )
     flags = (
         "start it with VLLM_SERVER_DEV_MODE=1, --logprobs-mode processed_logprobs and a --max-model-len for prompt and "
-        f"response; {kept_sets}; seeds need VLLM_BATCH_INVARIANT=1 on a GPU"
+        "response; seeds need VLLM_BATCH_INVARIANT=1 on a GPU; kept sets need --enable-scale-out "
+        "--return-sampling-mask, this run's --top_k and a GPU (vLLM on a CPU reports none)"
     )
     without_cache = "--no-enable-prefix-caching"
 
@@ -88,10 +81,9 @@ class SGLang(Server):
     ready = "/ready"
     resume = "/continue_generation"
     margin = 2  # it cuts max_new_tokens to context - 2 - prompt, without an error
-    kept_sets = "kept sets need --sampling-mask-max-tokens and this run's --top_k"
     flags = (
         "start it with --enable-deterministic-inference, SGLANG_RETURN_ORIGINAL_LOGPROB unset and a --context-length "
-        f"for prompt, response and 2; {kept_sets}"
+        "for prompt, response and 2; kept sets need --sampling-mask-max-tokens and this run's --top_k"
     )
     without_cache = "--disable-radix-cache"
 

@@ -13,7 +13,7 @@ from fused_rl.trainers.base.files import io_errors_in_a_line
 from fused_rl.trainers.base.screen import print_line
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.rollouts.types import Response, Sampler, shortened
+from fused_rl.trainers.rollouts.types import Response, Sampler, one_line
 from fused_rl.trainers.servers.inference import Http, HttpError, Server
 from fused_rl.trainers.servers.kinds import VLLM, SGLang
 from fused_rl.trainers.servers.probe import Probe
@@ -31,7 +31,7 @@ def connect(http: Http, url: str, *, sleeps: bool = False) -> Server:
         kind = {"vllm": VLLM, "sglang": SGLang}[card["owned_by"]]
         server = kind(http, url, card)
     except Exception as error:
-        came = f"GET /v1/models answered {shortened(answer)}"
+        came = f"GET /v1/models answered {one_line(answer)}"
         raise InputError(f"server {url} is neither vLLM nor SGLang: {came}") from error
     http.run([http.call("GET", url + server.ready, tries=math.inf)])
     if server.is_paused is None:
@@ -59,27 +59,13 @@ def check_sleeps(server: Server) -> None:
         raise InputError(
             f"server_sleeps=True is for vLLM, and {server.name} is another server; leave it out"
         )
-    config = server.config()
+    url = f"{server.url}/server_info?config_format=json"
+    (answer,) = server.http.run([server.http.call("GET", url)])
+    config = answer["vllm_config"]
     # vLLM on a CPU takes no such flag: it falls asleep without it, and frees nothing.
     enabled = config["model_config"].get("enable_sleep_mode", True)
     if not enabled and config["device_config"].get("device") != "cpu":
         raise InputError(f"server_sleeps=True: start {server.name} with --enable-sleep-mode")
-
-
-def check_head(server: Server, lm) -> None:
-    """Refuse a vLLM on a CPU if the policy's head is tied to its embedding.
-
-    It packs its LM head once, and packs again what a folder has a tensor for. A tied head has none, so it would stay
-    the old one at every update, without an error.
-    """
-    is_tied = lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
-    if not is_tied or server.kind != "vLLM":
-        return
-    if server.config()["device_config"].get("device") == "cpu":
-        raise InputError(
-            f"{server.name} would keep the old LM head at every update, as vLLM does on a CPU if the head is tied to "
-            "the embedding: serve it on a GPU, leave --server out, or train a model whose head has its own weight"
-        )
 
 
 class ServerSampler(Sampler):
@@ -124,7 +110,6 @@ class ServerSampler(Sampler):
         for server in self.servers:
             if self.sleeps:
                 check_sleeps(server)
-            check_head(server, self.probe.model.module.base)
         awake = [server for server in self.servers if not server.asleep]
         self.http.run(self.probe.sample(server, 0) for server in awake)
 

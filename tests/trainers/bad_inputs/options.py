@@ -73,7 +73,6 @@ OPTIONS = [
         "--lag 1 --zero_stage 3",
         "lag=1 with zero_stage=3 .* give --server, or --zero_stage 2",
     ),
-    *words("grpo", "--overlong_buffer 5", "overlong_buffer=5 is more than max_new_tokens"),
     *words(
         "grpo",
         "--ref_mixup_alpha 0.5",
@@ -163,7 +162,6 @@ OPTIONS = [
         "chat_template_kwargs=3 should be a valid dictionary",
     ),
     *words("grpo", "--kl_in reward", "kl_in=reward has no meaning with kl_coef=0"),
-    *words("grpo", "--ref_sync_every 9 --kl_coef 0.1", "ref_sync_every=9 is more than steps"),
     *words(
         "grpo",
         "--prompts_per_step 24",
@@ -176,11 +174,6 @@ OPTIONS = [
         "ppo",
         "--preset rloo",
         "preset=rloo takes its advantages from leave-one-out.*ppo has a critic",
-    ),
-    *words(
-        "ppo",
-        "--target_kl 0.1 --minibatches 1",
-        "target_kl=0.1 has no meaning with one update per step",
     ),
     *words("ppo", "--kl_target 1 --kl_coef 0", "kl_target=1.0 has no meaning with kl_coef=0"),
     *words("ppo", "--kl_horizon 50", "kl_horizon=50.0 has no meaning without --kl_target"),
@@ -199,7 +192,6 @@ OPTIONS = [
         "distill", "--teacher user:word@host:1", "teacher: expected a URL .*, without a user, pass"
     ),
     *words("distill", "--teacher http://", "teacher='http://': expected a URL such as"),
-    *words("distill", "--teacher {}", "teacher={} names no teacher"),
     *words("distill", "--jsd_beta 0.3", "jsd_beta=0.3 .* without --direction jensen-shannon"),
     *option("distill", "jsd_beta", "1", "less than 1"),
     *words("distill", "--completion_column a", "completion_column=a .* --on_policy below 1"),
@@ -216,7 +208,6 @@ OPTIONS = [
     *words("grpo", "--server_timeout 5", "server_timeout=5.0 means nothing without --server"),
     *words("grpo", "--server_sleeps", "server_sleeps=True means nothing without --server"),
     *words("grpo", "--published_dir /tmp", "published_dir=/tmp means nothing without --server"),
-    *words("grpo", "--published_dir= --server http://a:1", "published_dir='' is empty"),
     *words("grpo", "--server_sleeps --server http://a:1 --lag 1", "server_sleeps=True .* with lag"),
     *words(
         "grpo",

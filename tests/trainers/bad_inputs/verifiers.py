@@ -56,7 +56,6 @@ VERIFIERS = [
     ),
     *verifiers("judges:even", "has 2 numbers for 1 verifiers", "--verifier_weights", "[1, 2]"),
     *verifiers("judges:even", "has 2 numbers for 1 verifiers", "--solved_at", "[1, null]"),
-    *verifiers("reasoning_gym:chain_sum", "is now a function: give fused_rl.recipes.gym:score$"),
     *verifiers("reward_model:./rm", "./rm does not exist; the current folder"),
     *verifiers("reward_model:nobody/a2.5-v1.0", "nobody/a2.5-v1.0"),
     *cell(
