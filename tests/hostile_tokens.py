@@ -15,6 +15,7 @@ from fused_rl import reference
 from fused_rl.objectives.estimators import KL_ESTIMATORS
 from fused_rl.objectives.presets import resolve_options
 from fused_rl.objectives.surrogates import RATIO_LEVELS
+from tests import papers
 from tests.drawn import st
 
 MASKS = {
@@ -144,7 +145,7 @@ def _of_papers(x, b, preset):
     names = ("ratio_level", "surrogate", "loss_agg", "clip_low", "clip_high", "delta")
     ids = torch.arange(len(x))[:, None].expand(x.shape)
     options = given | {name: getattr(chosen, name) for name in names} | {"sequence_ids": ids}
-    return reference.policy_loss(x, b.old, b.advantages[:, None].expand(x.shape), b.mask, **options)
+    return papers.policy_loss(x, b.old, b.advantages[:, None].expand(x.shape), b.mask, **options)
 
 
 def _by_token(preset):
@@ -240,11 +241,11 @@ FUNCTIONS = {
     ),
     "unpaired_preference_loss": Function(
         _unpaired(fused_rl.unpaired_preference_loss),
-        _unpaired(reference.unpaired_preference_loss),
+        _unpaired(papers.unpaired_preference_loss),
     ),
     "kl_baseline": Function(
         lambda x, b: fused_rl.kl_baseline(_log_ratios(x, b)),
-        lambda x, b: reference.kl_baseline(_log_ratios(x, b)),
+        lambda x, b: papers.kl_baseline(_log_ratios(x, b)),
     ),
     "masked_sum": Function(
         lambda x, b: fused_rl.masked_sum(x, b.mask),

@@ -15,6 +15,7 @@ from fused_rl import reference
 from fused_rl.objectives import presets
 from fused_rl.objectives.aggregation import LOSS_AGGS
 from fused_rl.objectives.surrogates import RATIO_LEVELS, SURROGATES
+from tests import papers
 from tests.lazy import transformers
 from tests.marks import diagonal
 from tests.papers import F64, GROUP_LENGTHS, MASKS, PAPERS, B, T, batch, head
@@ -66,7 +67,7 @@ def expected(surrogate, level, loss_agg, clip_low, clip_high, kind, kl):
         "sequence_ids": batch(kind)[1],
     }
     options |= {"clip_low": clip_low, "clip_high": clip_high}
-    loss = reference.policy_loss(logprobs, old, batch(kind)[3], mask, **options)
+    loss = papers.policy_loss(logprobs, old, batch(kind)[3], mask, **options)
     return loss.detach(), torch.autograd.grad(loss, [logprobs, *leaves], retain_graph=True)
 
 
@@ -146,7 +147,7 @@ def test_presets_are_the_papers(preset):
     logprobs = torch.randn(B, T, dtype=F64).sub(3).requires_grad_()
     old = logprobs.detach() + drift[0]
     surrogate, level, loss_agg, clip_low, clip_high = PAPERS[preset]
-    want = reference.policy_loss(
+    want = papers.policy_loss(
         logprobs,
         old,
         spread,

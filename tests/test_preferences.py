@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fused_rl
-from fused_rl import reference
+from tests import papers
 from tests.one_process import GROUP, together
 from tests.papers import F64
 
@@ -29,10 +29,10 @@ def test_the_unpaired_loss_is_its_definition(desirable, baseline):
     scores = scores_of(0).requires_grad_()
     options = OPTIONS | {"baseline": baseline}
     loss, metrics = fused_rl.unpaired_preference_loss(scores, desirable, **options)
-    want = reference.unpaired_preference_loss(scores, desirable, **options)
+    want = papers.unpaired_preference_loss(scores, desirable, **options)
     assert_same(loss, want, scores, rtol=1e-13)
     assert torch.autograd.gradcheck(
-        lambda x: reference.unpaired_preference_loss(x, desirable, **options), scores
+        lambda x: papers.unpaired_preference_loss(x, desirable, **options), scores
     )
 
     # Micro-batches of different sizes and kinds add up, in the loss and in every metric.
