@@ -352,7 +352,7 @@ MUTATIONS = {
         "trainers/distill.py",
         "samples[:count] + fill",
         "samples",
-        "tests/trainers/test_distill.py -k even",
+        SFT_SPLITS,
     ),
     "the teacher and the student are exchanged in the mixture": Mutation(
         "kernels/states.py",

@@ -110,13 +110,6 @@ def trainers() -> list[type[RunConfig]]:
     return [trainer.config_class() for trainer in cli.TRAINERS.values()]
 
 
-def division(micro: int | str) -> dict[str, int]:
-    """The option of micro-batches of so many sequences, or of "40 tokens"."""
-    if isinstance(micro, str):
-        return {"micro_batch_tokens": int(micro.split()[0])}
-    return {"micro_batch_size": micro}
-
-
 def on_ranks(function, world: int, *args, timeout: int = 500) -> list:
     """`run_distributed` of a function that trains, its figures left out; one rank is this process."""
     if world == 1:

@@ -149,46 +149,6 @@ def test_a_log_probability_that_is_not_finite_names_its_row(trainer, folder, tmp
         TRAINERS[trainer].train(config_of(trainer, tmp_path, tmp_path / "run"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("trainer", TRAINERS)
-def test_three_updates_are_trls(trainer, folder, tmp_path):
-    trl = pytest.importorskip("trl")
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    rows = [json.loads(line) for line in (folder / f"{trainer}.jsonl").read_text().splitlines()][:8]
-    rows = [{key: row[key] for key in row if key != "margin"} for row in rows]  # TRL knows none
-    shutil.copytree(folder / "model", tmp_path / "model")
-    tiny.jsonl(tmp_path / f"{trainer}.jsonl", rows)
-    lm, name = AutoModelForCausalLM.from_pretrained(folder / "model"), trainer.upper()
-    theirs = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}
-    ours = {"nll_coef": 0.5, "label_smoothing": 0.0}
-    if trainer == "kto":
-        theirs = ours = OPTIONS["kto"]
-    with mock.patch.dict(os.environ):  # accelerate leaves a launcher's variables there
-        arguments = getattr(trl, f"{name}Config")(
-            output_dir=str(tmp_path / "trl"), max_steps=3, per_device_train_batch_size=8, learning_rate=1e-2,
-            lr_scheduler_type="constant", beta=0.5, logging_steps=1, report_to=[], use_cpu=True,
-            save_strategy="no", bf16=False, **theirs,
-        )  # fmt: skip
-        tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-        given = {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
-        peer = getattr(trl, f"{name}Trainer")(lm, args=arguments, **given)
-        peer.train()
-    options = {"eval_size": 0, "steps": 3, "lr": 1e-2, "lr_schedule": "constant", "beta": 0.5}
-    TRAINERS[trainer].train(config_of(trainer, tmp_path, tmp_path / "run", **options | ours))
-    metrics = tiny.read_metrics(tmp_path / "run")
-    for key in ("loss", "kl"):
-        logged = [row[key] for row in peer.state.log_history if key in row]
-        found = [row[f"train/{trainer}/{key}"] for row in metrics if logged]
-        assert found == pytest.approx(logged, rel=1e-3, abs=1e-5)
-    start = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
-    weights = tiny.weights(tmp_path / "run/model")
-    for key, value in lm.state_dict().items():
-        moved = (value - start[key]).norm()
-        assert (weights[key] - value).norm() <= 1e-3 * moved, key
-
-
 # KTO's metrics and rows.
 
 
@@ -232,14 +192,39 @@ def test_a_pair_is_two_rows_and_mismatched_responses_answer_another_prompt(folde
     assert sum(map(len, first.mismatched)) == 8 and len(second.mismatched[1]) == 2
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"label": "yes"}, "line 1: column 'label' must be true or false, got 'yes'"),
-        ({"label": 2}, "line 1: column 'label' must be true or false, got 2"),
-        ({"label": None}, "line 1: column 'label' is null"),
-    ],
-)
-def test_a_label_is_true_or_false(folder, row, message):
-    with pytest.raises(InputError, match=message):
-        read(folder, [{"prompt": "a", "completion": "b"} | row])
+@pytest.mark.slow
+def test_three_updates_of_kto_are_trls(folder, tmp_path):
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    rows = [json.loads(line) for line in (folder / "kto.jsonl").read_text().splitlines()][:8]
+    shutil.copytree(folder / "model", tmp_path / "model")
+    tiny.jsonl(tmp_path / "kto.jsonl", rows)
+    lm = AutoModelForCausalLM.from_pretrained(folder / "model")
+    with mock.patch.dict(os.environ):  # accelerate leaves a launcher's variables there
+        arguments = trl.KTOConfig(
+            output_dir=str(tmp_path / "trl"), max_steps=3, per_device_train_batch_size=8, learning_rate=1e-2,
+            lr_scheduler_type="constant", beta=0.5, logging_steps=1, report_to=[], use_cpu=True,
+            save_strategy="no", bf16=False, **OPTIONS["kto"],
+        )  # fmt: skip
+        tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+        given = {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
+        peer = trl.KTOTrainer(lm, args=arguments, **given)
+        peer.train()
+    options = {"eval_size": 0, "steps": 3, "lr": 1e-2, "lr_schedule": "constant", "beta": 0.5}
+    kto.train(config_of("kto", tmp_path, tmp_path / "run", **options))
+    metrics, weights = tiny.read_metrics(tmp_path / "run"), tiny.weights(tmp_path / "run/model")
+    for key in ("loss", "kl"):
+        logged = [row[key] for row in peer.state.log_history if key in row]
+        found = [row[f"train/kto/{key}"] for row in metrics]
+        assert found == pytest.approx(logged, rel=1e-3, abs=1e-5)
+    start = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+    for key, value in lm.state_dict().items():
+        assert (weights[key] - value).norm() <= 1e-3 * (value - start[key]).norm(), key
+
+
+def test_a_label_is_true_or_false(folder):
+    for label, message in (("yes", "must be true or false, got 'yes'"), (None, "is null")):
+        with pytest.raises(InputError, match=f"line 1: column 'label' {message}"):
+            read(folder, [{"prompt": "a", "completion": "b", "label": label}])

@@ -1,9 +1,7 @@
 """Rollouts drawn ahead: by a schedule, in a thread as one after the other, and over a stop as without one."""
 
 import dataclasses
-import functools
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from fused_rl.trainers.rollouts.lag import CopySampler, LaggedSampler
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.run import store
-from tests.marks import slow
 from tests.trainers import tiny
 from tests.trainers.runs import assert_equal_runs, grpo_config, ppo_config
 from tests.trainers.served import logprobs
@@ -250,13 +247,6 @@ def test_a_model_that_transformers_must_draw_for_is_refused(lm, monkeypatch):
 
 
 SMALL = {"steps": 4, "eval_every": 2, "lr": 1e-2}
-KEPT = {"save_every": 1, "keep_checkpoints": 9}
-OTHERS = {
-    "plain": {},
-    "truncated": {"top_k": 40, "top_p": 0.95, "temperature": 0.8},
-    "adapters": {"lora_rank": 2, "save_merged": True},
-    "bfloat16": {"dtype": "bfloat16", "zero_stage": 2},
-}
 
 
 TRAIN = {"grpo": (grpo.train, grpo_config), "ppo": (ppo.train, ppo_config)}
@@ -267,38 +257,15 @@ def run(trainer, files, folder, **options):
     train(config_of(files, folder, **(SMALL | options)))
 
 
-@pytest.fixture(scope="module")
-def made(files, tmp_path_factory):
-    """`made(kind, k, …)` is the folder of a run in a thread that nothing interrupted; each is made once."""
-
-    @functools.cache
-    def make(kind: str, k: int, others: str = "plain") -> Path:
-        folder = tmp_path_factory.mktemp(f"{kind}-{k}") / "run"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TRITON_INTERPRET", "0")  # as conftest.py does for a test
-            run(kind, files, folder, lag=k, **KEPT, **OTHERS[others])
-        return folder
-
-    return make
-
-
-CASES = [
-    slow("grpo", 1, "plain"),
-    slow("ppo", 2, "plain"),
-    slow("grpo", 2, "truncated"),
-    slow("ppo", 1, "truncated"),
-    slow("grpo", 1, "adapters"),
-    slow("grpo", 3, "bfloat16"),
-]
-
-
-@pytest.mark.parametrize(("kind", "k", "others"), CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "k", "options"), [("grpo", 3, {"top_k": 40}), ("ppo", 2, {})])
 def test_a_thread_is_one_after_the_other_bit_for_bit(
-    kind, k, others, made, files, tmp_path, monkeypatch
+    kind, k, options, files, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(lag, "Thread", InTurn)
-    run(kind, files, tmp_path / "turns", lag=k, **KEPT, **OTHERS[others])
-    assert_equal_runs(tmp_path / "turns", made(kind, k, others))
+    for name, thread in (("thread", threading.Thread), ("turns", InTurn)):
+        monkeypatch.setattr(lag, "Thread", thread)
+        run(kind, files, tmp_path / name, lag=k, save_every=0, **options)
+    assert_equal_runs(tmp_path / "turns", tmp_path / "thread")
 
 
 class Silent(Recorder, tiny.Sampler):

@@ -12,7 +12,7 @@ from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.models import language_model
-from fused_rl.trainers.models.logits import ReferenceStates, keep_only
+from fused_rl.trainers.models.logits import keep_only
 from fused_rl.trainers.models.reward_model import RewardModel
 from fused_rl.trainers.options import EngineConfig
 from fused_rl.trainers.policy.reference import Reference
@@ -43,26 +43,16 @@ def test_what_is_not_wanted_is_none_and_the_rest_is_unchanged(folders):
     lm, given = load(folders, folders[0]), batch()
     inputs = {"input_ids": given.input_ids, "mask": given.response_mask, "temperature": 0.7}
     plain = lm(**inputs)
-    with torch.no_grad():
-        states = lm(*list(inputs.values())[:2], under_head=lambda states, _: states)
-    requests = {
-        (): {},
-        ("loss",): LOSS,
-        ("likeliest",): {"want_likeliest": True},
-        ("ref_logprobs", "kl"): {"reference": ReferenceStates(lm, states)},
-    }
+    requests = {(): {}, ("loss",): LOSS, ("likeliest",): {"want_likeliest": True}}
     for wanted, options in requests.items():
         found = lm(**inputs, **options)
-        assert isinstance(found, language_model.Scored)
         values = {name for name, value in found._asdict().items() if value is not None}
         assert values == {"logprobs", "entropy", *wanted}
         assert torch.equal(found.logprobs, plain.logprobs)
         assert torch.equal(found.entropy, plain.entropy)
-        assert found.logprobs.requires_grad == (wanted in ((), ("ref_logprobs", "kl")))
+        assert found.logprobs.requires_grad == (wanted == ())
         if "loss" in wanted:
             torch.testing.assert_close(found.loss, -plain.logprobs.sum())
-    # The last request compared the model with itself.
-    assert torch.equal(found.ref_logprobs, plain.logprobs) and (found.kl == 0).all()
 
 
 @pytest.mark.parametrize("of_config", ["eos_token_id", "bos_token_id"])

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 import fused_rl
+from fused_rl.trainers import ppo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import make_batch
+from fused_rl.trainers.models.reward_model import RewardModel
 from fused_rl.trainers.policy.critic import (
     Critic,
     KLController,
@@ -16,9 +18,8 @@ from fused_rl.trainers.policy.critic import (
     load_critic,
     token_rewards,
 )
-from fused_rl.trainers.rollouts.solved import win_rate
-from fused_rl.trainers.scorers.load import load_scorers
 from tests.trainers import tiny
+from tests.trainers.runs import ppo_config
 
 EOS = 3
 
@@ -71,14 +72,6 @@ def test_the_kl_that_is_right_for_its_place_is_the_default():
     assert config_of(kl_estimator="k3").estimator == "k3"
 
 
-def test_how_often_a_right_response_scores_above_a_wrong_one():
-    scores = torch.tensor([3.0, 1.0, 2.0, 2.0, 5.0, 5.0])
-    # The third prompt has no wrong response.
-    solved = torch.tensor([True, False, False, True, True, True])
-    assert win_rate(scores, solved, 2) == {"val/win_rate": 0.75}  # a win and a draw
-    assert win_rate(scores, solved & False, 2) == {}
-
-
 # The critic.
 
 
@@ -86,32 +79,21 @@ def batch_of(*responses):
     return make_batch([[1, 70, 71, 72], [1, 80]][: len(responses)], list(responses), 0, "cpu")
 
 
-def scorers_of(config):
-    tokenizer = encode.load_tokenizer(config.model)
-    reading = {"tokenizer": tokenizer, "device": torch.device("cpu"), "batch_size": 64}
-    return load_scorers(config, policy=config, held=config, **reading)
-
-
 def test_a_critic_expects_nothing_at_first_and_is_a_reward_model_otherwise(folders, tmp_path):
     model, reward = folders
-    batch = batch_of([90, 91, EOS], [92, 93, 94, 95, 96])
-    assert (Critic.from_pretrained(model)(batch.input_ids, batch.response_mask) == 0).all()
-    critic = Critic.from_pretrained(reward)
-    values = critic(batch.input_ids, batch.response_mask)
-    scorer = scorers_of(
-        config_of(folders[0], critic=folders[1], verifiers=f"reward_model:{reward}")
-    )
-    for b, (prompt, response) in enumerate(
-        [([1, 70, 71, 72], [90, 91, EOS]), ([1, 80], [92, 93, 94, 95, 96])]
-    ):
-        # The value before a token is the score of what stands before it.
-        for t in range(len(response)):
-            (score,) = scorer[0].scorer.unchecked([prompt], [response[:t]]).tolist()
-            assert values[b, len(prompt) - 1 + t].item() == pytest.approx(score, abs=1e-5)
+    prompt, response = [1, 70, 71, 72], [90, 91, EOS]
+    given = make_batch([prompt], [response], 0, "cpu")
+    inputs = given.input_ids, given.response_mask
+    assert (Critic.from_pretrained(model)(*inputs) == 0).all()
+    critic, scorer = Critic.from_pretrained(reward), RewardModel.from_pretrained(reward)
+    values = critic(*inputs)
+    # The value before a token is the score of what stands before it.
+    for t in range(len(response)):
+        ids = torch.tensor([prompt + response[:t]])
+        score = scorer(ids, torch.ones_like(ids)).item()
+        assert values[0, len(prompt) - 1 + t].item() == pytest.approx(score, abs=1e-5)
     critic.save_pretrained(str(tmp_path / "saved"))
-    assert torch.equal(
-        Critic.from_pretrained(tmp_path / "saved")(batch.input_ids, batch.response_mask), values
-    )
+    assert torch.equal(Critic.from_pretrained(tmp_path / "saved")(*inputs), values)
 
 
 @pytest.mark.parametrize("given", [None, 0, 2])
@@ -144,3 +126,31 @@ def test_what_follows_a_response_has_value_0_and_is_never_fitted(folders):
     ].backward()
     gradient = critic.classifier.get_input_embeddings().weight.grad
     assert gradient[91].abs().sum() > 0 and gradient[EOS].abs().sum() == 0
+
+
+@pytest.mark.slow
+def test_critic_only_leaves_the_policy_alone_and_teaches_the_critic(files, tmp_path):
+    options = {
+        "critic_lr": 1e-2,
+        "value_clip": None,
+        "gae_lambda": 1.0,
+        "epochs": 4,
+        "eval_size": 0,
+    }
+    ppo.train(ppo_config(files, tmp_path, critic_only=12, minibatches=2, **options))
+    metrics = tiny.read_metrics(tmp_path)
+    before, after = tiny.weights(files[0]), tiny.weights(tmp_path / "model")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert len(metrics) == 12 and {m["lr"] for m in metrics} == {0.0}
+    assert metrics[-1]["loss/value_avg"] < 0.6 * metrics[0]["loss/value_avg"]
+
+
+@pytest.mark.slow
+def test_updates_stop_together_once_the_policy_has_moved_and_the_schedule_goes_on(files, tmp_path):
+    config = {"target_kl": 1e-6, "epochs": 3, "minibatches": 2, "eval_size": 0, "steps": 2}
+    ppo.train(ppo_config(files, tmp_path, **config))
+    metrics = tiny.read_metrics(tmp_path)
+    assert [m["optim/updates"] for m in metrics] == [2, 2]
+    # The second update of the second step: of 12 planned ones the eighth, though only the fourth that was made.
+    assert metrics[1]["lr"] == pytest.approx(1e-3 * (12 - 7) / 12)
+    assert metrics[1]["optim/critic_lr"] == pytest.approx(1e-3 * (12 - 7) / 12)

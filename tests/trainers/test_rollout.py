@@ -38,19 +38,18 @@ def test_scores_are_the_models_own_at_the_sampling_temperature(folder, loss_from
     prompts, responses = [[1, 70, 71, 72], [1, 80]], [[90, 91, 3], [92, 93, 94, 95, 96]]
     batch = make_batch(prompts, responses, 0, "cpu")
     rows = lm(batch.input_ids, batch.response_mask, 0.7)
+    assert (rows.logprobs[~batch.response_mask] == 0).all()
     for b, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        whole = torch.tensor([prompt + response])  # no padding at all
-        expected = (lm.base(input_ids=whole).logits[0].double() / 0.7).log_softmax(-1)
-        at = range(len(prompt) - 1, len(prompt) + len(response) - 1)
-        for t in at:
-            torch.testing.assert_close(
-                rows.logprobs[b, t].double(), expected[t, whole[0, t + 1]], atol=1e-5, rtol=0
-            )
-            entropy = -(expected[t].exp() * expected[t]).sum()
-            torch.testing.assert_close(rows.entropy[b, t].double(), entropy, atol=1e-5, rtol=0)
-        outside = torch.ones(rows.logprobs.shape[1], dtype=torch.bool)
-        outside[list(at)] = False
-        assert (rows.logprobs[b][outside] == 0).all()
+        mask = batch.response_mask[b]
+        logits = lm.base(input_ids=torch.tensor([prompt + response])).logits  # no padding at all
+        logp = (logits[0, len(prompt) - 1 : -1].double() / 0.7).log_softmax(-1)
+        expected = {
+            "logprobs": logp[range(len(response)), response],
+            "entropy": -(logp.exp() * logp).sum(-1),
+        }
+        for name, values in expected.items():
+            found = getattr(rows, name)[b][mask].double()
+            torch.testing.assert_close(found, values, atol=1e-5, rtol=0)
 
 
 def sample(lm, prompts, *, batch_size=64, **options):
@@ -177,14 +176,15 @@ def test_responses_are_one_for_each_prompt_with_what_the_sampler_declares():
 def test_a_sample_shows_the_answer_or_what_scorers_may_read():
     row = {"prompt": "1+1?", "note": "easy", "answer": "so #### 2", "empty": None}
     judge = SimpleNamespace(columns=("answer",), answer=lambda row: row["answer"][-1])
-    reads = [SimpleNamespace(columns=("note",)), SimpleNamespace(columns=())]
-    assert right_answer(row, "1+1?", [reads[0], judge]) == {"answer": "2"}
-    assert right_answer(row, "1+1?", reads) == {"columns": {"note": "easy"}}
-    everything = right_answer(
-        row, [{"role": "user", "content": "1+1?"}], [SimpleNamespace(columns=None)]
-    )
-    assert everything == {"columns": {"note": "easy", "answer": "so #### 2"}}
-    assert right_answer(row, "1+1?", []) == right_answer({"prompt": "x"}, "x", reads) == {}
+    of_note, of_all = SimpleNamespace(columns=("note",)), SimpleNamespace(columns=None)
+    everything = {"columns": {"note": "easy", "answer": "so #### 2"}}
+    for scorers, shown in (
+        ([of_note, judge], {"answer": "2"}),
+        ([of_note], {"columns": {"note": "easy"}}),
+        ([of_all], everything),
+        ([], {}),
+    ):
+        assert right_answer(row, "1+1?", scorers) == shown
 
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}

@@ -185,28 +185,6 @@ def test_parts_of_a_batch_keep_their_turns_and_their_kept_sets():
         assert all(token in ids for token, ids in zip(drawn, kept, strict=True))
 
 
-# Turns put together.
-
-
-def test_turns_are_joined_with_their_records():
-    first = Response([5, 6], "stop", [-0.1, -0.2], TokenSupport.from_lists([[5], [6, 7]]))
-    second = Response([8], "length", [-0.3], TokenSupport.from_lists([[8, 9]]))
-    whole = after_turn(after_turn(None, first, [70, 71]), second)
-    assert whole.ids == [5, 6, 70, 71, 8] and whole.trained == [True, True, False, False, True]
-    assert whole.logprobs == [-0.1, -0.2, 0.0, 0.0, -0.3] and whole.finish == "length"
-    assert whole.support.offsets.tolist() == [0, 1, 3, 3, 3, 5]
-    silent = after_turn(after_turn(None, Response([5], "stop"), [7]), Response([], "length"))
-    assert silent == Response([5, 7], "length", trained=[True, False])
-
-
-def test_each_turn_has_seeds_of_its_own():
-    sampling = Sampling(1.0, 20, (EOS,), seeds=(7, 8, 2**31 - 1))
-    first, second = (of_turn(sampling, turn, [0, 2], 3) for turn in (0, 1))
-    assert first.seeds == (7, 2**31 - 1) and first.max_new_tokens == 3
-    assert not {*first.seeds} & {*second.seeds} and all(0 <= seed < 2**31 for seed in second.seeds)
-    assert of_turn(Sampling(0.0, 20, (EOS,)), 1, [0], 3).seeds is None
-
-
 # The recipe.
 
 
@@ -252,3 +230,16 @@ def test_the_recipe_s_games_are_what_their_environment_says(tmp_path):
         row = json.loads(line)
         said = row["response"][1::2]
         assert row["reward"] == float("=" in said) and "=" not in said[:-1]
+
+
+def test_turns_are_joined_with_their_records_and_have_seeds_of_their_own():
+    first = Response([5, 6], "stop", [-0.1, -0.2], TokenSupport.from_lists([[5], [6, 7]]))
+    second = Response([8], "length", [-0.3], TokenSupport.from_lists([[8, 9]]))
+    whole = after_turn(after_turn(None, first, [70, 71]), second)
+    assert whole.ids == [5, 6, 70, 71, 8] and whole.trained == [True, True, False, False, True]
+    assert whole.logprobs == [-0.1, -0.2, 0.0, 0.0, -0.3] and whole.finish == "length"
+    assert whole.support.offsets.tolist() == [0, 1, 3, 3, 3, 5]
+    sampling = Sampling(1.0, 20, (EOS,), seeds=(7, 8, 2**31 - 1))
+    one, other = (of_turn(sampling, turn, [0, 2], 3) for turn in (0, 1))
+    assert one.seeds == (7, 2**31 - 1) and one.max_new_tokens == 3
+    assert not {*one.seeds} & {*other.seeds} and all(0 <= seed < 2**31 for seed in other.seeds)
