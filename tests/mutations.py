@@ -690,13 +690,13 @@ MUTATIONS = {
         "trainers/data/batch.py",
         "pad(rows, 0, width=input_ids.shape[1])[:, 1:].bool()",
         "pad(rows, 0, width=input_ids.shape[1])[:, :-1].bool()",
-        "tests/trainers/test_turns.py -k 'in_between or longer_prompt'",
+        DEFINITIONS,
     ),
     "ids that another said count in the denominator": Mutation(
         "trainers/grpo.py",
         "tokens = (batch.token_counts * trained)",
         "tokens = (batch.response_lengths * trained)",
-        "tests/trainers/test_turns.py -k in_between",
+        DEFINITIONS,
     ),
     "a log-probability that is NaN passes": Mutation(
         "trainers/rollouts/returned.py",

@@ -61,10 +61,11 @@ def config_of(trainer: str, folders, options):
     return tiny.config_of(trainer, folders[0], **COMMON | OPTIONS[trainer] | critic | options)
 
 
-def case(rank: int, sets: bool) -> dict:
+def case(rank: int, plain: bool) -> dict:
     """What one of two ranks sampled: 2 prompts x 4 responses, and made-up log-probabilities from before the update.
 
-    With `sets` every token has one: itself alone, some more, many, or (an empty one) the whole vocabulary.
+    Unless they are `plain`, some of the ids are another's, of one response all; and every other one has a set that it
+    was drawn from: itself alone, some more, many, or (an empty one) the whole vocabulary.
     """
     made = torch.Generator().manual_seed(rank)
     lengths = torch.randint(1 + rank, LENGTH + rank, (8,), generator=made).tolist()
@@ -79,10 +80,13 @@ def case(rank: int, sets: bool) -> dict:
         ids = torch.randint(10, 200, (length,), generator=made).tolist()
         stops = length < LENGTH if rank else i != 1
         response = Response([*ids[:-1], EOS] if stops else ids, "stop" if stops else "length")
-        for nth, token in enumerate(response.ids if sets else ()):
-            others = torch.randperm(250, generator=made)[: (9, 0, 100, 3)[nth % 4]].tolist()
-            kept = [] if nth % 4 == 3 else list({token, *others})
-            response.support = [*(response.support or ()), kept]
+        if not plain:
+            response.trained = [(rank or i != 5) and nth % 3 != i % 3 for nth in range(length)]
+            response.support = []
+            for nth, token in enumerate(response.ids):
+                others = torch.randperm(250, generator=made)[: (9, 0, 100, 3)[nth % 4]].tolist()
+                all_ids = nth % 4 == 3 or not response.trained[nth]
+                response.support.append([] if all_ids else list({token, *others}))
         responses.append(response)
     shape = (8, 3 + LENGTH - 1)
     before = {
@@ -131,10 +135,10 @@ def stale_values(input_ids):
     return 0.5 * torch.cos((input_ids[:, :-1] + 3 * input_ids[:, 1:]).double()).float()
 
 
-def step_of_a_rank(rank, world, trainer, folders, options, sets):
+def step_of_a_rank(rank, world, trainer, folders, options, plain):
     """The metrics of one `train_step`."""
     engine.setup(1)
-    config, given = config_of(trainer, folders, options), case(rank, sets)
+    config, given = config_of(trainer, folders, options), case(rank, plain)
     tokenizer = encode.load_tokenizer(folders[0])
     made = setup.load_policy(config, tokenizer, [Scorer(given["scores"])], CPU, updates=4)
     made.sampler = Sampler(given["responses"])
@@ -170,17 +174,18 @@ def rows_of(cases, lm, values_of) -> list[dict]:
         prompts = sum(([prompt] * GROUP for prompt in given["prompts"]), [])
         for i, (prompt, response) in enumerate(zip(prompts, given["responses"], strict=True)):
             whole = torch.tensor([prompt.ids + response.ids])
-            at = slice(len(prompt.ids) - 1, len(prompt.ids) + len(response.ids) - 1)
+            own = response.sampled(range(len(response.ids)))
+            at = torch.tensor([len(prompt.ids) - 1 + nth for nth in own], dtype=torch.int64)
             logits = lm(input_ids=whole).logits[0, at] / TEMPERATURE
             left_out = torch.zeros(logits.shape, dtype=torch.bool)
-            for of_token, kept in zip(left_out, response.support or [], strict=False):
-                of_token[:] = bool(kept)
-                of_token[kept] = False
+            for of_token, nth in zip(left_out, own if response.support else [], strict=False):
+                of_token[:] = bool(response.support[nth])
+                of_token[response.support[nth]] = False
             logp = logits.masked_fill(left_out, -math.inf).log_softmax(-1)
             row = {name: values[i, at].double() for name, values in given["before"].items()}
             row["values"] = values_of(whole)[0, at]
             row["old_values"] = stale_values(whole)[0, at].double()
-            row["logprobs"] = logp.gather(1, torch.tensor(response.ids)[:, None])[:, 0]
+            row["logprobs"] = logp.gather(1, whole[0, at + 1, None])[:, 0]
             row["true_entropy"] = -(logp.exp() * logp.clamp(min=-1e9)).sum(-1)
             rows.append(row)
     return rows
@@ -194,11 +199,12 @@ def clip(t: dict[str, torch.Tensor], advantage: torch.Tensor):
     return torch.minimum(ratio * advantage, clipped * advantage), high | low
 
 
-def of_grpo(rows, t, points, stopped, kl_in) -> dict:
+def of_grpo(rows, t, points, responses, kl_in) -> dict:
     """Sequences' means of clip + kl_coef rk3 - entropy_coef H, with rewards of groups."""
     lengths = torch.tensor([len(row["kl"]) for row in rows])
     scores = points.nan_to_num()
-    penalties = (lengths - (LENGTH - BUFFER)).clamp(min=0) / BUFFER
+    beyond = torch.tensor([len(response.ids) for response in responses]) - (LENGTH - BUFFER)
+    penalties = beyond.clamp(min=0) / BUFFER
     rewards = 0.5 * scores - penalties
     solved = (scores >= 1).view(-1, GROUP)
     groups = rewards.view(-1, GROUP)
@@ -208,7 +214,7 @@ def of_grpo(rows, t, points, stopped, kl_in) -> dict:
     surrogate, clipped = clip(t, advantages.repeat_interleave(lengths))
     kl = t["ratio"] * t["k3"]
     total = -surrogate + KL_COEF * kl - ENTROPY_COEF * t["true_entropy"]
-    weights = (1 / lengths).repeat_interleave(lengths) / len(rows)
+    weights = (1 / lengths.clamp(min=1)).repeat_interleave(lengths) / len(rows)
     charged = kl.sum() / len(rows)
     return {
         "loss/policy_avg": -(surrogate * weights).sum(),
@@ -237,14 +243,15 @@ def gae(rewards, values, gae_lambda):
     return torch.tensor(advantages, dtype=torch.float64)
 
 
-def of_ppo(rows, t, points, stopped, kl_in) -> dict:
+def of_ppo(rows, t, points, responses, kl_in) -> dict:
     """PPO as the papers write it, with a dual clip, means of tokens and the critic's loss."""
+    stopped = torch.tensor([response.finish == "stop" for response in responses])
     scores = torch.where(stopped, 0.5 * points.nan_to_num(), -MISSING_EOS)
     advantages, returns, charged = [], [], []
     for row, score in zip(rows, scores, strict=True):
         d = row["old_logprobs"] - row["ref_logprobs"]
         rewards = -KL_COEF * d if kl_in == "reward" else torch.zeros_like(d)
-        rewards[-1] += score
+        rewards[-1:] += score
         charged.append(d if kl_in == "reward" else torch.expm1(-d) + d)
         advantages.append(gae(rewards, row["old_values"], GAE_LAMBDA))
         returns.append(gae(rewards, row["old_values"], 1.0) + row["old_values"])
@@ -288,7 +295,7 @@ def of_ppo(rows, t, points, stopped, kl_in) -> dict:
     }
 
 
-def definitions(trainer, folders, options, sets, ranks=(0, 1)) -> dict[str, float]:
+def definitions(trainer, folders, options, plain, ranks=(0, 1)) -> dict[str, float]:
     """Every metric from its definition, in fp64, over all responses of these ranks at once.
 
     The policy and the critic have none of our code in their forward passes.
@@ -301,7 +308,7 @@ def definitions(trainer, folders, options, sets, ranks=(0, 1)) -> dict[str, floa
         states = critic.classifier.base_model(input_ids=whole).last_hidden_state
         return (critic.classifier.score(states)[..., 0] - 0.1) / 0.7
 
-    cases = [case(rank, sets) for rank in ranks]
+    cases = [case(rank, plain) for rank in ranks]
     rows = rows_of(cases, lm, values_of)
     t = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
     t["d"], log_ratio = t["logprobs"] - t["ref_logprobs"], t["logprobs"] - t["old_logprobs"]
@@ -310,7 +317,7 @@ def definitions(trainer, folders, options, sets, ranks=(0, 1)) -> dict[str, floa
     points = torch.tensor([math.nan if score is None else score for score in scores]).double()
     responses = sum((given["responses"] for given in cases), [])
     stopped = torch.tensor([response.finish == "stop" for response in responses])
-    own = {"grpo": of_grpo, "ppo": of_ppo}[trainer](rows, t, points, stopped, config.kl_in)
+    own = {"grpo": of_grpo, "ppo": of_ppo}[trainer](rows, t, points, responses, config.kl_in)
 
     def per_response(values):
         return values.sum() / len(rows)
@@ -321,7 +328,7 @@ def definitions(trainer, folders, options, sets, ranks=(0, 1)) -> dict[str, floa
 
     if trainer == "ppo":
         own["optim/critic_grad_norm"] = gradient_norm(own["loss/value_avg"], critic)
-    lengths = torch.tensor([len(response.ids) for response in responses]).double()
+    lengths = torch.tensor([len(row["kl"]) for row in rows]).double()
     judged = points[~points.isnan()]
     found = own | {
         "lr": 1e-3,
@@ -358,20 +365,20 @@ SAME_ON_RANKS |= {"groups/sampled", "groups/trained"}
 
 
 CASES = [
-    ("grpo", {"kl_in": "loss"}, False),
-    ("grpo", {"loss_from": "logits"}, True),
-    slow("grpo", {"share_prompts": True}, True),
-    slow("grpo", {"loss_from": "logits", "share_prompts": True}, True),
-    ("ppo", {"kl_in": "reward"}, False),
-    ("ppo", {"kl_in": "loss"}, True),
+    ("grpo", {"kl_in": "loss"}, True),
+    ("grpo", {"loss_from": "logits"}, False),
+    slow("grpo", {"share_prompts": True}, False),
+    slow("grpo", {"loss_from": "logits", "share_prompts": True}, False),
+    ("ppo", {"kl_in": "reward"}, True),
+    ("ppo", {"kl_in": "loss"}, False),
 ]
 
 
-@pytest.mark.parametrize(("trainer", "options", "sets"), CASES)
+@pytest.mark.parametrize(("trainer", "options", "plain"), CASES)
 def test_every_metric_of_a_step_is_its_definition_in_two_micro_batches_on_two_ranks(
-    trainer, options, sets, folders
+    trainer, options, plain, folders
 ):
-    given = trainer, folders, options, sets
+    given = trainer, folders, options, plain
     first, second = run_distributed(step_of_a_rank, 2, *given, timeout=200)
     expected = definitions(*given)
     assert abs(expected["val/ratio"] - 1) > 0.05 < abs(expected["objective/kl1_avg"])

@@ -1,30 +1,22 @@
 """Responses of several turns: what the policy did not draw is context, and nothing else, in GRPO and PPO alike."""
 
-import functools
 import json
 
 import pytest
 import torch
 
-import fused_rl
-from fused_rl import TokenSupport, reference
+from fused_rl import TokenSupport
 from fused_rl.recipes import demo
 from fused_rl.recipes import tool as tool_recipe
 from fused_rl.recipes import turns as recipe
-from fused_rl.trainers import grpo, ppo
+from fused_rl.trainers import grpo
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.models import packing
-from fused_rl.trainers.policy import critic, groups, policy
-from fused_rl.trainers.policy.critic import Critic
 from fused_rl.trainers.rollouts.roll_out import batch_of
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sample, after_turn, of_turn
-from tests.trainers import steps, tiny
-from tests.trainers.steps import EOS, TEMPERATURE, Plain
+from tests.trainers.steps import EOS
 
-LENGTH = 9
 PROMPTS = [Prompt([1, 70, 71], {}), Prompt([1, 80], {})]
-SCORES = [0.0, 2, 1, 2, 3, 0, 1, 1]
 
 
 def spoken(seed: int = 0) -> list[Response]:
@@ -41,122 +33,6 @@ def spoken(seed: int = 0) -> list[Response]:
         ]
         responses.append(Response(ids, "length", trained=trained))
     return responses
-
-
-config_of = functools.partial(
-    steps.config_of, max_new_tokens=LENGTH, kl_coef=0.1, kl_estimator="rk3"
-)
-
-
-def policy_of(config, lm, responses, packed: bool) -> policy.Policy:
-    made = steps.fake_policy(config, Plain(lm), responses, SCORES)
-    made.sampling = Sampling(TEMPERATURE, LENGTH, (EOS,))
-    made.costs = packing.Costs(token=1.0, pair=0.0) if packed else None
-    return made
-
-
-def made_up(rollout) -> policy.BeforeUpdate:
-    """Of before the update, from a token and its place among those that the policy drew: the same for equal turns."""
-    batch = rollout.batch
-    mask = batch.response_mask
-    places = (mask.cumsum(1) + 7 * batch.input_ids[:, 1:]).double()
-    waves = [torch.cos(places * k).float() for k in (1.0, 1.7, 2.3, 2.9)]
-    values = (0.2 * waves[0] - 5.5, waves[1].abs(), 0.2 * waves[2] - 5.4, waves[3].abs())
-    return policy.BeforeUpdate(*(torch.where(mask, value, 0) for value in values))
-
-
-def grpo_step(config, prompts, responses, packed: bool):
-    """The sums of a minibatch in three parts, and the gradient of every weight."""
-    lm = tiny.load_lm(config)
-    made = policy_of(config, lm, responses, packed)
-    drawn = groups.collect(made, prompts, None, 1)
-    advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.included)
-    measured, parts = made_up(drawn.rollout), list(torch.arange(8).split(3))
-    sums = grpo.accumulate(made, drawn, measured, advantages, parts, 1, on_policy=False)
-    return sums, {name: weight.grad for name, weight in lm.named_parameters()}
-
-
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("preset", ["grpo", "dapo", "gspo"])
-def test_turns_in_between_leave_every_denominator_to_the_policys_own_ids(folder, preset, packed):
-    """Against the formula in fp64, on the log-probabilities of these ids alone, one row of the model each."""
-    config, responses = config_of(folder, preset=preset), spoken()
-    sums, gradients = grpo_step(config, PROMPTS, responses, packed)
-    lm = tiny.load_lm(config, trainable=False).base.double().requires_grad_(True)
-    made = policy_of(config, tiny.load_lm(config), responses, packed=False)
-    drawn = groups.collect(made, PROMPTS, None, 1)
-    measured = made_up(drawn.rollout)
-
-    # (8, LENGTH) of the ids that the policy drew, and nothing between them.
-    compact = torch.zeros(4, 8, LENGTH, dtype=torch.float64)
-    there = torch.zeros(8, LENGTH, dtype=torch.bool)
-    for i, response in enumerate(responses):
-        prompt = PROMPTS[i // 4].ids
-        logits = lm(input_ids=torch.tensor([prompt + response.ids])).logits[0] / TEMPERATURE
-        at = [len(prompt) - 1 + j for j in response.sampled(range(len(response.ids)))]
-        logp = (
-            logits[at]
-            .log_softmax(-1)
-            .gather(1, torch.tensor(response.sampled(response.ids)).long()[:, None])[:, 0]
-        )
-        compact[0, i, : len(at)] = logp
-        compact[1, i, : len(at)] = measured.old_logprobs[i, at].double()
-        compact[2, i, : len(at)] = measured.ref_logprobs[i, at].double()
-        there[i, : len(at)] = True
-    advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.included).double()
-    options = {"preset": preset, "kl_coef": 0.1, "kl_estimator": "rk3", "max_length": LENGTH}
-    loss, metrics = fused_rl.policy_loss(
-        *compact[:2], advantages, there, ref_logprobs=compact[2], **options
-    )
-    loss.backward()
-    for name in ("loss", "policy_loss", "approx_kl", "clipfrac", "ratio_minus_1", "kl", "kl1"):
-        assert sums[name] == pytest.approx(metrics[name].item(), rel=2e-5, abs=1e-7), name
-    for name, weight in lm.named_parameters():
-        found, scale = gradients[f"lm.{name}"], weight.grad.abs().max().item()
-        torch.testing.assert_close(
-            found.double(), weight.grad, atol=2e-5 * scale + 1e-8, rtol=1e-4, msg=name
-        )
-
-
-# PPO.
-
-
-def test_advantages_pass_over_turns_in_between_and_the_last_own_id_is_paid(folders, monkeypatch):
-    options = {"kl_coef": 0.1, "gamma": 0.97, "value_gae_lambda": 1.0, "missing_eos_penalty": 0.3}
-    options |= {"prompts_per_step": 2, "group_size": 4, "minibatches": 1, "critic": folders[1]}
-    config, responses = tiny.config_of("ppo", folders[0], **options), spoken()
-    made = policy_of(config, tiny.load_lm(config), responses, packed=False)
-    rollout = made.roll_out(PROMPTS, made.sampling, 4)
-    monkeypatch.setattr(ppo, "measure", lambda *_: made_up(rollout))
-    judge, parts = Plain(Critic.from_pretrained(folders[1])), list(torch.arange(8).split(3))
-    experience = ppo.judge(made, judge, rollout, parts, 0.1)
-    mask, batch = experience.mask, experience.rollout.batch
-    assert torch.equal(mask, batch.response_mask)
-    assert experience.rollout.lengths.tolist() == batch.token_counts.tolist()
-    assert batch.response_lengths.tolist() == [len(response.ids) for response in responses]
-    assert mask.sum(1).tolist() == [len(response.sampled(response.ids)) for response in responses]
-    for values in (experience.values, experience.advantages, experience.returns, experience.kl):
-        assert (values[~mask] == 0).all()
-    rewards = critic.token_rewards(experience.scores, experience.kl, mask, 0.0)
-    for i in range(8):
-        own = mask[i].nonzero()[:, 0]
-        assert rewards[i].nonzero()[:, 0].tolist() == own[-1:].tolist()
-        if len(own):
-            assert rewards[i, own[-1]] == experience.scores[i]
-        # What a sequence of the policy's ids alone would have: the recurrence of `fused_rl.reference.gae`.
-        column = (
-            experience.values[i, own][None].double(),
-            (rewards - 0.1 * experience.kl)[i, own][None].double(),
-        )
-        whole = torch.ones(1, len(own), dtype=torch.bool)
-        _, returns = reference.gae(column[1], column[0], whole, gamma=0.97, gae_lambda=1.0)
-        torch.testing.assert_close(
-            experience.returns[i, own][None].double(), returns, atol=1e-5, rtol=1e-5
-        )
-    assert responses[3].sampled(responses[3].ids) == [] and not mask[3].any()
-
-
-# What is told of them.
 
 
 def test_parts_of_a_batch_keep_their_turns_and_their_kept_sets():
