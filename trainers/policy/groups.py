@@ -15,7 +15,6 @@ import torch
 import fused_rl
 from fused_rl.objectives.advantages import ResponseAdvantage
 from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.screen import print_rank0
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.options import (
     Needs,
@@ -219,11 +218,6 @@ def collect(
         rollouts.append(replace(rollout, rewards=rewards))
         differ = ~equal_rewards(rewards, config.group_size)
         with_signal += int(ranks.global_sum(differ.sum()).item())
-    if refills and with_signal < wanted:
-        print_rank0(
-            f"step {step}: {with_signal} of {wanted} groups have rewards that differ after {len(rollouts)} rollouts "
-            "(the most in a step); it is trained on those"
-        )
 
     # Metrics are those of all that was sampled, even if a part of it is left out of the update.
     everything = rollouts[0] if len(rollouts) == 1 else _joined(policy, rollouts)

@@ -185,11 +185,8 @@ class Rollout:
     @property
     def lengths(self) -> torch.Tensor:
         """(B,) int64: tokens of each response that the policy sampled."""
-        lengths = []
-        for sample in self.samples:
-            response = sample.response
-            lengths.append(len(response.sampled(response.ids)))
-        return torch.tensor(lengths)
+        responses = [sample.response for sample in self.samples]
+        return torch.tensor([len(response.sampled(response.ids)) for response in responses])
 
     @property
     def rollout_logprobs(self) -> torch.Tensor | None:
