@@ -41,10 +41,3 @@ def assert_same_bits(actual, expected):
 
 def run_on(backend, *tensors):
     return [t.to(backend) for t in tensors]
-
-
-OPTIONS = {
-    "plain": {},
-    "temperature, softcap": {"temperature": 0.7, "softcap": 6.0},
-    "per row, mask": {"temperature": torch.linspace(0.5, 2, 12), "mask": torch.arange(12) % 5 != 3},
-}

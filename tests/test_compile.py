@@ -4,12 +4,10 @@ An op is a part of the graph, so that `fullgraph=True` works, or it breaks the g
 docs/numerics.md has the table.
 """
 
-import copy
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fused_rl
@@ -194,54 +192,6 @@ def test_a_backward_pass_under_autocast_of_a_forward_pass_without(backend):
             loss.backward()
         gradients.append([x.grad for x in leaves])
     torch.testing.assert_close(gradients[1], gradients[0])
-
-
-class Policy(nn.Module):
-    """A small model whose head is its embedding, and what a training step asks of it."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.block = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0, batch_first=True)
-
-    def forward(self, ids, mask, advantages):
-        hidden, head = self.block(self.embedding(ids)), self.embedding.weight
-        outputs = fused_rl.linear_token_logprobs(hidden, head, ids, mask=mask, shift=True)
-        reference = hidden.detach() + 0.1
-        options = {"mask": mask, "shift": True}
-        kl = fused_rl.linear_token_kl(hidden, head, reference, head.detach(), **options)
-        nll = fused_rl.linear_token_loss(hidden, head, ids, lambda lp, _: -lp, **options).loss
-        old = outputs.logprobs.detach() - 0.1
-        loss, _ = fused_rl.policy_loss(outputs.logprobs, old, advantages, mask, preset="grpo")
-        bonus, _ = fused_rl.entropy_bonus(outputs.entropy, mask, 0.01)
-        of_logits = fused_rl.token_logprobs(hidden @ head.t(), ids).logprobs
-        return loss + bonus + 0.1 * kl.sum() + 0.01 * nll - 0.01 * of_logits.mean()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_trains_as_in_eager_mode(dtype, backend):
-    torch.manual_seed(0)
-    eager = Policy()
-    compiled = copy.deepcopy(eager)
-    compiled.compile(backend=backend)
-    losses = []
-    for model in (eager, compiled):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        losses.append([])
-        for length in (6, 9, 7, 11):
-            made = torch.Generator().manual_seed(length)
-            ids = torch.randint(VOCAB, (3, length), generator=made)
-            mask = torch.rand(3, length - 1, generator=made) < 0.7
-            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-                loss = model(ids, mask, torch.randn(3, generator=made))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[-1].append(loss.detach())
-    tolerances = {"rtol": 1e-4 if dtype == torch.float32 else 3e-2, "atol": 1e-4}
-    torch.testing.assert_close(*map(torch.stack, losses[::-1]), **tolerances)
 
 
 def test_the_page_says_which_calls_break_the_graph():

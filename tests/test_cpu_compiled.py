@@ -5,15 +5,11 @@ import logging
 import pytest
 import torch
 
-from fused_rl import reference, token_logprobs
+from fused_rl import token_logprobs
 from fused_rl.cpu import compiled
 from fused_rl.cpu import logprob as cpu
 from tests.logits import (
-    FLOATS,
     VIEWS,
-    assert_gradient_close,
-    assert_outputs_close,
-    exact,
     random_rows,
     run,
     upstream_of,
@@ -63,42 +59,3 @@ def test_without_a_compiler_large_inputs_stay_eager(monkeypatch, caplog):
     assert [r.message for r in caplog.records] == [
         "large logits on the CPU: eager: no C++ compiler 'no-such-compiler'"
     ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_compiled_cpu_path(monkeypatch, dtype):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    if not compiled.compiler_found():
-        pytest.skip("no C++ compiler")
-    logits, targets = random_rows(9, 20001, dtype, "cpu")
-    logits[2] = -torch.inf
-    logits[3, :9000] = -torch.inf
-    logits[4, 77] = torch.nan
-    mask = torch.arange(9) % 4 != 0
-    upstream = upstream_of((9,), "cpu")
-    options = {"mask": mask, "temperature": 0.7}
-    outputs, gradient = run(token_logprobs, logits, targets, upstream, **options)
-    expected, expected_gradient = exact(logits, targets, upstream, **options)
-    _, naive = run(reference.token_logprobs, logits, targets, upstream, **options)
-    assert_outputs_close(outputs, expected)
-    assert_gradient_close(gradient, expected_gradient, naive)
-    part = slice(1, 8)
-    again, gradient_again = run(
-        token_logprobs,
-        logits[part],
-        targets[part],
-        {k: u[part] for k, u in upstream.items()},
-        temperature=0.7,
-    )
-    kept = mask[part]
-    assert all(torch.equal(a[kept], o[part][kept]) for a, o in zip(again, outputs, strict=True))
-    assert torch.equal(gradient_again[kept], gradient[part][kept])
-    _, inplace = run(
-        lambda x, y, **k: token_logprobs(x * 1, y, inplace=True, **k),
-        logits,
-        targets,
-        upstream,
-        **options,
-    )
-    assert torch.equal(inplace, gradient)

@@ -97,32 +97,6 @@ def divergence(x, y, direction, temperature):
     return ((logp.exp() * (logp - mean)).sum(-1) + (logq.exp() * (logq - mean)).sum(-1)) / 2
 
 
-@on_backends("direction, temperature", DIRECTIONS, [1.0, 0.7, 1.3], most=0)
-def test_rows_hundreds_of_nats_apart_row_by_row(backend, direction, temperature):
-    """Heads that share a column with the other row, and heads that do not; one in the columns looked at first."""
-    generator = torch.Generator().manual_seed(0)
-    heights = (25, 60, 150, 300, 600, 1000)
-    x = temperature * torch.randn(3 * len(heights), VOCAB, generator=generator)
-    y = x + 0.5 * temperature * torch.randn(x.shape, generator=generator)
-    for i, height in enumerate(heights):
-        up = height * temperature
-        x[3 * i, 7] += up
-        y[3 * i, 900] += up
-        x[3 * i + 1, 900] += up
-        y[3 * i + 1, 900] += up
-        y[3 * i + 1, 1400] += up + 3 * temperature
-        x[3 * i + 2, [5, 1400]] += torch.tensor([up, up + 2 * temperature])
-        y[3 * i + 2, [1400, 1900]] += up
-    value = (
-        token_kl(x.to(backend), y.to(backend), direction=direction, temperature=temperature)
-        .cpu()
-        .double()
-    )
-    exact = divergence(x, y, direction, temperature)
-    relative = (value - exact).abs() / exact
-    assert (relative <= 2e-6).all(), relative
-
-
 @on_backends("direction, temperature", DIRECTIONS, [1e-6, 1e-4, 1e-2, 1e6], most=1)
 def test_divergence_at_the_ends_of_the_temperatures(backend, direction, temperature):
     """5e-6 of the value, or less than 1e-7 nats; Jensen-Shannon knows x - y to an fp32 ulp, over T."""

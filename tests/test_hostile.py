@@ -108,6 +108,8 @@ def check(op, case, device="cpu"):
     for i, values in enumerate(zip(ours, exact, promised, strict=True)):
         assert_within(f"output {i}", *values)
     bounds = BOUNDS.get(op.promise, ())
+    if batch.mask is not None and op.promise in (logprobs_promise, kl_promise):
+        assert not gradients[0][~batch.mask].any()
     for value, (least, most) in zip(ours, bounds, strict=False):
         assert not ((value < least) | (value > most)).any()
     sizes = op.sizes(batch, best, leaves)

@@ -36,21 +36,6 @@ def test_an_offset_of_one_row_costs_nothing(backend, offset, direction):
     torch.testing.assert_close(got.double(), exact(x, y, direction), rtol=3e-6, atol=0)
 
 
-# 100: KL of thousands of nats, exp(u) far beyond fp32; 4 to 6: of dozens, which is still one look at each column
-@on_backends("direction, spread", DIRECTIONS, [1.0, 4.0, 6.0, 100.0], most=1)
-def test_far_distributions(backend, spread, direction):
-    rows = 4 if spread in (1, 100) else 16
-    x, _ = pair(rows, 5000, spread=spread, device=backend)
-    y, _ = pair(rows, 5000, spread=spread, seed=1, device=backend)
-    got = fused_rl.token_kl(x, y, direction=direction)
-    torch.testing.assert_close(
-        got.double(),
-        reference.token_kl(x.double(), y.double(), direction=direction),
-        rtol=2e-6,
-        atol=0,
-    )
-
-
 @on_backends("direction, drop", DIRECTIONS, [6.0, 12.0, 20.0], most=2)
 def test_a_mean_that_falls_keeps_what_q_has(backend, direction, drop):
     """Of the first columns P has little and Q much in one of them; then comes all of P, and the mean of x - y falls."""
@@ -92,30 +77,6 @@ def test_nan_shows_unless_masked(backend, bad):
         assert value[2] == 0
         assert torch.isfinite(dx[[0, 3]]).all()
         assert torch.isfinite(dy[[0, 3]]).all()
-
-
-@on_backends("direction", DIRECTIONS, most=0)
-def test_rows_do_not_depend_on_batch_mask_or_strides(backend, direction):
-    x, y = pair(2, 3, 1500, device=backend)
-    wide = torch.randn(2, 4, 2000, device=backend)
-    wide[:, :3, :1500] = x
-    strided = wide[:, :3, :1500]
-    mask = torch.zeros(2, 3, dtype=torch.bool, device=backend)
-    mask[1, 2] = True
-    upstream = torch.randn(2, 3, device=backend)
-    y_by_columns = y.transpose(1, 2).contiguous().transpose(1, 2)
-    whole = both_gradients(fused_rl.token_kl, x, y, upstream, direction=direction)
-    for got in (
-        both_gradients(fused_rl.token_kl, strided, y, upstream, direction=direction),
-        both_gradients(fused_rl.token_kl, x, y_by_columns, upstream, direction=direction),
-        both_gradients(fused_rl.token_kl, x[None], y[None], upstream[None], direction=direction),
-        both_gradients(fused_rl.token_kl, x, y, upstream, direction=direction, mask=mask),
-        both_gradients(
-            fused_rl.token_kl, x, y, upstream, direction=direction, mask=mask.t().contiguous().t()
-        ),
-    ):
-        for ours, best in zip(got, whole, strict=True):
-            assert torch.equal(ours.view_as(best)[1, 2], best[1, 2])
 
 
 # neighbouring columns in neighbouring threads, or in one

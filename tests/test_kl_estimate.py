@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fused_rl
-from fused_rl.objectives.estimators import KL_ESTIMATORS, tangent_exp
+from fused_rl.objectives.estimators import KL_ESTIMATORS
 
 F64 = torch.float64
 # Five-token categoricals: the policy's logits, the reference's, and those of the policy that sampled.
@@ -98,80 +98,3 @@ def test_values_and_gradients_are_the_table(kl_estimator):
     torch.testing.assert_close(
         grad, upstream * GRADIENTS[kl_estimator](d, r), rtol=1e-9, atol=1e-15
     )
-
-
-def either_way(*sizes, dtype):
-    """(2 n,): each size and its opposite."""
-    d = torch.tensor(sizes, dtype=dtype)
-    return torch.cat([d, -d])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, F64])
-@pytest.mark.parametrize("kl_estimator", KL_ESTIMATORS)
-def test_nothing_overflows_and_no_gradient_switches_off(kl_estimator, dtype):
-    d = either_way(1e-6, 1e-4, 19.99, 20.0, 20.01, 40.0, 80.0, dtype=dtype)
-    # On-policy, ratio far above and below 1.
-    for old in (
-        None,
-        torch.zeros_like(d) - 40,
-        torch.zeros_like(d) + 40,
-    ):
-        logprobs = d.clone().requires_grad_()  # the reference at 0: d itself
-        kl = fused_rl.kl_estimate(logprobs, torch.zeros_like(d), kl_estimator, old_logprobs=old)
-        (grad,) = torch.autograd.grad(kl.sum(), logprobs)
-        assert kl.isfinite().all()
-        assert grad.isfinite().all()
-        if kl_estimator not in ("k1", "k4"):  # whose gradients are 1 and r (1 + d)
-            # A ratio below fp32 weighs nothing.
-            held = kl_estimator != "rk3" or old is None or d - old > -80
-            assert ((grad * d > 0) | ~torch.as_tensor(held)).all(), (
-                "must pull back to the reference, however far"
-            )
-        if kl_estimator in ("k3", "rk3", "k2"):
-            assert (kl >= 0).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, F64])
-@pytest.mark.parametrize("kl_estimator", ["k4", "rk3"])
-def test_gradients_of_weighted_estimators_are_exact_at_any_distance(kl_estimator, dtype):
-    """A token that the policy has all but dropped pulls by r d; the halves of the product rule would push by 1e9."""
-    d = either_way(1e-6, 1e-4, 18.0, 20.0, 25.0, 40.0, 80.0, dtype=dtype)
-    for gap in (0.0, -15.0, 19.0, 30.0, 60.0):
-        logprobs = d.clone().requires_grad_()
-        kl = fused_rl.kl_estimate(logprobs, torch.zeros_like(d), kl_estimator, old_logprobs=d - gap)
-        (grad,) = torch.autograd.grad(kl.sum(), logprobs)
-        log_r = d - (d - gap)
-        exact = tangent_exp(log_r.double()) * (d.double() + (kl_estimator == "k4"))
-        torch.testing.assert_close(
-            grad.double(), exact, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=0
-        )
-
-
-def test_the_extension_is_continuous_and_so_is_its_slope():
-    edge = torch.tensor([-20.0], dtype=F64)
-    values, slopes = [], []
-    for d in (edge + 1e-9, edge, edge - 1e-9):
-        logprobs = d.clone().requires_grad_()
-        kl = fused_rl.kl_estimate(logprobs, torch.zeros(1, dtype=F64), "k3")
-        values.append(kl.item())
-        slopes.append(torch.autograd.grad(kl, logprobs)[0].item())
-    # the slope is about 5e8, so 1e-9 nats move the value by about 1 of 5e8
-    torch.testing.assert_close(values, [values[1]] * 3, rtol=1e-8, atol=0)
-    torch.testing.assert_close(slopes, [slopes[1]] * 3, rtol=1e-8, atol=0)
-    x = torch.tensor([20.0, 21.0, 80.0, -torch.inf], dtype=F64, requires_grad=True)
-    (slope,) = torch.autograd.grad(tangent_exp(x).sum(), x)
-    e = torch.tensor(20.0, dtype=F64).exp()
-    torch.testing.assert_close(tangent_exp(x).detach(), torch.stack([e, 2 * e, 61 * e, 0 * e]))
-    torch.testing.assert_close(slope, torch.stack([e, e, e, 0 * e]))
-
-
-def test_k3_keeps_its_digits_near_zero_in_fp32():
-    # exp(-d) - 1 + d in fp32 has over 100 % mean error at 1e-4, where on-policy steps live
-    d = torch.logspace(-6, 0, 200).mul(torch.tensor([1.0, -1.0]).repeat(100))
-    exact = torch.expm1(-d.double()) + d.double()
-    exact = torch.where(
-        d.abs() < 1e-2, d.double().square() / 2 * (1 - d.double() / 3 * (1 - d.double() / 4)), exact
-    )
-    for name in ("k3", "rk3", "k3+"):
-        kl = fused_rl.kl_estimate(d, torch.zeros_like(d), name, old_logprobs=d)
-        torch.testing.assert_close(kl.double(), exact, rtol=3e-6, atol=0)

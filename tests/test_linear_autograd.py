@@ -17,7 +17,6 @@ from tests.heads import (
     Work,
     assert_as_good,
     call,
-    compare,
     in_dtype,
     logprobs_and_gradients,
     loss_and_gradients,
@@ -199,24 +198,3 @@ def test_autocast(run, parameters):
         reference, [x.detach().requires_grad_() for x in leaves], targets, *args, mask=mask
     )
     assert_as_good(results, exact, same)
-
-
-@pytest.mark.usefixtures("cpu")
-def test_weight_that_is_not_contiguous():
-    leaves, targets, _ = make(MORE_TOKENS[0], FP32)
-    transposed = [leaves[0], leaves[1].detach().t().contiguous().t().requires_grad_(), leaves[2]]
-    compare(
-        logprobs_and_gradients,
-        transposed,
-        targets,
-        upstream_of(targets),
-        workspace_mb=MORE_TOKENS[1],
-    )
-    strided = leaves[0].detach().repeat_interleave(2, 0)[::2].requires_grad_()
-    compare(
-        logprobs_and_gradients,
-        [strided, *leaves[1:]],
-        targets,
-        upstream_of(targets),
-        workspace_mb=MORE_TOKENS[1],
-    )

@@ -431,13 +431,3 @@ def test_gspo_with_an_advantage_per_token_is_gspo_token():
         torch.testing.assert_close(
             gradient, torch.where(mask & free, -ratio * same / counts / 3, 0.0)
         )
-
-
-def test_under_gspo_an_advantage_of_a_token_is_that_of_its_own_gradient():
-    """arXiv:2507.18071, eq. 13: the sequence's ratio, and no gradient from the advantages of other tokens."""
-    logprobs = torch.zeros(1, 3, dtype=torch.float64, requires_grad=True)
-    advantages = torch.tensor([[1.0, 0.0, 0.0]], dtype=torch.float64)
-    mask = torch.ones(1, 3, dtype=torch.bool)
-    loss, _ = fused_rl.policy_loss(logprobs, logprobs.detach(), advantages, mask, preset="gspo")
-    loss.backward()
-    assert logprobs.grad[0, 0] < 0 and not logprobs.grad[0, 1:].any()

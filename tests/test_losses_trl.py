@@ -207,12 +207,3 @@ def test_rloo_with_the_clip_of_trl():
     torch.testing.assert_close(
         *(torch.autograd.grad(x, logprobs)[0] for x in (loss, want)), rtol=1e-10, atol=1e-12
     )
-
-
-@pytest.mark.parametrize("per_token", [0.04, 0.06])
-def test_a_policy_is_far_by_the_mean_of_its_sequence(per_token):
-    """A gap of 0.04 nats a token is near, however long the sequence, where the threshold is 0.05; 0.06 is not."""
-    logprobs, mask = torch.full((2, 4), -3.0), torch.ones(2, 4, dtype=torch.bool)
-    options = {"preset": "grpo", "off_policy_threshold": 0.05}
-    loss, _ = fused_rl.policy_loss(logprobs, logprobs + per_token, -torch.ones(2), mask, **options)
-    assert (loss != 0) == (per_token < 0.05)

@@ -18,25 +18,6 @@ def example(*shape, keep=0.6, seed=0, dtype=torch.float32):
     return torch.where(mask, values, rubbish).to(dtype), mask
 
 
-def kept(op, values, mask, dim):
-    """op over the kept elements of each slice, in fp64, by a Python loop."""
-    if dim is None:
-        return op(values[mask].double())
-    slices = zip(
-        values.movedim(dim, -1).flatten(0, -2), mask.movedim(dim, -1).flatten(0, -2), strict=True
-    )
-    shape = [n for d, n in enumerate(values.shape) if d != dim % values.dim()]
-    return torch.stack([op(v[k].double()) for v, k in slices]).view(shape)
-
-
-def mean(x):
-    return x.mean() if x.numel() else x.sum()
-
-
-def var(x):
-    return x.var() if x.numel() > 1 else 0 * x.sum()
-
-
 def test_variance_does_not_cancel():
     """A large mean: E[x^2] - E[x]^2 in fp32 would be off by more than the variance."""
     values = 1e4 + torch.randn(1000, generator=torch.Generator().manual_seed(0))

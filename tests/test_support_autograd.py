@@ -26,21 +26,6 @@ def test_gradient_of_one_output(backend, used):
     torch.testing.assert_close(found[3].double(), exact[3], rtol=2e-6, atol=2e-7)
 
 
-def test_no_rows(backend):
-    support = TokenSupport.from_lists([]).to(backend)
-    leaf = torch.zeros(0, 9, device=backend, requires_grad=True)
-    out = fused_rl.token_logprobs(
-        leaf, torch.zeros(0, dtype=torch.long, device=backend), support=support
-    )
-    sum(o.sum() for o in out).backward()
-    assert leaf.grad.shape == (0, 9)
-    hidden, weight = (torch.zeros(n, 3, device=backend, requires_grad=True) for n in (0, 9))
-    out = fused_rl.linear_token_logprobs(hidden, weight, leaf.new_zeros(0).long(), support=support)
-    out.logprobs.sum().backward()
-    assert weight.grad.shape == (9, 3)
-    assert not weight.grad.any()
-
-
 @cpu_fast
 def test_operators_pass_opcheck(backend):
     lists = [[3], [5, 2, 9], [], [1, 0, 40]]

@@ -344,11 +344,3 @@ def test_entropy_masks_of_any_number_of_tokens(monkeypatch, top_entropy):
             patch.setattr(surrogates, "_MOST_OF_QUANTILE", 100)
             many = surrogates.entropy_gate(entropy, mask, options)
         assert torch.equal(few, many)
-
-
-@pytest.mark.slow
-def test_an_entropy_mask_of_more_tokens_than_torchs_quantile_takes():
-    entropy = torch.arange(2**24 + 4, dtype=F64).view(4, -1).flip(1)
-    options = fused_rl.PolicyLossOptions(top_entropy=0.25)
-    gate = surrogates.entropy_gate(entropy, entropy >= 4, options)
-    assert gate.sum() == 2**22
