@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,26 +15,12 @@ from fused_rl.trainers.base.files import check_exists, whole_folder
 from fused_rl.trainers.base.text import InputError, in_a_line
 from fused_rl.trainers.models import lora
 from fused_rl.trainers.models.checkpointing import checkpoint_activations
-from fused_rl.trainers.models.logits import ReferenceStates, compare, read_likeliest
+from fused_rl.trainers.models.logits import ReferenceStates, Scored, compare, read_likeliest
 from fused_rl.trainers.models.packing import Costs, InRows
 from fused_rl.trainers.options import RunConfig
 
 if TYPE_CHECKING:
     from fused_rl.trainers.models.sequences import Divided
-
-
-class Scored(NamedTuple):
-    """The scores of tokens, (B, T - 1) in nats, 0 where masked."""
-
-    logprobs: torch.Tensor
-    entropy: torch.Tensor
-    loss: torch.Tensor | None = None
-    """() the sum of `token_loss`; beside it the two above have no gradient."""
-    ref_logprobs: torch.Tensor | None = None
-    kl: torch.Tensor | None = None
-    """The exact divergence from the reference that was given."""
-    likeliest: torch.Tensor | None = None
-    """int64 token ids."""
 
 
 class LanguageModel(nn.Module):

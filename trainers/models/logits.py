@@ -20,14 +20,16 @@ class ReferenceStates(NamedTuple):
     """(N, ·), as `LanguageModel.compute_under_head` hands them out."""
 
 
-class Reading(NamedTuple):
-    """Values of N tokens, (N,) each and in nats, without gradients."""
+class Scored(NamedTuple):
+    """The scores of tokens, (N,) each, or (B, T - 1) and 0 where masked, in nats."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
+    loss: torch.Tensor | None = None
+    """() the sum of `token_loss`; beside it the two above have no gradient."""
     ref_logprobs: torch.Tensor | None = None
     kl: torch.Tensor | None = None
-    """The exact divergence of the policy from the reference."""
+    """The exact divergence from the reference that was given."""
     likeliest: torch.Tensor | None = None
     """int64 token ids."""
 
@@ -78,7 +80,7 @@ class Tiles:
 @torch.no_grad()
 def read_likeliest(
     lm: Any, states: torch.Tensor, targets: torch.Tensor, temperature: float
-) -> Reading:
+) -> Scored:
     """Return log-probabilities of `targets` (N,) at states (N, ·), and the likeliest tokens."""
     formed = Tiles(lm, states)
     logprobs, entropy = states.new_zeros(2, len(states), dtype=torch.float32)
@@ -87,7 +89,7 @@ def read_likeliest(
         logits = formed.at(rows)
         logprobs[rows], entropy[rows] = formed.statistics(logits, targets[rows], temperature)
         likeliest[rows] = logits.argmax(-1)
-    return Reading(logprobs, entropy, likeliest=likeliest)
+    return Scored(logprobs, entropy, likeliest=likeliest)
 
 
 @torch.no_grad()
@@ -98,7 +100,7 @@ def compare(
     temperature: float,
     support: fused_rl.TokenSupport | None,
     reference: ReferenceStates,
-) -> Reading:
+) -> Scored:
     """Return what policy and reference say of the same tokens; the logits of each are formed once, tile by tile.
 
     Args:
@@ -129,7 +131,7 @@ def compare(
         logits = pair[0].kept(logits, kept)
         ref_logits = pair[1].kept(ref_logits, kept)
         kl[rows] = fused_rl.token_kl(logits, ref_logits, temperature=temperature)
-    return Reading(logprobs, entropy, ref_logprobs, kl)
+    return Scored(logprobs, entropy, ref_logprobs=ref_logprobs, kl=kl)
 
 
 def keep_only(logits: torch.Tensor, support: fused_rl.TokenSupport | None) -> None:

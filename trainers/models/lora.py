@@ -136,16 +136,15 @@ def _new(model: Any, head: Any, task: str, options: ModelConfig):
     targets = options.lora_targets
     if targets != ALL_LINEAR:
         targets = [target.strip() for target in targets.split(",")]
-        # peft would skip a name that no layer has if another one is found.
-        inside = []
-        for name, module in model.named_modules():
-            if isinstance(module, (nn.Linear, Conv1D)) and module is not head:
-                # peft compares a target with the end of the whole name.
-                inside.append(f".{name}")
+        linear = [
+            f".{name}"
+            for name, module in model.named_modules()
+            if isinstance(module, (nn.Linear, Conv1D)) and module is not head
+        ]
         for target in targets:
-            if not any(name.endswith(f".{target}") for name in inside):
-                last_names = {name.rpartition(".")[2] for name in inside}
-                choices = ", ".join(sorted(last_names))
+            # peft compares it with the end of the whole name, and skips one that no layer has beside others.
+            if not any(name.endswith(f".{target}") for name in linear):
+                choices = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
                 what = f"{type(model).__name__} has no linear layer {target!r} that can be adapted"
                 raise InputError(f"lora_targets: {what}; choose from {choices} or {ALL_LINEAR}")
     return peft.LoraConfig(

@@ -8,7 +8,7 @@ Flash attention takes no mask, but the lengths of the sequences in a row: all of
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from os.path import commonprefix
@@ -35,71 +35,35 @@ def same_states(dtype: torch.dtype) -> float:
     return 1e-3 if dtype == torch.float32 else 0.05
 
 
-class Packed(NamedTuple):
+class InRows(NamedTuple):
     """The input of a model for b sequences in g rows of L tokens, and where their predictions are."""
 
     input_ids: torch.Tensor
     """(g, L) int64."""
     position_ids: torch.Tensor
     """(g, L) int64: of each token in its own sequence."""
-    attention_mask: torch.Tensor
-    """(g, 1, L, L) bool, True where a token (third) sees another (fourth)."""
     tokens: int
     """Those of `input_ids` that are no pads."""
     states: torch.Tensor
     """(N,) int64 in [0, g * L): the tokens that are read, which predict those that count, or end each sequence."""
+    mask: torch.Tensor | None = None
+    """(g, 1, L, L) bool, True where a token (third) sees another (fourth)."""
+    lengths: Mapping[str, Any] = {}
+    """Instead of a mask, where each sequence begins in the one row, and the longest: arguments of flash attention."""
 
     def states_of(self, lm: Any, module: Any, output: str) -> torch.Tensor:
         """(N, ·): what `module` of a transformers model puts out at `states`."""
-        # The mask as the model adds it, in rows aligned to 8 elements.
-        rows, _, length, _ = self.attention_mask.shape
-        aligned = -(-length // 8) * 8
-        shape = rows, 1, length, aligned
-        device = self.attention_mask.device
-        added = torch.full(shape, -torch.inf, dtype=lm.dtype, device=device)
-        added = added[..., :length].masked_fill_(self.attention_mask, 0)
+        attention = self.lengths
+        if self.mask is not None:
+            # The mask as the model adds it, in rows aligned to 8 elements.
+            rows, _, length, _ = self.mask.shape
+            shape = rows, 1, length, -(-length // 8) * 8
+            added = torch.full(shape, -torch.inf, dtype=lm.dtype, device=self.mask.device)
+            attention = {"attention_mask": added[..., :length].masked_fill_(self.mask, 0)}
         outputs = module(
-            input_ids=self.input_ids,
-            position_ids=self.position_ids,
-            attention_mask=added,
-            use_cache=False,
+            input_ids=self.input_ids, position_ids=self.position_ids, use_cache=False, **attention
         )
         return outputs[output].flatten(0, 1)[self.states]
-
-
-class Unpadded(NamedTuple):
-    """The input of a model for b sequences in one row of L tokens, whose attention keeps them apart without a mask."""
-
-    input_ids: torch.Tensor
-    """(1, L) int64."""
-    position_ids: torch.Tensor
-    """(1, L) int64: of each token in its own sequence."""
-    offsets: torch.Tensor
-    """(b + 1,) int32: where each sequence begins, and L."""
-    longest: int
-    """Tokens of the longest sequence."""
-    tokens: int
-    """L."""
-    states: torch.Tensor
-    """(N,) int64 in [0, L): the tokens that are read."""
-
-    def states_of(self, lm: Any, module: Any, output: str) -> torch.Tensor:
-        """(N, ·): what `module` of a transformers model puts out at `states`."""
-        # Without these transformers would find the sequences by their positions, and wait for the
-        # device in every layer.
-        outputs = module(
-            input_ids=self.input_ids,
-            position_ids=self.position_ids,
-            cu_seq_lens_q=self.offsets,
-            cu_seq_lens_k=self.offsets,
-            max_length_q=self.longest,
-            max_length_k=self.longest,
-            use_cache=False,
-        )
-        return outputs[output].flatten(0, 1)[self.states]
-
-
-InRows = Packed | Unpadded
 
 
 @dataclass(frozen=True)
@@ -190,7 +154,7 @@ def shared_tokens(batch: Batch, costs: Costs) -> TokensOf:
     return tokens_of
 
 
-def _packed(batch: Batch, row: torch.Tensor, start: torch.Tensor, shared: torch.Tensor) -> Packed:
+def _packed(batch: Batch, row: torch.Tensor, start: torch.Tensor, shared: torch.Tensor) -> InRows:
     """Return the sequences of `batch` in rows, without their last tokens, which predict nothing.
 
     Args:
@@ -234,10 +198,10 @@ def _packed(batch: Batch, row: torch.Tensor, start: torch.Tensor, shared: torch.
     before = torch.ones(width, width, dtype=torch.bool, device=device).tril()
     states = on_device(place(*batch.response_tokens()), device)
     mask = (seen & before)[:, None]
-    return Packed(input_ids, positions, mask, len(sequence), states)
+    return InRows(input_ids, positions, len(sequence), states, mask)
 
 
-def pack(batch: Batch, in_row: int) -> Packed:
+def pack(batch: Batch, in_row: int) -> InRows:
     """Return the sequences of `batch` in rows of at most `in_row` neighbours that have the same prompt."""
     _, group, sizes = torch.unique_consecutive(
         batch.prompts, return_inverse=True, return_counts=True
@@ -256,7 +220,7 @@ def pack(batch: Batch, in_row: int) -> Packed:
     return _packed(batch, row, start, prompt)
 
 
-def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> Packed | None:
+def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> InRows | None:
     """Return each pair of neighbours in a row, with its common beginning once; None if a row for each costs no more."""
     prompts = []
     responses = []
@@ -276,7 +240,7 @@ def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> Packed | Non
     return packed._replace(states=packed.states[on_device(last, device)])
 
 
-def unpad(batch: Batch) -> Unpadded:
+def unpad(batch: Batch) -> InRows:
     """Return the sequences of `batch` in one row, without their last tokens, which predict nothing."""
     columns = batch.input_ids.shape[1]
     fed = batch.prompt_lengths.clamp(1, columns) + (batch.response_lengths - 1).clamp(min=0)
@@ -288,7 +252,7 @@ def unpad(batch: Batch) -> Unpadded:
     return _in_one_row(batch.input_ids.flatten()[source], fed, states)
 
 
-def unpad_whole(sequences: list[list[int]], device) -> Unpadded:
+def unpad_whole(sequences: list[list[int]], device) -> InRows:
     """Return sequences in one row, read at the last token of each."""
     lengths = torch.tensor([len(sequence) for sequence in sequences])
     input_ids = torch.tensor(list(itertools.chain(*sequences)))
@@ -296,21 +260,23 @@ def unpad_whole(sequences: list[list[int]], device) -> Unpadded:
     return _in_one_row(on_device(input_ids, device), lengths, on_device(states, device))
 
 
-def _in_one_row(input_ids: torch.Tensor, lengths: torch.Tensor, states: torch.Tensor) -> Unpadded:
+def _in_one_row(input_ids: torch.Tensor, lengths: torch.Tensor, states: torch.Tensor) -> InRows:
     """Return the row of tokens (L,) on the device, which are of sequences of `lengths` (b,) on the CPU."""
     ends = lengths.cumsum(0)
     begin = (ends - lengths).repeat_interleave(lengths)
     positions = torch.arange(len(begin)) - begin
-    offsets = torch.cat([ends.new_zeros(1), ends]).int()
     device = input_ids.device
-    return Unpadded(
-        input_ids[None],
-        on_device(positions, device)[None],
-        on_device(offsets, device),
-        int(lengths.max()),
-        len(begin),
-        states,
-    )
+    offsets = on_device(torch.cat([ends.new_zeros(1), ends]).int(), device)
+    longest = int(lengths.max())
+    # Without these transformers would find the sequences by their positions, and wait for the device in every layer.
+    attention = {
+        "cu_seq_lens_q": offsets,
+        "cu_seq_lens_k": offsets,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+    positions = on_device(positions, device)
+    return InRows(input_ids[None], positions[None], len(begin), states, lengths=attention)
 
 
 def arrange(lengths: list[int], costs: Costs, most: int | None = None) -> list[list[int]]:
@@ -351,7 +317,7 @@ def fill(lengths: list[int], room: int) -> list[list[int]]:
     return [indices for _, indices in sorted(rows, key=itemgetter(0))]
 
 
-def pack_whole(batch: Batch, rows: list[list[int]]) -> Packed:
+def pack_whole(batch: Batch, rows: list[list[int]]) -> InRows:
     """Return the sequences of `batch` in rows, one after the other; `rows` holds indices, as from `arrange`."""
     lengths = batch.prompt_lengths + (batch.response_lengths - 1).clamp(min=0)
     row = torch.zeros_like(lengths)

@@ -1,6 +1,5 @@
 """The table of the metrics that a run shows, and the sums of a loss's metrics over micro-batches and ranks."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -174,20 +173,13 @@ class Sums:
             of_all = zip(self.names, total.tolist(), strict=True)
             return {name: value for name, value in of_all if num_tokens or name.endswith("loss")}
 
-        # Some micro-batch is NaN or infinite: name the first one of each rank, with the rows that were in it.
+        # Name the first micro-batch of each rank that is NaN or infinite, with the rows that were in it.
         found = []
-        for number, (values, (_, where)) in enumerate(
-            zip(columns.tolist(), self.parts, strict=True), 1
-        ):
+        for number, (values, (_, where)) in enumerate(zip(columns, self.parts, strict=True), 1):
             bad = [
-                name
-                for name, value in zip(self.names, values, strict=True)
-                if not math.isfinite(value)
+                name for name, value in zip(self.names, values, strict=True) if not value.isfinite()
             ]
             if bad:
-                rows = ", ".join(dict.fromkeys(where))
-                what = f"{', '.join(bad)} {'is' if len(bad) == 1 else 'are'} NaN or infinite"
-                found.append(
-                    f"step {self.step}, micro-batch {number} of rank {rank()}: {what}; its rows: {rows}"
-                )
+                what = f"{', '.join(bad)} is NaN or infinite; its rows: {', '.join(dict.fromkeys(where))}"
+                found.append(f"step {self.step}, micro-batch {number} of rank {rank()}: {what}")
         raise InputError("; ".join(sum(gather(found[:1]), [])))
