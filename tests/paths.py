@@ -19,7 +19,6 @@ ON_DEVICE = [
     "tests/test_kl.py",
     "tests/test_kl_autograd.py",
     "tests/test_targets.py",
-    "tests/test_topk.py",
     "tests/test_support.py",
     "tests/test_support_autograd.py",
     "tests/test_support_linear.py",

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import fused_rl
-from fused_rl import reference as exact_ops
 from fused_rl.objectives.presets import resolve_options
 from fused_rl.trainers import grpo
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.policy import groups, policy
 from fused_rl.trainers.rollouts.types import Prompt, Response
+from tests import papers
 from tests.papers import PAPERS
 from tests.trainers import tiny
 from tests.trainers.steps import (
@@ -68,7 +68,7 @@ def test_a_step_of_every_preset_is_its_paper(folder, exact, preset):
     )
     surrogate, level, loss_agg, clip_low, clip_high = PAPERS[preset]
     logprobs, old, ref, there, ids = exact_terms(exact)
-    loss = exact_ops.policy_loss(
+    loss = papers.policy_loss(
         logprobs,
         old,
         advantages.double()[:, None].expand(logprobs.shape),
