@@ -101,9 +101,9 @@ def logprob_bwd(
     target = out.detach()
     for rows, x, inv_t in chunks(logits, mask=live, inv_t=inv_temperature, softcap=softcap):
         function = logprob_bwd if native.takes(x) else _eager_bwd
-        upstream = [None if d is None else d[rows] for d in (dlogprobs, dentropy, dlse)]
+        dlp, dh, dl = (None if d is None else d[rows] for d in (dlogprobs, dentropy, dlse))
         state = entropy[rows], m[rows], rest[rows]
-        gradient = function(*upstream, x, targets[rows], None, *state, inv_t, None)
+        gradient = function(dlp, dh, dl, x, targets[rows], None, *state, inv_t, None)
         if softcap is not None:
             gradient *= 1 - (x / softcap).square()
         target[rows] = gradient.to(out.dtype)

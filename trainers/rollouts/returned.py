@@ -3,6 +3,7 @@
 Any iterable is a list, and any kind of number is one: Python's, numpy's, a tensor's. Text and mappings are neither.
 """
 
+import contextlib
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,8 +23,9 @@ NOT_A_NUMBER = (TypeError, ValueError, RuntimeError)  # RuntimeError: a tensor o
 
 def listed(returned: object, who: str, what: str, count: int) -> list:
     """Return what `who` returned as a list of `count`, and refuse what is none."""
-    is_list = isinstance(returned, Iterable) and not isinstance(returned, str | Mapping)
-    values = list(returned) if is_list else []
+    values: list = []
+    if isinstance(returned, Iterable) and not isinstance(returned, str | Mapping):
+        values = list(returned)
     if len(values) != count:
         came = f"{len(values)} {what} ({one_line(returned)})"
         raise InputError(f"{who} returned {came}; expected a list of {count}")
@@ -101,11 +103,10 @@ def check_scores(name: str, scores: object, samples: Sequence[Sample]) -> torch.
     values = []
     of_samples = listed(scores, f"scorer {name!r}", "scores", len(samples))
     for score, sample in zip(of_samples, samples, strict=True):
-        try:
+        value, is_fine = None, False
+        with contextlib.suppress(*NOT_A_NUMBER):
             value = _number(score)
             is_fine = value is None or abs(value) <= torch.finfo(torch.float32).max
-        except NOT_A_NUMBER:
-            is_fine = False
         if not is_fine:
             came = f"{one_line(score)} ({type(score).__name__}) as the score of {sample.where}"
             raise InputError(
