@@ -111,3 +111,12 @@ def test_autocast_changes_nothing(backend):
     expected = token_logprobs(logits, targets)
     with torch.autocast(backend, dtype=torch.bfloat16):
         assert all(map(torch.equal, token_logprobs(logits, targets), expected))
+
+
+def test_inplace_leaves_nothing_to_differentiate_again(backend):
+    logits, targets = random_rows(4, 60, torch.float32, backend)
+    x = logits.requires_grad_() * 1
+    outputs = token_logprobs(x, targets, inplace=True)
+    with pytest.raises(RuntimeError, match="leave out create_graph"):
+        torch.autograd.grad(outputs.logprobs.sum(), x, create_graph=True)
+    assert torch.equal(x, logits)

@@ -275,8 +275,6 @@ def _gradient(
     inplace: bool,
 ) -> Tensor:
     """(..., V), contiguous, in the dtype of the logits, or in their place."""
-    # not where an operator's result is wanted, for create_graph=True
-    inplace = inplace and not torch.is_grad_enabled()
     if inplace:
         dlogits = logits.detach()
         # a kernel's store is invisible to the version counter

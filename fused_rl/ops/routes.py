@@ -70,6 +70,11 @@ class Op:
                 not torch.is_grad_enabled()
             ):  # else, for create_graph=True, a second derivative would go missing
                 launch = self.launchers[1]
+        # The one flag among options is inplace.
+        if torch.is_grad_enabled() and any(option is True for option in ctx.options):
+            raise RuntimeError(
+                "inplace=True leaves no logits to differentiate again; leave out create_graph"
+            )
         wants = needs[: self.leaves]
         arguments = *upstream, kept, *saved, *ctx.options
         found = launch(*arguments, *wants) if self.leaves > 1 else (launch(*arguments),)
