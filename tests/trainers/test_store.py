@@ -35,6 +35,15 @@ from tests.trainers.runs import (
 # The folder: nothing of the user's is deleted or replaced.
 
 
+def test_what_a_run_reads_is_not_moved_away(files, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(files[0], folder / "model")
+    config = run_config((str(folder / "model"), files[1]), folder, overwrite=True)
+    with pytest.raises(InputError, match="model=.* is read, and overwrite would move it away"):
+        sft.train(config)
+    assert (folder / "model/config.json").exists()
+
+
 def test_overwrite_moves_everything_away_once_all_inputs_are_read(files, run, tmp_path):
     (run / "notes.txt").write_text("mine")
     before = contents(run)

@@ -46,6 +46,8 @@ from fused_rl.trainers.options import ACTIONS, RunConfig, changeable, to_yaml
 LOCK = ".fused-rl.lock"
 SAVED_AT_THE_END = ("model", "critic")
 EARLIER = "earlier-"  # and a number: the folder in output_dir for what was in it before
+# Options that name files which a run reads.
+READ = ("model", "critic", "teacher", "dataset", "eval_dataset", "reference_dataset")
 # In a folder that counts as empty: our lock, earlier content that was moved, and a volume's lost+found.
 STAYS = re.compile(f"{re.escape(LOCK)}|{EARLIER}[0-9]+|lost\\+found")
 EMPTY: Mapping = MappingProxyType({})
@@ -119,6 +121,14 @@ class RunFolder:
         if config.overwrite and Path.cwd().is_relative_to(self.path.resolve()):
             what = "is the current folder, or holds it, and overwrite would move all that is in it"
             raise InputError(f"output_dir={self.path} {what}; give the run a folder of its own")
+        # Saved adapters would name a base that is no longer there.
+        for option in READ if config.overwrite else ():
+            named = getattr(config, option, None) or ()
+            names = named.values() if isinstance(named, dict) else named
+            for name in [names] if isinstance(names, str) else names:
+                if any(Path(name).resolve().is_relative_to(p.resolve()) for p in self._contents()):
+                    what = f"{option}={name} is read, and overwrite would move it away"
+                    raise InputError(f"output_dir={self.path}: {what}; choose another folder")
         if self._contents() and not (config.resume or config.overwrite):
             resume = "continue its run with --resume, " if steps_in(self.checkpoints) else ""
             remedy = f"{resume}move its content away with --overwrite, or choose another folder"
