@@ -20,7 +20,6 @@ ON_DEVICE = [
     "tests/test_kl_autograd.py",
     "tests/test_targets.py",
     "tests/test_support.py",
-    "tests/test_support_autograd.py",
     "tests/test_support_linear.py",
     "tests/test_gae.py",
     "tests/test_outputs.py",

@@ -30,12 +30,13 @@ def path(request, monkeypatch):
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize(
-    "name", ["token_logprobs", "token_logprobs, K targets", "token_logprobs, support"]
+    "name", ["token_logprobs", "token_logprobs, K targets", "token_logprobs, support", "token_kl"]
 )
 def test_hostile_rows(name):
     """Both paths; one of them is what tests/test_hostile.py has at length."""
     for case in WHOLE:
         check(OPS[name], case)
+    check(OPS[name], WHOLE[0]._replace(vocab=2100, direction="jensen-shannon"))
 
 
 @pytest.mark.usefixtures("path")

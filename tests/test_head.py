@@ -232,20 +232,6 @@ def test_the_same_head_twice_has_no_divergence():
     assert (fused_rl.linear_token_kl(hidden, weight, hidden, weight, **options) == 0).all()
 
 
-@pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
-def test_none_is_the_operands_dtype_on_a_cpu(dtype):
-    leaves, targets, _ = make(MORE_TOKENS[0], dtype)
-    options = {"workspace_mb": MORE_TOKENS[1]}
-    results = (
-        logprobs_and_gradients(
-            fused_rl, leaves, targets, upstream_of(targets), logits_dtype=given, **options
-        )
-        for given in (None, dtype)
-    )
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
 def test_none_is_fp32_where_products_return_it(monkeypatch):
     """CUDA and ROCm: one product of the operands as they are, fp32 out of it; tiles are counted so."""
     assert tiles.default_logits_dtype(BF16, torch.device("cuda")) == FP32
@@ -266,33 +252,3 @@ def test_none_is_fp32_where_products_return_it(monkeypatch):
     assert options["out_dtype"] == FP32
     assert options["out"] is out
     assert len(calls) == 1
-
-
-def test_tiles_are_counted_in_fp32():
-    """A logit takes 4 bytes forward, 6 beside its gradient as a 16-bit operand; sums stay as they were."""
-    hidden = torch.empty(1024, 64, dtype=BF16)
-    plain = tiles.Budget(48 << 20, BF16)
-    wide = tiles.Budget(48 << 20, FP32)
-    assert tiles.tile_rows(hidden, 65536 * 2, plain.bytes) == 384
-    assert tiles.tile_rows(hidden, 65536 * 4, wide.bytes) == 192
-    assert wide.per_logit(BF16) == 6
-    assert wide.per_logit(FP32) == 4
-    assert plain.per_logit(BF16) == 2
-    n, columns = tiles.backward_tile(hidden, 65536, (True, True), wide)
-    assert n == 1024
-    assert n * columns * 6 + tiles.sum_bytes(1024, 64, 2) <= wide.bytes
-    rows = (wide.bytes - tiles.sum_bytes(8192, 64, 2)) // (8192 * 6)
-    assert tiles.one_pass_rows(hidden.repeat(4, 1), 8192, (True, True), wide) == rows
-
-
-@pytest.mark.parametrize("vocab", [32000, 128256, 151936, 262144])
-@pytest.mark.parametrize("width", [896, 2048, 4096])
-@pytest.mark.parametrize("gib", [22, 40, 79, 139])
-def test_default_workspace_of_a_gpu_takes_one_pass(vocab, width, gib):
-    """A tile has 512 rows or more beside the fp32 sum of the head's gradient, in at most half of the free memory."""
-    free = gib << 30
-    size = tiles.default_workspace(free, width, vocab, BF16, FP32)
-    hidden = SimpleNamespace(shape=(8192, width), element_size=lambda: 2, dtype=BF16)
-    assert tiles.one_pass_rows(hidden, vocab, (True, True), tiles.Budget(size, FP32)) >= 512
-    assert free // 16 < size <= free // 2
-    assert tiles.default_workspace(1 << 30, width, vocab, BF16, FP32) <= 1 << 29

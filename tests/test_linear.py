@@ -11,10 +11,8 @@ from tests.heads import (
     CUTS,
     FP32,
     FP64,
-    MORE_ROWS,
     MORE_TOKENS,
     ONE_TILE,
-    SINGLE_ROWS,
     call,
     compare,
     in_dtype,
@@ -25,25 +23,6 @@ from tests.heads import (
 )
 from tests.marks import cpu_fast
 from tests.paths import DEVICE
-
-
-def test_tiles():
-    """The cases below cut the logits in the ways they claim."""
-
-    def plan(case, dtype):
-        (n, width, vocab), workspace_mb = case
-        hidden = torch.empty(n, width, dtype=dtype)
-        budget = tiles.budget(workspace_mb, hidden, vocab, copied=False)
-        rows = tiles.tile_rows(hidden, vocab * dtype.itemsize, budget.bytes)
-        return rows, tiles.backward_tile(hidden, vocab, (True,) * 3, budget)
-
-    assert plan(ONE_TILE, FP32) == plan(ONE_TILE, BF16) == (22, (22, 131))
-    assert plan(MORE_TOKENS, FP32) == (8, (8, 131))
-    assert plan(MORE_TOKENS, BF16) == (16, (22, 32))
-    assert plan(MORE_ROWS, FP32) == (28, (28, 37))
-    assert plan(MORE_ROWS, BF16) == (56, (12, 37))
-    assert plan(SINGLE_ROWS, FP32) == (1, (1, 131))
-    assert plan(SINGLE_ROWS, BF16) == (1, (14, 16))
 
 
 # temperature per row, soft cap and mask in every cut; one tile of few rows on the kernels, which are interpreted

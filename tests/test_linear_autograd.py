@@ -31,38 +31,6 @@ from tests.paths import DEVICE
 
 
 @pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize("run", ["logprobs", "loss"])
-def test_retained_graph(run):
-    """The second and third use give the first one's gradients, scaled by their own factor, and leave those alone."""
-    leaves, targets, mask = make(MORE_TOKENS[0], FP32, DEVICE)
-    options = {"mask": mask, "workspace_mb": MORE_TOKENS[1]}
-    if run == "loss":
-        total = call(
-            fused_rl.linear_token_loss, leaves, targets, token_loss, *per_token(targets), **options
-        ).loss
-    else:
-        total = sum(
-            o.square().sum()
-            for o in call(fused_rl.linear_token_logprobs, leaves, targets, **options)
-        )
-    first = torch.autograd.grad(total, leaves, retain_graph=True)
-    kept = [g.clone() for g in first]
-    for factor in (2.0, 0.25):
-        again = torch.autograd.grad(factor * total, leaves, retain_graph=True)
-        for a, b, c in zip(again, first, kept, strict=True):
-            torch.testing.assert_close(b, c, rtol=0, atol=0)
-            torch.testing.assert_close(
-                a, factor * c, rtol=1e-5, atol=1e-6 * factor * c.abs().max().item()
-            )
-    total.backward(retain_graph=True)
-    total.backward()  # accumulates into what the one before handed over
-    for leaf, gradient in zip(leaves, kept, strict=True):
-        torch.testing.assert_close(
-            leaf.grad, 2 * gradient, rtol=1e-5, atol=1e-6 * gradient.abs().max().item()
-        )
-
-
-@pytest.mark.usefixtures("cpu")
 def test_loss_without_entropy_or_gradient():
     """A loss that ignores entropy, or is constant, or is only evaluated."""
     leaves, targets, _ = make(ONE_TILE[0], FP32)

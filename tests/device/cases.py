@@ -10,11 +10,9 @@ from typing import NamedTuple
 import torch
 
 import fused_rl
-from fused_rl import reference
 
-N, V, H, K = 6, 33, 16, 3
+N, V, H = 6, 33, 16
 B, T = 4, 5
-DIRECTIONS = ("reverse", "forward", "jensen-shannon")
 
 
 class Case(NamedTuple):
@@ -96,14 +94,11 @@ def _linear_cross_entropy(put):
     return [loss], leaves
 
 
-for direction in DIRECTIONS:
-
-    @case("linear_token_kl", direction, reads=1)
-    def _linear_kl(put, direction=direction):
-        hidden, weight, bias = leaves = head(put)
-        others = put(normal(N, H, seed=4)), put(normal(V, H, seed=5))
-        options = in_tiles(put) | {"direction": direction}
-        return [fused_rl.linear_token_kl(hidden, weight, *others, bias=bias, **options)], leaves
+@case("linear_token_kl", reads=1)
+def _linear_kl(put):
+    hidden, weight, bias = leaves = head(put)
+    others = put(normal(N, H, seed=4)), put(normal(V, H, seed=5))
+    return [fused_rl.linear_token_kl(hidden, weight, *others, bias=bias, **in_tiles(put))], leaves
 
 
 # losses and what goes into them
@@ -122,17 +117,10 @@ def tokens(put):
 @case("policy_loss", "top entropy, denominators, sampler's log-probabilities")
 def _corrected_loss(put):
     logprobs, old, ref, entropy = tokens(put)
-    options = {
-        "entropy": entropy,
-        "top_entropy": 0.4,
-        "num_tokens": 17,
-        "num_sequences": B,
-        "rollout_logprobs": ref,
-    }
-    options |= {"rollout_correction": "token-truncate"}
-    found, metrics = fused_rl.policy_loss(
-        logprobs, old, put(normal(B, seed=5)), put(some(B, T)), preset="grpo", **options
-    )
+    options = {"entropy": entropy, "top_entropy": 0.4, "num_tokens": 17, "num_sequences": B}
+    options |= {"rollout_logprobs": ref, "rollout_correction": "token-truncate", "preset": "grpo"}
+    advantages, mask = put(normal(B, seed=5)), put(some(B, T))
+    found, metrics = fused_rl.policy_loss(logprobs, old, advantages, mask, **options)
     return [found, *metrics.values()], [logprobs]
 
 
@@ -143,14 +131,6 @@ def _policy_token_loss(put):
     options = {"ref_logprobs": ref, "kl_coef": 0.1, "entropy_coef": 0.01, "preset": "grpo"}
     loss, per_token = fused_rl.policy_token_loss(old, put(normal(B, seed=5)), mask, **options)
     return [loss(logprobs, entropy, *per_token)], [logprobs]
-
-
-@case("preference_loss")
-def _preference_loss(put):
-    leaves = [put(normal(B, seed=i).requires_grad_()) for i in range(2)]
-    options = {"margin": put(normal(B, seed=2).abs()), "label_smoothing": 0.1, "centering": 0.1}
-    loss, metrics = fused_rl.preference_loss(*leaves, **options)
-    return [loss, *metrics.values()], leaves
 
 
 for advantage in fused_rl.ADVANTAGES:
@@ -175,27 +155,3 @@ def _tf_adam_epsilon(put):
         optimizer.step()
         optimizer.zero_grad()
     return [leaf.detach() for leaf in leaves], []
-
-
-# the references, where no mask tells them their device
-
-
-@case("reference", "token_logprobs")
-def _reference_logprobs(put):
-    logits = put(normal(N, V).requires_grad_())
-    return reference.token_logprobs(logits, put(ids(N))), [logits]
-
-
-@case("reference", "token_kl, linear_token_kl, topk_kl")
-def _reference_kl(put):
-    hidden, weight, bias = leaves = head(put)
-    logits, others = hidden @ weight.t() + bias, put(normal(N, V, seed=3))
-    found = reference.linear_token_kl(
-        hidden, weight, put(normal(N, H, seed=4)), put(normal(V, H, seed=5))
-    )
-    logprobs = [x.log_softmax(1)[:, :K] for x in (logits, others)]
-    return [
-        reference.token_kl(logits, others),
-        found,
-        reference.topk_kl(*logprobs, direction="forward"),
-    ], leaves

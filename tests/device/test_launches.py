@@ -1,6 +1,8 @@
 """Public ops on the device: compiled for sm_90, every launch checked, its PTX executed and compared with fp64."""
 
+import collections
 import functools
+import itertools
 import sys
 from typing import NamedTuple
 
@@ -77,6 +79,48 @@ def test_a_launch_of_another_kind_gets_a_kernel_of_its_own(kernels):
         for ours, theirs in zip(found, wanted, strict=True):
             torch.testing.assert_close(values(ours), theirs, rtol=1e-5, atol=1e-5, msg=kind)
     assert kernels.compiled == ["logprob_fwd_kernel"] * len(KINDS)
+
+
+@pytest.fixture
+def unexecuted():
+    """As `kernels`, but launches are checked and go no further: what they should have written is arbitrary."""
+    with driver.session(on_launch=lambda launch: None) as seen, tensors.present():
+        yield seen
+
+
+def empty(*shape):
+    return torch.empty(shape, dtype=torch.bfloat16, device="cuda").requires_grad_()
+
+
+@pytest.mark.slow
+def test_micro_batches_of_any_length_never_compile(unexecuted):
+    """A pass without gradients, and a loss with: of 55 rows, which the budget allows, some would begin at 4 bytes."""
+    weight = empty(1000, 8)
+    for rows in range(50, 1500, 97):
+        hidden = empty(rows, 8)
+        targets = torch.zeros(rows, dtype=torch.int64, device="cuda")
+        with torch.no_grad():
+            fused_rl.linear_token_logprobs(hidden, weight, targets, workspace_mb=0.21)
+        given = targets, loss_of_token, torch.ones(rows, device="cuda")
+        fused_rl.linear_token_loss(hidden, weight, *given, workspace_mb=0.21).loss.backward()
+    # In the loss the entropy has no gradient, nor has lse in tiles of all columns.
+    wanted = {"logprob_fwd_kernel": 1, "logprob_bwd_kernel": 2}
+    assert collections.Counter(unexecuted.compiled) == wanted
+
+
+@pytest.mark.slow
+def test_lengths_temperatures_and_vocabularies_never_compile(unexecuted):
+    """Of each kernel one for short rows, one for split ones, and one for each kind of upstream gradient; nor does K."""
+    sizes = itertools.product(range(1, 40, 6), (0.3, 1.0, 1.3), (32000, 50257, 1), (1, 8, 50))
+    for rows, temperature, vocab, count in sizes:
+        x, y = empty(rows, vocab), empty(rows, vocab)
+        targets = torch.zeros(rows, count, dtype=torch.int64, device="cuda")
+        for chosen in (targets[:, 0], targets):
+            outputs = fused_rl.token_logprobs(x, chosen, temperature=temperature)
+            (outputs.logprobs.sum() + outputs.entropy.sum()).backward()
+        for direction in ("reverse", "jensen-shannon"):
+            fused_rl.token_kl(x, y, direction=direction, temperature=temperature).sum().backward()
+    assert max(collections.Counter(unexecuted.compiled).values()) <= 3
 
 
 @pytest.mark.slow

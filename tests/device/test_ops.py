@@ -88,4 +88,4 @@ def test_every_public_op_has_a_case():
     functions = {name for name in fused_rl.__all__ if inspect.isfunction(getattr(fused_rl, name))}
     listed = {case.op for case in CASES.values()}
     listed |= {name.partition(",")[0] for name in (*OPS, *FUNCTIONS)}
-    assert functions - {"judge"} == listed - {"reference"}  # it judges strings
+    assert functions - {"judge"} == listed  # it judges strings

@@ -12,9 +12,7 @@ reads them, and says what headroom is.
 """
 
 import argparse
-import collections
 import contextlib
-import itertools
 import json
 import os
 import subprocess
@@ -297,31 +295,23 @@ class _Driver:
         return 0
 
 
-def launches(run, arguments, target, compile_them=True):
-    """[(kernel's name, cache key, compiled kernel or None)] of what `run(**arguments)` launches on a target."""
+def launches(run, arguments, target):
+    """[(kernel's name, compiled kernel)] of what `run(**arguments)` launches on a target."""
     import torch
-    from triton import knobs
     from triton.runtime import driver, jit
 
     seen, launch, hip = [], jit.JITFunction.run, torch.version.hip
 
     def warm(self, *args, grid, warmup, **kwargs):
-        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
-        if compile_them:
-            seen.append((self.__name__, None, kernel))
-
-    def skip(*, key, fn, **_):
-        seen.append((fn.name, key, None))
-        return True
+        seen.append((self.__name__, launch(self, *args, grid=grid, warmup=True, **kwargs)))
 
     driver.set_active(_Driver(target))
     torch.version.hip = "0" if TARGETS[target][0] == "hip" else None
     jit.JITFunction.run = warm
-    knobs.runtime.jit_cache_hook = None if compile_them else skip
     try:
         run(**arguments)
     finally:
-        jit.JITFunction.run, torch.version.hip, knobs.runtime.jit_cache_hook = launch, hip, None
+        jit.JITFunction.run, torch.version.hip = launch, hip
     return seen
 
 
@@ -332,55 +322,11 @@ def _inspect_all(cases, targets):
     for name, (run, arguments, *element_bytes) in cases.items():
         for target in targets:
             vendor = TARGETS[target][0]
-            for kernel_name, _, kernel in launches(run, arguments, target):
+            for kernel_name, kernel in launches(run, arguments, target):
                 figures = machine_code.inspect_kernel(kernel, vendor, *element_bytes)
-                row = {
-                    "case": name,
-                    "kernel": kernel_name,
-                    "target": target,
-                    "triton": triton.__version__,
-                }
-                row["status"] = "ok"
+                row = {"case": name, "kernel": kernel_name, "target": target, "status": "ok"}
+                row["triton"] = triton.__version__
                 print(json.dumps(row | figures), flush=True)
-
-
-def _launch_both(rows, temperature, vocab):
-    """A forward and a backward pass of these sizes."""
-    from fused_rl.kernels import logprob
-
-    logits, targets, row, (mask, _, _) = _logprob_inputs(rows=rows, vocab=vocab)
-    logprob.logprob_fwd(logits, targets, mask, 1 / temperature, None)
-    logprob.logprob_bwd(row, row, None, logits, targets, mask, row, row, row, 1 / temperature, None)
-    for jensen_shannon in (False, True):
-        kl_fwd(jensen_shannon, vocab=vocab, rows=rows, inv_t=1 / temperature)
-    kl_bwd(vocab=vocab, rows=rows, inv_t=1 / temperature)
-
-
-def _launch_several(rows, temperature, vocab, count):
-    """As `_launch_both`, for K targets per row."""
-    from fused_rl.kernels import targets as module
-
-    logits, targets, row, (mask, _, _) = _logprob_inputs(rows=rows, vocab=vocab)
-    targets, dlogprobs = _several(targets, count), _several(row, count)
-    module.targets_fwd(logits, targets, mask, 1 / temperature, None)
-    module.targets_bwd(
-        dlogprobs, row, None, logits, targets, mask, row, row, row, 1 / temperature, None
-    )
-
-
-def _count_variants():
-    """Distinct compiled kernels over 20 lengths, 5 temperatures, 3 vocabularies and their strides, per kernel."""
-    keys, several = set(), set()
-    temperatures, vocabularies = (0.3, 0.7, 1.0, 1.3, 2), (32000, 50257, 1)
-    for sizes in itertools.product(range(1, 40, 2), temperatures, vocabularies):
-        arguments = dict(zip(("rows", "temperature", "vocab"), sizes, strict=True))
-        keys.update(launches(_launch_both, arguments, "sm_90", compile_them=False))
-    temperatures, vocabularies = (0.3, 1.0), (32000, 50257)
-    for sizes in itertools.product(range(1, 40, 7), temperatures, vocabularies, (1, 8, 50, 1000)):
-        arguments = dict(zip(("rows", "temperature", "vocab", "count"), sizes, strict=True))
-        several.update(launches(_launch_several, arguments, "sm_90", compile_them=False))
-    counts = [collections.Counter(name for name, *_ in found) for found in (keys, several)]
-    print(json.dumps({"variants": counts[0], "of several targets": counts[1]}))
 
 
 def subprocess_lines(*arguments):
@@ -447,15 +393,10 @@ def main():
         action="store_true",
         help="compile every other way in which kernels are launched",
     )
-    parser.add_argument(
-        "--count", action="store_true", help="count compiled variants over lengths and temperatures"
-    )
     parser.add_argument("--json", action="store_true", help="print JSON, in this process")
     args = parser.parse_args()
     if not args.json:
         return print(table(subprocess_lines(*sys.argv[1:])))
-    if args.count:
-        return _count_variants()
     listed = VARIANTS if args.variants else CASES
     cases = {name: case for name, case in listed.items() if args.only in name}
     return _inspect_all(cases, args.targets.split(","))
