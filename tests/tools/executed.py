@@ -149,10 +149,11 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item.nodeid in wanted]
 
 
-def pytest_configure(config):
-    is_controller = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
-    if os.environ.get("FUSED_RL_EXECUTED") and not is_controller:
-        config.pluginmanager.register(Recorder(os.environ["FUSED_RL_EXECUTED"]))
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config):
+    """Before the first conftest, as what these import would stay without its calls."""
+    if os.environ.get("FUSED_RL_EXECUTED"):
+        early_config.pluginmanager.register(Recorder(os.environ["FUSED_RL_EXECUTED"]))
 
 
 def record_child() -> None:
