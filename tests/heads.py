@@ -102,7 +102,8 @@ def assert_as_good(results, exact, same_dtype, atol=0.0):
 def compare(run, leaves, targets, *args, atol=0.0, **options):
     """`run` on fused_rl against the reference in fp64 and in the inputs' dtype."""
     results = run(fused_rl, leaves, targets, *args, **options)
-    options.pop("workspace_mb", None)
+    for ours in ("workspace_mb", "logits_dtype"):
+        options.pop(ours, None)
     exact = run(reference, in_dtype(leaves, FP64), targets, *args, **options)
     same = run(reference, in_dtype(leaves, leaves[0].dtype), targets, *args, **options)
     assert_as_good(results, exact, same, atol)

@@ -7,8 +7,9 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+import triton.language as tl  # noqa: E402
 
-from fused_rl.kernels import launch, logprob  # noqa: E402
+from fused_rl.kernels import launch, logprob, online  # noqa: E402
 from tests.marks import grid  # noqa: E402
 from tests.paths import DEVICE  # noqa: E402
 from tests.tools import interpreter  # noqa: E402
@@ -222,3 +223,33 @@ def test_ties_share_the_mass():
 
 
 # ----------------------------------------------------------------------------------------- the checks themselves
+
+
+@triton.jit
+def apply_kernel(x_ptr, y_ptr, FUNCTION: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(y_ptr + i, FUNCTION(tl.load(x_ptr + i)))
+
+
+def applied(function, x):
+    y = torch.empty_like(x)
+    apply_kernel[(1,)](x, y, FUNCTION=function, N=len(x))
+    return y
+
+
+@pytest.mark.parametrize(("name", "rtol"), [("log1p", 1.2e-7), ("tanh", 2.4e-7)])
+def test_what_a_row_ends_with_is_right_to_an_ulp(name, rtol):
+    x = torch.cat([torch.logspace(-30, 5.5, 1022), torch.tensor([0.0, torch.inf])])
+    x = (torch.cat([x, -x]) if name == "tanh" else torch.cat([x, x / 3])).to(DEVICE)
+    y = applied(getattr(online, name), x)
+    torch.testing.assert_close(y.double(), getattr(x.double(), name)(), rtol=rtol, atol=0)
+
+
+def test_a_sum_is_free_of_order():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(1024, generator=generator).to(DEVICE) ** 20
+    total = applied(online.exact_sum, x)
+    torch.testing.assert_close(total[0].double(), x.double().sum(), rtol=6e-8, atol=0)
+    for _ in range(3):
+        order = torch.randperm(1024, generator=generator)
+        assert torch.equal(applied(online.exact_sum, x[order]), total)

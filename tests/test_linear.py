@@ -29,11 +29,18 @@ from tests.paths import DEVICE
 @cpu_fast
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("run", [logprobs_and_gradients, loss_and_gradients])
-def test_values_and_gradients(backend, run, dtype, cut):
+@pytest.mark.parametrize(
+    ("run", "count"),
+    [(logprobs_and_gradients, None), (logprobs_and_gradients, 5), (loss_and_gradients, None)],
+)
+def test_values_and_gradients(backend, run, count, dtype, cut):
     shape, workspace_mb = cut
     leaves, targets, mask = make(shape, dtype, backend)
     upstream = [upstream_of(targets)] if run is logprobs_and_gradients else []
+    if count:
+        targets = (targets[:, None] + 3 * torch.arange(count, device=backend)) % shape[2]
+        targets[3] = targets[3, 0]
+        upstream[0][0] = upstream_of(targets)[0]
     temperature = torch.linspace(0.5, 2, shape[0], device=backend)
     options = {
         "mask": mask,

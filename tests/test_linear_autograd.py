@@ -1,7 +1,5 @@
 """linear_token_logprobs and linear_token_loss in autograd's corners, and their work and memory, counted."""
 
-import contextlib
-
 import pytest
 import torch
 
@@ -17,6 +15,7 @@ from tests.heads import (
     Work,
     assert_as_good,
     call,
+    compare,
     in_dtype,
     logprobs_and_gradients,
     loss_and_gradients,
@@ -34,33 +33,25 @@ from tests.paths import DEVICE
 def test_loss_without_entropy_or_gradient():
     """A loss that ignores entropy, or is constant, or is only evaluated."""
     leaves, targets, _ = make(ONE_TILE[0], FP32)
-    loss = call(
-        fused_rl.linear_token_loss, leaves, targets, lambda logprobs, entropy: -logprobs
-    ).loss
-    exact = in_dtype(leaves, FP64)
-    truth = -call(reference.linear_token_logprobs, exact, targets).logprobs.sum()
-    torch.testing.assert_close(loss.double(), truth, rtol=1e-6, atol=0)
-    for a, b in zip(
-        torch.autograd.grad(loss, leaves), torch.autograd.grad(truth, exact), strict=True
-    ):
-        torch.testing.assert_close(a.double(), b, rtol=0, atol=1e-6 * b.abs().max().item())
-    constant = call(
-        fused_rl.linear_token_loss,
-        leaves,
-        targets,
-        lambda logprobs, entropy: torch.ones(len(logprobs)),
-    )
-    assert constant.loss == 22
-    assert all((g == 0).all() for g in torch.autograd.grad(constant.loss, leaves))
-    with torch.no_grad(), Work() as work:
-        evaluated = call(
-            fused_rl.linear_token_loss, leaves, targets, lambda logprobs, entropy: -logprobs
+
+    def negative(logprobs, entropy):
+        return -logprobs
+
+    def gradients(module, leaves, targets):
+        return torch.autograd.grad(
+            call(module.linear_token_loss, leaves, targets, negative).loss, leaves
         )
+
+    compare(gradients, leaves, targets)
+    ones = call(fused_rl.linear_token_loss, leaves, targets, lambda lp, h: torch.ones(len(lp)))
+    assert ones.loss == 22
+    assert all((g == 0).all() for g in torch.autograd.grad(ones.loss, leaves))
+    loss = call(fused_rl.linear_token_loss, leaves, targets, negative).loss
+    with torch.no_grad(), Work() as work:
+        evaluated = call(fused_rl.linear_token_loss, leaves, targets, negative)
     assert evaluated.loss == loss
-    assert not evaluated.loss.requires_grad
     assert work.flop == 2 * 22 * 16 * 131
-    assert not evaluated.logprobs.requires_grad
-    assert not evaluated.entropy.requires_grad
+    assert not any(output.requires_grad for output in evaluated)
 
 
 @pytest.mark.usefixtures("cpu")
@@ -93,26 +84,23 @@ def test_frozen(run, frozen):
     """What needs no gradient costs no product, and the other gradients stay the same."""
     leaves, targets, _ = make(MORE_TOKENS[0], FP32, DEVICE)
     args = [upstream_of(targets)] if run is logprobs_and_gradients else []
-    complete = run(fused_rl, leaves, targets, *args, workspace_mb=MORE_TOKENS[1])
-    which = ["hidden", "weight", "bias"].index(frozen)
-    leaves[which].requires_grad_(False)
-    trained = [leaf for leaf in leaves if leaf.requires_grad]
-    values = per_token(targets)
     options = {"workspace_mb": MORE_TOKENS[1]}
+    complete = run(fused_rl, leaves, targets, *args, **options)
+    which = ["hidden", "weight", "bias"].index(frozen)
+    trained = [leaf for i, leaf in enumerate(leaves) if i != which]
+    leaves[which].requires_grad_(False)
     with Work() as work:
-        if run is logprobs_and_gradients:
+        if args:
             outputs = call(fused_rl.linear_token_logprobs, leaves, targets, **options)
-            grads = torch.autograd.grad(outputs, trained, args[0])
+            grads = torch.autograd.grad(outputs, trained, *args)
         else:
-            loss = call(
-                fused_rl.linear_token_loss, leaves, targets, token_loss, *values, **options
-            ).loss
+            given = token_loss, *per_token(targets)
+            loss = call(fused_rl.linear_token_loss, leaves, targets, *given, **options).loss
             grads = torch.autograd.grad(0.37 * loss, trained)
     expected = [g for i, g in enumerate(complete[-3:]) if i != which]
     for a, b in zip(grads, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6 * b.abs().max().item())
-    products = (4 if run is logprobs_and_gradients else 3) - (frozen != "bias")
-    assert work.flop == products * 2 * 22 * 16 * 131
+    assert work.flop == (3 + len(args) - (frozen != "bias")) * 2 * 22 * 16 * 131
 
 
 @pytest.mark.usefixtures("cpu")
@@ -149,20 +137,14 @@ def test_autocast(run, parameters):
     leaves = [leaves[0], *in_dtype(leaves[1:], parameters)]
 
     def under_autocast(module, leaves, targets, *args, **options):
-        context = (
-            contextlib.nullcontext() if leaves[0].dtype == FP64 else torch.autocast("cpu", BF16)
-        )
-        with context:
+        with torch.autocast("cpu", BF16, enabled=leaves[0].dtype != FP64):
             return run(module, leaves, targets, *args, **options)
 
+    options = {"mask": mask, "workspace_mb": MORE_TOKENS[1]}
     with Work() as work:
-        results = under_autocast(
-            fused_rl, leaves, targets, *args, mask=mask, workspace_mb=MORE_TOKENS[1]
-        )
+        results = under_autocast(fused_rl, leaves, targets, *args, **options)
     assert work.dtypes == {BF16}
     assert [r.dtype for r in results[-3:]] == [leaf.dtype for leaf in leaves]
-    exact = under_autocast(reference, in_dtype(leaves, FP64), targets, *args, mask=mask)
-    same = under_autocast(
-        reference, [x.detach().requires_grad_() for x in leaves], targets, *args, mask=mask
-    )
-    assert_as_good(results, exact, same)
+    options.pop("workspace_mb")
+    exact = under_autocast(reference, in_dtype(leaves, FP64), targets, *args, **options)
+    assert_as_good(results, exact, under_autocast(reference, leaves, targets, *args, **options))

@@ -77,11 +77,6 @@ def test_what_the_mask_drops_may_have_any_set(backend):
     out = fused_rl.token_logprobs(logits, targets, mask=mask, support=support)
     assert out.logprobs[1] == 0
     assert out.logprobs[0] < 0
-    out = fused_rl.linear_token_logprobs(
-        logits, logits.new_ones(8, 8), targets, mask=mask, support=support
-    )
-    assert out.logprobs[1] == 0
-    assert out.logprobs[0] < 0
 
 
 @on_backends("size", [999, 5000, 5003], most=0)
@@ -167,58 +162,39 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(backend):
         assert_same_bits(alone, [x[at] for x in together])
 
 
-@on_backends("gap, size", [10.0, 17.0, 23.0, 29.0], [5, 1000], most=1)
+@on_backends("gap, size", [10.0, 29.0], [5, 1000], most=1)
 def test_one_token_with_all_the_mass(backend, gap, size):
     """The rest and the entropy where sum(exp) - 1 is far below an ulp of 1; any offset of the logits cancels."""
     generator = torch.Generator().manual_seed(int(gap))
     ids = torch.randperm(2400, generator=generator)[:size]
-    row = (torch.randn(1, 2400, generator=generator) * 0.5 - gap).round(decimals=2)
-    row = (row * 64).round() / 64
-    row[0, ids[size // 2]] = 2.0
-    s = row[0, ids].double() - 2
-    p = s.exp()
-    p[size // 2] = 0
-    exact = p.sum().log1p() - (p * s).sum() / (1 + p.sum())
+    row = (32 * torch.randn(1, 2400, generator=generator) - 64 * gap).round() / 64
+    row[0, ids[0]] = 2.0
+    rest = (row[0, ids[1:]].double() - 2).exp()
+    entropy = rest.sum().log1p() - (rest * rest.log()).sum() / (1 + rest.sum())
     support = TokenSupport(ids, torch.tensor([0, size])).to(backend)
-    for offset in (0.0, 1024.0, -4096.0):
+    for offset in (0.0, -4096.0):
         logits = (row + offset).to(backend).requires_grad_()
-        out = fused_rl.token_logprobs(logits, ids[size // 2, None].to(backend), support=support)
-        torch.testing.assert_close(out.entropy[0].double().cpu(), exact, rtol=3e-7, atol=0)
-        torch.testing.assert_close(
-            out.logprobs[0].double().cpu(), -p.sum().log1p(), rtol=3e-7, atol=0
-        )
+        out = fused_rl.token_logprobs(logits, ids[:1].to(backend), support=support)
         (gradient,) = torch.autograd.grad(out.logprobs, logits)
-        certain = gradient[0, ids[size // 2]].double().cpu()  # 1 - p
-        torch.testing.assert_close(certain, p.sum() / (1 + p.sum()), rtol=5e-6, atol=0)
+        certain = gradient[0, ids[0]]  # 1 - p
+        found = torch.stack([out.entropy[0], -out.logprobs[0], certain]).double().cpu()
+        wanted = torch.stack([entropy, rest.sum().log1p(), rest.sum() / (1 + rest.sum())])
+        torch.testing.assert_close(found[:2], wanted[:2], rtol=3e-7, atol=0)
+        torch.testing.assert_close(found[2], wanted[2], rtol=5e-6, atol=0)
 
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 def test_what_is_no_number_shows_in_its_own_row(backend, bad):
-    """Once and twice in a set; beside a set nobody reads it."""
-    logits = random_logits(3, 40).to(backend)
+    """Once and twice in a set; beside one nobody reads it. A set of -inf has no entropy; every finite logit counts."""
+    logits = random_logits(5, 40)
     logits[0, 4] = logits[1, 4] = logits[1, 30] = logits[2, 5] = bad
-    support = TokenSupport.from_lists([[3, 4, 30]] * 3).to(backend)
-    targets = torch.tensor([3, 3, 3], device=backend)
-    for output in fused_rl.token_logprobs(logits, targets, support=support):
-        assert output.isnan().tolist() == [True, True, False]
-
-
-def test_every_finite_logit_counts(backend):
-    """Far beyond what the lanes of a whole row hold, and ties of the maximum."""
-    logits = torch.zeros(1, 40)
-    logits[0, [3, 5, 8]] = torch.tensor([3e38, 3e38, -3e38])
-    support = TokenSupport.from_lists([[3, 5, 8, 1]]).to(backend)
-    out = fused_rl.token_logprobs(
-        logits.to(backend), torch.tensor([3], device=backend), support=support
-    )
-    torch.testing.assert_close(out.logprobs.cpu(), -torch.tensor([2.0]).log(), rtol=2e-7, atol=0)
-    torch.testing.assert_close(out.entropy.cpu(), torch.tensor([2.0]).log(), rtol=2e-7, atol=0)
-
-
-def test_a_set_without_a_finite_logit_has_no_entropy(backend):
-    logits = torch.zeros(1, 50, device=backend)
-    logits[0, [3, 7]] = -torch.inf
-    targets = torch.tensor([3], device=backend)
-    support = fused_rl.TokenSupport.from_lists([[3, 7]])
+    logits[3, [3, 4, 30]] = -torch.inf
+    logits[4, [3, 4, 30]] = torch.tensor([3e38, 3e38, -3e38])
+    support = TokenSupport.from_lists([[3, 4, 30]] * 5).to(backend)
+    logits, targets = run_on(backend, logits, torch.full((5,), 3))
     found = fused_rl.token_logprobs(logits, targets, support=support)
-    assert (found.logprobs.item(), found.entropy.item()) == (-torch.inf, 0.0)
+    for output in found:
+        assert output.isnan().tolist() == [True, True, False, False, False]
+    assert (found.logprobs[3], found.entropy[3]) == (-torch.inf, 0.0)
+    two = torch.tensor([2.0, 0.5], device=backend).log()
+    torch.testing.assert_close(torch.stack([found.entropy[4], found.logprobs[4]]), two)

@@ -5,11 +5,8 @@ import os
 import pytest
 import torch
 
-import fused_rl
-from fused_rl import linear_token_logprobs, linear_token_loss, reference, token_logprobs
+from fused_rl import reference, token_logprobs
 from fused_rl.kernels import targets as kernels
-from tests.heads import MORE_ROWS, MORE_TOKENS, assert_as_good, in_dtype
-from tests.heads import make as make_head
 from tests.logits import FLOATS, OUTPUTS, assert_gradient_close, exact, run
 from tests.marks import cpu_fast
 from tests.tools import interpreter
@@ -166,43 +163,3 @@ def test_the_kernels_give_a_target_outside_the_vocabulary_nan_and_no_gradient(mo
         outputs, gradient = run(token_logprobs, logits, targets, upstream)
     assert outputs.logprobs.isnan().nonzero().tolist() == [[2, 1], [2, 2], [2, 3]]
     assert gradient.isfinite().all()
-
-
-@cpu_fast
-@pytest.mark.parametrize("cut", [MORE_TOKENS, MORE_ROWS], ids=["more tokens", "more rows"])
-def test_from_hidden_states_in_tiles(backend, cut):
-    """Values and gradients of a tile that is not all; a loss in one pass has those of the pass that recomputes."""
-    shape, workspace = cut
-    leaves, _, mask = make_head(shape, torch.bfloat16, backend)
-    targets = torch.randint(shape[2], (shape[0], 5), generator=torch.Generator().manual_seed(3)).to(
-        backend
-    )
-    targets[3] = targets[3, 0]
-    upstream = list(upstream_of(targets).values())
-
-    def results(module, leaves, **more):
-        outputs = module.linear_token_logprobs(
-            *leaves[:2], targets, bias=leaves[2], mask=mask, **more
-        )
-        grads = torch.autograd.grad(
-            outputs, leaves, [u.to(o.dtype) for u, o in zip(upstream, outputs, strict=True)]
-        )
-        return [*outputs, *grads]
-
-    ours = results(fused_rl, leaves, workspace_mb=workspace)
-    exact_results = results(reference, in_dtype(leaves, torch.float64))
-    assert_as_good(ours, exact_results, results(reference, leaves))
-
-    def token_loss(logprobs, entropy, a, b):
-        return (logprobs * a).sum(1) + entropy * b
-
-    options = {"bias": leaves[2], "mask": mask, "workspace_mb": workspace}
-    one = linear_token_loss(*leaves[:2], targets, token_loss, *upstream[:2], **options)
-    outputs = linear_token_logprobs(*leaves[:2], targets, **options)
-    wanted = torch.autograd.grad(
-        outputs[:2], leaves, [u.to(o) for u, o in zip(upstream, outputs[:2], strict=False)]
-    )
-    for _ in range(2):  # the second time from a retained graph
-        found = torch.autograd.grad(one.loss, leaves, retain_graph=True)
-        for a, b in zip(found, wanted, strict=True):
-            assert (a - b).abs().max() <= 2e-2 * b.abs().max()

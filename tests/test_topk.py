@@ -1,7 +1,5 @@
 """topk_kl, the divergence of K tokens and a tail, against its reference in fp64."""
 
-import math
-
 import pytest
 import torch
 
@@ -77,33 +75,24 @@ def test_a_tail_that_rounds_to_nothing():
             full = (logp, logq) if first is certain else (logq, logp)
             assert 0 < value <= reference.token_kl(*full, direction=direction) * (1 + 1e-6)
             assert all(d.isfinite().all() for d in torch.autograd.grad(value, leaves))
+    near = torch.tensor([0.0, -20.0]), torch.tensor([-1e-7, -18.0])
     for direction in DIRECTIONS:
         assert topk_kl(certain, certain, direction=direction) == 0
-        assert (
-            topk_kl(torch.tensor([0.0, -20.0]), torch.tensor([-1e-7, -18.0]), direction=direction)
-            < 2e-7
-        )
+        assert topk_kl(*near, direction=direction) < 2e-7
 
 
 def test_tokens_without_probability():
+    """In one of the two it is infinite, without a gradient; in both it adds nothing."""
     logp = torch.tensor([[-0.5, -torch.inf], [-0.5, -torch.inf], [-0.5, -3.0]])
     logq = torch.tensor([[-0.7, -torch.inf], [-0.7, -2.0], [-0.7, -torch.inf]])
-    alone = topk_kl(logp[:1, :1], logq[:1, :1], direction="reverse")
-    for direction, infinite in (
-        ("reverse", [False, False, True]),
-        ("forward", [False, True, False]),
-    ):
+    for direction, infinite in (("reverse", 2), ("forward", 1), ("jensen-shannon", None)):
         leaves = [logp.clone().requires_grad_(), logq.clone().requires_grad_()]
         value = topk_kl(*leaves, direction=direction)
-        assert value.isinf().tolist() == infinite
+        assert value.isinf().tolist() == [i == infinite for i in range(3)]
+        assert value[0] == topk_kl(logp[0, :1], logq[0, :1], direction=direction)
         for d in torch.autograd.grad(value.sum(), leaves):
             assert d.isfinite().all()
-            assert not d[infinite].any()
-    torch.testing.assert_close(topk_kl(logp, logq, direction="reverse")[:1], alone)
-    js = topk_kl(logp, logq, direction="jensen-shannon")
-    torch.testing.assert_close(js, topk_kl(logq, logp, direction="jensen-shannon"))
-    assert js.isfinite().all()
-    assert (js <= math.log(2)).all()
+            assert infinite is None or not d[infinite].any()
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
