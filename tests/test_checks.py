@@ -585,6 +585,21 @@ REFUSED = [
         {"token_loss": lambda lp, h: lp.mean()},
         r"one value per token, \(\d+,\), unreduced; got torch.float32 \(\)",
     ),
+    *(
+        ("linear_cross_entropy", given, said)
+        for given, said in (
+            ({"label_smoothing": 1.5}, "label_smoothing must be a number from 0 to 1"),
+            ({"z_loss": -1}, "z_loss must be a finite number, 0 or more"),
+            ({"label_smoothing": 0.1, "softcap": 30.0}, "label_smoothing needs logits without a"),
+            ({"class_weight": torch.ones(3)}, r"class_weight must be \(50,\) floating"),
+            ({"class_weight": torch.ones(50).requires_grad_()}, "class_weight requires a gradient"),
+            ({"num_tokens": torch.ones(2)}, "num_tokens must be one number"),
+            ({"num_tokens": torch.tensor(True)}, "num_tokens must be one number"),
+            ({"num_tokens": torch.ones(()).requires_grad_()}, "num_tokens requires a gradient"),
+            ({"num_tokens": torch.tensor([NAN])}, "num_tokens must be a finite number"),
+            ({"targets": SEVERAL}, "one target per row"),
+        )
+    ),
     # losses
     ("policy_loss", {"preset": "grop"}, "preset must be one of ppo, grpo.*got 'grop'"),
     (
