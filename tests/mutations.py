@@ -577,7 +577,7 @@ MUTATIONS = {
         "trainers/data/batch.py",
         "support = support.select(shift + torch.arange(len(shift)))",
         "support = support.select((shift + torch.arange(len(shift))).flip(0))",
-        "tests/trainers/test_turns.py -k parts_of",
+        DEFINITIONS,
     ),
     "a response loses its stop token": Mutation(
         "trainers/rollouts/generate.py",
@@ -622,7 +622,7 @@ MUTATIONS = {
         "trainers/rollouts/generate.py",
         "generator = self.generator(prompts, sampling)",
         "generator = None",
-        f"{LAG} -k 'drawn_from or bit_for_bit'",
+        f"{LAG} -k drawn_from",
     ),
     "log-probabilities are reported of the first token alone": Mutation(
         "trainers/rollouts/generate.py",
@@ -671,7 +671,7 @@ MUTATIONS = {
         "trainers/servers/kinds.py",
         '"ignore_eos": not sampling.stop_ids,',
         '"ignore_eos": True,',
-        "tests/trainers/test_servers.py -k stop_tokens",
+        "tests/trainers/test_servers.py -k option_of_sampling",
     ),
     "differences of both signs cancel": Mutation(
         "trainers/rollouts/mismatch.py",
@@ -822,7 +822,7 @@ MUTATIONS = {
         "trainers/models/reward_model.py",
         "return torch.where(mask, self.scores_of(hidden), 0)",
         "return self.scores_of(hidden)",
-        PPO_PARTS + " " + DEFINITIONS,
+        PPO_PARTS,
     ),
     # Reward and SFT.
     "a reward is read one token early": Mutation(

@@ -15,21 +15,8 @@ from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from fused_rl.trainers.run import store
 from tests.trainers import tiny
-from tests.trainers.runs import assert_equal_runs, grpo_config, ppo_config
+from tests.trainers.runs import grpo_config, ppo_config
 from tests.trainers.served import logprobs
-
-
-class InTurn:
-    """In place of a thread: the work is done when it would begin."""
-
-    def __init__(self, target, args, **_):
-        self.target, self.args = target, args
-
-    def start(self):
-        self.target(*self.args)
-
-    def join(self, timeout=None):
-        pass
 
 
 class Late(threading.Thread):
@@ -99,7 +86,7 @@ def walked(ahead, seeds, steps, last=7):
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])
-@pytest.mark.parametrize("kind", [threading.Thread, InTurn, Late])
+@pytest.mark.parametrize("kind", [threading.Thread, Late])
 def test_a_rollout_is_of_the_weights_of_its_schedule(k, kind, monkeypatch):
     monkeypatch.setattr(lag, "Thread", kind)
     sampler = Recorder()
@@ -142,10 +129,8 @@ def test_rollouts_of_prompts_that_changed_are_sampled_again():
     second.load_state_dict(first.state_dict())
     second.publish(3, nothing)
     assert second.begin(4, 7, prompts_of(14), 2, Counted()) == 3
-    assert [response.ids[0] for response in second.sample([[14], [14]], Sampling(1.0, 2, ()))] == [
-        14,
-        14,
-    ]
+    found = second.sample([[14], [14]], Sampling(1.0, 2, ()))
+    assert [response.ids[0] for response in found] == [14, 14]
 
 
 def test_what_the_sampler_raises_is_raised_where_its_rollout_is_waited_for():
@@ -255,17 +240,6 @@ TRAIN = {"grpo": (grpo.train, grpo_config), "ppo": (ppo.train, ppo_config)}
 def run(trainer, files, folder, **options):
     train, config_of = TRAIN[trainer]
     train(config_of(files, folder, **(SMALL | options)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "k", "options"), [("grpo", 3, {"top_k": 40}), ("ppo", 2, {})])
-def test_a_thread_is_one_after_the_other_bit_for_bit(
-    kind, k, options, files, tmp_path, monkeypatch
-):
-    for name, thread in (("thread", threading.Thread), ("turns", InTurn)):
-        monkeypatch.setattr(lag, "Thread", thread)
-        run(kind, files, tmp_path / name, lag=k, save_every=0, **options)
-    assert_equal_runs(tmp_path / "turns", tmp_path / "thread")
 
 
 class Silent(Recorder, tiny.Sampler):

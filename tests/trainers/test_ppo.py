@@ -5,7 +5,6 @@ import functools
 import pytest
 import torch
 
-import fused_rl
 from fused_rl.trainers import ppo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
@@ -75,10 +74,6 @@ def test_the_kl_that_is_right_for_its_place_is_the_default():
 # The critic.
 
 
-def batch_of(*responses):
-    return make_batch([[1, 70, 71, 72], [1, 80]][: len(responses)], list(responses), 0, "cpu")
-
-
 def test_a_critic_expects_nothing_at_first_and_is_a_reward_model_otherwise(folders, tmp_path):
     model, reward = folders
     prompt, response = [1, 70, 71, 72], [90, 91, EOS]
@@ -92,6 +87,7 @@ def test_a_critic_expects_nothing_at_first_and_is_a_reward_model_otherwise(folde
         ids = torch.tensor([prompt + response[:t]])
         score = scorer(ids, torch.ones_like(ids)).item()
         assert values[0, len(prompt) - 1 + t].item() == pytest.approx(score, abs=1e-5)
+    assert (values[~given.response_mask] == 0).all()
     critic.save_pretrained(str(tmp_path / "saved"))
     assert torch.equal(Critic.from_pretrained(tmp_path / "saved")(*inputs), values)
 
@@ -109,23 +105,6 @@ def test_the_critics_own_options_are_the_policys_only_where_they_are_left_out(
     optim = load_critic(config, tokenizer, torch.device("cpu"), 1)
     own = (0.5, 3) if given is None else (given, given)
     assert (optim.lr, optim.warmup_steps, optim.adam_eps) == (*own, 1e-3)
-
-
-def test_what_follows_a_response_has_value_0_and_is_never_fitted(folders):
-    critic = Critic.from_pretrained(folders[1])
-    batch = batch_of([90, 91, EOS])
-    values = critic(batch.input_ids, batch.response_mask)
-    assert (values[~batch.response_mask] == 0).all() and (values[batch.response_mask] != 0).all()
-    # The last advantage is score - value: nothing is expected after EOS, though the critic would say something there.
-    rewards = token_rewards(torch.tensor([2.0]), torch.zeros_like(values), batch.response_mask, 0.0)
-    advantages, _ = credited(rewards, values.detach(), batch.response_mask)
-    assert advantages[0, 5].item() == pytest.approx(2 - values[0, 5].item(), abs=1e-6)
-    # The state after EOS gets no gradient: token embeddings of what follows the last fitted state are untouched.
-    fused_rl.value_loss(values, values.detach(), values.detach() + 1, batch.response_mask)[
-        0
-    ].backward()
-    gradient = critic.classifier.get_input_embeddings().weight.grad
-    assert gradient[91].abs().sum() > 0 and gradient[EOS].abs().sum() == 0
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from fused_rl.trainers.data import encode, preferences
 from fused_rl.trainers.data.reading import load_train_eval
 from fused_rl.trainers.models.reward_model import RewardModel, RewardScorer
 from tests.trainers import figures
-from tests.trainers.reward_runs import comparable, make_config, make_model, weights, write_pairs
+from tests.trainers.reward_runs import make_config, make_model, write_pairs
 
 
 @pytest.fixture(scope="module")
@@ -69,23 +69,3 @@ def test_the_scorer_gives_the_trainers_scores(run):
     assert (chosen - rejected).mean().item() == pytest.approx(
         last["eval/rm/reward_margin"], abs=1e-5
     )
-
-
-@pytest.mark.slow
-def test_pairs_that_share_a_row_train_as_sides_of_their_own(folder, run, monkeypatch):
-    shared, pack_pairs = [], reward.pack_pairs
-    monkeypatch.setattr(
-        reward, "pack_pairs", lambda *given: shared.append(pack_pairs(*given)) or shared[-1]
-    )
-    config = make_config(folder, "shared", share_prompts=True)
-    reward.train(config)
-    assert len(shared) == 8 and None not in shared  # two micro-batches of each of four steps
-    own = make_config(folder, "own", share_prompts=False)
-    reward.train(own)
-    assert len(shared) == 8
-    assert comparable(config) == comparable(run[0])  # what None does, too
-    for a, b in zip(comparable(config), comparable(own), strict=True):
-        assert a == pytest.approx(b, abs=1e-5)
-    expected, found = weights(own), weights(config)
-    for name in expected:
-        assert (found[name] - expected[name]).abs().max() < 1e-6, name

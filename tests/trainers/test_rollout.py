@@ -32,26 +32,6 @@ def test_the_end_of_sequence_counts_even_where_it_is_the_pad_token():
     assert batch.response_mask.int().tolist() == [[0, 0, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0]]
 
 
-@pytest.mark.parametrize("loss_from", ["linear", "logits"])
-def test_scores_are_the_models_own_at_the_sampling_temperature(folder, loss_from):
-    lm = load(folder, loss_from=loss_from)
-    prompts, responses = [[1, 70, 71, 72], [1, 80]], [[90, 91, 3], [92, 93, 94, 95, 96]]
-    batch = make_batch(prompts, responses, 0, "cpu")
-    rows = lm(batch.input_ids, batch.response_mask, 0.7)
-    assert (rows.logprobs[~batch.response_mask] == 0).all()
-    for b, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        mask = batch.response_mask[b]
-        logits = lm.base(input_ids=torch.tensor([prompt + response])).logits  # no padding at all
-        logp = (logits[0, len(prompt) - 1 : -1].double() / 0.7).log_softmax(-1)
-        expected = {
-            "logprobs": logp[range(len(response)), response],
-            "entropy": -(logp.exp() * logp).sum(-1),
-        }
-        for name, values in expected.items():
-            found = getattr(rows, name)[b][mask].double()
-            torch.testing.assert_close(found, values, atol=1e-5, rtol=0)
-
-
 def sample(lm, prompts, *, batch_size=64, **options):
     sampling = Sampling(**({"temperature": 1.0, "max_new_tokens": 6, "stop_ids": (3,)} | options))
     return tiny.generate(lm.lm, prompts, sampling, batch_size=batch_size)
@@ -59,10 +39,7 @@ def sample(lm, prompts, *, batch_size=64, **options):
 
 def test_responses_to_one_prompt_are_those_of_the_prompt_alone(folder):
     # Neighbours that are equal are computed once; rows that have ended leave the batch while others go on.
-    lm, prompts = (
-        load(folder),
-        [[1, 70, 71], [1, 70, 71], [1, 80], [1, 70, 71], [1, 80, 81, 82], [1, 80, 81, 82]],
-    )
+    lm, prompts = load(folder), [[1, 70, 71]] * 2 + [[1, 80], [1, 70, 71]] + [[1, 80, 81, 82]] * 2
     free = sample(lm, prompts, temperature=0.0, batch_size=1, stop_ids=(259,))
     stops = (free[0][1], free[2][3], 259)
     together, alone = (
@@ -79,11 +56,9 @@ def test_responses_to_one_prompt_are_those_of_the_prompt_alone(folder):
     assert first != second  # the copies are drawn each for itself
 
 
-@pytest.mark.parametrize("architecture", ["GPT2Config", "OPTConfig"])
-def test_no_architecture_keeps_its_dropout(architecture, tmp_path):
-    options = {"n_inner": 16} if "GPT2" in architecture else {"ffn_dim": 16}
-    options |= {"dropout": 0.5, "attention_dropout": 0.5, "word_embed_proj_dim": 16}
-    config = getattr(transformers, architecture)(**SIZES, **options)
+def test_no_architecture_keeps_its_dropout(tmp_path):
+    options = {"dropout": 0.5, "attention_dropout": 0.5, "word_embed_proj_dim": 16}
+    config = transformers.OPTConfig(**SIZES, **options)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     lm = load(str(tmp_path)).train()
     ids, mask = torch.arange(8)[None], torch.ones(1, 7, dtype=torch.bool)
@@ -114,27 +89,19 @@ BROKEN = [
     (Response([5, 6, 7], "length"), "expected at most 2 ids from 0 to below 264, got 3: .5, 6, 7."),
     (Response([5], "stop"), r"finish='stop' and stop tokens at \[\] of 1; expected stop with"),
     (Response([3, 3], "stop"), r"finish='stop' and stop tokens at \[0, 1\] of 2"),
+    (Response([5], "abort"), "finish='abort' .* expected stop with"),
     (Response([-1], "length"), "expected at most 2 ids from 0 to below 264, got 1: .-1"),
     (Response([5, 264], "length"), "expected at most 2 ids .* got 2: .5, 264"),
-    (
-        Response([5], "length", logprobs=[float("nan")]),
-        "a logprob is nan; it must be above -9999, and at most 0",
-    ),
+    (Response([5], "length", [float("nan")]), "a logprob is nan; it must be above -9999, and at"),
     # vLLM's minus infinity, and no numbers.
-    (Response([5], "length", logprobs=[-9999.0]), "a logprob is -9999.0; it must be above -9999"),
-    (Response([5], "length", logprobs=["-1.0"]), "expected a Response of whole ids and numbers"),
-    (
-        Response([5], "length", logprobs=-1.0),
-        "expected a Response .*'float' object is not iterable",
-    ),
-    (Response([5], "abort"), "finish='abort' .* expected stop with"),
-    (Response("5", "length"), "expected a Response of whole ids .*'str' object"),
+    (Response([5], "length", [-9999.0]), "a logprob is -9999.0; it must be above -9999"),
+    (Response([5, 6], "length", [-0.1, None], trained=[False, True]), "a logprob is None"),
+    (Response([5], "length", -1.0), "expected a Response .*'float' object is not iterable"),
     (Response([5.0], "length"), "expected a Response of whole ids .*'float' object"),
     (Response([5], "length", trained=["True"]), "expected a Response of whole ids and numbers"),
     (None, "expected a Response .* got None"),
     (Response([5], "length", logprobs=[-0.1, -0.2]), "2 logprobs for 1 ids"),
     (Response([5, 6], "length", support=[[5]]), "1 support for 2 ids"),
-    (Response([5, 6], "length", [-0.1, None], trained=[False, True]), "a logprob is None"),
 ]
 
 
@@ -178,13 +145,10 @@ def test_a_sample_shows_the_answer_or_what_scorers_may_read():
     judge = SimpleNamespace(columns=("answer",), answer=lambda row: row["answer"][-1])
     of_note, of_all = SimpleNamespace(columns=("note",)), SimpleNamespace(columns=None)
     everything = {"columns": {"note": "easy", "answer": "so #### 2"}}
-    for scorers, shown in (
-        ([of_note, judge], {"answer": "2"}),
-        ([of_note], {"columns": {"note": "easy"}}),
-        ([of_all], everything),
-        ([], {}),
-    ):
-        assert right_answer(row, "1+1?", scorers) == shown
+    assert right_answer(row, "1+1?", [of_note, judge]) == {"answer": "2"}
+    assert right_answer(row, "1+1?", [of_note]) == {"columns": {"note": "easy"}}
+    assert right_answer(row, "1+1?", [of_all]) == everything
+    assert right_answer(row, "1+1?", []) == {}
 
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}

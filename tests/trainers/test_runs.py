@@ -51,19 +51,6 @@ def test_every_rank_draws_its_own_responses_and_a_seed_draws_them_again():
 
 
 @pytest.mark.slow
-def test_the_same_seed_is_the_same_run_and_leaves_its_files(files, grpo_run, tmp_path):
-    for name, options in {"again": {}, "other": {"seed": 2}}.items():
-        grpo.train(grpo_config(files, tmp_path / name, eval_every=2, **options))
-    folders = grpo_run, tmp_path / "again", tmp_path / "other"
-    a, b, c = (tiny.untimed(tiny.read_metrics(folder)) for folder in folders)
-    assert a == b and a != c
-    assert_same_weights(grpo_run, tmp_path / "again")
-    assert ["eval/accuracy_greedy" in entry for entry in a] == [True, False, True, True]
-    made = {path.name for path in [*grpo_run.iterdir(), *(grpo_run / "model").iterdir()]}
-    assert {"curves.png", "samples.jsonl", "tensorboard", "chat_template.jinja"} <= made
-
-
-@pytest.mark.slow
 def test_sft_learns_and_its_metrics_have_exactly_these_names(files, tmp_path):
     sft.train(sft_config(files, tmp_path, steps=30, lr=1e-2, eval_every=15))
     metrics = tiny.read_metrics(tmp_path)

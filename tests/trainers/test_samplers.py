@@ -144,13 +144,6 @@ def own(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-@pytest.mark.slow
-def test_a_sampler_that_hands_everything_on_is_the_run_without_it(files, tmp_path, own):
-    grpo.train(grpo_config(files, tmp_path / "a"))
-    grpo.train(grpo_config(files, tmp_path / "b", sampler="own_sampler:Half"))
-    assert_equal_runs(tmp_path / "a", tmp_path / "b")
-
-
 @pytest.mark.parametrize(
     ("name", "error", "message"),
     [

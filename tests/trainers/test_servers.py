@@ -1,7 +1,6 @@
 """Inference servers of both kinds: calls, weight updates, the probe, whole runs, with scripted faults."""
 
 import copy
-import re
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,15 +64,6 @@ def test_every_option_of_sampling_is_sent(fake, server, sampling):
             token in kept and 0 < len(kept) <= 20
             for token, kept in zip(response.ids, sets, strict=True)
         )
-
-
-def test_stop_tokens_alone_end_a_response(fake, server):
-    (free,) = served.sampled(server, PROMPT, GREEDY, None)
-    fake.eos = free.ids[0]  # the model's own end of sequence
-    assert served.sampled(server, PROMPT, GREEDY, None) == [free]
-    for longest in (8, 1):  # in the last place too
-        (stopped,) = served.sampled(server, PROMPT, Sampling(0.0, longest, (free.ids[0],)), None)
-        assert (stopped.ids, stopped.finish) == (free.ids[:1], "stop")
 
 
 def test_calls_share_connections(fake, server):
@@ -262,14 +252,10 @@ def test_a_server_sleeps_until_new_weights_come(folders, tmp_path, monkeypatch):
         assert not fake.asleep and not fake.paused
         sampler.publish(2, policy.save)  # as it is awake, it is paused
 
-        # What fails is named, and the next run wakes a server whose update has failed.
-        for path, message in (
-            ("/sleep?level=2", "did not fall asleep"),
-            ("/wake_up?tags=weights", "did not load the weights"),
-            ("/collective_rpc", "did not load the weights"),
-        ):
+        # The next run wakes a server whose update has failed.
+        for path in ("/sleep?level=2", "/wake_up?tags=weights", "/collective_rpc"):
             fake.script = [(path, 500)]
-            with pytest.raises(InputError, match=f"HTTP 500.*{message}"):
+            with pytest.raises(InputError, match="HTTP 500"):
                 sampler.rest()
                 sampler.publish(3, policy.save)
         assert fake.asleep
@@ -416,54 +402,36 @@ SMALL = {"save_every": 1, "max_prompt_length": 64}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora_rank", [0, 4])
-def test_a_run_learns_from_what_its_server_sampled(files, tmp_path, monkeypatch, lora_rank):
+@pytest.mark.parametrize("options", [{"server_sleeps": True, "eval_size": 2}, {"lora_rank": 4}])
+def test_a_run_learns_from_what_its_server_sampled(files, tmp_path, monkeypatch, options):
+    """And lets it sleep while the policy is trained, and leaves nothing where weights are published."""
     monkeypatch.setenv("SERVER_KEY", "sk-secret")
-    run = tmp_path / "run"
-    with fake_server.serving("vllm", files[0], key="sk-secret") as fake:
-        options = {"steps": 2, "lora_rank": lora_rank, "server_api_key_env": "SERVER_KEY"}
-        grpo.train(runs.grpo_config(files, run, server=[fake.url], **SMALL, **options))
-    store.unlock()
-    steps = [row for row in tiny.read_metrics(run) if "rollout/logprob_diff_max" in row]
-    assert [row["rollout/weight_version"] for row in steps] == [0, 1]
-    assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in steps)
-    folder, found = fake.loaded[-1]
-    assert folder.name == "step-2"
-    if lora_rank:  # merged into what is published
-        assert found.keys() == tiny.weights(Path(files[0])).keys()
-    else:  # what was published last is the trained model
-        model = tiny.weights(run / "model")
-        assert model.keys() == found.keys()
-        assert all(torch.equal(model[name], found[name]) for name in model)
-    assert not any(b"sk-secret" in content for content in runs.contents(run).values())
-
-
-@pytest.mark.slow
-def test_servers_that_sleep_while_the_policy_is_trained_change_no_result(
-    files, tmp_path, monkeypatch
-):
-    """And nothing is left where weights are published."""
-    memory, asleep, take_step = tmp_path / "memory", [], policies.Policy.optimizer_step
+    run, memory, asleep = tmp_path / "run", tmp_path / "memory", []
+    take_step = policies.Policy.optimizer_step
 
     def stepped(self, step):
         asleep.append(bool(fake.asleep))
         return take_step(self, step)
 
     monkeypatch.setattr(policies.Policy, "optimizer_step", stepped)
-    for sleeps in (False, True):
-        options = {
-            "server_sleeps": sleeps,
-            "published_dir": str(memory),
-            "eval_size": 2,
-            "steps": 2,
-        }
-        with fake_server.serving("vllm", files[0]) as fake:
-            options |= {"server": [fake.url]}
-            grpo.train(runs.grpo_config(files, tmp_path / str(sleeps), **SMALL, **options))
-        assert {folder.parent.parent for folder, _ in fake.loaded} == {memory}
-        assert list(memory.iterdir()) == []
-    assert asleep == [False] * 4 + [True] * 4  # two minibatches in each step
-    runs.assert_equal_runs(tmp_path / "False", tmp_path / "True")
+    with fake_server.serving("vllm", files[0], key="sk-secret") as fake:
+        given = options | {"server": [fake.url], "server_api_key_env": "SERVER_KEY"}
+        given |= {"published_dir": str(memory), "steps": 2}
+        grpo.train(runs.grpo_config(files, run, **SMALL, **given))
+    assert asleep == ["server_sleeps" in options] * 4  # two minibatches in each step
+    steps = [row for row in tiny.read_metrics(run) if "rollout/logprob_diff_max" in row]
+    assert [row["rollout/weight_version"] for row in steps] == [0, 1]
+    assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in steps)
+    folder, found = fake.loaded[-1]
+    assert folder.name == "step-2" and folder.parent.parent == memory
+    assert list(memory.iterdir()) == []
+    if "lora_rank" in options:  # merged into what is published
+        assert found.keys() == tiny.weights(Path(files[0])).keys()
+    else:  # what was published last is the trained model
+        model = tiny.weights(run / "model")
+        assert model.keys() == found.keys()
+        assert all(torch.equal(model[name], found[name]) for name in model)
+    assert not any(b"sk-secret" in content for content in runs.contents(run).values())
 
 
 @pytest.mark.slow
@@ -513,20 +481,17 @@ def trained_on_rank(rank, world, files, folder, url):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrong", [None, "/collective_rpc", "/v1/completions"])
-def test_ranks_fail_together_or_not_at_all(files, tmp_path, wrong):
+@pytest.mark.parametrize("wrong", ["/collective_rpc", "/v1/completions"])
+def test_ranks_fail_together(files, tmp_path, wrong):
     with fake_server.serving("vllm", files[0]) as fake:
         reset, resets = fake.reset, []
 
         def later():
             reset()
             resets.append(1)
-            if wrong is not None and len(resets) == 2:  # in the second update
+            if len(resets) == 2:  # in the second update
                 fake.script = [(wrong, 500)] * 50
 
         fake.reset = later
-        if wrong == "/collective_rpc":
-            fake.script = [(wrong, 500)]
         found = runs.on_ranks(trained_on_rank, 2, files, tmp_path / "run", fake.url)
-    expected = "None" if wrong is None else f"POST {fake.url}{wrong}: HTTP 500"
-    assert all(re.search(expected, str(said)) for said in found), found
+    assert all(f"POST {fake.url}{wrong}: HTTP 500" in said for said in found), found

@@ -10,18 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from fused_rl.trainers import sft
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.files import io_errors_in_a_line, unfinished
 from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.options import ACTIONS, changeable
+from fused_rl.trainers.options import changeable
 from fused_rl.trainers.run import store
 from fused_rl.trainers.run.logger import read_metrics
-from fused_rl.trainers.run.parse import parse
 from tests.marks import slow
-from tests.trainers import mounts, tiny
+from tests.trainers import tiny
 from tests.trainers.runs import (
     assert_equal_runs,
     contents,
@@ -87,16 +85,6 @@ def test_a_run_stays_in_its_folder_where_own_code_changes_the_current_one(
     written = {"model", "checkpoints", "metrics.jsonl", "held_out.jsonl", "curves.png"}
     assert written <= {path.name for path in (tmp_path / "run").iterdir()}
     assert [row["step"] for row in tiny.read_metrics(tmp_path / "run")] == [0, 1, 2]
-
-
-@pytest.mark.parametrize("kilobytes", [4, 8, 16, 64])
-def test_a_disk_that_is_full_at_the_start_is_one_line(kilobytes, files, tmp_path, capfd):
-    run = tmp_path / "run"
-    run.mkdir()
-    with mounts.tmpfs(run, kilobytes):
-        line = refused(run_config(files, run, steps=1, save_every=0), "could not be written to")
-        assert "No space left" in line or "is the disk full" in line
-        assert "Traceback" not in capfd.readouterr().err
 
 
 # Writing checkpoints.
@@ -176,17 +164,11 @@ def no_file_above(size: int):
 
 def test_an_error_of_a_save_has_its_own_cause(tmp_path):
     """Those of gloo and NCCL are of another process; no memory, or a slip of ours, is not of the disk."""
+    of_gloo = RuntimeError("[/third_party/gloo/pair.cc:553] Connection closed")
+    of_nccl = torch.distributed.DistBackendError("NCCL error")
     for error, raised, line in (
-        (
-            RuntimeError("[/third_party/gloo/pair.cc:553] Connection closed"),
-            InputError,
-            "another pr",
-        ),
-        (
-            torch.distributed.DistBackendError("NCCL error"),
-            InputError,
-            "another process of the run",
-        ),
+        (of_gloo, InputError, "another process of the run"),
+        (of_nccl, InputError, "another process of the run"),
         (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError, "out of memory"),
         (RuntimeError("sizes differ"), RuntimeError, "^sizes differ"),
         (OSError(errno.ENOSPC, "No space left"), InputError, "model could not .*: No space left"),
@@ -202,18 +184,6 @@ def test_an_error_of_a_save_has_its_own_cause(tmp_path):
 
 
 # Resuming with other options.
-
-
-def test_the_config_of_a_run_is_complete_and_reads_back(files, whole):
-    path = whole / "config.yaml"
-    config = run_config(files, whole)
-    config.resolve()  # as a run does when it begins, before it writes the file
-    # What the other options leave no meaning is left out, as where to push a model that is not pushed.
-    without_meaning = {"hub_model_id", "hub_private_repo", "offload"}
-    without_meaning |= {"deepspeed", "checkpoint_activations_on"}
-    expected = set(sft.SFTConfig.model_fields) - set(ACTIONS) - without_meaning
-    assert yaml.safe_load(path.read_text()).keys() == expected
-    assert parse(sft.SFTConfig, ["--config", str(path)]) == config
 
 
 CHANGED = [
@@ -299,20 +269,18 @@ def test_what_may_change_on_resume_is_documented():
 
 
 @pytest.mark.parametrize("stage", [0, slow(2), slow(3)])
-def test_new_options_are_used_from_the_next_step_on(files, tmp_path, capsys, stage):
+def test_new_options_are_used_from_the_next_step_on(files, tmp_path, stage):
     base = tmp_path / "base"
     options = {"zero_stage": stage, "lr_schedule": "constant", "steps": 3, "weight_decay": 0.1}
     sft.train(run_config(files, base, **options))
 
     def last(name: str, value: float):
         folder = resumed(files, tmp_path / name, base, 2, **(options | {name: value}))
-        assert f"resume: {name} " in capsys.readouterr().out
-        return tiny.weights(folder / "model"), tiny.read_metrics(folder)[-1]["lr"]
+        return tiny.weights(folder / "model")
 
-    still, rate = last("lr", 0.0)
-    decayed, other = last("weight_decay", 0.5)[0], last("adam_beta2", 0.5)[0]
+    still, decayed, other = last("lr", 0.0), last("weight_decay", 0.5), last("adam_beta2", 0.5)
     made = tiny.weights(base / "model")
-    assert rate == 0 and any((made[name] != other[name]).any() for name in made)
+    assert any((made[name] != other[name]).any() for name in made)
     # Decoupled weight decay takes lr x decay of the weights before the step, which are those of lr = 0.
     for name, weight in made.items():
         decay = 0.4 if weight.dim() > 1 else 0.0

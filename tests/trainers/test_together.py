@@ -101,11 +101,3 @@ def test_ranks_with_other_options_or_inputs_all_say_which(tmp_path):
     for of_rank in run_distributed(apart, 2, str(tmp_path)):
         for message, (spoil, options, expected) in zip(of_rank, APART, strict=True):
             assert re.match(f"InputError: .*{expected}", message), (spoil, options, message)
-
-
-def test_the_number_of_processes_is_the_launchers(monkeypatch):
-    monkeypatch.setattr(ranks.dist, "is_initialized", lambda: False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert ranks.processes() == 1
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert ranks.processes() == 2

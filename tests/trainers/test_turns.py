@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 
 from fused_rl import TokenSupport
 from fused_rl.recipes import demo
@@ -11,55 +10,9 @@ from fused_rl.recipes import tool as tool_recipe
 from fused_rl.recipes import turns as recipe
 from fused_rl.trainers import grpo
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.rollouts.roll_out import batch_of
 from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.rollouts.types import Prompt, Response, Sample, after_turn, of_turn
+from fused_rl.trainers.rollouts.types import Response, after_turn, of_turn
 from tests.trainers.steps import EOS
-
-PROMPTS = [Prompt([1, 70, 71], {}), Prompt([1, 80], {})]
-
-
-def spoken(seed: int = 0) -> list[Response]:
-    """Four responses to each prompt: turns of two speakers, one of nothing but the other's, one of the policy's."""
-    made = torch.Generator().manual_seed(seed)
-    patterns = ["ttoot", "oott", "toto", "ooo", "t", "otttottot", "ttttt", "tot"]
-    responses = []
-    for i, pattern in enumerate(patterns):
-        ids = torch.randint(10, 200, (len(pattern),), generator=made).tolist()
-        trained = None if i == 6 else [speaker == "t" for speaker in pattern]
-        ids = [
-            EOS if speaker == "o" and i % 2 else token
-            for token, speaker in zip(ids, pattern, strict=True)
-        ]
-        responses.append(Response(ids, "length", trained=trained))
-    return responses
-
-
-def test_parts_of_a_batch_keep_their_turns_and_their_kept_sets():
-    responses = spoken()
-    made = torch.Generator().manual_seed(2)
-    for response in responses:
-        others = torch.randint(200, 250, (len(response.ids),), generator=made).tolist()
-        kept = [[token, other] for token, other in zip(response.ids, others, strict=True)]
-        flags = response.trained or [True] * len(kept)
-        response.support = [ids if flag else [] for ids, flag in zip(kept, flags, strict=True)]
-    samples = [
-        Sample({}, PROMPTS[i // 4].ids, response, "") for i, response in enumerate(responses)
-    ]
-    batch = batch_of(samples, 0, torch.device("cpu"))
-    assert len(batch.support) == batch.response_mask.sum() == batch.token_counts.sum()
-    for index in ([0, 1, 2, 3, 4, 5, 6, 7], [5, 2], [3], [7, 3, 0]):
-        part = batch.rows(torch.tensor(index))
-        row, column = part.response_tokens()
-        assert torch.equal(torch.stack([row, column], 1), part.response_mask.nonzero())
-        assert torch.equal(part.places(), part.response_mask.flatten().nonzero()[:, 0])
-        assert part.token_counts.tolist() == part.response_mask.sum(1).tolist()
-        drawn = part.input_ids[:, 1:][part.response_mask].tolist()
-        kept = [
-            ids.tolist() for ids in part.support.ids.split(part.support.offsets.diff().tolist())
-        ]
-        assert all(token in ids for token, ids in zip(drawn, kept, strict=True))
-
 
 # The recipe.
 
