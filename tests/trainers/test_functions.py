@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import json
+import math
 
 import numpy
 import pytest
@@ -30,19 +31,14 @@ from fused_rl.trainers.scorers.load import load_scorers, parse_scorers
 from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
 from tests.trainers import runs, steps, tiny
 
-HERE = "tests.trainers.test_functions"
-
 
 def samples(*texts, **columns):
     """One sample per text, of lines 1, 2, …"""
     made = []
     for i, text in enumerate(texts):
         row = {"question": f"q{i}", "answer": f"a{i}", **columns}
-        made.append(
-            Sample(
-                row, [], Response([5] * len(text), "stop"), text, f"d.jsonl, line {i + 1}", f"q{i}"
-            )
-        )
+        response = Response([5] * len(text), "stop")
+        made.append(Sample(row, [], response, text, f"d.jsonl, line {i + 1}", f"q{i}"))
     return made
 
 
@@ -99,29 +95,23 @@ def test_every_form_is_called_as_it_is_written(function):
 
 def test_functions_of_trl_see_the_prompt_that_was_given_and_the_columns_of_all_rows():
     user, said = {"role": "user", "content": "q"}, {"role": "assistant", "content": "gold"}
-    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "gold"}]
-    rows = [
-        {"problem": "p", "question": "q"},
-        {"problem": [user, said], "hint": "h"},
-        {"problem": turns},
-    ]
+    rows = [{"problem": "p", "question": "q"}, {"problem": [user, said], "hint": "h"}]
     encoder = Encoder(tiny.tokenizer())
     prompts = prompts_of(Rows(rows, "x"), encoder, [], column="problem", max_length=99)
-    response, seen = Response([5], "stop"), {}
-    samples = [
-        Sample(prompt.row, prompt.ids, response, text, prompt.where, prompt.prompt)
-        for prompt, text in zip(prompts, "xyz", strict=True)
-    ]
+    samples = []
+    for prompt, text in zip(prompts, "xy", strict=True):
+        given = prompt.row, prompt.ids, Response([5], "stop"), text, prompt.where, prompt.prompt
+        samples.append(Sample(*given))
+    seen = {}
 
     def function(completions, **columns):
         seen.update(columns, completions=completions)
         return [1.0] * len(completions)
 
     FunctionScorer("my:f", function)(samples)
-    assert seen["prompts"] == ["p", [user], [user]], "the answer that stands in the row is none"
-    turn = {"role": "assistant"}
-    assert seen["completions"] == ["x", [turn | {"content": "y"}], [turn | {"content": "z"}]]
-    assert seen["hint"] == [None, "h", None]
+    assert seen["prompts"] == ["p", [user]], "the answer that stands in the row is none"
+    assert seen["completions"] == ["x", [{"role": "assistant", "content": "y"}]]
+    assert seen["hint"] == [None, "h"]
 
 
 def test_a_column_that_a_function_of_trl_needs_is_missed_before_the_run():
@@ -154,25 +144,20 @@ class LogsAsync:
         return logs(completions, **given)
 
 
-@pytest.mark.parametrize("options", [{}, {"lag": 1}])
-def test_a_function_of_trl_sees_the_step_and_what_it_logs_is_kept(options, files, tmp_path):
-    # 16 rows for training are 4 steps of 4, and the 8 steps are two passes over them.
-    config = runs.grpo_config(files, tmp_path, steps=8, eval_every=4, verifiers=None, **options)
+def test_a_function_of_trl_sees_the_step_and_what_it_logs_is_kept(files, tmp_path):
+    # 16 rows for training are 4 steps of 4, and the 8 steps are two passes over them; drawn a step ahead.
+    config = runs.grpo_config(files, tmp_path, steps=8, eval_every=4, verifiers=None, lag=1)
     grpo.train(config, scorers=[logs, LogsAsync()])
     metrics = tiny.read_metrics(tmp_path)
     # The step's own metrics are those of the rollout, before its update; an evaluation is after it.
     assert [entry["my/step"] for entry in metrics[1:]] == list(range(8))
-    assert {e["step"]: e["eval/my/step"] for e in metrics if "eval/my/step" in e} == {
-        0: 0,
-        4: 4,
-        8: 8,
-    }
+    evaluated = {e["step"]: e["eval/my/step"] for e in metrics if "eval/my/step" in e}
+    assert evaluated == {0: 0, 4: 4, 8: 8}
     assert metrics[-1]["rewards/logs/mean"] == pytest.approx(7 / 8)
     assert metrics[-1]["my/first"] == 16
     assert metrics[-1]["eval/my/first"] == (4 * 1 + 4 * 2) / 2  # greedy, and two samples of each
     lines = (tmp_path / "samples.jsonl").read_text().splitlines()
-    for row in map(json.loads, lines):
-        assert row["lengths"] <= len(row["response"])
+    assert all(row["lengths"] <= len(row["response"]) for row in map(json.loads, lines))
 
 
 def rolled_out(function):
@@ -184,28 +169,20 @@ def rolled_out(function):
     return roll_out(sampler, [scorer], prompts, how, tiny.tokenizer(), torch.device("cpu"))
 
 
-def test_a_metric_is_the_mean_over_the_calls_of_all_ranks(monkeypatch):
-    def function(completions, log_metric):
-        log_metric("mine", 1)
+def test_what_is_logged_is_a_mean_over_all_ranks_and_stands_beside_the_names_of_the_run(
+    monkeypatch,
+):
+    def function(completions, log_metric, log_extra):
+        log_metric("val/stop_rate", 1)
+        log_extra("reward", ["a", "b"])
         return [0.0] * len(completions)
 
-    of_other = [("mine", 3.0), ("mine", 8.0), ("other", 5.0)]
+    of_other = [("val/stop_rate", 3.0), ("val/stop_rate", 8.0), ("other", 5.0)]
     monkeypatch.setattr(ranks, "gather", lambda mine: [mine, of_other])
     rollout = rolled_out(function)
     monkeypatch.undo()
     found = rollout_metrics(rollout, {}, 1)
-    assert (found["mine"], found["other"]) == (4.0, 5.0)
-
-
-def test_what_is_logged_under_a_name_of_the_run_stands_beside_it():
-    def function(completions, log_metric, log_extra):
-        log_metric("val/stop_rate", 7)
-        log_extra("reward", ["a", "b"])
-        return [0.0] * len(completions)
-
-    rollout = rolled_out(function)
-    found = rollout_metrics(rollout, {}, 1)
-    assert (found["val/stop_rate"], found["logged/val/stop_rate"]) == (0, 7)
+    assert (found["val/stop_rate"], found["logged/val/stop_rate"], found["other"]) == (0, 4, 5)
     scorers = [FunctionScorer("my:f", function)]
     (row,) = sample_rows_of("training", rollout, [1], 1, 1, tiny.tokenizer(), scorers)
     assert (row["reward"], row["logged/reward"]) == (0.0, "b")
@@ -235,18 +212,18 @@ def test_what_a_function_raises_is_its_own_and_the_row_is_named(function, capsys
 
 
 def test_async_calls_go_on_together_on_one_loop():
-    running, most, loops = [0], [0], set()
+    running, most, loops = [], [], set()
 
     async def function(response, row):
-        running[0] += 1
-        most[0] = max(most[0], running[0])
+        running.append(response)
+        most.append(len(running))
         loops.add(asyncio.get_running_loop())
         await asyncio.sleep(0.01 * (3 - len(response)))  # they end in another order
-        running[0] -= 1
+        running.remove(response)
         return len(response)
 
     scorer = FunctionScorer("my:f", function)
-    assert scorer(samples(*["a", "bb", "ccc"] * 3)) == [1, 2, 3] * 3 and most == [9]
+    assert scorer(samples(*["a", "bb", "ccc"] * 3)) == [1, 2, 3] * 3 and max(most) == 9
     scorer(samples("a"))
     assert len(loops) == 1  # a client that the function keeps belongs to it
 
@@ -270,32 +247,26 @@ def test_a_function_sees_copies_of_rows_and_ids(function):
     assert seen[0].response.ids == [5, 5]
 
 
-@pytest.mark.parametrize(
-    "score", [torch.tensor(0.5), numpy.float32(0.5), numpy.array(0.5), torch.tensor([0.5]), True]
-)
-def test_a_score_may_be_any_one_number(score):
-    seen = samples("a", "")
-    one_by_one = FunctionScorer("my:f", lambda response, row: score if response else None)
-    found = check_scores("my:f", one_by_one(seen), seen)
-    assert found[0] == float(score) and found[1].isnan()
+def test_a_score_may_be_any_one_number():
+    returned = [torch.tensor(0.5), numpy.float32(0.5), numpy.array(0.5), torch.tensor([0.5]), None]
+    found = check_scores("my:f", returned, samples(*"abcde"))
+    assert found[:4].tolist() == [0.5] * 4 and found[4].isnan()
 
 
-BROKEN = {
-    "None": "returned 0 scores .None.; expected a list of 2",
-    "'11'": "returned 0 scores .'11'.; expected a list of 2",
+BROKEN = [
     # Its keys would be read as scores.
-    "{0: 1.0, 1: 2.0}": "returned 0 scores .{0: 1.0, 1: 2.0}.; expected a list of 2",
-    "[1.0]": "returned 1 scores .* expected a list of 2",
-    "[1.0, '1']": "returned '1' .str. as the score of d.jsonl, line 2",
-    "[1.0, float('nan')]": "returned nan .float. as the score of d.jsonl, line 2",
-    "[1.0, 1e39]": "returned 1e.39 .float. as the score of d.jsonl, line 2",
-}
+    ({0: 1.0, 1: 2.0}, "returned 0 scores .{0: 1.0, 1: 2.0}.; expected a list of 2"),
+    ("11", "returned 0 scores .'11'.; expected a list of 2"),
+    ([1.0, "1"], "returned '1' .str. as the score of d.jsonl, line 2"),
+    ([1.0, math.nan], "returned nan .float. as the score of d.jsonl, line 2"),
+    ([1.0, 1e39], "returned 1e.39 .float. as the score of d.jsonl, line 2"),
+]
 
 
-@pytest.mark.parametrize("returned", BROKEN)
-def test_scores_that_are_none_are_a_line_with_name_and_row(returned):
-    with pytest.raises(InputError, match=f"^scorer 'my:f' .*{BROKEN[returned]}"):
-        check_scores("my:f", eval(returned), samples("a", "b"))
+@pytest.mark.parametrize(("returned", "message"), BROKEN)
+def test_scores_that_are_none_are_a_line_with_name_and_row(returned, message):
+    with pytest.raises(InputError, match=f"^scorer 'my:f' {message}"):
+        check_scores("my:f", returned, samples("a", "b"))
 
 
 def half(response, row):
@@ -304,13 +275,10 @@ def half(response, row):
 
 
 def test_scorers_are_objects_in_python_and_stand_by_name_in_the_config():
-    config = grpo.GRPOConfig(model="m", dataset="d", output_dir="o", verifier_weights=[1, 2, 3])
+    config = ScorerConfig(verifier_weights=[1, 2, 3])
     given = with_scorers(config, ["math", half, Judge()])
-    assert [(one.name, one.weight) for one in parse_scorers(given)] == [
-        ("math", 1),
-        ("half", 2),
-        ("Judge", 3),
-    ]
+    found = [(one.name, one.weight) for one in parse_scorers(given)]
+    assert found == [("math", 1), ("half", 2), ("Judge", 3)]
     named = f"verifiers:\n- math\n- {__name__}:half\n- {__name__}:Judge\n"
     assert named in to_yaml(given) and config.verifiers is None
     (scorer,) = load_scorers(with_scorers(ScorerConfig(), [half]))
@@ -321,17 +289,16 @@ def test_scorers_are_objects_in_python_and_stand_by_name_in_the_config():
         parse_scorers(with_scorers(ScorerConfig(), [half, half]))
 
 
-def times(response, row, factor):
-    return factor * len(response)
-
-
 def test_functions_that_share_a_name_are_told_apart():
     functions = [functools.partial(times, factor=factor) for factor in (2, 3)]
-    functions += [Judge(), Judge()]
-    names = [one.name for one in parse_scorers(with_scorers(ScorerConfig(), functions))]
-    assert names == ["times", "times_2", "Judge", "Judge_4"]
-    scorers = load_scorers(with_scorers(ScorerConfig(), functions[:2]))
+    given = with_scorers(ScorerConfig(), [*functions, Judge(), Judge()])
+    assert [one.name for one in parse_scorers(given)] == ["times", "times_2", "Judge", "Judge_4"]
+    scorers = load_scorers(with_scorers(ScorerConfig(), functions))
     assert [scorer(samples("ab"))[0] for scorer in scorers] == [4, 6]
+
+
+def times(response, row, factor):
+    return factor * len(response)
 
 
 # Surrogates.
@@ -341,12 +308,10 @@ def weighted(log_ratio, advantages, logprobs, sequences, options, weight=1.0):
     return -weight * log_ratio.exp() * advantages, {"ratio": log_ratio.exp()}
 
 
-def test_a_surrogate_is_an_object_or_a_name_with_options_and_reports_metrics():
-    heavy, ones = {"surrogate_options": {"weight": 3.0}}, torch.ones(2, 3)
-    named, of_object = {"surrogate": f"{HERE}:weighted"}, {"surrogate": weighted}
-    for given, weight in ((named, 1), (of_object, 1), (named | heavy, 3), (of_object | heavy, 3)):
-        chosen = options.loss_options(
-            grpo.GRPOConfig(model="m", dataset="d", output_dir="o", **given)
-        )
+@pytest.mark.parametrize("surrogate", [f"{__name__}:weighted", weighted])
+def test_a_surrogate_is_an_object_or_a_name_with_options_and_reports_metrics(surrogate):
+    ones = torch.ones(2, 3)
+    for more, weight in (({}, 1), ({"surrogate_options": {"weight": 3.0}}, 3)):
+        chosen = options.loss_options(steps.config_of(surrogate=surrogate, **more))
         loss, metrics = fused_rl.policy_loss(ones, ones, ones, ones.bool(), options=chosen)
         assert (loss, metrics["surrogate/ratio"]) == (-weight, 1)
