@@ -153,21 +153,6 @@ def test_ops_at_several_lengths(form, dynamic, backend):
     assert counter.frame_count <= 2 or breaks_graph(form)
 
 
-@pytest.mark.parametrize("name", [n if n == "preference_loss" else slow(n) for n in TOKENS])
-def test_functions_of_tokens_at_several_lengths(name):
-    function = hostile_tokens.FUNCTIONS[name]
-    # this test's own loss selects the tokens that count
-    fullgraph = not name.startswith("policy_token_loss")
-    options = {"dynamic": True, "backend": "aot_eager", "fullgraph": fullgraph}
-    compiled = torch.compile(function.ours, **options)
-    for length in LENGTHS[:2]:
-        case = hostile_tokens.Case(1.0, (4, length), "half", torch.float32, length)
-        batch = hostile_tokens.build(case)
-        leaf = getattr(batch, function.leaf).requires_grad_()
-        arguments = [leaf], leaf, batch
-        assert_same(step(compiled, *arguments), step(function.ours, *arguments))
-
-
 @pytest.mark.parametrize("form", BREAKS_GRAPH)
 def test_fullgraph_is_refused_with_the_reason(form):
     compiled = torch.compile(called(form), fullgraph=True, backend="eager")

@@ -29,20 +29,15 @@ def noise(deviation=1.0, seed=0):
 
 ROWS = {
     "a greedy temperature": (noise(3.0), 1e-6),
-    "a flat temperature": (noise(3.0), 1e6),
     "ties at a greedy temperature": (filled(1.0, c3=5.0, c600=5.0), 1e-6),
     "filled with -1e9": (filled(-1e9), 0.6),
-    "filled with -1e10": (filled(-1e10), 1.0),
     "filled with -1e30": (filled(-1e30), 1e-6),
     "filled with finfo.min": (filled(LEAST), 1.0),
     "finfo.min, else -inf": (filled(-torch.inf, c3=LEAST), 1.0),
-    "all but two filled with -1e12": (filled(-1e12, c3=1.0, c600=2.0), 0.7),
     "all but two filled with finfo.min": (filled(LEAST, c3=1.0, c600=2.0), 1.0),
     "forced by finfo.max": (torch.where(filled(0.0, c3=1.0) > 0, MOST, noise()), 1.0),
-    "forced by finfo.max, another": (torch.where(filled(0.0, c9=1.0) > 0, MOST, noise()), 1.0),
     "two near 3e38": (filled(1.0, c3=3e38, c600=3e38), 1.0),
     "from -3e38 to 3e38": (filled(-3e38, c3=3e38), 1.0),
-    "spread over 1e9": (noise(1e9), 1.0),
     "spread over 1e36": (noise(1e36), 1.0),
     "two values next to each other at 7e8": (filled(7.4e8, c3=7.4e8 - 64), 1.0),
 }
@@ -87,28 +82,15 @@ def test_rows_of_one_large_value(backend, count, vocab):
     assert (outputs.logprobs + uniform).abs().max() <= 2e-6 * uniform[0]
 
 
-def divergence(x, y, direction, temperature):
-    """fp64 by its definition: none of these rows is close to the other."""
-    logp, logq = (torch.log_softmax(z.double() / temperature, -1) for z in (x, y))
-    logp, logq = (logq, logp) if direction == "forward" else (logp, logq)
-    if direction != "jensen-shannon":
-        return (logp.exp() * (logp - logq)).sum(-1)
-    mean = torch.logaddexp(logp, logq) - torch.log(torch.tensor(2.0, dtype=torch.float64))
-    return ((logp.exp() * (logp - mean)).sum(-1) + (logq.exp() * (logq - mean)).sum(-1)) / 2
-
-
 @on_backends("direction, temperature", DIRECTIONS, [1e-6, 1e-4, 1e-2, 1e6], most=1)
 def test_divergence_at_the_ends_of_the_temperatures(backend, direction, temperature):
     """5e-6 of the value, or less than 1e-7 nats; Jensen-Shannon knows x - y to an fp32 ulp, over T."""
     x = torch.stack([noise(3.0, seed) for seed in range(4)])
     y = x + torch.stack([noise(0.5, 10 + seed) for seed in range(4)])
     y[0, x[0].argmax()] = 15.0
-    value = (
-        token_kl(x.to(backend), y.to(backend), direction=direction, temperature=temperature)
-        .cpu()
-        .double()
-    )
-    exact = divergence(x, y, direction, temperature)
+    options = {"direction": direction, "temperature": temperature}
+    exact = reference.token_kl(x.double(), y.double(), **options)
+    value = token_kl(x.to(backend), y.to(backend), **options).cpu().double()
     blurred = (
         min((2**-23 * 15 / temperature) ** 2 / 8, 0.1) if direction == "jensen-shannon" else 0.0
     )

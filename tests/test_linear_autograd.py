@@ -104,19 +104,20 @@ def test_frozen(run, frozen):
 
 
 @pytest.mark.usefixtures("cpu")
-# MiB of workspace, masked
+# MiB of workspace, masked, the dtype of the logits
 @grid(
     "run, dtype, budget",
     [logprobs_and_gradients, loss_and_gradients],
     [FP32, BF16],
-    [(48, True), (32, False)],
+    [(48, True, None), (32, False, FP32)],
 )
 def test_memory(run, dtype, budget):
     """Outputs, gradients, workspace + 10 %, where logits would take 40 or 80 MB."""
-    workspace_mb, masked = budget
+    workspace_mb, masked, logits_dtype = budget
     shape = (1024, 64, 20480)
     leaves, targets, mask = make(shape, dtype, bias=False)
-    options = {"workspace_mb": workspace_mb, "mask": mask if masked else None}
+    options = {"workspace_mb": workspace_mb, "logits_dtype": logits_dtype}
+    options["mask"] = mask if masked else None
     args = [upstream_of(targets)] if run is logprobs_and_gradients else []
     # A compiled row function allocates while it is compiled.
     run(fused_rl, leaves, targets, *args, **options)

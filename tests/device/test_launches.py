@@ -10,18 +10,12 @@ import pytest
 import torch
 
 import fused_rl
-from fused_rl import TokenLogprobs, reference
 from tests.device import driver, tensors
 from tests.device.on_device import on_device
 from tests.device.tensors import OnDevice, put, values
 from tests.hostile import OPS, VIEWS, Case, Row
 from tests.logits import (
-    assert_gradient_close,
-    assert_outputs_close,
-    exact,
     random_rows,
-    run,
-    upstream_of,
 )
 from tests.pairs import pair
 from tests.test_hostile import WHOLE, check
@@ -34,18 +28,6 @@ def of_device(op):
 
 def names(launches):
     return [launch.name for launch in launches]
-
-
-def test_one_kernel_is_compiled_checked_and_executed(kernels):
-    rewards, values = torch.randn(2, 2, 300)
-    mask = torch.rand(2, 300) < 0.8
-    options = {"gamma": 0.99, "gae_lambda": 0.95}
-    ours = fused_rl.gae(put(rewards), put(values), put(mask), **options)
-    wanted = reference.gae(rewards.double(), values.double(), mask, **options)
-    for a, b in zip(ours, wanted, strict=True):
-        torch.testing.assert_close(a.inner, b.float(), rtol=1e-5, atol=1e-5)
-    assert names(kernels.launches) == kernels.compiled == ["gae_kernel"]
-    assert kernels.launches[0].grid == (2, 1, 1)
 
 
 # Whatever Triton compiles apart, in turn with what was launched before.
@@ -184,41 +166,6 @@ def test_long_pairs(kernels, direction, form):
 # --- 64-bit addresses ------------------------------------------------------------------------------------------------
 
 FAR = 2**31 + 4099  # elements
-
-
-def far_apart(*rows):
-    """Rows (V,) bf16, more than 2^31 elements apart, on the device; the memory between them is never touched."""
-    # Not torch.empty: it would be filled.
-    storage = torch.UntypedStorage(2 * ((len(rows) - 1) * FAR + len(rows[0])))
-    x = torch.empty(0, dtype=torch.bfloat16).set_(storage, 0, (len(rows), len(rows[0])), (FAR, 1))
-    x.copy_(torch.stack(rows))
-    return OnDevice(x)
-
-
-class FarApart(torch.autograd.Function):
-    """Logits (N, V) -> the same in rows far apart, which are no leaf and no view of one."""
-
-    @staticmethod
-    def forward(ctx, logits):
-        return far_apart(*values(logits))
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-@pytest.mark.slow
-def test_a_gradient_in_place_of_rows_far_apart(kernels):
-    logits, targets = random_rows(2, 1003, torch.bfloat16, "cpu")
-    upstream = upstream_of(2, "cpu")
-    outputs, gradient = exact(logits, targets, upstream)
-    given = {name: put(g) for name, g in upstream.items()}
-    _, naive = run(reference.token_logprobs, logits, targets, upstream)
-    leaf = put(logits).requires_grad_()
-    found = fused_rl.token_logprobs(FarApart.apply(leaf), put(targets), inplace=True)
-    (ours,) = torch.autograd.grad([getattr(found, name) for name in given], leaf, [*given.values()])
-    assert_outputs_close(TokenLogprobs(*values([*found])), outputs)
-    assert_gradient_close(values(ours), gradient, naive)
 
 
 def far_view(x):
