@@ -28,6 +28,7 @@ from tests.heads import (
     reference_head,
     upstream_of,
 )
+from tests.kept_sets import some_rows
 from tests.marks import cpu_fast, on_backends, slow
 from tests.pairs import DIRECTIONS
 
@@ -37,7 +38,7 @@ CUTS = {"one": ONE_TILE, "more tokens": MORE_TOKENS, "more rows": MORE_ROWS}
 def check(run, leaves, targets, *args, **options):
     """Values within a few fp32 roundings of fp64's; gradients as of 16-bit operands."""
     results = compare(run, leaves, targets, *args, **options, logits_dtype=FP32)
-    options.pop("workspace_mb")
+    options.pop("workspace_mb", None)
     exact = run(reference, in_dtype(leaves, FP64), targets, *args, **options)
     for result, truth in zip(results[: -len(leaves)], exact, strict=False):
         error = (result.double() - truth).abs()
@@ -78,35 +79,14 @@ def test_divergence(backend, direction):
     check(kl_and_gradients, leaves, targets, head, **options)
 
 
-@on_backends(
-    "lengths", {"gathered and tiled": (200,), "whole rows beside sets": (0, 3, 131)}, most=0
-)
-def test_kept_sets(backend, lengths):
-    """Sets that are gathered, that go through tiles, and rows without a set; the values of each against fp64's."""
-    vocab = 1024
-    leaves, targets, _ = make((24, 16, vocab), BF16, backend)
-    sets = []
-    for i, target in enumerate(targets.tolist()):
-        kept = (torch.arange(lengths[i % len(lengths)] * 3, device=backend) * 5 + target) % vocab
-        sets.append(kept.unique()[: lengths[i % len(lengths)]])
-        if len(sets[-1]) and target not in sets[-1]:
-            sets[-1] = torch.cat([sets[-1][1:], targets[i : i + 1]])
-    offsets = torch.tensor([0, *(len(s) for s in sets)], device=backend).cumsum(0)
-    support = fused_rl.TokenSupport(torch.cat(sets).to(torch.int32), offsets)
-    options = {"support": support, "temperature": 0.9}
-    hidden, weight, bias = leaves
-    outputs = fused_rl.linear_token_logprobs(
-        hidden, weight, targets, bias=bias, logits_dtype=FP32, **options
-    )
-    exact = in_dtype(leaves, FP64)
-    truth = reference.linear_token_logprobs(*exact[:2], targets, bias=exact[2], **options)
-    for output, expected in zip(outputs, truth, strict=True):
-        error = (output.double() - expected).abs()
-        assert (error <= 4e-6 * expected.abs().clamp(min=1)).all()
-    grads = torch.autograd.grad(outputs.logprobs.sum() + outputs.lse.sum(), leaves)
-    expected = torch.autograd.grad(truth.logprobs.sum() + truth.lse.sum(), exact)
-    for got, right in zip(grads, expected, strict=True):
-        assert (got.double() - right).abs().max() <= 2**-6 * right.abs().max()
+@on_backends("longest", {"gathered and whole": 82, "in tiles": 1024}, most=0)
+def test_kept_sets(backend, longest):
+    """Sets that are gathered, that go through tiles, and rows without a set."""
+    lists, targets = some_rows(1024, longest)
+    leaves, _, _ = make((len(lists), 16, 1024), BF16, backend)
+    targets = targets.to(backend)
+    options = {"support": fused_rl.TokenSupport.from_lists(lists).to(backend), "temperature": 0.9}
+    check(logprobs_and_gradients, leaves, targets, upstream_of(targets), **options)
 
 
 def head_of(sigma, offset, where, rows=96, width=512, vocab=8000):

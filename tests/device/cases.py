@@ -5,33 +5,22 @@ a case fails tests/device/test_ops.py.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
 import fused_rl
 
-N, V, H = 6, 33, 16
 B, T = 4, 5
 
 
-class Case(NamedTuple):
-    """A form of a public op."""
-
-    op: str
-    call: Callable
-    reads: int = 0
-    """Of forward and backward together."""
+CASES: dict[str, Callable] = {}
 
 
-CASES: dict[str, Case] = {}
-
-
-def case(op: str, form: str = "", reads: int = 0):
+def case(op: str, form: str = ""):
     """Lists a function of `put` under the op and its form."""
 
     def listed(call):
-        CASES[f"{op}: {form}" if form else op] = Case(op, call, reads)
+        CASES[f"{op}, {form}" if form else op] = call
         return call
 
     return listed
@@ -41,67 +30,9 @@ def normal(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def ids(*shape, seed=0):
-    return torch.randint(V, shape, generator=torch.Generator().manual_seed(seed))
-
-
 def some(*shape):
     """A mask that drops every third."""
     return (torch.arange(torch.Size(shape).numel()) % 3 > 0).view(shape)
-
-
-# of hidden states in several tiles; with one, and of logits, tests/hostile.py has every form
-
-
-def head(put):
-    return [
-        put(values.requires_grad_())
-        for values in (normal(N, H), normal(V, H, seed=1), normal(V, seed=2))
-    ]
-
-
-def in_tiles(put):
-    """A mask, of which the host asks how many rows count, and a workspace of few of them."""
-    return {"mask": put(some(N)), "workspace_mb": 0.002}
-
-
-@case("linear_token_logprobs", reads=1)
-def _linear(put):
-    hidden, weight, bias = leaves = head(put)
-    return fused_rl.linear_token_logprobs(
-        hidden, weight, put(ids(N)), bias=bias, **in_tiles(put)
-    ), leaves
-
-
-@case("linear_token_loss", reads=1)
-def _linear_loss(put):
-    hidden, weight, bias = leaves = head(put)
-
-    def loss(logprobs, entropy, advantages):
-        return -logprobs * advantages - 0.1 * entropy
-
-    given = (put(ids(N)), loss, put(normal(N, seed=3)))
-    return fused_rl.linear_token_loss(hidden, weight, *given, bias=bias, **in_tiles(put)), leaves
-
-
-@case("linear_cross_entropy", reads=1)
-def _linear_cross_entropy(put):
-    hidden, weight, bias = leaves = head(put)
-    options = {"label_smoothing": 0.1, "z_loss": 0.1, "class_weight": put(torch.linspace(0, 1, V))}
-    loss = fused_rl.linear_cross_entropy(
-        hidden, weight, put(ids(N)), bias=bias, **options, **in_tiles(put)
-    )
-    return [loss], leaves
-
-
-@case("linear_token_kl", reads=1)
-def _linear_kl(put):
-    hidden, weight, bias = leaves = head(put)
-    others = put(normal(N, H, seed=4)), put(normal(V, H, seed=5))
-    return [fused_rl.linear_token_kl(hidden, weight, *others, bias=bias, **in_tiles(put))], leaves
-
-
-# losses and what goes into them
 
 
 def tokens(put):
@@ -143,8 +74,7 @@ for advantage in fused_rl.ADVANTAGES:
             return [fused_rl.response_advantages(rewards, advantage, group_size=4, **given)], []
 
 
-# the count of steps before the second one, once for a group of parameters
-@case("tf_adam_epsilon", reads=1)
+@case("tf_adam_epsilon")
 def _tf_adam_epsilon(put):
     leaves = [put(normal(3, seed=i).requires_grad_()) for i in range(4)]
     optimizer = fused_rl.tf_adam_epsilon(

@@ -18,7 +18,7 @@ from tests.test_hostile import WHOLE, check
 
 def run(case, put):
     """Outputs and gradients of a case for random upstream gradients."""
-    outputs, leaves = case.call(put)
+    outputs, leaves = case(put)
     outputs = list(outputs)
     made = torch.Generator().manual_seed(9)
     upstream = [put(torch.randn(o.shape, generator=made).to(o.dtype)) for o in outputs]
@@ -67,7 +67,8 @@ def test_an_op_is_that_of_the_cpu(device, name):
         if ours is not None:
             assert ours.device == tensors.DEVICE and ours.dtype == theirs.dtype
             torch.testing.assert_close(ours.inner, theirs, rtol=1e-4, atol=2e-6, equal_nan=True)
-    assert waits.reads.total() == (case.reads if case else 0), waits.reads
+    # the count of steps before the second one, once for a group of parameters
+    assert waits.reads.total() == (name == "tf_adam_epsilon"), waits.reads
     assert not waits.uploads
 
 
@@ -78,14 +79,16 @@ READS = {name: 3 if "support" in name else 1 for name in OPS if name.startswith(
 
 @pytest.mark.parametrize("name", OPS)
 def test_an_op_on_logits_is_its_definition(device, name):
+    op = OPS[name]
+    if name.startswith("linear") and "support" not in name:  # in several tiles
+        op = op._replace(ours=functools.partial(op.ours, workspace_mb=0.002))
     with process_group(), tensors.counted() as waits:
-        check(of_device(OPS[name]), WHOLE[1])
+        check(of_device(op), WHOLE[1])
     assert waits.reads.total() == READS.get(name, 0), waits.reads
     assert not waits.uploads
 
 
 def test_every_public_op_has_a_case():
     functions = {name for name in fused_rl.__all__ if inspect.isfunction(getattr(fused_rl, name))}
-    listed = {case.op for case in CASES.values()}
-    listed |= {name.partition(",")[0] for name in (*OPS, *FUNCTIONS)}
+    listed = {name.partition(",")[0] for name in (*CASES, *OPS, *FUNCTIONS)}
     assert functions - {"judge"} == listed  # it judges strings
