@@ -1058,7 +1058,7 @@ MUTATIONS = {
         "trainers/kto.py",
         '{"kl": baseline / config.beta}',
         '{"kl": baseline}',
-        "tests/trainers/test_dpo.py -k 'trls and kto'",
+        "tests/trainers/test_dpo.py -k step_of_kto",
     ),
     "the mean of undesirable scores is divided by the desirable": Mutation(
         "trainers/kto.py",
