@@ -1,6 +1,5 @@
 """`fused-rl doctor RUN`, and the warnings of a run: every condition on metrics made for it, and three real runs."""
 
-import json
 import math
 import re
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 from fused_rl.trainers import grpo
 from fused_rl.trainers.commands import doctor
 from fused_rl.trainers.run.rules import RULES, Watch
-from tests.trainers import runs
+from tests.trainers import runs, tiny
 
 FP32 = {"dtype": "float32", "eval_size": 256}
 BF16 = {"dtype": "bfloat16", "zero_stage": 1}
@@ -20,15 +19,13 @@ def found(history, config=FP32) -> dict[str, int]:
     """Rule -> the step in which it is reported, of entries without steps."""
     watch, steps = Watch(config), {}
     for step, entry in enumerate(history):
-        before = set(watch.found)
         # The rows of an evaluation stand around its figure, with a spread that no change here is within.
-        rows = {
-            key: [[value - 0.01, value + 0.01] * 4]
-            for key, value in entry.items()
-            if key.startswith("eval/")
-        }
-        assert len(watch.update({"step": step, **entry}, rows)) == len({*watch.found} - before)
-        steps |= dict.fromkeys(set(watch.found) - before, step)
+        evaluated = {key: value for key, value in entry.items() if key.startswith("eval/")}
+        rows = {key: [[value - 0.01, value + 0.01] * 4] for key, value in evaluated.items()}
+        printed = watch.update({"step": step, **entry}, rows)
+        new = {*watch.found} - {*steps}
+        assert len(printed) == len(new)
+        steps |= dict.fromkeys(new, step)
     return steps
 
 
@@ -37,31 +34,23 @@ def of(key, *values, count=1, **others):
     return [{key: value, **others} for value in values for _ in range(count)]
 
 
-EVAL, EQUAL, KL, NONE = (
-    "eval/accuracy_sampled",
-    "frac_reward_zero_std",
-    "objective/kl_exact",
-    "rewards/a/none",
-)
-STD = "rewards/a/std"
-LONG = {"completions/mean_length": 4.0}
+EVAL, EQUAL, KL = "eval/accuracy_sampled", "frac_reward_zero_std", "objective/kl_exact"
+NONE, STD = "rewards/a/none", "rewards/a/std"
+LONG, SOLVED = {"completions/mean_length": 4.0}, "frac_groups_all_solved"
+OFF = {SOLVED: 0.0}
 # (entries, config, the findings and their steps): each condition at its edge, on both sides, and where it is off.
 CASES = [
     (of("val/first_ratio", 1.0, 1 + 1e-5), FP32, {"first-ratio": 1}),
     (of("optim/grad_norm", 2.0, math.inf), FP32, {"not-finite": 1}),
     (of("loss/total_avg", None), FP32, {"not-finite": 0}),
-    (of(EQUAL, 0.75, count=25, frac_groups_all_solved=0.0), FP32, {"equal-rewards": 19}),
-    (of(EQUAL, 0.7, count=25, frac_groups_all_solved=0.0), FP32, {}),
-    (of(EQUAL, 1.0, count=25, frac_groups_all_solved=0.0), FP32 | {"advantage": "batch-std"}, {}),
+    (of(EQUAL, 0.75, count=25, **OFF), FP32, {"equal-rewards": 19}),
+    (of(EQUAL, 0.7, count=25, **OFF), FP32, {}),
+    (of(EQUAL, 1.0, count=25, **OFF), FP32 | {"advantage": "batch-std"}, {}),
     (of(NONE, 1.0, count=10), FP32, {"scores-none": 9}),
     (of(NONE, 1.0, 0.9, count=9), FP32, {}),
-    (of("frac_groups_all_solved", 0.75, count=25), FP32, {"all-solved": 19}),
-    (of("frac_groups_all_solved", 0.74, count=25), FP32, {}),
-    (
-        of(EQUAL, 1.0, count=25, frac_groups_all_solved=1.0),
-        FP32,
-        {"all-solved": 19, "equal-rewards": 19},
-    ),
+    (of(SOLVED, 0.75, count=25), FP32, {"all-solved": 19}),
+    (of(SOLVED, 0.74, count=25), FP32, {}),
+    (of(SOLVED, 1.0, count=25, **{EQUAL: 1.0}), FP32, {"all-solved": 19, "equal-rewards": 19}),
     (of(STD, 0.0, count=25), FP32, {"same-score": 9}),
     (of(STD, 0.1, *[0.0] * 12), FP32, {}),  # a policy that has become certain
     (of(STD, 0.0, count=10, **{EVAL: 1.0}), FP32, {}),
@@ -74,7 +63,7 @@ CASES = [
     (of(KL, 8.1, count=10, **LONG), FP32, {"kl-high": 9}),
     (of(KL, 7.9, count=20, **LONG), FP32, {}),
     (of(KL, 1.0, 6.0, count=10, **LONG), FP32, {"kl-high": 16}),
-    (of(KL, 8.1, count=10, **LONG, frac_groups_all_solved=0.6), FP32, {}),
+    (of(KL, 8.1, count=10, **LONG, **{SOLVED: 0.6}), FP32, {}),
     (of("train/loss", 5.5, 8.4), FP32, {}),
     (of("train/loss", 5.5, 8.6), FP32, {"exploding": 1}),
     (of("optim/grad_norm", 0.0, 0.5, 499.0), FP32, {}),
@@ -82,7 +71,7 @@ CASES = [
     (of("eval/entropy", 5.0, 0.4), FP32, {"entropy-collapsed": 1}),
     (of("eval/entropy", 5.0, 0.6), FP32, {}),
     (of("policy/entropy_avg", 2.0, 0.1, count=10), FP32, {"entropy-collapsed": 19}),
-    (of("policy/entropy_avg", 2.0, 0.1, count=10, frac_groups_all_solved=0.6), FP32, {}),
+    (of("policy/entropy_avg", 2.0, 0.1, count=10, **{SOLVED: 0.6}), FP32, {}),
     (of("policy/clipfrac_avg", 0.6, count=10), FP32, {"clipped": 9}),
     (of("val/var_explained", 0.0, count=10), FP32, {"idle-critic": 9}),
     (of("lr", 0.0, count=10), FP32, {"learning-rate": 9}),
@@ -111,18 +100,18 @@ def test_what_may_be_the_cause_of_the_others_is_named_first():
     for step in range(12):
         loss = 2.0 if step < 11 else 50.0
         watch.update({"step": step, "val/stop_rate": 0.1, "train/loss": loss, "lr": 1e-2})
-    assert [*watch.found] == ["length-limit", "exploding"]
-    assert [*watch.findings] == ["exploding", "length-limit"]
+    assert [*watch.findings] == ["exploding", "length-limit"] == [*watch.found][::-1]
     assert "try a tenth of it (docs" in watch.findings["exploding"]
-    assert "at first 0.1; perhaps because of exploding (docs" in watch.findings["length-limit"]
+    assert "perhaps because of exploding (docs" in watch.findings["length-limit"]
 
 
-def made(
-    folder, entries, config="# fused-rl grpo --config <this file>\nsteps: 100\neval_size: 256\n"
-):
-    """A folder as a finished run leaves it."""
+def made(folder, entries, rows):
+    """A folder as a finished run leaves it, with the held-out rows of steps."""
     (folder / "model").mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    tiny.jsonl(folder / "metrics.jsonl", entries)
+    held_out = [{"step": step, EVAL: [of_step]} for step, of_step in rows.items()]
+    tiny.jsonl(folder / "held_out.jsonl", held_out)
+    config = "# fused-rl grpo --config <this file>\nsteps: 100\neval_size: 256\n"
     (folder / "config.yaml").write_text(config)
     return folder
 
@@ -139,60 +128,45 @@ def run_doctor(capsys, *words):
 
 
 def test_what_is_no_run_is_one_line_and_status_2(tmp_path, capsys):
-    (tmp_path / "empty").mkdir()
-    for folder in (tmp_path / "none", tmp_path / "empty"):
+    for folder in (tmp_path / "none", tmp_path):
         status, said, error = run_doctor(capsys, folder)
         assert status == 2 and said == "" and "holds no metrics.jsonl" in error, folder
         assert error.startswith(f"fused-rl doctor: error: {folder}")
-    assert run_doctor(capsys, "--no_such_option")[0] == 2
 
 
 def nothing(response, row):
     return 0.0
 
 
-def reinforced(files, folder, steps, **options):
-    options |= {
-        "verifiers": "tests.trainers.test_doctor:nothing",
-        "max_new_tokens": 1,
-        "eval_size": 0,
-    }
-    return runs.grpo_config(files, folder, steps=steps, minibatches=1, **options)
+def reinforced(files, folder, **options):
+    options |= {"verifiers": f"{__name__}:nothing", "max_new_tokens": 1, "eval_size": 0}
+    return runs.grpo_config(files, folder, steps=24, minibatches=1, **options)
 
 
 @pytest.mark.slow
 def test_a_run_warns_as_it_trains_once_and_so_does_a_resumed_one(files, tmp_path, capsys):
-    config = reinforced(files, tmp_path / "run", 24)
-    said = [runs.stopped_after(grpo, config, 11)]
+    said = [runs.stopped_after(grpo, reinforced(files, tmp_path), 11)]
     capsys.readouterr()
-    grpo.train(reinforced(files, tmp_path / "run", 24, resume=True))
+    grpo.train(reinforced(files, tmp_path, resume=True))
     said.append(capsys.readouterr().out)
     assert [text.count("val/stop_rate is 0") for text in said] == [1, 0]
-    assert (
-        "finding: step 10: length-limit: val/stop_rate" in run_doctor(capsys, tmp_path / "run")[1]
-    )
+    assert "finding: step 10: length-limit: val/stop_rate" in run_doctor(capsys, tmp_path)[1]
 
 
 def test_a_run_that_learned_is_told_from_one_that_did_not(tmp_path, capsys):
+    step = {EQUAL: 0.9, "frac_groups_all_solved": 0.01}
+    history = [{"step": i} | step for i in range(101)]
+    history[0][EVAL], history[-1][EVAL] = 0.15, 0.1
     rows = {0: [0.0] * 17 + [1.0] * 3, 100: [1.0] * 2 + [0.0] * 18}
-    history = [{"step": 0, EVAL: 0.15}]
-    history += [
-        {"step": step, EQUAL: 0.9, "frac_groups_all_solved": 0.01} for step in range(1, 101)
-    ]
-    history[-1][EVAL] = 0.1
-    folder = made(tmp_path / "run", history)
-    lines = [json.dumps({"step": step, EVAL: [of_step]}) + "\n" for step, of_step in rows.items()]
-    (folder / "held_out.jsonl").write_text("".join(lines))
-    status, said, _ = run_doctor(capsys, folder)
+    bad = made(tmp_path / "bad", history, rows)
+    status, said, _ = run_doctor(capsys, bad)
     assert status == 1 and "did it learn? no: held-out accuracy of sampled responses" in said
     assert "from 0.15 (step 0) to 0.1 (step 100), a change of -0.05 ± 0.11 on 20 rows" in said
-    assert re.findall(r"finding: step (\d+): ([\w-]+)", said) == [
-        ("20", "equal-rewards"),
-        ("100", "not-learned"),
-    ]
-    good = made(tmp_path / "good", [{"step": 0, EVAL: 0.2}, {"step": 5, EVAL: 0.6}])
-    lines = [json.dumps({"step": step, EVAL: [[of, of]]}) for step, of in ((0, 0.2), (5, 0.6))]
-    (good / "held_out.jsonl").write_text("\n".join(lines))
+    findings = re.findall(r"finding: step (\d+): ([\w-]+)", said)
+    assert findings == [("19", "equal-rewards"), ("100", "not-learned")]
+
+    history = [{"step": 0, EVAL: 0.2}, {"step": 5, EVAL: 0.6}]
+    good = made(tmp_path / "good", history, {0: [0.2] * 2, 5: [0.6] * 2})
     status, said, _ = run_doctor(capsys, good)
     assert status == 0 and "did it learn? yes" in said and "no problems found" in said
     (good / "model").rmdir()
