@@ -381,7 +381,8 @@ def kept_head_kernel(
     vocab,
     width,
     hidden_stride: tl.int64,
-    dweight_stride: tl.int64,
+    dweight_stride: tl.int64,  # of a row, and of a column: a given gradient has the strides of the head
+    dweight_column: tl.int64,
     ADD: tl.constexpr,  # add to what dweight and dbias hold, instead of overwriting it
     IDS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -404,7 +405,7 @@ def kept_head_kernel(
         total += tl.sum(h.to(tl.float32) * dx[:, None], 0)
         of_bias += dx
     if dweight_ptr is not None:
-        dw_ptr = dweight_ptr + token * dweight_stride + column
+        dw_ptr = dweight_ptr + token * dweight_stride + column * dweight_column
         if ADD:
             total += tl.load(dw_ptr, mask=inside, other=0.0).to(tl.float32)
         tl.store(dw_ptr, total.to(dweight_ptr.dtype.element_ty), mask=inside)
@@ -467,7 +468,8 @@ def kept_head(dx, rows, ids, ends, hidden, vocab, dweight, dbias, wants):
     if len(ids):
         width = hidden.shape[1]
         pointers = (dx, rows, ids, ends, hidden, dweight, dbias)
-        numbers = (vocab, width, hidden.stride(0), width)
+        strides = (0, 1) if dweight is None else dweight.stride()
+        numbers = (vocab, width, hidden.stride(0), *strides)
         grid = (len(ids), cdiv(width, WIDTH))
         launch(kept_head_kernel, grid, pointers, numbers, {"ADD": add} | OPTIONS)
     return dweight, dbias

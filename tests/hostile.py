@@ -5,6 +5,8 @@ one, is one row there. tests/test_hostile.py runs every row on the kernels and t
 against the reference in fp64.
 """
 
+import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,8 +19,9 @@ from tests.drawn import st
 from tests.one_process import in_one_process
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# one column, less than a block of either path, a block and a tail, several segments of a row
-VOCABULARIES = (100, 1, 2, 7, 33, 513, 2100, 4097, 9001, 50257)
+# One column, less than a block of either path, a block and one more, with or without a tail, several segments of a row.
+VOCABULARIES = (100, 1, 2, 7, 33, 513, 1024, 1025, 2100, 4096, 4097, 9001, 50257)
+WIDTHS = (1, 64, 65, 257)  # of hidden states; at least the number of rows
 
 # What a row looks like: of x ~ N(0, 3^2) (V,) and some(n), which draws n of its columns.
 LOOKS = {
@@ -110,9 +113,17 @@ class Case(NamedTuple):
     seed: int
     jsd_beta: float = 0.5
     compiled: bool = False
+    width: int = 1  # of hidden states
+    tiled: bool = (
+        False  # hidden states, whose logits come in tiles of as few rows as can be, and in fp32
+    )
+    multiprocessors: int = (
+        0  # of the device that the kernels fill; with one they divide rows of several segments
+    )
+    constant: int | None = None  # the leaf without a gradient
 
 
-def cases():
+def cases(vocabularies=VOCABULARIES):
     choice = st.sampled_from
     rows = st.builds(
         Row, choice([*LOOKS]), choice([*OTHERS]), choice([*PLACES]), choice(FILLS), choice(SIDES)
@@ -120,7 +131,7 @@ def cases():
     return st.builds(
         Case,
         rows=st.lists(rows, max_size=4).map(tuple),
-        vocab=choice(VOCABULARIES),
+        vocab=choice(vocabularies),
         dtype=choice(DTYPES),
         view=choice([*VIEWS]),
         temperature=choice(TEMPERATURES),
@@ -132,6 +143,10 @@ def cases():
         jsd_beta=choice([0.5, 0.5, 0.1, 0.6, 0.98]),
         # A compilation takes a second, so that few are.
         compiled=st.integers(1, 25).map(lambda number: number == 1),
+        width=choice(WIDTHS),
+        tiled=st.booleans(),
+        multiprocessors=choice([0, 1]),
+        constant=choice([None, None, None, 0, 1]),
     )
 
 
@@ -151,6 +166,7 @@ class Batch(NamedTuple):
     direction: str
     jsd_beta: float
     view: str
+    width: int
 
 
 def build(case: Case) -> Batch:
@@ -183,7 +199,7 @@ def build(case: Case) -> Batch:
         temperature=per_row if case.temperature == "per row" else case.temperature,
         weights=torch.randn(2, n, generator=generator),
         jsd_beta=jsd_beta,
-        **{name: getattr(case, name) for name in ("softcap", "direction", "view")},
+        **{name: getattr(case, name) for name in ("softcap", "direction", "view", "width")},
     )
 
 
@@ -247,11 +263,11 @@ def as_products(batch):
 
 
 def head(batch, name="logits"):
-    """hidden (n, H), weight (V, H), bias (V,) whose product is the logits, exactly."""
+    """hidden (n, H), weight (V, H), bias (V,) whose product is the logits, exactly: beyond n, hidden is 0."""
     logits = getattr(batch, name)
     banned = logits == -torch.inf
-    hidden = torch.eye(len(logits), max(len(logits), 1)).to(logits)
-    weight = logits.new_zeros(logits.shape[1], hidden.shape[1])
+    hidden = torch.eye(len(logits), max(len(logits), batch.width)).to(logits)
+    weight = logits.new_full((logits.shape[1], hidden.shape[1]), 0.5)
     weight[:, : len(logits)] = logits.masked_fill(banned, 0).t()
     bias = logits.new_zeros(len(weight)).masked_fill(banned.any(0), -torch.inf)
     if batch.mask is not None:
@@ -282,18 +298,6 @@ ROWS = ("temperature", "mask", "softcap")
 PAIRS = ("temperature", "mask", "softcap", "direction", "jsd_beta")
 
 
-def of_targets(op, batch, logits, **more):
-    return op(logits, batch.targets, **_given(batch, logits, *ROWS), **more)
-
-
-def of_several(op, batch, logits):
-    return op(logits, batch.several, **_given(batch, logits, *ROWS))
-
-
-def of_support(op, batch, logits):
-    return of_targets(op, batch, logits, support=batch.support)
-
-
 def _next(batch, like, *names):
     """As `_given`, for `shift`: mask and temperatures of all rows but the last."""
     options = _given(batch, like, *names)
@@ -303,115 +307,55 @@ def _next(batch, like, *names):
     return options | {"shift": True}
 
 
-def of_shifted(op, batch, logits, **more):
-    # a row scores the target of the next: its own, so that ties meet theirs
-    return op(logits[None], batch.targets.roll(1)[None], **_next(batch, logits, *ROWS), **more)
+def _form(batch, states, *, targets="targets", shift=False, support=False, **more):
+    """States, targets and options of a form; with `shift` a row scores the next target: its own, as ties need."""
+    ids = getattr(batch, targets)
+    options = (_next if shift else _given)(batch, states, *ROWS) | more
+    if support:
+        order = torch.arange(len(ids)).roll(1 if shift else 0)
+        options["support"] = batch.support.select(order)
+    return (states[None], ids.roll(1, 0)[None], options) if shift else (states, ids, options)
 
 
-def shifted_head(op, batch, hidden, weight, bias, **more):
-    return op(
-        hidden[None],
-        weight,
-        batch.targets.roll(1)[None],
-        bias=bias,
-        **_next(batch, hidden, *ROWS),
-        **more,
-    )
+def of_logits(op, batch, logits, **form):
+    if form.get("inplace"):
+        logits = logits.clone(memory_format=torch.contiguous_format)
+    logits, ids, options = _form(batch, logits, **form)
+    return op(logits, ids, **options)
 
 
-def _rolled(batch):
-    """The sets of the targets as `of_shifted` has them."""
-    return batch.support.select(torch.arange(len(batch.targets)).roll(1))
+def of_head(op, batch, hidden, weight, bias, **form):
+    hidden, ids, options = _form(batch, hidden, **form)
+    return op(hidden, weight, ids, bias=bias, **options)
 
 
-def of_shifted_support(op, batch, logits):
-    return of_shifted(op, batch, logits, support=_rolled(batch))
-
-
-def shifted_support_of_head(op, batch, *leaves):
-    return shifted_head(op, batch, *leaves, support=_rolled(batch))
-
-
-def in_place(op, batch, logits):
-    return of_targets(op, batch, logits.clone(memory_format=torch.contiguous_format), inplace=True)
-
-
-def of_head(op, batch, hidden, weight, bias, *, targets="targets", **more):
-    options = _given(batch, hidden, *ROWS)
-    return op(hidden, weight, getattr(batch, targets), bias=bias, **options, **more)
-
-
-def several_of_head(op, batch, *leaves):
-    return of_head(op, batch, *leaves, targets="several")
-
-
-def support_of_head(op, batch, *leaves):
-    return of_head(op, batch, *leaves, support=batch.support)
-
-
-def loss_of_head(op, batch, hidden, weight, bias, targets="targets", shift=False):
+def loss_of_head(op, batch, hidden, weight, bias, **form):
     def token_loss(logprobs, entropy, a, b):
         logprobs = torch.where(logprobs == -torch.inf, 0, logprobs)
-        return a * (logprobs if logprobs.dim() == 1 else logprobs.sum(1)) + b * entropy
+        return a * (logprobs if logprobs.dim() == a.dim() else logprobs.sum(-1)) + b * entropy
 
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    if shift:
-        options = _next(batch, hidden, *ROWS)
-        per_token = batch.weights[:, None, :-1].to(wide)
-        return op(
-            hidden[None],
-            weight,
-            batch.targets.roll(1)[None],
-            token_loss,
-            *per_token,
-            bias=bias,
-            **options,
-        )
-    options = _given(batch, hidden, *ROWS)
-    return op(
-        hidden,
-        weight,
-        getattr(batch, targets),
-        token_loss,
-        *batch.weights.to(wide),
-        bias=bias,
-        **options,
-    )
+    per_token = batch.weights.to(torch.promote_types(hidden.dtype, torch.float32))
+    if form.get("shift"):
+        per_token = per_token[:, None, :-1]
+    hidden, ids, options = _form(batch, hidden, **form)
+    return op(hidden, weight, ids, token_loss, *per_token, bias=bias, **options)
 
 
-def shifted_loss_of_head(op, batch, *leaves):
-    return loss_of_head(op, batch, *leaves, shift=True)
-
-
-def several_loss_of_head(op, batch, *leaves):
-    return loss_of_head(op, batch, *leaves, targets="several")
-
-
-def cross_entropy_of_head(op, batch, hidden, weight, bias, shift=False):
+def cross_entropy_of_head(op, batch, hidden, weight, bias, **form):
     """Smoothing needs logits without a cap. Every fifth target does not count."""
-    ids = torch.arange(len(batch.targets), device=weight.device)
-    targets = torch.where(ids % 5 == 4, -100, batch.targets)
+    hidden, ids, options = _form(batch, hidden, **form)
+    counts = torch.arange(ids.numel(), device=weight.device) % 5 < 4
     classes = torch.arange(len(weight), device=weight.device)
-    smoothing = 0.0 if batch.softcap else 0.2
-    class_weight = 0.5 + (classes % 3).float() / 2
-    more = {"label_smoothing": smoothing, "z_loss": 1e-3, "class_weight": class_weight}
+    options["label_smoothing"] = 0.0 if batch.softcap else 0.2
+    options["class_weight"] = 0.5 + (classes % 3).float() / 2
     # The sum: a mean without tokens is NaN.
-    more |= {"num_tokens": 1, "bias": bias}
+    options |= {"z_loss": 1e-3, "num_tokens": 1, "bias": bias}
+    return (op(hidden, weight, torch.where(counts.view(ids.shape), ids, -100), **options),)
+
+
+def of_pair(op, batch, logits, ref_logits, shift=False):
     if not shift:
-        return (op(hidden, weight, targets, **_given(batch, hidden, *ROWS), **more),)
-    options = _next(batch, hidden, *ROWS)
-    return (op(hidden[None], weight, targets.roll(1)[None], **options, **more),)
-
-
-def shifted_cross_entropy_of_head(op, batch, *leaves):
-    return cross_entropy_of_head(op, batch, *leaves, shift=True)
-
-
-def of_pair(op, batch, logits, ref_logits):
-    return (op(logits, ref_logits, **_given(batch, logits, *PAIRS)),)
-
-
-def of_shifted_pair(op, batch, logits, ref_logits):
+        return (op(logits, ref_logits, **_given(batch, logits, *PAIRS)),)
     value = op(logits[None], ref_logits[None], **_next(batch, logits, *PAIRS))[0]
     return (torch.nn.functional.pad(value, (0, len(logits) - len(value))),)
 
@@ -419,7 +363,7 @@ def of_shifted_pair(op, batch, logits, ref_logits):
 def of_two_heads(op, batch, hidden, weight, bias, ref_hidden, ref_weight, ref_bias, shift=False):
     """The reference is a constant: ours gives it no gradient, and the definition is told to give none."""
     options = (_next if shift else _given)(batch, hidden, *PAIRS) | {"bias": bias}
-    if op is not fused_rl.linear_token_kl:
+    if op is divergence_of_heads:
         ref_hidden = ref_hidden.detach()
         ref_weight = ref_weight.detach()
         ref_bias = ref_bias.detach()
@@ -427,10 +371,6 @@ def of_two_heads(op, batch, hidden, weight, bias, ref_hidden, ref_weight, ref_bi
         return (op(hidden, weight, ref_hidden, ref_weight, ref_bias=ref_bias, **options),)
     value = op(hidden[None], weight, ref_hidden[None], ref_weight, ref_bias=ref_bias, **options)[0]
     return (torch.nn.functional.pad(value, (0, len(hidden) - len(value))),)
-
-
-def of_two_shifted_heads(op, batch, *leaves):
-    return of_two_heads(op, batch, *leaves, shift=True)
 
 
 def of_top_ids(op, batch, logits, ref_logits):
@@ -535,6 +475,7 @@ def loss_promise(batch, exact):
     loss, logprobs, entropy = exact
     lse = next(_scaled(batch)).logsumexp(-1)
     lse = lse.nan_to_num(0, 0, 0) if batch.mask is None else torch.where(batch.mask, lse, 0)
+    lse = lse[: entropy.numel()].view(entropy.shape)  # with `shift` the last row scores nothing
     of_logprobs, of_entropy, _ = logprobs_promise(batch, (logprobs, entropy, lse))
     finite = of_logprobs.nan_to_num(0, 0, 0).sum() + of_entropy.sum()
     return 4 * finite, of_logprobs, of_entropy  # a weight of N(0, 1) each
@@ -570,10 +511,11 @@ def empty_rows(batch):
 
 
 def topk_promise(batch, exact):
-    """A tail below the rounding of the log-probabilities is unknown: nothing is promised where one is below 1e-3."""
+    """A tail below the rounding of the log-probabilities is unknown: nothing is promised where one is below
+    1e-3, nor where a product of two ends fp32."""
     (value,) = exact
     tails = [1 - z.softmax(-1).gather(-1, batch.distinct).sum(-1) for z in _scaled(batch)]
-    known = torch.stack(tails).nan_to_num(0, 0, 0).amin(0) > 1e-3
+    known = (torch.stack(tails).nan_to_num(0, 0, 0).amin(0) > 1e-3) & (value < 1e38)
     return (torch.where(known, 1e-6 * (1 + value) / torch.stack(tails).amin(0).sqrt(), torch.inf),)
 
 
@@ -640,8 +582,9 @@ def sizes_of_head(batch, gradients, leaves):
     for i, doubt in zip(range(0, len(leaves), 3), doubts, strict=False):
         weight, terms = leaves[i + 1], gradients[i + 1].abs()
         terms = terms + torch.finfo(weight.dtype).smallest_normal
-        terms[:, : len(doubt)] += doubt.t()
-        found += [terms.t() @ weight.abs().double(), terms, terms.sum(1)]
+        of_rows = terms[:, : len(doubt)]
+        of_rows += doubt.t()
+        found += [of_rows.t() @ weight.abs().double(), terms, of_rows.sum(1)]
     return found
 
 
@@ -654,11 +597,9 @@ def sizes_of_cross_entropy(batch, gradients, leaves):
         lse = x.logsumexp(-1, keepdim=True).nan_to_num(0, 0, 0).abs()
         terms = 2 * p * (1 + 2e-3 * lse) + 0.5 / max(1, p.shape[1])
         terms = (terms.scatter_add(-1, batch.targets[:, None], 2 + 0 * terms)) / _column(batch)
-        of_weight = torch.zeros_like(found[1])
-        of_weight[:, : len(terms)] += terms.t()
-        found[0] = found[0] + of_weight.t() @ weight.abs().double()
-        found[1] = found[1] + of_weight
-        found[2] = found[2] + of_weight.sum(1)
+        found[0] = found[0] + terms @ weight.abs().double()
+        found[1][:, : len(terms)] += terms.t()
+        found[2] = found[2] + terms.sum(0)
         break
     return found
 
@@ -684,49 +625,64 @@ CROSS_ENTROPY = fused_rl.linear_cross_entropy, reference.linear_cross_entropy, h
 OF_CROSS_ENTROPY = {"sizes": sizes_of_cross_entropy, "prepare": as_products}
 SPLIT = in_one_process(fused_rl.vocab_parallel_token_logprobs), reference.token_logprobs, one
 SPLIT_KL = in_one_process(fused_rl.vocab_parallel_token_kl), divergence, two
+KL = fused_rl.token_kl, divergence, two
 LINEAR_KL = fused_rl.linear_token_kl, divergence_of_heads, two_heads
 CHAIN = (fused_rl.token_logprobs, fused_rl.topk_kl), (reference.token_logprobs, outcomes), two
 
-# "the public name, the form": a public op without a row fails a test.
+SEVERAL, KEPT, SHIFT, INPLACE = (
+    {"K targets": {"targets": "several"}},
+    {"support": {"support": True}},
+    {"shift": {"shift": True}},
+    {"inplace": {"inplace": True}},
+)
+
+
+def forms(name, op, alone, *others):
+    """Return the op by "its name, the form": with each option of `alone`, and with and without each of the others."""
+    found = {}
+    for chosen in itertools.product([{}, *alone], *[[{}, one] for one in others]):
+        form = {key: value for option in chosen for key, value in option.items()}
+        arguments = {key: value for option in form.values() for key, value in option.items()}
+        label = ", ".join([name, " and ".join(form)]) if form else name
+        found[label] = op._replace(call=functools.partial(op.call, **arguments))
+    return found
+
+
+# A public op without a row fails a test.
 OPS = {
-    "token_logprobs": Op(*LOGPROBS, of_targets, logprobs_promise),
-    "token_logprobs, K targets": Op(*LOGPROBS, of_several, logprobs_promise),
-    "token_logprobs, support": Op(*LOGPROBS, of_support, logprobs_promise),
-    "token_logprobs, shift": Op(*LOGPROBS, of_shifted, logprobs_promise),
-    "token_logprobs, shift and support": Op(*LOGPROBS, of_shifted_support, logprobs_promise),
-    "token_logprobs, inplace": Op(*LOGPROBS, in_place, logprobs_promise),
-    "linear_token_logprobs": Op(*LINEAR, of_head, logprobs_promise, **HEAD),
-    "linear_token_logprobs, K targets": Op(*LINEAR, several_of_head, logprobs_promise, **HEAD),
-    "linear_token_logprobs, support": Op(*LINEAR, support_of_head, logprobs_promise, **HEAD),
-    "linear_token_logprobs, shift": Op(*LINEAR, shifted_head, logprobs_promise, **HEAD),
-    "linear_token_logprobs, shift and support": Op(
-        *LINEAR, shifted_support_of_head, logprobs_promise, **HEAD
+    **forms(
+        "token_logprobs",
+        Op(*LOGPROBS, of_logits, logprobs_promise),
+        [SEVERAL, KEPT],
+        SHIFT,
+        INPLACE,
     ),
-    "linear_token_loss": Op(*LOSS, loss_of_head, loss_promise, **HEAD),
-    "linear_token_loss, K targets": Op(*LOSS, several_loss_of_head, loss_promise, **HEAD),
-    "linear_token_loss, shift": Op(*LOSS, shifted_loss_of_head, loss_promise, **HEAD),
-    "linear_cross_entropy": Op(
-        *CROSS_ENTROPY, cross_entropy_of_head, cross_entropy_promise, **OF_CROSS_ENTROPY
+    **forms(
+        "linear_token_logprobs",
+        Op(*LINEAR, of_head, logprobs_promise, **HEAD),
+        [SEVERAL, KEPT],
+        SHIFT,
     ),
-    "linear_cross_entropy, shift": Op(
-        *CROSS_ENTROPY, shifted_cross_entropy_of_head, cross_entropy_promise, **OF_CROSS_ENTROPY
+    **forms("linear_token_loss", Op(*LOSS, loss_of_head, loss_promise, **HEAD), [SEVERAL], SHIFT),
+    **forms(
+        "linear_cross_entropy",
+        Op(*CROSS_ENTROPY, cross_entropy_of_head, cross_entropy_promise, **OF_CROSS_ENTROPY),
+        [],
+        SHIFT,
     ),
-    "vocab_parallel_token_logprobs": Op(*SPLIT, of_targets, logprobs_promise, 1e-6),
-    "vocab_parallel_token_logprobs, K targets": Op(*SPLIT, of_several, logprobs_promise, 1e-6),
-    "vocab_parallel_token_logprobs, support": Op(*SPLIT, of_support, logprobs_promise, 1e-6),
-    "vocab_parallel_token_logprobs, shift": Op(*SPLIT, of_shifted, logprobs_promise, 1e-6),
-    "vocab_parallel_token_logprobs, shift and support": Op(
-        *SPLIT, of_shifted_support, logprobs_promise, 1e-6
+    **forms(
+        "vocab_parallel_token_logprobs",
+        Op(*SPLIT, of_logits, logprobs_promise, 1e-6),
+        [SEVERAL, KEPT],
+        SHIFT,
     ),
-    "token_kl": Op(fused_rl.token_kl, divergence, two, of_pair, kl_promise, 1e-6, sizes_of_pair),
-    "token_kl, shift": Op(
-        fused_rl.token_kl, divergence, two, of_shifted_pair, kl_promise, 1e-6, sizes_of_pair
-    ),
-    "linear_token_kl": Op(*LINEAR_KL, of_two_heads, kl_promise, 1e-6, **HEAD),
-    "linear_token_kl, shift": Op(*LINEAR_KL, of_two_shifted_heads, kl_promise, 1e-6, **HEAD),
-    "vocab_parallel_token_kl": Op(*SPLIT_KL, of_pair, kl_promise, 1e-5, sizes_of_pair),
-    "vocab_parallel_token_kl, shift": Op(
-        *SPLIT_KL, of_shifted_pair, kl_promise, 1e-5, sizes_of_pair
+    **forms("token_kl", Op(*KL, of_pair, kl_promise, 1e-6, sizes_of_pair), [], SHIFT),
+    **forms("linear_token_kl", Op(*LINEAR_KL, of_two_heads, kl_promise, 1e-6, **HEAD), [], SHIFT),
+    **forms(
+        "vocab_parallel_token_kl",
+        Op(*SPLIT_KL, of_pair, kl_promise, 1e-5, sizes_of_pair),
+        [],
+        SHIFT,
     ),
     "topk_kl, of token_logprobs": Op(*CHAIN, of_top_ids, topk_promise, 2e-5),
 }

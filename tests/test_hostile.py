@@ -1,13 +1,16 @@
 """Every public op on hostile inputs (tests/hostile.py), kernels and CPU path, values and gradients, against fp64."""
 
+import contextlib
 import functools
 import itertools
 import os
+from unittest import mock
 
 import pytest
 import torch
 
 import fused_rl
+from fused_rl.kernels import kl_gradient, launch
 from tests import hostile_tokens
 from tests.drawn import given, settings
 from tests.hostile import (
@@ -16,6 +19,7 @@ from tests.hostile import (
     OPS,
     PLACES,
     SIDES,
+    VOCABULARIES,
     Case,
     Row,
     blurred,
@@ -31,12 +35,13 @@ from tests.hostile import (
 from tests.hostile import OTHERS as OTHER_ROWS
 from tests.marks import diagonal, release, slow
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # where there is no GPU
 OF_HEAD = (sizes_of_head, sizes_of_cross_entropy)
 
 
-def run(op, call, batch, leaves, seed):
+def run(op, call, batch, leaves, seed, constant=None):
     """Outputs, and the gradient of each leaf for random upstream gradients; zeros where there is none."""
-    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    leaves = [leaf.detach().requires_grad_(i != constant) for i, leaf in enumerate(leaves)]
     outputs = [*call(op, batch, *leaves)]
     generator = torch.Generator().manual_seed(seed)
     upstream = [
@@ -44,7 +49,15 @@ def run(op, call, batch, leaves, seed):
     ]
     used = [(o, g) for o, g in zip(outputs, upstream, strict=True) if o.requires_grad]
     options = {"allow_unused": True, "materialize_grads": True}
-    gradients = torch.autograd.grad([o for o, _ in used], leaves, [g for _, g in used], **options)
+    wanted = [leaf for leaf in leaves if leaf.requires_grad and used]
+    found = iter(
+        torch.autograd.grad([o for o, _ in used], wanted, [g for _, g in used], **options)
+        if wanted
+        else ()
+    )
+    gradients = [
+        next(found) if leaf.requires_grad and used else torch.zeros_like(leaf) for leaf in leaves
+    ]
     return [o.detach() for o in outputs], gradients
 
 
@@ -88,7 +101,17 @@ BOUNDS = {
 
 
 # In place is refused, and what puts a split vocabulary together (tests/one_process.py) does not compile.
-EAGER = [op for name, op in OPS.items() if name.startswith("vocab") or name.endswith("inplace")]
+EAGER = [op for name, op in OPS.items() if name.startswith("vocab") or "inplace" in name]
+
+
+@contextlib.contextmanager
+def filled(multiprocessors):
+    """The interpreter has no device whose multiprocessors a launch would fill."""
+    with contextlib.ExitStack() as stack:
+        for module in (launch, kl_gradient) if INTERPRETED else ():
+            one = mock.patch.object(module, "multiprocessors", lambda device: multiprocessors)
+            stack.enter_context(one)
+        yield
 
 
 def check(op, case, device="cpu"):
@@ -101,9 +124,14 @@ def check(op, case, device="cpu"):
     if case.compiled and op not in EAGER:
         torch._dynamo.reset()
         call = torch.compile(call, backend="aot_eager", dynamic=True)
-    ours, gradients = run(op.ours, call, batch, leaves, case.seed)
-    exact, best = run(op.reference, op.call, batch, wide, case.seed)
-    _, naive = run(op.reference, op.call, batch, plain, case.seed)
+    ours = op.ours
+    if case.tiled and op.sizes in OF_HEAD:
+        row = 8 * case.vocab / 2**20  # MiB
+        ours = functools.partial(ours, workspace_mb=row, logits_dtype=torch.float32)
+    with filled(case.multiprocessors):
+        ours, gradients = run(ours, call, batch, leaves, case.seed, case.constant)
+    exact, best = run(op.reference, op.call, batch, wide, case.seed, case.constant)
+    _, naive = run(op.reference, op.call, batch, plain, case.seed, case.constant)
     promised = op.promise(batch, exact)
     for i, values in enumerate(zip(ours, exact, promised, strict=True)):
         assert_within(f"output {i}", *values)
@@ -203,18 +231,14 @@ CELLS = [("cpu", name) for name in OPS] + [
 
 @pytest.mark.parametrize(("backend", "name"), CELLS, indirect=["backend"])
 def test_ops(backend, name):
-    """On the CPU path a dozen draws; on the kernels, whose interpreter takes seconds, one batch of `WHOLE`."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        # the ranks of a split vocabulary run again for each reduction: the smallest
-        check(
-            OPS[name],
-            WHOLE[2 if name.startswith("vocab_parallel") else [*OPS].index(name) % len(WHOLE)],
-            backend,
-        )
-        return
-    # Whose ranks run again for each reduction.
-    examples = 3 if name.startswith("vocab_parallel") else 6
-    settings(max_examples=examples)(given(cases())(lambda case: check(OPS[name], case, backend)))()
+    """One batch of `WHOLE`, then draws: pairs of options are drawn, not listed."""
+    split = name.startswith("vocab_parallel")  # whose ranks run again for each reduction
+    check(OPS[name], WHOLE[2 if split else [*OPS].index(name) % len(WHOLE)], backend)
+    short = backend == "cpu" and os.environ["TRITON_INTERPRET"] == "1"  # interpreted
+    vocabularies = [v for v in VOCABULARIES if v < 5000 or not short]
+    settings(max_examples=3 if split or short else 6)(
+        given(cases(vocabularies))(lambda case: check(OPS[name], case, backend))
+    )()
 
 
 DEFAULTS = [torch.bfloat16, torch.float16, torch.float64]
@@ -276,7 +300,7 @@ def test_ops_under_a_default_dtype(backend, name, default_dtype, monkeypatch):
 @pytest.mark.release
 @pytest.mark.parametrize("name", OPS)
 def test_ops_at_length(backend, name):
-    """Ten times as many on the CPU path, a dozen on the kernels; more by `python -m tests.test_hostile 1000`."""
+    """Ten times as many on the CPU path, a dozen on the kernels; others by `make test-hostile`."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     settings(max_examples=12 if interpreted else 60)(
         given(cases())(lambda case: check(OPS[name], case, backend))
