@@ -1,7 +1,5 @@
 """Policy losses against TRL's, in every feature of its trainer; docs/losses.md lists where they differ."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -96,60 +94,8 @@ def trl_importance(old, rollout, mask, correction):
     )
 
 
-TRL = {
-    "grpo": "token",
-    "bnpo": "token",
-    "dr_grpo": "token",
-    "dapo": "token",
-    "gspo": "sequence",
-    "cispo": "token",
-}
-TRL |= {"sapo": "token", "luspo": "sequence", "vespo": "token"}
-FEATURES = ("none", "delta", "k3", "rk3", "off-policy", "off-policy-sampler", "top-entropy")
+FEATURES = ("delta", "k3", "rk3", "off-policy", "off-policy-sampler", "top-entropy")
 FEATURES += ("token-truncate", "token-mask", "sequence-truncate", "sequence-mask")
-
-
-# TRL weights a token's KL by the sequence's ratio, and multiplies the rollout weights into VESPO's W
-NOT_TRL = {(p, "rk3") for p in ("gspo", "luspo")} | {
-    ("vespo", f) for f in FEATURES if f[-4:] in ("cate", "mask")
-}
-
-
-@pytest.mark.parametrize(
-    ("preset", "feature"), [c for c in itertools.product(TRL, FEATURES) if c not in NOT_TRL]
-)
-def test_trl(preset, feature):
-    """Where ours must be TRL's; docs/losses.md lists where it is not, and why."""
-    if feature == "delta" and preset in ("cispo", "sapo", "vespo"):
-        with pytest.raises(ValueError, match="delta=1.5 has no meaning with surrogate="):
-            fused_rl.policy_loss(
-                *torch.zeros(2, B, T), torch.ones(B), batch("none")[0], preset=preset, delta=1.5
-            )
-        return
-    generator = torch.Generator().manual_seed(7)
-    mask, _, advantages, _, drift = batch("partial")
-    logprobs = torch.randn(B, T, generator=generator, dtype=F64).sub(3).requires_grad_()
-    old = logprobs.detach() + drift[0]
-    theirs, ours = trl_feature(feature, old, generator) if feature != "none" else ({}, {})
-    if "correction" in theirs:
-        theirs = {"importance": trl_importance(old, theirs["rollout"], mask, theirs["correction"])}
-    clip = fused_rl.PRESETS[preset].options
-    theirs |= {"epsilon": clip.get("clip_low", 0.2), "epsilon_high": clip.get("clip_high", 0.2)}
-    # TRL's is the bound itself, ours the offset from 1.
-    theirs |= {"epsilon_high": 5.0} if preset == "cispo" else {}
-    theirs |= {"max_completion_length": 9, "num_items_in_batch": 40}
-    loss_type = "grpo" if preset == "gspo" else preset
-    want = trl_loss(logprobs, old, advantages, mask, loss_type, TRL[preset], theirs)
-    num_tokens = 40 if preset in ("dapo", "cispo", "vespo") else None
-    loss, _ = fused_rl.policy_loss(
-        logprobs, old, advantages, mask, preset=preset, num_tokens=num_tokens, max_length=9, **ours
-    )
-    torch.testing.assert_close(loss, want, rtol=1e-10, atol=1e-12)
-    upstream = torch.randn((), generator=generator, dtype=F64)
-    grads = [torch.autograd.grad(x, logprobs, upstream)[0] for x in (loss, want)]
-    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-12)
-
-
 # What docs/from_trl.md says to give beside a preset, for TRL's loss of that name with its defaults.
 AS_TRL = {
     "grpo": {},
@@ -159,51 +105,35 @@ AS_TRL = {
     "luspo": {"ratio_level": "token", "clip_low": 0.2, "clip_high": 0.2},
     "sapo": {},
     "vespo": {},
+    # TRL's is the bound itself, ours the offset from 1.
+    "cispo": {"clip_high": 4.0},
 }
+# TRL weights a token's KL by the sequence's ratio.
+CASES = [("grpo", feature) for feature in FEATURES]
+CASES += [("gspo", feature) for feature in FEATURES if feature != "rk3"]
+CASES += [(preset, None) for preset in AS_TRL]
 
 
-@pytest.mark.parametrize("preset", AS_TRL)
-def test_a_loss_type_with_the_defaults_of_trl(preset):
+@pytest.mark.parametrize(("preset", "feature"), CASES)
+def test_trl(preset, feature):
+    """Every feature at both levels, and every loss; docs/losses.md lists where ours is not TRL's, and why."""
+    generator = torch.Generator().manual_seed(7)
     mask, _, advantages, _, drift = batch("partial")
-    logprobs = (
-        torch.randn(B, T, generator=torch.Generator().manual_seed(7), dtype=F64)
-        .sub(3)
-        .requires_grad_()
-    )
+    logprobs = torch.randn(B, T, generator=generator, dtype=F64).sub(3).requires_grad_()
     old = logprobs.detach() + drift[0]
-    of_trl = {
-        "epsilon": 0.2,
-        "epsilon_high": 0.2,
-        "max_completion_length": 9,
-        "num_items_in_batch": mask.sum(),
-    }
-    want = trl_loss(logprobs, old, advantages, mask, preset, "token", of_trl)
-    options = {"preset": preset, "max_length": 9} | AS_TRL[preset]
-    loss, _ = fused_rl.policy_loss(logprobs, old, advantages, mask, **options)
+    theirs, ours = trl_feature(feature, old, generator) if feature else ({}, AS_TRL[preset])
+    if "correction" in theirs:
+        theirs = {"importance": trl_importance(old, theirs["rollout"], mask, theirs["correction"])}
+    options = fused_rl.PRESETS[preset].options | ours
+    bounds = options.get("clip_low", 0.2), options.get("clip_high", 0.2) + (preset == "cispo")
+    theirs |= dict(zip(("epsilon", "epsilon_high"), bounds, strict=True))
+    theirs |= {"max_completion_length": 9, "num_items_in_batch": 40}
+    loss_type, level = ("grpo", "sequence") if preset == "gspo" else (preset, "token")
+    want = trl_loss(logprobs, old, advantages, mask, loss_type, level, theirs)
+    num_tokens = 40 if preset in ("dapo", "cispo", "vespo") else None
+    loss, _ = fused_rl.policy_loss(
+        logprobs, old, advantages, mask, preset=preset, num_tokens=num_tokens, max_length=9, **ours
+    )
     torch.testing.assert_close(loss, want, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(
-        *(torch.autograd.grad(x, logprobs)[0] for x in (loss, want)), rtol=1e-10, atol=1e-12
-    )
-
-
-def test_rloo_with_the_clip_of_trl():
-    """TRL 1.16's RLOO loss: -min(r A, clip(r) A) of the sequence's product of ratios."""
-    mask, _, advantages, _, drift = batch("partial")
-    logprobs = (
-        torch.randn(B, T, generator=torch.Generator().manual_seed(7), dtype=F64)
-        .sub(3)
-        .requires_grad_()
-    )
-    old = logprobs.detach() + drift[0]
-    ratio = ((logprobs - old) * mask).sum(1).exp()
-    want = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
-    options = {
-        "surrogate": "clip",
-        "ratio_level": "sequence-sum",
-        "loss_agg": "seq-mean-token-mean",
-    }
-    loss, _ = fused_rl.policy_loss(logprobs, old, advantages, mask, preset="rloo", **options)
-    torch.testing.assert_close(loss, want, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(
-        *(torch.autograd.grad(x, logprobs)[0] for x in (loss, want)), rtol=1e-10, atol=1e-12
-    )
+    grads = [torch.autograd.grad(x, logprobs)[0] for x in (loss, want)]
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-12)

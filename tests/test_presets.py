@@ -64,13 +64,6 @@ def test_the_documentation_has_the_table():
     assert set(SURROGATES) >= UNCLIPPED
 
 
-def test_no_two_presets_are_the_same():
-    """As algorithms: what they optimise, and with which advantages."""
-    rows = {name: chosen(name)[:5] for name in PRESETS}
-    twins = [(a, b) for a, b in itertools.combinations(rows, 2) if rows[a] == rows[b]]
-    assert not twins
-
-
 ROWS, MASK = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]]), torch.ones(2, 2, dtype=torch.bool)
 GIVEN = {"old_logprobs": ROWS - 0.3, "advantages": torch.tensor([1.0, -2.0]), "mask": MASK}
 

@@ -8,37 +8,12 @@ import pytest
 import yaml
 
 import fused_rl
-from tests.tools import size
 
 ROOT = Path(__file__).parent.parent
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 MAKEFILES = "\n".join((ROOT / name).read_text() for name in ("Makefile", "tests/environments.mk"))
 TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILES, re.MULTILINE))
 PYTHONS = re.findall(r'Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
-FILE = '''"""Two lines
-of a docstring."""
-
-X = 1  # three tokens and a comment
-
-
-class Point:
-    y: int = 0
-    """A docstring under a field."""
-
-    def double(self):
-        # a comment of its own line
-        return (
-            2 * self.y
-        )
-'''
-
-
-def test_size_counts_tokens_of_code_and_neither_docstrings_nor_layout():
-    measured = size.measure(FILE)
-    assert measured.tokens == [3, 3, 5, 6, 2, 5, 1]
-    assert (measured.lines, measured.comments, measured.functions) == (15, 2, 1)
-    twice = sum([measured, measured], size.Size()).row("x", measured).split()
-    assert twice == ["x", "2", "30", "50", "3.6", "6", "28.6", "2", "+25"]
 
 
 def test_the_makefile_lists_its_targets_on_one_screen():

@@ -13,46 +13,17 @@ from tests.papers import F64, B, T, batch, head
 pytestmark = pytest.mark.usefixtures("cpu", "seeded")
 
 
-def test_a_surrogate_of_ones_own_and_per_token_advantages():
-    mask, ids, _, _, drift = batch("partial")
-    logprobs = (torch.randn(B, T, dtype=F64) - 3).requires_grad_()
-    advantages = drift[1]
-    loss, _ = fused_rl.policy_loss(
-        logprobs,
-        logprobs.detach(),
-        advantages,
-        mask,
-        surrogate=lambda log_ratio, advantages, *_: log_ratio * advantages,
-    )
-    (grad,) = torch.autograd.grad(loss, logprobs)
-    torch.testing.assert_close(
-        grad, torch.where(mask, advantages, 0) / mask.sum(), rtol=1e-12, atol=1e-13
-    )
-
-
 def needs_lengths(log_ratio, advantages, logprobs, sequences, options):
     means = sequences.mean(log_ratio)
     return -sequences.expand(means) * advantages
 
 
-@pytest.mark.parametrize(
-    ("surrogate", "message"),
-    [
-        ("geo-mean", "surrogate='geo-mean' needs more than one token at a time"),
-        (
-            surrogates.needs_sequences(lambda *arguments: needs_lengths(*arguments)),
-            "needs more than one token",
-        ),
-    ],
-    ids=["built-in", "declared"],
-)
-def test_a_surrogate_that_needs_sequences_is_refused_at_once_where_there_are_none(
-    surrogate, message
-):
+def test_a_surrogate_that_needs_sequences_is_refused_at_once_where_there_are_none():
     mask, _, advantages, _, drift = batch("partial")
-    with pytest.raises(ValueError, match=message):
-        fused_rl.policy_token_loss(drift[0], advantages, mask, surrogate=surrogate)
-    fused_rl.policy_loss(drift[1], drift[0], advantages, mask, surrogate=surrogate)
+    declared = surrogates.needs_sequences(lambda *arguments: needs_lengths(*arguments))
+    with pytest.raises(ValueError, match="needs more than one token"):
+        fused_rl.policy_token_loss(drift[0], advantages, mask, surrogate=declared)
+    fused_rl.policy_loss(drift[1], drift[0], advantages, mask, surrogate=declared)
 
 
 def test_an_undeclared_surrogate_that_reaches_for_sequences_hears_what_to_do():
@@ -88,7 +59,6 @@ def test_a_surrogate_of_ones_own_in_one_pass():
 
 BAD_SURROGATES = {
     "a sum": lambda r, a, lp, s, o: -(r.exp() * a).sum(),
-    "a mean of sequences": lambda r, a, lp, s, o: -(r.exp() * a).mean(1),
     "a column": lambda r, a, lp, s, o: -(r.exp() * a).sum(1, keepdim=True),
     "another dtype": lambda r, a, lp, s, o: -(r.exp() * a).bfloat16(),
     "nothing": lambda r, a, lp, s, o: None,
@@ -251,15 +221,16 @@ def test_a_surrogate_is_its_paper(surrogate, kind):
     torch.testing.assert_close(by_token, loss, rtol=1e-5, atol=1e-6)  # the shares are fp32
 
 
-@pytest.mark.parametrize("surrogate", TRANSCRIBED)
-def test_a_surrogate_of_a_paper_is_finite_far_away_and_at_certainty(surrogate):
-    """100 nats either way, and probabilities of exactly 1."""
+@pytest.mark.parametrize("surrogate", surrogates.SURROGATES)
+def test_a_surrogate_is_finite_far_away_and_at_certainty(surrogate):
+    """100 nats either way, where exp() is inf in fp32, and probabilities of exactly 1."""
     old = torch.tensor([[-1.0, -100, 0.0, 0.0]])
     logprobs = torch.tensor([[-100.0, -1, 0.0, -50]], requires_grad=True)
-    for advantage in (1.0, -1.0):
-        mask = torch.ones(1, 4, dtype=torch.bool)
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    options = {"ref_logprobs": old, "kl_coef": 0.1, "rollout_logprobs": -old}
+    for advantage in (torch.ones(1), -torch.ones(1)):
         loss, metrics = fused_rl.policy_loss(
-            logprobs, old, torch.tensor([advantage]), mask, surrogate=surrogate
+            logprobs, old, advantage, mask, surrogate=surrogate, **options
         )
         assert loss.isfinite() and torch.autograd.grad(loss, logprobs)[0].isfinite().all()
         assert all(value.isfinite() for value in metrics.values())
@@ -333,7 +304,7 @@ def test_a_gate_needs_its_bound_and_a_bound_its_gate():
         fused_rl.PolicyLossOptions(rollout_gate_high=0.1)
 
 
-@pytest.mark.parametrize("top_entropy", [1.0, 0.37, 0.2, 1e-4])
+@pytest.mark.parametrize("top_entropy", [1.0, 0.37, 1e-4])
 def test_entropy_masks_of_any_number_of_tokens(monkeypatch, top_entropy):
     """torch's quantile takes 2^24 values."""
     entropy = torch.rand(40, 50).square()
