@@ -1,12 +1,10 @@
 """What the integrations of hosts share, without a host."""
 
-import importlib.metadata
-
 import pytest
 import torch
 
 from fused_rl import kl_estimate
-from fused_rl.integrations import primitives, verl
+from fused_rl.integrations import primitives
 
 
 def gradient(d, estimator):
@@ -54,17 +52,6 @@ def test_what_is_served():
     assert not primitives.is_served(x, x.to("meta"))
     assert not primitives.is_served(torch.nested.as_nested_tensor([x, x[:1]], layout=torch.jagged))
     assert not primitives.is_served(torch.nested.nested_tensor([x, x[:1]]))
-
-
-def test_an_absent_host_is_named_with_the_versions_that_are_known(monkeypatch):
-    def absent(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", absent)
-    with pytest.raises(
-        ImportError, match=r"verl is not installed; install verl(<0\.10,>=0\.7|>=0\.7,<0\.10)"
-    ):
-        verl.patch()
 
 
 def test_the_gradient_takes_no_memory_that_a_leaf_shares():

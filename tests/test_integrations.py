@@ -44,14 +44,6 @@ CELLS = [
     Cell("Distillation", {"beta": 0.0}),
     Cell("Distillation", {"beta": 1.0, "temperature": 0.7}, model="phi"),
 ]
-ACCUMULATED = [
-    Cell("KTO"),
-    Cell("GRPO", {"loss_type": "dapo", "entropy_coef": 0.1, **OFF_POLICY}, model="qwen2-tied"),
-    Cell("RLOO"),
-    Cell("DPO", {"use_weighting": True}),
-    Cell("SFT"),
-    Cell("Distillation", {"beta": 0.5}),
-]
 # The optional outputs that a trainer reads: all of them must come from here.
 OUTPUTS = {
     "GRPO": {"log_probs", "entropy"},
@@ -80,9 +72,3 @@ def trl():
 @pytest.mark.parametrize("cell", [*FAST_CELLS, *map(slow, CELLS)], ids=str)
 def test_trl_run(cell, trl, tmp_path):
     check_cell(cell, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cell", ACCUMULATED, ids=str)
-def test_trl_run_with_gradient_accumulation(cell, trl, tmp_path):
-    check_cell(cell, tmp_path, gradient_accumulation_steps=2)

@@ -3,17 +3,13 @@
 import importlib
 import importlib.metadata
 import sys
-import warnings
 
 import pytest
 import torch
 
 from fused_rl.integrations import trl as integration
 from fused_rl.integrations.self_test import self_test
-from tests.integrations.trl_heads import leaves_of, make_head, make_targets, run_head, same_bits
 from tests.lazy import Lazy, needs_trl
-
-BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 trl_utils = Lazy("trl.trainer.utils")
 chunked_divergence = Lazy("trl.kernels.chunked_divergence", "trl.trainer.utils")
@@ -74,28 +70,6 @@ def test_every_copy_is_replaced_and_every_attribute_restored(host_modules):
     assert all(after[place] is before[place] for place in before)
 
 
-def test_a_trainer_imported_while_patched_has_ours_until_the_end(monkeypatch):
-    """TRL imports its trainers at first use."""
-    name = "trl.experimental.orpo.orpo_trainer"
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    with integration.patch():
-        late = importlib.import_module(name)
-        assert late.selective_log_softmax is integration.selective_log_softmax
-    assert late.selective_log_softmax is trl_utils.selective_log_softmax
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_release_that_is_not_known_is_tried(strict, monkeypatch):
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.99.0")
-    if strict:
-        with pytest.raises(ImportError, match=r"trl 1\.99\.0 is not a release"):
-            integration.patch(strict=True)
-        return
-    with warnings.catch_warnings(action="error"), integration.patch():
-        assert trl_utils._ChunkedLogProbFunction is integration.ChunkedLogProbFunction
-        assert trl_utils.entropy_from_logits is integration.entropy_from_logits
-
-
 def one_target_only(logits, index, temperature=1.0, row_mask=None):
     logprobs = trl_utils.selective_log_softmax(logits, index, temperature, row_mask)
     return logprobs if index.shape == logits.shape[:-1] else logprobs.exp()
@@ -117,17 +91,3 @@ def test_a_dtype_that_no_head_has_is_refused_at_once(logits_dtype):
     with pytest.raises(ValueError, match="logits_dtype must be None, torch.float32, or .*; got"):
         integration.patch(logits_dtype=logits_dtype)
     assert not integration._PATCH.applied
-
-
-def test_the_hosts_own_function_is_reached_while_patched():
-    head = make_head(FP32)
-    # A temperature that is not positive is TRL's to treat.
-    options = -1.0, None, 1.0
-    targets = make_targets(head, (1.0, None, 1.0))
-    theirs = run_head(
-        chunked_logprob.ChunkedLogProbFunction.apply, leaves_of(head, FP32), targets, options
-    )
-    with integration.patch():
-        function = trl_utils._ChunkedLogProbFunction
-        ours = run_head(function.apply, leaves_of(head, FP32), targets, options)
-    assert all(map(same_bits, ours, theirs))

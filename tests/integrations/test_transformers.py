@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_rl.integrations import patching
 from fused_rl.integrations.transformers import UnformedLogits, causal_lm_loss, patch, unpatch
-from tests.distributed import run_distributed
 from tests.integrations import tiny_models
 from tests.integrations.trainer_runs import Run, assert_equal_runs, make_trainer, train
 from tests.marks import slow
@@ -71,37 +70,6 @@ def test_a_model_patched_before_peft_wraps_it(tmp_path):
     theirs = peft.get_peft_model(tiny_models.model("qwen2"), config)
     assert isinstance(ours(**batch()).logits, UnformedLogits)
     assert_equal_runs(train(ours, tmp_path), train(theirs, tmp_path))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        # Autocast: the same products in bf16, so the same numbers but for the last bits.
-        {"bf16": True},
-        # Takes the labels away: the model forms logits as before.
-        slow({"label_smoothing_factor": 0.1}),
-        slow(
-            {
-                "gradient_checkpointing": True,
-                "max_grad_norm": 0.1,
-                "optim": "adamw_torch",
-                "learning_rate": 1e-4,
-            }
-        ),
-    ],
-    ids=str,
-)
-def test_options_of_the_trainer(options, tmp_path):
-    stock = train(tiny_models.model("qwen2-tied"), tmp_path, **options)
-    fused = train(tiny_models.model("qwen2-tied"), tmp_path, "fused", **options)
-    assert_equal_runs(fused, stock, 4e-3 if "bf16" in options else 1e-5)
-
-
-def test_label_smoothing_is_the_trainers(tmp_path):
-    stock = train(tiny_models.model("phi"), tmp_path, label_smoothing_factor=0.2)
-    for way in ("logits", "fused"):
-        ours = train(tiny_models.model("phi"), tmp_path, way, loss={"label_smoothing": 0.2})
-        assert_equal_runs(ours, stock)
 
 
 def test_label_smoothing_and_z_loss():
@@ -228,26 +196,6 @@ def test_the_logits_never_exist_in_a_training_step():
     assert elements[1] <= logits // 8
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_evaluation_with_metrics_gets_its_logits(bf16, tmp_path):
-    """Of autocast, in fp32, as accelerate hands them out."""
-    seen = {}
-    for way in ("stock", "fused"):
-        model = tiny_models.model("gemma2")
-        with patch(model):
-            if way == "stock":
-                unpatch(model)
-
-            def keep(prediction, way=way):
-                seen[way] = torch.as_tensor(prediction.predictions)
-                return {}
-
-            trainer = make_trainer(model, tmp_path, way, Run(), compute_metrics=keep, bf16=bf16)
-            trainer.evaluate()
-    tolerance = 2e-2 if bf16 else 1e-5
-    torch.testing.assert_close(seen["fused"], seen["stock"], atol=tolerance, rtol=tolerance)
-
-
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("without_gradient", [torch.no_grad, torch.inference_mode])
 def test_evaluated_logits_are_the_models_own(precision, without_gradient):
@@ -351,31 +299,6 @@ def test_a_replica_of_data_parallel_runs_itself(returned):
         replica_of(model)
 
 
-def two_processes(rank, world, folder, way):
-    model = tiny_models.model("qwen2-tied")
-    options = {
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 2,
-    }
-    run = train(model, folder, way, seed=0, **options)
-    return [{key: value.numpy() for key, value in run.gradients[0].items()}, run.logs]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["fused", "logits"])
-def test_two_processes_are_one(way, tmp_path):
-    """The labels of both count in the denominator, and their gradients add up: those of the whole batch in one."""
-    ranks = run_distributed(two_processes, 2, str(tmp_path), way, timeout=500)
-    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "seed": 0}
-    whole = train(tiny_models.model("qwen2-tied"), tmp_path, **options)
-    for gradients, logs in ranks:
-        for key, gradient in whole.gradients[0].items():
-            torch.testing.assert_close(
-                torch.as_tensor(gradients[key]), gradient, atol=1e-5, rtol=1e-5
-            )
-        assert logs[0]["loss"] == pytest.approx(whole.logs[0]["loss"], rel=1e-5)
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_is_patched_and_independent(copied):
     model = tiny_models.model("qwen2-tied")
@@ -415,15 +338,6 @@ def test_unpatch_inside_what_accelerate_wrapped(tmp_path):
     assert type(model(**batch()).logits) is torch.Tensor
     with pytest.raises(ValueError, match="was replaced already"):
         patch(model)
-
-
-def test_accelerate_unwraps_a_patched_model():
-    model = tiny_models.model("qwen2")
-    stock = model(**batch()).loss
-    patch(model)
-    prepared = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
-    unwrapped = accelerate.utils.extract_model_from_parallel(prepared, keep_fp32_wrapper=False)
-    torch.testing.assert_close(unwrapped(**batch()).loss, stock)
 
 
 def test_calls_without_labels_are_the_models_own():

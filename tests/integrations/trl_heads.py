@@ -4,7 +4,7 @@ import torch
 
 from tests.integrations import formulas
 
-BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
 ALL = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 NAMES = (*ALL, "dhidden", "dweight", "dbias")
