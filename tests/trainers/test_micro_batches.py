@@ -42,7 +42,7 @@ def test_a_micro_batch_has_no_more_tokens_than_it_may(together):
 
 def test_the_padding_of_a_step_is_of_that_step_alone():
     padding = Padding()
-    for tokens in (3, 6, 9):
+    for tokens in (3, 6):
         padding.add(torch.zeros(3, 4), tokens)
         assert padding.share() == 1 - tokens / 12
 
@@ -145,13 +145,10 @@ def all_passes(options, advantages, trained, read, minibatch):
 SINGLE = {"share_prompts": False, "micro_batch_size": 1}
 # Of 8 micro-batches, or of 32 of one response: how many run, and how many of these have a gradient.
 WITHOUT_GRADIENT = {
-    "keep": ({}, (8, 6)),
     "keep, responses": (SINGLE, (32, 24)),
     "drop": ({"zero_variance": "drop"}, (6, 6)),
     "drop, a KL in the loss": ({"zero_variance": "drop", "kl_coef": 0.1}, (6, 6)),
-    "a KL in the loss": ({"kl_coef": 0.1}, (8, 8)),
     "top entropy": ({"preset": "gspo", "top_entropy": 0.5}, (8, 6)),
-    "truncated": (SINGLE | {"mask_truncated": True}, None),
     "truncated, drop": (SINGLE | {"mask_truncated": True, "zero_variance": "drop"}, None),
 }
 
@@ -171,8 +168,7 @@ def test_a_step_is_the_same_bit_for_bit_without_passes_for_nothing(folders, monk
     found, passes = [], []
     with steps.process_group():
         responses = steps.responses_of(steps.small_config("grpo", folders[0]))
-        # Some are truncated.
-        # Of three, two end with the stop token.
+        # Of three, two end with the stop token; the others are truncated.
         for i in range(len(responses)):
             if i % 3:
                 ids = [*responses[i].ids[:-1], EOS]
@@ -187,8 +183,7 @@ def test_a_step_is_the_same_bit_for_bit_without_passes_for_nothing(folders, monk
             passes.append((len(ran), sum(ran)))
     whole, few = passes
     assert few == expected if expected else few[1] <= few[0] < whole[0]
-    timed = ("time/", "perf/")
-    a, b = ({k: v for k, v in m.metrics.items() if not k.startswith(timed)} for m in found)
+    a, b = (tiny.untimed([of_one.metrics]) for of_one in found)
     assert a == b
     weights = [[*made.modules[0].parameters()] for made in found]
     assert all(map(torch.equal, *weights))

@@ -23,38 +23,17 @@ def model(kind: str, **options):
     sizes = {
         "vocab_size": 97,
         "hidden_size": 32,
-        "intermediate_size": 48,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.3,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
     }
     if kind == "GPT2":
-        sizes = {
-            "vocab_size": 97,
-            "n_embd": 32,
-            "n_layer": 2,
-            "n_head": 4,
-            "n_positions": 16,
-            "initializer_range": 0.3,
-        }
-        sizes |= {
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-            "resid_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-        }
-    elif kind == "Bloom":
-        sizes = {
-            "vocab_size": 97,
-            "hidden_size": 32,
-            "n_layer": 2,
-            "n_head": 4,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-        }
+        sizes |= {"max_position_embeddings": 16, "initializer_range": 0.3}
+        sizes |= {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+    elif kind != "Bloom":
+        sizes |= {"intermediate_size": 48, "num_key_value_heads": 2, "initializer_range": 0.3}
+        sizes |= {"max_position_embeddings": 64}
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**sizes, **options)
     return transformers.AutoModelForCausalLM.from_config(config)
@@ -77,14 +56,13 @@ def batch(seed: int = 1):
 def with_gradients(made, values) -> tuple:
     """Values, and the gradient of a random combination of them by every weight."""
     weights = torch.randn(values.shape, generator=torch.Generator().manual_seed(2))
-    made.zero_grad()
-    (values * weights).sum().backward()
-    named = {
-        name: weight.grad.clone()
-        for name, weight in made.named_parameters()
-        if weight.grad is not None
+    named = dict(made.named_parameters())
+    gradients = torch.autograd.grad(
+        (values * weights).sum(), list(named.values()), allow_unused=True
+    )
+    return values.detach(), {
+        name: g for name, g in zip(named, gradients, strict=True) if g is not None
     }
-    return values.detach(), named
 
 
 def scores_and_gradients(lm, loss_from: str, packed, given) -> tuple:
@@ -102,39 +80,38 @@ def assert_same(found: tuple, expected: tuple, atol: float) -> None:
         torch.testing.assert_close(found[1][name], gradient, atol=atol * scale, rtol=0, msg=name)
 
 
+# Prompts that several responses share, or whole sequences of all groups.
+SHARED = [lambda given, n=n: packing.pack(given, n) for n in (2, 3, 4)]
+WHOLE = [
+    lambda given, rows=rows: packing.pack_whole(given, rows)
+    for rows in ([[4, 0, 8], [1, 2, 3, 5], [11, 6, 7], [9, 10]], [list(range(12))])
+]
+
+
+@pytest.mark.parametrize("forms", [SHARED, WHOLE], ids=["shared", "whole"])
 @pytest.mark.parametrize(
     ("kind", "loss_from", "options"),
     [
         ("Llama", "linear", {}),
-        ("Llama", "logits", {}),
-        ("Qwen2", "linear", {"attn_implementation": "eager"}),
+        ("Qwen2", "logits", {"attn_implementation": "eager"}),
         # Eager by itself, windows of 4096.
-        (
-            "Gemma2",
-            "logits",
-            {"head_dim": 8, "final_logit_softcapping": 5.0},
-        ),
-        ("GPT2", "logits", {}),  # learned positions, of which a row has more tokens than there are
+        ("Gemma2", "logits", {"head_dim": 8, "final_logit_softcapping": 5.0}),
+        ("GPT2", "linear", {}),  # learned positions, of which a row has more tokens than there are
     ],
 )
-def test_shared_prompts_give_the_scores_and_gradients_of_own_prompts(kind, loss_from, options):
+def test_rows_of_several_sequences_give_the_scores_and_gradients_of_rows_of_their_own(
+    kind, loss_from, options, forms
+):
     lm, given = model(kind, **options), batch()
     expected = scores_and_gradients(lm, loss_from, None, given)
-    for in_row in (2, 3, 4):
-        assert_same(
-            scores_and_gradients(lm, loss_from, packing.pack(given, in_row), given), expected, 2e-5
-        )
+    for form in forms:
+        assert_same(scores_and_gradients(lm, loss_from, form(given), given), expected, 2e-5)
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "reason"),
     [
         ("Llama", {}, None),
-        (
-            "Qwen2",
-            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
-            "sliding_window=8",
-        ),
         ("Mistral", {"sliding_window": 6}, "sliding_window=6"),
         # As long as any sequence: no token is out of sight.
         (
@@ -242,48 +219,15 @@ def test_rows_are_filled_with_every_sequence_once_where_that_is_cheaper():
     rows = packing.arrange(lengths, Costs(token=0.0, pair=1.0))
     assert max(sum(lengths[i] for i in row) for row in rows) == 9 and len(rows) < len(lengths)
     # Nothing to gain.
-    assert packing.arrange([4, 4, 4], Costs(token=1.0, pair=1.0)) == [
-        [0],
-        [1],
-        [2],
-    ]
+    assert packing.arrange([4, 4, 4], Costs(token=1.0, pair=1.0)) == [[0], [1], [2]]
 
 
-@pytest.mark.parametrize(
-    ("kind", "loss_from", "options"),
-    [
-        ("Llama", "linear", {}),
-        ("Qwen2", "logits", {"attn_implementation": "eager"}),
-        ("GPT2", "linear", {}),  # learned positions, of which a row has more tokens than there are
-    ],
-)
-def test_whole_sequences_in_a_row_give_the_scores_and_gradients_of_rows_of_their_own(
-    kind, loss_from, options
-):
-    lm, given = model(kind, **options), batch()
-    expected = scores_and_gradients(lm, loss_from, None, given)
-    for rows in ([[4, 0, 8], [1, 2, 3, 5], [11, 6, 7], [9, 10]], [list(range(12))]):
-        packed = packing.pack_whole(given, rows)
-        assert (
-            packed.input_ids.shape[0] == len(rows)
-            and len(packed.states) == given.response_mask.sum()
-        )
-        assert_same(scores_and_gradients(lm, loss_from, packed, given), expected, 2e-5)
-
-
-@pytest.mark.parametrize("wanted", [None, True, False])
-def test_a_model_that_cannot_share_is_reported_or_refused(wanted, capsys):
+def test_a_model_that_cannot_share_is_reported_or_refused(capsys):
     lm, words = model("Mistral", sliding_window=6), {"option": "packing", "otherwise": "padded"}
-    if wanted:
-        with pytest.raises(
-            InputError, match="packing: sliding_window=6 is shorter .*; drop --packing"
-        ):
-            packing.packing_costs(lm, 30, wanted, **words)
-    else:
-        assert packing.packing_costs(lm, 30, wanted, **words) is None
-        assert capsys.readouterr().out.startswith(
-            "" if wanted is False else "padded: sliding_window=6"
-        )
-    assert packing.packing_costs(model("Llama"), 30, True, **words) == packing.costs_of(
-        model("Llama")
-    )
+    with pytest.raises(InputError, match="packing: sliding_window=6 is shorter .*; drop --packing"):
+        packing.packing_costs(lm, 30, True, **words)
+    assert packing.packing_costs(lm, 30, False, **words) is None
+    assert packing.packing_costs(lm, 30, None, **words) is None
+    assert capsys.readouterr().out.startswith("padded: sliding_window=6")
+    lm = model("Llama")
+    assert packing.packing_costs(lm, 30, True, **words) == packing.costs_of(lm)

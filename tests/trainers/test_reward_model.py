@@ -21,7 +21,6 @@ SMALL = {
 ROPE = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "bos_token_id": None}
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**ROPE),
-    "qwen2": lambda: transformers.Qwen2Config(**ROPE),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
         **ROPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8
     ),
@@ -39,7 +38,7 @@ CONFIGS = {
         **SMALL, ffn_dim=48, max_position_embeddings=24, word_embed_proj_dim=32, layerdrop=0.5
     ),
 }
-PADDINGS = ("none", "right", "left", "middle", "middle + right")
+PADDINGS = ("right", "left", "middle", "middle + right")
 
 
 def reward_model(name: str) -> RewardModel:
@@ -56,13 +55,10 @@ def reward_model(name: str) -> RewardModel:
     return model.train()  # as the trainer uses it: dropout and layer drop must be off all the same
 
 
-def texts(count: int = 5) -> list[list[int]]:
+def texts() -> list[list[int]]:
     """Rows of 3 to 12 tokens that end in EOS and contain one elsewhere too, as conversations of several turns do."""
     generator = torch.Generator().manual_seed(4)
-    rows = [
-        torch.randint(3, VOCAB, (n,), generator=generator).tolist()
-        for n in (12, 3, 7, 9, 4)[:count]
-    ]
+    rows = [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in (12, 3, 7, 9, 4)]
     return [[*row[:-1], EOS] if len(row) < 7 else [*row[:2], EOS, *row[3:-1], EOS] for row in rows]
 
 
@@ -94,12 +90,7 @@ def test_padding_changes_no_score_and_no_gradient(name, pad_id):
     wanted = torch.autograd.grad(expected @ upstream, list(model.parameters()))
     assert expected.std() > 0.1  # else the comparison could not fail
     for padding in PADDINGS:
-        if padding == "none":
-            scores = torch.cat(
-                [model(torch.tensor([row]), torch.ones(1, len(row))) for row in rows]
-            )
-        else:
-            scores = model(*padded(rows, padding, pad_id))
+        scores = model(*padded(rows, padding, pad_id))
         assert scores.shape == (len(rows),) and scores.dtype == torch.float32
         torch.testing.assert_close(
             scores, expected, atol=1e-5, rtol=0, msg=lambda m, p=padding: f"{p}: {m}"
@@ -113,13 +104,7 @@ def test_padding_changes_no_score_and_no_gradient(name, pad_id):
 def test_a_row_is_never_read_at_its_pads():
     model, rows = reward_model("llama"), texts()
     ids, mask = padded(rows, "middle + right", PAD)
-    # A pad token that was added to the tokenizer has no embedding.
-    for fill in (
-        0,
-        VOCAB - 1,
-        VOCAB + 7,
-        -100,
-    ):
+    for fill in (0, VOCAB + 7):  # a pad token that was added to the tokenizer has no embedding
         assert torch.equal(model(torch.where(mask.bool(), ids, fill), mask), model(ids, mask))
     assert torch.equal(model(ids, mask.bool()), model(ids, mask.float()))
 
@@ -133,16 +118,10 @@ def test_what_is_saved_opens_as_a_stock_classifier(name, lora_rank, tmp_path):
     model = RewardModel.from_pretrained(
         tmp_path / "base", adapters=ModelConfig(model="m", lora_rank=lora_rank)
     )
-    trained = [key for key, p in model.named_parameters() if p.requires_grad]
-    if lora_rank:
-        assert "classifier.score.weight" in trained and all(
-            "lora_" in k or "score" in k for k in trained
-        )
-        for key, parameter in model.named_parameters():
-            if "lora_B" in key:
-                parameter.normal_(std=0.2)
-    else:
-        assert len(trained) == len(list(model.parameters()))
+    for key, parameter in model.named_parameters():
+        assert parameter.requires_grad == (lora_rank == 0 or "lora_" in key or "score" in key)
+        if "lora_B" in key:
+            parameter.normal_(std=0.2)
     ids = torch.randint(3, VOCAB, (4, 9))
     raw = model(ids, torch.ones_like(ids))
     model.set_normalization(0.25, 3.0)
@@ -177,7 +156,7 @@ def test_a_reward_model_without_its_head_is_refused(tmp_path):
 
 @torch.no_grad()
 def test_normalisation_composes_and_survives_saving(tmp_path):
-    model, rows = reward_model("qwen2"), texts()
+    model, rows = reward_model("llama"), texts()
     ids, mask = padded(rows, "right", PAD)
     raw = model(ids, mask)
     model.normalize(raw[:3])

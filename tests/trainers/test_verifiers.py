@@ -65,30 +65,23 @@ def test_rewards_are_weighted_sums_and_solved_is_what_the_judges_say():
 BAD = [
     ({"x": 1}, None, "no answer in ground_truth, answer or solution; the row has .'x'."),
     ({"x": 1}, "y", "'y' is missing"),
-    ({"a": {"b": 1}, "c": 2}, "a.c", "'a.c' is missing or null; a has .'b'."),
     ({"a": '{"b": {"c": 1}}'}, "a.b.d", "a.b has .'c'."),
     ({"a": "b: 1"}, "a.b", "a is 'b: 1', which has no columns"),
-    ({"a": {"b": None}}, "a.b", "a has .'b'."),
     ({"a": {"b": {"c": 1}}}, "a.b", "'a.b' must be text, .* got .'c': 1."),
-    ({"answer": [{}]}, None, "'answer' must be text, .* got {}"),
     ({"answer": []}, None, r"'answer' has no answer, got \[\]"),
     ({"answer": float("nan")}, None, "'answer' must be text, .* got nan"),
     ({"answer": "6*7\n####"}, None, "'answer' has no answer"),
-    ({"answer": None}, "answer", "'answer' is missing or null"),
 ]
 NESTED = {"reward_model": {"ground_truth": 42, "style": "rule", "solution": "It is \\boxed{42}."}}
 AS_TEXT = {"reward_model": json.dumps(NESTED["reward_model"])}
 GOOD = [
     ({"ground_truth": 5, "answer": 6}, None, "5"),
     ({"answer": "6 * 7\n#### 42"}, None, "42"),
-    ({"target": "7"}, "target", "7"),
     ({"answer": False}, None, "false"),
     (NESTED, "reward_model.ground_truth", "42"),
     (AS_TEXT, "reward_model.solution", "42"),
-    ({"a": AS_TEXT}, "a.reward_model.ground_truth", "42"),
     # A dot in a name is no path where there is such a column, at any depth.
     ({"a.b": 1, "a": {"b": 2}}, "a.b", "1"),
-    ({"x": {"a.b": 1, "a": {"b": 2}}}, "x.a.b", "1"),
     ({"a.b": {"c": 1}, "a": {"c": 2}}, "a.b.c", "1"),
 ]
 
