@@ -714,13 +714,13 @@ MUTATIONS = {
         "trainers/policy/evaluate.py",
         "policy.sampling, k, Seeds(config.seed + ranks.rank())",
         "policy.sampling, k",
-        SAMPLERS,
+        "tests/trainers/test_resume.py -k grpo-lag1",
     ),
     "seeds are not in the checkpoint": Mutation(
         "trainers/run/store.py",
         "own[name].load_state_dict(state_of_rank)",
         "_ = own[name], state_of_rank",
-        SAMPLERS,
+        "tests/trainers/test_resume.py -k grpo-lag1",
     ),
     # GRPO.
     "GRPO's gradient is divided by the ranks": Mutation(
@@ -801,13 +801,13 @@ MUTATIONS = {
         "trainers/policy/critic.py",
         "later = mask.flip(1).cumsum(1).flip(1)",
         "later = mask.cumsum(1)",
-        PPO_PARTS,
+        DEFINITIONS,
     ),
     "the KL is a reward": Mutation(
         "trainers/policy/critic.py",
         "return -kl_coef * kl + torch.where",
         "return kl_coef * kl + torch.where",
-        PPO_PARTS,
+        DEFINITIONS,
     ),
     "whitened rewards lose their mean": Mutation(
         "trainers/policy/critic.py", "shift_mean=False", "shift_mean=True", PPO_PARTS

@@ -102,25 +102,6 @@ def test_a_rollout_is_of_the_weights_of_its_schedule(k, kind, monkeypatch):
     assert not ahead.pending
 
 
-@pytest.mark.parametrize("k", [1, 3])
-@pytest.mark.parametrize("at", [1, 4, 6])
-def test_what_is_pending_goes_into_a_checkpoint_and_comes_back(k, at, tmp_path):
-    first = LaggedSampler(Recorder(), k)
-    first.publish(0, nothing)
-    seeds = Counted()
-    expected = walked(first, seeds, range(1, at + 1))
-    torch.save(first.state_dict(), tmp_path / "state.pt")
-    assert sorted(first.pending) == list(range(at + 1, min(at + k, 7) + 1))
-
-    second = LaggedSampler(Recorder(), k)
-    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    second.publish(at, nothing)
-    again = Counted()
-    again.given = seeds.given
-    assert walked(second, again, range(at + 1, 8)) == walked(first, seeds, range(at + 1, 8))
-    assert all(found[0] == max(0, step - 1 - k) for step, found in expected.items())
-
-
 def test_rollouts_of_prompts_that_changed_are_sampled_again():
     first = LaggedSampler(Recorder(), 2)
     first.publish(0, nothing)

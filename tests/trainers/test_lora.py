@@ -279,16 +279,6 @@ def test_a_relative_model_below_adapters_is_looked_for_in_both_places(
                 read(name)
 
 
-def test_a_reference_is_the_model_without_its_adapters_which_alone_are_trained(
-    files, adapters, tmp_path
-):
-    lm = tiny.load_lm(sft_config((adapters, files[1]), tmp_path))
-    torch.testing.assert_close(logits(lm.lm), with_peft(files[0], adapters), atol=1e-6, rtol=0)
-    with lm.lm.disable_adapter():
-        torch.testing.assert_close(logits(lm.lm), stock(files[0]), atol=1e-6, rtol=0)
-    assert all("lora_" in name for name, weight in lm.named_parameters() if weight.requires_grad)
-
-
 def test_adapters_to_another_model_are_a_line(files, adapters, tmp_path):
     from safetensors.torch import load_file, save_file
 

@@ -13,12 +13,10 @@ import torch
 from fused_rl.trainers import grpo, ppo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.models import packing
 from fused_rl.trainers.policy import policy, setup
 from fused_rl.trainers.policy.critic import Critic, load_critic
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from tests.distributed import run_distributed
-from tests.marks import slow
 from tests.trainers import steps, tiny
 from tests.trainers.steps import EOS, GROUP, LENGTH, TEMPERATURE
 
@@ -142,8 +140,6 @@ def step_of_a_rank(rank, world, trainer, folders, options, plain):
     tokenizer = encode.load_tokenizer(folders[0])
     made = setup.load_policy(config, tokenizer, [Scorer(given["scores"])], CPU, updates=4)
     made.sampler = Sampler(given["responses"])
-    if options.get("share_prompts"):
-        made.costs = packing.Costs(token=1.0, pair=0.0)
 
     def measure(policy_, batch, parts, **options):
         mask, masked = batch.response_mask, {}
@@ -367,8 +363,6 @@ SAME_ON_RANKS |= {"groups/sampled", "groups/trained"}
 CASES = [
     ("grpo", {"kl_in": "loss"}, True),
     ("grpo", {"loss_from": "logits"}, False),
-    slow("grpo", {"share_prompts": True}, False),
-    slow("grpo", {"loss_from": "logits", "share_prompts": True}, False),
     ("ppo", {"kl_in": "reward"}, True),
     ("ppo", {"kl_in": "loss"}, False),
 ]

@@ -3,29 +3,8 @@
 import pytest
 import torch
 
-from fused_rl.trainers import sft
 from fused_rl.trainers.base import engine, optim
-from fused_rl.trainers.models.reward_model import RewardModel
-from fused_rl.trainers.options import OptimConfig
-from tests.lazy import transformers
-from tests.trainers import tiny
 from tests.trainers.steps import TrainingConfig
-
-
-@pytest.mark.parametrize("kind", ["lm", "reward"])
-def test_what_decays_is_what_decays_in_transformers_trainer(kind, folder):
-    """Norms and biases do not; without weight decay there is one group."""
-    config = sft.SFTConfig(model=folder, dataset="d", output_dir="o")
-    model = tiny.load_lm(config) if kind == "lm" else RewardModel.from_pretrained(folder)
-    parameters = list(model.parameters())
-    names = {id(p): name for name, p in model.named_parameters()}
-    decayed, spared = optim.adamw(parameters, OptimConfig(weight_decay=0.1)).param_groups
-    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
-    expected = transformers.Trainer.get_decay_parameter_names(None, model)
-    assert {names[id(p)] for p in decayed["params"]} == {*expected} < {*names.values()}
-    assert len(spared["params"]) == len(parameters) - len(expected)
-    (group,) = optim.adamw(parameters, OptimConfig()).param_groups
-    assert group["params"] == parameters
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The declaration of options: files, the command line, Python, ranges, help, and what an option needs beside it."""
 
 import json
-import math
 import re
 from pathlib import Path
 
@@ -98,29 +97,10 @@ def test_every_option_of_the_policy_loss_is_an_option_of_the_run():
         assert chosen == resolve_options("grpo", given)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_range_has_the_ends_that_the_help_says(command):
-    given = {"teacher": "t"} if command == "distill" else {}
-    given |= dict(zip(("model", "dataset", "output_dir"), "mdo", strict=True))
-    config, tried = COMMANDS[command](**given), 0
-    for name, default in config.to_dict().items():
-        words = in_words(kinds_of(type(config))[name])
-        outside = [object()]
-        for sign, end in re.findall(r"([<>]=?) ([\d.e+-]+)", words):
-            kind = int if words.startswith("int") else float
-            end, out = kind(float(end)), -1 if ">" in sign else 1
-            near = {
-                way: end + way if kind is int else math.nextafter(end, way * math.inf)
-                for way in (-1, 1)
-            }
-            setattr(config, name, end if "=" in sign else near[-out])
-            outside += [near[out] if "=" in sign else end, math.nan]
-            tried += 1
-        for value in outside:
-            with pytest.raises(InputError, match=rf"^{name}=.* should be "):
-                setattr(config, name, value)
-        setattr(config, name, default)
-    assert tried > 8
+def test_a_range_is_said_in_words():
+    kinds = kinds_of(grpo.GRPOConfig)
+    said = [in_words(kinds[name]) for name in ("steps", "top_p", "zero_stage", "verifier_weights")]
+    assert said == ["int > 0", "float > 0 <= 1", "0 or 1 or 2 or 3", "list of float"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -140,9 +120,7 @@ def test_help_has_the_options_that_matter_and_all_of_them_in_words(command, caps
         _, _, after = flat.partition(f" --{name} ")
         assert " ".join(field.description.split()) in after, name
         assert f"({in_words(kinds_of(config_class)[name])}; " in after, name
-    assert list(dict.fromkeys(re.findall(r"^  --(\w+) ", whole, re.M))).__len__() == len(
-        config_class.model_fields
-    )
+    assert len({*re.findall(r"^  --(\w+) ", whole, re.M)}) == len(config_class.model_fields)
 
 
 def test_batch_arithmetic():
@@ -174,7 +152,7 @@ def test_dry_run_prints_the_resolved_config(files, tmp_path, capsys):
     argv = ["--config", str(RECIPES / "demo_grpo.yaml"), "--lr", "0.25", "--model", files[0]]
     argv += ["--dataset", files[1], "--eval_size", "4", "--prompts_per_step", "4"]
     argv += ["--output_dir", str(tmp_path / "run"), "--verifiers", "math"]
-    argv += ["--server", "http://127.0.0.1:9,http://127.0.0.1:10", "--eval_dataset", files[1]]
+    argv += ["--eval_dataset", files[1]]
     config = parse(grpo.GRPOConfig, argv)
     config.resolve()
     printed = []
@@ -187,8 +165,7 @@ def test_dry_run_prints_the_resolved_config(files, tmp_path, capsys):
     # What follows from other options is in the short form, and what has its default is not.
     short, whole = printed
     assert "\nmicro_batch_size: " in short and "\nkl_every: " not in short
-    assert "server_timeout" in whole and {*short.splitlines()[1:]} < {*whole.splitlines()}
-    assert "# responses per step: 32 = 4 prompts x 8" in whole
+    assert "\nkl_every: " in whole and "# responses per step: 32 = 4 prompts x 8" in whole
 
 
 def test_every_recipe_parses():

@@ -15,7 +15,6 @@ from fused_rl.trainers.policy.critic import (
     KLController,
     advantages_and_returns,
     load_critic,
-    token_rewards,
 )
 from tests.trainers import tiny
 from tests.trainers.runs import ppo_config
@@ -27,20 +26,6 @@ config_of = functools.partial(tiny.config_of, "ppo")
 
 
 # The numbers that decide whether PPO works.
-
-
-def test_the_score_is_added_once_at_the_last_token_and_every_token_pays_for_its_kl():
-    mask = torch.tensor(
-        [[False, True, True, True, False], [True, True, False, False, False], [False] * 5]
-    )
-    kl = torch.where(mask, torch.arange(15.0).view(3, 5), 0)
-    found = token_rewards(torch.tensor([10.0, 20.0, 30.0]), kl, mask, 0.5)
-    # An empty response has no token.
-    assert found.tolist() == [
-        [0, -0.5, -1, 8.5, 0],
-        [-2.5, 17, 0, 0, 0],
-        [0] * 5,
-    ]
 
 
 def test_the_adaptive_coefficient():

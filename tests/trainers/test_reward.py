@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from fused_rl.trainers import reward
 from fused_rl.trainers.data import encode, preferences
@@ -47,25 +46,19 @@ def test_the_scorer_gives_the_trainers_scores(run):
     pairs, last = held_out_pairs(config), metrics[-1]
     model = RewardModel.from_pretrained(Path(config.output_dir) / "model")
     sides = sum(([p.rejected, p.chosen] for p in pairs), [])
-    rejected, chosen = (
-        RewardScorer(model, 3)([p for p, _ in sides], [r for _, r in sides]).view(-1, 2).T
-    )
-    constants = json.loads((Path(config.output_dir) / "evaluation.json").read_text())[
-        "normalization"
-    ]
-    assert constants["after"] == [model.score_mean, model.score_std]
+    scores = RewardScorer(model, 3)([p for p, _ in sides], [r for _, r in sides])
+    of_run = json.loads((Path(config.output_dir) / "evaluation.json").read_text())
+    (mean, std), after = (of_run["normalization"][when] for when in ("before", "after"))
+    assert after == [model.score_mean, model.score_std]
     # Undone: metrics are in the scale of the training loss.
-    chosen, rejected = (
-        (s.double() * model.score_std + model.score_mean - constants["before"][0])
-        / constants["before"][1]
-        for s in (chosen, rejected)
-    )
-    assert chosen.mean().item() == pytest.approx(last["eval/rm/chosen_rewards"], abs=1e-5)
-    assert rejected.mean().item() == pytest.approx(last["eval/rm/rejected_rewards"], abs=1e-5)
-    both = torch.cat([chosen, rejected])
-    assert both.min().item() == pytest.approx(last["eval/rm/min_reward"], abs=1e-5)
-    assert both.max().item() == pytest.approx(last["eval/rm/max_reward"], abs=1e-5)
-    assert (chosen > rejected).double().mean().item() == last["eval/rm/accuracy"]
-    assert (chosen - rejected).mean().item() == pytest.approx(
-        last["eval/rm/reward_margin"], abs=1e-5
-    )
+    scores = (scores.double() * model.score_std + model.score_mean - mean) / std
+    rejected, chosen = scores.view(-1, 2).T
+    for name, value in {
+        "chosen_rewards": chosen.mean(),
+        "rejected_rewards": rejected.mean(),
+        "min_reward": scores.min(),
+        "max_reward": scores.max(),
+        "accuracy": (chosen > rejected).double().mean(),
+        "reward_margin": (chosen - rejected).mean(),
+    }.items():
+        assert value.item() == pytest.approx(last[f"eval/rm/{name}"], abs=1e-5), name

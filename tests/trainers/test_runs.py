@@ -8,7 +8,7 @@ from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.reading import load_train_eval
 from tests.distributed import run_distributed
-from tests.trainers import divided, figures, tiny
+from tests.trainers import divided, tiny
 from tests.trainers.runs import assert_same_weights, grpo_config, sft_config
 
 
@@ -19,16 +19,6 @@ def files(tmp_path_factory):
     return tiny.model_folder(folder / "model", pad_is_eos=True), tiny.jsonl(
         folder / "rows.jsonl", tiny.sums(20)
     )
-
-
-@pytest.fixture(scope="module")
-def grpo_run(files, tmp_path_factory):
-    """The folder of a run of grpo that is evaluated after every other step, with its figures."""
-    folder = tmp_path_factory.mktemp("grpo") / "run"
-    with figures.drawn(), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "0")
-        grpo.train(grpo_config(files, folder, eval_every=2))
-    return folder
 
 
 # One result, however the batch is split.
@@ -104,13 +94,14 @@ def test_a_saved_model_reloads_to_the_same_scores_with_all_its_files(files, tmp_
 
 @pytest.mark.slow
 def test_a_reference_is_loaded_and_measured_where_it_is_asked_for_and_changes_nothing(
-    files, grpo_run, tmp_path
+    files, tmp_path
 ):
-    for name, options in {"none": {"kl_every": 0}, "second": {"kl_every": 2}}.items():
-        grpo.train(grpo_config(files, tmp_path / name, eval_every=1, **options))
-        # Nor does the number of evaluations.
-        assert_same_weights(tmp_path / name, grpo_run)
-    none, second = (tiny.read_metrics(tmp_path / name) for name in ("none", "second"))
+    # Nor does the number of evaluations.
+    for every, eval_every in ((0, 1), (2, 2)):
+        options = {"kl_every": every, "eval_every": eval_every}
+        grpo.train(grpo_config(files, tmp_path / str(every), **options))
+    assert_same_weights(tmp_path / "0", tmp_path / "2")
+    none, second = (tiny.read_metrics(tmp_path / name) for name in "02")
     keys = set().union(*none)
     assert not [key for key in keys if "kl" in key.replace("approxkl", "").replace("kl_coef", "")]
     assert ["objective/kl_exact" in metrics for metrics in second] == [False, False, True, False]

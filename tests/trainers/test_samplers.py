@@ -14,7 +14,7 @@ from fused_rl.trainers.rollouts.sampling import Seeds
 from fused_rl.trainers.rollouts.types import Response, Rollout, Sample
 from fused_rl.trainers.run.parse import parse
 from tests.trainers import tiny
-from tests.trainers.runs import VERIFIER, assert_equal_runs, forget_after, grpo_config
+from tests.trainers.runs import VERIFIER, grpo_config
 
 CPU = torch.device("cpu")
 
@@ -63,39 +63,6 @@ def test_the_sampler_s_distance_is_logged_before_any_correction(correction, cut)
 
 
 # Seeds.
-
-
-class Noting(tiny.Sampler):
-    """Draws by the seeds that it is given, and notes them."""
-
-    noted = []
-
-    def sample(self, prompts, sampling):
-        self.noted.append(sampling.seeds)
-        numbers = sampling.seeds or [1] * len(prompts)
-        return [Response([70 + seed % 90, 3], "stop") for seed in numbers]
-
-
-@pytest.mark.slow
-def test_every_response_has_a_seed_that_a_resumed_run_draws_again(files, tmp_path):
-    def run(name, **options):
-        Noting.noted = []
-        grpo.train(
-            grpo_config(
-                files, tmp_path / name, steps=3, save_every=1, keep_checkpoints=9, **options
-            ),
-            sampler=Noting,
-        )
-        return Noting.noted
-
-    whole = run("whole")
-    greedy, evaluated, first, second, third, greedy_again, evaluated_again = whole
-    assert greedy is greedy_again is None and evaluated == evaluated_again
-    assert [len(seeds) for seeds in (evaluated, first, second, third)] == [8, 16, 16, 16]
-    assert len({*first, *second, *third}) == 48 and all(0 <= seed < 2**31 for seed in first)
-    forget_after(tmp_path / "whole", tmp_path / "stopped", 1)
-    assert run("stopped", resume=True)[0] == second
-    assert_equal_runs(tmp_path / "whole", tmp_path / "stopped")
 
 
 def test_seeds_draw_from_a_generator_of_their_own():

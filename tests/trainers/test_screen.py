@@ -23,11 +23,7 @@ def test_control_characters_are_shown(capsys, tmp_path):
     )
     with pytest.raises(SystemExit) as stopped, around("fused-rl sft"):
         raise InputError(f"a row says {HOSTILE}\nand more")
-    assert (
-        "\\x1b[2J" in stopped.value.code
-        and "\n" not in stopped.value.code
-        and "\x1b" not in stopped.value.code
-    )
+    assert "\\x1b[2J" in stopped.value.code and not {"\n", "\x1b"} & {*stopped.value.code}
     config = sft.SFTConfig(model="m", dataset="d", output_dir=str(tmp_path))
     logger = Logger(config, 0)
     logger.samples(1, [{"prompt": HOSTILE, "response": f"two\nlines {HOSTILE}"}])

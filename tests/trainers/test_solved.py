@@ -34,27 +34,19 @@ def test_the_ks_are_powers_of_two_and_all():
 
 
 def test_lengths_and_truncation_add_up_over_parts():
-    solved, lengths = (
-        torch.tensor([True, False, True, False, False]),
-        torch.tensor([3, 10, 5, 4, 10]),
-    )
-    stopped = lengths < 10
-    parts = [
-        outcome_sums(*(x[part] for x in (solved, lengths, stopped)))
-        for part in (slice(0, 2), slice(2, 5))
-    ]
-    sums = {name: (parts[0][name] + parts[1][name]).item() for name in parts[0]}
-    assert outcomes(sums) == {
+    solved = torch.tensor([True, False, True, False, False])
+    lengths = torch.tensor([3, 10, 5, 4, 10])
+
+    def sums_of(part, solved=solved):
+        sums = outcome_sums(solved[part], lengths[part], lengths[part] < 10)
+        return {name: value.item() for name, value in sums.items()}
+
+    first, second = sums_of(slice(2)), sums_of(slice(2, 5))
+    assert outcomes({name: first[name] + second[name] for name in first}) == {
         "mean_length": 32 / 5,
         "clipped_ratio": 2 / 5,
         "mean_length_solved": 4.0,
         "mean_length_unsolved": 8.0,
     }
-    none = {
-        name: value.item()
-        for name, value in outcome_sums(~solved & solved, lengths, stopped).items()
-    }
-    assert (
-        "mean_length_solved" not in outcomes(none)
-        and outcomes(none)["mean_length_unsolved"] == 32 / 5
-    )
+    none = outcomes(sums_of(slice(5), torch.zeros_like(solved)))
+    assert "mean_length_solved" not in none and none["mean_length_unsolved"] == 32 / 5

@@ -1,10 +1,8 @@
 """What `--verifiers`, `--verifier_weights` and `--solved_at` may say; bad_inputs/verifiers.py has what they may not."""
 
-import json
-
 import pytest
 
-from fused_rl.trainers import grpo, ppo
+from fused_rl.trainers import grpo
 from fused_rl.trainers.run.parse import parse
 from fused_rl.trainers.scorers.load import check_scorers, load_scorers, parse_scorers
 from fused_rl.trainers.scorers.options import ScorerConfig
@@ -31,33 +29,19 @@ def test_what_follows_a_prefix_is_taken_whole(case):
     assert (one.weight, one.solved_at) == (1.0, None)
 
 
-def test_the_three_lists_stand_side_by_side():
-    options = {
-        "verifiers": ["math", "a:f", "format"],
-        "verifier_weights": [2, -0.5, 0],
-        "solved_at": [None, 0.5, 1],
-    }
-    found = parse_scorers(ScorerConfig(**options))
-    assert [(one.name, one.weight, one.solved_at) for one in found] == [
-        ("math", 2.0, None),
-        ("a:f", -0.5, 0.5),
-        ("format", 0.0, 1.0),
-    ]
+def test_the_three_lists_stand_side_by_side_and_are_described():
+    verifiers, weights = ["math", FUNCTION, "format"], [2, -0.5, 0]
+    config = ScorerConfig(verifiers=verifiers, verifier_weights=weights, solved_at=[None, 0.5, 1])
+    found = [(one.name, one.weight, one.solved_at) for one in parse_scorers(config)]
+    assert found == [("math", 2.0, None), (FUNCTION, -0.5, 0.5), ("format", 0.0, 1.0)]
+    config = ScorerConfig(verifiers=verifiers[:2], verifier_weights=[2, 0.2])
+    assert check_scorers(config) == f"2*math + 0.2*{FUNCTION}"
 
 
 def test_two_of_a_kind_are_named_by_all_that_they_say():
-    found = parse_scorers(
-        ScorerConfig(
-            verifiers=["regex:a", "regex:b", "reward_model:a", "reward_model:b", "length:3"]
-        )
-    )
-    assert [one.name for one in found] == [
-        "regex:a",
-        "regex:b",
-        "reward_model:a",
-        "reward_model:b",
-        "length",
-    ]
+    verifiers = ["regex:a", "regex:b", "reward_model:a", "reward_model:b", "length:3"]
+    found = parse_scorers(ScorerConfig(verifiers=verifiers))
+    assert [one.name for one in found] == [*verifiers[:4], "length"]
 
 
 @pytest.mark.parametrize(
@@ -65,23 +49,12 @@ def test_two_of_a_kind_are_named_by_all_that_they_say():
     [
         (["math"], ["math"]),
         (["[math, my_module:f]"], ["math", "my_module:f"]),
-        ([r"regex:answer: (\d+), [a-z]*"], [r"regex:answer: (\d+), [a-z]*"]),
         ([r"['regex:answer: (\d+), it''s', math]"], [r"regex:answer: (\d+), it's", "math"]),
-        ([r'["regex:a\\d", format]'], [r"regex:a\d", "format"]),
     ],
 )
-def test_a_command_line_has_a_word_or_a_list(argv, expected, tmp_path):
+def test_a_command_line_has_a_word_or_a_list(argv, expected):
     assert parse(grpo.GRPOConfig, [*BASE, "--verifiers", *argv]).verifiers == expected
-    assert parse(ppo.PPOConfig, [*BASE, f"--verifiers={argv[0]}"]).verifiers == expected
-    (tmp_path / "c.yaml").write_text(json.dumps({"verifiers": expected}))
-    assert (
-        parse(grpo.GRPOConfig, ["--config", str(tmp_path / "c.yaml"), *BASE]).verifiers == expected
-    )
-
-
-def test_the_reward_is_described():
-    config = ScorerConfig(verifiers=["math", FUNCTION], verifier_weights=[2, 0.2])
-    assert check_scorers(config) == f"2*math + 0.2*{FUNCTION}"
+    assert parse(grpo.GRPOConfig, [*BASE, f"--verifiers={argv[0]}"]).verifiers == expected
 
 
 def test_those_that_compare_with_the_answer_say_what_is_solved():
@@ -91,8 +64,6 @@ def test_those_that_compare_with_the_answer_say_what_is_solved():
 
     assert thresholds("exact_match", "format") == {"exact_match": 1.0, "format": None}
     assert thresholds("regex:a(b)", "length:4") == {"regex": 1.0, "length": None}
-    assert thresholds("format", "exact_match", solved_at=[1, 0]) == {
-        "format": 1.0,
-        "exact_match": 0.0,
-    }
+    given = thresholds("format", "exact_match", solved_at=[1, 0])
+    assert given == {"format": 1.0, "exact_match": 0.0}
     assert thresholds("regex:ab", "length:4") == {"regex": 1.0, "length": None}  # nobody compares
