@@ -8,7 +8,6 @@ import pytest
 
 from fused_rl.trainers.commands import eval as command
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.data.rows import load_rows
 from fused_rl.trainers.rollouts.types import Response
 from fused_rl.trainers.run.parse import parse
 from tests.distributed import run_distributed
@@ -22,19 +21,15 @@ def folder(tmp_path_factory):
     """A model, and five rows."""
     folder = tmp_path_factory.mktemp("eval")
     tiny.model_folder(folder / "model")
-    tiny.jsonl(
-        folder / "rows.jsonl", [{"question": "a" * i, "answer": str(i)} for i in (5, 1, 4, 2, 3)]
-    )
+    rows = [{"question": "a" * i, "answer": str(i)} for i in (5, 1, 4, 2, 3)]
+    tiny.jsonl(folder / "rows.jsonl", rows)
     return folder
 
 
 def options(folder, **more):
-    given = {
-        "model": folder / "model",
-        "dataset": folder / "rows.jsonl",
-        "verifiers": "exact_match",
-    } | more
-    return [f"--{name}={value}" for name, value in given.items() if value is not None]
+    given = {"model": folder / "model", "dataset": folder / "rows.jsonl"}
+    given |= {"verifiers": "exact_match"} | more
+    return [f"--{name}={value}" for name, value in given.items()]
 
 
 def read(folder):
@@ -69,51 +64,39 @@ def test_the_figures_are_those_by_hand(folder, tmp_path, monkeypatch, capsys):
 
     # Of 4 samples the problems 1 … 5 have 1, 2, 3, 4 and 4 right; right ones have a digit and, but for the fourth ones,
     # an end; wrong ones 5 letters and the same.
+    error = (0.425 / 4 / 5) ** 0.5
     expected = {"problems": 5, "accuracy_greedy": 3 / 5, "accuracy_greedy_error": (0.3 / 5) ** 0.5}
-    expected |= {
-        "pass_at_1": 14 / 20,
-        "pass_at_2": (0.5 + 5 / 6 + 3) / 5,
-        "pass_at_4": 1.0,
-        "pass_at_k": 1.0,
-    }
-    expected |= {"accuracy_sampled": 14 / 20, "accuracy_sampled_error": (0.425 / 4 / 5) ** 0.5}
-    expected |= {"score": 14 / 20, "clipped_ratio": 5 / 20, "mean_length": (26 + 33) / 20}
-    expected |= {
-        "mean_length_solved": (12 * 2 + 2) / 14,
-        "mean_length_unsolved": (3 * 6 + 3 * 5) / 6,
-    }
-    expected |= {"score_error": (0.425 / 4 / 5) ** 0.5, "score_std": (0.7 * 0.3) ** 0.5}
-    expected |= {"frac_reward_zero_std": 2 / 5}
+    expected |= {"pass_at_1": 14 / 20, "pass_at_2": (0.5 + 5 / 6 + 3) / 5}
+    expected |= {"pass_at_4": 1.0, "pass_at_k": 1.0, "frac_reward_zero_std": 2 / 5}
+    expected |= {"accuracy_sampled": 14 / 20, "accuracy_sampled_error": error}
+    expected |= {"score": 14 / 20, "score_error": error, "score_std": (0.7 * 0.3) ** 0.5}
+    expected |= {"clipped_ratio": 5 / 20, "mean_length": (26 + 33) / 20}
+    expected |= {"mean_length_solved": 26 / 14, "mean_length_unsolved": 33 / 6}
     written = summary.pop("options")
     assert summary == pytest.approx(expected)
     assert written["verifiers"] == ["exact_match"] and written["max_new_tokens"] == 9
+    assert re.search(r"\naccuracy_greedy +0.6\n", capsys.readouterr().out)
 
     # Every response, problems in the order of the rows.
-    assert [(row["problem"], row["decoding"]) for row in rows[:6]] == [
-        *((0, kind) for kind in ("greedy", *["sampled"] * 4)),
-        (1, "greedy"),
-    ]
-    second = [row for row in rows if row["problem"] == 1]
+    kinds = [(i, kind) for i in range(5) for kind in ("greedy", *["sampled"] * 4)]
+    assert [(row["problem"], row["decoding"]) for row in rows] == kinds
+    second = rows[5:10]
     assert [row["response"] for row in second] == ["wrong", "1", "wrong", "wrong", "wrong"]
-    assert second[1]["row"].endswith("rows.jsonl, line 2") and second[1]["scores"] == {
-        "exact_match": 1.0
-    }
-    assert "<user>a<end>" in second[1]["prompt"]
-    assert [row["finish"] for row in second] == ["stop"] * 4 + ["length"] and second[1][
-        "tokens"
-    ] == 2
-    assert re.search(r"\naccuracy_greedy +0.6\n", capsys.readouterr().out)
+    assert [row["finish"] for row in second] == ["stop"] * 4 + ["length"]
+    assert second[1]["row"].endswith("rows.jsonl, line 2") and "<user>a<end>" in second[1]["prompt"]
+    assert second[1]["scores"] == {"exact_match": 1.0} and second[1]["tokens"] == 2
 
 
 def test_responses_are_those_of_the_model_and_equal_seeds_are_equal(folder, tmp_path):
-    for name, more in {"a": {}, "b": {}, "c": {"seed": 2}, "one": {"top_k": 1}}.items():
-        out = tmp_path / name
+    found = []
+    for more in ({}, {}, {"seed": 2}, {"top_k": 1}):
+        out = tmp_path / str(len(found))
         command.main(options(folder, samples=2, max_new_tokens=4, output_dir=out, **more))
-    a, b, c, one = (read(tmp_path / name)[0] for name in ("a", "b", "c", "one"))
-    assert a == b and a != c
+        found.append([row["response"] for row in read(out)[0]])
+    a, b, c, one = found
+    assert a == b != c
     # From the most likely token alone all are greedy.
-    said = [[row["response"] for row in rows[::3]] for rows in (a, c, one)]
-    assert said[0] == said[1] == said[2] == [row["response"] for row in one[1::3]]
+    assert a[::3] == c[::3] == one[::3] == one[1::3]
 
 
 def test_the_options_of_the_run_are_those_of_its_model(folder, tmp_path):
@@ -132,12 +115,11 @@ def test_the_options_of_the_run_are_those_of_its_model(folder, tmp_path):
 
 
 def test_a_response_may_be_as_long_as_the_model_has_positions(folder, tmp_path, capsys):
-    rows = tiny.jsonl(tmp_path / "one.jsonl", [{"question": "1 + 1 = ?", "answer": "2"}])
-    command.main(options(folder, dataset=rows, samples=1))
-    printed = capsys.readouterr().out
-    encoder = encode.Encoder(encode.load_tokenizer(str(folder / "model")))
-    prompt = tiny.prompt(encoder, load_rows(rows)[0], None)
-    assert f"max_new_tokens: {128 - len(prompt)}\n" in printed  # the model has 128 positions
+    row = {"question": "1 + 1 = ?", "answer": "2"}
+    command.main(options(folder, dataset=tiny.jsonl(tmp_path / "one.jsonl", [row]), samples=1))
+    prompt = tiny.prompt(encode.Encoder(tiny.tokenizer()), row, None)
+    # The model has 128 positions.
+    assert f"max_new_tokens: {128 - len(prompt)}\n" in capsys.readouterr().out
 
 
 def evaluate_on(rank, world, argv):
@@ -146,15 +128,14 @@ def evaluate_on(rank, world, argv):
 
 @pytest.mark.slow
 def test_several_processes_draw_the_same_greedy_responses_in_the_same_order(folder, tmp_path):
+    found = []
     for world in (1, 3):  # 5 problems: two of three shares are filled up
-        argv = options(
-            folder, samples=2, max_new_tokens=4, batch_size=2, output_dir=tmp_path / str(world)
-        )
+        out = tmp_path / str(world)
+        argv = options(folder, samples=2, max_new_tokens=4, batch_size=2, output_dir=out)
         returned = run_distributed(evaluate_on, world, argv, timeout=200)
         assert returned == returned[:1] * world
-    (one, of_one), (three, of_three) = (read(tmp_path / str(world)) for world in (1, 3))
-    greedy = [[row for row in rows if row["decoding"] == "greedy"] for rows in (one, three)]
-    assert greedy[0] == greedy[1] and of_one["accuracy_greedy"] == of_three["accuracy_greedy"]
-    assert [(row["decoding"], row["row"]) for row in one] == [
-        (row["decoding"], row["row"]) for row in three
-    ]
+        rows, summary = read(out)
+        greedy = [row for row in rows if row["decoding"] == "greedy"]
+        order = [(row["decoding"], row["row"]) for row in rows]
+        found.append((greedy, order, summary["accuracy_greedy"]))
+    assert found[0] == found[1]

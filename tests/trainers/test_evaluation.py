@@ -16,20 +16,19 @@ from tests.trainers import tiny
 EOS = 3
 
 
+RIGHT = [[1, 0, 1], [1, 1, 1, 0, 0, 1, 0, 0, 1, 1, 1, 1]]
+
+
 class Sampler(tiny.Sampler):
     """Greedy: right for the first problem. Sampled: 3, 1 and 4 of 4 right, of 1, 2, 3 and 4 tokens, the last cut."""
 
     def sample(self, prompts, sampling):
-        right = (
-            [True, False, True]
-            if not sampling.temperature
-            else [1, 1, 1, 0, 0, 1, 0, 0, 1, 1, 1, 1]
-        )
-        return [self.response(i % 4 + 1, right[i]) for i in range(len(prompts))]
-
-    def response(self, length, right):
-        ids = [70 + right] * length
-        return Response([*ids[:-1], EOS] if length < 4 else ids, "stop" if length < 4 else "length")
+        responses = []
+        for i, right in enumerate(RIGHT[sampling.temperature > 0]):
+            ids = [70 + right] * (i % 4 + 1)
+            finish = "length" if i % 4 == 3 else "stop"
+            responses.append(Response([*ids[:-1], EOS] if finish == "stop" else ids, finish))
+        return responses
 
 
 class Judge:
@@ -37,16 +36,13 @@ class Judge:
 
     name, weight, solved_at = "judge", 0.5, 1.0
 
-    def __init__(self):
-        self.rights = [[True, False, True], [1, 1, 1, 0, 0, 1, 0, 0, 1, 1, 1, 1]]
-
     def __call__(self, samples):
-        return [1.0 if right else 0.25 for right in self.rights.pop(0)]
+        return [1.0 if right else 0.25 for right in RIGHT[len(samples) > 3]]
 
 
 def test_every_metric_is_its_definition(monkeypatch, capsys):
     tokenizer, device, judge = tiny.tokenizer(), torch.device("cpu"), Judge()
-    config = SimpleNamespace(eval_samples=4, seed=1, micro_batch_size=5)
+    config = SimpleNamespace(eval_samples=4, seed=1)
     monkeypatch.setattr(evaluate, "SHOWN", 2)
 
     def sampled(prompts, sampling, copies, seeds=None):
@@ -58,11 +54,10 @@ def test_every_metric_is_its_definition(monkeypatch, capsys):
 
     monkeypatch.setattr(evaluate, "measure", measure)
     trained = [{"of": "training", "prompt": "a", "response": "b", "reward": 0.25}]
-    policy = SimpleNamespace(
-        config=config, sampling=Sampling(1.0, 4, (EOS,)), roll_out=sampled, sample_rows=trained
-    )
+    policy = SimpleNamespace(config=config, sampling=Sampling(1.0, 4, (EOS,)), roll_out=sampled)
     policy.tokenizer, policy.reference, policy.scorers = tokenizer, True, [judge]
-    policy.divide = lambda batch, index: list(index.split(config.micro_batch_size))
+    policy.sample_rows = trained
+    policy.divide = lambda batch, index: list(index.split(5))
     # The third problem is another rank's.
     held_out = evaluate.HeldOut([Prompt([1, 60 + i], {}) for i in range(3)], 2)
     metrics, shown, by_row = evaluate.evaluate(policy, held_out)
@@ -73,8 +68,8 @@ def test_every_metric_is_its_definition(monkeypatch, capsys):
             "eval/accuracy_sampled": 4 / 8,
             "eval/pass_at_k": 1.0,
             "eval/pass_at_1": (3 / 4 + 1 / 4) / 2,
-            "eval/pass_at_2": (1 + 1 / 2)
-            / 2,  # of the second problem 3 of 6 pairs hold the right one
+            # Of the second problem 3 of 6 pairs hold the right one.
+            "eval/pass_at_2": (1 + 1 / 2) / 2,
             "eval/pass_at_4": 1.0,
             "eval/score": (4 * 0.5 + 4 * 0.125) / 8,
             "eval/score_std": 0.1875,  # half of the scores is 0.5, half 0.125
@@ -115,11 +110,11 @@ def test_every_metric_is_its_definition(monkeypatch, capsys):
 def test_what_is_shown_is_drawn_at_random_and_the_same_for_a_seed():
     samples = [Sample({}, [i], Response([i, EOS], "stop"), "") for i in range(50)]
     rollout = SimpleNamespace(samples=samples, rewards=torch.arange(50) / 10, scores={})
-    tokenizer = SimpleNamespace(decode=lambda ids: ids)
+    tokenizer = SimpleNamespace(decode=lambda ids: ids[0])
 
     def shown(count, seed, among=50):
         rows = sample_rows_of("training", rollout, range(among), count, seed, tokenizer)
-        return [row["prompt"][0] for row in rows]
+        return [row["prompt"] for row in rows]
 
     before = torch.get_rng_state(), random.getstate()
     picked = [shown(8, seed) for seed in range(20)]
