@@ -6,20 +6,17 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from fused_rl.trainers import cli
-from fused_rl.trainers.rollouts.types import Response, Sampler
+from fused_rl.trainers.rollouts.types import Response
 from fused_rl.trainers.run import store
-from tests.lazy import transformers
 from tests.trainers import tiny
 from tests.trainers.runs import assert_same_weights, on_ranks
 
 
-class Fixed(Sampler):
+class Fixed(tiny.Sampler):
     """Responses that depend on the prompt, the step and the copy alone: those of any number of processes."""
 
-    tells_logprobs = False
     step = 0
 
     def sample(self, prompts, sampling):
@@ -42,57 +39,23 @@ class Fixed(Sampler):
         self.step = step
 
 
-class Telling(Fixed):
-    """One that tells log-probabilities, as `lag` needs."""
-
-    tells_logprobs = True
-
-
 def fixed(built, tokenizer):
-    sampler = Fixed(built, tokenizer)
-    sampler.tells_logprobs = False
-    return sampler
+    return Fixed()
 
 
 def telling(built, tokenizer):
-    sampler = Telling(built, tokenizer)
+    """One that tells log-probabilities, as `lag` needs."""
+    sampler = Fixed()
     sampler.tells_logprobs = True
     return sampler
 
 
-def model_folder(folder: Path, *, key_heads: int = 2, **options) -> str:
-    """A Qwen2 of 4 heads with random weights, and its tokenizer."""
-    made = tiny.tokenizer()
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        config = transformers.Qwen2Config(
-            vocab_size=len(made),
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=key_heads,
-            max_position_embeddings=128,
-            initializer_range=0.2,
-            bos_token_id=1,
-            eos_token_id=made.eos_token_id,
-            pad_token_id=made.pad_token_id,
-            **options,
-        )
-        lm = transformers.Qwen2ForCausalLM(config)
-    lm.save_pretrained(folder)
-    made.save_pretrained(folder)
-    return str(folder)
-
-
 def pairs(count: int) -> list[dict]:
     """Rows with everything that a trainer reads."""
-    rows = []
-    for i, row in enumerate(tiny.sums(count)):
+    rows = tiny.sums(count)
+    for i, row in enumerate(rows):
         rejected = f"no, {'x' * (i % 5)} {i}"
-        rows.append(
-            row | {"prompt": row["question"], "chosen": row["answer"], "rejected": rejected}
-        )
+        row |= {"prompt": row["question"], "chosen": row["answer"], "rejected": rejected}
     return rows
 
 
@@ -104,6 +67,7 @@ def marked(count: int) -> list[dict]:
     return rows
 
 
+FIXED = "tests.trainers.divided:fixed"
 # The copies of a prompt are sampled by one process: 4 prompts divide over 2 ranks of 2 processes, and over 4 processes.
 SAMPLED = {
     "eval_size": 4,
@@ -114,7 +78,7 @@ SAMPLED = {
     "max_new_tokens": 13,
     "eval_samples": 2,
     "kl_coef": 0.05,
-    "sampler": "tests.trainers.divided:fixed",
+    "sampler": FIXED,
 }
 OPTIONS = {
     "sft": {"batch_size": 8, "completion_column": "answer"},
@@ -123,13 +87,8 @@ OPTIONS = {
     "kto": {"batch_size": 8},
     "grpo": SAMPLED,
     "ppo": SAMPLED,
-    "distill": {
-        "prompts_per_step": 8,
-        "max_new_tokens": 13,
-        "on_policy": 0.5,
-        "completion_column": "answer",
-        "sampler": "tests.trainers.divided:fixed",
-    },
+    "distill": {"prompts_per_step": 8, "max_new_tokens": 13, "on_policy": 0.5}
+    | {"completion_column": "answer", "sampler": FIXED},
 }
 
 
@@ -183,11 +142,11 @@ def train_all(rank: int, world: int, files: dict[str, str], runs: list[tuple]) -
 
 def make_files(folder: Path) -> dict[str, str]:
     """A model, a reward model and files of rows, by name."""
-    model = model_folder(folder / "model")
+    model = tiny.model_folder(folder / "model", heads=4)
     return {
         "model": model,
         "reward": tiny.reward_folder(folder / "reward", model),
-        "teacher": model_folder(folder / "teacher", key_heads=4),
+        "teacher": tiny.model_folder(folder / "teacher", heads=4, key_heads=4),
         "rows": tiny.jsonl(folder / "rows.jsonl", pairs(25)),
         "marked": tiny.jsonl(folder / "marked.jsonl", marked(25)),
     }
@@ -209,7 +168,5 @@ def compare(files: dict[str, str], folder: Path, runs: dict, world: int, **chang
 
 def metrics_of(folder: Path) -> list[dict]:
     """A run's metrics, without KTO's accuracy: at first its scores are 0 but for rounding, which has a sign."""
-    found = []
-    for metrics in tiny.untimed(tiny.read_metrics(folder)):
-        found.append({k: v for k, v in metrics.items() if not k.endswith("kto/accuracy")})
-    return found
+    found = tiny.untimed(tiny.read_metrics(folder))
+    return [{k: v for k, v in of_step.items() if "kto/accuracy" not in k} for of_step in found]

@@ -44,17 +44,11 @@ LR0, SMALL, WORSE = "learning-rate", "not-learned", "held-out-worse"
 LARGE = "exploding|not-finite|kl-high|entropy-collapsed"
 BROKEN = {
     "sft-lr-0": ({"lr": 0}, LR0),
-    "sft-lr-small": ({"lr": 1e-9}, SMALL),
     "sft-lr-large": ({"lr": 30}, LARGE),
     "sft-few-rows": ({"dataset": "few.jsonl", "batch_size": 3, "steps": 100}, f"{WORSE}|{SMALL}"),
-    "dpo-lr-0": ({"lr": 0}, LR0),
-    "dpo-lr-small": ({"lr": 1e-9}, SMALL),
     "dpo-swapped": ({"dataset": "swapped.jsonl"}, WORSE),
     "reward-lr-small": ({"lr": 1e-9}, SMALL),
-    "reward-lr-large": ({"lr": 30}, LARGE),
     "reward-swapped": ({"dataset": "swapped.jsonl"}, WORSE),
-    "kto-lr-small": ({"lr": 1e-9}, SMALL),
-    "distill-lr-0": ({"lr": 0}, LR0),
     "distill-lr-large": ({"lr": 10}, LARGE),
     "grpo-lr-0": ({"lr": 0}, LR0),
     "grpo-lr-large": ({"lr": 3}, LARGE),
@@ -62,22 +56,17 @@ BROKEN = {
     "grpo-solved": ({"verifiers": f"{MODULE}:ones"}, "all-solved"),
     "grpo-none": ({"verifiers": f"{MODULE}:none"}, "scores-none"),
     "grpo-cut": ({"verifiers": "exact_match", "max_new_tokens": 1}, "length-limit"),
-    "grpo-too-hard": ({"verifiers": f"{MODULE}:never"}, "same-score"),
     "grpo-kl": ({"kl_coef": 1000, "minibatches": 2}, SMALL),
-    "ppo-constant": ({"verifiers": f"{MODULE}:constant"}, "same-score"),
     "ppo-few-steps": ({"steps": 3, "lr": 1e-6}, SMALL),
 }
 HEALTHY = {
     "sft": {},
-    "sft-packed": {"packing": True, "lr": 0.005},
     "sft-lora": {"lora_rank": 4, "lr": 0.02},
     "dpo": {},
     "dpo-simpo": {"loss_type": "simpo"},
     "reward": {},
-    "reward-long": {"steps": 60, "lr": 0.002},
     "kto": {},
     "distill": {},
-    "distill-slow": {"lr": 0.001},
     "grpo": {},
     "grpo-right": {"verifiers": RIGHT, "steps": 40},
     "grpo-dapo": {"preset": "dapo"},
@@ -108,25 +97,15 @@ def none(completions, **columns):
     return [None] * len(completions)
 
 
-def never(completions, **columns):
-    return [0.0] * len(completions)
-
-
 def words_of(command: str, options: dict, folder: Path, name: str) -> list[str]:
     """The command line of a run."""
-    is_pairs = command in ("reward", "dpo", "kto")
-    given = ALL | OPTIONS[command] | {"model": "warm", "dataset": "rows.jsonl"}
-    given |= {"eval_dataset": "held_out.jsonl"}
-    if command == "sft":
-        given["model"] = "model"
-    if is_pairs:
-        given |= {
-            "model": "pairs",
-            "dataset": "pairs.jsonl",
-            "eval_dataset": "held_out_pairs.jsonl",
-        }
+    model = {"sft": "model", "distill": "half-warm", "grpo": "warm", "ppo": "warm"}.get(command)
+    given = ALL | OPTIONS[command] | {"model": model or "pairs"}
+    given |= {"dataset": "rows.jsonl", "eval_dataset": "held_out.jsonl"}
+    if model is None:
+        given |= {"dataset": "pairs.jsonl", "eval_dataset": "held_out_pairs.jsonl"}
     if command == "distill":
-        given |= {"model": "half-warm", "teacher": folder / "warm"}
+        given["teacher"] = folder / "warm"
     given |= options
     for key in ("model", "dataset", "eval_dataset"):
         given[key] = folder / given[key]

@@ -1,9 +1,9 @@
 """A dry run reads the rows as the run does: it refuses what the run refuses, and shows what the run trains."""
 
 import importlib
-import importlib.util
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from fused_rl.trainers import cli, grpo, sft
 from fused_rl.trainers.run import dry_run
 from tests.trainers import tiny
 
-SAID = {"role": "user", "content": "q"}
+SAID = {"role": "bot", "content": "q"}
 ROWS = {
     "demonstrations": {"prompt": "q", "completion": "a"},
     "pairs": {"prompt": "q", "chosen": "a", "rejected": "b"},
@@ -23,7 +23,20 @@ READS = {"sft": "demonstrations", "reward": "pairs", "dpo": "pairs", "kto": "mar
 OPTIONS = {"grpo": ["--verifiers", "exact_match"], "ppo": ["--verifiers", "exact_match"]}
 
 
-def words_of(name, folder, dataset, tmp_path) -> list[str]:
+def said_twice(name, words) -> str:
+    """What a run refuses, as it does and as its dry run does."""
+    main = importlib.import_module(cli.TRAINERS[name].module).main
+    said = []
+    for action in ([], ["--dry_run"]):
+        with pytest.raises(SystemExit) as refused:
+            main([*words, *action])
+        said.append(str(refused.value))
+    assert said[0] == said[1]
+    return said[0]
+
+
+def words_of(name, folder, rows, tmp_path) -> list[str]:
+    dataset = tiny.jsonl(tmp_path / "rows.jsonl", rows)
     words = ["--model", folder, "--dataset", dataset, "--output_dir", str(tmp_path / "run")]
     if name == "distill":
         words += ["--teacher", folder, "--on_policy", "0.5"]
@@ -35,28 +48,18 @@ def words_of(name, folder, dataset, tmp_path) -> list[str]:
 @pytest.mark.parametrize("name", cli.TRAINERS)
 def test_a_dry_run_says_what_the_run_would_say(name, folder, tmp_path, capsys):
     row = ROWS[READS.get(name, "answers")]
-    # One in the middle, one among the held-out rows, and one that is no row.
-    faults = {11: row | {"prompt": ""}, 38: row | {"prompt": [SAID | {"role": "bot"}]}, 20: [row]}
-    # KTO needs several prompts.
-    rows = [faults.get(i, row | {"prompt": f"q{i % 2}"}) for i in range(40)]
-    words = words_of(name, folder, tiny.jsonl(tmp_path / "rows.jsonl", rows), tmp_path)
-    main = importlib.import_module(cli.TRAINERS[name].module).main
-    said = []
-    for action in ([], ["--dry_run"]):
-        with pytest.raises(SystemExit) as refused:
-            main([*words, *action])
-        said.append(str(refused.value))
-    assert said[0] == said[1]
-    assert "3 of 40 rows cannot be used" in said[0]
-    for number, reason in (
-        (12, "the prompt is empty"),
-        (39, "an unknown role, got 'bot'"),
-        (21, "got list"),
-    ):
-        assert f"rows.jsonl, line {number}: " in said[0] and reason in said[0]
-    assert not (tmp_path / "run").exists()
+    # KTO needs several prompts. One of those that cannot be used is held out, and one is no row.
+    rows = [row | {"prompt": f"q{i % 2}"} for i in range(40)]
+    rows[11], rows[38], rows[20] = row | {"prompt": ""}, row | {"prompt": [SAID]}, [row]
+    words = words_of(name, folder, rows, tmp_path)
+    said = said_twice(name, words)
+    assert "3 of 40 rows cannot be used" in said and not (tmp_path / "run").exists()
+    reasons = {12: "the prompt is empty", 39: "an unknown role, got 'bot'", 21: "got list"}
+    for number, reason in reasons.items():
+        assert f"rows.jsonl, line {number}: " in said and reason in said
 
     capsys.readouterr()
+    main = importlib.import_module(cli.TRAINERS[name].module).main
     main([*words, "--bad_rows", "skip", "--dry_run"])
     printed = capsys.readouterr()
     assert "left out 3 of 40 rows" in printed.err and "one example: " in printed.out
@@ -64,35 +67,29 @@ def test_a_dry_run_says_what_the_run_would_say(name, folder, tmp_path, capsys):
 
 def of_other_tokens(model: str, to: Path) -> str:
     """Return a copy of a model whose tokenizer has one more word."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = tiny.tokenizer()
     tokenizer.add_tokens(["zebra"])
     shutil.copytree(model, to)
     tokenizer.save_pretrained(to)
     return str(to)
 
 
-SERVED = ["--server", "http://127.0.0.1:9"]
+SERVED = "--server http://127.0.0.1:9"
 # Of what a run refuses beside its rows, before it loads a model or while it does: the command, the options, the line.
 REFUSED = [
-    ("grpo", ["--verifiers", "null"], "verifiers is missing"),
-    ("grpo", ["--wandb_project", "p"], "wandb_project needs wandb, which is not installed"),
-    ("grpo", [*SERVED, "--top_p", "0.9"], "top_p=0.9 with servers needs --top_k"),
-    ("grpo", [*SERVED, "--server_api_key_env", "NO_SUCH_KEY"], "NO_SUCH_KEY: that variable holds"),
-    ("grpo", ["--server", "127.0.0.1:9"], "server=.*expected a URL"),
-    ("ppo", ["--sampler", "json:no_such"], "sampler 'json:no_such': .* has no function"),
-    ("grpo", ["--rollout_correction", "token-truncate"], "corrects for a sampler that differs"),
-    ("ppo", ["--critic", "OTHER"], "critic '.*' has another tokenizer than the policy"),
-    ("ppo", ["--critic", "./no-such-critic"], "no-such-critic"),
-    ("grpo", ["--max_new_tokens", "9999"], "up to 9999 more, but the model has .* positions"),
-    ("ppo", ["--verifiers", "reward_model:OTHER"], "reward model '.*' has another tokenizer"),
-    (
-        "distill",
-        ["--teacher", "OTHER"],
-        "teacher=.* has .* tokens and model=",
-    ),
-    ("distill", ["--teacher", "http://"], "teacher='http://': expected a URL"),
+    ("grpo", "--verifiers null", "verifiers is missing"),
+    ("grpo", "--wandb_project p", "wandb_project needs wandb, which is not installed"),
+    ("grpo", f"{SERVED} --top_p 0.9", "top_p=0.9 with servers needs --top_k"),
+    ("grpo", f"{SERVED} --server_api_key_env NO_SUCH_KEY", "NO_SUCH_KEY: that variable holds"),
+    ("grpo", "--server 127.0.0.1:9", "server=.*expected a URL"),
+    ("ppo", "--sampler json:no_such", "sampler 'json:no_such': .* has no function"),
+    ("grpo", "--rollout_correction token-truncate", "corrects for a sampler that differs"),
+    ("ppo", "--critic OTHER", "critic '.*' has another tokenizer than the policy"),
+    ("ppo", "--critic ./no-such-critic", "no-such-critic"),
+    ("grpo", "--max_new_tokens 9999", "up to 9999 more, but the model has .* positions"),
+    ("ppo", "--verifiers reward_model:OTHER", "reward model '.*' has another tokenizer"),
+    ("distill", "--teacher OTHER", "teacher=.* has .* tokens and model="),
+    ("distill", "--teacher http://", "teacher='http://': expected a URL"),
 ]
 
 
@@ -100,22 +97,12 @@ REFUSED = [
 def test_a_dry_run_refuses_the_options_that_the_run_refuses(
     name, options, line, folder, tmp_path, monkeypatch
 ):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else find(name, *a)
-    )
-    if "OTHER" in "".join(options):
-        other = of_other_tokens(folder, tmp_path / "other")
-        options = [word.replace("OTHER", other) for word in options]
-    rows = tiny.jsonl(tmp_path / "rows.jsonl", [ROWS[READS.get(name, "answers")]] * 40)
-    main = importlib.import_module(cli.TRAINERS[name].module).main
-    said = []
-    for action in ([], ["--dry_run"]):
-        with pytest.raises(SystemExit) as refused:
-            main([*words_of(name, folder, rows, tmp_path), *options, *action])
-        said.append(str(refused.value))
-    assert said[0] == said[1] and re.search(line, said[0], re.DOTALL)
-    assert not (tmp_path / "run").exists()
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    if "OTHER" in options:
+        options = options.replace("OTHER", of_other_tokens(folder, tmp_path / "other"))
+    words = words_of(name, folder, [ROWS[READS.get(name, "answers")]] * 40, tmp_path)
+    said = said_twice(name, [*words, *options.split()])
+    assert re.search(line, said, re.DOTALL) and not (tmp_path / "run").exists()
 
 
 def test_the_example_has_every_token_and_says_which_are_trained(
@@ -123,7 +110,7 @@ def test_the_example_has_every_token_and_says_which_are_trained(
 ):
     monkeypatch.setattr(dry_run, "MOST_TOKENS", 40)
     rows = [{"prompt": "a b", "completion": f"c\n{'d' * 100}"}] * 10
-    words = words_of("sft", folder, tiny.jsonl(tmp_path / "rows.jsonl", rows), tmp_path)
+    words = words_of("sft", folder, rows, tmp_path)
     sft.main([*words, "--batch_size", "2", "--dry_run"])
     example = capsys.readouterr().out.split("# one example: ")[1].splitlines()
     assert example[0].startswith(f"{tmp_path}/rows.jsonl, line 1")
@@ -143,7 +130,7 @@ def test_the_example_has_every_token_and_says_which_are_trained(
 )
 def test_the_example_has_what_its_scorers_read(scorer, column, read, folder, tmp_path, capsys):
     row = {"prompt": "3+4?", column: "so\n#### 7", "note": "x"}
-    words = words_of("grpo", folder, tiny.jsonl(tmp_path / "rows.jsonl", [row] * 20), tmp_path)
+    words = words_of("grpo", folder, [row] * 20, tmp_path)
     grpo.main([*words[:-1], scorer, "--prompts_per_step", "4", "--dry_run"])
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if ", which scorers read: " in line] == [f"# {x}" for x in read]

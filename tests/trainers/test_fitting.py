@@ -9,14 +9,9 @@ import yaml
 from fused_rl.trainers import sft
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.models.reward_model import Critic, RewardModel
-from fused_rl.trainers.options import EngineConfig, OptimConfig
 from fused_rl.trainers.run import fitting
-from tests.trainers import tiny
+from tests.trainers import steps, tiny
 from tests.trainers.runs import run_config
-
-
-class TrainingConfig(EngineConfig, OptimConfig):
-    """The options of an engine and of its optimizer."""
 
 
 class Measured:
@@ -27,9 +22,9 @@ class Measured:
     def __init__(self, base: int, per_token: int, state: bool = True):
         self.base, self.per_token = base, per_token
         self.module = SimpleNamespace(trial_inputs=lambda input_ids: {"input_ids": input_ids})
-        weights = [torch.zeros(1000)]
-        self.optimizer = SimpleNamespace(state=state, param_groups=[{"params": weights}])
-        self.passes: list[tuple[int, ...]] = []
+        groups = [{"params": [torch.zeros(1000)]}]
+        self.optimizer = SimpleNamespace(state=state, param_groups=groups)
+        self.passes = []
 
     def __call__(self, input_ids):
         self.passes.append(tuple(input_ids.shape))
@@ -40,65 +35,54 @@ class Measured:
         assert loss == 0
 
 
-def gpu(monkeypatch, total: int, engines) -> None:
+def gpu(monkeypatch, total: int, engines, peak=None) -> None:
     """Stand in for a GPU with so many bytes that holds the engines."""
     properties = SimpleNamespace(total_memory=total)
     base = sum(one.base for one in engines)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
     monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr("torch.cuda.memory_allocated", lambda device: base)
-    monkeypatch.setattr(
-        "torch.cuda.max_memory_allocated", lambda device: sum(one.peak for one in engines)
-    )
+    peaks = lambda device: peak or sum(one.peak for one in engines)  # noqa: E731
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", peaks)
 
 
 @pytest.mark.parametrize(
-    ("total", "expected"),
+    ("total", "expected", "engines"),
     [
-        (1_000_000, 6500),  # (750,000 - 100,000) / 100
-        (10**9, 256 * 50),
-        (150_000, 125),
-        (140_000, 50),  # no room for a second sequence, so there is no second pass
+        (1_000_000, 6500, [(100_000, 100)]),  # (750,000 - 100,000) / 100
+        (10**9, 256 * 50, [(100_000, 100)]),
+        (150_000, 125, [(100_000, 100)]),
+        (140_000, 50, [(100_000, 100)]),  # no room for a second sequence, so no second pass
+        # Moments that the first step makes are left room; models that are trained together share it.
+        (1_000_000, 6500 - 8 * 1000 // 100, [(100_000, 100, False)]),
+        (1_000_000, 6500, [(50_000, 75), (50_000, 25)]),
     ],
 )
 def test_what_two_sequences_take_more_than_one_says_how_many_tokens_fit(
-    total, expected, monkeypatch
+    total, expected, engines, monkeypatch
 ):
-    one = Measured(100_000, 100)
-    gpu(monkeypatch, total, [one])
-    assert fitting.fitting_tokens([one], 50) == expected
-    assert one.passes == [(1, 50), (2, 50)][: 1 + (expected > 50)]
-
-
-def test_moments_that_the_first_step_makes_are_left_room(monkeypatch):
-    one = Measured(100_000, 100, state=False)
-    gpu(monkeypatch, 1_000_000, [one])
-    assert fitting.fitting_tokens([one], 50) == 6500 - 8 * 1000 // 100
-
-
-def test_models_that_are_trained_together_share_the_memory(monkeypatch):
-    engines = [Measured(50_000, 75), Measured(50_000, 25)]
-    gpu(monkeypatch, 1_000_000, engines)
-    assert fitting.fitting_tokens(engines, 50) == 6500
+    engines = [Measured(*one) for one in engines]
+    gpu(monkeypatch, total, engines)
+    assert fitting.fitting_tokens(engines, 50) == expected
+    assert engines[0].passes == [(1, 50), (2, 50)][: 1 + (expected > 50)]
 
 
 def trained(kind, folder, options, *, tried: bool) -> list[torch.Tensor]:
     """Return the weights after two steps, with or without trial passes before them."""
-    config = TrainingConfig(lr=1e-2, lr_schedule="constant", weight_decay=0.1, **options)
-    if kind is None:
-        model = tiny.load_lm(sft.SFTConfig(model=folder, dataset="d", output_dir="o"))
-    else:
-        model = kind.from_pretrained(folder)
-    model = model.to(engine.torch_dtype(config))
-    model = engine.initialize(model, config, 2)
+    torch.manual_seed(0)
+    config = steps.TrainingConfig(lr=1e-2, lr_schedule="constant", weight_decay=0.1, **options)
+    made = (
+        tiny.load_lm(tiny.config_of("sft", folder))
+        if kind is None
+        else kind.from_pretrained(folder)
+    )
+    model = engine.initialize(made.to(engine.torch_dtype(config)), config, 2)
     if tried:
         fitting.fitting_tokens([model], 6)
-    ids = torch.arange(8).view(2, 4)
     for step in range(2):
-        for part in ids.split(1):
+        for part in torch.arange(8).view(2, 1, 4):
             output = model(**model.module.trial_inputs(part))
-            loss = output.sum() if isinstance(output, torch.Tensor) else output.loss
-            model.backward(loss)
+            model.backward(output.sum() if isinstance(output, torch.Tensor) else output.loss)
         engine.optimizer_step(model, step)
     import deepspeed
 
@@ -120,14 +104,9 @@ def trained(kind, folder, options, *, tried: bool) -> list[torch.Tensor]:
 )
 def test_trial_passes_change_no_bit(kind, options, folder, monkeypatch):
     engine.setup(1)
-    gpu(monkeypatch, 1 << 30, [])
-    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: 1000)
-    torch.manual_seed(0)
-    expected = trained(kind, folder, options, tried=False)
-    torch.manual_seed(0)
-    found = trained(kind, folder, options, tried=True)
-    for before, after in zip(expected, found, strict=True):
-        assert torch.equal(before, after)
+    gpu(monkeypatch, 1 << 30, [], peak=1000)
+    expected, found = (trained(kind, folder, options, tried=tried) for tried in (False, True))
+    assert all(map(torch.equal, expected, found)) and len(expected) == len(found)
 
 
 def test_a_resumed_run_keeps_what_was_measured(files, tmp_path, monkeypatch):
@@ -139,13 +118,8 @@ def test_a_resumed_run_keeps_what_was_measured(files, tmp_path, monkeypatch):
 
     monkeypatch.setattr(fitting, "fitting_tokens", fitting_tokens)
     monkeypatch.setattr(sft.SFTConfig, "resolve", lambda self: None)  # as on a GPU
-    run = tmp_path / "run"
-    options = {"micro_batch_size": None, "save_every": 1}
-    sft.train(run_config(files, run, **options, steps=1))
-    (longest,) = measured
-    for again in ({}, {"resume": True, "steps": 2}):
-        if again:
-            sft.train(run_config(files, run, **options, **again))
-        written = yaml.safe_load((run / "config.yaml").read_text())
-        assert (written["micro_batch_size"], written["micro_batch_tokens"]) == (5, 5 * longest)
-    assert measured == [longest]
+    for more in ({"steps": 1}, {"resume": True, "steps": 2}):
+        sft.train(run_config(files, tmp_path, micro_batch_size=None, **more))
+        written = yaml.safe_load((tmp_path / "config.yaml").read_text())
+        found = written["micro_batch_size"], written["micro_batch_tokens"]
+        assert found == (5, 5 * measured[0]) and len(measured) == 1

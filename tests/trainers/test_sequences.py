@@ -84,7 +84,7 @@ def scored_in_parts(rank, world, folder) -> list[float]:
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_parts_are_scored_as_whole_sequences(world, tmp_path):
     # Of 4 processes two have the same head of keys, of 2 processes those of one head have both.
-    folder = divided.model_folder(tmp_path, key_heads=world // 2)
+    folder = tiny.model_folder(tmp_path, heads=4, key_heads=world // 2)
     for worst in run_distributed(scored_in_parts, world, folder):
         assert max(worst) < 2e-5, worst
 

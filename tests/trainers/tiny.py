@@ -49,7 +49,14 @@ def tokenizer(*, chat: bool = True, pad_is_eos: bool = False, adds_bos: bool = F
 
 
 def model_folder(
-    folder: Path, *, chat: bool = True, pad_is_eos: bool = False, tie: bool = False, seed: int = 0
+    folder: Path,
+    *,
+    chat: bool = True,
+    pad_is_eos: bool = False,
+    tie: bool = False,
+    seed: int = 0,
+    heads: int = 2,
+    key_heads: int | None = None,
 ) -> str:
     """A Qwen2 with random weights, its tokenizer and a generation config that would bias sampling."""
     import torch
@@ -60,11 +67,11 @@ def model_folder(
         torch.manual_seed(seed)
         config = transformers.Qwen2Config(
             vocab_size=len(made),
-            hidden_size=16,
+            hidden_size=8 * heads,
             intermediate_size=32,
             num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
+            num_attention_heads=heads,
+            num_key_value_heads=key_heads or heads // 2,
             max_position_embeddings=128,
             tie_word_embeddings=tie,
             initializer_range=0.2,
