@@ -19,22 +19,12 @@ from tests.trainers import figures
 
 OPERATIONS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.listdir")
 # What a command imports, so that a process which is forked has it.
-OF_COMMANDS = [
-    "datasets",
-    "matplotlib.figure",
-    "torch.utils.tensorboard",
-    "sympy",
-    "peft",
-    "pydantic",
-]
-OF_COMMANDS += [
-    "transformers.models.qwen2.modeling_qwen2",
-    "transformers.models.auto.modeling_auto",
-]
+OF_COMMANDS = ["datasets", "matplotlib.figure", "torch.utils.tensorboard", "sympy", "peft"]
+OF_COMMANDS += ["pydantic", "transformers.models.qwen2.modeling_qwen2"]
+OF_COMMANDS += ["transformers.models.auto.modeling_auto"]
 OF_COMMANDS += ["torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor"]
-PROCESSES.set_forkserver_preload(
-    [*PRELOADED, *OF_COMMANDS, *(listed.module for listed in cli.COMMANDS.values())]
-)
+MODULES = [listed.module for listed in cli.COMMANDS.values()]
+PROCESSES.set_forkserver_preload([*PRELOADED, *OF_COMMANDS, *MODULES])
 ROOT = Path(__file__).parents[2]
 NEVER = -1
 
@@ -107,14 +97,7 @@ def run(*args, **options) -> list[int]:
     return [process.exitcode for process in processes]
 
 
-def _run(
-    command: str,
-    argv: list[str],
-    folder: Path,
-    moment: Moment,
-    env: dict[str, str],
-    judge: Path | None,
-) -> None:
+def _run(command: str, argv: list[str], folder: Path, moment: Moment, env, judge) -> None:
     """In the new process."""
     os.setsid()  # a terminal's Ctrl-C goes to a whole group
     os.chdir(folder)
@@ -123,11 +106,7 @@ def _run(
     os.dup2(log, 1)
     os.dup2(log, 2)
     # Of a run that was there when the server started.
-    for name in (
-        "RANK",
-        "WORLD_SIZE",
-        "GLOO_SOCKET_IFNAME",
-    ):
+    for name in ("RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME"):
         os.environ.pop(name, None)
     os.environ.update(env, TRITON_INTERPRET="0", OMP_NUM_THREADS="1")
     figures.leave_out()
