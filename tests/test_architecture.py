@@ -259,27 +259,6 @@ def test_rooms_of_the_library_import_those_below():
     assert wrong == []
 
 
-@pytest.mark.parametrize("part", ["kernels", "trainers"])
-def test_no_package_is_named_as_another_one(part):
-    assert not (ROOT / part / "__init__.py").exists(), (
-        f"{part}/__init__.py would shadow another package"
-    )
-
-
-def test_the_setup_of_tests_imports_nothing_of_the_benchmark():
-    """Nor does what it imports: every test would depend on the benchmark, and start as slowly as it is imported."""
-    waiting, seen = [ROOT / "tests" / "conftest.py"], set()
-    while waiting:
-        path = waiting.pop()
-        seen.add(path)
-        for imported in imports(path):
-            names = [f"{imported.module}.{name}" for name in imported.names] + [imported.module]
-            assert not any(name.split(".")[0] == "bench" for name in names), path
-            ours = [ROOT / f"{name.replace('.', '/')}.py" for name in names if name[:6] == "tests."]
-            waiting += [file for file in ours if file.exists() and file not in seen]
-    assert len(seen) > 2
-
-
 # What makes a tensor of the default dtype, or of that of what it is given; and what has a dtype, but no device.
 OF_A_DTYPE = {
     "empty",

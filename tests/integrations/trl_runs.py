@@ -1,28 +1,18 @@
 """TRL's trainers on models of a few thousand weights, and everything that a run computes.
 
-A `Cell` names a trainer and its options; `train` runs it for some optimizer steps and returns a `Run`. Which
-implementation stands in the place of TRL's chunked primitives is the caller's choice: the host's own, or this
-project's (`fused_rl.integrations.trl.patch`).
+A `Cell` names a trainer and its options; `build` makes the trainer, and `record` runs it for some optimizer steps.
 """
 
-import contextlib
 import functools
-import os
 import random
 import tempfile
-import types
-from collections import Counter
 from dataclasses import dataclass, field
-from unittest import mock
 
-import pytest
 import torch
 
 from tests.integrations import tiny_models
 from tests.trainers import tiny
 
-VOCAB_PRIMITIVE = "_ChunkedLogProbFunction"
-DIVERGENCE_PRIMITIVE = "ChunkedDivergenceFunction"
 MOVED = 0.02  # the policy from its reference
 # What a clock says is no metric.
 TIMED = ("step_time", "runtime", "per_second", "total_flos")
@@ -47,17 +37,11 @@ class Cell:
 
 @dataclass
 class Run:
-    """What a run computed: losses of micro-batches, metrics of steps, gradients of steps, the parameters at its end.
-
-    `served` and `host` count calls of the primitive that stood in TRL's place, by its outputs, and of TRL's own.
-    """
+    """What a run computed: losses of micro-batches, metrics of steps, gradients of steps."""
 
     losses: list[float] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
     grads: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
-    served: Counter = field(default_factory=Counter)
-    host: Counter = field(default_factory=Counter)
 
 
 def _short(value):
@@ -231,8 +215,6 @@ def record(trainer) -> Run:
     trainer.training_step = recorded_step
     trainer.train()
     run.metrics = [untimed(logged) for logged in trainer.state.log_history]
-    named = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
-    run.parameters = {name: parameter.detach().clone() for name, parameter in named}
     return run
 
 
@@ -241,70 +223,3 @@ def untimed(logged: dict) -> dict:
     return {
         name: value for name, value in logged.items() if not any(word in name for word in TIMED)
     }
-
-
-def train(cell: Cell, primitive: str, folder, **how) -> Run:
-    """A cell's run with `primitive` in the place of TRL's: "host" or "ours"."""
-    with mock.patch.dict(os.environ, ENVIRONMENT), _standing(primitive) as (served, host):
-        run = record(build(cell, folder, **how))
-    run.served, run.host = served, host
-    return run
-
-
-@contextlib.contextmanager
-def _standing(primitive: str):
-    """Puts a primitive into TRL; counts its calls and those of TRL's own."""
-    from trl.kernels import chunked_divergence, chunked_logprob
-    from trl.trainer import distillation_trainer, utils
-
-    served, host = Counter(), Counter()
-    with contextlib.ExitStack() as stack:
-        for function in (
-            chunked_logprob.ChunkedLogProbFunction,
-            chunked_divergence.ChunkedDivergenceFunction,
-        ):
-            watched = staticmethod(_watched(function.forward, host))
-            stack.enter_context(mock.patch.object(function, "forward", watched))
-        if primitive == "ours":
-            from fused_rl.integrations import trl as integration
-
-            stack.enter_context(integration.patch())
-        for module, name in (
-            (utils, VOCAB_PRIMITIVE),
-            (distillation_trainer, DIVERGENCE_PRIMITIVE),
-        ):
-            proxy = types.SimpleNamespace(apply=_watched(getattr(module, name).apply, served))
-            stack.enter_context(mock.patch.object(module, name, proxy))
-        yield served, host
-
-
-def _watched(function, counter):
-    """`function`, counted under the outputs that a call asks for."""
-
-    @functools.wraps(function)
-    def watched(*args, **kwargs):
-        counter.update(args[-1] if isinstance(args[-1], tuple) else ("divergence",))
-        return function(*args, **kwargs)
-
-    return watched
-
-
-def assert_equal(run: Run, reference: Run, tolerance: float) -> None:
-    """Compare two runs that logged the same metrics and trained the same tensors.
-
-    Losses and metrics differ relative to the value, or absolutely where that is below 1; gradients and what the
-    parameters have become relative to the largest element of the tensor.
-    """
-    numbers = (
-        [dict(enumerate(run.losses)), *run.metrics],
-        [dict(enumerate(reference.losses)), *reference.metrics],
-    )
-    for ours, theirs in zip(*numbers, strict=True):
-        assert ours == pytest.approx(theirs, rel=tolerance, abs=tolerance, nan_ok=True)
-    for ours, theirs in zip(
-        [*run.grads, run.parameters], [*reference.grads, reference.parameters], strict=True
-    ):
-        assert ours.keys() == theirs.keys()
-        for name, tensor in theirs.items():
-            largest = tensor.abs().max().item() or 1.0
-            torch.testing.assert_close(ours[name], tensor, rtol=0, atol=tolerance * largest)
