@@ -102,11 +102,6 @@ def test_every_function_has_a_row():
     assert set(TAKES) == FUNCTIONS
 
 
-@pytest.mark.parametrize("name", [name for name in TAKES if not name.startswith("vocab_parallel")])
-def test_what_they_take_is_taken(name):
-    getattr(fused_rl, name)(**TAKES[name])
-
-
 @pytest.mark.parametrize(("name", "parameter", "optional"), PLACES)
 def test_what_is_no_tensor_is_one_short_line(name, parameter, optional):
     for came, given in CAME.items():

@@ -7,7 +7,7 @@ import torch
 
 import fused_rl
 from fused_rl import TokenSupport, reference
-from tests.distributed import ragged_batches, run_distributed, zero_engine
+from tests.distributed import ragged_batches, run_distributed
 from tests.heads import MORE_TOKENS, token_loss
 
 
@@ -62,26 +62,6 @@ def plain_training(tied):
     return {name: p.detach().float() for name, p in model.named_parameters()}
 
 
-def zero_training(rank, world, cases):
-    import deepspeed
-
-    trained = []
-    for stage, tied in cases:
-        model = Policy(tied)
-        engine = zero_engine(model, torch.optim.SGD(model.parameters(), lr=0.5), stage)
-        # Else nothing is sharded, and nothing tested.
-        assert stage < 3 or model.head.weight.numel() == 0
-        for _ in range(2):
-            for batch in BATCHES[rank]:
-                engine.backward(engine(fused_rl, *batch) / 50 * world)
-            engine.step()
-        with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
-            trained.append(
-                {name: p.detach().clone().numpy() for name, p in model.named_parameters()}
-            )
-    return trained
-
-
 def fsdp_training(rank, world, cases):
     from torch.distributed.fsdp import fully_shard
 
@@ -114,14 +94,6 @@ def assert_trained_alike(results, cases):
                 torch.testing.assert_close(
                     torch.from_numpy(trained[name]), p, rtol=0, atol=3e-6, msg=name
                 )
-
-
-@pytest.mark.usefixtures("cpu")
-@pytest.mark.slow
-def test_deepspeed_zero():
-    """ZeRO 0 to 3 over two processes train as one process does on the whole batch, loss scaled after the op."""
-    cases = [(0, False), (1, False), (2, False), (3, False), (3, True)]  # stage, tied
-    assert_trained_alike(run_distributed(zero_training, 2, cases), cases)
 
 
 @pytest.mark.usefixtures("cpu")

@@ -19,36 +19,27 @@ def test_saved_state_is_linear_in_the_rows(backend):
     assert sum(kept.values()) <= 6 * 40
 
 
-@on_backends("dtype", FLOATS, most=1)
-def test_inplace_gradient_takes_the_storage_of_the_logits(backend, dtype):
-    leaf, targets = random_rows(6, 1100, dtype, backend)
-    mask = torch.tensor([1, 1, 0, 1, 0, 1], dtype=torch.bool, device=backend)
-    upstream = upstream_of((6,), backend)
-    expected, expected_gradient = run(token_logprobs, leaf, targets, upstream, mask=mask)
+CUTS = {"whole": lambda x: x, "cut": lambda x: x[:, :-1], "turned": lambda x: x.transpose(0, 1)}
+
+
+@on_backends("dtype, cut", FLOATS, CUTS, most=1)
+def test_inplace_gradient_takes_the_storage_of_the_logits(backend, dtype, cut):
+    leaf, targets = random_rows(12, 300, dtype, backend)
+    leaf, targets = leaf.view(3, 4, 300), cut(targets.view(3, 4))
+    upstream = upstream_of(targets.shape, backend)
+    options = {"mask": targets > 100}
+    expected, expected_gradient = run(
+        lambda x, y, **more: token_logprobs(cut(x), y, **more), leaf, targets, upstream, **options
+    )
     leaf.requires_grad_()
-    logits = leaf * 1
+    logits, seen = cut(leaf * 1), []
     logits.register_hook(lambda g: seen.append(g.data_ptr()))
-    seen = []
-    outputs = token_logprobs(logits, targets, mask=mask, inplace=True)
+    outputs = token_logprobs(logits, targets, inplace=True, **options)
     assert all(map(torch.equal, outputs, expected))
     sum((getattr(outputs, name) * g).sum() for name, g in upstream.items()).backward()
     assert torch.equal(leaf.grad, expected_gradient)
     assert seen == [logits.data_ptr()]
-    assert torch.equal(logits.detach(), expected_gradient)
-
-
-@on_backends(
-    "cut", {"cut off": lambda x: x[:, :-1], "transposed": lambda x: x.transpose(0, 1)}, most=0
-)
-def test_inplace_over_rows_that_do_not_merge(backend, cut):
-    leaf, targets = random_rows(12, 130, torch.float32, backend)
-    leaf, targets = leaf.view(3, 4, 130), cut(targets.view(3, 4))
-    upstream = upstream_of(targets.shape, backend)
-    _, expected = run(lambda x, y: token_logprobs(cut(x), y), leaf, targets, upstream)
-    _, gradient = run(
-        lambda x, y: token_logprobs(cut(x * 1), y, inplace=True), leaf, targets, upstream
-    )
-    assert torch.equal(gradient, expected)
+    assert torch.equal(logits.detach(), cut(expected_gradient))
 
 
 def test_inplace_makes_every_later_use_raise(backend):

@@ -19,54 +19,42 @@ from tests.kept_sets import (
 from tests.marks import cpu_fast, on_backends
 
 
-def test_lists_and_scores_and_selections():
+def assert_is(support, lists):
+    """Rows of a support as lists of ids."""
+    assert [part.ids.tolist() for part in support.split([1] * len(support))] == lists
+    same = TokenSupport.from_lists(lists)
+    assert torch.equal(support.ids, same.ids) and torch.equal(support.offsets, same.offsets)
+
+
+def test_lists_scores_and_selections():
     support = TokenSupport.from_lists([[3, 1], None, [], [4]])
-    assert support.ids.tolist() == [3, 1, 4]
-    assert support.offsets.tolist() == [0, 2, 2, 2, 3]
-    assert len(support) == 4
-    chosen = support.select(torch.tensor([3, 0, 1, 0]))
-    assert chosen.ids.tolist() == [4, 3, 1, 3, 1]
-    assert chosen.offsets.tolist() == [0, 1, 3, 3, 5]
-    assert support.select(torch.tensor([False, True, False, True])).offsets.tolist() == [0, 0, 1]
+    assert support.ids.tolist() == [3, 1, 4] and support.offsets.tolist() == [0, 2, 2, 2, 3]
+    assert_is(support.select(torch.tensor([3, 0, 1, 0])), [[4], [3, 1], [], [3, 1]])
+    assert_is(support.select(torch.tensor([False, True, False, True])), [[], [4]])
     assert support.to("cpu") is support
     assert support.to("meta").ids.device.type == "meta"
-    assert len(TokenSupport.from_lists([])) == 0
+    assert len(TokenSupport.from_lists([])) == len(TokenSupport.cat([])) == 0
 
     # what is finite is kept; a row of which nothing was filtered is whole; steps become rows in the targets' order
     scores = torch.full((2, 3, 5), -torch.inf)
-    scores[0, 0, 2] = 1.0
-    scores[0, 1, [4, 0]] = -80.0
-    scores[1, 2, 3] = 0.0
-    scores[0, 2], scores[1, 0, 1], scores[1, 1, 1:] = 7.0, 2.0, 0.0
+    for at in ((0, 0, 2), (0, 1, [4, 0]), (0, 2), (1, 0, 1), (1, 1, [1, 2, 3, 4]), (1, 2, 3)):
+        scores[at] = -80.0
     for given in (scores, tuple(scores.unbind(1))):
-        support = TokenSupport.from_scores(given)
-        assert support.offsets.tolist() == [0, 1, 3, 3, 4, 8, 9]
-        assert support.ids.tolist() == [2, 0, 4, 1, 1, 2, 3, 4, 3]
+        assert_is(TokenSupport.from_scores(given), [[2], [0, 4], [], [1], [1, 2, 3, 4], [3]])
 
 
 def test_sets_are_joined_split_and_spread():
     lists = [[3, 1], [], [4], [], [0, 2, 5]]
     support = TokenSupport.from_lists(lists)
     parts = support.split([2, 0, 3])
-    assert [len(part) for part in parts] == [2, 0, 3]
     for part, wanted in zip(parts, (lists[:2], [], lists[2:]), strict=True):
-        same = TokenSupport.from_lists(wanted)
-        assert torch.equal(part.ids, same.ids)
-        assert torch.equal(part.offsets, same.offsets)
+        assert_is(part, wanted)
         # nothing of the others goes with it to another process
         assert part.ids.untyped_storage().nbytes() == 8 * len(part.ids)
-    again = TokenSupport.cat(reversed(parts))
-    assert again.ids.tolist() == [4, 0, 2, 5, 3, 1]
-    assert again.offsets.tolist() == [0, 1, 1, 4, 6, 6]
-    assert len(TokenSupport.cat([])) == 0
-    assert support.split([5])[0].offsets.tolist() == support.offsets.tolist()
+    assert_is(TokenSupport.cat(reversed(parts)), [*lists[2:], *lists[:2]])
     assert TokenSupport.from_lists([]).split([]) == []
-
     mask = torch.tensor([[False, True, True], [True, False, True], [False, True, False]])
-    spread = support.spread(mask)
-    assert len(spread) == 9
-    assert torch.equal(spread.ids, support.ids)
-    assert spread.offsets.diff().tolist() == [0, 2, 0, 1, 0, 0, 0, 3, 0]
+    assert_is(support.spread(mask), [[], [3, 1], [], [4], [], [], [], [0, 2, 5], []])
 
 
 def test_what_the_mask_drops_may_have_any_set(backend):

@@ -130,23 +130,21 @@ def sets_of(sizes, vocab=701):
 @on_backends("dtype, zeros", [BF16, FP32], [False, True], most=0)
 def test_the_heads_gradient_has_the_same_bits_in_any_order_of_tokens(backend, dtype, zeros):
     """Also where tokens share hidden states or gradients, or all logits are equal: a head of zeros."""
-    n, vocab = 24, 97
+    n = 24
     generator = torch.Generator().manual_seed(0)
-    leaves = make_head(n, 24, vocab, dtype, backend)
-    targets = torch.randint(5, (n,), generator=generator)
-    lists = [torch.cat([t[None], 5 + torch.randperm(8, generator=generator)[:5]]) for t in targets]
-    support = TokenSupport.from_lists(lists).to(backend)
+    hidden, *head = make_head(n, 24, 97, dtype, backend)
+    ids = torch.stack([torch.randperm(13, generator=generator)[:6] for _ in range(n)])
+    support = TokenSupport(ids.flatten(), 6 * torch.arange(n + 1)).to(backend)
     upstream = torch.randn(3, n, generator=generator)
     upstream[:, ::4] = upstream[:, :1]
-    leaves[0].data[:8] = leaves[0].data[8:16]
-    targets, upstream = run_on(backend, targets, upstream)
-    head = [torch.zeros_like(leaf).requires_grad_() for leaf in leaves[1:]] if zeros else leaves[1:]
-    expected = linear(fused_rl, [leaves[0], *head], targets, upstream, support=support)
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(1)).to(backend)
-    moved = [leaves[0].detach()[order].requires_grad_(), *head]
-    found = linear(
-        fused_rl, moved, targets[order], upstream[:, order], support=support.select(order)
-    )
+    hidden.data[:8] = hidden.data[8:16]
+    targets, upstream = run_on(backend, ids[:, 0], upstream)
+    head = [torch.zeros_like(leaf).requires_grad_() for leaf in head] if zeros else head
+    expected = linear(fused_rl, [hidden, *head], targets, upstream, support=support)
+    order = torch.randperm(n, generator=generator).to(backend)
+    moved = [hidden.detach()[order].requires_grad_(), *head]
+    options = {"support": support.select(order)}
+    found = linear(fused_rl, moved, targets[order], upstream[:, order], **options)
     assert_same_bits(found, [*(x[order] for x in expected[:4]), *expected[4:]])
 
 

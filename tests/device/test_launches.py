@@ -12,7 +12,7 @@ import torch
 import fused_rl
 from tests.device import driver, tensors
 from tests.device.on_device import on_device
-from tests.device.tensors import OnDevice, put, values
+from tests.device.tensors import put, values
 from tests.hostile import OPS, VIEWS, Case, Row
 from tests.logits import (
     random_rows,
@@ -176,7 +176,8 @@ def far_view(x):
 
 # Rows that several programs share, and merge.
 FAR_ROWS = [(name, "reverse") for name in [*ON_LOGITS, "token_kl"]] + [
-    ("token_kl", "jensen-shannon")
+    ("token_kl", "jensen-shannon"),
+    ("linear_token_logprobs, support", "head"),
 ]
 
 
@@ -184,36 +185,12 @@ FAR_ROWS = [(name, "reverse") for name in [*ON_LOGITS, "token_kl"]] + [
 @pytest.mark.parametrize(("name", "direction"), FAR_ROWS)
 def test_far_rows_of_every_op(kernels, monkeypatch, name, direction):
     monkeypatch.setitem(VIEWS, "far apart", far_view)
-    vocab = 16501 if name == "token_kl" else 9001
+    # of a head each row of the vocabulary is far away
+    vocab = {"token_kl": 16501, "linear_token_logprobs, support": 4}.get(name, 9001)
     check(of_device(OPS[name]), PLAIN._replace(vocab=vocab, view="far apart", direction=direction))
     assert direction != "reverse" or any(
         launch.name.endswith("merge_kernel") for launch in kernels.launches
     )
-
-
-@pytest.mark.slow
-def test_far_rows_of_a_head_and_its_kept_sets(kernels):
-    """The kernels between hidden states, head and kept logits: the bits of rows that lie side by side."""
-    from fused_rl.kernels import support
-    from fused_rl.kernels.states import RowSupport
-
-    hidden, weight, gradient = (torch.randn(3, 40).bfloat16() for _ in range(3))
-    kept = RowSupport(
-        *map(put, (torch.tensor([0, 2, 1, 2, 0]), torch.tensor([0, 2, 4]), torch.tensor([2, 4, 5])))
-    )
-    order = [
-        *map(put, (torch.tensor([0, 2, 1, 0, 1]), torch.tensor([0, 1, 2]), torch.tensor([2, 3, 5])))
-    ]
-    found = []
-    for view in (torch.clone, far_view):
-        h, w, sums = OnDevice(view(hidden)), OnDevice(view(weight)), put(gradient.clone())
-        x = torch.zeros(5, device="cuda")
-        support.kept_dot(x, h, w, None, kept)
-        dhidden = support.kept_hidden(x, w, kept)
-        support.kept_head(x, *order, h, 3, sums, None, (True, False))
-        found.append([values(y).clone() for y in (x, dhidden, sums)])
-    for near, far in zip(*found, strict=True):
-        assert torch.equal(near, far) and near.any()
 
 
 @pytest.mark.slow
