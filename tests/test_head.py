@@ -185,3 +185,5 @@ def test_none_is_fp32_where_products_return_it():
     assert tiles.default_logits_dtype(BF16, torch.device("cpu")) == BF16
     hidden = SimpleNamespace(device=torch.device("cuda"), dtype=BF16)
     assert tiles.budget(1, hidden, 5, copied=False) == (2**20, FP32)
+    # beside a logit its gradient, as a 16-bit operand
+    assert tiles.Budget(1, FP32).per_logit(BF16) == 6
