@@ -31,15 +31,15 @@ def one_weight_moved(tensors: bytes) -> bytes:
     return tensors[:-1] + bytes([tensors[-1] ^ 1])
 
 
+def replaced(old: bytes, new: bytes):
+    return lambda text: text.replace(old, new, 1)
+
+
 CHANGED = [
     ("rows.jsonl", reordered, "rows"),
-    ("rows.jsonl", lambda rows: rows.replace(b"Add them", b"Sum them", 1), "rows"),
+    ("rows.jsonl", replaced(b"Add them", b"Sum them"), "rows"),
     ("model/model.safetensors", one_weight_moved, "model"),
-    (
-        "model/config.json",
-        lambda text: text.replace(b'"rms_norm_eps": 1e-06', b'"rms_norm_eps": 2e-06'),
-        "model",
-    ),
+    ("model/config.json", replaced(b'_eps": 1e-06', b'_eps": 2e-06'), "model"),
     ("model/chat_template.jinja", lambda template: template + b"{# another #}", "chat_template"),
 ]
 
@@ -48,10 +48,8 @@ CHANGED = [
 def test_an_input_that_changed_is_named_on_resume(files, run, name, change, named):
     before, path = contents(run), Path(files[1]).parent / name
     with edited(path, change):
-        refused(
-            run_config(files, run, resume=True, steps=6),
-            f"not those of .*step-4: {named}; .*--accept_changes",
-        )
+        line = f"not those of .*step-4: {named}; .*--accept_changes"
+        refused(run_config(files, run, resume=True, steps=6), line)
     assert contents(run) == before
 
 
@@ -65,14 +63,11 @@ def test_accepted_changes_are_the_inputs_of_the_run_from_then_on(files, run, cap
 
 
 def test_rows_and_models_may_lie_elsewhere(files, run, tmp_path):
-    model, dataset = files
-    moved = (
-        shutil.copytree(model, tmp_path / "moved"),
-        shutil.copy(dataset, tmp_path / "moved.jsonl"),
-    )
-    sft.train(run_config(map(str, moved), run, resume=True, steps=5))
-    tiny.jsonl(moved[1], tiny.sums(21)[1:])
-    refused(run_config(map(str, moved), run, resume=True, steps=6), "step-5: rows;")
+    model = str(shutil.copytree(files[0], tmp_path / "moved"))
+    dataset = shutil.copy(files[1], tmp_path / "moved.jsonl")
+    sft.train(run_config((model, str(dataset)), run, resume=True, steps=5))
+    other = tiny.jsonl(dataset, tiny.sums(21)[1:])
+    refused(run_config((model, other), run, resume=True, steps=6), "step-5: rows;")
 
 
 def test_the_hash_of_adapters_includes_the_weights_that_they_belong_to(files, tmp_path):

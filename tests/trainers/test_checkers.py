@@ -5,20 +5,11 @@ from fused_rl.trainers.scorers.load import load_scorers
 from fused_rl.trainers.scorers.options import ScorerConfig
 
 
-def samples(*texts, answer="42", tokens=1):
-    row = {"answer": answer}
-    return [
-        Sample(row, [], Response([5] * tokens, "length"), text, "d.jsonl, line 3") for text in texts
-    ]
-
-
-def loaded(verifier):
+def scores(verifier, *texts, answer="42", tokens=1):
+    response = Response([5] * tokens, "length")
+    made = [Sample({"answer": answer}, [], response, text, "d.jsonl, line 3") for text in texts]
     (scorer,) = load_scorers(ScorerConfig(verifiers=[verifier]))
-    return scorer
-
-
-def scores(verifier, *texts, **of):
-    return loaded(verifier)(samples(*texts, **of))
+    return scorer(made)
 
 
 def test_a_whole_response_is_compared_after_normalisation():
@@ -32,9 +23,8 @@ def test_a_pattern_is_looked_for_or_its_group_compared_with_the_answer():
     assert scores(r"regex:\d+", "so 7", "seven", "") == [1, 0, 0]
     assert scores(r"regex:(?i)^final", "FINAL word", "not final") == [1, 0]
     last = r"regex:answer: (\d+)"
-    assert scores(
-        last, "answer: 42", "answer: 1, no, answer: 42", "answer: 42, no, answer: 1", "42"
-    ) == [1, 1, 0, 0]
+    several = "answer: 1, no, answer: 42", "answer: 42, no, answer: 1"
+    assert scores(last, "answer: 42", *several, "42") == [1, 1, 0, 0]
     named = r"regex:(is|was) (?P<answer>[\w ]+)"
     assert scores(named, "it is New  York", "it was Rome", answer="New York") == [1, 0]
     assert scores(r"regex:a(b)?", "a", answer="b") == [0]  # the group did not take part
@@ -46,17 +36,8 @@ def test_a_form_is_of_the_whole_response():
     other_way_round = "<answer>1</answer><think>2</think>"
     twice = "<think>a</think><answer>1</answer><answer>2</answer>"
     nested = "<think>a<think>b</think><answer>1</answer>"
-    assert scores("format", form, f" {form}\n", *wrong, other_way_round, twice, nested) == [
-        1,
-        1,
-        0,
-        0,
-        0,
-        0,
-        0,
-        0,
-        0,
-    ]
+    wrong += [other_way_round, twice, nested]
+    assert scores("format", form, f" {form}\n", *wrong) == [1, 1] + [0] * 7
 
 
 def test_a_length_costs_what_its_formula_says():

@@ -4,35 +4,23 @@ import pytest
 import torch
 
 from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.models.reward_model import load_reward_model
-from fused_rl.trainers.sft import SFTConfig
 from tests.trainers import tiny
-
-WHERE = ("device", "cpu")
-LAYERS = 2
-
-
-def config_of(folder, where: str, **options) -> SFTConfig:
-    given = {"model": folder, "dataset": "d", "output_dir": "o", "gradient_checkpointing": True}
-    return SFTConfig(**given, checkpoint_activations_on=where, **options)
-
-
-def gradients(model, loss):
-    loss.backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def gradients_of(folder, where, kind):
     """Through a language model, one with adapters, or a reward model."""
     torch.manual_seed(0)
     ids = torch.arange(8, 40).view(2, 16)
+    given = {"gradient_checkpointing": True, "checkpoint_activations_on": where}
+    config = tiny.config_of("sft", folder, lora_rank=2 * (kind == "adapters"), **given)
     if kind == "reward model":
-        model = load_reward_model(config_of(folder, where), torch.device("cpu"))
-        loss = model.train()(ids, torch.ones_like(ids)).sum()
+        model = tiny.load_reward_model(config)
+        model.train()(ids, torch.ones_like(ids)).sum().backward()
     else:
-        model = tiny.load_lm(config_of(folder, where, lora_rank=2 * (kind == "adapters")))
-        loss = model.train()(ids, torch.ones(2, 15, dtype=torch.bool)).logprobs.sum()
-    return gradients(model, loss)
+        model = tiny.load_lm(config)
+        mask = torch.ones(2, 15, dtype=torch.bool)
+        model.train()(ids, mask).logprobs.sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def moved(monkeypatch):
@@ -54,12 +42,12 @@ def test_a_model_saves_its_layers_inputs_alone_and_has_the_same_bits(folder, mon
     expected = gradients_of(folder, "device", kind)
     shapes = moved(monkeypatch)
     found = gradients_of(folder, "cpu", kind)
-    assert [shape for shape in shapes if len(shape) > 1] == [(2, 16, 16)] * LAYERS
+    assert [shape for shape in shapes if len(shape) > 1] == [(2, 16, 16)] * 2
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("where", WHERE)
-def test_without_checkpoints_it_has_no_meaning(folder, where):
+@pytest.mark.parametrize("where", ["device", "cpu"])
+def test_without_checkpoints_it_has_no_meaning(where):
     with pytest.raises(InputError, match="without --gradient_checkpointing true"):
-        config_of(folder, where).replace(gradient_checkpointing=False).check()
+        tiny.config_of("sft", checkpoint_activations_on=where).check()

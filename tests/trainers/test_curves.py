@@ -2,7 +2,7 @@
 
 import re
 
-from fused_rl.trainers import cli, grpo
+from fused_rl.trainers import cli
 from fused_rl.trainers.run.logger import Logger, columns_of, draw_curves
 from fused_rl.trainers.run.metrics import METRICS
 from fused_rl.trainers.run.rules import RULES
@@ -20,19 +20,16 @@ def test_a_panel_has_the_keys_that_the_run_has(monkeypatch, tmp_path):
     from matplotlib.figure import Figure
 
     made = []
-    monkeypatch.setattr(
-        Figure,
-        "savefig",
-        lambda figure, *a, **k: made.append(figure) or figures.draw(figure, *a, **k),
-    )
+
+    def saved(figure, *args, **options):
+        made.append(figure)
+        return figures.draw(figure, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
     draw_curves(HISTORY, tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG" and len(
-        list(tmp_path.iterdir())
-    ) == 1
-    lines = {}
-    for axes in made[0].axes:
-        lines |= {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
-    assert lines == {
+    assert [path.name for path in tmp_path.iterdir()] == ["curves.png"]
+    lines = sum((list(axes.lines) for axes in made[0].axes), [])
+    assert {line.get_label(): line.get_xydata().tolist() for line in lines} == {
         "reward": [[1, 0.2], [2, 0.4], [3, 0.3]],
         "eval/accuracy_greedy": [[0, 0.1], [2, 0.5]],
         "policy/entropy_avg": [[2, 1.0]],
@@ -41,8 +38,7 @@ def test_a_panel_has_the_keys_that_the_run_has(monkeypatch, tmp_path):
 
 
 def test_a_line_shows_a_held_out_figure_only_where_it_was_measured(tmp_path, capsys):
-    config = grpo.GRPOConfig(model="m", dataset="d", output_dir=str(tmp_path), steps=9)
-    logger = Logger(config, 0)
+    logger = Logger(tiny.config_of("grpo", output_dir=str(tmp_path), steps=9), 0)
     evaluation = {"eval/accuracy_greedy": 0.5, "eval/accuracy_sampled": 0.25, "eval/score": 0.75}
     logger.log(3, {"reward": 0.1})
     # Printed although the last line is not 10 seconds old.

@@ -68,13 +68,12 @@ def test_what_is_outside_of_its_folder_goes_when_a_run_ends(ends, tmp_path):
 
     before = signal.getsignal(signal.SIGTERM)
     if ends == "child":
-        child = multiprocessing.get_context("fork").Process(
-            target=store.remove_at_end, args=(outside,)
-        )
+        fork = multiprocessing.get_context("fork")
+        child = fork.Process(target=store.remove_at_end, args=(outside,))
         child.start()
         child.join()
     else:
-        words = ["--model", "m", "--dataset", "d.jsonl", "--output_dir", str(tmp_path / "run")]
+        words = ["--model=m", "--dataset=d.jsonl", f"--output_dir={tmp_path}/run"]
         with pytest.raises(SystemExit) as ended:
             command.run(sft.SFTConfig, train, words)
         assert ended.value.code == 128 + signal.SIGTERM

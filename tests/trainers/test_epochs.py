@@ -2,15 +2,10 @@
 
 import pytest
 
-from fused_rl.trainers import grpo, sft
+from fused_rl.trainers import sft
 from fused_rl.trainers.data.order import in_steps
 from fused_rl.trainers.run.parse import parse
-
-NEEDED = ["--model", "m", "--dataset", "d.jsonl", "--output_dir", "o"]
-
-
-def parsed(config_class, *argv):
-    return parse(config_class, [*NEEDED, *argv])
+from tests.trainers import tiny
 
 
 @pytest.mark.parametrize(
@@ -20,42 +15,26 @@ def parsed(config_class, *argv):
     [(2, 16, 8, 4), (1, 17, 8, 3), (0.1, 30, 3, 1), (0.01, 16, 8, 1), (2, 8, 8, 2)],
 )
 def test_steps_are_as_many_as_the_passes_need(passes, rows, per_step, steps):
-    for config_class, option in (
-        (sft.SFTConfig, "batch_size"),
-        (grpo.GRPOConfig, "prompts_per_step"),
-    ):
-        config = parsed(
-            config_class, "--num_train_epochs", str(passes), f"--{option}", str(per_step)
-        )
+    for trainer, option in (("sft", "batch_size"), ("grpo", "prompts_per_step")):
+        config = tiny.config_of(trainer, num_train_epochs=passes, **{option: per_step})
         assert in_steps(config, rows).steps == steps
         assert config.steps is None  # the config itself is left as it was
 
 
 def test_steps_are_taken_back_for_passes_and_without_either_there_are_100(tmp_path):
-    assert parsed(sft.SFTConfig).steps == 100
+    needed = ["--model=m", "--dataset=d.jsonl", "--output_dir=o"]
+    assert parse(sft.SFTConfig, needed).steps == 100
     (tmp_path / "c.yaml").write_text("steps: 7\n")
-    taken_back = parsed(
-        sft.SFTConfig, "--config", str(tmp_path / "c.yaml"), "--steps=null", "--num_train_epochs=2"
-    )
+    more = [f"--config={tmp_path}/c.yaml", "--steps=null", "--num_train_epochs=2"]
+    taken_back = parse(sft.SFTConfig, [*needed, *more])
     assert (taken_back.steps, taken_back.num_train_epochs) == (None, 2.0)
 
 
 def test_a_dry_run_counts_the_rows_of_a_file(files, tmp_path, capsys):
-    command = [
-        "--model",
-        files[0],
-        "--dataset",
-        files[1],
-        "--output_dir",
-        str(tmp_path / "run"),
-        "--eval_size",
-        "4",
-    ]
-    command += ["--batch_size", "4", "--num_train_epochs", "2.1", "--dry_run"]
-    with pytest.raises(
-        SystemExit, match="column 'completion' is missing; the row has .*--completion_column"
-    ):
-        sft.main(command)
-    sft.main([*command, "--completion_column", "answer"])
+    words = [f"--model={files[0]}", f"--dataset={files[1]}", f"--output_dir={tmp_path}/run"]
+    words += ["--eval_size=4", "--batch_size=4", "--num_train_epochs=2.1", "--dry_run"]
+    with pytest.raises(SystemExit, match="'completion' is missing; the row has .*--completion_col"):
+        sft.main(words)
+    sft.main([*words, "--completion_column=answer"])
     printed = capsys.readouterr().out
     assert "# optimizer steps: 9\n" in printed and "\nnum_train_epochs: 2.1\n" in printed

@@ -33,12 +33,8 @@ def gradients(lm) -> dict[str, torch.Tensor]:
     lm.zero_grad()
     lm.train()
     lm.lm(input_ids=IDS).logits.square().sum().backward()
-    named = {
-        name: weight
-        for name, weight in lm.named_parameters()
-        if "layers.0." in name and "lora_" in name
-    }
-    return {name: weight.grad.clone() for name, weight in named.items()}
+    weights = lm.named_parameters()
+    return {k: w.grad.clone() for k, w in weights if "layers.0." in k and "lora_" in k}
 
 
 @needs_bitsandbytes
@@ -46,24 +42,18 @@ def test_logits_and_gradients_are_those_of_the_weights_that_4_bits_stand_for(fil
     import bitsandbytes
     from bitsandbytes.functional import dequantize_4bit
 
-    config = sft_config(files, tmp_path)
-    torch.manual_seed(0)
-    small = tiny.load_lm(config)
-    for name, weight in small.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(weight, std=0.1)
-    torch.manual_seed(0)
+    small = tiny.load_lm(sft_config(files, tmp_path))
     plain = tiny.load_lm(sft_config(files, tmp_path, load_in_4bit=False))
-    kinds = dict(small.named_modules())
-    trained = {name: weight for name, weight in small.named_parameters() if "lora_" in name}
+    found, quantized = dict(small.named_parameters()), 0
     with torch.no_grad():
         for name, weight in plain.named_parameters():
-            module = kinds[name.rpartition(".")[0]]
+            module = small.get_submodule(name.rpartition(".")[0])
             if isinstance(module, bitsandbytes.nn.Linear4bit) and name.endswith(".weight"):
+                quantized += 1
                 weight.copy_(dequantize_4bit(module.weight.data, module.weight.quant_state))
-            elif name in trained:
-                weight.copy_(trained[name])
-    assert sum(isinstance(module, bitsandbytes.nn.Linear4bit) for module in kinds.values()) == 14
+            elif "lora_" in name:
+                found[name].copy_(weight.normal_(std=0.1))
+    assert quantized == 14
     # The losses read the head's weight.
     assert type(small.base.get_output_embeddings()) is torch.nn.Linear
 

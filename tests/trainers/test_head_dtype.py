@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import fused_rl
-from fused_rl.trainers import grpo
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.logits import ReferenceStates
@@ -14,8 +13,8 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def load(folder, **options):
-    options = {"model": folder, "dataset": "", "output_dir": "", "dtype": "bfloat16", **options}
-    return tiny.load_lm(grpo.GRPOConfig(**options), trainable=False)
+    config = tiny.config_of("grpo", folder, **{"dtype": "bfloat16", "zero_stage": 1} | options)
+    return tiny.load_lm(config, trainable=False)
 
 
 @pytest.fixture
@@ -31,45 +30,39 @@ def fp64_logits(lm, batch):
 
 
 @torch.no_grad()
-def test_scores_and_logits_are_those_of_an_exact_head(folder, batch):
+@pytest.mark.parametrize(
+    ("head_dtype", "least", "most"),
+    [("float32", 0, 3e-6), ("bfloat16", 1e-4, 0.1), ("auto", 1e-4, 0.1)],
+)
+def test_scores_and_logits_are_those_of_an_exact_head(folder, batch, head_dtype, least, most):
     mask, targets = batch.response_mask, batch.input_ids[:, 1:][batch.response_mask]
-    for head_dtype, least, most in (
-        ("float32", 0, 3e-6),
-        ("bfloat16", 1e-4, 0.1),
-        ("auto", 1e-4, 0.1),
-    ):
-        lm = load(folder, head_dtype=head_dtype)
-        rows = lm(batch.input_ids, mask, 0.7)
-        logits = lm.base(input_ids=batch.input_ids, use_cache=False).logits[:, :-1][mask]
-        truth_logits = fp64_logits(lm, batch)
-        truth = fused_rl.token_logprobs(truth_logits, targets, temperature=0.7)
-        assert least <= (rows.logprobs[mask] - truth.logprobs).abs().max() <= most
-        # what the sampler draws from
-        assert logits.dtype == (FP32 if head_dtype == "float32" else BF16)
-        of_logits = fused_rl.token_logprobs(logits, targets, temperature=0.7).logprobs
-        torch.testing.assert_close(of_logits, rows.logprobs[mask], rtol=0, atol=most)
+    lm = load(folder, head_dtype=head_dtype)
+    rows = lm(batch.input_ids, mask, 0.7)
+    logits = lm.base(input_ids=batch.input_ids, use_cache=False).logits[:, :-1][mask]
+    exact = fp64_logits(lm, batch)
+    truth = fused_rl.token_logprobs(exact, targets, temperature=0.7).logprobs
+    assert least <= (rows.logprobs[mask] - truth).abs().max() <= most
+    # What the sampler draws from.
+    assert logits.dtype == (FP32 if head_dtype == "float32" else BF16)
+    of_logits = fused_rl.token_logprobs(logits, targets, temperature=0.7).logprobs
+    torch.testing.assert_close(of_logits, rows.logprobs[mask], rtol=0, atol=most)
 
-        # what is measured beside an exact KL has the same bits, and the KL no more rounding
-        states = lm(batch.input_ids, mask, under_head=lambda states, _: states)
-        other = ReferenceStates(lm, states * 0.5)
-        compared = lm(batch.input_ids, mask, 0.7, reference=other)
-        assert torch.equal(compared.logprobs, rows.logprobs)
-        pair = [(x / 0.7).log_softmax(-1) for x in (truth_logits, truth_logits * 0.5)]
-        kl = (pair[0].exp() * (pair[0] - pair[1])).sum(-1)
-        torch.testing.assert_close(compared.kl[mask].double(), kl, rtol=0, atol=most)
+    # What is measured beside an exact KL has the same bits, and the KL no more rounding.
+    states = lm(batch.input_ids, mask, under_head=lambda states, _: states)
+    compared = lm(batch.input_ids, mask, 0.7, reference=ReferenceStates(lm, states * 0.5))
+    assert torch.equal(compared.logprobs, rows.logprobs)
+    own, other = ((x / 0.7).log_softmax(-1) for x in (exact, exact * 0.5))
+    kl = (own.exp() * (own - other)).sum(-1)
+    torch.testing.assert_close(compared.kl[mask].double(), kl, rtol=0, atol=most)
 
 
 def test_the_head_stays_the_models_own(folder, tmp_path):
     """Tied weights stay tied, and what is saved has the same names and values."""
-    tied = tiny.model_folder(tmp_path / "tied", tie=True)
-    for name in (folder, tied):
-        plain, wide = load(name), load(name, head_dtype="float32")
-        assert isinstance(wide.base.get_output_embeddings(), language_model.WideHead)
-        a, b = plain.base.state_dict(), wide.base.state_dict()
+    for name in (folder, tiny.model_folder(tmp_path / "tied", tie=True)):
+        plain, wide = load(name).base, load(name, head_dtype="float32").base
+        a, b = plain.state_dict(), wide.state_dict()
         assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-    embedded, head = wide.base.get_input_embeddings(), wide.base.get_output_embeddings()
-    assert embedded.weight is head.weight
-    assert (
-        type(load(folder, dtype="float32", head_dtype="float32").base.get_output_embeddings())
-        is torch.nn.Linear
-    )
+        assert isinstance(wide.get_output_embeddings(), language_model.WideHead)
+    assert wide.get_input_embeddings().weight is wide.get_output_embeddings().weight
+    narrow = load(folder, dtype="float32", head_dtype="float32").base.get_output_embeddings()
+    assert type(narrow) is torch.nn.Linear
