@@ -58,12 +58,12 @@ demo-distill: $(VENV)/installed  #: after the demo, its model teaches its own wa
 	$(BIN)/python -m fused_rl.recipes.demo_distill
 
 .PHONY: test
-test: $(VENV)/installed  ## the cheapest test of every guarantee: 7 minutes on 2 cores
+test: $(VENV)/installed  ## the cheapest test of every guarantee: 3 minutes on 2 cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not server" --durations=20
 	$(ON_DEVICE) -m "not slow"
 
 .PHONY: test-slow
-test-slow: $(VENV)/installed test-compiled  ## the other tests, with whole runs: 40 minutes on 2 cores
+test-slow: $(VENV)/installed test-compiled  ## the other tests, with whole runs: 8 minutes on 2 cores
 	$(BIN)/python -m pytest -n 2 -m "slow and not gpu and not release and not compiled" --durations=20
 	$(ON_DEVICE) -m slow
 
