@@ -78,7 +78,7 @@ test-release: $(VENV)/installed  #: what takes long and other tests see first: t
 
 # Two to four options at once, hostile rows, sizes at the edges of what is compiled. FUSED_RL_DRAWS=123 repeats a seed.
 .PHONY: test-hostile
-test-hostile: $(VENV)/installed  #: thousands of draws of every op's inputs, of a seed that it prints: 20 minutes
+test-hostile: $(VENV)/installed  #: thousands of draws of every op's inputs, of a seed that it prints: 5 minutes
 	@seed=$${FUSED_RL_DRAWS:-$$(date +%s)}; echo "FUSED_RL_DRAWS=$$seed"; \
 	FUSED_RL_DRAWS=$$seed $(BIN)/python -m pytest -n 2 tests/test_hostile.py -m release
 

@@ -1261,4 +1261,14 @@ MUTATIONS = {
         "        g = tl.exp2(d) * tl.fma(b, d, a)\n    return g if softcap is None else g * uncap(y, softcap)",
         "        g = tl.exp2(d) * tl.fma(b, d, a)\n    return g",
     ),
+    "sums are added to a head stored by columns as if it were stored by rows": Mutation(
+        "kernels/support.py",
+        "(0, 1) if dweight is None else dweight.stride()",
+        "(width, 1)",
+    ),
+    "PPO trains on what is cut": Mutation(
+        "trainers/ppo.py",
+        "    if config.mask_truncated:",
+        "    if False:",
+    ),
 }

@@ -300,9 +300,9 @@ def test_ops_under_a_default_dtype(backend, name, default_dtype, monkeypatch):
 @pytest.mark.release
 @pytest.mark.parametrize("name", OPS)
 def test_ops_at_length(backend, name):
-    """Ten times as many on the CPU path, a dozen on the kernels; others by `make test-hostile`."""
+    """Twenty times as many on the CPU path, eight on the kernels; others by `make test-hostile`."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    settings(max_examples=12 if interpreted else 60)(
+    settings(max_examples=24 if interpreted else 120)(
         given(cases())(lambda case: check(OPS[name], case, backend))
     )()
 

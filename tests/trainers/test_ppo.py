@@ -1,6 +1,7 @@
 """The numbers that decide whether PPO works, each on its own; a whole step is in test_metrics.py."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from fused_rl.trainers.policy.critic import (
     advantages_and_returns,
     load_critic,
 )
+from fused_rl.trainers.policy.policy import BeforeUpdate
 from tests.trainers import tiny
 from tests.trainers.runs import ppo_config
 
@@ -54,6 +56,24 @@ def test_the_kl_that_is_right_for_its_place_is_the_default():
     assert config_of().estimator == "k1"
     assert config_of(kl_in="loss").estimator == "rk3"
     assert config_of(kl_estimator="k3").estimator == "k3"
+
+
+def test_what_is_cut_is_not_trained_on_and_moves_no_advantage_of_others(monkeypatch):
+    batch = make_batch([[1, 70]] * 3, [[90, EOS], [91, EOS], [92, 93]], 0, "cpu")
+    zeros = torch.zeros(3, 3)
+    rollout = SimpleNamespace(
+        batch=batch,
+        rewards=torch.tensor([1.0, 2.0, 9.0]),
+        stopped=torch.tensor([True, True, False]),
+    )
+    monkeypatch.setattr(ppo, "measure", lambda *_: BeforeUpdate(*[zeros] * 4))
+    monkeypatch.setattr(ppo, "values_of", lambda critic, micro: zeros[: len(micro.input_ids)])
+    policy = SimpleNamespace(config=config_of(mask_truncated=True, gae_lambda=1.0))
+    found = ppo.judge(policy, None, rollout, [torch.arange(3)], 0.0)
+    assert found.mask.sum(1).tolist() == [2, 2, 0]
+    # Whitened over the four tokens that are left.
+    expected = torch.tensor([[-1.0], [1.0], [0.0]]) * found.mask * (3 / 4) ** 0.5
+    torch.testing.assert_close(found.advantages, expected)
 
 
 # The critic.
