@@ -50,15 +50,6 @@ def cell(commands: str, column: str, value, message: str, **fields) -> list[Case
     return made
 
 
-def numbers_in_parquet(folder: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(
-        pyarrow.Table.from_pylist([{"question": 1, "answer": 2}] * 5), folder / "data.parquet"
-    )
-
-
 def saved_in_splits(folder: Path) -> None:
     import datasets
 
@@ -73,10 +64,8 @@ TRIAN = ("--dataset", "saved", "--dataset_split", "trian")
 DATA = [
     # Files.
     *words("sft", "--dataset rows", "dataset='rows' .* cannot be read"),
-    *words("sft", "--dataset model/rows", "model/rows does not exist; the current folder is"),
     *words("sft", "--eval_dataset ./rows", "./rows does not exist; the current folder is"),
     *words(ALL, "--dataset none.jsonl", "dataset file none.jsonl does not exist"),
-    *words("sft", "--eval_dataset none.jsonl", "dataset file none.jsonl does not exist"),
     *of(
         "sft",
         "a split that is not there",
@@ -96,19 +85,11 @@ DATA = [
     *data(ALL, "an empty file", "", "data.jsonl has no rows"),
     *data("sft", "half a JSON list", '[{"question": "a"},\n', "data.json .*not JSON", "data.json"),
     *data("sft", "half a Parquet file", b"PAR1", "data.parquet.* cannot be read", "data.parquet"),
-    *data(
-        "sft",
-        "packed lines",
-        b"\x1f\x8b",
-        "d.jsonl.gz cannot be read",
-        "d.jsonl.gz",
-    ),
     *line(ALL, "{", "not JSON"),
     *line("sft", b'{"question": "\xff"}', "not JSON in UTF-8"),
     *line("sft", "[1]", "expected a JSON object, got list"),
     # Columns.
     *words("reward", "--prompt_column q", "line 1: column 'q' is missing; .*--prompt_column"),
-    *words("sft", "--prompt_column q", "line 1: column 'q' is missing; .*--prompt_column"),
     *words(
         "sft",
         "--prompt_column q --completion_column c",
@@ -120,11 +101,6 @@ DATA = [
         "line 1: column 'a' is missing or null; .*--answer_column",
     ),
     *words(
-        "reward",
-        "--dataset rows.jsonl",
-        "rows.jsonl, line 1: column 'chosen' is missing; .*--chosen_column",
-    ),
-    *words(
         "reward", "--reference_dataset rows.jsonl", "rows.jsonl, line 1: column 'chosen' is missing"
     ),
     *cell("reward", "chosen", 3, f"column 'chosen' {TWO_SIDES}"),
@@ -134,7 +110,6 @@ DATA = [
     ),
     *cell("reward", "margin", float("nan"), "column 'margin' must be a number, got nan"),
     # Prompts.
-    *of("sft", "numbers", TEXT_OR_MESSAGES, "--dataset", "data.parquet", spoil=numbers_in_parquet),
     *cell(READERS, "question", 5, TEXT_OR_MESSAGES),
     *cell("sft", "question", [{"human": "a"}], "column 'question' has no role"),
     *cell(
@@ -173,7 +148,6 @@ DATA = [
         [USER, ASSISTANT],
         "ends with the assistant's turn, and column 'answer' has one too",
     ),
-    *cell("sft", "answer", 5, "column 'answer' must be text or a list of messages"),
     *cell(
         "sft",
         "answer",

@@ -54,10 +54,6 @@ def without_a_layer(folder):
     change_weights(folder, lambda w: [w.pop(k) for k in list(w) if "layers.1.mlp" in k])
 
 
-def without_head(folder):
-    change_weights(folder, lambda w: w.pop("lm_head.weight"))
-
-
 def with_a_weight_too_many(folder):
     change_weights(folder, lambda w: w.update({"model.extra": w["lm_head.weight"].clone()}))
 
@@ -152,12 +148,10 @@ MODELS = [
     *model(ALL, is_not_there, "model"),
     *words(ALL, "--model run/modle", "run/modle does not exist; the current folder is"),
     *words("distill", "--teacher ./none", "./none does not exist"),
-    *words("ppo", "--critic run/critik", "run/critik does not exist"),
     *model("grpo", of_adapters, "ref_sync_every=1 needs .* holds adapters", options=SYNCED),
     *model("sft reward", of_other_shapes, "model.*damaged"),
     *model("sft reward", that_asks_for_remote_code, "model.*(neither|cannot be loaded)"),
     *model("sft reward", without_a_layer, "model.*(missing|lacks) weights"),
-    *model("sft", without_head, "1 missing weights for Qwen2ForCausalLM: lm_head.weight"),
     *model("sft", with_a_weight_too_many, "1 unexpected weights for Qwen2ForCausalLM: model.extra"),
     *model("sft reward", whose_weights_are_a_pickle, "model.*(neither|damaged)"),
     *model("sft", without_tokenizer, "comes without a tokenizer|tokenizer cannot be loaded"),
