@@ -11,7 +11,7 @@ KERNEL_TESTS := tests/test_codegen.py tests/test_kernels.py tests/test_kl.py tes
 TRAINER_TESTS := tests/trainers/test_reward.py tests/trainers/test_language_model.py tests/trainers/test_rollout.py \
   tests/trainers/test_lora.py tests/trainers/test_packing.py \
   tests/trainers/test_ppo.py \
-  tests/trainers/test_runs.py::test_sft_learns_and_its_metrics_have_exactly_these_names
+  tests/trainers/test_runs.py::test_sft_learns_and_its_saved_model_has_the_loss_and_accuracy_of_their_definitions
 
 .PHONY: test-versions $(RELEASES:%=test-versions-%)
 test-versions: $(RELEASES:%=test-versions-%)  ## the oldest and the newest torch: 14 GB to install

@@ -522,7 +522,7 @@ MUTATIONS = {
         "trainers/data/encode.py",
         '[*self.ids(turn["content"]), end]',
         'self.ids(turn["content"])',
-        "tests/trainers/data/test_data.py tests/trainers/test_runs.py -k 'bos or chat or sft_learns'",
+        "tests/trainers/data/test_data.py tests/trainers/test_runs.py -k 'bos or chat or saved_model'",
     ),
     "the response begins a token late": Mutation(
         "trainers/data/batch.py",
@@ -853,7 +853,7 @@ MUTATIONS = {
         "trainers/sft.py",
         "rows.likeliest == part.batch.input_ids[:, 1:]",
         "rows.likeliest == part.batch.input_ids[:, :-1]",
-        "tests/trainers/test_runs.py -k sft_learns",
+        "tests/trainers/test_runs.py -k saved_model",
     ),
     # Scorers and what is printed.
     "pass@k is with putting back": Mutation(

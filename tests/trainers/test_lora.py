@@ -219,10 +219,6 @@ def test_adapters_of_peft_are_trained_on_saved_and_merged_as_peft_reads_them(
     trained = with_peft(base, adapters)
     assert (trained - with_peft(base, made)).abs().max() > 1e-3
     torch.testing.assert_close(stock(merged), trained, atol=2e-5, rtol=0)
-    sampled = language_model.load_to_sample(
-        adapters, device=torch.device("cpu"), dtype=torch.float32
-    )
-    torch.testing.assert_close(logits(sampled), trained, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize(

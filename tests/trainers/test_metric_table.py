@@ -25,8 +25,7 @@ def test_tensorboard_has_curves_and_samples(files, tmp_path):
     logger.samples(2, [{"prompt": "1+1", "response": "a\n<b>2</b>"}])
     logger.board.close()
     read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    points = [(point.step, point.value) for point in read.Scalars("train/loss")]
-    assert points == [(1, 2.5), (2, 1.25)]
+    assert [(at.step, at.value) for at in read.Scalars("train/loss")] == [(1, 2.5), (2, 1.25)]
     (sample,) = read.Tensors("samples/0/text_summary")
     text = sample.tensor_proto.string_val[0].decode()
     assert text == "prompt:\n\n    1+1\n\nresponse:\n\n    a\n    <b>2</b>"

@@ -273,15 +273,10 @@ def test_weights_go_to_shared_memory_where_all_servers_are_here(folder, tmp_path
         made.mkdir()
     monkeypatch.setattr(published, "SHARED_MEMORY", memory)
     size = sum(weight.numel() * 4 for weight in lm.parameters())
-    free = [3 * size]
-    usage = lambda path: SimpleNamespace(free=free[0])  # noqa: E731
-    monkeypatch.setattr(published.shutil, "disk_usage", usage)
-    here = [
-        "http://127.0.0.1:8000",
-        "http://LOCALHOST:1",
-        f"http://{socket.gethostname()}",
-        "http://[::1]:8",
-    ]
+    usage = SimpleNamespace(free=3 * size)
+    monkeypatch.setattr(published.shutil, "disk_usage", lambda path: usage)
+    names = "127.0.0.1:8000", "LOCALHOST:1", socket.gethostname(), "[::1]:8"
+    here = [f"http://{name}" for name in names]
 
     def folder_of(servers=here, folder=None, output_dir=run):
         return published.folder_of(servers, folder, output_dir, lm)
@@ -304,9 +299,9 @@ def test_weights_go_to_shared_memory_where_all_servers_are_here(folder, tmp_path
     # Otherwise weights stay in the run's folder: for another machine, without room, without shared memory.
     inside = run / "published"
     assert folder_of([*here, "http://10.0.0.1"]) == inside
-    free[0] = 2 * size
+    usage.free = 2 * size
     assert folder_of() == inside
-    free[0] = 3 * size
+    usage.free = 3 * size
     (other / "kept").touch()
     found.symlink_to(other)  # somebody else's
     assert folder_of() == inside and (other / "kept").exists()
