@@ -40,14 +40,11 @@ class Fake:
         connections: how many have been opened.
         loaded: (folder, its tensors) of each update.
         asleep: what of its memory is freed: weights, kv_cache.
-        device: what vLLM says that it runs on.
     """
 
-    def __init__(
-        self, kind: str, folder: str, *, max_model_len: int = 128, key=None, device="cuda"
-    ):
+    def __init__(self, kind: str, folder: str, *, max_model_len: int = 128, key=None):
         self.kind, self.max_model_len, self.key = kind, max_model_len, key
-        self.folder, self.device, self.can_sleep = folder, device, True
+        self.folder, self.can_sleep = folder, True
         self.asleep: set[str] = set()
         self.loaded: list[tuple[Path, dict[str, torch.Tensor]]] = []
         self.lm = transformers.AutoModelForCausalLM.from_pretrained(
@@ -95,12 +92,14 @@ class Fake:
         temperature = chosen.get("temperature", 1.0)
         if "warm" in self.flaws:
             temperature *= 1.1
-        limits = (
-            chosen.get("top_p", 1.0),
-            max(0, chosen.get("top_k", 0)),
-            chosen.get("min_p", 0.0),
+        sampling = Sampling(
+            temperature or 1.0,
+            most,
+            (),
+            top_p=chosen.get("top_p", 1.0),
+            top_k=max(0, chosen.get("top_k", 0)),
+            min_p=chosen.get("min_p", 0.0),
         )
-        sampling = Sampling(temperature or 1.0, most, (), *limits)
         stops = set(chosen.get("stop_token_ids") or [])
         if not chosen.get("ignore_eos"):
             stops.add(self.eos)
@@ -123,12 +122,9 @@ class Fake:
             past, logits = output.past_key_values, output.logits[:, -1].float()
             scores = processed_scores(logits, sampling)
             logprobs = scores.log_softmax(-1)
-            greedy = temperature == 0
-            token = int(
-                logits.argmax()
-                if greedy
-                else torch.multinomial(logprobs.exp(), 1, generator=generator)
-            )
+            token = int(logits.argmax())
+            if temperature:
+                token = int(torch.multinomial(logprobs.exp(), 1, generator=generator))
             of_model = logits.log_softmax(-1) if "raw" in self.flaws else logprobs
             feed = [token]
             drawn.append(token)
@@ -251,8 +247,8 @@ def _rpc(fake: Fake, body: dict) -> dict:
 
 
 def _info(fake: Fake, body) -> dict:
-    sections = {"device_config": {"device": fake.device}}
-    return {"vllm_config": sections | {"model_config": {"enable_sleep_mode": fake.can_sleep}}}
+    config = {"model_config": {"enable_sleep_mode": fake.can_sleep}}
+    return {"vllm_config": config | {"device_config": {"device": "cuda"}}}
 
 
 def _reset(fake: Fake, body) -> dict:

@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 
 from fused_rl.trainers import reward
-from fused_rl.trainers.models.reward_model import RewardModel
 from tests.trainers import tiny
 
 TEMPLATE = (
@@ -96,11 +95,3 @@ def make_config(folder: Path, name: str = "run", **options) -> reward.RewardConf
     }
     files = {"dataset": folder / "pairs.jsonl", "output_dir": folder / name}
     return tiny.config_of("reward", folder / "model", **(files | settings | options))
-
-
-def weights(config) -> dict[str, torch.Tensor]:
-    return RewardModel.from_pretrained(Path(config.output_dir) / "model").state_dict()
-
-
-def comparable(config) -> list[dict]:
-    return tiny.untimed(tiny.read_metrics(config.output_dir))
