@@ -96,9 +96,6 @@ class Forgetful(Half):
 class Short(Half):
     def sample(self, prompts, sampling):
         return super().sample(prompts, sampling)[1:]
-class Async(Half):
-    async def sample(self, prompts, sampling):
-        return super().sample(prompts, sampling)
 class OneByOne(Half):
     def sample(self, prompts, sampling):
         yield from super().sample(prompts, sampling)
@@ -114,7 +111,6 @@ def own(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "error", "message"),
     [
-        ("own_sampler:nothing", InputError, "own_sampler.py has no function 'nothing'"),
         (
             "own_sampler:number",
             InputError,
@@ -123,14 +119,8 @@ def own(tmp_path, monkeypatch):
         ("own_sampler:Late", KeyError, "the game"),
         ("own_sampler:Forgetful", InputError, "^the sampler returned 0 responses .None."),
         ("own_sampler:Short", InputError, "^the sampler returned 15 responses .* a list of 16"),
-        (
-            "own_sampler:Async",
-            InputError,
-            "^the sampler returned 0 responses .<coroutine .*; expected a list of 16",
-        ),
     ],
 )
-@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 def test_a_sampler_that_is_none_is_a_line_and_what_it_raises_is_its_own(
     files, tmp_path, own, name, error, message
 ):

@@ -50,7 +50,7 @@ def gradient(options: dict, size: int) -> dict[str, torch.Tensor]:
     """
     from deepspeed.utils import safe_get_full_optimizer_state
 
-    fixed = {"lr": 0.0, "lr_schedule": "constant", "max_grad_norm": 0.0, "dtype": "bfloat16"}
+    fixed = {"lr": 0.0, "max_grad_norm": 0.0, "dtype": "bfloat16"}
     config = TrainingConfig(stage3_param_persistence_threshold=0, **fixed, **options)
     model = engine.initialize(Tower().bfloat16(), config, 2)
     share = rows()[ranks.process() :: ranks.processes()]
@@ -67,17 +67,16 @@ def gradient(options: dict, size: int) -> dict[str, torch.Tensor]:
     return {name: (second[name] - BETA1 * first[name]) / (1 - BETA1) for name in first}
 
 
-def error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Return the relative error of a gradient."""
-    difference = torch.cat([(found[name] - expected[name]).flatten() for name in expected])
-    return (difference.norm() / torch.cat([x.flatten() for x in expected.values()]).norm()).item()
-
-
 def errors(rank: int, world: int, options: dict) -> list[float]:
-    """Return the errors of one division after the other."""
+    """Return the relative errors of one division after the other."""
     engine.setup(1)
-    expected = exact()
-    return [error(gradient(options, size), expected) for size in DIVISIONS]
+    expected, found = exact(), []
+    whole = torch.cat([x.flatten() for x in expected.values()])
+    for size in DIVISIONS:
+        of_one = gradient(options, size)
+        difference = torch.cat([of_one[name].flatten() for name in expected]) - whole
+        found.append((difference.norm() / whole.norm()).item())
+    return found
 
 
 STAGES = (
