@@ -7,7 +7,7 @@ import torch
 from fused_rl import reference
 
 F64 = torch.float64
-B, T, V, H = 4, 6, 11, 5
+B, T = 4, 6
 # (B,), of two prompts, as prompt-mean needs them.
 GROUP_LENGTHS = torch.tensor([2.5, 2.5, 4.0, 4.0])
 MASKS = ("none", "partial", "one-sequence-masked", "packed")
@@ -52,15 +52,6 @@ def batch(kind):
     # Both sides of every clip range.
     drift = 0.3 * torch.randn(2, B, T, generator=generator, dtype=F64)
     return mask, ids, advantages, spread, drift
-
-
-@functools.cache
-def head():
-    """hidden (B, T, H), weight (V, H), targets (B, T), in fp32."""
-    generator = torch.Generator().manual_seed(5)
-    hidden = torch.randn(B, T, H, generator=generator).requires_grad_()
-    weight = torch.randn(V, H, generator=generator).requires_grad_()
-    return hidden, weight, torch.randint(V, (B, T), generator=generator)
 
 
 def _exp(x):

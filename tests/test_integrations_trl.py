@@ -319,3 +319,19 @@ def test_other_heads_are_the_hosts(changed):
         for function in (integration.ChunkedLogProbFunction, chunked_logprob.ChunkedLogProbFunction)
     )
     assert all(map(same_bits, ours, theirs))
+
+
+def test_other_divergences_are_the_hosts():
+    student, teacher = make_head(FP32), make_head(FP32, seed=1)
+    ours, theirs = (
+        run_divergence(function.apply, leaves_of(student, FP32), teacher, 0.5, -1.0)
+        for function in (
+            integration.ChunkedDivergenceFunction,
+            chunked_divergence.ChunkedDivergenceFunction,
+        )
+    )
+    assert all(map(same_bits, ours, theirs))
+    with pytest.raises(ValueError, match="math domain"):  # TRL's
+        run_divergence(
+            integration.ChunkedDivergenceFunction.apply, leaves_of(student, FP32), teacher, 1.5, 1.0
+        )

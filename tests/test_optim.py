@@ -157,22 +157,6 @@ def test_what_it_cannot_serve_is_refused():
         optimizer.step()
 
 
-def test_a_closure_is_counted_as_a_step():
-    p = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    optimizer = fused_rl.tf_adam_epsilon(torch.optim.Adam([p], lr=1e-5, eps=EPS, betas=BETAS))
-    gradients = [torch.full((1,), 1e-4, dtype=torch.float64)] * 3
-    displacements = []
-    for g in gradients:
-        p.grad = None
-
-        def closure(g=g):
-            p.grad = g.clone()
-
-        optimizer.step(closure)
-        displacements.append(p.detach().clone())
-    torch.testing.assert_close(torch.stack(displacements), torch.stack(tensorflow(gradients, 1e-5)))
-
-
 class Scaled(torch.nn.Module):
     """Loss `sum(g * p)` over its parameters: every gradient is what was asked for."""
 

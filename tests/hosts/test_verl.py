@@ -118,17 +118,6 @@ def test_a_reference_that_requires_a_gradient_is_verls():
     assert torch.equal(ours[1], theirs[1])
 
 
-def test_compute_entropy_loss():
-    logits, _ = cases.hard_logits("plain", torch.float32)
-    logits = logits.view(4, 6, -1)
-    mask = torch.arange(6) < torch.tensor([6, 3, 1, 5])[:, None]
-    theirs, ours = both(
-        lambda: value_and_gradient(lambda x: core_algos.compute_entropy_loss(x, mask), logits)
-    )
-    assert_close(ours[0], theirs[0])
-    assert_close(ours[1], theirs[1])
-
-
 # -- the fused head
 
 

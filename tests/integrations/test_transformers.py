@@ -83,6 +83,8 @@ def test_label_smoothing_and_z_loss():
     torch.testing.assert_close(causal_lm_loss(model(**inputs), inputs["labels"], **options), want)
     with patch(model, **options):
         torch.testing.assert_close(model(**inputs).loss, want)
+        with torch.no_grad():
+            torch.testing.assert_close(model(**inputs).loss, want)
         with pytest.raises(ValueError, match="patched with label_smoothing=0.2, and now with 0.3"):
             patch(model, **options | {"label_smoothing": 0.3})
     capped = tiny_models.model("gemma2")
@@ -338,6 +340,16 @@ def test_unpatch_inside_what_accelerate_wrapped(tmp_path):
     assert type(model(**batch()).logits) is torch.Tensor
     with pytest.raises(ValueError, match="was replaced already"):
         patch(model)
+
+
+def test_accelerate_unwraps_a_patched_model():
+    """And makes a method of its forward."""
+    model = tiny_models.model("qwen2")
+    stock = model(**batch()).loss
+    patch(model)
+    prepared = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
+    unwrapped = accelerate.utils.extract_model_from_parallel(prepared, keep_fp32_wrapper=False)
+    torch.testing.assert_close(unwrapped(**batch()).loss, stock)
 
 
 def test_labels_by_position_shifted_labels_and_counts():
