@@ -86,21 +86,14 @@ def test_head_in_fp32(name, workspace, dtype, monkeypatch):
 def test_outputs_that_are_not_needed_are_none(outputs):
     head, options = make_head(FP32), (1.0, None, 1.0)
     targets = make_targets(head, options)
-    ours = run_head(
-        integration.ChunkedLogProbFunction.apply, leaves_of(head, FP32), targets, options, outputs
-    )
-    theirs = run_head(
-        chunked_logprob.ChunkedLogProbFunction.apply,
-        leaves_of(head, FP32),
-        targets,
-        options,
-        outputs,
-    )
-    assert [x is None for x in ours] == [x is None for x in theirs]
-    for one, other in zip(ours, theirs, strict=True):
+    exact = exact_head(head, targets, options)
+    apply = integration.ChunkedLogProbFunction.apply
+    ours = run_head(apply, leaves_of(head, FP32), targets, options, outputs)
+    for name, one, truth in zip(ALL, ours, exact, strict=False):
+        assert (one is not None) == (name in ("log_probs", *outputs))
         if one is not None:
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-    assert not any(x.requires_grad for x in ours[2:5] if x is not None)
+            torch.testing.assert_close(one.to(truth.dtype), truth, rtol=1e-5, atol=1e-5)
+            assert one.requires_grad == (name in ALL[:2])
 
 
 def test_top1_is_the_first_of_equal_tokens():

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from fused_rl.integrations import trl as integration
-from tests.integrations import formulas
 from tests.integrations.trl_heads import assert_near_the_host, backward_of, error
 from tests.lazy import Lazy, needs_trl
 
@@ -34,29 +33,6 @@ def from_logits(module, logits, index, temperature, row_mask, several):
     return [*found, logits.grad]
 
 
-class Exact:
-    """TRL's functions in fp64."""
-
-    @staticmethod
-    def selective_log_softmax(logits, index, temperature, row_mask):
-        logp = (logits / temperature).log_softmax(-1)
-        one = index.dim() < logits.dim()
-        found = logp.gather(-1, index[..., None])[..., 0] if one else logp.gather(-1, index)
-        return found if row_mask is None else found.masked_fill(row_mask == 0, 0)
-
-    @staticmethod
-    def entropy_from_logits(logits):
-        return formulas.entropy(logits.log_softmax(-1))
-
-    @staticmethod
-    def selective_log_softmax_and_entropy(
-        logits, index, entropy_requires_grad, temperature, row_mask
-    ):
-        found = formulas.entropy((logits / temperature).log_softmax(-1))
-        found = found if row_mask is None else found.masked_fill(row_mask == 0, 0)
-        return [Exact.selective_log_softmax(logits, index, temperature, row_mask), found]
-
-
 def logits_on_both(dtype, temperature, masked, several):
     """Ours, theirs, exact: outputs and gradient; and the mask."""
     logits = make_logits(dtype)
@@ -67,7 +43,7 @@ def logits_on_both(dtype, temperature, masked, several):
     row_mask = (
         None if masked is None else (torch.rand(index.shape, generator=generator) < 0.6).to(masked)
     )
-    exact = from_logits(Exact, logits.double(), index, temperature, row_mask, several)
+    exact = from_logits(trl_utils, logits.double(), index, temperature, row_mask, several)
     theirs = from_logits(trl_utils, logits, index, temperature, row_mask, several)
     ours = from_logits(integration, logits, index, temperature, row_mask, several)
     return ours, theirs, exact, row_mask

@@ -157,6 +157,17 @@ def test_what_it_cannot_serve_is_refused():
         optimizer.step()
 
 
+def test_a_closure_is_counted_as_a_step():
+    """Before it has run there is no gradient."""
+    p = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = fused_rl.tf_adam_epsilon(torch.optim.Adam([p], lr=1e-5, eps=EPS, betas=BETAS))
+    gradients = [torch.full((1,), 1e-4, dtype=torch.float64)] * 3
+    for g in gradients:
+        p.grad = None
+        optimizer.step(lambda g=g: setattr(p, "grad", g.clone()))
+    torch.testing.assert_close(p.detach(), tensorflow(gradients, 1e-5)[-1])
+
+
 class Scaled(torch.nn.Module):
     """Loss `sum(g * p)` over its parameters: every gradient is what was asked for."""
 

@@ -1,4 +1,4 @@
-"""Losses of pairs and of single responses: their definitions, TRL's own functions, micro-batches and ranks."""
+"""Losses of pairs and of single responses: their definitions, micro-batches and ranks."""
 
 import math
 from functools import partial
@@ -28,9 +28,6 @@ def test_the_unpaired_loss_is_its_definition(desirable, baseline):
     loss, metrics = fused_rl.unpaired_preference_loss(scores, desirable, **options)
     want = papers.unpaired_preference_loss(scores, desirable, **options)
     assert_same(loss, want, scores, rtol=1e-13)
-    assert torch.autograd.gradcheck(
-        lambda x: papers.unpaired_preference_loss(x, desirable, **options), scores
-    )
 
     # Micro-batches of different sizes and kinds add up, in the loss and in every metric.
     parts = [
