@@ -100,20 +100,20 @@ def fake_policy(config, module, responses, scores) -> policy.Policy:
 
 def measured_of(exact, batch) -> policy.BeforeUpdate:
     """Log-probabilities of a policy that sampled and of a reference, a little off those of the policy."""
-    old, ref, entropy = (torch.zeros(batch.response_mask.shape) for _ in range(3))
-    for i, row in enumerate(exact["rows"][: len(old)]):
-        old[i, row["at"]] = row["logprobs"].detach().float() + row["drift"][0]
-        ref[i, row["at"]] = row["logprobs"].detach().float() + row["drift"][1]
-        entropy[i, row["at"]] = row["entropy"].detach().float()
-    return policy.BeforeUpdate(old, entropy, ref, None)
+    found = []
+    for values in (exact.old, exact.entropy, exact.ref):
+        found.append(torch.zeros(batch.response_mask.shape))
+        there = exact.there[: len(batch.response_mask)]
+        found[-1][batch.response_mask] = values[: len(there)][there].float()
+    return policy.BeforeUpdate(*found, None)
 
 
 def accumulated(folder, exact, **options):
     """The sums of one minibatch in three micro-batches, and the model with its gradients."""
     config = config_of(folder, **options)
     lm = tiny.load_lm(config)
-    made = fake_policy(config, Plain(lm), exact["responses"], exact["scores"])
-    drawn = groups.collect(made, exact["prompts"], None, 1)
+    made = fake_policy(config, Plain(lm), exact.responses, exact.scores)
+    drawn = groups.collect(made, exact.prompts, None, 1)
     advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.included)
     measured = measured_of(exact, drawn.rollout.batch)
     parts = list(torch.arange(len(drawn.included)).split(3))
@@ -121,35 +121,16 @@ def accumulated(folder, exact, **options):
     return sums, lm, advantages
 
 
-def padded(exact, name):
-    """(8, LENGTH) fp64, and where it is of a token."""
-    values = [row[name] for row in exact["rows"]]
-    return torch.nn.utils.rnn.pad_sequence(values, batch_first=True)
-
-
 def assert_step_is(exact, found, lm, loss):
     assert found == pytest.approx(loss.item(), rel=2e-5, abs=1e-7)
-    exact["lm"].zero_grad()
+    exact.lm.zero_grad()
     loss.backward(retain_graph=True)
-    norm = math.sqrt(sum(p.grad.square().sum().item() for p in exact["lm"].parameters()))
+    norm = math.sqrt(sum(p.grad.square().sum().item() for p in exact.lm.parameters()))
     assert norm > 1e-3 and math.isfinite(norm)
-    assert_gradients_close(lm, exact["lm"], "lm.")
+    assert_gradients_close(lm, exact.lm, "lm.")
 
 
-def exact_terms(exact):
-    """(8, T) each: logprobs, old and ref logprobs as the step reads them, which tokens are there, sequence ids."""
-    logprobs = padded(exact, "logprobs")
-    lengths = torch.tensor([len(row["logprobs"]) for row in exact["rows"]])
-    there = torch.arange(logprobs.shape[1]) < lengths[:, None]
-    drift = torch.zeros(2, *logprobs.shape)
-    for i, row in enumerate(exact["rows"]):
-        drift[:, i, : lengths[i]] = row["drift"]
-    old, ref = (logprobs.detach().float() + drift).double()
-    return logprobs, old, ref, there, torch.arange(8)[:, None].expand(logprobs.shape)
-
-
-def clipped(exact, advantages, high=0.2):
-    """(8, T): PPO's surrogate of each token, and where tokens are."""
-    logprobs, old, _, there, _ = exact_terms(exact)
-    ratio, a = (logprobs - old).exp(), advantages.double()[:, None]
-    return -torch.minimum(ratio * a, ratio.clamp(0.8, 1 + high) * a), there
+def clipped(exact, advantages):
+    """(8, T): PPO's surrogate of each token."""
+    ratio, a = (exact.logprobs - exact.old).exp(), advantages.double()[:, None]
+    return -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)

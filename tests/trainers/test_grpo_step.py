@@ -1,6 +1,7 @@
 """The loss of a GRPO step and its gradients, against fp64."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,65 +26,71 @@ from tests.trainers.steps import (
     assert_step_is,
     clipped,
     config_of,
-    exact_terms,
     fake_policy,
     measured_of,
-    padded,
 )
 
 
 @pytest.fixture(scope="module")
 def exact(folder):
-    """8 responses to 2 prompts, scored; and the policy's log-probabilities and entropies of them, each (T,) fp64."""
+    """8 responses to 2 prompts, scored; and (8, T) fp64 of their tokens by the policy, the one before, a reference."""
     made = torch.Generator().manual_seed(0)
-    responses = []
+    responses, values = [], []
     for i, length in enumerate(torch.randint(2, LENGTH + 1, (8,), generator=made).tolist()):
         ids = torch.randint(10, 200, (length,), generator=made).tolist()
+        stops = i % 3 > 0
         responses.append(
-            Response([*ids[:-1], EOS] if i % 3 else ids, "stop" if i % 3 else "length")
+            Response([*ids[:-1], EOS] if stops else ids, "stop" if stops else "length")
         )
     prompts = [Prompt([1, 70, 71], {}), Prompt([1, 80], {})]
     lm = tiny.load_lm(config_of(folder), trainable=False).base.double().requires_grad_(True)
-    rows = []
     for i, response in enumerate(responses):
         prompt = prompts[i // GROUP].ids
-        at = slice(len(prompt) - 1, len(prompt) + len(response.ids) - 1)
-        logp = (
-            lm(input_ids=torch.tensor([prompt + response.ids])).logits[0, at] / TEMPERATURE
-        ).log_softmax(-1)
+        logits = lm(input_ids=torch.tensor([prompt + response.ids])).logits[0, len(prompt) - 1 : -1]
+        logp = (logits / TEMPERATURE).log_softmax(-1)
         taken = logp.gather(1, torch.tensor(response.ids)[:, None])[:, 0]
-        drift = 0.2 * torch.randn(2, len(taken), generator=made)
-        rows.append(
-            {"at": at, "logprobs": taken, "entropy": -(logp.exp() * logp).sum(-1), "drift": drift}
-        )
-    scores = [0.0, 2, 1, 2, 3, 0, 1, 1]
-    return {"lm": lm, "rows": rows, "prompts": prompts, "responses": responses, "scores": scores}
+        values.append(torch.stack([taken, -(logp.exp() * logp).sum(-1)], -1))
+    logprobs, entropy = torch.nn.utils.rnn.pad_sequence(values, batch_first=True).unbind(-1)
+    lengths = torch.tensor([len(response.ids) for response in responses])
+    there = torch.arange(logprobs.shape[1]) < lengths[:, None]
+    drift = 0.2 * torch.randn(2, *there.shape, generator=made) * there
+    old, ref = (logprobs.detach().float() + drift).double()  # as the step reads them
+    return SimpleNamespace(
+        lm=lm,
+        prompts=prompts,
+        responses=responses,
+        scores=[0.0, 2, 1, 2, 3, 0, 1, 1],
+        logprobs=logprobs,
+        entropy=entropy.detach(),
+        old=old,
+        ref=ref,
+        there=there,
+    )
 
 
 @pytest.mark.parametrize("preset", PAPERS)
 def test_a_step_of_every_preset_is_its_paper(folder, exact, preset):
+    options = {"kl_coef": 0.1, "kl_estimator": "k3"}
     chosen = {"advantage": "group-std"} if preset == "ppo" else {}
-    sums, lm, advantages = accumulated(
-        folder, exact, preset=preset, kl_coef=0.1, kl_estimator="k3", **chosen
-    )
+    sums, lm, advantages = accumulated(folder, exact, preset=preset, **options, **chosen)
     surrogate, level, loss_agg, clip_low, clip_high = PAPERS[preset]
-    logprobs, old, ref, there, ids = exact_terms(exact)
+    shape = exact.there.shape
+    lengths = exact.there.double().sum(1).view(2, GROUP)
     loss = papers.policy_loss(
-        logprobs,
-        old,
-        advantages.double()[:, None].expand(logprobs.shape),
-        there,
-        sequence_ids=ids,
+        exact.logprobs,
+        exact.old,
+        advantages.double()[:, None].expand(shape),
+        exact.there,
+        sequence_ids=torch.arange(8)[:, None].expand(shape),
         ratio_level=level,
         surrogate=surrogate,
         loss_agg=loss_agg,
         clip_low=clip_low,
         clip_high=clip_high,
-        ref_logprobs=ref,
-        kl_coef=0.1,
-        kl_estimator="k3",
+        ref_logprobs=exact.ref,
         max_length=LENGTH,
-        group_lengths=there.double().sum(1).view(2, GROUP).mean(1).repeat_interleave(GROUP),
+        group_lengths=lengths.mean(1).repeat_interleave(GROUP),
+        **options,
     )
     assert_step_is(exact, sums["loss"], lm, loss)
 
@@ -100,21 +107,19 @@ def test_ratios_to_the_samplers_log_probabilities(folder, exact, monkeypatch):
     """What the sampler reported is old in the loss, and there is no correction beside it."""
     given = {"preset": "dapo", "surrogate": "dppo-tv", "clip_low": 1e-3}
     config = config_of(folder, old_logprobs="sampler", kl_every=0, **given)
-    sampled, reported = [], []
-    for row, response in zip(exact["rows"], exact["responses"], strict=True):
-        sampled.append(row["logprobs"].detach() + row["drift"][1])
-        reported.append(replace(response, logprobs=sampled[-1].tolist()))
+    reported = []
+    for response, values in zip(exact.responses, exact.ref, strict=True):
+        reported.append(replace(response, logprobs=values[: len(response.ids)].tolist()))
     lm = tiny.load_lm(config)
-    made = fake_policy(config, Plain(lm), reported, exact["scores"])
+    made = fake_policy(config, Plain(lm), reported, exact.scores)
     made.reference, made.sampler.tells_logprobs, made.published = None, True, 0
     made.model.train = lambda: None
     monkeypatch.setattr(policy.Policy, "optimizer_step", lambda self, step: {"lr": 0.0})
-    metrics = grpo.train_step(made, exact["prompts"], 1)
-    logprobs, _, _, there, _ = exact_terms(exact)
-    old = torch.nn.utils.rnn.pad_sequence(sampled, batch_first=True)
-    rewards = 0.5 * torch.tensor(exact["scores"])
+    metrics = grpo.train_step(made, exact.prompts, 1)
+    rewards = 0.5 * torch.tensor(exact.scores)
     advantages = groups.advantages_of(config, rewards, torch.ones(8, dtype=torch.bool))
-    loss, wanted = fused_rl.policy_loss(logprobs, old, advantages.double(), there, **given)
+    terms = exact.logprobs, exact.ref, advantages.double(), exact.there
+    loss, wanted = fused_rl.policy_loss(*terms, **given)
     assert 0 < wanted["clipfrac"] < 1
     assert metrics["policy/clipfrac_avg"] == pytest.approx(wanted["clipfrac"].item())
     assert_step_is(exact, metrics["loss/total_avg"], lm, loss)
@@ -126,12 +131,11 @@ def test_the_tokens_of_highest_entropy_alone_are_trained_on(folder, exact):
         folder, exact, preset="dapo", clip_high=0.2, top_entropy=0.3, micro_batch_size=8
     )
     assert sums["policy_loss"] != 0
-    losses, there = clipped(exact, advantages)
-    entropy = padded(exact, "entropy").detach()
+    there = exact.there
     # Of the whole minibatch, in parts of three.
-    kept = there & (entropy >= entropy[there].quantile(0.7))
+    kept = there & (exact.entropy >= exact.entropy[there].quantile(0.7))
     assert 0 < kept.sum() < there.sum() / 2
-    assert_step_is(exact, sums["loss"], lm, (losses * kept).sum() / there.sum())
+    assert_step_is(exact, sums["loss"], lm, (clipped(exact, advantages) * kept).sum() / there.sum())
 
 
 def test_the_quantile_of_entropy_is_that_of_all_ranks_and_of_tokens_that_count(monkeypatch):
@@ -162,15 +166,14 @@ def test_ranks_meet_equally_often_whatever_one_of_them_leaves_out(folder, exact,
 # With 2 the group that is dropped fills up the second one.
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_a_dropped_group_is_as_if_it_had_not_been_drawn(folder, exact, minibatches):
-    given = exact | {"scores": [0.0, 2, 1, 2, 1, 1, 1, 1]}
+    given = SimpleNamespace(**vars(exact) | {"scores": [0.0, 2, 1, 2, 1, 1, 1, 1]})
     options = {"zero_variance": "drop", "minibatches": minibatches, "mask_truncated": True}
     options |= {"kl_coef": 0.1, "kl_estimator": "k3"}
     sums, lm, advantages = accumulated(folder, given, **options)
     assert len(advantages) == 4 * minibatches
     # A mean over the four responses of the first group, of which those that were cut count 0.
-    losses, there = clipped(exact, torch.cat([advantages[:4], torch.zeros(4)]))
-    logprobs, _, ref, _, _ = exact_terms(exact)
-    d, there = logprobs - ref, there & (torch.arange(8) % 3 != 0)[:, None]
+    d, there = exact.logprobs - exact.ref, exact.there & (torch.arange(8) % 3 != 0)[:, None]
+    losses = clipped(exact, torch.cat([advantages[:4], torch.zeros(4)]))
     losses = losses + 0.1 * (torch.expm1(-d) + d)
     per_response = (losses * there).sum(1) / there.sum(1).clamp(min=1)
     assert_step_is(exact, sums["loss"], lm, per_response[:4].sum() / 4)
@@ -184,9 +187,9 @@ def test_an_update_without_tokens_changes_no_mean_of_tokens(folder, exact):
     cut, others = [torch.tensor([0, 3, 6])], [torch.tensor([1, 2, 4, 5, 7])]
     found = []
     for updates in ([others], [others, cut], [cut, others]):
-        made = fake_policy(config, Plain(tiny.load_lm(config)), exact["responses"], exact["scores"])
+        made = fake_policy(config, Plain(tiny.load_lm(config)), exact.responses, exact.scores)
         made.optimizer_step = lambda step: {"lr": 0.0}
-        drawn = groups.collect(made, exact["prompts"], None, 1)
+        drawn = groups.collect(made, exact.prompts, None, 1)
         measured = measured_of(exact, drawn.rollout.batch)
         found.append(grpo.update(made, drawn, measured, torch.ones(8), updates, 1))
     alone, before, after = found
@@ -206,12 +209,11 @@ def test_the_kl_in_the_reward_is_its_sum_over_the_response(folder, exact, estima
     """Less in the reward before the advantages are taken, and nothing of it in the loss."""
     config = config_of(folder, kl_in="reward", kl_coef=0.3, kl_estimator=estimator)
     lm = tiny.load_lm(config)
-    made = fake_policy(config, Plain(lm), exact["responses"], exact["scores"])
-    drawn = groups.collect(made, exact["prompts"], None, 1)
+    made = fake_policy(config, Plain(lm), exact.responses, exact.scores)
+    drawn = groups.collect(made, exact.prompts, None, 1)
     mask, measured = drawn.rollout.batch.response_mask, measured_of(exact, drawn.rollout.batch)
     charged = config.kl_of_tokens(measured.old_logprobs, measured.ref_logprobs, mask).sum(1)
-    _, old, ref, there, _ = exact_terms(exact)
-    expected = ((old - ref) ** power / power * there).sum(1)
+    expected = ((exact.old - exact.ref) ** power / power).sum(1)
     torch.testing.assert_close(charged.double(), expected, rtol=1e-5, atol=1e-6)
 
     parts = list(torch.arange(8).split(3))
