@@ -16,6 +16,37 @@ from tests.trainers.runs import VERIFIER
 SHAPE = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 4}
 
 
+def kept(layers: int, kv_heads: int) -> float:
+    """Return the elements per token that a Llama's forward pass keeps, weights left out."""
+    config = transformers.LlamaConfig(
+        **SHAPE, num_hidden_layers=layers, num_key_value_heads=kv_heads
+    )
+    lm = transformers.LlamaModel(config)
+    weights = {p.untyped_storage().data_ptr() for p in lm.parameters()}
+    found = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            found[storage.data_ptr()] = storage.nbytes() // 4
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = lm(input_ids=torch.zeros(2, 32, dtype=torch.long), use_cache=False)
+    assert output.last_hidden_state.requires_grad
+    return sum(found.values()) / 64
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_a_layer_saves_what_is_counted(kv_heads, tmp_path):
+    config = transformers.LlamaConfig(**SHAPE, num_hidden_layers=2, num_key_value_heads=kv_heads)
+    config.save_pretrained(tmp_path)
+    lm = transformers.LlamaForCausalLM(config)
+    sizes = memory.sizes_of(str(tmp_path), None)
+    assert sizes.weights + sizes.head == sum(p.numel() for p in lm.parameters())
+    assert sizes.saved == pytest.approx(kept(3, kv_heads) - kept(2, kv_heads), rel=0.05)
+
+
 def on_paper(trainer: str, tmp_path, **options) -> dict[str, float]:
     """Return the forecast for a small Llama."""
     config = transformers.LlamaConfig(**SHAPE, num_hidden_layers=2)
