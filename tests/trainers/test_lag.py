@@ -45,6 +45,7 @@ class Recorder:
             raise InputError(f"no more of {prompts[0][0]}")
         seeds = sampling.seeds or [0] * len(prompts)
         ids = [[*prompt, seed, self.version] for prompt, seed in zip(prompts, seeds, strict=True)]
+        prompts[0].clear()  # they are copies
         return [Response(of_one, "length", [-1.0] * 3) for of_one in ids]
 
     def publish(self, step, save):

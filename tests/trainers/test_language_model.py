@@ -1,8 +1,5 @@
 """What a language model's forward returns for its options, and two models whose hidden states meet."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,6 +13,7 @@ from fused_rl.trainers.models.reward_model import RewardModel
 from fused_rl.trainers.options import EngineConfig
 from fused_rl.trainers.policy.reference import Reference
 from tests.trainers import tiny
+from tests.trainers.steps import EOS
 
 CPU = torch.device("cpu")
 LOSS = {"token_loss": lambda logp, _: -logp}
@@ -53,22 +51,16 @@ def test_what_is_not_wanted_is_none_and_the_rest_is_unchanged(folders):
             torch.testing.assert_close(found.loss, -plain.logprobs.sum())
 
 
-@pytest.mark.parametrize("of_config", ["eos_token_id", "bos_token_id"])
-def test_every_token_that_is_read_has_a_gradient_whatever_the_model_pads_with(of_config, tmp_path):
-    folder = Path(tiny.model_folder(tmp_path / "model"))
-    config = json.loads((folder / "config.json").read_text())
-    config["pad_token_id"] = config[of_config]
-    (folder / "config.json").write_text(json.dumps(config))
-
-    lm = load((str(folder),), str(folder))
-    given = make_batch([[1, config["eos_token_id"], 71]], [[72, 73]], 0, "cpu")
+def test_every_token_that_is_read_has_a_gradient_also_the_one_that_the_model_pads_with(tmp_path):
+    folder = tiny.model_folder(tmp_path / "model", pad_is_eos=True)
+    lm, classifier = load((folder,), folder), RewardModel.from_pretrained(folder)
+    given = make_batch([[1, EOS, 71]], [[72, 73]], 0, "cpu")
     loss = lm(given.input_ids, given.response_mask).logprobs.sum()
-    classifier = RewardModel.from_pretrained(folder)
     score = classifier(given.input_ids, torch.ones_like(given.input_ids))
     for value, base in ((loss, lm.base), (score, classifier.base)):
+        assert base.config.pad_token_id == EOS
         value.backward()
-        gradient = base.get_input_embeddings().weight.grad
-        assert gradient[config[of_config]].abs().max() > 0
+        assert base.get_input_embeddings().weight.grad[EOS].abs().max() > 0
 
 
 def compared(policy, reference, **options):

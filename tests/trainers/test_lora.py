@@ -43,11 +43,6 @@ def with_peft(base: str, adapters: str) -> torch.Tensor:
     import transformers
 
     lm = transformers.AutoModelForCausalLM.from_pretrained(base)
-    saved = peft.load_peft_weights(adapters, device="cpu")
-    # peft leaves it to its user to add the tokens that the adapters come with.
-    for name in ("weight", "base_layer.weight"):
-        if (embedding := saved.get(f"base_model.model.model.embed_tokens.{name}")) is not None:
-            lm.resize_token_embeddings(len(embedding), mean_resizing=False)
     return logits(peft.PeftModel.from_pretrained(lm, adapters))
 
 

@@ -9,9 +9,9 @@ from fused_rl.objectives.presets import resolve_options
 from fused_rl.trainers import grpo
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.rollouts.mismatch import mismatch
-from fused_rl.trainers.rollouts.roll_out import batch_of
-from fused_rl.trainers.rollouts.sampling import Seeds
-from fused_rl.trainers.rollouts.types import Response, Rollout, Sample
+from fused_rl.trainers.rollouts.roll_out import batch_of, roll_out
+from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
+from fused_rl.trainers.rollouts.types import Prompt, Response, Rollout, Sample
 from fused_rl.trainers.run.parse import parse
 from tests.trainers import tiny
 from tests.trainers.runs import VERIFIER, grpo_config
@@ -83,8 +83,7 @@ OWN = """
 from fused_rl.trainers.rollouts.types import Sampler
 class Half(Sampler):
     def sample(self, prompts, sampling):
-        copies, prompts[0][:] = [list(prompt) for prompt in prompts], []  # the prompts are copies
-        return self.built.sample(copies, sampling)
+        return self.built.sample(prompts, sampling)
 def number(built, tokenizer):
     return 7
 class Late(Half):
@@ -132,6 +131,18 @@ def test_a_sampler_that_is_none_is_a_line_and_what_it_raises_is_its_own(
 def test_a_sampler_may_be_a_generator(files, tmp_path, own, lag):
     options = {"steps": 2, "eval_size": 0, "save_every": 1, "lag": lag}
     grpo.train(grpo_config(files, tmp_path / "run", sampler="own_sampler:OneByOne", **options))
+
+
+class Clearing(tiny.Sampler):
+    def sample(self, prompts, sampling):
+        prompts[0].clear()
+        return [Response([5], "length")]
+
+
+def test_a_sampler_may_change_the_prompts_that_it_gets():
+    sampling = Sampling(1.0, 1, ())
+    rollout = roll_out(Clearing(), [], [Prompt([7, 8], {})], sampling, tiny.tokenizer(), CPU)
+    assert rollout.batch.input_ids.tolist() == [[7, 8, 5]]
 
 
 def test_servers_are_a_list():
