@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from fused_rl.trainers import sft
 from fused_rl.trainers.base import ranks
@@ -18,6 +19,7 @@ from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.options import changeable
 from fused_rl.trainers.run import store
 from fused_rl.trainers.run.logger import read_metrics
+from fused_rl.trainers.run.parse import parse
 from tests.marks import slow
 from tests.trainers import tiny
 from tests.trainers.runs import (
@@ -82,6 +84,14 @@ def test_a_run_stays_in_its_folder_where_own_code_changes_the_current_one(
     config = run_config(files, "run", steps=2, eval_every=1)
     sft.train(config, on_step=lambda step: os.chdir(tmp_path / "elsewhere"))
     assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_disk_that_is_full_at_the_start_is_one_line(files, tmp_path, monkeypatch):
+    def full(*given):
+        raise OSError(errno.ENOSPC, "No space left")
+
+    monkeypatch.setattr(store, "write_atomically", full)
+    refused(run_config(files, tmp_path / "run"), "the run could not be written to .*No space left")
 
 
 # Writing checkpoints.
@@ -181,6 +191,13 @@ def test_an_error_of_a_save_has_its_own_cause(tmp_path):
 
 
 # Resuming with other options.
+
+
+def test_the_config_of_a_run_is_complete_and_reads_back(files, whole):
+    path, config = whole / "config.yaml", run_config(files, whole)
+    config.resolve()  # as a run does when it begins, before it writes the file
+    assert parse(sft.SFTConfig, ["--config", str(path)]) == config
+    assert {"adam_eps", "seed"} < yaml.safe_load(path.read_text()).keys()  # which were not given
 
 
 CHANGED = [
