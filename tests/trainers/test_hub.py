@@ -86,6 +86,7 @@ def test_the_model_is_pushed_when_it_is_saved(
             LocalTokenNotFoundError("Token\nis required"),
             "cannot be made: .*Token is required; look",
         ),
+        (ConnectionError("Name\nnot known"), "cannot be made: .*Name not known; look at `hf"),
         (None, "me/own is on the Hub already, and public"),
     ],
 )
