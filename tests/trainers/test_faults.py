@@ -123,6 +123,9 @@ RUNS = {name: [*GOOD[name], *LONG, *MORE.get(name, [])] for name in cli.TRAINERS
 WHOLE = ("--zero_stage", "3", "--stage3_param_persistence_threshold", "0")
 
 
+in_a_folder = contextlib.nullcontext
+
+
 @contextlib.contextmanager
 def on_a_volume(folder: Path):
     (folder / "run").mkdir()
@@ -141,20 +144,15 @@ STARTED = [Moment(1, "unfinished-step-2"), Moment(1, "unfinished-model", 0.02)]
 LATER = [Moment(3, "metrics.jsonl"), Moment(2, "unfinished-step-1", 0.01)]
 # A command, options, where its folder lies, and the moments at which a run each is killed.
 KILLED = [
-    ("sft", (), contextlib.nullcontext, [*STARTED, Moment(3, "unfinished-step-1")]),
+    ("sft", (), in_a_folder, [*STARTED, Moment(3, "unfinished-step-1")]),
     ("sft", (), on_a_volume, STARTED),
     ("sft", (), behind_a_link, STARTED),
     # After a checkpoint has its name, and before the one before is deleted.
-    ("sft", ("--keep_checkpoints", "1"), contextlib.nullcontext, [Moment(1, "checkpoints/step-1")]),
-    ("sft", ("--keep_checkpoints", "1"), contextlib.nullcontext, [Moment(1, "checkpoints/step-2")]),
-    ("reward", (), contextlib.nullcontext, [Moment(1, "evaluation.json"), Moment(1, "curves.png")]),
-    (
-        "ppo",
-        WHOLE,
-        contextlib.nullcontext,
-        [Moment(1, "unfinished-critic"), Moment(1, "unfinished-model")],
-    ),
-    ("grpo", ("--zero_stage", "1", "--lag", "2"), contextlib.nullcontext, LATER),
+    ("sft", ("--keep_checkpoints", "1"), in_a_folder, [Moment(1, "checkpoints/step-1")]),
+    ("sft", ("--keep_checkpoints", "1"), in_a_folder, [Moment(1, "checkpoints/step-2")]),
+    ("reward", (), in_a_folder, [Moment(1, "evaluation.json"), Moment(1, "curves.png")]),
+    ("ppo", WHOLE, in_a_folder, [Moment(1, "unfinished-critic"), Moment(1, "unfinished-model")]),
+    ("grpo", ("--zero_stage", "1", "--lag", "2"), in_a_folder, LATER),
 ]
 
 
