@@ -62,17 +62,14 @@ def test_a_tail_keeps_its_digits():
 
 def test_a_tail_that_rounds_to_nothing():
     """On both sides it adds 0; on one, value and gradient stay finite, and below the exact KL."""
-    logits = torch.tensor(
-        [[30.0, 2.0, 1.0, -1.0, 0.0], [2.0, 1.5, 1.0, 1.0, 0.5]], dtype=torch.float64
-    )
-    logp, logq = torch.log_softmax(logits, -1)
-    certain, vague = logp.float()[:2], logq.float()[:2]
+    logits = torch.tensor([[30.0, 2, 1, -1, 0], [2, 1.5, 1, 1, 0.5]], dtype=torch.float64)
+    exact = torch.log_softmax(logits, -1)
+    certain, vague = exact.float()[:, :2]
     certain[0] = 0.0  # as a plain fp32 log-softmax rounds it
-    for first, second in ((certain, vague), (vague, certain)):
+    for pair, full in (((certain, vague), exact), ((vague, certain), exact.flip(0))):
         for direction in DIRECTIONS:
-            leaves = [first.clone().requires_grad_(), second.clone().requires_grad_()]
+            leaves = [x.clone().requires_grad_() for x in pair]
             value = topk_kl(*leaves, direction=direction)
-            full = (logp, logq) if first is certain else (logq, logp)
             assert 0 < value <= reference.token_kl(*full, direction=direction) * (1 + 1e-6)
             assert all(d.isfinite().all() for d in torch.autograd.grad(value, leaves))
     near = torch.tensor([0.0, -20.0]), torch.tensor([-1e-7, -18.0])
@@ -118,18 +115,16 @@ def test_without_a_look_at_values_a_bad_row_is_nan(monkeypatch):
 
 def test_an_id_that_comes_twice_is_refused():
     """Not where it adds nothing: what is masked, and what has probability 0 on both sides, as padding has."""
-    logp, logq = distributions(4, 20)
-    logp, logq = logp[:, :5].clone(), logq[:, :5].clone()
+    logp, logq = (x[:, :5].clone() for x in distributions(4, 20))
     ids = torch.arange(5).flip(0).repeat(4, 1)
     expected = topk_kl(logp, logq)
     assert torch.equal(topk_kl(logp, logq, ids=ids.int()), expected)
     ids[2, 1] = ids[2, 3]
     with pytest.raises(ValueError, match=r"ids\[2\] has 1 twice.* 1 of 4 rows"):
         topk_kl(logp, logq, ids=ids)
+    with pytest.raises(ValueError, match="ids must be an integer tensor"):
+        topk_kl(logp, logq, ids=logp)
     mask = torch.arange(4) != 2
     assert torch.equal(topk_kl(logp, logq, ids=ids, mask=mask)[mask], expected[mask])
     logp[2, 1] = logq[2, 1] = -torch.inf
-    topk_kl(logp, logq, ids=ids)
     topk_kl(logp, logq, ids=ids - 6)  # negative ones are ids, too
-    with pytest.raises(ValueError, match="ids must be an integer tensor"):
-        topk_kl(logp, logq, ids=logp)

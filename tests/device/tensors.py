@@ -98,9 +98,6 @@ class OnDevice(torch.Tensor):
     def __init__(self, inner, device=None):
         self.inner = inner
 
-    def __repr__(self):
-        return f"OnDevice({self.inner})"
-
     def tolist(self):
         wait("tolist")
         return self.inner.tolist()
@@ -113,13 +110,6 @@ class OnDevice(torch.Tensor):
 
     def resize_(self, *shape):  # the shape that torch knows of is fixed
         return OnDevice(self.inner.resize_(*shape), self.device)
-
-    def __tensor_flatten__(self):
-        return ["inner"], None
-
-    @staticmethod
-    def __tensor_unflatten__(parts, _context, _size, _stride):
-        return OnDevice(parts["inner"])
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):

@@ -76,14 +76,6 @@ def found_on(device, folders, make, options, responses):
     return found, waits
 
 
-def show(name, waits):
-    """`pytest -s` or a failure shows where the host waited."""
-    print(f"\n{name}: {sum(waits.reads.values())} reads, {sum(waits.uploads.values())} uploads")
-    for kind in ("reads", "uploads"):
-        for where, count in getattr(waits, kind).most_common():
-            print("   ", kind, count, where)
-
-
 @pytest.mark.parametrize("name", ["grpo", *map(slow, [name for name in STEPS if name != "grpo"])])
 def test_a_step_is_that_of_the_cpu(device, folders, name):
     make, options, reads = STEPS[name]
@@ -91,8 +83,8 @@ def test_a_step_is_that_of_the_cpu(device, folders, name):
         responses = drawn(folders, make, options)
         cpu, _ = found_on(CPU, folders, make, options, responses)
         found, waits = found_on(device, folders, make, options, responses)
-    show(name, waits)
-    assert waits.reads.total() == reads and not waits.uploads
+    assert waits.reads.total() == reads, waits.reads
+    assert not waits.uploads
     assert timeless(found.metrics) == pytest.approx(
         timeless(cpu.metrics), rel=1e-4, abs=1e-6, nan_ok=True
     )
@@ -156,8 +148,8 @@ def test_sampling_waits_once_for_eight_tokens(device, folders, name):
     sampler, prompts, sampling = steps.sampler_of(config, device)
     with tensors.counted() as waits:
         responses = sampler.sample(prompts, sampling)
-    show(name, waits)
     longest = max(len(response.ids) for response in responses)
-    assert waits.reads.total() == reads and longest == 32
+    assert longest == 32
+    assert waits.reads.total() == reads, waits.reads
     assert reads - OF_PROMPTS <= longest / 8
     assert not waits.uploads
