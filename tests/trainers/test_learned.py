@@ -100,14 +100,10 @@ def test_a_yes_says_in_the_same_line_what_casts_doubt_on_it():
     greedy = "eval/accuracy_greedy"
     before = {ACCURACY: NONE, "eval/score": [0.1, 0.2] * 4, greedy: ALL}
     after = {ACCURACY: NONE, "eval/score": [0.4, 0.6] * 4}
-    assert (
-        watched(before, after | {greedy: NONE})
-        .learned()
-        .startswith(
-            "did it learn? yes, but most problems are unsolved (greedy 0%), but the accuracy of greedy responses fell "
-            "beyond the error: held-out"
-        )
-    )
+    assert watched(before, after | {greedy: NONE}).learned().startswith(
+        "did it learn? yes, but most problems are unsolved (greedy 0%), but the accuracy of greedy responses fell "
+        "beyond the error: held-out"
+    )  # fmt: skip
     almost = {greedy: [1.0] * 7 + [0.0]}
     assert watched(before, after | almost).learned().startswith("did it learn? yes: held-out")
     for key, most, said in (

@@ -75,9 +75,16 @@ def test_every_option_of_the_policy_loss_is_an_option_of_the_run():
 
 
 def test_a_range_is_said_in_words():
-    kinds = kinds_of(grpo.GRPOConfig)
-    said = [in_words(kinds[name]) for name in ("steps", "top_p", "zero_stage", "verifier_weights")]
-    assert said == ["int > 0", "float > 0 <= 1", "0 or 1 or 2 or 3", "list of float"]
+    for command, name, said in (
+        ("grpo", "steps", "int > 0"),
+        ("grpo", "zero_stage", "0 or 1 or 2 or 3"),
+        ("grpo", "verifier_weights", "list of float"),
+        # Those of the library.
+        ("grpo", "delta", "float > 0"),
+        ("grpo", "top_entropy", "float > 0 <= 1"),
+        ("dpo", "label_smoothing", "float >= 0 < 0.5"),
+    ):
+        assert in_words(kinds_of(COMMANDS[command])[name]) == said
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -51,7 +51,7 @@ def test_responses_to_one_prompt_are_those_of_the_prompt_alone(folder):
         for response in tiny.respond(lm.lm, prompts, sampling, batch_size=6):
             assert (response.finish == "stop") == (response.ids[-1] in stops)
     torch.manual_seed(0)
-    first, second = sample(lm, prompts[:1] * 2, batch_size=2)
+    first, second = sample(lm, prompts[:2], batch_size=2)
     assert first != second  # the copies are drawn each for itself
 
 
