@@ -1,13 +1,17 @@
 """Distillation: its loss and gradient in fp64, its teachers, which rows are sampled."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fused_rl.trainers import distill
 from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.policy.policy import Policy
+from fused_rl.trainers.policy.teacher import ServedTeacher, Teacher
+from fused_rl.trainers.rollouts.types import Response, Sample
 from tests.marks import slow
 from tests.trainers import fake_server, tiny
 
@@ -148,6 +152,62 @@ def test_held_out_responses_are_compared(folder, tmp_path, monkeypatch):
     assert first["eval/distill/kl"] == pytest.approx(loss.item(), rel=1e-5)
     assert first["eval/distill/top1_agreement"] == pytest.approx(agreement)
     assert last["eval/distill/kl"] < first["eval/distill/kl"]
+
+
+def test_figures_of_responses_are_the_parts_of_the_aggregate(monkeypatch):
+    """In whatever micro-batches; samples that make the ranks even, and the sets of those drawn, count nothing."""
+    samples = []
+    for i, length in enumerate((5, 1, 4, 2, 3, 2, 2)):
+        response = Response([10 + i] * length, "length", support=[[10 + i, 7]] * length)
+        samples.append(Sample({}, [1], response, "", str(i)))
+
+    def divergence(policy, teachers, batch, teacher_of):
+        assert batch.support is None
+        of_sequences = batch.input_ids[:, 1] * batch.token_counts.double()
+        totals = dict.fromkeys(("agrees", "mass", "compared"), torch.zeros(()))
+        return totals | {"kl": of_sequences.sum(), "kl_of_sequences": of_sequences}
+
+    monkeypatch.setattr(distill, "teacher_divergence", divergence)
+    policy = SimpleNamespace(
+        tokenizer=tiny.tokenizer(),
+        device=torch.device("cpu"),
+        config=SimpleNamespace(teacher_column="teacher"),
+        model=torch.nn.Identity(),
+        divide=lambda batch, index: index.split(3),
+        published=0,
+    )
+    metrics, parts = distill.compare(policy, {"": None}, samples, 5)
+    assert parts.tolist() == [[50, 5], [11, 1], [48, 4], [26, 2], [42, 3]]
+    assert metrics == {"distill/num_tokens": 15, "distill/kl": pytest.approx(177 / 15)}
+
+
+@pytest.mark.parametrize("beyond", [0, 3])
+def test_heads_with_biases_and_of_other_sizes_are_compared(folder, tmp_path, beyond):
+    torch.manual_seed(0)
+    student, teacher = torch.nn.Linear(4, 9 + beyond), torch.nn.Linear(6, 9)
+    hidden, states = torch.randn(5, 4), torch.randn(5, 6)
+    config = distill_config(folder, tmp_path, distill_temperature=0.7)
+    lm = SimpleNamespace(head=student, softcap=None, head_dtype=None)
+    head = teacher.weight.detach(), teacher.bias.detach()
+    found = Teacher(None, head, True).compare(config, lm, hidden, torch.arange(5), states)
+    own, other = student(hidden)[:, :9], teacher(states)
+    p, q = (torch.softmax(x.double() / 0.7, -1) for x in (own, other))
+    torch.testing.assert_close(found["kl_of_tokens"].double(), (p * (p / q).log()).sum(-1))
+    assert found["agrees"] == (own.argmax(-1) == other.argmax(-1)).sum()
+
+
+def test_a_servers_likeliest_tokens_come_first_without_the_one_that_stands_there():
+    told = {"7": (30, -9.0), "6": (2, -2.0), "5": (1, -1.0)}, {"9": (2, -3.0), "8": (1, -0.5)}
+    reported = [
+        {token: {"rank": rank, "logprob": logprob} for token, (rank, logprob) in of_token.items()}
+        for of_token in told
+    ]
+    http = SimpleNamespace(
+        run=list, call=lambda *_: {"choices": [{"prompt_logprobs": [None, None, *reported]}]}
+    )
+    batch = make_batch([[1, 2]], [[7, 8]], 0, "cpu")
+    ids, logprobs = ServedTeacher(http, "", "", 2).read({}, batch)
+    assert ids.tolist() == [[5, 6], [8, 9]] and logprobs.tolist() == [[-1.0, -2.0], [-0.5, -3.0]]
 
 
 def test_a_column_of_the_rows_names_the_teacher(folder, tmp_path, monkeypatch):
