@@ -93,6 +93,9 @@ def test_approx_kl(estimator, unbiased_gradient, old, dtype):
     theirs, ours = both(lambda: value_and_gradient(call, log_probs))
     assert ours[0].dtype == theirs[0].dtype == torch.float32
     assert_both_close(theirs, ours)
+    # Beyond the cap the value alone is OpenRLHF's.
+    base = log_probs + 12
+    assert_close(*both(lambda: call(log_probs)))
 
 
 def test_a_base_that_requires_a_gradient_is_openrlhfs():

@@ -98,6 +98,7 @@ def test_inplace_backward_only_where_flash_attn_would(monkeypatch):
 
 @pytest.mark.parametrize("name", KL_NAMES)
 def test_kl_penalty(name):
+    """Beyond the cap the value alone is verl's."""
     logprobs = torch.linspace(-6, 0, 200)
     ref_logprobs = (logprobs + torch.linspace(-2.5, 2.5, 200)).flip(0).flip(0)
     theirs, ours = both(
@@ -105,6 +106,7 @@ def test_kl_penalty(name):
     )
     assert_close(ours[0], theirs[0])
     assert_close(ours[1], theirs[1])
+    assert_close(*both(lambda: core_algos.kl_penalty(logprobs, logprobs + 15, name)))
 
 
 def test_a_reference_that_requires_a_gradient_is_verls():
