@@ -71,8 +71,11 @@ ALL = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
     [("q_proj", {"q_proj"}), ("v_proj, up_proj", {"v_proj", "up_proj"}), ("all-linear", ALL)],
 )
 def test_the_layers_that_are_named_get_adapters_and_no_others(targets, layers, files, tmp_path):
-    config = sft_config(files, tmp_path, lora_targets=targets)
-    assert adapted_layers(tiny.load_lm(config)) == layers
+    config = sft_config(files, tmp_path, lora_targets=targets, lora_alpha=6.0)
+    lm = tiny.load_lm(config)
+    assert adapted_layers(lm) == layers
+    scales = {part.scaling["default"] for part in lm.modules() if hasattr(part, "lora_A")}
+    assert scales == {6.0 / config.lora_rank}
     assert adapted_layers(RewardModel.from_pretrained(files[0], adapters=config)) == layers
 
 

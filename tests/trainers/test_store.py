@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import random
 import resource
 import shutil
 from pathlib import Path
@@ -245,6 +246,28 @@ def test_damage_in_any_file_of_a_checkpoint_is_named_with_the_other_ones(files, 
     for manifest in ('{"policy": 1}', "{}", "[]", "1"):
         (run / "checkpoints" / "step-4" / "manifest.json").write_text(manifest)
         refused(config, "step-4 is damaged")
+
+
+def test_ranks_share_the_files_of_a_checkpoint_to_verify(files, run, monkeypatch):
+    folder = store.RunFolder(run_config(files, run, resume=True))
+    verified = []
+    monkeypatch.setattr(store, "processes", lambda: 2)
+    monkeypatch.setattr(store, "fingerprint", lambda path: verified.append(path) or ())
+    for rank in range(2):
+        monkeypatch.setattr(store, "process", lambda rank=rank: rank)
+        with pytest.raises(InputError, match="is damaged"):
+            folder.open()
+    manifest = json.loads((folder.chosen / "manifest.json").read_text())
+    assert sorted(verified) == sorted(folder.chosen / name for name in manifest)
+
+
+def test_generators_go_on_where_a_checkpoint_was_written(files, tmp_path):
+    folder = store.RunFolder(run_config(files, tmp_path))
+    folder.save({}, 1, {}, {})
+    drawn = random.random(), torch.rand(()).item()
+    folder.changes = {}
+    folder.load({}, {})
+    assert (random.random(), torch.rand(()).item()) == drawn
 
 
 def test_a_damaged_line_of_the_metrics_is_reported_and_no_other_is_lost(files, run, capsys):
