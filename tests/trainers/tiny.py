@@ -68,7 +68,7 @@ def model_folder(
         config = transformers.Qwen2Config(
             vocab_size=len(made),
             hidden_size=8 * heads,
-            intermediate_size=32,
+            intermediate_size=16 + 8 * heads,
             num_hidden_layers=2,
             num_attention_heads=heads,
             num_key_value_heads=key_heads or heads // 2,
