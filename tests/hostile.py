@@ -312,8 +312,8 @@ def _form(batch, states, *, targets="targets", shift=False, support=False, **mor
     ids = getattr(batch, targets)
     options = (_next if shift else _given)(batch, states, *ROWS) | more
     if support:
-        order = torch.arange(len(ids)).roll(1 if shift else 0)
-        options["support"] = batch.support.select(order)
+        rolled = torch.arange(len(ids)).roll(1)
+        options["support"] = batch.support.select(rolled) if shift else batch.support
     return (states[None], ids.roll(1, 0)[None], options) if shift else (states, ids, options)
 
 

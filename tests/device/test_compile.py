@@ -11,7 +11,7 @@ from tests.marks import slow
 from tests.test_compile import FORMS, TOKENS, batch_of, breaks_graph, called, leaves_of
 
 # In these the test's own selection of rows has a size that only values tell.
-SELECTING = ("token_logprobs, shift and support", "policy_token_loss")
+SELECTING = ("token_logprobs, support and shift", "policy_token_loss")
 IN_GRAPH = [
     name
     for name in [*FORMS, *TOKENS]
