@@ -200,24 +200,3 @@ def test_linear_needs_neither_logits_nor_a_gemm():
     assert work.flop == 0
     most = peak_bytes(lambda: linear(fused_rl, *args, support=support))
     assert most <= hidden.nbytes + weight.nbytes + 12 * 2**20
-
-
-@pytest.mark.usefixtures("cpu")
-def test_what_no_set_touches_of_a_large_gradient_is_never_written():
-    """Zeros of a mapping that was not touched: an ordinary tensor to read, add to and free, without its memory."""
-    from fused_rl.cpu.support import zeros_for_rows
-
-    def resident():
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * 4096
-
-    before = resident()
-    zeros = zeros_for_rows(1 << 17, 256, FP32, touched=8)  # 128 MB
-    zeros[[5, 1 << 16]] = 1.0
-    assert resident() - before < 16 * 2**20
-    assert zeros.sum() == 512
-    assert zeros.count_nonzero() == 512
-    kept = zeros.clone()
-    del zeros
-    assert kept.add_(1).sum() == 512 + kept.numel()
-    assert not zeros_for_rows(1 << 17, 256, FP32, touched=1 << 16).any()

@@ -4,8 +4,6 @@ Sets are ragged: what is kept of some rows stands in one vector, in which a row'
 Sums are in fp64, a maximum left out of them as in `fused_rl.cpu.logprob`.
 """
 
-import mmap
-import sys
 from typing import NamedTuple
 
 import torch
@@ -340,7 +338,7 @@ def kept_head(dx, rows, ids, ends, hidden, vocab, dweight, dbias, wants):
         dweight, dbias: gradients to add to, or None.
     """
     if wants[0] and dweight is None:
-        dweight = zeros_for_rows(vocab, hidden.shape[1], hidden.dtype, touched=len(ids))
+        dweight = in_huge_pages(hidden.new_empty(vocab, hidden.shape[1])).zero_()
     if wants[1] and dbias is None:
         dbias = hidden.new_zeros(vocab)
     if len(ids):
@@ -353,17 +351,3 @@ def kept_head(dx, rows, ids, ends, hidden, vocab, dweight, dbias, wants):
             sums = _sum(dx, offsets).to(hidden.dtype)
             dbias.index_add_(0, ids, sums)
     return dweight, dbias
-
-
-def zeros_for_rows(n: int, width: int, dtype: torch.dtype, touched: int) -> Tensor:
-    """Return zeros (n, width); if only a few rows will be `touched`, the others are unwritten pages without memory."""
-    row_bytes = width * dtype.itemsize
-    size = n * row_bytes
-    page = mmap.PAGESIZE
-    # a row begins and ends within a page
-    touched_bytes = touched * (row_bytes / page + 2) * page
-    if sys.platform != "linux" or size < (1 << 25) or touched_bytes * 4 > size:
-        return in_huge_pages(torch.empty(n, width, dtype=dtype, device="cpu")).zero_()
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page is zeroed whole for one row in it
-    return torch.frombuffer(memory, dtype=dtype).view(n, width)

@@ -9,11 +9,12 @@ modelling train in the process that deepspeed starts, so the two lines above bel
 """
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
 
-from fused_rl.integrations.patching import Applied, Patch, Replacement
+from fused_rl.integrations.patching import Patch, Replacement
 from fused_rl.integrations.primitives import (
     capped_kl,
     is_served,
@@ -28,7 +29,7 @@ __all__ = ["patch", "unpatch"]
 _UTILS = "openrlhf.models.utils"
 
 
-def patch(*, strict: bool = False) -> Applied:
+def patch(*, strict: bool = False) -> ExitStack:
     """Replace OpenRLHF's primitives in this process, unless they are replaced already; in a `with`, until its end.
 
     Args:

@@ -7,7 +7,8 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 import torch
 from packaging.specifiers import SpecifierSet
@@ -15,7 +16,7 @@ from packaging.version import InvalidVersion, Version
 
 from fused_rl.integrations.self_test import parameters_of, self_test
 
-__all__ = ["Applied", "Patch", "Removable", "Replacement"]
+__all__ = ["Patch", "Replacement"]
 
 
 # The patch of each host whose module is imported, for `status`.
@@ -126,7 +127,7 @@ class Patch:
                 f"install {self.host}{self.versions}, or a fused_rl that knows it"
             )
 
-    def apply(self, *, strict: bool = False, **options: object) -> "Applied":
+    def apply(self, *, strict: bool = False, **options: object) -> ExitStack:
         """Replace what agrees, or nothing if the host is patched already. Used in a `with`, the result restores the
         host at its end.
 
@@ -155,14 +156,16 @@ class Patch:
                     f"{self.host} is patched with {self.options}, and now with {options}; unpatch() first"
                 )
             # Leaving this `with` must not end the patch of whoever applied it first.
-            return Applied(self, owner=False)
+            return ExitStack()
         if reasons:
             warnings.warn(message, stacklevel=3)
         for row, original in agreement.pairs.values():
             self._exchange(original, row.ours)
         self._agreement = agreement
         self.options = options
-        return Applied(self, owner=True)
+        patched = ExitStack()
+        patched.callback(self.remove)
+        return patched
 
     def agreement(self, release: str) -> Agreement:
         """What would be replaced in this release, or is; imports the host."""
@@ -282,24 +285,3 @@ def _signature_gap(theirs, ours) -> str | None:
         same &= one.name == other.name and one.kind is other.kind and defaults_agree
     plain = [str(one.replace(annotation=one.empty)) for one in host]
     return None if same else f"parameters ({', '.join(plain)})"
-
-
-class Removable(Protocol):
-    """What a `with` can take away again."""
-
-    def remove(self) -> None: ...
-
-
-class Applied:
-    """A patch in force: leaving the `with` removes it, unless it was in force before."""
-
-    def __init__(self, patch: Removable, owner: bool):
-        self._patch = patch
-        self._owner = owner
-
-    def __enter__(self) -> "Applied":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._owner:
-            self._patch.remove()

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_rl.base.checks import check_range
-from fused_rl.integrations.patching import Applied, Patch
+from fused_rl.integrations.patching import Patch
 from fused_rl.integrations.primitives import IGNORED
 from fused_rl.integrations.self_test import normal, self_test
 from fused_rl.integrations.unformed import INSTEAD, UnformedLogits
@@ -111,7 +111,7 @@ def patch(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     strict: bool = False,
-) -> Applied:
+) -> contextlib.ExitStack:
     """Let `model(input_ids, labels=...)` make its loss from hidden states and LM head; the logits never exist.
 
     Evaluation, gradient checkpointing, autocast, LoRA, gradient accumulation, several threads and processes work as
@@ -163,7 +163,7 @@ def patch(
                 raise ValueError(
                     f"this model is patched with {name}={forward.options[name]}, and now with {value}; unpatch it first"
                 )
-        return Applied(forward, owner=False)
+        return contextlib.ExitStack()
     if "forward" in vars(model):
         raise ValueError(
             f"the forward of this {type(model).__name__} was replaced already, by accelerate's mixed precision or by "
@@ -173,7 +173,9 @@ def patch(
     forward = _FusedForward(model, options | {"workspace_mb": workspace_mb})
     _linears(model)
     forward.install()
-    return Applied(forward, owner=True)
+    patched = contextlib.ExitStack()
+    patched.callback(forward.remove)
+    return patched
 
 
 def unpatch(model: nn.Module) -> None:

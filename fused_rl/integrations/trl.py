@@ -16,6 +16,7 @@ Each has TRL's signature and meaning. Inputs that our ops do not serve go to TRL
 
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from fused_rl.base.checks import (
     check_target_values,
     values_are_checked,
 )
-from fused_rl.integrations.patching import Applied, Patch, Replacement
+from fused_rl.integrations.patching import Patch, Replacement
 from fused_rl.integrations.primitives import row_entropy
 from fused_rl.integrations.trl_divergence import HeadDivergence, Pair, Scale
 from fused_rl.integrations.trl_head import Head, HeadLogprobs
@@ -50,7 +51,7 @@ _DIVERGENCE = "trl.kernels.chunked_divergence.ChunkedDivergenceFunction"
 _OUTPUTS = {"log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1"}
 
 
-def patch(*, logits_dtype: torch.dtype | None = None, strict: bool = False) -> Applied:
+def patch(*, logits_dtype: torch.dtype | None = None, strict: bool = False) -> ExitStack:
     """Put fused_rl's log-probabilities, entropies and divergences into TRL, until `unpatch()`.
 
     Call it before training, either before or after importing TRL's trainers. `with patch():` undoes itself, also after

@@ -12,13 +12,14 @@ Not replaced: Megatron's vocabulary-parallel functions (`verl.utils.megatron`), 
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fused_rl.base.checks import LOGITS_DTYPES
-from fused_rl.integrations.patching import Applied, Patch, Replacement
+from fused_rl.integrations.patching import Patch, Replacement
 from fused_rl.integrations.primitives import capped_kl, is_served, label_logprobs, row_entropy
 from fused_rl.integrations.registries import register as register_in
 from fused_rl.integrations.self_test import normal
@@ -34,7 +35,7 @@ _LIGER = "_LIGER_FUSED_LINEAR_SCALED_CROSS_ENTROPY"
 _LINEAR = "verl.utils.kernel.linear_cross_entropy.linear_cross_entropy"
 
 
-def patch(*, logits_dtype: torch.dtype | None = None, strict: bool = False) -> Applied:
+def patch(*, logits_dtype: torch.dtype | None = None, strict: bool = False) -> ExitStack:
     """Replace verl's primitives in this process, unless they are replaced already; in a `with`, only until its end.
 
     Args:

@@ -227,13 +227,7 @@ def check_support_values(
         return
     row = torch.repeat_interleave(lengths)
     starts = begin - (lengths.cumsum(0) - lengths)
-    # one stretch of the ids is a view: nothing is gathered
-    if bool((starts == starts[0]).all()):
-        first = int(begin[0])
-        each = ids[first : first + len(row)]
-    else:
-        places = starts[row] + torch.arange(len(row), device=row.device)
-        each = ids[places]
+    each = ids[starts[row] + torch.arange(len(row), device=row.device)]
 
     # by the rows that count; a message wants the caller's index
     if vocab is not None and bool((each.amax() >= vocab) | (each.amin() < 0)):
@@ -295,8 +289,6 @@ def _check_form(ids, offsets):
                 f"{name} must be {wanted}, got {described(x)}; TokenSupport.from_lists takes lists"
             )
         check_plain(name, x)
-    if len(offsets) == 0:
-        raise ValueError("offsets must be (N + 1,), from 0 on, got none; no rows are offsets [0]")
     if ids.device != offsets.device:
         raise ValueError(f"ids are on {ids.device}, offsets on {offsets.device}; move one")
 
