@@ -286,11 +286,14 @@ def test_a_damaged_line_of_the_metrics_is_reported_and_no_other_is_lost(files, r
 
 def test_a_resumed_run_moves_later_checkpoints_and_its_model_away(files, whole, run):
     """Whoever put a file into them, finds it there; a damaged later checkpoint is in nobody's way."""
-    (run / "model" / "notes.txt").write_text("mine")
+    (run / "critic").mkdir()  # as PPO saves one
+    for model in ("model", "critic"):
+        (run / model / "notes.txt").write_text("mine")
     (run / "checkpoints" / "step-4" / "state.json").write_bytes(b"")
     sft.train(run_config(files, run, resume_from="step-2"))
     assert_equal_runs(whole, run)
-    assert (run / "earlier-1" / "model" / "notes.txt").read_text() == "mine"
+    for model in ("model", "critic"):
+        assert (run / "earlier-1" / model / "notes.txt").read_text() == "mine"
     assert names(run / "earlier-1") == ["step-3", "step-4"]
 
 
