@@ -590,7 +590,7 @@ def prepare() -> None:
     """Let TRL know of no other process: it would wrap its model for several where a process group exists."""
     with contextlib.suppress(peers.Unavailable):  # its row says so
         peers.import_peer("accelerate").PartialState(cpu=not torch.cuda.is_available())
-    engine.quiet()
+    engine.silence_libraries()
     torch.set_num_threads(1)
 
 

@@ -471,8 +471,8 @@ MUTATIONS = {
     ),
     "a signal in the last step ends the run without its model": Mutation(
         "trainers/run/loop.py",
-        "any(failures) or (any(signals) and not self.last)",
-        "any(failures) or any(signals)",
+        "any(failures) or (any(signalled) and not self.is_last_step)",
+        "any(failures) or any(signalled)",
         "tests/trainers/test_endings.py -k signal_in_the_last",
     ),
     "a critic's learning rate of 0 is the policy's": Mutation(
@@ -507,7 +507,7 @@ MUTATIONS = {
     ),
     "every rank begins with the first server": Mutation(
         "trainers/servers/sampler.py",
-        "enumerate(groupby(prompts), ranks.process())",
+        "enumerate(groupby(prompts), ranks.process_index())",
         "enumerate(groupby(prompts))",
         "tests/trainers/test_servers.py -k turn",
     ),

@@ -28,7 +28,15 @@ from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data.reading import RowsLike
 from fused_rl.trainers.data.rows import BadRow
-from fused_rl.trainers.options import MAIN, Fraction, Needs, PositiveInt, Temperature, Unit, without
+from fused_rl.trainers.options import (
+    MAIN,
+    Fraction,
+    PositiveInt,
+    Requirement,
+    Temperature,
+    Unit,
+    without,
+)
 from fused_rl.trainers.policy.evaluate import evaluate
 from fused_rl.trainers.policy.options import SamplingRunConfig
 from fused_rl.trainers.policy.policy import Policy
@@ -99,46 +107,48 @@ class DistillConfig(ScorerConfig, SamplingRunConfig):
     """Scorers of the responses, as of grpo (docs/verifiers.md): they show accuracy, and nothing is trained on them."""
 
     needs: ClassVar = (
-        Needs(
+        Requirement(
             "teacher_column",
             lambda config: isinstance(config.teacher, dict),
             without("several teachers by name"),
         ),
-        Needs(
+        Requirement(
             "sequence_parallel",
             lambda config: config.sequence_parallel == 1,
             "divides sequences that a teacher reads whole: no distillation has it; leave it out",
         ),
-        Needs("teacher_top_k", lambda config: config.served, without("a teacher behind a server")),
-        Needs(
+        Requirement(
+            "teacher_top_k", lambda config: config.served, without("a teacher behind a server")
+        ),
+        Requirement(
             "distill_temperature",
             lambda config: not config.served,
             "must be 1 with a teacher behind a server",
         ),
-        Needs(
+        Requirement(
             "jsd_beta",
             lambda config: not config.served,
             "must be 0.5 with a teacher behind a server",
         ),
-        Needs(
+        Requirement(
             "teacher_in_4bit",
             lambda config: config.zero_stage < 3,
             "cannot be split by ZeRO 3; use --zero_stage 2",
         ),
-        Needs(
+        Requirement(
             "jsd_beta",
             lambda config: config.direction == "jensen-shannon",
             without("--direction jensen-shannon"),
         ),
-        Needs(
+        Requirement(
             "completion_column", lambda config: config.on_policy < 1, without("--on_policy below 1")
         ),
-        Needs(
+        Requirement(
             "lag",
             lambda config: config.on_policy == 1,
             "samples all rows of a later step; drop it, or --on_policy",
         ),
-        Needs(
+        Requirement(
             "loss_from",
             lambda config: config.loss_from == "linear",
             "has no meaning here: leave it out",
@@ -340,7 +350,7 @@ def train(
     run.fit_micro_batches(policy.model)
     run.start({"policy": policy.model}, rank_state=policy.rank_state)
     policy.publish(run.step)
-    if run.begins and held_out.prompts:
+    if run.is_start and held_out.prompts:
         run.log({}, judge())
 
     # Step by step; where the share is no whole number of rows, its remainder comes later.

@@ -40,7 +40,7 @@ from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.packing import unpadded_costs
 from fused_rl.trainers.models.reward_model import check_finite
 from fused_rl.trainers.models.scoring import chosen_is_higher, logprobs_of
-from fused_rl.trainers.options import Needs, NonNegative, Positive
+from fused_rl.trainers.options import NonNegative, Positive, Requirement
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
 from fused_rl.trainers.run.loop import Run
@@ -72,16 +72,18 @@ class DPOConfig(PairsConfig):
     """Weight of the chosen responses' negative log-likelihood per token."""
 
     needs: ClassVar = (
-        Needs("label_smoothing", lambda config: config.loss_type != "ipo", "has no effect on ipo"),
+        Requirement(
+            "label_smoothing", lambda config: config.loss_type != "ipo", "has no effect on ipo"
+        ),
         *(
-            Needs(
+            Requirement(
                 option,
                 lambda config: config.loss_type not in WITHOUT_MARGIN,
                 "has no meaning with loss_type=apo-zero or apo-down; leave it out",
             )
             for option in ("margin", "margin_column")
         ),
-        Needs(
+        Requirement(
             "loss_type",
             lambda config: config.loss_type != "orpo" or config.nll_coef > 0,
             "trains on the chosen responses' likelihood as well; give --nll_coef 1, as in the paper",
@@ -225,7 +227,7 @@ def train(
 
     # The run.
     run.start({"policy": model})
-    if run.begins and held_out:
+    if run.is_start and held_out:
         run.log({}, evaluate(model, held_out, reference[len(pairs) :], config))
     for step, indices in run:
         began = time.monotonic()

@@ -342,7 +342,7 @@ def train(
     run.fit_micro_batches(policy.model)
     run.start(engines, rank_state=policy.rank_state)
     policy.publish(run.step)
-    if run.begins and held_out.prompts:
+    if run.is_start and held_out.prompts:
         run.log({}, evaluate(policy, held_out, says_signal=True))
 
     def more(count: int) -> list[Prompt]:

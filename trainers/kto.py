@@ -179,7 +179,7 @@ def train(
     # The run.
     run.start({"policy": model})
     held_out_reference = reference[len(rows) :]
-    if run.begins and held_out:
+    if run.is_start and held_out:
         run.log({}, evaluate(model, held_out, held_out_reference, config))
     for step, indices in run:
         began = time.monotonic()

@@ -57,13 +57,13 @@ Seed = Annotated[int, Ge(0), Le(2**31 - 1)]
 SECRET = re.compile(r"(reward_model:)?[A-Za-z][A-Za-z0-9+.-]*://\S*[@?]\S*")
 
 
-class Needs(NamedTuple):
+class Requirement(NamedTuple):
     """An option that means something only beside another one."""
 
     option: str
-    met: Callable[[Any], bool]
+    is_met: Callable[[Any], bool]
     """Return True if the config gives the option a meaning."""
-    unmet: str
+    message: str
     """The message after `option=value` if it does not: why, and what to do."""
 
 
@@ -80,9 +80,9 @@ def is_file_name(name: str) -> bool:
     return name.removesuffix(".gz").endswith(FILES)
 
 
-def splits(option: str, dataset: str, default: str) -> Needs:
-    """Return the need of a split, which only a folder or a Hub dataset has."""
-    return Needs(
+def splits(option: str, dataset: str, default: str) -> Requirement:
+    """Return the requirement of a split, which only a folder or a Hub dataset has."""
+    return Requirement(
         option,
         lambda config: (
             getattr(config, option) == default or not is_file_name(str(getattr(config, dataset)))
@@ -92,7 +92,7 @@ def splits(option: str, dataset: str, default: str) -> Needs:
 
 
 def without(condition: str) -> str:
-    """Return the usual message of an unmet need."""
+    """Return the usual message of an unmet requirement."""
     return f"has no meaning without {condition}; give it, or leave the option out"
 
 
@@ -109,8 +109,8 @@ class Options(pydantic.BaseModel):
     """`fused-rl <command>`, of a config that is whole."""
     main: ClassVar[tuple[str, ...]] = ()
     """The options that --help lists; none is all of them."""
-    needs: ClassVar[tuple[Needs, ...]] = ()
-    """The needs of this group's options."""
+    needs: ClassVar[tuple[Requirement, ...]] = ()
+    """The requirements of this group's options."""
     replaces: ClassVar[dict[str, str]] = {}
     """Options that, given on the command line, take the place of another one in a file."""
 
@@ -121,30 +121,30 @@ class Options(pydantic.BaseModel):
                 super().__init__(**options)
             # pydantic's own message has several lines, and a link to its pages.
             except pydantic.ValidationError as error:
-                raise first_of(error, type(self), options) from None
+                raise options_error(error, type(self), options) from None
             self.check()
 
         def __setattr__(self, name: str, value):
             try:
                 super().__setattr__(name, value)
             except pydantic.ValidationError as error:
-                raise first_of(error, type(self), {name: value}) from None
+                raise options_error(error, type(self), {name: value}) from None
 
     @classmethod
-    def all_needs(cls) -> list[Needs]:
-        """Return the needs of all groups of options in this one."""
+    def all_needs(cls) -> list[Requirement]:
+        """Return the requirements of all groups of options in this one."""
         return [need for group in cls.__mro__ for need in vars(group).get("needs", ())]
 
     def check(self) -> None:
         """Check that each option that was given has a meaning; at construction, and again when a run begins."""
         for need in self.all_needs():
             value = getattr(self, need.option)  # null, false and 0 request nothing
-            if value and need.option in self.model_fields_set and not need.met(self):
-                raise InputError(f"{need.option}={value} {need.unmet}")
+            if value and need.option in self.model_fields_set and not need.is_met(self):
+                raise InputError(f"{need.option}={value} {need.message}")
 
     def has_meaning(self, name: str) -> bool:
         """Return True if the other options give an option a meaning, such as a server to the server's timeout."""
-        return all(need.met(self) for need in self.all_needs() if need.option == name)
+        return all(need.is_met(self) for need in self.all_needs() if need.option == name)
 
     def replace(self, **options: Any) -> Self:
         """Return a copy with other values, which are not checked."""
@@ -244,15 +244,15 @@ def _constrained(kind: Any) -> Any:
 
 
 def unknown_options_error(
-    names: Collection[str], known: Collection[str], where: str = ""
+    names: Collection[str], options: Collection[str], where: str = ""
 ) -> InputError:
     """Return the error for names that are no options, all of them at once; `where` says where they stand."""
     from fused_rl.trainers.commands import trl_names  # of which only this error needs anything
 
-    return trl_names.unknown_options_error(names, known, where)
+    return trl_names.unknown_options_error(names, options, where)
 
 
-def first_of(
+def options_error(
     error: pydantic.ValidationError, config_class: type[Options], options: dict[str, Any]
 ) -> InputError:
     """Return all names that are no options, or the first error: the option, its value, and what pydantic says of it."""
@@ -344,7 +344,7 @@ class ModelConfig(Options):
     auto is float32 on a GPU and bfloat16 on a CPU."""
 
     needs: ClassVar = (
-        Needs(
+        Requirement(
             "checkpoint_activations_on",
             lambda config: config.gradient_checkpointing,
             without("--gradient_checkpointing true"),
@@ -361,7 +361,7 @@ class ModelConfig(Options):
 
 NO_TEMPLATE = "needs the chat template, which raw_prompt=true leaves out: drop one of them"
 TEMPLATE_NEEDS = tuple(
-    Needs(option, lambda config: not config.raw_prompt, NO_TEMPLATE)
+    Requirement(option, lambda config: not config.raw_prompt, NO_TEMPLATE)
     for option in ("system_prompt", "chat_template_kwargs")
 )
 
@@ -398,7 +398,7 @@ class DataConfig(Options):
         *TEMPLATE_NEEDS,
         splits("dataset_split", "dataset", "train"),
         splits("eval_split", "eval_dataset", "test"),
-        Needs(
+        Requirement(
             "eval_split",
             lambda config: config.eval_split == "test" or config.eval_dataset is not None,
             without("eval_dataset"),
@@ -467,12 +467,12 @@ class EngineConfig(Options):
     the memory and communication, and then micro_batch_size changes the gradient by 0.3 to 0.8 %."""
 
     needs: ClassVar = (
-        Needs(
+        Requirement(
             "offload",
             lambda config: config.zero_stage >= 2,
             "needs zero_stage 2 or 3, which split what is offloaded",
         ),
-        Needs("deepspeed", lambda config: config.zero_stage > 0, "is of zero_stage 1 to 3"),
+        Requirement("deepspeed", lambda config: config.zero_stage > 0, "is of zero_stage 1 to 3"),
     )
 
     replaces: ClassVar = {"micro_batch_size": "micro_batch_tokens"}
@@ -514,17 +514,17 @@ class OutputConfig(Options):
     """Make that repository private; one that is already public is refused."""
 
     needs: ClassVar = (
-        Needs(
+        Requirement(
             "accept_changes",
             lambda config: config.resume or config.resume_from is not None,
             without("--resume"),
         ),
-        Needs(
+        Requirement(
             "hub_model_id",
             lambda config: config.push_to_hub,
             "says where to push the model; add --push_to_hub",
         ),
-        Needs(
+        Requirement(
             "hub_private_repo",
             lambda config: config.push_to_hub,
             "says where to push the model; add --push_to_hub",

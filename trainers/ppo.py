@@ -301,7 +301,7 @@ def train(
     # A resumed run goes on with the weight as it was adapted so far.
     controller.kl_coef = restored.get("kl_coef", config.kl_coef)
     policy.publish(run.step)
-    if run.begins and held_out.prompts:
+    if run.is_start and held_out.prompts:
         run.log({}, evaluate(policy, held_out, says_signal=True))
 
     # Step by step; the weight of the KL may follow it: arXiv:1909.08593, section 2.2.

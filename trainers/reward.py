@@ -45,7 +45,7 @@ from fused_rl.trainers.models.scoring import (
     score_all,
     share_of_rank,
 )
-from fused_rl.trainers.options import Needs, NonNegative, NonNegativeInt, may_change
+from fused_rl.trainers.options import NonNegative, NonNegativeInt, Requirement, may_change
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
 from fused_rl.trainers.run.loop import Run
@@ -75,10 +75,10 @@ class RewardConfig(PairsConfig):
     """File or Hub name of the reference pairs; None takes the first training pairs."""
 
     needs: ClassVar = (
-        Needs("loss_from", lambda config: False, NO_LOGITS),
-        Needs("head_dtype", lambda config: False, NO_LOGITS),
-        Needs("load_in_4bit", lambda config: False, MERGED),
-        Needs("save_merged", lambda config: False, MERGED),
+        Requirement("loss_from", lambda config: False, NO_LOGITS),
+        Requirement("head_dtype", lambda config: False, NO_LOGITS),
+        Requirement("load_in_4bit", lambda config: False, MERGED),
+        Requirement("save_merged", lambda config: False, MERGED),
     )
 
 
@@ -240,7 +240,7 @@ def train(
         constants["before"] = normalize(model, reference, config.micro_batch_size)
 
     found = {}
-    if run.begins and held_out:
+    if run.is_start and held_out:
         before = evaluate(model, tokenizer, held_out, config)
         run.log({}, before._replace(samples=()))
     for step, indices in run:
@@ -260,7 +260,7 @@ def train(
         found = evaluate(model, tokenizer, held_out, config).metrics
     # Training has moved the scores, so the model is saved with constants of its own.
     constants["after"] = normalize(model, reference, config.micro_batch_size)
-    if held_out and ranks.process() == 0:
+    if held_out and ranks.process_index() == 0:
         evaluation = as_json(found | {"normalization": constants}, indent=2)
         write_atomically(run.store.path / "evaluation.json", evaluation)
     return run.finish(lambda model_folder: save_reward_model(model, tokenizer, model_folder))

@@ -295,7 +295,7 @@ def train(
 
     # The run. Its first evaluation is of the model before training, which says what was gained.
     run.start({"policy": model})
-    if run.begins and held_out:
+    if run.is_start and held_out:
         run.log({}, evaluate(model, held_out))
     for step, indices in run:
         began = time.monotonic()

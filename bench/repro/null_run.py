@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
         "--folder", type=Path, default=Path("runs/repro_kl/seed1"), help="of the demo's model"
     )
     given = parser.parse_args(argv)
-    engine.quiet()
+    engine.silence_libraries()
     options = yaml.safe_load((given.config or demo.RECIPES / "demo_grpo.yaml").read_text())
     if given.config is None:
         folder = ppo_step.warm_start(given.folder)

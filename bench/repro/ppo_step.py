@@ -46,7 +46,7 @@ def trained(config: grpo.GRPOConfig, start: Path, seed: int) -> tuple[list[dict]
         found = json.loads(kept.read_text())
         if found["options"] == options:
             return found["history"], found["seconds"]
-    engine.quiet()
+    engine.silence_libraries()
     torch.set_num_threads(1)
     warm_start(start, seed)
     began = time.process_time()

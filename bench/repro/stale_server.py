@@ -351,7 +351,7 @@ def check(rows: list[dict]) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    engine.quiet()
+    engine.silence_libraries()
     environment = machine.environment("cpu")  # before: the commit may change while it lasts
     rows = spring_all(machine.ROOT / "runs" / "stale_server")
     write_atomically(

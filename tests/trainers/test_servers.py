@@ -364,7 +364,7 @@ def test_prompts_go_to_the_servers_in_turn_and_a_rollout_repeats(
     sampling = Sampling(0.9, 5, (3,), seeds=tuple(range(100, 108)))
     shares = [sorted(PROMPTS[:2] + PROMPTS[4:6]), sorted(PROMPTS[2:4] + PROMPTS[6:])]
     for rank in (1, 0):  # each begins with another server
-        monkeypatch.setattr(ranks, "process", lambda rank=rank: rank)
+        monkeypatch.setattr(ranks, "process_index", lambda rank=rank: rank)
         for fake in pair:
             fake.calls.clear()
         first = sampler.sample(PROMPTS, sampling)

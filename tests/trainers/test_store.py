@@ -254,7 +254,7 @@ def test_ranks_share_the_files_of_a_checkpoint_to_verify(files, run, monkeypatch
     monkeypatch.setattr(store, "processes", lambda: 2)
     monkeypatch.setattr(store, "fingerprint", lambda path: verified.append(path) or ())
     for rank in range(2):
-        monkeypatch.setattr(store, "process", lambda rank=rank: rank)
+        monkeypatch.setattr(store, "process_index", lambda rank=rank: rank)
         with pytest.raises(InputError, match="is damaged"):
             folder.open()
     manifest = json.loads((folder.chosen / "manifest.json").read_text())

@@ -53,7 +53,7 @@ def gradient(options: dict, size: int) -> dict[str, torch.Tensor]:
     fixed = {"lr": 0.0, "max_grad_norm": 0.0, "dtype": "bfloat16"}
     config = TrainingConfig(stage3_param_persistence_threshold=0, **fixed, **options)
     model = engine.initialize(Tower().bfloat16(), config, 2)
-    share = rows()[ranks.process() :: ranks.processes()]
+    share = rows()[ranks.process_index() :: ranks.processes()]
     moments = []
     for step, sign in enumerate((-1, 1)):
         for x in share.split(max(1, size // ranks.processes())):

@@ -31,7 +31,7 @@ TIMEOUT = timedelta(
 )  # to start, and of a collective
 
 
-def quiet() -> None:
+def silence_libraries() -> None:
     """Switch off other libraries' progress bars and notices."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
@@ -50,7 +50,7 @@ def quiet() -> None:
 
 def setup(seed: int, *, trains: bool = True, sequence_parallel: int = 1) -> torch.device:
     """Join the process group, seed this rank, and return its device; without training DeepSpeed is not needed."""
-    quiet()
+    silence_libraries()
     device = torch.device("cpu")
     if torch.cuda.is_available():  # chosen first: NCCL communicates on the current device
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -76,7 +76,7 @@ def setup(seed: int, *, trains: bool = True, sequence_parallel: int = 1) -> torc
         else:
             dist.init_process_group(backend, timeout=TIMEOUT)
         atexit.register(_leave)
-    ranks.form(sequence_parallel)
+    ranks.set_sequence_parallel(sequence_parallel)
     import transformers
 
     transformers.set_seed(seed + rank() * 100_003)
@@ -129,7 +129,7 @@ def check_deepspeed_file(config: Any) -> None:
     """Refuse a file of DeepSpeed's options that has other values than the run, or that DeepSpeed refuses."""
     if config.deepspeed is None:
         return
-    quiet()
+    silence_libraries()
     from deepspeed.runtime.config import DeepSpeedConfig
 
     from fused_rl.trainers.base import deepspeed_file
@@ -255,7 +255,7 @@ def initialize_frozen(model: nn.Module, config: Any):
 
 
 @contextlib.contextmanager
-def whole(*parameters: nn.Parameter, written: bool = False):
+def gathered(*parameters: nn.Parameter, written: bool = False):
     """Make parameters whole on every rank inside the block, to change them there if `written`. Call on all ranks."""
     import deepspeed
 

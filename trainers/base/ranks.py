@@ -19,23 +19,25 @@ Item = TypeVar("Item")
 
 _per_rank = 1  # processes that hold parts of the same sequences
 _sequence_group: Any = None  # the process group of these
-_part_group: Any = (
+_data_group: Any = (
     None  # the process group of those that hold the same part of each rank's sequences
 )
 
 
-def form(per_rank: int) -> None:
+def set_sequence_parallel(per_rank: int) -> None:
     """From now on so many neighbouring processes are one rank; all processes call this together."""
-    global _per_rank, _sequence_group, _part_group
-    _per_rank, _sequence_group, _part_group = per_rank, None, None
+    global _per_rank, _sequence_group, _data_group
+    _per_rank, _sequence_group, _data_group = per_rank, None, None
     if per_rank == 1:
         return
     # Every process takes part in making every group, also those that it is not in.
     starts = range(0, processes(), per_rank)
     sequence_groups = [dist.new_group(range(start, start + per_rank)) for start in starts]
-    part_groups = [dist.new_group([start + part for start in starts]) for part in range(per_rank)]
+    data_groups = [
+        dist.new_group([start + offset for start in starts]) for offset in range(per_rank)
+    ]
     _sequence_group = sequence_groups[rank()]
-    _part_group = part_groups[process() % per_rank]
+    _data_group = data_groups[process_index() % per_rank]
 
 
 def sequence_group() -> "dist.ProcessGroup | None":
@@ -50,7 +52,7 @@ def processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))  # a launcher's
 
 
-def process() -> int:
+def process_index() -> int:
     """Return this process's number; 0 outside a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
@@ -74,7 +76,7 @@ def planned_ranks(sequence_parallel: int) -> int:
 
 def rank() -> int:
     """Return the number of this process's share of the rows; 0 outside a process group."""
-    return process() // _per_rank
+    return process_index() // _per_rank
 
 
 def world_size() -> int:
@@ -86,7 +88,7 @@ def all_ranks():
     """Return a process group with one process of each rank; None if there is one rank."""
     if world_size() == 1:
         return None
-    return dist.group.WORLD if _part_group is None else _part_group
+    return dist.group.WORLD if _data_group is None else _data_group
 
 
 def barrier() -> None:
@@ -116,7 +118,7 @@ def _gathered(item: Item, group) -> list[Item]:
 # Work that the processes of a rank, which have the same items, share.
 
 
-def part_of(count: int) -> list[int]:
+def my_items(count: int) -> list[int]:
     """Return which of a rank's `count` items are this process's work: neighbours, as many as the others have.
 
     Where they do not divide, the last item is the work of several.
@@ -124,18 +126,18 @@ def part_of(count: int) -> list[int]:
     if _sequence_group is None:
         return list(range(count))
     size = -(-count // _per_rank)
-    begin = size * (process() % _per_rank)
+    begin = size * (process_index() % _per_rank)
     return [min(i, count - 1) for i in range(begin, begin + size)]
 
 
-def of_parts(results: list[Item], count: int) -> list[Item]:
-    """Return the results of all `count` items of this rank, from those of each process's `part_of` them."""
+def gather_items(results: list[Item], count: int) -> list[Item]:
+    """Return the results of all `count` items of this rank, from those of each process's `my_items`."""
     if _sequence_group is None:
         return results
     return sum(_gathered(results, _sequence_group), [])[:count]
 
 
-def of_first_part(work: Callable[[], Item]) -> Item:
+def on_sequence_leader(work: Callable[[], Item]) -> Item:
     """Return what `work` returns on the first process of this rank, which alone does it; generators stay alike.
 
     An InputError that it raises is raised on every process of the rank.
@@ -143,7 +145,7 @@ def of_first_part(work: Callable[[], Item]) -> Item:
     if _sequence_group is None:
         return work()
     result: list = [None, None, None]
-    if process() % _per_rank == 0:
+    if process_index() % _per_rank == 0:
         done = refusal = None
         try:
             done = work()
@@ -175,7 +177,7 @@ def check_equal(facts: Mapping[str, object]) -> None:
 def on_first_rank(work: Callable[[], object]) -> None:
     """Run `work` on process 0 while the others wait; an InputError that it raises is raised on every process."""
     refusal = None
-    if process() == 0:
+    if process_index() == 0:
         try:
             work()
         except InputError as error:
@@ -215,7 +217,7 @@ def global_sums(values: dict[str, torch.Tensor]) -> dict[str, float]:
     return dict(zip(values, totals.tolist(), strict=True))
 
 
-def of_all_rows(values: torch.Tensor) -> torch.Tensor:
+def gather_rows(values: torch.Tensor) -> torch.Tensor:
     """Return (N, ...) fp64 on the CPU of every rank's `values` (n, ...), where row i of N is rank i % world's.
 
     The ranks have equally many rows, or the last of them one less.

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from fused_rl.trainers.base.ranks import process
+from fused_rl.trainers.base.ranks import process_index
 from fused_rl.trainers.base.text import escaped
 
 
@@ -35,7 +35,7 @@ def phase(what: str) -> Iterator[dict[str, float]]:
 
 def print_rank0(*lines: str) -> None:
     """Print lines on process 0."""
-    if process() == 0:
+    if process_index() == 0:
         print_line(*lines)
 
 
@@ -45,5 +45,5 @@ def bar(items: Sequence, what: str) -> Iterable:
 
     # In a file each state of the bar is a line.
     interval = 0.1 if sys.stderr.isatty() else 10
-    hidden = process() > 0 or len(items) == 1
+    hidden = process_index() > 0 or len(items) == 1
     return tqdm(items, what, delay=2, leave=False, disable=hidden, mininterval=interval)

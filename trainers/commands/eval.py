@@ -31,8 +31,8 @@ from fused_rl.trainers.models import language_model
 from fused_rl.trainers.options import (
     TEMPLATE_NEEDS,
     EngineConfig,
-    Needs,
     PositiveInt,
+    Requirement,
     Seed,
     check_revision,
     splits,
@@ -129,7 +129,7 @@ class EvalConfig(ScorerConfig, SamplingConfig):
         *TEMPLATE_NEEDS,
         splits("dataset_split", "dataset", "test"),
         *(
-            Needs(name, lambda config: config.verifiers is not None, without("--verifiers"))
+            Requirement(name, lambda config: config.verifiers is not None, without("--verifiers"))
             for name in SCORING[1:]
         ),
     )
@@ -240,7 +240,7 @@ def evaluate(
         for name, values in (("greedy", right[:, 0]), ("sampled", right[:, 1:].mean(1))):
             figures[f"accuracy_{name}_error"] = _error(values)
     print_rank0("\n".join(f"{name:<24}{value:.4g}" for name, value in figures.items()))
-    if judges and ranks.process() == 0:
+    if judges and ranks.process_index() == 0:
         from fused_rl.trainers.policy import signal
 
         one = next(row for row in responses if row["decoding"] == "sampled")
@@ -248,7 +248,7 @@ def evaluate(
         answer = right_answer(problem.row, problem.prompt, judges)
         counts = Counter(row["response"] for row in responses).values()
         signal.say(figures, totals, rewards.shape[1], one["response"], answer, length, counts)
-    if out is not None and ranks.process() == 0:
+    if out is not None and ranks.process_index() == 0:
         write_rows(out / "responses.jsonl", responses)
         summary = figures | {"options": config.to_dict() | {"max_new_tokens": length}}
         write_atomically(out / "summary.json", as_json(summary, indent=2) + "\n")

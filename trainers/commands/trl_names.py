@@ -122,41 +122,41 @@ NAMES: dict[str, str] = {
 
 
 def unknown_options_error(
-    names: Collection[str], known: Collection[str], where: str = ""
+    names: Collection[str], options: Collection[str], where: str = ""
 ) -> InputError:
     """Return the error for names that are no options, all of them at once; `where` says where they stand."""
     names = list(dict.fromkeys(names))
     if len(names) == 1:
-        return InputError(where + unknown(names[0], known))
+        return InputError(where + unknown_option_message(names[0], options))
     lines = [f"{where}{len(names)} unknown options"]
-    lines += [f"--{name}; {suggestion_for(name, known)}" for name in names]
+    lines += [f"--{name}; {suggestion_for(name, options)}" for name in names]
     if any(name.replace("-", "_") in NAMES for name in names):
         lines.append("docs/from_trl.md has all names of TRL, and how batch sizes and steps convert")
     return UnknownOptions("\n  ".join(map(escaped, lines)))
 
 
-def unknown(name: str, known: Collection[str]) -> str:
-    """Return the message for an option that is not `known`, with the one that is meant if that is clear."""
-    return f"unknown option --{name}; {suggestion_for(name, known)}"
+def unknown_option_message(name: str, options: Collection[str]) -> str:
+    """Return the message for an option that is not one of `options`, with the one that is meant if that is clear."""
+    return f"unknown option --{name}; {suggestion_for(name, options)}"
 
 
-def suggestion_for(name: str, known: Collection[str]) -> str:
+def suggestion_for(name: str, options: Collection[str]) -> str:
     """Return what is meant by a name that is no option: its name here, or the nearest one."""
     meant = name.replace("-", "_")
     if meant in NAMES:
-        return _name_here(meant, known)
+        return _name_here(meant, options)
     # Less alike are options of TRL that have no counterpart.
-    nearest = difflib.get_close_matches(meant, [*known, *NAMES], n=1, cutoff=0.8)
+    nearest = difflib.get_close_matches(meant, [*options, *NAMES], n=1, cutoff=0.8)
     if not nearest:
         return "--help all lists the options, and docs/from_trl.md what TRL has and a run here does without"
     if nearest[0] in NAMES:
-        return f"did you mean {nearest[0]}, as in TRL? {_name_here(nearest[0], known)}"
+        return f"did you mean {nearest[0]}, as in TRL? {_name_here(nearest[0], options)}"
     return f"did you mean --{nearest[0]}?"
 
 
-def _name_here(name: str, known: Collection[str]) -> str:
-    """Return the name of one of TRL's options here, for the trainer whose options are `known`."""
+def _name_here(name: str, options: Collection[str]) -> str:
+    """Return the name of one of TRL's options here, for the trainer which has `options`."""
     clauses = NAMES[name].split("; ")
-    fitting = [text for text in clauses if {*re.findall(r"--(\w+)", text)} <= {*known}]
+    fitting = [text for text in clauses if {*re.findall(r"--(\w+)", text)} <= {*options}]
     text = "; ".join(fitting or clauses)
     return f"its name here is {text}" if text.startswith("--") else f"here it is {text}"

@@ -19,7 +19,7 @@ import datasets.config
 import numpy
 
 from fused_rl.trainers.base.files import check_exists, fingerprint, hash_of
-from fused_rl.trainers.base.ranks import process
+from fused_rl.trainers.base.ranks import process_index
 from fused_rl.trainers.base.screen import print_rank0
 from fused_rl.trainers.base.text import InputError, in_a_line
 from fused_rl.trainers.options import FILES, is_file_name
@@ -143,7 +143,7 @@ class Rows(Sequence[dict]):
 def quiet_datasets(*, is_quick: bool = False) -> Iterator[None]:
     """Show the bars of `datasets` on rank 0 alone, and for what is quick none."""
     shows = datasets.is_progress_bar_enabled()
-    if is_quick or process():
+    if is_quick or process_index():
         datasets.disable_progress_bars()
     try:
         yield

@@ -383,7 +383,7 @@ def save(trained, tokenizer, folder: Path, write: Callable[[Path, dict | None], 
     # All ranks gather, and rank 0 has the whole.
     if trained.zero_optimization_stage() == 3:
         state = trained._zero3_consolidated_16bit_state_dict()
-    if ranks.process() == 0:
+    if ranks.process_index() == 0:
         with whole_folder(folder) as unfinished:
             write(unfinished, state)
             tokenizer.save_pretrained(unfinished)
@@ -424,7 +424,7 @@ def sync(reference, policy, alpha: float) -> None:
     # One weight at a time is whole, so ZeRO 3 needs memory for one more.
     weights = dict(without_engine(policy).named_parameters())
     for name, mixed in without_engine(reference).named_parameters():
-        with engine.whole(weights[name]), engine.whole(mixed, written=True):
+        with engine.gathered(weights[name]), engine.gathered(mixed, written=True):
             new = weights[name].float()
             mixed.copy_(torch.lerp(mixed.float(), new, alpha))
 
@@ -450,10 +450,10 @@ class SavedReference:
         weights = {}
         for name, parameter in self.model.named_parameters():
             # Under ZeRO 3 every rank takes part in gathering, though one alone writes.
-            with engine.whole(parameter):
-                if ranks.process() == 0:
+            with engine.gathered(parameter):
+                if ranks.process_index() == 0:
                     weights[name] = parameter.cpu().clone()
-        if ranks.process() == 0:
+        if ranks.process_index() == 0:
             path = Path(folder) / tag / "reference.safetensors"
             path.parent.mkdir()
             save_file(weights, path)
@@ -465,5 +465,5 @@ class SavedReference:
 
         with safe_open(Path(folder) / tag / "reference.safetensors", framework="pt") as weights:
             for name, parameter in self.model.named_parameters():
-                with engine.whole(parameter, written=True):
+                with engine.gathered(parameter, written=True):
                     parameter.copy_(weights.get_tensor(name))

@@ -112,7 +112,7 @@ class RewardModel(nn.Module):
     def reset_head(self) -> None:
         """Draw the head from N(0, 1 / sqrt(h + 1)) (arXiv:2009.01325, appendix B), partitioned by ZeRO 3 or not."""
         head = self.classifier.score
-        with engine.whole(head.weight, written=True):
+        with engine.gathered(head.weight, written=True):
             head.weight.normal_(std=1 / math.sqrt(head.in_features + 1))
 
     def trial_inputs(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -20,11 +20,11 @@ from fused_rl.trainers.models.packing import unpad
 from fused_rl.trainers.models.reward_model import Critic, check_reads_policy, load_reward_model
 from fused_rl.trainers.options import (
     Finite,
-    Needs,
     NonNegative,
     NonNegativeInt,
     OptimConfig,
     Positive,
+    Requirement,
     Unit,
     may_change,
     without,
@@ -115,13 +115,15 @@ class CreditConfig(KLConfig, RolloutConfig):
     """Penalty on the score of a truncated response."""
 
     needs: ClassVar = (
-        Needs(
+        Requirement(
             "kl_target",
             lambda config: config.kl_coef > 0,
             "has no meaning with kl_coef=0: no factor moves a zero; give --kl_coef, its first value",
         ),
-        Needs("kl_horizon", lambda config: config.kl_target is not None, without("--kl_target")),
-        Needs(
+        Requirement(
+            "kl_horizon", lambda config: config.kl_target is not None, without("--kl_target")
+        ),
+        Requirement(
             "kl_horizon",
             lambda config: (
                 config.kl_horizon > LARGEST_ERROR * config.prompts_per_step * config.group_size

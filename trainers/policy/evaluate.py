@@ -83,23 +83,23 @@ def evaluate(
         found["kl_exact"] = totals["kl_exact"] / totals["problems"]
     # Responses are counted by a hash that is the same on every rank.
     hashes = [hash(tuple(sample.response.ids)) % 2**48 for sample in sampled.samples]
-    equal = ranks.of_all_rows(torch.tensor(hashes).view(-1, k)[:count]).unique(return_counts=True)[
+    equal = ranks.gather_rows(torch.tensor(hashes).view(-1, k)[:count]).unique(return_counts=True)[
         1
     ]
     found["commonest_ratio"] = equal.max().item() / totals["responses"]
     found |= {key: struck + sampled.incidents[key] for key, struck in greedy.incidents.items()}
     found |= means_of(greedy.logged + sampled.logged, found)
-    rewards = ranks.of_all_rows(sampled.rewards.view(-1, k)[:count])
+    rewards = ranks.gather_rows(sampled.rewards.view(-1, k)[:count])
     by_row = rows_of(greedy, sampled, count, rewards) if policy.scorers else {}
     if further is not None:
         more, of_responses = further(sampled.samples, count * k)
         found |= more
-        of_problems = ranks.of_all_rows(of_responses.view(-1, k, 2).sum(1)[:count])
+        of_problems = ranks.gather_rows(of_responses.view(-1, k, 2).sum(1)[:count])
         by_row["distill/kl"] = of_problems.T.tolist()
     if policy.scorers:
         found |= spread(rewards)
     metrics = {f"eval/{name}": value for name, value in found.items()}
-    if says_signal and ranks.process() == 0:
+    if says_signal and ranks.process_index() == 0:
         from fused_rl.trainers.policy import signal
 
         one, limit = sampled.samples[0], policy.sampling.max_new_tokens
@@ -124,7 +124,7 @@ def rows_of(
     `count` of this rank's problems count; `rewards` (N, k) are those of the k sampled responses to all N problems.
     """
     right = sampled.solved.view(len(greedy.samples), -1)[:count].double().mean(1)
-    solved = ranks.of_all_rows(torch.stack([greedy.solved[:count].double(), right], 1))
+    solved = ranks.gather_rows(torch.stack([greedy.solved[:count].double(), right], 1))
     of_greedy, of_sampled = solved.T.tolist()
     return {
         "accuracy_greedy": [of_greedy],

@@ -17,9 +17,9 @@ from fused_rl.objectives.advantages import ResponseAdvantage
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.options import (
-    Needs,
     NonNegativeInt,
     PositiveInt,
+    Requirement,
 )
 from fused_rl.trainers.policy.options import LossConfig, RolloutConfig
 from fused_rl.trainers.policy.policy import Policy
@@ -47,13 +47,13 @@ class GroupConfig(LossConfig, RolloutConfig):
     otherwise of responses drawn at random. None shares where the model's attention and minibatches allow it."""
 
     needs: ClassVar = (
-        Needs(
+        Requirement(
             "zero_variance",
             lambda config: advantage_of(config) not in ("batch-std", "gdpo"),
             "has no meaning with advantage=batch-std or gdpo, where groups of equal rewards teach too; leave it out, "
             "or choose --advantage group-mean-batch-std",
         ),
-        Needs(
+        Requirement(
             "advantage",
             lambda config: (
                 config.advantage != "gdpo"
@@ -61,7 +61,7 @@ class GroupConfig(LossConfig, RolloutConfig):
             ),
             "is of the scorers' rewards alone: give no overlong_buffer, and --kl_in loss",
         ),
-        Needs(
+        Requirement(
             "lag",
             lambda config: config.zero_variance != "refill",
             "draws before refills are known; drop one of them",

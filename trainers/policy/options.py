@@ -13,11 +13,11 @@ from fused_rl.objectives.surrogates import SURROGATES, SurrogateOptions
 from fused_rl.trainers import options as config
 from fused_rl.trainers.base.text import InputError, load_function
 from fused_rl.trainers.options import (
-    Needs,
     NonNegativeInt,
     Options,
     PositiveFraction,
     PositiveInt,
+    Requirement,
     RunConfig,
     may_change,
     options_from,
@@ -99,7 +99,7 @@ class SamplingRunConfig(RolloutConfig, RunConfig):
     """Sampled responses per held-out problem: k of pass@k."""
 
     needs: ClassVar = (
-        Needs(
+        Requirement(
             "lag",
             lambda config: config.zero_stage < 3 or config.server is not None,
             "with zero_stage=3 would draw from weights that ranks must gather together, while they train on them; give "
@@ -166,7 +166,7 @@ class KLConfig(LossConfig):
     """loss: the KL is added to the loss per token, by rk3 unless kl_estimator is given; reward: it is subtracted from
     the reward before the advantages are computed, by k1. It is measured in any case."""
 
-    needs: ClassVar = (Needs("kl_in", lambda config: config.kl_coef > 0, NOTHING_PAID),)
+    needs: ClassVar = (Requirement("kl_in", lambda config: config.kl_coef > 0, NOTHING_PAID),)
 
     @property
     def estimator(self) -> KLEstimator:
@@ -204,16 +204,16 @@ class ReferenceConfig(KLConfig):
     """alpha of such an update: reference = alpha * policy + (1 - alpha) * reference; 1 copies the policy."""
 
     needs: ClassVar = (
-        Needs(
+        Requirement(
             "ref_sync_every",
             lambda config: config.lora_rank == 0,
             "needs a reference of its own, but with lora_rank it is the policy without its adapters; drop one of them",
         ),
         *(
-            Needs(option, lambda config: needs_reference(config), NO_REFERENCE)
+            Requirement(option, lambda config: needs_reference(config), NO_REFERENCE)
             for option in ("ref_sync_every", "kl_estimator")
         ),
-        Needs(
+        Requirement(
             "ref_mixup_alpha",
             lambda config: config.ref_sync_every > 0,
             without("--ref_sync_every"),

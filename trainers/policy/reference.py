@@ -34,7 +34,7 @@ class Reference:
         lm = without_engine(self.model)
         states = self._states(inputs)
         # Under ZeRO 3 the policy's pass gathers only the policy's head, so that of the reference is gathered here.
-        with engine.whole(*lm.head.parameters(recurse=False)):
+        with engine.gathered(*lm.head.parameters(recurse=False)):
             yield ReferenceStates(lm, states)
 
     @torch.no_grad()

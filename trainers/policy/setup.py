@@ -334,7 +334,7 @@ def build_sampler(
         probe = Probe(model, ids, lm.dtype == torch.float32, config.sampling(1, ()))
         output_dir = Path(config.output_dir).absolute()
         folder = folder_of(config.server, config.published_dir, output_dir, lm)
-        if folder != output_dir / "published" and ranks.process() == 0:
+        if folder != output_dir / "published" and ranks.process_index() == 0:
             remove_at_end(folder)
         longest = config.max_prompt_length + config.max_new_tokens
         sleeps = config.server_sleeps

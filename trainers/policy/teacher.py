@@ -226,7 +226,7 @@ def _served(config, url: str, policy: Policy) -> ServedTeacher:
     from fused_rl.trainers.servers.probe import TEXT
 
     url, http = url.rstrip("/"), http_of(config)
-    if ranks.process() == 0:
+    if ranks.process_index() == 0:
         print_line(f"waiting at most {http.timeout:g} s for teacher={url}")
     # The server may still be loading its model, so this call is repeated until it answers.
     (answer,) = http.run([http.call("GET", f"{url}/v1/models", tries=float("inf"))])

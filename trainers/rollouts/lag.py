@@ -76,7 +76,7 @@ class LaggedSampler(Sampler):
                 prompts += [prompt.ids] * copies
 
             # Of processes that hold parts of the same sequences each samples its own.
-            count, mine = len(prompts), ranks.part_of(len(prompts))
+            count, mine = len(prompts), ranks.my_items(len(prompts))
             prompts = [prompts[i] for i in mine]
             # What a checkpoint holds is sampled again if the rows have changed since.
             if number not in self.pending or self.pending[number].prompts != prompts:

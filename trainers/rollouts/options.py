@@ -7,12 +7,12 @@ import pydantic
 
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.options import (
-    Needs,
     NonNegativeInt,
     Options,
     Positive,
     PositiveFraction,
     PositiveInt,
+    Requirement,
     Temperature,
     Unit,
     may_change,
@@ -81,7 +81,7 @@ class SamplerConfig(SamplingConfig):
 
     needs: ClassVar = (
         *(
-            Needs(
+            Requirement(
                 option,
                 lambda config: config.server or config.served,
                 "means nothing without --server",
@@ -89,11 +89,11 @@ class SamplerConfig(SamplingConfig):
             for option in ("server_api_key_env", "server_timeout", "server_sleeps", "published_dir")
         ),
         # Servers report the kept set of a token only up to a given number of ids; min_p=0 asks for none.
-        Needs(
+        Requirement(
             "top_p", lambda config: not config.server or config.top_k or config.top_p == 1, NO_TOP_K
         ),
-        Needs("min_p", lambda config: not config.server or config.top_k, NO_TOP_K),
-        Needs(
+        Requirement("min_p", lambda config: not config.server or config.top_k, NO_TOP_K),
+        Requirement(
             "server_sleeps",
             lambda config: config.lag == 0,
             "has no meaning with lag, which samples while the policy is trained; drop one of them",

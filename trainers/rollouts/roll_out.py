@@ -166,7 +166,7 @@ def _sampled(
     """Return a response to each prompt; processes that hold parts of the same sequences share the work."""
     if ranks.sequence_group() is None:
         return sampled_by(sampler, prompts, sampling)
-    mine = ranks.part_of(len(prompts))
+    mine = ranks.my_items(len(prompts))
     seeds = sampling.seeds and tuple(sampling.seeds[i] for i in mine)
     # Copies of a prompt must not be sampled by the same random numbers, and the processes' generators stay alike.
     devices = [device] if device.type == "cuda" else []
@@ -178,7 +178,7 @@ def _sampled(
         except NoDistribution as error:
             broken = [mine[number] for number in error.responses]
             raise NoDistribution(broken, error.step) from error
-    return ranks.of_parts(responses, len(prompts))
+    return ranks.gather_items(responses, len(prompts))
 
 
 def _scores_by(scorer: Scorer, samples: list[Sample]) -> torch.Tensor:
@@ -190,7 +190,7 @@ def _scores_by(scorer: Scorer, samples: list[Sample]) -> torch.Tensor:
         return check_scores(scorer.name, scorer(samples), samples)
 
     # What a scorer returns is checked where it was called: a generator cannot be sent, and a tensor may be on a GPU.
-    return checked() if getattr(scorer, "shares_work", False) else ranks.of_first_part(checked)
+    return checked() if getattr(scorer, "shares_work", False) else ranks.on_sequence_leader(checked)
 
 
 def _solved(scorers: Sequence[Scorer], scores: dict[str, torch.Tensor], count: int) -> torch.Tensor:

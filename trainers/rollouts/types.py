@@ -133,7 +133,7 @@ class Scorer(Protocol):
 
     One that works under limits lists in `broken` (list[str]) each sample that broke one, and how; a rollout empties it.
     Processes that hold parts of the same sequences call it on the first of them, unless it has `shares_work`, and then
-    scores what `ranks.part_of` says and gathers the rest itself.
+    scores what `ranks.my_items` says and gathers the rest itself.
     One that reports metrics lists their names and values in `logged`; a rollout empties it. One that may know a row's
     answer returns it, or None, with `answer(row)`.
     """

@@ -48,7 +48,7 @@ def run(
                     train(config)
             train(config)
         except DryRun as done:
-            if ranks.process() == 0:
+            if ranks.process_index() == 0:
                 print_line(str(done), as_is=True)
         finally:
             signal.signal(signal.SIGTERM, before)
@@ -73,7 +73,7 @@ def around(prog: str, lost: str = "nothing was written") -> Iterator[None]:
     except (BadRows, UnknownOptions) as error:
         # All ranks fail on the same rows and words. A launcher ends the others as soon as one has ended, so they wait
         # until rank 0 has printed the whole block.
-        if ranks.process() > 0:
+        if ranks.process_index() > 0:
             time.sleep(SECONDS_TO_PRINT)
         sys.exit(f"{prog}: error: {error}")  # its lines are escaped already
     except InputError as error:

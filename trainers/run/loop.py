@@ -66,7 +66,7 @@ def check_start(config: RunConfig, arithmetic: Arithmetic) -> None:
         InputError: options contradict each other, or need a package or function that is not there.
     """
     config.check()  # once more, because Python code may have set options since the config was made
-    engine.quiet()  # what follows imports DeepSpeed
+    engine.silence_libraries()  # what follows imports DeepSpeed
     config.resolve()
     optim.schedule_function(config.lr_schedule)
     arithmetic(config, ranks.planned_ranks(config.sequence_parallel))
@@ -110,8 +110,10 @@ class Run:
         self.store.check() if config.dry_run else self.store.open()
         self.step = 0
         self.save_seconds = 0.0
-        self.stopping = False
-        self.ending = self.ended = False  # on_step has ended the run: on this process, and on all
+        self.signalled = False
+        self.hook_asked_to_end = self.hook_ended = (
+            False  # on_step has ended the run: on this process, and on all
+        )
         self.hook_error: BaseException | None = None
 
     def check_inputs(
@@ -198,7 +200,9 @@ class Run:
             restored = self.store.load(engines, rank_state)
             self.step, self.order.position = restored["step"], restored["position"]
             # A run that was ended by its hook is complete; with another hook it continues.
-            self.ended = self.on_step is not None and restored.get("ended_by") == self.hook_name
+            self.hook_ended = (
+                self.on_step is not None and restored.get("ended_by") == self.hook_name
+            )
 
         # What was written after the checkpoint may be moved away only once the checkpoint has been read.
         self.logger = None
@@ -211,7 +215,7 @@ class Run:
             self.logger = Logger(self.config, self.step)
 
     @property
-    def begins(self) -> bool:
+    def is_start(self) -> bool:
         """Return True if nothing has been trained yet, which is the time for the evaluation before training."""
         return self.step == 0
 
@@ -219,12 +223,12 @@ class Run:
     def evaluates(self) -> bool:
         """Return True if an evaluation follows this step."""
         every = self.config.eval_every
-        return self.last or (every > 0 and self.step % every == 0)
+        return self.is_last_step or (every > 0 and self.step % every == 0)
 
     @property
-    def last(self) -> bool:
+    def is_last_step(self) -> bool:
         """Return True if this step is the last one."""
-        return self.ended or self.step >= self.config.steps
+        return self.hook_ended or self.step >= self.config.steps
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         """Yield each step's number and the indices of its rows, and save a checkpoint after steps that need one."""
@@ -237,17 +241,17 @@ class Run:
             # The run may be stopped after the evaluation before training, when there is nothing to save yet.
             if self._stops():
                 self._stop()
-            while not self.last:
+            while not self.is_last_step:
                 self.step += 1
                 yield self.step, next(self.order)
 
                 # Save a checkpoint on schedule, before the run stops, and at the end, because the model is saved later.
                 stop = self._stops()
                 every = self.config.save_every
-                if stop or self.last or (every and self.step % every == 0):
+                if stop or self.is_last_step or (every and self.step % every == 0):
                     began = time.monotonic()
                     state = {"position": self.order.position, "inputs": self.inputs, **self.state()}
-                    state |= {"ended_by": self.hook_name} if self.ended else {}
+                    state |= {"ended_by": self.hook_name} if self.hook_ended else {}
                     self.store.save(self.engines, self.step, state, self.rank_state)
                     self.save_seconds = time.monotonic() - began
                 if stop:
@@ -260,12 +264,12 @@ class Run:
     def _stops(self) -> bool:
         """Return True, on all processes, if the run must stop here; note if `on_step` makes this the last step."""
         # A signal may have reached only some of the processes, and a hook runs on one of them, so they decide together.
-        requests = (self.stopping, self.ending, self.hook_error is not None)
-        signals, endings, failures = zip(*ranks.gather_processes(requests), strict=True)
-        if any(endings) and not self.last:
-            self.ended = True
+        requests = (self.signalled, self.hook_asked_to_end, self.hook_error is not None)
+        signalled, asked_to_end, failures = zip(*ranks.gather_processes(requests), strict=True)
+        if any(asked_to_end) and not self.is_last_step:
+            self.hook_ended = True
             print_rank0(f"on_step has ended the run after step {self.step}")
-        return any(failures) or (any(signals) and not self.last)
+        return any(failures) or (any(signalled) and not self.is_last_step)
 
     def _stop(self) -> NoReturn:
         """Close the logs, unlock the folder, and raise the hook's error on its process, and else `Stopped`."""
@@ -280,14 +284,14 @@ class Run:
 
     def end(self) -> None:
         """End the run after this step on all processes, with checkpoint and model; one process may call this alone."""
-        self.ending = True
+        self.hook_asked_to_end = True
 
     def _stop_after_step(self, _number, _frame) -> None:
         """Note the first signal, and leave the next one to the earlier handler, which stops the process at once."""
-        self.stopping = True
+        self.signalled = True
         restore_signals()
         # With os.write, because the signal may have interrupted a print, whose buffer must not be entered again.
-        if ranks.process() == 0:
+        if ranks.process_index() == 0:
             with contextlib.suppress(OSError):
                 os.write(
                     1, b"\nstopping after this step, with a checkpoint; again to stop at once\n"
@@ -306,7 +310,7 @@ class Run:
         metrics = metrics | evaluated
         if self.logger is None:
             return
-        if not self.begins:
+        if not self.is_start:
             metrics = metrics | {"time/save": self.save_seconds}
         if self.on_step is not None:
             added = self._call_hook(self.on_step, metrics, samples, self.logger.history)
@@ -315,7 +319,7 @@ class Run:
             self.logger.log(self.step, metrics, by_row)
             self.logger.samples(self.step, samples)
             # After the last step `finish` draws the curves.
-            if self.evaluates and not self.begins and not self.last:
+            if self.evaluates and not self.is_start and not self.is_last_step:
                 draw_curves(self.logger.history, self.logger.folder / "curves.png")
 
     def _call_hook(
@@ -334,7 +338,7 @@ class Run:
             history=[*earlier, {"step": self.step, **entry}],
             tokenizer=self.tokenizer,
             stop=self.end,
-            get_model=self._whole_model,
+            get_model=self._gathered_model,
         )
         try:
             with hooks.kept_as_it_is(self._trained_model()):
@@ -348,7 +352,7 @@ class Run:
         """Return the transformers model in the first engine, which is that of the policy."""
         return next(iter(self.engines.values())).module.base
 
-    def _whole_model(self) -> Any:
+    def _gathered_model(self) -> Any:
         """Return the trained model for one process to run; raise `InputError` if it is divided over processes."""
         if self.config.zero_stage == 3 or self.config.sequence_parallel > 1:
             raise InputError(
@@ -376,7 +380,7 @@ class Run:
             unlock()
 
         # Print whether the run learned, where everything is, and what to look at next.
-        if ranks.process() == 0:
+        if ranks.process_index() == 0:
             watch, folder = self.logger.watch, Path(self.config.output_dir)
             kept = ""
             if self.store.checkpoints.exists():

@@ -38,7 +38,7 @@ from fused_rl.trainers.base.files import (
     whole_folder,
     write_atomically,
 )
-from fused_rl.trainers.base.ranks import barrier, process, processes
+from fused_rl.trainers.base.ranks import barrier, process_index, processes
 from fused_rl.trainers.base.screen import print_line, print_rank0
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.options import ACTIONS, RunConfig, changeable, to_yaml
@@ -150,7 +150,7 @@ class RunFolder:
             sums = json.loads((self.chosen / "manifest.json").read_bytes())
             if "state.json" not in sums:
                 problems.append("manifest.json does not list its files")
-            for name in sorted(sums)[process() :: processes()]:
+            for name in sorted(sums)[process_index() :: processes()]:
                 found = list(fingerprint(self.chosen / name))
                 if found != sums[name]:
                     problems.append(
@@ -264,7 +264,7 @@ class RunFolder:
         """
         folder = self.checkpoints / f"step-{step}"
         place = unfinished(folder)
-        whole = whole_folder(folder) if process() == 0 else contextlib.nullcontext()
+        whole = whole_folder(folder) if process_index() == 0 else contextlib.nullcontext()
         with io_errors_in_a_line(f"checkpoint {folder.name}", self.checkpoints):
             with whole:
                 # Every rank writes its files; when all are there, each rank computes the checksums of a share of them.
@@ -278,8 +278,10 @@ class RunFolder:
                     "torch": torch.get_rng_state(),
                     "cuda": cuda,
                 }
-                torch.save({"generators": generators, "own": kept}, place / f"rank-{process()}.pt")
-                if process() == 0:
+                torch.save(
+                    {"generators": generators, "own": kept}, place / f"rank-{process_index()}.pt"
+                )
+                if process_index() == 0:
                     saved = {
                         "step": step,
                         "engines": sorted(engines),
@@ -289,15 +291,15 @@ class RunFolder:
                     (place / "state.json").write_text(json.dumps(saved))
                 barrier()
                 files = sorted(filter(Path.is_file, place.rglob("*")))
-                share = files[process() :: processes()]
+                share = files[process_index() :: processes()]
                 parts = ranks.gather_processes(
                     {path.relative_to(place).as_posix(): fingerprint(path) for path in share}
                 )
-                if process() == 0:
+                if process_index() == 0:
                     (place / "manifest.json").write_text(
                         json.dumps(functools.reduce(operator.or_, parts), indent=1)
                     )
-            if process() == 0:
+            if process_index() == 0:
                 self._delete_older()
         barrier()
 
@@ -315,7 +317,7 @@ class RunFolder:
 
     def remove_checkpoints(self) -> None:
         """Delete all checkpoints of a run without a schedule, which has them only until the model is saved."""
-        if process() == 0:
+        if process_index() == 0:
             for step in steps_in(self.checkpoints):
                 delete(self.checkpoints / f"step-{step}")
             # The folder stays if the user has put something into it.
@@ -385,7 +387,7 @@ class RunFolder:
         # First the engines, with weights and optimizers, and then what this rank keeps for itself.
         for name, trained in engines.items():
             engine.load_engine(trained, chosen, name)
-        kept = torch.load(chosen / f"rank-{process()}.pt", weights_only=True)
+        kept = torch.load(chosen / f"rank-{process_index()}.pt", weights_only=True)
         generators = kept["generators"]
         random.setstate(generators["python"])
         torch.set_rng_state(generators["torch"])

@@ -154,5 +154,5 @@ class FunctionScorer(BaseScorer):
             num_train_epochs=math.ceil(steps / steps_per_epoch),
             logging_steps=1,
             is_local_process_zero=os.environ.get("LOCAL_RANK", "0") == "0",  # a launcher's
-            is_world_process_zero=ranks.process() == 0,
+            is_world_process_zero=ranks.process_index() == 0,
         )

@@ -28,10 +28,10 @@ class RewardModelScorer(BaseScorer):
     shares_work = True  # by processes that hold parts of the same sequences
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
-        mine = [samples[i] for i in ranks.part_of(len(samples))]
+        mine = [samples[i] for i in ranks.my_items(len(samples))]
         # NaN and Inf included: the rollout refuses them, and knows the dataset's rows.
         scores = self.scorer.unchecked([s.prompt_ids for s in mine], [s.response.ids for s in mine])
-        return ranks.of_parts(scores.tolist(), len(samples))
+        return ranks.gather_items(scores.tolist(), len(samples))
 
 
 def load_reward_model(

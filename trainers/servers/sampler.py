@@ -92,7 +92,7 @@ class ServerSampler(Sampler):
         self.folder = folder
         self.probe = probe
         self.sleeps = sleeps
-        if ranks.process() == 0:
+        if ranks.process_index() == 0:
             print_line(f"waiting at most {http.timeout:g} s for {', '.join(urls)}")
         self.servers = [connect(http, url, sleeps=sleeps) for url in urls]
         for server in self.servers:
@@ -116,7 +116,7 @@ class ServerSampler(Sampler):
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Response]:
         """Return one response per prompt, in their order; its place decides a prompt's server, so a run repeats."""
         servers: list[Server] = []
-        for number, (_, copies) in enumerate(groupby(prompts), ranks.process()):
+        for number, (_, copies) in enumerate(groupby(prompts), ranks.process_index()):
             servers += [self.servers[number % len(self.servers)] for _ in copies]
         calls = zip(servers, prompts, sampling.seeds or [None] * len(prompts), strict=True)
         return self.http.run(
@@ -133,7 +133,7 @@ class ServerSampler(Sampler):
         """Write the weights, have all servers load them, and verify that they did; all ranks call this together."""
         folder = self.folder / f"step-{step}"
         with io_errors_in_a_line("the weights for the servers", self.folder):
-            if ranks.process() == 0:
+            if ranks.process_index() == 0:
                 shutil.rmtree(folder, ignore_errors=True)  # of the same step, before a resume
             save(folder)
         if self.sleeps:
