@@ -350,7 +350,7 @@ MUTATIONS = {
     ),
     "responses that make ranks even count": Mutation(
         "trainers/distill.py",
-        "samples[:count] + fill",
+        "samples[:count] + emptied",
         "samples",
         SFT_SPLITS,
     ),
@@ -556,8 +556,8 @@ MUTATIONS = {
     ),
     "packed responses see each other": Mutation(
         "trainers/models/packing.py",
-        "== others) | (others == 0)",
-        "== others) | (others >= 0)",
+        "== other_segments) | (other_segments == 0)",
+        "== other_segments) | (other_segments >= 0)",
         "tests/trainers/test_packing.py",
     ),
     "packed tokens count positions through the row": Mutation(
@@ -718,8 +718,8 @@ MUTATIONS = {
     ),
     "seeds are not in the checkpoint": Mutation(
         "trainers/run/store.py",
-        "own[name].load_state_dict(state_of_rank)",
-        "_ = own[name], state_of_rank",
+        "rank_state[name].load_state_dict(state_of_rank)",
+        "_ = rank_state[name], state_of_rank",
         "tests/trainers/test_resume.py -k grpo-lag1",
     ),
     # GRPO.
@@ -851,8 +851,8 @@ MUTATIONS = {
     ),
     "held-out accuracy is of the token before": Mutation(
         "trainers/sft.py",
-        "rows.likeliest == part.batch.input_ids[:, 1:]",
-        "rows.likeliest == part.batch.input_ids[:, :-1]",
+        "rows.likeliest == micro_batch.batch.input_ids[:, 1:]",
+        "rows.likeliest == micro_batch.batch.input_ids[:, :-1]",
         "tests/trainers/test_runs.py -k saved_model",
     ),
     # Scorers and what is printed.
@@ -876,7 +876,7 @@ MUTATIONS = {
     ),
     "a finding is printed at every step": Mutation(
         "trainers/run/rules.py",
-        "rule.name in self.found or is_excused",
+        "rule.name in self.reports or is_excused",
         "is_excused",
         "tests/trainers/test_doctor.py",
     ),
@@ -1062,8 +1062,8 @@ MUTATIONS = {
     ),
     "the mean of undesirable scores is divided by the desirable": Mutation(
         "trainers/kto.py",
-        '"undesirable": 1 - found["desirable"]',
-        '"undesirable": found["desirable"]',
+        '"undesirable": 1 - means["desirable"]',
+        '"undesirable": means["desirable"]',
     ),
     "SFT counts rows that fill a share up": Mutation(
         "trainers/sft.py",

@@ -269,11 +269,13 @@ def compare(
     and the tokens (count, 2); the others only make the ranks even.
     """
     # An empty response keeps the ranks' passes equal in number, and adds 0 to every sum.
-    fill = [
+    emptied = [
         dataclasses.replace(sample, response=Response([], "length")) for sample in samples[count:]
     ]
     of_responses = torch.zeros(len(samples), 2, dtype=torch.float64)
-    metrics = accumulate(policy, teachers, samples[:count] + fill, policy.published, of_responses)
+    metrics = accumulate(
+        policy, teachers, samples[:count] + emptied, policy.published, of_responses
+    )
     return metrics, of_responses[:count]
 
 

@@ -179,10 +179,10 @@ def evaluate(
     model, pairs: Sequence[Pair], reference: torch.Tensor, config: DPOConfig
 ) -> Evaluation:
     """Return `eval/dpo/*` of the held-out pairs."""
-    with phase("evaluated on held-out pairs") as found:
+    with phase("evaluated on held-out pairs") as figures:
         logprobs = measure(model, pairs, config)
         metrics = pair_metrics(logprobs, reference, pairs, config, "eval/dpo/")
-        found["accuracy"] = metrics["eval/dpo/accuracy"]
+        figures["accuracy"] = metrics["eval/dpo/accuracy"]
     scores = scores_of(logprobs.double(), reference.double(), pairs, config)
     right = chosen_is_higher(scores).tolist()
     return Evaluation(metrics, by_row={"eval/dpo/accuracy": [right]})

@@ -266,13 +266,13 @@ def train_step(
     policy: Policy,
     prompts: list[Prompt],
     step: int,
-    more: Callable[[int], list[Prompt]] | None = None,
+    draw_more: Callable[[int], list[Prompt]] | None = None,
 ) -> dict[str, float]:
-    """Roll out, score, update; returns the step's metrics. `more` prompts are sampled for dynamic sampling."""
+    """Roll out, score, update; returns the step's metrics. `draw_more` returns prompts for dynamic sampling."""
     # Sample and score groups; new ones for those without a signal: arXiv:2503.14476, section 3.2.
     config = policy.config
     began = time.monotonic()
-    groups = collect(policy, prompts, more, step)
+    groups = collect(policy, prompts, draw_more, step)
     policy.rest()
     sampled = time.monotonic()
 
@@ -345,7 +345,7 @@ def train(
     if run.is_start and held_out.prompts:
         run.log({}, evaluate(policy, held_out, says_signal=True))
 
-    def more(count: int) -> list[Prompt]:
+    def draw_more(count: int) -> list[Prompt]:
         return prepared.prompts_of_rank(
             run.order.take(math.ceil(count / ranks.world_size()) * ranks.world_size())
         )
@@ -353,7 +353,7 @@ def train(
     # Step by step; the reference may follow the policy: https://arxiv.org/abs/2404.09656.
     for step, indices in run:
         policy.begin_step(step, lambda later: prepared.prompts_of_rank(run.order.after(later)))
-        metrics = train_step(policy, prepared.prompts_of_rank(indices), step, more)
+        metrics = train_step(policy, prepared.prompts_of_rank(indices), step, draw_more)
         metrics["episode"] = run.order.position * config.group_size
         evaluation = None
         if run.evaluates and held_out.prompts:

@@ -113,14 +113,14 @@ def measure(
 
 def mean_scores(metrics: dict[str, torch.Tensor]) -> dict[str, float]:
     """Return the loss's metrics with the mean score of each kind of response that there is, in place of sums."""
-    found = {name: value.item() for name, value in metrics.items()}
-    fractions = {"desirable": found["desirable"], "undesirable": 1 - found["desirable"]}
+    means = {name: value.item() for name, value in metrics.items()}
+    fractions = {"desirable": means["desirable"], "undesirable": 1 - means["desirable"]}
     for kind, fraction in fractions.items():
-        total = found.pop(f"{kind}_rewards")
+        total = means.pop(f"{kind}_rewards")
         # Without a response of a kind there is no mean of it, and no key.
         if fraction > 0:
-            found[f"{kind}_rewards"] = total / fraction
-    return found
+            means[f"{kind}_rewards"] = total / fraction
+    return means
 
 
 def evaluate(
@@ -128,9 +128,9 @@ def evaluate(
 ) -> Evaluation:
     """Return `eval/kto/*` of the held-out rows."""
     right = []
-    with phase("evaluated on held-out rows") as found:
+    with phase("evaluated on held-out rows") as figures:
         metrics = update(model, rows, reference, config, backward=False, right=right)
-        found["accuracy"] = metrics["accuracy"]
+        figures["accuracy"] = metrics["accuracy"]
     metrics = {f"eval/kto/{name}": value for name, value in metrics.items()}
     return Evaluation(metrics, by_row={"eval/kto/accuracy": [right]})
 
@@ -151,14 +151,14 @@ def train(
         encoder = encode.Encoder.of(config, tokenizer)
         # Held-out rows are mismatched among themselves: training rows must not enter an evaluation.
         rows, held_out = (
-            marked_rows(config, part, encoder)
-            for part in load_train_eval(config, dataset, eval_dataset, reading)
+            marked_rows(config, split, encoder)
+            for split in load_train_eval(config, dataset, eval_dataset, reading)
         )
-        for part in (rows, held_out):
-            part.check_prompts()
+        for split in (rows, held_out):
+            split.check_prompts()
     config = run.check_inputs(config, tokenizer, {}, rows=rows, held_out=held_out)
     assert config.steps is not None  # resolved
-    everything: Any = ConcatDataset([rows, held_out])
+    all_rows: Any = ConcatDataset([rows, held_out])
     with phase("loaded the model"):
         lm = language_model.load_lm(config, run.device)
         lm.unpadded_costs = unpadded_costs(lm.base)
@@ -167,14 +167,14 @@ def train(
 
     # The reference is the model as it is now, before a checkpoint replaces its weights. Held-out rows are measured as
     # an evaluation does, so that each score is exactly 0 before training, and not a rounding error.
-    reference = torch.zeros(len(everything), 2, dtype=torch.float64)
+    reference = torch.zeros(len(all_rows), 2, dtype=torch.float64)
     with phase("measured the reference"):
-        of_held_out = range(len(rows), len(everything))
-        for taken in filter(len, (run.order.first(config.steps), of_held_out)):
-            part = [everything[i] for i in taken]
+        of_held_out = range(len(rows), len(all_rows))
+        for indices_read in filter(len, (run.order.first(config.steps), of_held_out)):
+            measured_rows = [all_rows[i] for i in indices_read]
             for column, kind in enumerate(("matched", "mismatched")):
-                measured = measure(model, part, kind, config, progress=f"{kind} responses")
-                reference[taken, column] = measured[:, 0]
+                measured = measure(model, measured_rows, kind, config, progress=f"{kind} responses")
+                reference[indices_read, column] = measured[:, 0]
 
     # The run.
     run.start({"policy": model})

@@ -155,8 +155,10 @@ def score_pairs(model, pairs: Sequence[Pair], micro_batch_size: int) -> torch.Te
     sides = [pairs[i].chosen for i in share] + [pairs[i].rejected for i in share]
     # PPO and GRPO read scores in this way too, so their rewards are the scores seen here.
     scorer = RewardScorer(model, micro_batch_size)
-    found = scorer.unchecked([prompt for prompt, _ in sides], [response for _, response in sides])
-    scores = of_all_ranks(found.view(2, -1).T, share, len(pairs))
+    share_scores = scorer.unchecked(
+        [prompt for prompt, _ in sides], [response for _, response in sides]
+    )
+    scores = of_all_ranks(share_scores.view(2, -1).T, share, len(pairs))
     check_finite(scores, [pair.where for pair in pairs])
     return scores
 
@@ -164,10 +166,10 @@ def score_pairs(model, pairs: Sequence[Pair], micro_batch_size: int) -> torch.Te
 def evaluate(model, tokenizer, pairs: Sequence[Pair], config: RewardConfig) -> Evaluation:
     """Return the metrics `eval/rm/*` of the held-out pairs and a few of these with their scores."""
     assert config.micro_batch_size is not None  # resolved
-    with phase("evaluated on held-out pairs") as found:
+    with phase("evaluated on held-out pairs") as figures:
         scores = score_pairs(model, pairs, config.micro_batch_size)
         metrics = pair_metrics(scores, pairs, config, "eval/rm/")
-        found["accuracy"] = metrics["eval/rm/accuracy"]
+        figures["accuracy"] = metrics["eval/rm/accuracy"]
 
     # A few of them as text, from all over the set, with their scores.
     samples = []

@@ -32,11 +32,11 @@ from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.packing import (
     Costs,
     InRows,
-    arrange,
-    fill,
+    best_fit,
+    cheapest_rows,
     pack_whole,
     packing_costs,
-    price,
+    rows_cost,
     tokens_by,
     unpad,
 )
@@ -169,20 +169,20 @@ def micro_batches(
 
     # Packed: long and short ones together fill rows best. The last token of a sequence predicts
     # none, so it is not fed.
-    fed = [count - 1 for count in tokens]
+    input_lengths = [count - 1 for count in tokens]
     is_packed = False
     if costs is not None and costs.masked:
         count = len(chosen)
-        mixed = [indices[begin::count] for begin in range(count)]
+        mixed_groups = [indices[begin::count] for begin in range(count)]
         if most is not None:
             # An eighth of a micro-batch is left for the pads between rows.
-            mixed = fill(fed, max([most * 7 // 8, *fed]))
+            mixed_groups = best_fit(input_lengths, max([most * 7 // 8, *input_lengths]))
         packed = 0.0
-        for part in mixed:
-            lengths = [fed[i] for i in part]
-            packed += price(lengths, arrange(lengths, costs, most), costs)
-        if packed < sum(costs.causal_flop(len(part), tokens[part[-1]]) for part in chosen):
-            chosen, is_packed = mixed, True
+        for group in mixed_groups:
+            lengths = [input_lengths[i] for i in group]
+            packed += rows_cost(lengths, cheapest_rows(lengths, costs, most), costs)
+        if packed < sum(costs.causal_flop(len(group), tokens[group[-1]]) for group in chosen):
+            chosen, is_packed = mixed_groups, True
     if most is not None:
         chosen = as_many_on_all_ranks(chosen)  # whose rows may be packed here and padded there
 
@@ -190,12 +190,12 @@ def micro_batches(
     for indices in chosen:
         rows = None
         if is_packed:
-            rows = arrange([fed[i] for i in indices], costs, most)
-        part = [examples[i] for i in indices]
-        prompts = [example.prompt for example in part]
-        completions = [example.completion for example in part]
-        where = [example.where for example in part]
-        trained = [example.trained for example in part]
+            rows = cheapest_rows([input_lengths[i] for i in indices], costs, most)
+        group = [examples[i] for i in indices]
+        prompts = [example.prompt for example in group]
+        completions = [example.completion for example in group]
+        where = [example.where for example in group]
+        trained = [example.trained for example in group]
         batch = make_batch(prompts, completions, pad_id, device, where=where, trained=trained)
         packed = None if rows is None else pack_whole(batch, rows)
         if costs is not None and not costs.masked:
@@ -213,52 +213,54 @@ def held_out_share(examples: Sequence[Example]) -> list[Example]:
     return share[:count] + uncounted
 
 
-def train_step(model, parts: list[MicroBatch], step: int) -> dict[str, float]:
+def train_step(model, batches: list[MicroBatch], step: int) -> dict[str, float]:
     """One optimizer step over this rank's micro-batches; returns means over all ranks."""
     # The mean is over the tokens of the whole step on all ranks. In a mean of the micro-batches'
     # means, a token of a short completion would weigh more.
-    num_tokens = ranks.global_sum(sum(part.batch.token_counts.sum() for part in parts)).item()
+    num_tokens = ranks.global_sum(
+        sum(micro_batch.batch.token_counts.sum() for micro_batch in batches)
+    ).item()
     sums, padding = Sums(step), Padding()
     model.train()
-    for part in parts:
-        fed = part.packed or part.batch
-        padding.add(fed.input_ids, fed.tokens)
+    for micro_batch in batches:
+        model_input = micro_batch.packed or micro_batch.batch
+        padding.add(model_input.input_ids, model_input.tokens)
         # -log p of each token, its gradient formed in the forward pass.
-        rows = model(**part.inputs(), token_loss=lambda logprobs, _: -logprobs)
+        rows = model(**micro_batch.inputs(), token_loss=lambda logprobs, _: -logprobs)
         # The engine averages gradients over ranks, but num_tokens is already that of all ranks.
         model.backward(rows.loss * (ranks.processes() / num_tokens))
         shares = {"loss": rows.loss / num_tokens, "entropy": rows.entropy.sum() / num_tokens}
-        sums.add(shares, part.batch.where)
+        sums.add(shares, micro_batch.batch.where)
     metrics = {f"train/{name}": value for name, value in sums.over_ranks().items()}
     metrics["perf/padding"] = padding.share()
     return metrics | {"train/num_tokens": num_tokens} | engine.optimizer_step(model, step)
 
 
 @torch.no_grad()
-def evaluate(model, parts: list[MicroBatch]) -> Evaluation:
-    """Return loss and token accuracy on the held-out rows, of which each rank has a share in `parts`."""
+def evaluate(model, batches: list[MicroBatch]) -> Evaluation:
+    """Return loss and token accuracy on the held-out rows, of which each rank has a share in `batches`."""
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64)
     of_rows = []  # where a row is from, its loss, and its tokens
-    with phase("evaluated on held-out rows") as found:
-        for part in parts:
-            rows = model(**part.inputs(), want_likeliest=True)
-            mask = part.batch.response_mask
+    with phase("evaluated on held-out rows") as figures:
+        for micro_batch in batches:
+            rows = model(**micro_batch.inputs(), want_likeliest=True)
+            mask = micro_batch.batch.response_mask
             # Row t of the mask is of token t + 1, so the targets begin with the second token.
-            hit = mask & (rows.likeliest == part.batch.input_ids[:, 1:])
+            hit = mask & (rows.likeliest == micro_batch.batch.input_ids[:, 1:])
             nll = -rows.logprobs.sum()
             tokens = mask.sum()
             totals += torch.stack([nll, hit.sum(), tokens]).cpu()
             columns = torch.stack([-rows.logprobs.double().sum(1), mask.sum(1)]).cpu()
-            of_rows += zip(part.batch.where, *columns.tolist(), strict=True)
+            of_rows += zip(micro_batch.batch.where, *columns.tolist(), strict=True)
         # Sums are added up and not means averaged, because the ranks' shares differ in length.
         loss, hits, tokens = ranks.global_sum(totals).tolist()
-        found |= {"eval/loss": loss / tokens, "eval/token_accuracy": hits / tokens}
+        figures |= {"eval/loss": loss / tokens, "eval/token_accuracy": hits / tokens}
     # In one order at every evaluation, whatever the micro-batches; what fills a share up has no tokens.
     counted = [row for row in sum(ranks.gather(of_rows), []) if row[2]]
     in_order = sorted(counted, key=lambda row: row[0])
     losses, counts = ([row[column] for row in in_order] for column in (1, 2))
-    return Evaluation(dict(found), by_row={"eval/loss": [losses, counts]})
+    return Evaluation(dict(figures), by_row={"eval/loss": [losses, counts]})
 
 
 def train(

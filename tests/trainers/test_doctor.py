@@ -23,7 +23,7 @@ def found(history, config=FP32) -> dict[str, int]:
         evaluated = {key: value for key, value in entry.items() if key.startswith("eval/")}
         rows = {key: [[value - 0.01, value + 0.01] * 4] for key, value in evaluated.items()}
         printed = watch.update({"step": step, **entry}, rows)
-        new = {*watch.found} - {*steps}
+        new = {*watch.reports} - {*steps}
         assert len(printed) == len(new)
         steps |= dict.fromkeys(new, step)
     return steps
@@ -102,7 +102,7 @@ def test_what_may_be_the_cause_of_the_others_is_named_first():
     for step in range(12):
         loss = 2.0 if step < 11 else 50.0
         watch.update({"step": step, "val/stop_rate": 0.1, "train/loss": loss, "lr": 1e-2})
-    assert [*watch.findings] == ["exploding", "length-limit"] == [*watch.found][::-1]
+    assert [*watch.findings] == ["exploding", "length-limit"] == [*watch.reports][::-1]
     assert "try a tenth of it (docs" in watch.findings["exploding"]
     assert "perhaps because of exploding (docs" in watch.findings["length-limit"]
 

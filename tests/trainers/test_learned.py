@@ -73,7 +73,7 @@ HALF, NONE, ALL = [1.0, 0.0] * 4, [0.0] * 8, [1.0] * 8
 def test_the_verdict_is_that_of_the_change_beyond_two_errors(key, before, after, said, found):
     watch = watched({key: before}, {key: after})
     assert watch.learned().startswith(f"did it learn? {said}")
-    assert [*watch.found] == found
+    assert [*watch.reports] == found
 
 
 def steps(count=40, **columns):
@@ -89,9 +89,9 @@ def test_a_run_without_held_out_rows_says_so_and_what_training_shows():
     assert rising.learned().startswith(
         "did it learn? no held-out figure was measured twice; in training the reward rose from 0.1"
     )
-    assert not rising.found
+    assert not rising.reports
     flat = watched({}, {}, steps(reward=lambda step: step % 2), eval_size=0)
-    assert "not-learned" in flat.found
+    assert "not-learned" in flat.reports
     assert "too few steps to compare" in watched({}, {}, eval_size=0).learned()
 
 

@@ -211,15 +211,15 @@ def test_pairs_keep_rows_of_their_own_where_that_is_as_cheap():
 
 def test_rows_are_filled_with_every_sequence_once_where_that_is_cheaper():
     lengths = [9, 2, 7, 3, 5, 4, 1, 9, 8]
-    rows = packing.arrange(lengths, TOKENS_ALONE)
+    rows = packing.cheapest_rows(lengths, TOKENS_ALONE)
     assert sorted(sum(rows, [])) == list(range(len(lengths)))
     width = max(sum(lengths[i] for i in row) for row in rows)
     assert len(rows) * width <= 54  # of 48 tokens; a row each is 81
     # Attention alone: a token of a long row pays for all of it, so no row is longer than the longest sequence.
-    rows = packing.arrange(lengths, Costs(token=0.0, pair=1.0))
+    rows = packing.cheapest_rows(lengths, Costs(token=0.0, pair=1.0))
     assert max(sum(lengths[i] for i in row) for row in rows) == 9 and len(rows) < len(lengths)
     # Nothing to gain.
-    assert packing.arrange([4, 4, 4], Costs(token=1.0, pair=1.0)) == [[0], [1], [2]]
+    assert packing.cheapest_rows([4, 4, 4], Costs(token=1.0, pair=1.0)) == [[0], [1], [2]]
 
 
 def test_a_model_that_cannot_share_is_reported_or_refused(capsys):

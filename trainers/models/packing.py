@@ -167,8 +167,8 @@ def _packed(batch: Batch, row: torch.Tensor, start: torch.Tensor, shared: torch.
     # sequence.
     skipped = torch.where(start > 0, shared, 0)
     columns = batch.input_ids.shape[1]
-    fed = (batch.response_lengths - 1).clamp(min=0)
-    end = batch.prompt_lengths.clamp(max=columns) + fed
+    input_lengths = (batch.response_lengths - 1).clamp(min=0)
+    end = batch.prompt_lengths.clamp(max=columns) + input_lengths
     width = int((start + end - skipped).max())
 
     def place(sequence: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
@@ -193,8 +193,8 @@ def _packed(batch: Batch, row: torch.Tensor, start: torch.Tensor, shared: torch.
     device = batch.input_ids.device
     source, positions, segments = on_device(layout.view(3, -1, width), device)
     input_ids = torch.where(segments < 0, 0, batch.input_ids.flatten()[source])
-    others = segments[:, None, :]
-    seen = (segments[:, :, None] == others) | (others == 0)
+    other_segments = segments[:, None, :]
+    seen = (segments[:, :, None] == other_segments) | (other_segments == 0)
     before = torch.ones(width, width, dtype=torch.bool, device=device).tril()
     states = on_device(place(*batch.response_tokens()), device)
     mask = (seen & before)[:, None]
@@ -214,8 +214,8 @@ def pack(batch: Batch, in_row: int) -> InRows:
     # After the prompt, which `Batch.rows` cuts where there is no response, come the responses, one
     # after the other.
     prompt = batch.prompt_lengths.clamp(max=batch.input_ids.shape[1])
-    fed = (batch.response_lengths - 1).clamp(min=0)
-    before = fed.cumsum(0) - fed
+    input_lengths = (batch.response_lengths - 1).clamp(min=0)
+    before = input_lengths.cumsum(0) - input_lengths
     start = torch.where(first, 0, prompt + before - before[first][row])
     return _packed(batch, row, start, prompt)
 
@@ -243,13 +243,15 @@ def pack_pairs(sequences: list[list[int]], costs: Costs, device) -> InRows | Non
 def unpad(batch: Batch) -> InRows:
     """Return the sequences of `batch` in one row, without their last tokens, which predict nothing."""
     columns = batch.input_ids.shape[1]
-    fed = batch.prompt_lengths.clamp(1, columns) + (batch.response_lengths - 1).clamp(min=0)
-    is_fed = torch.arange(columns) < fed[:, None]
+    input_lengths = batch.prompt_lengths.clamp(1, columns) + (batch.response_lengths - 1).clamp(
+        min=0
+    )
+    is_input = torch.arange(columns) < input_lengths[:, None]
     row, column = batch.response_tokens()
-    states = (fed.cumsum(0) - fed)[row] + column
-    source = is_fed.flatten().nonzero()[:, 0]
+    states = (input_lengths.cumsum(0) - input_lengths)[row] + column
+    source = is_input.flatten().nonzero()[:, 0]
     source, states = (on_device(index, batch.input_ids.device) for index in (source, states))
-    return _in_one_row(batch.input_ids.flatten()[source], fed, states)
+    return _in_one_row(batch.input_ids.flatten()[source], input_lengths, states)
 
 
 def unpad_whole(sequences: list[list[int]], device) -> InRows:
@@ -279,30 +281,32 @@ def _in_one_row(input_ids: torch.Tensor, lengths: torch.Tensor, states: torch.Te
     return InRows(input_ids[None], positions[None], len(begin), states, lengths=attention)
 
 
-def arrange(lengths: list[int], costs: Costs, most: int | None = None) -> list[list[int]]:
-    """Return the indices of sequences of these lengths, row by row: one in each, or the cheapest `fill`.
+def cheapest_rows(lengths: list[int], costs: Costs, most: int | None = None) -> list[list[int]]:
+    """Return the indices of sequences of these lengths, row by row: one in each, or the cheapest `best_fit`.
 
     Rows of more than `most` tokens with their pads are only taken where no others are to be had.
     """
-    ways = [[[i] for i in range(len(lengths))]]
-    ways += [fill(lengths, int(max(lengths) * factor)) for factor in ROOM_FACTORS]
+    candidates = [[[i] for i in range(len(lengths))]]
+    candidates += [best_fit(lengths, int(max(lengths) * factor)) for factor in ROOM_FACTORS]
     if most is not None:
         in_one = [list(range(len(lengths)))]
-        ways = [rows for rows in ways if len(rows) * width(lengths, rows) <= most] or [in_one]
-    return min(ways, key=lambda rows: price(lengths, rows, costs))
+        candidates = [
+            rows for rows in candidates if len(rows) * row_tokens(lengths, rows) <= most
+        ] or [in_one]
+    return min(candidates, key=lambda rows: rows_cost(lengths, rows, costs))
 
 
-def width(lengths: list[int], rows: list[list[int]]) -> int:
+def row_tokens(lengths: list[int], rows: list[list[int]]) -> int:
     """Return the tokens of the longest of these rows."""
     return max(sum(lengths[i] for i in row) for row in rows)
 
 
-def price(lengths: list[int], rows: list[list[int]], costs: Costs) -> float:
+def rows_cost(lengths: list[int], rows: list[list[int]], costs: Costs) -> float:
     """Return the cost of sequences of these lengths in rows of these indices."""
-    return costs.flop(len(rows), width(lengths, rows))
+    return costs.flop(len(rows), row_tokens(lengths, rows))
 
 
-def fill(lengths: list[int], room: int) -> list[list[int]]:
+def best_fit(lengths: list[int], room: int) -> list[list[int]]:
     """Return the indices of sequences row by row, the longest first, each in the fullest row that has room."""
     # (room left, indices), the last changed first.
     rows: list[tuple[int, list[int]]] = []
@@ -318,7 +322,7 @@ def fill(lengths: list[int], room: int) -> list[list[int]]:
 
 
 def pack_whole(batch: Batch, rows: list[list[int]]) -> InRows:
-    """Return the sequences of `batch` in rows, one after the other; `rows` holds indices, as from `arrange`."""
+    """Return the sequences of `batch` in rows, one after the other; `rows` holds indices, as from `cheapest_rows`."""
     lengths = batch.prompt_lengths + (batch.response_lengths - 1).clamp(min=0)
     row = torch.zeros_like(lengths)
     start = torch.zeros_like(lengths)

@@ -192,7 +192,7 @@ class Groups:
 def collect(
     policy: Policy,
     prompts: list[Prompt],
-    more: Callable[[int], list[Prompt]] | None,
+    draw_more: Callable[[int], list[Prompt]] | None,
     step: int,
 ) -> Groups:
     """Sample and score the groups of a step, and choose those that are trained on.
@@ -200,7 +200,7 @@ def collect(
     Args:
         policy: the policy to sample.
         prompts: this rank's prompts of the step.
-        more: returns this rank's share of a number of further prompts, for refills; None without refills.
+        draw_more: returns this rank's share of a number of further prompts, for refills; None without refills.
         step: the number of the step.
     """
     config = policy.config
@@ -212,22 +212,22 @@ def collect(
     rollouts = []
     with_signal = 0
     while not rollouts or (with_signal < wanted and len(rollouts) <= refills):
-        asked = more(wanted - with_signal) if rollouts else prompts
-        rollout = policy.roll_out(asked, policy.sampling, config.group_size)
+        sampled_prompts = draw_more(wanted - with_signal) if rollouts else prompts
+        rollout = policy.roll_out(sampled_prompts, policy.sampling, config.group_size)
         rewards = rollout.rewards - overlong_penalty(config, rollout.batch.response_lengths)
         rollouts.append(replace(rollout, rewards=rewards))
         differ = ~equal_rewards(rewards, config.group_size)
         with_signal += int(ranks.global_sum(differ.sum()).item())
 
     # Metrics are those of all that was sampled, even if a part of it is left out of the update.
-    everything = rollouts[0] if len(rollouts) == 1 else _joined(policy, rollouts)
-    metrics = group_metrics(config, everything, step)
+    sampled = rollouts[0] if len(rollouts) == 1 else _joined(policy, rollouts)
+    metrics = group_metrics(config, sampled, step)
     # A group without a signal has advantage 0, and still counts in the loss's denominators.
     if config.zero_variance == "keep":
         metrics["groups/trained"] = float(wanted)
-        return Groups(everything, torch.ones(len(everything.samples), dtype=torch.bool), metrics)
+        return Groups(sampled, torch.ones(len(sampled.samples), dtype=torch.bool), metrics)
     # Otherwise only groups with a signal count. They are divided again, because all ranks need equally many passes.
-    share, included = _share(config, everything)
+    share, included = _share(config, sampled)
     metrics["groups/trained"] = float(min(with_signal, wanted))
     return Groups(_joined(policy, share), included, metrics)
 
@@ -275,15 +275,15 @@ def _share(config: GroupConfig, rollout: Rollout) -> tuple[list[Rollout], torch.
 
     # The groups with a signal come first, and no more of them than a step has.
     kept = [group for group in of_all_ranks if group[0]][: config.prompts_per_step]
-    others = [group for group in of_all_ranks if not group[0]]
+    without_signal = [group for group in of_all_ranks if not group[0]]
 
     # The number of groups is the smallest that holds them, divides over the ranks, and divides into minibatches.
     world = ranks.world_size()
-    whole_groups = config.minibatches if keeps_groups(config, world) else 1
-    whole_responses = config.minibatches // math.gcd(config.minibatches, size)
-    multiple = world * math.lcm(whole_groups, whole_responses)
+    group_multiple = config.minibatches if keeps_groups(config, world) else 1
+    response_multiple = config.minibatches // math.gcd(config.minibatches, size)
+    multiple = world * math.lcm(group_multiple, response_multiple)
     count = multiple * max(1, math.ceil(len(kept) / multiple))
-    share = (kept + others)[:count][ranks.rank() :: world]
+    share = (kept + without_signal)[:count][ranks.rank() :: world]
     # Groups without a signal fill up the last shares, and are left out of the loss and its denominators.
     included = torch.tensor([has_signal for has_signal, _ in share]).repeat_interleave(size)
     return [group for _, group in share], included

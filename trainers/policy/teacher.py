@@ -12,7 +12,14 @@ from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, on_device
 from fused_rl.trainers.models import language_model
-from fused_rl.trainers.models.packing import Costs, arrange, pack_whole, packing_costs, price, unpad
+from fused_rl.trainers.models.packing import (
+    Costs,
+    cheapest_rows,
+    pack_whole,
+    packing_costs,
+    rows_cost,
+    unpad,
+)
 from fused_rl.trainers.policy.policy import Policy
 from fused_rl.trainers.policy.setup import http_of
 from fused_rl.trainers.rollouts.types import one_line
@@ -31,7 +38,7 @@ class Teacher(NamedTuple):
     """A `LanguageModel`, or under ZeRO 3 an engine around it."""
     head: tuple[torch.Tensor, torch.Tensor | None]
     """Weight (V, H) and bias (V,) or None of its LM head, which are whole under ZeRO 3, too."""
-    packs: bool
+    reads_packed: bool
     """True if one row of its input may hold several sequences."""
 
     @torch.no_grad()
@@ -91,7 +98,7 @@ class ServedTeacher(NamedTuple):
     """The server's name for the model."""
     count: int
     """K, the number of likeliest tokens."""
-    packs: bool = True
+    reads_packed: bool = True
 
     def read(self, inputs: dict, batch: Batch) -> tuple[torch.Tensor, ...]:
         """Return the teacher's K likeliest tokens at each of the N tokens that count, and their log-probabilities.
@@ -178,10 +185,10 @@ def is_url(teacher: str) -> bool:
 def check_teacher(config, name: str, tokenizer) -> None:
     """Raise `InputError` if a teacher in this process does not have the student's vocabulary."""
     # Distributions over two vocabularies cannot be compared token by token.
-    tokens = set(tokenizer.get_vocab().items())
-    others = set(encode.load_tokenizer(name).get_vocab().items())
-    if differing := sorted({token for token, _ in tokens ^ others}):
-        what = f"teacher={name} has {len(others)} tokens and model={config.model} {len(tokens)}"
+    student_tokens = set(tokenizer.get_vocab().items())
+    teacher_tokens = set(encode.load_tokenizer(name).get_vocab().items())
+    if differing := sorted({token for token, _ in student_tokens ^ teacher_tokens}):
+        what = f"teacher={name} has {len(teacher_tokens)} tokens and model={config.model} {len(student_tokens)}"
         some = ", ".join(map(repr, differing[:4]))
         raise InputError(
             f"{what}, and {len(differing)} differ: {some}; choose a teacher with the student's tokenizer"
@@ -209,7 +216,7 @@ def _loaded(config, name: str, policy: Policy) -> Teacher:
 
     # Student and teacher read the same packed rows, so both must keep the sequences of a row apart.
     rows = {"option": "packing", "otherwise": f"sequences are padded for teacher={name}"}
-    packs = (
+    reads_packed = (
         packing_costs(lm, config.max_prompt_length + config.max_new_tokens, config.packing, **rows)
         is not None
     )
@@ -218,7 +225,7 @@ def _loaded(config, name: str, policy: Policy) -> Teacher:
     vocab = student.base.config.get_text_config().vocab_size
     bias = None if teacher.head.bias is None else teacher.head.bias.detach()
     head = _first(vocab, teacher.head.weight.detach(), bias)
-    return Teacher(engine.initialize_frozen(teacher, config), head, packs)
+    return Teacher(engine.initialize_frozen(teacher, config), head, reads_packed)
 
 
 def _served(config, url: str, policy: Policy) -> ServedTeacher:
@@ -263,7 +270,7 @@ def teacher_divergence(
         at which the likeliest tokens are compared; and `kl_of_sequences` (b,) fp64, the divergence of each sequence in
         nats, detached.
     """
-    costs = policy.costs if all(teacher.packs for teacher in teachers) else None
+    costs = policy.costs if all(teacher.reads_packed for teacher in teachers) else None
     row, column = batch.response_tokens()
     # To find the likeliest tokens takes products with the heads, so training does it at some tokens only.
     stride = COMPARED if torch.is_grad_enabled() else 1
@@ -273,18 +280,18 @@ def teacher_divergence(
     # ZeRO 3 all ranks must run each model.
     inputs = inputs_of(batch, costs)
     if torch.is_grad_enabled():
-        fed = inputs["packed"] or batch
-        policy.padding.add(fed.input_ids, fed.tokens)
+        student_input = inputs["packed"] or batch
+        policy.padding.add(student_input.input_ids, student_input.tokens)
     tokens_of = []
     readings = []
-    for number, teacher in enumerate(teachers):
-        tokens = (teacher_of[row] == number).nonzero()[:, 0]
-        its_batch, its_inputs = batch, inputs
+    for index, teacher in enumerate(teachers):
+        tokens = (teacher_of[row] == index).nonzero()[:, 0]
+        teacher_batch, teacher_inputs = batch, inputs
         if len(teachers) > 1:
-            sequences = (teacher_of == number).nonzero()[:, 0]
-            its_batch = batch.rows(sequences if len(sequences) else torch.tensor([0]))
-            its_inputs = inputs_of(its_batch, costs)
-        reading = teacher.read(its_inputs, its_batch)
+            sequences = (teacher_of == index).nonzero()[:, 0]
+            teacher_batch = batch.rows(sequences if len(sequences) else torch.tensor([0]))
+            teacher_inputs = inputs_of(teacher_batch, costs)
+        reading = teacher.read(teacher_inputs, teacher_batch)
         tokens_of.append(tokens)
         # Nothing is kept of a sequence that was read only for the sake of the other ranks.
         readings.append([values[: len(tokens)] for values in reading])
@@ -298,10 +305,10 @@ def teacher_divergence(
             if len(teachers) > 1:
                 student_hidden = hidden[on_device(tokens, policy.device)]
             places = on_device(compared[tokens].nonzero()[:, 0], policy.device)
-            found = teacher.compare(policy.config, student, student_hidden, places, *reading)
+            teacher_sums = teacher.compare(policy.config, student, student_hidden, places, *reading)
             sequences = on_device(row[tokens], policy.device)
-            of_sequences.index_add_(0, sequences, found.pop("kl_of_tokens").double())
-            sums.append(found)
+            of_sequences.index_add_(0, sequences, teacher_sums.pop("kl_of_tokens").double())
+            sums.append(teacher_sums)
         total = {name: sum(of_teacher[name] for of_teacher in sums) for name in sums[0]}
         return total | {"kl_of_sequences": of_sequences}
 
@@ -317,10 +324,10 @@ def inputs_of(batch: Batch, costs: Costs | None) -> dict[str, Any]:
     if not costs.masked:
         return inputs | {"packed": unpad(batch)}
     # The last token of a sequence predicts no other token, so it is not fed to the models.
-    fed = batch.prompt_lengths + (batch.response_lengths - 1).clamp(min=0)
-    lengths = fed.tolist()
-    rows = arrange(lengths, costs)
-    is_cheaper = price(lengths, rows, costs) < costs.causal_flop(*batch.input_ids.shape)
+    input_lengths = batch.prompt_lengths + (batch.response_lengths - 1).clamp(min=0)
+    lengths = input_lengths.tolist()
+    rows = cheapest_rows(lengths, costs)
+    is_cheaper = rows_cost(lengths, rows, costs) < costs.causal_flop(*batch.input_ids.shape)
     return inputs | {"packed": pack_whole(batch, rows) if is_cheaper else None}
 
 

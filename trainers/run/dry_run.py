@@ -24,17 +24,17 @@ class DryRun(Exception):
 
 def described(
     config: RunConfig,
-    divided: Mapping[str, object],
+    arithmetic: Mapping[str, object],
     examples: Examples,
     tokenizer: Any,
     scorers_read: Mapping[str, object],
 ) -> str:
-    """Return what a dry run prints: how the batch is `divided`, by title, and the first example."""
-    divided = dict(divided)
+    """Return what a dry run prints: the `arithmetic` of the batch, by title, and the first example."""
+    arithmetic = dict(arithmetic)
     if config.sequence_parallel > 1:
         together = f"groups of {config.sequence_parallel}, each of which counts as one below"
-        divided["processes"] = f"{ranks.processes()}, in {divided['processes']} {together}"
-    lines = [f"# {key}: {value}" for key, value in divided.items()]
+        arithmetic["processes"] = f"{ranks.processes()}, in {arithmetic['processes']} {together}"
+    lines = [f"# {key}: {value}" for key, value in arithmetic.items()]
     lines += ["#", *example_lines(examples, tokenizer)]
     for name, value in scorers_read.items():
         lines.append(f"# {name}, which scorers read: {escaped(value):.200}")
@@ -52,11 +52,11 @@ def example_lines(examples: Examples, tokenizer: Any) -> list[str]:
     colors = {"prompt": "\x1b[36m", "trained": "\x1b[32m"} if sys.stdout.isatty() else {}
     lines = [f"# one example: {examples.where(0)}, its tokens between bars"]
     record = examples.record(0)
-    ids_of_example, beside = record["ids"], json.loads(record["beside"])
-    if isinstance(beside, int | float):
-        lines.append(f"# beside its tokens: {beside}")
+    ids_of_example, other_content = record["ids"], json.loads(record["beside"])
+    if isinstance(other_content, int | float):
+        lines.append(f"# beside its tokens: {other_content}")
     names = ["chosen, ", "rejected, "] if len(ids_of_example) > 3 else [""]
-    labels = [name + part for name in names for part in ("prompt", "trained")]
+    labels = [name + kind for name in names for kind in ("prompt", "trained")]
     for label, ids in zip(labels, ids_of_example, strict=False):
         if not ids:
             continue

@@ -132,8 +132,8 @@ def held_out_change(
     """Return the change of a figure between two evaluations, each given as its step, its metrics and its rows."""
     (begin, before, rows_before), (end, after, rows_after) = first, last
     when = f"step {begin}", f"step {end}"
-    known = (rows[figure.key] for rows in (rows_before, rows_after) if figure.key in rows)
-    moved = [residuals(columns) for columns in known]
+    columns_by_row = (rows[figure.key] for rows in (rows_before, rows_after) if figure.key in rows)
+    moved = [residuals(columns) for columns in columns_by_row]
     error, count = math.nan, len(moved[-1]) if moved else 0
     if len(moved) == 2 and len(moved[0]) == count:
         error = error_of([b - a for a, b in zip(*moved, strict=True)])
@@ -150,7 +150,9 @@ def training_change(figure: Figure, values: Sequence[tuple[int, float]]) -> Chan
     if count < 2:
         return None
     ends = values[:count], values[-count:]
-    first, last = (f"steps {part[0][0]} to {part[-1][0]}" for part in ends)
-    start, end = ([value for _, value in part] for part in ends)
+    first_steps, last_steps = (f"steps {window[0][0]} to {window[-1][0]}" for window in ends)
+    start, end = ([value for _, value in window] for window in ends)
     error = math.hypot(error_of(start), error_of(end))
-    return Change(figure, (first, last), mean(start), mean(end), error, freedom=2 * (count - 1))
+    return Change(
+        figure, (first_steps, last_steps), mean(start), mean(end), error, freedom=2 * (count - 1)
+    )

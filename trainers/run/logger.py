@@ -200,18 +200,18 @@ def _cut(path: Path, start: int) -> list[dict]:
 
 def columns_of(metrics: Mapping[str, float]) -> str:
     """Return the line in which a step's metrics are printed; "" if none of them has a column."""
-    parts = []
+    cells = []
     before = ""
     for header, keys in keys_by("column").items():
-        found = [metrics[key] for key in keys if key in metrics]
-        if not found:
+        values = [metrics[key] for key in keys if key in metrics]
+        if not values:
             continue
         follows = before.startswith(HELD_OUT)
         label = header.removeprefix(HELD_OUT) if follows else header
-        value = f"{found[0]:.0f}" if abs(found[0]) >= 1000 else f"{found[0]:.3g}"
-        parts.append(f"{label} {value}")
+        value = f"{values[0]:.0f}" if abs(values[0]) >= 1000 else f"{values[0]:.3g}"
+        cells.append(f"{label} {value}")
         before = header
-    return "  ".join(parts)
+    return "  ".join(cells)
 
 
 def draw_curves(history: list[dict], path: Path) -> None:
@@ -224,11 +224,11 @@ def draw_curves(history: list[dict], path: Path) -> None:
     from matplotlib.figure import Figure
 
     # A run has only some of the table's metrics, and a panel is drawn if it has one of them.
-    known = {key for line in history for key, value in line.items() if value is not None}
+    keys_measured = {key for line in history for key, value in line.items() if value is not None}
     panels = {
-        title: known.intersection(keys)
+        title: keys_measured.intersection(keys)
         for title, keys in keys_by("panel").items()
-        if known.intersection(keys)
+        if keys_measured.intersection(keys)
     }
     wide = min(max(len(panels), 1), IN_A_ROW)
     high = max(-(-len(panels) // IN_A_ROW), 1)

@@ -86,11 +86,11 @@ METRICS = {
 
 def keys_by(field: Literal["panel", "column"]) -> dict[str, list[str]]:
     """Return the keys of `METRICS` by the value of a field, in the order of the table, without those that have none."""
-    found: dict[str, list[str]] = {}
+    keys: dict[str, list[str]] = {}
     for key, metric in METRICS.items():
         if value := getattr(metric, field):
-            found.setdefault(value, []).append(key)
-    return found
+            keys.setdefault(value, []).append(key)
+    return keys
 
 
 # The key in metrics.jsonl -> the name among the metrics that a loss returns.
@@ -120,18 +120,18 @@ def with_logged_names(table: Mapping[str, str], sums: Mapping[str, float]) -> di
             token these are the losses alone.
     """
     # A loss need not compute all of them: a surrogate that clips nothing has no clipfrac, for example.
-    found = {key: sums[name] for key, name in table.items() if name in sums}
-    found |= {
+    logged = {key: sums[name] for key, name in table.items() if name in sums}
+    logged |= {
         key: value for key, value in sums.items() if key.startswith("surrogate/")
     }  # of a user's surrogate
 
     # Losses add up the distance of the ratio from 1, because a sum of ratios near 1 would be rounded.
     if "drift" not in sums:
-        return found
-    found["val/ratio"] = 1 + sums["ratio_minus_1"]
-    found["val/first_ratio"] = 1 + sums["drift"]
-    found["val/ratio_var"] = sums["ratio_minus_1_square"] - sums["ratio_minus_1"] ** 2
-    return found
+        return logged
+    logged["val/ratio"] = 1 + sums["ratio_minus_1"]
+    logged["val/first_ratio"] = 1 + sums["drift"]
+    logged["val/ratio_var"] = sums["ratio_minus_1_square"] - sums["ratio_minus_1"] ** 2
+    return logged
 
 
 def means_of_updates(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -150,14 +150,14 @@ class Sums:
     """The metrics of one optimizer step, added up over micro-batches and ranks."""
 
     step: int
-    parts: list[tuple[torch.Tensor, Sequence[str]]] = field(default_factory=list)
+    micro_batches: list[tuple[torch.Tensor, Sequence[str]]] = field(default_factory=list)
     names: tuple[str, ...] = ()
 
     def add(self, metrics: dict[str, torch.Tensor], where: Sequence[str]) -> None:
         """Add the scalars of one micro-batch, each divided by the whole step's count, and where its rows are from."""
         self.names = tuple(metrics)
         values = [value.detach().double() for value in metrics.values()]
-        self.parts.append((torch.stack(values), where))
+        self.micro_batches.append((torch.stack(values), where))
 
     def over_ranks(self, num_tokens: int = 1) -> dict[str, float]:
         """Return the sums over all micro-batches and ranks, the same on every rank; without tokens only the losses.
@@ -166,7 +166,7 @@ class Sums:
             InputError: a sum is NaN or infinite; the message names each rank's first such micro-batch and its rows.
         """
         # This is the one place in a step that waits for the device.
-        columns = torch.stack([values for values, _ in self.parts]).cpu()
+        columns = torch.stack([values for values, _ in self.micro_batches]).cpu()
         total = global_sum(sum(columns))
         if total.isfinite().all():
             # A mean over no token is no 0: it would drag down those of other updates.
@@ -174,12 +174,14 @@ class Sums:
             return {name: value for name, value in of_all if num_tokens or name.endswith("loss")}
 
         # Name the first micro-batch of each rank that is NaN or infinite, with the rows that were in it.
-        found = []
-        for number, (values, (_, where)) in enumerate(zip(columns, self.parts, strict=True), 1):
+        problems = []
+        for number, (values, (_, where)) in enumerate(
+            zip(columns, self.micro_batches, strict=True), 1
+        ):
             bad = [
                 name for name, value in zip(self.names, values, strict=True) if not value.isfinite()
             ]
             if bad:
                 what = f"{', '.join(bad)} is NaN or infinite; its rows: {', '.join(dict.fromkeys(where))}"
-                found.append(f"step {self.step}, micro-batch {number} of rank {rank()}: {what}")
-        raise InputError("; ".join(sum(gather(found[:1]), [])))
+                problems.append(f"step {self.step}, micro-batch {number} of rank {rank()}: {what}")
+        raise InputError("; ".join(sum(gather(problems[:1]), [])))

@@ -85,7 +85,7 @@ def parse(config_class: type[Config], argv: list[str]) -> Config:
             texts[name] = (values[0] if values else None) if len(values) < 2 else values
     if strange:
         raise unknown_options_error(strange, fields, where)
-    given = {
+    options = {
         name: text if isinstance(text, list) else _value(config_class, name, text)
         for name, text in texts.items()
     }
@@ -93,18 +93,18 @@ def parse(config_class: type[Config], argv: list[str]) -> Config:
     # A run's config.yaml may hold a value that was chosen for its machine, such as micro_batch_tokens. An option given
     # now that stands in its place, here micro_batch_size, removes it.
     for name, other in config_class.replaces.items():
-        if name in given and other not in given:
+        if name in options and other not in options:
             from_files.pop(other, None)
 
     # A file may spell out every default, as a run's own config.yaml does; those do not count as given.
-    given = {
-        name: came for name, came in from_files.items() if came != fields[name].default
-    } | given
-    for name, value in given.items():
+    options = {
+        name: setting for name, setting in from_files.items() if setting != fields[name].default
+    } | options
+    for name, value in options.items():
         # A shell's unset variable leaves an empty value. A system message may have no text on purpose.
         if value == "" and name != "system_prompt":
             raise InputError(f"{name}='' is empty; give it a value, or leave it out")
-    return config_class(**given)
+    return config_class(**options)
 
 
 def _takes_a_list(config_class: type[Options], name: str) -> bool:
@@ -187,12 +187,12 @@ def help_text(config_class: type[Options], *, everything: bool) -> str:
     lines += [""]
     seen = set(FIRST)
     for group in reversed(config_class.__mro__):
-        own = [
+        declared = [
             name
             for name in vars(group).get("__annotations__", {})
             if name in config_class.model_fields
         ]
-        new = [name for name in own if name not in seen]
+        new = [name for name in declared if name not in seen]
         seen |= {*new}
         lines += [(group.__doc__ or "").strip().splitlines()[0], ""] if new else []
         for name in new:

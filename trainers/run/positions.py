@@ -11,7 +11,7 @@ from fused_rl.trainers.data.examples import Examples
 LIMITS = ("max_new_tokens", "max_length", "max_prompt_length", "max_response_length")
 
 
-def check_fits(config: Any, tokenizer, parts: Sequence[Examples], sampled: int = 0) -> None:
+def check_fits(config: Any, tokenizer, kinds_of_rows: Sequence[Examples], sampled: int = 0) -> None:
     """Refuse token ids without an embedding, and sequences that are longer than the model's positions.
 
     It reads the model's config alone, so that a run ends before weights are read.
@@ -40,19 +40,19 @@ def check_fits(config: Any, tokenizer, parts: Sequence[Examples], sampled: int =
             "missing, or model.resize_token_embeddings forgotten?"
         )
     limits = " or ".join(name for name in LIMITS if name in type(config).model_fields)
-    for examples in filter(len, parts):
+    for examples in filter(len, kinds_of_rows):
         largest, tokens = examples.column("largest"), examples.column("tokens")
         # A prompt without a response has the longest one still to come.
-        more = sampled * (examples.column("response") == 0)
-        i, longest = int(largest.argmax()), int((tokens + more).argmax())
+        still_sampled = sampled * (examples.column("response") == 0)
+        i, longest = int(largest.argmax()), int((tokens + still_sampled).argmax())
         if largest[i] >= embedded:
             token = tokenizer.convert_ids_to_tokens(int(largest[i]))
             raise InputError(
                 f"{examples.where(i)}: token {token!r} has id {largest[i]}, but the model embeds ids below {embedded}"
             )
-        if tokens[longest] + more[longest] > limit:
+        if tokens[longest] + still_sampled[longest] > limit:
             text = f"{tokens[longest]} tokens"
-            text += f" and up to {more[longest]} more" if more[longest] else ""
+            text += f" and up to {still_sampled[longest]} more" if still_sampled[longest] else ""
             where = examples.where(longest)
             raise InputError(
                 f"{where}: {text}, but the model has {limit} positions; lower {limits}"

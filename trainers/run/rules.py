@@ -44,7 +44,7 @@ class Watch:
         # The step, the figures and the rows of the first evaluation, of the last but one and of the last one.
         self.evaluations: list[tuple[int, dict[str, float], ByRow]] = []
         # The name of a rule -> its finding: the step, what was seen, and what to change.
-        self.found: dict[str, tuple[int, str, str]] = {}
+        self.reports: dict[str, tuple[int, str, str]] = {}
 
     def update(self, entry: Mapping[str, Any], by_row: ByRow = NOTHING) -> list[str]:
         """Add one entry of metrics.jsonl, and return a line for each condition that holds for the first time.
@@ -59,13 +59,13 @@ class Watch:
             self.values.setdefault(key, []).append(value)
 
         # A condition that keeps holding is reported only in its first step.
-        before = {*self.found}
+        before = {*self.reports}
         for rule in RULES:
             for key in filter(re.compile(rule.keys).fullmatch, now):
                 values = self.values[key]
                 latest = self.mean(key, rule.steps)
                 is_excused = rule.unless is not None and rule.unless(self)
-                if rule.name in self.found or is_excused:
+                if rule.name in self.reports or is_excused:
                     continue
                 if rule.holds(latest, values, self.rounding):
                     steps = "" if rule.steps == 1 else f" over the last {rule.steps} steps"
@@ -78,8 +78,8 @@ class Watch:
         if figures:
             self.evaluations[1:] = [*self.evaluations[-1:], (entry["step"], figures, by_row)]
             if not (change := self.held_out) or change.gain >= 0:
-                self.found.pop(WORSE, None)
-            elif WORSE not in self.found:
+                self.reports.pop(WORSE, None)
+            elif WORSE not in self.reports:
                 seen = f"held-out {change}"
                 if (trained := self.trained) and trained.figure in REWARDS and trained.gain > 0:
                     seen += ", while the reward rose: what is rewarded may not be what is evaluated"
@@ -90,15 +90,15 @@ class Watch:
 
     def _report(self, name: str, seen: str, advice: str) -> None:
         """Add a finding of the latest step."""
-        self.found[name] = round(self.values["step"][-1]), seen, advice
+        self.reports[name] = round(self.values["step"][-1]), seen, advice
 
     @property
     def findings(self) -> dict[str, str]:
         """All findings by name, causes first; what a cause may explain has no advice of its own."""
         lines: dict[str, str] = {}
         for name in dict.fromkeys([*(rule.name for rule in RULES), WORSE, NOT_LEARNED]):
-            if name in self.found:
-                step, seen, advice = self.found[name]
+            if name in self.reports:
+                step, seen, advice = self.reports[name]
                 if cause := next(filter(CAUSES.__contains__, lines), None):
                     advice = f"perhaps because of {cause}"
                 lines[name] = f"step {step}: {name}: {seen}; {advice} (docs/doctor.md#{name})"
@@ -115,16 +115,18 @@ class Watch:
         if len(self.evaluations) < 2 or self.config.get("critic_only"):
             return None
         (_, first, _), *_, (_, last, _) = self.evaluations
-        known = {figure.key: figure for figure in HELD_OUT if figure.key in first.keys() & last}
+        compared = {figure.key: figure for figure in HELD_OUT if figure.key in first.keys() & last}
         # One scorer's score is what the run trains for, and may grade where the accuracy stays 0. With several scorers
         # the score also pays for other things, such as the form of an answer, so there the accuracy is the figure.
         accuracy, score = "eval/accuracy_sampled", "eval/score"
-        if {accuracy, score} <= known.keys():
+        if {accuracy, score} <= compared.keys():
             count = sum(bool(re.fullmatch("rewards/.*/std", key)) for key in self.values)
-            is_graded = count < 2 and any(part[accuracy] != part[score] for part in (first, last))
+            is_graded = count < 2 and any(
+                figures[accuracy] != figures[score] for figures in (first, last)
+            )
             if is_graded or first[accuracy] == last[accuracy] == 0:
-                del known[accuracy]
-        return self.change_of(next(iter(known.values()))) if known else None
+                del compared[accuracy]
+        return self.change_of(next(iter(compared.values()))) if compared else None
 
     def change_of(self, figure: Figure, since: int = 0) -> Change:
         """Return how a figure changed from one evaluation, the first one by default, to the last one."""
@@ -163,7 +165,7 @@ class Watch:
                     steps = 2 * self.evaluations[-1][0]
                     answer += f", and still improving (--resume --steps {steps} goes on)"
             so_far = "" if ended else "so far "
-            return f"did it learn? {so_far}{answer}: held-out {change}{self._beside(change)}"
+            return f"did it learn? {so_far}{answer}: held-out {change}{self._other_figures(change)}"
         none = "no held-out figure was measured twice"
         if change := self.trained:
             return f"did it learn? {none}; in training the {change}"
@@ -171,35 +173,35 @@ class Watch:
 
     def _doubts(self, change: Change) -> list[str]:
         """Return what else must be known of a run whose figure became better."""
-        found = []
+        doubts = []
         for key, (most, words) in DOUBTS.items():
             if (share := self.values.get(key, [0])[-1]) >= most:
-                found.append(f"{share:.0%} {words}")
+                doubts.append(f"{share:.0%} {words}")
         if (solved := self.values.get(GREEDY.key, [1])[-1]) < 0.5:
-            found.append(f"most problems are unsolved (greedy {solved:.0%})")
+            doubts.append(f"most problems are unsolved (greedy {solved:.0%})")
         for figure in (HELD_OUT[1], GREEDY):
             is_measured = all(figure.key in figures for _, figures, _ in self.evaluations)
             if is_measured and figure != change.figure and self.change_of(figure).gain < 0:
-                found.append(f"the {figure.name} fell beyond the error")
-        return found
+                doubts.append(f"the {figure.name} fell beyond the error")
+        return doubts
 
-    def _beside(self, change: Change) -> str:
+    def _other_figures(self, change: Change) -> str:
         """Return the other figures of the first and the last evaluation, and how far the policy went."""
         (_, before, _), *_, (_, after, _) = self.evaluations
-        others = []
+        figures = []
         for key, name in BESIDE.items():
             # If a scorer only says right or wrong, the score equals the accuracy and is not repeated.
             is_new = after.get(key) != change.end or before.get(key) != change.start
             if key in before and key in after and key != change.figure.key and is_new:
-                others.append(f"{name} {before[key]:.3g} → {after[key]:.3g}")
+                figures.append(f"{name} {before[key]:.3g} → {after[key]:.3g}")
         if "eval/kl_exact" in after:
-            others.append(f"held-out KL {after['eval/kl_exact']:.3g} nats per response")
-        return "".join(f"; {other}" for other in others)
+            figures.append(f"held-out KL {after['eval/kl_exact']:.3g} nats per response")
+        return "".join(f"; {figure}" for figure in figures)
 
     def conclude(self) -> list[str]:
         """Return, at the end of a run, a finding if its figure did not become better; nothing if the run learned."""
         change = self.held_out or self.trained
-        if change is None or math.isnan(change.error) or change.gain > 0 or WORSE in self.found:
+        if change is None or math.isnan(change.error) or change.gain > 0 or WORSE in self.reports:
             return []
         where = "held-out" if self.held_out else "in training the"
         advice = "another finding may be the cause; if none is, look for it in this order"

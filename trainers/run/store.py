@@ -47,9 +47,9 @@ LOCK = ".fused-rl.lock"
 SAVED_AT_THE_END = ("model", "critic")
 EARLIER = "earlier-"  # and a number: the folder in output_dir for what was in it before
 # Options that name files which a run reads.
-READ = ("model", "critic", "teacher", "dataset", "eval_dataset", "reference_dataset")
+INPUT_OPTIONS = ("model", "critic", "teacher", "dataset", "eval_dataset", "reference_dataset")
 # In a folder that counts as empty: our lock, earlier content that was moved, and a volume's lost+found.
-STAYS = re.compile(f"{re.escape(LOCK)}|{EARLIER}[0-9]+|lost\\+found")
+STAYING_NAMES = re.compile(f"{re.escape(LOCK)}|{EARLIER}[0-9]+|lost\\+found")
 EMPTY: Mapping = MappingProxyType({})
 _lock: filelock.FileLock | None = None  # of this process, which runs one training at a time
 _outside: Path | None = None  # the folder that its run keeps outside of output_dir
@@ -122,7 +122,7 @@ class RunFolder:
             what = "is the current folder, or holds it, and overwrite would move all that is in it"
             raise InputError(f"output_dir={self.path} {what}; give the run a folder of its own")
         # Saved adapters would name a base that is no longer there.
-        for option in READ if config.overwrite else ():
+        for option in INPUT_OPTIONS if config.overwrite else ():
             named = getattr(config, option, None) or ()
             names = named.values() if isinstance(named, dict) else named
             for name in [names] if isinstance(names, str) else names:
@@ -151,10 +151,10 @@ class RunFolder:
             if "state.json" not in sums:
                 problems.append("manifest.json does not list its files")
             for name in sorted(sums)[process_index() :: processes()]:
-                found = list(fingerprint(self.chosen / name))
-                if found != sums[name]:
+                actual = list(fingerprint(self.chosen / name))
+                if actual != sums[name]:
                     problems.append(
-                        f"{name}: size and checksum should be {sums[name]}, and are {found}"
+                        f"{name}: size and checksum should be {sums[name]}, and are {actual}"
                     )
         except (OSError, ValueError, TypeError) as error:
             problems.append(f"manifest.json or a file that it names cannot be read: {error}")
@@ -192,7 +192,7 @@ class RunFolder:
         with io_errors_in_a_line("the run", self.path):
             if not self.path.exists():
                 return []
-            return [path for path in self.path.iterdir() if not STAYS.fullmatch(path.name)]
+            return [path for path in self.path.iterdir() if not STAYING_NAMES.fullmatch(path.name)]
 
     def _open(self) -> None:
         """Check, make and lock the folder. On one rank."""
@@ -251,7 +251,7 @@ class RunFolder:
 
     # Writing checkpoints.
 
-    def save(self, engines: Mapping, step: int, state: dict, own: Mapping) -> None:
+    def save(self, engines: Mapping, step: int, state: dict, rank_state: Mapping) -> None:
         """Write the checkpoint of a step, and delete all but the latest `keep_checkpoints`. All ranks must call this.
 
         If the disk is full, nothing of this checkpoint stays behind, and the older ones are intact.
@@ -260,18 +260,18 @@ class RunFolder:
             engines: the DeepSpeed engines by name.
             step: the number of the step, which names the checkpoint.
             state: what else is needed to continue, which is written to state.json.
-            own: this rank's objects with a `state_dict`, by name.
+            rank_state: this rank's objects with a `state_dict`, by name.
         """
         folder = self.checkpoints / f"step-{step}"
         place = unfinished(folder)
-        whole = whole_folder(folder) if process_index() == 0 else contextlib.nullcontext()
+        writing = whole_folder(folder) if process_index() == 0 else contextlib.nullcontext()
         with io_errors_in_a_line(f"checkpoint {folder.name}", self.checkpoints):
-            with whole:
+            with writing:
                 # Every rank writes its files; when all are there, each rank computes the checksums of a share of them.
                 barrier()
                 for name, trained in engines.items():
                     trained.save_checkpoint(str(place), tag=name, save_latest=False)
-                kept = {name: part.state_dict() for name, part in own.items()}
+                states = {name: item.state_dict() for name, item in rank_state.items()}
                 cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
                 generators = {
                     "python": random.getstate(),
@@ -279,7 +279,7 @@ class RunFolder:
                     "cuda": cuda,
                 }
                 torch.save(
-                    {"generators": generators, "own": kept}, place / f"rank-{process_index()}.pt"
+                    {"generators": generators, "own": states}, place / f"rank-{process_index()}.pt"
                 )
                 if process_index() == 0:
                     saved = {
@@ -292,12 +292,12 @@ class RunFolder:
                 barrier()
                 files = sorted(filter(Path.is_file, place.rglob("*")))
                 share = files[process_index() :: processes()]
-                parts = ranks.gather_processes(
+                fingerprints = ranks.gather_processes(
                     {path.relative_to(place).as_posix(): fingerprint(path) for path in share}
                 )
                 if process_index() == 0:
                     (place / "manifest.json").write_text(
-                        json.dumps(functools.reduce(operator.or_, parts), indent=1)
+                        json.dumps(functools.reduce(operator.or_, fingerprints), indent=1)
                     )
             if process_index() == 0:
                 self._delete_older()
@@ -360,14 +360,14 @@ class RunFolder:
             )
         return changed
 
-    def load(self, engines: Mapping, own: Mapping) -> dict:
+    def load(self, engines: Mapping, rank_state: Mapping) -> dict:
         """Restore the engines, this rank's random generators and its own objects, and return the content of state.json.
 
         The options of the optimizers (learning rate, betas, weight decay, schedule) stay those of this run.
 
         Args:
             engines: the DeepSpeed engines by name.
-            own: this rank's objects with a `load_state_dict`, by name.
+            rank_state: this rank's objects with a `load_state_dict`, by name.
 
         Raises:
             InputError: the checkpoint has more steps than the run.
@@ -394,5 +394,5 @@ class RunFolder:
         if generators["cuda"] is not None:
             torch.cuda.set_rng_state(generators["cuda"])
         for name, state_of_rank in kept["own"].items():
-            own[name].load_state_dict(state_of_rank)
+            rank_state[name].load_state_dict(state_of_rank)
         return state
