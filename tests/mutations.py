@@ -632,8 +632,8 @@ MUTATIONS = {
     ),
     "sets are recorded after the stop": Mutation(
         "trainers/rollouts/sampling.py",
-        "own = order[token < torch.tensor(lengths)[response]]",
-        "own = order[: sum(lengths)]",
+        "rows = order[token < torch.tensor(lengths)[response]]",
+        "rows = order[: sum(lengths)]",
         "tests/trainers/test_sampling.py -k recorded",
     ),
     "a window is a token short": Mutation(

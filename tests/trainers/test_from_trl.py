@@ -9,7 +9,7 @@ import pytest
 
 from fused_rl.trainers import cli, grpo
 from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.commands.trl_names import NAMES, unknown
+from fused_rl.trainers.commands.trl_names import NAMES, unknown_option_message
 from fused_rl.trainers.policy.options import LossConfig, loss_options
 from fused_rl.trainers.run.parse import parse
 from tests.trainers import tiny
@@ -32,7 +32,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "from_trl.md").read_text(encoding="
     ],
 )
 def test_a_name_of_trl_is_answered(name, said):
-    message = unknown(name, grpo.GRPOConfig.model_fields)
+    message = unknown_option_message(name, grpo.GRPOConfig.model_fields)
     assert message.startswith(f"unknown option --{name}; {said}")
 
 

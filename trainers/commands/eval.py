@@ -38,7 +38,7 @@ from fused_rl.trainers.options import (
     splits,
     without,
 )
-from fused_rl.trainers.policy.evaluate import share_of_rank, solved_metrics, solved_sums
+from fused_rl.trainers.policy.evaluate import held_out_share, solved_metrics, solved_sums
 from fused_rl.trainers.policy.groups import spread
 from fused_rl.trainers.rollouts.generate import TransformersSampler
 from fused_rl.trainers.rollouts.options import SamplingConfig
@@ -273,7 +273,7 @@ def _sample(
     # All ranks sample equally many problems, because they meet in collectives. A rank with fewer problems of its own
     # has copies of others after them, which no figure counts.
     order = sorted(range(len(problems)), key=lambda i: len(problems[i].ids))
-    share = share_of_rank([problems[i] for i in order])
+    share = held_out_share([problems[i] for i in order])
     own = order[ranks.rank() :: ranks.world_size()]
     responses, sums, incidents = [], {}, {}
     logged: list[tuple[str, float]] = []

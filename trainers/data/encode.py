@@ -203,7 +203,7 @@ class Encoder:
         if read.prompt is None:
             (text,) = read.responses
             self._check_no_system_prompt("a text")
-            ids = self.whole_text(str(text))
+            ids = self.text_ids(str(text))
             return [Demonstration(ids[:1], ids[1:])]
         messages = self.messages(read.prompt)
         # A first message of the assistant answers nothing, so it is not trained.
@@ -217,20 +217,20 @@ class Encoder:
             reason = "no turn of the assistant can be trained: each has weight 0, or nothing comes before it"
             raise BadRow(reason, "remove the row")
         ends = trained if turns == "all" else trained[-1:]
-        found: list[Demonstration] = []
+        demonstrations: list[Demonstration] = []
         for end in ends:
             prompt, response = self.pair(messages[: end + 1], read.tools)
             flags: list[bool] | None = None
-            if found and joined:
-                first, earlier, flags_before = found[-1]
+            if demonstrations and joined:
+                first, earlier, flags_before = demonstrations[-1]
                 between = prompt[len(first + earlier) :]
                 if prompt == first + earlier + between:
                     flags = flags_before or [True] * len(earlier)
                     flags = flags + [False] * len(between) + [True] * len(response)
                     prompt, response = first, earlier + between + response
-                    found.pop()
-            found.append(Demonstration(prompt, response, flags))
-        return found
+                    demonstrations.pop()
+            demonstrations.append(Demonstration(prompt, response, flags))
+        return demonstrations
 
     def messages(self, prompt: Prompt | None) -> list[Message]:
         """Return a prompt as messages, with the run's system prompt before a text."""
@@ -256,16 +256,16 @@ class Encoder:
             head = self.render(asked, None, add_generation_prompt=False).partition(MARK)[0].strip()
         return (*self._special_tokens, *filter(None, [head]))
 
-    def _check_no_system_prompt(self, beside: str) -> None:
+    def _check_no_system_prompt(self, kind_of_row: str) -> None:
         """Refuse a row in which the run's system prompt has no place."""
         if self.system_prompt is not None:
             remedy = "begin the row with a message of role system, or leave the option out"
-            raise BadRow(f"system_prompt has no meaning for {beside}", remedy)
+            raise BadRow(f"system_prompt has no meaning for {kind_of_row}", remedy)
 
-    def whole_texts(self, texts: Sequence[str]) -> list[Encoded]:
+    def shared_beginning(self, texts: Sequence[str]) -> list[Encoded]:
         """Return two texts as their prompt, the tokens that both begin with, and the rest of each."""
         self._check_no_system_prompt("a pair of whole texts")
-        sides = [self.whole_text(text) for text in texts]
+        sides = [self.text_ids(text) for text in texts]
         # Each has a token left besides its end, even if one text is the beginning of the other.
         most = max(0, min(map(len, sides)) - 2)
         shared = len(os.path.commonprefix([ids[:most] for ids in sides]))
@@ -293,14 +293,14 @@ class Encoder:
 
         # The response is what the template adds to the text that generation would see.
         before = self.render(earlier, tools, add_generation_prompt=True)
-        whole = self.render([*earlier, turn], tools, add_generation_prompt=False)
-        if opens_reasoning(before) and whole.count(OPEN) > before.count(OPEN):
+        rendered = self.render([*earlier, turn], tools, add_generation_prompt=False)
+        if opens_reasoning(before) and rendered.count(OPEN) > before.count(OPEN):
             # The template writes the reasoning of a field, and takes that in a content for the answer.
             turn = reasoning_apart(turn)
-            whole = self.render([*earlier, turn], tools, add_generation_prompt=False)
-        response = continuation(before, whole, turn)
+            rendered = self.render([*earlier, turn], tools, add_generation_prompt=False)
+        response = continuation(before, rendered, turn)
         if response is None:
-            raise self._not_continued(before, whole)
+            raise self._not_continued(before, rendered)
         self._check_said(turn, before, response)
         prompt = self._prompt(earlier, tools, before)
         ids = self.ids(before + response)
@@ -314,13 +314,17 @@ class Encoder:
         # Several turns have the same ids, cut where the first of them begins.
         ids = prompt + completion
         prompt = self._prompt(messages[:start], tools)
-        others = [message for message in messages[start:-1] if message["role"] == "assistant"]
-        if ids[: len(prompt)] != prompt or any(misses(message, whole) for message in others):
+        earlier_answers = [
+            message for message in messages[start:-1] if message["role"] == "assistant"
+        ]
+        if ids[: len(prompt)] != prompt or any(
+            misses(message, rendered) for message in earlier_answers
+        ):
             reason = "the chat template rewrites earlier turns, so several turns do not continue their prompt"
             raise BadRow(reason, "give responses of one turn")
         return prompt, ids[len(prompt) :]
 
-    def whole_text(self, text: str) -> list[int]:
+    def text_ids(self, text: str) -> list[int]:
         """Return the token ids of a text with one token that begins it and one that ends it."""
         # Without a token of its own it would only teach to end at once.
         if not self.stop_pattern.sub("", text).strip():
@@ -440,13 +444,11 @@ class Encoder:
 
     def _check_turn(self, turn: Message) -> None:
         """Refuse a turn of the assistant that says nothing, or that contains the token that ends it."""
-        beside = [name for name in (*REASONING, "tool_calls") if turn.get(name)]
-        if not beside and not (turn["content"] or "").strip():
+        other_fields = [name for name in (*REASONING, "tool_calls") if turn.get(name)]
+        if not other_fields and not (turn["content"] or "").strip():
             raise empty_completion()
-        if beside and not self.chat:
-            reason = (
-                f"the assistant's turn has {beside[0]}, but there is no chat template to write it"
-            )
+        if other_fields and not self.chat:
+            reason = f"the assistant's turn has {other_fields[0]}, but there is no chat template to write it"
             raise BadRow(reason, "give text, or a model with a chat template")
         # What follows such a token would never be trained on.
         for token in self.stop_tokens:
@@ -465,7 +467,7 @@ class Encoder:
             remedy = f"{into}use a template that writes it, or remove the row"
             raise BadRow(reason, remedy, got=difference(turn["content"] or "", response))
 
-    def _not_continued(self, before: str, whole: str) -> BadRow:
+    def _not_continued(self, before: str, rendered: str) -> BadRow:
         """Return the error of a conversation whose text does not begin with what generation would see."""
         reason = "the chat template does not continue its own generation prompt"
         remedy = READ_AS_IT_IS
@@ -475,7 +477,7 @@ class Encoder:
             # It has closed the reasoning that the row goes on with, or begun some that the row does not have.
             value = str(before.rstrip().endswith(CLOSED)).lower()
             remedy = f"give --chat_template_kwargs '{{{names[0]}: {value}}}'"
-        return BadRow(reason, remedy, got=difference(before, whole))
+        return BadRow(reason, remedy, got=difference(before, rendered))
 
 
 def as_turns(response: Prompt) -> list[Message]:
@@ -490,7 +492,7 @@ def empty_completion() -> BadRow:
     )
 
 
-def difference(expected: str, came: str) -> str:
+def difference(expected: str, got: str) -> str:
     """Return two texts in a line, both from shortly before they differ."""
-    start = max(len(os.path.commonprefix([expected, came])) - 20, 0)
-    return f"expected {expected[start:][:60]!r}, but it wrote {came[start:][:60]!r}"
+    start = max(len(os.path.commonprefix([expected, got])) - 20, 0)
+    return f"expected {expected[start:][:60]!r}, but it wrote {got[start:][:60]!r}"

@@ -172,8 +172,10 @@ class Reader:
                 Read("pairs of whole texts", None, responses=(chosen, rejected))
             )
         if not has_prompt and chosen[0]["role"] != "assistant":
-            whole = [with_system(messages, self._system()) for messages in (chosen, rejected)]
-            return self._count_form(_split(*whole, tools=self._tools()))
+            conversations = [
+                with_system(messages, self._system()) for messages in (chosen, rejected)
+            ]
+            return self._count_form(_split(*conversations, tools=self._tools()))
         read = self._prompt(column)
         prompt = conversation(read.prompt)
         if prompt[-1]["role"] == "assistant" and (
@@ -185,8 +187,8 @@ class Reader:
         if isinstance(chosen, str):
             return self._count_form(read._replace(form=form, responses=(chosen, rejected)))
         # Both may begin with the prompt, and go on for some turns in the same words.
-        whole = [after_prompt(prompt, messages) for messages in (chosen, rejected)]
-        return self._count_form(_split(*whole, tools=read.tools)._replace(form=form))
+        conversations = [after_prompt(prompt, messages) for messages in (chosen, rejected)]
+        return self._count_form(_split(*conversations, tools=read.tools)._replace(form=form))
 
     def value(self, column: str) -> Any:
         """Return a cell that has no meaning here, such as a label; None where the row has none."""
@@ -380,11 +382,11 @@ def messages_of(cell: Any, column: str) -> list[Message]:
 def _message_of(message: dict, column: str) -> Message:
     """Return one message with its role by transformers' name, its text, and what else it says."""
     # A table fills in null for what other rows' messages have.
-    others = {key: value for key, value in message.items() if value is not None}
-    name, content = others.pop("role", None), others.pop("content", None)
+    fields = {key: value for key, value in message.items() if value is not None}
+    name, content = fields.pop("role", None), fields.pop("content", None)
     # ShareGPT's keys.
-    if name is None and "from" in others:
-        name, content = others.pop("from"), others.pop("value", None)
+    if name is None and "from" in fields:
+        name, content = fields.pop("from"), fields.pop("value", None)
     if name is None:
         reason = f"a message of column {column!r} has no role"
         remedy = "give messages with role and content, or with ShareGPT's from and value"
@@ -392,33 +394,33 @@ def _message_of(message: dict, column: str) -> Message:
     name = str(name).lower()
     role = ROLES.get(name)
     if role is None:
-        known = "system, user, assistant or tool, or ShareGPT's human, gpt, function_call or observation"
+        accepted_roles = "system, user, assistant or tool, or ShareGPT's human, gpt, function_call or observation"
         reason = f"a message of column {column!r} has an unknown role"
-        raise BadRow(reason, f"expected {known}", got=f"got {name!r:.40}")
+        raise BadRow(reason, f"expected {accepted_roles}", got=f"got {name!r:.40}")
     if name == "function_call":
-        others["tool_calls"] = _spelled_calls(content)
+        fields["tool_calls"] = _spelled_calls(content)
         content = None
 
-    calls = others.pop("tool_calls", None)
+    calls = fields.pop("tool_calls", None)
     calls = parsed_json(calls) if isinstance(calls, str) else calls
-    weights = {key: others.pop(key) for key in WEIGHTS if key in others}
+    weights = {key: fields.pop(key) for key in WEIGHTS if key in fields}
     for key, weight in weights.items():
         if weight not in (0, 1):
             reason = f"the {key} of a message must be 0 or 1"
             raise BadRow(reason, FIX, got=f"got {weight!r:.40}")
     if not all(weights.values()):
-        others["weight"] = 0
+        fields["weight"] = 0
     if calls:
-        others["tool_calls"] = [_call_of(call) for call in as_list(calls)]
+        fields["tool_calls"] = [_call_of(call) for call in as_list(calls)]
     if not isinstance(content, str) and content is not None:
-        content, others = _text_of_parts(content, column, others)
-    if content is None and not others.get("tool_calls"):
+        content, fields = _text_of_parts(content, column, fields)
+    if content is None and not fields.get("tool_calls"):
         reason = f"a message of column {column!r} has no content"
         raise BadRow(reason, "give its text", got=f"got {message!r:.80}")
-    return {"role": role, "content": content, **others}
+    return {"role": role, "content": content, **fields}
 
 
-def _text_of_parts(content: Any, column: str, others: Message) -> tuple[str, Message]:
+def _text_of_parts(content: Any, column: str, fields: Message) -> tuple[str, Message]:
     """Return the text of a content in parts, and what else a message says with its reasoning and calls in parts."""
     said: dict[Any, list[str]] = {kind: [] for kind in PARTS}
     for part in as_list(content):
@@ -432,11 +434,11 @@ def _text_of_parts(content: Any, column: str, others: Message) -> tuple[str, Mes
             raise BadRow(problem, "only text can be read", got=f"got {part!r:.80}")
         said[kind].append(text)
     if said["reasoning"]:
-        others = others | {"reasoning_content": "".join(said["reasoning"])}
+        fields = fields | {"reasoning_content": "".join(said["reasoning"])}
     if said["tool_call"]:
         calls = [call for text in said["tool_call"] for call in _spelled_calls(text)]
-        others = others | {"tool_calls": [*map(_call_of, calls)]}
-    return "".join(said["text"]), others
+        fields = fields | {"tool_calls": [*map(_call_of, calls)]}
+    return "".join(said["text"]), fields
 
 
 def _call_of(call: Any) -> dict:

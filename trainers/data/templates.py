@@ -81,7 +81,7 @@ def _with_text_arguments(call: dict) -> dict:
 # What a template leaves out, or writes too often.
 
 
-def lost(messages: Sequence[Message], tools: list[dict] | None, whole: str) -> str | None:
+def lost(messages: Sequence[Message], tools: list[dict] | None, rendered: str) -> str | None:
     """Return what of the messages and tools is not in the text that a template wrote of them, or None.
 
     Each has to be there as often as it was said. Reasoning does not count, because many templates leave that of earlier
@@ -93,7 +93,7 @@ def lost(messages: Sequence[Message], tools: list[dict] | None, whole: str) -> s
     calls = [call.get("function", call) for m in messages for call in m.get("tool_calls") or []]
     values = [value for call in calls for value in _texts_of(call)]
     if schemas or values:
-        written, said = squeezed(whole), [*map(squeezed, contents)]
+        written, said = squeezed(rendered), [*map(squeezed, contents)]
         for texts, reason in (
             (schemas, TOOLS_LOST),
             (values, "the assistant's turn has tool_calls, but the chat template leaves one out"),
@@ -102,17 +102,17 @@ def lost(messages: Sequence[Message], tools: list[dict] | None, whole: str) -> s
             for text in filter(None, {*texts}):
                 if written.count(text) < sum(other.count(text) for other in said):
                     return reason
-    if any(call.get("arguments") and str(call["arguments"]) in whole for call in calls):
+    if any(call.get("arguments") and str(call["arguments"]) in rendered for call in calls):
         return "the chat template writes tool calls as Python dictionaries, not as JSON"
     for message, content in zip(messages, contents, strict=True):
-        if not _is_in(content, whole):
+        if not _is_in(content, rendered):
             return f"the chat template leaves out what the {message['role']} says"
     return None
 
 
-def _is_in(text: str, whole: str) -> bool:
+def _is_in(text: str, rendered: str) -> bool:
     # Nearly all templates write a text as it stands, which is found out at once.
-    return text.strip() in whole or squeezed(text) in squeezed(whole)
+    return text.strip() in rendered or squeezed(text) in squeezed(rendered)
 
 
 def _texts_of(value: Any) -> Iterator[str]:
@@ -153,23 +153,23 @@ def squeezed(text: str) -> str:
 # Where a response begins.
 
 
-def continuation(before: str, whole: str, turn: Message) -> str | None:
-    """Return what a response adds to the text `before` it so that both say the `whole`; None if nothing does.
+def continuation(before: str, rendered: str, turn: Message) -> str | None:
+    """Return what a response adds to the text `before` it so that both say what is `rendered`; None if nothing does.
 
     Where generation begins with reasoning, templates may write the same turn without it, or with other white space.
     Then the response closes the reasoning that the prompt has opened.
     """
-    if whole.startswith(before):
-        return whole[len(before) :]
+    if rendered.startswith(before):
+        return rendered[len(before) :]
     # A prompt that closes reasoning at once stands where the turn is written without any.
     skipped = SKIPPED.search(before)
-    if skipped is not None and whole.startswith(before[: skipped.start()]):
-        rest = whole[skipped.start() :].removeprefix(CLOSED)
+    if skipped is not None and rendered.startswith(before[: skipped.start()]):
+        rest = rendered[skipped.start() :].removeprefix(CLOSED)
         return None if REASONING_BEGINS.match(rest.lstrip()) else rest
     start, space = before.rfind(OPEN), before[before.rfind(OPEN) + len(OPEN) :]
-    if not opens_reasoning(before) or CLOSED in space or not whole.startswith(before[:start]):
+    if not opens_reasoning(before) or CLOSED in space or not rendered.startswith(before[:start]):
         return None
-    rest = whole[start:]
+    rest = rendered[start:]
     if rest.lstrip().startswith(OPEN):
         rest = rest.lstrip().removeprefix(OPEN)
         return rest[len(os.path.commonprefix([rest, space])) :]

@@ -125,8 +125,8 @@ class LanguageModel(nn.Module):
         places = mask.flatten().nonzero()[:, 0] if places is None else places
         if self.divided is not None:
             # The tokens that this process's part of the sequences predicts.
-            own = self.divided.own(places, input_ids.shape[1])
-            places, support = places[own], None if support is None else support.select(own)
+            mine = self.divided.my_places(places, input_ids.shape[1])
+            places, support = places[mine], None if support is None else support.select(mine)
         targets = input_ids[:, 1:].flatten()[places]
         states = self._states(input_ids, places, packed)
 
@@ -138,12 +138,14 @@ class LanguageModel(nn.Module):
 
         # What a reference says comes first, as the loss may depend on it.
         compared = None
-        beside = {}
+        extra_scores = {}
         if reference is not None:
             compared = compare(self, states.detach(), targets, temperature, support, reference)
-            beside = {name: at_places(getattr(compared, name)) for name in ("ref_logprobs", "kl")}
+            extra_scores = {
+                name: at_places(getattr(compared, name)) for name in ("ref_logprobs", "kl")
+            }
         if loss_beside is not None:
-            token_loss, per_token = loss_beside(beside.get("ref_logprobs"))
+            token_loss, per_token = loss_beside(extra_scores.get("ref_logprobs"))
 
         # The scores of the N tokens that count, each by the way that gives what was requested.
         loss = None
@@ -158,7 +160,7 @@ class LanguageModel(nn.Module):
             rows = compared
         elif want_likeliest:
             rows = read_likeliest(self, states, targets, temperature)
-            beside["likeliest"] = at_places(rows.likeliest)
+            extra_scores["likeliest"] = at_places(rows.likeliest)
         else:
             rows = self.rows_of(states, targets, temperature, support)
         logprobs, entropy = at_places(rows.logprobs), at_places(rows.entropy)
@@ -167,7 +169,7 @@ class LanguageModel(nn.Module):
             of_tokens = token_loss(logprobs, entropy, *per_token)
             loss = fused_rl.masked_sum(of_tokens, mask)
             logprobs, entropy = logprobs.detach(), entropy.detach()
-        return Scored(logprobs, entropy, loss, **beside)
+        return Scored(logprobs, entropy, loss, **extra_scores)
 
     def compute_under_head(
         self,
@@ -187,7 +189,7 @@ class LanguageModel(nn.Module):
         """
         places = mask.flatten().nonzero()[:, 0] if places is None else places
         if self.divided is not None:
-            places = places[self.divided.own(places, input_ids.shape[1])]
+            places = places[self.divided.my_places(places, input_ids.shape[1])]
         return function(self._states(input_ids, places, packed), self)
 
     def rows_of(
@@ -342,8 +344,8 @@ def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) 
     if config.sequence_parallel > 1:
         from fused_rl.trainers.models.sequences import Divided
 
-        whole = lm.get_base_model() if with_adapters else lm
-        divided = Divided(whole, config.longest_sequence)
+        base_lm = lm.get_base_model() if with_adapters else lm
+        divided = Divided(base_lm, config.longest_sequence)
     head_dtype = None if config.head_dtype == "auto" else getattr(torch, config.head_dtype)
     return LanguageModel(
         lm,
@@ -423,10 +425,10 @@ def sync(reference, policy, alpha: float) -> None:
     """Set reference = alpha * policy + (1 - alpha) * reference, in fp32; alpha=1 copies. Call on all ranks."""
     # One weight at a time is whole, so ZeRO 3 needs memory for one more.
     weights = dict(without_engine(policy).named_parameters())
-    for name, mixed in without_engine(reference).named_parameters():
-        with engine.gathered(weights[name]), engine.gathered(mixed, written=True):
+    for name, reference_weight in without_engine(reference).named_parameters():
+        with engine.gathered(weights[name]), engine.gathered(reference_weight, written=True):
             new = weights[name].float()
-            mixed.copy_(torch.lerp(mixed.float(), new, alpha))
+            reference_weight.copy_(torch.lerp(reference_weight.float(), new, alpha))
 
 
 def without_engine(model) -> LanguageModel:

@@ -18,7 +18,7 @@ from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.models.packing import WINDOWS, same_states
 
 # The attention functions of transformers by name, as they were before `_register`.
-_whole: dict[str, Callable] = {}
+_originals: dict[str, Callable] = {}
 
 
 class _Sum(torch.autograd.Function):
@@ -40,14 +40,14 @@ def _register(name: str) -> None:
     from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    if name in _whole:
+    if name in _originals:
         return
-    whole = _whole[name] = ALL_ATTENTION_FUNCTIONS[name]
+    original = _originals[name] = ALL_ATTENTION_FUNCTIONS[name]
 
     # Sampling, and models that see whole sequences, do not say so.
     def attention(module, query, key, value, attention_mask, divided=None, **options):
         if divided is None:
-            return whole(module, query, key, value, attention_mask, **options)
+            return original(module, query, key, value, attention_mask, **options)
         return divided.attention(module, query, key, value, **options)
 
     AttentionInterface.register(name, attention)
@@ -56,14 +56,14 @@ def _register(name: str) -> None:
 def _changing_ropes(text: Any) -> dict[str, int]:
     """Return the kinds of rope that turn otherwise in a longer sequence, and from which length on each does."""
     parameters = getattr(text, "rope_parameters", None) or {}
-    found = {}
+    lengths = {}
     # There is one of all layers, or one of each kind of layer.
     for rope in (parameters, *parameters.values()):
         kind = rope.get("rope_type", "") if isinstance(rope, dict) else ""
         if kind == "longrope" or "dynamic" in kind:
             most = text.max_position_embeddings
-            found[kind] = min(most, rope.get("original_max_position_embeddings", most))
-    return found
+            lengths[kind] = min(most, rope.get("original_max_position_embeddings", most))
+    return lengths
 
 
 class Divided:
@@ -72,11 +72,11 @@ class Divided:
     def __init__(self, lm: Any, longest: int):
         """Try it, while the weights of `lm` are whole; the longest sequence has `longest` tokens."""
         self.group = ranks.sequence_group()
-        self.parts = dist.get_world_size(self.group)
-        self.part = dist.get_rank(self.group)
+        self.num_parts = dist.get_world_size(self.group)
+        self.part_index = dist.get_rank(self.group)
         reason = self._prepare(lm, longest) or self._compare(lm)
         if reason is not None:
-            raise InputError(f"sequence_parallel={self.parts}: {reason}")
+            raise InputError(f"sequence_parallel={self.num_parts}: {reason}")
 
     def _prepare(self, lm: Any, longest: int) -> str | None:
         """Make the exchange; return what the model's config says against it."""
@@ -111,7 +111,7 @@ class Divided:
         key_heads = 1 if getattr(text, "multi_query", False) else heads
         try:
             self.ulysses = UlyssesSPAttentionHF(
-                attn=_whole[name],
+                attn=_originals[name],
                 batch_size=1,
                 attn_head_count=heads,
                 attn_head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
@@ -129,18 +129,20 @@ class Divided:
         """Return what is wrong with the states of a model's parts, compared with those of whole sequences."""
         # A number of tokens that the parts do not divide, in two rows.
         text = lm.config.get_text_config()
-        width = 4 * self.parts + 1
+        width = 4 * self.num_parts + 1
         ids = torch.arange(1, 2 * width + 1, device=lm.device).remainder(text.vocab_size)
         ids = ids.view(2, width)
         places = torch.arange(2 * (width - 1), device=lm.device)
-        own = self.own(places, width)
+        mine = self.my_places(places, width)
         name = type(lm).__name__
         training = lm.training
         lm.eval()
         self.calls = 0
         try:
             states = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1].float()
-            parts = self.states_of(lm.base_model, "last_hidden_state", ids, places[own]).float()
+            states_of_parts = self.states_of(
+                lm.base_model, "last_hidden_state", ids, places[mine]
+            ).float()
         # A model without position_ids, or whose queries and keys differ in size: each says so in its own way.
         except Exception as error:
             return f"{name} does not take parts of a sequence ({type(error).__name__})"
@@ -150,7 +152,7 @@ class Divided:
             return f"{name} does not pass on to its attention how sequences are divided"
         if self.calls < text.num_hidden_layers:
             return f"{name} has layers in which tokens meet outside of attention"
-        difference = (states.flatten(0, 1)[own] - parts).abs().max() / states.std()
+        difference = (states.flatten(0, 1)[mine] - states_of_parts).abs().max() / states.std()
         if self._largest(difference) > same_states(lm.dtype):
             return f"{name} computes other states from parts of a sequence than from the whole"
         return None
@@ -182,18 +184,18 @@ class Divided:
         # It joins the heads, which GPT-2 does itself.
         return states.unflatten(-1, (query.shape[1], -1)), weights
 
-    def own(self, places: torch.Tensor, tokens: int) -> torch.Tensor:
+    def my_places(self, places: torch.Tensor, tokens: int) -> torch.Tensor:
         """Return which of the places of a flattened (B, tokens - 1) mask this part predicts, (n,) int64."""
         column = places % (tokens - 1)
-        return (column // self._width(tokens) == self.part).nonzero()[:, 0]
+        return (column // self._width(tokens) == self.part_index).nonzero()[:, 0]
 
     def _width(self, tokens: int) -> int:
         """Return the tokens of a part of sequences of so many."""
-        return -(-tokens // self.parts)
+        return -(-tokens // self.num_parts)
 
     def _positions(self, rows: int, width: int, device: torch.device) -> torch.Tensor:
         """Return the positions (rows, width) of this part's tokens in their sequences."""
-        begin = self.part * width
+        begin = self.part_index * width
         return torch.arange(begin, begin + width, device=device).repeat(rows, 1)
 
     def states_of(self, module: Any, output: str, input_ids, places) -> torch.Tensor:
@@ -201,8 +203,8 @@ class Divided:
         # The parts are equally wide, so the last one may end in more pads.
         tokens = input_ids.shape[1]
         width = self._width(tokens)
-        padded = torch.nn.functional.pad(input_ids, (0, width * self.parts - tokens))
-        begin = self.part * width
+        padded = torch.nn.functional.pad(input_ids, (0, width * self.num_parts - tokens))
+        begin = self.part_index * width
         # Pads have no positions past those that the model knows. The last token predicts none, so it may be a pad.
         last = max(self.positions, tokens - 1) - 1
         positions = self._positions(len(input_ids), width, input_ids.device)
@@ -220,9 +222,9 @@ class Divided:
         self, module: Any, input_ids, places, score: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """Return the score (N,) of the hidden states of `module` at N places, each computed by the part that has it."""
-        own = self.own(places, input_ids.shape[1])
-        scores = score(self.states_of(module, "last_hidden_state", input_ids, places[own]))
-        return self.sum(scores.new_zeros(len(places)).index_copy(0, own, scores))
+        mine = self.my_places(places, input_ids.shape[1])
+        scores = score(self.states_of(module, "last_hidden_state", input_ids, places[mine]))
+        return self.sum(scores.new_zeros(len(places)).index_copy(0, mine, scores))
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum of the parts' values, of one shape; the gradient of each part is that of its own."""

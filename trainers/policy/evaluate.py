@@ -27,7 +27,7 @@ class HeldOut:
     """The number of them that belong to this rank; those after them only fill the share up, and are not counted."""
 
 
-def share_of_rank(prompts: Sequence[Prompt]) -> HeldOut:
+def held_out_share(prompts: Sequence[Prompt]) -> HeldOut:
     """Return this rank's share of the prompts, each of which belongs to one rank; a short share is filled up."""
     count = len(range(ranks.rank(), len(prompts), ranks.world_size()))
     return HeldOut([prompts[i] for i in scoring.share_of_rank(len(prompts))], count)
@@ -76,40 +76,47 @@ def evaluate(
     if measured.kl is not None:
         sums["kl_exact"] = measured.kl[first].sum().cpu() / k
     totals = ranks.global_sums(sums)
-    found = solved_metrics(policy.scorers, totals)
+    figures = solved_metrics(policy.scorers, totals)
     if totals["tokens"]:
-        found["entropy"] = totals["entropy"] / totals["tokens"]
+        figures["entropy"] = totals["entropy"] / totals["tokens"]
     if measured.kl is not None:
-        found["kl_exact"] = totals["kl_exact"] / totals["problems"]
+        figures["kl_exact"] = totals["kl_exact"] / totals["problems"]
     # Responses are counted by a hash that is the same on every rank.
     hashes = [hash(tuple(sample.response.ids)) % 2**48 for sample in sampled.samples]
     equal = ranks.gather_rows(torch.tensor(hashes).view(-1, k)[:count]).unique(return_counts=True)[
         1
     ]
-    found["commonest_ratio"] = equal.max().item() / totals["responses"]
-    found |= {key: struck + sampled.incidents[key] for key, struck in greedy.incidents.items()}
-    found |= means_of(greedy.logged + sampled.logged, found)
+    figures["commonest_ratio"] = equal.max().item() / totals["responses"]
+    figures |= {key: struck + sampled.incidents[key] for key, struck in greedy.incidents.items()}
+    figures |= means_of(greedy.logged + sampled.logged, figures)
     rewards = ranks.gather_rows(sampled.rewards.view(-1, k)[:count])
     by_row = rows_of(greedy, sampled, count, rewards) if policy.scorers else {}
     if further is not None:
-        more, of_responses = further(sampled.samples, count * k)
-        found |= more
+        further_figures, of_responses = further(sampled.samples, count * k)
+        figures |= further_figures
         of_problems = ranks.gather_rows(of_responses.view(-1, k, 2).sum(1)[:count])
         by_row["distill/kl"] = of_problems.T.tolist()
     if policy.scorers:
-        found |= spread(rewards)
-    metrics = {f"eval/{name}": value for name, value in found.items()}
+        figures |= spread(rewards)
+    metrics = {f"eval/{name}": value for name, value in figures.items()}
     if says_signal and ranks.process_index() == 0:
         from fused_rl.trainers.policy import signal
 
         one, limit = sampled.samples[0], policy.sampling.max_new_tokens
         answer = right_answer(one.row, one.prompt, policy.scorers)
-        signal.say(found, totals, k, one.text, answer, limit, equal.tolist(), config.group_size)
+        signal.say(figures, totals, k, one.text, answer, limit, equal.tolist(), config.group_size)
 
     # The responses to show are of the same held-out problems each time, and of some that the last step trained on.
     most = SHOWN - len(policy.sample_rows)
-    known = policy.tokenizer, policy.scorers
-    rows = sample_rows_of("held-out, greedy", greedy, range(count), most, config.seed, *known)
+    rows = sample_rows_of(
+        "held-out, greedy",
+        greedy,
+        range(count),
+        most,
+        config.seed,
+        policy.tokenizer,
+        policy.scorers,
+    )
     by_row = {
         f"eval/{name}": columns for name, columns in by_row.items() if f"eval/{name}" in metrics
     }
@@ -161,10 +168,10 @@ def solved_metrics(scorers: Sequence[Scorer], totals: dict[str, float]) -> dict[
 
     There is no accuracy if no scorer says what is solved; 0 would look like a policy that fails everything.
     """
-    known = totals["judged"] > 0
+    is_judged = totals["judged"] > 0
     judges = [scorer.name for scorer in scorers if scorer.solved_at is not None]
     names = ["score"] if scorers else []
-    if known:
+    if is_judged:
         names += [name for name in totals if name.startswith(("accuracy_", "pass_at_"))]
     elif judges:
         count = round(totals["problems"] + totals["responses"])
@@ -175,4 +182,4 @@ def solved_metrics(scorers: Sequence[Scorer], totals: dict[str, float]) -> dict[
         print_rank0(
             "solved: no scorer here says what is solved; --solved_at says from which score on"
         )
-    return {name: totals[name] / totals["problems"] for name in names} | outcomes(totals, known)
+    return {name: totals[name] / totals["problems"] for name in names} | outcomes(totals, is_judged)

@@ -19,7 +19,7 @@ from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval
 from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.packing import packing_costs
-from fused_rl.trainers.policy.evaluate import HeldOut, share_of_rank
+from fused_rl.trainers.policy.evaluate import HeldOut, held_out_share
 from fused_rl.trainers.policy.options import PolicyConfig, SamplingRunConfig
 from fused_rl.trainers.policy.policy import Policy
 from fused_rl.trainers.policy.reference import PolicyWithoutAdapters, Reference
@@ -166,7 +166,7 @@ def setup(
         held_out=held_out,
         scorers_read=answer.get("columns", answer),
     )
-    return Setup(run, config, tokenizer, scorers, prompts, share_of_rank(held_out), sampler)
+    return Setup(run, config, tokenizer, scorers, prompts, held_out_share(held_out), sampler)
 
 
 def sampler_kind(config: SamplingRunConfig) -> Any:

@@ -245,17 +245,19 @@ def _take_logged(scorers: Sequence[Scorer]) -> list[tuple[str, float]]:
     return logged
 
 
-def means_of(logged: Sequence[tuple[str, float]], own: Collection[str]) -> dict[str, float]:
-    """Return the means of the metrics that scorers logged, beside the run's `own` ones."""
+def means_of(logged: Sequence[tuple[str, float]], run_names: Collection[str]) -> dict[str, float]:
+    """Return the means of the metrics that scorers logged, which are not those named `run_names`."""
     values: dict[str, list[float]] = {}
     for name, value in logged:
         values.setdefault(name, []).append(value)
-    return _beside(own, {name: fmean(of_name) for name, of_name in values.items()})
+    return _under_free_names(run_names, {name: fmean(of_name) for name, of_name in values.items()})
 
 
-def _beside(own: Collection[str], logged: dict[str, Item]) -> dict[str, Item]:
-    """Return what scorers logged, with a prefix where a name is one of the run's `own`, so that none is lost."""
-    return {f"logged/{name}" if name in own else name: value for name, value in logged.items()}
+def _under_free_names(run_names: Collection[str], logged: dict[str, Item]) -> dict[str, Item]:
+    """Return what scorers logged, with a prefix where a name is one of `run_names`, so that none is lost."""
+    return {
+        f"logged/{name}" if name in run_names else name: value for name, value in logged.items()
+    }
 
 
 def rollout_metrics(
@@ -297,9 +299,9 @@ def rollout_metrics(
 def right_answer(row: dict, prompt: Any, scorers: Sequence[Scorer]) -> dict[str, Any]:
     """Return the answer that a scorer finds in a row, or else the "columns" that scorers may read beside the prompt."""
     answers = [scorer.answer(row) for scorer in scorers if hasattr(scorer, "answer")]
-    known = [answer for answer in answers if answer is not None]
-    if known:
-        return {"answer": known[0]}
+    stated = [answer for answer in answers if answer is not None]
+    if stated:
+        return {"answer": stated[0]}
     turns = prompt if isinstance(prompt, list) else []
     texts = [prompt, *(turn.get("content") for turn in turns)]
     columns = {}
@@ -338,5 +340,5 @@ def sample_rows_of(
         row |= {"reward": rollout.rewards[i].item(), "scores": scores}
         row["prompt_tokens"] = len(sample.prompt_ids)
         row["tokens"] = len(sample.response.ids)
-        rows.append(row | _beside((*row, "step"), sample.logged))
+        rows.append(row | _under_free_names((*row, "step"), sample.logged))
     return rows

@@ -112,21 +112,21 @@ class Record:
         self.noted.append(kept & ~left_out[:, None])
         self.responses += responses
 
-    def fetch(self, beside: torch.Tensor) -> torch.Tensor:
-        """Copy what was noted to the CPU; (n,) integers `beside` it are returned as int64, by the same copy."""
+    def fetch(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Copy what was noted to the CPU; (n,) integers in `numbers` are returned as int64, by the same copy."""
         if not self.noted:
-            return beside.cpu()
+            return numbers.cpu()
         # The places of True in one flat list need a single copy, whose length the host does not have to know first.
         noted = torch.cat(self.noted)
         self.noted = []
         places = noted.flatten().nonzero()[:, 0]
-        found = torch.cat([beside, places]).cpu()
-        row = found[len(beside) :] // noted.shape[1]
-        ids = found[len(beside) :] % noted.shape[1]
+        on_cpu = torch.cat([numbers, places]).cpu()
+        row = on_cpu[len(numbers) :] // noted.shape[1]
+        ids = on_cpu[len(numbers) :] % noted.shape[1]
         lengths = row.bincount(minlength=len(noted))
         offsets = nn.functional.pad(lengths.cumsum(0), (1, 0))
         self.fetched.append(TokenSupport(ids, offsets))
-        return found[: len(beside)]
+        return on_cpu[: len(numbers)]
 
     def of_responses(self, lengths: list[int]) -> list[TokenSupport]:
         """Return the sets of each response, a row per token, on the CPU, up to its length."""
@@ -138,8 +138,8 @@ class Record:
         counts = response.bincount(minlength=self.count)
         first = counts.cumsum(0) - counts
         token = torch.arange(len(response)) - first[response]
-        own = order[token < torch.tensor(lengths)[response]]
-        return TokenSupport.cat(self.fetched).select(own).split(lengths)
+        rows = order[token < torch.tensor(lengths)[response]]
+        return TokenSupport.cat(self.fetched).select(rows).split(lengths)
 
 
 def joined(
@@ -149,11 +149,11 @@ def joined(
     if all(support is None for support in supports):
         return None
     # Where some responses have sets and others none, those without have the whole vocabulary at each of their tokens.
-    parts = []
+    sets = []
     for support, length in zip(supports, lengths, strict=True):
         if support is None:
             support = [None] * length
         if not isinstance(support, TokenSupport):
             support = TokenSupport.from_lists(support)
-        parts.append(support.to("cpu"))
-    return TokenSupport.cat(parts)
+        sets.append(support.to("cpu"))
+    return TokenSupport.cat(sets)

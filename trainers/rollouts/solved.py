@@ -47,27 +47,27 @@ def outcome_sums(
 
 def has_verdict(scorers: Sequence[Scorer], rollout: Rollout) -> torch.Tensor:
     """Return (B,) bool: True where a scorer that tells right from wrong applies."""
-    found = torch.zeros(len(rollout.samples), dtype=torch.bool)
+    is_judged = torch.zeros(len(rollout.samples), dtype=torch.bool)
     for scorer in scorers:
         if scorer.solved_at is not None:
-            found |= ~rollout.scores[scorer.name].isnan()
-    return found
+            is_judged |= ~rollout.scores[scorer.name].isnan()
+    return is_judged
 
 
-def outcomes(sums: dict[str, float], known: bool = True) -> dict[str, float]:
-    """Return mean lengths and the truncated fraction; without the solved or unsolved ones' if it is not `known`."""
+def outcomes(sums: dict[str, float], is_judged: bool = True) -> dict[str, float]:
+    """Return mean lengths and the truncated fraction; without the unsolved ones' unless it `is_judged`."""
     # A mean of no response does not exist, so its key is absent.
     unsolved = sums["responses"] - sums["solved"]
     tokens_unsolved = sums["tokens"] - sums["tokens_solved"]
-    found = {
+    means = {
         "mean_length": sums["tokens"] / sums["responses"],
         "clipped_ratio": sums["truncated"] / sums["responses"],
     }
     if sums["solved"]:
-        found["mean_length_solved"] = sums["tokens_solved"] / sums["solved"]
-    if unsolved and known:
-        found["mean_length_unsolved"] = tokens_unsolved / unsolved
-    return found
+        means["mean_length_solved"] = sums["tokens_solved"] / sums["solved"]
+    if unsolved and is_judged:
+        means["mean_length_unsolved"] = tokens_unsolved / unsolved
+    return means
 
 
 def win_rate(scores: torch.Tensor, solved: torch.Tensor, group_size: int) -> dict[str, float]:
