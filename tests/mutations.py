@@ -459,8 +459,8 @@ MUTATIONS = {
     ),
     "the rows that are trained on are those that were just sampled": Mutation(
         "trainers/distill.py",
-        "for i in mine[due:]]",
-        "for i in mine[: len(mine) - due]]",
+        "for i in mine[num_sampled:]]",
+        "for i in mine[: len(mine) - num_sampled]]",
         "tests/trainers/test_distill.py -k rows_are_sampled",
     ),
     "a response that stops in its last place was cut": Mutation(
@@ -616,7 +616,10 @@ MUTATIONS = {
         "tests/trainers/test_resume.py -k grpo-lag1",
     ),
     "the copy that is sampled stays as it was": Mutation(
-        "trainers/rollouts/lag.py", "copied.copy_(own)", "copied.copy_(copied)", f"{LAG} -k follows"
+        "trainers/rollouts/lag.py",
+        "copied.copy_(original)",
+        "copied.copy_(copied)",
+        f"{LAG} -k follows",
     ),
     "a thread draws from the process's generator": Mutation(
         "trainers/rollouts/generate.py",

@@ -203,7 +203,7 @@ def arithmetic(config: DistillConfig, world: int) -> dict[str, object]:
     }
 
 
-def given_samples(prepared: Setup) -> list[Sample]:
+def completions_as_samples(prepared: Setup) -> list[Sample]:
     """Return the completions of the rows as responses to their prompts."""
     samples = []
     for prompt in prepared.prompts:
@@ -283,16 +283,16 @@ def train_step(
     policy: Policy,
     teachers: Mapping[str, Any],
     prompts: list[Prompt],
-    given: list[Sample],
+    dataset_samples: list[Sample],
     step: int,
 ) -> dict[str, float]:
-    """Sample responses to the prompts, and do one update on these and on the `given` ones; return its metrics."""
+    """Sample responses to the prompts, and do one update on these and on the `dataset_samples`; return its metrics."""
     began = time.monotonic()
-    metrics, samples = {}, given
+    metrics, samples = {}, dataset_samples
     # With on_policy below 1 there may be steps without a prompt to sample for.
     if prompts:
         rollout = policy.roll_out(prompts, policy.sampling, policy.config.group_size)
-        metrics, samples = rollout_metrics(rollout, {}, step), rollout.samples + given
+        metrics, samples = rollout_metrics(rollout, {}, step), rollout.samples + dataset_samples
     policy.rest()
     sampled = time.monotonic()
     metrics |= accumulate(policy, teachers, samples, step) | policy.optimizer_step(step)
@@ -336,7 +336,7 @@ def train(
     rows = (dataset, eval_dataset)
     prepared = setup(config, arithmetic, load, rows, sampler, models, on_step=on_step)
     config, run, held_out = prepared.config, prepared.run, prepared.held_out
-    given = given_samples(prepared) if config.on_policy < 1 else []
+    dataset_samples = completions_as_samples(prepared) if config.on_policy < 1 else []
     # There is no reference, because the student is compared with the teacher.
     policy = prepared.load_policy(
         needs_reference=False, packing_option="packing", packing=config.packing
@@ -361,9 +361,11 @@ def train(
         policy.begin_step(step, lambda later: prepared.prompts_of_rank(run.order.after(later)))
         mine = indices[ranks.rank() :: ranks.world_size()]
         # Rounded totals and not a rounded share: 0.3 of a row is one in about three steps.
-        due = round(share * step) - round(share * (step - 1))
-        prompts = [prepared.prompts[i] for i in mine[:due]]
-        metrics = train_step(policy, teachers, prompts, [given[i] for i in mine[due:]], step)
+        num_sampled = round(share * step) - round(share * (step - 1))
+        prompts = [prepared.prompts[i] for i in mine[:num_sampled]]
+        metrics = train_step(
+            policy, teachers, prompts, [dataset_samples[i] for i in mine[num_sampled:]], step
+        )
         # Episodes are of sampled responses alone.
         metrics["episode"] = round(share * step) * ranks.world_size() * config.group_size
         evaluation = judge() if run.evaluates and held_out.prompts else None

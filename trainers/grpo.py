@@ -207,7 +207,7 @@ def accumulate(
     # A sampler that reports log-probabilities may be another policy, even in the first update.
     ratio_is_one = on_policy and rollout_logprobs is None
     is_unmeasured = on_policy and trains_before_measuring(config, groups.rollout)
-    compares = is_unmeasured and measured.kl is not None
+    with_reference = is_unmeasured and measured.kl is not None
     if config.old_logprobs == "sampler":
         rollout_logprobs = None  # they are the old ones, so that nothing is left to correct
 
@@ -237,7 +237,7 @@ def accumulate(
                 advantages[micro.rows],
                 micro.of(mask),
                 on_policy=ratio_is_one,
-                compares=compares,
+                with_reference=with_reference,
                 ref_logprobs=before.ref_logprobs,
                 rollout_logprobs=micro.of(rollout_logprobs),
                 group_lengths=lengths[micro.rows],
@@ -252,7 +252,7 @@ def accumulate(
         # Later epochs are measured against this pass: arXiv:2402.03300, algorithm 1.
         if ratio_is_one:
             measured.old_logprobs[micro.place] = output.logprobs
-        if compares:
+        if with_reference:
             measured.ref_logprobs[micro.place] = output.ref_logprobs
             measured.kl[micro.place] = output.kl
 

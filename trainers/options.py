@@ -663,9 +663,9 @@ def to_yaml(config: Options, *, everything: bool = True) -> str:
     for action in ACTIONS:
         values.pop(action, None)
     first = {name: values.pop(name) for name in FIRST if name in values}
-    others = {
+    rest = {
         name: value
         for name, value in values.items()
         if name in config.model_fields_set or (everything and config.has_meaning(name))
     }
-    return yaml.safe_dump(first | others, sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(first | rest, sort_keys=False, allow_unicode=True)

@@ -21,7 +21,7 @@ def test_what_is_missing_is_named(monkeypatch, capsys):
         importlib.util, "find_spec", lambda name: None if name == "deepspeed" else find(name)
     )
     monkeypatch.setattr(machine.shutil, "which", lambda name: None)
-    assert machine.look() == 0
+    assert machine.report() == 0
     output = capsys.readouterr().out
     assert ", deepspeed not installed, " in output and "apt install g++" in output
     assert f"fused_rl {fused_rl.__version__}, " in output and ": right: within " in output
@@ -34,7 +34,7 @@ def test_a_wrong_kernel_is_found(error, monkeypatch, capsys):
         return rows._replace(logprobs=rows.logprobs + error)
 
     monkeypatch.setattr(fused_rl, "token_logprobs", wrong)
-    assert machine.look() == 1
+    assert machine.report() == 1
     assert ": WRONG, please report it: within " in capsys.readouterr().out
 
 

@@ -86,12 +86,12 @@ def base_of_adapters(folder: str | Path, base: str, revision: str | None = None)
     """
     from transformers.utils.hub import cached_file
 
-    for found in (Path(base), Path(folder, base)):
-        if found.is_dir():
-            if found.resolve() == Path(folder).resolve():
+    for path in (Path(base), Path(folder, base)):
+        if path.is_dir():
+            if path.resolve() == Path(folder).resolve():
                 remedy = "give their model's as base_model_name_or_path in its adapter_config.json"
                 raise InputError(f"{str(folder)!r} holds adapters to its own folder; {remedy}")
-            return base if found == Path(base) else str(found.resolve())
+            return base if path == Path(base) else str(path.resolve())
     try:
         check_exists(base)
         cached_file(base, "config.json", revision=revision)

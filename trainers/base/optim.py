@@ -35,8 +35,8 @@ def adamw(parameters: list[nn.Parameter], config: Any) -> torch.optim.Optimizer:
 
 def schedule_function(chosen: str | Schedule) -> str | Schedule:
     """Return a schedule of the user's own as a function, and one of `SCHEDULES` by its name."""
-    is_own = isinstance(chosen, str) and chosen not in SCHEDULES
-    return load_function("lr_schedule", chosen) if is_own else chosen
+    is_users = isinstance(chosen, str) and chosen not in SCHEDULES
+    return load_function("lr_schedule", chosen) if is_users else chosen
 
 
 def schedule(optimizer: torch.optim.Optimizer, config: Any, updates: int):

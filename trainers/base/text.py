@@ -76,8 +76,8 @@ def check_installed(option: str, package: str, install: str) -> None:
 def name_of(function: Callable) -> str:
     """Return the function's name in metrics; of functools.partial it is the function inside."""
     inner = function.func if isinstance(function, functools.partial) else type(function)
-    own = [getattr(function, name, None) for name in ("__qualname__", "__name__")]
-    return own[0] or own[1] or name_of(inner)
+    names = [getattr(function, name, None) for name in ("__qualname__", "__name__")]
+    return names[0] or names[1] or name_of(inner)
 
 
 def import_name_of(function: Callable) -> str:

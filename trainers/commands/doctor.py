@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
     if not folders:
         from fused_rl.trainers.commands import machine
 
-        sys.exit(machine.look())
+        sys.exit(machine.report())
     from fused_rl.trainers.base.screen import print_line
     from fused_rl.trainers.base.text import InputError
 

@@ -274,21 +274,27 @@ def _sample(
     # has copies of others after them, which no figure counts.
     order = sorted(range(len(problems)), key=lambda i: len(problems[i].ids))
     share = held_out_share([problems[i] for i in order])
-    own = order[ranks.rank() :: ranks.world_size()]
+    problems_of_rank = order[ranks.rank() :: ranks.world_size()]
     responses, sums, incidents = [], {}, {}
     logged: list[tuple[str, float]] = []
     for start in bar(range(0, len(share.prompts), config.batch_size), "sampled"):
-        part = slice(start, start + config.batch_size)
+        in_batch = slice(start, start + config.batch_size)
         greedy, sampled = (
-            roll_out(sampler, scorers, share.prompts[part], by, tokenizer, device, copies=copies)
+            roll_out(
+                sampler, scorers, share.prompts[in_batch], by, tokenizer, device, copies=copies
+            )
             for by, copies in ((greedy_sampling, 1), (sampling, config.samples))
         )
-        for name, value in solved_sums(scorers, greedy, sampled, len(own[part])).items():
+        for name, value in solved_sums(
+            scorers, greedy, sampled, len(problems_of_rank[in_batch])
+        ).items():
             sums[name] = sums.get(name, 0.0) + value.double()
         for rollout, kind, copies in ((greedy, "greedy", 1), (sampled, "sampled", config.samples)):
-            known = has_verdict(scorers, rollout).tolist()
+            is_judged = has_verdict(scorers, rollout).tolist()
             # Each rank keeps the rows of its own problems; those of all ranks are sorted at the end.
-            responses += _rows_of(rollout, kind, own[part], copies, known, tokenizer)
+            responses += _rows_of(
+                rollout, kind, problems_of_rank[in_batch], copies, is_judged, tokenizer
+            )
             for key, count in rollout.incidents.items():
                 incidents[key] = incidents.get(key, 0.0) + count
             logged += rollout.logged
@@ -315,7 +321,7 @@ def _response_length(config: EvalConfig, lm, tokenizer, problems: Examples) -> i
 
 
 def _rows_of(
-    rollout: Rollout, kind: str, problems: list[int], copies: int, known: list[bool], tokenizer
+    rollout: Rollout, kind: str, problems: list[int], copies: int, is_judged: list[bool], tokenizer
 ) -> list[dict]:
     """Return lines of responses.jsonl, with `copies` responses to each of the problems.
 
@@ -324,7 +330,7 @@ def _rows_of(
         kind: "greedy" or "sampled".
         problems: the numbers of the problems.
         copies: responses per problem.
-        known: whether a scorer decided if a response solves its problem.
+        is_judged: whether a scorer decided if a response solves its problem.
         tokenizer: decodes the prompts.
     """
     # JSON has no NaN, so a score that does not apply is null, and so is `solved` where no scorer decides it.
@@ -341,7 +347,7 @@ def _rows_of(
             "scores": {
                 name: None if math.isnan(score) else score for name, score in scores.items()
             },
-            "solved": rollout.solved[i].item() if known[i] else None,
+            "solved": rollout.solved[i].item() if is_judged[i] else None,
             "finish": sample.response.finish,
             "tokens": len(sample.response.ids),
         }

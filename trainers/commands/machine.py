@@ -30,16 +30,16 @@ def errors(device: str) -> tuple[float, float]:
         x = logits.to(place, dtype, copy=True).requires_grad_()
         rows = op(x, targets.to(place))
         (rows.logprobs.sum() + rows.entropy.sum()).backward()
-        found = torch.cat([rows.logprobs, rows.entropy, x.grad.flatten()])
-        return found.detach().double().cpu()
+        values = torch.cat([rows.logprobs, rows.entropy, x.grad.flatten()])
+        return values.detach().double().cpu()
 
     # Values and gradient of the kernel, and of plain PyTorch in fp32, are each compared with fp64 on the CPU.
     exact = of(reference.token_logprobs, torch.float64, "cpu")
-    found = (
+    results = (
         of(fused_rl.token_logprobs, torch.float32, device),
         of(reference.token_logprobs, torch.float32, "cpu"),
     )
-    return tuple((values - exact).abs().max().item() for values in found)
+    return tuple((values - exact).abs().max().item() for values in results)
 
 
 def version_of(package: str) -> str:
@@ -52,7 +52,7 @@ def version_of(package: str) -> str:
         return "without a version"
 
 
-def look() -> int:
+def report() -> int:
     """Print the report about this machine, and return 1 if the kernel is wrong and 0 otherwise."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print(f"fused_rl {fused_rl.__version__}, Python {platform.python_version()}")

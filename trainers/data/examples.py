@@ -222,12 +222,12 @@ def _records(text: bytes, index: int, read: Read) -> Iterator[dict[str, Any]]:
 
 def _usable(rows: Rows, table: datasets.Dataset) -> numpy.ndarray:
     """Return the places of a table's examples; what its rows say of themselves goes to `rows`."""
-    for found in table.data.column("notes").value_counts().to_pylist():
-        if found["values"] is None:
+    for entry in table.data.column("notes").value_counts().to_pylist():
+        if entry["values"] is None:
             continue
-        form, read, filled = json.loads(found["values"])
+        form, read, filled = json.loads(entry["values"])
         if form:
-            rows.forms[form] += found["counts"]
+            rows.forms[form] += entry["counts"]
         rows.columns_read.update(read)
         rows.columns_filled |= dict.fromkeys(filled)
     is_bad = table.data.column("error").is_valid().to_numpy()

@@ -114,8 +114,10 @@ class MarkedRows(Examples):
         """Return a column of the table, with the mismatched response as one of the row's."""
         column = super().column(name)
         if name == "tokens" and len(column):
-            others = super().column("prompt") + super().column("response")[self.mismatched]
-            column = numpy.maximum(column, others.clip(max=self.max_length))
+            mismatched_tokens = (
+                super().column("prompt") + super().column("response")[self.mismatched]
+            )
+            column = numpy.maximum(column, mismatched_tokens.clip(max=self.max_length))
         return column
 
 
@@ -160,8 +162,8 @@ def _read_marked(
             raise BadRow(reason, remedy, got=f"the row has {columns_of(reader.row)}")
         reason = f"column {label_column!r} must be true or false"
         raise BadRow(reason, FIX, got=f"got {label!r:.80}")
-    found = encoder.demonstrations(reader, prompt_column, completion_column, joined=False)
-    return [_record(one[:2], bool(label)) for one in found]
+    demonstrations = encoder.demonstrations(reader, prompt_column, completion_column, joined=False)
+    return [_record(one[:2], bool(label)) for one in demonstrations]
 
 
 def _record(ids: Encoded, desirable: bool) -> Record:

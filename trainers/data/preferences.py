@@ -147,8 +147,8 @@ def _margin(reader: Reader, column: str) -> float:
     raise BadRow(f"column {column!r} must be a number", FIX, got=f"got {margin!r:.80}")
 
 
-def _pair(ids: list[list[int]], beside: tuple[float, int], rows: Rows, i: int) -> Pair:
-    return Pair((ids[0], ids[1]), (ids[2], ids[3]), beside[0], rows.where(i))
+def _pair(ids: list[list[int]], margin_and_cut: tuple[float, int], rows: Rows, i: int) -> Pair:
+    return Pair((ids[0], ids[1]), (ids[2], ids[3]), margin_and_cut[0], rows.where(i))
 
 
 def pairs_of(config: PairsConfig, rows: Rows, encoder: Encoder) -> Examples:
@@ -172,7 +172,7 @@ def pairs_of(config: PairsConfig, rows: Rows, encoder: Encoder) -> Examples:
             f"{sorted(rows.columns_filled)}"
         )
     if config.too_long == "truncate":
-        cut = sum(json.loads(beside)[1] for beside in pairs.column("beside"))
+        cut = sum(json.loads(margin_and_cut)[1] for margin_and_cut in pairs.column("beside"))
         if cut:
             what = f"cut {cut} of {2 * len(rows)} responses to max_response_length={limit}"
             print_rank0(f"{rows.source}: {what}")

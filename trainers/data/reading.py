@@ -87,14 +87,14 @@ class Reading(contextlib.AbstractContextManager):
         for rows in self.read:
             sources.setdefault(rows.source, []).append(rows)
         lines = []
-        for source, parts in sources.items():
-            forms = sum((rows.forms for rows in parts), Counter())
+        for source, rows_of_source in sources.items():
+            forms = sum((rows.forms for rows in rows_of_source), Counter())
             names = [name for name, _ in forms.most_common()]
             # Numbers say more than names only where there are several forms.
             if len(forms) > 1:
                 names = [f"{count} {name}" for name, count in forms.most_common()]
-            read = {name for rows in parts for name in rows.columns_read}
-            filled = {name: None for rows in parts for name in rows.columns_filled}
+            read = {name for rows in rows_of_source for name in rows.columns_read}
+            filled = {name: None for rows in rows_of_source for name in rows.columns_filled}
             unused = [name for name in filled if name not in read]
             label = "rows" if len(sources) == 1 else source
             line = f"{label}: {', '.join(names)}"

@@ -269,16 +269,20 @@ READERS: dict[str, Callable[[IO[bytes]], Iterator[bytes]]] = {
 
 def files_of(folder: Path, split: str) -> list[str]:
     """Return the files of rows in a folder, but for those whose names say that they are of another split."""
-    chosen, others = [], []
+    chosen, of_other_splits = [], []
     for path in sorted(folder.rglob("*")):
         inside = path.relative_to(folder)
         if not path.is_file() or not is_file_name(path.name) or inside.as_posix().startswith("."):
             continue
         words = [re.split(r"[-._0-9]", part.lower(), maxsplit=1)[0] for part in inside.parts]
-        named = {name for name, known in SPLITS.items() if {*words} & {*known}} or {"train"}
-        (chosen if split in named else others).append(str(path))
-    if chosen and others:
-        print_rank0(f"{folder}: {len(others)} files of other splits than {split} are not read")
+        named = {
+            name for name, words_of_split in SPLITS.items() if {*words} & {*words_of_split}
+        } or {"train"}
+        (chosen if split in named else of_other_splits).append(str(path))
+    if chosen and of_other_splits:
+        print_rank0(
+            f"{folder}: {len(of_other_splits)} files of other splits than {split} are not read"
+        )
     return chosen
 
 
@@ -339,9 +343,11 @@ def load_rows(
     names = [names] if isinstance(names, str) else names
     sources, labels = [], []
     for name in names:
-        found = _sources(name, config_name, split)
-        sources += found
-        labels += [name if isinstance(source, datasets.Dataset) else source for source in found]
+        sources_of_name = _sources(name, config_name, split)
+        sources += sources_of_name
+        labels += [
+            name if isinstance(source, datasets.Dataset) else source for source in sources_of_name
+        ]
     rows = rows_of_sources(sources, labels, bad_rows)
     if len(labels) > 1:
         counts = numpy.bincount(rows.table.data.column("file").to_numpy(), minlength=len(labels))

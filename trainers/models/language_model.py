@@ -102,7 +102,7 @@ class LanguageModel(nn.Module):
         token_loss: Callable | None = None,
         per_token: Sequence[torch.Tensor] = (),
         reference: ReferenceStates | None = None,
-        loss_beside: Callable[[torch.Tensor], tuple] | None = None,
+        loss_given_reference: Callable[[torch.Tensor], tuple] | None = None,
         want_likeliest: bool = False,
     ) -> Scored:
         """Score each token by those before it: row t of (B, T - 1) is token t + 1.
@@ -118,8 +118,8 @@ class LanguageModel(nn.Module):
             per_token: (B, T - 1) tensors that `token_loss` takes.
             reference: what it computed for the same tokens; requests its log-probabilities and the exact KL, which
                 have no gradient.
-            loss_beside: returns `token_loss` and `per_token` for the log-probabilities (B, T - 1) of the reference, or
-                for None without one.
+            loss_given_reference: returns `token_loss` and `per_token` for the log-probabilities (B, T - 1) of the
+                reference, or for None without one.
             want_likeliest: request the likeliest token at each place; nothing then has a gradient.
         """
         places = mask.flatten().nonzero()[:, 0] if places is None else places
@@ -144,8 +144,8 @@ class LanguageModel(nn.Module):
             extra_scores = {
                 name: at_places(getattr(compared, name)) for name in ("ref_logprobs", "kl")
             }
-        if loss_beside is not None:
-            token_loss, per_token = loss_beside(extra_scores.get("ref_logprobs"))
+        if loss_given_reference is not None:
+            token_loss, per_token = loss_given_reference(extra_scores.get("ref_logprobs"))
 
         # The scores of the N tokens that count, each by the way that gives what was requested.
         loss = None

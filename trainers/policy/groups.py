@@ -97,12 +97,12 @@ def overlong_penalty(config: GroupConfig, lengths: torch.Tensor) -> torch.Tensor
 
 def spread(rewards: torch.Tensor) -> dict[str, float]:
     """Return the standard deviation of rewards (N, k), and the share of the N groups whose k rewards are equal."""
-    found = {"score_std": rewards.std(correction=0).item()}
+    metrics = {"score_std": rewards.std(correction=0).item()}
     k = rewards.shape[1]
     if k > 1:
         equal = equal_rewards(rewards.flatten(), k)
-        found["frac_reward_zero_std"] = equal.double().mean().item()
-    return found
+        metrics["frac_reward_zero_std"] = equal.double().mean().item()
+    return metrics
 
 
 def equal_rewards(rewards: torch.Tensor, group_size: int) -> torch.Tensor:

@@ -140,21 +140,21 @@ def loss_options(config: LossConfig, **changes) -> PolicyLossOptions:
     Raises:
         InputError: the options contradict each other, or a user's surrogate cannot be loaded.
     """
-    given = {name: getattr(config, name) for name in LOSS}
-    given = {name: value for name, value in given.items() if value is not None}
-    given.setdefault("kl_estimator", PolicyLossOptions.kl_estimator)
+    options = {name: getattr(config, name) for name in LOSS}
+    options = {name: value for name, value in options.items() if value is not None}
+    options.setdefault("kl_estimator", PolicyLossOptions.kl_estimator)
     # A user's own surrogate is named module:function. Wrapped with its arguments, it keeps its name and declarations.
-    if ":" in str(given.get("surrogate")):
-        given["surrogate"] = load_function("surrogate", str(given["surrogate"]))
-    further = config.surrogate_options or {}
-    if further and callable(function := given.get("surrogate")):
-        given["surrogate"] = functools.update_wrapper(
-            functools.partial(function, **further), function
+    if ":" in str(options.get("surrogate")):
+        options["surrogate"] = load_function("surrogate", str(options["surrogate"]))
+    surrogate_options = config.surrogate_options or {}
+    if surrogate_options and callable(function := options.get("surrogate")):
+        options["surrogate"] = functools.update_wrapper(
+            functools.partial(function, **surrogate_options), function
         )
-        further = {}
+        surrogate_options = {}
     try:
-        check_names(further, SurrogateOptions)
-        return resolve_options(config.preset, given | further | changes)
+        check_names(surrogate_options, SurrogateOptions)
+        return resolve_options(config.preset, options | surrogate_options | changes)
     except ValueError as error:
         raise InputError(str(error)) from error
 
@@ -187,8 +187,8 @@ class KLConfig(LossConfig):
             mask: (B, T - 1) bool, the tokens that count.
         """
         # Before the update the policy is the one that sampled, so the ratio in k4 and rk3 is 1.
-        found = fused_rl.kl_estimate(old, reference, self.estimator, old_logprobs=old)
-        return torch.where(mask, found, 0)
+        estimate = fused_rl.kl_estimate(old, reference, self.estimator, old_logprobs=old)
+        return torch.where(mask, estimate, 0)
 
 
 class ReferenceConfig(KLConfig):

@@ -233,7 +233,7 @@ class Policy:
         mask: torch.Tensor,
         *,
         on_policy: bool = False,
-        compares: bool = False,
+        with_reference: bool = False,
         **options,
     ) -> PolicyOutput:
         """Run the policy's forward pass and compute its loss.
@@ -248,8 +248,8 @@ class Policy:
             mask: (b, T - 1) bool, True for the tokens that are trained on.
             on_policy: True if the policy has not changed since it sampled. The old log-probabilities are then those of
                 this very pass, and the given ones are only compared with them.
-            compares: True to run the reference beside this pass, for the exact KL and for its log-probabilities, which
-                then replace those in `options`.
+            with_reference: True to run the reference beside this pass, for the exact KL and for its log-probabilities,
+                which then replace those in `options`.
             **options: further arguments of `fused_rl.policy_loss`, its denominators among them.
         """
         # The forward pass, in the way that the loss allows.
@@ -258,8 +258,8 @@ class Policy:
         is_users = callable(loss_options.surrogate)  # a user's own surrogate may read anything
         is_token_level = option_beyond_a_token(loss_options) is None and not is_users
         inputs = self.inputs(batch)
-        fed = inputs["packed"] or batch
-        self.padding.add(fed.input_ids, fed.tokens)
+        model_input = inputs["packed"] or batch
+        self.padding.add(model_input.input_ids, model_input.tokens)
 
         def token_loss(ref_logprobs):
             if ref_logprobs is not None:
@@ -267,21 +267,21 @@ class Policy:
             return fused_rl.policy_token_loss(*tokens, **options)
 
         # A frozen policy is only measured, so no graph is kept for a backward pass.
-        with contextlib.ExitStack() as during:
+        with contextlib.ExitStack() as stack:
             has_graph = torch.is_grad_enabled() and not self.frozen
-            during.enter_context(torch.set_grad_enabled(has_graph))
-            if compares:
-                inputs["reference"] = during.enter_context(self.reference.beside(inputs))
+            stack.enter_context(torch.set_grad_enabled(has_graph))
+            if with_reference:
+                inputs["reference"] = stack.enter_context(self.reference.states_for(inputs))
             # The head forms the gradient here, and the loss is computed once more, only for its metrics.
             if options.get("rollout_logprobs") is None and is_token_level:
-                scored = self.model(**inputs, loss_beside=token_loss)
+                scored = self.model(**inputs, loss_given_reference=token_loss)
                 _, metrics = fused_rl.policy_loss(
                     scored.logprobs, *tokens, entropy=scored.entropy, **options
                 )
                 loss = scored.loss
             else:
                 scored = self.model(**inputs)
-                if compares:
+                if with_reference:
                     options["ref_logprobs"] = scored.ref_logprobs
                 loss, metrics = fused_rl.policy_loss(
                     scored.logprobs, *tokens, entropy=scored.entropy, **options
@@ -475,7 +475,7 @@ def measure(
         scored = None
         if exact_kl:
             # The logits of both models are compared tile by tile, so that only the hidden states are whole.
-            with policy.reference.beside(inputs) as reference:
+            with policy.reference.states_for(inputs) as reference:
                 scored = policy.model(**inputs, reference=reference)
             kl[micro.place] = scored.kl
             ref_logprobs[micro.place] = scored.ref_logprobs

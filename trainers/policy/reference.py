@@ -26,7 +26,7 @@ class Reference:
         return self.model(**inputs)
 
     @contextlib.contextmanager
-    def beside(self, inputs: dict) -> Iterator[ReferenceStates]:
+    def states_for(self, inputs: dict) -> Iterator[ReferenceStates]:
         """Yield the reference's hidden states and head for the policy's pass over the same `inputs`.
 
         That pass must run inside of the block.
@@ -54,7 +54,7 @@ class PolicyWithoutAdapters(Reference):
             return self.model(**inputs)
 
     @contextlib.contextmanager
-    def beside(self, inputs: dict) -> Iterator[ReferenceStates]:
+    def states_for(self, inputs: dict) -> Iterator[ReferenceStates]:
         """Yield the reference's hidden states and head for the policy's pass over the same `inputs`.
 
         That pass must run inside of the block.

@@ -192,11 +192,11 @@ def check_sampler(config: SamplingRunConfig, sampler: Sampler | type[Sampler]) -
             f"sets ({kind.__name__}): every log-probability would be off by -ln(kept mass); drop the option, or "
             "have the sampler record the sets"
         )
-    given = [name for name in CORRECTIONS if getattr(config, name, None) is not None]
-    if given and not sampler.tells_logprobs:
+    corrections = [name for name in CORRECTIONS if getattr(config, name, None) is not None]
+    if corrections and not sampler.tells_logprobs:
         raise InputError(
-            f"{', '.join(given)} corrects for a sampler that differs from the policy, but here the policy itself is "
-            "sampled; leave it out"
+            f"{', '.join(corrections)} corrects for a sampler that differs from the policy, but here the policy itself "
+            "is sampled; leave it out"
         )
     if config.lag and not sampler.tells_logprobs:
         raise InputError(
@@ -218,9 +218,9 @@ def load_prompts(
     encoder = encode.Encoder.of(config, tokenizer)
     train, held_out = rows or load_train_eval(config)
     prompts = []
-    for part, by in ((train, config), (held_out, config.for_held_out())):
+    for split, by in ((train, config), (held_out, config.for_held_out())):
         read = prompts_of(
-            part,
+            split,
             encoder,
             scorers,
             column=by.prompt_column,

@@ -49,7 +49,7 @@ class LaggedSampler(Sampler):
         self.is_checked = sampler.is_checked
         self.lag = lag
         self.pending: dict[int, Pending] = {}  # by step
-        self.due: int | None = None  # the step whose rollout is taken next
+        self.step_to_take: int | None = None  # the step whose rollout is taken next
         self.published = 0
         # `torch.load` reads plain data, and these, without running code.
         torch.serialization.add_safe_globals([Response, TokenSupport])
@@ -70,21 +70,21 @@ class LaggedSampler(Sampler):
         """
         # Of this step and the `lag` next ones: usually only the last of them is missing, and all of them in a new run.
         missing = []
-        for number in range(step, min(step + self.lag, last) + 1):
+        for later_step in range(step, min(step + self.lag, last) + 1):
             prompts = []
-            for prompt in prompts_of(number - step):
+            for prompt in prompts_of(later_step - step):
                 prompts += [prompt.ids] * copies
 
             # Of processes that hold parts of the same sequences each samples its own.
             count, mine = len(prompts), ranks.my_items(len(prompts))
             prompts = [prompts[i] for i in mine]
             # What a checkpoint holds is sampled again if the rows have changed since.
-            if number not in self.pending or self.pending[number].prompts != prompts:
-                self.pending[number] = Pending(self.published, prompts)
+            if later_step not in self.pending or self.pending[later_step].prompts != prompts:
+                self.pending[later_step] = Pending(self.published, prompts)
                 sampling = sampling_of(count)
                 seeds = sampling.seeds and tuple(sampling.seeds[i] for i in mine)
-                missing.append((self.pending[number], replace(sampling, seeds=seeds)))
-        self.due = step
+                missing.append((self.pending[later_step], replace(sampling, seeds=seeds)))
+        self.step_to_take = step
         if missing:
             name = f"rollouts from step {step} on"
             Thread(target=self._sample, args=(missing,), name=name).start()
@@ -101,10 +101,10 @@ class LaggedSampler(Sampler):
 
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Response]:
         """Wait for the rollout of the step that has begun and return it; once it was taken, sample a new one."""
-        if self.due is None:
+        if self.step_to_take is None:
             return self.built.sample(prompts, sampling)
-        pending = self.pending.pop(self.due)
-        self.due = None
+        pending = self.pending.pop(self.step_to_take)
+        self.step_to_take = None
         return pending.responses.result()
 
     def rest(self) -> None:
@@ -159,10 +159,10 @@ class CopySampler(TransformersSampler):
         else:
             copies = [*self.lm.parameters(), *self.lm.buffers()]
             originals = [*self.policy.parameters(), *self.policy.buffers()]
-            for copied, own in zip(copies, originals, strict=True):
+            for copied, original in zip(copies, originals, strict=True):
                 # A weight that is not trained is shared.
-                if copied is not own:
-                    copied.copy_(own)
+                if copied is not original:
+                    copied.copy_(original)
         super().publish(step, save)
 
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Response]:

@@ -121,5 +121,5 @@ def in_place(cache: Cache, row: torch.Tensor, most: int, *, maskable: bool) -> N
     for number, layer in enumerate(layers):
         # A layer without keys of its own reads those of another one.
         if layer.is_initialized:
-            made = Window(layer) if layer.is_sliding else Whole()
-            layers[number] = made.take_over(layer, row, most, maskable, spare)
+            new_layer = Window(layer) if layer.is_sliding else Whole()
+            layers[number] = new_layer.take_over(layer, row, most, maskable, spare)

@@ -89,10 +89,10 @@ def _read_prompt(
     prompt, ids = encoder.prompt(reader, column)
     completion: list[int] = []
     if completion_column is not None:
-        found = encoder.demonstrations(reader, column, completion_column, joined=False)
-        if len(found) > 1:
+        demonstrations = encoder.demonstrations(reader, column, completion_column, joined=False)
+        if len(demonstrations) > 1:
             raise BadRow("the completion has several turns of the assistant", "give one")
-        completion = found[0].response
+        completion = demonstrations[0].response
     return [Record([ids, completion], prompt)]
 
 

@@ -94,14 +94,14 @@ class FunctionScorer(BaseScorer):
         return scores
 
     @contextlib.contextmanager
-    def _named(self, sample: Sample, *others: Sample) -> Iterator[None]:
+    def _named(self, sample: Sample, *further: Sample) -> Iterator[None]:
         """Say which response it was before the traceback of the user's function, the first of several."""
         try:
             yield
         except Exception:
             response = f"the response {one_line(sample.text)} to {sample.where}"
-            if others:
-                response = f"{1 + len(others)} responses, the first of them {response}"
+            if further:
+                response = f"{1 + len(further)} responses, the first of them {response}"
             print_line(f"verifier {self.name!r} raised on {response}:", to_errors=True)
             raise
 
@@ -126,21 +126,21 @@ class FunctionScorer(BaseScorer):
 
         # Rows may differ in their columns; what a row lacks is None, as in TRL. The prompt is in `prompts`.
         columns = set().union(*(sample.row for sample in samples)) - {"prompt"}
-        given: dict[str, object] = {}
+        arguments: dict[str, object] = {}
         for column in columns:
-            given[column] = [sample.row.get(column) for sample in samples]
+            arguments[column] = [sample.row.get(column) for sample in samples]
         prompts, completions = [], []
         for sample in samples:
             prompt = sample.prompt
             turn = [{"role": "assistant", "content": sample.text}]
             prompts.append(prompt)
             completions.append(turn if isinstance(prompt, list) else sample.text)
-        given |= {"prompts": prompts, "completions": completions}
-        given["completion_ids"] = [list(sample.response.ids) for sample in samples]
+        arguments |= {"prompts": prompts, "completions": completions}
+        arguments["completion_ids"] = [list(sample.response.ids) for sample in samples]
         # trl/trainer/grpo_trainer.py, _calculate_rewards.
-        given |= {"log_metric": log_metric, "log_extra": log_extra}
-        given["trainer_state"] = self._trainer_state()
-        return {name: given[name] for name in given if self.takes_all or name in self.takes}
+        arguments |= {"log_metric": log_metric, "log_extra": log_extra}
+        arguments["trainer_state"] = self._trainer_state()
+        return {name: arguments[name] for name in arguments if self.takes_all or name in self.takes}
 
     def _trainer_state(self):
         """Return the run's progress as TRL gives it; a step here is one rollout."""

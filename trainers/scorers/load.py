@@ -66,30 +66,30 @@ class ScorerSpec(NamedTuple):
 
 def parse_scorers(options: ScorerConfig) -> list[ScorerSpec]:
     """Return the scorers that the options name; refuse what they cannot mean, and one that is named twice."""
-    given = options.verifiers
-    if given is None:
+    verifiers = options.verifiers
+    if verifiers is None:
         raise InputError(f"verifiers is missing; give one of {EXPECTED}")
-    if not given:
+    if not verifiers:
         raise InputError("verifiers=[] is empty; name at least one scorer")
     for option, numbers in (
         ("verifier_weights", options.verifier_weights),
         ("solved_at", options.solved_at),
     ):
-        if numbers is not None and len(numbers) != len(given):
-            what = f"has {len(numbers)} numbers for {len(given)} verifiers"
+        if numbers is not None and len(numbers) != len(verifiers):
+            what = f"has {len(numbers)} numbers for {len(verifiers)} verifiers"
             raise InputError(f"{option}={numbers} {what}; give one for each")
 
     # The three lists stand side by side, so that each verifier has its weight and its threshold.
-    parsed = [_parse_scorer(one) for one in given]
+    parsed = [_parse_scorer(one) for one in verifiers]
     kinds = [kind for kind, _, _ in parsed]
-    weights = options.verifier_weights or [1.0] * len(given)
-    thresholds = options.solved_at or [None] * len(given)
+    weights = options.verifier_weights or [1.0] * len(verifiers)
+    thresholds = options.solved_at or [None] * len(verifiers)
     specs: dict[str, ScorerSpec] = {}
-    rows = zip(given, parsed, weights, thresholds, strict=True)
+    rows = zip(verifiers, parsed, weights, thresholds, strict=True)
     for one, (kind, text, make), weight, solved_at in rows:
         # Two patterns are told apart in metrics by all of their text, a single one is called by its kind.
         name = kind if kind != FUNCTION and kinds.count(kind) == 1 else text
-        if given.count(one) > 1 or (name in specs and not callable(one)):
+        if verifiers.count(one) > 1 or (name in specs and not callable(one)):
             raise InputError(f"verifiers names {text!r} twice; for a weight: verifier_weights")
         # Two functions of one name, such as lambdas, get a number.
         while name in specs:

@@ -67,8 +67,8 @@ class Probe:
         scored = self.model(
             batch.input_ids, batch.response_mask, sampling.temperature, support=support
         )
-        own = scored.logprobs[batch.response_mask].view(len(prompts), -1).cpu()
-        return list(torch.tensor([response.logprobs for response in responses]) - own)
+        policy_logprobs = scored.logprobs[batch.response_mask].view(len(prompts), -1).cpu()
+        return list(torch.tensor([response.logprobs for response in responses]) - policy_logprobs)
 
     def judge(
         self, server: Server, step: int, responses: list[Response], differences: list[torch.Tensor]

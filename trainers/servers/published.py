@@ -25,9 +25,9 @@ def folder_of(urls: Sequence[str], published_dir: str | None, output_dir: Path, 
         output_dir: the run's, which exists.
         lm: the policy, whose bytes the first process counts.
     """
-    found = []
+    folders = []
 
-    def look() -> None:
+    def choose() -> None:
         # Two runs never have one name, and a run that is resumed on its machine has the one that it had before it was
         # killed. Machines of one image may number their folders alike.
         of_run = output_dir.stat()
@@ -38,12 +38,12 @@ def folder_of(urls: Sequence[str], published_dir: str | None, output_dir: Path, 
                 _remove(chosen)
         else:
             chosen = SHARED_MEMORY / name
-            if not (all(map(is_here, urls)) and _is_made(chosen, lm)):
+            if not (all(map(is_here, urls)) and _make_if_room(chosen, lm)):
                 chosen = output_dir / "published"
-        found.append(chosen)
+        folders.append(chosen)
 
-    ranks.on_first_rank(look)
-    return ranks.gather_processes(found)[0][0]
+    ranks.on_first_rank(choose)
+    return ranks.gather_processes(folders)[0][0]
 
 
 def _remove(folder: Path) -> None:
@@ -52,7 +52,7 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _is_made(folder: Path, lm) -> bool:
+def _make_if_room(folder: Path, lm) -> bool:
     """Make an empty folder in shared memory; return False without room, or with something of another's in its place."""
     # Everyone may write there, and the name can be known: no link is followed, and what is not this user's stays.
     try:

@@ -103,9 +103,9 @@ class ServerSampler(Sampler):
                 )
         # Beside what servers refuse: cache entries of the weights before the first update, for the probe after it not
         # to find them.
-        ranks.on_first_rank(self._look)
+        ranks.on_first_rank(self._prepare_servers)
 
-    def _look(self) -> None:
+    def _prepare_servers(self) -> None:
         """See on the first rank how the servers must be treated, and sample from those that are awake."""
         for server in self.servers:
             if self.sleeps:
@@ -116,8 +116,8 @@ class ServerSampler(Sampler):
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Response]:
         """Return one response per prompt, in their order; its place decides a prompt's server, so a run repeats."""
         servers: list[Server] = []
-        for number, (_, copies) in enumerate(groupby(prompts), ranks.process_index()):
-            servers += [self.servers[number % len(self.servers)] for _ in copies]
+        for place, (_, copies) in enumerate(groupby(prompts), ranks.process_index()):
+            servers += [self.servers[place % len(self.servers)] for _ in copies]
         calls = zip(servers, prompts, sampling.seeds or [None] * len(prompts), strict=True)
         return self.http.run(
             server.sample(prompt, sampling, seed) for server, prompt, seed in calls
@@ -140,7 +140,7 @@ class ServerSampler(Sampler):
             # What the allocator keeps for later is no room for a server; every process may be on its GPU.
             torch.cuda.empty_cache()
             ranks.barrier()
-        found: list[list[Response]] = []
+        probed: list[list[Response]] = []
 
         def push() -> None:
             self.http.run(server.push(folder) for server in self.servers)
@@ -149,9 +149,9 @@ class ServerSampler(Sampler):
             ):  # the one before stays until all servers have the new one
                 if other != folder:
                     shutil.rmtree(other)
-            found.extend(self.http.run(self.probe.sample(server, step) for server in self.servers))
+            probed.extend(self.http.run(self.probe.sample(server, step) for server in self.servers))
 
         # The first rank calls the servers; all ranks score, as each may have a part of the weights.
         ranks.on_first_rank(push)
-        for server, responses in zip(self.servers, ranks.gather_processes(found)[0], strict=True):
+        for server, responses in zip(self.servers, ranks.gather_processes(probed)[0], strict=True):
             self.probe.judge(server, step, responses, self.probe.differences(server, responses))
