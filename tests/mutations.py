@@ -350,7 +350,7 @@ MUTATIONS = {
     ),
     "responses that make ranks even count": Mutation(
         "trainers/distill.py",
-        "samples[:count] + emptied",
+        "samples[:count] + empty",
         "samples",
         SFT_SPLITS,
     ),

@@ -40,11 +40,7 @@ from fused_rl.trainers.options import (
 from fused_rl.trainers.policy.evaluate import evaluate
 from fused_rl.trainers.policy.options import SamplingRunConfig
 from fused_rl.trainers.policy.policy import Policy
-from fused_rl.trainers.policy.setup import (
-    SamplerFactory,
-    Setup,
-    setup,
-)
+from fused_rl.trainers.policy.setup import SamplerFactory, Setup, setup
 from fused_rl.trainers.policy.teacher import (
     check_teacher,
     is_url,
@@ -57,14 +53,8 @@ from fused_rl.trainers.rollouts.types import Prompt, Response, Sample, Scorer
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
 from fused_rl.trainers.run.metrics import Sums
-from fused_rl.trainers.scorers.load import (
-    check_scorers,
-    load_for_policy,
-)
-from fused_rl.trainers.scorers.options import (
-    ScorerConfig,
-    with_scorers,
-)
+from fused_rl.trainers.scorers.load import check_scorers, load_for_policy
+from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
 
 
 class DistillConfig(ScorerConfig, SamplingRunConfig):
@@ -269,13 +259,11 @@ def compare(
     and the tokens (count, 2); the others only make the ranks even.
     """
     # An empty response keeps the ranks' passes equal in number, and adds 0 to every sum.
-    emptied = [
+    empty = [
         dataclasses.replace(sample, response=Response([], "length")) for sample in samples[count:]
     ]
     of_responses = torch.zeros(len(samples), 2, dtype=torch.float64)
-    metrics = accumulate(
-        policy, teachers, samples[:count] + emptied, policy.published, of_responses
-    )
+    metrics = accumulate(policy, teachers, samples[:count] + empty, policy.published, of_responses)
     return metrics, of_responses[:count]
 
 

@@ -30,7 +30,7 @@ from fused_rl.trainers.data.preferences import (
 )
 from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval
 from fused_rl.trainers.data.rows import load_rows
-from fused_rl.trainers.models.packing import Costs, pack_pairs, packing_costs, unpad_whole
+from fused_rl.trainers.models.packing import Costs, pack_pairs, packing_costs, unpad_sequences
 from fused_rl.trainers.models.reward_model import (
     RewardModel,
     RewardScorer,
@@ -41,8 +41,8 @@ from fused_rl.trainers.models.reward_model import (
 )
 from fused_rl.trainers.models.scoring import (
     chosen_is_higher,
-    of_all_ranks,
     score_all,
+    scores_of_all,
     share_of_rank,
 )
 from fused_rl.trainers.options import NonNegative, NonNegativeInt, Requirement, may_change
@@ -98,7 +98,7 @@ def train_step(
         packed = None
         if costs is not None:
             packed = (
-                pack_pairs(sides, costs, device) if costs.masked else unpad_whole(sides, device)
+                pack_pairs(sides, costs, device) if costs.masked else unpad_sequences(sides, device)
             )
         if packed is None:
             input_ids, mask = collate(sides, device)
@@ -158,7 +158,7 @@ def score_pairs(model, pairs: Sequence[Pair], micro_batch_size: int) -> torch.Te
     share_scores = scorer.unchecked(
         [prompt for prompt, _ in sides], [response for _, response in sides]
     )
-    scores = of_all_ranks(share_scores.view(2, -1).T, share, len(pairs))
+    scores = scores_of_all(share_scores.view(2, -1).T, share, len(pairs))
     check_finite(scores, [pair.where for pair in pairs])
     return scores
 
@@ -241,7 +241,7 @@ def train(
     else:
         constants["before"] = normalize(model, reference, config.micro_batch_size)
 
-    found = {}
+    last_metrics = {}
     if run.is_start and held_out:
         before = evaluate(model, tokenizer, held_out, config)
         run.log({}, before._replace(samples=()))
@@ -254,16 +254,16 @@ def train(
         evaluation = None
         if run.evaluates and held_out:
             evaluation = evaluate(model, tokenizer, held_out, config)
-            found = evaluation.metrics
+            last_metrics = evaluation.metrics
         run.log(metrics, evaluation)
 
     # The evaluation of the last step is in the scale of the training loss.
-    if held_out and not found:  # resumed when nothing was left to do
-        found = evaluate(model, tokenizer, held_out, config).metrics
+    if held_out and not last_metrics:  # resumed when nothing was left to do
+        last_metrics = evaluate(model, tokenizer, held_out, config).metrics
     # Training has moved the scores, so the model is saved with constants of its own.
     constants["after"] = normalize(model, reference, config.micro_batch_size)
     if held_out and ranks.process_index() == 0:
-        evaluation = as_json(found | {"normalization": constants}, indent=2)
+        evaluation = as_json(last_metrics | {"normalization": constants}, indent=2)
         write_atomically(run.store.path / "evaluation.json", evaluation)
     return run.finish(lambda model_folder: save_reward_model(model, tokenizer, model_folder))
 

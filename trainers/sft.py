@@ -34,7 +34,7 @@ from fused_rl.trainers.models.packing import (
     InRows,
     best_fit,
     cheapest_rows,
-    pack_whole,
+    pack_sequences,
     packing_costs,
     rows_cost,
     tokens_by,
@@ -124,9 +124,12 @@ def encoded(config: SFTConfig, rows: Rows, encoder: encode.Encoder) -> Examples:
 
 
 def _read_example(encoder: encode.Encoder, reader: Reader, **options) -> list[Record]:
-    found = encoder.demonstrations(reader, **options)
-    flags = [[*map(int, one.trained or [])] for one in found]
-    return [Record([one.prompt, one.response, of]) for one, of in zip(found, flags, strict=True)]
+    demonstrations = encoder.demonstrations(reader, **options)
+    flags = [[*map(int, one.trained or [])] for one in demonstrations]
+    return [
+        Record([one.prompt, one.response, of])
+        for one, of in zip(demonstrations, flags, strict=True)
+    ]
 
 
 def _example(ids: list[list[int]], _, rows: Rows, i: int) -> Example:
@@ -197,7 +200,7 @@ def micro_batches(
         where = [example.where for example in group]
         trained = [example.trained for example in group]
         batch = make_batch(prompts, completions, pad_id, device, where=where, trained=trained)
-        packed = None if rows is None else pack_whole(batch, rows)
+        packed = None if rows is None else pack_sequences(batch, rows)
         if costs is not None and not costs.masked:
             packed = unpad(batch)
         micro_batches.append(MicroBatch(batch, packed))

@@ -160,7 +160,7 @@ def says(run: Path) -> str:
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         try:
-            doctor.of_run(run)
+            doctor.report_run(run)
         except InputError as error:  # the run was refused
             print(error)
     return said.getvalue()

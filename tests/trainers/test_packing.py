@@ -83,7 +83,7 @@ def assert_same(found: tuple, expected: tuple, atol: float) -> None:
 # Prompts that several responses share, or whole sequences of all groups.
 SHARED = [lambda given, n=n: packing.pack(given, n) for n in (2, 3, 4)]
 WHOLE = [
-    lambda given, rows=rows: packing.pack_whole(given, rows)
+    lambda given, rows=rows: packing.pack_sequences(given, rows)
     for rows in ([[4, 0, 8], [1, 2, 3, 5], [11, 6, 7], [9, 10]], [list(range(12))])
 ]
 

@@ -203,7 +203,7 @@ def delete(path: Path) -> None:
 
 
 @contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield a new folder to write into. It gets its name when the block ends; if the block raises, nothing is left."""
     new = unfinished(folder)
     remove(new)

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 
-def of_run(folder: Path) -> bool:
+def report_run(folder: Path) -> bool:
     """Print whether a run learned, what was examined, and the findings; return True if it has ended without a finding.
 
     Raises:
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
     from fused_rl.trainers.base.text import InputError
 
     try:
-        sys.exit(int(False in [of_run(folder) for folder in folders]))
+        sys.exit(int(False in [report_run(folder) for folder in folders]))
     except InputError as error:
         print_line(f"fused-rl doctor: error: {error}", to_errors=True)
         sys.exit(2)

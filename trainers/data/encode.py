@@ -314,12 +314,8 @@ class Encoder:
         # Several turns have the same ids, cut where the first of them begins.
         ids = prompt + completion
         prompt = self._prompt(messages[:start], tools)
-        earlier_answers = [
-            message for message in messages[start:-1] if message["role"] == "assistant"
-        ]
-        if ids[: len(prompt)] != prompt or any(
-            misses(message, rendered) for message in earlier_answers
-        ):
+        answers = [message for message in messages[start:-1] if message["role"] == "assistant"]
+        if ids[: len(prompt)] != prompt or any(misses(message, rendered) for message in answers):
             reason = "the chat template rewrites earlier turns, so several turns do not continue their prompt"
             raise BadRow(reason, "give responses of one turn")
         return prompt, ids[len(prompt) :]

@@ -115,8 +115,8 @@ class Reader:
         """Return the row's prompt and completion, a conversation that ends with the assistant, or a text alone."""
         self._check_readable()
         row = self.row
-        others = (*PROMPT_COLUMNS, completion_column)
-        is_text = column is None and all(row.get(name) is None for name in others)
+        other_columns = (*PROMPT_COLUMNS, completion_column)
+        is_text = column is None and all(row.get(name) is None for name in other_columns)
         if text_column is not None or (is_text and isinstance(row.get("text"), str)):
             text = self.cell(text_column or "text", "text_column")
             if not isinstance(text, str):

@@ -114,10 +114,8 @@ class MarkedRows(Examples):
         """Return a column of the table, with the mismatched response as one of the row's."""
         column = super().column(name)
         if name == "tokens" and len(column):
-            mismatched_tokens = (
-                super().column("prompt") + super().column("response")[self.mismatched]
-            )
-            column = numpy.maximum(column, mismatched_tokens.clip(max=self.max_length))
+            tokens = super().column("prompt") + super().column("response")[self.mismatched]
+            column = numpy.maximum(column, tokens.clip(max=self.max_length))
         return column
 
 

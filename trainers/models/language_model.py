@@ -11,7 +11,7 @@ from torch import nn
 import fused_rl
 from fused_rl.ops import tiles
 from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.base.files import check_exists, whole_folder
+from fused_rl.trainers.base.files import atomic_folder, check_exists
 from fused_rl.trainers.base.text import InputError, in_a_line
 from fused_rl.trainers.models import lora
 from fused_rl.trainers.models.checkpointing import checkpoint_activations
@@ -386,7 +386,7 @@ def save(trained, tokenizer, folder: Path, write: Callable[[Path, dict | None], 
     if trained.zero_optimization_stage() == 3:
         state = trained._zero3_consolidated_16bit_state_dict()
     if ranks.process_index() == 0:
-        with whole_folder(folder) as unfinished:
+        with atomic_folder(folder) as unfinished:
             write(unfinished, state)
             tokenizer.save_pretrained(unfinished)
     # No rank goes on, or ends the run, before the folder is complete.

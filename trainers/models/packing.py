@@ -1,6 +1,6 @@
 """Several sequences in one row of a model's input, so that what they begin with is computed once, and pads are few.
 
-A row is a prompt with responses to it (`pack`, `pack_pairs`), or whole sequences (`pack_whole`). A token sees its
+A row is a prompt with responses to it (`pack`, `pack_pairs`), or whole sequences (`pack_sequences`). A token sees its
 prompt and response, at the positions of a row of its own: the same hidden states, from fewer tokens. Attention is
 computed over all of a row's (L, L) mask, so a long row can cost more than it saves: `Costs` weighs that.
 
@@ -254,7 +254,7 @@ def unpad(batch: Batch) -> InRows:
     return _in_one_row(batch.input_ids.flatten()[source], input_lengths, states)
 
 
-def unpad_whole(sequences: list[list[int]], device) -> InRows:
+def unpad_sequences(sequences: list[list[int]], device) -> InRows:
     """Return sequences in one row, read at the last token of each."""
     lengths = torch.tensor([len(sequence) for sequence in sequences])
     input_ids = torch.tensor(list(itertools.chain(*sequences)))
@@ -321,7 +321,7 @@ def best_fit(lengths: list[int], room: int) -> list[list[int]]:
     return [indices for _, indices in sorted(rows, key=itemgetter(0))]
 
 
-def pack_whole(batch: Batch, rows: list[list[int]]) -> InRows:
+def pack_sequences(batch: Batch, rows: list[list[int]]) -> InRows:
     """Return the sequences of `batch` in rows, one after the other; `rows` holds indices, as from `cheapest_rows`."""
     lengths = batch.prompt_lengths + (batch.response_lengths - 1).clamp(min=0)
     row = torch.zeros_like(lengths)

@@ -38,7 +38,7 @@ def by_length(
     return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
 
-def of_all_ranks(values: torch.Tensor, indices: list[int], count: int) -> torch.Tensor:
+def scores_of_all(values: torch.Tensor, indices: list[int], count: int) -> torch.Tensor:
     """Return (count, ...) fp64 on the CPU, from the `values` that each rank has of the `indices` of its share."""
     scores = torch.zeros(count, *values.shape[1:], dtype=torch.float64)
     scores[indices] = values.detach().cpu().double()
@@ -74,7 +74,7 @@ def score_all(
     steps = micro_batches if progress is None else bar(micro_batches, progress)
     values = [score(indices).detach() for indices in steps]
     # From the device at once: each copy would wait for what it is still computing.
-    return of_all_ranks(torch.cat(values), sum(micro_batches, []), len(lengths))
+    return scores_of_all(torch.cat(values), sum(micro_batches, []), len(lengths))
 
 
 def logprobs_of(

@@ -271,11 +271,11 @@ def _share(config: GroupConfig, rollout: Rollout) -> tuple[list[Rollout], torch.
         )
         groups.append((not is_equal, group))
     # One rank may have many groups with a signal and another few, so all of them are pooled.
-    of_all_ranks = sum(ranks.gather(groups), [])
+    groups_of_all_ranks = sum(ranks.gather(groups), [])
 
     # The groups with a signal come first, and no more of them than a step has.
-    kept = [group for group in of_all_ranks if group[0]][: config.prompts_per_step]
-    without_signal = [group for group in of_all_ranks if not group[0]]
+    kept = [group for group in groups_of_all_ranks if group[0]][: config.prompts_per_step]
+    without_signal = [group for group in groups_of_all_ranks if not group[0]]
 
     # The number of groups is the smallest that holds them, divides over the ranks, and divides into minibatches.
     world = ranks.world_size()

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fused_rl.trainers.servers.inference import Http
 
 CORRECTIONS = ("rollout_correction", "rollout_low", "rollout_high", "rollout_gate", "old_logprobs")
-WITHOUT = {  # what happens without an option, for the message that says why the option is off
+WHEN_OFF = {  # what happens without an option, for the message that says why the option is off
     "share_prompts": "prompts are computed once per response",
     "packing": "sequences are padded",
 }
@@ -264,7 +264,7 @@ def load_policy(
     longest = config.max_prompt_length + config.max_new_tokens
     # Costs are counted before there is an engine, which under ZeRO 3 partitions the weights.
     costs = packing_costs(
-        lm.base, longest, packing, option=packing_option, otherwise=WITHOUT[packing_option]
+        lm.base, longest, packing, option=packing_option, otherwise=WHEN_OFF[packing_option]
     )
     # With LoRA the policy without its adapters is the reference; otherwise it is a second, frozen model.
     starting = None

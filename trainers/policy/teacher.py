@@ -15,7 +15,7 @@ from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.packing import (
     Costs,
     cheapest_rows,
-    pack_whole,
+    pack_sequences,
     packing_costs,
     rows_cost,
     unpad,
@@ -172,7 +172,7 @@ def load_teachers(config, policy: Policy) -> dict[str, Teacher | ServedTeacher]:
     """
     named = config.teachers.items()
     return {
-        name: (_served if is_url(model) else _loaded)(config, model, policy)
+        name: (_connect_teacher if is_url(model) else _load_teacher)(config, model, policy)
         for name, model in named
     }
 
@@ -195,7 +195,7 @@ def check_teacher(config, name: str, tokenizer) -> None:
         )
 
 
-def _loaded(config, name: str, policy: Policy) -> Teacher:
+def _load_teacher(config, name: str, policy: Policy) -> Teacher:
     """Load a teacher into this process."""
     check_teacher(config, name, policy.tokenizer)
     reading = {
@@ -228,7 +228,7 @@ def _loaded(config, name: str, policy: Policy) -> Teacher:
     return Teacher(engine.initialize_frozen(teacher, config), head, reads_packed)
 
 
-def _served(config, url: str, policy: Policy) -> ServedTeacher:
+def _connect_teacher(config, url: str, policy: Policy) -> ServedTeacher:
     """Wait for a teacher's server, and check that its model has the student's tokenizer."""
     from fused_rl.trainers.servers.probe import TEXT
 
@@ -328,7 +328,7 @@ def inputs_of(batch: Batch, costs: Costs | None) -> dict[str, Any]:
     lengths = input_lengths.tolist()
     rows = cheapest_rows(lengths, costs)
     is_cheaper = rows_cost(lengths, rows, costs) < costs.causal_flop(*batch.input_ids.shape)
-    return inputs | {"packed": pack_whole(batch, rows) if is_cheaper else None}
+    return inputs | {"packed": pack_sequences(batch, rows) if is_cheaper else None}
 
 
 def _first(vocab: int, weight, bias):

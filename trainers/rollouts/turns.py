@@ -29,7 +29,7 @@ class Conversation:
         if not self.encoder.chat:
             raise InputError("the tokenizer has no chat template: write the tokens yourself")
         # A tool gives the same answer to many responses.
-        self._behind_of = functools.lru_cache(maxsize=10_000)(self._written)
+        self._ids_after = functools.lru_cache(maxsize=10_000)(self._template_ids)
 
     def text(self, turn: Response) -> str:
         """Return what the policy said in a turn, without special tokens."""
@@ -46,7 +46,7 @@ class Conversation:
         Raises:
             InputError: the template does not write such a message.
         """
-        ids = self._behind_of(role, content)
+        ids = self._ids_after(role, content)
         # The template ends the policy's turn as the policy did, or in its place if the turn was cut.
         if turn.finish == "length":
             return list(ids[_place(ids, self._end) or 0 :])
@@ -54,7 +54,7 @@ class Conversation:
         end = next((place for place in ends if place is not None), -1)
         return list(ids[end + 1 :])
 
-    def _written(self, role: str, content: str) -> tuple[int, ...]:
+    def _template_ids(self, role: str, content: str) -> tuple[int, ...]:
         """Return the ids of all that the template writes behind the policy's words."""
         message: Message = {"role": role, "content": content}
         turns: list[Message] = [{"role": "assistant", "content": SAID}]
@@ -64,26 +64,26 @@ class Conversation:
         problems: list[BadRow] = []
         for turn in turns:
             try:
-                return tuple(self.encoder.ids(self._behind(turn, message)))
+                return tuple(self.encoder.ids(self._text_after(turn, message)))
             except BadRow as problem:
                 problems.append(problem)
         raise InputError(f"a message of role {role}: {problems[-1]}")
 
-    def _behind(self, *messages: Message) -> str:
+    def _text_after(self, *messages: Message) -> str:
         """Return the text behind the policy's words, up to where it speaks again if another speaks after them."""
         user: Message = {"role": "user", "content": "a message"}
         speaks_again = messages[-1]["role"] != "assistant"
         text = self.encoder.render([user, *messages], None, add_generation_prompt=speaks_again)
-        _, said, behind = text.partition(SAID)
+        _, said, after = text.partition(SAID)
         if not said:
             raise BadRow("the chat template leaves out the assistant's turn", "use another one")
-        return behind
+        return after
 
     @functools.cached_property
     def _end(self) -> int:
         """The id that ends the policy's turn in the template, its first special one behind the policy's words."""
         tokenizer = self.encoder.tokenizer
-        ids = self.encoder.ids(self._behind({"role": "assistant", "content": SAID}))
+        ids = self.encoder.ids(self._text_after({"role": "assistant", "content": SAID}))
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         return next((i for i in ids if i in special), tokenizer.eos_token_id)
 

@@ -111,9 +111,8 @@ class Run:
         self.step = 0
         self.save_seconds = 0.0
         self.signalled = False
-        self.hook_asked_to_end = self.hook_ended = (
-            False  # on_step has ended the run: on this process, and on all
-        )
+        # on_step has ended the run: on this process, and on all.
+        self.hook_asked_to_end = self.hook_ended = False
         self.hook_error: BaseException | None = None
 
     def check_inputs(
@@ -338,7 +337,7 @@ class Run:
             history=[*earlier, {"step": self.step, **entry}],
             tokenizer=self.tokenizer,
             stop=self.end,
-            get_model=self._gathered_model,
+            get_model=self._undivided_model,
         )
         try:
             with hooks.kept_as_it_is(self._trained_model()):
@@ -352,7 +351,7 @@ class Run:
         """Return the transformers model in the first engine, which is that of the policy."""
         return next(iter(self.engines.values())).module.base
 
-    def _gathered_model(self) -> Any:
+    def _undivided_model(self) -> Any:
         """Return the trained model for one process to run; raise `InputError` if it is divided over processes."""
         if self.config.zero_stage == 3 or self.config.sequence_parallel > 1:
             raise InputError(

@@ -30,12 +30,12 @@ import torch
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import (
     UNFINISHED,
+    atomic_folder,
     delete,
     fingerprint,
     io_errors_in_a_line,
     remove,
     unfinished,
-    whole_folder,
     write_atomically,
 )
 from fused_rl.trainers.base.ranks import barrier, process_index, processes
@@ -264,7 +264,7 @@ class RunFolder:
         """
         folder = self.checkpoints / f"step-{step}"
         place = unfinished(folder)
-        writing = whole_folder(folder) if process_index() == 0 else contextlib.nullcontext()
+        writing = atomic_folder(folder) if process_index() == 0 else contextlib.nullcontext()
         with io_errors_in_a_line(f"checkpoint {folder.name}", self.checkpoints):
             with writing:
                 # Every rank writes its files; when all are there, each rank computes the checksums of a share of them.
