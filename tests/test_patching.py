@@ -156,8 +156,9 @@ def test_twice_is_once(host):
 
 
 def test_other_options_are_refused(host):
-    with make_patch().apply(dtype=1) as applied, pytest.raises(ValueError, match="unpatch"):
-        applied._patch.apply(dtype=2)
+    patch = make_patch()
+    with patch.apply(dtype=1), pytest.raises(ValueError, match="unpatch"):
+        patch.apply(dtype=2)
 
 
 def test_a_module_imported_while_patched_is_restored(host, monkeypatch):
