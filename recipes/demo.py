@@ -142,7 +142,7 @@ def begin(program: str, description: str | None, argv: list[str] | None) -> tupl
     folder = Path("runs") / program.removeprefix("fused-rl ")
     parser.add_argument("--output_dir", type=Path, default=folder)
     options = parser.parse_args(argv)
-    engine.quiet()
+    engine.silence_libraries()
     # For so small a model a second thread is of little use, and if another process needs one of the two cores, the
     # threads that wait for each other take ten times as long.
     torch.set_num_threads(1)

@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("runs/demo_distill"))
     options = parser.parse_args(argv)
     began = time.monotonic()
-    engine.quiet()
+    engine.silence_libraries()
     torch.set_num_threads(1)  # for so small a model a second thread is of little use
     run(options.demo_dir, options.output_dir, options.seed)
     report(options.demo_dir, options.output_dir)

@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> None:
     began = time.monotonic()
     folder = options.output_dir
     histories = {}
-    engine.quiet()
+    engine.silence_libraries()
     torch.set_num_threads(1)  # for so small a model a second thread is of little use
     # Several seeds get a folder each, so that none replaces the files of another.
     for seed in options.seeds:

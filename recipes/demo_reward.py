@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> None:
     # Several seeds get a folder each, so that none replaces the files of another.
     several = len(arguments.seeds) > 1
     found = {}
-    engine.quiet()
+    engine.silence_libraries()
     for seed in arguments.seeds:
         folder = arguments.output_dir / f"seed-{seed}" if several else arguments.output_dir
         found[f"seed {seed}"] = run(folder, seed)

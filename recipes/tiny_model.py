@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> None:
     given = parser.parse_args(argv)
     if given.output_dir.exists():
         raise InputError(f"{given.output_dir} exists; give --output_dir a new folder")
-    engine.quiet()
+    engine.silence_libraries()
     tokenizer = learn_tokenizer(texts_of([*load_rows(given.dataset)]), 512, chat=True)
     sizes = {
         "layers": given.layers,
