@@ -587,8 +587,8 @@ MUTATIONS = {
     ),
     "logits count after the end of a response": Mutation(
         "trainers/rollouts/generate.py",
-        "broken[rows.number] |= bad & ~ended",
-        "broken[rows.number] |= bad",
+        "broken[rows.response_index] |= bad & ~ended",
+        "broken[rows.response_index] |= bad",
         "tests/trainers/test_sampling.py -k nan",
     ),
     "rows that go on are fed the tokens of those that ended": Mutation(
@@ -752,8 +752,8 @@ MUTATIONS = {
     ),
     "the KL in the reward is paid twice": Mutation(
         "trainers/grpo.py",
-        "rewards = rewards - config.kl_coef * charged",
-        "rewards = rewards - 2 * config.kl_coef * charged",
+        "rewards = rewards - config.kl_coef * kl_of_responses",
+        "rewards = rewards - 2 * config.kl_coef * kl_of_responses",
         "tests/trainers/test_grpo_step.py tests/trainers/test_grpo_runs.py -k 'kl_in_the_reward or less_by_the_kl'",
     ),
     # Sequences divided over processes.
@@ -969,8 +969,8 @@ MUTATIONS = {
     ),
     "the KL in GRPO's reward is added": Mutation(
         "trainers/grpo.py",
-        "rewards = rewards - config.kl_coef * charged",
-        "rewards = rewards + config.kl_coef * charged",
+        "rewards = rewards - config.kl_coef * kl_of_responses",
+        "rewards = rewards + config.kl_coef * kl_of_responses",
     ),
     "the reference follows the policy one step late": Mutation(
         "trainers/grpo.py",
@@ -1019,13 +1019,13 @@ MUTATIONS = {
     ),
     "the missing EOS is paid by responses that ended": Mutation(
         "trainers/ppo.py",
-        "torch.where(rollout.stopped, rollout.rewards, cut - config.missing_eos_penalty)",
-        "torch.where(rollout.stopped, rollout.rewards, cut + config.missing_eos_penalty)",
+        "torch.where(rollout.stopped, rollout.rewards, rewards_if_cut - config.missing_eos_penalty)",
+        "torch.where(rollout.stopped, rollout.rewards, rewards_if_cut + config.missing_eos_penalty)",
     ),
     "a score for a missing EOS replaces every score": Mutation(
         "trainers/ppo.py",
-        "cut = torch.full_like(cut, config.missing_eos_score)",
-        "cut = cut + config.missing_eos_score",
+        "rewards_if_cut = torch.full_like(rewards_if_cut, config.missing_eos_score)",
+        "rewards_if_cut = rewards_if_cut + config.missing_eos_score",
     ),
     "a schedule stops where updates were skipped": Mutation(
         "trainers/ppo.py",

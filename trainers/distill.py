@@ -282,9 +282,9 @@ def train_step(
         rollout = policy.roll_out(prompts, policy.sampling, policy.config.group_size)
         metrics, samples = rollout_metrics(rollout, {}, step), rollout.samples + dataset_samples
     policy.rest()
-    sampled = time.monotonic()
+    sampled_at = time.monotonic()
     metrics |= accumulate(policy, teachers, samples, step) | policy.optimizer_step(step)
-    metrics["time/train"] = time.monotonic() - sampled
+    metrics["time/train"] = time.monotonic() - sampled_at
     # The teacher is to correct the student's own mistakes, so the sampler gets the new weights.
     metrics |= policy.publish(step)
     seconds = time.monotonic() - began

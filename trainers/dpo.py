@@ -215,15 +215,17 @@ def train(
         run.fit_micro_batches(model)
 
     # The reference is the model as it is now, before a checkpoint replaces its weights.
-    every: Any = ConcatDataset([pairs, held_out])
-    reference = torch.zeros(len(every), 2)
+    all_pairs: Any = ConcatDataset([pairs, held_out])
+    reference = torch.zeros(len(all_pairs), 2)
     if config.loss_type not in WITHOUT_REFERENCE:
         # Pairs that the run does not come to are not measured. Held-out ones are measured as an evaluation
         # does, so that each score is exactly 0 before training, and not a rounding error.
         with phase("measured the reference"):
-            of_held_out = range(len(pairs), len(every))
-            for taken in filter(len, (run.order.first(config.steps), of_held_out)):
-                reference[taken] = measure(model, [every[i] for i in taken], config)
+            of_held_out = range(len(pairs), len(all_pairs))
+            for indices_read in filter(len, (run.order.first(config.steps), of_held_out)):
+                reference[indices_read] = measure(
+                    model, [all_pairs[i] for i in indices_read], config
+                )
 
     # The run.
     run.start({"policy": model})

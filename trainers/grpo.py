@@ -229,17 +229,17 @@ def accumulate(
     running, backward = needed_passes(loss_options, advantages, trained, read, minibatch)
     passes = zip(micro_batches(groups.rollout.batch, running), backward, strict=True)
     for micro, has_gradient in passes:
-        before = measured.of(micro)
+        before = measured.select(micro)
         with torch.set_grad_enabled(has_gradient):
             output = policy.loss(
                 micro.batch,
                 before.old_logprobs,
                 advantages[micro.rows],
-                micro.of(mask),
+                micro.select(mask),
                 on_policy=ratio_is_one,
                 with_reference=with_reference,
                 ref_logprobs=before.ref_logprobs,
-                rollout_logprobs=micro.of(rollout_logprobs),
+                rollout_logprobs=micro.select(rollout_logprobs),
                 group_lengths=lengths[micro.rows],
                 options=loss_options,
                 num_tokens=max(num_tokens, 1),
@@ -274,7 +274,7 @@ def train_step(
     began = time.monotonic()
     groups = collect(policy, prompts, draw_more, step)
     policy.rest()
-    sampled = time.monotonic()
+    sampled_at = time.monotonic()
 
     # What ratios and KL are taken against: https://arxiv.org/abs/2402.03300, algorithm 1.
     together = config.group_size if keeps_groups(config, ranks.world_size()) else 1
@@ -285,12 +285,12 @@ def train_step(
 
     # Rewards, less the KL if they pay for it, as in arXiv:2402.14740; and advantages.
     rewards = groups.rollout.rewards.to(policy.device, non_blocking=True)
-    charged = None
+    kl_of_responses = None
     if config.kl_in == "reward":  # with a coefficient, as the config has checked
         mask = groups.rollout.batch.response_mask
         of_tokens = config.kl_of_tokens(measured.old_logprobs, measured.ref_logprobs, mask)
-        charged = fused_rl.masked_sum(of_tokens, mask, 1)
-        rewards = rewards - config.kl_coef * charged
+        kl_of_responses = fused_rl.masked_sum(of_tokens, mask, 1)
+        rewards = rewards - config.kl_coef * kl_of_responses
     advantages = advantages_of(config, rewards, groups.included, groups.rollout, policy.scorers)
     # DPPO, arXiv:2602.04879: the trust region is the sampler's.
     if config.old_logprobs == "sampler":
@@ -298,18 +298,18 @@ def train_step(
 
     # Train; the sampler gets the new weights.
     metrics = update(policy, groups, measured, advantages, updates, step)
-    metrics["time/train"] = time.monotonic() - sampled
+    metrics["time/train"] = time.monotonic() - sampled_at
     metrics |= policy.publish(step)
-    ended = time.monotonic()
+    ended_at = time.monotonic()
 
     # Beside what the update measured: what was sampled, and what became of the reward.
     metrics |= groups.metrics | mismatch
-    if charged is not None:
-        metrics |= _per_response({"objective/kl": charged[:, None]}, groups.included)
+    if kl_of_responses is not None:
+        metrics |= _per_response({"objective/kl": kl_of_responses[:, None]}, groups.included)
     tokens = ranks.global_sum(groups.rollout.lengths[groups.included].sum()).item()
     penalty = -config.kl_coef * metrics.get("objective/kl", 0.0) - metrics["overlong_penalty"]
     return metrics | {
-        "perf/tokens_per_second": tokens / (ended - began),
+        "perf/tokens_per_second": tokens / (ended_at - began),
         "perf/padding": policy.padding.share(),
         "objective/kl_coef": config.kl_coef,
         "objective/non_score_reward": penalty,

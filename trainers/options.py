@@ -259,9 +259,9 @@ def options_error(
     errors = error.errors()
     # No such options when a config is made, or when an attribute is set: all of them at once.
     nameless = ("extra_forbidden", "no_such_attribute")
-    strange = [str(each["loc"][0]) for each in errors if each["type"] in nameless]
-    if strange:
-        return unknown_options_error(strange, config_class.model_fields)
+    unknown = [str(each["loc"][0]) for each in errors if each["type"] in nameless]
+    if unknown:
+        return unknown_options_error(unknown, config_class.model_fields)
     first = errors[0]
     name = str(first["loc"][0])
     if first["type"] == "missing":
@@ -355,8 +355,8 @@ class ModelConfig(Options):
         super().check()
         check_revision(self.model, self.revision)
         if self.loss_from == "logits" and self.head_dtype != "auto":
-            what = f"head_dtype={self.head_dtype} has no meaning with loss_from=logits"
-            raise InputError(f"{what}: leave it out, or choose --loss_from linear")
+            problem = f"head_dtype={self.head_dtype} has no meaning with loss_from=logits"
+            raise InputError(f"{problem}: leave it out, or choose --loss_from linear")
 
 
 NO_TEMPLATE = "needs the chat template, which raw_prompt=true leaves out: drop one of them"

@@ -127,10 +127,12 @@ def judge(
     # these advantages and returns (https://arxiv.org/abs/1506.02438, eq. 16).
     mask = batch.response_mask
     # If a missing EOS costs nothing, a policy may learn never to end: arXiv:2403.17031.
-    cut = rollout.rewards
+    rewards_if_cut = rollout.rewards
     if config.missing_eos_score is not None:
-        cut = torch.full_like(cut, config.missing_eos_score)
-    scores = torch.where(rollout.stopped, rollout.rewards, cut - config.missing_eos_penalty)
+        rewards_if_cut = torch.full_like(rewards_if_cut, config.missing_eos_score)
+    scores = torch.where(
+        rollout.stopped, rollout.rewards, rewards_if_cut - config.missing_eos_penalty
+    )
     kl = config.kl_of_tokens(measured.old_logprobs, measured.ref_logprobs, mask)
     rewards = token_rewards(scores, kl, mask, kl_coef if config.kl_in == "reward" else 0.0)
     # What is not trained on must not move the mean of the advantages, so it is masked before.
@@ -154,11 +156,11 @@ def update(
     history = []
     for minibatch in updates:
         sums = accumulate(policy, critic, experience, minibatch, kl_coef, step)
-        of_critic = engine.optimizer_step(critic, step)
+        critic_metrics = engine.optimizer_step(critic, step)
         history.append(with_logged_names(PPO, sums) | policy.optimizer_step(step))
         history[-1] |= {
-            "optim/critic_lr": of_critic["lr"],
-            "optim/critic_grad_norm": of_critic["optim/grad_norm"],
+            "optim/critic_lr": critic_metrics["lr"],
+            "optim/critic_grad_norm": critic_metrics["optim/grad_norm"],
         }
         # Early stopping (https://github.com/openai/spinningup) by sums over ranks, so all of them
         # stop.
@@ -199,14 +201,14 @@ def accumulate(
     # Rows, loss, backward, sums: https://arxiv.org/abs/1707.06347, eq. 7 and 9.
     sums = Sums(step)
     for micro in micro_batches(rollout.batch, minibatch):
-        before = experience.of(micro)
+        before = experience.select(micro)
         output = policy.loss(
             micro.batch,
             before.measured.old_logprobs,
             before.advantages,
             before.mask,
             ref_logprobs=before.measured.ref_logprobs,
-            rollout_logprobs=micro.of(rollout.rollout_logprobs),
+            rollout_logprobs=micro.select(rollout.rollout_logprobs),
             group_lengths=lengths[micro.rows],
             options=loss_options,
             num_tokens=max(num_tokens, 1),
@@ -237,7 +239,7 @@ def train_step(
     began = time.monotonic()
     rollout = policy.roll_out(prompts, policy.sampling, config.group_size)
     policy.rest()
-    sampled = time.monotonic()
+    sampled_at = time.monotonic()
 
     # What was expected of each token, and what it earned: arXiv:1909.08593, section 2.2.
     divide = functools.partial(policy.divide, rollout.batch)
@@ -245,22 +247,22 @@ def train_step(
     first_pass = sum(updates[: config.minibatches], [])
     experience = judge(policy, critic, rollout, first_pass, kl_coef)
     mismatch = policy.mismatch(rollout, experience.measured.old_logprobs)
-    judged = time.monotonic()
+    judged_at = time.monotonic()
 
     # Train; the sampler gets the new weights.
     metrics = update(policy, critic, experience, updates, kl_coef, step)
-    trained = time.monotonic()
+    trained_at = time.monotonic()
     metrics |= policy.publish(step)
-    ended = time.monotonic()
+    ended_at = time.monotonic()
 
     # Beside what the update measured: what was sampled, and what became of the reward.
     metrics |= experience_metrics(experience, config.group_size, step) | mismatch
     tokens = metrics["completions/mean_length"] * config.prompts_per_step * config.group_size
     penalty = -kl_coef * metrics["objective/kl"]
     return metrics | {
-        "time/measure": judged - sampled,
-        "time/train": trained - judged,
-        "perf/tokens_per_second": tokens / (ended - began),
+        "time/measure": judged_at - sampled_at,
+        "time/train": trained_at - judged_at,
+        "perf/tokens_per_second": tokens / (ended_at - began),
         "perf/padding": policy.padding.share(),
         "objective/kl_coef": kl_coef,
         "objective/non_score_reward": penalty,

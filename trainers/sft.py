@@ -162,13 +162,13 @@ def micro_batches(
     examples = sorted(examples, key=Example.tokens)
     tokens = [example.tokens() for example in examples]
     indices = list(range(len(examples)))
-    most = config.micro_batch_tokens
-    if most is None:
+    max_tokens = config.micro_batch_tokens
+    if max_tokens is None:
         size = config.micro_batch_size
         assert size is not None  # resolved
         chosen = [indices[begin : begin + size] for begin in range(0, len(examples), size)]
     else:
-        chosen = by_tokens([[i] for i in indices], tokens_by(tokens, costs), most)
+        chosen = by_tokens([[i] for i in indices], tokens_by(tokens, costs), max_tokens)
 
     # Packed: long and short ones together fill rows best. The last token of a sequence predicts
     # none, so it is not fed.
@@ -177,23 +177,23 @@ def micro_batches(
     if costs is not None and costs.masked:
         count = len(chosen)
         mixed_groups = [indices[begin::count] for begin in range(count)]
-        if most is not None:
+        if max_tokens is not None:
             # An eighth of a micro-batch is left for the pads between rows.
-            mixed_groups = best_fit(input_lengths, max([most * 7 // 8, *input_lengths]))
+            mixed_groups = best_fit(input_lengths, max([max_tokens * 7 // 8, *input_lengths]))
         packed = 0.0
         for group in mixed_groups:
             lengths = [input_lengths[i] for i in group]
-            packed += rows_cost(lengths, cheapest_rows(lengths, costs, most), costs)
+            packed += rows_cost(lengths, cheapest_rows(lengths, costs, max_tokens), costs)
         if packed < sum(costs.causal_flop(len(group), tokens[group[-1]]) for group in chosen):
             chosen, is_packed = mixed_groups, True
-    if most is not None:
+    if max_tokens is not None:
         chosen = as_many_on_all_ranks(chosen)  # whose rows may be packed here and padded there
 
     micro_batches = []
     for indices in chosen:
         rows = None
         if is_packed:
-            rows = cheapest_rows([input_lengths[i] for i in indices], costs, most)
+            rows = cheapest_rows([input_lengths[i] for i in indices], costs, max_tokens)
         group = [examples[i] for i in indices]
         prompts = [example.prompt for example in group]
         completions = [example.completion for example in group]

@@ -93,7 +93,7 @@ def test_logits_that_are_nan_after_the_end_of_a_response_are_no_error(monkeypatc
     def spoilt(rows, token):
         feed(rows, token)
         if rows.width > 12 + 5:
-            rows.logits[rows.numbers.index(4)] = torch.nan
+            rows.logits[rows.responses.index(4)] = torch.nan
 
     monkeypatch.setattr(generate._Rows, "feed", spoilt)
     assert token_ids(drawn(lm, PADDED, Sampling(0.0, 12, stops), every=16)) == wanted

@@ -240,8 +240,8 @@ def optimizer_step(engine, step: int) -> dict[str, float]:
     engine.step()
     norm = float(engine.get_global_grad_norm() if engine.clipping is None else engine.clipping.norm)
     if not math.isfinite(norm):
-        what = f"step {step}: the norm of the gradient is {norm}, and no weight was changed"
-        raise InputError(f"{what}; lower the learning rate, or look for extreme rewards or rows")
+        problem = f"step {step}: the norm of the gradient is {norm}, and no weight was changed"
+        raise InputError(f"{problem}; lower the learning rate, or look for extreme rewards or rows")
     return {"lr": lr, "optim/grad_norm": norm}
 
 

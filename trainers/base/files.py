@@ -97,10 +97,10 @@ def base_of_adapters(folder: str | Path, base: str, revision: str | None = None)
         cached_file(base, "config.json", revision=revision)
     # Of the network, the Hub, or a name that cannot be one.
     except (OSError, ValueError) as error:
-        what = f"{str(folder)!r} holds adapters to {base!r}, which is neither a folder in {os.getcwd()}"
+        problem = f"{str(folder)!r} holds adapters to {base!r}, which is neither a folder in {os.getcwd()}"
         remedy = "correct base_model_name_or_path in its adapter_config.json"
         raise InputError(
-            f"{what} (the current folder) or in {folder}, nor found on the Hub; {remedy}"
+            f"{problem} (the current folder) or in {folder}, nor found on the Hub; {remedy}"
         ) from error
     return base
 

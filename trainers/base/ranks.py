@@ -168,9 +168,9 @@ def check_equal(facts: Mapping[str, object]) -> None:
     for number, facts_of_process in enumerate(facts_of_processes):
         for name, value in facts_of_process.items():
             if value != first.get(name):
-                what = f"{name} is {first.get(name)} on rank 0 and {value} on rank {number}"
+                difference = f"{name} is {first.get(name)} on rank 0 and {value} on rank {number}"
                 raise InputError(
-                    f"the processes of a run must have the same options and read the same files: {what}"
+                    f"the processes of a run must have the same options and read the same files: {difference}"
                 )
 
 

@@ -142,18 +142,18 @@ class EvalConfig(ScorerConfig, SamplingConfig):
 def with_run_options(config: EvalConfig) -> EvalConfig:
     """Return the config with options from the run that made the model, for those that were not given."""
     # A run saves its model as RUN/model, beside its config.yaml.
-    described = Path(config.model).parent / "config.yaml"
-    if Path(config.model).name != "model" or not described.is_file():
+    run_config = Path(config.model).parent / "config.yaml"
+    if Path(config.model).name != "model" or not run_config.is_file():
         return config
-    run = yaml.safe_load(described.read_text(encoding="utf-8"))
+    run = yaml.safe_load(run_config.read_text(encoding="utf-8"))
 
     # Options that are given win, so a model can be evaluated with other prompts or other scorers than those of its run.
     names = [name for name in PROMPTING if getattr(config, name) is None]
     names += SCORING if config.verifiers is None else ()
-    taken = {name: run[name] for name in names if run.get(name) is not None}
-    shown = ", ".join(f"{name} {value}" for name, value in taken.items())
-    print_rank0(f"as in {described}, where not given here: {shown}")
-    return config.replace(**taken)
+    taken_over = {name: run[name] for name in names if run.get(name) is not None}
+    shown = ", ".join(f"{name} {value}" for name, value in taken_over.items())
+    print_rank0(f"as in {run_config}, where not given here: {shown}")
+    return config.replace(**taken_over)
 
 
 def evaluate(
@@ -193,8 +193,8 @@ def evaluate(
     held = EngineConfig(dtype=config.dtype)
     with phase("read tokenizer and rows"), Reading(config.bad_rows) as reader:
         tokenizer = encode.load_tokenizer(config.model, config.revision)
-        named = (config.dataset, config.dataset_config, config.dataset_split)
-        rows = chosen_rows("dataset", dataset, *named, reader.bad)
+        dataset_options = (config.dataset, config.dataset_config, config.dataset_split)
+        rows = chosen_rows("dataset", dataset, *dataset_options, reader.bad)
         rows = reader.add(rows.subset(range(len(rows))[: config.max_rows]))
         reading = {"tokenizer": tokenizer, "device": device, "batch_size": config.batch_size}
         judges = load_scorers(config, policy=config, held=held, **reading)
@@ -278,22 +278,20 @@ def _sample(
     responses, sums, incidents = [], {}, {}
     logged: list[tuple[str, float]] = []
     for start in bar(range(0, len(share.prompts), config.batch_size), "sampled"):
-        in_batch = slice(start, start + config.batch_size)
+        rows = slice(start, start + config.batch_size)
         greedy, sampled = (
-            roll_out(
-                sampler, scorers, share.prompts[in_batch], by, tokenizer, device, copies=copies
-            )
+            roll_out(sampler, scorers, share.prompts[rows], by, tokenizer, device, copies=copies)
             for by, copies in ((greedy_sampling, 1), (sampling, config.samples))
         )
         for name, value in solved_sums(
-            scorers, greedy, sampled, len(problems_of_rank[in_batch])
+            scorers, greedy, sampled, len(problems_of_rank[rows])
         ).items():
             sums[name] = sums.get(name, 0.0) + value.double()
         for rollout, kind, copies in ((greedy, "greedy", 1), (sampled, "sampled", config.samples)):
             is_judged = has_verdict(scorers, rollout).tolist()
             # Each rank keeps the rows of its own problems; those of all ranks are sorted at the end.
             responses += _rows_of(
-                rollout, kind, problems_of_rank[in_batch], copies, is_judged, tokenizer
+                rollout, kind, problems_of_rank[rows], copies, is_judged, tokenizer
             )
             for key, count in rollout.incidents.items():
                 incidents[key] = incidents.get(key, 0.0) + count

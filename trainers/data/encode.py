@@ -267,8 +267,8 @@ class Encoder:
         self._check_no_system_prompt("a pair of whole texts")
         sides = [self.text_ids(text) for text in texts]
         # Each has a token left besides its end, even if one text is the beginning of the other.
-        most = max(0, min(map(len, sides)) - 2)
-        shared = len(os.path.commonprefix([ids[:most] for ids in sides]))
+        max_shared = max(0, min(map(len, sides)) - 2)
+        shared = len(os.path.commonprefix([ids[:max_shared] for ids in sides]))
         for ids in sides:
             if not self.tokenizer.decode(ids[shared:-1]).strip():
                 raise empty_completion()
@@ -385,8 +385,8 @@ class Encoder:
             ids = self.ids(rendered)
         else:
             needless = {"tools": tools, "several messages": len(messages) > 1}
-            for what in filter(needless.get, needless):
-                reason = f"the row has {what}, but there is no chat template to write them"
+            for content in filter(needless.get, needless):
+                reason = f"the row has {content}, but there is no chat template to write them"
                 raise BadRow(reason, "give text, or a model with a chat template")
             ids = self._with_bos(last["content"])
         if not ids:

@@ -73,21 +73,21 @@ def at_path(row: dict, path: str) -> tuple[Any, str, str]:
     """
     level: Any = row
     names = path.split(".")
-    taken = 0
-    while taken < len(names):
-        where = ".".join(names[:taken]) or "the row"
+    depth = 0
+    while depth < len(names):
+        where = ".".join(names[:depth]) or "the row"
         if isinstance(level, str):
             with contextlib.suppress(ValueError):
                 level = json.loads(level)
         if not isinstance(level, dict):
             return None, where, f"is {level!r:.80}, which has no columns"
-        for end in range(len(names), taken, -1):
-            inner = level.get(".".join(names[taken:end]))
+        for end in range(len(names), depth, -1):
+            inner = level.get(".".join(names[depth:end]))
             if inner is not None:
                 break
         else:
             return None, where, f"has {columns_of(level)}"
-        level, taken = inner, end
+        level, depth = inner, end
     return level, path, ""
 
 
@@ -319,8 +319,8 @@ def _split(chosen: list[Message], rejected: list[Message], tools: list[dict] | N
     """Return two conversations as the turns that they share and those in which they differ."""
     shared = 0
     # The last turn is a response even where the other conversation has the same one.
-    most = min(len(chosen), len(rejected)) - 1
-    while shared < most and said_by(chosen[shared]) == said_by(rejected[shared]):
+    max_shared = min(len(chosen), len(rejected)) - 1
+    while shared < max_shared and said_by(chosen[shared]) == said_by(rejected[shared]):
         shared += 1
     sides = chosen[shared:], rejected[shared:]
     if any(side[0]["role"] != "assistant" for side in sides):

@@ -97,9 +97,9 @@ class MarkedRows(Examples):
     def check_prompts(self) -> None:
         """Refuse rows that all have one prompt."""
         if len({*self.column("group")}) == 1:
-            what = f"all {len(self)} rows have the prompt of {self.where(0)}"
+            problem = f"all {len(self)} rows have the prompt of {self.where(0)}"
             why = "KTO also measures responses to other prompts"
-            raise InputError(f"{what}; {why}: give several, and hold several out (--eval_size)")
+            raise InputError(f"{problem}; {why}: give several, and hold several out (--eval_size)")
 
     def __getitem__(self, i) -> Any:
         if isinstance(i, slice):

@@ -38,25 +38,25 @@ def padded_tokens(lengths: Sequence[int]) -> TokensOf:
     return lambda indices: len(indices) * max(lengths[i] for i in indices)
 
 
-def by_tokens(units: list[list[int]], tokens_of: TokensOf, most: int) -> list[list[int]]:
-    """Return the indices of sequences in micro-batches of at most `most` tokens, the shortest first. Call on all ranks.
+def by_tokens(units: list[list[int]], tokens_of: TokensOf, max_tokens: int) -> list[list[int]]:
+    """Return the indices of sequences in micro-batches of at most `max_tokens`, the shortest first. Call on all ranks.
 
     The indices of a unit stay together where they fit. A sequence of more tokens is a micro-batch of its own.
     """
     longest = {i: tokens_of([i]) for unit in units for i in unit}
     ordered = sorted(units, key=lambda unit: max(longest[i] for i in unit))
-    return as_many_on_all_ranks(_filled(ordered, tokens_of, most))
+    return as_many_on_all_ranks(_filled(ordered, tokens_of, max_tokens))
 
 
-def _filled(units: list[list[int]], tokens_of: TokensOf, most: int) -> list[list[int]]:
+def _filled(units: list[list[int]], tokens_of: TokensOf, max_tokens: int) -> list[list[int]]:
     filled: list[list[int]] = []
     for unit in units:
-        if filled and tokens_of(filled[-1] + unit) <= most:
+        if filled and tokens_of(filled[-1] + unit) <= max_tokens:
             filled[-1] = filled[-1] + unit
-        elif len(unit) == 1 or tokens_of(unit) <= most:
+        elif len(unit) == 1 or tokens_of(unit) <= max_tokens:
             filled.append(unit)
         else:
-            filled += _filled([[i] for i in unit], tokens_of, most)
+            filled += _filled([[i] for i in unit], tokens_of, max_tokens)
     return filled
 
 

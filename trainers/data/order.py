@@ -44,9 +44,9 @@ class RowOrder:
             # Once per epoch, because a permutation of a million rows takes 80 ms.
             if epoch != self.epoch:
                 self.epoch, self.permutation = epoch, self._permutation(epoch)
-            taken = self.permutation[offset : offset + count - len(batch)].tolist()
-            self.position += len(taken)
-            batch += taken
+            indices = self.permutation[offset : offset + count - len(batch)].tolist()
+            self.position += len(indices)
+            batch += indices
         return batch
 
     def _permutation(self, epoch: int) -> torch.Tensor:
@@ -86,11 +86,11 @@ def in_steps(config: Config, rows: int) -> Config:
     """Return the config with the steps that its passes over `rows` rows come to; refuse a step of more than these."""
     per_step = config.rows_per_step
     if per_step > rows:
-        what = f"{config.batch_option}={per_step}, but there are {rows} rows to train on"
-        raise InputError(f"{what}: a step would take some of them twice; choose at most {rows}")
+        problem = f"{config.batch_option}={per_step}, but there are {rows} rows to train on"
+        raise InputError(f"{problem}: a step would take some of them twice; choose at most {rows}")
     if config.num_train_epochs is None:
         return config
     resolved = config.replace(steps=steps_of(config.num_train_epochs, rows, per_step))
-    what = f"num_train_epochs={config.num_train_epochs:g} of {rows} rows, {config.batch_option}={per_step}"
-    print_rank0(f"{what}: {resolved.steps} steps")
+    passes = f"num_train_epochs={config.num_train_epochs:g} of {rows} rows, {config.batch_option}={per_step}"
+    print_rank0(f"{passes}: {resolved.steps} steps")
     return resolved

@@ -122,15 +122,15 @@ def _read_pair(
     prompt_column: str | None,
     columns: dict[str, str],
     margin_column: str,
-    most: int | None,
+    max_tokens: int | None,
 ) -> list[Record]:
-    """Return a row's pair with its margin and the number of responses cut to `most` tokens."""
+    """Return a row's pair with its margin and the number of responses cut to `max_tokens`."""
     sides = pair_sides(encoder, reader, prompt_column, columns)
     cut = 0
     for i, (prompt, response) in enumerate(sides):
         # A response that is cut ends in EOS like all others, which is where a reward is read.
-        if most is not None and len(response) > most:
-            sides[i] = prompt, [*response[: most - 1], encoder.tokenizer.eos_token_id]
+        if max_tokens is not None and len(response) > max_tokens:
+            sides[i] = prompt, [*response[: max_tokens - 1], encoder.tokenizer.eos_token_id]
             cut += 1
     chosen, rejected = sides
     # Equal sides differ by 0 under every model, so there is nothing to learn from them.
@@ -160,7 +160,7 @@ def pairs_of(config: PairsConfig, rows: Rows, encoder: Encoder) -> Examples:
         prompt_column=config.prompt_column,
         columns={"chosen_column": config.chosen_column, "rejected_column": config.rejected_column},
         margin_column=config.margin_column,
-        most=limit if config.too_long == "truncate" else None,
+        max_tokens=limit if config.too_long == "truncate" else None,
     )
     pairs = encode_rows(rows, encoder.key, read, _pair)
     # Every row may lack a margin, but a column that was named is one that exists. A run's own config names the usual.
@@ -174,7 +174,7 @@ def pairs_of(config: PairsConfig, rows: Rows, encoder: Encoder) -> Examples:
     if config.too_long == "truncate":
         cut = sum(json.loads(margin_and_cut)[1] for margin_and_cut in pairs.column("beside"))
         if cut:
-            what = f"cut {cut} of {2 * len(rows)} responses to max_response_length={limit}"
-            print_rank0(f"{rows.source}: {what}")
+            summary = f"cut {cut} of {2 * len(rows)} responses to max_response_length={limit}"
+            print_rank0(f"{rows.source}: {summary}")
     limits = {"prompt": ("max_prompt_length", config.max_prompt_length)}
     return pairs.fitting("pair", limits | {"response": ("max_response_length", limit)})

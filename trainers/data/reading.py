@@ -69,8 +69,8 @@ class Reading(contextlib.AbstractContextManager):
         for rows in self.read if bad_places else ():
             places = [rows.where(i) for i in range(len(rows))]
             if places and all(place in bad_places for place in places):
-                what = f"no row from {places[0]} to {places[-1]} can be used"
-                raise InputError(f"{what}; {bad_places[places[0]]}")
+                problem = f"no row from {places[0]} to {places[-1]} can be used"
+                raise InputError(f"{problem}; {bad_places[places[0]]}")
         print_rank0(*self._forms())
 
     def _kinds(self) -> list[str]:
@@ -154,9 +154,9 @@ def load_train_eval(
     elif config.eval_dataset is None and eval_dataset is None:
         cut = len(train) - config.eval_size
         if cut <= 0:
-            what = f"eval_size={config.eval_size} leaves nothing to train on"
+            problem = f"eval_size={config.eval_size} leaves nothing to train on"
             has = f"{train.source} has {len(train)} rows"
-            raise InputError(f"{what}: {has}; hold out fewer, or --eval_size 0 for none")
+            raise InputError(f"{problem}: {has}; hold out fewer, or --eval_size 0 for none")
         train, held_out = train.subset(range(cut)), train.subset(range(cut, len(train)))
     # Or of a dataset of its own, which has the same configuration if it has the same name.
     else:
@@ -167,8 +167,8 @@ def load_train_eval(
         )
         evaluated = min(len(held_out), config.eval_size)
         if len(held_out) != config.eval_size:
-            what = f"evaluated on {evaluated} of {len(held_out)} held-out rows (--eval_size)"
-            print_rank0(f"{held_out.source}: {what}")
+            summary = f"evaluated on {evaluated} of {len(held_out)} held-out rows (--eval_size)"
+            print_rank0(f"{held_out.source}: {summary}")
         held_out = held_out.subset(range(evaluated))
     if reading is not None:
         reading.read += [train, held_out]

@@ -298,10 +298,10 @@ def read_dataset(name: str, config_name: str | None, split: str) -> datasets.Dat
         return datasets.load_dataset(name, config_name, split=split)
     # A missing split is a ValueError there, a missing file a DataFilesNotFoundError, …
     except Exception as error:
-        what = f"dataset={name!r} (configuration {config_name}, split {split}) cannot be read as a file"
+        problem = f"dataset={name!r} (configuration {config_name}, split {split}) cannot be read as a file"
         reason = in_a_line(error.__cause__ or error)
         raise InputError(
-            f"{what} ({', '.join(FILES)}), a folder or a Hub dataset: {reason}"
+            f"{problem} ({', '.join(FILES)}), a folder or a Hub dataset: {reason}"
         ) from error
 
 

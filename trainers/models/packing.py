@@ -281,17 +281,19 @@ def _in_one_row(input_ids: torch.Tensor, lengths: torch.Tensor, states: torch.Te
     return InRows(input_ids[None], positions[None], len(begin), states, lengths=attention)
 
 
-def cheapest_rows(lengths: list[int], costs: Costs, most: int | None = None) -> list[list[int]]:
+def cheapest_rows(
+    lengths: list[int], costs: Costs, max_tokens: int | None = None
+) -> list[list[int]]:
     """Return the indices of sequences of these lengths, row by row: one in each, or the cheapest `best_fit`.
 
-    Rows of more than `most` tokens with their pads are only taken where no others are to be had.
+    Rows of more than `max_tokens` with their pads are only taken where no others are to be had.
     """
     candidates = [[[i] for i in range(len(lengths))]]
     candidates += [best_fit(lengths, int(max(lengths) * factor)) for factor in ROOM_FACTORS]
-    if most is not None:
+    if max_tokens is not None:
         in_one = [list(range(len(lengths)))]
         candidates = [
-            rows for rows in candidates if len(rows) * row_tokens(lengths, rows) <= most
+            rows for rows in candidates if len(rows) * row_tokens(lengths, rows) <= max_tokens
         ] or [in_one]
     return min(candidates, key=lambda rows: rows_cost(lengths, rows, costs))
 

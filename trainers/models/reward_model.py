@@ -68,9 +68,9 @@ class RewardModel(nn.Module):
         name = str(name)
         revision = options.get("revision")
         if lora.find(name, revision) is not None:
-            what = f"{name!r} holds adapters alone, and a reward model or critic starts from whole weights"
+            problem = f"{name!r} holds adapters alone, and a reward model or critic starts from whole weights"
             raise InputError(
-                f"{what}: save them with --save_merged, or name another model (PPO: --critic FOLDER)"
+                f"{problem}: save them with --save_merged, or name another model (PPO: --critic FOLDER)"
             )
         reading = {
             "dtype": dtype,
@@ -312,7 +312,7 @@ def has_score_head(config) -> bool:
     return any("ForSequenceClassification" in name for name in config.architectures or [])
 
 
-def check_reads_policy(what: str, name: str, tokenizer, policy: str) -> None:
+def check_reads_policy(kind: str, name: str, tokenizer, policy: str) -> None:
     """Refuse a reward model or critic `name` whose tokenizer is not the policy's: its ids are other words there."""
     # What both have cancels: what is left has another id, or is missing on one side.
     differing = tokenizer.get_vocab().items() ^ load_tokenizer(name).get_vocab().items()
@@ -320,7 +320,7 @@ def check_reads_policy(what: str, name: str, tokenizer, policy: str) -> None:
         examples = sorted(differing, key=lambda entry: (entry[1], entry[0]))[:4]
         examples = ", ".join(f"{token!r} = {i}" for token, i in examples)
         raise InputError(
-            f"{what} {name!r} has another tokenizer than the policy {policy!r} ({len(differing)} entries differ: "
+            f"{kind} {name!r} has another tokenizer than the policy {policy!r} ({len(differing)} entries differ: "
             f"{examples}); train it from a model with the policy's tokenizer: fused-rl reward --model {policy}"
         )
 

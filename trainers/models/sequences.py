@@ -61,8 +61,10 @@ def _changing_ropes(text: Any) -> dict[str, int]:
     for rope in (parameters, *parameters.values()):
         kind = rope.get("rope_type", "") if isinstance(rope, dict) else ""
         if kind == "longrope" or "dynamic" in kind:
-            most = text.max_position_embeddings
-            lengths[kind] = min(most, rope.get("original_max_position_embeddings", most))
+            max_positions = text.max_position_embeddings
+            lengths[kind] = min(
+                max_positions, rope.get("original_max_position_embeddings", max_positions)
+            )
     return lengths
 
 
@@ -93,14 +95,14 @@ class Divided:
             # Flash attention is given a sliding window; the others have it in their mask.
             by_mask = name == "sdpa" or window != "sliding_window"
             if by_mask and 0 < (getattr(text, window, None) or 0) < longest:
-                what = f"{window}={getattr(text, window)} is shorter than the longest sequence"
-                return f"{what} ({longest} tokens), and attn_implementation={name} has it in a mask"
+                problem = f"{window}={getattr(text, window)} is shorter than the longest sequence ({longest} tokens)"
+                return f"{problem}, and attn_implementation={name} has it in a mask"
         # transformers looks at the last position that it is given, which only the last part has.
         ropes = _changing_ropes(text)
         for rope, length in ropes.items():
             if length < longest:
-                what = f"the longest sequence has {longest} tokens"
-                return f"{what}, and beyond {length} rope_type={rope} depends on its length"
+                problem = f"the longest sequence has {longest} tokens"
+                return f"{problem}, and beyond {length} rope_type={rope} depends on its length"
         # How many positions the model knows: those of a table, where it has no ropes.
         self.positions = min(ropes.values(), default=sys.maxsize)
         if not getattr(text, "rope_parameters", None):

@@ -154,11 +154,11 @@ class Experience:
     returns: torch.Tensor
     """The targets of the critic."""
 
-    def of(self, micro: MicroBatch) -> "Experience":
+    def select(self, micro: MicroBatch) -> "Experience":
         """Return the part of a micro-batch; the rollout and its scores stay whole."""
         names = ("mask", "kl", "values", "advantages", "returns")
-        of_tokens = {name: micro.of(getattr(self, name)) for name in names}
-        return replace(self, measured=self.measured.of(micro), **of_tokens)
+        of_tokens = {name: micro.select(getattr(self, name)) for name in names}
+        return replace(self, measured=self.measured.select(micro), **of_tokens)
 
 
 def token_rewards(

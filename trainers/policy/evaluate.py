@@ -107,12 +107,12 @@ def evaluate(
         signal.say(figures, totals, k, one.text, answer, limit, equal.tolist(), config.group_size)
 
     # The responses to show are of the same held-out problems each time, and of some that the last step trained on.
-    most = SHOWN - len(policy.sample_rows)
+    num_shown = SHOWN - len(policy.sample_rows)
     rows = sample_rows_of(
         "held-out, greedy",
         greedy,
         range(count),
-        most,
+        num_shown,
         config.seed,
         policy.tokenizer,
         policy.scorers,

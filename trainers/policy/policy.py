@@ -119,15 +119,15 @@ class Policy:
         Returns:
             The CPU indices of each micro-batch.
         """
-        most = self.config.micro_batch_tokens
-        if most is None:
+        max_tokens = self.config.micro_batch_tokens
+        if max_tokens is None:
             return list(index.split(self.config.micro_batch_size))
         lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
         tokens_of = tokens_by(lengths, self.costs)
         if together > 1 and self.costs is not None and self.costs.masked:
             tokens_of = shared_tokens(batch, self.costs)
         units = index.view(-1, together).tolist()
-        return [torch.tensor(indices) for indices in by_tokens(units, tokens_of, most)]
+        return [torch.tensor(indices) for indices in by_tokens(units, tokens_of, max_tokens)]
 
     def rest(self) -> None:
         """Let the sampler rest, as nothing is sampled until new weights are published. All ranks must call this."""
@@ -411,7 +411,7 @@ class MicroBatch(NamedTuple):
         """The index of the tokens of `batch` in a tensor (B, T - 1) of the rollout."""
         return self.rows, slice(self.batch.response_mask.shape[1])
 
-    def of(self, values: torch.Tensor | None) -> Any:
+    def select(self, values: torch.Tensor | None) -> Any:
         """Return the part for `batch` of a tensor (B, T - 1) of the rollout, or None of None."""
         return None if values is None else values[self.place]
 
@@ -438,9 +438,9 @@ class BeforeUpdate:
     kl: torch.Tensor | None
     """The exact KL to the reference, over the set that the token was sampled from; None if it is not measured."""
 
-    def of(self, micro: MicroBatch) -> "BeforeUpdate":
+    def select(self, micro: MicroBatch) -> "BeforeUpdate":
         """Return the measurements of a micro-batch."""
-        return BeforeUpdate(*(micro.of(values) for values in vars(self).values()))
+        return BeforeUpdate(*(micro.select(values) for values in vars(self).values()))
 
 
 @torch.no_grad()

@@ -52,8 +52,8 @@ def batch_arithmetic(config: PolicyConfig, world: int) -> dict[str, object]:
     local = divide_over("prompts_per_step", config.prompts_per_step, world) * config.group_size
     # A remainder would become an update of its own, with fewer responses at the same learning rate.
     if local % config.minibatches:
-        what = f"does not divide the {local} responses of each process; choose a number that does"
-        raise InputError(f"minibatches={config.minibatches} {what}")
+        problem = f"minibatches={config.minibatches} does not divide the {local} responses of each process"
+        raise InputError(f"{problem}; choose a number that does")
     minibatch = local // config.minibatches
     updates = config.minibatches * config.epochs
     largest = config.micro_batch_size
@@ -218,15 +218,15 @@ def load_prompts(
     encoder = encode.Encoder.of(config, tokenizer)
     train, held_out = rows or load_train_eval(config)
     prompts = []
-    for split, by in ((train, config), (held_out, config.for_held_out())):
+    for split, split_config in ((train, config), (held_out, config.for_held_out())):
         read = prompts_of(
             split,
             encoder,
             scorers,
-            column=by.prompt_column,
-            max_length=by.max_prompt_length,
-            completion_column=by.trained_column,
-            check=by.check_row,
+            column=split_config.prompt_column,
+            max_length=split_config.max_prompt_length,
+            completion_column=split_config.trained_column,
+            check=split_config.check_row,
         )
         prompts.append(read)
     return prompts[0], prompts[1]

@@ -188,10 +188,10 @@ def check_teacher(config, name: str, tokenizer) -> None:
     student_tokens = set(tokenizer.get_vocab().items())
     teacher_tokens = set(encode.load_tokenizer(name).get_vocab().items())
     if differing := sorted({token for token, _ in student_tokens ^ teacher_tokens}):
-        what = f"teacher={name} has {len(teacher_tokens)} tokens and model={config.model} {len(student_tokens)}"
+        problem = f"teacher={name} has {len(teacher_tokens)} tokens and model={config.model} {len(student_tokens)}"
         some = ", ".join(map(repr, differing[:4]))
         raise InputError(
-            f"{what}, and {len(differing)} differ: {some}; choose a teacher with the student's tokenizer"
+            f"{problem}, and {len(differing)} differ: {some}; choose a teacher with the student's tokenizer"
         )
 
 
@@ -211,8 +211,8 @@ def _load_teacher(config, name: str, policy: Policy) -> Teacher:
     # The divergence applies one cap to the logits of both models, so their caps must be the same.
     student = policy.model.module
     if teacher.softcap != student.softcap:
-        what = f"caps its logits at {teacher.softcap}, and the student at {student.softcap}"
-        raise InputError(f"teacher={name} {what}; choose a teacher of the student's family")
+        problem = f"caps its logits at {teacher.softcap}, and the student at {student.softcap}"
+        raise InputError(f"teacher={name} {problem}; choose a teacher of the student's family")
 
     # Student and teacher read the same packed rows, so both must keep the sequences of a row apart.
     rows = {"option": "packing", "otherwise": f"sequences are padded for teacher={name}"}

@@ -91,8 +91,8 @@ class TransformersSampler(Sampler):
         # Kept sets stay on the device between two polls, so where they would fill its memory the polls come sooner.
         every = self.poll_every
         if sampling.truncates:
-            noted = batch_size * self.lm.config.get_text_config().vocab_size
-            every = max(1, min(every, SUPPORT_BYTES // noted))
+            bytes_per_token = batch_size * self.lm.config.get_text_config().vocab_size
+            every = max(1, min(every, SUPPORT_BYTES // bytes_per_token))
 
         # Batch by batch; a response of a batch that is broken ends all of it.
         self.lm.eval()
@@ -139,15 +139,15 @@ class TransformersSampler(Sampler):
         for step in range(sampling.max_new_tokens):
             scores = processed_scores(rows.logits, sampling)
             token, bad = _draw(scores, sampling, generator)
-            ids[step].scatter_(0, rows.number, token)
+            ids[step].scatter_(0, rows.response_index, token)
             # Greedy tokens too have the log-probability of a softmax, the one at temperature 1.
             if logprobs is not None:
-                of_all = scores.float().log_softmax(-1)
-                of_token = of_all.gather(1, token[:, None])[:, 0]
-                logprobs[step].scatter_(0, rows.number, of_token)
-            broken[rows.number] |= bad & ~ended
+                all_logprobs = scores.float().log_softmax(-1)
+                token_logprobs = all_logprobs.gather(1, token[:, None])[:, 0]
+                logprobs[step].scatter_(0, rows.response_index, token_logprobs)
+            broken[rows.response_index] |= bad & ~ended
             if record is not None:
-                record.note(scores, ended, rows.numbers)
+                record.note(scores, ended, rows.responses)
             ended = ended | (token[:, None] == stop_ids).any(1)
             if step + 1 == sampling.max_new_tokens:
                 break
@@ -155,11 +155,11 @@ class TransformersSampler(Sampler):
             # Now and then the rows that have ended are left out. Where all of this rank's have, but another rank that
             # must be kept in step with goes on, one of them stays.
             if (step + 1) % every == 0:
-                going, anywhere = _poll_finished(ended, record, self.synced_gpus)
-                if not anywhere:
+                unfinished, any_unfinished = _poll_finished(ended, record, self.synced_gpus)
+                if not any_unfinished:
                     break
-                if _worth_compacting(len(going), len(ended), every):
-                    index = rows.keep(going or [0])
+                if _worth_compacting(len(unfinished), len(ended), every):
+                    index = rows.keep(unfinished or [0])
                     token = token[index]
                     ended = ended[index]
             rows.feed(token)
@@ -236,11 +236,11 @@ def keeps_keys_and_values(lm) -> bool:
 def _fetched(ids, broken, logprobs, record: Record | None, sampling: Sampling) -> Sampled:
     """Return what was sampled, token ids and log-probabilities (T, B), each response up to its stop token."""
     # One copy from the device has all of it: each would wait for the device anew.
-    together = torch.cat([broken, ids.flatten()])
-    together = together.cpu() if record is None else record.fetch(together)
+    values = torch.cat([broken, ids.flatten()])
+    values = values.cpu() if record is None else record.fetch(values)
     count = len(broken)
-    broken = together[:count].bool()
-    ids = together[count:].view(ids.shape)
+    broken = values[:count].bool()
+    ids = values[count:].view(ids.shape)
     responses = until_stop(ids.t(), sampling.stop_ids)
     lengths = [len(response) for response in responses]
     if logprobs is not None:
@@ -262,14 +262,14 @@ class _Rows:
         input_ids, mask = _left_padded(distinct, pad_id, lm.device)
         position = (mask.cumsum(1) - 1).clamp(min=0)
         # Logits of the whole prompt would be the largest tensor by far, where a model can leave them out.
-        takes_it = "logits_to_keep" in inspect.signature(lm.forward).parameters
-        last_alone = {"logits_to_keep": 1} if takes_it else {}
+        can_skip_logits = "logits_to_keep" in inspect.signature(lm.forward).parameters
+        last_only = {"logits_to_keep": 1} if can_skip_logits else {}
         output = lm(
             input_ids=input_ids,
             attention_mask=mask,
             position_ids=position,
             use_cache=True,
-            **last_alone,
+            **last_only,
         )
 
         # A row for every response. Where no prompt is padded, no mask is needed: attention may be the fastest.
@@ -282,17 +282,17 @@ class _Rows:
         self.position = mask[row].sum(1, keepdim=True)
         self.mask = None
         if len(set(map(len, distinct))) > 1:
-            to_come = (0, sampling.max_new_tokens)
-            self.mask = nn.functional.pad(mask[row], to_come, value=1)
+            response_columns = (0, sampling.max_new_tokens)
+            self.mask = nn.functional.pad(mask[row], response_columns, value=1)
         self.cache = output.past_key_values
         if self.cache is None:
-            what = f"{type(lm).__name__} returned no keys and values"
-            raise InputError(f"{what}, as encoders do; expected a causal language model")
-        most = self.width + sampling.max_new_tokens
+            problem = f"{type(lm).__name__} returned no keys and values"
+            raise InputError(f"{problem}, as encoders do; expected a causal language model")
+        max_tokens = self.width + sampling.max_new_tokens
         waits = lm.device.type != "cpu"
-        in_place(self.cache, row, most, maskable=self.mask is not None and waits)
-        self.numbers = list(range(len(prompts)))  # of the response of each row
-        self.number = torch.arange(len(prompts), device=lm.device)
+        in_place(self.cache, row, max_tokens, maskable=self.mask is not None and waits)
+        self.responses = list(range(len(prompts)))  # the number of each row's response
+        self.response_index = torch.arange(len(prompts), device=lm.device)
 
     def feed(self, token: torch.Tensor) -> None:
         """Compute the logits after the next token (b,) of each row."""
@@ -307,14 +307,14 @@ class _Rows:
         self.logits = output.logits[:, -1]
         self.position = self.position + 1
 
-    def keep(self, going: list[int]) -> torch.Tensor:
+    def keep(self, unfinished: list[int]) -> torch.Tensor:
         """Continue with these rows alone, with a copy of their past; return their indices, on the device."""
-        index = on_device(torch.tensor(going), self.number.device)
+        index = on_device(torch.tensor(unfinished), self.response_index.device)
         self.cache.batch_select_indices(index)
         self.position = self.position[index]
-        self.number = self.number[index]
+        self.response_index = self.response_index[index]
         self.mask = None if self.mask is None else self.mask[index]
-        self.numbers = [self.numbers[i] for i in going]
+        self.responses = [self.responses[i] for i in unfinished]
         return index
 
 
@@ -327,20 +327,20 @@ def _poll_finished(
     if synced_gpus:
         all_ended = all_ended.int()
         dist.all_reduce(all_ended, op=dist.ReduceOp.MIN)
-    together = torch.cat([ended, all_ended.bool()])
-    fetched = together if record is None else record.fetch(together)
+    flags = torch.cat([ended, all_ended.bool()])
+    fetched = flags if record is None else record.fetch(flags)
     *has_ended, is_over = fetched.tolist()
-    going = [i for i, row_ended in enumerate(has_ended) if not row_ended]
-    return going, not is_over
+    unfinished = [i for i, row_ended in enumerate(has_ended) if not row_ended]
+    return unfinished, not is_over
 
 
-def _worth_compacting(going: int, rows: int, every: int) -> bool:
+def _worth_compacting(unfinished: int, rows: int, every: int) -> bool:
     """Return True if leaving out the rows that have ended is cheaper than computing them.
 
     On an accelerator, where polls are rare, a row costs little but the reading of its past, and a copy of those that go
     on costs as much as to read them twice: in the steps until the next poll an eighth of the rows pays for that.
     """
-    left = max(going, 1)
+    left = max(unfinished, 1)
     return left < rows if every == 1 else (rows - left) * 8 >= rows
 
 
@@ -374,8 +374,8 @@ def token_at(probabilities: torch.Tensor, quantile: torch.Tensor) -> torch.Tenso
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     # The product may be rounded up to the total, after which there is no token.
     total = cumulative[:, -1]
-    most = total.nextafter(torch.zeros_like(total))
-    below = torch.minimum(quantile * total, most)
+    largest_quantile = total.nextafter(torch.zeros_like(total))
+    below = torch.minimum(quantile * total, largest_quantile)
     return torch.searchsorted(cumulative, below[:, None], right=True)[:, 0]
 
 

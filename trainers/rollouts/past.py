@@ -20,9 +20,9 @@ class _InPlace:
     window = None  # past tokens that the next one sees; None is all
 
     def take_over(
-        self, layer: DynamicLayer, row: torch.Tensor, most: int, maskable: bool, spare: dict
+        self, layer: DynamicLayer, row: torch.Tensor, max_tokens: int, maskable: bool, spare: dict
     ) -> "_InPlace":
-        """Take the prompts of `layer`, for responses (b,) to the prompts at `row`; `most` tokens come in all."""
+        """Take the prompts of `layer`, for responses (b,) to the prompts at `row`; `max_tokens` come in all."""
         self.dtype = layer.dtype
         self.device = layer.device
         self.is_initialized = True
@@ -32,10 +32,10 @@ class _InPlace:
 
         # The layer of the prompts has one row per distinct prompt; from here on there is one per response.
         assert layer.keys is not None and layer.values is not None
-        self.to_come = most - layer.get_seq_length()
+        self.tokens_left = max_tokens - layer.get_seq_length()
         self.first = 0
         self.end = layer.keys.shape[2]
-        self.columns = self.end + min(BLOCK, self.to_come)
+        self.columns = self.end + min(BLOCK, self.tokens_left)
         keys = self._filled(layer.keys, row)
         self.buffer = [keys, self._filled(layer.values, row)]
         self._show()
@@ -62,10 +62,10 @@ class _InPlace:
         # The copy begins with the first token that is still seen, so a sliding window starts at column 0 again.
         self.first, self.end = 0, self.end - self.first
         for i, states in enumerate((self.keys, self.values)):
-            left = self.buffer[i]
+            old_buffer = self.buffer[i]
             self.buffer[i] = self._filled(states, indices)
             if indices is not None:
-                self.spare[tuple(left.shape[1:])] = left
+                self.spare[tuple(old_buffer.shape[1:])] = old_buffer
         self._show()
 
     def _show(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,14 +80,14 @@ class _InPlace:
         # Where the buffer is full, continue in a larger one; spare memory has too few columns from then on.
         count = key_states.shape[2]
         if self.end + count > self.columns:
-            more = max(count, min(BLOCK, self.to_come))
-            self.columns = self.end - self.first + more
+            room = max(count, min(BLOCK, self.tokens_left))
+            self.columns = self.end - self.first + room
             self.spare.clear()
             self.batch_select_indices()
         for buffer, states in zip(self.buffer, (key_states, value_states), strict=True):
             buffer.narrow(2, self.end, count).copy_(states)
         self.end += count
-        self.to_come -= count
+        self.tokens_left -= count
         self.cumulative_length += count
 
         # What these tokens see still holds the whole window before the first of them; the next ones see less.
@@ -113,8 +113,8 @@ class Window(_InPlace, DynamicSlidingWindowLayer):
         self.window = layer.sliding_window - 1
 
 
-def in_place(cache: Cache, row: torch.Tensor, most: int, *, maskable: bool) -> None:
-    """Let a cache of prompts go on as that of responses (b,) to the prompts at `row`, of `most` tokens in all."""
+def in_place(cache: Cache, row: torch.Tensor, max_tokens: int, *, maskable: bool) -> None:
+    """Let a cache of prompts go on as that of responses (b,) to the prompts at `row`, of `max_tokens` in all."""
     # Memory that a layer has left, by its shape: on a CPU fresh memory costs more than a copy.
     spare: dict[tuple[int, ...], torch.Tensor] = {}
     layers: list[Any] = cache.layers
@@ -122,4 +122,4 @@ def in_place(cache: Cache, row: torch.Tensor, most: int, *, maskable: bool) -> N
         # A layer without keys of its own reads those of another one.
         if layer.is_initialized:
             new_layer = Window(layer) if layer.is_sliding else Whole()
-            layers[number] = new_layer.take_over(layer, row, most, maskable, spare)
+            layers[number] = new_layer.take_over(layer, row, max_tokens, maskable, spare)

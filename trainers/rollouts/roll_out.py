@@ -132,7 +132,7 @@ def roll_out(
         ) from error
     if sampler.is_checked:
         check_responses(responses, prompts, sampling, vocab, tells_logprobs=sampler.tells_logprobs)
-    sampled = time.monotonic()
+    sampled_at = time.monotonic()
 
     # Score. A scorer reads the text without the stop token, which the model said to end it.
     spoken = []
@@ -152,11 +152,11 @@ def roll_out(
     solved = _solved(scorers, scores, len(samples))
     incidents = _report_broken(scorers, len(samples))
     logged = _take_logged(scorers)
-    scored = time.monotonic()
+    scored_at = time.monotonic()
 
     # The batch to train on.
     batch = batch_of(samples, tokenizer.pad_token_id, device)
-    seconds = {"time/rollout": sampled - began, "time/score": scored - sampled}
+    seconds = {"time/rollout": sampled_at - began, "time/score": scored_at - sampled_at}
     return Rollout(samples, batch, scores, rewards, solved, seconds, incidents, logged)
 
 

@@ -182,6 +182,8 @@ class Sums:
                 name for name, value in zip(self.names, values, strict=True) if not value.isfinite()
             ]
             if bad:
-                what = f"{', '.join(bad)} is NaN or infinite; its rows: {', '.join(dict.fromkeys(where))}"
-                problems.append(f"step {self.step}, micro-batch {number} of rank {rank()}: {what}")
+                problem = f"{', '.join(bad)} is NaN or infinite; its rows: {', '.join(dict.fromkeys(where))}"
+                problems.append(
+                    f"step {self.step}, micro-batch {number} of rank {rank()}: {problem}"
+                )
         raise InputError("; ".join(sum(gather(problems[:1]), [])))

@@ -55,7 +55,7 @@ def parse(config_class: type[Config], argv: list[str]) -> Config:
     fields = config_class.model_fields
     from_files: dict[str, Any] = {}
     texts: dict[str, Any] = {}
-    strange: list[str] = []
+    unknown: list[str] = []
     where = ""
     while words:
         word = words.pop(0)
@@ -65,26 +65,26 @@ def parse(config_class: type[Config], argv: list[str]) -> Config:
         values = [value] if is_joined else []
         # An option takes one value, or one that takes a list several. An unknown one takes all that follow, so that no
         # value is reported as a stray word.
-        is_strange = name not in (*fields, "config", "local_rank")
-        takes_all = is_strange or _takes_a_list(config_class, name)
+        is_unknown = name not in (*fields, "config", "local_rank")
+        takes_all = is_unknown or _takes_a_list(config_class, name)
         while words and not words[0].startswith("--") and (takes_all or not values):
             values.append(words.pop(0))
         if name == "config":
             path = Path(*values)
             read = read_file(path)
             in_file = [option for option in read if option not in fields]
-            where = f"{path}: " if in_file and not strange else ""
-            strange += in_file
+            where = f"{path}: " if in_file and not unknown else ""
+            unknown += in_file
             from_files |= read
             texts = {option: text for option, text in texts.items() if option not in read}
-        elif is_strange:
-            strange.append(name)
+        elif is_unknown:
+            unknown.append(name)
             where = ""
         # DeepSpeed's launcher adds --local_rank, which we read from the environment instead.
         elif name != "local_rank":
             texts[name] = (values[0] if values else None) if len(values) < 2 else values
-    if strange:
-        raise unknown_options_error(strange, fields, where)
+    if unknown:
+        raise unknown_options_error(unknown, fields, where)
     options = {
         name: text if isinstance(text, list) else _value(config_class, name, text)
         for name, text in texts.items()

@@ -174,8 +174,8 @@ class Watch:
     def _doubts(self, change: Change) -> list[str]:
         """Return what else must be known of a run whose figure became better."""
         doubts = []
-        for key, (most, words) in DOUBTS.items():
-            if (share := self.values.get(key, [0])[-1]) >= most:
+        for key, (limit, words) in DOUBTS.items():
+            if (share := self.values.get(key, [0])[-1]) >= limit:
                 doubts.append(f"{share:.0%} {words}")
         if (solved := self.values.get(GREEDY.key, [1])[-1]) < 0.5:
             doubts.append(f"most problems are unsolved (greedy {solved:.0%})")

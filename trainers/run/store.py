@@ -119,16 +119,16 @@ class RunFolder:
                 f"resume: there is no checkpoint in {self.checkpoints}; give --overwrite in place of --resume"
             )
         if config.overwrite and Path.cwd().is_relative_to(self.path.resolve()):
-            what = "is the current folder, or holds it, and overwrite would move all that is in it"
-            raise InputError(f"output_dir={self.path} {what}; give the run a folder of its own")
+            problem = f"{self.path} is the current folder, or holds it, and overwrite would move all that is in it"
+            raise InputError(f"output_dir={problem}; give the run a folder of its own")
         # Saved adapters would name a base that is no longer there.
         for option in INPUT_OPTIONS if config.overwrite else ():
             named = getattr(config, option, None) or ()
             names = named.values() if isinstance(named, dict) else named
             for name in [names] if isinstance(names, str) else names:
                 if any(Path(name).resolve().is_relative_to(p.resolve()) for p in self._contents()):
-                    what = f"{option}={name} is read, and overwrite would move it away"
-                    raise InputError(f"output_dir={self.path}: {what}; choose another folder")
+                    problem = f"{option}={name} is read, and overwrite would move it away"
+                    raise InputError(f"output_dir={self.path}: {problem}; choose another folder")
         if self._contents() and not (config.resume or config.overwrite):
             resume = "continue its run with --resume, " if steps_in(self.checkpoints) else ""
             remedy = f"{resume}move its content away with --overwrite, or choose another folder"

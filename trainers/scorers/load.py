@@ -76,8 +76,8 @@ def parse_scorers(options: ScorerConfig) -> list[ScorerSpec]:
         ("solved_at", options.solved_at),
     ):
         if numbers is not None and len(numbers) != len(verifiers):
-            what = f"has {len(numbers)} numbers for {len(verifiers)} verifiers"
-            raise InputError(f"{option}={numbers} {what}; give one for each")
+            problem = f"has {len(numbers)} numbers for {len(verifiers)} verifiers"
+            raise InputError(f"{option}={numbers} {problem}; give one for each")
 
     # The three lists stand side by side, so that each verifier has its weight and its threshold.
     parsed = [_parse_scorer(one) for one in verifiers]

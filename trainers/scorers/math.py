@@ -57,6 +57,6 @@ def _check_formula(answer: str) -> None:
     # math-verify would read a word as a product of variables, in which the order of letters does not matter.
     words = re.findall(r"[^\W\d_]{3,}", COMMANDS.sub(" ", answer))
     if words or not judging.parsed(answer):
-        what = "has a word" if words else "cannot be parsed"
+        problem = "has a word" if words else "cannot be parsed"
         remedy = "write it as a number or in LaTeX, or compare it as text: --verifiers exact_match"
-        raise BadRow(f"verifier 'math': the answer {what}", remedy, got=f"got {answer!r:.80}")
+        raise BadRow(f"verifier 'math': the answer {problem}", remedy, got=f"got {answer!r:.80}")

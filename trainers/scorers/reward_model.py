@@ -50,7 +50,7 @@ def load_reward_model(
     check_reads_policy("reward model", folder, tokenizer, policy.model)
     model = RewardModel.from_pretrained(folder, **options)
     if not has_score_head(model.classifier.config):
-        what = "a language model without a head for scores; train it first with fused-rl reward"
-        raise InputError(f"reward_model:{folder}: {what}")
+        problem = "a language model without a head for scores; train it first with fused-rl reward"
+        raise InputError(f"reward_model:{folder}: {problem}")
     frozen = engine.initialize_frozen(model.to(device).requires_grad_(False).eval(), held)
     return RewardModelScorer(scorer=RewardScorer(frozen, batch_size), **common)
