@@ -802,8 +802,8 @@ MUTATIONS = {
     ),
     "the score is added at the first token": Mutation(
         "trainers/policy/critic.py",
-        "later = mask.flip(1).cumsum(1).flip(1)",
-        "later = mask.cumsum(1)",
+        "remaining = mask.flip(1).cumsum(1).flip(1)",
+        "remaining = mask.cumsum(1)",
         DEFINITIONS,
     ),
     "the KL is a reward": Mutation(
@@ -1019,13 +1019,13 @@ MUTATIONS = {
     ),
     "the missing EOS is paid by responses that ended": Mutation(
         "trainers/ppo.py",
-        "torch.where(rollout.stopped, rollout.rewards, rewards_if_cut - config.missing_eos_penalty)",
-        "torch.where(rollout.stopped, rollout.rewards, rewards_if_cut + config.missing_eos_penalty)",
+        "torch.where(rollout.stopped, rollout.rewards, cut_rewards - config.missing_eos_penalty)",
+        "torch.where(rollout.stopped, rollout.rewards, cut_rewards + config.missing_eos_penalty)",
     ),
     "a score for a missing EOS replaces every score": Mutation(
         "trainers/ppo.py",
-        "rewards_if_cut = torch.full_like(rewards_if_cut, config.missing_eos_score)",
-        "rewards_if_cut = rewards_if_cut + config.missing_eos_score",
+        "cut_rewards = torch.full_like(cut_rewards, config.missing_eos_score)",
+        "cut_rewards = cut_rewards + config.missing_eos_score",
     ),
     "a schedule stops where updates were skipped": Mutation(
         "trainers/ppo.py",
@@ -1155,7 +1155,7 @@ MUTATIONS = {
     ),
     "time to publish is without the rest": Mutation(
         "trainers/policy/policy.py",
-        "time.monotonic() - began + self.resting",
+        "time.monotonic() - began + self.rest_seconds",
         "time.monotonic() - began",
     ),
     "gradients of ranks are a mean": Mutation(

@@ -127,12 +127,10 @@ def judge(
     # these advantages and returns (https://arxiv.org/abs/1506.02438, eq. 16).
     mask = batch.response_mask
     # If a missing EOS costs nothing, a policy may learn never to end: arXiv:2403.17031.
-    rewards_if_cut = rollout.rewards
+    cut_rewards = rollout.rewards
     if config.missing_eos_score is not None:
-        rewards_if_cut = torch.full_like(rewards_if_cut, config.missing_eos_score)
-    scores = torch.where(
-        rollout.stopped, rollout.rewards, rewards_if_cut - config.missing_eos_penalty
-    )
+        cut_rewards = torch.full_like(cut_rewards, config.missing_eos_score)
+    scores = torch.where(rollout.stopped, rollout.rewards, cut_rewards - config.missing_eos_penalty)
     kl = config.kl_of_tokens(measured.old_logprobs, measured.ref_logprobs, mask)
     rewards = token_rewards(scores, kl, mask, kl_coef if config.kl_in == "reward" else 0.0)
     # What is not trained on must not move the mean of the advantages, so it is masked before.

@@ -69,12 +69,12 @@ def _problems(
 ) -> Iterator[str]:
     for name, value in theirs.items():
         key = section + name
-        here = ours.get(name)
+        setting = ours.get(name)
         is_ours = name in ours or (not section and key in NAMES)
         if isinstance(value, dict) and key not in NAMES:
-            yield from _problems(value, here or {}, f"{key}.")
-        elif is_ours and value != here and (_is_on(value) or _is_on(here)):
-            option = f" and give {NAMES[key]}" if key in NAMES else f", it is {json.dumps(here)}"
+            yield from _problems(value, setting or {}, f"{key}.")
+        elif is_ours and value != setting and (_is_on(value) or _is_on(setting)):
+            option = f" and give {NAMES[key]}" if key in NAMES else f", it is {json.dumps(setting)}"
             yield f"{key}={json.dumps(value)}: take it out{option}"
 
 
@@ -85,7 +85,7 @@ def _is_on(value: Any) -> bool:
 
 def merged(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
     """Return our sections, with what else a checked file has in them and beside them."""
-    both = {name: value for name, value in theirs.items() if name not in NAMES}
+    options = {name: value for name, value in theirs.items() if name not in NAMES}
     for name, value in ours.items():
-        both[name] = merged(both.get(name, {}), value) if isinstance(value, dict) else value
-    return both
+        options[name] = merged(options.get(name, {}), value) if isinstance(value, dict) else value
+    return options

@@ -222,8 +222,8 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def io_errors_in_a_line(what: str, folder: Path) -> Iterator[None]:
-    """Turn a full disk or a missing permission in a block that writes `what` into `folder` into one line."""
+def io_errors_in_a_line(content: str, folder: Path) -> Iterator[None]:
+    """Turn a full disk or a missing permission in a block that writes `content` into `folder` into one line."""
     from safetensors import SafetensorError
     from torch.distributed import DistError
 
@@ -232,10 +232,10 @@ def io_errors_in_a_line(what: str, folder: Path) -> Iterator[None]:
     except (OSError, RuntimeError, SafetensorError) as error:
         # gloo has no class of error of its own.
         if isinstance(error, DistError) or "/gloo/" in str(error):
-            lost = f"another process of the run ended while {what} was written to {folder}"
+            lost = f"another process of the run ended while {content} was written to {folder}"
             raise InputError(f"{lost}, and its own error says why ({in_a_line(error)})") from error
         # torch.save raises a RuntimeError if the disk is full; others, such as no memory, are not of the disk.
         if isinstance(error, RuntimeError) and "inline_container.cc" not in str(error):
             raise
         reason = getattr(error, "strerror", None) or f"{in_a_line(error)}; is the disk full?"
-        raise InputError(f"{what} could not be written to {folder}: {reason}") from error
+        raise InputError(f"{content} could not be written to {folder}: {reason}") from error

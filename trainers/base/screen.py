@@ -19,7 +19,7 @@ def print_line(*lines: str, to_errors: bool = False, as_is: bool = False) -> Non
 
 
 @contextmanager
-def phase(what: str) -> Iterator[dict[str, float]]:
+def phase(work: str) -> Iterator[dict[str, float]]:
     """Print what was done and how long it took, with the metrics that the caller puts into the dictionary."""
     began = time.monotonic()
     metrics = {}
@@ -30,7 +30,7 @@ def phase(what: str) -> Iterator[dict[str, float]]:
         values += f"; {key.removeprefix('eval/')} {value:.4g}"
     # What took no time and measured nothing is not worth a line.
     if values or seconds >= 0.1:
-        print_rank0(f"{what} ({seconds:.1f} s){values}")
+        print_rank0(f"{work} ({seconds:.1f} s){values}")
 
 
 def print_rank0(*lines: str) -> None:
@@ -39,11 +39,11 @@ def print_rank0(*lines: str) -> None:
         print_line(*lines)
 
 
-def bar(items: Sequence, what: str) -> Iterable:
+def bar(items: Sequence, label: str) -> Iterable:
     """Iterate over the items of a work; from its third second on rank 0 shows a bar, which goes when it is done."""
     from tqdm import tqdm
 
     # In a file each state of the bar is a line.
     interval = 0.1 if sys.stderr.isatty() else 10
     hidden = process_index() > 0 or len(items) == 1
-    return tqdm(items, what, delay=2, leave=False, disable=hidden, mininterval=interval)
+    return tqdm(items, label, delay=2, leave=False, disable=hidden, mininterval=interval)

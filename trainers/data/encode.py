@@ -252,8 +252,8 @@ class Encoder:
         head = ""
         # Some templates want more than a user's message.
         with contextlib.suppress(BadRow):
-            asked = [{"role": "user", "content": MARK}]
-            head = self.render(asked, None, add_generation_prompt=False).partition(MARK)[0].strip()
+            turns = [{"role": "user", "content": MARK}]
+            head = self.render(turns, None, add_generation_prompt=False).partition(MARK)[0].strip()
         return (*self._special_tokens, *filter(None, [head]))
 
     def _check_no_system_prompt(self, kind_of_row: str) -> None:
@@ -262,7 +262,7 @@ class Encoder:
             remedy = "begin the row with a message of role system, or leave the option out"
             raise BadRow(f"system_prompt has no meaning for {kind_of_row}", remedy)
 
-    def shared_beginning(self, texts: Sequence[str]) -> list[Encoded]:
+    def pair_of_texts(self, texts: Sequence[str]) -> list[Encoded]:
         """Return two texts as their prompt, the tokens that both begin with, and the rest of each."""
         self._check_no_system_prompt("a pair of whole texts")
         sides = [self.text_ids(text) for text in texts]
@@ -455,8 +455,8 @@ class Encoder:
     def _check_said(self, turn: Message, before: str, response: str) -> None:
         """Refuse a response that does not say once what its turn says."""
         opened = before[before.rfind(OPEN) :] if opens_reasoning(before) else ""
-        said = self.stop_pattern.split(response)[0]
-        name = misses(turn, opened + said)
+        turn_text = self.stop_pattern.split(response)[0]
+        name = misses(turn, opened + turn_text)
         if name is not None:
             reason = f"the assistant's turn has {name}, but the chat template does not write it once in the turn"
             into = "put it into the content, " if name in REASONING else ""

@@ -102,16 +102,18 @@ class Examples(Sequence[Any]):
         reasons = {}
         for name, (option, limit) in limits.items():
             lengths = self.column(name)
-            over = keep & (lengths > limit)
-            if over.any():
-                longest = f"the longest has {lengths[over].max()} tokens"
-                reasons[f"{LIMITED[name]} than {option}={limit} ({longest})"] = over
-            keep &= ~over
+            too_long = keep & (lengths > limit)
+            if too_long.any():
+                longest = f"the longest has {lengths[too_long].max()} tokens"
+                reasons[f"{LIMITED[name]} than {option}={limit} ({longest})"] = too_long
+            keep &= ~too_long
         unusable = self.column("unusable")
         for reason in sorted({*unusable[keep]} - {None}):
             reasons[reason] = keep & (unusable == reason)
         keep &= unusable == None  # noqa: E711 (elementwise)
-        counts = ", ".join(f"{(of & is_first).sum()} {reason}" for reason, of in reasons.items())
+        counts = ", ".join(
+            f"{(mask & is_first).sum()} {reason}" for reason, mask in reasons.items()
+        )
         if reasons and not keep.any():
             raise InputError(f"{self.rows.source}: no {noun} is left of {len(self.rows)}: {counts}")
         if reasons:

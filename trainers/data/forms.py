@@ -125,9 +125,9 @@ class Reader:
 
         prompt_column = column or prompt_column_of(row)
         if row.get(prompt_column) is None and at_path(row, completion_column)[0] is None:
-            both = f"columns {prompt_column!r} and {completion_column!r} are missing or null"
+            problem = f"columns {prompt_column!r} and {completion_column!r} are missing or null"
             remedy = "name the right ones with --prompt_column and --completion_column"
-            raise BadRow(both, remedy, got=f"the row has {columns_of(row)}")
+            raise BadRow(problem, remedy, got=f"the row has {columns_of(row)}")
         read = self._prompt(column)
         # Alpaca's rows name it so; any other column must be given by name.
         is_alpaca = read.form == "Alpaca instructions" and row.get("output") is not None

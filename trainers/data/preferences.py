@@ -109,7 +109,7 @@ def pair_sides(
     read = reader.pair(prompt_column, columns)
     # Texts without a prompt are whole conversations, which no template is applied to.
     if read.prompt is None:
-        return encoder.shared_beginning([*map(str, read.responses)])
+        return encoder.pair_of_texts([*map(str, read.responses)])
     before = encoder.messages(read.prompt)
     turns = [before + as_turns(response) for response in read.responses]
     return [encoder.pair(messages, read.tools, len(before)) for messages in turns]

@@ -133,10 +133,10 @@ class Rows(Sequence[dict]):
         try:
             yield
         except InputError as error:
-            located = BadRow.located(error, self.where(i))
+            bad_row = BadRow.located(error, self.where(i))
             if self.bad is None:
-                raise located from error
-            self.bad.append(located)
+                raise bad_row from error
+            self.bad.append(bad_row)
 
 
 @contextlib.contextmanager
@@ -215,26 +215,26 @@ def _elements(file: IO[str]) -> Iterator[str]:
     """Yield the text of each value in a list, holding no more of the file than a block and a value."""
     decode = json.JSONDecoder().raw_decode
     text = file.read(BLOCK).lstrip()[1:]
-    at = number = 0
+    position = count = 0
     while True:
-        at = SEPARATORS.match(text, at).end()  # type: ignore[union-attr]
-        if text.startswith("]", at):
+        position = SEPARATORS.match(text, position).end()  # type: ignore[union-attr]
+        if text.startswith("]", position):
             return
         problem = "the list does not end"
         try:
-            _, end = decode(text, at)
+            _, end = decode(text, position)
         except ValueError as error:
             problem, end = str(error), len(text)
         # What reaches the end of a block may go on in the next one.
         if end == len(text):
-            more = file.read(BLOCK)
-            if not more:
-                raise BadRow("not JSON in UTF-8", f"fix row {number + 1}", got=problem)
-            text, at = text[at:] + more, 0
+            block = file.read(BLOCK)
+            if not block:
+                raise BadRow("not JSON in UTF-8", f"fix row {count + 1}", got=problem)
+            text, position = text[position:] + block, 0
             continue
-        number += 1
-        yield text[at:end]
-        at = end
+        count += 1
+        yield text[position:end]
+        position = end
 
 
 def _csv(file: IO[bytes]) -> Iterator[bytes]:

@@ -296,8 +296,8 @@ def _read_lm(name: str, revision: str | None, adapters, device: torch.device, **
     # transformers draws weights that are missing at random, with no more than a warning.
     for kind in ("missing", "unexpected", "mismatched"):
         if keys := sorted(map(str, report[f"{kind}_keys"])):
-            what = f"{len(keys)} {kind} weights for {type(lm).__name__}: {', '.join(keys[:5])}"
-            raise InputError(f"model={name!r} has {what}{hint}")
+            problem = f"{len(keys)} {kind} weights for {type(lm).__name__}: {', '.join(keys[:5])}"
+            raise InputError(f"model={name!r} has {problem}{hint}")
     if "quantization_config" in options:
         from fused_rl.trainers.models import four_bit
 
@@ -333,9 +333,9 @@ def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) 
         lm.requires_grad_(False).eval()
     elif adapters is not None:
         with readable(config.model):
-            lm = lora.continued(lm, config.model, config.revision, adapters)
+            lm = lora.with_saved_adapters(lm, config.model, config.revision, adapters)
     elif with_adapters:
-        lm = lora.adapted(lm, config)
+        lm = lora.with_new_adapters(lm, config)
     # With dropout the ratio of an unchanged policy would not be 1.
     prepare_modules(lm)
     if trainable:
@@ -375,7 +375,7 @@ def load_to_sample(
     lm = _read_lm(name, revision, adapters, device, **reading)
     if adapters is not None:
         with readable(name):
-            lm = lora.continued(lm, name, revision, adapters).merge_and_unload()
+            lm = lora.with_saved_adapters(lm, name, revision, adapters).merge_and_unload()
     return lm.to(device).eval()
 
 

@@ -94,7 +94,7 @@ def check_options(options: ModelConfig, adapters: "LoraConfig | None") -> None:
             raise InputError(f"{option}={value} {reason}")
 
 
-def continued(lm: Any, name: str, revision: str | None, adapters: "LoraConfig") -> Any:
+def with_saved_adapters(lm: Any, name: str, revision: str | None, adapters: "LoraConfig") -> Any:
     """Return `lm` with the adapters that were saved under a name, trainable; `adapters` are what `find` found there."""
     import peft
 
@@ -113,23 +113,27 @@ def continued(lm: Any, name: str, revision: str | None, adapters: "LoraConfig") 
         )
 
 
-def adapted(lm: Any, options: ModelConfig) -> Any:
+def with_new_adapters(lm: Any, options: ModelConfig) -> Any:
     """Return `lm` with new adapters, which change nothing at first."""
     import peft
 
-    return peft.get_peft_model(lm, _new(lm, lm.get_output_embeddings(), "CAUSAL_LM", options))
+    return peft.get_peft_model(
+        lm, _lora_config(lm, lm.get_output_embeddings(), "CAUSAL_LM", options)
+    )
 
 
 def adapt_in_place(classifier: Any, options: ModelConfig) -> None:
     """Give a sequence classifier new adapters; its head is trained whole."""
     import peft
 
-    peft.inject_adapter_in_model(_new(classifier, classifier.score, "SEQ_CLS", options), classifier)
+    peft.inject_adapter_in_model(
+        _lora_config(classifier, classifier.score, "SEQ_CLS", options), classifier
+    )
     # Injecting has frozen all but the adapters.
     classifier.score.requires_grad_(True)
 
 
-def _new(model: Any, head: Any, task: str, options: ModelConfig):
+def _lora_config(model: Any, head: Any, task: str, options: ModelConfig):
     import peft
     from transformers.pytorch_utils import Conv1D
 
@@ -145,8 +149,8 @@ def _new(model: Any, head: Any, task: str, options: ModelConfig):
             # peft compares it with the end of the whole name, and skips one that no layer has beside others.
             if not any(name.endswith(f".{target}") for name in linear):
                 choices = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-                what = f"{type(model).__name__} has no linear layer {target!r} that can be adapted"
-                raise InputError(f"lora_targets: {what}; choose from {choices} or {ALL_LINEAR}")
+                problem = f"lora_targets: {type(model).__name__} has no linear layer {target!r} that can be adapted"
+                raise InputError(f"{problem}; choose from {choices} or {ALL_LINEAR}")
     return peft.LoraConfig(
         r=options.lora_rank, lora_alpha=options.lora_alpha, target_modules=targets, task_type=task
     )

@@ -194,10 +194,10 @@ def _packed(batch: Batch, row: torch.Tensor, start: torch.Tensor, shared: torch.
     source, positions, segments = on_device(layout.view(3, -1, width), device)
     input_ids = torch.where(segments < 0, 0, batch.input_ids.flatten()[source])
     other_segments = segments[:, None, :]
-    seen = (segments[:, :, None] == other_segments) | (other_segments == 0)
-    before = torch.ones(width, width, dtype=torch.bool, device=device).tril()
+    is_visible = (segments[:, :, None] == other_segments) | (other_segments == 0)
+    is_before = torch.ones(width, width, dtype=torch.bool, device=device).tril()
     states = on_device(place(*batch.response_tokens()), device)
-    mask = (seen & before)[:, None]
+    mask = (is_visible & is_before)[:, None]
     return InRows(input_ids, positions, len(sequence), states, mask)
 
 

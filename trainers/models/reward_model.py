@@ -147,8 +147,8 @@ class RewardModel(nn.Module):
         if attention_mask.shape != input_ids.shape:
             shapes = f"{tuple(input_ids.shape)} and {tuple(attention_mask.shape)}"
             raise ValueError(f"input_ids and attention_mask must both be (B, T), got {shapes}")
-        attended = attention_mask != 0
-        lengths = attended.sum(1)
+        is_attended = attention_mask != 0
+        lengths = is_attended.sum(1)
         # This is the one wait for the device.
         counts = lengths.tolist()
         if not all(counts):
@@ -159,7 +159,7 @@ class RewardModel(nn.Module):
         width = max(counts)
         # Attended tokens first, in their order; a pad id may lie outside the vocabulary, so pads
         # become token 0.
-        front = (~attended).byte().argsort(dim=1, stable=True)[:, :width]
+        front = (~is_attended).byte().argsort(dim=1, stable=True)[:, :width]
         pads = torch.arange(width, device=lengths.device) >= lengths[:, None]
         tokens = input_ids.gather(1, front).masked_fill(pads, 0)
 
@@ -171,9 +171,9 @@ class RewardModel(nn.Module):
             return self.divided.scores_of(backbone, padded, places, self.scores_of)
         # A causal model never reads what follows, so the mask is of ones: without one some models
         # warn of pads.
-        everything = torch.ones_like(tokens)
+        all_ones = torch.ones_like(tokens)
         backbone = self.classifier.base_model(
-            input_ids=tokens, attention_mask=everything, use_cache=False
+            input_ids=tokens, attention_mask=all_ones, use_cache=False
         )
         hidden = backbone.last_hidden_state
         return self.scores_of(hidden[row, lengths - 1])
@@ -262,8 +262,8 @@ class Critic(RewardModel):
 
 def collate(sequences: list[list[int]], device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return token ids of each sequence as (input_ids, attention_mask), both (B, T) int64."""
-    attended = [[1] * len(sequence) for sequence in sequences]
-    return on_device(pad(sequences, 0), device), on_device(pad(attended, 0), device)
+    masks = [[1] * len(sequence) for sequence in sequences]
+    return on_device(pad(sequences, 0), device), on_device(pad(masks, 0), device)
 
 
 def load_reward_model(
@@ -301,9 +301,9 @@ def check_finite(scores: torch.Tensor, rows: list[str]) -> None:
     is_bad = ~scores.isfinite()
     bad = is_bad.nonzero()[:, 0].unique().tolist()
     if bad:
-        listed = "; ".join(f"{rows[i]}: {scores[i].tolist()}" for i in bad[:10])
+        scores_of_rows = "; ".join(f"{rows[i]}: {scores[i].tolist()}" for i in bad[:10])
         raise InputError(
-            f"{len(bad)} of {len(scores)} rows have a score that is NaN or infinite: {listed}"
+            f"{len(bad)} of {len(scores)} rows have a score that is NaN or infinite: {scores_of_rows}"
         )
 
 
@@ -354,7 +354,7 @@ class RewardScorer:
 
         # ZeRO 3 gathers weights in every forward, so all ranks need the same number of them.
         if self.in_step:
-            most = int(ranks.global_max(torch.tensor(float(len(batches)))))
-            for _ in range(most - len(batches)):
+            num_batches = int(ranks.global_max(torch.tensor(float(len(batches)))))
+            for _ in range(num_batches - len(batches)):
                 self.model(*collate([[0]], device))
         return scores

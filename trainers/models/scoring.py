@@ -119,8 +119,8 @@ def logprobs_of(
             logprobs = scored.logprobs.sum(1).view(len(indices), -1)
         if loss is not None:
             if padding is not None:
-                fed = packed or batch
-                padding.add(fed.input_ids, fed.tokens)
+                model_input = packed or batch
+                padding.add(model_input.input_ids, model_input.tokens)
             # Engines average over ranks, and the loss is a share of the sum.
             model.backward(loss(logprobs, indices) * ranks.processes())
         return logprobs

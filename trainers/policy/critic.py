@@ -173,9 +173,9 @@ def token_rewards(
         kl_coef: the weight of the KL.
     """
     # The score is paid once, at the last token that counts; paid at each token it would grow with the length.
-    later = mask.flip(1).cumsum(1).flip(1)  # tokens of the response from this one on
+    remaining = mask.flip(1).cumsum(1).flip(1)  # tokens of the response from this one on
     scores = scores[:, None].to(kl.device, non_blocking=True)
-    return -kl_coef * kl + torch.where(mask & (later == 1), scores, 0)
+    return -kl_coef * kl + torch.where(mask & (remaining == 1), scores, 0)
 
 
 def advantages_and_returns(
@@ -190,10 +190,10 @@ def advantages_and_returns(
         mask: (B, T - 1) bool, the tokens that count.
     """
     whiten = fused_rl.whiten
-    everyone = ranks.all_ranks()
+    rank_group = ranks.all_ranks()
     # Rewards keep their mean: a shift would reward or punish every further token by the same amount.
     if config.whiten_rewards:
-        rewards = whiten(rewards, mask, shift_mean=False, process_group=everyone)
+        rewards = whiten(rewards, mask, shift_mean=False, process_group=rank_group)
     # Advantages: arXiv:1506.02438, eq. 16. The critic's targets are these plus its values.
     advantages, returns = fused_rl.gae(
         rewards, values, mask, gamma=config.gamma, gae_lambda=config.gae_lambda
@@ -203,7 +203,7 @@ def advantages_and_returns(
         _, returns = fused_rl.gae(rewards, values, mask, gamma=config.gamma, gae_lambda=gae_lambda)
     # Advantages are whitened last, so that the returns keep the scale of the rewards.
     return whiten(
-        advantages, mask, process_group=everyone
+        advantages, mask, process_group=rank_group
     ) if config.whiten_advantages else advantages, returns
 
 

@@ -76,14 +76,14 @@ class Policy:
     """The seeds of the responses that are trained on."""
     rank_state: Mapping[str, Any] = field(default_factory=dict)
     """Objects that each rank saves in checkpoints for itself, by name."""
-    trained: int = 0
+    trained_steps: int = 0
     """The number of steps that are done."""
     steps_per_epoch: float = 1.0
     published: int | None = None
     """The step whose weights the next responses are sampled with; None before any were published."""
     padding: Padding = field(default_factory=Padding)
     """Counts the padding in the training passes of a step."""
-    resting: float = 0.0
+    rest_seconds: float = 0.0
     """The seconds that the sampler took to rest since weights were last published."""
     sample_rows: list[dict] = field(default_factory=list)
     """Lines of samples.jsonl from this rank's last rollout; empty before the first one."""
@@ -133,7 +133,7 @@ class Policy:
         """Let the sampler rest, as nothing is sampled until new weights are published. All ranks must call this."""
         began = time.monotonic()
         self.sampler.rest()
-        self.resting = time.monotonic() - began
+        self.rest_seconds = time.monotonic() - began
 
     def publish(self, step: int) -> dict[str, float]:
         """Publish the current weights, which are those after `step`, to the sampler. All ranks must call this.
@@ -143,8 +143,8 @@ class Policy:
         """
         began = time.monotonic()
         self.sampler.publish(step, self.save)
-        self.published = self.trained = step
-        return {"time/publish": time.monotonic() - began + self.resting}
+        self.published = self.trained_steps = step
+        return {"time/publish": time.monotonic() - began + self.rest_seconds}
 
     def save(self, folder: Path, *, merged: bool = True) -> None:
         """Write the model in the Hub format, completely or not at all. All ranks must call this.
@@ -215,7 +215,7 @@ class Policy:
             self.device,
             copies=copies,
             vocab=vocab,
-            progress=Progress(self.trained, self.config.steps, self.steps_per_epoch),
+            progress=Progress(self.trained_steps, self.config.steps, self.steps_per_epoch),
         )
         if sampling.temperature and seeds is None:
             count, seed = SHOWN // 2, f"{self.config.seed} {self.published}"

@@ -34,13 +34,13 @@ def say(
         group_size: the number of responses to a prompt in training.
     """
     differ = 1 - figures.get("frac_reward_zero_std", figures["score_std"] == 0)
-    cut = figures["clipped_ratio"]
+    cut_share = figures["clipped_ratio"]
     of_groups = (
         f"in {differ:.0%} of the groups of {k} responses the scores differ: " if k > 1 else ""
     )
     print_line(
         f"signal: {of_groups}mean {figures['score']:.3g}, standard deviation {figures['score_std']:.2g}; "
-        f"{cut:.0%} of the responses were cut at {limit} tokens"
+        f"{cut_share:.0%} of the responses were cut at {limit} tokens"
     )
     for name, count in totals.items():
         if name.startswith("none/") and count:
@@ -59,10 +59,10 @@ def say(
             "the model knows the form of an answer, not the task (docs/doctor.md#before-training)"
         )
     is_little = differ < ENOUGH * min(1, k / max(group_size, GROUP))
-    if is_little or cut >= 0.5:
-        said = "little to learn from" if is_little else "most responses are cut"
+    if is_little or cut_share >= 0.5:
+        problem = "little to learn from" if is_little else "most responses are cut"
         shown = "; ".join(
             f"{name}: {one_line(value)}"
             for name, value in {"one response": response, **answer}.items()
         )
-        print_line(f"signal: {said} (docs/doctor.md#before-training); {shown}")
+        print_line(f"signal: {problem} (docs/doctor.md#before-training); {shown}")

@@ -69,10 +69,10 @@ class _InPlace:
         self._show()
 
     def _show(self) -> tuple[torch.Tensor, torch.Tensor]:
-        seen = self.end - self.first
+        num_seen = self.end - self.first
         keys, values = self.buffer
-        self.keys = keys.narrow(2, self.first, seen)
-        self.values = values.narrow(2, self.first, seen)
+        self.keys = keys.narrow(2, self.first, num_seen)
+        self.values = values.narrow(2, self.first, num_seen)
         return self.keys, self.values
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
@@ -91,11 +91,11 @@ class _InPlace:
         self.cumulative_length += count
 
         # What these tokens see still holds the whole window before the first of them; the next ones see less.
-        seen = self._show()
+        views = self._show()
         if self.window is not None and self.end - self.first > self.window:
             self.first = self.end - self.window
             self._show()
-        return seen
+        return views
 
 
 class Whole(_InPlace, DynamicLayer):

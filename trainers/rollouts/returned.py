@@ -21,14 +21,14 @@ MINUS_INFINITY = -9999.0
 NOT_A_NUMBER = (TypeError, ValueError, RuntimeError)  # RuntimeError: a tensor of several
 
 
-def listed(returned: object, who: str, what: str, count: int) -> list:
-    """Return what `who` returned as a list of `count`, and refuse what is none."""
+def checked_list(returned: object, source: str, noun: str, count: int) -> list:
+    """Return what `source` returned as a list of `count`, and refuse what is none."""
     values: list = []
     if isinstance(returned, Iterable) and not isinstance(returned, str | Mapping):
         values = list(returned)
     if len(values) != count:
-        came = f"{len(values)} {what} ({one_line(returned)})"
-        raise InputError(f"{who} returned {came}; expected a list of {count}")
+        got = f"{len(values)} {noun} ({one_line(returned)})"
+        raise InputError(f"{source} returned {got}; expected a list of {count}")
     return values
 
 
@@ -41,7 +41,7 @@ def _number(value) -> float | None:
 def sampled_by(sampler: Sampler, prompts: list[list[int]], sampling: Sampling) -> list[Response]:
     """Return the sampler's response to each prompt."""
     returned = sampler.sample(prompts, sampling)
-    return listed(returned, "the sampler", "responses", len(prompts))
+    return checked_list(returned, "the sampler", "responses", len(prompts))
 
 
 def check_responses(
@@ -101,16 +101,16 @@ def _problem_of(
 def check_scores(name: str, scores: object, samples: Sequence[Sample]) -> torch.Tensor:
     """Return the scores as (B,) fp32, NaN for None; refuse what is not one finite number or None for each sample."""
     values = []
-    of_samples = listed(scores, f"scorer {name!r}", "scores", len(samples))
+    of_samples = checked_list(scores, f"scorer {name!r}", "scores", len(samples))
     for score, sample in zip(of_samples, samples, strict=True):
         value, is_fine = None, False
         with contextlib.suppress(*NOT_A_NUMBER):
             value = _number(score)
             is_fine = value is None or abs(value) <= torch.finfo(torch.float32).max
         if not is_fine:
-            came = f"{one_line(score)} ({type(score).__name__}) as the score of {sample.where}"
+            got = f"{one_line(score)} ({type(score).__name__}) as the score of {sample.where}"
             raise InputError(
-                f"scorer {name!r} returned {came}, not a finite number; return None where it cannot score"
+                f"scorer {name!r} returned {got}, not a finite number; return None where it cannot score"
             )
         values.append(math.nan if value is None else value)
     return torch.tensor(values, dtype=torch.float32)

@@ -38,8 +38,8 @@ def fitting_tokens(engines: Sequence[Any], longest: int) -> int:
         return longest
     per_token = max(_peak(engines, longest, 2) - one, 1) / longest
     tokens = longest + int((usable - one) / per_token)
-    every = ranks.gather_processes(min(tokens, MOST_SEQUENCES * longest))
-    return max(longest, min(every))
+    tokens_of_processes = ranks.gather_processes(min(tokens, MOST_SEQUENCES * longest))
+    return max(longest, min(tokens_of_processes))
 
 
 def _peak(engines: Sequence[Any], length: int, sequences: int) -> int:

@@ -163,10 +163,10 @@ class Pattern(BaseScorer):
         # The last place counts, since a response may try several answers before the one that it gives.
         scores = []
         for sample in samples:
-            places = list(self.pattern.finditer(sample.text))
-            right = bool(places)
-            if self.compares and places:
-                last = places[-1][self.group]
+            matches = list(self.pattern.finditer(sample.text))
+            right = bool(matches)
+            if self.compares and matches:
+                last = matches[-1][self.group]
                 right = last is not None and self.is_right(last, sample.row)
             scores.append(float(right))
         return scores

@@ -55,7 +55,7 @@ class Http:
     def run(self, work: Iterable[Coroutine]) -> list:
         """Return the results of calls, in order; the first failure cancels the others, and is raised when all ended."""
 
-        async def together() -> list:
+        async def gather_all() -> list:
             tasks = [asyncio.ensure_future(one) for one in work]
             try:
                 return await asyncio.gather(*tasks)
@@ -66,7 +66,7 @@ class Http:
                     *tasks, return_exceptions=True
                 )  # a server whose update is cancelled is resumed
 
-        return asyncio.run_coroutine_threadsafe(together(), self.loop).result()
+        return asyncio.run_coroutine_threadsafe(gather_all(), self.loop).result()
 
     async def call(self, method: str, url: str, body: dict | None = None, *, tries: float = TRIES):
         """Return the JSON of an answer; None if it is empty. After HTTP 503 repeat until `timeout` has passed."""
