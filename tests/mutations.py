@@ -332,8 +332,8 @@ MUTATIONS = {
     ),
     "a resumed run is held to the policy of its checkpoint": Mutation(
         "trainers/dpo.py",
-        "(run.order.first(config.steps), of_held_out)",
-        "(run.order.first(1), of_held_out)",
+        "(run.order.first(config.steps), held_out_indices)",
+        "(run.order.first(1), held_out_indices)",
         "tests/trainers/test_resume.py -k dpo-zero0",
     ),
     "a student is corrected at its own temperature": Mutation(
@@ -861,7 +861,7 @@ MUTATIONS = {
     # Scorers and what is printed.
     "pass@k is with putting back": Mutation(
         "trainers/rollouts/solved.py",
-        "1 - math.comb(n - c, k) / ways",
+        "1 - math.comb(n - c, k) / num_subsets",
         "1 - ((n - c) / n) ** k",
         "tests/trainers/test_solved.py",
     ),
@@ -954,8 +954,8 @@ MUTATIONS = {
     ),
     "a row's accuracy is divided by the number of rows": Mutation(
         "trainers/kto.py",
-        'right.append(of_row["accuracy"].item() * len(rows))',
-        'right.append(of_row["accuracy"].item())',
+        'right.append(row_metrics["accuracy"].item() * len(rows))',
+        'right.append(row_metrics["accuracy"].item())',
     ),
     "truncated responses stay in GRPO's loss": Mutation(
         "trainers/grpo.py",
@@ -1110,8 +1110,8 @@ MUTATIONS = {
     ),
     "pass@k is of the k solved ones": Mutation(
         "trainers/rollouts/solved.py",
-        "1 - math.comb(n - c, k) / ways",
-        "math.comb(c, k) / ways",
+        "1 - math.comb(n - c, k) / num_subsets",
+        "math.comb(c, k) / num_subsets",
     ),
     "what stopped is truncated": Mutation(
         "trainers/rollouts/solved.py",
@@ -1125,8 +1125,8 @@ MUTATIONS = {
     ),
     "weights of scorers are forgotten": Mutation(
         "trainers/rollouts/roll_out.py",
-        "rewards = rewards + scorer.weight * of_scorer",
-        "rewards = rewards + of_scorer",
+        "rewards = rewards + scorer.weight * scorer_values",
+        "rewards = rewards + scorer_values",
     ),
     "one judge is enough": Mutation(
         "trainers/rollouts/roll_out.py",

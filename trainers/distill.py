@@ -209,11 +209,11 @@ def accumulate(
     teachers: Mapping[str, Any],
     samples: list[Sample],
     step: int,
-    of_responses: torch.Tensor | None = None,
+    response_sums: torch.Tensor | None = None,
 ) -> dict[str, float]:
     """Run forward, and where gradients are enabled backward, on this rank's samples; return metrics over all ranks.
 
-    `of_responses` (N, 2), if given, gets the divergence and the number of tokens of each sample.
+    `response_sums` (N, 2), if given, gets the divergence and the number of tokens of each sample.
     """
     # The divergence is over the whole vocabulary, whatever the sampling left out.
     batch = dataclasses.replace(
@@ -231,10 +231,10 @@ def accumulate(
     for rows in policy.divide(batch, by_length):
         micro = batch.rows(rows)
         terms = teacher_divergence(policy, list(teachers.values()), micro, teacher_of[rows])
-        of_sequences = terms.pop("kl_of_sequences")
-        if of_responses is not None:
-            of_responses[rows, 0] = of_sequences.cpu()
-            of_responses[rows, 1] = batch.token_counts[rows].double()
+        sequence_kl = terms.pop("kl_of_sequences")
+        if response_sums is not None:
+            response_sums[rows, 0] = sequence_kl.cpu()
+            response_sums[rows, 1] = batch.token_counts[rows].double()
         terms["kl"] = terms["kl"] / max(num_tokens, 1)
         if torch.is_grad_enabled():
             policy.backward(terms["kl"])
@@ -262,9 +262,9 @@ def compare(
     empty = [
         dataclasses.replace(sample, response=Response([], "length")) for sample in samples[count:]
     ]
-    of_responses = torch.zeros(len(samples), 2, dtype=torch.float64)
-    metrics = accumulate(policy, teachers, samples[:count] + empty, policy.published, of_responses)
-    return metrics, of_responses[:count]
+    response_sums = torch.zeros(len(samples), 2, dtype=torch.float64)
+    metrics = accumulate(policy, teachers, samples[:count] + empty, policy.published, response_sums)
+    return metrics, response_sums[:count]
 
 
 def train_step(

@@ -221,8 +221,8 @@ def train(
         # Pairs that the run does not come to are not measured. Held-out ones are measured as an evaluation
         # does, so that each score is exactly 0 before training, and not a rounding error.
         with phase("measured the reference"):
-            of_held_out = range(len(pairs), len(all_pairs))
-            for indices_read in filter(len, (run.order.first(config.steps), of_held_out)):
+            held_out_indices = range(len(pairs), len(all_pairs))
+            for indices_read in filter(len, (run.order.first(config.steps), held_out_indices)):
                 reference[indices_read] = measure(
                     model, [all_pairs[i] for i in indices_read], config
                 )

@@ -288,8 +288,8 @@ def train_step(
     kl_of_responses = None
     if config.kl_in == "reward":  # with a coefficient, as the config has checked
         mask = groups.rollout.batch.response_mask
-        of_tokens = config.kl_of_tokens(measured.old_logprobs, measured.ref_logprobs, mask)
-        kl_of_responses = fused_rl.masked_sum(of_tokens, mask, 1)
+        token_kl = config.kl_of_tokens(measured.old_logprobs, measured.ref_logprobs, mask)
+        kl_of_responses = fused_rl.masked_sum(token_kl, mask, 1)
         rewards = rewards - config.kl_coef * kl_of_responses
     advantages = advantages_of(config, rewards, groups.included, groups.rollout, policy.scorers)
     # DPPO, arXiv:2602.04879: the trust region is the sampler's.

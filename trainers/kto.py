@@ -89,8 +89,8 @@ def update(
     _, metrics = loss_and_metrics(logprobs, range(len(rows)))
     if right is not None:
         for i in range(len(rows)):
-            _, of_row = loss_and_metrics(logprobs[i : i + 1], [i])
-            right.append(of_row["accuracy"].item() * len(rows))
+            _, row_metrics = loss_and_metrics(logprobs[i : i + 1], [i])
+            right.append(row_metrics["accuracy"].item() * len(rows))
     # The baseline is a mean of scores, and they are beta times nats.
     return mean_scores(metrics) | {"kl": baseline / config.beta}
 
@@ -169,8 +169,8 @@ def train(
     # an evaluation does, so that each score is exactly 0 before training, and not a rounding error.
     reference = torch.zeros(len(all_rows), 2, dtype=torch.float64)
     with phase("measured the reference"):
-        of_held_out = range(len(rows), len(all_rows))
-        for indices_read in filter(len, (run.order.first(config.steps), of_held_out)):
+        held_out_indices = range(len(rows), len(all_rows))
+        for indices_read in filter(len, (run.order.first(config.steps), held_out_indices)):
             measured_rows = [all_rows[i] for i in indices_read]
             for column, kind in enumerate(("matched", "mismatched")):
                 measured = measure(model, measured_rows, kind, config, progress=f"{kind} responses")

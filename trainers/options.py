@@ -271,8 +271,8 @@ def options_error(
     if isinstance(raised, InputError):
         return raised
     # Of X | Y there is a message for each.
-    of_option = [each["msg"] for each in errors if each["loc"][0] == name]
-    wanted = dict.fromkeys(message.removeprefix("Input should be ") for message in of_option)
+    messages = [each["msg"] for each in errors if each["loc"][0] == name]
+    wanted = dict.fromkeys(message.removeprefix("Input should be ") for message in messages)
     return InputError(f"{name}={options[name]!r} should be {', or '.join(wanted)}")
 
 

@@ -244,7 +244,7 @@ def evaluate(model, batches: list[MicroBatch]) -> Evaluation:
     """Return loss and token accuracy on the held-out rows, of which each rank has a share in `batches`."""
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64)
-    of_rows = []  # where a row is from, its loss, and its tokens
+    row_losses = []  # where a row is from, its loss, and its tokens
     with phase("evaluated on held-out rows") as figures:
         for micro_batch in batches:
             rows = model(**micro_batch.inputs(), want_likeliest=True)
@@ -255,12 +255,12 @@ def evaluate(model, batches: list[MicroBatch]) -> Evaluation:
             tokens = mask.sum()
             totals += torch.stack([nll, hit.sum(), tokens]).cpu()
             columns = torch.stack([-rows.logprobs.double().sum(1), mask.sum(1)]).cpu()
-            of_rows += zip(micro_batch.batch.where, *columns.tolist(), strict=True)
+            row_losses += zip(micro_batch.batch.where, *columns.tolist(), strict=True)
         # Sums are added up and not means averaged, because the ranks' shares differ in length.
         loss, hits, tokens = ranks.global_sum(totals).tolist()
         figures |= {"eval/loss": loss / tokens, "eval/token_accuracy": hits / tokens}
     # In one order at every evaluation, whatever the micro-batches; what fills a share up has no tokens.
-    counted = [row for row in sum(ranks.gather(of_rows), []) if row[2]]
+    counted = [row for row in sum(ranks.gather(row_losses), []) if row[2]]
     in_order = sorted(counted, key=lambda row: row[0])
     losses, counts = ([row[column] for row in in_order] for column in (1, 2))
     return Evaluation(dict(figures), by_row={"eval/loss": [losses, counts]})

@@ -201,7 +201,7 @@ def _records(text: bytes, index: int, read: Read) -> Iterator[dict[str, Any]]:
     # Two lists are a sequence.
     pairs = (zip(record.ids[::2], record.ids[1::2], strict=False) for record in records)
     sequences = [*itertools.chain.from_iterable(pairs)]
-    of_row = {
+    row_columns = {
         "row": index,
         "prompt": max(len(prompt) for prompt, _ in sequences),
         "response": max(len(response) for _, response in sequences),
@@ -211,7 +211,7 @@ def _records(text: bytes, index: int, read: Read) -> Iterator[dict[str, Any]]:
     }
     for record in records:
         yield (
-            of_row
+            row_columns
             | record._asdict()
             | {
                 "beside": json.dumps(record.beside),

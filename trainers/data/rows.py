@@ -269,7 +269,7 @@ READERS: dict[str, Callable[[IO[bytes]], Iterator[bytes]]] = {
 
 def files_of(folder: Path, split: str) -> list[str]:
     """Return the files of rows in a folder, but for those whose names say that they are of another split."""
-    chosen, of_other_splits = [], []
+    chosen, other_splits = [], []
     for path in sorted(folder.rglob("*")):
         inside = path.relative_to(folder)
         if not path.is_file() or not is_file_name(path.name) or inside.as_posix().startswith("."):
@@ -278,10 +278,10 @@ def files_of(folder: Path, split: str) -> list[str]:
         named = {
             name for name, words_of_split in SPLITS.items() if {*words} & {*words_of_split}
         } or {"train"}
-        (chosen if split in named else of_other_splits).append(str(path))
-    if chosen and of_other_splits:
+        (chosen if split in named else other_splits).append(str(path))
+    if chosen and other_splits:
         print_rank0(
-            f"{folder}: {len(of_other_splits)} files of other splits than {split} are not read"
+            f"{folder}: {len(other_splits)} files of other splits than {split} are not read"
         )
     return chosen
 

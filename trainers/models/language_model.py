@@ -166,8 +166,8 @@ class LanguageModel(nn.Module):
         logprobs, entropy = at_places(rows.logprobs), at_places(rows.entropy)
         # Where nothing was fused the loss is formed here; what stands beside it has no gradient.
         if token_loss is not None and loss is None:
-            of_tokens = token_loss(logprobs, entropy, *per_token)
-            loss = fused_rl.masked_sum(of_tokens, mask)
+            token_losses = token_loss(logprobs, entropy, *per_token)
+            loss = fused_rl.masked_sum(token_losses, mask)
             logprobs, entropy = logprobs.detach(), entropy.detach()
         return Scored(logprobs, entropy, loss, **extra_scores)
 
@@ -260,8 +260,8 @@ def readable(name: str, attention: str | None = None):
     # OSError, RuntimeError, JSON and safetensors errors: as many as ways to be broken.
     except Exception as error:
         problem = f"model={name!r} is neither a local folder with a model nor on the Hub, or it is damaged"
-        of_attention = isinstance(error, ImportError) or "attn_implementation" in str(error)
-        if attention is not None and of_attention:
+        is_about_attention = isinstance(error, ImportError) or "attn_implementation" in str(error)
+        if attention is not None and is_about_attention:
             problem = f"attn_implementation={attention} cannot be used for model={name!r}"
         raise InputError(f"{problem}: {in_a_line(error)}") from error
 

@@ -127,10 +127,10 @@ def logprobs_of(
 
     lengths = []
     for row in rows:
-        of_sequences = [len(prompt) + len(response) for prompt, response in row]
+        sequence_lengths = [len(prompt) + len(response) for prompt, response in row]
         # The sequences of a row are padded to the same length.
         is_padded = tokens is not None and costs is None
-        lengths.append(len(row) * max(of_sequences) if is_padded else sum(of_sequences))
+        lengths.append(len(row) * max(sequence_lengths) if is_padded else sum(sequence_lengths))
     return score_all(lengths, size, score, progress, tokens=tokens, costs=costs)
 
 

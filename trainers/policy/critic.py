@@ -157,8 +157,8 @@ class Experience:
     def select(self, micro: MicroBatch) -> "Experience":
         """Return the part of a micro-batch; the rollout and its scores stay whole."""
         names = ("mask", "kl", "values", "advantages", "returns")
-        of_tokens = {name: micro.select(getattr(self, name)) for name in names}
-        return replace(self, measured=self.measured.select(micro), **of_tokens)
+        token_values = {name: micro.select(getattr(self, name)) for name in names}
+        return replace(self, measured=self.measured.select(micro), **token_values)
 
 
 def token_rewards(

@@ -92,10 +92,10 @@ def evaluate(
     rewards = ranks.gather_rows(sampled.rewards.view(-1, k)[:count])
     by_row = rows_of(greedy, sampled, count, rewards) if policy.scorers else {}
     if further is not None:
-        further_figures, of_responses = further(sampled.samples, count * k)
+        further_figures, response_sums = further(sampled.samples, count * k)
         figures |= further_figures
-        of_problems = ranks.gather_rows(of_responses.view(-1, k, 2).sum(1)[:count])
-        by_row["distill/kl"] = of_problems.T.tolist()
+        problem_sums = ranks.gather_rows(response_sums.view(-1, k, 2).sum(1)[:count])
+        by_row["distill/kl"] = problem_sums.T.tolist()
     if policy.scorers:
         figures |= spread(rewards)
     metrics = {f"eval/{name}": value for name, value in figures.items()}
@@ -132,10 +132,10 @@ def rows_of(
     """
     right = sampled.solved.view(len(greedy.samples), -1)[:count].double().mean(1)
     solved = ranks.gather_rows(torch.stack([greedy.solved[:count].double(), right], 1))
-    of_greedy, of_sampled = solved.T.tolist()
+    greedy_solved, sampled_solved = solved.T.tolist()
     return {
-        "accuracy_greedy": [of_greedy],
-        "accuracy_sampled": [of_sampled],
+        "accuracy_greedy": [greedy_solved],
+        "accuracy_sampled": [sampled_solved],
         "score": [rewards.mean(1).tolist()],
     }
 
@@ -157,7 +157,7 @@ def solved_sums(
         + has_verdict(scorers, sampled)[first].sum(),
     }
     sums |= {f"none/{name}": scores[first].isnan().sum() for name, scores in sampled.scores.items()}
-    sums |= {name: of_problems.sum() for name, of_problems in pass_at(right).items()}
+    sums |= {name: values.sum() for name, values in pass_at(right).items()}
     return sums | outcome_sums(
         sampled.solved[first], sampled.lengths[first], sampled.stopped[first]
     )

@@ -161,7 +161,7 @@ def group_metrics(config: GroupConfig, rollout: Rollout, step: int) -> dict[str,
     size = config.group_size
     rewards = rollout.rewards.double().view(-1, size)
     solved = rollout.solved.view(-1, size)
-    of_groups = {
+    group_columns = {
         "reward_std": rewards.std(1),
         "frac_reward_zero_std": equal_rewards(rewards, size),
         "frac_groups_all_solved": solved.all(1),
@@ -171,7 +171,7 @@ def group_metrics(config: GroupConfig, rollout: Rollout, step: int) -> dict[str,
         "reward": rewards,
         "overlong_penalty": overlong_penalty(config, rollout.batch.response_lengths),
     }
-    columns |= {name: values.repeat_interleave(size) for name, values in of_groups.items()}
+    columns |= {name: values.repeat_interleave(size) for name, values in group_columns.items()}
     metrics = rollout_metrics(rollout, columns, step)
     metrics["groups/sampled"] = float(len(rewards) * ranks.world_size())
     return metrics | {"objective/scores": metrics["reward"] + metrics["overlong_penalty"]}

@@ -322,8 +322,8 @@ def with_entropy_threshold(
         return options
     # The quantile is over the whole update (arXiv:2506.01939), because that of a micro-batch would depend on the split.
     # No entropy is below 0, so -1 marks masked tokens.
-    of_rank = torch.where(mask, entropy, -1).cpu()  # one copy from the device
-    entropies = torch.cat(ranks.gather(of_rank[of_rank >= 0])).sort(descending=True).values
+    local = torch.where(mask, entropy, -1).cpu()  # one copy from the device
+    entropies = torch.cat(ranks.gather(local[local >= 0])).sort(descending=True).values
     dropped = math.ceil((1 - options.top_entropy) * (len(entropies) - 1))
     kept = len(entropies) - dropped  # the number that is not below the quantile
     # The threshold lies between the last one that is kept and the next, so that rounding moves neither across it.
@@ -357,10 +357,10 @@ def needed_passes(
     has_gradient = trained
     if is_of_advantages and not options.kl_coef and not options.entropy_coef:
         has_gradient = trained & (advantages != 0).cpu()
-    of_responses = torch.stack([has_gradient, has_gradient | read])
-    of_micro_batches = torch.stack([of_responses[:, rows].any(1) for rows in minibatch], 1)
+    by_response = torch.stack([has_gradient, has_gradient | read])
+    by_micro_batch = torch.stack([by_response[:, rows].any(1) for rows in minibatch], 1)
     # A micro-batch must run on all ranks or on none, because its pass gathers weights or reduces gradients.
-    backward, runs = (ranks.global_sum(of_micro_batches) > 0).tolist()
+    backward, runs = (ranks.global_sum(by_micro_batch) > 0).tolist()
     if not any(backward):
         backward[0] = runs[0] = True
     return (

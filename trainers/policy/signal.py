@@ -35,11 +35,11 @@ def say(
     """
     differ = 1 - figures.get("frac_reward_zero_std", figures["score_std"] == 0)
     cut_share = figures["clipped_ratio"]
-    of_groups = (
+    group_share = (
         f"in {differ:.0%} of the groups of {k} responses the scores differ: " if k > 1 else ""
     )
     print_line(
-        f"signal: {of_groups}mean {figures['score']:.3g}, standard deviation {figures['score_std']:.2g}; "
+        f"signal: {group_share}mean {figures['score']:.3g}, standard deviation {figures['score_std']:.2g}; "
         f"{cut_share:.0%} of the responses were cut at {limit} tokens"
     )
     for name, count in totals.items():

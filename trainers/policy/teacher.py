@@ -299,7 +299,7 @@ def teacher_divergence(
     def compare_under_head(hidden, student):
         """Compare with each teacher; this runs in the student's forward pass, because there its head is whole."""
         sums = []
-        of_sequences = hidden.new_zeros(len(teacher_of), dtype=torch.float64)
+        sequence_kl = hidden.new_zeros(len(teacher_of), dtype=torch.float64)
         for teacher, tokens, reading in zip(teachers, tokens_of, readings, strict=True):
             student_hidden = hidden
             if len(teachers) > 1:
@@ -307,10 +307,10 @@ def teacher_divergence(
             places = on_device(compared[tokens].nonzero()[:, 0], policy.device)
             teacher_sums = teacher.compare(policy.config, student, student_hidden, places, *reading)
             sequences = on_device(row[tokens], policy.device)
-            of_sequences.index_add_(0, sequences, teacher_sums.pop("kl_of_tokens").double())
+            sequence_kl.index_add_(0, sequences, teacher_sums.pop("kl_of_tokens").double())
             sums.append(teacher_sums)
-        total = {name: sum(of_teacher[name] for of_teacher in sums) for name in sums[0]}
-        return total | {"kl_of_sequences": of_sequences}
+        total = {name: sum(terms[name] for terms in sums) for name in sums[0]}
+        return total | {"kl_of_sequences": sequence_kl}
 
     sums = policy.model(**inputs, under_head=compare_under_head)
     return sums | {"compared": compared.sum().to(policy.device, non_blocking=True)}

@@ -246,7 +246,7 @@ def _fetched(ids, broken, logprobs, record: Record | None, sampling: Sampling) -
     if logprobs is not None:
         rows_of = zip(logprobs.t().tolist(), lengths, strict=True)
         logprobs = [row[:length] for row, length in rows_of]
-    supports = None if record is None or broken.any() else record.of_responses(lengths)
+    supports = None if record is None or broken.any() else record.by_response(lengths)
     return Sampled(responses, supports, broken, logprobs)
 
 

@@ -101,8 +101,8 @@ def _problem_of(
 def check_scores(name: str, scores: object, samples: Sequence[Sample]) -> torch.Tensor:
     """Return the scores as (B,) fp32, NaN for None; refuse what is not one finite number or None for each sample."""
     values = []
-    of_samples = checked_list(scores, f"scorer {name!r}", "scores", len(samples))
-    for score, sample in zip(of_samples, samples, strict=True):
+    sample_scores = checked_list(scores, f"scorer {name!r}", "scores", len(samples))
+    for score, sample in zip(sample_scores, samples, strict=True):
         value, is_fine = None, False
         with contextlib.suppress(*NOT_A_NUMBER):
             value = _number(score)

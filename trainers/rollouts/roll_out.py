@@ -147,8 +147,8 @@ def roll_out(
     rewards = torch.zeros(len(samples))
     for scorer in scorers:
         scorer.progress = progress
-        of_scorer = scores[scorer.name] = _scores_by(scorer, samples)
-        rewards = rewards + scorer.weight * of_scorer.nan_to_num()
+        scorer_values = scores[scorer.name] = _scores_by(scorer, samples)
+        rewards = rewards + scorer.weight * scorer_values.nan_to_num()
     solved = _solved(scorers, scores, len(samples))
     incidents = _report_broken(scorers, len(samples))
     logged = _take_logged(scorers)
@@ -173,8 +173,8 @@ def _sampled(
     with torch.random.fork_rng(devices):
         torch.manual_seed(seeds[0] if seeds else 0)
         try:
-            of_mine = [prompts[i] for i in mine]
-            responses = sampled_by(sampler, of_mine, replace(sampling, seeds=seeds))
+            my_prompts = [prompts[i] for i in mine]
+            responses = sampled_by(sampler, my_prompts, replace(sampling, seeds=seeds))
         except NoDistribution as error:
             broken = [mine[number] for number in error.responses]
             raise NoDistribution(broken, error.step) from error
@@ -224,9 +224,9 @@ def _report_broken(scorers: Sequence[Scorer], count: int) -> dict[str, float]:
     limited: list[Any] = [scorer for scorer in scorers if hasattr(scorer, "broken")]
     for scorer in limited:
         # What is reported once is forgotten, so that the next rollout counts its own.
-        of_ranks, counts = zip(*ranks.gather((scorer.broken, count)), strict=True)
+        broken_by_rank, counts = zip(*ranks.gather((scorer.broken, count)), strict=True)
         scorer.broken = []
-        broken = [*chain.from_iterable(of_ranks)]
+        broken = [*chain.from_iterable(broken_by_rank)]
         metrics[f"verifier/{scorer.name}/timeouts"] = float(len(broken))
         if broken:
             print_rank0(
@@ -250,7 +250,7 @@ def means_of(logged: Sequence[tuple[str, float]], run_names: Collection[str]) ->
     values: dict[str, list[float]] = {}
     for name, value in logged:
         values.setdefault(name, []).append(value)
-    return _under_free_names(run_names, {name: fmean(of_name) for name, of_name in values.items()})
+    return _under_free_names(run_names, {name: fmean(numbers) for name, numbers in values.items()})
 
 
 def _under_free_names(run_names: Collection[str], logged: dict[str, Item]) -> dict[str, Item]:

@@ -128,7 +128,7 @@ class Record:
         self.fetched.append(TokenSupport(ids, offsets))
         return on_cpu[: len(numbers)]
 
-    def of_responses(self, lengths: list[int]) -> list[TokenSupport]:
+    def by_response(self, lengths: list[int]) -> list[TokenSupport]:
         """Return the sets of each response, a row per token, on the CPU, up to its length."""
         # What was noted is ordered by step, each with the rows that still went on: sort it by response, and number each
         # response's tokens, to leave out those that a row sampled after its stop token.

@@ -16,10 +16,10 @@ def pass_at_k(right: torch.Tensor, k: int) -> torch.Tensor:
     (arXiv:2107.03374, eq. 1).
     """
     n = right.shape[1]
-    ways = math.comb(n, k)
+    num_subsets = math.comb(n, k)
     # By whole numbers, of which none cancels; there are only n + 1 counts, so a table has them all.
-    of_count = [1 - math.comb(n - c, k) / ways for c in range(n + 1)]
-    table = torch.tensor(of_count, dtype=torch.float64)
+    probabilities = [1 - math.comb(n - c, k) / num_subsets for c in range(n + 1)]
+    table = torch.tensor(probabilities, dtype=torch.float64)
     return table[right.sum(1).cpu()]
 
 

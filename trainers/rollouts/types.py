@@ -49,9 +49,9 @@ class Response:
     tool's answer, are context: they get no gradient and do not count in any mean. They have entries in logprobs and
     kept sets, which are not read. A stop token of the policy ends its turn; `finish` says how the last turn ended."""
 
-    def sampled(self, of_ids: Sequence[Value]) -> list[Value]:
+    def sampled(self, items: Sequence[Value]) -> list[Value]:
         """Return the values of the ids that the policy sampled, of values of all ids."""
-        return list(of_ids) if self.trained is None else list(compress(of_ids, self.trained))
+        return list(items) if self.trained is None else list(compress(items, self.trained))
 
 
 @dataclass

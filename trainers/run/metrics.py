@@ -170,8 +170,8 @@ class Sums:
         total = global_sum(sum(columns))
         if total.isfinite().all():
             # A mean over no token is no 0: it would drag down those of other updates.
-            of_all = zip(self.names, total.tolist(), strict=True)
-            return {name: value for name, value in of_all if num_tokens or name.endswith("loss")}
+            totals = zip(self.names, total.tolist(), strict=True)
+            return {name: value for name, value in totals if num_tokens or name.endswith("loss")}
 
         # Name the first micro-batch of each rank that is NaN or infinite, with the rows that were in it.
         problems = []

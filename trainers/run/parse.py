@@ -131,10 +131,10 @@ def _value(config_class: type[Options], name: str, text: str | None) -> Any:
     # YAML's quotes and escapes do not apply to text, so it stays as it is, unless it begins like a list or a mapping
     # that the option takes as well.
     brackets = {list: "[", dict: "{"}
-    of_several = tuple(
+    opening_brackets = tuple(
         brackets[kind] for kind in map(typing.get_origin, choices) if kind in brackets
     )
-    if str in choices and not text.startswith(of_several):
+    if str in choices and not text.startswith(opening_brackets):
         return text
     try:
         return yaml.load(text, Values)

@@ -47,8 +47,8 @@ class FunctionScorer(BaseScorer):
             self.loop = asyncio.new_event_loop()
 
         # Anything else is refused before the run, and not when the first response is scored.
-        of_one = self.takes[:2] == ["response", "row"] and len(self.needs) <= 2
-        if not (self.takes_many or of_one):
+        takes_one = self.takes[:2] == ["response", "row"] and len(self.needs) <= 2
+        if not (self.takes_many or takes_one):
             forms = "(response, row), or (completions, **columns) as in TRL"
             raise InputError(
                 f"verifier {name!r} must take {forms}; it takes ({', '.join(self.takes)})"

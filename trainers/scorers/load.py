@@ -22,11 +22,11 @@ def _math(**common: Any) -> Scorer:
     return MathVerifier(**common)
 
 
-def _reward_model(*of_folder: Any, **common: Any) -> Scorer:
+def _reward_model(*folder: Any, **common: Any) -> Scorer:
     """Return a reward model as a scorer."""
     from fused_rl.trainers.scorers.reward_model import load_reward_model
 
-    return load_reward_model(*of_folder, **common)
+    return load_reward_model(*folder, **common)
 
 
 # How a scorer is spelled -> what makes it, called with the text in place of <...> and the common arguments by name.

@@ -41,12 +41,15 @@ class MathVerifier(BaseScorer):
             [(sample.text, answer) for answer in answers_of(sample.row, self.answer_column)]
             for sample in samples
         ]
-        distinct = list(dict.fromkeys(case for of_sample in cases for case in of_sample))
+        distinct = list(dict.fromkeys(case for sample_cases in cases for case in sample_cases))
         verdicts = dict(zip(distinct, self.pool.judge(distinct), strict=True))
 
         # Any of the answers counts. Cases that broke a limit score 0, and are counted with the row and the reason.
-        judged = [[verdicts[case] for case in of_sample] for of_sample in cases]
-        best = [max(of_sample, key=lambda verdict: verdict[0]) for of_sample in judged]
+        verdicts_by_sample = [[verdicts[case] for case in sample_cases] for sample_cases in cases]
+        best = [
+            max(case_verdicts, key=lambda verdict: verdict[0])
+            for case_verdicts in verdicts_by_sample
+        ]
         self.broken += [
             f"{sample.where} {why}" for sample, (_, why) in zip(samples, best, strict=True) if why
         ]

@@ -30,8 +30,8 @@ def folder_of(urls: Sequence[str], published_dir: str | None, output_dir: Path, 
     def choose() -> None:
         # Two runs never have one name, and a run that is resumed on its machine has the one that it had before it was
         # killed. Machines of one image may number their folders alike.
-        of_run = output_dir.stat()
-        name = f"fused-rl-{socket.gethostname()}-{of_run.st_dev:x}-{of_run.st_ino:x}"
+        run_stat = output_dir.stat()
+        name = f"fused-rl-{socket.gethostname()}-{run_stat.st_dev:x}-{run_stat.st_ino:x}"
         if published_dir is not None:
             chosen = Path(published_dir).absolute() / name
             with io_errors_in_a_line("the weights for the servers", chosen):
