@@ -68,7 +68,7 @@ def compared(policy, reference, **options):
     given = batch()
     inputs = {"input_ids": given.input_ids, "mask": given.response_mask, "temperature": 0.7}
     inputs |= {"places": given.places(), "packed": None, "support": None} | options
-    with torch.no_grad(), reference.beside(inputs) as states:
+    with torch.no_grad(), reference.states_for(inputs) as states:
         return policy(**inputs, reference=states)
 
 

@@ -29,8 +29,8 @@ def grads(module) -> list[torch.Tensor]:
 def in_both_forms(module, score) -> list[float]:
     """The largest differences of `score(module)` and of its gradients from whole sequences to parts."""
     results = []
-    for of_sequences in (None, module.divided):
-        module.divided, before = of_sequences, module.divided
+    for of_sequences in (None, module.sequence_parts):
+        module.sequence_parts, before = of_sequences, module.sequence_parts
         values = score(module)
         generator = torch.Generator().manual_seed(1)
         loss = sum((v * torch.randn(v.shape, generator=generator)).sum() for v in values)
@@ -41,7 +41,7 @@ def in_both_forms(module, score) -> list[float]:
             for gradient in gradients:
                 torch.distributed.all_reduce(gradient)
         results.append([*(v.detach() for v in values), *gradients])
-        module.divided = before if of_sequences is None else of_sequences
+        module.sequence_parts = before if of_sequences is None else of_sequences
     worst = []
     for whole, parts in zip(*results, strict=True):
         worst.append(((whole - parts).abs().max() / whole.abs().max()).item())
@@ -67,7 +67,7 @@ def scored_in_parts(rank, world, folder) -> list[float]:
     support = TokenSupport.from_lists(kept)
     worst = []
     for loss_from in ("linear", "logits"):
-        model = LanguageModel(lm, loss_from, divided=sequences.Divided(lm, 16))
+        model = LanguageModel(lm, loss_from, sequence_parts=sequences.SequenceParts(lm, 16))
         worst += in_both_forms(model, lambda m: m(ids, mask, 0.7)[:2])
         worst += in_both_forms(model, lambda m: m(ids, mask, support=support)[:2])
         worst += in_both_forms(model, lambda m: [m(ids, mask, token_loss=token_loss).loss])
@@ -76,7 +76,7 @@ def scored_in_parts(rank, world, folder) -> list[float]:
         model = kind.from_pretrained(folder, **reading)
         torch.nn.init.normal_(model.classifier.score.weight)
         torch.distributed.broadcast(model.classifier.score.weight.data, 0)
-        model.divided = sequences.Divided(model.classifier, 16)
+        model.sequence_parts = sequences.SequenceParts(model.classifier, 16)
         worst += in_both_forms(model, lambda m, inputs=inputs: [m(*inputs)])
     return worst
 
@@ -133,7 +133,7 @@ def what_is_refused(rank, world) -> list[str]:
             lm = transformers.AutoModelForCausalLM.from_config(
                 config, attn_implementation=attention
             )
-            sequences.Divided(lm, 16)
+            sequences.SequenceParts(lm, 16)
             messages.append("nothing")
         except Exception as error:
             messages.append(f"{type(error).__name__}: {error}")
@@ -147,9 +147,9 @@ def what_is_refused(rank, world) -> list[str]:
         messages.append(str(error))
     # A model that keeps options to itself, in place of what transformers passes on.
     forward = lm.base_model.forward
-    lm.base_model.forward = lambda divided=None, **options: forward(**options)
+    lm.base_model.forward = lambda sequence_parts=None, **options: forward(**options)
     try:
-        sequences.Divided(lm, 16)
+        sequences.SequenceParts(lm, 16)
     except InputError as error:
         messages.append(str(error))
     return messages
@@ -191,7 +191,9 @@ def scored_at_the_end(rank, world) -> dict[str, float]:
         torch.manual_seed(0)
         config = getattr(transformers, config_class)(**options)
         lm = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-        model = LanguageModel(lm.eval(), "linear", divided=sequences.Divided(lm, LENGTH))
+        model = LanguageModel(
+            lm.eval(), "linear", sequence_parts=sequences.SequenceParts(lm, LENGTH)
+        )
         worst[config_class] = max(in_both_forms(model, lambda m: m(ids, mask)[:2]))
     return worst
 

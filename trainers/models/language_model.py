@@ -20,7 +20,7 @@ from fused_rl.trainers.models.packing import Costs, InRows
 from fused_rl.trainers.options import RunConfig
 
 if TYPE_CHECKING:
-    from fused_rl.trainers.models.sequences import Divided
+    from fused_rl.trainers.models.sequences import SequenceParts
 
 
 class LanguageModel(nn.Module):
@@ -36,14 +36,14 @@ class LanguageModel(nn.Module):
         *,
         lora: bool = False,
         head_dtype: torch.dtype | None = None,
-        divided: "Divided | None" = None,
+        sequence_parts: "SequenceParts | None" = None,
     ):
         super().__init__()
         self.lm = lm
         self.loss_from = loss_from
         self.lora = lora
         self.head_dtype = head_dtype
-        self.divided = divided
+        self.sequence_parts = sequence_parts
         self.unpadded_costs: Costs | None = None  # where a trainer pads no row
         # Models such as Gemma 2 cap their logits, which a loss from hidden states does itself.
         self.softcap = getattr(self.base.config.get_text_config(), "final_logit_softcapping", None)
@@ -123,9 +123,9 @@ class LanguageModel(nn.Module):
             want_likeliest: request the likeliest token at each place; nothing then has a gradient.
         """
         places = mask.flatten().nonzero()[:, 0] if places is None else places
-        if self.divided is not None:
+        if self.sequence_parts is not None:
             # The tokens that this process's part of the sequences predicts.
-            mine = self.divided.my_places(places, input_ids.shape[1])
+            mine = self.sequence_parts.my_places(places, input_ids.shape[1])
             places, support = places[mine], None if support is None else support.select(mine)
         targets = input_ids[:, 1:].flatten()[places]
         states = self._states(input_ids, places, packed)
@@ -134,7 +134,7 @@ class LanguageModel(nn.Module):
             """(N,) -> (B, T - 1), 0 where masked; all parts then have the scores of whole sequences."""
             nothing = values.new_zeros(mask.numel())
             scores = nothing.index_copy(0, places, values).view(mask.shape)
-            return scores if self.divided is None else self.divided.sum(scores)
+            return scores if self.sequence_parts is None else self.sequence_parts.sum(scores)
 
         # What a reference says comes first, as the loss may depend on it.
         compared = None
@@ -155,7 +155,7 @@ class LanguageModel(nn.Module):
             options = self._head_options(temperature)
             operands = states, self.head.weight, targets
             rows = fused_rl.linear_token_loss(*operands, token_loss, *weights, **options)
-            loss = rows.loss if self.divided is None else self.divided.sum(rows.loss)
+            loss = rows.loss if self.sequence_parts is None else self.sequence_parts.sum(rows.loss)
         elif compared is not None and not states.requires_grad:
             rows = compared
         elif want_likeliest:
@@ -188,8 +188,8 @@ class LanguageModel(nn.Module):
             input_ids, mask, packed, places: as in `score`.
         """
         places = mask.flatten().nonzero()[:, 0] if places is None else places
-        if self.divided is not None:
-            places = places[self.divided.my_places(places, input_ids.shape[1])]
+        if self.sequence_parts is not None:
+            places = places[self.sequence_parts.my_places(places, input_ids.shape[1])]
         return function(self._states(input_ids, places, packed), self)
 
     def rows_of(
@@ -221,8 +221,8 @@ class LanguageModel(nn.Module):
             module, output = self.base, "logits"
         if packed is not None:
             return packed.states_of(self.base, module, output)
-        if self.divided is not None:
-            return self.divided.states_of(module, output, input_ids, places)
+        if self.sequence_parts is not None:
+            return self.sequence_parts.states_of(module, output, input_ids, places)
         states = module(input_ids=input_ids, use_cache=False)[output]
         # Place t of the flattened mask is position t of the states, which have one column more in
         # every row.
@@ -340,19 +340,19 @@ def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) 
     prepare_modules(lm)
     if trainable:
         checkpoint_activations(lm, config)
-    divided = None
+    sequence_parts = None
     if config.sequence_parallel > 1:
-        from fused_rl.trainers.models.sequences import Divided
+        from fused_rl.trainers.models.sequences import SequenceParts
 
         base_lm = lm.get_base_model() if with_adapters else lm
-        divided = Divided(base_lm, config.longest_sequence)
+        sequence_parts = SequenceParts(base_lm, config.longest_sequence)
     head_dtype = None if config.head_dtype == "auto" else getattr(torch, config.head_dtype)
     return LanguageModel(
         lm,
         config.loss_from,
         lora=with_adapters,
         head_dtype=head_dtype,
-        divided=divided,
+        sequence_parts=sequence_parts,
     )
 
 

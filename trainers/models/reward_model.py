@@ -22,7 +22,7 @@ from fused_rl.trainers.models.packing import Costs, InRows, unpadded_costs
 from fused_rl.trainers.options import ModelConfig, RunConfig
 
 if TYPE_CHECKING:
-    from fused_rl.trainers.models.sequences import Divided
+    from fused_rl.trainers.models.sequences import SequenceParts
 
 
 class RewardModel(nn.Module):
@@ -32,7 +32,7 @@ class RewardModel(nn.Module):
         super().__init__()
         self.classifier = classifier
         self.lora = False
-        self.divided: Divided | None = None
+        self.sequence_parts: SequenceParts | None = None
         """How sequences are divided over processes; None where each is whole."""
         self.unpadded_costs: Costs | None = None  # where its rows need no padding
         prepare_modules(classifier)
@@ -164,11 +164,11 @@ class RewardModel(nn.Module):
         tokens = input_ids.gather(1, front).masked_fill(pads, 0)
 
         row = torch.arange(len(tokens), device=lengths.device)
-        if self.divided is not None:
+        if self.sequence_parts is not None:
             # Places are those of tokens that predict another one, so one more pad comes after the last.
             padded = nn.functional.pad(tokens, (0, 1))
             backbone, places = self.classifier.base_model, row * width + lengths - 1
-            return self.divided.scores_of(backbone, padded, places, self.scores_of)
+            return self.sequence_parts.scores_of(backbone, padded, places, self.scores_of)
         # A causal model never reads what follows, so the mask is of ones: without one some models
         # warn of pads.
         all_ones = torch.ones_like(tokens)
@@ -247,13 +247,13 @@ class Critic(RewardModel):
         `packed` are the same sequences in rows, and `places` (N,) the True places of the flattened mask.
         """
         backbone = self.classifier.base_model
-        if self.divided is None and packed is None:
+        if self.sequence_parts is None and packed is None:
             # The state of the last token would be the value after it, where the episode is over.
             hidden = backbone(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
             return torch.where(mask, self.scores_of(hidden), 0)
         places = mask.flatten().nonzero()[:, 0] if places is None else places
-        if self.divided is not None:
-            values = self.divided.scores_of(backbone, input_ids, places, self.scores_of)
+        if self.sequence_parts is not None:
+            values = self.sequence_parts.scores_of(backbone, input_ids, places, self.scores_of)
         else:
             states = packed.states_of(self.classifier, backbone, "last_hidden_state")
             values = self.scores_of(states)
@@ -279,9 +279,9 @@ def load_reward_model(
     )
     model = model.to(device)
     if config.sequence_parallel > 1:
-        from fused_rl.trainers.models.sequences import Divided
+        from fused_rl.trainers.models.sequences import SequenceParts
 
-        model.divided = Divided(model.classifier, config.longest_sequence)
+        model.sequence_parts = SequenceParts(model.classifier, config.longest_sequence)
     model.unpadded_costs = unpadded_costs(model.classifier)
     checkpoint_activations(model.classifier, config)
     return model

@@ -45,10 +45,10 @@ def _register(name: str) -> None:
     original = _originals[name] = ALL_ATTENTION_FUNCTIONS[name]
 
     # Sampling, and models that see whole sequences, do not say so.
-    def attention(module, query, key, value, attention_mask, divided=None, **options):
-        if divided is None:
+    def attention(module, query, key, value, attention_mask, sequence_parts=None, **options):
+        if sequence_parts is None:
             return original(module, query, key, value, attention_mask, **options)
-        return divided.attention(module, query, key, value, **options)
+        return sequence_parts.attention(module, query, key, value, **options)
 
     AttentionInterface.register(name, attention)
 
@@ -68,7 +68,7 @@ def _changing_ropes(text: Any) -> dict[str, int]:
     return lengths
 
 
-class Divided:
+class SequenceParts:
     """The division of a transformers model's sequences over the processes of this rank."""
 
     def __init__(self, lm: Any, longest: int):
@@ -214,7 +214,7 @@ class Divided:
             input_ids=padded[:, begin : begin + width],
             position_ids=positions.clamp(max=last),
             use_cache=False,
-            divided=self,
+            sequence_parts=self,
         )
         row = places // (tokens - 1)
         column = places % (tokens - 1)
