@@ -132,7 +132,7 @@ def test_the_stable_names_have_the_arguments_that_the_page_says():
                 assert [*parameters][: len(promised)] == promised, f"{module}.{name}"
 
 
-def run_own_trainer(folder, *words, processes=1):
+def run_own_trainer(folder, *words, processes=1, fails=False):
     """Run the page's trainer as it is written, in a folder outside of the repository; return what it prints."""
     launch = [sys.executable]
     if processes > 1:
@@ -144,7 +144,7 @@ def run_own_trainer(folder, *words, processes=1):
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert (done.returncode != 0) == fails, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
@@ -165,6 +165,10 @@ def test_an_own_trainer_has_a_dry_run_that_knows_its_column(own_trainer):
     printed = run_own_trainer(own_trainer, "--output_dir", "run", "--eval_size", "8", "--dry_run")
     assert "unused columns: note" in printed and "# one example: rows.jsonl, line 1" in printed
     assert "# beside its tokens: 0.0" in printed and "0|<end>" in printed
+    words = ("--output_dir", "run", "--eval_size", "8", "--weight_column", "note")
+    printed = run_own_trainer(own_trainer, *words, fails=True)
+    assert "weighted.py: error: 40 of 40 rows cannot be used" in printed
+    assert "rows.jsonl, line 1: could not convert string to float: 'unread'" in printed
 
 
 @pytest.mark.slow

@@ -1,7 +1,9 @@
 """`fused-rl <command> --config recipes/x.yaml --key value`: the one list of commands."""
 
+import difflib
 import importlib
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -89,6 +91,11 @@ COMMANDS = TRAINERS | {
 }
 
 
+def program(command: str | None) -> str:
+    """Return what is typed to run a command: of a trainer that is none of ours, the name of its file."""
+    return f"fused-rl {command}" if command in COMMANDS else Path(sys.argv[0]).name
+
+
 def module_of(command: str) -> ModuleType:
     """Import the module of a command; end the process with one line if it needs a package that is not installed."""
     try:
@@ -112,6 +119,8 @@ def main() -> None:
             "\nfused-rl COMMAND --help lists the keys of a command; fused-rl --version prints the version."
         )
     elif command not in COMMANDS:
-        sys.exit(f"fused-rl: error: unknown command {command!r}; there are {', '.join(COMMANDS)}")
+        near = "".join(difflib.get_close_matches(command, COMMANDS, n=1))
+        meant = f"did you mean {near}?" if near else f"there are {', '.join(COMMANDS)}"
+        sys.exit(f"fused-rl: error: unknown command {command!r}; {meant}")
     else:
         module_of(command).main(sys.argv[2:])

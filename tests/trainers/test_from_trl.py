@@ -28,6 +28,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "from_trl.md").read_text(encoding="
         ("epsilon", "its name here is --clip_low and --clip_high"),
         ("num_generation", "did you mean num_generations, as in TRL? its name here is --group_s"),
         ("group_sizes", "did you mean --group_size?"),
+        ("kl_target", "it is an option of ppo"),
         ("xyzzy", "--help all lists the options"),
     ],
 )

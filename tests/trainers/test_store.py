@@ -64,6 +64,14 @@ def test_overwrite_moves_everything_away_once_all_inputs_are_read(files, run, tm
     assert [entry["step"] for entry in read_metrics(run / "metrics.jsonl")] == [0, 1]
 
 
+def test_a_run_that_took_no_step_stands_in_nobodys_way(files, run, tmp_path):
+    refused(run_config(files, run), "is not empty: continue its run with --resume, move its")
+    for name in ("metrics.jsonl", "held_out.jsonl"):
+        (run / name).unlink()
+    sft.train(run_config(files, run, steps=1))
+    assert (run / "earlier-1" / "config.yaml").exists()
+
+
 def test_a_checkpoint_that_is_a_link_is_deleted_as_a_link(files, whole, run, tmp_path):
     checkpoints = run / "checkpoints"
     for step in (1, 4):

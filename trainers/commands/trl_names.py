@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection
 
 from fused_rl.trainers.base.text import InputError, UnknownOptions, escaped
+from fused_rl.trainers.cli import COMMANDS
 
 # TRL's name -> ours. A clause after "; " is for the trainers that have the options in it. A text that does not begin
 # with an option says where the value goes.
@@ -145,6 +146,9 @@ def suggestion_for(name: str, options: Collection[str]) -> str:
     meant = name.replace("-", "_")
     if meant in NAMES:
         return _name_here(meant, options)
+    configs = {key: listed.config_class() for key, listed in COMMANDS.items() if listed.config}
+    if owners := [key for key, config in configs.items() if name in config.model_fields]:
+        return f"it is an option of {', '.join(owners)}"
     # Less alike are options of TRL that have no counterpart.
     nearest = difflib.get_close_matches(meant, [*options, *NAMES], n=1, cutoff=0.8)
     if not nearest:

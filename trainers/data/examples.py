@@ -192,7 +192,8 @@ def _records(text: bytes, index: int, read: Read) -> Iterator[dict[str, Any]]:
     try:
         reader = Reader(parsed(text))
         records, error = read(reader), None
-    except InputError as refusal:
+    # Also what the reader of another trainer raises, as float() does.
+    except ValueError as refusal:
         bad = BadRow.located(refusal)
         records, error = [Record(([], []))], json.dumps([bad.reason, bad.remedy, bad.got])
     filled = [name for name, value in reader.row.items() if value not in EMPTY]

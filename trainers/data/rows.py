@@ -53,7 +53,7 @@ class BadRow(InputError):
         super().__init__(f"{problem}; {remedy}" if remedy else problem)
 
     @classmethod
-    def located(cls, error: InputError, where: str = "") -> "BadRow":
+    def located(cls, error: ValueError, where: str = "") -> "BadRow":
         """Return the error of a row with the place of the row, if it does not have one yet."""
         if not isinstance(error, BadRow):
             return cls(str(error), where=where)

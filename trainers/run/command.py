@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import print_line
 from fused_rl.trainers.base.text import InputError, UnknownOptions, escaped
+from fused_rl.trainers.cli import program
 from fused_rl.trainers.data.reading import BadRows
 from fused_rl.trainers.options import RunConfig
 from fused_rl.trainers.run.dry_run import DryRun
@@ -36,7 +37,7 @@ def run(
         argv: the words after the command.
     """
     argv = sys.argv[1:] if argv is None else argv
-    with around(f"fused-rl {config_class.command}", LOST):
+    with around(program(config_class.command), LOST):
         config = parse(config_class, argv)
         # Before and after the steps, SIGTERM must end the process like an error, which removes what the run keeps
         # outside of its folder. During the steps `Run` handles it.

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import yaml
 
 from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.cli import program
 from fused_rl.trainers.options import (
     FIRST,
     Options,
@@ -162,7 +163,7 @@ def help_text(config_class: type[Options], *, everything: bool) -> str:
     """Return what `--help` prints: the main options, or all options in groups if `everything` is set."""
     doc = (config_class.__doc__ or "").strip().splitlines()[0]
     lines = [
-        f"usage: fused-rl {config_class.command} [--config FILE] [--key value ...]",
+        f"usage: {program(config_class.command)} [--config FILE] [--key value ...]",
         "",
         doc,
         "",

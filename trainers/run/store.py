@@ -42,6 +42,7 @@ from fused_rl.trainers.base.ranks import barrier, process_index, processes
 from fused_rl.trainers.base.screen import print_line, print_rank0
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.options import ACTIONS, RunConfig, changeable, to_yaml
+from fused_rl.trainers.run.logger import read_metrics
 
 LOCK = ".fused-rl.lock"
 SAVED_AT_THE_END = ("model", "critic")
@@ -129,7 +130,11 @@ class RunFolder:
                 if any(Path(name).resolve().is_relative_to(p.resolve()) for p in self._contents()):
                     problem = f"{option}={name} is read, and overwrite would move it away"
                     raise InputError(f"output_dir={self.path}: {problem}; choose another folder")
-        if self._contents() and not (config.resume or config.overwrite):
+        # A run that ended before its first step, as by an error in a scorer, has left nothing to keep.
+        took_no_step = (self.path / "config.yaml").is_file() and not any(
+            entry["step"] for entry in read_metrics(self.path / "metrics.jsonl")
+        )
+        if self._contents() and not (config.resume or config.overwrite or took_no_step):
             resume = "continue its run with --resume, " if steps_in(self.checkpoints) else ""
             remedy = f"{resume}move its content away with --overwrite, or choose another folder"
             raise InputError(f"output_dir={self.path} is not empty: {remedy}")
