@@ -1170,8 +1170,8 @@ MUTATIONS = {
     ),
     "the error of a change is not paired": Mutation(
         "trainers/run/learned.py",
-        "error_of([b - a for a, b in zip(*moved, strict=True)])",
-        "math.hypot(*map(error_of, moved))",
+        "error_of([b - a for a, b in zip(*row_residuals, strict=True)])",
+        "math.hypot(*map(error_of, row_residuals))",
     ),
     "the error of a ratio forgets its rows' weights": Mutation(
         "trainers/run/learned.py",

@@ -73,10 +73,10 @@ def update(
     baseline = fused_rl.kl_baseline(config.beta * (logprobs[:, 0] - reference[:, 1])).item()
 
     def loss_and_metrics(logprobs: torch.Tensor, indices: Sequence[int]):
-        moved = logprobs[:, 0] - reference[indices, 0].to(logprobs.device)
+        log_ratios = logprobs[:, 0] - reference[indices, 0].to(logprobs.device)
         return fused_rl.unpaired_preference_loss(
-            config.beta * moved,
-            torch.tensor([rows[i].desirable for i in indices], device=moved.device),
+            config.beta * log_ratios,
+            torch.tensor([rows[i].desirable for i in indices], device=log_ratios.device),
             baseline=baseline,
             desirable_weight=config.desirable_weight,
             undesirable_weight=config.undesirable_weight,

@@ -31,13 +31,13 @@ def fitting_tokens(engines: Sequence[Any], longest: int) -> int:
                 p.numel() for group in engine.optimizer.param_groups for p in group["params"]
             ]
             usable -= 8 * sum(trained)
-    one = _peak(engines, longest, 1)
+    peak_of_one = _peak(engines, longest, 1)
     # A second sequence takes no more than the first: without room for it all ranks go without that pass.
-    needed = 2 * one - torch.cuda.memory_allocated(device)
+    needed = 2 * peak_of_one - torch.cuda.memory_allocated(device)
     if ranks.on_any_process(flag=needed > usable):
         return longest
-    per_token = max(_peak(engines, longest, 2) - one, 1) / longest
-    tokens = longest + int((usable - one) / per_token)
+    per_token = max(_peak(engines, longest, 2) - peak_of_one, 1) / longest
+    tokens = longest + int((usable - peak_of_one) / per_token)
     tokens_of_processes = ranks.gather_processes(min(tokens, MOST_SEQUENCES * longest))
     return max(longest, min(tokens_of_processes))
 

@@ -86,7 +86,7 @@ class Change(NamedTuple):
     @property
     def direction(self) -> int:
         """1 if the figure rose beyond the error, -1 if it fell, and 0 otherwise."""
-        errors = next(count for most, count in STUDENT.items() if self.freedom <= most)
+        errors = next(count for limit, count in STUDENT.items() if self.freedom <= limit)
         # NaN, which is the first argument, stays NaN, and no change is beyond it.
         beyond = max(errors * self.error, SMALLEST * max(abs(self.start), abs(self.end)))
         difference = self.end - self.start
@@ -133,10 +133,10 @@ def held_out_change(
     (begin, before, rows_before), (end, after, rows_after) = first, last
     when = f"step {begin}", f"step {end}"
     columns_by_row = (rows[figure.key] for rows in (rows_before, rows_after) if figure.key in rows)
-    moved = [residuals(columns) for columns in columns_by_row]
-    error, count = math.nan, len(moved[-1]) if moved else 0
-    if len(moved) == 2 and len(moved[0]) == count:
-        error = error_of([b - a for a, b in zip(*moved, strict=True)])
+    row_residuals = [residuals(columns) for columns in columns_by_row]
+    error, count = math.nan, len(row_residuals[-1]) if row_residuals else 0
+    if len(row_residuals) == 2 and len(row_residuals[0]) == count:
+        error = error_of([b - a for a, b in zip(*row_residuals, strict=True)])
     values = float(before[figure.key]), float(after[figure.key])
     return Change(figure, when, *values, error, freedom=count - 1, rows=count)
 

@@ -19,7 +19,7 @@ def check_fits(config: Any, tokenizer, kinds_of_rows: Sequence[Examples], sample
     Args:
         config: the options, with the name of the model.
         tokenizer: the tokenizer.
-        parts: the examples, of each kind.
+        kinds_of_rows: the examples, of each kind.
         sampled: the most tokens that are sampled after a prompt without a response.
     """
     from transformers import AutoConfig
