@@ -134,6 +134,8 @@ def test_what_is_no_run_is_one_line_and_status_2(tmp_path, capsys):
         status, said, error = run_doctor(capsys, folder)
         assert status == 2 and said == "" and "holds no metrics.jsonl" in error, folder
         assert error.startswith(f"fused-rl doctor: error: {folder}")
+    (tmp_path / "metrics.jsonl").touch()
+    assert "holds no config.yaml" in run_doctor(capsys, tmp_path)[2]
 
 
 def nothing(response, row):

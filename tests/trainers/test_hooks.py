@@ -159,6 +159,16 @@ def test_a_function_of_the_options_and_one_of_python_are_two(files, tmp_path):
         sft.train(config, on_step=summing)
 
 
+def test_a_schedule_that_would_ascend_is_refused():
+    config = tiny.config_of("sft", lr_schedule=lambda update, total: 1 - 2 * update / total)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    rate = optim.schedule(optimizer, config, 4)
+    rate.step()
+    rate.step()
+    with pytest.raises(ValueError, match="lr_schedule at update 3 must be .* 0 or more, got -0.5"):
+        rate.step()
+
+
 @pytest.mark.parametrize("lr_schedule", ["linear", lambda update, total: 1 - update / total])
 def test_a_schedule_is_that_of_its_function(lr_schedule):
     config = tiny.config_of("sft", lr=0.1, lr_schedule=lr_schedule)

@@ -122,10 +122,14 @@ def test_a_yes_says_in_the_same_line_what_casts_doubt_on_it():
     ("latest", "goes_on"), [(0.6, True), (0.52, False), (0.5, False), (0.4, False)]
 )
 def test_a_yes_says_that_the_figure_was_still_improving(latest, goes_on):
-    watch = Watch({"dtype": "float32"})
+    watch = Watch({"dtype": "float32", "save_every": 100})
     for step, score in enumerate((0.1, 0.5, latest)):
         watch.update({"step": 40 * step, "eval/score": score}, {"eval/score": [[score] * 8]})
     assert ("yes, and still improving (--resume --steps 160 goes on)" in watch.learned()) == goes_on
+    watch.config["num_train_epochs"] = 2.0
+    assert ("(--resume --num_train_epochs 4 goes on)" in watch.learned()) == goes_on
+    watch.config["save_every"] = 0  # no checkpoint is left
+    assert ("yes, and still improving: held-out" in watch.learned()) == goes_on
     assert "improving" not in watch.learned(ended=False)
     watch.evaluations[1][1].clear()  # as where a scorer returned None for all responses
     assert watch.learned().startswith("did it learn? yes: held-out score")

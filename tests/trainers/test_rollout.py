@@ -97,7 +97,11 @@ BROKEN = [
     (Response([5, 6], "length", [-0.1, None], trained=[False, True]), "a logprob is None"),
     (Response([5], "length", -1.0), "expected a Response .*'float' object is not iterable"),
     (Response([5.0], "length"), "expected a Response of whole ids .*'float' object"),
-    (Response([5], "length", trained=["True"]), "expected a Response of whole ids and numbers"),
+    (
+        Response([5], "length", trained=["True"]),
+        r"trained=\[nan\]; expected True or False for each",
+    ),
+    (Response([5], "length", trained=[0.5]), r"trained=\[0.5\]; expected True or False"),
     (None, "expected a Response .* got None"),
     (Response([5], "length", logprobs=[-0.1, -0.2]), "2 logprobs for 1 ids"),
     (Response([5, 6], "length", support=[[5]]), "1 support for 2 ids"),

@@ -130,7 +130,10 @@ def test_a_sampler_that_is_none_is_a_line_and_what_it_raises_is_its_own(
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_sampler_may_be_a_generator(files, tmp_path, own, lag):
     options = {"steps": 2, "eval_size": 0, "save_every": 1, "lag": lag}
-    grpo.train(grpo_config(files, tmp_path / "run", sampler="own_sampler:OneByOne", **options))
+    config = grpo_config(files, tmp_path / "run", sampler="own_sampler:OneByOne", **options)
+    with pytest.raises(InputError, match="sampler=own_sampler:OneByOne and another from Python"):
+        grpo.train(config, sampler=Clearing)
+    grpo.train(config)
 
 
 class Clearing(tiny.Sampler):

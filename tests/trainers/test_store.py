@@ -37,12 +37,21 @@ from tests.trainers.runs import (
 
 
 def test_what_a_run_reads_is_not_moved_away(files, tmp_path):
-    folder = tmp_path / "run"
+    """Its model, also where that is the folder itself, the weights below adapters, a scorer's folder."""
+    folder, adapters = tmp_path / "run", tmp_path / "adapters"
+    shutil.copytree(files[0], folder)
     shutil.copytree(files[0], folder / "model")
-    config = run_config((str(folder / "model"), files[1]), folder, overwrite=True)
-    with pytest.raises(InputError, match="model=.* is read, and overwrite would move it away"):
-        sft.train(config)
-    assert (folder / "model/config.json").exists()
+    adapters.mkdir()
+    base = {"base_model_name_or_path": str(folder / "model")}
+    (adapters / "adapter_config.json").write_text(json.dumps(base))
+    before = contents(folder)
+    for model in (folder, folder / "model", adapters):
+        config = run_config((str(model), files[1]), folder, overwrite=True)
+        refused(config, "model=.* is read, and overwrite would move it away")
+    scorer = {"verifiers": [f"reward_model:{folder}/model"], "overwrite": True}
+    with pytest.raises(InputError, match="verifiers=.* is read, and overwrite would move it away"):
+        store.RunFolder(tiny.config_of("grpo", output_dir=str(folder), **scorer)).check()
+    assert contents(folder) == before
 
 
 def test_overwrite_moves_everything_away_once_all_inputs_are_read(files, run, tmp_path):
@@ -66,8 +75,10 @@ def test_overwrite_moves_everything_away_once_all_inputs_are_read(files, run, tm
 
 def test_a_run_that_took_no_step_stands_in_nobodys_way(files, run, tmp_path):
     refused(run_config(files, run), "is not empty: continue its run with --resume, move its")
-    for name in ("metrics.jsonl", "held_out.jsonl"):
-        (run / name).unlink()
+    for name in ("model", "checkpoints"):
+        shutil.rmtree(run / name)
+    refused(run_config(files, run), "is not empty: move its content away")
+    (run / "metrics.jsonl").write_text('{"step": 0, "eval/loss": 3.0}\n')
     sft.train(run_config(files, run, steps=1))
     assert (run / "earlier-1" / "config.yaml").exists()
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import fused_rl
+from fused_rl.base.checks import check_range
 from fused_rl.trainers.base.text import load_function
 
 SCHEDULES = ("constant", "linear", "cosine")
@@ -53,7 +54,9 @@ def schedule(optimizer: torch.optim.Optimizer, config: Any, updates: int):
     def factor(update: int) -> float:
         rising = min(1.0, update / config.warmup_steps) if config.warmup_steps else 1.0
         # After the last update torch asks once more.
-        return rising * chosen(min(update, updates - 1), updates)
+        value = chosen(min(update, updates - 1), updates)
+        check_range(f"lr_schedule at update {update}", value, "a finite number, 0 or more")
+        return rising * value
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 

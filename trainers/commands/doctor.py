@@ -26,10 +26,11 @@ def report_run(folder: Path) -> bool:
     from fused_rl.trainers.run.rules import Watch
 
     # What the run has left: its options, with the dtype that `auto` was on its machine, and its metrics.
-    if not (folder / "metrics.jsonl").is_file():
-        raise InputError(
-            f"{folder} is not a run: it holds no metrics.jsonl; give the output_dir of a run"
-        )
+    for name in ("metrics.jsonl", "config.yaml"):
+        if not (folder / name).is_file():
+            raise InputError(
+                f"{folder} is not a run: it holds no {name}; give the output_dir of a run"
+            )
     text = (folder / "config.yaml").read_text(encoding="utf-8")
     _, _, command, *_ = text.split()  # of "# fused-rl sft --config <this file>"
     config = yaml.safe_load(text)

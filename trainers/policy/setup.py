@@ -153,6 +153,10 @@ def setup(
         # A user's sampler declares what it reports only when it is made.
         if config.sampler is not None:
             load_function("sampler", config.sampler)
+            if sampler is not None:
+                raise InputError(
+                    f"sampler={config.sampler} and another from Python: give one of them"
+                )
         elif sampler is None:
             check_sampler(config, sampler_kind(config))
     # All processes must have read the same, and a resumed run must read what it began with.

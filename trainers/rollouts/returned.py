@@ -35,7 +35,7 @@ def checked_list(returned: object, source: str, noun: str, count: int) -> list:
 def _number(value) -> float | None:
     """Return any kind of number as Python's, and None as it is; text raises one of `NOT_A_NUMBER`."""
     # float() alone takes text such as "1".
-    return value if value is None else float(value * 1.0)
+    return value if value is None else float(math.nan if isinstance(value, str) else value)
 
 
 def sampled_by(sampler: Sampler, prompts: list[list[int]], sampling: Sampling) -> list[Response]:
@@ -77,6 +77,8 @@ def _problem_of(
         values = getattr(response, name)
         if values is not None and len(values) != len(ids):
             return f"{len(values)} {name} for {len(ids)} ids"
+    if not {*(response.trained or ())} <= {0, 1}:
+        return f"trained={one_line(response.trained)}; expected True or False for each id"
 
     # What the sampler has declared: log-probabilities, and kept sets where the sampling truncates.
     if (response.logprobs is None) == tells_logprobs:

@@ -361,16 +361,16 @@ class Run:
         return self._trained_model()
 
     def finish(self, save: Callable[[Path], None]) -> str:
-        """Draw the curves, save the trained model, push it if requested, and return its folder.
+        """Save the trained model, draw the curves, push it if requested, and return its folder.
 
         `save(folder)` writes the model into a folder; all ranks call it.
         """
         model = self.store.path / "model"
         try:
             with io_errors_in_a_line("model", self.store.path), phase("saved the model"):
+                save(model)
                 if self.logger is not None:
                     self.logger.close()
-                save(model)
             # Without a schedule of checkpoints, that of the last step is needed only until the model is saved.
             if not self.config.save_every:
                 self.store.remove_checkpoints()

@@ -162,8 +162,13 @@ class Watch:
                 latest = self.change_of(change.figure, since)
                 is_much = 10 * abs(latest.end - latest.start) > abs(change.end - change.start)
                 if ended and latest != change and latest.gain > 0 and is_much:
-                    steps = 2 * self.evaluations[-1][0]
-                    answer += f", and still improving (--resume --steps {steps} goes on)"
+                    longer = f"--steps {2 * self.evaluations[-1][0]}"
+                    if epochs := self.config.get("num_train_epochs"):
+                        longer = f"--num_train_epochs {2 * epochs:g}"
+                    answer += ", and still improving"
+                    # Otherwise there is no checkpoint.
+                    if self.config.get("save_every"):
+                        answer += f" (--resume {longer} goes on)"
             so_far = "" if ended else "so far "
             return f"did it learn? {so_far}{answer}: held-out {change}{self._other_figures(change)}"
         none = "no held-out figure was measured twice"

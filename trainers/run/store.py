@@ -19,7 +19,7 @@ import operator
 import random
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import MappingProxyType
@@ -36,6 +36,7 @@ from fused_rl.trainers.base.files import (
     io_errors_in_a_line,
     remove,
     unfinished,
+    weights_below,
     write_atomically,
 )
 from fused_rl.trainers.base.ranks import barrier, process_index, processes
@@ -48,7 +49,8 @@ LOCK = ".fused-rl.lock"
 SAVED_AT_THE_END = ("model", "critic")
 EARLIER = "earlier-"  # and a number: the folder in output_dir for what was in it before
 # Options that name files which a run reads.
-INPUT_OPTIONS = ("model", "critic", "teacher", "dataset", "eval_dataset", "reference_dataset")
+INPUT_OPTIONS = ("model", "critic", "teacher", "verifiers", "deepspeed")
+INPUT_OPTIONS += ("dataset", "eval_dataset", "reference_dataset")
 # In a folder that counts as empty: our lock, earlier content that was moved, and a volume's lost+found.
 STAYING_NAMES = re.compile(f"{re.escape(LOCK)}|{EARLIER}[0-9]+|lost\\+found")
 EMPTY: Mapping = MappingProxyType({})
@@ -122,22 +124,33 @@ class RunFolder:
         if config.overwrite and Path.cwd().is_relative_to(self.path.resolve()):
             problem = f"{self.path} is the current folder, or holds it, and overwrite would move all that is in it"
             raise InputError(f"output_dir={problem}; give the run a folder of its own")
-        # Saved adapters would name a base that is no longer there.
-        for option in INPUT_OPTIONS if config.overwrite else ():
-            named = getattr(config, option, None) or ()
-            names = named.values() if isinstance(named, dict) else named
-            for name in [names] if isinstance(names, str) else names:
-                if any(Path(name).resolve().is_relative_to(p.resolve()) for p in self._contents()):
-                    problem = f"{option}={name} is read, and overwrite would move it away"
-                    raise InputError(f"output_dir={self.path}: {problem}; choose another folder")
+        # A resumed run would not find it, and saved adapters would name a base that is no longer there.
+        moved = [path.resolve() for path in self._contents()] if config.overwrite else []
+        for option, name in self._names_read():
+            place = Path(name).resolve()
+            is_all = place == self.path.resolve() and place in {path.parent for path in moved}
+            if is_all or any(map(place.is_relative_to, moved)):
+                problem = f"{option}={name} is read, and overwrite would move it away"
+                raise InputError(f"output_dir={self.path}: {problem}; choose another folder")
         # A run that ended before its first step, as by an error in a scorer, has left nothing to keep.
-        took_no_step = (self.path / "config.yaml").is_file() and not any(
-            entry["step"] for entry in read_metrics(self.path / "metrics.jsonl")
-        )
-        if self._contents() and not (config.resume or config.overwrite or took_no_step):
+        names = {path.name for path in self._contents()}
+        steps = [entry["step"] for entry in read_metrics(self.path / "metrics.jsonl")]
+        is_begun = "config.yaml" in names and not (names & {"model", "checkpoints"} or any(steps))
+        if names and not (config.resume or config.overwrite or is_begun):
             resume = "continue its run with --resume, " if steps_in(self.checkpoints) else ""
             remedy = f"{resume}move its content away with --overwrite, or choose another folder"
             raise InputError(f"output_dir={self.path} is not empty: {remedy}")
+
+    def _names_read(self) -> Iterator[tuple[str, str]]:
+        """Yield each option with a name that the run reads, and with that of the weights below adapters."""
+        for option in INPUT_OPTIONS:
+            named = getattr(self.config, option, None) or ()
+            names = named.values() if isinstance(named, dict) else named
+            for name in [names] if isinstance(names, str) else names:
+                if isinstance(name, str):
+                    folder = name.removeprefix("reward_model:")
+                    yield option, folder
+                    yield option, weights_below(folder) or folder
 
     def open(self) -> None:
         """Lock the folder for this run, and check the checkpoint that it resumes from. All ranks must call this.
