@@ -680,7 +680,7 @@ MUTATIONS = {
         "trainers/rollouts/mismatch.py",
         "    sizes = differences.abs()\n",
         "    sizes = differences\n",
-        "tests/trainers/test_servers.py -k 'detects or 16_bits'",
+        "tests/trainers/test_samplers.py -k cancel",
     ),
     "responses of other log-probabilities are trained on": Mutation(
         "trainers/rollouts/mismatch.py",

@@ -8,7 +8,7 @@ import torch
 from fused_rl.objectives.presets import resolve_options
 from fused_rl.trainers import grpo
 from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.rollouts.mismatch import mismatch
+from fused_rl.trainers.rollouts.mismatch import agrees, mismatch
 from fused_rl.trainers.rollouts.roll_out import batch_of, roll_out
 from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
 from fused_rl.trainers.rollouts.types import Prompt, Response, Rollout, Sample
@@ -63,6 +63,12 @@ def test_the_sampler_s_distance_is_logged_before_any_correction(correction, cut)
 
 
 # Seeds.
+
+
+@pytest.mark.parametrize(("size", "exact"), [(9e-4, True), (0.04, False)])
+def test_differences_of_both_signs_do_not_cancel(size, exact):
+    signs = torch.tensor([0.0, -1.0, 1.0, -1.0])
+    assert agrees(size * signs, exact) and not agrees(2 * size * signs, exact)
 
 
 def test_seeds_draw_from_a_generator_of_their_own():
