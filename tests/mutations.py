@@ -871,10 +871,10 @@ MUTATIONS = {
         "global_sum(columns[-1])",
         DEFINITIONS,
     ),
-    "a gradient below its limit is scaled up": Mutation(
+    "a gradient next to its limit is not clipped": Mutation(
         "trainers/base/optim.py",
         "elif norm + 1e-6 > 0.99 * self.limit:",
-        "else:",
+        "elif norm > self.limit:",
         "tests/trainers/test_optimizer.py -k clipped",
     ),
     "a finding is printed at every step": Mutation(
@@ -1031,6 +1031,7 @@ MUTATIONS = {
         "trainers/ppo.py",
         "    for _ in updates[len(history) :]:",
         "    for _ in updates[len(history) + 1 :]:",
+        "tests/trainers/test_ppo.py -k schedule_goes_on",
     ),
     "the rate of PPO is that of its first update": Mutation(
         "trainers/ppo.py",

@@ -1,5 +1,6 @@
 """The loss of a GRPO step and its gradients, against fp64."""
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -124,6 +125,20 @@ def test_ratios_to_the_samplers_log_probabilities(folder, exact, monkeypatch):
     assert metrics["policy/clipfrac_avg"] == pytest.approx(wanted["clipfrac"].item())
     assert_step_is(exact, metrics["loss/total_avg"], lm, loss)
     assert metrics["rollout/logprob_diff_abs"] > 0.05
+
+
+def test_tokens_per_second_are_of_the_responses_that_are_trained_on(folder, exact, monkeypatch):
+    config = config_of(folder, zero_variance="drop", kl_every=0)
+    clock = itertools.count()
+    monkeypatch.setattr(grpo.time, "monotonic", lambda: next(clock))
+    scores = [0.0, 2, 1, 2, 1, 1, 1, 1]  # the second group has no signal
+    made = fake_policy(config, Plain(tiny.load_lm(config)), exact.responses, scores)
+    made.reference, made.model.train = None, lambda: None
+    monkeypatch.setattr(policy.Policy, "optimizer_step", lambda self, step: {"lr": 0.0})
+    metrics = grpo.train_step(made, exact.prompts, 1)
+    seconds = next(clock) - 1
+    tokens = sum(len(response.ids) for response in exact.responses[:GROUP])
+    assert metrics["perf/tokens_per_second"] * seconds == pytest.approx(tokens)
 
 
 def test_the_tokens_of_highest_entropy_alone_are_trained_on(folder, exact):
