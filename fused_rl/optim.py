@@ -33,16 +33,17 @@ def tf_adam_epsilon(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         The same optimizer, changed.
 
     Raises:
-        ValueError: an object that is no optimizer; Adamax or RAdam, whose epsilon is elsewhere; a group without bias
-            correction; a second call; at a step, parameters of one group that have taken different numbers of steps,
-            for which no single epsilon is right.
+        ValueError: an object that is no optimizer, or none of Adam's kind; Adamax or RAdam, whose epsilon is
+            elsewhere; a group without bias correction; a second call; at a step, parameters of one group that have
+            taken different numbers of steps, for which no single epsilon is right.
 
     Source: https://github.com/vwxyzjn/minimal-adam-difference; arXiv:1412.6980, section 2, its last remark.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizer must be a torch.optim.Optimizer, got {described(optimizer)}")
     # Their epsilon stands elsewhere in the formula, where enlarging it has another meaning.
-    if isinstance(optimizer, (torch.optim.Adamax, torch.optim.RAdam)):
+    has_both = all({"betas", "eps"} <= group.keys() for group in optimizer.param_groups)
+    if not has_both or isinstance(optimizer, (torch.optim.Adamax, torch.optim.RAdam)):
         raise ValueError(
             f"{type(optimizer).__name__} divides by no sqrt(v / (1 - beta2^t)) + eps; use Adam or AdamW"
         )

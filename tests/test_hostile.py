@@ -298,6 +298,18 @@ def test_ops_under_a_default_dtype(backend, name, default_dtype, monkeypatch):
                 assert_same_bits(ran, default_dtype)
 
 
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("name", OPS)
+def test_ops_in_inference_mode(name):
+    """Where nothing counts the changes of a tensor."""
+    batch = OPS[name].prepare(build(SMALL[1]))
+    leaves = OPS[name].leaves(batch)
+    usual = OPS[name].call(OPS[name].ours, batch, *leaves)
+    with torch.inference_mode():
+        found = OPS[name].call(OPS[name].ours, batch, *leaves)
+    torch.testing.assert_close([*found], [*usual], rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.release
 @pytest.mark.parametrize("name", OPS)
 def test_ops_at_length(backend, name):

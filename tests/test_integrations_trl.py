@@ -80,6 +80,21 @@ def test_head_in_fp32(name, workspace, dtype, monkeypatch):
             assert_near_the_host(*one)
 
 
+def test_a_compiled_head_runs_between_two_graphs():
+    head = make_head(FP32, bias=True, n=5)
+    targets = make_targets(head, HEADS["bias"][0])
+
+    def call(*leaves):
+        return 2 * integration.ChunkedLogProbFunction.apply(*leaves, targets, 0.7, 16)[0]
+
+    results = []
+    for function in (call, torch.compile(call, backend="aot_eager")):
+        leaves = leaves_of(head, FP32)
+        logprobs = function(*leaves)
+        results.append([logprobs.detach(), *torch.autograd.grad(logprobs.sum(), leaves)])
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.parametrize(
     "outputs", [("log_probs",), ("log_probs", "entropy"), ("is_top1",), ("mean_logits",), ALL[2:]]
 )

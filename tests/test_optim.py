@@ -138,6 +138,8 @@ def test_what_it_cannot_serve_is_refused():
     for kind in (torch.optim.Adamax, torch.optim.RAdam):
         with pytest.raises(ValueError, match=f"{kind.__name__} divides by no sqrt"):
             fused_rl.tf_adam_epsilon(kind([a]))
+    with pytest.raises(ValueError, match="SGD divides by no sqrt"):
+        fused_rl.tf_adam_epsilon(torch.optim.SGD([a]))
     with pytest.raises(
         ValueError,
         match="optimizer must be a torch.optim.Optimizer, got Linear, whose .weight is a",

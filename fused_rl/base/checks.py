@@ -175,9 +175,8 @@ def check_floating(name: str, x: Tensor, shape: str = "") -> None:
     fits = not shape or x.dim() == sum(letter.isalpha() for letter in shape)
     if not fits or x.dtype not in FLOATING:
         wanted = f"{shape} floating point".strip()
-        raise ValueError(
-            f"{name} must be {wanted}, got {tuple(x.shape)} {x.dtype}; {name}.float() makes it so"
-        )
+        remedy = "" if x.dtype in FLOATING else f"; {name}.float() makes it so"
+        raise ValueError(f"{name} must be {wanted}, got {tuple(x.shape)} {x.dtype}{remedy}")
 
 
 def check_shape(name: str, x: Tensor, of: str, shape: Collection[int], hint: str = "") -> None:

@@ -405,7 +405,9 @@ def _base(model: nn.Module) -> "PreTrainedModel":
     peft = sys.modules.get("peft")
     if peft is not None and isinstance(model, peft.PeftModel):
         model = model.get_base_model()
-    if not isinstance(model, transformers.PreTrainedModel):
+    is_model = isinstance(model, transformers.PreTrainedModel)
+    # An encoder's labels are not shifted.
+    if not is_model or model.config.is_encoder_decoder:
         raise TypeError(
             f"patch takes a causal language model of transformers, before anything wraps it; got {type(model).__name__}"
         )

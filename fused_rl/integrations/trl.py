@@ -30,6 +30,7 @@ from fused_rl.base.checks import (
     check_target_values,
     values_are_checked,
 )
+from fused_rl.base.graphs import breaks_graph
 from fused_rl.integrations.patching import Patch, Replacement
 from fused_rl.integrations.primitives import row_entropy
 from fused_rl.integrations.trl_divergence import HeadDivergence, Pair, Scale
@@ -139,6 +140,7 @@ class ChunkedLogProbFunction:
         )
 
 
+@breaks_graph
 def _head_logprobs(
     hidden, weight, bias, targets, temperature, softcap, scale, outputs
 ) -> tuple[Any, ...] | None:

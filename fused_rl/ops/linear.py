@@ -31,7 +31,7 @@ from fused_rl.base.checks import (
     values_are_checked,
 )
 from fused_rl.base.graphs import breaks_graph
-from fused_rl.base.outputs import LinearTokenLoss, TokenLogprobs, unless_modified
+from fused_rl.base.outputs import LinearTokenLoss, TokenLogprobs, unless_modified, versioned
 from fused_rl.base.shards import gather, scatter
 from fused_rl.ops import tiles
 from fused_rl.ops.linear_support import LinearSupport
@@ -47,7 +47,7 @@ class _LinearTokenLogprobs(torch.autograd.Function):
             hidden, *gather(weight, bias), targets, *ctx.options
         )
         ctx.save_for_backward(hidden, weight, bias, targets, m, rest)
-        ctx.entropy = entropy.detach(), entropy._version
+        ctx.entropy = versioned(entropy)
         ctx.set_materialize_grads(False)
         return logprobs, entropy, lse
 
@@ -205,7 +205,7 @@ class LinearLoss(torch.autograd.Function):
         # the backward pass only scales these, once: a graph that is used again starts from the statistics
         ctx.gradients = scatter(gradients.take(), weight, bias)
         ctx.save_for_backward(hidden, weight, bias, targets, m, rest, *upstream)
-        ctx.entropy = entropy.detach(), entropy._version
+        ctx.entropy = versioned(entropy)
         ctx.options = options
         ctx.token_loss = token_loss
         ctx.mark_non_differentiable(logprobs, entropy)
@@ -241,7 +241,7 @@ def loss_backward(ctx, dloss):
 
 def _autocast(hidden, weight, bias):
     device = hidden.device.type
-    if not torch.is_autocast_enabled(device):
+    if not torch.is_autocast_enabled(device) or hidden.dtype == torch.float64:
         return hidden, weight, bias
     dtype = torch.get_autocast_dtype(device)
     bias = None if bias is None else bias.to(dtype)

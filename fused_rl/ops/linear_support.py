@@ -9,7 +9,7 @@ import torch
 
 from fused_rl.base.backend import backend_of
 from fused_rl.base.checks import once_differentiable
-from fused_rl.base.outputs import unless_modified
+from fused_rl.base.outputs import unless_modified, versioned
 from fused_rl.base.shards import gather, scatter
 from fused_rl.kernels.states import RowStatistics, RowSupport
 from fused_rl.ops import tiles
@@ -37,7 +37,7 @@ class LinearSupport(torch.autograd.Function):
             ctx.parts, hidden, head, targets, support, x, *ctx.options
         )
         ctx.save_for_backward(hidden, weight, bias, targets, *support, x, m, rest)
-        ctx.entropy = entropy.detach(), entropy._version
+        ctx.entropy = versioned(entropy)
         ctx.set_materialize_grads(False)
         return logprobs, entropy, lse
 
