@@ -380,7 +380,7 @@ class DataConfig(Options):
     eval_dataset: str | list[str] | None = may_change(None)
     """The held-out rows, named as in `dataset`; None holds out the last `eval_size` rows of `dataset`."""
     eval_split: str = may_change("test")
-    """The split of `eval_dataset`, if that is a Hub name."""
+    """The split of `eval_dataset`, if that is a Hub name or a folder with splits."""
     eval_size: NonNegativeInt = may_change(64)
     """Number of held-out rows to evaluate on; 0 for no evaluation."""
     raw_prompt: bool = False

@@ -118,6 +118,11 @@ def test_the_example_has_every_token_and_says_which_are_trained(
         "# prompt (8 tokens): <bos>|<user>|a| |b|<end>|\\n|<assistant>",
         f"# trained (103 tokens): c|\\n|{'d|' * 18}… 63 more …|{'d|' * 19}<end>",
     ]
+    turns = [{"role": role, "content": role[0]} for role in ("user", "assistant") * 2]
+    words = words_of("sft", folder, [{"messages": turns}] * 10, tmp_path)
+    sft.main([*words, "--assistant_turns", "all", "--batch_size", "2", "--dry_run"])
+    between = "(\\n)|(<user>)|(u)|(<end>)|(\\n)|(<assistant>)"
+    assert f"# trained (4 of 10 tokens): a|<end>|{between}|a|<end>" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

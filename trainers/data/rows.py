@@ -188,13 +188,14 @@ def rows_of_file(name: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _json(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the rows of a file of one list, of one object over many lines, or of one object in each line."""
-    first = next((line for line in file if line.strip(b"\xef\xbb\xbf \t\r\n")), b"")
+    """Yield the rows of a file of one list, of one object, or of one object in each line."""
+    filled = (line for line in file if line.strip(b"\xef\xbb\xbf \t\r\n"))
+    first, second = next(filled, b""), next(filled, b"")
     file.seek(0)
     begin = first.lstrip(b"\xef\xbb\xbf \t")
     if begin.startswith(b"["):
         yield from map(str.encode, _elements(io.TextIOWrapper(file, "utf-8-sig")))
-    elif begin.rstrip().endswith(b"}"):
+    elif second and begin.rstrip().endswith(b"}"):
         yield from file
     else:
         content = file.read()

@@ -57,15 +57,21 @@ def example_lines(examples: Examples, tokenizer: Any) -> list[str]:
         lines.append(f"# beside its tokens: {other_content}")
     names = ["chosen, ", "rejected, "] if len(ids_of_example) > 3 else [""]
     labels = [name + kind for name in names for kind in ("prompt", "trained")]
+    # Of several turns in one sequence only some tokens are trained.
+    flags = ids_of_example[2] if len(ids_of_example) == 3 else []
     for label, ids in zip(labels, ids_of_example, strict=False):
         if not ids:
             continue
         texts = [escaped(tokenizer.decode(i)) for i in ids]
+        count = str(len(ids))
+        if flags and label == "trained":
+            texts = [text if flag else f"({text})" for text, flag in zip(texts, flags, strict=True)]
+            count = f"{sum(flags)} of {count}"
         if len(texts) > MOST_TOKENS:
             left_out = len(texts) - MOST_TOKENS
             half = MOST_TOKENS // 2
             texts = [*texts[:half], f"… {left_out} more …", *texts[-half:]]
         color = colors.get(label.split()[-1], "")
         end = "\x1b[0m" if color else ""
-        lines.append(f"# {label} ({len(ids)} tokens): {color}{'|'.join(texts)}{end}")
+        lines.append(f"# {label} ({count} tokens): {color}{'|'.join(texts)}{end}")
     return lines

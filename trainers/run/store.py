@@ -119,7 +119,7 @@ class RunFolder:
         # Nothing to resume from is an error, because the run would otherwise silently start from the beginning.
         if config.resume and not steps_in(self.checkpoints):
             raise InputError(
-                f"resume: there is no checkpoint in {self.checkpoints}; give --overwrite in place of --resume"
+                f"resume: there is no checkpoint in {self.checkpoints}; look at output_dir, or leave --resume out"
             )
         if config.overwrite and Path.cwd().is_relative_to(self.path.resolve()):
             problem = f"{self.path} is the current folder, or holds it, and overwrite would move all that is in it"
@@ -200,7 +200,8 @@ class RunFolder:
         if refused:
             raise InputError(
                 f"resume: {self.chosen} was made with other options: {', '.join(refused)}; give the first value of "
-                f"each again (--config {self.path / 'config.yaml'} --resume), or start again with --overwrite"
+                f"each again (--config {self.path / 'config.yaml'} --resume, on as many processes), or start again "
+                "with --overwrite"
             )
         print_rank0(f"resume: from {self.chosen}, which is intact")
         self.changes = changed

@@ -223,10 +223,10 @@ def test_several_data_sets_and_patterns_are_read_one_after_the_other(tmp_path):
 
 def test_rows_in_an_object_are_rows_and_a_conversation_in_one_is_a_row(tmp_path):
     path = tmp_path / "d.json"
-    path.write_text(
-        json.dumps({"version": 1, "data": [{"prompt": "a"}, {"prompt": "b"}]}, indent=1)
-    )
-    assert contents(load_rows(str(path))) == ["a", "b"]
+    for indent in (1, None):
+        wrapper = {"version": 1, "data": [{"prompt": "a"}, {"prompt": "b"}]}
+        path.write_text(json.dumps(wrapper, indent=indent))
+        assert contents(load_rows(str(path))) == ["a", "b"]
     path.write_text(json.dumps({"messages": CONVERSATION}, indent=1))
     assert list(load_rows(str(path))) == [{"messages": CONVERSATION}]
 
