@@ -461,7 +461,8 @@ class Encoder:
             reason = f"the assistant's turn has {name}, but the chat template does not write it once in the turn"
             into = "put it into the content, " if name in REASONING else ""
             remedy = f"{into}use a template that writes it, or remove the row"
-            raise BadRow(reason, remedy, got=difference(turn["content"] or "", response))
+            text = turn[name if name in REASONING else "content"] or ""
+            raise BadRow(reason, remedy, got=difference(text, response))
 
     def _not_continued(self, before: str, rendered: str) -> BadRow:
         """Return the error of a conversation whose text does not begin with what generation would see."""
