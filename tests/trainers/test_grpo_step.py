@@ -139,6 +139,9 @@ def test_tokens_per_second_are_of_the_responses_that_are_trained_on(folder, exac
     seconds = next(clock) - 1
     tokens = sum(len(response.ids) for response in exact.responses[:GROUP])
     assert metrics["perf/tokens_per_second"] * seconds == pytest.approx(tokens)
+    assert (
+        metrics["time/publish"] == 2
+    )  # that of the rest and that of the weights, each from one call to the next
 
 
 def test_the_tokens_of_highest_entropy_alone_are_trained_on(folder, exact):
