@@ -130,7 +130,8 @@ def test_ratios_to_the_samplers_log_probabilities(folder, exact, monkeypatch):
 def test_tokens_per_second_are_of_the_responses_that_are_trained_on(folder, exact, monkeypatch):
     config = config_of(folder, zero_variance="drop", minibatches=2, kl_every=0)
     clock = itertools.count()
-    monkeypatch.setattr(grpo.time, "monotonic", lambda: next(clock))
+    for module in (grpo, policy):  # threads of the process read the time as well
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     scores = [0.0, 2, 1, 2, 1, 1, 1, 1]  # the second group has no signal, and fills up a minibatch
     made = fake_policy(config, Plain(tiny.load_lm(config)), exact.responses, scores)
     made.reference, made.model.train = None, lambda: None
