@@ -35,9 +35,6 @@ class Interval(NamedTuple):
     high: float
     ends: tuple[float, ...] = ()
 
-    def __call__(self, x: float) -> bool:
-        return self.low < x < self.high or x in self.ends
-
 
 # What a number may be, in the words that say so.
 RANGES = {

@@ -16,9 +16,6 @@ from packaging.version import InvalidVersion, Version
 
 from fused_rl.integrations.self_test import parameters_of, self_test
 
-__all__ = ["Patch", "Replacement"]
-
-
 # The patch of each host whose module is imported, for `status`.
 PATCHES: "dict[str, Patch]" = {}
 

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from fused_rl.integrations.patching import PATCHES
 
-__all__ = ["StatusRow", "status"]
-
 # Each has a module of the same name here, which imports its host when it patches it.
 HOSTS = ("trl", "verl", "openrlhf", "transformers")
 

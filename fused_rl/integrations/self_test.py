@@ -6,8 +6,6 @@ import inspect
 import torch
 from torch import Tensor
 
-__all__ = ["normal", "parameters_of", "self_test"]
-
 # Relative to the largest element, for the host's rounding: in bf16 it may round logits, products and results.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.04}
 # Numbers below it are compared absolutely.

@@ -6,13 +6,6 @@ import torch
 
 from fused_rl.integrations.self_test import normal
 
-__all__ = [
-    "divergence_samples",
-    "head_samples",
-    "logits_samples",
-    "targets_samples",
-]
-
 
 def logits_samples(dtype: torch.dtype) -> Iterator[dict[str, object]]:
     generator = torch.Generator().manual_seed(0)

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from fused_rl.ops.linear_cross_entropy import linear_cross_entropy
 
-__all__ = ["INSTEAD", "UnformedLogits"]
-
 INSTEAD = "or use Trainer(compute_loss_func=causal_lm_loss) instead of patch(model)"
 
 
