@@ -11,8 +11,6 @@ from statistics import mean
 
 from transformers import TrainerCallback
 
-__all__ = ["FINDINGS", "Watch"]
-
 # The number of logs that a mean is over.
 WINDOW = 10
 # In nats per token; rounding to 16 bits makes less than 0.05.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fused_rl.base.checks import no_second_derivative
-from fused_rl.base.outputs import unless_modified, versioned
+from fused_rl.base.outputs import unless_modified
 
 
 class Op:
@@ -53,7 +53,7 @@ class Op:
         inputs = leaves_and_inputs[-1]  # apart from the leaves, which autograd looks at
         results = self.launchers[0](*inputs)
         self._save(ctx, inputs, results, None)
-        ctx.kept = versioned(results[self.kept])
+        ctx.kept = results[self.kept].detach(), results[self.kept]._version
         return results[: self.outputs]
 
     def _backward(self, ctx, *upstream):
