@@ -25,11 +25,6 @@ class LinearTokenLoss(NamedTuple):
     entropy: Tensor
 
 
-def versioned(output: Tensor) -> tuple[Tensor, int]:
-    """Return an output as `unless_modified` takes it; of a tensor of inference mode nothing counts the changes."""
-    return output.detach(), 0 if output.is_inference() else output._version
-
-
 def unless_modified(output: Tensor, version: int) -> Tensor | None:
     """Return a detached output that the backward pass reads, or None if the caller has modified it since `version`.
 

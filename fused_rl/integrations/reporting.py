@@ -62,7 +62,14 @@ def _rows(host, imports):
     agreement, results = patch.agreement(release), patch.tested()
     state = "patched" if patch.applied else "not patched"
     replaced = [
-        StatusRow(host, release_shown, state, name, _path(row.ours), results[name])
+        StatusRow(
+            host,
+            release_shown,
+            state,
+            name,
+            f"{row.ours.__module__}.{row.ours.__name__}",
+            results[name],
+        )
         for name, (row, _) in agreement.pairs.items()
     ]
     left = [
@@ -74,10 +81,6 @@ def _rows(host, imports):
 
 def _known(patch, release):
     return release if patch.knows(release) else f"{release} (not known)"
-
-
-def _path(ours):
-    return f"{ours.__module__}.{ours.__name__}"
 
 
 def _print_table(rows):

@@ -405,9 +405,8 @@ def _base(model: nn.Module) -> "PreTrainedModel":
     peft = sys.modules.get("peft")
     if peft is not None and isinstance(model, peft.PeftModel):
         model = model.get_base_model()
-    is_model = isinstance(model, transformers.PreTrainedModel)
     # An encoder's labels are not shifted.
-    if not is_model or model.config.is_encoder_decoder:
+    if not isinstance(model, transformers.PreTrainedModel) or model.config.is_encoder_decoder:
         raise TypeError(
             f"patch takes a causal language model of transformers, before anything wraps it; got {type(model).__name__}"
         )

@@ -31,7 +31,7 @@ from fused_rl.base.checks import (
     values_are_checked,
 )
 from fused_rl.base.graphs import breaks_graph
-from fused_rl.base.outputs import LinearTokenLoss, TokenLogprobs, unless_modified, versioned
+from fused_rl.base.outputs import LinearTokenLoss, TokenLogprobs, unless_modified
 from fused_rl.base.shards import gather, scatter
 from fused_rl.ops import tiles
 from fused_rl.ops.linear_support import LinearSupport
@@ -47,7 +47,8 @@ class _LinearTokenLogprobs(torch.autograd.Function):
             hidden, *gather(weight, bias), targets, *ctx.options
         )
         ctx.save_for_backward(hidden, weight, bias, targets, m, rest)
-        ctx.entropy = versioned(entropy)
+        # nothing counts the changes of a tensor of inference mode
+        ctx.entropy = entropy.detach(), 0 if entropy.is_inference() else entropy._version
         ctx.set_materialize_grads(False)
         return logprobs, entropy, lse
 
@@ -205,7 +206,8 @@ class LinearLoss(torch.autograd.Function):
         # the backward pass only scales these, once: a graph that is used again starts from the statistics
         ctx.gradients = scatter(gradients.take(), weight, bias)
         ctx.save_for_backward(hidden, weight, bias, targets, m, rest, *upstream)
-        ctx.entropy = versioned(entropy)
+        # nothing counts the changes of a tensor of inference mode
+        ctx.entropy = entropy.detach(), 0 if entropy.is_inference() else entropy._version
         ctx.options = options
         ctx.token_loss = token_loss
         ctx.mark_non_differentiable(logprobs, entropy)

@@ -14,7 +14,7 @@ from fused_rl.base.checks import (
     once_differentiable,
 )
 from fused_rl.base.graphs import breaks_graph
-from fused_rl.base.outputs import unless_modified, versioned
+from fused_rl.base.outputs import unless_modified
 from fused_rl.kernels.states import JensenShannonSums, shares_of
 from fused_rl.ops import tiles
 from fused_rl.ops.kl import Direction, check_direction
@@ -36,7 +36,11 @@ class _LinearTokenKL(torch.autograd.Function):
         heads = *gather(weight, bias), *gather(ref_weight, ref_bias)
         divergence, *state = _statistics(hidden, ref_hidden, heads, options)
         ctx.save_for_backward(hidden, weight, bias, ref_hidden, ref_weight, ref_bias, *state)
-        ctx.divergence = versioned(divergence)
+        # nothing counts the changes of a tensor of inference mode
+        ctx.divergence = (
+            divergence.detach(),
+            0 if divergence.is_inference() else divergence._version,
+        )
         return divergence
 
     @staticmethod

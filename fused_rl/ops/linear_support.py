@@ -9,7 +9,7 @@ import torch
 
 from fused_rl.base.backend import backend_of
 from fused_rl.base.checks import once_differentiable
-from fused_rl.base.outputs import unless_modified, versioned
+from fused_rl.base.outputs import unless_modified
 from fused_rl.base.shards import gather, scatter
 from fused_rl.kernels.states import RowStatistics, RowSupport
 from fused_rl.ops import tiles
@@ -37,7 +37,8 @@ class LinearSupport(torch.autograd.Function):
             ctx.parts, hidden, head, targets, support, x, *ctx.options
         )
         ctx.save_for_backward(hidden, weight, bias, targets, *support, x, m, rest)
-        ctx.entropy = versioned(entropy)
+        # nothing counts the changes of a tensor of inference mode
+        ctx.entropy = entropy.detach(), 0 if entropy.is_inference() else entropy._version
         ctx.set_materialize_grads(False)
         return logprobs, entropy, lse
 
