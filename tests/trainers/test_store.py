@@ -78,7 +78,11 @@ def test_a_run_that_took_no_step_stands_in_nobodys_way(files, run, tmp_path):
     for name in ("model", "checkpoints"):
         shutil.rmtree(run / name)
     refused(run_config(files, run), "is not empty: move its content away")
+    (run / "curves.png").unlink()
     (run / "metrics.jsonl").write_text('{"step": 0, "eval/loss": 3.0}\n')
+    (run / "notes.txt").write_text("mine")
+    refused(run_config(files, run), "is not empty: move its content away")
+    (run / "notes.txt").unlink()
     sft.train(run_config(files, run, steps=1))
     assert (run / "earlier-1" / "config.yaml").exists()
 

@@ -51,6 +51,8 @@ EARLIER = "earlier-"  # and a number: the folder in output_dir for what was in i
 # Options that name files which a run reads.
 INPUT_OPTIONS = ("model", "critic", "teacher", "verifiers", "deepspeed")
 INPUT_OPTIONS += ("dataset", "eval_dataset", "reference_dataset")
+# What a run has written before its first step.
+BEFORE_A_STEP = ("config.yaml", "metrics.jsonl", "held_out.jsonl", "samples.jsonl", "tensorboard")
 # In a folder that counts as empty: our lock, earlier content that was moved, and a volume's lost+found.
 STAYING_NAMES = re.compile(f"{re.escape(LOCK)}|{EARLIER}[0-9]+|lost\\+found")
 EMPTY: Mapping = MappingProxyType({})
@@ -132,14 +134,19 @@ class RunFolder:
             if is_all or any(map(place.is_relative_to, moved)):
                 problem = f"{option}={name} is read, and overwrite would move it away"
                 raise InputError(f"output_dir={self.path}: {problem}; choose another folder")
-        # A run that ended before its first step, as by an error in a scorer, has left nothing to keep.
-        names = {path.name for path in self._contents()}
-        steps = [entry["step"] for entry in read_metrics(self.path / "metrics.jsonl")]
-        is_begun = "config.yaml" in names and not (names & {"model", "checkpoints"} or any(steps))
-        if names and not (config.resume or config.overwrite or is_begun):
+        is_continued = config.resume or config.overwrite
+        if self._contents() and not is_continued and not self._took_no_step():
             resume = "continue its run with --resume, " if steps_in(self.checkpoints) else ""
             remedy = f"{resume}move its content away with --overwrite, or choose another folder"
             raise InputError(f"output_dir={self.path} is not empty: {remedy}")
+
+    def _took_no_step(self) -> bool:
+        """Return True if all that is here is of a run that ended before its first step, as by an error in a scorer."""
+        file = self.path / "config.yaml"
+        is_of_run = file.is_file() and file.read_text(encoding="utf-8").startswith("# fused-rl ")
+        if not is_of_run or any(path.name not in BEFORE_A_STEP for path in self._contents()):
+            return False
+        return not any(entry["step"] for entry in read_metrics(self.path / "metrics.jsonl"))
 
     def _names_read(self) -> Iterator[tuple[str, str]]:
         """Yield each option with a name that the run reads, and with that of the weights below adapters."""
