@@ -338,7 +338,8 @@ class ModelConfig(Options):
     checkpoint_activations_on: Literal["device", "cpu"] = may_change("device")
     """Where the inputs of the layers that are recomputed wait for the backward pass: cpu frees memory of a GPU."""
     loss_from: Literal["linear", "logits"] = may_change("linear")
-    """linear: from hidden states and the LM head, one chunk of logits at a time; logits: from the whole logits."""
+    """linear: from hidden states and the LM head, one chunk of logits at a time; logits: from the whole logits, also of
+    a model whose head does more than multiply, scale and cap."""
     head_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the logits of bfloat16 weights: float32, or bfloat16, which changes log-probabilities by about 0.01.
     auto is float32 on a GPU and bfloat16 on a CPU."""

@@ -38,6 +38,16 @@ class UnformedLogits:
         self.device = hidden.device
         self.dtype = hidden.dtype
 
+    @property
+    def softcap(self) -> float | None:
+        """The cap of the head's logits z, or None: cap(z) = tanh(inside * z) / inside."""
+        return None if self.inside is None else 1 / self.inside
+
+    @property
+    def temperature(self) -> float:
+        """What cap(z), or z without a cap, is divided by: these logits are cap(z) * scale * inside, or z * scale."""
+        return 1 / (self.scale * (self.inside or 1))
+
     def _scaled(self, other, operation, scale):
         if not isinstance(other, Real):
             raise RuntimeError(_refusal(f"a {operation} with a tensor"))
@@ -76,17 +86,12 @@ class UnformedLogits:
         self, targets: Tensor, count: Tensor | int | None = None, **options: Any
     ) -> Tensor:
         """fp32: the mean of -log p(target), or the sum over `count`; `targets` (B, T), `options` of the op."""
-        temperature, softcap = 1 / self.scale, None
-        if self.inside is not None:
-            # With cap(z) = tanh(inside * z) / inside, these logits are cap(z) * scale * inside.
-            temperature = 1 / (self.scale * self.inside)
-            softcap = 1 / self.inside
-            if options.get("label_smoothing"):
-                raise ValueError(
-                    "this model caps its logits (tanh), and label_smoothing of a patched model needs logits without a "
-                    "cap; pass it to causal_lm_loss, as Trainer(compute_loss_func=partial(causal_lm_loss, "
-                    "label_smoothing=...)), instead of patch(model)"
-                )
+        if self.inside is not None and options.get("label_smoothing"):
+            raise ValueError(
+                "this model caps its logits (tanh), and label_smoothing of a patched model needs logits without a "
+                "cap; pass it to causal_lm_loss, as Trainer(compute_loss_func=partial(causal_lm_loss, "
+                "label_smoothing=...)), instead of patch(model)"
+            )
         # Read here and not earlier: DeepSpeed gathers a partitioned weight at this access.
         head, bias = self.head.weight, self.head.bias
         return linear_cross_entropy(
@@ -94,8 +99,8 @@ class UnformedLogits:
             head,
             targets,
             bias=bias,
-            temperature=temperature,
-            softcap=softcap,
+            temperature=self.temperature,
+            softcap=self.softcap,
             num_tokens=count,
             **options,
         )

@@ -9,9 +9,11 @@ import torch
 from fused_rl.trainers import distill
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.batch import make_batch
+from fused_rl.trainers.models.language_model import LanguageModel
 from fused_rl.trainers.policy.policy import Policy
-from fused_rl.trainers.policy.teacher import ServedTeacher, Teacher
+from fused_rl.trainers.policy.teacher import ServedTeacher, Teacher, load_teachers
 from fused_rl.trainers.rollouts.types import Response, Sample
+from tests.lazy import transformers
 from tests.marks import slow
 from tests.trainers import fake_server, tiny
 
@@ -23,8 +25,6 @@ MIXED = GIVEN | {"on_policy": 0.5}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A student, and a wider teacher whose head is padded."""
-    import transformers
-
     folder = tmp_path_factory.mktemp("distill")
     tiny.model_folder(folder / "model")
     rows = tiny.sums(21)
@@ -187,13 +187,54 @@ def test_heads_with_biases_and_of_other_sizes_are_compared(folder, tmp_path, bey
     student, teacher = torch.nn.Linear(4, 9 + beyond), torch.nn.Linear(6, 9)
     hidden, states = torch.randn(5, 4), torch.randn(5, 6)
     config = distill_config(folder, tmp_path, distill_temperature=0.7)
-    lm = SimpleNamespace(head=student, softcap=None, head_dtype=None)
+    lm = SimpleNamespace(head=student, softcap=None, head_dtype=None, head_temperature=1.5)
     head = teacher.weight.detach(), teacher.bias.detach()
     found = Teacher(None, head, True).compare(config, lm, hidden, torch.arange(5), states)
     own, other = student(hidden)[:, :9], teacher(states)
-    p, q = (torch.softmax(x.double() / 0.7, -1) for x in (own, other))
+    p, q = (torch.softmax(x.double() / 0.7 / 1.5, -1) for x in (own, other))
     torch.testing.assert_close(found["kl_of_tokens"].double(), (p * (p / q).log()).sum(-1))
     assert found["agrees"] == (own.argmax(-1) == other.argmax(-1)).sum()
+
+
+def test_a_teacher_may_scale_its_logits_by_another_number(folder, tmp_path):
+    """Granite's sizes do; what distill cannot compare is refused: a cap, or more than a product."""
+    tokenizer = tiny.tokenizer()
+    sizes = {"vocab_size": len(tokenizer), "intermediate_size": 16, "num_hidden_layers": 1}
+    sizes |= {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+
+    def model(kind, **options):
+        config = getattr(transformers, f"{kind}Config")(**sizes, **options, pad_token_id=0)
+        name = str(tmp_path / kind)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(name)
+        tokenizer.save_pretrained(name)
+        return name
+
+    lm = transformers.AutoModelForCausalLM.from_pretrained(model("Granite", logits_scaling=3.0))
+    student = LanguageModel(lm, "linear")
+    policy = SimpleNamespace(
+        device=lm.device, tokenizer=tokenizer, model=SimpleNamespace(module=student)
+    )
+    for kind, options, problem in (
+        ("Granite", {"logits_scaling": 12.0}, None),
+        ("Gemma2", {"final_logit_softcapping": 5.0, "head_dim": 8}, "caps its logits at 5.0"),
+        (
+            "ModernBertDecoder",
+            {"cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1},
+            "has more",
+        ),
+    ):
+        name = model(kind, **options)
+        config = distill_config(folder, tmp_path, teacher=name).replace(model=name)
+        if problem is not None:
+            with pytest.raises(InputError, match=problem):
+                load_teachers(config, policy)
+            continue
+        teacher = load_teachers(config, policy)[""]
+        states, ids = torch.randn(3, 16), torch.arange(3)
+        kl = teacher.compare(config, student, states, ids, states)["kl_of_tokens"]
+        p = (lm.lm_head(states).double() / 3).softmax(-1)
+        q = (teacher.model.head(states).double() / 12).softmax(-1)
+        torch.testing.assert_close(kl.double(), (p * (p / q).log()).sum(-1), atol=1e-6, rtol=1e-4)
 
 
 def test_a_servers_likeliest_tokens_come_first_without_the_one_that_stands_there():

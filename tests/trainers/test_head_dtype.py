@@ -5,7 +5,7 @@ import torch
 
 import fused_rl
 from fused_rl.trainers.data.batch import make_batch
-from fused_rl.trainers.models import language_model
+from fused_rl.trainers.models import head
 from fused_rl.trainers.models.logits import ReferenceStates
 from tests.trainers import tiny
 
@@ -62,7 +62,7 @@ def test_the_head_stays_the_models_own(folder, tmp_path):
         plain, wide = load(name).base, load(name, head_dtype="float32").base
         a, b = plain.state_dict(), wide.state_dict()
         assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-        assert isinstance(wide.get_output_embeddings(), language_model.WideHead)
+        assert isinstance(wide.get_output_embeddings(), head.WideHead)
     assert wide.get_input_embeddings().weight is wide.get_output_embeddings().weight
     narrow = load(folder, dtype="float32", head_dtype="float32").base.get_output_embeddings()
     assert type(narrow) is torch.nn.Linear

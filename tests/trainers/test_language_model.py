@@ -6,12 +6,15 @@ import torch
 from fused_rl import TokenSupport
 from fused_rl.ops import tiles
 from fused_rl.trainers.base import engine
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.models import language_model
+from fused_rl.trainers.models.language_model import LanguageModel
 from fused_rl.trainers.models.logits import keep_only
 from fused_rl.trainers.models.reward_model import RewardModel
 from fused_rl.trainers.options import EngineConfig
 from fused_rl.trainers.policy.reference import Reference
+from tests.lazy import transformers
 from tests.trainers import tiny
 from tests.trainers.steps import EOS
 
@@ -96,16 +99,21 @@ def test_the_exact_kl_is_that_of_whole_logits_in_any_tiles(
     monkeypatch.setattr(tiles, "tile_rows", lambda *_: rows)
     found = compared(lms[0], Reference(lms[1]), support=support)
 
-    given = batch()
-    mask = given.response_mask
-    targets = given.input_ids[:, 1:][mask]
     pair = []
     for lm in lms:
         logits = logits_of(lm)
-        logits = logits if lm.softcap is None else lm.softcap * (logits / lm.softcap).tanh()
+        pair.append(logits if lm.softcap is None else lm.softcap * (logits / lm.softcap).tanh())
+    assert_compared(found, pair, support)
+
+
+def assert_compared(found, pair, support):
+    """`found` is what the definitions say of the logits (N, V) of both models, at temperature 0.7."""
+    given = batch()
+    mask = given.response_mask
+    targets = given.input_ids[:, 1:][mask]
+    for logits in pair:
         keep_only(logits, support)
-        pair.append((logits / 0.7).log_softmax(-1))
-    logp, ref_logp = pair
+    logp, ref_logp = ((logits / 0.7).log_softmax(-1) for logits in pair)
     terms = torch.where(logp.isinf(), 0, logp.exp() * (logp - ref_logp))
     expected = {
         "kl": terms.sum(-1),
@@ -117,6 +125,68 @@ def test_the_exact_kl_is_that_of_whole_logits_in_any_tiles(
         scores = getattr(found, name)
         torch.testing.assert_close(scores[mask].double(), values, atol=2e-6, rtol=1e-5)
         assert (scores[~mask] == 0).all()
+
+
+# Scales and caps under names of all kinds, a backbone that its model calls by another way, and more than a product.
+GRIFFIN = {"lru_width": 16, "block_types": ("recurrent", "attention"), "num_hidden_layers": 2}
+MAMBA = {"mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_head": 8, "mamba_d_state": 4}
+HEADS = [
+    ("Cohere", {"logit_scale": 0.37}, "linear"),
+    ("Granite", {"logits_scaling": 3.0}, "linear"),
+    ("Gemma2", {"final_logit_softcapping": 3.0, "head_dim": 8}, "linear"),
+    ("RecurrentGemma", {"logits_soft_cap": 3.0, **GRIFFIN}, "linear"),
+    ("FalconH1", {"lm_head_multiplier": 0.3, "mamba_chunk_size": 4, **MAMBA}, "linear"),
+    ("OPT", {"word_embed_proj_dim": 8, "ffn_dim": 16}, "linear"),
+    ("ModernBertDecoder", {"cls_token_id": 1, "sep_token_id": 2}, "logits"),
+]
+
+
+def model_of(kind: str, seed: int = 0, **options):
+    """A causal language model of transformers with large logits."""
+    sizes = {"vocab_size": 100, "hidden_size": 16, "intermediate_size": 16, "pad_token_id": 0}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes |= {"bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 32}
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{kind}Config")(**sizes | options)
+    lm = transformers.AutoModelForCausalLM.from_config(config).eval()
+    lm.get_output_embeddings().weight.data.normal_()
+    return lm
+
+
+@pytest.mark.parametrize("support", [None, TokenSupport.from_lists(SETS)], ids=["all", "sets"])
+@pytest.mark.parametrize(("kind", "options", "loss_from"), HEADS, ids=[row[0] for row in HEADS])
+@torch.no_grad()
+def test_a_head_does_what_its_model_does_to_hidden_states(kind, options, loss_from, support):
+    lms = [LanguageModel(model_of(kind, seed, **options), "linear") for seed in (0, 1)]
+    assert lms[0].loss_from == loss_from
+    found = compared(lms[0], Reference(lms[1]), support=support)
+    pair = [logits_of(lm) for lm in lms]
+    likeliest = pair[0].argmax(-1)
+    assert_compared(found, pair, support)
+
+    given = batch()
+    inputs = {"input_ids": given.input_ids, "mask": given.response_mask, "temperature": 0.7}
+    loss = lms[0](**inputs, **LOSS, support=support).loss
+    torch.testing.assert_close(loss, -found.logprobs.sum())
+    read = lms[0](**inputs, want_likeliest=True).likeliest
+    assert torch.equal(read[given.response_mask], likeliest)
+
+
+@pytest.mark.parametrize("kind", ["CausalLM", "SequenceClassification"])
+def test_a_model_that_reads_later_tokens_is_refused(kind, tmp_path):
+    tiny.tokenizer().save_pretrained(tmp_path)
+    sizes = {
+        "vocab_size": 100,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+    }
+    config = transformers.BertConfig(**sizes, num_hidden_layers=1, num_labels=1)
+    getattr(transformers, f"AutoModelFor{kind}").from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="expected a causal language model"):
+        load(
+            (str(tmp_path),), str(tmp_path)
+        ) if kind == "CausalLM" else RewardModel.from_pretrained(tmp_path)
 
 
 def test_a_gpu_that_only_emulates_bf16_takes_fp32(monkeypatch):

@@ -55,6 +55,10 @@ def test_responses_to_one_prompt_are_those_of_the_prompt_alone(folder):
     assert first != second  # the copies are drawn each for itself
 
 
+SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+SIZES |= {"num_attention_heads": 2}
+
+
 def test_no_architecture_keeps_its_dropout(tmp_path):
     options = {"dropout": 0.5, "attention_dropout": 0.5, "word_embed_proj_dim": 16}
     config = transformers.OPTConfig(**SIZES, **options)
@@ -152,24 +156,6 @@ def test_a_sample_shows_the_answer_or_what_scorers_may_read():
     assert right_answer(row, "1+1?", [of_note]) == {"columns": {"note": "easy"}}
     assert right_answer(row, "1+1?", [of_all]) == everything
     assert right_answer(row, "1+1?", []) == {}
-
-
-SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-SIZES |= {"num_attention_heads": 2}
-
-
-def test_a_head_that_is_more_than_a_weight_needs_the_logits_and_a_soft_cap_does_not(tmp_path):
-    config = transformers.CohereConfig(**SIZES, logit_scale=0.5)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="logit_scale.*--loss_from logits"):
-        load(str(tmp_path))
-    capped = {"num_key_value_heads": 1, "head_dim": 8, "final_logit_softcapping": 0.3}
-    config = transformers.Gemma2Config(**SIZES, **capped, initializer_range=0.5)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    ids, mask = torch.arange(8)[None], torch.ones(1, 7, dtype=torch.bool)
-    lms = [load(str(tmp_path), loss_from=path) for path in ("linear", "logits")]
-    linear, logits = (lm(ids, mask).logprobs for lm in lms)
-    torch.testing.assert_close(linear, logits, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("by_transformers", [False, True])

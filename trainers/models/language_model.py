@@ -12,9 +12,11 @@ import fused_rl
 from fused_rl.ops import tiles
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import atomic_folder, check_exists
+from fused_rl.trainers.base.screen import print_rank0
 from fused_rl.trainers.base.text import InputError, in_a_line
 from fused_rl.trainers.models import lora
 from fused_rl.trainers.models.checkpointing import checkpoint_activations
+from fused_rl.trainers.models.head import WideHead, trace_head
 from fused_rl.trainers.models.logits import ReferenceStates, Scored, compare, read_likeliest
 from fused_rl.trainers.models.packing import Costs, InRows
 from fused_rl.trainers.options import RunConfig
@@ -45,29 +47,21 @@ class LanguageModel(nn.Module):
         self.head_dtype = head_dtype
         self.sequence_parts = sequence_parts
         self.unpadded_costs: Costs | None = None  # where a trainer pads no row
-        # Models such as Gemma 2 cap their logits, which a loss from hidden states does itself.
-        self.softcap = getattr(self.base.config.get_text_config(), "final_logit_softcapping", None)
+        # The logits are those of `head` with this cap, divided by this temperature.
+        self.softcap: float | None = None
+        self.head_temperature = 1.0
+        self.unfused_reason: str | None = None  # why logits are read though `linear` was requested
         if loss_from == "linear":
-            self._check_linear()
+            traced = trace_head(self.base)
+            if isinstance(traced, str):
+                self.loss_from, self.unfused_reason = "logits", traced
+                return
+            self.softcap, self.head_temperature = traced.softcap, traced.temperature
             weight = self.head.weight
             logits_dtype = head_dtype or tiles.default_logits_dtype(weight.dtype, weight.device)
             if logits_dtype != weight.dtype:
                 # Sampling and measuring use the distribution that is trained.
                 self.base.set_output_embeddings(WideHead(self.head))
-
-    def _check_linear(self) -> None:
-        """Refuse a model that does more than multiply by its head's weight, which the linear path does alone."""
-        text = self.base.config.get_text_config()
-        scales = [getattr(text, name, None) for name in ("logit_scale", "logits_scaling")]
-        wrong = None
-        if self.base.base_model is self.base:
-            wrong = "no backbone apart from its head"
-        elif any(scale not in (None, 1, 1.0) for scale in scales):
-            wrong = "config.logit_scale or logits_scaling, which the linear loss leaves out"
-        elif type(self.head) not in (nn.Linear, WideHead):
-            wrong = f"an LM head of type {type(self.head).__name__}"
-        if wrong is not None:
-            raise InputError(f"{type(self.base).__name__} has {wrong}; use --loss_from logits")
 
     @property
     def base(self) -> Any:
@@ -200,17 +194,23 @@ class LanguageModel(nn.Module):
         support: fused_rl.TokenSupport | None,
     ) -> fused_rl.TokenLogprobs:
         """Return log-probability and entropy of `targets` (N,) at states (N, ·), differentiable."""
-        scored = {"temperature": temperature, "support": support}
         if self.loss_from == "logits":
-            # The model itself caps them, if it does.
-            return fused_rl.token_logprobs(states, targets, **scored)
-        options = self._head_options(temperature) | scored
-        return fused_rl.linear_token_logprobs(states, self.head.weight, targets, **options)
+            # The model itself scales and caps them, if it does.
+            return fused_rl.token_logprobs(
+                states, targets, temperature=temperature, support=support
+            )
+        options = self._head_options(temperature)
+        operands = states, self.head.weight, targets
+        return fused_rl.linear_token_logprobs(*operands, support=support, **options)
 
     def _head_options(self, temperature: float) -> dict[str, Any]:
         """Return how the head makes logits, for the functions of hidden states."""
-        options = {"bias": self.head.bias, "softcap": self.softcap, "temperature": temperature}
-        return options | {"logits_dtype": self.head_dtype}
+        return {
+            "bias": self.head.bias,
+            "softcap": self.softcap,
+            "temperature": temperature * self.head_temperature,
+            "logits_dtype": self.head_dtype,
+        }
 
     def _states(self, input_ids, places, packed) -> torch.Tensor:
         """Return what the model puts out at the N positions that predict the tokens that count, which alone meet the
@@ -228,25 +228,6 @@ class LanguageModel(nn.Module):
         # every row.
         row = places // max(1, states.shape[1] - 1)
         return states.flatten(0, 1)[places + row]
-
-
-class WideHead(nn.Linear):
-    """An LM head of 16-bit weights whose logits are fp32, for sampling and measuring: it has no gradient."""
-
-    def __init__(self, head: nn.Linear):
-        super().__init__(head.in_features, head.out_features, bias=False, device="meta")
-        self.weight = head.weight
-        self.bias = head.bias
-
-    @torch.no_grad()
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(..., H) -> (..., V) fp32."""
-        rows = hidden.reshape(-1, self.in_features)
-        # Logits rounded to 16 bits would shift log-probabilities by about 1e-2 nats.
-        out = rows.new_empty(len(rows), self.out_features, dtype=torch.float32)
-        logits = tiles.product(rows, self.weight, out)
-        logits = logits if self.bias is None else logits.add_(self.bias)
-        return logits.view(*hidden.shape[:-1], self.out_features)
 
 
 @contextlib.contextmanager
@@ -347,13 +328,16 @@ def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) 
         base_lm = lm.get_base_model() if with_adapters else lm
         sequence_parts = SequenceParts(base_lm, config.longest_sequence)
     head_dtype = None if config.head_dtype == "auto" else getattr(torch, config.head_dtype)
-    return LanguageModel(
+    model = LanguageModel(
         lm,
         config.loss_from,
         lora=with_adapters,
         head_dtype=head_dtype,
         sequence_parts=sequence_parts,
     )
+    if trainable and model.unfused_reason is not None:
+        print_rank0(f"loss_from=logits: {type(model.base).__name__} {model.unfused_reason}")
+    return model
 
 
 def load_to_sample(

@@ -35,23 +35,24 @@ class Scored(NamedTuple):
 
 
 class Tiles:
-    """The logits of a model's states (N, ·), uncapped: `step` rows at most at a time, always in the same memory.
+    """The products of a model's states (N, ·) with its head: `step` rows at most at a time, always in the same memory.
 
-    As in `fused_rl.ops.tiles.Logits`, what all logits of a row have in common may be missing.
+    They are not yet scaled and capped. As in `fused_rl.ops.tiles.Logits`, what all logits of a row have in common may
+    be missing.
     """
 
     def __init__(self, lm: Any, states: torch.Tensor, copies: int = 1):
         """copies: tiles of this size that exist at once."""
         self.states = states
-        # A model whose logits are read has capped them itself, and all are there.
-        self.softcap = None
+        # A model whose logits are read has scaled and capped them itself, and all are there.
+        self.softcap = lm.softcap
+        self.head_temperature = lm.head_temperature
         self.formed = None
         self.step = max(1, len(states))
         if lm.loss_from == "linear":
             weight, bias = lm.head.weight, lm.head.bias
             vocab = len(weight)
             budget = tiles.budget(None, states, vocab, False, lm.head_dtype)
-            self.softcap = lm.softcap
             self.step = tiles.tile_rows(
                 states, vocab * copies * budget.dtype.itemsize, budget.bytes
             )
@@ -64,6 +65,7 @@ class Tiles:
 
     def statistics(self, logits: torch.Tensor, targets: torch.Tensor, temperature: float):
         """Return log-probability and entropy of each row of a tile."""
+        temperature = temperature * self.head_temperature
         options = {"temperature": temperature, "softcap": self.softcap}
         return fused_rl.token_logprobs(logits, targets, **options)[:2]
 
@@ -130,7 +132,9 @@ def compare(
             ref_logprobs[rows] = pair[1].statistics(ref_logits, *options)[0]
         logits = pair[0].kept(logits, kept)
         ref_logits = pair[1].kept(ref_logits, kept)
-        kl[rows] = fused_rl.token_kl(logits, ref_logits, temperature=temperature)
+        # Both are of one architecture.
+        kl_temperature = temperature * lm.head_temperature
+        kl[rows] = fused_rl.token_kl(logits, ref_logits, temperature=kl_temperature)
     return Scored(logprobs, entropy, ref_logprobs=ref_logprobs, kl=kl)
 
 

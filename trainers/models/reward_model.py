@@ -17,6 +17,7 @@ from fused_rl.trainers.data.batch import on_device, pad
 from fused_rl.trainers.data.encode import load_tokenizer
 from fused_rl.trainers.models import lora
 from fused_rl.trainers.models.checkpointing import checkpoint_activations
+from fused_rl.trainers.models.head import causal_states
 from fused_rl.trainers.models.language_model import prepare_modules, readable, save
 from fused_rl.trainers.models.packing import Costs, InRows, unpadded_costs
 from fused_rl.trainers.options import ModelConfig, RunConfig
@@ -93,6 +94,13 @@ class RewardModel(nn.Module):
             raise InputError(
                 f"{name!r} has num_labels={config.num_labels}; a reward is one number: give a causal LM"
             )
+        # More than one layer would be left out, and what reads later tokens would read pads.
+        head = getattr(classifier, "score", None)
+        if type(head) is not nn.Linear or head.bias is not None:
+            problem = f"{name!r} is a {type(classifier).__name__}, whose head is no single product"
+            raise InputError(
+                f"{problem}; expected a causal language model, or a reward model of one"
+            )
         # transformers fills in whatever is missing at random, which is right for a new head alone.
         lacking = set(report["missing_keys"])
         if lacking - {"score.weight"} or (trained and lacking):
@@ -101,6 +109,8 @@ class RewardModel(nn.Module):
             )
 
         model = cls(classifier)
+        with torch.no_grad():
+            causal_states(classifier)
         if lacking:
             model.reset_head()
         if adapters is not None and adapters.lora_rank:

@@ -75,7 +75,7 @@ class Teacher(NamedTuple):
             self.head[0],
             bias=bias,
             ref_bias=self.head[1],
-            temperature=config.distill_temperature,
+            temperature=config.distill_temperature * student.head_temperature,
             softcap=student.softcap,
             logits_dtype=student.head_dtype,
             direction=config.direction,
@@ -150,6 +150,7 @@ class ServedTeacher(NamedTuple):
             weight,
             ids,
             bias=bias,
+            temperature=student.head_temperature,
             softcap=student.softcap,
             logits_dtype=student.head_dtype,
         )
@@ -208,9 +209,14 @@ def _load_teacher(config, name: str, policy: Policy) -> Teacher:
         reading |= four_bit.quantized(reading["dtype"], policy.device, "teacher_in_4bit")
     lm = language_model.load_to_sample(name, device=policy.device, **reading).requires_grad_(False)
     teacher = language_model.LanguageModel(lm, "linear")
-    # The divergence applies one cap to the logits of both models, so their caps must be the same.
     student = policy.model.module
-    if teacher.softcap != student.softcap:
+    for option, model in ((f"teacher={name}", teacher), (f"model={config.model}", student)):
+        if model.unfused_reason is not None:
+            raise InputError(f"{option} {model.unfused_reason}, which distill cannot compare")
+    # The divergence applies one cap to the logits of both models, so their caps must be the same. So must be their
+    # scales, unless there is no cap: the teacher's head then takes its own (Granite's sizes have several).
+    scale = student.head_temperature / teacher.head_temperature
+    if teacher.softcap != student.softcap or (scale != 1 and student.softcap is not None):
         problem = f"caps its logits at {teacher.softcap}, and the student at {student.softcap}"
         raise InputError(f"teacher={name} {problem}; choose a teacher of the student's family")
 
@@ -223,8 +229,11 @@ def _load_teacher(config, name: str, policy: Policy) -> Teacher:
 
     # A head may be padded to more rows than the vocabulary has. ZeRO 3 partitions parameters, but not these tensors.
     vocab = student.base.config.get_text_config().vocab_size
-    bias = None if teacher.head.bias is None else teacher.head.bias.detach()
-    head = _first(vocab, teacher.head.weight.detach(), bias)
+    weight_and_bias = [
+        None if tensor is None else tensor.detach() if scale == 1 else tensor.detach() * scale
+        for tensor in (teacher.head.weight, teacher.head.bias)
+    ]
+    head = _first(vocab, *weight_and_bias)
     return Teacher(engine.initialize_frozen(teacher, config), head, reads_packed)
 
 

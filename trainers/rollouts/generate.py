@@ -15,7 +15,6 @@ from torch import nn
 
 from fused_rl import TokenSupport
 from fused_rl.trainers.base.screen import bar
-from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.batch import on_device, pad
 from fused_rl.trainers.rollouts.options import ROLLOUT_BATCH_SIZE
 from fused_rl.trainers.rollouts.sampling import NoDistribution, Record, Sampling, processed_scores
@@ -285,9 +284,6 @@ class _Rows:
             response_columns = (0, sampling.max_new_tokens)
             self.mask = nn.functional.pad(mask[row], response_columns, value=1)
         self.cache = output.past_key_values
-        if self.cache is None:
-            problem = f"{type(lm).__name__} returned no keys and values"
-            raise InputError(f"{problem}, as encoders do; expected a causal language model")
         max_tokens = self.width + sampling.max_new_tokens
         waits = lm.device.type != "cpu"
         in_place(self.cache, row, max_tokens, maskable=self.mask is not None and waits)

@@ -1,0 +1,87 @@
+"""What a model does to its last hidden states, as the model itself shows when it is loaded."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fused_rl.integrations.unformed import UnformedLogits
+from fused_rl.ops import tiles
+from fused_rl.trainers.base.text import InputError, in_a_line
+from fused_rl.trainers.models.packing import same_states
+
+
+class WideHead(nn.Linear):
+    """An LM head of 16-bit weights whose logits are fp32, for sampling and measuring: it has no gradient."""
+
+    def __init__(self, head: nn.Linear):
+        super().__init__(head.in_features, head.out_features, bias=False, device="meta")
+        self.weight = head.weight
+        self.bias = head.bias
+
+    @torch.no_grad()
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(..., H) -> (..., V) fp32."""
+        rows = hidden.reshape(-1, self.in_features)
+        # Logits rounded to 16 bits would shift log-probabilities by about 1e-2 nats.
+        out = rows.new_empty(len(rows), self.out_features, dtype=torch.float32)
+        logits = tiles.product(rows, self.weight, out)
+        logits = logits if self.bias is None else logits.add_(self.bias)
+        return logits.view(*hidden.shape[:-1], self.out_features)
+
+
+def trace_head(lm: Any) -> UnformedLogits | str:
+    """Return the logits of a causal LM of transformers as its head, their scale and their cap; or why they are more.
+
+    Raises:
+        InputError: the model is not causal, so it predicts no next token.
+    """
+    head = lm.get_output_embeddings()
+    if lm.base_model is lm:
+        return "has no backbone apart from its head"
+    if type(head) not in (nn.Linear, WideHead):
+        return f"has an LM head of type {type(head).__name__}"
+    training = lm.training
+    lm.eval()
+    with torch.no_grad():
+        states = causal_states(lm)
+        # Logits that are not formed note what the model does to them.
+        head.forward = lambda hidden: UnformedLogits(head, hidden)
+        try:
+            logits = lm(input_ids=_ids(lm), use_cache=False).logits
+        except Exception as error:
+            logits = in_a_line(error)
+        finally:
+            del head.forward
+            lm.train(training)
+    if not isinstance(logits, UnformedLogits):
+        return f"does more to its logits than scale and cap them ({logits})"
+    if _differ(logits.hidden, states):
+        return "has more than a product between its hidden states and its logits"
+    return logits
+
+
+def causal_states(model: Any) -> torch.Tensor:
+    """Return the last hidden states (2, T, H) of two sequences that differ in their last token.
+
+    Raises:
+        InputError: the states before that token differ, too.
+    """
+    states = model.base_model(input_ids=_ids(model), use_cache=False)["last_hidden_state"]
+    if _differ(*states[:, :-1]):
+        problem = f"{type(model).__name__} reads later tokens, as encoders do"
+        raise InputError(f"{problem}; expected a causal language model")
+    return states
+
+
+def _ids(model: Any) -> torch.Tensor:
+    ids = torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7]], device=model.device)
+    return ids % model.config.get_text_config().vocab_size
+
+
+def _differ(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Return True if states (..., H) differ by more than rounding."""
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return True
+    difference = (one.float() - two.float()).abs().max() / two.float().std()
+    return not difference <= same_states(two.dtype)
