@@ -193,7 +193,9 @@ def test_the_copy_follows_when_it_is_published_and_has_the_policys_frozen_weight
 
 
 def test_a_model_that_transformers_must_draw_for_is_refused(lm, monkeypatch):
-    monkeypatch.setattr("fused_rl.trainers.rollouts.lag.keeps_keys_and_values", lambda lm: False)
+    monkeypatch.setattr(
+        "fused_rl.trainers.rollouts.generate.keeps_keys_and_values", lambda lm: False
+    )
     with pytest.raises(
         InputError, match="lag: Qwen2ForCausalLM keeps its past in another form .* drop --lag$"
     ):

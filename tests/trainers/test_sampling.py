@@ -1,5 +1,7 @@
 """Responses drawn with a past that is written in place, and looks at what has ended that are several tokens apart."""
 
+from importlib.metadata import version
+
 import pytest
 import torch
 
@@ -102,8 +104,27 @@ def test_logits_that_are_nan_after_the_end_of_a_response_are_no_error(monkeypatc
     assert error.value.responses == [4]
 
 
+@pytest.mark.parametrize("problem", ["raises", "differs"])
+def test_a_release_with_another_cache_samples_by_generate_and_says_so(problem, monkeypatch, capsys):
+    lm, sampling = model("Llama").eval(), Sampling(0.0, 6, (3,))
+    wanted = token_ids(drawn(lm, PADDED, sampling))
+    assert capsys.readouterr().out == ""
+
+    def other_cache(rows, token):
+        if problem == "raises":
+            raise AttributeError("'Layer' object has no attribute 'keys'")
+        rows.logits = rows.logits.flip(0)
+
+    monkeypatch.setattr(generate._Rows, "feed", other_cache)
+    assert token_ids(drawn(lm, PADDED, sampling)) == wanted
+    reason = {"raises": "no attribute 'keys'", "differs": "other logits token by token"}[problem]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert reason in line and f"transformers {version('transformers')}" in line
+
+
 def test_a_rank_that_has_ended_keeps_step_with_those_that_go_on(monkeypatch):
     lm, passes = model("Llama").eval(), []
+    monkeypatch.setattr(generate, "keeps_keys_and_values", lambda lm: True)  # without its passes
     # Another rank goes on.
     monkeypatch.setattr(generate.dist, "all_reduce", lambda over, op: over.zero_())
     lm.register_forward_hook(lambda *_: passes.append(1))

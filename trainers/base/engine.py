@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from torch import nn
 
 from fused_rl.trainers.base import optim, ranks
@@ -201,10 +200,10 @@ def initialize(model: nn.Module, config: Any, updates: int):
         lr_scheduler=optim.schedule(optimizer, config, updates),
         config=_deepspeed_config(config, max_grad_norm=config.max_grad_norm if has_zero else 0.0),
     )
-    for group in list(
-        c10d._world.pg_map
-    ):  # DeepSpeed's own groups ignore the timeout of init_distributed
-        c10d._set_pg_timeout(TIMEOUT, group)
+    # DeepSpeed's own groups ignore the timeout of init_distributed. torch 2.13 and older have a private name for it.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    for group in {engine.data_parallel_group, engine.seq_data_parallel_group}:
+        set_timeout(TIMEOUT, group)
     if processes() == 1 and not has_zero:
         engine.enable_backward_allreduce = (
             False  # which copies every gradient twice, to average one of them
@@ -252,6 +251,21 @@ def initialize_frozen(model: nn.Module, config: Any):
     import deepspeed
 
     return deepspeed.initialize(model=model, config=_deepspeed_config(config, max_grad_norm=0.0))[0]
+
+
+@torch.no_grad()
+def collected_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a model's weights and saved buffers, whole on the first rank's CPU. Call on all ranks."""
+    weights: dict[nn.Parameter, torch.Tensor] = {}
+    state = model.state_dict(keep_vars=True)
+    for tensor in state.values():
+        # Every rank takes part in gathering, one weight at a time; a weight of two names stays one.
+        if isinstance(tensor, nn.Parameter) and tensor not in weights:
+            with gathered(tensor):
+                weights[tensor] = tensor.detach()
+                if ranks.process_index() == 0:
+                    weights[tensor] = tensor.detach().cpu().clone()
+    return {name: weights.get(tensor, tensor) for name, tensor in state.items()}
 
 
 @contextlib.contextmanager

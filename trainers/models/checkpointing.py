@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.options import RunConfig
 
 
@@ -15,10 +16,14 @@ def checkpoint_activations(model: Any, config: RunConfig) -> None:
     # The reentrant form has no gradient where its inputs have none, as under adapters.
     model.gradient_checkpointing_enable({"use_reentrant": False})
     if config.checkpoint_activations_on == "cpu":
-        for module in model.modules():
-            checkpoint = vars(module).get("_gradient_checkpointing_func")
-            if checkpoint is not None:
-                module._gradient_checkpointing_func = _with_inputs_on_cpu(checkpoint)
+        # transformers has no public name for the function that its layers call.
+        name = "_gradient_checkpointing_func"
+        layers = [module for module in model.modules() if name in vars(module)]
+        if not layers:
+            problem = f"{type(model).__name__} of this transformers recomputes in another way"
+            raise InputError(f"checkpoint_activations_on=cpu: {problem}; choose device")
+        for layer in layers:
+            setattr(layer, name, _with_inputs_on_cpu(getattr(layer, name)))
 
 
 def _with_inputs_on_cpu(checkpoint: Callable) -> Callable:

@@ -7,8 +7,8 @@ from torch import nn
 
 from fused_rl.integrations.unformed import UnformedLogits
 from fused_rl.ops import tiles
+from fused_rl.trainers.base.rounding import relative_difference
 from fused_rl.trainers.base.text import InputError, in_a_line
-from fused_rl.trainers.models.packing import same_states
 
 
 class WideHead(nn.Linear):
@@ -56,7 +56,9 @@ def trace_head(lm: Any) -> UnformedLogits | str:
             lm.train(training)
     if not isinstance(logits, UnformedLogits):
         return f"does more to its logits than scale and cap them ({logits})"
-    if _differ(logits.hidden, states):
+    hidden = logits.hidden
+    is_like = (hidden.shape, hidden.dtype) == (states.shape, states.dtype)
+    if not (is_like and relative_difference(hidden, states) <= 1):
         return "has more than a product between its hidden states and its logits"
     return logits
 
@@ -68,7 +70,7 @@ def causal_states(model: Any) -> torch.Tensor:
         InputError: the states before that token differ, too.
     """
     states = model.base_model(input_ids=_ids(model), use_cache=False)["last_hidden_state"]
-    if _differ(*states[:, :-1]):
+    if relative_difference(*states[:, :-1]) > 1:
         problem = f"{type(model).__name__} reads later tokens, as encoders do"
         raise InputError(f"{problem}; expected a causal language model")
     return states
@@ -77,11 +79,3 @@ def causal_states(model: Any) -> torch.Tensor:
 def _ids(model: Any) -> torch.Tensor:
     ids = torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7]], device=model.device)
     return ids % model.config.get_text_config().vocab_size
-
-
-def _differ(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Return True if states (..., H) differ by more than rounding."""
-    if one.shape != two.shape or one.dtype != two.dtype:
-        return True
-    difference = (one.float() - two.float()).abs().max() / two.float().std()
-    return not difference <= same_states(two.dtype)

@@ -368,7 +368,7 @@ def save(trained, tokenizer, folder: Path, write: Callable[[Path, dict | None], 
     state = None
     # All ranks gather, and rank 0 has the whole.
     if trained.zero_optimization_stage() == 3:
-        state = trained._zero3_consolidated_16bit_state_dict()
+        state = engine.collected_state(trained.module)
     if ranks.process_index() == 0:
         with atomic_folder(folder) as unfinished:
             write(unfinished, state)
@@ -428,21 +428,16 @@ class SavedReference:
     def __init__(self, model):
         self.model = without_engine(model)
 
-    @torch.no_grad()
     def save_checkpoint(self, folder: str, *, tag: str, save_latest: bool) -> None:
         """Write `folder/tag/reference.safetensors`, whatever the ZeRO stage. Call on all ranks."""
         from safetensors.torch import save_file
 
-        weights = {}
-        for name, parameter in self.model.named_parameters():
-            # Under ZeRO 3 every rank takes part in gathering, though one alone writes.
-            with engine.gathered(parameter):
-                if ranks.process_index() == 0:
-                    weights[name] = parameter.cpu().clone()
+        weights = engine.collected_state(self.model)
         if ranks.process_index() == 0:
             path = Path(folder) / tag / "reference.safetensors"
             path.parent.mkdir()
-            save_file(weights, path)
+            # A weight of two names is listed once.
+            save_file({name: weights[name] for name, _ in self.model.named_parameters()}, path)
 
     @torch.no_grad()
     def load_checkpoint(self, folder: str, *, tag: str) -> None:

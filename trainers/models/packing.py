@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fused_rl.trainers.base import ranks
+from fused_rl.trainers.base.rounding import relative_difference
 from fused_rl.trainers.base.screen import print_rank0
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.batch import Batch, make_batch, on_device
@@ -28,11 +29,6 @@ WINDOWS = ("sliding_window", "attention_chunk_size")
 MASKED = ("sdpa", "eager")
 # Widths of rows that are tried, as multiples of the longest sequence.
 ROOM_FACTORS = (1, 1.5, 2, 4)
-
-
-def same_states(dtype: torch.dtype) -> float:
-    """Return a difference that rounding stays below, of states computed in two ways, in deviations of the states."""
-    return 1e-3 if dtype == torch.float32 else 0.05
 
 
 class InRows(NamedTuple):
@@ -336,10 +332,15 @@ def pack_sequences(batch: Batch, rows: list[list[int]]) -> InRows:
     return _packed(batch, row, start, torch.zeros_like(lengths))
 
 
+def attention_of(lm: Any) -> str:
+    """Return the name of a model's attention, for which transformers has no public name."""
+    return getattr(lm.config, "_attn_implementation", None) or "unknown"
+
+
 def _is_flash(lm: Any) -> bool:
     """Return True for attention that takes the lengths of sequences in a row, such as flash_attention_2."""
     # Parts of sequences over several processes are rows of one sequence each.
-    return "flash" in lm.config._attn_implementation and ranks.sequence_group() is None
+    return "flash" in attention_of(lm) and ranks.sequence_group() is None
 
 
 def unsupported_reason(lm: Any, longest: int) -> str | None:
@@ -349,8 +350,8 @@ def unsupported_reason(lm: Any, longest: int) -> str | None:
 
     # What its config says.
     text = lm.config.get_text_config()
-    if lm.config._attn_implementation not in MASKED:
-        return f"attn_implementation={lm.config._attn_implementation} takes no mask of its own; {MASKED} do"
+    if attention_of(lm) not in MASKED:
+        return f"attn_implementation={attention_of(lm)} takes no mask of its own; {MASKED} do"
     for name in WINDOWS:
         if 0 < (getattr(text, name, None) or 0) < longest:
             return f"{name}={getattr(text, name)} is shorter than a prompt with its response ({longest})"
@@ -370,16 +371,15 @@ def _differs(lm: Any, rows_of: Callable[[Batch], InRows], prompt_tokens: int = 5
     try:
         outputs = lm.base_model(input_ids=batch.input_ids, use_cache=False)
         alone = outputs.last_hidden_state[:, :-1]
-        alone = alone[batch.response_mask].float()
-        together = rows_of(batch).states_of(lm, lm.base_model, "last_hidden_state").float()
+        alone = alone[batch.response_mask]
+        together = rows_of(batch).states_of(lm, lm.base_model, "last_hidden_state")
     # A model without position_ids, or with a mask of another form: each says so in its own way.
     except Exception as error:
         reason = f"takes no mask and positions of its own ({type(error).__name__})"
         return f"{type(lm).__name__} {reason}"
     finally:
         lm.train(training)
-    difference = (alone - together).abs().max() / alone.std()
-    if difference <= same_states(lm.dtype):
+    if relative_difference(together, alone) <= 1:
         return None
     reason = "computes other states, and so other logits, in rows of several sequences"
     return f"{type(lm).__name__} {reason}"

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from fused_rl.trainers.base import ranks
+from fused_rl.trainers.base.rounding import relative_difference
 from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.models.packing import WINDOWS, same_states
+from fused_rl.trainers.models.packing import WINDOWS, attention_of
 
 # The attention functions of transformers by name, as they were before `_register`.
 _originals: dict[str, Callable] = {}
@@ -86,7 +87,7 @@ class SequenceParts:
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
         deepspeed.init_distributed(verbose=False)  # where somebody else made the process group
-        name = lm.config._attn_implementation
+        name = attention_of(lm)
         text = lm.config.get_text_config()
         if name != "sdpa" and "flash" not in name:
             remedy = "give --attn_implementation sdpa or flash_attention_2"
@@ -141,10 +142,8 @@ class SequenceParts:
         lm.eval()
         self.calls = 0
         try:
-            states = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1].float()
-            states_of_parts = self.states_of(
-                lm.base_model, "last_hidden_state", ids, places[mine]
-            ).float()
+            states = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+            states_of_parts = self.states_of(lm.base_model, "last_hidden_state", ids, places[mine])
         # A model without position_ids, or whose queries and keys differ in size: each says so in its own way.
         except Exception as error:
             return f"{name} does not take parts of a sequence ({type(error).__name__})"
@@ -154,8 +153,8 @@ class SequenceParts:
             return f"{name} does not pass on to its attention how sequences are divided"
         if self.calls < text.num_hidden_layers:
             return f"{name} has layers in which tokens meet outside of attention"
-        difference = (states.flatten(0, 1)[mine] - states_of_parts).abs().max() / states.std()
-        if self._largest(difference) > same_states(lm.dtype):
+        difference = relative_difference(states_of_parts, states.flatten(0, 1)[mine])
+        if self._largest(difference) > 1:
             return f"{name} computes other states from parts of a sequence than from the whole"
         return None
 

@@ -4,6 +4,7 @@ Where a model keeps its past in another form than keys and values, transformers'
 """
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from itertools import chain, groupby
 from pathlib import Path
@@ -14,7 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fused_rl import TokenSupport
-from fused_rl.trainers.base.screen import bar
+from fused_rl.trainers.base.rounding import relative_difference
+from fused_rl.trainers.base.screen import bar, print_rank0
+from fused_rl.trainers.base.text import in_a_line
 from fused_rl.trainers.data.batch import on_device, pad
 from fused_rl.trainers.rollouts.options import ROLLOUT_BATCH_SIZE
 from fused_rl.trainers.rollouts.sampling import NoDistribution, Record, Sampling, processed_scores
@@ -70,6 +73,8 @@ class TransformersSampler(Sampler):
         self.synced_gpus = synced_gpus
         self.poll_every = poll_every or (1 if lm.device.type == "cpu" else POLL_EVERY)
         self.step: int | None = None
+        # Tried here, where under ZeRO 3 all ranks run the model together.
+        self.is_in_place = keeps_keys_and_values(lm)
 
     @torch.no_grad()
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Response]:
@@ -96,7 +101,7 @@ class TransformersSampler(Sampler):
         # Batch by batch; a response of a batch that is broken ends all of it.
         self.lm.eval()
         generator = self.generator(prompts, sampling)
-        decode = self._decode if keeps_keys_and_values(self.lm) else self._generate
+        decode = self._decode if self.is_in_place else self._generate
         responses = {}
         for start in bar(range(0, len(by_length), batch_size), "sampling"):
             indices = by_length[start : start + batch_size]
@@ -219,17 +224,42 @@ class TransformersSampler(Sampler):
 
 
 def keeps_keys_and_values(lm) -> bool:
-    """Return True if a model's past is a key and a value per token, and it takes positions."""
-    from transformers import DynamicCache
+    """Return True if a model's past is a key and a value per token, which `_decode` continues; say why if it cannot."""
+    from transformers import DynamicCache, __version__
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-    if (
-        "position_ids" not in inspect.signature(lm.forward).parameters
-        or not lm._supports_default_dynamic_cache()
-    ):
+    if "position_ids" not in inspect.signature(lm.forward).parameters:
         return False
     layers = {type(layer) for layer in DynamicCache(config=lm.config).layers}
-    return layers <= {DynamicLayer, DynamicSlidingWindowLayer}
+    if not layers <= {DynamicLayer, DynamicSlidingWindowLayer}:
+        return False
+    # Another release may have another cache, and another model may use this one in another way.
+    training = lm.training
+    lm.eval()
+    try:
+        difference = _stepwise_difference(lm)
+        problem = "a model that computes other logits token by token"
+    except Exception as error:
+        difference, problem = math.inf, in_a_line(error)
+    lm.train(training)
+    if difference <= 1:
+        return True
+    slower = f"{type(lm).__name__} is sampled by transformers' generate, which is slower"
+    print_rank0(f"{slower}: {problem} (transformers {__version__})")
+    return False
+
+
+@torch.no_grad()
+def _stepwise_difference(lm) -> float:
+    """Return by how much logits differ that a past gives and those of whole texts; 1 is what rounding explains."""
+    texts = [[1, 2, 3, 4], [5, 6]]
+    sampling = Sampling(max_new_tokens=2, temperature=1.0, stop_ids=())
+    rows = _Rows(lm, [text[:-1] for text in texts], sampling, 0)
+    rows.feed(torch.tensor([text[-1] for text in texts], device=lm.device))
+    ids, mask = _left_padded(texts, 0, lm.device)
+    position = (mask.cumsum(1) - 1).clamp(min=0)
+    whole = lm(input_ids=ids, attention_mask=mask, position_ids=position, use_cache=False)
+    return relative_difference(rows.logits, whole.logits[:, -1]).item()
 
 
 def _fetched(ids, broken, logprobs, record: Record | None, sampling: Sampling) -> Sampled:

@@ -23,7 +23,7 @@ import torch
 from fused_rl import TokenSupport
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.rollouts.generate import TransformersSampler, keeps_keys_and_values
+from fused_rl.trainers.rollouts.generate import TransformersSampler
 from fused_rl.trainers.rollouts.returned import sampled_by
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sampler
@@ -138,12 +138,12 @@ class CopySampler(TransformersSampler):
     tells_logprobs = True
 
     def __init__(self, policy, **options):
-        if not keeps_keys_and_values(policy):
+        super().__init__(policy, **options)
+        if not self.is_in_place:
             raise InputError(
                 f"lag: {type(policy).__name__} keeps its past in another form than keys and values, and transformers "
                 "would sample it with the process's own generator, in a thread; give --server, or drop --lag"
             )
-        super().__init__(policy, **options)
         self.policy = policy
 
     @torch.no_grad()

@@ -23,8 +23,6 @@ class _InPlace:
         self, layer: DynamicLayer, row: torch.Tensor, max_tokens: int, maskable: bool, spare: dict
     ) -> "_InPlace":
         """Take the prompts of `layer`, for responses (b,) to the prompts at `row`; `max_tokens` come in all."""
-        self.dtype = layer.dtype
-        self.device = layer.device
         self.is_initialized = True
         # With True, transformers makes masks without looking at what they hide, for which it would wait for the device.
         self.is_compileable = maskable
@@ -32,6 +30,7 @@ class _InPlace:
 
         # The layer of the prompts has one row per distinct prompt; from here on there is one per response.
         assert layer.keys is not None and layer.values is not None
+        self.device = layer.keys.device
         self.tokens_left = max_tokens - layer.get_seq_length()
         self.first = 0
         self.end = layer.keys.shape[2]
