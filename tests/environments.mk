@@ -1,12 +1,10 @@
 # Included by the Makefile: targets that need an environment of their own, beside .venv, because they need packages that
 # pin other versions than ours, or packages that nothing else needs. Each is made when its target first runs.
 
-# The oldest releases that pyproject.toml allows, and the newest there are, each in an environment of its own. torch on
-# Linux pins a Triton (2.10.0: 3.6.0, 2.15.0: 3.9.0), and what compilers make of a kernel differs between these; the
-# interpreter of the oldest needs numpy < 2.4.
+# Every lower bound of pyproject.toml, and what the README's command installs today, each in an environment of its own.
+# torch on Linux pins a Triton (2.10.0: 3.6.0, 2.15.0: 3.9.0), and what compilers make of a kernel differs between these;
+# the interpreter of the oldest needs numpy < 2.4.
 RELEASES := oldest newest
-OF_oldest := torch==2.10.0 transformers==5.17.0 'numpy<2.4'
-OF_newest := torch transformers
 KERNEL_TESTS := tests/test_codegen.py tests/test_kernels.py tests/test_kl.py tests/test_extremes.py tests/test_gae.py
 TRAINER_TESTS := tests/trainers/test_reward.py tests/trainers/test_language_model.py tests/trainers/test_rollout.py \
   tests/trainers/test_lora.py tests/trainers/test_packing.py \
@@ -16,11 +14,19 @@ TRAINER_TESTS := tests/trainers/test_reward.py tests/trainers/test_language_mode
 .PHONY: test-versions $(RELEASES:%=test-versions-%)
 test-versions: $(RELEASES:%=test-versions-%)  ## the oldest and the newest torch: 14 GB to install
 
-.venv-%/installed-release: pyproject.toml
-	$(PYTHON) -m venv .venv-$*
-	DS_BUILD_OPS=0 .venv-$*/bin/python -m pip --disable-pip-version-check install -q $(OF_$*) -e '.[train]' \
-	  pytest pytest-xdist pytest-benchmark
+FOR_TESTS := pytest pytest-xdist pytest-benchmark
+.venv-oldest/installed-release: pyproject.toml tests/tools/lowest.py
+	$(PYTHON) -m venv .venv-oldest
+	$(PYTHON) -m tests.tools.lowest > .venv-oldest/lowest.txt
+	DS_BUILD_OPS=0 .venv-oldest/bin/python -m pip --disable-pip-version-check install -q -c .venv-oldest/lowest.txt \
+	  'numpy<2.4' -e '.[train]' $(FOR_TESTS)
 	@touch $@
+
+# Made anew each time: what is newest changes without a file of ours.
+.PHONY: .venv-newest/installed-release
+.venv-newest/installed-release:
+	$(PYTHON) -m venv --clear .venv-newest
+	DS_BUILD_OPS=0 .venv-newest/bin/python -m pip --disable-pip-version-check install -q -e '.[train]' $(FOR_TESTS)
 
 $(RELEASES:%=test-versions-%): test-versions-%: .venv-%/installed-release
 	.venv-$*/bin/python -m pytest -q -n 2 -m "not slow and not gpu" $(KERNEL_TESTS) tests/test_losses.py $(TRAINER_TESTS)

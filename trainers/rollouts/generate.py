@@ -225,27 +225,28 @@ class TransformersSampler(Sampler):
 
 def keeps_keys_and_values(lm) -> bool:
     """Return True if a model's past is a key and a value per token, which `_decode` continues; say why if it cannot."""
-    from transformers import DynamicCache, __version__
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+    import transformers
 
     if "position_ids" not in inspect.signature(lm.forward).parameters:
-        return False
-    layers = {type(layer) for layer in DynamicCache(config=lm.config).layers}
-    if not layers <= {DynamicLayer, DynamicSlidingWindowLayer}:
         return False
     # Another release may have another cache, and another model may use this one in another way.
     training = lm.training
     lm.eval()
     try:
+        from fused_rl.trainers.rollouts import past
+
+        if not past.is_writable(transformers.DynamicCache(config=lm.config)):
+            return False
         difference = _stepwise_difference(lm)
         problem = "a model that computes other logits token by token"
     except Exception as error:
         difference, problem = math.inf, in_a_line(error)
-    lm.train(training)
+    finally:
+        lm.train(training)
     if difference <= 1:
         return True
     slower = f"{type(lm).__name__} is sampled by transformers' generate, which is slower"
-    print_rank0(f"{slower}: {problem} (transformers {__version__})")
+    print_rank0(f"{slower}: {problem} (transformers {transformers.__version__})")
     return False
 
 

@@ -112,6 +112,11 @@ class Window(_InPlace, DynamicSlidingWindowLayer):
         self.window = layer.sliding_window - 1
 
 
+def is_writable(cache: Cache) -> bool:
+    """Return True if all layers of a new cache are keys and values of the past, or of its last tokens."""
+    return {type(layer) for layer in cache.layers} <= {DynamicLayer, DynamicSlidingWindowLayer}
+
+
 def in_place(cache: Cache, row: torch.Tensor, max_tokens: int, *, maskable: bool) -> None:
     """Let a cache of prompts go on as that of responses (b,) to the prompts at `row`, of `max_tokens` in all."""
     # Memory that a layer has left, by its shape: on a CPU fresh memory costs more than a copy.

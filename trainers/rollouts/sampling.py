@@ -78,7 +78,7 @@ def processed_scores(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
     The filters are those of transformers, in its order.
     """
-    from transformers.generation import logits_process as of_transformers
+    import transformers
 
     if not sampling.temperature:
         return logits
@@ -86,11 +86,11 @@ def processed_scores(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     scores = logits.float() / sampling.temperature
     no_ids = torch.LongTensor()
     if sampling.top_k > 0:
-        scores = of_transformers.TopKLogitsWarper(sampling.top_k)(no_ids, scores)
+        scores = transformers.TopKLogitsWarper(sampling.top_k)(no_ids, scores)
     if sampling.top_p < 1:
-        scores = of_transformers.TopPLogitsWarper(sampling.top_p)(no_ids, scores)
+        scores = transformers.TopPLogitsWarper(sampling.top_p)(no_ids, scores)
     if sampling.min_p > 0:
-        scores = of_transformers.MinPLogitsWarper(sampling.min_p)(no_ids, scores)
+        scores = transformers.MinPLogitsWarper(sampling.min_p)(no_ids, scores)
     return scores
 
 
