@@ -326,8 +326,8 @@ MUTATIONS = {
     ),
     "a pair is held to the reference of another": Mutation(
         "trainers/dpo.py",
-        "reference[indices], [pairs[i]",
-        "reference[indices].flip(0), [pairs[i]",
+        "reference is None else reference[indices]",
+        "reference is None else reference[indices].flip(0)",
         "tests/trainers/test_dpo.py -k papers_however",
     ),
     "a resumed run is held to the policy of its checkpoint": Mutation(

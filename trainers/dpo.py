@@ -98,21 +98,20 @@ def measure(
     reference: torch.Tensor | None = None,
     padding: Padding | None = None,
 ) -> torch.Tensor:
-    """Return log pi of chosen and rejected (N, 2) in nats, over all ranks; with a `reference` also run backward."""
+    """Return log pi of chosen and rejected (N, 2) in nats, over all ranks; with `padding` also run backward."""
 
     def loss_of(logprobs: torch.Tensor, indices: list[int]) -> torch.Tensor:
-        loss, _ = pair_loss(
-            logprobs, reference[indices], [pairs[i] for i in indices], pairs, config
-        )
-        return loss
+        ref_logprobs = None if reference is None else reference[indices]
+        micro_batch = [pairs[i] for i in indices]
+        return pair_loss(logprobs, ref_logprobs, micro_batch, pairs, config)[0]
 
     assert config.micro_batch_size is not None  # resolved
     logprobs = logprobs_of(
         model,
         [(pair.chosen, pair.rejected) for pair in pairs],
         pairs_at_once(config.micro_batch_size),
-        loss=None if reference is None else loss_of,
-        progress="pairs" if reference is None else None,
+        loss=None if padding is None else loss_of,
+        progress="pairs" if padding is None else None,
         tokens=config.micro_batch_tokens,
         padding=padding,
     ).float()
@@ -123,7 +122,7 @@ def measure(
 
 def pair_loss(
     logprobs: torch.Tensor,
-    reference: torch.Tensor,
+    reference: torch.Tensor | None,
     pairs: Sequence[Pair],
     step: Sequence[Pair],
     config: DPOConfig,
@@ -151,15 +150,20 @@ def pair_loss(
 
 
 def scores_of(
-    logprobs: torch.Tensor, reference: torch.Tensor, pairs: Sequence[Pair], config: DPOConfig
+    logprobs: torch.Tensor, reference: torch.Tensor | None, pairs: Sequence[Pair], config: DPOConfig
 ) -> torch.Tensor:
-    """Return the scores (b, 2) of the sides of pairs, which the loss compares, from their log-probabilities."""
+    """Return the scores (b, 2) of the sides of pairs, which the loss compares, from their log-probabilities.
+
+    Without a `reference` it is the policy as it is.
+    """
     loss_type = config.loss_type
     scores = logprobs
     # beta log(pi / pi_ref) is the reward under which the policy would be optimal, but for a term of
     # the prompt, which cancels in a pair: arXiv:2305.18290, eq. 5.
     if loss_type not in WITHOUT_REFERENCE:
-        scores = scores - reference.to(logprobs.device)
+        scores = scores - (
+            logprobs.detach() if reference is None else reference.to(logprobs.device)
+        )
     # A sum grows with the length, so that a short and a long response would not compare.
     if loss_type in OF_MEANS:
         scores = scores / torch.tensor([pair.predicted() for pair in pairs]).to(logprobs.device)
@@ -171,7 +175,7 @@ def pair_metrics(
     logprobs, reference, pairs: Sequence[Pair], config: DPOConfig, prefix: str
 ) -> dict[str, float]:
     """Return `train/dpo/*` or `eval/dpo/*` of all pairs, from their (N, 2)."""
-    _, metrics = pair_loss(logprobs.double(), reference.double(), pairs, pairs, config)
+    _, metrics = pair_loss(logprobs.double(), reference, pairs, pairs, config)
     return {prefix + name: value.item() for name, value in metrics.items()}
 
 
@@ -183,7 +187,7 @@ def evaluate(
         logprobs = measure(model, pairs, config)
         metrics = pair_metrics(logprobs, reference, pairs, config, "eval/dpo/")
         figures["accuracy"] = metrics["eval/dpo/accuracy"]
-    scores = scores_of(logprobs.double(), reference.double(), pairs, config)
+    scores = scores_of(logprobs.double(), reference, pairs, config)
     right = chosen_is_higher(scores).tolist()
     return Evaluation(metrics, by_row={"eval/dpo/accuracy": [right]})
 
@@ -235,9 +239,11 @@ def train(
         began = time.monotonic()
         batch = [pairs[i] for i in indices]
         padding = Padding()
-        logprobs = measure(model, batch, config, reference[indices], padding)
+        # Until the weights move, which a warm-up begins one step later, all scores are 0 and no rounding errors.
+        batch_reference = reference[indices] if step > 1 + bool(config.warmup_steps) else None
+        logprobs = measure(model, batch, config, batch_reference, padding)
         # The metrics are of the weights before the step, as the loss is.
-        metrics = pair_metrics(logprobs, reference[indices], batch, config, "train/dpo/")
+        metrics = pair_metrics(logprobs, batch_reference, batch, config, "train/dpo/")
         metrics |= engine.optimizer_step(model, step)
         metrics["time/train"] = time.monotonic() - began
         metrics["perf/padding"] = padding.share()

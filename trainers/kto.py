@@ -56,7 +56,7 @@ class KTOConfig(MarkedConfig):
 def update(
     model,
     rows: Sequence[Marked],
-    reference: torch.Tensor,
+    reference: torch.Tensor | None,
     config: KTOConfig,
     *,
     backward: bool,
@@ -65,15 +65,20 @@ def update(
 ) -> dict[str, float]:
     """Run forward, and if wanted `backward`, on the rows of all ranks; return the metrics of the loss.
 
-    `reference` (N, 2) has the reference's log-probabilities of the rows' own and of their mismatched responses;
-    `right`, if given, gets 1 for each row on the right side of the point of comparison, 1/2 for one on it.
+    `reference` (N, 2) has the reference's log-probabilities of the rows' own and of their mismatched responses; without
+    it the reference is the policy as it is. `right`, if given, gets 1 for each row on the right side of the point of
+    comparison, 1/2 for one on it.
     """
     # The point of comparison: it moves with the policy, but no gradient flows through it.
-    logprobs = measure(model, rows, "mismatched", config)
-    baseline = fused_rl.kl_baseline(config.beta * (logprobs[:, 0] - reference[:, 1])).item()
+    baseline = 0.0
+    if reference is not None:
+        logprobs = measure(model, rows, "mismatched", config)
+        baseline = fused_rl.kl_baseline(config.beta * (logprobs[:, 0] - reference[:, 1])).item()
 
     def loss_and_metrics(logprobs: torch.Tensor, indices: Sequence[int]):
-        log_ratios = logprobs[:, 0] - reference[indices, 0].to(logprobs.device)
+        logprobs = logprobs[:, 0]
+        ref_logprobs = logprobs.detach() if reference is None else reference[indices, 0]
+        log_ratios = logprobs - ref_logprobs.to(logprobs.device)
         return fused_rl.unpaired_preference_loss(
             config.beta * log_ratios,
             torch.tensor([rows[i].desirable for i in indices], device=log_ratios.device),
@@ -185,7 +190,9 @@ def train(
         began = time.monotonic()
         batch = [rows[i] for i in indices]
         padding = Padding()
-        metrics = update(model, batch, reference[indices], config, backward=True, padding=padding)
+        # Until the weights move, which a warm-up begins one step later, all scores are 0 and no rounding errors.
+        batch_reference = reference[indices] if step > 1 + bool(config.warmup_steps) else None
+        metrics = update(model, batch, batch_reference, config, backward=True, padding=padding)
         metrics = {f"train/kto/{name}": value for name, value in metrics.items()}
         metrics |= engine.optimizer_step(model, step)
         metrics["time/train"] = time.monotonic() - began

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.encode import Encoder, load_tokenizer
 from fused_rl.trainers.data.marked import marked_rows
+from fused_rl.trainers.data.micro_batches import Padding
 from fused_rl.trainers.data.preferences import Pair
 from fused_rl.trainers.data.rows import Rows
 from tests.trainers import tiny
@@ -47,6 +49,11 @@ def test_before_training_all_scores_are_equal_and_the_accuracy_is_a_half(trainer
     TRAINERS[trainer].train(config_of(trainer, folder, tmp_path, **options))
     first, *_ = (tmp_path / "held_out.jsonl").read_text().splitlines()
     assert json.loads(first)[f"eval/{trainer}/accuracy"] == [[0.5] * 11]
+    # The first step's scores are 0, too, though the reference has read its rows in other micro-batches.
+    *_, step = tiny.read_metrics(tmp_path)
+    scores = {name: value for name, value in step.items() if re.search("train/.*_rewards?$", name)}
+    assert len(scores) >= 2 and set(scores.values()) == {0}
+    assert step[f"train/{trainer}/accuracy"] == 0.5
 
 
 # The loss of a pair from log pi and log pi_ref (2,), numbers of predicted tokens (2,) and the pair's margin; beta 0.5.
@@ -111,7 +118,7 @@ def test_a_loss_is_its_papers_however_the_pairs_are_split(loss_type, folder, mon
         monkeypatch.setattr(ranks, "processes", lambda world=world: world)
         for rank in range(world):  # one after the other: its gradients add up, as do its scores
             monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
-            logprobs = logprobs + dpo.measure(Plain(lm), pairs, config, reference)
+            logprobs = logprobs + dpo.measure(Plain(lm), pairs, config, reference, Padding())
         found = dpo.pair_metrics(logprobs, reference, pairs, config, "")
         assert found["loss"] == pytest.approx(loss.item(), rel=1e-5)
         for parameter in lm.parameters():
