@@ -234,6 +234,10 @@ def _load_teacher(config, name: str, policy: Policy) -> Teacher:
         for tensor in (teacher.head.weight, teacher.head.bias)
     ]
     head = _first(vocab, *weight_and_bias)
+    # No token has a row that the student alone has. The divergence leaves such rows out, and so does sampling, which
+    # alone calls the head.
+    rows = len(head[0])
+    student.head.register_forward_hook(lambda head, inputs, logits: logits[..., :rows])
     return Teacher(engine.initialize_frozen(teacher, config), head, reads_packed)
 
 
