@@ -28,6 +28,7 @@ from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data.reading import RowsLike
 from fused_rl.trainers.data.rows import BadRow
+from fused_rl.trainers.models.reward_model import check_reads_policy
 from fused_rl.trainers.options import (
     MAIN,
     Fraction,
@@ -42,7 +43,6 @@ from fused_rl.trainers.policy.options import SamplingRunConfig
 from fused_rl.trainers.policy.policy import Policy
 from fused_rl.trainers.policy.setup import SamplerFactory, Setup, setup
 from fused_rl.trainers.policy.teacher import (
-    check_teacher,
     is_url,
     load_teachers,
     teacher_divergence,
@@ -312,7 +312,7 @@ def train(
         """Return the scorers, once the teachers are known to have the student's tokens."""
         for name in config.teachers.values():
             if not is_url(name):
-                check_teacher(config, name, tokenizer)
+                check_reads_policy("teacher", name, tokenizer, config.model)
         return load_for_policy(config, tokenizer, device) if config.verifiers else []
 
     # A resumed run must have the same teachers, but the weights behind a URL cannot be hashed.

@@ -323,15 +323,18 @@ def has_score_head(config) -> bool:
 
 
 def check_reads_policy(kind: str, name: str, tokenizer, policy: str) -> None:
-    """Refuse a reward model or critic `name` whose tokenizer is not the policy's: its ids are other words there."""
+    """Refuse a reward model, critic or teacher `name` with another tokenizer than the policy: its ids are other words."""
     # What both have cancels: what is left has another id, or is missing on one side.
     differing = tokenizer.get_vocab().items() ^ load_tokenizer(name).get_vocab().items()
     if differing:
         examples = sorted(differing, key=lambda entry: (entry[1], entry[0]))[:4]
         examples = ", ".join(f"{token!r} = {i}" for token, i in examples)
+        remedy = "choose one that has it"
+        if kind != "teacher":
+            remedy = f"train it from a model with the policy's tokenizer: fused-rl reward --model {policy}"
         raise InputError(
             f"{kind} {name!r} has another tokenizer than the policy {policy!r} ({len(differing)} entries differ: "
-            f"{examples}); train it from a model with the policy's tokenizer: fused-rl reward --model {policy}"
+            f"{examples}); {remedy}"
         )
 
 

@@ -9,7 +9,6 @@ import fused_rl
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.screen import print_line
 from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import Batch, on_device
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.packing import (
@@ -183,22 +182,8 @@ def is_url(teacher: str) -> bool:
     return teacher.startswith(("http://", "https://"))
 
 
-def check_teacher(config, name: str, tokenizer) -> None:
-    """Raise `InputError` if a teacher in this process does not have the student's vocabulary."""
-    # Distributions over two vocabularies cannot be compared token by token.
-    student_tokens = set(tokenizer.get_vocab().items())
-    teacher_tokens = set(encode.load_tokenizer(name).get_vocab().items())
-    if differing := sorted({token for token, _ in student_tokens ^ teacher_tokens}):
-        problem = f"teacher={name} has {len(teacher_tokens)} tokens and model={config.model} {len(student_tokens)}"
-        some = ", ".join(map(repr, differing[:4]))
-        raise InputError(
-            f"{problem}, and {len(differing)} differ: {some}; choose a teacher with the student's tokenizer"
-        )
-
-
 def _load_teacher(config, name: str, policy: Policy) -> Teacher:
     """Load a teacher into this process."""
-    check_teacher(config, name, policy.tokenizer)
     reading = {
         "dtype": engine.torch_dtype(config),
         "attn_implementation": config.attn_implementation,
