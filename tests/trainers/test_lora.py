@@ -1,6 +1,7 @@
 """Adapters: which layers get them, saved apart or merged, and trained on from the folder that holds them."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from fused_rl.trainers.base.files import base_of_adapters, hash_of_model
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.models import language_model, lora
 from fused_rl.trainers.models.reward_model import RewardModel
+from fused_rl.trainers.options import ModelConfig
 from tests.trainers import runs, tiny
 
 IDS = torch.tensor([[7, 8, 9, 10, 11, 12]])
@@ -77,6 +79,45 @@ def test_the_layers_that_are_named_get_adapters_and_no_others(targets, layers, f
     scales = {part.scaling["default"] for part in lm.modules() if hasattr(part, "lora_A")}
     assert scales == {6.0 / config.lora_rank}
     assert adapted_layers(RewardModel.from_pretrained(files[0], adapters=config)) == layers
+
+
+LATENT = {"kv_lora_rank": 4, "q_lora_rank": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
+MIXTURES = {
+    "gpt_oss": {},
+    "granitemoe": {},
+    # Its dense layer and shared experts have names that peft takes for those of experts.
+    "deepseek_v3": LATENT
+    | {"v_head_dim": 8, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    # A router that is a linear layer, and returns a tuple.
+    "llama4_text": {},
+}
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_every_matrix_of_a_mixture_is_adapted(family):
+    import transformers
+
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    sizes |= {"intermediate_size": 24, "moe_intermediate_size": 8, "num_hidden_layers": 2}
+    sizes |= {"vocab_size": 32, "pad_token_id": 0, "num_experts_per_tok": 2}
+    sizes |= dict.fromkeys(("num_local_experts", "n_routed_experts"), 4) | MIXTURES[family]
+    config = transformers.AutoConfig.for_model(family, **sizes)
+    lm = transformers.AutoModelForCausalLM.from_config(config)
+    before = {name: weight.clone() for name, weight in lm.named_parameters()}
+    adapted = lora.with_new_adapters(lm, ModelConfig(model="m", lora_rank=2))
+    weights = {name: weight for name, weight in adapted.named_parameters() if "lora_" in name}
+    with torch.no_grad():
+        for weight in weights.values():
+            weight.normal_(std=0.2)
+    out = adapted(input_ids=IDS).logits
+    out[..., 1].sum().backward()
+    assert all(weight.grad.any() for weight in weights.values())
+    merged = adapted.merge_and_unload()
+    torch.testing.assert_close(merged(input_ids=IDS).logits, out, atol=1e-5, rtol=0)
+    same = [name for name, weight in merged.named_parameters() if torch.equal(weight, before[name])]
+    assert not [
+        name for name in same if not re.search("norm|bias|embed_tokens|lm_head|sinks", name)
+    ]
 
 
 # What is saved.
@@ -224,13 +265,19 @@ def test_adapters_of_peft_are_trained_on_saved_and_merged_as_peft_reads_them(
         ({"lora_bias": True}, "adapters with lora_bias=True;"),
         ({"bias": "all"}, "adapters with bias='all';"),
         ({"use_dora": True}, "adapters with use_dora=True;"),
+        # Without a scale they would change and learn nothing.
+        ({"lora_alpha": 0}, "adapters with lora_alpha=0;"),
+        ({"alpha_pattern": {"q_proj": 0}}, "adapters with alpha_pattern=.'q_proj': 0.;"),
         # These change the weights below them, so that the policy without adapters is no reference.
         ({"init_lora_weights": "pissa"}, "adapters with init_lora_weights='pissa';"),
         ({"init_lora_weights": "olora"}, "adapters with init_lora_weights='olora';"),
         # Merged, those of a tied head would change the embedding, too.
-        ({"target_modules": ["lm_head", "q_proj"]}, "adapters or rows of lm_head:"),
-        ({"target_modules": ["embed_tokens"]}, "adapters or rows of model.embed_tokens:"),
-        ({"more_tokens": 5}, "adapters or rows of model.embed_tokens:"),
+        (
+            {"target_modules": ["lm_head", "q_proj"]},
+            "tensors .* embedding and LM head: .*lm_head.lora_A",
+        ),
+        ({"target_modules": ["embed_tokens"]}, "tensors .* embedding and LM head: .*embed_tokens"),
+        ({"more_tokens": 5}, "tensors .* embedding and LM head: .*embed_tokens"),
     ],
 )
 def test_what_could_not_be_merged_again_is_refused(options, what, files, tmp_path):
@@ -270,13 +317,35 @@ def test_a_relative_model_below_adapters_is_looked_for_in_both_places(
                 read(name)
 
 
-def test_adapters_to_another_model_are_a_line(files, adapters, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "config", "message"),
+    [
+        # The names of another model, for which peft would begin with new adapters.
+        (".layers.7.", {}, "4 tensors of layers that its adapter_config.json leaves out"),
+        (".layers.1.", {"target_modules": ["q_proj"]}, "4 tensors of layers that its .*down_proj"),
+        (".layers.1.", {"layers_to_transform": [0]}, "4 tensors of layers that its .* leaves out"),
+        (
+            ".layers.1.",
+            {"target_modules": ["q_proj", "k_proj", "down_proj"]},
+            "4 tensors missing: .*k_",
+        ),
+        (".layers.1.", {"r": 3}, "size mismatch"),
+        # peft would load it into the model itself.
+        (".norm.", {}, "tensors .* between embedding and LM head: .*model.norm"),
+    ],
+)
+def test_adapters_that_are_not_those_of_their_config_are_a_line(
+    name, config, message, files, adapters, tmp_path
+):
     from safetensors.torch import load_file, save_file
 
-    # The names of another model, for which peft would begin with new adapters.
-    folder = Path(shutil.copytree(adapters, tmp_path / "renamed"))
+    folder = Path(shutil.copytree(adapters, tmp_path / "edited"))
+    described = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(described | config))
     saved = load_file(folder / "adapter_model.safetensors")
-    others = {name.replace("layers.1.", "layers.7."): saved[name] for name in saved}
-    save_file(others, folder / "adapter_model.safetensors")
-    with pytest.raises(InputError, match=f"{folder}' .*missing adapter keys"):
+    if name == ".norm.":
+        saved["base_model.model.model.norm.weight"] = torch.ones(16)
+    saved = {key.replace(".layers.1.", name): saved[key] for key in saved}
+    save_file(saved, folder / "adapter_model.safetensors")
+    with pytest.raises(InputError, match=f"{folder}' .*{message}"):
         tiny.load_lm(sft_config((str(folder), files[1]), tmp_path, lora_rank=0))

@@ -323,7 +323,7 @@ def has_score_head(config) -> bool:
 
 
 def check_reads_policy(kind: str, name: str, tokenizer, policy: str) -> None:
-    """Refuse a reward model, critic or teacher `name` with another tokenizer than the policy: its ids are other words."""
+    """Refuse a reward model, critic or teacher `name` without the policy's tokenizer: its ids are other words."""
     # What both have cancels: what is left has another id, or is missing on one side.
     differing = tokenizer.get_vocab().items() ^ load_tokenizer(name).get_vocab().items()
     if differing:
