@@ -39,7 +39,6 @@ SUBMODULES = {
     "transformers.cache_utils": "sampling writes keys and values in place; without it generate samples, with a line",
     "transformers.loss.loss_utils": "patch() of a model; an unknown release is tried first",
     "transformers.modeling_utils": f"attention of parts of sequences; {STOPS}",
-    "transformers.pytorch_utils": f"Conv1D, which adapters take as linear layers; {STOPS}",
     "transformers.utils.hub": f"files of a model in the cache of the Hub; {STOPS}",
     "transformers.utils.peft_utils": f"whether a name holds adapters; {STOPS}",
     "triton.language": "the language, documented",

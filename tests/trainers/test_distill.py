@@ -196,7 +196,6 @@ def test_heads_with_biases_and_of_other_sizes_are_compared(folder, tmp_path, bey
     assert found["agrees"] == (own.argmax(-1) == other.argmax(-1)).sum()
 
 
-<<<<<<< HEAD
 def test_a_teacher_may_scale_its_logits_by_another_number(folder, tmp_path):
     """Granite's sizes do; what distill cannot compare is refused: a cap, or more than a product."""
     tokenizer = tiny.tokenizer()
@@ -236,11 +235,10 @@ def test_a_teacher_may_scale_its_logits_by_another_number(folder, tmp_path):
         p = (lm.lm_head(states).double() / 3).softmax(-1)
         q = (teacher.model.head(states).double() / 12).softmax(-1)
         torch.testing.assert_close(kl.double(), (p * (p / q).log()).sum(-1), atol=1e-6, rtol=1e-4)
-=======
-def test_rows_that_the_student_alone_has_are_neither_sampled_nor_compared(folder, tmp_path):
-    from transformers import AutoModelForCausalLM
 
-    lm = AutoModelForCausalLM.from_pretrained(folder / "model")
+
+def test_rows_that_the_student_alone_has_are_neither_sampled_nor_compared(folder, tmp_path):
+    lm = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
     lm.resize_token_embeddings(lm.config.vocab_size + PADDING, mean_resizing=False)
     with torch.no_grad():
         lm.get_output_embeddings().weight[-PADDING:] = 20 * torch.eye(
@@ -255,7 +253,6 @@ def test_rows_that_the_student_alone_has_are_neither_sampled_nor_compared(folder
     )
     for key in ("distill/kl", "optim/grad_norm", "eval/distill/kl"):
         assert padded[-1][key] == pytest.approx(alone[-1][key], rel=1e-5)
->>>>>>> 89e53650 (A student may have more rows in its head than the teacher: they are no tokens, and are not sampled)
 
 
 def test_a_servers_likeliest_tokens_come_first_without_the_one_that_stands_there():
