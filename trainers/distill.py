@@ -28,7 +28,6 @@ from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import phase
 from fused_rl.trainers.data.reading import RowsLike
 from fused_rl.trainers.data.rows import BadRow
-from fused_rl.trainers.models.reward_model import check_reads_policy
 from fused_rl.trainers.options import (
     MAIN,
     Fraction,
@@ -309,10 +308,7 @@ def train(
 
     # Scorers only show accuracy, because the teacher alone is learned from.
     def load(config: DistillConfig, tokenizer, device) -> Sequence[Scorer]:
-        """Return the scorers, once the teachers are known to have the student's tokens."""
-        for name in config.teachers.values():
-            if not is_url(name):
-                check_reads_policy("teacher", name, tokenizer, config.model)
+        """Return the scorers, if there are any."""
         return load_for_policy(config, tokenizer, device) if config.verifiers else []
 
     # A resumed run must have the same teachers, but the weights behind a URL cannot be hashed.

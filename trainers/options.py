@@ -643,8 +643,6 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
             self.micro_batch_size = DEFAULT_MICRO_BATCH
 
 
-# The package of 4-bit weights, and how it is installed.
-FOUR_BIT_PACKAGE = ("bitsandbytes", "'fused-rl[bnb]'")
 # What is done with a run, not what the run is.
 ACTIONS = ("resume", "resume_from", "accept_changes", "overwrite", "dry_run")
 # What a reader looks for first, in --help all and config.yaml.

@@ -35,7 +35,6 @@ from fused_rl.trainers.policy.critic import (
     Experience,
     KLController,
     advantages_and_returns,
-    check_critic,
     experience_metrics,
     load_critic,
     token_rewards,
@@ -57,7 +56,7 @@ from fused_rl.trainers.policy.setup import (
     batch_arithmetic,
     setup,
 )
-from fused_rl.trainers.rollouts.types import Prompt, Rollout, Scorer
+from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
 from fused_rl.trainers.run.metrics import PPO, Sums, means_of_updates, with_logged_names
@@ -280,15 +279,9 @@ def train(
     """Run the whole training, on what is given or on what the config names; return the trained model's folder."""
     # Tokenizer, scorers, rows, models.
     config = with_scorers(config.planned(), scorers)
-
-    def load_scorers(config: PPOConfig, tokenizer, device) -> Sequence[Scorer]:
-        """Return the scorers, once the tokenizer is known to be the critic's."""
-        check_critic(config, tokenizer)
-        return load_for_policy(config, tokenizer, device)
-
     critics = {} if config.critic is None else {"critic": config.critic}
     rows = (dataset, eval_dataset)
-    prepared = setup(config, arithmetic, load_scorers, rows, sampler, critics, on_step=on_step)
+    prepared = setup(config, arithmetic, load_for_policy, rows, sampler, critics, on_step=on_step)
     config, run, held_out = prepared.config, prepared.run, prepared.held_out
     critic = load_critic(config, prepared.tokenizer, run.device, prepared.updates)
     policy = prepared.load_policy(frozen=config.critic_only > 0)

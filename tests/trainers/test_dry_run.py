@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fused_rl.trainers import cli, grpo, sft
+from fused_rl.trainers.rollouts.types import Sampler
 from fused_rl.trainers.run import dry_run
 from tests.trainers import tiny
 
@@ -80,7 +81,7 @@ REFUSED = [
     ("grpo", "--verifiers null", "verifiers is missing"),
     ("grpo", "--wandb_project p", "wandb_project needs wandb, which is not installed"),
     ("grpo", f"{SERVED} --top_p 0.9", "top_p=0.9 with servers needs --top_k"),
-    ("grpo", f"{SERVED} --server_api_key_env NO_SUCH_KEY", "NO_SUCH_KEY: that variable holds"),
+    ("grpo", f"{SERVED} --server_api_key_env hf_a_key", "^(?!.*hf_a_key).*no .* variable"),
     ("grpo", "--server 127.0.0.1:9", "server=.*expected a URL"),
     ("ppo", "--sampler json:no_such", "sampler 'json:no_such': .* has no function"),
     ("grpo", "--rollout_correction token-truncate", "corrects for a sampler that differs"),
@@ -90,7 +91,35 @@ REFUSED = [
     ("ppo", "--verifiers reward_model:OTHER", "reward model '.*' has another tokenizer"),
     ("distill", "--teacher OTHER", "teacher .* has another tokenizer"),
     ("distill", "--teacher http://", "teacher='http://': expected a URL"),
+    # Of the models, which a dry run reads without their weights.
+    ("sft", "--dtype bfloat16 --zero_stage 0", "dtype=bfloat16 needs fp32 master weights"),
+    ("dpo", "--save_merged", "save_merged=True says how adapters are made"),
+    ("ppo", "--lora_rank 2 --lora_targets q_prj", "has no linear layer 'q_prj'"),
+    ("reward", "--attn_implementation fast", "attn_implementation=fast cannot be used"),
+    ("sft", "--model REWARD", "it is a reward model: a causal LM is needed"),
+    ("distill", "--teacher REWARD", "it is a reward model: a causal LM is needed"),
+    ("sft", "--output_dir rows.jsonl/run", "could not be written to .*: Not a directory"),
+    # Of functions of the user's.
+    ("sft", f"--lr_schedule {__name__}:of_one", "lr_schedule at update 0 of 100: TypeError"),
+    ("ppo", f"--lr_schedule {__name__}:falls", "lr_schedule at update 3 of .* 0 or more, got -1"),
+    ("dpo", f"--on_step {__name__}:falls", r"on_step 'falls': expected a function of \(step\)"),
+    ("grpo", f"--sampler {__name__}:of_one", r"expected a function of \(built, tokenizer\)"),
+    ("ppo", f"--sampler {__name__}:Forgets", "Forgets takes no new weights: call super"),
+    ("grpo", f"--surrogate {__name__}:of_one", "surrogate 'of_one': expected a function of"),
 ]
+
+
+def of_one(value):
+    return value
+
+
+def falls(update, total):
+    return 1.0 if update < 3 else -1.0
+
+
+class Forgets(Sampler):
+    def __init__(self, built, tokenizer):
+        """It calls no `super().__init__`."""
 
 
 @pytest.mark.parametrize(("name", "options", "line"), REFUSED)
@@ -100,6 +129,10 @@ def test_a_dry_run_refuses_the_options_that_the_run_refuses(
     monkeypatch.setitem(sys.modules, "wandb", None)
     if "OTHER" in options:
         options = options.replace("OTHER", of_other_tokens(folder, tmp_path / "other"))
+    if "REWARD" in options:
+        reward = tiny.reward_folder(tmp_path / "reward", folder)
+        options = options.replace("REWARD", reward)
+    monkeypatch.chdir(tmp_path)
     words = words_of(name, folder, [ROWS[READS.get(name, "answers")]] * 40, tmp_path)
     said = said_twice(name, [*words, *options.split()])
     assert re.search(line, said, re.DOTALL) and not (tmp_path / "run").exists()

@@ -3,11 +3,12 @@
 import multiprocessing
 import os
 import signal
+import sys
 import time
 
 import pytest
 
-from fused_rl.trainers import sft
+from fused_rl.trainers import grpo, sft
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.run import command, store
@@ -78,6 +79,40 @@ def test_what_is_outside_of_its_folder_goes_when_a_run_ends(ends, tmp_path):
             command.run(sft.SFTConfig, train, words)
         assert ended.value.code == 128 + signal.SIGTERM
     assert not outside.exists() and signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("error", [KeyError("late"), SystemExit(0)])
+def test_an_error_in_a_step_says_what_is_kept(error, files, tmp_path, capfd, monkeypatch):
+    """Also `sys.exit(0)` of a scorer, after which the run would look complete."""
+    monkeypatch.setattr(sys.modules[__name__], "raised", [None] * 4 + [error])
+    words = ["--model", files[0], "--dataset", files[1], "--output_dir", str(tmp_path / "run")]
+    words += [
+        "--steps",
+        "3",
+        "--save_every",
+        "1",
+        "--eval_size",
+        "0",
+        "--prompts_per_step",
+        "2",
+        "--group_size",
+        "2",
+    ]
+    words += f"--max_new_tokens 4 --verifiers {__name__}:scorer".split()
+    with pytest.raises((SystemExit, KeyError)) as ended:
+        grpo.main(words)
+    said = f"{ended.value}{capfd.readouterr().err}"
+    assert "the run ended in step 2, and --resume continues after step 1" in said
+
+
+raised: list = []
+
+
+def scorer(response, row):
+    error = raised.pop(0)
+    if error is not None:
+        raise error
+    return 1.0
 
 
 # Beside a run that lives.

@@ -7,13 +7,14 @@ import os
 import random
 import resource
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
-from fused_rl.trainers import sft
+from fused_rl.trainers import grpo, sft
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.files import io_errors_in_a_line, unfinished
 from fused_rl.trainers.base.text import InputError
@@ -26,6 +27,7 @@ from tests.trainers import tiny
 from tests.trainers.runs import (
     assert_equal_runs,
     contents,
+    grpo_config,
     names,
     refused,
     resumed,
@@ -36,22 +38,37 @@ from tests.trainers.runs import (
 # The folder: nothing of the user's is deleted or replaced.
 
 
-def test_what_a_run_reads_is_not_moved_away(files, tmp_path):
-    """Its model, also where that is the folder itself, the weights below adapters, a scorer's folder."""
-    folder, adapters = tmp_path / "run", tmp_path / "adapters"
+def test_what_a_run_reads_is_not_moved_away(files, tmp_path, monkeypatch):
+    """Its model, also where that is the folder itself, rows, a hook's module, a scorer's
+    model; neither by --overwrite nor as what a run without a step has left.
+    """
+    folder = tmp_path / "run"
     shutil.copytree(files[0], folder)
     shutil.copytree(files[0], folder / "model")
-    adapters.mkdir()
-    base = {"base_model_name_or_path": str(folder / "model")}
-    (adapters / "adapter_config.json").write_text(json.dumps(base))
-    before = contents(folder)
-    for model in (folder, folder / "model", adapters):
-        config = run_config((str(model), files[1]), folder, overwrite=True)
-        refused(config, "model=.* is read, and overwrite would move it away")
-    scorer = {"verifiers": [f"reward_model:{folder}/model"], "overwrite": True}
-    with pytest.raises(InputError, match="verifiers=.* is read, and overwrite would move it away"):
-        store.RunFolder(tiny.config_of("grpo", output_dir=str(folder), **scorer)).check()
+    shutil.copy(files[1], folder / "rows.jsonl")
+    (folder / "of_a_run.py").write_text("def hook(step): ...")
+    monkeypatch.syspath_prepend(str(folder))
+    before, read = contents(folder), "is read, and the run would move it away"
+    for model in (folder, folder / "model"):
+        refused(run_config((str(model), files[1]), folder, overwrite=True), f"/run.* {read}")
+    rows = run_config((files[0], f"{folder}/*.jsonl"), folder, overwrite=True, dry_run=True)
+    refused(rows, f"rows.jsonl {read}")
+    reward = tiny.reward_folder(folder / "rm", files[0])
+    scored = {"verifiers": f"reward_model:{reward}", "overwrite": True, "dry_run": True}
+    with pytest.raises(InputError, match=f"/rm {read}"):
+        grpo.train(grpo_config(files, folder, **scored))
+    shutil.rmtree(reward)
+    hooked = run_config(files, folder, overwrite=True, on_step="of_a_run:hook")
+    refused(hooked, f"of_a_run.py {read}")
+    monkeypatch.delitem(sys.modules, "of_a_run")
+    shutil.rmtree(folder / "__pycache__", ignore_errors=True)
     assert contents(folder) == before
+
+    for path in [*folder.iterdir()]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (folder / "config.yaml").write_text("# fused-rl sft")
+    shutil.copy(files[1], folder / "samples.jsonl")
+    refused(run_config((files[0], f"{folder}/samples.jsonl"), folder), f"samples.jsonl {read}")
 
 
 def test_overwrite_moves_everything_away_once_all_inputs_are_read(files, run, tmp_path):

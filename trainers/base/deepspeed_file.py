@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fused_rl.trainers.base.files import names_read
 from fused_rl.trainers.base.text import InputError
 
 # Our option for a key or a section, which DeepSpeed would ignore, or by which it would compute something else.
@@ -22,6 +23,7 @@ NAMES = {
     "activation_checkpointing": "--gradient_checkpointing and --checkpoint_activations_on",
     "bf16": "--dtype",
     "fp16": "--dtype",
+    "wandb": "--wandb_project",
     "amp": "--dtype",
     "torch_autocast": "--dtype",
     "data_types": "--grad_accum_dtype",
@@ -35,6 +37,7 @@ NAMES = {
 def read(path: str) -> dict[str, Any]:
     """Return the sections of a file, without values of `auto`."""
     try:
+        names_read.add(path)
         contents = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"deepspeed={path}: {error.strerror}") from error

@@ -15,6 +15,7 @@ import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -138,7 +139,7 @@ def check_deepspeed_file(config: Any) -> None:
     deepspeed_file.check(config.deepspeed, theirs, ours | {"optimizer": {"type": "AdamW"}})
     try:
         DeepSpeedConfig(deepspeed_file.merged(theirs, ours))
-    except (ValueError, AssertionError) as error:
+    except Exception as error:  # of many kinds, as many as its sections
         raise InputError(f"deepspeed={config.deepspeed}: {in_a_line(error)}") from error
 
 
@@ -185,7 +186,13 @@ def _deepspeed_config(config: Any, *, max_grad_norm: float) -> dict:
 
 
 def initialize(model: nn.Module, config: Any, updates: int):
-    """Return a DeepSpeed engine that trains `model` with AdamW for `updates` optimizer steps."""
+    """Return a DeepSpeed engine that trains `model` with AdamW for `updates` optimizer steps.
+
+    Of a model without weights, as a dry run has it, it is the shell of an engine.
+    """
+    if is_without_weights(model):
+        optim.users_factors(config, updates)
+        return SimpleNamespace(module=model, zero_optimization_stage=lambda: config.zero_stage)
     import deepspeed
 
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -210,6 +217,11 @@ def initialize(model: nn.Module, config: Any, updates: int):
         )
     engine.clipping = clipping
     return engine
+
+
+def is_without_weights(model: nn.Module) -> bool:
+    """Return True for the model of a dry run, whose weights have shapes and no numbers."""
+    return next(model.parameters()).is_meta
 
 
 def load_engine(engine, folder: Path, name: str) -> None:
@@ -246,7 +258,7 @@ def optimizer_step(engine, step: int) -> dict[str, float]:
 
 def initialize_frozen(model: nn.Module, config: Any):
     """Return `model` for forward passes alone; ZeRO 3 partitions its weights too."""
-    if config.zero_stage < 3:
+    if config.zero_stage < 3 or is_without_weights(model):
         return model
     import deepspeed
 

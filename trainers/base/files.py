@@ -25,6 +25,10 @@ OF_A_MODEL = (
 )
 
 
+# The files and folders that the run of this process has read.
+names_read: set[str] = set()
+
+
 def unfinished(path: Path) -> Path:
     """Return the path that a file or folder is written to before it gets its name."""
     return path.with_name(UNFINISHED + path.name)
@@ -71,7 +75,7 @@ def hash_of_model(name: str, revision: str | None = None) -> str:
             ) from error
         model_hash = folder.name  # a snapshot's folder is named by its commit
     # Adapters of the same bytes on other weights are another model.
-    config = _adapter_config(folder)
+    config = adapter_config(folder)
     base, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not base:  # reading the model refuses them
         return model_hash
@@ -117,25 +121,29 @@ def is_missing_path(name: str) -> bool:
 
 
 def check_exists(name: str) -> None:
-    """Refuse a local path at which nothing lies: the Hub would be asked for it, without a network for minutes."""
+    """Refuse a name to be read at which nothing lies: the Hub would be asked for it, without a network for minutes."""
     if is_missing_path(name):
         raise InputError(f"{name} does not exist; the current folder is {os.getcwd()}")
+    names_read.add(name)
 
 
 def weights_below(name: str) -> str | None:
     """Return the local folder of the weights that the adapters in a local folder belong to, or None."""
-    base = _adapter_config(Path(name)).get("base_model_name_or_path") or ""
+    base = adapter_config(Path(name)).get("base_model_name_or_path") or ""
     folders = [folder for folder in (Path(base), Path(name, base)) if base and folder.is_dir()]
     return str(folders[0]) if folders else None
 
 
-def _adapter_config(folder: Path) -> dict:
+def adapter_config(folder: Path) -> dict:
     """Return what says to which model the adapters in a folder belong; {} where there are none."""
     file = folder / "adapter_config.json"
     try:
-        return json.loads(file.read_bytes()) if file.is_file() else {}
+        contents = json.loads(file.read_bytes()) if file.is_file() else {}
     except (OSError, ValueError) as error:
         raise InputError(f"{file} cannot be read: {in_a_line(error)}") from error
+    if not isinstance(contents, dict):
+        raise InputError(f"{file}: expected a JSON object, got {contents!r:.80}")
+    return contents
 
 
 def sync(path: Path) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 import fused_rl
 from fused_rl.base.checks import check_range
-from fused_rl.trainers.base.text import load_function
+from fused_rl.trainers.base.text import InputError, in_a_line, load_function
 
 SCHEDULES = ("constant", "linear", "cosine")
 Schedule = Callable[[int, int], float]
@@ -40,13 +40,29 @@ def schedule_function(chosen: str | Schedule) -> str | Schedule:
     return load_function("lr_schedule", chosen) if is_users else chosen
 
 
+def users_factors(config: Any, updates: int) -> list[float]:
+    """Return what a schedule of the user's own says for every update; nothing for one of `SCHEDULES`."""
+    chosen = schedule_function(config.lr_schedule)
+    factors = []
+    # All are asked before the first update, so that none fails after hours.
+    for update in range(0 if isinstance(chosen, str) else updates):
+        try:
+            factors.append(chosen(update, updates))
+            check_range("the factor", factors[-1], "a finite number, 0 or more")
+        except Exception as error:
+            problem = f"lr_schedule at update {update} of {updates}"
+            raise InputError(f"{problem}: {in_a_line(error)}") from error
+    return factors
+
+
 def schedule(optimizer: torch.optim.Optimizer, config: Any, updates: int):
     """Return the learning rate's schedule over `updates` steps: a warm-up, then constant, annealed, or the user's."""
     from transformers import get_scheduler
 
-    chosen = schedule_function(config.lr_schedule)
-    if isinstance(chosen, str):
-        name = "constant_with_warmup" if chosen == "constant" else chosen
+    factors = users_factors(config, updates)
+    if not factors:
+        name = config.lr_schedule
+        name = "constant_with_warmup" if name == "constant" else name
         return get_scheduler(
             name, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=updates
         )
@@ -54,9 +70,7 @@ def schedule(optimizer: torch.optim.Optimizer, config: Any, updates: int):
     def factor(update: int) -> float:
         rising = min(1.0, update / config.warmup_steps) if config.warmup_steps else 1.0
         # After the last update torch asks once more.
-        value = chosen(min(update, updates - 1), updates)
-        check_range(f"lr_schedule at update {update}", value, "a finite number, 0 or more")
-        return rising * value
+        return rising * factors[min(update, updates - 1)]
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 

@@ -2,12 +2,13 @@
 
 import functools
 import importlib
-import importlib.util
+import inspect
 import os
 import re
 import sys
 import unicodedata
 from collections.abc import Callable
+from typing import Any
 
 
 class InputError(ValueError):
@@ -67,10 +68,28 @@ def load_function(option: str, name: str) -> Callable:
     return vars(imported)[attribute]
 
 
-def check_installed(option: str, package: str, install: str) -> None:
-    """Refuse an option whose package is not installed."""
-    if importlib.util.find_spec(package) is None:
-        raise InputError(f"{option} needs {package}, which is not installed: pip install {install}")
+def users_function(option: str, name: str | None, passed: Callable | None, *parameters: str) -> Any:
+    """Return the function of `parameters` that an option names or Python has passed; None without one."""
+    if name is not None and passed is not None:
+        raise InputError(f"{option}={name} and another from Python: give one of them")
+    function = passed if name is None else load_function(option, name)
+    try:
+        if function is not None:
+            inspect.signature(function).bind(*parameters)
+    except TypeError as error:
+        expected = f"expected a function of ({', '.join(parameters)})"
+        raise InputError(f"{option} {name_of(function)!r}: {expected}: {error}") from error
+    return function
+
+
+def check_installed(option: str, module: str, install: str) -> None:
+    """Refuse an option whose package is not installed; a module that is imported stays, whatever becomes of it."""
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        package = error.name or module
+        problem = f"{option} needs {package}, which is not installed"
+        raise InputError(f"{problem}: pip install {install}") from error
 
 
 def name_of(function: Callable) -> str:

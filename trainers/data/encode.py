@@ -6,14 +6,13 @@ A prompt has the ids that generation will see, and a completion those that follo
 import contextlib
 import functools
 import itertools
-import json
 import os
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from fused_rl.trainers.base.files import base_of_adapters, check_exists, hash_of
+from fused_rl.trainers.base.files import adapter_config, base_of_adapters, check_exists, hash_of
 from fused_rl.trainers.base.text import InputError, in_a_line
 from fused_rl.trainers.data.forms import FIX, Message, Prompt, Reader, conversation
 from fused_rl.trainers.data.rows import BadRow
@@ -89,9 +88,11 @@ def saved_stop_ids(name: str, revision: str | None, tokenizer) -> list[int]:
         # Adapters end a response as their model does.
         adapters = find_adapter_config_file(name, revision=revision)
         if adapters is not None:
-            saved = json.loads(Path(adapters).read_bytes())
-            name, revision = saved["base_model_name_or_path"], saved.get("revision")
-            name = base_of_adapters(Path(adapters).parent, name, revision)
+            folder = Path(adapters).parent
+            saved = adapter_config(folder)
+            if base := saved.get("base_model_name_or_path"):
+                revision = saved.get("revision")
+                name = base_of_adapters(folder, base, revision)
     # transformers looks in both as well, in this order.
     for file in ("generation_config.json", "config.json"):
         with contextlib.suppress(OSError):

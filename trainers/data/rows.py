@@ -18,7 +18,7 @@ from typing import IO, Any
 import datasets.config
 import numpy
 
-from fused_rl.trainers.base.files import check_exists, fingerprint, hash_of
+from fused_rl.trainers.base.files import check_exists, fingerprint, hash_of, names_read
 from fused_rl.trainers.base.ranks import process_index
 from fused_rl.trainers.base.screen import print_rank0
 from fused_rl.trainers.base.text import InputError, in_a_line
@@ -369,6 +369,7 @@ def rows_of_sources(
             for number, text in texts:
                 yield {"row": text, "file": file, "number": number}
 
+    names_read.update(labels)
     sizes = [os.path.getsize(s) if isinstance(s, str) else s.data.nbytes for s in sources]
     key = None
     if sum(sizes) < SMALL:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fused_rl.trainers.base.text import InputError, check_installed
-from fused_rl.trainers.options import FOUR_BIT_PACKAGE, RunConfig
+from fused_rl.trainers.options import RunConfig
 
 
 def check_options(config: RunConfig, *, adapters: bool) -> None:
@@ -33,7 +33,7 @@ def quantized(
     dtype: torch.dtype, device: torch.device, option: str = "load_in_4bit"
 ) -> dict[str, object]:
     """Return the arguments of `from_pretrained` for weights of 4 bits, which an option requests."""
-    check_installed(option, *FOUR_BIT_PACKAGE)
+    check_installed(option, "bitsandbytes", "'fused-rl[bnb]'")
     from transformers import BitsAndBytesConfig
 
     # NF4, double quantisation and products in the dtype of the run, as in the paper, section 3.

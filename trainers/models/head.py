@@ -63,6 +63,7 @@ def trace_head(lm: Any) -> UnformedLogits | str:
     return logits
 
 
+@torch.no_grad()
 def causal_states(model: Any) -> torch.Tensor:
     """Return the last hidden states (2, T, H) of two sequences that differ in their last token.
 

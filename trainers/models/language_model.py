@@ -1,7 +1,8 @@
 """The causal language model that the trainers share: loading, scoring its own input, saving in the Hub format."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,8 @@ class LanguageModel(nn.Module):
         self.softcap: float | None = None
         self.head_temperature = 1.0
         self.unfused_reason: str | None = None  # why logits are read though `linear` was requested
-        if loss_from == "linear":
+        # A dry run has no numbers to compare.
+        if loss_from == "linear" and not engine.is_without_weights(self.base):
             traced = trace_head(self.base)
             if isinstance(traced, str):
                 self.loss_from, self.unfused_reason = "logits", traced
@@ -260,6 +262,24 @@ def prepare_modules(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
+def read(kind: Any, name: str, device: torch.device | str, **options) -> tuple[Any, Mapping]:
+    """Return a model of one of transformers' auto classes, and which weights it lacks.
+
+    On the meta device, as in a dry run, no numbers are read, and of a model on the Hub nothing but its config.
+    """
+    from transformers import AutoConfig
+
+    options |= {"output_loading_info": True, "trust_remote_code": False}
+    if torch.device(device).type == "meta":
+        options.pop("quantization_config", None)
+        options["device_map"] = "meta"
+        if not Path(name).is_dir():
+            config = options.get("config") or AutoConfig.from_pretrained(name, **options)
+            with torch.device("meta"):
+                return kind.from_config(config), defaultdict(tuple)
+    return kind.from_pretrained(name, **options)
+
+
 def _read_lm(name: str, revision: str | None, adapters, device: torch.device, **options) -> Any:
     """Return a causal LM on its device, without its own sampling defaults: of `adapters`, where `name` holds such, the
     weights that they belong to. Refuse weights that are missing.
@@ -268,9 +288,8 @@ def _read_lm(name: str, revision: str | None, adapters, device: torch.device, **
 
     if adapters is not None:
         name, revision = adapters.base_model_name_or_path, adapters.revision
-    reading = {"output_loading_info": True, "trust_remote_code": False, **options}
     with readable(name, options["attn_implementation"]):
-        lm, report = AutoModelForCausalLM.from_pretrained(name, revision=revision, **reading)
+        lm, report = read(AutoModelForCausalLM, name, device, revision=revision, **options)
     hint = ""
     if "score.weight" in report["unexpected_keys"]:
         hint = "; it is a reward model: a causal LM is needed"

@@ -41,7 +41,12 @@ def find(name: str, revision: str | None = None) -> "LoraConfig | None":
     # Neither a folder nor a name of the Hub: reading the model says so.
     except OSError:
         return None
-    config: Any = peft.PeftConfig.from_pretrained(name, revision=revision)
+    try:
+        config: Any = peft.PeftConfig.from_pretrained(name, revision=revision)
+    except Exception as error:  # of a kind or with a field that this peft does not know
+        raise InputError(
+            f"{name!r} holds adapters that cannot be read: {in_a_line(error)}"
+        ) from error
     if (problem := _beyond_plain_lora(config)) is not None:
         raise InputError(
             f"{name!r} holds adapters {problem}; only plain LoRA is read: {MERGE_FIRST}"

@@ -18,7 +18,7 @@ from fused_rl.trainers.data.encode import load_tokenizer
 from fused_rl.trainers.models import lora
 from fused_rl.trainers.models.checkpointing import checkpoint_activations
 from fused_rl.trainers.models.head import causal_states
-from fused_rl.trainers.models.language_model import prepare_modules, readable, save
+from fused_rl.trainers.models.language_model import prepare_modules, read, readable, save
 from fused_rl.trainers.models.packing import Costs, InRows, unpadded_costs
 from fused_rl.trainers.options import ModelConfig, RunConfig
 
@@ -49,6 +49,7 @@ class RewardModel(nn.Module):
         name: str | Path,
         *,
         dtype=torch.float32,
+        device: torch.device | str = "cpu",
         adapters: ModelConfig | None = None,
         **options,
     ):
@@ -57,6 +58,7 @@ class RewardModel(nn.Module):
         Args:
             name: a Hub name or a local folder.
             dtype: of weights and activations; scores are fp32 in any case.
+            device: where the model is read to; meta leaves out the numbers, as a dry run does.
             adapters: its `lora_rank`, `lora_alpha` and `lora_targets`; beside low-rank adapters the head is trained.
             **options: revision and attn_implementation, as transformers takes them.
 
@@ -73,12 +75,6 @@ class RewardModel(nn.Module):
             raise InputError(
                 f"{problem}: save them with --save_merged, or name another model (PPO: --critic FOLDER)"
             )
-        reading = {
-            "dtype": dtype,
-            "output_loading_info": True,
-            "trust_remote_code": False,
-            **options,
-        }
         with readable(name, options.get("attn_implementation")):
             config: Any = AutoConfig.from_pretrained(
                 name, revision=revision, trust_remote_code=False
@@ -86,9 +82,8 @@ class RewardModel(nn.Module):
             trained = has_score_head(config)
             # A language model's config has two labels, transformers' default.
             config.num_labels = config.num_labels if trained else 1
-            classifier, report = AutoModelForSequenceClassification.from_pretrained(
-                name, config=config, **reading
-            )
+            options |= {"revision": revision, "dtype": dtype, "config": config}
+            classifier, report = read(AutoModelForSequenceClassification, name, device, **options)
         # With two labels a reward is a pair, and both heads would be trained.
         if config.num_labels != 1:
             raise InputError(
@@ -109,7 +104,7 @@ class RewardModel(nn.Module):
             )
 
         model = cls(classifier)
-        with torch.no_grad():
+        if not engine.is_without_weights(classifier):
             causal_states(classifier)
         if lacking:
             model.reset_head()
@@ -283,6 +278,7 @@ def load_reward_model(
     model = kind.from_pretrained(
         config.model,
         dtype=engine.torch_dtype(config),
+        device=device,
         adapters=config,
         revision=config.revision,
         attn_implementation=config.attn_implementation,

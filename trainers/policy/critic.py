@@ -57,12 +57,6 @@ class CriticConfig(OptimConfig):
     """Train the critic alone, on this many rollouts of the unchanged policy, and save it; 0 trains both."""
 
 
-def check_critic(config: Any, tokenizer) -> None:
-    """Raise `InputError` if the critic has another tokenizer, for which the policy's token ids mean other text."""
-    if config.critic is not None:
-        check_reads_policy("critic", config.critic, tokenizer, config.model)
-
-
 def load_critic(config: Any, tokenizer, device: torch.device, updates: int):
     """Return the critic in a DeepSpeed engine with an optimizer of its own, for `updates` optimizer steps.
 
@@ -71,6 +65,7 @@ def load_critic(config: Any, tokenizer, device: torch.device, updates: int):
     """
     start = config
     if config.critic is not None:
+        check_reads_policy("critic", config.critic, tokenizer, config.model)
         # The option `revision` belongs to the policy's model, and has no meaning for another one.
         start = config.replace(model=config.critic, revision=None)
     for option in OWN_OPTIONS:

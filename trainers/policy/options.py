@@ -11,7 +11,7 @@ from fused_rl.objectives.options import check_names
 from fused_rl.objectives.presets import BOUNDS, PolicyLossOptions, PresetName, resolve_options
 from fused_rl.objectives.surrogates import SURROGATES, SurrogateOptions
 from fused_rl.trainers import options as config
-from fused_rl.trainers.base.text import InputError, load_function
+from fused_rl.trainers.base.text import InputError, load_function, users_function
 from fused_rl.trainers.options import (
     NonNegativeInt,
     Options,
@@ -29,6 +29,8 @@ from fused_rl.trainers.rollouts.options import SamplerConfig
 # impossible tokens, which no sampler draws.
 LEFT_OUT = {*SurrogateOptions.__dataclass_fields__, "entropy_threshold", "skip_impossible"}
 LOSS = [name for name in PolicyLossOptions.__dataclass_fields__ if name not in LEFT_OUT]
+# What a surrogate is called with.
+SURROGATE_PARAMETERS = ("log_ratio", "advantages", "logprobs", "sequences", "options")
 # Options that only some surrogates read.
 OF_SURROGATES = {name for surrogate in SURROGATES.values() for name in surrogate.reads}
 # The options of the loss default to None, which takes the preset's value. The two weights are numbers, because other
@@ -152,6 +154,8 @@ def loss_options(config: LossConfig, **changes) -> PolicyLossOptions:
             functools.partial(function, **surrogate_options), function
         )
         surrogate_options = {}
+    if callable(function := options.get("surrogate")):
+        users_function("surrogate", None, function, *SURROGATE_PARAMETERS)
     try:
         check_names(surrogate_options, SurrogateOptions)
         return resolve_options(config.preset, options | surrogate_options | changes)

@@ -12,7 +12,7 @@ import torch
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.ranks import divide_over
 from fused_rl.trainers.base.screen import phase
-from fused_rl.trainers.base.text import InputError, load_function
+from fused_rl.trainers.base.text import InputError, users_function
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.examples import Examples
 from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval
@@ -90,7 +90,7 @@ class Setup:
     prompts: Examples
     held_out: HeldOut
     users_sampler: SamplerFactory | None = None
-    """The sampler that was passed to `train`, if any."""
+    """The user's own sampler, if any."""
 
     @property
     def updates(self) -> int:
@@ -147,18 +147,7 @@ def setup(
         # The scorers come before the prompts, because each of them checks every row.
         scorers = load_scorers(config, tokenizer, run.device)
         prompts, held_out = load_prompts(config, tokenizer, scorers, read)
-        # What the options say of the sampler is checked now, because it is made after the model is loaded.
-        if config.server is not None or config.served:
-            http_of(config)
-        # A user's sampler declares what it reports only when it is made.
-        if config.sampler is not None:
-            load_function("sampler", config.sampler)
-            if sampler is not None:
-                raise InputError(
-                    f"sampler={config.sampler} and another from Python: give one of them"
-                )
-        elif sampler is None:
-            check_sampler(config, sampler_kind(config))
+        sampler = users_function("sampler", config.sampler, sampler, "built", "tokenizer")
     # All processes must have read the same, and a resumed run must read what it began with.
     first = prompts[0]
     answer = right_answer(first.row, first.prompt, scorers)
@@ -173,28 +162,13 @@ def setup(
     return Setup(run, config, tokenizer, scorers, prompts, held_out_share(held_out), sampler)
 
 
-def sampler_kind(config: SamplingRunConfig) -> Any:
-    """Return the class of the sampler that the options describe, imported when one names it."""
-    if config.server is not None:
-        from fused_rl.trainers.servers.sampler import ServerSampler
-
-        return ServerSampler
-    if config.lag:
-        # The next rollout is sampled while the policy is trained, so it needs a copy of the weights.
-        from fused_rl.trainers.rollouts.lag import CopySampler
-
-        return CopySampler
-    return TransformersSampler
-
-
-def check_sampler(config: SamplingRunConfig, sampler: Sampler | type[Sampler]) -> None:
+def check_sampler(config: SamplingRunConfig, sampler: Sampler) -> None:
     """Raise `InputError` for options that need something which the sampler does not record or report."""
-    kind = sampler if isinstance(sampler, type) else type(sampler)
     if config.sampling(1, ()).truncates and not sampler.records_support:
         raise InputError(
             f"top_p={config.top_p:g} top_k={config.top_k} min_p={config.min_p:g} with a sampler that reports no kept "
-            f"sets ({kind.__name__}): every log-probability would be off by -ln(kept mass); drop the option, or "
-            "have the sampler record the sets"
+            f"sets ({type(sampler).__name__}): every log-probability would be off by -ln(kept mass); drop the option, "
+            "or have the sampler record the sets"
         )
     corrections = [name for name in CORRECTIONS if getattr(config, name, None) is not None]
     if corrections and not sampler.tells_logprobs:
@@ -261,7 +235,7 @@ def load_policy(
         packing: the value of that option; None packs if the model can.
         needs_reference: whether the policy is compared with the model that it starts from.
         frozen: True if the policy is not trained.
-        users_sampler: a sampler from Python, which is built around that of the options.
+        users_sampler: the user's own sampler, which is built around that of the options.
     """
     # The model, its reference, and its engine.
     lm = language_model.load_lm(config, device)
@@ -320,8 +294,11 @@ def build_sampler(
     """Return the run's sampler: the policy in this process, servers, or the user's own. All ranks must call this."""
     # The policy in this process, or servers.
     lm = model.module.base
-    kind = sampler_kind(config)
     if config.server is None:
+        kind = TransformersSampler
+        if config.lag:
+            # The next rollout is sampled while the policy is trained, so it needs a copy of the weights.
+            from fused_rl.trainers.rollouts.lag import CopySampler as kind
         built = kind(
             lm,
             pad_id=tokenizer.pad_token_id,
@@ -329,9 +306,14 @@ def build_sampler(
             # Under ZeRO 3 a rank that has finished keeps generating, because the others gather weights with it.
             synced_gpus=model.zero_optimization_stage() == 3,
         )
+    elif config.dry_run:
+        from fused_rl.trainers.servers.sampler import ServerSampler
+
+        built = Sampler(ServerSampler)  # which reports the same, and asks no server
     else:
         from fused_rl.trainers.servers.probe import TEXT, Probe
         from fused_rl.trainers.servers.published import folder_of
+        from fused_rl.trainers.servers.sampler import ServerSampler
 
         # A server with other weights or a stale cache raises no error, so a probe compares what it returns.
         ids = tokenizer.encode(TEXT, add_special_tokens=False)
@@ -342,14 +324,17 @@ def build_sampler(
             remove_at_end(folder)
         longest = config.max_prompt_length + config.max_new_tokens
         sleeps = config.server_sleeps
-        built = kind(config.server, http_of(config), folder, probe, longest, sleeps=sleeps)
+        built = ServerSampler(config.server, http_of(config), folder, probe, longest, sleeps=sleeps)
     # The user's own sampler is built around this one, and may use it.
-    if config.sampler is not None or users_sampler is not None:
-        built = (users_sampler or load_function("sampler", config.sampler))(built, tokenizer)
+    if users_sampler is not None:
+        built = users_sampler(built, tokenizer)
         if not isinstance(built, Sampler):
             raise InputError(
                 f"sampler={config.sampler}: expected a fused_rl.trainers.rollouts.types.Sampler, got {built!r:.80}"
             )
+        if built.built is None and type(built).publish is Sampler.publish:
+            remedy = "call super().__init__(built, tokenizer) in its __init__, or give it its own publish"
+            raise InputError(f"the sampler {type(built).__name__} takes no new weights: {remedy}")
     check_sampler(config, built)
     if config.lag:
         from fused_rl.trainers.rollouts.lag import LaggedSampler
@@ -359,19 +344,9 @@ def build_sampler(
 
 
 def http_of(config: SamplingRunConfig) -> "Http":
-    """Return the HTTP client for servers, with the API key that the options name.
-
-    Raises:
-        InputError: the environment variable that should hold the key is empty or not set.
-    """
+    """Return the HTTP client for servers, with the API key that the options name."""
     from fused_rl.trainers.servers.inference import Http
 
-    key = None
-    # The option names a variable, because the run keeps its config on the disk, where no key may stand.
-    if config.server_api_key_env is not None:
-        key = os.environ.get(config.server_api_key_env, "").strip()
-        if not key:
-            raise InputError(
-                f"server_api_key_env={config.server_api_key_env}: that variable holds no key; export it"
-            )
+    variable = config.server_api_key_env
+    key = None if variable is None else os.environ[variable].strip()
     return Http(config.server_timeout, key=key)

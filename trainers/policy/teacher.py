@@ -19,6 +19,7 @@ from fused_rl.trainers.models.packing import (
     rows_cost,
     unpad,
 )
+from fused_rl.trainers.models.reward_model import check_reads_policy
 from fused_rl.trainers.policy.policy import Policy
 from fused_rl.trainers.policy.setup import http_of
 from fused_rl.trainers.rollouts.types import one_line
@@ -184,6 +185,7 @@ def is_url(teacher: str) -> bool:
 
 def _load_teacher(config, name: str, policy: Policy) -> Teacher:
     """Load a teacher into this process."""
+    check_reads_policy("teacher", name, policy.tokenizer, config.model)
     reading = {
         "dtype": engine.torch_dtype(config),
         "attn_implementation": config.attn_implementation,
@@ -231,6 +233,8 @@ def _connect_teacher(config, url: str, policy: Policy) -> ServedTeacher:
     from fused_rl.trainers.servers.probe import TEXT
 
     url, http = url.rstrip("/"), http_of(config)
+    if config.dry_run:
+        return ServedTeacher(http, url, "", config.teacher_top_k)  # no server is asked
     if ranks.process_index() == 0:
         print_line(f"waiting at most {http.timeout:g} s for teacher={url}")
     # The server may still be loading its model, so this call is repeated until it answers.

@@ -1,7 +1,8 @@
 """The options of sampling: what a token is sampled from, and by which sampler."""
 
+import os
 import re
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pydantic
 
@@ -99,6 +100,15 @@ class SamplerConfig(SamplingConfig):
             "has no meaning with lag, which samples while the policy is trained; drop one of them",
         ),
     )
+
+    @pydantic.field_validator("server_api_key_env", mode="before")
+    @classmethod
+    def _names_a_variable(cls, value: Any) -> Any:
+        # It names a variable, because options are printed and saved. Who gives the key itself must not see it there.
+        if value is not None and not os.environ.get(str(value), "").strip():
+            problem = "server_api_key_env: no environment variable of this name holds a key"
+            raise InputError(f"{problem}; export it, and give its name, not the key")
+        return value
 
     @property
     def served(self) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from fused_rl import TokenSupport
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.rollouts.sampling import Sampling
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sample, Sampler, one_line
@@ -68,6 +69,8 @@ def _problem_of(
         for name in ("logprobs", "trained"):
             if (values := getattr(response, name)) is not None:
                 setattr(response, name, [_number(value) for value in values])
+        if not isinstance(response.support, TokenSupport | None):
+            response.support = TokenSupport.from_lists(response.support)
     except (AttributeError, *NOT_A_NUMBER) as error:
         return f"expected a Response of whole ids and numbers, got {one_line(response)} ({error})"
     if len(ids) > sampling.max_new_tokens or not all(0 <= token < vocab for token in ids):
@@ -86,6 +89,10 @@ def _problem_of(
     for value in response.sampled(response.logprobs or []):
         if value is None or not MINUS_INFINITY < value <= ROUNDING:
             return f"a logprob is {value}; it must be above {MINUS_INFINITY:g}, and at most 0"
+    if response.support is not None and not (response.support.ids < vocab).all():
+        return (
+            f"kept sets have the id {int(response.support.ids.max())}; expected ids below {vocab}"
+        )
     if sampling.truncates and response.support is None and response.sampled(ids):
         return "no kept sets, though the sampling truncates"
 

@@ -16,8 +16,8 @@ from fused_rl.trainers.cli import program
 from fused_rl.trainers.data.reading import BadRows
 from fused_rl.trainers.options import RunConfig
 from fused_rl.trainers.run.dry_run import DryRun
-from fused_rl.trainers.run.loop import Stopped
-from fused_rl.trainers.run.parse import parse
+from fused_rl.trainers.run.loop import Run, Stopped, kept
+from fused_rl.trainers.run.parse import HelpPrinted, parse
 from fused_rl.trainers.run.store import unlock
 
 LOST = "what was done since the last checkpoint is lost"
@@ -69,6 +69,7 @@ def around(prog: str, lost: str = "nothing was written") -> Iterator[None]:
 
     Ctrl-C ends it with the usual status, and the line says what is `lost`.
     """
+    Run.current = None
     try:
         yield
     except (BadRows, UnknownOptions) as error:
@@ -78,9 +79,17 @@ def around(prog: str, lost: str = "nothing was written") -> Iterator[None]:
             time.sleep(SECONDS_TO_PRINT)
         sys.exit(f"{prog}: error: {error}")  # its lines are escaped already
     except InputError as error:
-        sys.exit(f"{prog}: error: {escaped(error)}")
+        sys.exit(f"{prog}: error: {escaped(error)}{kept()}")
+    except SystemExit as ended:
+        # Of a user's function; a status of 0 would say that all is done.
+        if ended.code or isinstance(ended, HelpPrinted):
+            raise
+        sys.exit(f"{prog}: error: a function called sys.exit; have it raise an error{kept()}")
     except Stopped:
         sys.exit(INTERRUPTED)
     except KeyboardInterrupt:
         print_line(f"{prog}: stopped at once; {lost}", to_errors=True)
         sys.exit(INTERRUPTED)
+    except Exception:
+        print_line(f"{prog}: an error, whose traceback follows{kept()}", to_errors=True)
+        raise

@@ -14,8 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fused_rl.trainers.base.text import InputError, load_function
-from fused_rl.trainers.options import RunConfig
+from fused_rl.trainers.base.text import InputError
 
 
 @dataclass(frozen=True)
@@ -50,17 +49,6 @@ class Step:
 
 OnStep: TypeAlias = Callable[[Step], Mapping[str, float] | None]
 """Takes a `Step` and returns further metrics of it by name, or None."""
-
-
-def chosen(config: RunConfig, on_step: OnStep | None) -> OnStep | None:
-    """Return the function that was passed from Python or that the options name, or None if there is neither."""
-    if config.on_step is None:
-        return on_step
-    if on_step is not None:
-        raise InputError(
-            f"on_step={config.on_step} and a function given to train() are two; give one of them"
-        )
-    return load_function("on_step", config.on_step)
 
 
 @contextlib.contextmanager

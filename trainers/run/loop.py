@@ -21,21 +21,23 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
+
+import torch
 
 from fused_rl.trainers.base import engine, optim, ranks
 from fused_rl.trainers.base.files import hash_of, hash_of_model, io_errors_in_a_line
 from fused_rl.trainers.base.screen import phase, print_line, print_rank0
-from fused_rl.trainers.base.text import InputError, check_installed, import_name_of
+from fused_rl.trainers.base.text import InputError, check_installed, import_name_of, users_function
 from fused_rl.trainers.data.examples import Examples
 from fused_rl.trainers.data.order import RowOrder, in_steps
-from fused_rl.trainers.options import FOUR_BIT_PACKAGE, RunConfig
+from fused_rl.trainers.options import RunConfig
 from fused_rl.trainers.run import hooks
 from fused_rl.trainers.run.dry_run import DryRun, described
 from fused_rl.trainers.run.logger import Logger, draw_curves
 from fused_rl.trainers.run.metrics import Evaluation
 from fused_rl.trainers.run.positions import check_fits
-from fused_rl.trainers.run.store import EMPTY, RunFolder, unlock
+from fused_rl.trainers.run.store import EMPTY, RunFolder, steps_in, unlock
 
 Arithmetic = Callable[[Any, int], dict[str, object]]
 """(config, number of processes) -> how the batch divides, in lines by title; raises `InputError` if it does not."""
@@ -59,6 +61,15 @@ def restore_signals() -> None:
             signal.signal(number, _handlers.pop(number))
 
 
+def kept() -> str:
+    """Return what an error leaves of the run of this process, to follow a message; "" before its steps."""
+    if Run.current is None:
+        return ""
+    steps = steps_in(Run.current.store.checkpoints)
+    remedy = f"--resume continues after step {steps[-1]}" if steps else "it has no checkpoint yet"
+    return f"; the run ended in step {Run.current.step}, and {remedy} (--save_every)"
+
+
 def check_start(config: RunConfig, arithmetic: Arithmetic) -> None:
     """Check the options before anything is read, as a dry run does too.
 
@@ -70,14 +81,18 @@ def check_start(config: RunConfig, arithmetic: Arithmetic) -> None:
     config.resolve()
     optim.schedule_function(config.lr_schedule)
     arithmetic(config, ranks.planned_ranks(config.sequence_parallel))
-    if config.load_in_4bit:
-        check_installed("load_in_4bit", *FOUR_BIT_PACKAGE)
+    # What a run needs at its end is imported now.
+    for module in ("peft", "torch.utils.tensorboard", "matplotlib.backends.backend_agg"):
+        check_installed(f"fused-rl {config.command}", module, "'fused-rl[train]'")
     if config.wandb_project is not None:
         check_installed("wandb_project", "wandb", "wandb")
 
 
 class Run:
     """A run of a trainer, and an iterator over (step, indices of the step's rows)."""
+
+    current: "ClassVar[Run | None]" = None
+    """The run of this process that is among its steps."""
 
     def __init__(
         self, config: RunConfig, arithmetic: Arithmetic, on_step: hooks.OnStep | None = None
@@ -93,21 +108,24 @@ class Run:
         check_start(config, arithmetic)
         world = ranks.planned_ranks(config.sequence_parallel)
         self.divide = lambda config: arithmetic(config, world)
-        self.on_step = hooks.chosen(config, on_step)
+        self.on_step = users_function("on_step", config.on_step, on_step, "step")
         self.hook_name = None if self.on_step is None else import_name_of(self.on_step)
 
         # From here on all ranks act together. A rank with other options would wait in another collective or train
         # something else, so the options are compared.
         self.device = engine.setup(config.seed, sequence_parallel=config.sequence_parallel)
-        passed = engine.deepspeed_options(config.deepspeed)
-        ranks.check_equal({"command": config.command, **config.to_dict(), "deepspeed": passed})
+        # The models of a dry run have no weights.
+        if config.dry_run:
+            self.device = torch.device("meta")
+        self.store = RunFolder(config)
+        passed = {"deepspeed": self.store.deepspeed_options}
+        ranks.check_equal({"command": config.command, **config.to_dict(), **passed})
         # A token that may not write must fail now, and not after hours of training.
         if config.push_to_hub and not config.dry_run:
             from fused_rl.trainers.run import hub
 
             ranks.on_first_rank(lambda: hub.make_repository(config))
-        self.store = RunFolder(config)
-        self.store.check() if config.dry_run else self.store.open()
+        self.store.open()
         self.step = 0
         self.save_seconds = 0.0
         self.signalled = False
@@ -140,12 +158,15 @@ class Run:
         Raises:
             InputError: a row does not fit into the model, the inputs of two processes differ, or those of a resumed run
                 do without `--accept_changes`.
-            DryRun: the run is a dry one.
         """
         check_fits(config, tokenizer, [rows, held_out], getattr(config, "max_new_tokens", 0))
-        if config.dry_run:
-            config = in_steps(config, RowOrder.of(config, rows).size)
-            raise DryRun(described(config, self.divide(config), rows, tokenizer, scorers_read))
+        self.tokenizer, self.rows, self.scorers_read = tokenizer, rows, scorers_read
+        # The number of rows in an epoch is known now, and with it the number of steps.
+        self.order = RowOrder.of(config, rows)
+        self.config = self.store.config = config = in_steps(config, self.order.size)
+        # A dry run has nothing to compare them with, unless it resumes, and models take a second per GB.
+        if config.dry_run and not config.resume:
+            return config
         with phase("hashed models and rows"):
             self.inputs = {"model": hash_of_model(config.model, config.revision)}
             self.inputs |= {option: hash_of_model(name) for option, name in models.items()}
@@ -153,22 +174,28 @@ class Run:
                 name: hash_of(of) for name, of in {"rows": rows.digests, **other_rows}.items()
             }
             self.inputs["chat_template"] = hash_of(tokenizer.chat_template)
-            self.order = RowOrder.of(config, rows)
 
         # Processes on two machines may have read different versions of a file.
         ranks.check_equal(self.inputs | {"held_out": hash_of(held_out.digests)})
         changed = self.store.check_inputs(self.inputs) if config.resume else []
         if changed:
             print_rank0(f"resume: continues with other inputs: {', '.join(changed)}")
-
-        # The number of rows in an epoch is known now, and with it the number of steps.
-        self.tokenizer, self.rows = tokenizer, rows
-        self.config = self.store.config = in_steps(config, self.order.size)
-        return self.config
+        return config
 
     def fit_micro_batches(self, *engines: Any) -> None:
-        """Choose the micro-batches, if no option has, by what passes of the models that are trained together need."""
+        """Choose the micro-batches, if no option has, by what passes of the models that are trained together need.
+
+        Raises:
+            DryRun: the run is a dry one, which ends here, where all is read.
+            InputError: the run would move away what it has read.
+        """
         config = self.config
+        self.store.check_read_stays()
+        if config.dry_run:
+            batch_plan = self.divide(config)
+            raise DryRun(
+                described(config, batch_plan, self.rows, self.tokenizer, self.scorers_read)
+            )
         if config.micro_batch_size is not None:
             return
         from fused_rl.trainers.run.fitting import fitting_tokens
@@ -210,7 +237,7 @@ class Run:
 
     def _open_logs(self) -> None:
         with io_errors_in_a_line("the run", self.store.path):
-            self.store.move_old_content(self.step)
+            self.store.move_old_content()
             self.logger = Logger(self.config, self.step)
 
     @property
@@ -236,6 +263,7 @@ class Run:
         _handlers.update(
             {number: signal.signal(number, self._stop_after_step) for number in SIGNALS}
         )
+        Run.current = self
         try:
             # The run may be stopped after the evaluation before training, when there is nothing to save yet.
             if self._stops():
@@ -275,6 +303,7 @@ class Run:
         if self.logger is not None:
             self.logger.close()
         unlock()
+        Run.current = None
         remedy = "continue with --resume" if self.step else "nothing was trained"
         cause = "" if self.hook_error is None else ", because on_step raised an error"
         print_rank0(f"stopped after step {self.step}{cause}; {remedy}")
@@ -377,6 +406,7 @@ class Run:
         finally:
             restore_signals()
             unlock()
+        Run.current = None
 
         # Print whether the run learned, where everything is, and what to look at next.
         if ranks.process_index() == 0:

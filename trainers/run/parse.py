@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from fused_rl.trainers.base.files import names_read
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.cli import program
 from fused_rl.trainers.options import (
@@ -25,10 +26,22 @@ from fused_rl.trainers.options import (
 Config = TypeVar("Config", bound=Options)
 
 
+class HelpPrinted(SystemExit):
+    """Ends the process after `--help`."""
+
+
 class Values(yaml.SafeLoader):
-    """Reads YAML 1.1, but also takes numbers such as 1e-6, which YAML 1.1 reads as text."""
+    """Reads YAML 1.1, but for 1e-6, which is text there, 010 and 1:30, which are 8 and 90, and keys that repeat."""
+
+    def construct_mapping(self, node, deep=False):
+        """Return a mapping; refuse a key that is there twice."""
+        names = [str(key.value) for key, _ in node.value]
+        if len({*names}) < len(names):
+            raise ValueError(f"{max(names, key=names.count)} is there twice; keep one")
+        return super().construct_mapping(node, deep)
 
 
+Values.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
 Values.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"(?:[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+|[-+]?inf|nan)$"),
@@ -45,12 +58,12 @@ def parse(config_class: type[Config], argv: list[str]) -> Config:
 
     Raises:
         InputError: a word, a file, an option or a value is not valid; all unknown options are named at once.
-        SystemExit: after `--help` has printed its text.
+        HelpPrinted: after `--help` has printed its text.
     """
     words = list(argv)
     if words and words[0] in ("-h", "--help"):
         print(help_text(config_class, everything=words[1:] == ["all"]))
-        raise SystemExit(0)
+        raise HelpPrinted(0)
 
     # Word by word, so that a later file or option wins over an earlier one.
     fields = config_class.model_fields
@@ -149,6 +162,7 @@ def read_file(path: Path) -> dict[str, Any]:
     """Return the options in a file of `option: value` lines; raise `InputError` if it cannot be read as that."""
     # However a file is unreadable, the error is one line that names it.
     try:
+        names_read.add(str(path))
         values = yaml.load(path.read_text(encoding="utf-8"), Values) or {}
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from error

@@ -19,7 +19,9 @@ import operator
 import random
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+import sys
+import tempfile
+from collections.abc import Mapping
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import MappingProxyType
@@ -34,9 +36,9 @@ from fused_rl.trainers.base.files import (
     delete,
     fingerprint,
     io_errors_in_a_line,
+    names_read,
     remove,
     unfinished,
-    weights_below,
     write_atomically,
 )
 from fused_rl.trainers.base.ranks import barrier, process_index, processes
@@ -48,9 +50,6 @@ from fused_rl.trainers.run.logger import read_metrics
 LOCK = ".fused-rl.lock"
 SAVED_AT_THE_END = ("model", "critic")
 EARLIER = "earlier-"  # and a number: the folder in output_dir for what was in it before
-# Options that name files which a run reads.
-INPUT_OPTIONS = ("model", "critic", "teacher", "verifiers", "deepspeed")
-INPUT_OPTIONS += ("dataset", "eval_dataset", "reference_dataset")
 # What a run has written before its first step.
 BEFORE_A_STEP = ("config.yaml", "metrics.jsonl", "held_out.jsonl", "samples.jsonl", "tensorboard")
 # In a folder that counts as empty: our lock, earlier content that was moved, and a volume's lost+found.
@@ -89,6 +88,7 @@ def unlock() -> None:
         with contextlib.suppress(OSError):
             path.parent.rmdir()
         _lock = None
+        names_read.clear()
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -126,14 +126,6 @@ class RunFolder:
         if config.overwrite and Path.cwd().is_relative_to(self.path.resolve()):
             problem = f"{self.path} is the current folder, or holds it, and overwrite would move all that is in it"
             raise InputError(f"output_dir={problem}; give the run a folder of its own")
-        # A resumed run would not find it, and saved adapters would name a base that is no longer there.
-        moved = [path.resolve() for path in self._contents()] if config.overwrite else []
-        for option, name in self._names_read():
-            place = Path(name).resolve()
-            is_all = place == self.path.resolve() and place in {path.parent for path in moved}
-            if is_all or any(map(place.is_relative_to, moved)):
-                problem = f"{option}={name} is read, and overwrite would move it away"
-                raise InputError(f"output_dir={self.path}: {problem}; choose another folder")
         is_continued = config.resume or config.overwrite
         if self._contents() and not is_continued and not self._took_no_step():
             resume = "continue its run with --resume, " if steps_in(self.checkpoints) else ""
@@ -148,16 +140,31 @@ class RunFolder:
             return False
         return not any(entry["step"] for entry in read_metrics(self.path / "metrics.jsonl"))
 
-    def _names_read(self) -> Iterator[tuple[str, str]]:
-        """Yield each option with a name that the run reads, and with that of the weights below adapters."""
-        for option in INPUT_OPTIONS:
-            named = getattr(self.config, option, None) or ()
-            names = named.values() if isinstance(named, dict) else named
-            for name in [names] if isinstance(names, str) else names:
-                if isinstance(name, str):
-                    folder = name.removeprefix("reward_model:")
-                    yield option, folder
-                    yield option, weights_below(folder) or folder
+    def check_read_stays(self) -> None:
+        """Refuse a run that would move away what it has read: rows, models, options, modules of the user's own.
+
+        A resumed run would not find it, and saved adapters would name a base that is no longer there.
+        """
+        modules = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
+        # There will be another config.yaml.
+        moved = [path.resolve() for path in self._to_move() if path.name != "config.yaml"]
+        for name in sorted({*names_read, *filter(None, modules)} if moved else ()):
+            place = Path(name).resolve()
+            if place == self.path.resolve() or any(map(place.is_relative_to, moved)):
+                problem = f"{name} is read, and the run would move it away"
+                raise InputError(f"output_dir={self.path}: {problem}; choose another folder")
+
+    def _to_move(self) -> list[Path]:
+        """Return what is moved before the first step: all that is there, or what a resumed run will write again."""
+        old = self._contents()
+        # These are the saved models, and the checkpoints after the one that it continues from, the latest first, so
+        # that a kill in between leaves no gap.
+        if self.config.resume:
+            step = self.state()["step"]
+            later = [s for s in reversed(steps_in(self.checkpoints)) if s > step]
+            old = [path for path in old if path.name in SAVED_AT_THE_END]
+            return [*(self.checkpoints / f"step-{s}" for s in later), *old]
+        return old
 
     def open(self) -> None:
         """Lock the folder for this run, and check the checkpoint that it resumes from. All ranks must call this.
@@ -225,6 +232,11 @@ class RunFolder:
         global _lock
         unlock()
         self.check()
+        if self.config.dry_run:
+            # The disk is asked in the folder above, because a dry run leaves nothing behind.
+            above = next(path for path in (self.path, *self.path.parents) if path.exists())
+            with io_errors_in_a_line("the run", self.path), tempfile.TemporaryFile(dir=above):
+                return
         with io_errors_in_a_line("the run", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             lock = filelock.FileLock(self.path / LOCK, blocking=False, thread_local=False)
@@ -235,21 +247,10 @@ class RunFolder:
                 raise InputError(f"{problem}; wait for it, or choose another folder") from error
             _lock = lock
 
-    def move_old_content(self, step: int) -> None:
-        """Move the old content away and write config.yaml, when all inputs have been read. Call it on one rank alone.
-
-        A resumed run continues after `step` and moves only what it will write again.
-        """
-        old = self._contents()
-        # These are the saved models, and the checkpoints after the one that it continues from, the latest first, so
-        # that a kill in between leaves no gap.
+    def move_old_content(self) -> None:
+        """Move the old content away and write config.yaml, when all inputs have been read. Call it on one rank."""
+        old = self._to_move()
         if self.config.resume:
-            later = [
-                self.checkpoints / f"step-{s}"
-                for s in reversed(steps_in(self.checkpoints))
-                if s > step
-            ]
-            old = [*later, *(path for path in old if path.name in SAVED_AT_THE_END)]
             # A run that was killed while it saved has left an unfinished folder.
             for leftover in self.checkpoints.glob(f"{UNFINISHED}*"):
                 remove(leftover)

@@ -203,7 +203,7 @@ OPTIONS = [
     *words(
         "grpo",
         "--server http://a:1 --server_api_key_env NO_SUCH",
-        "server_api_key_env=NO_SUCH: .* holds no key",
+        "server_api_key_env: no environment variable of this name holds a key",
     ),
     *words("eval", "--verifiers null --verifier_weights [1]", "verifier_weights=.*--verifiers"),
     *words("eval", "--max_prompt_length 2", "no prompt is left of 12"),
