@@ -603,8 +603,8 @@ class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig
     on_step: str | None = may_change(None)
     """The user's function that is called after each step, as module:function (docs/hooks.md)."""
     dry_run: bool | Literal["all"] = False
-    """Check options, rows and scorers as the run does, print what was resolved and one example, and stop. It prints the
-    options that were given or follow from others; `--dry_run all` prints all of them."""
+    """Check options, rows, scorers and models as the run does, print what was resolved and one example, and stop. It
+    prints the options that were given or follow from others; `--dry_run all` prints all of them."""
 
     def check(self) -> None:
         super().check()

@@ -37,6 +37,8 @@ REFUSED = [
     # In DeepSpeed's words.
     ({"zero_optimization": {"stage3_new": 1}}, "stage3_new Extra inputs are not permitted"),
     ({"communication_data_type": "fp17"}, "Invalid communication_data_type"),
+    ({"elasticity": {"enabled": True}}, "DeepSpeedConfigError: Elastic training"),
+    ({"flops_profiler": {"enabled": "x"}}, "TypeError: "),
 ]
 
 

@@ -80,6 +80,7 @@ SERVED = "--server http://127.0.0.1:9"
 REFUSED = [
     ("grpo", "--verifiers null", "verifiers is missing"),
     ("grpo", "--wandb_project p", "wandb_project needs wandb, which is not installed"),
+    ("sft", "", "fused-rl sft needs peft, which is not installed: pip install 'fused-rl"),
     ("grpo", f"{SERVED} --top_p 0.9", "top_p=0.9 with servers needs --top_k"),
     ("grpo", f"{SERVED} --server_api_key_env hf_a_key", "^(?!.*hf_a_key).*no .* variable"),
     ("grpo", "--server 127.0.0.1:9", "server=.*expected a URL"),
@@ -127,6 +128,8 @@ def test_a_dry_run_refuses_the_options_that_the_run_refuses(
     name, options, line, folder, tmp_path, monkeypatch
 ):
     monkeypatch.setitem(sys.modules, "wandb", None)
+    if not options:
+        monkeypatch.setitem(sys.modules, "peft", None)
     if "OTHER" in options:
         options = options.replace("OTHER", of_other_tokens(folder, tmp_path / "other"))
     if "REWARD" in options:

@@ -109,6 +109,8 @@ BROKEN = [
     (None, "expected a Response .* got None"),
     (Response([5], "length", logprobs=[-0.1, -0.2]), "2 logprobs for 1 ids"),
     (Response([5, 6], "length", support=[[5]]), "1 support for 2 ids"),
+    (Response([5], "length", support=[[5, 264]]), "id 264 in a kept set; expected ids below 264"),
+    (Response([5], "length", support=torch.tensor([5])), "expected a Response of whole ids"),
 ]
 
 

@@ -90,9 +90,7 @@ def _problem_of(
         if value is None or not MINUS_INFINITY < value <= ROUNDING:
             return f"a logprob is {value}; it must be above {MINUS_INFINITY:g}, and at most 0"
     if response.support is not None and not (response.support.ids < vocab).all():
-        return (
-            f"kept sets have the id {int(response.support.ids.max())}; expected ids below {vocab}"
-        )
+        return f"id {response.support.ids.max()} in a kept set; expected ids below {vocab}"
     if sampling.truncates and response.support is None and response.sampled(ids):
         return "no kept sets, though the sampling truncates"
 

@@ -1,7 +1,6 @@
 """What `--dry_run` prints: the resolved config as YAML, and as comments the batch arithmetic and one example.
 
-A dry run is the run itself, up to where all but the models that are trained has been read. `--config` reads the text
-back.
+A dry run is the run itself up to its first pass, with models that have no weights. `--config` reads the text back.
 """
 
 import json

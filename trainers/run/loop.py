@@ -4,6 +4,7 @@
     …                                        # read tokenizer and rows
     config = run.check_inputs(config, tokenizer, {}, rows=rows, held_out=held_out)
     …                                        # load models
+    run.fit_micro_batches(engine)            # where a dry run ends
     run.start({"policy": engine})            # from a checkpoint if it is resumed
     for step, indices in run:
         metrics = train_step(indices)

@@ -114,6 +114,14 @@ def of_adapters(folder):
     file.write_text(text)
 
 
+def of_adapters_in_a_list(folder):
+    (folder / "adapter_config.json").write_text("[]")
+
+
+def of_adapters_of_an_unknown_kind(folder):
+    (folder / "adapter_config.json").write_text('{"peft_type": "NEW"}')
+
+
 SYNCED = ("--ref_sync_every", "1", "--kl_coef", "0.1")
 SMALL = {
     "hidden_size": 16,
@@ -149,6 +157,8 @@ MODELS = [
     *words(ALL, "--model run/modle", "run/modle does not exist; the current folder is"),
     *words("distill", "--teacher ./none", "./none does not exist"),
     *model("grpo", of_adapters, "ref_sync_every=1 needs .* holds adapters", options=SYNCED),
+    *model("sft", of_adapters_in_a_list, r"adapter_config.json: expected a JSON object, got \[\]"),
+    *model("sft", of_adapters_of_an_unknown_kind, "holds adapters that cannot be read: KeyError"),
     *model("sft reward", of_other_shapes, "model.*damaged"),
     *model("sft reward", that_asks_for_remote_code, "model.*(neither|cannot be loaded)"),
     *model("sft reward", without_a_layer, "model.*(missing|lacks) weights"),

@@ -218,6 +218,8 @@ OPTIONS = [
     ),
     *yaml(ALL, "learning_rate: 1\n", "c.yaml: unknown option --learning_rate; "),
     *yaml(ALL, "seed: [1\n", "c.yaml: not YAML"),
+    *yaml("sft", "seed: 1\nlr: 1\nseed: 2\n", "c.yaml: not YAML: seed is there twice"),
+    *yaml("sft", "seed: 1:30\n", "c.yaml: not YAML: .*'1:30'"),
     *yaml("sft", "- lr\n- 1\n", "c.yaml"),
     *yaml("sft", b"lr: 1\nmodel: \xff\n", "c.yaml: not YAML|c.yaml.*UTF-8"),
     *yaml("sft", "model: !!python/object/apply:os.system [true]\n", "c.yaml|python/object"),
