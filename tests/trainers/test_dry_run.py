@@ -95,7 +95,7 @@ REFUSED = [
     # Of the models, which a dry run reads without their weights.
     ("sft", "--dtype bfloat16 --zero_stage 0", "dtype=bfloat16 needs fp32 master weights"),
     ("dpo", "--save_merged", "save_merged=True says how adapters are made"),
-    ("ppo", "--lora_rank 2 --lora_targets q_prj", "has no linear layer 'q_prj'"),
+    ("ppo", "--lora_rank 2 --lora_targets q_prj", "no linear layer 'q_prj'"),
     ("reward", "--attn_implementation fast", "attn_implementation=fast cannot be used"),
     ("sft", "--model REWARD", "it is a reward model: a causal LM is needed"),
     ("distill", "--teacher REWARD", "it is a reward model: a causal LM is needed"),
