@@ -201,11 +201,6 @@ class Reader:
             if self.row.get(name):
                 remedy = "remove the column if the text makes sense without it, or remove the row"
                 raise BadRow(f"column {name!r} is filled, and only text can be read", remedy)
-        # TRL's and ms-swift's options of the chat template for one row.
-        if self.row.get("chat_template_kwargs"):
-            got = f"got {self.row['chat_template_kwargs']!r:.80}"
-            remedy = "remove it, and give --chat_template_kwargs, which applies to all rows"
-            raise BadRow("column 'chat_template_kwargs' is not read", remedy, got=got)
 
     def _prompt(self, named: str | None) -> Read:
         column = named or prompt_column_of(self.row)
@@ -244,10 +239,7 @@ class Reader:
 
     def _tools(self, *, wrapped: bool = False) -> list[dict] | None:
         """Return the schemas of the tools that the row offers, bare ones as OpenAI wraps them."""
-        cell, functions = self.value("tools"), self.value("functions")
-        # OpenAI's earlier name, under which schemas were bare.
-        if cell is None:
-            cell, wrapped = functions, True
+        cell = self.value("tools")
         tools = parsed_json(cell) if isinstance(cell, str) and cell.strip() else cell
         if not tools:
             return None
@@ -368,9 +360,6 @@ def check_not_spelled(text: str, column: str) -> None:
 def messages_of(cell: Any, column: str) -> list[Message]:
     """Return messages in transformers' form, of a list of OpenAI's or ShareGPT's, or of a single one."""
     cell = [cell] if isinstance(cell, dict) else cell
-    # A list of turns, each a list of its messages, as in the Berkeley function calling leaderboard.
-    if isinstance(cell, list) and len(cell) == 1 and isinstance(cell[0], list):
-        (cell,) = cell
     if not isinstance(cell, list) or not cell or not all(isinstance(one, dict) for one in cell):
         reason = (
             f"column {column!r} must be text or a list of messages with role and content, both text"

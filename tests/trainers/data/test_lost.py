@@ -31,7 +31,6 @@ def part(**keys) -> dict:
 
 REFUSED = {
     "column 'images' is filled, and only text can be read": turn() | {"images": ["a.png"]},
-    "column 'chat_template_kwargs' is not read, got": turn() | {"chat_template_kwargs": {"a": 1}},
     "the weight of a message must be 0 or 1, got -1": turn(weight=-1),
     "the loss_scale of a message must be 0 or 1, got 2.0": turn(loss_scale=2.0),
     "has content of type 'image_url'": part(type="image_url"),
@@ -67,7 +66,6 @@ def test_earlier_names_of_openai_are_read_as_the_later_ones():
             {"role": "function", "name": "f", "content": "1"},
             ANSWER,
         ],
-        "functions": [TOOL],
     }
     later = {
         "messages": [
@@ -77,7 +75,6 @@ def test_earlier_names_of_openai_are_read_as_the_later_ones():
             {"role": "tool", "name": "f", "content": "1"},
             ANSWER,
         ],
-        "tools": [{"type": "function", "function": TOOL}],
     }
     assert completion(earlier) == completion(later)
 
@@ -199,7 +196,7 @@ def test_the_context_of_a_response_is_whole_and_has_each_end_once():
     assert [response for _, response in both(encoder, named)] == ["1<end>", "2<end>"]
 
 
-def test_spellings_of_parts_calls_and_nested_lists_say_the_same():
+def test_spellings_of_parts_calls_and_columns_say_the_same():
     part = {"type": "text", "text": None, "value": "ok"}
     assert completion(turn(content=[part])) == completion(turn())
     thought = {"type": "reasoning", "value": "hm"}
@@ -210,7 +207,7 @@ def test_spellings_of_parts_calls_and_nested_lists_say_the_same():
     twice = CALL | {"arguments": json.dumps(json.dumps(CALL["arguments"]))}
     spelled = [{"type": "function", "function": twice}]
     assert completion(turn(tool_calls=spelled)) == completion(turn(tool_calls=calls))
-    nested = {"input": {"messages": [[USER]]}, "completion": "ok"}
+    nested = {"input": {"messages": [USER]}, "completion": "ok"}
     assert Reader(nested).completion("input.messages", "completion").prompt == [USER]
 
 
