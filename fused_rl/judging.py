@@ -10,6 +10,7 @@ import logging
 import multiprocessing
 import os
 import random
+import re
 import resource
 import signal
 import sys
@@ -150,11 +151,14 @@ def _end(pool) -> None:
 
 def parsed(answer: str) -> list:
     """Return the reference answer as math-verify reads it; empty if it cannot."""
-    from math_verify import parse
+    from math_verify import LatexExtractionConfig, parse
 
-    return parse(
-        f"${answer.replace('$', '')}$", fallback_mode="no_fallback", parsing_timeout=NO_LIMIT
-    )
+    # Dollars are the marks of a formula or, as in \$6, a currency. Of a formula that it cannot read as LaTeX, such as
+    # {x|-2<x<1}, math-verify would otherwise take the last number.
+    formula = re.sub(r"\\?\$", "", answer.rsplit("####", 1)[-1])
+    formula = " ".join(formula.split()).rstrip(" .")
+    latex = [LatexExtractionConfig()]
+    return parse(f"${formula}$", latex, fallback_mode="no_fallback", parsing_timeout=NO_LIMIT)
 
 
 def agrees(response: str, answer: str) -> bool:
@@ -166,7 +170,9 @@ def agrees(response: str, answer: str) -> bool:
         return True
     sympy_random.seed(0)
     try:
-        final = parse(response.rsplit("####", 1)[-1], parsing_timeout=NO_LIMIT)
+        # Outside of a formula math-verify reads 6, and not the \$6 of Markdown.
+        text = response.rsplit("####", 1)[-1].replace(r"\$", "")
+        final = parse(text, parsing_timeout=NO_LIMIT)
         return verify(parsed(answer), final, timeout_seconds=None)
     except MemoryError:
         raise

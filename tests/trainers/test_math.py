@@ -28,6 +28,10 @@ CASES = [
     ("\\boxed{(1, 2)}", "(1, 3)", 0),
     ("\\boxed{50\\%}", "0.5", 1),
     ("\\boxed{3 \\text{ cm}}", "3", 1),
+    ("\\boxed{\\$32,\\!348}", "\\$32,\\!348", 1),
+    ("So it costs \\$6.", "$\\$6$.", 1),
+    ("\\boxed{1}", "$\\{x|-2\\leq x<1\\}$", 0),  # no number of it
+    ("\\boxed{\\frac{3}{4}}", "$$\n\\frac34\n$$", 1),
     ("x+1", "x+1", 1),  # without a sign of LaTeX: as text
     ("", "42", 0),
     ("\\boxed{\\frac{", "42", 0),
@@ -50,9 +54,9 @@ def test_mathematics_is_compared_by_value_for_everybody(verifier):
 
 
 def test_an_answer_that_math_verify_cannot_read_is_refused(verifier):
-    for answer in ("1,234.5", "50%", r"5\text{cm}", r"[0,\infty)", r"\text{(B)}"):
+    for answer in ("1,234.5", "50%", r"5\text{cm}", r"[0,\infty)", r"\text{(B)}", r"\$6", "$5$."):
         verifier.check({"answer": answer})
-    for answer in ("Paris", "?"):
+    for answer in ("Paris", "?", "3:30 p.m."):
         with pytest.raises(
             InputError, match=rf"^verifier 'math': .*{re.escape(answer)}.*exact_match"
         ):
