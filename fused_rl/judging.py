@@ -91,8 +91,8 @@ class Pool:
         self.close = util.Finalize(self, _end, (self.pool,), exitpriority=10)
 
     def judge(
-        self, cases: Sequence[Sequence], judge: Callable[..., float] | None = None
-    ) -> list[tuple[float, str | None]]:
+        self, cases: Sequence[Sequence], judge: Callable[..., Any] | None = None
+    ) -> list[tuple[Any, str | None]]:
         """Return the score of each case, and in words the limit that it broke; then the score is 0.
 
         `judge`, of a case, takes the place of the pool's own.
@@ -133,13 +133,13 @@ def _limit_this_process() -> None:
     os.dup2(nowhere, 2)
 
 
-def _judge_in_time(judge: Callable[..., float], case: Sequence, cpu_seconds: float) -> float:
+def _judge_in_time(judge: Callable[..., Any], case: Sequence, cpu_seconds: float) -> Any:
     """Return the score of one case; SIGPROF ends a process that is out of time."""
     # sympy compares at random points: the verdict of an answer depends on no other.
     random.seed(0)
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
     try:
-        return float(judge(*case))
+        return judge(*case)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
@@ -161,21 +161,21 @@ def parsed(answer: str) -> list:
     return parse(f"${formula}$", latex, fallback_mode="no_fallback", parsing_timeout=NO_LIMIT)
 
 
-def agrees(response: str, answer: str) -> bool:
-    """Return True if the response's final answer equals the reference, as text or by math-verify."""
+def agrees(response: str, answer: str) -> float:
+    """Return 1.0 if the response's final answer equals the reference, as text or by math-verify."""
     from math_verify import parse, verify
     from sympy.core import random as sympy_random
 
     if response.strip() == answer:
-        return True
+        return 1.0
     sympy_random.seed(0)
     try:
         # Outside of a formula math-verify reads 6, and not the \$6 of Markdown.
         text = response.rsplit("####", 1)[-1].replace(r"\$", "")
         final = parse(text, parsing_timeout=NO_LIMIT)
-        return verify(parsed(answer), final, timeout_seconds=None)
+        return float(verify(parsed(answer), final, timeout_seconds=None))
     except MemoryError:
         raise
     # sympy raises anything on nonsense, which is a wrong answer.
     except Exception:
-        return False
+        return 0.0

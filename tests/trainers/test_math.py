@@ -54,12 +54,14 @@ def test_mathematics_is_compared_by_value_for_everybody(verifier):
 
 
 def test_an_answer_that_math_verify_cannot_read_is_refused(verifier):
-    for answer in ("1,234.5", "50%", r"5\text{cm}", r"[0,\infty)", r"\text{(B)}", r"\$6", "$5$."):
+    good = ("1,234.5", "50%", r"5\text{cm}", r"[0,\infty)", r"\text{(B)}", r"\$6", "$5$.")
+    bad = {"Paris": "has a word", "?": "cannot", "3:30 p.m.": "cannot"}
+    verifier.read_ahead({"answer": answer} for answer in (*good, None, *bad))
+    for answer in good:
         verifier.check({"answer": answer})
-    for answer in ("Paris", "?", "3:30 p.m."):
-        with pytest.raises(
-            InputError, match=rf"^verifier 'math': .*{re.escape(answer)}.*exact_match"
-        ):
+    for answer, why in bad.items():
+        reason = f"^verifier 'math': .*{why}.*{re.escape(answer)}.*exact_match"
+        with pytest.raises(InputError, match=reason):
             verifier.check({"answer": answer})
 
 
@@ -67,6 +69,10 @@ def test_an_answer_that_never_ends_costs_itself_alone_and_is_a_metric_and_a_line
     verifier = math.MathVerifier(timeout=0.6)  # a pool of its own, which it closes
     endless = "\\boxed{(10^{10})!}"  # two are equal, and are judged once
     rollout = rolled_out([verifier], ["7", endless, "\\boxed{7}", endless], [{"answer": "7"}] * 4)
+    row = {"answer": "(" * 300 + "1" + ")" * 300}
+    verifier.read_ahead([row])
+    with pytest.raises(InputError, match=r"the answer took more than 0.6 s of CPU, got '\(\(\("):
+        verifier.check(row)
     verifier.pool.close()
     assert rollout.scores["math"].tolist() == [1, 0, 1, 0]
     metrics = rollout_metrics(rollout, {}, 1)

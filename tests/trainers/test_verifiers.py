@@ -7,7 +7,7 @@ from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.rollouts.roll_out import Sampling, roll_out, rollout_metrics
 from fused_rl.trainers.rollouts.types import Prompt, Response, Sample
 from fused_rl.trainers.scorers import builtin
-from fused_rl.trainers.scorers.builtin import answer_of
+from fused_rl.trainers.scorers.builtin import answers_of
 from fused_rl.trainers.scorers.load import load_scorers as load
 from fused_rl.trainers.scorers.options import ScorerConfig
 from tests.trainers import steps, tiny
@@ -71,6 +71,9 @@ BAD = [
     ({"answer": []}, None, r"'answer' has no answer, got \[\]"),
     ({"answer": float("nan")}, None, "'answer' must be text, .* got nan"),
     ({"answer": "6*7\n####"}, None, "'answer' has no answer"),
+    # The answers to several questions.
+    ({"answer": ["B", "C", "B"]}, None, "list, any answer of which is right, .* one row each"),
+    ({"answer": [True, False]}, None, "list, any answer of which is right"),
 ]
 NESTED = {"reward_model": {"ground_truth": 42, "style": "rule", "solution": "It is \\boxed{42}."}}
 AS_TEXT = {"reward_model": json.dumps(NESTED["reward_model"])}
@@ -88,17 +91,18 @@ GOOD = [
 
 def test_the_ground_truths_column():
     for row, column, answer in GOOD:
-        assert answer_of(row, column) == answer
+        assert answers_of(row, column) == [answer]
     for row, column, message in BAD:
         with pytest.raises(InputError, match=message):
-            answer_of(row, column)
+            answers_of(row, column)
 
 
 def test_any_of_several_answers_counts_and_a_bool_is_a_word():
     scorer, row = builtin.ExactMatch(name="exact_match"), {"answer": ["Paris", "the city of light"]}
     rights = [scorer.is_right(text, row) for text in ("Paris", "the city  of light", "Rome")]
     assert rights == [True, True, False]
-    assert scorer.is_right("true", {"answer": True})
+    assert scorer.answer(row) == "any of: Paris, the city of light"
+    assert scorer.is_right("true", {"answer": True}) and scorer.answer({"answer": [7]}) == "7"
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,7 @@ def prompts_of(
     for scorer in scorers:
         # None is any column.
         rows.columns_read.update(rows.columns_filled if scorer.columns is None else scorer.columns)
+        scorer.read_ahead(row for _, row in prompts.parsed_rows())
     # A row that a scorer cannot score is found here, and does not stop the run hours later.
     if checks:
         passed = numpy.zeros(len(rows), bool)

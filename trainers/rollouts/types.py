@@ -1,6 +1,6 @@
 """The seams of a rollout: prompts, responses of one turn or of several, samplers and scorers."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, compress
 from pathlib import Path
@@ -150,6 +150,9 @@ class Scorer(Protocol):
     def columns(self) -> Collection[str] | None:
         """The columns of a row that the scorer may read; None is any."""
         ...
+
+    def read_ahead(self, rows: Iterable[dict]) -> None:
+        """Read all rows of a dataset before `check` is called on each, if that is quicker."""
 
     def check(self, row: dict) -> None:
         """Raise InputError where a dataset row lacks what the scorer reads; called on every row before the run."""

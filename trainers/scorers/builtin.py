@@ -7,12 +7,12 @@ Each is a `Scorer` (rollouts/types.py). docs/verifiers.md has their definitions.
 
 import numbers
 import unicodedata
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import regex
 
 from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.data.forms import FIX, at_path
+from fused_rl.trainers.data.forms import FIX, as_list, at_path
 from fused_rl.trainers.data.rows import BadRow
 from fused_rl.trainers.rollouts.types import NO_PROGRESS, Progress, Sample, one_line
 
@@ -43,15 +43,15 @@ def cell_of_answer(row: dict, column: str | None) -> tuple[str, object]:
 def answers_of(row: dict, column: str | None) -> list[str]:
     """Return the row's right answers; of a worked solution what follows `####`, as in gsm8k, or its last box."""
     name, value = cell_of_answer(row, column)
-    answers = [_answer(name, one) for one in (value if isinstance(value, list) else [value])]
+    answers = [_answer(name, one) for one in as_list(value)]
     if not answers:
         raise BadRow(f"column {name!r} has no answer", FIX, got="got []")
+    # The answers to several questions, such as letters of choices, repeat themselves.
+    if len({*answers}) < len(answers) or {"true", "false"} <= {*answers}:
+        reason = f"column {name!r} has a list, any answer of which is right, with equal ones or true and false"
+        remedy = "give several questions one row each, or a function (docs/verifiers.md); list an alternative once"
+        raise BadRow(reason, remedy, got=f"got {value!r:.80}")
     return answers
-
-
-def answer_of(row: dict, column: str | None) -> str:
-    """Return the first of the row's right answers."""
-    return answers_of(row, column)[0]
 
 
 def _answer(name: str, value: object) -> str:
@@ -97,11 +97,12 @@ class BaseScorer:
         self.answer_column = answer_column
 
     def answer(self, row: dict) -> str | None:
-        """Return the row's answer, which samples are shown with; None if it has none."""
+        """Return the row's answer, or all of them, which samples are shown with; None if it has none."""
         try:
-            return answer_of(row, self.answer_column)
+            answers = answers_of(row, self.answer_column)
         except BadRow:
             return None
+        return f"any of: {', '.join(answers)}" if len(answers) > 1 else answers[0]
 
     @property
     def columns(self) -> Collection[str] | None:
@@ -119,10 +120,13 @@ class BaseScorer:
             texts = [one.casefold() for one in texts]
         return texts[0] in texts[1:]
 
+    def read_ahead(self, rows: Iterable[dict]) -> None:
+        """Read nothing."""
+
     def check(self, row: dict) -> None:
         """Check that the row has an answer, if this scorer compares with one."""
         if self.compares:
-            answer_of(row, self.answer_column)
+            answers_of(row, self.answer_column)
 
 
 class ExactMatch(BaseScorer):

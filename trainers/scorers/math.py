@@ -1,7 +1,8 @@
 """The verifier `math`: numbers and formulas, compared by `fused_rl.judging`."""
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from fused_rl import judging
 from fused_rl.trainers.base.text import InputError
@@ -24,16 +25,31 @@ class MathVerifier(BaseScorer):
     def __init__(self, name: str = "math", timeout: float = judging.CPU_SECONDS, **common):
         super().__init__(name, **common)
         self.broken: list[str] = []
+        self.problems: dict[str, str] = {}  # of the rows' answers, "" for none
         try:
             self.pool = judging.pool(timeout)
         except ImportError as error:
             raise InputError(f"verifier 'math': {error}; pip install 'math-verify>=0.9'") from error
 
+    def read_ahead(self, rows: Iterable[dict]) -> None:
+        """Read the answers of all rows in the pool, where one that never ends costs itself alone."""
+        answers: set[str] = set()
+        for row in rows:
+            with contextlib.suppress(BadRow):  # which `check` raises
+                answers.update(answers_of(row, self.answer_column))
+        cases = [(answer,) for answer in answers if not NUMBER.fullmatch(answer)]
+        verdicts = self.pool.judge(cases, _problem)
+        for (answer,), (problem, limit) in zip(cases, verdicts, strict=True):
+            self.problems[answer] = limit or problem
+
     def check(self, row: dict) -> None:
         """Check that the row has an answer that math-verify reads as a number or a formula."""
         for answer in answers_of(row, self.answer_column):
-            if not NUMBER.fullmatch(answer):
-                _check_formula(answer)
+            problem = None if NUMBER.fullmatch(answer) else self.problems[answer]
+            if problem:
+                remedy = "write it as a number or in LaTeX, or compare it as text: --verifiers exact_match"
+                reason = f"verifier 'math': the answer {problem}"
+                raise BadRow(reason, remedy, got=f"got {answer!r:.80}")
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
         # The responses of a group often agree, so each distinct case is judged once.
@@ -56,10 +72,9 @@ class MathVerifier(BaseScorer):
         return [score for score, _ in best]
 
 
-def _check_formula(answer: str) -> None:
+def _problem(answer: str) -> str:
+    """Return why an answer is not read as a formula, or nothing."""
     # math-verify would read a word as a product of variables, in which the order of letters does not matter.
-    words = re.findall(r"[^\W\d_]{3,}", COMMANDS.sub(" ", answer))
-    if words or not judging.parsed(answer):
-        problem = "has a word" if words else "cannot be parsed"
-        remedy = "write it as a number or in LaTeX, or compare it as text: --verifiers exact_match"
-        raise BadRow(f"verifier 'math': the answer {problem}", remedy, got=f"got {answer!r:.80}")
+    if re.search(r"[^\W\d_]{3,}", COMMANDS.sub(" ", answer)):
+        return "has a word"
+    return "" if judging.parsed(answer) else "cannot be parsed"

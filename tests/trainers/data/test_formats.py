@@ -13,7 +13,7 @@ from fused_rl.trainers.data.encode import Encoder
 from fused_rl.trainers.data.reading import chosen_rows
 from fused_rl.trainers.data.rows import Rows, load_rows
 from fused_rl.trainers.run.parse import parse
-from fused_rl.trainers.scorers.builtin import answer_of
+from fused_rl.trainers.scorers.builtin import answers_of
 from tests.lazy import datasets
 from tests.trainers import tiny
 from tests.trainers.runs import sft_config
@@ -160,8 +160,8 @@ def test_a_row_of_text_is_trained_after_its_first_token():
     ],
 )
 def test_the_answer_of_a_solution(solution, answer):
-    assert answer_of({"problem": "p", "solution": solution}, None) == answer
-    assert answer_of({"answer": "5", "solution": solution}, None) == "5"
+    assert answers_of({"problem": "p", "solution": solution}, None) == [answer]
+    assert answers_of({"answer": "5", "solution": solution}, None) == ["5"]
 
 
 @pytest.mark.parametrize("skipped", ["<think>\n\n</think>\n\n", "<|channel>thought\n<channel|>"])
