@@ -91,16 +91,20 @@ class Pool:
         self.close = util.Finalize(self, _end, (self.pool,), exitpriority=10)
 
     def judge(
-        self, cases: Sequence[Sequence], judge: Callable[..., Any] | None = None
+        self,
+        cases: Sequence[Sequence],
+        judge: Callable[..., Any] | None = None,
+        cpu_seconds: float | None = None,
     ) -> list[tuple[Any, str | None]]:
         """Return the score of each case, and in words the limit that it broke; then the score is 0.
 
-        `judge`, of a case, takes the place of the pool's own.
+        `judge`, of a case, and `cpu_seconds` take the place of the pool's own.
         """
+        cpu_seconds = cpu_seconds or self.cpu_seconds
         # All are scheduled before the first is waited for, so that every core has one.
         futures = []
         for case in cases:
-            arguments = (judge or self.judge_one, case, self.cpu_seconds)
+            arguments = (judge or self.judge_one, case, cpu_seconds)
             futures.append(self.pool.schedule(_judge_in_time, arguments, timeout=WALL_SECONDS))
         verdicts = []
         for future in futures:
@@ -111,7 +115,7 @@ class Pool:
             limit = f"could not be judged: {type(error).__name__}: {error}"
             # The process ended by the signal of its CPU timer.
             if getattr(error, "exitcode", None) == -signal.SIGPROF:
-                limit = f"took more than {self.cpu_seconds:g} s of CPU"
+                limit = f"took more than {cpu_seconds:g} s of CPU"
             verdicts.append((0.0, limit))
         return verdicts
 

@@ -65,7 +65,10 @@ def test_an_answer_that_math_verify_cannot_read_is_refused(verifier):
             verifier.check({"answer": answer})
 
 
-def test_an_answer_that_never_ends_costs_itself_alone_and_is_a_metric_and_a_line(capsys):
+def test_an_answer_that_never_ends_costs_itself_alone_and_is_a_metric_and_a_line(
+    capsys, monkeypatch
+):
+    monkeypatch.setattr(math, "PATIENCE", 1)
     verifier = math.MathVerifier(timeout=0.6)  # a pool of its own, which it closes
     endless = "\\boxed{(10^{10})!}"  # two are equal, and are judged once
     rollout = rolled_out([verifier], ["7", endless, "\\boxed{7}", endless], [{"answer": "7"}] * 4)

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from fused_rl import judging
+from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.rows import BadRow
 from fused_rl.trainers.rollouts.types import Sample
@@ -15,6 +16,8 @@ NUMBER = re.compile(r"[-+]?[\d,]*\.?\d+%?")
 COMMANDS = re.compile(
     r"\\(?:text|textbf|mathrm|mathbf|mbox|operatorname|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+"
 )
+# How much longer than a response a row's answer may take, so that a run resumed on a busier machine has the same rows.
+PATIENCE = 10
 
 
 class MathVerifier(BaseScorer):
@@ -25,7 +28,7 @@ class MathVerifier(BaseScorer):
     def __init__(self, name: str = "math", timeout: float = judging.CPU_SECONDS, **common):
         super().__init__(name, **common)
         self.broken: list[str] = []
-        self.problems: dict[str, str] = {}  # of the rows' answers, "" for none
+        self.problems: dict[str, str] = {}  # of the rows' answers
         try:
             self.pool = judging.pool(timeout)
         except ImportError as error:
@@ -37,15 +40,17 @@ class MathVerifier(BaseScorer):
         for row in rows:
             with contextlib.suppress(BadRow):  # which `check` raises
                 answers.update(answers_of(row, self.answer_column))
-        cases = [(answer,) for answer in answers if not NUMBER.fullmatch(answer)]
-        verdicts = self.pool.judge(cases, _problem)
-        for (answer,), (problem, limit) in zip(cases, verdicts, strict=True):
-            self.problems[answer] = limit or problem
+        formulas = [(answer,) for answer in sorted(answers) if not NUMBER.fullmatch(answer)]
+        # Processes share the work, and all have what each has found: their rows must be the same.
+        mine = formulas[ranks.process_index() :: ranks.processes()]
+        verdicts = self.pool.judge(mine, _problem, PATIENCE * self.pool.cpu_seconds)
+        for share in ranks.gather_processes([*zip(mine, verdicts, strict=True)]):
+            self.problems |= {answer: limit or problem for (answer,), (problem, limit) in share}
 
     def check(self, row: dict) -> None:
         """Check that the row has an answer that math-verify reads as a number or a formula."""
         for answer in answers_of(row, self.answer_column):
-            problem = None if NUMBER.fullmatch(answer) else self.problems[answer]
+            problem = self.problems.get(answer)
             if problem:
                 remedy = "write it as a number or in LaTeX, or compare it as text: --verifiers exact_match"
                 reason = f"verifier 'math': the answer {problem}"
