@@ -392,8 +392,9 @@ class DataConfig(Options):
     """Further arguments of the chat template, as YAML or JSON: {enable_thinking: false}."""
     max_prompt_length: PositiveInt = 512
     """Longer prompts (in tokens) are dropped, counted and reported; sft and kto have max_length alone."""
-    bad_rows: Literal["refuse", "skip"] = "refuse"
-    """Let rows that cannot be used end the run before a model is loaded, or skip them. Both print the reasons."""
+    bad_rows: Unit = 0.01
+    """Share of the rows that may be left out because they cannot be used; bad_rows.jsonl lists them. More end the run
+    before a model is loaded."""
 
     needs: ClassVar = (
         *TEMPLATE_NEEDS,

@@ -13,7 +13,7 @@ from fused_rl.trainers.rollouts.types import Sampler
 from fused_rl.trainers.run import dry_run
 from tests.trainers import tiny
 
-SAID = {"role": "bot", "content": "q"}
+SAID = {"role": "king", "content": "q"}
 ROWS = {
     "demonstrations": {"prompt": "q", "completion": "a"},
     "pairs": {"prompt": "q", "chosen": "a", "rejected": "b"},
@@ -55,13 +55,13 @@ def test_a_dry_run_says_what_the_run_would_say(name, folder, tmp_path, capsys):
     words = words_of(name, folder, rows, tmp_path)
     said = said_twice(name, words)
     assert "3 of 40 rows cannot be used" in said and not (tmp_path / "run").exists()
-    reasons = {12: "the prompt is empty", 39: "an unknown role, got 'bot'", 21: "got list"}
+    reasons = {12: "the prompt is empty", 39: "an unknown role, got 'king'", 21: "got list"}
     for number, reason in reasons.items():
         assert f"rows.jsonl, line {number}: " in said and reason in said
 
     capsys.readouterr()
     main = importlib.import_module(cli.TRAINERS[name].module).main
-    main([*words, "--bad_rows", "skip", "--dry_run"])
+    main([*words, "--bad_rows", "1", "--dry_run"])
     printed = capsys.readouterr()
     assert "left out 3 of 40 rows" in printed.err and "one example: " in printed.out
 

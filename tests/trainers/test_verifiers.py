@@ -68,12 +68,12 @@ BAD = [
     ({"a": '{"b": {"c": 1}}'}, "a.b.d", "a.b has .'c'."),
     ({"a": "b: 1"}, "a.b", "a is 'b: 1', which has no columns"),
     ({"a": {"b": {"c": 1}}}, "a.b", "'a.b' must be text, .* got .'c': 1."),
-    ({"answer": []}, None, r"'answer' has no answer, got \[\]"),
+    ({"answer": []}, None, r"must list right answers, .* got \[\]"),
     ({"answer": float("nan")}, None, "'answer' must be text, .* got nan"),
     ({"answer": "6*7\n####"}, None, "'answer' has no answer"),
     # The answers to several questions.
-    ({"answer": ["B", "C", "B"]}, None, "list, any answer of which is right, .* one row each"),
-    ({"answer": [True, False]}, None, "list, any answer of which is right"),
+    ({"answer": ["B", "C", "B"]}, None, "must list right answers, .*questions a row"),
+    ({"answer": [True, False]}, None, "must list right answers"),
 ]
 NESTED = {"reward_model": {"ground_truth": 42, "style": "rule", "solution": "It is \\boxed{42}."}}
 AS_TEXT = {"reward_model": json.dumps(NESTED["reward_model"])}

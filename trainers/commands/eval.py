@@ -34,6 +34,7 @@ from fused_rl.trainers.options import (
     PositiveInt,
     Requirement,
     Seed,
+    Unit,
     check_revision,
     splits,
     without,
@@ -107,8 +108,9 @@ class EvalConfig(ScorerConfig, SamplingConfig):
     """Arguments of the chat template besides the messages, as YAML or JSON; None is the run's, else nothing."""
     max_prompt_length: PositiveInt = 2048
     """Longer prompts (in tokens) are dropped, counted and reported."""
-    bad_rows: Literal["refuse", "skip"] = "refuse"
-    """Whether rows that cannot be used end the evaluation or are skipped; both print every reason."""
+    bad_rows: Unit = 0.01
+    """Share of the rows that may be left out because they cannot be used; summary.json lists them. More end the
+    evaluation."""
     verifiers: str | list[str] | None = None
     """Scorers as in grpo (docs/verifiers.md); None takes the run's, with its weights and thresholds, if `model` is
     of a run."""
@@ -251,6 +253,7 @@ def evaluate(
     if out is not None and ranks.process_index() == 0:
         write_rows(out / "responses.jsonl", responses)
         summary = figures | {"options": config.to_dict() | {"max_new_tokens": length}}
+        summary["bad_rows"] = [*map(vars, reader.bad)]
         write_atomically(out / "summary.json", as_json(summary, indent=2) + "\n")
         print_line(f"responses: {out / 'responses.jsonl'}, figures: {out / 'summary.json'}")
     return figures

@@ -28,11 +28,12 @@ CONVERSATIONS = ("messages", "ShareGPT conversations")
 PROMPT_COLUMNS = ("prompt", "messages", "conversations", "question", "instruction", "problem")
 SYSTEM_COLUMNS = ("system", "system_prompt")
 # ShareGPT's roles, and OpenAI's later and earlier ones, by the names that every chat template knows.
-ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+ROLES = {"human": "user", "function_call": "assistant", "observation": "tool"}
+ROLES |= dict.fromkeys(("gpt", "bot", "model", "ai"), "assistant")
 ROLES |= {"developer": "system", "function": "tool", "ipython": "tool"}
 ROLES |= {role: role for role in ("system", "user", "assistant", "tool")}
-# Keys by which OpenAI, ms-swift, LLaMA-Factory and axolotl say whether a turn is trained.
-WEIGHTS = ("weight", "loss", "loss_scale", "loss_weight", "train")
+# Keys by which OpenAI, ms-swift, LLaMA-Factory and axolotl say whether a turn is trained; the last one says if not.
+WEIGHTS = ("weight", "loss", "loss_scale", "loss_weight", "train", "disable_loss")
 # Kinds of parts of a content that are text.
 PARTS = ("text", "reasoning", "tool_call")
 # Columns of what a prompt shows besides its text.
@@ -397,7 +398,7 @@ def _message_of(message: dict, column: str) -> Message:
         if weight not in (0, 1):
             reason = f"the {key} of a message must be 0 or 1"
             raise BadRow(reason, FIX, got=f"got {weight!r:.40}")
-    if not all(weights.values()):
+    if any(weight == (key == "disable_loss") for key, weight in weights.items()):
         fields["weight"] = 0
     if calls:
         fields["tool_calls"] = [_call_of(call) for call in as_list(calls)]

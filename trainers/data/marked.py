@@ -18,7 +18,7 @@ from fused_rl.trainers.base.files import hash_of
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.encode import Encoded, Encoder
 from fused_rl.trainers.data.examples import Examples, Record, encode_rows
-from fused_rl.trainers.data.forms import FIX, Reader, columns_of, state_of
+from fused_rl.trainers.data.forms import FIX, Reader
 from fused_rl.trainers.data.preferences import pair_sides
 from fused_rl.trainers.data.rows import BadRow, Rows
 from fused_rl.trainers.options import MAIN, PositiveInt, RunConfig
@@ -146,18 +146,16 @@ def _read_marked(
     label_column: str,
 ) -> list[Record]:
     """Return the responses of a row with their marks: one, or both of a pair that has no label."""
-    label = reader.value(label_column)
-    if label is None and all(reader.row.get(side) is not None for side in SIDES):
+    if reader.value(label_column) is None and all(
+        reader.row.get(side) is not None for side in SIDES
+    ):
         columns = {f"{side}_column": side for side in SIDES}
         chosen, rejected = pair_sides(encoder, reader, prompt_column, columns)
         return [_record(chosen, True), _record(rejected, False)]
     # A .csv file has text; 0 and 1 are equal to these.
+    label = reader.cell(label_column, "label_column")
     label = LABELS.get(label.lower(), label) if isinstance(label, str) else label
     if label not in (False, True):
-        if label is None:
-            reason = f"column {label_column!r} {state_of(reader.row, label_column)}"
-            remedy = "name the right column with --label_column"
-            raise BadRow(reason, remedy, got=f"the row has {columns_of(reader.row)}")
         reason = f"column {label_column!r} must be true or false"
         raise BadRow(reason, FIX, got=f"got {label!r:.80}")
     demonstrations = encoder.demonstrations(reader, prompt_column, completion_column, joined=False)

@@ -1,22 +1,16 @@
 """Reading all rows of a run: those that cannot be used are collected, and reported together at the end."""
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterable
-from typing import Any, Literal, TypeAlias
-
-import datasets
-import pandas
+from typing import Any, NoReturn, TypeAlias
 
 from fused_rl.trainers.base.screen import print_rank0
 from fused_rl.trainers.base.text import InputError, escaped
-from fused_rl.trainers.data.rows import BadRow, Rows, load_rows, rows_of_sources
-from fused_rl.trainers.options import DataConfig
+from fused_rl.trainers.data.rows import BadRow, Name, Rows, load_rows
+from fused_rl.trainers.options import RunConfig
 
-RowsLike: TypeAlias = (
-    str | Iterable[Any] | datasets.Dataset | datasets.DatasetDict | pandas.DataFrame | None
-)
-"""Rows in Python: a name, or the rows themselves."""
+RowsLike: TypeAlias = Name | Iterable[Any] | None
+"""Rows in Python: names, tables, or the rows themselves."""
 
 
 class BadRows(InputError):
@@ -24,13 +18,13 @@ class BadRows(InputError):
 
 
 class Reading(contextlib.AbstractContextManager):
-    """The rows that a run reads, as a context: at its end bad ones raise `BadRows`, or with "skip" are printed.
+    """The rows that a run reads, as a context. At its end more bad ones than a share of all raise `BadRows`.
 
-    It also prints which forms the rows had, and which of their columns were not read.
+    It also prints which rows are left out, which forms the rows had, and which of their columns were not read.
     """
 
-    def __init__(self, bad_rows: Literal["refuse", "skip"] = "refuse"):
-        self.skips = bad_rows == "skip"
+    def __init__(self, bad_rows: float = 0.0):
+        self.share = bad_rows
         self.bad: list[BadRow] = []
         self.read: list[Rows] = []
 
@@ -40,38 +34,33 @@ class Reading(contextlib.AbstractContextManager):
         return rows
 
     def __exit__(self, kind, error, traceback) -> None:
-        # Bad rows may be why too few are left; what they lack is said first.
-        if error is None or (isinstance(error, InputError) and self.bad and not self.skips):
-            self.finish()
-
-    def finish(self) -> None:
-        """Raise or print what cannot be used, and print what was read."""
         # A row may have been read twice, to be trained on and to be sampled for.
-        bad_places = {error.where: error for error in self.bad}
-        self.bad = [*bad_places.values()]
+        errors = {error.where: error for error in self.bad}
+        self.bad[:] = errors.values()
         total = sum(map(len, self.read))
-        counts = f"{len(self.bad)} of {total}"
-        if self.bad and not self.skips:
-            # One row's reason is a line.
-            if len(self.bad) == 1:
-                (bad,) = self.bad
-                remedy = f"{bad.remedy}, or --bad_rows skip" if total > 1 else bad.remedy
-                raise BadRow(bad.reason, remedy, got=bad.got, where=bad.where)
-            remedy = "" if len(self.bad) == total else " (--bad_rows skip leaves them out)"
-            title = f"{counts} rows cannot be used{remedy}; the first of each kind:"
-            raise BadRows("\n".join([title, *self._kinds()]))
+        # Too many bad rows may be why too few are left; what they lack is said first.
+        if len(self.bad) > self.share * total and isinstance(error, InputError | None):
+            self._refuse(total)
+        if error is not None:
+            return
         if self.bad:
-            title = f"left out {counts} rows that cannot be used; the first of each kind:"
+            title = f"left out {len(self.bad)} of {total} rows that cannot be used; the first of each kind:"
             print_rank0(title, *self._kinds())
-        if self.bad and len(self.bad) == total:
-            raise InputError(f"no row can be used; {self.bad[0]}")
         # Without a single held-out row nothing would be evaluated, and nothing would say so.
-        for rows in self.read if bad_places else ():
-            places = [rows.where(i) for i in range(len(rows))]
-            if places and all(place in bad_places for place in places):
+        for rows in self.read:
+            places = [*map(rows.where, range(len(rows)))] if len(rows) <= len(self.bad) else []
+            if places and errors.keys() >= {*places}:
                 problem = f"no row from {places[0]} to {places[-1]} can be used"
-                raise InputError(f"{problem}; {bad_places[places[0]]}")
+                raise InputError(f"{problem}; {errors[places[0]]}")
         print_rank0(*self._forms())
+
+    def _refuse(self, total: int) -> NoReturn:
+        remedy = "" if len(self.bad) == total else "--bad_rows 1 leaves them out"
+        # One row's reason is a line.
+        if len(self.bad) == 1:
+            raise InputError("; or ".join(filter(None, [str(self.bad[0]), remedy])))
+        title = f"{len(self.bad)} of {total} rows cannot be used{remedy and f' ({remedy})'}; the first of each kind:"
+        raise BadRows("\n".join([title, *self._kinds()]))
 
     def _kinds(self) -> list[str]:
         """Return a line for each reason: how many rows it has, and the first of them with what to do."""
@@ -83,23 +72,27 @@ class Reading(contextlib.AbstractContextManager):
 
     def _forms(self) -> list[str]:
         """Return a line for each source: the forms of its rows, and the columns that nothing has read."""
-        sources: dict[str, list[Rows]] = {}
-        for rows in self.read:
-            sources.setdefault(rows.source, []).append(rows)
+        sources = {rows.source: rows for rows in self.read if len(rows)}
         lines = []
-        for source, rows_of_source in sources.items():
-            forms = sum((rows.forms for rows in rows_of_source), Counter())
-            names = [name for name, _ in forms.most_common()]
+        for source, rows in sources.items():
+            names = [name for name, _ in rows.forms.most_common()]
             # Numbers say more than names only where there are several forms.
-            if len(forms) > 1:
-                names = [f"{count} {name}" for name, count in forms.most_common()]
-            read = {name for rows in rows_of_source for name in rows.columns_read}
-            filled = {name: None for rows in rows_of_source for name in rows.columns_filled}
-            unused = [name for name in filled if name not in read]
+            if len(names) > 1:
+                names = [f"{count} {name}" for name, count in rows.forms.most_common()]
+            unused = [name for name in rows.columns_filled if name not in rows.columns_read]
             label = "rows" if len(sources) == 1 else source
             line = f"{label}: {', '.join(names)}"
-            lines.append(f"{line}; unused columns: {', '.join(unused)}" if unused else line)
+            shown = ", ".join(_shown(name, rows) for name in unused)
+            lines.append(f"{line}; unused columns: {shown}" if unused else line)
         return lines
+
+
+def _shown(column: str, rows: Rows) -> str:
+    """Return the name of a column, with how a text in it begins."""
+    with contextlib.suppress(BadRow):
+        text = str(rows[0].get(column))
+        return f"{column} ({text!r:.40})" if " " in text else column
+    return column
 
 
 def chosen_rows(
@@ -116,29 +109,20 @@ def chosen_rows(
         raise InputError(
             f"{option} is missing; give --{option}, or in Python train(config, {option}=rows)"
         )
-    if isinstance(named, str):
-        return load_rows(named, config_name, split, bad_rows)
-    if isinstance(named, datasets.DatasetDict):
-        if len(named) > 1:
-            raise InputError(f"{option}: expected one split, got {sorted(named)}; give one of them")
-        (named,) = named.values()
-    if isinstance(named, pandas.DataFrame):
-        named = datasets.Dataset.from_pandas(named, preserve_index=False)
-    if isinstance(named, datasets.Dataset):
-        return rows_of_sources([named], [option], bad_rows)
-    if isinstance(named, dict) or not isinstance(named, Iterable):
-        expected = "names of files or of Hub datasets, a Dataset, a DataFrame, or dictionaries"
-        raise InputError(f"{option}: expected {expected}, got {type(named).__name__}")
-    named = [*named]
-    if named and all(isinstance(one, str) for one in named):
-        return load_rows(named, config_name, split, bad_rows)
-    if not named:
-        raise InputError(f"dataset {option} has no rows")
-    return Rows(named, option, bad=bad_rows)
+    if not isinstance(named, Name):
+        if isinstance(named, dict) or not isinstance(named, Iterable):
+            expected = "names of files or of Hub datasets, a Dataset, a DataFrame, or dictionaries"
+            raise InputError(f"{option}: expected {expected}, got {type(named).__name__}")
+        named = [*named]
+        if not named:
+            raise InputError(f"dataset {option} has no rows")
+        if not isinstance(named[0], Name):
+            return Rows(named, option, bad=bad_rows)
+    return load_rows(named, config_name, split, bad_rows, option)
 
 
 def load_train_eval(
-    config: DataConfig,
+    config: RunConfig,
     dataset: RowsLike = None,
     eval_dataset: RowsLike = None,
     reading: Reading | None = None,
@@ -156,7 +140,8 @@ def load_train_eval(
         if cut <= 0:
             problem = f"eval_size={config.eval_size} leaves nothing to train on"
             has = f"{train.source} has {len(train)} rows"
-            raise InputError(f"{problem}: {has}; hold out fewer, or --eval_size 0 for none")
+            remedy = f"hold out fewer (--eval_size 0: none); a step takes {config.batch_option}={config.rows_per_step}"
+            raise InputError(f"{problem}: {has}; {remedy} of the others")
         train, held_out = train.subset(range(cut)), train.subset(range(cut, len(train)))
     # Or of a dataset of its own, which has the same configuration if it has the same name.
     else:

@@ -1,8 +1,8 @@
 """Rows as JSON text in one memory-mapped column, in the order of their files; nothing about their form is guessed."""
 
 import contextlib
+import copy
 import csv
-import functools
 import glob
 import gzip
 import io
@@ -13,10 +13,11 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
 import datasets.config
 import numpy
+import pandas
 
 from fused_rl.trainers.base.files import check_exists, fingerprint, hash_of, names_read
 from fused_rl.trainers.base.ranks import process_index
@@ -85,17 +86,14 @@ class Rows(Sequence[dict]):
             )
         self.table: Any = rows
         self.sources = sources
+        self.source = ", ".join(sources)
+        """What messages name: the files, or the folders that hold them."""
         self.key = key
         self.bad = bad
         self.forms: Counter[str] = Counter()
         """How many rows were read in which form (forms.py)."""
         self.columns_read: set[str] = set()
         self.columns_filled: dict[str, None] = {}
-
-    @property
-    def source(self) -> str:
-        """The names of the files."""
-        return ", ".join(self.sources)
 
     def __len__(self) -> int:
         return len(self.table)
@@ -107,25 +105,22 @@ class Rows(Sequence[dict]):
         for rows in self.table.iter(1000):
             yield from map(parsed, rows["row"])
 
-    @functools.cached_property
-    def numbers(self) -> numpy.ndarray:
-        """The line or row number of each row in its file, counted from 1."""
-        return self.table.data.column("number").to_numpy()
-
-    @functools.cached_property
-    def _files(self) -> numpy.ndarray:
-        return self.table.data.column("file").to_numpy()
-
     def where(self, i: int) -> str:
         """Return `file.jsonl, line 3` or `openai/gsm8k, row 3`, counted from 1."""
-        source = self.sources[self._files[i]]
+        row = self.table[i]
+        source = self.sources[row["file"]]
         unit = "line" if source.endswith((".jsonl", ".jsonl.gz")) else "row"
-        return f"{source}, {unit} {self.numbers[i]}"
+        return f"{source}, {unit} {row['number']}"
 
     def subset(self, indices: range) -> "Rows":
-        """Return neighbouring rows; they keep their numbers in the file, so that errors name the right line."""
-        key = None if self.key is None else f"{self.key}-{indices.start}-{indices.stop}"
-        return Rows(self.table.select(indices), *self.sources, key=key, bad=self.bad)
+        """Return neighbouring rows, which say with the others what was read.
+
+        They keep their numbers in the file, so that errors name the right line.
+        """
+        rows = copy.copy(self)
+        rows.table = self.table.select(indices)
+        rows.key = None if self.key is None else f"{self.key}-{indices.start}-{indices.stop}"
+        return rows
 
     @contextlib.contextmanager
     def collecting(self, i: int) -> Iterator[None]:
@@ -268,17 +263,23 @@ READERS: dict[str, Callable[[IO[bytes]], Iterator[bytes]]] = {
 # Names, each of a file, a folder, a pattern or a Hub dataset.
 
 
-def files_of(folder: Path, split: str) -> list[str]:
-    """Return the files of rows in a folder, but for those whose names say that they are of another split."""
+def entries_of(folder: Path, split: str) -> list[str]:
+    """Return the files of rows in a folder, and the folders that `datasets` saved there.
+
+    Those whose names say that they are of another split are left out.
+    """
     chosen, other_splits = [], []
-    for path in sorted(folder.rglob("*")):
+    paths = sorted(folder.rglob("*"))
+    saved = {*filter(_is_saved, paths)}
+    for path in paths:
         inside = path.relative_to(folder)
-        if not path.is_file() or not is_file_name(path.name) or inside.as_posix().startswith("."):
+        is_file = path.is_file() and is_file_name(path.name)
+        if not (is_file or path in saved) or saved & {*path.parents} or inside.parts[0][0] == ".":
             continue
         words = [re.split(r"[-._0-9]", part.lower(), maxsplit=1)[0] for part in inside.parts]
-        named = {
-            name for name, words_of_split in SPLITS.items() if {*words} & {*words_of_split}
-        } or {"train"}
+        named = {name for name, words_of_split in SPLITS.items() if {*words} & {*words_of_split}}
+        has_splits = (path / "dataset_dict.json").is_file()
+        named = named or {split if has_splits else "train"}
         (chosen if split in named else other_splits).append(str(path))
     if chosen and other_splits:
         print_rank0(
@@ -291,12 +292,13 @@ def read_dataset(name: str, config_name: str | None, split: str) -> datasets.Dat
     """Return the rows of a folder from `save_to_disk`, of one with configurations, or of the Hub."""
     try:
         if _is_saved(Path(name)):
-            loaded = datasets.load_from_disk(name)
-            return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+            return table_of(datasets.load_from_disk(name), name, split)
         # Datasets such as gsm8k call their usual configuration main, and `datasets` would refuse to choose.
         if config_name is None and "main" in datasets.get_dataset_config_names(name):
             config_name = "main"
         return datasets.load_dataset(name, config_name, split=split)
+    except InputError:
+        raise
     # A missing split is a ValueError there, a missing file a DataFilesNotFoundError, …
     except Exception as error:
         problem = f"dataset={name!r} (configuration {config_name}, split {split}) cannot be read as a file"
@@ -310,57 +312,81 @@ def _is_saved(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
-def _sources(name: str, config_name: str | None, split: str) -> list[str | datasets.Dataset]:
-    """Return the files that a name stands for, or the `Dataset` that it names."""
-    if glob.has_magic(name) and not os.path.lexists(name):
-        files: list[str | datasets.Dataset] = [*sorted(glob.glob(name, recursive=True))]
-        if not files:
-            raise InputError(f"dataset={name} matches no file; the current folder is {os.getcwd()}")
-        return files
-    check_exists(name)
+def table_of(loaded: Any, name: str, split: str) -> datasets.Dataset:
+    """Return what `datasets` or pandas holds as a `Dataset`; of several splits the named one."""
+    if isinstance(loaded, pandas.DataFrame):
+        return datasets.Dataset.from_pandas(loaded, preserve_index=False)
+    if not isinstance(loaded, datasets.DatasetDict):
+        return loaded
+    if split not in loaded:
+        has = f"{name} has the splits {', '.join(map(str, loaded))}, and not {split}"
+        raise InputError(f"{has}: name one (--dataset_split; of eval_dataset --eval_split)")
+    return loaded[split]
+
+
+def _sources(
+    name: str, config_name: str | None, split: str
+) -> Iterator[tuple[str, str | datasets.Dataset]]:
+    """Yield the files and the `Dataset`s that a name stands for, each after its name."""
     path = Path(name)
-    if path.is_file() != is_file_name(name):
-        raise InputError(
-            f"dataset file {name} does not exist, or its name ends in none of {', '.join(FILES)} (each also with .gz)"
-        )
-    if path.is_file():
-        return [name]
     card = path / "README.md"
-    is_saved = _is_saved(path) or config_name or (card.is_file() and "configs:" in card.read_text())
-    files = [] if is_saved else [*files_of(path, split)]
-    return files or [read_dataset(name, config_name, split)]
+    has_configurations = config_name or (card.is_file() and "configs:" in card.read_text())
+    names = [name]
+    if glob.has_magic(name) and not os.path.lexists(name):
+        names = sorted(glob.glob(name, recursive=True))
+        if not names:
+            raise InputError(f"dataset={name} matches no file; the current folder is {os.getcwd()}")
+    elif path.is_dir() and not has_configurations and not _is_saved(path):
+        names = entries_of(path, split)
+        if not names:
+            expected = f"files ({', '.join(FILES)}) or folders from save_to_disk, of split {split}"
+            raise InputError(f"dataset={name!r}: expected {expected}; the folder has none")
+    for label in names:
+        check_exists(label)
+        is_file = os.path.isfile(label)
+        if is_file != is_file_name(label):
+            expected = f"or its name ends in none of {', '.join(FILES)} (each also with .gz)"
+            raise InputError(f"dataset file {label} does not exist, {expected}")
+        yield label, label if is_file else read_dataset(label, config_name, split)
+
+
+Name: TypeAlias = str | os.PathLike | datasets.Dataset | datasets.DatasetDict | pandas.DataFrame
 
 
 def load_rows(
-    names: str | Sequence[str],
+    names: Name | Sequence[Name],
     config_name: str | None = None,
     split: str = "train",
     bad_rows: list[BadRow] | None = None,
+    option: str = "dataset",
 ) -> Rows:
-    """Return the rows of files, folders and Hub datasets, one after the other.
+    """Return the rows of files, folders, Hub datasets and tables, one after the other.
 
-    Rows that cannot be used are added to `bad_rows`; without such a list the first one is raised.
+    Rows that cannot be used are added to `bad_rows`; without such a list the first one is raised. The `option` names
+    tables.
     """
-    names = [names] if isinstance(names, str) else names
-    sources, labels = [], []
-    for name in names:
-        sources_of_name = _sources(name, config_name, split)
-        sources += sources_of_name
-        labels += [
-            name if isinstance(source, datasets.Dataset) else source for source in sources_of_name
-        ]
-    rows = rows_of_sources(sources, labels, bad_rows)
-    if len(labels) > 1:
-        counts = numpy.bincount(rows.table.data.column("file").to_numpy(), minlength=len(labels))
-        for label, count in zip(labels, counts, strict=True):
+    sources, titles = [], []
+    for name in [names] if isinstance(names, Name) else names:
+        is_path = isinstance(name, str | os.PathLike)
+        titles.append(str(name) if is_path else option)
+        if is_path:
+            sources += _sources(str(name), config_name, split)
+        else:
+            sources.append((option, table_of(name, option, split)))
+    rows = rows_of_sources(sources, bad_rows)
+    rows.source = ", ".join(titles)
+    if len(sources) > 1:
+        counts = numpy.bincount(rows.table.data.column("file").to_numpy(), minlength=len(sources))
+        for label, count in zip(rows.sources, counts, strict=True):
             print_rank0(f"{label}: {count} rows")
     return rows
 
 
 def rows_of_sources(
-    sources: Sequence[str | datasets.Dataset], labels: Sequence[str], bad: list[BadRow] | None
+    named_sources: Sequence[tuple[str, str | datasets.Dataset]], bad: list[BadRow] | None
 ) -> Rows:
     """Return the rows of files and tables; large ones are kept in the cache, by their content."""
+    labels, sources = zip(*named_sources, strict=True)
 
     def rows() -> Iterator[dict]:
         for file, source in enumerate(sources):

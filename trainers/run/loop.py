@@ -27,7 +27,12 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 import torch
 
 from fused_rl.trainers.base import engine, optim, ranks
-from fused_rl.trainers.base.files import hash_of, hash_of_model, io_errors_in_a_line
+from fused_rl.trainers.base.files import (
+    hash_of,
+    hash_of_model,
+    io_errors_in_a_line,
+    write_rows,
+)
 from fused_rl.trainers.base.screen import phase, print_line, print_rank0
 from fused_rl.trainers.base.text import InputError, check_installed, import_name_of, users_function
 from fused_rl.trainers.data.examples import Examples
@@ -239,6 +244,8 @@ class Run:
     def _open_logs(self) -> None:
         with io_errors_in_a_line("the run", self.store.path):
             self.store.move_old_content()
+            if self.rows.rows.bad:
+                write_rows(self.store.path / "bad_rows.jsonl", [*map(vars, self.rows.rows.bad)])
             self.logger = Logger(self.config, self.step)
 
     @property

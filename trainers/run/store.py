@@ -52,6 +52,7 @@ SAVED_AT_THE_END = ("model", "critic")
 EARLIER = "earlier-"  # and a number: the folder in output_dir for what was in it before
 # What a run has written before its first step.
 BEFORE_A_STEP = ("config.yaml", "metrics.jsonl", "held_out.jsonl", "samples.jsonl", "tensorboard")
+BEFORE_A_STEP += ("bad_rows.jsonl",)
 # In a folder that counts as empty: our lock, earlier content that was moved, and a volume's lost+found.
 STAYING_NAMES = re.compile(f"{re.escape(LOCK)}|{EARLIER}[0-9]+|lost\\+found")
 EMPTY: Mapping = MappingProxyType({})

@@ -24,32 +24,27 @@ THINK_THEN_ANSWER = (
 BOXED = regex.compile(r"\\boxed\{((?:[^{}]|\{(?1)\})*)\}")
 
 
-def cell_of_answer(row: dict, column: str | None) -> tuple[str, object]:
-    """Return the column or path of the row's answer, and what is in it; refuse a row that has none."""
+def answers_of(row: dict, column: str | None) -> list[str]:
+    """Return the row's right answers; of a worked solution what follows `####`, as in gsm8k, or its last box.
+
+    Raises:
+        BadRow: the row has none, or they cannot be compared with.
+    """
     # A column that is there and null is passed over, as in tables that several datasets were joined to.
     columns = ANSWER_COLUMNS if column is None else (column,)
     name = next((name for name in columns if row.get(name) is not None), columns[0])
     value, where, level = at_path(row, name)
     if value is None:
         missing = f"column {name!r} is missing or null"
-        remedy = "name another with --answer_column, or fix the row"
         if column is None:
             missing = f"there is no answer in {', '.join(columns[:-1])} or {columns[-1]}"
-            remedy = "name its column with --answer_column, or fix the row"
+        remedy = "name its column with --answer_column, or fix the row"
         raise BadRow(missing, remedy, got=f"{where} {level}")
-    return name, value
-
-
-def answers_of(row: dict, column: str | None) -> list[str]:
-    """Return the row's right answers; of a worked solution what follows `####`, as in gsm8k, or its last box."""
-    name, value = cell_of_answer(row, column)
     answers = [_answer(name, one) for one in as_list(value)]
-    if not answers:
-        raise BadRow(f"column {name!r} has no answer", FIX, got="got []")
     # The answers to several questions, such as letters of choices, repeat themselves.
-    if len({*answers}) < len(answers) or {"true", "false"} <= {*answers}:
-        reason = f"column {name!r} has a list, any answer of which is right, with equal ones or true and false"
-        remedy = "give several questions one row each, or a function (docs/verifiers.md); list an alternative once"
+    if len({*answers}) < max(1, len(answers)) or {"true", "false"} <= {*answers}:
+        reason = f"column {name!r} must list right answers, of which any counts, each once, and not true and false"
+        remedy = "give each of several questions a row, or score with a function"
         raise BadRow(reason, remedy, got=f"got {value!r:.80}")
     return answers
 

@@ -3,7 +3,6 @@
 import functools
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from fused_rl.trainers.base.text import InputError, load_function, name_of
@@ -115,9 +114,7 @@ def _parse_scorer(one: str | Callable) -> tuple[str, str, Callable[..., Scorer]]
     # A function by its module, with a colon or a dot before its name.
     function = re.fullmatch(r"([\w.]+)[:.](\w+)", one)
     if kind in KINDS or function is None:
-        is_file = Path(f"{one}.py").is_file()
-        expected = f"{one}:FUNCTION, of {one}.py" if is_file else EXPECTED
-        raise InputError(f"verifier {one!r}: expected {expected}")
+        raise InputError(f"verifier {one!r}: expected {EXPECTED}")
     where = f"{function[1]}:{function[2]}"
     return FUNCTION, where, functools.partial(_load_function, where)
 

@@ -1,6 +1,7 @@
 """The verifier `math`: numbers and formulas, compared by `fused_rl.judging`."""
 
 import contextlib
+import operator
 import re
 from collections.abc import Iterable, Sequence
 
@@ -66,10 +67,9 @@ class MathVerifier(BaseScorer):
         verdicts = dict(zip(distinct, self.pool.judge(distinct), strict=True))
 
         # Any of the answers counts. Cases that broke a limit score 0, and are counted with the row and the reason.
-        verdicts_by_sample = [[verdicts[case] for case in sample_cases] for sample_cases in cases]
         best = [
-            max(case_verdicts, key=lambda verdict: verdict[0])
-            for case_verdicts in verdicts_by_sample
+            max([verdicts[case] for case in sample_cases], key=operator.itemgetter(0))
+            for sample_cases in cases
         ]
         self.broken += [
             f"{sample.where} {why}" for sample, (_, why) in zip(samples, best, strict=True) if why

@@ -69,7 +69,7 @@ DATA = [
     *of(
         "sft",
         "a split that is not there",
-        "dataset='saved' .*split trian",
+        "saved has the splits train, test, and not trian",
         *TRIAN,
         spoil=saved_in_splits,
     ),

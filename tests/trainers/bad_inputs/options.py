@@ -105,7 +105,9 @@ OPTIONS = [
         "head_dtype=float32 has no meaning with loss_from=logits",
     ),
     *words(
-        "sft", "--eval_size 12", "eval_size=12 leaves nothing to train on: rows.jsonl has 12 rows"
+        "sft",
+        "--eval_size 12",
+        "eval_size=12 leaves nothing to train on: rows.jsonl has 12 rows.*a step takes batch_size=4",
     ),
     *words(
         "sft",

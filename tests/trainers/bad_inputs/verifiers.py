@@ -31,7 +31,7 @@ VERIFIERS = [
     *verifiers("judges:other_text", r"must take .*\(response, row\).* it takes \(text, row\)$"),
     *verifiers("judges:Called", r"'judges:Called' must take \(response, row\)"),
     *verifiers("", "verifiers='' is empty"),
-    *verifiers("judges", "expected judges:FUNCTION, of judges.py"),
+    *verifiers("judges", "'judges': expected .* or module:function"),
     *verifiers("[math", r"verifiers='\[math': expected"),
     *verifiers("[judges:even, judges:even]", "names 'judges:even' twice"),
     *verifiers(

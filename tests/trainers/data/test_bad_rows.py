@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from fused_rl.trainers import sft
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.reading import BadRows, Reading
 from fused_rl.trainers.data.rows import Rows, load_rows
@@ -22,7 +23,7 @@ def with_prompt(*roles: str, **columns) -> dict:
 # A kind of fault that every trainer sees, and its rows, whose columns and values differ.
 FAULTS = {
     "the prompt is empty": [{"prompt": ""} | GOOD, {"prompt": "", "id": 1} | GOOD],
-    "has an unknown role": [with_prompt("user", "bot"), with_prompt("user", "king")],
+    "has an unknown role": [with_prompt("user", "queen"), with_prompt("user", "king")],
     "a tool call cannot be parsed as JSON": [with_prompt("user", tools="x"), {**GOOD, "prompt": "a", "tools": "y"}],
     "column 'tools' must be a list of JSON schemas": [with_prompt("user", tools=5)],
     "column 'images' is filled": [with_prompt("user", images=["a.png"])],
@@ -36,7 +37,7 @@ def lines_of(rows) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
-def read(trainer: forms.Trainer, path, bad_rows="refuse") -> int:
+def read(trainer: forms.Trainer, path, bad_rows=0.01) -> int:
     """The number of examples of a file."""
     config = trainer.module.main.args[0](model="m", dataset="d", output_dir="o", **trainer.options)
     with Reading(bad_rows) as reading:
@@ -66,7 +67,7 @@ def test_every_kind_of_reason_is_one_line_with_its_count_and_first_row(trainer, 
 
     # The others are read, and the same block is printed.
     capsys.readouterr()
-    assert read(trainer, path, "skip") >= len(good)
+    assert read(trainer, path, 1) >= len(good)
     printed = capsys.readouterr().out.splitlines()
     assert printed[-1].startswith("rows: ")
     assert (
@@ -77,8 +78,24 @@ def test_every_kind_of_reason_is_one_line_with_its_count_and_first_row(trainer, 
 
     # With nothing left there is no run.
     path.write_bytes(lines_of(faults))
-    with pytest.raises(InputError, match="no row can be used; .*d.jsonl, line "):
-        read(trainer, path, "skip")
+    with pytest.raises(InputError, match="no row from .*d.jsonl, line .* can be used; "):
+        read(trainer, path, 1)
+
+
+def test_one_row_in_a_hundred_is_left_out_and_listed_in_the_runs_folder(files, tmp_path, capsys):
+    rows = tiny.sums(99)
+    rows.insert(7, {"question": 3, "answer": "b"})
+    of_99 = (files[0], tiny.jsonl(tmp_path / "of_99.jsonl", rows[1:]))
+    runs.refused(
+        runs.sft_config(of_99, tmp_path / "run"), "line 7: .*; or --bad_rows 1 leaves them out"
+    )
+    path = tiny.jsonl(tmp_path / "rows.jsonl", rows)
+    sft.train(runs.sft_config((files[0], path), tmp_path / "run", steps=1))
+    assert "left out 1 of 100 rows that cannot be used" in capsys.readouterr().out
+    (line,) = (tmp_path / "run" / "bad_rows.jsonl").read_text().splitlines()
+    listed = json.loads(line)
+    assert listed["where"] == f"{path}, line 8" and listed["got"] == "got 3"
+    assert {*listed} == {"reason", "remedy", "got", "where"}
 
 
 @pytest.mark.parametrize("held_out", ["eval_dataset", "dataset"])
@@ -91,7 +108,7 @@ def test_held_out_rows_that_are_all_bad_are_refused_where_bad_rows_are_skipped(
     else:
         tiny.jsonl(tmp_path / "test.jsonl", bad)
     rows = tiny.jsonl(tmp_path / "rows.jsonl", good)
-    options = {"eval_size": 3, "bad_rows": "skip"}
+    options = {"eval_size": 3, "bad_rows": 1}
     if bad:
         options["eval_dataset"] = str(tmp_path / "test.jsonl")
     source = (

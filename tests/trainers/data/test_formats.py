@@ -1,6 +1,8 @@
 """Every form in which others keep their rows: taken as it is meant, or refused with how to convert it."""
 
 import json
+import shutil
+from pathlib import Path
 
 import numpy
 import pandas
@@ -209,6 +211,20 @@ def test_a_folder_is_read_whole_whatever_its_files_are_called(tmp_path, capsys):
     assert contents(load_rows(str(tmp_path), split="validation")) == ["dev-0.jsonl"]
 
 
+def test_a_folder_may_hold_what_datasets_saved_and_is_named_as_one(tmp_path):
+    for name in "ba":
+        splits([{"prompt": name}], tmp_path / "set" / name)
+    read = load_rows(str(tmp_path / "set"))
+    assert contents(read) == ["a", "b"] and read.where(1) == f"{tmp_path}/set/b, row 1"
+    assert read.source == f"{tmp_path}/set" and contents(load_rows(f"{tmp_path}/set/b*")) == ["b"]
+    with pytest.raises(InputError, match="set/a has the splits train, and not test"):
+        load_rows(str(tmp_path / "set"), split="test")
+    (tmp_path / "book.txt").write_text("first line\n")
+    shutil.rmtree(tmp_path / "set")
+    with pytest.raises(InputError, match="expected files .*; the folder has none"):
+        load_rows(str(tmp_path))
+
+
 def test_several_data_sets_and_patterns_are_read_one_after_the_other(tmp_path):
     names = [tiny.jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name}]) for name in "bca"]
     read = load_rows(names)
@@ -259,17 +275,24 @@ def test_a_large_file_is_encoded_once_with_the_ids_of_a_small_one(files, tmp_pat
         sft.encoded(config, load_rows(path), encoder)
 
 
-def test_rows_from_python_may_be_of_many_kinds():
+def test_rows_from_python_may_be_of_many_kinds(tmp_path):
     expected = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
     table = datasets.Dataset.from_list(expected)
     for given in (
         table,
-        datasets.DatasetDict({"train": table}),
+        datasets.DatasetDict({"train": table, "test": table.select([0])}),
+        Path(tiny.jsonl(tmp_path / "d.jsonl", expected)),
+        [table.select([0]), tmp_path / "d.jsonl"],
         pandas.DataFrame(expected),
         (row for row in expected),
         [{"prompt": numpy.str_("a"), "n": numpy.int64(1)}, {"prompt": "b", "n": numpy.array(2)}],
     ):
-        assert list(chosen_rows("dataset", given, None, None, "train")) == expected
-    for refused in (7, {"prompt": "a"}, datasets.DatasetDict({"a": table, "b": table})):
-        with pytest.raises(InputError, match="^dataset: expected"):
+        assert list(chosen_rows("dataset", given, None, None, "train"))[-2:] == expected
+    splits = datasets.DatasetDict({"a": table, "b": table})
+    for refused, why in (
+        (7, ": expected"),
+        ({"prompt": "a"}, ": expected"),
+        (splits, " has the splits a, b"),
+    ):
+        with pytest.raises(InputError, match=f"^dataset{why}"):
             chosen_rows("dataset", refused, None, None, "train")

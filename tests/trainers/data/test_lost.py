@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fused_rl.trainers.data.encode import Encoder
-from fused_rl.trainers.data.forms import Reader
+from fused_rl.trainers.data.forms import WEIGHTS, Reader
 from fused_rl.trainers.data.preferences import pair_sides
 from fused_rl.trainers.data.rows import BadRow, Rows, load_rows
 from tests.trainers import tiny
@@ -51,10 +51,11 @@ def test_what_cannot_be_trained_as_it_is_meant_is_refused(reason):
     assert reason in str(error.value)
 
 
-@pytest.mark.parametrize("key", ["weight", "loss", "loss_scale", "loss_weight", "train"])
+@pytest.mark.parametrize("key", WEIGHTS)
 def test_every_key_that_leaves_a_turn_out_is_read(key):
-    assert completion(turn(**{key: 0})).prompt[-1] == ANSWER | {"weight": 0}
-    assert completion(turn(**{key: 1})).prompt[-1] == ANSWER
+    off = key == "disable_loss"
+    assert completion(turn(**{key: off})).prompt[-1] == ANSWER | {"weight": 0}
+    assert completion(turn(**{key: not off})).prompt[-1] == ANSWER
 
 
 def test_earlier_names_of_openai_are_read_as_the_later_ones():

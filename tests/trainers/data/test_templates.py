@@ -110,7 +110,7 @@ def test_what_says_the_same_has_the_same_ids(name):
     chosen, rejected = (prompt + [assistant(text)] for text in (good, bad))
     same = encoded(encoder, {"prompt": "Where?", "completion": good})
     eos = encoder.tokenizer.eos_token
-    turns = [{"from": "human", "value": "Where?"}, {"from": "gpt", "value": good}]
+    turns = [{"from": "human", "value": "Where?"}, {"from": "model", "value": good}]
     for row in (
         {"prompt": "Where?", "completion": good + eos},
         {"prompt": "Where?", "completion": f"{good}{eos}\n"},
