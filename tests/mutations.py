@@ -331,9 +331,9 @@ MUTATIONS = {
         "tests/trainers/test_dpo.py -k papers_however",
     ),
     "a resumed run is held to the policy of its checkpoint": Mutation(
-        "trainers/dpo.py",
-        "(run.order.first(config.steps), held_out_indices)",
-        "(run.order.first(1), held_out_indices)",
+        "trainers/run/loop.py",
+        "(self.order.first(self.config.steps), held_out)",
+        "(self.order.first(1), held_out)",
         "tests/trainers/test_resume.py -k dpo-zero0",
     ),
     "a student is corrected at its own temperature": Mutation(

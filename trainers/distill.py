@@ -334,10 +334,8 @@ def train(
 
     # Where the run begins, or goes on.
     run.fit_micro_batches(policy.model)
-    run.start({"policy": policy.model}, rank_state=policy.rank_state)
+    run.start({"policy": policy.model}, rank_state=policy.rank_state, evaluate=judge)
     policy.publish(run.step)
-    if run.is_start and held_out.prompts:
-        run.log({}, judge())
 
     # Step by step; where the share is no whole number of rows, its remainder comes later.
     share = config.on_policy * config.prompts_per_step / ranks.world_size()
@@ -352,8 +350,7 @@ def train(
         )
         # Episodes are of sampled responses alone.
         metrics["episode"] = round(share * step) * ranks.world_size() * config.group_size
-        evaluation = judge() if run.evaluates and held_out.prompts else None
-        run.log(metrics, evaluation)
+        run.log(metrics)
     return run.finish(lambda folder: policy.save(folder, merged=config.save_merged))
 
 

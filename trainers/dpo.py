@@ -16,17 +16,14 @@ The reference is the model that the run begins with: its log-probabilities are m
 """
 
 import functools
-import time
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
-from torch.utils.data import ConcatDataset
 
 import fused_rl
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.screen import phase
-from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.micro_batches import Padding
 from fused_rl.trainers.data.preferences import (
     Pair,
@@ -35,11 +32,10 @@ from fused_rl.trainers.data.preferences import (
     pairs_at_once,
     pairs_of,
 )
-from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval
+from fused_rl.trainers.data.reading import RowsLike
 from fused_rl.trainers.models import language_model
-from fused_rl.trainers.models.packing import unpadded_costs
 from fused_rl.trainers.models.reward_model import check_finite
-from fused_rl.trainers.models.scoring import chosen_is_higher, logprobs_of
+from fused_rl.trainers.models.scoring import chosen_is_higher, load_to_score, logprobs_of
 from fused_rl.trainers.options import NonNegative, Positive, Requirement
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
@@ -201,59 +197,31 @@ def train(
 ) -> str:
     """Run the whole training, on pairs that are given or that the config names; return the trained model's folder."""
     run = Run(config, arithmetic, on_step)
-
-    # What is read: tokenizer, pairs, model.
-    with phase("read tokenizer and pairs"), Reading(config.bad_rows) as reading:
-        tokenizer = encode.load_tokenizer(config.model, config.revision)
-        encoder = encode.Encoder.of(config, tokenizer)
-        pairs, held_out = (
-            pairs_of(config, rows, encoder)
-            for rows in load_train_eval(config, dataset, eval_dataset, reading)
-        )
-    config = run.check_inputs(config, tokenizer, {}, rows=pairs, held_out=held_out)
-    assert config.steps is not None  # resolved
-    with phase("loaded the model"):
-        lm = language_model.load_lm(config, run.device)
-        lm.unpadded_costs = unpadded_costs(lm.base)
-        model = engine.initialize(lm, config, config.steps)
-        run.fit_micro_batches(model)
-
-    # The reference is the model as it is now, before a checkpoint replaces its weights.
-    all_pairs: Any = ConcatDataset([pairs, held_out])
-    reference = torch.zeros(len(all_pairs), 2)
+    config = run.read(config, pairs_of, dataset, eval_dataset)
+    model = run.load(load_to_score)
+    reference = torch.zeros(len(run.rows) + len(run.held_out), 2)
     if config.loss_type not in WITHOUT_REFERENCE:
-        # Pairs that the run does not come to are not measured. Held-out ones are measured as an evaluation
-        # does, so that each score is exactly 0 before training, and not a rounding error.
-        with phase("measured the reference"):
-            held_out_indices = range(len(pairs), len(all_pairs))
-            for indices_read in filter(len, (run.order.first(config.steps), held_out_indices)):
-                reference[indices_read] = measure(
-                    model, [all_pairs[i] for i in indices_read], config
-                )
-
-    # The run.
-    run.start({"policy": model})
-    if run.is_start and held_out:
-        run.log({}, evaluate(model, held_out, reference[len(pairs) :], config))
+        reference = run.measure_reference(
+            lambda pairs: measure(model, pairs, config), torch.float32
+        )
+    of_held_out = reference[len(run.rows) :]
+    run.start(
+        {"policy": model}, evaluate=lambda: evaluate(model, run.held_out, of_held_out, config)
+    )
     for step, indices in run:
-        began = time.monotonic()
-        batch = [pairs[i] for i in indices]
+        batch = [run.rows[i] for i in indices]
         padding = Padding()
         # Until the weights move, which a warm-up begins one step later, all scores are 0 and no rounding errors.
         batch_reference = reference[indices] if step > 1 + bool(config.warmup_steps) else None
         logprobs = measure(model, batch, config, batch_reference, padding)
         # The metrics are of the weights before the step, as the loss is.
         metrics = pair_metrics(logprobs, batch_reference, batch, config, "train/dpo/")
-        metrics |= engine.optimizer_step(model, step)
-        metrics["time/train"] = time.monotonic() - began
-        metrics["perf/padding"] = padding.share()
-        metrics["perf/tokens_per_second"] = sum(map(Pair.tokens, batch)) / metrics["time/train"]
-        evaluation = None
-        if run.evaluates and held_out:
-            evaluation = evaluate(model, held_out, reference[len(pairs) :], config)
-        run.log(metrics, evaluation)
+        metrics |= engine.optimizer_step(model, step) | {"perf/padding": padding.share()}
+        run.log(metrics, sum(map(Pair.tokens, batch)))
     return run.finish(
-        lambda folder: language_model.save_lm(model, tokenizer, folder, merged=config.save_merged)
+        lambda folder: language_model.save_lm(
+            model, run.tokenizer, folder, merged=config.save_merged
+        )
     )
 
 

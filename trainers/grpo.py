@@ -340,10 +340,12 @@ def train(
     if config.ref_sync_every:
         engines["reference"] = language_model.SavedReference(policy.reference.model)
     run.fit_micro_batches(policy.model)
-    run.start(engines, rank_state=policy.rank_state)
+    run.start(
+        engines,
+        rank_state=policy.rank_state,
+        evaluate=lambda: evaluate(policy, held_out, says_signal=run.is_start),
+    )
     policy.publish(run.step)
-    if run.is_start and held_out.prompts:
-        run.log({}, evaluate(policy, held_out, says_signal=True))
 
     def draw_more(count: int) -> list[Prompt]:
         return prepared.prompts_of_rank(
@@ -355,10 +357,7 @@ def train(
         policy.begin_step(step, lambda later: prepared.prompts_of_rank(run.order.after(later)))
         metrics = train_step(policy, prepared.prompts_of_rank(indices), step, draw_more)
         metrics["episode"] = run.order.position * config.group_size
-        evaluation = None
-        if run.evaluates and held_out.prompts:
-            evaluation = evaluate(policy, held_out)
-        run.log(metrics, evaluation)
+        run.log(metrics)
         if config.ref_sync_every and step % config.ref_sync_every == 0:
             language_model.sync(policy.reference.model, policy.model, config.ref_mixup_alpha)
     return run.finish(lambda folder: policy.save(folder, merged=config.save_merged))

@@ -14,24 +14,22 @@ Left out: responses marked by a number.
 """
 
 import functools
-import time
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
-from torch.utils.data import ConcatDataset
 
 import fused_rl
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.screen import phase
-from fused_rl.trainers.data import encode
-from fused_rl.trainers.data.marked import Marked, MarkedConfig, arithmetic, marked_rows
+from fused_rl.trainers.data.encode import Encoder
+from fused_rl.trainers.data.marked import Marked, MarkedConfig, MarkedRows, arithmetic, marked_rows
 from fused_rl.trainers.data.micro_batches import Padding
-from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval
+from fused_rl.trainers.data.reading import RowsLike
+from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.models import language_model
-from fused_rl.trainers.models.packing import unpadded_costs
 from fused_rl.trainers.models.reward_model import check_finite
-from fused_rl.trainers.models.scoring import logprobs_of
+from fused_rl.trainers.models.scoring import load_to_score, logprobs_of
 from fused_rl.trainers.options import NonNegative, Positive
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
@@ -116,6 +114,21 @@ def measure(
     return logprobs
 
 
+def measure_both(model, rows: Sequence[Marked], config: KTOConfig) -> torch.Tensor:
+    """Return log pi (N, 2) of the rows' own responses and of the mismatched ones."""
+    columns = []
+    for kind in ("matched", "mismatched"):
+        columns.append(measure(model, rows, kind, config, progress=f"{kind} responses"))
+    return torch.cat(columns, 1)
+
+
+def checked_rows(config: KTOConfig, rows: Rows, encoder: Encoder) -> MarkedRows:
+    """Return the rows, which are mismatched among themselves: training rows must not enter an evaluation."""
+    marked = marked_rows(config, rows, encoder)
+    marked.check_prompts()
+    return marked
+
+
 def mean_scores(metrics: dict[str, torch.Tensor]) -> dict[str, float]:
     """Return the loss's metrics with the mean score of each kind of response that there is, in place of sums."""
     means = {name: value.item() for name, value in metrics.items()}
@@ -149,61 +162,26 @@ def train(
 ) -> str:
     """Run the whole training, on rows that are given or that the config names; return the trained model's folder."""
     run = Run(config, arithmetic, on_step)
-
-    # What is read: tokenizer, rows, model.
-    with phase("read tokenizer and rows"), Reading(config.bad_rows) as reading:
-        tokenizer = encode.load_tokenizer(config.model, config.revision)
-        encoder = encode.Encoder.of(config, tokenizer)
-        # Held-out rows are mismatched among themselves: training rows must not enter an evaluation.
-        rows, held_out = (
-            marked_rows(config, split, encoder)
-            for split in load_train_eval(config, dataset, eval_dataset, reading)
-        )
-        for split in (rows, held_out):
-            split.check_prompts()
-    config = run.check_inputs(config, tokenizer, {}, rows=rows, held_out=held_out)
-    assert config.steps is not None  # resolved
-    all_rows: Any = ConcatDataset([rows, held_out])
-    with phase("loaded the model"):
-        lm = language_model.load_lm(config, run.device)
-        lm.unpadded_costs = unpadded_costs(lm.base)
-        model = engine.initialize(lm, config, config.steps)
-        run.fit_micro_batches(model)
-
-    # The reference is the model as it is now, before a checkpoint replaces its weights. Held-out rows are measured as
-    # an evaluation does, so that each score is exactly 0 before training, and not a rounding error.
-    reference = torch.zeros(len(all_rows), 2, dtype=torch.float64)
-    with phase("measured the reference"):
-        held_out_indices = range(len(rows), len(all_rows))
-        for indices_read in filter(len, (run.order.first(config.steps), held_out_indices)):
-            measured_rows = [all_rows[i] for i in indices_read]
-            for column, kind in enumerate(("matched", "mismatched")):
-                measured = measure(model, measured_rows, kind, config, progress=f"{kind} responses")
-                reference[indices_read, column] = measured[:, 0]
-
-    # The run.
-    run.start({"policy": model})
-    held_out_reference = reference[len(rows) :]
-    if run.is_start and held_out:
-        run.log({}, evaluate(model, held_out, held_out_reference, config))
+    config = run.read(config, checked_rows, dataset, eval_dataset)
+    model = run.load(load_to_score)
+    reference = run.measure_reference(lambda rows: measure_both(model, rows, config), torch.float64)
+    of_held_out = reference[len(run.rows) :]
+    run.start(
+        {"policy": model}, evaluate=lambda: evaluate(model, run.held_out, of_held_out, config)
+    )
     for step, indices in run:
-        began = time.monotonic()
-        batch = [rows[i] for i in indices]
+        batch = [run.rows[i] for i in indices]
         padding = Padding()
         # Until the weights move, which a warm-up begins one step later, all scores are 0 and no rounding errors.
         batch_reference = reference[indices] if step > 1 + bool(config.warmup_steps) else None
         metrics = update(model, batch, batch_reference, config, backward=True, padding=padding)
         metrics = {f"train/kto/{name}": value for name, value in metrics.items()}
-        metrics |= engine.optimizer_step(model, step)
-        metrics["time/train"] = time.monotonic() - began
-        metrics["perf/padding"] = padding.share()
-        metrics["perf/tokens_per_second"] = sum(map(Marked.tokens, batch)) / metrics["time/train"]
-        evaluation = None
-        if run.evaluates and held_out:
-            evaluation = evaluate(model, held_out, held_out_reference, config)
-        run.log(metrics, evaluation)
+        metrics |= engine.optimizer_step(model, step) | {"perf/padding": padding.share()}
+        run.log(metrics, sum(map(Marked.tokens, batch)))
     return run.finish(
-        lambda folder: language_model.save_lm(model, tokenizer, folder, merged=config.save_merged)
+        lambda folder: language_model.save_lm(
+            model, run.tokenizer, folder, merged=config.save_merged
+        )
     )
 
 

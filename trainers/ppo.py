@@ -290,12 +290,15 @@ def train(
     controller = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
     engines = {"policy": policy.model, "critic": critic}  # what checkpoints hold
     run.fit_micro_batches(*([critic] if config.critic_only else engines.values()))
-    restored = run.start(engines, controller.state, policy.rank_state)
+    restored = run.start(
+        engines,
+        controller.state,
+        policy.rank_state,
+        evaluate=lambda: evaluate(policy, held_out, says_signal=run.is_start),
+    )
     # A resumed run goes on with the weight as it was adapted so far.
     controller.kl_coef = restored.get("kl_coef", config.kl_coef)
     policy.publish(run.step)
-    if run.is_start and held_out.prompts:
-        run.log({}, evaluate(policy, held_out, says_signal=True))
 
     # Step by step; the weight of the KL may follow it: arXiv:1909.08593, section 2.2.
     for step, indices in run:
@@ -304,10 +307,7 @@ def train(
         metrics = train_step(policy, critic, prompts, step, controller.kl_coef)
         responses = config.prompts_per_step * config.group_size
         controller.update(metrics["objective/kl"], responses)
-        evaluation = None
-        if run.evaluates and held_out.prompts:
-            evaluation = evaluate(policy, held_out)
-        run.log(metrics, evaluation)
+        run.log(metrics)
 
     def save(model_folder):
         policy.save(model_folder, merged=config.save_merged)

@@ -9,7 +9,6 @@ that ends in EOS. Left out: rankings of more than two, process rewards, ensemble
 
 import functools
 import math
-import time
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -19,7 +18,6 @@ import fused_rl
 from fused_rl.trainers.base import engine, ranks
 from fused_rl.trainers.base.files import as_json, write_atomically
 from fused_rl.trainers.base.screen import phase
-from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.micro_batches import Padding
 from fused_rl.trainers.data.preferences import (
     Pair,
@@ -28,8 +26,7 @@ from fused_rl.trainers.data.preferences import (
     pairs_at_once,
     pairs_of,
 )
-from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval
-from fused_rl.trainers.data.rows import load_rows
+from fused_rl.trainers.data.reading import RowsLike
 from fused_rl.trainers.models.packing import Costs, pack_pairs, packing_costs, unpad_sequences
 from fused_rl.trainers.models.reward_model import (
     RewardModel,
@@ -204,68 +201,40 @@ def train(
 ) -> str:
     """Run the whole training, on rows that are given or that the config names; returns the model's folder."""
     run = Run(config, arithmetic, on_step)
-
-    # What is read: tokenizer, pairs, model.
-    with phase("read tokenizer and pairs"), Reading(config.bad_rows) as reading:
-        tokenizer = encode.load_tokenizer(config.model, config.revision)
-        encoder = encode.Encoder.of(config, tokenizer)
-        pairs, held_out = (
-            pairs_of(config, rows, encoder)
-            for rows in load_train_eval(config, dataset, eval_dataset, reading)
-        )
-        reference = pairs
-        if config.reference_dataset is not None:
-            rows = reading.add(load_rows(config.reference_dataset, bad_rows=reading.bad))
-            reference = pairs_of(config, rows, encoder)
-        reference = reference.chosen(slice(config.normalize_pairs))
     # The reference pairs decide the scale of the scores, so a resumed run compares them, too.
-    config = run.check_inputs(
-        config,
-        tokenizer,
-        {},
-        rows=pairs,
-        held_out=held_out,
-        reference_rows=reference.digests,
-    )
+    source = config.reference_dataset
+    config = run.read(config, pairs_of, dataset, eval_dataset, reference_dataset=source)
+    reference = run.others.get("reference_dataset", run.rows).chosen(slice(config.normalize_pairs))
     model, costs = _load(config, run.device)
     run.fit_micro_batches(model)
     assert config.micro_batch_size is not None  # resolved
 
     # The run: `constants` normalise the scores, before training and again after it.
     constants = {}
-    restored = run.start({"reward": model}, lambda: {"normalization": constants})
+    restored = run.start(
+        {"reward": model},
+        lambda: {"normalization": constants},
+        evaluate=lambda: evaluate(model, run.tokenizer, run.held_out, config),
+    )
     # Measured again after a resume, the first constants would be those of trained weights.
     if restored:
         constants |= restored["normalization"]
         model.module.set_normalization(*constants["before"])
     else:
         constants["before"] = normalize(model, reference, config.micro_batch_size)
-
-    last_metrics = {}
-    if run.is_start and held_out:
-        before = evaluate(model, tokenizer, held_out, config)
-        run.log({}, before._replace(samples=()))
     for step, indices in run:
-        began = time.monotonic()
-        batch = [pairs[i] for i in indices]
+        batch = [run.rows[i] for i in indices]
         metrics = train_step(model, batch, config, step, costs)
-        metrics["time/train"] = time.monotonic() - began
-        metrics["perf/tokens_per_second"] = sum(map(Pair.tokens, batch)) / metrics["time/train"]
-        evaluation = None
-        if run.evaluates and held_out:
-            evaluation = evaluate(model, tokenizer, held_out, config)
-            last_metrics = evaluation.metrics
-        run.log(metrics, evaluation)
+        run.log(metrics, sum(map(Pair.tokens, batch)))
 
     # The evaluation of the last step is in the scale of the training loss.
-    if held_out and not last_metrics:  # resumed when nothing was left to do
-        last_metrics = evaluate(model, tokenizer, held_out, config).metrics
+    last_metrics = run.last_metrics()
     # Training has moved the scores, so the model is saved with constants of its own.
     constants["after"] = normalize(model, reference, config.micro_batch_size)
-    if held_out and ranks.process_index() == 0:
+    if run.held_out and ranks.process_index() == 0:
         evaluation = as_json(last_metrics | {"normalization": constants}, indent=2)
         write_atomically(run.store.path / "evaluation.json", evaluation)
-    return run.finish(lambda model_folder: save_reward_model(model, tokenizer, model_folder))
+    return run.finish(lambda folder: save_reward_model(model, run.tokenizer, folder))
 
 
 def _load(config: RewardConfig, device: torch.device) -> tuple:

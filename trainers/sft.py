@@ -8,7 +8,6 @@ sampled responses, which `fused-rl eval` measures.
 """
 
 import functools
-import time
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -26,7 +25,7 @@ from fused_rl.trainers.data.micro_batches import (
     as_many_on_all_ranks,
     by_tokens,
 )
-from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval
+from fused_rl.trainers.data.reading import RowsLike
 from fused_rl.trainers.data.rows import Rows
 from fused_rl.trainers.models import language_model
 from fused_rl.trainers.models.packing import (
@@ -275,15 +274,7 @@ def train(
 ) -> str:
     """Run the whole training, on rows that are given or that the config names; returns the model's folder."""
     run = Run(config, arithmetic, on_step)
-
-    # What is read: tokenizer, rows, model.
-    with phase("read tokenizer and rows"), Reading(config.bad_rows) as reading:
-        tokenizer = encode.load_tokenizer(config.model, config.revision)
-        encoder = encode.Encoder.of(config, tokenizer)
-        train_rows, held_out_rows = load_train_eval(config, dataset, eval_dataset, reading)
-        pairs, held_out = (encoded(config, rows, encoder) for rows in (train_rows, held_out_rows))
-    # Ranks must have read the same rows, and a resumed run those that it began with.
-    config = run.check_inputs(config, tokenizer, {}, rows=pairs, held_out=held_out)
+    config = run.read(config, encoded, dataset, eval_dataset)
     assert config.steps is not None  # resolved
     with phase("loaded the model"):
         lm = language_model.load_lm(config, run.device)
@@ -295,24 +286,17 @@ def train(
         model = engine.initialize(lm, config, config.steps)
         run.fit_micro_batches(model)
     # Every evaluation is of the same rows, so they are put into micro-batches once.
-    pad_id = tokenizer.pad_token_id
-    held_out = micro_batches(held_out_share(held_out), config, pad_id, run.device, costs)
+    pad_id = run.tokenizer.pad_token_id
+    held_out = micro_batches(held_out_share(run.held_out), config, pad_id, run.device, costs)
 
-    # The run. Its first evaluation is of the model before training, which says what was gained.
-    run.start({"policy": model})
-    if run.is_start and held_out:
-        run.log({}, evaluate(model, held_out))
+    run.start({"policy": model}, evaluate=lambda: evaluate(model, held_out))
     for step, indices in run:
-        began = time.monotonic()
-        mine = [pairs[i] for i in indices[ranks.rank() :: ranks.world_size()]]
+        mine = [run.rows[i] for i in indices[ranks.rank() :: ranks.world_size()]]
         metrics = train_step(model, micro_batches(mine, config, pad_id, run.device, costs), step)
-        metrics["time/train"] = time.monotonic() - began
-        metrics["perf/tokens_per_second"] = metrics["train/num_tokens"] / metrics["time/train"]
-        evaluated = evaluate(model, held_out) if run.evaluates and held_out else None
-        run.log(metrics, evaluated)
+        run.log(metrics, metrics["train/num_tokens"])
     return run.finish(
-        lambda model_folder: language_model.save_lm(
-            model, tokenizer, model_folder, merged=config.save_merged
+        lambda folder: language_model.save_lm(
+            model, run.tokenizer, folder, merged=config.save_merged
         )
     )
 

@@ -9,7 +9,16 @@ from fused_rl.trainers.base.screen import bar
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.data.encode import Encoded
 from fused_rl.trainers.data.micro_batches import Padding, by_tokens
-from fused_rl.trainers.models.packing import Costs, tokens_by, unpad
+from fused_rl.trainers.models.language_model import LanguageModel, load_lm
+from fused_rl.trainers.models.packing import Costs, tokens_by, unpad, unpadded_costs
+from fused_rl.trainers.options import RunConfig
+
+
+def load_to_score(config: RunConfig, device: torch.device) -> LanguageModel:
+    """Return the model of a run on whole rows, which it does not pad where its attention allows it."""
+    lm = load_lm(config, device)
+    lm.unpadded_costs = unpadded_costs(lm.base)
+    return lm
 
 
 def share_of_rank(count: int) -> list[int]:

@@ -1,16 +1,11 @@
 """What a run is for every trainer: how it begins and resumes, and when it evaluates, logs, saves and stops.
 
-    run = Run(config, arithmetic)            # the processes meet and lock the folder
-    …                                        # read tokenizer and rows
-    config = run.check_inputs(config, tokenizer, {}, rows=rows, held_out=held_out)
-    …                                        # load models
-    run.fit_micro_batches(engine)            # where a dry run ends
-    run.start({"policy": engine})            # from a checkpoint if it is resumed
+    run = Run(config, arithmetic)                      # the processes meet and lock the folder
+    config = run.read(config, encoded)                 # tokenizer and rows, compared with those of the other processes
+    model = run.load(load_lm)                          # and its engine; a dry run ends here
+    run.start({"policy": model}, evaluate=evaluate)    # from a checkpoint if it is resumed
     for step, indices in run:
-        metrics = train_step(indices)
-        if run.evaluates:
-            metrics |= evaluate()
-        run.log(metrics)
+        run.log(train_step(indices))                   # evaluates when that is due
     return run.finish(save)
 
 The `for` loop and the algorithm stay in the trainer.
@@ -25,6 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
+from torch.utils.data import ConcatDataset
 
 from fused_rl.trainers.base import engine, optim, ranks
 from fused_rl.trainers.base.files import (
@@ -35,8 +31,11 @@ from fused_rl.trainers.base.files import (
 )
 from fused_rl.trainers.base.screen import phase, print_line, print_rank0
 from fused_rl.trainers.base.text import InputError, check_installed, import_name_of, users_function
+from fused_rl.trainers.data.encode import Encoder, load_tokenizer
 from fused_rl.trainers.data.examples import Examples
 from fused_rl.trainers.data.order import RowOrder, in_steps
+from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval
+from fused_rl.trainers.data.rows import Rows, load_rows
 from fused_rl.trainers.options import RunConfig
 from fused_rl.trainers.run import hooks
 from fused_rl.trainers.run.dry_run import DryRun, described
@@ -133,6 +132,7 @@ class Run:
             ranks.on_first_rank(lambda: hub.make_repository(config))
         self.store.open()
         self.step = 0
+        self.last_evaluation = Evaluation()
         self.save_seconds = 0.0
         self.signalled = False
         # on_step has ended the run: on this process, and on all.
@@ -166,7 +166,8 @@ class Run:
                 do without `--accept_changes`.
         """
         check_fits(config, tokenizer, [rows, held_out], getattr(config, "max_new_tokens", 0))
-        self.tokenizer, self.rows, self.scorers_read = tokenizer, rows, scorers_read
+        self.tokenizer, self.scorers_read = tokenizer, scorers_read
+        self.rows, self.held_out = rows, held_out
         # The number of rows in an epoch is known now, and with it the number of steps.
         self.order = RowOrder.of(config, rows)
         self.config = self.store.config = config = in_steps(config, self.order.size)
@@ -187,6 +188,56 @@ class Run:
         if changed:
             print_rank0(f"resume: continues with other inputs: {', '.join(changed)}")
         return config
+
+    def read(
+        self,
+        config: Config,
+        encoded: Callable[[Config, Rows, Encoder], Examples],
+        dataset: RowsLike = None,
+        eval_dataset: RowsLike = None,
+        **others: str | None,
+    ) -> Config:
+        """Read tokenizer, training rows, held-out rows and other datasets by name, and compare them as `check_inputs`.
+
+        They are then `tokenizer`, `rows`, `held_out` and `others`.
+        """
+        with phase("read tokenizer and rows"), Reading(config.bad_rows) as reading:
+            tokenizer = load_tokenizer(config.model, config.revision)
+            encoder = Encoder.of(config, tokenizer)
+            splits = load_train_eval(config, dataset, eval_dataset, reading)
+            rows, held_out = (encoded(config, split, encoder) for split in splits)
+            self.others = {}
+            for name, source in others.items():
+                if source is not None:
+                    other = reading.add(load_rows(source, bad_rows=reading.bad))
+                    self.others[name] = encoded(config, other, encoder)
+        digests = {name: examples.digests for name, examples in self.others.items()}
+        return self.check_inputs(config, tokenizer, {}, rows=rows, held_out=held_out, **digests)
+
+    def load(self, load: Callable[[Config, Any], Any]) -> Any:
+        """Return the engine of the model that `load(config, device)` returns, with micro-batches that fit."""
+        config: Any = self.config
+        with phase("loaded the model"):
+            model = engine.initialize(load(config, self.device), config, config.steps)
+            self.fit_micro_batches(model)
+        return model
+
+    def measure_reference(
+        self, measure: Callable[[list], torch.Tensor], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return (n, 2) of all rows that the run comes to, and of the held-out ones behind them, before training.
+
+        `measure` returns (n, 2) of examples with the model as it is now, before a checkpoint replaces its weights.
+        """
+        # Held-out rows are measured as an evaluation does, so that each score is exactly 0 before training, and not a
+        # rounding error.
+        rows: Any = ConcatDataset([self.rows, self.held_out])
+        reference = torch.zeros(len(rows), 2, dtype=dtype)
+        held_out = range(len(self.rows), len(rows))
+        with phase("measured the reference"):
+            for indices in filter(len, (self.order.first(self.config.steps), held_out)):
+                reference[indices] = measure([rows[i] for i in indices])
+        return reference
 
     def fit_micro_batches(self, *engines: Any) -> None:
         """Choose the micro-batches, if no option has, by what passes of the models that are trained together need.
@@ -214,7 +265,12 @@ class Run:
         )
 
     def start(
-        self, engines: Mapping, state: Callable[[], dict] = dict, rank_state: Mapping = EMPTY
+        self,
+        engines: Mapping,
+        state: Callable[[], dict] = dict,
+        rank_state: Mapping = EMPTY,
+        *,
+        evaluate: Callable[[], Evaluation],
     ) -> dict:
         """Restore the checkpoint if the run is resumed, and open its logs.
 
@@ -222,11 +278,17 @@ class Run:
             engines: the DeepSpeed engines that checkpoints hold, by name.
             state: returns what else the trainer needs to continue, as a dict that JSON can hold.
             rank_state: objects with `state_dict` and `load_state_dict` that each rank saves for itself, by name.
+            evaluate: measures the held-out rows, before training and after the steps that evaluate.
 
         Returns:
             The checkpoint's state, with what `state` had returned; {} for a new run.
         """
-        self.engines, self.state, self.rank_state = engines, state, rank_state
+        self.engines, self.state, self.rank_state, self.evaluate = (
+            engines,
+            state,
+            rank_state,
+            evaluate,
+        )
         restored = {}
         if self.config.resume:
             restored = self.store.load(engines, rank_state)
@@ -266,6 +328,9 @@ class Run:
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         """Yield each step's number and the indices of its rows, and save a checkpoint after steps that need one."""
+        # The first evaluation is of the model before training, and says what was gained.
+        if self.is_start and self.held_out:
+            self.log({})
         # An earlier run of this process that failed may have left its handlers, because its traceback keeps it alive.
         restore_signals()
         _handlers.update(
@@ -278,6 +343,7 @@ class Run:
                 self._stop()
             while not self.is_last_step:
                 self.step += 1
+                self.began = time.monotonic()
                 yield self.step, next(self.order)
 
                 # Save a checkpoint on schedule, before the run stops, and at the end, because the model is saved later.
@@ -318,6 +384,12 @@ class Run:
         ranks.barrier()  # because a process that exits while others are in a collective makes them abort
         raise self.hook_error or Stopped
 
+    def last_metrics(self) -> Mapping[str, float]:
+        """Return the held-out figures of the last step, measured again if a resumed run had no step left."""
+        if not self.last_evaluation.metrics and self.held_out:
+            self.last_evaluation = self.evaluate()
+        return self.last_evaluation.metrics
+
     def end(self) -> None:
         """End the run after this step on all processes, with checkpoint and model; one process may call this alone."""
         self.hook_asked_to_end = True
@@ -333,16 +405,21 @@ class Run:
                     1, b"\nstopping after this step, with a checkpoint; again to stop at once\n"
                 )
 
-    def log(self, metrics: dict[str, float], evaluation: Evaluation | None = None) -> None:
-        """Write the metrics of a step, show a few responses, and call `on_step`. All ranks must call this.
+    def log(self, metrics: dict[str, float], tokens: int | None = None) -> None:
+        """Evaluate if that is due, write the metrics, show responses, and call `on_step`. All ranks must call this.
 
         After an evaluation it also draws the curves.
 
         Args:
             metrics: the step's metrics by their keys in metrics.jsonl.
-            evaluation: the held-out figures after the step, if it is evaluated.
+            tokens: those that the step has trained on, by which its speed is measured.
         """
-        evaluated, samples, by_row = evaluation or Evaluation()
+        if tokens is not None:
+            metrics["time/train"] = time.monotonic() - self.began
+            metrics["perf/tokens_per_second"] = tokens / metrics["time/train"]
+        is_due = self.is_start or self.evaluates
+        evaluation = self.evaluate() if is_due and self.held_out else Evaluation()
+        evaluated, samples, by_row = self.last_evaluation = evaluation
         metrics = metrics | evaluated
         if self.logger is None:
             return
