@@ -118,9 +118,8 @@ def kl_bwd(
         function = kl_bwd if native.takes(x_rows, y_rows) else _eager_bwd
         sums_rows = None if sums is None else sums[:, rows]
         per_row = divergence[rows], state[:, rows], sums_rows
-        wants = wants_dx, wants_dy
         pair = x_rows[None], y_rows[None]
-        of_rows = function(g[rows], *pair, None, t, *per_row, *wants, shares=shares)
+        of_rows = function(g[rows], *pair, None, t, *per_row, wants_dx, wants_dy, shares=shares)
         for side in wanted:
             gradient = of_rows[side][0]
             if softcap is not None:  # times the cap's slope, of which these are the values
@@ -131,6 +130,7 @@ def kl_bwd(
 
 
 def _eager_bwd(g, x, y, mask, inv_t, divergence, state, sums, wants_dx, wants_dy, shares):
+    # both are computed, whichever is wanted: each needs nearly all that the other does
     x, y = (z[0].clamp(min=BANNED) for z in (x, y))
     t = fp64_per_row(inv_t, len(x))
     state = KLState(*state)
@@ -145,5 +145,4 @@ def _eager_bwd(g, x, y, mask, inv_t, divergence, state, sums, wants_dx, wants_dy
     else:
         gradients = js_gradient(p, q, delta, sums, shares)
     # what a column of these rows has may be NaN
-    gradients = [torch.where(still[:, None], 0, d * slope)[None] for d in gradients]
-    return [d if wants else None for d, wants in zip(gradients, (wants_dx, wants_dy), strict=True)]
+    return [torch.where(still[:, None], 0, d * slope)[None] for d in gradients]

@@ -120,12 +120,12 @@ def whole_bwd(
     # those rows by themselves, copied out a few at a time
     step = max(1, CHUNK // logits.shape[1])
     for some in rows.split(step):
-        some_upstream = [None if d is None else d[some] for d in upstream]
-        some_state = [r[some] for r in state]
+        dlp, dh, dl = (None if d is None else d[some] for d in upstream)
+        some_state = entropy[some], m[some], rest[some]
         if isinstance(inv_temperature, Tensor):
             options = inv_temperature[some], softcap
         dx = logprob.logprob_bwd(
-            *some_upstream, logits[some], targets[some], None, *some_state, *options
+            dlp, dh, dl, logits[some], targets[some], None, *some_state, *options
         )
         out[some] = dx.to(out.dtype)
     others = (~whole).nonzero()[:, 0]

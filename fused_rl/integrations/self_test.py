@@ -56,7 +56,7 @@ def self_test(theirs, ours, samples) -> str:
                         whose = "the host's own" if function is theirs else "ours"
                         raised = f"{whose} raises {type(error).__name__}"
                         return f"did not run in {_name(dtype)} on {device}: {raised}"
-                gap = _gap(*results, tolerance, compares_flags=dtype == torch.float32)
+                gap = _gap(results, tolerance, compares_flags=dtype == torch.float32)
                 if gap is not None:
                     return f"failed in {_name(dtype)}: {gap}"
     return "passed"
@@ -113,9 +113,9 @@ def _upstream(x):
     return normal(generator, x.dtype, *x.shape).detach().to(x.device)
 
 
-def _gap(theirs, ours, tolerance, compares_flags):
+def _gap(results, tolerance, compares_flags):
     """Where two results differ, in a few words; None if they agree."""
-    for kind, host, mine in zip(("output", "gradient"), theirs, ours, strict=True):
+    for kind, host, mine in zip(("output", "gradient"), *results, strict=True):
         if len(host) != len(mine):
             return f"{len(host)} {kind}s, ours {len(mine)}"
         for i, (one, other) in enumerate(zip(host, mine, strict=True)):

@@ -17,7 +17,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,9 @@ def causal_lm_loss(
     """
     check_range("label_smoothing", label_smoothing, "a number from 0 to 1")
     check_range("z_loss", z_loss, "a finite number, 0 or more")
-    if labels is None and shift_labels is None:
+    shift = shift_labels is None
+    targets = labels if shift_labels is None else shift_labels
+    if targets is None:
         raise ValueError(
             "causal_lm_loss got labels=None: the batches have no `labels`; a collator must add them"
         )
@@ -84,8 +86,7 @@ def causal_lm_loss(
             "takes them away: use patch(model) instead of compute_loss_func, or output_router_logits=False"
         )
     logits = outputs["logits"] if by_name else outputs[0]
-    shift = shift_labels is None
-    targets = (labels if shift else shift_labels).to(logits.device)
+    targets = targets.to(logits.device)
     mask = (targets[:, 1:] if shift else targets) != ignore_index
     logprobs, _, lse = token_logprobs(logits, targets, mask=mask, shift=shift)
     losses = -(1 - label_smoothing) * logprobs
@@ -404,7 +405,8 @@ def _base(model: nn.Module) -> "PreTrainedModel":
     # No peft model exists before its module is imported.
     peft = sys.modules.get("peft")
     if peft is not None and isinstance(model, peft.PeftModel):
-        model = model.get_base_model()
+        # peft is found by its name alone, so no checker knows its classes
+        model = cast(Any, model).get_base_model()
     # An encoder's labels are not shifted.
     if not isinstance(model, transformers.PreTrainedModel) or model.config.is_encoder_decoder:
         raise TypeError(

@@ -124,33 +124,36 @@ def _gradients_at_once(step, needs, hidden, weight, bias, targets, options, toke
     gradients = tiles.Gradients(needs, hidden, weight, bias, (step, vocab))
     formed = tiles.Logits(weight, bias, step * vocab, budget, softcap)
     mean = token_loss.mean(weight, bias)
-    if step != n:  # else the only tile has the results; no views of one tensor: they are returned
-        loss = hidden.new_zeros((), dtype=torch.float32)
-        of_targets = [loss.new_zeros(targets.shape) for _ in range(2)]
-        entropy, m, rest, *others = (loss.new_zeros(n) for _ in range(6))
-        results: list[Any] = [of_targets[0], entropy, m, rest, of_targets[1], *others]
-    for rows in tiles.blocks(n, step):
+
+    def of_tile(rows):
         # the tile's statistics, its loss, and the gradient of its logits
         inv_t = tiles.at(inv_temperature, rows)
         logits = formed.tile(hidden[rows])
-        found = row_fwd(logits, targets[rows], None, inv_t, softcap)
+        statistics = row_fwd(logits, targets[rows], None, inv_t, softcap)
         if token_loss.takes_lse:
-            found = formed.with_common(found, hidden[rows], inv_t)
+            statistics = formed.with_common(statistics, hidden[rows], inv_t)
         means = None if mean is None else mean.of(hidden[rows], inv_t)
-        value, of_rows = token_loss.gradients(found, means, [p[rows] for p in per_token])
+        value, upstream = token_loss.gradients(statistics, means, [p[rows] for p in per_token])
         dlogits = formed.gradient(logits)
-        state = found.entropy, found.m, found.rest
-        row_bwd(of_rows[:3], logits, targets[rows], None, state, inv_t, softcap, out=dlogits)
+        state = statistics.entropy, statistics.m, statistics.rest
+        row_bwd(upstream[:3], logits, targets[rows], None, state, inv_t, softcap, out=dlogits)
         gradients.add(dlogits, hidden[rows], weight, rows, slice(0, vocab))
         # what is returned, and what a second backward pass would need
-        of_tile = found.logprobs, *state, *of_rows
-        if step == n:
-            loss, results = value, [*of_tile]
-            break
-        loss += value
-        for total, values in zip(results, of_tile, strict=True):
-            if values is not None:
-                total[rows] = values
+        return value, [statistics.logprobs, *state, *upstream]
+
+    if step == n:  # the only tile has the results
+        loss, results = of_tile(slice(0, n))
+    else:  # no views of one tensor: they are returned
+        loss = hidden.new_zeros((), dtype=torch.float32)
+        of_targets = [loss.new_zeros(targets.shape) for _ in range(2)]
+        of_rows = [loss.new_zeros(n) for _ in range(6)]
+        results = [of_targets[0], *of_rows[:3], of_targets[1], *of_rows[3:]]
+        for rows in tiles.blocks(n, step):
+            value, tile_results = of_tile(rows)
+            loss += value
+            for total, values in zip(results, tile_results, strict=True):
+                if values is not None:
+                    total[rows] = values
     statistics, upstream = results[:4], results[4:]
     if mean is not None:
         mean.add_gradient(gradients, upstream[3], hidden, inv_temperature)

@@ -80,6 +80,8 @@ class LinearSupport(torch.autograd.Function):
             if dhidden is None:
                 dhidden = of_short
             else:
+                # both are some of the rows, and the gradient is wanted of both
+                assert short is not None and tiled is not None and of_short is not None
                 of_tiled = dhidden
                 dhidden = torch.empty_like(hidden)
                 dhidden.index_copy_(0, short, of_short)

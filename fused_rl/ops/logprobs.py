@@ -9,6 +9,7 @@ For one row, x = logits / temperature, m = max x, p = softmax(x), H the entropy,
 needs O(rows) of their results: the `RowStatistics` m and rest, and the logits of a support.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from fused_rl.base.checks import (
 from fused_rl.base.graphs import skips_dispatcher
 from fused_rl.base.outputs import TokenLogprobs
 from fused_rl.cpu.compiled import in_huge_pages
-from fused_rl.kernels.states import RowStatistics, RowSupport
+from fused_rl.kernels.states import RowSupport
 from fused_rl.ops.routes import Op
 from fused_rl.ops.rows import (
     inverse,
@@ -108,10 +109,10 @@ def token_logprobs(
         check_flag("inplace", inplace)
     options = temperature, mask, softcap, shift
     temperature, row_temperature = check_row_arguments(logits, targets, *options, FLOATING)
-    row_support = None, None, None
+    ids = begin = end = None
     if support is not None:
         check_support(support, several=targets.dim() == logits.dim())
-        row_support = support.of_rows(targets.shape, targets.device, shift)
+        ids, begin, end = support.of_rows(targets.shape, targets.device, shift)
     if logits.dtype == torch.float64:
         return _in_fp64(
             logits, targets, temperature, row_temperature, mask, softcap, shift, support
@@ -124,8 +125,8 @@ def token_logprobs(
         mask, row_temperature = without_last(logits, mask, row_temperature)
         targets = next_targets(targets)
 
-    options = temperature, softcap, inplace
-    inputs = logits, targets.long(), mask, row_temperature, *row_support, *options
+    tensors = logits, targets.long(), mask, row_temperature, ids, begin, end
+    inputs = *tensors, temperature, softcap, inplace
     if not (inplace or skips_dispatcher(logits)):
         outputs = torch.ops.fused_rl.token_logprobs.default(*inputs)
     elif logits.requires_grad and torch.is_grad_enabled():
@@ -225,7 +226,7 @@ def _statistics(
     if logits.numel() == 0:
         return _empty_statistics(logits, targets, mask, row_temperature, ids)
     x: Any = None
-    outputs: Any = None
+    outputs: Sequence[Tensor] = []
 
     # a slab at a time; as a rule it is all rows
     if ids is not None:
@@ -237,22 +238,22 @@ def _statistics(
         inv_t = 1.0 / temperature if temperatures is None else inverse(temperature, temperatures)
         statistics = row_fwd(rows, slab_targets, slab_mask, inv_t, softcap, sets, x)
         if at == ():
-            if logits.dim() == 2:
-                return *statistics, x
-            outputs = []
-            for output in statistics:  # no views, which could not be modified in place
-                outputs.append(output.resize_(logits.shape[:-1] + output.shape[1:]))
-            return *outputs, x
+            outputs = statistics
+            if logits.dim() != 2:
+                for output in outputs:  # no views, which could not be modified in place
+                    output.resize_(logits.shape[:-1] + output.shape[1:])
+            break
         outputs = outputs or _empty_statistics(logits, targets)[:-1]
         for whole, slab_output in zip(outputs, statistics, strict=True):
             whole[at].copy_(slab_output.view(whole[at].shape))
-    return *outputs, x
+    logprobs, entropy, lse, m, rest = outputs
+    return logprobs, entropy, lse, m, rest, x
 
 
 def _empty_statistics(logits, targets, mask=None, row_temperature=None, ids=None, *_):
     logprobs = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
-    others = [logprobs.new_empty(logits.shape[:-1]) for _ in RowStatistics._fields[1:]]
-    return logprobs, *others, logprobs.new_empty(0 if ids is None else ids.shape)
+    entropy, lse, m, rest = (logprobs.new_empty(logits.shape[:-1]) for _ in range(4))
+    return logprobs, entropy, lse, m, rest, logprobs.new_empty(0 if ids is None else ids.shape)
 
 
 def _gradient(

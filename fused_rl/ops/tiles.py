@@ -391,12 +391,9 @@ def statistics(
     """
     n, vocab = hidden.shape[0], weight.shape[0]
     step = tile_rows(hidden, vocab * budget.dtype.itemsize, budget.bytes)
-    if step != n:  # else the only tile has the outputs; no views: they are returned
-        logprobs = hidden.new_zeros(targets.shape, dtype=torch.float32)
-        others = [logprobs.new_zeros(n) for _ in RowStatistics._fields[1:]]
-        outputs = RowStatistics(logprobs, *others)
     logits = Logits(weight, bias, step * vocab, budget, softcap)
-    for rows in blocks(n, step):
+
+    def of_tile(rows):
         tile = logits.tile(hidden[rows])
         inv_t = at(inv_temperature, rows)
         sets = None if support is None else support.at(rows)
@@ -404,9 +401,16 @@ def statistics(
         of_rows = logits.with_common(of_rows, hidden[rows], inv_t)
         if visit is not None:
             visit(rows, tile)
-        if step == n:
-            return of_rows
-        for output, values in zip(outputs, of_rows, strict=True):
+        return of_rows
+
+    # the only tile has the outputs; several write theirs into new tensors, no views: they are returned
+    if step == n:
+        return of_tile(slice(0, n))
+    logprobs = hidden.new_zeros(targets.shape, dtype=torch.float32)
+    per_row = [logprobs.new_zeros(n) for _ in RowStatistics._fields[1:]]
+    outputs = RowStatistics(logprobs, *per_row)
+    for rows in blocks(n, step):
+        for output, values in zip(outputs, of_tile(rows), strict=True):
             output[rows] = values
     return outputs
 
