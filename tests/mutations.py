@@ -979,8 +979,8 @@ MUTATIONS = {
     ),
     "the policy follows the reference": Mutation(
         "trainers/grpo.py",
-        "language_model.sync(policy.reference.model, policy.model, config.ref_mixup_alpha)",
-        "language_model.sync(policy.reference.model, policy.model, 1 - config.ref_mixup_alpha)",
+        "language_model.sync(synced_reference.model, policy.model, config.ref_mixup_alpha)",
+        "language_model.sync(synced_reference.model, policy.model, 1 - config.ref_mixup_alpha)",
     ),
     "episodes are prompts": Mutation(
         "trainers/grpo.py",

@@ -253,6 +253,8 @@ def accumulate(
         if ratio_is_one:
             measured.old_logprobs[micro.place] = output.logprobs
         if with_reference:
+            assert measured.ref_logprobs is not None and measured.kl is not None
+            assert output.ref_logprobs is not None and output.kl is not None
             measured.ref_logprobs[micro.place] = output.ref_logprobs
             measured.kl[micro.place] = output.kl
 
@@ -294,6 +296,7 @@ def train_step(
     advantages = advantages_of(config, rewards, groups.included, groups.rollout, policy.scorers)
     # DPPO, arXiv:2602.04879: the trust region is the sampler's.
     if config.old_logprobs == "sampler":
+        assert groups.rollout.rollout_logprobs is not None  # the sampler was checked
         measured.old_logprobs = groups.rollout.rollout_logprobs
 
     # Train; the sampler gets the new weights.
@@ -337,8 +340,9 @@ def train(
 
     # Where the run begins, or goes on.
     engines = {"policy": policy.model}  # what checkpoints hold
-    if config.ref_sync_every:
-        engines["reference"] = language_model.SavedReference(policy.reference.model)
+    synced_reference = policy.reference if config.ref_sync_every else None
+    if synced_reference is not None:
+        engines["reference"] = language_model.SavedReference(synced_reference.model)
     run.fit_micro_batches(policy.model)
     run.start(
         engines,
@@ -358,8 +362,8 @@ def train(
         metrics = train_step(policy, prepared.prompts_of_rank(indices), step, draw_more)
         metrics["episode"] = run.order.position * config.group_size
         run.log(metrics)
-        if config.ref_sync_every and step % config.ref_sync_every == 0:
-            language_model.sync(policy.reference.model, policy.model, config.ref_mixup_alpha)
+        if synced_reference is not None and step % config.ref_sync_every == 0:
+            language_model.sync(synced_reference.model, policy.model, config.ref_mixup_alpha)
     return run.finish(lambda folder: policy.save(folder, merged=config.save_merged))
 
 

@@ -172,7 +172,7 @@ def micro_batches(
     # Packed: long and short ones together fill rows best. The last token of a sequence predicts
     # none, so it is not fed.
     input_lengths = [count - 1 for count in tokens]
-    is_packed = False
+    packed_by = None
     if costs is not None and costs.masked:
         count = len(chosen)
         mixed_groups = [indices[begin::count] for begin in range(count)]
@@ -184,15 +184,15 @@ def micro_batches(
             lengths = [input_lengths[i] for i in group]
             packed += rows_cost(lengths, cheapest_rows(lengths, costs, max_tokens), costs)
         if packed < sum(costs.causal_flop(len(group), tokens[group[-1]]) for group in chosen):
-            chosen, is_packed = mixed_groups, True
+            chosen, packed_by = mixed_groups, costs
     if max_tokens is not None:
         chosen = as_many_on_all_ranks(chosen)  # whose rows may be packed here and padded there
 
     micro_batches = []
     for indices in chosen:
         rows = None
-        if is_packed:
-            rows = cheapest_rows([input_lengths[i] for i in indices], costs, max_tokens)
+        if packed_by is not None:
+            rows = cheapest_rows([input_lengths[i] for i in indices], packed_by, max_tokens)
         group = [examples[i] for i in indices]
         prompts = [example.prompt for example in group]
         completions = [example.completion for example in group]
@@ -219,9 +219,8 @@ def train_step(model, batches: list[MicroBatch], step: int) -> dict[str, float]:
     """One optimizer step over this rank's micro-batches; returns means over all ranks."""
     # The mean is over the tokens of the whole step on all ranks. In a mean of the micro-batches'
     # means, a token of a short completion would weigh more.
-    num_tokens = ranks.global_sum(
-        sum(micro_batch.batch.token_counts.sum() for micro_batch in batches)
-    ).item()
+    counts = [micro_batch.batch.token_counts.sum() for micro_batch in batches]
+    num_tokens = ranks.global_sum(torch.stack(counts).sum()).item()
     sums, padding = Sums(step), Padding()
     model.train()
     for micro_batch in batches:

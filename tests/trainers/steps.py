@@ -114,7 +114,9 @@ def accumulated(folder, exact, **options):
     lm = tiny.load_lm(config)
     made = fake_policy(config, Plain(lm), exact.responses, exact.scores)
     drawn = groups.collect(made, exact.prompts, None, 1)
-    advantages = groups.advantages_of(config, drawn.rollout.rewards, drawn.included)
+    advantages = groups.advantages_of(
+        config, drawn.rollout.rewards, drawn.included, drawn.rollout, ()
+    )
     measured = measured_of(exact, drawn.rollout.batch)
     parts = list(torch.arange(len(drawn.included)).split(3))
     sums = grpo.accumulate(made, drawn, measured, advantages, parts, 1, on_policy=False)

@@ -118,7 +118,7 @@ def test_ratios_to_the_samplers_log_probabilities(folder, exact, monkeypatch):
     monkeypatch.setattr(policy.Policy, "optimizer_step", lambda self, step: {"lr": 0.0})
     metrics = grpo.train_step(made, exact.prompts, 1)
     rewards = 0.5 * torch.tensor(exact.scores)
-    advantages = groups.advantages_of(config, rewards, torch.ones(8, dtype=torch.bool))
+    advantages = groups.advantages_of(config, rewards, torch.ones(8) > 0, None, ())
     terms = exact.logprobs, exact.ref, advantages.double(), exact.there
     loss, wanted = fused_rl.policy_loss(*terms, **given)
     assert 0 < wanted["clipfrac"] < 1

@@ -16,7 +16,7 @@ import warnings
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -61,17 +61,19 @@ def setup(seed: int, *, trains: bool = True, sequence_parallel: int = 1) -> torc
         import deepspeed.ops
 
         deepspeed.utils.logger.setLevel("WARNING")
-        deepspeed.ops.__compatible_ops__ = {}  # else init_distributed compiles deepspeed_shm_comm, which is unused
+        # Else init_distributed compiles deepspeed_shm_comm, which is unused.
+        cast(Any, deepspeed.ops).__compatible_ops__ = {}
     if not dist.is_initialized() and (trains or "RANK" in os.environ):
         # Objects and tensors of the CPU go over gloo, so only tensors of this rank's GPU go over NCCL.
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         if "RANK" not in os.environ:  # no launcher: a group of one, without an open port
             for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ.setdefault(variable, "lo")
-            dist.init_process_group(
-                backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT
-            )
+            store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] (torch documents it)
+            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
         elif trains:
+            import deepspeed
+
             deepspeed.init_distributed(backend, timeout=TIMEOUT, verbose=False)
         else:
             dist.init_process_group(backend, timeout=TIMEOUT)
@@ -201,12 +203,13 @@ def initialize(model: nn.Module, config: Any, updates: int):
     has_zero = effective_zero_stage(config) > 0
     if not has_zero:  # DeepSpeed neither clips nor measures the norm there
         clipping = optim.Clipping(optimizer, parameters, config.max_grad_norm)
-    engine, *_ = deepspeed.initialize(
+    # Its annotations refuse torch's schedules, and know no attribute of ours.
+    engine = cast(Any, deepspeed).initialize(
         model=model,
         optimizer=optimizer,
         lr_scheduler=optim.schedule(optimizer, config, updates),
         config=_deepspeed_config(config, max_grad_norm=config.max_grad_norm if has_zero else 0.0),
-    )
+    )[0]
     # DeepSpeed's own groups ignore the timeout of init_distributed. torch 2.13 and older have a private name for it.
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in {engine.data_parallel_group, engine.seq_data_parallel_group}:
@@ -268,8 +271,8 @@ def initialize_frozen(model: nn.Module, config: Any):
 @torch.no_grad()
 def collected_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return a model's weights and saved buffers, whole on the first rank's CPU. Call on all ranks."""
-    weights: dict[nn.Parameter, torch.Tensor] = {}
-    state = model.state_dict(keep_vars=True)
+    weights: dict[torch.Tensor, torch.Tensor] = {}
+    state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     for tensor in state.values():
         # Every rank takes part in gathering, one weight at a time; a weight of two names stays one.
         if isinstance(tensor, nn.Parameter) and tensor not in weights:

@@ -36,8 +36,9 @@ def adamw(parameters: list[nn.Parameter], config: Any) -> torch.optim.Optimizer:
 
 def schedule_function(chosen: str | Schedule) -> str | Schedule:
     """Return a schedule of the user's own as a function, and one of `SCHEDULES` by its name."""
-    is_users = isinstance(chosen, str) and chosen not in SCHEDULES
-    return load_function("lr_schedule", chosen) if is_users else chosen
+    if isinstance(chosen, str) and chosen not in SCHEDULES:
+        return load_function("lr_schedule", chosen)
+    return chosen
 
 
 def users_factors(config: Any, updates: int) -> list[float]:

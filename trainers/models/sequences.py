@@ -8,7 +8,7 @@ that hold several sequences, which attention by `sdpa` would not keep apart here
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -120,7 +120,7 @@ class SequenceParts:
                 attn_head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
                 kv_head_count=getattr(text, "num_key_value_heads", None) or key_heads,
                 num_hidden_layers=text.num_hidden_layers,
-                process_group=self.group,
+                process_group=cast(Any, self.group),  # torch's, which DeepSpeed's annotation is not
                 seq_length_is_variable=True,
             )
         except ValueError as error:

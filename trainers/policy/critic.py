@@ -240,7 +240,7 @@ def experience_metrics(experience: Experience, group_size: int, step: int) -> di
     # The value loss is called for its moments, because these add up over ranks and explained variances do not.
     values = experience.values
     mask = experience.mask
-    tokens = ranks.global_sum(mask.sum()).item()
+    tokens = int(ranks.global_sum(mask.sum()).item())
     sums = Sums(step)
     sums.add(
         fused_rl.value_loss(values, values, experience.returns, mask, num_tokens=tokens)[1],

@@ -118,8 +118,8 @@ def advantages_of(
     config: GroupConfig,
     rewards: torch.Tensor,
     included: torch.Tensor,
-    rollout: Rollout | None = None,
-    scorers: Sequence[Scorer] = (),
+    rollout: Rollout,
+    scorers: Sequence[Scorer],
 ) -> torch.Tensor:
     """Return the advantage of each response, (B,), with statistics over all ranks where the advantage has any.
 
@@ -212,7 +212,7 @@ def collect(
     rollouts = []
     with_signal = 0
     while not rollouts or (with_signal < wanted and len(rollouts) <= refills):
-        sampled_prompts = draw_more(wanted - with_signal) if rollouts else prompts
+        sampled_prompts = draw_more(wanted - with_signal) if rollouts and draw_more else prompts
         rollout = policy.roll_out(sampled_prompts, policy.sampling, config.group_size)
         rewards = rollout.rewards - overlong_penalty(config, rollout.batch.response_lengths)
         rollouts.append(replace(rollout, rewards=rewards))

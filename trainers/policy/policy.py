@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -163,7 +163,7 @@ class Policy:
         """
         # The difference is measured before any correction, which would hide a sampler with other weights.
         metrics = mismatch(rollout, old_logprobs, self.loss_options(self.config.kl_coef))
-        if metrics:
+        if metrics and self.published is not None:
             metrics["rollout/weight_version"] = float(self.published)
         # With `lag` the weights differ by more than rounding, so that only the probe can verify them.
         if self.config.server is not None and not self.config.lag:
@@ -183,7 +183,8 @@ class Policy:
         """
         if self.config.lag:
             # A resumed run draws the same seeds, because their generator is in the checkpoint.
-            self.published = self.sampler.begin(
+            # A `LaggedSampler`, which is imported only where there is a lag.
+            self.published = cast(Any, self.sampler).begin(
                 step,
                 self.config.steps,
                 prompts_of,
@@ -271,6 +272,7 @@ class Policy:
             has_graph = torch.is_grad_enabled() and not self.frozen
             stack.enter_context(torch.set_grad_enabled(has_graph))
             if with_reference:
+                assert self.reference is not None
                 inputs["reference"] = stack.enter_context(self.reference.states_for(inputs))
             # The head forms the gradient here, and the loss is computed once more, only for its metrics.
             if options.get("rollout_logprobs") is None and is_token_level:
@@ -474,6 +476,7 @@ def measure(
         inputs = policy.inputs(micro.batch)
         scored = None
         if exact_kl:
+            assert policy.reference is not None
             # The logits of both models are compared tile by tile, so that only the hidden states are whole.
             with policy.reference.states_for(inputs) as reference:
                 scored = policy.model(**inputs, reference=reference)

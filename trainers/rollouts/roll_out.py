@@ -299,7 +299,7 @@ def rollout_metrics(
 
 def right_answer(row: dict, prompt: Any, scorers: Sequence[Scorer]) -> dict[str, Any]:
     """Return the answer that a scorer finds in a row, or else the "columns" that scorers may read beside the prompt."""
-    answers = [scorer.answer(row) for scorer in scorers if hasattr(scorer, "answer")]
+    answers = [getattr(scorer, "answer", lambda _: None)(row) for scorer in scorers]
     stated = [answer for answer in answers if answer is not None]
     if stated:
         return {"answer": stated[0]}

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Coroutine, Iterable
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import httpx2
 
@@ -130,7 +130,7 @@ class Server:
         """Return path and body of the request for one response."""
         raise NotImplementedError
 
-    def parse(self, answer: dict, sampling: Sampling) -> tuple:
+    def parse(self, answer: Any, sampling: Sampling) -> tuple:
         """Return an answer's ids, log-probabilities, kept sets or None, and finish reason."""
         raise NotImplementedError
 
