@@ -60,6 +60,9 @@ __all__ = ["logprob_bwd", "logprob_fwd"]
 
 # windows per tile in the masked end of a row; elsewhere a tile has K of them
 TAIL = tl.constexpr(4)
+# the arguments of both kernels that are not compiled for their values
+RUNTIME = ("whole", "segments", "shift", "vocab", "x_stride")
+RUNTIME += ("inv_t", "scale", "scale_low", "softcap")
 
 
 @triton.jit
@@ -221,19 +224,7 @@ def store_zeros(outputs, row):
         tl.store(outputs[i] + row, 0.0)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "whole",
-        "segments",
-        "shift",
-        "vocab",
-        "x_stride",
-        "inv_t",
-        "scale",
-        "scale_low",
-        "softcap",
-    ],
-)
+@triton.jit(do_not_specialize=RUNTIME)
 def logprob_fwd_kernel(
     x_ptr,  # (N, V) bf16, fp16 or fp32
     target_ptr,  # (N,) int64
@@ -320,19 +311,7 @@ def logprob_fwd_kernel(
         )
 
 
-@triton.jit(
-    do_not_specialize=[
-        "whole",
-        "segments",
-        "shift",
-        "vocab",
-        "x_stride",
-        "inv_t",
-        "scale",
-        "scale_low",
-        "softcap",
-    ],
-)
+@triton.jit(do_not_specialize=RUNTIME)
 def logprob_merge_kernel(
     x_ptr,  # (N, V) bf16, fp16 or fp32
     target_ptr,  # (N,) int64

@@ -26,7 +26,13 @@ from fused_rl.base.checks import (
 )
 from fused_rl.base.graphs import skips_dispatcher
 from fused_rl.base.masked import global_moments, whiten
-from fused_rl.objectives.options import RangedOptions, arguments_of, check_names, check_ranges
+from fused_rl.objectives.options import (
+    RangedOptions,
+    arguments_of,
+    check_names,
+    check_ranges,
+    functions_named,
+)
 
 Baseline = Literal["mean", "leave-one-out"]
 _ALONE = "group_size=1 has no other response to compare with; use group_size >= 2"
@@ -246,7 +252,8 @@ def _whitened(rewards, std_floor, process_group):
     return torch.where(highest == lowest, 0, whitened)
 
 
-# What a preset's `advantage` may be. All but "gae", which is per token, are functions of a response's reward.
+# What a preset's `advantage` may be. All but "gae", which is per token, are functions of a response's reward: each name
+# is that of a function above.
 ResponseAdvantage = Literal[
     "group-std",
     "group-mean",
@@ -259,17 +266,9 @@ ResponseAdvantage = Literal[
     "pass-at-k",
 ]
 Advantage = ResponseAdvantage | Literal["gae"]
-RESPONSE_ADVANTAGES: dict[ResponseAdvantage, ResponseAdvantageFunction] = {
-    "group-std": _group_std,
-    "group-mean": _group_mean,
-    "leave-one-out": _leave_one_out,
-    "batch-std": _batch_std,
-    "group-mean-batch-std": _group_mean_batch_std,
-    "gdpo": _gdpo,
-    "maxrl": _maxrl,
-    "opo": _opo,
-    "pass-at-k": _pass_at_k,
-}
+RESPONSE_ADVANTAGES: dict[ResponseAdvantage, ResponseAdvantageFunction] = functions_named(
+    ResponseAdvantage, globals()
+)
 ADVANTAGES: tuple[Advantage, ...] = (*RESPONSE_ADVANTAGES, "gae")
 
 

@@ -24,6 +24,11 @@ def arguments_of(
     return declared
 
 
+def functions_named(names: Any, namespace: dict[str, Any]) -> dict[Any, Any]:
+    """Return the function of each name of a Literal: in the module with this namespace "geo-mean" is `_geo_mean`."""
+    return {name: namespace["_" + name.replace("-", "_")] for name in get_args(names)}
+
+
 class RangedOptions:
     """Base of a dataclass of options that knows their ranges."""
 

@@ -24,6 +24,7 @@ from fused_rl.objectives.surrogates import (
     RatioLevel,
     RolloutGate,
     SurrogateFunction,
+    SurrogateName,
     SurrogateOptions,
 )
 
@@ -41,9 +42,8 @@ class PolicyLossOptions(SurrogateOptions):
 
     ratio_level: RatioLevel = "token"
     """Ratio of a token: its own (token), its sequence's geometric mean (sequence) or product (sequence-sum)."""
-    surrogate: str | SurrogateFunction = "clip"
-    """clip, cispo, sapo, vespo, geo-mean, policy-gradient, ipo, dro, topr, kl-cov, clip-cov, cispo-masked, dppo-tv,
-    dppo-kl, aspo, or your own function, on the command line module:function (docs/losses.md)."""
+    surrogate: SurrogateName | str | SurrogateFunction = "clip"
+    """Loss of a token (docs/losses.md), by its name, or your own function, on the command line module:function."""
     loss_agg: LossAgg = "token-mean"
     """How the losses of tokens become one number; the norm is `max_length`, in a run max_new_tokens."""
     clip_low: NonNegative = 0.2

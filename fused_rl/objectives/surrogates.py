@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fused_rl.base.checks import Finite, Fraction, MayBeInf, NonNegative, Positive, described
 from fused_rl.objectives.estimators import k3, sigmoid, tangent_exp
-from fused_rl.objectives.options import RangedOptions
+from fused_rl.objectives.options import RangedOptions, functions_named
 
 # Ratio level: (B, T) log-ratios of tokens -> (B, T); all but the token level give a sequence's
 # tokens one value.
@@ -359,26 +359,33 @@ def _policy_gradient(log_ratio, advantages, logprobs, sequences, options):
     return -advantages * logprobs
 
 
-SURROGATES: dict[str, Surrogate] = {
-    "clip": _clip,
-    "cispo": _cispo,
-    "sapo": _sapo,
-    "vespo": _vespo,
-    "geo-mean": _geo_mean,
-    "policy-gradient": _policy_gradient,
-    "ipo": _ipo,
-    "dro": _dro,
-    "topr": _topr,
-    "kl-cov": _kl_cov,
-    "clip-cov": _clip_cov,
-    # MiniMax-M1 (arXiv:2506.13585, eq. 7).
-    "cispo-masked": _reinforce(*_RATIO_AND_BOUNDS, weight=_clamped, beyond=_beyond_the_minimum),
-    # DPPO (arXiv:2602.04879), whose old policy is the sampler's.
-    "dppo-tv": _reinforce(*_BOUNDS, "dppo_cap", weight=_capped, beyond=_beyond_in_probability),
-    "dppo-kl": _reinforce(*_BOUNDS, "dppo_cap", weight=_capped, beyond=_beyond_in_divergence),
-    # ASPO (arXiv:2510.06062).
-    "aspo": _reinforce(*_BOUNDS, "aspo_cap", weight=_inverted, beyond=_beyond_the_minimum),
-}
+# MiniMax-M1 (arXiv:2506.13585, eq. 7).
+_cispo_masked = _reinforce(*_RATIO_AND_BOUNDS, weight=_clamped, beyond=_beyond_the_minimum)
+# DPPO (arXiv:2602.04879), whose old policy is the sampler's.
+_dppo_tv = _reinforce(*_BOUNDS, "dppo_cap", weight=_capped, beyond=_beyond_in_probability)
+_dppo_kl = _reinforce(*_BOUNDS, "dppo_cap", weight=_capped, beyond=_beyond_in_divergence)
+# ASPO (arXiv:2510.06062).
+_aspo = _reinforce(*_BOUNDS, "aspo_cap", weight=_inverted, beyond=_beyond_the_minimum)
+
+# Each name is that of a function above.
+SurrogateName = Literal[
+    "clip",
+    "cispo",
+    "sapo",
+    "vespo",
+    "geo-mean",
+    "policy-gradient",
+    "ipo",
+    "dro",
+    "topr",
+    "kl-cov",
+    "clip-cov",
+    "cispo-masked",
+    "dppo-tv",
+    "dppo-kl",
+    "aspo",
+]
+SURROGATES: dict[str, Surrogate] = functions_named(SurrogateName, globals())
 
 
 def evaluate(
