@@ -1,8 +1,26 @@
 """Log-probabilities, and losses of single tokens, from hidden states (N, H) and the output head (V, H).
 
-The (N, V) logits never exist: `tiles` forms them a tile at a time. In FLOP per logit: 2H forward; 6H forward and
-backward where the gradient is formed in the forward pass (`linear_token_loss`), 8H where the logits are recomputed
-(`linear_token_logprobs`).
+The (N, V) logits never exist: `tiles` forms them a tile at a time. There are five ways to do so. A loss here is that of
+`linear_token_loss` or `linear_cross_entropy`, FLOP are those of both passes per logit, and bytes come beside inputs and
+results: those of the workspace, and those that the backward pass needs.
+
+    way         taken                                              FLOP  workspace                kept
+    forward     where no input needs a gradient                     2 H  tile                     nothing
+    recomputed  by linear_token_logprobs                            8 H  tile + 4 H min(N, V)     12 N
+    at once     by a loss, where a tile of 512 rows or of all fits  6 H  tile + 4 H V             gradients
+    in two      by a loss, where it does not                        8 H  tile + 4 H min(N, V)     gradients
+    kept sets   by linear_token_logprobs with `support`             6 H  none                     4 per kept id
+
+- A logit takes 2 H in its product, and 2 H in each of the products for the gradients of the hidden states and of the
+  weight. A weight that needs no gradient saves the last 2 H.
+- A tile takes what the workspace has left beside the fp32 sum of a gradient over tiles. Only 16-bit inputs with more
+  than one tile need a sum: at once that of the weight's gradient, because a tile is whole rows; when logits are
+  recomputed, the smaller one (`tiles.backward_tile`). Where none is needed, as for a weight without a gradient, a loss
+  is always formed at once, however few rows a tile has.
+- "At once" and "in two" form the gradients in the forward pass (`LinearLoss`), and the backward pass only scales them.
+  If the graph is used again, they are recomputed, for 6 H more.
+- For kept sets FLOP are per kept id, and so are bytes, because the logits are kept. Rows with the whole vocabulary, or
+  with more ids than 64 and than a 128th of it (a 32nd in fp32 on a CPU), are recomputed in tiles (`linear_support`).
 """
 
 import functools
