@@ -58,15 +58,15 @@ def tf_adam_epsilon(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     _CHANGED.add(optimizer)
 
     # Each group's own epsilon, from one hook to the other.
-    own: list[float] = []
+    eps_of_groups: list[float] = []
 
     def enlarge(changed, *_):
-        own[:] = [group["eps"] for group in changed.param_groups]
+        eps_of_groups[:] = [group["eps"] for group in changed.param_groups]
         for group in changed.param_groups:
             group["eps"] /= math.sqrt(1 - float(group["betas"][1]) ** _next_step(changed, group))
 
     def restore(changed, *_):
-        for group, eps in zip(changed.param_groups, own, strict=True):
+        for group, eps in zip(changed.param_groups, eps_of_groups, strict=True):
             group["eps"] = eps
 
     optimizer.register_step_pre_hook(enlarge)

@@ -148,12 +148,12 @@ def linear_cross_entropy(
     per_row = isinstance(temperature, torch.Tensor)
     x = x / (temperature.expand(kept.shape)[kept][:, None] if per_row else temperature)
     class_weight = None if class_weight is None else class_weight.to(x.dtype)
-    own = kept.sum() if class_weight is None else class_weight[targets[kept]].sum()
+    total_weight = kept.sum() if class_weight is None else class_weight[targets[kept]].sum()
     options = {"label_smoothing": label_smoothing, "reduction": "sum"}
     loss = torch.nn.functional.cross_entropy(x, targets[kept].long(), class_weight, **options)
     z = z_loss * torch.logsumexp(x, -1).square().sum() if z_loss else 0
     if num_tokens is None:
-        return loss / own + z / kept.sum()
+        return loss / total_weight + z / kept.sum()
     return (loss + z) / torch.as_tensor(num_tokens, dtype=x.dtype, device=x.device)
 
 
@@ -208,9 +208,9 @@ def topk_kl(logprobs, ref_logprobs, *, direction="reverse", mask=None):
     """`fused_rl.topk_kl` for K tokens that are not all: the K outcomes, and the tail as one more."""
     mask = _kept(logprobs, mask)
     # Masked rows keep the tail alone, so that nothing of theirs reaches a gradient.
-    given = (torch.where(mask[..., None], x, -torch.inf) for x in (logprobs, ref_logprobs))
+    counted = (torch.where(mask[..., None], x, -torch.inf) for x in (logprobs, ref_logprobs))
     # Without the tail as an outcome this would be no KL, and could be negative.
-    logp, logq = (torch.cat([x, torch.log1p(-x.exp().sum(-1, keepdim=True))], -1) for x in given)
+    logp, logq = (torch.cat([x, torch.log1p(-x.exp().sum(-1, keepdim=True))], -1) for x in counted)
     return _divergence(logp, logq, direction).where(mask, 0)
 
 

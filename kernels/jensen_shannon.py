@@ -196,24 +196,24 @@ def js_kernel(
     # this program's segment of the row, of which nothing is read if the row is masked
     begin = segment * SEGMENT * TILE
     stop = tl.where(alive, tl.minimum(V, begin + SEGMENT * TILE), begin)
-    whole = begin + (stop - begin) // TILE * TILE
+    first_masked = begin + (stop - begin) // TILE * TILE
     # whole tiles: if rows begin at 16-byte boundaries, a thread reads 16 bytes of neighbouring columns; otherwise
     # neighbouring threads read neighbouring columns
     if wide:
         x_wide, y_wide = x_ptr + x_at // VEC * VEC, y_ptr + y_at // VEC * VEC
-        for at in tl.range(begin, whole, TILE, num_stages=1):
+        for at in tl.range(begin, first_masked, TILE, num_stages=1):
             x = as_logits(load_together(x_wide + at, THREADS, VEC), None, softcap)
             y = as_logits(load_together(y_wide + at, THREADS, VEC), None, softcap)
             js, p_sum, q_sum = _step(js, p_sum, q_sum, x, y, state, inv_t, p_share, q_share, EXACT)
     apart = tl.arange(0, THREADS)[:, None] + tl.arange(0, VEC)[None, :] * THREADS
     x_apart, y_apart = x_ptr + x_at + apart, y_ptr + y_at + apart
     if wide == 0:
-        for at in tl.range(begin, whole, TILE, num_stages=1):
+        for at in tl.range(begin, first_masked, TILE, num_stages=1):
             x, y = load(x_apart, y_apart, at, None, softcap)
             js, p_sum, q_sum = _step(js, p_sum, q_sum, x, y, state, inv_t, p_share, q_share, EXACT)
     # the end of the segment, less than a tile
-    if whole < stop:
-        x, y = load(x_ptr + x_at, y_ptr + y_at, whole + apart, stop, softcap)
+    if first_masked < stop:
+        x, y = load(x_ptr + x_at, y_ptr + y_at, first_masked + apart, stop, softcap)
         js, p_sum, q_sum = _step(js, p_sum, q_sum, x, y, state, inv_t, p_share, q_share, EXACT)
     tl.store(sums_ptr + AT_DIVERGENCE * N, 0.5 * tl.sum(js, 0))
     tl.store(sums_ptr + AT_P_A * N, tl.sum(p_sum, 0))
@@ -230,15 +230,16 @@ def js_fwd(x, y, mask, inv_t, state, softcap=None, shares=None):
     """
     n, vocab, vec = x.shape[0] * x.shape[1], x.shape[2], 16 // x.element_size()
     segments = cdiv(vocab, SEGMENT * THREADS * vec)
-    parts = torch.empty(
+    by_segment = torch.empty(
         segments, len(JensenShannonSums._fields), n, device=x.device, dtype=torch.float32
     )
     x, y, inv_t, numbers = launch_arguments(x, y, inv_t, softcap)
     if n:
         options = {"THREADS": THREADS, "VEC": vec, "SEGMENT": SEGMENT, "num_warps": warps()}
         numbers = *numbers, *(shares or (None, None))
-        launch(js_kernel, (n, segments), (x, y, mask, inv_t, state, parts), numbers, options)
-    sums = parts[0]
-    for part in parts[1:]:  # always in this order, so that a row has the same bits in any batch
-        sums = sums + part
+        launch(js_kernel, (n, segments), (x, y, mask, inv_t, state, by_segment), numbers, options)
+    sums = by_segment[0]
+    # always in this order, so that a row has the same bits in any batch
+    for segment_sums in by_segment[1:]:
+        sums = sums + segment_sums
     return bounded(sums, shares)

@@ -34,7 +34,7 @@ import triton.language as tl
 from fused_rl.kernels.kl_gradient import kl_bwd
 from fused_rl.kernels.kl_lanes import (
     FLOOR,
-    KNOWN,
+    MAX_MEAN,
     NOWHERE,
     NUMBERS,
     careful,
@@ -48,7 +48,7 @@ from fused_rl.kernels.kl_lanes import (
     within,
 )
 from fused_rl.kernels.lanes import cap
-from fused_rl.kernels.launch import SHORT, cdiv, launch, launch_options, slots, whole_rows
+from fused_rl.kernels.launch import SHORT, cdiv, choose_unsplit_rows, launch, launch_options, slots
 from fused_rl.kernels.online import log1p, valid
 from fused_rl.kernels.pair import (
     AT_C,
@@ -106,7 +106,7 @@ def _offset(x_ptr, y_ptr, V, inv_t, softcap):
         offset = tl.max(tl.where(both & (likely == tl.max(likely, 0)), x - y, -float("inf")), 0)
         begin += 32
     offset = tl.where(offset == -float("inf"), 0.0, offset)
-    if tl.abs(offset) * inv_t > KNOWN:
+    if tl.abs(offset) * inv_t > MAX_MEAN:
         COLUMNS: tl.constexpr = 1024
         m, n = tl.full((COLUMNS,), FLOOR, tl.float32), tl.full((COLUMNS,), FLOOR, tl.float32)
         for begin in tl.range(0, V, COLUMNS, num_stages=1):
@@ -166,15 +166,15 @@ def _segment(
     TILE: tl.constexpr = THREADS * K * VEC
     first = segment * SEGMENT
     # the loads of rows that begin anywhere end VEC columns later
-    whole = tl.minimum((V if wide else V - VEC) // TILE, first + SEGMENT)
-    whole = tl.maximum(whole, first)
+    first_masked = tl.minimum((V if wide else V - VEC) // TILE, first + SEGMENT)
+    first_masked = tl.maximum(first_masked, first)
     k = inv_t * LOG2E
     m, w, c, a, f, far = start(THREADS)
     # whole tiles: a thread has 16 bytes of neighbouring columns, wherever the rows begin
     apart = tl.arange(0, THREADS)[:, None] + tl.arange(0, VEC)[None, :] * THREADS
     x_apart, y_apart = x_row + apart, y_row + apart
     if wide:
-        for i in tl.range(first, whole, num_stages=1):
+        for i in tl.range(first, first_masked, num_stages=1):
             xs, ys = (), ()
             for j in tl.static_range(K):
                 at = (i * K + j) * (THREADS * VEC)
@@ -182,7 +182,7 @@ def _segment(
                 ys = ys + (cap(load_together(y_wide + at, THREADS, VEC), softcap),)
             m, w, c, a, f, far = step(m, w, c, a, f, far, xs, ys, None, offset, k, EXACT, K)
     else:
-        for i in tl.range(first, whole, num_stages=1):
+        for i in tl.range(first, first_masked, num_stages=1):
             xs, ys = (), ()
             for j in tl.static_range(K):
                 at = (i * K + j) * (THREADS * VEC)
@@ -191,40 +191,40 @@ def _segment(
             m, w, c, a, f, far = step(m, w, c, a, f, far, xs, ys, None, offset, k, EXACT, K)
     # the end of the row, a tile at most, where neighbouring threads read neighbouring columns
     stop = tl.minimum(V, (first + SEGMENT) * TILE)
-    if whole * TILE < stop:
+    if first_masked * TILE < stop:
         xs, ys, inside = (), (), ()
         for j in tl.static_range(K):
-            at = whole * TILE + j * (THREADS * VEC)
+            at = first_masked * TILE + j * (THREADS * VEC)
             mask = at + apart < stop
             xs = xs + (_inside(x_apart + at, mask, softcap),)
             ys = ys + (_inside(y_apart + at, mask, softcap),)
             inside = inside + (mask,)
         m, w, c, a, f, far = step(m, w, c, a, f, far, xs, ys, inside, offset, k, EXACT, K)
     # where V is up to VEC more than whole tiles, the end is more than a tile
-    right = held(m, w, a, f, far, k) & (stop - whole * TILE <= TILE)
+    right = held(m, w, a, f, far, k) & (stop - first_masked * TILE <= TILE)
     if not EXACT:  # x - y is rounded, which is accurate enough only if the offset is small
-        right = right & (tl.abs(offset) * inv_t <= KNOWN)
-    m, w, w_all, c, left, n, s, f, lone = settled(m, w, c, a, f, offset, k, inv_t)
+        right = right & (tl.abs(offset) * inv_t <= MAX_MEAN)
+    m, w, w_all, c, left, n, s, f, banned_in_q = settled(m, w, c, a, f, offset, k, inv_t)
     if right == 0:
-        m, w, w_all, c, left, n, s, f, lone = careful(
+        m, w, w_all, c, left, n, s, f, banned_in_q = careful(
             x_row, y_row, first * TILE, stop, offset, inv_t, softcap, THREADS
         )
-    return m, w, w_all, c, left, n, s, f, lone
+    return m, w, w_all, c, left, n, s, f, banned_in_q
 
 
 @triton.jit
 def _store_row(kl_ptr, state_ptr, row, N, lanes, offset, inv_t):
     """Reduce the lanes of a row and store its divergence and its `KLState`."""
-    m, w, w_all, c, left, n, s, f, lone = reduce_lanes(lanes, offset, inv_t)
+    m, w, w_all, c, left, n, s, f, banned_in_q = reduce_lanes(lanes, offset, inv_t)
     kl = _divergence(m, w, c, left, n, f, offset, inv_t)
     distance = tl.abs(m - n) * inv_t
     kl = tl.where((w > 0) & (distance > TOO_FAR) & (kl < 0.01 * distance), float("nan"), kl)
     # Q bans a column that P allows: KL is infinite, however little mass P has there
-    lone = lone > 0
+    banned_in_q = banned_in_q > 0
     # `nan` is 0, or NaN if a logit is NaN or inf, which the other numbers may have lost
     nan = (w_all - w_all) + (s - s)
     nan += tl.where(tl.maximum(m, n) > MOST, float("nan"), 0.0)
-    tl.store(kl_ptr + row, tl.where(lone, float("inf"), kl) + nan)
+    tl.store(kl_ptr + row, tl.where(banned_in_q, float("inf"), kl) + nan)
     # F about the mean, which follows from KL = log1p(F / W)
     f = tl.where(within(c), f, s * (1 - tl.exp(-kl)))
     # c / inv_t moves into the offset, so that c + left is small and keeps its bits for the gradient
@@ -241,7 +241,7 @@ def _store_row(kl_ptr, state_ptr, row, N, lanes, offset, inv_t):
     tl.store(state_ptr + AT_F * N, f)
     tl.store(state_ptr + AT_S * N, s)
     # delta = u + k; where no column is allowed by both rows, each belongs to one of them alone
-    k = tl.where(w > 0, kl + tl.where(lone, tl.log(w / w_all), 0.0), NONE)
+    k = tl.where(w > 0, kl + tl.where(banned_in_q, tl.log(w / w_all), 0.0), NONE)
     tl.store(state_ptr + AT_K * N, k)
 
 
@@ -294,7 +294,7 @@ def kl_fwd_kernel(
     # a program with one segment leaves its lanes to `kl_merge_kernel`; one with the whole row merges them itself
     if lanes_ptr is not None:
         segment = tl.program_id(1)
-        part = _segment(
+        segment_lanes = _segment(
             x_row,
             y_row,
             x_wide,
@@ -315,11 +315,11 @@ def kl_fwd_kernel(
         nth = tl.program_id(0).to(tl.int64)
         at = (nth * tl.num_programs(1) + segment) * NUMBERS * THREADS + tl.arange(0, THREADS)
         for i in tl.static_range(NUMBERS):
-            tl.store(lanes_ptr + at + i * THREADS, part[i])
+            tl.store(lanes_ptr + at + i * THREADS, segment_lanes[i])
     else:
-        m, w, w_all, c, left, n, s, f, lone = _nothing(THREADS)
+        m, w, w_all, c, left, n, s, f, banned_in_q = _nothing(THREADS)
         for segment in tl.range(0, tl.cdiv(V, SEGMENT * K * VEC * THREADS), num_stages=1):
-            part = _segment(
+            segment_lanes = _segment(
                 x_row,
                 y_row,
                 x_wide,
@@ -337,9 +337,11 @@ def kl_fwd_kernel(
                 VEC,
                 SEGMENT,
             )
-            lanes = (m, w, w_all, c, left, n, s, f, lone)
-            m, w, w_all, c, left, n, s, f, lone = merge(lanes, part, offset, inv_t)
-        _store_row(kl_ptr, state_ptr, row, N, (m, w, w_all, c, left, n, s, f, lone), offset, inv_t)
+            lanes = (m, w, w_all, c, left, n, s, f, banned_in_q)
+            m, w, w_all, c, left, n, s, f, banned_in_q = merge(lanes, segment_lanes, offset, inv_t)
+        _store_row(
+            kl_ptr, state_ptr, row, N, (m, w, w_all, c, left, n, s, f, banned_in_q), offset, inv_t
+        )
 
 
 @triton.jit(do_not_specialize=[*RUNTIME, "begin", "segments"])
@@ -376,19 +378,21 @@ def kl_merge_kernel(
     x_row = x_ptr + row_offset(row, T, stride_xb, stride_xt, x_shift)
     y_row = y_ptr + row_offset(row, T, stride_yb, stride_yt, y_shift)
     offset = _offset(x_row, y_row, V, inv_t, softcap)
-    m, w, w_all, c, left, n, s, f, lone = _nothing(THREADS)
+    m, w, w_all, c, left, n, s, f, banned_in_q = _nothing(THREADS)
     for segment in tl.range(0, segments, num_stages=1):
         at = (
             lanes_ptr
             + ((row - begin).to(tl.int64) * segments + segment) * NUMBERS * THREADS
             + tl.arange(0, THREADS)
         )
-        part = ()
+        segment_lanes = ()
         for i in tl.static_range(NUMBERS):
-            part = part + (tl.load(at + i * THREADS),)
-        lanes = (m, w, w_all, c, left, n, s, f, lone)
-        m, w, w_all, c, left, n, s, f, lone = merge(lanes, part, offset, inv_t)
-    _store_row(kl_ptr, state_ptr, row, N, (m, w, w_all, c, left, n, s, f, lone), offset, inv_t)
+            segment_lanes = segment_lanes + (tl.load(at + i * THREADS),)
+        lanes = (m, w, w_all, c, left, n, s, f, banned_in_q)
+        m, w, w_all, c, left, n, s, f, banned_in_q = merge(lanes, segment_lanes, offset, inv_t)
+    _store_row(
+        kl_ptr, state_ptr, row, N, (m, w, w_all, c, left, n, s, f, banned_in_q), offset, inv_t
+    )
 
 
 def kl_fwd(x, y, mask, inv_t, softcap=None):
@@ -410,17 +414,17 @@ def kl_fwd(x, y, mask, inv_t, softcap=None):
     layout = launch_options(x, REGISTERS if softcap is None else CAPPED_REGISTERS)
     tiles = SEGMENT if vocab > SHORT else SEGMENT // 2
     segments = cdiv(vocab, tiles * K * vec * THREADS)
-    whole = whole_rows(n, segments, slots(x.device, layout))
+    unsplit_rows = choose_unsplit_rows(n, segments, slots(x.device, layout))
     x, y, inv_t, numbers = launch_arguments(x, y, inv_t, softcap)
     rows = (x, y, mask, inv_t, kl, state)
     merging = {"THREADS": THREADS} | layout
     del merging["LANES"], merging["VEC"]
     options = merging | {"K": K, "VEC": vec, "SEGMENT": tiles}
-    if whole:
-        launch(kl_fwd_kernel, (whole,), (*rows, None), (0, *numbers), options)
-    if whole < n:
-        shape = (n - whole, segments, NUMBERS.value, THREADS)
+    if unsplit_rows:
+        launch(kl_fwd_kernel, (unsplit_rows,), (*rows, None), (0, *numbers), options)
+    if unsplit_rows < n:
+        shape = (n - unsplit_rows, segments, NUMBERS.value, THREADS)
         rows += (kl.new_empty(shape),)
-        launch(kl_fwd_kernel, shape[:2], rows, (whole, *numbers), options)
-        launch(kl_merge_kernel, shape[:1], rows, (whole, segments, *numbers), merging)
+        launch(kl_fwd_kernel, shape[:2], rows, (unsplit_rows, *numbers), options)
+        launch(kl_merge_kernel, shape[:1], rows, (unsplit_rows, segments, *numbers), merging)
     return kl, state

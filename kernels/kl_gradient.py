@@ -10,7 +10,7 @@ import triton.language as tl
 
 from fused_rl.kernels.jensen_shannon import AT_P_A, AT_Q_B, js_logs
 from fused_rl.kernels.lanes import uncap
-from fused_rl.kernels.launch import cdiv, launch, multiprocessors, parts_of_row
+from fused_rl.kernels.launch import cdiv, launch, multiprocessors, programs_per_row
 from fused_rl.kernels.online import valid
 from fused_rl.kernels.pair import (
     AT_W_ALL,
@@ -103,7 +103,7 @@ def kl_bwd_kernel(
     VEC: tl.constexpr,  # elements in 16 bytes
 ):
     row = tl.program_id(0)
-    part, parts = tl.program_id(1), tl.num_programs(1)
+    program, programs = tl.program_id(1), tl.num_programs(1)
     alive = is_masked(mask_ptr, row) == 0
     if inv_t_ptr is not None:
         inv_t = valid(tl.load(inv_t_ptr + row, mask=alive, other=1.0))
@@ -137,7 +137,9 @@ def kl_bwd_kernel(
     y_begin = (y_at + (VEC - 1)) // VEC * VEC
     cols = tl.arange(0, BLOCK)
     read = tl.where(alive, BLOCK, 0)
-    for i in tl.range(part * blocks // parts, (part + 1) * blocks // parts, num_stages=1):
+    for i in tl.range(
+        program * blocks // programs, (program + 1) * blocks // programs, num_stages=1
+    ):
         inside = cols // VEC * VEC < read
         x = as_logits(
             tl.load(x_ptr + x_begin + i * BLOCK + cols, mask=inside, other=0.0), None, softcap
@@ -149,7 +151,7 @@ def kl_bwd_kernel(
             x, y, state, g, a_mean, b_mean, inv_t, softcap, p_share, q_share, JS, EXACT
         )
         _store(dx_ptr, dy_ptr, dx, dy, begin + i * BLOCK + cols, None)
-    for i in tl.range(part * THREADS, around, parts * THREADS, num_stages=1):
+    for i in tl.range(program * THREADS, around, programs * THREADS, num_stages=1):
         column = i + tl.arange(0, THREADS)
         inside = column < around
         wanted = column < tl.where(alive, around, 0)
@@ -183,9 +185,11 @@ def kl_bwd(
     x, y, inv_t, numbers = launch_arguments(x, y, inv_t, softcap)
     n, _, vocab, *_ = numbers
     if n:
-        parts = parts_of_row(n, cdiv(vocab, 32 * BLOCK), RESIDENT * multiprocessors(x.device))
+        programs = programs_per_row(
+            n, cdiv(vocab, 32 * BLOCK), RESIDENT * multiprocessors(x.device)
+        )
         numbers = *numbers, *(shares or (None, None))
         pointers = (g, x, y, mask, inv_t, divergence, state, sums, dx, dy)
         options = {"BLOCK": BLOCK, "THREADS": THREADS, "VEC": vec, "num_warps": warps()}
-        launch(kl_bwd_kernel, (n, parts), pointers, numbers, options)
+        launch(kl_bwd_kernel, (n, programs), pointers, numbers, options)
     return dx, dy

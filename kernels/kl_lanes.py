@@ -17,10 +17,10 @@ This is right while q / p and its inverse stay below 2^FARTHEST, the centre is w
 `careful` is right for any logits. It looks at each column three times, for the maxima, for the mean and for the sums
 about it, and scales p and q separately.
 
-q is p 2^t as long as x - y - offset has enough digits. It has not where a lane's mean is beyond KNOWN: for example,
+q is p 2^t as long as x - y - offset has enough digits. It has not where a lane's mean is beyond MAX_MEAN: for example,
 where x alone is a mask of -1e9, x - y holds nothing of y. Such a lane is called apart: its f is the sum of q itself,
-and stays so as lanes merge, until the mean of all is within KNOWN. There F = sum q - W (1 + h - left) cancels nothing,
-because h is large.
+and stays so as lanes merge, until the mean of all is within MAX_MEAN. There F = sum q - W (1 + h - left) cancels
+nothing, because h is large.
 """
 
 import triton
@@ -33,12 +33,12 @@ FLOOR = tl.constexpr(-9.999999e19)
 TINY = tl.constexpr(1e-30)  # P's mass on columns that Q allows; less counts as none
 FARTHEST = tl.constexpr(60.0)  # log2 units
 # nats from the offset, a little more than FARTHEST: x - y is accurate to 2e-6 there
-KNOWN = tl.constexpr(42.0)
+MAX_MEAN = tl.constexpr(42.0)
 LARGEST = tl.constexpr(16777216.0)  # log2 units from 0: a reference there is off by 1 at most
 NOWHERE = tl.constexpr(-1e30)  # stands in fast sums for a column past the row's end
 
 # The numbers of a `Lane`: m, w, w_all, c, left, n, s and f as in `KLState`, where left is the mean of d / T beyond c
-# and f is the sum of q if the lane is apart; and `lone`, above 0 where Q bans a column that P allows.
+# and f is the sum of q if the lane is apart; and `banned_in_q`, above 0 where Q bans a column that P allows.
 NUMBERS = tl.constexpr(9)
 
 
@@ -162,7 +162,7 @@ def careful(x_ptr, y_ptr, begin, stop, offset, inv_t, softcap, LANES: tl.constex
     cols = tl.arange(0, LANES)[:, None] + tl.arange(0, COLUMNS)[None, :] * LANES
     zero = tl.zeros((LANES,), tl.float32)
     k = inv_t * LOG2E
-    m, n, lone = zero + FLOOR, zero + FLOOR, zero
+    m, n, banned_in_q = zero + FLOOR, zero + FLOOR, zero
     for at in tl.range(begin, stop, LANES * COLUMNS, num_stages=1):
         x, y = load(x_ptr, y_ptr, at + cols, stop, softcap)
         m = tl.maximum(m, tl.max(x, 1))
@@ -177,7 +177,7 @@ def careful(x_ptr, y_ptr, begin, stop, offset, inv_t, softcap, LANES: tl.constex
         p = tl.where(y > BANNED, p, 0.0)
         w += tl.sum(p, 1)
         c += tl.sum(p * difference(x, y, offset, True), 1)
-        lone = tl.maximum(lone, tl.max(tl.where(y > BANNED, 0.0, x - y), 1))
+        banned_in_q = tl.maximum(banned_in_q, tl.max(tl.where(y > BANNED, 0.0, x - y), 1))
     some = w > TINY
     c = tl.where(some, c / w * inv_t, 0.0)
     w = tl.where(some, w, 0.0)  # if this drops a NaN, w_all or s has one too
@@ -197,7 +197,7 @@ def careful(x_ptr, y_ptr, begin, stop, offset, inv_t, softcap, LANES: tl.constex
         f_q += tl.sum(tl.where(near, 0.0, q), 1)
     left = tl.where(some, left / w, 0.0)
     f = tl.where(together, f_q + scale(w, m, c, n, offset, inv_t) * f, s)
-    return m, w, w_all, c, left, n, s, f, lone
+    return m, w, w_all, c, left, n, s, f, banned_in_q
 
 
 # Lanes together
@@ -227,32 +227,32 @@ def scale(w, m, c, n, offset, inv_t):
 @triton.jit
 def within(c):
     """Return True if f is F about c, and False if the lane is apart or c is NaN."""
-    return tl.abs(c) <= KNOWN
+    return tl.abs(c) <= MAX_MEAN
 
 
 @triton.jit
-def _moved(own, w, unit, h, left, some):
+def _moved(scaled_w, w, unit, h, left, some):
     """Return what a lane of weight w adds to f as its centre moves by h: w scale (exp(h) - 1 - h).
 
-    `own` is the first term of that product, and `unit` is the scale. `left` is the lane's mean beyond its c, a first
-    moment that matters where h is large.
+    `scaled_w` is the first term of that product, and `unit` is the scale. `left` is the lane's mean beyond its c, a
+    first moment that matters where h is large.
     """
     near = w * unit * excess(-h)
-    far = tl.fma(-own, left, own) - w * unit * (1 + (h - left))
+    far = tl.fma(-scaled_w, left, scaled_w) - w * unit * (1 + (h - left))
     return tl.where(tl.abs(h) < tl.where(some, 1.0, -1.0), near, far)
 
 
 @triton.jit
 def merge(one, other, offset, inv_t):
     """Return, lane by lane, the `Lane` of the columns of both."""
-    m, w, w_all, c, left, n, s, f, lone = one
-    m2, w2, w_all2, c2, left2, n2, s2, f2, lone2 = other
+    m, w, w_all, c, left, n, s, f, banned_in_q = one
+    m2, w2, w_all2, c2, left2, n2, s2, f2, banned_in_q2 = other
     k = inv_t * LOG2E
     m_new, n_new = tl.maximum(m, m2), tl.maximum(n, n2)
     # w scale of each lane about its own centre, in the unit of the common n; a lane that is apart has no f to move
-    known, known2 = within(c), within(c2)
-    own = tl.where(known, w * scale(w, m, c, n_new, offset, inv_t), 0.0)
-    own2 = tl.where(known2, w2 * scale(w2, m2, c2, n_new, offset, inv_t), 0.0)
+    has_f, has_f2 = within(c), within(c2)
+    scaled_w = tl.where(has_f, w * scale(w, m, c, n_new, offset, inv_t), 0.0)
+    scaled_w2 = tl.where(has_f2, w2 * scale(w2, m2, c2, n_new, offset, inv_t), 0.0)
     # the sums relative to the common maxima, and the mean of both lanes
     x_unit, x_unit2 = tl.exp2((m - m_new) * k), tl.exp2((m2 - m_new) * k)
     y_unit, y_unit2 = tl.exp2((n - n_new) * k), tl.exp2((n2 - n_new) * k)
@@ -265,25 +265,25 @@ def merge(one, other, offset, inv_t):
     # f of both about the new centre, or the sum of q if that is too far from the offset
     unit = scale(w_new, m_new, c_new, n_new, offset, inv_t)
     f = f * y_unit + f2 * y_unit2
-    f += _moved(own, w, unit, c_new - c, left, some & known)
-    f += _moved(own2, w2, unit, c_new - c2, left2, some & known2)
+    f += _moved(scaled_w, w, unit, c_new - c, left, some & has_f)
+    f += _moved(scaled_w2, w2, unit, c_new - c2, left2, some & has_f2)
     w_all = w_all * x_unit + w_all2 * x_unit2
     s = s * y_unit + s2 * y_unit2
     f = tl.where(within(c_new), f, s)
-    return m_new, w_new, w_all, c_new, left_new, n_new, s, f, tl.maximum(lone, lone2)
+    return m_new, w_new, w_all, c_new, left_new, n_new, s, f, tl.maximum(banned_in_q, banned_in_q2)
 
 
 @triton.jit
 def reduce_lanes(lanes, offset, inv_t):
     """Return the `Lane` of the whole row, as scalars."""
     # as `merge`, but of all lanes at once
-    m, w, w_all, c, left, n, s, f, lone = lanes
+    m, w, w_all, c, left, n, s, f, banned_in_q = lanes
     k = inv_t * LOG2E
     m_row = tl.max(m, 0)
     n_row = tl.max(n, 0)
     x_unit, y_unit = tl.exp2((m - m_row) * k), tl.exp2((n - n_row) * k)
-    known = within(c)
-    own = tl.where(known, w * scale(w, m, c, n_row, offset, inv_t), 0.0)
+    has_f = within(c)
+    scaled_w = tl.where(has_f, w * scale(w, m, c, n_row, offset, inv_t), 0.0)
     w = w * x_unit
     w_row = tl.sum(w, 0)
     some = w_row > TINY
@@ -292,8 +292,8 @@ def reduce_lanes(lanes, offset, inv_t):
     w_row = tl.where(some, w_row, 0.0)
     unit = scale(w_row, m_row, c_row, n_row, offset, inv_t)
     # one tensor of truth values, because Triton's interpreter cannot combine a scalar one with a tensor
-    near = tl.where(known, tl.where(some, 1, 0), 0) > 0
-    f = tl.sum(f * y_unit + _moved(own, w, unit, c_row - c, left, near), 0)
+    near = tl.where(has_f, tl.where(some, 1, 0), 0) > 0
+    f = tl.sum(f * y_unit + _moved(scaled_w, w, unit, c_row - c, left, near), 0)
     w_all = tl.sum(w_all * x_unit, 0)
     s = tl.sum(s * y_unit, 0)
     return (
@@ -305,5 +305,5 @@ def reduce_lanes(lanes, offset, inv_t):
         n_row,
         s,
         tl.where(within(c_row), f, s),
-        tl.max(lone, 0),
+        tl.max(banned_in_q, 0),
     )

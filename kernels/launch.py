@@ -171,7 +171,7 @@ def waves(programs: int, resident: int) -> float:
 
 
 @functools.lru_cache(maxsize=1024)
-def whole_rows(rows: int, segments: int, resident: int) -> int:
+def choose_unsplit_rows(rows: int, segments: int, resident: int) -> int:
     """Return how many rows, from the first one, get one program each; the rows after them get one per segment.
 
     Whole rows fill every wave but the last. The rows of the last wave are split if it ends sooner that way.
@@ -183,20 +183,20 @@ def whole_rows(rows: int, segments: int, resident: int) -> int:
     return rows - left if sooner and rows < WAVES * resident else rows
 
 
-def parts_of_row(rows: int, most: int, resident: int) -> int:
+def programs_per_row(rows: int, most: int, resident: int) -> int:
     """Return the programs per row of a kernel for which splitting is free: enough for WAVES, but at most `most`."""
     return max(1, min(most, WAVES * resident // max(1, rows)))
 
 
 @triton.jit
-def share_of(whole, segments):
+def program_segments(unsplit_rows, segments):
     """Return the program's row, its first segment, the end of its segments, and True if it has the whole row."""
     program = tl.program_id(0)
-    beyond = tl.maximum(program - whole, 0)
-    alone = program < whole
-    row = tl.where(alone, program, whole + beyond // segments).to(tl.int64)
-    first = tl.where(alone, 0, beyond % segments)
-    return row, first, tl.where(alone, segments, first + 1), alone
+    beyond = tl.maximum(program - unsplit_rows, 0)
+    has_whole_row = program < unsplit_rows
+    row = tl.where(has_whole_row, program, unsplit_rows + beyond // segments).to(tl.int64)
+    first = tl.where(has_whole_row, 0, beyond % segments)
+    return row, first, tl.where(has_whole_row, segments, first + 1), has_whole_row
 
 
 @functools.lru_cache(maxsize=64)

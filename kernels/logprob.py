@@ -31,14 +31,14 @@ from fused_rl.kernels.launch import (
     K,
     aligned,
     cdiv,
+    choose_unsplit_rows,
     contiguous,
     launch,
     launch_options,
-    share_of,
+    program_segments,
     slots,
     streaming,
     temperature_scales,
-    whole_rows,
 )
 from fused_rl.kernels.logprob_gradient import logprob_bwd
 from fused_rl.kernels.online import (
@@ -61,7 +61,7 @@ __all__ = ["logprob_bwd", "logprob_fwd"]
 # windows per tile in the masked end of a row; elsewhere a tile has K of them
 TAIL = tl.constexpr(4)
 # the arguments of both kernels that are not compiled for their values
-RUNTIME = ("whole", "segments", "shift", "vocab", "x_stride")
+RUNTIME = ("unsplit_rows", "segments", "shift", "vocab", "x_stride")
 RUNTIME += ("inv_t", "scale", "scale_low", "softcap")
 
 
@@ -82,7 +82,7 @@ def segment_state(
     head,
     carry,
     segment,
-    inside,
+    whole_tiles,
     vocab,
     scale,
     softcap,
@@ -96,26 +96,26 @@ def segment_state(
     """Return the lane states over one segment, folded to one lane per thread, and the last window that was read.
 
     The row begins `head` elements after `window_ptr`, and `carry` is the window in which the segment begins. The first
-    `inside` tiles of the row, and the window after them, lie in the row whatever `head` is.
+    `whole_tiles` tiles of the row, and the window after them, lie in the row whatever `head` is.
     """
     lane = tl.arange(0, LANES)
     m, rest, t = start(LANES)
     first = segment * SEGMENT
-    whole = tl.minimum(tl.maximum(inside, first), first + SEGMENT)
+    first_masked = tl.minimum(tl.maximum(whole_tiles, first), first + SEGMENT)
     # whole tiles: where the row begins at a window, each window is loaded for itself
     if head == 0:
         if AHEAD:
             # the loads of the next tile are under way while this one is computed
-            raw = load_tile(window_ptr, first, whole, K, LANES, VEC)
-            for i in tl.range(first, whole, num_stages=1):
-                after = load_tile(window_ptr, i + 1, whole, K, LANES, VEC)
+            raw = load_tile(window_ptr, first, first_masked, K, LANES, VEC)
+            for i in tl.range(first, first_masked, num_stages=1):
+                after = load_tile(window_ptr, i + 1, first_masked, K, LANES, VEC)
                 xs = ()
                 for k in tl.static_range(K):
                     xs = xs + (cap(as_fp32(raw[k]), softcap),)
                 m, rest, t = step(m, rest, t, xs, scale, K)
                 raw = after
         else:
-            for i in tl.range(first, whole, num_stages=STAGES):
+            for i in tl.range(first, first_masked, num_stages=STAGES):
                 xs = ()
                 for k in tl.static_range(K):
                     xs = xs + (
@@ -125,11 +125,11 @@ def segment_state(
                     )
                 m, rest, t = step(m, rest, t, xs, scale, K)
         # the masked end below uses each window one step after it is loaded, so it needs the one where it begins
-        if (first <= inside) & (inside < first + SEGMENT):
-            carry = load_window(window_ptr, whole * K, 0, vocab, softcap, LANES, VEC)
+        if (first <= whole_tiles) & (whole_tiles < first + SEGMENT):
+            carry = load_window(window_ptr, first_masked * K, 0, vocab, softcap, LANES, VEC)
     # where it does not, a lane below `head` takes its element from the next window
     else:
-        for i in tl.range(first, whole, num_stages=STAGES):
+        for i in tl.range(first, first_masked, num_stages=STAGES):
             xs = ()
             for k in tl.static_range(K):
                 x = cap(load_lanes(window_ptr + (i * K + k + 1) * LANES, None, LANES, VEC), softcap)
@@ -138,7 +138,7 @@ def segment_state(
             m, rest, t = step(m, rest, t, xs, scale, K)
     # the end of the row, where columns past it are masked
     stop = tl.minimum((first + SEGMENT) * K, tl.cdiv(vocab, LANES))
-    for i in tl.range(whole * K, stop, TAIL, num_stages=1):
+    for i in tl.range(first_masked * K, stop, TAIL, num_stages=1):
         xs = ()
         for k in tl.static_range(TAIL):
             x = load_window(window_ptr, i + k + 1, head, vocab, softcap, LANES, VEC)
@@ -205,12 +205,12 @@ def store_row(
     banned = (m == float("-inf")) & (rest == rest)  # every logit of the row is -inf
     target = tl.load(target_ptr + row)
     # a target outside the vocabulary gets NaN
-    known = (target >= 0) & (target < vocab)
-    x = cap(tl.load(x_ptr + target, mask=known, other=0.0).to(tl.float32), softcap)
+    in_vocab = (target >= 0) & (target < vocab)
+    x = cap(tl.load(x_ptr + target, mask=in_vocab, other=0.0).to(tl.float32), softcap)
     log1 = log1p(rest)
     logprob = (tl.minimum(x, m, propagate_nan=NAN) - m) * inv_t - log1
     logprob = tl.where(banned, float("-inf"), logprob)
-    tl.store(logprob_ptr + row, tl.where(known, logprob, float("nan")))
+    tl.store(logprob_ptr + row, tl.where(in_vocab, logprob, float("nan")))
     tl.store(entropy_ptr + row, tl.where(banned, 0.0, log1 - t / (1.0 + rest)))
     tl.store(lse_ptr + row, tl.where(banned, float("-inf"), tl.fma(m, inv_t, log1)))
     tl.store(m_ptr + row, tl.where(banned, float("-inf"), m))
@@ -235,8 +235,8 @@ def logprob_fwd_kernel(
     lse_ptr,
     m_ptr,
     rest_ptr,
-    lanes_ptr,  # (N - whole, segments, 3, THREADS) fp32: a program that has one segment leaves its lanes here
-    whole,  # the number of rows that have one program each; the rows after them have one program per segment
+    lanes_ptr,  # (N - unsplit_rows, segments, 3, THREADS) fp32: a program that has one segment leaves its lanes here
+    unsplit_rows,  # the number of rows that have one program each; the rows after them have one program per segment
     segments,
     shift,  # x begins this many elements after x_ptr, which is aligned to 16 bytes
     vocab,
@@ -253,33 +253,33 @@ def logprob_fwd_kernel(
     AHEAD: tl.constexpr,
 ):
     THREADS: tl.constexpr = LANES // VEC
-    row, first, last, alone = share_of(whole, segments)
+    row, first, last, has_whole_row = program_segments(unsplit_rows, segments)
     outputs = (logprob_ptr, entropy_ptr, lse_ptr, m_ptr, rest_ptr)
     if mask_ptr is not None:  # noqa: SIM102 (the load must not be traced where the pointer is None)
         if tl.load(mask_ptr + row) == 0:
-            if alone:
+            if has_whole_row:
                 store_zeros(outputs, row)
             return
     inv_t, scale, scale_low = row_scale(inv_t_ptr, row, inv_t, scale, scale_low)
     row_ptr, window_ptr, head = locate(x_ptr, shift, row, x_stride, VEC)
     # a load of 16 bytes that begins in the first `streamed` columns ends in the row; the last columns come at the end
     streamed = tl.maximum(vocab - 2 * VEC, 0)
-    inside = tl.maximum(streamed - LANES, 0) // (K * LANES)
+    whole_tiles = tl.maximum(streamed - LANES, 0) // (K * LANES)
     # the first window of this program, whose lanes below `head` lie before its columns and begin empty; where head
     # is 0, it is needed only by a program that begins beyond the whole tiles
     column = first * SEGMENT * K * LANES + tl.arange(0, LANES) - head
     fresh = (column >= first * SEGMENT * K * LANES) & (column < streamed)
-    fresh = fresh & ((head > 0) | (first * SEGMENT > inside))
+    fresh = fresh & ((head > 0) | (first * SEGMENT > whole_tiles))
     carry = cap(tl.load(row_ptr + column, mask=fresh, other=0.0).to(tl.float32), softcap)
     carry = tl.where(fresh, carry, float("-inf"))
     m, rest, t = start(THREADS)
     for segment in tl.range(first, last, num_stages=1):
-        part, carry = segment_state(
+        segment_lanes, carry = segment_state(
             window_ptr,
             head,
             carry,
             segment,
-            inside,
+            whole_tiles,
             streamed,
             scale,
             softcap,
@@ -290,20 +290,20 @@ def logprob_fwd_kernel(
             STAGES,
             AHEAD,
         )
-        part_m, part_rest, part_t = part
+        segment_m, segment_rest, segment_t = segment_lanes
         # a program with one segment leaves its lanes to `logprob_merge_kernel`
-        if alone == 0:
+        if has_whole_row == 0:
             at = (
                 lanes_ptr
-                + (tl.program_id(0) - whole).to(tl.int64) * (3 * THREADS)
+                + (tl.program_id(0) - unsplit_rows).to(tl.int64) * (3 * THREADS)
                 + tl.arange(0, THREADS)
             )
-            tl.store(at, part_m)
-            tl.store(at + THREADS, part_rest)
-            tl.store(at + 2 * THREADS, part_t)
-        m, rest, t = merge(m, rest, t, part_m, part_rest, part_t, scale)
+            tl.store(at, segment_m)
+            tl.store(at + THREADS, segment_rest)
+            tl.store(at + 2 * THREADS, segment_t)
+        m, rest, t = merge(m, rest, t, segment_m, segment_rest, segment_t, scale)
     # the last columns, which were not streamed
-    if alone:
+    if has_whole_row:
         x = load_columns(row_ptr, streamed + tl.arange(0, THREADS), vocab, softcap)
         state = step(m, rest, t, (x,), scale, 1)
         store_row(
@@ -322,8 +322,8 @@ def logprob_merge_kernel(
     lse_ptr,
     m_ptr,
     rest_ptr,
-    lanes_ptr,  # (N - whole, segments, 3, THREADS) fp32
-    whole,
+    lanes_ptr,  # (N - unsplit_rows, segments, 3, THREADS) fp32
+    unsplit_rows,
     segments,
     shift,
     vocab,
@@ -337,7 +337,7 @@ def logprob_merge_kernel(
 ):
     THREADS: tl.constexpr = LANES // VEC
     nth = tl.program_id(0).to(tl.int64)
-    row = whole + nth
+    row = unsplit_rows + nth
     outputs = (logprob_ptr, entropy_ptr, lse_ptr, m_ptr, rest_ptr)
     if mask_ptr is not None:  # noqa: SIM102
         if tl.load(mask_ptr + row) == 0:
@@ -347,8 +347,12 @@ def logprob_merge_kernel(
     m, rest, t = start(THREADS)
     for segment in tl.range(0, segments, num_stages=1):
         at = lanes_ptr + (nth * segments + segment) * 3 * THREADS + tl.arange(0, THREADS)
-        part_m, part_rest, part_t = tl.load(at), tl.load(at + THREADS), tl.load(at + 2 * THREADS)
-        m, rest, t = merge(m, rest, t, part_m, part_rest, part_t, scale)
+        segment_m, segment_rest, segment_t = (
+            tl.load(at),
+            tl.load(at + THREADS),
+            tl.load(at + 2 * THREADS),
+        )
+        m, rest, t = merge(m, rest, t, segment_m, segment_rest, segment_t, scale)
     # the last columns, which the programs of the segments have not read
     row_ptr, _window_ptr, _head = locate(x_ptr, shift, row, x_stride, VEC)
     streamed = tl.maximum(vocab - 2 * VEC, 0)
@@ -380,17 +384,17 @@ def logprob_fwd(logits, targets, mask, inv_temperature, softcap):
     inv_t_ptr, *scales = temperature_scales(inv_temperature)
     tiles = SEGMENT if vocab > SHORT else 1
     segments = cdiv(vocab, tiles * K * options["LANES"])
-    whole = whole_rows(n, segments, slots(logits.device, options))
+    unsplit_rows = choose_unsplit_rows(n, segments, slots(logits.device, options))
     lanes = outputs.rest  # for nothing: every row has one program
-    if whole < n:
-        shape = (n - whole, segments, 3, options["LANES"] // options["VEC"])
+    if unsplit_rows < n:
+        shape = (n - unsplit_rows, segments, 3, options["LANES"] // options["VEC"])
         lanes = outputs.rest.new_empty(shape)
     x, shift = aligned(logits)
     pointers = (x, *contiguous(targets, mask), inv_t_ptr, *outputs, lanes)
-    numbers = (whole, segments, shift, vocab, logits.stride(0), *scales, softcap)
-    grid = (whole + (n - whole) * segments,)
+    numbers = (unsplit_rows, segments, shift, vocab, logits.stride(0), *scales, softcap)
+    grid = (unsplit_rows + (n - unsplit_rows) * segments,)
     of_rows = options | streaming() | {"K": K, "SEGMENT": tiles}
     launch(logprob_fwd_kernel, grid, pointers, numbers, of_rows)
-    if whole < n:
-        launch(logprob_merge_kernel, (n - whole,), pointers, numbers, options)
+    if unsplit_rows < n:
+        launch(logprob_merge_kernel, (n - unsplit_rows,), pointers, numbers, options)
     return outputs

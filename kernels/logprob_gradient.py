@@ -23,7 +23,7 @@ from fused_rl.kernels.launch import (
     contiguous,
     launch,
     launch_options,
-    parts_of_row,
+    programs_per_row,
     slots,
     temperature_scales,
 )
@@ -69,12 +69,14 @@ def target_gradient(x, m, rest, entropy, dlogprob, dentropy, dlse, inv_t, softca
 
 
 @triton.jit
-def owns(target, lead, tiles, first, last, part, parts, TILE: tl.constexpr, LANES: tl.constexpr):
+def owns(
+    target, lead, tiles, first, last, program, programs, TILE: tl.constexpr, LANES: tl.constexpr
+):
     """Return True if this program writes the target's column, be it in its whole tiles or in its share of the rest."""
     column = target - lead
     if (column < 0) | (column >= tiles * TILE):
         around = tl.where(column < 0, target, target - tiles * TILE)
-        return around // LANES % parts == part
+        return around // LANES % programs == program
     return (column >= first * TILE) & (column < last * TILE)
 
 
@@ -115,7 +117,7 @@ def logprob_bwd_kernel(
 ):
     TILE: tl.constexpr = 4 * LANES
     row = tl.program_id(0).to(tl.int64)
-    part, parts = tl.program_id(1), tl.num_programs(1)
+    program, programs = tl.program_id(1), tl.num_programs(1)
     x_offset, dx_offset = x_shift + row * x_stride, dx_shift + row * dx_stride
     x_row, dx_row = x_ptr + x_offset, dx_ptr + dx_offset
     inv_t, scale, _ = row_scale(inv_t_ptr, row, inv_t, scale, 0.0)
@@ -138,12 +140,12 @@ def logprob_bwd_kernel(
     # before and after them
     lead = tl.minimum((VEC - x_offset % VEC) % VEC, vocab).to(tl.int32)
     tiles = tl.where(x_offset % VEC == dx_offset % VEC, (vocab - lead) // TILE, 0)
-    first, last = part * tiles // parts, (part + 1) * tiles // parts
+    first, last = program * tiles // programs, (program + 1) * tiles // programs
     around = vocab - tiles * TILE
 
     target = tl.load(target_ptr + row)
     owner = alive & (target >= 0) & (target < vocab)
-    owner = owner & owns(target, lead, tiles, first, last, part, parts, TILE, LANES)
+    owner = owner & owns(target, lead, tiles, first, last, program, programs, TILE, LANES)
     x_target = tl.load(x_row + target, mask=owner, other=0.0).to(tl.float32)
     if dlogprob_ptr is not None:
         tl.debug_barrier()  # dx may be x: every thread has the target's logit before one overwrites it
@@ -155,7 +157,7 @@ def logprob_bwd_kernel(
         x = load_lanes(x_window + i * TILE, read, TILE, VEC)
         g = gradient(x, m, scale, a, b, softcap)
         tl.store(dx_window + (i * TILE + tl.arange(0, TILE)), g.to(dx_ptr.dtype.element_ty))
-    for begin in tl.range(part * LANES, around, parts * LANES, num_stages=1):
+    for begin in tl.range(program * LANES, around, programs * LANES, num_stages=1):
         column = begin + tl.arange(0, LANES)
         inside = column < around
         wanted = column < tl.where(alive, around, 0)
@@ -202,7 +204,7 @@ def logprob_bwd(
     x, x_shift = aligned(logits)
     dx, dx_shift = aligned(out)
     most = cdiv(vocab, (SEGMENT if vocab > SHORT else 1) * K * options["LANES"])
-    grid = (n, parts_of_row(n, most, slots(logits.device, options)))
+    grid = (n, programs_per_row(n, most, slots(logits.device, options)))
     pointers = (x, *contiguous(*per_row), dx)
     strides = (logits.stride(0), out.stride(0))
     numbers = (x_shift, dx_shift, vocab, *strides, inv_t, scale, softcap)

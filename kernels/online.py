@@ -115,8 +115,8 @@ def fold(m, rest, t, scale, VEC: tl.constexpr):
     rest, t = rescale(rests[0], ts[0], old - ref)
     for k in tl.static_range(1, VEC):
         old, _ = reference(ms[k], scale)
-        part_rest, part_t = rescale(rests[k], ts[k], old - ref)
-        rest, t = add(rest + part_rest, t + part_t, from_below(lows[k - 1], ref, scale))
+        next_rest, next_t = rescale(rests[k], ts[k], old - ref)
+        rest, t = add(rest + next_rest, t + next_t, from_below(lows[k - 1], ref, scale))
     return m, rest, t
 
 

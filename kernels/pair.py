@@ -105,20 +105,20 @@ def _columns(words):
 @triton.jit
 def _from(words, later, n: tl.constexpr):
     """Return the words of a tuple without the last n, or without the first n where `later` is set."""
-    found = ()
+    chosen = ()
     for i in tl.static_range(len(words) - n):
-        found = found + (tl.where(later, words[i + n], words[i]),)
-    return found
+        chosen = chosen + (tl.where(later, words[i + n], words[i]),)
+    return chosen
 
 
 @triton.jit
 def _halves_later(words, bits):
     """Return the words that begin `bits` bits later, 0 or 16, one fewer."""
-    found = ()
+    later_words = ()
     for i in tl.static_range(len(words) - 1):
         pair = (words[i + 1].to(tl.int64) << 32) | (words[i].to(tl.int64) & 0xFFFFFFFF)
-        found = found + ((pair >> bits).to(tl.int32),)
-    return found
+        later_words = later_words + ((pair >> bits).to(tl.int32),)
+    return later_words
 
 
 @triton.jit

@@ -113,7 +113,7 @@ class RowSupport(NamedTuple):
         """Return the support of the rows with these indices alone."""
         return self._replace(begin=self.begin[rows], end=self.end[rows])
 
-    def whole(self, mask: Tensor | None) -> Tensor:
+    def keeps_all(self, mask: Tensor | None) -> Tensor:
         """Return which rows keep the whole vocabulary and are not masked, (N,) bool."""
-        whole = self.begin == self.end
-        return whole if mask is None else whole & mask
+        is_empty = self.begin == self.end
+        return is_empty if mask is None else is_empty & mask

@@ -20,8 +20,8 @@ from fused_rl.kernels.online import FAR, LN2, NAN, exact_sum, log1p
 from fused_rl.kernels.states import RowStatistics, RowSupport
 
 LANES = 128  # ids at a time, in one warp because most sets are shorter
-# A tile of the head is IDS rows x WIDTH columns of the hidden size; PARTS programs share the products of a long set.
-IDS, WIDTH, PARTS = 16, 256, 4
+# A tile of the head is IDS rows x WIDTH columns of the hidden size; PROGRAMS programs share the products of a long set.
+IDS, WIDTH, PROGRAMS = 16, 256, 4
 OPTIONS = {"IDS": IDS, "WIDTH": WIDTH, "num_warps": 4}
 FAR_ID = 2**62  # above every id
 
@@ -31,17 +31,17 @@ def load_ids(ids_ptr, at, end, first, vocab):
     """Return ids, which of them are in the set, and which are also in the columns first .. first + vocab."""
     inside = at < end
     ids = tl.load(ids_ptr + at, mask=inside, other=-1).to(tl.int64)
-    known = inside & (ids >= first) & (ids < first + vocab)
-    return ids, inside, known
+    in_columns = inside & (ids >= first) & (ids < first + vocab)
+    return ids, inside, in_columns
 
 
 @triton.jit
-def kept_values(x, inside, known, softcap, SHARD: tl.constexpr):
+def kept_values(x, inside, in_columns, softcap, SHARD: tl.constexpr):
     """Return the capped logits of a set; an id in the columns of other ranks adds nothing, one in nobody's is NaN."""
     if SHARD:
-        return tl.where(known, cap(x, softcap), float("-inf"))
+        return tl.where(in_columns, cap(x, softcap), float("-inf"))
     else:  # noqa: RET505
-        return tl.where(known, cap(x, softcap), tl.where(inside, float("nan"), float("-inf")))
+        return tl.where(in_columns, cap(x, softcap), tl.where(inside, float("nan"), float("-inf")))
 
 
 @triton.jit(
@@ -86,15 +86,15 @@ def kept_fwd_kernel(
     chosen = tl.full((LANES,), float("-inf"), tl.float32)
     held = tl.zeros((LANES,), tl.int32)
     for at in tl.range(begin, end, LANES, num_stages=1):
-        ids, inside, known = load_ids(ids_ptr, at + lane, end, first, vocab)
+        ids, inside, in_columns = load_ids(ids_ptr, at + lane, end, first, vocab)
         if logits_ptr is None:
             x = tl.load(x_ptr + at + lane, mask=inside, other=0.0)
         else:
-            x = tl.load(logits_ptr + row * x_stride + (ids - first), mask=known, other=0.0).to(
+            x = tl.load(logits_ptr + row * x_stride + (ids - first), mask=in_columns, other=0.0).to(
                 tl.float32
             )
             tl.store(x_ptr + at + lane, x, mask=inside)
-        x = kept_values(x, inside, known, softcap, SHARD)
+        x = kept_values(x, inside, in_columns, softcap, SHARD)
         lane_m = tl.maximum(lane_m, x)
         chosen = tl.maximum(chosen, tl.where(ids == target, x, float("-inf")))
         held += (inside & (ids == target)).to(tl.int32)
@@ -110,9 +110,9 @@ def kept_fwd_kernel(
         tl.zeros((LANES,), tl.float32),
     )
     for at in tl.range(begin, end, LANES, num_stages=1):
-        _, inside, known = load_ids(ids_ptr, at + lane, end, first, vocab)
+        _, inside, in_columns = load_ids(ids_ptr, at + lane, end, first, vocab)
         x = tl.load(x_ptr + at + lane, mask=inside, other=0.0)
-        x = kept_values(x, inside, known, softcap, SHARD)
+        x = kept_values(x, inside, in_columns, softcap, SHARD)
         d = tl.maximum((x - about) * scale, FAR, propagate_nan=NAN)
         # what rounding took off d is added back, because the errors of a few terms do not average out
         low = tl.where(d > FAR, tl.fma(d, off, tl.fma(x - about, scale, -d)), 0.0)
@@ -185,31 +185,33 @@ def kept_bwd_kernel(
 
     for at in tl.range(begin, end, LANES, num_stages=1):
         i = at + tl.arange(0, LANES)
-        ids, inside, known = load_ids(ids_ptr, i, end, first, vocab)
-        x = tl.load(x_ptr + i, mask=known & alive, other=0.0)
+        ids, inside, in_columns = load_ids(ids_ptr, i, end, first, vocab)
+        x = tl.load(x_ptr + i, mask=in_columns & alive, other=0.0)
         g = gradient(x, m, scale, a, b, softcap)
-        own = target_gradient(x, m, rest, entropy, dlogprob, dentropy, dlse, inv_t, softcap)
-        g = tl.where(known & alive, tl.where(ids == target, own, g), 0.0)
+        target_g = target_gradient(x, m, rest, entropy, dlogprob, dentropy, dlse, inv_t, softcap)
+        g = tl.where(in_columns & alive, tl.where(ids == target, target_g, g), 0.0)
         if SPREAD:
             tl.store(
-                dx_ptr + row * dx_stride + (ids - first), g.to(dx_ptr.dtype.element_ty), mask=known
+                dx_ptr + row * dx_stride + (ids - first),
+                g.to(dx_ptr.dtype.element_ty),
+                mask=in_columns,
             )
         else:
             tl.store(dx_ptr + i, g, mask=inside)
 
 
-def whole_fwd(logits, targets, whole, inv_temperature, softcap):
-    """Return the statistics of `logprob_fwd` for the rows in `whole` (N,) bool, and 0 for all others."""
-    return logprob.logprob_fwd(logits, targets, whole, inv_temperature, softcap)
+def full_rows_fwd(logits, targets, keeps_all, inv_temperature, softcap):
+    """Return the statistics of `logprob_fwd` for the rows in `keeps_all` (N,) bool, and 0 for all others."""
+    return logprob.logprob_fwd(logits, targets, keeps_all, inv_temperature, softcap)
 
 
-def whole_bwd(
+def full_rows_bwd(
     dlogprobs,
     dentropy,
     dlse,
     logits,
     targets,
-    whole,
+    keeps_all,
     entropy,
     m,
     rest,
@@ -217,13 +219,13 @@ def whole_bwd(
     softcap,
     out,
 ):
-    """Return the gradient of `logprob_bwd` for the rows in `whole` (N,) bool, and zeros for all others.
+    """Return the gradient of `logprob_bwd` for the rows in `keeps_all` (N,) bool, and zeros for all others.
 
     `out` may be the logits, which are then overwritten.
     """
     upstream, state = (dlogprobs, dentropy, dlse), (entropy, m, rest)
     return logprob.logprob_bwd(
-        *upstream, logits, targets, whole, *state, inv_temperature, softcap, out
+        *upstream, logits, targets, keeps_all, *state, inv_temperature, softcap, out
     )
 
 
@@ -314,13 +316,13 @@ def kept_dot_kernel(
     IDS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    row, program, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     begin, end = tl.load(begin_ptr + row), tl.load(end_ptr + row)
     column = tl.arange(0, WIDTH)
-    for at in tl.range(begin + part * IDS, end, parts * IDS, num_stages=1):
+    for at in tl.range(begin + program * IDS, end, programs * IDS, num_stages=1):
         i = at + tl.arange(0, IDS)
         ids = tl.load(ids_ptr + i, mask=i < end, other=-1).to(tl.int64)
-        known = (ids >= 0) & (ids < vocab)
+        in_vocab = (ids >= 0) & (ids < vocab)
         total = tl.zeros((IDS, WIDTH), tl.float32)
         for begin_column in tl.range(0, width, WIDTH, num_stages=1):
             inside = begin_column + column < width
@@ -328,14 +330,14 @@ def kept_dot_kernel(
                 hidden_ptr + row * hidden_stride + begin_column + column, mask=inside, other=0.0
             )
             w_ptr = weight_ptr + ids[:, None] * weight_stride + (begin_column + column)[None, :]
-            w = tl.load(w_ptr, mask=known[:, None] & inside[None, :], other=0.0)
+            w = tl.load(w_ptr, mask=in_vocab[:, None] & inside[None, :], other=0.0)
             total = tl.fma(
                 w.to(tl.float32), tl.broadcast_to(h.to(tl.float32)[None, :], (IDS, WIDTH)), total
             )
         x = tl.sum(total, 1)
         if bias_ptr is not None:
-            x += tl.load(bias_ptr + ids, mask=known, other=0.0).to(tl.float32)
-        tl.store(x_ptr + i, tl.where(known, x, float("nan")), mask=i < end)
+            x += tl.load(bias_ptr + ids, mask=in_vocab, other=0.0).to(tl.float32)
+        tl.store(x_ptr + i, tl.where(in_vocab, x, float("nan")), mask=i < end)
 
 
 @triton.jit
@@ -359,10 +361,10 @@ def kept_hidden_kernel(
     for at in tl.range(begin, end, IDS, num_stages=1):
         i = at + tl.arange(0, IDS)
         ids = tl.load(ids_ptr + i, mask=i < end, other=-1).to(tl.int64)
-        known = (ids >= 0) & (ids < vocab)
+        in_vocab = (ids >= 0) & (ids < vocab)
         dx = tl.load(dx_ptr + i, mask=i < end, other=0.0)
         w_ptr = weight_ptr + ids[:, None] * weight_stride + column[None, :]
-        w = tl.load(w_ptr, mask=known[:, None] & inside[None, :], other=0.0)
+        w = tl.load(w_ptr, mask=in_vocab[:, None] & inside[None, :], other=0.0)
         total += tl.sum(w.to(tl.float32) * dx[:, None], 0)
     tl.store(
         dhidden_ptr + row * width + column, total.to(dhidden_ptr.dtype.element_ty), mask=inside
@@ -435,7 +437,7 @@ def kept_dot(x, hidden, weight, bias, support):
     if len(hidden):
         pointers = (hidden, weight, bias, *contiguous(*support), x)
         numbers = (*weight.shape, hidden.stride(0), weight.stride(0))
-        launch(kept_dot_kernel, (len(hidden), PARTS), pointers, numbers, OPTIONS)
+        launch(kept_dot_kernel, (len(hidden), PROGRAMS), pointers, numbers, OPTIONS)
 
 
 def kept_hidden(dx, weight, support):

@@ -53,11 +53,11 @@ def targets_fwd_kernel(
     m, rest = tl.load(m_ptr + row), tl.load(rest_ptr + row)
     banned = (m == float("-inf")) & (rest == rest)  # every logit of the row is -inf
     target = tl.load(target_ptr + at, mask=inside, other=-1)
-    known = (target >= 0) & (target < vocab)
-    x = tl.load(x_ptr + shift + row * x_stride + target, mask=known, other=0.0).to(tl.float32)
+    in_vocab = (target >= 0) & (target < vocab)
+    x = tl.load(x_ptr + shift + row * x_stride + target, mask=in_vocab, other=0.0).to(tl.float32)
     logprob = (tl.minimum(cap(x, softcap), m, propagate_nan=NAN) - m) * inv_t - log1p(rest)
     logprob = tl.where(banned, float("-inf"), logprob)
-    tl.store(logprob_ptr + at, tl.where(known, logprob, float("nan")), mask=inside)
+    tl.store(logprob_ptr + at, tl.where(in_vocab, logprob, float("nan")), mask=inside)
 
 
 @triton.jit
@@ -66,16 +66,16 @@ def load_targets(x_row, id_ptr, order_ptr, dlogprob_ptr, first, k, inside, vocab
     target = tl.load(id_ptr + first + k, mask=inside, other=-1)
     order = tl.load(order_ptr + first + k, mask=inside, other=0)
     d = tl.load(dlogprob_ptr + first + order, mask=inside, other=0.0).to(tl.float64)
-    known = (target >= 0) & (target < vocab)
-    x = tl.load(x_row + target, mask=known, other=0.0).to(tl.float32)
-    return target, d, x, known
+    in_vocab = (target >= 0) & (target < vocab)
+    x = tl.load(x_row + target, mask=in_vocab, other=0.0).to(tl.float32)
+    return target, d, x, in_vocab
 
 
 @triton.jit
-def first_of_its_id(id_ptr, first, k, target, known):
+def first_of_its_id(id_ptr, first, k, target, in_vocab):
     """Return True for the first of equal targets, which stores the gradient of all of them."""
-    before = tl.load(id_ptr + first + k - 1, mask=known & (k > 0), other=-1)
-    return known & (before != target)
+    before = tl.load(id_ptr + first + k - 1, mask=in_vocab & (k > 0), other=-1)
+    return in_vocab & (before != target)
 
 
 @triton.jit(do_not_specialize=["shift", "vocab", "count", "x_stride", "inv_t", "softcap"])
@@ -122,7 +122,7 @@ def targets_bwd_kernel(
     total, below = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
     for begin in tl.range(0, count, BLOCK, num_stages=1):
         k = begin + tl.arange(0, BLOCK)
-        _id, d, x, _known = load_targets(
+        _id, d, x, _in_vocab = load_targets(
             x_row, id_ptr, order_ptr, dlogprob_ptr, first, k, k < count, vocab
         )
         total += d
@@ -132,22 +132,22 @@ def targets_bwd_kernel(
 
     for begin in tl.range(0, count, BLOCK, num_stages=1):
         k = begin + tl.arange(0, BLOCK)
-        target, own, x, known = load_targets(
+        target, d_of_id, x, in_vocab = load_targets(
             x_row, id_ptr, order_ptr, dlogprob_ptr, first, k, k < count, vocab
         )
-        head = first_of_its_id(id_ptr, first, k, target, known)
+        head = first_of_its_id(id_ptr, first, k, target, in_vocab)
         # equal ids follow one another: add up each run from its first, until the longest run ends
         same, ahead = head, k + 1
         while tl.max(same.to(tl.int32), 0) > 0:
             same = same & (ahead < count)
             same = same & (tl.load(id_ptr + first + ahead, mask=same, other=-1) == target)
             order = tl.load(order_ptr + first + ahead, mask=same, other=0)
-            own += tl.load(dlogprob_ptr + first + order, mask=same, other=0.0).to(tl.float64)
+            d_of_id += tl.load(dlogprob_ptr + first + order, mask=same, other=0.0).to(tl.float64)
             ahead += 1
-        others = tl.where(cap(x, softcap) < top, total - own, below)
-        dothers = (dlse - others).to(tl.float32)
+        d_other_ids = tl.where(cap(x, softcap) < top, total - d_of_id, below)
+        dlse_left = (dlse - d_other_ids).to(tl.float32)
         g = target_gradient(
-            x, m, rest, entropy, own.to(tl.float32), dentropy, dothers, inv_t, softcap
+            x, m, rest, entropy, d_of_id.to(tl.float32), dentropy, dlse_left, inv_t, softcap
         )
         tl.store(dtarget_ptr + first + k, g, mask=head)
 

@@ -429,8 +429,8 @@ MUTATIONS = {
     ),
     "the second segment of a row is left out of Jensen-Shannon": Mutation(
         "kernels/jensen_shannon.py",
-        "parts[1:]",
-        "parts[2:]",
+        "by_segment[1:]",
+        "by_segment[2:]",
         "tests/test_kl.py -k several_programs",
     ),
     "ties are rounded up": Mutation(
@@ -1227,8 +1227,8 @@ MUTATIONS = {
     ),
     "a kept set's logits are read from the first column": Mutation(
         "kernels/support.py",
-        "tl.load(logits_ptr + row * x_stride + (ids - first), mask=known",
-        "tl.load(logits_ptr + row * x_stride + ids, mask=known",
+        "tl.load(logits_ptr + row * x_stride + (ids - first), mask=in_columns",
+        "tl.load(logits_ptr + row * x_stride + ids, mask=in_columns",
     ),
     "a row of kept sets that is all -inf has an entropy": Mutation(
         "kernels/support.py",
@@ -1247,7 +1247,7 @@ MUTATIONS = {
     ),
     "the window where a row's tail begins is read from the row's start": Mutation(
         "kernels/logprob.py",
-        "carry = load_window(window_ptr, whole * K, 0, vocab",
+        "carry = load_window(window_ptr, first_masked * K, 0, vocab",
         "carry = load_window(window_ptr, 0, 0, vocab",
     ),
     "advantages forget what lies behind a block": Mutation(
@@ -1257,8 +1257,8 @@ MUTATIONS = {
     ),
     "the target's gradient is written by two programs or by none": Mutation(
         "kernels/logprob_gradient.py",
-        "return around // LANES % parts == part",
-        "return around // LANES % parts == 0",
+        "return around // LANES % programs == program",
+        "return around // LANES % programs == 0",
     ),
     "a soft cap is not in the gradient beside the target": Mutation(
         "kernels/logprob_gradient.py",

@@ -50,12 +50,12 @@ def test_bits_do_not_depend_on_chunks_or_threads(monkeypatch):
 def test_without_a_compiler_large_inputs_stay_eager(monkeypatch, caplog):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setenv("CXX", "no-such-compiler")
-    compiled.compiler_found.cache_clear()
+    compiled.has_compiler.cache_clear()
     logits, targets = random_rows(10, 2000, torch.bfloat16, "cpu")
     with caplog.at_level(logging.INFO, "fused_rl.cpu"):
         for _ in range(2):
             token_logprobs(logits, targets)
-    compiled.compiler_found.cache_clear()
+    compiled.has_compiler.cache_clear()
     assert [r.message for r in caplog.records] == [
         "large logits on the CPU: eager: no C++ compiler 'no-such-compiler'"
     ]

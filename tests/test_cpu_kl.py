@@ -18,7 +18,7 @@ VOCAB = 4 * BLOCK + 77  # blocks and a tail
 def path(request, monkeypatch):
     if request.param == "eager":
         monkeypatch.setattr(native, "takes", lambda *tensors: False)
-    elif not cpu.compiler_found():
+    elif not cpu.has_compiler():
         pytest.skip("no C++ compiler")
     return request.param
 

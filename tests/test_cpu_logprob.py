@@ -22,7 +22,7 @@ def path(request, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     if request.param == "eager":
         monkeypatch.setattr(native, "takes", lambda *matrices: False)
-    elif not compiled.compiler_found():
+    elif not compiled.has_compiler():
         pytest.skip("no C++ compiler")
     return request.param
 
@@ -72,7 +72,7 @@ def test_a_gradient_between_two_numbers_of_its_dtype_is_the_even_one(dtype, bits
 
 
 def test_the_compiled_file_is_kept_and_made_once(monkeypatch, tmp_path):
-    if not compiled.compiler_found():
+    if not compiled.has_compiler():
         pytest.skip("no C++ compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     build = native._library.__wrapped__

@@ -35,20 +35,22 @@ def test_rows_fill_the_device_wherever_the_vocabulary_allows(vocab, device):
     """
     segments, resident = -(-vocab // COLUMNS), PROGRAMS * MULTIPROCESSORS[device]
     for rows in range(1, 16385):
-        whole = launch.whole_rows(rows, segments, resident)
-        assert 0 <= whole <= rows
-        share = filled(rows, whole, segments, resident)
+        unsplit_rows = launch.choose_unsplit_rows(rows, segments, resident)
+        assert 0 <= unsplit_rows <= rows
+        share = filled(rows, unsplit_rows, segments, resident)
         if rows * segments >= 3 * resident:
             assert share >= 0.83, rows
         unsplit = filled(rows, rows, segments, resident)
         assert share >= unsplit - 1e-9, rows
-        lanes = (rows - whole) * segments * 2 * 3 * 4 * launch.THREADS
+        lanes = (rows - unsplit_rows) * segments * 2 * 3 * 4 * launch.THREADS
         # Written and read again; of the split rows' bytes.
-        assert lanes <= 0.16 * (rows - whole) * vocab * 2
+        assert lanes <= 0.16 * (rows - unsplit_rows) * vocab * 2
 
 
 def test_a_gradient_is_split_where_there_are_few_rows():
-    assert [launch.parts_of_row(rows, 7, 528) for rows in (1, 600, 2000, 4000, 5000, 16384)] == [
+    assert [
+        launch.programs_per_row(rows, 7, 528) for rows in (1, 600, 2000, 4000, 5000, 16384)
+    ] == [
         7,
         7,
         2,
@@ -56,4 +58,4 @@ def test_a_gradient_is_split_where_there_are_few_rows():
         1,
         1,
     ]
-    assert launch.parts_of_row(1, 7, 0) == 1  # no device to fill
+    assert launch.programs_per_row(1, 7, 0) == 1  # no device to fill

@@ -39,12 +39,12 @@ def test_bytes_and_bounds():
     upstream = upstream_of(targets)
     with interpreter.count_traffic() as launches, interpreter.check_memory():
         outputs_and_gradient(fused_rl, logits, targets, upstream, support=support, mask=mask)
-    whole_fwd, fwd, whole_bwd, bwd = launches
-    assert whole_fwd.bytes("x_ptr") == (0, 0)
+    full_rows_fwd, fwd, full_rows_bwd, bwd = launches
+    assert full_rows_fwd.bytes("x_ptr") == (0, 0)
     assert fwd.bytes("logits_ptr") == (2 * 129, 0)
     assert fwd.bytes("x_ptr")[1] == 4 * 129
-    assert whole_bwd.bytes("x_ptr")[0] == 0
-    assert whole_bwd.bytes("dx_ptr")[1] == 2 * 4 * vocab
+    assert full_rows_bwd.bytes("x_ptr")[0] == 0
+    assert full_rows_bwd.bytes("dx_ptr")[1] == 2 * 4 * vocab
     assert bwd.bytes("dx_ptr") == (0, 2 * 129)
     assert "logits_ptr" not in bwd.read
 

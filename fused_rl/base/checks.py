@@ -443,5 +443,7 @@ def check_transforms(name: str, *tensors: Tensor | None) -> None:
 
 
 def _definition(name):
-    whole = name.removeprefix("vocab_parallel_")
-    return f"fused_rl.reference.{whole}" + (" of the whole logits" if whole != name else "")
+    plain_name = name.removeprefix("vocab_parallel_")
+    return f"fused_rl.reference.{plain_name}" + (
+        " of the whole logits" if plain_name != name else ""
+    )

@@ -10,7 +10,7 @@ def gather(weight: Tensor, bias: Tensor | None) -> tuple[Any, Any]:
     """The whole tensors: an FSDP2 shard is gathered, in the forward pass and again in the backward pass."""
     # ZeRO 3 may have partitioned them since the forward pass.
     check_gathered(weight=weight, bias=bias)
-    return _whole(weight), _whole(bias)
+    return _full(weight), _full(bias)
 
 
 def check_gathered(**named: Any) -> None:
@@ -24,7 +24,7 @@ def check_gathered(**named: Any) -> None:
             )
 
 
-def _whole(parameter):
+def _full(parameter):
     return parameter.full_tensor() if is_dtensor(parameter) else parameter
 
 

@@ -31,7 +31,7 @@ def in_huge_pages(fresh: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def compiler_found() -> bool:
+def has_compiler() -> bool:
     """Return True if rows.c can be compiled: on Linux, with a compiler."""
     compiler = os.environ.get("CXX", "g++")
     obstacles = {

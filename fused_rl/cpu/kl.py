@@ -67,8 +67,8 @@ def _eager_fwd(x, y, mask, inv_t):
     q = probabilities(y, n, s, t)
     delta = log_ratio(x, y, t, apart, constant)
     terms = torch.where(delta.abs() < 1, p * ((-delta).expm1() + delta), q - p + p * delta)
-    lone = ((y <= BANNED) & (x > BANNED)).any(-1)
-    finite = some & ~lone
+    banned_in_q = ((y <= BANNED) & (x > BANNED)).any(-1)
+    finite = some & ~banned_in_q
     divergence = torch.where(finite, terms.sum(-1).clamp(min=0), 0)
     k = torch.where(some, divergence, NONE)
     distance = apart.abs() * t
@@ -88,7 +88,7 @@ def _eager_fwd(x, y, mask, inv_t):
         s=s,
         k=k + bad,
     )
-    kl = torch.where(lone, torch.inf, divergence) + bad
+    kl = torch.where(banned_in_q, torch.inf, divergence) + bad
     return kl.float(), torch.stack(state).float()
 
 
@@ -135,8 +135,8 @@ def _eager_bwd(g, x, y, mask, inv_t, divergence, state, sums, wants_dx, wants_dy
     t = fp64_per_row(inv_t, len(x))
     state = KLState(*state)
     # no step would make such a divergence finite, or less than 0, and none would change what P bans throughout
-    still = (divergence == torch.inf) | (divergence == 0) | (state.w_all == 0)
-    slope = torch.where(still, 0, g * t)[:, None]
+    no_step = (divergence == torch.inf) | (divergence == 0) | (state.w_all == 0)
+    slope = torch.where(no_step, 0, g * t)[:, None]
     p, q, delta = p_q_delta(x, y, t, state)
     if sums is None:
         u = log_ratio(x, y, t, state.offset.double(), state.c.double())
@@ -145,4 +145,4 @@ def _eager_bwd(g, x, y, mask, inv_t, divergence, state, sums, wants_dx, wants_dy
     else:
         gradients = js_gradient(p, q, delta, sums, shares)
     # what a column of these rows has may be NaN
-    return [torch.where(still[:, None], 0, d * slope)[None] for d in gradients]
+    return [torch.where(no_step[:, None], 0, d * slope)[None] for d in gradients]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from fused_rl.cpu.compiled import compiler_found
+from fused_rl.cpu.compiled import has_compiler
 
 _SOURCE = Path(__file__).with_name("rows.c")
 _FLAGS = [
@@ -40,7 +40,7 @@ def takes(*tensors: torch.Tensor) -> bool:
     for x in tensors:
         if x.stride(-1) != 1 and x.shape[-1] != 1:
             return False
-    return compiler_found() and _library() is not None
+    return has_compiler() and _library() is not None
 
 
 class Pair(ctypes.Structure):
@@ -107,13 +107,13 @@ def _library() -> ctypes.CDLL | None:
     if path.is_file():
         return ctypes.CDLL(str(path))
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        made = Path(scratch) / path.name
-        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(made), "-lm"]
+        compiled = Path(scratch) / path.name
+        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(compiled), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             _log.warning("logits on the CPU: eager, %s fails:\n%s", " ".join(command), done.stderr)
             return None
-        os.replace(made, path)  # whole, whoever else compiles it now
+        os.replace(compiled, path)  # whole, whoever else compiles it now
     return ctypes.CDLL(str(path))
 
 
@@ -131,7 +131,7 @@ def _folder() -> Path:
 def _fingerprint(compiler: str) -> str:
     """Hash all that the compiled file depends on: machines share home folders, and compilers are updated."""
     binary = Path(shutil.which(compiler) or compiler).resolve()
-    parts = [
+    dependencies = [
         _SOURCE.read_text(),
         " ".join(_FLAGS),
         platform.machine(),
@@ -140,7 +140,7 @@ def _fingerprint(compiler: str) -> str:
     ]
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith(("flags", "Features", "model name")):
-            parts.append(line)
+            dependencies.append(line)
             if line.startswith(("flags", "Features")):
                 break
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
+    return hashlib.sha256("\n".join(dependencies).encode()).hexdigest()[:20]

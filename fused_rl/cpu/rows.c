@@ -9,7 +9,7 @@
 #include <string.h>
 
 enum { BLOCK = 512, LANES = 16 };
-enum { WIDTH = __BIGGEST_ALIGNMENT__ / 4, PARTS = LANES / WIDTH };  // of the processor's vectors: 4 for SSE and NEON, 8, 16
+enum { WIDTH = __BIGGEST_ALIGNMENT__ / 4, VECTORS = LANES / WIDTH };  // of the processor: 4 for SSE and NEON, 8, 16
 enum { FP32, BF16, FP16 };
 
 typedef float vec __attribute__((vector_size(4 * WIDTH), may_alias));
@@ -124,7 +124,7 @@ static float sum_of(const vec *lanes) {
 // ---------------------------------------------------------------- one row
 
 typedef struct {
-    double m, ties, others, t;  // maximum, how many equal it; sums of exp(s) over the others, and of exp(s) s
+    double m, ties, below_max, t;  // maximum, how many equal it; sums of exp(s) below it, and of exp(s) s
 } State;
 
 static float maximum(const float *block, int filled) {  // NaN may be lost: the sums show it
@@ -149,9 +149,9 @@ static State statistics(const void *x, int64_t offset, int64_t vocab, int dtype,
         float m = maximum(block, filled);
         if (m > row.m) {
             if (row.m != -INFINITY) {
-                double d = (row.m - m) * inv_t, alpha = exp(d), mass = row.ties + row.others;
+                double d = (row.m - m) * inv_t, alpha = exp(d), mass = row.ties + row.below_max;
                 row.t = alpha * (row.t + d * mass);
-                row.others = alpha * mass;
+                row.below_max = alpha * mass;
                 row.ties = 0;
             }
             row.m = m;
@@ -159,19 +159,19 @@ static State statistics(const void *x, int64_t offset, int64_t vocab, int dtype,
 
         // the block's sums; what equals the maximum is counted, so that it does not drown the others
         float origin = row.m == -INFINITY ? 0 : (float)row.m, scale = (float)inv_t;
-        vec others[PARTS] = {{0}}, t[PARTS] = {{0}};
+        vec below_max[VECTORS] = {{0}}, t[VECTORS] = {{0}};
         ivec ties = {0};
         for (int j = 0; j < filled; j += LANES)
-            for (int k = 0; k < PARTS; k++) {
+            for (int k = 0; k < VECTORS; k++) {
                 vec s = at_least((*(vec *)(block + j + k * WIDTH) - origin) * scale, LOWEST);
                 vec p = exponential(s);
                 ivec tie = s == 0;
                 ties -= tie;
-                others[k] += (vec)((ivec)p & ~tie);
+                below_max[k] += (vec)((ivec)p & ~tie);
                 t[k] += p * s;
             }
         for (int j = 0; j < WIDTH; j++) row.ties += ties[j];
-        row.others += sum_of(others);
+        row.below_max += sum_of(below_max);
         row.t += sum_of(t);
     }
     return row;
@@ -211,28 +211,28 @@ static void normalise(Pair *row, double m, double n, double p_mass, double q_mas
     row->p_scale = p_mass ? 1 / p_mass : 0;
     row->q_scale = q_mass ? 1 / q_mass : 0;
     row->inv_t = row->inverse_temperature;
-    double whole = apart + constant / row->inverse_temperature;
-    row->offset = whole;
-    row->rest = whole - row->offset;
+    double full_offset = apart + constant / row->inverse_temperature;
+    row->offset = full_offset;
+    row->rest = full_offset - row->offset;
 }
 
 typedef struct {
     vec p, q, delta, excess, expm1;  // delta = log(p / q); exp(-delta) - 1 + delta and exp(-delta) - 1, if it is near
-    ivec near, lone;                 // |delta| < 1; Q bans what P does not
+    ivec near, banned_in_q;          // |delta| < 1; Q bans what P does not
 } Columns;
 
 static inline Columns columns(const float *x, const float *y, const Pair *row) {
-    Columns these;
+    Columns columns;
     vec a = at_least(*(vec *)x, BANNED), b = at_least(*(vec *)y, BANNED);
-    these.p = exponential(at_least((a - row->m) * row->inv_t, LOWEST)) * row->p_scale;
-    these.q = exponential(at_least((b - row->n) * row->inv_t, LOWEST)) * row->q_scale;
+    columns.p = exponential(at_least((a - row->m) * row->inv_t, LOWEST)) * row->p_scale;
+    columns.q = exponential(at_least((b - row->n) * row->inv_t, LOWEST)) * row->q_scale;
     vec d = a - b, back = d - a, rounded_off = (a - (d - back)) - (b + back);  // Knuth's TwoSum
-    these.delta = ((d - row->offset) + (rounded_off - row->rest)) * row->inv_t;
-    these.near = absolute(these.delta) < 1;
-    these.excess = excess(these.delta);
-    these.expm1 = these.excess - these.delta;
-    these.lone = (b <= BANNED) & (a > BANNED);
-    return these;
+    columns.delta = ((d - row->offset) + (rounded_off - row->rest)) * row->inv_t;
+    columns.near = absolute(columns.delta) < 1;
+    columns.excess = excess(columns.delta);
+    columns.expm1 = columns.excess - columns.delta;
+    columns.banned_in_q = (b <= BANNED) & (a > BANNED);
+    return columns;
 }
 
 static int loaded_blocks(float *xs, float *ys, const Pair *row, int64_t i) {
@@ -242,28 +242,28 @@ static int loaded_blocks(float *xs, float *ys, const Pair *row, int64_t i) {
 
 typedef struct {
     double excess, expm1;  // sums of p (exp(-delta) - 1 + delta) and of p (exp(-delta) - 1)
-    int lone;
+    int banned_in_q;
 } KLSums;
 
 static KLSums kl_sums(const Pair *row) {
     KLSums sums = {0};
-    ivec lone = {0};
+    ivec banned_in_q = {0};
     float xs[BLOCK] __attribute__((aligned(64))), ys[BLOCK] __attribute__((aligned(64)));
     for (int64_t i = 0; i < row->vocab; i += BLOCK) {
         int n = loaded_blocks(xs, ys, row, i);
-        vec excess[PARTS] = {{0}}, expm1[PARTS] = {{0}};
+        vec excess[VECTORS] = {{0}}, expm1[VECTORS] = {{0}};
         for (int j = 0; j < n; j += LANES)
-            for (int k = 0; k < PARTS; k++) {
+            for (int k = 0; k < VECTORS; k++) {
                 Columns at = columns(xs + j + k * WIDTH, ys + j + k * WIDTH, row);
                 vec q_less_p = at.q - at.p;
                 excess[k] += pick(at.near, at.p * at.excess, q_less_p + at.p * at.delta);
                 expm1[k] += pick(at.near, at.p * at.expm1, q_less_p);
-                lone |= at.lone;
+                banned_in_q |= at.banned_in_q;
             }
         sums.excess += sum_of(excess);
         sums.expm1 += sum_of(expm1);
     }
-    for (int j = 0; j < WIDTH; j++) sums.lone |= lone[j];
+    for (int j = 0; j < WIDTH; j++) sums.banned_in_q |= banned_in_q[j];
     return sums;
 }
 
@@ -272,9 +272,9 @@ static double sum_of_p_delta(const Pair *row) {
     float xs[BLOCK] __attribute__((aligned(64))), ys[BLOCK] __attribute__((aligned(64)));
     for (int64_t i = 0; i < row->vocab; i += BLOCK) {
         int n = loaded_blocks(xs, ys, row, i);
-        vec of_block[PARTS] = {{0}};
+        vec of_block[VECTORS] = {{0}};
         for (int j = 0; j < n; j += LANES)
-            for (int k = 0; k < PARTS; k++) {
+            for (int k = 0; k < VECTORS; k++) {
                 Columns at = columns(xs + j + k * WIDTH, ys + j + k * WIDTH, row);
                 of_block[k] += at.p * at.delta;
             }
@@ -316,9 +316,9 @@ static inline Mixed mixed(Columns at, const Pair *row) {
     vec z_other = -share * less / ((2 - share) * less + 2);
     vec of_both = share * of_z + other * (less + 1) * cubic(z_other);
     vec near = pick(above, at.p, at.q) * (t * share * (z - z_other) - 2 * of_both);
-    Mixed these = {pick(above, larger, smaller), pick(above, smaller, larger)};
-    these.term = pick(at.near, near, p_share * at.p * these.a + q_share * at.q * these.b);
-    return these;
+    Mixed logs = {pick(above, larger, smaller), pick(above, smaller, larger)};
+    logs.term = pick(at.near, near, p_share * at.p * logs.a + q_share * at.q * logs.b);
+    return logs;
 }
 
 typedef struct {
@@ -330,9 +330,9 @@ static MixedSums mixed_sums(const Pair *row) {
     float xs[BLOCK] __attribute__((aligned(64))), ys[BLOCK] __attribute__((aligned(64)));
     for (int64_t i = 0; i < row->vocab; i += BLOCK) {
         int n = loaded_blocks(xs, ys, row, i);
-        vec term[PARTS] = {{0}}, p_a[PARTS] = {{0}}, q_b[PARTS] = {{0}};
+        vec term[VECTORS] = {{0}}, p_a[VECTORS] = {{0}}, q_b[VECTORS] = {{0}};
         for (int j = 0; j < n; j += LANES)
-            for (int k = 0; k < PARTS; k++) {
+            for (int k = 0; k < VECTORS; k++) {
                 Columns at = columns(xs + j + k * WIDTH, ys + j + k * WIDTH, row);
                 Mixed log = mixed(at, row);
                 term[k] += log.term;
@@ -380,13 +380,13 @@ void logprob_fwd(const void *x, int64_t stride, int dtype, int64_t n, int64_t vo
         }
         double inv_t = inv_temperatures ? inv_temperatures[i] : inv_temperature;
         State row = statistics(x, i * stride, vocab, dtype, inv_t);
-        double others = row.others + (row.ties > 1 ? row.ties - 1 : 0), log1p_others = log1p(others);
+        double row_rest = row.below_max + (row.ties > 1 ? row.ties - 1 : 0), log1p_rest = log1p(row_rest);
         double origin = row.m == -INFINITY ? 0 : row.m;
-        logprobs[i] = (loaded(x, i * stride + targets[i], dtype) - origin) * inv_t - log1p_others;
-        entropy[i] = log1p_others - row.t / (1 + others);
-        lse[i] = row.m * inv_t + log1p_others;
+        logprobs[i] = (loaded(x, i * stride + targets[i], dtype) - origin) * inv_t - log1p_rest;
+        entropy[i] = log1p_rest - row.t / (1 + row_rest);
+        lse[i] = row.m * inv_t + log1p_rest;
         m[i] = row.m;
-        rest[i] = others;
+        rest[i] = row_rest;
     }
 }
 
@@ -456,18 +456,18 @@ void kl_fwd(const Tensors *all, float *kl, float *state, int threads) {
         State p = statistics(row.x, row.x_at, row.vocab, row.dtype, inv_t);
         State q = statistics(row.y, row.y_at, row.vocab, row.dtype, inv_t);
         int p_some = p.m > BANNED, q_some = q.m > BANNED, some = p_some && q_some;
-        double w = p_some ? p.others + p.ties : 0 * p.others, s = q_some ? q.others + q.ties : 0 * q.others;
+        double w = p_some ? p.below_max + p.ties : 0 * p.below_max, s = q_some ? q.below_max + q.ties : 0 * q.below_max;
 
         // The constant is off by the rounding of the sums, which shows in the mass of Q: exp(-delta) of mean 1 is exact.
-        int lone = p_some && !q_some;
+        int banned_in_q = p_some && !q_some;
         double apart = 0, constant = 0, divergence = 0, k = -1e10;
         if (some) {
             apart = p.m - q.m;
-            constant = log1p(p.others + p.ties - 1) - log1p(q.others + q.ties - 1);
+            constant = log1p(p.below_max + p.ties - 1) - log1p(q.below_max + q.ties - 1);
             normalise(&row, p.m, q.m, w, s, apart, constant);
             KLSums sums = kl_sums(&row);
-            lone = sums.lone;
-            if (!lone) {
+            banned_in_q = sums.banned_in_q;
+            if (!banned_in_q) {
                 double shift = log1p(sums.expm1);
                 constant -= shift;
                 divergence = sums.excess - (sums.expm1 - shift);
@@ -483,7 +483,7 @@ void kl_fwd(const Tensors *all, float *kl, float *state, int threads) {
         // of logits that are not finite; what is small beside so large a distance may be rounding alone
         double distance = fabs(apart) * inv_t;
         double bad = p.m > MOST || q.m > MOST ? NAN : (w - w) + (s - s);
-        if (distance > 1e7 && divergence < 0.01 * distance && !lone) bad = NAN;
+        if (distance > 1e7 && divergence < 0.01 * distance && !banned_in_q) bad = NAN;
         double mean = apart + (constant + divergence) / inv_t;
         float offset = mean;
         float numbers[NUMBERS] = {
@@ -492,7 +492,7 @@ void kl_fwd(const Tensors *all, float *kl, float *state, int threads) {
             [K] = k + bad,
         };
         for (int j = 0; j < NUMBERS; j++) state[j * all->n + i] = numbers[j];
-        kl[i] = lone ? INFINITY + bad : divergence + bad;
+        kl[i] = banned_in_q ? INFINITY + bad : divergence + bad;
     }
 }
 
@@ -526,8 +526,8 @@ void pair_bwd(const Tensors *all, const float *g, const float *divergence, const
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t i = 0; i < n; i++) {
         // no step would make such a divergence finite, or less than 0, and none would change what P bans throughout
-        int still = divergence[i] == INFINITY || divergence[i] == 0 || state[W_ALL * n + i] == 0;
-        if (still || (all->mask && !all->mask[i])) {
+        int no_step = divergence[i] == INFINITY || divergence[i] == 0 || state[W_ALL * n + i] == 0;
+        if (no_step || (all->mask && !all->mask[i])) {
             memset((char *)out + i * vocab * size, 0, vocab * size);
             continue;
         }

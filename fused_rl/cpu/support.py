@@ -86,20 +86,20 @@ def _sum(values, offsets):
     return torch.segment_reduce(values, "sum", offsets=offsets, axis=0, unsafe=True)
 
 
-def whole_fwd(logits, targets, whole, inv_temperature, softcap):
-    """`logprob_fwd` of the rows `whole` (N,) bool; 0 in all others."""
+def full_rows_fwd(logits, targets, keeps_all, inv_temperature, softcap):
+    """`logprob_fwd` of the rows `keeps_all` (N,) bool; 0 in all others."""
     # a target of the other rows may lie in another rank's columns
-    targets = torch.where(whole, targets, 0)
-    return logprob.logprob_fwd(logits, targets, whole, inv_temperature, softcap)
+    targets = torch.where(keeps_all, targets, 0)
+    return logprob.logprob_fwd(logits, targets, keeps_all, inv_temperature, softcap)
 
 
-def whole_bwd(
+def full_rows_bwd(
     dlogprobs,
     dentropy,
     dlse,
     logits,
     targets,
-    whole,
+    keeps_all,
     entropy,
     m,
     rest,
@@ -107,13 +107,13 @@ def whole_bwd(
     softcap,
     out,
 ):
-    """`logprob_bwd` of the rows `whole` (N,) bool; zeros in all others. `out` may be the logits."""
+    """`logprob_bwd` of the rows `keeps_all` (N,) bool; zeros in all others. `out` may be the logits."""
     upstream = dlogprobs, dentropy, dlse
     state = entropy, m, rest
     options = inv_temperature, softcap
-    if whole.all():
+    if keeps_all.all():
         return logprob.logprob_bwd(*upstream, logits, targets, None, *state, *options, out)
-    rows = whole.nonzero()[:, 0]
+    rows = keeps_all.nonzero()[:, 0]
     if len(rows) == 0:
         return out.zero_()
 
@@ -128,8 +128,8 @@ def whole_bwd(
             dlp, dh, dl, logits[some], targets[some], None, *some_state, *options
         )
         out[some] = dx.to(out.dtype)
-    others = (~whole).nonzero()[:, 0]
-    return out.index_fill_(0, others, 0)
+    with_sets = (~keeps_all).nonzero()[:, 0]
+    return out.index_fill_(0, with_sets, 0)
 
 
 def kept_fwd(

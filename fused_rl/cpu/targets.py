@@ -96,14 +96,14 @@ def _gradient(x, d_of_id, d, softcap, total, dentropy, dlse, entropy, m, rest, i
     is_below = x < top
     d_below = torch.where(is_below, d, 0.0)
     below = d_below.sum(1, keepdim=True, dtype=torch.float64)
-    others = torch.where(is_below, total - d_of_id, below)
+    d_other_ids = torch.where(is_below, total - d_of_id, below)
 
     # as the target's column in `logprob_bwd`, where the other targets take from dlse
     log1p = rest.log1p()
     mean = log1p - entropy
     s = ((x - m) * inv_t).clamp_(FLAT, 0)
     logp = s - log1p
-    dp = dlse - others - dentropy * (s - mean)
+    dp = dlse - d_other_ids - dentropy * (s - mean)
     one_minus_p = -logp.expm1()
     dx = d_of_id * one_minus_p + logp.exp_() * dp
     slope = inv_t if softcap is None else inv_t * (1 - (x / softcap).square())

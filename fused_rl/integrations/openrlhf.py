@@ -77,8 +77,8 @@ def compute_entropy(logits: Tensor) -> Tensor:
 def _takes_kl(log_probs, log_probs_base, kl_estimator):
     # `capped_kl` takes the base as a constant; where it has a gradient, the host's own is used.
     differentiated = log_probs_base.requires_grad and torch.is_grad_enabled()
-    is_known = kl_estimator in ("k1", "k2", "k3")
-    return is_known and not differentiated and is_served(log_probs, log_probs_base)
+    is_ours = kl_estimator in ("k1", "k2", "k3")
+    return is_ours and not differentiated and is_served(log_probs, log_probs_base)
 
 
 def compute_approx_kl(

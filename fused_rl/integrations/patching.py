@@ -168,18 +168,18 @@ class Patch:
         """What would be replaced in this release, or is; imports the host."""
         if self._agreement is not None:
             return self._agreement
-        known = self.knows(release)
+        knows_release = self.knows(release)
         pairs: dict[str, tuple[Replacement, Any]] = {}
         left: dict[str, str] = {}
         for row in self.table:
             belongs = _belongs(release, row.versions)
-            if known and not belongs:
+            if knows_release and not belongs:
                 continue
             original, gap = self._looked_up(row)
             is_news = not row.optional or (belongs and original is not None)
             if gap is not None and not is_news:
                 continue
-            if gap is None and not known:
+            if gap is None and not knows_release:
                 result = self_test(original, row.ours, row.samples)
                 gap = None if result == "passed" else f"self-test {result}"
             if gap is None:
@@ -245,9 +245,9 @@ class Patch:
             if module is None or name.partition(".")[0] != self.package:
                 continue
             # `vars`, not `getattr`: a lazy module would import the attribute.
-            found = [attribute for attribute, value in vars(module).items() if value is old]
-            for attribute in found:
-                setattr(module, attribute, new)
+            for attribute, value in [*vars(module).items()]:
+                if value is old:
+                    setattr(module, attribute, new)
 
 
 def _belongs(release: str, versions: str) -> bool:

@@ -62,8 +62,8 @@ def _verl(
     if rollout_is_weights is not None:
         weights = weights * rollout_is_weights
     tokens = log_prob, old_log_prob, advantages, response_mask.bool()
-    loss, found = _weighted(preset, tokens, weights)
-    return loss, {f"actor/{name}": value.item() for name, value in found.items()}
+    loss, reported = _weighted(preset, tokens, weights)
+    return loss, {f"actor/{name}": value.item() for name, value in reported.items()}
 
 
 def _skyrl(
@@ -71,15 +71,17 @@ def _skyrl(
 ):
     # SkyRL's correction scales a loss that it is given: of ones it returns the weights.
     ones = torch.ones_like(log_probs)
-    given = (
+    correction_inputs = (
         old_log_probs,
         rollout_logprobs,
         ones if loss_mask is None else loss_mask,
         config.off_policy_correction,
     )
-    weights, mask, metrics = import_module(_SKYRL).apply_off_policy_correction(ones, *given)
-    loss, found = _weighted(preset, (log_probs, old_log_probs, advantages, mask.bool()), weights)
-    return loss, metrics | {name: value.item() for name, value in found.items()}
+    weights, mask, metrics = import_module(_SKYRL).apply_off_policy_correction(
+        ones, *correction_inputs
+    )
+    loss, reported = _weighted(preset, (log_probs, old_log_probs, advantages, mask.bool()), weights)
+    return loss, metrics | {name: value.item() for name, value in reported.items()}
 
 
 def _prime(preset, inputs, **changes):
@@ -105,30 +107,33 @@ def _megatron(module, more, preset, args, batch, logits, sum_of_sample_mean):
     # The tokens of all responses stand in one row, where ids say which response is whose.
     lengths = torch.tensor(batch["response_lengths"], dtype=torch.int64, device="cpu")
     ids = torch.arange(len(lengths), device="cpu").repeat_interleave(lengths)
-    given = {
+    loss_options = {
         "entropy": entropy,
         "entropy_coef": args.entropy_coef,
         "sequence_ids": ids.to(logits.device),
     }
     if args.use_tis:
-        given |= {
+        loss_options |= {
             "rollout_logprobs": torch.cat(batch["rollout_log_probs"]),
             "rollout_high": args.tis_clip,
         }
     if args.use_kl_loss:
         kind = {"low_var_kl": "k3"}.get(args.kl_loss_type, args.kl_loss_type)
-        given |= {
+        loss_options |= {
             "ref_logprobs": torch.cat(batch["ref_log_probs"]),
             "kl_coef": args.kl_loss_coef,
             "kl_estimator": kind,
         }
-    given = {
-        name: value[None] if isinstance(value, Tensor) else value for name, value in given.items()
+    loss_options = {
+        name: value[None] if isinstance(value, Tensor) else value
+        for name, value in loss_options.items()
     }
     # Without old log-probabilities the policy itself has sampled, and the ratio is 1.
     old = torch.cat(old) if old else logprobs.detach()
     tokens = logprobs, old, torch.cat(batch["advantages"]), torch.cat(batch["loss_masks"]).bool()
-    loss, metrics = _weighted(preset, (each[None] for each in tokens), weights[None], **given)
+    loss, metrics = _weighted(
+        preset, (each[None] for each in tokens), weights[None], **loss_options
+    )
     return loss, metrics | {"loss": loss.detach()}
 
 
@@ -138,14 +143,14 @@ def _token_weights(reduce, logprobs):
     return torch.autograd.grad(reduce(ones), ones)[0]
 
 
-def _weighted(preset, tokens, weights, **given):
+def _weighted(preset, tokens, weights, **options):
     """The sum of losses times weights, (B, T): as prompt-mean divides each token, by a length of its own."""
     shares = {"loss_agg": "prompt-mean", "num_sequences": 1, "group_lengths": 1 / weights.detach()}
-    loss, metrics = policy_loss(*tokens, preset=preset, **shares, **given)
+    loss, metrics = policy_loss(*tokens, preset=preset, **shares, **options)
     return loss, {name: metrics[name] for name in _REPORTED if name in metrics}
 
 
-def _estimated(advantage, token_level_rewards, response_mask, index, **given):
+def _estimated(advantage, token_level_rewards, response_mask, index, **_):
     """verl's and SkyRL's estimator: rewards and mask (B, T), group names (B,) -> advantages and returns, (B, T)."""
     numbers = {name: number for number, name in enumerate(dict.fromkeys(index))}
     groups = torch.tensor(
@@ -158,9 +163,9 @@ def _estimated(advantage, token_level_rewards, response_mask, index, **given):
             f"fused_{advantage} needs groups of one size, got {sizes.min()} to {sizes.max()} responses"
         )
     rewards, lengths = token_level_rewards.sum(1)[order], response_mask.sum(1)[order]
-    found = response_advantages(rewards, advantage, group_size=int(sizes[0]), lengths=lengths)
+    advantages = response_advantages(rewards, advantage, group_size=int(sizes[0]), lengths=lengths)
     # Back in the host's order, and on every token that counts.
-    spread = torch.empty_like(found).index_copy(0, order, found)[:, None] * response_mask
+    spread = torch.empty_like(advantages).index_copy(0, order, advantages)[:, None] * response_mask
     return spread, spread
 
 
@@ -170,7 +175,7 @@ _REGISTRIES = {
 }
 _SLIME = (
     "slime.backends.megatron_utils.loss",
-    lambda host, *given: host.get_rollout_top_p_logprob_kwargs(*given),
+    lambda host, *arguments: host.get_rollout_top_p_logprob_kwargs(*arguments),
 )
 _MILES = (
     "miles.backends.training_utils.loss_hub.losses",

@@ -51,12 +51,12 @@ def _rows(host, imports):
     if host not in sys.modules and not imports:
         release = patch.installed()
         state = "not imported" if release else "not installed"
-        return [StatusRow(host, _known(patch, release) if release else "", state)]
+        return [StatusRow(host, _shown(patch, release) if release else "", state)]
     try:
         release = patch.release()
     except ImportError:
         return [StatusRow(host, "", "not installed")]
-    release_shown = _known(patch, release)
+    release_shown = _shown(patch, release)
     if not patch.table:
         return [StatusRow(host, release_shown, "patched model by model")]
     agreement, results = patch.agreement(release), patch.tested()
@@ -79,7 +79,7 @@ def _rows(host, imports):
     return replaced + left
 
 
-def _known(patch, release):
+def _shown(patch, release):
     return release if patch.knows(release) else f"{release} (not known)"
 
 

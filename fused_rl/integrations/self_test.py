@@ -46,11 +46,11 @@ def self_test(theirs, ours, samples) -> str:
     with _plain_state(device):
         for dtype, tolerance in TOLERANCES.items():
             for sample in samples(dtype):
-                given = [(p, sample.get(p.name, p.default)) for p in parameters]
+                arguments = [(p, sample.get(p.name, p.default)) for p in parameters]
                 results = []
                 for function in (theirs, ours):
                     try:
-                        results.append(_run(function, given, device))
+                        results.append(_run(function, arguments, device))
                     # An unknown function may fail in any way, and its caller has to go on.
                     except Exception as error:
                         whose = "the host's own" if function is theirs else "ours"
@@ -86,10 +86,10 @@ def _plain_state(device):
         yield
 
 
-def _run(function, given, device):
+def _run(function, arguments, device):
     """The outputs, then the gradients of the inputs under random upstream ones."""
     leaves, positional, keywords = [], [], {}
-    for parameter, value in given:
+    for parameter, value in arguments:
         if isinstance(value, Tensor):
             leaf = value.detach().to(device, copy=True).requires_grad_(value.requires_grad)
             leaves.append(leaf)
@@ -100,8 +100,8 @@ def _run(function, given, device):
         else:
             positional.append(value)
     call = function.apply if isinstance(function, type) else function
-    found = call(*positional, **keywords)
-    outputs = [found] if isinstance(found, Tensor) else list(found)
+    returned = call(*positional, **keywords)
+    outputs = [returned] if isinstance(returned, Tensor) else list(returned)
     differentiable = [x for x in outputs if x is not None and x.requires_grad]
     if differentiable:
         torch.autograd.backward(differentiable, [_upstream(x) for x in differentiable])

@@ -124,9 +124,9 @@ class ChunkedLogProbFunction:
         `chunk_size`, the width of TRL's tiles, has no effect: tiles here follow from a budget in bytes.
         """
         of_head = final_logit_softcapping, logit_scale, outputs
-        found = _head_logprobs(hidden, weight, bias, targets, temperature, *of_head)
-        if found is not None:
-            return found
+        scored = _head_logprobs(hidden, weight, bias, targets, temperature, *of_head)
+        if scored is not None:
+            return scored
         return _PATCH.original(_LOGPROB).apply(
             hidden,
             weight,
@@ -192,7 +192,7 @@ class ChunkedDivergenceFunction:
         teacher_final_logit_softcapping: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Divergence of student and teacher, and the student's entropy (no gradient), (N,) each."""
-        found = _head_divergence(
+        divergence = _head_divergence(
             (student_hidden, student_weight, student_bias),
             (teacher_hidden, teacher_weight, teacher_bias),
             beta,
@@ -200,8 +200,8 @@ class ChunkedDivergenceFunction:
             (student_logit_scale, student_final_logit_softcapping),
             (teacher_logit_scale, teacher_final_logit_softcapping),
         )
-        if found is not None:
-            return found
+        if divergence is not None:
+            return divergence
         return _PATCH.original(_DIVERGENCE).apply(
             student_hidden, student_weight, student_bias, teacher_hidden, teacher_weight, teacher_bias, beta,
             temperature, student_logit_scale, student_final_logit_softcapping, teacher_logit_scale,

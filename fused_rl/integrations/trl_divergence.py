@@ -95,10 +95,10 @@ class _Tiles:
         other_hidden, other_weight, other_bias = self.teacher
         for rows in tiles.blocks(len(hidden), self.rows):
             logits = project(hidden[rows], weight, bias, self.pair.student, self.buffers[0])
-            others = project(
+            teacher_logits = project(
                 other_hidden[rows], other_weight, other_bias, self.pair.teacher, self.buffers[1]
             )
-            x, y = (others, logits) if self.pair.beta == 0 else (logits, others)
+            x, y = (teacher_logits, logits) if self.pair.beta == 0 else (logits, teacher_logits)
             yield rows, logits, x[None], y[None]
 
 

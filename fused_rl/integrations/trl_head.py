@@ -29,10 +29,10 @@ class Head(NamedTuple):
 
 def capped_mean(logits: Tensor, softcap: float) -> Tensor:  # (n, V) -> (n,) fp32
     step = max(1, _MEAN_ELEMENTS // logits.shape[1])
-    parts = [
+    means = [
         (logits[c].float() / softcap).tanh_().mean(-1) for c in tiles.blocks(len(logits), step)
     ]
-    return softcap * torch.cat(parts)
+    return softcap * torch.cat(means)
 
 
 def linear_mean(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -65,19 +65,19 @@ def scored(hidden, weight, bias, targets, head, budget):
         if means is not None:
             means[rows] = capped_mean(logits, head.softcap)
 
-    found = tiles.statistics(
+    statistics = tiles.statistics(
         hidden, weight, bias, targets, head.inv_temperature, head.softcap, budget, visit
     )
     extra = {}
     if squares is not None:
-        extra["log_sum_sq_probs"] = squares - 2 * found.rest.log1p()
+        extra["log_sum_sq_probs"] = squares - 2 * statistics.rest.log1p()
     if top is not None:
         # In a row that is -inf throughout no token is the likeliest.
-        extra["is_top1"] = (top == targets) & (found.logprobs > -torch.inf)
+        extra["is_top1"] = (top == targets) & (statistics.logprobs > -torch.inf)
     if "mean_logits" in head.outputs:
         means = linear_mean(hidden, weight, bias) if means is None else means
         extra["mean_logits"] = means * head.inv_temperature
-    return found, extra
+    return statistics, extra
 
 
 def cast(dtype, hidden, weight, bias):
@@ -98,15 +98,15 @@ class HeadLogprobs(torch.autograd.Function):
         budget = tiles.budget(None, inputs[0], len(inputs[1]), False, head.logits_dtype)
         # The mean of the logits is a product in fp32, which autocast would round.
         with torch.autocast(hidden.device.type, enabled=False):
-            found, extra = scored(*inputs, targets, head, budget)
+            statistics, extra = scored(*inputs, targets, head, budget)
         ctx.options = head, gathered, budget
         ctx.save_for_backward(
-            hidden, weight, bias, targets, found.entropy.clone(), found.m, found.rest
+            hidden, weight, bias, targets, statistics.entropy.clone(), statistics.m, statistics.rest
         )
-        entropy = found.entropy if "entropy" in head.outputs else None
+        entropy = statistics.entropy if "entropy" in head.outputs else None
         ctx.mark_non_differentiable(*extra.values())
         return (
-            found.logprobs,
+            statistics.logprobs,
             entropy,
             *map(extra.get, ("log_sum_sq_probs", "mean_logits", "is_top1")),
         )

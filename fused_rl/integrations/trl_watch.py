@@ -56,9 +56,9 @@ class Watch(TrainerCallback):
     def __init__(self, report: Callable[[str], None] = print):
         self.report = report
         self.values: dict[str, list[float]] = {}
-        self.found: set[str] = set()
+        self.reported: set[str] = set()
 
-    def on_log(self, args, state, control, logs=None, **given):
+    def on_log(self, args, state, control, logs=None, **_):
         for key, (holds, advice) in FINDINGS.items():
             # An evaluation logs other keys, and not every trainer has all of them.
             value = (logs or {}).get(key)
@@ -67,14 +67,14 @@ class Watch(TrainerCallback):
             self.values.setdefault(key, []).append(float(value))
             now, first = self._means(key)
             # A mean over a few logs is mostly noise, and a finding is reported once.
-            is_new = key not in self.found and len(self.values[key]) >= WINDOW
+            is_new = key not in self.reported and len(self.values[key]) >= WINDOW
             if state.is_world_process_zero and is_new and holds(now, first):
-                self.found.add(key)
+                self.reported.add(key)
                 self.report(
                     f"step {state.global_step}: {key} is {now:.3g}, at first {first:.3g}; {advice}"
                 )
 
-    def on_train_end(self, args, state, control, **given):
+    def on_train_end(self, args, state, control, **_):
         for key in filter(self.values.get, SUMMARY if state.is_world_process_zero else ()):
             now, first = self._means(key)
             self.report(f"{key}: {first:.3g} at first, {now:.3g} at the end")

@@ -71,8 +71,8 @@ def group_advantages(
     check_range("eps", eps, "a finite number, 0 or more")
     check_range("std_floor", std_floor, "a finite number, 0 or more")
     # What divides by nothing has no use for a deviation's options.
-    for name, is_given in (("eps", eps != 1e-4), ("std_floor", std_floor != 0)):
-        if is_given and not normalize:
+    for name, is_set in (("eps", eps != 1e-4), ("std_floor", std_floor != 0)):
+        if is_set and not normalize:
             raise ValueError(
                 f"{name} has no meaning with normalize=False, which divides by nothing; leave it out"
             )

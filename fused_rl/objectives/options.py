@@ -24,7 +24,7 @@ def arguments_of(
     return declared
 
 
-def functions_named(names: Any, namespace: dict[str, Any]) -> dict[Any, Any]:
+def functions_named(names: Any, namespace: dict) -> dict:
     """Return the function of each name of a Literal: in the module with this namespace "geo-mean" is `_geo_mean`."""
     return {name: namespace["_" + name.replace("-", "_")] for name in get_args(names)}
 

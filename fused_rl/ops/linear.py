@@ -93,8 +93,8 @@ def _entropy(ctx, inputs):
 def _token_gradients(token_loss, statistics, per_token):
     """Sum of the token losses, detached, and its gradient by each statistic, None where it does not use one."""
     # Hooks of a checkpoint around the op would run its forward pass again for this graph, which ends here.
-    own = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-    with torch.enable_grad(), own:
+    no_hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with torch.enable_grad(), no_hooks:
         leaves: list[Any] = [None if x is None else x.detach().requires_grad_() for x in statistics]
         values = token_loss(*leaves, *per_token)
         rows = statistics[1].shape
@@ -105,8 +105,10 @@ def _token_gradients(token_loss, statistics, per_token):
         gradients: list[Any] = [None] * len(leaves)
         if total.requires_grad:  # a constant loss has no gradient
             used = [i for i, x in enumerate(leaves) if x is not None]
-            found = torch.autograd.grad(total, [leaves[i] for i in used], allow_unused=True)
-            for i, d in zip(used, found, strict=True):
+            used_gradients = torch.autograd.grad(
+                total, [leaves[i] for i in used], allow_unused=True
+            )
+            for i, d in zip(used, used_gradients, strict=True):
                 gradients[i] = None if d is None else d.contiguous()
         if gradients[0] is None:
             gradients[0] = torch.zeros_like(leaves[0])
@@ -126,10 +128,10 @@ class TokenLoss(NamedTuple):
         return None if self.share is None else tiles.MeanLogit(weight, bias, self.share)
 
     def gradients(self, statistics, mean, per_token):
-        given = statistics[:2]
+        inputs = statistics[:2]
         if self.takes_lse:
-            given = *statistics[:3], mean
-        total, gradients = _token_gradients(self.function, given, per_token)
+            inputs = *statistics[:3], mean
+        total, gradients = _token_gradients(self.function, inputs, per_token)
         missing = (None,) * (4 - len(gradients))
         return total, (*gradients, *missing)
 
@@ -163,9 +165,8 @@ def _gradients_at_once(step, needs, hidden, weight, bias, targets, options, toke
         loss, results = of_tile(slice(0, n))
     else:  # no views of one tensor: they are returned
         loss = hidden.new_zeros((), dtype=torch.float32)
-        of_targets = [loss.new_zeros(targets.shape) for _ in range(2)]
-        of_rows = [loss.new_zeros(n) for _ in range(6)]
-        results = [of_targets[0], *of_rows[:3], of_targets[1], *of_rows[3:]]
+        # four statistics and four upstream gradients, of which the first is as the targets
+        results = [loss.new_zeros(shape) for shape in 2 * [targets.shape, n, n, n]]
         for rows in tiles.blocks(n, step):
             value, tile_results = of_tile(rows)
             loss += value
@@ -198,12 +199,12 @@ def _value(hidden, weight, bias, targets, options, token_loss, per_token):
 
 def _gradients_in_two(needs, hidden, weight, bias, targets, options, token_loss, per_token):
     """`_gradients_at_once` with the logits formed a second time: no sum of the weight's gradient over rows."""
-    found, mean, loss, upstream = _value(
+    statistics, mean, loss, upstream = _value(
         hidden, weight, bias, targets, options, token_loss, per_token
     )
-    state = found.entropy, found.m, found.rest
+    state = statistics.entropy, statistics.m, statistics.rest
     gradients = _recomputed(needs, upstream, hidden, weight, bias, targets, state, options, mean)
-    return loss, gradients, upstream, (found.logprobs, *state)
+    return loss, gradients, upstream, (statistics.logprobs, *state)
 
 
 class LinearLoss(torch.autograd.Function):
@@ -215,8 +216,10 @@ class LinearLoss(torch.autograd.Function):
         needs = ctx.needs_input_grad[:3]
         options = inv_temperature, softcap, budget
         if not any(needs):
-            found, _, loss, _ = _value(hidden, *head, targets, options, token_loss, per_token)
-            return loss, found.logprobs, found.entropy
+            row_statistics, _, loss, _ = _value(
+                hidden, *head, targets, options, token_loss, per_token
+            )
+            return loss, row_statistics.logprobs, row_statistics.entropy
         step = tiles.one_pass_rows(hidden, len(weight), needs, budget)
         form = functools.partial(_gradients_at_once, step) if step else _gradients_in_two
         loss, gradients, upstream, statistics = form(

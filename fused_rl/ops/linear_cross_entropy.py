@@ -119,13 +119,13 @@ def linear_cross_entropy(
     total_share = share.sum()
 
     # denominators: a loss without tokens is 0 / 0 where they are its own, with a gradient of 0
-    own = n if class_weight is None else weights.sum()
-    count = own if num_tokens is None else num_tokens
+    total_weight = n if class_weight is None else weights.sum()
+    count = total_weight if num_tokens is None else num_tokens
     # of a number no upload, which a device would wait for
     count = count.to(weights) if isinstance(count, Tensor) else weights.new_full((), count)
     fraction = 1 / count.reshape(()) if n else weights.new_zeros(())
     # of the tokens' mean beside a sum over weights
-    z_scale = z_loss if num_tokens is not None else z_loss * own / max(1, n)
+    z_scale = z_loss if num_tokens is not None else z_loss * total_weight / max(1, n)
     # A share of a large batch times a small probability is 0 in fp16, where the caller's loss scale comes too late:
     # there the share is taken after the gradients are formed. Elsewhere it goes in, and saves them a rounding.
     late = states.dtype == torch.float16

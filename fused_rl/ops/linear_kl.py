@@ -85,9 +85,9 @@ def _statistics(hidden, ref_hidden, heads, options):
     return _joined(divergence), _joined(state), _joined(sums) if sums else None
 
 
-def _joined(parts):
+def _joined(of_tiles):
     """Return the rows of all tiles, without a copy of those of a single one."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    return of_tiles[0] if len(of_tiles) == 1 else torch.cat(of_tiles, -1)
 
 
 def _gradients(needs, g, hidden, ref_hidden, heads, statistics, options):

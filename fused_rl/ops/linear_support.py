@@ -32,9 +32,9 @@ class LinearSupport(torch.autograd.Function):
         support = RowSupport(ids, begin, end)
         ctx.options = inv_temperature, softcap, budget
         x = hidden.new_zeros(len(ids), dtype=torch.float32)
-        ctx.parts, ctx.gathered = _parts(support, head[0])
+        ctx.rows_by_way, ctx.gathered = _rows_by_way(support, head[0])
         logprobs, entropy, lse, m, rest = _statistics(
-            ctx.parts, hidden, head, targets, support, x, *ctx.options
+            ctx.rows_by_way, hidden, head, targets, support, x, *ctx.options
         )
         ctx.save_for_backward(hidden, weight, bias, targets, *support, x, m, rest)
         # nothing counts the changes of a tensor of inference mode
@@ -53,27 +53,31 @@ class LinearSupport(torch.autograd.Function):
         support = RowSupport(ids, begin, end)
         needs = ctx.needs_input_grad[:3]
         inv_temperature, softcap, budget = ctx.options
-        short, tiled = ctx.parts
+        short, tiled = ctx.rows_by_way
         entropy = unless_modified(*ctx.entropy)
         if entropy is None:
             again = torch.zeros_like(x)
-            inputs = ctx.parts, hidden, head, targets, support, again, *ctx.options
+            inputs = ctx.rows_by_way, hidden, head, targets, support, again, *ctx.options
             entropy = _statistics(*inputs).entropy
         statistics = entropy, m, rest
         dhidden = dweight = dbias = None
 
         # rows in tiles first: their gradient of the head is whole, and the others' sums are added to it
         if tiled is None or len(tiled):
-            states, row_targets, sets, inv_t = _of(tiled, hidden, targets, support, inv_temperature)
-            row_upstream = _some(tiled, *upstream)
-            row_statistics = _some(tiled, *statistics)
+            states, row_targets, sets, inv_t = _row_inputs(
+                tiled, hidden, targets, support, inv_temperature
+            )
+            row_upstream = _select(tiled, *upstream)
+            row_statistics = _select(tiled, *statistics)
             inputs = row_upstream, states, *head, row_targets, row_statistics
             gradients = tiles.recomputed(needs, *inputs, inv_t, softcap, budget, support=sets, x=x)
             dhidden, dweight, dbias = gradients.take()
         if short is None or len(short):
-            states, row_targets, sets, inv_t = _of(short, hidden, targets, support, inv_temperature)
-            row_upstream = _some(short, *upstream)
-            row_statistics = _some(short, *statistics)
+            states, row_targets, sets, inv_t = _row_inputs(
+                short, hidden, targets, support, inv_temperature
+            )
+            row_upstream = _select(short, *upstream)
+            row_statistics = _select(short, *statistics)
             inputs = row_upstream, states, *head, row_targets, row_statistics
             entries = sets, ctx.gathered, x, dweight, dbias
             of_short, dweight, dbias = _gathered_gradients(needs, *inputs, inv_t, softcap, *entries)
@@ -89,7 +93,7 @@ class LinearSupport(torch.autograd.Function):
         return *scatter((dhidden, dweight, dbias), weight, bias), *(None,) * 7
 
 
-def _parts(support, weight):
+def _rows_by_way(support, weight):
     """Rows whose sets are gathered, rows that go through tiles: (n,) indices, or None for all rows; and how many ids
     the former keep. A device is waited for once."""
     slow_gemm = weight.device.type == "cpu" and weight.dtype == torch.float32
@@ -111,14 +115,16 @@ def _parts(support, weight):
     return (short, tiled), gathered
 
 
-def _statistics(parts, hidden, head, targets, support, x, inv_temperature, softcap, budget):
+def _statistics(rows_by_way, hidden, head, targets, support, x, inv_temperature, softcap, budget):
     """`RowStatistics` of all rows; x (M,) is filled with the logits of the sets."""
     weight, bias = head
     outputs = []
-    for rows, statistics in zip(parts, (_gathered, tiles.statistics), strict=True):
+    for rows, statistics in zip(rows_by_way, (_gathered, tiles.statistics), strict=True):
         if rows is not None and len(rows) == 0:
             continue
-        states, row_targets, sets, inv_t = _of(rows, hidden, targets, support, inv_temperature)
+        states, row_targets, sets, inv_t = _row_inputs(
+            rows, hidden, targets, support, inv_temperature
+        )
         of_rows = statistics(
             states, weight, bias, row_targets, inv_t, softcap, budget, support=sets, x=x
         )
@@ -131,13 +137,13 @@ def _statistics(parts, hidden, head, targets, support, x, inv_temperature, softc
     return RowStatistics(*outputs)
 
 
-def _some(rows, *values):
+def _select(rows, *values):
     return [tiles.at(v, slice(None) if rows is None else rows) for v in values]
 
 
-def _of(rows, hidden, targets, support, inv_temperature):
+def _row_inputs(rows, hidden, targets, support, inv_temperature):
     """Hidden states, targets, sets and temperatures of some rows."""
-    hidden, targets, inv_t = _some(rows, hidden, targets, inv_temperature)
+    hidden, targets, inv_t = _select(rows, hidden, targets, inv_temperature)
     sets = support if rows is None else support.at(rows)
     return hidden, targets, sets, inv_t
 

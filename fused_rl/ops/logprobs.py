@@ -133,8 +133,8 @@ def token_logprobs(
         outputs = _OP.unregistered(logits, inputs)
     else:
         outputs = _statistics(*inputs)
-    found = TokenLogprobs(*outputs[:3])
-    return TokenLogprobs(*(output[:, :-1] for output in found)) if shift else found
+    statistics = TokenLogprobs(*outputs[:3])
+    return TokenLogprobs(*(output[:, :-1] for output in statistics)) if shift else statistics
 
 
 def check_row_arguments(
@@ -244,8 +244,8 @@ def _statistics(
                     output.resize_(logits.shape[:-1] + output.shape[1:])
             break
         outputs = outputs or _empty_statistics(logits, targets)[:-1]
-        for whole, slab_output in zip(outputs, statistics, strict=True):
-            whole[at].copy_(slab_output.view(whole[at].shape))
+        for output, slab_output in zip(outputs, statistics, strict=True):
+            output[at].copy_(slab_output.view(output[at].shape))
     logprobs, entropy, lse, m, rest = outputs
     return logprobs, entropy, lse, m, rest, x
 
@@ -284,11 +284,11 @@ def _gradient(
         dlogits = in_huge_pages(torch.empty_like(logits, memory_format=torch.contiguous_format))
     if logits.numel() == 0:
         return dlogits
-    given = dlogprobs, dentropy, dlse, targets, mask, entropy, m, rest
+    row_inputs = dlogprobs, dentropy, dlse, targets, mask, entropy, m, rest
     for at, rows, out in slabs(logits, dlogits):
-        parts = of_slab(at, rows, logits.dim() - 1, *given, row_temperature, begin, end)
+        slab_inputs = of_slab(at, rows, logits.dim() - 1, *row_inputs, row_temperature, begin, end)
         *upstream, slab_targets, slab_mask, of_entropy, ms, rests, temperatures, begins, ends = (
-            parts
+            slab_inputs
         )
         sets = None if ids is None else RowSupport(ids, begins, ends)
         state = of_entropy, ms, rests

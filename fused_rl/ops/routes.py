@@ -77,8 +77,8 @@ class Op:
             )
         wants = needs[: self.leaves]
         arguments = *upstream, kept, *saved, *ctx.options
-        found = launch(*arguments, *wants) if self.leaves > 1 else (launch(*arguments),)
-        wanted = [d if wants_it else None for d, wants_it in zip(found, wants, strict=True)]
+        gradients = launch(*arguments, *wants) if self.leaves > 1 else (launch(*arguments),)
+        wanted = [d if wants_it else None for d, wants_it in zip(gradients, wants, strict=True)]
         return *wanted, *(None,) * (len(needs) - self.leaves)
 
 

@@ -33,12 +33,12 @@ def _walk(*matrices):
     pending = [()]
     while pending:
         at = pending.pop()
-        parts = [x[at] for x in matrices] if at else matrices
+        views = [x[at] for x in matrices] if at else matrices
         # as a rule all of them merge; else the shortest leading dimension is walked
-        if all(map(_merges, parts)):
-            yield at, *(x.view(-1, x.shape[-1]) for x in parts)
+        if all(map(_merges, views)):
+            yield at, *(x.view(-1, x.shape[-1]) for x in views)
             continue
-        leading = parts[0].shape[:-1]
+        leading = views[0].shape[:-1]
         n, dim = min((n, dim) for dim, n in enumerate(leading) if n > 1)
         before = (*at, *[slice(None)] * dim)[:dim]
         after = at[dim + 1 :]
@@ -59,8 +59,8 @@ def of_slab(at: tuple, slab: Tensor, leading: int, *values: Tensor | None) -> li
     if at == () and leading == 1:
         return list(values)
     n = len(slab)
-    parts = [None if v is None else v[at] for v in values] if at else values
-    return [None if v is None else v.reshape(n, *v.shape[leading:]) for v in parts]
+    in_slab = [None if v is None else v[at] for v in values] if at else values
+    return [None if v is None else v.reshape(n, *v.shape[leading:]) for v in in_slab]
 
 
 def inverse(temperature: float, row_temperature: Tensor | None) -> float | Tensor:
@@ -139,7 +139,7 @@ def row_fwd(
         forward = backend.logprob.logprob_fwd if targets.dim() == 1 else backend.targets.targets_fwd
         return forward(logits, local, mask, *options)
     # rows that keep the whole vocabulary first; those with a set are written over what is left of them
-    statistics = backend.support.whole_fwd(logits, local, support.whole(mask), *options)
+    statistics = backend.support.full_rows_fwd(logits, local, support.keeps_all(mask), *options)
     return backend.support.kept_fwd(
         x, support, targets, mask, *options, logits=logits, first=first, into=statistics
     )
@@ -172,8 +172,8 @@ def row_bwd(
         return backward(*local_upstream, logits, local, mask, *options, out=out)
     out = torch.empty_like(logits) if out is None else out
     # rows with a set become zeros, into which the gradients of their kept logits are written
-    whole = support.whole(mask)
-    backend.support.whole_bwd(*local_upstream, logits, local, whole, *options, out=out)
+    keeps_all = support.keeps_all(mask)
+    backend.support.full_rows_bwd(*local_upstream, logits, local, keeps_all, *options, out=out)
     return backend.support.kept_bwd(
         *upstream, x, support, targets, mask, *options, out=out, first=first
     )

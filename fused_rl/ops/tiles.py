@@ -118,13 +118,13 @@ def product(hidden, weight, out, center=0.0):
         for rows in blocks(len(hidden), _CAST):
             states = hidden[rows].float()
             total = out[rows, columns]
-            part = memory[: total.numel()].view(total.shape)
+            partial = memory[: total.numel()].view(total.shape)
             # the first sum is written where the others are added
             for some in blocks(width, together):
-                target = part if some.start else total
+                target = partial if some.start else total
                 _by_short_sums(states[:, some], head[:, some], out=target)
                 if some.start:
-                    total.add_(part)
+                    total.add_(partial)
     return out
 
 
@@ -221,11 +221,11 @@ def add_mm(total, a, b, first, unrounded=False):
     row_bytes = b.shape[1] * b.element_size()
     step = max(1, _PARTIAL_BYTES // row_bytes)
     for rows in blocks(total.shape[0], step):
-        part = torch.mm(a[rows], b)
+        partial = torch.mm(a[rows], b)
         if first:
-            total[rows].copy_(part)
+            total[rows].copy_(partial)
         else:
-            total[rows].add_(part)
+            total[rows].add_(partial)
 
 
 class Gradients:
@@ -406,9 +406,8 @@ def statistics(
     # the only tile has the outputs; several write theirs into new tensors, no views: they are returned
     if step == n:
         return of_tile(slice(0, n))
-    logprobs = hidden.new_zeros(targets.shape, dtype=torch.float32)
-    per_row = [logprobs.new_zeros(n) for _ in RowStatistics._fields[1:]]
-    outputs = RowStatistics(logprobs, *per_row)
+    shapes = targets.shape, n, n, n, n
+    outputs = RowStatistics(*(hidden.new_zeros(shape, dtype=torch.float32) for shape in shapes))
     for rows in blocks(n, step):
         for output, values in zip(outputs, of_tile(rows), strict=True):
             output[rows] = values

@@ -80,13 +80,13 @@ class TokenSupport:
             )
 
         # step by step as they came, then in the order of the targets
-        whole = counts == steps[0].shape[-1]
-        filtered = ~whole
+        keeps_all = counts == steps[0].shape[-1]
+        filtered = ~keeps_all
         ids_of_steps = []
         for t, step in enumerate(kept):
             listed = step & filtered[:, t, None]
             ids_of_steps.append(listed.nonzero()[:, 1])
-        lengths = torch.where(whole, 0, counts)
+        lengths = torch.where(keeps_all, 0, counts)
         offsets = _offsets(lengths.t().reshape(-1))
         by_step = cls(torch.cat(ids_of_steps), offsets)
         if len(steps) == 1:
@@ -116,8 +116,8 @@ class TokenSupport:
         parts = list(parts)
         if not parts:
             return cls.from_lists([])
-        ids = torch.cat([part.ids for part in parts])
-        lengths = torch.cat([part.offsets.diff() for part in parts])
+        ids = torch.cat([support.ids for support in parts])
+        lengths = torch.cat([support.offsets.diff() for support in parts])
         return _of_valid(ids, _offsets(lengths))
 
     def split(self, sizes: Sequence[int]) -> list["TokenSupport"]:
@@ -134,11 +134,11 @@ class TokenSupport:
         # one wait for the device for all parts
         places = self.offsets.new_tensor(bounds)
         id_bounds = self.offsets[places].tolist()
-        parts = []
+        supports = []
         for (begin, end), (first, last) in zip(pairwise(bounds), pairwise(id_bounds), strict=True):
             offsets = self.offsets[begin : end + 1] - first
-            parts.append(_of_valid(self.ids[first:last].clone(), offsets))
-        return parts
+            supports.append(_of_valid(self.ids[first:last].clone(), offsets))
+        return supports
 
     def spread(self, mask: Tensor) -> "TokenSupport":
         """The sets at the True places of a mask (...), in its order, and empty ranges elsewhere: one row per place of

@@ -189,13 +189,13 @@ def _tail(x, p, eps):
         return _Tail(one, one < 0, one)
     # the largest one's complement keeps its digits down to the smallest numbers; the others are taken off it
     top, at = x.max(-1, keepdim=True)
-    others = p.scatter(-1, at, 0).sum(-1, dtype=torch.float64)
-    mass = -top.double().expm1()[..., 0] - others
+    below_top = p.scatter(-1, at, 0).sum(-1, dtype=torch.float64)
+    mass = -top.double().expm1()[..., 0] - below_top
 
     # what rounding may do to it: of p by that of x and of exp, of the largest's complement by that of x alone
     of_top = torch.where(top > -torch.inf, top.exp() * top.abs(), 0)
-    of_others = torch.where(p > 0, p * (1 - x), 0)
-    spread = of_others.scatter(-1, at, of_top)
+    of_each = torch.where(p > 0, p * (1 - x), 0)
+    spread = of_each.scatter(-1, at, of_top)
     rounding = 4 * eps * spread.sum(-1, dtype=torch.float64)
     # where the others leave less than nothing, the largest was rounded to the digits of 1, as by a difference of logits
     floor = torch.where(mass > -rounding, rounding, _ULPS * eps)
