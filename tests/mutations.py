@@ -459,8 +459,8 @@ MUTATIONS = {
     ),
     "the rows that are trained on are those that were just sampled": Mutation(
         "trainers/distill.py",
-        "for i in mine[num_sampled:]]",
-        "for i in mine[: len(mine) - num_sampled]]",
+        "for prompt in prompts[num_sampled:]",
+        "for prompt in prompts[: len(prompts) - num_sampled]",
         "tests/trainers/test_distill.py -k rows_are_sampled",
     ),
     "a response that stops in its last place was cut": Mutation(

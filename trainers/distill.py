@@ -40,7 +40,7 @@ from fused_rl.trainers.options import (
 from fused_rl.trainers.policy.evaluate import evaluate
 from fused_rl.trainers.policy.options import SamplingRunConfig
 from fused_rl.trainers.policy.policy import Policy
-from fused_rl.trainers.policy.setup import SamplerFactory, Setup, setup
+from fused_rl.trainers.policy.setup import SamplerFactory, read_inputs
 from fused_rl.trainers.policy.teacher import (
     is_url,
     load_teachers,
@@ -48,11 +48,11 @@ from fused_rl.trainers.policy.teacher import (
 )
 from fused_rl.trainers.rollouts.options import check_url
 from fused_rl.trainers.rollouts.roll_out import batch_of, rollout_metrics
-from fused_rl.trainers.rollouts.types import Prompt, Response, Sample, Scorer
+from fused_rl.trainers.rollouts.types import Prompt, Response, Sample
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
 from fused_rl.trainers.run.metrics import Sums
-from fused_rl.trainers.scorers.load import check_scorers, load_for_policy
+from fused_rl.trainers.scorers.load import check_scorers
 from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
 
 
@@ -192,15 +192,12 @@ def arithmetic(config: DistillConfig, world: int) -> dict[str, object]:
     }
 
 
-def completions_as_samples(prepared: Setup) -> list[Sample]:
-    """Return the completions of the rows as responses to their prompts."""
-    samples = []
-    for prompt in prepared.prompts:
-        assert prompt.completion is not None
-        response = Response(prompt.completion[: prepared.config.max_new_tokens], "stop")
-        # No scorer reads these samples, so they have no text.
-        samples.append(Sample(prompt.row, prompt.ids, response, "", prompt.where))
-    return samples
+def completion_as_sample(prompt: Prompt, max_tokens: int) -> Sample:
+    """Return the completion that a row has as a response to its prompt."""
+    assert prompt.completion is not None
+    response = Response(prompt.completion[:max_tokens], "stop")
+    # No scorer reads these samples, so they have no text.
+    return Sample(prompt.row, prompt.ids, response, "", prompt.where)
 
 
 def accumulate(
@@ -305,12 +302,6 @@ def train(
     """Run the whole training, on what is given or on what the config names; return the trained model's folder."""
     # Tokenizer, scorers, rows, models.
     config = with_scorers(config, scorers)
-
-    # Scorers only show accuracy, because the teacher alone is learned from.
-    def load(config: DistillConfig, tokenizer, device) -> Sequence[Scorer]:
-        """Return the scorers, if there are any."""
-        return load_for_policy(config, tokenizer, device) if config.verifiers else []
-
     # A resumed run must have the same teachers, but the weights behind a URL cannot be hashed.
     models = {
         f"teacher {name}".strip(): model
@@ -318,11 +309,10 @@ def train(
         if not is_url(model)
     }
     rows = (dataset, eval_dataset)
-    prepared = setup(config, arithmetic, load, rows, sampler, models, on_step=on_step)
-    config, run, held_out = prepared.config, prepared.run, prepared.held_out
-    dataset_samples = completions_as_samples(prepared) if config.on_policy < 1 else []
+    inputs = read_inputs(config, arithmetic, rows, sampler, models, on_step=on_step)
+    config, run, held_out = inputs.config, inputs.run, inputs.held_out
     # There is no reference, because the student is compared with the teacher.
-    policy = prepared.load_policy(
+    policy = inputs.load_policy(
         needs_reference=False, packing_option="packing", packing=config.packing
     )
     with phase("loaded the teacher"):
@@ -339,15 +329,13 @@ def train(
 
     # Step by step; where the share is no whole number of rows, its remainder comes later.
     share = config.on_policy * config.prompts_per_step / ranks.world_size()
-    for step, indices in run:
-        policy.begin_step(step, lambda later: prepared.prompts_of_rank(run.order.after(later)))
-        mine = indices[ranks.rank() :: ranks.world_size()]
+    for step, prompts in inputs.steps(policy):
         # Rounded totals and not a rounded share: 0.3 of a row is one in about three steps.
         num_sampled = round(share * step) - round(share * (step - 1))
-        prompts = [prepared.prompts[i] for i in mine[:num_sampled]]
-        metrics = train_step(
-            policy, teachers, prompts, [dataset_samples[i] for i in mine[num_sampled:]], step
-        )
+        completions = [
+            completion_as_sample(prompt, config.max_new_tokens) for prompt in prompts[num_sampled:]
+        ]
+        metrics = train_step(policy, teachers, prompts[:num_sampled], completions, step)
         # Episodes are of sampled responses alone.
         metrics["episode"] = round(share * step) * ranks.world_size() * config.group_size
         run.log(metrics)

@@ -57,16 +57,13 @@ from fused_rl.trainers.policy.setup import (
     RowsLike,
     SamplerFactory,
     batch_arithmetic,
-    setup,
+    read_inputs,
 )
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
 from fused_rl.trainers.run.metrics import POLICY, Sums, means_of_updates, with_logged_names
-from fused_rl.trainers.scorers.load import (
-    check_scorers,
-    load_for_policy,
-)
+from fused_rl.trainers.scorers.load import check_scorers
 from fused_rl.trainers.scorers.options import (
     ScorerConfig,
     with_scorers,
@@ -333,10 +330,10 @@ def train(
     # Tokenizer, scorers, rows, models.
     config = with_scorers(config, scorers)
     rows = (dataset, eval_dataset)
-    prepared = setup(config, arithmetic, load_for_policy, rows, sampler, on_step=on_step)
-    config, run, held_out = prepared.config, prepared.run, prepared.held_out
+    inputs = read_inputs(config, arithmetic, rows, sampler, on_step=on_step)
+    config, run, held_out = inputs.config, inputs.run, inputs.held_out
     shared = config.share_prompts if keeps_groups(config, ranks.world_size()) else False
-    policy = prepared.load_policy(packing=shared, needs_reference=needs_reference(config))
+    policy = inputs.load_policy(packing=shared, needs_reference=needs_reference(config))
 
     # Where the run begins, or goes on.
     engines = {"policy": policy.model}  # what checkpoints hold
@@ -352,14 +349,13 @@ def train(
     policy.publish(run.step)
 
     def draw_more(count: int) -> list[Prompt]:
-        return prepared.prompts_of_rank(
+        return inputs.prompts_of_rank(
             run.order.take(math.ceil(count / ranks.world_size()) * ranks.world_size())
         )
 
     # Step by step; the reference may follow the policy: https://arxiv.org/abs/2404.09656.
-    for step, indices in run:
-        policy.begin_step(step, lambda later: prepared.prompts_of_rank(run.order.after(later)))
-        metrics = train_step(policy, prepared.prompts_of_rank(indices), step, draw_more)
+    for step, prompts in inputs.steps(policy):
+        metrics = train_step(policy, prompts, step, draw_more)
         metrics["episode"] = run.order.position * config.group_size
         run.log(metrics)
         if synced_reference is not None and step % config.ref_sync_every == 0:

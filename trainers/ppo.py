@@ -54,16 +54,13 @@ from fused_rl.trainers.policy.setup import (
     RowsLike,
     SamplerFactory,
     batch_arithmetic,
-    setup,
+    read_inputs,
 )
 from fused_rl.trainers.rollouts.types import Prompt, Rollout
 from fused_rl.trainers.run import command
 from fused_rl.trainers.run.hooks import OnStep
 from fused_rl.trainers.run.metrics import PPO, Sums, means_of_updates, with_logged_names
-from fused_rl.trainers.scorers.load import (
-    check_scorers,
-    load_for_policy,
-)
+from fused_rl.trainers.scorers.load import check_scorers
 from fused_rl.trainers.scorers.options import (
     ScorerConfig,
     with_scorers,
@@ -281,10 +278,10 @@ def train(
     config = with_scorers(config.planned(), scorers)
     critics = {} if config.critic is None else {"critic": config.critic}
     rows = (dataset, eval_dataset)
-    prepared = setup(config, arithmetic, load_for_policy, rows, sampler, critics, on_step=on_step)
-    config, run, held_out = prepared.config, prepared.run, prepared.held_out
-    critic = load_critic(config, prepared.tokenizer, run.device, prepared.updates)
-    policy = prepared.load_policy(frozen=config.critic_only > 0)
+    inputs = read_inputs(config, arithmetic, rows, sampler, critics, on_step=on_step)
+    config, run, held_out = inputs.config, inputs.run, inputs.held_out
+    critic = load_critic(config, inputs.tokenizer, run.device, inputs.updates)
+    policy = inputs.load_policy(frozen=config.critic_only > 0)
 
     # Where the run begins, or goes on.
     controller = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
@@ -301,9 +298,7 @@ def train(
     policy.publish(run.step)
 
     # Step by step; the weight of the KL may follow it: arXiv:1909.08593, section 2.2.
-    for step, indices in run:
-        policy.begin_step(step, lambda later: prepared.prompts_of_rank(run.order.after(later)))
-        prompts = prepared.prompts_of_rank(indices)
+    for step, prompts in inputs.steps(policy):
         metrics = train_step(policy, critic, prompts, step, controller.kl_coef)
         responses = config.prompts_per_step * config.group_size
         controller.update(metrics["objective/kl"], responses)
@@ -312,7 +307,7 @@ def train(
     def save(model_folder):
         policy.save(model_folder, merged=config.save_merged)
         # The critic is saved beside the policy, so that another run can start from it.
-        save_reward_model(critic, prepared.tokenizer, model_folder.with_name("critic"))
+        save_reward_model(critic, inputs.tokenizer, model_folder.with_name("critic"))
 
     return run.finish(save)
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -13,6 +14,7 @@ from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.files import write_atomically
 from fused_rl.trainers.data.encode import load_tokenizer
 from fused_rl.trainers.data.order import RowOrder
+from fused_rl.trainers.data.reading import load_train_eval
 from fused_rl.trainers.policy import setup
 from fused_rl.trainers.policy.critic import load_critic
 from fused_rl.trainers.run.logger import read_metrics
@@ -74,9 +76,10 @@ def load(folder: Path, seed: int, **options):
     ppo.arithmetic(config, 1)
     tokenizer = load_tokenizer(config.model)
     scorers = load_scorers(config)
-    prompts, _ = setup.load_prompts(config, tokenizer, scorers)
-    updates = config.steps * config.minibatches * config.epochs
-    critic = load_critic(config, tokenizer, device, updates)
+    prompts, _ = setup.load_prompts(config, tokenizer, scorers, load_train_eval(config))
+    run = SimpleNamespace(device=device)
+    inputs = setup.Inputs(run, config, tokenizer, scorers, prompts, None)
+    critic = load_critic(config, tokenizer, device, inputs.updates)
     order = RowOrder(len(prompts), config.prompts_per_step, config.seed)
     first = [prompts[i] for i in next(order)]
-    return setup.load_policy(config, tokenizer, scorers, device, updates), critic, first
+    return inputs.load_policy(), critic, first

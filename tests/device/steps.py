@@ -141,7 +141,7 @@ def responses_of(config) -> list:
 
 
 def policy_of(config, device, responses, *, share=None) -> policies.Policy:
-    """As `load_policy` makes it; the responses were drawn before."""
+    """As `Inputs.load_policy` makes it; the responses were drawn before."""
     tokenizer = encode.load_tokenizer(config.model)
     lm = load_lm(config, CPU)
     reference = load_lm(config, CPU, trainable=False)

@@ -192,7 +192,7 @@ def test_the_ranks_have_each_prompt_of_a_step_once(monkeypatch):
     monkeypatch.setattr(ranks, "world_size", lambda: 2)
     for rank in range(2):
         monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
-        shares.append(setup.Setup.prompts_of_rank(given, [5, 1, 4, 2]))
+        shares.append(setup.Inputs.prompts_of_rank(given, [5, 1, 4, 2]))
     assert sorted(sum(shares, [])) == [*"bcef"] and len(shares[0]) == 2
 
 

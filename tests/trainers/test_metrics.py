@@ -6,6 +6,7 @@ The losses are transcribed from the papers; the norms of their gradients are met
 import importlib
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -138,7 +139,9 @@ def step_of_a_rank(rank, world, trainer, folders, options, plain):
     engine.setup(1)
     config, given = config_of(trainer, folders, options), case(rank, plain)
     tokenizer = encode.load_tokenizer(folders[0])
-    made = setup.load_policy(config, tokenizer, [Scorer(given["scores"])], CPU, updates=4)
+    run, scorers = SimpleNamespace(device=CPU), [Scorer(given["scores"])]
+    inputs = setup.Inputs(run, config, tokenizer, scorers, given["prompts"], None)
+    made = inputs.load_policy()
     made.sampler = Sampler(given["responses"])
 
     def measure(policy_, batch, parts, **options):

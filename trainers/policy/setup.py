@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,12 +24,14 @@ from fused_rl.trainers.policy.options import PolicyConfig, SamplingRunConfig
 from fused_rl.trainers.policy.policy import Policy
 from fused_rl.trainers.policy.reference import PolicyWithoutAdapters, Reference
 from fused_rl.trainers.rollouts.generate import TransformersSampler
+from fused_rl.trainers.rollouts.options import ROLLOUT_BATCH_SIZE
 from fused_rl.trainers.rollouts.roll_out import prompts_of, right_answer
 from fused_rl.trainers.rollouts.sampling import Seeds
 from fused_rl.trainers.rollouts.types import Prompt, Sampler, Scorer
 from fused_rl.trainers.run.hooks import OnStep
 from fused_rl.trainers.run.loop import Run
 from fused_rl.trainers.run.store import EMPTY, remove_at_end
+from fused_rl.trainers.scorers.load import load_scorers
 
 if TYPE_CHECKING:
     from fused_rl.trainers.servers.inference import Http
@@ -79,7 +81,7 @@ def batch_arithmetic(config: PolicyConfig, world: int) -> dict[str, object]:
 
 
 @dataclass
-class Setup:
+class Inputs:
     """A run and all that it has read, except its models."""
 
     run: Run
@@ -90,51 +92,93 @@ class Setup:
     prompts: Examples
     held_out: HeldOut
     users_sampler: SamplerFactory | None = None
-    """The user's own sampler, if any."""
+    """The user's own sampler, if any, which is built around that of the options."""
 
     @property
     def updates(self) -> int:
-        """The number of optimizer updates in the whole run."""
+        """The number of optimizer updates in the whole run, by which learning rates are scheduled."""
         return self.config.steps * self.config.minibatches * self.config.epochs
-
-    def load_policy(self, **options) -> Policy:
-        """Return the policy, which has room for every prompt and its response.
-
-        `options` are those of the function `load_policy`.
-        """
-        with phase("loaded the policy"):
-            policy = load_policy(
-                self.config,
-                self.tokenizer,
-                self.scorers,
-                self.run.device,
-                self.updates,
-                users_sampler=self.users_sampler,
-                **options,
-            )
-        policy.steps_per_epoch = len(self.prompts) / self.config.prompts_per_step
-        return policy
 
     def prompts_of_rank(self, indices: list[int]) -> list[Prompt]:
         """Return this rank's share of the prompts at `indices`."""
         return [self.prompts[i] for i in indices[ranks.rank() :: ranks.world_size()]]
 
+    def steps(self, policy: Policy) -> Iterator[tuple[int, list[Prompt]]]:
+        """Yield each step of the run with this rank's prompts; with `lag`, later steps begin to be sampled."""
+        order = self.run.order
+        for step, indices in self.run:
+            policy.begin_step(step, lambda later: self.prompts_of_rank(order.after(later)))
+            yield step, self.prompts_of_rank(indices)
 
-def setup(
-    config: SamplingRunConfig,
+    @phase("loaded the policy")
+    def load_policy(
+        self,
+        *,
+        packing_option: str = "share_prompts",
+        packing: bool | None = False,
+        needs_reference: bool = True,
+        frozen: bool = False,
+    ) -> Policy:
+        """Return the policy in a DeepSpeed engine, with its reference and its sampler. All ranks must call this.
+
+        Args:
+            packing_option: the option which puts several sequences into a row.
+            packing: the value of that option; None packs if the model can.
+            needs_reference: whether the policy is compared with the model that it starts from.
+            frozen: True if the policy is not trained.
+        """
+        # The model, its reference, and its engine.
+        config, tokenizer, device = self.config, self.tokenizer, self.run.device
+        lm = language_model.load_lm(config, device)
+        longest = config.max_prompt_length + config.max_new_tokens
+        # Costs are counted before there is an engine, which under ZeRO 3 partitions the weights.
+        costs = packing_costs(
+            lm.base, longest, packing, option=packing_option, otherwise=WHEN_OFF[packing_option]
+        )
+        # With LoRA the policy without its adapters is the reference; otherwise it is a second, frozen model.
+        reference = None
+        if needs_reference and not lm.lora:
+            starting = language_model.load_lm(config, device, trainable=False)
+            reference = Reference(engine.initialize_frozen(starting, config))
+        model = engine.initialize(lm, config, self.updates)
+        if needs_reference and lm.lora:
+            reference = PolicyWithoutAdapters(model)
+
+        # The sampler, and what each rank saves in checkpoints for itself. The seeds differ by rank, because otherwise
+        # equal prompts on two ranks would get equal responses.
+        sampler = build_sampler(config, model, tokenizer, self.users_sampler)
+        seeds = Seeds(config.seed + ranks.rank() * 100_003)
+        stop_ids = tuple(encode.stop_ids(tokenizer, lm.base.saved_generation_config))
+        return Policy(
+            config,
+            model,
+            reference,
+            sampler,
+            config.sampling(config.max_new_tokens, stop_ids),
+            self.scorers,
+            tokenizer,
+            device,
+            costs,
+            frozen=frozen,
+            seeds=seeds,
+            rank_state={"seeds": seeds} | ({"rollouts": sampler} if config.lag else {}),
+            steps_per_epoch=len(self.prompts) / config.prompts_per_step,
+        )
+
+
+def read_inputs(
+    config: Any,
     arithmetic: Callable,
-    load_scorers: Callable,
     rows: tuple[RowsLike, RowsLike] = (None, None),
     sampler: SamplerFactory | None = None,
     models: Mapping[str, str] = EMPTY,  # beside those of the config, by option
     on_step: OnStep | None = None,
-) -> Setup:
+) -> Inputs:
     """Begin a run, read all but its models, and compare that with the other processes and with a resumed run.
 
     Args:
-        config: the options.
+        config: the options, a `SamplingRunConfig` that is a `ScorerConfig` too.
         arithmetic: returns how the batch divides, such as `batch_arithmetic`.
-        load_scorers: (config, tokenizer, device) -> the scorers.
         rows: the training rows and the held-out rows, if they come from Python.
         sampler: a sampler from Python.
         models: the models that the run reads beside those of the config, by option.
@@ -145,7 +189,11 @@ def setup(
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         read = load_train_eval(config, *rows, reading)
         # The scorers come before the prompts, because each of them checks every row.
-        scorers = load_scorers(config, tokenizer, run.device)
+        scorers = []
+        if config.verifiers:
+            size = config.rollout_batch_size or ROLLOUT_BATCH_SIZE
+            options = {"tokenizer": tokenizer, "device": run.device, "batch_size": size}
+            scorers = load_scorers(config, policy=config, held=config, **options)
         prompts, held_out = load_prompts(config, tokenizer, scorers, read)
         sampler = users_function("sampler", config.sampler, sampler, "built", "tokenizer")
     # All processes must have read the same, and a resumed run must read what it began with.
@@ -159,7 +207,7 @@ def setup(
         held_out=held_out,
         scorers_read=answer.get("columns", answer),
     )
-    return Setup(run, config, tokenizer, scorers, prompts, held_out_share(held_out), sampler)
+    return Inputs(run, config, tokenizer, scorers, prompts, held_out_share(held_out), sampler)
 
 
 def check_sampler(config: SamplingRunConfig, sampler: Sampler) -> None:
@@ -170,13 +218,15 @@ def check_sampler(config: SamplingRunConfig, sampler: Sampler) -> None:
             f"sets ({type(sampler).__name__}): every log-probability would be off by -ln(kept mass); drop the option, "
             "or have the sampler record the sets"
         )
+    if sampler.tells_logprobs:
+        return
     corrections = [name for name in CORRECTIONS if getattr(config, name, None) is not None]
-    if corrections and not sampler.tells_logprobs:
+    if corrections:
         raise InputError(
             f"{', '.join(corrections)} corrects for a sampler that differs from the policy, but here the policy itself "
             "is sampled; leave it out"
         )
-    if config.lag and not sampler.tells_logprobs:
+    if config.lag:
         raise InputError(
             f"lag={config.lag} trains on responses of earlier weights, whose log-probabilities must be known, and the "
             "sampler declares tells_logprobs = False; have it report them, or leave lag out"
@@ -187,14 +237,11 @@ def load_prompts(
     config: SamplingRunConfig,
     tokenizer,
     scorers: Sequence[Scorer],
-    rows: tuple[Rows, Rows] | None = None,
+    rows: tuple[Rows, Rows],
 ) -> tuple[Examples, Examples]:
-    """Return the prompts to train on and the held-out ones; every scorer checks each row.
-
-    `rows` are the training rows and the held-out ones; None reads those of the config.
-    """
+    """Return the prompts of the training rows and of the held-out ones; every scorer checks each row."""
     encoder = encode.Encoder.of(config, tokenizer)
-    train, held_out = rows or load_train_eval(config)
+    train, held_out = rows
     prompts = []
     for split, split_config in ((train, config), (held_out, config.for_held_out())):
         read = prompts_of(
@@ -208,84 +255,6 @@ def load_prompts(
         )
         prompts.append(read)
     return prompts[0], prompts[1]
-
-
-def load_policy(
-    config: SamplingRunConfig,
-    tokenizer,
-    scorers: Sequence[Scorer],
-    device,
-    updates: int,
-    *,
-    packing_option: str = "share_prompts",
-    packing: bool | None = False,
-    needs_reference: bool = True,
-    frozen: bool = False,
-    users_sampler: SamplerFactory | None = None,
-) -> Policy:
-    """Return the policy in a DeepSpeed engine, with its reference and its sampler. All ranks must call this.
-
-    Args:
-        config: the options.
-        tokenizer: the tokenizer.
-        scorers: the scorers of its responses.
-        device: the device of this rank.
-        updates: the number of optimizer steps, by which the learning rate is scheduled.
-        packing_option: the option which puts several sequences into a row.
-        packing: the value of that option; None packs if the model can.
-        needs_reference: whether the policy is compared with the model that it starts from.
-        frozen: True if the policy is not trained.
-        users_sampler: the user's own sampler, which is built around that of the options.
-    """
-    # The model, its reference, and its engine.
-    lm = language_model.load_lm(config, device)
-    longest = config.max_prompt_length + config.max_new_tokens
-    # Costs are counted before there is an engine, which under ZeRO 3 partitions the weights.
-    costs = packing_costs(
-        lm.base, longest, packing, option=packing_option, otherwise=WHEN_OFF[packing_option]
-    )
-    # With LoRA the policy without its adapters is the reference; otherwise it is a second, frozen model.
-    starting = None
-    if needs_reference and not lm.lora:
-        starting = language_model.load_lm(config, device, trainable=False)
-        starting = engine.initialize_frozen(starting, config)
-    model = engine.initialize(lm, config, updates)
-    reference = None
-    if needs_reference:
-        reference = PolicyWithoutAdapters(model) if lm.lora else Reference(starting)
-
-    # The sampler, and what each rank saves in checkpoints for itself. The seeds differ by rank, because otherwise equal
-    # prompts on two ranks would get equal responses.
-    sampler = build_sampler(config, model, tokenizer, users_sampler)
-    seeds = Seeds(config.seed + ranks.rank() * 100_003)
-    rank_state = {"seeds": seeds} | ({"rollouts": sampler} if config.lag else {})
-    return policy_of(
-        config,
-        model,
-        tokenizer,
-        reference=reference,
-        sampler=sampler,
-        scorers=scorers,
-        device=device,
-        costs=costs,
-        frozen=frozen,
-        seeds=seeds,
-        rank_state=rank_state,
-    )
-
-
-def policy_of(config: Any, model, tokenizer, **options) -> Policy:
-    """Return the policy whose responses end at its model's stop ids.
-
-    Args:
-        config: the trainer's options.
-        model: the engine around the policy's model.
-        tokenizer: the model's.
-        options: the other fields of `Policy`.
-    """
-    stop_ids = tuple(encode.stop_ids(tokenizer, model.module.base.saved_generation_config))
-    sampling = config.sampling(config.max_new_tokens, stop_ids)
-    return Policy(config=config, model=model, tokenizer=tokenizer, sampling=sampling, **options)
 
 
 def build_sampler(

@@ -6,10 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fused_rl.trainers.base.text import InputError, load_function, name_of
-from fused_rl.trainers.rollouts.options import ROLLOUT_BATCH_SIZE
-from fused_rl.trainers.rollouts.types import (
-    Scorer,
-)
+from fused_rl.trainers.rollouts.types import Scorer
 from fused_rl.trainers.scorers import builtin
 from fused_rl.trainers.scorers.functions import FunctionScorer
 from fused_rl.trainers.scorers.options import REWARD_MODEL, ScorerConfig
@@ -152,10 +149,3 @@ def load_scorers(options: ScorerConfig, **reading) -> list[Scorer]:
             if not isinstance(scorer, builtin.Length):
                 scorer.solved_at = 1.0
     return models + verifiers
-
-
-def load_for_policy(config: Any, tokenizer, device) -> list[Scorer]:
-    """Return the scorers of a policy that is trained with this `RunConfig`, which is a `ScorerConfig` too."""
-    size = config.rollout_batch_size or ROLLOUT_BATCH_SIZE
-    reading = {"tokenizer": tokenizer, "device": device, "batch_size": size}
-    return load_scorers(config, policy=config, held=config, **reading)
