@@ -80,12 +80,13 @@ def is_file_name(name: str) -> bool:
     return name.removesuffix(".gz").endswith(FILES)
 
 
-def splits(option: str, dataset: str, default: str) -> Requirement:
+def splits(option: str, dataset: str) -> Requirement:
     """Return the requirement of a split, which only a folder or a Hub dataset has."""
     return Requirement(
         option,
         lambda config: (
-            getattr(config, option) == default or not is_file_name(str(getattr(config, dataset)))
+            getattr(config, option) == type(config).model_fields[option].default
+            or not is_file_name(str(getattr(config, dataset)))
         ),
         f"has no meaning, as {dataset} is a file, without splits; write the rows you want into a file of their own",
     )
@@ -313,8 +314,8 @@ def check_revision(model: str, revision: str | None) -> None:
         )
 
 
-class ModelConfig(Options):
-    """The model, and which of its weights are trained."""
+class LoadConfig(Options):
+    """The model, and where it is read from."""
 
     model: str = pydantic.Field(json_schema_extra=MAY_CHANGE)
     """A causal language model, or adapters to one: a Hub name or a local folder."""
@@ -323,6 +324,15 @@ class ModelConfig(Options):
     attn_implementation: str | None = may_change(None)
     """Attention of every model, by its name in transformers: eager, sdpa, flash_attention_2, …; None is the default of
     the model."""
+
+    def check(self) -> None:
+        super().check()
+        check_revision(self.model, self.revision)
+
+
+class ModelConfig(LoadConfig):
+    """Which weights of the model are trained."""
+
     lora_rank: NonNegativeInt = 0
     """Train low-rank adapters (peft) instead of the weights; 0 for none, or for those that `model` holds."""
     lora_alpha: Positive = 32.0
@@ -354,36 +364,25 @@ class ModelConfig(Options):
 
     def check(self) -> None:
         super().check()
-        check_revision(self.model, self.revision)
         if self.loss_from == "logits" and self.head_dtype != "auto":
             problem = f"head_dtype={self.head_dtype} has no meaning with loss_from=logits"
             raise InputError(f"{problem}: leave it out, or choose --loss_from linear")
 
 
 NO_TEMPLATE = "needs the chat template, which raw_prompt=true leaves out: drop one of them"
-TEMPLATE_NEEDS = tuple(
-    Requirement(option, lambda config: not config.raw_prompt, NO_TEMPLATE)
-    for option in ("system_prompt", "chat_template_kwargs")
-)
 
 
-class DataConfig(Options):
+class RowsConfig(Options):
     """The rows, and how they become prompts."""
 
     dataset: str | list[str] | None = may_change(None)
     """A local file (.jsonl, .json, .csv, .tsv or .parquet, each also with .gz), a pattern such as data/*.jsonl, a
     folder of such files or from save_to_disk, or a name on the Hub; several of these are read one after the other."""
     dataset_config: str | None = None
-    """Configuration of the Hub dataset, also of eval_dataset if that has its name; None takes the only one, or the one
-    named default or main."""
+    """Configuration of the Hub dataset, also of held-out rows from it; None takes the only one, or the one named
+    default or main."""
     dataset_split: str = "train"
     """The Hub dataset's split to train on."""
-    eval_dataset: str | list[str] | None = may_change(None)
-    """The held-out rows, named as in `dataset`; None holds out the last `eval_size` rows of `dataset`."""
-    eval_split: str = may_change("test")
-    """The split of `eval_dataset`, if that is a Hub name or a folder with splits."""
-    eval_size: NonNegativeInt = may_change(64)
-    """Number of held-out rows to evaluate on; 0 for no evaluation."""
     raw_prompt: bool = False
     """Give text prompts to the model unchanged, even if its tokenizer has a chat template."""
     system_prompt: str | None = None
@@ -393,13 +392,30 @@ class DataConfig(Options):
     max_prompt_length: PositiveInt = 512
     """Longer prompts (in tokens) are dropped, counted and reported; sft and kto have max_length alone."""
     bad_rows: Unit = 0.01
-    """Share of the rows that may be left out because they cannot be used; bad_rows.jsonl lists them. More end the run
-    before a model is loaded."""
+    """Share of the rows that may be left out because they cannot be used; a file of the output lists them. More end the
+    run before a model is loaded."""
 
     needs: ClassVar = (
-        *TEMPLATE_NEEDS,
-        splits("dataset_split", "dataset", "train"),
-        splits("eval_split", "eval_dataset", "test"),
+        *(
+            Requirement(option, lambda config: not config.raw_prompt, NO_TEMPLATE)
+            for option in ("system_prompt", "chat_template_kwargs")
+        ),
+        splits("dataset_split", "dataset"),
+    )
+
+
+class DataConfig(RowsConfig):
+    """The rows that are held out."""
+
+    eval_dataset: str | list[str] | None = may_change(None)
+    """The held-out rows, named as in `dataset`; None holds out the last `eval_size` rows of `dataset`."""
+    eval_split: str = may_change("test")
+    """The split of `eval_dataset`, if that is a Hub name or a folder with splits."""
+    eval_size: NonNegativeInt = may_change(64)
+    """Number of held-out rows to evaluate on; 0 for no evaluation."""
+
+    needs: ClassVar = (
+        splits("eval_split", "eval_dataset"),
         Requirement(
             "eval_split",
             lambda config: config.eval_split == "test" or config.eval_dataset is not None,

@@ -70,7 +70,7 @@ def test_the_figures_are_those_by_hand(folder, tmp_path, monkeypatch, capsys):
     expected |= {"pass_at_4": 1.0, "pass_at_k": 1.0, "frac_reward_zero_std": 2 / 5}
     expected |= {"accuracy_sampled": 14 / 20, "accuracy_sampled_error": error}
     expected |= {"score": 14 / 20, "score_error": error, "score_std": (0.7 * 0.3) ** 0.5}
-    expected |= {"clipped_ratio": 5 / 20, "mean_length": (26 + 33) / 20}
+    expected |= {"commonest_ratio": 3 / 20, "clipped_ratio": 5 / 20, "mean_length": (26 + 33) / 20}
     expected |= {"mean_length_solved": 26 / 14, "mean_length_unsolved": 33 / 6}
     written = summary.pop("options")
     assert summary.pop("bad_rows") == []

@@ -2,19 +2,21 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.screen import phase, print_rank0
 from fused_rl.trainers.models import scoring
+from fused_rl.trainers.policy import signal
 from fused_rl.trainers.policy.groups import spread
 from fused_rl.trainers.policy.policy import SHOWN, Policy, measure
 from fused_rl.trainers.rollouts.roll_out import means_of, right_answer, sample_rows_of
 from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
 from fused_rl.trainers.rollouts.solved import has_verdict, outcome_sums, outcomes, pass_at
 from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sample, Scorer
-from fused_rl.trainers.run.metrics import Evaluation
+from fused_rl.trainers.run.metrics import NOTHING, Evaluation
 
 
 @dataclass
@@ -69,42 +71,21 @@ def evaluate(
         has_reference = policy.reference is not None
         measured = measure(policy, sampled.batch, rows, exact_kl=has_reference)
 
-    # Prompts that only fill a share up are left out, because they would count twice.
-    sums = solved_sums(policy.scorers, greedy, sampled, count)
     first = slice(count * k)
-    sums["entropy"] = measured.entropy[first].sum().cpu()
+    sums = {"entropy": measured.entropy[first].sum().cpu()}
     if measured.kl is not None:
         sums["kl_exact"] = measured.kl[first].sum().cpu() / k
-    totals = ranks.global_sums(sums)
-    figures = solved_metrics(policy.scorers, totals)
-    if totals["tokens"]:
-        figures["entropy"] = totals["entropy"] / totals["tokens"]
-    if measured.kl is not None:
-        figures["kl_exact"] = totals["kl_exact"] / totals["problems"]
-    # Responses are counted by a hash that is the same on every rank.
-    hashes = [hash(tuple(sample.response.ids)) % 2**48 for sample in sampled.samples]
-    equal = ranks.gather_rows(torch.tensor(hashes).view(-1, k)[:count]).unique(return_counts=True)[
-        1
-    ]
-    figures["commonest_ratio"] = equal.max().item() / totals["responses"]
-    figures |= {key: struck + sampled.incidents[key] for key, struck in greedy.incidents.items()}
-    figures |= means_of(greedy.logged + sampled.logged, figures)
-    rewards = ranks.gather_rows(sampled.rewards.view(-1, k)[:count])
-    by_row = rows_of(greedy, sampled, count, rewards) if policy.scorers else {}
+    results = results_of(policy.scorers, greedy, sampled, count, sums)
+    figures, by_row = results.figures, results.by_row
     if further is not None:
         further_figures, response_sums = further(sampled.samples, count * k)
         figures |= further_figures
         problem_sums = ranks.gather_rows(response_sums.view(-1, k, 2).sum(1)[:count])
         by_row["distill/kl"] = problem_sums.T.tolist()
-    if policy.scorers:
-        figures |= spread(rewards)
     metrics = {f"eval/{name}": value for name, value in figures.items()}
-    if says_signal and ranks.process_index() == 0:
-        from fused_rl.trainers.policy import signal
-
-        one, limit = sampled.samples[0], policy.sampling.max_new_tokens
-        answer = right_answer(one.row, one.prompt, policy.scorers)
-        signal.say(figures, totals, k, one.text, answer, limit, equal.tolist(), config.group_size)
+    if says_signal:
+        limit = policy.sampling.max_new_tokens
+        say_signal(results, policy.scorers, sampled.samples[0], limit, config.group_size)
 
     # The responses to show are of the same held-out problems each time, and of some that the last step trained on.
     num_shown = SHOWN - len(policy.sample_rows)
@@ -117,10 +98,67 @@ def evaluate(
         policy.tokenizer,
         policy.scorers,
     )
-    by_row = {
-        f"eval/{name}": columns for name, columns in by_row.items() if f"eval/{name}" in metrics
-    }
+    by_row = {f"eval/{name}": columns for name, columns in by_row.items() if name in figures}
     return Evaluation(metrics, rows + policy.sample_rows, by_row)
+
+
+class Results(NamedTuple):
+    """What the responses of all ranks say."""
+
+    figures: dict[str, float]
+    totals: dict[str, float]
+    """The sums of `solved_sums`."""
+    by_row: dict[str, list[list[float]]]
+    """The figures of each problem, as in `ByRow`."""
+    counts: list[int]
+    """How many sampled responses consist of the same tokens, for each of these."""
+
+
+def results_of(
+    scorers: Sequence[Scorer],
+    greedy: Rollout,
+    sampled: Rollout,
+    count: int,
+    sums: dict[str, torch.Tensor] = NOTHING,
+) -> Results:
+    """Return the figures over all ranks, of one greedy and k neighbouring sampled responses to each problem.
+
+    Problems after the first `count` only fill this rank's share up, and would count twice. `sums` are further ones.
+    """
+    totals = ranks.global_sums(solved_sums(scorers, greedy, sampled, count) | sums)
+    figures = solved_metrics(scorers, totals)
+    if "entropy" in sums and totals["tokens"]:
+        figures["entropy"] = totals["entropy"] / totals["tokens"]
+    if "kl_exact" in sums:
+        figures["kl_exact"] = totals["kl_exact"] / totals["problems"]
+    # Responses are counted by a hash that is the same on every rank.
+    problems = len(greedy.samples)
+    hashes = [hash(tuple(sample.response.ids)) % 2**48 for sample in sampled.samples]
+    hashes = ranks.gather_rows(torch.tensor(hashes).view(problems, -1)[:count])
+    counts = hashes.unique(return_counts=True)[1].tolist()
+    figures["commonest_ratio"] = max(counts) / totals["responses"]
+    figures |= {key: struck + sampled.incidents[key] for key, struck in greedy.incidents.items()}
+    figures |= means_of(greedy.logged + sampled.logged, figures)
+    if not scorers:
+        return Results(figures, totals, {}, counts)
+    rewards = ranks.gather_rows(sampled.rewards.view(problems, -1)[:count])
+    by_row = rows_of(greedy, sampled, count, rewards)
+    return Results(figures | spread(rewards), totals, by_row, counts)
+
+
+def say_signal(
+    results: Results,
+    scorers: Sequence[Scorer],
+    one: Sample,
+    limit: int,
+    group_size: int = signal.GROUP,
+) -> None:
+    """Print the signal that training will have, with one of the responses, which are cut at `limit` tokens."""
+    if ranks.process_index() == 0:
+        figures, totals, _, counts = results
+        k = round(totals["responses"] / totals["problems"])
+        answer = right_answer(one.row, one.prompt, scorers)
+        signal.say(figures, totals, k, one.text, answer, limit, counts, group_size)
 
 
 def rows_of(
