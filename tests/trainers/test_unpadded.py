@@ -11,6 +11,7 @@ import torch
 
 from fused_rl.trainers import dpo
 from fused_rl.trainers.base.text import InputError
+from fused_rl.trainers.data.micro_batches import Padding
 from fused_rl.trainers.data.preferences import Pair
 from fused_rl.trainers.models import packing
 from tests.device import steps
@@ -205,7 +206,7 @@ def test_losses_of_whole_responses_are_those_of_padded_rows(folders, flash):
         config = tiny.config_of("dpo", str(folders[0]), micro_batch_size=4, **attn)
         lm = tiny.load_lm(config)
         lm.unpadded_costs = packing.unpadded_costs(lm.base)
-        dpo.measure(Plain(lm), pairs, config, torch.zeros(6, 2))
+        dpo.measure(Plain(lm), pairs, config, torch.zeros(6, 2), Padding())
         found.append(torch.cat([p.grad.flatten() for p in lm.parameters()]))
     padded, unpadded = found
     assert CALLS and (unpadded - padded).norm() <= 1e-5 * padded.norm()

@@ -330,13 +330,13 @@ def _sources(
     """Yield the files and the `Dataset`s that a name stands for, each after its name."""
     path = Path(name)
     card = path / "README.md"
-    has_configurations = config_name or (card.is_file() and "configs:" in card.read_text())
+    has_configurations = config_name or (os.path.isfile(card) and "configs:" in card.read_text())
     names = [name]
     if glob.has_magic(name) and not os.path.lexists(name):
         names = sorted(glob.glob(name, recursive=True))
         if not names:
             raise InputError(f"dataset={name} matches no file; the current folder is {os.getcwd()}")
-    elif path.is_dir() and not has_configurations and not _is_saved(path):
+    elif os.path.isdir(path) and not has_configurations and not _is_saved(path):
         names = entries_of(path, split)
         if not names:
             expected = f"files ({', '.join(FILES)}) or folders from save_to_disk, of split {split}"
