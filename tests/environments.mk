@@ -28,6 +28,8 @@ FOR_TESTS := pytest pytest-xdist pytest-benchmark
 	$(PYTHON) -m venv --clear .venv-newest
 	DS_BUILD_OPS=0 .venv-newest/bin/python -m pip --disable-pip-version-check install -q -e '.[train]' $(FOR_TESTS)
 
+test-versions-oldest:  #: every lower bound of pyproject.toml
+test-versions-newest:  #: what the README installs today, in a fresh environment
 $(RELEASES:%=test-versions-%): test-versions-%: .venv-%/installed-release
 	.venv-$*/bin/python -m pytest -q -n 2 -m "not slow and not gpu" $(KERNEL_TESTS) tests/test_losses.py $(TRAINER_TESTS)
 	TRITON_INTERPRET=0 .venv-$*/bin/python -m tests.tools.codegen
