@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rl.kernels.launch import launch, split
+from .launch import launch, split
 
 
 @triton.jit

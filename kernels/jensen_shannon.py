@@ -18,9 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rl.kernels.launch import cdiv, launch
-from fused_rl.kernels.online import valid
-from fused_rl.kernels.pair import (
+from .launch import cdiv, launch
+from .online import valid
+from .pair import (
     LN2,
     LOG2E,
     RUNTIME,
@@ -38,7 +38,7 @@ from fused_rl.kernels.pair import (
     row_offset,
     warps,
 )
-from fused_rl.kernels.states import JensenShannonSums, bounded
+from .states import JensenShannonSums, bounded
 
 # The row of each number in `sums`, (3, N) fp32.
 AT_DIVERGENCE = tl.constexpr(JensenShannonSums._fields.index("divergence"))

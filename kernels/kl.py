@@ -31,8 +31,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rl.kernels.kl_gradient import kl_bwd
-from fused_rl.kernels.kl_lanes import (
+from .kl_gradient import kl_bwd
+from .kl_lanes import (
     FLOOR,
     MAX_MEAN,
     NOWHERE,
@@ -47,10 +47,10 @@ from fused_rl.kernels.kl_lanes import (
     step,
     within,
 )
-from fused_rl.kernels.lanes import cap
-from fused_rl.kernels.launch import SHORT, cdiv, choose_unsplit_rows, launch, launch_options, slots
-from fused_rl.kernels.online import log1p, valid
-from fused_rl.kernels.pair import (
+from .lanes import cap
+from .launch import SHORT, cdiv, choose_unsplit_rows, launch, launch_options, slots
+from .online import log1p, valid
+from .pair import (
     AT_C,
     AT_F,
     AT_K,
@@ -72,7 +72,7 @@ from fused_rl.kernels.pair import (
     load_together,
     row_offset,
 )
-from fused_rl.kernels.states import KLState
+from .states import KLState
 
 __all__ = ["kl_bwd", "kl_fwd"]
 

@@ -8,11 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rl.kernels.jensen_shannon import AT_P_A, AT_Q_B, js_logs
-from fused_rl.kernels.lanes import uncap
-from fused_rl.kernels.launch import cdiv, launch, multiprocessors, programs_per_row
-from fused_rl.kernels.online import valid
-from fused_rl.kernels.pair import (
+from .jensen_shannon import AT_P_A, AT_Q_B, js_logs
+from .lanes import uncap
+from .launch import cdiv, launch, multiprocessors, programs_per_row
+from .online import valid
+from .pair import (
     AT_W_ALL,
     RUNTIME,
     SHARES,

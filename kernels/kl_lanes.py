@@ -26,7 +26,7 @@ nothing, because h is large.
 import triton
 import triton.language as tl
 
-from fused_rl.kernels.pair import BANNED, LN2, LOG2E, difference, excess, load
+from .pair import BANNED, LN2, LOG2E, difference, excess, load
 
 # the maximum of nothing, next to BANNED: exp2(BANNED - FLOOR) is 0
 FLOOR = tl.constexpr(-9.999999e19)

@@ -7,7 +7,7 @@ its lanes rotated by `head`, and the lanes below `head`, which wrap around, take
 import triton
 import triton.language as tl
 
-from fused_rl.kernels.online import tanh, valid, widen
+from .online import tanh, valid, widen
 
 
 @triton.jit

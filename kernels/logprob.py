@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rl.kernels.lanes import (
+from .lanes import (
     as_fp32,
     by_column,
     cap,
@@ -25,7 +25,7 @@ from fused_rl.kernels.lanes import (
     locate,
     row_scale,
 )
-from fused_rl.kernels.launch import (
+from .launch import (
     SEGMENT,
     SHORT,
     K,
@@ -40,8 +40,8 @@ from fused_rl.kernels.launch import (
     streaming,
     temperature_scales,
 )
-from fused_rl.kernels.logprob_gradient import logprob_bwd
-from fused_rl.kernels.online import (
+from .logprob_gradient import logprob_bwd
+from .online import (
     FAR,
     LN2,
     NAN,
@@ -54,7 +54,7 @@ from fused_rl.kernels.online import (
     start,
     step,
 )
-from fused_rl.kernels.states import RowStatistics
+from .states import RowStatistics
 
 __all__ = ["logprob_bwd", "logprob_fwd"]
 

@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rl.kernels.lanes import cap, load_lanes, row_scale, uncap
-from fused_rl.kernels.launch import (
+from .lanes import cap, load_lanes, row_scale, uncap
+from .launch import (
     SEGMENT,
     SHORT,
     K,
@@ -27,7 +27,7 @@ from fused_rl.kernels.launch import (
     slots,
     temperature_scales,
 )
-from fused_rl.kernels.online import FAR, LN2, NAN, log1p
+from .online import FAR, LN2, NAN, log1p
 
 # Registers per thread, as in `launch.REGISTERS`. The limit is above what the kernel needs, so that its loads stay
 # together.

@@ -8,10 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rl.kernels.lanes import cap
-from fused_rl.kernels.launch import aligned
-from fused_rl.kernels.online import widen
-from fused_rl.kernels.states import KLState
+from .lanes import cap
+from .launch import aligned
+from .online import widen
+from .states import KLState
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

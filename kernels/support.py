@@ -12,12 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rl.kernels import logprob
-from fused_rl.kernels.lanes import cap, row_scale
-from fused_rl.kernels.launch import cdiv, contiguous, launch, temperature_scales
-from fused_rl.kernels.logprob_gradient import gradient, target_gradient, upstream
-from fused_rl.kernels.online import FAR, LN2, NAN, exact_sum, log1p
-from fused_rl.kernels.states import RowStatistics, RowSupport
+from . import logprob
+from .lanes import cap, row_scale
+from .launch import cdiv, contiguous, launch, temperature_scales
+from .logprob_gradient import gradient, target_gradient, upstream
+from .online import FAR, LN2, NAN, exact_sum, log1p
+from .states import RowStatistics, RowSupport
 
 LANES = 128  # ids at a time, in one warp because most sets are shorter
 # A tile of the head is IDS rows x WIDTH columns of the hidden size; PROGRAMS programs share the products of a long set.

@@ -15,11 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_rl.kernels.lanes import cap, row_scale
-from fused_rl.kernels.launch import aligned, cdiv, contiguous, launch, temperature_scales
-from fused_rl.kernels.logprob import logprob_bwd, logprob_fwd
-from fused_rl.kernels.logprob_gradient import target_gradient, upstream
-from fused_rl.kernels.online import NAN, log1p
+from .lanes import cap, row_scale
+from .launch import aligned, cdiv, contiguous, launch, temperature_scales
+from .logprob import logprob_bwd, logprob_fwd
+from .logprob_gradient import target_gradient, upstream
+from .online import NAN, log1p
 
 BLOCK = 128  # targets per program
 OPTIONS = {"BLOCK": BLOCK, "num_warps": 1}

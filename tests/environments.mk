@@ -12,7 +12,7 @@ TRAINER_TESTS := tests/trainers/test_reward.py tests/trainers/test_language_mode
   tests/trainers/test_runs.py::test_sft_learns_and_its_saved_model_has_the_loss_and_accuracy_of_their_definitions
 
 .PHONY: test-versions $(RELEASES:%=test-versions-%)
-test-versions: $(RELEASES:%=test-versions-%)  ## the oldest and the newest torch: 14 GB to install
+test-versions: $(RELEASES:%=test-versions-%)  #: the oldest and the newest torch: 14 GB to install
 
 FOR_TESTS := pytest pytest-xdist pytest-benchmark
 .venv-oldest/installed-release: pyproject.toml tests/tools/lowest.py

@@ -30,7 +30,7 @@ ROOMS = {
     "rollouts": DATA,
     "run": DATA,
     "servers": DATA | {"rollouts"},
-    "policy": MIDDLE,
+    "policy": MIDDLE | {"scorers"},
     "scorers": MIDDLE,
     "commands": MIDDLE | {"policy", "scorers"},
 }
@@ -72,6 +72,10 @@ SATELLITES = {
 }
 
 
+# Programs that draw or follow imports do not follow the links in fused_rl/, so within these imports are relative.
+RELATIVE = ("fused_rl.trainers.", "fused_rl.kernels.")
+
+
 class Import(NamedTuple):
     """An import statement of one module."""
 
@@ -90,15 +94,26 @@ def imports(path):
         if isinstance(node, ast.Import):
             found += [Import(path, node.lineno, alias.name, ()) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import; write fused_rl.… in full"
-            found.append(
-                Import(path, node.lineno, node.module, tuple(alias.name for alias in node.names))
-            )
+            names = tuple(alias.name for alias in node.names)
+            found.append(Import(path, node.lineno, absolute(path, node), names))
         elif isinstance(node, ast.Call) and _is_import_module(node.func):
             (name, *_) = node.args
             if isinstance(name, ast.Constant):
                 found.append(Import(path, node.lineno, name.value, ()))
     return found
+
+
+def absolute(path, node):
+    """Return the module of an import from, which is relative within trainers/ and within kernels/ and nowhere else."""
+    name = module_of(path)
+    folder = next((top for top in RELATIVE if name.startswith(top)), None)
+    if node.level:
+        assert folder, f"{path}: relative import; write fused_rl.… in full"
+        return ".".join([*name.split(".")[: -node.level], *filter(None, [node.module])])
+    assert not folder or not f"{node.module}.".startswith(folder), (
+        f"{path}: write a relative import"
+    )
+    return node.module
 
 
 def _is_import_module(function):
@@ -222,7 +237,8 @@ def top_level(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            module = absolute(path, node)
+            names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
     return names & MODULES.keys()
 
 

@@ -106,7 +106,7 @@ def test_every_submodule_of_another_library_is_listed(trees):
     modules = set()
     for tree in trees:
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module:
+            if isinstance(node, ast.ImportFrom) and not node.level:
                 modules.add(node.module)
             elif isinstance(node, ast.Import):
                 modules |= {alias.name for alias in node.names}

@@ -24,11 +24,12 @@ import pydantic
 import torch
 
 from fused_rl.ops.kl import Direction
-from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.screen import phase
-from fused_rl.trainers.data.reading import RowsLike
-from fused_rl.trainers.data.rows import BadRow
-from fused_rl.trainers.options import (
+
+from .base import ranks
+from .base.screen import phase
+from .data.reading import RowsLike
+from .data.rows import BadRow
+from .options import (
     MAIN,
     Fraction,
     PositiveInt,
@@ -37,23 +38,23 @@ from fused_rl.trainers.options import (
     Unit,
     without,
 )
-from fused_rl.trainers.policy.evaluate import evaluate
-from fused_rl.trainers.policy.options import SamplingRunConfig
-from fused_rl.trainers.policy.policy import Policy
-from fused_rl.trainers.policy.setup import SamplerFactory, read_inputs
-from fused_rl.trainers.policy.teacher import (
+from .policy.evaluate import evaluate
+from .policy.options import SamplingRunConfig
+from .policy.policy import Policy
+from .policy.setup import SamplerFactory, read_inputs
+from .policy.teacher import (
     is_url,
     load_teachers,
     teacher_divergence,
 )
-from fused_rl.trainers.rollouts.options import check_url
-from fused_rl.trainers.rollouts.roll_out import batch_of, rollout_metrics
-from fused_rl.trainers.rollouts.types import Prompt, Response, Sample
-from fused_rl.trainers.run import command
-from fused_rl.trainers.run.hooks import OnStep
-from fused_rl.trainers.run.metrics import Sums
-from fused_rl.trainers.scorers.load import check_scorers
-from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
+from .rollouts.options import check_url
+from .rollouts.roll_out import batch_of, rollout_metrics
+from .rollouts.types import Prompt, Response, Sample
+from .run import command
+from .run.hooks import OnStep
+from .run.metrics import Sums
+from .scorers.load import check_scorers
+from .scorers.options import ScorerConfig, with_scorers
 
 
 class DistillConfig(ScorerConfig, SamplingRunConfig):

@@ -22,25 +22,26 @@ from typing import ClassVar, Literal
 import torch
 
 import fused_rl
-from fused_rl.trainers.base import engine
-from fused_rl.trainers.base.screen import phase
-from fused_rl.trainers.data.micro_batches import Padding
-from fused_rl.trainers.data.preferences import (
+
+from .base import engine
+from .base.screen import phase
+from .data.micro_batches import Padding
+from .data.preferences import (
     Pair,
     PairsConfig,
     arithmetic,
     pairs_at_once,
     pairs_of,
 )
-from fused_rl.trainers.data.reading import RowsLike
-from fused_rl.trainers.models import language_model
-from fused_rl.trainers.models.reward_model import check_finite
-from fused_rl.trainers.models.scoring import chosen_is_higher, load_to_score, logprobs_of
-from fused_rl.trainers.options import NonNegative, Positive, Requirement
-from fused_rl.trainers.run import command
-from fused_rl.trainers.run.hooks import OnStep
-from fused_rl.trainers.run.loop import Run
-from fused_rl.trainers.run.metrics import Evaluation
+from .data.reading import RowsLike
+from .models import language_model
+from .models.reward_model import check_finite
+from .models.scoring import chosen_is_higher, load_to_score, logprobs_of
+from .options import NonNegative, Positive, Requirement
+from .run import command
+from .run.hooks import OnStep
+from .run.loop import Run
+from .run.metrics import Evaluation
 
 LossType = Literal["sigmoid", "hinge", "ipo", "simpo", "orpo", "apo-zero", "apo-down"]
 # Names of `preference_loss` for those that it calls otherwise.

@@ -24,11 +24,12 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 
 import fused_rl
-from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.models import language_model, lora
-from fused_rl.trainers.policy.evaluate import evaluate
-from fused_rl.trainers.policy.groups import (
+
+from .base import ranks
+from .base.text import InputError
+from .models import language_model, lora
+from .policy.evaluate import evaluate
+from .policy.groups import (
     GroupConfig,
     Groups,
     advantage_of,
@@ -36,14 +37,14 @@ from fused_rl.trainers.policy.groups import (
     collect,
     keeps_groups,
 )
-from fused_rl.trainers.policy.options import (
+from .policy.options import (
     MAIN,
     PolicyConfig,
     ReferenceConfig,
     loss_options,
     needs_reference,
 )
-from fused_rl.trainers.policy.policy import (
+from .policy.policy import (
     BeforeUpdate,
     Policy,
     group_lengths,
@@ -53,18 +54,18 @@ from fused_rl.trainers.policy.policy import (
     plan,
     with_entropy_threshold,
 )
-from fused_rl.trainers.policy.setup import (
+from .policy.setup import (
     RowsLike,
     SamplerFactory,
     batch_arithmetic,
     read_inputs,
 )
-from fused_rl.trainers.rollouts.types import Prompt, Rollout
-from fused_rl.trainers.run import command
-from fused_rl.trainers.run.hooks import OnStep
-from fused_rl.trainers.run.metrics import POLICY, Sums, means_of_updates, with_logged_names
-from fused_rl.trainers.scorers.load import check_scorers
-from fused_rl.trainers.scorers.options import (
+from .rollouts.types import Prompt, Rollout
+from .run import command
+from .run.hooks import OnStep
+from .run.metrics import POLICY, Sums, means_of_updates, with_logged_names
+from .scorers.load import check_scorers
+from .scorers.options import (
     ScorerConfig,
     with_scorers,
 )

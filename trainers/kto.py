@@ -20,21 +20,22 @@ from typing import ClassVar, Literal
 import torch
 
 import fused_rl
-from fused_rl.trainers.base import engine
-from fused_rl.trainers.base.screen import phase
-from fused_rl.trainers.data.encode import Encoder
-from fused_rl.trainers.data.marked import Marked, MarkedConfig, MarkedRows, arithmetic, marked_rows
-from fused_rl.trainers.data.micro_batches import Padding
-from fused_rl.trainers.data.reading import RowsLike
-from fused_rl.trainers.data.rows import Rows
-from fused_rl.trainers.models import language_model
-from fused_rl.trainers.models.reward_model import check_finite
-from fused_rl.trainers.models.scoring import load_to_score, logprobs_of
-from fused_rl.trainers.options import NonNegative, Positive
-from fused_rl.trainers.run import command
-from fused_rl.trainers.run.hooks import OnStep
-from fused_rl.trainers.run.loop import Run
-from fused_rl.trainers.run.metrics import Evaluation
+
+from .base import engine
+from .base.screen import phase
+from .data.encode import Encoder
+from .data.marked import Marked, MarkedConfig, MarkedRows, arithmetic, marked_rows
+from .data.micro_batches import Padding
+from .data.reading import RowsLike
+from .data.rows import Rows
+from .models import language_model
+from .models.reward_model import check_finite
+from .models.scoring import load_to_score, logprobs_of
+from .options import NonNegative, Positive
+from .run import command
+from .run.hooks import OnStep
+from .run.loop import Run
+from .run.metrics import Evaluation
 
 
 class KTOConfig(MarkedConfig):

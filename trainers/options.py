@@ -29,8 +29,9 @@ from pydantic.types import AllowInfNan
 from typing_extensions import Self
 
 from fused_rl.base import checks
-from fused_rl.trainers.base import engine, optim
-from fused_rl.trainers.base.text import InputError, import_name_of
+
+from .base import engine, optim
+from .base.text import InputError, import_name_of
 
 DEFAULT_MICRO_BATCH = 8  # sequences, where memory is not measured
 # A dataset that ends so is a file, any other a name.
@@ -248,7 +249,7 @@ def unknown_options_error(
     names: Collection[str], options: Collection[str], where: str = ""
 ) -> InputError:
     """Return the error for names that are no options, all of them at once; `where` says where they stand."""
-    from fused_rl.trainers.commands import trl_names  # of which only this error needs anything
+    from .commands import trl_names  # of which only this error needs anything
 
     return trl_names.unknown_options_error(names, options, where)
 

@@ -24,12 +24,13 @@ import torch
 
 import fused_rl
 from fused_rl.objectives.presets import PresetName
-from fused_rl.trainers.base import engine
-from fused_rl.trainers.base.ranks import global_counts, processes
-from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.models.reward_model import save_reward_model
-from fused_rl.trainers.options import NonNegative, Positive
-from fused_rl.trainers.policy.critic import (
+
+from .base import engine
+from .base.ranks import global_counts, processes
+from .base.text import InputError
+from .models.reward_model import save_reward_model
+from .options import NonNegative, Positive
+from .policy.critic import (
     CreditConfig,
     CriticConfig,
     Experience,
@@ -40,9 +41,9 @@ from fused_rl.trainers.policy.critic import (
     token_rewards,
     values_of,
 )
-from fused_rl.trainers.policy.evaluate import evaluate
-from fused_rl.trainers.policy.options import MAIN, PolicyConfig, loss_options
-from fused_rl.trainers.policy.policy import (
+from .policy.evaluate import evaluate
+from .policy.options import MAIN, PolicyConfig, loss_options
+from .policy.policy import (
     Policy,
     group_lengths,
     measure,
@@ -50,18 +51,18 @@ from fused_rl.trainers.policy.policy import (
     plan,
     with_entropy_threshold,
 )
-from fused_rl.trainers.policy.setup import (
+from .policy.setup import (
     RowsLike,
     SamplerFactory,
     batch_arithmetic,
     read_inputs,
 )
-from fused_rl.trainers.rollouts.types import Prompt, Rollout
-from fused_rl.trainers.run import command
-from fused_rl.trainers.run.hooks import OnStep
-from fused_rl.trainers.run.metrics import PPO, Sums, means_of_updates, with_logged_names
-from fused_rl.trainers.scorers.load import check_scorers
-from fused_rl.trainers.scorers.options import (
+from .rollouts.types import Prompt, Rollout
+from .run import command
+from .run.hooks import OnStep
+from .run.metrics import PPO, Sums, means_of_updates, with_logged_names
+from .scorers.load import check_scorers
+from .scorers.options import (
     ScorerConfig,
     with_scorers,
 )

@@ -15,20 +15,21 @@ from typing import ClassVar
 import torch
 
 import fused_rl
-from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.base.files import as_json, write_atomically
-from fused_rl.trainers.base.screen import phase
-from fused_rl.trainers.data.micro_batches import Padding
-from fused_rl.trainers.data.preferences import (
+
+from .base import engine, ranks
+from .base.files import as_json, write_atomically
+from .base.screen import phase
+from .data.micro_batches import Padding
+from .data.preferences import (
     Pair,
     PairsConfig,
     arithmetic,
     pairs_at_once,
     pairs_of,
 )
-from fused_rl.trainers.data.reading import RowsLike
-from fused_rl.trainers.models.packing import Costs, pack_pairs, packing_costs, unpad_sequences
-from fused_rl.trainers.models.reward_model import (
+from .data.reading import RowsLike
+from .models.packing import Costs, pack_pairs, packing_costs, unpad_sequences
+from .models.reward_model import (
     RewardModel,
     RewardScorer,
     check_finite,
@@ -36,17 +37,17 @@ from fused_rl.trainers.models.reward_model import (
     load_reward_model,
     save_reward_model,
 )
-from fused_rl.trainers.models.scoring import (
+from .models.scoring import (
     chosen_is_higher,
     score_all,
     scores_of_all,
     share_of_rank,
 )
-from fused_rl.trainers.options import NonNegative, NonNegativeInt, Requirement, may_change
-from fused_rl.trainers.run import command
-from fused_rl.trainers.run.hooks import OnStep
-from fused_rl.trainers.run.loop import Run
-from fused_rl.trainers.run.metrics import Evaluation
+from .options import NonNegative, NonNegativeInt, Requirement, may_change
+from .run import command
+from .run.hooks import OnStep
+from .run.loop import Run
+from .run.metrics import Evaluation
 
 __all__ = ["RewardConfig", "RewardModel", "RewardScorer", "train"]
 

@@ -13,22 +13,22 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
-from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.base.ranks import divide_over
-from fused_rl.trainers.base.screen import phase
-from fused_rl.trainers.data import encode
-from fused_rl.trainers.data.batch import Batch, make_batch
-from fused_rl.trainers.data.examples import Examples, Record, encode_rows
-from fused_rl.trainers.data.forms import Reader
-from fused_rl.trainers.data.micro_batches import (
+from .base import engine, ranks
+from .base.ranks import divide_over
+from .base.screen import phase
+from .data import encode
+from .data.batch import Batch, make_batch
+from .data.examples import Examples, Record, encode_rows
+from .data.forms import Reader
+from .data.micro_batches import (
     Padding,
     as_many_on_all_ranks,
     by_tokens,
 )
-from fused_rl.trainers.data.reading import RowsLike
-from fused_rl.trainers.data.rows import Rows
-from fused_rl.trainers.models import language_model
-from fused_rl.trainers.models.packing import (
+from .data.reading import RowsLike
+from .data.rows import Rows
+from .models import language_model
+from .models.packing import (
     Costs,
     InRows,
     best_fit,
@@ -39,17 +39,17 @@ from fused_rl.trainers.models.packing import (
     tokens_by,
     unpad,
 )
-from fused_rl.trainers.models.scoring import share_of_rank
-from fused_rl.trainers.options import (
+from .models.scoring import share_of_rank
+from .options import (
     MAIN,
     EngineConfig,
     PositiveInt,
     RunConfig,
 )
-from fused_rl.trainers.run import command
-from fused_rl.trainers.run.hooks import OnStep
-from fused_rl.trainers.run.loop import Run
-from fused_rl.trainers.run.metrics import Evaluation, Sums
+from .run import command
+from .run.hooks import OnStep
+from .run.loop import Run
+from .run.metrics import Evaluation, Sums
 
 
 class SFTConfig(RunConfig):

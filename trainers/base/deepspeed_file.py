@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fused_rl.trainers.base.files import names_read
-from fused_rl.trainers.base.text import InputError
+from .files import names_read
+from .text import InputError
 
 # Our option for a key or a section, which DeepSpeed would ignore, or by which it would compute something else.
 NAMES = {

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fused_rl.trainers.base import optim, ranks
-from fused_rl.trainers.base.ranks import processes, rank
-from fused_rl.trainers.base.text import InputError, in_a_line
+from . import optim, ranks
+from .ranks import processes, rank
+from .text import InputError, in_a_line
 
 TIMEOUT = timedelta(
     minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "30"))
@@ -122,7 +122,7 @@ def deepspeed_options(path: str | None) -> dict:
     """Return what a file of DeepSpeed's options holds; nothing without a file."""
     if path is None:
         return {}
-    from fused_rl.trainers.base import deepspeed_file
+    from . import deepspeed_file
 
     return deepspeed_file.read(path)
 
@@ -134,7 +134,7 @@ def check_deepspeed_file(config: Any) -> None:
     silence_libraries()
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    from fused_rl.trainers.base import deepspeed_file
+    from . import deepspeed_file
 
     theirs = deepspeed_file.read(config.deepspeed)
     ours = _our_deepspeed_config(config, max_grad_norm=config.max_grad_norm)
@@ -182,7 +182,7 @@ def _deepspeed_config(config: Any, *, max_grad_norm: float) -> dict:
     ours["zero_optimization"]["stage"] = stage
     if config.deepspeed is None:
         return ours
-    from fused_rl.trainers.base import deepspeed_file
+    from . import deepspeed_file
 
     return deepspeed_file.merged(deepspeed_file.read(config.deepspeed), ours)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fused_rl.trainers.base.text import InputError, in_a_line
+from .text import InputError, in_a_line
 
 UNFINISHED = ".unfinished-"  # how names begin until all is written; nobody else uses such names
 UNUSUAL = re.compile(r"[^ -~\n]")

@@ -9,7 +9,8 @@ from torch import nn
 
 import fused_rl
 from fused_rl.base.checks import check_range
-from fused_rl.trainers.base.text import InputError, in_a_line, load_function
+
+from .text import InputError, in_a_line, load_function
 
 SCHEDULES = ("constant", "linear", "cosine")
 Schedule = Callable[[int, int], float]

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fused_rl.trainers.base.text import InputError
+from .text import InputError
 
 Item = TypeVar("Item")
 

@@ -5,8 +5,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from fused_rl.trainers.base.ranks import process_index
-from fused_rl.trainers.base.text import escaped
+from .ranks import process_index
+from .text import escaped
 
 
 def print_line(*lines: str, to_errors: bool = False, as_is: bool = False) -> None:

@@ -20,10 +20,10 @@ def report_run(folder: Path) -> bool:
     """
     import yaml
 
-    from fused_rl.trainers.base.screen import print_line
-    from fused_rl.trainers.base.text import InputError
-    from fused_rl.trainers.run.logger import read_metrics, rows_by_step
-    from fused_rl.trainers.run.rules import Watch
+    from ..base.screen import print_line
+    from ..base.text import InputError
+    from ..run.logger import read_metrics, rows_by_step
+    from ..run.rules import Watch
 
     # What the run has left: its options, with the dtype that `auto` was on its machine, and its metrics.
     for name in ("metrics.jsonl", "config.yaml"):
@@ -77,11 +77,11 @@ def main(argv: list[str] | None = None) -> None:
     # The machine is examined without importing what a run needs, because that may be what is missing.
     folders = parser.parse_args(argv).runs
     if not folders:
-        from fused_rl.trainers.commands import machine
+        from . import machine
 
         sys.exit(machine.report())
-    from fused_rl.trainers.base.screen import print_line
-    from fused_rl.trainers.base.text import InputError
+    from ..base.screen import print_line
+    from ..base.text import InputError
 
     try:
         sys.exit(int(False in [report_run(folder) for folder in folders]))

@@ -20,15 +20,15 @@ from typing import ClassVar, Literal
 import torch
 import yaml
 
-from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.base.files import as_json, hash_of, write_atomically, write_rows
-from fused_rl.trainers.base.screen import phase, print_line, print_rank0
-from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.data import encode
-from fused_rl.trainers.data.examples import Examples
-from fused_rl.trainers.data.reading import Reading, RowsLike, chosen_rows
-from fused_rl.trainers.models import language_model
-from fused_rl.trainers.options import (
+from ..base import engine, ranks
+from ..base.files import as_json, hash_of, write_atomically, write_rows
+from ..base.screen import phase, print_line, print_rank0
+from ..base.text import InputError
+from ..data import encode
+from ..data.examples import Examples
+from ..data.reading import Reading, RowsLike, chosen_rows
+from ..models import language_model
+from ..options import (
     EngineConfig,
     LoadConfig,
     PositiveInt,
@@ -37,17 +37,17 @@ from fused_rl.trainers.options import (
     Seed,
     without,
 )
-from fused_rl.trainers.policy.evaluate import HeldOut, held_out_share, results_of, say_signal
-from fused_rl.trainers.rollouts.generate import TransformersSampler
-from fused_rl.trainers.rollouts.options import SamplingConfig
-from fused_rl.trainers.rollouts.roll_out import prompts_of, roll_out
-from fused_rl.trainers.rollouts.solved import has_verdict
-from fused_rl.trainers.rollouts.types import Rollout, Scorer
-from fused_rl.trainers.run import command
-from fused_rl.trainers.run.parse import parse
-from fused_rl.trainers.run.positions import check_fits
-from fused_rl.trainers.scorers.load import load_scorers
-from fused_rl.trainers.scorers.options import ScorerConfig, with_scorers
+from ..policy.evaluate import HeldOut, held_out_share, results_of, say_signal
+from ..rollouts.generate import TransformersSampler
+from ..rollouts.options import SamplingConfig
+from ..rollouts.roll_out import prompts_of, roll_out
+from ..rollouts.solved import has_verdict
+from ..rollouts.types import Rollout, Scorer
+from ..run import command
+from ..run.parse import parse
+from ..run.positions import check_fits
+from ..scorers.load import load_scorers
+from ..scorers.options import ScorerConfig, with_scorers
 
 MAX_NEW_TOKENS = 512
 # Options that are taken from the run of a model if they are not given. Those of the scorers are taken all together or

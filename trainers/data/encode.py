@@ -12,11 +12,11 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from fused_rl.trainers.base.files import adapter_config, base_of_adapters, check_exists, hash_of
-from fused_rl.trainers.base.text import InputError, in_a_line
-from fused_rl.trainers.data.forms import FIX, Message, Prompt, Reader, conversation
-from fused_rl.trainers.data.rows import BadRow
-from fused_rl.trainers.data.templates import (
+from ..base.files import adapter_config, base_of_adapters, check_exists, hash_of
+from ..base.text import InputError, in_a_line
+from .forms import FIX, Message, Prompt, Reader, conversation
+from .rows import BadRow
+from .templates import (
     BEGINS_REASONING,
     CLOSED,
     MARK,

@@ -15,11 +15,11 @@ import filelock
 import numpy
 import pyarrow
 
-from fused_rl.trainers.base.files import hash_of
-from fused_rl.trainers.base.screen import print_rank0
-from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.data.forms import Reader
-from fused_rl.trainers.data.rows import CACHE, BadRow, Rows, parsed, quiet_datasets
+from ..base.files import hash_of
+from ..base.screen import print_rank0
+from ..base.text import InputError
+from .forms import Reader
+from .rows import CACHE, BadRow, Rows, parsed, quiet_datasets
 
 # What a table has in the columns that a row does without.
 EMPTY = (None, "", [], {})

@@ -17,7 +17,7 @@ import json
 import re
 from typing import Any, NamedTuple, TypeAlias
 
-from fused_rl.trainers.data.rows import BadRow
+from .rows import BadRow
 
 Message: TypeAlias = dict[str, Any]
 """role, content, and what chat templates read besides."""

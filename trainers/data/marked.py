@@ -13,15 +13,15 @@ from typing import Any, ClassVar
 
 import numpy
 
-from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.files import hash_of
-from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.data.encode import Encoded, Encoder
-from fused_rl.trainers.data.examples import Examples, Record, encode_rows
-from fused_rl.trainers.data.forms import FIX, Reader
-from fused_rl.trainers.data.preferences import pair_sides
-from fused_rl.trainers.data.rows import BadRow, Rows
-from fused_rl.trainers.options import MAIN, PositiveInt, RunConfig
+from ..base import ranks
+from ..base.files import hash_of
+from ..base.text import InputError
+from ..options import MAIN, PositiveInt, RunConfig
+from .encode import Encoded, Encoder
+from .examples import Examples, Record, encode_rows
+from .forms import FIX, Reader
+from .preferences import pair_sides
+from .rows import BadRow, Rows
 
 # The sides of a pair, good and bad, in the order in which they are encoded.
 SIDES = ("chosen", "rejected")

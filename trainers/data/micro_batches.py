@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fused_rl.trainers.base import ranks
+from ..base import ranks
 
 
 @dataclass

@@ -8,9 +8,9 @@ from typing import TypeVar
 
 import torch
 
-from fused_rl.trainers.base.screen import print_rank0
-from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.options import RunConfig, StepsConfig
+from ..base.screen import print_rank0
+from ..base.text import InputError
+from ..options import RunConfig, StepsConfig
 
 
 @dataclass

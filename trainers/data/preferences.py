@@ -15,14 +15,14 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.screen import print_rank0
-from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.data.encode import Encoded, Encoder, as_turns
-from fused_rl.trainers.data.examples import Examples, Record, encode_rows
-from fused_rl.trainers.data.forms import FIX, Reader
-from fused_rl.trainers.data.rows import BadRow, Rows
-from fused_rl.trainers.options import MAIN, PositiveInt, RunConfig, Smoothing
+from ..base import ranks
+from ..base.screen import print_rank0
+from ..base.text import InputError
+from ..options import MAIN, PositiveInt, RunConfig, Smoothing
+from .encode import Encoded, Encoder, as_turns
+from .examples import Examples, Record, encode_rows
+from .forms import FIX, Reader
+from .rows import BadRow, Rows
 
 
 class PairsConfig(RunConfig):

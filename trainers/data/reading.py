@@ -4,10 +4,10 @@ import contextlib
 from collections.abc import Iterable
 from typing import Any, NoReturn, TypeAlias
 
-from fused_rl.trainers.base.screen import print_rank0
-from fused_rl.trainers.base.text import InputError, escaped
-from fused_rl.trainers.data.rows import BadRow, Name, Rows, load_rows
-from fused_rl.trainers.options import RunConfig
+from ..base.screen import print_rank0
+from ..base.text import InputError, escaped
+from ..options import RunConfig
+from .rows import BadRow, Name, Rows, load_rows
 
 RowsLike: TypeAlias = Name | Iterable[Any] | None
 """Rows in Python: names, tables, or the rows themselves."""

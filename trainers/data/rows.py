@@ -19,11 +19,11 @@ import datasets.config
 import numpy
 import pandas
 
-from fused_rl.trainers.base.files import check_exists, fingerprint, hash_of, names_read
-from fused_rl.trainers.base.ranks import process_index
-from fused_rl.trainers.base.screen import print_rank0
-from fused_rl.trainers.base.text import InputError, in_a_line
-from fused_rl.trainers.options import FILES, is_file_name
+from ..base.files import check_exists, fingerprint, hash_of, names_read
+from ..base.ranks import process_index
+from ..base.screen import print_rank0
+from ..base.text import InputError, in_a_line
+from ..options import FILES, is_file_name
 
 # Where the column of text and the token ids of large files are kept, as `datasets` keeps what it reads.
 CACHE = Path(datasets.config.HF_DATASETS_CACHE, "fused_rl")

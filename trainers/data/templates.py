@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from fused_rl.trainers.data.forms import Message
+from .forms import Message
 
 # What an assistant may say besides the content, as a text.
 REASONING = ("reasoning_content", "thinking", "reasoning")

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.options import RunConfig
+from ..base.text import InputError
+from ..options import RunConfig
 
 
 def checkpoint_activations(model: Any, config: RunConfig) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from fused_rl.trainers.base.text import InputError, check_installed
-from fused_rl.trainers.options import RunConfig
+from ..base.text import InputError, check_installed
+from ..options import RunConfig
 
 
 def check_options(config: RunConfig, *, adapters: bool) -> None:

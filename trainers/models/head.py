@@ -7,8 +7,9 @@ from torch import nn
 
 from fused_rl.integrations.unformed import UnformedLogits
 from fused_rl.ops import tiles
-from fused_rl.trainers.base.rounding import relative_difference
-from fused_rl.trainers.base.text import InputError, in_a_line
+
+from ..base.rounding import relative_difference
+from ..base.text import InputError, in_a_line
 
 
 class WideHead(nn.Linear):

@@ -11,19 +11,20 @@ from torch import nn
 
 import fused_rl
 from fused_rl.ops import tiles
-from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.base.files import atomic_folder, check_exists
-from fused_rl.trainers.base.screen import print_rank0
-from fused_rl.trainers.base.text import InputError, in_a_line
-from fused_rl.trainers.models import lora
-from fused_rl.trainers.models.checkpointing import checkpoint_activations
-from fused_rl.trainers.models.head import WideHead, trace_head
-from fused_rl.trainers.models.logits import ReferenceStates, Scored, compare, read_likeliest
-from fused_rl.trainers.models.packing import Costs, InRows
-from fused_rl.trainers.options import RunConfig
+
+from ..base import engine, ranks
+from ..base.files import atomic_folder, check_exists
+from ..base.screen import print_rank0
+from ..base.text import InputError, in_a_line
+from ..options import RunConfig
+from . import lora
+from .checkpointing import checkpoint_activations
+from .head import WideHead, trace_head
+from .logits import ReferenceStates, Scored, compare, read_likeliest
+from .packing import Costs, InRows
 
 if TYPE_CHECKING:
-    from fused_rl.trainers.models.sequences import SequenceParts
+    from .sequences import SequenceParts
 
 
 class LanguageModel(nn.Module):
@@ -299,7 +300,7 @@ def _read_lm(name: str, revision: str | None, adapters, device: torch.device, **
             problem = f"{len(keys)} {kind} weights for {type(lm).__name__}: {', '.join(keys[:5])}"
             raise InputError(f"model={name!r} has {problem}{hint}")
     if "quantization_config" in options:
-        from fused_rl.trainers.models import four_bit
+        from . import four_bit
 
         four_bit.keep_trainable(lm)
 
@@ -322,7 +323,7 @@ def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) 
     if trainable:
         lora.check_options(config, adapters)
         if config.load_in_4bit:
-            from fused_rl.trainers.models import four_bit
+            from . import four_bit
 
             four_bit.check_options(config, adapters=with_adapters)
             reading |= four_bit.quantized(reading["dtype"], device)
@@ -342,7 +343,7 @@ def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) 
         checkpoint_activations(lm, config)
     sequence_parts = None
     if config.sequence_parallel > 1:
-        from fused_rl.trainers.models.sequences import SequenceParts
+        from .sequences import SequenceParts
 
         base_lm = lm.get_base_model() if with_adapters else lm
         sequence_parts = SequenceParts(base_lm, config.longest_sequence)

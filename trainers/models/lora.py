@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fused_rl.trainers.base.files import base_of_adapters, is_missing_path
-from fused_rl.trainers.base.text import InputError, in_a_line
-from fused_rl.trainers.options import ModelConfig
+from ..base.files import base_of_adapters, is_missing_path
+from ..base.text import InputError, in_a_line
+from ..options import ModelConfig
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.rounding import relative_difference
-from fused_rl.trainers.base.screen import print_rank0
-from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.data.batch import Batch, make_batch, on_device
-from fused_rl.trainers.data.micro_batches import TokensOf, padded_tokens
+from ..base import ranks
+from ..base.rounding import relative_difference
+from ..base.screen import print_rank0
+from ..base.text import InputError
+from ..data.batch import Batch, make_batch, on_device
+from ..data.micro_batches import TokensOf, padded_tokens
 
 # Settings of a config by which attention ends before the row does.
 WINDOWS = ("sliding_window", "attention_chunk_size")

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.data.batch import on_device, pad
-from fused_rl.trainers.data.encode import load_tokenizer
-from fused_rl.trainers.models import lora
-from fused_rl.trainers.models.checkpointing import checkpoint_activations
-from fused_rl.trainers.models.head import causal_states
-from fused_rl.trainers.models.language_model import prepare_modules, read, readable, save
-from fused_rl.trainers.models.packing import Costs, InRows, unpadded_costs
-from fused_rl.trainers.options import ModelConfig, RunConfig
+from ..base import engine, ranks
+from ..base.text import InputError
+from ..data.batch import on_device, pad
+from ..data.encode import load_tokenizer
+from ..options import ModelConfig, RunConfig
+from . import lora
+from .checkpointing import checkpoint_activations
+from .head import causal_states
+from .language_model import prepare_modules, read, readable, save
+from .packing import Costs, InRows, unpadded_costs
 
 if TYPE_CHECKING:
-    from fused_rl.trainers.models.sequences import SequenceParts
+    from .sequences import SequenceParts
 
 
 class RewardModel(nn.Module):
@@ -285,7 +285,7 @@ def load_reward_model(
     )
     model = model.to(device)
     if config.sequence_parallel > 1:
-        from fused_rl.trainers.models.sequences import SequenceParts
+        from .sequences import SequenceParts
 
         model.sequence_parts = SequenceParts(model.classifier, config.longest_sequence)
     model.unpadded_costs = unpadded_costs(model.classifier)

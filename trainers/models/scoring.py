@@ -4,14 +4,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.screen import bar
-from fused_rl.trainers.data.batch import make_batch
-from fused_rl.trainers.data.encode import Encoded
-from fused_rl.trainers.data.micro_batches import Padding, by_tokens
-from fused_rl.trainers.models.language_model import LanguageModel, load_lm
-from fused_rl.trainers.models.packing import Costs, tokens_by, unpad, unpadded_costs
-from fused_rl.trainers.options import RunConfig
+from ..base import ranks
+from ..base.screen import bar
+from ..data.batch import make_batch
+from ..data.encode import Encoded
+from ..data.micro_batches import Padding, by_tokens
+from ..options import RunConfig
+from .language_model import LanguageModel, load_lm
+from .packing import Costs, tokens_by, unpad, unpadded_costs
 
 
 def load_to_score(config: RunConfig, device: torch.device) -> LanguageModel:

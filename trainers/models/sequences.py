@@ -13,10 +13,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.rounding import relative_difference
-from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.models.packing import WINDOWS, attention_of
+from ..base import ranks
+from ..base.rounding import relative_difference
+from ..base.text import InputError
+from .packing import WINDOWS, attention_of
 
 # The attention functions of transformers by name, as they were before `_register`.
 _originals: dict[str, Callable] = {}

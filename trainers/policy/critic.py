@@ -13,12 +13,13 @@ from typing import Any, ClassVar, Literal
 import torch
 
 import fused_rl
-from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.base.screen import phase
-from fused_rl.trainers.data.batch import Batch
-from fused_rl.trainers.models.packing import unpad
-from fused_rl.trainers.models.reward_model import Critic, check_reads_policy, load_reward_model
-from fused_rl.trainers.options import (
+
+from ..base import engine, ranks
+from ..base.screen import phase
+from ..data.batch import Batch
+from ..models.packing import unpad
+from ..models.reward_model import Critic, check_reads_policy, load_reward_model
+from ..options import (
     Finite,
     NonNegative,
     NonNegativeInt,
@@ -29,12 +30,12 @@ from fused_rl.trainers.options import (
     may_change,
     without,
 )
-from fused_rl.trainers.policy.options import KLConfig, RolloutConfig
-from fused_rl.trainers.policy.policy import BeforeUpdate, MicroBatch
-from fused_rl.trainers.rollouts.roll_out import rollout_metrics
-from fused_rl.trainers.rollouts.solved import win_rate
-from fused_rl.trainers.rollouts.types import Rollout
-from fused_rl.trainers.run.metrics import Sums
+from ..rollouts.roll_out import rollout_metrics
+from ..rollouts.solved import win_rate
+from ..rollouts.types import Rollout
+from ..run.metrics import Sums
+from .options import KLConfig, RolloutConfig
+from .policy import BeforeUpdate, MicroBatch
 
 # Options that the critic may have of its own, as critic_lr and critic_warmup_steps.
 OWN_OPTIONS = ("lr", "warmup_steps")

@@ -6,17 +6,16 @@ from typing import NamedTuple
 
 import torch
 
-from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.screen import phase, print_rank0
-from fused_rl.trainers.models import scoring
-from fused_rl.trainers.policy import signal
-from fused_rl.trainers.policy.groups import spread
-from fused_rl.trainers.policy.policy import SHOWN, Policy, measure
-from fused_rl.trainers.rollouts.roll_out import means_of, right_answer, sample_rows_of
-from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
-from fused_rl.trainers.rollouts.solved import has_verdict, outcome_sums, outcomes, pass_at
-from fused_rl.trainers.rollouts.types import Prompt, Rollout, Sample, Scorer
-from fused_rl.trainers.run.metrics import NOTHING, Evaluation
+from ..base import ranks
+from ..base.screen import phase, print_rank0
+from ..models import scoring
+from ..rollouts.roll_out import means_of, right_answer, sample_rows_of
+from ..rollouts.sampling import Sampling, Seeds
+from ..rollouts.solved import has_verdict, outcome_sums, outcomes, pass_at
+from ..rollouts.types import Prompt, Rollout, Sample, Scorer
+from ..run.metrics import NOTHING, Evaluation
+from .groups import spread
+from .policy import SHOWN, Policy, measure
 
 
 @dataclass
@@ -151,14 +150,16 @@ def say_signal(
     scorers: Sequence[Scorer],
     one: Sample,
     limit: int,
-    group_size: int = signal.GROUP,
+    group_size: int | None = None,
 ) -> None:
     """Print the signal that training will have, with one of the responses, which are cut at `limit` tokens."""
     if ranks.process_index() == 0:
+        from . import signal
+
         figures, totals, _, counts = results
         k = round(totals["responses"] / totals["problems"])
         answer = right_answer(one.row, one.prompt, scorers)
-        signal.say(figures, totals, k, one.text, answer, limit, counts, group_size)
+        signal.say(figures, totals, k, one.text, answer, limit, counts, group_size or signal.GROUP)
 
 
 def rows_of(

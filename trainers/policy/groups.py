@@ -14,17 +14,18 @@ import torch
 
 import fused_rl
 from fused_rl.objectives.advantages import ResponseAdvantage
-from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.options import (
+
+from ..base import ranks
+from ..base.text import InputError
+from ..options import (
     NonNegativeInt,
     PositiveInt,
     Requirement,
 )
-from fused_rl.trainers.policy.options import LossConfig, RolloutConfig
-from fused_rl.trainers.policy.policy import Policy
-from fused_rl.trainers.rollouts.roll_out import batch_of, rollout_metrics
-from fused_rl.trainers.rollouts.types import Prompt, Rollout, Scorer
+from ..rollouts.roll_out import batch_of, rollout_metrics
+from ..rollouts.types import Prompt, Rollout, Scorer
+from .options import LossConfig, RolloutConfig
+from .policy import Policy
 
 ADVANTAGES = get_args(ResponseAdvantage)
 MAX_REFILLS = 3  # further rollouts in a step, each of as many prompts as groups are missing

@@ -10,9 +10,10 @@ from fused_rl.objectives.estimators import KLEstimator
 from fused_rl.objectives.options import check_names
 from fused_rl.objectives.presets import BOUNDS, PolicyLossOptions, PresetName, resolve_options
 from fused_rl.objectives.surrogates import SURROGATES, SurrogateOptions
-from fused_rl.trainers import options as config
-from fused_rl.trainers.base.text import InputError, load_function, users_function
-from fused_rl.trainers.options import (
+
+from .. import options as config
+from ..base.text import InputError, load_function, users_function
+from ..options import (
     NonNegativeInt,
     Options,
     PositiveFraction,
@@ -23,7 +24,7 @@ from fused_rl.trainers.options import (
     options_from,
     without,
 )
-from fused_rl.trainers.rollouts.options import SamplerConfig
+from ..rollouts.options import SamplerConfig
 
 # Of a single surrogate, which `surrogate_options` has; a threshold in nats, which a run computes by `top_entropy`; and
 # impossible tokens, which no sampler draws.

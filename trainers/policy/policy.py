@@ -13,11 +13,12 @@ import torch
 
 import fused_rl
 from fused_rl.objectives.presets import PolicyLossOptions, option_beyond_a_token
-from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.data.batch import Batch, on_device
-from fused_rl.trainers.data.micro_batches import Padding, by_tokens
-from fused_rl.trainers.models import language_model
-from fused_rl.trainers.models.packing import (
+
+from ..base import engine, ranks
+from ..data.batch import Batch, on_device
+from ..data.micro_batches import Padding, by_tokens
+from ..models import language_model
+from ..models.packing import (
     Costs,
     in_row_of,
     pack,
@@ -25,12 +26,12 @@ from fused_rl.trainers.models.packing import (
     tokens_by,
     unpad,
 )
-from fused_rl.trainers.policy.options import LossConfig, loss_options
-from fused_rl.trainers.policy.reference import Reference
-from fused_rl.trainers.rollouts.mismatch import check_bound, mismatch
-from fused_rl.trainers.rollouts.roll_out import roll_out, sample_rows_of
-from fused_rl.trainers.rollouts.sampling import Sampling, Seeds
-from fused_rl.trainers.rollouts.types import Progress, Prompt, Rollout, Sampler, Scorer
+from ..rollouts.mismatch import check_bound, mismatch
+from ..rollouts.roll_out import roll_out, sample_rows_of
+from ..rollouts.sampling import Sampling, Seeds
+from ..rollouts.types import Progress, Prompt, Rollout, Sampler, Scorer
+from .options import LossConfig, loss_options
+from .reference import Reference
 
 # Responses shown at each evaluation: half from the same held-out rows each time, half from the step's rollout.
 SHOWN = 4

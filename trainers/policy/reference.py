@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from fused_rl.trainers.base import engine
-from fused_rl.trainers.models.language_model import Scored, without_engine
-from fused_rl.trainers.models.logits import ReferenceStates
+from ..base import engine
+from ..models.language_model import Scored, without_engine
+from ..models.logits import ReferenceStates
 
 SEQUENCES = ("input_ids", "mask", "packed", "places")  # the inputs that hidden states depend on
 

@@ -9,32 +9,32 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.base.ranks import divide_over
-from fused_rl.trainers.base.screen import phase
-from fused_rl.trainers.base.text import InputError, users_function
-from fused_rl.trainers.data import encode
-from fused_rl.trainers.data.examples import Examples
-from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval
-from fused_rl.trainers.data.rows import Rows
-from fused_rl.trainers.models import language_model
-from fused_rl.trainers.models.packing import packing_costs
-from fused_rl.trainers.policy.evaluate import HeldOut, held_out_share
-from fused_rl.trainers.policy.options import PolicyConfig, SamplingRunConfig
-from fused_rl.trainers.policy.policy import Policy
-from fused_rl.trainers.policy.reference import PolicyWithoutAdapters, Reference
-from fused_rl.trainers.rollouts.generate import TransformersSampler
-from fused_rl.trainers.rollouts.options import ROLLOUT_BATCH_SIZE
-from fused_rl.trainers.rollouts.roll_out import prompts_of, right_answer
-from fused_rl.trainers.rollouts.sampling import Seeds
-from fused_rl.trainers.rollouts.types import Prompt, Sampler, Scorer
-from fused_rl.trainers.run.hooks import OnStep
-from fused_rl.trainers.run.loop import Run
-from fused_rl.trainers.run.store import EMPTY, remove_at_end
-from fused_rl.trainers.scorers.load import load_scorers
+from ..base import engine, ranks
+from ..base.ranks import divide_over
+from ..base.screen import phase
+from ..base.text import InputError, users_function
+from ..data import encode
+from ..data.examples import Examples
+from ..data.reading import Reading, RowsLike, load_train_eval
+from ..data.rows import Rows
+from ..models import language_model
+from ..models.packing import packing_costs
+from ..rollouts.generate import TransformersSampler
+from ..rollouts.options import ROLLOUT_BATCH_SIZE
+from ..rollouts.roll_out import prompts_of, right_answer
+from ..rollouts.sampling import Seeds
+from ..rollouts.types import Prompt, Sampler, Scorer
+from ..run.hooks import OnStep
+from ..run.loop import Run
+from ..run.store import EMPTY, remove_at_end
+from ..scorers.load import load_scorers
+from .evaluate import HeldOut, held_out_share
+from .options import PolicyConfig, SamplingRunConfig
+from .policy import Policy
+from .reference import PolicyWithoutAdapters, Reference
 
 if TYPE_CHECKING:
-    from fused_rl.trainers.servers.inference import Http
+    from ..servers.inference import Http
 
 CORRECTIONS = ("rollout_correction", "rollout_low", "rollout_high", "rollout_gate", "old_logprobs")
 WHEN_OFF = {  # what happens without an option, for the message that says why the option is off
@@ -267,7 +267,7 @@ def build_sampler(
         kind = TransformersSampler
         if config.lag:
             # The next rollout is sampled while the policy is trained, so it needs a copy of the weights.
-            from fused_rl.trainers.rollouts.lag import CopySampler as kind
+            from ..rollouts.lag import CopySampler as kind
         built = kind(
             lm,
             pad_id=tokenizer.pad_token_id,
@@ -276,13 +276,13 @@ def build_sampler(
             synced_gpus=model.zero_optimization_stage() == 3,
         )
     elif config.dry_run:
-        from fused_rl.trainers.servers.sampler import ServerSampler
+        from ..servers.sampler import ServerSampler
 
         built = Sampler(ServerSampler)  # which reports the same, and asks no server
     else:
-        from fused_rl.trainers.servers.probe import TEXT, Probe
-        from fused_rl.trainers.servers.published import folder_of
-        from fused_rl.trainers.servers.sampler import ServerSampler
+        from ..servers.probe import TEXT, Probe
+        from ..servers.published import folder_of
+        from ..servers.sampler import ServerSampler
 
         # A server with other weights or a stale cache raises no error, so a probe compares what it returns.
         ids = tokenizer.encode(TEXT, add_special_tokens=False)
@@ -306,7 +306,7 @@ def build_sampler(
             raise InputError(f"the sampler {type(built).__name__} takes no new weights: {remedy}")
     check_sampler(config, built)
     if config.lag:
-        from fused_rl.trainers.rollouts.lag import LaggedSampler
+        from ..rollouts.lag import LaggedSampler
 
         return LaggedSampler(built, config.lag)
     return built
@@ -314,7 +314,7 @@ def build_sampler(
 
 def http_of(config: SamplingRunConfig) -> "Http":
     """Return the HTTP client for servers, with the API key that the options name."""
-    from fused_rl.trainers.servers.inference import Http
+    from ..servers.inference import Http
 
     variable = config.server_api_key_env
     key = None if variable is None else os.environ[variable].strip()

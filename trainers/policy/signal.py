@@ -2,8 +2,8 @@
 
 from collections.abc import Collection, Mapping
 
-from fused_rl.trainers.base.screen import print_line
-from fused_rl.trainers.rollouts.types import one_line
+from ..base.screen import print_line
+from ..rollouts.types import one_line
 
 # With a smaller share of groups that have a signal, training hardly moves (docs/tutorial.md); this holds for groups of
 # GROUP responses or more. Small groups differ less often, about in proportion to their size.

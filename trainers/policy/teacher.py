@@ -6,12 +6,13 @@ import torch
 from torch.nn.functional import linear
 
 import fused_rl
-from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.base.screen import print_line
-from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.data.batch import Batch, on_device
-from fused_rl.trainers.models import language_model
-from fused_rl.trainers.models.packing import (
+
+from ..base import engine, ranks
+from ..base.screen import print_line
+from ..base.text import InputError
+from ..data.batch import Batch, on_device
+from ..models import language_model
+from ..models.packing import (
     Costs,
     cheapest_rows,
     pack_sequences,
@@ -19,13 +20,13 @@ from fused_rl.trainers.models.packing import (
     rows_cost,
     unpad,
 )
-from fused_rl.trainers.models.reward_model import check_reads_policy
-from fused_rl.trainers.policy.policy import Policy
-from fused_rl.trainers.policy.setup import http_of
-from fused_rl.trainers.rollouts.types import one_line
+from ..models.reward_model import check_reads_policy
+from ..rollouts.types import one_line
+from .policy import Policy
+from .setup import http_of
 
 if TYPE_CHECKING:
-    from fused_rl.trainers.servers.inference import Http
+    from ..servers.inference import Http
 
 ROWS = 256  # the rows whose logits exist at once while the likeliest tokens are found
 COMPARED = 8  # in training the likeliest tokens are compared at every eighth token of a response
@@ -191,7 +192,7 @@ def _load_teacher(config, name: str, policy: Policy) -> Teacher:
         "attn_implementation": config.attn_implementation,
     }
     if config.teacher_in_4bit:
-        from fused_rl.trainers.models import four_bit
+        from ..models import four_bit
 
         reading |= four_bit.quantized(reading["dtype"], policy.device, "teacher_in_4bit")
     lm = language_model.load_to_sample(name, device=policy.device, **reading).requires_grad_(False)
@@ -230,7 +231,7 @@ def _load_teacher(config, name: str, policy: Policy) -> Teacher:
 
 def _connect_teacher(config, url: str, policy: Policy) -> ServedTeacher:
     """Wait for a teacher's server, and check that its model has the student's tokenizer."""
-    from fused_rl.trainers.servers.probe import TEXT
+    from ..servers.probe import TEXT
 
     url, http = url.rstrip("/"), http_of(config)
     if config.dry_run:

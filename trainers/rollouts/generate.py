@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch import nn
 
 from fused_rl import TokenSupport
-from fused_rl.trainers.base.rounding import relative_difference
-from fused_rl.trainers.base.screen import bar, print_rank0
-from fused_rl.trainers.base.text import in_a_line
-from fused_rl.trainers.data.batch import on_device, pad
-from fused_rl.trainers.rollouts.options import ROLLOUT_BATCH_SIZE
-from fused_rl.trainers.rollouts.sampling import NoDistribution, Record, Sampling, processed_scores
-from fused_rl.trainers.rollouts.types import Response, Sampler
+
+from ..base.rounding import relative_difference
+from ..base.screen import bar, print_rank0
+from ..base.text import in_a_line
+from ..data.batch import on_device, pad
+from .options import ROLLOUT_BATCH_SIZE
+from .sampling import NoDistribution, Record, Sampling, processed_scores
+from .types import Response, Sampler
 
 # Tokens of each response between two polls on an accelerator: a poll waits for the device, which costs as much as some
 # tokens of a small model, and a row that has ended is computed in vain until the next one.
@@ -233,7 +234,7 @@ def keeps_keys_and_values(lm) -> bool:
     training = lm.training
     lm.eval()
     try:
-        from fused_rl.trainers.rollouts import past
+        from . import past
 
         if not past.is_writable(transformers.DynamicCache(config=lm.config)):
             return False
@@ -286,7 +287,7 @@ class _Rows:
     """The responses that are computed: those that go on, and until the next poll those that have ended since."""
 
     def __init__(self, lm, prompts: list[list[int]], sampling: Sampling, pad_id: int):
-        from fused_rl.trainers.rollouts.past import in_place
+        from .past import in_place
 
         # The distinct prompts, padded on the left.
         runs = [list(run) for _, run in groupby(prompts)]

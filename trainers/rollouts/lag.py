@@ -21,12 +21,13 @@ from threading import Thread
 import torch
 
 from fused_rl import TokenSupport
-from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.rollouts.generate import TransformersSampler
-from fused_rl.trainers.rollouts.returned import sampled_by
-from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.rollouts.types import Prompt, Response, Sampler
+
+from ..base import ranks
+from ..base.text import InputError
+from .generate import TransformersSampler
+from .returned import sampled_by
+from .sampling import Sampling
+from .types import Prompt, Response, Sampler
 
 
 @dataclass

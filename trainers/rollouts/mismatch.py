@@ -8,9 +8,10 @@ import torch
 
 import fused_rl
 from fused_rl.objectives.presets import PolicyLossOptions
-from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.rollouts.types import Rollout
+
+from ..base import ranks
+from ..base.text import InputError
+from .types import Rollout
 
 # Nats that rounding explains: the largest difference in fp32, and the mean of the sizes in 16 bits.
 EXACT, ON_AVERAGE = 1e-3, 0.05

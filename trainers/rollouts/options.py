@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 import pydantic
 
-from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.options import (
+from ..base.text import InputError
+from ..options import (
     NonNegativeInt,
     Options,
     Positive,
@@ -18,7 +18,7 @@ from fused_rl.trainers.options import (
     Unit,
     may_change,
 )
-from fused_rl.trainers.rollouts.sampling import Sampling
+from .sampling import Sampling
 
 NO_TOP_K = (
     "with servers needs --top_k, the most ids that they return of the set of a token: give one, such as --top_k 100, "

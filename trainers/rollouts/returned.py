@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from fused_rl import TokenSupport
-from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.rollouts.types import Prompt, Response, Sample, Sampler, one_line
+
+from ..base.text import InputError
+from .sampling import Sampling
+from .types import Prompt, Response, Sample, Sampler, one_line
 
 # Nats by which a log-probability may be above 0: servers round the softmax of 16-bit logits.
 ROUNDING = 1e-4

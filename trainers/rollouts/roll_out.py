@@ -17,17 +17,17 @@ from typing import Any, TypeVar
 import numpy
 import torch
 
-from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.screen import print_rank0
-from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.data import encode
-from fused_rl.trainers.data.batch import Batch, make_batch
-from fused_rl.trainers.data.examples import Examples, Record, encode_rows
-from fused_rl.trainers.data.forms import Reader
-from fused_rl.trainers.data.rows import BadRow, Rows
-from fused_rl.trainers.rollouts.returned import check_responses, check_scores, sampled_by
-from fused_rl.trainers.rollouts.sampling import NoDistribution, Sampling
-from fused_rl.trainers.rollouts.types import (
+from ..base import ranks
+from ..base.screen import print_rank0
+from ..base.text import InputError
+from ..data import encode
+from ..data.batch import Batch, make_batch
+from ..data.examples import Examples, Record, encode_rows
+from ..data.forms import Reader
+from ..data.rows import BadRow, Rows
+from .returned import check_responses, check_scores, sampled_by
+from .sampling import NoDistribution, Sampling
+from .types import (
     NO_PROGRESS,
     Progress,
     Prompt,

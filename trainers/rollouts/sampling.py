@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from fused_rl import TokenSupport
-from fused_rl.trainers.base.text import InputError
+
+from ..base.text import InputError
 
 # Seeds are below this, which every server takes.
 SEED_LIMIT = 2**31

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fused_rl.trainers.base import ranks
-from fused_rl.trainers.rollouts.types import Rollout, Scorer
+from ..base import ranks
+from .types import Rollout, Scorer
 
 
 def pass_at_k(right: torch.Tensor, k: int) -> torch.Tensor:

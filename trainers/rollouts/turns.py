@@ -4,11 +4,11 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.data.encode import Encoder
-from fused_rl.trainers.data.forms import Message
-from fused_rl.trainers.data.rows import BadRow
-from fused_rl.trainers.rollouts.types import Response
+from ..base.text import InputError
+from ..data.encode import Encoder
+from ..data.forms import Message
+from ..data.rows import BadRow
+from .types import Response
 
 # Stands for what the policy said, which the template is to leave as it is.
 SAID = "what the policy said"

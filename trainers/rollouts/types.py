@@ -9,8 +9,9 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 import torch
 
 from fused_rl import TokenSupport
-from fused_rl.trainers.data.batch import Batch
-from fused_rl.trainers.rollouts.sampling import SEED_LIMIT, Sampling, joined
+
+from ..data.batch import Batch
+from .sampling import SEED_LIMIT, Sampling, joined
 
 # The seeds of two turns of a response lie this far apart: with one seed each turn would repeat the first one's draws.
 TURN_SEED_STRIDE = 1_000_003

@@ -9,16 +9,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.screen import print_line
-from fused_rl.trainers.base.text import InputError, UnknownOptions, escaped
-from fused_rl.trainers.cli import program
-from fused_rl.trainers.data.reading import BadRows
-from fused_rl.trainers.options import RunConfig
-from fused_rl.trainers.run.dry_run import DryRun
-from fused_rl.trainers.run.loop import Run, Stopped, kept
-from fused_rl.trainers.run.parse import HelpPrinted, parse
-from fused_rl.trainers.run.store import unlock
+from ..base import ranks
+from ..base.screen import print_line
+from ..base.text import InputError, UnknownOptions, escaped
+from ..cli import program
+from ..data.reading import BadRows
+from ..options import RunConfig
+from .dry_run import DryRun
+from .loop import Run, Stopped, kept
+from .parse import HelpPrinted, parse
+from .store import unlock
 
 LOST = "what was done since the last checkpoint is lost"
 INTERRUPTED = 130  # the usual status of a command that Ctrl-C ended

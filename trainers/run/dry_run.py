@@ -8,10 +8,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.text import escaped
-from fused_rl.trainers.data.examples import Examples
-from fused_rl.trainers.options import RunConfig, to_yaml
+from ..base import ranks
+from ..base.text import escaped
+from ..data.examples import Examples
+from ..options import RunConfig, to_yaml
 
 # Only the first and the last tokens of a sequence that is longer than this are printed.
 MOST_TOKENS = 200

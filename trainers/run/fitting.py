@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fused_rl.trainers.base import ranks
+from ..base import ranks
 
 USED = 0.75  # of a GPU's memory: fragments, and what libraries hold, are not measured
 MOST_SEQUENCES = 256  # of a micro-batch

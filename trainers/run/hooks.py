@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fused_rl.trainers.base.text import InputError
+from ..base.text import InputError
 
 
 @dataclass(frozen=True)

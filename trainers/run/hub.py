@@ -5,9 +5,9 @@ Left out: pushing checkpoints, model cards, pull requests.
 
 from pathlib import Path
 
-from fused_rl.trainers.base.screen import print_line
-from fused_rl.trainers.base.text import InputError, in_a_line
-from fused_rl.trainers.options import OutputConfig
+from ..base.screen import print_line
+from ..base.text import InputError, in_a_line
+from ..options import OutputConfig
 
 
 def make_repository(config: OutputConfig) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
-from fused_rl.trainers.run.metrics import ByRow
+from .metrics import ByRow
 
 # The number of standard errors beyond which a change counts, with about 95 % confidence: Student's quantile, because
 # the error of few rows is itself uncertain. A quantile holds up to the degrees of freedom that are its key.

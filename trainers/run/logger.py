@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from fused_rl.trainers.base.engine import torch_dtype
-from fused_rl.trainers.base.files import as_json, unfinished, write_rows
-from fused_rl.trainers.base.screen import print_line
-from fused_rl.trainers.base.text import escaped
-from fused_rl.trainers.options import RunConfig
-from fused_rl.trainers.run.metrics import HELD_OUT, NOTHING, ByRow, keys_by
+from ..base.engine import torch_dtype
+from ..base.files import as_json, unfinished, write_rows
+from ..base.screen import print_line
+from ..base.text import escaped
+from ..options import RunConfig
+from .metrics import HELD_OUT, NOTHING, ByRow, keys_by
 
 # The number of panels of curves.png in a row.
 IN_A_ROW = 4
@@ -40,7 +40,7 @@ class Logger:
         _cut(self.folder / "samples.jsonl", start)
         by_row = rows_by_step(_cut(self.folder / "held_out.jsonl", start))
 
-        from fused_rl.trainers.run.rules import Watch  # the doctor's, which only rank 0 needs
+        from .rules import Watch  # the doctor's, which only rank 0 needs
 
         # Findings of earlier entries were printed when these were written, so here they are not printed again.
         dtype = str(torch_dtype(config)).removeprefix("torch.")  # what `auto` is on this machine

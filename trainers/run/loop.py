@@ -22,27 +22,27 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 import torch
 from torch.utils.data import ConcatDataset
 
-from fused_rl.trainers.base import engine, optim, ranks
-from fused_rl.trainers.base.files import (
+from ..base import engine, optim, ranks
+from ..base.files import (
     hash_of,
     hash_of_model,
     io_errors_in_a_line,
     write_rows,
 )
-from fused_rl.trainers.base.screen import phase, print_line, print_rank0
-from fused_rl.trainers.base.text import InputError, check_installed, import_name_of, users_function
-from fused_rl.trainers.data.encode import Encoder, load_tokenizer
-from fused_rl.trainers.data.examples import Examples
-from fused_rl.trainers.data.order import RowOrder, in_steps
-from fused_rl.trainers.data.reading import Reading, RowsLike, load_train_eval
-from fused_rl.trainers.data.rows import Rows, load_rows
-from fused_rl.trainers.options import RunConfig
-from fused_rl.trainers.run import hooks
-from fused_rl.trainers.run.dry_run import DryRun, described
-from fused_rl.trainers.run.logger import Logger, draw_curves
-from fused_rl.trainers.run.metrics import Evaluation
-from fused_rl.trainers.run.positions import check_fits
-from fused_rl.trainers.run.store import EMPTY, RunFolder, steps_in, unlock
+from ..base.screen import phase, print_line, print_rank0
+from ..base.text import InputError, check_installed, import_name_of, users_function
+from ..data.encode import Encoder, load_tokenizer
+from ..data.examples import Examples
+from ..data.order import RowOrder, in_steps
+from ..data.reading import Reading, RowsLike, load_train_eval
+from ..data.rows import Rows, load_rows
+from ..options import RunConfig
+from . import hooks
+from .dry_run import DryRun, described
+from .logger import Logger, draw_curves
+from .metrics import Evaluation
+from .positions import check_fits
+from .store import EMPTY, RunFolder, steps_in, unlock
 
 Arithmetic = Callable[[Any, int], dict[str, object]]
 """(config, number of processes) -> how the batch divides, in lines by title; raises `InputError` if it does not."""
@@ -127,7 +127,7 @@ class Run:
         ranks.check_equal({"command": config.command, **config.to_dict(), **passed})
         # A token that may not write must fail now, and not after hours of training.
         if config.push_to_hub and not config.dry_run:
-            from fused_rl.trainers.run import hub
+            from . import hub
 
             ranks.on_first_rank(lambda: hub.make_repository(config))
         self.store.open()
@@ -255,7 +255,7 @@ class Run:
             )
         if config.micro_batch_size is not None:
             return
-        from fused_rl.trainers.run.fitting import fitting_tokens
+        from .fitting import fitting_tokens
 
         longest = int(self.rows.column("tokens").max()) + config.sampled_tokens
         config.micro_batch_tokens = fitting_tokens(engines, longest)
@@ -510,7 +510,7 @@ class Run:
                 f"next: fused-rl doctor {folder} ({findings}), or tensorboard --logdir {folder}"
             )
         if self.config.push_to_hub:
-            from fused_rl.trainers.run import hub
+            from . import hub
 
             message = f"fused-rl {self.config.command}, step {self.step}"
             ranks.on_first_rank(lambda: hub.push(self.config, model, message))

@@ -6,8 +6,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from fused_rl.trainers.base.ranks import gather, global_sum, rank
-from fused_rl.trainers.base.text import InputError
+from ..base.ranks import gather, global_sum, rank
+from ..base.text import InputError
 
 ByRow = Mapping[str, Sequence[Sequence[float]]]
 """The key of a figure -> one list with the sum of each row, and a second one with its weight if that is not 1."""

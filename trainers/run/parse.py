@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import yaml
 
-from fused_rl.trainers.base.files import names_read
-from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.cli import program
-from fused_rl.trainers.options import (
+from ..base.files import names_read
+from ..base.text import InputError
+from ..cli import program
+from ..options import (
     FIRST,
     Options,
     choices_of,

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from fused_rl.trainers.base.files import weights_below
-from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.data.examples import Examples
+from ..base.files import weights_below
+from ..base.text import InputError
+from ..data.examples import Examples
 
 # Options of the length of a sequence.
 LIMITS = ("max_new_tokens", "max_length", "max_prompt_length", "max_response_length")

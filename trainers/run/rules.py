@@ -11,7 +11,8 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from fused_rl.objectives.presets import PRESETS
-from fused_rl.trainers.run.learned import (
+
+from .learned import (
     BESIDE,
     CRITIC,
     GREEDY,
@@ -23,7 +24,7 @@ from fused_rl.trainers.run.learned import (
     held_out_change,
     training_change,
 )
-from fused_rl.trainers.run.metrics import NOTHING, ByRow
+from .metrics import NOTHING, ByRow
 
 # Shares of the held-out responses that cast doubt on a figure which became better, if they are as large as this.
 DOUBTS = {

@@ -29,8 +29,8 @@ from types import MappingProxyType
 import filelock
 import torch
 
-from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.base.files import (
+from ..base import engine, ranks
+from ..base.files import (
     UNFINISHED,
     atomic_folder,
     delete,
@@ -41,11 +41,11 @@ from fused_rl.trainers.base.files import (
     unfinished,
     write_atomically,
 )
-from fused_rl.trainers.base.ranks import barrier, process_index, processes
-from fused_rl.trainers.base.screen import print_line, print_rank0
-from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.options import ACTIONS, RunConfig, changeable, to_yaml
-from fused_rl.trainers.run.logger import read_metrics
+from ..base.ranks import barrier, process_index, processes
+from ..base.screen import print_line, print_rank0
+from ..base.text import InputError
+from ..options import ACTIONS, RunConfig, changeable, to_yaml
+from .logger import read_metrics
 
 LOCK = ".fused-rl.lock"
 SAVED_AT_THE_END = ("model", "critic")

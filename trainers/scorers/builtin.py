@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterable, Sequence
 
 import regex
 
-from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.data.forms import FIX, as_list, at_path
-from fused_rl.trainers.data.rows import BadRow
-from fused_rl.trainers.rollouts.types import NO_PROGRESS, Progress, Sample, one_line
+from ..base.text import InputError
+from ..data.forms import FIX, as_list, at_path
+from ..data.rows import BadRow
+from ..rollouts.types import NO_PROGRESS, Progress, Sample, one_line
 
 ANSWER_COLUMNS = ("ground_truth", "answer", "solution")
 # One <think> and one <answer>, in this order, and nothing outside them. `(?s)` lets the dot match ends of lines.

@@ -14,11 +14,11 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.screen import print_line
-from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.rollouts.types import Sample, one_line
-from fused_rl.trainers.scorers.builtin import BaseScorer
+from ..base import ranks
+from ..base.screen import print_line
+from ..base.text import InputError
+from ..rollouts.types import Sample, one_line
+from .builtin import BaseScorer
 
 # What a function of TRL's kind is given beside the columns of the dataset.
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")

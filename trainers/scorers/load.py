@@ -5,23 +5,23 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from fused_rl.trainers.base.text import InputError, load_function, name_of
-from fused_rl.trainers.rollouts.types import Scorer
-from fused_rl.trainers.scorers import builtin
-from fused_rl.trainers.scorers.functions import FunctionScorer
-from fused_rl.trainers.scorers.options import REWARD_MODEL, ScorerConfig
+from ..base.text import InputError, load_function, name_of
+from ..rollouts.types import Scorer
+from . import builtin
+from .functions import FunctionScorer
+from .options import REWARD_MODEL, ScorerConfig
 
 
 def _math(**common: Any) -> Scorer:
     """Return the scorer that compares answers by math-verify, which brings a pool of processes."""
-    from fused_rl.trainers.scorers.math import MathVerifier
+    from .math import MathVerifier
 
     return MathVerifier(**common)
 
 
 def _reward_model(*folder: Any, **common: Any) -> Scorer:
     """Return a reward model as a scorer."""
-    from fused_rl.trainers.scorers.reward_model import load_reward_model
+    from .reward_model import load_reward_model
 
     return load_reward_model(*folder, **common)
 

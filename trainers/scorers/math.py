@@ -6,11 +6,12 @@ import re
 from collections.abc import Iterable, Sequence
 
 from fused_rl import judging
-from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.data.rows import BadRow
-from fused_rl.trainers.rollouts.types import Sample
-from fused_rl.trainers.scorers.builtin import BaseScorer, answers_of
+
+from ..base import ranks
+from ..base.text import InputError
+from ..data.rows import BadRow
+from ..rollouts.types import Sample
+from .builtin import BaseScorer, answers_of
 
 NUMBER = re.compile(r"[-+]?[\d,]*\.?\d+%?")
 # LaTeX's commands, whole texts in it among them: what is left of a formula has no three letters in a row.

@@ -5,17 +5,17 @@ from typing import Any
 
 import torch
 
-from fused_rl.trainers.base import engine, ranks
-from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.models.reward_model import (
+from ..base import engine, ranks
+from ..base.text import InputError
+from ..models.reward_model import (
     RewardModel,
     RewardScorer,
     check_reads_policy,
     has_score_head,
 )
-from fused_rl.trainers.options import EngineConfig, ModelConfig
-from fused_rl.trainers.rollouts.types import Sample
-from fused_rl.trainers.scorers.builtin import BaseScorer
+from ..options import EngineConfig, ModelConfig
+from ..rollouts.types import Sample
+from .builtin import BaseScorer
 
 
 class RewardModelScorer(BaseScorer):

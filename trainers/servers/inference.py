@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 import httpx2
 
 from fused_rl import TokenSupport
-from fused_rl.trainers.base.screen import print_line
-from fused_rl.trainers.base.text import InputError, in_a_line
-from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.rollouts.types import Response, one_line
+
+from ..base.screen import print_line
+from ..base.text import InputError, in_a_line
+from ..rollouts.sampling import Sampling
+from ..rollouts.types import Response, one_line
 
 TRIES = 3  # of a call that had no answer, or HTTP 5xx
 IDLE = 3.0  # seconds that an idle connection is kept; servers close theirs after 5

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.servers.inference import Server
+from ..rollouts.sampling import Sampling
+from .inference import Server
 
 
 def common_options(sampling: Sampling) -> dict:

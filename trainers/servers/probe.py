@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.data.batch import make_batch
-from fused_rl.trainers.rollouts.mismatch import ALLOWED, agrees
-from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.rollouts.types import Response, support_of
-from fused_rl.trainers.servers.inference import Server
+from ..base.text import InputError
+from ..data.batch import make_batch
+from ..rollouts.mismatch import ALLOWED, agrees
+from ..rollouts.sampling import Sampling
+from ..rollouts.types import Response, support_of
+from .inference import Server
 
 # Temperature, the highest that vLLM takes: a policy that is sure of its tokens shows no difference at 1.
 HOT = 2.0

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.files import io_errors_in_a_line
+from ..base import ranks
+from ..base.files import io_errors_in_a_line
 
 SHARED_MEMORY = Path("/dev/shm")
 # Copies of the weights: two publications exist at once, and others write there too.

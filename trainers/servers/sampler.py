@@ -8,15 +8,15 @@ from pathlib import Path
 
 import torch
 
-from fused_rl.trainers.base import ranks
-from fused_rl.trainers.base.files import io_errors_in_a_line
-from fused_rl.trainers.base.screen import print_line
-from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.rollouts.sampling import Sampling
-from fused_rl.trainers.rollouts.types import Response, Sampler, one_line
-from fused_rl.trainers.servers.inference import Http, HttpError, Server
-from fused_rl.trainers.servers.kinds import VLLM, SGLang
-from fused_rl.trainers.servers.probe import Probe
+from ..base import ranks
+from ..base.files import io_errors_in_a_line
+from ..base.screen import print_line
+from ..base.text import InputError
+from ..rollouts.sampling import Sampling
+from ..rollouts.types import Response, Sampler, one_line
+from .inference import Http, HttpError, Server
+from .kinds import VLLM, SGLang
+from .probe import Probe
 
 
 def connect(http: Http, url: str, *, sleeps: bool = False) -> Server:
