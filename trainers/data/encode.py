@@ -22,14 +22,12 @@ from .templates import (
     MARK,
     OPEN,
     REASONING,
-    TOOLS_LOST,
     continuation,
-    lost,
-    misses,
+    mentions,
     opens_reasoning,
-    reads,
     reasoning_apart,
     spellings,
+    unwritten,
     wants_parts,
 )
 
@@ -137,7 +135,7 @@ class Encoder:
         if self.template_kwargs:
             template = tokenizer.get_chat_template(tools=self.template_kwargs.get("tools"))
             for name in self.template_kwargs:
-                if not reads(template, name) or name in ("messages", "add_generation_prompt"):
+                if not mentions(template, name) or name in ("messages", "add_generation_prompt"):
                     raise InputError(
                         f"chat_template_kwargs: the tokenizer's chat template does not read {name!r}"
                     )
@@ -302,7 +300,10 @@ class Encoder:
         response = continuation(before, rendered, turn)
         if response is None:
             raise self._not_continued(before, rendered)
-        self._check_said(turn, before, response)
+        opened = before[before.rfind(OPEN) :] if opens_reasoning(before) else ""
+        turn_text = opened + self.stop_pattern.split(response)[0]
+        if problem := unwritten([turn], None, turn_text, with_reasoning=True):
+            raise problem
         prompt = self._prompt(earlier, tools, before)
         ids = self.ids(before + response)
         # A tokenizer may merge characters across the border, where a sampler would begin a token.
@@ -315,8 +316,8 @@ class Encoder:
         # Several turns have the same ids, cut where the first of them begins.
         ids = prompt + completion
         prompt = self._prompt(messages[:start], tools)
-        answers = [message for message in messages[start:-1] if message["role"] == "assistant"]
-        if ids[: len(prompt)] != prompt or any(misses(message, rendered) for message in answers):
+        follows = ids[: len(prompt)] == prompt
+        if not follows or unwritten(earlier[start:], None, rendered, with_reasoning=True):
             reason = "the chat template rewrites earlier turns, so several turns do not continue their prompt"
             raise BadRow(reason, "give responses of one turn")
         return prompt, ids[len(prompt) :]
@@ -366,11 +367,9 @@ class Encoder:
                 remedy = "use a template that accepts them, or remove the row"
                 problem = problem or BadRow(reason, remedy, got=in_a_line(error))
                 continue
-            reason = lost(messages, tools, text)
-            if reason is None:
+            problem = unwritten(messages, tools, text)
+            if problem is None:
                 return text
-            remedy = "remove the column" if reason == TOOLS_LOST else "remove the row"
-            problem = BadRow(reason, f"{remedy}, or use another chat template")
         assert problem is not None
         raise problem
 
@@ -453,29 +452,19 @@ class Encoder:
                 reason = f"the completion contains {token!r}, the token that ends a response"
                 raise BadRow(reason, FIX)
 
-    def _check_said(self, turn: Message, before: str, response: str) -> None:
-        """Refuse a response that does not say once what its turn says."""
-        opened = before[before.rfind(OPEN) :] if opens_reasoning(before) else ""
-        turn_text = self.stop_pattern.split(response)[0]
-        name = misses(turn, opened + turn_text)
-        if name is not None:
-            reason = f"the assistant's turn has {name}, but the chat template does not write it once in the turn"
-            into = "put it into the content, " if name in REASONING else ""
-            remedy = f"{into}use a template that writes it, or remove the row"
-            text = turn[name if name in REASONING else "content"] or ""
-            raise BadRow(reason, remedy, got=difference(text, response))
-
     def _not_continued(self, before: str, rendered: str) -> BadRow:
         """Return the error of a conversation whose text does not begin with what generation would see."""
         reason = "the chat template does not continue its own generation prompt"
         remedy = READ_AS_IT_IS
         template = self.tokenizer.get_chat_template()
-        names = [name for name in BEGINS_REASONING if reads(template, name)]
+        names = [name for name in BEGINS_REASONING if mentions(template, name)]
         if names and opens_reasoning(before):
             # It has closed the reasoning that the row goes on with, or begun some that the row does not have.
             value = str(before.rstrip().endswith(CLOSED)).lower()
             remedy = f"give --chat_template_kwargs '{{{names[0]}: {value}}}'"
-        return BadRow(reason, remedy, got=difference(before, rendered))
+        start = max(len(os.path.commonprefix([before, rendered])) - 20, 0)
+        got = f"expected {before[start:][:60]!r}, but it wrote {rendered[start:][:60]!r}"
+        return BadRow(reason, remedy, got=got)
 
 
 def as_turns(response: Prompt) -> list[Message]:
@@ -488,9 +477,3 @@ def empty_completion() -> BadRow:
     return BadRow(
         "the completion is empty, and would only teach the model to stop", "remove the row"
     )
-
-
-def difference(expected: str, got: str) -> str:
-    """Return two texts in a line, both from shortly before they differ."""
-    start = max(len(os.path.commonprefix([expected, got])) - 20, 0)
-    return f"expected {expected[start:][:60]!r}, but it wrote {got[start:][:60]!r}"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .forms import Message
+from .rows import BadRow
 
 # What an assistant may say besides the content, as a text.
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -17,10 +18,9 @@ OPEN, CLOSED = "<think>", "</think>"
 # Where a generation prompt opens reasoning, and what it writes where the model is not to reason.
 REASONING_BEGINS = re.compile(rf"{OPEN}|<\|channel>")
 SKIPPED = re.compile(rf"(?:{OPEN}\s*{CLOSED}|<\|channel>thought\s*<channel\|>)\s*\Z")
-NO_REASONING = re.compile(rf"{OPEN}\s*{CLOSED}")
+NO_REASONING = re.compile(rf"(?:{OPEN}|\A)\s*{CLOSED}")
 # White space, as it stands or as JSON writes it, and the marks by which JSON quotes.
 SPACE = re.compile(r"\\+[nrt]|\\+|\s+")
-TOOLS_LOST = "the row has tools, but the chat template does not read them"
 # Words by which templates are asked to begin a turn with reasoning.
 BEGINS_REASONING = ("enable_thinking", "thinking")
 
@@ -28,7 +28,7 @@ Write = Callable[[Sequence[Message]], str]
 """Messages to the text that a template makes of them."""
 
 
-def reads(template: str, name: str) -> bool:
+def mentions(template: str, name: str) -> bool:
     """Return True if a chat template has a word in it."""
     return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
@@ -81,72 +81,65 @@ def _with_text_arguments(call: dict) -> dict:
 # What a template leaves out, or writes too often.
 
 
-def lost(messages: Sequence[Message], tools: list[dict] | None, rendered: str) -> str | None:
-    """Return what of the messages and tools is not in the text that a template wrote of them, or None.
+def unwritten(
+    messages: Sequence[Message], tools: list | None, text: str, *, with_reasoning: bool = False
+) -> BadRow | None:
+    """Return the error of what is not in the text that a template wrote of messages and tools, or None.
 
-    Each has to be there as often as it was said. Reasoning does not count, because many templates leave that of earlier
-    turns out on purpose.
+    Texts of tools and calls have to be there as often as they were said. Reasoning, which many templates leave out of
+    earlier turns on purpose, is only looked for where it is asked for, and must not be repeated either.
     """
-    contents = [(message["content"] or "").rpartition(CLOSED)[2] for message in messages]
     functions = [tool.get("function", tool) for tool in tools or []]
-    schemas = [squeezed(f.get(key) or "") for f in functions for key in ("name", "description")]
     calls = [call.get("function", call) for m in messages for call in m.get("tool_calls") or []]
-    values = [value for call in calls for value in _texts_of(call)]
-    if schemas or values:
-        written, said = squeezed(rendered), [*map(squeezed, contents)]
-        for texts, reason in (
-            (schemas, TOOLS_LOST),
-            (values, "the assistant's turn has tool_calls, but the chat template leaves one out"),
-        ):
-            said += texts
-            for text in filter(None, {*texts}):
-                if written.count(text) < sum(other.count(text) for other in said):
-                    return reason
-    if any(call.get("arguments") and str(call["arguments"]) in rendered for call in calls):
-        return "the chat template writes tool calls as Python dictionaries, not as JSON"
-    for message, content in zip(messages, contents, strict=True):
-        if not _is_in(content, rendered):
-            return f"the chat template leaves out what the {message['role']} says"
-    return None
+    named_texts = {
+        "reasoning": [t for m in messages if with_reasoning for t in _thoughts_of(m)],
+        "tools": [f.get(key) or "" for f in functions for key in ("name", "description")],
+        "tool_calls": [*_texts_of(calls)],
+    }
+    written, lost = squeezed(text), []
+    answers = [squeezed((message["content"] or "").rpartition(CLOSED)[2]) for message in messages]
+    said = [*answers]
+    for name, texts in named_texts.items():
+        squeezed_texts = [*map(squeezed, texts)]
+        said += squeezed_texts
+        for one in filter(None, {*squeezed_texts}):
+            times, times_said = written.count(one), sum(other.count(one) for other in said)
+            # A row may have its reasoning in two places, of which one is enough.
+            if times < times_said if name != "reasoning" else not 0 < times <= times_said:
+                lost.append(name)
+    if any(call.get("arguments") and str(call["arguments"]) in text for call in calls):
+        lost.append("JSON of tool_calls, which it writes as Python")
+    for message, answer in zip(messages, answers, strict=True):
+        if answer not in written:
+            lost.append(f"what the {message['role']} says")
+    if not lost:
+        return None
+    remedy = "remove that from the row, or use another chat template"
+    return BadRow(f"the chat template leaves out or repeats {lost[0]}", remedy)
 
 
-def _is_in(text: str, rendered: str) -> bool:
-    # Nearly all templates write a text as it stands, which is found out at once.
-    return text.strip() in rendered or squeezed(text) in squeezed(rendered)
+def _thoughts_of(message: Message) -> set[str]:
+    """Return what a message says as reasoning, in fields of its own and in the content."""
+    thoughts = {message.get(name) or "" for name in REASONING}
+    begins, closed, _ = (message["content"] or "").rpartition(CLOSED)
+    begins = begins.strip().removeprefix(OPEN)
+    return thoughts | ({begins + closed} if begins else set())
 
 
 def _texts_of(value: Any) -> Iterator[str]:
-    """Yield the name of a call and each text of its arguments, squeezed."""
+    """Yield the name of a call and each text of its arguments."""
     if isinstance(value, str):
-        yield squeezed(value)
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            if key not in ("id", "type"):
-                yield from _texts_of(inner)
-    elif isinstance(value, list):
+        yield value
+    if isinstance(value, dict):
+        value = [inner for key, inner in value.items() if key not in ("id", "type")]
+    if isinstance(value, list):
         for inner in value:
             yield from _texts_of(inner)
 
 
-def misses(turn: Message, text: str) -> str | None:
-    """Return the field of an assistant's turn that what a template wrote does not have, or has twice; or None."""
-    fields = {name: turn[name] for name in (*REASONING, "content") if turn.get(name)}
-    for name, said in fields.items():
-        if not _is_in(said, text):
-            return name
-    begins, closed, _ = (turn["content"] or "").partition(CLOSED)
-    reasoning = [said for name, said in fields.items() if name != "content"]
-    reasoning += [begins.strip().removeprefix(OPEN) + closed] * bool(closed and begins.strip())
-    for said in map(squeezed, reasoning):
-        once = sum(squeezed(field).count(said) for field in fields.values())
-        if said and squeezed(text).count(said) > once:
-            return "reasoning that is written twice"
-    return None
-
-
 def squeezed(text: str) -> str:
     """Return a text without white space, quotes of JSON and empty reasoning, which templates write as they like."""
-    text = NO_REASONING.sub("", text) if OPEN in text else text
+    text = NO_REASONING.sub("", text) if CLOSED in text else text
     return SPACE.sub("", text) if "\\" in text else "".join(text.split())
 
 

@@ -127,7 +127,7 @@ DATA = [
         "sft",
         "tools",
         [{"name": "f"}],
-        "the row has tools, but the chat template does not read them",
+        "leaves out or repeats tools; remove that from the row",
     ),
     *data(
         READERS,
@@ -168,7 +168,7 @@ DATA = [
     *line(
         "sft",
         json.dumps({"question": [USER, CALLS]}),
-        "turn has tool_calls, but the chat template leaves",
+        "leaves out or repeats tool_calls",
     ),
     *cell("reward", "chosen", [CALLS], "one response is text and the other one is messages"),
     *words("sft", "--max_length 3", "rows.jsonl: no row is left of 10.*max_length"),

@@ -124,6 +124,8 @@ def answered(text: str, **others) -> dict:
         ({"prompt": "a", "completion": SPELLED}, "'completion' is a text that spells messages"),
         ({"prompt": WRITTEN, "completion": "b", "system": "s"}, "begins as only a chat template"),
         ({"text": "<end>\n"}, "the text is empty"),
+        # Each turn ends with the call's name.
+        ({"messages": [USER, CALLS | {"tool_calls": [{"name": "end"}]}]}, "repeats tool_calls"),
         (
             {
                 "messages": [{"role": "system", "content": "s"}, asked("a"), answered("b")],
@@ -217,7 +219,7 @@ def test_tools_that_a_template_only_mentions_are_refused():
     tokenizer.chat_template = "{% if tools %}{% endif %}" + tiny.CHAT_TEMPLATE
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     rows = Rows([{"prompt": "a", "completion": "b", "tools": [tool]}], "x")
-    with pytest.raises(BadRow, match="the row has tools, but the chat template does not read them"):
+    with pytest.raises(BadRow, match="repeats tools"):
         tiny.pairs(Encoder(tokenizer), rows[0], None, "completion")
 
 
@@ -246,4 +248,4 @@ def test_tools_that_a_template_writes_only_beside_some_first_message_are_found_t
         except BadRow as error:
             refused.append((i, error.reason))
     number = 1 if beside == "system" else 0
-    assert refused == [(number, "the row has tools, but the chat template does not read them")]
+    assert refused == [(number, "the chat template leaves out or repeats tools")]

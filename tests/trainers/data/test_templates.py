@@ -202,11 +202,11 @@ REFUSED = {
 }
 BECAUSE = {
     "system": "System role not supported",
-    "tools": "the row has tools, but the chat template does not read them; remove the column",
-    "calls": "the row has tools, but|the assistant's turn has tool_calls, but|does not accept",
-    "words beside a call": "the row has tools, but|turn has tool_calls, but|what the assistant says",
-    "two calls": "the row has tools, but|turn has (several )?tool_calls, but|single tool-calls",
-    "reasoning": "turn has (reasoning_content|thinking), but|enable_thinking: true",
+    "tools": "repeats tools",
+    "calls": "repeats tool|does not accept",
+    "words beside a call": "repeats (tool|what the assistant says)",
+    "two calls": "repeats tool|several tool_calls|single tool-calls",
+    "reasoning": "repeats reasoning|enable_thinking: true",
     "reasoning in the content": "enable_thinking: true",
 }
 
