@@ -7,8 +7,7 @@
 RELEASES := oldest newest
 KERNEL_TESTS := tests/test_codegen.py tests/test_kernels.py tests/test_kl.py tests/test_extremes.py tests/test_gae.py
 TRAINER_TESTS := tests/trainers/test_reward.py tests/trainers/test_language_model.py tests/trainers/test_rollout.py \
-  tests/trainers/test_lora.py tests/trainers/test_packing.py \
-  tests/trainers/test_ppo.py \
+  tests/trainers/test_lora.py tests/trainers/test_packing.py tests/trainers/test_sampling.py tests/trainers/test_ppo.py \
   tests/trainers/test_runs.py::test_sft_learns_and_its_saved_model_has_the_loss_and_accuracy_of_their_definitions
 
 .PHONY: test-versions $(RELEASES:%=test-versions-%)
@@ -32,6 +31,8 @@ test-versions-oldest:  #: every lower bound of pyproject.toml
 test-versions-newest:  #: what the README installs today, in a fresh environment
 $(RELEASES:%=test-versions-%): test-versions-%: .venv-%/installed-release
 	.venv-$*/bin/python -m pytest -q -n 2 -m "not slow and not gpu" $(KERNEL_TESTS) tests/test_losses.py $(TRAINER_TESTS)
+	@# A tiny run of each trainer.
+	.venv-$*/bin/python -m pytest -q tests/trainers/test_metric_table.py
 	TRITON_INTERPRET=0 .venv-$*/bin/python -m tests.tools.codegen
 
 # A host pins other versions than ours, so each has an environment of its own; where its file of constraints changes,
