@@ -9,7 +9,7 @@ from fused_rl.trainers.base import engine
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.models import language_model
-from fused_rl.trainers.models.language_model import LanguageModel
+from fused_rl.trainers.models.language_model import LanguageModel, load_to_sample
 from fused_rl.trainers.models.logits import keep_only
 from fused_rl.trainers.models.reward_model import RewardModel
 from fused_rl.trainers.options import EngineConfig
@@ -172,8 +172,17 @@ def test_a_head_does_what_its_model_does_to_hidden_states(kind, options, loss_fr
     assert torch.equal(read[given.response_mask], likeliest)
 
 
-@pytest.mark.parametrize("kind", ["CausalLM", "SequenceClassification"])
-def test_a_model_that_reads_later_tokens_is_refused(kind, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "read"),
+    [
+        ("CausalLM", lambda name: load((name,), name)),
+        ("CausalLM", lambda name: load((name,), name, loss_from="logits")),
+        ("CausalLM", lambda name: load_to_sample(name, device=CPU, dtype=torch.float32)),
+        ("SequenceClassification", RewardModel.from_pretrained),
+    ],
+    ids=["a policy", "from logits", "eval", "a reward model"],
+)
+def test_a_model_that_reads_later_tokens_is_refused(kind, read, tmp_path):
     tiny.tokenizer().save_pretrained(tmp_path)
     sizes = {
         "vocab_size": 100,
@@ -181,12 +190,11 @@ def test_a_model_that_reads_later_tokens_is_refused(kind, tmp_path):
         "intermediate_size": 16,
         "num_attention_heads": 2,
     }
+    torch.manual_seed(0)
     config = transformers.BertConfig(**sizes, num_hidden_layers=1, num_labels=1)
     getattr(transformers, f"AutoModelFor{kind}").from_config(config).save_pretrained(tmp_path)
     with pytest.raises(InputError, match="expected a causal language model"):
-        load(
-            (str(tmp_path),), str(tmp_path)
-        ) if kind == "CausalLM" else RewardModel.from_pretrained(tmp_path)
+        read(str(tmp_path))
 
 
 def test_a_gpu_that_only_emulates_bf16_takes_fp32(monkeypatch):

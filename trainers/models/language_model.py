@@ -19,7 +19,7 @@ from ..base.text import InputError, in_a_line
 from ..options import RunConfig
 from . import lora
 from .checkpointing import checkpoint_activations
-from .head import WideHead, trace_head
+from .head import WideHead, causal_states, trace_head
 from .logits import ReferenceStates, Scored, compare, read_likeliest
 from .packing import Costs, InRows
 
@@ -308,7 +308,10 @@ def _read_lm(name: str, revision: str | None, adapters, device: torch.device, **
     # puts them back.
     lm.saved_generation_config = lm.generation_config
     lm.generation_config = GenerationConfig()
-    return lm.to(device)
+    lm = lm.to(device)
+    if not engine.is_without_weights(lm):
+        causal_states(lm)
+    return lm
 
 
 def load_lm(config: RunConfig, device: torch.device, *, trainable: bool = True) -> LanguageModel:
