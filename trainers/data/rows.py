@@ -350,7 +350,7 @@ def _sources(
         yield label, label if is_file else read_dataset(label, config_name, split)
 
 
-Name: TypeAlias = str | os.PathLike | datasets.Dataset | datasets.DatasetDict | pandas.DataFrame
+Name: TypeAlias = str | os.PathLike[str] | datasets.Dataset | datasets.DatasetDict | pandas.DataFrame
 
 
 def load_rows(
