@@ -867,7 +867,7 @@ MUTATIONS = {
     ),
     "a mean over sequences counts micro-batches": Mutation(
         "trainers/run/metrics.py",
-        "global_sum(sum(columns))",
+        "global_sum(sum(columns, torch.zeros(())))",
         "global_sum(columns[-1])",
         DEFINITIONS,
     ),

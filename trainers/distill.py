@@ -260,6 +260,7 @@ def compare(
         dataclasses.replace(sample, response=Response([], "length")) for sample in samples[count:]
     ]
     response_sums = torch.zeros(len(samples), 2, dtype=torch.float64)
+    assert policy.published is not None  # as something was sampled
     metrics = accumulate(policy, teachers, samples[:count] + empty, policy.published, response_sums)
     return metrics, response_sums[:count]
 

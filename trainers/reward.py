@@ -233,7 +233,7 @@ def train(
     # Training has moved the scores, so the model is saved with constants of its own.
     constants["after"] = normalize(model, reference, config.micro_batch_size)
     if run.held_out and ranks.process_index() == 0:
-        evaluation = as_json(last_metrics | {"normalization": constants}, indent=2)
+        evaluation = as_json({**last_metrics, "normalization": constants}, indent=2)
         write_atomically(run.store.path / "evaluation.json", evaluation)
     return run.finish(lambda folder: save_reward_model(model, run.tokenizer, folder))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = ("README.md", "docs/tutorial.md", "docs/hooks.md")
-MOST = 14
+MOST = 2
 
 
 def write_blocks() -> None:

@@ -46,8 +46,10 @@ def users_factors(config: Any, updates: int) -> list[float]:
     """Return what a schedule of the user's own says for every update; nothing for one of `SCHEDULES`."""
     chosen = schedule_function(config.lr_schedule)
     factors = []
+    if isinstance(chosen, str):
+        return factors
     # All are asked before the first update, so that none fails after hours.
-    for update in range(0 if isinstance(chosen, str) else updates):
+    for update in range(updates):
         try:
             factors.append(chosen(update, updates))
             check_range("the factor", factors[-1], "a finite number, 0 or more")

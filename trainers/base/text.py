@@ -73,9 +73,10 @@ def users_function(option: str, name: str | None, passed: Callable | None, *para
     if name is not None and passed is not None:
         raise InputError(f"{option}={name} and another from Python: give one of them")
     function = passed if name is None else load_function(option, name)
+    if function is None:
+        return None
     try:
-        if function is not None:
-            inspect.signature(function).bind(*parameters)
+        inspect.signature(function).bind(*parameters)
     except TypeError as error:
         expected = f"expected a function of ({', '.join(parameters)})"
         raise InputError(f"{option} {name_of(function)!r}: {expected}: {error}") from error

@@ -211,8 +211,8 @@ def evaluate(
     responses = sorted(sum(ranks.gather(rows), []), key=lambda row: row["problem"])
     if out is not None and ranks.process_index() == 0:
         write_rows(out / "responses.jsonl", responses)
-        summary = figures | {"options": config.to_dict() | {"max_new_tokens": length}}
-        summary["bad_rows"] = [*map(vars, reader.bad)]
+        options = config.to_dict() | {"max_new_tokens": length}
+        summary = figures | {"options": options, "bad_rows": [*map(vars, reader.bad)]}
         write_atomically(out / "summary.json", as_json(summary, indent=2) + "\n")
         print_line(f"responses: {out / 'responses.jsonl'}, figures: {out / 'summary.json'}")
     return figures

@@ -95,7 +95,7 @@ def saved_stop_ids(name: str, revision: str | None, tokenizer) -> list[int]:
     for file in ("generation_config.json", "config.json"):
         with contextlib.suppress(OSError):
             config = GenerationConfig.from_pretrained(
-                name, config_file_name=file, revision=revision
+                name, config_file_name=file, revision=revision or "main"
             )
             return stop_ids(tokenizer, config)
     return [tokenizer.eos_token_id]

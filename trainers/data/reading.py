@@ -7,7 +7,7 @@ from typing import Any, NoReturn, TypeAlias
 from ..base.screen import print_rank0
 from ..base.text import InputError, escaped
 from ..options import RunConfig
-from .rows import BadRow, Name, Rows, load_rows
+from .rows import IS_NAME, BadRow, Name, Rows, load_rows
 
 RowsLike: TypeAlias = Name | Iterable[Any] | None
 """Rows in Python: names, tables, or the rows themselves."""
@@ -109,14 +109,14 @@ def chosen_rows(
         raise InputError(
             f"{option} is missing; give --{option}, or in Python train(config, {option}=rows)"
         )
-    if not isinstance(named, Name):
+    if not isinstance(named, IS_NAME):
         if isinstance(named, dict) or not isinstance(named, Iterable):
             expected = "names of files or of Hub datasets, a Dataset, a DataFrame, or dictionaries"
             raise InputError(f"{option}: expected {expected}, got {type(named).__name__}")
         named = [*named]
         if not named:
             raise InputError(f"dataset {option} has no rows")
-        if not isinstance(named[0], Name):
+        if not isinstance(named[0], IS_NAME):
             return Rows(named, option, bad=bad_rows)
     return load_rows(named, config_name, split, bad_rows, option)
 

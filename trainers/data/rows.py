@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, Any, TypeAlias, cast
 
 import datasets.config
 import numpy
@@ -175,8 +175,9 @@ def rows_of_file(name: str) -> Iterator[tuple[int, bytes]]:
     try:
         read = READERS[Path(name.removesuffix(".gz")).suffix]
         with gzip.open(name) if name.endswith(".gz") else open(name, "rb") as file:
+            read_rows = read(cast(IO[bytes], file))  # a GzipFile is one in all but its type
             # An empty line is no row, and keeps its number.
-            yield from ((number, row) for number, row in enumerate(read(file), 1) if row.strip())
+            yield from ((number, row) for number, row in enumerate(read_rows, 1) if row.strip())
     except (OSError, EOFError, ValueError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or in_a_line(error)
         raise InputError(f"dataset file {name} cannot be read: {reason}") from error
@@ -350,7 +351,9 @@ def _sources(
         yield label, label if is_file else read_dataset(label, config_name, split)
 
 
-Name: TypeAlias = str | os.PathLike[str] | datasets.Dataset | datasets.DatasetDict | pandas.DataFrame
+Table: TypeAlias = datasets.Dataset | datasets.DatasetDict | pandas.DataFrame
+Name: TypeAlias = str | os.PathLike[str] | Table
+IS_NAME = str | os.PathLike | Table  # for isinstance, which takes no parameters of types
 
 
 def load_rows(
@@ -366,7 +369,7 @@ def load_rows(
     tables.
     """
     sources, titles = [], []
-    for name in [names] if isinstance(names, Name) else names:
+    for name in [names] if isinstance(names, IS_NAME) else names:
         is_path = isinstance(name, str | os.PathLike)
         titles.append(str(name) if is_path else option)
         if is_path:

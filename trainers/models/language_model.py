@@ -99,7 +99,7 @@ class LanguageModel(nn.Module):
         token_loss: Callable | None = None,
         per_token: Sequence[torch.Tensor] = (),
         reference: ReferenceStates | None = None,
-        loss_given_reference: Callable[[torch.Tensor], tuple] | None = None,
+        loss_given_reference: Callable[[torch.Tensor | None], tuple] | None = None,
         want_likeliest: bool = False,
     ) -> Scored:
         """Score each token by those before it: row t of (B, T - 1) is token t + 1.

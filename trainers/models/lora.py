@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -155,7 +155,8 @@ def _lora_config(model: Any, task: str, options: ModelConfig):
         targets = [target.strip() for target in targets.split(",")]
         ends = tuple(f".{target}" for target in targets)
         _check_targets(targets, [*matrices])
-    config = peft.LoraConfig(
+    # peft's annotation of lora_alpha is of whole numbers, which it does not need.
+    config = cast(Any, peft).LoraConfig(
         r=options.lora_rank, lora_alpha=options.lora_alpha, target_modules=targets, task_type=task
     )
     if any(weight.dim() == 3 for weight in plain.parameters()):

@@ -260,6 +260,7 @@ class Critic(RewardModel):
         if self.sequence_parts is not None:
             values = self.sequence_parts.scores_of(backbone, input_ids, places, self.scores_of)
         else:
+            assert packed is not None
             states = packed.states_of(self.classifier, backbone, "last_hidden_state")
             values = self.scores_of(states)
         return values.new_zeros(mask.numel()).index_copy(0, places, values).view(mask.shape)

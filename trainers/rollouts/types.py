@@ -89,7 +89,7 @@ class Sampler:
 
     built: Any = None
 
-    def __init__(self, built: "Sampler | None" = None, tokenizer: Any = None):
+    def __init__(self, built: "Sampler | type[Sampler] | None" = None, tokenizer: Any = None):
         self.built = built
         self.tokenizer = tokenizer
         if built is not None:

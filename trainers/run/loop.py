@@ -17,7 +17,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
 import torch
 from torch.utils.data import ConcatDataset
@@ -231,7 +231,8 @@ class Run:
         """
         # Held-out rows are measured as an evaluation does, so that each score is exactly 0 before training, and not a
         # rounding error.
-        rows: Any = ConcatDataset([self.rows, self.held_out])
+        rows = cast(Any, ConcatDataset)([self.rows, self.held_out])  # which takes any sequences
+        assert self.config.steps is not None  # resolved
         reference = torch.zeros(len(rows), 2, dtype=dtype)
         held_out = range(len(self.rows), len(rows))
         with phase("measured the reference"):
@@ -324,6 +325,7 @@ class Run:
     @property
     def is_last_step(self) -> bool:
         """Return True if this step is the last one."""
+        assert self.config.steps is not None  # resolved
         return self.hook_ended or self.step >= self.config.steps
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
@@ -405,7 +407,7 @@ class Run:
                     1, b"\nstopping after this step, with a checkpoint; again to stop at once\n"
                 )
 
-    def log(self, metrics: dict[str, float], tokens: int | None = None) -> None:
+    def log(self, metrics: dict[str, float], tokens: float | None = None) -> None:
         """Evaluate if that is due, write the metrics, show responses, and call `on_step`. All ranks must call this.
 
         After an evaluation it also draws the curves.
@@ -494,7 +496,7 @@ class Run:
         Run.current = None
 
         # Print whether the run learned, where everything is, and what to look at next.
-        if ranks.process_index() == 0:
+        if self.logger is not None:
             watch, folder = self.logger.watch, Path(self.config.output_dir)
             kept = ""
             if self.store.checkpoints.exists():

@@ -167,7 +167,7 @@ class Sums:
         """
         # This is the one place in a step that waits for the device.
         columns = torch.stack([values for values, _ in self.micro_batches]).cpu()
-        total = global_sum(sum(columns))
+        total = global_sum(sum(columns, torch.zeros(())))
         if total.isfinite().all():
             # A mean over no token is no 0: it would drag down those of other updates.
             totals = zip(self.names, total.tolist(), strict=True)
