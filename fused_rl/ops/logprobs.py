@@ -239,9 +239,9 @@ def _statistics(
         statistics = row_fwd(rows, slab_targets, slab_mask, inv_t, softcap, sets, x)
         if at == ():
             outputs = statistics
-            if logits.dim() != 2:
-                for output in outputs:  # no views, which could not be modified in place
-                    output.resize_(logits.shape[:-1] + output.shape[1:])
+            if logits.dim() != 2:  # no views, which could not be modified in place
+                rows_shape = logits.shape[:-1]
+                outputs = [output.resize_(rows_shape + output.shape[1:]) for output in outputs]
             break
         outputs = outputs or _empty_statistics(logits, targets)[:-1]
         for output, slab_output in zip(outputs, statistics, strict=True):
