@@ -85,8 +85,9 @@ def test_a_step_is_that_of_the_cpu(device, folders, name):
         found, waits = found_on(device, folders, make, options, responses)
     assert waits.reads.total() == reads, waits.reads
     assert not waits.uploads
+    # A mean of differences of log-probabilities near -6 is known to several times 5e-7.
     assert timeless(found.metrics) == pytest.approx(
-        timeless(cpu.metrics), rel=1e-4, abs=1e-6, nan_ok=True
+        timeless(cpu.metrics), rel=1e-4, abs=5e-6, nan_ok=True
     )
     for ours, theirs in zip(found.modules, cpu.modules, strict=True):
         for (key, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
