@@ -19,7 +19,7 @@ from .base.screen import phase
 from .data import encode
 from .data.batch import Batch, make_batch
 from .data.examples import Examples, Record, encode_rows
-from .data.forms import Reader
+from .data.forms import RowReader
 from .data.micro_batches import (
     Padding,
     as_many_on_all_ranks,
@@ -122,7 +122,7 @@ def encoded(config: SFTConfig, rows: Rows, encoder: encode.Encoder) -> Examples:
     return examples.fitting("row", {"tokens": ("max_length", config.max_length)})
 
 
-def _read_example(encoder: encode.Encoder, reader: Reader, **options) -> list[Record]:
+def _read_example(encoder: encode.Encoder, reader: RowReader, **options) -> list[Record]:
     demonstrations = encoder.demonstrations(reader, **options)
     flags = [[*map(int, one.trained or [])] for one in demonstrations]
     return [

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fused_rl.trainers import cli
 from fused_rl.trainers.data.encode import Encoder
-from fused_rl.trainers.data.forms import Reader
+from fused_rl.trainers.data.forms import RowReader
 from fused_rl.trainers.rollouts import types
 
 CHAT_TEMPLATE = (
@@ -240,10 +240,10 @@ def pairs(
     encoder: Encoder, row: dict, column: str | None, completion_column: str, turns: str = "last"
 ) -> list[tuple[list[int], list[int]]]:
     """The token ids of each turn that a row trains, apart from the others."""
-    read = encoder.demonstrations(Reader(row), column, completion_column, turns, joined=False)
+    read = encoder.demonstrations(RowReader(row), column, completion_column, turns, joined=False)
     return [(one.prompt, one.response) for one in read]
 
 
 def prompt(encoder: Encoder, row: dict, column: str | None) -> list[int]:
     """The token ids of a row's prompt."""
-    return encoder.prompt(Reader(row), column)[1]
+    return encoder.prompt(RowReader(row), column)[1]

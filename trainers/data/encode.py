@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ..base.files import adapter_config, base_of_adapters, check_exists, hash_of
 from ..base.text import InputError, in_a_line
-from .forms import FIX, Message, Prompt, Reader, conversation
+from .forms import FIX, Message, Prompt, RowReader, conversation
 from .rows import BadRow
 from .templates import (
     BEGINS_REASONING,
@@ -177,14 +177,14 @@ class Encoder:
 
     # Rows.
 
-    def prompt(self, reader: Reader, column: str | None) -> tuple[Prompt | None, list[int]]:
+    def prompt(self, reader: RowReader, column: str | None) -> tuple[Prompt | None, list[int]]:
         """Return a row's prompt, text or messages, and its token ids up to where the response begins."""
-        read = reader.prompt(column)
-        return read.prompt, self._prompt(self.messages(read.prompt), read.tools)
+        content = reader.prompt(column)
+        return content.prompt, self._prompt(self.messages(content.prompt), content.tools)
 
     def demonstrations(
         self,
-        reader: Reader,
+        reader: RowReader,
         column: str | None,
         completion_column: str,
         turns: str = "last",
@@ -198,17 +198,16 @@ class Encoder:
         message; of a completion in messages each of its turns. A text alone is trained after its first token. Turns
         that are `joined` are one sequence where the prompt of each begins with the ids of those before it.
         """
-        read = reader.completion(column, completion_column, text_column)
-        if read.prompt is None:
-            (text,) = read.responses
+        content = reader.completion(column, completion_column, text_column)
+        if content.prompt is None:
             self._check_no_system_prompt("a text")
-            ids = self.text_ids(str(text))
+            ids = self.text_ids(content.responses[0])
             return [Demonstration(ids[:1], ids[1:])]
-        messages = self.messages(read.prompt)
+        messages = self.messages(content.prompt)
         # A first message of the assistant answers nothing, so it is not trained.
         answers = range(1, len(messages))
-        for completion in read.responses:
-            messages = messages + as_turns(completion)
+        for completion in content.responses:
+            messages = messages + completion
             answers, turns = range(answers.stop, len(messages)), "all"
         trained = [i for i in answers if messages[i]["role"] == "assistant"]
         trained = [i for i in trained if "weight" not in messages[i]]
@@ -218,7 +217,7 @@ class Encoder:
         ends = trained if turns == "all" else trained[-1:]
         demonstrations: list[Demonstration] = []
         for end in ends:
-            prompt, response = self.pair(messages[: end + 1], read.tools)
+            prompt, response = self.pair(messages[: end + 1], content.tools)
             flags: list[bool] | None = None
             if demonstrations and joined:
                 first, earlier, flags_before = demonstrations[-1]
@@ -465,11 +464,6 @@ class Encoder:
         start = max(len(os.path.commonprefix([before, rendered])) - 20, 0)
         got = f"expected {before[start:][:60]!r}, but it wrote {rendered[start:][:60]!r}"
         return BadRow(reason, remedy, got=got)
-
-
-def as_turns(response: Prompt) -> list[Message]:
-    """Return a response as messages: a text is the assistant's."""
-    return [{"role": "assistant", "content": response}] if isinstance(response, str) else response
 
 
 def empty_completion() -> BadRow:

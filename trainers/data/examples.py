@@ -18,7 +18,7 @@ import pyarrow
 from ..base.files import hash_of
 from ..base.screen import print_rank0
 from ..base.text import InputError
-from .forms import Reader
+from .forms import RowReader
 from .rows import CACHE, BadRow, Rows, parsed, quiet_datasets
 
 # What a table has in the columns that a row does without.
@@ -52,8 +52,8 @@ class Record(NamedTuple):
     """What says the same of the records of one prompt."""
 
 
-Read = functools.partial[list[Record]]
-"""Calls a function of an encoder, a row's Reader and options, which name the cached ids."""
+Encode = functools.partial[list[Record]]
+"""Calls a function of an encoder, a row's RowReader and options, which name the cached ids."""
 Make = Callable[[list[list[int]], Any, Rows, int], Any]
 """(ids, beside, rows, index of the row) -> the trainer's example."""
 
@@ -133,7 +133,7 @@ class Examples(Sequence[Any]):
         return zip(usable, Rows(self.rows.table.select(usable)), strict=True)
 
 
-def encode_rows(rows: Rows, key: str, read: Read, make: Make) -> Examples:
+def encode_rows(rows: Rows, key: str, read: Encode, make: Make) -> Examples:
     """Return the examples of all rows; those that cannot be used are collected, or the first of them is raised.
 
     Ids of large files are cached by the rows, the encoder's `key`, and the options of `read`.
@@ -177,7 +177,7 @@ def _code_hash() -> str:
     return hash_of([file.read_text() for file in files])
 
 
-def _encode(batch: dict[str, list], indices: list[int], read: Read) -> pyarrow.Table:
+def _encode(batch: dict[str, list], indices: list[int], read: Encode) -> pyarrow.Table:
     """Return the columns of `FEATURES` of some rows."""
     records = [
         record
@@ -187,10 +187,10 @@ def _encode(batch: dict[str, list], indices: list[int], read: Read) -> pyarrow.T
     return pyarrow.Table.from_pylist(records, FEATURES.arrow_schema)
 
 
-def _records(text: bytes, index: int, read: Read) -> Iterator[dict[str, Any]]:
-    reader = Reader({})
+def _records(text: bytes, index: int, read: Encode) -> Iterator[dict[str, Any]]:
+    reader = RowReader({})
     try:
-        reader = Reader(parsed(text))
+        reader = RowReader(parsed(text))
         records, error = read(reader), None
     # Also what the reader of another trainer raises, as float() does.
     except ValueError as refusal:

@@ -19,7 +19,7 @@ from ..base.text import InputError
 from ..options import MAIN, PositiveInt, RunConfig
 from .encode import Encoded, Encoder
 from .examples import Examples, Record, encode_rows
-from .forms import FIX, Reader
+from .forms import FIX, RowReader
 from .preferences import pair_sides
 from .rows import BadRow, Rows
 
@@ -139,7 +139,7 @@ def _marked(ids: list[list[int]], desirable: bool, rows: Rows, i: int) -> tuple:
 
 def _read_marked(
     encoder: Encoder,
-    reader: Reader,
+    reader: RowReader,
     *,
     prompt_column: str | None,
     completion_column: str,

@@ -19,9 +19,9 @@ from ..base import ranks
 from ..base.screen import print_rank0
 from ..base.text import InputError
 from ..options import MAIN, PositiveInt, RunConfig, Smoothing
-from .encode import Encoded, Encoder, as_turns
+from .encode import Encoded, Encoder
 from .examples import Examples, Record, encode_rows
-from .forms import FIX, Reader
+from .forms import FIX, RowReader
 from .rows import BadRow, Rows
 
 
@@ -103,21 +103,21 @@ class Pair:
 
 
 def pair_sides(
-    encoder: Encoder, reader: Reader, prompt_column: str | None, columns: dict[str, str]
+    encoder: Encoder, reader: RowReader, prompt_column: str | None, columns: dict[str, str]
 ) -> list[Encoded]:
     """Return the prompt and response of a row's chosen side, and of its rejected one; `columns` by option."""
-    read = reader.pair(prompt_column, columns)
+    content = reader.pair(prompt_column, columns)
     # Texts without a prompt are whole conversations, which no template is applied to.
-    if read.prompt is None:
-        return encoder.pair_of_texts([*map(str, read.responses)])
-    before = encoder.messages(read.prompt)
-    turns = [before + as_turns(response) for response in read.responses]
-    return [encoder.pair(messages, read.tools, len(before)) for messages in turns]
+    if content.prompt is None:
+        return encoder.pair_of_texts(content.responses)
+    before = encoder.messages(content.prompt)
+    turns = [before + response for response in content.responses]
+    return [encoder.pair(messages, content.tools, len(before)) for messages in turns]
 
 
 def _read_pair(
     encoder: Encoder,
-    reader: Reader,
+    reader: RowReader,
     *,
     prompt_column: str | None,
     columns: dict[str, str],
@@ -138,7 +138,7 @@ def _read_pair(
     return [Record([*chosen, *rejected], [_margin(reader, margin_column), cut], same)]
 
 
-def _margin(reader: Reader, column: str) -> float:
+def _margin(reader: RowReader, column: str) -> float:
     """Return a row's margin; a row may lack the column, and a table has null where others have a margin."""
     margin = reader.value(column) or 0
     with contextlib.suppress(TypeError, ValueError):

@@ -23,7 +23,7 @@ from ..base.text import InputError
 from ..data import encode
 from ..data.batch import Batch, make_batch
 from ..data.examples import Examples, Record, encode_rows
-from ..data.forms import Reader
+from ..data.forms import RowReader
 from ..data.rows import BadRow, Rows
 from .returned import check_responses, check_scores, sampled_by
 from .sampling import NoDistribution, Sampling
@@ -85,7 +85,7 @@ def prompts_of(
 
 
 def _read_prompt(
-    encoder: encode.Encoder, reader: Reader, *, column: str | None, completion_column: str | None
+    encoder: encode.Encoder, reader: RowReader, *, column: str | None, completion_column: str | None
 ) -> list[Record]:
     prompt, ids = encoder.prompt(reader, column)
     completion: list[int] = []

@@ -93,7 +93,7 @@ DATA = [
     *words(
         "sft",
         "--prompt_column q --completion_column c",
-        "line 1: columns 'q' and 'c' are missing or null; .*--prompt_column and --completion_column",
+        "line 1: column 'q' is missing; .*--prompt_column and --completion_column",
     ),
     *words(
         "grpo",
@@ -111,11 +111,16 @@ DATA = [
     *cell("reward", "margin", float("nan"), "column 'margin' must be a number, got nan"),
     # Prompts.
     *cell(READERS, "question", 5, TEXT_OR_MESSAGES),
-    *cell("sft", "question", [{"human": "a"}], "column 'question' has no role"),
+    *cell("sft", "question", [{"human": "a"}], "column 'question' has an unknown role or none"),
     *cell(
         "sft", "question", json.dumps([USER]), "column 'question' is a text that spells messages"
     ),
-    *cell("sft grpo", "question", [ASSISTANT], "the prompt is empty|has one too"),
+    *cell(
+        "sft grpo",
+        "question",
+        [ASSISTANT],
+        "the prompt is empty|a response begins with the assistant's",
+    ),
     *cell(
         "sft",
         "question",
@@ -146,7 +151,7 @@ DATA = [
         "sft",
         "question",
         [USER, ASSISTANT],
-        "ends with the assistant's turn, and column 'answer' has one too",
+        "ends with the assistant's turn, and a response begins with the assistant's",
     ),
     *cell(
         "sft",
@@ -170,6 +175,6 @@ DATA = [
         json.dumps({"question": [USER, CALLS]}),
         "leaves out or repeats tool_calls",
     ),
-    *cell("reward", "chosen", [CALLS], "one response is text and the other one is messages"),
+    *cell("reward", "chosen", [CALLS], "leaves out or repeats tool_calls"),
     *words("sft", "--max_length 3", "rows.jsonl: no row is left of 10.*max_length"),
 ]

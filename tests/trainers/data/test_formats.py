@@ -75,15 +75,16 @@ def test_the_cells_of_a_csv_file_are_text_as_it_is_written(separator, tmp_path):
 
 
 @pytest.mark.parametrize("prompt", ["2+3?", [{"role": "user", "content": "2+3?"}]])
-def test_a_completion_is_text_or_one_message(prompt):
+def test_a_completion_is_text_or_messages_that_may_begin_with_the_prompt(prompt):
     tokenizer = tiny.tokenizer()
     message = {"role": "assistant", "content": "5", "tool_calls": None}
-    forms = [Rows([{"prompt": prompt, "completion": form}], "d.jsonl") for form in ("5", [message])]
-    text, conversation = (
-        tiny.pairs(Encoder(tokenizer), rows[0], None, "completion") for rows in forms
-    )
-    assert text == conversation
-    assert said(tokenizer, text) == [("<bos><user>2+3?<end>\n<assistant>", "5<end>")]
+    for completion in ("5", [message], [{"role": "user", "content": "2+3?"}, message]):
+        row = {"prompt": prompt, "completion": completion}
+        pairs = tiny.pairs(Encoder(tokenizer), row, None, "completion")
+        assert said(tokenizer, pairs) == [("<bos><user>2+3?<end>\n<assistant>", "5<end>")]
+    row = {"prompt": [{"role": "system", "content": "s"}], "completion": completion}
+    pairs = tiny.pairs(Encoder(tokenizer), row, None, "completion")
+    assert said(tokenizer, pairs)[0][0] == "<bos><system>s<end>\n<user>2+3?<end>\n<assistant>"
 
 
 CONVERSATION = [

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fused_rl.trainers.data.encode import Encoder
-from fused_rl.trainers.data.forms import WEIGHTS, Reader
+from fused_rl.trainers.data.forms import WEIGHTS, RowReader
 from fused_rl.trainers.data.preferences import pair_sides
 from fused_rl.trainers.data.rows import BadRow, Rows, load_rows
 from tests.trainers import tiny
@@ -18,7 +18,7 @@ TOOL = {"name": "f", "parameters": {"type": "object", "properties": {}}}
 
 
 def completion(row: dict):
-    return Reader(row).completion(None, "completion")
+    return RowReader(row).completion(None, "completion")
 
 
 def turn(**keys) -> dict:
@@ -30,17 +30,18 @@ def part(**keys) -> dict:
 
 
 REFUSED = {
+    "column 'prompt' must be text or a list of messages": {"prompt": [5], "completion": "b"},
     "column 'images' is filled, and only text can be read": turn() | {"images": ["a.png"]},
     "the weight of a message must be 0 or 1, got -1": turn(weight=-1),
     "the loss_scale of a message must be 0 or 1, got 2.0": turn(loss_scale=2.0),
     "has content of type 'image_url'": part(type="image_url"),
-    "has content of type 'text' without a text": part(text=None),
+    "has content of type 'text', got": part(text=None),
     "the arguments of a tool call must be an object, got": turn(
         tool_calls=[{"function": CALL | {"arguments": "[1]"}}]
     ),
     "column 'system' must be text, got 7": {"prompt": "a", "completion": "b", "system": 7},
     "column 'input' must be text, got 7": {"instruction": "a", "input": 7, "output": "b"},
-    "has no role; it has ['assistant', 'human']": {"messages": [{"human": "a", "assistant": "b"}]},
+    "has an unknown role or none, got {": {"messages": [{"human": "a", "assistant": "b"}]},
 }
 
 
@@ -153,7 +154,7 @@ def test_a_demonstration_whose_tokens_would_be_wrong_is_refused(row, reason):
                 "chosen": [asked("a"), answered("b")],
                 "rejected": [asked("a"), answered("d")],
             },
-            "do not begin",
+            "ends with the user's turn, and a response begins with the user's",
         ),
         (
             {
@@ -176,7 +177,7 @@ def test_a_pair_whose_tokens_would_be_wrong_is_refused(row, reason):
 
 def both(encoder: Encoder, row: dict) -> list:
     columns = {"chosen_column": "chosen", "rejected_column": "rejected"}
-    sides = pair_sides(encoder, Reader(row), None, columns)
+    sides = pair_sides(encoder, RowReader(row), None, columns)
     return [tuple(map(encoder.tokenizer.decode, side)) for side in sides]
 
 
@@ -211,7 +212,9 @@ def test_spellings_of_parts_calls_and_columns_say_the_same():
     spelled = [{"type": "function", "function": twice}]
     assert completion(turn(tool_calls=spelled)) == completion(turn(tool_calls=calls))
     nested = {"input": {"messages": [USER]}, "completion": "ok"}
-    assert Reader(nested).completion("input.messages", "completion").prompt == [USER]
+    assert RowReader(nested).completion("input.messages", "completion").prompt == [USER]
+    (text,) = RowReader({"a": {"b": "ok"}}).completion(None, "completion", "a.b").responses
+    assert text == "ok"
 
 
 def test_tools_that_a_template_only_mentions_are_refused():

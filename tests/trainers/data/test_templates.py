@@ -13,7 +13,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trai
 
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.encode import Encoder
-from fused_rl.trainers.data.forms import Reader
+from fused_rl.trainers.data.forms import RowReader
 from fused_rl.trainers.data.preferences import pair_sides
 from fused_rl.trainers.data.rows import BadRow
 from fused_rl.trainers.data.templates import spellings
@@ -97,7 +97,7 @@ def encoded(encoder: Encoder, row: dict, turns: str = "last") -> list:
 
 def sides(encoder: Encoder, row: dict) -> list:
     columns = {"chosen_column": "chosen", "rejected_column": "rejected"}
-    return pair_sides(encoder, Reader(row), None, columns)
+    return pair_sides(encoder, RowReader(row), None, columns)
 
 
 # The same in every form.
@@ -125,6 +125,7 @@ def test_what_says_the_same_has_the_same_ids(name):
     for row in (
         {"prompt": "Where?", "chosen": good, "rejected": bad + eos},
         {"prompt": prompt, "chosen": [assistant(good)], "rejected": [assistant(bad)]},
+        {"prompt": "Where?", "chosen": good, "rejected": [assistant(bad)]},
         {"chosen": chosen, "rejected": rejected},
     ):
         assert sides(encoder, row) == both, row
