@@ -137,10 +137,10 @@ def import_ours(model: str) -> None:
 def encode(model: str, name: str = "rows.jsonl") -> None:
     from fused_rl.trainers import sft
     from fused_rl.trainers.data.encode import Encoder, load_tokenizer
-    from fused_rl.trainers.data.reading import Reading, load_train_eval
+    from fused_rl.trainers.data.reading import RowReport, load_train_eval
 
     config = sft.SFTConfig(model=model, dataset=name, output_dir="run")
-    with Reading() as reading:
+    with RowReport() as reading:
         encoder = Encoder.of(config, load_tokenizer(model))
         parts = load_train_eval(config, reading=reading)
         examples, _ = (sft.encoded(config, part, encoder) for part in parts)

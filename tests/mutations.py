@@ -320,8 +320,8 @@ MUTATIONS = {
     ),
     "ipo does not divide by the length": Mutation(
         "trainers/dpo.py",
-        'OF_MEANS = ("ipo", "simpo", "orpo")',
-        'OF_MEANS = ("simpo", "orpo")',
+        'LENGTH_NORMALISED = ("ipo", "simpo", "orpo")',
+        'LENGTH_NORMALISED = ("simpo", "orpo")',
         "tests/trainers/test_dpo.py -k papers_however",
     ),
     "a pair is held to the reference of another": Mutation(
@@ -823,8 +823,8 @@ MUTATIONS = {
     ),
     "values after a response are fitted": Mutation(
         "trainers/models/reward_model.py",
-        "return torch.where(mask, self.scores_of(hidden), 0)",
-        "return self.scores_of(hidden)",
+        "return torch.where(mask, self.score_states(hidden), 0)",
+        "return self.score_states(hidden)",
         PPO_PARTS,
     ),
     # Reward and SFT.
@@ -885,7 +885,7 @@ MUTATIONS = {
     ),
     "a resumed run forgets what it has printed": Mutation(
         "trainers/run/logger.py",
-        '            self.watch.update(entry, by_row.get(entry["step"], NOTHING))\n\n',
+        '            self.watch.update(entry, by_row.get(entry["step"], EMPTY))\n\n',
         "            pass\n\n",
         "tests/trainers/test_doctor.py -k resumed",
     ),

@@ -181,7 +181,7 @@ class DistillConfig(ScorerConfig, SamplingRunConfig):
         return self.teacher if isinstance(self.teacher, dict) else {"": self.teacher}
 
 
-def arithmetic(config: DistillConfig, world: int) -> dict[str, object]:
+def batch_plan(config: DistillConfig, world: int) -> dict[str, object]:
     """How the batch divides; raises on what does not."""
     local = ranks.divide_over("prompts_per_step", config.prompts_per_step, world)
     return {
@@ -288,7 +288,7 @@ def train_step(
     seconds = time.monotonic() - began
     return metrics | {
         "perf/tokens_per_second": metrics["distill/num_tokens"] / seconds,
-        "perf/padding": policy.padding.share(),
+        "perf/padding": policy.padding.fraction(),
     }
 
 
@@ -311,7 +311,7 @@ def train(
         if not is_url(model)
     }
     rows = (dataset, eval_dataset)
-    inputs = read_inputs(config, arithmetic, rows, sampler, models, on_step=on_step)
+    inputs = read_inputs(config, batch_plan, rows, sampler, models, on_step=on_step)
     config, run, held_out = inputs.config, inputs.run, inputs.held_out
     # There is no reference, because the student is compared with the teacher.
     policy = inputs.load_policy(

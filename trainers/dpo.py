@@ -29,7 +29,7 @@ from .data.micro_batches import Padding
 from .data.preferences import (
     Pair,
     PairsConfig,
-    arithmetic,
+    batch_plan,
     pairs_at_once,
     pairs_of,
 )
@@ -46,7 +46,7 @@ from .run.metrics import Evaluation
 LossType = Literal["sigmoid", "hinge", "ipo", "simpo", "orpo", "apo-zero", "apo-down"]
 # Names of `preference_loss` for those that it calls otherwise.
 PREFERENCE_LOSSES = {"ipo": "squared", "simpo": "sigmoid"}
-OF_MEANS = ("ipo", "simpo", "orpo")
+LENGTH_NORMALISED = ("ipo", "simpo", "orpo")
 WITHOUT_REFERENCE = ("simpo", "orpo")
 WITHOUT_MARGIN = ("apo-zero", "apo-down")
 
@@ -126,7 +126,7 @@ def pair_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss of pairs from their (b, 2), as a share of that of all pairs of the step, and its metrics."""
     loss_type = config.loss_type
-    scores = scores_of(logprobs, reference, pairs, config)
+    scores = pair_scores(logprobs, reference, pairs, config)
     options = {
         "loss_type": PREFERENCE_LOSSES.get(loss_type, loss_type),
         "label_smoothing": config.label_smoothing,
@@ -146,7 +146,7 @@ def pair_loss(
     return loss, metrics | {"loss": loss, "nll": nll}
 
 
-def scores_of(
+def pair_scores(
     logprobs: torch.Tensor, reference: torch.Tensor | None, pairs: Sequence[Pair], config: DPOConfig
 ) -> torch.Tensor:
     """Return the scores (b, 2) of the sides of pairs, which the loss compares, from their log-probabilities.
@@ -162,7 +162,7 @@ def scores_of(
             logprobs.detach() if reference is None else reference.to(logprobs.device)
         )
     # A sum grows with the length, so that a short and a long response would not compare.
-    if loss_type in OF_MEANS:
+    if loss_type in LENGTH_NORMALISED:
         scores = scores / torch.tensor([pair.predicted() for pair in pairs]).to(logprobs.device)
     # In ipo beta decides the margin instead, and in orpo it is the weight of the whole loss.
     return scores if loss_type in ("ipo", "orpo") else config.beta * scores
@@ -184,7 +184,7 @@ def evaluate(
         logprobs = measure(model, pairs, config)
         metrics = pair_metrics(logprobs, reference, pairs, config, "eval/dpo/")
         figures["accuracy"] = metrics["eval/dpo/accuracy"]
-    scores = scores_of(logprobs.double(), reference, pairs, config)
+    scores = pair_scores(logprobs.double(), reference, pairs, config)
     right = chosen_is_higher(scores).tolist()
     return Evaluation(metrics, by_row={"eval/dpo/accuracy": [right]})
 
@@ -197,7 +197,7 @@ def train(
     on_step: OnStep | None = None,
 ) -> str:
     """Run the whole training, on pairs that are given or that the config names; return the trained model's folder."""
-    run = Run(config, arithmetic, on_step)
+    run = Run(config, batch_plan, on_step)
     config = run.read(config, pairs_of, dataset, eval_dataset)
     model = run.load(load_to_score)
     reference = torch.zeros(len(run.rows) + len(run.held_out), 2)
@@ -217,7 +217,7 @@ def train(
         logprobs = measure(model, batch, config, batch_reference, padding)
         # The metrics are of the weights before the step, as the loss is.
         metrics = pair_metrics(logprobs, batch_reference, batch, config, "train/dpo/")
-        metrics |= engine.optimizer_step(model, step) | {"perf/padding": padding.share()}
+        metrics |= engine.optimizer_step(model, step) | {"perf/padding": padding.fraction()}
         run.log(metrics, sum(map(Pair.tokens, batch)))
     return run.finish(
         lambda folder: language_model.save_lm(

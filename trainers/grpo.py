@@ -57,8 +57,8 @@ from .policy.policy import (
 from .policy.setup import (
     RowsLike,
     SamplerFactory,
-    batch_arithmetic,
     read_inputs,
+    rollout_batch_plan,
 )
 from .rollouts.types import Prompt, Rollout
 from .run import command
@@ -83,7 +83,7 @@ class GRPOConfig(ScorerConfig, GroupConfig, ReferenceConfig, PolicyConfig):
     rollout_correction; None takes those of the policy before the update."""
 
 
-def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
+def batch_plan(config: GRPOConfig, world: int) -> dict[str, object]:
     """How the batch divides; raises on what does not."""
     loss_options(config)
     advantage = advantage_of(config)
@@ -91,7 +91,7 @@ def arithmetic(config: GRPOConfig, world: int) -> dict[str, object]:
         raise InputError(
             f"group_size={config.group_size}: a response needs others to be compared with; at least 2"
         )
-    batch = batch_arithmetic(config, world)
+    batch = rollout_batch_plan(config, world)
     if config.share_prompts and not keeps_groups(config, world):
         raise InputError(
             f"minibatches={config.minibatches} would split groups, which share their prompt: it does not divide the "
@@ -311,7 +311,7 @@ def train_step(
     penalty = -config.kl_coef * metrics.get("objective/kl", 0.0) - metrics["overlong_penalty"]
     return metrics | {
         "perf/tokens_per_second": tokens / (ended_at - began),
-        "perf/padding": policy.padding.share(),
+        "perf/padding": policy.padding.fraction(),
         "objective/kl_coef": config.kl_coef,
         "objective/non_score_reward": penalty,
         "objective/rlhf_reward": metrics["objective/scores"] + penalty,
@@ -331,7 +331,7 @@ def train(
     # Tokenizer, scorers, rows, models.
     config = with_scorers(config, scorers)
     rows = (dataset, eval_dataset)
-    inputs = read_inputs(config, arithmetic, rows, sampler, on_step=on_step)
+    inputs = read_inputs(config, batch_plan, rows, sampler, on_step=on_step)
     config, run, held_out = inputs.config, inputs.run, inputs.held_out
     shared = config.share_prompts if keeps_groups(config, ranks.world_size()) else False
     policy = inputs.load_policy(packing=shared, needs_reference=needs_reference(config))
@@ -345,7 +345,7 @@ def train(
     run.start(
         engines,
         rank_state=policy.rank_state,
-        evaluate=lambda: evaluate(policy, held_out, says_signal=run.is_start),
+        evaluate=lambda: evaluate(policy, held_out, print_signal=run.is_start),
     )
     policy.publish(run.step)
 

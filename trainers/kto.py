@@ -24,7 +24,7 @@ import fused_rl
 from .base import engine
 from .base.screen import phase
 from .data.encode import Encoder
-from .data.marked import Marked, MarkedConfig, MarkedRows, arithmetic, marked_rows
+from .data.marked import Marked, MarkedConfig, MarkedRows, batch_plan, marked_rows
 from .data.micro_batches import Padding
 from .data.reading import RowsLike
 from .data.rows import Rows
@@ -162,7 +162,7 @@ def train(
     on_step: OnStep | None = None,
 ) -> str:
     """Run the whole training, on rows that are given or that the config names; return the trained model's folder."""
-    run = Run(config, arithmetic, on_step)
+    run = Run(config, batch_plan, on_step)
     config = run.read(config, checked_rows, dataset, eval_dataset)
     model = run.load(load_to_score)
     reference = run.measure_reference(lambda rows: measure_both(model, rows, config), torch.float64)
@@ -177,7 +177,7 @@ def train(
         batch_reference = reference[indices] if step > 1 + bool(config.warmup_steps) else None
         metrics = update(model, batch, batch_reference, config, backward=True, padding=padding)
         metrics = {f"train/kto/{name}": value for name, value in metrics.items()}
-        metrics |= engine.optimizer_step(model, step) | {"perf/padding": padding.share()}
+        metrics |= engine.optimizer_step(model, step) | {"perf/padding": padding.fraction()}
         run.log(metrics, sum(map(Marked.tokens, batch)))
     return run.finish(
         lambda folder: language_model.save_lm(

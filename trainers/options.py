@@ -552,7 +552,7 @@ class OutputConfig(Options):
 
     def check(self) -> None:
         super().check()
-        # Whoever names a checkpoint wants to continue from it.
+        # resume_from implies resume.
         if self.resume_from is not None:
             self.resume = True
 
@@ -676,7 +676,7 @@ def to_yaml(config: Options, *, everything: bool = True) -> str:
     values = config.to_dict()
     if values.get("num_train_epochs") is not None:
         values["steps"] = None  # what they come to is not an option
-    # Who runs the file again does not resume, or move a folder away, without saying so.
+    # Actions are left out: a run from this file starts anew.
     for action in ACTIONS:
         values.pop(action, None)
     first = {name: values.pop(name) for name in FIRST if name in values}

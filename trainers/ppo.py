@@ -54,8 +54,8 @@ from .policy.policy import (
 from .policy.setup import (
     RowsLike,
     SamplerFactory,
-    batch_arithmetic,
     read_inputs,
+    rollout_batch_plan,
 )
 from .rollouts.types import Prompt, Rollout
 from .run import command
@@ -91,7 +91,7 @@ class PPOConfig(ScorerConfig, CreditConfig, CriticConfig, PolicyConfig):
         )
 
 
-def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
+def batch_plan(config: PPOConfig, world: int) -> dict[str, object]:
     """How the batch divides; raises on what does not."""
     loss_options(config)
     advantage = fused_rl.PRESETS[config.preset].advantage
@@ -100,7 +100,7 @@ def arithmetic(config: PPOConfig, world: int) -> dict[str, object]:
             f"preset={config.preset} takes its advantages from {advantage} and advantage={config.advantage}, but ppo "
             "has a critic and takes gae alone: use --preset ppo --advantage gae, or fused-rl grpo"
         )
-    batch = batch_arithmetic(config.planned(), world)
+    batch = rollout_batch_plan(config.planned(), world)
     updates = "optimizer updates per step"
     batch[updates] = f"{batch[updates]} (at most, with target_kl)"
     return {"processes": world, "reward": check_scorers(config)} | batch
@@ -258,7 +258,7 @@ def train_step(
         "time/measure": judged_at - sampled_at,
         "time/train": trained_at - judged_at,
         "perf/tokens_per_second": tokens / (ended_at - began),
-        "perf/padding": policy.padding.share(),
+        "perf/padding": policy.padding.fraction(),
         "objective/kl_coef": kl_coef,
         "objective/non_score_reward": penalty,
         "objective/rlhf_reward": metrics["objective/scores"] + penalty,
@@ -279,7 +279,7 @@ def train(
     config = with_scorers(config.planned(), scorers)
     critics = {} if config.critic is None else {"critic": config.critic}
     rows = (dataset, eval_dataset)
-    inputs = read_inputs(config, arithmetic, rows, sampler, critics, on_step=on_step)
+    inputs = read_inputs(config, batch_plan, rows, sampler, critics, on_step=on_step)
     config, run, held_out = inputs.config, inputs.run, inputs.held_out
     critic = load_critic(config, inputs.tokenizer, run.device, inputs.updates)
     policy = inputs.load_policy(frozen=config.critic_only > 0)
@@ -292,7 +292,7 @@ def train(
         engines,
         controller.state,
         policy.rank_state,
-        evaluate=lambda: evaluate(policy, held_out, says_signal=run.is_start),
+        evaluate=lambda: evaluate(policy, held_out, print_signal=run.is_start),
     )
     # A resumed run goes on with the weight as it was adapted so far.
     controller.kl_coef = restored.get("kl_coef", config.kl_coef)

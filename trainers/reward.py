@@ -23,7 +23,7 @@ from .data.micro_batches import Padding
 from .data.preferences import (
     Pair,
     PairsConfig,
-    arithmetic,
+    batch_plan,
     pairs_at_once,
     pairs_of,
 )
@@ -39,8 +39,8 @@ from .models.reward_model import (
 )
 from .models.scoring import (
     chosen_is_higher,
+    gather_scores,
     score_all,
-    scores_of_all,
     share_of_rank,
 )
 from .options import NonNegative, NonNegativeInt, Requirement, may_change
@@ -127,7 +127,7 @@ def train_step(
         score_pairs(model, pairs, config.micro_batch_size)  # each by itself, to name the bad one
     check_finite(scores, [pair.where for pair in pairs])
     metrics = pair_metrics(scores, pairs, config, "train/rm/")
-    metrics["perf/padding"] = padding.share()
+    metrics["perf/padding"] = padding.fraction()
     return metrics | engine.optimizer_step(model, step)
 
 
@@ -156,7 +156,7 @@ def score_pairs(model, pairs: Sequence[Pair], micro_batch_size: int) -> torch.Te
     share_scores = scorer.unchecked(
         [prompt for prompt, _ in sides], [response for _, response in sides]
     )
-    scores = scores_of_all(share_scores.view(2, -1).T, share, len(pairs))
+    scores = gather_scores(share_scores.view(2, -1).T, share, len(pairs))
     check_finite(scores, [pair.where for pair in pairs])
     return scores
 
@@ -201,7 +201,7 @@ def train(
     on_step: OnStep | None = None,
 ) -> str:
     """Run the whole training, on rows that are given or that the config names; returns the model's folder."""
-    run = Run(config, arithmetic, on_step)
+    run = Run(config, batch_plan, on_step)
     # The reference pairs decide the scale of the scores, so a resumed run compares them, too.
     source = config.reference_dataset
     config = run.read(config, pairs_of, dataset, eval_dataset, reference_dataset=source)

@@ -82,7 +82,7 @@ class SFTConfig(RunConfig):
         return self.max_length
 
 
-def arithmetic(config: SFTConfig, world: int) -> dict[str, object]:
+def batch_plan(config: SFTConfig, world: int) -> dict[str, object]:
     """How the batch divides; raises on what does not."""
     local = divide_over("batch_size", config.batch_size, world)
     return {
@@ -119,7 +119,7 @@ def encoded(config: SFTConfig, rows: Rows, encoder: encode.Encoder) -> Examples:
         text_column=config.text_column,
     )
     examples = encode_rows(rows, encoder.key, read, _example)
-    return examples.fitting("row", {"tokens": ("max_length", config.max_length)})
+    return examples.within_limits("row", {"tokens": ("max_length", config.max_length)})
 
 
 def _read_example(encoder: encode.Encoder, reader: RowReader, **options) -> list[Record]:
@@ -136,7 +136,7 @@ def _example(ids: list[list[int]], _, rows: Rows, i: int) -> Example:
     return Example(prompt, completion, rows.where(i), [*map(bool, trained)] or None)
 
 
-class MicroBatch(NamedTuple):
+class PackedBatch(NamedTuple):
     """Demonstrations that go through the model together."""
 
     batch: Batch
@@ -155,7 +155,7 @@ def micro_batches(
     pad_id: int,
     device,
     costs: Costs | None = None,
-) -> list[MicroBatch]:
+) -> list[PackedBatch]:
     """Return the rank's rows as micro-batches: padded at similar lengths, or packed if that `costs` less."""
     # Padded: a micro-batch holds what is of similar length.
     examples = sorted(examples, key=Example.tokens)
@@ -202,7 +202,7 @@ def micro_batches(
         packed = None if rows is None else pack_sequences(batch, rows)
         if costs is not None and not costs.masked:
             packed = unpad(batch)
-        micro_batches.append(MicroBatch(batch, packed))
+        micro_batches.append(PackedBatch(batch, packed))
     return micro_batches
 
 
@@ -215,7 +215,7 @@ def held_out_share(examples: Sequence[Example]) -> list[Example]:
     return share[:count] + uncounted
 
 
-def train_step(model, batches: list[MicroBatch], step: int) -> dict[str, float]:
+def train_step(model, batches: list[PackedBatch], step: int) -> dict[str, float]:
     """One optimizer step over this rank's micro-batches; returns means over all ranks."""
     # The mean is over the tokens of the whole step on all ranks. In a mean of the micro-batches'
     # means, a token of a short completion would weigh more.
@@ -233,12 +233,12 @@ def train_step(model, batches: list[MicroBatch], step: int) -> dict[str, float]:
         shares = {"loss": rows.loss / num_tokens, "entropy": rows.entropy.sum() / num_tokens}
         sums.add(shares, micro_batch.batch.where)
     metrics = {f"train/{name}": value for name, value in sums.over_ranks().items()}
-    metrics["perf/padding"] = padding.share()
+    metrics["perf/padding"] = padding.fraction()
     return metrics | {"train/num_tokens": num_tokens} | engine.optimizer_step(model, step)
 
 
 @torch.no_grad()
-def evaluate(model, batches: list[MicroBatch]) -> Evaluation:
+def evaluate(model, batches: list[PackedBatch]) -> Evaluation:
     """Return loss and token accuracy on the held-out rows, of which each rank has a share in `batches`."""
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64)
@@ -272,7 +272,7 @@ def train(
     on_step: OnStep | None = None,
 ) -> str:
     """Run the whole training, on rows that are given or that the config names; returns the model's folder."""
-    run = Run(config, arithmetic, on_step)
+    run = Run(config, batch_plan, on_step)
     config = run.read(config, encoded, dataset, eval_dataset)
     assert config.steps is not None  # resolved
     with phase("loaded the model"):

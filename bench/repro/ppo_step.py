@@ -73,7 +73,7 @@ def load(folder: Path, seed: int, **options):
     }
     config = parse(ppo.PPOConfig, demo.arguments("demo_ppo.yaml", seed, paths | options))
     device = engine.setup(config.seed)
-    ppo.arithmetic(config, 1)
+    ppo.batch_plan(config, 1)
     tokenizer = load_tokenizer(config.model)
     scorers = load_scorers(config)
     prompts, _ = setup.load_prompts(config, tokenizer, scorers, load_train_eval(config))

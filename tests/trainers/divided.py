@@ -31,7 +31,7 @@ class Fixed(tiny.Sampler):
             if count < sampling.max_new_tokens:
                 finish = "stop"
                 ids[-1] = sampling.stop_ids[0]
-            logprobs = [-4.0] * count if self.tells_logprobs else None
+            logprobs = [-4.0] * count if self.reports_logprobs else None
             responses.append(Response(ids, finish, logprobs))
         return responses
 
@@ -46,7 +46,7 @@ def fixed(built, tokenizer):
 def telling(built, tokenizer):
     """One that tells log-probabilities, as `lag` needs."""
     sampler = Fixed()
-    sampler.tells_logprobs = True
+    sampler.reports_logprobs = True
     return sampler
 
 

@@ -23,7 +23,7 @@ def test_a_reference_that_follows_is_a_mixture_of_itself_and_the_policy(folder):
         torch.testing.assert_close(found, mixed, rtol=1e-6, atol=1e-6)
 
 
-BESIDE = [
+SIDE_FIGURES = [
     {"kl_coef": 0.1, "minibatches": 1},
     slow({"kl_coef": 0.1, "minibatches": 2, "epochs": 2}),
     slow({"loss_from": "logits", "top_p": 0.9, "preset": "gspo"}),
@@ -32,7 +32,7 @@ BESIDE = [
 ]
 
 
-@pytest.mark.parametrize("options", BESIDE)
+@pytest.mark.parametrize("options", SIDE_FIGURES)
 def test_what_is_trained_on_first_is_compared_in_its_own_pass(
     files, tmp_path, monkeypatch, options
 ):

@@ -101,7 +101,7 @@ def test_covariances_are_of_a_whole_update(world, size, minibatches):
     """Micro-batches of 8 responses are refused, and so are two processes."""
     options = {"micro_batch_size": size, "minibatches": minibatches}
     with pytest.raises(InputError, match="kl-cov compares all tokens of an update, [48]"):
-        grpo.arithmetic(config_of(surrogate="kl-cov", verifiers=["math"], **options), world)
+        grpo.batch_plan(config_of(surrogate="kl-cov", verifiers=["math"], **options), world)
 
 
 def test_ratios_to_the_samplers_log_probabilities(folder, exact, monkeypatch):
@@ -113,7 +113,7 @@ def test_ratios_to_the_samplers_log_probabilities(folder, exact, monkeypatch):
         reported.append(replace(response, logprobs=values[: len(response.ids)].tolist()))
     lm = tiny.load_lm(config)
     made = fake_policy(config, Plain(lm), reported, exact.scores)
-    made.reference, made.sampler.tells_logprobs, made.published = None, True, 0
+    made.reference, made.sampler.reports_logprobs, made.published = None, True, 0
     made.model.train = lambda: None
     monkeypatch.setattr(policy.Policy, "optimizer_step", lambda self, step: {"lr": 0.0})
     metrics = grpo.train_step(made, exact.prompts, 1)

@@ -33,7 +33,7 @@ class Late(threading.Thread):
 class Recorder:
     """A sampler whose responses are a prompt's id, a seed and the step of the weights."""
 
-    tells_logprobs = records_support = True
+    reports_logprobs = records_support = True
     is_checked = False
 
     def __init__(self):
@@ -217,7 +217,7 @@ def run(trainer, files, folder, **options):
 
 
 class Silent(Recorder, tiny.Sampler):
-    tells_logprobs = False
+    reports_logprobs = False
 
     def __init__(self, built, tokenizer):
         super().__init__()

@@ -43,7 +43,7 @@ def test_the_padding_of_a_step_is_of_that_step_alone():
     padding = Padding()
     for tokens in (3, 6):
         padding.add(torch.zeros(3, 4), tokens)
-        assert padding.share() == 1 - tokens / 12
+        assert padding.fraction() == 1 - tokens / 12
 
 
 def divided_on_ranks(rank, world):

@@ -111,11 +111,11 @@ def test_batch_arithmetic():
     sizes = ["--prompts_per_step=6", "--group_size=4", "--epochs=3", "--steps=5"]
     config = made("--verifiers", "math", *sizes)
     config.resolve()
-    found = grpo.arithmetic(config, 2)
+    found = grpo.batch_plan(config, 2)
     assert found["responses per process and step"] == 12
     assert found["responses per process and minibatch"] == 6
     assert found["optimizer updates in the run"] == 5 * 2 * 3
-    found = sft.arithmetic(
+    found = sft.batch_plan(
         made("--batch_size", "24", "--micro_batch_size", "5", config=sft.SFTConfig), 2
     )
     assert found["micro-batches per process and step"] == "3 of at most 5"
@@ -128,7 +128,7 @@ def test_batch_arithmetic():
     }
     for most, expected in pairs.items():
         words = ["--batch_size", "8", "--micro_batch_size", str(most)]
-        found = preferences.arithmetic(made(*words, config=COMMANDS["reward"]), 2)
+        found = preferences.batch_plan(made(*words, config=COMMANDS["reward"]), 2)
         assert found["micro-batches per process and step"] == f"{expected} sequences"
 
 
@@ -161,7 +161,7 @@ def test_every_recipe_parses():
     for recipe in recipes:
         name = next((name for name in cli.TRAINERS if name in recipe.name), "grpo")
         config = parse(COMMANDS[name], ["--config", str(recipe)])
-        assert name != "ppo" or ppo.arithmetic(config, 2)
+        assert name != "ppo" or ppo.batch_plan(config, 2)
     assert len(recipes) > 4
 
 

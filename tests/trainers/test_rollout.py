@@ -114,24 +114,24 @@ BROKEN = [
 ]
 
 
-def checked(*responses, tells_logprobs=False, **options):
+def checked(*responses, reports_logprobs=False, **options):
     prompts = [Prompt([7], {}, "d.jsonl, line 4")] * 2
     sampling = Sampling(1.0, 2, (3,), **options)
     check_responses(
-        list(responses), prompts[: len(responses)], sampling, 264, tells_logprobs=tells_logprobs
+        list(responses), prompts[: len(responses)], sampling, 264, reports_logprobs=reports_logprobs
     )
 
 
 @pytest.mark.parametrize(("response", "message"), BROKEN)
 def test_a_response_that_breaks_its_promises_names_the_row(response, message):
     with pytest.raises(InputError, match=f"^the sampler's response to d.jsonl, line 4: {message}"):
-        checked(response, tells_logprobs=getattr(response, "logprobs", None) is not None)
+        checked(response, reports_logprobs=getattr(response, "logprobs", None) is not None)
 
 
 @pytest.mark.parametrize("kind", [torch.tensor, iter])
 def test_a_response_may_have_any_kind_of_list(kind):
     response = Response(kind([5, 6]), "length", kind([-0.5, -1.0]), trained=kind([True, True]))
-    checked(response, tells_logprobs=True)
+    checked(response, reports_logprobs=True)
     assert response == Response([5, 6], "length", [-0.5, -1.0], trained=[True, True])
     assert [type(token) for token in response.ids] == [int, int]
 
@@ -140,13 +140,13 @@ def test_responses_are_one_for_each_prompt_with_what_the_sampler_declares():
     checked(Response([5, 3], "stop"), Response([], "length"))
     # What another says may hold stop tokens, and nothing of it is checked.
     spoken = Response([3, 5], "length", [float("nan"), -0.1], trained=[False, True])
-    checked(spoken, tells_logprobs=True)
+    checked(spoken, reports_logprobs=True)
     for kept in (KEPT, TokenSupport.from_lists(KEPT), [[], [3]]):
         checked(Response([90, 3], "stop", support=kept), Response([], "length"), top_p=0.9)
     with pytest.raises(InputError, match="no kept sets, though the sampling truncates"):
         checked(Response([5], "length"), top_k=2)
-    with pytest.raises(InputError, match="logprobs=None of a sampler with tells_logprobs = True"):
-        checked(Response([5], "length"), tells_logprobs=True)
+    with pytest.raises(InputError, match="logprobs=None of a sampler with reports_logprobs = True"):
+        checked(Response([5], "length"), reports_logprobs=True)
 
 
 def test_a_sample_shows_the_answer_or_what_scorers_may_read():

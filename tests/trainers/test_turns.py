@@ -20,7 +20,7 @@ from tests.trainers.steps import EOS
 class Scripted:
     """A built sampler that says what is next in a list."""
 
-    tells_logprobs, records_support = False, False
+    reports_logprobs, records_support = False, False
 
     def __init__(self, tokenizer, turns):
         self.tokenizer, self.turns, self.prompts = tokenizer, turns, []

@@ -217,7 +217,7 @@ class Sampler(types.Sampler):
 class Telling(Sampler):
     """The policy's own sampler, as another program would be: it tells log-probabilities, of -5, and versions."""
 
-    tells_logprobs = True
+    reports_logprobs = True
 
     def __init__(self, built, tokenizer):
         self.built, self.step = built, None

@@ -26,7 +26,7 @@ from ..base.screen import phase, print_line, print_rank0
 from ..base.text import InputError
 from ..data import encode
 from ..data.examples import Examples
-from ..data.reading import Reading, RowsLike, chosen_rows
+from ..data.reading import RowReport, RowsLike, chosen_rows
 from ..models import language_model
 from ..options import (
     EngineConfig,
@@ -162,7 +162,7 @@ def evaluate(
 
     # Tokenizer, scorers, rows, model. Reward models that score have the dtype of the model that is evaluated.
     held = EngineConfig(dtype=config.dtype)
-    with phase("read tokenizer and rows"), Reading(config.bad_rows) as reader:
+    with phase("read tokenizer and rows"), RowReport(config.bad_rows) as reader:
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         dataset_options = (config.dataset, config.dataset_config, config.dataset_split)
         rows = chosen_rows("dataset", dataset, *dataset_options, reader.bad)

@@ -161,6 +161,6 @@ def suggestion_for(name: str, options: Collection[str]) -> str:
 def _name_here(name: str, options: Collection[str]) -> str:
     """Return the name of one of TRL's options here, for the trainer which has `options`."""
     clauses = NAMES[name].split("; ")
-    fitting = [text for text in clauses if {*re.findall(r"--(\w+)", text)} <= {*options}]
-    text = "; ".join(fitting or clauses)
+    usable = [text for text in clauses if {*re.findall(r"--(\w+)", text)} <= {*options}]
+    text = "; ".join(usable or clauses)
     return f"its name here is {text}" if text.startswith("--") else f"here it is {text}"

@@ -22,7 +22,7 @@ from .forms import RowReader
 from .rows import CACHE, BadRow, Rows, parsed, quiet_datasets
 
 # What a table has in the columns that a row does without.
-EMPTY = (None, "", [], {})
+BLANKS = (None, "", [], {})
 INT = datasets.Value("int32")
 FEATURES = datasets.Features(
     row=datasets.Value("int64"),
@@ -94,7 +94,7 @@ class Examples(Sequence[Any]):
         """Return the file and line of an example."""
         return self.rows.where(int(self.column("row")[i]))
 
-    def fitting(self, noun: str, limits: dict[str, tuple[str, int]]) -> "Examples":
+    def within_limits(self, noun: str, limits: dict[str, tuple[str, int]]) -> "Examples":
         """Return the examples of rows that fit; print how many do not, and why. `limits` are options by column."""
         keep = numpy.ones(len(self), bool)
         # What is longest in a row stands in each of its records, so a row is kept as a whole or not at all.
@@ -196,7 +196,7 @@ def _records(text: bytes, index: int, read: Encode) -> Iterator[dict[str, Any]]:
     except ValueError as refusal:
         bad = BadRow.located(refusal)
         records, error = [Record(([], []))], json.dumps([bad.reason, bad.remedy, bad.got])
-    filled = [name for name, value in reader.row.items() if value not in EMPTY]
+    filled = [name for name, value in reader.row.items() if value not in BLANKS]
     notes = json.dumps([reader.form, sorted(reader.columns), filled])
 
     # Two lists are a sequence.

@@ -52,7 +52,7 @@ class MarkedConfig(RunConfig):
         return self.max_length
 
 
-def arithmetic(config: MarkedConfig, world: int) -> dict[str, object]:
+def batch_plan(config: MarkedConfig, world: int) -> dict[str, object]:
     """How the batch divides; raises on what does not."""
     local = ranks.divide_over("batch_size", config.batch_size, world)
     return {
@@ -130,7 +130,7 @@ def marked_rows(config: MarkedConfig, rows: Rows, encoder: Encoder) -> MarkedRow
     )
     examples = encode_rows(rows, encoder.key, read, _marked)
     limits = {"tokens": ("max_length", config.max_length)}
-    return MarkedRows(examples.fitting("row", limits), config.max_length)
+    return MarkedRows(examples.within_limits("row", limits), config.max_length)
 
 
 def _marked(ids: list[list[int]], desirable: bool, rows: Rows, i: int) -> tuple:

@@ -16,11 +16,11 @@ class Padding:
     tokens: int = 0
 
     def add(self, input_ids: torch.Tensor, tokens: int) -> None:
-        """Count the input of a pass, of which so many `tokens` are no pads."""
+        """Count the input of a pass; `tokens` of its places are tokens, and the others are pads."""
         self.computed += input_ids.numel()
         self.tokens += tokens
 
-    def share(self) -> float:
+    def fraction(self) -> float:
         """Return the fraction of pads over all ranks, and begin anew."""
         computed, tokens = ranks.global_counts(
             torch.tensor(self.computed), torch.tensor(self.tokens)

@@ -54,7 +54,7 @@ class PairsConfig(RunConfig):
         return self.max_prompt_length + self.max_response_length
 
 
-def arithmetic(config: PairsConfig, world: int) -> dict[str, object]:
+def batch_plan(config: PairsConfig, world: int) -> dict[str, object]:
     """How the batch divides; raises on what does not."""
     local = ranks.divide_over("batch_size", config.batch_size, world)
     micro_batches = config.micro_batches_of(2 * local)
@@ -177,4 +177,4 @@ def pairs_of(config: PairsConfig, rows: Rows, encoder: Encoder) -> Examples:
             summary = f"cut {cut} of {2 * len(rows)} responses to max_response_length={limit}"
             print_rank0(f"{rows.source}: {summary}")
     limits = {"prompt": ("max_prompt_length", config.max_prompt_length)}
-    return pairs.fitting("pair", limits | {"response": ("max_response_length", limit)})
+    return pairs.within_limits("pair", limits | {"response": ("max_response_length", limit)})

@@ -17,7 +17,7 @@ class BadRows(InputError):
     """The rows that end a run; the message is a block of several lines, its parts escaped."""
 
 
-class Reading(contextlib.AbstractContextManager):
+class RowReport(contextlib.AbstractContextManager):
     """The rows that a run reads, as a context. At its end more bad ones than a share of all raise `BadRows`.
 
     It also prints which rows are left out, which forms the rows had, and which of their columns were not read.
@@ -125,7 +125,7 @@ def load_train_eval(
     config: RunConfig,
     dataset: RowsLike = None,
     eval_dataset: RowsLike = None,
-    reading: Reading | None = None,
+    reading: RowReport | None = None,
 ) -> tuple[Rows, Rows]:
     """Return the rows to train on and the held-out rows: those given, or those that a run config names."""
     bad = None if reading is None else reading.bad

@@ -311,9 +311,9 @@ def best_fit(lengths: list[int], room: int) -> list[list[int]]:
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     for i in longest_first:
         # Best fit: small rests stay for short sequences.
-        fitting = [row for row in rows if row[0] >= lengths[i]]
-        left, indices = min(fitting, key=itemgetter(0), default=(room, []))
-        if fitting:
+        with_room = [row for row in rows if row[0] >= lengths[i]]
+        left, indices = min(with_room, key=itemgetter(0), default=(room, []))
+        if with_room:
             rows.remove((left, indices))
         rows.insert(0, (left - lengths[i], [*indices, i]))
     return [indices for _, indices in sorted(rows, key=itemgetter(0))]

@@ -145,7 +145,7 @@ class RewardModel(nn.Module):
             ValueError: shapes that differ, or a row without a token.
         """
         if packed is not None:
-            return self.scores_of(
+            return self.score_states(
                 packed.states_of(self.classifier, self.classifier.base_model, "last_hidden_state")
             )
         assert input_ids is not None and attention_mask is not None
@@ -173,7 +173,7 @@ class RewardModel(nn.Module):
             # Places are those of tokens that predict another one, so one more pad comes after the last.
             padded = nn.functional.pad(tokens, (0, 1))
             backbone, places = self.classifier.base_model, row * width + lengths - 1
-            return self.sequence_parts.scores_of(backbone, padded, places, self.scores_of)
+            return self.sequence_parts.score_places(backbone, padded, places, self.score_states)
         # A causal model never reads what follows, so the mask is of ones: without one some models
         # warn of pads.
         all_ones = torch.ones_like(tokens)
@@ -181,9 +181,9 @@ class RewardModel(nn.Module):
             input_ids=tokens, attention_mask=all_ones, use_cache=False
         )
         hidden = backbone.last_hidden_state
-        return self.scores_of(hidden[row, lengths - 1])
+        return self.score_states(hidden[row, lengths - 1])
 
-    def scores_of(self, states: torch.Tensor) -> torch.Tensor:
+    def score_states(self, states: torch.Tensor) -> torch.Tensor:
         """Return the scores (...) fp32 of hidden states (..., H), row by row, so that no score depends on the batch."""
         weight = self.classifier.score.weight.float()
         # A matrix product may sum in another order for another number of rows.
@@ -255,14 +255,16 @@ class Critic(RewardModel):
         if self.sequence_parts is None and packed is None:
             # The state of the last token would be the value after it, where the episode is over.
             hidden = backbone(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
-            return torch.where(mask, self.scores_of(hidden), 0)
+            return torch.where(mask, self.score_states(hidden), 0)
         places = mask.flatten().nonzero()[:, 0] if places is None else places
         if self.sequence_parts is not None:
-            values = self.sequence_parts.scores_of(backbone, input_ids, places, self.scores_of)
+            values = self.sequence_parts.score_places(
+                backbone, input_ids, places, self.score_states
+            )
         else:
             assert packed is not None
             states = packed.states_of(self.classifier, backbone, "last_hidden_state")
-            values = self.scores_of(states)
+            values = self.score_states(states)
         return values.new_zeros(mask.numel()).index_copy(0, places, values).view(mask.shape)
 
 
@@ -352,7 +354,7 @@ class RewardScorer:
 
     @torch.no_grad()
     def unchecked(self, prompt_ids: list[list[int]], response_ids: list[list[int]]) -> torch.Tensor:
-        """Return the same, NaN and Inf included."""
+        """Return the scores as `__call__` does, also those that are NaN or infinite."""
         # In order of length, so that a batch has little padding.
         device = next(self.model.parameters()).device
         sequences = [[*p, *r] for p, r in zip(prompt_ids, response_ids, strict=True)]

@@ -47,7 +47,7 @@ def by_length(
     return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
 
-def scores_of_all(values: torch.Tensor, indices: list[int], count: int) -> torch.Tensor:
+def gather_scores(values: torch.Tensor, indices: list[int], count: int) -> torch.Tensor:
     """Return (count, ...) fp64 on the CPU, from the `values` that each rank has of the `indices` of its share."""
     scores = torch.zeros(count, *values.shape[1:], dtype=torch.float64)
     scores[indices] = values.detach().cpu().double()
@@ -83,7 +83,7 @@ def score_all(
     steps = micro_batches if progress is None else bar(micro_batches, progress)
     values = [score(indices).detach() for indices in steps]
     # From the device at once: each copy would wait for what it is still computing.
-    return scores_of_all(torch.cat(values), sum(micro_batches, []), len(lengths))
+    return gather_scores(torch.cat(values), sum(micro_batches, []), len(lengths))
 
 
 def logprobs_of(
@@ -128,7 +128,7 @@ def logprobs_of(
             logprobs = scored.logprobs.sum(1).view(len(indices), -1)
         if loss is not None:
             if padding is not None:
-                model_input = packed or batch
+                model_input = batch if packed is None else packed
                 padding.add(model_input.input_ids, model_input.tokens)
             # Engines average over ranks, and the loss is a share of the sum.
             model.backward(loss(logprobs, indices) * ranks.processes())

@@ -219,7 +219,7 @@ class SequenceParts:
         column = places % (tokens - 1)
         return outputs[output].flatten(0, 1)[row * width + column - begin]
 
-    def scores_of(
+    def score_places(
         self, module: Any, input_ids, places, score: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """Return the score (N,) of the hidden states of `module` at N places, each computed by the part that has it."""

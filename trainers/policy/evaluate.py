@@ -13,7 +13,7 @@ from ..rollouts.roll_out import means_of, right_answer, sample_rows_of
 from ..rollouts.sampling import Sampling, Seeds
 from ..rollouts.solved import has_verdict, outcome_sums, outcomes, pass_at
 from ..rollouts.types import Prompt, Rollout, Sample, Scorer
-from ..run.metrics import NOTHING, Evaluation
+from ..run.metrics import EMPTY, Evaluation
 from .groups import spread
 from .policy import SHOWN, Policy, measure
 
@@ -40,7 +40,7 @@ def evaluate(
     held_out: HeldOut,
     further: Callable[[list[Sample], int], tuple[dict[str, float], torch.Tensor]] | None = None,
     *,
-    says_signal: bool = False,
+    print_signal: bool = False,
 ) -> Evaluation:
     """Measure greedy and sampled accuracy on held-out problems, and choose a few responses to show.
 
@@ -51,7 +51,7 @@ def evaluate(
         held_out: this rank's problems.
         further: (N samples, count) -> more metrics of the sampled responses, of which the first `count` are counted,
             and (N, 2) a sum and a weight of each response for the figure `distill/kl`.
-        says_signal: True to print the signal that training will have.
+        print_signal: True to print the signal that training will have.
     """
     config = policy.config
     k = config.eval_samples
@@ -82,7 +82,7 @@ def evaluate(
         problem_sums = ranks.gather_rows(response_sums.view(-1, k, 2).sum(1)[:count])
         by_row["distill/kl"] = problem_sums.T.tolist()
     metrics = {f"eval/{name}": value for name, value in figures.items()}
-    if says_signal:
+    if print_signal:
         limit = policy.sampling.max_new_tokens
         say_signal(results, policy.scorers, sampled.samples[0], limit, config.group_size)
 
@@ -118,7 +118,7 @@ def results_of(
     greedy: Rollout,
     sampled: Rollout,
     count: int,
-    sums: dict[str, torch.Tensor] = NOTHING,
+    sums: dict[str, torch.Tensor] = EMPTY,
 ) -> Results:
     """Return the figures over all ranks, of one greedy and k neighbouring sampled responses to each problem.
 

@@ -228,9 +228,9 @@ def collect(
         metrics["groups/trained"] = float(wanted)
         return Groups(sampled, torch.ones(len(sampled.samples), dtype=torch.bool), metrics)
     # Otherwise only groups with a signal count. They are divided again, because all ranks need equally many passes.
-    share, included = _share(config, sampled)
+    dealt, included = _deal(config, sampled)
     metrics["groups/trained"] = float(min(with_signal, wanted))
-    return Groups(_joined(policy, share), included, metrics)
+    return Groups(_joined(policy, dealt), included, metrics)
 
 
 def _joined(policy: Policy, rollouts: list[Rollout]) -> Rollout:
@@ -252,7 +252,7 @@ def _joined(policy: Policy, rollouts: list[Rollout]) -> Rollout:
     )
 
 
-def _share(config: GroupConfig, rollout: Rollout) -> tuple[list[Rollout], torch.Tensor]:
+def _deal(config: GroupConfig, rollout: Rollout) -> tuple[list[Rollout], torch.Tensor]:
     """Return this rank's share of the groups with a signal, equally many on all ranks, and which responses count."""
     size = config.group_size
     groups = []  # pairs (whether the group has a signal, the group)
@@ -284,7 +284,7 @@ def _share(config: GroupConfig, rollout: Rollout) -> tuple[list[Rollout], torch.
     response_multiple = config.minibatches // math.gcd(config.minibatches, size)
     multiple = world * math.lcm(group_multiple, response_multiple)
     count = multiple * max(1, math.ceil(len(kept) / multiple))
-    share = (kept + without_signal)[:count][ranks.rank() :: world]
+    dealt = (kept + without_signal)[:count][ranks.rank() :: world]
     # Groups without a signal fill up the last shares, and are left out of the loss and its denominators.
-    included = torch.tensor([has_signal for has_signal, _ in share]).repeat_interleave(size)
-    return [group for _, group in share], included
+    included = torch.tensor([has_signal for has_signal, _ in dealt]).repeat_interleave(size)
+    return [group for _, group in dealt], included

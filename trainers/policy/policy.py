@@ -36,7 +36,7 @@ from .reference import Reference
 # Responses shown at each evaluation: half from the same held-out rows each time, half from the step's rollout.
 SHOWN = 4
 # Surrogates whose gradient need not be 0 at an advantage of 0, because they also read the log-ratio or other responses.
-NOT_OF_ADVANTAGES = ("ipo", "dro", "kl-cov", "clip-cov")
+SURROGATES_BEYOND_ADVANTAGES = ("ipo", "dro", "kl-cov", "clip-cov")
 
 
 class PolicyOutput(NamedTuple):
@@ -260,7 +260,7 @@ class Policy:
         is_users = callable(loss_options.surrogate)  # a user's own surrogate may read anything
         is_token_level = option_beyond_a_token(loss_options) is None and not is_users
         inputs = self.inputs(batch)
-        model_input = inputs["packed"] or batch
+        model_input = batch if inputs["packed"] is None else inputs["packed"]
         self.padding.add(model_input.input_ids, model_input.tokens)
 
         def token_loss(ref_logprobs):
@@ -355,7 +355,7 @@ def needed_passes(
     """
     # A user's own surrogate may have a gradient anywhere.
     is_of_advantages = isinstance(options.surrogate, str) and (
-        options.surrogate not in NOT_OF_ADVANTAGES
+        options.surrogate not in SURROGATES_BEYOND_ADVANTAGES
     )
     has_gradient = trained
     if is_of_advantages and not options.kl_coef and not options.entropy_coef:

@@ -15,7 +15,7 @@ from ..base.screen import phase
 from ..base.text import InputError, users_function
 from ..data import encode
 from ..data.examples import Examples
-from ..data.reading import Reading, RowsLike, load_train_eval
+from ..data.reading import RowReport, RowsLike, load_train_eval
 from ..data.rows import Rows
 from ..models import language_model
 from ..models.packing import packing_costs
@@ -26,7 +26,8 @@ from ..rollouts.sampling import Seeds
 from ..rollouts.types import Prompt, Sampler, Scorer
 from ..run.hooks import OnStep
 from ..run.loop import Run
-from ..run.store import EMPTY, remove_at_end
+from ..run.metrics import EMPTY
+from ..run.store import remove_at_end
 from ..scorers.load import load_scorers
 from .evaluate import HeldOut, held_out_share
 from .options import PolicyConfig, SamplingRunConfig
@@ -45,7 +46,7 @@ SamplerFactory = Callable[[Sampler, object], Sampler]
 """(the sampler that the options describe, the tokenizer) -> the sampler of the run."""
 
 
-def batch_arithmetic(config: PolicyConfig, world: int) -> dict[str, object]:
+def rollout_batch_plan(config: PolicyConfig, world: int) -> dict[str, object]:
     """Return how the batch of a step divides over `world` processes, minibatches and micro-batches, by title.
 
     Raises:
@@ -168,7 +169,7 @@ class Inputs:
 
 def read_inputs(
     config: Any,
-    arithmetic: Callable,
+    batch_plan: Callable,
     rows: tuple[RowsLike, RowsLike] = (None, None),
     sampler: SamplerFactory | None = None,
     models: Mapping[str, str] = EMPTY,  # beside those of the config, by option
@@ -178,14 +179,14 @@ def read_inputs(
 
     Args:
         config: the options, a `SamplingRunConfig` that is a `ScorerConfig` too.
-        arithmetic: returns how the batch divides, such as `batch_arithmetic`.
+        batch_plan: returns how the batch divides, such as `rollout_batch_plan`.
         rows: the training rows and the held-out rows, if they come from Python.
         sampler: a sampler from Python.
         models: the models that the run reads beside those of the config, by option.
         on_step: the hook, if it comes from Python.
     """
-    run = Run(config, arithmetic, on_step)
-    with phase("read tokenizer, scorers and rows"), Reading(config.bad_rows) as reading:
+    run = Run(config, batch_plan, on_step)
+    with phase("read tokenizer, scorers and rows"), RowReport(config.bad_rows) as reading:
         tokenizer = encode.load_tokenizer(config.model, config.revision)
         read = load_train_eval(config, *rows, reading)
         # The scorers come before the prompts, because each of them checks every row.
@@ -218,7 +219,7 @@ def check_sampler(config: SamplingRunConfig, sampler: Sampler) -> None:
             f"sets ({type(sampler).__name__}): every log-probability would be off by -ln(kept mass); drop the option, "
             "or have the sampler record the sets"
         )
-    if sampler.tells_logprobs:
+    if sampler.reports_logprobs:
         return
     corrections = [name for name in CORRECTIONS if getattr(config, name, None) is not None]
     if corrections:
@@ -229,7 +230,7 @@ def check_sampler(config: SamplingRunConfig, sampler: Sampler) -> None:
     if config.lag:
         raise InputError(
             f"lag={config.lag} trains on responses of earlier weights, whose log-probabilities must be known, and the "
-            "sampler declares tells_logprobs = False; have it report them, or leave lag out"
+            "sampler declares reports_logprobs = False; have it report them, or leave lag out"
         )
 
 

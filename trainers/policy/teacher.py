@@ -283,7 +283,7 @@ def teacher_divergence(
     # ZeRO 3 all ranks must run each model.
     inputs = inputs_of(batch, costs)
     if torch.is_grad_enabled():
-        student_input = inputs["packed"] or batch
+        student_input = batch if inputs["packed"] is None else inputs["packed"]
         policy.padding.add(student_input.input_ids, student_input.tokens)
     tokens_of = []
     readings = []

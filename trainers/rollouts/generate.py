@@ -56,7 +56,7 @@ class TransformersSampler(Sampler):
     """
 
     records_support = True
-    tells_logprobs = False  # the trainer would compute the same
+    reports_logprobs = False  # the trainer would compute the same
     is_checked = False
 
     def __init__(
@@ -134,7 +134,7 @@ class TransformersSampler(Sampler):
         device = self.lm.device
         count = len(prompts)
         ids = torch.zeros(sampling.max_new_tokens, count, dtype=torch.int64, device=device)
-        logprobs = torch.zeros(ids.shape, device=device) if self.tells_logprobs else None
+        logprobs = torch.zeros(ids.shape, device=device) if self.reports_logprobs else None
         broken = torch.zeros(count, dtype=torch.bool, device=device)
         ended = broken.clone()  # by row, of which there is one for each response at first
         stop_ids = on_device(torch.tensor(sampling.stop_ids), device)

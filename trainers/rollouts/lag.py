@@ -136,7 +136,7 @@ class LaggedSampler(Sampler):
 class CopySampler(TransformersSampler):
     """Samples from a copy of the policy, which is trained meanwhile; weights that are not trained are shared."""
 
-    tells_logprobs = True
+    reports_logprobs = True
 
     def __init__(self, policy, **options):
         super().__init__(policy, **options)

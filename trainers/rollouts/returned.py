@@ -52,17 +52,17 @@ def check_responses(
     sampling: Sampling,
     vocab: float,
     *,
-    tells_logprobs: bool,
+    reports_logprobs: bool,
 ) -> None:
     """Refuse responses that no loss can be computed of; an error names the row."""
     for response, prompt in zip(responses, prompts, strict=True):
-        problem = _problem_of(response, sampling, vocab, tells_logprobs)
+        problem = _problem_of(response, sampling, vocab, reports_logprobs)
         if problem is not None:
             raise InputError(f"the sampler's response to {prompt.where}: {problem}")
 
 
 def _problem_of(
-    response: Response, sampling: Sampling, vocab: float, tells_logprobs: bool
+    response: Response, sampling: Sampling, vocab: float, reports_logprobs: bool
 ) -> str | None:
     """Return what is wrong with a response, in words; what is right becomes plain lists."""
     try:
@@ -85,8 +85,8 @@ def _problem_of(
         return f"trained={one_line(response.trained)}; expected True or False for each id"
 
     # What the sampler has declared: log-probabilities, and kept sets where the sampling truncates.
-    if (response.logprobs is None) == tells_logprobs:
-        return f"logprobs={response.logprobs!r:.80} of a sampler with tells_logprobs = {tells_logprobs}"
+    if (response.logprobs is None) == reports_logprobs:
+        return f"logprobs={response.logprobs!r:.80} of a sampler with reports_logprobs = {reports_logprobs}"
     for value in response.sampled(response.logprobs or []):
         if value is None or not MINUS_INFINITY < value <= ROUNDING:
             return f"a logprob is {value}; it must be above {MINUS_INFINITY:g}, and at most 0"

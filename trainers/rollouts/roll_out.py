@@ -81,7 +81,7 @@ def prompts_of(
                     check_row(row)
                 passed[i] = True
         prompts = prompts.chosen(passed[prompts.column("row")])
-    return prompts.fitting("prompt", {"prompt": ("max_prompt_length", max_length)})
+    return prompts.within_limits("prompt", {"prompt": ("max_prompt_length", max_length)})
 
 
 def _read_prompt(
@@ -132,7 +132,9 @@ def roll_out(
             f"sampling with the weights after step {error.step}: {problem}; their rows: {rows}"
         ) from error
     if sampler.is_checked:
-        check_responses(responses, prompts, sampling, vocab, tells_logprobs=sampler.tells_logprobs)
+        check_responses(
+            responses, prompts, sampling, vocab, reports_logprobs=sampler.reports_logprobs
+        )
     sampled_at = time.monotonic()
 
     # Score. A scorer reads the text without the stop token, which the model said to end it.

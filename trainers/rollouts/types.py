@@ -80,7 +80,7 @@ class Sampler:
         tokenizer: the policy's.
     """
 
-    tells_logprobs: bool = False
+    reports_logprobs: bool = False
     """Every response has the log-probabilities of its ids; False where they are the policy's own."""
     records_support: bool = False
     """Every response has its kept sets, where the sampling truncates."""
@@ -93,7 +93,7 @@ class Sampler:
         self.built = built
         self.tokenizer = tokenizer
         if built is not None:
-            self.tells_logprobs = built.tells_logprobs
+            self.reports_logprobs = built.reports_logprobs
             self.records_support = built.records_support
 
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Response]:

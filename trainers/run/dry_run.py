@@ -23,17 +23,17 @@ class DryRun(Exception):
 
 def described(
     config: RunConfig,
-    arithmetic: Mapping[str, object],
+    batch_plan: Mapping[str, object],
     examples: Examples,
     tokenizer: Any,
     scorers_read: Mapping[str, object],
 ) -> str:
-    """Return what a dry run prints: the `arithmetic` of the batch, by title, and the first example."""
-    arithmetic = dict(arithmetic)
+    """Return what a dry run prints: the `batch_plan` of the batch, by title, and the first example."""
+    batch_plan = dict(batch_plan)
     if config.sequence_parallel > 1:
         together = f"groups of {config.sequence_parallel}, each of which counts as one below"
-        arithmetic["processes"] = f"{ranks.processes()}, in {arithmetic['processes']} {together}"
-    lines = [f"# {key}: {value}" for key, value in arithmetic.items()]
+        batch_plan["processes"] = f"{ranks.processes()}, in {batch_plan['processes']} {together}"
+    lines = [f"# {key}: {value}" for key, value in batch_plan.items()]
     lines += ["#", *example_lines(examples, tokenizer)]
     for name, value in scorers_read.items():
         lines.append(f"# {name}, which scorers read: {escaped(value):.200}")

@@ -16,7 +16,7 @@ from .metrics import ByRow
 # the error of few rows is itself uncertain. A quantile holds up to the degrees of freedom that are its key.
 STUDENT = {1: 12.7, 2: 4.3, 3: 3.2, 4: 2.8, 6: 2.5, 10: 2.3, 30: 2.1, math.inf: 2.0}
 # A change must also be a larger share of the figure than this; a smaller one does not show in three digits.
-SMALLEST = 1e-3
+MIN_RELATIVE_CHANGE = 1e-3
 # The training figure is compared over at most this many steps at either end of a run.
 WINDOW = 10
 
@@ -45,7 +45,7 @@ HELD_OUT = (
 )
 GREEDY = Figure("eval/accuracy_greedy", "accuracy of greedy responses")
 # Figures that are printed beside that of the run, without a verdict, and their names there.
-BESIDE = {
+SIDE_FIGURES = {
     "eval/accuracy_sampled": "solved",
     "eval/accuracy_greedy": "greedy",
     "eval/score": "score",
@@ -88,7 +88,7 @@ class Change(NamedTuple):
         """1 if the figure rose beyond the error, -1 if it fell, and 0 otherwise."""
         errors = next(count for limit, count in STUDENT.items() if self.freedom <= limit)
         # NaN, which is the first argument, stays NaN, and no change is beyond it.
-        beyond = max(errors * self.error, SMALLEST * max(abs(self.start), abs(self.end)))
+        beyond = max(errors * self.error, MIN_RELATIVE_CHANGE * max(abs(self.start), abs(self.end)))
         difference = self.end - self.start
         return (difference > beyond) - (difference < -beyond)
 

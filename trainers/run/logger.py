@@ -17,7 +17,7 @@ from ..base.files import as_json, unfinished, write_rows
 from ..base.screen import print_line
 from ..base.text import escaped
 from ..options import RunConfig
-from .metrics import HELD_OUT, NOTHING, ByRow, keys_by
+from .metrics import EMPTY, HELD_OUT, ByRow, keys_by
 
 # The number of panels of curves.png in a row.
 IN_A_ROW = 4
@@ -46,7 +46,7 @@ class Logger:
         dtype = str(torch_dtype(config)).removeprefix("torch.")  # what `auto` is on this machine
         self.watch = Watch(config.to_dict() | {"dtype": dtype})
         for entry in self.history:
-            self.watch.update(entry, by_row.get(entry["step"], NOTHING))
+            self.watch.update(entry, by_row.get(entry["step"], EMPTY))
 
         # TensorBoard hides the points from `purge_step` on, which a resumed run writes again.
         from torch.utils.tensorboard import SummaryWriter
@@ -76,7 +76,7 @@ class Logger:
             self.bar.add_task("train", total=config.steps, completed=start, columns="")
             self.bar.start()
 
-    def log(self, step: int, metrics: dict[str, float], by_row: ByRow = NOTHING) -> None:
+    def log(self, step: int, metrics: dict[str, float], by_row: ByRow = EMPTY) -> None:
         """Write the metrics of a step to all files, and show the progress as a bar, or as a line now and then.
 
         `by_row` has the held-out figures of each row after an evaluation; it goes to held_out.jsonl.

@@ -1,6 +1,6 @@
 """What a run is for every trainer: how it begins and resumes, and when it evaluates, logs, saves and stops.
 
-    run = Run(config, arithmetic)                      # the processes meet and lock the folder
+    run = Run(config, batch_plan)                      # the processes meet and lock the folder
     config = run.read(config, encoded)                 # tokenizer and rows, compared with those of the other processes
     model = run.load(load_lm)                          # and its engine; a dry run ends here
     run.start({"policy": model}, evaluate=evaluate)    # from a checkpoint if it is resumed
@@ -34,17 +34,17 @@ from ..base.text import InputError, check_installed, import_name_of, users_funct
 from ..data.encode import Encoder, load_tokenizer
 from ..data.examples import Examples
 from ..data.order import RowOrder, in_steps
-from ..data.reading import Reading, RowsLike, load_train_eval
+from ..data.reading import RowReport, RowsLike, load_train_eval
 from ..data.rows import Rows, load_rows
 from ..options import RunConfig
 from . import hooks
 from .dry_run import DryRun, described
 from .logger import Logger, draw_curves
-from .metrics import Evaluation
+from .metrics import EMPTY, Evaluation
 from .positions import check_fits
-from .store import EMPTY, RunFolder, steps_in, unlock
+from .store import RunFolder, steps_in, unlock
 
-Arithmetic = Callable[[Any, int], dict[str, object]]
+BatchPlan = Callable[[Any, int], dict[str, object]]
 """(config, number of processes) -> how the batch divides, in lines by title; raises `InputError` if it does not."""
 Config = TypeVar("Config", bound=RunConfig)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -75,7 +75,7 @@ def kept() -> str:
     return f"; the run ended in step {Run.current.step}, and {remedy} (--save_every)"
 
 
-def check_start(config: RunConfig, arithmetic: Arithmetic) -> None:
+def check_start(config: RunConfig, batch_plan: BatchPlan) -> None:
     """Check the options before anything is read, as a dry run does too.
 
     Raises:
@@ -85,7 +85,7 @@ def check_start(config: RunConfig, arithmetic: Arithmetic) -> None:
     engine.silence_libraries()  # what follows imports DeepSpeed
     config.resolve()
     optim.schedule_function(config.lr_schedule)
-    arithmetic(config, ranks.planned_ranks(config.sequence_parallel))
+    batch_plan(config, ranks.planned_ranks(config.sequence_parallel))
     # What a run needs at its end is imported now.
     for module in ("peft", "torch.utils.tensorboard", "matplotlib.backends.backend_agg"):
         check_installed(f"fused-rl {config.command}", module, "'fused-rl[train]'")
@@ -100,19 +100,19 @@ class Run:
     """The run of this process that is among its steps."""
 
     def __init__(
-        self, config: RunConfig, arithmetic: Arithmetic, on_step: hooks.OnStep | None = None
+        self, config: RunConfig, batch_plan: BatchPlan, on_step: hooks.OnStep | None = None
     ):
         """Check the options, meet the other processes, and lock the folder.
 
         Args:
             config: the options of the run.
-            arithmetic: returns how the batch divides over the processes.
+            batch_plan: returns how the batch divides over the processes.
             on_step: a function to call after each step, as `--on_step` names one.
         """
         # Errors that need no other process are raised before this one waits for them.
-        check_start(config, arithmetic)
+        check_start(config, batch_plan)
         world = ranks.planned_ranks(config.sequence_parallel)
-        self.divide = lambda config: arithmetic(config, world)
+        self.divide = lambda config: batch_plan(config, world)
         self.on_step = users_function("on_step", config.on_step, on_step, "step")
         self.hook_name = None if self.on_step is None else import_name_of(self.on_step)
 
@@ -201,7 +201,7 @@ class Run:
 
         They are then `tokenizer`, `rows`, `held_out` and `others`.
         """
-        with phase("read tokenizer and rows"), Reading(config.bad_rows) as reading:
+        with phase("read tokenizer and rows"), RowReport(config.bad_rows) as reading:
             tokenizer = load_tokenizer(config.model, config.revision)
             encoder = Encoder.of(config, tokenizer)
             splits = load_train_eval(config, dataset, eval_dataset, reading)

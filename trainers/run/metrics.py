@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
@@ -11,15 +12,16 @@ from ..base.text import InputError
 
 ByRow = Mapping[str, Sequence[Sequence[float]]]
 """The key of a figure -> one list with the sum of each row, and a second one with its weight if that is not 1."""
-NOTHING: dict[str, Any] = {}
+EMPTY = cast(dict[str, Any], MappingProxyType({}))
+"""The default of a mapping that nobody adds to."""
 
 
 class Evaluation(NamedTuple):
     """The results of an evaluation, as `Run.log` takes them."""
 
-    metrics: dict[str, float] = NOTHING
+    metrics: dict[str, float] = EMPTY
     samples: Sequence[dict] = ()
-    by_row: ByRow = NOTHING
+    by_row: ByRow = EMPTY
 
 
 class Metric(NamedTuple):

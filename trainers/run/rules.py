@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 from fused_rl.objectives.presets import PRESETS
 
 from .learned import (
-    BESIDE,
     CRITIC,
     GREEDY,
     HELD_OUT,
     REWARDS,
+    SIDE_FIGURES,
     TRAINING,
     Change,
     Figure,
     held_out_change,
     training_change,
 )
-from .metrics import NOTHING, ByRow
+from .metrics import EMPTY, ByRow
 
 # Shares of the held-out responses that cast doubt on a figure which became better, if they are as large as this.
 DOUBTS = {
@@ -47,7 +47,7 @@ class Watch:
         # The name of a rule -> its finding: the step, what was seen, and what to change.
         self.reports: dict[str, tuple[int, str, str]] = {}
 
-    def update(self, entry: Mapping[str, Any], by_row: ByRow = NOTHING) -> list[str]:
+    def update(self, entry: Mapping[str, Any], by_row: ByRow = EMPTY) -> list[str]:
         """Add one entry of metrics.jsonl, and return a line for each condition that holds for the first time.
 
         `by_row` is the entry of held_out.jsonl for the same step, if that evaluated.
@@ -195,7 +195,7 @@ class Watch:
         """Return the other figures of the first and the last evaluation, and how far the policy went."""
         (_, before, _), *_, (_, after, _) = self.evaluations
         figures = []
-        for key, name in BESIDE.items():
+        for key, name in SIDE_FIGURES.items():
             # If a scorer only says right or wrong, the score equals the accuracy and is not repeated.
             is_new = after.get(key) != change.end or before.get(key) != change.start
             if key in before and key in after and key != change.figure.key and is_new:

@@ -24,7 +24,6 @@ import tempfile
 from collections.abc import Mapping
 from multiprocessing.util import Finalize
 from pathlib import Path
-from types import MappingProxyType
 
 import filelock
 import torch
@@ -55,7 +54,6 @@ BEFORE_A_STEP = ("config.yaml", "metrics.jsonl", "held_out.jsonl", "samples.json
 BEFORE_A_STEP += ("bad_rows.jsonl",)
 # In a folder that counts as empty: our lock, earlier content that was moved, and a volume's lost+found.
 STAYING_NAMES = re.compile(f"{re.escape(LOCK)}|{EARLIER}[0-9]+|lost\\+found")
-EMPTY: Mapping = MappingProxyType({})
 _lock: filelock.FileLock | None = None  # of this process, which runs one training at a time
 _outside: Path | None = None  # the folder that its run keeps outside of output_dir
 

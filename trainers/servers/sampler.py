@@ -76,7 +76,7 @@ class ServerSampler(Sampler):
     so from `rest` to `publish`.
     """
 
-    tells_logprobs = True
+    reports_logprobs = True
     records_support = True
 
     def __init__(

@@ -7,7 +7,7 @@ import pytest
 
 from fused_rl.trainers import sft
 from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.data.reading import BadRows, Reading
+from fused_rl.trainers.data.reading import BadRows, RowReport
 from fused_rl.trainers.data.rows import Rows, load_rows
 from tests.tools import forms
 from tests.trainers import runs, tiny
@@ -40,7 +40,7 @@ def lines_of(rows) -> bytes:
 def read(trainer: forms.Trainer, path, bad_rows=0.01) -> int:
     """The number of examples of a file."""
     config = trainer.module.main.args[0](model="m", dataset="d", output_dir="o", **trainer.options)
-    with Reading(bad_rows) as reading:
+    with RowReport(bad_rows) as reading:
         rows = reading.add(load_rows(str(path), bad_rows=reading.bad))
         return len(trainer.read(config, rows, forms.encoder()))
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from fused_rl.trainers import distill, dpo, grpo, kto, ppo, reward, sft
-from fused_rl.trainers.data.reading import Reading, chosen_rows
+from fused_rl.trainers.data.reading import RowReport, chosen_rows
 from tests.lazy import datasets
 from tests.tools import forms
 
@@ -107,7 +107,7 @@ def ids(trainer: forms.Trainer, rows) -> list:
     """The token ids that a trainer makes of rows from a file or from Python."""
     read = trainer.read
     config = trainer.module.main.args[0](model="m", output_dir="o", **trainer.options)
-    with Reading() as reading:
+    with RowReport() as reading:
         given = None if isinstance(rows, str) else rows
         name = rows if isinstance(rows, str) else None
         found = reading.add(chosen_rows("dataset", given, name, None, "train", reading.bad))
