@@ -58,7 +58,8 @@ HOSTS = ("deepspeed", "transformers", "datasets")
 # function, it is nothing that a reader of an algorithm has to know.
 SATELLITES = {
     "base.deepspeed_file": "--deepspeed",
-    "commands": "a command of its own; trl_names by an option that is unknown",
+    "trl_names": "an option that is unknown",
+    "commands": "a command of its own",
     "servers": "--server",
     "policy.signal": "an evaluation before training",
     "rollouts.lag": "--lag",

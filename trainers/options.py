@@ -249,7 +249,7 @@ def unknown_options_error(
     names: Collection[str], options: Collection[str], where: str = ""
 ) -> InputError:
     """Return the error for names that are no options, all of them at once; `where` says where they stand."""
-    from .commands import trl_names  # of which only this error needs anything
+    from . import trl_names  # of which only this error needs anything
 
     return trl_names.unknown_options_error(names, options, where)
 

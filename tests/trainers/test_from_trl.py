@@ -9,9 +9,9 @@ import pytest
 
 from fused_rl.trainers import cli, grpo
 from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.commands.trl_names import NAMES, unknown_option_message
 from fused_rl.trainers.policy.options import LossConfig, loss_options
 from fused_rl.trainers.run.parse import parse
+from fused_rl.trainers.trl_names import NAMES, unknown_option_message
 from tests.trainers import tiny
 
 OPTIONS = [{*trainer.config_class().model_fields} for trainer in cli.TRAINERS.values()]

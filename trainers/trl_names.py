@@ -8,8 +8,8 @@ import difflib
 import re
 from collections.abc import Collection
 
-from ..base.text import InputError, UnknownOptions, escaped
-from ..cli import COMMANDS
+from .base.text import InputError, UnknownOptions, escaped
+from .cli import COMMANDS
 
 # TRL's name -> ours. A clause after "; " is for the trainers that have the options in it. A text that does not begin
 # with an option says where the value goes.
