@@ -11,6 +11,7 @@ from tests.marks import slow
 from tests.trainers import tiny
 
 CPU = torch.device("cpu")
+ONE_BATCH = {"minibatches": 1}
 
 
 @pytest.fixture(scope="module")
@@ -21,21 +22,22 @@ def folders(tmp_path_factory):
 
 
 # Of four micro-batches each: how often a step waits for what the device has computed. Nowhere does it wait to send.
-# A pass over padded rows waits once in transformers, which looks for sequences in one row or for pads; over packed rows
-# never. A pass over kept sets waits once, to know how many rows it gathers, and once on its way back for the ids.
+# No pass waits in transformers, which would look for sequences in one row or for pads. A pass over kept sets waits
+# once, to know how many rows it gathers, and once on its way back for the ids.
 STEPS = {
-    "sft": (steps.sft_step, {}, 7),  # rows of these lengths are cheapest one by one: padded
+    "sft": (steps.sft_step, {}, 3),  # metrics; the norm of the gradient, twice
     "reward": (steps.reward_step, {}, 3),  # scores; the norm of the gradient, twice
-    "reward, padded": (steps.reward_step, {"packed": False}, 3 + 4 * 2),  # lengths; transformers
-    "ppo": (steps.ppo_step, {"critic": "reward"}, 15 + 4 * (3 + 2)),
+    "reward, padded": (steps.reward_step, {"packed": False}, 3 + 4),  # lengths
+    "ppo": (steps.ppo_step, {"critic": "reward"}, 15),  # two updates
+    "ppo, one update": (steps.ppo_step, ONE_BATCH | {"critic": "reward"}, 9),
     # Two updates: what has a gradient, metrics, and the norm of the gradient, twice; entropy and KL.
     "grpo": (
         steps.grpo_step,
         {},
         10,
     ),
-    # Policy and reference; before the second update, once more.
-    "grpo, prompts apart": (steps.grpo_step, {"share_prompts": False}, 10 + 4 * 2 + 2),
+    "grpo, one update": (steps.grpo_step, ONE_BATCH, 6),
+    "grpo, prompts apart": (steps.grpo_step, {"share_prompts": False}, 10),
     "grpo, from logits": (steps.grpo_step, {"loss_from": "logits"}, 10),
     # One of the four has no gradient, and no way back.
     "grpo, top_p and top_k": (steps.grpo_step, {"top_p": 0.9, "top_k": 20}, 10 + 4 * (3 + 1) - 2),
@@ -48,6 +50,9 @@ STEPS = {
     ),
     "grpo, top entropy": (steps.grpo_step, {"top_entropy": 0.2, "entropy_coef": 0.01}, 10),
 }
+
+
+FAST = ("sft", "ppo, one update", "grpo, one update")
 
 
 def drawn(folders, make, options):
@@ -76,7 +81,7 @@ def found_on(device, folders, make, options, responses):
     return found, waits
 
 
-@pytest.mark.parametrize("name", ["grpo", *map(slow, [name for name in STEPS if name != "grpo"])])
+@pytest.mark.parametrize("name", [*FAST, *map(slow, [name for name in STEPS if name not in FAST])])
 def test_a_step_is_that_of_the_cpu(device, folders, name):
     make, options, reads = STEPS[name]
     with steps.process_group():
@@ -94,7 +99,6 @@ def test_a_step_is_that_of_the_cpu(device, folders, name):
             torch.testing.assert_close(a.inner, b.detach(), rtol=1e-4, atol=1e-6, msg=key)
 
 
-ONE_BATCH = {"minibatches": 1}
 OF_RANKS = {
     "sft": (steps.sft_step, {}),
     "reward": (steps.reward_step, {}),

@@ -21,7 +21,7 @@ from . import lora
 from .checkpointing import checkpoint_activations
 from .head import WideHead, causal_states, trace_head
 from .logits import ReferenceStates, Scored, compare, read_likeliest
-from .packing import Costs, InRows
+from .packing import Costs, InRows, padded_states
 
 if TYPE_CHECKING:
     from .sequences import SequenceParts
@@ -226,7 +226,7 @@ class LanguageModel(nn.Module):
             return packed.states_of(self.base, module, output)
         if self.sequence_parts is not None:
             return self.sequence_parts.states_of(module, output, input_ids, places)
-        states = module(input_ids=input_ids, use_cache=False)[output]
+        states = padded_states(module, input_ids, output)
         # Place t of the flattened mask is position t of the states, which have one column more in
         # every row.
         row = places // max(1, states.shape[1] - 1)

@@ -62,6 +62,19 @@ class InRows(NamedTuple):
         return outputs[output].flatten(0, 1)[self.states]
 
 
+def padded_states(module: Any, input_ids: torch.Tensor, output: str) -> torch.Tensor:
+    """(B, T, ·): what `module` of a transformers model puts out for sequences in a row each."""
+    from transformers import masking_utils
+
+    # transformers would look whether sequences share a row, and the host would wait for the answer.
+    look = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        return module(input_ids=input_ids, use_cache=False)[output]
+    finally:
+        masking_utils.find_packed_sequence_indices = look
+
+
 @dataclass(frozen=True)
 class Costs:
     """The costs of a model's forward pass, in FLOP."""

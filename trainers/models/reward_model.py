@@ -20,7 +20,7 @@ from . import lora
 from .checkpointing import checkpoint_activations
 from .head import causal_states
 from .language_model import prepare_modules, read, readable, save
-from .packing import Costs, InRows, unpadded_costs
+from .packing import Costs, InRows, padded_states, unpadded_costs
 
 if TYPE_CHECKING:
     from .sequences import SequenceParts
@@ -174,13 +174,8 @@ class RewardModel(nn.Module):
             padded = nn.functional.pad(tokens, (0, 1))
             backbone, places = self.classifier.base_model, row * width + lengths - 1
             return self.sequence_parts.score_places(backbone, padded, places, self.score_states)
-        # A causal model never reads what follows, so the mask is of ones: without one some models
-        # warn of pads.
-        all_ones = torch.ones_like(tokens)
-        backbone = self.classifier.base_model(
-            input_ids=tokens, attention_mask=all_ones, use_cache=False
-        )
-        hidden = backbone.last_hidden_state
+        # A causal model never reads what follows, so there is no mask.
+        hidden = padded_states(self.classifier.base_model, tokens, "last_hidden_state")
         return self.score_states(hidden[row, lengths - 1])
 
     def score_states(self, states: torch.Tensor) -> torch.Tensor:
@@ -254,7 +249,7 @@ class Critic(RewardModel):
         backbone = self.classifier.base_model
         if self.sequence_parts is None and packed is None:
             # The state of the last token would be the value after it, where the episode is over.
-            hidden = backbone(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
+            hidden = padded_states(backbone, input_ids, "last_hidden_state")[:, :-1]
             return torch.where(mask, self.score_states(hidden), 0)
         places = mask.flatten().nonzero()[:, 0] if places is None else places
         if self.sequence_parts is not None:
