@@ -180,9 +180,8 @@ def _deepspeed_config(config: Any, *, max_grad_norm: float) -> dict:
     if widens_sums(config) and stage == 1:
         stage = 2  # DeepSpeed has another optimizer for it, with other checkpoints
     ours["zero_optimization"]["stage"] = stage
-    if (
-        processes() == 1 and stage < 3
-    ):  # averaging over one rank would pass over the gradients again
+    # Averaging over one rank would pass over the gradients again.
+    if processes() == 1 and stage < 3:
         ours["zero_optimization"]["reduce_scatter"] = False
     if config.deepspeed is None:
         return ours
