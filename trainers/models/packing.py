@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from os.path import commonprefix
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -64,15 +64,16 @@ class InRows(NamedTuple):
 
 def padded_states(module: Any, input_ids: torch.Tensor, output: str) -> torch.Tensor:
     """(B, T, ·): what `module` of a transformers model puts out for sequences in a row each."""
-    from transformers import masking_utils
+    import transformers.masking_utils
 
+    masking_utils = transformers.masking_utils
     # transformers would look whether sequences share a row, and the host would wait for the answer.
-    look = masking_utils.find_packed_sequence_indices
+    look = getattr(masking_utils, "find_packed_sequence_indices", None)
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
         return module(input_ids=input_ids, use_cache=False)[output]
     finally:
-        masking_utils.find_packed_sequence_indices = look
+        masking_utils.find_packed_sequence_indices = cast(Any, look)
 
 
 @dataclass(frozen=True)
