@@ -240,8 +240,9 @@ def _statistics(
         if at == ():
             outputs = statistics
             if logits.dim() != 2:  # no views, which could not be modified in place
-                rows_shape = logits.shape[:-1]
-                outputs = [output.resize_(rows_shape + output.shape[1:]) for output in outputs]
+                outputs = []
+                for output in statistics:
+                    outputs.append(output.resize_(logits.shape[:-1] + output.shape[1:]))
             break
         outputs = outputs or _empty_statistics(logits, targets)[:-1]
         for output, slab_output in zip(outputs, statistics, strict=True):

@@ -55,7 +55,7 @@ def test_a_dry_run_says_what_the_run_would_say(name, folder, tmp_path, capsys):
     words = words_of(name, folder, rows, tmp_path)
     said = said_twice(name, words)
     assert "3 of 40 rows cannot be used" in said and not (tmp_path / "run").exists()
-    reasons = {12: "the prompt is empty", 39: "an unknown role, got 'king'", 21: "got list"}
+    reasons = {12: "the prompt is empty", 39: "an unknown role or none", 21: "got list"}
     for number, reason in reasons.items():
         assert f"rows.jsonl, line {number}: " in said and reason in said
 
