@@ -28,6 +28,7 @@ import fused_rl
 from .base import ranks
 from .base.text import InputError
 from .models import language_model, lora
+from .policy.before_update import BeforeUpdate, measure, micro_batches
 from .policy.evaluate import evaluate
 from .policy.groups import (
     GroupConfig,
@@ -45,11 +46,8 @@ from .policy.options import (
     needs_reference,
 )
 from .policy.policy import (
-    BeforeUpdate,
     Policy,
     group_lengths,
-    measure,
-    micro_batches,
     needed_passes,
     plan,
     with_entropy_threshold,

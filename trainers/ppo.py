@@ -30,6 +30,7 @@ from .base.ranks import global_counts, processes
 from .base.text import InputError
 from .models.reward_model import save_reward_model
 from .options import NonNegative, Positive
+from .policy.before_update import measure, micro_batches
 from .policy.critic import (
     CreditConfig,
     CriticConfig,
@@ -46,8 +47,6 @@ from .policy.options import MAIN, PolicyConfig, loss_options
 from .policy.policy import (
     Policy,
     group_lengths,
-    measure,
-    micro_batches,
     plan,
     with_entropy_threshold,
 )

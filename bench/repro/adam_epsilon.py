@@ -21,7 +21,7 @@ from bench import results
 from bench.repro import ppo_step
 from fused_rl.trainers import ppo
 from fused_rl.trainers.base import engine
-from fused_rl.trainers.policy.policy import measure
+from fused_rl.trainers.policy.before_update import measure
 
 FORMS = {"PyTorch Adam": False, "TF-style Adam": True}
 CLIPS = (0.0, 0.5, 0.1)

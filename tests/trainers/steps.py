@@ -9,7 +9,7 @@ import torch
 from fused_rl.trainers import grpo
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.options import EngineConfig, OptimConfig
-from fused_rl.trainers.policy import groups, policy
+from fused_rl.trainers.policy import before_update, groups, policy
 from tests.trainers import tiny
 
 EOS, LENGTH, TEMPERATURE = 3, 6, 0.8
@@ -98,14 +98,14 @@ def fake_policy(config, module, responses, scores) -> policy.Policy:
     )
 
 
-def measured_of(exact, batch) -> policy.BeforeUpdate:
+def measured_of(exact, batch) -> before_update.BeforeUpdate:
     """Log-probabilities of a policy that sampled and of a reference, a little off those of the policy."""
     found = []
     for values in (exact.old, exact.entropy, exact.ref):
         found.append(torch.zeros(batch.response_mask.shape))
         there = exact.there[: len(batch.response_mask)]
         found[-1][batch.response_mask] = values[: len(there)][there].float()
-    return policy.BeforeUpdate(*found, None)
+    return before_update.BeforeUpdate(*found, None)
 
 
 def accumulated(folder, exact, **options):

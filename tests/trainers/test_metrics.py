@@ -14,7 +14,7 @@ import torch
 from fused_rl.trainers import grpo, ppo
 from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.policy import policy, setup
+from fused_rl.trainers.policy import before_update, setup
 from fused_rl.trainers.policy.critic import Critic, load_critic
 from fused_rl.trainers.rollouts.types import Prompt, Response
 from tests.distributed import run_distributed
@@ -148,7 +148,7 @@ def step_of_a_rank(rank, world, trainer, folders, options, plain):
         mask, masked = batch.response_mask, {}
         for name, values in given["before"].items():
             masked[name] = torch.where(mask, values[:, : mask.shape[1]], 0)
-        return policy.BeforeUpdate(**masked)
+        return before_update.BeforeUpdate(**masked)
 
     grpo.measure = ppo.measure = measure
     if trainer == "ppo":

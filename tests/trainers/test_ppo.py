@@ -11,13 +11,13 @@ from fused_rl.trainers.base import engine
 from fused_rl.trainers.data import encode
 from fused_rl.trainers.data.batch import make_batch
 from fused_rl.trainers.models.reward_model import RewardModel
+from fused_rl.trainers.policy.before_update import BeforeUpdate
 from fused_rl.trainers.policy.critic import (
     Critic,
     KLController,
     advantages_and_returns,
     load_critic,
 )
-from fused_rl.trainers.policy.policy import BeforeUpdate
 from tests.trainers import tiny
 from tests.trainers.runs import ppo_config
 

@@ -34,8 +34,8 @@ from ..rollouts.roll_out import rollout_metrics
 from ..rollouts.solved import win_rate
 from ..rollouts.types import Rollout
 from ..run.metrics import Sums
+from .before_update import BeforeUpdate, MicroBatch
 from .options import KLConfig, RolloutConfig
-from .policy import BeforeUpdate, MicroBatch
 
 # Options that the critic may have of its own, as critic_lr and critic_warmup_steps.
 OWN_OPTIONS = ("lr", "warmup_steps")

@@ -14,8 +14,9 @@ from ..rollouts.sampling import Sampling, Seeds
 from ..rollouts.solved import has_verdict, outcome_sums, outcomes, pass_at
 from ..rollouts.types import Prompt, Rollout, Sample, Scorer
 from ..run.metrics import EMPTY, Evaluation
+from .before_update import measure
 from .groups import spread
-from .policy import SHOWN, Policy, measure
+from .policy import SHOWN, Policy
 
 
 @dataclass
