@@ -180,7 +180,8 @@ def _deepspeed_config(config: Any, *, max_grad_norm: float) -> dict:
     if widens_sums(config) and stage == 1:
         stage = 2  # DeepSpeed has another optimizer for it, with other checkpoints
     ours["zero_optimization"]["stage"] = stage
-    # Averaging over one rank would pass over the gradients again.
+    # One rank has nothing to average, and would pass over its gradients again. A user's file may say otherwise: the
+    # bits are the same.
     if processes() == 1 and stage < 3:
         ours["zero_optimization"]["reduce_scatter"] = False
     if config.deepspeed is None:

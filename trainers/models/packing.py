@@ -63,11 +63,12 @@ class InRows(NamedTuple):
 
 
 def padded_states(module: Any, input_ids: torch.Tensor, output: str) -> torch.Tensor:
-    """(B, T, ·): what `module` of a transformers model puts out for sequences in a row each."""
+    """Return the output of a transformers model's `module`, (B, T, ...), for sequences that have a row each."""
     import transformers.masking_utils
 
     masking_utils = transformers.masking_utils
-    # transformers would look whether sequences share a row, and the host would wait for the answer.
+    # transformers looks whether several sequences share a row, and the host would wait for the device to answer. Here
+    # the answer is known to be no. Where a release has no such function, nothing reads the one that is set.
     look = getattr(masking_utils, "find_packed_sequence_indices", None)
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
