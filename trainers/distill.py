@@ -26,18 +26,11 @@ import torch
 from fused_rl.ops.kl import Direction
 
 from .base import ranks
+from .base.options import Fraction, PositiveInt, Requirement, Temperature, Unit, without
 from .base.screen import phase
 from .data.reading import RowsLike
 from .data.rows import BadRow
-from .options import (
-    MAIN,
-    Fraction,
-    PositiveInt,
-    Requirement,
-    Temperature,
-    Unit,
-    without,
-)
+from .options import MAIN
 from .policy.evaluate import evaluate
 from .policy.options import SamplingRunConfig
 from .policy.policy import Policy

@@ -24,6 +24,7 @@ import torch
 import fused_rl
 
 from .base import engine
+from .base.options import NonNegative, Positive, Requirement
 from .base.screen import phase
 from .data.micro_batches import Padding
 from .data.preferences import (
@@ -37,7 +38,6 @@ from .data.reading import RowsLike
 from .models import language_model
 from .models.reward_model import check_finite
 from .models.scoring import chosen_is_higher, load_to_score, logprobs_of
-from .options import NonNegative, Positive, Requirement
 from .run import command
 from .run.hooks import OnStep
 from .run.loop import Run

@@ -22,6 +22,7 @@ import torch
 import fused_rl
 
 from .base import engine
+from .base.options import NonNegative, Positive
 from .base.screen import phase
 from .data.encode import Encoder
 from .data.marked import Marked, MarkedConfig, MarkedRows, batch_plan, marked_rows
@@ -31,7 +32,6 @@ from .data.rows import Rows
 from .models import language_model
 from .models.reward_model import check_finite
 from .models.scoring import load_to_score, logprobs_of
-from .options import NonNegative, Positive
 from .run import command
 from .run.hooks import OnStep
 from .run.loop import Run

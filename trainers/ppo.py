@@ -26,10 +26,10 @@ import fused_rl
 from fused_rl.objectives.presets import PresetName
 
 from .base import engine
+from .base.options import NonNegative, Positive
 from .base.ranks import global_counts, processes
 from .base.text import InputError
 from .models.reward_model import save_reward_model
-from .options import NonNegative, Positive
 from .policy.before_update import measure, micro_batches
 from .policy.critic import (
     CreditConfig,

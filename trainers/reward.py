@@ -18,6 +18,7 @@ import fused_rl
 
 from .base import engine, ranks
 from .base.files import as_json, write_atomically
+from .base.options import NonNegative, NonNegativeInt, Requirement, may_change
 from .base.screen import phase
 from .data.micro_batches import Padding
 from .data.preferences import (
@@ -43,7 +44,6 @@ from .models.scoring import (
     score_all,
     share_of_rank,
 )
-from .options import NonNegative, NonNegativeInt, Requirement, may_change
 from .run import command
 from .run.hooks import OnStep
 from .run.loop import Run

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 
 from .base import engine, ranks
+from .base.options import PositiveInt
 from .base.ranks import divide_over
 from .base.screen import phase
 from .data import encode
@@ -40,12 +41,7 @@ from .models.packing import (
     unpad,
 )
 from .models.scoring import share_of_rank
-from .options import (
-    MAIN,
-    EngineConfig,
-    PositiveInt,
-    RunConfig,
-)
+from .options import MAIN, EngineConfig, RunConfig
 from .run import command
 from .run.hooks import OnStep
 from .run.loop import Run

@@ -8,10 +8,11 @@ import pytest
 
 from fused_rl.objectives.presets import resolve_options
 from fused_rl.trainers import cli, grpo, ppo, sft
+from fused_rl.trainers.base.options import in_words, kinds_of
 from fused_rl.trainers.base.text import InputError
 from fused_rl.trainers.commands.eval import EvalConfig
 from fused_rl.trainers.data import preferences
-from fused_rl.trainers.options import in_words, kinds_of, to_yaml
+from fused_rl.trainers.options import to_yaml
 from fused_rl.trainers.policy import options
 from fused_rl.trainers.run.parse import parse
 from tests.trainers.bad_inputs import CASES

@@ -17,8 +17,8 @@ import yaml
 from fused_rl.trainers import grpo, sft
 from fused_rl.trainers.base import ranks
 from fused_rl.trainers.base.files import io_errors_in_a_line, unfinished
+from fused_rl.trainers.base.options import changeable
 from fused_rl.trainers.base.text import InputError
-from fused_rl.trainers.options import changeable
 from fused_rl.trainers.run import store
 from fused_rl.trainers.run.logger import read_metrics
 from fused_rl.trainers.run.parse import parse

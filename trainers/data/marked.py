@@ -15,8 +15,9 @@ import numpy
 
 from ..base import ranks
 from ..base.files import hash_of
+from ..base.options import PositiveInt
 from ..base.text import InputError
-from ..options import MAIN, PositiveInt, RunConfig
+from ..options import MAIN, RunConfig
 from .encode import Encoded, Encoder
 from .examples import Examples, Record, encode_rows
 from .forms import FIX, RowReader

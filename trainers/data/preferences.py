@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ..base import ranks
+from ..base.options import PositiveInt, Smoothing
 from ..base.screen import print_rank0
 from ..base.text import InputError
-from ..options import MAIN, PositiveInt, RunConfig, Smoothing
+from ..options import MAIN, RunConfig
 from .encode import Encoded, Encoder
 from .examples import Examples, Record, encode_rows
 from .forms import FIX, RowReader

@@ -15,21 +15,21 @@ import torch
 import fused_rl
 
 from ..base import engine, ranks
-from ..base.screen import phase
-from ..data.batch import Batch
-from ..models.packing import unpad
-from ..models.reward_model import Critic, check_reads_policy, load_reward_model
-from ..options import (
+from ..base.options import (
     Finite,
     NonNegative,
     NonNegativeInt,
-    OptimConfig,
     Positive,
     Requirement,
     Unit,
     may_change,
     without,
 )
+from ..base.screen import phase
+from ..data.batch import Batch
+from ..models.packing import unpad
+from ..models.reward_model import Critic, check_reads_policy, load_reward_model
+from ..options import OptimConfig
 from ..rollouts.roll_out import rollout_metrics
 from ..rollouts.solved import win_rate
 from ..rollouts.types import Rollout

@@ -16,12 +16,8 @@ import fused_rl
 from fused_rl.objectives.advantages import ResponseAdvantage
 
 from ..base import ranks
+from ..base.options import NonNegativeInt, PositiveInt, Requirement
 from ..base.text import InputError
-from ..options import (
-    NonNegativeInt,
-    PositiveInt,
-    Requirement,
-)
 from ..rollouts.roll_out import batch_of, rollout_metrics
 from ..rollouts.types import Prompt, Rollout, Scorer
 from .options import LossConfig, RolloutConfig

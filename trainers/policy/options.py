@@ -12,18 +12,18 @@ from fused_rl.objectives.presets import BOUNDS, PolicyLossOptions, PresetName, r
 from fused_rl.objectives.surrogates import SURROGATES, SurrogateOptions
 
 from .. import options as config
-from ..base.text import InputError, load_function, users_function
-from ..options import (
+from ..base.options import (
     NonNegativeInt,
     Options,
     PositiveFraction,
     PositiveInt,
     Requirement,
-    RunConfig,
     may_change,
     options_from,
     without,
 )
+from ..base.text import InputError, load_function, users_function
+from ..options import RunConfig
 from ..rollouts.options import SamplerConfig
 
 # Of a single surrogate, which `surrogate_options` has; a threshold in nats, which a run computes by `top_entropy`; and

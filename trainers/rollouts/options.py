@@ -6,8 +6,7 @@ from typing import Any, ClassVar
 
 import pydantic
 
-from ..base.text import InputError
-from ..options import (
+from ..base.options import (
     NonNegativeInt,
     Options,
     Positive,
@@ -18,6 +17,7 @@ from ..options import (
     Unit,
     may_change,
 )
+from ..base.text import InputError
 from .sampling import Sampling
 
 NO_TOP_K = (

@@ -12,16 +12,10 @@ from typing import Any, TypeVar
 import yaml
 
 from ..base.files import names_read
+from ..base.options import Options, choices_of, in_words, kinds_of
 from ..base.text import InputError
 from ..cli import program
-from ..options import (
-    FIRST,
-    Options,
-    choices_of,
-    in_words,
-    kinds_of,
-    unknown_options_error,
-)
+from ..options import FIRST
 
 Config = TypeVar("Config", bound=Options)
 
@@ -98,7 +92,7 @@ def parse(config_class: type[Config], argv: list[str]) -> Config:
         elif name != "local_rank":
             texts[name] = (values[0] if values else None) if len(values) < 2 else values
     if unknown:
-        raise unknown_options_error(unknown, fields, where)
+        raise config_class.unknown(unknown, where)
     options = {
         name: text if isinstance(text, list) else _value(config_class, name, text)
         for name, text in texts.items()

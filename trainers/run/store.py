@@ -40,10 +40,11 @@ from ..base.files import (
     unfinished,
     write_atomically,
 )
+from ..base.options import changeable
 from ..base.ranks import barrier, process_index, processes
 from ..base.screen import print_line, print_rank0
 from ..base.text import InputError
-from ..options import ACTIONS, RunConfig, changeable, to_yaml
+from ..options import ACTIONS, RunConfig, to_yaml
 from .logger import read_metrics
 
 LOCK = ".fused-rl.lock"

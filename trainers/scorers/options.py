@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import pydantic
 
+from ..base.options import Finite, Options
 from ..base.text import InputError
-from ..options import Finite, Options
 
 # The kind of scorer whose model is an input of the run, like the policy: it is hashed and compared on resume.
 REWARD_MODEL = "reward_model"
