@@ -4,7 +4,6 @@ A room that needs the optimizer's options takes an `OptimConfig`, and so works f
 base/options.py has what declares an option.
 """
 
-import math
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -14,11 +13,11 @@ import torch
 import yaml
 from typing_extensions import Self
 
-from .base import engine, optim
+from .base import engine
+from .base.engine import EngineConfig as EngineConfig  # where own trainers import it
+from .base.engine import TrainingConfig
 from .base.options import (
     MAY_CHANGE,
-    Decay,
-    NonNegative,
     NonNegativeInt,
     Options,
     Positive,
@@ -177,87 +176,6 @@ class DataConfig(RowsConfig):
     )
 
 
-class OptimConfig(Options):
-    """The optimizer."""
-
-    lr: NonNegative = may_change(1e-6)
-    """Peak learning rate of AdamW."""
-    lr_schedule: Literal["constant", "linear", "cosine"] | str | optim.Schedule = may_change(
-        "linear"
-    )
-    """After the warm-up: constant, or annealed to zero at the last update; or a function as module:function, which
-    returns the factor of lr for (update, number of updates) (docs/hooks.md)."""
-    warmup_steps: NonNegativeInt = may_change(0)
-    """Optimizer updates with a rising learning rate."""
-    weight_decay: NonNegative = may_change(0.0)
-    """Decoupled weight decay of all weights except norms and biases."""
-    adam_beta2: Decay = may_change(0.999)
-    """Decay of the second moment."""
-    adam_eps: Positive = may_change(1e-8)
-    """Adam's epsilon."""
-    tf_adam: bool = False
-    """Epsilon outside the bias correction, as in TensorFlow 1: smaller first updates (fused_rl.tf_adam_epsilon)."""
-    max_grad_norm: NonNegative = may_change(1.0)
-    """Gradients are scaled down to this norm; 0 switches it off."""
-
-    @pydantic.field_validator("lr_schedule")
-    @classmethod
-    def _named(cls, value: str | optim.Schedule) -> str | optim.Schedule:
-        if isinstance(value, str) and value not in optim.SCHEDULES and ":" not in value:
-            names = ", ".join(optim.SCHEDULES)
-            raise InputError(f"lr_schedule={value!r}: expected one of {names}, or module:function")
-        return value
-
-
-class EngineConfig(Options):
-    """Memory, precision and the division over processes."""
-
-    micro_batch_size: PositiveInt | None = may_change(None)
-    """Sequences per forward and backward pass; the result does not depend on it. None is 8 on a CPU, and on a GPU as
-    many as fit into its memory, which is measured when the run begins."""
-    micro_batch_tokens: PositiveInt | None = may_change(None)
-    """Tokens per forward and backward pass, pads included, instead of micro_batch_size: sequences of similar length go
-    together, and a longer one goes alone. None means micro_batch_size on a CPU, and on a GPU as many as fit into its
-    memory, unless micro_batch_size is given. Beside it, micro_batch_size still says how many sequences `fused-rl
-    reward` scores at a time without training on them: held-out pairs, and those of the normalization."""
-    zero_stage: Literal[0, 1, 2, 3] = 2
-    """DeepSpeed ZeRO: what is partitioned over the ranks (1 optimizer state, 2 gradients, 3 weights)."""
-    sequence_parallel: PositiveInt = 1
-    """Number of neighbouring processes that each hold a part of the same sequences, for long sequences (DeepSpeed
-    Ulysses). It divides the activations, and must divide the number of attention heads."""
-    offload: bool = False
-    """Keep optimizer state (ZeRO 2, 3) and weights (ZeRO 3) in CPU memory."""
-    stage3_param_persistence_threshold: NonNegativeInt = 100_000
-    """ZeRO 3 leaves weights with fewer elements whole on every rank."""
-    deepspeed: str | None = None
-    """JSON file of DeepSpeed's own options of speed and memory, such as bucket sizes (docs/scaling.md)."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of weights and activations: auto is bfloat16 on a GPU and float32 on a CPU; bfloat16 keeps fp32 masters."""
-    grad_accum_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which gradients of bfloat16 weights are added up over micro-batches and processes. bfloat16 takes half
-    the memory and communication, and then micro_batch_size changes the gradient by 0.3 to 0.8 %."""
-
-    needs: ClassVar = (
-        Requirement(
-            "offload",
-            lambda config: config.zero_stage >= 2,
-            "needs zero_stage 2 or 3, which split what is offloaded",
-        ),
-        Requirement("deepspeed", lambda config: config.zero_stage > 0, "is of zero_stage 1 to 3"),
-    )
-
-    replaces: ClassVar = {"micro_batch_size": "micro_batch_tokens"}
-
-    def micro_batches_of(self, sequences: int) -> str:
-        """Return in words how so many sequences of a process are divided."""
-        if self.micro_batch_tokens is not None:
-            return f"as many as hold at most {self.micro_batch_tokens} tokens"
-        size = self.micro_batch_size
-        if size is None:
-            return "as many as fit, which is measured when the model is loaded"
-        return f"{math.ceil(sequences / size)} of at most {size}"
-
-
 class OutputConfig(Options):
     """What a run writes, and whether it resumes."""
 
@@ -363,7 +281,7 @@ MAIN = (
 )
 
 
-class RunConfig(StepsConfig, OutputConfig, EngineConfig, OptimConfig, DataConfig, ModelConfig):
+class RunConfig(StepsConfig, OutputConfig, TrainingConfig, DataConfig, ModelConfig):
     """The options of every trainer."""
 
     seed: Seed = 1

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from fused_rl.trainers import grpo
+from fused_rl.trainers.base.optim import OptimConfig
 from fused_rl.trainers.data import encode
-from fused_rl.trainers.options import EngineConfig, OptimConfig
+from fused_rl.trainers.options import EngineConfig
 from fused_rl.trainers.policy import before_update, groups, policy
 from tests.trainers import tiny
 

@@ -1,9 +1,8 @@
 """DeepSpeed, used directly: one process or many, ZeRO 0 to 3.
 
 A trainer calls `engine.backward(loss * processes())` once per micro-batch, then `engine.step()`. The loss is over a
-count over all ranks and micro-batches, so how the batch was split changes nothing. `config` has the options that
-`EngineConfig` and `OptimConfig` declare. Left out: tensor and pipeline parallelism, DeepSpeed's own optimizers and
-schedulers, fp16.
+count over all ranks and micro-batches, so how the batch was split changes nothing. Left out: tensor and pipeline
+parallelism, DeepSpeed's own optimizers and schedulers, fp16.
 """
 
 import atexit
@@ -16,19 +15,74 @@ import warnings
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from . import optim, ranks
+from .optim import OptimConfig
+from .options import NonNegativeInt, Options, PositiveInt, Requirement, may_change
 from .ranks import processes, rank
 from .text import InputError, in_a_line
 
 TIMEOUT = timedelta(
     minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "30"))
 )  # to start, and of a collective
+
+
+class EngineConfig(Options):
+    """Memory, precision and the division over processes."""
+
+    micro_batch_size: PositiveInt | None = may_change(None)
+    """Sequences per forward and backward pass; the result does not depend on it. None is 8 on a CPU, and on a GPU as
+    many as fit into its memory, which is measured when the run begins."""
+    micro_batch_tokens: PositiveInt | None = may_change(None)
+    """Tokens per forward and backward pass, pads included, instead of micro_batch_size: sequences of similar length go
+    together, and a longer one goes alone. None means micro_batch_size on a CPU, and on a GPU as many as fit into its
+    memory, unless micro_batch_size is given. Beside it, micro_batch_size still says how many sequences `fused-rl
+    reward` scores at a time without training on them: held-out pairs, and those of the normalization."""
+    zero_stage: Literal[0, 1, 2, 3] = 2
+    """DeepSpeed ZeRO: what is partitioned over the ranks (1 optimizer state, 2 gradients, 3 weights)."""
+    sequence_parallel: PositiveInt = 1
+    """Number of neighbouring processes that each hold a part of the same sequences, for long sequences (DeepSpeed
+    Ulysses). It divides the activations, and must divide the number of attention heads."""
+    offload: bool = False
+    """Keep optimizer state (ZeRO 2, 3) and weights (ZeRO 3) in CPU memory."""
+    stage3_param_persistence_threshold: NonNegativeInt = 100_000
+    """ZeRO 3 leaves weights with fewer elements whole on every rank."""
+    deepspeed: str | None = None
+    """JSON file of DeepSpeed's own options of speed and memory, such as bucket sizes (docs/scaling.md)."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of weights and activations: auto is bfloat16 on a GPU and float32 on a CPU; bfloat16 keeps fp32 masters."""
+    grad_accum_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which gradients of bfloat16 weights are added up over micro-batches and processes. bfloat16 takes half
+    the memory and communication, and then micro_batch_size changes the gradient by 0.3 to 0.8 %."""
+
+    needs: ClassVar = (
+        Requirement(
+            "offload",
+            lambda config: config.zero_stage >= 2,
+            "needs zero_stage 2 or 3, which split what is offloaded",
+        ),
+        Requirement("deepspeed", lambda config: config.zero_stage > 0, "is of zero_stage 1 to 3"),
+    )
+
+    replaces: ClassVar = {"micro_batch_size": "micro_batch_tokens"}
+
+    def micro_batches_of(self, sequences: int) -> str:
+        """Return in words how so many sequences of a process are divided."""
+        if self.micro_batch_tokens is not None:
+            return f"as many as hold at most {self.micro_batch_tokens} tokens"
+        size = self.micro_batch_size
+        if size is None:
+            return "as many as fit, which is measured when the model is loaded"
+        return f"{math.ceil(sequences / size)} of at most {size}"
+
+
+class TrainingConfig(EngineConfig, OptimConfig):
+    """What an engine that trains reads."""
 
 
 def silence_libraries() -> None:
@@ -91,7 +145,7 @@ def _leave() -> None:
         time.sleep(0.2)  # gloo's threads must drop their last work before the interpreter goes
 
 
-def torch_dtype(config: Any) -> torch.dtype:
+def torch_dtype(config: EngineConfig) -> torch.dtype:
     """Return the dtype of weights and activations that `config.dtype` stands for on this machine."""
     if config.dtype == "auto":
         # bf16 on a GPU that computes in it (from sm_80 on): an older one would emulate it.
@@ -106,12 +160,12 @@ def torch_dtype(config: Any) -> torch.dtype:
     return getattr(torch, config.dtype)
 
 
-def widens_sums(config: Any) -> bool:
+def widens_sums(config: EngineConfig) -> bool:
     """Return True if gradients are of 16 bits and are added up in 32."""
     return torch_dtype(config) == torch.bfloat16 and config.grad_accum_dtype == "float32"
 
 
-def effective_zero_stage(config: Any) -> int:
+def effective_zero_stage(config: EngineConfig) -> int:
     """Return the stage of ZeRO that DeepSpeed gets: 0 for one fp32 process, which has nothing to divide or to widen."""
     is_alone = processes() == 1 and torch_dtype(config) == torch.float32
     keeps_all = not config.offload and not deepspeed_options(config.deepspeed)
@@ -127,7 +181,7 @@ def deepspeed_options(path: str | None) -> dict:
     return deepspeed_file.read(path)
 
 
-def check_deepspeed_file(config: Any) -> None:
+def check_deepspeed_file(config: TrainingConfig) -> None:
     """Refuse a file of DeepSpeed's options that has other values than the run, or that DeepSpeed refuses."""
     if config.deepspeed is None:
         return
@@ -145,7 +199,7 @@ def check_deepspeed_file(config: Any) -> None:
         raise InputError(f"deepspeed={config.deepspeed}: {in_a_line(error)}") from error
 
 
-def _our_deepspeed_config(config: Any, *, max_grad_norm: float) -> dict:
+def _our_deepspeed_config(config: EngineConfig, *, max_grad_norm: float) -> dict:
     sums = {}
     if widens_sums(config):
         # Over micro-batches, and over processes.
@@ -174,7 +228,7 @@ def _our_deepspeed_config(config: Any, *, max_grad_norm: float) -> dict:
     }
 
 
-def _deepspeed_config(config: Any, *, max_grad_norm: float) -> dict:
+def _deepspeed_config(config: EngineConfig, *, max_grad_norm: float) -> dict:
     ours = _our_deepspeed_config(config, max_grad_norm=max_grad_norm)
     stage = effective_zero_stage(config)
     if widens_sums(config) and stage == 1:
@@ -191,13 +245,13 @@ def _deepspeed_config(config: Any, *, max_grad_norm: float) -> dict:
     return deepspeed_file.merged(deepspeed_file.read(config.deepspeed), ours)
 
 
-def initialize(model: nn.Module, config: Any, updates: int):
+def initialize(model: nn.Module, config: TrainingConfig, updates: int):
     """Return a DeepSpeed engine that trains `model` with AdamW for `updates` optimizer steps.
 
     Of a model without weights, as a dry run has it, it is the shell of an engine.
     """
     if is_without_weights(model):
-        optim.users_factors(config, updates)
+        optim.users_factors(config.lr_schedule, updates)
         return SimpleNamespace(module=model, zero_optimization_stage=lambda: config.zero_stage)
     import deepspeed
 
@@ -263,7 +317,7 @@ def optimizer_step(engine, step: int) -> dict[str, float]:
     return {"lr": lr, "optim/grad_norm": norm}
 
 
-def initialize_frozen(model: nn.Module, config: Any):
+def initialize_frozen(model: nn.Module, config: EngineConfig):
     """Return `model` for forward passes alone; ZeRO 3 partitions its weights too."""
     if config.zero_stage < 3 or is_without_weights(model):
         return model

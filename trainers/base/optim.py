@@ -1,15 +1,17 @@
-"""AdamW, its schedule and clipping; `config` has the options that `OptimConfig` declares."""
+"""AdamW, its schedule and clipping, and their options."""
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
+import pydantic
 import torch
 from torch import nn
 
 import fused_rl
 from fused_rl.base.checks import check_range
 
+from .options import Decay, NonNegative, NonNegativeInt, Options, Positive, may_change
 from .text import InputError, in_a_line, load_function
 
 SCHEDULES = ("constant", "linear", "cosine")
@@ -17,7 +19,37 @@ Schedule = Callable[[int, int], float]
 """(update, number of updates in the run) -> the learning rate over its peak; updates are counted from 0."""
 
 
-def adamw(parameters: list[nn.Parameter], config: Any) -> torch.optim.Optimizer:
+class OptimConfig(Options):
+    """The optimizer."""
+
+    lr: NonNegative = may_change(1e-6)
+    """Peak learning rate of AdamW."""
+    lr_schedule: Literal["constant", "linear", "cosine"] | str | Schedule = may_change("linear")
+    """After the warm-up: constant, or annealed to zero at the last update; or a function as module:function, which
+    returns the factor of lr for (update, number of updates) (docs/hooks.md)."""
+    warmup_steps: NonNegativeInt = may_change(0)
+    """Optimizer updates with a rising learning rate."""
+    weight_decay: NonNegative = may_change(0.0)
+    """Decoupled weight decay of all weights except norms and biases."""
+    adam_beta2: Decay = may_change(0.999)
+    """Decay of the second moment."""
+    adam_eps: Positive = may_change(1e-8)
+    """Adam's epsilon."""
+    tf_adam: bool = False
+    """Epsilon outside the bias correction, as in TensorFlow 1: smaller first updates (fused_rl.tf_adam_epsilon)."""
+    max_grad_norm: NonNegative = may_change(1.0)
+    """Gradients are scaled down to this norm; 0 switches it off."""
+
+    @pydantic.field_validator("lr_schedule")
+    @classmethod
+    def _named(cls, value: str | Schedule) -> str | Schedule:
+        if isinstance(value, str) and value not in SCHEDULES and ":" not in value:
+            names = ", ".join(SCHEDULES)
+            raise InputError(f"lr_schedule={value!r}: expected one of {names}, or module:function")
+        return value
+
+
+def adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
     """Return AdamW (arXiv:1711.05101) over `parameters`; norms and biases, which have one dimension, do not decay."""
     decayed = [p for p in parameters if p.dim() > 1 or not config.weight_decay]
     spared = [p for p in parameters if p.dim() < 2 and config.weight_decay]
@@ -42,9 +74,9 @@ def schedule_function(chosen: str | Schedule) -> str | Schedule:
     return chosen
 
 
-def users_factors(config: Any, updates: int) -> list[float]:
+def users_factors(chosen: str | Schedule, updates: int) -> list[float]:
     """Return what a schedule of the user's own says for every update; nothing for one of `SCHEDULES`."""
-    chosen = schedule_function(config.lr_schedule)
+    chosen = schedule_function(chosen)
     factors = []
     if isinstance(chosen, str):
         return factors
@@ -59,13 +91,13 @@ def users_factors(config: Any, updates: int) -> list[float]:
     return factors
 
 
-def schedule(optimizer: torch.optim.Optimizer, config: Any, updates: int):
+def schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, updates: int):
     """Return the learning rate's schedule over `updates` steps: a warm-up, then constant, annealed, or the user's."""
     from transformers import get_scheduler
 
-    factors = users_factors(config, updates)
-    if not factors:
-        name = config.lr_schedule
+    name = config.lr_schedule
+    factors = users_factors(name, updates)
+    if isinstance(name, str) and not factors:
         name = "constant_with_warmup" if name == "constant" else name
         return get_scheduler(
             name, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=updates

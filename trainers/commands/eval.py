@@ -21,6 +21,7 @@ import torch
 import yaml
 
 from ..base import engine, ranks
+from ..base.engine import EngineConfig
 from ..base.files import as_json, hash_of, write_atomically, write_rows
 from ..base.options import PositiveInt, Requirement, Seed, without
 from ..base.screen import phase, print_line, print_rank0
@@ -29,7 +30,7 @@ from ..data import encode
 from ..data.examples import Examples
 from ..data.reading import RowReport, RowsLike, chosen_rows
 from ..models import language_model
-from ..options import EngineConfig, LoadConfig, RowsConfig
+from ..options import LoadConfig, RowsConfig
 from ..policy.evaluate import HeldOut, held_out_share, results_of, say_signal
 from ..rollouts.generate import TransformersSampler
 from ..rollouts.options import SamplingConfig

@@ -15,6 +15,7 @@ import torch
 import fused_rl
 
 from ..base import engine, ranks
+from ..base.optim import OptimConfig
 from ..base.options import (
     Finite,
     NonNegative,
@@ -29,7 +30,6 @@ from ..base.screen import phase
 from ..data.batch import Batch
 from ..models.packing import unpad
 from ..models.reward_model import Critic, check_reads_policy, load_reward_model
-from ..options import OptimConfig
 from ..rollouts.roll_out import rollout_metrics
 from ..rollouts.solved import win_rate
 from ..rollouts.types import Rollout

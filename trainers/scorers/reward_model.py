@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ..base import engine, ranks
+from ..base.engine import EngineConfig
 from ..base.text import InputError
 from ..models.reward_model import (
     RewardModel,
@@ -13,7 +14,7 @@ from ..models.reward_model import (
     check_reads_policy,
     has_score_head,
 )
-from ..options import EngineConfig, ModelConfig
+from ..options import ModelConfig
 from ..rollouts.types import Sample
 from .builtin import BaseScorer
 
